@@ -1,0 +1,148 @@
+"""Where bytes lie: packing two codes in a byte, scale layouts, padding (docs/numerics.md sections 2 and 8)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
+
+LINEAR = "linear"
+SWIZZLED_32_4_4 = "swizzled_32_4_4"
+SCALE_LAYOUTS = (LINEAR, SWIZZLED_32_4_4)
+
+
+class Blocks(NamedTuple):
+    """The plain tensors of one quantized operand, as backends return them.
+
+    qdata: uint8 [rows, bytes]; MXFP8: the element bytes.
+    block_scale: uint8 [rows, blocks] or the swizzled buffer: the raw bytes of E4M3 or E8M0.
+    amax: fp32 [] or [rows]; empty ([0]) for MXFP8.
+    """
+
+    qdata: Tensor
+    block_scale: Tensor
+    amax: Tensor
+
+
+def ceil_div(n: int, d: int) -> int:
+    return -(-n // d)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `n`."""
+    return ceil_div(n, multiple) * multiple
+
+
+def check_scale_layout(scale_layout: str) -> None:
+    if scale_layout not in SCALE_LAYOUTS:
+        raise ValueError(f"scale_layout={scale_layout!r}: use one of {', '.join(map(repr, SCALE_LAYOUTS))}")
+
+
+def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    """Return (rows, columns) of the matrix that a tensor of `shape` is stored as: leading dimensions are rows.
+
+    Raises:
+        ValueError: the shape is that of a scalar.
+    """
+    if len(shape) == 0:
+        raise ValueError("x.shape=(): a 0-D tensor has no dimension for blocks; use x.reshape(1)")
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows, shape[-1]
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Pack 4-bit codes, the even column in the low nibble.
+
+    Args:
+        codes: uint8 [..., K] with values 0 to 15 and K even.
+
+    Returns:
+        uint8 [..., K / 2].
+
+    Raises:
+        TypeError: codes is not uint8.
+        ValueError: K is odd or the tensor 0-D.
+    """
+    if codes.dtype != torch.uint8:
+        raise TypeError(f"codes.dtype={codes.dtype}: give uint8 codes")
+    if codes.dim() == 0 or codes.shape[-1] % 2:
+        raise ValueError(f"codes.shape={tuple(codes.shape)}: the last dimension must be even; pad it with zeros")
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack(qdata: Tensor) -> Tensor:
+    """Return the 4-bit codes of packed bytes, the inverse of `pack`.
+
+    Args:
+        qdata: uint8 [..., B].
+
+    Returns:
+        uint8 [..., 2 * B] with values 0 to 15.
+
+    Raises:
+        TypeError: qdata is not uint8.
+        ValueError: qdata is 0-D.
+    """
+    if qdata.dtype != torch.uint8:
+        raise TypeError(f"qdata.dtype={qdata.dtype}: give packed uint8 bytes")
+    if qdata.dim() == 0:
+        raise ValueError("qdata.shape=(): give at least one dimension")
+    return torch.stack((qdata & 0xF, qdata >> 4), dim=-1).flatten(-2)
+
+
+def swizzled_numel(rows: int, cols: int) -> int:
+    """Return the number of scales in the SWIZZLED_32_4_4 buffer of a [rows, cols] scale matrix."""
+    return round_up(rows, SWIZZLE_ROWS) * round_up(cols, SWIZZLE_COLS)
+
+
+def _check_scales(block_scale: Tensor, dims: int) -> None:
+    if block_scale.element_size() != 1:
+        raise TypeError(f"block_scale.dtype={block_scale.dtype}: give one-byte scales (uint8 or float8)")
+    if block_scale.dim() != dims:
+        raise ValueError(f"block_scale.shape={tuple(block_scale.shape)}: give {dims} dimensions")
+
+
+def swizzle(block_scale: Tensor) -> Tensor:
+    """Rearrange LINEAR block scales into the SWIZZLED_32_4_4 buffer that cuBLAS and `scaled_mm` read.
+
+    Scale (i, j) moves to ((i//128 * Cp/4 + j//4) * 32 + i%32) * 16 + (i%128//32) * 4 + j%4, Cp the padded columns.
+
+    Args:
+        block_scale: one-byte dtype [rows, cols].
+
+    Returns:
+        Same dtype [round_up(rows, 128) * round_up(cols, 4)], zeros in the padding.
+    """
+    _check_scales(block_scale, 2)
+    rows, cols = block_scale.shape
+    rows_p, cols_p = round_up(rows, SWIZZLE_ROWS), round_up(cols, SWIZZLE_COLS)
+    padded = torch.zeros(rows_p, cols_p, dtype=torch.uint8, device=block_scale.device)
+    padded[:rows, :cols] = block_scale.view(torch.uint8)
+    tiles = padded.view(rows_p // 128, 4, 32, cols_p // 4, 4)  # i//128, i%128//32, i%32, j//4, j%4
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(block_scale.dtype)
+
+
+def unswizzle(block_scale: Tensor, rows: int, cols: int) -> Tensor:
+    """Return the LINEAR [rows, cols] scales of a SWIZZLED_32_4_4 buffer, the inverse of `swizzle`.
+
+    Args:
+        block_scale: one-byte dtype [round_up(rows, 128) * round_up(cols, 4)].
+        rows, cols: the logical shape.
+
+    Raises:
+        ValueError: the buffer does not have the size of a [rows, cols] matrix.
+    """
+    _check_scales(block_scale, 1)
+    if block_scale.numel() != swizzled_numel(rows, cols):
+        raise ValueError(
+            f"block_scale has {block_scale.numel()} scales, a swizzled [{rows}, {cols}] has {swizzled_numel(rows, cols)}"
+        )
+    rows_p, cols_p = round_up(rows, SWIZZLE_ROWS), round_up(cols, SWIZZLE_COLS)
+    tiles = block_scale.view(torch.uint8).view(rows_p // 128, cols_p // 4, 32, 4, 4)
+    linear = tiles.permute(0, 3, 2, 1, 4).reshape(rows_p, cols_p)
+    return linear[:rows, :cols].contiguous().view(block_scale.dtype)

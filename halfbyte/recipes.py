@@ -1,0 +1,173 @@
+"""Presets: functions that return a Recipe value. `dataclasses.replace` makes any other.
+
+| preset            | fprop x, w          | dgrad dy, w             | wgrad dy, x                   | source                     |
+|-------------------|---------------------|-------------------------|-------------------------------|----------------------------|
+| nvfp4             | 1x16, 16x16         | 1x16 SR, 16x16          | 1x16 SR RHT, 1x16 RHT         | NVIDIA, arXiv 2509.25149   |
+| nvfp4_mxfp8_bwd   | 1x16, 1x16          | MXFP8, MXFP8            | MXFP8, MXFP8                  | forward 4 bits, backward 8 |
+| four_over_six     | nvfp4 with 4over6 on weights, activations or both           |           | arXiv 2512.02010           |
+| mxfp8             | MXFP8 everywhere    |                         |                               | OCP MX v1.0                |
+| nvfp4_forward     | 1x16, 1x16          | bf16                    | bf16                          | quantization-aware training|
+| bf16              | bf16 everywhere     |                         |                               |                            |
+| naive_fp4         | 1x16, 1x16          | 1x16 truncated, 1x16    | 1x16 truncated, 1x16          | a control that should fail |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from halfbyte.spec import MXFP8, NVFP4, FourOverSix, GemmSpec, Hadamard, Recipe
+
+Scope = Literal["weights", "activations", "all"]
+SCOPES = ("weights", "activations", "all")
+FOUR_OVER_SIX_E4M3_MAX = 256.0  # arXiv 2512.02010: leaves room for a scale 1.5 times the standard one
+
+
+def bf16() -> Recipe:
+    """Every GEMM in high precision: identical to `torch.nn.Linear`."""
+    return Recipe()
+
+
+def nvfp4(
+    *,
+    stochastic_rounding: bool = True,
+    hadamard: Hadamard | None = Hadamard(size=16),
+    weight_block: tuple[int, int] = (16, 16),
+    activation_outer: Literal["tensor", "row"] = "tensor",
+    fp4_max_gradient: float = 6.0,
+) -> Recipe:
+    """NVIDIA's NVFP4 pretraining recipe (arXiv 2509.25149).
+
+    Args:
+        stochastic_rounding: round the gradient operands stochastically; False rounds them to nearest.
+        hadamard: the rotation of the two wgrad operands; None leaves it out.
+        weight_block: (16, 16) shares one quantized weight between forward and backward; (1, 16) quantizes it twice.
+        activation_outer: "row" gives every token of fprop's activations its own fp32 amax.
+        fp4_max_gradient: what the block maximum of a gradient maps to; 6 * 16 / 17 leaves headroom for SR.
+    """
+    activation = NVFP4(outer=activation_outer)
+    weight = NVFP4(block=weight_block)
+    gradient = NVFP4(rounding="stochastic" if stochastic_rounding else "nearest", fp4_max=fp4_max_gradient)
+    return Recipe(
+        fprop=GemmSpec(a=activation, b=weight),
+        dgrad=GemmSpec(a=gradient, b=weight),
+        wgrad=GemmSpec(a=dataclasses.replace(gradient, rotation=hadamard), b=NVFP4(rotation=hadamard)),
+    )
+
+
+def nvfp4_mxfp8_bwd(*, element: Literal["e4m3", "e5m2"] = "e4m3") -> Recipe:
+    """NVFP4 forward, MXFP8 backward.
+
+    Args:
+        element: the MXFP8 element of the gradients; weights and activations use e4m3.
+    """
+    operand, gradient = MXFP8(), MXFP8(element=element)
+    return Recipe(
+        fprop=GemmSpec(a=NVFP4(), b=NVFP4()),
+        dgrad=GemmSpec(a=gradient, b=operand),
+        wgrad=GemmSpec(a=gradient, b=operand),
+    )
+
+
+def four_over_six(
+    *,
+    scope: Scope = "all",
+    error: Literal["mae", "mse"] = "mae",
+    e4m3_max: float = FOUR_OVER_SIX_E4M3_MAX,
+    e4m3_max_scope: Scope | None = None,
+    error_math: Literal["exact", "scaled"] = "exact",
+    candidates: tuple[float, ...] = (1.0, 1.5),
+    base: Recipe | None = None,
+) -> Recipe:
+    """A recipe with 4over6 on weights, activations or both; never on a stochastically rounded operand.
+
+    Args:
+        scope: which operands choose between candidate scales: "weights", "activations" or "all".
+        error: "mae" or "mse", what a candidate is judged by.
+        e4m3_max: the scale magnitude of the tensor maximum, 256 as published or 448.
+        e4m3_max_scope: which operands use `e4m3_max`; by default those of `scope`.
+        error_math: "exact" or "scaled".
+        candidates: multiples of the standard block scale.
+        base: the recipe to change; `nvfp4()` by default.
+    """
+    _check_scope("scope", scope)
+    maximum_scope = scope if e4m3_max_scope is None else e4m3_max_scope
+    _check_scope("e4m3_max_scope", maximum_scope)
+    scaling = FourOverSix(error=error, error_math=error_math, candidates=candidates)
+
+    def change(spec, role: str):
+        if not isinstance(spec, NVFP4) or spec.rounding != "nearest":
+            return spec
+        if maximum_scope in (role, "all"):
+            spec = dataclasses.replace(spec, e4m3_max=e4m3_max)
+        return dataclasses.replace(spec, scaling=scaling) if scope in (role, "all") else spec
+
+    recipe = nvfp4() if base is None else base
+    gemms = {}
+    for name, role_a, role_b in (
+        ("fprop", "activations", "weights"),
+        ("dgrad", "gradients", "weights"),
+        ("wgrad", "gradients", "activations"),
+    ):
+        gemm = getattr(recipe, name)
+        if gemm is not None:
+            # A gradient is an operand of "all" when it is rounded to nearest.
+            gemms[name] = GemmSpec(a=change(gemm.a, role_a), b=change(gemm.b, role_b))
+    return dataclasses.replace(recipe, **gemms)
+
+
+def mxfp8(*, element: Literal["e4m3", "e5m2"] = "e4m3") -> Recipe:
+    """MXFP8 in all three GEMMs; `element` is that of the gradients."""
+    operand, gradient = MXFP8(), MXFP8(element=element)
+    return Recipe(
+        fprop=GemmSpec(a=operand, b=operand),
+        dgrad=GemmSpec(a=gradient, b=operand),
+        wgrad=GemmSpec(a=gradient, b=operand),
+    )
+
+
+def nvfp4_forward(
+    *,
+    activation_outer: Literal["tensor", "row"] = "tensor",
+    backward: Literal["original", "dequantized"] = "original",
+) -> Recipe:
+    """NVFP4 in the forward only, for quantization-aware training; the backward is bf16.
+
+    Args:
+        activation_outer: "row" gives every token its own fp32 amax.
+        backward: "original" or "dequantized", see Recipe.
+    """
+    return Recipe(fprop=GemmSpec(a=NVFP4(outer=activation_outer), b=NVFP4()), backward=backward)
+
+
+def naive_fp4() -> Recipe:
+    """A control that should fail: NVFP4 with gradients rounded toward zero and no rotation."""
+    operand, gradient = NVFP4(), NVFP4(rounding="toward_zero")
+    return Recipe(
+        fprop=GemmSpec(a=operand, b=operand),
+        dgrad=GemmSpec(a=gradient, b=operand),
+        wgrad=GemmSpec(a=gradient, b=operand),
+    )
+
+
+PRESETS: dict[str, Callable[..., Recipe]] = {
+    function.__name__: function
+    for function in (bf16, nvfp4, nvfp4_mxfp8_bwd, four_over_six, mxfp8, nvfp4_forward, naive_fp4)
+}
+
+
+def get(name: str) -> Recipe:
+    """Return the preset called `name` with its default options.
+
+    Raises:
+        ValueError: no preset has that name; the message lists those that exist.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"recipe={name!r} is not a preset; use one of {', '.join(PRESETS)}")
+    return PRESETS[name]()
+
+
+def _check_scope(field: str, value: str) -> None:
+    if value not in SCOPES:
+        raise ValueError(f"{field}={value!r}: use one of {', '.join(map(repr, SCOPES))}")

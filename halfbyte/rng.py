@@ -1,0 +1,99 @@
+"""Random bits as values: a Philox seed and offset that quantize reads and never changes (docs/numerics.md section 4).
+
+A value reaches an op as an int64 tensor [2] = (seed, offset) on the operand's device plus a static `stream` that is
+added to the offset. A step that advances changes the tensor, never a Python number, so nothing recompiles and a CUDA
+graph replays with new bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SEED_LIMIT = 1 << 64
+OFFSET_LIMIT = 1 << 63
+
+HADAMARD_SIGN_BITS = 0xD7E8
+"""The published 16 signs, bit i set = element i is negated: + + + - + - - - - - - + - + - - (numerics.md section 7)."""
+
+GROUP_SEED_STEP = 0x9E3779B97F4A7C15
+"""Group g of a grouped operand draws with seed + g * this, modulo 2**64 (numerics.md section 8)."""
+
+
+class Draw(NamedTuple):
+    """What an op receives: a tensor that may change between steps and static numbers that may not.
+
+    base: int64 [2] = (seed, offset), 64 bits each, on the operand's device.
+    stream: added to the offset.
+    first_block, blocks_per_row: where a shard lies in the whole operand: its 1x16 block (row, j) has the linear index
+        first_block + row * blocks_per_row + j. None means the operand's own number of blocks.
+    """
+
+    base: Tensor
+    stream: int = 0
+    first_block: int = 0
+    blocks_per_row: int | None = None
+
+    def next(self) -> Draw:
+        """Return the draw of the second operand of `quantize_row_col`: one offset further."""
+        return self._replace(stream=self.stream + 1)
+
+
+def as_signed64(value: int) -> int:
+    """Return the int64 that holds the same 64 bits as the unsigned `value`."""
+    return value - SEED_LIMIT if value >= SEED_LIMIT >> 1 else value
+
+
+@dataclass(frozen=True)
+class Philox:
+    """One place in the random stream: Philox4x32-10 with key `seed` and the upper counter words `offset`.
+
+    Args:
+        seed: 0 <= seed < 2**64.
+        offset: 0 <= offset < 2**63. One quantize uses one offset, `quantize_row_col` uses `offset` and `offset + 1`.
+        first_block: linear index of the first 1x16 block, not 0 if the tensor is a shard of a larger operand.
+        blocks_per_row: 1x16 blocks in a row of that larger operand; None means the tensor's own.
+    """
+
+    seed: int
+    offset: int = 0
+    first_block: int = 0
+    blocks_per_row: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in (("seed", SEED_LIMIT), ("offset", OFFSET_LIMIT)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r}: give an int")
+            if not 0 <= value < limit:
+                raise ValueError(f"{name}={value}: give 0 <= {name} < 2**{limit.bit_length() - 1}")
+        if self.first_block < 0 or (self.blocks_per_row is not None and self.blocks_per_row < 0):
+            raise ValueError(f"first_block={self.first_block}, blocks_per_row={self.blocks_per_row}: give indices >= 0")
+
+    def on(self, device: torch.device) -> Draw:
+        """Return the draw on `device`."""
+        base = torch.tensor([as_signed64(self.seed), self.offset], dtype=torch.int64, device=device)
+        return Draw(base, 0, self.first_block, self.blocks_per_row)
+
+
+@dataclass(frozen=True, eq=False)
+class StreamPhilox:
+    """A place in the random stream of a run: its (seed, position << 32) tensor and a static stream number.
+
+    Args:
+        base: int64 [2], owned by a RunState; read when an op runs.
+        stream: added to the offset; 0 <= stream < 2**32.
+    """
+
+    base: Tensor
+    stream: int
+
+    def on(self, device: torch.device) -> Draw:
+        """Return the draw on `device`."""
+        return Draw(self.base.to(device, non_blocking=True), self.stream)
+
+
+AnyPhilox = Philox | StreamPhilox

@@ -1,0 +1,364 @@
+"""The values that say how a tensor is quantized: frozen, keyword-only, refused when they make no sense.
+
+A spec travels to custom ops as `spec.key`, a short string that `parse` turns back into an equal spec. The key is built
+once, in `__post_init__`, because building it inside a compiled region would break the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from halfbyte.formats import E2M1, E4M3, E5M2, MXFP8_BLOCK, NVFP4_BLOCK, ElementFormat, element_format, f32
+
+HADAMARD_SIZES = (16, 32, 64, 128)
+BLOCKS = ((1, NVFP4_BLOCK), (NVFP4_BLOCK, NVFP4_BLOCK))
+ROUNDINGS = ("nearest", "stochastic", "toward_zero")
+
+
+def _refuse(field: str, value: object, remedy: str) -> ValueError:
+    return ValueError(f"{field}={value!r}: {remedy}")
+
+
+def _choose(field: str, value: object, allowed: tuple) -> None:
+    if value not in allowed:
+        raise _refuse(field, value, f"use one of {', '.join(map(repr, allowed))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hadamard:
+    """Random Hadamard transform along the contraction dimension (docs/numerics.md section 7).
+
+    Args:
+        size: width of the transform, 16, 32, 64 or 128.
+        signs: "fixed" uses the published 16 signs, "fresh" draws them from the call's `sign_rng`.
+    """
+
+    size: int = 16
+    signs: Literal["fixed", "fresh"] = "fixed"
+
+    def __post_init__(self) -> None:
+        _choose("size", self.size, HADAMARD_SIZES)
+        _choose("signs", self.signs, ("fixed", "fresh"))
+
+    @property
+    def key(self) -> str:
+        return f"{self.signs}{self.size}"
+
+
+@dataclass(frozen=True)
+class BlockMax:
+    """The block scale maps the block's largest magnitude to the largest FP4 value."""
+
+    @property
+    def key(self) -> str:
+        return "blockmax"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FourOverSix:
+    """Per block, choose among candidate scales the one with the least error (4over6, arXiv 2512.02010).
+
+    Args:
+        error: "mae" sums |error|, "mse" sums squares.
+        candidates: multiples of the standard scale; 1 must be among them. 1.5 maps the block maximum to 4.
+        error_math: "exact" measures in the input's units, "scaled" in units of the tensor scale (cheaper).
+    """
+
+    error: Literal["mae", "mse"] = "mae"
+    candidates: tuple[float, ...] = (1.0, 1.5)
+    error_math: Literal["exact", "scaled"] = "exact"
+
+    def __post_init__(self) -> None:
+        _choose("error", self.error, ("mae", "mse"))
+        _choose("error_math", self.error_math, ("exact", "scaled"))
+        if isinstance(self.candidates, (int, float)) or 1.0 not in self.candidates:
+            raise _refuse("candidates", self.candidates, "give a tuple of multiples that contains 1.0")
+        for ratio in self.candidates:
+            if not 0 < ratio < 64 or f32(ratio) == 0:
+                raise _refuse("candidates", self.candidates, "every multiple must lie between 0 and 64")
+        # A set, tried in the order that decides ties: 1 first, then ascending.
+        ordered = (1.0, *sorted({float(r) for r in self.candidates} - {1.0}))
+        object.__setattr__(self, "candidates", ordered)
+
+    @property
+    def key(self) -> str:
+        return ",".join(("4over6", self.error, self.error_math, *map(repr, self.candidates)))
+
+
+@dataclass(frozen=True)
+class Eden:
+    """MS-EDEN scale correction (Quartet II, arXiv 2601.22813); a value only, no backend runs it yet."""
+
+    @property
+    def key(self) -> str:
+        return "eden"
+
+
+Scaling = BlockMax | FourOverSix | Eden
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4:
+    """4-bit floats E2M1, an E4M3 scale per block, an fp32 amax per tensor or row (docs/numerics.md sections 3 to 5).
+
+    Args:
+        block: (1, 16), or (16, 16) for operands whose transpose is shared between forward and backward.
+        rounding: "nearest" (ties to even), "stochastic" (8 random bits an element), or "toward_zero"
+            (truncation: stochastic rounding with all random bits 0; for controls only).
+        outer: "tensor" or "row": what shares one fp32 amax.
+        rotation: None or a Hadamard transform applied before quantization.
+        scaling: BlockMax(), FourOverSix(...) or Eden(): how the block scale is chosen.
+        fp4_max: the FP4 magnitude that the block maximum maps to; below 6 leaves headroom for stochastic rounding.
+        e4m3_max: the scale magnitude that the tensor maximum maps to; 256 with 4over6.
+
+    Raises:
+        ValueError: the fields contradict each other; the message names field, value and remedy.
+    """
+
+    block: tuple[int, int] = (1, NVFP4_BLOCK)
+    rounding: Literal["nearest", "stochastic", "toward_zero"] = "nearest"
+    outer: Literal["tensor", "row"] = "tensor"
+    rotation: Hadamard | None = None
+    scaling: Scaling = BlockMax()
+    fp4_max: float = E2M1.max
+    e4m3_max: float = E4M3.max
+    key: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", tuple(self.block))
+        _choose("block", self.block, BLOCKS)
+        _choose("rounding", self.rounding, ROUNDINGS)
+        _choose("outer", self.outer, ("tensor", "row"))
+        if self.rotation is not None and not isinstance(self.rotation, Hadamard):
+            raise _refuse("rotation", self.rotation, "use None or Hadamard(size=16, signs='fixed')")
+        if not isinstance(self.scaling, Scaling):
+            raise _refuse("scaling", self.scaling, "use BlockMax(), FourOverSix(...) or Eden()")
+        self._check_maxima()
+        self._check_combinations()
+        object.__setattr__(self, "key", self._build_key())
+
+    def _check_maxima(self) -> None:
+        for name, limit in (("fp4_max", E2M1.max), ("e4m3_max", E4M3.max)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= limit:
+                raise _refuse(name, value, f"give a number with 0 < {name} <= {limit:g}")
+            if f32(float(value)) == 0:
+                raise _refuse(name, value, "it rounds to zero in fp32; use a larger one")
+            object.__setattr__(self, name, float(value))
+
+    def _check_combinations(self) -> None:
+        tile = self.block == (NVFP4_BLOCK, NVFP4_BLOCK)
+        chosen = not isinstance(self.scaling, BlockMax)
+        if tile and self.outer == "row":
+            raise _refuse("outer", "row", "a 16x16 tile spans rows; use block=(1, 16) or outer='tensor'")
+        if tile and self.rotation is not None:
+            raise _refuse("rotation", self.rotation, "a 16x16 operand is shared with its transpose; use block=(1, 16)")
+        if chosen and self.rounding != "nearest":
+            raise _refuse(
+                "rounding",
+                self.rounding,
+                f"{type(self.scaling).__name__} judges one rounding of the block, which biases any other; "
+                "use rounding='nearest' or scaling=BlockMax()",
+            )
+        if isinstance(self.scaling, FourOverSix) and self.fp4_max != E2M1.max:
+            raise _refuse("fp4_max", self.fp4_max, "candidates already choose the block maximum; use fp4_max=6.0")
+
+    def _build_key(self) -> str:
+        rotation = self.rotation.key if self.rotation else "-"
+        block = f"{self.block[0]}x{self.block[1]}"
+        fields = (block, self.rounding, self.outer, rotation, self.scaling.key, repr(self.fp4_max), repr(self.e4m3_max))
+        return "/".join(("nvfp4", *fields))
+
+
+    @property
+    def block_length(self) -> int:
+        """Values that share a scale along the contraction."""
+        return NVFP4_BLOCK
+
+    @property
+    def is_tile(self) -> bool:
+        """Whether the blocks are 16×16 tiles, so that `transpose()` is exact."""
+        return self.block[0] != 1
+
+    @property
+    def alignment(self) -> int:
+        """The last dimension is padded with zeros to a multiple of this."""
+        return self.rotation.size if self.rotation else NVFP4_BLOCK
+
+    @property
+    def needs_rng(self) -> bool:
+        return self.rounding == "stochastic" or isinstance(self.scaling, Eden)
+
+    @property
+    def needs_sign_rng(self) -> bool:
+        return self.rotation is not None and self.rotation.signs == "fresh"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8:
+    """8-bit floats with an E8M0 scale per 32 values (OCP MX v1.0; docs/numerics.md section 6)."""
+
+    element: Literal["e4m3", "e5m2"] = "e4m3"
+    key: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _choose("element", self.element, (E4M3.name, E5M2.name))
+        object.__setattr__(self, "key", f"mxfp8/{self.element}")
+
+    @property
+    def element_format(self) -> ElementFormat:
+        return element_format(self.element)
+
+    block_length = MXFP8_BLOCK
+    alignment = MXFP8_BLOCK
+    rotation = None
+    is_tile = False
+    needs_rng = False
+    needs_sign_rng = False
+
+
+Spec = NVFP4 | MXFP8
+
+
+@lru_cache(maxsize=1024)
+def parse(key: str) -> Spec:
+    """Return the spec whose `.key` is `key`; the inverse of `spec.key`.
+
+    Raises:
+        ValueError: `key` is not one that a spec of this version writes.
+    """
+    kind, *parts = key.split("/")
+    try:
+        if kind == "mxfp8":
+            (element,) = parts
+            return MXFP8(element=element)
+        if kind == "nvfp4":
+            block, rounding, outer, rotation, scaling, fp4_max, e4m3_max = parts
+            return NVFP4(
+                block=tuple(map(int, block.split("x"))),
+                rounding=rounding,
+                outer=outer,
+                rotation=_parse_rotation(rotation),
+                scaling=_parse_scaling(scaling),
+                fp4_max=float(fp4_max),
+                e4m3_max=float(e4m3_max),
+            )
+    except ValueError as error:
+        raise ValueError(f"key={key!r}: not a spec key; build it with NVFP4(...).key or MXFP8(...).key") from error
+    raise ValueError(f"key={key!r}: not a spec key; build it with NVFP4(...).key or MXFP8(...).key")
+
+
+def _parse_rotation(text: str) -> Hadamard | None:
+    if text == "-":
+        return None
+    signs = text.rstrip("0123456789")
+    return Hadamard(size=int(text[len(signs) :]), signs=signs)
+
+
+def _parse_scaling(text: str) -> Scaling:
+    name, *parts = text.split(",")
+    if name == "4over6":
+        error, error_math, *candidates = parts
+        return FourOverSix(error=error, candidates=tuple(map(float, candidates)), error_math=error_math)
+    for scaling in (BlockMax(), Eden()):
+        if name == scaling.key:
+            return scaling
+    raise ValueError(f"unknown scaling {name!r}")
+
+
+def _show(spec: Spec | None) -> str:
+    return "None (bf16)" if spec is None else repr(spec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmSpec:
+    """How the two operands of one GEMM `gemm_nt(a, b)` are quantized; None leaves an operand in bf16.
+
+    Raises:
+        ValueError: the operands cannot meet in one GEMM.
+    """
+
+    a: Spec | None = None
+    b: Spec | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("a", "b"):
+            if not isinstance(getattr(self, name), (Spec, type(None))):
+                raise _refuse(name, getattr(self, name), "use NVFP4(...), MXFP8(...) or None for bf16")
+        a, b = self.a, self.b
+        if (a.rotation if a else None) != (b.rotation if b else None):
+            raise _refuse(
+                "a.rotation, b.rotation",
+                (a and a.rotation, b and b.rotation),
+                "the rotation cancels only if both operands rotate alike; give both the same Hadamard or None",
+            )
+        if a is not None and b is not None and a.block_length != b.block_length:
+            raise _refuse(
+                "a, b",
+                f"{_show(a)} against {_show(b)}",
+                f"block lengths {a.block_length} and {b.block_length} along one contraction; "
+                "use NVFP4 with NVFP4 or MXFP8 with MXFP8",
+            )
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        return tuple(spec for spec in (self.a, self.b) if spec is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The three GEMMs of a linear layer; None leaves a GEMM in high precision (bf16).
+
+    fprop `y = nt(x, w)`, dgrad `dx = nt(dy, w.T)`, wgrad `dw = nt(dy.T, x.T)`: `a` and `b` of each GemmSpec are its
+    left and right operand in this order.
+
+    Args:
+        fprop, dgrad, wgrad: a GemmSpec each, or None.
+        backward: "original" differentiates with respect to the original x and w; "dequantized" computes a
+            high-precision backward from the dequantized operands of fprop, which are all that is saved.
+
+    Raises:
+        ValueError: the three do not form one training step.
+    """
+
+    fprop: GemmSpec | None = None
+    dgrad: GemmSpec | None = None
+    wgrad: GemmSpec | None = None
+    backward: Literal["original", "dequantized"] = "original"
+    key: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _choose("backward", self.backward, ("original", "dequantized"))
+        for name in ("fprop", "dgrad", "wgrad"):
+            gemm = getattr(self, name)
+            if gemm is not None and not isinstance(gemm, GemmSpec):
+                raise _refuse(name, gemm, "use GemmSpec(a=..., b=...) or None for bf16")
+            if gemm is not None and not gemm.specs:
+                object.__setattr__(self, name, None)  # GemmSpec() and None mean the same GEMM: keep one spelling
+        if self.backward == "dequantized":
+            if self.fprop is None:
+                raise _refuse("backward", "dequantized", "fprop is bf16, nothing is dequantized; use 'original'")
+            if self.dgrad is not None or self.wgrad is not None:
+                raise _refuse("backward", "dequantized", "the backward is then bf16; set dgrad=None and wgrad=None")
+            if any(spec.rotation for spec in self.fprop.specs):
+                raise _refuse("backward", "dequantized", "rotated operands do not dequantize to x and w; drop rotation")
+        parts = [f"{n}={_gemm_key(getattr(self, n))}" for n in ("fprop", "dgrad", "wgrad")]
+        object.__setattr__(self, "key", ";".join((*parts, f"backward={self.backward}")))
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """Every spec in the recipe, operand by operand."""
+        return tuple(spec for gemm in (self.fprop, self.dgrad, self.wgrad) if gemm for spec in gemm.specs)
+
+    @property
+    def needs_rng(self) -> bool:
+        """Whether a training step draws random bits."""
+        return any(spec.needs_rng or spec.needs_sign_rng for spec in self.specs)
+
+
+def _gemm_key(gemm: GemmSpec | None) -> str:
+    if gemm is None:
+        return "bf16"
+    return "|".join(spec.key if spec else "bf16" for spec in (gemm.a, gemm.b))
