@@ -1,0 +1,66 @@
+"""Philox4x32-10 in plain torch (Salmon et al. 2011), keyed by logical position (docs/numerics.md sections 4 and 7)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfbyte.rng import Draw
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+
+
+def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Return the four 32-bit words of each counter, as int64 in 0..2^32-1.
+
+    Args:
+        counter: four int64 tensors that broadcast, each holding a 32-bit word.
+        key: two int64 tensors that broadcast, each holding a 32-bit word.
+    """
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    k0, k1 = key
+    for _ in range(10):
+        # The low 64 bits of the product are right even where int64 wraps; masks keep words unsigned.
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0 = ((p1 >> 32) & _LOW).bitwise_xor_(c1).bitwise_xor_(k0)
+        c2 = ((p0 >> 32) & _LOW).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = p1.bitwise_and_(_LOW), p0.bitwise_and_(_LOW)
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    return c0, c1, c2, c3
+
+
+def _words(draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return seed lo, seed hi, offset lo, offset hi as int64 scalars on the draw's device."""
+    seed, offset = draw.base[0], draw.base[1] + draw.stream
+    return seed & _LOW, (seed >> 32) & _LOW, offset & _LOW, (offset >> 32) & _LOW
+
+
+def block_bytes(blocks: Tensor, draw: Draw) -> Tensor:
+    """Return the 16 random bytes of each 1x16 block.
+
+    Args:
+        blocks: int64 [...], the linear index B of every block in its operand.
+        draw: the place in the random stream.
+
+    Returns:
+        uint8 [16, ...]: byte i belongs to element i of the block.
+    """
+    k0, k1, o0, o1 = _words(draw)
+    words = philox4x32((blocks & _LOW, (blocks >> 32) & _LOW, o0, o1), (k0, k1))
+    return torch.stack([(word >> (8 * i)).to(torch.uint8) for word in words for i in range(4)])
+
+
+def sign_bits(width: int, draw: Draw) -> Tensor:
+    """Return int64 [width]: 1 where a fresh-sign rotation negates the element (section 7).
+
+    Args:
+        width: at most 128, the bits of one Philox call.
+        draw: the Philox place that both operands of the GEMM share.
+    """
+    k0, k1, o0, o1 = _words(draw)
+    zero = torch.zeros((), dtype=torch.int64, device=draw.base.device)
+    words = torch.stack(philox4x32((zero, zero, o0, o1 ^ 0x80000000), (k0, k1)))
+    bit = torch.arange(32, device=words.device)
+    return ((words[:, None] >> bit) & 1).flatten()[:width]

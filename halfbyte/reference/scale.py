@@ -1,0 +1,82 @@
+"""Scales of NVFP4: from amax to the fp32 tensor factors, from a block's maximum to its E4M3 scale (section 3 and 5)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats import E2M1, E4M3, FLT_MAX, f32
+from halfbyte.reference.cast import e4m3
+from halfbyte.spec import NVFP4
+
+
+class TensorFactors(NamedTuple):
+    """fp32, [] or [rows]: A, S, S / fp4_max and D of docs/numerics.md section 3; `poison`: amax is no valid maximum."""
+
+    a: Tensor
+    s: Tensor
+    s_over_m4: Tensor
+    d: Tensor
+    poison: Tensor
+
+    def rows(self, start: int, stop: int) -> TensorFactors:
+        """Return the factors of some rows, shaped to broadcast over blocks [16, rows, blocks]."""
+        if self.a.dim() == 0:
+            return self
+        return TensorFactors(*(t[start:stop, None] for t in self))
+
+
+def finite_amax(x: Tensor, dim: int | None = None) -> Tensor:
+    """Return max |x| over the finite elements in fp32: [] or, with dim=-1, one per row; 0 for nothing."""
+    if x.numel() == 0:
+        shape = x.shape[:-1] if dim is not None else ()
+        return torch.zeros(shape, dtype=torch.float32, device=x.device)
+    low, high = torch.aminmax(x, dim=dim)
+    amax = torch.maximum(high, -low).abs().float()  # abs: the maximum of zeros is +0
+    if x.device.type == "cpu" and bool(amax.isfinite().all()):
+        return amax
+    a = x.float().abs()
+    a = torch.where(a.isfinite(), a, 0.0)
+    return a.amax() if dim is None else a.amax(dim)
+
+
+def clamped_amax(amax: Tensor, spec: NVFP4) -> Tensor:
+    """Return A: amax, no smaller than what keeps S finite."""
+    return amax.clamp_min(f32(spec.e4m3_max * spec.fp4_max / FLT_MAX))
+
+
+def tensor_factors(amax: Tensor, spec: NVFP4) -> TensorFactors:
+    """Derive every fp32 factor of an operand from its amax ([] or [rows])."""
+    poison = ~(amax.isfinite() & (amax >= 0))
+    clean = torch.where(poison, 0.0, amax)
+    a = clamped_amax(clean, spec)
+    one = torch.ones_like(a)
+    # Divide tensors, not scalars: CUDA torch turns division by a scalar into a multiplication.
+    s = (one * f32(spec.e4m3_max * spec.fp4_max) / a).clamp_max(FLT_MAX)
+    s = torch.where(clean == 0, one, s)
+    return TensorFactors(a, s, s * f32(1 / spec.fp4_max), one / s, poison)
+
+
+def block_scale(block_amax: Tensor, factors: TensorFactors) -> Tensor:
+    """Return the E4M3 scale that maps the block maximum to fp4_max: float8 of block_amax's shape."""
+    return e4m3((block_amax * factors.s_over_m4).clamp_max(FLT_MAX))
+
+
+def candidate_scale(block_amax: Tensor, factors: TensorFactors, ratio: float) -> Tensor:
+    """Return the E4M3 scale of one 4over6 candidate: `ratio` times the standard scale."""
+    six = torch.full_like(factors.s, E2M1.max)
+    base = (block_amax / six) * factors.s
+    return e4m3((base * f32(ratio)).clamp_max(E4M3.max))
+
+
+def encode_scale(scale: Tensor, factors: TensorFactors) -> Tensor:
+    """Return what multiplies x before the cast: 1 / (scale * D), saturating; `scale` is fp32."""
+    product = scale * factors.d
+    return (torch.ones_like(product) / product).clamp_max(FLT_MAX)
+
+
+def global_scale(amax: Tensor, spec: NVFP4) -> Tensor:
+    """Return g = A * f(1 / (e4m3_max * fp4_max)), the fp32 decode factor that a GEMM applies: [] or [rows]."""
+    return clamped_amax(amax, spec) * f32(1 / (spec.e4m3_max * spec.fp4_max))
