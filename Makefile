@@ -1,0 +1,52 @@
+# Everything a clone needs: `make train` and `make test` set themselves up in .venv. Needs Python 3.11+, make and gcc.
+#   make train       train the same small model in every recipe and write a table and a plot to runs/compare
+#   make test        all tests that need no GPU        make test-gpu   the GPU tests, with this machine's own python3
+#   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
+#   make bench       benchmarks on this machine's GPU, with its own python3
+# PYTHON=python3.12 make setup chooses the interpreter. TRAIN_ARGS, TEST_ARGS and BENCH_ARGS reach the command.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+JOBS ?= 2
+
+.DEFAULT_GOAL := setup
+.PHONY: setup train test test-gpu check bench docs clean
+
+setup: $(VENV)/setup.stamp
+
+$(VENV)/setup.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "halfbyte needs Python 3.11 or later: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV); this takes a few minutes"
+	$(INSTALL) --editable '.[train,test,dev]'
+	@touch $@
+
+$(VENV)/docs.stamp: $(VENV)/setup.stamp
+	$(INSTALL) --editable '.[docs]'
+	@touch $@
+
+train: setup
+	$(BIN)/halfbyte compare $(TRAIN_ARGS)
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
+
+test-gpu:
+	python3 -m pytest tests/gpu -q $(TEST_ARGS)
+
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyrefly check --summarize-errors
+	$(BIN)/lint-imports
+
+bench:
+	python3 -m halfbyte.cli bench $(BENCH_ARGS)
+
+docs: $(VENV)/docs.stamp
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) build dist site runs *.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache

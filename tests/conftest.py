@@ -1,0 +1,19 @@
+"""Settings that every test needs before torch and Triton are imported."""
+
+import importlib.util
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    # Without a GPU the Triton kernels run in Triton's interpreter, which must be chosen before they are defined.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Two test processes share two cores; more threads only wait for each other.
+torch.set_num_threads(1)
+
+if importlib.util.find_spec("hypothesis"):  # tests/gpu runs on machines without it
+    import hypothesis
+
+    hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50, database=None)
+    hypothesis.settings.load_profile("repeatable")
