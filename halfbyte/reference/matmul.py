@@ -110,17 +110,19 @@ def gemm_nt(
 
 
 def _apply_factors(y: Tensor, ga: Tensor | None, gb: Tensor | None) -> Tensor:
-    """Multiply by both factors: by their product unless both are per row or it overflows."""
+    """Multiply by the scalar factors first, as one product unless it overflows, then by a's column and b's row."""
+    scalars = [g for g in (ga, gb) if g is not None and g.dim() == 0]
+    if len(scalars) == 2:
+        product = scalars[0] * scalars[1]
+        overflows = product.isinf()
+        if y.device.type == "cpu" and not bool(overflows):
+            scalars = [product]
+        else:
+            scalars = [torch.where(overflows, ga, product), torch.where(overflows, gb, torch.ones_like(gb))]
+    for scalar in scalars:
+        y.mul_(scalar)
     if ga is not None and ga.dim():
-        ga = ga[:, None]
-    if ga is None or gb is None:
-        factor = gb if ga is None else ga
-        return y if factor is None else y.mul_(factor)
-    if ga.dim() and gb.dim():
-        return y.mul_(ga).mul_(gb)
-    product = ga * gb
-    overflows = product.isinf()
-    y.mul_(torch.where(overflows, ga, product))
-    if y.device.type == "cpu" and not bool(overflows.any()):
-        return y
-    return y.mul_(torch.where(overflows, gb, torch.ones_like(product)))
+        y.mul_(ga[:, None])
+    if gb is not None and gb.dim():
+        y.mul_(gb)
+    return y
