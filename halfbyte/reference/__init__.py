@@ -2,3 +2,23 @@
 
 It says what docs/numerics.md says, in whole-tensor operations, and shares nothing with `halfbyte.kernels`.
 """
+
+from halfbyte.reference.hadamard import rotate
+from halfbyte.reference.matmul import Decoded, decode, dequantize, gemm_nt
+from halfbyte.reference.quantize import quantize, quantize_row_col, transpose
+from halfbyte.reference.scale import finite_amax
+
+NAME = "reference"
+
+__all__ = [
+    "NAME",
+    "Decoded",
+    "decode",
+    "dequantize",
+    "finite_amax",
+    "gemm_nt",
+    "quantize",
+    "quantize_row_col",
+    "rotate",
+    "transpose",
+]

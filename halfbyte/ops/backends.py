@@ -1,0 +1,79 @@
+"""Which backend runs an operation, and why (docs/recipes.md): chosen from the device, overridable by argument."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+REFERENCE, TRITON, NATIVE = "reference", "triton", "native"
+BACKENDS = (REFERENCE, TRITON, NATIVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendStatus:
+    """Whether a backend runs on a device, and the reason."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+def backends(device: torch.device | str | None = None) -> tuple[BackendStatus, ...]:
+    """Say what runs on `device` and why not.
+
+    Args:
+        device: the device asked about; the first CUDA device if there is one, else the CPU.
+
+    Returns:
+        One status per backend, the preferred last.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    return (
+        BackendStatus(name=REFERENCE, available=True, reason="plain torch runs on every device"),
+        _triton_status(device),
+    )
+
+
+def _triton_status(device: torch.device) -> BackendStatus:
+    if importlib.util.find_spec("triton") is None:
+        return BackendStatus(name=TRITON, available=False, reason="the package triton is not installed")
+    if device.type != "cuda":
+        return BackendStatus(name=TRITON, available=False, reason=f"Triton kernels need a CUDA GPU, not {device.type}")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return BackendStatus(name=TRITON, available=False, reason=f"sm_{major}{minor} is older than sm_80")
+    return BackendStatus(name=TRITON, available=True, reason=f"sm_{major}{minor}, GEMMs emulated in bf16")
+
+
+@lru_cache(maxsize=64)
+def _available(name: str, device_type: str, index: int | None) -> BackendStatus:
+    device = torch.device(device_type, index) if index is not None else torch.device(device_type)
+    for status in backends(device):
+        if status.name == name:
+            return status
+    return BackendStatus(name=name, available=False, reason=f"{name} has no status on {device}")
+
+
+def choose(device: torch.device, backend: str | None) -> str:
+    """Return the name of the backend that runs on `device`.
+
+    Args:
+        device: where the operands are.
+        backend: a name that overrides the choice, or None.
+
+    Raises:
+        ValueError: the backend asked for does not exist or does not run there.
+    """
+    if backend is None:
+        return TRITON if _available(TRITON, device.type, device.index).available else REFERENCE
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: use one of {', '.join(map(repr, BACKENDS))}, or None to choose")
+    status = _available(backend, device.type, device.index)
+    if not status.available:
+        raise ValueError(f"backend={backend!r}: {status.reason}; use backend=None to choose what runs here")
+    return backend
