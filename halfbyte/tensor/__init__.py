@@ -1,0 +1,15 @@
+"""Quantized tensors: the class, how to make one, what torch does with it, how it is stored."""
+
+import torch
+
+from halfbyte.tensor import aten as _aten  # fills the table of torch functions
+from halfbyte.tensor.create import quantize, quantize_row_col
+from halfbyte.tensor.quant_tensor import QuantTensor, rebuild
+from halfbyte.tensor.serialize import from_safetensors, to_safetensors
+
+DequantizeWarning = _aten.DequantizeWarning
+
+# torch.load(weights_only=True) may call this one function; it checks all it is given.
+torch.serialization.add_safe_globals([rebuild])
+
+__all__ = ["DequantizeWarning", "QuantTensor", "from_safetensors", "quantize", "quantize_row_col", "to_safetensors"]

@@ -1,0 +1,356 @@
+"""QuantTensor: codes, scales and the values that say how to read them, as one torch.Tensor in one orientation.
+
+The class holds the data and the exact operations on it. What torch functions do with it is a table in aten.py; how it
+is made from values is create.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte import layout, ops
+from halfbyte.layout import LINEAR, SWIZZLED_32_4_4, Blocks, matrix_shape, round_up
+from halfbyte.spec import MXFP8, NVFP4, Spec, parse
+
+VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What is quantized and dequantized to; fp64 and integers are refused (docs/numerics.md section 2)."""
+
+ELEMENT_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+HANDLERS: dict[Any, Callable] = {}
+"""aten overload -> handler(func, args, kwargs), filled by aten.py; NotImplemented from a handler means fall back."""
+
+
+class Header(NamedTuple):
+    """All of a QuantTensor that is neither tensor nor shape; equal headers mean equally read bytes."""
+
+    spec: Spec
+    dtype: torch.dtype
+    scale_layout: str
+    borrowed: bool = False
+
+
+class QuantTensor(torch.Tensor):
+    """A quantized tensor in one orientation: its blocks run along the last dimension, a GEMM's contraction.
+
+    With shape (..., K), M = the product of the leading sizes, K' = round_up(K, spec.alignment), and docs/numerics.md
+    sections 2, 3 and 6:
+
+        NVFP4   qdata        uint8 [M, K'/2]: code[i, k] = (qdata[i, k // 2] >> 4 * (k % 2)) & 15
+                block_scale  float8_e4m3fn, S = linear_scale() is [M, K'/16]
+                amax         fp32 [] (outer="tensor"), [M] (outer="row") or [groups]
+                value[i, k]  = e2m1(code[i, k]) * S[i, k // 16] * max(amax, tiny) / (e4m3_max * fp4_max)
+                16x16        S[i, j] == S[16 * (i // 16), j]
+        MXFP8   qdata        float8_e4m3fn or float8_e5m2 [M, K']
+                block_scale  float8_e8m0fnu, S = linear_scale() is [M, K'/32];  amax is None
+                value[i, k]  = qdata[i, k] * S[i, k // 32]
+        both    block_scale  is S (LINEAR) or layout.swizzle(S) (SWIZZLED_32_4_4)
+                value == 0 for k >= K, unless spec.rotation: then value approximates the rotated tensor
+                clone() shares no byte with its source; views of leading dimensions share all of them
+
+    `dtype` is nominal: that of the tensor it was quantized from and the default of `dequantize`. Codes have no
+    gradient, so a QuantTensor never requires grad. Torch functions without an exact meaning here use the dequantized
+    values and warn once (aten.py); a change in place that would have to quantize again is refused.
+
+    Args:
+        blocks: the plain tensors, scales (and MXFP8 elements) as uint8 or float8.
+        spec: NVFP4 or MXFP8.
+        shape: the logical shape, at least 1-D.
+        dtype: nominal dtype: bfloat16, float16 or float32.
+        scale_layout: "linear" or "swizzled_32_4_4".
+        group_offsets: of a grouped operand, integer [groups]; None otherwise.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: the tensors do not satisfy the equations' shapes.
+    """
+
+    qdata: Tensor
+    block_scale: Tensor
+    amax: Tensor | None
+    group_offsets: Tensor | None
+    header: Header
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls,
+        blocks: Blocks,
+        spec: Spec,
+        *,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        scale_layout: str = LINEAR,
+        group_offsets: Tensor | None = None,
+    ):
+        check_spec("spec", spec)
+        check_value_dtype("dtype", dtype, "name the float dtype that dequantize() returns")
+        layout.check_scale_layout(scale_layout)
+        blocks = _typed(blocks, spec)
+        _check_blocks(blocks, spec, tuple(shape), scale_layout, group_offsets)
+        return cls._wrap(blocks, Header(spec, dtype, scale_layout), shape, group_offsets)
+
+    @classmethod
+    def _wrap(cls, blocks, header: Header, shape, group_offsets=None, stride=None):
+        """Make the wrapper of tensors already known to fit."""
+        out = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=stride, dtype=header.dtype, device=blocks[0].device, requires_grad=False
+        )
+        out.qdata, out.block_scale, out.amax = blocks
+        out.group_offsets = group_offsets
+        out.header = header
+        return out
+
+    def map(self, function: Callable[[Tensor], Tensor], *, shape=None, header: Header | None = None) -> QuantTensor:
+        """Return a QuantTensor of `function` of each inner tensor; the shape keeps rows and last dimension."""
+        inner = [None if t is None else function(t) for t in (self.qdata, self.block_scale, self.amax)]
+        offsets = None if self.group_offsets is None else function(self.group_offsets)
+        return self._wrap(inner, header or self.header, self.shape if shape is None else shape, offsets)
+
+    # What it is
+
+    @property
+    def spec(self) -> Spec:
+        return self.header.spec
+
+    @property
+    def scale_layout(self) -> str:
+        return self.header.scale_layout
+
+    @property
+    def blocks(self) -> Blocks:
+        """The plain tensors as ops take them: uint8 codes and scales, fp32 amax (empty for MXFP8)."""
+        amax = self.amax if self.amax is not None else torch.empty(0, device=self.device)
+        return Blocks(self.qdata.view(torch.uint8), self.block_scale.view(torch.uint8), amax)
+
+    def operand(self) -> ops.Operand:
+        """Return the matrix [M, K] as ops take it.
+
+        Raises:
+            ValueError: the operand is grouped.
+        """
+        self._refuse_groups("operand")
+        return ops.Operand(self.blocks, self.spec, self.shape[-1], self.scale_layout)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that codes, scales and amax occupy."""
+        return sum(t.numel() * t.element_size() for t in (self.qdata, self.block_scale, self.amax) if t is not None)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        size = f"{self.nbytes / self.numel():.4g} bytes/element" if self.numel() else "empty"
+        groups = "" if self.group_offsets is None else f", groups={self.group_offsets.numel()}"
+        return (
+            f"QuantTensor(shape={list(self.shape)}, {describe(self.spec)}, {self.scale_layout}{groups}, "
+            f"dtype={self.dtype}, device={self.device}, {size})"
+        )
+
+    # Exact operations
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values that the codes stand for (of a rotated operand: in the rotated basis).
+
+        Args:
+            dtype: bfloat16, float16 or float32; None means `self.dtype`.
+
+        Returns:
+            Plain tensor of `self.shape`, rounded once from fp32.
+
+        Raises:
+            TypeError: any other dtype.
+            ValueError: the operand is grouped.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        check_value_dtype("dtype", dtype, "dequantize to float32 and convert from there")
+        return ops.dequantize(self.operand(), dtype).view(self.shape)
+
+    def transpose(self, dim0: int | None = None, dim1: int | None = None) -> Tensor:
+        """Return the other orientation of a 2-D tensor of 16x16 tiles: nibbles and scales move, nothing is rounded.
+
+        The result does not alias `self`. With two dimensions given this is torch's `transpose`.
+
+        Raises:
+            ValueError: not 16x16 tiles or not 2-D.
+        """
+        if dim0 is not None or dim1 is not None:
+            return super().transpose(dim0, dim1)
+        if not self.spec.is_tile:
+            raise ValueError(
+                f"spec={describe(self.spec)}: blocks along one dimension have no exact transpose; use "
+                "quantize_row_col(x, row_spec, col_spec), block=(16, 16), or dequantize().transpose()"
+            )
+        if self.dim() != 2:
+            raise ValueError(f"shape={tuple(self.shape)}: transpose() is for two dimensions; view it as [rows, K] first")
+        self._refuse_groups("transpose")
+        rows, cols = self.shape
+        qdata, scale = ops.transpose(self.blocks.qdata, self.linear_scale().view(torch.uint8), rows, cols)
+        if self.scale_layout == SWIZZLED_32_4_4:
+            scale = layout.swizzle(scale)
+        blocks = _typed(Blocks(qdata, scale, self.amax), self.spec)
+        return self._wrap(blocks, self.header._replace(borrowed=True), (cols, rows))
+
+    def linear_scale(self) -> Tensor:
+        """Return the block scales in LINEAR layout: float8 [M, K' / spec.block_length]."""
+        if self.scale_layout == LINEAR:
+            return self.block_scale
+        self._refuse_groups("linear_scale")
+        return layout.unswizzle(self.block_scale, *_scale_shape(self.spec, self.shape))
+
+    def swizzled_scale(self) -> Tensor:
+        """Return the block scales in SWIZZLED_32_4_4 layout: float8 [round_up(M, 128) * round_up(blocks, 4)]."""
+        if self.scale_layout == SWIZZLED_32_4_4:
+            return self.block_scale
+        self._refuse_groups("swizzled_scale")
+        return layout.swizzle(self.block_scale)
+
+    def _refuse_groups(self, name: str) -> None:
+        if self.group_offsets is not None:
+            raise ValueError(f"{name}: the tensor is grouped (group_offsets is set); take one group at a time")
+
+    # What torch asks of a subclass
+
+    def __tensor_flatten__(self):
+        names = ("qdata", "block_scale", "amax", "group_offsets")
+        return [name for name in names if getattr(self, name) is not None], self.header
+
+    @staticmethod
+    def __tensor_unflatten__(inner, header, outer_size, outer_stride):
+        blocks = (inner["qdata"], inner["block_scale"], inner.get("amax"))
+        return QuantTensor._wrap(blocks, header, outer_size, inner.get("group_offsets"), outer_stride)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        result = handler(func, args, kwargs) if handler else NotImplemented
+        return HANDLERS["fallback"](func, args, kwargs) if result is NotImplemented else result
+
+    def __reduce_ex__(self, protocol):
+        blocks, header = self.blocks, self.header
+        tensors = (blocks.qdata, blocks.block_scale, self.amax, self.group_offsets)
+        return rebuild, (*tensors, header.spec.key, (header.dtype, header.scale_layout, header.borrowed), tuple(self.shape))
+
+    def __setitem__(self, index, value) -> None:
+        raise TypeError("QuantTensor does not support item assignment; change dequantize() and quantize that again")
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> QuantTensor:
+        """Refuse True: codes have no gradient.
+
+        Raises:
+            RuntimeError: requires_grad is True.
+        """
+        if requires_grad:
+            raise RuntimeError(
+                "requires_grad=True: the codes of a QuantTensor have no gradient; train the high-precision parameter "
+                "through halfbyte.linear, or use torch.nn.Parameter(q, requires_grad=False)"
+            )
+        return self
+
+    @property
+    def data(self) -> QuantTensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise TypeError("QuantTensor.data cannot be replaced: its bytes are in qdata and block_scale; use q.copy_(value)")
+
+
+    def share_memory_(self) -> QuantTensor:
+        """Move the inner tensors to shared memory, in place."""
+        self.map(lambda t: t.share_memory_())
+        return self
+
+    def is_shared(self) -> bool:
+        return self.qdata.is_shared()
+
+
+def rebuild(qdata, block_scale, amax, group_offsets, key: str, rest: tuple, shape: tuple[int, ...]) -> QuantTensor:
+    """Return the QuantTensor that was pickled: plain tensors, a spec key and numbers, all of them checked."""
+    dtype, scale_layout, borrowed = rest
+    blocks, options = Blocks(qdata, block_scale, amax), {"scale_layout": scale_layout, "group_offsets": group_offsets}
+    out = QuantTensor(blocks, parse(key), shape=shape, dtype=dtype, **options)
+    out.header = out.header._replace(borrowed=borrowed)
+    return out
+
+
+def describe(spec: Spec) -> str:
+    """Return a spec in a few words, naming only what differs from the default."""
+    if isinstance(spec, MXFP8):
+        return f"mxfp8 {spec.element}"
+    default, words = NVFP4(), [f"nvfp4 {spec.block[0]}x{spec.block[1]} {spec.rounding}"]
+    if spec.outer != default.outer:
+        words.append(f"outer={spec.outer}")
+    if spec.rotation is not None:
+        words.append(f"rotation={spec.rotation.key}")
+    if spec.scaling != default.scaling:
+        words.append(spec.scaling.key.split(",")[0])
+    words += [f"{n}={getattr(spec, n):g}" for n in ("fp4_max", "e4m3_max") if getattr(spec, n) != getattr(default, n)]
+    return " ".join(words)
+
+
+def check_spec(name: str, spec: object) -> None:
+    if not isinstance(spec, Spec):
+        raise TypeError(f"{name}={spec!r}: give a spec such as NVFP4() or MXFP8()")
+
+
+def check_value_dtype(name: str, dtype: object, remedy: str) -> None:
+    if dtype not in VALUE_DTYPES:
+        raise TypeError(f"{name}={dtype}: only bfloat16, float16 and float32 are supported; {remedy}")
+
+
+def _typed(blocks: Blocks, spec: Spec) -> Blocks:
+    """Return the blocks with one-byte tensors viewed as the dtypes that QuantTensor shows."""
+    if isinstance(spec, MXFP8):
+        qdata_dtype, scale_dtype, amax = ELEMENT_DTYPES[spec.element], torch.float8_e8m0fnu, None
+    else:
+        qdata_dtype, scale_dtype, amax = torch.uint8, torch.float8_e4m3fn, blocks.amax
+    for name, tensor, dtype in (("qdata", blocks.qdata, qdata_dtype), ("block_scale", blocks.block_scale, scale_dtype)):
+        if tensor.dtype not in (torch.uint8, dtype):
+            raise TypeError(f"{name}.dtype={tensor.dtype}: {describe(spec)} has {dtype} or its bytes as uint8")
+    return Blocks(blocks.qdata.view(qdata_dtype), blocks.block_scale.view(scale_dtype), amax)
+
+
+def _scale_shape(spec: Spec, shape: tuple[int, ...]) -> tuple[int, int]:
+    rows, cols = matrix_shape(shape)
+    return rows, round_up(cols, spec.alignment) // spec.block_length
+
+
+def _check_blocks(blocks: Blocks, spec: Spec, shape: tuple[int, ...], scale_layout: str, group_offsets) -> None:
+    """Raise unless the shapes satisfy the class's equations; reads no value, so it never synchronises a device."""
+    rows, cols = _scale_shape(spec, shape)
+    per_byte = 2 if isinstance(spec, NVFP4) else 1
+    linear, swizzled = (rows, cols), (layout.swizzled_numel(rows, cols),)
+    expected = {"qdata": (rows, cols * spec.block_length // per_byte)}
+    if scale_layout == LINEAR:
+        expected["block_scale"] = linear
+    elif group_offsets is None:  # each group of a grouped operand pads its own region
+        expected["block_scale"] = swizzled
+    if blocks.amax is not None:
+        shared = () if group_offsets is None else tuple(group_offsets.shape)
+        expected["amax"] = (rows,) if spec.outer == "row" else shared
+        if blocks.amax.dtype != torch.float32:
+            raise TypeError(f"amax.dtype={blocks.amax.dtype}: give float32")
+    elif isinstance(spec, NVFP4):
+        raise ValueError(f"amax=None: {describe(spec)} needs the fp32 amax that its scales are relative to")
+    for name, size in expected.items():
+        tensor = getattr(blocks, name)
+        if tuple(tensor.shape) != size:
+            raise ValueError(
+                f"{name}.shape={tuple(tensor.shape)}: {describe(spec)} of logical shape {shape} in {scale_layout} "
+                f"layout has {size}"
+            )
+        if tensor.device != blocks.qdata.device:
+            raise ValueError(f"{name}.device={tensor.device}: qdata is on {blocks.qdata.device}; move one of them")
