@@ -28,6 +28,7 @@ class Blocks(NamedTuple):
 
 
 def ceil_div(n: int, d: int) -> int:
+    """Return n / d rounded up."""
     return -(-n // d)
 
 
@@ -138,10 +139,9 @@ def unswizzle(block_scale: Tensor, rows: int, cols: int) -> Tensor:
         ValueError: the buffer does not have the size of a [rows, cols] matrix.
     """
     _check_scales(block_scale, 1)
-    if block_scale.numel() != swizzled_numel(rows, cols):
-        raise ValueError(
-            f"block_scale has {block_scale.numel()} scales, a swizzled [{rows}, {cols}] has {swizzled_numel(rows, cols)}"
-        )
+    expected = swizzled_numel(rows, cols)
+    if block_scale.numel() != expected:
+        raise ValueError(f"block_scale has {block_scale.numel()} scales, a swizzled [{rows}, {cols}] has {expected}")
     rows_p, cols_p = round_up(rows, SWIZZLE_ROWS), round_up(cols, SWIZZLE_COLS)
     tiles = block_scale.view(torch.uint8).view(rows_p // 128, cols_p // 4, 32, 4, 4)
     linear = tiles.permute(0, 3, 2, 1, 4).reshape(rows_p, cols_p)

@@ -1,14 +1,14 @@
 """Presets: functions that return a Recipe value. `dataclasses.replace` makes any other.
 
-| preset            | fprop x, w          | dgrad dy, w             | wgrad dy, x                   | source                     |
-|-------------------|---------------------|-------------------------|-------------------------------|----------------------------|
-| nvfp4             | 1x16, 16x16         | 1x16 SR, 16x16          | 1x16 SR RHT, 1x16 RHT         | NVIDIA, arXiv 2509.25149   |
-| nvfp4_mxfp8_bwd   | 1x16, 1x16          | MXFP8, MXFP8            | MXFP8, MXFP8                  | forward 4 bits, backward 8 |
-| four_over_six     | nvfp4 with 4over6 on weights, activations or both           |           | arXiv 2512.02010           |
-| mxfp8             | MXFP8 everywhere    |                         |                               | OCP MX v1.0                |
-| nvfp4_forward     | 1x16, 1x16          | bf16                    | bf16                          | quantization-aware training|
-| bf16              | bf16 everywhere     |                         |                               |                            |
-| naive_fp4         | 1x16, 1x16          | 1x16 truncated, 1x16    | 1x16 truncated, 1x16          | a control that should fail |
+| preset          | fprop x, w  | dgrad dy, w          | wgrad dy, x           | source                       |
+|-----------------|-------------|----------------------|-----------------------|------------------------------|
+| nvfp4           | 1x16, 16x16 | 1x16 SR, 16x16       | 1x16 SR RHT, 1x16 RHT | NVIDIA, arXiv 2509.25149     |
+| nvfp4_mxfp8_bwd | 1x16, 1x16  | MXFP8, MXFP8         | MXFP8, MXFP8          | forward 4 bits, backward 8   |
+| four_over_six   | as nvfp4, with 4over6 on weights, activations or both      | arXiv 2512.02010             |
+| mxfp8           | MXFP8       | MXFP8                | MXFP8                 | OCP MX v1.0                  |
+| nvfp4_forward   | 1x16, 1x16  | bf16                 | bf16                  | quantization-aware training  |
+| bf16            | bf16        | bf16                 | bf16                  |                              |
+| naive_fp4       | 1x16, 1x16  | 1x16 truncated, 1x16 | 1x16 truncated, 1x16  | a control that should fail   |
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from halfbyte.formats import E2M1, E4M3, E5M2, MXFP8_BLOCK, NVFP4_BLOCK, ElementFormat, element_format, f32
 
@@ -171,7 +171,6 @@ class NVFP4:
         fields = (block, self.rounding, self.outer, rotation, self.scaling.key, repr(self.fp4_max), repr(self.e4m3_max))
         return "/".join(("nvfp4", *fields))
 
-
     @property
     def block_length(self) -> int:
         """Values that share a scale along the contraction."""
@@ -229,7 +228,8 @@ def parse(key: str) -> Spec:
     Raises:
         ValueError: `key` is not one that a spec of this version writes.
     """
-    kind, *parts = key.split("/")
+    kind, *fields = key.split("/")
+    parts: list[Any] = list(fields)  # the constructors check them
     try:
         if kind == "mxfp8":
             (element,) = parts
@@ -237,7 +237,7 @@ def parse(key: str) -> Spec:
         if kind == "nvfp4":
             block, rounding, outer, rotation, scaling, fp4_max, e4m3_max = parts
             return NVFP4(
-                block=tuple(map(int, block.split("x"))),
+                block=_parse_block(block),
                 rounding=rounding,
                 outer=outer,
                 rotation=_parse_rotation(rotation),
@@ -250,16 +250,22 @@ def parse(key: str) -> Spec:
     raise ValueError(f"key={key!r}: not a spec key; build it with NVFP4(...).key or MXFP8(...).key")
 
 
+def _parse_block(text: str) -> tuple[int, int]:
+    rows, cols = map(int, text.split("x"))
+    return rows, cols
+
+
 def _parse_rotation(text: str) -> Hadamard | None:
     if text == "-":
         return None
-    signs = text.rstrip("0123456789")
+    signs: Any = text.rstrip("0123456789")
     return Hadamard(size=int(text[len(signs) :]), signs=signs)
 
 
 def _parse_scaling(text: str) -> Scaling:
-    name, *parts = text.split(",")
+    name, *fields = text.split(",")
     if name == "4over6":
+        parts: list[Any] = list(fields)
         error, error_math, *candidates = parts
         return FourOverSix(error=error, candidates=tuple(map(float, candidates)), error_math=error_math)
     for scaling in (BlockMax(), Eden()):

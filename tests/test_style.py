@@ -1,0 +1,234 @@
+"""The size and habit rules of CONTRIBUTING.md, each with a sample that breaks it.
+
+A rule is a function from a parsed file to its offences; `RULES` lists them, `BROKEN` proves that each one bites.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("halfbyte", "bench", "examples", "tests")
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 120
+MAX_PARAMETERS = 7
+HOME_OF_NUMBERS = "halfbyte/formats.py"
+NUMBERS_WITH_ONE_HOME = {448, 2688, 57344}
+NEGATIVE_NAME = re.compile(r"^(disable|no|not|without|skip)_")
+UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Source(NamedTuple):
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def functions(self) -> list[Function]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, Function)]
+
+
+def read(path: Path) -> Source:
+    text = path.read_text(encoding="utf-8")
+    return Source(path.relative_to(ROOT).as_posix(), text, ast.parse(text))
+
+
+def is_kernel(function: Function) -> bool:
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def parameters(function: Function) -> list[str]:
+    arguments = function.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return [name for name in names if name not in ("self", "cls", "ctx")]
+
+
+def file_size(source: Source) -> Iterator[str]:
+    lines = source.text.count("\n")
+    if lines > MAX_FILE_LINES:
+        yield f"{lines} lines, at most {MAX_FILE_LINES}: split it along its layers"
+
+
+def function_size(source: Source) -> Iterator[str]:
+    for function in source.functions:
+        lines = function.end_lineno - function.lineno + 1
+        limit = MAX_KERNEL_LINES if is_kernel(function) else MAX_FUNCTION_LINES
+        if lines > limit:
+            yield f"{function.name}: {lines} lines, at most {limit}"
+
+
+def parameter_count(source: Source) -> Iterator[str]:
+    for function in source.functions:
+        count = len(parameters(function))
+        if count > MAX_PARAMETERS and not is_kernel(function):
+            yield f"{function.name}: {count} parameters, at most {MAX_PARAMETERS}: pass a value that groups them"
+
+
+def negative_names(source: Source) -> Iterator[str]:
+    for function in source.functions:
+        for name in filter(NEGATIVE_NAME.match, parameters(function)):
+            yield f"{function.name}({name}): say what it does, not what it leaves out"
+
+
+def environment(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"):
+            yield f"line {node.lineno}: {ast.unparse(node)}: configuration is an argument"
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            for name in {alias.name for alias in node.names} & {"environ", "getenv"}:
+                yield f"line {node.lineno}: from os import {name}: configuration is an argument"
+
+
+def passed_through(source: Source) -> Iterator[str]:
+    for function in source.functions:
+        if function.args.kwarg is None:
+            continue
+        name = function.args.kwarg.arg
+        for node in ast.walk(function):
+            if isinstance(node, ast.keyword) and node.arg is None and ast.unparse(node.value) == name:
+                yield f"{function.name}: passes **{name} on: name the arguments"
+                break
+
+
+def scattered_numbers(source: Source) -> Iterator[str]:
+    if source.path == HOME_OF_NUMBERS:
+        return
+    for node in ast.walk(source.tree):
+        is_number = isinstance(node, ast.Constant) and type(node.value) in (int, float)
+        if is_number and node.value in NUMBERS_WITH_ONE_HOME:
+            yield f"line {node.lineno}: {node.value}: import it from {HOME_OF_NUMBERS}"
+
+
+def global_statements(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Global):
+            yield f"line {node.lineno}: global {', '.join(node.names)}: pass a value instead"
+
+
+def docstrings(source: Source) -> Iterator[str]:
+    if ast.get_docstring(source.tree) is None:
+        yield "the module has no docstring"
+    for node in source.tree.body:
+        is_public = isinstance(node, ast.ClassDef | Function) and not node.name.startswith("_")
+        if is_public and ast.get_docstring(node) is None:
+            yield f"line {node.lineno}: public {node.name} has no docstring"
+
+
+def unfinished(source: Source) -> Iterator[str]:
+    for number, line in enumerate(source.text.splitlines(), 1):
+        if UNFINISHED.search(line):
+            yield f"line {number}: {line.strip()}"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Raise) and node.exc is not None and "NotImplementedError" in ast.unparse(node.exc):
+            yield f"line {node.lineno}: {ast.unparse(node)}: refuse with a remedy, or build it"
+
+
+Rule = Callable[[Source], Iterator[str]]
+
+EVERYWHERE: tuple[Rule, ...] = (file_size, function_size)
+IN_THE_PACKAGE: tuple[Rule, ...] = (
+    parameter_count,
+    negative_names,
+    environment,
+    passed_through,
+    scattered_numbers,
+    global_statements,
+    docstrings,
+    unfinished,
+)
+RULES = (*EVERYWHERE, *IN_THE_PACKAGE)
+
+BROKEN: dict[Rule, str] = {
+    file_size: "x = 1\n" * (MAX_FILE_LINES + 1),
+    function_size: "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES,
+    parameter_count: "def f(a, b, c, d, *, e, f, g, h): ...\n",
+    negative_names: "def f(*, disable_rht=False): ...\n",
+    environment: "import os\nif os.environ.get('FAST'): ...\n",
+    passed_through: "def f(**kwargs):\n    return g(**kwargs)\n",
+    scattered_numbers: "limit = 448.0\n",
+    global_statements: "def f():\n    global state\n    state = 1\n",
+    docstrings: '"""A module."""\ndef f(x):\n    return x\n',
+    unfinished: "def f():\n    raise NotImplementedError\n",
+}
+
+
+def sample(text: str, path: str = "halfbyte/sample.py") -> Source:
+    return Source(path, text, ast.parse(text))
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def offences(source: Source, rules: tuple[Rule, ...]) -> list[str]:
+    return [f"{source.path}: {text}" for rule in rules for text in rule(source)]
+
+
+def test_files_and_functions_stay_small():
+    found = [text for path in python_files(*FOLDERS) for text in offences(read(path), EVERYWHERE)]
+    assert not found, "\n".join(found)
+
+
+def test_package_keeps_the_habits():
+    found = [text for path in python_files("halfbyte") for text in offences(read(path), IN_THE_PACKAGE)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_each_rule_bites(rule):
+    assert list(rule(sample(BROKEN[rule])))
+
+
+CLEAN = '''"""A module that keeps every rule."""
+import triton
+
+
+@triton.jit
+def _kernel(a, b, c, d, e, f, g, h, i):
+    """Kernels may have many parameters."""
+    x = 1
+
+
+class Value:
+    """A public class."""
+
+    def __init__(self, a, b, c, d, e, f, g):
+        self.a = dict(**a)
+
+
+def add(x, **named):
+    """A public function may receive keywords, as long as it does not hand them on."""
+    return x + named["y"]
+'''
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_clean_code_passes(rule):
+    assert not list(rule(sample(CLEAN)))
+
+
+def test_kernels_have_their_own_limit():
+    body = "    x = 1\n" * MAX_FUNCTION_LINES
+    assert not list(function_size(sample("@triton.jit\ndef f():\n" + body)))
+    assert list(function_size(sample("@triton.jit\ndef f():\n" + body * 2)))
+
+
+def test_formats_may_name_its_numbers():
+    assert not list(scattered_numbers(sample("limit = 448\n", HOME_OF_NUMBERS)))
+
+
+@pytest.mark.parametrize("text", ["from os import environ\n", "import os\nos.getenv('A')\n"])
+def test_environment_in_any_spelling(text):
+    assert list(environment(sample(text)))
+
+
+def test_comment_left_unfinished_is_caught():
+    assert list(unfinished(sample("x = 1  # TO" + "DO: later\n")))
