@@ -1,0 +1,44 @@
+"""halfbyte: train neural networks in NVFP4 on any hardware, with the same bytes everywhere.
+
+    import halfbyte as hb
+    report = hb.quantize_(model, hb.recipes.nvfp4())
+"""
+
+from halfbyte import layout, nn, recipes
+from halfbyte.convert import Keep, Report, high_precision, quantize_, set_recipe_
+from halfbyte.functional import gemm_nt, linear, linear_shared
+from halfbyte.ops import backends
+from halfbyte.rng import Philox
+from halfbyte.spec import MXFP8, NVFP4, BlockMax, Eden, FourOverSix, GemmSpec, Hadamard, Recipe
+from halfbyte.state import RunState
+from halfbyte.tensor import QuantTensor, quantize, quantize_row_col
+from halfbyte.version import __version__
+
+__all__ = [
+    "MXFP8",
+    "NVFP4",
+    "BlockMax",
+    "Eden",
+    "FourOverSix",
+    "GemmSpec",
+    "Hadamard",
+    "Keep",
+    "Philox",
+    "QuantTensor",
+    "Recipe",
+    "Report",
+    "RunState",
+    "__version__",
+    "backends",
+    "gemm_nt",
+    "high_precision",
+    "layout",
+    "linear",
+    "linear_shared",
+    "nn",
+    "quantize",
+    "quantize_",
+    "quantize_row_col",
+    "recipes",
+    "set_recipe_",
+]

@@ -7,7 +7,7 @@ graph replays with new bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -73,6 +73,10 @@ class Philox:
         if self.first_block < 0 or (self.blocks_per_row is not None and self.blocks_per_row < 0):
             raise ValueError(f"first_block={self.first_block}, blocks_per_row={self.blocks_per_row}: give indices >= 0")
 
+    def at(self, stream: int) -> Philox:
+        """Return the place `stream` offsets further."""
+        return replace(self, offset=self.offset + stream)
+
     def on(self, device: torch.device) -> Draw:
         """Return the draw on `device`."""
         base = torch.tensor([as_signed64(self.seed), self.offset], dtype=torch.int64, device=device)
@@ -90,6 +94,10 @@ class StreamPhilox:
 
     base: Tensor
     stream: int
+
+    def at(self, stream: int) -> StreamPhilox:
+        """Return the place `stream` offsets further."""
+        return StreamPhilox(self.base, self.stream + stream)
 
     def on(self, device: torch.device) -> Draw:
         """Return the draw on `device`."""

@@ -107,9 +107,15 @@ def amax(x: Tensor, backend: str | None = None) -> Tensor:
     return reference.finite_amax(x)
 
 
-def dequantize(operand: Operand, dtype: torch.dtype = torch.float32, backend: str | None = None) -> Tensor:
+def dequantize(
+    blocks: Blocks,
+    spec: Spec,
+    cols: int,
+    dtype: torch.dtype = torch.float32,
+    scale_layout: str = LINEAR,
+    backend: str | None = None,
+) -> Tensor:
     """Return the values that the bytes stand for, dtype [rows, cols]."""
-    blocks, spec, cols, scale_layout = operand
     assert choose(blocks.qdata.device, backend) == reference.NAME
     return reference.dequantize(blocks, spec, cols, dtype, scale_layout)
 

@@ -1,0 +1,271 @@
+"""Put a recipe into a model: quantize_ converts its linear layers in place, set_recipe_ changes them at any step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from halfbyte import recipes
+from halfbyte.nn.linear import STREAMS_PER_MODULE, Linear, as_recipe, describe
+from halfbyte.spec import Recipe
+from halfbyte.state import RunState
+
+FilterFn = Callable[[nn.Module, str], bool]
+
+SHARE_AMAX = (("*q_proj", "*k_proj", "*v_proj"), ("*gate_proj", "*up_proj"))
+"""Siblings that serving engines fuse, and that therefore need one global amax (vLLM does not rescale block scales)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Which linear layers stay in high precision: by default as in NVIDIA's NVFP4 pretraining (arXiv 2509.25149).
+
+    Args:
+        names: globs of fully qualified names.
+        first_blocks: this many blocks at the start of every stack of blocks.
+        last_fraction: this share of the blocks at the end of the stack, rounded up, but never all of them.
+    """
+
+    names: tuple[str, ...] = ("*lm_head", "*embed*", "*output_layer", "*router", "*.gate")
+    first_blocks: int = 0
+    last_fraction: float = 0.15
+
+    def __post_init__(self) -> None:
+        if isinstance(self.names, str):
+            raise TypeError(f"names={self.names!r}: give a tuple of globs")
+        object.__setattr__(self, "names", tuple(self.names))
+        if not isinstance(self.first_blocks, int) or self.first_blocks < 0:
+            raise ValueError(f"first_blocks={self.first_blocks!r}: give a number of blocks >= 0")
+        if not 0 <= self.last_fraction <= 1:
+            raise ValueError(f"last_fraction={self.last_fraction!r}: give a share between 0 and 1")
+
+    def last_blocks(self, count: int) -> int:
+        """Return how many of `count` blocks stay in high precision at the end."""
+        return min(math.ceil(self.last_fraction * count - 1e-9), max(count - 1, 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One linear layer: its name, [out, in] shape, recipe or None, and why."""
+
+    name: str
+    shape: tuple[int, int]
+    recipe: Recipe | None
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What quantize_ did; prints as a table.
+
+    Args:
+        rows: one per linear layer, in the model's order.
+        state: the RunState that the converted layers draw from; advance it once per micro-batch.
+    """
+
+    rows: tuple[Row, ...]
+    state: RunState = field(repr=False)
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """Names of the layers that now follow a recipe."""
+        return tuple(row.name for row in self.rows if row.recipe is not None)
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """Name and reason of every layer that stays in high precision."""
+        return {row.name: row.reason for row in self.rows if row.recipe is None}
+
+    def __str__(self) -> str:
+        table = [("layer", "out x in", "recipe", "why")]
+        for row in self.rows:
+            recipe = "high precision" if row.recipe is None else describe(row.recipe)
+            table.append((row.name, f"{row.shape[0]} x {row.shape[1]}", recipe, row.reason))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        total = sum(math.prod(row.shape) for row in self.rows)
+        done = sum(math.prod(row.shape) for row in self.rows if row.recipe is not None)
+        share = f"{100 * done / total:.1f} %" if total else "none"
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines.append(f"{len(self.converted)} of {len(self.rows)} linear layers converted, {share} of their weights")
+        return "\n".join(lines)
+
+
+def quantize_(
+    model: nn.Module,
+    recipe: Recipe | str,
+    *,
+    filter_fn: FilterFn | None = None,
+    rules: Mapping[str, Recipe | str | None] | None = None,
+    keep: Keep | None = None,
+    share_amax: Sequence[Sequence[str]] = SHARE_AMAX,
+    state: RunState | None = None,
+) -> Report:
+    """Convert the linear layers of `model` to `recipe` in place; Parameters and state_dict keys stay as they are.
+
+    A layer's recipe is decided in this order: `filter_fn` says no: unchanged; the last rule whose glob matches; `keep`;
+    `recipe`. Only exact torch.nn.Linear modules are converted, never subclasses with a forward of their own.
+
+    Args:
+        model: any module that contains linear layers.
+        recipe: for every layer that nothing else decides.
+        filter_fn: (module, fully qualified name) -> whether to convert.
+        rules: {glob: recipe, preset name, or None for high precision}; an explicit rule wins over `keep`.
+        keep: what stays in high precision; Keep() by default, Keep(names=(), last_fraction=0) for nothing.
+        share_amax: groups of globs; sibling layers of one parent that match a group share one weight amax.
+        state: the RunState to draw from; a new RunState(0) by default.
+
+    Returns:
+        Report, which prints as a table and carries the RunState.
+
+    Raises:
+        ValueError: a rule or a name of an explicit `keep` or `share_amax` matches no linear layer, or nothing is there
+            to convert. The model is unchanged then.
+    """
+    if isinstance(model, nn.Linear):
+        raise ValueError("model is itself a Linear and cannot be replaced in place; use hb.nn.Linear.from_linear(model, …)")
+    state = RunState(0) if state is None else state
+    resolved = {glob: None if rule is None else as_recipe(rule) for glob, rule in (rules or {}).items()}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    if not layers:
+        raise ValueError(f"model={type(model).__name__}: it contains no torch.nn.Linear; nothing can be converted")
+    groups = [tuple(group) for group in share_amax]
+    _check_globs("rules", resolved, layers)
+    if keep is not None:
+        _check_globs("keep.names", keep.names if keep.names != Keep().names else (), layers)
+    if tuple(groups) != SHARE_AMAX:
+        _check_globs("share_amax", [glob for group in groups for glob in group], layers)
+    edges = _kept_blocks(model, layers, keep or Keep())
+    default = as_recipe(recipe)
+    rows = tuple(
+        _decide(name, module, default, filter_fn, resolved, keep or Keep(), edges) for name, module in layers.items()
+    )
+    for row in rows:
+        if row.recipe is not None:
+            parent, _, child = row.name.rpartition(".")
+            setattr(model.get_submodule(parent), child, Linear.from_linear(layers[row.name], row.recipe, state))
+    _share_amaxes(model, [row.name for row in rows if row.recipe is not None], groups)
+    return Report(rows=rows, state=state)
+
+
+def _decide(
+    name: str,
+    module: nn.Linear,
+    default: Recipe,
+    filter_fn: FilterFn | None,
+    rules: Mapping[str, Recipe | None],
+    keep: Keep,
+    edges: Mapping[str, str],
+) -> Row:
+    """Return the recipe of one layer and the reason."""
+
+    def row(recipe: Recipe | None, reason: str) -> Row:
+        return Row(name=name, shape=(module.out_features, module.in_features), recipe=recipe, reason=reason)
+
+    if isinstance(module, Linear):
+        return row(None, "already an hb.nn.Linear; use hb.set_recipe_")
+    if type(module) is not nn.Linear:
+        return row(None, f"{type(module).__name__} is a subclass of Linear with a forward of its own")
+    if filter_fn is not None and not filter_fn(module, name):
+        return row(None, "filter_fn")
+    matching = [glob for glob in rules if fnmatchcase(name, glob)]
+    if matching:
+        return row(rules[matching[-1]], f"rule {matching[-1]!r}")
+    for glob in keep.names:
+        if fnmatchcase(name, glob):
+            return row(None, f"kept: name matches {glob!r}")
+    if name in edges:
+        return row(None, f"kept: {edges[name]}")
+    return row(default, "recipe")
+
+
+def _check_globs(argument: str, globs: Sequence[str] | Mapping[str, object], layers: Mapping[str, nn.Linear]) -> None:
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in layers):
+            some = ", ".join(list(layers)[:4])
+            raise ValueError(f"{argument}: {glob!r} matches no linear layer; names look like {some}")
+
+
+def _kept_blocks(model: nn.Module, layers: Mapping[str, nn.Linear], keep: Keep) -> dict[str, str]:
+    """Return {layer name: reason} of the layers in the first and last blocks of every outermost ModuleList."""
+    kept: dict[str, str] = {}
+    outer: list[str] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(path.startswith(f"{p}.") for p in outer):
+            continue
+        inside = [name for name in layers if name.startswith(f"{path}." if path else "")]
+        if not inside:
+            continue
+        outer.append(path)
+        count, last = len(module), keep.last_blocks(len(module))
+        for index in range(count):
+            edge = "first" if index < keep.first_blocks else "last" if index >= count - last else None
+            prefix = f"{path}.{index}." if path else f"{index}."
+            if edge is not None:
+                amount = keep.first_blocks if edge == "first" else last
+                reason = f"{edge} {amount} of {count} blocks of {path or 'the model'}"
+                kept.update({name: reason for name in inside if name.startswith(prefix) or name == prefix[:-1]})
+    return kept
+
+
+def _share_amaxes(model: nn.Module, converted: Sequence[str], groups: Sequence[Sequence[str]]) -> None:
+    """Give sibling layers that match a group of globs the same amax_group."""
+    for globs in groups:
+        families: dict[str, list[Linear]] = {}
+        for name in converted:
+            if any(fnmatchcase(name, glob) for glob in globs):
+                families.setdefault(name.rpartition(".")[0], []).append(model.get_submodule(name))
+        for family in families.values():
+            if len(family) > 1:
+                for module in family:
+                    module.amax_group = tuple(family)
+
+
+def _quantized(model: nn.Module) -> Iterator[Linear]:
+    return (m for m in model.modules() if isinstance(m, Linear))
+
+
+def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | None = None) -> None:
+    """Give every converted layer of `model` another recipe, effective from the next forward.
+
+    Args:
+        model: a model that `quantize_` converted, or one built of hb.nn layers.
+        recipe: a Recipe or a preset's name.
+        state: the RunState to draw from, for layers that have none yet.
+
+    Raises:
+        ValueError: the model has no hb.nn layer, or the recipe draws and a layer has no RunState.
+    """
+    recipe = as_recipe(recipe)
+    modules = list(_quantized(model))
+    if not modules:
+        raise ValueError(f"model={type(model).__name__}: no layer follows a recipe; call hb.quantize_ first")
+    for module in modules:
+        if module.run_state is None and state is None and recipe.needs_rng:
+            raise ValueError("state=None: the recipe draws random bits and a layer has no RunState; pass state=hb.RunState(seed)")
+    for module in modules:
+        if module.run_state is None and state is not None:
+            module.run_state, module.stream = state, state.reserve_streams(STREAMS_PER_MODULE)
+        module.recipe = recipe
+
+
+@contextmanager
+def high_precision(model: nn.Module) -> Iterator[nn.Module]:
+    """Run every converted layer in high precision within the context; recipes come back afterwards, also on errors.
+
+    Args:
+        model: any module.
+    """
+    saved = [(module, module.recipe) for module in _quantized(model)]
+    try:
+        for module, _ in saved:
+            module.recipe = recipes.bf16()
+        yield model
+    finally:
+        for module, recipe in saved:
+            module.recipe = recipe

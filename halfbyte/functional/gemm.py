@@ -1,0 +1,66 @@
+"""gemm_nt on QuantTensors and plain tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.spec import GemmSpec
+from halfbyte.tensor import QuantTensor
+
+
+def gemm_nt(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype | None = None,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Return a @ b.T: block-scaled products summed in fp32, factors and bias in fp32, one rounding at the end.
+
+    Args:
+        a: QuantTensor or plain [M, K]; blocks run along K.
+        b: QuantTensor or plain [N, K].
+        out_dtype: bf16 (default), fp16 or fp32; `out` decides if given.
+        bias: [N] or None.
+        out: [M, N] to write into.
+        accumulate: add to what `out` holds.
+        backend: "reference", "triton", "native" or None to choose.
+
+    Returns:
+        [M, N].
+
+    Raises:
+        ValueError: shapes, rotations or block lengths of the operands do not meet.
+    """
+    for name, operand in (("a", a), ("b", b)):
+        if operand.dim() != 2:
+            raise ValueError(f"{name}.shape={tuple(operand.shape)}: give a matrix; flatten the leading dimensions")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"a.shape={tuple(a.shape)}, b.shape={tuple(b.shape)}: the last dimensions must be equal")
+    if accumulate and out is None:
+        raise ValueError("accumulate=True: there is nothing to add to; pass out")
+    shape = (a.shape[0], b.shape[0])
+    if out is not None and tuple(out.shape) != shape:
+        raise ValueError(f"out.shape={tuple(out.shape)}: the product has shape {shape}")
+    if bias is not None and tuple(bias.shape) != (shape[1],):
+        raise ValueError(f"bias.shape={tuple(bias.shape)}: give one value per row of b, shape ({shape[1]},)")
+    # Refuses NVFP4 against MXFP8 and unequal rotations, naming the remedy.
+    GemmSpec(a=getattr(a, "spec", None), b=getattr(b, "spec", None))
+    return ops.gemm_nt(
+        _operand(a),
+        _operand(b),
+        out_dtype=out_dtype or torch.bfloat16,
+        bias=bias,
+        out=out,
+        accumulate=accumulate,
+        backend=backend,
+    )
+
+
+def _operand(x: Tensor) -> Tensor | ops.Operand:
+    return ops.Operand(x.blocks, x.spec, x.shape[-1], x.scale_layout) if isinstance(x, QuantTensor) else x

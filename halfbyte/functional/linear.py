@@ -1,0 +1,344 @@
+"""The linear layer whose three GEMMs are quantized operand by operand.
+
+A training step of `y = x @ w.T` is three matrix products. Each contracts another dimension, and blocks of 16 values
+must lie along the contraction, so every tensor is needed in two orientations, each quantized from the original:
+
+    fprop   y_MN  = x_MK @ w_NK.T      contracts K:  row(x)  with row(w)
+    dgrad   dx_MK = dy_MN @ w_NK       contracts N:  row(dy) with col(w)    col(t) = quantize(t.T)
+    wgrad   dw_NK = dy_MN.T @ x_MK     contracts M:  col(dy) with col(x)
+
+So the whole layer is `quantize_row_col` of x, w and dy and three calls of `gemm_nt`, which is what the code below does.
+A recipe names the spec of each of the six operands; None leaves that operand in high precision.
+
+- The weight in 16x16 tiles has equal bytes in both orientations: forward and backward see the same weight.
+- wgrad sums over tokens, where outliers sit; rotating both its operands with a random Hadamard transform spreads them,
+  and the rotation cancels in the product.
+- Rounding a gradient to nearest biases the sum over many steps; stochastic rounding is right on average. Its bits are
+  keyed by (seed, offset, position), so a recomputed forward draws the same ones.
+
+Between forward and backward only operands of the backward are kept, as plain tensors, so that hooks on saved tensors
+(offloading, checkpointing) move the small bytes. Per element of x, and of w: NVFP4 0.5625 bytes (half a byte of code,
+a sixteenth of a scale byte), MXFP8 1.03125, high precision that of its dtype; nothing for an operand no gradient needs.
+
+Shape suffixes: M tokens, N out_features, K in_features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from halfbyte import ops
+from halfbyte.layout import Blocks, matrix_shape
+from halfbyte.rng import AnyPhilox, Draw
+from halfbyte.spec import NVFP4, GemmSpec, Recipe, Spec
+
+# Streams of one linear: an operand takes two (row, then col); the two operands of a GEMM share its signs.
+X, W, DY, FPROP_SIGNS, DGRAD_SIGNS, WGRAD_SIGNS = 0, 2, 4, 6, 7, 8
+STREAMS_PER_LINEAR = 16
+
+_BF16_GEMM = GemmSpec()
+
+
+def linear(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None = None,
+    recipe: Recipe = Recipe(),  # noqa: B008  a frozen value
+    *,
+    rng: AnyPhilox | None = None,
+    out_dtype: torch.dtype | None = None,
+    weight_amax: Tensor | None = None,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """Return x @ w.T + bias with the three GEMMs of `recipe`.
+
+    Args:
+        x: bf16, fp16 or fp32 [..., K].
+        w: [N, K] of x's dtype; under autocast both are cast.
+        bias: [N] or None.
+        recipe: how each operand is quantized.
+        rng: the place in the random stream; needed if the recipe draws. It uses 16 offsets from there on.
+        out_dtype: dtype of the result, by default x's.
+        weight_amax: fp32 [] shared by sibling weights, used where w is NVFP4 with one amax per tensor, unrotated.
+        main_grad: fp32 [N, K]; the weight gradient is added to it in fp32 and autograd receives none for w.
+
+    Returns:
+        out_dtype [..., N].
+
+    Raises:
+        ValueError: shapes do not fit, or the recipe draws and rng is None.
+        TypeError: dtypes do not fit.
+    """
+    return linear_shared(
+        x,
+        [w],
+        [bias],
+        recipe,
+        rng=None if rng is None else [rng],
+        out_dtype=out_dtype,
+        weight_amaxes=None if weight_amax is None else [weight_amax],
+        main_grads=None if main_grad is None else [main_grad],
+    )[0]
+
+
+def linear_shared(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    recipe: Recipe = Recipe(),  # noqa: B008
+    *,
+    rng: AnyPhilox | Sequence[AnyPhilox] | None = None,
+    out_dtype: torch.dtype | None = None,
+    weight_amaxes: Sequence[Tensor | None] | None = None,
+    main_grads: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, ...]:
+    """Return x @ w.T + bias for several weights that share one quantization of x: q/k/v, gate/up.
+
+    Args:
+        x: [..., K].
+        weights: [N_i, K] each.
+        biases: [N_i] or None each; None for no bias at all.
+        recipe, out_dtype: as for `linear`.
+        rng: one place per weight, or one for all, 16 offsets apart. x and the signs of rotations draw from the first.
+        weight_amaxes, main_grads: one or None per weight.
+
+    Returns:
+        one out_dtype [..., N_i] per weight.
+
+    Raises:
+        ValueError, TypeError: as for `linear`.
+    """
+    n = len(weights)
+    biases, amaxes, grads = ([None] * n if t is None else list(t) for t in (biases, weight_amaxes, main_grads))
+    x, weights, biases = _autocast(x, weights, biases)
+    _check(x, weights, biases, recipe, grads)
+    places = _places(rng, n, recipe)
+    if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
+        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+    draws = [None] * n if places is None else [place.on(x.device) for place in places]
+    call = _Call(
+        recipe=recipe,
+        count=n,
+        streams=tuple((d.stream, d.first_block, d.blocks_per_row) if d is not None else None for d in draws),
+        out_dtype=out_dtype or x.dtype,
+        save=torch.is_grad_enabled(),
+    )
+    bases = [None if d is None else d.base for d in draws]
+    return _SharedLinear.apply(call, x, *weights, *biases, *amaxes, *grads, *bases)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is static about one call: everything that is no tensor."""
+
+    recipe: Recipe
+    count: int
+    streams: tuple[tuple[int, int, int | None] | None, ...]
+    out_dtype: torch.dtype
+    save: bool
+
+
+class _SharedLinear(torch.autograd.Function):
+    """x and n weights in, n outputs out; `tensors` is n each of weights, biases, amaxes, main_grads, rng bases."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        n, recipe = call.count, call.recipe
+        weights, biases, amaxes, grads, bases = (tensors[i * n : (i + 1) * n] for i in range(5))
+        needs = [call.save and need for need in ctx.needs_input_grad]
+        need_dx, need_dw = needs[1], needs[2 : 2 + n]
+        fprop, dgrad, wgrad = (gemm or _BF16_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+        dequantized = recipe.backward == "dequantized"
+        x_MK = x.reshape(matrix_shape(x.shape))
+        draws = _draws(call, bases)
+        keep_x = any(need_dw)
+        x_col_spec = wgrad.b if keep_x and not dequantized else None
+        place = _Place(draws[0], draws[0], X, (FPROP_SIGNS, WGRAD_SIGNS))
+        row, col = _both(x_MK, fprop.a, x_col_spec, place)
+        kept_x = (row if dequantized else col) if keep_x else None
+        outputs, kept_w = [], []
+        for i, w in enumerate(weights):
+            w_col_spec = dgrad.b if need_dx and not dequantized else None
+            place = _Place(draws[i], draws[0], W, (FPROP_SIGNS, DGRAD_SIGNS))
+            w_row, w_col = _both(w, fprop.b, w_col_spec, place, amaxes[i])
+            bias = biases[i]
+            y = ops.gemm_nt(row, w_row, out_dtype=call.out_dtype, bias=bias)
+            outputs.append(y.view(*x.shape[:-1], w.shape[0]))
+            kept_w.append((w_row if dequantized else w_col) if need_dx else None)
+        ctx.call, ctx.x_shape, ctx.x_dtype = call, x.shape, x.dtype
+        ctx.w_dtypes = [w.dtype for w in weights]
+        ctx.b_dtypes = [None if b is None else b.dtype for b in biases]
+        ctx.layout = _save(ctx, [kept_x, *kept_w], bases)
+        ctx.main_grads = grads
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        call = ctx.call
+        n = call.count
+        (x_col, *w_cols), bases = _load(ctx.layout, ctx.saved_tensors, n)
+        draws = _draws(call, bases)
+        need_dx = ctx.needs_input_grad[1]
+        need_dw, need_db = ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n : 2 + 2 * n]
+        dx = None
+        dws, dbs = [None] * n, [None] * n
+        for i, dy in enumerate(dys):
+            dy_MN = dy.reshape(matrix_shape(dy.shape))
+            row, col = _gradient_operands(call, dy_MN, need_dx, need_dw[i], draws, i)
+            if need_dx:
+                dx = _add_dx(dx, row, _right(w_cols[i], call.recipe, ctx.x_dtype), last=i == n - 1, dtype=ctx.x_dtype)
+            if need_dw[i]:
+                right = _right(x_col, call.recipe, ctx.x_dtype)
+                dws[i] = _weight_gradient(col, right, ctx.w_dtypes[i], ctx.main_grads[i])
+            if need_db[i]:
+                dbs[i] = dy_MN.sum(0, dtype=torch.float32).to(ctx.b_dtypes[i])
+        dx = dx.view(ctx.x_shape) if dx is not None else None
+        return None, dx, *dws, *dbs, *[None] * (3 * n)
+
+
+class _Place(NamedTuple):
+    """Where an operand draws: its linear's stream, the first linear's for signs, and the offsets within them."""
+
+    own: Draw | None
+    shared: Draw | None
+    stream: int
+    sign_streams: tuple[int, int]
+
+
+def _both(
+    t: Tensor, row_spec: Spec | None, col_spec: Spec | None, place: _Place, amax: Tensor | None = None
+) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
+    """Return t and t.T as GEMM operands, quantized where their spec is not None."""
+    rows, cols = t.shape
+    own = _stream(place.own, place.stream)
+    row_sign, col_sign = (_stream(place.shared, stream) for stream in place.sign_streams)
+    row_amax, col_amax = (amax if _takes_amax(spec) else None for spec in (row_spec, col_spec))
+    if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
+        # Two GEMMs with signs of their own: two quantizations, at the offsets that one call would use.
+        row, _ = ops.quantize_row_col(t, row_spec, None, draw=own, sign_draw=row_sign, row_amax=row_amax)
+        _, col = ops.quantize_row_col(t, None, col_spec, draw=own, sign_draw=col_sign, col_amax=col_amax)
+    else:
+        sign = col_sign if col_spec and col_spec.needs_sign_rng else row_sign
+        row, col = ops.quantize_row_col(
+            t, row_spec, col_spec, draw=own, sign_draw=sign, row_amax=row_amax, col_amax=col_amax
+        )
+    return (
+        t if row is None else ops.Operand(row, row_spec, cols),
+        t.T if col is None else ops.Operand(col, col_spec, rows),
+    )
+
+
+def _takes_amax(spec: Spec | None) -> bool:
+    return isinstance(spec, NVFP4) and spec.rotation is None and spec.outer == "tensor"
+
+
+def _gradient_operands(call: _Call, dy_MN: Tensor, need_dx: bool, need_dw: bool, draws: list, i: int):
+    """Return row(dy) and col(dy), quantized for the GEMMs that will run."""
+    dgrad, wgrad = (gemm or _BF16_GEMM for gemm in (call.recipe.dgrad, call.recipe.wgrad))
+    specs = dgrad.a if need_dx else None, wgrad.a if need_dw else None
+    return _both(dy_MN, *specs, _Place(draws[i], draws[0], DY, (DGRAD_SIGNS, WGRAD_SIGNS)))
+
+
+def _right(operand: ops.Operand | Tensor, recipe: Recipe, dtype: torch.dtype) -> ops.Operand | Tensor:
+    """Return the right operand of a backward GEMM; a dequantized backward transposes what fprop saved."""
+    if recipe.backward == "original":
+        return operand
+    if isinstance(operand, ops.Operand):
+        operand = ops.dequantize(operand.blocks, operand.spec, operand.cols, dtype, operand.scale_layout)
+    return operand.T
+
+
+def _add_dx(dx: Tensor | None, row: Any, right: Any, *, last: bool, dtype: torch.dtype) -> Tensor:
+    """Add one weight's dgrad to dx, which stays fp32 until the last one."""
+    if dx is None:
+        return ops.gemm_nt(row, right, out_dtype=dtype if last else torch.float32)
+    dx = ops.gemm_nt(row, right, out=dx, accumulate=True)
+    return dx.to(dtype) if last else dx
+
+
+def _weight_gradient(col: Any, right: Any, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
+    if main_grad is None:
+        return ops.gemm_nt(col, right, out_dtype=dtype)
+    ops.gemm_nt(col, right, out=main_grad, accumulate=True)
+    return None
+
+
+def _save(ctx: Any, operands: list, bases: Sequence[Tensor | None]) -> list:
+    """Save operands as plain tensors; return how to rebuild them: (spec, cols, layout), True for plain, or None."""
+    tensors, layout = [], []
+    for operand in operands:
+        if isinstance(operand, ops.Operand):
+            layout.append(operand[1:])
+            tensors.extend(operand.blocks)
+        else:
+            layout.append(None if operand is None else True)
+            tensors.extend([] if operand is None else [operand])
+    ctx.save_for_backward(*tensors, *bases)
+    return layout
+
+
+def _load(layout: list, saved: Sequence[Tensor | None], n: int) -> tuple[list, Sequence[Tensor | None]]:
+    operands, tensors = [], list(saved[: len(saved) - n])
+    for entry in layout:
+        if entry is None or entry is True:
+            operands.append(tensors.pop(0) if entry else None)
+        else:
+            operands.append(ops.Operand(Blocks(*(tensors.pop(0) for _ in range(3))), *entry))
+    assert not tensors, "saved tensors and their layout disagree"
+    return operands, saved[len(saved) - n :]
+
+
+def _draws(call: _Call, bases: Sequence[Tensor | None]) -> list[Draw | None]:
+    return [None if base is None else Draw(base, *place) for base, place in zip(bases, call.streams, strict=True)]
+
+
+def _stream(draw: Draw | None, stream: int) -> Draw | None:
+    return None if draw is None else draw._replace(stream=draw.stream + stream)
+
+
+def _places(rng: AnyPhilox | Sequence[AnyPhilox] | None, n: int, recipe: Recipe) -> list[AnyPhilox] | None:
+    """Return one place per weight, or None if the recipe draws nothing."""
+    if not recipe.needs_rng:
+        return None
+    if rng is None:
+        raise ValueError("rng=None: the recipe draws random bits; pass rng=hb.Philox(seed, offset) or a RunState's place")
+    if isinstance(rng, AnyPhilox):
+        return [rng.at(i * STREAMS_PER_LINEAR) for i in range(n)]
+    if len(rng) != n:
+        raise ValueError(f"rng has {len(rng)} places for {n} weights: give one place, or one per weight")
+    return list(rng)
+
+
+def _autocast(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]):
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, list(weights), list(biases)
+    dtype = torch.get_autocast_dtype(device)
+    cast = [None if t is None else t.to(dtype) for t in (x, *weights, *biases)]
+    return cast[0], cast[1 : 1 + len(weights)], cast[1 + len(weights) :]
+
+
+def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence, recipe: Recipe, grads: Sequence) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4()")
+    if not weights:
+        raise ValueError("weights=[]: give at least one weight")
+    if x.dim() == 0:
+        raise ValueError("x.shape=(): give at least one dimension, in_features")
+    for w, bias, grad in zip(weights, biases, grads, strict=True):
+        if w.dim() != 2 or w.shape[1] != x.shape[-1]:
+            raise ValueError(f"w.shape={tuple(w.shape)}: x.shape={tuple(x.shape)} needs [out_features, {x.shape[-1]}]")
+        if w.dtype != x.dtype:
+            raise TypeError(f"w.dtype={w.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
+        if bias is not None and tuple(bias.shape) != (w.shape[0],):
+            raise ValueError(f"bias.shape={tuple(bias.shape)}: w needs ({w.shape[0]},)")
+        if grad is not None and (grad.dtype != torch.float32 or grad.shape != w.shape):
+            raise ValueError(f"main_grad is {grad.dtype} {tuple(grad.shape)}: give float32 {tuple(w.shape)}")

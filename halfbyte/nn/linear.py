@@ -1,0 +1,196 @@
+"""hb.nn.Linear: torch.nn.Linear whose GEMMs follow a recipe that can change at any step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte import ops, recipes
+from halfbyte.functional import STREAMS_PER_LINEAR, linear_shared
+from halfbyte.rng import StreamPhilox
+from halfbyte.spec import NVFP4, Recipe
+from halfbyte.state import RunState
+
+CALLS_PER_STEP = 16
+"""How often one module may run in a micro-batch with bits of its own."""
+
+STREAMS_PER_MODULE = CALLS_PER_STEP * STREAMS_PER_LINEAR
+
+STALE_FORWARDS = 64
+"""Training forwards at one position after which the caller has surely forgotten `state.advance()`."""
+
+
+class Linear(nn.Linear):
+    """A linear layer that quantizes its operands; weight and bias are those of torch.nn.Linear.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as for torch.nn.Linear.
+        recipe: a Recipe or a preset's name; changed by `hb.set_recipe_` or assignment.
+        state: the RunState that random operands draw from, shared by all layers of a model. None makes a private one,
+            seeded from torch's default generator, if the recipe draws.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | str = "nvfp4",
+        state: RunState | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self._adopt(as_recipe(recipe), state)
+
+    @classmethod
+    def from_linear(cls, module: nn.Linear, recipe: Recipe | str, state: RunState | None = None) -> Linear:
+        """Return a quantized twin of `module` that shares its Parameters, hooks and mode.
+
+        Args:
+            module: a torch.nn.Linear.
+            recipe, state: as for the constructor.
+        """
+        new = cls.__new__(cls)
+        new.__dict__.update(module.__dict__)
+        new._adopt(as_recipe(recipe), state)
+        return new
+
+    def _adopt(self, recipe: Recipe, state: RunState | None) -> None:
+        if state is None and recipe.needs_rng:
+            state = RunState(int(torch.randint(1 << 62, ())))
+        self.recipe = recipe
+        self.run_state = state
+        self.stream = 0 if state is None else state.reserve_streams(STREAMS_PER_MODULE)
+        self.amax_group: tuple[Linear, ...] = ()
+        self._stale = (0, 0)  # RunState.advances when last seen, training forwards since
+
+    def forward(self, x: Tensor, call: int = 0) -> Tensor:
+        """Return the layer's output [..., out_features] for x [..., in_features].
+
+        Args:
+            x: the input.
+            call: 0, 1, … for the first, second, … run of this module within one micro-batch, so that each draws bits of
+                its own.
+        """
+        return forward_shared(x, (self,), call=call)[0]
+
+    def place(self, call: int = 0) -> StreamPhilox | None:
+        """Return where this layer draws in the current micro-batch."""
+        if not 0 <= call < CALLS_PER_STEP:
+            raise ValueError(f"call={call}: a module has bits for {CALLS_PER_STEP} runs a micro-batch, 0 <= call < 16")
+        if not self.recipe.needs_rng:
+            return None
+        if self.run_state is None:
+            raise ValueError(
+                "run_state=None: the recipe draws random bits; use hb.set_recipe_(model, recipe, state=hb.RunState(seed))"
+            )
+        if not torch.compiler.is_compiling():
+            self._watch_position()
+        if self.run_state.base.device != self.weight.device:
+            self.run_state.to(self.weight.device)
+        return self.run_state.philox(self.stream + call * STREAMS_PER_LINEAR)
+
+    def _watch_position(self) -> None:
+        if not (self.training and torch.is_grad_enabled()):
+            return
+        seen, count = self._stale
+        count = count + 1 if seen == self.run_state.advances else 1
+        self._stale = (self.run_state.advances, count)
+        if count == STALE_FORWARDS:
+            warnings.warn(
+                f"{STALE_FORWARDS} training forwards drew the same random bits: call RunState.advance() once per "
+                "micro-batch (hb.quantize_ returns the RunState as report.state)",
+                stacklevel=5,
+            )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={describe(self.recipe)}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stale": (0, 0)}
+
+
+def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tuple[Tensor, ...]:
+    """Run several linear layers on one input, quantizing it once where they share a recipe.
+
+    Args:
+        x: [..., in_features].
+        modules: hb.nn.Linear layers of one recipe share; any others run one by one.
+        call: as for `Linear.forward`.
+
+    Returns:
+        one output per module, in order.
+    """
+    first = modules[0]
+    shareable = all(type(m) is Linear and m.recipe == first.recipe and not _hooked(m) for m in modules)
+    if not shareable and len(modules) > 1:
+        return tuple(m(x, call=call) if isinstance(m, Linear) else m(x) for m in modules)
+    if not isinstance(first, Linear):
+        return (first(x),)
+    places = [m.place(call) for m in modules]
+    return linear_shared(
+        x,
+        [m.weight for m in modules],
+        [m.bias for m in modules],
+        first.recipe,
+        rng=None if places[0] is None else places,
+        weight_amaxes=_weight_amaxes(x, modules),
+        main_grads=[getattr(m.weight, "main_grad", None) for m in modules],
+    )
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether calling the module does more than its forward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _weight_amaxes(x: Tensor, modules: Sequence[Linear]) -> list[Tensor | None]:
+    """Return each module's shared weight amax, computed once per group."""
+    known: dict[int, Tensor] = {}
+    result: list[Tensor | None] = []
+    for module in modules:
+        fprop, dgrad = module.recipe.fprop, module.recipe.dgrad
+        specs = [gemm.b for gemm in (fprop, dgrad) if gemm is not None]
+        if not module.amax_group or not any(isinstance(spec, NVFP4) for spec in specs):
+            result.append(None)
+            continue
+        key = id(module.amax_group[0])
+        if key not in known:
+            amaxes = [ops.amax(member.weight.detach()) for member in module.amax_group]
+            amax = torch.stack(amaxes).amax()
+            if torch.is_autocast_enabled(x.device.type):
+                # Rounding is monotone: the rounded maximum is the maximum of the rounded weights.
+                amax = amax.to(torch.get_autocast_dtype(x.device.type)).float()
+            known[key] = amax
+        result.append(known[key])
+    return result
+
+
+def as_recipe(recipe: Recipe | str) -> Recipe:
+    """Return a Recipe given itself or the name of a preset.
+
+    Raises:
+        ValueError: no preset has that name.
+        TypeError: neither a Recipe nor a name.
+    """
+    if isinstance(recipe, str):
+        return recipes.get(recipe)
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4(), or the name of a preset")
+    return recipe
+
+
+def describe(recipe: Recipe) -> str:
+    """Return the name of the preset that `recipe` equals, else its key."""
+    for name, preset in recipes.PRESETS.items():
+        if preset() == recipe:
+            return name
+    return recipe.key

@@ -1,0 +1,100 @@
+"""RunState: everything a training run carries beside model and optimizer, in one object with one state_dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.rng import SEED_LIMIT, StreamPhilox, as_signed64
+
+POSITION_SHIFT = 32  # offset = position << 32 | stream
+STREAM_LIMIT = 1 << POSITION_SHIFT
+POSITION_LIMIT = 1 << (63 - POSITION_SHIFT)
+
+
+class RunState:
+    """The random position of a run: stateless draws keyed by (seed, position, stream).
+
+    `position` counts micro-batches and lives in a device tensor, so that advancing neither recompiles nor breaks a CUDA
+    graph. `stream` is a static number that `quantize_` gives to every (layer, operand). The same position draws the
+    same bits: recomputation under activation checkpointing repeats them, and the next `advance()` changes them all.
+
+    Args:
+        seed: 0 <= seed < 2**64. Data-parallel ranks use different seeds.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"seed={seed!r}: give an int")
+        if not 0 <= seed < SEED_LIMIT:
+            raise ValueError(f"seed={seed}: give 0 <= seed < 2**64")
+        self.seed = seed
+        self._base = torch.tensor([as_signed64(seed), 0], dtype=torch.int64)
+        self._streams = 0
+        self.advances = 0
+        """How often `advance` ran in this process: a host-side count that no draw depends on."""
+
+    @property
+    def base(self) -> Tensor:
+        """int64 [2] = (seed, position << 32), updated in place by `advance`."""
+        return self._base
+
+    @property
+    def position(self) -> int:
+        """Micro-batches so far; reads the device."""
+        return int(self._base[1]) >> POSITION_SHIFT
+
+    def to(self, device: torch.device | str) -> RunState:
+        """Move the position to `device` and return self."""
+        self._base = self._base.to(device)
+        return self
+
+    def advance(self) -> None:
+        """Go on to the next micro-batch; call it once per micro-batch, after its backward."""
+        self._base[1].add_(1 << POSITION_SHIFT)
+        self.advances += 1
+
+    def reserve_streams(self, count: int) -> int:
+        """Return the first of `count` stream numbers that nobody else gets.
+
+        Raises:
+            ValueError: the run has used up its 2**32 streams.
+        """
+        first = self._streams
+        if first + count > STREAM_LIMIT:
+            raise ValueError(f"count={count}: {first} of 2**32 streams are taken; use a second RunState with its own seed")
+        self._streams = first + count
+        return first
+
+    def philox(self, stream: int) -> StreamPhilox:
+        """Return the place of `stream` at the current position."""
+        return StreamPhilox(self._base, stream)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: plain ints."""
+        return {"version": 1, "seed": self.seed, "position": self.position, "streams": self._streams}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the run that wrote `state`, in place: modules that hold this RunState follow.
+
+        Raises:
+            ValueError: `state` is not a RunState's, or belongs to a model with other quantized layers.
+        """
+        if not isinstance(state, dict) or state.get("version") != 1 or not {"seed", "position", "streams"} <= set(state):
+            raise ValueError(f"state={state!r}: not a RunState; pass what RunState.state_dict() returned")
+        if not 0 <= state["seed"] < SEED_LIMIT or not 0 <= state["position"] < POSITION_LIMIT:
+            raise ValueError(f"state={state!r}: seed or position out of range; pass what RunState.state_dict() returned")
+        if self._streams and state["streams"] != self._streams:
+            raise ValueError(
+                f"state['streams']={state['streams']}: this model uses {self._streams} streams, the checkpoint's run used "
+                "another number; convert the model with the same recipe and rules before loading"
+            )
+        self.seed = state["seed"]
+        self._streams = state["streams"]
+        values = torch.tensor([as_signed64(self.seed), state["position"] << POSITION_SHIFT], dtype=torch.int64)
+        self._base.copy_(values)
+
+    def __repr__(self) -> str:
+        return f"RunState(seed={self.seed}, position={self.position}, streams={self._streams})"
