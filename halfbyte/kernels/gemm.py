@@ -1,0 +1,335 @@
+"""gemm_nt on decoded operands: which kernel, which tile, and the launch (docs/internals/gemm.md).
+
+The operands hold element * block_scale exactly, so a bf16 GEMM with fp32 accumulation equals the block-scaled product
+up to summation order. Nothing here looks at the operands' bytes: `kernels.dequantize.decode` makes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from halfbyte.formats import FLT_MAX, f32
+from halfbyte.kernels import decode as dc
+from halfbyte.kernels.dequantize import Decoded
+from halfbyte.kernels.gemm_kernels import combine_kernel, gemm_pointer_kernel, gemm_tma_kernel
+from halfbyte.kernels.targets import CompileCase, dtype_name
+from halfbyte.layout import ceil_div, round_up
+
+Variant = Literal["auto", "tma", "pointer"]
+
+GROUP = 8  # rows of tiles that share b's tiles in L2
+TMA_ALIGNMENT = 16  # bytes, of the base and of every row
+COMBINE_TILE = (16, 128)
+MAX_SPLITS = 16
+MIN_SPLIT_STEPS = 4  # contraction steps below which a split costs more than the programs it fills
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Block shape and launch options of one configuration."""
+
+    bm: int
+    bn: int
+    bk: int
+    num_warps: int
+    num_stages: int
+
+
+TMA_TILES = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 128, 64, 4, 4))
+POINTER_TILES = (Tile(128, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4))
+FP32_TILE = Tile(64, 64, 16, 4, 2)  # operands that no tensor core multiplies exactly: fp32, or a mixed pair
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one GEMM runs."""
+
+    tma: bool
+    tile: Tile
+    splits: int
+    upcast: bool
+
+
+def gemm_nt(
+    a: Decoded,
+    b: Decoded,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    variant: Variant = "auto",
+) -> Tensor:
+    """Return a @ b.T with factors, bias and the existing output applied in fp32 before the only rounding.
+
+    Args:
+        a: values [M, K], see Decoded; a plain operand is `Decoded(x)`.
+        b: values [N, K]. Columns beyond the narrower operand are padding and take no part.
+        out_dtype: bf16, fp16 or fp32 of the result if `out` is None.
+        bias: [N] of any float dtype, or None.
+        out: [M, N] to write into.
+        accumulate: add to what `out` holds.
+        variant: "tma" and "pointer" force a kernel, "auto" chooses from the device and the strides.
+
+    Returns:
+        [M, N], `out` itself if given.
+
+    Raises:
+        ValueError: variant "tma" on strides that a tensor map cannot describe.
+    """
+    a, b = (side._replace(values=_row_major(side.values)) for side in (a, b))
+    M, N, K = a.values.shape[0], b.values.shape[0], min(a.values.shape[1], b.values.shape[1])
+    assert out is not None or not accumulate, "accumulate needs out"
+    y = torch.empty(M, N, dtype=out_dtype, device=a.values.device) if out is None else out
+    assert y.shape == (M, N), "out has another shape"
+    if y.numel() == 0:
+        return y
+    if K == 0:
+        return _bias_only(y, bias, accumulate)
+    target = y if y.stride(1) == 1 else y.contiguous()
+    plan = make_plan(a.values, b.values, target, K, variant)
+    _run(plan, a, b, target, bias, accumulate, K)
+    if target is not y:
+        y.copy_(target)
+    return y
+
+
+def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "auto") -> Plan:
+    """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and out [M, N]."""
+    upcast = dc.INTERPRETED.value or a.dtype != b.dtype or a.dtype == torch.float32
+    describable = _describable(a) and _describable(b)
+    if variant == "tma" and not describable:
+        raise ValueError(
+            f"variant='tma': operands with strides {a.stride()} and {b.stride()} are not {TMA_ALIGNMENT}-byte aligned; "
+            "use 'auto'"
+        )
+    exact = upcast and not dc.INTERPRETED.value
+    tma = variant == "tma" or (variant == "auto" and describable and not exact and _prefers_tma(a.device))
+    programs = _multiprocessors(a.device)
+    M, N = out.shape
+    if exact:
+        return Plan(tma, FP32_TILE, 1, upcast)
+    tile, splits = choose_tile(TMA_TILES if tma else POINTER_TILES, M, N, K, programs)
+    return Plan(tma, tile, splits, upcast)
+
+
+@lru_cache(maxsize=4096)
+def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, programs: int) -> tuple[Tile, int]:
+    """Return the tile, and the number of contraction splits, of least estimated time.
+
+    A tile of one step costs its area divided by how well it keeps the tensor cores busy; programs run in waves.
+    """
+    best = None
+    for rank, tile in enumerate(tiles):
+        count = ceil_div(M, tile.bm) * ceil_div(N, tile.bn)
+        steps = ceil_div(K, tile.bk)
+        most = min(MAX_SPLITS, max(1, steps // MIN_SPLIT_STEPS), max(1, programs // count))
+        for splits in range(1, most + 1):
+            waves = ceil_div(count * splits, programs)
+            # Smaller tiles read more per product; each split writes and reads fp32 partial sums.
+            time = waves * (ceil_div(steps, splits) * tile.bk + 64) * tile.bm * tile.bn * (1 + 0.12 * rank)
+            if splits > 1:
+                time += 300 * splits * M * N / programs + 5e7
+            if best is None or time < best[0]:
+                best = (time, tile, splits)
+    assert best is not None
+    return best[1], best[2]
+
+
+def _run(plan: Plan, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, accumulate: bool, K: int) -> None:
+    M, N = out.shape
+    tile = plan.tile
+    ends = _factors(a, b, bias)
+    if plan.splits == 1:
+        _multiply(plan, a.values, b.values, out, (M, N, K), ends, accumulate)
+        return
+    split_rows = round_up(M, tile.bm)
+    width = round_up(N, TMA_ALIGNMENT // 4)
+    parts = torch.empty(plan.splits * split_rows, width, dtype=torch.float32, device=out.device)[:, :N]
+    _multiply(plan, a.values, b.values, parts, (M, N, K), _factors(Decoded(a.values), Decoded(b.values), None), False)
+    bm, bn = COMBINE_TILE
+    combine_kernel[(ceil_div(M, bm) * ceil_div(N, bn),)](
+        parts,
+        out,
+        parts.stride(0),
+        out.stride(0),
+        split_rows,
+        M=M,
+        N=N,
+        **ends,
+        ACCUMULATE=accumulate,
+        SPLITS=plan.splits,
+        BM=bm,
+        BN=bn,
+    )
+
+
+def _multiply(
+    plan: Plan, a: Tensor, b: Tensor, out: Tensor, shape: tuple[int, int, int], ends: dict, accumulate: bool
+) -> None:
+    M, N, K = shape
+    tile = plan.tile
+    work = ceil_div(M, tile.bm) * ceil_div(N, tile.bn) * plan.splits
+    options = {
+        **ends,
+        "ACCUMULATE": accumulate,
+        "SPLITS": plan.splits,
+        "BM": tile.bm,
+        "BN": tile.bn,
+        "BK": tile.bk,
+        "GROUP": GROUP,
+        "UPCAST": plan.upcast,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    if not plan.tma:
+        strides = a.stride(0), b.stride(0), out.stride(0)
+        gemm_pointer_kernel[(work,)](a, b, out, *strides, M=M, N=N, K=K, **options)
+        return
+    programs = min(work, _multiprocessors(a.device))
+    out_tma = _describable(out)
+    out_desc = TensorDescriptor.from_tensor(out, [tile.bm, tile.bn // 2]) if out_tma else None
+    gemm_tma_kernel[(programs,)](
+        TensorDescriptor.from_tensor(a[:, :K], [tile.bm, tile.bk]),
+        TensorDescriptor.from_tensor(b[:, :K], [tile.bn, tile.bk]),
+        out_desc,
+        out,
+        out.stride(0),
+        M=M,
+        N=N,
+        K=K,
+        OUT_TMA=out_tma,
+        PROGRAMS=programs,
+        **options,
+    )
+
+
+def _factors(a: Decoded, b: Decoded, bias: Tensor | None) -> dict:
+    """Return the keyword arguments of `finish`."""
+    arguments = {"bias_ptr": bias, "HAS_BIAS": bias is not None}
+    for name, side in (("a", a), ("b", b)):
+        arguments[f"{name}_amax_ptr"] = side.amax
+        arguments[f"{name}_floor"] = f32(side.divisor / FLT_MAX)
+        arguments[f"{name}_inverse"] = f32(1 / side.divisor)
+        arguments[f"{name.upper()}_FACTOR"] = _factor_kind(side)
+    return arguments
+
+
+def _factor_kind(side: Decoded) -> int:
+    if side.amax is None:
+        return dc.NO_FACTOR.value
+    rows = side.values.shape[0]
+    assert side.amax.dim() == 0 or side.amax.shape in ((rows,), (1,)), "amax is neither one number nor one per row"
+    return dc.ROW_FACTOR.value if side.amax.dim() and side.amax.numel() == rows else dc.TENSOR_FACTOR.value
+
+
+def _bias_only(y: Tensor, bias: Tensor | None, accumulate: bool) -> Tensor:
+    """K = 0: the product is zero."""
+    if not accumulate:
+        y.zero_()
+    if bias is not None:
+        y.copy_(y.float() + bias.float())
+    return y
+
+
+def _row_major(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 or x.shape[1] == 0 else x.contiguous()
+
+
+def _describable(x: Tensor) -> bool:
+    """Whether a tensor map can describe x: base and row stride are multiples of 16 bytes."""
+    row = x.stride(0) * x.element_size()
+    return x.stride(1) == 1 and x.data_ptr() % TMA_ALIGNMENT == 0 and row % TMA_ALIGNMENT == 0 and row > 0
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=64)
+def _prefers_tma(device: torch.device) -> bool:
+    """sm_90 and sm_100 run the TMA kernel; sm_120 has 99 KiB of shared memory, too little for its tiles."""
+    return device.type == "cuda" and 9 <= torch.cuda.get_device_capability(device)[0] < 12
+
+
+def compile_cases() -> list[CompileCase]:
+    """Return the configurations that `gemm_nt` launches: every tile, output dtype and kind of epilogue."""
+    cases = []
+    kinds = (dc.TENSOR_FACTOR.value, dc.ROW_FACTOR.value)
+    for dtype in (torch.bfloat16, torch.float32):
+        for factor, extra in ((kinds[0], False), (kinds[1], True)):
+            cases += [_tma_case(tile, dtype, factor, extra) for tile in TMA_TILES]
+            cases += [_pointer_case(tile, dtype, factor, extra) for tile in POINTER_TILES]
+            cases.append(_combine_case(dtype, factor, extra))
+    return [*cases, _pointer_case(FP32_TILE, torch.float32, kinds[0], True, upcast=True)]
+
+
+def _end_arguments(factor: int, extra: bool) -> dict:
+    return {
+        "a_amax_ptr": "*fp32:16",
+        "b_amax_ptr": "*fp32:16",
+        "bias_ptr": "*bf16:16" if extra else None,
+        **dict.fromkeys(("a_floor", "a_inverse", "b_floor", "b_inverse"), "fp32"),
+        "A_FACTOR": factor,
+        "B_FACTOR": factor,
+        "HAS_BIAS": extra,
+        "ACCUMULATE": extra,
+        **dict.fromkeys(("M", "N"), "i32:16"),
+    }
+
+
+def _tile_arguments(tile: Tile) -> dict:
+    return {"K": "i32:16", "SPLITS": 1, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "GROUP": GROUP}
+
+
+def _tma_case(tile: Tile, dtype: torch.dtype, factor: int, extra: bool) -> CompileCase:
+    arguments = {
+        "a_desc": f"tensordesc<bf16[{tile.bm},{tile.bk}]>",
+        "b_desc": f"tensordesc<bf16[{tile.bn},{tile.bk}]>",
+        "out_desc": f"tensordesc<{dtype_name(dtype)}[{tile.bm},{tile.bn // 2}]>",
+        "out_ptr": f"*{dtype_name(dtype)}:16",
+        "out_stride": "i32:16",
+        **_end_arguments(factor, extra),
+        **_tile_arguments(tile),
+        "OUT_TMA": True,
+        "PROGRAMS": 132,
+        "UPCAST": False,
+    }
+    return CompileCase(gemm_tma_kernel, arguments, tile.num_warps, tile.num_stages, capabilities=(90, 100, 103))
+
+
+def _pointer_case(tile: Tile, dtype: torch.dtype, factor: int, extra: bool, upcast: bool = False) -> CompileCase:
+    operand = "*fp32:16" if upcast else "*bf16:16"
+    arguments = {
+        "a_ptr": operand,
+        "b_ptr": operand,
+        "out_ptr": f"*{dtype_name(dtype)}:16",
+        **dict.fromkeys(("a_stride", "b_stride", "out_stride"), "i32:16"),
+        **_end_arguments(factor, extra),
+        **_tile_arguments(tile),
+        "UPCAST": upcast,
+    }
+    return CompileCase(gemm_pointer_kernel, arguments, tile.num_warps, tile.num_stages)
+
+
+def _combine_case(dtype: torch.dtype, factor: int, extra: bool) -> CompileCase:
+    arguments = {
+        "parts_ptr": "*fp32:16",
+        "out_ptr": f"*{dtype_name(dtype)}:16",
+        **dict.fromkeys(("parts_stride", "out_stride", "split_rows"), "i32:16"),
+        **_end_arguments(factor, extra),
+        "SPLITS": MAX_SPLITS,
+        "BM": COMBINE_TILE[0],
+        "BN": COMBINE_TILE[1],
+    }
+    return CompileCase(combine_kernel, arguments)
