@@ -1,0 +1,89 @@
+"""The command line: `halfbyte COMMAND [options]`. A command's module is imported when it runs, not before.
+
+A command is a function from the list of its arguments to an exit status. User errors become one line and status 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import sys
+from typing import NamedTuple
+
+USER_ERROR = 2
+
+
+class Command(NamedTuple):
+    """Where a command lives, and what `halfbyte --help` says about it."""
+
+    module: str
+    function: str
+    help: str
+
+
+COMMANDS = {
+    "train": Command("halfbyte.train.commands", "train", "train a language model under one recipe, or go on with a run"),
+    "compare": Command("halfbyte.train.commands", "compare", "train several recipes alike: a table and a plot"),
+    "env": Command("halfbyte.cli", "env", "what runs on this machine, and why the rest does not"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: without the program's name; those of the process by default.
+
+    Returns:
+        The exit status: 0, 1 if the work failed, 2 if the user asked for something that cannot be.
+    """
+    name, *rest = sys.argv[1:] if arguments is None else arguments or ["--help"]
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name not in COMMANDS:
+        print(f"halfbyte: no command {name!r}; use one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return USER_ERROR
+    command = COMMANDS[name]
+    try:
+        return getattr(importlib.import_module(command.module), command.function)(rest)
+    except (ValueError, ImportError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name not in EXTRA_PACKAGES:
+            raise
+        remedy = ": pip install 'halfbyte[train]'" if isinstance(error, ModuleNotFoundError) else ""
+        print(f"halfbyte {name}: {error}{remedy}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print(f"\nhalfbyte {name}: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+
+
+EXTRA_PACKAGES = ("matplotlib", "numpy", "rich", "tensorboard", "tokenizers", "tyro")
+
+
+def usage() -> str:
+    """Return what `halfbyte --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(("usage: halfbyte COMMAND [options]", "", *lines, "", "halfbyte COMMAND --help lists its options."))
+
+
+def env(arguments: list[str]) -> int:
+    """Print versions, devices and backends."""
+    if arguments:
+        raise ValueError(f"{' '.join(arguments)!r}: env takes no options")
+    import torch
+
+    import halfbyte as hb
+
+    print(f"halfbyte {hb.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+    print(f"CPU: {platform.machine()}, {torch.get_num_threads()} threads")
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        print(f"GPU {index}: {facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB")
+    print(hb.backends())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The commands `halfbyte train` and `halfbyte compare`: options in, a training run out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import tyro
+
+from halfbyte import recipes
+from halfbyte.train import compare as comparison
+from halfbyte.train import config as configs
+from halfbyte.train import data, loop
+
+Options = TypeVar("Options")
+PRESET = "two_cores"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a language model under one recipe. A run found in --out goes on where it stopped."""
+
+    recipe: str = "nvfp4"
+    """Name of a recipe, as `halfbyte.recipes` spells it."""
+    preset: str = PRESET
+    """Where the defaults below come from: two_cores, one_gpu, tiny."""
+    config: configs.TrainConfig = field(default_factory=configs.two_cores)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Train several recipes alike and write a table and a plot. What finished before is kept."""
+
+    recipes: str = ",".join(comparison.DEFAULT)
+    """Names of recipes, separated by commas; gaps are measured against the first."""
+    preset: str = PRESET
+    """Where the defaults below come from: two_cores, one_gpu, tiny."""
+    config: configs.TrainConfig = field(default_factory=configs.two_cores)
+
+
+def train(arguments: list[str]) -> int:
+    """Run `halfbyte train`; the exit status is 1 if the run diverged."""
+    options = _parse(Train, arguments, out=Path("runs/train"))
+    recipes.get(options.recipe)  # before the text is read
+    run = options.config.run
+    result = loop.train(options.config, options.recipe, data.load(options.config.data, run.cache))
+    if result["is_diverged"]:
+        print(f"{options.recipe} diverged at step {result['steps']}; the log is in {run.out}", file=sys.stderr)
+        return 1
+    print(f"{options.recipe}: held-out loss {result['held_out_loss']:.4f}, {result['tokens_per_second']:,.0f} tokens/s")
+    print(f"log, checkpoints and result are in {run.out}")
+    return 0
+
+
+def compare(arguments: list[str]) -> int:
+    """Run `halfbyte compare`."""
+    options = _parse(Compare, arguments, out=Path("runs/compare"))
+    names = comparison.check(name.strip() for name in options.recipes.split(",") if name.strip())
+    results = comparison.compare(options.config, names)
+    out = options.config.run.out
+    print(f"\n{comparison.table(results)}\n\n{out / comparison.TABLE}  {out / comparison.RESULTS}  {out / 'losses.png'}")
+    return 0
+
+
+def _parse(kind: type[Options], arguments: list[str], out: Path) -> Options:
+    """Read the options of one command; `--preset` is looked up first, because it sets the defaults of the others."""
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    peek.add_argument("--preset", default=PRESET)
+    preset = configs.get(peek.parse_known_args(arguments)[0].preset)
+    preset = replace(preset, run=replace(preset.run, out=out))
+    return tyro.cli(
+        kind,
+        prog=f"halfbyte {kind.__name__.lower()}",
+        args=arguments,
+        default=kind(config=preset),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+    )

@@ -1,0 +1,130 @@
+"""Several recipes from the same initial weights on the same data in the same order: a table and a picture.
+
+Every recipe is a run of its own in `out`/<recipe>. What finished is kept and what was stopped goes on, so a comparison
+that broke off costs nothing but the steps since its last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from halfbyte import recipes
+from halfbyte.train import data, files, loop, measure, plot
+from halfbyte.train import model as models
+from halfbyte.train.config import TrainConfig
+
+RESULTS, TABLE = "results.json", "table.md"
+DEFAULT = ("bf16", "nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "naive_fp4")
+"""The high-precision baseline, the recipes, and a control that should lose."""
+
+
+def check(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the recipes to compare.
+
+    Raises:
+        ValueError: none, an unknown one, or one named twice.
+    """
+    names = tuple(names)
+    if not names:
+        raise ValueError("recipes='': name at least one")
+    for name in names:
+        recipes.get(name)
+    if len(set(names)) != len(names):
+        raise ValueError(f"recipes={','.join(names)!r}: name each once")
+    return names
+
+
+def compare(config: TrainConfig, names: tuple[str, ...] = DEFAULT) -> list[dict]:
+    """Train every recipe and write results.json, table.md and losses.png to `config.run.out`.
+
+    Args:
+        config: the run that all recipes share.
+        names: recipes; gaps are measured against the first.
+
+    Returns:
+        The results in the order of `names`, each with `gap_percent` to the first (None if either diverged).
+
+    Raises:
+        ValueError: an unknown recipe, no text, or a folder with runs of another config.
+    """
+    names = check(names)
+    folder = config.run.out
+    corpus = data.load(config.data, config.run.cache)
+    print(heading(config, corpus), flush=True)
+    results: list[dict] = []
+    for number, name in enumerate(names, 1):
+        one = replace(config, run=replace(config.run, out=folder / name))
+        if config.run.overwrite is False and loop.finished(one, name, corpus):
+            print(f"[{number}/{len(names)}] {name}: finished before, kept", flush=True)
+        results.append(loop.train(one, name, corpus, title=f"[{number}/{len(names)}] {name}"))
+        with_gaps(results)
+        _write(folder, config, corpus, results)
+    return results
+
+
+def with_gaps(results: list[dict]) -> None:
+    """Add to every result its gap to the first in percent of the held-out loss."""
+    base = results[0]["held_out_loss"]
+    for result in results:
+        loss = result["held_out_loss"]
+        result["gap_percent"] = None if base is None or loss is None else 100 * (loss / base - 1)
+
+
+def heading(config: TrainConfig, corpus: data.Data) -> str:
+    """Return a line that says what is trained on what."""
+    shape = replace(models.get(config.model), vocab_size=corpus.vocab_size)
+    device = loop.resolve_device(config)
+    dtype = str(loop.resolve_dtype(config, device)).removeprefix("torch.")
+    return (
+        f"{shape.parameters / 1e6:.2f}M parameters, {config.tokens / 1e6:.2f}M tokens per recipe of "
+        f"{corpus.summary['corpus']} ({corpus.summary['tokenizer']}), {device.type}, GEMMs in {dtype}"
+    )
+
+
+def table(results: list[dict]) -> str:
+    """Return the results as a Markdown table."""
+    base = results[0]["recipe"]
+    rows = [
+        ("recipe", "held-out loss", f"gap to {base}", "tokens/s", "peak memory", "saved for backward"),
+        ("---", "---:", "---:", "---:", "---:", "---:"),
+    ]
+    for result in results:
+        loss, gap = result["held_out_loss"], result["gap_percent"]
+        rows.append(
+            (
+                result["recipe"],
+                "diverged" if loss is None else f"{loss:.4f}",
+                "" if gap is None or result["recipe"] == base else f"{gap:+.2f} %",
+                f"{result['tokens_per_second']:,.0f}",
+                _bytes(result["peak_memory_bytes"]),
+                _bytes(result["saved_activation_bytes"]),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB" if count < 2**30 else f"{count / 2**30:,.2f} GiB"
+
+
+def _write(folder: Path, config: TrainConfig, corpus: data.Data, results: list[dict]) -> None:
+    content = {
+        "heading": heading(config, corpus),
+        "data": corpus.summary,
+        "environment": measure.environment(loop.resolve_device(config)),
+        "results": results,
+    }
+    files.write_json(folder / RESULTS, content)
+    notes = (
+        "Held-out loss in nats per token, in high precision. Memory on a CPU is that of the whole process. Saved for "
+        "backward: bytes that one micro-batch keeps, parameters not counted."
+    )
+    files.write_text(folder / TABLE, f"{content['heading']}\n\n{table(results)}\n\n{notes}\n")
+    plot.curves(folder, results, tokens_per_step=config.data.tokens_per_step, title=content["heading"])

@@ -1,0 +1,213 @@
+"""What a training run is: frozen values, checked when built, and presets as functions that return them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from halfbyte import recipes
+from halfbyte.train import model as models
+
+
+def _positive(values: object, *names: str) -> None:
+    for name in names:
+        if not getattr(values, name) > 0:
+            raise ValueError(f"{name}={getattr(values, name)}: give a number above 0")
+
+
+def _fraction(values: object, *names: str) -> None:
+    for name in names:
+        if not 0 <= getattr(values, name) < 1:
+            raise ValueError(f"{name}={getattr(values, name)}: give 0 <= {name} < 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which text, and how it becomes batches."""
+
+    corpus: str = "python"
+    """`python` (the sources of the running interpreter's standard library), or a file or folder of text, .gz too."""
+    tokenizer: str = "bytes"
+    """`bytes`, or `bpe:N`: a byte-level BPE of N tokens trained on the corpus."""
+    sequence: int = 256
+    """Tokens of one sequence."""
+    batch: int = 8
+    """Sequences of one micro-batch."""
+    accumulate: int = 1
+    """Micro-batches of one optimizer step."""
+    held_out: float = 0.02
+    """Share of the tokens kept for validation."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "sequence", "batch", "accumulate", "held_out")
+        _fraction(self, "held_out")
+        kind, _, size = self.tokenizer.partition(":")
+        if self.tokenizer != "bytes" and not (kind == "bpe" and size.isdecimal() and 257 <= int(size) <= 1 << 20):
+            raise ValueError(f"tokenizer={self.tokenizer!r}: use 'bytes' or 'bpe:N' with 257 <= N <= 1048576")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequence * self.batch * self.accumulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and the course of its learning rate."""
+
+    steps: int = 200
+    """Optimizer steps of the whole run."""
+    lr: float = 2e-3
+    """Peak learning rate."""
+    schedule: Literal["wsd", "cosine"] = "wsd"
+    """`wsd`: warm up, stay, decay linearly over the last `decay` of the steps. `cosine`: warm up, half a cosine."""
+    warmup: float = 0.05
+    """Share of the steps in which the learning rate rises."""
+    decay: float = 0.3
+    """Share of the steps in which `wsd` decays."""
+    final_lr: float = 0.0
+    """Learning rate at the end, as a share of the peak."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """On matrices; never on norms."""
+    clip: float = 1.0
+    """Largest norm of the whole gradient."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "steps", "lr", "eps", "clip")
+        _fraction(self, "warmup", "decay", "final_lr", "beta1", "beta2", "weight_decay")
+        if self.warmup + self.decay > 1:
+            raise ValueError(f"decay={self.decay}: warmup={self.warmup} and decay overlap; give a sum of at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What does not change the result: where it goes, and how often it is reported."""
+
+    out: Path = Path("runs/train")
+    """Folder of the run: config, log, checkpoints. A run found there goes on where it stopped."""
+    cache: Path = Path("runs/cache")
+    """Folder of tokenized corpora."""
+    overwrite: bool = False
+    """Start again although the folder holds a run."""
+    log_every: int = 10
+    """Steps between two reads of the loss from the device."""
+    checkpoint_every: int = 50
+    """Steps between two checkpoints."""
+    keep: int = 2
+    """Checkpoints kept."""
+    tensorboard: bool = False
+    """Write TensorBoard files too (extra `train`)."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "log_every", "checkpoint_every", "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run under any recipe. Equal `identity(recipe)` gives equal losses, on a CPU bit for bit."""
+
+    model: str = "nano"
+    """Name of a model preset: tiny, nano, 2m, 10m, 60m, 125m, 300m, 1b, 3b, 8b."""
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    run: RunConfig = RunConfig()
+    seed: int = 0
+    """Of the initial weights, the data order and the random bits of quantization."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the GEMMs; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU."""
+    compile: bool = False
+    """Run the model through torch.compile."""
+    eval_every: int = 50
+    """Steps between two validations, in high precision."""
+    eval_batches: int = 16
+    """Micro-batches of one validation, always the same ones."""
+
+    def __post_init__(self) -> None:
+        models.get(self.model)
+        _positive(self, "eval_every", "eval_batches")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed={self.seed}: give 0 <= seed < 2**63")
+
+    def identity(self, recipe: str) -> dict:
+        """Return everything that decides the result of training under the recipe of that name, as JSON values.
+
+        Raises:
+            ValueError: no recipe has that name.
+        """
+        values = asdict(self)
+        del values["run"]
+        return values | {"recipe": recipe, "recipe_key": recipes.get(recipe).key, "shape": asdict(models.get(self.model))}
+
+    @property
+    def tokens(self) -> int:
+        return self.optim.steps * self.data.tokens_per_step
+
+
+def differences(ours: dict, theirs: dict, prefix: str = "") -> list[str]:
+    """Return one line per leaf in which two identities differ."""
+    lines = []
+    for name in sorted(ours.keys() | theirs.keys()):
+        a, b = ours.get(name), theirs.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += differences(a, b, f"{prefix}{name}.")
+        elif a != b:
+            lines.append(f"{prefix}{name}: {b!r} there, {a!r} here")
+    return lines
+
+
+def two_cores() -> TrainConfig:
+    """A run of minutes on two slow CPU cores: what `make train` compares."""
+    return TrainConfig(
+        model="nano",
+        data=DataConfig(sequence=256, batch=8),
+        optim=OptimConfig(steps=104, lr=2e-3),
+        run=RunConfig(out=Path("runs/two_cores"), log_every=4, checkpoint_every=26),
+        device="cpu",
+        dtype="float32",
+        eval_every=13,
+    )
+
+
+def one_gpu() -> TrainConfig:
+    """60M parameters and 0.5B tokens: an evening on one GPU."""
+    return TrainConfig(
+        model="60m",
+        data=DataConfig(tokenizer="bpe:32000", sequence=1024, batch=32, accumulate=4),
+        optim=OptimConfig(steps=4000, lr=1e-3, warmup=0.02, decay=0.2),
+        run=RunConfig(out=Path("runs/one_gpu"), log_every=20, checkpoint_every=500, tensorboard=True),
+        eval_every=250,
+        eval_batches=32,
+    )
+
+
+def tiny() -> TrainConfig:
+    """A run of seconds, for tests."""
+    return TrainConfig(
+        model="tiny",
+        data=DataConfig(sequence=32, batch=4),
+        optim=OptimConfig(steps=12, lr=5e-3),
+        run=RunConfig(out=Path("runs/tiny"), log_every=2, checkpoint_every=4),
+        device="cpu",
+        dtype="float32",
+        eval_every=6,
+        eval_batches=2,
+    )
+
+
+PRESETS: dict[str, Callable[[], TrainConfig]] = {f.__name__: f for f in (two_cores, one_gpu, tiny)}
+
+
+def get(name: str) -> TrainConfig:
+    """Return the training preset called `name`.
+
+    Raises:
+        ValueError: no preset has that name; the message lists those that exist.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset={name!r} does not exist; use one of {', '.join(PRESETS)}")
+    return PRESETS[name]()

@@ -1,0 +1,112 @@
+"""Tokens on disk, and batches at any position: the order is a function of (seed, position), so resuming is a number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfbyte.train import corpus as corpora
+from halfbyte.train import files, tokenizer
+from halfbyte.train.config import DataConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """A tokenized corpus, split.
+
+    Args:
+        train, held_out: tokens, memory-mapped [n].
+        vocab_size: number of different tokens.
+        summary: what a run records: corpus, hash, sizes, bytes per token.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+    vocab_size: int
+    summary: dict
+
+
+def load(config: DataConfig, cache: Path) -> Data:
+    """Tokenize the corpus, or map the tokens cached for its hash, and split off the held-out tail.
+
+    Raises:
+        ValueError: no text, or too little of it for one batch; the message names the corpus.
+    """
+    corpus = corpora.load(config.corpus)
+    coder = tokenizer.load(config.tokenizer, corpus, cache)
+    tokens = _cached_tokens(corpus, coder, cache)
+    split = len(tokens) - max(1, round(len(tokens) * config.held_out))
+    train, held_out = tokens[:split], tokens[split:]
+    for part, name in ((train, "training"), (held_out, "held-out")):
+        if len(part) <= config.sequence:
+            raise ValueError(
+                f"corpus={config.corpus!r}: {len(part)} {name} tokens do not fill one sequence of {config.sequence}; "
+                "give more text, a shorter --sequence or a larger --held-out"
+            )
+    summary = corpus.summary() | {
+        "tokenizer": coder.key,
+        "vocab_size": coder.vocab_size,
+        "train_tokens": len(train),
+        "held_out_tokens": len(held_out),
+        "bytes_per_token": corpus.size / len(tokens),
+    }
+    return Data(train=train, held_out=held_out, vocab_size=coder.vocab_size, summary=summary)
+
+
+def _cached_tokens(corpus: corpora.Corpus, coder: tokenizer.Tokenizer, cache: Path) -> np.ndarray:
+    dtype = np.dtype(np.uint8 if coder.vocab_size <= 1 << 8 else np.uint16 if coder.vocab_size <= 1 << 16 else np.uint32)
+    path = cache / f"{corpus.sha256[:16]}-{coder.key}.tokens"
+    facts = path.with_suffix(".json")
+    if not (path.exists() and facts.exists() and files.read_json(facts).get("bytes") == path.stat().st_size):
+        with files.atomic(path) as file:
+            for document in coder.encode(corpus.documents()):
+                file.write(document.astype(dtype).tobytes())
+        files.write_json(facts, {"corpus": corpus.sha256, "dtype": dtype.name, "bytes": path.stat().st_size})
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+class Batches:
+    """Sequences of a token stream in a shuffled order, one micro-batch per position.
+
+    Args:
+        tokens: [n], at least sequence + 1.
+        sequence, batch: T and B.
+        seed: of the order; every epoch is a new permutation. None keeps the order of the stream.
+        device: where batches go.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, *, sequence: int, batch: int, seed: int | None, device: torch.device
+    ) -> None:
+        self._tokens, self._sequence, self._batch = tokens, sequence, batch
+        self._seed, self._device = seed, device
+        self._windows = (len(tokens) - 1) // sequence
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    @property
+    def windows(self) -> int:
+        """Sequences in one epoch."""
+        return self._windows
+
+    def __getitem__(self, position: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of micro-batch `position`, int64 [B, T] each."""
+        first = position * self._batch
+        starts = [self._window(first + i) * self._sequence for i in range(self._batch)]
+        rows = np.stack([self._tokens[start : start + self._sequence + 1] for start in starts]).astype(np.int64)
+        chunk = torch.from_numpy(rows)
+        if self._device.type == "cuda":  # pinned memory lets the copy overlap the previous step
+            chunk = chunk.pin_memory().to(self._device, non_blocking=True)
+        return chunk[:, :-1], chunk[:, 1:]
+
+    def _window(self, index: int) -> int:
+        epoch, place = divmod(index, self._windows)
+        if self._seed is None:
+            return place
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed((self._seed << 20 | epoch) % (1 << 63))
+            self._epoch, self._order = epoch, torch.randperm(self._windows, generator=generator).numpy()
+        return int(self._order[place])

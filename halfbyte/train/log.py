@@ -1,0 +1,82 @@
+"""The record of a run: one JSON object a line, written through to the file line by line, and TensorBoard beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from halfbyte.train import files
+
+NAME = "log.jsonl"
+
+
+class Log:
+    """Appends to `log.jsonl` and, if asked, to TensorBoard files.
+
+    Args:
+        folder: the run's.
+        after: the step a resumed run goes on from; later lines, and a line cut in half, are dropped first.
+        tensorboard: write TensorBoard files too.
+
+    Raises:
+        ImportError: `tensorboard` without the package.
+    """
+
+    def __init__(self, folder: Path, *, after: int, tensorboard: bool) -> None:
+        self._board = _board(folder, after) if tensorboard else None
+        path = folder / NAME
+        files.write_text(path, "".join(json.dumps(line) + "\n" for line in read(folder) if line["step"] <= after))
+        self._file = path.open("a")
+
+    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+        """Append one line of the kind "step" or "eval"; a number that is not finite becomes null."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Finish both files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read(folder: Path) -> list[dict]:
+    """Return the lines of a run's log; a last line cut in half by a kill is left out.
+
+    Raises:
+        ValueError: a line before the last is not JSON; the message names it.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return []
+    lines = path.read_text(errors="replace").split("\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path} line {number}: not JSON ({error.msg}); delete the line") from error
+    return records
+
+
+def curve(folder: Path, kind: str) -> tuple[list[int], list[float]]:
+    """Return steps and losses of the lines of one kind, without those that are not finite."""
+    points = [(line["step"], line["loss"]) for line in read(folder) if line["kind"] == kind and line["loss"] is not None]
+    return [step for step, _ in points], [loss for _, loss in points]
+
+
+def _board(folder: Path, after: int):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError("--tensorboard needs the package `tensorboard`: pip install 'halfbyte[train]'") from error
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)

@@ -1,0 +1,280 @@
+"""One training run, from a config to a folder with a log, checkpoints and a result.
+
+Nothing in a step waits for the device: losses and gradient norms stay there and are read every `log_every` steps.
+A run that was stopped, however hard, goes on from its newest checkpoint and gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import halfbyte as hb
+from halfbyte import recipes
+from halfbyte.train import checkpoint, files, measure, optim, progress
+from halfbyte.train import model as models
+from halfbyte.train.config import TrainConfig, differences
+from halfbyte.train.data import Batches, Data
+from halfbyte.train.log import Log
+
+CONFIG, RESULT, LAYERS, CHECKPOINTS = "config.json", "result.json", "layers.txt", "checkpoints"
+HELD_OUT_SEED = 0
+"""Validation takes the same held-out sequences in every run, whatever its seed."""
+
+
+def resolve_device(config: TrainConfig) -> torch.device:
+    """Return the device of a run.
+
+    Raises:
+        ValueError: device='cuda' without a GPU.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch sees no GPU; use device='auto' or 'cpu'")
+    return torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of the GEMMs; bfloat16 is several times slower than float32 on CPUs without AMX or AVX-512."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, config.dtype)
+
+
+class Trainer:
+    """A run: model, optimizer, data position and random state, advanced step by step.
+
+    Args:
+        config: what to train; `config.run.out` is the folder.
+        recipe: name of the recipe.
+        data: the tokenized corpus.
+        title: what the progress display calls the run; the recipe by default.
+
+    Raises:
+        ValueError: the folder holds another run, or a broken checkpoint.
+    """
+
+    def __init__(self, config: TrainConfig, recipe: str, data: Data, *, title: str | None = None) -> None:
+        self.config, self.recipe, self.data, self.title = config, recipe, data, title or recipe
+        self.device = resolve_device(config)
+        self.dtype = resolve_dtype(config, self.device)
+        self.folder = config.run.out
+        self.identity = identity(config, recipe, data)
+        shape = replace(models.get(config.model), vocab_size=data.vocab_size)
+        self.model = models.Decoder(shape)
+        models.initialise_(self.model, config.seed)
+        self.model.to(self.device)
+        self.run_state = hb.RunState(config.seed)
+        self.report = hb.quantize_(self.model, recipes.get(recipe), state=self.run_state)
+        self.optimizer = optim.adamw(self.model, config.optim)
+        self.forward = torch.compile(self.model) if config.compile else self.model
+        layout = {"sequence": config.data.sequence, "batch": config.data.batch, "device": self.device}
+        self.batches = Batches(data.train, seed=config.seed, **layout)
+        self.held_out = Batches(data.held_out, seed=HELD_OUT_SEED, **layout)
+        self.step, self.position, self.seconds = 0, 0, 0.0
+        self.checkpoints = checkpoint.Checkpoints(self.folder / CHECKPOINTS, config.run.keep)
+        self._resume()
+
+    def train(self) -> dict:
+        """Run the remaining steps and return the result, which `result.json` holds too."""
+        self._record_config()
+        measure.reset_peak_memory(self.device)
+        log = Log(self.folder, after=self.step, tensorboard=self.config.run.tensorboard)
+        display = progress.start(self.title, self.config.optim.steps, self.step)
+        try:
+            history = self._steps(log, display)
+        finally:
+            display.close()
+            log.close()
+        result = self._result(history)
+        files.write_json(self.folder / RESULT, result)
+        return result
+
+    def evaluate(self) -> float:
+        """Return the mean loss on the held-out sequences, in high precision."""
+        count = max(1, min(self.config.eval_batches, self.held_out.windows // self.config.data.batch))
+        total = torch.zeros((), device=self.device)
+        with torch.no_grad(), hb.high_precision(self.model):
+            for position in range(count):
+                total += self._loss(*self.held_out[position])
+        return (total / count).item()
+
+    def _steps(self, log: Log, display: progress.Progress) -> History:
+        run, history = self.config.run, History()
+        start = time.perf_counter()
+        while self.step < self.config.optim.steps and not history.is_diverged:
+            history.pending.append((self.step + 1, *self._one_step()))
+            last = self.step == self.config.optim.steps
+            to_evaluate = self.step % self.config.eval_every == 0 or last
+            to_save = self.step % run.checkpoint_every == 0 or last
+            if not (self.step % run.log_every == 0 or to_evaluate or to_save):
+                continue
+            steps_read = len(history.pending)
+            history.flush(log, self.config.data.tokens_per_step)  # waits for the device: the clock is right after it
+            now = time.perf_counter()
+            self.seconds += now - start
+            speed = steps_read * self.config.data.tokens_per_step / (now - start)
+            display.update(self.step, f"loss {history.train_loss:.3f}  {speed:,.0f} tok/s")
+            if to_evaluate and not history.is_diverged:
+                history.held_out_loss = self.evaluate()
+                log.write("eval", self.step, {"tokens": self._tokens(), "loss": history.held_out_loss})
+            if to_save and not history.is_diverged:
+                self._save()
+            start = time.perf_counter()
+        return history
+
+    def _one_step(self) -> tuple[float, Tensor, Tensor]:
+        """Advance by one optimizer step; return learning rate, loss and gradient norm, the last two unread."""
+        config = self.config
+        lr = optim.learning_rate(config.optim, self.step)
+        optim.set_learning_rate_(self.optimizer, lr)
+        total = torch.zeros((), device=self.device)
+        for _ in range(config.data.accumulate):
+            loss = self._loss(*self.batches[self.position]) / config.data.accumulate
+            loss.backward()
+            total += loss.detach()
+            self.position += 1
+            self.run_state.advance()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return lr, total, norm
+
+    def _loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            logits_BTV = self.forward(inputs_BT)
+        return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
+
+    def _tokens(self) -> int:
+        return self.step * self.config.data.tokens_per_step
+
+    def _save(self) -> None:
+        self.checkpoints.save(
+            {
+                "identity": self.identity,
+                "step": self.step,
+                "position": self.position,
+                "seconds": self.seconds,
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "run_state": self.run_state.state_dict(),
+            }
+        )
+
+    def _resume(self) -> None:
+        path = self.checkpoints.latest()
+        if path is None:
+            return
+        saved = checkpoint.load(path, self.identity)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.run_state.load_state_dict(saved["run_state"])
+        self.step, self.position, self.seconds = saved["step"], saved["position"], saved["seconds"]
+
+    def _record_config(self) -> None:
+        facts = {
+            "identity": self.identity,
+            "run": {name: str(value) for name, value in asdict(self.config.run).items()},
+            "data": self.data.summary,
+            "environment": measure.environment(self.device),
+            "parameters": self.model.config.parameters,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+        files.write_json(self.folder / CONFIG, facts)
+        files.write_text(self.folder / LAYERS, f"{self.report}\n")
+
+    def _result(self, history: History) -> dict:
+        if history.held_out_loss is None and not history.is_diverged:
+            history.held_out_loss = self.evaluate()  # resumed from the checkpoint of the last step
+        peak = measure.peak_memory(self.device)  # before the measurement below adds to it
+        saved = measure.saved_activation_bytes(self.model, lambda: self._loss(*self.batches[0]))
+        return {
+            "recipe": self.recipe,
+            "identity": self.identity,
+            "steps": self.step,
+            "tokens": self._tokens(),
+            "held_out_loss": history.held_out_loss,
+            "is_diverged": history.is_diverged,
+            "seconds": self.seconds,
+            "tokens_per_second": self._tokens() / self.seconds,
+            "peak_memory_bytes": peak,
+            "saved_activation_bytes": saved,
+        }
+
+
+class History:
+    """Losses on their way from the device to the log."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[int, float, Tensor, Tensor]] = []
+        self.train_loss = float("nan")
+        self.held_out_loss: float | None = None
+        self.is_diverged = False
+
+    def flush(self, log: Log, tokens_per_step: int) -> None:
+        """Read the pending losses in one transfer and log them, up to the first that is not finite."""
+        numbers = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in self.pending])
+        is_finite = numbers.isfinite().all(dim=1).tolist()
+        for (step, lr, _, _), (loss, norm), good in zip(self.pending, numbers.tolist(), is_finite, strict=True):
+            log.write("step", step, {"tokens": step * tokens_per_step, "loss": loss, "lr": lr, "grad_norm": norm})
+            self.train_loss = loss
+            if not good:
+                self.is_diverged = True
+                break
+        self.pending.clear()
+
+
+def identity(config: TrainConfig, recipe: str, data: Data) -> dict:
+    """Return everything that decides the result: the config, the recipe's values and the hash of the text."""
+    return config.identity(recipe) | {"corpus_sha256": data.summary["sha256"]}
+
+
+def finished(config: TrainConfig, recipe: str, data: Data) -> dict | None:
+    """Return the result of the run in `config.run.out` if it ended.
+
+    Raises:
+        ValueError: the folder holds a run of another config; the message says what differs.
+    """
+    folder, ours = config.run.out, identity(config, recipe, data)
+    for name in (RESULT, CONFIG):
+        path = folder / name
+        if path.exists():
+            theirs = files.read_json(path)
+            changed = differences(ours, theirs.get("identity", {}))
+            if changed:
+                raise ValueError(
+                    f"out={str(folder)!r} holds another run ({'; '.join(changed)}); choose another --out or --overwrite"
+                )
+            return theirs if name == RESULT else None
+    return None
+
+
+def train(config: TrainConfig, recipe: str, data: Data, *, title: str | None = None) -> dict:
+    """Train, or go on with a run that was stopped, or return the result of one that ended.
+
+    Args:
+        config, recipe, data, title: see Trainer.
+
+    Returns:
+        The result: held-out loss, speed, memory, and the identity of the run.
+
+    Raises:
+        ValueError: unknown recipe, a folder with another run, a broken checkpoint.
+    """
+    if config.run.overwrite:
+        clear(config.run.out)
+    return finished(config, recipe, data) or Trainer(config, recipe, data, title=title).train()
+
+
+def clear(folder: Path) -> None:
+    """Delete what a run wrote to `folder`, and nothing else."""
+    for name in (CONFIG, RESULT, LAYERS, "log.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+    for name in (CHECKPOINTS, "tensorboard"):
+        shutil.rmtree(folder / name, ignore_errors=True)

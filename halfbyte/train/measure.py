@@ -1,0 +1,78 @@
+"""What a run costs: memory at its peak, bytes saved for the backward pass, and what it ran on."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+RESET_PEAK = "5"
+"""Written to /proc/self/clear_refs, Linux sets the process's peak resident size back to the present one (proc(5))."""
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new measurement of `peak_memory`; on a CPU only where Linux allows it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text(RESET_PEAK)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes in use since `reset_peak_memory`: tensors on a GPU, the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def saved_activation_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Return the bytes that `forward` keeps for the backward pass, parameters and buffers not counted.
+
+    Every storage counts once and whole, however many saved tensors look at it.
+    """
+    owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in owned:
+            saved[pointer] = tensor  # keeps the storage alive, so that no other takes its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward()
+    total = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    del loss
+    return total
+
+
+def environment(device: torch.device) -> dict:
+    """Return the facts of the machine that a reader of the figures needs."""
+    facts = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+    }
+    return facts
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "cpu"

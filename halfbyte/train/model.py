@@ -1,0 +1,262 @@
+"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Parameter names are those of Hugging Face's Llama without the leading `model.`, and every projection is its own
+`nn.Linear`, so that a recipe can be set layer by layer. Shape letters: B sequences, T tokens of one, H query heads,
+G key/value heads, D head width, C model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfbyte.nn import forward_shared
+
+HIDDEN_MULTIPLE = 32
+"""Widths are multiples of this: whole MXFP8 blocks, whole pairs of NVFP4 blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder.
+
+    Args:
+        dim, hidden, layers, heads, kv_heads: C, the SwiGLU width, the blocks, H and G.
+        vocab_size: V, the number of tokens.
+        rope_theta: base of the rotary frequencies.
+        tie_embeddings: lm_head shares the embedding's weight.
+
+    Raises:
+        ValueError: the numbers do not fit together; the message names field, value and remedy.
+    """
+
+    dim: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab_size: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "hidden", "layers", "heads", "kv_heads", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
+        if self.dim % self.heads or (self.dim // self.heads) % 2:
+            raise ValueError(f"heads={self.heads}: dim={self.dim} must split into heads of an even width")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads}: use a divisor of heads={self.heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters the decoder has, counted from the shape."""
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
+        block = attention + 3 * self.dim * self.hidden + 2 * self.dim
+        return self.layers * block + self.dim + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of the rotary positions, computed for the length of the input."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.register_buffer("frequency", config.rope_theta**-exponent, persistent=False)
+
+    def forward(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, fp32 [T, D]."""
+        angle = torch.outer(torch.arange(length, device=self.frequency.device, dtype=torch.float32), self.frequency)
+        angle = torch.cat((angle, angle), dim=-1)
+        return angle.cos(), angle.sin()
+
+
+def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Turn each pair (element i, element i + D/2) by the angle of its position."""
+    first, second = x_BHTD.chunk(2, dim=-1)
+    return x_BHTD * cos_TD.to(x_BHTD.dtype) + torch.cat((-second, first), dim=-1) * sin_TD.to(x_BHTD.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention; q, k and v read one quantized input."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        kv_dim = config.kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.is_grouped = config.kv_heads != config.heads
+        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        q, k, v = (
+            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projected in forward_shared(x_BTC, (self.q_proj, self.k_proj, self.v_proj))
+        )
+        q, k = rotate(q, cos_TD, sin_TD), rotate(k, cos_TD, sin_TD)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.is_grouped)
+        return self.o_proj(y.transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    """SwiGLU; gate and up read one quantized input."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.hidden, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.hidden, bias=False)
+        self.down_proj = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        gate, up = forward_shared(x_BTC, (self.gate_proj, self.up_proj))
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP with residual connections."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_TD, sin_TD)
+        return x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
+
+
+class Decoder(nn.Module):
+    """The language model: tokens to logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.rotary = Rotary(config)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return logits [B, T, V] for int64 tokens [B, T]."""
+        cos_TD, sin_TD = self.rotary(tokens_BT.shape[-1])
+        x_BTC = self.embed_tokens(tokens_BT)
+        for block in self.layers:
+            x_BTC = block(x_BTC, cos_TD, sin_TD)
+        return self.lm_head(self.norm(x_BTC))
+
+
+def initialise_(model: Decoder, seed: int) -> None:
+    """Fill the weights from `seed`: normal(0, 0.02), residual outputs divided by sqrt(2 * layers), norms one.
+
+    The numbers are drawn on the CPU in the order of the parameters' names, so every device starts alike.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    residual = 0.02 / math.sqrt(2 * model.config.layers)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.dim() < 2:
+                parameter.fill_(1.0)
+                continue
+            std = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+
+def nano() -> ModelConfig:
+    """0.62M parameters with bytes: for two CPU cores."""
+    return ModelConfig(dim=128, hidden=352, layers=3, heads=4, kv_heads=2, vocab_size=256)
+
+
+def tiny() -> ModelConfig:
+    """0.09M parameters: for tests that run in seconds."""
+    return ModelConfig(dim=64, hidden=96, layers=2, heads=2, kv_heads=1, vocab_size=256)
+
+
+def llama_2m() -> ModelConfig:
+    """2M parameters with bytes."""
+    return ModelConfig(dim=192, hidden=512, layers=5, heads=6, kv_heads=2, vocab_size=256)
+
+
+def llama_10m() -> ModelConfig:
+    """10M parameters with 4,096 tokens."""
+    return ModelConfig(dim=320, hidden=864, layers=7, heads=5, kv_heads=1, vocab_size=4096)
+
+
+def llama_60m() -> ModelConfig:
+    """60M parameters with 32,000 tokens."""
+    return ModelConfig(dim=512, hidden=1376, layers=10, heads=8, kv_heads=4, vocab_size=32_000)
+
+
+def llama_125m() -> ModelConfig:
+    """125M parameters with 32,000 tokens."""
+    return ModelConfig(dim=768, hidden=2048, layers=12, heads=12, kv_heads=4, vocab_size=32_000)
+
+
+def llama_300m() -> ModelConfig:
+    """300M parameters with 32,000 tokens."""
+    return ModelConfig(dim=1024, hidden=2816, layers=21, heads=16, kv_heads=4, vocab_size=32_000)
+
+
+def llama_1b() -> ModelConfig:
+    """1.2B parameters: the shape of Llama 3.2 1B."""
+    return ModelConfig(
+        dim=2048,
+        hidden=8192,
+        layers=16,
+        heads=32,
+        kv_heads=8,
+        vocab_size=128_256,
+        rope_theta=500_000.0,
+        tie_embeddings=True,
+    )
+
+
+def llama_3b() -> ModelConfig:
+    """3.2B parameters: the shape of Llama 3.2 3B."""
+    return replace(llama_1b(), dim=3072, layers=28, heads=24)
+
+
+def llama_8b() -> ModelConfig:
+    """8.0B parameters: the shape of Llama 3.1 8B."""
+    return replace(llama_1b(), dim=4096, hidden=14_336, layers=32, tie_embeddings=False)
+
+
+PRESETS: dict[str, Callable[[], ModelConfig]] = {
+    "tiny": tiny,
+    "nano": nano,
+    "2m": llama_2m,
+    "10m": llama_10m,
+    "60m": llama_60m,
+    "125m": llama_125m,
+    "300m": llama_300m,
+    "1b": llama_1b,
+    "3b": llama_3b,
+    "8b": llama_8b,
+}
+
+
+def get(name: str) -> ModelConfig:
+    """Return the model preset called `name`.
+
+    Raises:
+        ValueError: no preset has that name; the message lists those that exist.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"model={name!r} is not a preset; use one of {', '.join(PRESETS)}")
+    return PRESETS[name]()

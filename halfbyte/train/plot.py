@@ -1,0 +1,112 @@
+"""The picture of a comparison: loss against tokens, and the distance of every recipe to the first."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from halfbyte.train import files, log
+
+COLOURS = ("#222222", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#8B6F47")
+"""The first recipe black, the others from Okabe and Ito's palette, told apart by colour-blind readers too."""
+SMOOTHING = 0.85
+
+
+def curves(folder: Path, results: list[dict], *, tokens_per_step: int, title: str) -> None:
+    """Draw the runs in `folder`/<recipe> to `folder`/losses.png.
+
+    Args:
+        folder: of the comparison.
+        results: the result of each run, the baseline first.
+        tokens_per_step: of one optimizer step.
+        title: one line above both panels.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the plot needs the package `matplotlib`: pip install 'halfbyte[train]'") from error
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1))
+    _losses(left, folder, results, tokens_per_step)
+    _gaps(right, folder, results, tokens_per_step)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=140)
+    with files.atomic(folder / "losses.png") as file:
+        file.write(buffer.getvalue())
+
+
+def _losses(axes, folder: Path, results: list[dict], tokens_per_step: int) -> None:
+    lowest, highest = float("inf"), 0.0
+    for colour, result in zip(_colours(results), results, strict=True):
+        run = folder / result["recipe"]
+        steps, losses = log.curve(run, "step")
+        axes.plot(_thousands(steps, tokens_per_step), smooth(losses), color=colour, alpha=0.3, linewidth=1)
+        steps, losses = log.curve(run, "eval")
+        axes.plot(_thousands(steps, tokens_per_step), losses, "o-", color=colour, label=_label(result), markersize=4)
+        if losses:
+            lowest, highest = min(lowest, *losses), max(highest, losses[0])
+    axes.set(xlabel="tokens (thousands)", ylabel="loss (nats per token)", title="held-out loss; thin: training loss")
+    if highest:
+        margin = 0.1 * (highest - lowest) + 0.05
+        axes.set_ylim(lowest - margin, highest + 3 * margin)
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False)
+    _tidy(axes)
+
+
+def _gaps(axes, folder: Path, results: list[dict], tokens_per_step: int) -> None:
+    baseline = dict(zip(*log.curve(folder / results[0]["recipe"], "eval"), strict=True))
+    axes.axhspan(-2, 2, color="#222222", alpha=0.06, linewidth=0)
+    axes.axhline(0, color=COLOURS[0], linewidth=1)
+    for colour, result in list(zip(_colours(results), results, strict=True))[1:]:
+        points = zip(*log.curve(folder / result["recipe"], "eval"), strict=True)
+        gaps = [(step, 100 * (loss / baseline[step] - 1)) for step, loss in points if step in baseline]
+        if gaps:
+            steps, values = zip(*gaps, strict=True)
+            axes.plot(_thousands(steps, tokens_per_step), values, "o-", color=colour, markersize=4)
+            axes.annotate(
+                f"{result['recipe']} {values[-1]:+.2f} %",
+                (steps[-1] * tokens_per_step / 1e3, values[-1]),
+                xytext=(6, 0),
+                textcoords="offset points",
+                color=colour,
+                va="center",
+                fontsize=8,
+            )
+    axes.set(xlabel="tokens (thousands)", ylabel=f"gap to {results[0]['recipe']} (%)", title="gap in held-out loss; grey: ±2 %")
+    axes.set_xlim(left=0)
+    _tidy(axes)
+
+
+def smooth(losses: list[float]) -> list[float]:
+    """Return the exponential mean, corrected for its start."""
+    means, mean, weight = [], 0.0, 0.0
+    for loss in losses:
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
+        means.append(mean / weight)
+    return means
+
+
+def _colours(results: list[dict]) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(len(results))]
+
+
+def _thousands(steps, tokens_per_step: int) -> list[float]:
+    return [step * tokens_per_step / 1e3 for step in steps]
+
+
+def _label(result: dict) -> str:
+    loss = result["held_out_loss"]
+    return f"{result['recipe']}  " + ("diverged" if loss is None else f"{loss:.3f}")
+
+
+def _tidy(axes) -> None:
+    axes.grid(alpha=0.2)
+    axes.spines[["top", "right"]].set_visible(False)
