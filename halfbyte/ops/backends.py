@@ -44,6 +44,8 @@ def _triton_status(device: torch.device) -> BackendStatus:
         return BackendStatus(name=TRITON, available=False, reason="the package triton is not installed")
     if device.type != "cuda":
         return BackendStatus(name=TRITON, available=False, reason=f"Triton kernels need a CUDA GPU, not {device.type}")
+    if not torch.cuda.is_available():
+        return BackendStatus(name=TRITON, available=False, reason="no CUDA GPU is visible")
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return BackendStatus(name=TRITON, available=False, reason=f"sm_{major}{minor} is older than sm_80")

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte import reference
-from halfbyte.layout import LINEAR, Blocks, matrix_shape
-from halfbyte.ops.backends import choose
+from halfbyte.layout import LINEAR, Blocks, check_scale_layout, matrix_shape
+from halfbyte.ops import library as _library  # noqa: F401  defines torch.ops.halfbyte
 from halfbyte.rng import Draw
 from halfbyte.spec import Spec
 
@@ -49,9 +48,11 @@ def quantize(
     """
     _check_input(x)
     _check_draws((spec,), draw, sign_draw)
-    backend = choose(x.device, backend)
-    assert backend == reference.NAME
-    return reference.quantize(x, spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout)
+    check_scale_layout(scale_layout)
+    out = torch.ops.halfbyte.quantize(
+        x, spec.key, *_draw_arguments(draw, sign_draw), amax, scale_layout, backend or ""
+    )
+    return Blocks(out[0], out[1], out[2] if amax is None else amax)
 
 
 def quantize_row_col(
@@ -78,18 +79,29 @@ def quantize_row_col(
         raise ValueError(
             f"rng.first_block={draw.first_block}: a shard starts elsewhere in each orientation; quantize x and x.T apart"
         )
-    backend = choose(x.device, backend)
-    assert backend == reference.NAME
-    return reference.quantize_row_col(
+    check_scale_layout(scale_layout)
+    out = torch.ops.halfbyte.quantize_row_col(
         x,
-        row_spec,
-        col_spec,
-        draw=draw,
-        sign_draw=sign_draw,
-        row_amax=row_amax,
-        col_amax=col_amax,
-        scale_layout=scale_layout,
+        row_spec.key if row_spec else "",
+        col_spec.key if col_spec else "",
+        *_draw_arguments(draw, sign_draw),
+        row_amax,
+        col_amax,
+        scale_layout,
+        backend or "",
     )
+    row = col = None
+    if row_spec is not None:
+        row = Blocks(out[0], out[1], out[2] if row_amax is None else row_amax)
+    if col_spec is not None:
+        shared = row is not None and row_spec == col_spec and col_spec.is_tile
+        col = Blocks(out[3], out[4], row.amax if shared else out[5] if col_amax is None else col_amax)
+    return row, col
+
+
+def _draw_arguments(draw: Draw | None, sign_draw: Draw | None) -> tuple:
+    own = (None, 0, 0, None) if draw is None else tuple(draw)
+    return *own, *((None, 0) if sign_draw is None else (sign_draw.base, sign_draw.stream))
 
 
 def _check_draws(specs: tuple[Spec | None, ...], draw: Draw | None, sign_draw: Draw | None) -> None:
@@ -103,8 +115,7 @@ def _check_draws(specs: tuple[Spec | None, ...], draw: Draw | None, sign_draw: D
 def amax(x: Tensor, backend: str | None = None) -> Tensor:
     """Return max |x| over the finite elements, fp32 [] on x's device."""
     _check_input(x)
-    assert choose(x.device, backend) == reference.NAME
-    return reference.finite_amax(x)
+    return torch.ops.halfbyte.amax(x, backend or "")
 
 
 def dequantize(
@@ -116,14 +127,12 @@ def dequantize(
     backend: str | None = None,
 ) -> Tensor:
     """Return the values that the bytes stand for, dtype [rows, cols]."""
-    assert choose(blocks.qdata.device, backend) == reference.NAME
-    return reference.dequantize(blocks, spec, cols, dtype, scale_layout)
+    return torch.ops.halfbyte.dequantize(*blocks, spec.key, cols, dtype, scale_layout, backend or "")
 
 
 def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """Transpose packed 16x16 tiles and their LINEAR scales without rounding."""
-    assert choose(qdata.device, backend) == reference.NAME
-    return reference.transpose(qdata, block_scale, rows, cols)
+    return torch.ops.halfbyte.transpose(qdata, block_scale, rows, cols, backend or "")
 
 
 def gemm_nt(
@@ -145,18 +154,16 @@ def gemm_nt(
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
     """
-    device = (a.blocks.qdata if isinstance(a, Operand) else a).device
-    assert choose(device, backend) == reference.NAME
-    cols = a.cols if isinstance(a, Operand) else a.shape[1]
-    padded = isinstance(a, Operand) and isinstance(b, Operand)
-    with torch.autocast(device.type, enabled=False):
-        return reference.gemm_nt(
-            _decode(a, cols, padded), _decode(b, cols, padded), out_dtype=out_dtype, bias=bias, out=out, accumulate=accumulate
-        )
+    K = a.cols if isinstance(a, Operand) else a.shape[1]
+    operands = (*_operand_arguments(a), *_operand_arguments(b), K)
+    if out is None:
+        return torch.ops.halfbyte.gemm_nt(*operands, out_dtype, bias, backend or "")
+    torch.ops.halfbyte.gemm_nt_out(*operands, bias, out, accumulate, backend or "")
+    return out
 
 
-def _decode(operand: Operand | Tensor, cols: int, padded: bool) -> reference.Decoded:
-    if isinstance(operand, Tensor):
-        return reference.Decoded(operand.float(), None)
-    decoded = reference.decode(*operand)
-    return decoded if padded else decoded._replace(values=decoded.values[:, :cols])
+def _operand_arguments(operand: Operand | Tensor) -> tuple:
+    if isinstance(operand, Operand):
+        blocks = operand.blocks
+        return blocks.qdata, blocks.block_scale, blocks.amax, operand.spec.key, operand.scale_layout
+    return operand, None, None, "", LINEAR

@@ -4,19 +4,17 @@ It says what docs/numerics.md says, in whole-tensor operations, and shares nothi
 """
 
 from halfbyte.reference.hadamard import rotate
-from halfbyte.reference.matmul import Decoded, decode, dequantize, gemm_nt
+from halfbyte.reference.matmul import Decoded, decode, dequantize, gemm_nt, plain
 from halfbyte.reference.quantize import quantize, quantize_row_col, transpose
 from halfbyte.reference.scale import finite_amax
 
-NAME = "reference"
-
 __all__ = [
-    "NAME",
     "Decoded",
     "decode",
     "dequantize",
     "finite_amax",
     "gemm_nt",
+    "plain",
     "quantize",
     "quantize_row_col",
     "rotate",

@@ -101,4 +101,6 @@ def e2m1_values(qdata: Tensor) -> Tensor:
     """Decode packed codes: uint8 [..., B] -> fp32 [..., 2 * B]."""
     if qdata.numel() == 0:
         return torch.empty(*qdata.shape[:-1], 2 * qdata.shape[-1], dtype=torch.float32, device=qdata.device)
-    return _pair_table(qdata.device)[qdata.int()].view(torch.float32)
+    # Under a tracer the table is a fake tensor, which must not stay in the cache for eager calls.
+    table = _pair_table if type(qdata) is Tensor else _pair_table.__wrapped__
+    return table(qdata.device)[qdata.int()].view(torch.float32)

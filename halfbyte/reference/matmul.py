@@ -75,6 +75,11 @@ def decode(blocks: Blocks, spec: Spec, cols: int, scale_layout: str = LINEAR) ->
     return Decoded(values, global_scale(blocks.amax, spec))
 
 
+def plain(x: Tensor) -> Decoded:
+    """Return an unquantized matrix as a GEMM operand."""
+    return Decoded(x.float(), None)
+
+
 def gemm_nt(
     a: Decoded,
     b: Decoded,

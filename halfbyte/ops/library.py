@@ -1,0 +1,222 @@
+"""The custom ops `torch.ops.halfbyte.*`: plain tensors, numbers and spec keys, so that compilers can look past them.
+
+Each op has one implementation, which asks `choose` for a backend, and a fake that only computes shapes. Outputs never
+alias inputs or each other, as torch.library demands: an amax that the caller handed in, or that both orientations
+share, comes back empty and dispatch.py puts the known one in its place. Defined with torch.library.Library, which costs
+a third of what torch.library.custom_op costs per call.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from halfbyte import reference
+from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape, round_up, swizzled_numel
+from halfbyte.ops.backends import REFERENCE, choose
+from halfbyte.rng import Draw
+from halfbyte.spec import NVFP4, Spec, parse
+
+_LIBRARY = torch.library.Library("halfbyte", "DEF")
+
+_DRAW = "Tensor? rng, int stream, SymInt first_block, SymInt? blocks_per_row, Tensor? sign_rng, int sign_stream"
+_OPERANDS = (
+    "Tensor a, Tensor? a_scale, Tensor? a_amax, str a_key, str a_layout, "
+    "Tensor b, Tensor? b_scale, Tensor? b_amax, str b_key, str b_layout, SymInt K"
+)
+
+_SCHEMAS = (
+    f"quantize(Tensor x, str key, {_DRAW}, Tensor? amax, str scale_layout, str backend) -> (Tensor, Tensor, Tensor)",
+    f"quantize_row_col(Tensor x, str row_key, str col_key, {_DRAW}, Tensor? row_amax, Tensor? col_amax, "
+    "str scale_layout, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "amax(Tensor x, str backend) -> Tensor",
+    "dequantize(Tensor qdata, Tensor block_scale, Tensor amax, str key, SymInt cols, ScalarType dtype, "
+    "str scale_layout, str backend) -> Tensor",
+    "transpose(Tensor qdata, Tensor block_scale, SymInt rows, SymInt cols, str backend) -> (Tensor, Tensor)",
+    f"gemm_nt({_OPERANDS}, ScalarType out_dtype, Tensor? bias, str backend) -> Tensor",
+    f"gemm_nt_out({_OPERANDS}, Tensor? bias, Tensor(z!) out, bool accumulate, str backend) -> ()",
+)
+
+
+def _backend(device: torch.device, backend: str) -> ModuleType:
+    """Return the module that runs on `device`; both have the same functions."""
+    if choose(device, backend or None) == REFERENCE:
+        return reference
+    from halfbyte import kernels  # imports Triton, so only where it runs
+
+    return kernels
+
+
+def _fresh(amax: Tensor, given: Tensor | None) -> Tensor:
+    return amax if given is None else amax.new_empty(0)
+
+
+def quantize(
+    x, key, rng, stream, first_block, blocks_per_row, sign_rng, sign_stream, amax, scale_layout, backend
+) -> tuple[Tensor, Tensor, Tensor]:
+    blocks = _backend(x.device, backend).quantize(
+        x,
+        parse(key),
+        draw=_draw(rng, stream, first_block, blocks_per_row),
+        sign_draw=_draw(sign_rng, sign_stream),
+        amax=amax,
+        scale_layout=scale_layout,
+    )
+    return blocks.qdata, blocks.block_scale, _fresh(blocks.amax, amax)
+
+
+def quantize_row_col(
+    x, row_key, col_key, rng, stream, first_block, blocks_per_row, sign_rng, sign_stream, row_amax, col_amax,
+    scale_layout, backend,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    row_spec, col_spec = (parse(key) if key else None for key in (row_key, col_key))
+    row, col = _backend(x.device, backend).quantize_row_col(
+        x,
+        row_spec,
+        col_spec,
+        draw=_draw(rng, stream, first_block, blocks_per_row),
+        sign_draw=_draw(sign_rng, sign_stream),
+        row_amax=row_amax,
+        col_amax=col_amax,
+        scale_layout=scale_layout,
+    )
+    empty = x.new_empty(0, dtype=torch.uint8)
+    row_out = (empty, empty.clone(), x.new_empty(0, dtype=torch.float32)) if row is None else tuple(row)
+    col_out = (empty.clone(), empty.clone(), x.new_empty(0, dtype=torch.float32)) if col is None else tuple(col)
+    row_out = (*row_out[:2], _fresh(row_out[2], row_amax))
+    shares = row_spec == col_spec and isinstance(row_spec, NVFP4) and row_spec.is_tile
+    col_out = (*col_out[:2], col_out[2].new_empty(0) if shares else _fresh(col_out[2], col_amax))
+    return *row_out, *col_out
+
+
+def amax(x: Tensor, backend: str) -> Tensor:
+    return _backend(x.device, backend).finite_amax(x)
+
+
+def dequantize(qdata, block_scale, amax, key, cols, dtype, scale_layout, backend) -> Tensor:
+    blocks = Blocks(qdata, block_scale, amax)
+    return _backend(qdata.device, backend).dequantize(blocks, parse(key), cols, dtype, scale_layout)
+
+
+def transpose(qdata, block_scale, rows, cols, backend) -> tuple[Tensor, Tensor]:
+    return _backend(qdata.device, backend).transpose(qdata, block_scale, rows, cols)
+
+
+def gemm_nt(
+    a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, out_dtype, bias, backend
+) -> Tensor:
+    module = _backend(a.device, backend)
+    with torch.autocast(a.device.type, enabled=False):
+        return module.gemm_nt(
+            _decode(module, a, a_scale, a_amax, a_key, a_layout, K, bool(b_key)),
+            _decode(module, b, b_scale, b_amax, b_key, b_layout, K, bool(a_key)),
+            out_dtype=out_dtype,
+            bias=bias,
+        )
+
+
+def gemm_nt_out(
+    a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, bias, out, accumulate, backend
+) -> None:
+    module = _backend(a.device, backend)
+    with torch.autocast(a.device.type, enabled=False):
+        module.gemm_nt(
+            _decode(module, a, a_scale, a_amax, a_key, a_layout, K, bool(b_key)),
+            _decode(module, b, b_scale, b_amax, b_key, b_layout, K, bool(a_key)),
+            bias=bias,
+            out=out,
+            accumulate=accumulate,
+        )
+
+
+def _decode(module: ModuleType, data, scale, amax, key: str, scale_layout: str, K: int, padded: bool):
+    """Return one operand as the backend's GEMM reads it; padding takes part only if both operands have it."""
+    if not key:
+        return module.plain(data)
+    decoded = module.decode(Blocks(data, scale, amax), parse(key), K, scale_layout)
+    return decoded if padded else decoded._replace(values=decoded.values[:, :K])
+
+
+def _draw(base: Tensor | None, stream: int, first_block: int = 0, blocks_per_row: int | None = None) -> Draw | None:
+    return None if base is None else Draw(base, stream, first_block, blocks_per_row)
+
+
+def _blocks_like(x: Tensor, rows: int, cols: int, spec: Spec, scale_layout: str, given: Tensor | None):
+    """Return empty (qdata, block_scale, amax) of a [rows, cols] operand."""
+    padded = round_up(cols, spec.alignment)
+    blocks = ceil_div(padded, spec.block_length)
+    nvfp4 = isinstance(spec, NVFP4)
+    qdata = x.new_empty(rows, padded // 2 if nvfp4 else padded, dtype=torch.uint8)
+    shape = (rows, blocks) if scale_layout == LINEAR else (swizzled_numel(rows, blocks),)
+    scale = x.new_empty(shape, dtype=torch.uint8)
+    by_row = nvfp4 and spec.outer == "row"
+    amax_shape = (0,) if given is not None or not nvfp4 else (rows,) if by_row else ()
+    return qdata, scale, x.new_empty(amax_shape, dtype=torch.float32)
+
+
+def _fake_quantize(x, key, *rest):
+    amax, scale_layout, _ = rest[-3:]
+    return _blocks_like(x, *matrix_shape(x.shape), parse(key), scale_layout, amax)
+
+
+def _fake_quantize_row_col(x, row_key, col_key, *rest):
+    row_amax, col_amax, scale_layout, _ = rest[-4:]
+    rows, cols = matrix_shape(x.shape)
+    out = []
+    for key, shape, given in ((row_key, (rows, cols), row_amax), (col_key, (cols, rows), col_amax)):
+        if not key:
+            out += [x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.uint8)]
+            out.append(x.new_empty(0, dtype=torch.float32))
+        else:
+            out += _blocks_like(x, *shape, parse(key), scale_layout, given)
+    if row_key and row_key == col_key and parse(row_key).is_tile:
+        out[5] = x.new_empty(0, dtype=torch.float32)
+    return tuple(out)
+
+
+def _fake_amax(x, backend):
+    return x.new_empty((), dtype=torch.float32)
+
+
+def _fake_dequantize(qdata, block_scale, amax, key, cols, dtype, scale_layout, backend):
+    return qdata.new_empty(qdata.shape[0], cols, dtype=dtype)
+
+
+def _fake_transpose(qdata, block_scale, rows, cols, backend):
+    blocks = ceil_div(rows, 16)
+    return qdata.new_empty(cols, blocks * 8), block_scale.new_empty(cols, blocks)
+
+
+def _fake_gemm_nt(a, *rest):
+    b, out_dtype = rest[4], rest[10]
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def _fake_gemm_nt_out(*arguments):
+    return None
+
+
+_FAKES = {
+    quantize: _fake_quantize,
+    quantize_row_col: _fake_quantize_row_col,
+    amax: _fake_amax,
+    dequantize: _fake_dequantize,
+    transpose: _fake_transpose,
+    gemm_nt: _fake_gemm_nt,
+    gemm_nt_out: _fake_gemm_nt_out,
+}
+
+for _schema in _SCHEMAS:
+    _LIBRARY.define(_schema)
+for _function, _fake in _FAKES.items():
+    _LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"halfbyte::{_function.__name__}", _fake, lib=_LIBRARY)
+
+
+@register_flop_formula([torch.ops.halfbyte.gemm_nt, torch.ops.halfbyte.gemm_nt_out])
+def _gemm_flops(a_shape, a_scale, a_amax, a_key, a_layout, b_shape, *rest, out_shape=None, **named) -> int:
+    K = rest[4]
+    return 2 * a_shape[0] * b_shape[0] * K
