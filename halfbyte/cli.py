@@ -22,7 +22,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("halfbyte.train.commands", "train", "train a language model under one recipe, or go on with a run"),
+    "train": Command("halfbyte.train.commands", "train", "train a language model under one recipe"),
     "compare": Command("halfbyte.train.commands", "compare", "train several recipes alike: a table and a plot"),
     "env": Command("halfbyte.cli", "env", "what runs on this machine, and why the rest does not"),
 }
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 if the work failed, 2 if the user asked for something that cannot be.
     """
-    name, *rest = sys.argv[1:] if arguments is None else arguments or ["--help"]
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(usage())
         return 0
@@ -65,7 +65,7 @@ def usage() -> str:
     """Return what `halfbyte --help` prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join(("usage: halfbyte COMMAND [options]", "", *lines, "", "halfbyte COMMAND --help lists its options."))
+    return "\n".join(("usage: halfbyte COMMAND [options]", "", *lines, "", "Each command has its own --help."))
 
 
 def env(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
 """The main job: train a small language model under any recipe, and compare recipes on equal terms.
 
-Import the module you need: `config` (what a run is), `loop` (run it), `compare` (several recipes), `model` (the decoder).
+`config` says what a run is, `loop` runs it, `compare` runs several recipes, `model` is the decoder.
 """

@@ -88,5 +88,6 @@ def load(path: Path, identity: dict) -> dict:
         raise ValueError(f"checkpoint {path}: lacks {', '.join(missing)}; {remedy}")
     changed = differences(identity, content["identity"])
     if changed:
-        raise ValueError(f"checkpoint {path}: of another run ({'; '.join(changed)}); choose another --out or --overwrite")
+        reason = "; ".join(changed)
+        raise ValueError(f"checkpoint {path}: of another run ({reason}); choose another --out or --overwrite")
     return content

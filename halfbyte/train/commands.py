@@ -61,7 +61,8 @@ def compare(arguments: list[str]) -> int:
     names = comparison.check(name.strip() for name in options.recipes.split(",") if name.strip())
     results = comparison.compare(options.config, names)
     out = options.config.run.out
-    print(f"\n{comparison.table(results)}\n\n{out / comparison.TABLE}  {out / comparison.RESULTS}  {out / 'losses.png'}")
+    print(f"\n{comparison.table(results)}\n")
+    print(f"written to {out}: {comparison.TABLE}, {comparison.RESULTS}, {comparison.PLOT}")
     return 0
 
 

@@ -15,7 +15,7 @@ from halfbyte.train import data, files, loop, measure, plot
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
 
-RESULTS, TABLE = "results.json", "table.md"
+RESULTS, TABLE, PLOT = "results.json", "table.md", "losses.png"
 DEFAULT = ("bf16", "nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "naive_fp4")
 """The high-precision baseline, the recipes, and a control that should lose."""
 
@@ -127,4 +127,4 @@ def _write(folder: Path, config: TrainConfig, corpus: data.Data, results: list[d
         "backward: bytes that one micro-batch keeps, parameters not counted."
     )
     files.write_text(folder / TABLE, f"{content['heading']}\n\n{table(results)}\n\n{notes}\n")
-    plot.curves(folder, results, tokens_per_step=config.data.tokens_per_step, title=content["heading"])
+    plot.curves(folder / PLOT, results, tokens_per_step=config.data.tokens_per_step, title=content["heading"])

@@ -141,7 +141,8 @@ class TrainConfig:
         """
         values = asdict(self)
         del values["run"]
-        return values | {"recipe": recipe, "recipe_key": recipes.get(recipe).key, "shape": asdict(models.get(self.model))}
+        values["shape"] = asdict(models.get(self.model))
+        return values | {"recipe": recipe, "recipe_key": recipes.get(recipe).key}
 
     @property
     def tokens(self) -> int:

@@ -58,7 +58,7 @@ def load(config: DataConfig, cache: Path) -> Data:
 
 
 def _cached_tokens(corpus: corpora.Corpus, coder: tokenizer.Tokenizer, cache: Path) -> np.ndarray:
-    dtype = np.dtype(np.uint8 if coder.vocab_size <= 1 << 8 else np.uint16 if coder.vocab_size <= 1 << 16 else np.uint32)
+    dtype = next(d for d in map(np.dtype, (np.uint8, np.uint16, np.uint32)) if coder.vocab_size <= 1 << 8 * d.itemsize)
     path = cache / f"{corpus.sha256[:16]}-{coder.key}.tokens"
     facts = path.with_suffix(".json")
     if not (path.exists() and facts.exists() and files.read_json(facts).get("bytes") == path.stat().st_size):

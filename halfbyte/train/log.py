@@ -70,7 +70,8 @@ def read(folder: Path) -> list[dict]:
 
 def curve(folder: Path, kind: str) -> tuple[list[int], list[float]]:
     """Return steps and losses of the lines of one kind, without those that are not finite."""
-    points = [(line["step"], line["loss"]) for line in read(folder) if line["kind"] == kind and line["loss"] is not None]
+    lines = [line for line in read(folder) if line["kind"] == kind and line["loss"] is not None]
+    points = [(line["step"], line["loss"]) for line in lines]
     return [step for step, _ in points], [loss for _, loss in points]
 
 

@@ -69,7 +69,7 @@ class Trainer:
         self.model = models.Decoder(shape)
         models.initialise_(self.model, config.seed)
         self.model.to(self.device)
-        self.run_state = hb.RunState(config.seed)
+        self.run_state = hb.RunState(config.seed).to(self.device)
         self.report = hb.quantize_(self.model, recipes.get(recipe), state=self.run_state)
         self.optimizer = optim.adamw(self.model, config.optim)
         self.forward = torch.compile(self.model) if config.compile else self.model

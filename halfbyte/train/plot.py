@@ -12,11 +12,11 @@ COLOURS = ("#222222", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#5
 SMOOTHING = 0.85
 
 
-def curves(folder: Path, results: list[dict], *, tokens_per_step: int, title: str) -> None:
-    """Draw the runs in `folder`/<recipe> to `folder`/losses.png.
+def curves(path: Path, results: list[dict], *, tokens_per_step: int, title: str) -> None:
+    """Draw the runs that lie beside `path`, one folder a recipe, to `path`.
 
     Args:
-        folder: of the comparison.
+        path: of the picture, a PNG.
         results: the result of each run, the baseline first.
         tokens_per_step: of one optimizer step.
         title: one line above both panels.
@@ -33,11 +33,11 @@ def curves(folder: Path, results: list[dict], *, tokens_per_step: int, title: st
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1))
-    _losses(left, folder, results, tokens_per_step)
-    _gaps(right, folder, results, tokens_per_step)
+    _losses(left, path.parent, results, tokens_per_step)
+    _gaps(right, path.parent, results, tokens_per_step)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=140)
-    with files.atomic(folder / "losses.png") as file:
+    with files.atomic(path) as file:
         file.write(buffer.getvalue())
 
 
@@ -79,7 +79,8 @@ def _gaps(axes, folder: Path, results: list[dict], tokens_per_step: int) -> None
                 va="center",
                 fontsize=8,
             )
-    axes.set(xlabel="tokens (thousands)", ylabel=f"gap to {results[0]['recipe']} (%)", title="gap in held-out loss; grey: ±2 %")
+    axes.set(xlabel="tokens (thousands)", ylabel=f"gap to {results[0]['recipe']} (%)")
+    axes.set_title("gap in held-out loss; grey: ±2 %")
     axes.set_xlim(left=0)
     _tidy(axes)
 
