@@ -7,6 +7,8 @@ fallback then computes with the dequantized values. A view that falls back is a 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import warnings
 
 import torch
@@ -59,6 +61,15 @@ def _regroup(func, args, kwargs):
     return return_and_correct_aliasing(func, args, kwargs, q.map(lambda t: t.detach(), shape=shape))
 
 
+@implements(aten.as_strided.default)
+def _as_strided(func, args, kwargs):
+    """How a compiled function makes an output that aliases its input: contiguous strides are a view."""
+    q, shape, stride, offset = (*args, kwargs.get("storage_offset"))[:4]
+    if offset or tuple(stride) != torch.empty(tuple(shape), device="meta").stride():
+        return NotImplemented
+    return _regroup(aten.view.default, (q, shape), {}) if math.prod(shape) == q.numel() else NotImplemented
+
+
 def _rows(q: QuantTensor, start: int, stop: int) -> QuantTensor:
     """Return q[start:stop] along dimension 0 as a view, or NotImplemented."""
     if q.dim() < 2 or q.scale_layout != LINEAR or q.group_offsets is not None:
@@ -97,14 +108,13 @@ def _select(func, args, kwargs):
 @implements(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func, args, kwargs):
     q, sizes, dim = (*args, 0)[:3]
-    if dim not in (0, -q.dim()):
-        return NotImplemented
     n = q.shape[0]
-    starts = range(0, n, sizes) if isinstance(sizes, int) and sizes > 0 and n else None
-    lengths = [min(sizes, n - start) for start in starts] if starts is not None else sizes
-    if isinstance(lengths, int) or sum(lengths) != n:
+    if dim not in (0, -q.dim()) or n == 0 or (isinstance(sizes, int) and sizes < 1):
         return NotImplemented
-    stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    lengths = [min(sizes, n - start) for start in range(0, n, sizes)] if isinstance(sizes, int) else list(sizes)
+    if sum(lengths) != n or min(lengths) < 0:
+        return NotImplemented
+    stops = list(itertools.accumulate(lengths))
     parts = [_rows(q, stop - length, stop) for length, stop in zip(lengths, stops, strict=True)]
     if any(part is NotImplemented for part in parts):
         return NotImplemented
@@ -113,16 +123,15 @@ def _split(func, args, kwargs):
 
 @implements(aten.t.default, aten.transpose.int, aten.permute.default)
 def _transpose(func, args, kwargs):
-    q = args[0]
-    if q.dim() != 2 or not q.spec.is_tile or q.group_offsets is not None:
+    """A transpose of 16x16 tiles is exact but new memory, which `borrowed` keeps from being written in place."""
+    q, *rest = args
+    dims = {aten.t.default: (1, 0), aten.permute.default: rest[0] if rest else ()}.get(func, rest)
+    exact = q.dim() == 2 and q.spec.is_tile and q.group_offsets is None
+    if not exact or len(dims) != 2 or not all(-2 <= d < 2 for d in dims) or (dims[0] - dims[1]) % 2 == 0:
         return NotImplemented
-    dims = args[1] if func is aten.permute.default else args[1:]
-    swaps = func is aten.t.default or (dims[0] % 2, dims[1] % 2) in ((0, 1), (1, 0))
-    if not all(-2 <= d < 2 for d in dims) or len(dims) not in (0, 2):
+    if func is aten.permute.default and dims[0] % 2 == 0:
         return NotImplemented
-    if func is aten.permute.default:
-        swaps = dims[0] % 2 == 1
-    return q.transpose() if swaps else q.map(lambda t: t.detach())
+    return q.transpose()
 
 
 # Copies
@@ -153,6 +162,11 @@ def _like(func, args, kwargs):
     header = q.header._replace(dtype=dtype, borrowed=False)
     out = q.map(lambda t: torch.empty_like(t, device=device), header=header)
     return out.zero_() if func is aten.zeros_like.default else out
+
+
+@implements(aten._pin_memory.default)
+def _pin_memory(func, args, kwargs):
+    return args[0].map(lambda t: t.pin_memory())
 
 
 # Changes in place
@@ -230,6 +244,11 @@ def _equal(func, args, kwargs):
         return torch.equal(a.dequantize(torch.float32), b.dequantize(torch.float32))
     plain = [_values("equal", t).dequantize(torch.float32) if isinstance(t, QuantTensor) else t for t in args]
     return torch.equal(*(t.float() if t.dtype in _FLOATS else t for t in plain))
+
+
+@implements(aten.is_pinned.default)
+def _is_pinned(func, args, kwargs):
+    return args[0].qdata.is_pinned()
 
 
 @implements(aten.record_stream.default)

@@ -128,15 +128,6 @@ class QuantTensor(torch.Tensor):
         amax = self.amax if self.amax is not None else torch.empty(0, device=self.device)
         return Blocks(self.qdata.view(torch.uint8), self.block_scale.view(torch.uint8), amax)
 
-    def operand(self) -> ops.Operand:
-        """Return the matrix [M, K] as ops take it.
-
-        Raises:
-            ValueError: the operand is grouped.
-        """
-        self._refuse_groups("operand")
-        return ops.Operand(self.blocks, self.spec, self.shape[-1], self.scale_layout)
-
     @property
     def nbytes(self) -> int:
         """Bytes that codes, scales and amax occupy."""
@@ -167,7 +158,9 @@ class QuantTensor(torch.Tensor):
         """
         dtype = self.dtype if dtype is None else dtype
         check_value_dtype("dtype", dtype, "dequantize to float32 and convert from there")
-        return ops.dequantize(self.operand(), dtype).view(self.shape)
+        self._refuse_groups("dequantize")
+        values = ops.dequantize(self.blocks, self.spec, self.shape[-1], dtype, self.scale_layout)
+        return values.view(self.shape)
 
     def transpose(self, dim0: int | None = None, dim1: int | None = None) -> Tensor:
         """Return the other orientation of a 2-D tensor of 16x16 tiles: nibbles and scales move, nothing is rounded.
@@ -237,6 +230,9 @@ class QuantTensor(torch.Tensor):
 
     def __setitem__(self, index, value) -> None:
         raise TypeError("QuantTensor does not support item assignment; change dequantize() and quantize that again")
+
+    def __dlpack__(self, **options):
+        raise TypeError("QuantTensor has no single buffer for DLPack; export dequantize(), or qdata and block_scale")
 
     @property
     def requires_grad(self) -> bool:
