@@ -1,0 +1,175 @@
+"""Presets are exactly the table of docs/recipes.md, and their options change what they name and nothing else."""
+
+import dataclasses
+
+import pytest
+
+import halfbyte as hb
+from halfbyte.recipes import PRESETS
+
+ROW = hb.NVFP4()
+TILE = hb.NVFP4(block=(16, 16))
+SR = hb.NVFP4(rounding="stochastic")
+RHT = hb.Hadamard(size=16)
+E4M3 = hb.MXFP8()
+
+
+def operands(recipe: hb.Recipe) -> dict:
+    """Return the six operands by name."""
+    names = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+    table = {}
+    for gemm, (a, b) in names.items():
+        spec = getattr(recipe, gemm) or hb.GemmSpec()
+        table[f"{gemm} {a}"], table[f"{gemm} {b}"] = spec.a, spec.b
+    return table
+
+
+def changed(recipe: hb.Recipe, base: hb.Recipe) -> set[str]:
+    ours, theirs = operands(recipe), operands(base)
+    return {name for name in ours if ours[name] != theirs[name]}
+
+
+TABLE = {
+    "bf16": (None, None, None, None, None, None),
+    "nvfp4": (
+        ROW,
+        TILE,
+        SR,
+        TILE,
+        dataclasses.replace(SR, rotation=RHT),
+        dataclasses.replace(ROW, rotation=RHT),
+    ),
+    "nvfp4_mxfp8_bwd": (ROW, ROW, E4M3, E4M3, E4M3, E4M3),
+    "mxfp8": (E4M3,) * 6,
+    "nvfp4_forward": (ROW, ROW, None, None, None, None),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_preset_is_its_row_of_the_table(name):
+    assert tuple(operands(hb.recipes.get(name)).values()) == TABLE[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_get_builds_every_preset(name):
+    recipe = hb.recipes.get(name)
+    assert recipe == getattr(hb.recipes, name)() and hash(recipe) == hash(getattr(hb.recipes, name)())
+
+
+def test_unknown_recipe_lists_the_known_ones():
+    with pytest.raises(ValueError, match="recipe='nvfp5'") as caught:
+        hb.recipes.get("nvfp5")
+    assert all(name in str(caught.value) for name in PRESETS)
+
+
+def test_keys_tell_presets_apart():
+    assert len({hb.recipes.get(name).key for name in PRESETS}) == len(PRESETS)
+
+
+@pytest.mark.parametrize("name, draws", [("bf16", False), ("nvfp4", True), ("mxfp8", False), ("nvfp4_forward", False)])
+def test_needs_rng(name, draws):
+    assert hb.recipes.get(name).needs_rng == draws
+
+
+class TestNvfp4:
+    """Each of SR, the rotation and 16x16 can be left out."""
+
+    base = hb.recipes.nvfp4()
+
+    def test_without_stochastic_rounding(self):
+        recipe = hb.recipes.nvfp4(stochastic_rounding=False)
+        assert changed(recipe, self.base) == {"dgrad dy", "wgrad dy"}
+        assert not recipe.needs_rng
+
+    def test_without_rotation(self):
+        recipe = hb.recipes.nvfp4(hadamard=None)
+        assert changed(recipe, self.base) == {"wgrad dy", "wgrad x"}
+        assert not any(spec.rotation for spec in recipe.specs)
+
+    def test_without_tiles(self):
+        recipe = hb.recipes.nvfp4(weight_block=(1, 16))
+        assert changed(recipe, self.base) == {"fprop w", "dgrad w"}
+        assert not any(spec.is_tile for spec in recipe.specs)
+
+    def test_wide_fresh_rotation(self):
+        rotation = hb.Hadamard(size=128, signs="fresh")
+        recipe = hb.recipes.nvfp4(hadamard=rotation)
+        assert recipe.wgrad.a.rotation == recipe.wgrad.b.rotation == rotation
+
+    def test_row_scaled_activations(self):
+        recipe = hb.recipes.nvfp4(activation_outer="row")
+        assert changed(recipe, self.base) == {"fprop x"}
+        assert recipe.fprop.a.outer == "row"
+
+    def test_headroom(self):
+        recipe = hb.recipes.nvfp4(fp4_max_gradient=6 * 16 / 17)
+        assert changed(recipe, self.base) == {"dgrad dy", "wgrad dy"}
+
+
+class TestFourOverSix:
+    """4over6 goes where its scope says, and never on a stochastically rounded operand."""
+
+    base = hb.recipes.nvfp4()
+    weights = frozenset({"fprop w", "dgrad w"})
+    activations = frozenset({"fprop x", "wgrad x"})
+
+    @pytest.mark.parametrize(
+        "scope, expected", [("weights", weights), ("activations", activations), ("all", weights | activations)]
+    )
+    def test_scope(self, scope, expected):
+        recipe = hb.recipes.four_over_six(scope=scope)
+        table = operands(recipe)
+        assert changed(recipe, self.base) == expected
+        assert all(table[name].scaling == hb.FourOverSix() and table[name].e4m3_max == 256 for name in expected)
+
+    def test_maximum_has_a_scope_of_its_own(self):
+        table = operands(hb.recipes.four_over_six(scope="weights", e4m3_max_scope="activations"))
+        assert {name for name, spec in table.items() if spec.e4m3_max == 256} == self.activations
+        assert {name for name, spec in table.items() if spec.scaling != hb.BlockMax()} == self.weights
+
+    def test_gradients_join_when_rounded_to_nearest(self):
+        base = hb.recipes.nvfp4(stochastic_rounding=False)
+        assert changed(hb.recipes.four_over_six(base=base), base) == set(operands(base))
+        assert changed(hb.recipes.four_over_six(base=base, scope="activations"), base) == self.activations
+
+    def test_keeps_what_is_not_nvfp4(self):
+        base = hb.recipes.nvfp4_mxfp8_bwd()
+        assert changed(hb.recipes.four_over_six(base=base), base) == {"fprop x", "fprop w"}
+
+    def test_keeps_backward_of_its_base(self):
+        base = hb.recipes.nvfp4_forward(backward="dequantized")
+        assert hb.recipes.four_over_six(base=base).backward == "dequantized"
+
+    @pytest.mark.parametrize("field", ["scope", "e4m3_max_scope"])
+    def test_unknown_scope(self, field):
+        with pytest.raises(ValueError, match=rf"{field}='gradients'.*'weights', 'activations', 'all'"):
+            hb.recipes.four_over_six(**{field: "gradients"})
+
+    def test_options_reach_the_scaling(self):
+        recipe = hb.recipes.four_over_six(error="mse", error_math="scaled", candidates=(1.0, 1.25), e4m3_max=448)
+        expected = hb.FourOverSix(error="mse", error_math="scaled", candidates=(1.0, 1.25))
+        assert recipe.fprop.a == hb.NVFP4(scaling=expected)
+
+
+def test_mxfp8_element_is_that_of_the_gradients():
+    recipe = hb.recipes.nvfp4_mxfp8_bwd(element="e5m2")
+    assert changed(recipe, hb.recipes.nvfp4_mxfp8_bwd()) == {"dgrad dy", "wgrad dy"}
+
+
+def test_dequantized_backward_is_an_option_of_the_forward_recipe():
+    recipe = hb.recipes.nvfp4_forward(backward="dequantized", activation_outer="row")
+    assert recipe.backward == "dequantized" and recipe.fprop.a.outer == "row"
+    assert recipe.dgrad is None and recipe.wgrad is None
+
+
+def test_replace_makes_the_schedule_of_the_papers():
+    recipe = hb.recipes.nvfp4()
+    assert changed(dataclasses.replace(recipe, fprop=None), recipe) == {"fprop x", "fprop w"}
+    mixed = dataclasses.replace(recipe, dgrad=hb.recipes.mxfp8().dgrad, wgrad=hb.recipes.mxfp8().wgrad)
+    assert changed(mixed, recipe) == {"dgrad dy", "dgrad w", "wgrad dy", "wgrad x"}
+
+
+def test_the_control_truncates_every_gradient():
+    recipe = hb.recipes.naive_fp4()
+    assert recipe.dgrad.a.rounding == recipe.wgrad.a.rounding == "toward_zero"
+    assert not any(spec.rotation for spec in recipe.specs)
