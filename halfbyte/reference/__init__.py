@@ -5,7 +5,7 @@ It says what docs/numerics.md says, in whole-tensor operations, and shares nothi
 
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import Decoded, decode, dequantize, gemm_nt, plain
-from halfbyte.reference.quantize import quantize, quantize_row_col, transpose
+from halfbyte.reference.nvfp4 import quantize, quantize_row_col, transpose
 from halfbyte.reference.scale import finite_amax
 
 __all__ = [
