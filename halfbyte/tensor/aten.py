@@ -285,18 +285,21 @@ def _fallback(func, args, kwargs):
             f"{name} would change a QuantTensor in place and quantize it again, which loses accuracy; compute with "
             "dequantize() and write the result back with q.copy_(...)"
         )
-    _warn_once(name, bool(func.is_view))
 
     def plain(leaf):
         return _values(name, leaf).dequantize() if isinstance(leaf, QuantTensor) else leaf
 
-    return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    args, kwargs = tree_map(plain, (args, kwargs))
+    _warn_once(name, bool(func.is_view))
+    return func(*args, **kwargs)
 
 
 @functools.cache
 def _warn_once(name: str, is_view: bool) -> None:
-    copy = "; the result is a copy, writing to it does not change the QuantTensor" if is_view else ""
-    warnings.warn(f"{name} computes with the dequantized values of a QuantTensor{copy}", DequantizeWarning, stacklevel=4)
+    message = f"{name} computes with the dequantized values of a QuantTensor"
+    if is_view:
+        message += "; the result is a copy, writing to it does not change the QuantTensor"
+    warnings.warn(message, DequantizeWarning, stacklevel=4)
 
 
 HANDLERS["fallback"] = _fallback

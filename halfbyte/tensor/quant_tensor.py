@@ -134,7 +134,11 @@ class QuantTensor(torch.Tensor):
         return sum(t.numel() * t.element_size() for t in (self.qdata, self.block_scale, self.amax) if t is not None)
 
     def __repr__(self, *, tensor_contents=None) -> str:
-        size = f"{self.nbytes / self.numel():.4g} bytes/element" if self.numel() else "empty"
+        nbytes, numel = self.nbytes, self.numel()
+        if isinstance(nbytes, int) and isinstance(numel, int):  # numbers, not the symbols of a traced graph
+            size = f"{nbytes / numel:.4g} bytes/element" if numel else "empty"
+        else:
+            size = "traced"
         groups = "" if self.group_offsets is None else f", groups={self.group_offsets.numel()}"
         return (
             f"QuantTensor(shape={list(self.shape)}, {describe(self.spec)}, {self.scale_layout}{groups}, "
@@ -178,7 +182,7 @@ class QuantTensor(torch.Tensor):
                 "quantize_row_col(x, row_spec, col_spec), block=(16, 16), or dequantize().transpose()"
             )
         if self.dim() != 2:
-            raise ValueError(f"shape={tuple(self.shape)}: transpose() is for two dimensions; view it as [rows, K] first")
+            raise ValueError(f"shape={tuple(self.shape)}: transpose() needs two dimensions; view it as [M, K] first")
         self._refuse_groups("transpose")
         rows, cols = self.shape
         qdata, scale = ops.transpose(self.blocks.qdata, self.linear_scale().view(torch.uint8), rows, cols)
@@ -226,7 +230,8 @@ class QuantTensor(torch.Tensor):
     def __reduce_ex__(self, protocol):
         blocks, header = self.blocks, self.header
         tensors = (blocks.qdata, blocks.block_scale, self.amax, self.group_offsets)
-        return rebuild, (*tensors, header.spec.key, (header.dtype, header.scale_layout, header.borrowed), tuple(self.shape))
+        rest = (header.dtype, header.scale_layout, header.borrowed)
+        return rebuild, (*tensors, header.spec.key, rest, tuple(self.shape))
 
     def __setitem__(self, index, value) -> None:
         raise TypeError("QuantTensor does not support item assignment; change dequantize() and quantize that again")
@@ -261,8 +266,7 @@ class QuantTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise TypeError("QuantTensor.data cannot be replaced: its bytes are in qdata and block_scale; use q.copy_(value)")
-
+        raise TypeError("QuantTensor.data cannot be replaced: the bytes are in qdata and block_scale; use q.copy_()")
 
     def share_memory_(self) -> QuantTensor:
         """Move the inner tensors to shared memory, in place."""

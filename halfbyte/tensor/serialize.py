@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from halfbyte.layout import Blocks
