@@ -48,8 +48,8 @@ def saved_activation_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> i
     def pack(tensor: Tensor) -> Tensor:
         pointer = tensor.untyped_storage().data_ptr()
         if pointer not in owned:
-            saved[pointer] = tensor  # keeps the storage alive, so that no other takes its address
-        return tensor
+            saved[pointer] = tensor.detach()  # keeps the storage alive, so that no other takes its address
+        return tensor.detach()  # with its history, the graph would hold itself
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = forward()
