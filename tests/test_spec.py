@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -237,3 +238,14 @@ def test_derived_facts(spec):
 def test_an_empty_gemm_is_bf16():
     assert hb.Recipe(fprop=hb.GemmSpec()) == hb.Recipe()
     assert hb.Recipe().key == "fprop=bf16;dgrad=bf16;wgrad=bf16;backward=original"
+
+
+def test_a_spec_without_defined_bytes_is_not_quantized():
+    x, rng = torch.ones(16, 16), hb.Philox(0)
+    eden = hb.NVFP4(scaling=hb.Eden())
+    with pytest.raises(ValueError, match=r"scaling=Eden\(\).*use hb.BlockMax\(\)"):
+        hb.quantize(x, eden, rng=rng)
+    with pytest.raises(ValueError, match=r"scaling=Eden\(\)"):
+        hb.quantize_row_col(x, None, eden, rng=rng)
+    with pytest.raises(ValueError, match=r"scaling=Eden\(\)"):
+        hb.linear(x, x, None, hb.Recipe(fprop=hb.GemmSpec(a=eden)), rng=rng)

@@ -10,7 +10,7 @@ from torch import Tensor
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout, matrix_shape
 from halfbyte.ops import library as _library  # noqa: F401  defines torch.ops.halfbyte
 from halfbyte.rng import Draw
-from halfbyte.spec import Spec
+from halfbyte.spec import NVFP4, Eden, Spec
 
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -47,11 +47,9 @@ def quantize(
         ValueError: x is 0-D, or a draw that the spec needs is missing.
     """
     _check_input(x)
-    _check_draws((spec,), draw, sign_draw)
+    _check_specs((spec,), draw, sign_draw)
     check_scale_layout(scale_layout)
-    out = torch.ops.halfbyte.quantize(
-        x, spec.key, *_draw_arguments(draw, sign_draw), amax, scale_layout, backend or ""
-    )
+    out = torch.ops.halfbyte.quantize(x, spec.key, *_draw_arguments(draw, sign_draw), amax, scale_layout, backend or "")
     return Blocks(out[0], out[1], out[2] if amax is None else amax)
 
 
@@ -74,7 +72,7 @@ def quantize_row_col(
         ValueError: x is 0-D, a draw is missing, or it names a shard (whose two orientations differ in origin).
     """
     _check_input(x)
-    _check_draws((row_spec, col_spec), draw, sign_draw)
+    _check_specs((row_spec, col_spec), draw, sign_draw)
     if draw is not None and col_spec is not None and (draw.first_block or draw.blocks_per_row is not None):
         raise ValueError(
             f"rng.first_block={draw.first_block}: a shard starts elsewhere in each orientation; quantize x and x.T apart"
@@ -104,10 +102,12 @@ def _draw_arguments(draw: Draw | None, sign_draw: Draw | None) -> tuple:
     return *own, *((None, 0) if sign_draw is None else (sign_draw.base, sign_draw.stream))
 
 
-def _check_draws(specs: tuple[Spec | None, ...], draw: Draw | None, sign_draw: Draw | None) -> None:
+def _check_specs(specs: tuple[Spec | None, ...], draw: Draw | None, sign_draw: Draw | None) -> None:
     for spec in specs:
+        if isinstance(spec, NVFP4) and isinstance(spec.scaling, Eden):
+            raise ValueError("scaling=Eden(): its bytes are not defined yet; use hb.BlockMax() or hb.FourOverSix()")
         if spec is not None and spec.needs_rng and draw is None:
-            raise ValueError(f"rng=None: {spec.rounding} rounding draws random bits; pass rng=hb.Philox(seed, offset)")
+            raise ValueError("rng=None: stochastic rounding draws random bits; pass rng=hb.Philox(seed, offset)")
         if spec is not None and spec.needs_sign_rng and sign_draw is None:
             raise ValueError("sign_rng=None: fresh Hadamard signs are drawn; pass sign_rng=hb.Philox(seed, offset)")
 
@@ -130,7 +130,9 @@ def dequantize(
     return torch.ops.halfbyte.dequantize(*blocks, spec.key, cols, dtype, scale_layout, backend or "")
 
 
-def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int, backend: str | None = None) -> tuple[Tensor, Tensor]:
+def transpose(
+    qdata: Tensor, block_scale: Tensor, rows: int, cols: int, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
     """Transpose packed 16x16 tiles and their LINEAR scales without rounding."""
     return torch.ops.halfbyte.transpose(qdata, block_scale, rows, cols, backend or "")
 
