@@ -75,7 +75,7 @@ def quantize_row_col(
     _check_specs((row_spec, col_spec), draw, sign_draw)
     if draw is not None and col_spec is not None and (draw.first_block or draw.blocks_per_row is not None):
         raise ValueError(
-            f"rng.first_block={draw.first_block}: a shard starts elsewhere in each orientation; quantize x and x.T apart"
+            f"rng.first_block={draw.first_block}: a shard starts elsewhere in x.T; quantize x and x.T apart"
         )
     check_scale_layout(scale_layout)
     out = torch.ops.halfbyte.quantize_row_col(
