@@ -60,7 +60,7 @@ def load(config: DataConfig, cache: Path) -> Data:
 def _cached_tokens(corpus: corpora.Corpus, coder: tokenizer.Tokenizer, cache: Path) -> np.ndarray:
     dtype = next(d for d in map(np.dtype, (np.uint8, np.uint16, np.uint32)) if coder.vocab_size <= 1 << 8 * d.itemsize)
     path = cache / f"{corpus.sha256[:16]}-{coder.key}.tokens"
-    facts = path.with_suffix(".json")
+    facts = path.with_name(f"{path.name}.json")
     if not (path.exists() and facts.exists() and files.read_json(facts).get("bytes") == path.stat().st_size):
         with files.atomic(path) as file:
             for document in coder.encode(corpus.documents()):
