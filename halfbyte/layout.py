@@ -38,6 +38,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def check_scale_layout(scale_layout: str) -> None:
+    """Raise ValueError unless `scale_layout` names one."""
     if scale_layout not in SCALE_LAYOUTS:
         raise ValueError(f"scale_layout={scale_layout!r}: use one of {', '.join(map(repr, SCALE_LAYOUTS))}")
 

