@@ -1,4 +1,4 @@
-"""Quantization once more, one element at a time, written from docs/numerics.md alone: what the package is compared with.
+"""Quantization once more, one element at a time, written from docs/numerics.md alone: what the package must equal.
 
 Nothing here is vectorised and nothing comes from the package but the specs. Numbers are np.float32 scalars, so every
 operation is rounded once to fp32; constants are exact fractions rounded once; codes are found by search.
@@ -157,8 +157,9 @@ def _factors(amax: np.float32, spec) -> _Factors:
 
 
 def _encode(scale_code: int, f: _Factors) -> np.float32:
-    product = e4m3_value(scale_code) * f.d
-    return FLT_MAX if product == 0 else min(F(1) / product, FLT_MAX)
+    if scale_code == 0:
+        return FLT_MAX
+    return min(F(1) / (e4m3_value(scale_code) * f.d), FLT_MAX)
 
 
 def _finite_max(values) -> np.float32:
@@ -177,7 +178,10 @@ def _amaxes(rows, spec, given) -> list[np.float32]:
     return [_finite_max(v for row in rows for v in row)]
 
 
-def quantize(x: np.ndarray, spec, place: Place = Place(), sign_place: Place = Place(), amax=None) -> Result:
+ORIGIN = Place()
+
+
+def quantize(x: np.ndarray, spec, place: Place = ORIGIN, sign_place: Place = ORIGIN, amax=None) -> Result:
     """Quantize a matrix in NVFP4: every rule of sections 2 to 5 and 7 but Eden.
 
     Args:

@@ -74,7 +74,8 @@ def candidate_scale(block_amax: Tensor, factors: TensorFactors, ratio: float) ->
 def encode_scale(scale: Tensor, factors: TensorFactors) -> Tensor:
     """Return what multiplies x before the cast: 1 / (scale * D), saturating; `scale` is fp32."""
     product = scale * factors.d
-    return (torch.ones_like(product) / product).clamp_max(FLT_MAX)
+    # fmin, not clamp: where D overflows, a zero scale gives 0 * Inf = NaN, and a zero scale always means FLT_MAX.
+    return torch.fmin(torch.ones_like(product) / product, torch.full((), FLT_MAX, device=product.device))
 
 
 def global_scale(amax: Tensor, spec: NVFP4) -> Tensor:

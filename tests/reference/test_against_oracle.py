@@ -1,4 +1,4 @@
-"""The package against tests/oracle.py, which does it one element at a time: random specs, shapes and values, every bit."""
+"""The package against tests/oracle.py, element by element: random specs, shapes and values, every bit."""
 
 import numpy as np
 import oracle
@@ -157,3 +157,14 @@ def test_rotate(x, size, signs, seed, offset):
     np.testing.assert_array_equal(
         got.float().numpy().view(np.uint32)[~nans], expected.view(np.uint32)[~nans], "rotated bits"
     )
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_zero_scale_encodes_with_flt_max_even_where_d_overflows(rounding):
+    """S below 2^-128 makes D infinite; 0 * Inf must not reach the codes."""
+    spec = hb.NVFP4(fp4_max=1e-3, e4m3_max=0.3, rounding=rounding)
+    x = torch.zeros(2, 32)
+    x[0, 0], x[1, 16:] = 1.0, -1e-3
+    q = hb.quantize(x, spec, rng=hb.Philox(1), amax=torch.tensor(3e38))
+    assert_equal(q, oracle.quantize(x.numpy(), spec, oracle.Place(1), amax=[3e38]), 32)
+    assert layout.unpack(q.qdata)[0, :2].tolist() == [7, 0]
