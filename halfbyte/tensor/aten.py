@@ -29,6 +29,8 @@ class DequantizeWarning(UserWarning):
 
 
 def implements(*overloads):
+    """Register the decorated handler(func, args, kwargs) for aten overloads."""
+
     def register(handler):
         HANDLERS.update(dict.fromkeys(overloads, handler))
         return handler
@@ -86,7 +88,8 @@ def _rows(q: QuantTensor, start: int, stop: int) -> QuantTensor:
 
 @implements(aten.slice.Tensor)
 def _slice(func, args, kwargs):
-    q, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    q: QuantTensor = args[0]
+    dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
     if dim not in (0, -q.dim()) or step != 1:
         return NotImplemented
     start, end, _ = slice(start, end).indices(q.shape[0])
@@ -214,7 +217,7 @@ def _copy_(func, args, kwargs):
         scale = source.linear_scale() if target.scale_layout == LINEAR else source.swizzled_scale()
     pairs = ((target.qdata, source.qdata), (target.block_scale, scale))
     for to, from_ in (*pairs, (target.amax, source.amax), (target.group_offsets, source.group_offsets)):
-        if to is not None:
+        if to is not None and from_ is not None:
             to.copy_(from_, non_blocking=non_blocking)
     return target
 

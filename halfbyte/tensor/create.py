@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.layout import LINEAR, check_scale_layout, matrix_shape
+from halfbyte.layout import LINEAR, Blocks, check_scale_layout, matrix_shape
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.spec import NVFP4, Spec
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES, QuantTensor, check_spec, describe
@@ -50,12 +50,12 @@ def quantize(
     check_spec("spec", spec)
     check_scale_layout(scale_layout)
     _check_amax(amax, spec, x, rows)
-    draw = _draw("rng", rng, x, describe(spec) if spec.needs_rng else None)
-    sign_draw = _draw("sign_rng", sign_rng, x, describe(spec) if spec.needs_sign_rng else None)
+    draw = _draw("rng", rng, x, spec if spec.needs_rng else None)
+    sign_draw = _draw("sign_rng", sign_rng, x, spec if spec.needs_sign_rng else None)
     blocks = ops.quantize(
         x.detach(), spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout, backend=backend
     )
-    return QuantTensor(blocks, spec, shape=tuple(x.shape), dtype=x.dtype, scale_layout=scale_layout)
+    return _wrap(blocks, spec, tuple(x.shape), x.dtype, scale_layout)
 
 
 def quantize_row_col(
@@ -91,10 +91,8 @@ def quantize_row_col(
         if spec is not None:
             check_spec(name, spec)
             specs.append(spec)
-    drawing = [describe(spec) for spec in specs if spec.needs_rng]
-    signing = [describe(spec) for spec in specs if spec.needs_sign_rng]
-    draw = _draw("rng", rng, x, drawing[0] if drawing else None)
-    sign_draw = _draw("sign_rng", sign_rng, x, signing[0] if signing else None)
+    draw = _draw("rng", rng, x, next((spec for spec in specs if spec.needs_rng), None))
+    sign_draw = _draw("sign_rng", sign_rng, x, next((spec for spec in specs if spec.needs_sign_rng), None))
     row, col = ops.quantize_row_col(
         x.detach().reshape(rows, x.shape[-1]),
         row_spec,
@@ -104,11 +102,15 @@ def quantize_row_col(
         scale_layout=scale_layout,
         backend=backend,
     )
-    col_shape, options = (x.shape[-1], rows), {"dtype": x.dtype, "scale_layout": scale_layout}
     return (
-        None if row is None else QuantTensor(row, row_spec, shape=tuple(x.shape), **options),
-        None if col is None else QuantTensor(col, col_spec, shape=col_shape, **options),
+        None if row is None or row_spec is None else _wrap(row, row_spec, tuple(x.shape), x.dtype, scale_layout),
+        None if col is None or col_spec is None else _wrap(col, col_spec, (x.shape[-1], rows), x.dtype, scale_layout),
     )
+
+
+def _wrap(blocks: Blocks, spec: Spec, shape: tuple[int, ...], dtype: torch.dtype, scale_layout: str) -> QuantTensor:
+    # The key stands for the spec because a traced constructor takes strings, not dataclasses.
+    return QuantTensor(blocks, spec.key, shape=shape, dtype=dtype, scale_layout=scale_layout)
 
 
 def _check_input(x: Tensor) -> int:
@@ -137,12 +139,14 @@ def _check_amax(amax: Tensor | None, spec: Spec, x: Tensor, rows: int) -> None:
         raise ValueError(f"amax.device={amax.device}: x is on {x.device}; use amax.to(x.device)")
 
 
-def _draw(name: str, rng: AnyPhilox | None, x: Tensor, needed_by: str | None) -> Draw | None:
-    """Return the draw on x's device if the spec `needed_by` describes uses one."""
+def _draw(name: str, rng: AnyPhilox | None, x: Tensor, needed_by: Spec | None) -> Draw | None:
+    """Return the draw on x's device if the spec `needed_by` uses one."""
     if rng is not None and not isinstance(rng, AnyPhilox):
         raise TypeError(f"{name}={rng!r}: give halfbyte.Philox(seed, offset)")
     if needed_by is None:
         return None
     if rng is None:
-        raise ValueError(f"{name}=None: {needed_by} draws random bits; give {name}=halfbyte.Philox(seed, offset)")
+        raise ValueError(
+            f"{name}=None: {describe(needed_by)} draws random bits; give {name}=halfbyte.Philox(seed, offset)"
+        )
     return rng.on(x.device)

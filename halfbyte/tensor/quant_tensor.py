@@ -7,7 +7,7 @@ is made from values is create.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class QuantTensor(torch.Tensor):
 
     Args:
         blocks: the plain tensors, scales (and MXFP8 elements) as uint8 or float8.
-        spec: NVFP4 or MXFP8.
+        spec: NVFP4, MXFP8 or the `.key` of one.
         shape: the logical shape, at least 1-D.
         dtype: nominal dtype: bfloat16, float16 or float32.
         scale_layout: "linear" or "swizzled_32_4_4".
@@ -77,31 +77,36 @@ class QuantTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    if TYPE_CHECKING:  # torch.Tensor has no __init__ that checkers could compare with __new__
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
     @staticmethod
     def __new__(
         cls,
         blocks: Blocks,
-        spec: Spec,
+        spec: Spec | str,
         *,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         scale_layout: str = LINEAR,
         group_offsets: Tensor | None = None,
     ):
+        spec = parse(spec) if isinstance(spec, str) else spec
         check_spec("spec", spec)
         check_value_dtype("dtype", dtype, "name the float dtype that dequantize() returns")
         layout.check_scale_layout(scale_layout)
-        blocks = _typed(blocks, spec)
-        _check_blocks(blocks, spec, tuple(shape), scale_layout, group_offsets)
-        return cls._wrap(blocks, Header(spec, dtype, scale_layout), shape, group_offsets)
+        inner, header = _typed(blocks, spec), Header(spec, dtype, scale_layout)
+        _check_inner(inner, header, tuple(shape), group_offsets)
+        return cls._wrap(inner, header, shape, group_offsets)
 
     @classmethod
-    def _wrap(cls, blocks, header: Header, shape, group_offsets=None, stride=None):
+    def _wrap(cls, inner, header: Header, shape, group_offsets=None, stride=None) -> QuantTensor:
         """Make the wrapper of tensors already known to fit."""
         out = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=stride, dtype=header.dtype, device=blocks[0].device, requires_grad=False
+            cls, shape, strides=stride, dtype=header.dtype, device=inner[0].device, requires_grad=False
         )
-        out.qdata, out.block_scale, out.amax = blocks
+        out.qdata, out.block_scale, out.amax = inner
         out.group_offsets = group_offsets
         out.header = header
         return out
@@ -174,8 +179,10 @@ class QuantTensor(torch.Tensor):
         Raises:
             ValueError: not 16x16 tiles or not 2-D.
         """
-        if dim0 is not None or dim1 is not None:
+        if dim0 is not None and dim1 is not None:
             return super().transpose(dim0, dim1)
+        if dim0 is not None or dim1 is not None:
+            raise TypeError(f"transpose(dim0={dim0}, dim1={dim1}): give both dimensions or none")
         if not self.spec.is_tile:
             raise ValueError(
                 f"spec={describe(self.spec)}: blocks along one dimension have no exact transpose; use "
@@ -188,8 +195,8 @@ class QuantTensor(torch.Tensor):
         qdata, scale = ops.transpose(self.blocks.qdata, self.linear_scale().view(torch.uint8), rows, cols)
         if self.scale_layout == SWIZZLED_32_4_4:
             scale = layout.swizzle(scale)
-        blocks = _typed(Blocks(qdata, scale, self.amax), self.spec)
-        return self._wrap(blocks, self.header._replace(borrowed=True), (cols, rows))
+        inner = _typed(Blocks(qdata, scale, self.blocks.amax), self.spec)
+        return self._wrap(inner, self.header._replace(borrowed=True), (cols, rows))
 
     def linear_scale(self) -> Tensor:
         """Return the block scales in LINEAR layout: float8 [M, K' / spec.block_length]."""
@@ -230,7 +237,7 @@ class QuantTensor(torch.Tensor):
     def __reduce_ex__(self, protocol):
         blocks, header = self.blocks, self.header
         tensors = (blocks.qdata, blocks.block_scale, self.amax, self.group_offsets)
-        rest = (header.dtype, header.scale_layout, header.borrowed)
+        rest = (header.dtype, header.scale_layout, header.borrowed, isinstance(self, torch.nn.Parameter))
         return rebuild, (*tensors, header.spec.key, rest, tuple(self.shape))
 
     def __setitem__(self, index, value) -> None:
@@ -261,7 +268,7 @@ class QuantTensor(torch.Tensor):
         return self
 
     @property
-    def data(self) -> QuantTensor:
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
@@ -279,18 +286,21 @@ class QuantTensor(torch.Tensor):
 
 def rebuild(qdata, block_scale, amax, group_offsets, key: str, rest: tuple, shape: tuple[int, ...]) -> QuantTensor:
     """Return the QuantTensor that was pickled: plain tensors, a spec key and numbers, all of them checked."""
-    dtype, scale_layout, borrowed = rest
-    blocks, options = Blocks(qdata, block_scale, amax), {"scale_layout": scale_layout, "group_offsets": group_offsets}
-    out = QuantTensor(blocks, parse(key), shape=shape, dtype=dtype, **options)
+    dtype, scale_layout, borrowed, is_parameter = rest
+    options = {"shape": shape, "dtype": dtype, "scale_layout": scale_layout, "group_offsets": group_offsets}
+    out = QuantTensor(Blocks(qdata, block_scale, amax), key, **options)
     out.header = out.header._replace(borrowed=borrowed)
-    return out
+    return torch.nn.Parameter(out, requires_grad=False) if is_parameter else out
+
+
+_DEFAULT = NVFP4()
 
 
 def describe(spec: Spec) -> str:
     """Return a spec in a few words, naming only what differs from the default."""
     if isinstance(spec, MXFP8):
         return f"mxfp8 {spec.element}"
-    default, words = NVFP4(), [f"nvfp4 {spec.block[0]}x{spec.block[1]} {spec.rounding}"]
+    default, words = _DEFAULT, [f"nvfp4 {spec.block[0]}x{spec.block[1]} {spec.rounding}"]
     if spec.outer != default.outer:
         words.append(f"outer={spec.outer}")
     if spec.rotation is not None:
@@ -302,16 +312,21 @@ def describe(spec: Spec) -> str:
 
 
 def check_spec(name: str, spec: object) -> None:
+    """Raise TypeError unless `spec` is one; `name` is the argument's."""
     if not isinstance(spec, Spec):
         raise TypeError(f"{name}={spec!r}: give a spec such as NVFP4() or MXFP8()")
 
 
 def check_value_dtype(name: str, dtype: object, remedy: str) -> None:
+    """Raise TypeError unless `dtype` is one that values are quantized from and dequantized to."""
     if dtype not in VALUE_DTYPES:
         raise TypeError(f"{name}={dtype}: only bfloat16, float16 and float32 are supported; {remedy}")
 
 
-def _typed(blocks: Blocks, spec: Spec) -> Blocks:
+Inner = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _typed(blocks: Blocks, spec: Spec) -> Inner:
     """Return the blocks with one-byte tensors viewed as the dtypes that QuantTensor shows."""
     if isinstance(spec, MXFP8):
         qdata_dtype, scale_dtype, amax = ELEMENT_DTYPES[spec.element], torch.float8_e8m0fnu, None
@@ -320,7 +335,7 @@ def _typed(blocks: Blocks, spec: Spec) -> Blocks:
     for name, tensor, dtype in (("qdata", blocks.qdata, qdata_dtype), ("block_scale", blocks.block_scale, scale_dtype)):
         if tensor.dtype not in (torch.uint8, dtype):
             raise TypeError(f"{name}.dtype={tensor.dtype}: {describe(spec)} has {dtype} or its bytes as uint8")
-    return Blocks(blocks.qdata.view(qdata_dtype), blocks.block_scale.view(scale_dtype), amax)
+    return blocks.qdata.view(qdata_dtype), blocks.block_scale.view(scale_dtype), amax
 
 
 def _scale_shape(spec: Spec, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -328,29 +343,30 @@ def _scale_shape(spec: Spec, shape: tuple[int, ...]) -> tuple[int, int]:
     return rows, round_up(cols, spec.alignment) // spec.block_length
 
 
-def _check_blocks(blocks: Blocks, spec: Spec, shape: tuple[int, ...], scale_layout: str, group_offsets) -> None:
+def _check_inner(inner: Inner, header: Header, shape: tuple[int, ...], group_offsets: Tensor | None) -> None:
     """Raise unless the shapes satisfy the class's equations; reads no value, so it never synchronises a device."""
+    spec, (qdata, block_scale, amax) = header.spec, inner
     rows, cols = _scale_shape(spec, shape)
     per_byte = 2 if isinstance(spec, NVFP4) else 1
-    linear, swizzled = (rows, cols), (layout.swizzled_numel(rows, cols),)
-    expected = {"qdata": (rows, cols * spec.block_length // per_byte)}
-    if scale_layout == LINEAR:
-        expected["block_scale"] = linear
+    expected: list[tuple[str, Tensor, tuple[int, ...]]] = [
+        ("qdata", qdata, (rows, cols * spec.block_length // per_byte))
+    ]
+    if header.scale_layout == LINEAR:
+        expected.append(("block_scale", block_scale, (rows, cols)))
     elif group_offsets is None:  # each group of a grouped operand pads its own region
-        expected["block_scale"] = swizzled
-    if blocks.amax is not None:
+        expected.append(("block_scale", block_scale, (layout.swizzled_numel(rows, cols),)))
+    if isinstance(spec, NVFP4):
+        if amax is None:
+            raise ValueError(f"amax=None: {describe(spec)} needs the fp32 amax that its scales are relative to")
+        if amax.dtype != torch.float32:
+            raise TypeError(f"amax.dtype={amax.dtype}: give float32")
         shared = () if group_offsets is None else tuple(group_offsets.shape)
-        expected["amax"] = (rows,) if spec.outer == "row" else shared
-        if blocks.amax.dtype != torch.float32:
-            raise TypeError(f"amax.dtype={blocks.amax.dtype}: give float32")
-    elif isinstance(spec, NVFP4):
-        raise ValueError(f"amax=None: {describe(spec)} needs the fp32 amax that its scales are relative to")
-    for name, size in expected.items():
-        tensor = getattr(blocks, name)
+        expected.append(("amax", amax, (rows,) if spec.outer == "row" else shared))
+    for name, tensor, size in expected:
         if tuple(tensor.shape) != size:
             raise ValueError(
-                f"{name}.shape={tuple(tensor.shape)}: {describe(spec)} of logical shape {shape} in {scale_layout} "
-                f"layout has {size}"
+                f"{name}.shape={tuple(tensor.shape)}: {describe(spec)} of logical shape {shape} in "
+                f"{header.scale_layout} layout has {size}"
             )
-        if tensor.device != blocks.qdata.device:
-            raise ValueError(f"{name}.device={tensor.device}: qdata is on {blocks.qdata.device}; move one of them")
+        if tensor.device != qdata.device:
+            raise ValueError(f"{name}.device={tensor.device}: qdata is on {qdata.device}; move one of them")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from halfbyte.layout import Blocks
@@ -101,7 +102,7 @@ def _restore(name: str, text: str, rest: dict[str, Tensor]) -> QuantTensor:
         names = ["qdata", "block_scale", *(["amax"] if spec.key.startswith("nvfp4") else [])]
         parts = {part: rest.pop(f"{name}.{part}") for part in names}
         offsets = rest.pop(f"{name}.group_offsets") if values["grouped"] else None
-        blocks = Blocks(parts["qdata"], parts["block_scale"], parts.get("amax"))
+        blocks = Blocks(parts["qdata"], parts["block_scale"], parts.get("amax", torch.empty(0)))
         options = {"scale_layout": values["scale_layout"], "group_offsets": offsets}
         return QuantTensor(blocks, spec, shape=shape, dtype=dtype, **options)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

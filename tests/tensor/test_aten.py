@@ -304,6 +304,12 @@ class TestFallback:
                 use()
         assert torch.equal(q, q.clone())
 
+    def test_memory_questions_concern_the_inner_tensors(self):
+        q = make(ROW)
+        assert not q.is_pinned() and not q.is_shared()
+        assert q.share_memory_() is q and q.is_shared() and q.block_scale.is_shared() and q.amax.is_shared()
+        assert_same(q, make(ROW))
+
     def test_no_buffer_is_handed_out(self):
         q = make(ROW)
         for use in (q.numpy, q.tolist, q.__dlpack__):

@@ -123,8 +123,11 @@ class TestWhatItHolds:
             QuantTensor(good._replace(block_scale=good.block_scale.view(torch.float8_e8m0fnu)), ROW, **options)
         with pytest.raises(TypeError, match=r"dtype=torch.int32"):
             QuantTensor(good, ROW, shape=(40, 72), dtype=torch.int32)
-        with pytest.raises(TypeError, match="spec='nvfp4'"):
+        assert_same(QuantTensor(good, ROW.key, **options), q)
+        with pytest.raises(ValueError, match="key='nvfp4'"):
             QuantTensor(good, "nvfp4", **options)
+        with pytest.raises(TypeError, match="spec=None"):
+            QuantTensor(good, None, **options)
 
     def test_group_offsets_are_carried(self):
         q = make(ROW, 32, 32)
@@ -196,6 +199,22 @@ class TestCompile:
         assert_same(view, q.view(4, 10, 72))
         assert_same(clone, q)
         assert len(shares(view, q)) == len(inner(q)) and not shares(clone, q)
+
+    @pytest.mark.parametrize("spec", (SPECS["stochastic"], TILE, MX), ids=describe)
+    def test_quantize_inside_a_graph_of_any_size(self, spec):
+        state = hb.RunState(3)
+
+        @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+        def function(x, base):
+            q = hb.quantize(x, spec, rng=hb.rng.StreamPhilox(base, 4))
+            return q, q.view(2, -1, x.shape[1]).dequantize()
+
+        for rows, cols in ((32, 64), (48, 40)):
+            x = values(rows, cols)
+            q, decoded = function(x, state.base)
+            expected = hb.quantize(x, spec, rng=state.philox(4))
+            assert_same(q, expected)
+            assert torch.equal(decoded, expected.dequantize().view(2, -1, cols))
 
     def test_in_place_inside_a_graph(self):
         q, source = make(TILE), make(TILE, seed=1)

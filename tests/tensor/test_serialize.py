@@ -60,7 +60,10 @@ class TestStorage:
         assert id(other.weight) == identity and isinstance(other.weight, torch.nn.Parameter)
         assert other.weight.dtype == other.other.dtype == torch.float32
         assert torch.equal(other.weight.qdata, make(ROW, seed=4).qdata)
-        assert_same(copy.deepcopy(module).other, module.other)
+        for again in (copy.deepcopy(module), pickled(module)):
+            assert_same(again.weight, module.weight)
+            assert_same(again.other, module.other)
+            assert isinstance(again.weight, torch.nn.Parameter) and not isinstance(again.other, torch.nn.Parameter)
 
     def test_safetensors(self, tmp_path):
         torch_file = pytest.importorskip("safetensors.torch")
