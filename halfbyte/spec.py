@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from halfbyte.formats import E2M1, E4M3, E5M2, MXFP8_BLOCK, NVFP4_BLOCK, ElementFormat, element_format, f32
+from halfbyte.formats import E2M1, E4M3, E5M2, FLT_MAX, MXFP8_BLOCK, NVFP4_BLOCK, ElementFormat, element_format, f32
 
 HADAMARD_SIZES = (16, 32, 64, 128)
 BLOCKS = ((1, NVFP4_BLOCK), (NVFP4_BLOCK, NVFP4_BLOCK))
@@ -144,9 +144,11 @@ class NVFP4:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= limit:
                 raise _refuse(name, value, f"give a number with 0 < {name} <= {limit:g}")
-            if f32(float(value)) == 0:
-                raise _refuse(name, value, "it rounds to zero in fp32; use a larger one")
+            if value * FLT_MAX < 1:
+                raise _refuse(name, value, "its reciprocal overflows fp32; use a larger one")
             object.__setattr__(self, name, float(value))
+        if self.e4m3_max * self.fp4_max * FLT_MAX < 1:
+            raise _refuse("e4m3_max", self.e4m3_max, "1 / (e4m3_max * fp4_max) overflows fp32; use a larger one")
 
     def _check_combinations(self) -> None:
         tile = self.block == (NVFP4_BLOCK, NVFP4_BLOCK)

@@ -29,6 +29,8 @@ REFUSED = [
     (lambda: hb.NVFP4(fp4_max=math.nan), "fp4_max", "nan", "0 < fp4_max <= 6"),
     (lambda: hb.NVFP4(fp4_max=True), "fp4_max", "True", "0 < fp4_max <= 6"),
     (lambda: hb.NVFP4(fp4_max=1e-60), "fp4_max", "1e-60", "use a larger one"),
+    (lambda: hb.NVFP4(fp4_max=1e-39), "fp4_max", "1e-39", "use a larger one"),
+    (lambda: hb.NVFP4(e4m3_max=1e-38, fp4_max=1e-3), "e4m3_max", "1e-38", "use a larger one"),
     (lambda: hb.NVFP4(e4m3_max=-256.0), "e4m3_max", "-256.0", "0 < e4m3_max <= 448"),
     (lambda: hb.NVFP4(e4m3_max=449), "e4m3_max", "449", "0 < e4m3_max <= 448"),
     (lambda: hb.NVFP4(e4m3_max="256"), "e4m3_max", "'256'", "0 < e4m3_max <= 448"),
