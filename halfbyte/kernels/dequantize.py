@@ -191,26 +191,28 @@ def _launch(
 
 
 def compile_cases() -> list[CompileCase]:
-    """Return every configuration that `dequantize` and `decode` launch."""
-    cases = []
-    for form, word in ((dc.NVFP4, "i32"), (dc.MXFP8_E4M3, "i64"), (dc.MXFP8_E5M2, "i64")):
-        factors = (dc.NO_FACTOR, dc.TENSOR_FACTOR, dc.ROW_FACTOR) if form == dc.NVFP4 else (dc.NO_FACTOR,)
-        for factor in factors:
-            for swizzled in (False, True):
-                for dtype in (torch.bfloat16, torch.float32):
-                    arguments = {
-                        "qdata_ptr": f"*{word}:16",
-                        "scale_ptr": "*u8:16",
-                        "amax_ptr": "*fp32:16" if factor != dc.NO_FACTOR else None,
-                        "out_ptr": f"*{dtype_name(dtype)}:16",
-                        **dict.fromkeys(("rows", "cols", "blocks"), "i32:16"),
-                        **dict.fromkeys(("qdata_stride", "scale_stride", "out_stride"), "i32:16"),
-                        **dict.fromkeys(("floor", "inverse"), "fp32"),
-                        "FORMAT": form,
-                        "FACTOR": factor,
-                        "SWIZZLED": swizzled,
-                        "BLOCK_WORDS": BLOCK_WORDS,
-                        "STEPS": STEPS,
-                    }
-                    cases.append(CompileCase(dequantize_kernel, arguments, num_warps=NUM_WARPS))
-    return cases
+    """Return what `dequantize` and `decode` launch: every format, factor, scale layout and output width."""
+    return [
+        _case(dc.NVFP4, dc.NO_FACTOR, False, torch.bfloat16),
+        _case(dc.NVFP4, dc.TENSOR_FACTOR, True, torch.bfloat16),
+        _case(dc.NVFP4, dc.ROW_FACTOR, False, torch.float32),
+        _case(dc.MXFP8_E4M3, dc.NO_FACTOR, False, torch.bfloat16),
+        _case(dc.MXFP8_E5M2, dc.NO_FACTOR, True, torch.float16),
+    ]
+
+
+def _case(form: tl.constexpr, factor: tl.constexpr, swizzled: bool, dtype: torch.dtype) -> CompileCase:
+    arguments = {
+        "qdata_ptr": "*i32:16" if form == dc.NVFP4 else "*i64:16",
+        "scale_ptr": "*u8:16",
+        "amax_ptr": "*fp32:16" if factor != dc.NO_FACTOR else None,
+        "out_ptr": f"*{dtype_name(dtype)}:16",
+        **dict.fromkeys(("rows", "cols", "blocks", "qdata_stride", "scale_stride", "out_stride"), "i32:16"),
+        **dict.fromkeys(("floor", "inverse"), "fp32"),
+        "FORMAT": form,
+        "FACTOR": factor,
+        "SWIZZLED": swizzled,
+        "BLOCK_WORDS": BLOCK_WORDS,
+        "STEPS": STEPS,
+    }
+    return CompileCase(dequantize_kernel, arguments, num_warps=NUM_WARPS)

@@ -26,6 +26,7 @@ Variant = Literal["auto", "tma", "pointer"]
 
 GROUP = 8  # rows of tiles that share b's tiles in L2
 TMA_ALIGNMENT = 16  # bytes, of the base and of every row
+EPILOGUE_BYTES = 32 << 10  # of shared memory for a part of the output tile
 COMBINE_TILE = (16, 128)
 MAX_SPLITS = 16
 MIN_SPLIT_STEPS = 4  # contraction steps below which a split costs more than the programs it fills
@@ -43,7 +44,7 @@ class Tile:
 
 
 TMA_TILES = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 128, 64, 4, 4))
-POINTER_TILES = (Tile(128, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4))
+POINTER_TILES = (Tile(128, 128, 32, 8, 4), Tile(64, 64, 32, 4, 4))
 FP32_TILE = Tile(64, 64, 16, 4, 2)  # operands that no tensor core multiplies exactly: fp32, or a mixed pair
 
 
@@ -103,21 +104,23 @@ def gemm_nt(
 
 def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "auto") -> Plan:
     """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and out [M, N]."""
-    upcast = dc.INTERPRETED.value or a.dtype != b.dtype or a.dtype == torch.float32
+    exact = a.dtype != b.dtype or a.dtype == torch.float32
     describable = _describable(a) and _describable(b)
     if variant == "tma" and not describable:
         raise ValueError(
             f"variant='tma': operands with strides {a.stride()} and {b.stride()} are not {TMA_ALIGNMENT}-byte aligned; "
             "use 'auto'"
         )
-    exact = upcast and not dc.INTERPRETED.value
-    tma = variant == "tma" or (variant == "auto" and describable and not exact and _prefers_tma(a.device))
+    tiles = tma_tiles(_capability(a.device))
+    tma = variant == "tma" or (variant == "auto" and describable and not exact and bool(tiles))
     programs = _multiprocessors(a.device)
     M, N = out.shape
     if exact:
-        return Plan(tma, FP32_TILE, 1, upcast)
-    tile, splits = choose_tile(TMA_TILES if tma else POINTER_TILES, M, N, K, programs)
-    return Plan(tma, tile, splits, upcast)
+        return Plan(False, FP32_TILE, 1, True)
+    if tma:  # plain stores of the largest tile's output spill registers
+        tiles = tuple(t for t in tiles or TMA_TILES[1:] if _describable(out) or t.bn < 256)
+    tile, splits = choose_tile(tiles if tma else POINTER_TILES, M, N, K, programs)
+    return Plan(tma, tile, splits, dc.INTERPRETED.value)
 
 
 @lru_cache(maxsize=4096)
@@ -195,7 +198,8 @@ def _multiply(
         return
     programs = min(work, _multiprocessors(a.device))
     out_tma = _describable(out)
-    out_desc = TensorDescriptor.from_tensor(out, [tile.bm, tile.bn // 2]) if out_tma else None
+    parts = _epilogue_parts(tile, out.dtype)
+    out_desc = TensorDescriptor.from_tensor(out, [tile.bm, tile.bn // parts]) if out_tma else None
     gemm_tma_kernel[(programs,)](
         TensorDescriptor.from_tensor(a[:, :K], [tile.bm, tile.bk]),
         TensorDescriptor.from_tensor(b[:, :K], [tile.bn, tile.bk]),
@@ -206,9 +210,15 @@ def _multiply(
         N=N,
         K=K,
         OUT_TMA=out_tma,
+        PARTS=parts,
         PROGRAMS=programs,
         **options,
     )
+
+
+def _epilogue_parts(tile: Tile, dtype: torch.dtype) -> int:
+    """Return how many column ranges of the tile are finished one after another: at most 32 KiB each."""
+    return 4 if tile.bm * tile.bn // 2 * dtype.itemsize > EPILOGUE_BYTES else 2
 
 
 def _factors(a: Decoded, b: Decoded, bias: Tensor | None) -> dict:
@@ -257,33 +267,48 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=64)
-def _prefers_tma(device: torch.device) -> bool:
-    """sm_90 and sm_100 run the TMA kernel; sm_120 has 99 KiB of shared memory, too little for its tiles."""
-    return device.type == "cuda" and 9 <= torch.cuda.get_device_capability(device)[0] < 12
+def _capability(device: torch.device) -> int:
+    """Return the compute capability as in sm_90; 90 for a device that the interpreter runs on."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def tma_tiles(capability: int) -> tuple[Tile, ...]:
+    """Return the tiles that the TMA kernel may use: none below sm_90 and on sm_120, whose shared memory is too small.
+
+    On sm_100, where this GEMM only stands in for the native one, the largest tile spills registers.
+    """
+    if not 90 <= capability < 120:
+        return ()
+    return TMA_TILES if capability < 100 else TMA_TILES[1:]
 
 
 def compile_cases() -> list[CompileCase]:
-    """Return the configurations that `gemm_nt` launches: every tile, output dtype and kind of epilogue."""
+    """Return what `gemm_nt` launches: every tile with the lightest and with the heaviest epilogue."""
     cases = []
-    kinds = (dc.TENSOR_FACTOR.value, dc.ROW_FACTOR.value)
-    for dtype in (torch.bfloat16, torch.float32):
-        for factor, extra in ((kinds[0], False), (kinds[1], True)):
-            cases += [_tma_case(tile, dtype, factor, extra) for tile in TMA_TILES]
-            cases += [_pointer_case(tile, dtype, factor, extra) for tile in POINTER_TILES]
-            cases.append(_combine_case(dtype, factor, extra))
-    return [*cases, _pointer_case(FP32_TILE, torch.float32, kinds[0], True, upcast=True)]
+    for dtype, factor, heavy in ((torch.bfloat16, dc.TENSOR_FACTOR, False), (torch.float32, dc.ROW_FACTOR, True)):
+        ends = _end_arguments(factor.value, heavy)
+        for tile in TMA_TILES:
+            cases.append(_tma_case(tile, dtype, ends, out_tma=True))
+            if heavy and tile.bn < 256:
+                cases.append(_tma_case(tile, dtype, ends, out_tma=False))
+        cases += [_pointer_case(tile, dtype, ends) for tile in POINTER_TILES]
+        cases.append(_combine_case(dtype, ends))
+    return [*cases, _pointer_case(FP32_TILE, torch.float32, ends, upcast=True)]
 
 
-def _end_arguments(factor: int, extra: bool) -> dict:
+def _end_arguments(factor: int, heavy: bool) -> dict:
     return {
         "a_amax_ptr": "*fp32:16",
         "b_amax_ptr": "*fp32:16",
-        "bias_ptr": "*bf16:16" if extra else None,
+        "bias_ptr": "*fp32:16" if heavy else None,
         **dict.fromkeys(("a_floor", "a_inverse", "b_floor", "b_inverse"), "fp32"),
         "A_FACTOR": factor,
         "B_FACTOR": factor,
-        "HAS_BIAS": extra,
-        "ACCUMULATE": extra,
+        "HAS_BIAS": heavy,
+        "ACCUMULATE": heavy,
         **dict.fromkeys(("M", "N"), "i32:16"),
     }
 
@@ -292,42 +317,45 @@ def _tile_arguments(tile: Tile) -> dict:
     return {"K": "i32:16", "SPLITS": 1, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "GROUP": GROUP}
 
 
-def _tma_case(tile: Tile, dtype: torch.dtype, factor: int, extra: bool) -> CompileCase:
+def _tma_case(tile: Tile, dtype: torch.dtype, ends: dict, out_tma: bool) -> CompileCase:
+    parts = _epilogue_parts(tile, dtype)
     arguments = {
         "a_desc": f"tensordesc<bf16[{tile.bm},{tile.bk}]>",
         "b_desc": f"tensordesc<bf16[{tile.bn},{tile.bk}]>",
-        "out_desc": f"tensordesc<{dtype_name(dtype)}[{tile.bm},{tile.bn // 2}]>",
+        "out_desc": f"tensordesc<{dtype_name(dtype)}[{tile.bm},{tile.bn // parts}]>" if out_tma else None,
         "out_ptr": f"*{dtype_name(dtype)}:16",
-        "out_stride": "i32:16",
-        **_end_arguments(factor, extra),
+        "out_stride": "i32:16" if out_tma else "i32",
+        **ends,
         **_tile_arguments(tile),
-        "OUT_TMA": True,
+        "OUT_TMA": out_tma,
+        "PARTS": parts,
         "PROGRAMS": 132,
         "UPCAST": False,
     }
-    return CompileCase(gemm_tma_kernel, arguments, tile.num_warps, tile.num_stages, capabilities=(90, 100, 103))
+    targets = tuple(c for c in (90, 100, 103) if tile in tma_tiles(c))
+    return CompileCase(gemm_tma_kernel, arguments, tile.num_warps, tile.num_stages, capabilities=targets)
 
 
-def _pointer_case(tile: Tile, dtype: torch.dtype, factor: int, extra: bool, upcast: bool = False) -> CompileCase:
+def _pointer_case(tile: Tile, dtype: torch.dtype, ends: dict, upcast: bool = False) -> CompileCase:
     operand = "*fp32:16" if upcast else "*bf16:16"
     arguments = {
         "a_ptr": operand,
         "b_ptr": operand,
         "out_ptr": f"*{dtype_name(dtype)}:16",
         **dict.fromkeys(("a_stride", "b_stride", "out_stride"), "i32:16"),
-        **_end_arguments(factor, extra),
+        **ends,
         **_tile_arguments(tile),
         "UPCAST": upcast,
     }
     return CompileCase(gemm_pointer_kernel, arguments, tile.num_warps, tile.num_stages)
 
 
-def _combine_case(dtype: torch.dtype, factor: int, extra: bool) -> CompileCase:
+def _combine_case(dtype: torch.dtype, ends: dict) -> CompileCase:
     arguments = {
         "parts_ptr": "*fp32:16",
         "out_ptr": f"*{dtype_name(dtype)}:16",
         **dict.fromkeys(("parts_stride", "out_stride", "split_rows"), "i32:16"),
-        **_end_arguments(factor, extra),
+        **ends,
         "SPLITS": MAX_SPLITS,
         "BM": COMBINE_TILE[0],
         "BN": COMBINE_TILE[1],

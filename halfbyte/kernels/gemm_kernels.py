@@ -71,6 +71,20 @@ def store_tile(acc, out_ptr, out_stride, o_m, o_n, M, N, ACCUMULATE: tl.constexp
 
 
 @triton.jit
+def split_columns(x, PARTS: tl.constexpr):
+    """Return the PARTS (2 or 4) column ranges of x [BM, BN], left to right."""
+    BM: tl.constexpr = x.shape[0]
+    BN: tl.constexpr = x.shape[1]
+    left, right = tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
+    if PARTS == 2:
+        return left, right
+    else:
+        first, second = split_columns(left, 2)
+        third, fourth = split_columns(right, 2)
+        return first, second, third, fourth
+
+
+@triton.jit
 def gemm_tma_kernel(
     a_desc,
     b_desc,
@@ -92,6 +106,7 @@ def gemm_tma_kernel(
     HAS_BIAS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     OUT_TMA: tl.constexpr,
+    PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -118,22 +133,24 @@ def gemm_tma_kernel(
                 acc = tl.dot(b_a, b_b.T, acc)
         o_m = i_m * BM + tl.arange(0, BM)
         o_n = i_n * BN + tl.arange(0, BN)
-        acc = finish(
-            acc, o_m, o_n, M, N, a_amax_ptr, b_amax_ptr, bias_ptr, a_floor, a_inverse, b_floor, b_inverse,
-            A_FACTOR, B_FACTOR, HAS_BIAS,
-        )  # fmt: skip
-        if OUT_TMA:
-            # Two half tiles through shared memory: a whole one would not fit beside the pipeline.
-            i_row = (i_split * tiles_m + i_m) * BM
-            halves = tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
-            left, right = tl.split(halves)
-            if ACCUMULATE:
-                left = left + out_desc.load([i_row, i_n * BN]).to(tl.float32)
-                right = right + out_desc.load([i_row, i_n * BN + BN // 2]).to(tl.float32)
-            out_desc.store([i_row, i_n * BN], dc.cast(left, out_desc.dtype))
-            out_desc.store([i_row, i_n * BN + BN // 2], dc.cast(right, out_desc.dtype))
-        else:
-            store_tile(acc, out_ptr, out_stride, o_m, o_n, M, N, ACCUMULATE)
+        # In parts, left to right: a whole fp32 tile fits neither in shared memory beside the pipeline nor in registers
+        # beside the values it is added to.
+        parts = split_columns(acc, PARTS)
+        for part in tl.static_range(PARTS):
+            i_col = i_n * BN + part * (BN // PARTS)
+            o_m = i_m * BM + tl.arange(0, BM)
+            o_n = i_col + tl.arange(0, BN // PARTS)
+            y = finish(
+                parts[part], o_m, o_n, M, N, a_amax_ptr, b_amax_ptr, bias_ptr, a_floor, a_inverse, b_floor, b_inverse,
+                A_FACTOR, B_FACTOR, HAS_BIAS,
+            )  # fmt: skip
+            if OUT_TMA:
+                i_row = (i_split * tiles_m + i_m) * BM
+                if ACCUMULATE:
+                    y = y + out_desc.load([i_row, i_col]).to(tl.float32)
+                out_desc.store([i_row, i_col], dc.cast(y, out_desc.dtype))
+            else:
+                store_tile(y, out_ptr, out_stride, o_m, o_n, M, N, ACCUMULATE)
 
 
 @triton.jit

@@ -1,0 +1,87 @@
+"""Dequantize kernels against the golden vectors and the reference, bit for bit."""
+
+import golden_vectors as golden
+import kernel_checks as checks
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte import layout, reference
+from halfbyte.kernels import dequantize as dq
+from halfbyte.layout import Blocks
+
+torch.manual_seed(0)
+
+# Each vector costs about a tenth of a second here; all of them run on a GPU (tests/gpu).
+STORED = [case for case in golden.cases() if case.has("dequant") and case.array("dequant").size < 1000]
+SAMPLE = STORED[::40] + [case for case in STORED if "amax" in case.id or "nonfinite" in case.id][::20]
+
+SPECS = (hb.NVFP4(), checks.ROW, hb.NVFP4(rotation=hb.Hadamard(size=64)), hb.MXFP8(), hb.MXFP8(element="e5m2"))
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in SAMPLE])
+def test_golden(case):
+    checks.check_dequantize(case)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.key)
+def test_decode_gives_the_operand_of_the_gemm(spec):
+    x = torch.randn(5, 70)
+    blocks = reference.quantize(x, spec, scale_layout=layout.SWIZZLED_32_4_4)
+    ours = dq.decode(blocks, spec, 70, layout.SWIZZLED_32_4_4)
+    theirs = reference.decode(blocks, spec, 70, layout.SWIZZLED_32_4_4)
+    checks.same(ours.values.float(), theirs.values)
+
+
+def every_code(spec):
+    """Every element code under every scale: [256 scales, one block of each code], tensor amax so that g = 1."""
+    if isinstance(spec, hb.NVFP4):
+        qdata = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], dtype=torch.uint8)
+        return Blocks(qdata.repeat(127, 1), torch.arange(1, 128, dtype=torch.uint8)[:, None], torch.tensor(2688.0))
+    finite = {"e4m3": [c for c in range(256) if c & 0x7F != 0x7F], "e5m2": [c for c in range(256) if c & 0x7C != 0x7C]}
+    codes = torch.tensor(finite[spec.element], dtype=torch.uint8)
+    qdata = torch.cat((codes, codes.new_zeros(256 - len(codes)))).repeat(8, 1)
+    scales = torch.tensor([0, 1, 2, 20, 127, 240, 254, 255], dtype=torch.uint8)
+    return Blocks(qdata, scales[:, None].repeat(1, 8), torch.empty(0))
+
+
+@pytest.mark.parametrize("spec", (hb.NVFP4(), hb.MXFP8(), hb.MXFP8(element="e5m2")), ids=lambda spec: spec.key)
+def test_every_code_under_every_kind_of_scale(spec):
+    blocks = every_code(spec)
+    cols = 16 if isinstance(spec, hb.NVFP4) else 256
+    for dtype in checks.DTYPES:
+        checks.same(dq.dequantize(blocks, spec, cols, dtype), reference.dequantize(blocks, spec, cols, dtype))
+
+
+@pytest.mark.parametrize("amax", (1e-45, 1e-35, 2.0**99.99, 2.0**100, 3.4e38))
+def test_the_branch_for_huge_amax(amax):
+    blocks = every_code(hb.NVFP4())._replace(amax=torch.tensor(amax))
+    checks.same(dq.dequantize(blocks, hb.NVFP4(), 16), reference.dequantize(blocks, hb.NVFP4(), 16))
+
+
+@pytest.mark.parametrize("shape", ((0, 32), (3, 0), (0, 0)))
+@pytest.mark.parametrize("spec", (hb.NVFP4(), checks.ROW, hb.MXFP8()), ids=lambda spec: spec.key)
+def test_empty_tensors_are_never_launched(shape, spec, monkeypatch):
+    monkeypatch.setattr(dq, "dequantize_kernel", None)
+    blocks = reference.quantize(torch.randn(shape), spec)
+    assert dq.dequantize(blocks, spec, shape[1], torch.bfloat16).shape == shape
+    assert dq.decode(blocks, spec, shape[1]).values.shape[0] == shape[0]
+
+
+def test_rows_may_be_strided_and_start_anywhere():
+    spec, x = hb.NVFP4(), torch.randn(6, 48)
+    blocks = reference.quantize(x, spec)
+    wide = torch.zeros(6, 29, dtype=torch.uint8)
+    wide[:, 1:25] = blocks.qdata
+    expected = reference.dequantize(blocks, spec, 48)
+    checks.same(dq.dequantize(blocks._replace(qdata=wide[:, 1:25]), spec, 48), expected)
+    padded = torch.zeros(6, 32, dtype=torch.uint8)
+    padded[:, :24] = blocks.qdata
+    checks.same(dq.dequantize(blocks._replace(qdata=padded[:, :24]), spec, 48), expected)
+    checks.same(dq.dequantize(Blocks(blocks.qdata[2:], blocks.block_scale[2:], blocks.amax), spec, 48), expected[2:])
+
+
+def test_an_unknown_scale_layout_is_named():
+    blocks = reference.quantize(torch.randn(2, 16), hb.NVFP4())
+    with pytest.raises(ValueError, match="scale_layout='diagonal'"):
+        dq.dequantize(blocks, hb.NVFP4(), 16, scale_layout="diagonal")

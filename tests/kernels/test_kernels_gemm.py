@@ -1,0 +1,152 @@
+"""The emulated GEMM: golden products, every kind of operand and epilogue, both kernels, splits, edges."""
+
+import golden_vectors as golden
+import kernel_checks as checks
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte import reference
+from halfbyte.kernels import gemm
+from halfbyte.kernels.dequantize import Decoded
+
+torch.manual_seed(0)
+
+VARIANTS = ("pointer", "tma")
+PAIRS = (
+    (hb.NVFP4(), checks.TILE),
+    (checks.ROW, checks.ROW),
+    (checks.ROW, hb.NVFP4(e4m3_max=256.0)),
+    (hb.NVFP4(), checks.ROW),
+    (hb.MXFP8(), hb.MXFP8(element="e5m2")),
+    (hb.NVFP4(), None),
+    (None, checks.ROW),
+    (None, None),
+)
+ROTATED = hb.NVFP4(rotation=hb.Hadamard(size=32))
+
+
+@pytest.mark.parametrize("index, case", [pytest.param(i, c, id=c.id) for i, c in enumerate(golden.cases("edge_gemm"))])
+def test_golden(index, case):
+    checks.check_gemm(case, VARIANTS[index % 2])
+
+
+def assert_like_reference(pair, shape, **options):
+    M, N, K = shape
+    ours, theirs = zip(*(checks.decoded_pair(torch.randn(rows, K).bfloat16(), s) for rows, s in zip((M, N), pair)), strict=True)
+    width = min(side.values.shape[1] for side in theirs)
+    theirs = [side._replace(values=side.values[:, :width]) for side in theirs]
+    bias, existing = torch.randn(N), torch.randn(M, N)
+    for accumulate in (False, True):
+        end = {"bias": bias if accumulate else None, "accumulate": accumulate}
+        y = gemm.gemm_nt(*ours, out=existing.clone(), **end, **options)
+        expected = reference.gemm_nt(*theirs, out=existing.clone(), **end)
+        assert (y - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " x ".join(str(s and s.key) for s in pair))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_operands_and_epilogues(pair, variant):
+    assert_like_reference(pair, (9, 19, 48), variant=variant)
+
+
+@pytest.mark.parametrize("shape", ((1, 1, 1), (1, 130, 33), (70, 5, 200)))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ragged_shapes(shape, variant):
+    assert_like_reference(PAIRS[0], shape, variant=variant)
+
+
+def test_a_rotated_tail_takes_part():
+    x, w = torch.randn(4, 40), torch.randn(6, 40)
+    ours, theirs = zip(*(checks.decoded_pair(t, ROTATED) for t in (x, w)), strict=True)
+    y = gemm.gemm_nt(*ours, out_dtype=torch.float32)
+    assert ours[0].values.shape[1] == 64 and ours[0].values[:, 40:].any()
+    torch.testing.assert_close(y, reference.gemm_nt(*theirs, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_one_rounding_to_the_output_dtype(dtype):
+    # Sums of at most 48 products of 6-bit numbers are exact in fp32: the result is rounded exactly once.
+    ours, theirs = zip(*(checks.decoded_pair(torch.randn(n, 48), checks.ROW) for n in (7, 12)), strict=True)
+    bias = torch.randn(12).to(dtype)
+    y = gemm.gemm_nt(*ours, out_dtype=dtype, bias=bias)
+    checks.same(y, reference.gemm_nt(*theirs, out_dtype=dtype, bias=bias))
+    existing = torch.randn(7, 12).to(dtype)
+    summed = gemm.gemm_nt(*ours, out=existing.clone(), accumulate=True)
+    checks.same(summed, reference.gemm_nt(*theirs, out=existing.clone(), accumulate=True))
+
+
+def test_scalar_factors_that_overflow_together():
+    a, b = (Decoded(torch.full((2, 16), v).bfloat16(), torch.tensor(3e38), 2688.0) for v in (2.0**-9, 2.0**-10))
+    assert torch.isinf((torch.tensor(3e38) / 2688) ** 2)
+    y = gemm.gemm_nt(a._replace(amax=torch.tensor(1e30)), b, out_dtype=torch.float32)
+    expected = (a.values.double() * (1e30 / 2688)) @ (b.values.double() * (3e38 / 2688)).T
+    torch.testing.assert_close(y, expected.float())
+
+
+@pytest.mark.parametrize("splits", (2, 3))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_split_contraction(splits, variant, monkeypatch):
+    plans = []
+
+    def plan(*arguments):
+        plans.append(gemm.Plan(variant == "tma", gemm.Tile(64, 128, 64, 4, 4), splits, True))
+        return plans[-1]
+
+    monkeypatch.setattr(gemm, "make_plan", plan)
+    assert_like_reference(PAIRS[splits - 2], (70, 37, 300))
+    assert plans
+
+
+def test_tiles_are_chosen_for_the_shape():
+    tiles = gemm.tma_tiles(90)
+    assert gemm.choose_tile(tiles, 8192, 8192, 8192, 132) == (tiles[0], 1)
+    assert gemm.choose_tile(tiles, 65536, 1024, 1024, 132)[1] == 1
+    wgrad_tile, splits = gemm.choose_tile(tiles, 1024, 1024, 65536, 132)
+    assert splits > 1 and (1024 // wgrad_tile.bm) * (1024 // wgrad_tile.bn) * splits <= 132
+    assert gemm.choose_tile(tiles, 64, 64, 64, 132)[1] == 1
+    assert gemm.tma_tiles(80) == gemm.tma_tiles(120) == ()
+
+
+@pytest.mark.parametrize("shape", ((0, 5, 16), (4, 0, 16), (3, 5, 0)))
+def test_nothing_to_multiply(shape, monkeypatch):
+    monkeypatch.setattr(gemm, "_run", None)
+    M, N, K = shape
+    a, b = Decoded(torch.randn(M, K).bfloat16()), Decoded(torch.randn(N, K).bfloat16())
+    assert torch.equal(gemm.gemm_nt(a, b, out_dtype=torch.float32), torch.zeros(M, N))
+    bias, existing = torch.randn(N), torch.randn(M, N)
+    y = gemm.gemm_nt(a, b, bias=bias, out=existing.clone(), accumulate=True)
+    assert torch.equal(y, existing + bias)
+
+
+def test_plain_operands_of_any_dtype_and_stride():
+    x, w = torch.randn(33, 5).T, torch.randn(7, 40)[:, :33]
+    for x_dtype, w_dtype in ((torch.float32, torch.float32), (torch.float16, torch.float16), (torch.bfloat16, torch.float32)):
+        a, b = x.to(x_dtype), w.to(w_dtype)
+        y = gemm.gemm_nt(Decoded(a), Decoded(b), out_dtype=torch.float32)
+        torch.testing.assert_close(y, a.float() @ b.float().T)
+
+
+def test_output_with_any_stride():
+    ours, theirs = zip(*(checks.decoded_pair(torch.randn(n, 48), hb.NVFP4()) for n in (7, 12)), strict=True)
+    out = torch.zeros(12, 7).T
+    assert gemm.gemm_nt(*ours, out=out) is out
+    torch.testing.assert_close(out, reference.gemm_nt(*theirs, out_dtype=torch.float32))
+    wide = torch.zeros(7, 20)
+    gemm.gemm_nt(*ours, out=wide[:, 3:15])
+    torch.testing.assert_close(wide[:, 3:15], out)
+    assert not wide[:, :3].any() and not wide[:, 15:].any()
+
+
+def test_nan_blocks_poison_only_what_reads_them():
+    x, w = torch.randn(6, 64), torch.randn(5, 64)
+    x[2, 20] = float("nan")
+    ours, _ = zip(*(checks.decoded_pair(t, hb.NVFP4()) for t in (x, w)), strict=True)
+    y = gemm.gemm_nt(*ours)
+    assert y[2].isnan().all() and not y[[0, 1, 3, 4, 5]].isnan().any()
+
+
+def test_tma_refuses_strides_it_cannot_describe():
+    a, b = Decoded(torch.randn(4, 9).bfloat16()), Decoded(torch.randn(4, 9).bfloat16())
+    with pytest.raises(ValueError, match="variant='tma'.*use 'auto'"):
+        gemm.gemm_nt(a, b, variant="tma")
