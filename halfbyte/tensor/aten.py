@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.layout import LINEAR, matrix_shape
 from halfbyte.tensor.create import quantize
-from halfbyte.tensor.quant_tensor import HANDLERS, QuantTensor, check_value_dtype, describe
+from halfbyte.tensor.quant_tensor import HANDLERS, VALUE_DTYPES, QuantTensor, check_value_dtype, describe
 
 aten = torch.ops.aten
 
@@ -161,7 +161,8 @@ def _to_copy(func, args, kwargs):
 @implements(aten.empty_like.default, aten.zeros_like.default)
 def _like(func, args, kwargs):
     q, dtype, device = args[0], kwargs.get("dtype") or args[0].dtype, kwargs.get("device")
-    check_value_dtype("dtype", dtype, "name the float dtype that dequantize() returns")
+    if dtype not in VALUE_DTYPES:
+        return NotImplemented
     header = q.header._replace(dtype=dtype, borrowed=False)
     out = q.map(lambda t: torch.empty_like(t, device=device), header=header)
     return out.zero_() if func is aten.zeros_like.default else out
@@ -198,7 +199,7 @@ def _zero_(func, args, kwargs):
 def _copy_(func, args, kwargs):
     target, source = args[:2]
     if not isinstance(target, QuantTensor):
-        values = _values("copy_", source).dequantize(target.dtype if target.dtype in _FLOATS else None)
+        values = _values("copy_", source).dequantize(target.dtype if target.dtype in VALUE_DTYPES else None)
         return target.copy_(values, *args[2:])
     _refuse_borrowed("copy_", target)
     non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
@@ -246,7 +247,7 @@ def _equal(func, args, kwargs):
     if isinstance(a, QuantTensor) and isinstance(b, QuantTensor) and a.spec == b.spec:
         return torch.equal(a.dequantize(torch.float32), b.dequantize(torch.float32))
     plain = [_values("equal", t).dequantize(torch.float32) if isinstance(t, QuantTensor) else t for t in args]
-    return torch.equal(*(t.float() if t.dtype in _FLOATS else t for t in plain))
+    return torch.equal(*(t.float() if t.dtype in VALUE_DTYPES else t for t in plain))
 
 
 @implements(aten.is_pinned.default)
@@ -260,8 +261,6 @@ def _record_stream(func, args, kwargs):
 
 
 # Anything else
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _values(name: str, q: QuantTensor) -> QuantTensor:

@@ -284,7 +284,7 @@ class QuantTensor(torch.Tensor):
         return self.qdata.is_shared()
 
 
-def rebuild(qdata, block_scale, amax, group_offsets, key: str, rest: tuple, shape: tuple[int, ...]) -> QuantTensor:
+def rebuild(qdata, block_scale, amax, group_offsets, key: str, rest: tuple, shape: tuple[int, ...]) -> Tensor:
     """Return the QuantTensor that was pickled: plain tensors, a spec key and numbers, all of them checked."""
     dtype, scale_layout, borrowed, is_parameter = rest
     options = {"shape": shape, "dtype": dtype, "scale_layout": scale_layout, "group_offsets": group_offsets}

@@ -261,6 +261,7 @@ class TestFallback:
             lambda t, x: torch.stack(list(t)),
             lambda t, x: x.clone().add_(t),
             lambda t, x: torch.ones_like(t),
+            lambda t, x: torch.zeros_like(t, dtype=torch.bool),
             lambda t, x: torch.isnan(t).any(),
             lambda t, x: torch.nn.functional.embedding(torch.tensor([3, 1]), t),
         ],
