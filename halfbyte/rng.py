@@ -79,7 +79,9 @@ class Philox:
 
     def on(self, device: torch.device) -> Draw:
         """Return the draw on `device`."""
-        base = torch.tensor([as_signed64(self.seed), self.offset], dtype=torch.int64, device=device)
+        base = torch.empty(2, dtype=torch.int64, device=device)
+        base[0].fill_(as_signed64(self.seed))  # filled on the device: copying from the host would wait for it
+        base[1].fill_(self.offset)
         return Draw(base, 0, self.first_block, self.blocks_per_row)
 
 
