@@ -1,0 +1,263 @@
+"""Device functions from values to codes: casts, packing, Philox, rotation (docs/numerics.md sections 1, 4 and 7).
+
+A block is a tuple of 16 tensors (MXFP8: 32, a rotated group: up to 128), element i of every block in tensor i, so that a
+thread owns whole blocks: maxima, sums, butterflies and packing are arithmetic between registers, without shuffles or
+shared memory, and the same code serves blocks along rows and along columns.
+
+Everything is exact in Triton's interpreter and on every GPU. Where a GPU has one instruction for what portable Triton
+says in several, the portable form serves the interpreter and the instruction is inline assembly beside it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfbyte import formats
+from halfbyte.kernels.decode import INTERPRETED
+from halfbyte.rng import HADAMARD_SIGN_BITS
+
+FLT_MAX = tl.constexpr(formats.FLT_MAX)
+E2M1_MAX = tl.constexpr(formats.E2M1.max)
+E4M3_MAX = tl.constexpr(formats.E4M3.max)
+INF = tl.constexpr(float("inf"))
+SIGN_BITS = tl.constexpr(HADAMARD_SIGN_BITS)
+
+MAGIC = tl.constexpr(8388608.0)  # 2^23: from here to 2^24 a float's low bits are an integer
+MAGIC_SEVEN = tl.constexpr(0x4B000007)  # the bits of 2^23 + 7
+PACK_BIAS = tl.constexpr(0xFB000000)  # what the exponents of 8 magic numbers add to a packed word: 0x4B000000 * 0x11
+
+# floor(2a), floor(a), floor(a/2) of non-negative numbers plus 2^23, 2^23 + 2, 2^23 + 4: additions rounded toward zero.
+FLOOR_PLUS = tl.constexpr(tuple(f"add.rz.f32 $0, $1, 0f4B00000{n};" for n in (0, 2, 4)))
+
+# Byte J of a word under the upper bytes of 2^15, whose last bit is 1/256.
+BYTE_OVER_256 = tl.constexpr(tuple(f"prmt.b32 $0, $1, 0x47000000, 0x744{j};" for j in range(4)))
+
+
+@triton.jit
+def small_float(a, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Return the codes (int32) of fp32 a >= 0 in a small format, nearest even; `a` is at most the format's maximum."""
+    bits = a.to(tl.int32, bitcast=True)
+    DROP: tl.constexpr = 23 - MANTISSA
+    normal = ((bits + ((1 << (DROP - 1)) - 1) + ((bits >> DROP) & 1)) >> DROP) - ((127 - BIAS) << MANTISSA)
+    # Adding a number whose last bit is the smallest subnormal rounds to multiples of it.
+    SHIFT: tl.constexpr = 23 + 1 - BIAS - MANTISSA
+    subnormal = (a + 2.0**SHIFT).to(tl.int32, bitcast=True) - ((127 + SHIFT) << 23)
+    return tl.where(a < 2.0 ** (1 - BIAS), subnormal, normal)
+
+
+@triton.jit
+def e4m3_code(a, HARDWARE: tl.constexpr):
+    """Return E4M3 codes (uint8) of fp32 a >= 0, saturating. HARDWARE: the target has the conversion (sm_89 on)."""
+    if HARDWARE:
+        return a.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return small_float(tl.minimum(a, E4M3_MAX), 3, 7).to(tl.uint8)
+
+
+@triton.jit
+def e4m3_positive(code):
+    """Return the fp32 value of E4M3 codes (uint8) that are neither negative nor NaN."""
+    return (code.to(tl.uint32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
+def fp8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return E4M3 or E5M2 codes (uint8) of finite fp32 x, nearest even and saturating."""
+    if HARDWARE:
+        if MANTISSA == 3:
+            return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
+    return (small_float(tl.minimum(tl.abs(x), MAX), MANTISSA, BIAS).to(tl.uint32) | sign).to(tl.uint8)
+
+
+@triton.jit
+def nearest_codes(xs, START: tl.constexpr, encode):
+    """Return the bits of 2^23 + code for the E2M1 codes nearest to |x| * encode, 8 elements from START.
+
+    The code is the rounded minimum of 2a, a + 2 and a / 2 + 4, the three slopes of E2M1; rounding is monotone, so each
+    line may be rounded first, to even in the code as in the value.
+    """
+    out = ()
+    for i in tl.static_range(START, START + 8):
+        a = tl.abs(xs[i]) * encode
+        low = tl.fma(a, 2.0, MAGIC).to(tl.uint32, bitcast=True)
+        middle = (a + (MAGIC + 2.0)).to(tl.uint32, bitcast=True)
+        high = tl.fma(a, 0.5, MAGIC + 4.0).to(tl.uint32, bitcast=True)
+        out = out + (tl.minimum(tl.minimum(tl.minimum(low, middle), high), MAGIC_SEVEN),)
+    return out
+
+
+@triton.jit
+def truncated_codes(xs, START: tl.constexpr, encode, random, STOCHASTIC: tl.constexpr):
+    """Return the bits of 2^23 + code of |x| * encode rounded by random bytes or toward zero, 8 elements from START.
+
+    random: the four Philox words of each block, byte i % 4 of word i // 4 for element i (section 4). As in
+    `nearest_codes`, the code is the minimum of three lines, here truncated after the random fraction is added.
+    """
+    out = ()
+    for i in tl.static_range(START, START + 8):
+        a = tl.abs(xs[i]) * encode
+        if STOCHASTIC:
+            word = random[i % 16 // 4]
+            if INTERPRETED:
+                fraction = ((word >> (8 * (i % 4))) & 0xFF) | 0x47000000
+            else:
+                fraction = tl.inline_asm_elementwise(BYTE_OVER_256[i % 4], "=r,r", [word], dtype=tl.uint32, is_pure=True, pack=1)
+            u = fraction.to(tl.float32, bitcast=True) - 32768.0
+            low, middle, high = tl.fma(u, 0.5, a) * 2.0, a + u, tl.fma(a, 0.5, u)
+        else:
+            low, middle, high = a * 2.0, a, a * 0.5
+        if INTERPRETED:
+            low, middle, high = tl.floor(low) + MAGIC, tl.floor(middle) + (MAGIC + 2.0), tl.floor(high) + (MAGIC + 4.0)
+        else:
+            low = tl.inline_asm_elementwise(FLOOR_PLUS[0], "=f,f", [low], dtype=tl.float32, is_pure=True, pack=1)
+            middle = tl.inline_asm_elementwise(FLOOR_PLUS[1], "=f,f", [middle], dtype=tl.float32, is_pure=True, pack=1)
+            high = tl.inline_asm_elementwise(FLOOR_PLUS[2], "=f,f", [high], dtype=tl.float32, is_pure=True, pack=1)
+        code = tl.minimum(low.to(tl.uint32, bitcast=True), middle.to(tl.uint32, bitcast=True))
+        code = tl.minimum(tl.minimum(code, high.to(tl.uint32, bitcast=True)), MAGIC_SEVEN)
+        out = out + (code,)
+    return out
+
+
+@triton.jit
+def pack_word(xs, START: tl.constexpr, codes):
+    """Return 8 nibbles as uint32, element START in the low one: the sign of x and the code of the bits of 2^23 + code."""
+    word = xs[START].to(tl.uint32, bitcast=True) & 0
+    for j in tl.static_range(8):
+        word = (word << 1) | (xs[START + 7 - j].to(tl.uint32, bitcast=True) >> 31)
+        word = (word << 3) + codes[7 - j]
+    return word - PACK_BIAS
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Return the four words of Philox4x32-10; counters and keys uint32."""
+    for i in tl.static_range(10):
+        p0 = c0.to(tl.uint64) * 0xD2511F53
+        p1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = p1.to(tl.uint32)
+        c3 = p0.to(tl.uint32)
+        k0 = (k0.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)  # in 64 bits: the interpreter warns where uint32 wraps
+        k1 = (k1.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def draw_words(base_ptr, stream):
+    """Return (seed lo, seed hi, offset lo, offset hi) as uint32 of a Draw's int64 [2] base and its stream."""
+    seed = tl.load(base_ptr)
+    offset = tl.load(base_ptr + 1) + stream
+    return low_word(seed), high_word(seed), low_word(offset), high_word(offset)
+
+
+@triton.jit
+def low_word(x):
+    return (x & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def high_word(x):
+    return ((x >> 32) & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def block_words(block, key):
+    """Return the four Philox words of each block; block int64, key from draw_words."""
+    return philox(low_word(block), high_word(block), key[2], key[3], key[0], key[1])
+
+
+@triton.jit
+def sign_words(key):
+    """Return the 128 sign bits of a fresh rotation as four uint32."""
+    zero = key[0] & 0
+    return philox(zero, zero, key[2], key[3] ^ 0x80000000, key[0], key[1])
+
+
+@triton.jit
+def flip_signs(xs, FRESH: tl.constexpr, words):
+    """Multiply a group by its Hadamard signs: the published 16, repeated, or the bits of `words`."""
+    out = ()
+    for i in tl.static_range(len(xs)):
+        if FRESH:
+            flip = (words[i // 32] << (31 - i % 32)) & 0x80000000
+            out = out + ((xs[i].to(tl.uint32, bitcast=True) ^ flip).to(tl.float32, bitcast=True),)
+        else:
+            if (SIGN_BITS >> (i % 16)) & 1:
+                out = out + (-xs[i],)
+            else:
+                out = out + (xs[i],)
+    return out
+
+
+@triton.jit
+def butterfly(xs, STRIDE: tl.constexpr):
+    """One stage of the transform: (a, b) -> (a + b, a - b), b the element STRIDE further on."""
+    out = ()
+    for i in tl.static_range(len(xs)):
+        if i & STRIDE:
+            out = out + (xs[i - STRIDE] - xs[i],)
+        else:
+            out = out + (xs[i] + xs[i + STRIDE],)
+    return out
+
+
+@triton.jit
+def rotate(xs, norm, SIZE: tl.constexpr, FRESH: tl.constexpr, words):
+    """Rotate groups, SIZE fp32 tensors holding bf16 values; norm = f(1 / sqrt(SIZE)). Returns bf16 values in fp32."""
+    ys = flip_signs(xs, FRESH, words)
+    for stage in tl.static_range(7):
+        if (1 << stage) < SIZE:
+            ys = butterfly(ys, 1 << stage)
+    scaled = ()
+    for i in tl.static_range(SIZE):
+        # x + 0 turns -0 into +0, apart from the multiplication: a fused one would keep the sign of an underflow.
+        scaled = scaled + (ys[i] * norm + 0.0,)
+    return round_bf16(scaled)
+
+
+@triton.jit
+def round_bf16(xs):
+    """Return a tuple of fp32 tensors rounded to bf16, as fp32; Inf and NaN stay."""
+    out = ()
+    for i in tl.static_range(len(xs)):
+        if INTERPRETED:  # its conversion truncates
+            bits = xs[i].to(tl.uint32, bitcast=True)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+            out = out + (tl.where(xs[i] == xs[i], rounded, 0x7FC00000).to(tl.float32, bitcast=True),)
+        else:
+            out = out + (xs[i].to(tl.bfloat16).to(tl.float32),)
+    return out
+
+
+@triton.jit
+def abs_max(xs, START: tl.constexpr, LENGTH: tl.constexpr):
+    """Return max |x| over LENGTH elements from START; NaN if one is NaN."""
+    m = tl.abs(xs[START])
+    for i in tl.static_range(START + 1, START + LENGTH):
+        m = tl.maximum(m, tl.abs(xs[i]), propagate_nan=tl.PropagateNan.ALL)
+    return m
+
+
+@triton.jit
+def split_eight(x, R: tl.constexpr, N: tl.constexpr):
+    """Split [R, N, 8], the last dimension in one thread, into 8 tensors [R, N]."""
+    even, odd = tl.split(tl.reshape(x, (R, N, 4, 2)))
+    even_0, even_1 = tl.split(tl.reshape(even, (R, N, 2, 2)))
+    odd_0, odd_1 = tl.split(tl.reshape(odd, (R, N, 2, 2)))
+    x0, x4 = tl.split(even_0)
+    x2, x6 = tl.split(even_1)
+    x1, x5 = tl.split(odd_0)
+    x3, x7 = tl.split(odd_1)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def split_four(x, R: tl.constexpr, N: tl.constexpr):
+    """Split [R, N, 4], the last dimension in one thread, into 4 tensors [R, N]."""
+    even, odd = tl.split(tl.reshape(x, (R, N, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3

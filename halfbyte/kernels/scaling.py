@@ -1,0 +1,192 @@
+"""Device functions from a block of values to its scale and codes (docs/numerics.md sections 3 and 5).
+
+Blocks are tuples of 16 tensors as in `primitives`; a per-block number is one tensor of the same shape, [rows, blocks]
+where blocks lie along rows and [blocks, columns] where they lie along columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from halfbyte.formats import E2M1, FLT_MAX, f32
+from halfbyte.kernels import primitives as pm
+from halfbyte.kernels.decode import E4M3_NAN
+from halfbyte.spec import NVFP4, BlockMax
+
+
+class Rule(NamedTuple):
+    """What a kernel is compiled for: the parts of an NVFP4 spec that change its code.
+
+    group: values that are quantized together: 16, or the width of the rotation.
+    norm: f(1 / sqrt(group)) of a rotation, 0 without one.
+    candidates: empty for BlockMax.
+    hardware: the target converts to FP8 in hardware.
+    """
+
+    rounding: str
+    tile: bool
+    row_amax: bool
+    group: int
+    norm: float
+    fresh: bool
+    candidates: tuple[float, ...]
+    squares: bool
+    scaled: bool
+    hardware: bool
+
+
+class Constants(NamedTuple):
+    """fp32 constants of a spec that kernels take as arguments: section 3's f(m8*m4), f(m8*m4/FLT_MAX), f(1/m4), f(6*m8)."""
+
+    span: float
+    floor: float
+    inverse: float
+    unit: float
+
+
+def rule_of(spec: NVFP4, hardware: bool) -> Rule:
+    """Return what kernels are compiled for; `hardware`: the device converts to FP8."""
+    chosen = not isinstance(spec.scaling, BlockMax)
+    return Rule(
+        rounding=spec.rounding,
+        tile=spec.is_tile,
+        row_amax=spec.outer == "row",
+        group=spec.alignment,
+        norm=f32(spec.alignment**-0.5) if spec.rotation else 0.0,
+        fresh=spec.needs_sign_rng,
+        candidates=tuple(map(f32, spec.scaling.candidates)) if chosen else (),
+        squares=chosen and spec.scaling.error == "mse",
+        scaled=chosen and spec.scaling.error_math == "scaled",
+        hardware=hardware,
+    )
+
+
+def constants_of(spec: NVFP4) -> Constants:
+    span = spec.e4m3_max * spec.fp4_max
+    return Constants(f32(span), f32(span / FLT_MAX), f32(1 / spec.fp4_max), f32(E2M1.max * spec.e4m3_max))
+
+
+@triton.jit
+def tensor_factors(amax, span, floor, inverse):
+    """Return (A, S, S / fp4_max, D, whether amax is no valid maximum)."""
+    poison = ((amax >= 0) & (amax < pm.INF)) == 0
+    clean = tl.where(poison, 0.0, amax)
+    a = tl.maximum(clean, floor)
+    s = tl.where(clean == 0, 1.0, tl.minimum(tl.div_rn(a * 0 + span, a), pm.FLT_MAX))
+    return a, s, s * inverse, tl.div_rn(s * 0 + 1.0, s), poison
+
+
+@triton.jit
+def over_tile(m, AXIS: tl.constexpr):
+    """Give every block of a 16x16 tile the maximum of the tile's 16 blocks, which lie along AXIS."""
+    if AXIS == 1:
+        return tl.trans(over_tile(tl.trans(m), 0))
+    tiles = tl.reshape(m, (m.shape[0] // 16, 16, m.shape[1]))
+    tiles = tl.broadcast_to(tl.max(tiles, axis=1)[:, None, :], (m.shape[0] // 16, 16, m.shape[1]))
+    return tl.reshape(tiles, (m.shape[0], m.shape[1]))
+
+
+@triton.jit
+def tree_sum(e, AXIS: tl.constexpr):
+    """Give every block of a tile the sum of its 16 errors in the order of section 5: (r, r + 8), then + 4, + 2, + 1."""
+    if AXIS == 1:
+        return tl.trans(tree_sum(tl.trans(e), 0))
+    R: tl.constexpr = e.shape[0]
+    N: tl.constexpr = e.shape[1]
+    t = tl.reshape(e, (R // 16, 16, N))
+    for step in tl.static_range(4):
+        upper, lower = tl.split(tl.permute(tl.reshape(t, (R // 16, 2, 8 >> step, N)), (0, 2, 3, 1)))
+        t = upper + lower
+    return tl.reshape(tl.broadcast_to(t, (R // 16, 16, N)), (R, N))
+
+
+@triton.jit
+def encode_scale(scale, d):
+    product = scale * d
+    return tl.minimum(tl.div_rn(product * 0 + 1.0, product), pm.FLT_MAX)
+
+
+@triton.jit
+def candidate_error(xs, START: tl.constexpr, scale, encode, factors, unit, RULE: tl.constexpr):
+    """Return the error of one block scale: section 5's sum over elements 0 to 15, in order."""
+    error = tl.zeros_like(scale)
+    for i in tl.static_range(16):
+        x = tl.abs(xs[START + i])
+        a = tl.minimum(x * encode, pm.E2M1_MAX)
+        # The last bit of binade * 2^22 is half the binade: the distance of E2M1 values there.
+        binade = (tl.maximum(a, 1.0).to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 4194304.0
+        q = (a + binade) - binade
+        if RULE.scaled:
+            d = q * scale - x * factors[1]
+        else:
+            y = (q * scale) * factors[0]
+            d = tl.div_rn(y, y * 0 + unit) - x
+        if RULE.squares:
+            error += d * d
+        else:
+            error += tl.abs(d)
+    return error
+
+
+@triton.jit
+def choose_candidate(xs, START: tl.constexpr, block_amax, factors, unit, RULE: tl.constexpr, AXIS: tl.constexpr):
+    """Return (scale code, encode factor) of the candidate of least error, the first winning ties and NaN."""
+    base = tl.div_rn(block_amax, block_amax * 0 + pm.E2M1_MAX) * factors[1]
+    best_code = pm.e4m3_code(base, RULE.hardware)
+    best_encode = encode_scale(pm.e4m3_positive(best_code), factors[3])
+    best_error = candidate_error(xs, START, pm.e4m3_positive(best_code), best_encode, factors, unit, RULE)
+    if RULE.tile:
+        best_error = tree_sum(best_error, AXIS)
+    for i in tl.static_range(1, len(RULE.candidates)):
+        code = pm.e4m3_code(base * RULE.candidates[i], RULE.hardware)
+        encode = encode_scale(pm.e4m3_positive(code), factors[3])
+        error = candidate_error(xs, START, pm.e4m3_positive(code), encode, factors, unit, RULE)
+        if RULE.tile:
+            error = tree_sum(error, AXIS)
+        better = error < best_error
+        best_code = tl.where(better, code, best_code)
+        best_encode = tl.where(better, encode, best_encode)
+        best_error = tl.where(better, error, best_error)
+    return best_code, best_encode
+
+
+@triton.jit
+def pack_codes(xs, START: tl.constexpr, encode, random, RULE: tl.constexpr):
+    """Return the 8 codes from element START as a uint32, element 0 in the low nibble. random: Philox words of the block."""
+    if RULE.rounding == "nearest":
+        codes = pm.nearest_codes(xs, START, encode)
+    else:
+        codes = pm.truncated_codes(xs, START, encode, random, RULE.rounding == "stochastic")
+    return pm.pack_word(xs, START, codes)
+
+
+@triton.jit
+def quantize_block(xs, START: tl.constexpr, factors, unit, random, RULE: tl.constexpr, AXIS: tl.constexpr):
+    """Quantize elements START to START + 15 of a group.
+
+    Args:
+        factors: of `tensor_factors`, scalars or broadcasting over blocks.
+        random: four Philox words of each block, if rounding is stochastic.
+        AXIS: along which the 16 blocks of a tile lie.
+
+    Returns:
+        The 16 codes as int64 and the E4M3 scale as uint8.
+    """
+    block_amax = pm.abs_max(xs, START, 16)
+    poison = ((block_amax < pm.INF) == 0) | factors[4]
+    block_amax = tl.where(poison, pm.INF, block_amax)
+    if RULE.tile:
+        block_amax = over_tile(block_amax, AXIS)
+        poison = block_amax == pm.INF
+    block_amax = tl.where(poison, 0.0, block_amax)
+    if len(RULE.candidates) == 0:
+        code = pm.e4m3_code(tl.minimum(block_amax * factors[2], pm.FLT_MAX), RULE.hardware)
+        encode = encode_scale(pm.e4m3_positive(code), factors[3])
+    else:
+        code, encode = choose_candidate(xs, START, block_amax, factors, unit, RULE, AXIS)
+    low = pack_codes(xs, START, encode, random, RULE).to(tl.int64)
+    high = pack_codes(xs, START + 8, encode, random, RULE).to(tl.int64)
+    return tl.where(poison, 0, low | (high << 32)), tl.where(poison, E4M3_NAN, code).to(tl.uint8)
