@@ -128,7 +128,9 @@ def quantize_(
             to convert. The model is unchanged then.
     """
     if isinstance(model, nn.Linear):
-        raise ValueError("model is itself a Linear and cannot be replaced in place; use hb.nn.Linear.from_linear(model, …)")
+        raise ValueError(
+            "model is itself a Linear and cannot be replaced in place; use hb.nn.Linear.from_linear(model, …)"
+        )
     state = RunState(0) if state is None else state
     resolved = {glob: None if rule is None else as_recipe(rule) for glob, rule in (rules or {}).items()}
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -219,7 +221,9 @@ def _share_amaxes(model: nn.Module, converted: Sequence[str], groups: Sequence[S
         families: dict[str, list[Linear]] = {}
         for name in converted:
             if any(fnmatchcase(name, glob) for glob in globs):
-                families.setdefault(name.rpartition(".")[0], []).append(model.get_submodule(name))
+                layer = model.get_submodule(name)
+                assert isinstance(layer, Linear)
+                families.setdefault(name.rpartition(".")[0], []).append(layer)
         for family in families.values():
             if len(family) > 1:
                 for module in family:
@@ -247,7 +251,9 @@ def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | Non
         raise ValueError(f"model={type(model).__name__}: no layer follows a recipe; call hb.quantize_ first")
     for module in modules:
         if module.run_state is None and state is None and recipe.needs_rng:
-            raise ValueError("state=None: the recipe draws random bits and a layer has no RunState; pass state=hb.RunState(seed)")
+            raise ValueError(
+                "state=None: the recipe draws random bits and a layer has no RunState; pass state=hb.RunState(seed)"
+            )
     for module in modules:
         if module.run_state is None and state is not None:
             module.run_state, module.stream = state, state.reserve_streams(STREAMS_PER_MODULE)

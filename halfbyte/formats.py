@@ -53,7 +53,8 @@ class ElementFormat:
 
 
 E2M1 = ElementFormat(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
-E4M3 = ElementFormat(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0, nan_code=0x7F)
+E4M3_NAN = 0x7F
+E4M3 = ElementFormat(name="e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0, nan_code=E4M3_NAN)
 E5M2 = ElementFormat(name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, max=57344.0, nan_code=0x7F)
 
 E8M0_BIAS = 127

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, GemmSpec, Hadamard, Recipe
 
@@ -104,7 +104,7 @@ def four_over_six(
         return dataclasses.replace(spec, scaling=scaling) if scope in (role, "all") else spec
 
     recipe = nvfp4() if base is None else base
-    gemms = {}
+    gemms: dict[str, Any] = {}
     for name, role_a, role_b in (
         ("fprop", "activations", "weights"),
         ("dgrad", "gradients", "weights"),

@@ -64,7 +64,7 @@ class RunState:
         """
         first = self._streams
         if first + count > STREAM_LIMIT:
-            raise ValueError(f"count={count}: {first} of 2**32 streams are taken; use a second RunState with its own seed")
+            raise ValueError(f"count={count}: {first} of 2**32 streams are taken; use a second RunState, another seed")
         self._streams = first + count
         return first
 
@@ -82,13 +82,14 @@ class RunState:
         Raises:
             ValueError: `state` is not a RunState's, or belongs to a model with other quantized layers.
         """
+        remedy = "pass what RunState.state_dict() returned"
         if not isinstance(state, dict) or state.get("version") != 1 or not {"seed", "position", "streams"} <= set(state):
-            raise ValueError(f"state={state!r}: not a RunState; pass what RunState.state_dict() returned")
+            raise ValueError(f"state={state!r}: not a RunState; {remedy}")
         if not 0 <= state["seed"] < SEED_LIMIT or not 0 <= state["position"] < POSITION_LIMIT:
-            raise ValueError(f"state={state!r}: seed or position out of range; pass what RunState.state_dict() returned")
+            raise ValueError(f"state={state!r}: seed or position out of range; {remedy}")
         if self._streams and state["streams"] != self._streams:
             raise ValueError(
-                f"state['streams']={state['streams']}: this model uses {self._streams} streams, the checkpoint's run used "
+                f"state['streams']={state['streams']}: this model uses {self._streams} streams, the checkpoint's run "
                 "another number; convert the model with the same recipe and rules before loading"
             )
         self.seed = state["seed"]

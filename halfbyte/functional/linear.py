@@ -149,7 +149,7 @@ class _SharedLinear(torch.autograd.Function):
     """x and n weights in, n outputs out; `tensors` is n each of weights, biases, amaxes, main_grads, rng bases."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         n, recipe = call.count, call.recipe
         weights, biases, amaxes, grads, bases = (tensors[i * n : (i + 1) * n] for i in range(5))
         needs = [call.save and need for need in ctx.needs_input_grad]
@@ -231,8 +231,8 @@ def _both(
             t, row_spec, col_spec, draw=own, sign_draw=sign, row_amax=row_amax, col_amax=col_amax
         )
     return (
-        t if row is None else ops.Operand(row, row_spec, cols),
-        t.T if col is None else ops.Operand(col, col_spec, rows),
+        t if row is None or row_spec is None else ops.Operand(row, row_spec, cols),
+        t.T if col is None or col_spec is None else ops.Operand(col, col_spec, rows),
     )
 
 
@@ -285,7 +285,7 @@ def _save(ctx: Any, operands: list, bases: Sequence[Tensor | None]) -> list:
     return layout
 
 
-def _load(layout: list, saved: Sequence[Tensor | None], n: int) -> tuple[list, Sequence[Tensor | None]]:
+def _load(layout: list, saved: Sequence[Any], n: int) -> tuple[list, Sequence[Tensor | None]]:
     operands, tensors = [], list(saved[: len(saved) - n])
     for entry in layout:
         if entry is None or entry is True:
@@ -297,7 +297,10 @@ def _load(layout: list, saved: Sequence[Tensor | None], n: int) -> tuple[list, S
 
 
 def _draws(call: _Call, bases: Sequence[Tensor | None]) -> list[Draw | None]:
-    return [None if base is None else Draw(base, *place) for base, place in zip(bases, call.streams, strict=True)]
+    return [
+        None if base is None or place is None else Draw(base, *place)
+        for base, place in zip(bases, call.streams, strict=True)
+    ]
 
 
 def _stream(draw: Draw | None, stream: int) -> Draw | None:
@@ -309,7 +312,9 @@ def _places(rng: AnyPhilox | Sequence[AnyPhilox] | None, n: int, recipe: Recipe)
     if not recipe.needs_rng:
         return None
     if rng is None:
-        raise ValueError("rng=None: the recipe draws random bits; pass rng=hb.Philox(seed, offset) or a RunState's place")
+        raise ValueError(
+            "rng=None: the recipe draws random bits; pass rng=hb.Philox(seed, offset) or a RunState's place"
+        )
     if isinstance(rng, AnyPhilox):
         return [rng.at(i * STREAMS_PER_LINEAR) for i in range(n)]
     if len(rng) != n:
@@ -317,13 +322,14 @@ def _places(rng: AnyPhilox | Sequence[AnyPhilox] | None, n: int, recipe: Recipe)
     return list(rng)
 
 
-def _autocast(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]):
+def _autocast(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x, list(weights), list(biases)
     dtype = torch.get_autocast_dtype(device)
-    cast = [None if t is None else t.to(dtype) for t in (x, *weights, *biases)]
-    return cast[0], cast[1 : 1 + len(weights)], cast[1 + len(weights) :]
+    return x.to(dtype), [w.to(dtype) for w in weights], [None if b is None else b.to(dtype) for b in biases]
 
 
 def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence, recipe: Recipe, grads: Sequence) -> None:

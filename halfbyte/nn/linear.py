@@ -88,20 +88,21 @@ class Linear(nn.Linear):
             return None
         if self.run_state is None:
             raise ValueError(
-                "run_state=None: the recipe draws random bits; use hb.set_recipe_(model, recipe, state=hb.RunState(seed))"
+                "run_state=None: the recipe draws random bits; "
+                "use hb.set_recipe_(model, recipe, state=hb.RunState(seed))"
             )
         if not torch.compiler.is_compiling():
-            self._watch_position()
+            self._watch_position(self.run_state)
         if self.run_state.base.device != self.weight.device:
             self.run_state.to(self.weight.device)
         return self.run_state.philox(self.stream + call * STREAMS_PER_LINEAR)
 
-    def _watch_position(self) -> None:
+    def _watch_position(self, state: RunState) -> None:
         if not (self.training and torch.is_grad_enabled()):
             return
         seen, count = self._stale
-        count = count + 1 if seen == self.run_state.advances else 1
-        self._stale = (self.run_state.advances, count)
+        count = count + 1 if seen == state.advances else 1
+        self._stale = (state.advances, count)
         if count == STALE_FORWARDS:
             warnings.warn(
                 f"{STALE_FORWARDS} training forwards drew the same random bits: call RunState.advance() once per "
@@ -133,15 +134,16 @@ def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tu
         return tuple(m(x, call=call) if isinstance(m, Linear) else m(x) for m in modules)
     if not isinstance(first, Linear):
         return (first(x),)
-    places = [m.place(call) for m in modules]
+    layers = [m for m in modules if isinstance(m, Linear)]
+    places = [layer.place(call) for layer in layers]
     return linear_shared(
         x,
-        [m.weight for m in modules],
-        [m.bias for m in modules],
+        [layer.weight for layer in layers],
+        [layer.bias for layer in layers],
         first.recipe,
-        rng=None if places[0] is None else places,
-        weight_amaxes=_weight_amaxes(x, modules),
-        main_grads=[getattr(m.weight, "main_grad", None) for m in modules],
+        rng=[place for place in places if place is not None] or None,
+        weight_amaxes=_weight_amaxes(x, layers),
+        main_grads=[getattr(layer.weight, "main_grad", None) for layer in layers],
     )
 
 

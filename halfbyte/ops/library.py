@@ -71,7 +71,7 @@ def quantize(
 def quantize_row_col(
     x, row_key, col_key, rng, stream, first_block, blocks_per_row, sign_rng, sign_stream, row_amax, col_amax,
     scale_layout, backend,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     row_spec, col_spec = (parse(key) if key else None for key in (row_key, col_key))
     row, col = _backend(x.device, backend).quantize_row_col(
         x,

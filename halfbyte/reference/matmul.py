@@ -12,7 +12,7 @@ from halfbyte.layout import LINEAR, Blocks, ceil_div, round_up, unswizzle
 from halfbyte.reference import mxfp8
 from halfbyte.reference.cast import e2m1_values
 from halfbyte.reference.scale import clamped_amax, global_scale
-from halfbyte.spec import MXFP8, NVFP4, Spec
+from halfbyte.spec import MXFP8, Spec
 
 
 class Decoded(NamedTuple):
@@ -118,12 +118,13 @@ def _apply_factors(y: Tensor, ga: Tensor | None, gb: Tensor | None) -> Tensor:
     """Multiply by the scalar factors first, as one product unless it overflows, then by a's column and b's row."""
     scalars = [g for g in (ga, gb) if g is not None and g.dim() == 0]
     if len(scalars) == 2:
-        product = scalars[0] * scalars[1]
+        first, second = scalars
+        product = first * second
         overflows = product.isinf()
         if y.device.type == "cpu" and not bool(overflows):
             scalars = [product]
         else:
-            scalars = [torch.where(overflows, ga, product), torch.where(overflows, gb, torch.ones_like(gb))]
+            scalars = [torch.where(overflows, first, product), torch.where(overflows, second, torch.ones_like(second))]
     for scalar in scalars:
         y.mul_(scalar)
     if ga is not None and ga.dim():

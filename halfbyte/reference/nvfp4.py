@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from halfbyte.formats import E4M3, NVFP4_BLOCK, f32
+from halfbyte.formats import E4M3_NAN, NVFP4_BLOCK, f32
 from halfbyte.layout import (
     LINEAR,
     Blocks,
@@ -35,7 +35,7 @@ from halfbyte.reference.scale import (
     tensor_factors,
 )
 from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, NVFP4, Spec
+from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Spec
 
 CHUNK_ELEMENTS = 1 << 17  # temporaries of a chunk stay in the L2 cache of two cores; measured best of 2^14 to 2^20
 
@@ -170,49 +170,54 @@ def _encode(x: Tensor, spec: NVFP4, factors: TensorFactors, random: Tensor | Non
         x = torch.where(poison, 0.0, x)
         raw_amax = torch.where(poison, 0.0, raw_amax)
     block_amax = _over_tile(raw_amax, torch.amax) if spec.is_tile else raw_amax
-    if hasattr(spec.scaling, "candidates"):
-        codes, scale = _choose_candidate(x, block_amax, spec, factors)
+    if isinstance(spec.scaling, FourOverSix):
+        codes, scale = _choose_candidate(x, block_amax, spec, spec.scaling, factors)
     else:
         scale = block_scale(block_amax, factors)
         v = x * encode_scale(scale.float(), factors)
         codes = e2m1_nearest(v)[0] if spec.rounding == "nearest" else e2m1_stochastic(v, random)
     if any_poison:
         codes = codes.masked_fill(poison, 0)
-        nan = torch.full_like(scale.view(torch.uint8), E4M3.nan_code)
+        nan = torch.full_like(scale.view(torch.uint8), E4M3_NAN)
         scale = torch.where(poison, nan, scale.view(torch.uint8)).view(scale.dtype)
     return codes, scale
 
 
-def _choose_candidate(x: Tensor, block_amax: Tensor, spec: NVFP4, factors: TensorFactors) -> tuple[Tensor, Tensor]:
+def _choose_candidate(
+    x: Tensor, block_amax: Tensor, spec: NVFP4, scaling: FourOverSix, factors: TensorFactors
+) -> tuple[Tensor, Tensor]:
     """4over6: the candidate of least error per block or tile, 1 winning ties and NaN (section 5)."""
-    best_codes = best_scale = best_error = None
-    target = x if spec.scaling.error_math == "exact" else x * factors.s
-    for ratio in spec.scaling.candidates:
+    exact = scaling.error_math == "exact"
+    target = x if exact else x * factors.s
+
+    def attempt(ratio: float) -> tuple[Tensor, Tensor, Tensor]:
         scale = candidate_scale(block_amax, factors, ratio)
         scale_f32 = scale.float()
         v = x * encode_scale(scale_f32, factors)
         codes, magnitude = e2m1_nearest(v)
         decoded = torch.copysign(magnitude, v) * scale_f32
-        if spec.scaling.error_math == "exact":
+        if exact:
             decoded = (decoded * factors.a) / torch.full_like(factors.a, f32(6 * spec.e4m3_max))
-        error = _error(decoded - target, spec)
-        if best_error is None:
-            best_codes, best_scale, best_error = codes, scale, error
-            continue
+        return codes, scale.view(torch.uint8), _error(decoded - target, scaling.error, spec.is_tile)
+
+    first, *others = scaling.candidates
+    best_codes, best_scale, best_error = attempt(first)
+    for ratio in others:
+        codes, scale, error = attempt(ratio)
         better = error < best_error
         best_codes = torch.where(better, codes, best_codes)
-        best_scale = torch.where(better, scale.view(torch.uint8), best_scale.view(torch.uint8)).view(scale.dtype)
+        best_scale = torch.where(better, scale, best_scale)
         best_error = torch.where(better, error, best_error)
-    return best_codes, best_scale
+    return best_codes, best_scale.view(torch.float8_e4m3fn)
 
 
-def _error(d: Tensor, spec: NVFP4) -> Tensor:
+def _error(d: Tensor, error_kind: str, is_tile: bool) -> Tensor:
     """Sum |d| or d*d over the 16 elements in order, then over the 16 rows of a tile as a tree: [rows, blocks]."""
-    d = d.abs() if spec.scaling.error == "mae" else d * d
+    d = d.abs() if error_kind == "mae" else d * d
     error = d[0].clone()
     for element in d[1:]:
         error += element
-    return _over_tile(error, _tree_sum) if spec.is_tile else error
+    return _over_tile(error, _tree_sum) if is_tile else error
 
 
 def _tree_sum(rows: Tensor, dim: int) -> Tensor:

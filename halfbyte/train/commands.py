@@ -15,7 +15,7 @@ from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
 from halfbyte.train import data, loop
 
-Options = TypeVar("Options")
+Options = TypeVar("Options", "Train", "Compare")
 PRESET = "two_cores"
 
 
