@@ -1,7 +1,7 @@
 """halfbyte: train neural networks in NVFP4 on any hardware, with the same bytes everywhere.
 
-    import halfbyte as hb
-    report = hb.quantize_(model, hb.recipes.nvfp4())
+import halfbyte as hb
+report = hb.quantize_(model, hb.recipes.nvfp4())
 """
 
 from halfbyte import layout, nn, recipes

@@ -83,7 +83,8 @@ class RunState:
             ValueError: `state` is not a RunState's, or belongs to a model with other quantized layers.
         """
         remedy = "pass what RunState.state_dict() returned"
-        if not isinstance(state, dict) or state.get("version") != 1 or not {"seed", "position", "streams"} <= set(state):
+        names = {"version", "seed", "position", "streams"}
+        if not isinstance(state, dict) or not names <= set(state) or state["version"] != 1:
             raise ValueError(f"state={state!r}: not a RunState; {remedy}")
         if not 0 <= state["seed"] < SEED_LIMIT or not 0 <= state["position"] < POSITION_LIMIT:
             raise ValueError(f"state={state!r}: seed or position out of range; {remedy}")
