@@ -1,7 +1,6 @@
 """halfbyte: train neural networks in NVFP4 on any hardware, with the same bytes everywhere.
 
-import halfbyte as hb
-report = hb.quantize_(model, hb.recipes.nvfp4())
+`import halfbyte as hb`, then `report = hb.quantize_(model, hb.recipes.nvfp4())` converts a model in place.
 """
 
 from halfbyte import layout, nn, recipes
