@@ -55,6 +55,11 @@ def constant(value: Fraction) -> np.float32:
     return F(math.ldexp(round(value / Fraction(2) ** exponent), exponent))
 
 
+def minimum(a: np.float32, b: np.float32) -> np.float32:
+    """IEEE's minimum of two numbers: 0 * Inf on one side gives the other."""
+    return b if math.isnan(a) else min(a, b)
+
+
 def nearest(magnitude: float, values) -> int:
     """Return the code of the value nearest to a magnitude, an even code on ties, the last beyond the end."""
     magnitude = min(float(magnitude), values[-1])
@@ -157,9 +162,7 @@ def _factors(amax: np.float32, spec) -> _Factors:
 
 
 def _encode(scale_code: int, f: _Factors) -> np.float32:
-    if scale_code == 0:
-        return FLT_MAX
-    return min(F(1) / (e4m3_value(scale_code) * f.d), FLT_MAX)
+    return minimum(F(1) / (e4m3_value(scale_code) * f.d), FLT_MAX)
 
 
 def _finite_max(values) -> np.float32:
@@ -222,7 +225,7 @@ def _tile(values, spec, top, place, indices) -> tuple[list[list[int]], int]:
     if hasattr(spec.scaling, "candidates"):
         return _choose(values, spec, f, block_amax)
     folded = f.s * constant(1 / Fraction(spec.fp4_max))
-    scale = nearest(min(block_amax * folded, FLT_MAX), FP8["e4m3"])
+    scale = nearest(minimum(block_amax * folded, FLT_MAX), FP8["e4m3"])
     enc = _encode(scale, f)
     if spec.rounding == "nearest":
         return [[e2m1(v * enc) for v in row] for row in values], scale

@@ -59,9 +59,14 @@ def tensor_factors(amax: Tensor, spec: NVFP4) -> TensorFactors:
     return TensorFactors(a, s, s * f32(1 / spec.fp4_max), one / s, poison)
 
 
+def _at_most_flt_max(t: Tensor) -> Tensor:
+    # IEEE's minimum: where S or D overflows for fp4_max < 1 or tiny maxima, 0 * Inf means FLT_MAX, not NaN.
+    return torch.fmin(t, torch.full((), FLT_MAX, device=t.device))
+
+
 def block_scale(block_amax: Tensor, factors: TensorFactors) -> Tensor:
     """Return the E4M3 scale that maps the block maximum to fp4_max: float8 of block_amax's shape."""
-    return e4m3((block_amax * factors.s_over_m4).clamp_max(FLT_MAX))
+    return e4m3(_at_most_flt_max(block_amax * factors.s_over_m4))
 
 
 def candidate_scale(block_amax: Tensor, factors: TensorFactors, ratio: float) -> Tensor:
@@ -74,8 +79,7 @@ def candidate_scale(block_amax: Tensor, factors: TensorFactors, ratio: float) ->
 def encode_scale(scale: Tensor, factors: TensorFactors) -> Tensor:
     """Return what multiplies x before the cast: 1 / (scale * D), saturating; `scale` is fp32."""
     product = scale * factors.d
-    # fmin, not clamp: where D overflows, a zero scale gives 0 * Inf = NaN, and a zero scale always means FLT_MAX.
-    return torch.fmin(torch.ones_like(product) / product, torch.full((), FLT_MAX, device=product.device))
+    return _at_most_flt_max(torch.ones_like(product) / product)
 
 
 def global_scale(amax: Tensor, spec: NVFP4) -> Tensor:

@@ -159,6 +159,16 @@ def test_rotate(x, size, signs, seed, offset):
     )
 
 
+def test_a_zero_block_is_no_nan_where_s_overflows():
+    """S * f(1 / fp4_max) is infinite for a tiny amax and fp4_max < 1; 0 * Inf must not become a NaN scale."""
+    spec = hb.NVFP4(fp4_max=0.5)
+    x = torch.zeros(2, 32)
+    x[0, :16] = 1e-40
+    q = hb.quantize(x, spec)
+    assert_equal(q, oracle.quantize(x.numpy(), spec), 32)
+    assert (q.dequantize()[:, 16:] == 0).all()
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_a_zero_scale_encodes_with_flt_max_even_where_d_overflows(rounding):
     """S below 2^-128 makes D infinite; 0 * Inf must not reach the codes."""

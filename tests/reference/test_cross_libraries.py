@@ -1,4 +1,4 @@
-"""Casts against ml_dtypes and gfloat at tolerance 0: every bf16 and fp16 value, and fp32 values around every boundary."""
+"""Casts against ml_dtypes and gfloat at tolerance 0: every 16-bit value, and fp32 values around every boundary."""
 
 import gfloat
 import gfloat.formats as gf
@@ -91,7 +91,7 @@ def test_nearest_is_that_of_gfloat(ours, info):
 
 
 def test_e2m1_stochastic_is_that_of_gfloat_for_every_byte():
-    """On 16-bit values, where a + u * step is exact: its one fp32 rounding, which gfloat does in fp64, cannot matter."""
+    """On 16-bit values a + u * step is exact, so that gfloat's fp64 sum must give the same."""
     values = torch.cat([finite_16_bit(torch.bfloat16), finite_16_bit(torch.float16)])
     values = values[(values.abs() < 8) & (values.abs() > 1e-3)][::7]
     drawn = torch.arange(256, dtype=torch.uint8)
