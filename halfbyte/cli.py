@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import platform
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 USER_ERROR = 2
@@ -24,6 +25,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("halfbyte.train.commands", "train", "train a language model under one recipe"),
     "compare": Command("halfbyte.train.commands", "compare", "train several recipes alike: a table and a plot"),
+    "verify": Command("halfbyte.verify.command", "main", "every kernel here against the reference, byte for byte"),
+    "bench": Command("halfbyte.cli", "bench", "time every kernel beside this machine's ceilings (needs a checkout)"),
     "env": Command("halfbyte.cli", "env", "what runs on this machine, and why the rest does not"),
 }
 
@@ -66,6 +69,18 @@ def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(("usage: halfbyte COMMAND [options]", "", *lines, "", "Each command has its own --help."))
+
+
+def bench(arguments: list[str]) -> int:
+    """Run the benchmark, which lives beside the package in a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / "bench" / "run.py").exists():
+        raise ValueError(
+            "the benchmark is part of the source tree, not of the installed package; run `python -m bench` "
+            "in a checkout, or `halfbyte verify` for a few speeds"
+        )
+    sys.path.insert(0, str(root))
+    return importlib.import_module("bench.run").main(arguments)
 
 
 def env(arguments: list[str]) -> int:

@@ -1,0 +1,224 @@
+"""Checks of the kernels on a device against the reference on the CPU: bytes exactly, GEMMs against fp64.
+
+Every function yields findings (record.Finding). Inputs and specs are in matrix.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from halfbyte import ops, reference
+from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, matrix_shape
+from halfbyte.spec import MXFP8, NVFP4, Hadamard, Spec
+from halfbyte.verify.compare import difference, relative_error
+from halfbyte.verify.matrix import FEW, MAIN_SPECS, MORE_SPECS, PAIRS, SEED, draws, inputs
+from halfbyte.verify.record import GEMM, NATIVE_GEMM, Finding
+
+CPU = torch.device("cpu")
+VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TOLERANCE = {torch.bfloat16: 2e-3, torch.float32: 1e-5}
+"""Relative Frobenius error against fp64: one rounding to bf16 gives 1.65e-3."""
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy x and keep its strides, which `.to` does not promise."""
+    base = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
+    return base.copy_(x)
+
+
+def same_blocks(actual: Blocks | None, expected: Blocks | None) -> str | None:
+    """Compare codes, scales and amax; None equals None."""
+    if actual is None or expected is None:
+        return None if actual is expected else f"{actual}, expected {expected}"
+    for name, mine, theirs in zip(Blocks._fields, actual, expected, strict=True):
+        problem = difference(mine, theirs)
+        if problem:
+            return f"{name}: {problem}"
+    return None
+
+
+def _pairs(full: bool) -> Iterator[tuple[str, Spec, str, Tensor]]:
+    for specs, few in ((MAIN_SPECS, False), (MORE_SPECS, not full)):
+        for spec_name, spec in specs.items():
+            for name, x in inputs().items():
+                if not few or name in FEW:
+                    yield spec_name, spec, name, x
+
+
+def quantization(device: torch.device, backend: str | None, full: bool) -> Iterator[Finding]:
+    """quantize: every spec on its inputs, both scale layouts, and a given amax."""
+    for spec_name, spec, name, x in _pairs(full):
+        kernel = "quantize MXFP8" if isinstance(spec, MXFP8) else "quantize NVFP4"
+
+        def check(x=x, spec=spec, layout: str = LINEAR, given: float | None = None) -> str | None:
+            amax = _given_amax(x, spec, given)
+            expected = ops.quantize(
+                x, spec, **draws(spec, None, CPU), amax=amax, scale_layout=layout, backend="reference"
+            )
+            actual = ops.quantize(
+                to_device(x, device),
+                spec,
+                **draws(spec, None, device),
+                amax=None if amax is None else amax.to(device),
+                scale_layout=layout,
+                backend=backend,
+            )
+            return same_blocks(actual, expected)
+
+        yield kernel, f"{spec_name}, {name}", check
+        if name in ("regular", "ragged"):
+            yield kernel, f"{spec_name}, {name}, swizzled", lambda check=check: check(layout=SWIZZLED_32_4_4)
+        if name == "regular" and isinstance(spec, NVFP4):
+            yield kernel, f"{spec_name}, {name}, given amax", lambda check=check: check(given=3.5)
+            yield kernel, f"{spec_name}, {name}, NaN as amax", lambda check=check: check(given=float("nan"))
+
+
+def _given_amax(x: Tensor, spec: Spec, value: float | None) -> Tensor | None:
+    if value is None:
+        return None
+    by_row = isinstance(spec, NVFP4) and spec.outer == "row"
+    return torch.full((matrix_shape(x.shape)[0],) if by_row else (), value)
+
+
+def row_col(device: torch.device, backend: str | None, full: bool) -> Iterator[Finding]:
+    """quantize_row_col: both orientations from one call."""
+    for pair_name, (row, col) in PAIRS.items():
+        for name, x in inputs().items():
+            if not (full or name in (*FEW, "4-D", "no rows")):
+                continue
+
+            def check(x=x, row=row, col=col, layout: str = LINEAR) -> str | None:
+                expected, actual = (
+                    ops.quantize_row_col(
+                        to_device(x, place), row, col, **draws(row, col, place), scale_layout=layout, backend=which
+                    )
+                    for place, which in ((CPU, "reference"), (device, backend))
+                )
+                for side, mine, theirs in zip(("row", "col"), actual, expected, strict=True):
+                    problem = same_blocks(mine, theirs)
+                    if problem:
+                        return f"{side} {problem}"
+                return None
+
+            yield "quantize_row_col", f"{pair_name}, {name}", check
+            if name == "ragged":
+                yield "quantize_row_col", f"{pair_name}, {name}, swizzled", lambda c=check: c(layout=SWIZZLED_32_4_4)
+
+
+def maxima(device: torch.device, backend: str | None) -> Iterator[Finding]:
+    """amax: the largest finite magnitude."""
+    for name, x in inputs().items():
+        yield (
+            "amax",
+            name,
+            lambda x=x: difference(ops.amax(to_device(x, device), backend=backend), ops.amax(x, backend="reference")),
+        )
+
+
+def decoding(device: torch.device, backend: str | None) -> Iterator[Finding]:
+    """dequantize: the reference's bytes decoded on the device, every layout and dtype."""
+    for spec_name, spec in MAIN_SPECS.items():
+        for name in (*FEW, "no rows", "subnormal", "huge"):
+            x = inputs()[name]
+            cols = x.shape[-1]
+            for layout in SCALE_LAYOUTS:
+                for dtype in VALUE_DTYPES:
+
+                    def check(x=x, spec=spec, layout=layout, dtype=dtype, cols=cols) -> str | None:
+                        blocks = ops.quantize(
+                            x, spec, **draws(spec, None, CPU), scale_layout=layout, backend="reference"
+                        )
+                        expected = ops.dequantize(blocks, spec, cols, dtype, layout, backend="reference")
+                        moved = Blocks(*(tensor.to(device) for tensor in blocks))
+                        return difference(ops.dequantize(moved, spec, cols, dtype, layout, backend=backend), expected)
+
+                    yield "dequantize", f"{spec_name}, {name}, {layout} to {_short(dtype)}", check
+
+
+def transposition(device: torch.device, backend: str | None) -> Iterator[Finding]:
+    """transpose: packed 16x16 tiles."""
+    spec = NVFP4(block=(16, 16))
+    for name, x in inputs().items():
+        if x.dim() != 2:
+            continue
+
+        def check(x=x) -> str | None:
+            blocks = ops.quantize(x, spec, backend="reference")
+            expected = ops.transpose(blocks.qdata, blocks.block_scale, *x.shape, backend="reference")
+            actual = ops.transpose(blocks.qdata.to(device), blocks.block_scale.to(device), *x.shape, backend=backend)
+            return difference(actual[0], expected[0]) or difference(actual[1], expected[1])
+
+        yield "transpose", name, check
+
+
+GEMM_SPECS: dict[str, tuple[Spec | None, Spec | None]] = {
+    "1x16 x 16x16": (NVFP4(), NVFP4(block=(16, 16))),
+    "row-scaled x row-scaled": (NVFP4(outer="row"), NVFP4(outer="row")),
+    "RHT16 x RHT16": (NVFP4(rotation=Hadamard()), NVFP4(rotation=Hadamard())),
+    "MXFP8 x MXFP8": (MXFP8(element="e5m2"), MXFP8()),
+    "1x16 x plain": (NVFP4(), None),
+    "plain x plain": (None, None),
+}
+GEMM_SHAPES = ((256, 384, 512), (37, 53, 83), (1, 200, 64), (24, 16, 0), (0, 16, 32))
+
+
+def products(device: torch.device, backend: str | None, group: str = GEMM) -> Iterator[Finding]:
+    """gemm_nt: relative Frobenius error against fp64 of the dequantized operands, bias and accumulation included."""
+    for pair_name, specs in GEMM_SPECS.items():
+        if group == NATIVE_GEMM and None in specs:
+            continue
+        for shape in GEMM_SHAPES:
+            for dtype in TOLERANCE:
+                for extra in ("", ", bias", ", accumulated"):
+                    if extra == ", accumulated" and dtype is not torch.float32:
+                        continue
+
+                    def check(specs=specs, shape=shape, dtype=dtype, extra=extra) -> str | None:
+                        error = _product_error(device, backend, specs, shape, dtype, extra)
+                        limit = TOLERANCE[dtype]
+                        return None if error <= limit else f"relative error {error:.2e}, at most {limit:g}"
+
+                    name = f"{pair_name}, {'x'.join(map(str, shape))} to {_short(dtype)}{extra}"
+                    yield group, name, check
+
+
+def _product_error(device, backend, specs, shape, dtype, extra: str) -> float:
+    M, N, K = shape
+    generator = torch.Generator().manual_seed(SEED)
+    sides, exact = [], []
+    for rows, spec in ((M, specs[0]), (N, specs[1])):
+        x = torch.randn(rows, K, generator=generator).bfloat16()
+        if spec is None:
+            sides.append(x.to(device))
+            exact.append(x.double())
+            continue
+        blocks = ops.quantize(x, spec, backend="reference")
+        sides.append(ops.Operand(Blocks(*(t.to(device) for t in blocks)), spec, K))
+        decoded = reference.decode(blocks, spec, K)
+        values = decoded.values.double()
+        factor = decoded.factor
+        exact.append(values if factor is None else values * factor.double().reshape(-1, 1))
+    columns = min(side.shape[1] for side in exact)
+    expected = exact[0][:, :columns] @ exact[1][:, :columns].T
+    bias = torch.randn(N, generator=generator) if extra == ", bias" else None
+    out = torch.randn(M, N, generator=generator) if extra == ", accumulated" else None
+    for added in (bias, out):
+        expected = expected if added is None else expected + added.double()
+    actual = ops.gemm_nt(
+        *sides,
+        out_dtype=dtype,
+        bias=None if bias is None else bias.to(device),
+        out=None if out is None else out.to(device),
+        accumulate=out is not None,
+        backend=backend,
+    )
+    if actual.dtype != dtype or actual.shape != expected.shape:
+        return float("inf")
+    return relative_error(actual, expected)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,153 @@
+"""`halfbyte verify` on a CPU: what it checks, that a wrong kernel is noticed, and the report's forms."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+
+import pytest
+import torch
+
+from halfbyte import cli, ops
+from halfbyte.ops import dispatch
+from halfbyte.verify import kernels, record
+from halfbyte.verify.compare import difference, relative_error
+from halfbyte.verify.fingerprint import EXPECTED, fingerprint
+from halfbyte.verify.invariants import invariants
+from halfbyte.verify.matrix import MAIN_SPECS, MORE_SPECS, PAIRS, inputs
+from halfbyte.verify.timing import measure_alternately
+
+CPU = torch.device("cpu")
+
+
+def failures(findings) -> list[str]:
+    return [f"{c.group}: {c.name}: {c.detail}" for c in record.run(findings) if c.outcome == record.FAILED]
+
+
+def test_the_reference_holds_its_invariants():
+    assert not failures(invariants())
+
+
+def test_fingerprint_is_that_of_the_golden_reference():
+    assert fingerprint(CPU, "reference") == EXPECTED
+
+
+def test_matrix_covers_every_field_of_a_spec():
+    specs = [*MAIN_SPECS.values(), *MORE_SPECS.values()]
+    nvfp4 = [s for s in specs if hasattr(s, "block")]
+    assert {s.rounding for s in nvfp4} == {"nearest", "stochastic", "toward_zero"}
+    assert {s.block for s in nvfp4} == {(1, 16), (16, 16)}
+    assert {s.outer for s in nvfp4} == {"tensor", "row"}
+    assert {s.rotation.size for s in nvfp4 if s.rotation} == {16, 32, 64, 128}
+    assert {s.element for s in specs if hasattr(s, "element")} == {"e4m3", "e5m2"}
+    assert len(set(specs)) == len(specs)
+    assert any(None in pair for pair in PAIRS.values())
+
+
+@pytest.mark.parametrize("name", ["no rows", "no columns", "4-D", "1-D", "transposed view", "non-finite"])
+def test_inputs_are_what_their_names_say(name):
+    x = inputs()[name]
+    facts = {
+        "no rows": x.numel() == 0,
+        "no columns": x.shape[-1] == 0,
+        "4-D": x.dim() == 4,
+        "1-D": x.dim() == 1,
+        "transposed view": x.stride(0) == 1,
+        "non-finite": not bool(x.isfinite().all()) and bool(x.isnan().any()),
+    }
+    assert facts[name]
+
+
+def test_copies_to_a_device_keep_their_strides():
+    x = inputs()["every second column"]
+    assert kernels.to_device(x, CPU).stride() == x.stride()
+    assert torch.equal(kernels.to_device(x, CPU), x)
+
+
+def one_wrong_nibble(x, spec, **options):
+    blocks = ops.dispatch.quantize(x, spec, **options)
+    if options["backend"] != "reference" and blocks.qdata.numel():
+        blocks.qdata[0, 0] ^= 1
+    return blocks
+
+
+def test_one_wrong_nibble_is_noticed(monkeypatch):
+    monkeypatch.setattr(kernels.ops, "quantize", one_wrong_nibble)
+    (finding,) = islice(kernels.quantization(CPU, None, False), 1)
+    (message,) = failures([finding])
+    assert "qdata: 1 of" in message and "[0, 0]" in message
+
+
+def doubled(*arguments, **options):
+    return dispatch.gemm_nt(*arguments, **options) * 1.01
+
+
+def test_a_product_off_by_one_percent_is_noticed(monkeypatch):
+    monkeypatch.setattr(kernels.ops, "gemm_nt", doubled)
+    (finding,) = islice(kernels.products(CPU, "reference"), 1)
+    (message,) = failures([finding])
+    assert "relative error 1.0" in message
+
+
+def test_an_exception_is_a_failure_of_its_check():
+    def broken():
+        raise RuntimeError("no such instruction")
+
+    checks = record.run([("group", "a", broken), ("group", "b", lambda: None)])
+    assert [c.outcome for c in checks] == [record.FAILED, record.PASSED]
+    assert checks[0].detail == "RuntimeError: no such instruction"
+
+
+@pytest.mark.parametrize(
+    "actual, expected, says",
+    [
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, -float("nan")]), None),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), "1 of 1 differ"),
+        (torch.zeros(2), torch.zeros(3), "shape (2,), expected (3,)"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), "dtype torch.float32"),
+        (torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([1, 3], dtype=torch.uint8), "at [1]: 2, expected 3"),
+    ],
+)
+def test_difference(actual, expected, says):
+    found = difference(actual, expected)
+    assert found is None if says is None else says in found
+
+
+def test_relative_error_wants_nan_where_it_belongs():
+    exact = torch.tensor([1.0, float("nan")], dtype=torch.float64)
+    assert relative_error(torch.tensor([1.0, float("nan")]), exact) == 0
+    assert relative_error(torch.tensor([1.0, 2.0]), exact) == float("inf")
+    assert relative_error(torch.tensor([2.0, float("nan")]), exact) == 1
+    assert relative_error(torch.empty(0), torch.empty(0, dtype=torch.float64)) == 0
+
+
+def test_command_says_that_no_gpu_is_visible(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["verify"]) == 0
+    said = capsys.readouterr().out
+    assert "No GPU is visible" in said and "PASSED" in said and EXPECTED in said
+    assert cli.main(["verify", "--device", "cuda"]) == cli.USER_ERROR
+
+
+def test_json_report(capsys):
+    assert cli.main(["verify", "--json", "--device", "cpu"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"] and report["passed_checks"]["reference"] > 15
+    (skipped,) = report["checks"]
+    assert skipped["group"] == record.NATIVE_GEMM and skipped["outcome"] == record.NOT_RUN and skipped["detail"]
+    assert report["row"].count("|") == record.ROW_HEAD.splitlines()[0].count("|")
+
+
+def test_a_failure_is_the_exit_status_and_in_every_form(capsys, monkeypatch):
+    monkeypatch.setattr("halfbyte.verify.invariants.EXPECTED", "000000000000")
+    assert cli.main(["verify", "--device", "cpu"]) == 1
+    assert "1 FAILED" in capsys.readouterr().out
+    assert cli.main(["verify", "--device", "cpu", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["passed"] and report["checks"][0]["name"] == "fingerprint"
+
+
+def test_timing_tells_slow_from_fast():
+    small, large = torch.randn(16, 16), torch.randn(512, 512)
+    times = measure_alternately({"small": [lambda: small @ small], "large": [lambda: large @ large]}, CPU, budget=0.05)
+    assert 0 < times["small"].seconds < times["large"].seconds
