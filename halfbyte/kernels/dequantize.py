@@ -35,7 +35,7 @@ class Decoded(NamedTuple):
     divisor: float = 1.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "blocks", "scale_stride"))
 def dequantize_kernel(
     qdata_ptr,
     scale_ptr,

@@ -93,7 +93,7 @@ def gemm_nt(
     if y.numel() == 0:
         return y
     if K == 0:
-        return _bias_only(y, bias, accumulate)
+        return bias_only(y, bias, accumulate)
     target = y if y.stride(1) == 1 else y.contiguous()
     plan = make_plan(a.values, b.values, target, K, variant)
     _run(plan, a, b, target, bias, accumulate, K)
@@ -148,27 +148,39 @@ def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, programs: int) 
 
 def _run(plan: Plan, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, accumulate: bool, K: int) -> None:
     M, N = out.shape
-    tile = plan.tile
-    ends = _factors(a, b, bias)
     if plan.splits == 1:
-        _multiply(plan, a.values, b.values, out, (M, N, K), ends, accumulate)
+        _multiply(plan, a.values, b.values, out, (M, N, K), _factors(a, b, bias), accumulate)
         return
-    split_rows = round_up(M, tile.bm)
     width = round_up(N, TMA_ALIGNMENT // 4)
-    parts = torch.empty(plan.splits * split_rows, width, dtype=torch.float32, device=out.device)[:, :N]
-    _multiply(plan, a.values, b.values, parts, (M, N, K), _factors(Decoded(a.values), Decoded(b.values), None), False)
-    bm, bn = COMBINE_TILE
+    rows = plan.splits * round_up(M, plan.tile.bm)
+    parts = torch.empty(rows, width, dtype=torch.float32, device=out.device)[:, :N]
+    raw = _factors(Decoded(a.values), Decoded(b.values), None)
+    _multiply(plan, a.values, b.values, parts, (M, N, K), raw, False)
+    combine(parts, plan.splits, a, b, out, bias=bias, accumulate=accumulate)
+
+
+def combine(
+    parts: Tensor, splits: int, a: Decoded, b: Decoded, out: Tensor, *, bias: Tensor | None, accumulate: bool
+) -> None:
+    """Sum partial products and finish them as a GEMM would: factors, bias, what `out` holds, one rounding.
+
+    Args:
+        parts: fp32 [splits * rows, N], rows >= M: one product after another.
+        a, b: whose amax and divisor give the factors; of their values only the number of rows counts.
+        out: [M, N] with contiguous rows.
+    """
+    (M, N), (bm, bn) = out.shape, COMBINE_TILE
     combine_kernel[(ceil_div(M, bm) * ceil_div(N, bn),)](
         parts,
         out,
         parts.stride(0),
         out.stride(0),
-        split_rows,
+        parts.shape[0] // splits,
         M=M,
         N=N,
-        **ends,
+        **_factors(a, b, bias),
         ACCUMULATE=accumulate,
-        SPLITS=plan.splits,
+        SPLITS=splits,
         BM=bm,
         BN=bn,
     )
@@ -240,7 +252,7 @@ def _factor_kind(side: Decoded) -> int:
     return dc.ROW_FACTOR.value if side.amax.dim() and side.amax.numel() == rows else dc.TENSOR_FACTOR.value
 
 
-def _bias_only(y: Tensor, bias: Tensor | None, accumulate: bool) -> Tensor:
+def bias_only(y: Tensor, bias: Tensor | None, accumulate: bool) -> Tensor:
     """K = 0: the product is zero."""
     if not accumulate:
         y.zero_()

@@ -84,7 +84,7 @@ def split_columns(x, PARTS: tl.constexpr):
         return first, second, third, fourth
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("M", "N", "K"))
 def gemm_tma_kernel(
     a_desc,
     b_desc,
@@ -153,7 +153,7 @@ def gemm_tma_kernel(
                 store_tile(y, out_ptr, out_stride, o_m, o_n, M, N, ACCUMULATE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("M",))
 def gemm_pointer_kernel(
     a_ptr,
     b_ptr,
@@ -213,7 +213,7 @@ def gemm_pointer_kernel(
     store_tile(acc, p_split, out_stride, o_m, o_n, M, N, ACCUMULATE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("M", "split_rows"))
 def combine_kernel(
     parts_ptr,
     out_ptr,

@@ -15,7 +15,7 @@ TILES = 8  # tiles of 128 x 4 scales a program moves: 4 KiB
 NUM_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "cols"))
 def swizzle_kernel(
     scale_ptr,
     out_ptr,

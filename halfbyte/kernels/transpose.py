@@ -49,7 +49,7 @@ def store_row(out_ptr, out_stride, o_word, column: tl.constexpr, o_8r, cols, out
     tl.store(out_ptr + o_row.to(tl.int64)[None, :] * out_stride + o_8r[:, None], value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "cols", "scale_stride", "out_scale_stride"))
 def transpose_kernel(
     qdata_ptr,
     scale_ptr,

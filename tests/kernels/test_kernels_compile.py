@@ -1,0 +1,69 @@
+"""Every tuned configuration of every kernel compiles for every target, without spills and within its shared memory.
+
+The kernels here are defined for the interpreter, so the compiler runs in processes of its own.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from halfbyte.kernels import targets
+
+# Two processes of about equal work; capabilities that share code paths are split between them.
+GROUPS = ((80, 90, 103), (89, 100, 120))
+
+
+def run(*arguments):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, *arguments]
+        environment["TRITON_CACHE_DIR"] = cache
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capabilities", GROUPS, ids=str)
+def test_every_configuration_fits_its_target(capabilities):
+    done = run("-m", "halfbyte.kernels.targets", *map(str, capabilities))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_target_is_compiled():
+    assert sorted(sum(GROUPS, ())) == sorted(targets.TARGETS)
+    kernels = {case.kernel.__name__ for case in targets.all_cases()}
+    assert {"gemm_tma_kernel", "gemm_pointer_kernel", "dequantize_kernel", "transpose_kernel"} <= kernels
+
+
+UNFIT = """
+import dataclasses
+from halfbyte.kernels import gemm, targets
+tile = gemm.Tile(128, 256, 64, 4, 4)
+case = next(c for c in gemm.compile_cases() if c.kernel.__name__ == "gemm_pointer_kernel")
+case = dataclasses.replace(case, arguments={**case.arguments, "BM": 128, "BN": 256, "BK": 64}, num_warps=4, num_stages=4)
+print(targets.compile_case(case, 80).problem())
+print(targets.compile_case(case, 89).problem())
+"""
+
+
+def test_a_configuration_that_does_not_fit_is_reported():
+    done = run("-c", UNFIT)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert "spills" in first or "shared memory" in first
+    assert "spills" in second or "shared memory" in second
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        (targets.Usage(90, 255, 0, 227 << 10), None),
+        (targets.Usage(90, 255, 8, 0), "spills 8 bytes"),
+        (targets.Usage(120, 64, 0, (99 << 10) + 16), "limit is 101376"),
+    ],
+)
+def test_limits(usage, expected):
+    problem = usage.problem()
+    assert problem is None if expected is None else expected in problem
