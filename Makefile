@@ -46,7 +46,7 @@ bench:
 	python3 -m halfbyte.cli bench $(BENCH_ARGS)
 
 docs: $(VENV)/docs.stamp
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) build dist site runs *.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
