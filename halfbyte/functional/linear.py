@@ -160,13 +160,13 @@ class _SharedLinear(torch.autograd.Function):
         draws = _draws(call, bases)
         keep_x = any(need_dw)
         x_col_spec = wgrad.b if keep_x and not dequantized else None
-        place = _Place(draws[0], draws[0], X, (FPROP_SIGNS, WGRAD_SIGNS))
+        place = _Place(draws[0], draws[0], X, (FPROP_SIGNS, WGRAD_SIGNS), (not dequantized, False))
         row, col = _both(x_MK, fprop.a, x_col_spec, place)
         kept_x = (row if dequantized else col) if keep_x else None
         outputs, kept_w = [], []
         for i, w in enumerate(weights):
             w_col_spec = dgrad.b if need_dx and not dequantized else None
-            place = _Place(draws[i], draws[0], W, (FPROP_SIGNS, DGRAD_SIGNS))
+            place = _Place(draws[i], draws[0], W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
             w_row, w_col = _both(w, fprop.b, w_col_spec, place, amaxes[i])
             bias = biases[i]
             y = ops.gemm_nt(row, w_row, out_dtype=call.out_dtype, bias=bias)
@@ -205,12 +205,16 @@ class _SharedLinear(torch.autograd.Function):
 
 
 class _Place(NamedTuple):
-    """Where an operand draws: its linear's stream, the first linear's for signs, and the offsets within them."""
+    """Where a tensor draws (its linear's stream, the first linear's for signs, offsets within them) and what is kept.
+
+    transient: whether row and col serve one GEMM at once, so that a backend may hand over decoded values.
+    """
 
     own: Draw | None
     shared: Draw | None
     stream: int
     sign_streams: tuple[int, int]
+    transient: tuple[bool, bool]
 
 
 def _both(
@@ -221,14 +225,15 @@ def _both(
     own = _stream(place.own, place.stream)
     row_sign, col_sign = (_stream(place.shared, stream) for stream in place.sign_streams)
     row_amax, col_amax = (amax if _takes_amax(spec) else None for spec in (row_spec, col_spec))
+    options = {"draw": own, "transient": place.transient}
     if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
         # Two GEMMs with signs of their own: two quantizations, at the offsets that one call would use.
-        row, _ = ops.quantize_row_col(t, row_spec, None, draw=own, sign_draw=row_sign, row_amax=row_amax)
-        _, col = ops.quantize_row_col(t, None, col_spec, draw=own, sign_draw=col_sign, col_amax=col_amax)
+        row, _ = ops.quantize_row_col(t, row_spec, None, sign_draw=row_sign, row_amax=row_amax, **options)
+        _, col = ops.quantize_row_col(t, None, col_spec, sign_draw=col_sign, col_amax=col_amax, **options)
     else:
         sign = col_sign if col_spec and col_spec.needs_sign_rng else row_sign
         row, col = ops.quantize_row_col(
-            t, row_spec, col_spec, draw=own, sign_draw=sign, row_amax=row_amax, col_amax=col_amax
+            t, row_spec, col_spec, sign_draw=sign, row_amax=row_amax, col_amax=col_amax, **options
         )
     return (
         t if row is None or row_spec is None else ops.Operand(row, row_spec, cols),
@@ -244,7 +249,7 @@ def _gradient_operands(call: _Call, dy_MN: Tensor, need_dx: bool, need_dw: bool,
     """Return row(dy) and col(dy), quantized for the GEMMs that will run."""
     dgrad, wgrad = (gemm or _BF16_GEMM for gemm in (call.recipe.dgrad, call.recipe.wgrad))
     specs = dgrad.a if need_dx else None, wgrad.a if need_dw else None
-    return _both(dy_MN, *specs, _Place(draws[i], draws[0], DY, (DGRAD_SIGNS, WGRAD_SIGNS)))
+    return _both(dy_MN, *specs, _Place(draws[i], draws[0], DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True)))
 
 
 def _right(operand: ops.Operand | Tensor, recipe: Recipe, dtype: torch.dtype) -> ops.Operand | Tensor:

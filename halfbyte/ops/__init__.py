@@ -2,14 +2,19 @@
 
 from halfbyte.ops.backends import BackendStatus, backends
 from halfbyte.ops.dispatch import Operand, amax, dequantize, gemm_nt, quantize, quantize_row_col, transpose
+from halfbyte.ops.grouped import check_offsets, grouped_dequantize, grouped_gemm_nt, grouped_quantize_row_col
 
 __all__ = [
     "BackendStatus",
     "Operand",
     "amax",
     "backends",
+    "check_offsets",
     "dequantize",
     "gemm_nt",
+    "grouped_dequantize",
+    "grouped_gemm_nt",
+    "grouped_quantize_row_col",
     "quantize",
     "quantize_row_col",
     "transpose",

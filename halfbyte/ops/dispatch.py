@@ -47,7 +47,7 @@ def quantize(
         ValueError: x is 0-D, or a draw that the spec needs is missing.
     """
     _check_input(x)
-    _check_specs((spec,), draw, sign_draw)
+    check_specs((spec,), draw, sign_draw)
     check_scale_layout(scale_layout)
     out = torch.ops.halfbyte.quantize(x, spec.key, *_draw_arguments(draw, sign_draw), amax, scale_layout, backend or "")
     return Blocks(out[0], out[1], out[2] if amax is None else amax)
@@ -63,16 +63,20 @@ def quantize_row_col(
     row_amax: Tensor | None = None,
     col_amax: Tensor | None = None,
     scale_layout: str = LINEAR,
+    transient: tuple[bool, bool] = (False, False),
     backend: str | None = None,
 ) -> tuple[Blocks | None, Blocks | None]:
     """Return (quantize(x), quantize(x.T)) of a tensor flattened to a matrix; None where the spec is None.
+
+    A transient operand is meant for one GEMM at once: its Blocks may hold decoded values instead of codes, which only
+    `gemm_nt` reads.
 
     Raises:
         TypeError: x is not bf16, fp16 or fp32.
         ValueError: x is 0-D, a draw is missing, or it names a shard (whose two orientations differ in origin).
     """
     _check_input(x)
-    _check_specs((row_spec, col_spec), draw, sign_draw)
+    check_specs((row_spec, col_spec), draw, sign_draw)
     if draw is not None and col_spec is not None and (draw.first_block or draw.blocks_per_row is not None):
         raise ValueError(
             f"rng.first_block={draw.first_block}: a shard starts elsewhere in x.T; quantize x and x.T apart"
@@ -86,6 +90,7 @@ def quantize_row_col(
         row_amax,
         col_amax,
         scale_layout,
+        *transient,
         backend or "",
     )
     row = col = None
@@ -102,7 +107,8 @@ def _draw_arguments(draw: Draw | None, sign_draw: Draw | None) -> tuple:
     return *own, *((None, 0) if sign_draw is None else (sign_draw.base, sign_draw.stream))
 
 
-def _check_specs(specs: tuple[Spec | None, ...], draw: Draw | None, sign_draw: Draw | None) -> None:
+def check_specs(specs: tuple[Spec | None, ...], draw: Draw | None, sign_draw: Draw | None) -> None:
+    """Raise ValueError if a spec has no defined bytes yet or needs a draw that is missing."""
     for spec in specs:
         if isinstance(spec, NVFP4) and isinstance(spec.scaling, Eden):
             raise ValueError("scaling=Eden(): its bytes are not defined yet; use hb.BlockMax() or hb.FourOverSix()")
@@ -157,14 +163,15 @@ def gemm_nt(
         accumulate: add to what `out` holds.
     """
     K = a.cols if isinstance(a, Operand) else a.shape[1]
-    operands = (*_operand_arguments(a), *_operand_arguments(b), K)
+    operands = (*operand_arguments(a), *operand_arguments(b), K)
     if out is None:
         return torch.ops.halfbyte.gemm_nt(*operands, out_dtype, bias, backend or "")
     torch.ops.halfbyte.gemm_nt_out(*operands, bias, out, accumulate, backend or "")
     return out
 
 
-def _operand_arguments(operand: Operand | Tensor) -> tuple:
+def operand_arguments(operand: Operand | Tensor) -> tuple:
+    """Return an operand as the ops take it: data, block_scale, amax, key, scale layout."""
     if isinstance(operand, Operand):
         blocks = operand.blocks
         return blocks.qdata, blocks.block_scale, blocks.amax, operand.spec.key, operand.scale_layout

@@ -1,6 +1,8 @@
 """The custom ops `torch.ops.halfbyte.*`: plain tensors, numbers and spec keys, so that compilers can look past them.
 
-Each op has one implementation, which asks `choose` for a backend, and a fake that only computes shapes. Outputs never
+Each op has one implementation, which asks `choose` for a backend, and a fake that only computes shapes. A transient
+operand is used by one GEMM and not kept: a backend that multiplies decoded operands returns its values (bf16, no block
+scales) instead of codes. Outputs never
 alias inputs or each other, as torch.library demands: an amax that the caller handed in, or that both orientations
 share, comes back empty and dispatch.py puts the known one in its place. Defined with torch.library.Library, which costs
 a third of what torch.library.custom_op costs per call.
@@ -31,7 +33,8 @@ _OPERANDS = (
 _SCHEMAS = (
     f"quantize(Tensor x, str key, {_DRAW}, Tensor? amax, str scale_layout, str backend) -> (Tensor, Tensor, Tensor)",
     f"quantize_row_col(Tensor x, str row_key, str col_key, {_DRAW}, Tensor? row_amax, Tensor? col_amax, "
-    "str scale_layout, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "str scale_layout, bool row_transient, bool col_transient, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "amax(Tensor x, str backend) -> Tensor",
     "dequantize(Tensor qdata, Tensor block_scale, Tensor amax, str key, SymInt cols, ScalarType dtype, "
     "str scale_layout, str backend) -> Tensor",
@@ -70,10 +73,12 @@ def quantize(
 
 def quantize_row_col(
     x, row_key, col_key, rng, stream, first_block, blocks_per_row, sign_rng, sign_stream, row_amax, col_amax,
-    scale_layout, backend,
+    scale_layout, row_transient, col_transient, backend,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     row_spec, col_spec = (parse(key) if key else None for key in (row_key, col_key))
-    row, col = _backend(x.device, backend).quantize_row_col(
+    module = _backend(x.device, backend)
+    transient = {} if module is reference else {"transient": (row_transient, col_transient)}
+    row, col = module.quantize_row_col(
         x,
         row_spec,
         col_spec,
@@ -82,6 +87,7 @@ def quantize_row_col(
         row_amax=row_amax,
         col_amax=col_amax,
         scale_layout=scale_layout,
+        **transient,
     )
     empty = x.new_empty(0, dtype=torch.uint8)
     row_out = (empty, empty.clone(), x.new_empty(0, dtype=torch.float32)) if row is None else tuple(row)
@@ -136,6 +142,8 @@ def _decode(module: ModuleType, data, scale, amax, key: str, scale_layout: str, 
     """Return one operand as the backend's GEMM reads it; padding takes part only if both operands have it."""
     if not key:
         return module.plain(data)
+    if data.is_floating_point():
+        return module.from_values(data, amax, parse(key))
     decoded = module.decode(Blocks(data, scale, amax), parse(key), K, scale_layout)
     return decoded if padded else decoded._replace(values=decoded.values[:, :K])
 
@@ -163,15 +171,21 @@ def _fake_quantize(x, key, *rest):
 
 
 def _fake_quantize_row_col(x, row_key, col_key, *rest):
-    row_amax, col_amax, scale_layout, _ = rest[-4:]
+    row_amax, col_amax, scale_layout, *transient, backend = rest[-6:]
     rows, cols = matrix_shape(x.shape)
     out = []
-    for key, shape, given in ((row_key, (rows, cols), row_amax), (col_key, (cols, rows), col_amax)):
+    decodes = choose(x.device, backend or None) != REFERENCE
+    sides = ((row_key, (rows, cols), row_amax), (col_key, (cols, rows), col_amax))
+    for (key, shape, given), is_transient in zip(sides, transient, strict=True):
         if not key:
             out += [x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.uint8)]
             out.append(x.new_empty(0, dtype=torch.float32))
         else:
-            out += _blocks_like(x, *shape, parse(key), scale_layout, given)
+            blocks = _blocks_like(x, *shape, parse(key), scale_layout, given)
+            if is_transient and decodes:
+                values = x.new_empty(shape[0], round_up(shape[1], parse(key).alignment), dtype=torch.bfloat16)
+                blocks = (values, x.new_empty(0, dtype=torch.uint8), blocks[2])
+            out += blocks
     if row_key and row_key == col_key and parse(row_key).is_tile:
         out[5] = x.new_empty(0, dtype=torch.float32)
     return tuple(out)

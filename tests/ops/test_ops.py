@@ -37,7 +37,7 @@ def test_opcheck_quantize_with_amax(given):
 @pytest.mark.parametrize("row,col", [(STANDARD, DRAWING), (TILE, TILE), (None, hb.MXFP8()), (STANDARD, None)])
 def test_opcheck_quantize_row_col(row, col):
     keys = (row.key if row else "", col.key if col else "")
-    opcheck(HB.quantize_row_col, (torch.randn(33, 48), *keys, *_draws(), None, None, "linear", ""))
+    opcheck(HB.quantize_row_col, (torch.randn(33, 48), *keys, *_draws(), None, None, "linear", True, False, ""))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.key.replace("/", "-"))
