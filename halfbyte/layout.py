@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
+from halfbyte.spec import NVFP4, Spec
 
 LINEAR = "linear"
 SWIZZLED_32_4_4 = "swizzled_32_4_4"
 SCALE_LAYOUTS = (LINEAR, SWIZZLED_32_4_4)
+
+GROUP_COLUMNS = 32
+"""Groups along the contraction start at multiples of this in storage: 16 bytes of codes, which tensor cores load."""
 
 
 class Blocks(NamedTuple):
@@ -147,3 +151,72 @@ def unswizzle(block_scale: Tensor, rows: int, cols: int) -> Tensor:
     tiles = block_scale.view(torch.uint8).view(rows_p // 128, cols_p // 4, 32, 4, 4)
     linear = tiles.permute(0, 3, 2, 1, 4).reshape(rows_p, cols_p)
     return linear[:rows, :cols].contiguous().view(block_scale.dtype)
+
+
+def group_alignment(spec: Spec) -> int:
+    """Return the number of columns that a group along the contraction is padded to in storage."""
+    return max(GROUP_COLUMNS, spec.alignment)
+
+
+def group_ends(offsets: Tensor, multiple: int) -> Tensor:
+    """Return where each group ends once every group is padded to a multiple of `multiple`.
+
+    Args:
+        offsets: integer [E], the cumulative ends of the unpadded groups.
+        multiple: what each size is rounded up to; an empty group stays empty.
+
+    Returns:
+        Integer [E] on the same device, nothing read on the host.
+    """
+    sizes = offsets.diff(prepend=offsets.new_zeros(1))
+    padded = (sizes + (multiple - 1)).div(multiple, rounding_mode="floor") * multiple
+    return padded.cumsum(0, dtype=offsets.dtype)
+
+
+def padded_groups(total: int, groups: int, multiple: int) -> int:
+    """Return the most that `groups` sizes with a sum of at most `total` take once each is padded to `multiple`."""
+    return (total + (multiple - 1) * groups) // multiple * multiple
+
+
+class GroupedShapes(NamedTuple):
+    """The shapes of a grouped operand's storage; they follow from its own shape, never from the sizes of groups."""
+
+    qdata: tuple[int, ...]
+    block_scale: tuple[int, ...]
+    amax: tuple[int, ...]
+
+
+def grouped_shapes(
+    shape: tuple[int, int], groups: int, spec: Spec, scale_layout: str, *, contraction: bool
+) -> GroupedShapes:
+    """Return the shapes of a [rows, cols] operand's storage whose groups share one of its dimensions.
+
+    Along the rows, group g has the rows offsets[g - 1] to offsets[g], as in the unquantized tensor. Along the
+    contraction it starts at column group_ends(offsets, group_alignment(spec))[g - 1], its padding is zeros. Swizzled
+    scale regions follow each other without gaps. What lies behind the last group is zeros.
+
+    Args:
+        shape: rows and columns, the tokens behind the last group included.
+        groups: E.
+        spec: how it is quantized.
+        scale_layout: "linear" or "swizzled_32_4_4".
+        contraction: whether the groups split the columns, not the rows.
+
+    Returns:
+        qdata [rows, bytes]; block_scale [rows, blocks] or [bytes of all regions]; amax [E], with outer="row" [rows] or
+        along the contraction [E, rows], MXFP8 [0].
+    """
+    rows, cols = shape
+    nvfp4, length = isinstance(spec, NVFP4), spec.block_length
+    by_row = nvfp4 and spec.outer == "row"
+    if contraction:
+        padded = padded_groups(cols, groups, group_alignment(spec))
+        region = padded_groups(cols, groups, max(SWIZZLE_COLS * length, spec.alignment)) // length
+        swizzled = round_up(rows, SWIZZLE_ROWS) * region
+        amax = (groups, rows) if by_row else (groups,)
+    else:
+        padded = round_up(cols, spec.alignment)
+        swizzled = padded_groups(rows, groups, SWIZZLE_ROWS) * round_up(padded // length, SWIZZLE_COLS)
+        amax = (rows,) if by_row else (groups,)
+    scale = (rows, padded // length) if scale_layout == LINEAR else (swizzled,)
+    return GroupedShapes((rows, padded // 2 if nvfp4 else padded), scale, amax if nvfp4 else (0,))

@@ -41,6 +41,12 @@ class Draw(NamedTuple):
         """Return the draw of the second operand of `quantize_row_col`: one offset further."""
         return self._replace(stream=self.stream + 1)
 
+    def group(self, index: int) -> Draw:
+        """Return the draw of one group of a grouped operand: another seed (docs/numerics.md section 8)."""
+        step = torch.zeros_like(self.base)
+        step[0] = as_signed64(index * GROUP_SEED_STEP % SEED_LIMIT)
+        return self._replace(base=self.base + step)  # int64 wraps, which is the sum modulo 2**64
+
 
 def as_signed64(value: int) -> int:
     """Return the int64 that holds the same 64 bits as the unsigned `value`."""
@@ -76,6 +82,10 @@ class Philox:
     def at(self, stream: int) -> Philox:
         """Return the place `stream` offsets further."""
         return replace(self, offset=self.offset + stream)
+
+    def group(self, index: int) -> Philox:
+        """Return the place where group `index` of a grouped operand draws (docs/numerics.md section 8)."""
+        return replace(self, seed=(self.seed + index * GROUP_SEED_STEP) % SEED_LIMIT)
 
     def on(self, device: torch.device) -> Draw:
         """Return the draw on `device`."""

@@ -3,6 +3,7 @@
 It says what docs/numerics.md says, in whole-tensor operations, and shares nothing with `halfbyte.kernels`.
 """
 
+from halfbyte.reference.grouped import GroupedOperand, grouped_dequantize, grouped_gemm_nt, grouped_quantize_row_col
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import Decoded, decode, dequantize, gemm_nt, plain
 from halfbyte.reference.nvfp4 import quantize, quantize_row_col, transpose
@@ -10,10 +11,14 @@ from halfbyte.reference.scale import finite_amax
 
 __all__ = [
     "Decoded",
+    "GroupedOperand",
     "decode",
     "dequantize",
     "finite_amax",
     "gemm_nt",
+    "grouped_dequantize",
+    "grouped_gemm_nt",
+    "grouped_quantize_row_col",
     "plain",
     "quantize",
     "quantize_row_col",

@@ -1,0 +1,256 @@
+"""Grouped operands as a loop over their groups (docs/numerics.md section 8): the definition, so it reads the offsets.
+
+An operand is tokens in groups, [M, C] with the cumulative ends [E] of the groups, or the weights of E experts,
+[E, N, K]. Its row orientation has the groups along the rows, the col orientation of tokens along the contraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from halfbyte.layout import (
+    LINEAR,
+    Blocks,
+    GroupedShapes,
+    group_alignment,
+    grouped_shapes,
+    round_up,
+    swizzled_numel,
+    unswizzle,
+)
+from halfbyte.reference.matmul import Decoded, decode, dequantize, gemm_nt, plain
+from halfbyte.reference.nvfp4 import quantize_row_col
+from halfbyte.rng import Draw
+from halfbyte.spec import NVFP4, Spec
+
+Bounds = Sequence[tuple[int, int]]
+
+
+class GroupedOperand(NamedTuple):
+    """Operand of a grouped GEMM: a plain tensor (spec None) or Blocks; 3-D data is one matrix per group."""
+
+    data: Tensor | Blocks
+    spec: Spec | None = None
+    scale_layout: str = LINEAR
+
+
+def group_bounds(offsets: Tensor, total: int) -> list[tuple[int, int]]:
+    """Return (start, end) of each group on the host.
+
+    Args:
+        offsets: integer [E], cumulative ends.
+        total: the size of the dimension that the groups share.
+
+    Raises:
+        ValueError: the ends decrease or exceed `total`.
+    """
+    ends = offsets.tolist()
+    starts = [0, *ends[:-1]]
+    if any(end < start for start, end in zip(starts, ends, strict=True)) or (ends and ends[-1] > total):
+        raise ValueError(f"offsets={ends}: give the cumulative ends of the groups, not decreasing, at most {total}")
+    return list(zip(starts, ends, strict=True))
+
+
+def grouped_quantize_row_col(
+    x: Tensor,
+    offsets: Tensor | None,
+    row_spec: Spec | None,
+    col_spec: Spec | None,
+    *,
+    draw: Draw | None = None,
+    sign_draw: Draw | None = None,
+    row_amax: Tensor | None = None,
+    col_amax: Tensor | None = None,
+    scale_layout: str = LINEAR,
+) -> tuple[Blocks | None, Blocks | None]:
+    """Return quantize_row_col of every group, joined; group g draws with its own seed.
+
+    Args:
+        x: tokens [M, C] with offsets [E], or expert weights [E, N, K] with offsets None.
+        row_amax, col_amax: fp32 in the shape of `layout.grouped_shapes`, of expert weights [E] or [E, rows].
+
+    Returns:
+        Blocks in the shapes of `layout.grouped_shapes`; of expert weights, every tensor has a leading [E].
+    """
+    bounds = None if offsets is None else group_bounds(offsets, x.shape[0])
+    groups = x.unbind(0) if bounds is None else [x[start:end] for start, end in bounds]
+    rows, cols = [], []
+    for g, x_g in enumerate(groups):
+        own_row, own_col = row_amax, col_amax
+        if row_amax is not None:
+            by_row = bounds is not None and isinstance(row_spec, NVFP4) and row_spec.outer == "row"
+            own_row = row_amax[slice(*bounds[g])] if by_row else row_amax[g]
+        if col_amax is not None:
+            own_col = col_amax[g]
+        row, col = quantize_row_col(
+            x_g,
+            row_spec,
+            col_spec,
+            draw=draw and draw.group(g),
+            sign_draw=sign_draw and sign_draw.group(g),
+            row_amax=own_row,
+            col_amax=own_col,
+            scale_layout=scale_layout,
+        )
+        rows.append(row)
+        cols.append(col)
+    return (
+        row_spec and _join(rows, row_spec, x, bounds, scale_layout, contraction=False),
+        col_spec and _join(cols, col_spec, x, bounds, scale_layout, contraction=True),
+    )
+
+
+def _join(
+    parts: list[Blocks], spec: Spec, x: Tensor, bounds: Bounds | None, scale_layout: str, *, contraction: bool
+) -> Blocks:
+    """Lay the groups' blocks out as `layout.grouped_shapes` says; expert weights are stacked."""
+    if bounds is None:
+        amax = torch.stack([part.amax for part in parts]) if isinstance(spec, NVFP4) else parts[0].amax
+        return Blocks(torch.stack([p.qdata for p in parts]), torch.stack([p.block_scale for p in parts]), amax)
+    shape = (x.shape[1], x.shape[0]) if contraction else (x.shape[0], x.shape[1])
+    shapes = grouped_shapes(shape, len(bounds), spec, scale_layout, contraction=contraction)
+    if not contraction:
+        by_row = isinstance(spec, NVFP4) and spec.outer == "row"
+        amaxes = [part.amax if by_row or not isinstance(spec, NVFP4) else part.amax[None] for part in parts]
+        return _fill(shapes, *([getattr(p, name) for p in parts] for name in ("qdata", "block_scale")), amaxes)
+    widths = [round_up(end - start, group_alignment(spec)) for start, end in bounds]
+    codes_per_byte = 2 if isinstance(spec, NVFP4) else 1
+    qdata = [_widen(part.qdata, width // codes_per_byte) for part, width in zip(parts, widths, strict=True)]
+    scales = [part.block_scale for part in parts]
+    if scale_layout == LINEAR:
+        scales = [_widen(scale, width // spec.block_length) for scale, width in zip(scales, widths, strict=True)]
+    return _fill(shapes, qdata, scales, [p.amax[None] if isinstance(spec, NVFP4) else p.amax for p in parts], dim=-1)
+
+
+def _widen(t: Tensor, cols: int) -> Tensor:
+    return pad(t, (0, cols - t.shape[1]))
+
+
+def _fill(shapes: GroupedShapes, qdata: list, block_scale: list, amax: list, dim: int = 0) -> Blocks:
+    """Join the groups' tensors along `dim` (amaxes along their first) and fill up with zeros behind the last group."""
+    out = []
+    for tensors, shape, along in zip((qdata, block_scale, amax), shapes, (dim, dim, 0), strict=True):
+        joined = torch.cat(tensors, dim=along)
+        whole = joined.new_zeros(shape)
+        whole[tuple(slice(size) for size in joined.shape)] = joined
+        out.append(whole)
+    return Blocks(*out)
+
+
+def group_blocks(
+    blocks: Blocks, spec: Spec, bounds: Bounds, g: int, *, scale_layout: str = LINEAR, contraction: bool = False
+) -> Blocks:
+    """Return the blocks of group g as `quantize` of that group alone gives them, scales LINEAR.
+
+    Args:
+        blocks: a grouped operand of tokens.
+        bounds: (start, end) of each group, unpadded.
+        contraction: whether the groups split the columns.
+    """
+    start, end = bounds[g]
+    is_nvfp4, length = isinstance(spec, NVFP4), spec.block_length
+    codes_per_byte = 2 if is_nvfp4 else 1
+    rows = blocks.qdata.shape[0]
+    if contraction:
+        storage = [round_up(stop - begin, group_alignment(spec)) for begin, stop in bounds]
+        first, width = sum(storage[:g]), round_up(end - start, spec.alignment)
+        qdata = blocks.qdata[:, first // codes_per_byte : (first + width) // codes_per_byte]
+        sizes = [(rows, round_up(stop - begin, spec.alignment) // length) for begin, stop in bounds]
+        linear = (slice(None), slice(first // length, (first + width) // length))
+        amax = blocks.amax[g] if is_nvfp4 else blocks.amax
+    else:
+        qdata = blocks.qdata[start:end]
+        count = blocks.qdata.shape[1] * codes_per_byte // length
+        sizes = [(stop - begin, count) for begin, stop in bounds]
+        linear = (slice(start, end), slice(None))
+        by_row = is_nvfp4 and spec.outer == "row"
+        amax = blocks.amax[start:end] if by_row else blocks.amax[g] if is_nvfp4 else blocks.amax
+    if scale_layout == LINEAR:
+        return Blocks(qdata, blocks.block_scale[linear], amax)
+    numels = [swizzled_numel(*size) for size in sizes]
+    first = sum(numels[:g])
+    return Blocks(qdata, unswizzle(blocks.block_scale[first : first + numels[g]], *sizes[g]), amax)
+
+
+def expert_blocks(blocks: Blocks, spec: Spec, g: int, scale_layout: str = LINEAR) -> Blocks:
+    """Return the blocks of one expert of [E, N, K] weights, scales LINEAR."""
+    qdata, scale = blocks.qdata[g], blocks.block_scale[g]
+    if scale_layout != LINEAR:
+        cols = qdata.shape[1] * (2 if isinstance(spec, NVFP4) else 1)
+        scale = unswizzle(scale, qdata.shape[0], cols // spec.block_length)
+    return Blocks(qdata, scale, blocks.amax[g] if isinstance(spec, NVFP4) else blocks.amax)
+
+
+def grouped_dequantize(
+    operand: GroupedOperand, offsets: Tensor | None, cols: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the values of tokens in groups along the rows, or of expert weights (offsets None).
+
+    Args:
+        operand: quantized.
+        cols: logical columns.
+
+    Returns:
+        dtype [M, cols], zeros behind the last group, or [E, N, cols].
+    """
+    blocks, spec, scale_layout = operand
+    assert isinstance(blocks, Blocks) and spec is not None, "only a quantized operand is dequantized"
+    if offsets is None:
+        experts = [expert_blocks(blocks, spec, g, scale_layout) for g in range(blocks.qdata.shape[0])]
+        return torch.stack([dequantize(expert, spec, cols, dtype) for expert in experts])
+    rows = blocks.qdata.shape[0]
+    out = torch.zeros(rows, cols, dtype=dtype, device=blocks.qdata.device)
+    bounds = group_bounds(offsets, rows)
+    for g, (start, end) in enumerate(bounds):
+        group = group_blocks(blocks, spec, bounds, g, scale_layout=scale_layout)
+        out[start:end] = dequantize(group, spec, cols, dtype)
+    return out
+
+
+def grouped_gemm_nt(
+    a: GroupedOperand,
+    b: GroupedOperand,
+    offsets: Tensor,
+    K: int,
+    out: Tensor,
+    *,
+    accumulate: bool = False,
+) -> Tensor:
+    """Write gemm_nt of every group to `out`; without `accumulate`, rows behind the last group become zero.
+
+    Args:
+        a: tokens [M, K]; or, groups along the contraction, [R, K].
+        b: experts [E, N, K]; or [C, K].
+        offsets: integer [E], cumulative ends along M or, of the contraction, along K.
+        K: the logical contraction length, of all groups together if they split it.
+        out: [M, N] or [E, R, C].
+        accumulate: add to what `out` holds.
+    """
+    contraction = out.dim() == 3
+    bounds = group_bounds(offsets, K if contraction else out.shape[0])
+    for g, (start, end) in enumerate(bounds):
+        length = end - start if contraction else K
+        left, right = (_decoded(operand, bounds, g, length, contraction=contraction) for operand in (a, b))
+        if a.spec is None or b.spec is None:  # padding takes part only if both operands have it
+            left, right = (t._replace(values=t.values[:, :length]) for t in (left, right))
+        gemm_nt(left, right, out=out[g] if contraction else out[start:end], accumulate=accumulate)
+    if not contraction and not accumulate:
+        out[bounds[-1][1] if bounds else 0 :] = 0
+    return out
+
+
+def _decoded(operand: GroupedOperand, bounds: Bounds, g: int, cols: int, *, contraction: bool) -> Decoded:
+    data, spec, scale_layout = operand
+    if isinstance(data, Tensor):
+        start, end = bounds[g]
+        return plain(data[g] if data.dim() == 3 else data[:, start:end] if contraction else data[start:end])
+    assert spec is not None, "blocks have a spec"
+    if data.qdata.dim() == 3:
+        return decode(expert_blocks(data, spec, g, scale_layout), spec, cols)
+    blocks = group_blocks(data, spec, bounds, g, scale_layout=scale_layout, contraction=contraction)
+    return decode(blocks, spec, cols)
