@@ -35,7 +35,9 @@ def blocks_of(case: golden.Case, prefix: str = "") -> Blocks:
     """Return the stored bytes of a vector."""
     amax = case.tensor(f"{prefix}amax") if case.has(f"{prefix}amax") else torch.empty(0, device=case.device)
     outer_row = case.entry.get("outer") == "row"
-    return Blocks(case.tensor(f"{prefix}qdata"), case.tensor(f"{prefix}block_scale"), amax if outer_row else amax.squeeze())
+    return Blocks(
+        case.tensor(f"{prefix}qdata"), case.tensor(f"{prefix}block_scale"), amax if outer_row else amax.squeeze()
+    )
 
 
 def check_dequantize(case: golden.Case) -> None:

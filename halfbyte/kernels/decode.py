@@ -7,7 +7,9 @@ import triton.language as tl
 
 from halfbyte import formats
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter truncates fp32 -> bf16: round by hand there
+INTERPRETED = tl.constexpr(
+    triton.knobs.runtime.interpret
+)  # the interpreter truncates fp32 -> bf16: round by hand there
 
 NVFP4 = tl.constexpr(0)
 MXFP8_E4M3 = tl.constexpr(1)

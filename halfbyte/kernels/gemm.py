@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -115,7 +115,7 @@ def gemm_tma_kernel(
     PROGRAMS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """PROGRAMS programs walk all tiles. SPLITS > 1: out is a workspace [SPLITS * round_up(M, BM), N] of partial sums."""
+    """PROGRAMS programs walk all tiles. SPLITS > 1: out holds the partial sums, [SPLITS * round_up(M, BM), N]."""
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
     steps = tl.cdiv(tl.cdiv(K, BK), SPLITS)
@@ -182,7 +182,7 @@ def gemm_pointer_kernel(
     GROUP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One program computes one tile of one split. SPLITS > 1: out is a workspace [SPLITS * round_up(M, BM), N]."""
+    """One program computes one tile of one split. SPLITS > 1: out as in gemm_tma_kernel."""
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
     steps = tl.cdiv(tl.cdiv(K, BK), SPLITS)

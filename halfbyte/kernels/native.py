@@ -1,7 +1,7 @@
 """gemm_nt on the FP4 and FP8 tensor cores of sm_100 and later: `torch.nn.functional.scaled_mm` on the stored bytes.
 
 What scaled_mm cannot do is done by one pass over its fp32 result: row factors, accumulation, a bias of another dtype.
-Compiled and checked against ATen's conditions on fake tensors, not run: no such GPU was at hand (docs/internals/gemm.md).
+Checked against ATen's conditions on fake tensors, not run: no such GPU was at hand (docs/internals/gemm.md).
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _elements(side: Packed, rows: int) -> Tensor:
 
 
 def _has_room(qdata: Tensor, width: int) -> bool:
-    """Whether rows of `width` bytes lie behind the view: aligned, not reaching into the next row, inside the storage."""
+    """Whether rows of `width` bytes lie behind the view: aligned, apart from each other, inside the storage."""
     stride, start = qdata.stride(0), qdata.storage_offset()
     if qdata.stride(1) != 1 or stride % ALIGNMENT or start % ALIGNMENT or stride < width:
         return False

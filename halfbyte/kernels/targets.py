@@ -1,7 +1,7 @@
 """Compile a kernel for a GPU that is not here, and read what it uses: registers, stack, shared memory.
 
-Every module of `halfbyte.kernels` whose kernels are launched defines `compile_cases()`: the configurations its launchers
-choose from, built from the same tables. `all_cases()` finds them, so a new kernel plugs in by defining that function.
+Every module of `halfbyte.kernels` whose kernels are launched defines `compile_cases()`: the configurations its
+launchers choose from, built from the same tables. `all_cases()` finds them: a new kernel plugs in by that function.
 `python -m halfbyte.kernels.targets [capability ...]` compiles all of them; it needs no GPU.
 """
 
@@ -64,8 +64,10 @@ class CompileCase:
     @property
     def name(self) -> str:
         constants = [f"{k}={getattr(v, 'value', v)}" for k, v in self.arguments.items() if not isinstance(v, str)]
-        pointers = [v.split(":")[0] for v in self.arguments.values() if isinstance(v, str) and not v[0] in "if"]
-        return f"{self.kernel.__name__}({', '.join(pointers + constants)}) warps={self.num_warps} stages={self.num_stages}"
+        pointers = [v.split(":")[0] for v in self.arguments.values() if isinstance(v, str) and v[0] not in "if"]
+        return (
+            f"{self.kernel.__name__}({', '.join(pointers + constants)}) warps={self.num_warps} stages={self.num_stages}"
+        )
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,9 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         tool = triton.knobs.nvidia.cuobjdump.path
-        report = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
+        report = subprocess.run(
+            [tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True
+        ).stdout
     (registers,), (stack,) = (re.findall(rf"{key}:(\d+)", report) for key in ("REG", "STACK"))
     return int(registers), int(stack)
 

@@ -49,7 +49,9 @@ def test_transpose(shape):
     qdata = torch.randint(0, 256, (rows, blocks * 8), dtype=torch.uint8, device="cuda")
     scale = torch.randint(0, 256, (-(-rows // 16), blocks), dtype=torch.uint8, device="cuda")
     scale = scale.repeat_interleave(16, 0)[:rows]
-    for ours, theirs in zip(transpose.transpose(qdata, scale, *shape), reference.transpose(qdata, scale, *shape), strict=True):
+    for ours, theirs in zip(
+        transpose.transpose(qdata, scale, *shape), reference.transpose(qdata, scale, *shape), strict=True
+    ):
         checks.same(ours, theirs)
 
 

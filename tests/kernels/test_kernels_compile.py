@@ -40,20 +40,16 @@ def test_every_target_is_compiled():
 UNFIT = """
 import dataclasses
 from halfbyte.kernels import gemm, targets
-tile = gemm.Tile(128, 256, 64, 4, 4)
 case = next(c for c in gemm.compile_cases() if c.kernel.__name__ == "gemm_pointer_kernel")
-case = dataclasses.replace(case, arguments={**case.arguments, "BM": 128, "BN": 256, "BK": 64}, num_warps=4, num_stages=4)
+case = dataclasses.replace(case, arguments={**case.arguments, "BM": 64, "BN": 64, "BK": 128}, num_stages=7)
 print(targets.compile_case(case, 80).problem())
-print(targets.compile_case(case, 89).problem())
 """
 
 
 def test_a_configuration_that_does_not_fit_is_reported():
     done = run("-c", UNFIT)
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
-    assert "spills" in first or "shared memory" in first
-    assert "spills" in second or "shared memory" in second
+    assert "shared memory" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ def test_golden(index, case):
 
 def assert_like_reference(pair, shape, **options):
     M, N, K = shape
-    ours, theirs = zip(*(checks.decoded_pair(torch.randn(rows, K).bfloat16(), s) for rows, s in zip((M, N), pair)), strict=True)
+    xs = (torch.randn(rows, K).bfloat16() for rows in (M, N))
+    ours, theirs = zip(*map(checks.decoded_pair, xs, pair), strict=True)
     width = min(side.values.shape[1] for side in theirs)
     theirs = [side._replace(values=side.values[:, :width]) for side in theirs]
     bias, existing = torch.randn(N), torch.randn(M, N)
@@ -121,7 +122,11 @@ def test_nothing_to_multiply(shape, monkeypatch):
 
 def test_plain_operands_of_any_dtype_and_stride():
     x, w = torch.randn(33, 5).T, torch.randn(7, 40)[:, :33]
-    for x_dtype, w_dtype in ((torch.float32, torch.float32), (torch.float16, torch.float16), (torch.bfloat16, torch.float32)):
+    for x_dtype, w_dtype in (
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32),
+    ):
         a, b = x.to(x_dtype), w.to(w_dtype)
         y = gemm.gemm_nt(Decoded(a), Decoded(b), out_dtype=torch.float32)
         torch.testing.assert_close(y, a.float() @ b.float().T)

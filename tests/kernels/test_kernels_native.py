@@ -1,4 +1,4 @@
-"""The calls of scaled_mm: every argument, checked by ATen's own rules on fake CUDA tensors, and what surrounds the call.
+"""The calls of scaled_mm: every argument by ATen's own rules on fake CUDA tensors, and what surrounds the call.
 
 No GPU with FP4 tensor cores was at hand: `emulated_scaled_mm` computes what the call means from its arguments alone.
 """
@@ -31,7 +31,9 @@ def packed(rows, K, spec, scale_layout=SWIZZLED):
     return native.Packed(reference.quantize(x, spec, scale_layout=scale_layout), spec, K, scale_layout)
 
 
-def emulated_scaled_mm(mat_a, mat_b, scale_a, scale_recipe_a, swizzle_a, scale_b, scale_recipe_b, swizzle_b, bias, output_dtype):
+def emulated_scaled_mm(
+    mat_a, mat_b, scale_a, scale_recipe_a, swizzle_a, scale_b, scale_recipe_b, swizzle_b, bias, output_dtype
+):
     """What scaled_mm computes: block scales from the swizzled buffers, tensor factors, bias, one rounding."""
     length = {ScalingType.BlockWise1x16: 16, ScalingType.BlockWise1x32: 32}[scale_recipe_a[0]]
     assert scale_recipe_a == scale_recipe_b and swizzle_a == swizzle_b and swizzle_a[0] == SwizzleType.SWIZZLE_32_4_4
@@ -39,7 +41,9 @@ def emulated_scaled_mm(mat_a, mat_b, scale_a, scale_recipe_a, swizzle_a, scale_b
     for mat, scales in ((mat_a, scale_a), (mat_b.t(), scale_b)):
         assert len(scales) == len(swizzle_a) == len(scale_recipe_a)
         if mat.dtype == torch.float4_e2m1fn_x2:
-            table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+            table = torch.tensor(
+                [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64
+            )
             values = table[layout.unpack(mat.view(torch.uint8)).long()]
         else:
             values = mat.double()
