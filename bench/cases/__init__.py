@@ -1,0 +1,1 @@
+"""The cases: what each does, what it is compared with, and the bytes it moves."""

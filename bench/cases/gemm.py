@@ -1,0 +1,91 @@
+"""gemm_nt beside the bf16 product of the same shape by torch, timed in turn; errors against fp64 of the operands."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from bench.measure import against_bf16, random_matrix
+from bench.registry import Bar, Case, Outcome, Setting, Shape, Unequal
+from halfbyte import ops
+from halfbyte.spec import NVFP4
+from halfbyte.verify.compare import relative_error
+from halfbyte.verify.kernels import TOLERANCE
+
+SHAPES: tuple[Shape, ...] = ((8192, 8192, 8192), (16384, 4096, 4096), (8192, 14336, 4096))
+"""M, N, K."""
+
+SMALL = (96, 128, 160)
+MODULES = {"reference": "halfbyte.reference", "triton": "halfbyte.kernels"}
+
+
+def product(setting: Setting, shape: Shape, *, decode_included: bool) -> Outcome:
+    """Check and time an activation (1x16) times a weight (16x16)."""
+    M, N, K = shape
+    x_MK, w_NK = (random_matrix((n, K), setting.device, seed) for seed, n in enumerate((M, N)))
+    specs = NVFP4(), NVFP4(block=(16, 16))
+    sides = [
+        ops.Operand(ops.quantize(t, s, backend="reference"), s, K) for t, s in zip((x_MK, w_NK), specs, strict=True)
+    ]
+    exact_MN = _exact(sides)
+    checked = []
+    for dtype, limit in TOLERANCE.items():
+        run = _from_codes(sides, setting, dtype) if decode_included else _decoded(sides, setting, dtype)
+        error = relative_error(run(), exact_MN)
+        if not error <= limit:
+            raise Unequal(f"relative error {error:.2e} to {dtype}, at most {limit:g}")
+        checked.append(f"relative error {error:.1e} to {str(dtype).removeprefix('torch.')}, at most {limit:g}")
+    del exact_MN
+    run = (_from_codes if decode_included else _decoded)(sides, setting, torch.bfloat16)
+    bf16 = [lambda: x_MK @ w_NK.T]
+    return against_bf16(setting, [run], bf16, 2.0 * M * N * K, checked, "of bf16")
+
+
+def _from_codes(sides: list[ops.Operand], setting: Setting, dtype: torch.dtype):
+    return partial(ops.gemm_nt, *sides, out_dtype=dtype, backend=setting.backend)
+
+
+def _decoded(sides: list[ops.Operand], setting: Setting, dtype: torch.dtype):
+    module = _module(setting)
+    a, b = (module.decode(side.blocks, side.spec, side.cols, side.scale_layout) for side in sides)
+    return partial(module.gemm_nt, a, b, out_dtype=dtype)
+
+
+def _module(setting: Setting) -> ModuleType:
+    if setting.backend not in MODULES:
+        raise ValueError(f"backend={setting.backend!r}: operands are not decoded there; use --only 'gemm/from-codes'")
+    return importlib.import_module(MODULES[setting.backend])
+
+
+def _exact(sides: list[ops.Operand]) -> Tensor:
+    """Return the product of the operands' decoded values in fp64 on their device."""
+    reference = importlib.import_module("halfbyte.reference")
+    factors, product_MN = [], []
+    for side in sides:
+        decoded = reference.decode(side.blocks, side.spec, side.cols, side.scale_layout)
+        product_MN.append(decoded.values.double())
+        factors.append(decoded.factor.double())
+    y = product_MN[0] @ product_MN[1].T
+    return y.mul_(factors[0] * factors[1])
+
+
+CASES = (
+    Case(
+        name="gemm/decoded",
+        about="operands decoded before: the cost of alpha and of emulation",
+        shapes=dict.fromkeys(SHAPES, Bar(least=0.97, aim=1.0)),
+        small=SMALL,
+        run=partial(product, decode_included=False),
+    ),
+    Case(
+        name="gemm/from-codes",
+        about="decoding included",
+        shapes={SHAPES[0]: Bar(least=0.90, aim=0.94), **dict.fromkeys(SHAPES[1:])},
+        small=SMALL,
+        run=partial(product, decode_included=True),
+    ),
+)

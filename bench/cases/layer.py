@@ -1,0 +1,98 @@
+"""Forward and backward of one linear layer beside bf16 `nn.Linear`, timed in turn, weight quantization included.
+
+Bytes of the operands are the quantization cases' business; here a small layer is compared with the reference on the
+CPU: output and both gradients, stochastic rounding and rotations included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import halfbyte as hb
+from bench.measure import CPU, against_bf16, random_matrix
+from bench.registry import Bar, Case, Outcome, Setting, Shape, Unequal
+from halfbyte import recipes
+from halfbyte.rng import StreamPhilox
+from halfbyte.verify.compare import relative_error
+
+SHAPES = {
+    (16384, 8192, 8192): Bar(least=1.16, aim=1.09),
+    (8192, 4096, 14336): Bar(least=1.25, aim=1.13),
+}
+"""M tokens, K in_features, N out_features."""
+
+SMALL, RAGGED = (64, 96, 128), (200, 144, 96)
+TOLERANCE = 3e-3  # two roundings to bf16, of equal operands summed in another order
+
+
+def layer(setting: Setting, shape: Shape, *, recipe: str, graph: bool = False) -> Outcome:
+    """Check, then time forward plus backward."""
+    M, K, N = shape
+    checked = _check(setting, recipe)
+    x_MK, w_NK, dy_MN = (random_matrix(s, setting.device, i) for i, s in enumerate(((M, K), (N, K), (M, N))))
+    w_NK *= K**-0.5
+    variants = (_linear(recipe, setting.device), F.linear)
+    ours, bf16 = (partial(_forward_backward, forward, x_MK, w_NK, dy_MN) for forward in variants)
+    return against_bf16(setting, [ours], [bf16], 6.0 * M * N * K, checked, "x bf16", graph)
+
+
+def _linear(recipe: str, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    values, place = recipes.get(recipe), StreamPhilox(hb.Philox(5).on(device).base, 0)
+    return lambda x, w: hb.linear(x, w, None, values, rng=place)
+
+
+def _forward_backward(
+    forward: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor, dy: Tensor
+) -> tuple[Tensor, ...]:
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    y = forward(x, w)
+    return (y.detach(), *torch.autograd.grad(y, (x, w), dy))
+
+
+def _check(setting: Setting, recipe: str) -> list[str]:
+    M, K, N = RAGGED
+    tensors = [random_matrix(s, CPU, i) for i, s in enumerate(((M, K), (N, K), (M, N)))]
+    results = []
+    for device in (CPU, setting.device):
+        moved = [t.to(device) for t in tensors]
+        results.append(_forward_backward(_linear(recipe, device), *moved))
+    checked = []
+    for name, expected, actual in zip(("y", "dx", "dw"), *results, strict=True):
+        error = relative_error(actual, expected.double())
+        if not error <= TOLERANCE:
+            raise Unequal(f"{name} of a {M}x{K}x{N} layer: relative error {error:.2e}, at most {TOLERANCE:g}")
+        checked.append(f"{name} of a {M}x{K}x{N} layer: {error:.1e} from the reference on the CPU")
+    return checked
+
+
+CASES = (
+    Case(
+        name="linear/nvfp4",
+        about="forward + backward, recipe nvfp4",
+        shapes=SHAPES,
+        small=SMALL,
+        run=partial(layer, recipe="nvfp4"),
+    ),
+    *(
+        Case(
+            name=f"linear/{name}",
+            about=f"forward + backward, recipe {name}",
+            shapes=dict.fromkeys(SHAPES),
+            small=SMALL,
+            run=partial(layer, recipe=name),
+        )
+        for name in ("nvfp4_mxfp8_bwd", "four_over_six", "mxfp8", "nvfp4_forward")
+    ),
+    Case(
+        name="linear/nvfp4-small",
+        about="forward + backward under a CUDA graph",
+        shapes={(512, 1024, 1024): None},
+        small=SMALL,
+        run=partial(layer, recipe="nvfp4", graph=True),
+    ),
+)

@@ -1,0 +1,214 @@
+"""Quantization: amax, quantize and quantize_row_col, amax given unless the case is about amax.
+
+Before timing, three comparisons with the reference: a small ragged matrix on the CPU, a slice of the timed matrix on
+the CPU, and the whole timed matrix with the reference run on the same device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench import peers, plain
+from bench.measure import CPU, bandwidth, matrices, over, random_matrix, ratios, require_equal
+from bench.registry import Bar, Case, Outcome, Setting, Shape
+from halfbyte import ops, reference
+from halfbyte.layout import LINEAR, SWIZZLED_32_4_4, Blocks
+from halfbyte.rng import Draw, Philox
+from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
+from halfbyte.verify.timing import measure
+
+SHAPES: tuple[Shape, ...] = ((8192, 8192), (16384, 8192))
+SMALL, RAGGED = (256, 512), (333, 1001)
+SLICE = 256  # rows, a multiple of 128: a prefix of the swizzled scale buffer
+
+
+class Given(NamedTuple):
+    """What a call is given beside x, made once: drawing it again would be timed."""
+
+    row_amax: Tensor | None
+    col_amax: Tensor | None
+    draw: Draw | None
+    sign_draw: Draw | None
+
+    def on(self, device: torch.device) -> Given:
+        """Return the same on another device."""
+        draws = (d if d is None else d._replace(base=d.base.to(device)) for d in self[2:])
+        return Given(*(None if a is None else a.to(device) for a in self[:2]), *draws)
+
+    def head(self) -> Given:
+        """Return what a slice of the first rows is given."""
+        return self._replace(row_amax=_head(self.row_amax), col_amax=_head(self.col_amax))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """One operation: the specs of both orientations (None leaves one out) and the layout of the scales."""
+
+    row: Spec
+    col: Spec | None = None
+    scale_layout: str = LINEAR
+    peer: str = ""
+    graph: bool = False
+
+    def __call__(self, setting: Setting, shape: Shape) -> Outcome:
+        """Check, then time."""
+        xs = matrices(setting, shape)
+        given = self.given(xs[0])
+        checked = self._check(setting, xs[0], given)
+        calls = over(xs, lambda x: self.run(x, given, setting.backend))
+        outputs = [t for t in calls[0]() if t is not None]
+        moved = xs[0].numel() * xs[0].element_size() + sum(t.numel() for t in outputs)
+        rivals = {}
+        if setting.plain:
+            rivals["plain torch, compiled"] = plain.compiled(lambda x: self._run(reference, x, given), xs)
+        outcome = bandwidth(setting, calls, moved, checked, rivals, self.graph)
+        return self._with_peers(setting, xs, given, outcome) if setting.peers else outcome
+
+    def given(self, x: Tensor) -> Given:
+        """Return amaxes, by the reference, and draws for `x`."""
+        specs = [s for s in (self.row, self.col) if s is not None]
+        draw = Philox(7, 11).on(x.device) if any(s.needs_rng for s in specs) else None
+        sign_draw = Philox(8, 13).on(x.device) if any(s.needs_sign_rng for s in specs) else None
+        if self.col is None:
+            row, col = ops.quantize(x, self.row, draw=draw, sign_draw=sign_draw, backend="reference"), None
+        else:
+            draws = {"draw": draw, "sign_draw": sign_draw}
+            row, col = ops.quantize_row_col(x, self.row, self.col, **draws, backend="reference")
+        return Given(_amax(row), _amax(col), draw, sign_draw)
+
+    def run(self, x: Tensor, given: Given, backend: str) -> tuple[Tensor, ...]:
+        """Return codes and scales of each orientation, amax left out."""
+        return self._run(ops, x, given, backend=backend)
+
+    def _run(self, module: ModuleType, x: Tensor, given: Given, **backend: str) -> tuple[Tensor, ...]:
+        """Run `ops`, or `reference` itself, which a compiler can look into."""
+        options = {"draw": given.draw, "sign_draw": given.sign_draw, "scale_layout": self.scale_layout, **backend}
+        if self.col is None:
+            return module.quantize(x, self.row, amax=given.row_amax, **options)[:2]
+        amaxes = {"row_amax": given.row_amax, "col_amax": given.col_amax}
+        row, col = module.quantize_row_col(x, self.row, self.col, **amaxes, **options)
+        return *row[:2], *col[:2]
+
+    def _check(self, setting: Setting, x: Tensor, given: Given) -> list[str]:
+        """Compare with the reference, see the module's docstring."""
+        ragged = random_matrix(RAGGED, CPU, seed=99)
+        own = self.given(ragged)
+        actual = self.run(ragged.to(setting.device), own.on(setting.device), setting.backend)
+        require_equal(actual, self.run(ragged, own, "reference"), f"ragged {RAGGED}")
+        actual = self.run(x, given, setting.backend)
+        self._check_slice(x, given, actual)
+        checked = [
+            f"{RAGGED[0]}x{RAGGED[1]} with the reference on the CPU",
+            f"{SLICE} rows of each output with the reference on the CPU",
+        ]
+        if setting.on_gpu:
+            require_equal(actual, self.run(x, given, "reference"), "whole")
+            checked.append("all of it with the reference on the same device")
+        return checked
+
+    def _check_slice(self, x: Tensor, given: Given, actual: tuple[Tensor, ...]) -> None:
+        """Compare the first rows of each orientation, which are those of a slice of x along its rows or columns."""
+        parts = (x[:SLICE], x[:, :SLICE])
+        cut = given.head().on(CPU)
+        for first, part in zip(range(0, len(actual), 2), parts, strict=False):
+            expected = self.run(part.cpu(), cut, "reference")[first : first + 2]
+            prefix = [t.flatten()[: e.numel()] for t, e in zip(actual[first : first + 2], expected, strict=True)]
+            require_equal(prefix, [e.flatten() for e in expected], f"slice of orientation {first // 2}")
+
+    def _with_peers(self, setting: Setting, xs: list[Tensor], given: Given, outcome: Outcome) -> Outcome:
+        """Add other libraries; they compute the amax too, so they are compared with our whole operation."""
+        rivals = {name: over(xs, function) for name, function in peers.quantizers(self.peer, xs[0]).items()}
+        if not rivals:
+            return outcome
+        amaxless = given._replace(row_amax=None, col_amax=None)
+        whole = measure(over(xs, lambda x: self.run(x, amaxless, setting.backend)), setting.device).seconds
+        facts = {**outcome.facts, "us_with_amax": whole * 1e6}
+        return replace(outcome, rivals={**outcome.rivals, **ratios(setting, whole, rivals)}, facts=facts)
+
+
+def _head(amax: Tensor | None) -> Tensor | None:
+    return amax if amax is None or amax.dim() == 0 else amax[:SLICE]
+
+
+def _amax(blocks: Blocks | None) -> Tensor | None:
+    return None if blocks is None or blocks.amax.numel() == 0 else blocks.amax
+
+
+def _case(name: str, about: str, operation: Quantization, least: float | None = None, aim: float = 0.0) -> Case:
+    bar = None if least is None else Bar(least=least, aim=aim)
+    return Case(name=name, about=about, shapes=dict.fromkeys(SHAPES, bar), small=SMALL, run=operation)
+
+
+def _four_over_six(error_math: Literal["exact", "scaled"]) -> NVFP4:
+    return NVFP4(scaling=FourOverSix(error="mae", error_math=error_math), e4m3_max=256.0)
+
+
+def _rotated(size: int) -> NVFP4:
+    return NVFP4(rotation=Hadamard(size=size))
+
+
+def amax(setting: Setting, shape: Shape) -> Outcome:
+    """Check and time max |x|."""
+    xs = matrices(setting, shape)
+    mine, theirs = ops.amax(xs[0], backend=setting.backend), ops.amax(xs[0].cpu(), backend="reference")
+    require_equal([mine], [theirs], "amax")
+    calls = over(xs, lambda x: ops.amax(x, backend=setting.backend))
+    rivals = {"plain torch, compiled": plain.compiled(lambda x: x.abs().amax(), xs)} if setting.plain else {}
+    moved = xs[0].numel() * xs[0].element_size()
+    return bandwidth(setting, calls, moved, ["all of it with the reference on the CPU"], rivals)
+
+
+NEAREST, STOCHASTIC = NVFP4(), NVFP4(rounding="stochastic")
+STOCHASTIC_ROTATED = NVFP4(rounding="stochastic", rotation=Hadamard())
+
+CASES = (
+    Case(
+        name="amax/tensor",
+        about="max |x| over the finite elements",
+        shapes=dict.fromkeys(SHAPES, Bar(least=0.90, aim=0.95)),
+        small=SMALL,
+        run=amax,
+    ),
+    _case("quantize/1x16", "nearest", Quantization(row=NEAREST, peer="1x16"), 0.80, 0.92),
+    _case(
+        "quantize/1x16-swizzled",
+        "nearest, scales written in cuBLAS's layout",
+        Quantization(row=NEAREST, scale_layout=SWIZZLED_32_4_4),
+        0.80,
+        0.92,
+    ),
+    _case("quantize/16x16", "nearest", Quantization(row=NVFP4(block=(16, 16)), peer="16x16"), 0.80, 0.92),
+    _case("quantize/mxfp8", "E4M3 elements", Quantization(row=MXFP8(), peer="mxfp8"), 0.80, 0.92),
+    _case("quantize/1x16-sr", "stochastic rounding", Quantization(row=STOCHASTIC, peer="1x16-sr"), 0.65, 0.85),
+    _case("quantize/1x16-row-scaled", "one amax a row", Quantization(row=NVFP4(outer="row"))),
+    _case("quantize/4over6", "MAE, exact", Quantization(row=_four_over_six("exact"), peer="4over6"), 0.40, 0.65),
+    _case("quantize/4over6-scaled", "MAE, scaled", Quantization(row=_four_over_six("scaled")), 0.50, 0.80),
+    _case("quantize/rht16", "rotated", Quantization(row=_rotated(16))),
+    *(_case(f"quantize/rht{n}", "rotated", Quantization(row=_rotated(n)), 0.45, 0.75) for n in (32, 64, 128)),
+    _case("row_col/1x16+rht", "row, rotated col", Quantization(row=NEAREST, col=_rotated(16)), 0.50, 0.80),
+    _case(
+        "row_col/sr+sr-rht",
+        "both stochastic: an output gradient",
+        Quantization(row=STOCHASTIC, col=STOCHASTIC_ROTATED, peer="row_col-sr"),
+        0.40,
+        0.80,
+    ),
+    _case("row_col/1x16+mxfp8", "NVFP4 row, MXFP8 col", Quantization(row=NEAREST, col=MXFP8()), 0.60, 0.80),
+    _case(
+        "row_col/16x16",
+        "a weight in both orientations",
+        Quantization(row=NVFP4(block=(16, 16)), col=NVFP4(block=(16, 16))),
+    ),
+    Case(
+        name="quantize/1x16-small",
+        about="launch-bound, under a CUDA graph",
+        shapes={(512, 1024): None},
+        small=(64, 128),
+        run=Quantization(row=NEAREST, graph=True),
+    ),
+)

@@ -1,0 +1,115 @@
+"""A whole training step of a decoder under a recipe beside the same step in bf16, both through torch.compile.
+
+Master weights and optimizer are fp32, GEMMs run under bf16 autocast, as `halfbyte train` does it. The two models are
+built one after the other, so that peak memory is that of one.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+import halfbyte as hb
+from bench.registry import Bar, Case, Outcome, Setting, Shape, Unequal
+from halfbyte import recipes
+from halfbyte.train import model as models
+from halfbyte.train import optim
+from halfbyte.train.config import OptimConfig
+
+WARM_UP, STEPS = 3, 10
+LOSS_TOLERANCE = 0.02  # of the first steps' loss: the recipe trains, it does not merely run
+
+
+def training(setting: Setting, shape: Shape, *, model: str) -> Outcome:
+    """Time steps of `shape` = (sequences, tokens of one) under nvfp4 and in bf16."""
+    model = model if setting.on_gpu else "tiny"
+    config = models.get(model)
+    bf16 = _run(setting, shape, config, "bf16")
+    ours = _run(setting, shape, config, "nvfp4")
+    gap = abs(ours["loss"] - bf16["loss"]) / bf16["loss"]
+    if not gap <= LOSS_TOLERANCE:
+        raise Unequal(f"loss {ours['loss']:.4f} after {WARM_UP} steps, in bf16 {bf16['loss']:.4f}")
+    tokens = shape[0] * shape[1]
+    return Outcome(
+        seconds=ours["seconds"],
+        spread=ours["spread"],
+        metric="x bf16",
+        value=ours["seconds"] / bf16["seconds"],
+        checked=(f"loss after {WARM_UP} steps {gap:.2%} from bf16's",),
+        facts={
+            "bf16_us": bf16["seconds"] * 1e6,
+            "tokens_per_second": tokens / ours["seconds"],
+            "peak_GiB": ours["peak"] / 2**30,
+            "bf16_peak_GiB": bf16["peak"] / 2**30,
+            "parameters": float(config.parameters),
+        },
+    )
+
+
+def _run(setting: Setting, shape: Shape, config: models.ModelConfig, recipe: str) -> dict[str, float]:
+    """Return median seconds of a step, their spread, peak bytes and the loss after warming up."""
+    step = _stepper(setting, shape, config, recipe)
+    for _ in range(WARM_UP):
+        loss = float(step())
+    if setting.on_gpu:
+        torch.cuda.reset_peak_memory_stats(setting.device)
+    seconds = []
+    for _ in range(STEPS if setting.on_gpu else 3):
+        start = time.perf_counter()
+        float(step())  # waits for the device, as a log line would
+        seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated(setting.device) if setting.on_gpu else 0
+    del step
+    gc.collect()
+    torch._dynamo.reset()
+    if setting.on_gpu:
+        torch.cuda.empty_cache()
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    return {"seconds": middle, "spread": (high - low) / middle, "peak": float(peak), "loss": loss}
+
+
+def _stepper(setting: Setting, shape: Shape, config: models.ModelConfig, recipe: str) -> Callable[[], torch.Tensor]:
+    torch.manual_seed(0)
+    with setting.device:
+        model = models.Decoder(config)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.02)
+        tokens = torch.randint(config.vocab_size, (shape[0], shape[1] + 1))
+    state = hb.RunState(0).to(setting.device)
+    hb.quantize_(model, recipes.get(recipe), state=state)
+    optimizer = optim.adamw(model, replace(OptimConfig(), lr=1e-4))
+    forward = torch.compile(model) if setting.on_gpu else model
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def step() -> torch.Tensor:
+        with torch.autocast(setting.device.type, torch.bfloat16, enabled=setting.on_gpu):
+            logits = forward(inputs)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        loss.backward()
+        state.advance()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+CASES = tuple(
+    Case(
+        name=f"train/{name}",
+        about=f"a step of the {name} preset, recipe nvfp4, compiled",
+        shapes={(8, 2048): Bar(least=least, aim=aim)},
+        small=(4, 32),
+        run=partial(training, model=name),
+    )
+    for name, least, aim in (("300m", 1.30, 1.15), ("1b", 1.20, 1.10))
+)

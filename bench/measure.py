@@ -1,0 +1,114 @@
+"""From a checked operation to an Outcome: what kernel cases have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.registry import Metric, Outcome, Setting, Shape, Unequal
+from halfbyte.verify.compare import difference
+from halfbyte.verify.timing import Call, input_sets, measure, measure_alternately
+
+CPU = torch.device("cpu")
+
+
+def random_matrix(shape: Shape, device: torch.device, seed: int) -> Tensor:
+    """Return bf16 values with heavier tails than a normal distribution, as activations have."""
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(shape, generator=generator, device=device)
+    return x.mul_(torch.randn(shape, generator=generator, device=device).mul_(0.5).exp_()).bfloat16()
+
+
+def matrices(setting: Setting, shape: Shape) -> list[Tensor]:
+    """Return enough matrices to rotate through, so that none is read from the L2 cache."""
+    count = input_sets(setting.device, 2 * shape[0] * shape[1])
+    return [random_matrix(shape, setting.device, seed) for seed in range(count)]
+
+
+def require_equal(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], where: str) -> None:
+    """Compare tensors bit for bit.
+
+    Raises:
+        Unequal: naming the output and the first value that differs.
+    """
+    for index, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
+        if mine is None or theirs is None:
+            assert mine is theirs, "an output is missing"
+            continue
+        problem = difference(mine, theirs)
+        if problem:
+            raise Unequal(f"{where}, output {index}: {problem}")
+
+
+def bandwidth(
+    setting: Setting,
+    calls: Sequence[Call],
+    moved: int,
+    checked: Sequence[str],
+    rivals: Mapping[str, Sequence[Call]] | None = None,
+    graph: bool = False,
+) -> Outcome:
+    """Time an operation that moves `moved` bytes a call against the copy ceiling.
+
+    Args:
+        rivals: name -> calls of what it is compared with.
+        graph: replay a CUDA graph: for calls shorter than their launch.
+    """
+    ours = measure(calls, setting.device, budget=setting.budget, graph=graph)
+    return Outcome(
+        seconds=ours.seconds,
+        spread=ours.spread,
+        metric="us" if graph else "of copy",
+        value=ours.seconds * 1e6 if graph else moved / ours.seconds / setting.ceilings.copy,
+        work=moved,
+        unit="TB/s",
+        checked=tuple(checked),
+        rivals=ratios(setting, ours.seconds, rivals or {}),
+    )
+
+
+def ratios(setting: Setting, seconds: float, rivals: Mapping[str, Sequence[Call]]) -> dict[str, float]:
+    """Return how many times longer than `seconds` each rival takes."""
+    return {
+        name: measure(calls, setting.device, budget=setting.budget).seconds / seconds for name, calls in rivals.items()
+    }
+
+
+def against_bf16(
+    setting: Setting,
+    calls: Sequence[Call],
+    bf16: Sequence[Call],
+    work: float,
+    checked: Sequence[str],
+    metric: Metric,
+    graph: bool = False,
+) -> Outcome:
+    """Time an operation and its bf16 counterpart in turn; the value is the ratio that `metric` names."""
+    variants = {"ours": calls, "bf16": bf16}
+    times = measure_alternately(variants, setting.device, budget=setting.budget, graph=graph)
+    ours, theirs = times["ours"], times["bf16"]
+    return Outcome(
+        seconds=ours.seconds,
+        spread=ours.spread,
+        metric=metric,
+        value=theirs.seconds / ours.seconds if metric == "of bf16" else ours.seconds / theirs.seconds,
+        work=work,
+        unit="TFLOP/s",
+        checked=tuple(checked),
+        facts={"bf16_us": theirs.seconds * 1e6},
+    )
+
+
+def over(inputs: Sequence[Any], function: Callable[[Any], Any]) -> list[Call]:
+    """Return one call per input."""
+    return [lambda x=x: function(x) for x in inputs]
+
+
+def places(setting: Setting) -> Iterator[tuple[torch.device, str]]:
+    """Yield where the reference runs for comparison: the CPU, and the device itself if it is another."""
+    yield CPU, "CPU"
+    if setting.on_gpu:
+        yield setting.device, "same device"
