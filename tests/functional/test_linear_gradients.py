@@ -1,0 +1,122 @@
+"""Output and gradients of hb.linear in every recipe against fp64 products of separately quantized operands."""
+
+import linear_cases as cases
+import pytest
+import torch
+
+import halfbyte as hb
+
+SUM = 2e-6  # fp32 accumulation and factors, relative to the sum of absolute products
+ROUND = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+RNG = hb.Philox(seed=2**63 + 5, offset=(7 << 32) + 48)
+every_recipe = pytest.mark.parametrize("recipe", cases.RECIPES.values(), ids=cases.RECIPES.keys())
+
+
+def assert_near(actual: torch.Tensor, product: cases.Product, what: str) -> None:
+    allowed = SUM * product.bound + ROUND[actual.dtype] * product.value.abs() + 1e-30
+    if actual.dtype == torch.float16:
+        allowed = allowed + 2.0**-25  # half a subnormal step
+    error = (actual.double() - product.value).abs()
+    assert (error <= allowed).all(), f"{what}: {float((error / allowed).max()):.3g} times the allowed error"
+
+
+def run(x, w, bias, dy, recipe, **options):
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (x, w, bias)]
+    y = hb.linear(*leaves, recipe, rng=RNG, **options)
+    y.backward(dy.to(y.dtype))
+    return (y.detach(), *(None if t is None else t.grad for t in leaves))
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_output_and_gradients(recipe, dtype):
+    x, w, bias, dy = cases.tensors(dtype=dtype)
+    y, dx, dw, db = run(x, w, bias, dy, recipe)
+    want = cases.expected(x, w, bias, dy, recipe, RNG)
+    assert all(t.dtype == dtype for t in (y, dx, dw, db))
+    assert_near(y, want.y, "y")
+    assert_near(dx, want.dx, "dx")
+    assert_near(dw, want.dw, "dw")
+    assert_near(db, cases.Product(want.db, dy.double().abs().sum(0)), "db")
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fresh64", "mxfp8", "four_over_six", "dequantized_row"])
+@pytest.mark.parametrize("m, k, n", [(1, 1, 1), (16, 16, 16), (33, 128, 48), (5, 200, 130), (130, 3, 17)])
+def test_shapes(recipe, m, k, n):
+    x, w, bias, dy = cases.tensors(m, k, n)
+    recipe = cases.RECIPES[recipe]
+    y, dx, dw, _ = run(x, w, bias, dy, recipe)
+    want = cases.expected(x, w, bias, dy, recipe, RNG)
+    for name, actual, product in (("y", y, want.y), ("dx", dx, want.dx), ("dw", dw, want.dw)):
+        assert_near(actual, product, name)
+
+
+def test_fp16():
+    x, w, bias, dy = (t.half() for t in cases.tensors())
+    recipe = cases.RECIPES["nvfp4"]
+    y, dx, dw, _ = run(x, w, bias, dy, recipe)
+    want = cases.expected(x, w, bias, dy, recipe, RNG)
+    for name, actual, product in (("y", y, want.y), ("dx", dx, want.dx), ("dw", dw, want.dw)):
+        assert actual.dtype == torch.float16
+        assert_near(actual, product, name)
+
+
+@every_recipe
+def test_the_recipe_makes_the_difference(recipe):
+    """The tolerance bites: of a recipe that quantizes, some result is far from the unquantized one."""
+    x, w, bias, dy = cases.tensors()
+    results = run(x, w, bias, dy, recipe)
+    exact = cases.expected(x, w, bias, dy, hb.Recipe(), RNG)
+    errors = [((t.double() - p.value).abs() / p.bound).max() for t, p in zip(results, exact[:3], strict=False)]
+    assert (max(errors) > 100 * SUM) == bool(recipe.specs)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "four_over_six", "nvfp4_mxfp8_bwd", "nvfp4_forward"])
+def test_gradients_are_close_to_those_of_a_plain_linear(name):
+    """The recipes do what they are for: all three results within quantization error of the true ones."""
+    x, w, bias, dy = cases.tensors(256, 192, 128, seed=3)
+    y, dx, dw, _ = run(x, w, bias, dy, cases.RECIPES[name])
+    exact = cases.expected(x, w, bias, dy, hb.Recipe(), RNG)
+    for actual, product in ((y, exact.y), (dx, exact.dx), (dw, exact.dw)):
+        assert (actual.double() - product.value).norm() < 0.25 * product.value.norm()
+
+
+def test_stochastic_gradients_are_right_on_average():
+    """The error of dx's mean over 64 places is about 8 times smaller than that of one draw."""
+    x, w, bias, dy = cases.tensors(32, 48, 64, seed=3)
+    recipe = hb.recipes.nvfp4(fp4_max_gradient=6 * 16 / 17, hadamard=None)
+    tiles = hb.quantize(w, hb.NVFP4(block=(16, 16))).dequantize(torch.float32)
+    exact = dy.double() @ tiles.double()
+    draws = []
+    for position in range(64):
+        leaf = x.clone().requires_grad_()
+        hb.linear(leaf, w, bias, recipe, rng=hb.Philox(1, position << 32)).backward(dy)
+        draws.append(leaf.grad.double())
+    single = torch.stack([(d - exact).norm() for d in draws]).mean()
+    assert 7 < single / (torch.stack(draws).mean(0) - exact).norm() < 10
+
+
+@every_recipe
+def test_out_dtype_is_fp32_before_rounding(recipe):
+    """out_dtype changes the one rounding of y and nothing else."""
+    x, w, bias, dy = cases.tensors(dtype=torch.bfloat16)
+    wide = run(x, w, bias, dy, recipe, out_dtype=torch.float32)[0]
+    narrow = run(x, w, bias, dy, recipe)[0]
+    assert wide.dtype == torch.float32
+    if recipe.specs:
+        assert torch.equal(wide.bfloat16(), narrow)
+    assert_near(wide, cases.expected(x, w, bias, dy, recipe, RNG).y, "y")
+
+
+@every_recipe
+def test_main_grad_accumulates_in_fp32(recipe):
+    x, w, bias, dy = cases.tensors(dtype=torch.bfloat16)
+    main_grad = torch.full(w.shape, 1e-3)
+    x_leaf, w_leaf = x.clone().requires_grad_(), w.clone().requires_grad_()
+    for step in range(2):
+        y = hb.linear(x_leaf, w_leaf, bias, recipe, rng=RNG.at(step << 32), main_grad=main_grad)
+        y.backward(dy)
+    assert w_leaf.grad is None
+    want = [cases.expected(x, w, bias, dy, recipe, RNG.at(step << 32)).dw for step in range(2)]
+    total = cases.Product(want[0].value + want[1].value + 1e-3, want[0].bound + want[1].bound + 1e-3)
+    assert_near(main_grad, total, "main_grad")

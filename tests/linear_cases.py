@@ -1,0 +1,130 @@
+"""Recipes of every kind, and what a linear layer should return: each operand quantized apart, products in fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from strategies import HEADROOM
+from torch import Tensor
+from torch.nn.functional import pad
+
+import halfbyte as hb
+from halfbyte import recipes
+
+# The documented streams of one linear: an operand takes two (row, then col), and each GEMM has its signs.
+X, W, DY, FPROP_SIGNS, DGRAD_SIGNS, WGRAD_SIGNS = 0, 2, 4, 6, 7, 8
+
+
+def _fresh(size: int) -> hb.NVFP4:
+    return hb.NVFP4(rotation=hb.Hadamard(size=size, signs="fresh"))
+
+
+ROTATED_EVERYWHERE = hb.Recipe(
+    fprop=hb.GemmSpec(a=_fresh(32), b=_fresh(32)),
+    dgrad=hb.GemmSpec(a=dataclasses.replace(_fresh(64), rounding="stochastic"), b=_fresh(64)),
+    wgrad=hb.GemmSpec(a=dataclasses.replace(_fresh(128), rounding="stochastic"), b=_fresh(128)),
+)
+HALF_OF_EACH = hb.Recipe(
+    fprop=hb.GemmSpec(a=hb.NVFP4(outer="row")),
+    dgrad=hb.GemmSpec(b=hb.NVFP4(block=(16, 16))),
+    wgrad=hb.GemmSpec(a=hb.MXFP8(element="e5m2")),
+)
+STOCHASTIC_TILES = hb.Recipe(
+    fprop=hb.GemmSpec(a=hb.NVFP4(), b=hb.NVFP4(block=(16, 16), rounding="stochastic")),
+    dgrad=hb.GemmSpec(a=hb.NVFP4(rounding="stochastic"), b=hb.NVFP4(block=(16, 16), rounding="stochastic")),
+)
+OTHER_TILES = hb.Recipe(
+    fprop=hb.GemmSpec(a=hb.NVFP4(), b=hb.NVFP4(block=(16, 16))),
+    dgrad=hb.GemmSpec(a=hb.NVFP4(), b=hb.NVFP4(block=(16, 16), e4m3_max=256.0)),
+)
+
+RECIPES: dict[str, hb.Recipe] = {
+    **{name: preset() for name, preset in recipes.PRESETS.items()},
+    "row_scaled": recipes.nvfp4(activation_outer="row"),
+    "no_sr": recipes.nvfp4(stochastic_rounding=False),
+    "no_rht": recipes.nvfp4(hadamard=None),
+    "no_tiles": recipes.nvfp4(weight_block=(1, 16)),
+    "bare": recipes.nvfp4(stochastic_rounding=False, hadamard=None, weight_block=(1, 16)),
+    "headroom": recipes.nvfp4(fp4_max_gradient=HEADROOM),
+    **{f"fresh{n}": recipes.nvfp4(hadamard=hb.Hadamard(size=n, signs="fresh")) for n in (16, 32, 64, 128)},
+    "fixed128": recipes.nvfp4(hadamard=hb.Hadamard(size=128)),
+    "4over6_weights": recipes.four_over_six(scope="weights", error="mse"),
+    "4over6_activations": recipes.four_over_six(scope="activations", error_math="scaled"),
+    "mxfp8_bwd_e5m2": recipes.nvfp4_mxfp8_bwd(element="e5m2"),
+    "mxfp8_e5m2": recipes.mxfp8(element="e5m2"),
+    "forward_row": recipes.nvfp4_forward(activation_outer="row"),
+    "dequantized": recipes.nvfp4_forward(backward="dequantized"),
+    "dequantized_row": recipes.nvfp4_forward(activation_outer="row", backward="dequantized"),
+    "rotated_everywhere": ROTATED_EVERYWHERE,
+    "half_of_each": HALF_OF_EACH,
+    "stochastic_tiles": STOCHASTIC_TILES,
+    "other_tiles": OTHER_TILES,
+}
+
+
+class Product(NamedTuple):
+    """A matrix product in fp64 and the same product of absolute values, by which rounding errors are bounded."""
+
+    value: Tensor
+    bound: Tensor
+
+
+class Expected(NamedTuple):
+    y: Product
+    dx: Product
+    dw: Product
+    db: Tensor
+
+
+def product(a: Tensor, b: Tensor) -> Product:
+    """Return a @ b.T; zeros pad the shorter contraction."""
+    length = max(a.shape[1], b.shape[1])
+    a, b = (pad(t.double(), (0, length - t.shape[1])) for t in (a, b))
+    return Product(a @ b.T, a.abs() @ b.abs().T)
+
+
+def _values(t: Tensor, spec, rng: hb.Philox, stream: int, sign_stream: int) -> Tensor:
+    """Return what the quantized operand stands for in fp64, with the padding that enters a GEMM."""
+    if spec is None:
+        return t.double()
+    t = pad(t, (0, -t.shape[1] % spec.alignment))
+    q = hb.quantize(t, spec, rng=rng.at(stream), sign_rng=rng.at(sign_stream))
+    return q.dequantize(torch.float32).double()
+
+
+def _both(t: Tensor, row, col, rng: hb.Philox, stream: int, signs: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return (t, t.T) as operands: equal 16x16 specs share the bytes of t."""
+    values = _values(t, row, rng, stream, signs[0])
+    if row is not None and row == col and row.is_tile:
+        return values, hb.quantize(t, row, rng=rng.at(stream)).transpose().dequantize(torch.float32).double()
+    return values, _values(t.T, col, rng, stream + 1, signs[1])
+
+
+def expected(x: Tensor, w: Tensor, bias: Tensor | None, dy: Tensor, recipe: hb.Recipe, rng: hb.Philox) -> Expected:
+    """Return the output and the gradients of one linear layer for x [M, K], w [N, K], dy [M, N]."""
+    fprop, dgrad, wgrad = (gemm or hb.GemmSpec() for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+    x_row, x_col = _both(x, fprop.a, wgrad.b, rng, X, (FPROP_SIGNS, WGRAD_SIGNS))
+    w_row, w_col = _both(w, fprop.b, dgrad.b, rng, W, (FPROP_SIGNS, DGRAD_SIGNS))
+    dy_row, dy_col = _both(dy, dgrad.a, wgrad.a, rng, DY, (DGRAD_SIGNS, WGRAD_SIGNS))
+    if recipe.backward == "dequantized":  # the values of fprop's operands, rounded to the dtype of x
+        x_col, w_col = (t[:, : x.shape[1]].to(x.dtype).double().T for t in (x_row, w_row))
+    y = product(x_row, w_row)
+    if bias is not None:
+        y = Product(y.value + bias.double(), y.bound + bias.double().abs())
+    dw, dx = product(dy_col, x_col), product(dy_row, w_col)
+    rows, cols = w.shape
+    dx = Product(*(t[:, :cols] for t in dx))
+    dw = Product(*(t[:rows, :cols] for t in dw))
+    return Expected(y, dx, dw, dy.double().sum(0))
+
+
+def tensors(m: int = 18, k: int = 37, n: int = 21, dtype: torch.dtype = torch.float32, seed: int = 0):
+    """Return x [m, k], w [n, k], bias [n], dy [m, n], with an outlier row in dy and column in x."""
+    g = torch.Generator().manual_seed(seed)
+    x, w, bias, dy = (torch.randn(*shape, generator=g) for shape in ((m, k), (n, k), (n,), (m, n)))
+    if x.numel() and dy.numel():
+        x[:, 0] *= 20
+        dy[0] *= 30
+    return x.to(dtype), (w / max(k, 1) ** 0.5).to(dtype), bias.to(dtype), (dy / 1000).to(dtype)
