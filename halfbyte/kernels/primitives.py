@@ -20,6 +20,7 @@ from halfbyte.rng import HADAMARD_SIGN_BITS
 FLT_MAX = tl.constexpr(formats.FLT_MAX)
 E2M1_MAX = tl.constexpr(formats.E2M1.max)
 E4M3_MAX = tl.constexpr(formats.E4M3.max)
+E5M2_MAX = tl.constexpr(formats.E5M2.max)
 INF = tl.constexpr(float("inf"))
 SIGN_BITS = tl.constexpr(HADAMARD_SIGN_BITS)
 
@@ -30,8 +31,26 @@ PACK_BIAS = tl.constexpr(0xFB000000)  # what the exponents of 8 magic numbers ad
 # floor(2a), floor(a), floor(a/2) of non-negative numbers plus 2^23, 2^23 + 2, 2^23 + 4: additions rounded toward zero.
 FLOOR_PLUS = tl.constexpr(tuple(f"add.rz.f32 $0, $1, 0f4B00000{n};" for n in (0, 2, 4)))
 
+# Four fp32 values to four bytes: two conversions, each of the upper and the lower operand, joined.
+FP8_CONVERSION = tl.constexpr(
+    tuple(
+        "{.reg .b16 low, high;"
+        f"cvt.rn.satfinite.{name}x2.f32 low, $2, $1; cvt.rn.satfinite.{name}x2.f32 high, $4, $3;"
+        "mov.b32 $0, {low, high};}"
+        for name in ("e4m3", "e5m2")
+    )
+)
+
 # Byte J of a word under the upper bytes of 2^15, whose last bit is 1/256.
 BYTE_OVER_256 = tl.constexpr(tuple(f"prmt.b32 $0, $1, 0x47000000, 0x744{j};" for j in range(4)))
+
+
+@triton.jit
+def to_fp32(x):
+    """Return bf16, fp16 or fp32 values as fp32."""
+    if INTERPRETED and x.dtype == tl.bfloat16:  # its conversion is wrong for subnormals
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -61,14 +80,18 @@ def e4m3_positive(code):
 
 
 @triton.jit
-def fp8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr):
-    """Return E4M3 or E5M2 codes (uint8) of finite fp32 x, nearest even and saturating."""
+def fp8_word(x0, x1, x2, x3, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return four E4M3 or E5M2 codes, nearest even and saturating, in a uint32 with x0 in the low byte."""
     if HARDWARE:
-        if MANTISSA == 3:
-            return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
-    return (small_float(tl.minimum(tl.abs(x), MAX), MANTISSA, BIAS).to(tl.uint32) | sign).to(tl.uint8)
+        CONVERT: tl.constexpr = FP8_CONVERSION[0] if E4M3 else FP8_CONVERSION[1]
+        return tl.inline_asm_elementwise(CONVERT, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1)
+    xs = (x0, x1, x2, x3)
+    word = x0.to(tl.uint32, bitcast=True) & 0
+    for i in tl.static_range(4):
+        a = tl.minimum(tl.abs(xs[i]), E4M3_MAX if E4M3 else E5M2_MAX)
+        code = small_float(a, 3 if E4M3 else 2, 7 if E4M3 else 15).to(tl.uint32)
+        word |= (((xs[i].to(tl.uint32, bitcast=True) >> 24) & 0x80) | code) << (8 * i)
+    return word
 
 
 @triton.jit
@@ -220,15 +243,19 @@ def rotate(xs, norm, SIZE: tl.constexpr, FRESH: tl.constexpr, words):
 
 @triton.jit
 def round_bf16(xs):
-    """Return a tuple of fp32 tensors rounded to bf16, as fp32; Inf and NaN stay."""
+    """Return an even number of fp32 tensors rounded to bf16, as fp32; Inf and NaN stay."""
     out = ()
-    for i in tl.static_range(len(xs)):
+    for i in tl.static_range(0, len(xs), 2):
         if INTERPRETED:  # its conversion truncates
-            bits = xs[i].to(tl.uint32, bitcast=True)
-            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-            out = out + (tl.where(xs[i] == xs[i], rounded, 0x7FC00000).to(tl.float32, bitcast=True),)
-        else:
-            out = out + (xs[i].to(tl.bfloat16).to(tl.float32),)
+            for j in tl.static_range(2):
+                bits = xs[i + j].to(tl.uint32, bitcast=True)
+                rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+                out = out + (tl.where(xs[i + j] == xs[i + j], rounded, 0x7FC00000).to(tl.float32, bitcast=True),)
+        else:  # two at a time, as the hardware does
+            pair = tl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [xs[i + 1], xs[i]], dtype=tl.uint32, is_pure=True, pack=1
+            )
+            out = out + ((pair << 16).to(tl.float32, bitcast=True), (pair & 0xFFFF0000).to(tl.float32, bitcast=True))
     return out
 
 
@@ -261,3 +288,18 @@ def split_four(x, R: tl.constexpr, N: tl.constexpr):
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
     return x0, x1, x2, x3
+
+
+@triton.jit
+def join_words(words):
+    """Join 2, 4 or 8 tensors [R, N] of words of one group into [R, N, count], in one thread."""
+    if len(words) == 2:
+        return tl.join(words[0], words[1])
+    HALF: tl.constexpr = len(words) // 2
+    even = ()
+    odd = ()
+    for i in tl.static_range(HALF):
+        even = even + (words[2 * i],)
+        odd = odd + (words[2 * i + 1],)
+    joined = tl.join(join_words(even), join_words(odd))
+    return tl.reshape(joined, (words[0].shape[0], words[0].shape[1], 2 * HALF))

@@ -1,4 +1,4 @@
-"""Quantize to NVFP4 in one read of the input: scales, codes and layout in one kernel (docs/numerics.md sections 2 to 8)."""
+"""Quantize to NVFP4 or MXFP8 in one read of the input: scales, codes and layout in one kernel (docs/numerics.md)."""
 
 from __future__ import annotations
 
@@ -10,59 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
-from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
-from halfbyte.kernels.decode import INTERPRETED, swizzled_offset
+from halfbyte.kernels.amax import operand_amax
+from halfbyte.kernels.decode import INTERPRETED
+from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up, swizzled_numel
 from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, Spec
-
-
-@triton.jit
-def load_row_groups(x_ptr, o_row, in_row, o_col, cols, stride_c, SIZE: tl.constexpr):
-    """Return SIZE fp32 tensors [R, N]: element i of the groups that start in columns o_col [N] of rows o_row [R].
-
-    Each thread loads whole groups in pieces of 16 bytes.
-    """
-    R: tl.constexpr = o_row.shape[0]
-    N: tl.constexpr = o_col.shape[0]
-    WIDTH: tl.constexpr = 4 if x_ptr.dtype.element_ty == tl.float32 else 8
-    xs = ()
-    for piece in tl.static_range(SIZE // WIDTH):
-        col = o_col[None, :, None] + (piece * WIDTH + tl.arange(0, WIDTH))[None, None, :]
-        pointers = x_ptr + o_row[:, None, None] + col.to(tl.int64) * stride_c
-        x = tl.load(pointers, mask=in_row[:, None, None] & (col < cols), other=0.0).to(tl.float32)
-        if WIDTH == 8:
-            xs = xs + pm.split_eight(x, R, N)
-        else:
-            xs = xs + pm.split_four(x, R, N)
-    return xs
-
-
-@triton.jit
-def load_col_groups(x_ptr, o_group, rows, o_col, in_col, stride_r, SIZE: tl.constexpr):
-    """Return SIZE fp32 tensors [N, C]: element i of the groups that start in rows o_group [N], in columns o_col [C]."""
-    xs = ()
-    for i in tl.static_range(SIZE):
-        row = o_group + i
-        pointers = x_ptr + row.to(tl.int64)[:, None] * stride_r + o_col[None, :]
-        x = tl.load(pointers, mask=(row < rows)[:, None] & in_col[None, :], other=0.0)
-        xs = xs + (x.to(tl.float32),)
-    return xs
-
-
-@triton.jit
-def rotate_group(xs, x_dtype: tl.constexpr, sign_ptr, sign_stream, RULE: tl.constexpr):
-    """Round to bf16 and rotate if the rule says so."""
-    if RULE.norm == 0.0:
-        return xs
-    if x_dtype != tl.bfloat16:
-        xs = pm.round_bf16(xs)
-    if RULE.fresh:
-        words = pm.sign_words(pm.draw_words(sign_ptr, sign_stream))
-    else:
-        words = ()
-    return pm.rotate(xs, RULE.norm, RULE.group, RULE.fresh, words)
+from halfbyte.spec import MXFP8, NVFP4, Spec
 
 
 @triton.jit
@@ -86,54 +40,100 @@ def quantize_rows_kernel(
     floor,
     inverse,
     unit,
+    group_tiles,
     RULE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Quantize R rows of N groups along the rows of x; q int64 [rows, blocks], one word a block."""
-    G: tl.constexpr = RULE.group // 16
-    col_tiles = tl.cdiv(tl.cdiv(blocks, 4) * 4 if SWIZZLED else blocks, N * G)
-    row = tl.program_id(0) // col_tiles * R + tl.arange(0, R)
-    block = (tl.program_id(0) % col_tiles * N + tl.arange(0, N)) * G
-    in_row = row < rows
-    row64 = row.to(tl.int64)
-    if RULE.row_amax:
-        amax = tl.load(amax_ptr + row64, mask=in_row, other=0.0)[:, None]
-    else:
-        amax = tl.load(amax_ptr)
-    factors = sc.tensor_factors(amax, span, floor, inverse)
-    xs = load_row_groups(x_ptr, row64 * stride_r, in_row, block * 16, cols, stride_c, RULE.group)
-    xs = rotate_group(xs, x_ptr.dtype.element_ty, sign_ptr, sign_stream, RULE)
-    if RULE.rounding == "stochastic":
-        key = pm.draw_words(draw_ptr, stream)
-    for g in tl.static_range(G):
-        o_block = block + g
-        if RULE.rounding == "stochastic":
-            random = pm.block_words(first_block + row64[:, None] * blocks_per_row + o_block[None, :], key)
-        else:
-            random = ()
-        codes, scale = sc.quantize_block(xs, g * 16, factors, unit, random, RULE, 0)
-        inside = in_row[:, None] & (o_block < blocks)[None, :]
-        tl.store(q_ptr + row64[:, None] * blocks + o_block[None, :], codes, mask=inside)
-        if SWIZZLED:
-            # The kernel covers whole 128x4 tiles of scales: zeros in their padding.
-            padded = (o_block < tl.cdiv(blocks, 4) * 4)[None, :] & (row < tl.cdiv(rows, 128) * 128)[:, None]
-            p_scale = scale_ptr + swizzled_offset(row[:, None], o_block[None, :], blocks)
-            tl.store(p_scale, tl.where(inside, scale, 0), mask=padded)
-        else:
-            tl.store(scale_ptr + row64[:, None] * blocks + o_block[None, :], scale, mask=inside)
+    quantize_row_tile(
+        tl.program_id(0) // group_tiles * R,
+        tl.program_id(0) % group_tiles * N,
+        x_ptr,
+        q_ptr,
+        scale_ptr,
+        amax_ptr,
+        draw_ptr,
+        sign_ptr,
+        rows,
+        cols,
+        blocks,
+        stride_r,
+        stride_c,
+        stream,
+        first_block,
+        blocks_per_row,
+        sign_stream,
+        (span, floor, inverse, unit),
+        RULE,
+        SWIZZLED,
+        R,
+        N,
+    )
+
+
+@triton.jit
+def quantize_cols_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    amax_ptr,
+    draw_ptr,
+    sign_ptr,
+    rows,
+    cols,
+    blocks,
+    stride_r,
+    stride_c,
+    stream,
+    first_block,
+    blocks_per_row,
+    sign_stream,
+    span,
+    floor,
+    inverse,
+    unit,
+    col_tiles,
+    RULE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+):
+    quantize_col_tile(
+        tl.program_id(0) // col_tiles * N,
+        tl.program_id(0) % col_tiles * C,
+        x_ptr,
+        q_ptr,
+        scale_ptr,
+        amax_ptr,
+        draw_ptr,
+        sign_ptr,
+        rows,
+        cols,
+        blocks,
+        stride_r,
+        stride_c,
+        stream,
+        first_block,
+        blocks_per_row,
+        sign_stream,
+        (span, floor, inverse, unit),
+        RULE,
+        SWIZZLED,
+        N,
+        C,
+    )
 
 
 class Tile(NamedTuple):
-    """What one program covers: R rows of N groups (or N groups of C columns), and its warps."""
+    """What one program covers: `outer` rows (columns) of `groups` groups each, and its warps."""
 
-    rows: int
+    outer: int
     groups: int
     num_warps: int
 
 
-def row_tile(rows: int, groups: int, rule: sc.Rule) -> Tile:
+def row_tile(rows: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
     """Return the tile of the row kernel for a [rows, groups] operand."""
     total = 1024 if INTERPRETED else 256 * 16 // rule.group
     least = 16 if rule.tile else 1
@@ -142,42 +142,52 @@ def row_tile(rows: int, groups: int, rule: sc.Rule) -> Tile:
     return Tile(r, n, 4)
 
 
+def col_tile(cols: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
+    """Return the tile of the column kernel for `groups` groups in each of `cols` columns."""
+    total = 1024 if INTERPRETED else 512 * 16 // rule.group
+    n = min(triton.next_power_of_2(groups), 8)
+    return Tile(total // n, n, 4)
+
+
 def hardware_fp8(device: torch.device) -> bool:
     """Say whether the device converts to FP8 in hardware: sm_89 on; never in Triton's interpreter."""
     return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 class Output(NamedTuple):
-    """The tensors a kernel fills, and the sizes it needs."""
+    """The tensors that a kernel fills, [rows, blocks] blocks."""
 
     qdata: Tensor
     block_scale: Tensor
+    rows: int
     blocks: int
+    swizzled: bool
 
 
-def allocate(rows: int, cols: int, spec: Spec, scale_layout: str, device: torch.device) -> Output:
-    """Return unwritten qdata and block_scale of a [rows, cols] operand."""
+def allocate(shape: tuple[int, int], spec: Spec, scale_layout: str, device: torch.device) -> Output:
+    """Return unwritten qdata and block_scale of an operand of `shape`."""
+    rows, cols = shape
     blocks = round_up(cols, spec.alignment) // spec.block_length
     bytes_per_block = 8 if isinstance(spec, NVFP4) else spec.block_length
     qdata = torch.empty(rows, blocks * bytes_per_block, dtype=torch.uint8, device=device)
-    shape = (rows, blocks) if scale_layout == LINEAR else (swizzled_numel(rows, blocks),)
-    return Output(qdata, torch.empty(shape, dtype=torch.uint8, device=device), blocks)
+    swizzled = scale_layout != LINEAR
+    size = (swizzled_numel(rows, blocks),) if swizzled else (rows, blocks)
+    return Output(qdata, torch.empty(size, dtype=torch.uint8, device=device), rows, blocks, swizzled)
 
 
-class Place(NamedTuple):
-    """The numbers of a Draw as a kernel takes them."""
-
-    base: Tensor | None
-    stream: int
-    first_block: int
-    blocks_per_row: int
-
-
-def place_of(draw: Draw | None, blocks: int, needed: bool) -> Place:
-    if not needed:
-        return Place(None, 0, 0, 0)
-    assert draw is not None, "this spec needs a draw"
-    return Place(draw.base, draw.stream, draw.first_block, blocks if draw.blocks_per_row is None else draw.blocks_per_row)
+def operand_arguments(spec: Spec, out: Output, amax: Tensor, draw: Draw | None, sign_draw: Draw | None) -> tuple:
+    """Return the kernels' arguments of one operand in three runs: pointers, numbers, constants."""
+    base = sign_base = None
+    stream = first_block = blocks_per_row = sign_stream = 0
+    if spec.needs_rng:
+        assert draw is not None, "stochastic rounding needs a draw"
+        base, stream, first_block, blocks_per_row = draw
+        blocks_per_row = out.blocks if blocks_per_row is None else blocks_per_row
+    if spec.needs_sign_rng:
+        assert sign_draw is not None, "fresh signs need a draw"
+        sign_base, sign_stream = sign_draw.base, sign_draw.stream
+    pointers = (out.qdata.view(torch.int64), out.block_scale, amax, base, sign_base)
+    return pointers, (stream, first_block, blocks_per_row, sign_stream), sc.constants_of(spec)
 
 
 def quantize(
@@ -204,45 +214,68 @@ def quantize(
     """
     check_scale_layout(scale_layout)
     x = x.reshape(matrix_shape(x.shape))
-    rows, cols = x.shape
-    out = allocate(rows, cols, spec, scale_layout, x.device)
-    assert amax is not None
-    if out.qdata.numel() == 0:
-        return Blocks(out.qdata, out.block_scale, amax)
-    launch_rows(x, spec, amax, out, draw, sign_draw, scale_layout)
+    if isinstance(spec, MXFP8):
+        amax = torch.empty(0, dtype=torch.float32, device=x.device)
+    elif amax is None:
+        amax = operand_amax(x, spec, sign_draw)
+    out = allocate(x.shape, spec, scale_layout, x.device)
+    if out.qdata.numel():
+        arguments = operand_arguments(spec, out, amax, draw, sign_draw)
+        # Blocks along the dimension that is not contiguous in memory: the column kernel reads whole lines.
+        launch = launch_cols if x.stride(0) == 1 and x.stride(1) != 1 else launch_rows
+        launch(x.T if launch is launch_cols else x, spec, out, arguments)
     return Blocks(out.qdata, out.block_scale, amax)
 
 
-def launch_rows(x, spec, amax, out, draw, sign_draw, scale_layout) -> None:
-    rows, cols = x.shape
+def launch_rows(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
+    """Fill `out` with quantize(x)."""
     rule = sc.rule_of(spec, hardware_fp8(x.device))
-    swizzled = scale_layout != LINEAR
-    groups = ceil_div(round_up(out.blocks, SWIZZLE_COLS) if swizzled else out.blocks, rule.group // 16)
-    tile = row_tile(rows, groups, rule)
-    row_tiles = ceil_div(round_up(rows, SWIZZLE_ROWS) if swizzled else rows, tile.rows)
-    grid = (row_tiles * ceil_div(groups, tile.groups),)
-    place = place_of(draw, out.blocks, spec.rounding == "stochastic")
-    sign_place = place_of(sign_draw, 0, spec.needs_sign_rng)
-    quantize_rows_kernel[grid](
+    blocks = round_up(out.blocks, SWIZZLE_COLS) if out.swizzled else out.blocks
+    groups = ceil_div(blocks * spec.block_length, rule.group)
+    tile = row_tile(out.rows, groups, rule, out.swizzled)
+    row_tiles = ceil_div(round_up(out.rows, SWIZZLE_ROWS) if out.swizzled else out.rows, tile.outer)
+    group_tiles = ceil_div(groups, tile.groups)
+    pointers, numbers, constants = arguments
+    quantize_rows_kernel[(row_tiles * group_tiles,)](
         x,
-        out.qdata.view(torch.int64),
-        out.block_scale,
-        amax,
-        place.base,
-        sign_place.base,
-        rows,
-        cols,
+        *pointers,
+        *x.shape,
         out.blocks,
         *x.stride(),
-        place.stream,
-        place.first_block,
-        place.blocks_per_row,
-        sign_place.stream,
-        *sc.constants_of(spec),
+        *numbers,
+        *constants,
+        group_tiles,
         RULE=rule,
-        SWIZZLED=swizzled,
-        R=tile.rows,
+        SWIZZLED=out.swizzled,
+        R=tile.outer,
         N=tile.groups,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=False,
+    )
+
+
+def launch_cols(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
+    """Fill `out` with quantize(x.T)."""
+    rule = sc.rule_of(spec, hardware_fp8(x.device))
+    blocks = round_up(out.blocks, SWIZZLE_COLS) if out.swizzled else out.blocks
+    groups = ceil_div(blocks * spec.block_length, rule.group)
+    tile = col_tile(out.rows, groups, rule, out.swizzled)
+    col_tiles = ceil_div(round_up(out.rows, SWIZZLE_ROWS) if out.swizzled else out.rows, tile.outer)
+    group_tiles = ceil_div(groups, tile.groups)
+    pointers, numbers, constants = arguments
+    quantize_cols_kernel[(col_tiles * group_tiles,)](
+        x,
+        *pointers,
+        *x.shape,
+        out.blocks,
+        *x.stride(),
+        *numbers,
+        *constants,
+        col_tiles,
+        RULE=rule,
+        SWIZZLED=out.swizzled,
+        N=tile.groups,
+        C=tile.outer,
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
     )

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from halfbyte.formats import E2M1, FLT_MAX, f32
 from halfbyte.kernels import primitives as pm
-from halfbyte.kernels.decode import E4M3_NAN
-from halfbyte.spec import NVFP4, BlockMax
+from halfbyte.kernels.decode import E4M3_NAN, E8M0_NAN
+from halfbyte.spec import MXFP8, BlockMax, Spec
 
 
 class Rule(NamedTuple):
@@ -24,6 +24,7 @@ class Rule(NamedTuple):
     norm: f(1 / sqrt(group)) of a rotation, 0 without one.
     candidates: empty for BlockMax.
     hardware: the target converts to FP8 in hardware.
+    element: "e4m3" or "e5m2" for MXFP8, whose other fields but group do not count; empty for NVFP4.
     """
 
     rounding: str
@@ -36,10 +37,15 @@ class Rule(NamedTuple):
     squares: bool
     scaled: bool
     hardware: bool
+    element: str = ""
 
 
 class Constants(NamedTuple):
-    """fp32 constants of a spec that kernels take as arguments: section 3's f(m8*m4), f(m8*m4/FLT_MAX), f(1/m4), f(6*m8)."""
+    """fp32 constants of a spec that kernels take as arguments.
+
+    span, floor, inverse, unit: f(m8 * m4), f(m8 * m4 / FLT_MAX), f(1 / m4) and f(6 * m8) of sections 3 and 5; MXFP8 uses
+    only inverse, f(1 / m) of section 6.
+    """
 
     span: float
     floor: float
@@ -47,8 +53,10 @@ class Constants(NamedTuple):
     unit: float
 
 
-def rule_of(spec: NVFP4, hardware: bool) -> Rule:
+def rule_of(spec: Spec, hardware: bool) -> Rule:
     """Return what kernels are compiled for; `hardware`: the device converts to FP8."""
+    if isinstance(spec, MXFP8):
+        return Rule("nearest", False, False, spec.block_length, 0.0, False, (), False, False, hardware, spec.element)
     chosen = not isinstance(spec.scaling, BlockMax)
     return Rule(
         rounding=spec.rounding,
@@ -64,19 +72,21 @@ def rule_of(spec: NVFP4, hardware: bool) -> Rule:
     )
 
 
-def constants_of(spec: NVFP4) -> Constants:
+def constants_of(spec: Spec) -> Constants:
+    if isinstance(spec, MXFP8):
+        return Constants(0.0, 0.0, f32(1 / spec.element_format.max), 0.0)
     span = spec.e4m3_max * spec.fp4_max
     return Constants(f32(span), f32(span / FLT_MAX), f32(1 / spec.fp4_max), f32(E2M1.max * spec.e4m3_max))
 
 
 @triton.jit
-def tensor_factors(amax, span, floor, inverse):
+def tensor_factors(amax, constants):
     """Return (A, S, S / fp4_max, D, whether amax is no valid maximum)."""
     poison = ((amax >= 0) & (amax < pm.INF)) == 0
     clean = tl.where(poison, 0.0, amax)
-    a = tl.maximum(clean, floor)
-    s = tl.where(clean == 0, 1.0, tl.minimum(tl.div_rn(a * 0 + span, a), pm.FLT_MAX))
-    return a, s, s * inverse, tl.div_rn(s * 0 + 1.0, s), poison
+    a = tl.maximum(clean, constants[1])
+    s = tl.where(clean == 0, 1.0, tl.minimum(tl.div_rn(a * 0 + constants[0], a), pm.FLT_MAX))
+    return a, s, s * constants[2], tl.div_rn(s * 0 + 1.0, s), poison
 
 
 @triton.jit
@@ -110,7 +120,7 @@ def encode_scale(scale, d):
 
 
 @triton.jit
-def candidate_error(xs, START: tl.constexpr, scale, encode, factors, unit, RULE: tl.constexpr):
+def candidate_error(xs, START: tl.constexpr, scale, encode, factors, constants, RULE: tl.constexpr):
     """Return the error of one block scale: section 5's sum over elements 0 to 15, in order."""
     error = tl.zeros_like(scale)
     for i in tl.static_range(16):
@@ -123,7 +133,7 @@ def candidate_error(xs, START: tl.constexpr, scale, encode, factors, unit, RULE:
             d = q * scale - x * factors[1]
         else:
             y = (q * scale) * factors[0]
-            d = tl.div_rn(y, y * 0 + unit) - x
+            d = tl.div_rn(y, y * 0 + constants[3]) - x
         if RULE.squares:
             error += d * d
         else:
@@ -132,18 +142,18 @@ def candidate_error(xs, START: tl.constexpr, scale, encode, factors, unit, RULE:
 
 
 @triton.jit
-def choose_candidate(xs, START: tl.constexpr, block_amax, factors, unit, RULE: tl.constexpr, AXIS: tl.constexpr):
+def choose_candidate(xs, START: tl.constexpr, block_amax, factors, constants, RULE: tl.constexpr, AXIS: tl.constexpr):
     """Return (scale code, encode factor) of the candidate of least error, the first winning ties and NaN."""
     base = tl.div_rn(block_amax, block_amax * 0 + pm.E2M1_MAX) * factors[1]
     best_code = pm.e4m3_code(base, RULE.hardware)
     best_encode = encode_scale(pm.e4m3_positive(best_code), factors[3])
-    best_error = candidate_error(xs, START, pm.e4m3_positive(best_code), best_encode, factors, unit, RULE)
+    best_error = candidate_error(xs, START, pm.e4m3_positive(best_code), best_encode, factors, constants, RULE)
     if RULE.tile:
         best_error = tree_sum(best_error, AXIS)
     for i in tl.static_range(1, len(RULE.candidates)):
         code = pm.e4m3_code(base * RULE.candidates[i], RULE.hardware)
         encode = encode_scale(pm.e4m3_positive(code), factors[3])
-        error = candidate_error(xs, START, pm.e4m3_positive(code), encode, factors, unit, RULE)
+        error = candidate_error(xs, START, pm.e4m3_positive(code), encode, factors, constants, RULE)
         if RULE.tile:
             error = tree_sum(error, AXIS)
         better = error < best_error
@@ -164,7 +174,7 @@ def pack_codes(xs, START: tl.constexpr, encode, random, RULE: tl.constexpr):
 
 
 @triton.jit
-def quantize_block(xs, START: tl.constexpr, factors, unit, random, RULE: tl.constexpr, AXIS: tl.constexpr):
+def quantize_block(xs, START: tl.constexpr, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr):
     """Quantize elements START to START + 15 of a group.
 
     Args:
@@ -186,7 +196,35 @@ def quantize_block(xs, START: tl.constexpr, factors, unit, random, RULE: tl.cons
         code = pm.e4m3_code(tl.minimum(block_amax * factors[2], pm.FLT_MAX), RULE.hardware)
         encode = encode_scale(pm.e4m3_positive(code), factors[3])
     else:
-        code, encode = choose_candidate(xs, START, block_amax, factors, unit, RULE, AXIS)
+        code, encode = choose_candidate(xs, START, block_amax, factors, constants, RULE, AXIS)
     low = pack_codes(xs, START, encode, random, RULE).to(tl.int64)
     high = pack_codes(xs, START + 8, encode, random, RULE).to(tl.int64)
     return tl.where(poison, 0, low | (high << 32)), tl.where(poison, E4M3_NAN, code).to(tl.uint8)
+
+
+@triton.jit
+def quantize_mxfp8_block(xs, constants, RULE: tl.constexpr):
+    """Quantize 32 elements (section 6): return four int64 words of element bytes and the E8M0 scale as uint8."""
+    block_amax = pm.abs_max(xs, 0, 32)
+    poison = (block_amax < pm.INF) == 0
+    bits = (tl.where(poison, 0.0, block_amax) * constants[2]).to(tl.int32, bitcast=True)
+    # The smallest exponent whose power of two is at least the value; up to 2^-127 it is 0.
+    exponent = tl.where(bits <= 0x00400000, 0, (bits + 0x007FFFFF) >> 23)
+    inverse = 254 - exponent
+    encode = tl.where(inverse == 0, 0x00400000, inverse << 23).to(tl.float32, bitcast=True)
+    words = ()
+    for w in tl.static_range(4):
+        half = ()
+        for h in tl.static_range(2):
+            half = half + (
+                pm.fp8_word(
+                    xs[8 * w + 4 * h] * encode,
+                    xs[8 * w + 4 * h + 1] * encode,
+                    xs[8 * w + 4 * h + 2] * encode,
+                    xs[8 * w + 4 * h + 3] * encode,
+                    RULE.element == "e4m3",
+                    RULE.hardware,
+                ).to(tl.int64),
+            )
+        words = words + (tl.where(poison, 0, half[0] | (half[1] << 32)),)
+    return words, tl.where(poison, E8M0_NAN, exponent).to(tl.uint8)

@@ -1,0 +1,184 @@
+"""Device functions that quantize one tile of x: blocks along its rows, or along its columns, as section 2 stores them.
+
+`rows` and `cols` below are those of x in memory; a tile whose blocks lie along columns writes quantize(x.T), so its output
+has a row for each column of x. Stored words are int64: one per NVFP4 block, four per MXFP8 block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfbyte.kernels import primitives as pm
+from halfbyte.kernels import scaling as sc
+from halfbyte.kernels.decode import swizzled_offset
+
+
+@triton.jit
+def load_row_groups(x_ptr, o_row, in_row, o_col, cols, stride_c, SIZE: tl.constexpr):
+    """Return SIZE fp32 tensors [R, N]: element i of the groups that start in columns o_col [N] of rows o_row [R].
+
+    Each thread loads whole groups in pieces of 16 bytes.
+    """
+    R: tl.constexpr = o_row.shape[0]
+    N: tl.constexpr = o_col.shape[0]
+    WIDTH: tl.constexpr = 4 if x_ptr.dtype.element_ty == tl.float32 else 8
+    xs = ()
+    for piece in tl.static_range(SIZE // WIDTH):
+        col = o_col[None, :, None] + (piece * WIDTH + tl.arange(0, WIDTH))[None, None, :]
+        pointers = x_ptr + o_row[:, None, None] + col.to(tl.int64) * stride_c
+        x = pm.to_fp32(tl.load(pointers, mask=in_row[:, None, None] & (col < cols), other=0.0))
+        if WIDTH == 8:
+            xs = xs + pm.split_eight(x, R, N)
+        else:
+            xs = xs + pm.split_four(x, R, N)
+    return xs
+
+
+@triton.jit
+def load_col_groups(x_ptr, o_row, rows, o_col, in_col, stride_r, stride_c, SIZE: tl.constexpr):
+    """Return SIZE fp32 tensors [N, C]: element i of the groups that start in rows o_row [N], in columns o_col [C]."""
+    xs = ()
+    for i in tl.static_range(SIZE):
+        row = o_row + i
+        pointers = x_ptr + row.to(tl.int64)[:, None] * stride_r + o_col.to(tl.int64)[None, :] * stride_c
+        xs = xs + (pm.to_fp32(tl.load(pointers, mask=(row < rows)[:, None] & in_col[None, :], other=0.0)),)
+    return xs
+
+
+@triton.jit
+def rotate_group(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.constexpr):
+    """Rotate if the rule says so, after rounding to bf16 unless x is NARROW (bf16) already."""
+    if RULE.norm == 0.0:
+        return xs
+    if not NARROW:
+        xs = pm.round_bf16(xs)
+    words = ()
+    if RULE.fresh:
+        words = pm.sign_words(pm.draw_words(sign_ptr, sign_stream))
+    return pm.rotate(xs, RULE.norm, RULE.group, RULE.fresh, words)
+
+
+@triton.jit
+def store_scale(scale_ptr, scale, i, j, inside, rows, blocks, SWIZZLED: tl.constexpr):
+    """Store scales (i, j) of a [rows, blocks] matrix; `i` and `j` broadcast to `scale`."""
+    if SWIZZLED:
+        # The launch covers whole 128x4 tiles of scales: zeros in their padding.
+        padded = (j < tl.cdiv(blocks, 4) * 4) & (i < tl.cdiv(rows, 128) * 128)
+        tl.store(scale_ptr + swizzled_offset(i, j, blocks), tl.where(inside, scale, 0).to(tl.uint8), mask=padded)
+    else:
+        tl.store(scale_ptr + i.to(tl.int64) * blocks + j, scale, mask=inside)
+
+
+@triton.jit
+def quantize_row_tile(
+    i_row,
+    i_group,
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    amax_ptr,
+    draw_ptr,
+    sign_ptr,
+    rows,
+    cols,
+    blocks,
+    stride_r,
+    stride_c,
+    stream,
+    first_block,
+    blocks_per_row,
+    sign_stream,
+    constants,
+    RULE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    R: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Quantize N groups of R rows along the rows of x; outputs [rows, blocks]."""
+    row = i_row + tl.arange(0, R)
+    group = i_group + tl.arange(0, N)
+    in_row = row < rows
+    row64 = row.to(tl.int64)
+    xs = load_row_groups(x_ptr, row64 * stride_r, in_row, group * RULE.group, cols, stride_c, RULE.group)
+    if RULE.element != "":
+        words, scale = sc.quantize_mxfp8_block(xs, constants, RULE)
+        inside = in_row[:, None] & (group < blocks)[None, :]
+        o_word = (row64[:, None] * blocks + group[None, :]) * 4
+        joined = pm.join_words(words)
+        tl.store(q_ptr + o_word[:, :, None] + tl.arange(0, 4)[None, None, :], joined, mask=inside[:, :, None])
+        store_scale(scale_ptr, scale, row[:, None], group[None, :], inside, rows, blocks, SWIZZLED)
+    else:
+        if RULE.row_amax:
+            amax = tl.load(amax_ptr + row64, mask=in_row, other=0.0)[:, None]
+        else:
+            amax = tl.load(amax_ptr)
+        factors = sc.tensor_factors(amax, constants)
+        xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
+        random = ()
+        for g in tl.static_range(RULE.group // 16):
+            block = group * (RULE.group // 16) + g
+            if RULE.rounding == "stochastic":
+                key = pm.draw_words(draw_ptr, stream)
+                random = pm.block_words(first_block + row64[:, None] * blocks_per_row + block[None, :], key)
+            codes, scale = sc.quantize_block(xs, g * 16, factors, constants, random, RULE, 0)
+            inside = in_row[:, None] & (block < blocks)[None, :]
+            tl.store(q_ptr + row64[:, None] * blocks + block[None, :], codes, mask=inside)
+            store_scale(scale_ptr, scale, row[:, None], block[None, :], inside, rows, blocks, SWIZZLED)
+
+
+@triton.jit
+def quantize_col_tile(
+    i_group,
+    i_col,
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    amax_ptr,
+    draw_ptr,
+    sign_ptr,
+    rows,
+    cols,
+    blocks,
+    stride_r,
+    stride_c,
+    stream,
+    first_block,
+    blocks_per_row,
+    sign_stream,
+    constants,
+    RULE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Quantize N groups of C columns along the columns of x; outputs [cols, blocks]."""
+    group = i_group + tl.arange(0, N)
+    col = i_col + tl.arange(0, C)
+    in_col = col < cols
+    col64 = col.to(tl.int64)
+    xs = load_col_groups(x_ptr, group * RULE.group, rows, col, in_col, stride_r, stride_c, RULE.group)
+    if RULE.element != "":
+        words, scale = sc.quantize_mxfp8_block(xs, constants, RULE)
+        inside = (group < blocks)[:, None] & in_col[None, :]
+        o_word = (col64[None, :] * blocks + group[:, None]) * 4
+        joined = pm.join_words(words)
+        tl.store(q_ptr + o_word[:, :, None] + tl.arange(0, 4)[None, None, :], joined, mask=inside[:, :, None])
+        store_scale(scale_ptr, scale, col[None, :], group[:, None], inside, cols, blocks, SWIZZLED)
+    else:
+        if RULE.row_amax:
+            amax = tl.load(amax_ptr + col64, mask=in_col, other=0.0)[None, :]
+        else:
+            amax = tl.load(amax_ptr)
+        factors = sc.tensor_factors(amax, constants)
+        xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
+        random = ()
+        for g in tl.static_range(RULE.group // 16):
+            block = group * (RULE.group // 16) + g
+            if RULE.rounding == "stochastic":
+                key = pm.draw_words(draw_ptr, stream)
+                random = pm.block_words(first_block + col64[None, :] * blocks_per_row + block[:, None], key)
+            codes, scale = sc.quantize_block(xs, g * 16, factors, constants, random, RULE, 1)
+            inside = (block < blocks)[:, None] & in_col[None, :]
+            tl.store(q_ptr + col64[None, :] * blocks + block[:, None], codes, mask=inside)
+            store_scale(scale_ptr, scale, col[None, :], block[:, None], inside, cols, blocks, SWIZZLED)
