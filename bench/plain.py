@@ -21,7 +21,7 @@ WHOLE = 1 << 62
 @contextmanager
 def _in_one_chunk() -> Iterator[None]:
     """Let the reference treat a tensor as one chunk; its loop over chunks is for CPU caches and would be unrolled."""
-    module = importlib.import_module("halfbyte.reference.nvfp4")
+    module: Any = importlib.import_module("halfbyte.reference.nvfp4")
     chunk = module.CHUNK_ELEMENTS
     module.CHUNK_ELEMENTS = WHOLE
     try:

@@ -79,7 +79,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     try:
         first, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
         return first["run"], lines
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a result of the benchmark; give a .jsonl from bench/results") from error
 
 

@@ -46,7 +46,9 @@ def main(arguments: list[str]) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="halfbyte bench", description=DESCRIPTION)
     parser.add_argument("--only", nargs="*", default=[], metavar="GLOB", help="case names, such as 'quantize/*'")
-    parser.add_argument("--shape", nargs="*", default=[], metavar="MxK", help="these shapes instead of each case's own")
+    parser.add_argument(
+        "--shape", nargs="*", type=_shape, default=[], metavar="MxK", help="these shapes instead of each case's own"
+    )
     parser.add_argument("--quick", action="store_true", help="first shape only, short measurements, nothing compiled")
     parser.add_argument("--backend", choices=BACKENDS, help="by default what runs on the GPU")
     toggle = argparse.BooleanOptionalAction
@@ -91,9 +93,8 @@ def run(cases: Iterable[Case], device: torch.device, options: argparse.Namespace
 
 
 def _each(cases: Iterable[Case], setting: Setting, options: argparse.Namespace) -> Iterator[Result]:
-    own = [_shape(text) for text in options.shape]
     for case in cases:
-        shapes = [s for s in own if len(s) == len(case.small)] or list(case.shapes)
+        shapes = [s for s in options.shape if len(s) == len(case.small)] or list(case.shapes)
         if not setting.on_gpu:
             shapes = [case.small]
         for index, shape in enumerate(shapes[:1] if options.quick else shapes):
@@ -124,5 +125,5 @@ def _shape(text: str) -> Shape:
     except ValueError:
         shape = ()
     if not shape or min(shape) < 1:
-        raise ValueError(f"--shape {text!r}: give sizes such as 8192x8192, or 8192x8192x8192 for a GEMM")
+        raise argparse.ArgumentTypeError(f"{text!r}: give sizes such as 8192x8192, or 8192x8192x8192 for a GEMM")
     return shape

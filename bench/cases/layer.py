@@ -20,7 +20,7 @@ from halfbyte import recipes
 from halfbyte.rng import StreamPhilox
 from halfbyte.verify.compare import relative_error
 
-SHAPES = {
+SHAPES: dict[Shape, Bar | None] = {
     (16384, 8192, 8192): Bar(least=1.16, aim=1.09),
     (8192, 4096, 14336): Bar(least=1.25, aim=1.13),
 }

@@ -6,6 +6,8 @@ the CPU, and the whole timed matrix with the reference run on the same device.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Literal, NamedTuple
@@ -37,12 +39,18 @@ class Given(NamedTuple):
 
     def on(self, device: torch.device) -> Given:
         """Return the same on another device."""
-        draws = (d if d is None else d._replace(base=d.base.to(device)) for d in self[2:])
-        return Given(*(None if a is None else a.to(device) for a in self[:2]), *draws)
+        return Given(
+            None if self.row_amax is None else self.row_amax.to(device),
+            None if self.col_amax is None else self.col_amax.to(device),
+            _draw_on(self.draw, device),
+            _draw_on(self.sign_draw, device),
+        )
 
-    def head(self) -> Given:
-        """Return what a slice of the first rows is given."""
-        return self._replace(row_amax=_head(self.row_amax), col_amax=_head(self.col_amax))
+    def head(self, col: bool) -> Given:
+        """Return what a slice is given that holds the first rows of the row or of the col orientation."""
+        if col:
+            return self._replace(col_amax=_head(self.col_amax))
+        return self._replace(row_amax=_head(self.row_amax))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +121,8 @@ class Quantization:
 
     def _check_slice(self, x: Tensor, given: Given, actual: tuple[Tensor, ...]) -> None:
         """Compare the first rows of each orientation, which are those of a slice of x along its rows or columns."""
-        parts = (x[:SLICE], x[:, :SLICE])
-        cut = given.head().on(CPU)
-        for first, part in zip(range(0, len(actual), 2), parts, strict=False):
+        for first, part in zip(range(0, len(actual), 2), (x[:SLICE], x[:, :SLICE]), strict=False):
+            cut = given.head(col=first > 0).on(CPU)
             expected = self.run(part.cpu(), cut, "reference")[first : first + 2]
             prefix = [t.flatten()[: e.numel()] for t, e in zip(actual[first : first + 2], expected, strict=True)]
             require_equal(prefix, [e.flatten() for e in expected], f"slice of orientation {first // 2}")
@@ -129,6 +136,10 @@ class Quantization:
         whole = measure(over(xs, lambda x: self.run(x, amaxless, setting.backend)), setting.device).seconds
         facts = {**outcome.facts, "us_with_amax": whole * 1e6}
         return replace(outcome, rivals={**outcome.rivals, **ratios(setting, whole, rivals)}, facts=facts)
+
+
+def _draw_on(draw: Draw | None, device: torch.device) -> Draw | None:
+    return None if draw is None else draw._replace(base=draw.base.to(device))
 
 
 def _head(amax: Tensor | None) -> Tensor | None:
@@ -163,6 +174,27 @@ def amax(setting: Setting, shape: Shape) -> Outcome:
     return bandwidth(setting, calls, moved, ["all of it with the reference on the CPU"], rivals)
 
 
+def amax_row_col(setting: Setting, shape: Shape) -> Outcome:
+    """Check and time the amax of x and that of x.T rotated, together: what a gradient's two operands need first."""
+    xs = matrices(setting, shape)
+    function = _row_col_amax(setting.backend)
+    head = xs[0][:, :SLICE].contiguous()
+    require_equal(function(head), _row_col_amax("reference")(head.cpu()), "slice")
+    require_equal(function(xs[0]), _row_col_amax("reference")(xs[0]), "whole")
+    rivals = {"plain torch, compiled": plain.compiled(_row_col_amax("reference"), xs)} if setting.plain else {}
+    checked = [f"{SLICE} columns with the reference on the CPU", "all of it with the reference on the same device"]
+    return bandwidth(setting, over(xs, function), 2 * xs[0].numel(), checked, rivals)
+
+
+def _row_col_amax(backend: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return x -> (amax of x, amax of x.T after its rotation); no op of its own, quantize_row_col does it inside."""
+    if backend != "triton":
+        rotation = Hadamard()
+        return lambda x: (reference.finite_amax(x), reference.finite_amax(reference.rotate(x.T, rotation)))
+    kernel = importlib.import_module("halfbyte.kernels.amax").row_col_amax
+    return lambda x: kernel(x, NEAREST, _rotated(16), None)
+
+
 NEAREST, STOCHASTIC = NVFP4(), NVFP4(rounding="stochastic")
 STOCHASTIC_ROTATED = NVFP4(rounding="stochastic", rotation=Hadamard())
 
@@ -173,6 +205,13 @@ CASES = (
         shapes=dict.fromkeys(SHAPES, Bar(least=0.90, aim=0.95)),
         small=SMALL,
         run=amax,
+    ),
+    Case(
+        name="amax/tensor+rht",
+        about="of x, and of x.T rotated, in one pass",
+        shapes=dict.fromkeys(SHAPES, Bar(least=0.75, aim=0.90)),
+        small=SMALL,
+        run=amax_row_col,
     ),
     _case("quantize/1x16", "nearest", Quantization(row=NEAREST, peer="1x16"), 0.80, 0.92),
     _case(

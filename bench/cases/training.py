@@ -56,8 +56,7 @@ def training(setting: Setting, shape: Shape, *, model: str) -> Outcome:
 def _run(setting: Setting, shape: Shape, config: models.ModelConfig, recipe: str) -> dict[str, float]:
     """Return median seconds of a step, their spread, peak bytes and the loss after warming up."""
     step = _stepper(setting, shape, config, recipe)
-    for _ in range(WARM_UP):
-        loss = float(step())
+    loss = [float(step()) for _ in range(WARM_UP)][-1]
     if setting.on_gpu:
         torch.cuda.reset_peak_memory_stats(setting.device)
     seconds = []

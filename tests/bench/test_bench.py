@@ -1,0 +1,189 @@
+"""The benchmark on a CPU: cases check themselves, wrong bytes get no figure, results can be read and drawn."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import plot, results, run
+from bench.cases import quantize
+from bench.registry import Bar, Case, Outcome, Setting, Unequal, all_cases, select
+from bench.results import Result
+from halfbyte import cli, ops
+from halfbyte.spec import NVFP4
+from halfbyte.verify.timing import Ceilings
+
+CPU = torch.device("cpu")
+SETTING = Setting(device=CPU, backend="reference", ceilings=Ceilings(1e9, 1e9), plain=False, budget=0.0)
+ONE_OF_EACH = ["amax/*", "quantize/1x16-sr", "row_col/16x16", "dequantize/swizzled", "transpose/*", "gemm/*"]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def outcome(value: float, metric="of copy", **facts: float) -> Outcome:
+    return Outcome(seconds=1e-4, spread=0.01, metric=metric, value=value, work=1e8, unit="TB/s", facts=facts)
+
+
+def test_names_are_unique_and_bars_are_in_order():
+    cases = all_cases()
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        for bar in filter(None, case.shapes.values()):
+            better = bar.aim <= bar.least if case.name.startswith(("linear", "train")) else bar.aim >= bar.least
+            assert better, case.name
+
+
+@pytest.mark.parametrize("name", ["quantize/4over6", "quantize/mxfp8", "row_col/sr+sr-rht", "dequantize/linear"])
+def test_case_checks_and_measures(name):
+    (case,) = select(all_cases(), [name])
+    result = case.run(SETTING, case.small)
+    assert result.seconds > 0 and result.rate > 0
+    assert any("with the reference on the CPU" in text for text in result.checked)
+
+
+def test_layer_reports_its_errors():
+    (case,) = select(all_cases(), ["linear/nvfp4_mxfp8_bwd"])
+    result = case.run(SETTING, case.small)
+    assert len(result.checked) == 3 and result.metric == "x bf16" and result.facts["bf16_us"] > 0
+
+
+def test_training_step_runs_under_both_recipes():
+    (case,) = select(all_cases(), ["train/300m"])
+    result = case.run(SETTING, (2, 16))
+    assert result.value > 0 and result.facts["tokens_per_second"] > 0
+
+
+def wrong_at(monkeypatch, row: int, only_rows: int) -> None:
+    """Make every backend but the reference wrong in one nibble of matrices with `only_rows` rows."""
+    right = ops.dispatch.quantize
+
+    def wrong(x, spec, **options):
+        blocks = right(x, spec, **(options | {"backend": "reference"}))
+        if options["backend"] is None and len(x) == only_rows:
+            blocks.qdata[row, 3] ^= 1
+        return blocks
+
+    monkeypatch.setattr(quantize.ops, "quantize", wrong)
+
+
+@pytest.mark.parametrize("row, rows, says", [(300, 333, "ragged"), (5, 512, "slice of orientation 0")])
+def test_wrong_bytes_get_no_figure(monkeypatch, row, rows, says):
+    wrong_at(monkeypatch, row, rows)
+    (case,) = select(all_cases(), ["quantize/1x16"])
+    setting = replace(SETTING, backend=None)
+    with pytest.raises(Unequal, match=f"{says}.*1 of"):
+        case.run(setting, (512, 64))
+    result = run._one(case, (512, 64), setting)
+    assert result.outcome is None and "differs from the reference" in result.problem
+    assert "NO FIGURE" in results.line(result) and "us" not in result.as_json()
+
+
+def test_a_product_that_is_off_gets_no_figure(monkeypatch):
+    right = ops.dispatch.gemm_nt
+    monkeypatch.setattr(ops, "gemm_nt", lambda *a, **k: right(*a, **k) * 1.01)
+    (case,) = select(all_cases(), ["gemm/from-codes"])
+    with pytest.raises(Unequal, match="relative error 1.0"):
+        case.run(SETTING, case.small)
+
+
+def test_slices_of_every_orientation_are_prefixes():
+    operation = quantize.Quantization(row=NVFP4(outer="row"), col=NVFP4(rounding="stochastic"))
+    x = torch.randn(400, 520).bfloat16()
+    given = operation.given(x)
+    actual = operation.run(x, given, "reference")
+    operation._check_slice(x, given, actual)
+    actual[2][quantize.SLICE - 1, 0] ^= 1
+    with pytest.raises(Unequal, match="slice of orientation 1"):
+        operation._check_slice(x, given, actual)
+
+
+def test_command_needs_a_gpu_and_says_so(capsys):
+    assert cli.main(["bench"]) == 2
+    assert "need a GPU" in capsys.readouterr().err
+
+
+def test_command_runs_the_reference_and_records(capsys, tmp_path):
+    arguments = ["--backend", "reference", "--quick", "--out", str(tmp_path), "--only", *ONE_OF_EACH]
+    assert cli.main(["bench", *arguments]) == 0
+    said = capsys.readouterr().out
+    (file,) = tmp_path.glob("*.jsonl")
+    assert str(file) in said and "ceilings: device copy" in said
+    facts, lines = results.read(file)
+    assert {"device", "torch", "commit", "copy_TB_s"} <= facts.keys()
+    assert {line["case"] for line in lines} == {case.name for case in select(all_cases(), ONE_OF_EACH)}
+    assert all(line["us"] > 0 and line["checked"] for line in lines)
+
+
+def test_a_case_that_fails_is_the_exit_status(capsys, monkeypatch, tmp_path):
+    def broken(setting, shape):
+        raise RuntimeError("misaligned address\nmore")
+
+    case = Case(name="broken/case", about="", shapes={(8, 8): None}, small=(8, 8), run=broken)
+    monkeypatch.setattr(run, "all_cases", lambda: [case])
+    assert run.main(["--backend", "reference", "--out", str(tmp_path)]) == 1
+    assert "RuntimeError: misaligned address" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--only", "nothing/*"], ["plot", "missing.jsonl"]])
+def test_wrong_arguments_are_named(capsys, arguments):
+    assert cli.main(["bench", *arguments, *([] if "plot" in arguments else ["--backend", "reference"])]) == 2
+    assert arguments[1] in capsys.readouterr().err
+
+
+def test_a_wrong_shape_is_named(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--backend", "reference", "--shape", "8192x"])
+    assert "'8192x': give sizes such as 8192x8192" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "value, metric, facts, verdict",
+    [
+        (0.93, "of copy", {}, "aim"),
+        (0.85, "of copy", {}, "least"),
+        (0.79, "of copy", {}, "missed"),
+        (0.85, "x bf16", {}, "least"),
+        (0.79, "x bf16", {}, "aim"),
+        (0.79, "x bf16", {"peak_GiB": 20.0, "bf16_peak_GiB": 19.0}, "missed"),
+        (0.79, "x bf16", {"peak_GiB": 18.0, "bf16_peak_GiB": 19.0}, "aim"),
+    ],
+)
+def test_verdict(value, metric, facts, verdict):
+    bar = Bar(least=0.90, aim=0.80) if metric == "x bf16" else Bar(least=0.80, aim=0.92)
+    assert Result(case="a/b", shape=(1, 1), bar=bar, outcome=outcome(value, metric, **facts)).verdict == verdict
+
+
+def test_distance_to_80_percent_is_reported():
+    bar = Bar(least=0.45, aim=0.75)
+    result = Result(case="quantize/rht128", shape=(8, 8), bar=bar, outcome=outcome(0.55))
+    assert result.as_json()["to_80_percent"] == pytest.approx(0.25)
+    said = results.summary([result], on_gpu=True)
+    assert "1 of 1 bars met, 0 at their aim" in said and "quantize/rht128 8x8 by 25.0%" in said
+
+
+def test_plot_draws_every_panel(tmp_path):
+    facts = {
+        "device": "GPU",
+        "torch": "2",
+        "commit": "abc",
+        "time": "2026-01-01T00:00:00",
+        "copy_TB_s": 4.0,
+        "bf16_TFLOP_s": 700.0,
+    }
+    bar = Bar(least=0.8, aim=0.9)
+    lines = [
+        Result(case=f"a/{m}", shape=(8, 8), bar=bar, outcome=outcome(0.85, m)).as_json() for m in ("of copy", "x bf16")
+    ]
+    file = tmp_path / "one.jsonl"
+    results.write(file, facts, lines)
+    assert plot.main([str(file), "--out", str(tmp_path / "one.png")]) == 0
+    assert (tmp_path / "one.png").read_bytes()[:4] == b"\x89PNG"
+    file.write_text(json.dumps({"case": "no header"}))
+    with pytest.raises(ValueError, match="not a result"):
+        results.read(file)
