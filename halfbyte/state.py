@@ -12,6 +12,7 @@ from halfbyte.rng import SEED_LIMIT, StreamPhilox, as_signed64
 POSITION_SHIFT = 32  # offset = position << 32 | stream
 STREAM_LIMIT = 1 << POSITION_SHIFT
 POSITION_LIMIT = 1 << (63 - POSITION_SHIFT)
+_LIMITS = {"seed": SEED_LIMIT, "position": POSITION_LIMIT, "streams": STREAM_LIMIT + 1}
 
 
 class RunState:
@@ -83,11 +84,11 @@ class RunState:
             ValueError: `state` is not a RunState's, or belongs to a model with other quantized layers.
         """
         remedy = "pass what RunState.state_dict() returned"
-        names = {"version", "seed", "position", "streams"}
-        if not isinstance(state, dict) or not names <= set(state) or state["version"] != 1:
+        if not isinstance(state, dict) or not {"version", *_LIMITS} <= set(state) or state["version"] != 1:
             raise ValueError(f"state={state!r}: not a RunState; {remedy}")
-        if not 0 <= state["seed"] < SEED_LIMIT or not 0 <= state["position"] < POSITION_LIMIT:
-            raise ValueError(f"state={state!r}: seed or position out of range; {remedy}")
+        for name, limit in _LIMITS.items():
+            if type(state[name]) is not int or not 0 <= state[name] < limit:
+                raise ValueError(f"state[{name!r}]={state[name]!r}: not an int with 0 <= {name} < {limit}; {remedy}")
         if self._streams and state["streams"] != self._streams:
             raise ValueError(
                 f"state['streams']={state['streams']}: this model uses {self._streams} streams, the checkpoint's run "
