@@ -5,12 +5,12 @@
 
 from halfbyte import layout, nn, recipes
 from halfbyte.convert import Keep, Report, high_precision, quantize_, set_recipe_
-from halfbyte.functional import gemm_nt, linear, linear_shared
+from halfbyte.functional import gemm_nt, grouped_gemm_nt, grouped_linear, linear, linear_shared
 from halfbyte.ops import backends
 from halfbyte.rng import Philox
 from halfbyte.spec import MXFP8, NVFP4, BlockMax, Eden, FourOverSix, GemmSpec, Hadamard, Recipe
 from halfbyte.state import RunState
-from halfbyte.tensor import QuantTensor, quantize, quantize_row_col
+from halfbyte.tensor import QuantTensor, grouped_quantize_row_col, quantize, quantize_row_col
 from halfbyte.version import __version__
 
 __all__ = [
@@ -30,6 +30,9 @@ __all__ = [
     "__version__",
     "backends",
     "gemm_nt",
+    "grouped_gemm_nt",
+    "grouped_linear",
+    "grouped_quantize_row_col",
     "high_precision",
     "layout",
     "linear",

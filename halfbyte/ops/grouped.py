@@ -39,12 +39,15 @@ def grouped_quantize_row_col(
     row_amax: Tensor | None = None,
     col_amax: Tensor | None = None,
     scale_layout: str = LINEAR,
+    transient: tuple[bool, bool] = (False, False),
     backend: str | None = None,
 ) -> tuple[Blocks | None, Blocks | None]:
     """Return (quantize(x_g), quantize(x_g.T)) of every group, joined; None where the spec is None.
 
     Args:
         x: tokens [M, C] with offsets, or expert weights [E, N, K] without.
+        row_amax, col_amax: fp32 [E], used instead of the computed ones.
+        transient: whether row and col are meant for one grouped GEMM at once, as in `quantize_row_col`.
 
     Raises:
         TypeError: x is not bf16, fp16 or fp32, or offsets no integer tensor.
@@ -66,7 +69,7 @@ def grouped_quantize_row_col(
     keys = (row_spec.key if row_spec else "", col_spec.key if col_spec else "")
     own, signs = ((None, 0) if place is None else (place.base, place.stream) for place in (draw, sign_draw))
     out = torch.ops.halfbyte.grouped_quantize_row_col(
-        x, offsets, *keys, *own, *signs, row_amax, col_amax, scale_layout, backend or ""
+        x, offsets, *keys, *own, *signs, row_amax, col_amax, scale_layout, *transient, backend or ""
     )
     row = col = None
     if row_spec is not None:

@@ -1,7 +1,8 @@
 """The custom ops `torch.ops.halfbyte.grouped_*`, defined like those of library.py.
 
 The shape of every output follows from the shapes of the inputs, never from the sizes of the groups, so no op has to
-read `offsets` on the host. 3-D data is one matrix per expert and needs no offsets.
+read `offsets` on the host. 3-D data is one matrix per expert and needs no offsets. A transient operand may come back as
+decoded values, as in library.py: bf16 in the place of qdata, no block scales.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _OPERANDS = (
 
 _SCHEMAS = (
     "grouped_quantize_row_col(Tensor x, Tensor? offsets, str row_key, str col_key, Tensor? rng, int stream, "
-    "Tensor? sign_rng, int sign_stream, Tensor? row_amax, Tensor? col_amax, str scale_layout, str backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? sign_rng, int sign_stream, Tensor? row_amax, Tensor? col_amax, str scale_layout, bool row_transient, "
+    "bool col_transient, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "grouped_dequantize(Tensor qdata, Tensor block_scale, Tensor amax, Tensor? offsets, str key, SymInt cols, "
     "ScalarType dtype, str scale_layout, str backend) -> Tensor",
     f"grouped_gemm_nt({_OPERANDS}, ScalarType out_dtype, str backend) -> Tensor",
@@ -70,10 +71,13 @@ def _shares(row_key: str, col_key: str) -> bool:
 
 
 def grouped_quantize_row_col(
-    x, offsets, row_key, col_key, rng, stream, sign_rng, sign_stream, row_amax, col_amax, scale_layout, backend
-) -> tuple[Tensor, ...]:
+    x, offsets, row_key, col_key, rng, stream, sign_rng, sign_stream, row_amax, col_amax, scale_layout, row_transient,
+    col_transient, backend,
+) -> tuple[Tensor, ...]:  # fmt: skip
     row_spec, col_spec = (parse(key) if key else None for key in (row_key, col_key))
-    row, col = _backend("grouped_quantize_row_col", x.device, backend).grouped_quantize_row_col(
+    module = _backend("grouped_quantize_row_col", x.device, backend)
+    transient = {} if module is reference else {"transient": (row_transient, col_transient)}
+    row, col = module.grouped_quantize_row_col(
         x,
         offsets,
         row_spec,
@@ -83,6 +87,7 @@ def grouped_quantize_row_col(
         row_amax=row_amax,
         col_amax=col_amax,
         scale_layout=scale_layout,
+        **transient,
     )
     shared = _shares(row_key, col_key)
     return *_outputs(row, x, row_amax, False), *_outputs(col, x, col_amax, shared)
@@ -146,14 +151,21 @@ def _empty_blocks(x: Tensor, groups: int, spec: Spec, scale_layout: str, contrac
 
 
 def _fake_grouped_quantize_row_col(x, offsets, row_key, col_key, *rest):
-    row_amax, col_amax, scale_layout, _ = rest[-4:]
+    row_amax, col_amax, scale_layout, *transient, backend = rest[-6:]
+    decodes = _backend("grouped_quantize_row_col", x.device, backend) is not reference
     groups = x.shape[0] if offsets is None else offsets.shape[0]
     out: list[Tensor] = []
-    for key, given, contraction in ((row_key, row_amax, False), (col_key, col_amax, True)):
+    sides = ((row_key, row_amax, False), (col_key, col_amax, True))
+    for (key, given, contraction), is_transient in zip(sides, transient, strict=True):
         if not key:
             out += [x.new_empty(0, dtype=dtype) for dtype in (torch.uint8, torch.uint8, torch.float32)]
             continue
-        out += _empty_blocks(x, groups, parse(key), scale_layout, contraction)
+        blocks = _empty_blocks(x, groups, parse(key), scale_layout, contraction)
+        if is_transient and decodes:
+            columns = blocks[0].shape[-1] * (2 if isinstance(parse(key), NVFP4) else 1)
+            values = x.new_empty((*blocks[0].shape[:-1], columns), dtype=torch.bfloat16)
+            blocks[:2] = [values, x.new_empty(0, dtype=torch.uint8)]
+        out += blocks
         if given is not None or (contraction and _shares(row_key, col_key)):
             out[-1] = x.new_empty(0, dtype=torch.float32)
     return tuple(out)

@@ -4,6 +4,7 @@ import torch
 
 from halfbyte.tensor import aten as _aten  # fills the table of torch functions
 from halfbyte.tensor.create import quantize, quantize_row_col
+from halfbyte.tensor.grouped import grouped_quantize_row_col
 from halfbyte.tensor.quant_tensor import QuantTensor, rebuild
 from halfbyte.tensor.serialize import from_safetensors, to_safetensors
 
@@ -12,4 +13,12 @@ DequantizeWarning = _aten.DequantizeWarning
 # torch.load(weights_only=True) may call this one function; it checks all it is given.
 torch.serialization.add_safe_globals([rebuild])
 
-__all__ = ["DequantizeWarning", "QuantTensor", "from_safetensors", "quantize", "quantize_row_col", "to_safetensors"]
+__all__ = [
+    "DequantizeWarning",
+    "QuantTensor",
+    "from_safetensors",
+    "grouped_quantize_row_col",
+    "quantize",
+    "quantize_row_col",
+    "to_safetensors",
+]

@@ -32,6 +32,7 @@ class Header(NamedTuple):
     dtype: torch.dtype
     scale_layout: str
     borrowed: bool = False
+    splits_columns: bool = False
 
 
 class QuantTensor(torch.Tensor):
@@ -42,7 +43,7 @@ class QuantTensor(torch.Tensor):
 
         NVFP4   qdata        uint8 [M, K'/2]: code[i, k] = (qdata[i, k // 2] >> 4 * (k % 2)) & 15
                 block_scale  float8_e4m3fn, S = linear_scale() is [M, K'/16]
-                amax         fp32 [] (outer="tensor"), [M] (outer="row") or [groups]
+                amax         fp32 [] (outer="tensor") or [M] (outer="row")
                 value[i, k]  = e2m1(code[i, k]) * S[i, k // 16] * max(amax, tiny) / (e4m3_max * fp4_max)
                 16x16        S[i, j] == S[16 * (i // 16), j]
         MXFP8   qdata        float8_e4m3fn or float8_e5m2 [M, K']
@@ -51,6 +52,8 @@ class QuantTensor(torch.Tensor):
         both    block_scale  is S (LINEAR) or layout.swizzle(S) (SWIZZLED_32_4_4)
                 value == 0 for k >= K, unless spec.rotation: then value approximates the rotated tensor
                 clone() shares no byte with its source; views of leading dimensions share all of them
+        groups  the parts [group_offsets[g-1], group_offsets[g]) of the rows, or of K if splits_columns, are quantized
+                each for itself and stored as layout.grouped_shapes says; amax [groups], with outer="row" as there
 
     `dtype` is nominal: that of the tensor it was quantized from and the default of `dequantize`. Codes have no
     gradient, so a QuantTensor never requires grad. Torch functions without an exact meaning here use the dequantized
@@ -62,7 +65,8 @@ class QuantTensor(torch.Tensor):
         shape: the logical shape, at least 1-D.
         dtype: nominal dtype: bfloat16, float16 or float32.
         scale_layout: "linear" or "swizzled_32_4_4".
-        group_offsets: of a grouped operand, integer [groups]; None otherwise.
+        group_offsets: of a grouped operand, integer [groups], cumulative ends; None otherwise.
+        splits_columns: whether the groups split the last dimension, not the rows.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -91,12 +95,13 @@ class QuantTensor(torch.Tensor):
         dtype: torch.dtype,
         scale_layout: str = LINEAR,
         group_offsets: Tensor | None = None,
+        splits_columns: bool = False,
     ):
         spec = parse(spec) if isinstance(spec, str) else spec
         check_spec("spec", spec)
         check_value_dtype("dtype", dtype, "name the float dtype that dequantize() returns")
         layout.check_scale_layout(scale_layout)
-        inner, header = _typed(blocks, spec), Header(spec, dtype, scale_layout)
+        inner, header = _typed(blocks, spec), Header(spec, dtype, scale_layout, splits_columns=splits_columns)
         _check_inner(inner, header, tuple(shape), group_offsets)
         return cls._wrap(inner, header, shape, group_offsets)
 
@@ -126,6 +131,11 @@ class QuantTensor(torch.Tensor):
     @property
     def scale_layout(self) -> str:
         return self.header.scale_layout
+
+    @property
+    def splits_columns(self) -> bool:
+        """Whether the groups of a grouped operand split its last dimension, not its rows."""
+        return self.header.splits_columns
 
     @property
     def blocks(self) -> Blocks:
@@ -163,10 +173,13 @@ class QuantTensor(torch.Tensor):
 
         Raises:
             TypeError: any other dtype.
-            ValueError: the operand is grouped.
+            ValueError: the groups split the last dimension.
         """
         dtype = self.dtype if dtype is None else dtype
         check_value_dtype("dtype", dtype, "dequantize to float32 and convert from there")
+        if self.group_offsets is not None and not self.splits_columns:
+            operand = ops.Operand(self.blocks, self.spec, self.shape[-1], self.scale_layout)
+            return ops.grouped_dequantize(operand, self.group_offsets, dtype).view(self.shape)
         self._refuse_groups("dequantize")
         values = ops.dequantize(self.blocks, self.spec, self.shape[-1], dtype, self.scale_layout)
         return values.view(self.shape)
@@ -237,7 +250,8 @@ class QuantTensor(torch.Tensor):
     def __reduce_ex__(self, protocol):
         blocks, header = self.blocks, self.header
         tensors = (blocks.qdata, blocks.block_scale, self.amax, self.group_offsets)
-        rest = (header.dtype, header.scale_layout, header.borrowed, isinstance(self, torch.nn.Parameter))
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        rest = (header.dtype, header.scale_layout, header.borrowed, is_parameter, header.splits_columns)
         return rebuild, (*tensors, header.spec.key, rest, tuple(self.shape))
 
     def __setitem__(self, index, value) -> None:
@@ -286,9 +300,10 @@ class QuantTensor(torch.Tensor):
 
 def rebuild(qdata, block_scale, amax, group_offsets, key: str, rest: tuple, shape: tuple[int, ...]) -> Tensor:
     """Return the QuantTensor that was pickled: plain tensors, a spec key and numbers, all of them checked."""
-    dtype, scale_layout, borrowed, is_parameter = rest
-    options = {"shape": shape, "dtype": dtype, "scale_layout": scale_layout, "group_offsets": group_offsets}
-    out = QuantTensor(Blocks(qdata, block_scale, amax), key, **options)
+    dtype, scale_layout, borrowed, is_parameter, splits_columns = rest
+    options = {"shape": shape, "dtype": dtype, "scale_layout": scale_layout}
+    groups = {"group_offsets": group_offsets, "splits_columns": splits_columns}
+    out = QuantTensor(Blocks(qdata, block_scale, amax), key, **options, **groups)
     out.header = out.header._replace(borrowed=borrowed)
     return torch.nn.Parameter(out, requires_grad=False) if is_parameter else out
 
@@ -348,9 +363,15 @@ def _check_inner(inner: Inner, header: Header, shape: tuple[int, ...], group_off
     spec, (qdata, block_scale, amax) = header.spec, inner
     rows, cols = _scale_shape(spec, shape)
     per_byte = 2 if isinstance(spec, NVFP4) else 1
-    expected: list[tuple[str, Tensor, tuple[int, ...]]] = [
-        ("qdata", qdata, (rows, cols * spec.block_length // per_byte))
-    ]
+    codes, shared = (rows, cols * spec.block_length // per_byte), () if group_offsets is None else group_offsets.shape
+    if header.splits_columns:
+        if group_offsets is None:
+            raise ValueError("splits_columns=True: give group_offsets, where the groups end")
+        whole = layout.grouped_shapes(
+            (rows, shape[-1]), len(group_offsets), spec, header.scale_layout, contraction=True
+        )
+        codes, (rows, cols), shared = whole.qdata, (rows, whole.qdata[1] * per_byte // spec.block_length), whole.amax
+    expected: list[tuple[str, Tensor, tuple[int, ...]]] = [("qdata", qdata, codes)]
     if header.scale_layout == LINEAR:
         expected.append(("block_scale", block_scale, (rows, cols)))
     elif group_offsets is None:  # each group of a grouped operand pads its own region
@@ -360,8 +381,8 @@ def _check_inner(inner: Inner, header: Header, shape: tuple[int, ...], group_off
             raise ValueError(f"amax=None: {describe(spec)} needs the fp32 amax that its scales are relative to")
         if amax.dtype != torch.float32:
             raise TypeError(f"amax.dtype={amax.dtype}: give float32")
-        shared = () if group_offsets is None else tuple(group_offsets.shape)
-        expected.append(("amax", amax, (rows,) if spec.outer == "row" else shared))
+        by_row = spec.outer == "row" and not header.splits_columns
+        expected.append(("amax", amax, (rows,) if by_row else tuple(shared)))
     for name, tensor, size in expected:
         if tuple(tensor.shape) != size:
             raise ValueError(

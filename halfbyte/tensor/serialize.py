@@ -88,6 +88,7 @@ def _describe(q: QuantTensor) -> str:
         "shape": list(q.shape),
         "dtype": str(q.dtype).removeprefix("torch."),
         "grouped": q.group_offsets is not None,
+        "splits_columns": q.splits_columns,
     }
     return json.dumps(values, sort_keys=True)
 
@@ -103,7 +104,8 @@ def _restore(name: str, text: str, rest: dict[str, Tensor]) -> QuantTensor:
         parts = {part: rest.pop(f"{name}.{part}") for part in names}
         offsets = rest.pop(f"{name}.group_offsets") if values["grouped"] else None
         blocks = Blocks(parts["qdata"], parts["block_scale"], parts.get("amax", torch.empty(0)))
-        options = {"scale_layout": values["scale_layout"], "group_offsets": offsets}
+        groups = {"group_offsets": offsets, "splits_columns": values["splits_columns"]}
+        options = {"scale_layout": values["scale_layout"], **groups}
         return QuantTensor(blocks, spec, shape=shape, dtype=dtype, **options)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"tensor {name!r}: cannot be read as a QuantTensor: {error!r}; save it again") from error

@@ -136,8 +136,9 @@ class TestWhatItHolds:
         grouped = QuantTensor(blocks, ROW, shape=(32, 32), dtype=torch.bfloat16, group_offsets=offsets)
         for other in (grouped.clone(), grouped.view(4, 8, 32), copy.deepcopy(grouped), pickled(grouped)):
             assert other.group_offsets.tolist() == [16, 32] and other.amax.tolist() == [3.0, 4.0]
-        with pytest.raises(ValueError, match="grouped"):
-            grouped.dequantize()
+        for rows, amax in ((slice(0, 16), 3.0), (slice(16, 32), 4.0)):
+            alone = QuantTensor(q[rows].blocks._replace(amax=torch.tensor(amax)), ROW, shape=(16, 32), dtype=q.dtype)
+            assert torch.equal(grouped.dequantize()[rows], alone.dequantize(torch.bfloat16))
         with pytest.raises(ValueError, match="grouped"):
             grouped.copy_(values(32, 32))
         with pytest.raises(ValueError, match="grouped"):

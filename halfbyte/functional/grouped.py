@@ -1,0 +1,268 @@
+"""The linear layers of a mixture of experts: the essay of linear.py, once per group of tokens.
+
+Tokens arrive sorted by expert; `offsets` says where each expert's group ends. Expert g computes
+
+    fprop   y_g  = x_g @ w_g.T       2d-3d: groups along the rows of x, one weight matrix each
+    dgrad   dx_g = dy_g @ w_g        2d-3d, with col(w_g)
+    wgrad   dw_g = dy_g.T @ x_g      2d-2d: groups along the contraction, the tokens
+
+and each GEMM of a recipe quantizes its operands group by group: every group has an amax, blocks, a rotation and random
+bits of its own, so that the result is, bit for bit, that of `linear` on each group with seed + g * 0x9E3779B97F4A7C15.
+
+Nothing here depends on the sizes of the groups but the contents of tensors: shapes follow from the number of tokens and
+experts, and tokens behind the last group are padding with zero outputs and gradients.
+
+Shape suffixes: M tokens, E experts, N out_features, K in_features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from halfbyte import ops
+from halfbyte.functional.linear import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, _load, _save, _stream
+from halfbyte.rng import AnyPhilox, Draw
+from halfbyte.spec import GemmSpec, Recipe, Spec
+from halfbyte.tensor import QuantTensor
+
+_PLAIN_GEMM = GemmSpec()
+
+
+def grouped_gemm_nt(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype | None = None,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Return a_g @ b_g.T of every group: each as `gemm_nt` computes it.
+
+    Args:
+        a: QuantTensor or plain tokens [M, K] in groups along M; or [R, M] with the groups along the contraction.
+        b: QuantTensor or plain experts [E, N, K]; or [C, M] with the groups along the contraction.
+        offsets: int32 [E], cumulative ends of the groups along M; tokens behind the last one are padding.
+        out_dtype: bf16 (default), fp16 or fp32; `out` decides if given.
+        out: [M, N] or [E, R, C] to write into.
+        accumulate: add to what `out` holds.
+        backend: "reference", "triton", "native" or None to choose.
+
+    Returns:
+        [M, N], padding rows zero; or [E, R, C], zero for a group without tokens.
+
+    Raises:
+        ValueError: shapes, groups, rotations or block lengths of the operands do not meet.
+        TypeError: offsets is no integer tensor.
+    """
+    ops.check_offsets(offsets, a)
+    contraction = b.dim() == 2
+    if a.dim() != 2 or b.dim() not in (2, 3):
+        raise ValueError(
+            f"a.shape={tuple(a.shape)}, b.shape={tuple(b.shape)}: give [M, K] and [E, N, K], or two matrices"
+        )
+    if a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"a.shape={tuple(a.shape)}, b.shape={tuple(b.shape)}: the last dimensions must be equal")
+    groups = offsets.shape[0]
+    if not contraction and b.shape[0] != groups:
+        raise ValueError(f"b.shape={tuple(b.shape)}: offsets has {groups} groups; give one matrix per group")
+    for name, operand, split_columns in (("a", a, contraction), ("b", b, contraction)):
+        _check_groups(name, operand, groups, split_columns)
+    if accumulate and out is None:
+        raise ValueError("accumulate=True: there is nothing to add to; pass out")
+    shape = (groups, a.shape[0], b.shape[0]) if contraction else (a.shape[0], b.shape[1])
+    if out is not None and tuple(out.shape) != shape:
+        raise ValueError(f"out.shape={tuple(out.shape)}: the product has shape {shape}")
+    # Refuses NVFP4 against MXFP8 and unequal rotations, naming the remedy.
+    GemmSpec(a=getattr(a, "spec", None), b=getattr(b, "spec", None))
+    options = {"out_dtype": out_dtype or torch.bfloat16, "out": out, "accumulate": accumulate, "backend": backend}
+    return ops.grouped_gemm_nt(_operand(a), _operand(b), offsets, **options)
+
+
+def _check_groups(name: str, operand: Tensor, groups: int, split_columns: bool) -> None:
+    if not isinstance(operand, QuantTensor):
+        return
+    own = operand.group_offsets
+    if own is None or own.shape[0] != groups or operand.splits_columns != split_columns:
+        has = "no groups" if own is None else f"{own.shape[0]} groups along dimension {int(operand.splits_columns)}"
+        raise ValueError(
+            f"{name} has {has}: this product needs {groups} along dimension {int(split_columns)}; "
+            "quantize it with hb.grouped_quantize_row_col"
+        )
+
+
+def _operand(x: Tensor) -> Tensor | ops.Operand:
+    if not isinstance(x, QuantTensor):
+        return x
+    blocks = x.blocks
+    if x.dim() == 3:  # the op takes one matrix per expert
+        per_expert = [t.unflatten(0, (x.shape[0], -1)) for t in blocks[:2]]
+        amax = blocks.amax if blocks.amax.numel() in (0, x.shape[0]) else blocks.amax.unflatten(0, (x.shape[0], -1))
+        blocks = type(blocks)(*per_expert, amax)
+    return ops.Operand(blocks, x.spec, x.shape[-1], x.scale_layout)
+
+
+def grouped_linear(
+    x: Tensor,
+    w_ENK: Tensor,
+    offsets: Tensor,
+    recipe: Recipe = Recipe(),  # noqa: B008  a frozen value
+    *,
+    rng: AnyPhilox | None = None,
+    out_dtype: torch.dtype | None = None,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """Return x_g @ w_g.T of every group of tokens with the three GEMMs of `recipe`.
+
+    Args:
+        x: bf16, fp16 or fp32 [M, K], sorted by expert.
+        w_ENK: [E, N, K] of x's dtype; under autocast both are cast.
+        offsets: int32 [E] on x's device, cumulative ends of the groups; tokens behind the last one are padding.
+        recipe: how each operand is quantized.
+        rng: the place in the random stream; needed if the recipe draws. It uses 16 offsets from there on.
+        out_dtype: dtype of the result, by default x's.
+        main_grad: fp32 [E, N, K]; the weight gradient is added to it in fp32 and autograd receives none for w.
+
+    Returns:
+        out_dtype [M, N]; rows of padding are zero, and so are their gradients.
+
+    Raises:
+        ValueError: shapes do not fit, or the recipe draws and rng is None.
+        TypeError: dtypes do not fit.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, w_ENK = x.to(dtype), w_ENK.to(dtype)
+    _check(x, w_ENK, offsets, recipe, main_grad)
+    draw = None
+    if recipe.needs_rng:
+        if rng is None:
+            raise ValueError(
+                "rng=None: the recipe draws random bits; pass rng=hb.Philox(seed, offset) or a RunState's place"
+            )
+        draw = rng.on(x.device)
+        if draw.first_block or draw.blocks_per_row is not None:
+            raise ValueError(f"rng.first_block={draw.first_block}: tokens and experts are whole; leave it out")
+    call = _Call(recipe, 0 if draw is None else draw.stream, out_dtype or x.dtype, torch.is_grad_enabled())
+    return _GroupedLinear.apply(call, x, w_ENK, offsets, main_grad, None if draw is None else draw.base)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is static about one call: everything that is no tensor."""
+
+    recipe: Recipe
+    stream: int
+    out_dtype: torch.dtype
+    save: bool
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """x, w, offsets, main_grad and the rng's base in, y out."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, w: Tensor, offsets: Tensor, main_grad: Any, base: Any) -> Tensor:
+        recipe = call.recipe
+        need_dx, need_dw = (call.save and need for need in ctx.needs_input_grad[1:3])
+        fprop, dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+        draw = None if base is None else Draw(base, call.stream)
+        transient = (recipe.backward == "original", False)
+        keeps_col = recipe.backward == "original"
+        specs = fprop.a, wgrad.b if need_dw and keeps_col else None
+        x_row, x_col = _both(x, offsets, specs, _Place(draw, X, (FPROP_SIGNS, WGRAD_SIGNS), transient))
+        specs = fprop.b, dgrad.b if need_dx and keeps_col else None
+        w_row, w_col = _both(w, None, specs, _Place(draw, W, (FPROP_SIGNS, DGRAD_SIGNS), transient))
+        y = ops.grouped_gemm_nt(x_row, w_row, offsets, out_dtype=call.out_dtype)
+        kept = (
+            (x_col if keeps_col else x_row) if need_dw else None,
+            (w_col if keeps_col else w_row) if need_dx else None,
+        )
+        ctx.call, ctx.x_dtype, ctx.w_dtype, ctx.main_grad = call, x.dtype, w.dtype, main_grad
+        ctx.layout = _save(ctx, [*kept], (offsets, base))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        recipe = ctx.call.recipe
+        (x_col, w_col), (offsets, base) = _load(ctx.layout, ctx.saved_tensors, 2)
+        assert offsets is not None, "offsets are always saved"
+        need_dx, need_dw = ctx.needs_input_grad[1:3]
+        dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.dgrad, recipe.wgrad))
+        draw = None if base is None else Draw(base, ctx.call.stream)
+        specs = dgrad.a if need_dx else None, wgrad.a if need_dw else None
+        row, col = _both(dy, offsets, specs, _Place(draw, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True)))
+        dx = dw = None
+        if need_dx:
+            right = _right(w_col, None, recipe, ctx.x_dtype)
+            dx = ops.grouped_gemm_nt(row, right, offsets, out_dtype=ctx.x_dtype)
+        if need_dw:
+            right = _right(x_col, offsets, recipe, ctx.x_dtype)
+            if ctx.main_grad is None:
+                dw = ops.grouped_gemm_nt(col, right, offsets, out_dtype=ctx.w_dtype)
+            else:
+                ops.grouped_gemm_nt(col, right, offsets, out=ctx.main_grad, accumulate=True)
+        return None, dx, dw, None, None, None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor draws: the layer's place, offsets within it, and which orientations serve one GEMM at once."""
+
+    draw: Draw | None
+    stream: int
+    sign_streams: tuple[int, int]
+    transient: tuple[bool, bool]
+
+
+def _both(
+    t: Tensor, offsets: Tensor | None, specs: tuple[Spec | None, Spec | None], place: _Place
+) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
+    """Return t and, group by group, t.T as GEMM operands, quantized where their spec is not None."""
+    row_spec, col_spec = specs
+    row_sign, col_sign = (_stream(place.draw, stream) for stream in place.sign_streams)
+    options = {"draw": _stream(place.draw, place.stream), "transient": place.transient}
+    row = col = None
+    if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
+        # Two GEMMs with signs of their own: two quantizations, at the offsets that one call would use.
+        row, _ = ops.grouped_quantize_row_col(t, offsets, row_spec, None, sign_draw=row_sign, **options)
+        _, col = ops.grouped_quantize_row_col(t, offsets, None, col_spec, sign_draw=col_sign, **options)
+    elif row_spec or col_spec:
+        sign = col_sign if col_spec and col_spec.needs_sign_rng else row_sign
+        row, col = ops.grouped_quantize_row_col(t, offsets, row_spec, col_spec, sign_draw=sign, **options)
+    return (
+        t if row is None or row_spec is None else ops.Operand(row, row_spec, t.shape[-1]),
+        t.mT if col is None or col_spec is None else ops.Operand(col, col_spec, t.shape[-2]),
+    )
+
+
+def _right(operand: Any, offsets: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> ops.Operand | Tensor:
+    """Return the right operand of a backward GEMM; a dequantized backward transposes what fprop saved."""
+    if recipe.backward == "original":
+        return operand
+    if isinstance(operand, ops.Operand):
+        operand = ops.grouped_dequantize(operand, offsets, dtype)
+    return operand.mT
+
+
+def _check(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe, main_grad: Tensor | None) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4()")
+    ops.check_offsets(offsets, x)
+    if x.dim() != 2:
+        raise ValueError(f"x.shape={tuple(x.shape)}: give tokens [M, in_features], sorted by expert")
+    if w.dim() != 3 or w.shape[2] != x.shape[1] or w.shape[0] != offsets.shape[0]:
+        raise ValueError(
+            f"w_ENK.shape={tuple(w.shape)}: x.shape={tuple(x.shape)} and {offsets.shape[0]} offsets need "
+            f"[{offsets.shape[0]}, out_features, {x.shape[1]}]"
+        )
+    if w.dtype != x.dtype:
+        raise TypeError(f"w_ENK.dtype={w.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
+    if main_grad is not None and (main_grad.dtype != torch.float32 or main_grad.shape != w.shape):
+        raise ValueError(f"main_grad is {main_grad.dtype} {tuple(main_grad.shape)}: give float32 {tuple(w.shape)}")
