@@ -1,5 +1,6 @@
 """Importing the package needs no Triton, no GPU and no extra, and touches no device."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -29,34 +30,30 @@ print(float(q.dequantize(torch.float32).sum()))
     assert run(code).strip() == "32.0"
 
 
-def test_import_touches_no_device():
-    code = """
-import torch
-def refuse(*args, **kwargs):
-    raise AssertionError("a device was initialised at import")
-torch.cuda._lazy_init = refuse
-torch.cuda.is_available = refuse
-torch.cuda.device_count = refuse
+WATCHED_IMPORT = f"""
+import json, random, sys, torch
+
+def refuse(*arguments):
+    raise AssertionError("a device was asked for at import")
+
+torch.cuda._lazy_init = torch.cuda.is_available = torch.cuda.device_count = refuse
+
+def state():
+    rng = torch.random.get_rng_state().tolist(), random.getstate()
+    return repr((torch.get_default_dtype(), torch.get_num_threads(), rng))
+
+before = state()
 import halfbyte
-print(torch.cuda.is_initialized())
+print(json.dumps({{
+    "device": torch.cuda.is_initialized(),
+    "extras": [name for name in {EXTRAS!r} if name in sys.modules],
+    "changed": state() != before,
+}}))
 """
-    assert run(code).strip() == "False"
 
 
-def test_import_leaves_the_extras_alone():
-    code = f"import sys, halfbyte; print([name for name in {EXTRAS!r} if name in sys.modules])"
-    assert run(code).strip() == "[]"
-
-
-def test_import_changes_no_global_state():
-    code = """
-import random, torch
-before = torch.get_default_dtype(), torch.get_num_threads(), torch.random.get_rng_state(), random.getstate()
-import halfbyte
-after = torch.get_default_dtype(), torch.get_num_threads(), torch.random.get_rng_state(), random.getstate()
-print(before[:2] == after[:2], torch.equal(before[2], after[2]), before[3] == after[3])
-"""
-    assert run(code).split() == ["True"] * 3
+def test_import_touches_no_device_no_extra_and_no_global_state():
+    assert json.loads(run(WATCHED_IMPORT)) == {"device": False, "extras": [], "changed": False}
 
 
 @pytest.mark.parametrize("name", ["__version__", "NVFP4", "MXFP8", "recipes", "quantize", "Philox"])
