@@ -48,7 +48,7 @@ def _backend(device: torch.device, backend: str) -> ModuleType:
     """Return the module that runs on `device`; both have the same functions."""
     if choose(device, backend or None) == REFERENCE:
         return reference
-    from halfbyte import kernels  # imports Triton, so only where it runs
+    from halfbyte.kernels import backend as kernels  # imports Triton, so only where it runs
 
     return kernels
 
