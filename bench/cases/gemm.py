@@ -20,7 +20,7 @@ SHAPES: tuple[Shape, ...] = ((8192, 8192, 8192), (16384, 4096, 4096), (8192, 143
 """M, N, K."""
 
 SMALL = (96, 128, 160)
-MODULES = {"reference": "halfbyte.reference", "triton": "halfbyte.kernels"}
+MODULES = {"reference": "halfbyte.reference", "triton": "halfbyte.kernels.backend"}
 
 
 def product(setting: Setting, shape: Shape, *, decode_included: bool) -> Outcome:

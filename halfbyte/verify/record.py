@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -27,23 +27,15 @@ Finding = tuple[str, str, Callable[[], "str | None"]]
 """(group, name, function): the function returns None if all is well, else what is wrong."""
 
 
-def run(findings: Iterator[Finding], after: Callable[[Check], None] | None = None) -> list[Check]:
-    """Run checks one by one; an exception is a failure of its check, not of the run.
-
-    Args:
-        findings: what to check.
-        after: called with every finished check.
-    """
+def run(findings: Iterable[Finding]) -> list[Check]:
+    """Run checks one by one; an exception is a failure of its check, not of the run."""
     checks = []
     for group, name, function in findings:
         try:
             problem = function()
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0][:300]
-        check = Check(group=group, name=name, outcome=FAILED if problem else PASSED, detail=problem or "")
-        checks.append(check)
-        if after is not None:
-            after(check)
+        checks.append(Check(group=group, name=name, outcome=FAILED if problem else PASSED, detail=problem or ""))
     return checks
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+from itertools import chain, islice
 
 import pytest
 import torch
 
 from halfbyte import cli, ops
 from halfbyte.ops import dispatch
-from halfbyte.verify import kernels, record
+from halfbyte.verify import kernels, plan, record
 from halfbyte.verify.compare import difference, relative_error
 from halfbyte.verify.fingerprint import EXPECTED, fingerprint
 from halfbyte.verify.invariants import invariants
@@ -145,6 +145,20 @@ def test_a_failure_is_the_exit_status_and_in_every_form(capsys, monkeypatch):
     assert cli.main(["verify", "--device", "cpu", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert not report["passed"] and report["checks"][0]["name"] == "fingerprint"
+
+
+def test_processes_share_the_same_checks():
+    scope = plan.Scope(device=CPU, backend=None)
+    alone, shared = plan.run(scope, jobs=1), plan.run(scope, jobs=2)
+    assert alone == shared and len(alone) > 15
+
+
+def test_shares_of_a_full_verification_are_disjoint_and_complete(monkeypatch):
+    monkeypatch.setattr(record, "run", lambda found: [f"{found[0][0]}: {found[0][1]}"])
+    scope = plan.Scope(device=CPU, backend="reference")
+    places = [[place for place, _ in plan._share(scope, index, 5)] for index in range(5)]
+    assert sorted(chain.from_iterable(places)) == list(range(len(plan.findings(scope))))
+    assert min(map(len, places)) > 50
 
 
 def test_timing_tells_slow_from_fast():

@@ -1,0 +1,99 @@
+"""Which checks belong to a verification, and how several processes share them.
+
+Most of the time goes into compiling kernels, so each process takes the checks of its own specs and compiles only those.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
+from zlib import crc32
+
+import torch
+
+from halfbyte import ops
+from halfbyte.ops.backends import NATIVE
+from halfbyte.verify import invariants, kernels, record
+from halfbyte.verify.fingerprint import EXPECTED, fingerprint
+from halfbyte.verify.record import Check, Finding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """What is verified.
+
+    Args:
+        device: a CUDA device, or the CPU.
+        backend: whose functions are compared with the reference; None compares nothing and checks the reference alone.
+        full: every spec on every input.
+    """
+
+    device: torch.device
+    backend: str | None
+    full: bool = False
+
+
+def native_status(device: torch.device) -> ops.BackendStatus:
+    """Return whether FP4 tensor cores are used on `device`, and why not."""
+    known = {status.name: status for status in ops.backends(device)}
+    reason = "FP4 tensor cores need sm_100 or later"
+    return known.get(NATIVE) or ops.BackendStatus(name=NATIVE, available=False, reason=reason)
+
+
+def findings(scope: Scope) -> list[Finding]:
+    """Return all checks of a verification."""
+    found = list(invariants.invariants())
+    if scope.backend is None:
+        return found
+    where = scope.device, scope.backend
+    found += kernels.maxima(*where)
+    found += kernels.quantization(*where, scope.full)
+    found += kernels.row_col(*where, scope.full)
+    found += kernels.decoding(*where)
+    found += kernels.transposition(*where)
+    found += kernels.products(*where)
+    if native_status(scope.device).available:
+        found += kernels.products(scope.device, NATIVE, record.NATIVE_GEMM)
+    found.append(("fingerprint", "equal on every machine", partial(_same_fingerprint, *where)))
+    return found
+
+
+def _same_fingerprint(device: torch.device, backend: str) -> str | None:
+    found = fingerprint(device, backend)
+    return None if found == EXPECTED else f"{found}, expected {EXPECTED}"
+
+
+def run(scope: Scope, jobs: int, after: Callable[[int], None] | None = None) -> list[Check]:
+    """Run all checks of a verification.
+
+    Args:
+        scope: what is verified.
+        jobs: processes to share them; 1 runs them in this one.
+        after: called with the number of checks done so far, now and then.
+    """
+    if jobs <= 1:
+        return [check for _, check in _share(scope, 0, 1, after)]
+    checks: list[tuple[int, Check]] = []
+    # A CUDA context does not survive a fork.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for share in as_completed([pool.submit(_share, scope, index, jobs) for index in range(jobs)]):
+            checks += share.result()
+            if after is not None:
+                after(len(checks))
+    return [check for _, check in sorted(checks, key=lambda pair: pair[0])]
+
+
+def _share(scope: Scope, index: int, jobs: int, after: Callable[[int], None] | None = None) -> list[tuple[int, Check]]:
+    """Run every check whose group and spec fall to share `index`; return them with their places in the whole."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+    done = []
+    for place, finding in enumerate(findings(scope)):
+        group, name, _ = finding
+        if crc32(f"{group}/{name.partition(',')[0]}".encode()) % jobs == index:
+            done.append((place, record.run([finding])[0]))
+            if after is not None:
+                after(len(done))
+    return done
