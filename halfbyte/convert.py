@@ -11,9 +11,14 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from halfbyte import recipes
-from halfbyte.nn.linear import STREAMS_PER_MODULE, Linear, as_recipe, describe
+from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
+from halfbyte.nn.linear import Linear, as_recipe, describe
+from halfbyte.nn.streams import STREAMS_PER_MODULE, FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
+
+GROUPED = (GroupedLinear, GroupedRecipe)
+Layer = nn.Linear | GroupedLinear | GroupedRecipe
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -51,10 +56,10 @@ class Keep:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One linear layer: its name, [out, in] shape, recipe or None, and why."""
+    """One linear layer: its name, shape (out, in) or (experts, out, in), recipe or None, and why."""
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     recipe: Recipe | None
     reason: str
 
@@ -85,7 +90,7 @@ class Report:
         table = [("layer", "out x in", "recipe", "why")]
         for row in self.rows:
             recipe = "high precision" if row.recipe is None else describe(row.recipe)
-            table.append((row.name, f"{row.shape[0]} x {row.shape[1]}", recipe, row.reason))
+            table.append((row.name, " x ".join(map(str, row.shape)), recipe, row.reason))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
         total = sum(math.prod(row.shape) for row in self.rows)
@@ -109,7 +114,8 @@ def quantize_(
     """Convert the linear layers of `model` to `recipe` in place; Parameters and state_dict keys stay as they are.
 
     A layer's recipe is decided in this order: `filter_fn` says no: unchanged; the last rule whose glob matches; `keep`;
-    `recipe`. Only exact torch.nn.Linear modules are converted, never subclasses with a forward of their own.
+    `recipe`. Only exact torch.nn.Linear modules are converted, never subclasses with a forward of their own; layers of
+    experts (hb.nn.GroupedLinear) that are in high precision take the recipe as they are.
 
     Args:
         model: any module that contains linear layers.
@@ -133,7 +139,7 @@ def quantize_(
         )
     state = RunState(0) if state is None else state
     resolved = {glob: None if rule is None else as_recipe(rule) for glob, rule in (rules or {}).items()}
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, *GROUPED))}
     if not layers:
         raise ValueError(f"model={type(model).__name__}: it contains no torch.nn.Linear; nothing can be converted")
     groups = [tuple(group) for group in share_amax]
@@ -148,16 +154,19 @@ def quantize_(
         _decide(name, module, default, filter_fn, resolved, keep or Keep(), edges) for name, module in layers.items()
     )
     for row in rows:
-        if row.recipe is not None:
+        layer = layers[row.name]
+        if row.recipe is not None and isinstance(layer, GROUPED):
+            layer.adopt(row.recipe, state)
+        elif row.recipe is not None:
             parent, _, child = row.name.rpartition(".")
-            setattr(model.get_submodule(parent), child, Linear.from_linear(layers[row.name], row.recipe, state))
+            setattr(model.get_submodule(parent), child, Linear.from_linear(layer, row.recipe, state))
     _share_amaxes(model, [row.name for row in rows if row.recipe is not None], groups)
     return Report(rows=rows, state=state)
 
 
 def _decide(
     name: str,
-    module: nn.Linear,
+    module: Layer,
     default: Recipe,
     filter_fn: FilterFn | None,
     rules: Mapping[str, Recipe | None],
@@ -167,11 +176,14 @@ def _decide(
     """Return the recipe of one layer and the reason."""
 
     def row(recipe: Recipe | None, reason: str) -> Row:
-        return Row(name=name, shape=(module.out_features, module.in_features), recipe=recipe, reason=reason)
+        experts = (module.experts,) if isinstance(module, GROUPED) else ()
+        return Row(
+            name=name, shape=(*experts, module.out_features, module.in_features), recipe=recipe, reason=reason
+        )
 
-    if isinstance(module, Linear):
-        return row(None, "already an hb.nn.Linear; use hb.set_recipe_")
-    if type(module) is not nn.Linear:
+    if isinstance(module, Linear) or (isinstance(module, GROUPED) and module.recipe.specs):
+        return row(None, f"already an hb.nn.{type(module).__name__}; use hb.set_recipe_")
+    if type(module) is not nn.Linear and not isinstance(module, GROUPED):
         return row(None, f"{type(module).__name__} is a subclass of Linear with a forward of its own")
     if filter_fn is not None and not filter_fn(module, name):
         return row(None, "filter_fn")
@@ -186,14 +198,14 @@ def _decide(
     return row(default, "recipe")
 
 
-def _check_globs(argument: str, globs: Sequence[str] | Mapping[str, object], layers: Mapping[str, nn.Linear]) -> None:
+def _check_globs(argument: str, globs: Sequence[str] | Mapping[str, object], layers: Mapping[str, Layer]) -> None:
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in layers):
             some = ", ".join(list(layers)[:4])
             raise ValueError(f"{argument}: {glob!r} matches no linear layer; names look like {some}")
 
 
-def _kept_blocks(model: nn.Module, layers: Mapping[str, nn.Linear], keep: Keep) -> dict[str, str]:
+def _kept_blocks(model: nn.Module, layers: Mapping[str, Layer], keep: Keep) -> dict[str, str]:
     """Return {layer name: reason} of the layers in the first and last blocks of every outermost ModuleList."""
     kept: dict[str, str] = {}
     outer: list[str] = []
@@ -222,16 +234,16 @@ def _share_amaxes(model: nn.Module, converted: Sequence[str], groups: Sequence[S
         for name in converted:
             if any(fnmatchcase(name, glob) for glob in globs):
                 layer = model.get_submodule(name)
-                assert isinstance(layer, Linear)
-                families.setdefault(name.rpartition(".")[0], []).append(layer)
+                if isinstance(layer, Linear):
+                    families.setdefault(name.rpartition(".")[0], []).append(layer)
         for family in families.values():
             if len(family) > 1:
                 for module in family:
                     module.amax_group = tuple(family)
 
 
-def _quantized(model: nn.Module) -> Iterator[Linear]:
-    return (m for m in model.modules() if isinstance(m, Linear))
+def _quantized(model: nn.Module) -> Iterator[FollowsRecipe]:
+    return (m for m in model.modules() if isinstance(m, FollowsRecipe))
 
 
 def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | None = None) -> None:

@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfbyte as hb
-from halfbyte.nn.linear import CALLS_PER_STEP, STALE_FORWARDS, STREAMS_PER_MODULE
+from halfbyte.nn.streams import CALLS_PER_STEP, STALE_FORWARDS, STREAMS_PER_MODULE
 
+CALLS_PER_STEP, STREAMS_PER_MODULE = 16, 256  # runs of one module in a micro-batch, and the offsets they take
+STALE_FORWARDS = 64  # training forwards at one position that are taken for a forgotten advance()
 EVERYTHING_RANDOM = hb.recipes.nvfp4(hadamard=hb.Hadamard(size=32, signs="fresh"))
 
 
@@ -253,16 +255,16 @@ def test_a_forgotten_advance_is_reported_once():
     x = torch.ones(1, 16)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2 * STALE_FORWARDS):
+        for _ in range(STALE_FORWARDS + 3):
             layer(x)
     assert len(caught) == 1 and "advance()" in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(2 * STALE_FORWARDS):
+        for _ in range(STALE_FORWARDS + 1):
             layer(x)
             layer.run_state.advance()
         layer.eval()
-        for _ in range(2 * STALE_FORWARDS):
+        for _ in range(STALE_FORWARDS + 1):
             layer(x)
 
 

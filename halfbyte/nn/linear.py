@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halfbyte import ops, recipes
-from halfbyte.functional import STREAMS_PER_LINEAR, linear_shared
-from halfbyte.rng import StreamPhilox
+from halfbyte.functional import linear_shared
+from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import NVFP4, Recipe
 from halfbyte.state import RunState
 
-CALLS_PER_STEP = 16
-"""How often one module may run in a micro-batch with bits of its own."""
 
-STREAMS_PER_MODULE = CALLS_PER_STEP * STREAMS_PER_LINEAR
-
-STALE_FORWARDS = 64
-"""Training forwards at one position after which the caller has surely forgotten `state.advance()`."""
-
-
-class Linear(nn.Linear):
+class Linear(FollowsRecipe, nn.Linear):
     """A linear layer that quantizes its operands; weight and bias are those of torch.nn.Linear.
 
     Args:
@@ -46,7 +36,7 @@ class Linear(nn.Linear):
         state: RunState | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._adopt(as_recipe(recipe), state)
+        self.adopt(as_recipe(recipe), state)
 
     @classmethod
     def from_linear(cls, module: nn.Linear, recipe: Recipe | str, state: RunState | None = None) -> Linear:
@@ -58,17 +48,12 @@ class Linear(nn.Linear):
         """
         new = cls.__new__(cls)
         new.__dict__.update(module.__dict__)
-        new._adopt(as_recipe(recipe), state)
+        new.adopt(as_recipe(recipe), state)
         return new
 
-    def _adopt(self, recipe: Recipe, state: RunState | None) -> None:
-        if state is None and recipe.needs_rng:
-            state = RunState(int(torch.randint(1 << 62, ())))
-        self.recipe = recipe
-        self.run_state = state
-        self.stream = 0 if state is None else state.reserve_streams(STREAMS_PER_MODULE)
+    def adopt(self, recipe: Recipe, state: RunState | None) -> None:
+        super().adopt(recipe, state)
         self.amax_group: tuple[Linear, ...] = ()
-        self._stale = (0, 0)  # RunState.advances when last seen, training forwards since
 
     def forward(self, x: Tensor, call: int = 0) -> Tensor:
         """Return the layer's output [..., out_features] for x [..., in_features].
@@ -80,41 +65,8 @@ class Linear(nn.Linear):
         """
         return forward_shared(x, (self,), call=call)[0]
 
-    def place(self, call: int = 0) -> StreamPhilox | None:
-        """Return where this layer draws in the current micro-batch."""
-        if not 0 <= call < CALLS_PER_STEP:
-            raise ValueError(f"call={call}: a module has bits for {CALLS_PER_STEP} runs a micro-batch, 0 <= call < 16")
-        if not self.recipe.needs_rng:
-            return None
-        if self.run_state is None:
-            raise ValueError(
-                "run_state=None: the recipe draws random bits; "
-                "use hb.set_recipe_(model, recipe, state=hb.RunState(seed))"
-            )
-        if not torch.compiler.is_compiling():
-            self._watch_position(self.run_state)
-        if self.run_state.base.device != self.weight.device:
-            self.run_state.to(self.weight.device)
-        return self.run_state.philox(self.stream + call * STREAMS_PER_LINEAR)
-
-    def _watch_position(self, state: RunState) -> None:
-        if not (self.training and torch.is_grad_enabled()):
-            return
-        seen, count = self._stale
-        count = count + 1 if seen == state.advances else 1
-        self._stale = (state.advances, count)
-        if count == STALE_FORWARDS:
-            warnings.warn(
-                f"{STALE_FORWARDS} training forwards drew the same random bits: call RunState.advance() once per "
-                "micro-batch (hb.quantize_ returns the RunState as report.state)",
-                stacklevel=5,
-            )
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={describe(self.recipe)}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stale": (0, 0)}
 
 
 def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tuple[Tensor, ...]:

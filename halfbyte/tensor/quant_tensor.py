@@ -364,18 +364,19 @@ def _check_inner(inner: Inner, header: Header, shape: tuple[int, ...], group_off
     rows, cols = _scale_shape(spec, shape)
     per_byte = 2 if isinstance(spec, NVFP4) else 1
     codes, shared = (rows, cols * spec.block_length // per_byte), () if group_offsets is None else group_offsets.shape
+    expected: list[tuple[str, Tensor, tuple[int, ...]]] = []
     if header.splits_columns:
         if group_offsets is None:
             raise ValueError("splits_columns=True: give group_offsets, where the groups end")
-        whole = layout.grouped_shapes(
-            (rows, shape[-1]), len(group_offsets), spec, header.scale_layout, contraction=True
-        )
-        codes, (rows, cols), shared = whole.qdata, (rows, whole.qdata[1] * per_byte // spec.block_length), whole.amax
-    expected: list[tuple[str, Tensor, tuple[int, ...]]] = [("qdata", qdata, codes)]
-    if header.scale_layout == LINEAR:
+        count = group_offsets.shape[0]
+        whole = layout.grouped_shapes((rows, shape[-1]), count, spec, header.scale_layout, contraction=True)
+        codes, shared = whole.qdata, whole.amax
+        expected.append(("block_scale", block_scale, whole.block_scale))
+    elif header.scale_layout == LINEAR:
         expected.append(("block_scale", block_scale, (rows, cols)))
-    elif group_offsets is None:  # each group of a grouped operand pads its own region
+    elif group_offsets is None:  # else each group of a grouped operand pads its own region
         expected.append(("block_scale", block_scale, (layout.swizzled_numel(rows, cols),)))
+    expected.insert(0, ("qdata", qdata, codes))
     if isinstance(spec, NVFP4):
         if amax is None:
             raise ValueError(f"amax=None: {describe(spec)} needs the fp32 amax that its scales are relative to")

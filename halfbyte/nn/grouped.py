@@ -1,0 +1,96 @@
+"""hb.nn.GroupedLinear: one linear layer per expert, all with one recipe."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.functional import grouped_linear
+from halfbyte.nn.linear import as_recipe, describe
+from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.spec import Recipe
+from halfbyte.state import RunState
+
+
+class GroupedRecipe(FollowsRecipe, nn.Module):
+    """The recipe of expert weights that another module owns; it has no parameters, so no state_dict key changes.
+
+    Args:
+        experts, in_features, out_features: E, K and N of the weights.
+        recipe, state: as for hb.nn.Linear.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        recipe: Recipe | str = "bf16",
+        state: RunState | None = None,
+    ) -> None:
+        super().__init__()
+        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.adopt(as_recipe(recipe), state)
+
+    def forward(self, x: Tensor, w_ENK: Tensor, offsets: Tensor, call: int = 0) -> Tensor:
+        """Return x_g @ w_g.T of every group, [M, out_features].
+
+        Args:
+            x: [M, in_features], sorted by expert.
+            w_ENK: [experts, out_features, in_features], any strides.
+            offsets: int32 [experts], cumulative ends of the groups.
+            call: as for `hb.nn.Linear.forward`.
+        """
+        place = self.place(call, w_ENK.device)
+        main_grad = getattr(w_ENK, "main_grad", None)
+        return grouped_linear(x, w_ENK, offsets, self.recipe, rng=place, main_grad=main_grad)
+
+    def extra_repr(self) -> str:
+        sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, recipe={describe(self.recipe)}"
+
+
+class GroupedLinear(GroupedRecipe):
+    """The linear layers of several experts, without bias, as one weight [experts, out_features, in_features].
+
+    Args:
+        experts, in_features, out_features: E, K and N.
+        device, dtype: of the weight.
+        recipe: a Recipe or a preset's name; changed by `hb.set_recipe_` or assignment.
+        state: the RunState that random operands draw from, shared by all layers of a model. None makes a private one,
+            seeded from torch's default generator, if the recipe draws.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | str = "nvfp4",
+        state: RunState | None = None,
+    ) -> None:
+        super().__init__(experts, in_features, out_features, recipe=recipe, state=state)
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the weight as torch.nn.Linear does: uniform within 1 / sqrt(in_features)."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor, offsets: Tensor, call: int = 0) -> Tensor:
+        """Return x_g @ w_g.T of every group of tokens, [M, out_features].
+
+        Args:
+            x: [M, in_features], sorted by expert.
+            offsets: int32 [experts] on x's device, cumulative ends of the groups; tokens behind the last one are
+                padding, with zero outputs and gradients.
+            call: 0, 1, … for the first, second, … run of this module within one micro-batch.
+        """
+        return super().forward(x, self.weight, offsets, call)

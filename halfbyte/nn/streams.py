@@ -1,0 +1,79 @@
+"""What every layer with a recipe carries: the recipe, its RunState and the streams it draws from."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.functional import STREAMS_PER_LINEAR
+from halfbyte.rng import StreamPhilox
+from halfbyte.spec import Recipe
+from halfbyte.state import RunState
+
+CALLS_PER_STEP = 16
+"""How often one module may run in a micro-batch with bits of its own."""
+
+STREAMS_PER_MODULE = CALLS_PER_STEP * STREAMS_PER_LINEAR
+
+STALE_FORWARDS = 64
+"""Training forwards at one position after which the caller has surely forgotten `state.advance()`."""
+
+
+class FollowsRecipe:
+    """Mixed into a torch module with a weight: a recipe that can change at any step, and a place to draw from."""
+
+    weight: Tensor
+    training: bool
+
+    def adopt(self, recipe: Recipe, state: RunState | None) -> None:
+        if state is None and recipe.needs_rng:
+            state = RunState(int(torch.randint(1 << 62, ())))
+        self.recipe = recipe
+        self.run_state = state
+        self.stream = 0 if state is None else state.reserve_streams(STREAMS_PER_MODULE)
+        self._stale = (0, 0)  # RunState.advances when last seen, training forwards since
+
+    def place(self, call: int = 0, device: torch.device | None = None) -> StreamPhilox | None:
+        """Return where this layer draws in the current micro-batch, None if its recipe draws nothing.
+
+        Args:
+            call: 0, 1, … for the first, second, … run of this module within one micro-batch.
+            device: where the weight is, if this module does not hold it; the RunState follows it.
+
+        Raises:
+            ValueError: there is no RunState to draw from, or `call` is out of range.
+        """
+        if not 0 <= call < CALLS_PER_STEP:
+            raise ValueError(f"call={call}: a module has bits for {CALLS_PER_STEP} runs a micro-batch, 0 <= call < 16")
+        if not self.recipe.needs_rng:
+            return None
+        if self.run_state is None:
+            raise ValueError(
+                "run_state=None: the recipe draws random bits; "
+                "use hb.set_recipe_(model, recipe, state=hb.RunState(seed))"
+            )
+        if not torch.compiler.is_compiling():
+            self._watch_position(self.run_state)
+        device = self.weight.device if device is None else device
+        if self.run_state.base.device != device:
+            self.run_state.to(device)
+        return self.run_state.philox(self.stream + call * STREAMS_PER_LINEAR)
+
+    def _watch_position(self, state: RunState) -> None:
+        if not (self.training and torch.is_grad_enabled()):
+            return
+        seen, count = self._stale
+        count = count + 1 if seen == state.advances else 1
+        self._stale = (state.advances, count)
+        if count == STALE_FORWARDS:
+            warnings.warn(
+                f"{STALE_FORWARDS} training forwards drew the same random bits: call RunState.advance() once per "
+                "micro-batch (hb.quantize_ returns the RunState as report.state)",
+                stacklevel=5,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stale": (0, 0)}
