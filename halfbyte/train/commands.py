@@ -10,10 +10,9 @@ from typing import TypeVar
 
 import tyro
 
-from halfbyte import recipes
 from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
-from halfbyte.train import data, loop
+from halfbyte.train import data, loop, treatment
 
 Options = TypeVar("Options", "Train", "Compare")
 PRESET = "two_cores"
@@ -24,7 +23,7 @@ class Train:
     """Train a language model under one recipe. A run found in --out goes on where it stopped."""
 
     recipe: str = "nvfp4"
-    """Name of a recipe, as `halfbyte.recipes` spells it."""
+    """A recipe of `halfbyte.recipes`; with `@all` behind it no layer stays in high precision."""
     preset: str = PRESET
     """Where the defaults below come from: two_cores, one_gpu, tiny."""
     config: configs.TrainConfig = field(default_factory=configs.two_cores)
@@ -35,7 +34,7 @@ class Compare:
     """Train several recipes alike and write a table and a plot. What finished before is kept."""
 
     recipes: str = ",".join(comparison.DEFAULT)
-    """Names of recipes, separated by commas; gaps are measured against the first."""
+    """Recipes, separated by commas, each with or without `@all`; gaps are measured against the first."""
     preset: str = PRESET
     """Where the defaults below come from: two_cores, one_gpu, tiny."""
     config: configs.TrainConfig = field(default_factory=configs.two_cores)
@@ -44,7 +43,7 @@ class Compare:
 def train(arguments: list[str]) -> int:
     """Run `halfbyte train`; the exit status is 1 if the run diverged."""
     options = _parse(Train, arguments, out=Path("runs/train"))
-    recipes.get(options.recipe)  # before the text is read
+    treatment.get(options.recipe)  # before the text is read
     run = options.config.run
     result = loop.train(options.config, options.recipe, data.load(options.config.data, run.cache))
     if result["is_diverged"]:

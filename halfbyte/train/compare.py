@@ -10,14 +10,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from halfbyte import recipes
-from halfbyte.train import data, files, loop, measure, plot
+from halfbyte.train import data, files, loop, measure, plot, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
 
 RESULTS, TABLE, PLOT = "results.json", "table.md", "losses.png"
-DEFAULT = ("bf16", "nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "naive_fp4")
-"""The high-precision baseline, the recipes, and a control that should lose."""
+DEFAULT = ("bf16", "nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "naive_fp4@all")
+"""The high-precision baseline, the recipes, and a control that should lose: truncated gradients, no rotation, all layers."""
 
 
 def check(names: Iterable[str]) -> tuple[str, ...]:
@@ -30,7 +29,7 @@ def check(names: Iterable[str]) -> tuple[str, ...]:
     if not names:
         raise ValueError("recipes='': name at least one")
     for name in names:
-        recipes.get(name)
+        treatment.get(name)
     if len(set(names)) != len(names):
         raise ValueError(f"recipes={','.join(names)!r}: name each once")
     return names

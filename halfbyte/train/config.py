@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from halfbyte import recipes
 from halfbyte.train import model as models
+from halfbyte.train import treatment
 
 
 def _positive(values: object, *names: str) -> None:
@@ -142,7 +142,7 @@ class TrainConfig:
         values = asdict(self)
         del values["run"]
         values["shape"] = asdict(models.get(self.model))
-        return values | {"recipe": recipe, "recipe_key": recipes.get(recipe).key}
+        return values | {"recipe": recipe, "recipe_key": treatment.get(recipe).recipe.key}
 
     @property
     def tokens(self) -> int:
@@ -165,12 +165,13 @@ def two_cores() -> TrainConfig:
     """A run of minutes on two slow CPU cores: what `make train` compares."""
     return TrainConfig(
         model="nano",
-        data=DataConfig(sequence=256, batch=8),
-        optim=OptimConfig(steps=104, lr=2e-3),
-        run=RunConfig(out=Path("runs/two_cores"), log_every=4, checkpoint_every=26),
+        data=DataConfig(sequence=128, batch=4),
+        optim=OptimConfig(steps=400, lr=1e-3, decay=0.4),
+        run=RunConfig(out=Path("runs/two_cores"), log_every=5, checkpoint_every=50),
         device="cpu",
         dtype="float32",
-        eval_every=13,
+        eval_every=50,
+        eval_batches=32,
     )
 
 

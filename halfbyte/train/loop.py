@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte import recipes
-from halfbyte.train import checkpoint, files, measure, optim, progress
+from halfbyte.train import checkpoint, files, measure, optim, progress, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig, differences
 from halfbyte.train.data import Batches, Data
@@ -70,7 +69,8 @@ class Trainer:
         models.initialise_(self.model, config.seed)
         self.model.to(self.device)
         self.run_state = hb.RunState(config.seed).to(self.device)
-        self.report = hb.quantize_(self.model, recipes.get(recipe), state=self.run_state)
+        chosen = treatment.get(recipe)
+        self.report = hb.quantize_(self.model, chosen.recipe, keep=chosen.keep, state=self.run_state)
         self.optimizer = optim.adamw(self.model, config.optim)
         self.forward = torch.compile(self.model) if config.compile else self.model
         layout = {"sequence": config.data.sequence, "batch": config.data.batch, "device": self.device}

@@ -20,6 +20,8 @@ from halfbyte.nn import forward_shared
 HIDDEN_MULTIPLE = 32
 """Widths are multiples of this: whole MXFP8 blocks, whole pairs of NVFP4 blocks."""
 
+HEAD_STD = 0.02
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -163,19 +165,31 @@ class Decoder(nn.Module):
 
 
 def initialise_(model: Decoder, seed: int) -> None:
-    """Fill the weights from `seed`: normal(0, 0.02), residual outputs divided by sqrt(2 * layers), norms one.
+    """Fill the weights from `seed` so that signals keep their size at any width; norms become one.
 
-    The numbers are drawn on the CPU in the order of the parameters' names, so every device starts alike.
+    Projections are normal with variance 1 / in_features, those that write to the residual stream a further 2 * layers
+    smaller (GPT-2); embeddings have variance 1 so that the first block sees more than its own output; lm_head starts
+    near zero, so that the first loss is log(V). The numbers are drawn on the CPU in the order of the parameters' names:
+    every device starts alike.
     """
     generator = torch.Generator().manual_seed(seed)
-    residual = 0.02 / math.sqrt(2 * model.config.layers)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if parameter.dim() < 2:
                 parameter.fill_(1.0)
                 continue
-            std = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            std = _initial_std(name, parameter, model.config)
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+
+def _initial_std(name: str, parameter: Tensor, config: ModelConfig) -> float:
+    if name == "lm_head.weight":
+        return HEAD_STD
+    if name == "embed_tokens.weight":
+        return HEAD_STD if config.tie_embeddings else 1.0
+    std = parameter.shape[1] ** -0.5
+    is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return std / math.sqrt(2 * config.layers) if is_residual else std
 
 
 def nano() -> ModelConfig:

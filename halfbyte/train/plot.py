@@ -10,6 +10,10 @@ from halfbyte.train import files, log
 COLOURS = ("#222222", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#8B6F47")
 """The first recipe black, the others from Okabe and Ito's palette, told apart by colour-blind readers too."""
 SMOOTHING = 0.85
+BAND = 2.0
+"""Percent of the baseline's loss that a recipe may lose."""
+LABEL_PITCH = 0.045
+"""Height of a label as a share of the panel."""
 
 
 def curves(path: Path, results: list[dict], *, tokens_per_step: int, title: str) -> None:
@@ -46,7 +50,7 @@ def _losses(axes, folder: Path, results: list[dict], tokens_per_step: int) -> No
     for colour, result in zip(_colours(results), results, strict=True):
         run = folder / result["recipe"]
         steps, losses = log.curve(run, "step")
-        axes.plot(_thousands(steps, tokens_per_step), smooth(losses), color=colour, alpha=0.3, linewidth=1)
+        axes.plot(_thousands(steps, tokens_per_step), smooth(losses), color=colour, alpha=0.35, linewidth=1)
         steps, losses = log.curve(run, "eval")
         axes.plot(_thousands(steps, tokens_per_step), losses, "o-", color=colour, label=_label(result), markersize=4)
         if losses:
@@ -62,27 +66,38 @@ def _losses(axes, folder: Path, results: list[dict], tokens_per_step: int) -> No
 
 def _gaps(axes, folder: Path, results: list[dict], tokens_per_step: int) -> None:
     baseline = dict(zip(*log.curve(folder / results[0]["recipe"], "eval"), strict=True))
-    axes.axhspan(-2, 2, color="#222222", alpha=0.06, linewidth=0)
+    axes.axhspan(-BAND, BAND, color="#222222", alpha=0.06, linewidth=0)
     axes.axhline(0, color=COLOURS[0], linewidth=1)
+    ends = []
     for colour, result in list(zip(_colours(results), results, strict=True))[1:]:
         points = zip(*log.curve(folder / result["recipe"], "eval"), strict=True)
         gaps = [(step, 100 * (loss / baseline[step] - 1)) for step, loss in points if step in baseline]
         if gaps:
             steps, values = zip(*gaps, strict=True)
             axes.plot(_thousands(steps, tokens_per_step), values, "o-", color=colour, markersize=4)
-            axes.annotate(
-                f"{result['recipe']} {values[-1]:+.2f} %",
-                (steps[-1] * tokens_per_step / 1e3, values[-1]),
-                xytext=(6, 0),
-                textcoords="offset points",
-                color=colour,
-                va="center",
-                fontsize=8,
-            )
+            ends.append((values[-1], f"{result['recipe']} {values[-1]:+.2f} %", colour))
     axes.set(xlabel="tokens (thousands)", ylabel=f"gap to {results[0]['recipe']} (%)")
-    axes.set_title("gap in held-out loss; grey: ±2 %")
+    axes.set_title(f"gap in held-out loss; grey: ±{BAND:g} %")
     axes.set_xlim(left=0)
+    axes.set_yscale("symlog", linthresh=BAND, linscale=1.5)  # a control that fails must not flatten the others
+    ticks = [t for t in (-30, -10, -5, -2, -1, 0, 1, 2, 5, 10, 30, 100) if _within(t, axes.get_ylim())]
+    axes.set_yticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks])
+    axes.minorticks_off()
+    _label_ends(axes, ends)
     _tidy(axes)
+
+
+def _within(value: float, limits: tuple[float, float]) -> bool:
+    return limits[0] <= value <= limits[1]
+
+
+def _label_ends(axes, ends: list[tuple[float, str, str]]) -> None:
+    """Write each label beside the end of its line, moved up where it would touch the one below."""
+    last = -float("inf")
+    for value, text, colour in sorted(ends):
+        height = axes.transAxes.inverted().transform(axes.transData.transform((0, value)))[1]
+        last = max(height, last + LABEL_PITCH)
+        axes.annotate(text, (1.01, last), xycoords="axes fraction", color=colour, va="center", fontsize=9)
 
 
 def smooth(losses: list[float]) -> list[float]:
