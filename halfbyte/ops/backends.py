@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,6 +37,7 @@ def backends(device: torch.device | str | None = None) -> tuple[BackendStatus, .
     return (
         BackendStatus(name=REFERENCE, available=True, reason="plain torch runs on every device"),
         _triton_status(device),
+        _native_status(device),
     )
 
 
@@ -52,13 +54,24 @@ def _triton_status(device: torch.device) -> BackendStatus:
     return BackendStatus(name=TRITON, available=True, reason=f"sm_{major}{minor}, GEMMs emulated in bf16")
 
 
+def _native_status(device: torch.device) -> BackendStatus:
+    triton = _triton_status(device)
+    if not triton.available:
+        return BackendStatus(name=NATIVE, available=False, reason=triton.reason)
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 10:
+        reason = f"sm_{major}{minor} has no FP4 tensor cores; they came with sm_100"
+        return BackendStatus(name=NATIVE, available=False, reason=reason)
+    return BackendStatus(name=NATIVE, available=True, reason=f"sm_{major}{minor}, GEMMs on FP4 and FP8 tensor cores")
+
+
 @lru_cache(maxsize=64)
 def _available(name: str, device_type: str, index: int | None) -> BackendStatus:
     device = torch.device(device_type, index) if index is not None else torch.device(device_type)
     for status in backends(device):
         if status.name == name:
             return status
-    return BackendStatus(name=name, available=False, reason=f"{name} has no status on {device}")
+    raise AssertionError(f"backend {name} has no status")
 
 
 def choose(device: torch.device, backend: str | None) -> str:
@@ -72,10 +85,19 @@ def choose(device: torch.device, backend: str | None) -> str:
         ValueError: the backend asked for does not exist or does not run there.
     """
     if backend is None:
-        return TRITON if _available(TRITON, device.type, device.index).available else REFERENCE
+        for name in (NATIVE, TRITON):
+            if _available(name, device.type, device.index).available:
+                return name
+        return REFERENCE
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: use one of {', '.join(map(repr, BACKENDS))}, or None to choose")
     status = _available(backend, device.type, device.index)
     if not status.available:
         raise ValueError(f"backend={backend!r}: {status.reason}; use backend=None to choose what runs here")
     return backend
+
+
+@lru_cache(maxsize=256)
+def warn_once(message: str) -> None:
+    """Report a slower or different path, once per process and reason."""
+    warnings.warn(message, stacklevel=3)

@@ -11,6 +11,7 @@ a third of what torch.library.custom_op costs per call.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from halfbyte import reference
 from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape, round_up, swizzled_numel
-from halfbyte.ops.backends import REFERENCE, choose
+from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec, parse
 
@@ -76,9 +77,9 @@ def quantize_row_col(
     scale_layout, row_transient, col_transient, backend,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     row_spec, col_spec = (parse(key) if key else None for key in (row_key, col_key))
-    module = _backend(x.device, backend)
-    transient = {} if module is reference else {"transient": (row_transient, col_transient)}
-    row, col = module.quantize_row_col(
+    decodes = choose(x.device, backend or None) == TRITON
+    transient = {"transient": (row_transient, col_transient)} if decodes else {}
+    row, col = _backend(x.device, backend).quantize_row_col(
         x,
         row_spec,
         col_spec,
@@ -114,37 +115,65 @@ def transpose(qdata, block_scale, rows, cols, backend) -> tuple[Tensor, Tensor]:
 def gemm_nt(
     a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, out_dtype, bias, backend
 ) -> Tensor:
-    module = _backend(a.device, backend)
-    with torch.autocast(a.device.type, enabled=False):
-        return module.gemm_nt(
-            _decode(module, a, a_scale, a_amax, a_key, a_layout, K, bool(b_key)),
-            _decode(module, b, b_scale, b_amax, b_key, b_layout, K, bool(a_key)),
-            out_dtype=out_dtype,
-            bias=bias,
-        )
+    sides = _Side(a, a_scale, a_amax, a_key, a_layout), _Side(b, b_scale, b_amax, b_key, b_layout)
+    return _gemm(*sides, K, backend, out_dtype=out_dtype, bias=bias)
 
 
 def gemm_nt_out(
     a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, bias, out, accumulate, backend
 ) -> None:
-    module = _backend(a.device, backend)
-    with torch.autocast(a.device.type, enabled=False):
-        module.gemm_nt(
-            _decode(module, a, a_scale, a_amax, a_key, a_layout, K, bool(b_key)),
-            _decode(module, b, b_scale, b_amax, b_key, b_layout, K, bool(a_key)),
-            bias=bias,
-            out=out,
-            accumulate=accumulate,
-        )
+    sides = _Side(a, a_scale, a_amax, a_key, a_layout), _Side(b, b_scale, b_amax, b_key, b_layout)
+    _gemm(*sides, K, backend, bias=bias, out=out, accumulate=accumulate)
 
 
-def _decode(module: ModuleType, data, scale, amax, key: str, scale_layout: str, K: int, padded: bool):
+class _Side(NamedTuple):
+    """One operand as the ops take it: codes, transient values (no scale), or plain (no key)."""
+
+    data: Tensor
+    scale: Tensor | None
+    amax: Tensor | None
+    key: str
+    scale_layout: str
+
+    @property
+    def spec(self) -> Spec | None:
+        """The spec of operands that hold codes."""
+        return parse(self.key) if self.key and not self.data.is_floating_point() else None
+
+
+def _gemm(a: _Side, b: _Side, K: int, backend: str, **options: Any) -> Tensor:
+    """Run gemm_nt on the backend of the operands; a GEMM that does not run natively is emulated, and says so once."""
+    with torch.autocast(a.data.device.type, enabled=False):
+        if choose(a.data.device, backend or None) == NATIVE and _runs_natively(a, b):
+            from halfbyte.kernels import native
+
+            packed = (
+                native.Packed(Blocks(side.data, side.scale, side.amax), side.spec, K, side.scale_layout)
+                for side in (a, b)
+            )
+            return native.gemm_nt(*packed, **options)
+        module = _backend(a.data.device, backend)
+        decoded = (_decode(module, side, K, bool(other.key)) for side, other in ((a, b), (b, a)))
+        return module.gemm_nt(*decoded, **options)
+
+
+def _runs_natively(a: _Side, b: _Side) -> bool:
+    from halfbyte.kernels import native
+
+    reason = native.unsupported(a.spec, b.spec, torch.cuda.get_device_capability(a.data.device))
+    if reason is not None:
+        warn_once(f"a GEMM is emulated in bf16: {reason}")
+    return reason is None
+
+
+def _decode(module: ModuleType, side: _Side, K: int, padded: bool) -> Any:
     """Return one operand as the backend's GEMM reads it; padding takes part only if both operands have it."""
-    if not key:
-        return module.plain(data)
-    if data.is_floating_point():
-        return module.from_values(data, amax, parse(key))
-    decoded = module.decode(Blocks(data, scale, amax), parse(key), K, scale_layout)
+    if not side.key:
+        return module.plain(side.data)
+    if side.data.is_floating_point():
+        decoded = module.from_values(side.data, side.amax, parse(side.key))
+    else:
+        decoded = module.decode(Blocks(side.data, side.scale, side.amax), parse(side.key), K, side.scale_layout)
     return decoded if padded else decoded._replace(values=decoded.values[:, :K])
 
 
@@ -174,7 +203,7 @@ def _fake_quantize_row_col(x, row_key, col_key, *rest):
     row_amax, col_amax, scale_layout, *transient, backend = rest[-6:]
     rows, cols = matrix_shape(x.shape)
     out = []
-    decodes = choose(x.device, backend or None) != REFERENCE
+    decodes = choose(x.device, backend or None) == TRITON
     sides = ((row_key, (rows, cols), row_amax), (col_key, (cols, rows), col_amax))
     for (key, shape, given), is_transient in zip(sides, transient, strict=True):
         if not key:
