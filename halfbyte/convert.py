@@ -158,8 +158,7 @@ def quantize_(
         if row.recipe is not None and isinstance(layer, GROUPED):
             layer.adopt(row.recipe, state)
         elif row.recipe is not None:
-            parent, _, child = row.name.rpartition(".")
-            setattr(model.get_submodule(parent), child, Linear.from_linear(layer, row.recipe, state))
+            _replace(model, layer, Linear.from_linear(layer, row.recipe, state))
     _share_amaxes(model, [row.name for row in rows if row.recipe is not None], groups)
     return Report(rows=rows, state=state)
 
@@ -196,6 +195,13 @@ def _decide(
     if name in edges:
         return row(None, f"kept: {edges[name]}")
     return row(default, "recipe")
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put `new` wherever the model holds `old`: a layer may be registered under several names."""
+    holders = [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is old]
+    for parent, name in holders:
+        setattr(parent, name, new)
 
 
 def _check_globs(argument: str, globs: Sequence[str] | Mapping[str, object], layers: Mapping[str, Layer]) -> None:

@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import halfbyte as hb
 from halfbyte.nn.streams import CALLS_PER_STEP, STALE_FORWARDS, STREAMS_PER_MODULE
 
-CALLS_PER_STEP, STREAMS_PER_MODULE = 16, 256  # runs of one module in a micro-batch, and the offsets they take
-STALE_FORWARDS = 64  # training forwards at one position that are taken for a forgotten advance()
 EVERYTHING_RANDOM = hb.recipes.nvfp4(hadamard=hb.Hadamard(size=32, signs="fresh"))
 
 
