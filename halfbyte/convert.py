@@ -157,7 +157,7 @@ def quantize_(
         layer = layers[row.name]
         if row.recipe is not None and isinstance(layer, GROUPED):
             layer.adopt(row.recipe, state)
-        elif row.recipe is not None:
+        elif row.recipe is not None and isinstance(layer, nn.Linear):
             _replace(model, layer, Linear.from_linear(layer, row.recipe, state))
     _share_amaxes(model, [row.name for row in rows if row.recipe is not None], groups)
     return Report(rows=rows, state=state)

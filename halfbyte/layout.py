@@ -208,7 +208,7 @@ def grouped_shapes(
     """
     rows, cols = shape
     nvfp4, length = isinstance(spec, NVFP4), spec.block_length
-    by_row = nvfp4 and spec.outer == "row"
+    by_row = isinstance(spec, NVFP4) and spec.outer == "row"
     if contraction:
         padded = padded_groups(cols, groups, group_alignment(spec))
         region = padded_groups(cols, groups, max(SWIZZLE_COLS * length, spec.alignment)) // length

@@ -102,9 +102,9 @@ def _operand(x: Tensor) -> Tensor | ops.Operand:
         return x
     blocks = x.blocks
     if x.dim() == 3:  # the op takes one matrix per expert
-        per_expert = [t.unflatten(0, (x.shape[0], -1)) for t in blocks[:2]]
+        qdata, block_scale = (t.unflatten(0, (x.shape[0], -1)) for t in blocks[:2])
         amax = blocks.amax if blocks.amax.numel() in (0, x.shape[0]) else blocks.amax.unflatten(0, (x.shape[0], -1))
-        blocks = type(blocks)(*per_expert, amax)
+        blocks = blocks._replace(qdata=qdata, block_scale=block_scale, amax=amax)
     return ops.Operand(blocks, x.spec, x.shape[-1], x.scale_layout)
 
 

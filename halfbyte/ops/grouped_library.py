@@ -144,7 +144,7 @@ def _empty_blocks(x: Tensor, groups: int, spec: Spec, scale_layout: str, contrac
         padded = round_up(cols, spec.alignment)
         blocks, nvfp4 = ceil_div(padded, spec.block_length), isinstance(spec, NVFP4)
         scale = (rows, blocks) if scale_layout == LINEAR else (swizzled_numel(rows, blocks),)
-        by_row = nvfp4 and spec.outer == "row"
+        by_row = isinstance(spec, NVFP4) and spec.outer == "row"
         amax = ((groups, rows) if by_row else (groups,)) if nvfp4 else (0,)
         shapes = ((groups, rows, padded // 2 if nvfp4 else padded), (groups, *scale), amax)
     return [x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]

@@ -83,8 +83,8 @@ def grouped_quantize_row_col(
     for g, x_g in enumerate(groups):
         own_row, own_col = row_amax, col_amax
         if row_amax is not None:
-            by_row = bounds is not None and isinstance(row_spec, NVFP4) and row_spec.outer == "row"
-            own_row = row_amax[slice(*bounds[g])] if by_row else row_amax[g]
+            by_row = isinstance(row_spec, NVFP4) and row_spec.outer == "row"
+            own_row = row_amax[g] if bounds is None or not by_row else row_amax[slice(*bounds[g])]
         if col_amax is not None:
             own_col = col_amax[g]
         row, col = quantize_row_col(
@@ -100,8 +100,8 @@ def grouped_quantize_row_col(
         rows.append(row)
         cols.append(col)
     return (
-        row_spec and _join(rows, row_spec, x, bounds, scale_layout, contraction=False),
-        col_spec and _join(cols, col_spec, x, bounds, scale_layout, contraction=True),
+        None if row_spec is None else _join(rows, row_spec, x, bounds, scale_layout, contraction=False),
+        None if col_spec is None else _join(cols, col_spec, x, bounds, scale_layout, contraction=True),
     )
 
 
@@ -117,7 +117,7 @@ def _join(
     if not contraction:
         by_row = isinstance(spec, NVFP4) and spec.outer == "row"
         amaxes = [part.amax if by_row or not isinstance(spec, NVFP4) else part.amax[None] for part in parts]
-        return _fill(shapes, *([getattr(p, name) for p in parts] for name in ("qdata", "block_scale")), amaxes)
+        return _fill(shapes, [p.qdata for p in parts], [p.block_scale for p in parts], amaxes)
     widths = [round_up(end - start, group_alignment(spec)) for start, end in bounds]
     codes_per_byte = 2 if isinstance(spec, NVFP4) else 1
     qdata = [_widen(part.qdata, width // codes_per_byte) for part, width in zip(parts, widths, strict=True)]
@@ -168,7 +168,7 @@ def group_blocks(
         count = blocks.qdata.shape[1] * codes_per_byte // length
         sizes = [(stop - begin, count) for begin, stop in bounds]
         linear = (slice(start, end), slice(None))
-        by_row = is_nvfp4 and spec.outer == "row"
+        by_row = isinstance(spec, NVFP4) and spec.outer == "row"
         amax = blocks.amax[start:end] if by_row else blocks.amax[g] if is_nvfp4 else blocks.amax
     if scale_layout == LINEAR:
         return Blocks(qdata, blocks.block_scale[linear], amax)
