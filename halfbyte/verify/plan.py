@@ -15,8 +15,8 @@ from zlib import crc32
 import torch
 
 from halfbyte import ops
-from halfbyte.ops.backends import NATIVE
-from halfbyte.verify import invariants, kernels, record
+from halfbyte.ops.backends import NATIVE, TRITON
+from halfbyte.verify import grouped, invariants, kernels, record
 from halfbyte.verify.fingerprint import EXPECTED, fingerprint
 from halfbyte.verify.record import Check, Finding
 
@@ -38,9 +38,7 @@ class Scope:
 
 def native_status(device: torch.device) -> ops.BackendStatus:
     """Return whether FP4 tensor cores are used on `device`, and why not."""
-    known = {status.name: status for status in ops.backends(device)}
-    reason = "FP4 tensor cores need sm_100 or later"
-    return known.get(NATIVE) or ops.BackendStatus(name=NATIVE, available=False, reason=reason)
+    return {status.name: status for status in ops.backends(device)}[NATIVE]
 
 
 def findings(scope: Scope) -> list[Finding]:
@@ -48,13 +46,15 @@ def findings(scope: Scope) -> list[Finding]:
     found = list(invariants.invariants())
     if scope.backend is None:
         return found
-    where = scope.device, scope.backend
+    # The native backend quantizes with Triton's kernels and emulates what its GEMM does not do: both are checked.
+    where = scope.device, TRITON if scope.backend == NATIVE else scope.backend
     found += kernels.maxima(*where)
     found += kernels.quantization(*where, scope.full)
     found += kernels.row_col(*where, scope.full)
     found += kernels.decoding(*where)
     found += kernels.transposition(*where)
     found += kernels.products(*where)
+    found += grouped.grouped(*where)
     if native_status(scope.device).available:
         found += kernels.products(scope.device, NATIVE, record.NATIVE_GEMM)
     found.append(("fingerprint", "equal on every machine", partial(_same_fingerprint, *where)))
