@@ -116,14 +116,14 @@ def gemm_nt(
     a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, out_dtype, bias, backend
 ) -> Tensor:
     sides = _Side(a, a_scale, a_amax, a_key, a_layout), _Side(b, b_scale, b_amax, b_key, b_layout)
-    return _gemm(*sides, K, backend, out_dtype=out_dtype, bias=bias)
+    return _gemm(*sides, K, backend, out_dtype, bias)
 
 
 def gemm_nt_out(
     a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, bias, out, accumulate, backend
 ) -> None:
     sides = _Side(a, a_scale, a_amax, a_key, a_layout), _Side(b, b_scale, b_amax, b_key, b_layout)
-    _gemm(*sides, K, backend, bias=bias, out=out, accumulate=accumulate)
+    _gemm(*sides, K, backend, out.dtype, bias, out, accumulate)
 
 
 class _Side(NamedTuple):
@@ -140,17 +140,21 @@ class _Side(NamedTuple):
         """The spec of operands that hold codes."""
         return parse(self.key) if self.key and not self.data.is_floating_point() else None
 
+    @property
+    def blocks(self) -> Blocks:
+        """Codes, scales and amax of operands that hold codes."""
+        assert self.scale is not None and self.amax is not None, "only transient and plain operands lack scales"
+        return Blocks(self.data, self.scale, self.amax)
 
-def _gemm(a: _Side, b: _Side, K: int, backend: str, **options: Any) -> Tensor:
+
+def _gemm(a: _Side, b: _Side, K: int, backend: str, out_dtype, bias, out=None, accumulate=False) -> Tensor:
     """Run gemm_nt on the backend of the operands; a GEMM that does not run natively is emulated, and says so once."""
+    options: Any = {"out_dtype": out_dtype, "bias": bias, "out": out, "accumulate": accumulate}
     with torch.autocast(a.data.device.type, enabled=False):
         if choose(a.data.device, backend or None) == NATIVE and _runs_natively(a, b):
             from halfbyte.kernels import native
 
-            packed = (
-                native.Packed(Blocks(side.data, side.scale, side.amax), side.spec, K, side.scale_layout)
-                for side in (a, b)
-            )
+            packed = (native.Packed(side.blocks, parse(side.key), K, side.scale_layout) for side in (a, b))
             return native.gemm_nt(*packed, **options)
         module = _backend(a.data.device, backend)
         decoded = (_decode(module, side, K, bool(other.key)) for side, other in ((a, b), (b, a)))
@@ -173,7 +177,7 @@ def _decode(module: ModuleType, side: _Side, K: int, padded: bool) -> Any:
     if side.data.is_floating_point():
         decoded = module.from_values(side.data, side.amax, parse(side.key))
     else:
-        decoded = module.decode(Blocks(side.data, side.scale, side.amax), parse(side.key), K, side.scale_layout)
+        decoded = module.decode(side.blocks, parse(side.key), K, side.scale_layout)
     return decoded if padded else decoded._replace(values=decoded.values[:, :K])
 
 
