@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from halfbyte.nn import forward_shared
 
-HIDDEN_MULTIPLE = 32
+WIDTH_MULTIPLE = 32
 """Widths are multiples of this: whole MXFP8 blocks, whole pairs of NVFP4 blocks."""
 
 HEAD_STD = 0.02
