@@ -8,6 +8,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.spec import GemmSpec
 from halfbyte.tensor import QuantTensor
+from halfbyte.tensor.quant_tensor import check_value_dtype
 
 
 def gemm_nt(
@@ -35,15 +36,23 @@ def gemm_nt(
         [M, N].
 
     Raises:
+        TypeError: an operand or the output has another dtype than bf16, fp16 or fp32.
         ValueError: shapes, rotations or block lengths of the operands do not meet.
     """
     for name, operand in (("a", a), ("b", b)):
+        if not isinstance(operand, Tensor):
+            raise TypeError(f"{name}={type(operand).__name__}: give a QuantTensor or a plain tensor")
+        check_value_dtype(f"{name}.dtype", operand.dtype, f"cast {name} first")
         if operand.dim() != 2:
             raise ValueError(f"{name}.shape={tuple(operand.shape)}: give a matrix; flatten the leading dimensions")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a.shape={tuple(a.shape)}, b.shape={tuple(b.shape)}: the last dimensions must be equal")
     if accumulate and out is None:
         raise ValueError("accumulate=True: there is nothing to add to; pass out")
+    if out is not None:
+        check_value_dtype("out.dtype", out.dtype, "give an output of one of these")
+    elif out_dtype is not None:
+        check_value_dtype("out_dtype", out_dtype, "name one of these and convert the result")
     shape = (a.shape[0], b.shape[0])
     if out is not None and tuple(out.shape) != shape:
         raise ValueError(f"out.shape={tuple(out.shape)}: the product has shape {shape}")

@@ -38,6 +38,7 @@ from halfbyte import ops
 from halfbyte.layout import Blocks, matrix_shape
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.spec import NVFP4, GemmSpec, Recipe, Spec
+from halfbyte.tensor.quant_tensor import check_value_dtype
 
 # Streams of one linear: an operand takes two (row, then col); the two operands of a GEMM share its signs.
 X, W, DY, FPROP_SIGNS, DGRAD_SIGNS, WGRAD_SIGNS = 0, 2, 4, 6, 7, 8
@@ -122,6 +123,7 @@ def linear_shared(
     places = _places(rng, n, recipe)
     if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+    _check_options(out_dtype, amaxes)
     draws = [None] * n if places is None else [place.on(x.device) for place in places]
     call = _Call(
         recipe=recipe,
@@ -322,6 +324,8 @@ def _places(rng: AnyPhilox | Sequence[AnyPhilox] | None, n: int, recipe: Recipe)
         )
     if isinstance(rng, AnyPhilox):
         return [rng.at(i * STREAMS_PER_LINEAR) for i in range(n)]
+    if not isinstance(rng, Sequence) or not all(isinstance(place, AnyPhilox) for place in rng):
+        raise TypeError(f"rng={rng!r}: give hb.Philox(seed, offset), or a list of one per weight")
     if len(rng) != n:
         raise ValueError(f"rng has {len(rng)} places for {n} weights: give one place, or one per weight")
     return list(rng)
@@ -335,6 +339,16 @@ def _autocast(
         return x, list(weights), list(biases)
     dtype = torch.get_autocast_dtype(device)
     return x.to(dtype), [w.to(dtype) for w in weights], [None if b is None else b.to(dtype) for b in biases]
+
+
+def _check_options(out_dtype: torch.dtype | None, amaxes: Sequence[Tensor | None]) -> None:
+    if out_dtype is not None:
+        check_value_dtype("out_dtype", out_dtype, "name one of these and convert the result")
+    for amax in amaxes:
+        if amax is not None and not (isinstance(amax, Tensor) and amax.dtype == torch.float32 and amax.dim() == 0):
+            raise TypeError(
+                f"weight_amax={amax!r}: give a float32 tensor of shape [], such as w.detach().abs().max().float()"
+            )
 
 
 def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence, recipe: Recipe, grads: Sequence) -> None:

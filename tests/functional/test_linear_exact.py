@@ -161,6 +161,49 @@ def _rebuild(packed):
 # How it is called
 
 
+def test_an_expanded_gradient():
+    """y.sum() sends a gradient without memory of its own."""
+    x, w, _, _ = cases.tensors()
+    leaf = x.clone().requires_grad_()
+    hb.linear(leaf, w, None, NVFP4, rng=RNG).sum().backward()
+    assert torch.equal(leaf.grad, run(x, w, None, torch.ones(18, 21), NVFP4)[1])
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fresh64", "mxfp8", "dequantized", "bf16"])
+def test_compiled_without_a_graph_break(name):
+    layer = hb.nn.Linear(37, 21, recipe=cases.RECIPES[name], state=hb.RunState(1))
+    x, _, _, dy = cases.tensors()
+    results = []
+    for forward in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = forward(leaf)
+        y.backward(dy)
+        results.append((y.detach(), leaf.grad, layer.weight.grad.clone(), layer.bias.grad.clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_compiled_layer_follows_the_position_without_recompiling():
+    state = hb.RunState(1)
+    layer = hb.nn.Linear(37, 21, recipe="nvfp4", state=state)
+    x, _, _, dy = cases.tensors()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(layer, backend=count, fullgraph=True)
+    grads = []
+    for _ in range(4):
+        leaf = x.clone().requires_grad_()
+        compiled(leaf).backward(dy)
+        grads.append(leaf.grad)
+        state.advance()
+    assert len(graphs) == 1
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(grads, 2))
+
+
 @every_recipe
 def test_leading_dimensions_and_strides(recipe):
     x, w, bias, dy = cases.tensors(dtype=torch.bfloat16)
@@ -335,6 +378,10 @@ def test_a_bad_input_reaches_exactly_its_row_of_y_and_all_that_read_it(bad):
         (lambda a: a.update(bias=torch.zeros(20)), ValueError, ["bias.shape", "20", "21"]),
         (lambda a: a.update(recipe="nvfp4"), TypeError, ["recipe", "nvfp4"]),
         (lambda a: a.update(rng=None), ValueError, ["rng", "Philox"]),
+        (lambda a: a.update(rng=5), TypeError, ["rng=", "5", "Philox"]),
+        (lambda a: a.update(out_dtype=torch.float64), TypeError, ["out_dtype", "float64"]),
+        (lambda a: a.update(weight_amax=1.0), TypeError, ["weight_amax=1.0", "float32"]),
+        (lambda a: a.update(weight_amax=torch.ones(1)), TypeError, ["weight_amax", "[]"]),
         (lambda a: a.update(main_grad=torch.zeros(21, 37).bfloat16()), ValueError, ["main_grad", "float32"]),
         (lambda a: a.update(main_grad=torch.zeros(37, 21)), ValueError, ["main_grad", "21, 37"]),
     ],
