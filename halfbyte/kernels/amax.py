@@ -12,13 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.formats import NVFP4_BLOCK
+from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
-from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.tiles import load_col_groups, load_row_groups, rotate_group
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec
 
+ROW_TILE = (1, 512, 4)
+COL_TILE = (128, 4, 4)
 PLAIN = sc.rule_of(NVFP4(), hardware=False)
 
 
@@ -32,37 +34,41 @@ def finite_max(xs):
     return m.to(tl.int32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("sign_stream", "tiles"))
 def amax_rows_kernel(
-    x_ptr, out_ptr, sign_ptr, sign_stream, rows, cols, stride_r, stride_c, group_tiles,
+    x_ptr, out_ptr, sign_ptr, sign_stream, rows, cols, stride_r, stride_c, tiles,
     RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """amax of x or of its rows, after a rotation along them; out int32 [] or [rows], zero before."""
-    row = tl.program_id(0) // group_tiles * R + tl.arange(0, R)
-    group = tl.program_id(0) % group_tiles * N + tl.arange(0, N)
+    row = tl.program_id(0) // tiles * R + tl.arange(0, R)
+    group = tl.program_id(0) % tiles * N + tl.arange(0, N)
     in_row = row < rows
     row64 = row.to(tl.int64)
     xs = load_row_groups(x_ptr, row64 * stride_r, in_row, group * RULE.group, cols, stride_c, RULE.group)
-    m = finite_max(rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE))
+    if RULE.norm != 0.0:
+        xs = pm.unpack_pairs(rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE), 0, RULE.group)
+    m = finite_max(xs)
     if RULE.row_amax:
         tl.atomic_max(out_ptr + row64, tl.max(m, axis=1), mask=in_row, sem="relaxed")
     else:
         tl.atomic_max(out_ptr, tl.max(tl.max(m, axis=1), axis=0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("sign_stream", "tiles"))
 def amax_cols_kernel(
-    x_ptr, out_ptr, plain_ptr, sign_ptr, sign_stream, rows, cols, stride_r, stride_c, col_tiles,
+    x_ptr, out_ptr, plain_ptr, sign_ptr, sign_stream, rows, cols, stride_r, stride_c, tiles,
     RULE: tl.constexpr, PLAIN: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """amax of x.T or of its rows, after a rotation along them, and with PLAIN that of x itself from the same read."""
-    group = tl.program_id(0) // col_tiles * N + tl.arange(0, N)
-    col = tl.program_id(0) % col_tiles * C + tl.arange(0, C)
+    group = tl.program_id(0) // tiles * N + tl.arange(0, N)
+    col = tl.program_id(0) % tiles * C + tl.arange(0, C)
     in_col = col < cols
     xs = load_col_groups(x_ptr, group * RULE.group, rows, col, in_col, stride_r, stride_c, RULE.group)
     if PLAIN:
         tl.atomic_max(plain_ptr, tl.max(tl.max(finite_max(xs), axis=1), axis=0), sem="relaxed")
-    m = finite_max(rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE))
+    if RULE.norm != 0.0:
+        xs = pm.unpack_pairs(rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE), 0, RULE.group)
+    m = finite_max(xs)
     if RULE.row_amax:
         tl.atomic_max(out_ptr + col.to(tl.int64), tl.max(m, axis=0), mask=in_col, sem="relaxed")
     else:
@@ -143,7 +149,7 @@ def _signs(rule: sc.Rule, sign_draw: Draw | None) -> tuple[Tensor | None, int]:
 def _launch_rows(x: Tensor, rule: sc.Rule, out: Tensor, sign_draw: Draw | None) -> None:
     rows, cols = x.shape
     groups = ceil_div(cols, rule.group)
-    total = 512 * NVFP4_BLOCK // rule.group
+    total = ROW_TILE[0] * ROW_TILE[1] * NVFP4_BLOCK // rule.group
     n = min(triton.next_power_of_2(groups), total)
     r = min(total // n, triton.next_power_of_2(rows))
     group_tiles = ceil_div(groups, n)
@@ -158,7 +164,7 @@ def _launch_rows(x: Tensor, rule: sc.Rule, out: Tensor, sign_draw: Draw | None) 
         RULE=rule,
         R=r,
         N=n,
-        num_warps=4,
+        num_warps=ROW_TILE[2],
         enable_fp_fusion=False,
     )
 
@@ -166,8 +172,8 @@ def _launch_rows(x: Tensor, rule: sc.Rule, out: Tensor, sign_draw: Draw | None) 
 def _launch_cols(x: Tensor, rule: sc.Rule, out: Tensor, plain: Tensor | None, sign_draw: Draw | None) -> None:
     rows, cols = x.shape
     groups = ceil_div(rows, rule.group)
-    n = min(triton.next_power_of_2(groups), 4)
-    c = (1024 if INTERPRETED else 512) * NVFP4_BLOCK // rule.group // n
+    n = min(triton.next_power_of_2(groups), COL_TILE[1])
+    c = COL_TILE[0] * COL_TILE[1] * NVFP4_BLOCK // rule.group // n
     col_tiles = ceil_div(cols, c)
     amax_cols_kernel[(ceil_div(groups, n) * col_tiles,)](
         x,
@@ -182,6 +188,6 @@ def _launch_cols(x: Tensor, rule: sc.Rule, out: Tensor, plain: Tensor | None, si
         PLAIN=plain is not None,
         N=n,
         C=c,
-        num_warps=4,
+        num_warps=COL_TILE[2],
         enable_fp_fusion=False,
     )

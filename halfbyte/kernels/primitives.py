@@ -28,8 +28,9 @@ MAGIC = tl.constexpr(8388608.0)  # 2^23: from here to 2^24 a float's low bits ar
 MAGIC_SEVEN = tl.constexpr(0x4B000007)  # the bits of 2^23 + 7
 PACK_BIAS = tl.constexpr(0xFB000000)  # what the exponents of 8 magic numbers add to a packed word: 0x4B000000 * 0x11
 
-# floor(2a), floor(a), floor(a/2) of non-negative numbers plus 2^23, 2^23 + 2, 2^23 + 4: additions rounded toward zero.
-FLOOR_PLUS = tl.constexpr(tuple(f"add.rz.f32 $0, $1, 0f4B00000{n};" for n in (0, 2, 4)))
+# a + 2 and a / 2 + 4, and the integer part of a number added to 2^23: all rounded toward zero.
+LINES_CUT = tl.constexpr(("add.rz.f32 $0, $1, 0f40000000;", "fma.rz.f32 $0, $1, 0f3F000000, 0f40800000;"))
+ADD_CUT = tl.constexpr("add.rz.f32 $0, $1, 0f4B000000;")
 
 # Four fp32 values to four bytes: two conversions, each of the upper and the lower operand, joined.
 FP8_CONVERSION = tl.constexpr(
@@ -112,34 +113,42 @@ def nearest_codes(xs, START: tl.constexpr, encode):
 
 
 @triton.jit
-def truncated_codes(xs, START: tl.constexpr, encode, random, STOCHASTIC: tl.constexpr):
-    """Return the bits of 2^23 + code of |x| * encode rounded by random bytes or toward zero, 8 elements from START.
+def stochastic_codes(xs, START: tl.constexpr, encode, random):
+    """Return the bits of 2^23 + code of |x| * encode rounded by random bytes, 8 elements from START.
 
     random: the four Philox words of each block, byte i % 4 of word i // 4 for element i (section 4). As in
-    `nearest_codes`, the code is the minimum of three lines, here truncated after the random fraction is added.
+    `nearest_codes`, the code is the minimum of three lines, here truncated after the random fraction u is added. Lines cut
+    to fp32 keep their multiples of 1/256, and below 1, where the definition rounds t = a + u / 2, so does 2a + u.
     """
     out = ()
     for i in tl.static_range(START, START + 8):
         a = tl.abs(xs[i]) * encode
-        if STOCHASTIC:
-            word = random[i % 16 // 4]
-            if INTERPRETED:
-                fraction = ((word >> (8 * (i % 4))) & 0xFF) | 0x47000000
-            else:
-                fraction = tl.inline_asm_elementwise(BYTE_OVER_256[i % 4], "=r,r", [word], dtype=tl.uint32, is_pure=True, pack=1)
-            u = fraction.to(tl.float32, bitcast=True) - 32768.0
-            low, middle, high = tl.fma(u, 0.5, a) * 2.0, a + u, tl.fma(a, 0.5, u)
-        else:
-            low, middle, high = a * 2.0, a, a * 0.5
+        word = random[i % 16 // 4]
         if INTERPRETED:
-            low, middle, high = tl.floor(low) + MAGIC, tl.floor(middle) + (MAGIC + 2.0), tl.floor(high) + (MAGIC + 4.0)
+            u = (((word >> (8 * (i % 4))) & 0xFF) | 0x47000000).to(tl.float32, bitcast=True) - 32768.0
+            low, middle, high = tl.floor((a + u * 0.5) * 2.0), tl.floor(a + u) + 2.0, tl.floor(a * 0.5 + u) + 4.0
+            code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 7.0)) + MAGIC
         else:
-            low = tl.inline_asm_elementwise(FLOOR_PLUS[0], "=f,f", [low], dtype=tl.float32, is_pure=True, pack=1)
-            middle = tl.inline_asm_elementwise(FLOOR_PLUS[1], "=f,f", [middle], dtype=tl.float32, is_pure=True, pack=1)
-            high = tl.inline_asm_elementwise(FLOOR_PLUS[2], "=f,f", [high], dtype=tl.float32, is_pure=True, pack=1)
-        code = tl.minimum(low.to(tl.uint32, bitcast=True), middle.to(tl.uint32, bitcast=True))
-        code = tl.minimum(tl.minimum(code, high.to(tl.uint32, bitcast=True)), MAGIC_SEVEN)
-        out = out + (code,)
+            u = tl.inline_asm_elementwise(BYTE_OVER_256[i % 4], "=r,r", [word], dtype=tl.uint32, is_pure=True, pack=1)
+            u = u.to(tl.float32, bitcast=True) - 32768.0
+            middle = tl.inline_asm_elementwise(LINES_CUT[0], "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1)
+            high = tl.inline_asm_elementwise(LINES_CUT[1], "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1)
+            line = tl.minimum((a + a).to(tl.uint32, bitcast=True), middle.to(tl.uint32, bitcast=True))
+            line = tl.minimum(line, high.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+            code = tl.inline_asm_elementwise(ADD_CUT, "=f,f", [line + u], dtype=tl.float32, is_pure=True, pack=1)
+        out = out + (tl.minimum(code.to(tl.uint32, bitcast=True), MAGIC_SEVEN),)
+    return out
+
+
+@triton.jit
+def truncated_codes(xs, START: tl.constexpr, encode):
+    """Return the bits of 2^23 + code of |x| * encode rounded toward zero, 8 elements from START."""
+    out = ()
+    for i in tl.static_range(START, START + 8):
+        a = tl.abs(xs[i]) * encode
+        low, middle, high = tl.floor(a * 2.0), tl.floor(a) + 2.0, tl.floor(a * 0.5) + 4.0
+        code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 7.0)) + MAGIC
+        out = out + (code.to(tl.uint32, bitcast=True),)
     return out
 
 
@@ -229,7 +238,7 @@ def butterfly(xs, STRIDE: tl.constexpr):
 
 @triton.jit
 def rotate(xs, norm, SIZE: tl.constexpr, FRESH: tl.constexpr, words):
-    """Rotate groups, SIZE fp32 tensors holding bf16 values; norm = f(1 / sqrt(SIZE)). Returns bf16 values in fp32."""
+    """Rotate groups, SIZE fp32 tensors holding bf16 values; norm = f(1 / sqrt(SIZE)). Returns `bf16_pairs`."""
     ys = flip_signs(xs, FRESH, words)
     for stage in tl.static_range(7):
         if (1 << stage) < SIZE:
@@ -238,32 +247,41 @@ def rotate(xs, norm, SIZE: tl.constexpr, FRESH: tl.constexpr, words):
     for i in tl.static_range(SIZE):
         # x + 0 turns -0 into +0, apart from the multiplication: a fused one would keep the sign of an underflow.
         scaled = scaled + (ys[i] * norm + 0.0,)
-    return round_bf16(scaled)
+    return bf16_pairs(scaled)
 
 
 @triton.jit
-def round_bf16(xs):
-    """Return an even number of fp32 tensors rounded to bf16, as fp32; Inf and NaN stay."""
+def bf16_pairs(xs):
+    """Round an even number of fp32 tensors to bf16, two in a uint32, the first in its low half; Inf and NaN stay."""
     out = ()
     for i in tl.static_range(0, len(xs), 2):
         if INTERPRETED:  # its conversion truncates
-            for j in tl.static_range(2):
-                bits = xs[i + j].to(tl.uint32, bitcast=True)
-                rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-                out = out + (tl.where(xs[i + j] == xs[i + j], rounded, 0x7FC00000).to(tl.float32, bitcast=True),)
-        else:  # two at a time, as the hardware does
+            low, high = xs[i].to(tl.uint32, bitcast=True), xs[i + 1].to(tl.uint32, bitcast=True)
+            low = tl.where(xs[i] == xs[i], (low + 0x7FFF + ((low >> 16) & 1)) >> 16, 0x7FC0)
+            high = tl.where(xs[i + 1] == xs[i + 1], (high + 0x7FFF + ((high >> 16) & 1)) & 0xFFFF0000, 0x7FC00000)
+            out = out + (low | high,)
+        else:
             pair = tl.inline_asm_elementwise(
                 "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [xs[i + 1], xs[i]], dtype=tl.uint32, is_pure=True, pack=1
             )
-            out = out + ((pair << 16).to(tl.float32, bitcast=True), (pair & 0xFFFF0000).to(tl.float32, bitcast=True))
+            out = out + (pair,)
     return out
 
 
 @triton.jit
-def abs_max(xs, START: tl.constexpr, LENGTH: tl.constexpr):
-    """Return max |x| over LENGTH elements from START; NaN if one is NaN."""
-    m = tl.abs(xs[START])
-    for i in tl.static_range(START + 1, START + LENGTH):
+def unpack_pairs(pairs, START: tl.constexpr, LENGTH: tl.constexpr):
+    """Return LENGTH fp32 tensors from element START of `bf16_pairs`."""
+    out = ()
+    for i in tl.static_range(START // 2, (START + LENGTH) // 2):
+        out = out + ((pairs[i] << 16).to(tl.float32, bitcast=True), (pairs[i] & 0xFFFF0000).to(tl.float32, bitcast=True))
+    return out
+
+
+@triton.jit
+def abs_max(xs):
+    """Return max |x| over the elements of a block; NaN if one is NaN."""
+    m = tl.abs(xs[0])
+    for i in tl.static_range(1, len(xs)):
         m = tl.maximum(m, tl.abs(xs[i]), propagate_nan=tl.PropagateNan.ALL)
     return m
 
@@ -291,15 +309,13 @@ def split_four(x, R: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def join_words(words):
-    """Join 2, 4 or 8 tensors [R, N] of words of one group into [R, N, count], in one thread."""
-    if len(words) == 2:
-        return tl.join(words[0], words[1])
-    HALF: tl.constexpr = len(words) // 2
-    even = ()
-    odd = ()
-    for i in tl.static_range(HALF):
-        even = even + (words[2 * i],)
-        odd = odd + (words[2 * i + 1],)
-    joined = tl.join(join_words(even), join_words(odd))
-    return tl.reshape(joined, (words[0].shape[0], words[0].shape[1], 2 * HALF))
+def join_group(parts, R: tl.constexpr, N: tl.constexpr):
+    """Join 1, 2, 4 or 8 tensors [R, N] into [R, N, count], in one thread."""
+    COUNT: tl.constexpr = len(parts)
+    for step in tl.static_range(3):
+        if len(parts) > 1:
+            joined = ()
+            for i in tl.static_range(len(parts) // 2):
+                joined = joined + (tl.join(parts[i], parts[i + len(parts) // 2]),)
+            parts = joined
+    return tl.reshape(parts[0], (R, N, COUNT))

@@ -19,7 +19,11 @@ from halfbyte.rng import Draw
 from halfbyte.spec import MXFP8, NVFP4, Spec
 
 
-@triton.jit
+# Numbers that differ from call to call and decide no addressing: one compilation serves all.
+VARYING = ("stream", "first_block", "sign_stream", "tiles")
+
+
+@triton.jit(do_not_specialize=VARYING)
 def quantize_rows_kernel(
     x_ptr,
     q_ptr,
@@ -40,15 +44,15 @@ def quantize_rows_kernel(
     floor,
     inverse,
     unit,
-    group_tiles,
+    tiles,
     RULE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
 ):
     quantize_row_tile(
-        tl.program_id(0) // group_tiles * R,
-        tl.program_id(0) % group_tiles * N,
+        tl.program_id(0) // tiles * R,
+        tl.program_id(0) % tiles * N,
         x_ptr,
         q_ptr,
         scale_ptr,
@@ -72,7 +76,7 @@ def quantize_rows_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def quantize_cols_kernel(
     x_ptr,
     q_ptr,
@@ -93,15 +97,15 @@ def quantize_cols_kernel(
     floor,
     inverse,
     unit,
-    col_tiles,
+    tiles,
     RULE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     N: tl.constexpr,
     C: tl.constexpr,
 ):
     quantize_col_tile(
-        tl.program_id(0) // col_tiles * N,
-        tl.program_id(0) % col_tiles * C,
+        tl.program_id(0) // tiles * N,
+        tl.program_id(0) % tiles * C,
         x_ptr,
         q_ptr,
         scale_ptr,

@@ -21,10 +21,13 @@ from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix
 from halfbyte.rng import Draw
 from halfbyte.spec import MXFP8, Spec
 
-TILE = tl.constexpr(128)  # rows and columns of a program: whole rotation groups and whole tiles of swizzled scales
+TILES = (128, 128, 8)  # rows, columns and warps of a program: whole rotation groups and tiles of swizzled scales
 
 
-@triton.jit
+VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "first_block", "sign_stream")) + ("col_tiles",)
+
+
+@triton.jit(do_not_specialize=VARYING)
 def quantize_row_col_kernel(
     x_ptr,
     row_q_ptr,
@@ -189,10 +192,11 @@ def _launch(
     x: Tensor, specs: tuple[Spec, Spec], swizzled: bool, row_arguments: tuple, col_arguments: tuple, blocks: tuple[int, int]
 ) -> None:
     hardware = hardware_fp8(x.device)
-    col_tiles = ceil_div(x.shape[1], TILE.value)
+    tile_rows, tile_cols, num_warps = TILES
+    col_tiles = ceil_div(x.shape[1], tile_cols)
     row_pointers, row_numbers, row_constants = row_arguments
     col_pointers, col_numbers, col_constants = col_arguments
-    quantize_row_col_kernel[(ceil_div(x.shape[0], TILE.value) * col_tiles,)](
+    quantize_row_col_kernel[(ceil_div(x.shape[0], tile_rows) * col_tiles,)](
         x,
         *row_pointers,
         *col_pointers,
@@ -207,8 +211,8 @@ def _launch(
         ROW=sc.rule_of(specs[0], hardware),
         COL=sc.rule_of(specs[1], hardware),
         SWIZZLED=swizzled,
-        TR=TILE.value,
-        TC=TILE.value,
-        num_warps=8,
+        TR=tile_rows,
+        TC=tile_cols,
+        num_warps=num_warps,
         enable_fp_fusion=False,
     )

@@ -92,25 +92,32 @@ def tensor_factors(amax, constants):
 @triton.jit
 def over_tile(m, AXIS: tl.constexpr):
     """Give every block of a 16x16 tile the maximum of the tile's 16 blocks, which lie along AXIS."""
-    if AXIS == 1:
-        return tl.trans(over_tile(tl.trans(m), 0))
-    tiles = tl.reshape(m, (m.shape[0] // 16, 16, m.shape[1]))
-    tiles = tl.broadcast_to(tl.max(tiles, axis=1)[:, None, :], (m.shape[0] // 16, 16, m.shape[1]))
-    return tl.reshape(tiles, (m.shape[0], m.shape[1]))
+    A: tl.constexpr = m.shape[0]
+    B: tl.constexpr = m.shape[1]
+    if AXIS == 0:
+        tiles = tl.max(tl.reshape(m, (A // 16, 16, B)), axis=1)[:, None, :]
+        tiles = tl.broadcast_to(tiles, (A // 16, 16, B))
+    else:
+        tiles = tl.max(tl.reshape(m, (A, B // 16, 16)), axis=2)[:, :, None]
+        tiles = tl.broadcast_to(tiles, (A, B // 16, 16))
+    return tl.reshape(tiles, (A, B))
 
 
 @triton.jit
 def tree_sum(e, AXIS: tl.constexpr):
     """Give every block of a tile the sum of its 16 errors in the order of section 5: (r, r + 8), then + 4, + 2, + 1."""
     if AXIS == 1:
-        return tl.trans(tree_sum(tl.trans(e), 0))
-    R: tl.constexpr = e.shape[0]
-    N: tl.constexpr = e.shape[1]
-    t = tl.reshape(e, (R // 16, 16, N))
+        e = tl.trans(e)
+    A: tl.constexpr = e.shape[0]
+    B: tl.constexpr = e.shape[1]
+    t = tl.reshape(e, (A // 16, 16, B))
     for step in tl.static_range(4):
-        upper, lower = tl.split(tl.permute(tl.reshape(t, (R // 16, 2, 8 >> step, N)), (0, 2, 3, 1)))
+        upper, lower = tl.split(tl.permute(tl.reshape(t, (A // 16, 2, 8 >> step, B)), (0, 2, 3, 1)))
         t = upper + lower
-    return tl.reshape(tl.broadcast_to(t, (R // 16, 16, N)), (R, N))
+    t = tl.reshape(tl.broadcast_to(t, (A // 16, 16, B)), (A, B))
+    if AXIS == 1:
+        t = tl.trans(t)
+    return t
 
 
 @triton.jit
@@ -120,17 +127,29 @@ def encode_scale(scale, d):
 
 
 @triton.jit
-def candidate_error(xs, START: tl.constexpr, scale, encode, factors, constants, RULE: tl.constexpr):
-    """Return the error of one block scale: section 5's sum over elements 0 to 15, in order."""
+def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr, RULE: tl.constexpr):
+    """Return the error of one block scale: section 5's sum over elements 0 to 15, in order.
+
+    regular: with error_math="exact", whether a power of two scales (q * scale) * A / f(6 * m8) exactly. Then the quotients
+    of q = 1 and q = 1.5 give all others: for the binade p of q, p * y1 + (q - p) * 2 * (y15 - y1).
+    """
     error = tl.zeros_like(scale)
+    if not RULE.scaled:
+        one = scale * factors[0]
+        one = tl.div_rn(one, one * 0 + constants[3])
+        more = (scale * 1.5) * factors[0]
+        more = (tl.div_rn(more, more * 0 + constants[3]) - one) * 2.0
     for i in tl.static_range(16):
-        x = tl.abs(xs[START + i])
+        x = tl.abs(xs[i])
         a = tl.minimum(x * encode, pm.E2M1_MAX)
         # The last bit of binade * 2^22 is half the binade: the distance of E2M1 values there.
-        binade = (tl.maximum(a, 1.0).to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 4194304.0
-        q = (a + binade) - binade
+        binade = (tl.maximum(a, 1.0).to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        q = tl.fma(binade, -4194304.0, tl.fma(binade, 4194304.0, a))
         if RULE.scaled:
-            d = q * scale - x * factors[1]
+            d = tl.fma(q, scale, x * -factors[1])  # the product is exact
+        elif regular:
+            power = (q.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+            d = tl.fma(q - power, more, power * one) - x
         else:
             y = (q * scale) * factors[0]
             d = tl.div_rn(y, y * 0 + constants[3]) - x
@@ -142,24 +161,33 @@ def candidate_error(xs, START: tl.constexpr, scale, encode, factors, constants, 
 
 
 @triton.jit
-def choose_candidate(xs, START: tl.constexpr, block_amax, factors, constants, RULE: tl.constexpr, AXIS: tl.constexpr):
+def errors_are_regular(factors, constants):
+    """Say, for all factors of a program, whether nothing in the exact error of section 5 can leave the normal range."""
+    a = factors[0]
+    inside = (a > 8.077935669463161e-28) & (a < 1.2379400392853803e27) & (constants[3] >= 1.0)  # 2^-90, 2^90
+    if len(a.shape) == 2:
+        return tl.min(tl.min(inside.to(tl.int32), axis=1), axis=0) != 0
+    return inside
+
+
+@triton.jit
+def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, RULE: tl.constexpr, AXIS: tl.constexpr):
     """Return (scale code, encode factor) of the candidate of least error, the first winning ties and NaN."""
     base = tl.div_rn(block_amax, block_amax * 0 + pm.E2M1_MAX) * factors[1]
-    best_code = pm.e4m3_code(base, RULE.hardware)
-    best_encode = encode_scale(pm.e4m3_positive(best_code), factors[3])
-    best_error = candidate_error(xs, START, pm.e4m3_positive(best_code), best_encode, factors, constants, RULE)
-    if RULE.tile:
-        best_error = tree_sum(best_error, AXIS)
-    for i in tl.static_range(1, len(RULE.candidates)):
+    for i in tl.static_range(len(RULE.candidates)):
         code = pm.e4m3_code(base * RULE.candidates[i], RULE.hardware)
-        encode = encode_scale(pm.e4m3_positive(code), factors[3])
-        error = candidate_error(xs, START, pm.e4m3_positive(code), encode, factors, constants, RULE)
+        scale = pm.e4m3_positive(code)
+        encode = encode_scale(scale, factors[3])
+        error = candidate_error(xs, scale, encode, factors, constants, regular, RULE)
         if RULE.tile:
             error = tree_sum(error, AXIS)
-        better = error < best_error
-        best_code = tl.where(better, code, best_code)
-        best_encode = tl.where(better, encode, best_encode)
-        best_error = tl.where(better, error, best_error)
+        if i == 0:
+            best_code, best_encode, best_error = code, encode, error
+        else:
+            better = error < best_error
+            best_code = tl.where(better, code, best_code)
+            best_encode = tl.where(better, encode, best_encode)
+            best_error = tl.where(better, error, best_error)
     return best_code, best_encode
 
 
@@ -168,14 +196,16 @@ def pack_codes(xs, START: tl.constexpr, encode, random, RULE: tl.constexpr):
     """Return the 8 codes from element START as a uint32, element 0 in the low nibble. random: Philox words of the block."""
     if RULE.rounding == "nearest":
         codes = pm.nearest_codes(xs, START, encode)
+    elif RULE.rounding == "stochastic":
+        codes = pm.stochastic_codes(xs, START, encode, random)
     else:
-        codes = pm.truncated_codes(xs, START, encode, random, RULE.rounding == "stochastic")
+        codes = pm.truncated_codes(xs, START, encode)
     return pm.pack_word(xs, START, codes)
 
 
 @triton.jit
-def quantize_block(xs, START: tl.constexpr, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr):
-    """Quantize elements START to START + 15 of a group.
+def quantize_block(xs, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr):
+    """Quantize 16 elements.
 
     Args:
         factors: of `tensor_factors`, scalars or broadcasting over blocks.
@@ -185,7 +215,7 @@ def quantize_block(xs, START: tl.constexpr, factors, constants, random, RULE: tl
     Returns:
         The 16 codes as int64 and the E4M3 scale as uint8.
     """
-    block_amax = pm.abs_max(xs, START, 16)
+    block_amax = pm.abs_max(xs)
     poison = ((block_amax < pm.INF) == 0) | factors[4]
     block_amax = tl.where(poison, pm.INF, block_amax)
     if RULE.tile:
@@ -195,17 +225,21 @@ def quantize_block(xs, START: tl.constexpr, factors, constants, random, RULE: tl
     if len(RULE.candidates) == 0:
         code = pm.e4m3_code(tl.minimum(block_amax * factors[2], pm.FLT_MAX), RULE.hardware)
         encode = encode_scale(pm.e4m3_positive(code), factors[3])
+    elif RULE.scaled:
+        code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
+    elif errors_are_regular(factors, constants):
+        code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
     else:
-        code, encode = choose_candidate(xs, START, block_amax, factors, constants, RULE, AXIS)
-    low = pack_codes(xs, START, encode, random, RULE).to(tl.int64)
-    high = pack_codes(xs, START + 8, encode, random, RULE).to(tl.int64)
+        code, encode = choose_candidate(xs, block_amax, factors, constants, False, RULE, AXIS)
+    low = pack_codes(xs, 0, encode, random, RULE).to(tl.int64)
+    high = pack_codes(xs, 8, encode, random, RULE).to(tl.int64)
     return tl.where(poison, 0, low | (high << 32)), tl.where(poison, E4M3_NAN, code).to(tl.uint8)
 
 
 @triton.jit
 def quantize_mxfp8_block(xs, constants, RULE: tl.constexpr):
     """Quantize 32 elements (section 6): return four int64 words of element bytes and the E8M0 scale as uint8."""
-    block_amax = pm.abs_max(xs, 0, 32)
+    block_amax = pm.abs_max(xs)
     poison = (block_amax < pm.INF) == 0
     bits = (tl.where(poison, 0.0, block_amax) * constants[2]).to(tl.int32, bitcast=True)
     # The smallest exponent whose power of two is at least the value; up to 2^-127 it is 0.

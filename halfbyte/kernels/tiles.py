@@ -48,11 +48,9 @@ def load_col_groups(x_ptr, o_row, rows, o_col, in_col, stride_r, stride_c, SIZE:
 
 @triton.jit
 def rotate_group(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.constexpr):
-    """Rotate if the rule says so, after rounding to bf16 unless x is NARROW (bf16) already."""
-    if RULE.norm == 0.0:
-        return xs
+    """Round to bf16 unless x is NARROW (bf16) already, and rotate: return `bf16_pairs`."""
     if not NARROW:
-        xs = pm.round_bf16(xs)
+        xs = pm.unpack_pairs(pm.bf16_pairs(xs), 0, RULE.group)
     words = ()
     if RULE.fresh:
         words = pm.sign_words(pm.draw_words(sign_ptr, sign_stream))
@@ -103,28 +101,35 @@ def quantize_row_tile(
     xs = load_row_groups(x_ptr, row64 * stride_r, in_row, group * RULE.group, cols, stride_c, RULE.group)
     if RULE.element != "":
         words, scale = sc.quantize_mxfp8_block(xs, constants, RULE)
-        inside = in_row[:, None] & (group < blocks)[None, :]
-        o_word = (row64[:, None] * blocks + group[None, :]) * 4
-        joined = pm.join_words(words)
-        tl.store(q_ptr + o_word[:, :, None] + tl.arange(0, 4)[None, None, :], joined, mask=inside[:, :, None])
-        store_scale(scale_ptr, scale, row[:, None], group[None, :], inside, rows, blocks, SWIZZLED)
+        scales = (scale,)
     else:
         if RULE.row_amax:
             amax = tl.load(amax_ptr + row64, mask=in_row, other=0.0)[:, None]
         else:
             amax = tl.load(amax_ptr)
         factors = sc.tensor_factors(amax, constants)
-        xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
+        if RULE.norm != 0.0:
+            xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
+        words = ()
+        scales = ()
         random = ()
         for g in tl.static_range(RULE.group // 16):
-            block = group * (RULE.group // 16) + g
             if RULE.rounding == "stochastic":
                 key = pm.draw_words(draw_ptr, stream)
-                random = pm.block_words(first_block + row64[:, None] * blocks_per_row + block[None, :], key)
-            codes, scale = sc.quantize_block(xs, g * 16, factors, constants, random, RULE, 0)
-            inside = in_row[:, None] & (block < blocks)[None, :]
-            tl.store(q_ptr + row64[:, None] * blocks + block[None, :], codes, mask=inside)
-            store_scale(scale_ptr, scale, row[:, None], block[None, :], inside, rows, blocks, SWIZZLED)
+                block = first_block + row64[:, None] * blocks_per_row + (group * (RULE.group // 16) + g)[None, :]
+                random = pm.block_words(block, key)
+            block_xs = pm.unpack_pairs(xs, g * 16, 16) if RULE.norm != 0.0 else xs
+            codes, scale = sc.quantize_block(block_xs, factors, constants, random, RULE, 0)
+            words = words + (codes,)
+            scales = scales + (scale,)
+    W: tl.constexpr = len(words)
+    G: tl.constexpr = len(scales)
+    word = group[None, :, None] * W + tl.arange(0, W)[None, None, :]
+    inside = in_row[:, None, None] & (word < blocks * (W // G))
+    tl.store(q_ptr + row64[:, None, None] * (blocks * (W // G)) + word, pm.join_group(words, R, N), mask=inside)
+    block = group[None, :, None] * G + tl.arange(0, G)[None, None, :]
+    inside = in_row[:, None, None] & (block < blocks)
+    store_scale(scale_ptr, pm.join_group(scales, R, N), row[:, None, None], block, inside, rows, blocks, SWIZZLED)
 
 
 @triton.jit
@@ -160,25 +165,32 @@ def quantize_col_tile(
     xs = load_col_groups(x_ptr, group * RULE.group, rows, col, in_col, stride_r, stride_c, RULE.group)
     if RULE.element != "":
         words, scale = sc.quantize_mxfp8_block(xs, constants, RULE)
-        inside = (group < blocks)[:, None] & in_col[None, :]
-        o_word = (col64[None, :] * blocks + group[:, None]) * 4
-        joined = pm.join_words(words)
-        tl.store(q_ptr + o_word[:, :, None] + tl.arange(0, 4)[None, None, :], joined, mask=inside[:, :, None])
-        store_scale(scale_ptr, scale, col[None, :], group[:, None], inside, cols, blocks, SWIZZLED)
+        scales = (scale,)
     else:
         if RULE.row_amax:
             amax = tl.load(amax_ptr + col64, mask=in_col, other=0.0)[None, :]
         else:
             amax = tl.load(amax_ptr)
         factors = sc.tensor_factors(amax, constants)
-        xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
+        if RULE.norm != 0.0:
+            xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
+        words = ()
+        scales = ()
         random = ()
         for g in tl.static_range(RULE.group // 16):
-            block = group * (RULE.group // 16) + g
             if RULE.rounding == "stochastic":
                 key = pm.draw_words(draw_ptr, stream)
-                random = pm.block_words(first_block + col64[None, :] * blocks_per_row + block[:, None], key)
-            codes, scale = sc.quantize_block(xs, g * 16, factors, constants, random, RULE, 1)
-            inside = (block < blocks)[:, None] & in_col[None, :]
-            tl.store(q_ptr + col64[None, :] * blocks + block[:, None], codes, mask=inside)
-            store_scale(scale_ptr, scale, col[None, :], block[:, None], inside, cols, blocks, SWIZZLED)
+                block = first_block + col64[None, :] * blocks_per_row + (group * (RULE.group // 16) + g)[:, None]
+                random = pm.block_words(block, key)
+            block_xs = pm.unpack_pairs(xs, g * 16, 16) if RULE.norm != 0.0 else xs
+            codes, scale = sc.quantize_block(block_xs, factors, constants, random, RULE, 1)
+            words = words + (codes,)
+            scales = scales + (scale,)
+    W: tl.constexpr = len(words)
+    G: tl.constexpr = len(scales)
+    word = group[:, None, None] * W + tl.arange(0, W)[None, None, :]
+    inside = in_col[None, :, None] & (word < blocks * (W // G))
+    tl.store(q_ptr + col64[None, :, None] * (blocks * (W // G)) + word, pm.join_group(words, N, C), mask=inside)
+    block = group[:, None, None] * G + tl.arange(0, G)[None, None, :]
+    inside = in_col[None, :, None] & (block < blocks)
+    store_scale(scale_ptr, pm.join_group(scales, N, C), col[None, :, None], block, inside, cols, blocks, SWIZZLED)
