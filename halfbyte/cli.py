@@ -96,7 +96,8 @@ def env(arguments: list[str]) -> int:
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         print(f"GPU {index}: {facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB")
-    print(hb.backends())
+    for backend in hb.backends():
+        print(f"backend {backend.name}: {'runs here' if backend.available else 'does not run here'}: {backend.reason}")
     return 0
 
 
