@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {device}: torch sees no GPU; without the option the reference is checked")
     scope = Scope(device=device, backend=_backend(device, options.backend), full=options.full)
-    jobs = options.jobs or (min(8, (os.cpu_count() or 2) // 2) if device.type == "cuda" else 1)
+    jobs = options.jobs or (min(16, os.cpu_count() or 1) if device.type == "cuda" else 1)
     report = verify(scope, jobs=jobs, with_speed=options.speed, after=_count if sys.stderr.isatty() else None)
     if sys.stderr.isatty():
         print(file=sys.stderr)  # ends the line that counted
@@ -55,7 +55,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", help="cuda, cuda:1 or cpu; by default the first GPU if there is one")
     parser.add_argument("--backend", choices=BACKENDS, help="by default what runs there")
     parser.add_argument("--full", action="store_true", help="every spec on every input: several minutes of compiling")
-    parser.add_argument("--jobs", type=int, help="processes that share the work; by default up to 8 on a GPU")
+    parser.add_argument("--jobs", type=int, help="processes that share the work; by default up to 16 on a GPU")
     parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True, help="measure speeds too")
     return parser.parse_args(arguments)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.layout import LINEAR, SCALE_LAYOUTS
+from halfbyte.layout import LINEAR, SCALE_LAYOUTS, Blocks
 from halfbyte.spec import NVFP4, Spec
 from halfbyte.verify.compare import difference, relative_error
 from halfbyte.verify.kernels import CPU, TOLERANCE, same_blocks
@@ -25,13 +25,14 @@ def grouped(device: torch.device, backend: str | None) -> Iterator[Finding]:
     """grouped_quantize_row_col and grouped_dequantize byte for byte, grouped_gemm_nt within the GEMM's tolerance."""
     for name in USED:
         row, col = PAIRS[name]
-        for layout in SCALE_LAYOUTS:
-            for what in ("tokens", "experts"):
-                where = device, backend, what, layout
-                yield GROUP, f"{name}, {what}, {layout}", lambda w=where, r=row, c=col: _bytes(*w, (r, c))
+        for what, layout in zip(("tokens", "experts"), SCALE_LAYOUTS, strict=True):
+            where = device, backend, what, layout
+            yield GROUP, f"{name}, {what}, {layout}", lambda w=where, r=row, c=col: _bytes(*w, (r, c))
+    for name in (USED[0], USED[-1]):
+        row, _ = PAIRS[name]
+        assert row is not None
         for dtype in TOLERANCE:
             what = f"{name}, product to {str(dtype).removeprefix('torch.')}"
-            assert row is not None
             yield GROUP, what, lambda spec=row, dtype=dtype: _product(device, backend, spec, dtype)
 
 
@@ -45,7 +46,7 @@ def _offsets(device: torch.device) -> Tensor:
 
 def _bytes(device, backend, what: str, layout: str, specs: tuple[Spec | None, Spec | None]) -> str | None:
     x = _random(TOKENS, COLS) if what == "tokens" else _random(len(ENDS), OUT, COLS)
-    results = []
+    results: list[tuple[Blocks | None, Blocks | None, Tensor]] = []
     for place, which in ((CPU, "reference"), (device, backend)):
         offsets = _offsets(place) if what == "tokens" else None
         pair = ops.grouped_quantize_row_col(
@@ -55,12 +56,12 @@ def _bytes(device, backend, what: str, layout: str, specs: tuple[Spec | None, Sp
         operand = ops.Operand(pair[0], specs[0], COLS, layout)
         results.append((*pair, ops.grouped_dequantize(operand, offsets, torch.bfloat16, which)))
     expected, actual = results
-    for side, mine, theirs in zip(("row", "col"), actual, expected, strict=False):
-        problem = same_blocks(mine, theirs)
-        if problem:
-            return f"{side} {problem}"
-    problem = difference(actual[2], expected[2])
-    return problem and f"dequantized: {problem}"
+    problems = {
+        "row": same_blocks(actual[0], expected[0]),
+        "col": same_blocks(actual[1], expected[1]),
+        "dequantized": difference(actual[2], expected[2]),
+    }
+    return "; ".join(f"{side}: {problem}" for side, problem in problems.items() if problem) or None
 
 
 def _product(device, backend, spec: Spec, dtype: torch.dtype) -> str | None:
@@ -75,6 +76,7 @@ def _product(device, backend, spec: Spec, dtype: torch.dtype) -> str | None:
             )
             assert pair[0] is not None
             sides.append(ops.Operand(pair[0], each, COLS, LINEAR))
-        results.append(ops.grouped_gemm_nt(*sides, _offsets(place), out_dtype=out_dtype, backend=which))
+        a, b = sides
+        results.append(ops.grouped_gemm_nt(a, b, _offsets(place), out_dtype=out_dtype, backend=which))
     error = relative_error(results[1], results[0].double())
     return None if error <= TOLERANCE[dtype] else f"relative error {error:.2e}, at most {TOLERANCE[dtype]:g}"

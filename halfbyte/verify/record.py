@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -21,6 +22,7 @@ class Check:
     name: str
     outcome: Outcome
     detail: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
 
 Finding = tuple[str, str, Callable[[], "str | None"]]
@@ -31,11 +33,13 @@ def run(findings: Iterable[Finding]) -> list[Check]:
     """Run checks one by one; an exception is a failure of its check, not of the run."""
     checks = []
     for group, name, function in findings:
+        start = time.perf_counter()
         try:
             problem = function()
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0][:300]
-        checks.append(Check(group=group, name=name, outcome=FAILED if problem else PASSED, detail=problem or ""))
+        outcome, seconds = FAILED if problem else PASSED, time.perf_counter() - start
+        checks.append(Check(group=group, name=name, outcome=outcome, detail=problem or "", seconds=seconds))
     return checks
 
 
@@ -81,7 +85,13 @@ class Report:
         values = asdict(self)
         values["checks"] = [asdict(check) for check in self.checks if check.outcome != PASSED]
         counts = {name: sum(c.outcome == PASSED for c in group) for name, group in self.groups().items()}
-        return values | {"passed": self.passed, "passed_checks": counts, "row": row(self)}
+        seconds = {name: round(sum(c.seconds for c in group), 1) for name, group in self.groups().items()}
+        return values | {
+            "passed": self.passed,
+            "passed_checks": counts,
+            "process_seconds": seconds,
+            "row": row(self),
+        }
 
 
 def text(report: Report) -> str:
