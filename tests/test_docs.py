@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import halfbyte as hb
+from halfbyte import cli
 from halfbyte.reference.philox import block_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +55,16 @@ def test_named_tests_exist(page):
 def test_links_lead_somewhere(page):
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_documented_options_exist(capsys):
+    commands = re.findall(r"halfbyte (train|compare) ([^`\n]*--[^`\n]*)", "\n".join(page.read_text() for page in PAGES))
+    assert commands
+    for command, options in commands:
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        known = capsys.readouterr().out
+        assert not [option for option in re.findall(r"--[\w-]+", options) if option not in known]
 
 
 def test_every_recipe_is_in_the_table():
