@@ -25,7 +25,7 @@ class Train:
     recipe: str = "nvfp4"
     """A recipe of `halfbyte.recipes`; with `@all` behind it no layer stays in high precision."""
     preset: str = PRESET
-    """Where the defaults below come from: two_cores, one_gpu, tiny."""
+    """Where the defaults below come from: two_cores, two_cores_moe, one_gpu, tiny."""
     config: configs.TrainConfig = field(default_factory=configs.two_cores)
 
 
@@ -36,7 +36,7 @@ class Compare:
     recipes: str = ",".join(comparison.DEFAULT)
     """Recipes, separated by commas, each with or without `@all`; gaps are measured against the first."""
     preset: str = PRESET
-    """Where the defaults below come from: two_cores, one_gpu, tiny."""
+    """Where the defaults below come from: two_cores, two_cores_moe, one_gpu, tiny."""
     config: configs.TrainConfig = field(default_factory=configs.two_cores)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -111,7 +111,8 @@ class TrainConfig:
     """A training run under any recipe. Equal `identity(recipe)` gives equal losses, on a CPU bit for bit."""
 
     model: str = "nano"
-    """Name of a model preset: tiny, nano, 2m, 10m, 60m, 125m, 300m, 1b, 3b, 8b."""
+    """Name of a model preset: tiny, nano, 2m, 10m, 60m, 125m, 300m, 1b, 3b, 8b; moe-tiny, moe-2m, moe-10m, moe-60m,
+    moe-300m, moe-1b with 8 experts, 2 per token."""
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     run: RunConfig = RunConfig()
@@ -175,6 +176,12 @@ def two_cores() -> TrainConfig:
     )
 
 
+def two_cores_moe() -> TrainConfig:
+    """The same with 8 experts, 2 per token."""
+    shape = two_cores()
+    return replace(shape, model="moe-2m", run=replace(shape.run, out=Path("runs/two_cores_moe")))
+
+
 def one_gpu() -> TrainConfig:
     """60M parameters and 0.5B tokens: an evening on one GPU."""
     return TrainConfig(
@@ -201,7 +208,7 @@ def tiny() -> TrainConfig:
     )
 
 
-PRESETS: dict[str, Callable[[], TrainConfig]] = {f.__name__: f for f in (two_cores, one_gpu, tiny)}
+PRESETS: dict[str, Callable[[], TrainConfig]] = {f.__name__: f for f in (two_cores, two_cores_moe, one_gpu, tiny)}
 
 
 def get(name: str) -> TrainConfig:

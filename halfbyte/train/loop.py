@@ -135,9 +135,9 @@ class Trainer:
         optim.set_learning_rate_(self.optimizer, lr)
         total = torch.zeros((), device=self.device)
         for _ in range(config.data.accumulate):
-            loss = self._loss(*self.batches[self.position]) / config.data.accumulate
-            loss.backward()
-            total += loss.detach()
+            loss, balance = self._losses(*self.batches[self.position])
+            ((loss + balance) / config.data.accumulate).backward()
+            total += loss.detach() / config.data.accumulate
             self.position += 1
             self.run_state.advance()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.clip)
@@ -147,9 +147,13 @@ class Trainer:
         return lr, total, norm
 
     def _loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        return self._losses(inputs_BT, targets_BT)[0]
+
+    def _losses(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cross entropy, which is what runs report, and the weighted load-balancing loss of experts."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            logits_BTV = self.forward(inputs_BT)
-        return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
+            logits_BTV, balance = self.forward(inputs_BT, balance=True)
+        return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten()), balance
 
     def _tokens(self) -> int:
         return self.step * self.config.data.tokens_per_step

@@ -1,4 +1,4 @@
-"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU or a mixture of SwiGLU experts.
 
 Parameter names are those of Hugging Face's Llama without the leading `model.`, and every projection is its own
 `nn.Linear`, so that a recipe can be set layer by layer. Shape letters: B sequences, T tokens of one, H query heads,
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfbyte.nn import forward_shared
+from halfbyte.train.moe import MoE, MoEConfig
 
 WIDTH_MULTIPLE = 32
 """Widths are multiples of this: whole MXFP8 blocks, whole pairs of NVFP4 blocks."""
@@ -28,10 +29,11 @@ class ModelConfig:
     """The shape of a decoder.
 
     Args:
-        dim, hidden, layers, heads, kv_heads: C, the SwiGLU width, the blocks, H and G.
+        dim, hidden, layers, heads, kv_heads: C, the SwiGLU width (of one expert), the blocks, H and G.
         vocab_size: V, the number of tokens.
         rope_theta: base of the rotary frequencies.
         tie_embeddings: lm_head shares the embedding's weight.
+        moe: experts in the place of every MLP; None for a dense model.
 
     Raises:
         ValueError: the numbers do not fit together; the message names field, value and remedy.
@@ -46,6 +48,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("dim", "hidden", "layers", "heads", "kv_heads", "vocab_size"):
@@ -63,8 +66,17 @@ class ModelConfig:
     @property
     def parameters(self) -> int:
         """How many parameters the decoder has, counted from the shape."""
+        return self._count(1 if self.moe is None else self.moe.experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """How many of them one token meets."""
+        return self._count(1 if self.moe is None else self.moe.per_token)
+
+    def _count(self, experts: int) -> int:
         attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
-        block = attention + 3 * self.dim * self.hidden + 2 * self.dim
+        router = 0 if self.moe is None else self.moe.experts * self.dim
+        block = attention + router + experts * 3 * self.dim * self.hidden + 2 * self.dim
         return self.layers * block + self.dim + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
 
 
@@ -127,18 +139,24 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP with residual connections."""
+    """Pre-norm attention and MLP, or experts, with residual connections."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config) if config.moe is None else MoE(config.dim, config.hidden, config.moe)
 
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the block's output and, with experts, its load-balancing loss."""
         x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_TD, sin_TD)
-        return x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
+        y_BTC, balance = self.post_attention_layernorm(x_BTC), None
+        if isinstance(self.mlp, MoE):
+            y_BTC, balance = self.mlp(y_BTC)
+        else:
+            y_BTC = self.mlp(y_BTC)
+        return x_BTC + y_BTC, balance
 
 
 class Decoder(nn.Module):
@@ -155,13 +173,21 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = Rotary(config)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return logits [B, T, V] for int64 tokens [B, T]."""
+    def forward(self, tokens_BT: Tensor, balance: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits [B, T, V] for int64 tokens [B, T].
+
+        With `balance`, return the blocks' mean load-balancing loss too, already weighted; a dense model's is zero.
+        """
         cos_TD, sin_TD = self.rotary(tokens_BT.shape[-1])
         x_BTC = self.embed_tokens(tokens_BT)
+        losses = []
         for block in self.layers:
-            x_BTC = block(x_BTC, cos_TD, sin_TD)
-        return self.lm_head(self.norm(x_BTC))
+            x_BTC, loss = block(x_BTC, cos_TD, sin_TD)
+            losses += [] if loss is None else [loss]
+        logits_BTV = self.lm_head(self.norm(x_BTC))
+        if not balance:
+            return logits_BTV
+        return logits_BTV, torch.stack(losses).mean() if losses else torch.zeros((), device=logits_BTV.device)
 
 
 def initialise_(model: Decoder, seed: int) -> None:
@@ -187,7 +213,7 @@ def _initial_std(name: str, parameter: Tensor, config: ModelConfig) -> float:
         return HEAD_STD
     if name == "embed_tokens.weight":
         return HEAD_STD if config.tie_embeddings else 1.0
-    std = parameter.shape[1] ** -0.5
+    std = parameter.shape[-1] ** -0.5
     is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     return std / math.sqrt(2 * config.layers) if is_residual else std
 
@@ -251,6 +277,36 @@ def llama_8b() -> ModelConfig:
     return replace(llama_1b(), dim=4096, hidden=14_336, layers=32, tie_embeddings=False)
 
 
+def moe_tiny() -> ModelConfig:
+    """0.16M parameters, 8 experts, 2 per token: for tests that run in seconds."""
+    return replace(tiny(), hidden=32, layers=2, moe=MoEConfig())
+
+
+def moe_2m() -> ModelConfig:
+    """2.2M parameters with bytes, 0.8M of them active: for two CPU cores."""
+    return ModelConfig(dim=128, hidden=160, layers=4, heads=4, kv_heads=2, vocab_size=256, moe=MoEConfig())
+
+
+def moe_10m() -> ModelConfig:
+    """11M parameters with 4,096 tokens."""
+    return ModelConfig(dim=256, hidden=256, layers=5, heads=4, kv_heads=2, vocab_size=4096, moe=MoEConfig())
+
+
+def moe_60m() -> ModelConfig:
+    """60M parameters with 32,000 tokens."""
+    return ModelConfig(dim=384, hidden=512, layers=7, heads=6, kv_heads=2, vocab_size=32_000, moe=MoEConfig())
+
+
+def moe_300m() -> ModelConfig:
+    """294M parameters with 32,000 tokens."""
+    return ModelConfig(dim=768, hidden=1024, layers=12, heads=12, kv_heads=4, vocab_size=32_000, moe=MoEConfig())
+
+
+def moe_1b() -> ModelConfig:
+    """1.0B parameters with 32,000 tokens."""
+    return ModelConfig(dim=1280, hidden=1792, layers=16, heads=20, kv_heads=4, vocab_size=32_000, moe=MoEConfig())
+
+
 PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "tiny": tiny,
     "nano": nano,
@@ -262,6 +318,12 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "1b": llama_1b,
     "3b": llama_3b,
     "8b": llama_8b,
+    "moe-tiny": moe_tiny,
+    "moe-2m": moe_2m,
+    "moe-10m": moe_10m,
+    "moe-60m": moe_60m,
+    "moe-300m": moe_300m,
+    "moe-1b": moe_1b,
 }
 
 

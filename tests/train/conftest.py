@@ -10,15 +10,15 @@ import pytest
 
 from halfbyte.train import config, data
 
-WORDS = "the model reads a block of sixteen values and keeps one scale for them def return self import not in".split()
+TEXT = "the model reads a block of sixteen values and keeps one scale for them def return self import not in"
 
 
 def write_corpus(folder: Path) -> Path:
     """Write twenty files of words in a fixed random order."""
     folder.mkdir(parents=True, exist_ok=True)
-    generator = random.Random(0)
+    words, generator = TEXT.split(), random.Random(0)
     for number in range(20):
-        text = " ".join(generator.choice(WORDS) for _ in range(400))
+        text = " ".join(generator.choice(words) for _ in range(400))
         (folder / f"part{number:02d}.txt").write_text(text + "\n")
     return folder
 

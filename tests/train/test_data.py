@@ -75,7 +75,9 @@ def test_bpe_restores_the_text_and_trains_alike(folder):
     found = corpus.load(str(folder / "corpus"))
     first = tokenizer.load("bpe:300", found, folder / "one")
     second = tokenizer.load("bpe:300", found, folder / "two")
-    for text, a, b in zip(found.documents(), first.encode(found.documents()), second.encode(found.documents()), strict=True):
+    for text, a, b in zip(
+        found.documents(), first.encode(found.documents()), second.encode(found.documents()), strict=True
+    ):
         assert a.tolist() == b.tolist() and a[-1] == 0 and 0 not in a[:-1]
         assert first._tokenizer.decode(a[:-1].tolist()).encode() == text
     assert first.vocab_size == 300

@@ -1,0 +1,83 @@
+"""The command line: exit statuses and one-line errors."""
+
+import pytest
+
+from halfbyte import cli
+
+pytest.importorskip("tyro")
+
+
+def test_without_arguments_it_lists_its_commands(capsys):
+    assert cli.main([]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in cli.COMMANDS)
+
+
+def test_unknown_command(capsys):
+    assert cli.main(["trian"]) == 2
+    assert "no command 'trian'; use one of train, compare" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["train", "--recipe", "fp3"], "recipe='fp3' is not a preset; use one of bf16, nvfp4"),
+        (["compare", "--recipes", "bf16,fp3"], "recipe='fp3' is not a preset"),
+        (["compare", "--recipes", ""], "name at least one"),
+        (["train", "--preset", "cluster"], "preset='cluster' does not exist"),
+        (["train", "--corpus", "/absent"], "corpus='/absent': no such file or folder"),
+        (["env", "--all"], "env takes no options"),
+    ],
+)
+def test_user_errors_are_one_line_and_status_2(capsys, tmp_path, monkeypatch, arguments, reason):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert reason in error and error.count("\n") == 1 and error.startswith(f"halfbyte {arguments[0]}: ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["train", "--lr", "-1"], "lr=-1.0: give a number above 0"),
+        (["train", "--model", "7b"], "model='7b' is not a preset"),
+        (["compare", "--colour", "1"], "--colour"),
+    ],
+)
+def test_wrong_options_have_status_2(arguments, reason, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert all(option in text for option in ("--preset", "--corpus", "--lr", "--out", "--steps"))
+
+
+def test_a_preset_sets_the_defaults_of_the_other_options(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--preset", "one_gpu", "--help"])
+    assert "60m" in capsys.readouterr().out
+
+
+def test_env_reports_versions_and_backends(capsys):
+    assert cli.main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert "torch" in text and "reference" in text
+
+
+def test_train_in_one_command(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("one scale for sixteen values " * 300)
+    command = ["train", "--preset", "tiny", "--steps", "2", "--recipe", "bf16", "--corpus", str(tmp_path / "text.txt")]
+    command += ["--out", str(tmp_path / "run"), "--cache", str(tmp_path / "cache")]
+    assert cli.main(command) == 0
+    assert "bf16: held-out loss" in capsys.readouterr().out
+    assert cli.main([*command, "--lr", "0.1"]) == 2
+    assert "choose another --out or --overwrite" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""A comparison: table, picture, and nothing lost that was finished."""
+
+import json
+
+import pytest
+
+from halfbyte.train import compare, loop, plot
+
+pytest.importorskip("matplotlib")
+
+
+def test_table_results_and_picture(run):
+    config, _ = run(steps=4, eval_every=2)
+    results = compare.compare(config, ("bf16", "nvfp4", "naive_fp4@all"))
+    out = config.run.out
+    written = json.loads((out / "results.json").read_text())
+    assert [r["recipe"] for r in written["results"]] == ["bf16", "nvfp4", "naive_fp4@all"]
+    base, quantized = results[:2]
+    assert base["gap_percent"] == 0
+    assert quantized["gap_percent"] == 100 * (quantized["held_out_loss"] / base["held_out_loss"] - 1)
+    assert written["data"]["sha256"] and written["environment"]["torch"]
+    lines = (out / "table.md").read_text().splitlines()
+    assert sum(line.startswith("| ") for line in lines) == 2 + 3
+    assert f"{quantized['gap_percent']:+.2f} %" in "\n".join(lines)
+    picture = (out / "losses.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+
+
+def test_a_crash_loses_nothing_that_finished(run, monkeypatch, capsys):
+    config, _ = run(steps=4)
+    names = ("bf16", "mxfp8", "nvfp4")
+    train = loop.Trainer.train
+
+    def fail(trainer):
+        if trainer.recipe == "nvfp4":
+            raise RuntimeError("power cut")
+        return train(trainer)
+
+    monkeypatch.setattr(loop.Trainer, "train", fail)
+    with pytest.raises(RuntimeError, match="power cut"):
+        compare.compare(config, names)
+    kept = json.loads((config.run.out / "results.json").read_text())["results"]
+    assert [r["recipe"] for r in kept] == ["bf16", "mxfp8"]
+    times = {name: (config.run.out / name / "result.json").stat().st_mtime_ns for name in names[:2]}
+
+    monkeypatch.setattr(loop.Trainer, "train", train)
+    results = compare.compare(config, names)
+    assert results[:2] == kept
+    assert times == {name: (config.run.out / name / "result.json").stat().st_mtime_ns for name in names[:2]}
+    assert "mxfp8: finished before, kept" in capsys.readouterr().out
+
+
+def test_another_config_does_not_overwrite_what_is_there(run):
+    config, _ = run(steps=2)
+    compare.compare(config, ("bf16",))
+    other, _ = run(steps=3)
+    with pytest.raises(ValueError, match=r"holds another run \(optim.steps: 2 there, 3 here\)"):
+        compare.compare(other, ("bf16",))
+
+
+def test_divergence_is_a_result():
+    fine = {"recipe": "bf16", "held_out_loss": 2.0, "tokens_per_second": 1e4}
+    lost = {"recipe": "naive_fp4", "held_out_loss": None, "tokens_per_second": 1e3}
+    memory = {"peak_memory_bytes": 3 << 30, "saved_activation_bytes": 5 << 20}
+    results = [fine | memory, lost | memory]
+    compare.with_gaps(results)
+    text = compare.table(results)
+    assert "diverged" in text and "3.00 GiB" in text and "5.0 MiB" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        ((), "name at least one"),
+        (("bf16", "bf16"), "name each once"),
+        (("bf16", "fp3"), "recipe='fp3' is not a preset"),
+    ],
+)
+def test_wrong_lists_of_recipes(names, reason):
+    with pytest.raises(ValueError, match=reason):
+        compare.check(names)
+
+
+def test_smoothing_starts_at_the_first_loss_and_follows_a_constant():
+    assert plot.smooth([4.0] * 5) == pytest.approx([4.0] * 5)
+    assert plot.smooth([4.0, 2.0])[0] == pytest.approx(4.0)
+    assert plot.smooth([]) == []

@@ -1,0 +1,50 @@
+"""The log: a line per step at once, and only the lines that a resumed run really is past."""
+
+import json
+import math
+
+import pytest
+
+from halfbyte.train import log
+
+
+def test_lines_are_there_while_the_run_goes_on(tmp_path):
+    record = log.Log(tmp_path, after=0, tensorboard=False)
+    record.write("step", 1, {"loss": 2.5})
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == {"kind": "step", "step": 1, "loss": 2.5}
+    record.close()
+
+
+def test_resuming_drops_what_comes_again_and_what_was_cut(tmp_path):
+    lines = [json.dumps({"kind": "step", "step": step, "loss": 1.0 / step}) for step in (1, 2, 3)]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines) + '\n{"kind": "st')
+    record = log.Log(tmp_path, after=2, tensorboard=False)
+    record.write("step", 3, {"loss": 9.0})
+    record.close()
+    assert log.curve(tmp_path, "step") == ([1, 2, 3], [1.0, 0.5, 9.0])
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"kind"\n{"kind": "step", "step": 1, "loss": 1.0}\n')
+    with pytest.raises(ValueError, match=r"log\.jsonl line 1: not JSON"):
+        log.read(tmp_path)
+
+
+def test_numbers_that_are_not_finite_stay_json(tmp_path):
+    record = log.Log(tmp_path, after=0, tensorboard=False)
+    record.write("step", 1, {"loss": math.nan, "grad_norm": math.inf})
+    record.close()
+    assert log.read(tmp_path) == [{"kind": "step", "step": 1, "loss": None, "grad_norm": None}]
+    assert log.curve(tmp_path, "step") == ([], [])
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record = log.Log(tmp_path, after=0, tensorboard=True)
+    record.write("step", 1, {"loss": 2.5})
+    record.write("step", 2, {"loss": 1.5})
+    record.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("step/loss")] == [(1, 2.5), (2, 1.5)]

@@ -1,0 +1,130 @@
+"""The mixture of experts: routing, the load-balancing loss, equality with experts one by one, training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import halfbyte as hb
+from halfbyte.train import model, moe, treatment
+
+CONFIG = moe.MoEConfig()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def block():
+    torch.manual_seed(1)
+    return moe.MoE(32, 48, CONFIG)
+
+
+def one_by_one(block, x):
+    """The same mixture, token by token and expert by expert."""
+    y = torch.zeros_like(x)
+    probabilities = F.linear(x, block.gate.weight).softmax(-1)
+    for token in range(len(x)):
+        weights, chosen = probabilities[token].topk(2)
+        for weight, expert in zip(weights / weights.sum(), chosen, strict=True):
+            gate, up = (block.gate_up_proj.weight[expert] @ x[token]).chunk(2)
+            y[token] += weight * (block.down_proj.weight[expert] @ (F.silu(gate) * up))
+    return y
+
+
+def test_output_and_gradients_are_those_of_experts_one_by_one(block, x):
+    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, _ = block(mine)
+    expected = one_by_one(block, other.flatten(0, 1)).view_as(x)
+    assert torch.allclose(y, expected, atol=1e-5)
+    parameters = list(block.parameters())
+    for got, want in zip(
+        torch.autograd.grad(y.square().sum(), (mine, *parameters)),
+        torch.autograd.grad(expected.square().sum(), (other, *parameters)),
+        strict=True,
+    ):
+        assert torch.allclose(got, want, atol=1e-4)
+
+
+def test_routes_sort_copies_by_expert(block, x):
+    routes = block.gate(x.flatten(0, 1))
+    chosen = F.linear(x.flatten(0, 1), block.gate.weight).topk(2).indices.flatten()
+    assert chosen[routes.order].tolist() == sorted(chosen.tolist())
+    assert routes.offsets.tolist() == [int((chosen <= expert).sum()) for expert in range(8)]
+    assert routes.offsets.dtype == torch.int32 and torch.allclose(routes.weights.sum(-1), torch.ones(21))
+
+
+def test_balance_is_one_for_equal_use_and_grows_with_preference():
+    router = moe.Router(8, moe.MoEConfig(per_token=1))
+    with torch.no_grad():
+        router.weight.copy_(20 * torch.eye(8))
+    assert router(torch.eye(8)).balance.item() == pytest.approx(1.0, abs=1e-3)
+    assert router(torch.eye(8)[:1].expand(8, 8)).balance.item() == pytest.approx(8.0, abs=1e-3)
+
+
+def test_the_router_stays_in_high_precision_under_every_recipe(block, x):
+    routes = block.gate(x.flatten(0, 1))
+    report = hb.quantize_(block, "nvfp4", keep=hb.Keep(names=(), last_fraction=0.0))
+    assert report.converted == ("gate_up_proj", "down_proj")
+    with torch.autocast("cpu", torch.bfloat16):
+        again = block.gate(x.flatten(0, 1))
+    assert torch.equal(again.weights, routes.weights) and again.weights.dtype == torch.float32
+
+
+def test_decoder_returns_the_weighted_balance():
+    decoder = model.Decoder(model.moe_tiny())
+    model.initialise_(decoder, 0)
+    tokens = torch.arange(24).view(2, 12)
+    logits, balance = decoder(tokens, balance=True)
+    assert torch.equal(decoder(tokens), logits)
+    assert CONFIG.balance * 0.9 < balance < CONFIG.balance * 8
+    balance.backward()
+    assert all(block.mlp.gate.weight.grad.abs().sum() > 0 for block in decoder.layers)
+    dense = model.Decoder(model.tiny())
+    assert dense(tokens, balance=True)[1] == 0
+
+
+def test_experts_of_the_kept_blocks_stay_in_high_precision():
+    decoder = model.Decoder(model.moe_2m())
+    report = hb.quantize_(decoder, "nvfp4")
+    assert "layers.2.mlp.down_proj" in report.converted and "layers.3.mlp.down_proj" in report.kept
+
+
+@pytest.mark.parametrize("wrong", [{"experts": 0}, {"per_token": 0}, {"per_token": 9}, {"balance": -1.0}])
+def test_configs_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        moe.MoEConfig(**wrong)
+
+
+def learn(recipe: str, steps: int = 24) -> float:
+    """Train a mixture on sequences that count by ones to threes; return the loss of the last steps."""
+    decoder = model.Decoder(replace(model.moe_tiny(), layers=1, moe=moe.MoEConfig(experts=4)))
+    model.initialise_(decoder, 0)
+    chosen = treatment.get(recipe)
+    report = hb.quantize_(decoder, chosen.recipe, keep=chosen.keep)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=4e-3)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(steps):
+        start, stride = (torch.randint(n, (4, 1), generator=generator) for n in (64, 3))
+        tokens = (start + (1 + stride) * torch.arange(25)) % 128
+        logits, balance = decoder(tokens[:, :-1], balance=True)
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        (loss + balance).backward()
+        optimizer.step()
+        report.state.advance()
+        losses.append(loss.item())
+    return sum(losses[-5:]) / 5
+
+
+def test_it_learns_in_four_bits_as_in_high_precision():
+    base = learn("bf16")
+    assert base < 4.4, "it starts at log(256) = 5.5"
+    for recipe in ("nvfp4@all", "nvfp4_mxfp8_bwd@all"):
+        assert learn(recipe) == pytest.approx(base, rel=0.05), recipe
