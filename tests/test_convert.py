@@ -5,65 +5,11 @@ import dataclasses
 
 import pytest
 import torch
+from small_models import NOTHING_KEPT, TOKENS, decoder
 from torch import nn
 
 import halfbyte as hb
 from halfbyte import recipes
-from halfbyte.convert import SHARE_AMAX
-
-NOTHING_KEPT = hb.Keep(names=(), last_fraction=0)
-
-
-class Attention(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim, bias=False) for _ in range(4))
-
-    def forward(self, x):
-        scores = self.q_proj(x) @ self.k_proj(x).transpose(-1, -2)
-        return self.o_proj(scores.softmax(-1) @ self.v_proj(x))
-
-
-class Mlp(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(dim, 2 * dim), nn.Linear(dim, 2 * dim)
-        self.down_proj = nn.Linear(2 * dim, dim)
-
-    def forward(self, x):
-        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Block(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.attn, self.mlp = Attention(dim), Mlp(dim)
-
-    def forward(self, x):
-        x = x + self.attn(x)
-        return x + self.mlp(x)
-
-
-class Decoder(nn.Module):
-    def __init__(self, blocks=10, dim=16):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(11, dim)
-        self.layers = nn.ModuleList(Block(dim) for _ in range(blocks))
-        self.lm_head = nn.Linear(dim, 11, bias=False)
-
-    def forward(self, tokens):
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(x)
-
-
-def decoder(blocks: int = 10) -> Decoder:
-    torch.manual_seed(0)
-    return Decoder(blocks)
-
-
-TOKENS = torch.arange(10).view(2, 5) % 11
 
 
 def linears(model) -> dict[str, nn.Linear]:
@@ -328,73 +274,6 @@ def test_layers_say_their_recipe():
     odd = dataclasses.replace(recipes.nvfp4(), dgrad=None)
     hb.set_recipe_(model, odd)
     assert odd.key in repr(model.layers[0].mlp.up_proj)
-
-
-# A shared amax
-
-
-def weight_operand(layer, amax=None) -> hb.QuantTensor:
-    return hb.quantize(layer.weight.detach(), hb.NVFP4(block=(16, 16)), amax=amax)
-
-
-def test_siblings_share_one_amax():
-    """The layer computes with the bytes of its weight under the group's amax."""
-    model = decoder(2)
-    attn = model.layers[0].attn
-    attn.k_proj.weight.data *= 5
-    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
-    x = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
-    group = torch.stack([m.weight.detach().abs().max() for m in (attn.q_proj, attn.k_proj, attn.v_proj)]).max()
-    for name in ("q_proj", "k_proj", "v_proj"):
-        layer = getattr(attn, name)
-        a = hb.quantize(x, hb.NVFP4())
-        shared = hb.gemm_nt(a, weight_operand(layer, group), torch.float32)
-        assert torch.equal(layer(x), shared)
-        alone = hb.gemm_nt(a, weight_operand(layer), torch.float32)
-        assert torch.equal(shared, alone) == (name == "k_proj")
-    assert torch.equal(attn.o_proj(x), hb.gemm_nt(a, weight_operand(attn.o_proj), torch.float32))
-    other = model.layers[1].attn
-    assert attn.q_proj.amax_group == (attn.q_proj, attn.k_proj, attn.v_proj)
-    assert other.q_proj.amax_group == (other.q_proj, other.k_proj, other.v_proj)
-    mlp = model.layers[0].mlp
-    assert mlp.up_proj.amax_group == (mlp.gate_proj, mlp.up_proj) and mlp.down_proj.amax_group == ()
-
-
-def test_the_shared_amax_follows_the_weights_and_reaches_the_backward():
-    model = decoder(1)
-    recipe = recipes.nvfp4(stochastic_rounding=False, hadamard=None)
-    hb.quantize_(model, recipe, keep=NOTHING_KEPT)
-    mlp = model.layers[0].mlp
-    x = torch.randn(7, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    for factor in (1.0, 8.0):
-        mlp.gate_proj.weight.data *= factor
-        amax = torch.maximum(*(m.weight.detach().abs().max() for m in (mlp.gate_proj, mlp.up_proj)))
-        x.grad = None
-        y = mlp.up_proj(x)
-        y.backward(torch.ones_like(y))
-        w = weight_operand(mlp.up_proj, amax)
-        dy = hb.quantize(torch.ones(7, 32), hb.NVFP4())
-        assert torch.equal(x.grad, hb.gemm_nt(dy, w.transpose(), torch.float32))
-
-
-def test_share_amax_can_be_chosen_and_left_out():
-    model = decoder(2)
-    hb.quantize_(model, "nvfp4", share_amax=())
-    assert all(m.amax_group == () for m in model.modules() if isinstance(m, hb.nn.Linear))
-    model = decoder(2)
-    hb.quantize_(model, "nvfp4", share_amax=(("*q_proj", "*o_proj"),), keep=NOTHING_KEPT)
-    attn = model.layers[1].attn
-    assert attn.o_proj.amax_group == (attn.q_proj, attn.o_proj) and attn.k_proj.amax_group == ()
-    assert SHARE_AMAX[0] == ("*q_proj", "*k_proj", "*v_proj")
-
-
-def test_a_deepcopied_model_shares_within_itself():
-    model = decoder(1)
-    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
-    twin = copy.deepcopy(model)
-    attn = twin.layers[0].attn
-    assert attn.q_proj.amax_group == (attn.q_proj, attn.k_proj, attn.v_proj)
-    assert torch.equal(twin(TOKENS), model(TOKENS))
 
 
 # Recipes at run time

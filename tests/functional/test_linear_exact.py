@@ -169,7 +169,7 @@ def test_an_expanded_gradient():
     assert torch.equal(leaf.grad, run(x, w, None, torch.ones(18, 21), NVFP4)[1])
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "fresh64", "mxfp8", "dequantized", "bf16"])
+@pytest.mark.parametrize("name", ["nvfp4", "dequantized"])
 def test_compiled_without_a_graph_break(name):
     layer = hb.nn.Linear(37, 21, recipe=cases.RECIPES[name], state=hb.RunState(1))
     x, _, _, dy = cases.tensors()
