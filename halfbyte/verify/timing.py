@@ -150,9 +150,9 @@ class Ceilings(NamedTuple):
 
 
 def ceilings(device: torch.device) -> Ceilings:
-    """Measure both ceilings: a copy of 1 GiB and an 8192³ GEMM on random data (CPU: 64 MiB and 256³)."""
+    """Measure both ceilings: a copy of 1 GiB and an 8192³ GEMM on random data (CPU: 16 MiB and 128³)."""
     gpu = device.type == "cuda"
-    size, n = (1 << 30, 8192) if gpu else (1 << 26, 256)
+    size, n = (1 << 30, 8192) if gpu else (1 << 24, 128)
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = 2 * size / measure([lambda: target.copy_(source)], device).seconds
