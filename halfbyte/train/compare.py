@@ -16,7 +16,7 @@ from halfbyte.train.config import TrainConfig
 
 RESULTS, TABLE, PLOT = "results.json", "table.md", "losses.png"
 DEFAULT = ("bf16", "nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "naive_fp4@all")
-"""The baseline in high precision, the recipes, and a control that should lose: gradients truncated, all layers, no RHT."""
+"""The baseline, the recipes, and a control that should lose: truncated gradients, no rotation, no layer kept."""
 
 
 def check(names: Iterable[str]) -> tuple[str, ...]:
