@@ -101,7 +101,7 @@ def test_configs_that_cannot_be_are_refused(wrong):
         moe.MoEConfig(**wrong)
 
 
-def learn(recipe: str, steps: int = 24) -> float:
+def learn(recipe: str, steps: int = 16) -> float:
     """Train a mixture on sequences that count by ones to threes; return the loss of the last steps."""
     decoder = model.Decoder(replace(model.moe_tiny(), layers=1, moe=moe.MoEConfig(experts=4)))
     model.initialise_(decoder, 0)
@@ -125,6 +125,6 @@ def learn(recipe: str, steps: int = 24) -> float:
 
 def test_it_learns_in_four_bits_as_in_high_precision():
     base = learn("bf16")
-    assert base < 4.4, "it starts at log(256) = 5.5"
+    assert base < 4.8, "it starts at log(256) = 5.5"
     for recipe in ("nvfp4@all", "nvfp4_mxfp8_bwd@all"):
         assert learn(recipe) == pytest.approx(base, rel=0.05), recipe
