@@ -86,8 +86,9 @@ def _given_amax(x: Tensor, spec: Spec, value: float | None) -> Tensor | None:
 
 def row_col(device: torch.device, backend: str | None, full: bool) -> Iterator[Finding]:
     """quantize_row_col: both orientations from one call."""
+    values = inputs()
     for pair_name, (row, col) in PAIRS.items():
-        for name, x in inputs().items():
+        for name, x in values.items():
             if not (full or name in (*FEW, "zeros", "no rows")):
                 continue
 
@@ -121,9 +122,10 @@ def maxima(device: torch.device, backend: str | None) -> Iterator[Finding]:
 
 def decoding(device: torch.device, backend: str | None) -> Iterator[Finding]:
     """dequantize: the reference's bytes decoded on the device, every layout and dtype."""
+    values = inputs()
     for spec_name, spec in MAIN_SPECS.items():
         for name in (*FEW, "no rows", "subnormal", "huge"):
-            x = inputs()[name]
+            x = values[name]
             cols = x.shape[-1]
             for layout in SCALE_LAYOUTS:
                 for dtype in VALUE_DTYPES:
