@@ -176,9 +176,7 @@ def _decide(
 
     def row(recipe: Recipe | None, reason: str) -> Row:
         experts = (module.experts,) if isinstance(module, GROUPED) else ()
-        return Row(
-            name=name, shape=(*experts, module.out_features, module.in_features), recipe=recipe, reason=reason
-        )
+        return Row(name=name, shape=(*experts, module.out_features, module.in_features), recipe=recipe, reason=reason)
 
     if isinstance(module, Linear) or (isinstance(module, GROUPED) and module.recipe.specs):
         return row(None, f"already an hb.nn.{type(module).__name__}; use hb.set_recipe_")
