@@ -76,5 +76,5 @@ def _parse(kind: type[Options], arguments: list[str], out: Path) -> Options:
         prog=f"halfbyte {kind.__name__.lower()}",
         args=arguments,
         default=kind(config=preset),
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+        config=(tyro.conf.OmitArgPrefixes,),
     )
