@@ -81,3 +81,4 @@ def test_train_in_one_command(tmp_path, capsys):
     assert "bf16: held-out loss" in capsys.readouterr().out
     assert cli.main([*command, "--lr", "0.1"]) == 2
     assert "choose another --out or --overwrite" in capsys.readouterr().err
+    assert cli.main([*command, "--lr", "0.1", "--overwrite"]) == 0

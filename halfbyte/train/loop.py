@@ -6,6 +6,7 @@ A run that was stopped, however hard, goes on from its newest checkpoint and giv
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -224,11 +225,10 @@ class History:
     def flush(self, log: Log, tokens_per_step: int) -> None:
         """Read the pending losses in one transfer and log them, up to the first that is not finite."""
         numbers = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in self.pending])
-        is_finite = numbers.isfinite().all(dim=1).tolist()
-        for (step, lr, _, _), (loss, norm), good in zip(self.pending, numbers.tolist(), is_finite, strict=True):
+        for (step, lr, _, _), (loss, norm) in zip(self.pending, numbers.tolist(), strict=True):
             log.write("step", step, {"tokens": step * tokens_per_step, "loss": loss, "lr": lr, "grad_norm": norm})
             self.train_loss = loss
-            if not good:
+            if not (math.isfinite(loss) and math.isfinite(norm)):
                 self.is_diverged = True
                 break
         self.pending.clear()
