@@ -17,8 +17,7 @@ from halfbyte.spec import MXFP8, NVFP4, Spec
 
 WORD_VALUES = 8  # values per loaded word: an int32 of NVFP4 codes, an int64 of MXFP8 elements
 
-BLOCK_WORDS = 128
-STEPS = 4
+TILES = ((512, 1), (256, 2), (128, 4), (32, 4))  # (words of a row, rows) of a program: the widest that a row fills
 NUM_WARPS = 4
 
 
@@ -55,7 +54,7 @@ def dequantize_kernel(
     BLOCK_WORDS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """One program writes STEPS rows of BLOCK_WORDS words; each thread owns whole words, so stores are 16 bytes wide."""
+    """One program writes STEPS rows of BLOCK_WORDS words; a word becomes one 16-byte store of bf16."""
     BLOCK_LENGTH: tl.constexpr = 2 if FORMAT == dc.NVFP4 else 4  # words that share a scale
     column_tiles = tl.cdiv(blocks * BLOCK_LENGTH, BLOCK_WORDS)
     i_row = tl.program_id(0) // column_tiles * STEPS
@@ -166,7 +165,8 @@ def _launch(
         factor = dc.NO_FACTOR
     divisor = spec.e4m3_max * spec.fp4_max if nvfp4 else 1.0
     form = dc.NVFP4 if nvfp4 else dc.MXFP8_E4M3 if spec.element == "e4m3" else dc.MXFP8_E5M2
-    grid = (triton.cdiv(rows, STEPS) * triton.cdiv(words.shape[1], BLOCK_WORDS),)
+    width, steps = next((tile for tile in TILES if tile[0] <= words.shape[1]), TILES[-1])
+    grid = (triton.cdiv(rows, steps) * triton.cdiv(words.shape[1], width),)
     dequantize_kernel[grid](
         words,
         scale,
@@ -183,25 +183,25 @@ def _launch(
         FORMAT=form,
         FACTOR=factor,
         SWIZZLED=scale_layout != LINEAR,
-        BLOCK_WORDS=BLOCK_WORDS,
-        STEPS=STEPS,
+        BLOCK_WORDS=width,
+        STEPS=steps,
         num_warps=NUM_WARPS,
     )
     return out
 
 
 def compile_cases() -> list[CompileCase]:
-    """Return what `dequantize` and `decode` launch: every format, factor, scale layout and output width."""
+    """Return what `dequantize` and `decode` launch: every tile, format, factor, scale layout and output width."""
     return [
-        _case(dc.NVFP4, dc.NO_FACTOR, False, torch.bfloat16),
-        _case(dc.NVFP4, dc.TENSOR_FACTOR, True, torch.bfloat16),
-        _case(dc.NVFP4, dc.ROW_FACTOR, False, torch.float32),
-        _case(dc.MXFP8_E4M3, dc.NO_FACTOR, False, torch.bfloat16),
-        _case(dc.MXFP8_E5M2, dc.NO_FACTOR, True, torch.float16),
+        _case(dc.NVFP4, dc.NO_FACTOR, False, torch.bfloat16, TILES[0]),
+        _case(dc.NVFP4, dc.TENSOR_FACTOR, True, torch.bfloat16, TILES[1]),
+        _case(dc.NVFP4, dc.ROW_FACTOR, False, torch.float32, TILES[2]),
+        _case(dc.MXFP8_E4M3, dc.NO_FACTOR, False, torch.bfloat16, TILES[3]),
+        _case(dc.MXFP8_E5M2, dc.NO_FACTOR, True, torch.float32, TILES[0]),
     ]
 
 
-def _case(form: tl.constexpr, factor: tl.constexpr, swizzled: bool, dtype: torch.dtype) -> CompileCase:
+def _case(form: int, factor: int, swizzled: bool, dtype: torch.dtype, tile: tuple[int, int]) -> CompileCase:
     arguments = {
         "qdata_ptr": "*i32:16" if form == dc.NVFP4 else "*i64:16",
         "scale_ptr": "*u8:16",
@@ -212,7 +212,7 @@ def _case(form: tl.constexpr, factor: tl.constexpr, swizzled: bool, dtype: torch
         "FORMAT": form,
         "FACTOR": factor,
         "SWIZZLED": swizzled,
-        "BLOCK_WORDS": BLOCK_WORDS,
-        "STEPS": STEPS,
+        "BLOCK_WORDS": tile[0],
+        "STEPS": tile[1],
     }
     return CompileCase(dequantize_kernel, arguments, num_warps=NUM_WARPS)

@@ -29,21 +29,26 @@ EPILOGUE_BYTES = 32 << 10  # of shared memory for a part of the output tile
 COMBINE_TILE = (16, 128)
 MAX_SPLITS = 16
 MIN_SPLIT_STEPS = 4  # contraction steps below which a split costs more than the programs it fills
+MAX_CHAIN = 8192  # products summed in one go for an fp32 output: tensor cores truncate, the error grows with the length
+TILE_OVERHEAD = 64  # prologue and epilogue of a tile, in columns of the contraction
+LAUNCH_COST = 8e6  # of combine_kernel, and COMBINE_COST per partial sum: in multiply-adds of one multiprocessor
+COMBINE_COST = 300
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Block shape and launch options of one configuration."""
+    """Block shape and launch options of one configuration; cost: measured time of a product, relative to the best."""
 
     bm: int
     bn: int
     bk: int
     num_warps: int
     num_stages: int
+    cost: float = 1.0
 
 
-TMA_TILES = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 128, 64, 4, 4))
-POINTER_TILES = (Tile(128, 128, 32, 8, 4), Tile(64, 64, 32, 4, 4))
+TMA_TILES = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4, 1.1), Tile(64, 128, 64, 4, 4, 1.6))
+POINTER_TILES = (Tile(128, 128, 32, 8, 4), Tile(64, 64, 32, 4, 4, 1.7))
 FP32_TILE = Tile(64, 64, 16, 4, 2)  # operands that no tensor core multiplies exactly: fp32, or a mixed pair
 
 
@@ -119,6 +124,8 @@ def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "aut
     if tma:  # plain stores of the largest tile's output spill registers
         tiles = tuple(t for t in tiles or TMA_TILES[1:] if _describable(out) or t.bn < 256)
     tile, splits = choose_tile(tiles if tma else POINTER_TILES, M, N, K, programs)
+    if splits > 1 and out.dtype == torch.float32:
+        splits = min(MAX_SPLITS, max(splits, ceil_div(K, MAX_CHAIN)))
     return Plan(tma, tile, splits, dc.INTERPRETED.value)
 
 
@@ -126,19 +133,18 @@ def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "aut
 def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, programs: int) -> tuple[Tile, int]:
     """Return the tile, and the number of contraction splits, of least estimated time.
 
-    A tile of one step costs its area divided by how well it keeps the tensor cores busy; programs run in waves.
+    Programs run in waves; each costs its tile's multiply-adds times what the tile was measured to cost.
     """
     best = None
-    for rank, tile in enumerate(tiles):
+    for tile in tiles:
         count = ceil_div(M, tile.bm) * ceil_div(N, tile.bn)
         steps = ceil_div(K, tile.bk)
         most = min(MAX_SPLITS, max(1, steps // MIN_SPLIT_STEPS), max(1, programs // count))
         for splits in range(1, most + 1):
             waves = ceil_div(count * splits, programs)
-            # Smaller tiles read more per product; each split writes and reads fp32 partial sums.
-            time = waves * (ceil_div(steps, splits) * tile.bk + 64) * tile.bm * tile.bn * (1 + 0.12 * rank)
+            time = waves * (ceil_div(steps, splits) * tile.bk + TILE_OVERHEAD) * tile.bm * tile.bn * tile.cost
             if splits > 1:
-                time += 300 * splits * M * N / programs + 5e7
+                time += COMBINE_COST * splits * M * N / programs + LAUNCH_COST
             if best is None or time < best[0]:
                 best = (time, tile, splits)
     assert best is not None
@@ -148,13 +154,19 @@ def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, programs: int) 
 def _run(plan: Plan, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, accumulate: bool, K: int) -> None:
     M, N = out.shape
     if plan.splits == 1:
-        _multiply(plan, a.values, b.values, out, (M, N, K), _factors(a, b, bias), accumulate)
+        chains = ceil_div(K, MAX_CHAIN) if out.dtype == torch.float32 else 1
+        length = round_up(ceil_div(K, chains), plan.tile.bk)
+        for start in range(0, K, length):
+            columns = slice(start, min(start + length, K))
+            ends = _factors(a, b, bias if start == 0 else None)
+            sides = a.values[:, columns], b.values[:, columns]
+            _multiply(plan, *sides, out, ends, accumulate or start > 0)
         return
     width = round_up(N, TMA_ALIGNMENT // 4)
     rows = plan.splits * round_up(M, plan.tile.bm)
     parts = torch.empty(rows, width, dtype=torch.float32, device=out.device)[:, :N]
     raw = _factors(Decoded(a.values), Decoded(b.values), None)
-    _multiply(plan, a.values, b.values, parts, (M, N, K), raw, False)
+    _multiply(plan, a.values[:, :K], b.values[:, :K], parts, raw, False)
     combine(parts, plan.splits, a, b, out, bias=bias, accumulate=accumulate)
 
 
@@ -185,10 +197,9 @@ def combine(
     )
 
 
-def _multiply(
-    plan: Plan, a: Tensor, b: Tensor, out: Tensor, shape: tuple[int, int, int], ends: dict, accumulate: bool
-) -> None:
-    M, N, K = shape
+def _multiply(plan: Plan, a: Tensor, b: Tensor, out: Tensor, ends: dict, accumulate: bool) -> None:
+    """Launch one kernel on a [M, K] and b [N, K]; out [M, N], or the partial sums if the plan splits."""
+    (M, K), N = a.shape, b.shape[0]
     tile = plan.tile
     work = ceil_div(M, tile.bm) * ceil_div(N, tile.bn) * plan.splits
     options = {
@@ -212,8 +223,8 @@ def _multiply(
     parts = _epilogue_parts(tile, out.dtype)
     out_desc = TensorDescriptor.from_tensor(out, [tile.bm, tile.bn // parts]) if out_tma else None
     gemm_tma_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a[:, :K], [tile.bm, tile.bk]),
-        TensorDescriptor.from_tensor(b[:, :K], [tile.bn, tile.bk]),
+        TensorDescriptor.from_tensor(a, [tile.bm, tile.bk]),
+        TensorDescriptor.from_tensor(b, [tile.bn, tile.bk]),
         out_desc,
         out,
         out.stride(0),

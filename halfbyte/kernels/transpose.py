@@ -12,9 +12,9 @@ from halfbyte.kernels.dequantize import as_words
 from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import ceil_div
 
-TILE_ROWS = 32  # words of 8 rows: 256 rows, 128 contiguous bytes of output
+TILE_ROWS = 64  # words of 8 rows: 512 rows, 256 contiguous bytes of output
 TILE_WORDS = 32  # words of 8 columns: 256 columns, 128 contiguous bytes of input
-NUM_WARPS = 4
+NUM_WARPS = 8
 
 
 @triton.jit
@@ -39,14 +39,6 @@ def load_row(qdata_ptr, qdata_stride, o_8r, row: tl.constexpr, o_word, rows, wor
     o_row = o_8r * 8 + row
     mask = (o_row < rows)[:, None] & (o_word < words)[None, :]
     return tl.load(qdata_ptr + o_row.to(tl.int64)[:, None] * qdata_stride + o_word[None, :], mask=mask, other=0)
-
-
-@triton.jit
-def store_row(out_ptr, out_stride, o_word, column: tl.constexpr, o_8r, cols, out_words, value):
-    """Store column `column` of each group of 8 columns as a row of the output."""
-    o_row = o_word * 8 + column
-    mask = (o_8r < out_words)[:, None] & (o_row < cols)[None, :]
-    tl.store(out_ptr + o_row.to(tl.int64)[None, :] * out_stride + o_8r[:, None], value, mask=mask)
 
 
 @triton.jit(do_not_specialize=("rows", "cols", "scale_stride", "out_scale_stride"))
@@ -91,21 +83,22 @@ def transpose_kernel(
     r1, r5 = swap_halves(r1, r5)
     r2, r6 = swap_halves(r2, r6)
     r3, r7 = swap_halves(r3, r7)
-    store_row(out_ptr, out_stride, o_word, 0, o_8r, cols, out_words, r0)
-    store_row(out_ptr, out_stride, o_word, 1, o_8r, cols, out_words, r1)
-    store_row(out_ptr, out_stride, o_word, 2, o_8r, cols, out_words, r2)
-    store_row(out_ptr, out_stride, o_word, 3, o_8r, cols, out_words, r3)
-    store_row(out_ptr, out_stride, o_word, 4, o_8r, cols, out_words, r4)
-    store_row(out_ptr, out_stride, o_word, 5, o_8r, cols, out_words, r5)
-    store_row(out_ptr, out_stride, o_word, 6, o_8r, cols, out_words, r6)
-    store_row(out_ptr, out_stride, o_word, 7, o_8r, cols, out_words, r7)
+    # One exchange through shared memory turns all eight words: [TILE_ROWS, TILE_WORDS, column].
+    even, odd = tl.join(tl.join(r0, r4), tl.join(r2, r6)), tl.join(tl.join(r1, r5), tl.join(r3, r7))
+    turned = tl.reshape(tl.join(even, odd), (TILE_ROWS, TILE_WORDS * 8))
+    o_col = i_word * (TILE_WORDS * 8) + tl.arange(0, TILE_WORDS * 8)
+    p_out = out_ptr + o_col.to(tl.int64)[None, :] * out_stride + o_8r[:, None]
+    tl.store(p_out, turned, mask=(o_8r < out_words)[:, None] & (o_col < cols)[None, :])
     # Scales: the output's row c, block r is the input's row 16 r, block c // 16.
     o_tile = i_row * (TILE_ROWS // 2) + tl.arange(0, TILE_ROWS // 2)
-    o_col = i_word * (TILE_WORDS * 8) + tl.arange(0, TILE_WORDS * 8)
-    mask = (o_col < cols)[:, None] & (o_tile * 16 < rows)[None, :]
-    p_scale = scale_ptr + (o_tile * 16).to(tl.int64)[None, :] * scale_stride + (o_col // 16)[:, None]
-    scale = tl.load(p_scale, mask=mask, other=0)
-    tl.store(out_scale_ptr + o_col.to(tl.int64)[:, None] * out_scale_stride + o_tile[None, :], scale, mask=mask)
+    o_block = i_word * (TILE_WORDS // 2) + tl.arange(0, TILE_WORDS // 2)
+    in_rows = o_tile * 16 < rows
+    p_scale = scale_ptr + (o_tile * 16).to(tl.int64)[None, :] * scale_stride + o_block[:, None]
+    scale = tl.load(p_scale, mask=(o_block * 2 < words)[:, None] & in_rows[None, :], other=0)
+    scale = tl.broadcast_to(scale[:, None, :], (TILE_WORDS // 2, 16, TILE_ROWS // 2))
+    scale = tl.reshape(scale, (TILE_WORDS * 8, TILE_ROWS // 2))
+    p_out = out_scale_ptr + o_col.to(tl.int64)[:, None] * out_scale_stride + o_tile[None, :]
+    tl.store(p_out, scale, mask=(o_col < cols)[:, None] & in_rows[None, :])
 
 
 def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
