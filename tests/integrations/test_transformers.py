@@ -1,0 +1,181 @@
+"""Mixtures of experts of transformers: high precision equals its own implementation, recipes equal grouped_linear."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import halfbyte as hb
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+from transformers.integrations.moe import use_experts_implementation  # noqa: E402
+
+from halfbyte.integrations import transformers as integration  # noqa: E402
+
+SMALL = {
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 97,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def mixtral():
+    config = transformers.MixtralConfig(num_local_experts=4, **SMALL)
+    return transformers.MixtralForCausalLM(config)
+
+
+def qwen():
+    config = transformers.Qwen3MoeConfig(num_experts=6, moe_intermediate_size=24, **SMALL)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def gpt_oss():
+    config = transformers.GptOssConfig(num_local_experts=4, **SMALL)
+    return transformers.GptOssForCausalLM(config)
+
+
+MODELS = {"mixtral": mixtral, "qwen": qwen, "gpt_oss": gpt_oss}
+TOKENS = torch.randint(97, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def build(name):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    model.set_experts_implementation("eager")
+    return model
+
+
+def gradients(model):
+    model.zero_grad()
+    loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_high_precision_is_the_eager_model(name):
+    model = build(name)
+    keys = list(model.state_dict())
+    loss, expected = gradients(model)
+    found = integration.prepare_experts_(model)
+    assert len(found) == 2 and list(model.state_dict()) == keys
+    mine, got = gradients(model)
+    assert torch.allclose(mine, loss, rtol=1e-5)
+    assert got.keys() == expected.keys()
+    for key, gradient in expected.items():
+        assert torch.allclose(got[key], gradient, rtol=1e-3, atol=1e-6), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_follow_the_recipe(name):
+    model = build(name)
+    reference, _ = gradients(model)
+    integration.prepare_experts_(model)
+    report = hb.quantize_(model, "nvfp4")
+    up, down = (name for name in report.converted if name.endswith("_recipe"))
+    assert up.startswith("model.layers.0.mlp.experts") and down.endswith("down_recipe"), "the last block is kept"
+    loss, grads = gradients(model)
+    assert not torch.equal(loss, reference) and loss == pytest.approx(reference.item(), rel=0.05)
+    assert all(g.isfinite().all() for g in grads.values())
+    with hb.high_precision(model):
+        assert torch.allclose(gradients(model)[0], reference, rtol=1e-5)
+    hb.set_recipe_(model, "mxfp8")
+    assert model.get_submodule(up).recipe == hb.recipes.mxfp8()
+
+
+def test_the_experts_compute_what_grouped_linear_does():
+    model = build("mixtral")
+    integration.prepare_experts_(model)
+    state = hb.quantize_(model, "nvfp4").state
+    experts, recipe = model.model.layers[0].mlp.experts, hb.recipes.nvfp4()
+    x = torch.randn(7, 48)
+    index = torch.tensor([[0, 1], [1, 3], [0, 3], [3, 1], [1, 0], [0, 1], [3, 0]])  # nobody asks for expert 2
+    weights = torch.rand(7, 2)
+    rows = [[(t, s) for t in range(7) for s in range(2) if index[t, s] == e] for e in range(4)]
+    offsets = torch.tensor([len(r) for r in rows]).cumsum(0).int()
+    order = [pair for group in rows for pair in group]
+    up, down = (state.philox(experts.get_submodule(f"{side}_recipe").stream) for side in ("up", "down"))
+    h = hb.grouped_linear(x[[t for t, _ in order]], experts.gate_up_proj, offsets, recipe, rng=up)
+    gate, value = h.chunk(2, -1)
+    y = hb.grouped_linear(F.silu(gate) * value, experts.down_proj, offsets, recipe, rng=down)
+    expected = torch.zeros(7, 48)
+    for i, (t, s) in enumerate(order):
+        expected[t] += weights[t, s] * y[i]
+    assert torch.allclose(experts(x, index, weights), expected, atol=1e-6)
+
+
+def test_training_lowers_the_loss():
+    model = build("qwen")
+    integration.prepare_experts_(model)
+    report = hb.quantize_(model, "nvfp4", keep=hb.Keep(last_fraction=0.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        losses.append(gradients(model)[0].item())
+        optimizer.step()
+        report.state.advance()
+    assert losses[-1] < losses[0] - 0.5
+
+
+@use_experts_implementation(has_gate=False, has_post_expert_norm=True)
+class PlainExperts(nn.Module):
+    """Experts without a gate and with a norm behind them."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.num_experts = 3
+        self.up_proj = nn.Parameter(torch.randn(3, 20, 16))
+        self.down_proj = nn.Parameter(torch.randn(3, 16, 20))
+        self.act_fn, self.post_expert_norm = nn.ReLU(), nn.RMSNorm(16)
+
+
+class OnlyExperts(nn.Module):
+    """The least that prepare_experts_ needs of a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = transformers.MixtralConfig(**SMALL)
+        self.experts = PlainExperts(self.config)
+
+    def set_experts_implementation(self, name):
+        self.config._experts_implementation = name
+
+
+def test_experts_without_a_gate_and_of_other_ranks():
+    model = OnlyExperts()
+    integration.prepare_experts_(model)
+    experts, x, index, weights = (
+        model.experts,
+        torch.randn(4, 16),
+        torch.tensor([[0, 2], [3, 1], [3, 3], [1, 0]]),
+        torch.rand(4, 2),
+    )
+    y = experts(x, index, weights)
+    expected = torch.zeros(4, 16)
+    for t in range(4):
+        for e, weight in zip(index[t].tolist(), weights[t], strict=True):
+            if e < 3:
+                h = experts.down_proj[e] @ (experts.up_proj[e] @ x[t]).relu()
+                expected[t] += weight * experts.post_expert_norm(h)
+    assert torch.allclose(y, expected, atol=1e-4) and not y[2].any()
+    y.sum().backward()
+    assert experts.up_proj.grad.isfinite().all()
+
+
+def test_models_without_experts_are_refused():
+    with pytest.raises(ValueError, match="no experts"):
+        integration.prepare_experts_(nn.Linear(2, 2))
+    integration.ALL_EXPERTS_FUNCTIONS.register("halfbyte", integration.experts_forward)
+    model = build("mixtral")
+    model.set_experts_implementation("halfbyte")
+    with pytest.raises(ValueError, match="prepare_experts_"):
+        model(input_ids=TOKENS)
