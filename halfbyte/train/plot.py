@@ -9,7 +9,7 @@ from halfbyte.train import files, log
 
 COLOURS = ("#222222", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#8B6F47")
 """The first recipe black, the others from Okabe and Ito's palette, told apart by colour-blind readers too."""
-SMOOTHING = 0.85
+SMOOTHING = 0.95
 BAND = 2.0
 """Percent of the baseline's loss that a recipe may lose."""
 LABEL_PITCH = 0.045
