@@ -139,7 +139,7 @@ class Tile(NamedTuple):
 
 def row_tile(rows: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
     """Return the tile of the row kernel for a [rows, groups] operand."""
-    total = 1024 if INTERPRETED else 256 * 16 // rule.group
+    total = 1024 if INTERPRETED else 256 if rule.group == 16 else 128
     least = 16 if rule.tile else 1
     n = min(triton.next_power_of_2(groups), total // least)
     r = max(least, min(total // n, triton.next_power_of_2(rows)))
@@ -148,8 +148,8 @@ def row_tile(rows: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
 
 def col_tile(cols: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
     """Return the tile of the column kernel for `groups` groups in each of `cols` columns."""
-    total = 1024 if INTERPRETED else 512 * 16 // rule.group
-    n = min(triton.next_power_of_2(groups), 8)
+    total = 1024 if INTERPRETED else 256 if rule.group == 16 else 128
+    n = min(triton.next_power_of_2(groups), max(1, 64 // rule.group))
     return Tile(total // n, n, 4)
 
 
@@ -159,24 +159,30 @@ def hardware_fp8(device: torch.device) -> bool:
 
 
 class Output(NamedTuple):
-    """The tensors that a kernel fills, [rows, blocks] blocks."""
+    """The tensors that a kernel fills, [rows, blocks] blocks; decoded: qdata is bf16 values, without scales."""
 
     qdata: Tensor
     block_scale: Tensor
     rows: int
     blocks: int
     swizzled: bool
+    decoded: bool
 
 
-def allocate(shape: tuple[int, int], spec: Spec, scale_layout: str, device: torch.device) -> Output:
+def allocate(
+    shape: tuple[int, int], spec: Spec, scale_layout: str, device: torch.device, decoded: bool = False
+) -> Output:
     """Return unwritten qdata and block_scale of an operand of `shape`."""
     rows, cols = shape
     blocks = round_up(cols, spec.alignment) // spec.block_length
+    if decoded:
+        values = torch.empty(rows, blocks * spec.block_length, dtype=torch.bfloat16, device=device)
+        return Output(values, torch.empty(0, dtype=torch.uint8, device=device), rows, blocks, False, True)
     bytes_per_block = 8 if isinstance(spec, NVFP4) else spec.block_length
     qdata = torch.empty(rows, blocks * bytes_per_block, dtype=torch.uint8, device=device)
     swizzled = scale_layout != LINEAR
     size = (swizzled_numel(rows, blocks),) if swizzled else (rows, blocks)
-    return Output(qdata, torch.empty(size, dtype=torch.uint8, device=device), rows, blocks, swizzled)
+    return Output(qdata, torch.empty(size, dtype=torch.uint8, device=device), rows, blocks, swizzled, False)
 
 
 def operand_arguments(spec: Spec, out: Output, amax: Tensor, draw: Draw | None, sign_draw: Draw | None) -> tuple:
@@ -190,7 +196,8 @@ def operand_arguments(spec: Spec, out: Output, amax: Tensor, draw: Draw | None, 
     if spec.needs_sign_rng:
         assert sign_draw is not None, "fresh signs need a draw"
         sign_base, sign_stream = sign_draw.base, sign_draw.stream
-    pointers = (out.qdata.view(torch.int64), out.block_scale, amax, base, sign_base)
+    qdata = out.qdata if out.decoded else out.qdata.view(torch.int64)
+    pointers = (qdata, out.block_scale, amax, base, sign_base)
     return pointers, (stream, first_block, blocks_per_row, sign_stream), sc.constants_of(spec)
 
 
@@ -202,6 +209,7 @@ def quantize(
     sign_draw: Draw | None = None,
     amax: Tensor | None = None,
     scale_layout: str = LINEAR,
+    decoded: bool = False,
 ) -> Blocks:
     """Quantize along the last dimension; the same bytes as `halfbyte.reference.quantize`.
 
@@ -212,6 +220,7 @@ def quantize(
         sign_draw: fresh signs of the rotation.
         amax: fp32 [] or [rows], used instead of the computed one.
         scale_layout: "linear" or "swizzled_32_4_4".
+        decoded: return element * block_scale in bf16 [rows, padded K] as qdata, and no scales.
 
     Returns:
         Blocks of the [rows, K] matrix; MXFP8 has an empty amax.
@@ -222,7 +231,7 @@ def quantize(
         amax = torch.empty(0, dtype=torch.float32, device=x.device)
     elif amax is None:
         amax = operand_amax(x, spec, sign_draw)
-    out = allocate(x.shape, spec, scale_layout, x.device)
+    out = allocate(x.shape, spec, scale_layout, x.device, decoded)
     if out.qdata.numel():
         arguments = operand_arguments(spec, out, amax, draw, sign_draw)
         # Blocks along the dimension that is not contiguous in memory: the column kernel reads whole lines.
@@ -233,7 +242,7 @@ def quantize(
 
 def launch_rows(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
     """Fill `out` with quantize(x)."""
-    rule = sc.rule_of(spec, hardware_fp8(x.device))
+    rule = sc.rule_of(spec, hardware_fp8(x.device))._replace(decoded=out.decoded)
     blocks = round_up(out.blocks, SWIZZLE_COLS) if out.swizzled else out.blocks
     groups = ceil_div(blocks * spec.block_length, rule.group)
     tile = row_tile(out.rows, groups, rule, out.swizzled)
@@ -260,7 +269,7 @@ def launch_rows(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
 
 def launch_cols(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
     """Fill `out` with quantize(x.T)."""
-    rule = sc.rule_of(spec, hardware_fp8(x.device))
+    rule = sc.rule_of(spec, hardware_fp8(x.device))._replace(decoded=out.decoded)
     blocks = round_up(out.blocks, SWIZZLE_COLS) if out.swizzled else out.blocks
     groups = ceil_div(blocks * spec.block_length, rule.group)
     tile = col_tile(out.rows, groups, rule, out.swizzled)

@@ -1,0 +1,75 @@
+"""The quantization kernels on a GPU: every golden vector, and every spec against the reference, bit for bit."""
+
+import pytest
+import quantize_checks as checks
+import torch
+
+import halfbyte as hb
+from halfbyte import layout, reference
+from halfbyte.kernels.amax import finite_amax, row_col_amax
+from halfbyte.kernels.quantize import quantize
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+SHAPES = (((257, 1000), torch.bfloat16), ((160, 512), torch.float32), ((130, 77), torch.float16))
+
+
+@pytest.mark.parametrize("kind", sorted({case.kind for case in checks.QUANTIZED}))
+def test_golden(kind):
+    for case in checks.QUANTIZED:
+        if case.kind == kind:
+            checks.check_golden(case._replace(device="cuda"))
+
+
+def test_golden_row_col():
+    for case in checks.ROW_COL:
+        checks.check_golden_row_col(case._replace(device="cuda"))
+
+
+@pytest.mark.parametrize("spec", checks.SPECS, ids=lambda spec: spec.key)
+def test_against_the_reference(spec):
+    for shape, dtype in SHAPES:
+        for kind in ("heavy", "ties", "tiny", "nonfinite"):
+            x = checks.sample(kind, shape, dtype, "cuda")
+            checks.check_against_reference(x, spec, layout.LINEAR)
+            checks.check_against_reference(x.T, spec, layout.SWIZZLED_32_4_4)
+
+
+@pytest.mark.parametrize("index", range(len(checks.PAIRS)))
+def test_row_col(index):
+    for shape, dtype in SHAPES:
+        for kind in ("heavy", "nonfinite"):
+            x = checks.sample(kind, shape, dtype, "cuda")
+            for scale_layout in layout.SCALE_LAYOUTS:
+                checks.check_row_col(x, checks.PAIRS[index], scale_layout)
+
+
+def test_amax_of_large_tensors():
+    x = checks.sample("nonfinite", (4096, 4100), torch.bfloat16, "cuda")
+    rotated = hb.NVFP4(rotation=hb.Hadamard())
+    assert torch.equal(finite_amax(x), reference.finite_amax(x))
+    assert torch.equal(finite_amax(x, -1), reference.finite_amax(x, -1))
+    assert torch.equal(row_col_amax(x, hb.NVFP4(), rotated, None)[1], reference.finite_amax(reference.rotate(x.T, rotated.rotation)))
+
+
+def test_more_than_two_to_the_31_elements():
+    x = torch.zeros(1, (1 << 31) + 4096, dtype=torch.bfloat16, device="cuda").view(-1, 4096)
+    x[-3:] = torch.randn(3, 4096, device="cuda")
+    blocks = quantize(x, hb.NVFP4(), amax=torch.tensor(6.0, device="cuda"))
+    tail = reference.quantize(x[-8:], hb.NVFP4(), amax=torch.tensor(6.0, device="cuda"))
+    assert torch.equal(blocks.qdata[-8:], tail.qdata) and torch.equal(blocks.block_scale[-8:], tail.block_scale)
+    assert not blocks.qdata[:-8].any()
+
+
+def test_a_graph_replays_with_new_values():
+    x = torch.randn(256, 512, device="cuda").bfloat16()
+    spec = hb.NVFP4(rounding="stochastic")
+    draw = hb.Philox(1, 2).on("cuda")
+    quantize(x, spec, draw=draw)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        blocks = quantize(x, spec, draw=draw)
+    x.copy_(torch.randn(256, 512))
+    draw.base.copy_(torch.tensor([3, 4]))
+    graph.replay()
+    checks.same_blocks(blocks, reference.quantize(x, spec, draw=hb.Philox(3, 4).on("cuda")))

@@ -1,0 +1,84 @@
+"""The quantization kernels in Triton's interpreter: golden vectors and small tensors, bit for bit."""
+
+import pytest
+import quantize_checks as checks
+import torch
+
+import halfbyte as hb
+from halfbyte import layout, reference
+from halfbyte.kernels.amax import finite_amax, row_col_amax
+from halfbyte.kernels.quantize import quantize
+from halfbyte.kernels.row_col import quantize_row_col
+
+KINDS = ("heavy", "ties", "tiny", "nonfinite")
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def one_per_spec(cases):
+    """Return the first edge vector of every kind of name, which is what it is an edge of."""
+    chosen = {}
+    for case in cases:
+        chosen.setdefault((case.kind, case.entry["name"].rsplit("-", 1)[0]), case)
+    return list(chosen.values())
+
+
+@pytest.mark.parametrize("case", one_per_spec(checks.QUANTIZED)[::6], ids=lambda case: case.id)
+def test_golden(case):
+    checks.check_golden(case)
+
+
+@pytest.mark.parametrize("case", checks.ROW_COL[::4], ids=lambda case: case.id)
+def test_golden_row_col(case):
+    checks.check_golden_row_col(case)
+
+
+@pytest.mark.parametrize("index", range(len(checks.SPECS)), ids=lambda index: checks.SPECS[index].key)
+def test_against_the_reference(index):
+    x = checks.sample(KINDS[index % 4], (35, 150), DTYPES[index % 3], "cpu")
+    checks.check_against_reference(x if index % 2 else x.T.contiguous().T, checks.SPECS[index], layout.SCALE_LAYOUTS[index % 2])
+
+
+@pytest.mark.parametrize("index", range(len(checks.PAIRS)))
+def test_row_col(index):
+    x = checks.sample(KINDS[index % 4], (40, 72), DTYPES[index % 3], "cpu")
+    checks.check_row_col(x, checks.PAIRS[index], layout.SCALE_LAYOUTS[index % 2])
+
+
+@pytest.mark.parametrize("shape", ((0, 16), (3, 0), (0, 0)))
+@pytest.mark.parametrize("spec", (hb.NVFP4(), hb.NVFP4(outer="row"), hb.MXFP8()), ids=lambda spec: spec.key)
+def test_empty(shape, spec):
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    checks.check_against_reference(x, spec, layout.LINEAR)
+    checks.check_row_col(x, (spec, spec), layout.SWIZZLED_32_4_4)
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), -1.0))
+def test_an_invalid_amax_poisons_every_block(value):
+    blocks = quantize(torch.ones(3, 40), hb.NVFP4(), amax=torch.tensor(value), scale_layout=layout.SWIZZLED_32_4_4)
+    assert not blocks.qdata.any()
+    expected = layout.swizzle(torch.full((3, 3), 0x7F, dtype=torch.uint8))
+    assert torch.equal(blocks.block_scale, expected)
+
+
+def test_strides_are_read_as_they_are():
+    x = torch.randn(64, 200).bfloat16()
+    for view in (x[::2, ::2], x[:, 3:], x[5:].T, x.view(4, 16, 200).transpose(0, 1)):
+        checks.check_against_reference(view, hb.NVFP4(), layout.LINEAR)
+
+
+def test_amax_of_rows_and_of_both_orientations():
+    x = checks.sample("nonfinite", (40, 72), torch.bfloat16, "cpu")
+    assert torch.equal(finite_amax(x), reference.finite_amax(x))
+    assert torch.equal(finite_amax(x, -1), reference.finite_amax(x, -1))
+    rotated = hb.NVFP4(rotation=hb.Hadamard())
+    row, col = row_col_amax(x, hb.NVFP4(), rotated, None)
+    assert torch.equal(row, reference.finite_amax(x))
+    assert torch.equal(col, reference.finite_amax(reference.rotate(x.T, rotated.rotation)))
+
+
+def test_given_amaxes_replace_the_computed_ones():
+    x = torch.randn(32, 48)
+    amax = torch.tensor(1.5)
+    row, col = quantize_row_col(x, hb.NVFP4(), hb.NVFP4(outer="row"), row_amax=amax)
+    checks.same_blocks(row, reference.quantize(x, hb.NVFP4(), amax=amax))
+    checks.same_blocks(col, reference.quantize(x.T, hb.NVFP4(outer="row")))

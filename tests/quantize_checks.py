@@ -1,0 +1,123 @@
+"""What the tests of the quantization kernels share, on the CPU (interpreter) and on a GPU alike."""
+
+from __future__ import annotations
+
+import golden_vectors as golden
+import kernel_checks as checks
+import torch
+from torch import Tensor
+
+import halfbyte as hb
+from halfbyte import layout, reference
+from halfbyte.kernels.quantize import quantize
+from halfbyte.kernels.row_col import quantize_row_col
+from halfbyte.layout import Blocks
+
+QUANTIZED = [case for case in golden.cases(*golden.QUANTIZE_KINDS) if case.has("qdata")]
+ROW_COL = golden.cases("edge_row_col")
+
+SR = {"rounding": "stochastic"}
+SPECS = (
+    hb.NVFP4(),
+    hb.NVFP4(outer="row"),
+    hb.NVFP4(block=(16, 16)),
+    hb.NVFP4(rounding="toward_zero"),
+    hb.NVFP4(**SR),
+    hb.NVFP4(**SR, fp4_max=6 * 16 / 17),
+    hb.NVFP4(**SR, block=(16, 16)),
+    hb.NVFP4(**SR, rotation=hb.Hadamard()),
+    hb.NVFP4(scaling=hb.FourOverSix(), e4m3_max=256),
+    hb.NVFP4(scaling=hb.FourOverSix(error="mse"), outer="row"),
+    hb.NVFP4(scaling=hb.FourOverSix(error_math="scaled"), e4m3_max=256),
+    hb.NVFP4(scaling=hb.FourOverSix(error="mse", error_math="scaled", candidates=(0.875, 1, 1.25, 1.5))),
+    hb.NVFP4(scaling=hb.FourOverSix(), block=(16, 16), e4m3_max=256),
+    hb.NVFP4(scaling=hb.FourOverSix(), rotation=hb.Hadamard(), e4m3_max=256),
+    hb.NVFP4(rotation=hb.Hadamard(), outer="row"),
+    hb.NVFP4(rotation=hb.Hadamard(size=32, signs="fresh")),
+    hb.NVFP4(rotation=hb.Hadamard(size=64)),
+    hb.NVFP4(rotation=hb.Hadamard(size=128, signs="fresh")),
+    hb.MXFP8(),
+    hb.MXFP8(element="e5m2"),
+)
+PAIRS = (
+    (hb.NVFP4(), hb.NVFP4(rotation=hb.Hadamard())),
+    (hb.NVFP4(**SR), hb.NVFP4(**SR, rotation=hb.Hadamard())),
+    (hb.NVFP4(), hb.MXFP8()),
+    (hb.NVFP4(block=(16, 16)), hb.NVFP4(block=(16, 16))),
+    (hb.NVFP4(outer="row"), hb.NVFP4(outer="row")),
+    (hb.MXFP8(), hb.MXFP8(element="e5m2")),
+    (None, hb.NVFP4(rotation=hb.Hadamard())),
+    (hb.NVFP4(), None),
+)
+
+
+def same_blocks(actual: Blocks | None, expected: Blocks | None) -> None:
+    assert (actual is None) == (expected is None)
+    if actual is not None:
+        for got, want in zip(actual, expected, strict=True):
+            checks.same(got, want)
+
+
+def draws(device: str) -> dict:
+    """Return a draw with all its words in use, and the place of fresh signs."""
+    place = hb.Philox(0x123456789ABCDEF0, (7 << 32) + 5)
+    return {"draw": place.on(device), "sign_draw": hb.Philox(99, 3).on(device)}
+
+
+def sample(kind: str, shape: tuple[int, int], dtype: torch.dtype, device: str) -> Tensor:
+    """Return values that reach the corners of the casts: ties, subnormals, outliers, NaN and Inf."""
+    x = torch.randn(shape, device=device)
+    if kind == "heavy":
+        x = x / torch.rand(shape, device=device).clamp_min(1e-4)
+    elif kind == "ties":
+        x = (x * 8).round() / 8
+    elif kind == "tiny":
+        x = x * 1e-38
+    elif kind == "nonfinite":
+        count = max(1, x.numel() // 2000)
+        for value in (float("nan"), float("inf")):
+            x.view(-1)[torch.randint(x.numel(), (count,), device=device)] = value
+    return x.to(dtype)
+
+
+def check_golden(case: golden.Case) -> None:
+    """The kernels give a vector's bytes in both scale layouts."""
+    entry, spec = case.entry, golden.spec_of(case.entry)
+    x = case.tensor("x", entry["dtype"])
+    x = x.T if entry.get("transposed") or case.kind == "nvfp4_rht_col" else x
+    draw = golden.place_of(entry).on(x.device)
+    options = {"draw": draw, "sign_draw": draw}
+    if case.has("given_amax"):
+        given = case.tensor("given_amax")
+        options["amax"] = given if spec.outer == "row" else given.reshape(())
+    blocks = quantize(x, spec, **options)
+    golden.assert_same(blocks.qdata, case.array("qdata"), "qdata")
+    golden.assert_same(blocks.block_scale, case.array("block_scale"), "block_scale")
+    if case.has("amax"):
+        golden.assert_same(blocks.amax, case.array("amax"), "amax")
+    swizzled = quantize(x, spec, scale_layout=layout.SWIZZLED_32_4_4, **options)
+    checks.same(swizzled.block_scale, layout.swizzle(case.tensor("block_scale")))
+    checks.same(swizzled.qdata, blocks.qdata)
+
+
+def check_golden_row_col(case: golden.Case) -> None:
+    entry = case.entry
+    draw = golden.place_of(entry).on(case.device)
+    specs = golden.spec_of(entry["row"]), golden.spec_of(entry["col"])
+    both = quantize_row_col(case.tensor("x", entry["dtype"]), *specs, draw=draw, sign_draw=draw)
+    for prefix, blocks in zip(("row_", "col_"), both, strict=True):
+        for name in ("qdata", "block_scale", "amax"):
+            if case.has(prefix + name):
+                golden.assert_same(getattr(blocks, name), case.array(prefix + name), prefix + name)
+
+
+def check_against_reference(x: Tensor, spec: hb.NVFP4 | hb.MXFP8, scale_layout: str) -> None:
+    options = {**draws(x.device), "scale_layout": scale_layout}
+    same_blocks(quantize(x, spec, **options), reference.quantize(x, spec, **options))
+
+
+def check_row_col(x: Tensor, pair: tuple, scale_layout: str) -> None:
+    options = {**draws(x.device), "scale_layout": scale_layout}
+    actual, expected = quantize_row_col(x, *pair, **options), reference.quantize_row_col(x, *pair, **options)
+    for got, want in zip(actual, expected, strict=True):
+        same_blocks(got, want)
