@@ -28,9 +28,19 @@ MAGIC = tl.constexpr(8388608.0)  # 2^23: from here to 2^24 a float's low bits ar
 MAGIC_SEVEN = tl.constexpr(0x4B000007)  # the bits of 2^23 + 7
 PACK_BIAS = tl.constexpr(0xFB000000)  # what the exponents of 8 magic numbers add to a packed word: 0x4B000000 * 0x11
 
-# a + 2 and a / 2 + 4, and the integer part of a number added to 2^23: all rounded toward zero.
-LINES_CUT = tl.constexpr(("add.rz.f32 $0, $1, 0f40000000;", "fma.rz.f32 $0, $1, 0f3F000000, 0f40800000;"))
-ADD_CUT = tl.constexpr("add.rz.f32 $0, $1, 0f4B000000;")
+# 2a + 2^-25, a + 2 and a / 2 + 4, and the sum of two numbers: all rounded toward zero.
+LINES_CUT = tl.constexpr(
+    (
+        "fma.rz.f32 $0, $1, 0f40000000, 0f33000000;",
+        "add.rz.f32 $0, $1, 0f40000000;",
+        "fma.rz.f32 $0, $1, 0f3F000000, 0f40800000;",
+    )
+)
+ADD_CUT = tl.constexpr("{.reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; add.rz.f32 $0, a, b;}")
+
+# Bytes 1 of two words below each other, and their even and their odd bytes of two such pairs.
+SECOND_BYTES = tl.constexpr("prmt.b32 $0, $1, $2, 0x5151;")
+LOW_HALVES = tl.constexpr("prmt.b32 $0, $1, $2, 0x5410;")
 
 # Four fp32 values to four bytes: two conversions, each of the upper and the lower operand, joined.
 FP8_CONVERSION = tl.constexpr(
@@ -114,11 +124,13 @@ def nearest_codes(xs, START: tl.constexpr, encode):
 
 @triton.jit
 def stochastic_codes(xs, START: tl.constexpr, encode, random):
-    """Return the bits of 2^23 + code of |x| * encode rounded by random bytes, 8 elements from START.
+    """Return uint32 whose second byte is the code of |x| * encode rounded by random bytes, 8 elements from START.
 
     random: the four Philox words of each block, byte i % 4 of word i // 4 for element i (section 4). As in
-    `nearest_codes`, the code is the minimum of three lines, here truncated after the random fraction u is added. Lines cut
-    to fp32 keep their multiples of 1/256, and below 1, where the definition rounds t = a + u / 2, so does 2a + u.
+    `nearest_codes`, the code is the minimum of three lines, here truncated after the random fraction u is added to them:
+    2^15 + u comes from the byte, and the sum keeps multiples of 1/256. Truncation moves no line across a multiple of
+    1/256. Below 1/2 the definition rounds a + u / 2 to nearest, which reaches 1/2 from 2^-26 below: 2^-25 more on the
+    line 2a, which truncation drops where a is larger.
     """
     out = ()
     for i in tl.static_range(START, START + 8):
@@ -127,16 +139,16 @@ def stochastic_codes(xs, START: tl.constexpr, encode, random):
         if INTERPRETED:
             u = (((word >> (8 * (i % 4))) & 0xFF) | 0x47000000).to(tl.float32, bitcast=True) - 32768.0
             low, middle, high = tl.floor((a + u * 0.5) * 2.0), tl.floor(a + u) + 2.0, tl.floor(a * 0.5 + u) + 4.0
-            code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 7.0)) + MAGIC
+            code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 7.0)) + 32768.0
         else:
             u = tl.inline_asm_elementwise(BYTE_OVER_256[i % 4], "=r,r", [word], dtype=tl.uint32, is_pure=True, pack=1)
-            u = u.to(tl.float32, bitcast=True) - 32768.0
-            middle = tl.inline_asm_elementwise(LINES_CUT[0], "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1)
-            high = tl.inline_asm_elementwise(LINES_CUT[1], "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1)
-            line = tl.minimum((a + a).to(tl.uint32, bitcast=True), middle.to(tl.uint32, bitcast=True))
-            line = tl.minimum(line, high.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
-            code = tl.inline_asm_elementwise(ADD_CUT, "=f,f", [line + u], dtype=tl.float32, is_pure=True, pack=1)
-        out = out + (tl.minimum(code.to(tl.uint32, bitcast=True), MAGIC_SEVEN),)
+            low = tl.inline_asm_elementwise(LINES_CUT[0], "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1)
+            middle = tl.inline_asm_elementwise(LINES_CUT[1], "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1)
+            high = tl.inline_asm_elementwise(LINES_CUT[2], "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1)
+            line = tl.minimum(low.to(tl.uint32, bitcast=True), middle.to(tl.uint32, bitcast=True))
+            line = tl.minimum(line, high.to(tl.uint32, bitcast=True))
+            code = tl.inline_asm_elementwise(ADD_CUT, "=f,r,r", [line, u], dtype=tl.float32, is_pure=True, pack=1)
+        out = out + (tl.minimum(code.to(tl.uint32, bitcast=True), 0x470007FF),)
     return out
 
 
@@ -160,6 +172,33 @@ def pack_word(xs, START: tl.constexpr, codes):
         word = (word << 1) | (xs[START + 7 - j].to(tl.uint32, bitcast=True) >> 31)
         word = (word << 3) + codes[7 - j]
     return word - PACK_BIAS
+
+
+@triton.jit
+def pack_second_bytes(xs, START: tl.constexpr, codes):
+    """Return 8 nibbles as uint32, element START in the low one: the sign of x and the second byte of `codes`."""
+    if INTERPRETED:
+        word = xs[START].to(tl.uint32, bitcast=True) & 0
+        for j in tl.static_range(8):
+            sign = (xs[START + j].to(tl.uint32, bitcast=True) >> 28) & 8
+            word |= (((codes[j] >> 8) & 7) | sign) << (4 * j)
+        return word
+    signs = xs[START + 7].to(tl.uint32, bitcast=True) >> 28
+    for j in tl.static_range(7):
+        # The upper four bits of each: a sign and three bits that a mask drops.
+        signs = (signs << 4) | (xs[START + 6 - j].to(tl.uint32, bitcast=True) >> 28)
+    halves = ()
+    for j in tl.static_range(2):
+        a = tl.inline_asm_elementwise(
+            SECOND_BYTES, "=r,r,r", [codes[j], codes[j + 2]], dtype=tl.uint32, is_pure=True, pack=1
+        )
+        b = tl.inline_asm_elementwise(
+            SECOND_BYTES, "=r,r,r", [codes[j + 4], codes[j + 6]], dtype=tl.uint32, is_pure=True, pack=1
+        )
+        halves = halves + (
+            tl.inline_asm_elementwise(LOW_HALVES, "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1),
+        )
+    return (halves[0] + (halves[1] << 4)) | (signs & 0x88888888)
 
 
 @triton.jit
@@ -245,8 +284,8 @@ def rotate(xs, norm, SIZE: tl.constexpr, FRESH: tl.constexpr, words):
             ys = butterfly(ys, 1 << stage)
     scaled = ()
     for i in tl.static_range(SIZE):
-        # x + 0 turns -0 into +0, apart from the multiplication: a fused one would keep the sign of an underflow.
-        scaled = scaled + (ys[i] * norm + 0.0,)
+        # + 0 turns -0 into +0; sums of bf16 values are multiples of 2^-133, so the product cannot underflow.
+        scaled = scaled + (tl.fma(ys[i], norm, 0.0),)
     return bf16_pairs(scaled)
 
 
