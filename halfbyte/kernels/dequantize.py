@@ -17,8 +17,8 @@ from halfbyte.spec import MXFP8, NVFP4, Spec
 
 WORD_VALUES = 8  # values per loaded word: an int32 of NVFP4 codes, an int64 of MXFP8 elements
 
-TILES = ((512, 1), (256, 2), (128, 4), (32, 4))  # (words of a row, rows) of a program: the widest that a row fills
-NUM_WARPS = 4
+TILES = ((512, 1, 4), (256, 2, 4), (128, 4, 4), (64, 4, 2), (32, 4, 1))
+"""(words of a row, rows, warps) of a program: the widest tile that a row fills."""
 
 
 class Decoded(NamedTuple):
@@ -165,7 +165,7 @@ def _launch(
         factor = dc.NO_FACTOR
     divisor = spec.e4m3_max * spec.fp4_max if nvfp4 else 1.0
     form = dc.NVFP4 if nvfp4 else dc.MXFP8_E4M3 if spec.element == "e4m3" else dc.MXFP8_E5M2
-    width, steps = next((tile for tile in TILES if tile[0] <= words.shape[1]), TILES[-1])
+    width, steps, warps = next((tile for tile in TILES if tile[0] <= words.shape[1]), TILES[-1])
     grid = (triton.cdiv(rows, steps) * triton.cdiv(words.shape[1], width),)
     dequantize_kernel[grid](
         words,
@@ -185,7 +185,7 @@ def _launch(
         SWIZZLED=scale_layout != LINEAR,
         BLOCK_WORDS=width,
         STEPS=steps,
-        num_warps=NUM_WARPS,
+        num_warps=warps,
     )
     return out
 
@@ -197,11 +197,11 @@ def compile_cases() -> list[CompileCase]:
         _case(dc.NVFP4, dc.TENSOR_FACTOR, True, torch.bfloat16, TILES[1]),
         _case(dc.NVFP4, dc.ROW_FACTOR, False, torch.float32, TILES[2]),
         _case(dc.MXFP8_E4M3, dc.NO_FACTOR, False, torch.bfloat16, TILES[3]),
-        _case(dc.MXFP8_E5M2, dc.NO_FACTOR, True, torch.float32, TILES[0]),
+        _case(dc.MXFP8_E5M2, dc.NO_FACTOR, True, torch.float32, TILES[4]),
     ]
 
 
-def _case(form: int, factor: int, swizzled: bool, dtype: torch.dtype, tile: tuple[int, int]) -> CompileCase:
+def _case(form: int, factor: int, swizzled: bool, dtype: torch.dtype, tile: tuple[int, int, int]) -> CompileCase:
     arguments = {
         "qdata_ptr": "*i32:16" if form == dc.NVFP4 else "*i64:16",
         "scale_ptr": "*u8:16",
@@ -215,4 +215,4 @@ def _case(form: int, factor: int, swizzled: bool, dtype: torch.dtype, tile: tupl
         "BLOCK_WORDS": tile[0],
         "STEPS": tile[1],
     }
-    return CompileCase(dequantize_kernel, arguments, num_warps=NUM_WARPS)
+    return CompileCase(dequantize_kernel, arguments, num_warps=tile[2])
