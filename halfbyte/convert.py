@@ -11,14 +11,13 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from halfbyte import recipes
-from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
+from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.linear import Linear, as_recipe, describe
 from halfbyte.nn.streams import STREAMS_PER_MODULE, FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
-GROUPED = (GroupedLinear, GroupedRecipe)
-Layer = nn.Linear | GroupedLinear | GroupedRecipe
+Layer = nn.Linear | GroupedRecipe
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -139,7 +138,7 @@ def quantize_(
         )
     state = RunState(0) if state is None else state
     resolved = {glob: None if rule is None else as_recipe(rule) for glob, rule in (rules or {}).items()}
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, *GROUPED))}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, GroupedRecipe))}
     if not layers:
         raise ValueError(f"model={type(model).__name__}: it contains no torch.nn.Linear; nothing can be converted")
     groups = [tuple(group) for group in share_amax]
@@ -155,7 +154,7 @@ def quantize_(
     )
     for row in rows:
         layer = layers[row.name]
-        if row.recipe is not None and isinstance(layer, GROUPED):
+        if row.recipe is not None and isinstance(layer, GroupedRecipe):
             layer.adopt(row.recipe, state)
         elif row.recipe is not None and isinstance(layer, nn.Linear):
             _replace(model, layer, Linear.from_linear(layer, row.recipe, state))
@@ -175,12 +174,12 @@ def _decide(
     """Return the recipe of one layer and the reason."""
 
     def row(recipe: Recipe | None, reason: str) -> Row:
-        experts = (module.experts,) if isinstance(module, GROUPED) else ()
+        experts = (module.experts,) if isinstance(module, GroupedRecipe) else ()
         return Row(name=name, shape=(*experts, module.out_features, module.in_features), recipe=recipe, reason=reason)
 
-    if isinstance(module, Linear) or (isinstance(module, GROUPED) and module.recipe.specs):
+    if isinstance(module, Linear) or (isinstance(module, GroupedRecipe) and module.recipe.specs):
         return row(None, f"already an hb.nn.{type(module).__name__}; use hb.set_recipe_")
-    if type(module) is not nn.Linear and not isinstance(module, GROUPED):
+    if type(module) is not nn.Linear and not isinstance(module, GroupedRecipe):
         return row(None, f"{type(module).__name__} is a subclass of Linear with a forward of its own")
     if filter_fn is not None and not filter_fn(module, name):
         return row(None, "filter_fn")

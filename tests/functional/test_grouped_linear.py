@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from grouped_cases import GROUPS, RAGGED, RECIPES, ends, slices
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from linear_cases import RECIPES as MORE_RECIPES
 from linear_cases import expected as expected_in_fp64
 
@@ -82,6 +84,16 @@ def test_every_width(shape):
     recipe, rng = hb.recipes.nvfp4(), hb.Philox(4)
     mine = grouped(x, w, dy, ends((3, 0, 20)), recipe, rng)
     for got, expected in zip(mine, loop(x, w, dy, (3, 0, 20), recipe, rng), strict=True):
+        assert torch.equal(got, expected)
+
+
+@settings(max_examples=12)
+@given(st.lists(st.integers(0, 36), min_size=1, max_size=5), st.integers(0, 5), st.integers(1, 50), st.integers(1, 50))
+def test_any_sizes(sizes, padding, out_features, in_features):
+    x, w, dy = inputs(sizes, padding, torch.float32, out_features, in_features)
+    recipe, rng = hb.recipes.nvfp4(hadamard=hb.Hadamard(size=32, signs="fresh")), hb.Philox(8, 80)
+    mine = grouped(x, w, dy, ends(sizes), recipe, rng)
+    for got, expected in zip(mine, loop(x, w, dy, sizes, recipe, rng), strict=True):
         assert torch.equal(got, expected)
 
 
