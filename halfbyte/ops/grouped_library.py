@@ -37,7 +37,10 @@ _SCHEMAS = (
 )
 
 GROUPED_KERNELS: frozenset[str] = frozenset()
-"""Ops of this file that `halfbyte.kernels` implements; the others run on the reference, which reads the offsets."""
+"""Ops of this file that `halfbyte.kernels.backend` has; the others run on the reference, which reads the offsets.
+
+Quantization there may hand over decoded values only once the GEMM, which reads them, is there too.
+"""
 
 
 def _backend(name: str, device: torch.device, backend: str) -> ModuleType:
@@ -48,7 +51,7 @@ def _backend(name: str, device: torch.device, backend: str) -> ModuleType:
         if backend:
             raise ValueError(f"backend={backend!r}: {name} has no kernel there; use backend=None or 'reference'")
         return reference
-    from halfbyte import kernels  # imports Triton, so only where it runs
+    from halfbyte.kernels import backend as kernels  # imports Triton, so only where it runs
 
     return kernels
 
