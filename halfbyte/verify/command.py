@@ -78,6 +78,8 @@ def verify(
     """
     start = time.perf_counter()
     checks = plan.run(scope, jobs, after)
+    if scope.backend is not None and not scope.full:
+        checks.append(_not_run(plan.FULL_ONLY, "they take minutes to compile; use --full"))
     native = plan.native_status(scope.device)
     if not native.available:
         checks.append(_not_run(record.NATIVE_GEMM, native.reason))

@@ -1,6 +1,6 @@
 """Which checks belong to a verification, and how several processes share them.
 
-Most of the time goes into compiling kernels, so each process takes the checks of its own specs and compiles only those.
+Most of the time goes into compiling kernels, so checks that run the same kernels go to the same process.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ class Scope:
     device: torch.device
     backend: str | None
     full: bool = False
+
+
+FULL_ONLY = "rotations of width 128"
 
 
 def native_status(device: torch.device) -> ops.BackendStatus:
@@ -86,13 +89,20 @@ def run(scope: Scope, jobs: int, after: Callable[[int], None] | None = None) -> 
     return [check for _, check in sorted(checks, key=lambda pair: pair[0])]
 
 
+def _compiled_as(name: str) -> str:
+    """Return what checks have in common that run the same compiled kernels: other values in the same shape."""
+    for values in ("non-finite", "zeros"):
+        name = name.replace(values, "regular")
+    return name
+
+
 def _share(scope: Scope, index: int, jobs: int, after: Callable[[int], None] | None = None) -> list[tuple[int, Check]]:
     """Run every check whose group and spec fall to share `index`; return them with their places in the whole."""
     torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
     done = []
     for place, finding in enumerate(findings(scope)):
         group, name, _ = finding
-        if crc32(f"{group}/{name.partition(',')[0]}".encode()) % jobs == index:
+        if crc32(f"{group}/{_compiled_as(name)}".encode()) % jobs == index:
             done.append((place, record.run([finding])[0]))
             if after is not None:
                 after(len(done))
