@@ -9,6 +9,7 @@ import pytest
 import torch
 from grouped_cases import RAGGED, ends, slices
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import halfbyte as hb
 
@@ -76,6 +77,22 @@ def test_copies_and_files_keep_recipe_and_place():
         assert other.up.recipe == model.up.recipe and other.up.stream == model.up.stream
         assert torch.equal(other(X), model(X))
     assert "experts=5, in_features=40, out_features=24, recipe=nvfp4" in repr(model)
+
+
+def test_recomputed_and_offloaded_steps_draw_the_same_bits():
+    layer, x = hb.nn.GroupedLinear(5, 40, 24, state=hb.RunState(3)), X.clone().requires_grad_()
+
+    def gradients(forward):
+        layer.weight.grad = x.grad = None
+        forward(x, OFFSETS).square().sum().backward()
+        return layer.weight.grad, x.grad
+
+    expected = gradients(layer)
+    recomputed = gradients(lambda *inputs: checkpoint(layer, *inputs, use_reentrant=False))
+    with torch.autograd.graph.save_on_cpu():
+        offloaded = gradients(layer)
+    for other in (recomputed, offloaded):
+        assert all(torch.equal(a, b) for a, b in zip(expected, other, strict=True))
 
 
 def test_main_grad_of_the_weight_is_used():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends.debugging import aot_eager
 
 import halfbyte as hb
 from halfbyte.train import model, moe, treatment
@@ -93,6 +94,22 @@ def test_experts_of_the_kept_blocks_stay_in_high_precision():
     decoder = model.Decoder(model.moe_2m())
     report = hb.quantize_(decoder, "nvfp4")
     assert "layers.2.mlp.down_proj" in report.converted and "layers.3.mlp.down_proj" in report.kept
+
+
+def test_compiled_equals_eager_for_any_number_of_tokens(block):
+    hb.quantize_(block, "nvfp4")
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
+    for tokens in range(10, 30, 2):
+        x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(tokens))
+        assert torch.equal(compiled(x)[0], block(x)[0])
+    assert len(graphs) <= 2
 
 
 @pytest.mark.parametrize("wrong", [{"experts": 0}, {"per_token": 0}, {"per_token": 9}, {"balance": -1.0}])
