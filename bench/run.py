@@ -55,6 +55,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--plain", action=toggle, default=None, help="time compiled plain torch too (first shape)")
     parser.add_argument("--peers", action=toggle, default=False, help="time other libraries that import (first shape)")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of the .jsonl file")
+    parser.add_argument("--commit", help="what to record where the sources lie outside a git checkout")
     parser.add_argument("--list", action="store_true", help="print the cases")
     return parser.parse_args(arguments)
 
@@ -65,7 +66,7 @@ def run(cases: Iterable[Case], device: torch.device, options: argparse.Namespace
     Returns:
         The results and the file they are in.
     """
-    facts = machine.facts(device)
+    facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     ceilings = timing.ceilings(device)
     print(f"ceilings: {ceilings.text()}\n\n{results.HEAD}", flush=True)
