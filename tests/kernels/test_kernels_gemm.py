@@ -85,9 +85,8 @@ def test_scalar_factors_that_overflow_together():
     torch.testing.assert_close(y, expected.float())
 
 
-@pytest.mark.parametrize("splits", (2, 3))
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_split_contraction(splits, variant, monkeypatch):
+@pytest.mark.parametrize(("variant", "splits"), (("pointer", 2), ("tma", 3)))
+def test_split_contraction(variant, splits, monkeypatch):
     plans = []
 
     def plan(*arguments):
@@ -95,7 +94,7 @@ def test_split_contraction(splits, variant, monkeypatch):
         return plans[-1]
 
     monkeypatch.setattr(gemm, "make_plan", plan)
-    assert_like_reference(PAIRS[splits - 2], (70, 37, 200))
+    assert_like_reference(PAIRS[splits - 2], (70, 37, 160))
     assert plans
 
 
