@@ -125,23 +125,32 @@ def linear_shared(
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
     _check_options(out_dtype, amaxes)
     draws = [None] * n if places is None else [place.on(x.device) for place in places]
+    # A tensor is passed once, however many weights share it: torch.compile refuses repeated inputs.
+    bases, base_of = _distinct([None if d is None else d.base for d in draws])
+    amaxes, amax_of = _distinct(amaxes)
     call = _Call(
         recipe=recipe,
         count=n,
+        base_of=base_of,
+        amax_of=amax_of,
         streams=tuple((d.stream, d.first_block, d.blocks_per_row) if d is not None else None for d in draws),
         out_dtype=out_dtype or x.dtype,
         save=torch.is_grad_enabled(),
     )
-    bases = [None if d is None else d.base for d in draws]
     return _SharedLinear.apply(call, x, *weights, *biases, *amaxes, *grads, *bases)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What is static about one call: everything that is no tensor."""
+    """What is static about one call: everything that is no tensor.
+
+    base_of, amax_of: for every weight, which of the bases and amaxes is its own.
+    """
 
     recipe: Recipe
     count: int
+    base_of: tuple[int, ...]
+    amax_of: tuple[int, ...]
     streams: tuple[tuple[int, int, int | None] | None, ...]
     out_dtype: torch.dtype
     save: bool
@@ -169,7 +178,7 @@ class _SharedLinear(torch.autograd.Function):
         for i, w in enumerate(weights):
             w_col_spec = dgrad.b if need_dx and not dequantized else None
             place = _Place(draws[i], draws[0], W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
-            w_row, w_col = _both(w, fprop.b, w_col_spec, place, amaxes[i])
+            w_row, w_col = _both(w, fprop.b, w_col_spec, place, amaxes[call.amax_of[i]])
             bias = biases[i]
             y = ops.gemm_nt(row, w_row, out_dtype=call.out_dtype, bias=bias)
             outputs.append(y.view(*x.shape[:-1], w.shape[0]))
@@ -303,10 +312,17 @@ def _load(layout: list, saved: Sequence[Any], n: int) -> tuple[list, Sequence[Te
     return operands, saved[len(saved) - n :]
 
 
+def _distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[int, ...]]:
+    """Return the tensors with None for every repetition, and for each where it is first."""
+    first = tuple(next(j for j, other in enumerate(tensors) if other is tensor) for tensor in tensors)
+    return [tensor if first[i] == i else None for i, tensor in enumerate(tensors)], first
+
+
 def _draws(call: _Call, bases: Sequence[Tensor | None]) -> list[Draw | None]:
+    own = [bases[i] for i in call.base_of]
     return [
         None if base is None or place is None else Draw(base, *place)
-        for base, place in zip(bases, call.streams, strict=True)
+        for base, place in zip(own, call.streams, strict=True)
     ]
 
 
