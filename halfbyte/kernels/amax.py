@@ -1,7 +1,7 @@
 """The largest finite magnitude: of an operand, of its rows, after its rotation, or of two operands in one pass.
 
-A result stays on the device: programs meet in an atomic maximum of the fp32 bits, which order as integers do for numbers
-that are not negative. NaN and Inf are left out (docs/numerics.md section 3).
+A result stays on the device: programs meet in an atomic maximum of the fp32 bits, which order as integers do for
+numbers that are not negative. NaN and Inf are left out (docs/numerics.md section 3).
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def amax_rows_kernel(
     row64 = row.to(tl.int64)
     xs = load_row_groups(x_ptr, row64 * stride_r, in_row, group * RULE.group, cols, stride_c, RULE.group)
     if RULE.norm != 0.0:
-        xs = pm.unpack_pairs(rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE), 0, RULE.group)
+        xs = pm.unpack_pairs(
+            rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE), 0, RULE.group
+        )
     m = finite_max(xs)
     if RULE.row_amax:
         tl.atomic_max(out_ptr + row64, tl.max(m, axis=1), mask=in_row, sem="relaxed")
@@ -67,7 +69,9 @@ def amax_cols_kernel(
     if PLAIN:
         tl.atomic_max(plain_ptr, tl.max(tl.max(finite_max(xs), axis=1), axis=0), sem="relaxed")
     if RULE.norm != 0.0:
-        xs = pm.unpack_pairs(rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE), 0, RULE.group)
+        xs = pm.unpack_pairs(
+            rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE), 0, RULE.group
+        )
     m = finite_max(xs)
     if RULE.row_amax:
         tl.atomic_max(out_ptr + col.to(tl.int64), tl.max(m, axis=0), mask=in_col, sem="relaxed")

@@ -1,7 +1,7 @@
 """Device functions from values to codes: casts, packing, Philox, rotation (docs/numerics.md sections 1, 4 and 7).
 
-A block is a tuple of 16 tensors (MXFP8: 32, a rotated group: up to 128), element i of every block in tensor i, so that a
-thread owns whole blocks: maxima, sums, butterflies and packing are arithmetic between registers, without shuffles or
+A block is a tuple of 16 tensors (MXFP8: 32, a rotated group: up to 128), element i of every block in tensor i, so that
+a thread owns whole blocks: maxima, sums, butterflies and packing are arithmetic between registers, without shuffles or
 shared memory, and the same code serves blocks along rows and along columns.
 
 Everything is exact in Triton's interpreter and on every GPU. Where a GPU has one instruction for what portable Triton
@@ -127,7 +127,7 @@ def stochastic_codes(xs, START: tl.constexpr, encode, random):
     """Return uint32 whose second byte is the code of |x| * encode rounded by random bytes, 8 elements from START.
 
     random: the four Philox words of each block, byte i % 4 of word i // 4 for element i (section 4). As in
-    `nearest_codes`, the code is the minimum of three lines, here truncated after the random fraction u is added to them:
+    `nearest_codes`, the code is the minimum of three lines, here truncated after the random fraction u is added:
     2^15 + u comes from the byte, and the sum keeps multiples of 1/256. Truncation moves no line across a multiple of
     1/256. Below 1/2 the definition rounds a + u / 2 to nearest, which reaches 1/2 from 2^-26 below: 2^-25 more on the
     line 2a, which truncation drops where a is larger.
@@ -166,7 +166,7 @@ def truncated_codes(xs, START: tl.constexpr, encode):
 
 @triton.jit
 def pack_word(xs, START: tl.constexpr, codes):
-    """Return 8 nibbles as uint32, element START in the low one: the sign of x and the code of the bits of 2^23 + code."""
+    """Return 8 nibbles as uint32, element START in the low one: the sign of x, the code of the bits 2^23 + code."""
     word = xs[START].to(tl.uint32, bitcast=True) & 0
     for j in tl.static_range(8):
         word = (word << 1) | (xs[START + 7 - j].to(tl.uint32, bitcast=True) >> 31)
@@ -204,7 +204,7 @@ def pack_second_bytes(xs, START: tl.constexpr, codes):
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
     """Return the four words of Philox4x32-10; counters and keys uint32."""
-    for i in tl.static_range(10):
+    for _ in tl.static_range(10):
         p0 = c0.to(tl.uint64) * 0xD2511F53
         p1 = c2.to(tl.uint64) * 0xCD9E8D57
         c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
@@ -312,7 +312,10 @@ def unpack_pairs(pairs, START: tl.constexpr, LENGTH: tl.constexpr):
     """Return LENGTH fp32 tensors from element START of `bf16_pairs`."""
     out = ()
     for i in tl.static_range(START // 2, (START + LENGTH) // 2):
-        out = out + ((pairs[i] << 16).to(tl.float32, bitcast=True), (pairs[i] & 0xFFFF0000).to(tl.float32, bitcast=True))
+        out = out + (
+            (pairs[i] << 16).to(tl.float32, bitcast=True),
+            (pairs[i] & 0xFFFF0000).to(tl.float32, bitcast=True),
+        )
     return out
 
 
@@ -351,7 +354,7 @@ def split_four(x, R: tl.constexpr, N: tl.constexpr):
 def join_group(parts, R: tl.constexpr, N: tl.constexpr):
     """Join 1, 2, 4 or 8 tensors [R, N] into [R, N, count], in one thread."""
     COUNT: tl.constexpr = len(parts)
-    for step in tl.static_range(3):
+    for _ in tl.static_range(3):
         if len(parts) > 1:
             joined = ()
             for i in tl.static_range(len(parts) // 2):

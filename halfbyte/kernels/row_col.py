@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfbyte.formats import SWIZZLE_ROWS
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import row_col_amax
+from halfbyte.kernels.dequantize import decode
 from halfbyte.kernels.quantize import (
     allocate,
     hardware_fp8,
@@ -17,14 +19,16 @@ from halfbyte.kernels.quantize import (
 )
 from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.transpose import transpose
-from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, swizzle
+from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up, swizzle
 from halfbyte.rng import Draw
 from halfbyte.spec import MXFP8, Spec
 
-TILES = (128, 128, 8)  # rows, columns and warps of a program: whole rotation groups and tiles of swizzled scales
+TILES = (64, 64, 4)  # rows, columns and warps of a tile
 
 
-VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "first_block", "sign_stream")) + ("col_tiles",)
+VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "first_block", "sign_stream")) + (
+    "col_tiles",
+)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -70,8 +74,13 @@ def quantize_row_col_kernel(
     TC: tl.constexpr,
 ):
     """One program quantizes a TR x TC tile both ways; its second read of the tile comes from the cache."""
-    i_row = tl.program_id(0) // col_tiles * TR
-    i_col = tl.program_id(0) % col_tiles * TC
+    row_constants = (row_span, row_floor, row_inverse, row_unit)
+    col_constants = (col_span, col_floor, col_inverse, col_unit)
+    row_factors = sc.operand_factors(row_amax_ptr, row_constants, ROW)
+    col_factors = sc.operand_factors(col_amax_ptr, col_constants, COL)
+    tile = tl.program_id(0)
+    i_row = tile // col_tiles * TR
+    i_col = tile % col_tiles * TC
     quantize_col_tile(
         i_row // COL.group,
         i_col,
@@ -90,7 +99,8 @@ def quantize_row_col_kernel(
         col_first_block,
         col_blocks_per_row,
         col_sign_stream,
-        (col_span, col_floor, col_inverse, col_unit),
+        col_constants,
+        col_factors,
         COL,
         SWIZZLED,
         TR // COL.group,
@@ -114,7 +124,8 @@ def quantize_row_col_kernel(
         row_first_block,
         row_blocks_per_row,
         row_sign_stream,
-        (row_span, row_floor, row_inverse, row_unit),
+        row_constants,
+        row_factors,
         ROW,
         SWIZZLED,
         TR,
@@ -132,12 +143,14 @@ def quantize_row_col(
     row_amax: Tensor | None = None,
     col_amax: Tensor | None = None,
     scale_layout: str = LINEAR,
+    transient: tuple[bool, bool] = (False, False),
 ) -> tuple[Blocks | None, Blocks | None]:
     """Return (quantize(x, row_spec), quantize(x.T, col_spec)); equal 16x16 specs share one quantization.
 
     Args:
         x: bf16, fp16 or fp32 [..., K]; flattened to a matrix first.
         draw: the row's random bytes; the column uses the next offset.
+        transient: whether row and col are returned decoded: bf16 element * block_scale as qdata, and no scales.
 
     Returns:
         Blocks of [rows, K] and of [K, rows]; None where the spec is None.
@@ -145,20 +158,25 @@ def quantize_row_col(
     check_scale_layout(scale_layout)
     x = x.reshape(matrix_shape(x.shape))
     if row_spec is not None and row_spec == col_spec and row_spec.is_tile:
-        return _tiles(x, row_spec, draw, row_amax, scale_layout)
+        return _tiles(x, row_spec, draw, row_amax, scale_layout, transient)
     common = {"sign_draw": sign_draw, "scale_layout": scale_layout}
     col_draw = draw.next() if draw is not None else None
     row_amax, col_amax = _complete_amaxes(x, (row_spec, col_spec), (row_amax, col_amax), sign_draw)
     if row_spec is None or col_spec is None or x.numel() == 0 or x.stride(1) != 1:
-        row = quantize(x, row_spec, draw=draw, amax=row_amax, **common) if row_spec is not None else None
-        col = quantize(x.T, col_spec, draw=col_draw, amax=col_amax, **common) if col_spec is not None else None
+        row = col = None
+        if row_spec is not None:
+            row = quantize(x, row_spec, draw=draw, amax=row_amax, decoded=transient[0], **common)
+        if col_spec is not None:
+            col = quantize(x.T, col_spec, draw=col_draw, amax=col_amax, decoded=transient[1], **common)
         return row, col
-    row = allocate(x.shape, row_spec, scale_layout, x.device)
-    col = allocate(x.T.shape, col_spec, scale_layout, x.device)
+    row = allocate(x.shape, row_spec, scale_layout, x.device, transient[0])
+    col = allocate(x.T.shape, col_spec, scale_layout, x.device, transient[1])
+    hardware = hardware_fp8(x.device)
     _launch(
         x,
-        (row_spec, col_spec),
-        row.swizzled,
+        sc.rule_of(row_spec, hardware)._replace(decoded=row.decoded),
+        sc.rule_of(col_spec, hardware)._replace(decoded=col.decoded),
+        scale_layout != LINEAR,
         operand_arguments(row_spec, row, row_amax, draw, sign_draw),
         operand_arguments(col_spec, col, col_amax, col_draw, sign_draw),
         (row.blocks, col.blocks),
@@ -167,36 +185,62 @@ def quantize_row_col(
 
 
 def _tiles(
-    x: Tensor, spec: Spec, draw: Draw | None, amax: Tensor | None, scale_layout: str
+    x: Tensor,
+    spec: Spec,
+    draw: Draw | None,
+    amax: Tensor | None,
+    scale_layout: str,
+    transient: tuple[bool, bool],
 ) -> tuple[Blocks, Blocks]:
     row = quantize(x, spec, draw=draw, amax=amax)
     col = Blocks(*transpose(row.qdata, row.block_scale, *x.shape), row.amax)
-    if scale_layout == LINEAR:
-        return row, col
-    return row._replace(block_scale=swizzle(row.block_scale)), col._replace(block_scale=swizzle(col.block_scale))
+    sides = []
+    for blocks, cols, is_transient in ((row, x.shape[1], transient[0]), (col, x.shape[0], transient[1])):
+        if is_transient:
+            blocks = Blocks(decode(blocks, spec, cols).values, blocks.block_scale.new_empty(0), blocks.amax)
+        elif scale_layout != LINEAR:
+            blocks = blocks._replace(block_scale=swizzle(blocks.block_scale))
+        sides.append(blocks)
+    return sides[0], sides[1]
 
 
 def _complete_amaxes(
-    x: Tensor, specs: tuple[Spec | None, Spec | None], given: tuple[Tensor | None, Tensor | None], sign_draw: Draw | None
+    x: Tensor,
+    specs: tuple[Spec | None, Spec | None],
+    given: tuple[Tensor | None, Tensor | None],
+    sign_draw: Draw | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute the amaxes that were not given, both from one read if possible; empty for MXFP8, None without a spec."""
     needed = [spec if amax is None else None for spec, amax in zip(specs, given, strict=True)]
     computed = row_col_amax(x, *needed, sign_draw)
     return tuple(
-        torch.empty(0, dtype=torch.float32, device=x.device) if isinstance(spec, MXFP8) else old if old is not None else new
+        torch.empty(0, dtype=torch.float32, device=x.device)
+        if isinstance(spec, MXFP8)
+        else old
+        if old is not None
+        else new
         for spec, old, new in zip(specs, given, computed, strict=True)
     )
 
 
 def _launch(
-    x: Tensor, specs: tuple[Spec, Spec], swizzled: bool, row_arguments: tuple, col_arguments: tuple, blocks: tuple[int, int]
+    x: Tensor,
+    row: sc.Rule,
+    col: sc.Rule,
+    swizzled: bool,
+    row_arguments: tuple,
+    col_arguments: tuple,
+    blocks: tuple[int, int],
 ) -> None:
-    hardware = hardware_fp8(x.device)
     tile_rows, tile_cols, num_warps = TILES
-    col_tiles = ceil_div(x.shape[1], tile_cols)
+    tile_rows, tile_cols = max(tile_rows, col.group), max(tile_cols, row.group)  # whole groups both ways
+    # Swizzled scales have padding that is zeroed: up to 128 rows, or four blocks of at most 32.
+    rows, cols = (round_up(n, SWIZZLE_ROWS) if swizzled else n for n in x.shape)
+    col_tiles = ceil_div(cols, tile_cols)
     row_pointers, row_numbers, row_constants = row_arguments
     col_pointers, col_numbers, col_constants = col_arguments
-    quantize_row_col_kernel[(ceil_div(x.shape[0], tile_rows) * col_tiles,)](
+    tiles = ceil_div(rows, tile_rows) * col_tiles
+    quantize_row_col_kernel[(tiles,)](
         x,
         *row_pointers,
         *col_pointers,
@@ -208,8 +252,8 @@ def _launch(
         *row_constants,
         *col_constants,
         col_tiles,
-        ROW=sc.rule_of(specs[0], hardware),
-        COL=sc.rule_of(specs[1], hardware),
+        ROW=row,
+        COL=col,
         SWIZZLED=swizzled,
         TR=tile_rows,
         TC=tile_cols,

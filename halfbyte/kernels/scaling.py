@@ -45,8 +45,8 @@ class Rule(NamedTuple):
 class Constants(NamedTuple):
     """fp32 constants of a spec that kernels take as arguments.
 
-    span, floor, inverse, unit: f(m8 * m4), f(m8 * m4 / FLT_MAX), f(1 / m4) and f(6 * m8) of sections 3 and 5; MXFP8 uses
-    only inverse, f(1 / m) of section 6.
+    span, floor, inverse, unit: f(m8 * m4), f(m8 * m4 / FLT_MAX), f(1 / m4) and f(6 * m8) of sections 3 and 5; MXFP8
+    uses only inverse, f(1 / m) of section 6.
     """
 
     span: float
@@ -92,6 +92,15 @@ def tensor_factors(amax, constants):
 
 
 @triton.jit
+def operand_factors(amax_ptr, constants, RULE: tl.constexpr):
+    """Return `tensor_factors` of an operand with one amax; nothing if each row or none has one."""
+    if RULE.row_amax or RULE.element != "":
+        return ()
+    else:
+        return tensor_factors(tl.load(amax_ptr), constants)
+
+
+@triton.jit
 def over_tile(m, AXIS: tl.constexpr):
     """Give every block of a 16x16 tile the maximum of the tile's 16 blocks, which lie along AXIS."""
     A: tl.constexpr = m.shape[0]
@@ -129,23 +138,29 @@ def encode_scale(scale, d):
 
 
 @triton.jit
-def candidate_error(xs, scale, encode, factors, constants, QUICK: tl.constexpr, RULE: tl.constexpr):
+def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr, RULE: tl.constexpr):
     """Return the error of one block scale: section 5's sum over elements 0 to 15, in order.
 
-    QUICK: nearly that, in units of x, from one product per element; see `choose_candidate`.
+    regular: with error_math="exact", whether a power of two scales (q * scale) * A / f(6 * m8) exactly. Then the
+    quotients of q = 1 and q = 1.5 give all others: for the binade p of q, p * y1 + (q - p) * 2 * (y15 - y1).
     """
     error = tl.zeros_like(scale)
-    decode = scale * factors[3]
+    if not RULE.scaled:
+        one = scale * factors[0]
+        one = tl.div_rn(one, one * 0 + constants[3])
+        more = (scale * 1.5) * factors[0]
+        more = (tl.div_rn(more, more * 0 + constants[3]) - one) * 2.0
     for i in tl.static_range(16):
         x = tl.abs(xs[i])
         a = tl.minimum(x * encode, pm.E2M1_MAX)
         # The last bit of binade * 2^22 is half the binade: the distance of E2M1 values there.
         binade = (tl.maximum(a, 1.0).to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         q = tl.fma(binade, -4194304.0, tl.fma(binade, 4194304.0, a))
-        if QUICK:
-            d = tl.fma(q, decode, -x)
-        elif RULE.scaled:
-            d = q * scale - x * factors[1]
+        if RULE.scaled:
+            d = tl.fma(q, scale, x * -factors[1])  # the product is exact
+        elif regular:
+            power = (q.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+            d = tl.fma(q - power, more, power * one) - x
         else:
             y = (q * scale) * factors[0]
             d = tl.div_rn(y, y * 0 + constants[3]) - x
@@ -157,62 +172,40 @@ def candidate_error(xs, scale, encode, factors, constants, QUICK: tl.constexpr, 
 
 
 @triton.jit
-def any_of(condition):
-    """Return whether a condition holds anywhere in a program, as a scalar."""
-    return tl.max(tl.max(condition.to(tl.int32), axis=1), axis=0) != 0
+def errors_are_regular(factors, constants, RULE: tl.constexpr):
+    """Say, for all factors of a program, whether nothing in the exact error of section 5 can leave the normal range."""
+    a = factors[0]
+    inside = (a > 8.077935669463161e-28) & (a < 1.2379400392853803e27) & (constants[3] >= 1.0)  # 2^-90, 2^90
+    if RULE.row_amax:
+        return tl.min(tl.min(inside.to(tl.int32), axis=1), axis=0) != 0
+    else:
+        return inside
 
 
 @triton.jit
-def compare_candidates(
-    xs, block_amax, factors, constants, QUICK: tl.constexpr, RULE: tl.constexpr, AXIS: tl.constexpr
-):
-    """Return (scale code, encode factor, narrow) of the candidate of least error, the first winning ties and NaN.
-
-    narrow: where two QUICK errors are so close, measured by themselves and the block maximum, that rounding may decide.
-    """
+def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, RULE: tl.constexpr, AXIS: tl.constexpr):
+    """Return (scale code, encode factor) of the candidate of least error, the first winning ties and NaN."""
     base = tl.div_rn(block_amax, block_amax * 0 + pm.E2M1_MAX) * factors[1]
-    unit = block_amax * block_amax if RULE.squares else block_amax
     for i in tl.static_range(len(RULE.candidates)):
         code = pm.e4m3_code(base * RULE.candidates[i], RULE.hardware)
         scale = pm.e4m3_positive(code)
         encode = encode_scale(scale, factors[3])
-        error = candidate_error(xs, scale, encode, factors, constants, QUICK, RULE)
+        error = candidate_error(xs, scale, encode, factors, constants, regular, RULE)
         if RULE.tile:
             error = tree_sum(error, AXIS)
         if i == 0:
             best_code, best_encode, best_error = code, encode, error
-            narrow = block_amax < 0
         else:
             better = error < best_error
-            clear = tl.abs(error - best_error) > (unit + best_error) * (1e-3 if RULE.tile else 1e-4)
-            narrow = narrow | ((clear == 0) & (code != best_code))
             best_code = tl.where(better, code, best_code)
             best_encode = tl.where(better, encode, best_encode)
             best_error = tl.where(better, error, best_error)
-    return best_code, best_encode, narrow & (block_amax > 0)
-
-
-@triton.jit
-def choose_candidate(xs, block_amax, factors, constants, RULE: tl.constexpr, AXIS: tl.constexpr):
-    """Return (scale code, encode factor) of the candidate of least error.
-
-    The error of section 5 and the QUICK one are sums of 16 terms, each wrong by a few 2^-24 of the block maximum (squared:
-    of its square) and of the error itself: candidates further apart than 1e-4 of both (for the 256 terms of a tile, 1e-3)
-    are in the same order in both. Otherwise, in about one program of a hundred, and where a maximum is so extreme that
-    an intermediate could leave the normal range, the definition is computed.
-    """
-    code, encode, narrow = compare_candidates(xs, block_amax, factors, constants, True, RULE, AXIS)
-    extreme = ((factors[0] > 8.077935669463161e-28) & (factors[0] < 1.2379400392853803e27)) == 0  # 2^-90 to 2^90
-    if RULE.squares:
-        extreme = extreme | (((block_amax > 8.673617379884035e-19) & (block_amax < 1.152921504606847e18)) == 0)  # 2^-60, 2^60
-    if any_of(narrow | ((extreme | (constants[3] < 1.0)) & (block_amax > 0))):
-        code, encode, narrow = compare_candidates(xs, block_amax, factors, constants, False, RULE, AXIS)
-    return code, encode
+    return best_code, best_encode
 
 
 @triton.jit
 def pack_codes(xs, START: tl.constexpr, encode, random, RULE: tl.constexpr):
-    """Return the 8 codes from element START as a uint32, element 0 in the low nibble. random: Philox words of the block."""
+    """Return the 8 codes from element START as a uint32, the first in the low nibble; random: Philox words."""
     if RULE.rounding == "nearest":
         return pm.pack_word(xs, START, pm.nearest_codes(xs, START, encode))
     elif RULE.rounding == "stochastic":
@@ -243,8 +236,12 @@ def quantize_block(xs, factors, constants, random, RULE: tl.constexpr, AXIS: tl.
     if len(RULE.candidates) == 0:
         code = pm.e4m3_code(tl.minimum(block_amax * factors[2], pm.FLT_MAX), RULE.hardware)
         encode = encode_scale(pm.e4m3_positive(code), factors[3])
+    elif RULE.scaled:  # noqa: SIM114
+        code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
+    elif errors_are_regular(factors, constants, RULE):
+        code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
     else:
-        code, encode = choose_candidate(xs, block_amax, factors, constants, RULE, AXIS)
+        code, encode = choose_candidate(xs, block_amax, factors, constants, False, RULE, AXIS)
     low = pack_codes(xs, 0, encode, random, RULE).to(tl.int64)
     high = pack_codes(xs, 8, encode, random, RULE).to(tl.int64)
     return tl.where(poison, 0, low | (high << 32)), tl.where(poison, E4M3_NAN, code).to(tl.uint8)

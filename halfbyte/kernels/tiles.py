@@ -1,7 +1,7 @@
 """Device functions that quantize one tile of x: blocks along its rows, or along its columns, as section 2 stores them.
 
-`rows` and `cols` below are those of x in memory; a tile whose blocks lie along columns writes quantize(x.T), so its output
-has a row for each column of x. Stored words are int64: one per NVFP4 block, four per MXFP8 block.
+`rows` and `cols` below are those of x in memory; a tile whose blocks lie along columns writes quantize(x.T), so its
+output has a row for each column of x. Stored words are int64: one per NVFP4 block, four per MXFP8 block.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halfbyte.kernels import decode as dc
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import swizzled_offset
@@ -39,10 +40,11 @@ def load_row_groups(x_ptr, o_row, in_row, o_col, cols, stride_c, SIZE: tl.conste
 def load_col_groups(x_ptr, o_row, rows, o_col, in_col, stride_r, stride_c, SIZE: tl.constexpr):
     """Return SIZE fp32 tensors [N, C]: element i of the groups that start in rows o_row [N], in columns o_col [C]."""
     xs = ()
+    stride_r64 = tl.cast(stride_r, tl.int64)
+    first = x_ptr + o_row.to(tl.int64)[:, None] * stride_r + o_col.to(tl.int64)[None, :] * stride_c
     for i in tl.static_range(SIZE):
-        row = o_row + i
-        pointers = x_ptr + row.to(tl.int64)[:, None] * stride_r + o_col.to(tl.int64)[None, :] * stride_c
-        xs = xs + (pm.to_fp32(tl.load(pointers, mask=(row < rows)[:, None] & in_col[None, :], other=0.0)),)
+        inside = (o_row + i < rows)[:, None] & in_col[None, :]
+        xs = xs + (pm.to_fp32(tl.load(first + i * stride_r64, mask=inside, other=0.0)),)
     return xs
 
 
@@ -69,6 +71,34 @@ def store_scale(scale_ptr, scale, i, j, inside, rows, blocks, SWIZZLED: tl.const
 
 
 @triton.jit
+def store_decoded(out_ptr, words, scale, block, inside, RULE: tl.constexpr):
+    """Store one block per entry of `scale` as bf16 values; `block` int64: its index in `out`, words: its codes."""
+    LENGTH: tl.constexpr = 16 if RULE.element == "" else 32
+    if RULE.element == "":
+        factor = dc.e4m3_value(scale.to(tl.int32))
+    else:
+        factor = dc.e8m0_value(scale.to(tl.int32))
+    for piece in tl.static_range(LENGTH // 8):
+        if RULE.element == "":
+            word = (words[0] >> (32 * piece)).to(tl.int32)
+            values = dc.element_values(word, dc.NVFP4)
+        else:
+            values = dc.element_values(words[piece], dc.MXFP8_E4M3 if RULE.element == "e4m3" else dc.MXFP8_E5M2)
+        pointers = out_ptr + (block * LENGTH)[:, :, None] + (piece * 8 + tl.arange(0, 8))[None, None, :]
+        tl.store(pointers, dc.cast(values * factor[:, :, None], tl.bfloat16), mask=inside[:, :, None])
+
+
+@triton.jit
+def store_decoded_group(out_ptr, words, scales, group, row64, blocks, in_row, RULE: tl.constexpr):
+    """Store the blocks of a group as bf16 values; group and row64 broadcast to a scale, out is [rows, blocks]."""
+    G: tl.constexpr = len(scales)
+    for g in tl.static_range(G):
+        block = group * G + g
+        own = words if RULE.element != "" else (words[g],)
+        store_decoded(out_ptr, own, scales[g], row64 * blocks + block, in_row & (block < blocks), RULE)
+
+
+@triton.jit
 def quantize_row_tile(
     i_row,
     i_group,
@@ -88,12 +118,13 @@ def quantize_row_tile(
     blocks_per_row,
     sign_stream,
     constants,
+    factors,
     RULE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Quantize N groups of R rows along the rows of x; outputs [rows, blocks]."""
+    """Quantize N groups of R rows along the rows of x; outputs [rows, blocks]. factors: of `operand_factors`."""
     row = i_row + tl.arange(0, R)
     group = i_group + tl.arange(0, N)
     in_row = row < rows
@@ -104,10 +135,7 @@ def quantize_row_tile(
         scales = (scale,)
     else:
         if RULE.row_amax:
-            amax = tl.load(amax_ptr + row64, mask=in_row, other=0.0)[:, None]
-        else:
-            amax = tl.load(amax_ptr)
-        factors = sc.tensor_factors(amax, constants)
+            factors = sc.tensor_factors(tl.load(amax_ptr + row64, mask=in_row, other=0.0)[:, None], constants)
         if RULE.norm != 0.0:
             xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
         words = ()
@@ -122,14 +150,17 @@ def quantize_row_tile(
             codes, scale = sc.quantize_block(block_xs, factors, constants, random, RULE, 0)
             words = words + (codes,)
             scales = scales + (scale,)
-    W: tl.constexpr = len(words)
-    G: tl.constexpr = len(scales)
-    word = group[None, :, None] * W + tl.arange(0, W)[None, None, :]
-    inside = in_row[:, None, None] & (word < blocks * (W // G))
-    tl.store(q_ptr + row64[:, None, None] * (blocks * (W // G)) + word, pm.join_group(words, R, N), mask=inside)
-    block = group[None, :, None] * G + tl.arange(0, G)[None, None, :]
-    inside = in_row[:, None, None] & (block < blocks)
-    store_scale(scale_ptr, pm.join_group(scales, R, N), row[:, None, None], block, inside, rows, blocks, SWIZZLED)
+    if RULE.decoded:
+        store_decoded_group(q_ptr, words, scales, group[None, :], row64[:, None], blocks, in_row[:, None], RULE)
+    else:
+        W: tl.constexpr = len(words)
+        G: tl.constexpr = len(scales)
+        word = group[None, :, None] * W + tl.arange(0, W)[None, None, :]
+        inside = in_row[:, None, None] & (word < blocks * (W // G))
+        tl.store(q_ptr + row64[:, None, None] * (blocks * (W // G)) + word, pm.join_group(words, R, N), mask=inside)
+        block = group[None, :, None] * G + tl.arange(0, G)[None, None, :]
+        inside = in_row[:, None, None] & (block < blocks)
+        store_scale(scale_ptr, pm.join_group(scales, R, N), row[:, None, None], block, inside, rows, blocks, SWIZZLED)
 
 
 @triton.jit
@@ -152,6 +183,7 @@ def quantize_col_tile(
     blocks_per_row,
     sign_stream,
     constants,
+    factors,
     RULE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     N: tl.constexpr,
@@ -168,10 +200,7 @@ def quantize_col_tile(
         scales = (scale,)
     else:
         if RULE.row_amax:
-            amax = tl.load(amax_ptr + col64, mask=in_col, other=0.0)[None, :]
-        else:
-            amax = tl.load(amax_ptr)
-        factors = sc.tensor_factors(amax, constants)
+            factors = sc.tensor_factors(tl.load(amax_ptr + col64, mask=in_col, other=0.0)[None, :], constants)
         if RULE.norm != 0.0:
             xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
         words = ()
@@ -186,11 +215,14 @@ def quantize_col_tile(
             codes, scale = sc.quantize_block(block_xs, factors, constants, random, RULE, 1)
             words = words + (codes,)
             scales = scales + (scale,)
-    W: tl.constexpr = len(words)
-    G: tl.constexpr = len(scales)
-    word = group[:, None, None] * W + tl.arange(0, W)[None, None, :]
-    inside = in_col[None, :, None] & (word < blocks * (W // G))
-    tl.store(q_ptr + col64[None, :, None] * (blocks * (W // G)) + word, pm.join_group(words, N, C), mask=inside)
-    block = group[:, None, None] * G + tl.arange(0, G)[None, None, :]
-    inside = in_col[None, :, None] & (block < blocks)
-    store_scale(scale_ptr, pm.join_group(scales, N, C), col[None, :, None], block, inside, cols, blocks, SWIZZLED)
+    if RULE.decoded:
+        store_decoded_group(q_ptr, words, scales, group[:, None], col64[None, :], blocks, in_col[None, :], RULE)
+    else:
+        W: tl.constexpr = len(words)
+        G: tl.constexpr = len(scales)
+        word = group[:, None, None] * W + tl.arange(0, W)[None, None, :]
+        inside = in_col[None, :, None] & (word < blocks * (W // G))
+        tl.store(q_ptr + col64[None, :, None] * (blocks * (W // G)) + word, pm.join_group(words, N, C), mask=inside)
+        block = group[:, None, None] * G + tl.arange(0, G)[None, None, :]
+        inside = in_col[None, :, None] & (block < blocks)
+        store_scale(scale_ptr, pm.join_group(scales, N, C), col[None, :, None], block, inside, cols, blocks, SWIZZLED)

@@ -49,7 +49,9 @@ def test_amax_of_large_tensors():
     rotated = hb.NVFP4(rotation=hb.Hadamard())
     assert torch.equal(finite_amax(x), reference.finite_amax(x))
     assert torch.equal(finite_amax(x, -1), reference.finite_amax(x, -1))
-    assert torch.equal(row_col_amax(x, hb.NVFP4(), rotated, None)[1], reference.finite_amax(reference.rotate(x.T, rotated.rotation)))
+    assert torch.equal(
+        row_col_amax(x, hb.NVFP4(), rotated, None)[1], reference.finite_amax(reference.rotate(x.T, rotated.rotation))
+    )
 
 
 def test_more_than_two_to_the_31_elements():

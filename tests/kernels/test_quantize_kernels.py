@@ -35,7 +35,9 @@ def test_golden_row_col(case):
 @pytest.mark.parametrize("index", range(len(checks.SPECS)), ids=lambda index: checks.SPECS[index].key)
 def test_against_the_reference(index):
     x = checks.sample(KINDS[index % 4], (35, 150), DTYPES[index % 3], "cpu")
-    checks.check_against_reference(x if index % 2 else x.T.contiguous().T, checks.SPECS[index], layout.SCALE_LAYOUTS[index % 2])
+    checks.check_against_reference(
+        x if index % 2 else x.T.contiguous().T, checks.SPECS[index], layout.SCALE_LAYOUTS[index % 2]
+    )
 
 
 @pytest.mark.parametrize("index", range(len(checks.PAIRS)))
