@@ -75,6 +75,7 @@ def rule_of(spec: Spec, hardware: bool) -> Rule:
 
 
 def constants_of(spec: Spec) -> Constants:
+    """Return the fp32 constants of a spec."""
     if isinstance(spec, MXFP8):
         return Constants(0.0, 0.0, f32(1 / spec.element_format.max), 0.0)
     span = spec.e4m3_max * spec.fp4_max
