@@ -213,14 +213,13 @@ def _complete_amaxes(
     """Compute the amaxes that were not given, both from one read if possible; empty for MXFP8, None without a spec."""
     needed = [spec if amax is None else None for spec, amax in zip(specs, given, strict=True)]
     computed = row_col_amax(x, *needed, sign_draw)
-    return tuple(
-        torch.empty(0, dtype=torch.float32, device=x.device)
-        if isinstance(spec, MXFP8)
-        else old
-        if old is not None
-        else new
-        for spec, old, new in zip(specs, given, computed, strict=True)
-    )
+    amaxes: list[Tensor | None] = []
+    for spec, old, new in zip(specs, given, computed, strict=True):
+        if isinstance(spec, MXFP8):
+            amaxes.append(torch.empty(0, dtype=torch.float32, device=x.device))
+        else:
+            amaxes.append(new if old is None else old)
+    return amaxes[0], amaxes[1]
 
 
 def _launch(

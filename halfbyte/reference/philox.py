@@ -17,18 +17,29 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple
 
     Args:
         counter: four int64 tensors that broadcast, each holding a 32-bit word.
-        key: two int64 tensors that broadcast, each holding a 32-bit word.
+        key: two int64 scalars on the same device, each holding a 32-bit word.
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
-    k0, k1 = key
-    for _ in range(10):
-        # The low 64 bits of the product are right even where int64 wraps; masks keep words unsigned.
-        p0, p1 = c0 * _M0, c2 * _M1
-        c0 = ((p1 >> 32) & _LOW).bitwise_xor_(c1).bitwise_xor_(k0)
-        c2 = ((p0 >> 32) & _LOW).bitwise_xor_(c3).bitwise_xor_(k1)
-        c1, c3 = p1.bitwise_and_(_LOW), p0.bitwise_and_(_LOW)
-        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
-    return c0, c1, c2, c3
+    even, odd = torch.stack((c0, c2)), torch.stack((c1, c3))
+    multipliers = _column((_M0, _M1), even)
+    keys = torch.stack(key).view(-1, *[1] * c0.dim())
+    steps = _column((_W0, _W1), even)
+    for i in range(10):
+        # The low 64 bits of a product are right even where int64 wraps. Words 1 and 3 carry junk above 32 bits, which
+        # the mask after the exclusive or removes.
+        product = even * multipliers
+        even = (product >> 32).flip(0).bitwise_xor_(odd).bitwise_xor_(keys + i * steps).bitwise_and_(_LOW)
+        odd = product.flip(0)
+    odd = odd.bitwise_and_(_LOW)
+    return even[0], odd[0], even[1], odd[1]
+
+
+def _column(values: tuple[int, int], like: Tensor) -> Tensor:
+    """Return two numbers as int64 [2, 1, ...] that broadcasts with `like` [2, ...], filled on its device."""
+    column = torch.empty(2, *[1] * (like.dim() - 1), dtype=torch.int64, device=like.device)
+    column[0].fill_(values[0])
+    column[1].fill_(values[1])
+    return column
 
 
 def _words(draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
