@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from halfbyte import ops
-from halfbyte.functional.linear import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, _load, _save, _stream
+from halfbyte.functional.linear import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, _load, _save, _stream, snapshot
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.spec import GemmSpec, Recipe, Spec
 from halfbyte.tensor import QuantTensor
@@ -150,7 +150,7 @@ def grouped_linear(
         if draw.first_block or draw.blocks_per_row is not None:
             raise ValueError(f"rng.first_block={draw.first_block}: tokens and experts are whole; leave it out")
     call = _Call(recipe, 0 if draw is None else draw.stream, out_dtype or x.dtype, torch.is_grad_enabled())
-    return _GroupedLinear.apply(call, x, w_ENK, offsets, main_grad, None if draw is None else draw.base)
+    return _GroupedLinear.apply(call, x, w_ENK, offsets, main_grad, None if draw is None else snapshot(draw.base))
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,7 @@ def linear_shared(
         out_dtype=out_dtype or x.dtype,
         save=torch.is_grad_enabled(),
     )
+    bases = [snapshot(base) for base in bases]
     return _SharedLinear.apply(call, x, *weights, *biases, *amaxes, *grads, *bases)
 
 
@@ -310,6 +311,11 @@ def _load(layout: list, saved: Sequence[Any], n: int) -> tuple[list, Sequence[Te
             operands.append(ops.Operand(Blocks(*(tensors.pop(0) for _ in range(3))), *entry))
     assert not tensors, "saved tensors and their layout disagree"
     return operands, saved[len(saved) - n :]
+
+
+def snapshot(base: Tensor | None) -> Tensor | None:
+    """Return the position as it is now: a RunState may advance before the backward, as pipelines do."""
+    return base.clone() if base is not None and torch.is_grad_enabled() else base
 
 
 def _distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[int, ...]]:
