@@ -123,7 +123,7 @@ def quantize_(
         rules: {glob: recipe, preset name, or None for high precision}; an explicit rule wins over `keep`.
         keep: what stays in high precision; Keep() by default, Keep(names=(), last_fraction=0) for nothing.
         share_amax: groups of globs; sibling layers of one parent that match a group share one weight amax.
-        state: the RunState to draw from; a new RunState(0) by default.
+        state: the RunState to draw from; by default that of layers converted before, else a new RunState(0).
 
     Returns:
         Report, which prints as a table and carries the RunState.
@@ -136,7 +136,7 @@ def quantize_(
         raise ValueError(
             "model is itself a Linear and cannot be replaced in place; use hb.nn.Linear.from_linear(model, …)"
         )
-    state = RunState(0) if state is None else state
+    state = _run_state(model) if state is None else state
     resolved = {glob: None if rule is None else as_recipe(rule) for glob, rule in (rules or {}).items()}
     layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, GroupedRecipe))}
     if not layers:
@@ -160,6 +160,11 @@ def quantize_(
             _replace(model, layer, Linear.from_linear(layer, row.recipe, state))
     _share_amaxes(model, [row.name for row in rows if row.recipe is not None], groups)
     return Report(rows=rows, state=state)
+
+
+def _run_state(model: nn.Module) -> RunState:
+    """Return the RunState of the layers converted before: a second one of seed 0 would draw their bits again."""
+    return next((m.run_state for m in _quantized(model) if m.run_state is not None), None) or RunState(0)
 
 
 def _decide(

@@ -173,6 +173,15 @@ def test_converting_twice_changes_nothing_and_says_so():
     assert model.lm_head.recipe == recipes.nvfp4()
 
 
+def test_a_second_conversion_draws_from_the_same_run_state():
+    model = decoder()
+    first = hb.quantize_(model, "nvfp4", rules={"*": None, "*.q_proj": "nvfp4"})
+    second = hb.quantize_(model, "nvfp4")
+    assert second.converted and second.state is first.state
+    streams = [layer.stream for layer in linears(model).values() if isinstance(layer, hb.nn.Linear)]
+    assert len(set(streams)) == len(streams)
+
+
 def test_a_module_used_twice_stays_one_module():
     shared = nn.Linear(16, 16)
     model = nn.ModuleDict({"a": shared, "b": shared, "c": nn.Linear(16, 16)})
