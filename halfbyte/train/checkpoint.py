@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+import zlib
 from pathlib import Path
 
 import torch
@@ -48,7 +49,7 @@ class Checkpoints:
         files.remove_leftovers(self._folder)
         pointer = self._folder / LATEST
         if pointer.exists():
-            named = self._folder / pointer.read_text().strip()
+            named = self._folder / pointer.read_text(errors="replace").strip()
             if named.is_file():
                 return named
         return (self._all() or [None])[-1]
@@ -70,7 +71,7 @@ def load(path: Path, identity: dict) -> dict:
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()  # torch.load skips the checksums
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError) as error:  # RuntimeError: encrypted
         raise ValueError(f"checkpoint {path}: truncated or not a checkpoint ({error}); {remedy}") from error
     if broken is not None:
         raise ValueError(f"checkpoint {path}: corrupt ({broken} does not match its checksum); {remedy}")

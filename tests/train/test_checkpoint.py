@@ -1,6 +1,7 @@
 """Checkpoints come back as they were, or are refused with the file's name and the reason."""
 
 import pickle
+import zipfile
 
 import pytest
 import torch
@@ -65,6 +66,20 @@ def test_a_state_dict_of_someone_else(saved):
 def test_a_pickle_that_would_run_code(saved):
     torch.save({"format": checkpoint.FORMAT, "call": pickle.loads}, saved)
     refuses(saved, "not a checkpoint of halfbyte")
+
+
+def test_a_broken_archive_of_someone_else(saved):
+    with zipfile.ZipFile(saved, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("weights", "hello " * 10000)
+    data = bytearray(saved.read_bytes())
+    data[60:62] = b"\xff\xff"
+    saved.write_bytes(bytes(data))
+    refuses(saved, "truncated or not a checkpoint|corrupt")
+
+
+def test_an_unreadable_pointer_counts_as_gone(saved):
+    (saved.parent / checkpoint.LATEST).write_bytes(b"\xff\xfe\n")
+    assert checkpoint.Checkpoints(saved.parent, keep=2).latest() == saved
 
 
 def test_a_text_file(saved):
