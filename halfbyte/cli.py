@@ -56,6 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
         remedy = ": pip install 'halfbyte[train]'" if isinstance(error, ModuleNotFoundError) else ""
         print(f"halfbyte {name}: {error}{remedy}", file=sys.stderr)
         return USER_ERROR
+    except OSError as error:
+        if error.filename is None:  # not about a path: no mistake in an option
+            raise
+        print(f"halfbyte {name}: {error.filename}: {error.strerror}; choose another path", file=sys.stderr)
+        return USER_ERROR
     except KeyboardInterrupt:
         print(f"\nhalfbyte {name}: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130

@@ -82,3 +82,11 @@ def test_train_in_one_command(tmp_path, capsys):
     assert cli.main([*command, "--lr", "0.1"]) == 2
     assert "choose another --out or --overwrite" in capsys.readouterr().err
     assert cli.main([*command, "--lr", "0.1", "--overwrite"]) == 0
+
+
+def test_a_path_that_cannot_be_a_folder_is_named(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("one scale for sixteen values " * 300)
+    command = ["train", "--preset", "tiny", "--steps", "2", "--recipe", "bf16", "--corpus", str(tmp_path / "text.txt")]
+    assert cli.main([*command, "--out", str(tmp_path / "run"), "--cache", str(tmp_path / "text.txt")]) == 2
+    error = capsys.readouterr().err
+    assert "text.txt: File exists" in error and error.count("\n") == 1
