@@ -15,6 +15,7 @@ from torch import Tensor
 
 SEED_LIMIT = 1 << 64
 OFFSET_LIMIT = 1 << 63
+BLOCK_LIMIT = 1 << 63  # an op takes them as int64
 
 HADAMARD_SIGN_BITS = 0xD7E8
 """The published 16 signs, bit i set = element i is negated: + + + - + - - - - - - + - + - - (numerics.md section 7)."""
@@ -76,8 +77,14 @@ class Philox:
                 raise TypeError(f"{name}={value!r}: give an int")
             if not 0 <= value < limit:
                 raise ValueError(f"{name}={value}: give 0 <= {name} < 2**{limit.bit_length() - 1}")
-        if self.first_block < 0 or (self.blocks_per_row is not None and self.blocks_per_row < 0):
-            raise ValueError(f"first_block={self.first_block}, blocks_per_row={self.blocks_per_row}: give indices >= 0")
+        for name in ("first_block", "blocks_per_row"):
+            value = getattr(self, name)
+            if name == "blocks_per_row" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r}: give an int")
+            if not 0 <= value < BLOCK_LIMIT:
+                raise ValueError(f"{name}={value}: give 0 <= {name} < 2**63")
 
     def at(self, stream: int) -> Philox:
         """Return the place `stream` offsets further."""

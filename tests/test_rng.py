@@ -140,6 +140,9 @@ def test_stream_adds_to_the_offset():
         ({"seed": 0, "offset": 2**63}, ValueError, r"offset=.*offset < 2\*\*63"),
         ({"seed": 0, "offset": "0"}, TypeError, "offset='0': give an int"),
         ({"seed": 0, "first_block": -1}, ValueError, "first_block=-1"),
+        ({"seed": 0, "first_block": 1.5}, TypeError, "first_block=1.5"),
+        ({"seed": 0, "first_block": 1 << 63}, ValueError, "first_block=9223372036854775808"),
+        ({"seed": 0, "blocks_per_row": "6"}, TypeError, "blocks_per_row='6'"),
         ({"seed": 0, "blocks_per_row": -2}, ValueError, "blocks_per_row=-2"),
     ],
 )
