@@ -40,6 +40,7 @@ class Hadamard:
 
     def __post_init__(self) -> None:
         _choose("size", self.size, HADAMARD_SIZES)
+        object.__setattr__(self, "size", int(self.size))  # 16.0 would spell another key
         _choose("signs", self.signs, ("fixed", "fresh"))
 
     @property
@@ -127,8 +128,9 @@ class NVFP4:
     key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block", tuple(self.block))
-        _choose("block", self.block, BLOCKS)
+        block = tuple(self.block) if isinstance(self.block, (tuple, list)) else self.block
+        _choose("block", block, BLOCKS)
+        object.__setattr__(self, "block", tuple(map(int, block)))
         _choose("rounding", self.rounding, ROUNDINGS)
         _choose("outer", self.outer, ("tensor", "row"))
         if self.rotation is not None and not isinstance(self.rotation, Hadamard):

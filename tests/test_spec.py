@@ -252,3 +252,13 @@ def test_a_spec_without_defined_bytes_is_not_quantized():
         hb.quantize_row_col(x, None, eden, rng=rng)
     with pytest.raises(ValueError, match=r"scaling=Eden\(\)"):
         hb.linear(x, x, None, hb.Recipe(fprop=hb.GemmSpec(a=eden)), rng=rng)
+
+
+def test_equal_numbers_of_another_type_make_equal_keys():
+    spec = hb.NVFP4(block=(1.0, 16.0), rotation=hb.Hadamard(size=16.0))
+    assert spec.key == hb.NVFP4(block=(1, 16), rotation=hb.Hadamard(size=16)).key and parse(spec.key) == spec
+
+
+def test_a_block_that_is_no_pair_is_refused():
+    with pytest.raises(ValueError, match="block=16: use one of"):
+        hb.NVFP4(block=16)
