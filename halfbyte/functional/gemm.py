@@ -49,6 +49,8 @@ def gemm_nt(
         raise ValueError(f"a.shape={tuple(a.shape)}, b.shape={tuple(b.shape)}: the last dimensions must be equal")
     if accumulate and out is None:
         raise ValueError("accumulate=True: there is nothing to add to; pass out")
+    if out is not None and not isinstance(out, Tensor):
+        raise TypeError(f"out={out!r}: give a tensor to write into")
     if out is not None:
         check_value_dtype("out.dtype", out.dtype, "give an output of one of these")
     elif out_dtype is not None:

@@ -113,6 +113,7 @@ def test_it_runs_in_fp32_inside_autocast():
         ({"b": hb.quantize(torch.zeros(5, 45), RHT)}, ValueError, ["rotation"]),
         ({"out_dtype": torch.float64}, TypeError, ["out_dtype", "float64"]),
         ({"out": torch.zeros(7, 5, dtype=torch.int32)}, TypeError, ["out.dtype", "int32"]),
+        ({"out": 3}, TypeError, ["out=3"]),
         ({"out": torch.zeros(5, 7)}, ValueError, ["out.shape", "(5, 7)", "(7, 5)"]),
         ({"bias": torch.zeros(7)}, ValueError, ["bias.shape", "(7,)", "(5,)"]),
         ({"accumulate": True}, ValueError, ["accumulate", "out"]),
