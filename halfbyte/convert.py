@@ -136,6 +136,7 @@ def quantize_(
         raise ValueError(
             "model is itself a Linear and cannot be replaced in place; use hb.nn.Linear.from_linear(model, …)"
         )
+    _check_kinds(rules, share_amax)
     state = _run_state(model) if state is None else state
     resolved = {glob: None if rule is None else as_recipe(rule) for glob, rule in (rules or {}).items()}
     layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, GroupedRecipe))}
@@ -165,6 +166,13 @@ def quantize_(
 def _run_state(model: nn.Module) -> RunState:
     """Return the RunState of the layers converted before: a second one of seed 0 would draw their bits again."""
     return next((m.run_state for m in _quantized(model) if m.run_state is not None), None) or RunState(0)
+
+
+def _check_kinds(rules: object, share_amax: Sequence[Sequence[str]]) -> None:
+    if isinstance(share_amax, str) or any(isinstance(group, str) for group in share_amax):
+        raise TypeError(f"share_amax={share_amax!r}: give groups of globs, such as (('*q_proj', '*k_proj'),)")
+    if rules is not None and not isinstance(rules, Mapping):
+        raise TypeError(f"rules={rules!r}: give a dict of glob to recipe, preset name or None")
 
 
 def _decide(

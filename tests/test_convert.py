@@ -383,3 +383,12 @@ def test_empty_initialisation_on_meta_and_to_empty():
     reference = decoder(2)
     hb.quantize_(reference, "nvfp4", keep=NOTHING_KEPT)
     assert torch.equal(model(TOKENS), reference(TOKENS))
+
+
+def test_wrong_kinds_of_options_are_refused_before_anything_changes():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    with pytest.raises(TypeError, match=r"share_amax=.*groups of globs"):
+        hb.quantize_(model, "nvfp4", share_amax=("*q_proj", "*k_proj"))
+    with pytest.raises(TypeError, match=r"rules=.*dict"):
+        hb.quantize_(model, "nvfp4", rules=["*"])
+    assert type(model[0]) is torch.nn.Linear

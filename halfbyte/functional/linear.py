@@ -38,6 +38,7 @@ from halfbyte import ops
 from halfbyte.layout import Blocks, matrix_shape
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.spec import NVFP4, GemmSpec, Recipe, Spec
+from halfbyte.tensor import QuantTensor
 from halfbyte.tensor.quant_tensor import check_value_dtype
 
 # Streams of one linear: an operand takes two (row, then col); the two operands of a GEMM share its signs.
@@ -380,6 +381,11 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence, recipe: Recip
         raise ValueError("weights=[]: give at least one weight")
     if x.dim() == 0:
         raise ValueError("x.shape=(): give at least one dimension, in_features")
+    for name, tensors in (("x", [x]), ("w", weights)):
+        if any(isinstance(t, QuantTensor) for t in tensors):
+            raise TypeError(
+                f"{name} is a QuantTensor: linear quantizes it itself; pass {name}.dequantize() or use gemm_nt"
+            )
     for w, bias, grad in zip(weights, biases, grads, strict=True):
         if w.dim() != 2 or w.shape[1] != x.shape[-1]:
             raise ValueError(f"w.shape={tuple(w.shape)}: x.shape={tuple(x.shape)} needs [out_features, {x.shape[-1]}]")
@@ -387,5 +393,7 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence, recipe: Recip
             raise TypeError(f"w.dtype={w.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
         if bias is not None and tuple(bias.shape) != (w.shape[0],):
             raise ValueError(f"bias.shape={tuple(bias.shape)}: w needs ({w.shape[0]},)")
+        if bias is not None and not bias.is_floating_point():
+            raise TypeError(f"bias.dtype={bias.dtype}: give a float dtype, such as {x.dtype}")
         if grad is not None and (grad.dtype != torch.float32 or grad.shape != w.shape):
             raise ValueError(f"main_grad is {grad.dtype} {tuple(grad.shape)}: give float32 {tuple(w.shape)}")

@@ -55,15 +55,15 @@ class Linear(FollowsRecipe, nn.Linear):
         super().adopt(recipe, state)
         self.amax_group: tuple[Linear, ...] = ()
 
-    def forward(self, x: Tensor, call: int = 0) -> Tensor:
-        """Return the layer's output [..., out_features] for x [..., in_features].
+    def forward(self, input: Tensor, call: int = 0) -> Tensor:
+        """Return the layer's output [..., out_features].
 
         Args:
-            x: the input.
+            input: [..., in_features]; named as in torch.nn.Linear.
             call: 0, 1, … for the first, second, … run of this module within one micro-batch, so that each draws bits of
                 its own.
         """
-        return forward_shared(x, (self,), call=call)[0]
+        return forward_shared(input, (self,), call=call)[0]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={describe(self.recipe)}"

@@ -87,6 +87,8 @@ def load(path: Path, identity: dict) -> dict:
     missing = [key for key in KEYS if key not in content]
     if missing:
         raise ValueError(f"checkpoint {path}: lacks {', '.join(missing)}; {remedy}")
+    if not isinstance(content["identity"], dict):
+        raise ValueError(f"checkpoint {path}: its identity is no dict; {remedy}")
     changed = differences(identity, content["identity"])
     if changed:
         reason = "; ".join(changed)

@@ -91,6 +91,8 @@ def load(name: str) -> Corpus:
     Raises:
         ValueError: nothing there, unreadable, binary, or no text in it; the message names the path.
     """
+    if not name:
+        raise ValueError("corpus='': use 'python' or a path to text")
     if name == PYTHON:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = [p for p in _files(root) if p.suffix == ".py" and not set(p.relative_to(root).parts) & set(NOT_SOURCES)]

@@ -177,10 +177,17 @@ class Trainer:
         if path is None:
             return
         saved = checkpoint.load(path, self.identity)
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.run_state.load_state_dict(saved["run_state"])
-        self.step, self.position, self.seconds = saved["step"], saved["position"], saved["seconds"]
+        try:
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.run_state.load_state_dict(saved["run_state"])
+            self.step, self.position = int(saved["step"]), int(saved["position"])
+            self.seconds = float(saved["seconds"])
+        except (RuntimeError, KeyError, AttributeError, TypeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"checkpoint {path}: does not fit this run ({reason}); delete it or use --overwrite"
+            ) from error
 
     def _record_config(self) -> None:
         facts = {

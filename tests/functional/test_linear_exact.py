@@ -401,3 +401,18 @@ def test_a_second_derivative_is_refused():
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+def test_quantized_input_and_integer_bias_are_refused():
+    x, w = torch.randn(16, 32), torch.randn(16, 32)
+    for arguments in ((hb.quantize(x, hb.NVFP4()), w), (x, hb.quantize(w, hb.NVFP4()))):
+        with pytest.raises(TypeError, match="is a QuantTensor.*dequantize"):
+            hb.linear(*arguments, None, hb.recipes.nvfp4_forward())
+    with pytest.raises(TypeError, match=r"bias.dtype=torch.int64"):
+        hb.linear(x, w, torch.ones(16, dtype=torch.int64), hb.recipes.nvfp4_forward())
+
+
+def test_the_module_takes_its_input_by_torch_s_name():
+    layer = hb.nn.Linear(32, 16, recipe="nvfp4_forward")
+    x = torch.randn(4, 32)
+    assert torch.equal(layer(input=x), layer(x))

@@ -186,3 +186,17 @@ def test_quantized_recipes_save_fewer_bytes_in_their_linear_layers():
         hb.quantize_(stack, recipe, keep=hb.Keep(names=(), last_fraction=0.0), state=hb.RunState(0))
         saved[recipe] = measure.saved_activation_bytes(stack, lambda model=stack: model(x).sum())
     assert saved["nvfp4"] < 0.5 * saved["bf16"]
+
+
+@pytest.mark.parametrize("key", ["model", "optimizer", "run_state", "step"])
+def test_a_checkpoint_with_other_content_is_named(run, key):
+    """Its format and identity are right, what it holds is not."""
+    config, data = run(steps=4, checkpoint_every=2)
+    stop_after(loop.Trainer(config, "bf16", data), 2)
+    path = next((config.run.out / loop.CHECKPOINTS).glob("*.pt"))
+    content = torch.load(path, weights_only=True)
+    content[key] = {}
+    torch.save(content, path)
+    with pytest.raises(ValueError, match="does not fit this run") as error:
+        loop.Trainer(config, "bf16", data)
+    assert str(path) in str(error.value)
