@@ -148,11 +148,9 @@ def quantize_(
         _check_globs("keep.names", keep.names if keep.names != Keep().names else (), layers)
     if tuple(groups) != SHARE_AMAX:
         _check_globs("share_amax", [glob for group in groups for glob in group], layers)
-    edges = _kept_blocks(model, layers, keep or Keep())
-    default = as_recipe(recipe)
-    rows = tuple(
-        _decide(name, module, default, filter_fn, resolved, keep or Keep(), edges) for name, module in layers.items()
-    )
+    keep = keep or Keep()
+    edges, default = _kept_blocks(model, layers, keep), as_recipe(recipe)
+    rows = tuple(_decide(name, layer, default, filter_fn, resolved, keep, edges) for name, layer in layers.items())
     for row in rows:
         layer = layers[row.name]
         if row.recipe is not None and isinstance(layer, GroupedRecipe):
