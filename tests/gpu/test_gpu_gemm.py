@@ -42,8 +42,10 @@ def test_golden(variant):
 def test_error(pair, shape, variant):
     M, N, K = shape
     a, b = operand(M, K, pair[0]), operand(N, K, pair[1])
-    if variant == "tma" and pair[1] is None and K % 8:
-        pytest.skip("a tensor map needs rows of whole 16 bytes")
+    if variant == "tma" and M * N and not all(gemm._describable(side.values) for side in (a, b)):
+        with pytest.raises(ValueError, match="variant='tma'"):  # a tensor map needs rows of whole 16 bytes
+            gemm.gemm_nt(a, b, variant=variant)
+        return
     width = min(a.values.shape[1], b.values.shape[1])
     narrow = [side._replace(values=side.values[:, :width]) for side in (a, b)]
     for dtype, bound in BOUNDS.items():
@@ -76,11 +78,9 @@ def test_split_contraction(variant, splits, monkeypatch):
     assert torch.equal(y, gemm.gemm_nt(a, b, out_dtype=torch.float32)), "the sum depends on the run"
 
 
-@pytest.mark.parametrize("tile", gemm.TMA_TILES + gemm.POINTER_TILES, ids=str)
+@pytest.mark.parametrize("tile", (HOPPER or ()) + gemm.POINTER_TILES, ids=str)
 def test_every_tile(tile, monkeypatch):
     tma = tile in gemm.TMA_TILES
-    if tma and tile not in HOPPER:
-        pytest.skip("this GPU has no TMA kernel")
     monkeypatch.setattr(gemm, "make_plan", lambda *_: gemm.Plan(tma, tile, 1, False))
     for N in (500, 512):  # 500 fp32 values are whole 16 bytes, 500 - 3 are not: plain stores
         a, b = operand(700, 1100, checks.ROW), operand(N, 1100, checks.TILE)
