@@ -14,8 +14,11 @@ LINEAR = "linear"
 SWIZZLED_32_4_4 = "swizzled_32_4_4"
 SCALE_LAYOUTS = (LINEAR, SWIZZLED_32_4_4)
 
-GROUP_COLUMNS = 32
-"""Groups along the contraction start at multiples of this in storage: 16 bytes of codes, which tensor cores load."""
+GROUP_COLUMNS = 64
+"""Groups along the contraction start at multiples of this in storage: the columns that a bf16 GEMM multiplies in one step.
+
+So every step belongs to one group, and the codes of a group start at a multiple of 16 bytes, as FP4 tensor cores demand.
+"""
 
 
 class Blocks(NamedTuple):
