@@ -3,15 +3,21 @@
 It says what docs/numerics.md says, in whole-tensor operations, and shares nothing with `halfbyte.kernels`.
 """
 
+from halfbyte.reference.activation import activation, activation_backward
 from halfbyte.reference.grouped import GroupedOperand, grouped_dequantize, grouped_gemm_nt, grouped_quantize_row_col
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import Decoded, decode, dequantize, gemm_nt, plain
+from halfbyte.reference.norm import Statistics, norm, norm_backward
 from halfbyte.reference.nvfp4 import quantize, quantize_row_col, transpose
+from halfbyte.reference.operand_amax import operand_amaxes
 from halfbyte.reference.scale import finite_amax
 
 __all__ = [
     "Decoded",
     "GroupedOperand",
+    "Statistics",
+    "activation",
+    "activation_backward",
     "decode",
     "dequantize",
     "finite_amax",
@@ -19,6 +25,9 @@ __all__ = [
     "grouped_dequantize",
     "grouped_gemm_nt",
     "grouped_quantize_row_col",
+    "norm",
+    "norm_backward",
+    "operand_amaxes",
     "plain",
     "quantize",
     "quantize_row_col",

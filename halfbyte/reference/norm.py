@@ -1,0 +1,87 @@
+"""RMSNorm and LayerNorm with every rounding fixed (halfbyte/arithmetic.py): fp32 inside, one rounding at the end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from halfbyte.arithmetic import GROUP_LANES, LANES, ROW_GROUP
+from halfbyte.formats import f32
+from halfbyte.layout import round_up
+
+
+class Statistics(NamedTuple):
+    """fp32 [rows]: the mean (empty for RMSNorm) and 1 / sqrt(variance + eps)."""
+
+    mean: Tensor
+    rstd: Tensor
+
+
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, dtype: torch.dtype
+) -> tuple[Tensor, Statistics]:
+    """Return ((x - mean) * rstd) * weight + bias; RMSNorm is not centered: mean 0.
+
+    Args:
+        x: [rows, cols].
+        weight, bias: [cols]; bias may be None.
+        eps: added to the variance.
+        centered: LayerNorm rather than RMSNorm.
+        dtype: of the result.
+    """
+    x = x.float()
+    count = torch.full((), float(x.shape[1]), device=x.device)
+    mean = row_sum(x) / count if centered else x.new_empty(0)
+    d = x - mean[:, None] if centered else x
+    variance = row_sum(d * d) / count
+    rstd = torch.ones_like(variance) / (variance + f32(eps)).sqrt()
+    y = (d * rstd[:, None]) * weight.float()
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(dtype), Statistics(mean, rstd)
+
+
+def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]."""
+    x, dy, mean, rstd = x.float(), dy.float(), statistics.mean, statistics.rstd[:, None]
+    centered = mean.numel() == x.shape[0]
+    normal = (x - mean[:, None] if centered else x) * rstd
+    g = dy * weight.float()
+    count = torch.full((), float(x.shape[1]), device=x.device)
+    along = (row_sum(g * normal) / count)[:, None]
+    rest = g - (row_sum(g) / count)[:, None] if centered else g
+    dx = (rest - normal * along) * rstd
+    return dx, column_sum(dy * normal), column_sum(dy)
+
+
+def row_sum(values: Tensor) -> Tensor:
+    """Return the sum of each row, fp32 [rows], in the order of halfbyte/arithmetic.py."""
+    rows, cols = values.shape
+    lanes = pad(values, (0, round_up(cols, LANES) - cols)).view(rows, -1, LANES)
+    return _meet(_in_order(lanes, 1), 1).view(rows)
+
+
+def column_sum(values: Tensor) -> Tensor:
+    """Return the sum of each column, fp32 [cols], in the order of halfbyte/arithmetic.py."""
+    rows, cols = values.shape
+    groups = _in_order(pad(values, (0, 0, 0, round_up(rows, ROW_GROUP) - rows)).view(-1, ROW_GROUP, cols), 1)
+    missing = round_up(groups.shape[0], GROUP_LANES) - groups.shape[0]
+    lanes = pad(groups, (0, 0, 0, missing)).view(-1, GROUP_LANES, cols)
+    return _meet(_in_order(lanes, 0), 0).view(cols)
+
+
+def _in_order(terms: Tensor, dim: int) -> Tensor:
+    total = torch.zeros_like(terms.sum(dim)) if terms.shape[dim] == 0 else torch.zeros_like(terms.select(dim, 0))
+    for term in terms.unbind(dim):
+        total = total + term
+    return total
+
+
+def _meet(lanes: Tensor, dim: int) -> Tensor:
+    while lanes.shape[dim] > 1:
+        even, odd = lanes.unflatten(dim, (-1, 2)).unbind(dim + 1)
+        lanes = even + odd
+    return lanes
