@@ -101,7 +101,7 @@ def operand_amax(x: Tensor, spec: NVFP4, sign_draw: Draw | None) -> Tensor:
     per_row = spec.outer == "row"
     out = torch.zeros((x.shape[0],) if per_row else (), dtype=torch.int32, device=x.device)
     if x.numel():
-        rule = _amax_rule(spec)
+        rule = amax_rule(spec)
         if x.stride(0) == 1 and x.stride(1) != 1:
             _launch_cols(x.T, rule, out, None, sign_draw)
         else:
@@ -129,7 +129,7 @@ def row_col_amax(
             return both, both
         if x.stride(1) == 1:
             out = torch.zeros(1 + (x.shape[1] if col.outer == "row" else 1), dtype=torch.int32, device=x.device)
-            _launch_cols(x, _amax_rule(col), out[1:], out, sign_draw)
+            _launch_cols(x, amax_rule(col), out[1:], out, sign_draw)
             values = out.view(torch.float32)
             return values[0], values[1:] if col.outer == "row" else values[1]
     return (
@@ -138,7 +138,8 @@ def row_col_amax(
     )
 
 
-def _amax_rule(spec: NVFP4) -> sc.Rule:
+def amax_rule(spec: NVFP4) -> sc.Rule:
+    """Return what the amax kernels are compiled for: nothing of the spec counts but its rows and its rotation."""
     rule = sc.rule_of(spec, hardware=False)
     return PLAIN._replace(row_amax=rule.row_amax, group=rule.group, norm=rule.norm, fresh=rule.fresh)
 
