@@ -1,0 +1,34 @@
+"""The stages of a cast of primary weights, from the backend that runs on the weights' device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from halfbyte.ops.backends import REFERENCE, choose
+from halfbyte.pieces import Piece, Target
+from halfbyte.reference import primary as reference
+
+
+def primary_stages(
+    pieces: Sequence[Piece],
+    targets: Sequence[Target],
+    tiles: int,
+    device: torch.device,
+    backend: str | None = None,
+) -> tuple[reference.Caster, reference.Finisher]:
+    """Return the stages that read masters and those that work on whole weights, their metadata prepared.
+
+    Args:
+        pieces: of the masters, on `device`.
+        targets: the weights they belong to, or more.
+        tiles: of all weights together.
+        device: where everything is.
+        backend: None chooses one.
+    """
+    if choose(device, backend) == REFERENCE:
+        return reference.Caster(pieces, tiles), reference.Finisher(targets, tiles)
+    from halfbyte.kernels import primary as kernels  # imports Triton, so only where it runs
+
+    return kernels.Caster(pieces, tiles), kernels.Finisher(targets, tiles)
