@@ -1,0 +1,5 @@
+"""NVFP4 weights for optimizers that shard fp32 masters over the ranks of torch.distributed."""
+
+from halfbyte.distributed.partial_cast import cast_master_weights_to_nvfp4, post_all_gather_processing
+
+__all__ = ["cast_master_weights_to_nvfp4", "post_all_gather_processing"]

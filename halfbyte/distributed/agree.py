@@ -1,0 +1,80 @@
+"""Ranks compare what each was asked to do before they communicate: a mistake is an error everywhere, not a hang.
+
+Notes go through the process group's key-value store on the CPU, with a timeout of their own: ranks that disagree about
+sizes cannot compare them by a collective whose size they disagree about.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+AGREE_TIMEOUT = timedelta(seconds=60)
+"""How long a rank waits for the notes of the others."""
+
+
+def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return (rank, size) in `group`; None is the default group, or one process alone if there is none.
+
+    Raises:
+        ValueError: this process is not in the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("group: this process is not one of its ranks; call only on the ranks of the group")
+    return rank, dist.get_world_size(group)
+
+
+def exchange_notes(
+    note: Any, group: dist.ProcessGroup | None, call: str, timeout: timedelta | None = None
+) -> list[Any]:
+    """Return every rank's note, in the order of ranks.
+
+    Args:
+        note: anything json writes.
+        group: the ranks that take part.
+        call: the function in whose name they meet.
+        timeout: how long to wait, AGREE_TIMEOUT by default.
+
+    Raises:
+        RuntimeError: some ranks left no note in time; the message names them.
+    """
+    rank, size = rank_and_size(group)
+    if size == 1:
+        return [json.loads(json.dumps(note))]
+    timeout = AGREE_TIMEOUT if timeout is None else timeout
+    store = dist.distributed_c10d._get_default_store()
+    members = dist.get_process_group_ranks(group or dist.group.WORLD)
+    room = f"halfbyte/{call}/{'-'.join(map(str, members))}"
+    count = store.add(f"{room}/calls/{rank}", 1)
+    keys = [f"{room}/{count}/{other}" for other in range(size)]
+    store.set(keys[rank], json.dumps(note))
+    try:
+        store.wait(keys, timeout)
+    except (dist.DistStoreError, RuntimeError) as error:
+        missing = [members[i] for i, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(
+            f"{call}: ranks {missing} did not make the same call within {timeout.total_seconds():g} s; every rank of "
+            "the group must call it, in the same order"
+        ) from error
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def refuse_together(
+    problem: str | None, group: dist.ProcessGroup | None, call: str, timeout: timedelta | None = None
+) -> None:
+    """Raise ValueError on every rank of `group` if one of them has a problem.
+
+    Args:
+        problem: what is wrong on this rank, or None.
+        group, call, timeout: as for `exchange_notes`.
+    """
+    problems = exchange_notes(problem, group, call, timeout)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise ValueError(text if len(problems) == 1 else f"rank {rank}: {text}")

@@ -1,0 +1,242 @@
+"""The cast of a list of weights from pieces of their masters: its stages and what ranks exchange between them.
+
+1. Every rank finds the amaxes of its pieces; one all-reduce (maximum) completes them. Two elements that share a byte
+   and lie on different ranks travel in the same message, so that each of the two writes the whole byte.
+2. With candidate scales, a tile is judged by one who has all of its elements: tile rows within one piece by their rank,
+   tile rows that a border cuts by every rank, after one all-reduce (sum) in which each contributes its elements.
+3. Every rank writes the codes of its pieces.
+
+Buffers and tables are made once; a run launches a fixed number of kernels and never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfbyte.formats import NVFP4_BLOCK
+from halfbyte.ops.primary import primary_stages
+from halfbyte.pieces import Piece, Target, cut_tile_rows
+from halfbyte.spec import BlockMax
+
+
+class Share(NamedTuple):
+    """What one rank has of one weight: element numbers start to stop - 1."""
+
+    start: int
+    stop: int
+
+
+class Layout(NamedTuple):
+    """The weights of a cast and who has what of them, the same on every rank.
+
+    targets: this rank's weights; pitches: element numbers to a row of each.
+    shares: for each weight, the share of every rank; None where a rank has nothing.
+    slots: how many amaxes the weights have.
+    """
+
+    targets: Sequence[Target]
+    pitches: Sequence[int]
+    shares: Sequence[Sequence[Share | None]]
+    slots: int
+
+    @property
+    def tiles(self) -> int:
+        return sum(target.tile_count for target in self.targets)
+
+    def borders(self, index: int) -> list[int]:
+        """Return the element numbers where a share of weight `index` starts or ends."""
+        return sorted({border for share in self.shares[index] if share is not None for border in share})
+
+
+class Cast:
+    """A prepared cast.
+
+    Args:
+        layout: of the weights.
+        pieces: this rank's, at most one for each weight.
+        group: the ranks of the shares; None for one process alone.
+        local_scales: True leaves every rank the scales of the tiles that it has elements of, and only those: the caller
+            gathers the others. False completes the scales of all weights on every rank.
+        device: of everything.
+        backend: None chooses one.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        pieces: Sequence[Piece],
+        group: dist.ProcessGroup | None,
+        *,
+        local_scales: bool,
+        device: torch.device,
+        backend: str | None = None,
+    ) -> None:
+        self._group, self._layout = group, layout
+        self._alone = group is None
+        tiles = layout.tiles
+        halves = [] if self._alone else _cut_bytes(layout)
+        count = tiles + layout.slots
+        self._maxima = torch.zeros(count + 2 * len(halves), device=device)
+        self.amaxes = self._maxima[:count]
+        self._halves = self._maxima[count:]
+        self._half_copies = _half_copies(layout, pieces, halves, self._halves)
+        stripes = [] if self._alone else _cut_stripes(layout)
+        words = -(-tiles // 4) * 4
+        sizes = [_stripe_size(layout, *stripe) for stripe in stripes]
+        self._message = torch.zeros(words // 4 + sum(sizes), dtype=torch.int32, device=device)
+        self.scales = self._message[: words // 4].view(torch.uint8)[:tiles]
+        self._elements = self._message[words // 4 :].view(torch.float32)
+        stripe_pieces = _stripe_pieces(layout, stripes, self._elements)
+        self._stripe_copies = _stripe_copies(pieces, stripe_pieces)
+        self._chooses = any(not isinstance(target.spec.scaling, BlockMax) for target in layout.targets)
+        self._sent = self._elements if local_scales else self._message
+        self._index = _shared_amaxes(layout, device) if local_scales and not self._alone else None
+        make = primary_stages
+        self._caster, self.finisher = make(pieces, layout.targets, tiles, device, backend)
+        edges = _edge_pieces(layout, pieces, halves, self._halves)
+        self._edge_caster = make(edges, (), tiles, device, backend)[0] if edges else None
+        self._stripe_caster = make(stripe_pieces, (), tiles, device, backend)[0] if stripe_pieces else None
+
+    def run(self) -> None:
+        """Complete amaxes and scales and write the codes of this rank's pieces."""
+        self.amaxes.zero_()
+        self._caster.amax(self.amaxes)
+        self._reduce_amaxes()
+        if self._chooses:
+            self._choose()
+        self.finisher.scale(self.amaxes, self.scales)
+        self._caster.cast(self.amaxes, self.scales)
+        if self._edge_caster is not None:
+            self._edge_caster.cast(self.amaxes, self.scales)
+
+    def expand(self) -> None:
+        """Write block scales and amax of every weight from the compact ones."""
+        self.finisher.expand(self.amaxes, self.scales)
+
+    def _reduce_amaxes(self) -> None:
+        if self._alone:
+            return
+        if self._half_copies[0]:
+            self._halves.fill_(-torch.inf)
+            torch._foreach_copy_(*self._half_copies)
+        elif self._halves.numel():
+            self._halves.fill_(-torch.inf)
+        if self._index is None:
+            dist.all_reduce(self._maxima, dist.ReduceOp.MAX, group=self._group)
+        else:
+            part = self.amaxes.index_select(0, self._index)
+            dist.all_reduce(part, dist.ReduceOp.MAX, group=self._group)
+            self.amaxes.index_copy_(0, self._index, part)
+
+    def _choose(self) -> None:
+        self._message.zero_()
+        self._caster.choose(self.amaxes, self.scales)
+        if self._alone:
+            return
+        if self._stripe_copies[0]:
+            torch._foreach_copy_(*self._stripe_copies)
+        if self._sent.numel():
+            # Each word has one contributor and zeros from the others: the sum is exact, NaN and all.
+            dist.all_reduce(self._sent.view(torch.int32), group=self._group)
+        if self._stripe_caster is not None:
+            self._stripe_caster.choose(self.amaxes, self.scales)
+
+
+class _Half(NamedTuple):
+    """Two elements of one byte on different ranks; `element` is the even column's."""
+
+    weight: int
+    element: int
+
+
+def _cut_bytes(layout: Layout) -> list[_Half]:
+    halves = []
+    for index, (target, pitch) in enumerate(zip(layout.targets, layout.pitches, strict=True)):
+        for border in layout.borders(index):
+            col = border % pitch
+            if col % 2 and col < target.cols and border < target.rows * pitch:
+                halves.append(_Half(index, border - 1))
+    return halves
+
+
+def _half_copies(
+    layout: Layout, pieces: Sequence[Piece], halves: list[_Half], buffer: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return where this rank's elements of cut bytes go in the message, and where they come from."""
+    own = {id(piece.target): piece for piece in pieces}
+    to, from_ = [], []
+    for i, half in enumerate(halves):
+        piece = own.get(id(layout.targets[half.weight]))
+        for odd in (0, 1):
+            at = half.element + odd
+            if piece is not None and piece.start <= at < piece.stop:
+                to.append(buffer[2 * i + odd : 2 * i + odd + 1])
+                from_.append(piece.values[at - piece.start : at - piece.start + 1])
+    return to, from_
+
+
+def _edge_pieces(layout: Layout, pieces: Sequence[Piece], halves: list[_Half], buffer: Tensor) -> list[Piece]:
+    """Return one piece of two elements for every cut byte that this rank has a half of."""
+    own = {id(piece.target): piece for piece in pieces}
+    out = []
+    for i, half in enumerate(halves):
+        piece = own.get(id(layout.targets[half.weight]))
+        if piece is not None and piece.start <= half.element + 1 and piece.stop > half.element:
+            out.append(piece._replace(values=buffer[2 * i : 2 * i + 2], start=half.element))
+    return out
+
+
+def _cut_stripes(layout: Layout) -> list[tuple[int, int]]:
+    """Return (weight, row of tiles) of everything that candidates need and a border cuts."""
+    return [
+        (index, row)
+        for index, target in enumerate(layout.targets)
+        if not isinstance(target.spec.scaling, BlockMax)
+        for row in cut_tile_rows(layout.pitches[index], target.rows, layout.borders(index))
+    ]
+
+
+def _stripe_size(layout: Layout, index: int, row: int) -> int:
+    rows = min(NVFP4_BLOCK, layout.targets[index].rows - row * NVFP4_BLOCK)
+    return rows * layout.pitches[index]
+
+
+def _stripe_pieces(layout: Layout, stripes: list[tuple[int, int]], buffer: Tensor) -> list[Piece]:
+    out, begin = [], 0
+    for index, row in stripes:
+        size, target, pitch = _stripe_size(layout, index, row), layout.targets[index], layout.pitches[index]
+        codes = target.blocks.qdata.view(-1)
+        out.append(Piece(target, buffer[begin : begin + size], row * NVFP4_BLOCK * pitch, pitch, codes))
+        begin += size
+    return out
+
+
+def _stripe_copies(pieces: Sequence[Piece], stripes: Sequence[Piece]) -> tuple[list[Tensor], list[Tensor]]:
+    own = {id(piece.target): piece for piece in pieces}
+    to, from_ = [], []
+    for stripe in stripes:
+        piece = own.get(id(stripe.target))
+        if piece is None:
+            continue
+        start, stop = max(piece.start, stripe.start), min(piece.stop, stripe.stop)
+        if start < stop:
+            to.append(stripe.values[start - stripe.start : stop - stripe.start])
+            from_.append(piece.values[start - piece.start : stop - piece.start])
+    return to, from_
+
+
+def _shared_amaxes(layout: Layout, device: torch.device) -> Tensor:
+    """Return where in `amaxes` no rank alone knows the maximum: tiles that a border cuts, and all slots."""
+    places: list[int] = []
+    for index, target in enumerate(layout.targets):
+        cols = target.tiles[1]
+        for row in cut_tile_rows(layout.pitches[index], target.rows, layout.borders(index)):
+            first = target.first_tile + row * cols
+            places.extend(range(first, first + cols))
+    places.extend(range(layout.tiles, layout.tiles + layout.slots))
+    return torch.tensor(places, dtype=torch.int64, device=device)

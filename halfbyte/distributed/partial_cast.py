@@ -1,0 +1,247 @@
+"""cast_master_weights_to_nvfp4 and post_all_gather_processing: for optimizers that keep fp32 masters in shards.
+
+What a call needs beyond its tensors' values (who has which elements, tables of addresses, buffers) is prepared by the
+first call with these tensors and kept on the first weight; later calls launch kernels and collectives only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfbyte.distributed.agree import exchange_notes, rank_and_size
+from halfbyte.distributed.cast import Cast, Layout, Share
+from halfbyte.layout import SWIZZLED_32_4_4
+from halfbyte.ops.primary import primary_stages
+from halfbyte.pieces import Piece, Target, code_bytes
+from halfbyte.tensor import QuantTensor
+from halfbyte.tensor.primary import PrimaryWeight, check_primary_spec
+from halfbyte.tensor.quant_tensor import VALUE_DTYPES
+
+CALL = "cast_master_weights_to_nvfp4"
+
+
+def cast_master_weights_to_nvfp4(
+    model_weights: Sequence[QuantTensor],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: dist.ProcessGroup | None,
+    fsdp_shard_model_weights: Sequence[Tensor | None] | None = None,
+    manual_post_all_gather_processing: bool = True,
+) -> None:
+    """Quantize weights from the shards of their masters that the ranks of `group` hold (docs/numerics.md section 9).
+
+    Afterwards every rank has the block scales and amax of all weights, and the codes of its own shards: exactly its own
+    nibbles, and the whole byte where two shards meet within one. Together the codes are the bytes of `hb.quantize` of
+    the whole master, rounded to the weight's dtype first. Weights whose `amax` is one tensor share it. The first call
+    with given tensors compares weights and shards between the ranks; later ones do not wait for anything.
+
+    Args:
+        model_weights: 2-D QuantTensors in 16x16 tiles, filled in place; the same list on every rank.
+        master_weights: for each weight this rank's shard, fp32, bf16 or fp16, flat and contiguous; None or empty if
+            it has none. The shards of a weight do not overlap and cover it.
+        start_offsets: for each shard the number of its first element in the flat weight; None where there is none.
+        group: the ranks that hold shards; None is the default group.
+        fsdp_shard_model_weights: for each weight None, or uint8 that takes the codes instead of the weight: the bytes
+            of its flat `qdata` that hold elements of the shard.
+        manual_post_all_gather_processing: False also calls `post_all_gather_processing`, which is possible only for a
+            group of one rank: the codes of others arrive by an all-gather that the caller runs later.
+
+    Raises:
+        ValueError: on every rank: arguments do not fit together, or differ between ranks.
+        RuntimeError: some rank does not make the call within `agree.AGREE_TIMEOUT`.
+    """
+    shards = [None] * len(model_weights) if fsdp_shard_model_weights is None else fsdp_shard_model_weights
+    key = _key(model_weights, master_weights, start_offsets, shards, group)
+    known = getattr(model_weights[0], "_prepared_cast", None) if model_weights else None
+    if known is not None and known[0] == key:
+        cast = known[1]
+    else:
+        arguments = (model_weights, master_weights, start_offsets, shards)
+        cast = _prepare(arguments, group, manual_post_all_gather_processing)
+        if cast is None:
+            return
+        vars(model_weights[0])["_prepared_cast"] = (key, cast)
+    cast.run()
+    cast.expand()
+    if not manual_post_all_gather_processing:
+        post_all_gather_processing(model_weights)
+
+
+def post_all_gather_processing(model_weights: Sequence[QuantTensor]) -> None:
+    """Make what follows from complete codes and scales: the other orientation of every PrimaryWeight.
+
+    Args:
+        model_weights: the weights, their codes gathered from all ranks.
+    """
+    weights = [weight for weight in model_weights if isinstance(weight, PrimaryWeight)]
+    if not weights:
+        return
+    key = tuple((id(weight), weight.qdata.data_ptr()) for weight in weights)
+    known = getattr(weights[0], "_prepared_transpose", None)
+    if known is None or known[0] != key:
+        targets, first_tile = [], 0
+        for weight in weights:
+            targets.append(target_of(weight, first_tile, 0))
+            first_tile += targets[-1].tile_count
+        _, finisher = primary_stages((), targets, first_tile, weights[0].device)
+        known = key, finisher
+        vars(weights[0])["_prepared_transpose"] = known
+    known[1].transpose()
+
+
+def target_of(weight: QuantTensor, first_tile: int, slot: int) -> Target:
+    """Return a weight as the stages of a cast see it, with memory for its other orientation if it is primary."""
+    turned = weight.allocate_turned() if isinstance(weight, PrimaryWeight) else None
+    rows, cols = weight.shape
+    swizzled = weight.scale_layout == SWIZZLED_32_4_4
+    return Target(rows, cols, weight.spec, weight.dtype, weight.blocks, swizzled, first_tile, slot, turned)
+
+
+def _key(weights, masters, starts, shards, group) -> tuple:
+    """Return what a prepared cast depends on; the cast itself keeps the tensors alive."""
+    return (
+        id(group),
+        *map(id, weights),
+        *((None if m is None else (m.data_ptr(), m.numel(), m.dtype)) for m in masters),
+        *starts,
+        *((None if s is None else s.data_ptr()) for s in shards),
+    )
+
+
+def _prepare(arguments: tuple, group: dist.ProcessGroup | None, manual: bool) -> Cast | None:
+    """Compare arguments between ranks and return the cast, None if there is nothing to do."""
+    weights, masters, starts, shards = arguments
+    rank, size = rank_and_size(group)
+    problem = _problem(*arguments)
+    if problem is None and not manual and size > 1:
+        problem = (
+            f"manual_post_all_gather_processing=False: the group has {size} ranks, whose codes meet only in your "
+            "all-gather; call post_all_gather_processing(model_weights) after it"
+        )
+    slots: dict[int, int] = {}
+    note = {"problem": problem, "weights": [], "shares": []}
+    if problem is None:
+        for weight, master, start in zip(weights, masters, starts, strict=True):
+            slot = slots.setdefault(weight.amax.data_ptr(), len(slots))
+            identity = [list(weight.shape), weight.spec.key, str(weight.dtype), weight.scale_layout, slot]
+            note["weights"].append(identity)
+            n = 0 if master is None else master.numel()
+            note["shares"].append([start, start + n] if n else None)
+    notes = exchange_notes(note, group, CALL)
+    _compare(notes)
+    shares = [[None if s is None else Share(*s) for s in column] for column in zip(*(n["shares"] for n in notes), strict=True)]
+    held = [any(share is not None for share in own) for own in shares]
+    _check_cover([(i, weights[i], shares[i]) for i, any_share in enumerate(held) if any_share])
+    if not any(held):
+        return None
+    targets, pieces, first_tile = [], [], 0
+    slots.clear()  # only of the weights that take part
+    for i, weight in enumerate(weights):
+        if not held[i]:
+            continue
+        target = target_of(weight, first_tile, slots.setdefault(weight.amax.data_ptr(), len(slots)))
+        targets.append(target)
+        first_tile += target.tile_count
+        own = shares[i][rank]
+        if own is not None:
+            codes, first_byte = weight.qdata.view(-1), 0
+            if shards[i] is not None:
+                codes, first_byte = shards[i], code_bytes(target.cols, target.cols, *own)[0]
+            pieces.append(Piece(target, masters[i].detach().view(-1), own.start, target.cols, codes, first_byte))
+    shares = [own for own, any_share in zip(shares, held, strict=True) if any_share]
+    layout = Layout(targets, [target.cols for target in targets], shares, len(slots))
+    members = (group or dist.group.WORLD) if size > 1 else None
+    return Cast(layout, pieces, members, local_scales=False, device=weights[0].device)
+
+
+def _problem(weights: Any, masters: Any, starts: Any, shards: Any) -> str | None:
+    """Return what is wrong with this rank's arguments."""
+    for name, values in (("master_weights", masters), ("start_offsets", starts), ("fsdp_shard_model_weights", shards)):
+        if len(values) != len(weights):
+            return f"{name} has {len(values)} entries for {len(weights)} model_weights: give one each, or None"
+    for i, (weight, master, start, shard) in enumerate(zip(weights, masters, starts, shards, strict=True)):
+        text = _weight_problem(weight, weights[0].device) or _shard_problem(weight, master, start, shard)
+        if text is not None:
+            return text.replace("[i]", f"[{i}]")
+    return None
+
+
+def _weight_problem(weight: Any, device: torch.device) -> str | None:
+    if not isinstance(weight, QuantTensor) or weight.dim() != 2 or weight.group_offsets is not None:
+        what = f"a QuantTensor {list(weight.shape)}" if isinstance(weight, QuantTensor) else type(weight).__name__
+        return f"model_weights[i] is {what}: give 2-D QuantTensors, such as hb.tensor.PrimaryWeight.empty((N, K))"
+    try:
+        check_primary_spec(weight.spec)
+    except ValueError as error:
+        return f"model_weights[i]: {error}"
+    if weight.header.borrowed or not weight.qdata.is_contiguous() or not weight.block_scale.is_contiguous():
+        return "model_weights[i] is a view or transpose of another tensor: give the whole tensor, or clone() it"
+    if weight.device != device:
+        return f"model_weights[i] is on {weight.device}, the first on {device}: move one of them"
+    return None
+
+
+def _shard_problem(weight: QuantTensor, master: Any, start: Any, shard: Any) -> str | None:
+    if master is None:
+        return None
+    if not isinstance(master, Tensor) or master.dtype not in VALUE_DTYPES or not master.is_contiguous():
+        return "master_weights[i]: give a contiguous fp32, bf16 or fp16 tensor, or None"
+    if master.numel() == 0:
+        return None
+    if master.device != weight.device:
+        return f"master_weights[i] is on {master.device}, its weight on {weight.device}: move one of them"
+    if isinstance(start, bool) or not isinstance(start, int):
+        return f"start_offsets[i]={start!r}: give the number of the shard's first element, an int"
+    stop = start + master.numel()
+    if start < 0 or stop > weight.numel():
+        return f"start_offsets[i]={start}: {master.numel()} elements from there do not lie in {list(weight.shape)}"
+    if shard is not None:
+        cols = weight.shape[1]
+        first, last = code_bytes(cols, cols, start, stop)
+        fits = isinstance(shard, Tensor) and shard.dtype == torch.uint8 and shard.is_contiguous()
+        if not fits or shard.numel() != last - first or shard.device != weight.device:
+            return f"fsdp_shard_model_weights[i]: give contiguous uint8 [{last - first}] on {weight.device}"
+    return None
+
+
+def _compare(notes: list[dict]) -> None:
+    """Raise ValueError unless every rank has the same weights; every rank comes to the same result."""
+    for rank, note in enumerate(notes):
+        if note["problem"] is not None:
+            raise ValueError(note["problem"] if len(notes) == 1 else f"rank {rank}: {note['problem']}")
+    first = notes[0]["weights"]
+    for rank, note in enumerate(notes):
+        if len(note["weights"]) != len(first):
+            raise ValueError(
+                f"model_weights has {len(first)} weights on rank 0 and {len(note['weights'])} on rank {rank}: "
+                "give the same list everywhere, with None for shards that a rank does not have"
+            )
+        for i, (ours, theirs) in enumerate(zip(first, note["weights"], strict=True)):
+            if ours != theirs:
+                raise ValueError(
+                    f"model_weights[{i}] is {ours} on rank 0 and {theirs} on rank {rank} (shape, spec, dtype, scale "
+                    "layout, amax shared with): build the model with the same recipe and shapes everywhere"
+                )
+
+
+def _check_cover(weights: list[tuple[int, QuantTensor, list[Share | None]]]) -> None:
+    for i, weight, shares in weights:
+        at = 0
+        for share in sorted(share for share in shares if share is not None):
+            if share.start != at:
+                what = "two ranks hold" if share.start < at else "no rank holds"
+                low, high = sorted((share.start, at))
+                raise ValueError(
+                    f"model_weights[{i}]: {what} the elements {low} to {high - 1}; check start_offsets and shards"
+                )
+            at = share.stop
+        if at != weight.numel():
+            raise ValueError(
+                f"model_weights[{i}]: no rank holds the elements {at} to {weight.numel() - 1}; "
+                "check start_offsets and shards"
+            )

@@ -1,0 +1,101 @@
+"""PrimaryWeight: a model's weight that exists only in NVFP4 and is trained through fp32 masters elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfbyte.layout import LINEAR, SWIZZLED_32_4_4, Blocks, ceil_div, check_scale_layout, swizzled_numel
+from halfbyte.spec import NVFP4, Eden
+from halfbyte.tensor.quant_tensor import QuantTensor, check_value_dtype, describe
+
+_plain_requires_grad = torch._C.TensorBase.requires_grad
+
+
+class PrimaryWeight(QuantTensor):
+    """A QuantTensor [N, K] in 16x16 tiles that is a model's parameter: it may require a gradient.
+
+    Its gradient is a plain tensor [N, K] of the nominal dtype in `.grad`, that of the values it stands for. No optimizer
+    can step it; `hb.distributed.cast_master_weights_to_nvfp4` writes new bytes into it in place.
+
+    turned: the other orientation, filled by `hb.distributed.post_all_gather_processing`; None until then, and
+        `hb.linear` transposes in every forward.
+    """
+
+    turned: Blocks | None = None
+
+    @staticmethod
+    def empty(
+        shape: tuple[int, int],
+        spec: NVFP4 | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        scale_layout: str = LINEAR,
+        qdata: Tensor | None = None,
+        amax: Tensor | None = None,
+    ) -> PrimaryWeight:
+        """Return a weight of zeros.
+
+        Args:
+            shape: N and K.
+            spec: NVFP4 in 16x16 tiles with rounding to nearest; NVFP4(block=(16, 16)) by default.
+            dtype: nominal dtype, that masters are rounded to before they are quantized.
+            device: where it is.
+            scale_layout: "linear" or "swizzled_32_4_4".
+            qdata: uint8 [N, ceil(K/16) * 8] to hold the codes, such as a part of a buffer that is gathered.
+            amax: fp32 [] that several weights share; their tensor scale is then one.
+
+        Raises:
+            ValueError: the spec has no cast from masters.
+        """
+        spec = NVFP4(block=(16, 16)) if spec is None else spec
+        check_primary_spec(spec)
+        check_scale_layout(scale_layout)
+        check_value_dtype("dtype", dtype, "name the dtype of the layer")
+        rows, blocks = shape[0], ceil_div(shape[1], spec.block_length)
+        size = (rows, blocks) if scale_layout == LINEAR else (swizzled_numel(rows, blocks),)
+        if qdata is None:
+            qdata = torch.zeros(rows, blocks * 8, dtype=torch.uint8, device=device)
+        scale = torch.zeros(size, dtype=torch.uint8, device=qdata.device)
+        amax = torch.zeros((), device=qdata.device) if amax is None else amax
+        options = {"shape": tuple(shape), "dtype": dtype, "scale_layout": scale_layout}
+        return PrimaryWeight(Blocks(qdata, scale, amax), spec, **options)
+
+    @property
+    def requires_grad(self) -> bool:
+        return _plain_requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> PrimaryWeight:
+        """Say whether backward computes this weight's gradient."""
+        return torch._C.TensorBase.requires_grad_(self, requires_grad)
+
+    def allocate_turned(self) -> Blocks:
+        """Return the memory of the other orientation, LINEAR [K, N], allocated once."""
+        if self.turned is None:
+            rows, cols = self.shape
+            blocks, device = ceil_div(rows, self.spec.block_length), self.device
+            qdata = torch.zeros(cols, blocks * 8, dtype=torch.uint8, device=device)
+            scale = torch.zeros(cols, blocks, dtype=torch.uint8, device=device)
+            self.turned = Blocks(qdata, scale, self.blocks.amax)
+        return self.turned
+
+    @property
+    def swizzled(self) -> bool:
+        return self.scale_layout == SWIZZLED_32_4_4
+
+
+def check_primary_spec(spec: object) -> None:
+    """Raise ValueError unless weights of `spec` can be cast from shards of their masters."""
+    if not isinstance(spec, NVFP4) or not spec.is_tile:
+        what = describe(spec) if isinstance(spec, NVFP4) else repr(spec)
+        raise ValueError(
+            f"spec={what}: a primary weight serves forward and backward, which needs 16x16 tiles; use "
+            "hb.NVFP4(block=(16, 16))"
+        )
+    if spec.rounding != "nearest" or isinstance(spec.scaling, Eden):
+        raise ValueError(f"spec={describe(spec)}: masters are rounded to nearest; use rounding='nearest', no Eden")
