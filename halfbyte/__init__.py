@@ -6,6 +6,7 @@
 from halfbyte import layout, nn, recipes
 from halfbyte.convert import Keep, Report, high_precision, quantize_, set_recipe_
 from halfbyte.functional import gemm_nt, grouped_gemm_nt, grouped_linear, linear, linear_shared
+from halfbyte.nn import cache_weights
 from halfbyte.ops import backends
 from halfbyte.rng import Philox
 from halfbyte.spec import MXFP8, NVFP4, BlockMax, Eden, FourOverSix, GemmSpec, Hadamard, Recipe
@@ -29,6 +30,7 @@ __all__ = [
     "RunState",
     "__version__",
     "backends",
+    "cache_weights",
     "gemm_nt",
     "grouped_gemm_nt",
     "grouped_linear",

@@ -26,6 +26,7 @@ LONG_SIGNATURES = {
     "grouped_quantize_row_col",
     "linear",  # every tensor of a layer's contract: x, w, bias, shared amax, main_grad
     "linear_shared",
+    "grouped_linear",
 }
 NEGATIVE_NAME = re.compile(r"^(disable|no|not|without|skip)_")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b")

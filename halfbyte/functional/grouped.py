@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from halfbyte import ops
 from halfbyte.functional.linear import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, _load, _save, _stream, snapshot
+from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.spec import GemmSpec, Recipe, Spec
 from halfbyte.tensor import QuantTensor
@@ -117,6 +118,7 @@ def grouped_linear(
     rng: AnyPhilox | None = None,
     out_dtype: torch.dtype | None = None,
     main_grad: Tensor | None = None,
+    cached_weight: CachedWeight | None = None,
 ) -> Tensor:
     """Return x_g @ w_g.T of every group of tokens with the three GEMMs of `recipe`.
 
@@ -128,6 +130,7 @@ def grouped_linear(
         rng: the place in the random stream; needed if the recipe draws. It uses 16 offsets from there on.
         out_dtype: dtype of the result, by default x's.
         main_grad: fp32 [E, N, K]; the weight gradient is added to it in fp32 and autograd receives none for w.
+        cached_weight: w_ENK quantized before, as `hb.cache_weights` keeps it; it is then only differentiated.
 
     Returns:
         out_dtype [M, N]; rows of padding are zero, and so are their gradients.
@@ -136,10 +139,14 @@ def grouped_linear(
         ValueError: shapes do not fit, or the recipe draws and rng is None.
         TypeError: dtypes do not fit.
     """
+    is_covered = covers(cached_weight, recipe)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, w_ENK = x.to(dtype), w_ENK.to(dtype)
+        x, w_ENK = x.to(dtype), w_ENK if is_covered else w_ENK.to(dtype)
     _check(x, w_ENK, offsets, recipe, main_grad)
+    if w_ENK.dtype != x.dtype and not is_covered:
+        raise TypeError(f"w_ENK.dtype={w_ENK.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
+    check_cached(cached_weight, recipe, x.dtype, x.device)
     draw = None
     if recipe.needs_rng:
         if rng is None:
@@ -149,8 +156,11 @@ def grouped_linear(
         draw = rng.on(x.device)
         if draw.first_block or draw.blocks_per_row is not None:
             raise ValueError(f"rng.first_block={draw.first_block}: tokens and experts are whole; leave it out")
-    call = _Call(recipe, 0 if draw is None else draw.stream, out_dtype or x.dtype, torch.is_grad_enabled())
-    return _GroupedLinear.apply(call, x, w_ENK, offsets, main_grad, None if draw is None else snapshot(draw.base))
+    (layout,), buffers = flatten([cached_weight])
+    stream = 0 if draw is None else draw.stream
+    call = _Call(recipe, stream, out_dtype or x.dtype, torch.is_grad_enabled(), layout)
+    base = None if draw is None else snapshot(draw.base)
+    return _GroupedLinear.apply(call, x, w_ENK, offsets, main_grad, base, *buffers)
 
 
 @dataclass(frozen=True)
@@ -161,13 +171,15 @@ class _Call:
     stream: int
     out_dtype: torch.dtype
     save: bool
+    cached: Layout
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x, w, offsets, main_grad and the rng's base in, y out."""
+    """x, w, offsets, then main_grad, the rng's base and the tensors of a cached weight in, y out."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, w: Tensor, offsets: Tensor, main_grad: Any, base: Any) -> Tensor:
+    def forward(ctx: Any, call: _Call, x: Tensor, w: Tensor, offsets: Tensor, *rest: Any) -> Tensor:
+        main_grad, base, *buffers = rest
         recipe = call.recipe
         need_dx, need_dw = (call.save and need for need in ctx.needs_input_grad[1:3])
         fprop, dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
@@ -177,7 +189,8 @@ class _GroupedLinear(torch.autograd.Function):
         specs = fprop.a, wgrad.b if need_dw and keeps_col else None
         x_row, x_col = _both(x, offsets, specs, _Place(draw, X, (FPROP_SIGNS, WGRAD_SIGNS), transient))
         specs = fprop.b, dgrad.b if need_dx and keeps_col else None
-        w_row, w_col = _both(w, None, specs, _Place(draw, W, (FPROP_SIGNS, DGRAD_SIGNS), transient))
+        place = _Place(draw, W, (FPROP_SIGNS, DGRAD_SIGNS), transient)
+        w_row, w_col = _weight(w, specs, unflatten([call.cached], buffers)[0], place)
         y = ops.grouped_gemm_nt(x_row, w_row, offsets, out_dtype=call.out_dtype)
         kept = (
             (x_col if keeps_col else x_row) if need_dw else None,
@@ -205,10 +218,10 @@ class _GroupedLinear(torch.autograd.Function):
         if need_dw:
             right = _right(x_col, offsets, recipe, ctx.x_dtype)
             if ctx.main_grad is None:
-                dw = ops.grouped_gemm_nt(col, right, offsets, out_dtype=ctx.w_dtype)
+                dw = ops.grouped_gemm_nt(col, right, offsets, out_dtype=ctx.x_dtype).to(ctx.w_dtype)
             else:
                 ops.grouped_gemm_nt(col, right, offsets, out=ctx.main_grad, accumulate=True)
-        return None, dx, dw, None, None, None
+        return None, dx, dw, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
 @dataclass(frozen=True)
@@ -242,6 +255,13 @@ def _both(
     )
 
 
+def _weight(w: Tensor, specs: tuple[Spec | None, Spec | None], cached: tuple, place: _Place) -> tuple:
+    """Return w and w.mT as GEMM operands: those that were quantized before, and the others quantized now."""
+    missing = [spec if operand is None else None for spec, operand in zip(specs, cached, strict=True)]
+    now = _both(w, None, (missing[0], missing[1]), place)
+    return tuple(operand if kept is None else kept for kept, operand in zip(cached, now, strict=True))
+
+
 def _right(operand: Any, offsets: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> ops.Operand | Tensor:
     """Return the right operand of a backward GEMM; a dequantized backward transposes what fprop saved."""
     if recipe.backward == "original":
@@ -262,7 +282,5 @@ def _check(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe, main_grad: Ten
             f"w_ENK.shape={tuple(w.shape)}: x.shape={tuple(x.shape)} and {offsets.shape[0]} offsets need "
             f"[{offsets.shape[0]}, out_features, {x.shape[1]}]"
         )
-    if w.dtype != x.dtype:
-        raise TypeError(f"w_ENK.dtype={w.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
     if main_grad is not None and (main_grad.dtype != torch.float32 or main_grad.shape != w.shape):
         raise ValueError(f"main_grad is {main_grad.dtype} {tuple(main_grad.shape)}: give float32 {tuple(w.shape)}")

@@ -35,9 +35,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from halfbyte import ops
+from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, takes_amax, unflatten
 from halfbyte.layout import Blocks, matrix_shape
 from halfbyte.rng import AnyPhilox, Draw
-from halfbyte.spec import NVFP4, GemmSpec, Recipe, Spec
+from halfbyte.spec import GemmSpec, Recipe, Spec
 from halfbyte.tensor import QuantTensor
 from halfbyte.tensor.quant_tensor import check_value_dtype
 
@@ -58,6 +59,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     weight_amax: Tensor | None = None,
     main_grad: Tensor | None = None,
+    cached_weight: CachedWeight | None = None,
 ) -> Tensor:
     """Return x @ w.T + bias with the three GEMMs of `recipe`.
 
@@ -70,6 +72,7 @@ def linear(
         out_dtype: dtype of the result, by default x's.
         weight_amax: fp32 [] shared by sibling weights, used where w is NVFP4 with one amax per tensor, unrotated.
         main_grad: fp32 [N, K]; the weight gradient is added to it in fp32 and autograd receives none for w.
+        cached_weight: w quantized before, as `hb.cache_weights` keeps it; w is then only differentiated.
 
     Returns:
         out_dtype [..., N].
@@ -87,6 +90,7 @@ def linear(
         out_dtype=out_dtype,
         weight_amaxes=None if weight_amax is None else [weight_amax],
         main_grads=None if main_grad is None else [main_grad],
+        cached_weights=None if cached_weight is None else [cached_weight],
     )[0]
 
 
@@ -100,6 +104,7 @@ def linear_shared(
     out_dtype: torch.dtype | None = None,
     weight_amaxes: Sequence[Tensor | None] | None = None,
     main_grads: Sequence[Tensor | None] | None = None,
+    cached_weights: Sequence[CachedWeight | None] | None = None,
 ) -> tuple[Tensor, ...]:
     """Return x @ w.T + bias for several weights that share one quantization of x: q/k/v, gate/up.
 
@@ -109,7 +114,7 @@ def linear_shared(
         biases: [N_i] or None each; None for no bias at all.
         recipe, out_dtype: as for `linear`.
         rng: one place per weight, or one for all, 16 offsets apart. x and the signs of rotations draw from the first.
-        weight_amaxes, main_grads: one or None per weight.
+        weight_amaxes, main_grads, cached_weights: one or None per weight.
 
     Returns:
         one out_dtype [..., N_i] per weight.
@@ -118,9 +123,14 @@ def linear_shared(
         ValueError, TypeError: as for `linear`.
     """
     n = len(weights)
-    biases, amaxes, grads = ([None] * n if t is None else list(t) for t in (biases, weight_amaxes, main_grads))
-    x, weights, biases = _autocast(x, weights, biases)
-    _check(x, weights, biases, recipe, grads)
+    biases, amaxes, grads, cached = (
+        [None] * n if t is None else list(t) for t in (biases, weight_amaxes, main_grads, cached_weights)
+    )
+    covered = [covers(c, recipe) for c in cached]
+    x, weights, biases = _autocast(x, weights, biases, covered)
+    _check(x, weights, biases, recipe, grads, covered)
+    for one in cached:
+        check_cached(one, recipe, x.dtype, x.device)
     places = _places(rng, n, recipe)
     if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
@@ -129,6 +139,7 @@ def linear_shared(
     # A tensor is passed once, however many weights share it: torch.compile refuses repeated inputs.
     bases, base_of = _distinct([None if d is None else d.base for d in draws])
     amaxes, amax_of = _distinct(amaxes)
+    layouts, buffers = flatten(cached)
     call = _Call(
         recipe=recipe,
         count=n,
@@ -137,9 +148,10 @@ def linear_shared(
         streams=tuple((d.stream, d.first_block, d.blocks_per_row) if d is not None else None for d in draws),
         out_dtype=out_dtype or x.dtype,
         save=torch.is_grad_enabled(),
+        cached=layouts,
     )
     bases = [snapshot(base) for base in bases]
-    return _SharedLinear.apply(call, x, *weights, *biases, *amaxes, *grads, *bases)
+    return _SharedLinear.apply(call, x, *weights, *biases, *amaxes, *grads, *bases, *buffers)
 
 
 @dataclass(frozen=True)
@@ -147,6 +159,7 @@ class _Call:
     """What is static about one call: everything that is no tensor.
 
     base_of, amax_of: for every weight, which of the bases and amaxes is its own.
+    cached: for every weight, which operands of it come along quantized.
     """
 
     recipe: Recipe
@@ -156,10 +169,14 @@ class _Call:
     streams: tuple[tuple[int, int, int | None] | None, ...]
     out_dtype: torch.dtype
     save: bool
+    cached: tuple[Layout, ...]
 
 
 class _SharedLinear(torch.autograd.Function):
-    """x and n weights in, n outputs out; `tensors` is n each of weights, biases, amaxes, main_grads, rng bases."""
+    """x and n weights in, n outputs out.
+
+    `tensors` is n each of weights, biases, amaxes, main_grads, rng bases, then the tensors of cached weights.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
@@ -169,6 +186,7 @@ class _SharedLinear(torch.autograd.Function):
         need_dx, need_dw = needs[1], needs[2 : 2 + n]
         fprop, dgrad, wgrad = (gemm or _BF16_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
         dequantized = recipe.backward == "dequantized"
+        cached = unflatten(call.cached, tensors[5 * n :])
         x_MK = x.reshape(matrix_shape(x.shape))
         draws = _draws(call, bases)
         keep_x = any(need_dw)
@@ -178,9 +196,9 @@ class _SharedLinear(torch.autograd.Function):
         kept_x = (row if dequantized else col) if keep_x else None
         outputs, kept_w = [], []
         for i, w in enumerate(weights):
-            w_col_spec = dgrad.b if need_dx and not dequantized else None
+            needed = fprop.b, dgrad.b if need_dx and not dequantized else None
             place = _Place(draws[i], draws[0], W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
-            w_row, w_col = _both(w, fprop.b, w_col_spec, place, amaxes[call.amax_of[i]])
+            w_row, w_col = _weight(w, needed, cached[i], place, amaxes[call.amax_of[i]])
             bias = biases[i]
             y = ops.gemm_nt(row, w_row, out_dtype=call.out_dtype, bias=bias)
             outputs.append(y.view(*x.shape[:-1], w.shape[0]))
@@ -210,11 +228,11 @@ class _SharedLinear(torch.autograd.Function):
                 dx = _add_dx(dx, row, _right(w_cols[i], call.recipe, ctx.x_dtype), last=i == n - 1, dtype=ctx.x_dtype)
             if need_dw[i]:
                 right = _right(x_col, call.recipe, ctx.x_dtype)
-                dws[i] = _weight_gradient(col, right, ctx.w_dtypes[i], ctx.main_grads[i])
+                dws[i] = _weight_gradient(col, right, (ctx.x_dtype, ctx.w_dtypes[i]), ctx.main_grads[i])
             if need_db[i]:
                 dbs[i] = dy_MN.sum(0, dtype=torch.float32).to(ctx.b_dtypes[i])
         dx = dx.view(ctx.x_shape) if dx is not None else None
-        return None, dx, *dws, *dbs, *[None] * (3 * n)
+        return None, dx, *dws, *dbs, *[None] * (len(ctx.needs_input_grad) - 2 - 2 * n)
 
 
 class _Place(NamedTuple):
@@ -237,7 +255,7 @@ def _both(
     rows, cols = t.shape
     own = _stream(place.own, place.stream)
     row_sign, col_sign = (_stream(place.shared, stream) for stream in place.sign_streams)
-    row_amax, col_amax = (amax if _takes_amax(spec) else None for spec in (row_spec, col_spec))
+    row_amax, col_amax = (amax if takes_amax(spec) else None for spec in (row_spec, col_spec))
     options = {"draw": own, "transient": place.transient}
     if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
         # Two GEMMs with signs of their own: two quantizations, at the offsets that one call would use.
@@ -254,8 +272,14 @@ def _both(
     )
 
 
-def _takes_amax(spec: Spec | None) -> bool:
-    return isinstance(spec, NVFP4) and spec.rotation is None and spec.outer == "tensor"
+def _weight(
+    w: Tensor, specs: tuple[Spec | None, Spec | None], cached: tuple, place: _Place, amax: Tensor | None
+) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
+    """Return w and w.T as GEMM operands: those that were quantized before, and the others quantized now."""
+    missing = [spec if operand is None else None for spec, operand in zip(specs, cached, strict=True)]
+    now = _both(w, *missing, place, amax) if missing != [None, None] else (w, w.T)
+    row, col = (operand if kept is None else kept for kept, operand in zip(cached, now, strict=True))
+    return row, col
 
 
 def _gradient_operands(call: _Call, dy_MN: Tensor, need_dx: bool, need_dw: bool, draws: list, i: int):
@@ -282,9 +306,12 @@ def _add_dx(dx: Tensor | None, row: Any, right: Any, *, last: bool, dtype: torch
     return dx.to(dtype) if last else dx
 
 
-def _weight_gradient(col: Any, right: Any, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
+def _weight_gradient(
+    col: Any, right: Any, dtypes: tuple[torch.dtype, torch.dtype], main_grad: Tensor | None
+) -> Tensor | None:
+    """Return the gradient in the dtype of the GEMMs, then in that of the weight: they differ under autocast."""
     if main_grad is None:
-        return ops.gemm_nt(col, right, out_dtype=dtype)
+        return ops.gemm_nt(col, right, out_dtype=dtypes[0]).to(dtypes[1])
     ops.gemm_nt(col, right, out=main_grad, accumulate=True)
     return None
 
@@ -355,13 +382,15 @@ def _places(rng: AnyPhilox | Sequence[AnyPhilox] | None, n: int, recipe: Recipe)
 
 
 def _autocast(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], covered: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    """Cast what the GEMMs will read; of a covered weight they read nothing."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x, list(weights), list(biases)
     dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), [w.to(dtype) for w in weights], [None if b is None else b.to(dtype) for b in biases]
+    weights = [w if is_covered else w.to(dtype) for w, is_covered in zip(weights, covered, strict=True)]
+    return x.to(dtype), weights, [None if b is None else b.to(dtype) for b in biases]
 
 
 def _check_options(out_dtype: torch.dtype | None, amaxes: Sequence[Tensor | None]) -> None:
@@ -374,7 +403,9 @@ def _check_options(out_dtype: torch.dtype | None, amaxes: Sequence[Tensor | None
             )
 
 
-def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence, recipe: Recipe, grads: Sequence) -> None:
+def _check(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence, recipe: Recipe, grads: Sequence, covered: Sequence[bool]
+) -> None:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4()")
     if not weights:
@@ -386,10 +417,10 @@ def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence, recipe: Recip
             raise TypeError(
                 f"{name} is a QuantTensor: linear quantizes it itself; pass {name}.dequantize() or use gemm_nt"
             )
-    for w, bias, grad in zip(weights, biases, grads, strict=True):
+    for w, bias, grad, is_covered in zip(weights, biases, grads, covered, strict=True):
         if w.dim() != 2 or w.shape[1] != x.shape[-1]:
             raise ValueError(f"w.shape={tuple(w.shape)}: x.shape={tuple(x.shape)} needs [out_features, {x.shape[-1]}]")
-        if w.dtype != x.dtype:
+        if w.dtype != x.dtype and not is_covered:
             raise TypeError(f"w.dtype={w.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
         if bias is not None and tuple(bias.shape) != (w.shape[0],):
             raise ValueError(f"bias.shape={tuple(bias.shape)}: w needs ({w.shape[0]},)")

@@ -46,7 +46,8 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
         """
         place = self.place(call, w_ENK.device)
         main_grad = getattr(w_ENK, "main_grad", None)
-        return grouped_linear(x, w_ENK, offsets, self.recipe, rng=place, main_grad=main_grad)
+        options = {"main_grad": main_grad, "cached_weight": self.cached_weight()}
+        return grouped_linear(x, w_ENK, offsets, self.recipe, rng=place, **options)
 
     def extra_repr(self) -> str:
         sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from halfbyte import ops, recipes
 from halfbyte.functional import linear_shared
+from halfbyte.functional.weights import weight_specs
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import NVFP4, Recipe
 from halfbyte.state import RunState
@@ -96,6 +97,7 @@ def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tu
         rng=[place for place in places if place is not None] or None,
         weight_amaxes=_weight_amaxes(x, layers),
         main_grads=[getattr(layer.weight, "main_grad", None) for layer in layers],
+        cached_weights=[layer.cached_weight() for layer in layers],
     )
 
 
@@ -107,25 +109,37 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _weight_amaxes(x: Tensor, modules: Sequence[Linear]) -> list[Tensor | None]:
-    """Return each module's shared weight amax, computed once per group."""
+    """Return each module's shared weight amax, computed once per group and where nothing is cached."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     known: dict[int, Tensor] = {}
     result: list[Tensor | None] = []
     for module in modules:
-        fprop, dgrad = module.recipe.fprop, module.recipe.dgrad
-        specs = [gemm.b for gemm in (fprop, dgrad) if gemm is not None]
-        if not module.amax_group or not any(isinstance(spec, NVFP4) for spec in specs):
+        missing = weight_specs(module.recipe)
+        cached = module.cached_weight()
+        if cached is not None:
+            missing = tuple(None if kept else spec for kept, spec in zip(cached[:2], missing, strict=True))
+        if not module.amax_group or not any(isinstance(spec, NVFP4) for spec in missing):
             result.append(None)
             continue
         key = id(module.amax_group[0])
         if key not in known:
-            amaxes = [ops.amax(member.weight.detach()) for member in module.amax_group]
-            amax = torch.stack(amaxes).amax()
-            if torch.is_autocast_enabled(x.device.type):
-                # Rounding is monotone: the rounded maximum is the maximum of the rounded weights.
-                amax = amax.to(torch.get_autocast_dtype(x.device.type)).float()
-            known[key] = amax
+            known[key] = shared_amax(module, dtype)
         result.append(known[key])
     return result
+
+
+def shared_amax(module: Linear, dtype: torch.dtype | None) -> Tensor:
+    """Return the greatest magnitude in the weights of `module.amax_group`, fp32 [].
+
+    Args:
+        module: one of the group.
+        dtype: that the weights are rounded to, None for their own.
+    """
+    amaxes = [ops.amax(member.weight.detach()) for member in module.amax_group]
+    amax = torch.stack(amaxes).amax()
+    # Rounding is monotone: the rounded maximum is the maximum of the rounded weights.
+    return amax if dtype is None else amax.to(dtype).float()
 
 
 def as_recipe(recipe: Recipe | str) -> Recipe:

@@ -1,17 +1,21 @@
-"""What every layer with a recipe carries: the recipe, its RunState and the streams it draws from."""
+"""What every layer with a recipe carries: the recipe, its RunState, the streams it draws from, its cached weights."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from halfbyte.functional import STREAMS_PER_LINEAR
+from halfbyte.functional.weights import CachedWeight, cacheable
 from halfbyte.rng import StreamPhilox
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
+
+if TYPE_CHECKING:
+    from halfbyte.nn.cache import ModuleCache
 
 CALLS_PER_STEP = 16
 """How often one module may run in a micro-batch with bits of its own."""
@@ -28,13 +32,33 @@ class FollowsRecipe:
     weight: Tensor
     training: bool
 
+    weight_names: tuple[str, ...] = ("weight",)
+    """The parameters that the layer multiplies by, as `hb.cache_weights` looks them up."""
+
     def adopt(self, recipe: Recipe, state: RunState | None) -> None:
         if state is None and recipe.needs_rng:
             state = RunState(int(torch.randint(1 << 62, ())))
+        self.weight_cache: ModuleCache | None = None
         self.recipe = recipe
         self.run_state = state
         self.stream = 0 if state is None else state.reserve_streams(STREAMS_PER_MODULE)
         self._stale = (0, 0)  # RunState.advances when last seen, training forwards since
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the layer quantizes; a cached weight follows when it changes."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        if self.weight_cache is not None:
+            self.weight_cache.follow(recipe)
+
+    def cached_weight(self, name: str = "weight") -> CachedWeight | None:
+        """Return the weight as `hb.cache_weights` quantized it for the present recipe, None if it did not."""
+        cached = None if self.weight_cache is None else self.weight_cache.operands.get(name)
+        return cached if cached is not None and cached.specs == cacheable(self.recipe) else None
 
     def place(self, call: int = 0, device: torch.device | None = None) -> StreamPhilox | None:
         """Return where this layer draws in the current micro-batch, None if its recipe draws nothing.
@@ -76,4 +100,15 @@ class FollowsRecipe:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stale": (0, 0)}
+        return {**self.__dict__, "_stale": (0, 0), "weight_cache": None}  # no optimizer refills that of a copy
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        if self.weight_cache is not None:
+            self.weight_cache.refill()
+
+    def _apply(self, *arguments: Any) -> Any:
+        result = super()._apply(*arguments)
+        if self.weight_cache is not None:
+            self.weight_cache.refill()
+        return result

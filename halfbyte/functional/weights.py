@@ -1,0 +1,150 @@
+"""Weights quantized before the forward that uses them: what `hb.cache_weights` keeps and linear layers accept.
+
+Only operands without random bits can be kept. Stochastic rounding, Eden and fresh Hadamard signs draw anew in every
+micro-batch (and a sign must be that of the other operand of the GEMM), so such an operand of a weight is quantized in
+every forward, cache or no cache: the bits of a step do not depend on whether there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.layout import Blocks
+from halfbyte.spec import NVFP4, GemmSpec, Recipe, Spec
+
+Specs = tuple[Spec | None, Spec | None]
+
+_PLAIN_GEMM = GemmSpec()
+
+
+class CachedWeight(NamedTuple):
+    """A weight as the operands that no random bits enter.
+
+    row, col: of fprop and of dgrad; None where the recipe leaves the weight in high precision, needs no such operand or
+        draws bits for it.
+    dtype: that the weight was rounded to before; the forward must compute in it.
+    """
+
+    row: ops.Operand | None
+    col: ops.Operand | None
+    dtype: torch.dtype
+
+    @property
+    def specs(self) -> Specs:
+        return self.row and self.row.spec, self.col and self.col.spec
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The buffers, without those of operands that are None."""
+        return [t for operand in self[:2] if operand is not None for t in operand.blocks]
+
+
+def weight_specs(recipe: Recipe) -> Specs:
+    """Return the specs of a weight in fprop (row) and dgrad (col); a dequantized backward quantizes none."""
+    fprop, dgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.dgrad))
+    return fprop.b, dgrad.b if recipe.backward == "original" else None
+
+
+def cacheable(recipe: Recipe) -> Specs:
+    """Return those of `weight_specs` that draw no random bits."""
+    row, col = weight_specs(recipe)
+    return _still(row), _still(col)
+
+
+def _still(spec: Spec | None) -> Spec | None:
+    return None if spec is None or spec.needs_rng or spec.needs_sign_rng else spec
+
+
+def covers(cached: CachedWeight | None, recipe: Recipe) -> bool:
+    """Whether forward and backward read nothing of the weight but the cached operands."""
+    if cached is None or cached.row is None:
+        return False
+    return cached.col is not None or recipe.backward == "dequantized"
+
+
+def quantize_weight(w: Tensor, specs: Specs, dtype: torch.dtype, amax: Tensor | None = None) -> CachedWeight:
+    """Return the operands of a weight as a forward in `dtype` would quantize them.
+
+    Args:
+        w: [N, K], or [E, N, K] of experts.
+        specs: what `cacheable` returns.
+        dtype: that the weight is rounded to first.
+        amax: fp32 [], of siblings that share one; used where `linear` uses `weight_amax`.
+    """
+    row_spec, col_spec = specs
+    w = w.detach().to(dtype)
+    if w.dim() == 3:
+        row, col = ops.grouped_quantize_row_col(w, None, row_spec, col_spec)
+    else:
+        row_amax, col_amax = (amax if takes_amax(spec) else None for spec in specs)
+        row, col = ops.quantize_row_col(w, row_spec, col_spec, row_amax=row_amax, col_amax=col_amax)
+    return CachedWeight(_operand(row, row_spec, w.shape[-1]), _operand(col, col_spec, w.shape[-2]), dtype)
+
+
+def _operand(blocks: Blocks | None, spec: Spec | None, cols: int) -> ops.Operand | None:
+    return None if blocks is None or spec is None else ops.Operand(blocks, spec, cols)
+
+
+def takes_amax(spec: Spec | None) -> bool:
+    """Whether an amax shared by sibling weights is that of `spec`'s operand."""
+    return isinstance(spec, NVFP4) and spec.rotation is None and spec.outer == "tensor"
+
+
+class Layout(NamedTuple):
+    """What of a CachedWeight is static: of row and col each what follows the blocks in an Operand, or None."""
+
+    row: tuple | None
+    col: tuple | None
+
+
+def flatten(cached: Sequence[CachedWeight | None]) -> tuple[tuple[Layout, ...], list[Tensor]]:
+    """Return what is static about cached weights, and their tensors in one list."""
+    layouts, tensors = [], []
+    for one in cached:
+        sides = (None, None) if one is None else one[:2]
+        layouts.append(Layout(*(None if side is None else side[1:] for side in sides)))
+        tensors += [] if one is None else one.tensors
+    return tuple(layouts), tensors
+
+
+def unflatten(layouts: Sequence[Layout], tensors: Sequence[Tensor]) -> list[tuple]:
+    """Return the (row, col) operands that were flattened."""
+    left = list(tensors)
+    pairs = []
+    for layout in layouts:
+        sides = [
+            None if static is None else ops.Operand(Blocks(*(left.pop(0) for _ in range(3))), *static)
+            for static in layout
+        ]
+        pairs.append(tuple(sides))
+    assert not left, "cached tensors and their layouts disagree"
+    return pairs
+
+
+def check_cached(cached: CachedWeight | None, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError if a cached weight is not what a forward in `dtype` under `recipe` would quantize.
+
+    Args:
+        cached: or None, which fits always.
+        recipe: of the forward.
+        dtype, device: of its input, after autocast.
+    """
+    if cached is None:
+        return
+    if cached.dtype != dtype:
+        raise ValueError(
+            f"cached_weight holds a weight rounded to {cached.dtype} and this forward computes in {dtype}: use "
+            f"hb.cache_weights(model, optimizer, dtype={dtype}), or release the cache first"
+        )
+    if cached.specs != cacheable(recipe):
+        raise ValueError("cached_weight was quantized for another recipe: quantize it with the present one")
+    for tensor in cached.tensors[:1]:
+        if tensor.device != device:
+            raise ValueError(
+                f"cached_weight is on {tensor.device}, the input on {device}: move the model"
+            )
