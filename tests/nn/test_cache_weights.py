@@ -1,0 +1,205 @@
+"""hb.cache_weights: the bits of a run are those without a cache, and the quantizations are counted."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from grouped_cases import RAGGED, ends
+from linear_cases import RECIPES
+from small_models import NOTHING_KEPT, TOKENS, decoder
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import halfbyte as hb
+
+OFFSETS = ends(RAGGED)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of halfbyte's ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket._qualified_op_name.removeprefix("halfbyte::")] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def quantized(self) -> int:
+        return self.counts["quantize_row_col"] + self.counts["grouped_quantize_row_col"] + self.counts["quantize"]
+
+
+class Both(nn.Module):
+    """A dense layer, siblings that share an amax, and experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(24, n, bias=False) for n in (24, 8, 8))
+        self.up = hb.nn.GroupedLinear(len(OFFSETS), 40, 24, recipe="bf16")
+        self.out = nn.Linear(24, 40)
+
+    def forward(self, x):
+        x = self.up(x, OFFSETS)
+        q, k, v = hb.nn.forward_shared(x, (self.q_proj, self.k_proj, self.v_proj))
+        return self.out(q * k.repeat(1, 3) + v.repeat(1, 3))
+
+
+X = torch.randn(2, sum(RAGGED), 40, generator=torch.Generator().manual_seed(0))
+
+
+def train(recipe, *, cached: bool, autocast: bool = False, steps: int = 2, fused: bool = True):
+    """Return the losses, gradients and weights of a few steps of two micro-batches each, and the model."""
+    torch.manual_seed(1)
+    model = Both()
+    state = hb.RunState(5)
+    hb.quantize_(model, recipe, state=state)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
+    seen = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        handle = hb.cache_weights(model, optimizer) if cached else None
+    for _ in range(steps):
+        for x in X:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            state.advance()
+            seen.append(loss.detach())
+        seen += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *(p.detach().clone() for p in model.parameters())], model, handle
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["nvfp4", "nvfp4_mxfp8_bwd", "mxfp8", "dequantized", "half_of_each", "stochastic_tiles", "rotated_everywhere"],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_cached_is_bitwise_not_cached(recipe, autocast):
+    plain, _, _ = train(RECIPES[recipe], cached=False, autocast=autocast)
+    cached, _, handle = train(RECIPES[recipe], cached=True, autocast=autocast)
+    for a, b in zip(plain, cached, strict=True):
+        assert torch.equal(a, b)
+    drawing = recipe in ("stochastic_tiles", "rotated_everywhere")
+    assert (handle.bytes == 0) == drawing
+
+
+def test_fused_adamw_leaves_the_version_alone_and_the_cache_follows():
+    _, model, _ = train(hb.recipes.nvfp4(), cached=True, steps=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    model.out.weight_cache._cache.watch(optimizer)
+    before = model.out.weight.detach().clone()
+    model(X[0]).sum().backward()
+    version = model.out.weight._version
+    buffers = [t.data_ptr() for t in model.out.cached_weight().tensors]
+    optimizer.step()
+    assert model.out.weight._version == version and not torch.equal(before, model.out.weight)
+    row = model.out.cached_weight().row
+    expected = hb.quantize(model.out.weight, row.spec)
+    assert torch.equal(row.blocks.qdata, expected.qdata)
+    assert torch.equal(row.blocks.block_scale, expected.block_scale.view(torch.uint8))
+    assert buffers == [t.data_ptr() for t in model.out.cached_weight().tensors]
+
+
+def test_forward_and_backward_quantize_no_weight():
+    _, model, handle = train(hb.recipes.nvfp4(), cached=True, steps=0)
+    with Calls() as calls:
+        model(X[0]).sum().backward()
+    # per input x once forward, each dy once backward: experts 1 + 1, the three siblings 1 + 3, out 1 + 1
+    assert calls.quantized == 8 and not calls.counts["amax"]
+    with Calls() as calls, torch.no_grad():
+        model(X[0])
+    assert calls.quantized == 3
+    with Calls() as calls:
+        checkpoint(model, X[0].requires_grad_(), use_reentrant=False).sum().backward()
+    assert calls.quantized == 3 + 8
+    with Calls() as calls:
+        handle.refill()
+    assert calls.quantized == 5 and calls.counts["amax"] == 3
+
+
+def test_loading_switching_and_releasing():
+    (_, one, handle), (_, two, _) = train("nvfp4", cached=True), train("nvfp4", cached=False, steps=0)
+    assert one.state_dict().keys() == two.state_dict().keys()
+    one.load_state_dict(two.state_dict())
+    one.out.run_state.load_state_dict(two.out.run_state.state_dict())
+    assert torch.equal(one(X[0]), two(X[0]))
+    for recipe in ("nvfp4_mxfp8_bwd", "bf16", "four_over_six", hb.Recipe(dgrad=hb.recipes.mxfp8().dgrad)):
+        for model in (one, two):
+            hb.set_recipe_(model, recipe)
+        assert torch.equal(one(X[0]), two(X[0]))
+    hb.set_recipe_(one, "nvfp4")
+    with hb.high_precision(one), Calls() as calls:
+        one(X[0])
+    assert not calls.quantized and one.out.cached_weight() is not None
+    twin = copy.deepcopy(one)
+    assert twin.out.weight_cache is None and one.out.weight_cache is not None
+    with pytest.raises(ValueError, match="release"):
+        hb.cache_weights(one)
+    assert handle.bytes
+    handle.release()
+    assert not handle.bytes and one.out.cached_weight() is None
+    assert torch.equal(one(X[0]), twin(X[0]))
+
+
+def test_moving_the_model_quantizes_again():
+    with pytest.raises(ValueError, match=r"dtype=torch.bfloat16"), hb.cache_weights(decoder_of("nvfp4")) as cache:
+        model = cache._caches[0]._module
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.randn(2, model.in_features))
+    model = decoder_of("nvfp4")
+    with hb.cache_weights(model, dtype=torch.bfloat16):
+        model.to(torch.bfloat16)
+        cached = model(TOKENS)
+    assert torch.equal(cached, model(TOKENS))
+
+
+def decoder_of(recipe):
+    model = decoder(1)
+    hb.quantize_(model, recipe, keep=NOTHING_KEPT)
+    return model
+
+
+def test_tied_weights_are_quantized_once():
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    model[1].weight = model[0].weight
+    hb.quantize_(model, "nvfp4")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hb.cache_weights(model, optimizer):
+        assert model[0].cached_weight() is model[1].cached_weight()
+        model(torch.randn(4, 16)).sum().backward()
+        with Calls() as calls:
+            optimizer.step()
+        assert calls.quantized == 1
+    with Calls() as calls:
+        optimizer.step()
+    assert not calls.quantized
+
+
+def test_a_backward_after_the_step_is_refused():
+    """The buffers have moved on: gradients would be those of other weights."""
+    model = decoder_of("nvfp4")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hb.cache_weights(model, optimizer):
+        loss = model(TOKENS).sum()
+        model(TOKENS).sum().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="quantize_ first"):
+        hb.cache_weights(nn.Linear(4, 4))
+    with pytest.raises(TypeError, match="optimizer"):
+        hb.cache_weights(decoder_of("nvfp4"), [1])
+    w = torch.randn(8, 16)
+    cached = hb.functional.weights.quantize_weight(w, (hb.NVFP4(), None), torch.float32)
+    with pytest.raises(ValueError, match="another recipe"):
+        hb.linear(torch.randn(4, 16), w, None, hb.recipes.nvfp4(), rng=hb.Philox(0), cached_weight=cached)
