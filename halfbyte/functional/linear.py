@@ -35,11 +35,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from halfbyte import ops
+from halfbyte.functional.primary import primary_operands
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, takes_amax, unflatten
 from halfbyte.layout import Blocks, matrix_shape
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.spec import GemmSpec, Recipe, Spec
 from halfbyte.tensor import QuantTensor
+from halfbyte.tensor.primary import PrimaryWeight
 from halfbyte.tensor.quant_tensor import check_value_dtype
 
 # Streams of one linear: an operand takes two (row, then col); the two operands of a GEMM share its signs.
@@ -65,7 +67,7 @@ def linear(
 
     Args:
         x: bf16, fp16 or fp32 [..., K].
-        w: [N, K] of x's dtype; under autocast both are cast.
+        w: [N, K] of x's dtype; under autocast both are cast. A PrimaryWeight is used as it is.
         bias: [N] or None.
         recipe: how each operand is quantized.
         rng: the place in the random stream; needed if the recipe draws. It uses 16 offsets from there on.
@@ -126,6 +128,10 @@ def linear_shared(
     biases, amaxes, grads, cached = (
         [None] * n if t is None else list(t) for t in (biases, weight_amaxes, main_grads, cached_weights)
     )
+    weights = list(weights)
+    for i, w in enumerate(weights):
+        if isinstance(w, PrimaryWeight) and isinstance(recipe, Recipe):
+            weights[i], cached[i] = primary_operands(w, recipe)
     covered = [covers(c, recipe) for c in cached]
     x, weights, biases = _autocast(x, weights, biases, covered)
     _check(x, weights, biases, recipe, grads, covered)
@@ -413,7 +419,7 @@ def _check(
     if x.dim() == 0:
         raise ValueError("x.shape=(): give at least one dimension, in_features")
     for name, tensors in (("x", [x]), ("w", weights)):
-        if any(isinstance(t, QuantTensor) for t in tensors):
+        if any(isinstance(t, QuantTensor) and not (name == "w" and isinstance(t, PrimaryWeight)) for t in tensors):
             raise TypeError(
                 f"{name} is a QuantTensor: linear quantizes it itself; pass {name}.dequantize() or use gemm_nt"
             )

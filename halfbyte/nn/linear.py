@@ -13,6 +13,7 @@ from halfbyte.functional.weights import weight_specs
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import NVFP4, Recipe
 from halfbyte.state import RunState
+from halfbyte.tensor.primary import PrimaryWeight
 
 
 class Linear(FollowsRecipe, nn.Linear):
@@ -119,7 +120,8 @@ def _weight_amaxes(x: Tensor, modules: Sequence[Linear]) -> list[Tensor | None]:
         cached = module.cached_weight()
         if cached is not None:
             missing = tuple(None if kept else spec for kept, spec in zip(cached[:2], missing, strict=True))
-        if not module.amax_group or not any(isinstance(spec, NVFP4) for spec in missing):
+        is_primary = isinstance(module.weight, PrimaryWeight)
+        if is_primary or not module.amax_group or not any(isinstance(spec, NVFP4) for spec in missing):
             result.append(None)
             continue
         key = id(module.amax_group[0])

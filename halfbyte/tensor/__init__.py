@@ -5,6 +5,7 @@ import torch
 from halfbyte.tensor import aten as _aten  # fills the table of torch functions
 from halfbyte.tensor.create import quantize, quantize_row_col
 from halfbyte.tensor.grouped import grouped_quantize_row_col
+from halfbyte.tensor.primary import PrimaryWeight
 from halfbyte.tensor.quant_tensor import QuantTensor, rebuild
 from halfbyte.tensor.serialize import from_safetensors, to_safetensors
 
@@ -15,6 +16,7 @@ torch.serialization.add_safe_globals([rebuild])
 
 __all__ = [
     "DequantizeWarning",
+    "PrimaryWeight",
     "QuantTensor",
     "from_safetensors",
     "grouped_quantize_row_col",

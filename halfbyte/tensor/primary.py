@@ -84,6 +84,12 @@ class PrimaryWeight(QuantTensor):
             self.turned = Blocks(qdata, scale, self.blocks.amax)
         return self.turned
 
+    def as_parameter(self) -> torch.nn.Parameter:
+        """Return this weight, its bytes shared, as a parameter that requires a gradient."""
+        parameter = torch.nn.Parameter(self)
+        parameter.turned = self.turned
+        return parameter
+
     @property
     def swizzled(self) -> bool:
         return self.scale_layout == SWIZZLED_32_4_4

@@ -1,0 +1,65 @@
+"""Weights that exist only in NVFP4 (PrimaryWeight) as operands of a linear layer: their codes, never quantized again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.functional.weights import CachedWeight, covers, weight_specs
+from halfbyte.layout import Blocks
+from halfbyte.spec import Recipe, Spec
+from halfbyte.tensor.primary import PrimaryWeight
+from halfbyte.tensor.quant_tensor import describe
+
+
+class _Values(torch.autograd.Function):
+    """The values of a primary weight; their gradient is the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, w: PrimaryWeight) -> Tensor:
+        return w.dequantize()
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> Tensor:
+        return dw
+
+
+def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWeight | None]:
+    """Return a primary weight as `linear` takes weights: what is differentiated, and the operands that exist already.
+
+    A GEMM in high precision reads the dequantized values.
+
+    Args:
+        w: [N, K].
+        recipe: its fprop.b and dgrad.b are w's own spec or None.
+
+    Raises:
+        ValueError: the recipe wants the weight quantized in another way.
+    """
+    row_spec, col_spec = weight_specs(recipe)
+    for name, spec in (("fprop.b", row_spec), ("dgrad.b", col_spec)):
+        if spec is not None and spec != w.spec:
+            raise ValueError(
+                f"recipe.{name}={describe(spec)}: this weight exists only as {describe(w.spec)}; use a recipe with that "
+                "spec for weights, or None for a GEMM in high precision"
+            )
+    row = _row(w, row_spec)
+    col = None if col_spec is None else _col(w)
+    cached = None if row is None and col is None else CachedWeight(row, col, w.dtype)
+    return (w if covers(cached, recipe) else _Values.apply(w)), cached
+
+
+def _row(w: PrimaryWeight, spec: Spec | None) -> ops.Operand | None:
+    return None if spec is None else ops.Operand(w.blocks, w.spec, w.shape[1], w.scale_layout)
+
+
+def _col(w: PrimaryWeight) -> ops.Operand:
+    rows, cols = w.shape
+    blocks = w.turned
+    if blocks is None:
+        qdata, scale = ops.transpose(w.blocks.qdata, w.linear_scale().view(torch.uint8), rows, cols)
+        blocks = Blocks(qdata, scale, w.blocks.amax)
+    return ops.Operand(blocks, w.spec, rows)
