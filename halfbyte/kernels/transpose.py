@@ -41,8 +41,10 @@ def load_row(qdata_ptr, qdata_stride, o_8r, row: tl.constexpr, o_word, rows, wor
     return tl.load(qdata_ptr + o_row.to(tl.int64)[:, None] * qdata_stride + o_word[None, :], mask=mask, other=0)
 
 
-@triton.jit(do_not_specialize=("rows", "cols", "scale_stride", "out_scale_stride"))
-def transpose_kernel(
+@triton.jit
+def transpose_tile(
+    i_row,
+    i_word,
     qdata_ptr,
     scale_ptr,
     out_ptr,
@@ -58,9 +60,7 @@ def transpose_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
 ):
-    """Each lane transposes 8x8 nibbles held in 8 words; the tile is turned when it is stored."""
-    tiles = tl.cdiv(words, TILE_WORDS)
-    i_row, i_word = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    """Each lane transposes 8x8 nibbles held in 8 words; the tile is turned when it is stored. Outside are zeros."""
     o_8r = i_row * TILE_ROWS + tl.arange(0, TILE_ROWS)
     o_word = i_word * TILE_WORDS + tl.arange(0, TILE_WORDS)
     r0 = load_row(qdata_ptr, qdata_stride, o_8r, 0, o_word, rows, words)
@@ -92,13 +92,51 @@ def transpose_kernel(
     # Scales: the output's row c, block r is the input's row 16 r, block c // 16.
     o_tile = i_row * (TILE_ROWS // 2) + tl.arange(0, TILE_ROWS // 2)
     o_block = i_word * (TILE_WORDS // 2) + tl.arange(0, TILE_WORDS // 2)
-    in_rows = o_tile * 16 < rows
     p_scale = scale_ptr + (o_tile * 16).to(tl.int64)[None, :] * scale_stride + o_block[:, None]
-    scale = tl.load(p_scale, mask=(o_block * 2 < words)[:, None] & in_rows[None, :], other=0)
+    scale = tl.load(p_scale, mask=(o_block * 2 < words)[:, None] & (o_tile * 16 < rows)[None, :], other=0)
     scale = tl.broadcast_to(scale[:, None, :], (TILE_WORDS // 2, 16, TILE_ROWS // 2))
     scale = tl.reshape(scale, (TILE_WORDS * 8, TILE_ROWS // 2))
     p_out = out_scale_ptr + o_col.to(tl.int64)[:, None] * out_scale_stride + o_tile[None, :]
-    tl.store(p_out, scale, mask=(o_col < cols)[:, None] & in_rows[None, :])
+    tl.store(p_out, scale, mask=(o_col < cols)[:, None] & (o_tile * 2 < out_words)[None, :])
+
+
+@triton.jit(do_not_specialize=("rows", "cols", "scale_stride", "out_scale_stride"))
+def transpose_kernel(
+    qdata_ptr,
+    scale_ptr,
+    out_ptr,
+    out_scale_ptr,
+    rows,
+    cols,
+    words,
+    out_words,
+    qdata_stride,
+    scale_stride,
+    out_stride,
+    out_scale_stride,
+    TILE_ROWS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+):
+    """One program transposes TILE_ROWS x TILE_WORDS words."""
+    tiles = tl.cdiv(words, TILE_WORDS)
+    transpose_tile(
+        tl.program_id(0) // tiles,
+        tl.program_id(0) % tiles,
+        qdata_ptr,
+        scale_ptr,
+        out_ptr,
+        out_scale_ptr,
+        rows,
+        cols,
+        words,
+        out_words,
+        qdata_stride,
+        scale_stride,
+        out_stride,
+        out_scale_stride,
+        TILE_ROWS,
+        TILE_WORDS,
+    )
 
 
 def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:

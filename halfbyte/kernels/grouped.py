@@ -1,0 +1,417 @@
+"""Quantize tokens in groups and the weights of experts; the same bytes as a loop over the groups (docs/numerics.md)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from halfbyte.kernels import scaling as sc
+from halfbyte.kernels.amax import amax_rule
+from halfbyte.kernels.decode import INTERPRETED
+from halfbyte.kernels.grouped_kernels import grouped_amax_kernel, grouped_quantize_kernel, grouped_transpose_kernel
+from halfbyte.kernels.grouped_plan import Plan, make_plan
+from halfbyte.kernels.grouped_swizzle import grouped_swizzle
+from halfbyte.kernels.quantize import compile_arguments, hardware_fp8, is_packed
+from halfbyte.kernels.targets import CompileCase
+from halfbyte.layout import (
+    GROUP_COLUMNS,
+    LINEAR,
+    Blocks,
+    ceil_div,
+    check_scale_layout,
+    group_alignment,
+    grouped_shapes,
+    round_up,
+)
+from halfbyte.rng import Draw
+from halfbyte.spec import MXFP8, NVFP4, Hadamard, Spec
+
+
+class Tile(NamedTuple):
+    """Rows, columns and warps of a program."""
+
+    rows: int
+    cols: int
+    num_warps: int
+
+
+BOTH_TILE, ROW_TILE, AMAX_TILE = Tile(64, 64, 4), Tile(16, 256, 4), Tile(64, 128, 4)
+INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
+TRANSPOSE_WORDS = 32
+STACKED_TRANSPOSE_ROWS = 64  # words of 8 rows
+
+
+class Grid(NamedTuple):
+    """The grouped tensor of one call.
+
+    x: [rows, cols], contiguous along the columns; experts below each other.
+    offsets: None for the weights of experts.
+    """
+
+    x: Tensor
+    offsets: Tensor | None
+    groups: int
+
+    @property
+    def stacked(self) -> bool:
+        return self.offsets is None
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of each expert."""
+        return self.x.shape[0] // self.groups
+
+
+class Side(NamedTuple):
+    """One orientation of the output; decoded: qdata holds bf16 values, there are no scales."""
+
+    spec: Spec
+    qdata: Tensor
+    block_scale: Tensor
+    blocks: int
+    decoded: bool
+    draw: Draw | None
+    sign_draw: Draw | None
+
+
+def grouped_quantize_row_col(
+    x: Tensor,
+    offsets: Tensor | None,
+    row_spec: Spec | None,
+    col_spec: Spec | None,
+    *,
+    draw: Draw | None = None,
+    sign_draw: Draw | None = None,
+    row_amax: Tensor | None = None,
+    col_amax: Tensor | None = None,
+    scale_layout: str = LINEAR,
+    transient: tuple[bool, bool] = (False, False),
+) -> tuple[Blocks | None, Blocks | None]:
+    """Return quantize_row_col of every group, joined; group g draws with its own seed.
+
+    Args:
+        x: tokens [M, C] with offsets [E], or expert weights [E, N, K] with offsets None; bf16, fp16 or fp32.
+        row_amax, col_amax: fp32 in the shape of `layout.grouped_shapes`, of expert weights [E] or [E, rows].
+        transient: whether row and col are returned decoded: bf16 element * block_scale as qdata, and no scales. What
+            lies behind the last group is then undefined.
+
+    Returns:
+        Blocks in the shapes of `layout.grouped_shapes`; of expert weights, every tensor has a leading [E].
+    """
+    check_scale_layout(scale_layout)
+    if row_spec is not None and row_spec == col_spec and row_spec.is_tile:
+        assert not any(transient), "both orientations of one tile are codes"
+        row, _ = grouped_quantize_row_col(x, offsets, row_spec, None, draw=draw, row_amax=row_amax)
+        assert row is not None, "the row has a spec"
+        col = _transposed(row, x, offsets)
+        if scale_layout == LINEAR:
+            return row, col
+        return _swizzled(row, row_spec, x, offsets, False), _swizzled(col, row_spec, x, offsets, True)
+    x = x if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(0) == x.shape[1] * x.stride(1)) else x.contiguous()
+    grid = Grid(x.flatten(0, -2), offsets, x.shape[0] if offsets is None else offsets.shape[0])
+    tile_rows = GROUP_COLUMNS if col_spec is None else group_alignment(col_spec)
+    bases = [None if place is None else place.base for place in (draw, sign_draw)]
+    plan = make_plan(offsets, grid.groups, grid.x.shape[0], tile_rows, x.device, *bases)
+    amaxes = _amaxes(grid, plan, (row_spec, col_spec), (row_amax, col_amax), sign_draw)
+    sides = [
+        None if spec is None else _allocate(grid, spec, i, is_transient, place, sign_draw)
+        for i, spec, is_transient, place in zip(
+            (0, 1), (row_spec, col_spec), transient, (draw, draw and draw.next()), strict=True
+        )
+    ]
+    _quantize(grid, plan, sides, amaxes)
+    out: list[Blocks | None] = []
+    for i, (side, given, own) in enumerate(zip(sides, (row_amax, col_amax), amaxes, strict=True)):
+        if side is None:
+            out.append(None)
+            continue
+        blocks = Blocks(side.qdata, side.block_scale, _trimmed(side.spec, own, grid) if given is None else given)
+        if grid.stacked:
+            blocks = _stacked(blocks, side.spec, grid.groups)
+        if scale_layout != LINEAR and not side.decoded:
+            blocks = _swizzled(blocks, side.spec, x, offsets, i == 1)
+        out.append(blocks)
+    return out[0], out[1]
+
+
+def _stacked(blocks: Blocks, spec: Spec, groups: int) -> Blocks:
+    qdata, scale = (t.view(groups, -1, t.shape[-1]) if t.dim() == 2 else t for t in blocks[:2])
+    by_row = isinstance(spec, NVFP4) and spec.outer == "row"
+    return Blocks(qdata, scale, blocks.amax.view(groups, -1) if by_row else blocks.amax)
+
+
+def _allocate(
+    grid: Grid, spec: Spec, orientation: int, decoded: bool, draw: Draw | None, sign_draw: Draw | None
+) -> Side:
+    """Return one orientation with unwritten LINEAR storage; the experts' lie below each other."""
+    rows, cols = grid.x.shape
+    if not grid.stacked:
+        shape = (cols, rows) if orientation else (rows, cols)
+        shapes = grouped_shapes(shape, grid.groups, spec, LINEAR, contraction=bool(orientation))
+        q_shape, s_shape = shapes.qdata, shapes.block_scale
+    else:
+        rows, cols = (grid.groups * cols, grid.group_rows) if orientation else (rows, cols)
+        blocks = round_up(cols, spec.alignment) // spec.block_length
+        q_shape, s_shape = (rows, blocks * (8 if isinstance(spec, NVFP4) else spec.block_length)), (rows, blocks)
+    new, blocks = grid.x.new_empty, s_shape[1]
+    if decoded:
+        values = new((s_shape[0], blocks * spec.block_length), dtype=torch.bfloat16)
+        return Side(spec, values, new(0, dtype=torch.uint8), blocks, True, draw, sign_draw)
+    qdata, scale = new(q_shape, dtype=torch.uint8), new(s_shape, dtype=torch.uint8)
+    return Side(spec, qdata, scale, blocks, False, draw, sign_draw)
+
+
+def _trimmed(spec: Spec, amax: Tensor, grid: Grid) -> Tensor:
+    """Return an amax without the place of the tail; MXFP8 has none."""
+    by_row = isinstance(spec, NVFP4) and spec.outer == "row"
+    size = 0 if isinstance(spec, MXFP8) else amax.shape[0] if by_row and amax.dim() == 1 else grid.groups
+    return amax[:size]
+
+
+def _amaxes(
+    grid: Grid,
+    plan: Plan,
+    specs: tuple[Spec | None, Spec | None],
+    given: tuple[Tensor | None, Tensor | None],
+    sign_draw: Draw | None,
+) -> list[Tensor]:
+    """Return the amax of each orientation with a zero for the tail; those that were not given from one read of x."""
+    rows, cols = grid.x.shape
+    own: list[Tensor] = []
+    needed: list[NVFP4 | None] = [None, None]
+    for i, (spec, amax) in enumerate(zip(specs, given, strict=True)):
+        by_row = isinstance(spec, NVFP4) and spec.outer == "row"
+        if not isinstance(spec, NVFP4):
+            own.append(plan.amax[i].view(torch.float32))
+        elif amax is None:
+            needed[i] = spec
+            shape = ((grid.groups + 1) * cols,) if i else (rows,)
+            zeros = torch.zeros(shape, dtype=torch.int32, device=grid.x.device) if by_row else plan.amax[i]
+            own.append(zeros.view(torch.float32))
+        elif by_row and not i and grid.offsets is not None:
+            inside = torch.arange(rows, device=amax.device) < grid.offsets[-1]
+            own.append(torch.where(inside, amax, 0.0))
+        else:
+            own.append(pad(amax.flatten(), (0, cols if by_row else 1)))
+    row, col = needed
+    if row is not None and col is not None and all(s.rotation is None and s.outer == "tensor" for s in (row, col)):
+        own[1], col = own[0], None
+    if grid.x.numel() and (row or col):
+        _launch_amax(grid, plan, (row, col), (own[0], own[1]), sign_draw)
+    by_row = isinstance(specs[1], NVFP4) and specs[1].outer == "row"
+    if by_row and given[1] is None:
+        own[1] = own[1].view(grid.groups + 1, cols)
+    return own
+
+
+def _columns(tile: Tile, *rules: sc.Rule | None) -> int:
+    """Return the columns of a tile: whole groups of the row's rule."""
+    least = max([tile.cols, *(rule.group for rule in rules if rule is not None)])
+    return max(least, INTERPRETED_COLS) if INTERPRETED else least
+
+
+def _launch_amax(
+    grid: Grid,
+    plan: Plan,
+    specs: tuple[NVFP4 | None, NVFP4 | None],
+    out: tuple[Tensor, Tensor],
+    sign_draw: Draw | None,
+) -> None:
+    rules = [None if spec is None else amax_rule(spec) for spec in specs]
+    stream = 0 if sign_draw is None else sign_draw.stream
+    tile_cols = _columns(AMAX_TILE, rules[0])
+    col_tiles = ceil_div(grid.x.shape[1], tile_cols)
+    grouped_amax_kernel[(plan.tiles * col_tiles,)](
+        grid.x,
+        *(t.view(torch.int32) for t in out),
+        plan.signs,
+        plan.signs,
+        stream,
+        stream,
+        plan.table,
+        plan.tile_group,
+        grid.groups,
+        grid.x.shape[1],
+        *grid.x.stride(),
+        col_tiles,
+        ROW=rules[0],
+        COL=rules[1],
+        TR=plan.tile_rows,
+        TC=tile_cols,
+        num_warps=AMAX_TILE.num_warps,
+        enable_fp_fusion=False,
+    )
+
+
+def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Tensor]) -> None:
+    row, col = sides
+    if not any(side is not None and side.qdata.numel() for side in sides):
+        return
+    hardware, packed = hardware_fp8(grid.x.device), is_packed(grid.x)
+    rules = [
+        None if s is None else sc.rule_of(s.spec, hardware)._replace(decoded=s.decoded, packed=packed) for s in sides
+    ]
+    tile = ROW_TILE if col is None else BOTH_TILE
+    tile_cols = _columns(tile, rules[0])
+    tile_rows = plan.tile_rows if col is not None or INTERPRETED else tile.rows
+    col_tiles = ceil_div(grid.x.shape[1], tile_cols)
+    pointers, numbers, constants = [], [], []
+    for side, amax in zip(sides, amaxes, strict=True):
+        pointers += _pointers(side, amax, plan)
+        numbers += [0, 0] if side is None else _streams(side)
+        constants += [0.0] * 4 if side is None else sc.constants_of(side.spec)
+    grouped_quantize_kernel[(plan.tiles * (plan.tile_rows // tile_rows) * col_tiles,)](
+        grid.x,
+        *pointers,
+        plan.table,
+        plan.tile_group,
+        grid.groups,
+        grid.x.shape[1],
+        0 if row is None else row.blocks,
+        0 if col is None else col.blocks,
+        *grid.x.stride(),
+        *numbers,
+        *constants,
+        col_tiles,
+        ROW=rules[0],
+        COL=rules[1],
+        STACKED=grid.stacked,
+        TILE_ROWS=plan.tile_rows,
+        TR=tile_rows,
+        TC=tile_cols,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=False,
+    )
+
+
+def _pointers(side: Side | None, amax: Tensor, plan: Plan) -> list[Tensor | None]:
+    if side is None:
+        return [None] * 5
+    qdata = side.qdata if side.decoded else side.qdata.view(torch.int64)
+    draws = plan.draws if side.spec.needs_rng else None
+    return [qdata, side.block_scale, amax, draws, plan.signs if side.spec.needs_sign_rng else None]
+
+
+def _streams(side: Side) -> list[int]:
+    return [
+        side.draw.stream if side.draw is not None and side.spec.needs_rng else 0,
+        side.sign_draw.stream if side.sign_draw is not None and side.spec.needs_sign_rng else 0,
+    ]
+
+
+def _transposed(row: Blocks, x: Tensor, offsets: Tensor | None) -> Blocks:
+    """Return the col orientation of 16x16 tiles: the row's bytes, moved."""
+    stacked, cols = offsets is None, x.shape[-1]
+    groups, total = (x.shape[0], x.shape[0] * x.shape[1]) if offsets is None else (offsets.shape[0], x.shape[0])
+    spec = NVFP4(block=(16, 16))
+    if stacked:
+        blocks, tile_rows = ceil_div(x.shape[1], 16), STACKED_TRANSPOSE_ROWS
+        shape = groups, cols, blocks
+    else:
+        blocks = grouped_shapes((cols, total), groups, spec, LINEAR, contraction=True).block_scale[1]
+        tile_rows, shape = GROUP_COLUMNS // 8, (cols, blocks)
+    qdata = torch.empty(*shape[:-1], blocks * 8, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    if qdata.numel() == 0:
+        return Blocks(qdata, scale, row.amax)
+    plan = make_plan(offsets, groups, total, GROUP_COLUMNS, x.device)
+    words, out_words = row.qdata.shape[-1] // 4, blocks * 2
+    row_tiles, word_tiles = ceil_div(out_words, tile_rows), ceil_div(words, TRANSPOSE_WORDS)
+    grouped_transpose_kernel[((groups * row_tiles if stacked else plan.tiles) * word_tiles,)](
+        row.qdata.view(torch.int32),
+        row.block_scale,
+        qdata.view(torch.int32),
+        scale,
+        plan.table,
+        plan.tile_group,
+        groups,
+        cols,
+        words,
+        out_words,
+        row_tiles,
+        word_tiles,
+        STACKED=stacked,
+        TILE_ROWS=tile_rows,
+        TILE_WORDS=TRANSPOSE_WORDS,
+        num_warps=8 if stacked else 4,
+    )
+    return Blocks(qdata, scale, row.amax)
+
+
+def _swizzled(blocks: Blocks, spec: Spec, x: Tensor, offsets: Tensor | None, contraction: bool) -> Blocks:
+    scale = grouped_swizzle(blocks.block_scale, spec, offsets, contraction=contraction, total=x.shape[0])
+    return blocks._replace(block_scale=scale)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Return what the operands of the presets launch: activations, gradients, weights, and MXFP8 beside NVFP4."""
+    rotated = NVFP4(rounding="stochastic", rotation=Hadamard())
+    tile = NVFP4(block=(16, 16))
+    return [
+        _quantize_case(NVFP4(), NVFP4(rotation=Hadamard()), stacked=False, decoded=(True, False)),
+        _quantize_case(NVFP4(rounding="stochastic"), rotated, stacked=False, decoded=(True, True)),
+        _quantize_case(NVFP4(), MXFP8(), stacked=True, decoded=(False, False)),
+        _quantize_case(tile, None, stacked=True, decoded=(False, False)),
+        _amax_case(NVFP4(), NVFP4(rotation=Hadamard())),
+        _amax_case(tile, None),
+        *(_transpose_case(stacked) for stacked in (False, True)),
+    ]
+
+
+def _shared_arguments() -> dict:
+    return {
+        "x_ptr": "*bf16:16",
+        **dict.fromkeys(("table_ptr", "tile_group_ptr"), "*i32"),
+        **dict.fromkeys(("groups", "col_tiles"), "i32"),
+        "cols": "i32:16",
+    }
+
+
+def _quantize_case(row: NVFP4, col: Spec | None, *, stacked: bool, decoded: tuple[bool, bool]) -> CompileCase:
+    arguments = {**_shared_arguments(), "stride_r": "i32:16", "stride_c": 1, "STACKED": stacked}
+    for name, spec, values in (("row", row, decoded[0]), ("col", col, decoded[1])):
+        operand = compile_arguments(spec or NVFP4(), f"{name}_")
+        for unused in ("first_block", "blocks_per_row"):
+            del operand[f"{name}_{unused}"]
+        rule = None if spec is None else sc.rule_of(spec, hardware=False)._replace(decoded=values, packed=True)
+        arguments |= {**operand, name.upper(): rule}
+        if spec is None:
+            arguments |= {key: None for key in operand if key.endswith("_ptr")}
+        elif values:
+            arguments[f"{name}_q_ptr"] = "*bf16:16"
+    tile = ROW_TILE if col is None else BOTH_TILE
+    arguments |= {"TILE_ROWS": GROUP_COLUMNS, "TR": tile.rows, "TC": tile.cols}
+    return CompileCase(grouped_quantize_kernel, arguments, tile.num_warps, fp_fusion=False)
+
+
+def _amax_case(row: NVFP4, col: NVFP4 | None) -> CompileCase:
+    arguments = {
+        **_shared_arguments(),
+        **dict.fromkeys(("row_out_ptr", "col_out_ptr"), "*i32"),
+        **dict.fromkeys(("row_sign_ptr", "col_sign_ptr"), None),
+        **dict.fromkeys(("row_sign_stream", "col_sign_stream"), "i32"),
+        "stride_r": "i32:16",
+        "stride_c": 1,
+        "ROW": amax_rule(row),
+        "COL": None if col is None else amax_rule(col),
+        "TR": AMAX_TILE.rows,
+        "TC": AMAX_TILE.cols,
+    }
+    return CompileCase(grouped_amax_kernel, arguments, AMAX_TILE.num_warps, fp_fusion=False)
+
+
+def _transpose_case(stacked: bool) -> CompileCase:
+    arguments = {
+        **dict.fromkeys(("qdata_ptr", "out_ptr"), "*i32:16"),
+        **dict.fromkeys(("scale_ptr", "out_scale_ptr"), "*u8:16"),
+        **dict.fromkeys(("table_ptr", "tile_group_ptr"), "*i32"),
+        **dict.fromkeys(("groups", "row_tiles", "word_tiles"), "i32"),
+        **dict.fromkeys(("cols", "words", "out_words"), "i32:16"),
+        "STACKED": stacked,
+        "TILE_ROWS": STACKED_TRANSPOSE_ROWS if stacked else GROUP_COLUMNS // 8,
+        "TILE_WORDS": TRANSPOSE_WORDS,
+    }
+    return CompileCase(grouped_transpose_kernel, arguments, num_warps=8 if stacked else 4)

@@ -1,0 +1,210 @@
+"""Rearrange the block scales of grouped operands: every group has a SWIZZLED_32_4_4 region of its own."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
+from halfbyte.kernels.grouped_plan import make_plan
+from halfbyte.kernels.targets import CompileCase
+from halfbyte.layout import SWIZZLED_32_4_4, ceil_div, group_alignment, grouped_shapes, round_up
+from halfbyte.spec import Spec
+
+TILES = 8  # tiles of 128 x 4 scales that a program moves
+NUM_WARPS = 4
+
+
+@triton.jit(do_not_specialize=("groups", "rows", "tile_columns"))
+def grouped_swizzle_kernel(
+    linear_ptr,
+    words_ptr,
+    table_ptr,
+    tile_group_ptr,
+    storage_ptr,
+    groups,
+    rows,
+    blocks,
+    tile_columns,
+    linear_stride,
+    UNIT: tl.constexpr,
+    STORED: tl.constexpr,
+    CONTRACTION: tl.constexpr,
+    INVERSE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Move TILES tiles of 128 x 4 scales side by side; one int32 word holds the 4 scales of a row of a tile.
+
+    Groups of rows: the plan's tiles are tiles of 128 rows. CONTRACTION: they are UNIT tiles of columns; the storage
+    table counts STORED columns of linear. ALIGNED: every group of linear starts on a word, and so do its rows.
+    """
+    programs = tl.cdiv(tile_columns, TILES)
+    i_row, i_tile = tl.program_id(0) // programs, tl.program_id(0) % programs * TILES
+    o = tl.arange(0, TILES * 128)
+    tile = i_tile + o // 128
+    within = (o % 128) // 4 + o % 4 * 32  # the order of what is stored
+    in_tile = tile < tile_columns
+    if CONTRACTION:
+        group = tl.load(tile_group_ptr + tile // UNIT, mask=in_tile, other=0)
+        start, end = tl.load(table_ptr + group * 3), tl.load(table_ptr + group * 3 + 1)
+        first = tl.load(table_ptr + group * 3 + 2) * UNIT
+        local = (tile - first) * 4
+        stored = tl.load(storage_ptr + group * 3 + 2)
+        limit = (tl.load(storage_ptr + group * 3 + 5, mask=group < groups, other=0) - stored) * STORED
+        # A region's width: from its first tile to the next group's.
+        width = tl.load(table_ptr + group * 3 + 5, mask=group < groups, other=0) * UNIT - first
+        width = tl.where(group < groups, width, tile_columns - first)
+        padded_rows = tl.cdiv(rows, 128) * 128
+        p_words = first.to(tl.int64) * padded_rows + (i_row * width + tile - first).to(tl.int64) * 128 + o % 128
+        row = i_row * 128 + within
+        inside = in_tile & (group < groups) & (row < rows)
+        column = stored * STORED + local
+    else:
+        group = tl.load(tile_group_ptr + i_row)
+        start, end = tl.load(table_ptr + group * 3), tl.load(table_ptr + group * 3 + 1)
+        row = start + (i_row - tl.load(table_ptr + group * 3 + 2)) * 128 + within
+        p_words = (i_row.to(tl.int64) * tile_columns + tile) * 128 + o % 128
+        inside = in_tile & (group < groups) & (row < end)
+        column = tile * 4
+        local, limit = column, blocks
+    p_words = words_ptr + p_words
+    p_linear = linear_ptr + row.to(tl.int64) * linear_stride
+    if INVERSE:
+        word = tl.load(p_words, mask=inside, other=0)
+        if ALIGNED:
+            tl.store(p_linear + column // 4, word, mask=inside & (local < limit))
+        else:
+            for byte in tl.static_range(4):
+                mask = inside & (local + byte < limit)
+                tl.store(p_linear + column + byte, (word >> (8 * byte)).to(tl.uint8), mask=mask)
+    else:
+        if ALIGNED:
+            word = tl.load(p_linear + column // 4, mask=inside & (local < limit), other=0)
+        else:
+            word = tl.zeros((TILES * 128,), tl.int32)
+            for byte in tl.static_range(4):
+                scale = tl.load(p_linear + column + byte, mask=inside & (local + byte < limit), other=0)
+                word |= scale.to(tl.int32) << (8 * byte)
+        tl.store(p_words, word, mask=in_tile)
+
+
+def grouped_swizzle(
+    block_scale: Tensor, spec: Spec, offsets: Tensor | None, *, contraction: bool, total: int | None = None
+) -> Tensor:
+    """Rearrange LINEAR block scales of a grouped operand.
+
+    Args:
+        block_scale: uint8 [rows, blocks], of experts [E, rows, blocks].
+        spec: of the operand.
+        offsets: integer [E] of tokens; None: of experts, whose every matrix is a group.
+        contraction: whether the groups split the columns.
+        total: the tokens of an operand whose groups split the columns.
+
+    Returns:
+        uint8 [bytes of all regions] as `layout.grouped_shapes` says; of experts [E, bytes of one].
+    """
+    shape = _swizzled_shape(block_scale, spec, offsets, contraction, total)
+    out = torch.empty(shape, dtype=torch.uint8, device=block_scale.device)
+    _launch(block_scale, out, spec, offsets, (contraction, total, False))
+    return out
+
+
+def grouped_unswizzle(
+    swizzled: Tensor,
+    shape: tuple[int, ...],
+    spec: Spec,
+    offsets: Tensor | None,
+    *,
+    contraction: bool,
+    total: int | None = None,
+) -> Tensor:
+    """Return the LINEAR block scales, of `shape`; the inverse of `grouped_swizzle`."""
+    out = torch.zeros(shape, dtype=torch.uint8, device=swizzled.device)
+    _launch(out, swizzled, spec, offsets, (contraction, total, True))
+    return out
+
+
+def _swizzled_shape(
+    linear: Tensor, spec: Spec, offsets: Tensor | None, contraction: bool, total: int | None
+) -> tuple[int, ...]:
+    if offsets is None:
+        groups, rows, blocks = linear.shape
+        return groups, round_up(rows, SWIZZLE_ROWS) * round_up(blocks, SWIZZLE_COLS)
+    rows, blocks = linear.shape
+    cols = total if contraction else blocks * spec.block_length
+    assert cols is not None, "groups along the contraction need the number of tokens"
+    return grouped_shapes((rows, cols), offsets.shape[0], spec, SWIZZLED_32_4_4, contraction=contraction).block_scale
+
+
+def _launch(
+    linear: Tensor, swizzled: Tensor, spec: Spec, offsets: Tensor | None, mode: tuple[bool, int | None, bool]
+) -> None:
+    contraction, total, inverse = mode
+    contraction = contraction and offsets is not None  # experts have all their columns
+    if linear.numel() == 0 and swizzled.numel() == 0:
+        return
+    groups = linear.shape[0] if offsets is None else offsets.shape[0]
+    linear = linear.flatten(0, -2)
+    rows, blocks = linear.shape
+    unit = stored = 1
+    if contraction:
+        assert total is not None, "groups along the contraction need the number of tokens"
+        region, storage = max(SWIZZLE_COLS * spec.block_length, spec.alignment), group_alignment(spec)
+        unit, stored = region // (SWIZZLE_COLS * spec.block_length), storage // spec.block_length
+        plan = make_plan(offsets, groups, total, region, linear.device)
+        stored_plan = plan if region == storage else make_plan(offsets, groups, total, storage, linear.device)
+        row_tiles = ceil_div(rows, SWIZZLE_ROWS)
+        tile_columns = swizzled.numel() // (round_up(rows, SWIZZLE_ROWS) * SWIZZLE_COLS) if rows else 0
+    else:
+        plan = stored_plan = make_plan(offsets, groups, rows, SWIZZLE_ROWS, linear.device)
+        tile_columns = ceil_div(blocks, SWIZZLE_COLS)
+        row_tiles = swizzled.numel() // (tile_columns * SWIZZLE_ROWS * SWIZZLE_COLS) if tile_columns else 0
+    if not row_tiles or not tile_columns:
+        return
+    stride = linear.stride(0)
+    aligned = stored % 4 == 0 if contraction else blocks % 4 == 0
+    aligned = aligned and stride % 4 == linear.data_ptr() % 4 == 0
+    swizzled = swizzled if swizzled.data_ptr() % 4 == 0 else swizzled.clone()
+    grouped_swizzle_kernel[(row_tiles * ceil_div(tile_columns, TILES),)](
+        linear.view(torch.int32) if aligned else linear,
+        swizzled.view(torch.int32),
+        plan.table,
+        plan.tile_group,
+        stored_plan.table,
+        groups,
+        rows,
+        blocks,
+        tile_columns,
+        stride // 4 if aligned else stride,
+        UNIT=unit,
+        STORED=stored,
+        CONTRACTION=contraction,
+        INVERSE=inverse,
+        ALIGNED=aligned,
+        TILES=TILES,
+        num_warps=NUM_WARPS,
+    )
+
+
+def compile_cases() -> list[CompileCase]:
+    """Return the rearrangement along M of aligned scales, along K of others, and back."""
+    cases = []
+    for contraction, aligned, inverse in ((False, True, False), (True, True, False), (True, False, True)):
+        arguments = {
+            "linear_ptr": "*i32:16" if aligned else "*u8:16",
+            "words_ptr": "*i32:16",
+            **dict.fromkeys(("table_ptr", "storage_ptr"), "*i32:16"),
+            "tile_group_ptr": "*i32",
+            **dict.fromkeys(("groups", "rows", "blocks", "tile_columns", "linear_stride"), "i32"),
+            "UNIT": 1,
+            "STORED": 4 if aligned else 2,
+            "CONTRACTION": contraction,
+            "INVERSE": inverse,
+            "ALIGNED": aligned,
+            "TILES": TILES,
+        }
+        cases.append(CompileCase(grouped_swizzle_kernel, arguments, num_warps=NUM_WARPS))
+    return cases
