@@ -9,6 +9,7 @@ from halfbyte.functional import gemm_nt, grouped_gemm_nt, grouped_linear, linear
 from halfbyte.nn import cache_weights
 from halfbyte.ops import backends
 from halfbyte.rng import Philox
+from halfbyte.schedule import Schedule
 from halfbyte.spec import MXFP8, NVFP4, BlockMax, Eden, FourOverSix, GemmSpec, Hadamard, Recipe
 from halfbyte.state import RunState
 from halfbyte.tensor import QuantTensor, grouped_quantize_row_col, quantize, quantize_row_col
@@ -28,6 +29,7 @@ __all__ = [
     "Recipe",
     "Report",
     "RunState",
+    "Schedule",
     "__version__",
     "backends",
     "cache_weights",

@@ -157,12 +157,20 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 }
 
 
+def mixed(forward: Recipe, backward: Recipe) -> Recipe:
+    """Return the forward GEMM of one recipe with the backward GEMMs of another: what a run's last steps may want."""
+    return dataclasses.replace(backward, fprop=forward.fprop)
+
+
 def get(name: str) -> Recipe:
-    """Return the preset called `name` with its default options.
+    """Return the preset called `name` with its default options, or of "A/B" the forward of A with the backward of B.
 
     Raises:
         ValueError: no preset has that name; the message lists those that exist.
     """
+    forward, slash, backward = name.partition("/")
+    if slash:
+        return mixed(get(forward), get(backward))
     if name not in PRESETS:
         raise ValueError(f"recipe={name!r} is not a preset; use one of {', '.join(PRESETS)}")
     return PRESETS[name]()

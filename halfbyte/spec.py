@@ -368,6 +368,27 @@ class Recipe:
         return any(spec.needs_rng or spec.needs_sign_rng for spec in self.specs)
 
 
+def parse_recipe(key: str) -> Recipe:
+    """Return the recipe whose `.key` is `key`; the inverse of `recipe.key`.
+
+    Raises:
+        ValueError: `key` is not one that a recipe of this version writes.
+    """
+    try:
+        parts: dict[str, Any] = dict(part.split("=", 1) for part in key.split(";"))
+        gemms = {name: _parse_gemm(parts.pop(name)) for name in ("fprop", "dgrad", "wgrad")}
+        return Recipe(**gemms, **parts)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"key={key!r}: not a recipe's key ({error}); pass what Recipe.key says") from error
+
+
+def _parse_gemm(text: str) -> GemmSpec | None:
+    if text == "bf16":
+        return None
+    a, b = (None if side == "bf16" else parse(side) for side in text.split("|"))
+    return GemmSpec(a=a, b=b)
+
+
 def _gemm_key(gemm: GemmSpec | None) -> str:
     if gemm is None:
         return "bf16"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfbyte.rng import SEED_LIMIT, StreamPhilox, as_signed64
+from halfbyte.schedule import Schedule
+from halfbyte.spec import Recipe
 
 POSITION_SHIFT = 32  # offset = position << 32 | stream
 STREAM_LIMIT = 1 << POSITION_SHIFT
@@ -16,7 +18,9 @@ _LIMITS = {"seed": SEED_LIMIT, "position": POSITION_LIMIT, "streams": STREAM_LIM
 
 
 class RunState:
-    """The random position of a run: stateless draws keyed by (seed, position, stream).
+    """The random position of a run, and where it is in its precision schedule.
+
+    Draws are stateless, keyed by (seed, position, stream).
 
     `position` counts micro-batches and lives in a device tensor, so that advancing neither recompiles nor breaks a CUDA
     graph. `stream` is a static number that `quantize_` gives to every (layer, operand). The same position draws the
@@ -24,9 +28,10 @@ class RunState:
 
     Args:
         seed: 0 <= seed < 2**64. Data-parallel ranks use different seeds.
+        schedule: the changes of recipe that `begin_step` makes, None for none.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, schedule: Schedule | None = None) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed={seed!r}: give an int")
         if not 0 <= seed < SEED_LIMIT:
@@ -34,6 +39,11 @@ class RunState:
         self.seed = seed
         self._base = torch.tensor([as_signed64(seed), 0], dtype=torch.int64)
         self._streams = 0
+        if not isinstance(schedule, (Schedule, type(None))):
+            raise TypeError(f"schedule={schedule!r}: give hb.Schedule([(step or share, recipe), …], steps=…)")
+        self.schedule = schedule
+        self.step = 0
+        """Optimizer steps that `begin_step` has begun."""
         self.advances = 0
         """How often `advance` ran in this process: a host-side count that no draw depends on."""
 
@@ -57,6 +67,26 @@ class RunState:
         self._base[1].add_(1 << POSITION_SHIFT)
         self.advances += 1
 
+    def begin_step(self, model: nn.Module) -> Recipe | None:
+        """Give the layers of `model` that draw from this RunState the recipe of the optimizer step that now begins.
+
+        Call it once before each optimizer step's first micro-batch.
+
+        Args:
+            model: converted by `hb.quantize_` with this RunState. Layers kept in high precision stay there.
+
+        Returns:
+            The recipe if a layer changed to it, else None.
+        """
+        recipe = None if self.schedule is None else self.schedule.at(self.step)
+        self.step += 1
+        if recipe is None:
+            return None
+        layers = [m for m in model.modules() if getattr(m, "run_state", None) is self and m.recipe != recipe]
+        for layer in layers:
+            layer.recipe = recipe
+        return recipe if layers else None
+
     def reserve_streams(self, count: int) -> int:
         """Return the first of `count` stream numbers that nobody else gets.
 
@@ -74,11 +104,18 @@ class RunState:
         return StreamPhilox(self._base, stream)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: plain ints."""
-        return {"version": 1, "seed": self.seed, "position": self.position, "streams": self._streams}
+        """Return what a checkpoint needs: plain values; of the schedule only where there is one."""
+        state = {"version": 1, "seed": self.seed, "position": self.position, "streams": self._streams}
+        if self.step:
+            state["step"] = self.step
+        if self.schedule is not None:
+            state["schedule"] = self.schedule.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the run that wrote `state`, in place: modules that hold this RunState follow.
+
+        A schedule that this RunState was built with stays; otherwise that of the checkpoint is taken.
 
         Raises:
             ValueError: `state` is not a RunState's, or belongs to a model with other quantized layers.
@@ -94,7 +131,12 @@ class RunState:
                 f"state['streams']={state['streams']}: this model uses {self._streams} streams, the checkpoint's run "
                 "another number; convert the model with the same recipe and rules before loading"
             )
-        self.seed = state["seed"]
+        step, schedule = state.get("step", 0), state.get("schedule")
+        if type(step) is not int or step < 0:
+            raise ValueError(f"state['step']={step!r}: not an int with 0 <= step; {remedy}")
+        if self.schedule is None and schedule is not None:
+            self.schedule = Schedule.from_state_dict(schedule)
+        self.seed, self.step = state["seed"], step
         self._streams = state["streams"]
         values = torch.tensor([as_signed64(self.seed), state["position"] << POSITION_SHIFT], dtype=torch.int64)
         self._base.copy_(values)

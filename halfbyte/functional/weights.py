@@ -145,6 +145,4 @@ def check_cached(cached: CachedWeight | None, recipe: Recipe, dtype: torch.dtype
         raise ValueError("cached_weight was quantized for another recipe: quantize it with the present one")
     for tensor in cached.tensors[:1]:
         if tensor.device != device:
-            raise ValueError(
-                f"cached_weight is on {tensor.device}, the input on {device}: move the model"
-            )
+            raise ValueError(f"cached_weight is on {tensor.device}, the input on {device}: move the model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -159,8 +160,14 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
 
 
 def describe(recipe: Recipe) -> str:
-    """Return the name of the preset that `recipe` equals, else its key."""
-    for name, preset in recipes.PRESETS.items():
-        if preset() == recipe:
+    """Return the name that `recipes.get` turns into `recipe`, else its key."""
+    presets = {name: preset() for name, preset in recipes.PRESETS.items()}
+    for name, preset in presets.items():
+        if preset == recipe:
             return name
-    return recipe.key
+    forward = (name for name, preset in presets.items() if preset.fprop == recipe.fprop)
+    backward = (name for name, preset in presets.items() if dataclasses.replace(preset, fprop=recipe.fprop) == recipe)
+    try:
+        return f"{next(forward)}/{next(backward)}"
+    except StopIteration:
+        return recipe.key

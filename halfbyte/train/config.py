@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from halfbyte.schedule import Schedule, parse_schedule
 from halfbyte.train import model as models
 from halfbyte.train import treatment
 
@@ -123,6 +124,9 @@ class TrainConfig:
     """Of the GEMMs; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU."""
     compile: bool = False
     """Run the model through torch.compile."""
+    recipe_schedule: str = ""
+    """Changes of recipe in mid-run: `WHEN:RECIPE,…`, WHEN a step or, with a point, a share of the steps. RECIPE may be
+    `FORWARD/BACKWARD`: `0.9:bf16/nvfp4` runs the last tenth with a high-precision forward."""
     eval_every: int = 50
     """Steps between two validations, in high precision."""
     eval_batches: int = 16
@@ -133,6 +137,11 @@ class TrainConfig:
         _positive(self, "eval_every", "eval_batches")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed}: give 0 <= seed < 2**63")
+        self.schedule()
+
+    def schedule(self) -> Schedule | None:
+        """Return the changes of recipe, None if there are none."""
+        return parse_schedule(self.recipe_schedule, self.optim.steps)
 
     def identity(self, recipe: str) -> dict:
         """Return everything that decides the result of training under the recipe of that name, as JSON values.
@@ -141,7 +150,10 @@ class TrainConfig:
             ValueError: no recipe has that name.
         """
         values = asdict(self)
-        del values["run"]
+        del values["run"], values["recipe_schedule"]
+        schedule = self.schedule()
+        if schedule is not None:  # else the identity of runs from before there were schedules
+            values["recipe_schedule"] = schedule.state_dict()
         values["shape"] = asdict(models.get(self.model))
         return values | {"recipe": recipe, "recipe_key": treatment.get(recipe).recipe.key}
 

@@ -29,14 +29,17 @@ class Log:
         files.write_text(path, "".join(json.dumps(line) + "\n" for line in read(folder) if line["step"] <= after))
         self._file = path.open("a")
 
-    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
-        """Append one line of the kind "step" or "eval"; a number that is not finite becomes null."""
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    def write(self, kind: str, step: int, values: dict[str, float | str]) -> None:
+        """Append one line of the kind "step", "eval" or "recipe"; a number that is not finite becomes null."""
+        finite = {
+            name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in values.items()
+        }
         self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in values.items():
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+                add = self._board.add_text if isinstance(value, str) else self._board.add_scalar
+                add(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
         """Finish both files."""

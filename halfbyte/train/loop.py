@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import halfbyte as hb
+from halfbyte.nn.linear import describe
 from halfbyte.train import checkpoint, files, measure, optim, progress, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig, differences
@@ -69,7 +70,7 @@ class Trainer:
         self.model = models.Decoder(shape)
         models.initialise_(self.model, config.seed)
         self.model.to(self.device)
-        self.run_state = hb.RunState(config.seed).to(self.device)
+        self.run_state = hb.RunState(config.seed, config.schedule()).to(self.device)
         chosen = treatment.get(recipe)
         self.report = hb.quantize_(self.model, chosen.recipe, keep=chosen.keep, state=self.run_state)
         self.optimizer = optim.adamw(self.model, config.optim)
@@ -109,6 +110,7 @@ class Trainer:
         run, history = self.config.run, History()
         start = time.perf_counter()
         while self.step < self.config.optim.steps and not history.is_diverged:
+            self._follow_schedule(log)
             history.pending.append((self.step + 1, *self._one_step()))
             last = self.step == self.config.optim.steps
             to_evaluate = self.step % self.config.eval_every == 0 or last
@@ -128,6 +130,11 @@ class Trainer:
                 self._save()
             start = time.perf_counter()
         return history
+
+    def _follow_schedule(self, log: Log) -> None:
+        recipe = self.run_state.begin_step(self.model)
+        if recipe is not None:
+            log.write("recipe", self.step + 1, {"recipe": describe(recipe)})
 
     def _one_step(self) -> tuple[float, Tensor, Tensor]:
         """Advance by one optimizer step; return learning rate, loss and gradient norm, the last two unread."""

@@ -1,0 +1,115 @@
+"""A precision schedule: which recipe a run follows from which step on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from halfbyte import recipes
+from halfbyte.spec import Recipe, parse_recipe
+
+Start = int | float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Changes of recipe in the course of a run.
+
+    Before the first change every layer keeps the recipe it was converted with. "BF16 forward for the last 10 %" is
+    `Schedule([(0.9, "bf16/nvfp4")], steps=…)`, "MXFP8 backward at the end" `[(0.8, "nvfp4_mxfp8_bwd")]`.
+
+    Args:
+        changes: pairs (when, recipe) in the order of time: an int is the optimizer step before which the recipe
+            changes, counted from 0, a float from 0 to 1 that share of `steps`. A recipe may be a preset's name, or
+            "forward/backward" of two presets.
+        steps: optimizer steps of the whole run; needed where a change has a share.
+
+    Raises:
+        ValueError: a share without `steps` or outside of the run, changes out of order, or a name that is no preset.
+        TypeError: something else than pairs of a number and a recipe.
+    """
+
+    changes: tuple[tuple[Start, Recipe], ...]
+    steps: int | None = None
+    starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __init__(self, changes: Iterable[tuple[Start, Recipe | str]], steps: int | None = None) -> None:
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise ValueError(f"steps={steps!r}: give the number of optimizer steps, an int above 0")
+        pairs = tuple(_pair(change) for change in changes)
+        object.__setattr__(self, "changes", pairs)
+        object.__setattr__(self, "steps", steps)
+        object.__setattr__(self, "starts", tuple(_first_step(when, steps) for when, _ in pairs))
+        for (when, _), one, two in zip(pairs[1:], self.starts, self.starts[1:], strict=False):
+            if two <= one:
+                raise ValueError(f"changes: {when} is step {two} and follows step {one}; put them in the order of time")
+
+    def at(self, step: int) -> Recipe | None:
+        """Return the recipe of optimizer step `step`, counted from 0; None before the first change."""
+        found = None
+        for start, (_, recipe) in zip(self.starts, self.changes, strict=True):
+            found = recipe if start <= step else found
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values for a checkpoint."""
+        return {"changes": [[when, recipe.key] for when, recipe in self.changes], "steps": self.steps}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Schedule:
+        """Return the schedule that wrote `state`.
+
+        Raises:
+            ValueError, TypeError: `state` is not what `state_dict` returns.
+        """
+        if not isinstance(state, dict) or set(state) != {"changes", "steps"}:
+            raise ValueError(f"state={state!r}: not a Schedule; pass what Schedule.state_dict() returned")
+        return cls([(when, parse_recipe(key)) for when, key in state["changes"]], state["steps"])
+
+
+def parse_schedule(text: str, steps: int) -> Schedule | None:
+    """Return the schedule that a user wrote in one line, None for an empty one.
+
+    Args:
+        text: "WHEN:RECIPE,…", such as "0.85:bf16/nvfp4,1900:bf16"; with a point WHEN is a share of the steps.
+        steps: optimizer steps of the whole run.
+
+    Raises:
+        ValueError: the text does not have this form, or means what Schedule refuses.
+    """
+    changes: list[tuple[Start, Recipe]] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        when, colon, recipe = part.partition(":")
+        try:
+            start = float(when) if "." in when else int(when)
+        except ValueError:
+            colon = ""
+        if not colon:
+            raise ValueError(f"schedule={text!r}: {part!r} is not WHEN:RECIPE, such as 0.9:bf16/nvfp4 or 1800:bf16")
+        changes.append((start, recipes.get(recipe)))
+    return Schedule(changes, steps) if changes else None
+
+
+def _pair(change: Any) -> tuple[Start, Recipe]:
+    if not isinstance(change, (tuple, list)) or len(change) != 2:
+        raise TypeError(f"changes: {change!r} is not a pair (step or share, recipe)")
+    when, recipe = change
+    if isinstance(when, bool) or not isinstance(when, (int, float)):
+        raise TypeError(f"changes: {when!r} is no step and no share of the steps; give an int or a float")
+    recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"changes: {recipe!r} is no recipe; give a Recipe or the name of a preset")
+    return when, recipe
+
+
+def _first_step(when: Start, steps: int | None) -> int:
+    if isinstance(when, float):
+        if steps is None:
+            raise ValueError(f"steps=None: a change at {when} is a share of the steps; pass steps=")
+        if not 0 <= when < 1:
+            raise ValueError(f"changes: {when} is no share of the steps; give 0.0 <= share < 1.0, or an int for a step")
+        return round(when * steps)
+    if when < 0 or (steps is not None and when >= steps):
+        raise ValueError(f"changes: step {when} is outside of the run; give 0 <= step < steps={steps}")
+    return when

@@ -1,0 +1,118 @@
+"""Schedules: which recipe a step follows, in any loop, across checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from small_models import TOKENS, decoder
+
+import halfbyte as hb
+from halfbyte import recipes
+from halfbyte.nn.linear import describe
+from halfbyte.schedule import parse_schedule
+from halfbyte.spec import parse_recipe
+
+LATE = dataclasses.replace(recipes.nvfp4(), fprop=None)
+
+
+@pytest.mark.parametrize("name", [*recipes.PRESETS, "bf16/nvfp4", "nvfp4/mxfp8"])
+def test_names_and_keys_come_back(name):
+    recipe = recipes.get(name)
+    assert parse_recipe(recipe.key) == recipe
+    assert recipes.get(describe(recipe)) == recipe
+    assert "=" not in describe(recipe)
+
+
+def test_a_mixed_recipe_has_the_forward_of_one_and_the_backward_of_the_other():
+    assert recipes.get("bf16/nvfp4") == LATE
+    assert recipes.mixed(recipes.mxfp8(), recipes.bf16()).fprop == recipes.mxfp8().fprop
+    with pytest.raises(ValueError, match="dequantize"):
+        recipes.mixed(recipes.bf16(), recipes.nvfp4_forward(backward="dequantized"))
+
+
+def test_steps_and_shares():
+    schedule = hb.Schedule([(3, "nvfp4_mxfp8_bwd"), (0.5, LATE), (0.9, "bf16")], steps=20)
+    found = [schedule.at(step) for step in range(20)]
+    assert found[:3] == [None] * 3
+    assert found[3:10] == [recipes.nvfp4_mxfp8_bwd()] * 7
+    assert found[10:18] == [LATE] * 8 and found[18:] == [recipes.bf16()] * 2
+    assert hb.Schedule.from_state_dict(schedule.state_dict()) == schedule
+    assert parse_schedule("3:nvfp4_mxfp8_bwd, 0.5:bf16/nvfp4,0.9:bf16", 20) == schedule
+    assert parse_schedule("", 20) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps", "words"),
+    [
+        ([(0.5, "nvfp4")], None, "pass steps="),
+        ([(1.5, "nvfp4")], 10, "share"),
+        ([(10, "nvfp4")], 10, "outside"),
+        ([(-1, "nvfp4")], None, "outside"),
+        ([(0.5, "nvfp4"), (5, "bf16")], 10, "order of time"),
+        ([(1, "fp5")], 10, "not a preset"),
+        ([(1, None)], 10, "no recipe"),
+        ([("1", "nvfp4")], 10, "no step"),
+        ([1], 10, "not a pair"),
+        ([(1, "nvfp4")], 0, "steps=0"),
+    ],
+)
+def test_what_makes_no_schedule_is_refused(changes, steps, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        hb.Schedule(changes, steps)
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "0.5:", "x:nvfp4", "0.5=nvfp4", "0.5:nvfp4:bf16"])
+def test_what_the_command_line_refuses(text):
+    with pytest.raises(ValueError, match="schedule=|not a preset"):
+        parse_schedule(text, 10)
+
+
+def run(state, model, steps):
+    """Return the recipe of one layer at every step."""
+    seen = []
+    for _ in range(steps):
+        state.begin_step(model)
+        model(TOKENS).sum().backward()
+        state.advance()
+        seen.append(model.layers[0].mlp.up_proj.recipe)
+    return seen
+
+
+def test_any_loop_follows_it_and_goes_on_from_a_checkpoint():
+    schedule = hb.Schedule([(2, LATE), (4, "bf16")])
+    state, model = hb.RunState(1, schedule), decoder(4)
+    hb.quantize_(model, "nvfp4", state=state)
+    seen = run(state, model, 3)
+    assert seen == [recipes.nvfp4(), recipes.nvfp4(), LATE]
+    saved = state.state_dict()
+    assert type(model.lm_head) is torch.nn.Linear and type(model.layers[3].mlp.up_proj) is torch.nn.Linear
+    for own in (None, schedule):
+        again, twin = hb.RunState(1, own), decoder(4)
+        hb.quantize_(twin, "nvfp4", state=again)
+        again.load_state_dict(saved)
+        assert again.state_dict() == saved
+        assert run(again, twin, 3) == [LATE, recipes.bf16(), recipes.bf16()]
+
+
+def test_a_schedule_of_ones_own_stays():
+    state = hb.RunState(1, hb.Schedule([(1, "bf16")]))
+    saved = hb.RunState(1, hb.Schedule([(1, "mxfp8")])).state_dict()
+    state.load_state_dict(saved)
+    assert state.schedule == hb.Schedule([(1, "bf16")])
+    with pytest.raises(TypeError, match="hb.Schedule"):
+        hb.RunState(1, "0.9:bf16")
+    with pytest.raises(ValueError, match="step"):
+        state.load_state_dict({**saved, "step": -1})
+
+
+def test_a_layer_outside_of_the_run_keeps_its_recipe():
+    """Experts of a block that quantize_ kept in high precision draw from no RunState."""
+    kept = hb.nn.GroupedLinear(2, 16, 16, recipe="bf16")
+    followed = hb.nn.GroupedLinear(2, 16, 16, recipe="nvfp4")
+    model = torch.nn.ModuleList([kept, followed])
+    followed.run_state.schedule = hb.Schedule([(0, "mxfp8")])
+    assert followed.run_state.begin_step(model) == recipes.mxfp8()
+    assert followed.run_state.begin_step(model) is None
+    assert kept.recipe == recipes.bf16() and followed.recipe == recipes.mxfp8()
