@@ -109,20 +109,20 @@ def gemm_nt(
 def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "auto") -> Plan:
     """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and out [M, N]."""
     exact = a.dtype != b.dtype or a.dtype == torch.float32
-    describable = _describable(a) and _describable(b)
-    if variant == "tma" and not describable:
+    mappable = describable(a) and describable(b)
+    if variant == "tma" and not mappable:
         raise ValueError(
             f"variant='tma': operands with strides {a.stride()} and {b.stride()} are not {TMA_ALIGNMENT}-byte aligned; "
             "use 'auto'"
         )
-    tiles = tma_tiles(_capability(a.device))
-    tma = variant == "tma" or (variant == "auto" and describable and not exact and bool(tiles))
-    programs = _multiprocessors(a.device)
+    tiles = tma_tiles(capability(a.device))
+    tma = variant == "tma" or (variant == "auto" and mappable and not exact and bool(tiles))
+    programs = multiprocessors(a.device)
     M, N = out.shape
     if exact:
         return Plan(False, FP32_TILE, 1, True)
     if tma:  # plain stores of the largest tile's output spill registers
-        tiles = tuple(t for t in tiles or TMA_TILES[1:] if _describable(out) or t.bn < 256)
+        tiles = tuple(t for t in tiles or TMA_TILES[1:] if describable(out) or t.bn < 256)
     tile, splits = choose_tile(tiles if tma else POINTER_TILES, M, N, K, programs)
     if splits > 1 and out.dtype == torch.float32:
         splits = min(MAX_SPLITS, max(splits, ceil_div(K, MAX_CHAIN)))
@@ -218,9 +218,9 @@ def _multiply(plan: Plan, a: Tensor, b: Tensor, out: Tensor, ends: dict, accumul
         strides = a.stride(0), b.stride(0), out.stride(0)
         gemm_pointer_kernel[(work,)](a, b, out, *strides, M=M, N=N, K=K, **options)
         return
-    programs = min(work, _multiprocessors(a.device))
-    out_tma = _describable(out)
-    parts = _epilogue_parts(tile, out.dtype)
+    programs = min(work, multiprocessors(a.device))
+    out_tma = describable(out)
+    parts = epilogue_parts(tile, out.dtype)
     out_desc = TensorDescriptor.from_tensor(out, [tile.bm, tile.bn // parts]) if out_tma else None
     gemm_tma_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [tile.bm, tile.bk]),
@@ -238,7 +238,7 @@ def _multiply(plan: Plan, a: Tensor, b: Tensor, out: Tensor, ends: dict, accumul
     )
 
 
-def _epilogue_parts(tile: Tile, dtype: torch.dtype) -> int:
+def epilogue_parts(tile: Tile, dtype: torch.dtype) -> int:
     """Return how many column ranges of the tile are finished one after another: at most 32 KiB each."""
     return 4 if tile.bm * tile.bn // 2 * dtype.itemsize > EPILOGUE_BYTES else 2
 
@@ -275,21 +275,22 @@ def _row_major(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 0 else x.contiguous()
 
 
-def _describable(x: Tensor) -> bool:
+def describable(x: Tensor) -> bool:
     """Whether a tensor map can describe x: base and row stride are multiples of 16 bytes."""
     row = x.stride(0) * x.element_size()
     return x.stride(1) == 1 and x.data_ptr() % TMA_ALIGNMENT == 0 and row % TMA_ALIGNMENT == 0 and row > 0
 
 
 @lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Return how many programs of a persistent kernel run at once; 4 in the interpreter."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(maxsize=64)
-def _capability(device: torch.device) -> int:
+def capability(device: torch.device) -> int:
     """Return the compute capability as in sm_90; 90 for a device that the interpreter runs on."""
     if device.type != "cuda":
         return 90
@@ -340,7 +341,7 @@ def _tile_arguments(tile: Tile) -> dict:
 
 
 def _tma_case(tile: Tile, dtype: torch.dtype, ends: dict, out_tma: bool) -> CompileCase:
-    parts = _epilogue_parts(tile, dtype)
+    parts = epilogue_parts(tile, dtype)
     arguments = {
         "a_desc": f"tensordesc<bf16[{tile.bm},{tile.bk}]>",
         "b_desc": f"tensordesc<bf16[{tile.bn},{tile.bk}]>",

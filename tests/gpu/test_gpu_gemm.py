@@ -12,7 +12,7 @@ from halfbyte.kernels import gemm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-HOPPER = torch.cuda.is_available() and gemm.tma_tiles(gemm._capability(torch.device("cuda", 0)))
+HOPPER = torch.cuda.is_available() and gemm.tma_tiles(gemm.capability(torch.device("cuda", 0)))
 VARIANTS = ("auto", "pointer", "tma") if HOPPER else ("auto", "pointer")
 SHAPES = ((1, 1, 1), (16, 16, 16), (129, 257, 513), (1000, 520, 2064), (2048, 1024, 4096), (256, 384, 30000))
 PAIRS = (
@@ -42,7 +42,7 @@ def test_golden(variant):
 def test_error(pair, shape, variant):
     M, N, K = shape
     a, b = operand(M, K, pair[0]), operand(N, K, pair[1])
-    if variant == "tma" and M * N and not all(gemm._describable(side.values) for side in (a, b)):
+    if variant == "tma" and M * N and not all(gemm.describable(side.values) for side in (a, b)):
         with pytest.raises(ValueError, match="variant='tma'"):  # a tensor map needs rows of whole 16 bytes
             gemm.gemm_nt(a, b, variant=variant)
         return
