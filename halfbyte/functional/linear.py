@@ -132,11 +132,8 @@ def linear_shared(
     for i, w in enumerate(weights):
         if isinstance(w, PrimaryWeight) and isinstance(recipe, Recipe):
             weights[i], cached[i] = primary_operands(w, recipe)
-    covered = [covers(c, recipe) for c in cached]
-    x, weights, biases = _autocast(x, weights, biases, covered)
-    _check(x, weights, biases, recipe, grads, covered)
-    for one in cached:
-        check_cached(one, recipe, x.dtype, x.device)
+    x, weights, biases = _autocast(x, weights, biases, [covers(c, recipe) for c in cached])
+    _check(x, weights, biases, recipe, grads, cached)
     places = _places(rng, n, recipe)
     if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
@@ -410,7 +407,7 @@ def _check_options(out_dtype: torch.dtype | None, amaxes: Sequence[Tensor | None
 
 
 def _check(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence, recipe: Recipe, grads: Sequence, covered: Sequence[bool]
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence, recipe: Recipe, grads: Sequence, cached: Sequence
 ) -> None:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4()")
@@ -423,10 +420,11 @@ def _check(
             raise TypeError(
                 f"{name} is a QuantTensor: linear quantizes it itself; pass {name}.dequantize() or use gemm_nt"
             )
-    for w, bias, grad, is_covered in zip(weights, biases, grads, covered, strict=True):
+    for w, bias, grad, one in zip(weights, biases, grads, cached, strict=True):
+        check_cached(one, recipe, x.dtype, x.device)
         if w.dim() != 2 or w.shape[1] != x.shape[-1]:
             raise ValueError(f"w.shape={tuple(w.shape)}: x.shape={tuple(x.shape)} needs [out_features, {x.shape[-1]}]")
-        if w.dtype != x.dtype and not is_covered:
+        if w.dtype != x.dtype and not covers(one, recipe):
             raise TypeError(f"w.dtype={w.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
         if bias is not None and tuple(bias.shape) != (w.shape[0],):
             raise ValueError(f"bias.shape={tuple(bias.shape)}: w needs ({w.shape[0]},)")
