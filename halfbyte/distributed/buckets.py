@@ -1,0 +1,172 @@
+"""A bucket of the storage plan at work: its buffers, the reduction of its gradients, the gathering of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfbyte.distributed.cast import Cast
+from halfbyte.distributed.plan import BucketPlan, Place
+from halfbyte.ops.primary import primary_stages
+from halfbyte.pieces import Target
+
+# torch 2.13 renamed them.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Ranks(NamedTuple):
+    """The ranks that share a bucket: the group, None for one process alone, and this process's place in it."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+
+class Fragment(NamedTuple):
+    """What this rank has of a parameter: fp32 values that the optimizer steps, and where they begin in the parameter."""
+
+    place: Place
+    master: nn.Parameter
+    start: int
+
+
+class Bucket:
+    """Buffers of one bucket.
+
+    Args:
+        plan: what lies where.
+        ranks: who shares it.
+        device: of the buffers.
+        value_dtype: of the gathered values; uint8 for packed codes.
+        grad_dtype: fp32 or bf16, in which gradients are summed and reduced.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        ranks: Ranks,
+        device: torch.device,
+        value_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+    ) -> None:
+        self.plan, self.ranks = plan, ranks
+        self.quantized = value_dtype == torch.uint8
+        own = slice(ranks.rank * plan.share, (ranks.rank + 1) * plan.share)
+        self.grads = torch.zeros(plan.numel, dtype=grad_dtype, device=device)
+        self.own_grads = self.grads[own]
+        is_fp32 = grad_dtype == torch.float32
+        self.master_grads = self.own_grads if is_fp32 else torch.zeros(plan.share, device=device)
+        self.masters = torch.zeros(plan.share, device=device)
+        per_byte = 2 if self.quantized else 1
+        self.values = torch.zeros(plan.numel // per_byte, dtype=value_dtype, device=device)
+        self.own_values = self.values[own.start // per_byte : own.stop // per_byte]
+        self.fragments = self._make_fragments()
+        self.bytes_gathered = self.bytes_reduced = 0
+        self._cast: Cast | None = None
+        self._arrived: set[int] = set()
+        self._reducing: list[dist.Work] = []
+        self._gathering: list[dist.Work] | None = None
+
+    def _make_fragments(self) -> list[Fragment]:
+        fragments = []
+        for place in self.plan.places:
+            part = self.plan.part(place, self.ranks.rank)
+            if part is not None:
+                begin = place.first + part.start - self.ranks.rank * self.plan.share
+                end = begin + part.stop - part.start
+                master = nn.Parameter(self.masters[begin:end])
+                master.grad = self.master_grads[begin:end]
+                fragments.append(Fragment(place, master, part.start))
+        return fragments
+
+    def matrix(self, buffer: Tensor, place: Place) -> Tensor:
+        """Return the values of a parameter as a view [rows, cols] of a buffer of the bucket's elements."""
+        whole = buffer[place.first : place.first + place.numel].view(place.item.rows, place.pitch)
+        return whole[:, : place.item.cols]
+
+    def codes(self, place: Place) -> Tensor:
+        """Return the packed codes of a parameter, uint8 [rows, pitch / 2]."""
+        first = place.first // 2
+        return self.values[first : first + place.numel // 2].view(place.item.rows, place.pitch // 2)
+
+    # Gradients
+
+    def add_gradient(self, index: int, grad: Tensor) -> None:
+        """Add the gradient of parameter `index` of the bucket."""
+        place = self.plan.places[index]
+        to, grad = self.matrix(self.grads, place), grad.reshape(place.item.rows, place.item.cols)
+        if index in self._arrived:
+            to.add_(grad)
+        else:
+            to.copy_(grad)
+            self._arrived.add(index)
+
+    def start_reducing(self) -> None:
+        """Sum the gradients of all ranks, each rank its own share; parameters without a gradient count as zeros."""
+        for index, place in enumerate(self.plan.places):
+            if index not in self._arrived:
+                self.matrix(self.grads, place).zero_()
+        self._arrived.clear()
+        if self.ranks.group is not None:
+            self._reducing.append(
+                _reduce_scatter(self.own_grads, self.grads, group=self.ranks.group, async_op=True)
+            )
+            self.bytes_reduced += self.grads.numel() * self.grads.element_size()
+
+    def finish_reducing(self) -> None:
+        """Let the gradients of the masters be complete."""
+        for work in self._reducing:
+            work.wait()
+        self._reducing.clear()
+        if self.master_grads is not self.own_grads:
+            self.master_grads.copy_(self.own_grads)
+
+    def drop_gradients(self) -> None:
+        self._arrived.clear()
+
+    # Values
+
+    def attach(self, cast: Cast, targets: Sequence[Target], first_tile: int) -> None:
+        """Say which cast writes the codes of this bucket, with its weights and the number of its first tile."""
+        self._cast, self._runs = cast, [first_tile + run for run in self.plan.tile_runs]
+        size, room = self.ranks.size, self.plan.scale_room
+        self._scales = torch.zeros(size, room, dtype=torch.uint8, device=self.values.device)
+        _, self._finisher = primary_stages((), targets, cast.scales.numel(), self.values.device)
+
+    def start_gathering(self) -> None:
+        """Send this rank's values: codes and scales that the cast wrote, or the masters in the parameters' dtype."""
+        assert self._gathering is None, "gathered twice"
+        self._gathering = []
+        messages = [(self.values, self.own_values)]
+        if self._cast is None:
+            self.own_values.copy_(self.masters)
+        elif self.ranks.group is not None:
+            rank = self.ranks.rank
+            run = self._cast.scales[self._runs[rank] : self._runs[rank + 1]]
+            self._scales[rank, : run.numel()].copy_(run)
+            messages.append((self._scales.view(-1), self._scales[rank]))
+        if self.ranks.group is not None:
+            for whole, own in messages:
+                self._gathering.append(_all_gather(whole, own, group=self.ranks.group, async_op=True))
+                self.bytes_gathered += whole.numel() * whole.element_size()
+
+    def finish_gathering(self) -> None:
+        """Let the parameters be complete; nothing if they are."""
+        if self._gathering is None:
+            return
+        for work in self._gathering:
+            work.wait()
+        self._gathering = None
+        if self._cast is None:
+            return
+        if self.ranks.group is not None:
+            lengths = [stop - start for start, stop in zip(self._runs, self._runs[1:], strict=False)]
+            runs = [self._scales[rank, :length] for rank, length in enumerate(lengths)]
+            torch.cat(runs, out=self._cast.scales[self._runs[0] : self._runs[-1]])
+        self._finisher.expand(self._cast.amaxes, self._cast.scales)
+        self._finisher.transpose()

@@ -1,0 +1,87 @@
+"""Which parameters of a model can exist in NVFP4 only, how they are replaced, and which modules need them first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.functional.weights import weight_specs
+from halfbyte.nn import Linear
+from halfbyte.spec import NVFP4
+from halfbyte.tensor.primary import PrimaryWeight, check_primary_spec
+
+
+def tiled_parameters(model: nn.Module) -> dict[str, NVFP4]:
+    """Return {name: spec} of the weights that their recipes want in one NVFP4 form in forward and backward.
+
+    A parameter that any other module holds too, such as a tied embedding, is not among them.
+    """
+    wanted: dict[int, set[NVFP4 | None]] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            spec = _spec_of(module) if name == "weight" else None
+            wanted.setdefault(id(param), set()).add(spec)
+    out = {}
+    for name, param in model.named_parameters():
+        specs = wanted[id(param)]
+        spec = next(iter(specs))
+        if len(specs) == 1 and spec is not None and param.requires_grad:
+            out[name] = spec
+    return out
+
+
+def _spec_of(module: nn.Module) -> NVFP4 | None:
+    if not isinstance(module, Linear):
+        return None
+    row, col = weight_specs(module.recipe)
+    if not isinstance(row, NVFP4) or col not in (row, None):
+        return None
+    try:
+        check_primary_spec(row)
+    except ValueError:
+        return None
+    return row
+
+
+def make_primary(
+    model: nn.Module, name: str, spec: NVFP4, qdata: Tensor, amaxes: dict[int, Tensor]
+) -> nn.Parameter:
+    """Put a PrimaryWeight in the place of parameter `name`, in every module that holds it, and return it.
+
+    Args:
+        qdata: where its codes lie.
+        amaxes: of groups of layers that share an amax, by the first member; filled as they are met.
+    """
+    old = model.get_parameter(name)
+    amax, holders = None, []
+    for module in model.modules():
+        if isinstance(module, Linear) and module._parameters.get("weight") is old:
+            holders.append(module)
+            if module.amax_group:
+                amax = amaxes.setdefault(id(module.amax_group[0]), torch.zeros((), device=old.device))
+    weight = PrimaryWeight.empty(tuple(old.shape), spec, dtype=old.dtype, qdata=qdata, amax=amax)
+    weight.allocate_turned()
+    parameter = weight.as_parameter()
+    for module in holders:
+        module.weight = parameter
+    return parameter
+
+
+def first_users(model: nn.Module, names: Iterable[str]) -> dict[nn.Module, list[str]]:
+    """Return for each module whose forward is hooked the parameters that must be complete before it.
+
+    Linear layers are not hooked themselves, which would keep siblings from sharing one quantization of their input,
+    and lists have no forward: the nearest module above that is neither waits for their parameters.
+    """
+    above: dict[str, nn.Module] = {}
+    users: dict[nn.Module, list[str]] = {}
+    wanted = {id(model.get_parameter(name)): name for name in names}
+    for path, module in model.named_modules(remove_duplicate=False):
+        hidden = isinstance(module, (Linear, nn.ModuleList, nn.ModuleDict))
+        above[path] = above[path.rpartition(".")[0]] if hidden and path else module
+        for param in module._parameters.values():
+            if param is not None and id(param) in wanted:
+                users.setdefault(above[path], []).append(wanted[id(param)])
+    return users

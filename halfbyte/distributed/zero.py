@@ -1,0 +1,364 @@
+"""ZeroOptimizer: ZeRO-1 (arXiv 1910.02054) around any torch optimizer, with weights that exist only in NVFP4.
+
+Every rank keeps the fp32 masters and the optimizer's state of an equal share of all parameters. A step is: gradients are
+summed and scattered bucket by bucket while the backward still runs; the optimizer steps the masters; NVFP4 weights are
+cast from them; codes and scales (of other parameters the values) are gathered while the next forward already runs, each
+bucket waited for by the first module that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfbyte.distributed import zero_state
+from halfbyte.distributed.agree import exchange_notes, rank_and_size
+from halfbyte.distributed.buckets import Bucket, Ranks
+from halfbyte.distributed.cast import Cast, Layout
+from halfbyte.distributed.partial_cast import target_of
+from halfbyte.distributed.plan import Item, storage_plan
+from halfbyte.distributed.weights import first_users, make_primary, tiled_parameters
+from halfbyte.pieces import Piece
+
+CALL = "ZeroOptimizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """How a ZeroOptimizer stores and communicates.
+
+    Args:
+        weights: "nvfp4" stores the weights of hb.nn.Linear layers whose recipe has them in 16x16 tiles as
+            PrimaryWeights; "plain" keeps all parameters in their dtype: the same training, bit for bit, with four times
+            the memory and traffic for weights.
+        grad_dtype: in which gradients are summed over micro-batches and ranks: torch.float32 or torch.bfloat16.
+        bucket_numel: elements after which a bucket is closed.
+        max_norm: gradients are scaled down to this global norm; None for never.
+        timeout: how long a rank waits for the others where they compare notes.
+    """
+
+    weights: Literal["nvfp4", "plain"] = "nvfp4"
+    grad_dtype: torch.dtype = torch.float32
+    bucket_numel: int = 1 << 25
+    max_norm: float | None = None
+    timeout: timedelta = timedelta(seconds=60)
+
+    def __post_init__(self) -> None:
+        if self.weights not in ("nvfp4", "plain"):
+            raise ValueError(f"weights={self.weights!r}: use 'nvfp4' or 'plain'")
+        if self.grad_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"grad_dtype={self.grad_dtype}: use torch.float32 or torch.bfloat16")
+        if self.bucket_numel < 1:
+            raise ValueError(f"bucket_numel={self.bucket_numel}: give a positive number of elements")
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"max_norm={self.max_norm}: give a positive norm, or None")
+
+
+class ZeroOptimizer:
+    """Shards masters and optimizer state over the ranks of `group` and keeps the model's parameters up to date.
+
+    The parameters of `model` are replaced in place: NVFP4 weights by PrimaryWeights, the others by views of buffers that
+    are gathered. Gradients are taken from the parameters as backward makes them. Use it like an optimizer:
+
+        optimizer = hb.distributed.ZeroOptimizer(model, partial(torch.optim.AdamW, lr=3e-4, fused=True))
+        loss(model(x)).backward();  norm = optimizer.step()
+
+    Learning rate schedules act on `optimizer.inner`. All ranks must call all methods in the same order.
+
+    Args:
+        model: with the same parameters on every rank; those of the group's first rank count.
+        optimizer: parameter groups -> torch.optim.Optimizer; AdamW, fused, by default. It sees flat parts of
+            parameters, so it must treat every element alike.
+        group: the data-parallel ranks; None is the default group, or one process alone.
+        expert_groups: {glob of parameter names: ranks that hold the same experts}, each a part of `group`. Gradients
+            are averaged over the size of `group` all the same: every expert sees the tokens of all its ranks.
+        param_options: (name, parameter) -> options of its parameter group, such as {"weight_decay": 0.0}.
+        config: see ZeroConfig.
+
+    Raises:
+        ValueError: on every rank: nothing to train, or the ranks differ in parameters, recipes or config.
+        RuntimeError: some rank builds no ZeroOptimizer within config.timeout.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[[list[dict]], torch.optim.Optimizer] | None = None,
+        group: dist.ProcessGroup | None = None,
+        *,
+        expert_groups: Mapping[str, dist.ProcessGroup] | None = None,
+        param_options: Callable[[str, nn.Parameter], dict] | None = None,
+        config: ZeroConfig = ZeroConfig(),  # noqa: B008  a frozen value
+    ) -> None:
+        self.config, self._group = config, group
+        rank, size = rank_and_size(group)
+        self._size = size
+        self._everyone = _ranks(group)
+        self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        chosen, groups = self._divide(expert_groups or {})
+        self._tiled = tiled_parameters(model)
+        self._agree(chosen)
+        self.buckets: list[Bucket] = []
+        self._home: dict[str, tuple[Bucket, int]] = {}
+        self._casts: list[Cast] = []
+        amaxes: dict[int, Tensor] = {}
+        for key, names in chosen.items():
+            self._store(model, groups[key], names, amaxes)
+        self.inner = (optimizer or partial(torch.optim.AdamW, fused=True))(self._param_groups(param_options))
+        self._reduced = len(self.buckets)
+        self._accumulating = False
+        self._waiting = self._expected()
+        self._hook(model)
+        self._publish()
+
+    # Construction
+
+    def _divide(self, expert_groups: Mapping[str, dist.ProcessGroup]) -> tuple[dict[int, list[str]], dict[int, Ranks]]:
+        """Return the names of parameters for each group of ranks, the main one first."""
+        chosen: dict[int, list[str]] = {0: []}
+        groups = {0: self._everyone}
+        unused = set(expert_groups)
+        for name in self._params:
+            match = next((glob for glob in expert_groups if fnmatchcase(name, glob)), None)
+            unused.discard(match)
+            key = 0 if match is None else id(expert_groups[match])
+            if key not in groups:
+                groups[key] = _ranks(expert_groups[match])
+            chosen.setdefault(key, []).append(name)
+        if unused:
+            raise ValueError(f"expert_groups: {sorted(unused)[0]!r} matches no parameter of the model")
+        return chosen, groups
+
+    def _item(self, name: str) -> Item:
+        param = self._params[name]
+        dtype = str(param.dtype).removeprefix("torch.")
+        if name in self._tiled:
+            return Item(name, *param.shape, True, dtype)
+        return Item(name, 1, param.numel(), False, dtype)
+
+    def _agree(self, chosen: dict[int, list[str]]) -> None:
+        """Raise on every rank unless all have the same parameters in the same order, recipes and config."""
+        config = f"{self.config.weights}, {self.config.grad_dtype}, {self.config.bucket_numel}, {self.config.max_norm}"
+        common = [
+            [name, *self._item(name)[1:], self._tiled[name].key if name in self._tiled else ""] for name in chosen[0]
+        ]
+        problem = None if self._params else "model has no parameter that requires a gradient"
+        notes = exchange_notes([problem, config, common], self._group, CALL, self.config.timeout)
+        for rank, (problem, config, theirs) in enumerate(notes):
+            if problem is not None:
+                raise ValueError(f"rank {rank}: {problem}")
+            if config != notes[0][1]:
+                raise ValueError(f"config is ({notes[0][1]}) on rank 0 and ({config}) on rank {rank}: make it one")
+            if theirs != notes[0][2]:
+                pairs = zip([*notes[0][2], "nothing"], [*theirs, "nothing"], strict=False)
+                ours, other = next((a, b) for a, b in pairs if a != b)
+                raise ValueError(
+                    f"the parameters differ: {ours} on rank 0, {other} on rank {rank}; build the model with the same "
+                    "shapes and recipes everywhere"
+                )
+
+    def _store(self, model: nn.Module, ranks: Ranks, names: list[str], amaxes: dict[int, Tensor]) -> None:
+        """Make the buckets of some parameters, fill their masters and put the model's parameters into them."""
+        plans = storage_plan([self._item(name) for name in names], ranks.size, self.config.bucket_numel)
+        targets, shares, pieces, attached = [], [], [], []
+        slots: dict[int, int] = {}
+        first_tile = 0
+        for plan in plans:
+            quantized = plan.tiled and self.config.weights == "nvfp4"
+            param = self._params[plan.places[0].item.name]
+            bucket = Bucket(plan, ranks, param.device, torch.uint8 if quantized else param.dtype, self.config.grad_dtype)
+            self.buckets.append(bucket)
+            self._fill_masters(bucket)
+            start = len(targets)
+            for index, place in enumerate(plan.places):
+                name = place.item.name
+                self._home[name] = bucket, index
+                if not quantized:
+                    self._params[name].data = bucket.matrix(bucket.values, place).view_as(self._params[name])
+                    continue
+                weight = make_primary(model, name, self._tiled[name], bucket.codes(place), amaxes)
+                self._params[name] = weight
+                slot = slots.setdefault(weight.amax.data_ptr(), len(slots))
+                targets.append(target_of(weight, first_tile + place.first_tile, slot))
+                shares.append([plan.part(place, rank) for rank in range(ranks.size)])
+            if quantized:
+                of = {place.item.name: target for place, target in zip(plan.places, targets[start:], strict=True)}
+                for fragment in bucket.fragments:
+                    target = of[fragment.place.item.name]
+                    codes = target.blocks.qdata.view(-1)
+                    pieces.append(Piece(target, fragment.master.detach(), fragment.start, fragment.place.pitch, codes))
+                attached.append((bucket, targets[start:], first_tile))
+                first_tile += plan.tile_runs[-1]
+        if targets:
+            pitches = [place.pitch for plan in plans if plan.tiled for place in plan.places]
+            layout = Layout(targets, pitches, shares, len(slots))
+            cast = Cast(layout, pieces, ranks.group, local_scales=True, device=targets[0].blocks.qdata.device)
+            self._casts.append(cast)
+            for bucket, own, first in attached:
+                bucket.attach(cast, own, first)
+
+    def _fill_masters(self, bucket: Bucket) -> None:
+        """Give masters the values of the parameters on the group's first rank."""
+        for place in bucket.plan.places:
+            param = self._params[place.item.name].detach()
+            if bucket.ranks.group is not None:
+                dist.broadcast(param, dist.get_global_rank(bucket.ranks.group, 0), group=bucket.ranks.group)
+            flat = torch.zeros(place.numel, device=param.device)
+            flat.view(place.item.rows, place.pitch)[:, : place.item.cols] = param.view(place.item.rows, -1)
+            for fragment in bucket.fragments:
+                if fragment.place is place:
+                    start = fragment.start
+                    fragment.master.detach().copy_(flat[start : start + fragment.master.numel()])
+
+    def _param_groups(self, param_options: Callable[[str, nn.Parameter], dict] | None) -> list[dict]:
+        """Return one parameter group for each set of options, the same on every rank even where it is empty."""
+        groups: dict[str, dict] = {}
+        fragments = {f.place.item.name: f.master for bucket in self.buckets for f in bucket.fragments}
+        for name, param in self._params.items():
+            options = param_options(name, param) if param_options is not None else {}
+            group = groups.setdefault(repr(sorted(options.items())), {"params": [], "names": [], **options})
+            group["names"].append(name)
+            if name in fragments:
+                group["params"].append(fragments[name])
+        return list(groups.values())
+
+    def _expected(self) -> list[int]:
+        return [len(bucket.plan.places) for bucket in self.buckets]
+
+    def _hook(self, model: nn.Module) -> None:
+        numbers = {id(bucket): i for i, bucket in enumerate(self.buckets)}
+        for name, param in self._params.items():
+            bucket, index = self._home[name]
+            param.register_post_accumulate_grad_hook(partial(self._on_gradient, numbers[id(bucket)], index))
+        for module, names in first_users(model, self._params).items():
+            needed = list(dict.fromkeys(self._home[name][0] for name in names))
+            module.register_forward_pre_hook(partial(_before_forward, needed))
+
+    # Training
+
+    def _on_gradient(self, number: int, index: int, param: Tensor) -> None:
+        assert param.grad is not None
+        self.buckets[number].add_gradient(index, param.grad)
+        param.grad = None
+        if self._accumulating:
+            return
+        self._waiting[number] -= 1
+        # Ranks must reduce in one order, whatever order gradients arrive in: the last bucket first.
+        while self._reduced and self._waiting[self._reduced - 1] <= 0:
+            self._reduced -= 1
+            self.buckets[self._reduced].start_reducing()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Within this context backward only adds gradients: for all micro-batches of a step but the last."""
+        self._accumulating, before = True, self._accumulating
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """Step the masters with the gradients since the last step and start to gather the new weights.
+
+        Returns:
+            The global norm of the mean gradient before clipping, fp32 [].
+        """
+        for bucket in reversed(self.buckets[: self._reduced]):
+            bucket.start_reducing()
+        for bucket in self.buckets:
+            bucket.finish_reducing()
+        norm = self._scale_gradients()
+        self.inner.step()
+        self.zero_grad()
+        self._publish()
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that were accumulated and not yet used."""
+        for bucket in self.buckets:
+            bucket.drop_gradients()
+        self._reduced, self._waiting = len(self.buckets), self._expected()
+
+    def _scale_gradients(self) -> Tensor:
+        """Divide by the ranks and clip, in one multiplication; return the norm."""
+        grads = [bucket.master_grads for bucket in self.buckets]
+        squares = torch.stack(torch._foreach_norm(grads)).square().sum()
+        if self._everyone.group is not None:
+            dist.all_reduce(squares, group=self._everyone.group)
+        norm = squares.sqrt() / self._size
+        if self.config.max_norm is not None:
+            factor = (self.config.max_norm / (norm + 1e-6)).clamp(max=1.0) / self._size
+            torch._foreach_mul_(grads, factor)
+        elif self._size > 1:
+            torch._foreach_mul_(grads, 1 / self._size)
+        return norm
+
+    def _publish(self) -> None:
+        with torch.no_grad():
+            self.synchronize()
+            for cast in self._casts:
+                cast.run()
+            for bucket in self.buckets:
+                bucket.start_gathering()
+
+    def synchronize(self) -> None:
+        """Let all parameters be complete, as the next forward would: before reading them without one."""
+        for bucket in self.buckets:
+            bucket.finish_gathering()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's: change "lr" here."""
+        return self.inner.param_groups
+
+    @property
+    def traffic(self) -> dict[str, int]:
+        """Bytes of the buffers that this rank has gathered and reduced so far."""
+        gathered = sum(bucket.bytes_gathered for bucket in self.buckets)
+        return {"gathered": gathered, "reduced": sum(bucket.bytes_reduced for bucket in self.buckets)}
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return masters and optimizer state under the ordinary names of parameters, whole, on the CPU of every rank.
+
+        Returns:
+            {"version", "masters": {name: fp32}, "state": {name: {key: tensor}}, "groups"}: `masters` is a state dict of
+            the model's trained parameters in fp32, without any codes.
+        """
+        return zero_state.save(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the run that wrote `state`, with any number of ranks, and cast the weights anew.
+
+        Raises:
+            ValueError: on every rank, nothing changed: `state` does not fit this model or optimizer.
+        """
+        zero_state.load(self, state)
+        self._publish()
+
+    @property
+    def names(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained."""
+        return dict(self._params)
+
+
+def _ranks(group: dist.ProcessGroup | None) -> Ranks:
+    rank, size = rank_and_size(group)
+    return Ranks((group or dist.group.WORLD) if size > 1 else None, rank, size)
+
+
+def _before_forward(buckets: list[Bucket], module: nn.Module, arguments: Any) -> None:
+    with torch.no_grad():
+        for bucket in buckets:
+            bucket.finish_gathering()

@@ -1,0 +1,150 @@
+"""Checkpoints of a ZeroOptimizer: whole tensors under the parameters' names, for any number of ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.distributed.agree import exchange_notes, refuse_together
+from halfbyte.distributed.buckets import Bucket, _all_gather
+
+if TYPE_CHECKING:
+    from halfbyte.distributed.zero import ZeroOptimizer
+
+VERSION = 1
+CALL = "ZeroOptimizer.state_dict"
+KEYS = ("version", "masters", "state", "groups")
+
+
+def save(zero: ZeroOptimizer) -> dict[str, Any]:
+    """See ZeroOptimizer.state_dict."""
+    masters: dict[str, Tensor] = {}
+    state: dict[str, dict[str, Any]] = {name: {} for name in zero.names}
+    with torch.no_grad():
+        for bucket in zero.buckets:
+            masters.update(_whole(bucket, bucket.masters, zero))
+            for key in _elementwise_keys(zero, bucket):
+                shard = torch.zeros_like(bucket.masters)
+                for fragment in bucket.fragments:
+                    begin = _begin(bucket, fragment)
+                    value = zero.inner.state[fragment.master][key]
+                    shard[begin : begin + value.numel()] = value
+                for name, whole in _whole(bucket, shard, zero).items():
+                    state[name][key] = whole
+            for name, values in _others(zero, bucket).items():
+                state[name].update(values)
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in zero.inner.param_groups]
+    return {"version": VERSION, "masters": masters, "state": state, "groups": groups}
+
+
+def _begin(bucket: Bucket, fragment) -> int:
+    return fragment.place.first + fragment.start - bucket.ranks.rank * bucket.plan.share
+
+
+def _whole(bucket: Bucket, shard: Tensor, zero: ZeroOptimizer) -> dict[str, Tensor]:
+    """Gather the shards of all ranks and return the parameters' parts on the CPU, in their shapes."""
+    whole = shard
+    if bucket.ranks.group is not None:
+        whole = torch.empty(bucket.plan.numel, dtype=shard.dtype, device=shard.device)
+        _all_gather(whole, shard, group=bucket.ranks.group)
+    return {
+        place.item.name: bucket.matrix(whole, place).reshape(zero.names[place.item.name].shape).to("cpu", copy=True)
+        for place in bucket.plan.places
+    }
+
+
+def _elementwise_keys(zero: ZeroOptimizer, bucket: Bucket) -> list[str]:
+    """Return the keys of state that has a number for each element; ranks without a fragment learn them from others."""
+    own = {
+        key
+        for fragment in bucket.fragments
+        for key, value in zero.inner.state.get(fragment.master, {}).items()
+        if _is_elementwise(value, fragment.master)
+    }
+    notes = exchange_notes(sorted(own), bucket.ranks.group, CALL, zero.config.timeout) if bucket.ranks.group else [own]
+    return sorted({key for note in notes for key in note})
+
+
+def _is_elementwise(value: Any, master: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == master.shape
+
+
+def _others(zero: ZeroOptimizer, bucket: Bucket) -> dict[str, dict[str, Any]]:
+    """Return numbers such as the step: those of the lowest rank that has a part of the parameter."""
+    own = {
+        fragment.place.item.name: {
+            key: value.item() if isinstance(value, Tensor) else value
+            for key, value in zero.inner.state.get(fragment.master, {}).items()
+            if not _is_elementwise(value, fragment.master)
+        }
+        for fragment in bucket.fragments
+    }
+    notes = exchange_notes(own, bucket.ranks.group, CALL, zero.config.timeout) if bucket.ranks.group else [own]
+    out: dict[str, dict[str, Any]] = {}
+    for note in notes:
+        for name, values in note.items():
+            out.setdefault(name, values)
+    return out
+
+
+def load(zero: ZeroOptimizer, state: Any) -> None:
+    """See ZeroOptimizer.load_state_dict; checks all before it changes anything."""
+    group = zero.buckets[0].ranks.group
+    refuse_together(_problem(zero, state), group, "ZeroOptimizer.load_state_dict", zero.config.timeout)
+    zero.synchronize()
+    with torch.no_grad():
+        for bucket in zero.buckets:
+            for fragment in bucket.fragments:
+                name, master = fragment.place.item.name, fragment.master
+                master.copy_(_part(fragment, state["masters"][name]))
+                values = {}
+                for key, value in state["state"][name].items():
+                    if isinstance(value, Tensor) and value.dim() > 0:
+                        values[key] = _part(fragment, value).to(master.device, copy=True)
+                    else:
+                        values[key] = _number_like(zero, master, key, value)
+                zero.inner.state[master] = values
+    for ours, theirs in zip(zero.inner.param_groups, state["groups"], strict=True):
+        ours.update(theirs)
+
+
+def _part(fragment, whole: Tensor) -> Tensor:
+    """Return the elements of a whole tensor that a fragment has, rows padded as in the bucket."""
+    place = fragment.place
+    padded = torch.zeros(place.item.rows, place.pitch, dtype=torch.float32, device=whole.device)
+    padded[:, : place.item.cols] = whole.reshape(place.item.rows, place.item.cols)
+    return padded.view(-1)[fragment.start : fragment.start + fragment.master.numel()]
+
+
+def _number_like(zero: ZeroOptimizer, master: Tensor, key: str, value: Any) -> Any:
+    """Return a number as torch's optimizers keep it: steps are fp32 tensors, on the device if fused or capturable."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or key != "step":
+        return value
+    group = next(g for g in zero.inner.param_groups if any(p is master for p in g["params"]))
+    on_device = group.get("fused") or group.get("capturable")
+    return torch.tensor(float(value), device=master.device if on_device else "cpu")
+
+
+def _problem(zero: ZeroOptimizer, state: Any) -> str | None:
+    """Say why `state` does not fit, or return None."""
+    remedy = "pass what ZeroOptimizer.state_dict() returned for this model"
+    if not isinstance(state, dict) or any(key not in state for key in KEYS) or state["version"] != VERSION:
+        return f"state: not of a ZeroOptimizer of version {VERSION}; {remedy}"
+    for part in ("masters", "state"):
+        differing = sorted(state[part].keys() ^ zero.names.keys())
+        if differing:
+            return f"state[{part!r}]: {differing[0]!r} is on one side only; {remedy}"
+    for name, param in zero.names.items():
+        tensors = [state["masters"][name], *state["state"][name].values()]
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.dim() > 0 and tensor.shape != param.shape:
+                return f"state: {name!r} has shape {list(tensor.shape)}, the model's {list(param.shape)}; {remedy}"
+        if not isinstance(state["masters"][name], Tensor):
+            return f"state['masters'][{name!r}] is no tensor; {remedy}"
+    ours = [group["names"] for group in zero.inner.param_groups]
+    theirs = [group.get("names") for group in state["groups"]]
+    if ours != theirs:
+        return f"state['groups']: parameters are grouped as {theirs}, here as {ours}; use the same param_options"
+    return None
