@@ -52,6 +52,19 @@ FP8_CONVERSION = tl.constexpr(
     )
 )
 
+# The maximum of |x| of two pairs of bf16, NaN if one is; the second, from sm_86 on, is one instruction whose signs mean
+# nothing.
+PAIR_ABS_MAX = tl.constexpr(
+    (
+        "{.reg .b32 a, b; and.b32 a, $1, 0x7FFF7FFF; and.b32 b, $2, 0x7FFF7FFF; max.NaN.bf16x2 $0, a, b;}",
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
+    )
+)
+
+# |x| * encode with the absolute value as an operand modifier; 16 times a word plus 8 times a sign bit plus a code.
+MULTIPLY_ABS = tl.constexpr("{.reg .f32 a; abs.f32 a, $1; mul.rn.f32 $0, a, $2;}")
+SHIFT_IN_NIBBLE = tl.constexpr("{.reg .b32 t; shf.l.wrap.b32 t, $2, $1, 1; mad.lo.u32 $0, t, 8, $3;}")
+
 # Byte J of a word under the upper bytes of 2^15, whose last bit is 1/256.
 BYTE_OVER_256 = tl.constexpr(tuple(f"prmt.b32 $0, $1, 0x47000000, 0x744{j};" for j in range(4)))
 
@@ -106,6 +119,15 @@ def fp8_word(x0, x1, x2, x3, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def scaled_magnitude(x, encode):
+    """Return |x| * encode."""
+    if INTERPRETED:
+        return tl.abs(x) * encode
+    x, encode = tl.broadcast(x, encode)
+    return tl.inline_asm_elementwise(MULTIPLY_ABS, "=f,f,f", [x, encode], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def nearest_codes(xs, START: tl.constexpr, encode):
     """Return the bits of 2^23 + code for the E2M1 codes nearest to |x| * encode, 8 elements from START.
 
@@ -114,7 +136,7 @@ def nearest_codes(xs, START: tl.constexpr, encode):
     """
     out = ()
     for i in tl.static_range(START, START + 8):
-        a = tl.abs(xs[i]) * encode
+        a = scaled_magnitude(xs[i], encode)
         low = tl.fma(a, 2.0, MAGIC).to(tl.uint32, bitcast=True)
         middle = (a + (MAGIC + 2.0)).to(tl.uint32, bitcast=True)
         high = tl.fma(a, 0.5, MAGIC + 4.0).to(tl.uint32, bitcast=True)
@@ -134,7 +156,7 @@ def stochastic_codes(xs, START: tl.constexpr, encode, random):
     """
     out = ()
     for i in tl.static_range(START, START + 8):
-        a = tl.abs(xs[i]) * encode
+        a = scaled_magnitude(xs[i], encode)
         word = random[i % 16 // 4]
         if INTERPRETED:
             u = (((word >> (8 * (i % 4))) & 0xFF) | 0x47000000).to(tl.float32, bitcast=True) - 32768.0
@@ -157,7 +179,7 @@ def truncated_codes(xs, START: tl.constexpr, encode):
     """Return the bits of 2^23 + code of |x| * encode rounded toward zero, 8 elements from START."""
     out = ()
     for i in tl.static_range(START, START + 8):
-        a = tl.abs(xs[i]) * encode
+        a = scaled_magnitude(xs[i], encode)
         low, middle, high = tl.floor(a * 2.0), tl.floor(a) + 2.0, tl.floor(a * 0.5) + 4.0
         code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 7.0)) + MAGIC
         out = out + (code.to(tl.uint32, bitcast=True),)
@@ -169,8 +191,13 @@ def pack_word(xs, START: tl.constexpr, codes):
     """Return 8 nibbles as uint32, element START in the low one: the sign of x, the code of the bits 2^23 + code."""
     word = xs[START].to(tl.uint32, bitcast=True) & 0
     for j in tl.static_range(8):
-        word = (word << 1) | (xs[START + 7 - j].to(tl.uint32, bitcast=True) >> 31)
-        word = (word << 3) + codes[7 - j]
+        bits = xs[START + 7 - j].to(tl.uint32, bitcast=True)
+        if INTERPRETED:
+            word = (((word << 1) | (bits >> 31)) << 3) + codes[7 - j]
+        else:
+            word = tl.inline_asm_elementwise(
+                SHIFT_IN_NIBBLE, "=r,r,r,r", [word, bits, codes[7 - j]], dtype=tl.uint32, is_pure=True, pack=1
+            )
     return word - PACK_BIAS
 
 
@@ -329,6 +356,62 @@ def abs_max(xs):
 
 
 @triton.jit
+def pair_abs_max(pairs, HARDWARE: tl.constexpr):
+    """Return the two maxima of |x| of `bf16_pairs`, each over one half of all words, as a pair; NaN if one is NaN.
+
+    HARDWARE: the target is sm_89 or later, as for FP8.
+    """
+    if INTERPRETED:
+        return pair_of(abs_max(unpack_halves(pairs, False)), abs_max(unpack_halves(pairs, True)))
+    XORSIGN: tl.constexpr = 1 if HARDWARE else 0
+    m = pairs[0]
+    for i in tl.static_range(1, len(pairs)):
+        m = tl.inline_asm_elementwise(
+            PAIR_ABS_MAX[XORSIGN], "=r,r,r", [m, pairs[i]], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    return m & 0x7FFF7FFF
+
+
+@triton.jit
+def pair_of(low, high):
+    """Return two fp32 tensors that hold bf16 values as one pair."""
+    return (low.to(tl.uint32, bitcast=True) >> 16) | (high.to(tl.uint32, bitcast=True) & 0xFFFF0000)
+
+
+@triton.jit
+def unpack_halves(pairs, UPPER: tl.constexpr):
+    """Return the lower or the upper value of every pair as fp32."""
+    out = ()
+    for i in tl.static_range(len(pairs)):
+        if UPPER:
+            out = out + ((pairs[i] & 0xFFFF0000).to(tl.float32, bitcast=True),)
+        else:
+            out = out + ((pairs[i] << 16).to(tl.float32, bitcast=True),)
+    return out
+
+
+@triton.jit
+def max_of_pair(m):
+    """Return the larger of the two values of a pair as fp32; NaN if one is NaN."""
+    low, high = (m << 16).to(tl.float32, bitcast=True), (m & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.maximum(low, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def reciprocal(x):
+    """Return fp32 1 / x, rounded to nearest."""
+    if INTERPRETED:
+        return tl.div_rn(x * 0 + 1.0, x)
+    return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def divide(n, magic, shift):
+    """Return n // d for 0 <= n < 2^30, with (magic, shift) of `quantize.divisor(d)`."""
+    return ((n.to(tl.int64) * magic) >> shift).to(tl.int32)
+
+
+@triton.jit
 def split_eight(x, R: tl.constexpr, N: tl.constexpr):
     """Split [R, N, 8], the last dimension in one thread, into 8 tensors [R, N]."""
     even, odd = tl.split(tl.reshape(x, (R, N, 4, 2)))
@@ -348,6 +431,47 @@ def split_four(x, R: tl.constexpr, N: tl.constexpr):
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
     return x0, x1, x2, x3
+
+
+@triton.jit
+def part(xs, START: tl.constexpr, LENGTH: tl.constexpr):
+    """Return LENGTH members of a tuple from START."""
+    out = ()
+    for i in tl.static_range(START, START + LENGTH):
+        out = out + (xs[i],)
+    return out
+
+
+@triton.jit
+def like(index, x):
+    """Return int64 `index`, computed by the threads that hold x: else random words would move between threads."""
+    bits = x.to(tl.uint32, bitcast=True)
+    if INTERPRETED:
+        zero = bits & 0
+    else:
+        zero = tl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [bits], dtype=tl.uint32, is_pure=True, pack=1)
+    return index + zero.to(tl.int64)
+
+
+@triton.jit
+def nth(tuples, N: tl.constexpr):
+    """Return the members N of tuples."""
+    out = ()
+    for i in tl.static_range(len(tuples)):
+        out = out + (tuples[i][N],)
+    return out
+
+
+@triton.jit
+def interleave(columns, N: tl.constexpr, C: tl.constexpr):
+    """Return tuples of tensors [N, C] from one tuple [N, C / count] for each of `count` neighbouring columns."""
+    if len(columns) == 1:
+        return columns[0]
+    else:
+        out = ()
+        for i in tl.static_range(len(columns[0])):
+            out = out + (tl.reshape(join_group(nth(columns, i), N, C // len(columns)), (N, C)),)
+        return out
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
+from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import operand_amax
 from halfbyte.kernels.decode import INTERPRETED
@@ -20,7 +21,7 @@ from halfbyte.rng import Draw
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
 
 # Numbers that differ from call to call and decide no addressing: one compilation serves all.
-VARYING = ("stream", "first_block", "sign_stream", "tiles")
+VARYING = ("stream", "first_block", "sign_stream", "tiles", "magic", "shift")
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -45,17 +46,19 @@ def quantize_rows_kernel(
     inverse,
     unit,
     tiles,
+    magic,
+    shift,
     RULE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
 ):
     constants = (span, floor, inverse, unit)
-    factors = sc.operand_factors(amax_ptr, constants, RULE)
     tile = tl.program_id(0)
+    outer = pm.divide(tile, magic, shift)
     quantize_row_tile(
-        tile // tiles * R,
-        tile % tiles * N,
+        outer * R,
+        (tile - outer * tiles) * N,
         x_ptr,
         q_ptr,
         scale_ptr,
@@ -72,7 +75,6 @@ def quantize_rows_kernel(
         blocks_per_row,
         sign_stream,
         constants,
-        factors,
         RULE,
         SWIZZLED,
         R,
@@ -102,17 +104,19 @@ def quantize_cols_kernel(
     inverse,
     unit,
     tiles,
+    magic,
+    shift,
     RULE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     N: tl.constexpr,
     C: tl.constexpr,
 ):
     constants = (span, floor, inverse, unit)
-    factors = sc.operand_factors(amax_ptr, constants, RULE)
     tile = tl.program_id(0)
+    outer = pm.divide(tile, magic, shift)
     quantize_col_tile(
-        tile // tiles * N,
-        tile % tiles * C,
+        outer * N,
+        (tile - outer * tiles) * C,
         x_ptr,
         q_ptr,
         scale_ptr,
@@ -129,7 +133,6 @@ def quantize_cols_kernel(
         blocks_per_row,
         sign_stream,
         constants,
-        factors,
         RULE,
         SWIZZLED,
         N,
@@ -138,11 +141,12 @@ def quantize_cols_kernel(
 
 
 class Tile(NamedTuple):
-    """What one program covers: `outer` rows (columns) of `groups` groups each, and its warps."""
+    """What one program covers: `outer` rows (columns) of `groups` groups each, its warps, and `Rule.words`."""
 
     outer: int
     groups: int
     num_warps: int
+    words: int = 1
 
 
 # Measured on an H200 at 8192 columns: the best of the tiles tried for each kind of kernel.
@@ -181,7 +185,7 @@ def col_tile(cols: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
     best = COL_TILES[rule.group]
     total = INTERPRETED_BLOCKS if INTERPRETED else best.outer * best.groups
     n = min(triton.next_power_of_2(groups), best.groups)
-    return Tile(total // n, n, best.num_warps)
+    return Tile(total // n, n, best.num_warps, best.words)
 
 
 FP8_CAPABILITY = 89  # the first that converts to FP8 in hardware
@@ -190,6 +194,18 @@ FP8_CAPABILITY = 89  # the first that converts to FP8 in hardware
 def hardware_fp8(device: torch.device) -> bool:
     """Say whether the device converts to FP8 in hardware: sm_89 on; never in Triton's interpreter."""
     return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def divisor(n: int) -> tuple[int, int, int]:
+    """Return n with (magic, shift) for `primitives.divide`: Granlund and Montgomery's multiplication, 30 bits wide."""
+    bits = (n - 1).bit_length()
+    return n, ceil_div(1 << (30 + bits), n), 30 + bits
+
+
+def is_packed(x: Tensor) -> bool:
+    """Say whether kernels may read x [R, C] in words of two bf16: `Rule.packed`."""
+    aligned = x.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0
+    return x.dtype == torch.bfloat16 and x.stride(1) == 1 and aligned
 
 
 class Output(NamedTuple):
@@ -201,6 +217,13 @@ class Output(NamedTuple):
     blocks: int
     swizzled: bool
     decoded: bool
+
+
+def is_full(x: Tensor, out: Output, rule: sc.Rule, tile: tuple[int, int]) -> bool:
+    """Say whether tiles of `tile` (rows, groups) cover x [R, C] and all that is stored of it exactly: `Rule.full`."""
+    rows, cols = x.shape
+    ragged = rows % tile[0] or cols % (tile[1] * rule.group)
+    return not ragged and not (out.swizzled and (rows % SWIZZLE_ROWS or out.blocks % SWIZZLE_COLS))
 
 
 def allocate(
@@ -276,10 +299,11 @@ def quantize(
 
 def launch_rows(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
     """Fill `out` with quantize(x)."""
-    rule = sc.rule_of(spec, hardware_fp8(x.device))._replace(decoded=out.decoded)
+    rule = sc.rule_of(spec, hardware_fp8(x.device))._replace(decoded=out.decoded, packed=is_packed(x))
     blocks = round_up(out.blocks, SWIZZLE_COLS) if out.swizzled else out.blocks
     groups = ceil_div(blocks * spec.block_length, rule.group)
     tile = row_tile(out.rows, groups, rule, out.swizzled)
+    rule = rule._replace(full=is_full(x, out, rule, (tile.outer, tile.groups)))
     row_tiles = ceil_div(round_up(out.rows, SWIZZLE_ROWS) if out.swizzled else out.rows, tile.outer)
     group_tiles = ceil_div(groups, tile.groups)
     pointers, numbers, constants = arguments
@@ -291,7 +315,7 @@ def launch_rows(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
         *x.stride(),
         *numbers,
         *constants,
-        group_tiles,
+        *divisor(group_tiles),
         RULE=rule,
         SWIZZLED=out.swizzled,
         R=tile.outer,
@@ -303,10 +327,11 @@ def launch_rows(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
 
 def launch_cols(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
     """Fill `out` with quantize(x.T)."""
-    rule = sc.rule_of(spec, hardware_fp8(x.device))._replace(decoded=out.decoded)
+    rule = sc.rule_of(spec, hardware_fp8(x.device))._replace(decoded=out.decoded, packed=is_packed(x))
     blocks = round_up(out.blocks, SWIZZLE_COLS) if out.swizzled else out.blocks
     groups = ceil_div(blocks * spec.block_length, rule.group)
     tile = col_tile(out.rows, groups, rule, out.swizzled)
+    rule = rule._replace(full=is_full(x.T, out, rule, (tile.outer, tile.groups)), words=tile.words)
     col_tiles = ceil_div(round_up(out.rows, SWIZZLE_ROWS) if out.swizzled else out.rows, tile.outer)
     group_tiles = ceil_div(groups, tile.groups)
     pointers, numbers, constants = arguments
@@ -318,7 +343,7 @@ def launch_cols(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
         *x.stride(),
         *numbers,
         *constants,
-        col_tiles,
+        *divisor(col_tiles),
         RULE=rule,
         SWIZZLED=out.swizzled,
         N=tile.groups,
@@ -379,7 +404,7 @@ def _compile_case(spec: Spec, kernel: Any, hardware: bool) -> CompileCase:
         "x_ptr": "*bf16:16",
         **dict.fromkeys(("rows", "cols", "stride_r"), "i32:16"),
         "stride_c": 1,
-        "tiles": "i32",
+        **dict.fromkeys(("tiles", "magic", "shift"), "i32"),
         "RULE": rule,
         "SWIZZLED": swizzled,
         **shape,

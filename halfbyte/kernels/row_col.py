@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_ROWS
+from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import row_col_amax
 from halfbyte.kernels.dequantize import decode
 from halfbyte.kernels.quantize import (
+    Output,
     allocate,
+    divisor,
     hardware_fp8,
+    is_full,
+    is_packed,
     operand_arguments,
     quantize,
 )
@@ -23,11 +30,22 @@ from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix
 from halfbyte.rng import Draw
 from halfbyte.spec import MXFP8, Spec
 
-TILES = (64, 64, 4)  # rows, columns and warps of a tile
 
+class Tile(NamedTuple):
+    """What one program covers, its warps, and `Rule.words`."""
+
+    rows: int
+    cols: int
+    num_warps: int
+    words: int
+
+
+TILE = Tile(64, 64, 4, 1)
 
 VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "first_block", "sign_stream")) + (
     "col_tiles",
+    "magic",
+    "shift",
 )
 
 
@@ -67,6 +85,8 @@ def quantize_row_col_kernel(
     col_inverse,
     col_unit,
     col_tiles,
+    magic,
+    shift,
     ROW: tl.constexpr,
     COL: tl.constexpr,
     SWIZZLED: tl.constexpr,
@@ -76,11 +96,10 @@ def quantize_row_col_kernel(
     """One program quantizes a TR x TC tile both ways; its second read of the tile comes from the cache."""
     row_constants = (row_span, row_floor, row_inverse, row_unit)
     col_constants = (col_span, col_floor, col_inverse, col_unit)
-    row_factors = sc.operand_factors(row_amax_ptr, row_constants, ROW)
-    col_factors = sc.operand_factors(col_amax_ptr, col_constants, COL)
     tile = tl.program_id(0)
-    i_row = tile // col_tiles * TR
-    i_col = tile % col_tiles * TC
+    outer = pm.divide(tile, magic, shift)
+    i_row = outer * TR
+    i_col = (tile - outer * col_tiles) * TC
     quantize_col_tile(
         i_row // COL.group,
         i_col,
@@ -100,7 +119,6 @@ def quantize_row_col_kernel(
         col_blocks_per_row,
         col_sign_stream,
         col_constants,
-        col_factors,
         COL,
         SWIZZLED,
         TR // COL.group,
@@ -125,7 +143,6 @@ def quantize_row_col_kernel(
         row_blocks_per_row,
         row_sign_stream,
         row_constants,
-        row_factors,
         ROW,
         SWIZZLED,
         TR,
@@ -174,12 +191,11 @@ def quantize_row_col(
     hardware = hardware_fp8(x.device)
     _launch(
         x,
-        sc.rule_of(row_spec, hardware)._replace(decoded=row.decoded),
-        sc.rule_of(col_spec, hardware)._replace(decoded=col.decoded),
-        scale_layout != LINEAR,
+        sc.rule_of(row_spec, hardware),
+        sc.rule_of(col_spec, hardware),
+        (row, col),
         operand_arguments(row_spec, row, row_amax, draw, sign_draw),
         operand_arguments(col_spec, col, col_amax, col_draw, sign_draw),
-        (row.blocks, col.blocks),
     )
     return Blocks(row.qdata, row.block_scale, row_amax), Blocks(col.qdata, col.block_scale, col_amax)
 
@@ -226,15 +242,21 @@ def _launch(
     x: Tensor,
     row: sc.Rule,
     col: sc.Rule,
-    swizzled: bool,
+    outputs: tuple[Output, Output],
     row_arguments: tuple,
     col_arguments: tuple,
-    blocks: tuple[int, int],
 ) -> None:
-    tile_rows, tile_cols, num_warps = TILES
-    tile_rows, tile_cols = max(tile_rows, col.group), max(tile_cols, row.group)  # whole groups both ways
+    tile = TILE
+    tile_rows, tile_cols = max(tile.rows, col.group), max(tile.cols, row.group)  # whole groups both ways
+    swizzled = outputs[0].swizzled or outputs[1].swizzled
     # Swizzled scales have padding that is zeroed: up to 128 rows, or four blocks of at most 32.
     rows, cols = (round_up(n, SWIZZLE_ROWS) if swizzled else n for n in x.shape)
+    full = (rows, cols) == x.shape and is_full(x, outputs[0], row, (tile_rows, tile_cols // row.group))
+    full = full and is_full(x.T, outputs[1], col, (tile_cols, tile_rows // col.group))
+    row, col = (
+        rule._replace(decoded=out.decoded, packed=is_packed(x), full=full, words=tile.words)
+        for rule, out in zip((row, col), outputs, strict=True)
+    )
     col_tiles = ceil_div(cols, tile_cols)
     row_pointers, row_numbers, row_constants = row_arguments
     col_pointers, col_numbers, col_constants = col_arguments
@@ -244,18 +266,19 @@ def _launch(
         *row_pointers,
         *col_pointers,
         *x.shape,
-        *blocks,
+        outputs[0].blocks,
+        outputs[1].blocks,
         *x.stride(),
         *row_numbers,
         *col_numbers,
         *row_constants,
         *col_constants,
-        col_tiles,
+        *divisor(col_tiles),
         ROW=row,
         COL=col,
         SWIZZLED=swizzled,
         TR=tile_rows,
         TC=tile_cols,
-        num_warps=num_warps,
+        num_warps=tile.num_warps,
         enable_fp_fusion=False,
     )

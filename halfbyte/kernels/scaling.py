@@ -26,6 +26,9 @@ class Rule(NamedTuple):
     hardware: the target converts to FP8 in hardware.
     element: "e4m3" or "e5m2" for MXFP8, whose other fields but group do not count; empty for NVFP4.
     decoded: store element * block_scale in bf16 instead of codes and scales.
+    packed: x is bf16, its columns lie together, and 8 of them are 16 aligned bytes.
+    words: how many words of two columns a thread reads where blocks lie along columns of a packed x.
+    full: tiles have no ragged edge, so that nothing needs a mask.
     """
 
     rounding: str
@@ -40,6 +43,9 @@ class Rule(NamedTuple):
     hardware: bool
     element: str = ""
     decoded: bool = False
+    packed: bool = False
+    words: int = 1
+    full: bool = False
 
 
 class Constants(NamedTuple):
@@ -89,7 +95,7 @@ def tensor_factors(amax, constants):
     clean = tl.where(poison, 0.0, amax)
     a = tl.maximum(clean, constants[1])
     s = tl.where(clean == 0, 1.0, tl.minimum(tl.div_rn(a * 0 + constants[0], a), pm.FLT_MAX))
-    return a, s, s * constants[2], tl.div_rn(s * 0 + 1.0, s), poison
+    return a, s, s * constants[2], pm.reciprocal(s), poison
 
 
 @triton.jit
@@ -134,8 +140,7 @@ def tree_sum(e, AXIS: tl.constexpr):
 
 @triton.jit
 def encode_scale(scale, d):
-    product = scale * d
-    return tl.minimum(tl.div_rn(product * 0 + 1.0, product), pm.FLT_MAX)
+    return tl.minimum(pm.reciprocal(scale * d), pm.FLT_MAX)
 
 
 @triton.jit
@@ -216,10 +221,11 @@ def pack_codes(xs, START: tl.constexpr, encode, random, RULE: tl.constexpr):
 
 
 @triton.jit
-def quantize_block(xs, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr):
+def quantize_block(xs, block_amax, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr):
     """Quantize 16 elements.
 
     Args:
+        block_amax: max |x| of each block, NaN if one is NaN.
         factors: of `tensor_factors`, scalars or broadcasting over blocks.
         random: four Philox words of each block, if rounding is stochastic.
         AXIS: along which the 16 blocks of a tile lie.
@@ -227,7 +233,6 @@ def quantize_block(xs, factors, constants, random, RULE: tl.constexpr, AXIS: tl.
     Returns:
         The 16 codes as int64 and the E4M3 scale as uint8.
     """
-    block_amax = pm.abs_max(xs)
     poison = ((block_amax < pm.INF) == 0) | factors[4]
     block_amax = tl.where(poison, pm.INF, block_amax)
     if RULE.tile:
@@ -249,9 +254,8 @@ def quantize_block(xs, factors, constants, random, RULE: tl.constexpr, AXIS: tl.
 
 
 @triton.jit
-def quantize_mxfp8_block(xs, constants, RULE: tl.constexpr):
+def quantize_mxfp8_block(xs, block_amax, constants, RULE: tl.constexpr):
     """Quantize 32 elements (section 6): return four int64 words of element bytes and the E8M0 scale as uint8."""
-    block_amax = pm.abs_max(xs)
     poison = (block_amax < pm.INF) == 0
     bits = (tl.where(poison, 0.0, block_amax) * constants[2]).to(tl.int32, bitcast=True)
     # The smallest exponent whose power of two is at least the value; up to 2^-127 it is 0.

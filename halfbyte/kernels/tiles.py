@@ -16,6 +16,64 @@ from halfbyte.kernels.decode import swizzled_offset
 
 
 @triton.jit
+def masked_load(pointers, mask, FULL: tl.constexpr):
+    """Load, with 0 where `mask` is false; FULL: it is true everywhere."""
+    if FULL:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def masked_store(pointers, values, mask, FULL: tl.constexpr):
+    """Store where `mask` is true; FULL: it is true everywhere."""
+    if FULL:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=mask)
+
+
+@triton.jit
+def load_row_pairs(x_ptr, o_row, in_row, o_col, cols, RULE: tl.constexpr):
+    """Return RULE.group / 2 words [R, N], two bf16 values each: `load_row_groups` for a packed x."""
+    R: tl.constexpr = o_row.shape[0]
+    N: tl.constexpr = o_col.shape[0]
+    word_ptr = x_ptr.to(tl.pointer_type(tl.uint32))
+    words = ()
+    for piece in tl.static_range(RULE.group // 8):
+        word = o_col[None, :, None] // 2 + (piece * 4 + tl.arange(0, 4))[None, None, :]
+        pointers = word_ptr + o_row[:, None, None] // 2 + word
+        inside = in_row[:, None, None] & (word * 2 < cols)
+        words = words + pm.split_four(masked_load(pointers, inside, RULE.full), R, N)
+    return words
+
+
+@triton.jit
+def load_col_pairs(x_ptr, o_row, rows, o_col, cols, stride_r, COUNT: tl.constexpr, RULE: tl.constexpr):
+    """Return rows of words [N, C], two columns each, as RULE.group tuples of COUNT words: a packed x by columns.
+
+    o_row [N]: where groups start; o_col [C]: multiples of 2 * COUNT, where a thread's columns start.
+    """
+    N: tl.constexpr = o_row.shape[0]
+    C: tl.constexpr = o_col.shape[0]
+    SIZE: tl.constexpr = RULE.group
+    word_ptr = x_ptr.to(tl.pointer_type(tl.uint32))
+    stride = tl.cast(stride_r, tl.int64) // 2
+    word = (o_col // 2)[:, None] + tl.arange(0, COUNT)[None, :]
+    first = word_ptr + o_row.to(tl.int64)[:, None, None] * stride + word[None, :, :]
+    out = ()
+    for i in tl.static_range(SIZE):
+        inside = (o_row + i < rows)[:, None, None] & (word * 2 < cols)[None, :, :]
+        loaded = masked_load(first + i * stride, inside, RULE.full)
+        if COUNT == 4:
+            out = out + (pm.split_four(loaded, N, C),)
+        elif COUNT == 2:
+            out = out + (tl.split(loaded),)
+        else:
+            out = out + ((tl.reshape(loaded, (N, C)),),)
+    return out
+
+
+@triton.jit
 def load_row_groups(x_ptr, o_row, in_row, o_col, cols, stride_c, SIZE: tl.constexpr):
     """Return SIZE fp32 tensors [R, N]: element i of the groups that start in columns o_col [N] of rows o_row [R].
 
@@ -60,14 +118,16 @@ def rotate_group(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.const
 
 
 @triton.jit
-def store_scale(scale_ptr, scale, i, j, inside, rows, blocks, SWIZZLED: tl.constexpr):
+def store_scale(scale_ptr, scale, i, j, inside, rows, blocks, SWIZZLED: tl.constexpr, FULL: tl.constexpr = False):
     """Store scales (i, j) of a [rows, blocks] matrix; `i` and `j` broadcast to `scale`."""
     if SWIZZLED:
         # The launch covers whole 128x4 tiles of scales: zeros in their padding.
         padded = (j < tl.cdiv(blocks, 4) * 4) & (i < tl.cdiv(rows, 128) * 128)
-        tl.store(scale_ptr + swizzled_offset(i, j, blocks), tl.where(inside, scale, 0).to(tl.uint8), mask=padded)
+        if not FULL:
+            scale = tl.where(inside, scale, 0).to(tl.uint8)
+        masked_store(scale_ptr + swizzled_offset(i, j, blocks), scale, padded, FULL)
     else:
-        tl.store(scale_ptr + i.to(tl.int64) * blocks + j, scale, mask=inside)
+        masked_store(scale_ptr + i.to(tl.int64) * blocks + j, scale, inside, FULL)
 
 
 @triton.jit
@@ -85,7 +145,7 @@ def store_decoded(out_ptr, words, scale, block, inside, RULE: tl.constexpr):
         else:
             values = dc.element_values(words[piece], dc.MXFP8_E4M3 if RULE.element == "e4m3" else dc.MXFP8_E5M2)
         pointers = out_ptr + (block * LENGTH)[:, :, None] + (piece * 8 + tl.arange(0, 8))[None, None, :]
-        tl.store(pointers, dc.cast(values * factor[:, :, None], tl.bfloat16), mask=inside[:, :, None])
+        masked_store(pointers, dc.cast(values * factor[:, :, None], tl.bfloat16), inside[:, :, None], RULE.full)
 
 
 @triton.jit
@@ -96,6 +156,35 @@ def store_decoded_group(out_ptr, words, scales, group, row64, blocks, in_row, RU
         block = group * G + g
         own = words if RULE.element != "" else (words[g],)
         store_decoded(out_ptr, own, scales[g], row64 * blocks + block, in_row & (block < blocks), RULE)
+
+
+@triton.jit
+def quantize_group(xs, amax, factors, constants, draw_ptr, stream, block, RULE: tl.constexpr, AXIS: tl.constexpr):
+    """Quantize a group: return the words of its codes and its scales.
+
+    Args:
+        xs: RULE.group fp32 tensors, or half as many `bf16_pairs` after a rotation.
+        amax: max |x| of the group's only block, before a rotation; None after one.
+        block: int64, the position of the group's first block among random numbers.
+    """
+    words = ()
+    scales = ()
+    if RULE.element != "":
+        words, scale = sc.quantize_mxfp8_block(xs, amax, constants, RULE)
+        scales = (scale,)
+    else:
+        random = ()
+        for g in tl.static_range(RULE.group // 16):
+            if RULE.rounding == "stochastic":
+                random = pm.block_words(block + g, pm.draw_words(draw_ptr, stream))
+            block_xs = xs
+            if RULE.norm != 0.0:
+                amax = pm.max_of_pair(pm.pair_abs_max(pm.part(xs, g * 8, 8), RULE.hardware))
+                block_xs = pm.unpack_pairs(xs, g * 16, 16)
+            codes, scale = sc.quantize_block(block_xs, amax, factors, constants, random, RULE, AXIS)
+            words = words + (codes,)
+            scales = scales + (scale,)
+    return words, scales
 
 
 @triton.jit
@@ -118,38 +207,37 @@ def quantize_row_tile(
     blocks_per_row,
     sign_stream,
     constants,
-    factors,
     RULE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Quantize N groups of R rows along the rows of x; outputs [rows, blocks]. factors: of `operand_factors`."""
+    """Quantize N groups of R rows along the rows of x; outputs [rows, blocks]."""
     row = i_row + tl.arange(0, R)
     group = i_group + tl.arange(0, N)
     in_row = row < rows
     row64 = row.to(tl.int64)
-    xs = load_row_groups(x_ptr, row64 * stride_r, in_row, group * RULE.group, cols, stride_c, RULE.group)
-    if RULE.element != "":
-        words, scale = sc.quantize_mxfp8_block(xs, constants, RULE)
-        scales = (scale,)
+    # Before anything that waits for the amax: reads of x are what takes time.
+    if RULE.packed:
+        pairs = load_row_pairs(x_ptr, row64 * stride_r, in_row, group * RULE.group, cols, RULE)
+        xs = pm.unpack_pairs(pairs, 0, RULE.group)
     else:
-        if RULE.row_amax:
-            factors = sc.tensor_factors(tl.load(amax_ptr + row64, mask=in_row, other=0.0)[:, None], constants)
-        if RULE.norm != 0.0:
-            xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
-        words = ()
-        scales = ()
-        random = ()
-        for g in tl.static_range(RULE.group // 16):
-            if RULE.rounding == "stochastic":
-                key = pm.draw_words(draw_ptr, stream)
-                block = first_block + row64[:, None] * blocks_per_row + (group * (RULE.group // 16) + g)[None, :]
-                random = pm.block_words(block, key)
-            block_xs = pm.unpack_pairs(xs, g * 16, 16) if RULE.norm != 0.0 else xs
-            codes, scale = sc.quantize_block(block_xs, factors, constants, random, RULE, 0)
-            words = words + (codes,)
-            scales = scales + (scale,)
+        xs = load_row_groups(x_ptr, row64 * stride_r, in_row, group * RULE.group, cols, stride_c, RULE.group)
+    factors = sc.operand_factors(amax_ptr, constants, RULE)
+    if RULE.row_amax:
+        factors = sc.tensor_factors(masked_load(amax_ptr + row64, in_row, RULE.full)[:, None], constants)
+    amax = None
+    if RULE.norm != 0.0:
+        xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
+    elif RULE.packed:
+        amax = pm.max_of_pair(pm.pair_abs_max(pairs, RULE.hardware))
+    else:
+        amax = pm.abs_max(xs)
+    block = 0
+    if RULE.rounding == "stochastic":
+        block = first_block + row64[:, None] * blocks_per_row + (group * (RULE.group // 16))[None, :]
+        block = pm.like(block, xs[0])
+    words, scales = quantize_group(xs, amax, factors, constants, draw_ptr, stream, block, RULE, 0)
     if RULE.decoded:
         store_decoded_group(q_ptr, words, scales, group[None, :], row64[:, None], blocks, in_row[:, None], RULE)
     else:
@@ -157,10 +245,12 @@ def quantize_row_tile(
         G: tl.constexpr = len(scales)
         word = group[None, :, None] * W + tl.arange(0, W)[None, None, :]
         inside = in_row[:, None, None] & (word < blocks * (W // G))
-        tl.store(q_ptr + row64[:, None, None] * (blocks * (W // G)) + word, pm.join_group(words, R, N), mask=inside)
+        pointers = q_ptr + row64[:, None, None] * (blocks * (W // G)) + word
+        masked_store(pointers, pm.join_group(words, R, N), inside, RULE.full)
         block = group[None, :, None] * G + tl.arange(0, G)[None, None, :]
         inside = in_row[:, None, None] & (block < blocks)
-        store_scale(scale_ptr, pm.join_group(scales, R, N), row[:, None, None], block, inside, rows, blocks, SWIZZLED)
+        scale = pm.join_group(scales, R, N)
+        store_scale(scale_ptr, scale, row[:, None, None], block, inside, rows, blocks, SWIZZLED, RULE.full)
 
 
 @triton.jit
@@ -183,38 +273,68 @@ def quantize_col_tile(
     blocks_per_row,
     sign_stream,
     constants,
-    factors,
     RULE: tl.constexpr,
     SWIZZLED: tl.constexpr,
     N: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Quantize N groups of C columns along the columns of x; outputs [cols, blocks]."""
+    """Quantize N groups of C columns along the columns of x; outputs [cols, blocks].
+
+    A packed x is read in words of two columns, RULE.words of them a thread.
+    """
+    SHARE: tl.constexpr = 2 * RULE.words if RULE.packed else 1  # columns of a thread
     group = i_group + tl.arange(0, N)
-    col = i_col + tl.arange(0, C)
-    in_col = col < cols
-    col64 = col.to(tl.int64)
-    xs = load_col_groups(x_ptr, group * RULE.group, rows, col, in_col, stride_r, stride_c, RULE.group)
-    if RULE.element != "":
-        words, scale = sc.quantize_mxfp8_block(xs, constants, RULE)
-        scales = (scale,)
+    first_col = i_col + SHARE * tl.arange(0, C // SHARE)
+    if RULE.packed:
+        loaded = load_col_pairs(x_ptr, group * RULE.group, rows, first_col, cols, stride_r, RULE.words, RULE)
     else:
+        xs = load_col_groups(
+            x_ptr, group * RULE.group, rows, first_col, first_col < cols, stride_r, stride_c, RULE.group
+        )
+    factors = sc.operand_factors(amax_ptr, constants, RULE)
+    columns_words = ()
+    columns_scales = ()
+    for k in tl.static_range(SHARE):
+        col64 = (first_col + k).to(tl.int64)
         if RULE.row_amax:
-            factors = sc.tensor_factors(tl.load(amax_ptr + col64, mask=in_col, other=0.0)[None, :], constants)
+            amax = masked_load(amax_ptr + col64, col64 < cols, RULE.full)
+            factors = sc.tensor_factors(amax[None, :], constants)
+        amax = None
+        if RULE.packed:
+            pairs = pm.nth(loaded, k // 2)
+            xs = pm.unpack_halves(pairs, k % 2 == 1)
         if RULE.norm != 0.0:
             xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
-        words = ()
-        scales = ()
-        random = ()
-        for g in tl.static_range(RULE.group // 16):
-            if RULE.rounding == "stochastic":
-                key = pm.draw_words(draw_ptr, stream)
-                block = first_block + col64[None, :] * blocks_per_row + (group * (RULE.group // 16) + g)[:, None]
-                random = pm.block_words(block, key)
-            block_xs = pm.unpack_pairs(xs, g * 16, 16) if RULE.norm != 0.0 else xs
-            codes, scale = sc.quantize_block(block_xs, factors, constants, random, RULE, 1)
-            words = words + (codes,)
-            scales = scales + (scale,)
+        elif RULE.packed:
+            if k % 2 == 0:
+                amax_pair = pm.pair_abs_max(pairs, RULE.hardware)
+                amax = (amax_pair << 16).to(tl.float32, bitcast=True)
+            else:
+                amax = (amax_pair & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            amax = pm.abs_max(xs)
+        block = 0
+        if RULE.rounding == "stochastic":
+            block = first_block + col64[None, :] * blocks_per_row + (group * (RULE.group // 16))[:, None]
+            block = pm.like(block, xs[0])
+        words, scales = quantize_group(xs, amax, factors, constants, draw_ptr, stream, block, RULE, 1)
+        columns_words = columns_words + (words,)
+        columns_scales = columns_scales + (scales,)
+    col = i_col + tl.arange(0, C)
+    in_col = col < cols
+    words = pm.interleave(columns_words, N, C)
+    scales = pm.interleave(columns_scales, N, C)
+    store_columns(q_ptr, scale_ptr, words, scales, group, col, in_col, cols, blocks, RULE, SWIZZLED)
+
+
+@triton.jit
+def store_columns(
+    q_ptr, scale_ptr, words, scales, group, col, in_col, cols, blocks, RULE: tl.constexpr, SWIZZLED: tl.constexpr
+):
+    """Store the words and scales of groups [N] of columns [C], each [N, C], as [cols, blocks]."""
+    N: tl.constexpr = group.shape[0]
+    C: tl.constexpr = col.shape[0]
+    col64 = col.to(tl.int64)
     if RULE.decoded:
         store_decoded_group(q_ptr, words, scales, group[:, None], col64[None, :], blocks, in_col[None, :], RULE)
     else:
@@ -222,7 +342,9 @@ def quantize_col_tile(
         G: tl.constexpr = len(scales)
         word = group[:, None, None] * W + tl.arange(0, W)[None, None, :]
         inside = in_col[None, :, None] & (word < blocks * (W // G))
-        tl.store(q_ptr + col64[None, :, None] * (blocks * (W // G)) + word, pm.join_group(words, N, C), mask=inside)
+        pointers = q_ptr + col64[None, :, None] * (blocks * (W // G)) + word
+        masked_store(pointers, pm.join_group(words, N, C), inside, RULE.full)
         block = group[:, None, None] * G + tl.arange(0, G)[None, None, :]
         inside = in_col[None, :, None] & (block < blocks)
-        store_scale(scale_ptr, pm.join_group(scales, N, C), col[None, :, None], block, inside, cols, blocks, SWIZZLED)
+        scale = pm.join_group(scales, N, C)
+        store_scale(scale_ptr, scale, col[None, :, None], block, inside, cols, blocks, SWIZZLED, RULE.full)

@@ -40,7 +40,7 @@ def test_layer_follows_the_reference(recipe):
     dy = torch.randn(264, 136).bfloat16()
     results = []
     for device in ("cpu", "cuda"):
-        inputs, weight = (t.to(device).requires_grad_() for t in (x, w))
+        inputs, weight = (t.detach().to(device).requires_grad_() for t in (x, w))
         y = hb.linear(inputs, weight, None, hb.recipes.get(recipe), rng=hb.Philox(5, 8), out_dtype=torch.float32)
         y.backward(dy.to(device).float())
         results.append([y.detach().cpu(), inputs.grad.cpu(), weight.grad.cpu()])
