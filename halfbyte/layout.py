@@ -34,6 +34,14 @@ class Blocks(NamedTuple):
     amax: Tensor
 
 
+class GroupedOperand(NamedTuple):
+    """Operand of a grouped GEMM: a plain tensor (spec None) or Blocks; 3-D data is one matrix per group."""
+
+    data: Tensor | Blocks
+    spec: Spec | None = None
+    scale_layout: str = LINEAR
+
+
 def ceil_div(n: int, d: int) -> int:
     """Return n / d rounded up."""
     return -(-n // d)

@@ -7,7 +7,6 @@ An operand is tokens in groups, [M, C] with the cumulative ends [E] of the group
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch.nn.functional import pad
 from halfbyte.layout import (
     LINEAR,
     Blocks,
+    GroupedOperand,
     GroupedShapes,
     group_alignment,
     grouped_shapes,
@@ -29,14 +29,6 @@ from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec
 
 Bounds = Sequence[tuple[int, int]]
-
-
-class GroupedOperand(NamedTuple):
-    """Operand of a grouped GEMM: a plain tensor (spec None) or Blocks; 3-D data is one matrix per group."""
-
-    data: Tensor | Blocks
-    spec: Spec | None = None
-    scale_layout: str = LINEAR
 
 
 def group_bounds(offsets: Tensor, total: int) -> list[tuple[int, int]]:
