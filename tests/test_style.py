@@ -20,7 +20,11 @@ MAX_KERNEL_LINES = 120
 MAX_PARAMETERS = 7
 HOME_OF_NUMBERS = "halfbyte/formats.py"
 NUMBERS_WITH_ONE_HOME = {448, 2688, 57344}
-OP_BODIES = ("halfbyte/ops/library.py", "halfbyte/ops/grouped_library.py")  # they take what the schemas above them say
+OP_BODIES = (  # they take what the schemas above them say
+    "halfbyte/ops/library.py",
+    "halfbyte/ops/grouped_library.py",
+    "halfbyte/ops/fused_library.py",
+)
 LONG_SIGNATURES = {
     "quantize_row_col",  # both orientations of what quantize takes
     "grouped_quantize_row_col",

@@ -107,6 +107,7 @@ def linear_shared(
     weight_amaxes: Sequence[Tensor | None] | None = None,
     main_grads: Sequence[Tensor | None] | None = None,
     cached_weights: Sequence[CachedWeight | None] | None = None,
+    x_amaxes: ops.Amaxes | None = None,
 ) -> tuple[Tensor, ...]:
     """Return x @ w.T + bias for several weights that share one quantization of x: q/k/v, gate/up.
 
@@ -117,6 +118,7 @@ def linear_shared(
         recipe, out_dtype: as for `linear`.
         rng: one place per weight, or one for all, 16 offsets apart. x and the signs of rotations draw from the first.
         weight_amaxes, main_grads, cached_weights: one or None per weight.
+        x_amaxes: those of x, as the norm or activation that made x returned them.
 
     Returns:
         one out_dtype [..., N_i] per weight.
@@ -125,10 +127,33 @@ def linear_shared(
         ValueError, TypeError: as for `linear`.
     """
     n = len(weights)
-    biases, amaxes, grads, cached = (
-        [None] * n if t is None else list(t) for t in (biases, weight_amaxes, main_grads, cached_weights)
-    )
-    weights = list(weights)
+    per_weight = ([None] * n if t is None else list(t) for t in (biases, weight_amaxes, main_grads, cached_weights))
+    call, tensors = prepare(x, Layers(list(weights), *per_weight, rng), recipe, out_dtype, x_amaxes)
+    if call is None:
+        return tuple(F.linear(tensors[0], w, b) for w, b in zip(tensors[1 : n + 1], tensors[n + 1 :], strict=True))
+    return _SharedLinear.apply(call, *tensors)
+
+
+class Layers(NamedTuple):
+    """Linear layers that read one input: lists of one entry per layer, and the rng of `linear_shared`."""
+
+    weights: list
+    biases: list
+    weight_amaxes: list
+    main_grads: list
+    cached_weights: list
+    rng: AnyPhilox | Sequence[AnyPhilox] | None
+
+
+def prepare(
+    x: Tensor, layers: Layers, recipe: Recipe, out_dtype: torch.dtype | None, x_amaxes: ops.Amaxes | None
+) -> tuple[_Call | None, tuple]:
+    """Return the static part of a call and its tensors: x first, as `run_forward` takes them.
+
+    Returns None and (x, *weights, *biases) where everything stays in high precision.
+    """
+    weights, biases, amaxes, grads, cached, rng = layers
+    weights, n = list(weights), len(weights)
     for i, w in enumerate(weights):
         if isinstance(w, PrimaryWeight) and isinstance(recipe, Recipe):
             weights[i], cached[i] = primary_operands(w, recipe)
@@ -136,7 +161,7 @@ def linear_shared(
     _check(x, weights, biases, recipe, grads, cached)
     places = _places(rng, n, recipe)
     if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
-        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+        return None, (x, *weights, *biases)
     _check_options(out_dtype, amaxes)
     draws = [None] * n if places is None else [place.on(x.device) for place in places]
     # A tensor is passed once, however many weights share it: torch.compile refuses repeated inputs.
@@ -154,7 +179,7 @@ def linear_shared(
         cached=layouts,
     )
     bases = [snapshot(base) for base in bases]
-    return _SharedLinear.apply(call, x, *weights, *biases, *amaxes, *grads, *bases, *buffers)
+    return call, (x, *weights, *biases, *amaxes, *grads, *bases, *(x_amaxes or ops.Amaxes()), *buffers)
 
 
 @dataclass(frozen=True)
@@ -178,64 +203,91 @@ class _Call:
 class _SharedLinear(torch.autograd.Function):
     """x and n weights in, n outputs out.
 
-    `tensors` is n each of weights, biases, amaxes, main_grads, rng bases, then the tensors of cached weights.
+    `tensors` is n each of weights, biases, amaxes, main_grads, rng bases, then two amaxes of x, then the tensors of
+    cached weights.
     """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        n, recipe = call.count, call.recipe
-        weights, biases, amaxes, grads, bases = (tensors[i * n : (i + 1) * n] for i in range(5))
-        needs = [call.save and need for need in ctx.needs_input_grad]
-        need_dx, need_dw = needs[1], needs[2 : 2 + n]
-        fprop, dgrad, wgrad = (gemm or _BF16_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
-        dequantized = recipe.backward == "dequantized"
-        cached = unflatten(call.cached, tensors[5 * n :])
-        x_MK = x.reshape(matrix_shape(x.shape))
-        draws = _draws(call, bases)
-        keep_x = any(need_dw)
-        x_col_spec = wgrad.b if keep_x and not dequantized else None
-        place = _Place(draws[0], draws[0], X, (FPROP_SIGNS, WGRAD_SIGNS), (not dequantized, False))
-        row, col = _both(x_MK, fprop.a, x_col_spec, place)
-        kept_x = (row if dequantized else col) if keep_x else None
-        outputs, kept_w = [], []
-        for i, w in enumerate(weights):
-            needed = fprop.b, dgrad.b if need_dx and not dequantized else None
-            place = _Place(draws[i], draws[0], W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
-            w_row, w_col = _weight(w, needed, cached[i], place, amaxes[call.amax_of[i]])
-            bias = biases[i]
-            y = ops.gemm_nt(row, w_row, out_dtype=call.out_dtype, bias=bias)
-            outputs.append(y.view(*x.shape[:-1], w.shape[0]))
-            kept_w.append((w_row if dequantized else w_col) if need_dx else None)
-        ctx.call, ctx.x_shape, ctx.x_dtype = call, x.shape, x.dtype
-        ctx.w_dtypes = [w.dtype for w in weights]
-        ctx.b_dtypes = [None if b is None else b.dtype for b in biases]
-        ctx.layout = _save(ctx, [kept_x, *kept_w], bases)
-        ctx.main_grads = grads
+        outputs, kept = run_forward(ctx, call, x, tensors)
+        ctx.layout = _save(ctx, kept, tensors[4 * call.count : 5 * call.count])
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        call = ctx.call
-        n = call.count
-        (x_col, *w_cols), bases = _load(ctx.layout, ctx.saved_tensors, n)
-        draws = _draws(call, bases)
-        need_dx = ctx.needs_input_grad[1]
-        need_dw, need_db = ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n : 2 + 2 * n]
-        dx = None
-        dws, dbs = [None] * n, [None] * n
-        for i, dy in enumerate(dys):
-            dy_MN = dy.reshape(matrix_shape(dy.shape))
-            row, col = _gradient_operands(call, dy_MN, need_dx, need_dw[i], draws, i)
-            if need_dx:
-                dx = _add_dx(dx, row, _right(w_cols[i], call.recipe, ctx.x_dtype), last=i == n - 1, dtype=ctx.x_dtype)
-            if need_dw[i]:
-                right = _right(x_col, call.recipe, ctx.x_dtype)
-                dws[i] = _weight_gradient(col, right, (ctx.x_dtype, ctx.w_dtypes[i]), ctx.main_grads[i])
-            if need_db[i]:
-                dbs[i] = dy_MN.sum(0, dtype=torch.float32).to(ctx.b_dtypes[i])
-        dx = dx.view(ctx.x_shape) if dx is not None else None
-        return None, dx, *dws, *dbs, *[None] * (len(ctx.needs_input_grad) - 2 - 2 * n)
+        kept, bases = _load(ctx.layout, ctx.saved_tensors, ctx.call.count)
+        return run_backward(ctx, kept, bases, dys, [ops.Amaxes()] * len(dys))
+
+
+def run_forward(ctx: Any, call: _Call, x: Tensor, tensors: Sequence[Any]) -> tuple[list[Tensor], list]:
+    """Return the outputs and what the backward needs of x and of each weight; note the rest on ctx."""
+    n, recipe = call.count, call.recipe
+    weights, biases, amaxes, grads, bases = (tensors[i * n : (i + 1) * n] for i in range(5))
+    needs = [call.save and need for need in ctx.needs_input_grad]
+    need_dx, need_dw = needs[1], needs[2 : 2 + n]
+    fprop, dgrad, wgrad = (gemm or _BF16_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+    dequantized = recipe.backward == "dequantized"
+    cached = unflatten(call.cached, tensors[5 * n + 2 :])
+    x_MK = x.reshape(matrix_shape(x.shape))
+    draws = _draws(call, bases)
+    keep_x = any(need_dw)
+    x_col_spec = wgrad.b if keep_x and not dequantized else None
+    place = _Place(draws[0], draws[0], X, (FPROP_SIGNS, WGRAD_SIGNS), (not dequantized, False))
+    row, col = _both(x_MK, fprop.a, x_col_spec, place, ops.Amaxes(*tensors[5 * n : 5 * n + 2]))
+    kept_x = (row if dequantized else col) if keep_x else None
+    outputs, kept_w = [], []
+    for i, w in enumerate(weights):
+        needed = fprop.b, dgrad.b if need_dx and not dequantized else None
+        place = _Place(draws[i], draws[0], W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
+        w_row, w_col = _weight(w, needed, cached[i], place, amaxes[call.amax_of[i]])
+        bias = biases[i]
+        y = ops.gemm_nt(row, w_row, out_dtype=call.out_dtype, bias=bias)
+        outputs.append(y.view(*x.shape[:-1], w.shape[0]))
+        kept_w.append((w_row if dequantized else w_col) if need_dx else None)
+    ctx.call, ctx.x_shape, ctx.x_dtype = call, x.shape, x.dtype
+    ctx.w_dtypes = [w.dtype for w in weights]
+    ctx.b_dtypes = [None if b is None else b.dtype for b in biases]
+    ctx.main_grads = grads
+    return outputs, [kept_x, *kept_w]
+
+
+def run_backward(
+    ctx: Any, kept: list, bases: Sequence[Tensor | None], dys: Sequence[Tensor], amaxes: Sequence[ops.Amaxes]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of everything that `run_forward` was given; amaxes: of each dy, as far as known."""
+    call, (x_col, *w_cols) = ctx.call, kept
+    n = call.count
+    draws = _draws(call, bases)
+    need_dx = ctx.needs_input_grad[1]
+    need_dw, need_db = ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n : 2 + 2 * n]
+    dx = None
+    dws, dbs = [None] * n, [None] * n
+    for i, dy in enumerate(dys):
+        dy_MN = dy.reshape(matrix_shape(dy.shape))
+        row_spec, col_spec = gradient_specs(call.recipe, need_dx, need_dw[i])
+        place = _Place(draws[i], draws[0], DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
+        row, col = _both(dy_MN, row_spec, col_spec, place, amaxes[i])
+        if need_dx:
+            dx = _add_dx(dx, row, _right(w_cols[i], call.recipe, ctx.x_dtype), last=i == n - 1, dtype=ctx.x_dtype)
+        if need_dw[i]:
+            right = _right(x_col, call.recipe, ctx.x_dtype)
+            dws[i] = _weight_gradient(col, right, (ctx.x_dtype, ctx.w_dtypes[i]), ctx.main_grads[i])
+        if need_db[i]:
+            dbs[i] = dy_MN.sum(0, dtype=torch.float32).to(ctx.b_dtypes[i])
+    dx = dx.view(ctx.x_shape) if dx is not None else None
+    return None, dx, *dws, *dbs, *[None] * (len(ctx.needs_input_grad) - 2 - 2 * n)
+
+
+def gradient_specs(recipe: Recipe, need_dx: bool, need_dw: bool) -> tuple[Spec | None, Spec | None]:
+    """Return how row(dy) and col(dy) are quantized, for the GEMMs that will run."""
+    dgrad, wgrad = (gemm or _BF16_GEMM for gemm in (recipe.dgrad, recipe.wgrad))
+    return dgrad.a if need_dx else None, wgrad.a if need_dw else None
+
+
+def sign_place(draw: Draw | None) -> Draw | None:
+    """Return where a layer whose first weight draws at `draw` draws the signs of its wgrad."""
+    return _stream(draw, WGRAD_SIGNS)
 
 
 class _Place(NamedTuple):
@@ -252,13 +304,13 @@ class _Place(NamedTuple):
 
 
 def _both(
-    t: Tensor, row_spec: Spec | None, col_spec: Spec | None, place: _Place, amax: Tensor | None = None
+    t: Tensor, row_spec: Spec | None, col_spec: Spec | None, place: _Place, amaxes: ops.Amaxes
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
     """Return t and t.T as GEMM operands, quantized where their spec is not None."""
     rows, cols = t.shape
     own = _stream(place.own, place.stream)
     row_sign, col_sign = (_stream(place.shared, stream) for stream in place.sign_streams)
-    row_amax, col_amax = (amax if takes_amax(spec) else None for spec in (row_spec, col_spec))
+    row_amax, col_amax = (amax if spec else None for amax, spec in zip(amaxes, (row_spec, col_spec), strict=True))
     options = {"draw": own, "transient": place.transient}
     if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
         # Two GEMMs with signs of their own: two quantizations, at the offsets that one call would use.
@@ -280,16 +332,10 @@ def _weight(
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
     """Return w and w.T as GEMM operands: those that were quantized before, and the others quantized now."""
     missing = [spec if operand is None else None for spec, operand in zip(specs, cached, strict=True)]
-    now = _both(w, *missing, place, amax) if missing != [None, None] else (w, w.T)
+    amaxes = ops.Amaxes(*(amax if takes_amax(spec) else None for spec in missing))
+    now = _both(w, *missing, place, amaxes) if missing != [None, None] else (w, w.T)
     row, col = (operand if kept is None else kept for kept, operand in zip(cached, now, strict=True))
     return row, col
-
-
-def _gradient_operands(call: _Call, dy_MN: Tensor, need_dx: bool, need_dw: bool, draws: list, i: int):
-    """Return row(dy) and col(dy), quantized for the GEMMs that will run."""
-    dgrad, wgrad = (gemm or _BF16_GEMM for gemm in (call.recipe.dgrad, call.recipe.wgrad))
-    specs = dgrad.a if need_dx else None, wgrad.a if need_dw else None
-    return _both(dy_MN, *specs, _Place(draws[i], draws[0], DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True)))
 
 
 def _right(operand: ops.Operand | Tensor, recipe: Recipe, dtype: torch.dtype) -> ops.Operand | Tensor:

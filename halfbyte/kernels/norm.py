@@ -245,7 +245,7 @@ def norm_with_amaxes(
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, statistics: tuple[Tensor, Tensor], has_bias: bool
+    dy: Tensor, x: Tensor, weight: Tensor, statistics: tuple[Tensor, Tensor], centered: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]; bias's empty without one."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
@@ -268,7 +268,7 @@ def norm_backward(
         partial,
         rows,
         cols,
-        CENTERED=mean.numel() == rows,
+        CENTERED=centered,
         BIAS=has_bias,
         C=LANES_,
         num_warps=NUM_WARPS,

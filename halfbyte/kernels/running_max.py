@@ -160,7 +160,7 @@ def settle(
         bits_rotated = tl.zeros((C,), tl.int32)
         for c in range(col0, cols, C):
             col = c + tl.arange(0, C)
-            for i in range(0, GROUP):
+            for i in range(GROUP):
                 pointers = y_ptr + (row0 + i).to(tl.int64) * stride + col
                 y = pm.to_fp32(tl.load(pointers, mask=(col < cols) & (row0 + i < rows), other=0.0))
                 bits_plain = tl.maximum(bits_plain, finite_bits(y))

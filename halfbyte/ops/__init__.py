@@ -2,11 +2,17 @@
 
 from halfbyte.ops.backends import BackendStatus, backends
 from halfbyte.ops.dispatch import Operand, amax, dequantize, gemm_nt, quantize, quantize_row_col, transpose
+from halfbyte.ops.fused import Amaxes, Following, NormKind, activation, activation_backward, norm, norm_backward
 from halfbyte.ops.grouped import check_offsets, grouped_dequantize, grouped_gemm_nt, grouped_quantize_row_col
 
 __all__ = [
+    "Amaxes",
     "BackendStatus",
+    "Following",
+    "NormKind",
     "Operand",
+    "activation",
+    "activation_backward",
     "amax",
     "backends",
     "check_offsets",
@@ -15,6 +21,8 @@ __all__ = [
     "grouped_dequantize",
     "grouped_gemm_nt",
     "grouped_quantize_row_col",
+    "norm",
+    "norm_backward",
     "quantize",
     "quantize_row_col",
     "transpose",

@@ -4,12 +4,17 @@ It says what docs/numerics.md says, in whole-tensor operations, and shares nothi
 """
 
 from halfbyte.reference.activation import activation, activation_backward
+from halfbyte.reference.fused import (
+    activation_backward_with_amaxes,
+    activation_with_amaxes,
+    norm_with_amaxes,
+    operand_amaxes,
+)
 from halfbyte.reference.grouped import GroupedOperand, grouped_dequantize, grouped_gemm_nt, grouped_quantize_row_col
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import Decoded, decode, dequantize, gemm_nt, plain
 from halfbyte.reference.norm import Statistics, norm, norm_backward
 from halfbyte.reference.nvfp4 import quantize, quantize_row_col, transpose
-from halfbyte.reference.operand_amax import operand_amaxes
 from halfbyte.reference.scale import finite_amax
 
 __all__ = [
@@ -18,6 +23,8 @@ __all__ = [
     "Statistics",
     "activation",
     "activation_backward",
+    "activation_backward_with_amaxes",
+    "activation_with_amaxes",
     "decode",
     "dequantize",
     "finite_amax",
@@ -27,6 +34,7 @@ __all__ = [
     "grouped_quantize_row_col",
     "norm",
     "norm_backward",
+    "norm_with_amaxes",
     "operand_amaxes",
     "plain",
     "quantize",

@@ -37,44 +37,52 @@ def norm(
     mean = row_sum(x) / count if centered else x.new_empty(0)
     d = x - mean[:, None] if centered else x
     variance = row_sum(d * d) / count
-    rstd = torch.ones_like(variance) / (variance + f32(eps)).sqrt()
+    # In fp64, whose rounding disappears in that to fp32: torch's fp32 square root is not always correctly rounded.
+    rstd = torch.ones_like(variance) / (variance + f32(eps)).double().sqrt().float()
     y = (d * rstd[:, None]) * weight.float()
     if bias is not None:
         y = y + bias.float()
     return y.to(dtype), Statistics(mean, rstd)
 
 
-def norm_backward(dy: Tensor, x: Tensor, weight: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]."""
-    x, dy, mean, rstd = x.float(), dy.float(), statistics.mean, statistics.rstd[:, None]
-    centered = mean.numel() == x.shape[0]
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, statistics: tuple[Tensor, Tensor], centered: bool, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]; bias's is empty without one.
+
+    Args:
+        statistics: mean (LayerNorm) and rstd, as `norm` returned them.
+    """
+    dtype, mean, rstd = x.dtype, statistics[0], statistics[1][:, None]
+    x, dy = x.float(), dy.float()
     normal = (x - mean[:, None] if centered else x) * rstd
     g = dy * weight.float()
     count = torch.full((), float(x.shape[1]), device=x.device)
     along = (row_sum(g * normal) / count)[:, None]
     rest = g - (row_sum(g) / count)[:, None] if centered else g
     dx = (rest - normal * along) * rstd
-    return dx, column_sum(dy * normal), column_sum(dy)
+    return dx.to(dtype), column_sum(dy * normal), column_sum(dy) if has_bias else dy.new_empty(0)
 
 
 def row_sum(values: Tensor) -> Tensor:
     """Return the sum of each row, fp32 [rows], in the order of halfbyte/arithmetic.py."""
     rows, cols = values.shape
-    lanes = pad(values, (0, round_up(cols, LANES) - cols)).view(rows, -1, LANES)
+    lanes = pad(values, (0, round_up(cols, LANES) - cols)).view(rows, round_up(cols, LANES) // LANES, LANES)
     return _meet(_in_order(lanes, 1), 1).view(rows)
 
 
 def column_sum(values: Tensor) -> Tensor:
     """Return the sum of each column, fp32 [cols], in the order of halfbyte/arithmetic.py."""
     rows, cols = values.shape
-    groups = _in_order(pad(values, (0, 0, 0, round_up(rows, ROW_GROUP) - rows)).view(-1, ROW_GROUP, cols), 1)
-    missing = round_up(groups.shape[0], GROUP_LANES) - groups.shape[0]
-    lanes = pad(groups, (0, 0, 0, missing)).view(-1, GROUP_LANES, cols)
+    padded = round_up(rows, ROW_GROUP)
+    groups = _in_order(pad(values, (0, 0, 0, padded - rows)).view(padded // ROW_GROUP, ROW_GROUP, cols), 1)
+    count = round_up(groups.shape[0], GROUP_LANES)
+    lanes = pad(groups, (0, 0, 0, count - groups.shape[0])).view(count // GROUP_LANES, GROUP_LANES, cols)
     return _meet(_in_order(lanes, 0), 0).view(cols)
 
 
 def _in_order(terms: Tensor, dim: int) -> Tensor:
-    total = torch.zeros_like(terms.sum(dim)) if terms.shape[dim] == 0 else torch.zeros_like(terms.select(dim, 0))
+    total = terms.new_zeros([size for d, size in enumerate(terms.shape) if d != dim])
     for term in terms.unbind(dim):
         total = total + term
     return total

@@ -1,0 +1,125 @@
+"""Norms and activations on plain matrices, with the amaxes that quantizing their output needs (docs/fused.md)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.ops import fused_library as _library  # noqa: F401  defines torch.ops.halfbyte.norm, …
+from halfbyte.rng import Draw
+from halfbyte.spec import NVFP4, Spec
+
+
+class NormKind(NamedTuple):
+    """eps added to the variance; centered: LayerNorm, whose mean is subtracted, rather than RMSNorm."""
+
+    eps: float
+    centered: bool
+
+
+class Following(NamedTuple):
+    """How a tensor will be quantized next: the specs of both orientations, and where fresh signs are drawn."""
+
+    row: Spec | None = None
+    col: Spec | None = None
+    sign_draw: Draw | None = None
+
+    @property
+    def arguments(self) -> tuple:
+        """What the ops take: row, col_key, sign_rng, sign_stream.
+
+        Left to the quantize kernels, "" here: the amax of a row operand that is rotated, of a column operand with one
+        amax per row of it, and of tiles that both orientations share.
+        """
+        row = col = ""
+        if isinstance(self.row, NVFP4) and self.row.rotation is None:
+            row = self.row.outer
+        shared = self.row == self.col and isinstance(self.row, NVFP4) and self.row.is_tile
+        if isinstance(self.col, NVFP4) and self.col.outer == "tensor" and not shared:
+            col = NVFP4(rotation=self.col.rotation).key
+        fresh = bool(col) and isinstance(self.col, NVFP4) and self.col.needs_sign_rng
+        place = (self.sign_draw.base, self.sign_draw.stream) if fresh and self.sign_draw is not None else (None, 0)
+        return row, col, *place
+
+
+class Amaxes(NamedTuple):
+    """The amaxes of one tensor's two orientations; None is left to the quantize kernels."""
+
+    row: Tensor | None = None
+    col: Tensor | None = None
+
+
+def known_amaxes(row: Tensor, col: Tensor, following: Following) -> Amaxes:
+    """Return what an op computed, None where it computed nothing."""
+    wants_row, wants_col = following.arguments[:2]
+    return Amaxes(row if wants_row else None, col if wants_col else None)
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kind: NormKind,
+    dtype: torch.dtype,
+    following: Following = Following(),  # noqa: B008  a frozen value
+    backend: str | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor], Amaxes]:
+    """Return ((x - mean) * rstd) * weight + bias, (mean, rstd) for the backward, and the amaxes of the result.
+
+    Args:
+        x: bf16, fp16 or fp32 [rows, cols].
+        weight, bias: [cols]; bias may be None.
+        kind: RMSNorm or LayerNorm.
+        dtype: of the result.
+        following: how the result will be quantized.
+    """
+    y, mean, rstd, *amaxes = torch.ops.halfbyte.norm(x, weight, bias, *kind, dtype, *following.arguments, backend or "")
+    return y, (mean, rstd), known_amaxes(*amaxes, following)
+
+
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    centered: bool,
+    has_bias: bool,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]; bias's is empty without one."""
+    return torch.ops.halfbyte.norm_backward(dy, x, weight, *statistics, centered, has_bias, backend or "")
+
+
+def activation(
+    x: Tensor,
+    up: Tensor | None,
+    function: str,
+    following: Following = Following(),  # noqa: B008
+    backend: str | None = None,
+) -> tuple[Tensor, Amaxes]:
+    """Return h = f(x), or f(x) * up, of x's dtype, and its amaxes.
+
+    Args:
+        x: bf16, fp16 or fp32 [rows, cols], the gate if there is an `up`.
+        up: as x, or None.
+        function: one of halfbyte.arithmetic.FUNCTIONS.
+        following: how h will be quantized.
+    """
+    h, *amaxes = torch.ops.halfbyte.activation(x, up, function, *following.arguments, backend or "")
+    return h, known_amaxes(*amaxes, following)
+
+
+def activation_backward(
+    dh: Tensor,
+    x: Tensor,
+    up: Tensor | None,
+    function: str,
+    following: Following = Following(),  # noqa: B008
+    backend: str | None = None,
+) -> tuple[tuple[Tensor, Tensor | None], tuple[Amaxes, Amaxes]]:
+    """Return the gradients of x and `up`, and the amaxes of each."""
+    dx, dup, *amaxes = torch.ops.halfbyte.activation_backward(dh, x, up, function, *following.arguments, backend or "")
+    both = known_amaxes(*amaxes[:2], following), known_amaxes(*amaxes[2:], following)
+    return (dx, None if up is None else dup), both
