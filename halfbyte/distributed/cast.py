@@ -78,6 +78,7 @@ class Cast:
     ) -> None:
         self._group, self._layout = group, layout
         self._alone = group is None
+        self._expands = not local_scales
         tiles = layout.tiles
         halves = [] if self._alone else _cut_bytes(layout)
         count = tiles + layout.slots
@@ -103,20 +104,16 @@ class Cast:
         self._stripe_caster = make(stripe_pieces, (), tiles, device, backend)[0] if stripe_pieces else None
 
     def run(self) -> None:
-        """Complete amaxes and scales and write the codes of this rank's pieces."""
+        """Complete amaxes and scales and write the codes of this rank's pieces; without local_scales, expand them."""
         self.amaxes.zero_()
         self._caster.amax(self.amaxes)
         self._reduce_amaxes()
         if self._chooses:
             self._choose()
-        self.finisher.scale(self.amaxes, self.scales)
+        self.finisher.scale(self.amaxes, self.scales, expand=self._expands)
         self._caster.cast(self.amaxes, self.scales)
         if self._edge_caster is not None:
             self._edge_caster.cast(self.amaxes, self.scales)
-
-    def expand(self) -> None:
-        """Write block scales and amax of every weight from the compact ones."""
-        self.finisher.expand(self.amaxes, self.scales)
 
     def _reduce_amaxes(self) -> None:
         if self._alone:

@@ -67,7 +67,6 @@ def cast_master_weights_to_nvfp4(
             return
         vars(model_weights[0])["_prepared_cast"] = (key, cast)
     cast.run()
-    cast.expand()
     if not manual_post_all_gather_processing:
         post_all_gather_processing(model_weights)
 

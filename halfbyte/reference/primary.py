@@ -127,12 +127,13 @@ class Finisher:
         self._targets, self._tiles = [target for target in targets if target.tile_count], tiles
         self._all = list(targets)
 
-    def scale(self, amaxes: Tensor, scales: Tensor) -> None:
+    def scale(self, amaxes: Tensor, scales: Tensor, expand: bool = False) -> None:
         """Compute the scale of every tile of weights without candidates.
 
         Args:
             amaxes: fp32 [tiles + slots].
             scales: uint8 [tiles], changed in place.
+            expand: also do what `expand` does.
         """
         for target in self._targets:
             if not isinstance(target.spec.scaling, BlockMax):
@@ -142,6 +143,8 @@ class Finisher:
             factors = tensor_factors(amaxes[self._tiles + target.slot], target.spec)
             codes = block_scale(torch.where(poison, 0.0, amaxes[own]), factors).view(torch.uint8)
             scales[own] = codes.masked_fill(poison, E4M3_NAN)
+        if expand:
+            self.expand(amaxes, scales)
 
     def expand(self, amaxes: Tensor, scales: Tensor) -> None:
         """Give every weight its block scales, one for each row of a tile, and its amax.
