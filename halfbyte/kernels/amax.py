@@ -128,11 +128,12 @@ def row_col_amax(
             both = operand_amax(x, row, None)
             return both, both
         if x.stride(1) == 1:
-            # Both results start at 16 bytes: compiled graphs rely on it.
-            out = torch.zeros(4 + (x.shape[1] if col.outer == "row" else 1), dtype=torch.int32, device=x.device)
-            _launch_cols(x, amax_rule(col), out[4:], out, sign_draw)
-            values = out.view(torch.float32)
-            return values[0], values[4:] if col.outer == "row" else values[4]
+            # Apart, since an op's outputs must not share memory, and zeroed by one launch.
+            row_out = torch.empty((), dtype=torch.int32, device=x.device)
+            col_out = row_out.new_empty((x.shape[1],) if col.outer == "row" else ())
+            torch._foreach_zero_([row_out, col_out])
+            _launch_cols(x, amax_rule(col), col_out, row_out, sign_draw)
+            return row_out.view(torch.float32), col_out.view(torch.float32)
     return (
         operand_amax(x, row, sign_draw) if row is not None else None,
         operand_amax(x.T, col, sign_draw) if col is not None else None,

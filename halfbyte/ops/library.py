@@ -96,6 +96,8 @@ def quantize_row_col(
     row_out = (*row_out[:2], _fresh(row_out[2], row_amax))
     shares = row_spec == col_spec and isinstance(row_spec, NVFP4) and row_spec.is_tile
     col_out = (*col_out[:2], col_out[2].new_empty(0) if shares else _fresh(col_out[2], col_amax))
+    if col_out[2].numel() and col_out[2].data_ptr() == row_out[2].data_ptr():  # both unrotated: one amax
+        col_out = (*col_out[:2], col_out[2].clone())
     return *row_out, *col_out
 
 
