@@ -1,7 +1,19 @@
-"""Functions of tensors with gradients: the GEMM and the linear layer."""
+"""Functions of tensors with gradients: the GEMM, the linear layer, norms and activations."""
 
+from halfbyte.functional.activation import activation
 from halfbyte.functional.gemm import gemm_nt
 from halfbyte.functional.grouped import grouped_gemm_nt, grouped_linear
 from halfbyte.functional.linear import STREAMS_PER_LINEAR, linear, linear_shared
+from halfbyte.functional.norm import layer_norm, rms_norm
 
-__all__ = ["STREAMS_PER_LINEAR", "gemm_nt", "grouped_gemm_nt", "grouped_linear", "linear", "linear_shared"]
+__all__ = [
+    "STREAMS_PER_LINEAR",
+    "activation",
+    "gemm_nt",
+    "grouped_gemm_nt",
+    "grouped_linear",
+    "layer_norm",
+    "linear",
+    "linear_shared",
+    "rms_norm",
+]

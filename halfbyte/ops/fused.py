@@ -19,6 +19,13 @@ class NormKind(NamedTuple):
     centered: bool
 
 
+class Amaxes(NamedTuple):
+    """The amaxes of one tensor's two orientations; None is left to the quantize kernels."""
+
+    row: Tensor | None = None
+    col: Tensor | None = None
+
+
 class Following(NamedTuple):
     """How a tensor will be quantized next: the specs of both orientations, and where fresh signs are drawn."""
 
@@ -43,18 +50,10 @@ class Following(NamedTuple):
         place = (self.sign_draw.base, self.sign_draw.stream) if fresh and self.sign_draw is not None else (None, 0)
         return row, col, *place
 
-
-class Amaxes(NamedTuple):
-    """The amaxes of one tensor's two orientations; None is left to the quantize kernels."""
-
-    row: Tensor | None = None
-    col: Tensor | None = None
-
-
-def known_amaxes(row: Tensor, col: Tensor, following: Following) -> Amaxes:
-    """Return what an op computed, None where it computed nothing."""
-    wants_row, wants_col = following.arguments[:2]
-    return Amaxes(row if wants_row else None, col if wants_col else None)
+    def known(self, row: Tensor, col: Tensor) -> Amaxes:
+        """Return what an op computed, None where it computed nothing."""
+        wants_row, wants_col = self.arguments[:2]
+        return Amaxes(row if wants_row else None, col if wants_col else None)
 
 
 def norm(
@@ -76,7 +75,7 @@ def norm(
         following: how the result will be quantized.
     """
     y, mean, rstd, *amaxes = torch.ops.halfbyte.norm(x, weight, bias, *kind, dtype, *following.arguments, backend or "")
-    return y, (mean, rstd), known_amaxes(*amaxes, following)
+    return y, (mean, rstd), following.known(*amaxes)
 
 
 def norm_backward(
@@ -108,7 +107,7 @@ def activation(
         following: how h will be quantized.
     """
     h, *amaxes = torch.ops.halfbyte.activation(x, up, function, *following.arguments, backend or "")
-    return h, known_amaxes(*amaxes, following)
+    return h, following.known(*amaxes)
 
 
 def activation_backward(
@@ -121,5 +120,5 @@ def activation_backward(
 ) -> tuple[tuple[Tensor, Tensor | None], tuple[Amaxes, Amaxes]]:
     """Return the gradients of x and `up`, and the amaxes of each."""
     dx, dup, *amaxes = torch.ops.halfbyte.activation_backward(dh, x, up, function, *following.arguments, backend or "")
-    both = known_amaxes(*amaxes[:2], following), known_amaxes(*amaxes[2:], following)
+    both = following.known(*amaxes[:2]), following.known(*amaxes[2:])
     return (dx, None if up is None else dup), both
