@@ -178,10 +178,10 @@ class Finisher:
         self._constants = torch.tensor(constants, dtype=torch.float32).to(device)
         self._scale_programs = _owners(scale_counts).to(device)
         self._turn_programs = _owners(turns).to(device)
-        self._turns_swizzled = any(target.swizzled and target.turned is not None for target in targets)
-        swizzled = [i for i, target in enumerate(targets) if target.swizzled and target.turned is not None]
-        if swizzled:
-            assert len(swizzled) == len(targets), "weights of one list have one scale layout"
+        turned = [target for target in targets if target.turned is not None]
+        self._wide = all(_is_wide(target) for target in turned)
+        self._turns_swizzled = any(target.swizzled for target in turned)
+        assert not self._turns_swizzled or all(t.swizzled for t in targets), "weights of one list have one scale layout"
 
     def scale(self, amaxes: Tensor, scales: Tensor, expand: bool = False) -> None:
         """See the reference."""
@@ -216,11 +216,21 @@ class Finisher:
         if self._table is None or not self._turn_programs.numel():
             return
         pk.transpose_kernel[(self._turn_programs.numel(),)](
-            self._table, self._turn_programs, TILE_ROWS=TILE_ROWS, TILE_WORDS=TILE_WORDS, num_warps=TRANSPOSE_WARPS
+            self._table,
+            self._turn_programs,
+            WIDE=self._wide,
+            TILE_ROWS=TILE_ROWS,
+            TILE_WORDS=TILE_WORDS,
+            num_warps=TRANSPOSE_WARPS,
         )
         if self._turns_swizzled:
             grid = (self._scale_programs.numel(),)
             pk.turn_swizzled_kernel[grid](self._table, self._scale_programs, N=SCALE_TILES, num_warps=NUM_WARPS)
+
+
+def _is_wide(target: Target) -> bool:
+    pointers = target.blocks.qdata.data_ptr(), target.turned.qdata.data_ptr()
+    return not any(n % 2 for n in target.tiles) and not any(pointer % 16 for pointer in pointers)
 
 
 def _turn_programs(target: Target) -> int:
@@ -236,3 +246,27 @@ def _weight_row(target: Target, scale_program: int, turn_program: int) -> tuple[
     chosen = not isinstance(target.spec.scaling, BlockMax)
     sizes = (target.rows, target.cols, *target.tiles, target.first_tile, target.slot)
     return (*pointers, *sizes, target.swizzled, chosen, scale_program, turn_program)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Return the kinds of pieces that training meets: fp32 masters of bf16 weights, aligned and not."""
+    pointers = {"table": "*i64:16", "constants_ptr": "*fp32:16", "programs": "*i32:16"}
+    buffers = {"amax_ptr": "*fp32:16", "scale_ptr": "*u8:16", "tiles": "i32"}
+    piece = {"DTYPE": tl.float32, "ROUND": pk.TO_BF16, "N": BLOCKS}
+    rule = sc.rule_of(NVFP4(block=(16, 16), scaling=FourOverSix(), e4m3_max=256.0), hardware=False)
+    exact = {"num_warps": NUM_WARPS, "fp_fusion": False}
+    cases = []
+    for aligned in (True, False):
+        own = {**piece, "ALIGNED": aligned}
+        amax = {k: v for k, v in {**pointers, **buffers, **own}.items() if k not in ("constants_ptr", "scale_ptr")}
+        cases.append(CompileCase(pk.amax_kernel, amax, **exact))
+        cases.append(CompileCase(pk.cast_kernel, {**pointers, **buffers, **own}, **exact))
+    chooses = {**pointers, **buffers, **piece, "ALIGNED": True, "RULE": rule}
+    cases.append(CompileCase(pk.choose_kernel, chooses, **exact))
+    scales = {**pointers, **buffers, "COMPUTE": True, "EXPAND": True, "N": SCALE_TILES}
+    cases.append(CompileCase(pk.scale_kernel, scales, **exact))
+    tables = {"table": "*i64:16", "programs": "*i32:16"}
+    turn = {**tables, "WIDE": True, "TILE_ROWS": TILE_ROWS, "TILE_WORDS": TILE_WORDS}
+    cases.append(CompileCase(pk.transpose_kernel, turn, num_warps=TRANSPOSE_WARPS))
+    cases.append(CompileCase(pk.turn_swizzled_kernel, {**tables, "N": SCALE_TILES}, num_warps=NUM_WARPS))
+    return cases

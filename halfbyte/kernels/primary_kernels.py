@@ -106,7 +106,7 @@ def finite_max(xs):
     return m
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tiles",))
 def amax_kernel(
     table, programs, amax_ptr, tiles, DTYPE: tl.constexpr, ROUND: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr
 ):
@@ -138,7 +138,7 @@ def load_constants(p_constants):
     return tl.load(p_constants), tl.load(p_constants + 1), tl.load(p_constants + 2), tl.load(p_constants + 3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tiles",))
 def choose_kernel(
     table, constants_ptr, programs, amax_ptr, scale_ptr, tiles,
     DTYPE: tl.constexpr, ROUND: tl.constexpr, ALIGNED: tl.constexpr, RULE: tl.constexpr, N: tl.constexpr,
@@ -164,7 +164,7 @@ def choose_kernel(
     tl.store(p_scale, code.to(tl.uint8), mask=block < tile_cols)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tiles",))
 def cast_kernel(
     table, constants_ptr, programs, amax_ptr, scale_ptr, tiles,
     DTYPE: tl.constexpr, ROUND: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr,
@@ -201,7 +201,7 @@ def cast_kernel(
         tl.store(pointers, ((old & (0xFF - own)) | (new & own)).to(tl.uint8), mask=own != 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tiles",))
 def scale_kernel(
     table, constants_ptr, programs, amax_ptr, scale_ptr, tiles,
     COMPUTE: tl.constexpr, EXPAND: tl.constexpr, N: tl.constexpr,
@@ -243,18 +243,24 @@ def scale_kernel(
 
 
 @triton.jit
-def transpose_kernel(table, programs, TILE_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr):
-    """The other orientation of every weight, as in a tensor alone; scales as if they were LINEAR."""
+def transpose_kernel(table, programs, WIDE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr):
+    """The other orientation of every weight, as in a tensor alone; scales as if they were LINEAR.
+
+    WIDE: rows of codes start at multiples of 16 bytes in both orientations.
+    """
     weight = table + tl.load(programs + tl.program_id(0)).to(tl.int64) * WEIGHT_FIELDS
     tile_rows, tile_cols = tl.load(weight + W_TILE_ROWS), tl.load(weight + W_TILE_COLS)
+    if WIDE:
+        tile_rows, tile_cols = tl.multiple_of(tile_rows, 2), tl.multiple_of(tile_cols, 2)
+    ALIGNMENT: tl.constexpr = 16 if WIDE else 8
     local = tl.program_id(0) - tl.load(weight + W_TURN_PROGRAM)
     tiles = tl.cdiv(tile_cols * 2, TILE_WORDS)
     transpose_tile(
         (local // tiles).to(tl.int32),
         (local % tiles).to(tl.int32),
-        tl.multiple_of(tl.load(weight + W_CODES).to(tl.pointer_type(tl.int32)), 8),
+        tl.multiple_of(tl.load(weight + W_CODES).to(tl.pointer_type(tl.int32)), ALIGNMENT),
         tl.load(weight + W_SCALE).to(tl.pointer_type(tl.uint8)),
-        tl.multiple_of(tl.load(weight + W_TURNED).to(tl.pointer_type(tl.int32)), 8),
+        tl.multiple_of(tl.load(weight + W_TURNED).to(tl.pointer_type(tl.int32)), ALIGNMENT),
         tl.load(weight + W_TURNED_SCALE).to(tl.pointer_type(tl.uint8)),
         tl.load(weight + W_ROWS).to(tl.int32),
         tl.load(weight + W_COLS).to(tl.int32),
