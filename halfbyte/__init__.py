@@ -7,7 +7,7 @@ from halfbyte import layout, nn, recipes
 from halfbyte.convert import Keep, Report, high_precision, quantize_, set_recipe_
 from halfbyte.functional import gemm_nt, grouped_gemm_nt, grouped_linear, linear, linear_shared
 from halfbyte.nn import cache_weights
-from halfbyte.ops import backends
+from halfbyte.ops import backends, selective_checkpoint_ops
 from halfbyte.rng import Philox
 from halfbyte.schedule import Schedule
 from halfbyte.spec import MXFP8, NVFP4, BlockMax, Eden, FourOverSix, GemmSpec, Hadamard, Recipe
@@ -46,5 +46,6 @@ __all__ = [
     "quantize_",
     "quantize_row_col",
     "recipes",
+    "selective_checkpoint_ops",
     "set_recipe_",
 ]

@@ -1,6 +1,7 @@
 """Operations over plain tensors and the choice of the backend that runs them."""
 
 from halfbyte.ops.backends import BackendStatus, backends
+from halfbyte.ops.checkpointing import selective_checkpoint_ops
 from halfbyte.ops.dispatch import Operand, amax, dequantize, gemm_nt, quantize, quantize_row_col, transpose
 from halfbyte.ops.fused import Amaxes, Following, NormKind, activation, activation_backward, norm, norm_backward
 from halfbyte.ops.grouped import check_offsets, grouped_dequantize, grouped_gemm_nt, grouped_quantize_row_col
@@ -25,5 +26,6 @@ __all__ = [
     "norm_backward",
     "quantize",
     "quantize_row_col",
+    "selective_checkpoint_ops",
     "transpose",
 ]

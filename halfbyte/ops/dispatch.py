@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout, matrix_shape
 from halfbyte.ops import library as _library  # noqa: F401  defines torch.ops.halfbyte
+from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Eden, Spec
 
@@ -82,6 +83,7 @@ def quantize_row_col(
             f"rng.first_block={draw.first_block}: a shard starts elsewhere in x.T; quantize x and x.T apart"
         )
     check_scale_layout(scale_layout)
+    transient = (False, False) if outputs_are_kept() else transient
     out = torch.ops.halfbyte.quantize_row_col(
         x,
         row_spec.key if row_spec else "",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout
 from halfbyte.ops import grouped_library as _library  # noqa: F401  defines torch.ops.halfbyte.grouped_*
+from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.ops.dispatch import QUANTIZABLE, Operand, check_specs, operand_arguments
 from halfbyte.rng import Draw
 from halfbyte.spec import Spec
@@ -66,6 +67,7 @@ def grouped_quantize_row_col(
         if place is not None and (place.first_block or place.blocks_per_row is not None):
             raise ValueError(f"rng.first_block={place.first_block}: a grouped operand is whole; quantize shards apart")
     check_scale_layout(scale_layout)
+    transient = (False, False) if outputs_are_kept() else transient
     keys = (row_spec.key if row_spec else "", col_spec.key if col_spec else "")
     own, signs = ((None, 0) if place is None else (place.base, place.stream) for place in (draw, sign_draw))
     out = torch.ops.halfbyte.grouped_quantize_row_col(

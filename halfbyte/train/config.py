@@ -100,6 +100,12 @@ class RunConfig:
     """Steps between two checkpoints."""
     keep: int = 2
     """Checkpoints kept."""
+    cache_weights: bool = False
+    """Quantize weights once per optimizer step: pays with accumulate > 1, costs 1.125 bytes a weight."""
+    graph: bool = False
+    """On a GPU, replay the optimizer step as a CUDA graph: pays for small models."""
+    recompute: Literal["nothing", "selective", "full"] = "nothing"
+    """Activation checkpointing of every block: `selective` keeps what quantization and GEMMs returned."""
     tensorboard: bool = False
     """Write TensorBoard files too (extra `train`)."""
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.nn.linear import describe
-from halfbyte.train import checkpoint, files, measure, optim, progress, treatment
+from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.train import checkpoint, files, graphs, measure, optim, progress, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig, differences
 from halfbyte.train.data import Batches, Data
@@ -74,13 +75,20 @@ class Trainer:
         chosen = treatment.get(recipe)
         self.report = hb.quantize_(self.model, chosen.recipe, keep=chosen.keep, state=self.run_state)
         self.optimizer = optim.adamw(self.model, config.optim)
+        self.model.recompute = config.run.recompute
         self.forward = torch.compile(self.model) if config.compile else self.model
+        self.compute = graphs.GraphedStep(self._compute, self.device) if config.run.graph else self._compute
         layout = {"sequence": config.data.sequence, "batch": config.data.batch, "device": self.device}
         self.batches = Batches(data.train, seed=config.seed, **layout)
         self.held_out = Batches(data.held_out, seed=HELD_OUT_SEED, **layout)
         self.step, self.position, self.seconds = 0, 0, 0.0
         self.checkpoints = checkpoint.Checkpoints(self.folder / CHECKPOINTS, config.run.keep)
         self._resume()
+        self.weight_cache = (
+            hb.cache_weights(self.model, self.optimizer, dtype=self.dtype)
+            if config.run.cache_weights and any(isinstance(m, FollowsRecipe) for m in self.model.modules())
+            else None
+        )
 
     def train(self) -> dict:
         """Run the remaining steps and return the result, which `result.json` holds too."""
@@ -135,24 +143,33 @@ class Trainer:
         recipe = self.run_state.begin_step(self.model)
         if recipe is not None:
             log.write("recipe", self.step + 1, {"recipe": describe(recipe)})
+            if isinstance(self.compute, graphs.GraphedStep):
+                self.compute.reset()
 
     def _one_step(self) -> tuple[float, Tensor, Tensor]:
         """Advance by one optimizer step; return learning rate, loss and gradient norm, the last two unread."""
-        config = self.config
-        lr = optim.learning_rate(config.optim, self.step)
+        count = self.config.data.accumulate
+        lr = optim.learning_rate(self.config.optim, self.step)
         optim.set_learning_rate_(self.optimizer, lr)
-        total = torch.zeros((), device=self.device)
-        for _ in range(config.data.accumulate):
-            loss, balance = self._losses(*self.batches[self.position])
-            ((loss + balance) / config.data.accumulate).backward()
-            total += loss.detach() / config.data.accumulate
-            self.position += 1
-            self.run_state.advance()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        batches = [self.batches[self.position + i] for i in range(count)]
+        total, norm = self.compute(*(tokens for batch in batches for tokens in batch))
+        self.position += count
         self.step += 1
         return lr, total, norm
+
+    def _compute(self, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Train on inputs and targets of every micro-batch in turn; return loss and gradient norm."""
+        count = self.config.data.accumulate
+        total = torch.zeros((), device=self.device)
+        for i in range(count):
+            loss, balance = self._losses(tokens[2 * i], tokens[2 * i + 1])
+            ((loss + balance) / count).backward()
+            total += loss.detach() / count
+            self.run_state.advance()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total, norm
 
     def _loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         return self._losses(inputs_BT, targets_BT)[0]
@@ -187,6 +204,7 @@ class Trainer:
         try:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
+            optim.place_learning_rate_(self.optimizer)
             self.run_state.load_state_dict(saved["run_state"])
             self.step, self.position = int(saved["step"]), int(saved["position"])
             self.seconds = float(saved["seconds"])

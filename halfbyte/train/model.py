@@ -10,11 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from halfbyte import selective_checkpoint_ops
 from halfbyte.nn import forward_shared
 from halfbyte.train.moe import MoE, MoEConfig
 
@@ -22,6 +26,13 @@ WIDTH_MULTIPLE = 32
 """Widths are multiples of this: whole MXFP8 blocks, whole pairs of NVFP4 blocks."""
 
 HEAD_STD = 0.02
+
+Recompute = Literal["nothing", "selective", "full"]
+ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +183,7 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = Rotary(config)
+        self.recompute: Recompute = "nothing"
 
     def forward(self, tokens_BT: Tensor, balance: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits [B, T, V] for int64 tokens [B, T].
@@ -182,12 +194,23 @@ class Decoder(nn.Module):
         x_BTC = self.embed_tokens(tokens_BT)
         losses = []
         for block in self.layers:
-            x_BTC, loss = block(x_BTC, cos_TD, sin_TD)
+            x_BTC, loss = _run(block, self.recompute, x_BTC, cos_TD, sin_TD)
             losses += [] if loss is None else [loss]
         logits_BTV = self.lm_head(self.norm(x_BTC))
         if not balance:
             return logits_BTV
         return logits_BTV, torch.stack(losses).mean() if losses else torch.zeros((), device=logits_BTV.device)
+
+
+def _run(block: nn.Module, recompute: Recompute, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Run a block, keeping for the backward pass what `recompute` leaves."""
+    if recompute == "nothing" or not torch.is_grad_enabled():
+        return block(*inputs)
+    options = {}
+    if recompute == "selective":
+        kept = [*selective_checkpoint_ops(), *ATTENTION]
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def initialise_(model: Decoder, seed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfbyte.train.config import OptimConfig
 
@@ -35,10 +35,28 @@ def adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     is_fused = {p.device.type for p in model.parameters()} <= {"cpu", "cuda"}
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=is_fused)
+    on_gpu = any(p.is_cuda for p in model.parameters())
+    options = {"betas": betas, "eps": config.eps, "fused": is_fused, "capturable": on_gpu}
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, **options)
+    place_learning_rate_(optimizer)
+    return optimizer
 
 
 def set_learning_rate_(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give every parameter group the learning rate `lr`."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def place_learning_rate_(optimizer: torch.optim.Optimizer) -> None:
+    """Hold the learning rates of parameters on a GPU in tensors there, so that CUDA graphs see them change.
+
+    Needed again after `optimizer.load_state_dict`.
+    """
+    for group in optimizer.param_groups:
+        devices = {p.device for p in group["params"] if p.is_cuda}
+        if devices:
+            group["lr"] = torch.full((), float(group["lr"]), dtype=torch.float32, device=devices.pop())

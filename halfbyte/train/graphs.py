@@ -1,0 +1,68 @@
+"""A training step as a CUDA graph: captured once, then replayed without a launch from Python.
+
+Everything that changes between steps lies in device tensors at fixed addresses: tokens, learning rate, the RunState's
+position (so every replay draws other random bits, those that an eager step would draw there), optimizer state and
+cached weights. The first steps run eagerly: they compile kernels and allocate state, and they count as steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+WARM_UP = 3
+"""Eager steps before the capture; torch's own advice for autograd under graphs."""
+
+
+class GraphedStep:
+    """Replays `compute` on new inputs; on a CPU it just runs it.
+
+    Args:
+        compute: from tensors to tensors; it reads nothing on the host, and its side effects are in place.
+        device: where.
+    """
+
+    def __init__(self, compute: Callable[..., tuple[Tensor, ...]], device: torch.device) -> None:
+        self._compute, self._device = compute, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the graph: what it recorded, such as a recipe, has changed."""
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[Tensor] = []
+        self._outputs: tuple[Tensor, ...] = ()
+        self._eager_steps = 0
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return what `compute` returns, in tensors that the next call leaves alone."""
+        if self._stream is None:
+            return self._compute(*inputs)
+        if self._eager_steps < WARM_UP:
+            self._eager_steps += 1
+            return self._aside(inputs)
+        if self._graph is None:
+            self._capture(inputs)
+        for own, new in zip(self._inputs, inputs, strict=True):
+            own.copy_(new)
+        assert self._graph is not None, "captured above"
+        self._graph.replay()
+        return tuple(output.clone() for output in self._outputs)
+
+    def _aside(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Run eagerly on the stream of the capture, as allocations of autograd have to be made there."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            outputs = self._compute(*inputs)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        for tensor in (*inputs, *outputs):
+            tensor.record_stream(self._stream)
+        return outputs
+
+    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
+        self._inputs = [tensor.clone() for tensor in inputs]
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=self._stream):
+            self._outputs = self._compute(*self._inputs)
