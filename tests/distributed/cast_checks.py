@@ -21,7 +21,8 @@ CLIPPING = hb.NVFP4(block=(16, 16), scaling=hb.FourOverSix(error="mse", candidat
 def dirty_weight(shape: tuple[int, int], spec: hb.NVFP4, seed: int, **options) -> PrimaryWeight:
     """Return a weight whose codes are random bits, zeros in the padding."""
     weight = PrimaryWeight.empty(shape, spec, **options)
-    codes = torch.randint(1, 16, (shape[0], 2 * weight.qdata.shape[1]), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    codes = torch.randint(1, 16, (shape[0], 2 * weight.qdata.shape[1]), generator=generator, device="cpu")
     codes[:, shape[1] :] = 0
     weight.qdata.copy_(hb.layout.pack(codes.to(torch.uint8)))
     return weight

@@ -1,0 +1,272 @@
+"""ZeroOptimizer on several GPUs, weights gathered as NVFP4 beside weights gathered in bf16.
+
+    torchrun --nproc-per-node=2 -m bench.zero --models 1b 3b --bitwise 125m --out bench/results
+
+For each model and both ways: bytes that a step gathers and reduces, the time of a gather alone, of a step, peak memory,
+and how much of the gathers' time a trace shows beside other kernels. --bitwise trains a model for --steps steps both
+ways and compares every loss and norm. Without GPUs it runs on gloo with small models: that shows that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import halfbyte as hb
+from bench import machine, results
+from halfbyte.distributed import ZeroConfig, ZeroOptimizer
+from halfbyte.train import model as models
+
+VOCABULARY = 32_000
+WARM_UP, TIMED = 3, 6
+WAYS = ("nvfp4", "plain")
+
+
+class Trainer:
+    """A decoder in bf16 whose layers follow the recipe nvfp4, and its optimizer.
+
+    Args:
+        name: of a model preset; its vocabulary is cut to 32,000.
+        weights: "nvfp4" or "plain".
+        tokens: sequences and their length on every rank.
+    """
+
+    def __init__(self, name: str, weights: str, tokens: tuple[int, int], device: torch.device, lr: float = 3e-4) -> None:
+        config = models.get(name)
+        config = replace(config, vocab_size=min(config.vocab_size, VOCABULARY))
+        torch.manual_seed(0)
+        with device:
+            self.model = models.Decoder(config).bfloat16()
+            for parameter in self.model.parameters():
+                if parameter.dim() > 1:
+                    torch.nn.init.normal_(parameter, std=0.02)
+        self.state = hb.RunState(dist.get_rank()).to(device)
+        keep = hb.Keep(names=("lm_head",), last_fraction=0)
+        hb.quantize_(self.model, "nvfp4", state=self.state, keep=keep)
+        adamw = partial(torch.optim.AdamW, lr=lr, fused=True)
+        zero = ZeroConfig(weights=weights, grad_dtype=torch.bfloat16, max_norm=1.0)
+        self.zero = ZeroOptimizer(self.model, adamw, config=zero)
+        self.tokens, self.device, self.vocabulary = tokens, device, config.vocab_size
+        self.count = 0
+
+    def step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Train one step on tokens that follow a rule that can be learned; return loss and norm."""
+        loss = self.loss()
+        loss.backward()
+        self.state.advance()
+        self.count += 1
+        return loss.detach(), self.zero.step()
+
+
+    def loss(self) -> torch.Tensor:
+        """Run the forward."""
+        generator = torch.Generator().manual_seed(1000 * self.count + dist.get_rank())
+        first = torch.randint(self.vocabulary, (self.tokens[0], 1), generator=generator)
+        x = (first * (1 + torch.arange(self.tokens[1] + 1)) % 997 % self.vocabulary).to(self.device, non_blocking=True)
+        return F.cross_entropy(self.model(x[:, :-1]).float().flatten(0, 1), x[:, 1:].flatten())
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def bitwise(name: str, steps: int, tokens: tuple[int, int], device: torch.device) -> dict[str, Any]:
+    """Train both ways and compare every loss and norm, bit for bit, on every rank."""
+    curves = {}
+    for way in WAYS:
+        trainer = Trainer(name, way, tokens, device)
+        values = torch.stack([torch.stack(trainer.step()).float() for _ in range(steps)])
+        curves[way] = values.cpu()
+        del trainer
+        release()
+    equal = torch.tensor(int(torch.equal(*(curves[way].view(torch.int32) for way in WAYS))), device=device)
+    dist.all_reduce(equal, dist.ReduceOp.MIN)
+    losses = curves["nvfp4"][:, 0]
+    differing = (curves["nvfp4"] != curves["plain"]).any(1).nonzero().flatten()
+    return {
+        "case": "zero/bitwise",
+        "model": name,
+        "steps": steps,
+        "equal": bool(equal),
+        "first_difference": int(differing[0]) if len(differing) else None,
+        "first_loss": losses[0].item(),
+        "last_loss": losses[-1].item(),
+    }
+
+
+def measure(name: str, way: str, tokens: tuple[int, int], device: torch.device) -> dict[str, Any]:
+    """Return traffic, times, memory and hidden share of one model and way."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    trainer = Trainer(name, way, tokens, device)
+    zero = trainer.zero
+    for _ in range(WARM_UP):
+        trainer.step()
+    before = dict(zero.traffic)
+    synchronize(device)
+    dist.barrier()
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(TIMED):  # unbroken, as in training: the gathers of a step end beside the next forward
+        trainer.step()
+    synchronize(device)
+    seconds = (time.perf_counter() - start) / TIMED
+    traffic = {key: (zero.traffic[key] - before[key]) / TIMED for key in before}
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    tiled = [bucket for bucket in zero.buckets if bucket.plan.tiled]
+    elements = sum(place.item.rows * place.item.cols for bucket in tiled for place in bucket.plan.places)
+    tiled_bytes = sum(bucket.values.numel() * bucket.values.element_size() for bucket in tiled)
+    if way == "nvfp4":
+        tiled_bytes += sum(bucket.plan.scale_room * bucket.plan.world for bucket in tiled)
+    outcome = {
+        "case": "zero/step",
+        "model": name,
+        "weights": way,
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "tiled_parameters": elements,
+        "gathered_bytes": traffic["gathered"],
+        "gathered_bytes_per_tiled_parameter": tiled_bytes / max(1, elements),
+        "reduced_bytes": traffic["reduced"],
+        "gather_ms": 1e3 * gather_seconds(zero, device),
+        "step_ms": 1e3 * seconds,
+        "peak_GiB": peak / 2**30,
+    }
+    hidden = hidden_share(trainer, device)
+    del trainer, zero, tiled
+    release()
+    return outcome | hidden
+
+
+def gather_seconds(zero: ZeroOptimizer, device: torch.device) -> float:
+    """Return the time of one gather of all buckets with nothing beside it, what follows from it included."""
+    out = []
+    for _ in range(4):
+        zero.synchronize()
+        synchronize(device)
+        dist.barrier()
+        synchronize(device)
+        start = time.perf_counter()
+        for bucket in zero.buckets:
+            bucket.start_gathering()
+        zero.synchronize()
+        synchronize(device)
+        out.append(time.perf_counter() - start)
+    return min(out[1:])
+
+
+def hidden_share(trainer: Trainer, device: torch.device) -> dict[str, float]:
+    """Return from a trace of two steps and a forward how much of the gathers' time other kernels ran beside them."""
+    if device.type != "cuda":
+        return {}
+    trainer.zero.synchronize()
+    synchronize(device)
+    dist.barrier()
+    synchronize(device)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        trainer.step()
+        trainer.step()
+        with torch.no_grad():
+            trainer.loss()
+        synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    spans = [(event["name"], event["ts"], event["ts"] + event["dur"]) for event in kernels]
+    gathers = sorted((s, e) for name, s, e in spans if "nccl" in name.lower() and "allgather" in name.lower())
+    others = _union([(s, e) for name, s, e in spans if "nccl" not in name.lower()])
+    total = sum(e - s for s, e in gathers)
+    if not total:
+        return {}
+    return {
+        "gather_kernels_ms": total / 2e3,
+        "hidden_share": sum(_overlap(gather, others) for gather in gathers) / total,
+        "reduce_kernels_ms": sum(e - s for name, s, e in spans if "reducescatter" in name.lower()) / 2e3,
+    }
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _overlap(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
+    return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in others)
+
+
+def main(arguments: list[str]) -> int:
+    """Run on every rank; rank 0 prints and writes."""
+    parser = argparse.ArgumentParser(prog="bench.zero", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=[], metavar="PRESET")
+    parser.add_argument("--tokens", nargs=2, type=int, default=[2, 2048], metavar=("SEQUENCES", "LENGTH"))
+    parser.add_argument("--bitwise", metavar="PRESET")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--bitwise-tokens", nargs=2, type=int, default=[2, 256])
+    parser.add_argument("--out", type=Path, default=results.FOLDER)
+    parser.add_argument("--commit", help="what to record where the sources lie outside a git checkout")
+    options = parser.parse_args(arguments)
+    device = _start()
+    leads = dist.get_rank() == 0
+    lines: list[dict[str, Any]] = []
+
+    def record(run: Callable[[], dict[str, Any]]) -> None:
+        start = time.perf_counter()
+        values = {"world": dist.get_world_size(), **run(), "took_s": round(time.perf_counter() - start, 1)}
+        lines.append(values)
+        if leads:
+            print(json.dumps(values), flush=True)
+
+    for name in options.models:
+        for way in WAYS:
+            record(lambda name=name, way=way: measure(name, way, tuple(options.tokens), device))
+    if options.bitwise:
+        record(lambda: bitwise(options.bitwise, options.steps, tuple(options.bitwise_tokens), device))
+    if leads:
+        facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
+        path = results.path_for(facts, options.out)
+        results.write(path.with_stem(f"zero-{path.stem}"), facts | {"world": dist.get_world_size()}, lines)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if all(line.get("equal", True) for line in lines) else 1
+
+
+def _start() -> torch.device:
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
