@@ -7,6 +7,7 @@ Its bits are those of `linear_shared` followed by `activation`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,6 @@ from halfbyte.functional.linear import (
     run_backward,
     run_forward,
     sign_place,
-    snapshot,
 )
 from halfbyte.layout import matrix_shape
 from halfbyte.rng import Draw
@@ -70,6 +70,13 @@ def activation(name: str, x: Tensor, up: Tensor | None = None) -> Tensor:
     return _activate(x, up, found.function, ops.Following())[0]
 
 
+def activate(name: str, inputs: Sequence[Tensor], following: ops.Following) -> tuple[Tensor, ops.Amaxes]:
+    """Return `activation` of its one or two inputs, and the amaxes with which it will be quantized."""
+    found = find_activation(name)
+    assert len(inputs) == 1 + found.gated, "one input, or gate and up"
+    return _activate(inputs[0], inputs[1] if found.gated else None, found.function, following)
+
+
 def linear_activation(
     x: Tensor,
     layers: Layers,
@@ -100,7 +107,8 @@ def linear_activation(
         outputs = [F.linear(tensors[0], w, b) for w, b in zip(tensors[1 : n + 1], tensors[n + 1 :], strict=True)]
         return _activate(outputs[0], outputs[1] if n > 1 else None, found.function, following)
     then = _Then(found.function, following.row, following.col, _static(following.sign_draw))
-    base = None if following.sign_draw is None else snapshot(following.sign_draw.base)
+    # A copy: torch.compile refuses a tensor that enters twice, and it may be the layers' own base.
+    base = None if following.sign_draw is None else following.sign_draw.base.clone()
     h, *amaxes = _ActivatedLinear.apply((call, then), *tensors, base)
     return h, following.known(*amaxes)
 

@@ -1,7 +1,21 @@
-"""Modules: torch.nn's layers with a recipe."""
+"""Modules: torch.nn's layers with a recipe, and the norms and activations around them."""
 
 from halfbyte.nn.cache import WeightCache, cache_weights
+from halfbyte.nn.fused import MLP, LayerNormLinear, LayerNormMLP
 from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
 from halfbyte.nn.linear import Linear, forward_shared
+from halfbyte.nn.norm import LayerNorm, RMSNorm
 
-__all__ = ["GroupedLinear", "GroupedRecipe", "Linear", "WeightCache", "cache_weights", "forward_shared"]
+__all__ = [
+    "MLP",
+    "GroupedLinear",
+    "GroupedRecipe",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "RMSNorm",
+    "WeightCache",
+    "cache_weights",
+    "forward_shared",
+]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from halfbyte import ops, recipes
 from halfbyte.functional import linear_shared
+from halfbyte.functional.linear import Layers
 from halfbyte.functional.weights import weight_specs
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import NVFP4, Recipe
 from halfbyte.state import RunState
 from halfbyte.tensor.primary import PrimaryWeight
+
+if TYPE_CHECKING:
+    from halfbyte.nn.shared_input import SharedInput
 
 
 class Linear(FollowsRecipe, nn.Linear):
@@ -26,6 +31,9 @@ class Linear(FollowsRecipe, nn.Linear):
         state: the RunState that random operands draw from, shared by all layers of a model. None makes a private one,
             seeded from torch's default generator, if the recipe draws.
     """
+
+    shared_input: SharedInput | None = None
+    """What a norm hands over and siblings share, where `hb.nn.fuse_` put it."""
 
     def __init__(
         self,
@@ -66,6 +74,8 @@ class Linear(FollowsRecipe, nn.Linear):
             call: 0, 1, … for the first, second, … run of this module within one micro-batch, so that each draws bits of
                 its own.
         """
+        if self.shared_input is not None:
+            return self.shared_input.output(self, input, call)
         return forward_shared(input, (self,), call=call)[0]
 
     def extra_repr(self) -> str:
@@ -84,23 +94,47 @@ def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tu
         one output per module, in order.
     """
     first = modules[0]
-    shareable = all(type(m) is Linear and m.recipe == first.recipe and not _hooked(m) for m in modules)
-    if not shareable and len(modules) > 1:
+    if not shareable(modules) and len(modules) > 1:
         return tuple(m(x, call=call) if isinstance(m, Linear) else m(x) for m in modules)
     if not isinstance(first, Linear):
         return (first(x),)
-    layers = [m for m in modules if isinstance(m, Linear)]
-    places = [layer.place(call) for layer in layers]
+    amaxes = None if first.shared_input is None else first.shared_input.take(x, first.recipe, call)
+    return run_shared(x, [m for m in modules if isinstance(m, Linear)], call, amaxes)
+
+
+def run_shared(x: Tensor, layers: Sequence[Linear], call: int, x_amaxes: ops.Amaxes | None) -> tuple[Tensor, ...]:
+    """Return the outputs of layers that share a recipe; x_amaxes: those of x, where known."""
+    found = gather(x, layers, call)
     return linear_shared(
         x,
-        [layer.weight for layer in layers],
-        [layer.bias for layer in layers],
-        first.recipe,
-        rng=[place for place in places if place is not None] or None,
+        found.weights,
+        found.biases,
+        layers[0].recipe,
+        rng=found.rng,
+        weight_amaxes=found.weight_amaxes,
+        main_grads=found.main_grads,
+        cached_weights=found.cached_weights,
+        x_amaxes=x_amaxes,
+    )
+
+
+def gather(x: Tensor, layers: Sequence[Linear], call: int) -> Layers:
+    """Return what the functions of linear layers take of modules that read x."""
+    places = [layer.place(call) for layer in layers]
+    return Layers(
+        weights=[layer.weight for layer in layers],
+        biases=[layer.bias for layer in layers],
         weight_amaxes=_weight_amaxes(x, layers),
         main_grads=[getattr(layer.weight, "main_grad", None) for layer in layers],
         cached_weights=[layer.cached_weight() for layer in layers],
+        rng=[place for place in places if place is not None] or None,
     )
+
+
+def shareable(modules: Sequence[nn.Module]) -> bool:
+    """Whether modules may run together: hb.nn.Linear layers of one recipe whose call is their forward."""
+    first = modules[0]
+    return all(type(m) is Linear and m.recipe == first.recipe and not _hooked(m) for m in modules)
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -81,7 +81,12 @@ class FollowsRecipe:
             )
         if not torch.compiler.is_compiling():
             self._watch_position(self.run_state)
-        device = self.weight.device if device is None else device
+        return self.peek(call, self.weight.device if device is None else device)
+
+    def peek(self, call: int, device: torch.device) -> StreamPhilox | None:
+        """Return the same place for a layer before this one, which prepares its input; None without a RunState."""
+        if self.run_state is None:
+            return None
         if self.run_state.base.device != device:
             self.run_state.to(device)
         return self.run_state.philox(self.stream + call * STREAMS_PER_LINEAR)

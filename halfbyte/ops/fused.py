@@ -45,7 +45,7 @@ class Following(NamedTuple):
             row = self.row.outer
         shared = self.row == self.col and isinstance(self.row, NVFP4) and self.row.is_tile
         if isinstance(self.col, NVFP4) and self.col.outer == "tensor" and not shared:
-            col = NVFP4(rotation=self.col.rotation).key
+            col = self.col.key
         fresh = bool(col) and isinstance(self.col, NVFP4) and self.col.needs_sign_rng
         place = (self.sign_draw.base, self.sign_draw.stream) if fresh and self.sign_draw is not None else (None, 0)
         return row, col, *place

@@ -1,0 +1,233 @@
+"""hb.nn.LayerNormLinear, hb.nn.MLP and hb.nn.LayerNormMLP: a norm or an activation and the quantization behind it.
+
+Each holds its parts as ordinary submodules: a norm and hb.nn.Linear layers, each with a recipe of its own. So recipes,
+rules, shared and cached weights apply layer by layer, and the bits, random ones too, are those of the parts run one
+after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from halfbyte import ops
+from halfbyte.functional.activation import activate, find_activation, linear_activation
+from halfbyte.nn.linear import Linear, forward_shared, gather, run_shared, shareable
+from halfbyte.nn.norm import Norm, from_norm, make_norm, to_norm
+from halfbyte.nn.shared_input import following
+from halfbyte.spec import Recipe
+from halfbyte.state import RunState
+
+
+class LayerNormLinear(nn.Module):
+    """A norm and the linear layers that read its output, which is quantized once.
+
+    Keys: `norm.weight`, `norm.bias`, then `linear.weight`, `linear.bias`, or those under the names given.
+
+    Args:
+        in_features: K.
+        out_features: N; or {name: N} of several layers, such as q_proj, k_proj and v_proj.
+        norm: "rms", "layer" or a norm of width K, such as hb.nn.RMSNorm(K, eps=1e-6).
+        bias: of the linear layers.
+        recipe, state: as for hb.nn.Linear. Parameters have torch's default device and dtype; move them with `.to`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        *,
+        norm: str | Norm = "rms",
+        bias: bool = True,
+        recipe: Recipe | str = "nvfp4",
+        state: RunState | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm = make_norm(norm, in_features)
+        widths = {"linear": out_features} if isinstance(out_features, int) else dict(out_features)
+        _check_names(widths)
+        self.names = tuple(widths)
+        for name, width in widths.items():
+            self.add_module(name, Linear(in_features, width, bias, recipe=recipe, state=state))
+
+    @classmethod
+    def from_modules(cls, norm: nn.Module, linears: nn.Linear | Mapping[str, nn.Linear]) -> LayerNormLinear:
+        """Return a module that shares the Parameters of a norm and holds the linear layers as they are.
+
+        Args:
+            norm: what `from_norm` takes.
+            linears: one layer, torch's or ours, or several by name.
+        """
+        new = cls.__new__(cls)
+        nn.Module.__init__(new)
+        layers = {"linear": linears} if isinstance(linears, nn.Linear) else dict(linears)
+        _check_names(layers)
+        new.norm, new.names = from_norm(norm), tuple(layers)
+        for name, layer in layers.items():
+            new.add_module(name, layer)
+        return new.train(norm.training)
+
+    def to_modules(self) -> tuple[nn.Module, dict[str, nn.Linear]]:
+        """Return torch's norm and linear layers, by name, with this module's Parameters."""
+        return to_norm(self.norm), {name: to_linear(getattr(self, name)) for name in self.names}
+
+    def forward(self, x: Tensor, call: int = 0) -> Tensor | tuple[Tensor, ...]:
+        """Return the output [..., N], or one per layer if there are several.
+
+        Args:
+            x: [..., K].
+            call: as for `hb.nn.Linear.forward`.
+        """
+        layers = tuple(getattr(self, name) for name in self.names)
+        y, amaxes = self.norm.normalize(x, following(layers, x.device, call))
+        outputs = _run(y, layers, call, amaxes)
+        return outputs[0] if self.names == ("linear",) else outputs
+
+
+class MLP(nn.Module):
+    """down(activation(gate(x), up(x))), or down(activation(up(x))): the activation knows how both ends are quantized.
+
+    Keys: `gate_proj.*` (gated activations only), `up_proj.*`, `down_proj.*`.
+
+    Args:
+        width: K, of input and output.
+        hidden: of the activation.
+        activation: a name that `hb.functional.activation` knows.
+        bias: of the linear layers.
+        recipe, state: as for hb.nn.Linear. Parameters have torch's default device and dtype; move them with `.to`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        recipe: Recipe | str = "nvfp4",
+        state: RunState | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        for name in _first_names(activation):
+            self.add_module(name, Linear(width, hidden, bias, recipe=recipe, state=state))
+        self.down_proj = Linear(hidden, width, bias, recipe=recipe, state=state)
+
+    @classmethod
+    def from_linears(cls, linears: Mapping[str, nn.Linear], activation: str) -> MLP:
+        """Return a module that holds the linear layers as they are: gate_proj (if gated), up_proj, down_proj."""
+        new = cls.__new__(cls)
+        nn.Module.__init__(new)
+        new._take(linears, activation)
+        return new
+
+    def _take(self, linears: Mapping[str, nn.Linear], activation: str) -> None:
+        names = (*_first_names(activation), "down_proj")
+        if set(linears) != set(names):
+            raise ValueError(f"linears={sorted(linears)}: {activation!r} takes {', '.join(names)}")
+        self.activation = activation
+        for name in names:
+            self.add_module(name, linears[name])
+
+    def forward(self, x: Tensor, call: int = 0) -> Tensor:
+        """Return the output [..., K].
+
+        Args:
+            x: [..., K].
+            call: as for `hb.nn.Linear.forward`.
+        """
+        shared = getattr(self._first[0], "shared_input", None)
+        amaxes = None
+        if shared is not None and isinstance(self._first[0], Linear):
+            amaxes = shared.take(x, self._first[0].recipe, call)
+        return self._run(x, call, amaxes)
+
+    @property
+    def _first(self) -> tuple[nn.Module, ...]:
+        return tuple(getattr(self, name) for name in _first_names(self.activation))
+
+    def _run(self, x: Tensor, call: int, amaxes: ops.Amaxes | None) -> Tensor:
+        first, down = self._first, (self.down_proj,)
+        how = following(down, x.device, call)
+        if shareable(first) and isinstance(first[0], Linear):
+            layers = gather(x, first, call)
+            h, h_amaxes = linear_activation(x, layers, self.activation, first[0].recipe, how, amaxes)
+        else:
+            h, h_amaxes = activate(self.activation, _run(x, first, call, amaxes), how)
+        return _run(h, down, call, h_amaxes)[0]
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"
+
+
+class LayerNormMLP(MLP):
+    """A norm and an MLP: keys `norm.weight`, `norm.bias`, then those of hb.nn.MLP.
+
+    Args:
+        width, hidden, activation, bias, recipe, state: as for hb.nn.MLP.
+        norm: "rms", "layer" or a norm of that width.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        activation: str = "swiglu",
+        norm: str | Norm = "rms",
+        bias: bool = False,
+        recipe: Recipe | str = "nvfp4",
+        state: RunState | None = None,
+    ) -> None:
+        super().__init__(width, hidden, activation=activation, bias=bias, recipe=recipe, state=state)
+        self.norm = make_norm(norm, width)
+
+    @classmethod
+    def from_modules(cls, norm: nn.Module, linears: Mapping[str, nn.Linear], activation: str) -> LayerNormMLP:
+        """Return a module that shares the Parameters of a norm and holds the linear layers as they are.
+
+        Args:
+            norm: what `from_norm` takes.
+            linears: gate_proj (if gated), up_proj and down_proj, torch's or ours.
+            activation: its name.
+        """
+        new = cls.__new__(cls)
+        nn.Module.__init__(new)
+        new._take(linears, activation)
+        new.norm = from_norm(norm)
+        return new.train(norm.training)
+
+    def to_modules(self) -> tuple[nn.Module, dict[str, nn.Linear]]:
+        """Return torch's norm and linear layers, by name, with this module's Parameters."""
+        names = (*_first_names(self.activation), "down_proj")
+        return to_norm(self.norm), {name: to_linear(getattr(self, name)) for name in names}
+
+    def forward(self, x: Tensor, call: int = 0) -> Tensor:
+        """Return the output [..., width]; arguments as for hb.nn.MLP."""
+        y, amaxes = self.norm.normalize(x, following(self._first, x.device, call))
+        return self._run(y, call, amaxes)
+
+
+def to_linear(module: nn.Linear) -> nn.Linear:
+    """Return a torch.nn.Linear with the Parameters of `module`."""
+    new = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
+    new.weight, new.bias = module.weight, module.bias
+    return new.train(module.training)
+
+
+def _run(x: Tensor, layers: Sequence[nn.Module], call: int, amaxes: ops.Amaxes | None) -> tuple[Tensor, ...]:
+    """Run sibling layers of any kind on x, with its amaxes where they share one quantization."""
+    if isinstance(layers[0], Linear) and shareable(layers):
+        return run_shared(x, layers, call, amaxes)
+    return forward_shared(x, layers, call)
+
+
+def _first_names(activation: str) -> tuple[str, ...]:
+    return ("gate_proj", "up_proj") if find_activation(activation).gated else ("up_proj",)
+
+
+def _check_names(layers: Mapping[str, object]) -> None:
+    taken = [name for name in layers if name in ("norm", "names") or not name.isidentifier()]
+    if taken or not layers:
+        raise ValueError(f"names of layers {list(layers)}: give identifiers other than 'norm' and 'names'")

@@ -1,0 +1,157 @@
+"""hb.nn.RMSNorm and hb.nn.LayerNorm: torch's norms with every rounding fixed, which tell the next layer its amaxes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte import ops
+from halfbyte.functional.norm import norm
+from halfbyte.nn.shared_input import SharedInput, following
+
+
+class _Norm(nn.Module):
+    """What both norms share: the computation, and the layers they feed."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    eps: float
+    centered: bool
+
+    feeds: SharedInput | None = None
+    """The layers that read the output, where `hb.nn.fuse_` put them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of x [..., K], of x's dtype; under autocast of autocast's."""
+        if self.feeds is None:
+            return self.normalize(x, ops.Following())[0]
+        how = following(self.feeds.layers, x.device)
+        y, amaxes = self.normalize(x, how)
+        self.feeds.give(y, amaxes, how)
+        return y
+
+    def normalize(self, x: Tensor, how: ops.Following) -> tuple[Tensor, ops.Amaxes]:
+        """Return the norm of x and the amaxes with which it will be quantized."""
+        return norm(x, self.weight, self.bias, ops.NormKind(self.eps, self.centered), how)
+
+
+class RMSNorm(_Norm):
+    """x / sqrt(mean of squares + eps) * weight, rounded once (halfbyte/arithmetic.py).
+
+    Args:
+        width: K.
+        eps: added to the mean of squares.
+        device, dtype: of the weight, which starts at one.
+    """
+
+    centered = False
+
+    def __init__(
+        self,
+        width: int,
+        eps: float = 1e-5,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, eps={self.eps}"
+
+
+class LayerNorm(_Norm):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, rounded once (halfbyte/arithmetic.py).
+
+    Args:
+        width: K.
+        eps: added to the variance.
+        bias: whether there is one; it starts at zero.
+        device, dtype: of the weight, which starts at one, and the bias.
+    """
+
+    centered = True
+
+    def __init__(
+        self,
+        width: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(width, device=device, dtype=dtype)) if bias else None)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, eps={self.eps}, bias={self.bias is not None}"
+
+
+Norm = RMSNorm | LayerNorm
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+
+
+def make_norm(norm: str | Norm, width: int) -> Norm:
+    """Return a norm of `width` given its kind, "rms" or "layer", or itself.
+
+    Raises:
+        ValueError: neither, or a norm of another width.
+    """
+    if isinstance(norm, RMSNorm | LayerNorm):
+        if norm.width != width:
+            raise ValueError(f"norm={norm}: give one of width {width}")
+        return norm
+    if norm not in NORMS:
+        raise ValueError(f"norm={norm!r}: use 'rms', 'layer' or a norm")
+    return NORMS[norm](width)
+
+
+def from_norm(module: nn.Module) -> Norm:
+    """Return a twin of a norm that shares its Parameters and mode.
+
+    Args:
+        module: torch.nn.RMSNorm or LayerNorm over the last dimension with a weight, a twin of them, or a module of a
+            class called …RMSNorm with `weight` and `eps` or `variance_epsilon`, as transformers has them.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(module, RMSNorm | LayerNorm):
+        return module
+    weight, eps = getattr(module, "weight", None), _eps(module)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or eps is None:
+        raise ValueError(f"{type(module).__name__} is no norm over the last dimension with a weight and an eps")
+    centered = isinstance(module, nn.LayerNorm)
+    if not centered and not type(module).__name__.endswith("RMSNorm"):
+        raise ValueError(f"{type(module).__name__} is neither a LayerNorm nor an RMSNorm")
+    cls = LayerNorm if centered else RMSNorm
+    new = cls(weight.shape[0], eps, device="meta")
+    new.weight = weight
+    new.bias = getattr(module, "bias", None)
+    return new.train(module.training)
+
+
+def _eps(module: nn.Module) -> float | None:
+    for name in ("eps", "variance_epsilon"):
+        if isinstance(getattr(module, name, None), float):
+            return getattr(module, name)
+    if isinstance(module, nn.RMSNorm) and module.eps is None:  # torch's default: that of the input's dtype
+        return torch.finfo(module.weight.dtype).eps
+    return None
+
+
+def to_norm(module: Norm) -> nn.RMSNorm | nn.LayerNorm:
+    """Return torch's norm with the Parameters of `module`."""
+    if isinstance(module, LayerNorm):
+        new = nn.LayerNorm(module.width, module.eps, bias=module.bias is not None, device="meta")
+        new.bias = module.bias
+    else:
+        new = nn.RMSNorm(module.width, module.eps, device="meta")
+    new.weight = module.weight
+    return new.train(module.training)
