@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from halfbyte.kernels import row_col
+from halfbyte.kernels import grouped, row_col
 from halfbyte.kernels.amax import finite_amax
 from halfbyte.kernels.dequantize import Decoded, decode, dequantize
 from halfbyte.kernels.gemm import gemm_nt
+from halfbyte.kernels.grouped_gemm import grouped_dequantize, grouped_gemm_nt, grouped_values
 from halfbyte.kernels.quantize import quantize
 from halfbyte.kernels.transpose import transpose
-from halfbyte.layout import LINEAR, Blocks, matrix_shape
+from halfbyte.layout import LINEAR, Blocks, GroupedOperand, matrix_shape
 from halfbyte.rng import Draw
 from halfbyte.spec import MXFP8, NVFP4, BlockMax, Spec
 
 __all__ = [
+    "GroupedOperand",
     "decode",
     "dequantize",
     "finite_amax",
     "from_values",
     "gemm_nt",
+    "grouped_dequantize",
+    "grouped_gemm_nt",
+    "grouped_quantize_row_col",
     "plain",
     "quantize",
     "quantize_row_col",
@@ -72,6 +79,40 @@ def quantize_row_col(
     for side, spec, length, wanted, done in zip(sides, specs, (cols, rows), transient, at_once, strict=True):
         if side is not None and wanted and not done:
             values = decode(side, spec, length, scale_layout).values
+            side = Blocks(values, side.block_scale.new_empty(0), side.amax)
+        out.append(side)
+    return out[0], out[1]
+
+
+def grouped_quantize_row_col(
+    x: Tensor,
+    offsets: Tensor | None,
+    row_spec: Spec | None,
+    col_spec: Spec | None,
+    *,
+    transient: tuple[bool, bool] = (False, False),
+    scale_layout: str = LINEAR,
+    **options: Any,
+) -> tuple[Blocks | None, Blocks | None]:
+    """Quantize every group both ways; a transient side is returned decoded, as in `quantize_row_col`.
+
+    Args:
+        options: as `grouped.grouped_quantize_row_col` takes them.
+    """
+    specs = row_spec, col_spec
+    shared = row_spec is not None and row_spec == col_spec and row_spec.is_tile
+    at_once = tuple(
+        wanted and not shared and _stores_values(spec) for wanted, spec in zip(transient, specs, strict=True)
+    )
+    sides = grouped.grouped_quantize_row_col(
+        x, offsets, row_spec, col_spec, transient=at_once, scale_layout=scale_layout, **options
+    )
+    out = []
+    for i, (side, spec, wanted, done) in enumerate(zip(sides, specs, transient, at_once, strict=True)):
+        if side is not None and spec is not None and wanted and not done:
+            total = x.shape[-2 if i else -1]
+            split = bool(i) and offsets is not None
+            values = grouped_values(side, spec, offsets, total, scale_layout, split=split)
             side = Blocks(values, side.block_scale.new_empty(0), side.amax)
         out.append(side)
     return out[0], out[1]

@@ -128,7 +128,10 @@ def grouped_quantize_row_col(
         if side is None:
             out.append(None)
             continue
-        blocks = Blocks(side.qdata, side.block_scale, _trimmed(side.spec, own, grid) if given is None else given)
+        amax = _trimmed(side.spec, own, grid) if given is None else given
+        if i and given is None and own is amaxes[0]:
+            amax = amax.clone()  # an op's outputs must not share memory
+        blocks = Blocks(side.qdata, side.block_scale, amax)
         if grid.stacked:
             blocks = _stacked(blocks, side.spec, grid.groups)
         if scale_layout != LINEAR and not side.decoded:

@@ -48,6 +48,7 @@ from halfbyte.spec import NVFP4, Spec
 
 Variant = Literal["auto", "tma", "pointer"]
 NO_LIMIT = 1 << 30
+MAP_STORES = True  # whole tiles by tensor map, or all by plain stores in a flattened loop
 CLEAR_TILE = (32, 512)
 MIN_TORCH_CAPABILITY = 90  # below, torch's grouped GEMM reads the offsets on the host
 
@@ -199,7 +200,7 @@ def _run_rows(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulate
         return
     programs = min(multiprocessors(out.device), plan.tiles * ceil_div(N, tile.bn))
     parts = epilogue_parts(tile, out.dtype)
-    out_tma = describable(out) and not accumulate
+    out_tma = describable(out) and not accumulate and MAP_STORES
     rows_tma_kernel[(programs,)](
         TensorDescriptor.from_tensor(a.values[:, :K], [tile.bm, tile.bk]),
         TensorDescriptor.from_tensor(b_matrix, [tile.bk, tile.bn] if b_by_rows else [tile.bn, tile.bk]),

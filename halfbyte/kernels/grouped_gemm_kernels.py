@@ -65,7 +65,7 @@ def rows_tma_kernel(
     if not ACCUMULATE:
         tiles_m += tl.cdiv(M - tl.load(table_ptr + groups * 3), BM)
     tiles_n, steps = tl.cdiv(N, BN), tl.cdiv(K, BK)
-    for i in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=not UPCAST):
+    for i in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=not UPCAST and not OUT_TMA):
         i_m, i_n = tile_of(i, tiles_m, tiles_n, GROUP)
         group, start, end, first = group_of_tile(i_m, tile_group_ptr, table_ptr)
         own = tl.minimum(group, groups - 1)

@@ -28,14 +28,15 @@ class Plan(NamedTuple):
     table: int32 [E + 1, 3]: the first row, the row behind the last and the first tile of each group and of the tail.
     tile_group: int32 [tiles]: the group of each tile, E for the tail.
     draws, signs: int64 [E + 1, 2], the base of each group's Draw; None without one.
-    amax: int32 [2, E + 1] of zeros, for the maxima of both orientations and, in the last place, of the tail.
+    amax: two int32 [E + 1] of zeros, for the maxima of both orientations and, in the last place, of the tail. Apart,
+        since an op's outputs must not share memory.
     """
 
     table: Tensor
     tile_group: Tensor
     draws: Tensor | None
     signs: Tensor | None
-    amax: Tensor
+    amax: tuple[Tensor, Tensor]
     groups: int
     tile_rows: int
 
@@ -63,7 +64,7 @@ def store_draws(out_ptr, base_ptr, o_group, mask):
 
 @triton.jit(do_not_specialize=("groups", "total", "uniform", "tiles"))
 def plan_kernel(
-    offsets_ptr, table_ptr, tile_group_ptr, amax_ptr, draws_ptr, signs_ptr, draw_ptr, sign_ptr,
+    offsets_ptr, table_ptr, tile_group_ptr, row_amax_ptr, col_amax_ptr, draws_ptr, signs_ptr, draw_ptr, sign_ptr,
     groups, total, uniform, tiles,
     UNIFORM: tl.constexpr, TR: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -86,8 +87,8 @@ def plan_kernel(
         tl.store(table_ptr + o_group * 3 + 1, end, mask=mask)
         tl.store(table_ptr + o_group * 3 + 2, last - count, mask=mask)
         zero = tl.zeros_like(start)
-        tl.store(amax_ptr + o_group, zero, mask=mask)
-        tl.store(amax_ptr + groups + 1 + o_group, zero, mask=mask)
+        tl.store(row_amax_ptr + o_group, zero, mask=mask)
+        tl.store(col_amax_ptr + o_group, zero, mask=mask)
         if draw_ptr is not None:
             store_draws(draws_ptr, draw_ptr, o_group, mask)
         if sign_ptr is not None:
@@ -120,13 +121,14 @@ def make_plan(
     bases = [
         None if base is None else torch.empty(groups + 1, 2, dtype=torch.int64, device=device) for base in (draw, sign)
     ]
-    ints = torch.empty((groups + 1) * 5 + tiles, dtype=torch.int32, device=device)
-    table, amax, tile_group = ints.split(((groups + 1) * 3, (groups + 1) * 2, tiles))
+    table = torch.empty((groups + 1) * 3 + tiles, dtype=torch.int32, device=device)
+    table, tile_group = table.split(((groups + 1) * 3, tiles))
+    amax = tile_group.new_empty(groups + 1), tile_group.new_empty(groups + 1)
     plan_kernel[(ceil_div(tiles, TILES_PER_PROGRAM),)](
         offsets,
         table,
         tile_group,
-        amax,
+        *amax,
         *bases,
         draw,
         sign,
@@ -139,7 +141,7 @@ def make_plan(
         GROUPS=triton.next_power_of_2(groups + 1),
         TILES=TILES_PER_PROGRAM,
     )
-    return Plan(table.view(-1, 3), tile_group, *bases, amax.view(2, -1), groups, tile_rows)
+    return Plan(table.view(-1, 3), tile_group, *bases, amax, groups, tile_rows)
 
 
 def compile_cases() -> list[CompileCase]:
@@ -149,7 +151,8 @@ def compile_cases() -> list[CompileCase]:
         arguments = {
             "offsets_ptr": None if uniform else "*i32:16",
             "table_ptr": "*i32:16",
-            **dict.fromkeys(("tile_group_ptr", "amax_ptr"), "*i32"),
+            **dict.fromkeys(("row_amax_ptr", "col_amax_ptr"), "*i32:16"),
+            "tile_group_ptr": "*i32",
             **dict.fromkeys(("draws_ptr", "signs_ptr", "draw_ptr", "sign_ptr"), None if uniform else "*i64:16"),
             **dict.fromkeys(("groups", "total", "uniform", "tiles"), "i32"),
             "UNIFORM": uniform,

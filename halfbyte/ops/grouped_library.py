@@ -36,7 +36,7 @@ _SCHEMAS = (
     f"grouped_gemm_nt_out({_OPERANDS}, Tensor(z!) out, bool accumulate, str backend) -> ()",
 )
 
-GROUPED_KERNELS: frozenset[str] = frozenset()
+GROUPED_KERNELS = frozenset({"grouped_quantize_row_col", "grouped_dequantize", "grouped_gemm_nt"})
 """Ops of this file that `halfbyte.kernels.backend` has; the others run on the reference, which reads the offsets.
 
 Quantization there may hand over decoded values only once the GEMM, which reads them, is there too.
