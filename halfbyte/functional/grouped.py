@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from halfbyte import ops
+from halfbyte.functional.derivatives import first_order, refuse_transforms
 from halfbyte.functional.linear import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, _load, _save, _stream, snapshot
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
 from halfbyte.rng import AnyPhilox, Draw
@@ -139,6 +139,7 @@ def grouped_linear(
         ValueError: shapes do not fit, or the recipe draws and rng is None.
         TypeError: dtypes do not fit.
     """
+    refuse_transforms(x)
     is_covered = covers(cached_weight, recipe)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -201,7 +202,7 @@ class _GroupedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         recipe = ctx.call.recipe
         (x_col, w_col), (offsets, base) = _load(ctx.layout, ctx.saved_tensors, 2)

@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from halfbyte import ops
+from halfbyte.functional.derivatives import first_order, refuse_transforms
 from halfbyte.functional.primary import primary_operands
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, takes_amax, unflatten
 from halfbyte.layout import Blocks, matrix_shape
@@ -162,6 +162,7 @@ def prepare(
     places = _places(rng, n, recipe)
     if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
         return None, (x, *weights, *biases)
+    refuse_transforms(x)
     _check_options(out_dtype, amaxes)
     draws = [None] * n if places is None else [place.on(x.device) for place in places]
     # A tensor is passed once, however many weights share it: torch.compile refuses repeated inputs.
@@ -214,7 +215,7 @@ class _SharedLinear(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         kept, bases = _load(ctx.layout, ctx.saved_tensors, ctx.call.count)
         return run_backward(ctx, kept, bases, dys, [ops.Amaxes()] * len(dys))

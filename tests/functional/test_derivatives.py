@@ -1,0 +1,54 @@
+"""What has no derivative says so and names the remedy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from grouped_cases import RAGGED, ends
+from torch.autograd import forward_ad
+
+import halfbyte as hb
+
+X, W = torch.randn(sum(RAGGED), 32), torch.randn(16, 32)
+
+
+def linear(x, w=W):
+    return hb.linear(x, w, None, hb.recipes.nvfp4(), rng=hb.Philox(0))
+
+
+def grouped(x, w=W):
+    return hb.grouped_linear(x, w.expand(len(RAGGED), *W.shape), ends(RAGGED), hb.recipes.nvfp4(), rng=hb.Philox(0))
+
+
+@pytest.mark.parametrize("function", [linear, grouped])
+@pytest.mark.parametrize("through", ["gradient", "saved"])
+def test_a_second_derivative_names_the_remedy(function, through):
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    y = function(x, w)
+    dy = torch.randn_like(y).requires_grad_() if through == "gradient" else torch.randn_like(y)
+    first = torch.autograd.grad(y, (x, w), dy, create_graph=True)
+    plain = torch.autograd.grad(function(x, w), (x, w), dy)
+    assert all(torch.equal(a, b) for a, b in zip(first, plain, strict=True))
+    with pytest.raises(RuntimeError, match=r"differentiated twice.*hb\.high_precision"):
+        first[0].square().sum().backward()
+
+
+@pytest.mark.parametrize("function", [linear, grouped])
+def test_torch_func_names_the_remedy(function):
+    with pytest.raises(RuntimeError, match=r"torch\.func.*hb\.high_precision"):
+        torch.func.grad(lambda x: function(x).sum())(X)
+    with pytest.raises(RuntimeError, match=r"torch\.func.*hb\.high_precision"):
+        torch.func.vmap(function)(X.expand(2, *X.shape))
+    with pytest.raises(RuntimeError, match=r"forward-mode.*hb\.high_precision"), forward_ad.dual_level():
+        function(forward_ad.make_dual(X, X))
+
+
+def test_the_remedy_works():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    with hb.high_precision(model):
+        gradient = torch.func.grad(lambda x: model(x).square().sum())(X)
+        x = X.clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        first.square().sum().backward()
+    assert torch.equal(gradient, first.detach()) and x.grad is not None
