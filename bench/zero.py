@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,8 @@ from halfbyte.train import model as models
 
 VOCABULARY = 32_000
 WARM_UP, TIMED = 3, 6
-WAYS = ("nvfp4", "plain")
+Way = Literal["nvfp4", "plain"]
+WAYS: tuple[Way, ...] = ("nvfp4", "plain")
 
 
 class Trainer:
@@ -45,7 +46,9 @@ class Trainer:
         tokens: sequences and their length on every rank.
     """
 
-    def __init__(self, name: str, weights: str, tokens: tuple[int, int], device: torch.device, lr: float = 3e-4) -> None:
+    def __init__(
+        self, name: str, weights: Way, tokens: tuple[int, int], device: torch.device, lr: float = 3e-4
+    ) -> None:
         config = models.get(name)
         config = replace(config, vocab_size=min(config.vocab_size, VOCABULARY))
         torch.manual_seed(0)
@@ -70,7 +73,6 @@ class Trainer:
         self.state.advance()
         self.count += 1
         return loss.detach(), self.zero.step()
-
 
     def loss(self) -> torch.Tensor:
         """Run the forward."""
@@ -115,7 +117,7 @@ def bitwise(name: str, steps: int, tokens: tuple[int, int], device: torch.device
     }
 
 
-def measure(name: str, way: str, tokens: tuple[int, int], device: torch.device) -> dict[str, Any]:
+def measure(name: str, way: Way, tokens: tuple[int, int], device: torch.device) -> dict[str, Any]:
     """Return traffic, times, memory and hidden share of one model and way."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -224,7 +226,9 @@ def _overlap(span: tuple[float, float], others: list[tuple[float, float]]) -> fl
 
 def main(arguments: list[str]) -> int:
     """Run on every rank; rank 0 prints and writes."""
-    parser = argparse.ArgumentParser(prog="bench.zero", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench.zero", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--models", nargs="*", default=[], metavar="PRESET")
     parser.add_argument("--tokens", nargs=2, type=int, default=[2, 2048], metavar=("SEQUENCES", "LENGTH"))
     parser.add_argument("--bitwise", metavar="PRESET")
@@ -246,9 +250,9 @@ def main(arguments: list[str]) -> int:
 
     for name in options.models:
         for way in WAYS:
-            record(lambda name=name, way=way: measure(name, way, tuple(options.tokens), device))
+            record(partial(measure, name, way, tuple(options.tokens), device))
     if options.bitwise:
-        record(lambda: bitwise(options.bitwise, options.steps, tuple(options.bitwise_tokens), device))
+        record(partial(bitwise, options.bitwise, options.steps, tuple(options.bitwise_tokens), device))
     if leads:
         facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
         path = results.path_for(facts, options.out)

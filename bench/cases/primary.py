@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -39,17 +41,17 @@ def cast(setting: Setting, shape: Shape) -> Outcome:
     moved = count * rows * cols * 8 + sum(weight.nbytes for weight in weights)
     facts = {"launches": float(_launches(setting, run)), "host_us_1000": _host_seconds(setting) * 1e6}
     outcome = bandwidth(setting, [run], moved, [f"bytes of {min(CHECKED, count)} weights equal to quantize"])
-    return Outcome(**{**vars(outcome), "facts": facts})
+    return replace(outcome, facts=facts)
 
 
-def _launches(setting: Setting, run) -> int:
+def _launches(setting: Setting, run: Callable[[], None]) -> int:
     """Return how many kernels and memory operations a call launches; 0 without a GPU."""
     if not setting.on_gpu:
         return 0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events() or ())
 
 
 def _host_seconds(setting: Setting) -> float:

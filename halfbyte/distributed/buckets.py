@@ -28,7 +28,7 @@ class Ranks(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """What this rank has of a parameter: fp32 values that the optimizer steps, and where they begin in the parameter."""
+    """What this rank has of a parameter: fp32 values that the optimizer steps, and the number of the first of them."""
 
     place: Place
     master: nn.Parameter
@@ -113,9 +113,7 @@ class Bucket:
                 self.matrix(self.grads, place).zero_()
         self._arrived.clear()
         if self.ranks.group is not None:
-            self._reducing.append(
-                _reduce_scatter(self.own_grads, self.grads, group=self.ranks.group, async_op=True)
-            )
+            self._reducing.append(_reduce_scatter(self.own_grads, self.grads, group=self.ranks.group, async_op=True))
             self.bytes_reduced += self.grads.numel() * self.grads.element_size()
 
     def finish_reducing(self) -> None:

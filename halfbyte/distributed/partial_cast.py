@@ -18,6 +18,7 @@ from halfbyte.distributed.cast import Cast, Layout, Share
 from halfbyte.layout import SWIZZLED_32_4_4
 from halfbyte.ops.primary import primary_stages
 from halfbyte.pieces import Piece, Target, code_bytes
+from halfbyte.spec import NVFP4
 from halfbyte.tensor import QuantTensor
 from halfbyte.tensor.primary import PrimaryWeight, check_primary_spec
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES
@@ -97,8 +98,9 @@ def target_of(weight: QuantTensor, first_tile: int, slot: int) -> Target:
     """Return a weight as the stages of a cast see it, with memory for its other orientation if it is primary."""
     turned = weight.allocate_turned() if isinstance(weight, PrimaryWeight) else None
     rows, cols = weight.shape
-    swizzled = weight.scale_layout == SWIZZLED_32_4_4
-    return Target(rows, cols, weight.spec, weight.dtype, weight.blocks, swizzled, first_tile, slot, turned)
+    swizzled, spec = weight.scale_layout == SWIZZLED_32_4_4, weight.spec
+    assert isinstance(spec, NVFP4), "only NVFP4 is cast from masters"
+    return Target(rows, cols, spec, weight.dtype, weight.blocks, swizzled, first_tile, slot, turned)
 
 
 def _key(weights, masters, starts, shards, group) -> tuple:
@@ -133,7 +135,9 @@ def _prepare(arguments: tuple, group: dist.ProcessGroup | None, manual: bool) ->
             note["shares"].append([start, start + n] if n else None)
     notes = exchange_notes(note, group, CALL)
     _compare(notes)
-    shares = [[None if s is None else Share(*s) for s in column] for column in zip(*(n["shares"] for n in notes), strict=True)]
+    shares = [
+        [None if s is None else Share(*s) for s in column] for column in zip(*(n["shares"] for n in notes), strict=True)
+    ]
     held = [any(share is not None for share in own) for own in shares]
     _check_cover([(i, weights[i], shares[i]) for i, any_share in enumerate(held) if any_share])
     if not any(held):

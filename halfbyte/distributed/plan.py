@@ -1,18 +1,20 @@
 """The storage plan: where every weight lies in the buffers that ranks reduce and gather, computed by one function.
 
 Weights are laid end to end in buckets, all in one numbering of elements, whatever their format. A matrix has rows of
-`pitch` elements, its columns rounded up to 16, so that element e of a bucket is byte e / 2 of packed codes, byte 2 e of
-bf16 values and entry e of the gradients alike. Every rank has the same number of elements of every bucket, a multiple of
-64: no border cuts a byte, a block of 16 or a vector of 16 bytes, and shares are even in bytes in every format.
+`pitch` elements, its columns rounded up to 16, so that element e of a bucket is byte e / 2 of packed codes, byte 2 e
+of bf16 values and entry e of the gradients alike. Every rank has the same number of elements of every bucket, a
+multiple of 64: no border cuts a byte, a block of 16 or a vector of 16 bytes, and shares are even in bytes in every
+format.
 
-A border may cut a tile, whose scale travels once: it belongs to the rank of the tile's first element. Tiles follow each
-other as their first elements do, so those of a rank are a run of them, of uneven length; gathered, each run has room for
-the longest. With 16x16 tiles that is half a byte of codes and 1/256 of a byte of scale for each element.
+A border may cut a tile, whose scale travels once: it belongs to the rank of the tile's first element. Tiles follow
+each other as their first elements do, so those of a rank are a run of them, of uneven length; gathered, each run has
+room for the longest. With 16x16 tiles that is half a byte of codes and 1/256 of a byte of scale for each element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from halfbyte.distributed.cast import Share
@@ -105,7 +107,7 @@ class BucketPlan(NamedTuple):
     def scale_room(self) -> int:
         """Bytes of scales that each rank sends: those of the longest run."""
         runs = self.tile_runs
-        return max(stop - start for start, stop in zip(runs, runs[1:], strict=False))
+        return max(stop - start for start, stop in pairwise(runs))
 
 
 def storage_plan(items: Sequence[Item], world: int, bucket_numel: int) -> tuple[BucketPlan, ...]:

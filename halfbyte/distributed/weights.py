@@ -45,9 +45,7 @@ def _spec_of(module: nn.Module) -> NVFP4 | None:
     return row
 
 
-def make_primary(
-    model: nn.Module, name: str, spec: NVFP4, qdata: Tensor, amaxes: dict[int, Tensor]
-) -> nn.Parameter:
+def make_primary(model: nn.Module, name: str, spec: NVFP4, qdata: Tensor, amaxes: dict[int, Tensor]) -> PrimaryWeight:
     """Put a PrimaryWeight in the place of parameter `name`, in every module that holds it, and return it.
 
     Args:
@@ -61,11 +59,11 @@ def make_primary(
             holders.append(module)
             if module.amax_group:
                 amax = amaxes.setdefault(id(module.amax_group[0]), torch.zeros((), device=old.device))
-    weight = PrimaryWeight.empty(tuple(old.shape), spec, dtype=old.dtype, qdata=qdata, amax=amax)
+    weight = PrimaryWeight.empty((old.shape[0], old.shape[1]), spec, dtype=old.dtype, qdata=qdata, amax=amax)
     weight.allocate_turned()
     parameter = weight.as_parameter()
     for module in holders:
-        module.weight = parameter
+        module._parameters["weight"] = parameter
     return parameter
 
 

@@ -1,9 +1,9 @@
 """ZeroOptimizer: ZeRO-1 (arXiv 1910.02054) around any torch optimizer, with weights that exist only in NVFP4.
 
-Every rank keeps the fp32 masters and the optimizer's state of an equal share of all parameters. A step is: gradients are
-summed and scattered bucket by bucket while the backward still runs; the optimizer steps the masters; NVFP4 weights are
-cast from them; codes and scales (of other parameters the values) are gathered while the next forward already runs, each
-bucket waited for by the first module that needs it.
+Every rank keeps the fp32 masters and the optimizer's state of an equal share of all parameters. A step is: gradients
+are summed and scattered bucket by bucket while the backward still runs; the optimizer steps the masters; NVFP4 weights
+are cast from them; codes and scales (of other parameters the values) are gathered while the next forward already runs,
+each bucket waited for by the first module that needs it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
+from typing import cast as cast_type
 
 import torch
 import torch.distributed as dist
@@ -66,8 +67,8 @@ class ZeroConfig:
 class ZeroOptimizer:
     """Shards masters and optimizer state over the ranks of `group` and keeps the model's parameters up to date.
 
-    The parameters of `model` are replaced in place: NVFP4 weights by PrimaryWeights, the others by views of buffers that
-    are gathered. Gradients are taken from the parameters as backward makes them. Use it like an optimizer:
+    The parameters of `model` are replaced in place: NVFP4 weights by PrimaryWeights, the others by views of buffers
+    that are gathered. Gradients are taken from the parameters as backward makes them. Use it like an optimizer:
 
         optimizer = hb.distributed.ZeroOptimizer(model, partial(torch.optim.AdamW, lr=3e-4, fused=True))
         loss(model(x)).backward();  norm = optimizer.step()
@@ -97,11 +98,10 @@ class ZeroOptimizer:
         *,
         expert_groups: Mapping[str, dist.ProcessGroup] | None = None,
         param_options: Callable[[str, nn.Parameter], dict] | None = None,
-        config: ZeroConfig = ZeroConfig(),  # noqa: B008  a frozen value
+        config: ZeroConfig = ZeroConfig(),
     ) -> None:
         self.config, self._group = config, group
-        rank, size = rank_and_size(group)
-        self._size = size
+        _, self._size = rank_and_size(group)
         self._everyone = _ranks(group)
         self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         chosen, groups = self._divide(expert_groups or {})
@@ -128,11 +128,12 @@ class ZeroOptimizer:
         groups = {0: self._everyone}
         unused = set(expert_groups)
         for name in self._params:
+            key = 0
             match = next((glob for glob in expert_groups if fnmatchcase(name, glob)), None)
-            unused.discard(match)
-            key = 0 if match is None else id(expert_groups[match])
-            if key not in groups:
-                groups[key] = _ranks(expert_groups[match])
+            if match is not None:
+                unused.discard(match)
+                key = id(expert_groups[match])
+                groups.setdefault(key, _ranks(expert_groups[match]))
             chosen.setdefault(key, []).append(name)
         if unused:
             raise ValueError(f"expert_groups: {sorted(unused)[0]!r} matches no parameter of the model")
@@ -142,7 +143,7 @@ class ZeroOptimizer:
         param = self._params[name]
         dtype = str(param.dtype).removeprefix("torch.")
         if name in self._tiled:
-            return Item(name, *param.shape, True, dtype)
+            return Item(name, param.shape[0], param.shape[1], True, dtype)
         return Item(name, 1, param.numel(), False, dtype)
 
     def _agree(self, chosen: dict[int, list[str]]) -> None:
@@ -175,7 +176,9 @@ class ZeroOptimizer:
         for plan in plans:
             quantized = plan.tiled and self.config.weights == "nvfp4"
             param = self._params[plan.places[0].item.name]
-            bucket = Bucket(plan, ranks, param.device, torch.uint8 if quantized else param.dtype, self.config.grad_dtype)
+            bucket = Bucket(
+                plan, ranks, param.device, torch.uint8 if quantized else param.dtype, self.config.grad_dtype
+            )
             self.buckets.append(bucket)
             self._fill_masters(bucket)
             start = len(targets)
@@ -186,8 +189,8 @@ class ZeroOptimizer:
                     self._params[name].data = bucket.matrix(bucket.values, place).view_as(self._params[name])
                     continue
                 weight = make_primary(model, name, self._tiled[name], bucket.codes(place), amaxes)
-                self._params[name] = weight
-                slot = slots.setdefault(weight.amax.data_ptr(), len(slots))
+                self._params[name] = cast_type(nn.Parameter, weight)
+                slot = slots.setdefault(weight.blocks.amax.data_ptr(), len(slots))
                 targets.append(target_of(weight, first_tile + place.first_tile, slot))
                 shares.append([plan.part(place, rank) for rank in range(ranks.size)])
             if quantized:

@@ -1,4 +1,4 @@
-"""Weights that exist only in NVFP4 (PrimaryWeight) as operands of a linear layer: their codes, never quantized again."""
+"""Weights that exist only in NVFP4 (PrimaryWeight) as operands of a linear layer: their codes, not quantized again."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
     for name, spec in (("fprop.b", row_spec), ("dgrad.b", col_spec)):
         if spec is not None and spec != w.spec:
             raise ValueError(
-                f"recipe.{name}={describe(spec)}: this weight exists only as {describe(w.spec)}; use a recipe with that "
-                "spec for weights, or None for a GEMM in high precision"
+                f"recipe.{name}={describe(spec)}: this weight exists only as {describe(w.spec)}; use a recipe with "
+                "that spec for weights, or None for a GEMM in high precision"
             )
     row = _row(w, row_spec)
     col = None if col_spec is None else _col(w)

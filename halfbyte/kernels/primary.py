@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -97,9 +96,7 @@ class Caster:
         """See the reference."""
         for launch in self._chooses:
             tables = launch.table, launch.constants, launch.programs
-            pk.choose_kernel[launch.grid](
-                *tables, amaxes, scales, self._tiles, RULE=launch.kind.rule, **launch.options
-            )
+            pk.choose_kernel[launch.grid](*tables, amaxes, scales, self._tiles, RULE=launch.kind.rule, **launch.options)
 
     def cast(self, amaxes: Tensor, scales: Tensor) -> None:
         """See the reference."""
@@ -170,9 +167,7 @@ class Finisher:
         device = targets[0].blocks.qdata.device
         scale_counts = [target.tiles[0] * ceil_div(target.tiles[1], SCALE_TILES) for target in targets]
         turns = [0 if t.turned is None else _turn_programs(t) for t in targets]
-        table = [
-            _weight_row(target, sum(scale_counts[:i]), sum(turns[:i])) for i, target in enumerate(targets)
-        ]
+        table = [_weight_row(target, sum(scale_counts[:i]), sum(turns[:i])) for i, target in enumerate(targets)]
         self._table = torch.tensor(table, dtype=torch.int64).to(device)
         constants = [tuple(sc.constants_of(target.spec)) for target in targets]
         self._constants = torch.tensor(constants, dtype=torch.float32).to(device)

@@ -79,7 +79,7 @@ def load_piece(piece, tile_row, block, DTYPE: tl.constexpr, ROUND: tl.constexpr,
         start, pitch, values = tl.multiple_of(start, 16), tl.multiple_of(pitch, 16), tl.multiple_of(values, 16)
         inside = element_is_inside(piece, row, block[None, :] * 16)
         element = row * pitch + block[None, :] * 16 - start
-        WIDTH: tl.constexpr = 4 if DTYPE == tl.float32 else 8
+        WIDTH: tl.constexpr = 128 // DTYPE.primitive_bitwidth
         for part in tl.static_range(16 // WIDTH):
             pointers = values + (element[:, :, None] + (part * WIDTH + tl.arange(0, WIDTH))[None, None, :])
             x = pm.to_fp32(tl.load(pointers, mask=inside[:, :, None], other=0.0))
@@ -153,11 +153,11 @@ def choose_kernel(
     poison = m == pm.INF
     m = tl.where(poison, 0.0, m)
     if RULE.scaled:  # noqa: SIM114
-        code, encode = sc.choose_candidate(xs, m, factors, constants, True, RULE, 0)
+        code, _ = sc.choose_candidate(xs, m, factors, constants, True, RULE, 0)
     elif sc.errors_are_regular(factors, constants, RULE):
-        code, encode = sc.choose_candidate(xs, m, factors, constants, True, RULE, 0)
+        code, _ = sc.choose_candidate(xs, m, factors, constants, True, RULE, 0)
     else:
-        code, encode = sc.choose_candidate(xs, m, factors, constants, False, RULE, 0)
+        code, _ = sc.choose_candidate(xs, m, factors, constants, False, RULE, 0)
     code = tl.max(tl.where(poison, dc.E4M3_NAN, code).to(tl.int32), axis=0)
     tile_cols = tl.load(piece + TILE_COLS)
     p_scale = scale_ptr + tl.load(piece + FIRST_TILE) + tile_row * tile_cols + block
@@ -206,7 +206,7 @@ def scale_kernel(
     table, constants_ptr, programs, amax_ptr, scale_ptr, tiles,
     COMPUTE: tl.constexpr, EXPAND: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Scales of N tiles in a row of tiles: from amaxes (COMPUTE), to the weight's own block scales (EXPAND), and amax."""
+    """Scales of N tiles in a row of tiles: from amaxes (COMPUTE), to the weight's block scales and amax (EXPAND)."""
     index = tl.load(programs + tl.program_id(0)).to(tl.int64)
     weight = table + index * WEIGHT_FIELDS
     tile_cols = tl.load(weight + W_TILE_COLS)

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from halfbyte.ops.backends import REFERENCE, choose
 from halfbyte.pieces import Piece, Target
 from halfbyte.reference import primary as reference
+
+
+class Caster(Protocol):
+    """The stages that read masters; see `halfbyte.reference.primary.Caster`."""
+
+    def amax(self, amaxes: Tensor) -> None: ...
+    def choose(self, amaxes: Tensor, scales: Tensor) -> None: ...
+    def cast(self, amaxes: Tensor, scales: Tensor) -> None: ...
+
+
+class Finisher(Protocol):
+    """The stages that work on whole weights; see `halfbyte.reference.primary.Finisher`."""
+
+    def scale(self, amaxes: Tensor, scales: Tensor, expand: bool = False) -> None: ...
+    def expand(self, amaxes: Tensor, scales: Tensor) -> None: ...
+    def transpose(self) -> None: ...
 
 
 def primary_stages(
@@ -17,7 +35,7 @@ def primary_stages(
     tiles: int,
     device: torch.device,
     backend: str | None = None,
-) -> tuple[reference.Caster, reference.Finisher]:
+) -> tuple[Caster, Finisher]:
     """Return the stages that read masters and those that work on whole weights, their metadata prepared.
 
     Args:

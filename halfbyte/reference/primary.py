@@ -1,8 +1,8 @@
 """The cast of primary weights from flat pieces of their masters, in plain torch (docs/numerics.md section 9).
 
-A cast runs in stages, between which the caller exchanges small buffers with the other ranks: tile amaxes, scales, codes,
-then the other orientation. `amaxes` is fp32 [tiles + slots]: of every tile, Inf where an element is not finite, and of
-every weight (slot) over its finite elements; both are maxima, so ranks combine them by a maximum.
+A cast runs in stages, between which the caller exchanges small buffers with the other ranks: tile amaxes, scales,
+codes, then the other orientation. `amaxes` is fp32 [tiles + slots]: of every tile, Inf where an element is not finite,
+and of every weight (slot) over its finite elements; both are maxima, so ranks combine them by a maximum.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -9,14 +11,14 @@ from halfbyte.layout import LINEAR, SWIZZLED_32_4_4, Blocks, ceil_div, check_sca
 from halfbyte.spec import NVFP4, Eden
 from halfbyte.tensor.quant_tensor import QuantTensor, check_value_dtype, describe
 
-_plain_requires_grad = torch._C.TensorBase.requires_grad
+_requires_grad: Any = torch._C.TensorBase.requires_grad
 
 
 class PrimaryWeight(QuantTensor):
     """A QuantTensor [N, K] in 16x16 tiles that is a model's parameter: it may require a gradient.
 
-    Its gradient is a plain tensor [N, K] of the nominal dtype in `.grad`, that of the values it stands for. No optimizer
-    can step it; `hb.distributed.cast_master_weights_to_nvfp4` writes new bytes into it in place.
+    Its gradient is a plain tensor [N, K] of the nominal dtype in `.grad`, that of the values it stands for. No
+    optimizer can step it; `hb.distributed.cast_master_weights_to_nvfp4` writes new bytes into it in place.
 
     turned: the other orientation, filled by `hb.distributed.post_all_gather_processing`; None until then, and
         `hb.linear` transposes in every forward.
@@ -64,7 +66,7 @@ class PrimaryWeight(QuantTensor):
 
     @property
     def requires_grad(self) -> bool:
-        return _plain_requires_grad.__get__(self)
+        return _requires_grad.__get__(self)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -72,7 +74,8 @@ class PrimaryWeight(QuantTensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> PrimaryWeight:
         """Say whether backward computes this weight's gradient."""
-        return torch._C.TensorBase.requires_grad_(self, requires_grad)
+        torch._C.TensorBase.requires_grad_(self, requires_grad)
+        return self
 
     def allocate_turned(self) -> Blocks:
         """Return the memory of the other orientation, LINEAR [K, N], allocated once."""
@@ -84,9 +87,9 @@ class PrimaryWeight(QuantTensor):
             self.turned = Blocks(qdata, scale, self.blocks.amax)
         return self.turned
 
-    def as_parameter(self) -> torch.nn.Parameter:
-        """Return this weight, its bytes shared, as a parameter that requires a gradient."""
-        parameter = torch.nn.Parameter(self)
+    def as_parameter(self) -> PrimaryWeight:
+        """Return this weight, its bytes shared, as a torch.nn.Parameter that requires a gradient."""
+        parameter = cast(PrimaryWeight, torch.nn.Parameter(self))
         parameter.turned = self.turned
         return parameter
 

@@ -47,7 +47,9 @@ def share(master: Tensor, borders: list[int], rank: int) -> tuple[Tensor, int]:
 
 
 def cast_and_check(rank: int, masters: list[Tensor], specs: list, borders: list[list[int]], **options) -> None:
-    weights = [dirty_weight(tuple(m.shape), s, i, **options) for i, (m, s) in enumerate(zip(masters, specs, strict=True))]
+    weights = [
+        dirty_weight(tuple(m.shape), s, i, **options) for i, (m, s) in enumerate(zip(masters, specs, strict=True))
+    ]
     before = [w.qdata.clone().view(-1) for w in weights]
     shards = [share(m, b, rank) for m, b in zip(masters, borders, strict=True)]
     given = [(None, None) if not s.numel() and i % 2 else (s, at) for i, (s, at) in enumerate(shards)]
@@ -80,7 +82,11 @@ def random_splits(rank: int, world: int, rounds: int) -> None:
             specs.append(rng.choice([TILE, FOUR_OVER_SIX, CLIPPING, hb.NVFP4(block=(16, 16), fp4_max=5.5)]))
             numel = shape[0] * shape[1]
             near = rng.randint(0, numel)
-            pick = rng.choice([lambda n=numel: rng.randint(0, n), lambda n=numel, m=near: min(n, m + rng.randint(0, 3))])
+            pick = rng.choice(
+                [lambda n=numel: rng.randint(0, n), lambda n=numel, m=near: min(n, m + rng.randint(0, 3))]
+            )
             borders.append(sorted(pick() for _ in range(world - 1)))
         layout = rng.choice(["linear", "swizzled_32_4_4"])
-        cast_and_check(rank, masters, specs, borders, scale_layout=layout, dtype=rng.choice([torch.bfloat16, torch.float32]))
+        cast_and_check(
+            rank, masters, specs, borders, scale_layout=layout, dtype=rng.choice([torch.bfloat16, torch.float32])
+        )

@@ -28,7 +28,9 @@ def run(world: int, function: Callable, *arguments, seconds: float = 120) -> lis
         pipes, processes = [], []
         for rank in range(world):
             here, there = CONTEXT.Pipe(duplex=False)
-            process = CONTEXT.Process(target=_main, args=(rank, world, str(Path(folder, "store")), there, function, arguments))
+            process = CONTEXT.Process(
+                target=_main, args=(rank, world, str(Path(folder, "store")), there, function, arguments)
+            )
             process.start()
             there.close()
             pipes.append(here)

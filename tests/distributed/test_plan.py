@@ -1,5 +1,7 @@
 """The storage plan: nothing overlaps, nothing is lost, shares are even, and a parameter costs 0.504 bytes."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -50,7 +52,7 @@ def test_a_tile_belongs_to_the_rank_of_its_first_element(things, world):
                     owners.append((place.first + row * place.pitch + col) // bucket.share)
         runs = bucket.tile_runs
         assert runs[0] == 0 and runs[-1] == len(owners) and owners == sorted(owners)
-        assert [owners.count(rank) for rank in range(world)] == [b - a for a, b in zip(runs, runs[1:], strict=False)]
+        assert [owners.count(rank) for rank in range(world)] == [b - a for a, b in pairwise(runs)]
         assert bucket.scale_room == max(owners.count(rank) for rank in range(world)) if owners else True
 
 
@@ -66,9 +68,7 @@ def test_a_parameter_costs_half_a_byte_and_a_256th(world):
 def test_code_bytes_are_those_of_the_elements(cols, padding, a, b):
     pitch, (start, stop) = cols + padding, sorted((a, b))
     row_bytes = -(-cols // 16) * 8
-    touched = {
-        e // pitch * row_bytes + e % pitch // 2 for e in range(start, stop) if e % pitch < cols
-    }
+    touched = {e // pitch * row_bytes + e % pitch // 2 for e in range(start, stop) if e % pitch < cols}
     first, last = code_bytes(cols, pitch, start, stop)
     assert all(first <= byte < last for byte in touched)
     if padding == 0 and touched:

@@ -1,7 +1,6 @@
 """ZeroOptimizer trains as if every rank held the whole model and quantized it in every forward."""
 
 import ranks
-import torch
 import zero_checks as checks
 
 

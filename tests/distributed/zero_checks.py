@@ -6,7 +6,6 @@ from functools import partial
 
 import small_models
 import torch
-import torch.distributed as dist
 
 import halfbyte as hb
 from halfbyte.distributed import ZeroConfig, ZeroOptimizer
@@ -66,5 +65,3 @@ def same_losses(rank: int, world: int, steps: int, recipe, options: dict) -> lis
     losses = [loss for loss, _ in runs["nvfp4"]]
     assert losses[-1] < losses[0]
     return losses
-
-
