@@ -20,7 +20,7 @@ ROW_GROUP = 16
 GROUP_LANES = 32
 
 LOG2_E = 1.4426950408889634
-EXPONENT_RANGE = (-125.0, 126.0)
+EXPONENT_RANGE = (-125.0, 124.0)  # so that 1 / (1 + e^x) is no subnormal
 EXP2_TERMS = (0.0013264727, 0.0096715139, 0.0555073359, 0.2402224243, 0.6931470037, 1.0)
 """2^f on [-1/2, 1/2], highest power first: relative minimax fit with value 1 at 0, error 9.2e-8."""
 
@@ -28,6 +28,7 @@ TANH_TERMS = (1.5957691216057308, 0.07135481627159676)
 """2 sqrt(2 / pi) and 0.044715 times it: 1 + tanh(u) = 2 sigmoid(2u) in the tanh form of GeLU (arXiv 1606.08415)."""
 
 TAIL_SLOPE = 0.3
+FURTHEST = 64.0
 TAIL_TERMS = (
     0.0356738828,
     -0.1571990699,

@@ -11,6 +11,7 @@ from halfbyte import arithmetic
 from halfbyte.kernels import decode as dc
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import running_max as rm
+from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.running_max import Wanted
 from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import ceil_div
@@ -30,6 +31,14 @@ DENSITY = tl.constexpr(arithmetic.DENSITY)
 LINEAR = tl.constexpr(arithmetic.TANH_TERMS[0])
 CUBIC = tl.constexpr(arithmetic.TANH_TERMS[1])
 CUBIC_SLOPE = tl.constexpr(3 * arithmetic.TANH_TERMS[1])
+
+FURTHEST = tl.constexpr(arithmetic.FURTHEST)
+
+# An approximation good to the last bit and one step of Newton's method with its error exact round as a division does.
+RECIPROCAL = tl.constexpr(
+    "{.reg .f32 r, e, n; rcp.approx.ftz.f32 r, $1; neg.f32 n, $1; fma.rn.f32 e, n, r, 0f3F800000; "
+    "fma.rn.f32 $0, r, e, r;}"
+)
 
 NUM_WARPS = 4
 TILE_ELEMENTS = 4096
@@ -54,8 +63,16 @@ def exponential(x):
 
 
 @triton.jit
+def reciprocal(d):
+    """Return 1 / d rounded to nearest, for 1 <= d <= 2^125: without the branch of a division that takes any number."""
+    if INTERPRETED:
+        return tl.div_rn(tl.full(d.shape, 1.0, tl.float32), d)
+    return tl.inline_asm_elementwise(RECIPROCAL, "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def sigmoid(x):
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), exponential(-x) + 1.0)
+    return reciprocal(exponential(-x) + 1.0)
 
 
 @triton.jit
@@ -72,7 +89,7 @@ def value_and_slope(x, FUNCTION: tl.constexpr):
         slope = (value * (1.0 - s)) * (square * CUBIC_SLOPE + LINEAR) + s
     elif FUNCTION == "gelu":
         bell = exponential((x * x) * -0.5)
-        t = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.abs(x) * TAIL_SLOPE + 1.0)
+        t = reciprocal(tl.minimum(tl.abs(x), FURTHEST) * TAIL_SLOPE + 1.0)
         tail = bell * horner(TAIL_TERMS, TAIL_COUNT, t)
         below = tl.where(x > 0, 1.0 - tail, tail)
         value = x * below
@@ -99,16 +116,17 @@ def activation_kernel(
     rotated = tl.zeros((C,), tl.float32)
     for c in range(col0, stop, C):
         col = c + tl.arange(0, C)
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, stop, cols, GROUP)
+        if up_ptr is not None:
+            ups = rm.load_rows(up_ptr + first, row0, rows, col, stop, cols, GROUP)
         ys = ()
         for i in tl.static_range(GROUP):
-            place = first + (i * cols + col)
             inside = (col < stop) & (row0 + i < rows)
-            x = pm.to_fp32(tl.load(x_ptr + place, mask=inside, other=0.0))
-            y = value_and_slope(x, FUNCTION)[0]
+            y = value_and_slope(pm.to_fp32(xs[i]), FUNCTION)[0]
             if up_ptr is not None:
-                y = y * pm.to_fp32(tl.load(up_ptr + place, mask=inside, other=0.0))
+                y = y * pm.to_fp32(ups[i])
             y = dc.cast(y, out_ptr.dtype.element_ty)
-            tl.store(out_ptr + place, y, mask=inside)
+            tl.store(out_ptr + first + (i * cols + col), y, mask=inside)
             plain = rm.raise_plain(plain, pm.to_fp32(y), WANTED)
             ys = ys + (y,)
         rotated = rm.raise_rotated(rotated, ys, words, WANTED)
@@ -137,21 +155,23 @@ def activation_backward_kernel(
     up_rotated = tl.zeros((C,), tl.float32)
     for c in range(col0, stop, C):
         col = c + tl.arange(0, C)
+        dhs = rm.load_rows(dh_ptr + first, row0, rows, col, stop, cols, GROUP)
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, stop, cols, GROUP)
+        if up_ptr is not None:
+            ups = rm.load_rows(up_ptr + first, row0, rows, col, stop, cols, GROUP)
         dxs = ()
         dups = ()
         for i in tl.static_range(GROUP):
             place = first + (i * cols + col)
             inside = (col < stop) & (row0 + i < rows)
-            dh = pm.to_fp32(tl.load(dh_ptr + place, mask=inside, other=0.0))
-            x = pm.to_fp32(tl.load(x_ptr + place, mask=inside, other=0.0))
-            value, slope = value_and_slope(x, FUNCTION)
+            dh = pm.to_fp32(dhs[i])
+            value, slope = value_and_slope(pm.to_fp32(xs[i]), FUNCTION)
             if up_ptr is not None:
-                up = pm.to_fp32(tl.load(up_ptr + place, mask=inside, other=0.0))
                 dup = dc.cast(dh * value, dup_ptr.dtype.element_ty)
                 tl.store(dup_ptr + place, dup, mask=inside)
                 up_plain = rm.raise_plain(up_plain, pm.to_fp32(dup), WANTED)
                 dups = dups + (dup,)
-                dh = dh * up
+                dh = dh * pm.to_fp32(ups[i])
             dx = dc.cast(dh * slope, dx_ptr.dtype.element_ty)
             tl.store(dx_ptr + place, dx, mask=inside)
             plain = rm.raise_plain(plain, pm.to_fp32(dx), WANTED)

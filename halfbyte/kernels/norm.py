@@ -84,6 +84,9 @@ def norm_kernel(
     tl.debug_barrier()  # the statistics are read back, one row for all threads
     GROUP: tl.constexpr = WANTED.group
     words = rm.sign_words(sign_ptr, sign_stream, WANTED)
+    rstds = rm.load_numbers(rstd_ptr, row0, rows, GROUP)
+    if CENTERED:
+        means = rm.load_numbers(mean_ptr, row0, rows, GROUP)
     plain = tl.zeros((C,), tl.float32)
     rotated = tl.zeros((C,), tl.float32)
     for c in range(0, cols, C):
@@ -92,15 +95,15 @@ def norm_kernel(
         weight = pm.to_fp32(tl.load(weight_ptr + col, mask=in_col, other=0.0))
         if bias_ptr is not None:
             bias = pm.to_fp32(tl.load(bias_ptr + col, mask=in_col, other=0.0))
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, GROUP)
         ys = ()
         for i in tl.static_range(GROUP):
-            row = row0 + i
-            inside = in_col & (row < rows)
+            inside = in_col & (row0 + i < rows)
             place = first + (i * cols + col)
-            d = pm.to_fp32(tl.load(x_ptr + place, mask=inside, other=0.0))
+            d = pm.to_fp32(xs[i])
             if CENTERED:
-                d = d - tl.load(mean_ptr + row, mask=row < rows, other=0.0)
-            y = (d * tl.load(rstd_ptr + row, mask=row < rows, other=0.0)) * weight
+                d = d - means[i]
+            y = (d * rstds[i]) * weight
             if bias_ptr is not None:
                 y = y + bias
             y = dc.cast(tl.where(inside, y, 0.0), y_ptr.dtype.element_ty)
@@ -143,6 +146,11 @@ def norm_backward_kernel(
     if CENTERED:
         tl.store(means_ptr + rows + rows16, tl.div_rn(meet_lanes(total), count), mask=in_rows)
     tl.debug_barrier()
+    rstds = rm.load_numbers(rstd_ptr, row0, rows, ROW_GROUP)
+    alongs = rm.load_numbers(means_ptr, row0, rows, ROW_GROUP)
+    if CENTERED:
+        means = rm.load_numbers(mean_ptr, row0, rows, ROW_GROUP)
+        rests = rm.load_numbers(means_ptr + rows, row0, rows, ROW_GROUP)
     group = tl.program_id(0).to(tl.int64)
     for c in range(0, cols, C):
         col = c + tl.arange(0, C)
@@ -150,20 +158,20 @@ def norm_backward_kernel(
         weight = pm.to_fp32(tl.load(weight_ptr + col, mask=in_col, other=0.0))
         dweight = tl.zeros((C,), tl.float32)
         dbias = tl.zeros((C,), tl.float32)
+        dys = rm.load_rows(dy_ptr + first, row0, rows, col, cols, cols, ROW_GROUP)
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, ROW_GROUP)
         for i in tl.static_range(ROW_GROUP):
-            row = row0 + i
             place = first + (i * cols + col)
-            inside = in_col & (row < rows)
-            dy = pm.to_fp32(tl.load(dy_ptr + place, mask=inside, other=0.0))
-            normal = pm.to_fp32(tl.load(x_ptr + place, mask=inside, other=0.0))
+            inside = in_col & (row0 + i < rows)
+            dy = pm.to_fp32(dys[i])
+            normal = pm.to_fp32(xs[i])
             if CENTERED:
-                normal = normal - tl.load(mean_ptr + row, mask=row < rows, other=0.0)
-            scale = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
-            normal = normal * scale
+                normal = normal - means[i]
+            normal = normal * rstds[i]
             g = dy * weight
             if CENTERED:
-                g = g - tl.load(means_ptr + rows + row, mask=row < rows, other=0.0)
-            dx = (g - normal * tl.load(means_ptr + row, mask=row < rows, other=0.0)) * scale
+                g = g - rests[i]
+            dx = (g - normal * alongs[i]) * rstds[i]
             tl.store(dx_ptr + place, dc.cast(dx, dx_ptr.dtype.element_ty), mask=inside)
             dweight += dy * normal
             if BIAS:

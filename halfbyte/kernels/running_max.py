@@ -110,6 +110,27 @@ def sign_words(sign_ptr, sign_stream, WANTED: tl.constexpr):
 
 
 @triton.jit
+def load_rows(ptr, row0, rows, col, stop, cols, GROUP: tl.constexpr):
+    """Return GROUP rows of columns `col` [C] as stored, zero outside: all loads before anything waits for one.
+
+    ptr: where row row0 begins.
+    """
+    xs = ()
+    for i in tl.static_range(GROUP):
+        xs = xs + (tl.load(ptr + (i * cols + col), mask=(col < stop) & (row0 + i < rows), other=0.0),)
+    return xs
+
+
+@triton.jit
+def load_numbers(ptr, row0, rows, GROUP: tl.constexpr):
+    """Return GROUP numbers, one for each row."""
+    xs = ()
+    for i in tl.static_range(GROUP):
+        xs = xs + (tl.load(ptr + row0 + i, mask=row0 + i < rows, other=0.0),)
+    return xs
+
+
+@triton.jit
 def raise_plain(plain, y, WANTED: tl.constexpr):
     """Raise max |y| [C] by a row of fp32 values as they are stored."""
     if WANTED.row == "tensor" or WANTED.col == "plain":
@@ -165,10 +186,10 @@ def settle(
                 y = pm.to_fp32(tl.load(pointers, mask=(col < cols) & (row0 + i < rows), other=0.0))
                 bits_plain = tl.maximum(bits_plain, finite_bits(y))
             if WANTED.col == "rotated":
+                stored = load_rows(y_ptr + row0.to(tl.int64) * stride, row0, rows, col, cols, stride, GROUP)
                 ys = ()
                 for i in tl.static_range(GROUP):
-                    pointers = y_ptr + (row0 + i).to(tl.int64) * stride + col
-                    ys = ys + (pm.to_fp32(tl.load(pointers, mask=(col < cols) & (row0 + i < rows), other=0.0)),)
+                    ys = ys + (pm.to_fp32(stored[i]),)
                 if not NARROW:
                     ys = pm.unpack_pairs(pm.bf16_pairs(ys), 0, GROUP)
                 ys = pm.unpack_pairs(pm.rotate(ys, WANTED.norm, GROUP, WANTED.fresh, words), 0, GROUP)

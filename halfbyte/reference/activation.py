@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.arithmetic import DENSITY, EXP2_TERMS, EXPONENT_RANGE, LOG2_E, TAIL_SLOPE, TAIL_TERMS, TANH_TERMS
+from halfbyte.arithmetic import (
+    DENSITY,
+    EXP2_TERMS,
+    EXPONENT_RANGE,
+    FURTHEST,
+    LOG2_E,
+    TAIL_SLOPE,
+    TAIL_TERMS,
+    TANH_TERMS,
+)
 from halfbyte.formats import f32
 
 CHUNK_ELEMENTS = 1 << 15
@@ -101,7 +110,7 @@ def _gelu_tanh_both(x: Tensor) -> tuple[Tensor, Tensor]:
 def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return P(Z <= x) of a standard normal Z and e^(-x*x/2)."""
     bell = exponential((x * x) * -0.5)
-    t = torch.ones_like(x) / (x.abs() * f32(TAIL_SLOPE) + 1.0)
+    t = torch.ones_like(x) / (x.abs().clamp_max(FURTHEST) * f32(TAIL_SLOPE) + 1.0)
     tail = bell * _horner(TAIL_TERMS, t)
     return torch.where(x > 0, 1.0 - tail, tail), bell
 
