@@ -178,7 +178,8 @@ def cast_kernel(
     p_scale = scale_ptr + tl.load(piece + FIRST_TILE) + tile_row * tile_cols + block
     scale = tl.load(p_scale, mask=block < tile_cols, other=0)
     poison = scale == dc.E4M3_NAN
-    encode = sc.encode_scale(pm.e4m3_positive(tl.where(poison, 0, scale).to(tl.uint8)), factors[3])[None, :]
+    product = pm.e4m3_positive(tl.where(poison, 0, scale).to(tl.uint8)) * factors[3]
+    encode = tl.minimum(tl.div_rn(product * 0 + 1.0, product), pm.FLT_MAX)[None, :]
     low = pm.pack_word(xs, 0, pm.nearest_codes(xs, 0, encode)).to(tl.int64)
     high = pm.pack_word(xs, 8, pm.nearest_codes(xs, 8, encode)).to(tl.int64)
     word = tl.where(poison[None, :], 0, low | (high << 32))
