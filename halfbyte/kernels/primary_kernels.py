@@ -112,7 +112,7 @@ def amax_kernel(
 ):
     """amaxes [tiles + slots], zero before: of every tile (Inf if an element is not finite) and of every weight."""
     piece, tile_row, block = find_program(table, programs, N)
-    xs, _ = load_piece(piece, tile_row, block, DTYPE, ROUND, ALIGNED)
+    xs, _inside = load_piece(piece, tile_row, block, DTYPE, ROUND, ALIGNED)
     m = pm.abs_max(xs)
     poison = (m < pm.INF) == 0
     tile = tl.max(tl.where(poison, pm.INF, m), axis=0)
@@ -146,18 +146,18 @@ def choose_kernel(
     """The scales of whole tiles by candidates (section 5)."""
     piece, tile_row, block = find_program(table, programs, N)
     constants = load_constants(constants_ptr + tl.load(programs + tl.program_id(0)) * 4)
-    xs, _ = load_piece(piece, tile_row, block, DTYPE, ROUND, ALIGNED)
+    xs, _inside = load_piece(piece, tile_row, block, DTYPE, ROUND, ALIGNED)
     factors = piece_factors(piece, amax_ptr, tiles, constants)
     m = pm.abs_max(xs)
     m = sc.over_tile(tl.where(m < pm.INF, m, pm.INF), 0)
     poison = m == pm.INF
     m = tl.where(poison, 0.0, m)
     if RULE.scaled:  # noqa: SIM114
-        code, _ = sc.choose_candidate(xs, m, factors, constants, True, RULE, 0)
+        code, _encode = sc.choose_candidate(xs, m, factors, constants, True, RULE, 0)
     elif sc.errors_are_regular(factors, constants, RULE):
-        code, _ = sc.choose_candidate(xs, m, factors, constants, True, RULE, 0)
+        code, _encode = sc.choose_candidate(xs, m, factors, constants, True, RULE, 0)
     else:
-        code, _ = sc.choose_candidate(xs, m, factors, constants, False, RULE, 0)
+        code, _encode = sc.choose_candidate(xs, m, factors, constants, False, RULE, 0)
     code = tl.max(tl.where(poison, dc.E4M3_NAN, code).to(tl.int32), axis=0)
     tile_cols = tl.load(piece + TILE_COLS)
     p_scale = scale_ptr + tl.load(piece + FIRST_TILE) + tile_row * tile_cols + block
