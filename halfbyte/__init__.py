@@ -6,6 +6,7 @@
 from halfbyte import layout, nn, recipes
 from halfbyte.convert import Keep, Report, high_precision, quantize_, set_recipe_
 from halfbyte.functional import gemm_nt, grouped_gemm_nt, grouped_linear, linear, linear_shared
+from halfbyte.memory import memory_report
 from halfbyte.nn import cache_weights
 from halfbyte.ops import backends, selective_checkpoint_ops
 from halfbyte.rng import Philox
@@ -41,6 +42,7 @@ __all__ = [
     "layout",
     "linear",
     "linear_shared",
+    "memory_report",
     "nn",
     "quantize",
     "quantize_",

@@ -1,0 +1,85 @@
+"""hb.memory_report: what it computes is what a forward keeps, and looking changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from linear_cases import RECIPES
+from torch import nn
+
+import halfbyte as hb
+from halfbyte import recipes
+from halfbyte.train import measure
+from halfbyte.train import model as models
+
+
+def decoder(name="tiny"):
+    torch.manual_seed(0)
+    model = models.Decoder(models.get(name))
+    hb.quantize_(model, "nvfp4")
+    return model
+
+
+@pytest.mark.parametrize("name", ["tiny", "moe-tiny"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_computed_is_measured(name, dtype):
+    model, tokens = decoder(name), torch.randint(256, (2, 32))
+    report = hb.memory_report(model, tokens, recipes=("nvfp4", "mxfp8"), dtype=dtype)
+    assert report.parameters == model.config.parameters
+    for row in report.rows:
+        for layer in model.modules():
+            if getattr(layer, "run_state", None) is not None:
+                layer.recipe = recipes.get(row.recipe)
+
+        def forward():
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                return model(tokens)
+
+        assert row.bytes(tokens.numel()) == pytest.approx(measure.saved_activation_bytes(model, forward), rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "per_element"),
+    [("nvfp4", 9 / 16), ("mxfp8", 33 / 32), ("nvfp4_forward", 2), ("dequantized", 9 / 16), ("bf16", 2)],
+)
+def test_the_bytes_of_one_layer(recipe, per_element):
+    model = nn.Sequential(nn.Linear(64, 96, bias=False))
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    x = torch.randn(64, 64)
+    report = hb.memory_report(model, x, recipes=[RECIPES[recipe]], forward=lambda x: model(x.requires_grad_()))
+    row = report.rows[1]
+    assert row.linear_per_token == 64 * per_element
+    assert row.linear_fixed == pytest.approx(64 * 96 * per_element, abs=64)  # amaxes and the random position
+
+
+def test_looking_changes_nothing():
+    model, tokens = decoder(), torch.randint(256, (2, 32))
+    state = model.layers[0].mlp.up_proj.run_state
+    state.advance()
+    before, base, recipe = model(tokens), state.base, model.layers[0].mlp.up_proj.recipe
+    with hb.cache_weights(model) as cache:
+        buffers = cache.bytes
+        hb.memory_report(model, tokens, recipes=("mxfp8",), dtype=None)
+        assert cache.bytes == buffers and torch.equal(model(tokens), before)
+    assert state.base is base and model.layers[0].mlp.up_proj.recipe == recipe
+    assert torch.equal(model(tokens), before)
+
+
+def test_a_large_model_needs_no_memory():
+    with torch.device("meta"):
+        model = models.Decoder(models.get("60m"))
+    hb.quantize_(model, "nvfp4")
+    report = hb.memory_report(model, torch.zeros(1, 1024, dtype=torch.int64, device="meta"))
+    assert report["nvfp4"].linear_per_token / report["bf16"].linear_per_token == pytest.approx(9 / 32)
+    assert report["nvfp4"].linear_fixed / report.weights == pytest.approx(9 / 16, rel=1e-4)
+    lines = str(report).splitlines()
+    assert "61.8M" in lines[0] and lines[3].split()[0] == "nvfp4" and "0.281" in lines[3]
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="quantize_ first"):
+        hb.memory_report(nn.Linear(4, 4), torch.randn(2, 4))
+    with pytest.raises(ValueError, match="first dimension"):
+        hb.memory_report(decoder(), torch.tensor(1))
+    with pytest.raises(ValueError, match="no gradient"):
+        hb.memory_report(decoder().requires_grad_(False), torch.zeros(2, 8, dtype=torch.int64))
