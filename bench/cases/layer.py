@@ -7,16 +7,19 @@ CPU: output and both gradients, stochastic rounding and rotations included.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import halfbyte as hb
-from bench.measure import CPU, against_bf16, random_matrix
+from bench.measure import CPU, against_bf16, random_matrix, require_equal
 from bench.registry import Bar, Case, Outcome, Setting, Shape, Unequal
 from halfbyte import recipes
+from halfbyte.functional.weights import CachedWeight, cacheable, quantize_weight
 from halfbyte.rng import StreamPhilox
 from halfbyte.verify.compare import relative_error
 
@@ -41,9 +44,37 @@ def layer(setting: Setting, shape: Shape, *, recipe: str, graph: bool = False) -
     return against_bf16(setting, [ours], [bf16], 6.0 * M * N * K, checked, "x bf16", graph)
 
 
-def _linear(recipe: str, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+def cached_layer(setting: Setting, shape: Shape, *, recipe: str) -> Outcome:
+    """The same under a CUDA graph with a weight quantized before, as in all but the first micro-batch of a step."""
+    M, K, N = shape
+    checked = _check(setting, recipe)
+    x_MK, w_NK, dy_MN = (random_matrix(s, setting.device, i) for i, s in enumerate(((M, K), (N, K), (M, N))))
+    w_NK *= K**-0.5
+    cached = quantize_weight(w_NK, cacheable(recipes.get(recipe)), w_NK.dtype)
+    variants = _linear(recipe, setting.device, cached), _linear(recipe, setting.device), F.linear
+    ours, uncached, bf16 = (partial(_forward_backward, forward, x_MK, w_NK, dy_MN) for forward in variants)
+    require_equal(ours(), uncached(), "cached against not cached")
+    checked.append("cached bitwise not cached")
+    outcome = against_bf16(setting, [ours], [bf16], 6.0 * M * N * K, checked, "x bf16", graph=True)
+    facts = {"launches": float(launches(ours, setting)), "bf16_launches": float(launches(bf16, setting))}
+    return replace(outcome, facts={**outcome.facts, **facts})
+
+
+def launches(call: Callable[[], object], setting: Setting) -> int:
+    """Return how many kernels, copies and fills one call puts on the GPU; 0 without one."""
+    if not setting.on_gpu:
+        return 0
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in trace.events())
+
+
+def _linear(
+    recipe: str, device: torch.device, cached: CachedWeight | None = None
+) -> Callable[[Tensor, Tensor], Tensor]:
     values, place = recipes.get(recipe), StreamPhilox(hb.Philox(5).on(device).base, 0)
-    return lambda x, w: hb.linear(x, w, None, values, rng=place)
+    return lambda x, w: hb.linear(x, w, None, values, rng=place, cached_weight=cached)
 
 
 def _forward_backward(
@@ -94,5 +125,12 @@ CASES = (
         shapes={(512, 1024, 1024): None},
         small=SMALL,
         run=partial(layer, recipe="nvfp4", graph=True),
+    ),
+    Case(
+        name="linear/nvfp4-small-cached",
+        about="forward + backward under a CUDA graph, the weight quantized before",
+        shapes={(512, 1024, 1024): Bar(least=2.2, aim=1.8)},
+        small=SMALL,
+        run=partial(cached_layer, recipe="nvfp4"),
     ),
 )

@@ -24,7 +24,9 @@ from halfbyte.train import optim
 from halfbyte.train.config import OptimConfig
 
 WARM_UP, STEPS = 3, 10
-LOSS_TOLERANCE = 0.02  # of the first steps' loss: the recipe trains, it does not merely run
+LEAST_PROGRESS = 0.6  # of bf16's fall in loss over all these steps: the recipe trains, it does not merely run
+MEMORY_TOLERANCE = 0.05
+MOST_KEPT = 0.30  # of the bytes that bf16's linear layers keep per token, under the recipe
 
 
 def training(setting: Setting, shape: Shape, *, model: str) -> Outcome:
@@ -33,37 +35,41 @@ def training(setting: Setting, shape: Shape, *, model: str) -> Outcome:
     config = models.get(model)
     bf16 = _run(setting, shape, config, "bf16")
     ours = _run(setting, shape, config, "nvfp4")
-    gap = abs(ours["loss"] - bf16["loss"]) / bf16["loss"]
-    if not gap <= LOSS_TOLERANCE:
-        raise Unequal(f"loss {ours['loss']:.4f} after the first steps, in bf16 {bf16['loss']:.4f}")
+    progress = ours["fall"] / bf16["fall"]
+    if not progress >= LEAST_PROGRESS:
+        raise Unequal(f"the loss fell by {ours['fall']:.4f}, in bf16 by {bf16['fall']:.4f}")
+    share, checked = _kept(setting, config, shape)
+    if not share <= MOST_KEPT:
+        raise Unequal(f"linear layers keep {share:.3f} of what bf16's keep, at most {MOST_KEPT}")
     tokens = shape[0] * shape[1]
     return Outcome(
         seconds=ours["seconds"],
         spread=ours["spread"],
         metric="x bf16",
         value=ours["seconds"] / bf16["seconds"],
-        checked=(f"loss after the first steps {gap:.2%} from bf16's",),
+        checked=(f"the loss falls by {progress:.0%} of bf16's fall", *checked),
         facts={
             "bf16_us": bf16["seconds"] * 1e6,
             "tokens_per_second": tokens / ours["seconds"],
             "peak_GiB": ours["peak"] / 2**30,
             "bf16_peak_GiB": bf16["peak"] / 2**30,
+            "linears_kept_of_bf16": share,
             "parameters": float(config.parameters),
         },
     )
 
 
 def _run(setting: Setting, shape: Shape, config: models.ModelConfig, recipe: str) -> dict[str, float]:
-    """Return median seconds of a step, their spread, peak bytes and the loss after warming up."""
+    """Return median seconds of a step, their spread, peak bytes and the fall of the loss."""
     step = _stepper(setting, shape, config, recipe)
     warm_up, steps = (WARM_UP, STEPS) if setting.on_gpu else (1, 2)
-    loss = [float(step()) for _ in range(warm_up)][-1]
+    losses = [float(step()) for _ in range(warm_up)]
     if setting.on_gpu:
         torch.cuda.reset_peak_memory_stats(setting.device)
     seconds = []
     for _ in range(steps):
         start = time.perf_counter()
-        float(step())  # waits for the device, as a log line would
+        losses.append(float(step()))  # waits for the device, as a log line would
         seconds.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated(setting.device) if setting.on_gpu else 0
     del step
@@ -72,7 +78,30 @@ def _run(setting: Setting, shape: Shape, config: models.ModelConfig, recipe: str
     if setting.on_gpu:
         torch.cuda.empty_cache()
     low, middle, high = statistics.quantiles(seconds, n=4)
-    return {"seconds": middle, "spread": (high - low) / middle, "peak": float(peak), "loss": loss}
+    return {"seconds": middle, "spread": (high - low) / middle, "peak": float(peak), "fall": losses[0] - losses[-1]}
+
+
+def _kept(setting: Setting, config: models.ModelConfig, shape: Shape) -> tuple[float, list[str]]:
+    """Compare what memory_report computes with what eager forwards leave allocated; return linears' share of bf16's."""
+    inputs, checked = torch.zeros(2, shape[1], dtype=torch.int64, device=setting.device), []
+    with setting.device:
+        model = models.Decoder(config)
+    hb.quantize_(model, "nvfp4", state=hb.RunState(0).to(setting.device))
+    report = hb.memory_report(model, inputs)
+    for row in report.rows if setting.on_gpu else ():
+        hb.set_recipe_(model, row.recipe)
+        for _ in range(2):  # the first compiles kernels and makes workspaces
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated(setting.device)
+            with torch.autocast("cuda", torch.bfloat16):
+                logits = model(inputs)
+            measured = torch.cuda.memory_allocated(setting.device) - before - logits.nbytes
+            del logits
+        gap = row.bytes(inputs.numel()) / measured - 1
+        checked.append(f"{row.recipe} keeps {measured / 2**30:.3f} GiB of {inputs.numel()} tokens, computed {gap:+.2%}")
+        if not abs(gap) <= MEMORY_TOLERANCE:
+            raise Unequal(checked[-1])
+    return report.rows[1].linear_per_token / report.rows[0].linear_per_token, checked
 
 
 def _stepper(setting: Setting, shape: Shape, config: models.ModelConfig, recipe: str) -> Callable[[], torch.Tensor]:
