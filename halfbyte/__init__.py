@@ -3,7 +3,7 @@
 `import halfbyte as hb`, then `report = hb.quantize_(model, hb.recipes.nvfp4())` converts a model in place.
 """
 
-from halfbyte import layout, nn, recipes
+from halfbyte import distributed, layout, nn, recipes
 from halfbyte.convert import Keep, Report, high_precision, quantize_, set_recipe_
 from halfbyte.functional import gemm_nt, grouped_gemm_nt, grouped_linear, linear, linear_shared
 from halfbyte.memory import memory_report
@@ -34,6 +34,7 @@ __all__ = [
     "__version__",
     "backends",
     "cache_weights",
+    "distributed",
     "gemm_nt",
     "grouped_gemm_nt",
     "grouped_linear",
