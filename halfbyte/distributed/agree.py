@@ -57,7 +57,10 @@ def exchange_notes(
     try:
         store.wait(keys, timeout)
     except (dist.DistStoreError, RuntimeError) as error:
-        missing = [members[i] for i, key in enumerate(keys) if not store.check([key])]
+        # As if this call had not been: the next one meets the others where they are.
+        store.delete_key(keys[rank])
+        store.add(f"{room}/calls/{rank}", -1)
+        missing = [members[i] for i, key in enumerate(keys) if i != rank and not store.check([key])]
         raise RuntimeError(
             f"{call}: ranks {missing} did not make the same call within {timeout.total_seconds():g} s; every rank of "
             "the group must call it, in the same order"

@@ -102,7 +102,7 @@ class ZeroOptimizer:
     ) -> None:
         self.config, self._group = config, group
         _, self._size = rank_and_size(group)
-        self._everyone = _ranks(group)
+        self.everyone = _ranks(group)
         self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         chosen, groups = self._divide(expert_groups or {})
         self._tiled = tiled_parameters(model)
@@ -125,7 +125,7 @@ class ZeroOptimizer:
     def _divide(self, expert_groups: Mapping[str, dist.ProcessGroup]) -> tuple[dict[int, list[str]], dict[int, Ranks]]:
         """Return the names of parameters for each group of ranks, the main one first."""
         chosen: dict[int, list[str]] = {0: []}
-        groups = {0: self._everyone}
+        groups = {0: self.everyone}
         unused = set(expert_groups)
         for name in self._params:
             key = 0
@@ -296,8 +296,8 @@ class ZeroOptimizer:
         """Divide by the ranks and clip, in one multiplication; return the norm."""
         grads = [bucket.master_grads for bucket in self.buckets]
         squares = torch.stack(torch._foreach_norm(grads)).square().sum()
-        if self._everyone.group is not None:
-            dist.all_reduce(squares, group=self._everyone.group)
+        if self.everyone.group is not None:
+            dist.all_reduce(squares, group=self.everyone.group)
         norm = squares.sqrt() / self._size
         if self.config.max_norm is not None:
             factor = (self.config.max_norm / (norm + 1e-6)).clamp(max=1.0) / self._size

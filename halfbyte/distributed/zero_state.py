@@ -91,7 +91,7 @@ def _others(zero: ZeroOptimizer, bucket: Bucket) -> dict[str, dict[str, Any]]:
 
 def load(zero: ZeroOptimizer, state: Any) -> None:
     """See ZeroOptimizer.load_state_dict; checks all before it changes anything."""
-    group = zero.buckets[0].ranks.group
+    group = zero.everyone.group
     refuse_together(_problem(zero, state), group, "ZeroOptimizer.load_state_dict", zero.config.timeout)
     zero.synchronize()
     with torch.no_grad():

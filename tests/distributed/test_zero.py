@@ -1,8 +1,38 @@
 """ZeroOptimizer trains as if every rank held the whole model and quantized it in every forward."""
 
+import pytest
 import ranks
 import zero_checks as checks
 
+import halfbyte as hb
+from halfbyte.distributed import ZeroConfig
 
-def test_the_same_losses_as_with_whole_weights():
-    ranks.run(4, checks.same_losses, 20, "nvfp4", {"dim": 24})
+
+def test_four_ranks():
+    ranks.run(4, checks.four_ranks)
+
+
+def test_two_ranks():
+    ranks.run(2, checks.two_ranks)
+
+
+@pytest.mark.slow
+def test_500_steps_have_the_same_losses():
+    ranks.run(2, checks.same_losses, 500, "nvfp4", {"dim": 16}, seconds=600)
+
+
+def test_one_process_needs_no_group():
+    assert checks.same_losses(0, 1, 4, "nvfp4", {})[0] > 0
+
+
+@pytest.mark.parametrize(
+    "field, value", (("weights", "fp4"), ("grad_dtype", "fp16"), ("bucket_numel", 0), ("max_norm", -1.0))
+)
+def test_config_refuses(field, value):
+    with pytest.raises(ValueError, match=f"^{field}="):
+        ZeroConfig(**{field: value})
+
+
+def test_a_glob_that_matches_nothing_is_refused():
+    with pytest.raises(ValueError, match="expert_groups: 'experts"):
+        hb.distributed.ZeroOptimizer(checks.small_models.Decoder(1), expert_groups={"experts*": None})
