@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from datetime import timedelta
 
+import pytest
 import torch
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte.distributed import cast_master_weights_to_nvfp4
+from halfbyte.distributed import agree, cast_master_weights_to_nvfp4, partial_cast
 from halfbyte.pieces import code_bytes
 from halfbyte.tensor import QuantTensor
 from halfbyte.tensor.primary import PrimaryWeight
@@ -90,3 +92,141 @@ def random_splits(rank: int, world: int, rounds: int) -> None:
         cast_and_check(
             rank, masters, specs, borders, scale_layout=layout, dtype=rng.choice([torch.bfloat16, torch.float32])
         )
+
+
+def two_ranks(rank: int, world: int) -> None:
+    for spec in (TILE, FOUR_OVER_SIX):
+        broken_values(rank, spec)
+        fsdp_shards(rank, spec)
+    prepared_once(rank)
+    absent_shards(rank)
+    shared_amax(rank)
+    mismatches(rank)
+
+
+def broken_values(rank: int, spec: hb.NVFP4) -> None:
+    """NaN in one shard poisons exactly its tile on every rank, and its finite neighbours still count for the amax."""
+    master = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
+    whole = master.clone()
+    for row, col, value in ((3, 20, torch.nan), (39, 49, torch.inf), (17, 0, -torch.inf)):
+        whole[row, col] = value
+    whole[3, 21] = 77.0  # the greatest, in a poisoned tile
+    border = 3 * 50 + 21  # between the two
+    weight = PrimaryWeight.empty((40, 50), spec)
+    shard, at = share(whole, [border], rank)
+    cast_master_weights_to_nvfp4([weight], [shard], [at], None)
+    expected = hb.quantize(whole.bfloat16(), spec)
+    assert weight.blocks.amax == 77.0 and torch.equal(weight.blocks.block_scale, expected.blocks.block_scale)
+    poisoned = {(int(i) // 16, int(j)) for i, j in (weight.blocks.block_scale == 0x7F).nonzero()}
+    assert poisoned == {(0, 1), (2, 3), (1, 0)}
+    first, last = code_bytes(50, 50, at, at + shard.numel())
+    assert torch.equal(weight.qdata.view(-1)[first:last], expected.qdata.view(-1)[first:last])
+
+
+def fsdp_shards(rank: int, spec: hb.NVFP4) -> None:
+    """Codes go to the shard's own bytes; put one after another they are the weight's, shared bytes complete in both."""
+    master = torch.randn(33, 37, generator=torch.Generator().manual_seed(1))
+    expected = hb.quantize(master.bfloat16(), spec)
+    for border in (0, 37 * 16 + 5, 37 * 16 + 6, 700, 33 * 37):
+        weight = PrimaryWeight.empty((33, 37), spec)
+        shard, at = share(master, [border], rank)
+        first, last = code_bytes(37, 37, at, at + shard.numel())
+        codes = torch.zeros(last - first, dtype=torch.uint8)
+        cast_master_weights_to_nvfp4([weight], [shard], [at], None, fsdp_shard_model_weights=[codes])
+        assert torch.equal(codes, expected.qdata.view(-1)[first:last]) and not weight.qdata.any()
+        assert torch.equal(weight.blocks.block_scale, expected.blocks.block_scale)
+
+
+def prepared_once(rank: int) -> None:
+    """Later calls with the same tensors compare nothing; the values they find are the present ones."""
+    masters = [torch.randn(17 * 40), torch.randn(64 * 16)]
+    weights = [PrimaryWeight.empty((17, 40)), PrimaryWeight.empty((64, 16))]
+    shards = [masters[0][:301] if rank == 0 else masters[0][301:], masters[1][:512] if rank == 0 else masters[1][512:]]
+    starts = [0, 0] if rank == 0 else [301, 512]
+    for round_ in range(3):
+        for master in masters:
+            master.copy_(torch.randn(master.shape, generator=torch.Generator().manual_seed(round_)))
+        cast_master_weights_to_nvfp4(weights, shards, starts, None)
+        for weight, master, shard, at in zip(weights, masters, shards, starts, strict=True):
+            whole = master.view(weight.shape)
+            expected = hb.quantize(whole.bfloat16(), TILE).qdata.view(-1)
+            first, last = code_bytes(weight.shape[1], weight.shape[1], at, at + shard.numel())
+            assert torch.equal(weight.qdata.view(-1)[first:last], expected[first:last])
+        with pytest.MonkeyPatch.context() as patch:  # whatever would be exchanged now is an error
+            patch.setattr(partial_cast, "exchange_notes", None)
+            cast_master_weights_to_nvfp4(weights, shards, starts, None)
+
+
+def absent_shards(rank: int) -> None:
+    """Weights that one rank has no part of, that no rank has a part of, that have no elements; empty lists."""
+    masters = [torch.randn(16, 32), None, torch.randn(0, 32), torch.randn(5, 5)]
+    weights = [dirty_weight(shape, TILE, 3) for shape in ((16, 32), (20, 20), (0, 32), (5, 5))]
+    untouched = weights[1].qdata.clone()
+    given = [m.flatten() if m is not None and i % 2 != rank else None for i, m in enumerate(masters)]
+    cast_master_weights_to_nvfp4(weights, given, [None if g is None else 0 for g in given], None)
+    for i in (0, 3):
+        expected = hb.quantize(masters[i].bfloat16(), TILE)
+        assert torch.equal(weights[i].blocks.block_scale, expected.blocks.block_scale)
+        assert torch.equal(weights[i].qdata, expected.qdata) == (given[i] is not None)
+    assert torch.equal(weights[1].qdata, untouched)
+    cast_master_weights_to_nvfp4([], [], [], None)
+    cast_master_weights_to_nvfp4(weights[:1], [None], [None], None)
+
+
+def shared_amax(rank: int) -> None:
+    """Weights whose amax is one tensor have one tensor scale."""
+    amax = torch.zeros(())
+    masters = [torch.randn(16, 48), 9 * torch.randn(33, 16)]
+    for master, seed in zip(masters, (5, 6), strict=True):
+        master.copy_(master.abs().max() * torch.rand(master.shape, generator=torch.Generator().manual_seed(seed)))
+        torch.distributed.broadcast(master, 0)
+    weights = [PrimaryWeight.empty(tuple(m.shape), TILE, amax=amax) for m in masters]
+    shards = [share(m, [100], rank) for m in masters]
+    cast_master_weights_to_nvfp4(weights, [s for s, _ in shards], [at for _, at in shards], None)
+    greatest = torch.stack([m.bfloat16().float().max() for m in masters]).max()
+    assert torch.equal(amax, greatest)
+    for weight, master in zip(weights, masters, strict=True):
+        expected = hb.quantize(master.bfloat16(), TILE, amax=greatest)
+        assert torch.equal(weight.blocks.block_scale, expected.blocks.block_scale)
+
+
+def mismatches(rank: int) -> None:
+    """What differs between ranks, or is wrong on one, is an error on all of them."""
+
+    def cast(shape, spec, start, length, count=1, **options) -> None:
+        weights = [PrimaryWeight.empty(shape, spec) for _ in range(count)]
+        cast_master_weights_to_nvfp4(weights, [torch.ones(length)] * count, [start] * count, None, **options)
+
+    half = {0: (0, 128), 1: (128, 128)}[rank]
+    wrong = {
+        r"model_weights\[0\] is .* on rank 0 and .* on rank 1": [
+            lambda: cast(((16, 16), (8, 32))[rank], TILE, *half),
+            lambda: cast((16, 16), (TILE, FOUR_OVER_SIX)[rank], *half),
+        ],
+        "has 1 weights on rank 0 and 2 on rank 1": [lambda: cast((16, 16), TILE, *half, count=1 + rank)],
+        r"two ranks hold the elements 0 to 127": [lambda: cast((16, 16), TILE, 0, 256 - 128 * rank)],
+        r"no rank holds the elements 120 to 127": [lambda: cast((16, 16), TILE, half[0], 120 + 8 * rank)],
+        r"no rank holds the elements 250 to 255": [lambda: cast((16, 16), TILE, half[0], 128 - 6 * rank)],
+        r"rank 1: start_offsets\[0\]=200": [lambda: cast((16, 16), TILE, 200 * rank, 128)],
+        r"rank 1: start_offsets\[0\]=None": [lambda: cast((16, 16), TILE, (0, None)[rank], 128)],
+        "manual_post_all_gather_processing=False: the group has 2 ranks": [
+            lambda: cast((16, 16), TILE, *half, manual_post_all_gather_processing=False)
+        ],
+        r"rank 1: fsdp_shard_model_weights has 2 entries for 1": [
+            lambda: cast((16, 16), TILE, *half, fsdp_shard_model_weights=(None, [None, None])[rank])
+        ],
+        r"rank 1: fsdp_shard_model_weights\[0\]: give contiguous uint8 \[64\]": [
+            lambda: cast((16, 16), TILE, *half, fsdp_shard_model_weights=([None], [torch.zeros(3)])[rank])
+        ],
+    }
+    for message, calls in wrong.items():
+        for call in calls:
+            with pytest.raises(ValueError, match=message):
+                call()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agree, "AGREE_TIMEOUT", timedelta(seconds=0.3))
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=r"ranks \[1\] did not make the same call within 0.3 s"):
+                cast((16, 16), TILE, *half)
+    torch.distributed.barrier()
+    cast((16, 16), TILE, *half)  # and afterwards the ranks meet again

@@ -5,6 +5,10 @@ import pytest
 import ranks
 import torch
 
+import halfbyte as hb
+from halfbyte.distributed import cast_master_weights_to_nvfp4
+from halfbyte.tensor import PrimaryWeight
+
 
 @pytest.mark.parametrize("spec", (checks.TILE, checks.FOUR_OVER_SIX), ids=("standard", "four_over_six"))
 def test_every_start_offset(spec):
@@ -14,3 +18,40 @@ def test_every_start_offset(spec):
 @pytest.mark.parametrize("world", (1, 3, 8))
 def test_random_splits(world):
     ranks.run(world, checks.random_splits, 20)
+
+
+def test_two_ranks():
+    ranks.run(2, checks.two_ranks)
+
+
+@pytest.mark.parametrize("spec", (checks.TILE, checks.FOUR_OVER_SIX), ids=("standard", "four_over_six"))
+def test_one_process_needs_no_group(spec):
+    master = torch.randn(40, 24)
+    weight = PrimaryWeight.empty((40, 24), spec, scale_layout="swizzled_32_4_4")
+    cast_master_weights_to_nvfp4([weight], [master.view(-1)], [0], None, manual_post_all_gather_processing=False)
+    checks.check_bytes(weight, weight.qdata.view(-1), master, 0, 960)
+    turned = hb.quantize(master.bfloat16(), spec).transpose()
+    assert torch.equal(weight.turned.qdata, turned.qdata)
+    assert torch.equal(weight.turned.block_scale, turned.block_scale.view(torch.uint8))
+
+
+def test_wrong_weights_are_refused():
+    good = PrimaryWeight.empty((16, 16))
+    for weight, reason in (
+        (torch.zeros(16, 16), "is Tensor: give 2-D QuantTensors"),
+        (hb.quantize(torch.zeros(16, 16), hb.NVFP4()), "needs 16x16 tiles"),
+        (hb.quantize(torch.zeros(16, 16), hb.MXFP8()), "needs 16x16 tiles"),
+        (hb.quantize(torch.zeros(32, 16), checks.TILE)[:16], "is a view or transpose"),
+    ):
+        with pytest.raises(ValueError, match=r"^model_weights\[1\].*" + reason):
+            cast_master_weights_to_nvfp4([good, weight], [torch.zeros(256)] * 2, [0, 0], None)
+    for master, reason in (
+        (torch.zeros(256, dtype=torch.float64), "fp32, bf16 or fp16"),
+        (torch.zeros(257), "do not lie"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            cast_master_weights_to_nvfp4([good], [master], [0], None)
+    with pytest.raises(ValueError, match="master_weights has 0 entries for 1"):
+        cast_master_weights_to_nvfp4([good], [], [0], None)
+    with pytest.raises(ValueError, match="masters are rounded to nearest"):
+        PrimaryWeight.empty((16, 16), hb.NVFP4(block=(16, 16), rounding="stochastic"))

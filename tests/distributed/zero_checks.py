@@ -14,7 +14,6 @@ import halfbyte as hb
 from halfbyte.distributed import ZeroConfig, ZeroOptimizer
 from halfbyte.tensor import PrimaryWeight
 
-
 TIMEOUT = timedelta(seconds=20)
 
 
