@@ -109,18 +109,21 @@ class StreamPhilox:
     Args:
         base: int64 [2], owned by a RunState; read when an op runs.
         stream: added to the offset; 0 <= stream < 2**32.
+        shift: int64 [2], added to the base: a stream as a tensor, for code that is compiled once for many layers.
     """
 
     base: Tensor
     stream: int
+    shift: Tensor | None = None
 
     def at(self, stream: int) -> StreamPhilox:
         """Return the place `stream` offsets further."""
-        return StreamPhilox(self.base, self.stream + stream)
+        return StreamPhilox(self.base, self.stream + stream, self.shift)
 
     def on(self, device: torch.device) -> Draw:
         """Return the draw on `device`."""
-        return Draw(self.base.to(device, non_blocking=True), self.stream)
+        base = self.base.to(device, non_blocking=True)
+        return Draw(base if self.shift is None else base + self.shift, self.stream)
 
 
 AnyPhilox = Philox | StreamPhilox

@@ -148,7 +148,7 @@ def _weight_amaxes(x: Tensor, modules: Sequence[Linear]) -> list[Tensor | None]:
     """Return each module's shared weight amax, computed once per group and where nothing is cached."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    known: dict[int, Tensor] = {}
+    known: list[tuple[Linear, Tensor]] = []
     result: list[Tensor | None] = []
     for module in modules:
         missing = weight_specs(module.recipe)
@@ -159,10 +159,12 @@ def _weight_amaxes(x: Tensor, modules: Sequence[Linear]) -> list[Tensor | None]:
         if is_primary or not module.amax_group or not any(isinstance(spec, NVFP4) for spec in missing):
             result.append(None)
             continue
-        key = id(module.amax_group[0])
-        if key not in known:
-            known[key] = shared_amax(module, dtype)
-        result.append(known[key])
+        first = module.amax_group[0]
+        amax = next((amax for other, amax in known if other is first), None)
+        if amax is None:
+            amax = shared_amax(module, dtype)
+            known.append((first, amax))
+        result.append(amax)
     return result
 
 

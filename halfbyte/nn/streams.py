@@ -45,6 +45,16 @@ class FollowsRecipe:
         self._stale = (0, 0)  # RunState.advances when last seen, training forwards since
 
     @property
+    def stream(self) -> int:
+        """The first of the module's streams."""
+        return self._stream
+
+    @stream.setter
+    def stream(self, stream: int) -> None:
+        self._stream = stream
+        self._shift = torch.tensor([0, stream], dtype=torch.int64, device="cpu")
+
+    @property
     def recipe(self) -> Recipe:
         """How the layer quantizes; a cached weight follows when it changes."""
         return self._recipe
@@ -89,7 +99,12 @@ class FollowsRecipe:
             return None
         if self.run_state.base.device != device:
             self.run_state.to(device)
-        return self.run_state.philox(self.stream + call * STREAMS_PER_LINEAR)
+        if not torch.compiler.is_compiling():
+            return self.run_state.philox(self._stream + call * STREAMS_PER_LINEAR)
+        # The same place, but its number in a tensor: layers that differ in nothing else share one compiled graph.
+        if self._shift.device != device:
+            self._shift = self._shift.to(device)
+        return StreamPhilox(self.run_state.base, call * STREAMS_PER_LINEAR, self._shift)
 
     def _watch_position(self, state: RunState) -> None:
         if not (self.training and torch.is_grad_enabled()):
@@ -114,6 +129,8 @@ class FollowsRecipe:
 
     def _apply(self, *arguments: Any) -> Any:
         result = super()._apply(*arguments)
+        if isinstance(getattr(self, "weight", None), Tensor) and not self.weight.is_meta:
+            self._shift = self._shift.to(self.weight.device)
         if self.weight_cache is not None:
             self.weight_cache.refill()
         return result

@@ -76,7 +76,9 @@ class Trainer:
         self.report = hb.quantize_(self.model, chosen.recipe, keep=chosen.keep, state=self.run_state)
         self.optimizer = optim.adamw(self.model, config.optim)
         self.model.recompute = config.run.recompute
-        self.forward = torch.compile(self.model) if config.compile else self.model
+        if config.compile:
+            for block in self.model.layers:  # one graph serves them all
+                block.compile(fullgraph=True)
         self.compute = graphs.GraphedStep(self._compute, self.device) if config.run.graph else self._compute
         layout = {"sequence": config.data.sequence, "batch": config.data.batch, "device": self.device}
         self.batches = Batches(data.train, seed=config.seed, **layout)
@@ -177,7 +179,7 @@ class Trainer:
     def _losses(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cross entropy, which is what runs report, and the weighted load-balancing loss of experts."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            logits_BTV, balance = self.forward(inputs_BT, balance=True)
+            logits_BTV, balance = self.model(inputs_BT, balance=True)
         return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten()), balance
 
     def _tokens(self) -> int:

@@ -6,6 +6,8 @@ bitwise those of eager; what inductor itself makes of the surroundings is in tes
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from grouped_cases import RAGGED, ends
@@ -14,6 +16,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import halfbyte as hb
+from halfbyte.train import model as models
 from halfbyte.train.moe import MoE, MoEConfig
 
 EVERY_KIND = ("nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "mxfp8", "row_scaled", "dequantized", "rotated_everywhere")
@@ -84,6 +87,38 @@ def test_twenty_token_counts_make_two_graphs(recipe):
     for tokens in range(41, 141, 5):
         check(layer, function, torch.randn(tokens, 32))
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("name", ["tiny", "moe-tiny"])
+def test_blocks_compiled_one_by_one_share_a_graph(name):
+    """The streams that they draw from differ, and are no constants of the graph."""
+    torch.manual_seed(0)
+    model = models.Decoder(replace(models.get(name), layers=4))
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    tokens, results = torch.randint(256, (2, 40)), []
+    for backend in (None, CompileCounterWithBackend("aot_eager")):
+        for block in model.layers if backend else ():
+            block.compile(backend=backend, fullgraph=True)
+        model.zero_grad()
+        logits, balance = model(tokens, balance=True)
+        (logits.square().mean() + balance).backward()
+        results.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    assert backend.frame_count == 1
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_mxfp8_bwd"])
+def test_fused_layers_follow_recipes_without_a_break(recipe):
+    torch.manual_seed(0)
+    state = hb.RunState(0)
+    model = nn.Sequential(
+        hb.nn.LayerNormLinear(32, 48, recipe=recipe, state=state),
+        hb.nn.LayerNormMLP(48, 64, recipe=recipe, state=state),
+    )
+    function, counter = compiled(model)
+    check(model, function, torch.randn(40, 32))
+    assert counter.frame_count == 1
 
 
 def test_switching_back_compiles_nothing_new():
