@@ -261,6 +261,8 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
     tile_cols = _columns(tile, rules[0])
     tile_rows = plan.tile_rows if col is not None or INTERPRETED else tile.rows
     col_tiles = ceil_div(grid.x.shape[1], tile_cols)
+    whole = grid.x.shape[1] % tile_cols == 0
+    full = [rule._replace(full=True) if whole and rule is not None else None for rule in rules]
     pointers, numbers, constants = [], [], []
     for side, amax in zip(sides, amaxes, strict=True):
         pointers += _pointers(side, amax, plan)
@@ -281,6 +283,8 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
         col_tiles,
         ROW=rules[0],
         COL=rules[1],
+        FULL_ROW=full[0],
+        FULL_COL=full[1],
         STACKED=grid.stacked,
         TILE_ROWS=plan.tile_rows,
         TR=tile_rows,
@@ -381,6 +385,7 @@ def _quantize_case(row: NVFP4, col: Spec | None, *, stacked: bool, decoded: tupl
             del operand[f"{name}_{unused}"]
         rule = None if spec is None else sc.rule_of(spec, hardware=False)._replace(decoded=values, packed=True)
         arguments |= {**operand, name.upper(): rule}
+        arguments[f"FULL_{name.upper()}"] = rule and rule._replace(full=True)
         if spec is None:
             arguments |= {key: None for key in operand if key.endswith("_ptr")}
         elif values:

@@ -48,6 +48,7 @@ from halfbyte.spec import NVFP4, Spec
 
 Variant = Literal["auto", "tma", "pointer"]
 NO_LIMIT = 1 << 30
+PAIRED_TILE = Tile(128, 128, 64, 4, 3)  # one program stores while its neighbour multiplies
 MAP_STORES = True  # whole tiles by tensor map, or all by plain stores in a flattened loop
 CLEAR_TILE = (32, 512)
 MIN_TORCH_CAPABILITY = 90  # below, torch's grouped GEMM reads the offsets on the host
@@ -198,7 +199,7 @@ def _run_rows(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulate
         grid = (plan.tiles * ceil_div(N, tile.bn),)
         _launch_pointer(grid, (a, b), plan, out, (M, N, K), options, accumulate=accumulate)
         return
-    programs = min(multiprocessors(out.device), plan.tiles * ceil_div(N, tile.bn))
+    programs = min(_programs(tile, out.device), plan.tiles * ceil_div(N, tile.bn))
     parts = epilogue_parts(tile, out.dtype)
     out_tma = describable(out) and not accumulate and MAP_STORES
     rows_tma_kernel[(programs,)](
@@ -259,7 +260,7 @@ def _run_split(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulat
         if not tma:
             _launch_pointer((work,), (a, b), plan, out, (M, N, K), options | common, accumulate=accumulate or later)
             continue
-        programs = min(multiprocessors(out.device), work)
+        programs = min(_programs(tile, out.device), work)
         parts = epilogue_parts(tile, out.dtype)
         split_tma_kernel[(programs,)](
             TensorDescriptor.from_tensor(a.values, [tile.bm, tile.bk]),
@@ -314,6 +315,11 @@ def _launch_pointer(
         B_STORED=b.stored > 0,
         **(defaults | options),
     )
+
+
+def _programs(tile: Tile, device: torch.device) -> int:
+    """Return how many persistent programs run: two a multiprocessor where registers and shared memory hold them."""
+    return multiprocessors(device) * (2 if tile == PAIRED_TILE else 1)
 
 
 def _choose(tiles: tuple[Tile, ...], groups: int, shape: tuple[int, int, int], device: torch.device) -> Tile:

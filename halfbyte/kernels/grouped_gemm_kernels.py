@@ -18,14 +18,12 @@ VARYING = ("groups", "M", "N", "K", "first_step")
 
 
 @triton.jit
-def factor_ptr(amax_ptr, group, rows_before, FACTOR: tl.constexpr):
+def factor_offset(group, rows_before, FACTOR: tl.constexpr):
     """Return where a group's amax lies, or those of its rows."""
     if FACTOR == dc.ROW_FACTOR:
-        return amax_ptr + rows_before
-    elif FACTOR == dc.TENSOR_FACTOR:
-        return amax_ptr + group
+        return rows_before
     else:
-        return amax_ptr
+        return group
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -69,7 +67,11 @@ def rows_tma_kernel(
         i_m, i_n = tile_of(i, tiles_m, tiles_n, GROUP)
         group, start, end, first = group_of_tile(i_m, tile_group_ptr, table_ptr)
         own = tl.minimum(group, groups - 1)
+        rows = end - start
         local = (i_m - first) * BM
+        if not ACCUMULATE:
+            # A group's last tile moves up to be whole: rows that two tiles compute get the same bits from both.
+            local = tl.minimum(local, tl.maximum(rows - BM, 0))
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(steps):
             b_a = a_desc.load([start + local, k * BK])
@@ -81,21 +83,20 @@ def rows_tma_kernel(
                 acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), acc, input_precision="ieee")
             else:
                 acc = tl.dot(b_a, b_b, acc)
-        rows = end - start
-        whole = (local + BM <= rows) & (group < groups)
+        a_factors = None if A_FACTOR == dc.NO_FACTOR else a_amax_ptr + factor_offset(own, start, A_FACTOR)
+        b_factors = None if B_FACTOR == dc.NO_FACTOR else b_amax_ptr + factor_offset(own, own * N, B_FACTOR)
         parts = split_columns(acc, PARTS)
         for part in tl.static_range(PARTS):
             i_col = i_n * BN + part * (BN // PARTS)
             o_m = local + tl.arange(0, BM)
             o_n = i_col + tl.arange(0, BN // PARTS)
             y = finish(
-                parts[part], o_m, o_n, rows, N,
-                factor_ptr(a_amax_ptr, own, start, A_FACTOR), factor_ptr(b_amax_ptr, own, own * N, B_FACTOR), None,
+                parts[part], o_m, o_n, rows, N, a_factors, b_factors, None,
                 a_floor, a_inverse, b_floor, b_inverse, A_FACTOR, B_FACTOR, False,
             )  # fmt: skip
             y = tl.where(group < groups, y, 0.0)
             if OUT_TMA:
-                if whole:
+                if rows >= BM:
                     out_desc.store([start + local, i_col], dc.cast(y, out_desc.dtype))
                 else:
                     p_out = out_ptr + start.to(tl.int64) * out_stride
@@ -164,15 +165,15 @@ def split_tma_kernel(
                     acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), acc, input_precision="ieee")
                 else:
                     acc = tl.dot(b_a, b_b, acc)
+            a_factors = None if A_FACTOR == dc.NO_FACTOR else a_amax_ptr + factor_offset(group, group * M, A_FACTOR)
+            b_factors = None if B_FACTOR == dc.NO_FACTOR else b_amax_ptr + factor_offset(group, group * N, B_FACTOR)
             parts = split_columns(acc, PARTS)
             for part in tl.static_range(PARTS):
                 i_col = i_n * BN + part * (BN // PARTS)
                 o_m = i_m * BM + tl.arange(0, BM)
                 o_n = i_col + tl.arange(0, BN // PARTS)
                 y = finish(
-                    parts[part], o_m, o_n, M, N,
-                    factor_ptr(a_amax_ptr, group, group * M, A_FACTOR),
-                    factor_ptr(b_amax_ptr, group, group * N, B_FACTOR), None,
+                    parts[part], o_m, o_n, M, N, a_factors, b_factors, None,
                     a_floor, a_inverse, b_floor, b_inverse, A_FACTOR, B_FACTOR, False,
                 )  # fmt: skip
                 if OUT_TMA:
@@ -265,9 +266,10 @@ def grouped_pointer_kernel(
                 acc = tl.dot(b_a, b_b.T, acc)
             p_a += BK * tl.cast(a_stride_k, tl.int64)
             p_b += BK * tl.cast(b_stride_k, tl.int64)
+        a_factors = None if A_FACTOR == dc.NO_FACTOR else a_amax_ptr + factor_offset(own, row_factors, A_FACTOR)
+        b_factors = None if B_FACTOR == dc.NO_FACTOR else b_amax_ptr + factor_offset(own, own * N, B_FACTOR)
         y = finish(
-            acc, o_m, o_n, rows, N,
-            factor_ptr(a_amax_ptr, own, row_factors, A_FACTOR), factor_ptr(b_amax_ptr, own, own * N, B_FACTOR), None,
+            acc, o_m, o_n, rows, N, a_factors, b_factors, None,
             a_floor, a_inverse, b_floor, b_inverse, A_FACTOR, B_FACTOR, False,
         )  # fmt: skip
         y = tl.where(group < groups, y, 0.0)

@@ -29,6 +29,132 @@ def block_units(RULE: tl.constexpr):
 VARYING = ("row_stream", "row_sign_stream", "col_stream", "col_sign_stream", "col_tiles", "groups")
 
 
+@triton.jit
+def clear_padding(scale_ptr, storage, own, i_block, i_col, cols, blocks, BLOCKS: tl.constexpr, C: tl.constexpr):
+    """Zero the scales behind a group's own blocks: an amax that is no maximum has made them NaN too."""
+    if i_block + BLOCKS > own:
+        tl.debug_barrier()  # after the tile's own stores
+        block = i_block + tl.arange(0, BLOCKS)
+        col = i_col + tl.arange(0, C)
+        pointers = scale_ptr + col.to(tl.int64)[None, :] * blocks + storage + block[:, None]
+        padding = (block >= own) & (storage + block < blocks)
+        tl.store(pointers, tl.zeros((BLOCKS, C), tl.uint8), mask=padding[:, None] & (col < cols)[None, :])
+
+
+@triton.jit
+def quantize_tile(
+    group,
+    start,
+    end,
+    storage,
+    local,
+    i_col,
+    x_ptr,
+    row_q_ptr,
+    row_scale_ptr,
+    row_amax_ptr,
+    row_draw_ptr,
+    row_sign_ptr,
+    col_q_ptr,
+    col_scale_ptr,
+    col_amax_ptr,
+    col_draw_ptr,
+    col_sign_ptr,
+    groups,
+    cols,
+    row_blocks,
+    col_blocks,
+    stride_r,
+    stride_c,
+    row_stream,
+    row_sign_stream,
+    col_stream,
+    col_sign_stream,
+    row_span,
+    row_floor,
+    row_inverse,
+    row_unit,
+    col_span,
+    col_floor,
+    col_inverse,
+    col_unit,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    STACKED: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+):
+    """Quantize TR x TC values, from row `local` of a group and column i_col on, along rows, columns or both.
+
+    storage: where the group's blocks start along the columns of the col orientation, unless STACKED.
+    """
+    start64 = start.to(tl.int64)
+    if COL is not None:
+        col_constants = (col_span, col_floor, col_inverse, col_unit)
+        in_group = tl.where(group == groups, 0, end - start)
+        if STACKED:
+            size = group.to(tl.int64) * cols * col_blocks
+            p_q, p_scale = col_q_ptr + size * block_units(COL), col_scale_ptr + size
+            rows, per_row = in_group, col_blocks
+            col_count = tl.where(group == groups, 0, cols)  # there is nothing behind the last matrix
+        else:
+            p_q, p_scale = col_q_ptr, col_scale_ptr
+            col_count = cols
+            rows, per_row = storage + in_group, (in_group + COL.group - 1) // COL.group * (COL.group // 16)
+        quantize_col_tile(
+            (storage + local) // COL.group,
+            i_col,
+            x_ptr + (start64 - storage) * stride_r,
+            p_q,
+            p_scale,
+            col_amax_ptr + (group.to(tl.int64) * cols if COL.row_amax else group),
+            None if col_draw_ptr is None else col_draw_ptr + group * 2,
+            None if col_sign_ptr is None else col_sign_ptr + group * 2,
+            rows,
+            col_count,
+            col_blocks,
+            stride_r,
+            stride_c,
+            col_stream,
+            (tl.zeros_like(start64) - storage) // 16,
+            per_row,
+            col_sign_stream,
+            col_constants,
+            COL,
+            False,
+            TR // COL.group,
+            TC,
+        )
+        if not (STACKED or COL.full or COL.decoded or COL.element != ""):
+            clear_padding(p_scale, storage // 16, per_row, local // 16, i_col, cols, col_blocks, TR // 16, TC)
+    if ROW is not None:
+        row_constants = (row_span, row_floor, row_inverse, row_unit)
+        quantize_row_tile(
+            start + local,
+            i_col // ROW.group,
+            x_ptr,
+            row_q_ptr,
+            row_scale_ptr,
+            row_amax_ptr if ROW.row_amax else row_amax_ptr + group,
+            None if row_draw_ptr is None else row_draw_ptr + group * 2,
+            None if row_sign_ptr is None else row_sign_ptr + group * 2,
+            end,
+            tl.where(group == groups, 0, cols),
+            row_blocks,
+            stride_r,
+            stride_c,
+            row_stream,
+            -start64 * row_blocks,
+            row_blocks,
+            row_sign_stream,
+            row_constants,
+            ROW,
+            False,
+            TR,
+            TC // ROW.group,
+        )
+
+
 @triton.jit(do_not_specialize=VARYING)
 def grouped_quantize_kernel(
     x_ptr,
@@ -65,6 +191,8 @@ def grouped_quantize_kernel(
     col_tiles,
     ROW: tl.constexpr,
     COL: tl.constexpr,
+    FULL_ROW: tl.constexpr,
+    FULL_COL: tl.constexpr,
     STACKED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TR: tl.constexpr,
@@ -73,77 +201,39 @@ def grouped_quantize_kernel(
     """One program quantizes TR x TC values of one group along the rows, the columns or both; TR divides TILE_ROWS.
 
     STACKED: the col orientation of each group is a matrix of its own; else all groups follow each other in its columns.
+    FULL_ROW, FULL_COL: the rules for tiles without a ragged edge; None where columns have one.
     """
     PARTS: tl.constexpr = TILE_ROWS // TR
     i_col = tl.program_id(0) % col_tiles * TC
     tile = tl.program_id(0) // (col_tiles * PARTS)
     group, start, end, first = group_of_tile(tile, tile_group_ptr, table_ptr)
     local = (tile - first) * TILE_ROWS + tl.program_id(0) // col_tiles % PARTS * TR
-    start64 = start.to(tl.int64)
-    if COL is not None:
-        col_constants = (col_span, col_floor, col_inverse, col_unit)
-        in_group = tl.where(group == groups, 0, end - start)
-        if STACKED:
-            storage = 0
-            size = group.to(tl.int64) * cols * col_blocks
-            p_q, p_scale = col_q_ptr + size * block_units(COL), col_scale_ptr + size
-            rows, per_row = in_group, col_blocks
-            col_count = tl.where(group == groups, 0, cols)  # there is nothing behind the last matrix
+    storage = 0 if STACKED else first * TILE_ROWS
+    if FULL_ROW is None and FULL_COL is None:
+        quantize_tile(
+            group, start, end, storage, local, i_col, x_ptr, row_q_ptr, row_scale_ptr, row_amax_ptr, row_draw_ptr,
+            row_sign_ptr, col_q_ptr, col_scale_ptr, col_amax_ptr, col_draw_ptr, col_sign_ptr, groups, cols,
+            row_blocks, col_blocks, stride_r, stride_c, row_stream, row_sign_stream, col_stream, col_sign_stream,
+            row_span, row_floor, row_inverse, row_unit, col_span, col_floor, col_inverse, col_unit, ROW, COL,
+            STACKED, TR, TC,
+        )  # fmt: skip
+    else:
+        if (local + TR <= end - start) & (group < groups):
+            quantize_tile(
+                group, start, end, storage, local, i_col, x_ptr, row_q_ptr, row_scale_ptr, row_amax_ptr, row_draw_ptr,
+                row_sign_ptr, col_q_ptr, col_scale_ptr, col_amax_ptr, col_draw_ptr, col_sign_ptr, groups, cols,
+                row_blocks, col_blocks, stride_r, stride_c, row_stream, row_sign_stream, col_stream, col_sign_stream,
+                row_span, row_floor, row_inverse, row_unit, col_span, col_floor, col_inverse, col_unit, FULL_ROW,
+                FULL_COL, STACKED, TR, TC,
+            )  # fmt: skip
         else:
-            storage = first * TILE_ROWS
-            p_q, p_scale = col_q_ptr, col_scale_ptr
-            col_count = cols
-            rows, per_row = storage + in_group, (in_group + COL.group - 1) // COL.group * (COL.group // 16)
-        quantize_col_tile(
-            (storage + local) // COL.group,
-            i_col,
-            x_ptr + (start64 - storage) * stride_r,
-            p_q,
-            p_scale,
-            col_amax_ptr + (group.to(tl.int64) * cols if COL.row_amax else group),
-            None if col_draw_ptr is None else col_draw_ptr + group * 2,
-            None if col_sign_ptr is None else col_sign_ptr + group * 2,
-            rows,
-            col_count,
-            col_blocks,
-            stride_r,
-            stride_c,
-            col_stream,
-            (tl.zeros_like(start64) - storage) // 16,
-            per_row,
-            col_sign_stream,
-            col_constants,
-            COL,
-            False,
-            TR // COL.group,
-            TC,
-        )
-    if ROW is not None:
-        row_constants = (row_span, row_floor, row_inverse, row_unit)
-        quantize_row_tile(
-            start + local,
-            i_col // ROW.group,
-            x_ptr,
-            row_q_ptr,
-            row_scale_ptr,
-            row_amax_ptr if ROW.row_amax else row_amax_ptr + group,
-            None if row_draw_ptr is None else row_draw_ptr + group * 2,
-            None if row_sign_ptr is None else row_sign_ptr + group * 2,
-            end,
-            tl.where(group == groups, 0, cols),
-            row_blocks,
-            stride_r,
-            stride_c,
-            row_stream,
-            -start64 * row_blocks,
-            row_blocks,
-            row_sign_stream,
-            row_constants,
-            ROW,
-            False,
-            TR,
-            TC // ROW.group,
-        )
+            quantize_tile(
+                group, start, end, storage, local, i_col, x_ptr, row_q_ptr, row_scale_ptr, row_amax_ptr, row_draw_ptr,
+                row_sign_ptr, col_q_ptr, col_scale_ptr, col_amax_ptr, col_draw_ptr, col_sign_ptr, groups, cols,
+                row_blocks, col_blocks, stride_r, stride_c, row_stream, row_sign_stream, col_stream, col_sign_stream,
+                row_span, row_floor, row_inverse, row_unit, col_span, col_floor, col_inverse, col_unit, ROW, COL,
+                STACKED, TR, TC,
+            )  # fmt: skip
 
 
 @triton.jit

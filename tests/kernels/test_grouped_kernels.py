@@ -1,0 +1,179 @@
+"""Grouped kernels in Triton's interpreter: bytes and products equal to the reference's loop over the groups."""
+
+from __future__ import annotations
+
+import kernel_checks as checks
+import pytest
+import torch
+from grouped_cases import GROUPS, SPECS, ends
+
+import halfbyte as hb
+from halfbyte import reference
+from halfbyte.kernels import backend
+from halfbyte.kernels.grouped_gemm import clear_tail, grouped_dequantize, grouped_gemm_nt
+from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, GroupedOperand, group_alignment, group_ends
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels on a GPU")
+
+COLS = 40  # not a multiple of 16
+SR = {"rounding": "stochastic"}
+PAIRS = {
+    "tile_4over6": (SPECS["tile_4over6"], SPECS["tile_4over6"]),
+    "row": (SPECS["row"], SPECS["row"]),
+    "gradient": (hb.NVFP4(**SR), hb.NVFP4(**SR, rotation=hb.Hadamard(signs="fresh"))),
+    "wide": (hb.NVFP4(rotation=hb.Hadamard(size=32)), hb.NVFP4(rotation=hb.Hadamard(size=32), outer="row")),
+    "mixed": (SPECS["4over6"], hb.MXFP8()),
+}
+"""Together every rounding, outer scale, rotation and choice of scales."""
+
+
+def draws():
+    cpu = torch.device("cpu")
+    return {"draw": hb.Philox(2**64 - 3, 11).on(cpu), "sign_draw": hb.Philox(2**63, 12).on(cpu)}
+
+
+def tokens(sizes, padding, dtype=torch.bfloat16):
+    x = torch.randn(sum(sizes) + padding, COLS, generator=torch.Generator().manual_seed(1))
+    x[:, 3] *= 100
+    x[2:3, 5] = torch.nan
+    x[sum(sizes) :] = torch.nan
+    return x.to(dtype)
+
+
+def same_blocks(actual, expected):
+    for ours, theirs in zip(actual, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            checks.same(a, b)
+
+
+def check_bytes(x, offsets, pair, **options):
+    expected = reference.grouped_quantize_row_col(x, offsets, *pair, **draws(), **options)
+    same_blocks(backend.grouped_quantize_row_col(x, offsets, *pair, **draws(), **options), expected)
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_groups_of_any_size(groups):
+    sizes, padding = GROUPS[groups]
+    pair = hb.NVFP4(), hb.NVFP4(rotation=hb.Hadamard())
+    check_bytes(tokens(sizes, padding), ends(sizes, torch.int64), pair, scale_layout=SWIZZLED_32_4_4)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_spec(pair):
+    sizes, padding = GROUPS["ragged"]
+    layout = SWIZZLED_32_4_4 if pair in ("tile_4over6", "mixed") else LINEAR
+    dtype = torch.float32 if pair in ("row", "mixed") else torch.bfloat16
+    check_bytes(tokens(sizes, padding, dtype), ends(sizes), PAIRS[pair], scale_layout=layout)
+
+
+@pytest.mark.parametrize("pair", ["tile_4over6", "mixed", "gradient"])
+def test_experts(pair):
+    w = torch.randn(3, 23, COLS, generator=torch.Generator().manual_seed(2)).bfloat16()
+    w[1] = 0
+    w[2, 3, 4] = torch.inf
+    check_bytes(w, None, PAIRS[pair], scale_layout=SWIZZLED_32_4_4 if pair == "mixed" else LINEAR)
+
+
+def test_an_amax_of_the_caller_is_used():
+    sizes, padding = GROUPS["ragged"]
+    x, offsets = tokens(sizes, padding), ends(sizes)
+    amax, by_row = torch.tensor([1.0, torch.nan, 3.0, 0.0, -1.0]), torch.rand(len(x))
+    check_bytes(x, offsets, (hb.NVFP4(), hb.NVFP4()), row_amax=amax, col_amax=2 * amax)
+    spec = hb.NVFP4(outer="row")
+    given = {"row_amax": by_row, "col_amax": torch.rand(5, COLS)}
+    expected = reference.grouped_quantize_row_col(x, offsets, spec, spec, **given)
+    by_row[-1] = torch.nan  # of a token behind the last group: not read
+    for ours, theirs in zip(backend.grouped_quantize_row_col(x, offsets, spec, spec, **given), expected, strict=True):
+        checks.same(ours.qdata, theirs.qdata)
+        checks.same(ours.block_scale, theirs.block_scale)
+
+
+def test_tiles_without_a_ragged_edge():
+    x = torch.randn(200, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
+    check_bytes(x, ends((70, 3, 127)), PAIRS["gradient"])
+
+
+@pytest.mark.parametrize("pair", ["gradient", "tile_4over6"])
+def test_transient_values_are_the_decoded_codes(pair):
+    sizes, padding = GROUPS["ragged"]
+    x, offsets, specs = tokens(sizes, padding), ends(sizes), PAIRS[pair]
+    codes = backend.grouped_quantize_row_col(x, offsets, *specs, **draws())
+    values = backend.grouped_quantize_row_col(x, offsets, *specs, transient=(True, True), **draws())
+    rows, columns = sum(sizes), int(group_ends(offsets, group_alignment(specs[1]))[-1])
+    expected = reference.decode(codes[0], specs[0], COLS).values.bfloat16()
+    checks.same(values[0].qdata[:rows], expected[:rows])
+    expected = reference.decode(codes[1], specs[1], codes[1].qdata.shape[1] * 2).values.bfloat16()
+    checks.same(values[1].qdata[:, :columns], expected[:, :columns])
+
+
+def exact(*shape):
+    """Values whose codes, and all sums of products of them, are exact in fp32: results do not depend on the order."""
+    values = torch.tensor([-6, -4, -3, -2, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    chosen = torch.randint(0, len(values), shape, generator=torch.Generator().manual_seed(3))
+    x = values[chosen]
+    x[..., ::16] = 6.0
+    return x
+
+
+class TestProducts:
+    sizes, padding = GROUPS["ragged"]
+    offsets = ends(sizes)
+    rows, experts, N = sum(sizes) + padding, len(sizes), 24
+
+    def check(self, shape, a, b, K, dtype=torch.bfloat16, accumulate=False, variant="auto"):
+        out = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+        expected = reference.grouped_gemm_nt(a, b, self.offsets, K, out.clone(), accumulate=accumulate)
+        actual = grouped_gemm_nt(a, b, self.offsets, K, out.clone(), accumulate=accumulate, variant=variant)
+        checks.same(actual + 0.0, expected + 0.0)  # zeros of either sign
+
+    @pytest.mark.parametrize("variant", ["auto", "pointer"])
+    @pytest.mark.parametrize("spec", ["standard", "row", "mxfp8"])
+    def test_quantized(self, spec, variant):
+        spec = SPECS[spec]
+        x, dy, w = exact(self.rows, COLS), exact(self.rows, self.N), exact(self.experts, self.N, COLS)
+        x[2, 5] = x[self.rows - 1] = torch.nan  # one block of one group; a token behind the last
+        (row, col), (_, dy_col) = (reference.grouped_quantize_row_col(t, self.offsets, spec, spec) for t in (x, dy))
+        w_row, _ = reference.grouped_quantize_row_col(w, None, spec, None)
+        sides = [GroupedOperand(blocks, spec) for blocks in (row, w_row, dy_col, col)]
+        accumulate = spec.key == SPECS["row"].key
+        self.check((self.rows, self.N), *sides[:2], COLS, torch.float32, accumulate, variant)
+        self.check((self.experts, self.N, COLS), *sides[2:], self.rows, torch.float32, accumulate, variant)
+        if variant == "auto":
+            self.check((self.rows, self.N), *sides[:2], COLS)
+
+    def test_plain_and_swizzled(self):
+        spec = hb.NVFP4()
+        x, dy, w = (t.bfloat16() for t in (exact(self.rows, COLS), exact(self.rows, 64), exact(self.experts, 64, COLS)))
+        row, col = reference.grouped_quantize_row_col(x, self.offsets, spec, spec, scale_layout=SWIZZLED_32_4_4)
+        row, col = (GroupedOperand(blocks, spec, SWIZZLED_32_4_4) for blocks in (row, col))
+        self.check((self.rows, 64), row, GroupedOperand(w), COLS)
+        self.check((self.experts, 64, COLS), GroupedOperand(dy.mT), col, self.rows)
+        self.check((self.experts, 64, COLS), GroupedOperand(dy.mT), GroupedOperand(x.mT), self.rows)
+        self.check((self.rows, COLS), GroupedOperand(dy), GroupedOperand(w.mT), 64)  # experts with contiguous columns
+
+    def test_chains_of_a_long_contraction(self, monkeypatch):
+        monkeypatch.setattr("halfbyte.kernels.grouped_gemm.MAX_CHAIN", 64)
+        spec, offsets = hb.NVFP4(), ends((130, 0, 60))
+        _, col = reference.grouped_quantize_row_col(exact(190, COLS), offsets, None, spec)
+        side, shape = GroupedOperand(col, spec), (3, COLS, COLS)
+        expected = reference.grouped_gemm_nt(side, side, offsets, 190, torch.empty(shape))
+        for variant in ("auto", "pointer"):
+            actual = grouped_gemm_nt(side, side, offsets, 190, torch.empty(shape), variant=variant)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # the factor is applied per chain
+
+
+@pytest.mark.parametrize("scale_layout", SCALE_LAYOUTS)
+@pytest.mark.parametrize("spec", ["standard", "row", "mxfp8"])
+def test_dequantize(spec, scale_layout):
+    (sizes, padding), spec = GROUPS["ragged"], SPECS[spec]
+    for t, offsets in ((tokens(sizes, padding), ends(sizes)), (tokens((3 * 23,), 0).view(3, 23, COLS), None)):
+        blocks, _ = reference.grouped_quantize_row_col(t, offsets, spec, None, scale_layout=scale_layout)
+        operand = GroupedOperand(blocks, spec, scale_layout)
+        expected = reference.grouped_dequantize(operand, offsets, COLS, torch.float32)
+        checks.same(grouped_dequantize(operand, offsets, COLS, torch.float32), expected)
+
+
+def test_rows_behind_the_last_group_are_cleared():
+    out, offsets = torch.ones(70, 24), ends((3, 0, 40))
+    clear_tail(out, offsets)
+    assert out[:43].eq(1).all() and out[43:].eq(0).all()
