@@ -44,13 +44,13 @@ def layer(setting: Setting, shape: Shape, *, recipe: str, graph: bool = False) -
     return against_bf16(setting, [ours], [bf16], 6.0 * M * N * K, checked, "x bf16", graph)
 
 
-def cached_layer(setting: Setting, shape: Shape, *, recipe: str) -> Outcome:
+def cached_layer(setting: Setting, shape: Shape, *, recipe: str, decoded: bool) -> Outcome:
     """The same under a CUDA graph with a weight quantized before, as in all but the first micro-batch of a step."""
     M, K, N = shape
     checked = _check(setting, recipe)
     x_MK, w_NK, dy_MN = (random_matrix(s, setting.device, i) for i, s in enumerate(((M, K), (N, K), (M, N))))
     w_NK *= K**-0.5
-    cached = quantize_weight(w_NK, cacheable(recipes.get(recipe)), w_NK.dtype)
+    cached = quantize_weight(w_NK, cacheable(recipes.get(recipe)), w_NK.dtype, decoded=decoded)
     variants = _linear(recipe, setting.device, cached), _linear(recipe, setting.device), F.linear
     ours, uncached, bf16 = (partial(_forward_backward, forward, x_MK, w_NK, dy_MN) for forward in variants)
     require_equal(ours(), uncached(), "cached against not cached")
@@ -127,10 +127,17 @@ CASES = (
         run=partial(layer, recipe="nvfp4", graph=True),
     ),
     Case(
-        name="linear/nvfp4-small-cached",
-        about="forward + backward under a CUDA graph, the weight quantized before",
+        name="linear/small-cached",
+        about="forward + backward under a CUDA graph, the weight cached",
+        shapes={(512, 1024, 1024): None},
+        small=SMALL,
+        run=partial(cached_layer, recipe="nvfp4", decoded=False),
+    ),
+    Case(
+        name="linear/small-decoded",
+        about="forward + backward under a CUDA graph, the weight cached as the values that GEMMs multiply",
         shapes={(512, 1024, 1024): Bar(least=2.2, aim=1.8)},
         small=SMALL,
-        run=partial(cached_layer, recipe="nvfp4"),
+        run=partial(cached_layer, recipe="nvfp4", decoded=True),
     ),
 )

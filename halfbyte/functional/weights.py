@@ -67,7 +67,9 @@ def covers(cached: CachedWeight | None, recipe: Recipe) -> bool:
     return cached.col is not None or recipe.backward == "dequantized"
 
 
-def quantize_weight(w: Tensor, specs: Specs, dtype: torch.dtype, amax: Tensor | None = None) -> CachedWeight:
+def quantize_weight(
+    w: Tensor, specs: Specs, dtype: torch.dtype, amax: Tensor | None = None, decoded: bool = False
+) -> CachedWeight:
     """Return the operands of a weight as a forward in `dtype` would quantize them.
 
     Args:
@@ -75,14 +77,16 @@ def quantize_weight(w: Tensor, specs: Specs, dtype: torch.dtype, amax: Tensor | 
         specs: what `cacheable` returns.
         dtype: that the weight is rounded to first.
         amax: fp32 [], of siblings that share one; used where `linear` uses `weight_amax`.
+        decoded: hold bf16 values where the backend's GEMMs multiply those; not for a dequantized backward.
     """
     row_spec, col_spec = specs
     w = w.detach().to(dtype)
     if w.dim() == 3:
-        row, col = ops.grouped_quantize_row_col(w, None, row_spec, col_spec)
+        row, col = ops.grouped_quantize_row_col(w, None, row_spec, col_spec, transient=(decoded, decoded))
     else:
         row_amax, col_amax = (amax if takes_amax(spec) else None for spec in specs)
-        row, col = ops.quantize_row_col(w, row_spec, col_spec, row_amax=row_amax, col_amax=col_amax)
+        options = {"row_amax": row_amax, "col_amax": col_amax, "transient": (decoded, decoded)}
+        row, col = ops.quantize_row_col(w, row_spec, col_spec, **options)
     return CachedWeight(_operand(row, row_spec, w.shape[-1]), _operand(col, col_spec, w.shape[-2]), dtype)
 
 

@@ -83,7 +83,8 @@ class ModuleCache:
             if key not in amaxes:
                 amaxes[key] = shared_amax(self._module, self.dtype)
             amax = amaxes[key]
-        return quantize_weight(weight, self._specs, self.dtype, amax)
+        decoded = self._cache.decoded and self._module.recipe.backward == "original"
+        return quantize_weight(weight, self._specs, self.dtype, amax, decoded)
 
 
 class WeightCache:
@@ -92,7 +93,8 @@ class WeightCache:
     Made by `hb.cache_weights`.
     """
 
-    def __init__(self, modules: Iterable[FollowsRecipe], dtype: torch.dtype | None) -> None:
+    def __init__(self, modules: Iterable[FollowsRecipe], dtype: torch.dtype | None, decoded: bool) -> None:
+        self.decoded = decoded
         self._caches: list[ModuleCache] = []
         self._hooks: list[Any] = []
         for module in modules:
@@ -150,7 +152,10 @@ class WeightCache:
 
 
 def cache_weights(
-    model: nn.Module, *optimizers: torch.optim.Optimizer, dtype: torch.dtype | None = None
+    model: nn.Module,
+    *optimizers: torch.optim.Optimizer,
+    dtype: torch.dtype | None = None,
+    decoded: bool = False,
 ) -> WeightCache:
     """Quantize the weights of `model` once per optimizer step instead of in every forward; the bytes are the same.
 
@@ -161,6 +166,8 @@ def cache_weights(
         model: converted by `hb.quantize_`, or built of hb.nn layers.
         optimizers: those that change its weights; every step refills the weights it holds.
         dtype: that the forward computes in. None: autocast's if it is enabled now, else each weight's own.
+        decoded: where GEMMs are emulated, hold the bf16 values they multiply: 4 bytes a weight, and no decoding in
+            forward and backward. For small models under CUDA graphs, whose steps are made of launches.
 
     Returns:
         A handle with `release()`, usable in a `with` statement. Call its `refill()` after changing weights by other
@@ -181,7 +188,7 @@ def cache_weights(
             raise ValueError("model: its weights are cached already; release that cache first")
         if any(isinstance(weight, DTensor) for weight in _weights(module).values()):
             raise ValueError("model: its weights are sharded (DTensor); only whole weights can be cached")
-    cache = WeightCache(modules, dtype)
+    cache = WeightCache(modules, dtype, decoded)
     for optimizer in optimizers:
         cache.watch(optimizer)
     return cache

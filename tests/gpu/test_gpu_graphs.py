@@ -44,13 +44,13 @@ def inputs(count, tokens=192):
     return [torch.randn(tokens, 256, device=CUDA, generator=generator) for _ in range(count)]
 
 
-def train(recipe, *, graph: bool, cached: bool, steps=WARM_UP + 3):
+def train(recipe, *, graph: bool, cached: bool | str, steps=WARM_UP + 3):
     """Return losses and final weights of steps of two micro-batches."""
     model, state = model_and_state(recipe)
     lr = torch.tensor(1e-3, device=CUDA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=True)
     if cached:
-        hb.cache_weights(model, optimizer, dtype=torch.bfloat16)
+        hb.cache_weights(model, optimizer, dtype=torch.bfloat16, decoded=cached == "decoded")
 
     def step(*batches):
         total = torch.zeros((), device=CUDA)
@@ -69,7 +69,7 @@ def train(recipe, *, graph: bool, cached: bool, steps=WARM_UP + 3):
     return [*losses, *(p.detach() for p in model.parameters()), state.base]
 
 
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", [False, True, "decoded"])
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_mxfp8_bwd", "four_over_six"])
 def test_a_replayed_training_step_is_the_eager_step_at_its_position(recipe, cached):
     eager = train(recipe, graph=False, cached=cached)

@@ -190,6 +190,14 @@ def test_a_backward_after_the_step_is_refused():
             loss.backward()
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "dequantized"])
+def test_decoded_weights_are_the_same_weights(recipe):
+    model = decoder_of(RECIPES[recipe])
+    plain = model(TOKENS)
+    with hb.cache_weights(model, decoded=True):
+        assert torch.equal(model(TOKENS), plain)
+
+
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="quantize_ first"):
         hb.cache_weights(nn.Linear(4, 4))

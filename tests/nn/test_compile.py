@@ -174,7 +174,11 @@ def test_a_compiled_optimizer_step_refills_the_cache():
     with hb.cache_weights(model, optimizer):
         model(torch.randn(40, 32)).sum().backward()
         before = model.q_proj.cached_weight().row.blocks.qdata.clone()
-        torch.compile(lambda: optimizer.step(), backend="aot_eager")()
+
+        def step():
+            optimizer.step()
+
+        torch.compile(step, backend="aot_eager")()
         row = model.q_proj.cached_weight().row
         amax = max(m.weight.detach().abs().max() for m in (model.q_proj, model.k_proj))
         assert not torch.equal(before, row.blocks.qdata)
