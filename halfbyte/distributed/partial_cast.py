@@ -107,7 +107,7 @@ def _key(weights, masters, starts, shards, group) -> tuple:
     """Return what a prepared cast depends on; the cast itself keeps the tensors alive."""
     return (
         id(group),
-        *map(id, weights),
+        *((id(weight), weight.qdata.data_ptr()) if isinstance(weight, QuantTensor) else None for weight in weights),
         *((None if m is None else (m.data_ptr(), m.numel(), m.dtype)) for m in masters),
         *starts,
         *((None if s is None else s.data_ptr()) for s in shards),

@@ -1,0 +1,23 @@
+"""The functions that Megatron-Core's distributed optimizer calls, called as it calls them."""
+
+import megatron_checks as checks
+import pytest
+import ranks
+import torch
+
+from halfbyte.integrations import megatron
+from halfbyte.tensor import PrimaryWeight
+
+
+def test_train_as_megatron_does():
+    ranks.run(3, checks.train_as_megatron_does)
+
+
+def test_wrong_storage_and_shapes_are_refused():
+    weight = PrimaryWeight.empty((16, 32))
+    for data in (torch.zeros(255, dtype=torch.uint8), torch.zeros(256), torch.zeros(512, dtype=torch.uint8)[::2]):
+        with pytest.raises(ValueError, match="give contiguous uint8 of 256 bytes"):
+            megatron.modify_underlying_storage(weight, data)
+    with pytest.raises(ValueError, match="K % 16 must be 0"):
+        megatron.get_nvfp4_rowwise_packed_shape((16, 40))
+    assert not megatron.is_nvfp4tensor(torch.zeros(2, 2))
