@@ -190,12 +190,15 @@ class _GroupedLinear(torch.autograd.Function):
         specs = fprop.a, wgrad.b if need_dw and keeps_col else None
         x_row, x_col = _both(x, offsets, specs, _Place(draw, X, (FPROP_SIGNS, WGRAD_SIGNS), transient))
         specs = fprop.b, dgrad.b if need_dx and keeps_col else None
+        cached = unflatten([call.cached], buffers)[0]
+        ctx.shares_tiles = cached[1] is None and _shares_tiles(specs, x.device)
+        transient = (transient[0] and not ctx.shares_tiles, False)
         place = _Place(draw, W, (FPROP_SIGNS, DGRAD_SIGNS), transient)
-        w_row, w_col = _weight(w, specs, unflatten([call.cached], buffers)[0], place)
+        w_row, w_col = _weight(w, (specs[0], None) if ctx.shares_tiles else specs, cached, place)
         y = ops.grouped_gemm_nt(x_row, w_row, offsets, out_dtype=call.out_dtype)
         kept = (
             (x_col if keeps_col else x_row) if need_dw else None,
-            (w_col if keeps_col else w_row) if need_dx else None,
+            (w_col if keeps_col and not ctx.shares_tiles else w_row) if need_dx else None,
         )
         ctx.call, ctx.x_dtype, ctx.w_dtype, ctx.main_grad = call, x.dtype, w.dtype, main_grad
         ctx.layout = _save(ctx, [*kept], (offsets, base))
@@ -214,7 +217,7 @@ class _GroupedLinear(torch.autograd.Function):
         row, col = _both(dy, offsets, specs, _Place(draw, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True)))
         dx = dw = None
         if need_dx:
-            right = _right(w_col, None, recipe, ctx.x_dtype)
+            right = _turned(w_col) if ctx.shares_tiles else _right(w_col, None, recipe, ctx.x_dtype)
             dx = ops.grouped_gemm_nt(row, right, offsets, out_dtype=ctx.x_dtype)
         if need_dw:
             right = _right(x_col, offsets, recipe, ctx.x_dtype)
@@ -261,6 +264,21 @@ def _weight(w: Tensor, specs: tuple[Spec | None, Spec | None], cached: tuple, pl
     missing = [spec if operand is None else None for spec, operand in zip(specs, cached, strict=True)]
     now = _both(w, None, (missing[0], missing[1]), place)
     return tuple(operand if kept is None else kept for kept, operand in zip(cached, now, strict=True))
+
+
+def _shares_tiles(specs: tuple[Spec | None, Spec | None], device: torch.device) -> bool:
+    """Whether one quantization of the experts serves both GEMMs: tiles whose decoded values an emulated GEMM reads
+    in either orientation.
+    """
+    spec = specs[0]
+    return spec is not None and spec == specs[1] and spec.is_tile and ops.emulates(device)
+
+
+def _turned(operand: ops.Operand) -> ops.Operand:
+    """Return row-oriented tiles of experts [E, N, K] as the operand [E, K, N] of dgrad."""
+    decoded = ops.grouped_decode(operand)
+    blocks = decoded.blocks
+    return ops.Operand(blocks._replace(qdata=blocks.qdata.mT), operand.spec, blocks.qdata.shape[1])
 
 
 def _right(operand: Any, offsets: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> ops.Operand | Tensor:

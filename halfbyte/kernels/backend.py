@@ -10,7 +10,7 @@ from halfbyte.kernels import grouped, row_col
 from halfbyte.kernels.amax import finite_amax
 from halfbyte.kernels.dequantize import Decoded, decode, dequantize
 from halfbyte.kernels.gemm import gemm_nt
-from halfbyte.kernels.grouped_gemm import grouped_dequantize, grouped_gemm_nt, grouped_values
+from halfbyte.kernels.grouped_gemm import grouped_dequantize, grouped_gemm_nt, grouped_values, plain_grouped_gemm
 from halfbyte.kernels.quantize import quantize
 from halfbyte.kernels.transpose import transpose
 from halfbyte.layout import LINEAR, Blocks, GroupedOperand, matrix_shape
@@ -27,7 +27,9 @@ __all__ = [
     "grouped_dequantize",
     "grouped_gemm_nt",
     "grouped_quantize_row_col",
+    "grouped_values",
     "plain",
+    "plain_grouped_gemm",
     "quantize",
     "quantize_row_col",
     "transpose",

@@ -123,17 +123,13 @@ def grouped_quantize_row_col(
         )
     ]
     _quantize(grid, plan, sides, amaxes)
-    out: list[Blocks | None] = []
-    for i, (side, given, own) in enumerate(zip(sides, (row_amax, col_amax), amaxes, strict=True)):
+    out = []
+    for i, (side, given) in enumerate(zip(sides, (row_amax, col_amax), strict=True)):
         if side is None:
             out.append(None)
             continue
-        amax = _trimmed(side.spec, own, grid) if given is None else given
-        if i and given is None and own is amaxes[0]:
-            amax = amax.clone()  # an op's outputs must not share memory
-        blocks = Blocks(side.qdata, side.block_scale, amax)
-        if grid.stacked:
-            blocks = _stacked(blocks, side.spec, grid.groups)
+        blocks = Blocks(side.qdata, side.block_scale, _own_amax(side.spec, amaxes, i, grid) if given is None else given)
+        blocks = _stacked(blocks, side.spec, grid.groups) if grid.stacked else blocks
         if scale_layout != LINEAR and not side.decoded:
             blocks = _swizzled(blocks, side.spec, x, offsets, i == 1)
         out.append(blocks)
@@ -167,11 +163,12 @@ def _allocate(
     return Side(spec, qdata, scale, blocks, False, draw, sign_draw)
 
 
-def _trimmed(spec: Spec, amax: Tensor, grid: Grid) -> Tensor:
-    """Return an amax without the place of the tail; MXFP8 has none."""
+def _own_amax(spec: Spec, amaxes: list[Tensor], i: int, grid: Grid) -> Tensor:
+    """Return an amax without the place of the tail, in memory of its own; MXFP8 has none."""
+    amax = amaxes[i]
     by_row = isinstance(spec, NVFP4) and spec.outer == "row"
     size = 0 if isinstance(spec, MXFP8) else amax.shape[0] if by_row and amax.dim() == 1 else grid.groups
-    return amax[:size]
+    return amax[:size].clone() if i and amax is amaxes[0] else amax[:size]
 
 
 def _amaxes(

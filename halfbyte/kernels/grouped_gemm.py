@@ -96,8 +96,6 @@ def grouped_gemm_nt(
     split = out.dim() == 3
     if out.numel() == 0:
         return out
-    if variant == "auto" and not accumulate and _torch_takes(a.data, b.data, out):  # two plain operands
-        return _torch_grouped_mm(a.data, b.data, offsets, out)
     left, right = (decoded(side, offsets, K, split=split) for side in (a, b))
     target = out if out.stride(-1) == 1 and (not split or out.stride(0) == out.shape[1] * out.stride(1)) else None
     y = out.contiguous() if target is None else target
@@ -349,15 +347,24 @@ def _tile_arguments(tile: Tile) -> dict[str, int]:
     return {**sizes, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
 
-def _torch_takes(a: Any, b: Any, out: Tensor) -> bool:
-    """Whether torch's grouped GEMM computes the same: plain bf16, strides that it demands, one rounding to bf16."""
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or out.device.type != "cuda":
-        return False
-    if any(t.dtype != torch.bfloat16 or t.numel() == 0 for t in (a, b, out)) or not out.is_contiguous():
-        return False
-    if out.dim() == 3 and 1 in (a.stride(1), b.stride(1)):  # groups would have to start at multiples of 16 bytes
-        return False
-    return capability(out.device) >= MIN_TORCH_CAPABILITY and all(_torch_describes(t) for t in (a, b))
+def plain_grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor | None:
+    """Return torch's grouped GEMM of plain operands where it computes the same and reads nothing on the host, or None.
+
+    Args:
+        a, b: as for `grouped_gemm_nt`.
+        offsets: integer [E].
+        out_dtype: of the result.
+    """
+    if a.device.type != "cuda" or capability(a.device) < MIN_TORCH_CAPABILITY or out_dtype != torch.bfloat16:
+        return None
+    if any(t.dtype != torch.bfloat16 or t.numel() == 0 for t in (a, b)) or b.shape[-2] % 8:
+        return None
+    if b.dim() == 2 and 1 in (a.stride(1), b.stride(1)):  # groups would have to start at multiples of 16 bytes
+        return None
+    if not all(_torch_describes(t) for t in (a, b)):
+        return None
+    out = torch._grouped_mm(a, b.mT, offs=offsets.to(torch.int32))
+    return clear_tail(out, offsets) if b.dim() == 3 else out
 
 
 def _torch_describes(t: Tensor) -> bool:
@@ -366,11 +373,6 @@ def _torch_describes(t: Tensor) -> bool:
     other = rows if cols == 1 else cols
     outer = t.stride(0) if t.dim() == 3 else 0
     return 1 in (rows, cols) and other * 2 % 16 == outer * 2 % 16 == t.data_ptr() % 16 == 0
-
-
-def _torch_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor) -> Tensor:
-    out.copy_(torch._grouped_mm(a, b.mT, offs=offsets.to(torch.int32)))
-    return clear_tail(out, offsets) if out.dim() == 2 else out
 
 
 def clear_tail(out: Tensor, offsets: Tensor) -> Tensor:

@@ -4,7 +4,14 @@ from halfbyte.ops.backends import BackendStatus, backends
 from halfbyte.ops.checkpointing import selective_checkpoint_ops
 from halfbyte.ops.dispatch import Operand, amax, dequantize, gemm_nt, quantize, quantize_row_col, transpose
 from halfbyte.ops.fused import Amaxes, Following, NormKind, activation, activation_backward, norm, norm_backward
-from halfbyte.ops.grouped import check_offsets, grouped_dequantize, grouped_gemm_nt, grouped_quantize_row_col
+from halfbyte.ops.grouped import (
+    check_offsets,
+    emulates,
+    grouped_decode,
+    grouped_dequantize,
+    grouped_gemm_nt,
+    grouped_quantize_row_col,
+)
 
 __all__ = [
     "Amaxes",
@@ -18,7 +25,9 @@ __all__ = [
     "backends",
     "check_offsets",
     "dequantize",
+    "emulates",
     "gemm_nt",
+    "grouped_decode",
     "grouped_dequantize",
     "grouped_gemm_nt",
     "grouped_quantize_row_col",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout
 from halfbyte.ops import grouped_library as _library  # noqa: F401  defines torch.ops.halfbyte.grouped_*
+from halfbyte.ops.backends import TRITON, choose
 from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.ops.dispatch import QUANTIZABLE, Operand, check_specs, operand_arguments
 from halfbyte.rng import Draw
@@ -27,6 +28,11 @@ def check_offsets(offsets: object, x: Tensor) -> None:
         raise ValueError(f"offsets.shape={tuple(offsets.shape)}: give one cumulative end per group, shape [E], E >= 1")
     if offsets.device != x.device:
         raise ValueError(f"offsets.device={offsets.device}: the tokens are on {x.device}; make offsets there")
+
+
+def emulates(device: torch.device) -> bool:
+    """Whether GEMMs on `device` multiply decoded values by Triton kernels."""
+    return choose(device, None) == TRITON
 
 
 def grouped_quantize_row_col(
@@ -89,6 +95,17 @@ def grouped_dequantize(
     return torch.ops.halfbyte.grouped_dequantize(
         *operand.blocks, offsets, operand.spec.key, operand.cols, dtype, operand.scale_layout, backend or ""
     )
+
+
+def grouped_decode(operand: Operand, backend: str | None = None) -> Operand:
+    """Return experts' codes [E, rows, bytes] as a transient operand: bf16 element * block_scale, without padding.
+
+    Only the kernels' `grouped_gemm_nt` reads it.
+    """
+    blocks, spec, cols, scale_layout = operand
+    assert scale_layout == LINEAR, "experts that are kept for the backward have LINEAR scales"
+    values = torch.ops.halfbyte.grouped_decode(*blocks, spec.key, cols, backend or "")
+    return Operand(Blocks(values, blocks.block_scale.new_empty(0), blocks.amax), spec, cols)
 
 
 def grouped_gemm_nt(

@@ -32,6 +32,7 @@ _SCHEMAS = (
     "bool col_transient, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "grouped_dequantize(Tensor qdata, Tensor block_scale, Tensor amax, Tensor? offsets, str key, SymInt cols, "
     "ScalarType dtype, str scale_layout, str backend) -> Tensor",
+    "grouped_decode(Tensor qdata, Tensor block_scale, Tensor amax, str key, SymInt cols, str backend) -> Tensor",
     f"grouped_gemm_nt({_OPERANDS}, ScalarType out_dtype, str backend) -> Tensor",
     f"grouped_gemm_nt_out({_OPERANDS}, Tensor(z!) out, bool accumulate, str backend) -> ()",
 )
@@ -102,6 +103,13 @@ def grouped_dequantize(qdata, block_scale, amax, offsets, key, cols, dtype, scal
     return module.grouped_dequantize(operand, offsets, cols, dtype)
 
 
+def grouped_decode(qdata, block_scale, amax, key, cols, backend) -> Tensor:
+    module = _backend("grouped_gemm_nt", qdata.device, backend)
+    assert module is not reference, "only kernels take decoded values"
+    values = module.grouped_values(Blocks(qdata, block_scale, amax), parse(key), None, cols)
+    return values[..., :cols].contiguous() if values.shape[-1] > cols else values
+
+
 def _operand(module: ModuleType, data, scale, amax, key: str, scale_layout: str):
     if not key:
         return module.GroupedOperand(data)
@@ -111,6 +119,12 @@ def _operand(module: ModuleType, data, scale, amax, key: str, scale_layout: str)
 def grouped_gemm_nt(
     a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, offsets, out_dtype, backend
 ) -> Tensor:
+    module = _backend("grouped_gemm_nt", a.device, backend)
+    if module is not reference and not a_key and not b_key:
+        with torch.autocast(a.device.type, enabled=False):
+            product = module.plain_grouped_gemm(a, b, offsets, out_dtype)
+        if product is not None:
+            return product
     out = a.new_empty(_product_shape(a, b, offsets), dtype=out_dtype)
     operands = (a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout)
     grouped_gemm_nt_out(*operands, K, offsets, out, False, backend)
@@ -178,6 +192,10 @@ def _fake_grouped_dequantize(qdata, block_scale, amax, offsets, key, cols, dtype
     return qdata.new_empty((*qdata.shape[:-1], cols), dtype=dtype)
 
 
+def _fake_grouped_decode(qdata, block_scale, amax, key, cols, backend):
+    return qdata.new_empty((*qdata.shape[:-1], cols), dtype=torch.bfloat16)
+
+
 def _fake_grouped_gemm_nt(a, *rest):
     b, offsets, out_dtype = rest[4], rest[10], rest[11]
     return a.new_empty(_product_shape(a, b, offsets), dtype=out_dtype)
@@ -190,6 +208,7 @@ def _fake_grouped_gemm_nt_out(*arguments):
 _FAKES = {
     grouped_quantize_row_col: _fake_grouped_quantize_row_col,
     grouped_dequantize: _fake_grouped_dequantize,
+    grouped_decode: _fake_grouped_decode,
     grouped_gemm_nt: _fake_grouped_gemm_nt,
     grouped_gemm_nt_out: _fake_grouped_gemm_nt_out,
 }
