@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from halfbyte.kernels import grouped, row_col
@@ -92,14 +90,17 @@ def grouped_quantize_row_col(
     row_spec: Spec | None,
     col_spec: Spec | None,
     *,
-    transient: tuple[bool, bool] = (False, False),
+    draw: Draw | None = None,
+    sign_draw: Draw | None = None,
+    row_amax: Tensor | None = None,
+    col_amax: Tensor | None = None,
     scale_layout: str = LINEAR,
-    **options: Any,
+    transient: tuple[bool, bool] = (False, False),
 ) -> tuple[Blocks | None, Blocks | None]:
     """Quantize every group both ways; a transient side is returned decoded, as in `quantize_row_col`.
 
     Args:
-        options: as `grouped.grouped_quantize_row_col` takes them.
+        transient: whether row and col are returned decoded; the others as for `grouped.grouped_quantize_row_col`.
     """
     specs = row_spec, col_spec
     shared = row_spec is not None and row_spec == col_spec and row_spec.is_tile
@@ -107,7 +108,16 @@ def grouped_quantize_row_col(
         wanted and not shared and _stores_values(spec) for wanted, spec in zip(transient, specs, strict=True)
     )
     sides = grouped.grouped_quantize_row_col(
-        x, offsets, row_spec, col_spec, transient=at_once, scale_layout=scale_layout, **options
+        x,
+        offsets,
+        row_spec,
+        col_spec,
+        draw=draw,
+        sign_draw=sign_draw,
+        row_amax=row_amax,
+        col_amax=col_amax,
+        scale_layout=scale_layout,
+        transient=at_once,
     )
     out = []
     for i, (side, spec, wanted, done) in enumerate(zip(sides, specs, transient, at_once, strict=True)):
