@@ -191,7 +191,7 @@ def _kept(
 def _fake_parameters(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Put fake tensors in the place of parameters and buffers; tied ones stay tied."""
     fakes: dict[int, Any] = {}
-    places = [
+    places: list[tuple[Any, str, Tensor]] = [
         (table, name, tensor)
         for module in model.modules()
         for table in (module._parameters, module._buffers)

@@ -39,7 +39,7 @@ class RunState:
         self.seed = seed
         self._base = torch.tensor([as_signed64(seed), 0], dtype=torch.int64)
         self._streams = 0
-        if not isinstance(schedule, (Schedule, type(None))):
+        if schedule is not None and not isinstance(schedule, Schedule):
             raise TypeError(f"schedule={schedule!r}: give hb.Schedule([(step or share, recipe), …], steps=…)")
         self.schedule = schedule
         self.step = 0
@@ -82,7 +82,7 @@ class RunState:
         self.step += 1
         if recipe is None:
             return None
-        layers = [m for m in model.modules() if getattr(m, "run_state", None) is self and m.recipe != recipe]
+        layers: list[Any] = [m for m in model.modules() if getattr(m, "run_state", None) is self and m.recipe != recipe]
         for layer in layers:
             layer.recipe = recipe
         return recipe if layers else None
@@ -105,7 +105,7 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs: plain values; of the schedule only where there is one."""
-        state = {"version": 1, "seed": self.seed, "position": self.position, "streams": self._streams}
+        state: dict[str, Any] = {"version": 1, "seed": self.seed, "position": self.position, "streams": self._streams}
         if self.step:
             state["step"] = self.step
         if self.schedule is not None:

@@ -67,7 +67,7 @@ def launches(call: Callable[[], object], setting: Setting) -> int:
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type.name == "CUDA" for event in trace.events())
+    return sum(event.device_type.name == "CUDA" for event in trace.events() or ())
 
 
 def _linear(

@@ -31,7 +31,7 @@ def first_order(backward: Backward) -> Backward:
             outputs = backward(ctx, *gradients)
         if not torch.is_grad_enabled():
             return outputs
-        refuse = torch._C._functions.DelayedError(TWICE, len(outputs))
+        refuse: Any = torch._C._functions.DelayedError(TWICE, len(outputs))
         return refuse(*(None if t is None else t.detach().requires_grad_() for t in outputs))
 
     return wrapper

@@ -127,8 +127,10 @@ def linear_shared(
         ValueError, TypeError: as for `linear`.
     """
     n = len(weights)
-    per_weight = ([None] * n if t is None else list(t) for t in (biases, weight_amaxes, main_grads, cached_weights))
-    call, tensors = prepare(x, Layers(list(weights), *per_weight, rng), recipe, out_dtype, x_amaxes)
+    given = (biases, weight_amaxes, main_grads, cached_weights)
+    per_weight: list[list] = [[None] * n if t is None else list(t) for t in given]
+    layers = Layers(list(weights), per_weight[0], per_weight[1], per_weight[2], per_weight[3], rng)
+    call, tensors = prepare(x, layers, recipe, out_dtype, x_amaxes)
     if call is None:
         return tuple(F.linear(tensors[0], w, b) for w, b in zip(tensors[1 : n + 1], tensors[n + 1 :], strict=True))
     return _SharedLinear.apply(call, *tensors)
@@ -334,7 +336,7 @@ def _weight(
     """Return w and w.T as GEMM operands: those that were quantized before, and the others quantized now."""
     missing = [spec if operand is None else None for spec, operand in zip(specs, cached, strict=True)]
     amaxes = ops.Amaxes(*(amax if takes_amax(spec) else None for spec in missing))
-    now = _both(w, *missing, place, amaxes) if missing != [None, None] else (w, w.T)
+    now = _both(w, missing[0], missing[1], place, amaxes) if missing != [None, None] else (w, w.T)
     row, col = (operand if kept is None else kept for kept, operand in zip(cached, now, strict=True))
     return row, col
 

@@ -36,7 +36,8 @@ class CachedWeight(NamedTuple):
 
     @property
     def specs(self) -> Specs:
-        return self.row and self.row.spec, self.col and self.col.spec
+        row, col = (None if operand is None else operand.spec for operand in self[:2])
+        return row, col
 
     @property
     def tensors(self) -> list[Tensor]:

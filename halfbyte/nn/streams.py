@@ -26,7 +26,10 @@ STALE_FORWARDS = 64
 """Training forwards at one position after which the caller has surely forgotten `state.advance()`."""
 
 
-class FollowsRecipe:
+_Base: Any = torch.nn.Module if TYPE_CHECKING else object
+
+
+class FollowsRecipe(_Base):
     """Mixed into a torch module with a weight: a recipe that can change at any step, and a place to draw from."""
 
     weight: Tensor
@@ -122,13 +125,16 @@ class FollowsRecipe:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stale": (0, 0), "weight_cache": None}  # no optimizer refills that of a copy
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        super()._load_from_state_dict(*arguments)
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        notes = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *notes)
         if self.weight_cache is not None:
             self.weight_cache.refill()
 
-    def _apply(self, *arguments: Any) -> Any:
-        result = super()._apply(*arguments)
+    def _apply(self, fn, recurse=True) -> Any:
+        result = super()._apply(fn, recurse)
         if isinstance(getattr(self, "weight", None), Tensor) and not self.weight.is_meta:
             self._shift = self._shift.to(self.weight.device)
         if self.weight_cache is not None:

@@ -42,7 +42,7 @@ class GraphedStep:
             return self._compute(*inputs)
         if self._eager_steps < WARM_UP:
             self._eager_steps += 1
-            return self._aside(inputs)
+            return self._aside(self._stream, inputs)
         if self._graph is None:
             self._capture(inputs)
         for own, new in zip(self._inputs, inputs, strict=True):
@@ -51,14 +51,14 @@ class GraphedStep:
         self._graph.replay()
         return tuple(output.clone() for output in self._outputs)
 
-    def _aside(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _aside(self, stream: torch.cuda.Stream, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run eagerly on the stream of the capture, as allocations of autograd have to be made there."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
             outputs = self._compute(*inputs)
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
         for tensor in (*inputs, *outputs):
-            tensor.record_stream(self._stream)
+            tensor.record_stream(stream)
         return outputs
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -206,7 +206,7 @@ def _run(block: nn.Module, recompute: Recompute, *inputs: Tensor) -> tuple[Tenso
     """Run a block, keeping for the backward pass what `recompute` leaves."""
     if recompute == "nothing" or not torch.is_grad_enabled():
         return block(*inputs)
-    options = {}
+    options: dict[str, Any] = {}
     if recompute == "selective":
         kept = [*selective_checkpoint_ops(), *ATTENTION]
         options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
