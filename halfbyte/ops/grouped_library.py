@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from halfbyte import reference
 from halfbyte.layout import LINEAR, Blocks, ceil_div, grouped_shapes, round_up, swizzled_numel
-from halfbyte.ops.backends import REFERENCE, choose
+from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec, parse
 
@@ -80,7 +80,9 @@ def grouped_quantize_row_col(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     row_spec, col_spec = (parse(key) if key else None for key in (row_key, col_key))
     module = _backend("grouped_quantize_row_col", x.device, backend)
-    transient = {} if module is reference else {"transient": (row_transient, col_transient)}
+    # Native GEMMs read codes.
+    decodes = choose(x.device, backend or None) == TRITON
+    transient = {"transient": (row_transient, col_transient)} if decodes and module is not reference else {}
     row, col = module.grouped_quantize_row_col(
         x,
         offsets,
@@ -116,13 +118,31 @@ def _operand(module: ModuleType, data, scale, amax, key: str, scale_layout: str)
     return module.GroupedOperand(Blocks(data, scale, amax), parse(key), scale_layout)
 
 
+def _native(a, b, offsets: Tensor, K: int, out_dtype: torch.dtype, backend: str) -> Tensor | None:
+    """Return the product from FP4 or FP8 tensor cores, or None where it is emulated; a GEMM of codes says why, once."""
+    if choose(offsets.device, backend or None) != NATIVE:
+        return None
+    from halfbyte.kernels import grouped_native
+
+    capability = torch.cuda.get_device_capability(offsets.device)
+    reason = grouped_native.unsupported(a, b, out_dtype, False, capability)
+    if reason is None:
+        return grouped_native.grouped_gemm_nt(a, b, offsets, K)
+    warn_once(f"a grouped GEMM is emulated in bf16: {reason}")
+    return None
+
+
 def grouped_gemm_nt(
     a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, offsets, out_dtype, backend
 ) -> Tensor:
     module = _backend("grouped_gemm_nt", a.device, backend)
-    if module is not reference and not a_key and not b_key:
+    if module is not reference:
         with torch.autocast(a.device.type, enabled=False):
-            product = module.plain_grouped_gemm(a, b, offsets, out_dtype)
+            if not a_key and not b_key:
+                product = module.plain_grouped_gemm(a, b, offsets, out_dtype)
+            else:
+                sides = (a, a_scale, a_amax, a_key, a_layout), (b, b_scale, b_amax, b_key, b_layout)
+                product = _native(*(_operand(module, *side) for side in sides), offsets, K, out_dtype, backend)
         if product is not None:
             return product
     out = a.new_empty(_product_shape(a, b, offsets), dtype=out_dtype)
@@ -169,7 +189,7 @@ def _empty_blocks(x: Tensor, groups: int, spec: Spec, scale_layout: str, contrac
 
 def _fake_grouped_quantize_row_col(x, offsets, row_key, col_key, *rest):
     row_amax, col_amax, scale_layout, *transient, backend = rest[-6:]
-    decodes = _backend("grouped_quantize_row_col", x.device, backend) is not reference
+    decodes = choose(x.device, backend or None) == TRITON
     groups = x.shape[0] if offsets is None else offsets.shape[0]
     out: list[Tensor] = []
     sides = ((row_key, row_amax, False), (col_key, col_amax, True))
