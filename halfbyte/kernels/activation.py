@@ -41,7 +41,7 @@ RECIPROCAL = tl.constexpr(
 )
 
 NUM_WARPS = 4
-TILE_ELEMENTS = 4096
+TILE_ELEMENTS, ROTATED_TILE_ELEMENTS = 8192, 4096
 TILES = 4  # column tiles of a program
 
 
@@ -274,8 +274,13 @@ def activation_backward_with_amaxes(
     return (dx, dup), tuple(amaxes)
 
 
+def tile_columns(wanted: Wanted) -> int:
+    """Return the columns of a tile of `group` rows: a rotation needs registers for all rows at once."""
+    return (ROTATED_TILE_ELEMENTS if wanted.col == "rotated" else TILE_ELEMENTS) // wanted.group
+
+
 def _launch_options(rows: int, cols: int, function: str, wanted: Wanted) -> tuple[tuple[int], dict]:
-    tile = TILE_ELEMENTS // wanted.group
+    tile = tile_columns(wanted)
     # Row maxima are written by the program that owns the whole row.
     span = tile * (ceil_div(cols, tile) if wanted.row == "row" else TILES)
     spans = ceil_div(cols, span)
@@ -325,6 +330,6 @@ def _compile_case(kernel, names: tuple[tuple[str, ...], ...], wanted: Wanted, fu
         "sign_ptr": "*i64:16" if wanted.fresh else None,
         "FUNCTION": tl.constexpr(function),  # a bare string would be a type
         "WANTED": wanted,
-        "C": TILE_ELEMENTS // wanted.group,
+        "C": tile_columns(wanted),
     }
     return CompileCase(kernel, arguments, num_warps=NUM_WARPS, fp_fusion=False)

@@ -39,33 +39,41 @@ def meet_lanes(x):
 
 
 @triton.jit
-def row_tile(ptr, row0, rows, c, cols):
-    """Return fp32 [ROW_GROUP, LANES] from row row0 and column c, zero outside."""
+def row_tiles(ptr, row0, rows, c, cols, COUNT: tl.constexpr):
+    """Return COUNT tiles [ROW_GROUP, LANES] as stored, from row row0 and column c on, zero outside: all loads first."""
     i = tl.arange(0, ROW_GROUP)
-    col = c + tl.arange(0, LANES)
-    pointers = ptr + row0.to(tl.int64) * cols + (i[:, None] * cols + col[None, :])
-    return pm.to_fp32(tl.load(pointers, mask=(row0 + i < rows)[:, None] & (col < cols)[None, :], other=0.0))
+    tiles = ()
+    for j in tl.static_range(COUNT):
+        col = tl.arange(0, LANES) + (c + j * LANES)
+        pointers = ptr + row0.to(tl.int64) * cols + (i[:, None] * cols + col[None, :])
+        tiles = tiles + (tl.load(pointers, mask=(row0 + i < rows)[:, None] & (col < cols)[None, :], other=0.0),)
+    return tiles
 
 
 @triton.jit
 def store_statistics(x_ptr, mean_ptr, rstd_ptr, row0, rows, cols, eps, CENTERED: tl.constexpr):
     """Write mean (if CENTERED) and 1 / sqrt(variance + eps) of ROW_GROUP rows."""
     row = row0 + tl.arange(0, ROW_GROUP)
+    AHEAD: tl.constexpr = 2 if CENTERED else 4  # tiles that are loaded before the first is used
     lane = tl.arange(0, LANES)
     count = tl.zeros((ROW_GROUP,), tl.float32) + cols
     mean = tl.zeros((ROW_GROUP,), tl.float32)
     if CENTERED:
         total = tl.zeros((ROW_GROUP, LANES), tl.float32)
-        for c in range(0, cols, LANES):
-            total += row_tile(x_ptr, row0, rows, c, cols)
+        for c in range(0, cols, LANES * AHEAD):
+            xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD)
+            for j in tl.static_range(AHEAD):
+                total += pm.to_fp32(xs[j])
         mean = tl.div_rn(meet_lanes(total), count)
         tl.store(mean_ptr + row, mean, mask=row < rows)
     squares = tl.zeros((ROW_GROUP, LANES), tl.float32)
-    for c in range(0, cols, LANES):
-        d = row_tile(x_ptr, row0, rows, c, cols)
-        if CENTERED:
-            d = tl.where((c + lane < cols)[None, :], d - mean[:, None], 0.0)
-        squares += d * d
+    for c in range(0, cols, LANES * AHEAD):
+        xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD)
+        for j in tl.static_range(AHEAD):
+            d = pm.to_fp32(xs[j])
+            if CENTERED:
+                d = tl.where((lane + (c + j * LANES) < cols)[None, :], d - mean[:, None], 0.0)
+            squares += d * d
     variance = tl.div_rn(meet_lanes(squares), count)
     rstd = tl.div_rn(tl.full((ROW_GROUP,), 1.0, tl.float32), tl.sqrt_rn(variance + eps))
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
@@ -99,7 +107,6 @@ def norm_kernel(
         ys = ()
         for i in tl.static_range(GROUP):
             inside = in_col & (row0 + i < rows)
-            place = first + (i * cols + col)
             d = pm.to_fp32(xs[i])
             if CENTERED:
                 d = d - means[i]
@@ -107,7 +114,7 @@ def norm_kernel(
             if bias_ptr is not None:
                 y = y + bias
             y = dc.cast(tl.where(inside, y, 0.0), y_ptr.dtype.element_ty)
-            tl.store(y_ptr + place, y, mask=inside)
+            tl.store(y_ptr + first + (i * cols + col), y, mask=inside)
             plain = rm.raise_plain(plain, pm.to_fp32(y), WANTED)
             ys = ys + (y,)
         rotated = rm.raise_rotated(rotated, ys, words, WANTED)
@@ -134,11 +141,11 @@ def norm_backward_kernel(
     total = tl.zeros((ROW_GROUP, LANES), tl.float32)
     for c in range(0, cols, LANES):
         col = c + lane
-        normal = row_tile(x_ptr, row0, rows, c, cols)
+        normal = pm.to_fp32(row_tiles(x_ptr, row0, rows, c, cols, 1)[0])
         if CENTERED:
             normal = normal - tl.load(mean_ptr + rows16, mask=in_rows, other=0.0)[:, None]
         weight = pm.to_fp32(tl.load(weight_ptr + col, mask=col < cols, other=0.0))
-        g = row_tile(dy_ptr, row0, rows, c, cols) * weight[None, :]
+        g = pm.to_fp32(row_tiles(dy_ptr, row0, rows, c, cols, 1)[0]) * weight[None, :]
         along += g * (normal * rstd[:, None])
         if CENTERED:
             total += g
@@ -146,33 +153,30 @@ def norm_backward_kernel(
     if CENTERED:
         tl.store(means_ptr + rows + rows16, tl.div_rn(meet_lanes(total), count), mask=in_rows)
     tl.debug_barrier()
-    rstds = rm.load_numbers(rstd_ptr, row0, rows, ROW_GROUP)
-    alongs = rm.load_numbers(means_ptr, row0, rows, ROW_GROUP)
-    if CENTERED:
-        means = rm.load_numbers(mean_ptr, row0, rows, ROW_GROUP)
-        rests = rm.load_numbers(means_ptr + rows, row0, rows, ROW_GROUP)
     group = tl.program_id(0).to(tl.int64)
     for c in range(0, cols, C):
         col = c + tl.arange(0, C)
         in_col = col < cols
         weight = pm.to_fp32(tl.load(weight_ptr + col, mask=in_col, other=0.0))
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, ROW_GROUP)
+        dys = rm.load_rows(dy_ptr + first, row0, rows, col, cols, cols, ROW_GROUP)
         dweight = tl.zeros((C,), tl.float32)
         dbias = tl.zeros((C,), tl.float32)
-        dys = rm.load_rows(dy_ptr + first, row0, rows, col, cols, cols, ROW_GROUP)
-        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, ROW_GROUP)
         for i in tl.static_range(ROW_GROUP):
-            place = first + (i * cols + col)
-            inside = in_col & (row0 + i < rows)
-            dy = pm.to_fp32(dys[i])
+            # The row's numbers are read when they are needed: registers for all rows would halve the warps.
+            row = row0 + i
+            scale = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
             normal = pm.to_fp32(xs[i])
-            if CENTERED:
-                normal = normal - means[i]
-            normal = normal * rstds[i]
+            dy = pm.to_fp32(dys[i])
             g = dy * weight
             if CENTERED:
-                g = g - rests[i]
-            dx = (g - normal * alongs[i]) * rstds[i]
-            tl.store(dx_ptr + place, dc.cast(dx, dx_ptr.dtype.element_ty), mask=inside)
+                normal = normal - tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+                g = g - tl.load(means_ptr + rows + row, mask=row < rows, other=0.0)
+            normal = normal * scale
+            dx = (g - normal * tl.load(means_ptr + row, mask=row < rows, other=0.0)) * scale
+            tl.store(
+                dx_ptr + first + (i * cols + col), dc.cast(dx, dx_ptr.dtype.element_ty), mask=in_col & (row < rows)
+            )
             dweight += dy * normal
             if BIAS:
                 dbias += dy

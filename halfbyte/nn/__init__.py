@@ -1,6 +1,7 @@
 """Modules: torch.nn's layers with a recipe, and the norms and activations around them."""
 
 from halfbyte.nn.cache import WeightCache, cache_weights
+from halfbyte.nn.fuse import FuseReport, fuse_, unfuse_
 from halfbyte.nn.fused import MLP, LayerNormLinear, LayerNormMLP
 from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
 from halfbyte.nn.linear import Linear, forward_shared
@@ -8,6 +9,7 @@ from halfbyte.nn.norm import LayerNorm, RMSNorm
 
 __all__ = [
     "MLP",
+    "FuseReport",
     "GroupedLinear",
     "GroupedRecipe",
     "LayerNorm",
@@ -18,4 +20,6 @@ __all__ = [
     "WeightCache",
     "cache_weights",
     "forward_shared",
+    "fuse_",
+    "unfuse_",
 ]

@@ -110,25 +110,32 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        for name in _first_names(activation):
+        self.names = default_names(activation)
+        for name in self.names[:-1]:
             self.add_module(name, Linear(width, hidden, bias, recipe=recipe, state=state))
-        self.down_proj = Linear(hidden, width, bias, recipe=recipe, state=state)
+        self.add_module(self.names[-1], Linear(hidden, width, bias, recipe=recipe, state=state))
 
     @classmethod
     def from_linears(cls, linears: Mapping[str, nn.Linear], activation: str) -> MLP:
-        """Return a module that holds the linear layers as they are: gate_proj (if gated), up_proj, down_proj."""
+        """Return a module that holds linear layers, torch's or ours, as they are and under the names given.
+
+        Args:
+            linears: gate (if the activation is gated), up and down, in this order, by name.
+            activation: its name.
+        """
         new = cls.__new__(cls)
         nn.Module.__init__(new)
-        new._take(linears, activation)
+        new._hold(linears, activation)
         return new
 
-    def _take(self, linears: Mapping[str, nn.Linear], activation: str) -> None:
-        names = (*_first_names(activation), "down_proj")
-        if set(linears) != set(names):
-            raise ValueError(f"linears={sorted(linears)}: {activation!r} takes {', '.join(names)}")
-        self.activation = activation
-        for name in names:
-            self.add_module(name, linears[name])
+    def _hold(self, linears: Mapping[str, nn.Linear], activation: str) -> None:
+        expected = default_names(activation)
+        if len(linears) != len(expected):
+            raise ValueError(f"linears={list(linears)}: {activation!r} takes {len(expected)}, as {', '.join(expected)}")
+        _check_names(linears)
+        self.activation, self.names = activation, tuple(linears)
+        for name, layer in linears.items():
+            self.add_module(name, layer)
 
     def forward(self, x: Tensor, call: int = 0) -> Tensor:
         """Return the output [..., K].
@@ -145,10 +152,10 @@ class MLP(nn.Module):
 
     @property
     def _first(self) -> tuple[nn.Module, ...]:
-        return tuple(getattr(self, name) for name in _first_names(self.activation))
+        return tuple(getattr(self, name) for name in self.names[:-1])
 
     def _run(self, x: Tensor, call: int, amaxes: ops.Amaxes | None) -> Tensor:
-        first, down = self._first, (self.down_proj,)
+        first, down = self._first, (getattr(self, self.names[-1]),)
         how = following(down, x.device, call)
         if shareable(first) and isinstance(first[0], Linear):
             layers = gather(x, first, call)
@@ -189,19 +196,17 @@ class LayerNormMLP(MLP):
 
         Args:
             norm: what `from_norm` takes.
-            linears: gate_proj (if gated), up_proj and down_proj, torch's or ours.
-            activation: its name.
+            linears, activation: as for `MLP.from_linears`.
         """
         new = cls.__new__(cls)
         nn.Module.__init__(new)
-        new._take(linears, activation)
+        new._hold(linears, activation)
         new.norm = from_norm(norm)
         return new.train(norm.training)
 
     def to_modules(self) -> tuple[nn.Module, dict[str, nn.Linear]]:
         """Return torch's norm and linear layers, by name, with this module's Parameters."""
-        names = (*_first_names(self.activation), "down_proj")
-        return to_norm(self.norm), {name: to_linear(getattr(self, name)) for name in names}
+        return to_norm(self.norm), {name: to_linear(getattr(self, name)) for name in self.names}
 
     def forward(self, x: Tensor, call: int = 0) -> Tensor:
         """Return the output [..., width]; arguments as for hb.nn.MLP."""
@@ -223,11 +228,15 @@ def _run(x: Tensor, layers: Sequence[nn.Module], call: int, amaxes: ops.Amaxes |
     return forward_shared(x, layers, call)
 
 
-def _first_names(activation: str) -> tuple[str, ...]:
-    return ("gate_proj", "up_proj") if find_activation(activation).gated else ("up_proj",)
+def default_names(activation: str) -> tuple[str, ...]:
+    """Return the names of an MLP's layers: the inputs of the activation, then the output."""
+    gate = ("gate_proj",) if find_activation(activation).gated else ()
+    return *gate, "up_proj", "down_proj"
 
 
 def _check_names(layers: Mapping[str, object]) -> None:
-    taken = [name for name in layers if name in ("norm", "names") or not name.isidentifier()]
+    taken = [name for name in layers if name in ("norm", "names", "activation") or not name.isidentifier()]
     if taken or not layers:
-        raise ValueError(f"names of layers {list(layers)}: give identifiers other than 'norm' and 'names'")
+        raise ValueError(
+            f"names of layers {list(layers)}: give identifiers other than 'norm', 'names' and 'activation'"
+        )
