@@ -20,6 +20,7 @@ from halfbyte.functional.weights import CachedWeight, Specs, cacheable, quantize
 from halfbyte.nn.linear import Linear, shared_amax
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
+from halfbyte.tensor import QuantTensor
 
 Filled = dict[tuple, CachedWeight]
 """What one pass over the modules has quantized: tied weights once."""
@@ -197,7 +198,11 @@ def cache_weights(
 def _weights(module: FollowsRecipe) -> dict[str, Tensor]:
     """Return the weights that `module` itself holds, by name."""
     found = {name: getattr(module, name, None) for name in module.weight_names}
-    return {name: weight for name, weight in found.items() if isinstance(weight, nn.Parameter)}
+    return {
+        name: weight
+        for name, weight in found.items()
+        if isinstance(weight, nn.Parameter) and not isinstance(weight, QuantTensor)  # which is quantized for good
+    }
 
 
 def _forward_dtype(weight: Tensor) -> torch.dtype:
@@ -220,4 +225,8 @@ def _into(old: CachedWeight | None, new: CachedWeight) -> CachedWeight:
             blocks = operand.blocks._replace(amax=operand.blocks.amax.clone())
             operand = operand._replace(blocks=blocks)
         sides.append(operand)
-    return CachedWeight(sides[0], sides[1], new.dtype)
+    cached = CachedWeight(sides[0], sides[1], new.dtype)
+    for tensor in cached.tensors:
+        if tensor.is_cuda:  # mode="reduce-overhead" would copy them into its graph at every call
+            torch._dynamo.mark_static_address(tensor)
+    return cached

@@ -139,6 +139,21 @@ def test_inductor_gives_the_bits_of_eager(recipe):
         assert torch.equal(eager, graph)
 
 
+def test_torchs_own_graphs_read_cached_weights_where_they_are():
+    model, _ = model_and_state("nvfp4_mxfp8_bwd")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (x,) = inputs(1)
+    with hb.cache_weights(model, optimizer), torch.no_grad():
+        function = torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False)
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            y = function(x).clone()
+            torch.testing.assert_close(y, model(x), rtol=1e-5, atol=1e-5)
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+
+
 def saved_on_gpu(model, x, context) -> int:
     """Return how many bytes on the GPU a forward leaves behind for its backward, its output not counted."""
     x = x.detach().requires_grad_()
