@@ -36,11 +36,10 @@ LINES_CUT = tl.constexpr(
         "fma.rz.f32 $0, $1, 0f3F000000, 0f40800000;",
     )
 )
-ADD_CUT = tl.constexpr("{.reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; add.rz.f32 $0, a, b;}")
-
-# Bytes 1 of two words below each other, and their even and their odd bytes of two such pairs.
-SECOND_BYTES = tl.constexpr("prmt.b32 $0, $1, $2, 0x5151;")
-LOW_HALVES = tl.constexpr("prmt.b32 $0, $1, $2, 0x5410;")
+# The sum with 2^15 + u keeps multiples of 1/256, the sum with 2^23 - 2^15 then the integer.
+ADD_CUT = tl.constexpr(
+    "{.reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; add.rz.f32 a, a, b; add.rz.f32 $0, a, 0f4AFF0000;}"
+)
 
 # Four fp32 values to four bytes: two conversions, each of the upper and the lower operand, joined.
 FP8_CONVERSION = tl.constexpr(
@@ -64,6 +63,11 @@ PAIR_ABS_MAX = tl.constexpr(
 # |x| * encode with the absolute value as an operand modifier; 16 times a word plus 8 times a sign bit plus a code.
 MULTIPLY_ABS = tl.constexpr("{.reg .f32 a; abs.f32 a, $1; mul.rn.f32 $0, a, $2;}")
 SHIFT_IN_NIBBLE = tl.constexpr("{.reg .b32 t; shf.l.wrap.b32 t, $2, $1, 1; mad.lo.u32 $0, t, 8, $3;}")
+
+# One fp32 value to an E4M3 code.
+E4M3_CONVERSION = tl.constexpr(
+    "{.reg .b16 t; .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.satfinite.e4m3x2.f32 t, z, $1; cvt.u32.u16 $0, t;}"
+)
 
 # Byte J of a word under the upper bytes of 2^15, whose last bit is 1/256.
 BYTE_OVER_256 = tl.constexpr(tuple(f"prmt.b32 $0, $1, 0x47000000, 0x744{j};" for j in range(4)))
@@ -91,15 +95,18 @@ def small_float(a, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def e4m3_code(a, HARDWARE: tl.constexpr):
-    """Return E4M3 codes (uint8) of fp32 a >= 0, saturating. HARDWARE: the target has the conversion (sm_89 on)."""
+    """Return E4M3 codes (uint32) of fp32 a >= 0, saturating. HARDWARE: the target has the conversion (sm_89 on).
+
+    One value a conversion: ptxas of CUDA 12.8 takes garbage for a code where two pairs are converted and taken apart.
+    """
     if HARDWARE:
-        return a.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return small_float(tl.minimum(a, E4M3_MAX), 3, 7).to(tl.uint8)
+        return tl.inline_asm_elementwise(E4M3_CONVERSION, "=r,f", [a], dtype=tl.uint32, is_pure=True, pack=1)
+    return small_float(tl.minimum(a, E4M3_MAX), 3, 7).to(tl.uint32)
 
 
 @triton.jit
 def e4m3_positive(code):
-    """Return the fp32 value of E4M3 codes (uint8) that are neither negative nor NaN."""
+    """Return the fp32 value of E4M3 codes (an unsigned type) that are neither negative nor NaN."""
     return (code.to(tl.uint32) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
 
 
@@ -146,7 +153,7 @@ def nearest_codes(xs, START: tl.constexpr, encode):
 
 @triton.jit
 def stochastic_codes(xs, START: tl.constexpr, encode, random):
-    """Return uint32 whose second byte is the code of |x| * encode rounded by random bytes, 8 elements from START.
+    """Return the bits of 2^23 + code of |x| * encode rounded by random bytes, 8 elements from START.
 
     random: the four Philox words of each block, byte i % 4 of word i // 4 for element i (section 4). As in
     `nearest_codes`, the code is the minimum of three lines, here truncated after the random fraction u is added:
@@ -161,7 +168,7 @@ def stochastic_codes(xs, START: tl.constexpr, encode, random):
         if INTERPRETED:
             u = (((word >> (8 * (i % 4))) & 0xFF) | 0x47000000).to(tl.float32, bitcast=True) - 32768.0
             low, middle, high = tl.floor((a + u * 0.5) * 2.0), tl.floor(a + u) + 2.0, tl.floor(a * 0.5 + u) + 4.0
-            code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 7.0)) + 32768.0
+            code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 7.0)) + MAGIC
         else:
             u = tl.inline_asm_elementwise(BYTE_OVER_256[i % 4], "=r,r", [word], dtype=tl.uint32, is_pure=True, pack=1)
             low = tl.inline_asm_elementwise(LINES_CUT[0], "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1)
@@ -170,7 +177,7 @@ def stochastic_codes(xs, START: tl.constexpr, encode, random):
             line = tl.minimum(low.to(tl.uint32, bitcast=True), middle.to(tl.uint32, bitcast=True))
             line = tl.minimum(line, high.to(tl.uint32, bitcast=True))
             code = tl.inline_asm_elementwise(ADD_CUT, "=f,r,r", [line, u], dtype=tl.float32, is_pure=True, pack=1)
-        out = out + (tl.minimum(code.to(tl.uint32, bitcast=True), 0x470007FF),)
+        out = out + (tl.minimum(code.to(tl.uint32, bitcast=True), MAGIC_SEVEN),)
     return out
 
 
@@ -199,33 +206,6 @@ def pack_word(xs, START: tl.constexpr, codes):
                 SHIFT_IN_NIBBLE, "=r,r,r,r", [word, bits, codes[7 - j]], dtype=tl.uint32, is_pure=True, pack=1
             )
     return word - PACK_BIAS
-
-
-@triton.jit
-def pack_second_bytes(xs, START: tl.constexpr, codes):
-    """Return 8 nibbles as uint32, element START in the low one: the sign of x and the second byte of `codes`."""
-    if INTERPRETED:
-        word = xs[START].to(tl.uint32, bitcast=True) & 0
-        for j in tl.static_range(8):
-            sign = (xs[START + j].to(tl.uint32, bitcast=True) >> 28) & 8
-            word |= (((codes[j] >> 8) & 7) | sign) << (4 * j)
-        return word
-    signs = xs[START + 7].to(tl.uint32, bitcast=True) >> 28
-    for j in tl.static_range(7):
-        # The upper four bits of each: a sign and three bits that a mask drops.
-        signs = (signs << 4) | (xs[START + 6 - j].to(tl.uint32, bitcast=True) >> 28)
-    halves = ()
-    for j in tl.static_range(2):
-        a = tl.inline_asm_elementwise(
-            SECOND_BYTES, "=r,r,r", [codes[j], codes[j + 2]], dtype=tl.uint32, is_pure=True, pack=1
-        )
-        b = tl.inline_asm_elementwise(
-            SECOND_BYTES, "=r,r,r", [codes[j + 4], codes[j + 6]], dtype=tl.uint32, is_pure=True, pack=1
-        )
-        halves = halves + (
-            tl.inline_asm_elementwise(LOW_HALVES, "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1),
-        )
-    return (halves[0] + (halves[1] << 4)) | (signs & 0x88888888)
 
 
 @triton.jit
@@ -403,6 +383,27 @@ def reciprocal(x):
     if INTERPRETED:
         return tl.div_rn(x * 0 + 1.0, x)
     return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def regular_reciprocal(x):
+    """Return fp32 1 / x, rounded to nearest, for |x| between 2^-100 and 2^100; else anything."""
+    if INTERPRETED:
+        return tl.div_rn(x * 0 + 1.0, x)
+    # What the IEEE reciprocal does where its range check passes: one step of Newton.
+    r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.fma(r, tl.fma(-x, r, 1.0), r)
+
+
+@triton.jit
+def quotient(x, d):
+    """Return fp32 x / d, rounded to nearest, where x, d and the result lie between 2^-100 and 2^100."""
+    if INTERPRETED:
+        return tl.div_rn(x, x * 0 + d)
+    # What IEEE division does where its range check passes: one correction of x times the reciprocal.
+    r = regular_reciprocal(d)
+    q = x * r
+    return tl.fma(r, tl.fma(-q, d, x), q)
 
 
 @triton.jit

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels import primitives as pm
+from halfbyte.kernels import quantize_wide
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import operand_amax
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.targets import TARGETS, CompileCase
-from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile
+from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up, swizzled_numel
 from halfbyte.rng import Draw
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
@@ -52,34 +53,48 @@ def quantize_rows_kernel(
     SWIZZLED: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
+    LOOP: tl.constexpr,
 ):
+    """One program quantizes LOOP tiles of R rows and N groups, one after the other."""
     constants = (span, floor, inverse, unit)
-    tile = tl.program_id(0)
+    tile = tl.program_id(0) * LOOP
     outer = pm.divide(tile, magic, shift)
-    quantize_row_tile(
-        outer * R,
-        (tile - outer * tiles) * N,
-        x_ptr,
-        q_ptr,
-        scale_ptr,
-        amax_ptr,
-        draw_ptr,
-        sign_ptr,
-        rows,
-        cols,
-        blocks,
-        stride_r,
-        stride_c,
-        stream,
-        first_block,
-        blocks_per_row,
-        sign_stream,
-        constants,
-        RULE,
-        SWIZZLED,
-        R,
-        N,
-    )
+    i_row, i_group = outer * R, (tile - outer * tiles) * N
+    loaded = read_row_tile(i_row, i_group, x_ptr, rows, cols, stride_r, stride_c, RULE, R, N)
+    factors = sc.operand_factors(amax_ptr, constants, RULE)
+    for step in range(LOOP):
+        here, i_row_here, i_group_here = loaded, i_row, i_group
+        if LOOP > 1:
+            # The next tile is read before this one is quantized; the last reads itself again, from the cache.
+            outer = pm.divide(tl.minimum(tile + step + 1, tile + LOOP - 1), magic, shift)
+            i_row, i_group = outer * R, (tl.minimum(tile + step + 1, tile + LOOP - 1) - outer * tiles) * N
+            loaded = read_row_tile(i_row, i_group, x_ptr, rows, cols, stride_r, stride_c, RULE, R, N)
+        quantize_row_tile(
+            i_row_here,
+            i_group_here,
+            x_ptr,
+            q_ptr,
+            scale_ptr,
+            amax_ptr,
+            draw_ptr,
+            sign_ptr,
+            rows,
+            cols,
+            blocks,
+            stride_r,
+            stride_c,
+            stream,
+            first_block,
+            blocks_per_row,
+            sign_stream,
+            constants,
+            RULE,
+            SWIZZLED,
+            R,
+            N,
+            factors,
+            here,
+        )
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -141,12 +156,13 @@ def quantize_cols_kernel(
 
 
 class Tile(NamedTuple):
-    """What one program covers: `outer` rows (columns) of `groups` groups each, its warps, and `Rule.words`."""
+    """A tile of `outer` rows (columns) of `groups` groups each, warps, `Rule.words`, and how many tiles a program."""
 
     outer: int
     groups: int
     num_warps: int
     words: int = 1
+    loop: int = 1
 
 
 # Measured on an H200 at 8192 columns: the best of the tiles tried for each kind of kernel.
@@ -177,7 +193,7 @@ def row_tile(rows: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
     least = 16 if rule.tile else 1
     n = min(triton.next_power_of_2(groups), total // least if INTERPRETED else best.groups)
     # A narrow operand fills the tile with rows: fewer blocks than threads would split blocks between threads.
-    return Tile(total // n, n, best.num_warps)
+    return Tile(total // n, n, best.num_warps, loop=best.loop)
 
 
 def col_tile(cols: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
@@ -204,7 +220,7 @@ def divisor(n: int) -> tuple[int, int, int]:
 
 def is_packed(x: Tensor) -> bool:
     """Say whether kernels may read x [R, C] in words of two bf16: `Rule.packed`."""
-    aligned = x.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0
+    aligned = x.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.stride(0) < 1 << 23
     return x.dtype == torch.bfloat16 and x.stride(1) == 1 and aligned
 
 
@@ -291,6 +307,10 @@ def quantize(
     out = allocate(x.shape, spec, scale_layout, x.device, decoded)
     if out.qdata.numel():
         arguments = operand_arguments(spec, out, amax, draw, sign_draw)
+        if spec.alignment >= quantize_wide.WIDE:
+            rule = sc.rule_of(spec, hardware_fp8(x.device))._replace(decoded=decoded)
+            quantize_wide.launch(x, rule, out, arguments)
+            return Blocks(out.qdata, out.block_scale, amax)
         # Blocks along the dimension that is not contiguous in memory: the column kernel reads whole lines.
         launch = launch_cols if x.stride(0) == 1 and x.stride(1) != 1 else launch_rows
         launch(x.T if launch is launch_cols else x, spec, out, arguments)
@@ -307,7 +327,8 @@ def launch_rows(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
     row_tiles = ceil_div(round_up(out.rows, SWIZZLE_ROWS) if out.swizzled else out.rows, tile.outer)
     group_tiles = ceil_div(groups, tile.groups)
     pointers, numbers, constants = arguments
-    quantize_rows_kernel[(row_tiles * group_tiles,)](
+    loop = tile.loop if row_tiles * group_tiles % tile.loop == 0 else 1
+    quantize_rows_kernel[(row_tiles * group_tiles // loop,)](
         x,
         *pointers,
         *x.shape,
@@ -320,6 +341,7 @@ def launch_rows(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
         SWIZZLED=out.swizzled,
         R=tile.outer,
         N=tile.groups,
+        LOOP=loop,
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
     )
@@ -381,24 +403,29 @@ def compile_arguments(spec: Spec, prefix: str = "") -> dict[str, Any]:
 
 
 def compile_cases() -> list[CompileCase]:
-    """Return the tuned configurations of the row and the column kernel for the specs of the presets."""
+    """Return the tuned configurations of the row and the column kernel for the specs of the presets.
+
+    Each for a packed x without ragged edges, which is what training meets; and for any x the first spec of each kernel.
+    """
     return [
-        _compile_case(spec, kernel, hardware)
+        _compile_case(spec, kernel, hardware, plain)
         for kernel, specs in ((quantize_rows_kernel, ROW_SPECS), (quantize_cols_kernel, COL_SPECS))
-        for spec in specs
+        for plain, chosen in ((True, specs), (False, specs[:1]))
+        for spec in chosen
         for hardware in (False, True)
     ]
 
 
-def _compile_case(spec: Spec, kernel: Any, hardware: bool) -> CompileCase:
-    rule = sc.rule_of(spec, hardware)
+def _compile_case(spec: Spec, kernel: Any, hardware: bool, plain: bool) -> CompileCase:
+    rule = sc.rule_of(spec, hardware)._replace(packed=plain, full=plain)
     swizzled = spec.is_tile
     if kernel is quantize_rows_kernel:
         tile = row_tile(8192, 8192 // rule.group, rule, swizzled)
-        shape = {"R": tile.outer, "N": tile.groups}
+        shape = {"R": tile.outer, "N": tile.groups, "LOOP": tile.loop}
     else:
         tile = col_tile(8192, 8192 // rule.group, rule, swizzled)
         shape = {"N": tile.groups, "C": tile.outer}
+        rule = rule._replace(words=tile.words)
     arguments = {
         **compile_arguments(spec),
         "x_ptr": "*bf16:16",

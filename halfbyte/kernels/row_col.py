@@ -24,6 +24,7 @@ from halfbyte.kernels.quantize import (
     operand_arguments,
     quantize,
 )
+from halfbyte.kernels.quantize_wide import WIDE
 from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.transpose import transpose
 from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up, swizzle
@@ -32,12 +33,13 @@ from halfbyte.spec import MXFP8, Spec
 
 
 class Tile(NamedTuple):
-    """What one program covers, its warps, and `Rule.words`."""
+    """What one program covers, its warps, `Rule.words`, and tiles a program."""
 
     rows: int
     cols: int
     num_warps: int
     words: int
+    loop: int = 1
 
 
 TILE = Tile(64, 64, 4, 1)
@@ -92,62 +94,71 @@ def quantize_row_col_kernel(
     SWIZZLED: tl.constexpr,
     TR: tl.constexpr,
     TC: tl.constexpr,
+    LOOP: tl.constexpr,
 ):
-    """One program quantizes a TR x TC tile both ways; its second read of the tile comes from the cache."""
+    """One program quantizes LOOP tiles of TR x TC both ways; its second read of the tile comes from the cache."""
     row_constants = (row_span, row_floor, row_inverse, row_unit)
     col_constants = (col_span, col_floor, col_inverse, col_unit)
-    tile = tl.program_id(0)
-    outer = pm.divide(tile, magic, shift)
-    i_row = outer * TR
-    i_col = (tile - outer * col_tiles) * TC
-    quantize_col_tile(
-        i_row // COL.group,
-        i_col,
-        x_ptr,
-        col_q_ptr,
-        col_scale_ptr,
-        col_amax_ptr,
-        col_draw_ptr,
-        col_sign_ptr,
-        rows,
-        cols,
-        col_blocks,
-        stride_r,
-        stride_c,
-        col_stream,
-        col_first_block,
-        col_blocks_per_row,
-        col_sign_stream,
-        col_constants,
-        COL,
-        SWIZZLED,
-        TR // COL.group,
-        TC,
-    )
-    quantize_row_tile(
-        i_row,
-        i_col // ROW.group,
-        x_ptr,
-        row_q_ptr,
-        row_scale_ptr,
-        row_amax_ptr,
-        row_draw_ptr,
-        row_sign_ptr,
-        rows,
-        cols,
-        row_blocks,
-        stride_r,
-        stride_c,
-        row_stream,
-        row_first_block,
-        row_blocks_per_row,
-        row_sign_stream,
-        row_constants,
-        ROW,
-        SWIZZLED,
-        TR,
-        TC // ROW.group,
-    )
+    row_factors = None
+    col_factors = None
+    if LOOP > 1:
+        row_factors = sc.operand_factors(row_amax_ptr, row_constants, ROW)
+        col_factors = sc.operand_factors(col_amax_ptr, col_constants, COL)
+    for step in range(LOOP):
+        tile = tl.program_id(0) * LOOP + step
+        outer = pm.divide(tile, magic, shift)
+        i_row = outer * TR
+        i_col = (tile - outer * col_tiles) * TC
+        quantize_col_tile(
+            i_row // COL.group,
+            i_col,
+            x_ptr,
+            col_q_ptr,
+            col_scale_ptr,
+            col_amax_ptr,
+            col_draw_ptr,
+            col_sign_ptr,
+            rows,
+            cols,
+            col_blocks,
+            stride_r,
+            stride_c,
+            col_stream,
+            col_first_block,
+            col_blocks_per_row,
+            col_sign_stream,
+            col_constants,
+            COL,
+            SWIZZLED,
+            TR // COL.group,
+            TC,
+            col_factors,
+        )
+        quantize_row_tile(
+            i_row,
+            i_col // ROW.group,
+            x_ptr,
+            row_q_ptr,
+            row_scale_ptr,
+            row_amax_ptr,
+            row_draw_ptr,
+            row_sign_ptr,
+            rows,
+            cols,
+            row_blocks,
+            stride_r,
+            stride_c,
+            row_stream,
+            row_first_block,
+            row_blocks_per_row,
+            row_sign_stream,
+            row_constants,
+            ROW,
+            SWIZZLED,
+            TR,
+            TC // ROW.group,
+            row_factors,
+        )
 
 
 def quantize_row_col(
@@ -179,7 +190,8 @@ def quantize_row_col(
     common = {"sign_draw": sign_draw, "scale_layout": scale_layout}
     col_draw = draw.next() if draw is not None else None
     row_amax, col_amax = _complete_amaxes(x, (row_spec, col_spec), (row_amax, col_amax), sign_draw)
-    if row_spec is None or col_spec is None or x.numel() == 0 or x.stride(1) != 1:
+    apart = row_spec is None or col_spec is None or max(row_spec.alignment, col_spec.alignment) >= WIDE
+    if apart or x.numel() == 0 or x.stride(1) != 1:
         row = col = None
         if row_spec is not None:
             row = quantize(x, row_spec, draw=draw, amax=row_amax, decoded=transient[0], **common)
@@ -261,7 +273,8 @@ def _launch(
     row_pointers, row_numbers, row_constants = row_arguments
     col_pointers, col_numbers, col_constants = col_arguments
     tiles = ceil_div(rows, tile_rows) * col_tiles
-    quantize_row_col_kernel[(tiles,)](
+    loop = tile.loop if tiles % tile.loop == 0 else 1
+    quantize_row_col_kernel[(tiles // loop,)](
         x,
         *row_pointers,
         *col_pointers,
@@ -279,6 +292,7 @@ def _launch(
         SWIZZLED=swizzled,
         TR=tile_rows,
         TC=tile_cols,
+        LOOP=loop,
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
     )

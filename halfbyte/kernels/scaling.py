@@ -13,7 +13,7 @@ import triton.language as tl
 
 from halfbyte.formats import E2M1, FLT_MAX, f32
 from halfbyte.kernels import primitives as pm
-from halfbyte.kernels.decode import E4M3_NAN, E8M0_NAN
+from halfbyte.kernels.decode import E4M3_NAN, E8M0_NAN, INTERPRETED
 from halfbyte.spec import MXFP8, BlockMax, Spec
 
 
@@ -89,13 +89,28 @@ def constants_of(spec: Spec) -> Constants:
 
 
 @triton.jit
-def tensor_factors(amax, constants):
-    """Return (A, S, S / fp4_max, D, whether amax is no valid maximum)."""
-    poison = ((amax >= 0) & (amax < pm.INF)) == 0
+def tensor_factors(amax, constants, SCALAR: tl.constexpr = False):
+    """Return (A, S, S / fp4_max, D, whether amax is no valid maximum, whether A lies between 2^-60 and 2^60)."""
+    # One comparison for negative numbers, Inf and NaN; + 0 turns -0 into +0.
+    poison = (amax + 0.0).to(tl.uint32, bitcast=True) >= 0x7F800000
     clean = tl.where(poison, 0.0, amax)
     a = tl.maximum(clean, constants[1])
+    regular = (a > 8.673617379884035e-19) & (a < 1.152921504606847e18)
+    if SCALAR:
+        if regular:
+            s = pm.quotient(constants[0], a)
+            d = pm.regular_reciprocal(s)
+        else:
+            s, d = any_factors(clean, a, constants)
+    else:
+        s, d = any_factors(clean, a, constants)
+    return a, s, s * constants[2], d, poison, regular
+
+
+@triton.jit
+def any_factors(clean, a, constants):
     s = tl.where(clean == 0, 1.0, tl.minimum(tl.div_rn(a * 0 + constants[0], a), pm.FLT_MAX))
-    return a, s, s * constants[2], pm.reciprocal(s), poison
+    return s, pm.reciprocal(s)
 
 
 @triton.jit
@@ -104,7 +119,7 @@ def operand_factors(amax_ptr, constants, RULE: tl.constexpr):
     if RULE.row_amax or RULE.element != "":
         return ()
     else:
-        return tensor_factors(tl.load(amax_ptr), constants)
+        return tensor_factors(tl.load(amax_ptr), constants, True)
 
 
 @triton.jit
@@ -139,8 +154,17 @@ def tree_sum(e, AXIS: tl.constexpr):
 
 
 @triton.jit
-def encode_scale(scale, d):
-    return tl.minimum(pm.reciprocal(scale * d), pm.FLT_MAX)
+def encode_scale(scale, factors, RULE: tl.constexpr):
+    """Return min(1 / (scale * D), FLT_MAX) for an E4M3 scale that is no NaN."""
+    product = scale * factors[3]
+    if RULE.row_amax:
+        return tl.minimum(pm.reciprocal(product), pm.FLT_MAX)
+    else:
+        if factors[5]:  # one condition a program: no range to check in each block
+            encode = tl.where(scale == 0.0, pm.FLT_MAX, pm.regular_reciprocal(product))
+        else:
+            encode = tl.minimum(pm.reciprocal(product), pm.FLT_MAX)
+        return encode
 
 
 @triton.jit
@@ -148,14 +172,15 @@ def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr
     """Return the error of one block scale: section 5's sum over elements 0 to 15, in order.
 
     regular: with error_math="exact", whether a power of two scales (q * scale) * A / f(6 * m8) exactly. Then the
-    quotients of q = 1 and q = 1.5 give all others: for the binade p of q, p * y1 + (q - p) * 2 * (y15 - y1).
+    quotients of q = 1 and q = 1.5 give all others: for the binade p of q, p * y1 + (q - p) * more with
+    more = 2 * (y15 - y1). Written as q * more + p * (y1 - more), only an exact sum is left to round.
     """
     error = tl.zeros_like(scale)
-    if not RULE.scaled:
-        one = scale * factors[0]
-        one = tl.div_rn(one, one * 0 + constants[3])
-        more = (scale * 1.5) * factors[0]
-        more = (tl.div_rn(more, more * 0 + constants[3]) - one) * 2.0
+    if not RULE.scaled and regular:
+        one = pm.quotient(scale * factors[0], constants[3])
+        half_more = pm.quotient((scale * 1.5) * factors[0], constants[3]) - one
+        more = half_more * 2.0
+        rest = one - more
     for i in tl.static_range(16):
         x = tl.abs(xs[i])
         a = tl.minimum(x * encode, pm.E2M1_MAX)
@@ -166,7 +191,10 @@ def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr
             d = tl.fma(q, scale, x * -factors[1])  # the product is exact
         elif regular:
             power = (q.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-            d = tl.fma(q - power, more, power * one) - x
+            if INTERPRETED:  # its fma rounds twice
+                d = (power * one + (q - power) * more) - x
+            else:
+                d = tl.fma(q, more, power * rest) - x
         else:
             y = (q * scale) * factors[0]
             d = tl.div_rn(y, y * 0 + constants[3]) - x
@@ -195,7 +223,7 @@ def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, 
     for i in tl.static_range(len(RULE.candidates)):
         code = pm.e4m3_code(base * RULE.candidates[i], RULE.hardware)
         scale = pm.e4m3_positive(code)
-        encode = encode_scale(scale, factors[3])
+        encode = encode_scale(scale, factors, RULE)
         error = candidate_error(xs, scale, encode, factors, constants, regular, RULE)
         if RULE.tile:
             error = tree_sum(error, AXIS)
@@ -215,7 +243,7 @@ def pack_codes(xs, START: tl.constexpr, encode, random, RULE: tl.constexpr):
     if RULE.rounding == "nearest":
         return pm.pack_word(xs, START, pm.nearest_codes(xs, START, encode))
     elif RULE.rounding == "stochastic":
-        return pm.pack_second_bytes(xs, START, pm.stochastic_codes(xs, START, encode, random))
+        return pm.pack_word(xs, START, pm.stochastic_codes(xs, START, encode, random))
     else:
         return pm.pack_word(xs, START, pm.truncated_codes(xs, START, encode))
 
@@ -241,7 +269,7 @@ def quantize_block(xs, block_amax, factors, constants, random, RULE: tl.constexp
     block_amax = tl.where(poison, 0.0, block_amax)
     if len(RULE.candidates) == 0:
         code = pm.e4m3_code(tl.minimum(block_amax * factors[2], pm.FLT_MAX), RULE.hardware)
-        encode = encode_scale(pm.e4m3_positive(code), factors[3])
+        encode = encode_scale(pm.e4m3_positive(code), factors, RULE)
     elif RULE.scaled:  # noqa: SIM114
         code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
     elif errors_are_regular(factors, constants, RULE):

@@ -33,43 +33,43 @@ def masked_store(pointers, values, mask, FULL: tl.constexpr):
 
 
 @triton.jit
-def load_row_pairs(x_ptr, o_row, in_row, o_col, cols, RULE: tl.constexpr):
-    """Return RULE.group / 2 words [R, N], two bf16 values each: `load_row_groups` for a packed x."""
-    R: tl.constexpr = o_row.shape[0]
-    N: tl.constexpr = o_col.shape[0]
-    word_ptr = x_ptr.to(tl.pointer_type(tl.uint32))
+def load_row_pairs(x_ptr, i_row, i_group, rows, cols, stride_r, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
+    """Return RULE.group / 2 words [R, N], two bf16 values each, of N groups of R rows of a packed x.
+
+    Offsets from the tile's first value fit int32: `is_packed` bounds the stride.
+    """
+    row = tl.arange(0, R)
+    col = tl.arange(0, N) * RULE.group
+    first = x_ptr.to(tl.pointer_type(tl.uint32)) + (tl.cast(i_row, tl.int64) * stride_r + i_group * RULE.group) // 2
     words = ()
     for piece in tl.static_range(RULE.group // 8):
-        word = o_col[None, :, None] // 2 + (piece * 4 + tl.arange(0, 4))[None, None, :]
-        pointers = word_ptr + o_row[:, None, None] // 2 + word
-        inside = in_row[:, None, None] & (word * 2 < cols)
-        words = words + pm.split_four(masked_load(pointers, inside, RULE.full), R, N)
+        word = col[None, :, None] // 2 + (piece * 4 + tl.arange(0, 4))[None, None, :]
+        inside = (i_row + row < rows)[:, None, None] & (i_group * RULE.group + word * 2 < cols)
+        loaded = masked_load(first + (row[:, None, None] * (stride_r // 2) + word), inside, RULE.full)
+        words = words + pm.split_four(loaded, R, N)
     return words
 
 
 @triton.jit
-def load_col_pairs(x_ptr, o_row, rows, o_col, cols, stride_r, COUNT: tl.constexpr, RULE: tl.constexpr):
-    """Return rows of words [N, C], two columns each, as RULE.group tuples of COUNT words: a packed x by columns.
-
-    o_row [N]: where groups start; o_col [C]: multiples of 2 * COUNT, where a thread's columns start.
-    """
-    N: tl.constexpr = o_row.shape[0]
-    C: tl.constexpr = o_col.shape[0]
+def load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, RULE: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
+    """Return RULE.group tuples of RULE.words words [N, C / words / 2], two columns each: a packed x by columns."""
+    COUNT: tl.constexpr = RULE.words
+    SHARE: tl.constexpr = C // (2 * COUNT)
     SIZE: tl.constexpr = RULE.group
-    word_ptr = x_ptr.to(tl.pointer_type(tl.uint32))
-    stride = tl.cast(stride_r, tl.int64) // 2
-    word = (o_col // 2)[:, None] + tl.arange(0, COUNT)[None, :]
-    first = word_ptr + o_row.to(tl.int64)[:, None, None] * stride + word[None, :, :]
+    row = tl.arange(0, N) * SIZE
+    word = tl.arange(0, SHARE)[:, None] * COUNT + tl.arange(0, COUNT)[None, :]
+    first = x_ptr.to(tl.pointer_type(tl.uint32)) + (tl.cast(i_group, tl.int64) * SIZE * stride_r + i_col) // 2
+    offset = row[:, None, None] * (stride_r // 2) + word[None, :, :]
     out = ()
     for i in tl.static_range(SIZE):
-        inside = (o_row + i < rows)[:, None, None] & (word * 2 < cols)[None, :, :]
-        loaded = masked_load(first + i * stride, inside, RULE.full)
+        inside = (i_group * SIZE + row + i < rows)[:, None, None] & (i_col + word * 2 < cols)[None, :, :]
+        loaded = masked_load(first + (offset + i * (stride_r // 2)), inside, RULE.full)
         if COUNT == 4:
-            out = out + (pm.split_four(loaded, N, C),)
+            out = out + (pm.split_four(loaded, N, SHARE),)
         elif COUNT == 2:
             out = out + (tl.split(loaded),)
         else:
-            out = out + ((tl.reshape(loaded, (N, C)),),)
+            out = out + ((tl.reshape(loaded, (N, SHARE)),),)
     return out
 
 
@@ -188,6 +188,20 @@ def quantize_group(xs, amax, factors, constants, draw_ptr, stream, block, RULE: 
 
 
 @triton.jit
+def read_row_tile(
+    i_row, i_group, x_ptr, rows, cols, stride_r, stride_c, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr
+):
+    """Return what a thread reads of N groups of R rows: words of two values of a packed x, else fp32 values."""
+    row = i_row + tl.arange(0, R)
+    o_row = row.to(tl.int64) * stride_r
+    o_col = (i_group + tl.arange(0, N)) * RULE.group
+    if RULE.packed:
+        return load_row_pairs(x_ptr, i_row, i_group, rows, cols, stride_r, RULE, R, N)
+    else:
+        return load_row_groups(x_ptr, o_row, row < rows, o_col, cols, stride_c, RULE.group)
+
+
+@triton.jit
 def quantize_row_tile(
     i_row,
     i_group,
@@ -211,26 +225,32 @@ def quantize_row_tile(
     SWIZZLED: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
+    factors=None,
+    loaded=None,
 ):
-    """Quantize N groups of R rows along the rows of x; outputs [rows, blocks]."""
+    """Quantize N groups of R rows along the rows of x; outputs [rows, blocks].
+
+    factors: of `operand_factors`, if a program has them already; loaded: of `read_row_tile`, likewise.
+    """
     row = i_row + tl.arange(0, R)
     group = i_group + tl.arange(0, N)
     in_row = row < rows
     row64 = row.to(tl.int64)
     # Before anything that waits for the amax: reads of x are what takes time.
-    if RULE.packed:
-        pairs = load_row_pairs(x_ptr, row64 * stride_r, in_row, group * RULE.group, cols, RULE)
-        xs = pm.unpack_pairs(pairs, 0, RULE.group)
-    else:
-        xs = load_row_groups(x_ptr, row64 * stride_r, in_row, group * RULE.group, cols, stride_c, RULE.group)
-    factors = sc.operand_factors(amax_ptr, constants, RULE)
+    if loaded is None:
+        loaded = read_row_tile(i_row, i_group, x_ptr, rows, cols, stride_r, stride_c, RULE, R, N)
     if RULE.row_amax:
         factors = sc.tensor_factors(masked_load(amax_ptr + row64, in_row, RULE.full)[:, None], constants)
+    elif factors is None:
+        factors = sc.operand_factors(amax_ptr, constants, RULE)
+    xs = loaded
+    if RULE.packed:
+        xs = pm.unpack_pairs(loaded, 0, RULE.group)
     amax = None
     if RULE.norm != 0.0:
         xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
     elif RULE.packed:
-        amax = pm.max_of_pair(pm.pair_abs_max(pairs, RULE.hardware))
+        amax = pm.max_of_pair(pm.pair_abs_max(loaded, RULE.hardware))
     else:
         amax = pm.abs_max(xs)
     block = 0
@@ -243,10 +263,11 @@ def quantize_row_tile(
     else:
         W: tl.constexpr = len(words)
         G: tl.constexpr = len(scales)
-        word = group[None, :, None] * W + tl.arange(0, W)[None, None, :]
-        inside = in_row[:, None, None] & (word < blocks * (W // G))
-        pointers = q_ptr + row64[:, None, None] * (blocks * (W // G)) + word
-        masked_store(pointers, pm.join_group(words, R, N), inside, RULE.full)
+        word = tl.arange(0, N)[None, :, None] * W + tl.arange(0, W)[None, None, :]
+        inside = in_row[:, None, None] & (i_group * W + word < blocks * (W // G))
+        first = q_ptr + (tl.cast(i_row, tl.int64) * blocks * (W // G) + i_group * W)
+        offset = tl.arange(0, R)[:, None, None] * (blocks * (W // G)) + word
+        masked_store(first + offset, pm.join_group(words, R, N), inside, RULE.full)
         block = group[None, :, None] * G + tl.arange(0, G)[None, None, :]
         inside = in_row[:, None, None] & (block < blocks)
         scale = pm.join_group(scales, R, N)
@@ -277,6 +298,7 @@ def quantize_col_tile(
     SWIZZLED: tl.constexpr,
     N: tl.constexpr,
     C: tl.constexpr,
+    factors=None,
 ):
     """Quantize N groups of C columns along the columns of x; outputs [cols, blocks].
 
@@ -286,12 +308,13 @@ def quantize_col_tile(
     group = i_group + tl.arange(0, N)
     first_col = i_col + SHARE * tl.arange(0, C // SHARE)
     if RULE.packed:
-        loaded = load_col_pairs(x_ptr, group * RULE.group, rows, first_col, cols, stride_r, RULE.words, RULE)
+        loaded = load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, RULE, N, C)
     else:
         xs = load_col_groups(
             x_ptr, group * RULE.group, rows, first_col, first_col < cols, stride_r, stride_c, RULE.group
         )
-    factors = sc.operand_factors(amax_ptr, constants, RULE)
+    if factors is None:
+        factors = sc.operand_factors(amax_ptr, constants, RULE)
     columns_words = ()
     columns_scales = ()
     for k in tl.static_range(SHARE):
@@ -320,30 +343,41 @@ def quantize_col_tile(
         words, scales = quantize_group(xs, amax, factors, constants, draw_ptr, stream, block, RULE, 1)
         columns_words = columns_words + (words,)
         columns_scales = columns_scales + (scales,)
-    col = i_col + tl.arange(0, C)
-    in_col = col < cols
     words = pm.interleave(columns_words, N, C)
     scales = pm.interleave(columns_scales, N, C)
-    store_columns(q_ptr, scale_ptr, words, scales, group, col, in_col, cols, blocks, RULE, SWIZZLED)
+    store_columns(q_ptr, scale_ptr, words, scales, i_group, i_col, cols, blocks, RULE, SWIZZLED, N, C)
 
 
 @triton.jit
 def store_columns(
-    q_ptr, scale_ptr, words, scales, group, col, in_col, cols, blocks, RULE: tl.constexpr, SWIZZLED: tl.constexpr
+    q_ptr,
+    scale_ptr,
+    words,
+    scales,
+    i_group,
+    i_col,
+    cols,
+    blocks,
+    RULE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """Store the words and scales of groups [N] of columns [C], each [N, C], as [cols, blocks]."""
-    N: tl.constexpr = group.shape[0]
-    C: tl.constexpr = col.shape[0]
-    col64 = col.to(tl.int64)
+    """Store the words and scales of N groups of C columns, each [N, C], as [cols, blocks]."""
+    group = i_group + tl.arange(0, N)
+    col = i_col + tl.arange(0, C)
+    in_col = col < cols
     if RULE.decoded:
+        col64 = col.to(tl.int64)
         store_decoded_group(q_ptr, words, scales, group[:, None], col64[None, :], blocks, in_col[None, :], RULE)
     else:
         W: tl.constexpr = len(words)
         G: tl.constexpr = len(scales)
-        word = group[:, None, None] * W + tl.arange(0, W)[None, None, :]
-        inside = in_col[None, :, None] & (word < blocks * (W // G))
-        pointers = q_ptr + col64[None, :, None] * (blocks * (W // G)) + word
-        masked_store(pointers, pm.join_group(words, N, C), inside, RULE.full)
+        word = tl.arange(0, N)[:, None, None] * W + tl.arange(0, W)[None, None, :]
+        inside = in_col[None, :, None] & (i_group * W + word < blocks * (W // G))
+        first = q_ptr + (tl.cast(i_col, tl.int64) * blocks * (W // G) + i_group * W)
+        offset = tl.arange(0, C)[None, :, None] * (blocks * (W // G)) + word
+        masked_store(first + offset, pm.join_group(words, N, C), inside, RULE.full)
         block = group[:, None, None] * G + tl.arange(0, G)[None, None, :]
         inside = in_col[None, :, None] & (block < blocks)
         scale = pm.join_group(scales, N, C)
