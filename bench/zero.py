@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from halfbyte.train import model as models
 
 VOCABULARY = 32_000
 WARM_UP, TIMED = 3, 6
+CHUNK = 25
 Way = Literal["nvfp4", "plain"]
 WAYS: tuple[Way, ...] = ("nvfp4", "plain")
 
@@ -93,27 +95,46 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def bitwise(name: str, steps: int, tokens: tuple[int, int], device: torch.device) -> dict[str, Any]:
-    """Train both ways and compare every loss and norm, bit for bit, on every rank."""
-    curves = {}
-    for way in WAYS:
-        trainer = Trainer(name, way, tokens, device)
-        values = torch.stack([torch.stack(trainer.step()).float() for _ in range(steps)])
-        curves[way] = values.cpu()
-        del trainer
-        release()
-    equal = torch.tensor(int(torch.equal(*(curves[way].view(torch.int32) for way in WAYS))), device=device)
-    dist.all_reduce(equal, dist.ReduceOp.MIN)
-    losses = curves["nvfp4"][:, 0]
-    differing = (curves["nvfp4"] != curves["plain"]).any(1).nonzero().flatten()
+def bitwise(
+    name: str, steps: int, tokens: tuple[int, int], device: torch.device, seconds: float = math.inf
+) -> dict[str, Any]:
+    """Train both ways in turn and compare every loss and norm, bit for bit, on every rank.
+
+    Args:
+        seconds: after which no further chunk of steps begins.
+    """
+    end = time.perf_counter() + seconds
+    curves: dict[str, list[torch.Tensor]] = {way: [] for way in WAYS}
+    # Attention and indexing must add in one order: without this a run does not even repeat itself.
+    options: Any = torch.utils.deterministic
+    fills, options.fill_uninitialized_memory = options.fill_uninitialized_memory, False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            trainers = {way: Trainer(name, way, tokens, device) for way in WAYS}
+            while (done := len(curves[WAYS[-1]]) * CHUNK) < steps:
+                late = torch.tensor(float(time.perf_counter() > end), device=device)
+                dist.all_reduce(late)  # ranks stop together
+                if late.item():
+                    break
+                for way in WAYS:
+                    own = [torch.stack(trainers[way].step()).float() for _ in range(min(CHUNK, steps - done))]
+                    curves[way].append(torch.stack(own).cpu())
+    finally:
+        torch.use_deterministic_algorithms(False)
+        options.fill_uninitialized_memory = fills
+    ours, plain = (torch.cat(curves[way]) for way in WAYS)
+    differing = (ours.view(torch.int32) != plain.view(torch.int32)).any(1)
+    first = torch.tensor(float(differing.nonzero()[0]) if differing.any() else math.inf, device=device)
+    dist.all_reduce(first, dist.ReduceOp.MIN)
     return {
         "case": "zero/bitwise",
         "model": name,
-        "steps": steps,
-        "equal": bool(equal),
-        "first_difference": int(differing[0]) if len(differing) else None,
-        "first_loss": losses[0].item(),
-        "last_loss": losses[-1].item(),
+        "steps": len(ours),
+        "equal": math.isinf(first.item()),
+        "first_difference": None if math.isinf(first.item()) else int(first),
+        "first_loss": ours[0, 0].item(),
+        "last_loss": ours[-1, 0].item(),
     }
 
 
@@ -234,9 +255,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--bitwise", metavar="PRESET")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--bitwise-tokens", nargs=2, type=int, default=[2, 256])
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of the whole run; --bitwise stops then")
     parser.add_argument("--out", type=Path, default=results.FOLDER)
     parser.add_argument("--commit", help="what to record where the sources lie outside a git checkout")
     options = parser.parse_args(arguments)
+    begun = time.perf_counter()
     device = _start()
     leads = dist.get_rank() == 0
     lines: list[dict[str, Any]] = []
@@ -252,7 +275,8 @@ def main(arguments: list[str]) -> int:
         for way in WAYS:
             record(partial(measure, name, way, tuple(options.tokens), device))
     if options.bitwise:
-        record(partial(bitwise, options.bitwise, options.steps, tuple(options.bitwise_tokens), device))
+        left = begun + options.seconds - time.perf_counter()
+        record(partial(bitwise, options.bitwise, options.steps, tuple(options.bitwise_tokens), device, left))
     if leads:
         facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
         path = results.path_for(facts, options.out)
@@ -263,12 +287,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _start() -> torch.device:
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     return device
 
 

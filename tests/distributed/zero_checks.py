@@ -17,9 +17,11 @@ from halfbyte.tensor import PrimaryWeight
 TIMEOUT = timedelta(seconds=20)
 
 
-def build(rank: int, weights: str, recipe="nvfp4", dim: int = 16, seed: int = 0, group=None, **config) -> tuple:
+def build(
+    rank: int, weights: str, recipe="nvfp4", dim: int = 16, *, blocks: int = 2, seed: int = 0, group=None, **config
+):
     torch.manual_seed(seed)
-    model = small_models.Decoder(2, dim).bfloat16()
+    model = small_models.Decoder(blocks, dim).bfloat16()
     report = hb.quantize_(model, recipe, keep=small_models.NOTHING_KEPT, state=hb.RunState(rank))
     options = ZeroConfig(**{"weights": weights, "bucket_numel": 3000, "max_norm": 1.0, "timeout": TIMEOUT, **config})
     adamw = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1, fused=True)
