@@ -44,13 +44,16 @@ def inputs(count, tokens=192):
     return [torch.randn(tokens, 256, device=CUDA, generator=generator) for _ in range(count)]
 
 
-def train(recipe, *, graph: bool, cached: bool | str, steps=WARM_UP + 3):
+def train(recipe, *, graph: bool, cached: bool | str, compiled=False, steps=WARM_UP + 3):
     """Return losses and final weights of steps of two micro-batches."""
     model, state = model_and_state(recipe)
     lr = torch.tensor(1e-3, device=CUDA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=True)
     if cached:
         hb.cache_weights(model, optimizer, dtype=torch.bfloat16, decoded=cached == "decoded")
+
+    for block in model if compiled else ():
+        block.compile(fullgraph=True, dynamic=False)
 
     def step(*batches):
         total = torch.zeros((), device=CUDA)
@@ -78,6 +81,13 @@ def test_a_replayed_training_step_is_the_eager_step_at_its_position(recipe, cach
     if cached:
         for a, b in zip(eager, train(recipe, graph=False, cached=False), strict=True):
             assert torch.equal(a, b)
+
+
+def test_compiled_blocks_replay_like_compiled_blocks():
+    torch._dynamo.reset()
+    plain = train("nvfp4", graph=False, cached=True, compiled=True)
+    for a, b in zip(plain, train("nvfp4", graph=True, cached=True, compiled=True), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_replays_draw_other_bits_which_come_again():
