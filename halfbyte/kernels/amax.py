@@ -312,7 +312,7 @@ def _multiprocessors(device: torch.device) -> int:
     return 1 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _is_packed(x: Tensor) -> bool:
+def is_packed(x: Tensor) -> bool:
     """Say whether x is read in words of two bf16, 16 bytes at a time."""
     aligned = x.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0 and (x.stride(0) % 8 == 0 or x.shape[0] == 1)
     return x.dtype == torch.bfloat16 and x.stride(1) == 1 and aligned
@@ -345,7 +345,7 @@ def _launch_rows(x: Tensor, per_row: bool) -> Tensor:
         parts,
         tiles * parts,
         RESULT=result,
-        PACKED=_is_packed(x),
+        PACKED=is_packed(x),
         R=r,
         C=c,
         num_warps=PLAIN_TILE.num_warps,
@@ -358,7 +358,7 @@ def _launch_rotated(x: Tensor, rule: sc.Rule, sign_draw: Draw | None, both: bool
     """Return the amax of rotated x.T, [] or [cols], and with `both` that of x [], else nothing."""
     assert not rule.fresh or sign_draw is not None, "fresh signs need a draw"
     rows, cols = x.shape
-    tile, vec, packed = rotated_tile(rule, _is_packed(x))
+    tile, vec, packed = rotated_tile(rule, is_packed(x))
     strips = ceil_div(cols, tile * (2 if packed else 1))
     parts = _parts(ceil_div(rows, rule.group), strips, ROTATED_TILES[rule.group].per_sm, x.device)
     new = torch.zeros if rule.row_amax else torch.empty

@@ -55,8 +55,18 @@ def stages(x, END: tl.constexpr):
 @triton.jit
 def rotated(x, flips, norm):
     """Rotate groups [T, SIZE], fp32 holding bf16 values; norm = f(1 / sqrt(SIZE)). Returns fp32 holding bf16 values."""
-    y = tl.fma(stages(flipped(x, flips), x.shape[1]), norm, 0.0)  # + 0 turns -0 into +0
-    return pm.to_fp32(dc.cast(y, tl.bfloat16))
+    T: tl.constexpr = x.shape[0]
+    SIZE: tl.constexpr = x.shape[1]
+    y = tl.fma(stages(flipped(x, flips), SIZE), norm, 0.0)  # + 0 turns -0 into +0
+    low, high = tl.split(tl.reshape(y, (T, SIZE // 2, 2)))
+    return unpacked(pm.bf16_pairs((low, high))[0])
+
+
+@triton.jit
+def unpacked(words):
+    """Return the fp32 values [T, 2 N] of pairs of bf16 [T, N]."""
+    low, high = (words << 16).to(tl.float32, bitcast=True), (words & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.join(low, high), (words.shape[0], 2 * words.shape[1]))
 
 
 @triton.jit
