@@ -160,11 +160,14 @@ class Bucket:
         for work in self._gathering:
             work.wait()
         self._gathering = None
-        if self._cast is None:
-            return
+        if self._cast is not None:
+            self._take_scales(self._cast)
+
+    @torch.no_grad()
+    def _take_scales(self, cast: Cast) -> None:
         if self.ranks.group is not None:
             lengths = [stop - start for start, stop in zip(self._runs, self._runs[1:], strict=False)]
             runs = [self._scales[rank, :length] for rank, length in enumerate(lengths)]
-            torch.cat(runs, out=self._cast.scales[self._runs[0] : self._runs[-1]])
-        self._finisher.expand(self._cast.amaxes, self._cast.scales)
+            torch.cat(runs, out=cast.scales[self._runs[0] : self._runs[-1]])
+        self._finisher.expand(cast.amaxes, cast.scales)
         self._finisher.transpose()

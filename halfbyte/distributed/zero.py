@@ -189,6 +189,7 @@ class ZeroOptimizer:
                     self._params[name].data = bucket.matrix(bucket.values, place).view_as(self._params[name])
                     continue
                 weight = make_primary(model, name, self._tiled[name], bucket.codes(place), amaxes)
+                weight.before_use = bucket.finish_gathering
                 self._params[name] = cast_type(nn.Parameter, weight)
                 slot = slots.setdefault(weight.blocks.amax.data_ptr(), len(slots))
                 targets.append(target_of(weight, first_tile + place.first_tile, slot))
@@ -242,7 +243,8 @@ class ZeroOptimizer:
         for name, param in self._params.items():
             bucket, index = self._home[name]
             param.register_post_accumulate_grad_hook(partial(self._on_gradient, numbers[id(bucket)], index))
-        for module, names in first_users(model, self._params).items():
+        plain = [name for name in self._params if not self._home[name][0].quantized]  # the others have before_use
+        for module, names in first_users(model, plain).items():
             needed = list(dict.fromkeys(self._home[name][0] for name in names))
             module.register_forward_pre_hook(partial(_before_forward, needed))
 
@@ -309,10 +311,15 @@ class ZeroOptimizer:
     def _publish(self) -> None:
         with torch.no_grad():
             self.synchronize()
+            # The values of plain parameters travel while the others are cast; an embedding is needed first of all.
+            for bucket in self.buckets:
+                if not bucket.quantized:
+                    bucket.start_gathering()
             for cast in self._casts:
                 cast.run()
             for bucket in self.buckets:
-                bucket.start_gathering()
+                if bucket.quantized:
+                    bucket.start_gathering()
 
     def synchronize(self) -> None:
         """Let all parameters be complete, as the next forward would: before reading them without one."""
@@ -362,6 +369,5 @@ def _ranks(group: dist.ProcessGroup | None) -> Ranks:
 
 
 def _before_forward(buckets: list[Bucket], module: nn.Module, arguments: Any) -> None:
-    with torch.no_grad():
-        for bucket in buckets:
-            bucket.finish_gathering()
+    for bucket in buckets:
+        bucket.finish_gathering()

@@ -39,6 +39,8 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
     Raises:
         ValueError: the recipe wants the weight quantized in another way.
     """
+    if w.before_use is not None:
+        w.before_use()
     row_spec, col_spec = weight_specs(recipe)
     for name, spec in (("fprop.b", row_spec), ("dgrad.b", col_spec)):
         if spec is not None and spec != w.spec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -22,9 +23,11 @@ class PrimaryWeight(QuantTensor):
 
     turned: the other orientation, filled by `hb.distributed.post_all_gather_processing`; None until then, and
         `hb.linear` transposes in every forward.
+    before_use: called by `hb.linear` before it reads the bytes: it waits for a gather that may still run.
     """
 
     turned: Blocks | None = None
+    before_use: Callable[[], None] | None = None
 
     @staticmethod
     def empty(
