@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from halfbyte.kernels import grouped, row_col
+from halfbyte.kernels import grouped, row_col, small
 from halfbyte.kernels.amax import finite_amax
 from halfbyte.kernels.dequantize import Decoded, decode, dequantize
 from halfbyte.kernels.gemm import gemm_nt
 from halfbyte.kernels.grouped_gemm import grouped_dequantize, grouped_gemm_nt, grouped_values, plain_grouped_gemm
-from halfbyte.kernels.quantize import quantize
+from halfbyte.kernels.quantize import quantize as quantize_any
 from halfbyte.kernels.transpose import transpose
 from halfbyte.layout import LINEAR, Blocks, GroupedOperand, matrix_shape
 from halfbyte.rng import Draw
@@ -42,6 +42,22 @@ def plain(x: Tensor) -> Decoded:
 def from_values(values: Tensor, amax: Tensor, spec: Spec) -> Decoded:
     """Return a transient operand as a GEMM operand."""
     return Decoded(values) if isinstance(spec, MXFP8) else Decoded(values, amax, spec.e4m3_max * spec.fp4_max)
+
+
+def quantize(
+    x: Tensor,
+    spec: Spec,
+    *,
+    draw: Draw | None = None,
+    sign_draw: Draw | None = None,
+    amax: Tensor | None = None,
+    scale_layout: str = LINEAR,
+) -> Blocks:
+    """Quantize along the last dimension, a small tensor without an amax in one launch; see `kernels.quantize`."""
+    common = {"draw": draw, "sign_draw": sign_draw, "scale_layout": scale_layout}
+    if amax is None and isinstance(spec, NVFP4) and small.fits(x, spec, scale_layout):
+        return small.quantize(x, spec, **common)
+    return quantize_any(x, spec, amax=amax, **common)
 
 
 def quantize_row_col(
