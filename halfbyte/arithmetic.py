@@ -8,7 +8,7 @@ approximate division or exponential. The reference and the kernels take their co
 - Sum of a column, for gradients of norm weights: rows in groups of `ROW_GROUP`, each added in order from +0; the group
   sums in `GROUP_LANES` lanes as above.
 - e^x: t = x * LOG2_E, clamped; k = t rounded to an integer, to even; f = t - k; then Horner's rule over EXP2_TERMS and
-  a multiplication by 2^k. Relative error below 1e-6 for |x| < 20.
+  a multiplication by 2^k. Relative error below 2e-6 for |x| < 20.
 """
 
 from __future__ import annotations

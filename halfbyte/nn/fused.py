@@ -237,6 +237,4 @@ def default_names(activation: str) -> tuple[str, ...]:
 def _check_names(layers: Mapping[str, object]) -> None:
     taken = [name for name in layers if name in ("norm", "names", "activation") or not name.isidentifier()]
     if taken or not layers:
-        raise ValueError(
-            f"names of layers {list(layers)}: give identifiers other than 'norm', 'names' and 'activation'"
-        )
+        raise ValueError(f"names={list(layers)}: give identifiers other than 'norm', 'names' and 'activation'")

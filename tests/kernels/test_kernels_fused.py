@@ -1,0 +1,60 @@
+"""Norm and activation kernels against the reference in Triton's interpreter, bit for bit."""
+
+import fused_checks as checks
+import pytest
+import torch
+
+from halfbyte.arithmetic import FUNCTIONS
+from halfbyte.kernels import running_max as rm
+
+BF16, FP32 = torch.bfloat16, torch.float32
+DTYPES = ((BF16, BF16), (FP32, BF16), (FP32, FP32))
+
+
+@pytest.mark.parametrize("wish", checks.WISHES)
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+def test_norm(centered, wish):
+    for dtypes in DTYPES:
+        checks.check_norm((5, 40), "cpu", checks.WISHES[wish], centered, dtypes)
+
+
+def test_norm_of_several_groups_and_lanes():
+    checks.check_norm((18, 530), "cpu", checks.ROTATED, True, (BF16, BF16))
+    checks.check_norm((33, 530), "cpu", checks.BY_ROW, False, (FP32, FP32))
+
+
+@pytest.mark.parametrize("wish", checks.WISHES)
+def test_not_finite_values_stay_out_of_the_amaxes(wish):
+    checks.check_norm((18, 40), "cpu", checks.WISHES[wish], False, (BF16, BF16), bad=True)
+    checks.check_activation((18, 40), "cpu", checks.WISHES[wish], "silu", True, BF16, bad=True)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["alone", "gated"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_activation(function, gated):
+    for dtype in (BF16, FP32):
+        checks.check_activation((5, 40), "cpu", checks.ROTATED, function, gated, dtype)
+
+
+@pytest.mark.parametrize("wish", checks.WISHES)
+def test_activation_of_several_tiles(wish):
+    checks.check_activation((17, 530), "cpu", checks.WISHES[wish], "relu2", True, BF16)
+
+
+def test_the_workspace_is_left_as_zeros():
+    """The next launch starts from it."""
+    checks.check_activation((19, 40), "cpu", checks.ROTATED, "silu", True, BF16)
+    assert not rm.workspace(rm.wanted_of(*checks.ROTATED), torch.device("cpu")).any()
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (3, 0)])
+def test_empty_tensors_are_never_launched(shape, monkeypatch):
+    for module, name in ((checks.norm, "norm_kernel"), (checks.activation, "activation_kernel")):
+        monkeypatch.setattr(module, name, None)
+    x = torch.zeros(shape)
+    y, _, amaxes = checks.norm.norm_with_amaxes(
+        x, (torch.ones(shape[1]), None), (1e-5, False, FP32), "tensor", None, None
+    )
+    assert y.shape == shape and amaxes[0] == 0
+    h, amaxes = checks.activation.activation_with_amaxes(x, x, "silu", "tensor", checks.RHT, None)
+    assert h.shape == shape and amaxes[0] == amaxes[1] == 0

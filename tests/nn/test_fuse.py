@@ -1,0 +1,198 @@
+"""fuse_ on our decoder and on transformers' models: what is replaced, what is left, that nothing else changes."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halfbyte as hb
+from halfbyte import ops
+from halfbyte.train import model as models
+
+NOTHING_KEPT = hb.Keep(names=("*lm_head",), last_fraction=0)
+TOKENS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def decoder() -> nn.Module:
+    model = models.Decoder(models.get("tiny"))
+    models.initialise_(model, 0)
+    return model
+
+
+def loss(model: nn.Module) -> torch.Tensor:
+    return F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten())
+
+
+def gradients(model: nn.Module, function=loss) -> list[torch.Tensor]:
+    model.zero_grad()
+    value = function(model)
+    value.backward()
+    return [value.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def distance(a, b) -> float:
+    return max(((p - q).norm() / q.norm().clamp_min(1e-12)).item() for p, q in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("quantized_first", [True, False])
+def test_our_decoder(quantized_first):
+    model = decoder()
+    keys, plain = list(model.state_dict()), gradients(model)
+    steps = [lambda m: hb.quantize_(m, "nvfp4", keep=NOTHING_KEPT), hb.nn.fuse_]
+    results = [step(model) for step in (steps if quantized_first else steps[::-1])]
+    report = next(r for r in results if isinstance(r, hb.nn.FuseReport))
+    assert len(report.fused) == 6 and list(report.left) == ["norm"]
+    assert "layers.1.mlp" in report.fused and "swiglu" in str(report) and "6 of 7" in str(report)
+    assert list(model.state_dict()) == keys
+    fused = gradients(model)
+    assert 0.01 < distance(fused, plain) < 1  # quantized
+    if quantized_first:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model, lambda _: loss(compiled)), fused, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(copy.deepcopy(model)), fused, strict=True))
+    assert len(hb.nn.unfuse_(model)) == 6 and list(model.state_dict()) == keys
+    again = decoder()
+    hb.quantize_(again, "nvfp4", keep=NOTHING_KEPT)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(again), strict=True))
+    assert hb.nn.unfuse_(model) == ()
+
+
+def test_high_precision_changes_only_roundings():
+    model = decoder()
+    plain = gradients(model)
+    hb.nn.fuse_(model)
+    assert distance(gradients(model), plain) < 1e-5
+    with torch.no_grad():
+        assert model.layers[0].mlp.gate_proj.weight.grad is not None
+
+
+def test_amaxes_and_the_quantization_are_shared(monkeypatch):
+    """One quantization of the attention's input for q, k and v, with the amaxes of the norm."""
+    model = decoder()
+    hb.quantize_(model, hb.recipes.nvfp4(hadamard=hb.Hadamard(signs="fresh")), keep=NOTHING_KEPT)
+    expected = gradients(model)
+    hb.nn.fuse_(model)
+    seen = []
+    original = ops.quantize_row_col
+
+    def spy(t, *specs, **options):
+        seen.append((tuple(t.shape), options["row_amax"] is not None, options["col_amax"] is not None))
+        return original(t, *specs, **options)
+
+    monkeypatch.setattr(ops, "quantize_row_col", spy)
+    with torch.no_grad():
+        model.layers[0](torch.randn(2, 9, 64), *model.rotary(9))
+    tokens = [entry for entry in seen if entry[0][0] == 18]
+    # The input of q, k and v, that of o_proj, of gate and up, of down_proj: only o_proj's comes from elsewhere.
+    assert [row for _, row, _ in tokens] == [True, False, True, True]
+    monkeypatch.undo()
+    assert distance(gradients(model), expected) < 1
+
+
+def transformers_models():
+    import transformers as T
+
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    return {
+        "llama": lambda: T.LlamaForCausalLM(T.LlamaConfig(**shape)),
+        "qwen2": lambda: T.Qwen2ForCausalLM(T.Qwen2Config(**shape)),
+        "qwen3": lambda: T.Qwen3ForCausalLM(T.Qwen3Config(**shape, head_dim=16)),
+        "gemma2": lambda: T.Gemma2ForCausalLM(T.Gemma2Config(**shape, head_dim=16)),
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2"])
+def test_transformers(name):
+    torch.manual_seed(0)
+    model = transformers_models()[name]()
+    keys = sorted(model.state_dict())
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
+    expected = gradients(model, lambda m: m(input_ids=TOKENS, labels=TOKENS).loss)
+    report = hb.nn.fuse_(model)
+    assert sorted(model.state_dict()) == keys
+    fused = gradients(model, lambda m: m(input_ids=TOKENS, labels=TOKENS).loss)
+    assert abs(fused[0] - expected[0]) < 1e-3 * expected[0]
+    if name == "gemma2":  # its norms multiply by 1 + weight
+        assert set(report.fused) == {f"model.layers.{i}.mlp" for i in range(2)}
+        assert "computes something else" in report.left["model.layers.0.input_layernorm"]
+    else:
+        assert len(report.fused) == 6 and "model.norm" in report.left
+
+
+class Odd(nn.Module):
+    """An MLP by its names, not by what it does."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.gate_proj, self.up_proj = nn.Linear(16, 32), nn.Linear(16, 32)
+        self.down_proj = nn.Linear(32, 16)
+        self.drop = nn.Dropout(0.1 if kind == "dropout" else 0.0)
+        self.scale = nn.Parameter(torch.ones(1)) if kind == "parameter" else 1.0
+
+    def forward(self, x, *more):
+        if self.kind == "arguments":
+            raise TypeError("forward() misses one argument: mask")
+        gate = torch.sigmoid(self.gate_proj(x)) if self.kind == "sigmoid" else F.silu(self.gate_proj(x))
+        return self.down_proj(self.drop(gate * self.up_proj(x)))
+
+
+@pytest.mark.parametrize(
+    "kind,reason",
+    [
+        ("sigmoid", "computes something else"),
+        ("arguments", "other arguments"),
+        ("parameter", "parameters of its own"),
+        ("dropout", "at random"),
+        ("hooks", "hooks"),
+        ("meta", "meta device"),
+        ("double", "float64"),
+    ],
+)
+def test_what_does_something_else_is_left(kind, reason):
+    odd = Odd(kind)
+    if kind == "hooks":
+        odd.register_forward_hook(lambda *a: None)
+    if kind in ("meta", "double"):
+        odd = odd.to("meta" if kind == "meta" else torch.float64)
+    model = nn.ModuleDict({"mlp": odd})
+    report = hb.nn.fuse_(model)
+    assert model["mlp"] is odd and reason in report.left["mlp"]
+
+
+def test_a_norm_that_feeds_others_still_serves_them():
+    """What is handed over belongs to one tensor: a second reader gets the norm's output as ever."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.input_layernorm, self.self_attn, self.other = nn.RMSNorm(16), nn.Module(), nn.Linear(16, 16)
+            for name in ("q_proj", "k_proj", "v_proj"):
+                setattr(self.self_attn, name, nn.Linear(16, 16))
+
+        def forward(self, x):
+            y = self.input_layernorm(x)
+            a = self.self_attn
+            return self.other(y) + a.q_proj(y) + a.q_proj(2 * y) + a.v_proj(y) + a.k_proj(y) + a.k_proj(y)
+
+    torch.manual_seed(0)
+    block, x = Block(), torch.randn(5, 16)
+    hb.quantize_(block, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    expected = block(x)
+    assert hb.nn.fuse_(block).fused == ("input_layernorm",)
+    assert torch.allclose(block(x), expected, atol=1e-5) and torch.equal(block(x), block(x))
+
+
+def test_a_model_without_known_names_is_refused():
+    with pytest.raises(ValueError, match="no norm and no MLP"):
+        hb.nn.fuse_(nn.Sequential(nn.Linear(4, 4)))

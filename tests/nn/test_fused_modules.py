@@ -1,0 +1,159 @@
+"""LayerNormLinear, MLP and LayerNormMLP: the bits of their parts, conversion both ways, compilation."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halfbyte as hb
+from halfbyte import functional as HF
+from halfbyte.nn import MLP, LayerNormLinear, LayerNormMLP, RMSNorm, forward_shared
+
+NAMES = ("nvfp4", "nvfp4_mxfp8_bwd", "mxfp8", "nvfp4_forward", "bf16")
+
+
+def gradients(module: nn.Module, function, x: torch.Tensor) -> list[torch.Tensor]:
+    module.zero_grad()
+    x = x.detach().requires_grad_()
+    outputs = function(x)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    sum((y * (i + 1)).square().mean() for i, y in enumerate(outputs)).backward()
+    return [*(y.detach() for y in outputs), x.grad, *(p.grad for p in module.parameters())]
+
+
+def same(a, b) -> bool:
+    return len(a) == len(b) and all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def inputs(width: int = 48) -> torch.Tensor:
+    return torch.randn(2, 19, width, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_layernormlinear_is_its_parts(recipe):
+    widths = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+    m = LayerNormLinear(48, widths, norm="layer", recipe=recipe, state=hb.RunState(1))
+
+    def parts(x):
+        y = HF.layer_norm(x, m.norm.weight, m.norm.bias)
+        return forward_shared(y, [getattr(m, name) for name in widths])
+
+    assert same(gradients(m, m, inputs()), gradients(m, parts, inputs()))
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("recipe", NAMES)
+def test_layernormmlp_is_its_parts(recipe, activation):
+    m = LayerNormMLP(48, 40, activation=activation, recipe=recipe, bias=True, state=hb.RunState(1))
+    first = [getattr(m, name) for name in m.names[:-1]]
+
+    def parts(x):
+        h = HF.activation(activation, *forward_shared(HF.rms_norm(x, m.norm.weight), first))
+        return m.down_proj(h)
+
+    assert same(gradients(m, m, inputs()), gradients(m, parts, inputs()))
+
+
+def test_layers_draw_as_two_unfused_layers_would():
+    fused, apart = hb.RunState(4), hb.RunState(4)
+    m = LayerNormMLP(48, 40, state=fused)
+    layers = [hb.nn.Linear(48, 40, state=apart), hb.nn.Linear(48, 40, state=apart), hb.nn.Linear(40, 48, state=apart)]
+    assert [getattr(m, name).stream for name in m.names] == [layer.stream for layer in layers]
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "bf16"])
+def test_compiled_is_eager(recipe):
+    state = hb.RunState(2)
+    m = nn.Sequential(
+        LayerNormMLP(48, 40, recipe=recipe, state=state), LayerNormLinear(48, 16, recipe=recipe, state=state)
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    assert same(gradients(m, compiled, inputs()), gradients(m, m, inputs()))
+    fresh = hb.recipes.nvfp4(hadamard=hb.Hadamard(signs="fresh"))
+    hb.set_recipe_(m, fresh, state=state)
+    assert same(gradients(m, compiled, inputs()), gradients(m, m, inputs()))
+
+
+def test_under_autocast_the_norm_rounds_to_its_dtype():
+    m = LayerNormLinear(48, 16, recipe="nvfp4", state=hb.RunState(2))
+    x = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = m(x)
+        expected = m.linear(HF.rms_norm(x, m.norm.weight))
+        assert HF.rms_norm(x, m.norm.weight).dtype == torch.bfloat16
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+
+
+def test_conversion_there_and_back():
+    torch.manual_seed(0)
+    norm, linear = nn.LayerNorm(48, eps=1e-6), nn.Linear(48, 16)
+    fused = LayerNormLinear.from_modules(norm, linear)
+    assert list(fused.state_dict()) == ["norm.weight", "norm.bias", "linear.weight", "linear.bias"]
+    assert fused.norm.weight is norm.weight and fused.linear is linear and fused.norm.eps == 1e-6
+    assert torch.allclose(fused(inputs()), linear(norm(inputs())), atol=1e-5)
+    back, layers = fused.to_modules()
+    assert type(back) is nn.LayerNorm and type(layers["linear"]) is nn.Linear
+    assert torch.equal(layers["linear"](back(inputs())), linear(norm(inputs())))
+    x = inputs()
+    gate, up, down = nn.Linear(48, 40, bias=False), nn.Linear(48, 40, bias=False), nn.Linear(40, 48, bias=False)
+    rms = nn.RMSNorm(48, eps=1e-6)
+    mlp = LayerNormMLP.from_modules(rms, {"w1": gate, "w3": up, "w2": down}, "swiglu")
+    assert list(mlp.state_dict()) == ["w1.weight", "w3.weight", "w2.weight", "norm.weight"]
+    expected = down(F.silu(gate(rms(x))) * up(rms(x)))
+    assert torch.allclose(mlp(x), expected, atol=1e-5)
+    back, layers = mlp.to_modules()
+    assert torch.equal(layers["w2"](F.silu(layers["w1"](back(x))) * layers["w3"](back(x))), expected)
+    report = hb.quantize_(mlp, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    assert set(report.converted) == {"w1", "w3", "w2"} and not torch.equal(mlp(x), expected)
+    assert type(mlp.to_modules()[1]["w1"]) is nn.Linear
+
+
+def test_a_recipe_for_one_layer_alone():
+    """gate in high precision, up quantized: nothing is shared, the activation still runs as one."""
+    state = hb.RunState(3)
+    m = MLP(48, 40, recipe="nvfp4", state=state)
+    m.gate_proj.recipe = hb.recipes.bf16()
+    x = inputs()
+    expected = m.down_proj(HF.activation("swiglu", F.linear(x, m.gate_proj.weight), m.up_proj(x)))
+    assert torch.equal(m(x), expected)
+
+
+def test_calls_draw_bits_of_their_own():
+    m = LayerNormMLP(48, 40, recipe="nvfp4", state=hb.RunState(3))
+    first, second = (gradients(m, lambda x, c=c: m(x, call=c), inputs()) for c in (0, 1))
+    assert torch.equal(first[0], second[0]) and not same(first, second)
+
+
+def test_cached_weights_and_checkpointing():
+    m = LayerNormMLP(48, 40, recipe="nvfp4", state=hb.RunState(3))
+    plain = gradients(m, m, inputs())
+    recomputed = gradients(m, lambda x: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False), inputs())
+    assert same(plain, recomputed)
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    hb.cache_weights(m, optimizer)
+    assert same(gradients(m, m, inputs()), plain)
+
+
+def test_deepcopy_and_repr():
+    m = LayerNormMLP(48, 40, recipe="nvfp4", state=hb.RunState(3))
+    assert torch.equal(copy.deepcopy(m)(inputs()), m(inputs()))
+    assert "activation=swiglu" in repr(m) and "RMSNorm" in repr(m)
+
+
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (lambda: LayerNormLinear(16, 16, norm="batch"), "norm='batch'"),
+        (lambda: LayerNormLinear(16, 16, norm=RMSNorm(8)), "width 16"),
+        (lambda: LayerNormLinear(16, {"norm": 16}), "names="),
+        (lambda: MLP(16, 16, activation="swish"), "activation='swish'"),
+        (lambda: MLP.from_linears({"fc1": nn.Linear(4, 4), "fc2": nn.Linear(4, 4)}, "swiglu"), "takes 3"),
+        (lambda: LayerNormLinear.from_modules(nn.BatchNorm1d(4), nn.Linear(4, 4)), "BatchNorm1d"),
+    ],
+)
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
