@@ -18,7 +18,7 @@ def test_two_ranks():
 
 @pytest.mark.slow
 def test_500_steps_have_the_same_losses():
-    ranks.run(2, checks.same_losses, 500, "nvfp4", {"blocks": 1}, seconds=600)
+    ranks.run(2, checks.same_losses, 500, checks.LEAN, {"blocks": 0}, seconds=600)
 
 
 def test_one_process_needs_no_group():
