@@ -112,9 +112,10 @@ class Case:
 
 def all_cases() -> list[Case]:
     """Return every case, in the order of the table."""
-    from bench.cases import gemm, grouped, layer, primary, quantize, training, unpack
+    from bench.cases import fused, gemm, grouped, layer, primary, quantize, training, unpack
 
-    return [*quantize.CASES, *unpack.CASES, *gemm.CASES, *layer.CASES, *grouped.CASES, *primary.CASES, *training.CASES]
+    modules = (quantize, unpack, gemm, layer, fused, grouped, primary, training)
+    return [case for module in modules for case in module.CASES]
 
 
 def select(cases: Iterable[Case], globs: Iterable[str]) -> list[Case]:

@@ -181,7 +181,7 @@ def _fuse_norm(model: nn.Module, name: str, module: nn.Module) -> FuseRow:
         new = from_norm(module)
     except ValueError as error:
         return left(str(error))
-    reason = _more_than(module, []) or _difference(module, new, layers[0].in_features)
+    reason = _more_than(module, [module]) or _difference(module, new, layers[0].in_features)
     if reason is not None:
         return left(reason)
     if new is not module:
@@ -221,11 +221,11 @@ def _looks_like_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.LayerNorm | LayerNorm) or type(module).__name__.endswith("RMSNorm")
 
 
-def _more_than(module: nn.Module, layers: Sequence[nn.Module]) -> str | None:
-    """Say what the module does beside its computation, or None."""
+def _more_than(module: nn.Module, parts: Sequence[nn.Module]) -> str | None:
+    """Say what the module has beside its computation with the parameters of `parts`, or None."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "it has hooks"
-    known = {id(p) for layer in layers for p in layer.parameters()} | {id(p) for p in module.parameters(recurse=False)}
+    known = {id(p) for part in parts for p in part.parameters(recurse=False)}
     if any(id(p) not in known for p in module.parameters()):
         return "it has parameters of its own"
     if any(isinstance(part, nn.Dropout) and part.p for part in module.modules()):
