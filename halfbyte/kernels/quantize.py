@@ -166,13 +166,19 @@ class Tile(NamedTuple):
 
 
 # Measured on an H200 at 8192 columns: the best of the tiles tried for each kind of kernel.
-ROW_TILES = {16: Tile(1, 128, 2), 32: Tile(1, 64, 2), 64: Tile(1, 64, 2), 128: Tile(1, 64, 2)}
+ROW_TILES = {
+    16: Tile(1, 512, 4, loop=2),
+    32: Tile(1, 64, 2, loop=4),
+    64: Tile(1, 64, 2),
+    128: Tile(1, 64, 2),
+}
+ROTATED_TILE = Tile(1, 128, 2, loop=4)
 MXFP8_TILE = Tile(1, 128, 4)
 STOCHASTIC_TILE = Tile(1, 256, 2)
-CANDIDATE_TILE = Tile(1, 128, 4)
+CANDIDATE_TILE = Tile(1, 128, 4, loop=4)
 SQUARE_TILE = Tile(16, 16, 4)
-SWIZZLED_TILE = Tile(32, 16, 4)
-COL_TILES = {16: Tile(32, 4, 2), 32: Tile(64, 4, 4), 64: Tile(64, 1, 2), 128: Tile(64, 2, 4)}
+SWIZZLED_TILE = Tile(16, 16, 2)
+COL_TILES = {16: Tile(64, 4, 2, words=2), 32: Tile(64, 4, 4), 64: Tile(64, 1, 2), 128: Tile(64, 2, 4)}
 INTERPRETED_BLOCKS = 1024  # the interpreter pays by the operation: large tiles
 
 
@@ -189,6 +195,8 @@ def row_tile(rows: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
         best = STOCHASTIC_TILE
     elif rule.candidates:
         best = CANDIDATE_TILE
+    elif rule.group == 16 and rule.norm:
+        best = ROTATED_TILE
     total = INTERPRETED_BLOCKS if INTERPRETED else best.outer * best.groups
     least = 16 if rule.tile else 1
     n = min(triton.next_power_of_2(groups), total // least if INTERPRETED else best.groups)

@@ -58,12 +58,13 @@ def load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, RULE: tl.constex
     SIZE: tl.constexpr = RULE.group
     row = tl.arange(0, N) * SIZE
     word = tl.arange(0, SHARE)[:, None] * COUNT + tl.arange(0, COUNT)[None, :]
-    first = x_ptr.to(tl.pointer_type(tl.uint32)) + (tl.cast(i_group, tl.int64) * SIZE * stride_r + i_col) // 2
-    offset = row[:, None, None] * (stride_r // 2) + word[None, :, :]
+    stride = tl.cast(stride_r, tl.int64) // 2
+    first = x_ptr.to(tl.pointer_type(tl.uint32)) + i_group * SIZE * stride + i_col // 2
+    first = first + row.to(tl.int64)[:, None, None] * stride + word[None, :, :]
     out = ()
     for i in tl.static_range(SIZE):
         inside = (i_group * SIZE + row + i < rows)[:, None, None] & (i_col + word * 2 < cols)[None, :, :]
-        loaded = masked_load(first + (offset + i * (stride_r // 2)), inside, RULE.full)
+        loaded = masked_load(first + i * stride, inside, RULE.full)
         if COUNT == 4:
             out = out + (pm.split_four(loaded, N, SHARE),)
         elif COUNT == 2:
