@@ -28,6 +28,8 @@ from halfbyte.train.log import Log
 CONFIG, RESULT, LAYERS, CHECKPOINTS = "config.json", "result.json", "layers.txt", "checkpoints"
 HELD_OUT_SEED = 0
 """Validation takes the same held-out sequences in every run, whatever its seed."""
+MOST_GRAPHS = 64
+"""Of a block: training and validation of quantized and of kept blocks, once more for every recipe of a schedule."""
 
 
 def resolve_device(config: TrainConfig) -> torch.device:
@@ -77,6 +79,7 @@ class Trainer:
         self.optimizer = optim.adamw(self.model, config.optim)
         self.model.recompute = config.run.recompute
         if config.compile:
+            torch._dynamo.config.recompile_limit = MOST_GRAPHS
             for block in self.model.layers:  # one graph serves them all
                 block.compile(fullgraph=True)
         self.compute = graphs.GraphedStep(self._compute, self.device) if config.run.graph else self._compute
