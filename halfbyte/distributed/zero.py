@@ -8,6 +8,7 @@ each bucket waited for by the first module that needs it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -242,7 +243,8 @@ class ZeroOptimizer:
         numbers = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         for name, param in self._params.items():
             bucket, index = self._home[name]
-            param.register_post_accumulate_grad_hook(partial(self._on_gradient, numbers[id(bucket)], index))
+            hook = partial(_after_gradient, weakref.ref(self), numbers[id(bucket)], index)
+            param.register_post_accumulate_grad_hook(hook)
         plain = [name for name in self._params if not self._home[name][0].quantized]  # the others have before_use
         for module, names in first_users(model, plain).items():
             needed = list(dict.fromkeys(self._home[name][0] for name in names))
@@ -366,6 +368,13 @@ class ZeroOptimizer:
 def _ranks(group: dist.ProcessGroup | None) -> Ranks:
     rank, size = rank_and_size(group)
     return Ranks((group or dist.group.WORLD) if size > 1 else None, rank, size)
+
+
+def _after_gradient(zero: weakref.ref[ZeroOptimizer], number: int, index: int, param: Tensor) -> None:
+    # A hook that held the optimizer would hold it for ever: the garbage collector does not see into the autograd graph.
+    optimizer = zero()
+    if optimizer is not None:
+        optimizer._on_gradient(number, index, param)
 
 
 def _before_forward(buckets: list[Bucket], module: nn.Module, arguments: Any) -> None:
