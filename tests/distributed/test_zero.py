@@ -1,5 +1,8 @@
 """ZeroOptimizer trains as if every rank held the whole model and quantized it in every forward."""
 
+import gc
+import weakref
+
 import pytest
 import ranks
 import zero_checks as checks
@@ -36,3 +39,12 @@ def test_config_refuses(field, value):
 def test_a_glob_that_matches_nothing_is_refused():
     with pytest.raises(ValueError, match="expert_groups: 'experts"):
         hb.distributed.ZeroOptimizer(checks.small_models.Decoder(1), expert_groups={"experts*": None})
+
+
+def test_what_is_dropped_is_freed():
+    model, state, zero = checks.build(0, "nvfp4", blocks=0)
+    checks.train(0, model, state, zero, range(1))
+    alive = weakref.ref(zero.buckets[0].masters)
+    del model, state, zero
+    gc.collect()
+    assert alive() is None
