@@ -11,9 +11,9 @@ from halfbyte.kernels.gemm import gemm_nt
 from halfbyte.kernels.grouped_gemm import grouped_dequantize, grouped_gemm_nt, grouped_values, plain_grouped_gemm
 from halfbyte.kernels.quantize import quantize as quantize_any
 from halfbyte.kernels.transpose import transpose
-from halfbyte.layout import LINEAR, Blocks, GroupedOperand, matrix_shape
+from halfbyte.layout import LINEAR, Blocks, GroupedOperand
 from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, NVFP4, BlockMax, Spec
+from halfbyte.spec import MXFP8, NVFP4, Spec
 
 __all__ = [
     "GroupedOperand",
@@ -77,9 +77,7 @@ def quantize_row_col(
     Args:
         transient: whether row and col are returned decoded; the others as for `row_col.quantize_row_col`.
     """
-    specs = row_spec, col_spec
-    at_once = tuple(wanted and _stores_values(spec) for wanted, spec in zip(transient, specs, strict=True))
-    sides = row_col.quantize_row_col(
+    return row_col.quantize_row_col(
         x,
         row_spec,
         col_spec,
@@ -88,16 +86,8 @@ def quantize_row_col(
         row_amax=row_amax,
         col_amax=col_amax,
         scale_layout=scale_layout,
-        transient=at_once,
+        transient=transient,
     )
-    rows, cols = matrix_shape(x.shape)
-    out = []
-    for side, spec, length, wanted, done in zip(sides, specs, (cols, rows), transient, at_once, strict=True):
-        if side is not None and wanted and not done:
-            values = decode(side, spec, length, scale_layout).values
-            side = Blocks(values, side.block_scale.new_empty(0), side.amax)
-        out.append(side)
-    return out[0], out[1]
 
 
 def grouped_quantize_row_col(
@@ -120,9 +110,7 @@ def grouped_quantize_row_col(
     """
     specs = row_spec, col_spec
     shared = row_spec is not None and row_spec == col_spec and row_spec.is_tile
-    at_once = tuple(
-        wanted and not shared and _stores_values(spec) for wanted, spec in zip(transient, specs, strict=True)
-    )
+    at_once = tuple(wanted and not shared for wanted in transient)
     sides = grouped.grouped_quantize_row_col(
         x,
         offsets,
@@ -144,12 +132,3 @@ def grouped_quantize_row_col(
             side = Blocks(values, side.block_scale.new_empty(0), side.amax)
         out.append(side)
     return out[0], out[1]
-
-
-def _stores_values(spec: Spec | None) -> bool:
-    """Whether the quantize kernels may store decoded values of `spec` themselves.
-
-    Not with candidate scales: on sm_90 one state of those kernels stored other values than its codes decode to. Until
-    the cause is known, their codes are decoded by a kernel of its own.
-    """
-    return not isinstance(spec, NVFP4) or isinstance(spec.scaling, BlockMax)
