@@ -128,6 +128,8 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the GEMMs; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU."""
+    fuse: bool = False
+    """Norms and activations hand their amaxes to the quantization behind them (docs/fused.md): faster on a GPU."""
     compile: bool = False
     """Run every block through torch.compile; they share one graph."""
     recipe_schedule: str = ""

@@ -76,6 +76,8 @@ class Trainer:
         self.run_state = hb.RunState(config.seed, config.schedule()).to(self.device)
         chosen = treatment.get(recipe)
         self.report = hb.quantize_(self.model, chosen.recipe, keep=chosen.keep, state=self.run_state)
+        if config.fuse:
+            hb.nn.fuse_(self.model)
         self.optimizer = optim.adamw(self.model, config.optim)
         self.model.recompute = config.run.recompute
         if config.compile:
