@@ -1,5 +1,5 @@
-"""A whole training step of a decoder under a recipe beside the same step in bf16, both through torch.compile: bf16's
-as a whole, ours block by block.
+"""A whole training step of a decoder under a recipe beside the same step in bf16, both compiled and replayed as
+CUDA graphs: bf16's model compiled as a whole, ours block by block.
 
 Master weights and optimizer are fp32, GEMMs run under bf16 autocast, as `halfbyte train` does it. The two models are
 built one after the other, so that peak memory is that of one.
@@ -21,10 +21,10 @@ import halfbyte as hb
 from bench.registry import Bar, Case, Outcome, Setting, Shape, Unequal
 from halfbyte import recipes
 from halfbyte.train import model as models
-from halfbyte.train import optim
+from halfbyte.train import graphs, optim
 from halfbyte.train.config import OptimConfig
 
-WARM_UP, STEPS = 3, 10
+STEPS = 10
 LEAST_PROGRESS = 0.6  # of bf16's fall in loss over all these steps: the recipe trains, it does not merely run
 MEMORY_TOLERANCE = 0.05
 MOST_KEPT = 0.30  # of the bytes that bf16's linear layers keep per token, under the recipe
@@ -63,16 +63,17 @@ def training(setting: Setting, shape: Shape, *, model: str) -> Outcome:
 def _run(setting: Setting, shape: Shape, config: models.ModelConfig, recipe: str) -> dict[str, float]:
     """Return median seconds of a step, their spread, peak bytes and the fall of the loss."""
     step = _stepper(setting, shape, config, recipe)
-    warm_up, steps = (WARM_UP, STEPS) if setting.on_gpu else (1, 2)
-    losses = [float(step()) for _ in range(warm_up)]
     if setting.on_gpu:
         torch.cuda.reset_peak_memory_stats(setting.device)
+    losses = [float(step()) for _ in range(graphs.WARM_UP if setting.on_gpu else 1)]
+    peak = torch.cuda.max_memory_allocated(setting.device) if setting.on_gpu else 0
+    steps = STEPS if setting.on_gpu else 2
+    losses += [float(step()) for _ in range(2 if setting.on_gpu else 0)]  # the capture, the first replay
     seconds = []
     for _ in range(steps):
         start = time.perf_counter()
         losses.append(float(step()))  # waits for the device, as a log line would
         seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated(setting.device) if setting.on_gpu else 0
     del step
     gc.collect()
     torch._dynamo.reset()
@@ -135,13 +136,14 @@ def _stepper(setting: Setting, shape: Shape, config: models.ModelConfig, recipe:
         optimizer.zero_grad()
         return loss.detach()
 
-    return step
+    replayed = graphs.GraphedStep(lambda: (step(),), setting.device)
+    return lambda: replayed()[0]
 
 
 CASES = tuple(
     Case(
         name=f"train/{name}",
-        about=f"a step of the {name} preset, recipe nvfp4, compiled",
+        about=f"a step of the {name} preset, recipe nvfp4, compiled, as a CUDA graph",
         shapes={(8, 2048): Bar(least=least, aim=aim)},
         small=(4, 32),
         run=partial(training, model=name),
