@@ -16,9 +16,11 @@ from halfbyte.formats import SWIZZLE_ROWS
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import rotate_wide as rw
 from halfbyte.kernels import scaling as sc
-from halfbyte.kernels.amax import column_halves, is_packed, load_groups, narrowed
+from halfbyte.kernels.amax import is_packed, load_groups, narrowed
+from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import store_decoded, store_scale
 from halfbyte.layout import ceil_div, round_up
+from halfbyte.spec import NVFP4, Hadamard
 
 WIDE = 64  # the least width that comes here
 
@@ -49,19 +51,48 @@ def split_blocks(x):
 
 @triton.jit
 def quantize_lines(
-    y, row, group, q_ptr, scale_ptr, amax_ptr, key, rows, blocks, first_block, blocks_per_row, constants, factors,
+    pairs, row, group, q_ptr, scale_ptr, amax_ptr, draw_ptr, stream, rows, blocks, first_block,
+    blocks_per_row, constants, factors,
     RULE: tl.constexpr, SWIZZLED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize rotated groups y [T, SIZE], group [T] of rows row [T] of the operand; outputs [rows, blocks]."""
-    B: tl.constexpr = y.shape[1] // 16
+    """Quantize rotated groups, pairs [T, SIZE / 2], group [T] of rows row [T] of the operand; outputs [rows, blocks].
+
+    Four blocks at a time: the values of all eight of a group of 128 are more than a thread's registers.
+    """
+    if RULE.group == 128:
+        T: tl.constexpr = pairs.shape[0]
+        first, second = tl.split(tl.permute(tl.reshape(pairs, (T, 2, 32)), (0, 2, 1)))
+        quantize_part(
+            first, row, group * 2, q_ptr, scale_ptr, amax_ptr, draw_ptr, stream, rows, blocks, first_block,
+            blocks_per_row, constants, factors, RULE, SWIZZLED,
+        )  # fmt: skip
+        quantize_part(
+            second, row, group * 2 + 1, q_ptr, scale_ptr, amax_ptr, draw_ptr, stream, rows, blocks, first_block,
+            blocks_per_row, constants, factors, RULE, SWIZZLED,
+        )  # fmt: skip
+    else:
+        quantize_part(
+            pairs, row, group, q_ptr, scale_ptr, amax_ptr, draw_ptr, stream, rows, blocks, first_block,
+            blocks_per_row, constants, factors, RULE, SWIZZLED,
+        )  # fmt: skip
+
+
+@triton.jit
+def quantize_part(
+    pairs, row, group, q_ptr, scale_ptr, amax_ptr, draw_ptr, stream, rows, blocks, first_block,
+    blocks_per_row, constants, factors,
+    RULE: tl.constexpr, SWIZZLED: tl.constexpr,
+):  # fmt: skip
+    """Quantize 64 values as `quantize_lines` does; group: in units of 64."""
+    B: tl.constexpr = pairs.shape[1] // 8
     in_row = row < rows
     if RULE.row_amax:
         factors = sc.tensor_factors(tl.load(amax_ptr + row, mask=in_row, other=0.0)[:, None], constants)
     block = group[:, None] * B + tl.arange(0, B)[None, :]
     random = ()
     if RULE.rounding == "stochastic":
-        random = pm.block_words(first_block + row[:, None] * blocks_per_row + block, key)
-    xs = split_blocks(y)
+        random = pm.block_words(first_block + row[:, None] * blocks_per_row + block, pm.draw_words(draw_ptr, stream))
+    xs = split_blocks(rw.unpacked(pairs))
     codes, scale = sc.quantize_block(xs, pm.abs_max(xs), factors, constants, random, RULE, 0)
     inside = in_row[:, None] & (block < blocks)
     place = row[:, None] * blocks + block
@@ -88,25 +119,13 @@ def quantize_wide_kernel(
     constants = (span, floor, inverse, unit)
     factors = sc.operand_factors(amax_ptr, constants, RULE)
     flips = rw.sign_flips(sign_ptr, sign_stream, SIZE, RULE.fresh)
-    key = ()
-    if RULE.rounding == "stochastic":
-        key = pm.draw_words(draw_ptr, stream)
     pid = tl.program_id(0).to(tl.int64)
     if COLUMNS:
-        SHARE: tl.constexpr = 2 if PACKED else 1
         first = pid // tiles
-        line = pid % tiles * T + tl.max_contiguous(tl.arange(0, T), 1)
-        stride = tl.cast(stride_c, tl.int64) // SHARE
-        src_ptr = x_ptr.to(tl.pointer_type(tl.uint32)) if PACKED else x_ptr
-        x = load_groups(src_ptr, first * SIZE, cols, line, rows // SHARE, stride, 1, SIZE, False)
-        halves = column_halves(x, PACKED)
+        row = pid % tiles * T + tl.max_contiguous(tl.arange(0, T), 1)  # a thread holds whole groups
         group = first + tl.zeros((T,), tl.int64)
-        for k in tl.static_range(SHARE):
-            y = rw.rotated(narrowed(halves[k], NARROW), flips, RULE.norm)
-            quantize_lines(
-                y, line * SHARE + k, group, q_ptr, scale_ptr, amax_ptr, key, rows, blocks, first_block, blocks_per_row,
-                constants, factors, RULE, SWIZZLED,
-            )  # fmt: skip
+        stride = tl.cast(stride_c, tl.int64)
+        x = pm.to_fp32(load_groups(x_ptr, first * SIZE, cols, row, rows, stride, 1, SIZE, False))
     else:
         place = tl.program_id(0) * T + tl.arange(0, T)
         line, group = place // groups, place % groups  # 2^31 groups are 2^37 values
@@ -122,11 +141,12 @@ def quantize_wide_kernel(
             col = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
             inside = (row < rows)[:, None] & (col < cols)
             x = pm.to_fp32(tl.load(x_ptr + row[:, None] * stride_r + col * stride_c, mask=inside, other=0))
-        y = rw.rotated(narrowed(x, NARROW), flips, RULE.norm)
-        quantize_lines(
-            y, row, group, q_ptr, scale_ptr, amax_ptr, key, rows, blocks, first_block, blocks_per_row, constants,
-            factors, RULE, SWIZZLED,
-        )  # fmt: skip
+    pairs = rw.rotated(narrowed(x, NARROW), flips, RULE.norm)
+    quantize_lines(
+        pairs, row, group, q_ptr, scale_ptr, amax_ptr, draw_ptr, stream, rows, blocks, first_block,
+    blocks_per_row, constants, factors,
+        RULE, SWIZZLED,
+    )  # fmt: skip
 
 
 def launch(x: Tensor, rule: sc.Rule, out: Any, arguments: tuple) -> None:
@@ -143,9 +163,9 @@ def launch(x: Tensor, rule: sc.Rule, out: Any, arguments: tuple) -> None:
     groups = out.blocks * 16 // rule.group
     columns = x.stride(0) == 1 and x.stride(1) != 1
     tile = COL_TILES[rule.group] if columns else ROW_TILE
-    packed = packs(rule, columns) and is_packed(x.T if columns else x)
+    packed = not columns and is_packed(x)
     covered = round_up(rows, SWIZZLE_ROWS) if out.swizzled else rows
-    tiles = ceil_div(covered, tile.groups * (2 if packed else 1)) if columns else 1
+    tiles = ceil_div(covered, tile.groups) if columns else 1
     programs = tiles * groups if columns else ceil_div(covered * groups, tile.groups)
     quantize_wide_kernel[(programs,)](
         x,
@@ -168,6 +188,35 @@ def launch(x: Tensor, rule: sc.Rule, out: Any, arguments: tuple) -> None:
     )
 
 
-def packs(rule: sc.Rule, columns: bool) -> bool:
-    """Say whether x is read in words where it can be: two columns of 128 are more than a thread's registers."""
-    return not columns or rule.group == WIDE
+def compile_cases() -> list[CompileCase]:
+    """Return every tile with the spec that needs most registers."""
+    return [
+        _case(NVFP4(rotation=Hadamard(size=size, signs="fresh"), rounding="stochastic", outer="row"), columns, hardware)
+        for size in COL_TILES
+        for columns in (False, True)
+        for hardware in (False, True)
+    ]
+
+
+def _case(spec: NVFP4, columns: bool, hardware: bool) -> CompileCase:
+    tile = COL_TILES[spec.alignment] if columns else ROW_TILE
+    rule = sc.rule_of(spec, hardware)
+    arguments: dict[str, Any] = {
+        "x_ptr": "*bf16:16",
+        "q_ptr": "*i64:16",
+        **dict.fromkeys(("draw_ptr", "sign_ptr"), "*i64:16"),
+        "scale_ptr": "*u8:16",
+        "amax_ptr": "*fp32:16",
+        **dict.fromkeys(("rows", "cols", "blocks", "blocks_per_row", "groups"), "i32:16"),
+        **dict.fromkeys(("stream", "first_block", "sign_stream", "tiles"), "i32"),
+        **dict.fromkeys(("span", "floor", "inverse", "unit"), "fp32"),
+        "stride_r": 1 if columns else "i32:16",
+        "stride_c": "i32:16" if columns else 1,
+        "RULE": rule,
+        "SWIZZLED": False,
+        "COLUMNS": columns,
+        "PACKED": not columns,
+        "T": tile.groups,
+    }
+    targets = tuple(c for c in TARGETS if (c >= 89) == hardware)
+    return CompileCase(quantize_wide_kernel, arguments, tile.num_warps, fp_fusion=False, capabilities=targets)

@@ -54,12 +54,12 @@ def stages(x, END: tl.constexpr):
 
 @triton.jit
 def rotated(x, flips, norm):
-    """Rotate groups [T, SIZE], fp32 holding bf16 values; norm = f(1 / sqrt(SIZE)). Returns fp32 holding bf16 values."""
+    """Rotate groups [T, SIZE], fp32 holding bf16 values; norm = f(1 / sqrt(SIZE)). Returns pairs [T, SIZE / 2]."""
     T: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
     y = tl.fma(stages(flipped(x, flips), SIZE), norm, 0.0)  # + 0 turns -0 into +0
     low, high = tl.split(tl.reshape(y, (T, SIZE // 2, 2)))
-    return unpacked(pm.bf16_pairs((low, high))[0])
+    return pm.bf16_pairs((low, high))[0]
 
 
 @triton.jit
