@@ -38,7 +38,9 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-BOTH_TILE, ROW_TILE, AMAX_TILE = Tile(64, 64, 4), Tile(16, 256, 4), Tile(64, 128, 4)
+BOTH_TILE, ROW_TILE = Tile(64, 64, 4), Tile(16, 256, 4)
+AMAX_TILE, ROW_AMAX_TILE = Tile(64, 128, 4), Tile(64, 256, 8)
+WIDEST_WHOLE = 32  # rotations up to here are compiled for tiles without a ragged edge too: wider ones compile slowly
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 TRANSPOSE_WORDS = 32
 STACKED_TRANSPOSE_ROWS = 64  # words of 8 rows
@@ -222,7 +224,8 @@ def _launch_amax(
 ) -> None:
     rules = [None if spec is None else amax_rule(spec) for spec in specs]
     stream = 0 if sign_draw is None else sign_draw.stream
-    tile_cols = _columns(AMAX_TILE, rules[0])
+    tile = ROW_AMAX_TILE if rules[1] is None else AMAX_TILE
+    tile_cols = _columns(tile, rules[0])
     col_tiles = ceil_div(grid.x.shape[1], tile_cols)
     grouped_amax_kernel[(plan.tiles * col_tiles,)](
         grid.x,
@@ -241,7 +244,7 @@ def _launch_amax(
         COL=rules[1],
         TR=plan.tile_rows,
         TC=tile_cols,
-        num_warps=AMAX_TILE.num_warps,
+        num_warps=tile.num_warps,
         enable_fp_fusion=False,
     )
 
@@ -258,7 +261,7 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
     tile_cols = _columns(tile, rules[0])
     tile_rows = plan.tile_rows if col is not None or INTERPRETED else tile.rows
     col_tiles = ceil_div(grid.x.shape[1], tile_cols)
-    whole = grid.x.shape[1] % tile_cols == 0
+    whole = grid.x.shape[1] % tile_cols == 0 and all(r is None or r.group <= WIDEST_WHOLE for r in rules)
     full = [rule._replace(full=True) if whole and rule is not None else None for rule in rules]
     pointers, numbers, constants = [], [], []
     for side, amax in zip(sides, amaxes, strict=True):
@@ -402,10 +405,11 @@ def _amax_case(row: NVFP4, col: NVFP4 | None) -> CompileCase:
         "stride_c": 1,
         "ROW": amax_rule(row),
         "COL": None if col is None else amax_rule(col),
-        "TR": AMAX_TILE.rows,
-        "TC": AMAX_TILE.cols,
+        "TR": GROUP_COLUMNS,
+        "TC": (ROW_AMAX_TILE if col is None else AMAX_TILE).cols,
     }
-    return CompileCase(grouped_amax_kernel, arguments, AMAX_TILE.num_warps, fp_fusion=False)
+    warps = (ROW_AMAX_TILE if col is None else AMAX_TILE).num_warps
+    return CompileCase(grouped_amax_kernel, arguments, warps, fp_fusion=False)
 
 
 def _transpose_case(stacked: bool) -> CompileCase:

@@ -17,7 +17,6 @@ from halfbyte.kernels.gemm import (
     GROUP,
     MAX_CHAIN,
     POINTER_TILES,
-    TILE_OVERHEAD,
     TMA_TILES,
     Tile,
     capability,
@@ -48,8 +47,9 @@ from halfbyte.spec import NVFP4, Spec
 
 Variant = Literal["auto", "tma", "pointer"]
 NO_LIMIT = 1 << 30
-PAIRED_TILE = Tile(128, 128, 64, 4, 3)  # one program stores while its neighbour multiplies
-MAP_STORES = True  # whole tiles by tensor map, or all by plain stores in a flattened loop
+LARGE_TILE = Tile(128, 256, 64, 8, 4)
+PAIRED_TILE = Tile(128, 128, 64, 4, 3, 1.25)  # two programs a multiprocessor: one stores while the other multiplies
+OVERHEAD, PAIRED_OVERHEAD = 345, 140  # of a tile, in columns of the contraction; measured on an H200
 CLEAR_TILE = (32, 512)
 MIN_TORCH_CAPABILITY = 90  # below, torch's grouped GEMM reads the offsets on the host
 
@@ -183,7 +183,7 @@ def _run_rows(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulate
     columns = a.values.shape[1], b.values.shape[2]
     K = min(columns) if a.quantized and b.quantized else min(K, *columns)
     exact = a.values.dtype != b.values.dtype or a.values.dtype == torch.float32
-    tiles = tma_tiles(capability(out.device))
+    tiles = _map_tiles(out.device, out.dtype)
     b_matrix, b_by_rows = _stacked(b.values, K)
     tma = not exact and b_matrix is not None and describable(a.values) and describable(b_matrix)
     tma = tma and variant != "pointer" and (bool(tiles) or variant == "tma") and K > 0
@@ -199,7 +199,7 @@ def _run_rows(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulate
         return
     programs = min(_programs(tile, out.device), plan.tiles * ceil_div(N, tile.bn))
     parts = epilogue_parts(tile, out.dtype)
-    out_tma = describable(out) and not accumulate and MAP_STORES
+    out_tma = describable(out) and not accumulate
     rows_tma_kernel[(programs,)](
         TensorDescriptor.from_tensor(a.values[:, :K], [tile.bm, tile.bk]),
         TensorDescriptor.from_tensor(b_matrix, [tile.bk, tile.bn] if b_by_rows else [tile.bn, tile.bk]),
@@ -237,7 +237,7 @@ def _run_split(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulat
     stored = max(a.stored, b.stored) or GROUP_COLUMNS
     assert not (a.stored and b.stored) or a.stored == b.stored, "operands are padded differently"
     plan = make_plan(offsets, groups, K, stored, out.device)
-    tiles = tma_tiles(capability(out.device))
+    tiles = _map_tiles(out.device, out.dtype)
     tma = bool(a.stored and b.stored) and not exact and describable(a.values) and describable(b.values)
     tma = tma and variant != "pointer" and (bool(tiles) or variant == "tma")
     flat = out.view(groups * M, N) if out.is_contiguous() else out.as_strided((groups * M, N), (out.stride(1), 1))
@@ -315,6 +315,14 @@ def _launch_pointer(
     )
 
 
+def _map_tiles(device: torch.device, dtype: torch.dtype) -> tuple[Tile, ...]:
+    """Return the tiles of tensor-map kernels: on sm_90 with more stages than a dense GEMM affords, unless for fp32."""
+    tiles = tma_tiles(capability(device))
+    if TMA_TILES[0] not in tiles or dtype == torch.float32:
+        return tiles
+    return (LARGE_TILE, PAIRED_TILE, *tiles[1:])
+
+
 def _programs(tile: Tile, device: torch.device) -> int:
     """Return how many persistent programs run: two a multiprocessor where registers and shared memory hold them."""
     return multiprocessors(device) * (2 if tile == PAIRED_TILE else 1)
@@ -326,7 +334,9 @@ def _choose(tiles: tuple[Tile, ...], groups: int, shape: tuple[int, int, int], d
 
     def time(tile: Tile) -> float:
         count = groups * ceil_div(M, tile.bm) * ceil_div(N, tile.bn)
-        return ceil_div(count, programs) * (K + TILE_OVERHEAD) * tile.bm * tile.bn * tile.cost
+        beside = 2 if tile == PAIRED_TILE else 1
+        overhead = PAIRED_OVERHEAD if tile == PAIRED_TILE else OVERHEAD
+        return ceil_div(count, beside * programs) * beside * (K + overhead) * tile.bm * tile.bn * tile.cost
 
     return min(tiles, key=time)
 
@@ -387,10 +397,10 @@ def clear_tail(out: Tensor, offsets: Tensor) -> Tensor:
 def compile_cases() -> list[CompileCase]:
     """Return what the presets launch: every tile with tensor factors, an accumulating fp32 output of the weights."""
     cases = []
-    for tile in TMA_TILES:
+    for tile in (LARGE_TILE, PAIRED_TILE, *TMA_TILES[1:]):
         cases.append(_rows_case(tile, by_rows=tile.bn == 256))
         cases.append(_split_case(tile, torch.bfloat16, accumulate=False))
-        cases.append(_split_case(tile, torch.float32, accumulate=True))
+    cases += [_split_case(tile, torch.float32, accumulate=True) for tile in TMA_TILES]
     cases += [_pointer_case(tile, split) for tile in POINTER_TILES for split in (False, True)]
     return [*cases, _pointer_case(FP32_TILE, True)]
 
@@ -440,7 +450,7 @@ def _split_case(tile: Tile, dtype: torch.dtype, accumulate: bool) -> CompileCase
 
 
 def _targets(tile: Tile) -> tuple[int, ...]:
-    return tuple(c for c in (90, 100, 103) if tile in tma_tiles(c))
+    return (90,) if tile in (LARGE_TILE, PAIRED_TILE) else tuple(c for c in (90, 100, 103) if tile in tma_tiles(c))
 
 
 def _pointer_case(tile: Tile, split: bool) -> CompileCase:
