@@ -20,8 +20,8 @@ import torch.nn.functional as F
 import halfbyte as hb
 from bench.registry import Bar, Case, Outcome, Setting, Shape, Unequal
 from halfbyte import recipes
-from halfbyte.train import model as models
 from halfbyte.train import graphs, optim
+from halfbyte.train import model as models
 from halfbyte.train.config import OptimConfig
 
 STEPS = 10
