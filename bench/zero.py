@@ -140,9 +140,9 @@ def bitwise(
 
 def measure(name: str, way: Way, tokens: tuple[int, int], device: torch.device) -> dict[str, Any]:
     """Return traffic, times, memory and hidden share of one model and way."""
+    trainer = Trainer(name, way, tokens, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    trainer = Trainer(name, way, tokens, device)
     zero = trainer.zero
     for _ in range(WARM_UP):
         trainer.step()

@@ -45,10 +45,13 @@ def _spec_of(module: nn.Module) -> NVFP4 | None:
     return row
 
 
-def make_primary(model: nn.Module, name: str, spec: NVFP4, qdata: Tensor, amaxes: dict[int, Tensor]) -> PrimaryWeight:
+def make_primary(
+    model: nn.Module, name: str, form: tuple[NVFP4, torch.dtype], qdata: Tensor, amaxes: dict[int, Tensor]
+) -> PrimaryWeight:
     """Put a PrimaryWeight in the place of parameter `name`, in every module that holds it, and return it.
 
     Args:
+        form: its spec, and its nominal dtype.
         qdata: where its codes lie.
         amaxes: of groups of layers that share an amax, by the first member; filled as they are met.
     """
@@ -59,7 +62,7 @@ def make_primary(model: nn.Module, name: str, spec: NVFP4, qdata: Tensor, amaxes
             holders.append(module)
             if module.amax_group:
                 amax = amaxes.setdefault(id(module.amax_group[0]), torch.zeros((), device=old.device))
-    weight = PrimaryWeight.empty((old.shape[0], old.shape[1]), spec, dtype=old.dtype, qdata=qdata, amax=amax)
+    weight = PrimaryWeight.empty((old.shape[0], old.shape[1]), form[0], dtype=form[1], qdata=qdata, amax=amax)
     weight.allocate_turned()
     parameter = weight.as_parameter()
     for module in holders:
@@ -71,13 +74,13 @@ def first_users(model: nn.Module, names: Iterable[str]) -> dict[nn.Module, list[
     """Return for each module whose forward is hooked the parameters that must be complete before it.
 
     Linear layers are not hooked themselves, which would keep siblings from sharing one quantization of their input,
-    and lists have no forward: the nearest module above that is neither waits for their parameters.
+    and lists have no forward: the nearest module above waits for their parameters.
     """
     above: dict[str, nn.Module] = {}
     users: dict[nn.Module, list[str]] = {}
     wanted = {id(model.get_parameter(name)): name for name in names}
     for path, module in model.named_modules(remove_duplicate=False):
-        hidden = isinstance(module, (Linear, nn.ModuleList, nn.ModuleDict))
+        hidden = isinstance(module, Linear) or type(module).forward is nn.Module.forward
         above[path] = above[path.rpartition(".")[0]] if hidden and path else module
         for param in module._parameters.values():
             if param is not None and id(param) in wanted:

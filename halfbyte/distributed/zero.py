@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import partial
@@ -30,6 +30,7 @@ from halfbyte.distributed.partial_cast import target_of
 from halfbyte.distributed.plan import Item, storage_plan
 from halfbyte.distributed.weights import first_users, make_primary, tiled_parameters
 from halfbyte.pieces import Piece
+from halfbyte.tensor.quant_tensor import VALUE_DTYPES
 
 CALL = "ZeroOptimizer"
 
@@ -42,6 +43,8 @@ class ZeroConfig:
         weights: "nvfp4" stores the weights of hb.nn.Linear layers whose recipe has them in 16x16 tiles as
             PrimaryWeights; "plain" keeps all parameters in their dtype: the same training, bit for bit, with four times
             the memory and traffic for weights.
+        weight_dtype: that masters of NVFP4 weights are rounded to before they are quantized, and of their gradients;
+            None for the parameter's own, torch.bfloat16 where an fp32 model runs under autocast.
         grad_dtype: in which gradients are summed over micro-batches and ranks: torch.float32 or torch.bfloat16.
         bucket_numel: elements after which a bucket is closed.
         max_norm: gradients are scaled down to this global norm; None for never.
@@ -49,6 +52,7 @@ class ZeroConfig:
     """
 
     weights: Literal["nvfp4", "plain"] = "nvfp4"
+    weight_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype = torch.float32
     bucket_numel: int = 1 << 25
     max_norm: float | None = None
@@ -57,6 +61,8 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         if self.weights not in ("nvfp4", "plain"):
             raise ValueError(f"weights={self.weights!r}: use 'nvfp4' or 'plain'")
+        if self.weight_dtype not in (None, *VALUE_DTYPES):
+            raise ValueError(f"weight_dtype={self.weight_dtype}: use torch.bfloat16, float16 or float32, or None")
         if self.grad_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"grad_dtype={self.grad_dtype}: use torch.float32 or torch.bfloat16")
         if self.bucket_numel < 1:
@@ -149,7 +155,7 @@ class ZeroOptimizer:
 
     def _agree(self, chosen: dict[int, list[str]]) -> None:
         """Raise on every rank unless all have the same parameters in the same order, recipes and config."""
-        config = f"{self.config.weights}, {self.config.grad_dtype}, {self.config.bucket_numel}, {self.config.max_norm}"
+        config = str(replace(self.config, timeout=timedelta()))
         common = [
             [name, *self._item(name)[1:], self._tiled[name].key if name in self._tiled else ""] for name in chosen[0]
         ]
@@ -189,7 +195,8 @@ class ZeroOptimizer:
                 if not quantized:
                     self._params[name].data = bucket.matrix(bucket.values, place).view_as(self._params[name])
                     continue
-                weight = make_primary(model, name, self._tiled[name], bucket.codes(place), amaxes)
+                dtype = self.config.weight_dtype or self._params[name].dtype
+                weight = make_primary(model, name, (self._tiled[name], dtype), bucket.codes(place), amaxes)
                 weight.before_use = bucket.finish_gathering
                 self._params[name] = cast_type(nn.Parameter, weight)
                 slot = slots.setdefault(weight.blocks.amax.data_ptr(), len(slots))

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import ranks
+import torch
 import zero_checks as checks
 
 import halfbyte as hb
@@ -29,7 +30,8 @@ def test_one_process_needs_no_group():
 
 
 @pytest.mark.parametrize(
-    "field, value", (("weights", "fp4"), ("grad_dtype", "fp16"), ("bucket_numel", 0), ("max_norm", -1.0))
+    "field, value",
+    (("weights", "fp4"), ("grad_dtype", "fp16"), ("weight_dtype", "fp8"), ("bucket_numel", 0), ("max_norm", -1.0)),
 )
 def test_config_refuses(field, value):
     with pytest.raises(ValueError, match=f"^{field}="):
@@ -39,6 +41,23 @@ def test_config_refuses(field, value):
 def test_a_glob_that_matches_nothing_is_refused():
     with pytest.raises(ValueError, match="expert_groups: 'experts"):
         hb.distributed.ZeroOptimizer(checks.small_models.Decoder(1), expert_groups={"experts*": None})
+
+
+def test_an_fp32_model_under_autocast():
+    losses = {}
+    for weights in ("nvfp4", "plain"):
+        torch.manual_seed(0)
+        model = checks.Bigram(16)
+        state = hb.quantize_(model, "nvfp4", keep=checks.small_models.NOTHING_KEPT).state
+        zero = hb.distributed.ZeroOptimizer(model, config=ZeroConfig(weights=weights, weight_dtype=torch.bfloat16))
+        losses[weights] = []
+        for step in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = checks.loss_of(model, checks.tokens(0, step))
+            loss.backward()
+            state.advance()
+            losses[weights].append((loss.item(), zero.step().item()))
+    assert losses["nvfp4"] == losses["plain"]
 
 
 def test_what_is_dropped_is_freed():
