@@ -48,6 +48,8 @@ class Tile:
 
 
 TMA_TILES = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4, 1.1), Tile(64, 128, 64, 4, 4, 1.6))
+SMALL_TILES = (Tile(64, 128, 128, 4, 3, 1.41), Tile(64, 64, 128, 4, 4, 2.6))
+"""With deeper steps, for products that fill no more than one wave of programs."""
 POINTER_TILES = (Tile(128, 128, 32, 8, 4), Tile(64, 64, 32, 4, 4, 1.7))
 FP32_TILE = Tile(64, 64, 16, 4, 2)  # operands that no tensor core multiplies exactly: fp32, or a mixed pair
 
@@ -123,6 +125,8 @@ def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "aut
         return Plan(False, FP32_TILE, 1, True)
     if tma:  # plain stores of the largest tile's output spill registers
         tiles = tuple(t for t in tiles or TMA_TILES[1:] if describable(out) or t.bn < 256)
+        if ceil_div(M, SMALL_TILES[0].bm) * ceil_div(N, SMALL_TILES[0].bn) <= programs:
+            tiles += SMALL_TILES
     tile, splits = choose_tile(tiles if tma else POINTER_TILES, M, N, K, programs)
     if splits > 1 and out.dtype == torch.float32:
         splits = min(MAX_SPLITS, max(splits, ceil_div(K, MAX_CHAIN)))
@@ -313,7 +317,7 @@ def compile_cases() -> list[CompileCase]:
     cases = []
     for dtype, factor, heavy in ((torch.bfloat16, dc.TENSOR_FACTOR, False), (torch.float32, dc.ROW_FACTOR, True)):
         ends = _end_arguments(factor.value, heavy)
-        for tile in TMA_TILES:
+        for tile in (*TMA_TILES, *SMALL_TILES):
             cases.append(_tma_case(tile, dtype, ends, out_tma=True))
             if heavy and tile.bn < 256:
                 cases.append(_tma_case(tile, dtype, ends, out_tma=False))
@@ -355,7 +359,7 @@ def _tma_case(tile: Tile, dtype: torch.dtype, ends: dict, out_tma: bool) -> Comp
         "PROGRAMS": 132,
         "UPCAST": False,
     }
-    targets = tuple(c for c in (90, 100, 103) if tile in tma_tiles(c))
+    targets = tuple(c for c in (90, 100, 103) if tile in (*tma_tiles(c), *SMALL_TILES))
     return CompileCase(gemm_tma_kernel, arguments, tile.num_warps, tile.num_stages, capabilities=targets)
 
 
