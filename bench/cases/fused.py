@@ -58,7 +58,7 @@ def activation(setting: Setting, shape: Shape, *, backward: bool = False) -> Out
     """Check, then time SwiGLU with both amaxes, or its backward with those of both gradients."""
     for rows, cols in (RAGGED, (SLICE, shape[1])):
         small = [random_matrix((rows, cols), CPU, i) for i in range(3)]
-        results = [_swiglu(*tensors, None) for tensors in _on_both(setting, small)]
+        results = [_swiglu(dh, gate, up, None) for dh, gate, up in _on_both(setting, small)]
         require_equal(results[1], results[0], f"SwiGLU of {rows}x{cols}")
     sets = list(zip(*(matrices(setting, shape) for _ in range(3)), strict=True))
 
@@ -89,11 +89,12 @@ def mlp(setting: Setting, shape: Shape, *, recipe: str) -> Outcome:
     module = LayerNormMLP(K, N, recipe=recipe, state=hb.RunState(5)).to(setting.device, torch.bfloat16)
     x, dy = (random_matrix((M, K), setting.device, i) for i in range(2))
     leaves = [x.requires_grad_(), *module.parameters()]
-    weights = [module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight]
+    first, down = [module.get_submodule(name) for name in module.names[:-1]], module.get_submodule(module.names[-1])
+    weights = [module.get_parameter(f"{name}.weight") for name in module.names]
 
     def unfused() -> Tensor:
         y = HF.rms_norm(x, module.norm.weight)
-        return module.down_proj(HF.activation("swiglu", *forward_shared(y, (module.gate_proj, module.up_proj))))
+        return down(HF.activation("swiglu", *forward_shared(y, first)))
 
     def plain(x: Tensor, scale: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         y = F.rms_norm(x, (K,), scale, 1e-5)

@@ -172,8 +172,8 @@ class _ActivatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, calls: tuple[Any, _Then], x: Tensor, *tensors: Any):
-        (call, then), (*tensors, base) = calls, tensors
-        outputs, kept = run_forward(ctx, call, x, tensors)
+        (call, then), base = calls, tensors[-1]
+        outputs, kept = run_forward(ctx, call, x, tensors[:-1])
         shape = matrix_shape(outputs[0].shape)
         pre = [output.view(shape) for output in outputs]
         h, amaxes = ops.activation(pre[0], pre[1] if len(pre) > 1 else None, then.function, then.following(base))
@@ -197,4 +197,4 @@ class _ActivatedLinear(torch.autograd.Function):
         gradients, amaxes = ops.activation_backward(
             dh.reshape(pre[0].shape), pre[0], pre[1] if n > 1 else None, ctx.function, following
         )
-        return run_backward(ctx, kept, bases, gradients[:n], amaxes[:n])
+        return run_backward(ctx, kept, bases, [t for t in gradients if t is not None], amaxes[:n])

@@ -215,7 +215,7 @@ def activation_with_amaxes(
     wanted = rm.wanted_of(row, col)
     amaxes = rm.allocate(wanted, rows, x.device)
     if not x.numel():
-        return out, tuple(amax.zero_() for amax in amaxes)
+        return out, (amaxes[0].zero_(), amaxes[1].zero_())
     grid, options = _launch_options(rows, cols, function, wanted)
     activation_kernel[grid](
         x,

@@ -233,7 +233,7 @@ def norm_with_amaxes(
     wanted = rm.wanted_of(row, col)
     amaxes = rm.allocate(wanted, rows, x.device)
     if not x.numel():
-        return y, (mean.zero_(), rstd.zero_()), tuple(amax.zero_() for amax in amaxes)
+        return y, (mean.zero_(), rstd.zero_()), (amaxes[0].zero_(), amaxes[1].zero_())
     norm_kernel[(ceil_div(rows, wanted.group),)](
         x,
         weight,

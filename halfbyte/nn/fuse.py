@@ -128,7 +128,7 @@ def unfuse_(model: nn.Module) -> tuple[str, ...]:
     """
     done = []
     for name, module in list(model.named_modules()):
-        if not isinstance(module, MLP | RMSNorm | LayerNorm) or not hasattr(module, "fused_from"):
+        if not isinstance(module, MLP | RMSNorm | LayerNorm) or not module.fused_from:
             continue
         (origin,) = module.fused_from
         if isinstance(module, MLP):
@@ -136,9 +136,8 @@ def unfuse_(model: nn.Module) -> tuple[str, ...]:
                 setattr(origin, layer, getattr(module, layer))
         else:
             _let_go(module.feeds)
-            origin.weight = module.weight
-            if module.bias is not None:
-                origin.bias = module.bias
+            for parameter in ("weight",) if module.bias is None else ("weight", "bias"):
+                setattr(origin, parameter, getattr(module, parameter))
         _replace(model, module, origin.train(module.training))
         done.append(name)
     return tuple(done)
@@ -153,7 +152,7 @@ def _fuse_mlp(model: nn.Module, name: str, module: nn.Module, names: tuple[str, 
                 new = MLP.from_linears(layers, activation).train(module.training)
                 reason = _difference(module, new, layers[names[0]].in_features)
                 if reason is None:
-                    new.fused_from = (module,)  # in a tuple: it is no submodule
+                    new.fused_from = (module,)
                     _replace(model, module, new)
                     return FuseRow(name=name, fused=True, reason=f"hb.nn.MLP, {activation}")
                 if "computes" not in reason:

@@ -98,6 +98,9 @@ class MLP(nn.Module):
         recipe, state: as for hb.nn.Linear. Parameters have torch's default device and dtype; move them with `.to`.
     """
 
+    fused_from: tuple[nn.Module, ...] = ()
+    """What `hb.nn.fuse_` replaced by this module; in a tuple, so that it is no submodule."""
+
     def __init__(
         self,
         width: int,

@@ -21,6 +21,9 @@ class _Norm(nn.Module):
     feeds: SharedInput | None = None
     """The layers that read the output, where `hb.nn.fuse_` put them."""
 
+    fused_from: tuple[nn.Module, ...] = ()
+    """What `hb.nn.fuse_` replaced by this module; in a tuple, so that it is no submodule."""
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of x [..., K], of x's dtype; under autocast of autocast's."""
         if self.feeds is None:
@@ -150,7 +153,8 @@ def to_norm(module: Norm) -> nn.RMSNorm | nn.LayerNorm:
     """Return torch's norm with the Parameters of `module`."""
     if isinstance(module, LayerNorm):
         new = nn.LayerNorm(module.width, module.eps, bias=module.bias is not None, device="meta")
-        new.bias = module.bias
+        if module.bias is not None:
+            new.bias = module.bias
     else:
         new = nn.RMSNorm(module.width, module.eps, device="meta")
     new.weight = module.weight

@@ -86,8 +86,8 @@ class SharedInput:
         """Return one layer's output; the first layer computes those of all of them."""
         layers = self.layers
         index = next((i for i, other in enumerate(layers) if other is layer), None)
-        if index and self._input is x and self._outputs[index] is not None:
-            y = self._outputs[index]
+        y = self._outputs[index] if index and self._input is x else None
+        if y is not None:
             self._outputs = tuple(None if i == index else other for i, other in enumerate(self._outputs))
             if all(other is None for other in self._outputs):
                 self._input = None
