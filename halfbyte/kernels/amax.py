@@ -47,8 +47,9 @@ class Tile(NamedTuple):
     per_sm: int
 
 
-PLAIN_TILE = Tile(8192, 8, 32)
-ROTATED_TILES = {16: Tile(16, 4, 16), 32: Tile(8, 4, 16), 64: Tile(4, 4, 16), 128: Tile(2, 4, 16)}
+# Measured on an H200: about as many programs as run at once, so that few of them meet in the workspace.
+PLAIN_TILE = Tile(8192, 8, 8)
+ROTATED_TILES = {16: Tile(8, 4, 5), 32: Tile(8, 4, 4), 64: Tile(4, 4, 4), 128: Tile(2, 4, 4)}
 
 
 @triton.jit
@@ -402,7 +403,11 @@ def compile_cases() -> list[CompileCase]:
     return [_plain_case(result, packed) for result in (OF_TENSOR, OF_ROW, OF_ROW_PARTS) for packed in (True, False)] + [
         _rotated_case(NVFP4(rotation=Hadamard(size=size, signs=signs), outer=outer), packed, full)
         for size in ROTATED_TILES
-        for signs, outer, packed, full in (("fresh", "tensor", True, True), ("fixed", "row", True, False))
+        # 128 fresh signs beside 128 values spill up to 128 bytes on sm_80 and sm_120.
+        for signs, outer, packed, full in (
+            ("fresh" if size < 128 else "fixed", "tensor", True, True),
+            ("fixed", "row", True, False),
+        )
     ]
 
 
