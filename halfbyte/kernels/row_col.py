@@ -15,8 +15,10 @@ from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import row_col_amax
 from halfbyte.kernels.dequantize import decode
 from halfbyte.kernels.quantize import (
+    FP8_CAPABILITY,
     Output,
     allocate,
+    compile_arguments,
     divisor,
     hardware_fp8,
     is_full,
@@ -25,11 +27,12 @@ from halfbyte.kernels.quantize import (
     quantize,
 )
 from halfbyte.kernels.quantize_wide import WIDE
+from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.transpose import transpose
 from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up, swizzle
 from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, Spec
+from halfbyte.spec import MXFP8, NVFP4, Hadamard, Spec
 
 
 class Tile(NamedTuple):
@@ -303,3 +306,37 @@ def _launch(
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
     )
+
+
+PAIRS = (
+    (NVFP4(), NVFP4(rotation=Hadamard())),
+    (NVFP4(rounding="stochastic"), NVFP4(rounding="stochastic", rotation=Hadamard())),
+    (NVFP4(), MXFP8()),
+)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Return every tile for the pairs of the presets, on whole tiles of a packed x."""
+    return [_compile_case(row, col, hardware) for row, col in PAIRS for hardware in (False, True)]
+
+
+def _compile_case(row: Spec, col: Spec, hardware: bool) -> CompileCase:
+    rules = [sc.rule_of(spec, hardware) for spec in (row, col)]
+    tile = tile_for(rules[0], rules[1])
+    row_rule, col_rule = (rule._replace(packed=True, full=True, words=tile.words) for rule in rules)
+    arguments = {
+        **compile_arguments(row, "row_"),
+        **compile_arguments(col, "col_"),
+        "x_ptr": "*bf16:16",
+        **dict.fromkeys(("rows", "cols", "stride_r"), "i32:16"),
+        "stride_c": 1,
+        **dict.fromkeys(("col_tiles", "magic", "shift"), "i32"),
+        "ROW": row_rule,
+        "COL": col_rule,
+        "SWIZZLED": False,
+        "TR": tile.rows,
+        "TC": tile.cols,
+        "LOOP": tile.loop,
+    }
+    targets = tuple(c for c in TARGETS if (c >= FP8_CAPABILITY) == hardware)
+    return CompileCase(quantize_row_col_kernel, arguments, tile.num_warps, fp_fusion=False, capabilities=targets)
