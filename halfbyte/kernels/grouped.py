@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -354,14 +355,19 @@ def _swizzled(blocks: Blocks, spec: Spec, x: Tensor, offsets: Tensor | None, con
 
 
 def compile_cases() -> list[CompileCase]:
-    """Return what the operands of the presets launch: activations, gradients, weights, and MXFP8 beside NVFP4."""
+    """Return what the operands of the presets launch: activations, gradients, weights, and MXFP8.
+
+    The slowest to compile are built for some targets only: their parts are compiled for all by the dense kernels.
+    """
     rotated = NVFP4(rounding="stochastic", rotation=Hadamard())
     tile = NVFP4(block=(16, 16))
+    gradient = _quantize_case(NVFP4(rounding="stochastic"), rotated, stacked=False, decoded=(True, True), whole=True)
+    mxfp8 = _quantize_case(None, MXFP8(), stacked=True, decoded=(False, False))
     return [
         _quantize_case(NVFP4(), NVFP4(rotation=Hadamard()), stacked=False, decoded=(True, False)),
-        _quantize_case(NVFP4(rounding="stochastic"), rotated, stacked=False, decoded=(True, True)),
-        _quantize_case(NVFP4(), MXFP8(), stacked=True, decoded=(False, False)),
-        _quantize_case(tile, None, stacked=True, decoded=(False, False)),
+        replace(gradient, capabilities=(90, 120)),
+        replace(mxfp8, capabilities=(80, 100)),
+        _quantize_case(tile, None, stacked=True, decoded=(False, False), whole=True),
         _amax_case(NVFP4(), NVFP4(rotation=Hadamard())),
         _amax_case(tile, None),
         *(_transpose_case(stacked) for stacked in (False, True)),
@@ -377,7 +383,9 @@ def _shared_arguments() -> dict:
     }
 
 
-def _quantize_case(row: NVFP4, col: Spec | None, *, stacked: bool, decoded: tuple[bool, bool]) -> CompileCase:
+def _quantize_case(
+    row: Spec | None, col: Spec | None, *, stacked: bool, decoded: tuple[bool, bool], whole: bool = False
+) -> CompileCase:
     arguments = {**_shared_arguments(), "stride_r": "i32:16", "stride_c": 1, "STACKED": stacked}
     for name, spec, values in (("row", row, decoded[0]), ("col", col, decoded[1])):
         operand = compile_arguments(spec or NVFP4(), f"{name}_")
@@ -385,7 +393,7 @@ def _quantize_case(row: NVFP4, col: Spec | None, *, stacked: bool, decoded: tupl
             del operand[f"{name}_{unused}"]
         rule = None if spec is None else sc.rule_of(spec, hardware=False)._replace(decoded=values, packed=True)
         arguments |= {**operand, name.upper(): rule}
-        arguments[f"FULL_{name.upper()}"] = rule and rule._replace(full=True)
+        arguments[f"FULL_{name.upper()}"] = rule._replace(full=True) if whole and rule else None
         if spec is None:
             arguments |= {key: None for key in operand if key.endswith("_ptr")}
         elif values:

@@ -15,7 +15,9 @@ from halfbyte.rng import StreamPhilox
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 SR, RHT = {"rounding": "stochastic"}, {"rotation": hb.Hadamard()}
-PAIRS = {name: (spec, spec) for name, spec in SPECS.items()} | {
+FRESH = {"rotation": hb.Hadamard(size=32, signs="fresh")}
+PAIRS = {name: (spec, spec) for name, spec in SPECS.items() if name != "rotated_fresh"} | {
+    "fresh": (hb.NVFP4(**SR, **FRESH), hb.NVFP4(**SR, **FRESH)),
     "activation": (hb.NVFP4(), hb.NVFP4(**RHT)),
     "gradient": (hb.NVFP4(**SR), hb.NVFP4(**SR, **RHT)),
     "mixed": (hb.NVFP4(), hb.MXFP8()),
