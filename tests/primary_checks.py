@@ -78,6 +78,6 @@ def check_stages(device: str, shapes, spec: hb.NVFP4, dtype: torch.dtype, cuts, 
         assert torch.equal(states[1][name], expected), name
 
 
-SHAPES = [(16, 16), (33, 48), (1, 1), (7, 300), (48, 33), (64, 64)]
-WHOLE = [(0.0, 1.0)] * 6
-PARTS = [(0.0, 0.5), (0.3, 0.9), (0.0, 1.0), (0.21, 0.22), (0.5, 1.0), (0.1, 0.97)]
+SHAPES = [(16, 16), (33, 48), (1, 1), (7, 300), (20, 33)]
+WHOLE = [(0.0, 1.0)] * 5
+PARTS = [(0.0, 0.5), (0.3, 0.9), (0.0, 1.0), (0.21, 0.22), (0.1, 0.97)]

@@ -13,7 +13,7 @@ from halfbyte.tensor import PrimaryWeight
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-SHAPES = [(16, 16), (33, 48), (1, 1), (7, 300), (48, 33), (1040, 768)]
+SHAPES = [(16, 16), (33, 48), (1, 1), (7, 300), (1040, 768)]
 LARGE = [(256, 2048), (2048, 512), (80, 64), (16, 4112)]
 
 

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 import halfbyte as hb
+from halfbyte.kernels import primary
+from halfbyte.kernels import primary_kernels as pk
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -20,7 +22,8 @@ def test_parts_with_broken_values(name):
 
 @pytest.mark.parametrize("dtype, rounded", ((BF16, BF16), (FP32, FP32), (FP32, FP16), (FP16, BF16)))
 def test_dtypes_of_masters_and_weights(dtype, rounded):
-    checks.check_stages("cpu", checks.SHAPES, checks.TILE, dtype, checks.PARTS, rounded=rounded, at_once=True)
+    shapes = [(16, 16), (17, 33), (7, 300)]
+    checks.check_stages("cpu", shapes, checks.TILE, dtype, checks.PARTS[:3], rounded=rounded, at_once=True)
 
 
 @pytest.mark.parametrize("dtype", (FP32, BF16))
@@ -38,3 +41,38 @@ def test_padded_rows_swizzled_scales_and_shards():
     checks.check_stages("cpu", checks.SHAPES, checks.TILE, FP32, checks.PARTS, pitch=to_blocks, blocks=True)
     checks.check_stages("cpu", checks.SHAPES, checks.TILE, FP32, checks.WHOLE, scale_layout="swizzled_32_4_4")
     checks.check_stages("cpu", checks.SHAPES, checks.TILE, FP32, checks.PARTS, shards=True)
+
+
+def test_one_launch_serves_every_shape():
+    shapes = [(rows, cols) for rows in (1, 16, 17, 40) for cols in (2, 15, 16, 33)]
+    cuts = [(0.1 * (i % 4), 1.0 - 0.07 * (i % 3)) for i in range(len(shapes))]
+    checks.check_stages("cpu", shapes, checks.TILE, FP32, cuts, at_once=True)
+
+
+def test_the_number_of_launches_does_not_depend_on_the_list(monkeypatch):
+    counts = {}
+    for number in (1, 7):
+        launched = []
+        for kernel in ("amax_kernel", "cast_kernel", "scale_kernel", "transpose_kernel"):
+            monkeypatch.setattr(pk, kernel, Counting(kernel, launched))
+        pieces, _, tiles = checks.make_pieces(
+            [(32, 48)] * number, checks.TILE, FP32, checks.WHOLE[:1] * number, "cpu", blocks=True
+        )
+        amaxes, scales = torch.zeros(tiles + number), torch.zeros(tiles, dtype=torch.uint8)
+        caster, finisher = primary.Caster(pieces, tiles), primary.Finisher([p.target for p in pieces], tiles)
+        caster.amax(amaxes)
+        finisher.scale(amaxes, scales, expand=True)
+        caster.cast(amaxes, scales)
+        finisher.transpose()
+        counts[number] = launched
+    assert counts[1] == counts[7] == ["amax_kernel", "scale_kernel", "cast_kernel", "transpose_kernel"]
+
+
+class Counting:
+    """Stands for a kernel and records its launches."""
+
+    def __init__(self, name, launched):
+        self.name, self.launched = name, launched
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.launched.append(self.name)
