@@ -26,7 +26,7 @@ from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard, Spec
 
 INF_BITS = tl.constexpr(0x7F800000)
-PLAIN = sc.rule_of(NVFP4(), hardware=False)
+PLAIN = sc.rule_of(NVFP4(), hardware=0)
 
 # What becomes of a row's maximum: it joins the tensor's, it is stored, or it joins those of other parts of the row.
 OF_TENSOR, OF_ROW, OF_ROW_PARTS = (tl.constexpr(i) for i in range(3))
@@ -304,7 +304,7 @@ def row_col_amax(
 
 def amax_rule(spec: NVFP4) -> sc.Rule:
     """Return what the amax kernels are compiled for: nothing of the spec counts but its rows and its rotation."""
-    rule = sc.rule_of(spec, hardware=False)
+    rule = sc.rule_of(spec, hardware=0)
     return PLAIN._replace(row_amax=rule.row_amax, group=rule.group, norm=rule.norm, fresh=rule.fresh)
 
 

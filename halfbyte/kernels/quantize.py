@@ -200,6 +200,9 @@ def row_tile(rows: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
     total = INTERPRETED_BLOCKS if INTERPRETED else best.outer * best.groups
     least = 16 if rule.tile else 1
     n = min(triton.next_power_of_2(groups), total // least if INTERPRETED else best.groups)
+    whole = groups & -groups  # tiles without a ragged edge, unless they were very narrow
+    if 8 <= whole < n and not INTERPRETED:
+        n = whole
     # A narrow operand fills the tile with rows: fewer blocks than threads would split blocks between threads.
     return Tile(total // n, n, best.num_warps, loop=best.loop)
 
@@ -212,12 +215,12 @@ def col_tile(cols: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
     return Tile(total // n, n, best.num_warps, best.words)
 
 
-FP8_CAPABILITY = 89  # the first that converts to FP8 in hardware
-
-
-def hardware_fp8(device: torch.device) -> bool:
-    """Say whether the device converts to FP8 in hardware: sm_89 on; never in Triton's interpreter."""
-    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
+def hardware_fp8(device: torch.device) -> int:
+    """Return `Rule.hardware` of a device: what it converts to in hardware; nothing in Triton's interpreter."""
+    if device.type != "cuda" or INTERPRETED:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return sc.hardware_level(10 * major + minor)
 
 
 def divisor(n: int) -> tuple[int, int, int]:
@@ -315,7 +318,7 @@ def quantize(
     out = allocate(x.shape, spec, scale_layout, x.device, decoded)
     if out.qdata.numel():
         arguments = operand_arguments(spec, out, amax, draw, sign_draw)
-        if spec.alignment >= quantize_wide.WIDE:
+        if spec.alignment >= quantize_wide.WIDE and not _in_whole_tiles(x, spec, out):
             rule = sc.rule_of(spec, hardware_fp8(x.device))._replace(decoded=decoded)
             quantize_wide.launch(x, rule, out, arguments)
             return Blocks(out.qdata, out.block_scale, amax)
@@ -323,6 +326,13 @@ def quantize(
         launch = launch_cols if x.stride(0) == 1 and x.stride(1) != 1 else launch_rows
         launch(x.T if launch is launch_cols else x, spec, out, arguments)
     return Blocks(out.qdata, out.block_scale, amax)
+
+
+def _in_whole_tiles(x: Tensor, spec: Spec, out: Output) -> bool:
+    """Say whether the row kernel needs no masks for x: only then it compiles a wide rotation in seconds."""
+    rule = sc.rule_of(spec, 0)
+    tile = row_tile(out.rows, x.shape[1] // rule.group, rule, out.swizzled)
+    return is_packed(x) and is_full(x, out, rule, (tile.outer, tile.groups))
 
 
 def launch_rows(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
@@ -420,11 +430,11 @@ def compile_cases() -> list[CompileCase]:
         for kernel, specs in ((quantize_rows_kernel, ROW_SPECS), (quantize_cols_kernel, COL_SPECS))
         for plain, chosen in ((True, specs), (False, specs[:1]))
         for spec in chosen
-        for hardware in (False, True)
+        for hardware in sc.HARDWARE_LEVELS
     ]
 
 
-def _compile_case(spec: Spec, kernel: Any, hardware: bool, plain: bool) -> CompileCase:
+def _compile_case(spec: Spec, kernel: Any, hardware: int, plain: bool) -> CompileCase:
     rule = sc.rule_of(spec, hardware)._replace(packed=plain, full=plain)
     swizzled = spec.is_tile
     if kernel is quantize_rows_kernel:
@@ -444,5 +454,5 @@ def _compile_case(spec: Spec, kernel: Any, hardware: bool, plain: bool) -> Compi
         "SWIZZLED": swizzled,
         **shape,
     }
-    targets = tuple(c for c in TARGETS if (c >= FP8_CAPABILITY) == hardware)
+    targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
     return CompileCase(kernel, arguments, num_warps=tile.num_warps, fp_fusion=False, capabilities=targets)

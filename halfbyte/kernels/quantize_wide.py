@@ -194,11 +194,11 @@ def compile_cases() -> list[CompileCase]:
         _case(NVFP4(rotation=Hadamard(size=size, signs="fresh"), rounding="stochastic", outer="row"), columns, hardware)
         for size in COL_TILES
         for columns in (False, True)
-        for hardware in (False, True)
+        for hardware in sc.HARDWARE_LEVELS
     ]
 
 
-def _case(spec: NVFP4, columns: bool, hardware: bool) -> CompileCase:
+def _case(spec: NVFP4, columns: bool, hardware: int) -> CompileCase:
     tile = COL_TILES[spec.alignment] if columns else ROW_TILE
     rule = sc.rule_of(spec, hardware)
     arguments: dict[str, Any] = {
@@ -218,5 +218,5 @@ def _case(spec: NVFP4, columns: bool, hardware: bool) -> CompileCase:
         "PACKED": not columns,
         "T": tile.groups,
     }
-    targets = tuple(c for c in TARGETS if (c >= 89) == hardware)
+    targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
     return CompileCase(quantize_wide_kernel, arguments, tile.num_warps, fp_fusion=False, capabilities=targets)

@@ -15,7 +15,6 @@ from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import row_col_amax
 from halfbyte.kernels.dequantize import decode
 from halfbyte.kernels.quantize import (
-    FP8_CAPABILITY,
     Output,
     allocate,
     compile_arguments,
@@ -317,10 +316,10 @@ PAIRS = (
 
 def compile_cases() -> list[CompileCase]:
     """Return every tile for the pairs of the presets, on whole tiles of a packed x."""
-    return [_compile_case(row, col, hardware) for row, col in PAIRS for hardware in (False, True)]
+    return [_compile_case(row, col, hardware) for row, col in PAIRS for hardware in sc.HARDWARE_LEVELS]
 
 
-def _compile_case(row: Spec, col: Spec, hardware: bool) -> CompileCase:
+def _compile_case(row: Spec, col: Spec, hardware: int) -> CompileCase:
     rules = [sc.rule_of(spec, hardware) for spec in (row, col)]
     tile = tile_for(rules[0], rules[1])
     row_rule, col_rule = (rule._replace(packed=True, full=True, words=tile.words) for rule in rules)
@@ -338,5 +337,5 @@ def _compile_case(row: Spec, col: Spec, hardware: bool) -> CompileCase:
         "TC": tile.cols,
         "LOOP": tile.loop,
     }
-    targets = tuple(c for c in TARGETS if (c >= FP8_CAPABILITY) == hardware)
+    targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
     return CompileCase(quantize_row_col_kernel, arguments, tile.num_warps, fp_fusion=False, capabilities=targets)

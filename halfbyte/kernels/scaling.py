@@ -23,7 +23,7 @@ class Rule(NamedTuple):
     group: values that are quantized together: 16, or the width of the rotation.
     norm: f(1 / sqrt(group)) of a rotation, 0 without one.
     candidates: empty for BlockMax.
-    hardware: the target converts to FP8 in hardware.
+    hardware: what the target converts to in hardware: 0 nothing, 89 FP8, 100 E2M1 too (`HARDWARE_LEVELS`).
     element: "e4m3" or "e5m2" for MXFP8, whose other fields but group do not count; empty for NVFP4.
     decoded: store element * block_scale in bf16 instead of codes and scales.
     packed: x is bf16, its columns lie together, and 8 of them are 16 aligned bytes.
@@ -40,7 +40,7 @@ class Rule(NamedTuple):
     candidates: tuple[float, ...]
     squares: bool
     scaled: bool
-    hardware: bool
+    hardware: int
     element: str = ""
     decoded: bool = False
     packed: bool = False
@@ -61,8 +61,16 @@ class Constants(NamedTuple):
     unit: float
 
 
-def rule_of(spec: Spec, hardware: bool) -> Rule:
-    """Return what kernels are compiled for; `hardware`: the device converts to FP8."""
+HARDWARE_LEVELS = (0, 89, 100)
+
+
+def hardware_level(capability: int) -> int:
+    """Return `Rule.hardware` for a compute capability (90 for sm_90)."""
+    return max(level for level in HARDWARE_LEVELS if level <= capability)
+
+
+def rule_of(spec: Spec, hardware: int) -> Rule:
+    """Return what kernels are compiled for; hardware: as in `Rule`."""
     if isinstance(spec, MXFP8):
         return Rule("nearest", False, False, spec.block_length, 0.0, False, (), False, False, hardware, spec.element)
     chosen = not isinstance(spec.scaling, BlockMax)
@@ -240,7 +248,9 @@ def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, 
 @triton.jit
 def pack_codes(xs, START: tl.constexpr, encode, random, RULE: tl.constexpr):
     """Return the 8 codes from element START as a uint32, the first in the low nibble; random: Philox words."""
-    if RULE.rounding == "nearest":
+    if RULE.rounding == "nearest" and RULE.hardware >= pm.E2M1_CAPABILITY:
+        return pm.converted_word(xs, START, encode)
+    elif RULE.rounding == "nearest":
         return pm.pack_word(xs, START, pm.nearest_codes(xs, START, encode))
     elif RULE.rounding == "stochastic":
         return pm.pack_word(xs, START, pm.stochastic_codes(xs, START, encode, random))

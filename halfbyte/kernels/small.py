@@ -13,7 +13,7 @@ from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import finite_max
-from halfbyte.kernels.quantize import FP8_CAPABILITY, allocate, compile_arguments, hardware_fp8, operand_arguments
+from halfbyte.kernels.quantize import allocate, compile_arguments, hardware_fp8, operand_arguments
 from halfbyte.kernels.quantize_wide import WIDE
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import load_row_groups, quantize_row_tile, rotate_group
@@ -114,10 +114,10 @@ def quantize(
 def compile_cases() -> list[CompileCase]:
     """Return the largest tile for the specs that need most."""
     specs = (NVFP4(), NVFP4(rounding="stochastic", rotation=Hadamard(size=32, signs="fresh"), outer="row"))
-    return [_case(spec, hardware) for spec in specs for hardware in (False, True)]
+    return [_case(spec, hardware) for spec in specs for hardware in sc.HARDWARE_LEVELS]
 
 
-def _case(spec: NVFP4, hardware: bool) -> CompileCase:
+def _case(spec: NVFP4, hardware: int) -> CompileCase:
     arguments: dict[str, Any] = {
         **compile_arguments(spec),
         "x_ptr": "*bf16:16",
@@ -128,5 +128,5 @@ def _case(spec: NVFP4, hardware: bool) -> CompileCase:
         "R": 16,
         "N": MAX_VALUES // 16 // spec.alignment,
     }
-    targets = tuple(c for c in TARGETS if (c >= FP8_CAPABILITY) == hardware)
+    targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
     return CompileCase(quantize_small_kernel, arguments, NUM_WARPS, fp_fusion=False, capabilities=targets)
