@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from bench.measure import CPU, against_bf16, bandwidth, random_matrix, require_e
 from bench.registry import Bar, Case, Outcome, Setting, Shape, Unequal
 from halfbyte import layout, ops, recipes
 from halfbyte.functional.weights import cacheable, quantize_weight
-from halfbyte.layout import group_alignment, padded_groups
+from halfbyte.layout import Blocks, group_alignment, padded_groups
 from halfbyte.rng import Philox, StreamPhilox
 from halfbyte.spec import NVFP4, Hadamard, Spec
 from halfbyte.verify.compare import relative_error
@@ -42,6 +43,17 @@ def ends(experts: int, tokens: int, device: torch.device) -> Tensor:
     return offsets.to(device)
 
 
+class Inputs(NamedTuple):
+    """Tokens with the ends of their groups, or the weights of experts."""
+
+    x: Tensor
+    offsets: Tensor | None
+
+    def on(self, device: torch.device) -> Inputs:
+        """Return the same on another device."""
+        return Inputs(self.x.to(device), None if self.offsets is None else self.offsets.to(device))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
     """Both orientations of tokens, or of experts, amax given.
@@ -56,7 +68,7 @@ class Quantization:
     def __call__(self, setting: Setting, shape: Shape) -> Outcome:
         """Check, then time."""
         ragged = self._inputs(RAGGED, CPU)
-        moved = [None if t is None else t.to(setting.device) for t in ragged]
+        moved = ragged.on(setting.device)
         require_equal(self._run(moved, setting.backend), self._run(ragged, "reference"), f"ragged {RAGGED}")
         checked = [f"ragged {RAGGED} with the reference on the CPU"]
         inputs = self._inputs(shape, setting.device)
@@ -65,27 +77,28 @@ class Quantization:
         if setting.on_gpu:
             require_equal(actual, self._run(inputs, "reference", amaxes), "whole")
             checked.append("all of it with the reference on the same device")
-        bytes_moved = sum(t.numel() * t.element_size() for t in (inputs[0], *actual))
+        bytes_moved = sum(t.numel() * t.element_size() for t in (inputs.x, *actual))
         return bandwidth(setting, [lambda: self._run(inputs, setting.backend, amaxes)], bytes_moved, checked)
 
-    def _inputs(self, shape: Shape, device: torch.device) -> list[Tensor | None]:
+    def _inputs(self, shape: Shape, device: torch.device) -> Inputs:
         E, M, K, N = shape
         if self.operand == "experts":
-            return [random_matrix((E, N, K), device, 1), None]
-        return [random_matrix((M, K if self.operand == "tokens" else N), device, 1), ends(E, M, device)]
+            return Inputs(random_matrix((E, N, K), device, 1), None)
+        return Inputs(random_matrix((M, K if self.operand == "tokens" else N), device, 1), ends(E, M, device))
 
-    def _quantize(self, inputs: list[Tensor | None], backend: str, amaxes: dict[str, Tensor]) -> tuple:
-        x, offsets = inputs
-        draw = Philox(7, 11).on(x.device) if self.row.needs_rng else None
-        options = {"draw": draw, "backend": backend, **amaxes}
-        return ops.grouped_quantize_row_col(x, offsets, self.row, self.col, **options)
+    def _quantize(self, inputs: Inputs, backend: str, amaxes: dict[str, Tensor]) -> tuple[Blocks, Blocks]:
+        draw = Philox(7, 11).on(inputs.x.device) if self.row.needs_rng else None
+        options: dict[str, Any] = {"draw": draw, "backend": backend, **amaxes}
+        row, col = ops.grouped_quantize_row_col(*inputs, self.row, self.col, **options)
+        assert row is not None and col is not None, "both orientations have a spec"
+        return row, col
 
-    def _amaxes(self, inputs: list[Tensor | None], backend: str) -> dict[str, Tensor]:
+    def _amaxes(self, inputs: Inputs, backend: str) -> dict[str, Tensor]:
         row, col = self._quantize(inputs, backend, {})
         shared = self.row == self.col
         return {"row_amax": row.amax} if shared else {"row_amax": row.amax, "col_amax": col.amax}
 
-    def _run(self, inputs: list[Tensor | None], backend: str, amaxes: dict | None = None) -> tuple[Tensor, ...]:
+    def _run(self, inputs: Inputs, backend: str, amaxes: dict | None = None) -> tuple[Tensor, ...]:
         row, col = self._quantize(inputs, backend, amaxes or {})
         return *row[:2], *col[:2]
 
@@ -137,8 +150,8 @@ def product(setting: Setting, shape: Shape, *, gemm: str) -> Outcome:
         tensors[1], offsets if gemm == "wgrad" else None, *((None, spec) if gemm == "wgrad" else (spec, None))
     )
     i = int(gemm == "wgrad")
-    sides = [ops.Operand(s[i], spec, M if i else t.shape[-1]) for s, t in zip((left, right), tensors, strict=True)]
-    run = partial(ops.grouped_gemm_nt, *sides, offsets, backend=setting.backend)
+    sides = [_operand(s[i], spec, M if i else t.shape[-1]) for s, t in zip((left, right), tensors, strict=True)]
+    run = partial(ops.grouped_gemm_nt, sides[0], sides[1], offsets, backend=setting.backend)
     a, b = (_multiplied(side, t, offsets, i) for side, t in zip(sides, tensors, strict=True))
     baseline = partial(F.grouped_mm, a, b.mT, offs=offsets)
     actual = run()
@@ -147,6 +160,11 @@ def product(setting: Setting, shape: Shape, *, gemm: str) -> Outcome:
         raise Unequal(f"relative error {error:.2e} to bf16, at most 4e-3")
     checked = [f"relative error {error:.1e} of a group, at most 4e-3"]
     return against_bf16(setting, [run], [baseline], 2.0 * M * N * K, checked, "of bf16")
+
+
+def _operand(blocks: Blocks | None, spec: Spec, cols: int) -> ops.Operand:
+    assert blocks is not None, "the orientation has a spec"
+    return ops.Operand(blocks, spec, cols)
 
 
 def _multiplied(side: ops.Operand, t: Tensor, offsets: Tensor, split: int) -> Tensor:

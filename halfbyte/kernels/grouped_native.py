@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, SwizzleType, scaled_grouped_mm
+from torch.nn.functional import (
+    ScalingType,
+    SwizzleType,
+    scaled_grouped_mm,  # pyrefly: ignore[missing-module-attribute]  its stub lacks it
+)
 from torch.torch_version import TorchVersion
 
 from halfbyte.formats import FLT_MAX, SWIZZLE_COLS, SWIZZLE_ROWS, f32

@@ -141,8 +141,9 @@ def grouped_gemm_nt(
             if not a_key and not b_key:
                 product = module.plain_grouped_gemm(a, b, offsets, out_dtype)
             else:
-                sides = (a, a_scale, a_amax, a_key, a_layout), (b, b_scale, b_amax, b_key, b_layout)
-                product = _native(*(_operand(module, *side) for side in sides), offsets, K, out_dtype, backend)
+                left = _operand(module, a, a_scale, a_amax, a_key, a_layout)
+                right = _operand(module, b, b_scale, b_amax, b_key, b_layout)
+                product = _native(left, right, offsets, K, out_dtype, backend)
         if product is not None:
             return product
     out = a.new_empty(_product_shape(a, b, offsets), dtype=out_dtype)
