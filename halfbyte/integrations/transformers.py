@@ -47,7 +47,9 @@ def prepare_experts_(model: nn.Module) -> tuple[str, ...]:
         for name, weight in ((UP, _up_weight(module)), (DOWN, module.down_proj)):
             experts, out_features, in_features = _weight(module, weight).shape
             if not hasattr(module, name):
-                module.add_module(name, GroupedRecipe(experts, in_features, out_features))
+                own = GroupedRecipe(experts, in_features, out_features)
+                own.held_as = next(key for key, p in module.named_parameters() if p is weight), module.is_transposed
+                module.add_module(name, own)
     select(IMPLEMENTATION)
     return tuple(found)
 

@@ -10,7 +10,7 @@ fused optimizers do not advance it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,24 @@ Filled = dict[tuple, CachedWeight]
 """What one pass over the modules has quantized: tied weights once."""
 
 
+class Source(NamedTuple):
+    """Where a weight is found: an attribute of the layer or of its parent, [..., N, K] or transposed."""
+
+    owner: nn.Module
+    name: str
+    transposed: bool = False
+
+    @property
+    def weight(self) -> Tensor:
+        return getattr(self.owner, self.name)
+
+
 class ModuleCache:
     """The cached weights of one module.
 
     Args:
         module: whose weights they are.
+        sources: parameter name -> where it is found.
         dtype: that its forward computes in.
         cache: of the whole model.
 
@@ -38,9 +51,11 @@ class ModuleCache:
         operands: parameter name -> its operands, the buffers that forwards read.
     """
 
-    def __init__(self, module: FollowsRecipe, dtype: torch.dtype, cache: WeightCache) -> None:
+    def __init__(
+        self, module: FollowsRecipe, sources: dict[str, Source], dtype: torch.dtype, cache: WeightCache
+    ) -> None:
         self.operands: dict[str, CachedWeight] = {}
-        self.dtype = dtype
+        self.sources, self.dtype = sources, dtype
         self._module, self._cache = module, cache
         self._specs: Specs = cacheable(module.recipe)
 
@@ -58,7 +73,7 @@ class ModuleCache:
     def weights(self) -> list[Tensor]:
         """The module's weights and those of its siblings."""
         group = getattr(self._module, "amax_group", ())
-        return [*_weights(self._module).values(), *(member.weight for member in group)]
+        return [*(source.weight for source in self.sources.values()), *(member.weight for member in group)]
 
     def fill(self, done: Filled, amaxes: dict[int, Tensor]) -> None:
         """Quantize the module's weights into their buffers.
@@ -70,10 +85,11 @@ class ModuleCache:
         if self._specs == (None, None):
             self.operands.clear()
             return
-        for name, weight in _weights(self._module).items():
+        for name, source in self.sources.items():
             group = getattr(self._module, "amax_group", ())
-            key = (id(weight), self._specs, self.dtype, tuple(map(id, group)))
+            key = (id(source.weight), source.transposed, self._specs, self.dtype, tuple(map(id, group)))
             if key not in done:
+                weight = source.weight.mT if source.transposed else source.weight
                 done[key] = _into(self.operands.get(name), self._quantize(weight, amaxes))
             self.operands[name] = done[key]
 
@@ -94,13 +110,15 @@ class WeightCache:
     Made by `hb.cache_weights`.
     """
 
-    def __init__(self, modules: Iterable[FollowsRecipe], dtype: torch.dtype | None, decoded: bool) -> None:
+    def __init__(
+        self, found: Iterable[tuple[FollowsRecipe, dict[str, Source]]], dtype: torch.dtype | None, decoded: bool
+    ) -> None:
         self.decoded = decoded
         self._caches: list[ModuleCache] = []
         self._hooks: list[Any] = []
-        for module in modules:
-            weight = next(iter(_weights(module).values()))
-            cache = ModuleCache(module, dtype or _forward_dtype(weight), self)
+        for module, sources in found:
+            weight = next(iter(sources.values())).weight
+            cache = ModuleCache(module, sources, dtype or _forward_dtype(weight), self)
             module.weight_cache = cache
             self._caches.append(cache)
         self.refill()
@@ -181,28 +199,43 @@ def cache_weights(
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer={type(optimizer).__name__}: give torch.optim.Optimizer objects")
-    modules = [m for m in model.modules() if isinstance(m, FollowsRecipe) and _weights(m)]
-    if not modules:
+    found = _sources(model)
+    if not found:
         raise ValueError(f"model={type(model).__name__}: no layer follows a recipe; call hb.quantize_ first")
-    for module in modules:
+    for module, sources in found:
         if module.weight_cache is not None:
             raise ValueError("model: its weights are cached already; release that cache first")
-        if any(isinstance(weight, DTensor) for weight in _weights(module).values()):
+        if any(isinstance(source.weight, DTensor) for source in sources.values()):
             raise ValueError("model: its weights are sharded (DTensor); only whole weights can be cached")
-    cache = WeightCache(modules, dtype, decoded)
+    cache = WeightCache(found, dtype, decoded)
     for optimizer in optimizers:
         cache.watch(optimizer)
     return cache
 
 
-def _weights(module: FollowsRecipe) -> dict[str, Tensor]:
-    """Return the weights that `module` itself holds, by name."""
-    found = {name: getattr(module, name, None) for name in module.weight_names}
-    return {
-        name: weight
-        for name, weight in found.items()
-        if isinstance(weight, nn.Parameter) and not isinstance(weight, QuantTensor)  # which is quantized for good
-    }
+def _sources(model: nn.Module) -> list[tuple[FollowsRecipe, dict[str, Source]]]:
+    """Return the layers that follow recipes, each with where its weights are; layers without any are left out."""
+    found: list[tuple[FollowsRecipe, dict[str, Source]]] = []
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    for module in model.modules():
+        if not isinstance(module, FollowsRecipe):
+            continue
+        held_as: Any = getattr(module, "held_as", None)
+        names: tuple[str, ...] = module.weight_names
+        if held_as is not None and id(module) in parents:
+            sources = {"weight": Source(parents[id(module)], *held_as)}
+        else:
+            sources = {name: Source(module, name) for name in names}
+        sources = {name: source for name, source in sources.items() if _is_cacheable(source)}
+        if sources:
+            found.append((module, sources))
+    return found
+
+
+def _is_cacheable(source: Source) -> bool:
+    """Whether there is a parameter, and one that is not quantized for good."""
+    weight = getattr(source.owner, source.name, None)
+    return isinstance(weight, nn.Parameter) and not isinstance(weight, QuantTensor)
 
 
 def _forward_dtype(weight: Tensor) -> torch.dtype:

@@ -20,7 +20,13 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
     Args:
         experts, in_features, out_features: E, K and N of the weights.
         recipe, state: as for hb.nn.Linear.
+
+    Attributes:
+        held_as: under which name the parent module holds the weights, and whether as [E, K, N]; None if nobody says.
+            `hb.cache_weights` caches what it knows.
     """
+
+    held_as: tuple[str, bool] | None = None
 
     def __init__(
         self,

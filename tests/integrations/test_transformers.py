@@ -179,3 +179,25 @@ def test_models_without_experts_are_refused():
     model.set_experts_implementation("halfbyte")
     with pytest.raises(ValueError, match="prepare_experts_"):
         model(input_ids=TOKENS)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_cached_experts_are_experts(name):
+    """Their weights belong to the experts module, of gpt-oss transposed."""
+    results = []
+    for cached in (False, True):
+        model = build(name)
+        integration.prepare_experts_(model)
+        state = hb.RunState(0)
+        hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0), state=state)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        if cached:
+            hb.cache_weights(model, optimizer)
+            experts = [m for m in model.modules() if isinstance(m, hb.nn.GroupedRecipe)]
+            assert len(experts) == 4 and all(m.cached_weight() is not None for m in experts)
+        for _ in range(2):
+            loss, _ = gradients(model)
+            state.advance()
+            optimizer.step()
+            results.append(loss)
+    assert results[:2] == results[2:]
