@@ -331,7 +331,7 @@ def quantize(
 def _in_whole_tiles(x: Tensor, spec: Spec, out: Output) -> bool:
     """Say whether the row kernel needs no masks for x: only then it compiles a wide rotation in seconds."""
     rule = sc.rule_of(spec, 0)
-    tile = row_tile(out.rows, x.shape[1] // rule.group, rule, out.swizzled)
+    tile = row_tile(out.rows, ceil_div(x.shape[1], rule.group), rule, out.swizzled)
     return is_packed(x) and is_full(x, out, rule, (tile.outer, tile.groups))
 
 

@@ -34,18 +34,15 @@ def masked_store(pointers, values, mask, FULL: tl.constexpr):
 
 @triton.jit
 def load_row_pairs(x_ptr, i_row, i_group, rows, cols, stride_r, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
-    """Return RULE.group / 2 words [R, N], two bf16 values each, of N groups of R rows of a packed x.
-
-    Offsets from the tile's first value fit int32: `is_packed` bounds the stride.
-    """
-    row = tl.arange(0, R)
-    col = tl.arange(0, N) * RULE.group
-    first = x_ptr.to(tl.pointer_type(tl.uint32)) + (tl.cast(i_row, tl.int64) * stride_r + i_group * RULE.group) // 2
+    """Return RULE.group / 2 words [R, N], two bf16 values each, of N groups of R rows of a packed x."""
+    row = i_row + tl.arange(0, R)
+    o_word = (i_group + tl.arange(0, N)) * (RULE.group // 2)
+    first = x_ptr.to(tl.pointer_type(tl.uint32)) + (row.to(tl.int64) * stride_r)[:, None, None] // 2
     words = ()
     for piece in tl.static_range(RULE.group // 8):
-        word = col[None, :, None] // 2 + (piece * 4 + tl.arange(0, 4))[None, None, :]
-        inside = (i_row + row < rows)[:, None, None] & (i_group * RULE.group + word * 2 < cols)
-        loaded = masked_load(first + (row[:, None, None] * (stride_r // 2) + word), inside, RULE.full)
+        word = o_word[None, :, None] + (piece * 4 + tl.arange(0, 4))[None, None, :]
+        inside = (row < rows)[:, None, None] & (word * 2 < cols)
+        loaded = masked_load(first + word, inside, RULE.full)
         words = words + pm.split_four(loaded, R, N)
     return words
 
@@ -264,11 +261,10 @@ def quantize_row_tile(
     else:
         W: tl.constexpr = len(words)
         G: tl.constexpr = len(scales)
-        word = tl.arange(0, N)[None, :, None] * W + tl.arange(0, W)[None, None, :]
-        inside = in_row[:, None, None] & (i_group * W + word < blocks * (W // G))
-        first = q_ptr + (tl.cast(i_row, tl.int64) * blocks * (W // G) + i_group * W)
-        offset = tl.arange(0, R)[:, None, None] * (blocks * (W // G)) + word
-        masked_store(first + offset, pm.join_group(words, R, N), inside, RULE.full)
+        word = group[None, :, None] * W + tl.arange(0, W)[None, None, :]
+        inside = in_row[:, None, None] & (word < blocks * (W // G))
+        pointers = q_ptr + row64[:, None, None] * (blocks * (W // G)) + word
+        masked_store(pointers, pm.join_group(words, R, N), inside, RULE.full)
         block = group[None, :, None] * G + tl.arange(0, G)[None, None, :]
         inside = in_row[:, None, None] & (block < blocks)
         scale = pm.join_group(scales, R, N)
@@ -374,11 +370,10 @@ def store_columns(
     else:
         W: tl.constexpr = len(words)
         G: tl.constexpr = len(scales)
-        word = tl.arange(0, N)[:, None, None] * W + tl.arange(0, W)[None, None, :]
-        inside = in_col[None, :, None] & (i_group * W + word < blocks * (W // G))
-        first = q_ptr + (tl.cast(i_col, tl.int64) * blocks * (W // G) + i_group * W)
-        offset = tl.arange(0, C)[None, :, None] * (blocks * (W // G)) + word
-        masked_store(first + offset, pm.join_group(words, N, C), inside, RULE.full)
+        word = group[:, None, None] * W + tl.arange(0, W)[None, None, :]
+        inside = in_col[None, :, None] & (word < blocks * (W // G))
+        pointers = q_ptr + col.to(tl.int64)[None, :, None] * (blocks * (W // G)) + word
+        masked_store(pointers, pm.join_group(words, N, C), inside, RULE.full)
         block = group[:, None, None] * G + tl.arange(0, G)[None, None, :]
         inside = in_col[None, :, None] & (block < blocks)
         scale = pm.join_group(scales, N, C)
