@@ -15,7 +15,7 @@ from importlib import metadata
 import torch
 
 from halfbyte.ops.backends import BACKENDS, choose
-from halfbyte.verify import plan, record, speed, timing
+from halfbyte.verify import casts, plan, record, speed, timing
 from halfbyte.verify.fingerprint import fingerprint
 from halfbyte.verify.plan import Scope
 from halfbyte.verify.record import Check, Report
@@ -80,6 +80,7 @@ def verify(
     checks = plan.run(scope, jobs, after)
     if scope.backend is not None and not scope.full:
         checks.append(_not_run(plan.FULL_ONLY, "they take minutes to compile; use --full"))
+    checks += casts.casts(scope.device)
     native = plan.native_status(scope.device)
     if not native.available:
         checks.append(_not_run(record.NATIVE_GEMM, native.reason))

@@ -1,0 +1,42 @@
+"""The self-test of E2M1 conversions, with a conversion that is ours or wrong in place of the GPU's."""
+
+import pytest
+import torch
+
+from halfbyte.kernels import hardware_cast, scaling
+from halfbyte.verify import casts, record
+
+
+class Gpu:
+    type = "cuda"
+
+
+@pytest.mark.parametrize(
+    ("capability", "names"),
+    [((9, 0), {}), ((10, 0), {"nearest": True, "stochastic": False}), ((12, 0), {"nearest": True})],
+)
+def test_which_gpus_convert(capability, names, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert hardware_cast.conversions(Gpu()) == names
+
+
+@pytest.mark.parametrize(("name", "wrong", "outcome"), [
+    ("nearest", 0, record.PASSED), ("nearest", 1, record.FAILED), ("stochastic", 1, record.NOT_RUN)
+])  # fmt: skip
+def test_a_difference_is_reported(name, wrong, outcome, monkeypatch):
+    ours = torch.arange(8)
+    monkeypatch.setattr(hardware_cast, "conversions", lambda _: {name: name == "nearest"})
+    monkeypatch.setattr(hardware_cast, "compare", lambda *_: (ours, ours + (ours < wrong)))
+    (check,) = casts.casts(Gpu())
+    assert check.outcome == outcome and (not wrong or "1 of 8" in check.detail)
+
+
+def test_a_gpu_without_one_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    (check,) = casts.casts(Gpu())
+    assert check.outcome == record.NOT_RUN and "sm_90" in check.detail
+
+
+@pytest.mark.parametrize(("capability", "level"), [(80, 0), (86, 0), (89, 89), (90, 89), (100, 100), (120, 100)])
+def test_levels(capability, level):
+    assert scaling.hardware_level(capability) == level
