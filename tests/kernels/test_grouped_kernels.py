@@ -176,3 +176,23 @@ def test_rows_behind_the_last_group_are_cleared():
     out, offsets = torch.ones(70, 24), ends((3, 0, 40))
     clear_tail(out, offsets)
     assert out[:43].eq(1).all() and out[43:].eq(0).all()
+
+
+def test_layer(monkeypatch):
+    """Forward and backward on the kernels, experts quantized once for both GEMMs where they are tiles."""
+    sizes, K, N = (17, 0, 9), COLS, 64
+    generator = torch.Generator().manual_seed(6)
+    x, w, dy = (torch.randn(*s, generator=generator).bfloat16() for s in ((28, K), (3, N, K), (28, N)))
+    results = []
+    for on_kernels in (False, True):
+        if on_kernels:
+            monkeypatch.setattr("halfbyte.ops.grouped_library._backend", lambda *arguments: backend)
+            monkeypatch.setattr("halfbyte.ops.emulates", lambda device: True)
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        y = hb.grouped_linear(*leaves, ends(sizes), hb.recipes.nvfp4(), rng=hb.Philox(5, 8))
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+    for actual, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(
+            actual, expected, rtol=2**-7, atol=1e-6
+        )  # one rounding to bf16 of sums in two orders
+        assert actual.ne(expected).float().mean() < 0.01
