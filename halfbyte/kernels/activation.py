@@ -193,11 +193,6 @@ def activation_backward_kernel(
             rm.publish_wanted(m_plain, m_rotated, up_row_ptr, up_col_ptr, up_space_ptr, programs, WANTED)
 
 
-def activation(x: Tensor, up: Tensor | None, function: str) -> Tensor:
-    """Return f(x), or f(x) * up, as `halfbyte.reference.activation`."""
-    return activation_with_amaxes(x, up, function, "", None, None)[0]
-
-
 def activation_with_amaxes(
     x: Tensor, up: Tensor | None, function: str, row: str, col: NVFP4 | None, sign_draw: Draw | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -229,11 +224,6 @@ def activation_with_amaxes(
         **options,
     )
     return out, amaxes
-
-
-def activation_backward(dh: Tensor, x: Tensor, up: Tensor | None, function: str) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x and `up`, as `halfbyte.reference.activation_backward`."""
-    return activation_backward_with_amaxes((dh, x, up), function, "", None, None)[0]
 
 
 def activation_backward_with_amaxes(

@@ -201,13 +201,6 @@ def group_sum_kernel(partial_ptr, out_ptr, groups, cols, C: tl.constexpr):
     tl.store(out_ptr + which * cols + col, tl.reshape(total, (C,)), mask=col < cols)
 
 
-def norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, dtype: torch.dtype
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return y and (mean, rstd), as `halfbyte.reference.norm`."""
-    return norm_with_amaxes(x, (weight, bias), (eps, centered, dtype), "", None, None)[:2]
-
-
 def norm_with_amaxes(
     x: Tensor,
     parameters: tuple[Tensor, Tensor | None],

@@ -105,13 +105,14 @@ def transformers_models():
     }
     return {
         "llama": lambda: T.LlamaForCausalLM(T.LlamaConfig(**shape)),
+        "mistral": lambda: T.MistralForCausalLM(T.MistralConfig(**shape)),
         "qwen2": lambda: T.Qwen2ForCausalLM(T.Qwen2Config(**shape)),
         "qwen3": lambda: T.Qwen3ForCausalLM(T.Qwen3Config(**shape, head_dim=16)),
         "gemma2": lambda: T.Gemma2ForCausalLM(T.Gemma2Config(**shape, head_dim=16)),
     }
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
 def test_transformers(name):
     torch.manual_seed(0)
     model = transformers_models()[name]()

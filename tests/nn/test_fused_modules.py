@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import halfbyte as hb
 from halfbyte import functional as HF
@@ -75,6 +76,19 @@ def test_compiled_is_eager(recipe):
     fresh = hb.recipes.nvfp4(hadamard=hb.Hadamard(signs="fresh"))
     hb.set_recipe_(m, fresh, state=state)
     assert same(gradients(m, compiled, inputs()), gradients(m, m, inputs()))
+
+
+def test_many_token_counts_make_two_graphs():
+    m = LayerNormMLP(48, 40, recipe="nvfp4", state=hb.RunState(2))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(m, fullgraph=True, backend=counter)
+    for tokens in range(20, 80, 6):
+        x = torch.randn(tokens, 48, requires_grad=True)
+        y = compiled(x)
+        y.sum().backward()
+        assert torch.equal(y, m(x))
+    assert counter.frame_count == 2
 
 
 def test_under_autocast_the_norm_rounds_to_its_dtype():
