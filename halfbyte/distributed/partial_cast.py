@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfbyte.distributed.agree import exchange_notes, rank_and_size
 from halfbyte.distributed.cast import Cast, Layout, Share
-from halfbyte.layout import SWIZZLED_32_4_4
+from halfbyte.layout import SWIZZLED_32_4_4, Blocks
 from halfbyte.ops.primary import primary_stages
 from halfbyte.pieces import Piece, Target, code_bytes
 from halfbyte.spec import NVFP4
@@ -86,7 +86,7 @@ def post_all_gather_processing(model_weights: Sequence[QuantTensor]) -> None:
     if known is None or known[0] != key:
         targets, first_tile = [], 0
         for weight in weights:
-            targets.append(target_of(weight, first_tile, 0))
+            targets.append(target_of(weight, first_tile, 0, turned=weight.allocate_turned()))
             first_tile += targets[-1].tile_count
         _, finisher = primary_stages((), targets, first_tile, weights[0].device)
         known = key, finisher
@@ -94,9 +94,8 @@ def post_all_gather_processing(model_weights: Sequence[QuantTensor]) -> None:
     known[1].transpose()
 
 
-def target_of(weight: QuantTensor, first_tile: int, slot: int) -> Target:
-    """Return a weight as the stages of a cast see it, with memory for its other orientation if it is primary."""
-    turned = weight.allocate_turned() if isinstance(weight, PrimaryWeight) else None
+def target_of(weight: QuantTensor, first_tile: int, slot: int, *, turned: Blocks | None = None) -> Target:
+    """Return a weight as the stages of a cast see it; turned: its other orientation if a stage fills it."""
     rows, cols = weight.shape
     swizzled, spec = weight.scale_layout == SWIZZLED_32_4_4, weight.spec
     assert isinstance(spec, NVFP4), "only NVFP4 is cast from masters"

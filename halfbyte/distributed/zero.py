@@ -200,7 +200,8 @@ class ZeroOptimizer:
                 weight.before_use = bucket.finish_gathering
                 self._params[name] = cast_type(nn.Parameter, weight)
                 slot = slots.setdefault(weight.blocks.amax.data_ptr(), len(slots))
-                targets.append(target_of(weight, first_tile + place.first_tile, slot))
+                turned = weight.allocate_turned()
+                targets.append(target_of(weight, first_tile + place.first_tile, slot, turned=turned))
                 shares.append([plan.part(place, rank) for rank in range(ranks.size)])
             if quantized:
                 of = {place.item.name: target for place, target in zip(plan.places, targets[start:], strict=True)}

@@ -80,6 +80,11 @@ class PrimaryWeight(QuantTensor):
         torch._C.TensorBase.requires_grad_(self, requires_grad)
         return self
 
+    @staticmethod
+    def __tensor_unflatten__(inner, header, outer_size, outer_stride):
+        blocks = inner["qdata"], inner["block_scale"], inner["amax"]
+        return PrimaryWeight._wrap(blocks, header, outer_size, None, outer_stride)
+
     def allocate_turned(self) -> Blocks:
         """Return the memory of the other orientation, LINEAR [K, N], allocated once."""
         if self.turned is None:

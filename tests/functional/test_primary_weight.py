@@ -1,0 +1,81 @@
+"""A linear layer whose weight exists only in NVFP4 is the layer that quantizes that weight itself."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte.distributed import cast_master_weights_to_nvfp4, post_all_gather_processing
+from halfbyte.tensor import PrimaryWeight, QuantTensor
+
+TILE = hb.NVFP4(block=(16, 16))
+NVFP4 = hb.recipes.nvfp4()
+
+
+def layers(recipe, *, turned: bool):
+    """Return a layer with a bf16 weight and its twin whose weight is cast from it."""
+    torch.manual_seed(0)
+    plain, primary = (hb.nn.Linear(48, 40, dtype=torch.bfloat16, recipe=recipe, state=hb.RunState(3)) for _ in range(2))
+    primary.load_state_dict(plain.state_dict())
+    weight = PrimaryWeight.empty((40, 48))
+    cast_master_weights_to_nvfp4([weight], [plain.weight.detach().flatten()], [0], None)
+    if turned:
+        post_all_gather_processing([weight])
+    primary.weight = weight.as_parameter()
+    return plain, primary
+
+
+def outputs_and_gradients(layer):
+    x = torch.randn(8, 48, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    y = layer(x)
+    y.float().square().sum().backward()
+    return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+
+@pytest.mark.parametrize("turned", (False, True))
+@pytest.mark.parametrize("recipe", (NVFP4, hb.Recipe(fprop=NVFP4.fprop, backward="dequantized")), ids=("nvfp4", "qat"))
+def test_output_and_gradients_are_those_of_the_whole_weight(recipe, turned):
+    plain, primary = (outputs_and_gradients(layer) for layer in layers(recipe, turned=turned))
+    assert all(torch.equal(a, b) for a, b in zip(plain, primary, strict=True))
+    assert type(primary[2]) is torch.Tensor
+
+
+@pytest.mark.parametrize("recipe", (hb.recipes.bf16(), replace(NVFP4, dgrad=None)), ids=("bf16", "bf16_dgrad"))
+def test_a_gemm_in_high_precision_reads_the_values(recipe):
+    plain, primary = layers(recipe, turned=True)
+    with torch.no_grad():
+        plain.weight.copy_(primary.weight.dequantize())
+    ours, theirs = outputs_and_gradients(primary), outputs_and_gradients(plain)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_the_gradient_goes_to_main_grad_if_there_is_one():
+    _, primary = layers(NVFP4, turned=True)
+    *_, expected, _ = outputs_and_gradients(primary)
+    primary.weight.grad = None
+    primary.weight.main_grad = torch.ones(40, 48)
+    outputs_and_gradients(primary)
+    assert primary.weight.grad is None
+    assert torch.equal((primary.weight.main_grad - 1).bfloat16(), expected) or torch.allclose(
+        primary.weight.main_grad - 1, expected.float(), rtol=1e-2, atol=1e-4
+    )
+
+
+def test_another_recipe_is_refused():
+    _, primary = layers("four_over_six", turned=False)
+    with pytest.raises(ValueError, match=r"recipe.fprop.b=nvfp4 16x16 nearest 4over6.*exists only as nvfp4 16x16"):
+        primary(torch.zeros(2, 48, dtype=torch.bfloat16))
+
+
+def test_a_primary_weight_is_a_parameter_of_zeros():
+    weight = PrimaryWeight.empty((20, 33), TILE, scale_layout="swizzled_32_4_4", dtype=torch.float32)
+    parameter = weight.as_parameter()
+    assert isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad and parameter.is_leaf
+    assert parameter.dtype == torch.float32 and not parameter.dequantize().any()
+    assert parameter.qdata is weight.qdata or parameter.qdata.data_ptr() == weight.qdata.data_ptr()
+    assert not parameter.requires_grad_(False).requires_grad
+    with pytest.raises(RuntimeError, match="have no gradient"):
+        QuantTensor.requires_grad_(weight)
+    with pytest.raises(ValueError, match="needs 16x16 tiles"):
+        PrimaryWeight.empty((16, 16), hb.NVFP4())
