@@ -34,7 +34,7 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
 
 test-gpu:
-	python3 -m pytest tests/gpu -q $(TEST_ARGS)
+	python3 tests/gpu/run.py $(TEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check

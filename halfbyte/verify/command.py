@@ -54,7 +54,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--row", action="store_true", help="print this machine's row of docs/hardware.md")
     parser.add_argument("--device", help="cuda, cuda:1 or cpu; by default the first GPU if there is one")
     parser.add_argument("--backend", choices=BACKENDS, help="by default what runs there")
-    parser.add_argument("--full", action="store_true", help="every spec on every input: several minutes of compiling")
+    parser.add_argument("--full", action="store_true", help="every spec on every input")
     parser.add_argument("--jobs", type=int, help="processes that share the work; by default up to 16 on a GPU")
     parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True, help="measure speeds too")
     return parser.parse_args(arguments)
@@ -78,8 +78,6 @@ def verify(
     """
     start = time.perf_counter()
     checks = plan.run(scope, jobs, after)
-    if scope.backend is not None and not scope.full:
-        checks.append(_not_run(plan.FULL_ONLY, "they take minutes to compile; use --full"))
     checks += casts.casts(scope.device)
     native = plan.native_status(scope.device)
     if not native.available:

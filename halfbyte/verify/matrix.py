@@ -44,7 +44,7 @@ LONG_SPECS: dict[str, Spec] = {
     "1x16 RHT128": NVFP4(rotation=Hadamard(size=128)),
     "1x16 SR RHT128 fresh": NVFP4(rounding="stochastic", rotation=Hadamard(size=128, signs="fresh")),
 }
-"""Kernels that take a minute or more to compile: only in a full verification."""
+"""Run on the inputs of `FEW`, and no part of the fingerprint."""
 
 ALL_SPECS: dict[str, Spec] = MAIN_SPECS | MORE_SPECS | LONG_SPECS
 

@@ -36,9 +36,6 @@ class Scope:
     full: bool = False
 
 
-FULL_ONLY = "rotations of width 128"
-
-
 def native_status(device: torch.device) -> ops.BackendStatus:
     """Return whether FP4 tensor cores are used on `device`, and why not."""
     return {status.name: status for status in ops.backends(device)}[NATIVE]
