@@ -68,6 +68,9 @@ def cast_master_weights_to_nvfp4(
             return
         vars(model_weights[0])["_prepared_cast"] = (key, cast)
     cast.run()
+    for weight in model_weights:
+        if isinstance(weight, PrimaryWeight):
+            weight.is_stale = True
     if not manual_post_all_gather_processing:
         post_all_gather_processing(model_weights)
 
@@ -92,6 +95,8 @@ def post_all_gather_processing(model_weights: Sequence[QuantTensor]) -> None:
         known = key, finisher
         vars(weights[0])["_prepared_transpose"] = known
     known[1].transpose()
+    for weight in weights:
+        weight.is_stale = False
 
 
 def target_of(weight: QuantTensor, first_tile: int, slot: int, *, turned: Blocks | None = None) -> Target:

@@ -61,6 +61,11 @@ def _row(w: PrimaryWeight, spec: Spec | None) -> ops.Operand | None:
 def _col(w: PrimaryWeight) -> ops.Operand:
     rows, cols = w.shape
     blocks = w.turned
+    if blocks is not None and w.is_stale:
+        raise ValueError(
+            "w was cast again and its other orientation is of before: call post_all_gather_processing([w, …]) after the "
+            "all-gather"
+        )
     if blocks is None:
         qdata, scale = ops.transpose(w.blocks.qdata, w.linear_scale().view(torch.uint8), rows, cols)
         blocks = Blocks(qdata, scale, w.blocks.amax)

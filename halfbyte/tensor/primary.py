@@ -23,10 +23,12 @@ class PrimaryWeight(QuantTensor):
 
     turned: the other orientation, filled by `hb.distributed.post_all_gather_processing`; None until then, and
         `hb.linear` transposes in every forward.
+    is_stale: whether codes were cast since `turned` was filled.
     before_use: called by `hb.linear` before it reads the bytes: it waits for a gather that may still run.
     """
 
     turned: Blocks | None = None
+    is_stale: bool = False
     before_use: Callable[[], None] | None = None
 
     @staticmethod

@@ -68,6 +68,16 @@ def test_another_recipe_is_refused():
         primary(torch.zeros(2, 48, dtype=torch.bfloat16))
 
 
+def test_an_orientation_of_before_is_refused():
+    _, primary = layers(NVFP4, turned=True)
+    master = torch.randn(40 * 48)
+    cast_master_weights_to_nvfp4([primary.weight], [master], [0], None)
+    with pytest.raises(ValueError, match="call post_all_gather_processing"):
+        primary(torch.zeros(2, 48, dtype=torch.bfloat16))
+    post_all_gather_processing([primary.weight])
+    primary(torch.zeros(2, 48, dtype=torch.bfloat16))
+
+
 def test_a_primary_weight_is_a_parameter_of_zeros():
     weight = PrimaryWeight.empty((20, 33), TILE, scale_layout="swizzled_32_4_4", dtype=torch.float32)
     parameter = weight.as_parameter()
