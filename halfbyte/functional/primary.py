@@ -63,8 +63,8 @@ def _col(w: PrimaryWeight) -> ops.Operand:
     blocks = w.turned
     if blocks is not None and w.is_stale:
         raise ValueError(
-            "w was cast again and its other orientation is of before: call post_all_gather_processing([w, …]) after the "
-            "all-gather"
+            "w was cast again and its other orientation is of before: call post_all_gather_processing([w, …]) "
+            "after the all-gather"
         )
     if blocks is None:
         qdata, scale = ops.transpose(w.blocks.qdata, w.linear_scale().view(torch.uint8), rows, cols)
