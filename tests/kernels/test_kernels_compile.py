@@ -35,6 +35,8 @@ def test_every_target_is_compiled():
     assert sorted(sum(GROUPS, ())) == sorted(targets.TARGETS)
     kernels = {case.kernel.__name__ for case in targets.all_cases()}
     assert {"gemm_tma_kernel", "gemm_pointer_kernel", "dequantize_kernel", "transpose_kernel"} <= kernels
+    assert {f"quantize_{name}_kernel" for name in ("rows", "cols", "row_col", "wide", "small")} <= kernels
+    assert {"amax_rows_kernel", "amax_rotated_kernel", "e2m1_pair_kernel"} <= kernels
 
 
 UNFIT = """
