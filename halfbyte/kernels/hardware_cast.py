@@ -15,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels import primitives as pm
+from halfbyte.kernels.e2m1_conversion import E2M1_CAPABILITY, converted_word
 from halfbyte.kernels.targets import TARGETS, CompileCase
 
 COUNT = 1 << 16
 BLOCK = 256
-NEAREST_CAPABILITIES = tuple(c for c in TARGETS if c >= pm.E2M1_CAPABILITY.value)
+NEAREST_CAPABILITIES = tuple(c for c in TARGETS if c >= E2M1_CAPABILITY.value)
 STOCHASTIC_CAPABILITIES = (100, 103)
 
 # Eight values and two words of random bytes to eight codes.
@@ -52,7 +53,7 @@ def e2m1_pair_kernel(x_ptr, random_ptr, ours_ptr, theirs_ptr, STOCHASTIC: tl.con
         )
     else:
         ours = pm.pack_word(xs, 0, pm.nearest_codes(xs, 0, one))
-        theirs = pm.converted_word(xs, 0, one)
+        theirs = converted_word(xs, 0, one)
     tl.store(ours_ptr + word, ours)
     tl.store(theirs_ptr + word, theirs)
 
@@ -61,7 +62,7 @@ def conversions(device: torch.device) -> dict[str, bool]:
     """Return which of "nearest" and "stochastic" the device has and uses: name -> used by quantize."""
     major, minor = torch.cuda.get_device_capability(device)
     found = {}
-    if 10 * major + minor >= pm.E2M1_CAPABILITY.value:
+    if 10 * major + minor >= E2M1_CAPABILITY.value:
         found["nearest"] = True
     if 10 * major + minor in STOCHASTIC_CAPABILITIES:
         found["stochastic"] = False

@@ -69,15 +69,6 @@ E4M3_CONVERSION = tl.constexpr(
     "{.reg .b16 t; .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.satfinite.e4m3x2.f32 t, z, $1; cvt.u32.u16 $0, t;}"
 )
 
-E2M1_CAPABILITY = tl.constexpr(100)  # the first that converts to E2M1, nearest even, in hardware
-
-# Eight fp32 values to eight E2M1 codes: each conversion takes the upper nibble of its byte first.
-E2M1_CONVERSION = tl.constexpr(
-    "{.reg .b8 b0, b1, b2, b3;"
-    + "".join(f"cvt.rn.satfinite.e2m1x2.f32 b{i}, ${2 * i + 2}, ${2 * i + 1};" for i in range(4))
-    + "mov.b32 $0, {b0, b1, b2, b3};}"
-)
-
 # Byte J of a word under the upper bytes of 2^15, whose last bit is 1/256.
 BYTE_OVER_256 = tl.constexpr(tuple(f"prmt.b32 $0, $1, 0x47000000, 0x744{j};" for j in range(4)))
 
@@ -158,22 +149,6 @@ def nearest_codes(xs, START: tl.constexpr, encode):
         high = tl.fma(a, 0.5, MAGIC + 4.0).to(tl.uint32, bitcast=True)
         out = out + (tl.minimum(tl.minimum(tl.minimum(low, middle), high), MAGIC_SEVEN),)
     return out
-
-
-@triton.jit
-def converted_word(xs, START: tl.constexpr, encode):
-    """Return the E2M1 codes nearest to x * encode as uint32, 8 elements from START, by the target's own conversion."""
-    vs = ()
-    for i in tl.static_range(START, START + 8):
-        vs = vs + (xs[i] * encode,)
-    return tl.inline_asm_elementwise(
-        E2M1_CONVERSION,
-        "=r,f,f,f,f,f,f,f,f",
-        [vs[0], vs[1], vs[2], vs[3], vs[4], vs[5], vs[6], vs[7]],
-        dtype=tl.uint32,
-        is_pure=True,
-        pack=1,
-    )
 
 
 @triton.jit

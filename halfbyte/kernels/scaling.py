@@ -14,6 +14,7 @@ import triton.language as tl
 from halfbyte.formats import E2M1, FLT_MAX, f32
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels.decode import E4M3_NAN, E8M0_NAN, INTERPRETED
+from halfbyte.kernels.e2m1_conversion import E2M1_CAPABILITY, converted_word
 from halfbyte.spec import MXFP8, BlockMax, Spec
 
 
@@ -248,8 +249,8 @@ def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, 
 @triton.jit
 def pack_codes(xs, START: tl.constexpr, encode, random, RULE: tl.constexpr):
     """Return the 8 codes from element START as a uint32, the first in the low nibble; random: Philox words."""
-    if RULE.rounding == "nearest" and RULE.hardware >= pm.E2M1_CAPABILITY:
-        return pm.converted_word(xs, START, encode)
+    if RULE.rounding == "nearest" and RULE.hardware >= E2M1_CAPABILITY:
+        return converted_word(xs, START, encode)
     elif RULE.rounding == "nearest":
         return pm.pack_word(xs, START, pm.nearest_codes(xs, START, encode))
     elif RULE.rounding == "stochastic":
