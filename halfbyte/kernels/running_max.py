@@ -73,23 +73,24 @@ def allocate(wanted: Wanted, rows: int, device: torch.device) -> tuple[Tensor, T
     return row, col
 
 
-@lru_cache(maxsize=1024)
-def _kept_workspace(device: torch.device, stream: int) -> Tensor:
+@lru_cache(maxsize=64)
+def _kept_workspace(device: torch.device) -> Tensor:
     return torch.zeros(SLOTS, dtype=torch.int32, device=device)
 
 
 def workspace(wanted: Wanted, device: torch.device) -> Tensor | None:
-    """Return zeros that kernels of the current stream share, one after the other; None if nothing meets there.
+    """Return zeros that kernels of the default stream share, one after the other; None if nothing meets there.
 
-    A captured graph may run beside anything else: it gets zeros of its own, which cost it a fill.
+    Other streams and captured graphs run beside it and get zeros of their own, which cost them a fill. Nothing is kept
+    that was allocated there: it may belong to a graph's memory pool, where inductor refuses what outlives its graph.
     """
     if not wanted.meets:
         return None
     if device.type != "cuda":
-        return _kept_workspace(device, 0)
-    if torch.cuda.is_current_stream_capturing():
+        return _kept_workspace(device)
+    if torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
         return torch.zeros(SLOTS, dtype=torch.int32, device=device)
-    return _kept_workspace(device, torch.cuda.current_stream(device).cuda_stream)
+    return _kept_workspace(device)
 
 
 def signs(wanted: Wanted, sign_draw: Draw | None) -> tuple[Tensor | None, int]:
