@@ -44,6 +44,7 @@ PAIRS = (
     (hb.NVFP4(**SR), hb.NVFP4(**SR, rotation=hb.Hadamard())),
     (hb.NVFP4(), hb.MXFP8()),
     (hb.NVFP4(block=(16, 16)), hb.NVFP4(block=(16, 16))),
+    (hb.NVFP4(), hb.NVFP4(block=(16, 16), scaling=hb.FourOverSix())),
     (hb.NVFP4(outer="row"), hb.NVFP4(outer="row")),
     (hb.MXFP8(), hb.MXFP8(element="e5m2")),
     (None, hb.NVFP4(rotation=hb.Hadamard())),

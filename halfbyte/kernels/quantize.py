@@ -367,7 +367,8 @@ def launch_rows(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
 
 def launch_cols(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
     """Fill `out` with quantize(x.T)."""
-    rule = sc.rule_of(spec, hardware_fp8(x.device))._replace(decoded=out.decoded, packed=is_packed(x))
+    rule = sc.rule_of(spec, hardware_fp8(x.device))._replace(decoded=out.decoded)
+    rule = rule._replace(packed=is_packed(x) and not rule.tile)  # a thread's columns would share a tile
     blocks = round_up(out.blocks, SWIZZLE_COLS) if out.swizzled else out.blocks
     groups = ceil_div(blocks * spec.block_length, rule.group)
     tile = col_tile(out.rows, groups, rule, out.swizzled)

@@ -275,7 +275,7 @@ def _launch(
     full = (rows, cols) == x.shape and is_full(x, outputs[0], row, (tile_rows, tile_cols // row.group))
     full = full and is_full(x.T, outputs[1], col, (tile_cols, tile_rows // col.group))
     row, col = (
-        rule._replace(decoded=out.decoded, packed=is_packed(x), full=full, words=tile.words)
+        rule._replace(decoded=out.decoded, packed=is_packed(x) and not rule.tile, full=full, words=tile.words)
         for rule, out in zip((row, col), outputs, strict=True)
     )
     col_tiles = ceil_div(cols, tile_cols)

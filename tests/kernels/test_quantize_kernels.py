@@ -40,6 +40,13 @@ def test_against_the_reference(index):
     )
 
 
+@pytest.mark.parametrize("index", range(len(checks.SPECS)), ids=lambda index: checks.SPECS[index].key)
+def test_aligned_bf16_is_read_in_pairs(index):
+    x = checks.sample(KINDS[index % 4], (40, 72), torch.bfloat16, "cpu")
+    checks.check_against_reference(x, checks.SPECS[index], layout.SCALE_LAYOUTS[index % 2])
+    checks.check_against_reference(x.T, checks.SPECS[index], layout.SCALE_LAYOUTS[index % 2])
+
+
 @pytest.mark.parametrize("index", range(len(checks.PAIRS)))
 def test_row_col(index):
     x = checks.sample(KINDS[index % 4], (40, 72), DTYPES[index % 3], "cpu")
