@@ -49,7 +49,7 @@ class Tile(NamedTuple):
 
 # Measured on an H200: about as many programs as run at once, so that few of them meet in the workspace.
 PLAIN_TILE = Tile(8192, 8, 8)
-ROTATED_TILES = {16: Tile(8, 4, 5), 32: Tile(8, 4, 4), 64: Tile(4, 4, 4), 128: Tile(2, 4, 4)}
+ROTATED_TILES = {16: Tile(8, 4, 5), 32: Tile(4, 4, 5), 64: Tile(4, 4, 3), 128: Tile(2, 4, 3)}
 
 
 @triton.jit
