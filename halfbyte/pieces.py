@@ -127,6 +127,8 @@ def tiles_before(tile_cols: int, element: int) -> int:
         tile_cols: columns of tiles; a row has 16 * tile_cols elements.
         element: a multiple of 16.
     """
+    if tile_cols == 0:
+        return 0
     block = element // NVFP4_BLOCK
     rows, rest = divmod(block, NVFP4_BLOCK * tile_cols)
     return rows * tile_cols + min(rest, tile_cols)

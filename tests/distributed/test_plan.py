@@ -80,6 +80,7 @@ def test_code_bytes_are_those_of_the_elements(cols, padding, a, b):
 def test_cut_tile_rows():
     assert cut_tile_rows(20, 40, [0, 320, 321, 640, 799, 800]) == [1, 2]
     assert cut_tile_rows(20, 40, [0, 800]) == []
+    assert tiles_before(0, 0) == 0
     assert [tiles_before(2, 16 * n) for n in (0, 1, 2, 3, 31, 32, 33, 34)] == [0, 1, 2, 2, 2, 2, 3, 4]
 
 
