@@ -1,6 +1,7 @@
 # Everything a clone needs: `make train` and `make test` set themselves up in .venv. Needs Python 3.11+, make and gcc.
 #   make train       train the same small model in every recipe and write a table and a plot to runs/compare
 #   make test        all tests that need no GPU        make test-gpu   the GPU tests, with this machine's own python3
+#   make test-targets   every tuned kernel compiled for every GPU it may run on, without a GPU (some minutes)
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
 #   make bench       benchmarks on this machine's GPU, with its own python3
 # PYTHON=python3.12 make setup chooses the interpreter. TRAIN_ARGS, TEST_ARGS and BENCH_ARGS reach the command.
@@ -12,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 JOBS ?= 2
 
 .DEFAULT_GOAL := setup
-.PHONY: setup train test test-gpu check bench docs clean
+.PHONY: setup train test test-targets test-gpu check bench docs clean
 
 setup: $(VENV)/setup.stamp
 
@@ -31,7 +32,10 @@ train: setup
 	$(BIN)/halfbyte compare $(TRAIN_ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu -n $(JOBS) --dist worksteal --timeout 300 -m "not targets" -q $(TEST_ARGS)
+
+test-targets: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_kernels_compile.py -m targets -n $(JOBS) -q $(TEST_ARGS)
 
 test-gpu:
 	python3 tests/gpu/run.py $(TEST_ARGS)

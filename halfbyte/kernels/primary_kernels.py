@@ -164,6 +164,26 @@ def choose_kernel(
     tl.store(p_scale, code.to(tl.uint8), mask=block < tile_cols)
 
 
+@triton.jit
+def nibbles_below(count):
+    """Return int64 words whose first `count` nibbles, 0 to 16, are 15."""
+    return tl.where(count >= 16, -1, (tl.full(count.shape, 1, tl.int64) << (4 * tl.minimum(count, 15))) - 1)
+
+
+@triton.jit
+def own_nibbles(piece, row, col):
+    """Return int64 words with 15 in the nibbles of the elements (row, col to col + 15) that are the piece's own.
+
+    They lie together: a piece is a flat slice of the rows, of which the weight has the first COLS columns.
+    """
+    first = row * tl.load(piece + PITCH) + col
+    begin = tl.minimum(tl.maximum(tl.load(piece + START) - first, 0), 16)
+    end = tl.minimum(tl.load(piece + STOP) - first, tl.load(piece + COLS) - col)
+    end = tl.maximum(tl.minimum(end, 16), begin)
+    end = tl.where(row < tl.load(piece + ROWS), end, begin)
+    return nibbles_below(end) & ~nibbles_below(begin)
+
+
 @triton.jit(do_not_specialize=("tiles",))
 def cast_kernel(
     table, constants_ptr, programs, amax_ptr, scale_ptr, tiles,
@@ -188,10 +208,7 @@ def cast_kernel(
     if ALIGNED:
         tl.store(tl.load(piece + CODES).to(tl.pointer_type(tl.int64)) + offset, word, mask=inside)
     else:
-        own = word & 0
-        for i in tl.static_range(16):
-            mine = element_is_inside(piece, row, block[None, :] * 16 + i)
-            own |= (mine.to(tl.int64) * 15) << (4 * i)
+        own = own_nibbles(piece, row, block[None, :] * 16)
         shift = (8 * tl.arange(0, 8)).to(tl.int64)[None, None, :]
         new = (word[:, :, None] >> shift) & 0xFF
         own = (own[:, :, None] >> shift) & 0xFF

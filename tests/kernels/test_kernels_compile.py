@@ -24,7 +24,7 @@ def run(*arguments):
         return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.targets
 @pytest.mark.parametrize("capabilities", GROUPS, ids=str)
 def test_every_configuration_fits_its_target(capabilities):
     done = run("-m", "halfbyte.kernels.targets", *map(str, capabilities))
