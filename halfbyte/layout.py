@@ -15,9 +15,10 @@ SWIZZLED_32_4_4 = "swizzled_32_4_4"
 SCALE_LAYOUTS = (LINEAR, SWIZZLED_32_4_4)
 
 GROUP_COLUMNS = 64
-"""Groups along the contraction start at multiples of this in storage: the columns that a bf16 GEMM multiplies in one step.
+"""Groups along the contraction start at multiples of this in storage: columns that a bf16 GEMM multiplies in one step.
 
-So every step belongs to one group, and the codes of a group start at a multiple of 16 bytes, as FP4 tensor cores demand.
+So every step belongs to one group, and the codes of a group start at a multiple of 16 bytes, as FP4 tensor cores
+demand.
 """
 
 

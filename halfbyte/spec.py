@@ -376,8 +376,8 @@ def parse_recipe(key: str) -> Recipe:
     """
     try:
         parts: dict[str, Any] = dict(part.split("=", 1) for part in key.split(";"))
-        gemms = {name: _parse_gemm(parts.pop(name)) for name in ("fprop", "dgrad", "wgrad")}
-        return Recipe(**gemms, **parts)
+        fprop, dgrad, wgrad = (_parse_gemm(parts.pop(name)) for name in ("fprop", "dgrad", "wgrad"))
+        return Recipe(fprop=fprop, dgrad=dgrad, wgrad=wgrad, **parts)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"key={key!r}: not a recipe's key ({error}); pass what Recipe.key says") from error
 

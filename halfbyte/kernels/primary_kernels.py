@@ -129,7 +129,7 @@ def amax_kernel(
 
 @triton.jit
 def piece_factors(piece, amax_ptr, tiles, constants):
-    return sc.tensor_factors(tl.load(amax_ptr + tiles + tl.load(piece + SLOT)), constants)
+    return sc.tensor_factors(tl.load(amax_ptr + tiles + tl.load(piece + SLOT)), constants, False)
 
 
 @triton.jit
@@ -238,7 +238,7 @@ def scale_kernel(
     if COMPUTE:
         code = tl.zeros((N,), tl.uint8)
         if tl.load(weight + W_CHOSEN) == 0:
-            factors = sc.tensor_factors(amax, load_constants(constants_ptr + index * 4))
+            factors = sc.tensor_factors(amax, load_constants(constants_ptr + index * 4), False)
             m = tl.load(amax_ptr + o_tile, mask=inside, other=0.0)
             poison = m == pm.INF
             code = pm.e4m3_code(tl.minimum(tl.where(poison, 0.0, m) * factors[2], pm.FLT_MAX), False)

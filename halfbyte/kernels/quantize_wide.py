@@ -87,7 +87,7 @@ def quantize_part(
     B: tl.constexpr = pairs.shape[1] // 8
     in_row = row < rows
     if RULE.row_amax:
-        factors = sc.tensor_factors(tl.load(amax_ptr + row, mask=in_row, other=0.0)[:, None], constants)
+        factors = sc.tensor_factors(tl.load(amax_ptr + row, mask=in_row, other=0.0)[:, None], constants, False)
     block = group[:, None] * B + tl.arange(0, B)[None, :]
     random = ()
     if RULE.rounding == "stochastic":
@@ -100,7 +100,7 @@ def quantize_part(
         store_decoded(q_ptr, (codes,), scale, place, inside, RULE)
     else:
         tl.store(q_ptr + place, codes, mask=inside)
-        store_scale(scale_ptr, scale, row[:, None], block, inside, rows, blocks, SWIZZLED)
+        store_scale(scale_ptr, scale, row[:, None], block, inside, rows, blocks, SWIZZLED, False)
 
 
 @triton.jit(do_not_specialize=("stream", "first_block", "sign_stream", "tiles"))

@@ -98,7 +98,7 @@ def constants_of(spec: Spec) -> Constants:
 
 
 @triton.jit
-def tensor_factors(amax, constants, SCALAR: tl.constexpr = False):
+def tensor_factors(amax, constants, SCALAR: tl.constexpr):
     """Return (A, S, S / fp4_max, D, whether amax is no valid maximum, whether A lies between 2^-60 and 2^60)."""
     # One comparison for negative numbers, Inf and NaN; + 0 turns -0 into +0.
     poison = (amax + 0.0).to(tl.uint32, bitcast=True) >= 0x7F800000

@@ -60,7 +60,7 @@ def tile(shape: tuple[int, int], spec: Spec, scale_layout: str) -> tuple[int, in
         rows, blocks = round_up(rows, SWIZZLE_ROWS), round_up(blocks, SWIZZLE_COLS)
     groups = ceil_div(blocks * spec.block_length, spec.alignment)
     least = 16 if isinstance(spec, NVFP4) and spec.is_tile else 1
-    return max(least, triton.next_power_of_2(rows)), triton.next_power_of_2(groups)
+    return max(least, int(triton.next_power_of_2(rows))), int(triton.next_power_of_2(groups))
 
 
 def fits(x: Tensor, spec: Spec, scale_layout: str) -> bool:

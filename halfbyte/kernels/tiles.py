@@ -116,7 +116,7 @@ def rotate_group(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.const
 
 
 @triton.jit
-def store_scale(scale_ptr, scale, i, j, inside, rows, blocks, SWIZZLED: tl.constexpr, FULL: tl.constexpr = False):
+def store_scale(scale_ptr, scale, i, j, inside, rows, blocks, SWIZZLED: tl.constexpr, FULL: tl.constexpr):
     """Store scales (i, j) of a [rows, blocks] matrix; `i` and `j` broadcast to `scale`."""
     if SWIZZLED:
         # The launch covers whole 128x4 tiles of scales: zeros in their padding.
@@ -238,7 +238,7 @@ def quantize_row_tile(
     if loaded is None:
         loaded = read_row_tile(i_row, i_group, x_ptr, rows, cols, stride_r, stride_c, RULE, R, N)
     if RULE.row_amax:
-        factors = sc.tensor_factors(masked_load(amax_ptr + row64, in_row, RULE.full)[:, None], constants)
+        factors = sc.tensor_factors(masked_load(amax_ptr + row64, in_row, RULE.full)[:, None], constants, False)
     elif factors is None:
         factors = sc.operand_factors(amax_ptr, constants, RULE)
     xs = loaded
@@ -318,7 +318,7 @@ def quantize_col_tile(
         col64 = (first_col + k).to(tl.int64)
         if RULE.row_amax:
             amax = masked_load(amax_ptr + col64, col64 < cols, RULE.full)
-            factors = sc.tensor_factors(amax[None, :], constants)
+            factors = sc.tensor_factors(amax[None, :], constants, False)
         amax = None
         if RULE.packed:
             pairs = pm.nth(loaded, k // 2)
