@@ -54,13 +54,15 @@ def load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, RULE: tl.constex
     SHARE: tl.constexpr = C // (2 * COUNT)
     SIZE: tl.constexpr = RULE.group
     row = tl.arange(0, N) * SIZE
-    word = tl.arange(0, SHARE)[:, None] * COUNT + tl.arange(0, COUNT)[None, :]
+    # Halved, columns hide from the compiler that single words lie together: its layout then keeps the groups of a
+    # column in one warp, where scales need no shared memory.
+    word = ((i_col + 2 * COUNT * tl.arange(0, SHARE)) // 2)[:, None] + tl.arange(0, COUNT)[None, :]
     stride = tl.cast(stride_r, tl.int64) // 2
-    first = x_ptr.to(tl.pointer_type(tl.uint32)) + i_group * SIZE * stride + i_col // 2
+    first = x_ptr.to(tl.pointer_type(tl.uint32)) + i_group * SIZE * stride
     first = first + row.to(tl.int64)[:, None, None] * stride + word[None, :, :]
     out = ()
     for i in tl.static_range(SIZE):
-        inside = (i_group * SIZE + row + i < rows)[:, None, None] & (i_col + word * 2 < cols)[None, :, :]
+        inside = (i_group * SIZE + row + i < rows)[:, None, None] & (word * 2 < cols)[None, :, :]
         loaded = masked_load(first + i * stride, inside, RULE.full)
         if COUNT == 4:
             out = out + (pm.split_four(loaded, N, SHARE),)
