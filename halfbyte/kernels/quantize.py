@@ -402,7 +402,7 @@ ROW_SPECS = (
     NVFP4(rotation=Hadamard(size=32, signs="fresh"), outer="row"),
     MXFP8(),
 )
-COL_SPECS = (NVFP4(rotation=Hadamard(), rounding="stochastic"), MXFP8())
+COL_SPECS = (NVFP4(rotation=Hadamard(), rounding="stochastic"), NVFP4(rotation=Hadamard(size=32)), MXFP8())
 
 
 def compile_arguments(spec: Spec, prefix: str = "") -> dict[str, Any]:
@@ -432,12 +432,12 @@ def compile_cases() -> list[CompileCase]:
         for plain, chosen in ((True, specs), (False, specs[:1]))
         for spec in chosen
         for hardware in sc.HARDWARE_LEVELS
-    ]
+    ] + [_compile_case(NVFP4(), quantize_rows_kernel, hardware, True, swizzled=True) for hardware in sc.HARDWARE_LEVELS]
 
 
-def _compile_case(spec: Spec, kernel: Any, hardware: int, plain: bool) -> CompileCase:
+def _compile_case(spec: Spec, kernel: Any, hardware: int, plain: bool, swizzled: bool = False) -> CompileCase:
     rule = sc.rule_of(spec, hardware)._replace(packed=plain, full=plain)
-    swizzled = spec.is_tile
+    swizzled = swizzled or spec.is_tile
     if kernel is quantize_rows_kernel:
         tile = row_tile(8192, 8192 // rule.group, rule, swizzled)
         shape = {"R": tile.outer, "N": tile.groups, "LOOP": tile.loop}
