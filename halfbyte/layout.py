@@ -73,6 +73,11 @@ def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     return rows, shape[-1]
 
 
+def from_rows(y: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """Return the rows y [M, N] as [..., N] with the leading dimensions of the `shape` they were flattened from."""
+    return y if len(shape) == 2 else y.view(*shape[:-1], y.shape[-1])
+
+
 def pack(codes: Tensor) -> Tensor:
     """Pack 4-bit codes, the even column in the low nibble.
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from halfbyte import ops
 from halfbyte.arithmetic import ACTIVATIONS, Activation
+from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
 from halfbyte.functional.linear import (
     Layers,
     _draws,
@@ -29,7 +29,7 @@ from halfbyte.functional.linear import (
     run_forward,
     sign_place,
 )
-from halfbyte.layout import matrix_shape
+from halfbyte.layout import from_rows, matrix_shape
 from halfbyte.rng import Draw
 from halfbyte.spec import Recipe, Spec
 from halfbyte.tensor.quant_tensor import check_value_dtype
@@ -101,6 +101,7 @@ def linear_activation(
     found = find_activation(name)
     if len(layers.weights) != 1 + found.gated:
         raise ValueError(f"layers has {len(layers.weights)} weights: {name!r} takes {1 + found.gated}")
+    refuse_transforms(x, ELEMENTWISE)
     call, tensors = prepare(x, layers, recipe, None, x_amaxes)
     n = len(layers.weights)
     if call is None:
@@ -110,7 +111,7 @@ def linear_activation(
     # A copy: torch.compile refuses a tensor that enters twice, and it may be the layers' own base.
     base = None if following.sign_draw is None else following.sign_draw.base.clone()
     h, *amaxes = _ActivatedLinear.apply((call, then), *tensors, base)
-    return h, following.known(*amaxes)
+    return from_rows(h, x.shape), following.known(*amaxes)
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,11 @@ def _static(draw: Draw | None) -> tuple | None:
 
 
 def _activate(x: Tensor, up: Tensor | None, function: str, following: ops.Following) -> tuple[Tensor, ops.Amaxes]:
+    refuse_transforms(x, ELEMENTWISE)
     sign = following.sign_draw
     then = _Then(function, following.row, following.col, _static(sign))
     h, *amaxes = _Activation.apply(then, x, up, None if sign is None else sign.base)
-    return h, following.known(*amaxes)
+    return from_rows(h, x.shape), following.known(*amaxes)
 
 
 def _present(amaxes: ops.Amaxes, like: Tensor) -> list[Tensor]:
@@ -144,7 +146,7 @@ def _present(amaxes: ops.Amaxes, like: Tensor) -> list[Tensor]:
 
 
 class _Activation(torch.autograd.Function):
-    """x, up and the base of the signs in; h and two amaxes out."""
+    """x [..., K], up and the base of the signs in; h [M, K] and two amaxes out."""
 
     @staticmethod
     def forward(ctx: Any, then: _Then, x: Tensor, up: Tensor | None, base: Tensor | None):
@@ -155,10 +157,10 @@ class _Activation(torch.autograd.Function):
         ctx.function = then.function
         outputs = _present(amaxes, x)
         ctx.mark_non_differentiable(*outputs)
-        return h.view(x.shape), *outputs
+        return h, *outputs
 
     @staticmethod
-    @once_differentiable
+    @first_order(ELEMENTWISE)
     def backward(ctx: Any, dh: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         x, up = ctx.saved_tensors
         shape = matrix_shape(x.shape)
@@ -174,17 +176,16 @@ class _ActivatedLinear(torch.autograd.Function):
     def forward(ctx: Any, calls: tuple[Any, _Then], x: Tensor, *tensors: Any):
         (call, then), base = calls, tensors[-1]
         outputs, kept = run_forward(ctx, call, x, tensors[:-1])
-        shape = matrix_shape(outputs[0].shape)
-        pre = [output.view(shape) for output in outputs]
-        h, amaxes = ops.activation(pre[0], pre[1] if len(pre) > 1 else None, then.function, then.following(base))
-        ctx.layout = _save(ctx, [*kept, *pre], tensors[4 * call.count : 5 * call.count])
+        up = outputs[1] if len(outputs) > 1 else None
+        h, amaxes = ops.activation(outputs[0], up, then.function, then.following(base))
+        ctx.layout = _save(ctx, [*kept, *outputs], tensors[4 * call.count : 5 * call.count])
         ctx.function = then.function
         known = _present(amaxes, x)
         ctx.mark_non_differentiable(*known)
-        return h.view(outputs[0].shape), *known
+        return h, *known
 
     @staticmethod
-    @once_differentiable
+    @first_order(ELEMENTWISE)
     def backward(ctx: Any, dh: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         n = ctx.call.count
         kept, bases = _load(ctx.layout, ctx.saved_tensors, n)
@@ -194,7 +195,6 @@ class _ActivatedLinear(torch.autograd.Function):
             *gradient_specs(ctx.call.recipe, ctx.needs_input_grad[1], need_dw),
             sign_place(_draws(ctx.call, bases)[0]),
         )
-        gradients, amaxes = ops.activation_backward(
-            dh.reshape(pre[0].shape), pre[0], pre[1] if n > 1 else None, ctx.function, following
-        )
+        up = pre[1] if n > 1 else None
+        gradients, amaxes = ops.activation_backward(dh, pre[0], up, ctx.function, following)
         return run_backward(ctx, kept, bases, [t for t in gradients if t is not None], amaxes[:n])

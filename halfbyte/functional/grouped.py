@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.functional.derivatives import first_order, refuse_transforms
+from halfbyte.functional.derivatives import EXPERTS, first_order, refuse_transforms
 from halfbyte.functional.linear import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, _load, _save, _stream, snapshot
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
 from halfbyte.rng import AnyPhilox, Draw
@@ -139,7 +139,7 @@ def grouped_linear(
         ValueError: shapes do not fit, or the recipe draws and rng is None.
         TypeError: dtypes do not fit.
     """
-    refuse_transforms(x)
+    refuse_transforms(x, EXPERTS)
     is_covered = covers(cached_weight, recipe)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -205,7 +205,7 @@ class _GroupedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order
+    @first_order(EXPERTS)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         recipe = ctx.call.recipe
         (x_col, w_col), (offsets, base) = _load(ctx.layout, ctx.saved_tensors, 2)

@@ -34,10 +34,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfbyte import ops
-from halfbyte.functional.derivatives import first_order, refuse_transforms
+from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
 from halfbyte.functional.primary import primary_operands
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, takes_amax, unflatten
-from halfbyte.layout import Blocks, matrix_shape
+from halfbyte.layout import Blocks, from_rows, matrix_shape
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.spec import GemmSpec, Recipe, Spec
 from halfbyte.tensor import QuantTensor
@@ -133,7 +133,7 @@ def linear_shared(
     call, tensors = prepare(x, layers, recipe, out_dtype, x_amaxes)
     if call is None:
         return tuple(F.linear(tensors[0], w, b) for w, b in zip(tensors[1 : n + 1], tensors[n + 1 :], strict=True))
-    return _SharedLinear.apply(call, *tensors)
+    return tuple(from_rows(y, x.shape) for y in _SharedLinear.apply(call, *tensors))
 
 
 class Layers(NamedTuple):
@@ -164,7 +164,7 @@ def prepare(
     places = _places(rng, n, recipe)
     if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
         return None, (x, *weights, *biases)
-    refuse_transforms(x)
+    refuse_transforms(x, LINEAR)
     _check_options(out_dtype, amaxes)
     draws = [None] * n if places is None else [place.on(x.device) for place in places]
     # A tensor is passed once, however many weights share it: torch.compile refuses repeated inputs.
@@ -204,7 +204,7 @@ class _Call:
 
 
 class _SharedLinear(torch.autograd.Function):
-    """x and n weights in, n outputs out.
+    """x [..., K] and n weights in, n outputs [M, N_i] out: a view from here would refuse changes in place.
 
     `tensors` is n each of weights, biases, amaxes, main_grads, rng bases, then two amaxes of x, then the tensors of
     cached weights.
@@ -217,14 +217,14 @@ class _SharedLinear(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @first_order
+    @first_order(LINEAR)
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         kept, bases = _load(ctx.layout, ctx.saved_tensors, ctx.call.count)
         return run_backward(ctx, kept, bases, dys, [ops.Amaxes()] * len(dys))
 
 
 def run_forward(ctx: Any, call: _Call, x: Tensor, tensors: Sequence[Any]) -> tuple[list[Tensor], list]:
-    """Return the outputs and what the backward needs of x and of each weight; note the rest on ctx."""
+    """Return the outputs [M, N_i] and what the backward needs of x and of each weight; note the rest on ctx."""
     n, recipe = call.count, call.recipe
     weights, biases, amaxes, grads, bases = (tensors[i * n : (i + 1) * n] for i in range(5))
     needs = [call.save and need for need in ctx.needs_input_grad]
@@ -246,7 +246,7 @@ def run_forward(ctx: Any, call: _Call, x: Tensor, tensors: Sequence[Any]) -> tup
         w_row, w_col = _weight(w, needed, cached[i], place, amaxes[call.amax_of[i]])
         bias = biases[i]
         y = ops.gemm_nt(row, w_row, out_dtype=call.out_dtype, bias=bias)
-        outputs.append(y.view(*x.shape[:-1], w.shape[0]))
+        outputs.append(y)
         kept_w.append((w_row if dequantized else w_col) if need_dx else None)
     ctx.call, ctx.x_shape, ctx.x_dtype = call, x.shape, x.dtype
     ctx.w_dtypes = [w.dtype for w in weights]

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from halfbyte import ops
-from halfbyte.layout import matrix_shape
+from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
+from halfbyte.layout import from_rows, matrix_shape
 from halfbyte.rng import Draw
 from halfbyte.spec import Spec
 from halfbyte.tensor.quant_tensor import check_value_dtype
@@ -71,12 +71,13 @@ def norm(
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and (x.dim() == 0 or tuple(tensor.shape) != (x.shape[-1],)):
             raise ValueError(f"{name}.shape={tuple(tensor.shape)}: x.shape={tuple(x.shape)} needs one per column")
+    refuse_transforms(x, ELEMENTWISE)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     sign = following.sign_draw
     call = _Call(kind, dtype, following.row, following.col, None if sign is None else sign[1:])
     y, *amaxes = _Norm.apply(call, x, weight, bias, None if sign is None else sign.base)
-    return y, following.known(*amaxes)
+    return from_rows(y, x.shape), following.known(*amaxes)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class _Call:
 
 
 class _Norm(torch.autograd.Function):
-    """x, weight, bias and the base of the signs in; y and two amaxes out."""
+    """x [..., K], weight, bias and the base of the signs in; y [M, K] and two amaxes out."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None, base: Tensor | None):
@@ -103,10 +104,10 @@ class _Norm(torch.autograd.Function):
         ctx.centered, ctx.bias_dtype = call.kind.centered, None if bias is None else bias.dtype
         outputs = [x.new_empty(0, dtype=torch.float32) if amax is None else amax for amax in amaxes]
         ctx.mark_non_differentiable(*outputs)
-        return y.view(x.shape), *outputs
+        return y, *outputs
 
     @staticmethod
-    @once_differentiable
+    @first_order(ELEMENTWISE)
     def backward(ctx: Any, dy: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *statistics = ctx.saved_tensors
         shape = matrix_shape(x.shape)

@@ -2,7 +2,8 @@
 
 A norm hands over its output with the amaxes; a linear layer that is called with exactly that tensor takes them. The
 first of several siblings computes the outputs of all, and each of the others finds its own when it is called with the
-same tensor. Any other tensor is treated as if nothing had been handed over: the bits never depend on it.
+same tensor. Any other tensor, also one that was changed in place since, is treated as if nothing had been handed over:
+the bits never depend on it. Compiled code does not see changes in place (docs/fused.md).
 """
 
 from __future__ import annotations
@@ -47,6 +48,16 @@ def following(layers: tuple[nn.Module, ...], device: torch.device, call: int = 0
     return ops.Following(row, col, sign)
 
 
+def _is_watched(x: Tensor) -> bool:
+    """Whether changes of x in place can be told, or are none of ours: inference tensors count no versions."""
+    return torch.compiler.is_compiling() or not x.is_inference()
+
+
+def _version(x: Tensor) -> int:
+    """Return a number that differs once x was changed in place; compiled code cannot ask for it."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
 class SharedInput:
     """The siblings `names` of a module `owner` that read one tensor, and what is known about it.
 
@@ -60,6 +71,7 @@ class SharedInput:
         self._normed: Callable[[], Tensor | None] | None = None
         self._amaxes: tuple[ops.Amaxes, ops.Following] | None = None
         self._input: Tensor | None = None
+        self._versions = (0, 0)  # of what was handed over, and of _input
         self._outputs: tuple[Tensor | None, ...] = ()
 
     @property
@@ -68,15 +80,17 @@ class SharedInput:
 
     def give(self, y: Tensor, amaxes: ops.Amaxes, how: ops.Following) -> None:
         """Hand over the amaxes of y for layers that will quantize it as `how` says."""
-        if amaxes.row is None and amaxes.col is None:
+        if (amaxes.row is None and amaxes.col is None) or not _is_watched(y):
             return
         # Held weakly: nobody may come for it. A compiled region sees this object from beginning to end.
         self._normed = (lambda: y) if torch.compiler.is_compiling() else weakref.ref(y)
-        self._amaxes = amaxes, how
+        self._amaxes, self._versions = (amaxes, how), (_version(y), self._versions[1])
 
     def take(self, x: Tensor, recipe: Recipe, call: int) -> ops.Amaxes | None:
         """Return the amaxes of x if it is what was handed over, once."""
         if self._normed is None or self._amaxes is None or call != 0 or self._normed() is not x:
+            return None
+        if _version(x) != self._versions[0]:
             return None
         (amaxes, how), self._normed, self._amaxes = self._amaxes, None, None
         row, col = input_specs(recipe, how.col is not None)
@@ -86,16 +100,17 @@ class SharedInput:
         """Return one layer's output; the first layer computes those of all of them."""
         layers = self.layers
         index = next((i for i, other in enumerate(layers) if other is layer), None)
-        y = self._outputs[index] if index and self._input is x else None
+        same = self._input is x and _version(x) == self._versions[1]
+        y = self._outputs[index] if index and same else None
         if y is not None:
             self._outputs = tuple(None if i == index else other for i, other in enumerate(self._outputs))
             if all(other is None for other in self._outputs):
                 self._input = None
             return y
-        if index != 0 or len(layers) == 1 or not shareable(layers):
+        if index != 0 or len(layers) == 1 or not shareable(layers) or not _is_watched(x):
             return forward_shared(x, (layer,), call)[0]
         y, *others = forward_shared(x, layers, call)
-        self._input, self._outputs = x, (None, *others)
+        self._input, self._outputs, self._versions = x, (None, *others), (self._versions[0], _version(x))
         return y
 
     def __getstate__(self) -> dict:

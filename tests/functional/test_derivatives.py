@@ -20,6 +20,38 @@ def grouped(x, w=W):
     return hb.grouped_linear(x, w.expand(len(RAGGED), *W.shape), ends(RAGGED), hb.recipes.nvfp4(), rng=hb.Philox(0))
 
 
+def norm(x, w=W):
+    return hb.functional.layer_norm(x, w[0].detach() + 2, w[1].detach())
+
+
+def activation(x, w=W):
+    return hb.functional.activation("swiglu", x, x.flip(0))
+
+
+def mlp(x, w=W):
+    return MLPS(x)
+
+
+MLPS = hb.nn.LayerNormMLP(32, 48)
+REMEDIES = {
+    linear: r"hb\.high_precision",
+    grouped: r"one by one: torch\.nn\.functional\.linear",
+    norm: r"hb\.nn\.unfuse_\(model\)",
+    activation: r"hb\.nn\.unfuse_\(model\)",
+    mlp: r"hb\.nn\.unfuse_\(model\).*hb\.high_precision",
+}
+
+
+@pytest.mark.parametrize("function", [norm, activation, mlp])
+def test_a_second_derivative_of_what_is_fused_names_the_remedy(function):
+    x = X.clone().requires_grad_()
+    (first,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+    (plain,) = torch.autograd.grad(function(x).square().sum(), x)
+    assert torch.equal(first, plain)
+    with pytest.raises(RuntimeError, match=f"differentiated twice.*{REMEDIES[function]}"):
+        first.square().sum().backward()
+
+
 @pytest.mark.parametrize("function", [linear, grouped])
 @pytest.mark.parametrize("through", ["gradient", "saved"])
 def test_a_second_derivative_names_the_remedy(function, through):
@@ -29,17 +61,17 @@ def test_a_second_derivative_names_the_remedy(function, through):
     first = torch.autograd.grad(y, (x, w), dy, create_graph=True)
     plain = torch.autograd.grad(function(x, w), (x, w), dy)
     assert all(torch.equal(a, b) for a, b in zip(first, plain, strict=True))
-    with pytest.raises(RuntimeError, match=r"differentiated twice.*hb\.high_precision"):
+    with pytest.raises(RuntimeError, match=f"differentiated twice.*{REMEDIES[function]}"):
         first[0].square().sum().backward()
 
 
-@pytest.mark.parametrize("function", [linear, grouped])
+@pytest.mark.parametrize("function", REMEDIES)
 def test_torch_func_names_the_remedy(function):
-    with pytest.raises(RuntimeError, match=r"torch\.func.*hb\.high_precision"):
+    with pytest.raises(RuntimeError, match=rf"torch\.func.*{REMEDIES[function]}"):
         torch.func.grad(lambda x: function(x).sum())(X)
-    with pytest.raises(RuntimeError, match=r"torch\.func.*hb\.high_precision"):
+    with pytest.raises(RuntimeError, match=rf"torch\.func.*{REMEDIES[function]}"):
         torch.func.vmap(function)(X.expand(2, *X.shape))
-    with pytest.raises(RuntimeError, match=r"forward-mode.*hb\.high_precision"), forward_ad.dual_level():
+    with pytest.raises(RuntimeError, match=rf"forward-mode.*{REMEDIES[function]}"), forward_ad.dual_level():
         function(forward_ad.make_dual(X, X))
 
 
@@ -52,3 +84,14 @@ def test_the_remedy_works():
         (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         first.square().sum().backward()
     assert torch.equal(gradient, first.detach()) and x.grad is not None
+
+
+def test_the_remedy_of_a_fused_model_works():
+    mlp = hb.nn.LayerNormMLP(32, 48)
+    norm, linears = mlp.to_modules()
+    gate, up, down = (linears[name] for name in mlp.names)
+    x = X.clone().requires_grad_()
+    y = norm(x)
+    (first,) = torch.autograd.grad(down(torch.nn.functional.silu(gate(y)) * up(y)).sum(), x, create_graph=True)
+    first.square().sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()

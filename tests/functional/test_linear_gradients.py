@@ -120,3 +120,21 @@ def test_main_grad_accumulates_in_fp32(recipe):
     want = [cases.expected(x, w, bias, dy, recipe, RNG.at(step << 32)).dw for step in range(2)]
     total = cases.Product(want[0].value + want[1].value + 1e-3, want[0].bound + want[1].bound + 1e-3)
     assert_near(main_grad, total, "main_grad")
+
+
+@pytest.mark.parametrize("shape", [(24,), (6, 24), (2, 3, 24)])
+def test_outputs_may_be_changed_in_place(shape):
+    """As by torch.nn.ReLU(inplace=True) behind a layer."""
+    functions = {
+        "linear": lambda x, w: hb.linear_shared(x, [w, w], None, hb.recipes.nvfp4(), rng=RNG)[1],
+        "norm": lambda x, w: hb.functional.rms_norm(x, w[0]),
+        "activation": lambda x, w: hb.functional.activation("silu", x) * w.sum(),
+    }
+    x, w = torch.randn(shape), torch.randn(40, 24)
+    for name, function in functions.items():
+        results = []
+        for relu in (torch.relu, torch.relu_):
+            leaves = [t.clone().requires_grad_() for t in (x, w)]
+            relu(function(*leaves)).square().sum().backward()
+            results.append([leaf.grad for leaf in leaves])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name

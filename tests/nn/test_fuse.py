@@ -194,6 +194,37 @@ def test_a_norm_that_feeds_others_still_serves_them():
     assert torch.allclose(block(x), expected, atol=1e-5) and torch.equal(block(x), block(x))
 
 
+class Impatient(nn.Module):
+    """A block that changes what its norm returned, before q or between q and k."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.input_layernorm, self.self_attn, self.when = nn.RMSNorm(32), nn.Module(), when
+        for name in ("q_proj", "k_proj", "v_proj"):
+            self.self_attn.add_module(name, nn.Linear(32, 16))
+
+    def forward(self, x):
+        y = self.input_layernorm(x)
+        y = y.mul_(4) if self.when == "before" else y
+        q = self.self_attn.q_proj(y)
+        y = y.mul_(4) if self.when == "between" else y
+        return torch.cat((q, self.self_attn.k_proj(y), self.self_attn.v_proj(y)), -1)
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_tensor_changed_in_place_is_another_tensor(when, mode):
+    model = nn.Sequential(Impatient(when))
+    hb.nn.fuse_(model)
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    attn, norm, x = model[0].self_attn, model[0].input_layernorm, torch.randn(10, 32)
+    with mode():
+        y = norm(x).clone()
+        inputs = {"q_proj": y * 4 if when == "before" else y, "k_proj": y * 4, "v_proj": y * 4}
+        expected = [hb.nn.forward_shared(value, [getattr(attn, name)])[0] for name, value in inputs.items()]
+        assert torch.equal(model(x), torch.cat(expected, -1))
+
+
 def test_a_model_without_known_names_is_refused():
     with pytest.raises(ValueError, match="no norm and no MLP"):
         hb.nn.fuse_(nn.Sequential(nn.Linear(4, 4)))
