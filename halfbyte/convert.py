@@ -158,6 +158,7 @@ def quantize_(
         elif row.recipe is not None and isinstance(layer, nn.Linear):
             _replace(model, layer, Linear.from_linear(layer, row.recipe, state))
     _share_amaxes(model, [row.name for row in rows if row.recipe is not None], groups)
+    _leave_fast_paths(model)
     return Report(rows=rows, state=state)
 
 
@@ -210,6 +211,20 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     holders = [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is old]
     for parent, name in holders:
         setattr(parent, name, new)
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """Let torch's encoder layers call their linear layers in eval too: their fast path reads only the weights."""
+    changed = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Linear) for m in module.children())
+    ]
+    for layer in changed:
+        layer.activation_relu_or_gelu = 0  # what torch asks before it takes the fast path
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and any(layer in changed for layer in module.layers):
+            module.use_nested_tensor = False  # only the fast path takes nested tensors
 
 
 def _check_globs(argument: str, globs: Sequence[str] | Mapping[str, object], layers: Mapping[str, Layer]) -> None:

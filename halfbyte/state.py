@@ -37,7 +37,8 @@ class RunState:
         if not 0 <= seed < SEED_LIMIT:
             raise ValueError(f"seed={seed}: give 0 <= seed < 2**64")
         self.seed = seed
-        self._base = torch.tensor([as_signed64(seed), 0], dtype=torch.int64)
+        with torch.inference_mode(False):  # `advance` and autograd refuse inference tensors
+            self._base = torch.tensor([as_signed64(seed), 0], dtype=torch.int64)
         self._streams = 0
         if schedule is not None and not isinstance(schedule, Schedule):
             raise TypeError(f"schedule={schedule!r}: give hb.Schedule([(step or share, recipe), …], steps=…)")
@@ -59,7 +60,8 @@ class RunState:
 
     def to(self, device: torch.device | str) -> RunState:
         """Move the position to `device` and return self."""
-        self._base = self._base.to(device)
+        with torch.inference_mode(False):
+            self._base = self._base.to(device)
         return self
 
     def advance(self) -> None:

@@ -385,6 +385,35 @@ def test_empty_initialisation_on_meta_and_to_empty():
     assert torch.equal(model(TOKENS), reference(TOKENS))
 
 
+def test_torch_encoder_layers_take_no_fast_path_around_the_recipe():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 48, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(2, 7, 32), torch.arange(7) >= torch.tensor([[7], [4]])
+    plain = model(x), model(x, src_key_padding_mask=padding)[~padding]
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
+    trained = model(x), model(x, src_key_padding_mask=padding)[~padding]  # with gradients: the slow path
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found = model(x), model(x, src_key_padding_mask=padding)[~padding]
+        for y, quantized, high in zip(found, trained, plain, strict=True):
+            assert (y - quantized).norm() < 0.2 * (y - high).norm()  # torch's attention has a fast path of its own
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_converted_under_inference_mode_trains(compiled):
+    model = decoder(1)
+    with torch.inference_mode():
+        state = hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT).state
+        model(TOKENS)
+        state.load_state_dict({**state.state_dict(), "position": 3})
+    function = torch.compile(model, backend="aot_eager") if compiled else model
+    function(TOKENS).sum().backward()
+    state.advance()
+    function(TOKENS).sum().backward()
+    assert state.position == 4
+
+
 def test_wrong_kinds_of_options_are_refused_before_anything_changes():
     model = torch.nn.Sequential(torch.nn.Linear(16, 16))
     with pytest.raises(TypeError, match=r"share_amax=.*groups of globs"):

@@ -55,7 +55,8 @@ class FollowsRecipe(_Base):
     @stream.setter
     def stream(self, stream: int) -> None:
         self._stream = stream
-        self._shift = torch.tensor([0, stream], dtype=torch.int64, device="cpu")
+        with torch.inference_mode(False):  # autograd refuses inference tensors
+            self._shift = torch.tensor([0, stream], dtype=torch.int64, device="cpu")
 
     @property
     def recipe(self) -> Recipe:
@@ -136,7 +137,8 @@ class FollowsRecipe(_Base):
     def _apply(self, fn, recurse=True) -> Any:
         result = super()._apply(fn, recurse)
         if isinstance(getattr(self, "weight", None), Tensor) and not self.weight.is_meta:
-            self._shift = self._shift.to(self.weight.device)
+            with torch.inference_mode(False):
+                self._shift = self._shift.to(self.weight.device)
         if self.weight_cache is not None:
             self.weight_cache.refill()
         return result
