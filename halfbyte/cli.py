@@ -103,6 +103,8 @@ def env(arguments: list[str]) -> int:
         print(f"GPU {index}: {facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB")
     for backend in hb.backends():
         print(f"backend {backend.name}: {'runs here' if backend.available else 'does not run here'}: {backend.reason}")
+        if backend.casts:
+            print(f"  conversion to E2M1: {backend.casts}")
     return 0
 
 

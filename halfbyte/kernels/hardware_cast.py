@@ -16,6 +16,7 @@ from torch import Tensor
 
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels.e2m1_conversion import E2M1_CAPABILITY, converted_word
+from halfbyte.kernels.stochastic import stochastic_word, upper_halves
 from halfbyte.kernels.targets import TARGETS, CompileCase
 
 COUNT = 1 << 16
@@ -42,7 +43,7 @@ def e2m1_pair_kernel(x_ptr, random_ptr, ours_ptr, theirs_ptr, STOCHASTIC: tl.con
     one = xs[0] * 0 + 1.0
     if STOCHASTIC:
         random = (tl.load(random_ptr + word * 2), tl.load(random_ptr + word * 2 + 1))
-        ours = pm.pack_word(xs, 0, pm.stochastic_codes(xs, 0, one, random))
+        ours = stochastic_word(xs, upper_halves(xs), 0, one, random)
         theirs = tl.inline_asm_elementwise(
             STOCHASTIC_CONVERSION,
             "=r,f,f,f,f,f,f,f,f,r,r",
@@ -67,6 +68,23 @@ def conversions(device: torch.device) -> dict[str, bool]:
     if 10 * major + minor in STOCHASTIC_CAPABILITIES:
         found["stochastic"] = False
     return found
+
+
+def explain(device: torch.device) -> str:
+    """Say which conversions to E2M1 quantize takes from the device, and why not the others."""
+    major, minor = torch.cuda.get_device_capability(device)
+    found, words = conversions(device), {}
+    for name, instruction in (("nearest", "cvt.rn"), ("stochastic", "cvt.rs")):
+        if found.get(name):
+            words[name] = f"by {instruction}"
+        elif name in found:
+            words[name] = (
+                f"in integer arithmetic: {instruction} is compared with it by `halfbyte verify` but not used, "
+                "because no such GPU has confirmed its bytes"
+            )
+        else:
+            words[name] = f"in integer arithmetic: sm_{major}{minor} has no {instruction} to E2M1"
+    return "; ".join(f"{name} {how}" for name, how in words.items())
 
 
 def compare(device: torch.device, name: str) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,15 @@ BACKENDS = (REFERENCE, TRITON, NATIVE)
 
 @dataclass(frozen=True, kw_only=True)
 class BackendStatus:
-    """Whether a backend runs on a device, and the reason."""
+    """Whether a backend runs on a device, and the reason.
+
+    casts: how its quantization converts to E2M1, and why not by the GPU's own conversions where it does not.
+    """
 
     name: str
     available: bool
     reason: str
+    casts: str = ""
 
 
 def backends(device: torch.device | str | None = None) -> tuple[BackendStatus, ...]:
@@ -51,7 +55,8 @@ def _triton_status(device: torch.device) -> BackendStatus:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return BackendStatus(name=TRITON, available=False, reason=f"sm_{major}{minor} is older than sm_80")
-    return BackendStatus(name=TRITON, available=True, reason=f"sm_{major}{minor}, GEMMs emulated in bf16")
+    reason = f"sm_{major}{minor}, GEMMs emulated in bf16"
+    return BackendStatus(name=TRITON, available=True, reason=reason, casts=_casts(device))
 
 
 def _native_status(device: torch.device) -> BackendStatus:
@@ -62,7 +67,14 @@ def _native_status(device: torch.device) -> BackendStatus:
     if major < 10:
         reason = f"sm_{major}{minor} has no FP4 tensor cores; they came with sm_100"
         return BackendStatus(name=NATIVE, available=False, reason=reason)
-    return BackendStatus(name=NATIVE, available=True, reason=f"sm_{major}{minor}, GEMMs on FP4 and FP8 tensor cores")
+    reason = f"sm_{major}{minor}, GEMMs on FP4 and FP8 tensor cores"
+    return BackendStatus(name=NATIVE, available=True, reason=reason, casts=triton.casts)
+
+
+def _casts(device: torch.device) -> str:
+    from halfbyte.kernels import hardware_cast  # imports Triton, so only where it runs
+
+    return hardware_cast.explain(device)
 
 
 @lru_cache(maxsize=64)

@@ -1,8 +1,11 @@
 """The self-test of E2M1 conversions, with a conversion that is ours or wrong in place of the GPU's."""
 
+import re
+
 import pytest
 import torch
 
+import halfbyte as hb
 from halfbyte.kernels import hardware_cast, scaling
 from halfbyte.verify import casts, record
 
@@ -18,6 +21,23 @@ class Gpu:
 def test_which_gpus_convert(capability, names, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert hardware_cast.conversions(Gpu()) == names
+
+
+@pytest.mark.parametrize(
+    ("capability", "native", "casts"),
+    [
+        ((9, 0), False, "nearest in integer .*sm_90 has no cvt.rn.*; stochastic in integer .*sm_90 has no cvt.rs"),
+        ((10, 3), True, "nearest by cvt.rn; stochastic in integer .*cvt.rs is compared .* but not used, because"),
+        ((12, 0), True, "nearest by cvt.rn; stochastic in integer .*sm_120 has no cvt.rs"),
+    ],
+)
+def test_backends_say_how_they_convert(capability, native, casts, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    statuses = {status.name: status for status in hb.backends()}
+    assert statuses["native"].available == native and not statuses["reference"].casts
+    for name in ("triton", "native")[: 1 + native]:
+        assert re.fullmatch(casts + ".*", statuses[name].casts)
 
 
 @pytest.mark.parametrize(("name", "wrong", "outcome"), [
