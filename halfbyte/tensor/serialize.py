@@ -36,10 +36,11 @@ def to_safetensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     """
     plain: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
+    memory: set[int] = set()
     for name, tensor in tensors.items():
         if isinstance(tensor, QuantTensor):
             metadata[PREFIX + name] = _describe(tensor)
-            parts = {f"{name}.{part}": value for part, value in _parts(tensor).items()}
+            parts = {f"{name}.{part}": _alone(value, memory) for part, value in _parts(tensor).items()}
         else:
             parts = {name: tensor}
         for key, value in parts.items():
@@ -74,10 +75,23 @@ def _parts(q: QuantTensor) -> dict[str, Tensor]:
     blocks = q.blocks
     parts = {"qdata": blocks.qdata.contiguous(), "block_scale": blocks.block_scale.contiguous()}
     if q.amax is not None:
-        parts["amax"] = q.amax.clone()  # slices share it, and safetensors refuses shared memory
+        parts["amax"] = q.amax
     if q.group_offsets is not None:
-        parts["group_offsets"] = q.group_offsets.clone()
+        parts["group_offsets"] = q.group_offsets
     return parts
+
+
+def _alone(part: Tensor, memory: set[int]) -> Tensor:
+    """Return a part, or a copy where another lies in the same memory, as those of slices do: safetensors refuses that.
+
+    Args:
+        part: of a QuantTensor.
+        memory: the storages met so far; that of the result is added.
+    """
+    shared = part.numel() > 0 and part.untyped_storage().data_ptr() in memory
+    part = part.clone() if shared else part
+    memory.add(part.untyped_storage().data_ptr())
+    return part
 
 
 def _describe(q: QuantTensor) -> str:

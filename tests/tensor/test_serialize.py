@@ -71,7 +71,8 @@ class TestStorage:
         tensors = {f"layer.{name}": make(spec, 4, 10, 72) for name, spec in SPECS.items()}
         tensors["swizzled"] = make(TILE, scale_layout=SWIZZLED_32_4_4)
         tensors["bias"] = values(7)
-        tensors["head"], tensors["tail"] = make(ROW).split(24)
+        tensors["whole"] = tensors["again"] = make(ROW)
+        tensors["head"], tensors["tail"] = tensors["whole"].split(24)
         plain, metadata = hb.tensor.to_safetensors(tensors)
         torch_file.save_file(plain, tmp_path / "model.safetensors", {"note": "kept", **metadata})
         with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
