@@ -113,7 +113,7 @@ class ZeroOptimizer:
         self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         chosen, groups = self._divide(expert_groups or {})
         self._tiled = tiled_parameters(model)
-        self._agree(chosen)
+        self._agree(model, chosen)
         self.buckets: list[Bucket] = []
         self._home: dict[str, tuple[Bucket, int]] = {}
         self._casts: list[Cast] = []
@@ -153,13 +153,15 @@ class ZeroOptimizer:
             return Item(name, param.shape[0], param.shape[1], True, dtype)
         return Item(name, 1, param.numel(), False, dtype)
 
-    def _agree(self, chosen: dict[int, list[str]]) -> None:
+    def _agree(self, model: nn.Module, chosen: dict[int, list[str]]) -> None:
         """Raise on every rank unless all have the same parameters in the same order, recipes and config."""
         config = str(replace(self.config, timeout=timedelta()))
         common = [
             [name, *self._item(name)[1:], self._tiled[name].key if name in self._tiled else ""] for name in chosen[0]
         ]
         problem = None if self._params else "model has no parameter that requires a gradient"
+        if any(getattr(module, "weight_cache", None) is not None for module in model.modules()):
+            problem = "model: its weights are cached (hb.cache_weights) and would not follow; release that cache first"
         notes = exchange_notes([problem, config, common], self._group, CALL, self.config.timeout)
         for rank, (problem, config, theirs) in enumerate(notes):
             if problem is not None:

@@ -21,6 +21,7 @@ from halfbyte.nn.linear import Linear, shared_amax
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.tensor import QuantTensor
+from halfbyte.tensor.primary import PrimaryWeight
 
 Filled = dict[tuple, CachedWeight]
 """What one pass over the modules has quantized: tied weights once."""
@@ -194,23 +195,51 @@ def cache_weights(
 
     Raises:
         TypeError: an optimizer is none.
-        ValueError: no layer of the model follows a recipe, it is cached already, or its weights are sharded.
+        ValueError: no layer of the model follows a recipe, it is cached already, its weights are sharded or exist in
+            NVFP4 only, or the optimizers hold none of them, such as one that steps masters.
     """
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer={type(optimizer).__name__}: give torch.optim.Optimizer objects")
     found = _sources(model)
     if not found:
-        raise ValueError(f"model={type(model).__name__}: no layer follows a recipe; call hb.quantize_ first")
+        raise ValueError(_nothing_found(model))
     for module, sources in found:
         if module.weight_cache is not None:
             raise ValueError("model: its weights are cached already; release that cache first")
         if any(isinstance(source.weight, DTensor) for source in sources.values()):
             raise ValueError("model: its weights are sharded (DTensor); only whole weights can be cached")
+    _check_held(found, optimizers)
     cache = WeightCache(found, dtype, decoded)
     for optimizer in optimizers:
         cache.watch(optimizer)
     return cache
+
+
+def _nothing_found(model: nn.Module) -> str:
+    """Say why no weight of the model can be cached."""
+    layers = [module for module in model.modules() if isinstance(module, FollowsRecipe)]
+    if not layers:
+        return f"model={type(model).__name__}: no layer follows a recipe; call hb.quantize_ first"
+    if any(isinstance(getattr(layer, "weight", None), PrimaryWeight) for layer in layers):
+        return (
+            "model: its weights are primary weights, which exist in NVFP4 only: forwards read their bytes as they are; "
+            "leave the cache out"
+        )
+    return "model: its layers hold no weights as Parameters of their own; leave the cache out"
+
+
+def _check_held(
+    found: list[tuple[FollowsRecipe, dict[str, Source]]], optimizers: tuple[torch.optim.Optimizer, ...]
+) -> None:
+    """Raise ValueError if weights are trained and no step of the optimizers given would refill any of them."""
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    trained = [s.weight for _, sources in found for s in sources.values() if s.weight.requires_grad]
+    if optimizers and trained and not any(id(weight) in held for weight in trained):
+        raise ValueError(
+            "optimizers: they hold none of the trained weights that would be cached, so no step of theirs would refill "
+            "them; pass the optimizer of the model's own Parameters, or hb.cache_weights(model) and refill() each step"
+        )
 
 
 def _sources(model: nn.Module) -> list[tuple[FollowsRecipe, dict[str, Source]]]:

@@ -202,6 +202,15 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="quantize_ first"):
         hb.cache_weights(nn.Linear(4, 4))
     model = decoder_of("nvfp4")
+    masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    with pytest.raises(ValueError, match="hold none of the trained weights"):
+        hb.cache_weights(model, torch.optim.SGD(masters))
+    hb.cache_weights(decoder_of("nvfp4").requires_grad_(False), torch.optim.SGD(masters)).release()  # as with adapters
+    with pytest.raises(ValueError, match="weights are cached"), hb.cache_weights(cached := decoder_of("nvfp4")):
+        hb.distributed.ZeroOptimizer(cached)
+    hb.distributed.ZeroOptimizer(primary := decoder_of("nvfp4"))
+    with pytest.raises(ValueError, match="primary weights.*leave the cache out"):
+        hb.cache_weights(primary)
     hb.cache_weights(model)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"dtype=torch.bfloat16"):
         model(TOKENS)
