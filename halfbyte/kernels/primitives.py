@@ -28,19 +28,6 @@ MAGIC = tl.constexpr(8388608.0)  # 2^23: from here to 2^24 a float's low bits ar
 MAGIC_SEVEN = tl.constexpr(0x4B000007)  # the bits of 2^23 + 7
 PACK_BIAS = tl.constexpr(0xFB000000)  # what the exponents of 8 magic numbers add to a packed word: 0x4B000000 * 0x11
 
-# 2a + 2^-25, a + 2 and a / 2 + 4, and the sum of two numbers: all rounded toward zero.
-LINES_CUT = tl.constexpr(
-    (
-        "fma.rz.f32 $0, $1, 0f40000000, 0f33000000;",
-        "add.rz.f32 $0, $1, 0f40000000;",
-        "fma.rz.f32 $0, $1, 0f3F000000, 0f40800000;",
-    )
-)
-# The sum with 2^15 + u keeps multiples of 1/256, the sum with 2^23 - 2^15 then the integer.
-ADD_CUT = tl.constexpr(
-    "{.reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; add.rz.f32 a, a, b; add.rz.f32 $0, a, 0f4AFF0000;}"
-)
-
 # Four fp32 values to four bytes: two conversions, each of the upper and the lower operand, joined.
 FP8_CONVERSION = tl.constexpr(
     tuple(
@@ -50,6 +37,13 @@ FP8_CONVERSION = tl.constexpr(
         for name in ("e4m3", "e5m2")
     )
 )
+
+# A round: two products of 64 bits; the compiler multiplies 64-bit numbers where it is not told that words do.
+PHILOX_ROUND = tl.constexpr(
+    "{.reg .b64 p, q; .reg .b32 a, b; mul.wide.u32 p, $4, 0xD2511F53; mul.wide.u32 q, $6, 0xCD9E8D57;"
+    "mov.b64 {$3, a}, p; mov.b64 {$1, b}, q; lop3.b32 $0, b, $5, $8, 0x96; lop3.b32 $2, a, $7, $9, 0x96;}"
+)
+WORDS = tl.constexpr((tl.uint32, tl.uint32, tl.uint32, tl.uint32))
 
 # The maximum of |x| of two pairs of bf16, NaN if one is; the second, from sm_86 on, is one instruction whose signs mean
 # nothing.
@@ -64,13 +58,16 @@ PAIR_ABS_MAX = tl.constexpr(
 MULTIPLY_ABS = tl.constexpr("{.reg .f32 a; abs.f32 a, $1; mul.rn.f32 $0, a, $2;}")
 SHIFT_IN_NIBBLE = tl.constexpr("{.reg .b32 t; shf.l.wrap.b32 t, $2, $1, 1; mad.lo.u32 $0, t, 8, $3;}")
 
+# What the IEEE reciprocal does where its range check passes: one step of Newton.
+REGULAR_RECIPROCAL = tl.constexpr(
+    "{.reg .f32 r, e, n; rcp.approx.ftz.f32 r, $1; neg.f32 n, $1; fma.rn.f32 e, n, r, 0f3F800000;"
+    "fma.rn.f32 $0, r, e, r;}"
+)
+
 # One fp32 value to an E4M3 code.
 E4M3_CONVERSION = tl.constexpr(
     "{.reg .b16 t; .reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.satfinite.e4m3x2.f32 t, z, $1; cvt.u32.u16 $0, t;}"
 )
-
-# Byte J of a word under the upper bytes of 2^15, whose last bit is 1/256.
-BYTE_OVER_256 = tl.constexpr(tuple(f"prmt.b32 $0, $1, 0x47000000, 0x744{j};" for j in range(4)))
 
 
 @triton.jit
@@ -152,36 +149,6 @@ def nearest_codes(xs, START: tl.constexpr, encode):
 
 
 @triton.jit
-def stochastic_codes(xs, START: tl.constexpr, encode, random):
-    """Return the bits of 2^23 + code of |x| * encode rounded by random bytes, 8 elements from START.
-
-    random: the four Philox words of each block, byte i % 4 of word i // 4 for element i (section 4). As in
-    `nearest_codes`, the code is the minimum of three lines, here truncated after the random fraction u is added:
-    2^15 + u comes from the byte, and the sum keeps multiples of 1/256. Truncation moves no line across a multiple of
-    1/256. Below 1/2 the definition rounds a + u / 2 to nearest, which reaches 1/2 from 2^-26 below: 2^-25 more on the
-    line 2a, which truncation drops where a is larger.
-    """
-    out = ()
-    for i in tl.static_range(START, START + 8):
-        a = scaled_magnitude(xs[i], encode)
-        word = random[i % 16 // 4]
-        if INTERPRETED:
-            u = (((word >> (8 * (i % 4))) & 0xFF) | 0x47000000).to(tl.float32, bitcast=True) - 32768.0
-            low, middle, high = tl.floor((a + u * 0.5) * 2.0), tl.floor(a + u) + 2.0, tl.floor(a * 0.5 + u) + 4.0
-            code = tl.minimum(tl.minimum(low, middle), tl.minimum(high, 7.0)) + MAGIC
-        else:
-            u = tl.inline_asm_elementwise(BYTE_OVER_256[i % 4], "=r,r", [word], dtype=tl.uint32, is_pure=True, pack=1)
-            low = tl.inline_asm_elementwise(LINES_CUT[0], "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1)
-            middle = tl.inline_asm_elementwise(LINES_CUT[1], "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1)
-            high = tl.inline_asm_elementwise(LINES_CUT[2], "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1)
-            line = tl.minimum(low.to(tl.uint32, bitcast=True), middle.to(tl.uint32, bitcast=True))
-            line = tl.minimum(line, high.to(tl.uint32, bitcast=True))
-            code = tl.inline_asm_elementwise(ADD_CUT, "=f,r,r", [line, u], dtype=tl.float32, is_pure=True, pack=1)
-        out = out + (tl.minimum(code.to(tl.uint32, bitcast=True), MAGIC_SEVEN),)
-    return out
-
-
-@triton.jit
 def truncated_codes(xs, START: tl.constexpr, encode):
     """Return the bits of 2^23 + code of |x| * encode rounded toward zero, 8 elements from START."""
     out = ()
@@ -212,12 +179,17 @@ def pack_word(xs, START: tl.constexpr, codes):
 def philox(c0, c1, c2, c3, k0, k1):
     """Return the four words of Philox4x32-10; counters and keys uint32."""
     for _ in tl.static_range(10):
-        p0 = c0.to(tl.uint64) * 0xD2511F53
-        p1 = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
-        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1 = p1.to(tl.uint32)
-        c3 = p0.to(tl.uint32)
+        if INTERPRETED:
+            p0 = c0.to(tl.uint64) * 0xD2511F53
+            p1 = c2.to(tl.uint64) * 0xCD9E8D57
+            c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
+            c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+            c1 = p1.to(tl.uint32)
+            c3 = p0.to(tl.uint32)
+        else:
+            c0, c1, c2, c3 = tl.inline_asm_elementwise(
+                PHILOX_ROUND, "=&r,=&r,=&r,=&r,r,r,r,r,r,r", [c0, c1, c2, c3, k0, k1], dtype=WORDS, is_pure=True, pack=1
+            )
         k0 = (k0.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)  # in 64 bits: the interpreter warns where uint32 wraps
         k1 = (k1.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
     return c0, c1, c2, c3
@@ -255,40 +227,52 @@ def sign_words(key):
 
 
 @triton.jit
-def flip_signs(xs, FRESH: tl.constexpr, words):
-    """Multiply a group by its Hadamard signs: the published 16, repeated, or the bits of `words`."""
+def flip_signs(xs, words):
+    """Multiply a group by fresh Hadamard signs: the bits of `words`."""
     out = ()
     for i in tl.static_range(len(xs)):
-        if FRESH:
-            flip = (words[i // 32] << (31 - i % 32)) & 0x80000000
-            out = out + ((xs[i].to(tl.uint32, bitcast=True) ^ flip).to(tl.float32, bitcast=True),)
-        else:
-            if (SIGN_BITS >> (i % 16)) & 1:
-                out = out + (-xs[i],)
-            else:
-                out = out + (xs[i],)
+        flip = (words[i // 32] << (31 - i % 32)) & 0x80000000
+        out = out + ((xs[i].to(tl.uint32, bitcast=True) ^ flip).to(tl.float32, bitcast=True),)
     return out
 
 
 @triton.jit
-def butterfly(xs, STRIDE: tl.constexpr):
-    """One stage of the transform: (a, b) -> (a + b, a - b), b the element STRIDE further on."""
+def butterfly(xs, STRIDE: tl.constexpr, SIGNS: tl.constexpr):
+    """One stage of the transform: (a, b) -> (a + b, a - b), b the element STRIDE further on.
+
+    SIGNS: the signs of elements before the first stage, 16 bits, left to the stages: a sum carries the sign of its
+    first element, and b is added or subtracted as its sign differs from a's.
+    """
     out = ()
     for i in tl.static_range(len(xs)):
-        if i & STRIDE:
-            out = out + (xs[i - STRIDE] - xs[i],)
+        a, b = xs[i & ~STRIDE], xs[i | STRIDE]
+        # Bits 0: whether this is the difference of a pair, and the signs at the starts of its two runs of STRIDE.
+        if (i // STRIDE + (SIGNS >> (i & -2 * STRIDE) % 16) + (SIGNS >> ((i & -2 * STRIDE) + STRIDE) % 16)) % 2 == 0:
+            out = out + (a + b,)
         else:
-            out = out + (xs[i] + xs[i + STRIDE],)
+            out = out + (a - b,)
     return out
+
+
+@triton.jit
+def transform(xs, SIZE: tl.constexpr, FRESH: tl.constexpr, words):
+    """Return the Hadamard transform of groups, without its factor, before which elements take their signs.
+
+    The signs are bits of `words` if FRESH, else the published 16, repeated, of which the first is positive.
+    """
+    SIGNS: tl.constexpr = 0 if FRESH else SIGN_BITS
+    if FRESH:
+        xs = flip_signs(xs, words)
+    for stage in tl.static_range(7):
+        if (1 << stage) < SIZE:
+            xs = butterfly(xs, 1 << stage, SIGNS)
+    return xs
 
 
 @triton.jit
 def rotate(xs, norm, SIZE: tl.constexpr, FRESH: tl.constexpr, words):
     """Rotate groups, SIZE fp32 tensors holding bf16 values; norm = f(1 / sqrt(SIZE)). Returns `bf16_pairs`."""
-    ys = flip_signs(xs, FRESH, words)
-    for stage in tl.static_range(7):
-        if (1 << stage) < SIZE:
-            ys = butterfly(ys, 1 << stage)
+    ys = transform(xs, SIZE, FRESH, words)
     scaled = ()
     for i in tl.static_range(SIZE):
         # + 0 turns -0 into +0; sums of bf16 values are multiples of 2^-133, so the product cannot underflow.
@@ -387,12 +371,10 @@ def reciprocal(x):
 
 @triton.jit
 def regular_reciprocal(x):
-    """Return fp32 1 / x, rounded to nearest, for |x| between 2^-100 and 2^100; else anything."""
+    """Return fp32 1 / x, rounded to nearest, for |x| between 2^-100 and 2^100, Inf or NaN for 0, else anything."""
     if INTERPRETED:
-        return tl.div_rn(x * 0 + 1.0, x)
-    # What the IEEE reciprocal does where its range check passes: one step of Newton.
-    r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return tl.fma(r, tl.fma(-x, r, 1.0), r)
+        return tl.where(x == 0, INF, tl.div_rn(x * 0 + 1.0, tl.where(x == 0, 1.0, x)))
+    return tl.inline_asm_elementwise(REGULAR_RECIPROCAL, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

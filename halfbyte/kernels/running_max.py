@@ -148,10 +148,7 @@ def raise_rotated(rotated, stored, words, WANTED: tl.constexpr):
             ys = ys + (pm.to_fp32(stored[i]),)
         if stored[0].dtype != tl.bfloat16:
             ys = pm.unpack_pairs(pm.bf16_pairs(ys), 0, WANTED.group)
-        ys = pm.flip_signs(ys, WANTED.fresh, words)
-        for stage in tl.static_range(7):
-            if (1 << stage) < WANTED.group:
-                ys = pm.butterfly(ys, 1 << stage)
+        ys = pm.transform(ys, WANTED.group, WANTED.fresh, words)
         for i in tl.static_range(len(ys)):
             rotated = tl.maximum(rotated, tl.abs(ys[i]), propagate_nan=tl.PropagateNan.ALL)
     return rotated

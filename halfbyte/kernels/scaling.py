@@ -15,6 +15,7 @@ from halfbyte.formats import E2M1, FLT_MAX, f32
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels.decode import E4M3_NAN, E8M0_NAN, INTERPRETED
 from halfbyte.kernels.e2m1_conversion import E2M1_CAPABILITY, converted_word
+from halfbyte.kernels.stochastic import stochastic_word, upper_halves
 from halfbyte.spec import MXFP8, BlockMax, Spec
 
 
@@ -170,7 +171,7 @@ def encode_scale(scale, factors, RULE: tl.constexpr):
         return tl.minimum(pm.reciprocal(product), pm.FLT_MAX)
     else:
         if factors[5]:  # one condition a program: no range to check in each block
-            encode = tl.where(scale == 0.0, pm.FLT_MAX, pm.regular_reciprocal(product))
+            encode = tl.minimum(pm.regular_reciprocal(product), pm.FLT_MAX)  # of NaN too, where the scale is 0
         else:
             encode = tl.minimum(pm.reciprocal(product), pm.FLT_MAX)
         return encode
@@ -247,20 +248,20 @@ def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, 
 
 
 @triton.jit
-def pack_codes(xs, START: tl.constexpr, encode, random, RULE: tl.constexpr):
-    """Return the 8 codes from element START as a uint32, the first in the low nibble; random: Philox words."""
+def pack_codes(xs, signs, START: tl.constexpr, encode, random, RULE: tl.constexpr):
+    """Return the 8 codes from element START as a uint32, the first in the low nibble; for the rest `quantize_block`."""
     if RULE.rounding == "nearest" and RULE.hardware >= E2M1_CAPABILITY:
         return converted_word(xs, START, encode)
     elif RULE.rounding == "nearest":
         return pm.pack_word(xs, START, pm.nearest_codes(xs, START, encode))
     elif RULE.rounding == "stochastic":
-        return pm.pack_word(xs, START, pm.stochastic_codes(xs, START, encode, random))
+        return stochastic_word(xs, signs, START, encode, random)
     else:
         return pm.pack_word(xs, START, pm.truncated_codes(xs, START, encode))
 
 
 @triton.jit
-def quantize_block(xs, block_amax, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr):
+def quantize_block(xs, block_amax, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr, signs=None):
     """Quantize 16 elements.
 
     Args:
@@ -268,18 +269,20 @@ def quantize_block(xs, block_amax, factors, constants, random, RULE: tl.constexp
         factors: of `tensor_factors`, scalars or broadcasting over blocks.
         random: four Philox words of each block, if rounding is stochastic.
         AXIS: along which the 16 blocks of a tile lie.
+        signs: 8 words whose halves begin with the signs of xs, if there are such: a packed x, or rotated pairs.
 
     Returns:
         The 16 codes as int64 and the E4M3 scale as uint8.
     """
     poison = ((block_amax < pm.INF) == 0) | factors[4]
-    block_amax = tl.where(poison, pm.INF, block_amax)
     if RULE.tile:
-        block_amax = over_tile(block_amax, AXIS)
+        block_amax = over_tile(tl.where(poison, pm.INF, block_amax), AXIS)
         poison = block_amax == pm.INF
-    block_amax = tl.where(poison, 0.0, block_amax)
+    if len(RULE.candidates) > 0:
+        block_amax = tl.where(poison, 0.0, block_amax)
     if len(RULE.candidates) == 0:
-        code = pm.e4m3_code(tl.minimum(block_amax * factors[2], pm.FLT_MAX), RULE.hardware)
+        # The conversion saturates; what poison makes of scale and codes is replaced.
+        code = pm.e4m3_code(block_amax * factors[2], RULE.hardware)
         encode = encode_scale(pm.e4m3_positive(code), factors, RULE)
     elif RULE.scaled:  # noqa: SIM114
         code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
@@ -287,8 +290,10 @@ def quantize_block(xs, block_amax, factors, constants, random, RULE: tl.constexp
         code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
     else:
         code, encode = choose_candidate(xs, block_amax, factors, constants, False, RULE, AXIS)
-    low = pack_codes(xs, 0, encode, random, RULE).to(tl.int64)
-    high = pack_codes(xs, 8, encode, random, RULE).to(tl.int64)
+    if RULE.rounding == "stochastic" and signs is None:
+        signs = upper_halves(xs)
+    low = pack_codes(xs, signs, 0, encode, random, RULE).to(tl.int64)
+    high = pack_codes(xs, signs, 8, encode, random, RULE).to(tl.int64)
     return tl.where(poison, 0, low | (high << 32)), tl.where(poison, E4M3_NAN, code).to(tl.uint8)
 
 

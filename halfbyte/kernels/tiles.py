@@ -159,13 +159,16 @@ def store_decoded_group(out_ptr, words, scales, group, row64, blocks, in_row, RU
 
 
 @triton.jit
-def quantize_group(xs, amax, factors, constants, draw_ptr, stream, block, RULE: tl.constexpr, AXIS: tl.constexpr):
+def quantize_group(
+    xs, amax, factors, constants, draw_ptr, stream, block, RULE: tl.constexpr, AXIS: tl.constexpr, pairs=None
+):
     """Quantize a group: return the words of its codes and its scales.
 
     Args:
         xs: RULE.group fp32 tensors, or half as many `bf16_pairs` after a rotation.
         amax: max |x| of the group's only block, before a rotation; None after one.
         block: int64, the position of the group's first block among random numbers.
+        pairs: the words of a packed x whose unrotated values xs are, if they lie along its rows.
     """
     words = ()
     scales = ()
@@ -178,10 +181,12 @@ def quantize_group(xs, amax, factors, constants, draw_ptr, stream, block, RULE: 
             if RULE.rounding == "stochastic":
                 random = pm.block_words(block + g, pm.draw_words(draw_ptr, stream))
             block_xs = xs
+            signs = pairs
             if RULE.norm != 0.0:
-                amax = pm.max_of_pair(pm.pair_abs_max(pm.part(xs, g * 8, 8), RULE.hardware))
+                signs = pm.part(xs, g * 8, 8)
+                amax = pm.max_of_pair(pm.pair_abs_max(signs, RULE.hardware))
                 block_xs = pm.unpack_pairs(xs, g * 16, 16)
-            codes, scale = sc.quantize_block(block_xs, amax, factors, constants, random, RULE, AXIS)
+            codes, scale = sc.quantize_block(block_xs, amax, factors, constants, random, RULE, AXIS, signs)
             words = words + (codes,)
             scales = scales + (scale,)
     return words, scales
@@ -257,7 +262,10 @@ def quantize_row_tile(
     if RULE.rounding == "stochastic":
         block = first_block + row64[:, None] * blocks_per_row + (group * (RULE.group // 16))[None, :]
         block = pm.like(block, xs[0])
-    words, scales = quantize_group(xs, amax, factors, constants, draw_ptr, stream, block, RULE, 0)
+    pairs = None
+    if RULE.packed:
+        pairs = loaded
+    words, scales = quantize_group(xs, amax, factors, constants, draw_ptr, stream, block, RULE, 0, pairs)
     if RULE.decoded:
         store_decoded_group(q_ptr, words, scales, group[None, :], row64[:, None], blocks, in_row[:, None], RULE)
     else:
