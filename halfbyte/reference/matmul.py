@@ -48,7 +48,7 @@ def dequantize(
     """
     scale = _linear_scale(blocks, spec, cols, scale_layout)
     if isinstance(spec, MXFP8):
-        return mxfp8.decode(blocks.qdata, scale, spec)[:, :cols].to(dtype)
+        return mxfp8.decode(blocks.qdata, scale, spec)[:, :cols].to(dtype).contiguous()
     a = clamped_amax(blocks.amax, spec)
     inverse = f32(1 / (spec.e4m3_max * spec.fp4_max))
     if spec.outer == "row":
@@ -57,7 +57,7 @@ def dequantize(
     # Above 2^100 scale * A may overflow though the product with the constant does not: move 2^16 between them.
     factor = torch.where(a >= 2.0**100, ((scale * 2.0**-16) * a) * (inverse * 2.0**16), (scale * a) * inverse)
     values = e2m1_values(blocks.qdata).unflatten(1, (-1, NVFP4_BLOCK))
-    return (values * factor[..., None]).flatten(1)[:, :cols].to(dtype)
+    return (values * factor[..., None]).flatten(1)[:, :cols].to(dtype).contiguous()
 
 
 def decode(blocks: Blocks, spec: Spec, cols: int, scale_layout: str = LINEAR) -> Decoded:

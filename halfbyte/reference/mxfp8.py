@@ -29,7 +29,8 @@ def quantize(x: Tensor, spec: MXFP8) -> Blocks:
     encode = e8m0_value(254 - exponent)
     codes = fp8(x_32RB * encode, spec.element_format).view(torch.uint8).masked_fill_(poison, 0)
     scale = exponent.to(torch.uint8).masked_fill_(poison, E8M0_NAN)
-    return Blocks(codes.permute(1, 2, 0).reshape(rows, blocks * MXFP8_BLOCK), scale, no_amax)
+    qdata = codes.permute(1, 2, 0).contiguous()  # of one block a reshape alone would be a view across the rows
+    return Blocks(qdata.view(rows, blocks * MXFP8_BLOCK), scale, no_amax)
 
 
 def decode(qdata: Tensor, block_scale: Tensor, spec: MXFP8) -> Tensor:

@@ -32,7 +32,7 @@ def norm(
         centered: LayerNorm rather than RMSNorm.
         dtype: of the result.
     """
-    x = x.float()
+    x = x.float().contiguous()
     count = torch.full((), float(x.shape[1]), device=x.device)
     mean = row_sum(x) / count if centered else x.new_empty(0)
     d = x - mean[:, None] if centered else x
@@ -54,7 +54,7 @@ def norm_backward(
         statistics: mean (LayerNorm) and rstd, as `norm` returned them.
     """
     dtype, mean, rstd = x.dtype, statistics[0], statistics[1][:, None]
-    x, dy = x.float(), dy.float()
+    x, dy = x.float().contiguous(), dy.float().contiguous()
     normal = (x - mean[:, None] if centered else x) * rstd
     g = dy * weight.float()
     count = torch.full((), float(x.shape[1]), device=x.device)

@@ -25,6 +25,15 @@ def test_opcheck(wanted):
         opcheck(HB.activation_backward, (y, x, up, "relu2", *rest))
 
 
+@pytest.mark.parametrize("centered", [False, True])
+def test_outputs_of_strided_input_are_contiguous(centered):
+    x, w, rest = torch.randn(40, 19).t(), torch.randn(40), ("", "", None, 0, "")
+    y, mean, rstd, *_ = HB.norm(x, w, w, 1e-5, centered, torch.float32, *rest)
+    back = HB.norm_backward(x, x, w, mean, rstd, centered, True, "")
+    expected = HB.norm(x.contiguous(), w, w, 1e-5, centered, torch.float32, *rest)[0]
+    assert torch.equal(y, expected) and all(t.is_contiguous() for t in (y, mean, rstd, *back))
+
+
 @pytest.mark.parametrize("shape", [(0, 40), (3, 0)])
 def test_empty_tensors(shape):
     x, w = torch.randn(shape), torch.ones(shape[1])

@@ -28,6 +28,17 @@ def test_opcheck_quantize(spec, scale_layout):
     opcheck(HB.quantize, (x, spec.key, *_draws(), None, scale_layout, ""))
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.key.replace("/", "-"))
+def test_every_output_is_contiguous(spec):
+    """As fakes and so compiled code take it for granted; of single blocks too."""
+    for rows, cols in ((1, 32), (5, 7), (33, 20), (64, 1), (3, 70)):
+        x = torch.randn(cols, rows).t()
+        outputs = HB.quantize_row_col(x, spec.key, spec.key, *_draws(), None, None, "linear", False, False, "")
+        blocks = HB.quantize(x, spec.key, *_draws(), None, "linear", "")
+        outputs += (*blocks, HB.dequantize(*blocks, spec.key, cols, torch.float32, "linear", ""))
+        assert all(t.is_contiguous() for t in outputs), (rows, cols)
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_opcheck_quantize_with_amax(given):
     amax = torch.tensor(3.0) if given else None
