@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from halfbyte.kernels import grouped_wide as wide
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import amax_rule
 from halfbyte.kernels.decode import INTERPRETED
@@ -41,7 +42,6 @@ class Tile(NamedTuple):
 
 BOTH_TILE, ROW_TILE = Tile(64, 64, 4), Tile(16, 256, 4)
 AMAX_TILE, ROW_AMAX_TILE = Tile(64, 128, 4), Tile(64, 256, 8)
-WIDEST_WHOLE = 32  # rotations up to here are compiled for tiles without a ragged edge too: wider ones compile slowly
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 TRANSPOSE_WORDS = 32
 STACKED_TRANSPOSE_ROWS = 64  # words of 8 rows
@@ -225,12 +225,19 @@ def _launch_amax(
 ) -> None:
     rules = [None if spec is None else amax_rule(spec) for spec in specs]
     stream = 0 if sign_draw is None else sign_draw.stream
+    out = out[0].view(torch.int32), out[1].view(torch.int32)
+    for i, rule in enumerate(rules):
+        if rule is not None and wide.is_wide(rule):
+            wide.amax(grid.x, plan, rule, bool(i), out[i], stream)
+            rules[i] = None
+    if rules == [None, None]:
+        return
     tile = ROW_AMAX_TILE if rules[1] is None else AMAX_TILE
     tile_cols = _columns(tile, rules[0])
     col_tiles = ceil_div(grid.x.shape[1], tile_cols)
     grouped_amax_kernel[(plan.tiles * col_tiles,)](
         grid.x,
-        *(t.view(torch.int32) for t in out),
+        *out,
         plan.signs,
         plan.signs,
         stream,
@@ -258,20 +265,26 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
     rules = [
         None if s is None else sc.rule_of(s.spec, hardware)._replace(decoded=s.decoded, packed=packed) for s in sides
     ]
-    tile = ROW_TILE if col is None else BOTH_TILE
+    pointers = [_pointers(side, amax, plan) for side, amax in zip(sides, amaxes, strict=True)]
+    streams = [[0, 0] if side is None else _streams(side) for side in sides]
+    constants = [(0.0,) * 4 if side is None else sc.constants_of(side.spec) for side in sides]
+    for i, (rule, side) in enumerate(zip(rules, sides, strict=True)):
+        if rule is not None and side is not None and wide.is_wide(rule):
+            arguments = pointers[i], streams[i], constants[i]
+            wide.quantize(grid.x, plan, rule, bool(i), grid.stacked, side.blocks, arguments)
+            rules[i], pointers[i] = None, [None] * 5
+    if rules == [None, None]:
+        return
+    tile = ROW_TILE if rules[1] is None else BOTH_TILE
     tile_cols = _columns(tile, rules[0])
-    tile_rows = plan.tile_rows if col is not None or INTERPRETED else tile.rows
+    tile_rows = plan.tile_rows if rules[1] is not None or INTERPRETED else tile.rows
     col_tiles = ceil_div(grid.x.shape[1], tile_cols)
-    whole = grid.x.shape[1] % tile_cols == 0 and all(r is None or r.group <= WIDEST_WHOLE for r in rules)
+    whole = grid.x.shape[1] % tile_cols == 0
     full = [rule._replace(full=True) if whole and rule is not None else None for rule in rules]
-    pointers, numbers, constants = [], [], []
-    for side, amax in zip(sides, amaxes, strict=True):
-        pointers += _pointers(side, amax, plan)
-        numbers += [0, 0] if side is None else _streams(side)
-        constants += [0.0] * 4 if side is None else sc.constants_of(side.spec)
     grouped_quantize_kernel[(plan.tiles * (plan.tile_rows // tile_rows) * col_tiles,)](
         grid.x,
-        *pointers,
+        *pointers[0],
+        *pointers[1],
         plan.table,
         plan.tile_group,
         grid.groups,
@@ -279,8 +292,10 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
         0 if row is None else row.blocks,
         0 if col is None else col.blocks,
         *grid.x.stride(),
-        *numbers,
-        *constants,
+        *streams[0],
+        *streams[1],
+        *constants[0],
+        *constants[1],
         col_tiles,
         ROW=rules[0],
         COL=rules[1],

@@ -22,6 +22,8 @@ PAIRS = {
     "row": (SPECS["row"], SPECS["row"]),
     "gradient": (hb.NVFP4(**SR), hb.NVFP4(**SR, rotation=hb.Hadamard(signs="fresh"))),
     "wide": (hb.NVFP4(rotation=hb.Hadamard(size=32)), hb.NVFP4(rotation=hb.Hadamard(size=32), outer="row")),
+    "widest": (hb.NVFP4(rotation=hb.Hadamard(size=64)), SPECS["rotated_fresh"]),
+    "half_wide": (hb.NVFP4(), hb.NVFP4(rotation=hb.Hadamard(size=64), outer="row", **SR)),
     "mixed": (SPECS["4over6"], hb.MXFP8()),
 }
 """Together every rounding, outer scale, rotation and choice of scales."""
@@ -66,7 +68,7 @@ def test_every_spec(pair):
     check_bytes(tokens(sizes, padding, dtype), ends(sizes), PAIRS[pair], scale_layout=layout)
 
 
-@pytest.mark.parametrize("pair", ["tile_4over6", "mixed", "gradient"])
+@pytest.mark.parametrize("pair", ["tile_4over6", "mixed", "gradient", "widest"])
 def test_experts(pair):
     w = torch.randn(3, 23, COLS, generator=torch.Generator().manual_seed(2)).bfloat16()
     w[1] = 0
@@ -93,7 +95,7 @@ def test_tiles_without_a_ragged_edge():
     check_bytes(x, ends((70, 3, 127)), PAIRS["gradient"])
 
 
-@pytest.mark.parametrize("pair", ["gradient"])
+@pytest.mark.parametrize("pair", ["gradient", "widest"])
 def test_transient_values_are_the_decoded_codes(pair):
     sizes, padding = GROUPS["ragged"]
     x, offsets, specs = tokens(sizes, padding), ends(sizes), PAIRS[pair]
