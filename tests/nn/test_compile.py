@@ -62,6 +62,7 @@ def test_a_linear_layer_follows_every_recipe_without_a_break():
         assert counter.frame_count == number
 
 
+@pytest.mark.filterwarnings("error:.*lru_cache")
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
 def test_experts_follow_every_recipe_without_a_break(recipe):
     layer = hb.nn.GroupedLinear(len(RAGGED), 40, 24, recipe=recipe, state=hb.RunState(0))
