@@ -1,14 +1,52 @@
 """Several processes share the GPU tests: most of the time goes into compiling, one kernel at a time in a process."""
 
+import re
+from pathlib import Path
+from urllib.parse import quote
 from zlib import crc32
+
+import pytest
+
+SLOW_FIRST = ("grouped", "graphs", "fused", "transient", "quantize")
+"""Files in the order of what their kernels take to compile; the others follow."""
+SAME_KERNELS = ("shape", "groups")
+"""Parameters that choose no other kernels: tests that differ in these alone run in one process."""
+CLAIMED = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--share", default="0/1", help="I/N: run the tests that fall to share I of N (tests/gpu/run.py)")
+    parser.addoption("--claims", help="a folder that processes share: each runs what none has claimed (run.py)")
+
+
+def _work(item: pytest.Function) -> str:
+    """Name the tests that use the same kernels."""
+    name = f"{item.path.stem}-{item.name}"
+    for parameter in SAME_KERNELS:
+        value = getattr(item, "callspec", None) and item.callspec.params.get(parameter)
+        name = re.sub(rf"(?<=[\[-]){value if isinstance(value, str) else parameter + '[0-9]+'}(?=[\]-])", "", name)
+    return quote(name, safe="")
+
+
+def pytest_configure(config):
+    config.stash[CLAIMED] = set()
 
 
 def pytest_collection_modifyitems(config, items):
-    index, count = map(int, config.getoption("--share").split("/"))
-    kept = [item for item in items if crc32(item.nodeid.encode()) % count == index]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    if config.getoption("--claims"):
+        order = {f"test_gpu_{name}": place for place, name in enumerate(SLOW_FIRST)}
+        # What stands together in a file is much alike: in this order processes seldom compile the same at once.
+        items.sort(key=lambda item: (order.get(item.path.stem, len(order)), crc32(_work(item).encode())))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    """Pass by a test that another process has claimed."""
+    folder, claimed, work = item.config.getoption("--claims"), item.config.stash[CLAIMED], _work(item)
+    if folder is None or work in claimed:
+        return None
+    try:
+        Path(folder, work).touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    claimed.add(work)
+    return None
