@@ -100,7 +100,7 @@ def memory_report(
         forward: called with the inputs instead of the model, for models with other arguments.
 
     Returns:
-        MemoryReport, with a row for bf16 and one for each recipe.
+        MemoryReport, with a row for bf16 and one for each other recipe.
 
     Raises:
         ValueError: no layer follows a recipe, an input has no dimension, or the forward's result has no gradient.
@@ -110,7 +110,7 @@ def memory_report(
         raise ValueError(f"model={type(model).__name__}: no layer follows a recipe; call hb.quantize_ first")
     if not inputs or any(t.dim() == 0 for t in inputs):
         raise ValueError("inputs: give example inputs whose first dimension is the batch")
-    chosen = [presets.bf16(), *(as_recipe(recipe) for recipe in recipes)]
+    chosen = dict.fromkeys((presets.bf16(), *(as_recipe(recipe) for recipe in recipes)))
     run = forward or model
     rows = []
     with _set_aside(layers):
@@ -234,11 +234,12 @@ def _storages(roots: Sequence[Any], parameters: set[int], own: set[int]) -> tupl
             continue
         seen.add(node)
         is_linear = any(_leads_to(following, own) for following, _ in node.next_functions)
+        beside = {tensor.untyped_storage()._cdata for tensor in _of_the_activation(node)}
         for tensor in _saved(node):
             storage = tensor.untyped_storage()
             if storage._cdata not in parameters:
                 total[storage._cdata] = storage.nbytes()
-                if is_linear:
+                if is_linear and storage._cdata not in beside:
                     linear[storage._cdata] = storage.nbytes()
         pending += [following for following, _ in node.next_functions]
     return total, linear
@@ -252,6 +253,12 @@ def _leads_to(node: Any, own: set[int]) -> bool:
     while node is not None and node.name() in _CASTS:
         node = node.next_functions[0][0]
     return node is not None and id(getattr(node, "variable", None)) in own
+
+
+def _of_the_activation(node: Any) -> Sequence[Tensor]:
+    """Return what a node of linear layers with an activation behind them keeps for the activation: its inputs."""
+    count = getattr(node, "activation_inputs", 0)
+    return node.saved_tensors[-2 * count : -count] if count else ()  # the bases of random places come last
 
 
 def _saved(node: Any) -> list[Tensor]:

@@ -47,9 +47,17 @@ def test_the_bytes_of_one_layer(recipe, per_element):
     hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
     x = torch.randn(64, 64)
     report = hb.memory_report(model, x, recipes=[RECIPES[recipe]], forward=lambda x: model(x.requires_grad_()))
-    row = report.rows[1]
+    row = report.rows[-1]
     assert row.linear_per_token == 64 * per_element
     assert row.linear_fixed == pytest.approx(64 * 96 * per_element, abs=64)  # amaxes and the random position
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_a_fused_activation_is_none_of_its_linear_layers(activation):
+    mlp = hb.nn.LayerNormMLP(64, 96, activation=activation, recipe="mxfp8")
+    report = hb.memory_report(mlp, torch.randn(64, 64), recipes=["bf16", "nvfp4", "nvfp4"], dtype=None)
+    assert [row.recipe for row in report.rows] == ["bf16", "nvfp4"]
+    assert [row.linear_per_token for row in report.rows] == [4 * (64 + 96), 9 / 16 * (64 + 96)]
 
 
 def test_looking_changes_nothing():

@@ -179,7 +179,7 @@ class _ActivatedLinear(torch.autograd.Function):
         up = outputs[1] if len(outputs) > 1 else None
         h, amaxes = ops.activation(outputs[0], up, then.function, then.following(base))
         ctx.layout = _save(ctx, [*kept, *outputs], tensors[4 * call.count : 5 * call.count])
-        ctx.function = then.function
+        ctx.function, ctx.activation_inputs = then.function, call.count
         known = _present(amaxes, x)
         ctx.mark_non_differentiable(*known)
         return h, *known
