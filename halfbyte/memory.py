@@ -22,6 +22,7 @@ from halfbyte import recipes as presets
 from halfbyte.nn.linear import as_recipe, describe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
+from halfbyte.state import RunState
 
 Owned = dict[int, int]
 """Storages by identity: their bytes."""
@@ -148,10 +149,11 @@ def _set_aside(layers: Sequence[FollowsRecipe]) -> Iterator[None]:
     saved = [(layer, layer.recipe, layer.run_state, layer.weight_cache, layer._stale) for layer in layers]
     states = {id(layer.run_state): layer.run_state for layer in layers if layer.run_state is not None}
     stand_ins = {key: copy.copy(state) for key, state in states.items()}
+    stand_ins[id(None)] = RunState()  # for layers whose own recipe draws nothing
     try:
         for layer in layers:
             layer.weight_cache = None
-            layer.run_state = stand_ins.get(id(layer.run_state))
+            layer.run_state = stand_ins[id(layer.run_state)]
         yield
     finally:
         for layer, recipe, state, cache, stale in saved:
