@@ -1,13 +1,14 @@
 """cast_master_weights_to_nvfp4 and post_all_gather_processing: for optimizers that keep fp32 masters in shards.
 
 What a call needs beyond its tensors' values (who has which elements, tables of addresses, buffers) is prepared by the
-first call with these tensors and kept on the first weight; later calls launch kernels and collectives only.
+first call with these tensors and kept on the first weight; later calls launch kernels and collectives only. Where only
+the memory of masters is another, a rank prepares alone what depends on it: other ranks need not notice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,17 +58,24 @@ def cast_master_weights_to_nvfp4(
         RuntimeError: some rank does not make the call within `agree.AGREE_TIMEOUT`.
     """
     shards = [None] * len(model_weights) if fsdp_shard_model_weights is None else fsdp_shard_model_weights
-    key = _key(model_weights, master_weights, start_offsets, shards, group)
-    known = getattr(model_weights[0], "_prepared_cast", None) if model_weights else None
-    if known is not None and known[0] == key:
-        cast = known[1]
-    else:
+    agreed_on = _agreed_on(model_weights, master_weights, start_offsets, (group, manual_post_all_gather_processing))
+    memory = _memory(master_weights, shards)
+    known: _Prepared | None = getattr(model_weights[0], "_prepared_cast", None) if model_weights else None
+    if known is None or (known.agreed_on, known.memory) != (agreed_on, memory):
         arguments = (model_weights, master_weights, start_offsets, shards)
-        cast = _prepare(arguments, group, manual_post_all_gather_processing)
+        problem = _problem(*arguments)
+        if known is not None and known.agreed_on == agreed_on:
+            if problem is not None:
+                raise ValueError(problem)
+            shares = known.shares
+        else:
+            shares = _agree(arguments, problem, group, manual_post_all_gather_processing)
+        cast = _prepare(arguments, shares, group)
         if cast is None:
             return
-        vars(model_weights[0])["_prepared_cast"] = (key, cast)
-    cast.run()
+        known = _Prepared(agreed_on, memory, shares, cast)
+        vars(model_weights[0])["_prepared_cast"] = known
+    known.cast.run()
     for weight in model_weights:
         if isinstance(weight, PrimaryWeight):
             weight.is_stale = True
@@ -107,22 +115,39 @@ def target_of(weight: QuantTensor, first_tile: int, slot: int, *, turned: Blocks
     return Target(rows, cols, spec, weight.dtype, weight.blocks, swizzled, first_tile, slot, turned)
 
 
-def _key(weights, masters, starts, shards, group) -> tuple:
-    """Return what a prepared cast depends on; the cast itself keeps the tensors alive."""
+class _Prepared(NamedTuple):
+    """A cast and what it was prepared for; shares: for each weight, that of every rank."""
+
+    agreed_on: tuple
+    memory: tuple
+    shares: list[list[Share | None]]
+    cast: Cast
+
+
+def _agreed_on(weights, masters, starts, call) -> tuple:
+    """Return what ranks have to agree on, as far as this one knows; the cast keeps the weights' memory alive."""
     return (
-        id(group),
+        *map(id, call),
         *((id(weight), weight.qdata.data_ptr()) if isinstance(weight, QuantTensor) else None for weight in weights),
-        *((None if m is None else (m.data_ptr(), m.numel(), m.dtype)) for m in masters),
+        *((0 if m is None else m.numel()) for m in masters),
         *starts,
+    )
+
+
+def _memory(masters, shards) -> tuple:
+    """Return where this rank's masters and codes lie, which is no concern of others; the cast keeps them alive."""
+    return (
+        *((None if m is None else (m.data_ptr(), m.dtype)) for m in masters),
         *((None if s is None else s.data_ptr()) for s in shards),
     )
 
 
-def _prepare(arguments: tuple, group: dist.ProcessGroup | None, manual: bool) -> Cast | None:
-    """Compare arguments between ranks and return the cast, None if there is nothing to do."""
-    weights, masters, starts, shards = arguments
-    rank, size = rank_and_size(group)
-    problem = _problem(*arguments)
+def _agree(
+    arguments: tuple, problem: str | None, group: dist.ProcessGroup | None, manual: bool
+) -> list[list[Share | None]]:
+    """Compare arguments between ranks and return the shares of each weight."""
+    weights, masters, starts, _ = arguments
+    _, size = rank_and_size(group)
     if problem is None and not manual and size > 1:
         problem = (
             f"manual_post_all_gather_processing=False: the group has {size} ranks, whose codes meet only in your "
@@ -142,12 +167,19 @@ def _prepare(arguments: tuple, group: dist.ProcessGroup | None, manual: bool) ->
     shares = [
         [None if s is None else Share(*s) for s in column] for column in zip(*(n["shares"] for n in notes), strict=True)
     ]
+    _check_cover([(i, weights[i], own) for i, own in enumerate(shares) if any(share is not None for share in own)])
+    return shares
+
+
+def _prepare(arguments: tuple, shares: list[list[Share | None]], group: dist.ProcessGroup | None) -> Cast | None:
+    """Return the cast, None if there is nothing to do."""
+    weights, masters, _, shards = arguments
+    rank, size = rank_and_size(group)
     held = [any(share is not None for share in own) for own in shares]
-    _check_cover([(i, weights[i], shares[i]) for i, any_share in enumerate(held) if any_share])
     if not any(held):
         return None
     targets, pieces, first_tile = [], [], 0
-    slots.clear()  # only of the weights that take part
+    slots: dict[int, int] = {}
     for i, weight in enumerate(weights):
         if not held[i]:
             continue

@@ -155,6 +155,12 @@ def prepared_once(rank: int) -> None:
         with pytest.MonkeyPatch.context() as patch:  # whatever would be exchanged now is an error
             patch.setattr(partial_cast, "exchange_notes", None)
             cast_master_weights_to_nvfp4(weights, shards, starts, None)
+            moved = [shard.clone() for shard in shards] if rank == 0 else shards  # one rank alone has other memory
+            before = [weight.qdata.clone() for weight in weights]
+            cast_master_weights_to_nvfp4(weights, moved, starts, None)
+            assert all(torch.equal(weight.qdata, codes) for weight, codes in zip(weights, before, strict=True))
+    with pytest.raises(ValueError, match="call post_all_gather_processing"):
+        cast_master_weights_to_nvfp4(weights, shards, starts, None, manual_post_all_gather_processing=False)
 
 
 def absent_shards(rank: int) -> None:
