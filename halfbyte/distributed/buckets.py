@@ -125,6 +125,10 @@ class Bucket:
             self.master_grads.copy_(self.own_grads)
 
     def drop_gradients(self) -> None:
+        """Forget what arrived; a sum that still runs must not meet the next gradients in its buffer."""
+        for work in self._reducing:
+            work.wait()
+        self._reducing.clear()
         self._arrived.clear()
 
     # Values

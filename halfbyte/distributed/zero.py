@@ -264,6 +264,12 @@ class ZeroOptimizer:
 
     def _on_gradient(self, number: int, index: int, param: Tensor) -> None:
         assert param.grad is not None
+        if number >= self._reduced:
+            name = self.buckets[number].plan.places[index].item.name
+            raise RuntimeError(
+                f"{name}: a second gradient after the ranks began to sum the first; run every backward of a step but "
+                "the last within `with optimizer.accumulate():`, or zero_grad() to forget the first"
+            )
         self.buckets[number].add_gradient(index, param.grad)
         param.grad = None
         if self._accumulating:
@@ -304,6 +310,8 @@ class ZeroOptimizer:
         """Forget gradients that were accumulated and not yet used."""
         for bucket in self.buckets:
             bucket.drop_gradients()
+        for param in self._params.values():
+            param.grad = None  # of a backward that was stopped
         self._reduced, self._waiting = len(self.buckets), self._expected()
 
     def _scale_gradients(self) -> Tensor:
@@ -355,8 +363,9 @@ class ZeroOptimizer:
         """Return masters and optimizer state under the ordinary names of parameters, whole, on the CPU of every rank.
 
         Returns:
-            {"version", "masters": {name: fp32}, "state": {name: {key: tensor}}, "groups"}: `masters` is a state dict of
-            the model's trained parameters in fp32, without any codes.
+            {"version", "masters": {name: fp32}, "state": {name: {key: value}}, "groups", "scalars"}: `masters` is a
+            state dict of the model's trained parameters in fp32, without any codes; `scalars` the keys of state whose
+            numbers the optimizer keeps as tensors.
         """
         return zero_state.save(self)
 

@@ -22,6 +22,7 @@ def save(zero: ZeroOptimizer) -> dict[str, Any]:
     """See ZeroOptimizer.state_dict."""
     masters: dict[str, Tensor] = {}
     state: dict[str, dict[str, Any]] = {name: {} for name in zero.names}
+    scalars: set[str] = set()
     with torch.no_grad():
         for bucket in zero.buckets:
             masters.update(_whole(bucket, bucket.masters, zero))
@@ -34,9 +35,10 @@ def save(zero: ZeroOptimizer) -> dict[str, Any]:
                 for name, whole in _whole(bucket, shard, zero).items():
                     state[name][key] = whole
             for name, values in _others(zero, bucket).items():
-                state[name].update(values)
+                state[name].update({key: value for key, (value, _) in values.items()})
+                scalars.update(key for key, (_, is_tensor) in values.items() if is_tensor)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in zero.inner.param_groups]
-    return {"version": VERSION, "masters": masters, "state": state, "groups": groups}
+    return {"version": VERSION, "masters": masters, "state": state, "groups": groups, "scalars": sorted(scalars)}
 
 
 def _begin(bucket: Bucket, fragment) -> int:
@@ -71,18 +73,18 @@ def _is_elementwise(value: Any, master: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape == master.shape
 
 
-def _others(zero: ZeroOptimizer, bucket: Bucket) -> dict[str, dict[str, Any]]:
-    """Return numbers such as the step: those of the lowest rank that has a part of the parameter."""
+def _others(zero: ZeroOptimizer, bucket: Bucket) -> dict[str, dict[str, tuple[Any, bool]]]:
+    """Return numbers such as the step, and whether they are kept as tensors: of the lowest rank with a part."""
     own = {
         fragment.place.item.name: {
-            key: value.item() if isinstance(value, Tensor) else value
+            key: (value.item(), True) if isinstance(value, Tensor) else (value, False)
             for key, value in zero.inner.state.get(fragment.master, {}).items()
             if not _is_elementwise(value, fragment.master)
         }
         for fragment in bucket.fragments
     }
     notes = exchange_notes(own, bucket.ranks.group, CALL, zero.config.timeout) if bucket.ranks.group else [own]
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, dict[str, tuple[Any, bool]]] = {}
     for note in notes:
         for name, values in note.items():
             out.setdefault(name, values)
@@ -94,6 +96,7 @@ def load(zero: ZeroOptimizer, state: Any) -> None:
     group = zero.everyone.group
     refuse_together(_problem(zero, state), group, "ZeroOptimizer.load_state_dict", zero.config.timeout)
     zero.synchronize()
+    scalars = state.get("scalars", ("step",))
     with torch.no_grad():
         for bucket in zero.buckets:
             for fragment in bucket.fragments:
@@ -101,10 +104,10 @@ def load(zero: ZeroOptimizer, state: Any) -> None:
                 master.copy_(_part(fragment, state["masters"][name]))
                 values = {}
                 for key, value in state["state"][name].items():
-                    if isinstance(value, Tensor) and value.dim() > 0:
+                    if isinstance(value, Tensor):  # `save` turns all others into numbers
                         values[key] = _part(fragment, value).to(master.device, copy=True)
                     else:
-                        values[key] = _number_like(zero, master, key, value)
+                        values[key] = _scalar(zero, master, value) if key in scalars else value
                 zero.inner.state[master] = values
     for ours, theirs in zip(zero.inner.param_groups, state["groups"], strict=True):
         ours.update(theirs)
@@ -118,10 +121,8 @@ def _part(fragment, whole: Tensor) -> Tensor:
     return padded.view(-1)[fragment.start : fragment.start + fragment.master.numel()]
 
 
-def _number_like(zero: ZeroOptimizer, master: Tensor, key: str, value: Any) -> Any:
-    """Return a number as torch's optimizers keep it: steps are fp32 tensors, on the device if fused or capturable."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or key != "step":
-        return value
+def _scalar(zero: ZeroOptimizer, master: Tensor, value: Any) -> Tensor:
+    """Return a number as torch's optimizers keep it: an fp32 tensor, on the device if fused or capturable."""
     group = next(g for g in zero.inner.param_groups if any(p is master for p in g["params"]))
     on_device = group.get("fused") or group.get("capturable")
     return torch.tensor(float(value), device=master.device if on_device else "cpu")
@@ -139,7 +140,7 @@ def _problem(zero: ZeroOptimizer, state: Any) -> str | None:
     for name, param in zero.names.items():
         tensors = [state["masters"][name], *state["state"][name].values()]
         for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.dim() > 0 and tensor.shape != param.shape:
+            if isinstance(tensor, Tensor) and tensor.shape != param.shape:
                 return f"state: {name!r} has shape {list(tensor.shape)}, the model's {list(param.shape)}; {remedy}"
         if not isinstance(state["masters"][name], Tensor):
             return f"state['masters'][{name!r}] is no tensor; {remedy}"

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import ranks
@@ -67,3 +68,33 @@ def test_what_is_dropped_is_freed():
     del model, state, zero
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.Adagrad, partial(torch.optim.SGD, momentum=0.9)])
+def test_a_parameter_without_dimensions_and_state_of_every_kind_are_saved(optimizer):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = checks.Bigram(16)
+        model.mlp.scale = torch.nn.Parameter(torch.ones(()))
+        model.mlp.register_forward_hook(lambda module, _, y: y * module.scale)
+        state = hb.quantize_(model, "nvfp4", keep=checks.small_models.NOTHING_KEPT).state
+        return model, state, hb.distributed.ZeroOptimizer(model, partial(optimizer, lr=0.01))
+
+    run, other = build(0), build(1)
+    checks.train(0, *run, range(2))
+    other[1].load_state_dict(run[1].state_dict())
+    other[2].load_state_dict(run[2].state_dict())
+    assert checks.train(0, *other, range(2, 4)) == checks.train(0, *run, range(2, 4))
+
+
+def test_gradients_that_come_too_late_are_refused_and_can_be_forgotten():
+    runs = []
+    for forgets in (False, True):
+        model, state, zero = checks.build(0, "nvfp4", blocks=0)
+        if forgets:
+            checks.loss_of(model, checks.tokens(1, 0)).backward()
+            with pytest.raises(RuntimeError, match=r"a second gradient.*accumulate"):
+                checks.loss_of(model, checks.tokens(0, 0)).backward()
+            zero.zero_grad()
+        runs.append(checks.train(0, model, state, zero, range(2)))
+    assert runs[0] == runs[1]
