@@ -12,6 +12,7 @@ torch.manual_seed(0)
 
 TRANSPOSED = [case for case in golden.cases("edge_nvfp4") if case.has("t_qdata")]
 RAGGED = ((1, 1), (1, 40), (40, 1), (15, 17), (16, 16), (17, 15), (8, 24), (33, 300), (300, 33), (257, 260))
+WORDS_OF_SCALES = ((64, 64), (49, 60), (250, 64), (256, 256), (512, 768), (2300, 128))
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in TRANSPOSED[::6]])
@@ -19,7 +20,7 @@ def test_golden(case):
     checks.check_transpose(case)
 
 
-@pytest.mark.parametrize("shape", RAGGED)
+@pytest.mark.parametrize("shape", RAGGED + WORDS_OF_SCALES)
 def test_every_nibble_and_scale_moves(shape):
     rows, cols = shape
     blocks = -(-cols // 16)
