@@ -113,14 +113,15 @@ class ZeroOptimizer:
         self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         chosen, groups = self._divide(expert_groups or {})
         self._tiled = tiled_parameters(model)
-        self._agree(model, chosen)
+        self._options = {name: param_options(name, p) if param_options else {} for name, p in self._params.items()}
+        self._agree(model, chosen, groups)
         self.buckets: list[Bucket] = []
         self._home: dict[str, tuple[Bucket, int]] = {}
         self._casts: list[Cast] = []
         amaxes: dict[int, Tensor] = {}
         for key, names in chosen.items():
             self._store(model, groups[key], names, amaxes)
-        self.inner = (optimizer or partial(torch.optim.AdamW, fused=True))(self._param_groups(param_options))
+        self.inner = (optimizer or partial(torch.optim.AdamW, fused=True))(self._param_groups())
         self._reduced = len(self.buckets)
         self._accumulating = False
         self._waiting = self._expected()
@@ -153,28 +154,33 @@ class ZeroOptimizer:
             return Item(name, param.shape[0], param.shape[1], True, dtype)
         return Item(name, 1, param.numel(), False, dtype)
 
-    def _agree(self, model: nn.Module, chosen: dict[int, list[str]]) -> None:
-        """Raise on every rank unless all have the same parameters in the same order, recipes and config."""
+    def _agree(self, model: nn.Module, chosen: dict[int, list[str]], groups: dict[int, Ranks]) -> None:
+        """Raise on every rank unless all have the same parameters in the same order, recipes, options and config."""
         config = str(replace(self.config, timeout=timedelta()))
-        common = [
-            [name, *self._item(name)[1:], self._tiled[name].key if name in self._tiled else ""] for name in chosen[0]
-        ]
         problem = None if self._params else "model has no parameter that requires a gradient"
         if any(getattr(module, "weight_cache", None) is not None for module in model.modules()):
             problem = "model: its weights are cached (hb.cache_weights) and would not follow; release that cache first"
-        notes = exchange_notes([problem, config, common], self._group, CALL, self.config.timeout)
-        for rank, (problem, config, theirs) in enumerate(notes):
+        experts = {_members(groups[key].group): self._described(names) for key, names in chosen.items() if key}
+        note = [problem, config, self._described(chosen[0]), sorted(experts.items())]
+        notes = exchange_notes(note, self._group, CALL, self.config.timeout)
+        for rank, (problem, config, theirs, _) in enumerate(notes):
             if problem is not None:
                 raise ValueError(f"rank {rank}: {problem}")
             if config != notes[0][1]:
                 raise ValueError(f"config is ({notes[0][1]}) on rank 0 and ({config}) on rank {rank}: make it one")
-            if theirs != notes[0][2]:
-                pairs = zip([*notes[0][2], "nothing"], [*theirs, "nothing"], strict=False)
-                ours, other = next((a, b) for a, b in pairs if a != b)
-                raise ValueError(
-                    f"the parameters differ: {ours} on rank 0, {other} on rank {rank}; build the model with the same "
-                    "shapes and recipes everywhere"
-                )
+            _same_parameters(notes[0][2], theirs, "the parameters", (0, rank))
+        _same_experts([{tuple(members): items for members, items in note[3]} for note in notes], self._group)
+
+    def _described(self, names: list[str]) -> list[list]:
+        """Return what ranks compare of some parameters."""
+        return [
+            [
+                *self._item(name),
+                self._tiled[name].key if name in self._tiled else "",
+                repr(sorted(self._options[name].items())),
+            ]
+            for name in names
+        ]
 
     def _store(self, model: nn.Module, ranks: Ranks, names: list[str], amaxes: dict[int, Tensor]) -> None:
         """Make the buckets of some parameters, fill their masters and put the model's parameters into them."""
@@ -234,12 +240,11 @@ class ZeroOptimizer:
                     start = fragment.start
                     fragment.master.detach().copy_(flat[start : start + fragment.master.numel()])
 
-    def _param_groups(self, param_options: Callable[[str, nn.Parameter], dict] | None) -> list[dict]:
+    def _param_groups(self) -> list[dict]:
         """Return one parameter group for each set of options, the same on every rank even where it is empty."""
         groups: dict[str, dict] = {}
         fragments = {f.place.item.name: f.master for bucket in self.buckets for f in bucket.fragments}
-        for name, param in self._params.items():
-            options = param_options(name, param) if param_options is not None else {}
+        for name, options in self._options.items():
             group = groups.setdefault(repr(sorted(options.items())), {"params": [], "names": [], **options})
             group["names"].append(name)
             if name in fragments:
@@ -387,6 +392,32 @@ class ZeroOptimizer:
 def _ranks(group: dist.ProcessGroup | None) -> Ranks:
     rank, size = rank_and_size(group)
     return Ranks((group or dist.group.WORLD) if size > 1 else None, rank, size)
+
+
+def _members(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
+
+
+def _same_parameters(ours: list, theirs: list, what: str, ranks: tuple[int, int]) -> None:
+    if ours != theirs:
+        pairs = zip([*ours, "nothing"], [*theirs, "nothing"], strict=False)
+        one, other = next((a, b) for a, b in pairs if a != b)
+        raise ValueError(
+            f"{what} differ: {one} on rank {ranks[0]}, {other} on rank {ranks[1]}; build the model with the same "
+            "shapes, recipes and param_options everywhere"
+        )
+
+
+def _same_experts(notes: list[dict[tuple[int, ...], list]], group: dist.ProcessGroup | None) -> None:
+    """Raise unless the ranks of every expert group hold the same experts; notes: {members: parameters} of each rank."""
+    ranks = _members(group or dist.group.WORLD) if len(notes) > 1 else (0,)
+    for rank, note in zip(ranks, notes, strict=True):
+        for members, items in note.items():
+            for other in members:
+                theirs = notes[ranks.index(other)].get(members, []) if other in ranks else []
+                _same_parameters(
+                    items, theirs, f"expert_groups: the parameters of ranks {list(members)}", (rank, other)
+                )
 
 
 def _after_gradient(zero: weakref.ref[ZeroOptimizer], number: int, index: int, param: Tensor) -> None:

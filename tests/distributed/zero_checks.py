@@ -264,6 +264,15 @@ def differing_models(rank: int, world: int) -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             build(rank, "nvfp4", **options)
+    pair = dist.new_group([0, 1])
+    for options, reason in (
+        ({"expert_groups": {"experts.*": pair}}, r"expert_groups: .* of ranks \[0, 1\] differ: .*experts.1.weight"),
+        ({"expert_groups": {"experts.*": pair} if rank else {}}, "the parameters differ"),
+        ({"param_options": (None, decay_matrices)[rank]}, "the parameters differ: .*weight_decay"),
+    ):
+        torch.manual_seed(0)
+        with pytest.raises(ValueError, match=reason):
+            ZeroOptimizer(Experts(rank if "expert_groups" in options else 0), **options)
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"ranks \[1\] did not make the same call within 0.3 s"):
             build(rank, "nvfp4", timeout=timedelta(seconds=0.3))
