@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     if options.list:
         for case in all_cases():
-            print(f"{case.name:<26}{case.about}; {', '.join('x'.join(map(str, s)) for s in case.shapes)}")
+            print(f"{case.name:<32}{case.about}; {', '.join('x'.join(map(str, s)) for s in case.shapes)}")
         return 0
     cases = select(all_cases(), options.only)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -132,6 +132,8 @@ def quantize_(
         ValueError: a rule or a name of an explicit `keep` or `share_amax` matches no linear layer, or nothing is there
             to convert. The model is unchanged then.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: give a torch.nn.Module")
     if isinstance(model, nn.Linear):
         raise ValueError(
             "model is itself a Linear and cannot be replaced in place; use hb.nn.Linear.from_linear(model, …)"

@@ -420,4 +420,6 @@ def test_wrong_kinds_of_options_are_refused_before_anything_changes():
         hb.quantize_(model, "nvfp4", share_amax=("*q_proj", "*k_proj"))
     with pytest.raises(TypeError, match=r"rules=.*dict"):
         hb.quantize_(model, "nvfp4", rules=["*"])
+    with pytest.raises(TypeError, match=r"model=list: .*Module"):
+        hb.quantize_([model], "nvfp4")
     assert type(model[0]) is torch.nn.Linear

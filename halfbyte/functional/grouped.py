@@ -301,5 +301,7 @@ def _check(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe, main_grad: Ten
             f"w_ENK.shape={tuple(w.shape)}: x.shape={tuple(x.shape)} and {offsets.shape[0]} offsets need "
             f"[{offsets.shape[0]}, out_features, {x.shape[1]}]"
         )
+    if w.device != x.device:
+        raise ValueError(f"w_ENK.device={w.device}, x.device={x.device}: move one of them")
     if main_grad is not None and (main_grad.dtype != torch.float32 or main_grad.shape != w.shape):
         raise ValueError(f"main_grad is {main_grad.dtype} {tuple(main_grad.shape)}: give float32 {tuple(w.shape)}")

@@ -473,6 +473,8 @@ def _check(
         check_cached(one, recipe, x.dtype, x.device)
         if w.dim() != 2 or w.shape[1] != x.shape[-1]:
             raise ValueError(f"w.shape={tuple(w.shape)}: x.shape={tuple(x.shape)} needs [out_features, {x.shape[-1]}]")
+        if w.device != x.device:
+            raise ValueError(f"w.device={w.device}, x.device={x.device}: move one of them")
         if w.dtype != x.dtype and not covers(one, recipe):
             raise TypeError(f"w.dtype={w.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
         if bias is not None and tuple(bias.shape) != (w.shape[0],):

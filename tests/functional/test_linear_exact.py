@@ -374,6 +374,7 @@ def test_a_bad_input_reaches_exactly_its_row_of_y_and_all_that_read_it(bad):
         (lambda a: a.update(w=torch.zeros(37)), ValueError, ["w.shape"]),
         (lambda a: a.update(w=torch.zeros(21, 37, dtype=torch.bfloat16)), TypeError, ["w.dtype", "autocast"]),
         (lambda a: a.update(x=torch.zeros(4, 37).double(), w=torch.zeros(21, 37).double()), TypeError, ["float64"]),
+        (lambda a: a.update(w=torch.zeros(21, 37, device="meta")), ValueError, ["w.device=meta", "x.device=cpu"]),
         (lambda a: a.update(x=torch.tensor(1.0)), ValueError, ["x.shape"]),
         (lambda a: a.update(bias=torch.zeros(20)), ValueError, ["bias.shape", "20", "21"]),
         (lambda a: a.update(recipe="nvfp4"), TypeError, ["recipe", "nvfp4"]),
