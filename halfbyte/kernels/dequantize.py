@@ -9,16 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.formats import FLT_MAX, f32
+from halfbyte.formats import FLT_MAX, SWIZZLE_ROWS, f32
 from halfbyte.kernels import decode as dc
+from halfbyte.kernels import overlap
 from halfbyte.kernels.targets import CompileCase, dtype_name
+from halfbyte.kernels.tiles import masked_load, masked_store
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout
 from halfbyte.spec import MXFP8, NVFP4, Spec
 
 WORD_VALUES = 8  # values per loaded word: an int32 of NVFP4 codes, an int64 of MXFP8 elements
 
-TILES = ((512, 1, 4), (256, 2, 4), (128, 4, 4), (64, 4, 2), (32, 4, 1))
-"""(words of a row, rows, warps) of a program: the widest tile that a row fills."""
+STEPS = 4  # rows of a program; of a swizzled buffer those whose scales lie together, 32 rows apart
+
+TILES = ((256, 8), (128, 4), (64, 2), (32, 1))
+"""(words of a row, warps) of a program, a word of each row a thread: the widest tile that a row fills."""
 
 
 class Decoded(NamedTuple):
@@ -32,6 +36,36 @@ class Decoded(NamedTuple):
     values: Tensor
     amax: Tensor | None = None
     divisor: float = 1.0
+
+
+@triton.jit
+def swizzled_scales(scale_ptr, row, o_block, blocks, mask, FULL: tl.constexpr):
+    """Return the int32 codes of rows row, row + 32, row + 64 and row + 96: in each block column 16 bytes of four."""
+    tiles = tl.cdiv(blocks, 4)
+    first = (row // 128).to(tl.int64) * tiles * 128 + row % 32 * 4
+    pointers = scale_ptr.to(tl.pointer_type(tl.int32)) + first + o_block // 4 * 128
+    four = masked_load(pointers[:, None] + tl.arange(0, 4)[None, :], mask[:, None], FULL)
+    bits = o_block % 4 * 8
+    codes = ()
+    for word in tl.static_range(4):
+        codes = codes + ((column(four, word) >> bits) & 0xFF,)
+    return codes
+
+
+@triton.jit
+def column(four, i: tl.constexpr):
+    """Return column i of [N, 4]."""
+    even, odd = tl.split(tl.reshape(four, (four.shape[0], 2, 2)))
+    zero, one = tl.split(odd if i % 2 else even)
+    return one if i // 2 else zero
+
+
+@triton.jit
+def factor(amax, floor, inverse):
+    """Return the factors before A, A and that after it: scale * A may overflow though the product does not."""
+    a = dc.clamped_amax(amax, floor)
+    large = a >= 1.2676506002282294e30  # 2^100: 2^16 moves between the factors
+    return tl.where(large, 1.0 / 65536, 1.0), a, inverse * tl.where(large, 65536.0, 1.0)
 
 
 @triton.jit(do_not_specialize=("rows", "blocks", "scale_stride"))
@@ -53,37 +87,47 @@ def dequantize_kernel(
     SWIZZLED: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
     STEPS: tl.constexpr,
+    FULL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One program writes STEPS rows of BLOCK_WORDS words; a word becomes one 16-byte store of bf16."""
+    """One program writes STEPS rows of BLOCK_WORDS words; a word becomes one 16-byte store of bf16.
+
+    FULL: nothing of it is outside.
+    """
+    overlap.begin(OVERLAP)
     BLOCK_LENGTH: tl.constexpr = 2 if FORMAT == dc.NVFP4 else 4  # words that share a scale
     column_tiles = tl.cdiv(blocks * BLOCK_LENGTH, BLOCK_WORDS)
-    i_row = tl.program_id(0) // column_tiles * STEPS
+    i_row = tl.program_id(0) // column_tiles
+    SPACING: tl.constexpr = 32 if SWIZZLED else 1
+    row = i_row // 32 * 128 + i_row % 32 if SWIZZLED else i_row * STEPS
     i_word = tl.program_id(0) % column_tiles * BLOCK_WORDS
     o_word = i_word + tl.arange(0, BLOCK_WORDS)
     o_col = i_word * 8 + tl.arange(0, BLOCK_WORDS * 8)
     o_block = o_word // BLOCK_LENGTH
     in_words = o_block < blocks
-    in_cols = o_col < cols
+    words = ()
+    codes = ()
     for step in tl.static_range(STEPS):
-        row = i_row + step
-        in_rows = row < rows
-        row64 = row.to(tl.int64)
-        words = tl.load(qdata_ptr + row64 * qdata_stride + o_word, mask=in_words & in_rows, other=0)
-        if SWIZZLED:
-            p_scale = scale_ptr + dc.swizzled_offset(row, o_block, blocks)
-        else:
-            p_scale = scale_ptr + row64 * scale_stride + o_block
-        codes = tl.load(p_scale, mask=in_words & in_rows, other=0).to(tl.int32)
-        scale = dc.e4m3_value(codes) if FORMAT == dc.NVFP4 else dc.e8m0_value(codes)
+        i = row + step * SPACING
+        mask = in_words & (i < rows)
+        words = words + (masked_load(qdata_ptr + i.to(tl.int64) * qdata_stride + o_word, mask, FULL),)
+        if not SWIZZLED:
+            code = masked_load(scale_ptr + i.to(tl.int64) * scale_stride + o_block, mask, FULL)
+            codes = codes + (code.to(tl.int32),)
+    if SWIZZLED:
+        codes = swizzled_scales(scale_ptr, row, o_block, blocks, in_words, FULL)
+    if FACTOR == dc.TENSOR_FACTOR:
+        before, a, after = factor(tl.load(amax_ptr), floor, inverse)
+    for step in tl.static_range(STEPS):
+        i = row + step * SPACING
+        scale = dc.e4m3_value(codes[step]) if FORMAT == dc.NVFP4 else dc.e8m0_value(codes[step])
+        if FACTOR == dc.ROW_FACTOR:
+            before, a, after = factor(tl.load(amax_ptr + i, mask=i < rows, other=0.0), floor, inverse)
         if FACTOR != dc.NO_FACTOR:
-            amax = tl.load(amax_ptr + (row64 if FACTOR == dc.ROW_FACTOR else 0), mask=in_rows, other=0.0)
-            a = dc.clamped_amax(amax, floor)
-            # Above 2^100 scale * A may overflow though the product with the constant does not: move 2^16 between them.
-            large = a >= 1.2676506002282294e30
-            scale = ((scale * tl.where(large, 1.0 / 65536, 1.0)) * a) * (inverse * tl.where(large, 65536.0, 1.0))
-        values = dc.element_values(words[None, :], FORMAT) * scale[None, :, None]
-        y = tl.reshape(values, (BLOCK_WORDS * 8,))
-        tl.store(out_ptr + row64 * out_stride + o_col, dc.cast(y, out_ptr.dtype.element_ty), mask=in_cols & in_rows)
+            scale = ((scale * before) * a) * after
+        values = dc.element_values(words[step][None, :], FORMAT) * scale[None, :, None]
+        y = dc.cast(tl.reshape(values, (BLOCK_WORDS * 8,)), out_ptr.dtype.element_ty)
+        masked_store(out_ptr + i.to(tl.int64) * out_stride + o_col, y, (o_col < cols) & (i < rows), FULL)
 
 
 def dequantize(
@@ -165,8 +209,13 @@ def _launch(
         factor = dc.NO_FACTOR
     divisor = spec.e4m3_max * spec.fp4_max if nvfp4 else 1.0
     form = dc.NVFP4 if nvfp4 else dc.MXFP8_E4M3 if spec.element == "e4m3" else dc.MXFP8_E5M2
-    width, steps, warps = next((tile for tile in TILES if tile[0] <= words.shape[1]), TILES[-1])
-    grid = (triton.cdiv(rows, steps) * triton.cdiv(words.shape[1], width),)
+    width, warps = next((tile for tile in TILES if tile[0] <= words.shape[1]), TILES[-1])
+    swizzled = scale_layout != LINEAR
+    if swizzled and scale.data_ptr() % 4:
+        scale = scale.clone()  # words of four scales are read
+    full = rows % (SWIZZLE_ROWS if swizzled else STEPS) == words.shape[1] % width == 0 and cols == 8 * words.shape[1]
+    row_tiles = triton.cdiv(rows, SWIZZLE_ROWS) * (SWIZZLE_ROWS // STEPS) if swizzled else triton.cdiv(rows, STEPS)
+    grid = (row_tiles * triton.cdiv(words.shape[1], width),)
     dequantize_kernel[grid](
         words,
         scale,
@@ -182,9 +231,11 @@ def _launch(
         f32(1 / divisor),
         FORMAT=form,
         FACTOR=factor,
-        SWIZZLED=scale_layout != LINEAR,
+        SWIZZLED=swizzled,
         BLOCK_WORDS=width,
-        STEPS=steps,
+        STEPS=STEPS,
+        FULL=full,
+        **overlap.launch_options(out.device),
         num_warps=warps,
     )
     return out
@@ -193,26 +244,33 @@ def _launch(
 def compile_cases() -> list[CompileCase]:
     """Return what `dequantize` and `decode` launch: every tile, format, factor, scale layout and output width."""
     return [
-        _case(dc.NVFP4, dc.NO_FACTOR, False, torch.bfloat16, TILES[0]),
-        _case(dc.NVFP4, dc.TENSOR_FACTOR, True, torch.bfloat16, TILES[1]),
-        _case(dc.NVFP4, dc.ROW_FACTOR, False, torch.float32, TILES[2]),
-        _case(dc.MXFP8_E4M3, dc.NO_FACTOR, False, torch.bfloat16, TILES[3]),
-        _case(dc.MXFP8_E5M2, dc.NO_FACTOR, True, torch.float32, TILES[4]),
+        *_cases(dc.NVFP4, dc.NO_FACTOR, False, torch.bfloat16, TILES[0], full=True),
+        *_cases(dc.NVFP4, dc.TENSOR_FACTOR, True, torch.bfloat16, TILES[0], full=True),
+        *_cases(dc.NVFP4, dc.ROW_FACTOR, False, torch.float32, TILES[1], full=False),
+        *_cases(dc.MXFP8_E4M3, dc.NO_FACTOR, False, torch.bfloat16, TILES[2], full=True),
+        *_cases(dc.MXFP8_E5M2, dc.NO_FACTOR, True, torch.float32, TILES[3], full=False),
     ]
 
 
-def _case(form: int, factor: int, swizzled: bool, dtype: torch.dtype, tile: tuple[int, int, int]) -> CompileCase:
+def _cases(
+    form: int, factor: int, swizzled: bool, dtype: torch.dtype, tile: tuple[int, int], *, full: bool
+) -> list[CompileCase]:
     arguments = {
         "qdata_ptr": "*i32:16" if form == dc.NVFP4 else "*i64:16",
         "scale_ptr": "*u8:16",
         "amax_ptr": "*fp32:16" if factor != dc.NO_FACTOR else None,
         "out_ptr": f"*{dtype_name(dtype)}:16",
-        **dict.fromkeys(("rows", "cols", "blocks", "qdata_stride", "scale_stride", "out_stride"), "i32:16"),
+        **dict.fromkeys(("cols", "qdata_stride", "out_stride"), "i32:16"),
+        **dict.fromkeys(("rows", "blocks", "scale_stride"), "i32"),
         **dict.fromkeys(("floor", "inverse"), "fp32"),
         "FORMAT": form,
         "FACTOR": factor,
         "SWIZZLED": swizzled,
         "BLOCK_WORDS": tile[0],
-        "STEPS": tile[1],
+        "STEPS": STEPS,
+        "FULL": full,
     }
-    return CompileCase(dequantize_kernel, arguments, num_warps=tile[2])
+    return [
+        CompileCase(dequantize_kernel, arguments | {"OVERLAP": flag}, num_warps=tile[1], capabilities=capabilities)
+        for flag, capabilities in overlap.TARGETS
+    ]

@@ -33,6 +33,24 @@ def test_decode_gives_the_operand_of_the_gemm(spec):
     checks.same(ours.values.float(), theirs.values)
 
 
+@pytest.mark.parametrize("scale_layout", layout.SCALE_LAYOUTS)
+@pytest.mark.parametrize("spec", (hb.NVFP4(), checks.ROW, hb.MXFP8()), ids=lambda spec: spec.key)
+@pytest.mark.parametrize("shape", ((4, 256), (128, 512), (130, 264)))
+def test_whole_and_ragged_tiles(shape, spec, scale_layout):
+    blocks = reference.quantize(torch.randn(shape), spec, scale_layout=scale_layout)
+    expected = reference.dequantize(blocks, spec, shape[1], torch.bfloat16, scale_layout)
+    checks.same(dq.dequantize(blocks, spec, shape[1], torch.bfloat16, scale_layout), expected)
+
+
+def test_swizzled_scales_may_start_anywhere():
+    spec = hb.NVFP4()
+    blocks = reference.quantize(torch.randn(3, 48), spec, scale_layout=layout.SWIZZLED_32_4_4)
+    moved = torch.cat((blocks.block_scale[:1], blocks.block_scale))[1:]
+    expected = reference.dequantize(blocks, spec, 48, scale_layout=layout.SWIZZLED_32_4_4)
+    ours = dq.dequantize(blocks._replace(block_scale=moved), spec, 48, scale_layout=layout.SWIZZLED_32_4_4)
+    checks.same(ours, expected)
+
+
 def every_code(spec):
     """Every element code under every scale: one row of blocks (NVFP4; amax so that g = 1) or a row for each scale."""
     if isinstance(spec, hb.NVFP4):
