@@ -35,7 +35,7 @@ def test_decode_gives_the_operand_of_the_gemm(spec):
 
 @pytest.mark.parametrize("scale_layout", layout.SCALE_LAYOUTS)
 @pytest.mark.parametrize("spec", (hb.NVFP4(), checks.ROW, hb.MXFP8()), ids=lambda spec: spec.key)
-@pytest.mark.parametrize("shape", ((4, 256), (128, 512), (130, 264)))
+@pytest.mark.parametrize("shape", ((4, 256), (128, 256), (36, 264)))
 def test_whole_and_ragged_tiles(shape, spec, scale_layout):
     blocks = reference.quantize(torch.randn(shape), spec, scale_layout=scale_layout)
     expected = reference.dequantize(blocks, spec, shape[1], torch.bfloat16, scale_layout)
