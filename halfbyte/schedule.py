@@ -21,8 +21,8 @@ class Schedule:
 
     Args:
         changes: pairs (when, recipe) in the order of time: an int is the optimizer step before which the recipe
-            changes, counted from 0, a float from 0 to 1 that share of `steps`. A recipe may be a preset's name, or
-            "forward/backward" of two presets.
+            changes, counted from 0, a float from 0 to 1 that share of `steps`, the last step at the latest. A recipe may
+            be a preset's name, or "forward/backward" of two presets.
         steps: optimizer steps of the whole run; needed where a change has a share.
 
     Raises:
@@ -108,7 +108,7 @@ def _first_step(when: Start, steps: int | None) -> int:
             raise ValueError(f"steps=None: a change at {when} is a share of the steps; pass steps=")
         if not 0 <= when < 1:
             raise ValueError(f"changes: {when} is no share of the steps; give 0.0 <= share < 1.0, or an int for a step")
-        return round(when * steps)
+        return min(round(when * steps), steps - 1)
     if when < 0 or (steps is not None and when >= steps):
         raise ValueError(f"changes: step {when} is outside of the run; give 0 <= step < steps={steps}")
     return when

@@ -72,22 +72,31 @@ class RunState:
     def begin_step(self, model: nn.Module) -> Recipe | None:
         """Give the layers of `model` that draw from this RunState the recipe of the optimizer step that now begins.
 
-        Call it once before each optimizer step's first micro-batch.
+        Call it once before each optimizer step's first micro-batch. Before the first change, also where a run went back
+        to an earlier checkpoint, layers have the recipes they were converted with.
 
         Args:
             model: converted by `hb.quantize_` with this RunState. Layers kept in high precision stay there.
 
         Returns:
-            The recipe if a layer changed to it, else None.
+            The recipe if a layer changed to it, else None; if layers changed to several, that of the first.
         """
-        recipe = None if self.schedule is None else self.schedule.at(self.step)
+        step = self.step
         self.step += 1
-        if recipe is None:
+        if self.schedule is None:
             return None
-        layers: list[Any] = [m for m in model.modules() if getattr(m, "run_state", None) is self and m.recipe != recipe]
-        for layer in layers:
-            layer.recipe = recipe
-        return recipe if layers else None
+        recipe, changed = self.schedule.at(step), None
+        modules: list[Any] = list(model.modules())
+        for layer in modules:
+            if getattr(layer, "run_state", None) is not self or not hasattr(layer, "recipe_before"):
+                continue
+            own = layer.recipe if layer.recipe_before is None else layer.recipe_before
+            layer.recipe_before = None if recipe is None else own
+            wanted = own if recipe is None else recipe
+            if layer.recipe != wanted:
+                layer.recipe = wanted
+                changed = changed or wanted
+        return changed
 
     def reserve_streams(self, count: int) -> int:
         """Return the first of `count` stream numbers that nobody else gets.

@@ -96,6 +96,24 @@ def test_any_loop_follows_it_and_goes_on_from_a_checkpoint():
         assert run(again, twin, 3) == [LATE, recipes.bf16(), recipes.bf16()]
 
 
+def test_a_run_that_goes_back_has_its_first_recipes_again():
+    state, model = hb.RunState(1, hb.Schedule([(1, LATE), (2, "bf16")])), decoder(4)
+    hb.quantize_(model, "nvfp4", rules={"*.down_proj": "mxfp8"}, state=state)
+    start = state.state_dict()
+    run(state, model, 3)
+    state.load_state_dict(start)
+    assert run(state, model, 3) == [recipes.nvfp4(), LATE, recipes.bf16()]
+    state.load_state_dict(start)
+    assert state.begin_step(model) == recipes.nvfp4() and model.layers[0].mlp.down_proj.recipe == recipes.mxfp8()
+    assert model.layers[0].mlp.up_proj.recipe_before is None
+
+
+def test_the_last_share_is_the_last_step_at_the_latest():
+    assert hb.Schedule([(0.99, "bf16")], steps=10).starts == (9,) and hb.Schedule([(0.95, "bf16")], steps=1).starts == (
+        0,
+    )
+
+
 def test_a_schedule_of_ones_own_stays():
     state = hb.RunState(1, hb.Schedule([(1, "bf16")]))
     saved = hb.RunState(1, hb.Schedule([(1, "mxfp8")])).state_dict()

@@ -38,10 +38,14 @@ class FollowsRecipe(_Base):
     weight_names: tuple[str, ...] = ("weight",)
     """The parameters that the layer multiplies by, as `hb.cache_weights` looks them up."""
 
+    recipe_before: Recipe | None = None
+    """What `RunState.begin_step` replaced by its schedule's recipe."""
+
     def adopt(self, recipe: Recipe, state: RunState | None) -> None:
         if state is None and recipe.needs_rng:
             state = RunState(int(torch.randint(1 << 62, ())))
         self.weight_cache: ModuleCache | None = None
+        self.recipe_before = None
         self.recipe = recipe
         self.run_state = state
         self.stream = 0 if state is None else state.reserve_streams(STREAMS_PER_MODULE)
