@@ -21,8 +21,8 @@ class Schedule:
 
     Args:
         changes: pairs (when, recipe) in the order of time: an int is the optimizer step before which the recipe
-            changes, counted from 0, a float from 0 to 1 that share of `steps`, the last step at the latest. A recipe may
-            be a preset's name, or "forward/backward" of two presets.
+            changes, counted from 0, a float from 0 to 1 that share of `steps`, the last step at the latest. A recipe
+            may be a preset's name, or "forward/backward" of two presets.
         steps: optimizer steps of the whole run; needed where a change has a share.
 
     Raises:
