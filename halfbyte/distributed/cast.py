@@ -105,11 +105,19 @@ class Cast:
 
     def run(self) -> None:
         """Complete amaxes and scales and write the codes of this rank's pieces; without local_scales, expand them."""
+        self.agree()
+        self.write()
+
+    def agree(self) -> None:
+        """First half of `run`: everything that ranks tell each other."""
         self.amaxes.zero_()
         self._caster.amax(self.amaxes)
         self._reduce_amaxes()
         if self._chooses:
             self._choose()
+
+    def write(self) -> None:
+        """Second half of `run`: scales and codes."""
         self.finisher.scale(self.amaxes, self.scales, expand=self._expands)
         self._caster.cast(self.amaxes, self.scales)
         if self._edge_caster is not None:

@@ -336,12 +336,15 @@ class ZeroOptimizer:
     def _publish(self) -> None:
         with torch.no_grad():
             self.synchronize()
-            # The values of plain parameters travel while the others are cast; an embedding is needed first of all.
+            for cast in self._casts:
+                cast.agree()
+            # Messages follow each other: before the casts' small ones an embedding's would hold them up; after them
+            # it travels while codes are written, and is needed first of all.
             for bucket in self.buckets:
                 if not bucket.quantized:
                     bucket.start_gathering()
             for cast in self._casts:
-                cast.run()
+                cast.write()
             for bucket in self.buckets:
                 if bucket.quantized:
                     bucket.start_gathering()
