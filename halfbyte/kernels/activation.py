@@ -9,11 +9,13 @@ from torch import Tensor
 
 from halfbyte import arithmetic
 from halfbyte.kernels import decode as dc
+from halfbyte.kernels import overlap
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import running_max as rm
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.running_max import Wanted
 from halfbyte.kernels.targets import CompileCase
+from halfbyte.kernels.tiles import masked_store
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard
@@ -103,9 +105,13 @@ def value_and_slope(x, FUNCTION: tl.constexpr):
 @triton.jit(do_not_specialize=("sign_stream", "spans"))
 def activation_kernel(
     x_ptr, up_ptr, out_ptr, row_ptr, col_ptr, space_ptr, sign_ptr, sign_stream, rows, cols, spans, SPAN,
-    FUNCTION: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr,
+    FUNCTION: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, cols] = f(x) or f(x) * up, `group` rows and SPAN columns a program, and the wanted maxima."""
+    """out [rows, cols] = f(x) or f(x) * up, `group` rows and SPAN columns a program, and the wanted maxima.
+
+    FULL: whole groups of rows and whole tiles of C columns.
+    """
+    overlap.begin(OVERLAP)
     row0 = tl.program_id(0) // spans * WANTED.group
     first = row0.to(tl.int64) * cols
     col0 = tl.program_id(0) % spans * SPAN
@@ -116,9 +122,9 @@ def activation_kernel(
     rotated = tl.zeros((C,), tl.float32)
     for c in range(col0, stop, C):
         col = c + tl.arange(0, C)
-        xs = rm.load_rows(x_ptr + first, row0, rows, col, stop, cols, GROUP)
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
         if up_ptr is not None:
-            ups = rm.load_rows(up_ptr + first, row0, rows, col, stop, cols, GROUP)
+            ups = rm.load_rows(up_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
         ys = ()
         for i in tl.static_range(GROUP):
             inside = (col < stop) & (row0 + i < rows)
@@ -126,7 +132,7 @@ def activation_kernel(
             if up_ptr is not None:
                 y = y * pm.to_fp32(ups[i])
             y = dc.cast(y, out_ptr.dtype.element_ty)
-            tl.store(out_ptr + first + (i * cols + col), y, mask=inside)
+            masked_store(out_ptr + first + (i * cols + col), y, inside, FULL)
             plain = rm.raise_plain(plain, pm.to_fp32(y), WANTED)
             ys = ys + (y,)
         rotated = rm.raise_rotated(rotated, ys, words, WANTED)
@@ -140,9 +146,10 @@ def activation_kernel(
 def activation_backward_kernel(
     dh_ptr, x_ptr, up_ptr, dx_ptr, dup_ptr, row_ptr, col_ptr, up_row_ptr, up_col_ptr, space_ptr, up_space_ptr,
     sign_ptr, sign_stream, rows, cols, spans, SPAN,
-    FUNCTION: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr,
+    FUNCTION: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dx, and dup if there is an `up`, and the wanted maxima of each."""
+    overlap.begin(OVERLAP)
     row0 = tl.program_id(0) // spans * WANTED.group
     first = row0.to(tl.int64) * cols
     col0 = tl.program_id(0) % spans * SPAN
@@ -155,10 +162,10 @@ def activation_backward_kernel(
     up_rotated = tl.zeros((C,), tl.float32)
     for c in range(col0, stop, C):
         col = c + tl.arange(0, C)
-        dhs = rm.load_rows(dh_ptr + first, row0, rows, col, stop, cols, GROUP)
-        xs = rm.load_rows(x_ptr + first, row0, rows, col, stop, cols, GROUP)
+        dhs = rm.load_rows(dh_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
         if up_ptr is not None:
-            ups = rm.load_rows(up_ptr + first, row0, rows, col, stop, cols, GROUP)
+            ups = rm.load_rows(up_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
         dxs = ()
         dups = ()
         for i in tl.static_range(GROUP):
@@ -168,12 +175,12 @@ def activation_backward_kernel(
             value, slope = value_and_slope(pm.to_fp32(xs[i]), FUNCTION)
             if up_ptr is not None:
                 dup = dc.cast(dh * value, dup_ptr.dtype.element_ty)
-                tl.store(dup_ptr + place, dup, mask=inside)
+                masked_store(dup_ptr + place, dup, inside, FULL)
                 up_plain = rm.raise_plain(up_plain, pm.to_fp32(dup), WANTED)
                 dups = dups + (dup,)
                 dh = dh * pm.to_fp32(ups[i])
             dx = dc.cast(dh * slope, dx_ptr.dtype.element_ty)
-            tl.store(dx_ptr + place, dx, mask=inside)
+            masked_store(dx_ptr + place, dx, inside, FULL)
             plain = rm.raise_plain(plain, pm.to_fp32(dx), WANTED)
             dxs = dxs + (dx,)
         rotated = rm.raise_rotated(rotated, dxs, words, WANTED)
@@ -211,7 +218,7 @@ def activation_with_amaxes(
     amaxes = rm.allocate(wanted, rows, x.device)
     if not x.numel():
         return out, (amaxes[0].zero_(), amaxes[1].zero_())
-    grid, options = _launch_options(rows, cols, function, wanted)
+    grid, options = _launch_options(x, function, wanted)
     activation_kernel[grid](
         x,
         up,
@@ -244,7 +251,7 @@ def activation_backward_with_amaxes(
     amaxes = [rm.allocate(wanted, rows, x.device) for _ in ((dx,) if dup is None else (dx, dup))]
     if not x.numel():
         return (dx, dup), tuple((a.zero_(), b.zero_()) for a, b in amaxes)
-    grid, options = _launch_options(rows, cols, function, wanted)
+    grid, options = _launch_options(x, function, wanted)
     space = rm.workspace(wanted, x.device)
     activation_backward_kernel[grid](
         dh,
@@ -269,7 +276,8 @@ def tile_columns(wanted: Wanted) -> int:
     return (ROTATED_TILE_ELEMENTS if wanted.col == "rotated" else TILE_ELEMENTS) // wanted.group
 
 
-def _launch_options(rows: int, cols: int, function: str, wanted: Wanted) -> tuple[tuple[int], dict]:
+def _launch_options(x: Tensor, function: str, wanted: Wanted) -> tuple[tuple[int], dict]:
+    rows, cols = x.shape
     tile = tile_columns(wanted)
     # Row maxima are written by the program that owns the whole row.
     span = tile * (ceil_div(cols, tile) if wanted.row == "row" else TILES)
@@ -280,34 +288,39 @@ def _launch_options(rows: int, cols: int, function: str, wanted: Wanted) -> tupl
         "FUNCTION": function,
         "WANTED": wanted,
         "C": tile,
+        "FULL": rows % wanted.group == cols % tile == 0,
+        **overlap.launch_options(x.device),
         "num_warps": NUM_WARPS,
         "enable_fp_fusion": False,
     }
     return (spans * ceil_div(rows, wanted.group),), options
 
 
-COMPILED = (  # (what is wanted, function): the longest function without amaxes, the preset nvfp4
-    (Wanted(), "gelu"),
-    (rm.wanted_of("tensor", NVFP4(rotation=Hadamard())), "silu"),
+COMPILED = (  # (what is wanted, function, whole tiles): the longest function without amaxes, the preset nvfp4
+    (Wanted(), "gelu", True),
+    (rm.wanted_of("tensor", NVFP4(rotation=Hadamard())), "silu", True),
+    (rm.wanted_of("tensor", NVFP4(rotation=Hadamard())), "silu", False),
 )
 
 
 def compile_cases() -> list[CompileCase]:
     """Return the activations of the presets, forward and backward."""
     cases = []
-    for wanted, function in COMPILED:
+    for wanted, function, full in COMPILED:
+        flags = {"FUNCTION": tl.constexpr(function), "WANTED": wanted, "FULL": full}  # a bare string would be a type
         forward = ("x_ptr", "up_ptr", "out_ptr"), ("row_ptr", "col_ptr")
-        cases.append(_compile_case(activation_kernel, forward, wanted, function))
+        cases += _compile_cases(activation_kernel, forward, flags)
         backward = (
             ("dh_ptr", "x_ptr", "up_ptr", "dx_ptr", "dup_ptr"),
             ("row_ptr", "col_ptr", "up_row_ptr", "up_col_ptr"),
         )
-        cases.append(_compile_case(activation_backward_kernel, backward, wanted, function))
+        cases += _compile_cases(activation_backward_kernel, backward, flags)
     return cases
 
 
-def _compile_case(kernel, names: tuple[tuple[str, ...], ...], wanted: Wanted, function: str) -> CompileCase:
+def _compile_cases(kernel, names: tuple[tuple[str, ...], ...], flags: dict) -> list[CompileCase]:
     values, amaxes = names
+    wanted = flags["WANTED"]
     spaces = ("space_ptr", "up_space_ptr") if len(amaxes) > 2 else ("space_ptr",)
     arguments = {
         **dict.fromkeys(values, "*bf16:16"),
@@ -316,8 +329,12 @@ def _compile_case(kernel, names: tuple[tuple[str, ...], ...], wanted: Wanted, fu
         **dict.fromkeys(("rows", "cols", "SPAN"), "i32:16"),
         **dict.fromkeys(("spans", "sign_stream"), "i32"),
         "sign_ptr": "*i64:16" if wanted.fresh else None,
-        "FUNCTION": tl.constexpr(function),  # a bare string would be a type
-        "WANTED": wanted,
+        **flags,
         "C": tile_columns(wanted),
     }
-    return CompileCase(kernel, arguments, num_warps=NUM_WARPS, fp_fusion=False)
+    return [
+        CompileCase(
+            kernel, arguments | {"OVERLAP": flag}, num_warps=NUM_WARPS, fp_fusion=False, capabilities=capabilities
+        )
+        for flag, capabilities in overlap.TARGETS
+    ]

@@ -103,7 +103,7 @@ def norm_kernel(
         weight = pm.to_fp32(tl.load(weight_ptr + col, mask=in_col, other=0.0))
         if bias_ptr is not None:
             bias = pm.to_fp32(tl.load(bias_ptr + col, mask=in_col, other=0.0))
-        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, GROUP)
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, GROUP, False)
         ys = ()
         for i in tl.static_range(GROUP):
             inside = in_col & (row0 + i < rows)
@@ -158,8 +158,8 @@ def norm_backward_kernel(
         col = c + tl.arange(0, C)
         in_col = col < cols
         weight = pm.to_fp32(tl.load(weight_ptr + col, mask=in_col, other=0.0))
-        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, ROW_GROUP)
-        dys = rm.load_rows(dy_ptr + first, row0, rows, col, cols, cols, ROW_GROUP)
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, False)
+        dys = rm.load_rows(dy_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, False)
         dweight = tl.zeros((C,), tl.float32)
         dbias = tl.zeros((C,), tl.float32)
         for i in tl.static_range(ROW_GROUP):

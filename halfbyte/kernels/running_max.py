@@ -24,6 +24,7 @@ from halfbyte.arithmetic import ROW_GROUP as ROW_GROUP_
 from halfbyte.formats import f32
 from halfbyte.kernels import decode as dc
 from halfbyte.kernels import primitives as pm
+from halfbyte.kernels.tiles import masked_load
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4
 
@@ -111,14 +112,14 @@ def sign_words(sign_ptr, sign_stream, WANTED: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, row0, rows, col, stop, cols, GROUP: tl.constexpr):
+def load_rows(ptr, row0, rows, col, stop, cols, GROUP: tl.constexpr, FULL: tl.constexpr):
     """Return GROUP rows of columns `col` [C] as stored, zero outside: all loads before anything waits for one.
 
-    ptr: where row row0 begins.
+    ptr: where row row0 begins. FULL: nothing is outside.
     """
     xs = ()
     for i in tl.static_range(GROUP):
-        xs = xs + (tl.load(ptr + (i * cols + col), mask=(col < stop) & (row0 + i < rows), other=0.0),)
+        xs = xs + (masked_load(ptr + (i * cols + col), (col < stop) & (row0 + i < rows), FULL),)
     return xs
 
 
@@ -184,7 +185,7 @@ def settle(
                 y = pm.to_fp32(tl.load(pointers, mask=(col < cols) & (row0 + i < rows), other=0.0))
                 bits_plain = tl.maximum(bits_plain, finite_bits(y))
             if WANTED.col == "rotated":
-                stored = load_rows(y_ptr + row0.to(tl.int64) * stride, row0, rows, col, cols, stride, GROUP)
+                stored = load_rows(y_ptr + row0.to(tl.int64) * stride, row0, rows, col, cols, stride, GROUP, False)
                 ys = ()
                 for i in tl.static_range(GROUP):
                     ys = ys + (pm.to_fp32(stored[i]),)

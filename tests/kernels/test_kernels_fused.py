@@ -41,6 +41,11 @@ def test_activation_of_several_tiles(wish):
     checks.check_activation((17, 530), "cpu", checks.WISHES[wish], "relu2", True, BF16)
 
 
+@pytest.mark.parametrize("wish", checks.WISHES)
+def test_activation_of_whole_tiles(wish):
+    checks.check_activation((32, 512), "cpu", checks.WISHES[wish], "silu", True, BF16)
+
+
 def test_the_workspace_is_left_as_zeros():
     """The next launch starts from it."""
     checks.check_activation((19, 40), "cpu", checks.ROTATED, "silu", True, BF16)
