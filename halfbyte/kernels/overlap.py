@@ -1,6 +1,7 @@
-"""Place a kernel on the device while the one before it drains: programmatic dependent launch, sm_90 and later.
+"""Programmatic dependent launch: programs of a kernel take their places while the last ones of the kernel before run.
 
-The blocks of such a kernel are resident and wait when the kernel before it ends: 1.5 us less from one to the next.
+Such a kernel is launched with `launch_pdl` and begins with `begin`. It touches no memory before all that the kernels
+before it wrote is visible, so nothing but the gap between two launches changes. From sm_90 on.
 """
 
 from __future__ import annotations
@@ -13,22 +14,27 @@ import triton.language as tl
 
 from halfbyte.kernels.decode import INTERPRETED
 
-FIRST_CAPABILITY = 9
+OVERLAP_CAPABILITY = tl.constexpr(90)
 TARGETS = ((False, (80, 89)), (True, (90, 100, 103, 120)))
 """(OVERLAP, compute capabilities that are compiled with it)."""
 
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
-    """Wait until the kernels before this one are complete: a kernel calls it before it touches memory."""
+    """Let programs of the next kernel start where there is room, and wait for the kernels before."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
+def overlaps(device: torch.device) -> bool:
+    """Say whether kernels on `device` are launched so."""
+    if device.type != "cuda" or INTERPRETED:
+        return False
+    return 10 * torch.cuda.get_device_capability(device)[0] >= OVERLAP_CAPABILITY.value
+
+
 @lru_cache(maxsize=64)
 def launch_options(device: torch.device) -> dict[str, bool]:
-    """Return the options that a kernel with a parameter OVERLAP is launched with on `device`."""
-    if INTERPRETED.value or torch.cuda.get_device_capability(device)[0] < FIRST_CAPABILITY:
-        return {"OVERLAP": False}
-    return {"OVERLAP": True, "launch_pdl": True}
+    """Return the options with which a kernel that has a parameter OVERLAP is launched on `device`."""
+    return {"OVERLAP": True, "launch_pdl": True} if overlaps(device) else {"OVERLAP": False}
