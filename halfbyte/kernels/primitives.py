@@ -382,10 +382,17 @@ def quotient(x, d):
     """Return fp32 x / d, rounded to nearest, where x, d and the result lie between 2^-100 and 2^100."""
     if INTERPRETED:
         return tl.div_rn(x, x * 0 + d)
+    return quotient_by(x, d, regular_reciprocal(d))
+
+
+@triton.jit
+def quotient_by(x, d, r):
+    """Return `quotient` (x, d) from r, the rounded reciprocal of d."""
+    if INTERPRETED:
+        return tl.div_rn(x, x * 0 + d)
     # What IEEE division does where its range check passes: one correction of x times the reciprocal.
-    r = regular_reciprocal(d)
     q = x * r
-    return tl.fma(r, tl.fma(-q, d, x), q)
+    return tl.fma(r, tl.fma(q, -d, x), q)
 
 
 @triton.jit

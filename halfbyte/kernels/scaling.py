@@ -25,7 +25,8 @@ class Rule(NamedTuple):
     group: values that are quantized together: 16, or the width of the rotation.
     norm: f(1 / sqrt(group)) of a rotation, 0 without one.
     candidates: empty for BlockMax.
-    hardware: what the target converts to in hardware: 0 nothing, 89 FP8, 100 E2M1 too (`HARDWARE_LEVELS`).
+    hardware: 0, or from which capability on there is what the target has: 89 conversions to FP8, 90 launches that
+        overlap (`overlap`), 100 conversions to E2M1 (`HARDWARE_LEVELS`).
     element: "e4m3" or "e5m2" for MXFP8, whose other fields but group do not count; empty for NVFP4.
     decoded: store element * block_scale in bf16 instead of codes and scales.
     packed: x is bf16, its columns lie together, and 8 of them are 16 aligned bytes.
@@ -63,7 +64,8 @@ class Constants(NamedTuple):
     unit: float
 
 
-HARDWARE_LEVELS = (0, 89, 100)
+HARDWARE_LEVELS = (0, 89, 90, 100)
+SIXTH = tl.constexpr(f32(1 / E2M1.max))
 
 
 def hardware_level(capability: int) -> int:
@@ -100,7 +102,10 @@ def constants_of(spec: Spec) -> Constants:
 
 @triton.jit
 def tensor_factors(amax, constants, SCALAR: tl.constexpr):
-    """Return (A, S, S / fp4_max, D, whether amax is no valid maximum, whether A lies between 2^-60 and 2^60)."""
+    """Return what an amax gives: a tuple.
+
+    A, S, S / fp4_max, D, whether amax is no valid maximum, whether A lies between 2^-60 and 2^60, 1 / f(6 * m8).
+    """
     # One comparison for negative numbers, Inf and NaN; + 0 turns -0 into +0.
     poison = (amax + 0.0).to(tl.uint32, bitcast=True) >= 0x7F800000
     clean = tl.where(poison, 0.0, amax)
@@ -114,7 +119,7 @@ def tensor_factors(amax, constants, SCALAR: tl.constexpr):
             s, d = any_factors(clean, a, constants)
     else:
         s, d = any_factors(clean, a, constants)
-    return a, s, s * constants[2], d, poison, regular
+    return a, s, s * constants[2], d, poison, regular, pm.regular_reciprocal(constants[3])
 
 
 @triton.jit
@@ -187,8 +192,8 @@ def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr
     """
     error = tl.zeros_like(scale)
     if not RULE.scaled and regular:
-        one = pm.quotient(scale * factors[0], constants[3])
-        half_more = pm.quotient((scale * 1.5) * factors[0], constants[3]) - one
+        one = pm.quotient_by(scale * factors[0], constants[3], factors[6])
+        half_more = pm.quotient_by((scale * 1.5) * factors[0], constants[3], factors[6]) - one
         more = half_more * 2.0
         rest = one - more
     for i in tl.static_range(16):
@@ -229,7 +234,10 @@ def errors_are_regular(factors, constants, RULE: tl.constexpr):
 @triton.jit
 def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, RULE: tl.constexpr, AXIS: tl.constexpr):
     """Return (scale code, encode factor) of the candidate of least error, the first winning ties and NaN."""
-    base = tl.div_rn(block_amax, block_amax * 0 + pm.E2M1_MAX) * factors[1]
+    if RULE.packed:  # bf16: right for every value
+        base = pm.quotient_by(block_amax, pm.E2M1_MAX, SIXTH) * factors[1]
+    else:
+        base = tl.div_rn(block_amax, block_amax * 0 + pm.E2M1_MAX) * factors[1]
     for i in tl.static_range(len(RULE.candidates)):
         code = pm.e4m3_code(base * RULE.candidates[i], RULE.hardware)
         scale = pm.e4m3_positive(code)

@@ -271,11 +271,16 @@ def quantize_row_tile(
     else:
         W: tl.constexpr = len(words)
         G: tl.constexpr = len(scales)
-        word = group[None, :, None] * W + tl.arange(0, W)[None, None, :]
+        place = group
+        if R == 1 and W == 1:
+            # Halved, groups hide from the compiler that they lie together: it would move words between threads, so
+            # that each stores two at once. With several rows it would then lay a warp along the rows.
+            place = (i_group * 2 + 2 * tl.arange(0, N)) // 2
+        word = place[None, :, None] * W + tl.arange(0, W)[None, None, :]
         inside = in_row[:, None, None] & (word < blocks * (W // G))
         pointers = q_ptr + row64[:, None, None] * (blocks * (W // G)) + word
         masked_store(pointers, pm.join_group(words, R, N), inside, RULE.full)
-        block = group[None, :, None] * G + tl.arange(0, G)[None, None, :]
+        block = place[None, :, None] * G + tl.arange(0, G)[None, None, :]
         inside = in_row[:, None, None] & (block < blocks)
         scale = pm.join_group(scales, R, N)
         store_scale(scale_ptr, scale, row[:, None, None], block, inside, rows, blocks, SWIZZLED, RULE.full)
