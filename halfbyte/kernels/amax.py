@@ -7,6 +7,7 @@ meet in a workspace of zeros that the last one restores (`running_max`): there i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,7 +21,8 @@ from halfbyte.kernels import rotate_wide as rw
 from halfbyte.kernels import running_max as rm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import INTERPRETED, cast
-from halfbyte.kernels.targets import CompileCase
+from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin, overlaps
+from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard, Spec
@@ -99,12 +101,13 @@ def finite_bits(bits):
 @triton.jit(do_not_specialize=("parts", "programs"))
 def amax_rows_kernel(
     x_ptr, out_ptr, space_ptr, rows, cols, stride_r, stride_c, parts, programs,
-    RESULT: tl.constexpr, PACKED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    RESULT: tl.constexpr, PACKED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """amax of x, out fp32 []; or of its rows, out fp32 [rows], zero before where a row has parts.
 
     A program takes R rows, and of each C columns of every parts * C. PACKED: x is read in words of two bf16.
     """
+    begin(OVERLAP)
     tile = tl.program_id(0) // parts
     first = (tl.program_id(0) - tile * parts).to(tl.int64) * C
     step = tl.cast(parts, tl.int64) * C
@@ -173,12 +176,13 @@ def narrowed(x, NARROW: tl.constexpr):
 def amax_rotated_kernel(
     x_ptr, out_ptr, plain_ptr, space_ptr, sign_ptr, sign_stream, rows, cols, stride_r, stride_c, strips, parts,
     programs, RULE: tl.constexpr, BOTH: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr,
-    T: tl.constexpr, VEC: tl.constexpr,
+    T: tl.constexpr, VEC: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """amax of x.T after a rotation along its rows, or of the rows of that (out zero before); with BOTH that of x too.
 
     A program takes a strip of T columns (PACKED: words of two) and every parts-th group of rows in it.
     """
+    begin(OVERLAP)
     SIZE: tl.constexpr = RULE.group
     NARROW: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
     SHARE: tl.constexpr = 2 if PACKED else 1
@@ -252,7 +256,7 @@ def finite_amax(x: Tensor, dim: int | None = None) -> Tensor:
         x: bf16, fp16 or fp32, at most 2-D if dim is given.
         dim: None or -1.
     """
-    x = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+    x = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
     return operand_amax(x, NVFP4(outer="tensor" if dim is None else "row"), None)
 
 
@@ -349,8 +353,10 @@ def _launch_rows(x: Tensor, per_row: bool) -> Tensor:
         PACKED=is_packed(x),
         R=r,
         C=c,
+        OVERLAP=overlaps(x.device),
         num_warps=PLAIN_TILE.num_warps,
         enable_fp_fusion=False,
+        launch_pdl=overlaps(x.device),
     )
     return out
 
@@ -384,8 +390,10 @@ def _launch_rotated(x: Tensor, rule: sc.Rule, sign_draw: Draw | None, both: bool
         FULL=cols % (tile * (2 if packed else 1)) == 0 and rows % rule.group == 0,
         T=tile,
         VEC=vec,
+        OVERLAP=overlaps(x.device),
         num_warps=ROTATED_TILES[rule.group].num_warps,
         enable_fp_fusion=False,
+        launch_pdl=overlaps(x.device),
     )
     return out, plain
 
@@ -400,7 +408,8 @@ def rotated_tile(rule: sc.Rule, packed: bool) -> tuple[int, int, bool]:
 
 def compile_cases() -> list[CompileCase]:
     """Return the tiles of both kernels; rotations with fresh signs on whole tiles, and with ragged edges."""
-    return [_plain_case(result, packed) for result in (OF_TENSOR, OF_ROW, OF_ROW_PARTS) for packed in (True, False)] + [
+    cases = [_plain_case(result, packed) for result in (OF_TENSOR, OF_ROW, OF_ROW_PARTS) for packed in (True, False)]
+    cases += [
         _rotated_case(NVFP4(rotation=Hadamard(size=size, signs=signs), outer=outer), packed, full)
         for size in ROTATED_TILES
         # 128 fresh signs beside 128 values spill up to 128 bytes on sm_80 and sm_120.
@@ -408,6 +417,12 @@ def compile_cases() -> list[CompileCase]:
             ("fresh" if size < 128 else "fixed", "tensor", True, True),
             ("fixed", "row", True, False),
         )
+    ]
+    old, new = (tuple(c for c in TARGETS if (c >= OVERLAP_CAPABILITY.value) == is_new) for is_new in (False, True))
+    return [
+        replace(case, arguments={**case.arguments, "OVERLAP": overlap}, capabilities=targets)
+        for case in cases
+        for overlap, targets in ((False, old), (True, new))
     ]
 
 

@@ -14,6 +14,7 @@ from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import row_col_amax
 from halfbyte.kernels.dequantize import decode
+from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.quantize import (
     Output,
     allocate,
@@ -106,6 +107,7 @@ def quantize_row_col_kernel(
     LOOP: tl.constexpr,
 ):
     """One program quantizes LOOP tiles of TR x TC both ways; its second read of the tile comes from the cache."""
+    begin(ROW.hardware >= OVERLAP_CAPABILITY)
     row_constants = (row_span, row_floor, row_inverse, row_unit)
     col_constants = (col_span, col_floor, col_inverse, col_unit)
     row_factors = None
@@ -304,6 +306,7 @@ def _launch(
         LOOP=loop,
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
+        launch_pdl=row.hardware >= OVERLAP_CAPABILITY.value,
     )
 
 

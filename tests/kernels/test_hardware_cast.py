@@ -57,6 +57,6 @@ def test_a_gpu_without_one_says_so(monkeypatch):
     assert check.outcome == record.NOT_RUN and "sm_90" in check.detail
 
 
-@pytest.mark.parametrize(("capability", "level"), [(80, 0), (86, 0), (89, 89), (90, 89), (100, 100), (120, 100)])
+@pytest.mark.parametrize(("capability", "level"), [(80, 0), (86, 0), (89, 89), (90, 90), (100, 100), (120, 100)])
 def test_levels(capability, level):
     assert scaling.hardware_level(capability) == level

@@ -85,6 +85,13 @@ def test_amax_of_rows_and_of_both_orientations():
     assert torch.equal(col, reference.finite_amax(reference.rotate(x.T, rotated.rotation)))
 
 
+@pytest.mark.parametrize("shape", [(5, 0), (0, 64), (0, 0)])
+def test_amax_of_nothing(shape):
+    x = torch.empty(shape)
+    assert torch.equal(finite_amax(x), reference.finite_amax(x))
+    assert torch.equal(finite_amax(x, -1), reference.finite_amax(x, -1))
+
+
 def test_given_amaxes_replace_the_computed_ones():
     x = torch.randn(32, 48)
     amax = torch.tensor(1.5)
