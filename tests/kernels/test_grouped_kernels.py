@@ -6,12 +6,14 @@ import kernel_checks as checks
 import pytest
 import torch
 from grouped_cases import GROUPS, SPECS, ends
+from torch.library import opcheck
 
 import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels import backend
 from halfbyte.kernels.grouped_gemm import clear_tail, grouped_dequantize, grouped_gemm_nt
 from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, GroupedOperand, group_alignment, group_ends
+from halfbyte.reference.scale import global_scale
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels on a GPU")
 
@@ -178,6 +180,17 @@ def test_rows_behind_the_last_group_are_cleared():
     out, offsets = torch.ones(70, 24), ends((3, 0, 40))
     clear_tail(out, offsets)
     assert out[:43].eq(1).all() and out[43:].eq(0).all()
+
+
+def test_opcheck_of_what_only_kernels_have(monkeypatch):
+    monkeypatch.setattr("halfbyte.ops.grouped_library.choose", lambda *arguments: "triton")
+    spec = SPECS["tile"]
+    blocks, _ = reference.grouped_quantize_row_col(torch.randn(2, 20, COLS), None, spec, None)
+    arguments = (*blocks, spec.key, COLS, "")
+    opcheck(torch.ops.halfbyte.grouped_decode, arguments)
+    values = torch.ops.halfbyte.grouped_decode(*arguments).float() * global_scale(blocks.amax, spec)[:, None, None]
+    expected = reference.grouped_dequantize(GroupedOperand(blocks, spec), None, COLS, torch.float32)
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=0)
 
 
 def test_layer(monkeypatch):
