@@ -13,7 +13,7 @@ from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import SWIZZLED_32_4_4, ceil_div, group_alignment, grouped_shapes, round_up
 from halfbyte.spec import Spec
 
-TILES = 8  # tiles of 128 x 4 scales that a program moves
+TILES = 16  # tiles of 128 x 4 scales that a program moves
 NUM_WARPS = 4
 
 
@@ -42,53 +42,59 @@ def grouped_swizzle_kernel(
     table counts STORED columns of linear. ALIGNED: every group of linear starts on a word, and so do its rows.
     """
     programs = tl.cdiv(tile_columns, TILES)
-    i_row, i_tile = tl.program_id(0) // programs, tl.program_id(0) % programs * TILES
-    o = tl.arange(0, TILES * 128)
-    tile = i_tile + o // 128
-    within = (o % 128) // 4 + o % 4 * 32  # the order of what is stored
+    i_row = tl.program_id(0) // programs
+    o = tl.arange(0, TILES)
+    tile = (tl.program_id(0) - i_row * programs) * TILES + o
     in_tile = tile < tile_columns
+    row = tl.arange(0, 128)
     if CONTRACTION:
         group = tl.load(tile_group_ptr + tile // UNIT, mask=in_tile, other=0)
-        start, end = tl.load(table_ptr + group * 3), tl.load(table_ptr + group * 3 + 1)
         first = tl.load(table_ptr + group * 3 + 2) * UNIT
-        local = (tile - first) * 4
-        stored = tl.load(storage_ptr + group * 3 + 2)
-        limit = (tl.load(storage_ptr + group * 3 + 5, mask=group < groups, other=0) - stored) * STORED
         # A region's width: from its first tile to the next group's.
         width = tl.load(table_ptr + group * 3 + 5, mask=group < groups, other=0) * UNIT - first
         width = tl.where(group < groups, width, tile_columns - first)
-        padded_rows = tl.cdiv(rows, 128) * 128
-        p_words = first.to(tl.int64) * padded_rows + (i_row * width + tile - first).to(tl.int64) * 128 + o % 128
-        row = i_row * 128 + within
-        inside = in_tile & (group < groups) & (row < rows)
-        column = stored * STORED + local
+        stored_tile = (
+            first.to(tl.int64) * (tl.cdiv(rows, 128) * 128) + (i_row * width + tile - first).to(tl.int64) * 128
+        )
+        if UNIT == 1 and STORED == 4:  # columns lie where their tiles do
+            column, limit = tile * 4, tile * 4 + 4
+        else:
+            stored = tl.load(storage_ptr + group * 3 + 2)
+            column = stored * STORED + (tile - first) * 4
+            limit = tl.load(storage_ptr + group * 3 + 5, mask=group < groups, other=0) * STORED
+        row = i_row * 128 + row
+        inside = (row < rows)[:, None] & (in_tile & (group < groups))[None, :]
     else:
         group = tl.load(tile_group_ptr + i_row)
         start, end = tl.load(table_ptr + group * 3), tl.load(table_ptr + group * 3 + 1)
-        row = start + (i_row - tl.load(table_ptr + group * 3 + 2)) * 128 + within
-        p_words = (i_row.to(tl.int64) * tile_columns + tile) * 128 + o % 128
-        inside = in_tile & (group < groups) & (row < end)
-        column = tile * 4
-        local, limit = column, blocks
-    p_words = words_ptr + p_words
-    p_linear = linear_ptr + row.to(tl.int64) * linear_stride
+        row = start + (i_row - tl.load(table_ptr + group * 3 + 2)) * 128 + row
+        stored_tile = (i_row.to(tl.int64) * tile_columns + tile) * 128
+        column, limit = tile * 4, blocks
+        inside = ((row < end) & (group < groups))[:, None] & in_tile[None, :]
+    # In storage, rows r, r + 32, r + 64 and r + 96 of a tile lie together.
+    p_words = words_ptr + stored_tile[:, None] + tl.arange(0, 128)[None, :]
+    p_linear = linear_ptr + row.to(tl.int64)[:, None] * linear_stride
+    inside = inside & (column < limit)[None, :]
     if INVERSE:
-        word = tl.load(p_words, mask=inside, other=0)
+        word = tl.load(p_words, mask=in_tile[:, None], other=0)
+        word = tl.reshape(tl.permute(tl.reshape(word, (TILES, 32, 4)), (2, 1, 0)), (128, TILES))
         if ALIGNED:
-            tl.store(p_linear + column // 4, word, mask=inside & (local < limit))
+            tl.store(p_linear + (column // 4)[None, :], word, mask=inside)
         else:
             for byte in tl.static_range(4):
-                mask = inside & (local + byte < limit)
-                tl.store(p_linear + column + byte, (word >> (8 * byte)).to(tl.uint8), mask=mask)
+                mask = inside & (column + byte < limit)[None, :]
+                tl.store(p_linear + (column + byte)[None, :], (word >> (8 * byte)).to(tl.uint8), mask=mask)
     else:
         if ALIGNED:
-            word = tl.load(p_linear + column // 4, mask=inside & (local < limit), other=0)
+            word = tl.load(p_linear + (column // 4)[None, :], mask=inside, other=0)
         else:
-            word = tl.zeros((TILES * 128,), tl.int32)
+            word = tl.zeros((128, TILES), tl.int32)
             for byte in tl.static_range(4):
-                scale = tl.load(p_linear + column + byte, mask=inside & (local + byte < limit), other=0)
+                mask = inside & (column + byte < limit)[None, :]
+                scale = tl.load(p_linear + (column + byte)[None, :], mask=mask, other=0)
                 word |= scale.to(tl.int32) << (8 * byte)
-        tl.store(p_words, word, mask=in_tile)
+        word = tl.reshape(tl.permute(tl.reshape(word, (4, 32, TILES)), (2, 1, 0)), (TILES, 128))
+        tl.store(p_words, word, mask=in_tile[:, None])
 
 
 def grouped_swizzle(
