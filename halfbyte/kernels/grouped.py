@@ -11,12 +11,14 @@ from torch.nn.functional import pad
 
 from halfbyte.kernels import grouped_wide as wide
 from halfbyte.kernels import scaling as sc
-from halfbyte.kernels.amax import amax_rule
 from halfbyte.kernels.decode import INTERPRETED
-from halfbyte.kernels.grouped_kernels import grouped_amax_kernel, grouped_quantize_kernel, grouped_transpose_kernel
+from halfbyte.kernels.grouped_amax import grouped_amax
+from halfbyte.kernels.grouped_experts import experts_amax, fits, quantize_experts
+from halfbyte.kernels.grouped_kernels import grouped_quantize_kernel, grouped_transpose_kernel
 from halfbyte.kernels.grouped_plan import Plan, make_plan
 from halfbyte.kernels.grouped_swizzle import grouped_swizzle
-from halfbyte.kernels.quantize import compile_arguments, hardware_fp8, is_packed
+from halfbyte.kernels.quantize import compile_arguments, divisor, hardware_fp8, is_packed
+from halfbyte.kernels.row_col import tile_for
 from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import (
     GROUP_COLUMNS,
@@ -33,15 +35,16 @@ from halfbyte.spec import MXFP8, NVFP4, Hadamard, Spec
 
 
 class Tile(NamedTuple):
-    """Rows, columns and warps of a program."""
+    """Rows, columns and warps of a program, and `Rule.words`."""
 
     rows: int
     cols: int
     num_warps: int
+    words: int = 1
 
 
-BOTH_TILE, ROW_TILE = Tile(64, 64, 4), Tile(16, 256, 4)
-AMAX_TILE, ROW_AMAX_TILE = Tile(64, 128, 4), Tile(64, 256, 8)
+ROW_TILE = Tile(16, 256, 4)
+DECODED_COLS = 64  # of a tile that is stored as values: more of them keep too few programs on a multiprocessor
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 TRANSPOSE_WORDS = 32
 STACKED_TRANSPOSE_ROWS = 64  # words of 8 rows
@@ -113,25 +116,26 @@ def grouped_quantize_row_col(
         if scale_layout == LINEAR:
             return row, col
         return _swizzled(row, row_spec, x, offsets, False), _swizzled(col, row_spec, x, offsets, True)
+    if offsets is None and row_spec is not None and col_spec is None and fits(x, row_spec):
+        row = quantize_experts(x, row_spec, row_amax, decoded=transient[0])
+        is_linear = transient[0] or scale_layout == LINEAR
+        return (row if is_linear else _swizzled(row, row_spec, x, None, False)), None
     x = x if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(0) == x.shape[1] * x.stride(1)) else x.contiguous()
     grid = Grid(x.flatten(0, -2), offsets, x.shape[0] if offsets is None else offsets.shape[0])
-    tile_rows = GROUP_COLUMNS if col_spec is None else group_alignment(col_spec)
-    bases = [None if place is None else place.base for place in (draw, sign_draw)]
-    plan = make_plan(offsets, grid.groups, grid.x.shape[0], tile_rows, x.device, *bases)
-    amaxes = _amaxes(grid, plan, (row_spec, col_spec), (row_amax, col_amax), sign_draw)
+    specs, given = (row_spec, col_spec), (row_amax, col_amax)
+    plan = _plan(grid, specs, given, draw, sign_draw)
+    amaxes = _amaxes(grid, plan, specs, given, sign_draw)
     sides = [
         None if spec is None else _allocate(grid, spec, i, is_transient, place, sign_draw)
-        for i, spec, is_transient, place in zip(
-            (0, 1), (row_spec, col_spec), transient, (draw, draw and draw.next()), strict=True
-        )
+        for i, spec, is_transient, place in zip((0, 1), specs, transient, (draw, draw and draw.next()), strict=True)
     ]
     _quantize(grid, plan, sides, amaxes)
     out = []
-    for i, (side, given) in enumerate(zip(sides, (row_amax, col_amax), strict=True)):
+    for i, (side, amax) in enumerate(zip(sides, given, strict=True)):
         if side is None:
             out.append(None)
             continue
-        blocks = Blocks(side.qdata, side.block_scale, _own_amax(side.spec, amaxes, i, grid) if given is None else given)
+        blocks = Blocks(side.qdata, side.block_scale, _own_amax(side.spec, amaxes, i, grid) if amax is None else amax)
         blocks = _stacked(blocks, side.spec, grid.groups) if grid.stacked else blocks
         if scale_layout != LINEAR and not side.decoded:
             blocks = _swizzled(blocks, side.spec, x, offsets, i == 1)
@@ -139,10 +143,33 @@ def grouped_quantize_row_col(
     return out[0], out[1]
 
 
+def _plan(
+    grid: Grid,
+    specs: tuple[Spec | None, Spec | None],
+    amaxes: tuple[Tensor | None, Tensor | None],
+    draw: Draw | None,
+    sign_draw: Draw | None,
+) -> Plan:
+    """Return the plan of both orientations, with the amaxes of the groups of tokens that were given."""
+    col = specs[1]
+    row_given, col_given = (
+        None if amax is None or grid.stacked or _by_row(spec) else amax.contiguous()
+        for spec, amax in zip(specs, amaxes, strict=True)
+    )
+    return make_plan(
+        grid.offsets,
+        grid.groups,
+        grid.x.shape[0],
+        GROUP_COLUMNS if col is None else group_alignment(col),
+        grid.x.device,
+        (draw and draw.base, sign_draw and sign_draw.base),
+        (row_given, col_given),
+    )
+
+
 def _stacked(blocks: Blocks, spec: Spec, groups: int) -> Blocks:
     qdata, scale = (t.view(groups, -1, t.shape[-1]) if t.dim() == 2 else t for t in blocks[:2])
-    by_row = isinstance(spec, NVFP4) and spec.outer == "row"
-    return Blocks(qdata, scale, blocks.amax.view(groups, -1) if by_row else blocks.amax)
+    return Blocks(qdata, scale, blocks.amax.view(groups, -1) if _by_row(spec) else blocks.amax)
 
 
 def _allocate(
@@ -169,9 +196,12 @@ def _allocate(
 def _own_amax(spec: Spec, amaxes: list[Tensor], i: int, grid: Grid) -> Tensor:
     """Return an amax without the place of the tail, in memory of its own; MXFP8 has none."""
     amax = amaxes[i]
-    by_row = isinstance(spec, NVFP4) and spec.outer == "row"
-    size = 0 if isinstance(spec, MXFP8) else amax.shape[0] if by_row and amax.dim() == 1 else grid.groups
+    size = 0 if isinstance(spec, MXFP8) else amax.shape[0] if _by_row(spec) and amax.dim() == 1 else grid.groups
     return amax[:size].clone() if i and amax is amaxes[0] else amax[:size]
+
+
+def _by_row(spec: Spec | None) -> bool:
+    return isinstance(spec, NVFP4) and spec.outer == "row"
 
 
 def _amaxes(
@@ -181,80 +211,63 @@ def _amaxes(
     given: tuple[Tensor | None, Tensor | None],
     sign_draw: Draw | None,
 ) -> list[Tensor]:
-    """Return the amax of each orientation with a zero for the tail; those that were not given from one read of x."""
+    """Return the amax of each orientation, of tokens with a zero for the tail; those not given from one read of x."""
     rows, cols = grid.x.shape
     own: list[Tensor] = []
     needed: list[NVFP4 | None] = [None, None]
     for i, (spec, amax) in enumerate(zip(specs, given, strict=True)):
-        by_row = isinstance(spec, NVFP4) and spec.outer == "row"
         if not isinstance(spec, NVFP4):
-            own.append(plan.amax[i].view(torch.float32))
+            own.append(plan.amax[i])
         elif amax is None:
             needed[i] = spec
             shape = ((grid.groups + 1) * cols,) if i else (rows,)
-            zeros = torch.zeros(shape, dtype=torch.int32, device=grid.x.device) if by_row else plan.amax[i]
-            own.append(zeros.view(torch.float32))
-        elif by_row and not i and grid.offsets is not None:
+            own.append(torch.zeros(shape, device=grid.x.device) if _by_row(spec) else plan.amax[i])
+        elif grid.offsets is None:
+            own.append(amax.flatten())
+        elif not _by_row(spec):
+            own.append(plan.amax[i])
+        elif i:
+            own.append(pad(amax.flatten(), (0, cols)))
+        else:
             inside = torch.arange(rows, device=amax.device) < grid.offsets[-1]
             own.append(torch.where(inside, amax, 0.0))
-        else:
-            own.append(pad(amax.flatten(), (0, cols if by_row else 1)))
-    row, col = needed
-    if row is not None and col is not None and all(s.rotation is None and s.outer == "tensor" for s in (row, col)):
-        own[1], col = own[0], None
-    if grid.x.numel() and (row or col):
-        _launch_amax(grid, plan, (row, col), (own[0], own[1]), sign_draw)
-    by_row = isinstance(specs[1], NVFP4) and specs[1].outer == "row"
-    if by_row and given[1] is None:
+    _fill_amaxes(grid, plan, (needed[0], needed[1]), own, sign_draw)
+    if _by_row(specs[1]) and given[1] is None:
         own[1] = own[1].view(grid.groups + 1, cols)
     return own
 
 
-def _columns(tile: Tile, *rules: sc.Rule | None) -> int:
-    """Return the columns of a tile: whole groups of the row's rule."""
-    least = max([tile.cols, *(rule.group for rule in rules if rule is not None)])
-    return max(least, INTERPRETED_COLS) if INTERPRETED else least
-
-
-def _launch_amax(
-    grid: Grid,
-    plan: Plan,
-    specs: tuple[NVFP4 | None, NVFP4 | None],
-    out: tuple[Tensor, Tensor],
-    sign_draw: Draw | None,
+def _fill_amaxes(
+    grid: Grid, plan: Plan, needed: tuple[NVFP4 | None, NVFP4 | None], own: list[Tensor], sign_draw: Draw | None
 ) -> None:
-    rules = [None if spec is None else amax_rule(spec) for spec in specs]
-    stream = 0 if sign_draw is None else sign_draw.stream
-    out = out[0].view(torch.int32), out[1].view(torch.int32)
-    for i, rule in enumerate(rules):
-        if rule is not None and wide.is_wide(rule):
-            wide.amax(grid.x, plan, rule, bool(i), out[i], stream)
-            rules[i] = None
-    if rules == [None, None]:
+    """Compute the amaxes of the specs that are not None in `own`, which holds zeros."""
+    row, col = needed
+    plain = [spec is not None and spec.rotation is None and spec.outer == "tensor" for spec in needed]
+    if grid.x.numel() == 0 or not (row or col):
         return
-    tile = ROW_AMAX_TILE if rules[1] is None else AMAX_TILE
-    tile_cols = _columns(tile, rules[0])
-    col_tiles = ceil_div(grid.x.shape[1], tile_cols)
-    grouped_amax_kernel[(plan.tiles * col_tiles,)](
-        grid.x,
-        *out,
-        plan.signs,
-        plan.signs,
-        stream,
-        stream,
-        plan.table,
-        plan.tile_group,
-        grid.groups,
-        grid.x.shape[1],
-        *grid.x.stride(),
-        col_tiles,
-        ROW=rules[0],
-        COL=rules[1],
-        TR=plan.tile_rows,
-        TC=tile_cols,
-        num_warps=tile.num_warps,
-        enable_fp_fusion=False,
-    )
+    if grid.stacked and grid.x.is_contiguous() and any(plain):
+        amax = experts_amax(grid.x.view(grid.groups, grid.group_rows, -1), NVFP4())
+        for i in (0, 1):
+            own[i] = amax if plain[i] else own[i]
+        row, col = (None if known else spec for spec, known in zip(needed, plain, strict=True))
+    elif all(plain):
+        own[1], col = own[0], None
+    if row or col:
+        grouped_amax(grid.x, plan, (row, col), (own[0], own[1]), sign_draw)
+
+
+def _tile(row: sc.Rule | None, col: sc.Rule | None, tile_rows: int) -> Tile:
+    """Return the tile of a pair of rules: that of one tensor, or as many rows as the plan has."""
+    best = ROW_TILE
+    if col is not None:
+        dense = tile_for(row or col, col)
+        best = Tile(min(dense.rows, tile_rows), dense.cols, dense.num_warps, dense.words)
+        if col.decoded or (row is not None and row.decoded):
+            best = best._replace(cols=DECODED_COLS, words=1)
+    cols = max(best.cols, 0 if row is None else row.group)
+    if INTERPRETED:
+        best, cols = best._replace(rows=tile_rows), max(cols, INTERPRETED_COLS)
+    return best._replace(cols=cols)
 
 
 def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Tensor]) -> None:
@@ -262,9 +275,11 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
     if not any(side is not None and side.qdata.numel() for side in sides):
         return
     hardware, packed = hardware_fp8(grid.x.device), is_packed(grid.x)
-    rules = [
-        None if s is None else sc.rule_of(s.spec, hardware)._replace(decoded=s.decoded, packed=packed) for s in sides
-    ]
+    rules: Rules = []
+    for i, side in enumerate(sides):
+        rule = None if side is None else sc.rule_of(side.spec, hardware)
+        # In words of two columns, the columns of a 16x16 tile would each take a maximum of their own.
+        rules.append(rule and rule._replace(decoded=side.decoded, packed=packed and not (i and rule.tile)))
     pointers = [_pointers(side, amax, plan) for side, amax in zip(sides, amaxes, strict=True)]
     streams = [[0, 0] if side is None else _streams(side) for side in sides]
     constants = [(0.0,) * 4 if side is None else sc.constants_of(side.spec) for side in sides]
@@ -275,13 +290,10 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
             rules[i], pointers[i] = None, [None] * 5
     if rules == [None, None]:
         return
-    tile = ROW_TILE if rules[1] is None else BOTH_TILE
-    tile_cols = _columns(tile, rules[0])
-    tile_rows = plan.tile_rows if rules[1] is not None or INTERPRETED else tile.rows
-    col_tiles = ceil_div(grid.x.shape[1], tile_cols)
-    whole = grid.x.shape[1] % tile_cols == 0
-    full = [rule._replace(full=True) if whole and rule is not None else None for rule in rules]
-    grouped_quantize_kernel[(plan.tiles * (plan.tile_rows // tile_rows) * col_tiles,)](
+    tile = _tile(rules[0], rules[1], plan.tile_rows)
+    col_tiles = ceil_div(grid.x.shape[1], tile.cols)
+    full, ragged = _full_and_ragged(grid.x.shape[1], rules, tile)
+    grouped_quantize_kernel[(plan.tiles * (plan.tile_rows // tile.rows) * col_tiles,)](
         grid.x,
         *pointers[0],
         *pointers[1],
@@ -296,18 +308,29 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
         *streams[1],
         *constants[0],
         *constants[1],
-        col_tiles,
-        ROW=rules[0],
-        COL=rules[1],
+        *divisor(col_tiles),
+        ROW=ragged[0],
+        COL=ragged[1],
         FULL_ROW=full[0],
         FULL_COL=full[1],
         STACKED=grid.stacked,
         TILE_ROWS=plan.tile_rows,
-        TR=tile_rows,
-        TC=tile_cols,
+        TR=tile.rows,
+        TC=tile.cols,
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
     )
+
+
+Rules = list[sc.Rule | None]
+
+
+def _full_and_ragged(cols: int, rules: Rules, tile: Tile) -> tuple[Rules, Rules]:
+    """Return the rules for tiles without a ragged edge, None where the columns have one, and those for the others."""
+    full: Rules = [None if rule is None else rule._replace(full=True, words=tile.words) for rule in rules]
+    if cols % tile.cols:
+        full = [None, None]
+    return full, [None if rule is None else rule._replace(words=tile.words) for rule in rules]
 
 
 def _pointers(side: Side | None, amax: Tensor, plan: Plan) -> list[Tensor | None]:
@@ -376,63 +399,45 @@ def compile_cases() -> list[CompileCase]:
     """
     rotated = NVFP4(rounding="stochastic", rotation=Hadamard())
     tile = NVFP4(block=(16, 16))
-    gradient = _quantize_case(NVFP4(rounding="stochastic"), rotated, stacked=False, decoded=(True, True), whole=True)
-    mxfp8 = _quantize_case(None, MXFP8(), stacked=True, decoded=(False, False))
+    gradient = _quantize_case(NVFP4(rounding="stochastic"), rotated, decoded=(True, True))
+    mxfp8 = _quantize_case(None, MXFP8(), decoded=(False, False), whole=False)
     return [
-        _quantize_case(NVFP4(), NVFP4(rotation=Hadamard()), stacked=False, decoded=(True, False)),
+        _quantize_case(NVFP4(), NVFP4(rotation=Hadamard()), decoded=(True, False)),
         replace(gradient, capabilities=(90, 120)),
         replace(mxfp8, capabilities=(80, 100)),
-        _quantize_case(tile, None, stacked=True, decoded=(False, False), whole=True),
-        _amax_case(NVFP4(), NVFP4(rotation=Hadamard())),
-        _amax_case(tile, None),
+        _quantize_case(tile, None, decoded=(False, False), whole=False),
         *(_transpose_case(stacked) for stacked in (False, True)),
     ]
 
 
-def _shared_arguments() -> dict:
-    return {
+def _quantize_case(
+    row: Spec | None, col: Spec | None, *, decoded: tuple[bool, bool], whole: bool = True
+) -> CompileCase:
+    """Return the case of tokens in whole tiles of columns, or of experts without such."""
+    arguments = {
         "x_ptr": "*bf16:16",
         **dict.fromkeys(("table_ptr", "tile_group_ptr"), "*i32"),
-        **dict.fromkeys(("groups", "col_tiles"), "i32"),
-        "cols": "i32:16",
+        **dict.fromkeys(("groups", "col_tiles", "magic", "shift"), "i32"),
+        **dict.fromkeys(("cols", "stride_r"), "i32:16"),
+        "stride_c": 1,
+        "STACKED": not whole,
     }
-
-
-def _quantize_case(
-    row: Spec | None, col: Spec | None, *, stacked: bool, decoded: tuple[bool, bool], whole: bool = False
-) -> CompileCase:
-    arguments = {**_shared_arguments(), "stride_r": "i32:16", "stride_c": 1, "STACKED": stacked}
+    rules: Rules = []
     for name, spec, values in (("row", row, decoded[0]), ("col", col, decoded[1])):
         operand = compile_arguments(spec or NVFP4(), f"{name}_")
         for unused in ("first_block", "blocks_per_row"):
             del operand[f"{name}_{unused}"]
-        rule = None if spec is None else sc.rule_of(spec, hardware=False)._replace(decoded=values, packed=True)
-        arguments |= {**operand, name.upper(): rule}
-        arguments[f"FULL_{name.upper()}"] = rule._replace(full=True) if whole and rule else None
+        arguments |= operand
+        rules.append(None if spec is None else sc.rule_of(spec, 0)._replace(decoded=values, packed=True))
         if spec is None:
             arguments |= {key: None for key in operand if key.endswith("_ptr")}
         elif values:
             arguments[f"{name}_q_ptr"] = "*bf16:16"
-    tile = ROW_TILE if col is None else BOTH_TILE
+    tile = _tile(rules[0], rules[1], GROUP_COLUMNS)
+    full, ragged = _full_and_ragged(tile.cols + int(not whole), rules, tile)
+    arguments |= {"ROW": ragged[0], "COL": ragged[1], "FULL_ROW": full[0], "FULL_COL": full[1]}
     arguments |= {"TILE_ROWS": GROUP_COLUMNS, "TR": tile.rows, "TC": tile.cols}
     return CompileCase(grouped_quantize_kernel, arguments, tile.num_warps, fp_fusion=False)
-
-
-def _amax_case(row: NVFP4, col: NVFP4 | None) -> CompileCase:
-    arguments = {
-        **_shared_arguments(),
-        **dict.fromkeys(("row_out_ptr", "col_out_ptr"), "*i32"),
-        **dict.fromkeys(("row_sign_ptr", "col_sign_ptr"), None),
-        **dict.fromkeys(("row_sign_stream", "col_sign_stream"), "i32"),
-        "stride_r": "i32:16",
-        "stride_c": 1,
-        "ROW": amax_rule(row),
-        "COL": None if col is None else amax_rule(col),
-        "TR": GROUP_COLUMNS,
-        "TC": (ROW_AMAX_TILE if col is None else AMAX_TILE).cols,
-    }
-    warps = (ROW_AMAX_TILE if col is None else AMAX_TILE).num_warps
-    return CompileCase(grouped_amax_kernel, arguments, warps, fp_fusion=False)
 
 
 def _transpose_case(stacked: bool) -> CompileCase:

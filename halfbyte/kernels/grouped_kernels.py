@@ -10,23 +10,9 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels import primitives as pm
-from halfbyte.kernels.amax import finite_max
 from halfbyte.kernels.grouped_plan import group_of_tile
-from halfbyte.kernels.tiles import load_col_groups, load_row_groups, quantize_col_tile, quantize_row_tile, rotate_group
+from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.transpose import transpose_tile
-
-
-@triton.jit
-def block_units(RULE: tl.constexpr):
-    """Return the stored items of a block: bf16 values, or int64 words of codes."""
-    LENGTH: tl.constexpr = 16 if RULE.element == "" else 32
-    if RULE.decoded:
-        return LENGTH
-    else:
-        return 1 if RULE.element == "" else 4
-
-
-VARYING = ("row_stream", "row_sign_stream", "col_stream", "col_sign_stream", "col_tiles", "groups")
 
 
 @triton.jit
@@ -42,117 +28,148 @@ def clear_padding(scale_ptr, storage, own, i_block, i_col, cols, blocks, BLOCKS:
 
 
 @triton.jit
-def quantize_tile(
-    group,
-    start,
-    end,
-    storage,
-    local,
-    i_col,
-    x_ptr,
-    row_q_ptr,
-    row_scale_ptr,
-    row_amax_ptr,
-    row_draw_ptr,
-    row_sign_ptr,
-    col_q_ptr,
-    col_scale_ptr,
-    col_amax_ptr,
-    col_draw_ptr,
-    col_sign_ptr,
-    groups,
-    cols,
-    row_blocks,
-    col_blocks,
-    stride_r,
-    stride_c,
-    row_stream,
-    row_sign_stream,
-    col_stream,
-    col_sign_stream,
-    row_span,
-    row_floor,
-    row_inverse,
-    row_unit,
-    col_span,
-    col_floor,
-    col_inverse,
-    col_unit,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    STACKED: tl.constexpr,
-    TR: tl.constexpr,
-    TC: tl.constexpr,
-):
-    """Quantize TR x TC values, from row `local` of a group and column i_col on, along rows, columns or both.
+def quantize_rows(
+    group, start, end, local, i_col, x_ptr, side, constants, groups, cols, stride_r, stride_c,
+    RULE: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+):  # fmt: skip
+    """Quantize TR x TC values, from row `local` of a group and column i_col on, along rows.
 
-    storage: where the group's blocks start along the columns of the col orientation, unless STACKED.
+    side: of one orientation: qdata_ptr, scale_ptr, amax_ptr, draw_ptr, sign_ptr, blocks, stream, sign_stream.
     """
     start64 = start.to(tl.int64)
+    quantize_row_tile(
+        start + local,
+        i_col // RULE.group,
+        x_ptr,
+        side[0],
+        side[1],
+        side[2] if RULE.row_amax else side[2] + group,
+        None if side[3] is None else side[3] + group * 2,
+        None if side[4] is None else side[4] + group * 2,
+        end,
+        tl.where(group == groups, 0, cols),
+        side[5],
+        stride_r,
+        stride_c,
+        side[6],
+        -start64 * side[5],
+        side[5],
+        side[7],
+        constants,
+        RULE,
+        False,
+        TR,
+        TC // RULE.group,
+    )
+
+
+@triton.jit
+def quantize_cols(
+    group, start, end, local, i_col, x_ptr, side, constants, groups, cols, stride_r, stride_c, storage,
+    RULE: tl.constexpr, STACKED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+):  # fmt: skip
+    """Quantize the same along columns.
+
+    side: as in `quantize_rows`.
+    storage: where the group's blocks start along the columns of the col orientation, unless STACKED.
+    """
+    p_q, p_scale, amax_ptr, draw_ptr, sign_ptr, blocks, stream, sign_stream = side
+    start64 = start.to(tl.int64)
+    in_group = tl.where(group == groups, 0, end - start)
+    if STACKED:
+        size = group.to(tl.int64) * cols * blocks
+        LENGTH: tl.constexpr = 16 if RULE.element == "" else 32
+        UNITS: tl.constexpr = LENGTH if RULE.decoded else LENGTH // 16 * LENGTH // 16  # bf16 values, or words of codes
+        p_q, p_scale = p_q + size * UNITS, p_scale + size
+        rows, per_row = in_group, blocks
+        own_cols = tl.where(group == groups, 0, cols)  # there is nothing behind the last matrix
+    else:
+        own_cols = cols
+        rows, per_row = storage + in_group, (in_group + RULE.group - 1) // RULE.group * (RULE.group // 16)
+    quantize_col_tile(
+        (storage + local) // RULE.group,
+        i_col,
+        x_ptr + (start64 - storage) * stride_r,
+        p_q,
+        p_scale,
+        amax_ptr + (group.to(tl.int64) * cols if RULE.row_amax else group),
+        None if draw_ptr is None else draw_ptr + group * 2,
+        None if sign_ptr is None else sign_ptr + group * 2,
+        rows,
+        own_cols,
+        blocks,
+        stride_r,
+        stride_c,
+        stream,
+        (tl.zeros_like(start64) - storage) // 16,
+        per_row,
+        sign_stream,
+        constants,
+        RULE,
+        False,
+        TR // RULE.group,
+        TC,
+    )
+    if not (STACKED or RULE.full or RULE.decoded or RULE.element != ""):
+        clear_padding(p_scale, storage // 16, per_row, local // 16, i_col, cols, blocks, TR // 16, TC)
+
+
+@triton.jit
+def quantize_tile(
+    group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols, stride_r, stride_c,
+    storage, ROW: tl.constexpr, COL: tl.constexpr, STACKED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile along columns, rows or both; the second read comes from the cache."""
     if COL is not None:
-        col_constants = (col_span, col_floor, col_inverse, col_unit)
-        in_group = tl.where(group == groups, 0, end - start)
-        if STACKED:
-            size = group.to(tl.int64) * cols * col_blocks
-            p_q, p_scale = col_q_ptr + size * block_units(COL), col_scale_ptr + size
-            rows, per_row = in_group, col_blocks
-            col_count = tl.where(group == groups, 0, cols)  # there is nothing behind the last matrix
-        else:
-            p_q, p_scale = col_q_ptr, col_scale_ptr
-            col_count = cols
-            rows, per_row = storage + in_group, (in_group + COL.group - 1) // COL.group * (COL.group // 16)
-        quantize_col_tile(
-            (storage + local) // COL.group,
-            i_col,
-            x_ptr + (start64 - storage) * stride_r,
-            p_q,
-            p_scale,
-            col_amax_ptr + (group.to(tl.int64) * cols if COL.row_amax else group),
-            None if col_draw_ptr is None else col_draw_ptr + group * 2,
-            None if col_sign_ptr is None else col_sign_ptr + group * 2,
-            rows,
-            col_count,
-            col_blocks,
-            stride_r,
-            stride_c,
-            col_stream,
-            (tl.zeros_like(start64) - storage) // 16,
-            per_row,
-            col_sign_stream,
-            col_constants,
-            COL,
-            False,
-            TR // COL.group,
-            TC,
-        )
-        if not (STACKED or COL.full or COL.decoded or COL.element != ""):
-            clear_padding(p_scale, storage // 16, per_row, local // 16, i_col, cols, col_blocks, TR // 16, TC)
+        quantize_cols(
+            group, start, end, local, i_col, x_ptr, col, col_constants, groups, cols, stride_r, stride_c, storage,
+            COL, STACKED, TR, TC,
+        )  # fmt: skip
     if ROW is not None:
-        row_constants = (row_span, row_floor, row_inverse, row_unit)
-        quantize_row_tile(
-            start + local,
-            i_col // ROW.group,
-            x_ptr,
-            row_q_ptr,
-            row_scale_ptr,
-            row_amax_ptr if ROW.row_amax else row_amax_ptr + group,
-            None if row_draw_ptr is None else row_draw_ptr + group * 2,
-            None if row_sign_ptr is None else row_sign_ptr + group * 2,
-            end,
-            tl.where(group == groups, 0, cols),
-            row_blocks,
-            stride_r,
-            stride_c,
-            row_stream,
-            -start64 * row_blocks,
-            row_blocks,
-            row_sign_stream,
-            row_constants,
-            ROW,
-            False,
-            TR,
-            TC // ROW.group,
+        quantize_rows(
+            group, start, end, local, i_col, x_ptr, row, row_constants, groups, cols, stride_r, stride_c, ROW, TR, TC
         )
+
+
+@triton.jit
+def clear_rows(q_ptr, scale_ptr, i_row, end, i_block, blocks, UNITS: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
+    """Store zeros for N blocks of R rows, those before `end`, of an orientation [rows, blocks]; UNITS: of a block."""
+    row = i_row + tl.arange(0, R)
+    unit = i_block * UNITS + tl.arange(0, N * UNITS)
+    block = i_block + tl.arange(0, N)
+    p_row = row.to(tl.int64)[:, None] * blocks
+    zero = tl.zeros((R, N * UNITS), q_ptr.dtype.element_ty)
+    tl.store(q_ptr + p_row * UNITS + unit[None, :], zero, mask=(row < end)[:, None] & (unit < blocks * UNITS)[None, :])
+    if scale_ptr is not None:
+        mask = (row < end)[:, None] & (block < blocks)[None, :]
+        tl.store(scale_ptr + p_row + block[None, :], tl.zeros((R, N), tl.uint8), mask=mask)
+
+
+@triton.jit
+def clear_tile(
+    group, start, end, local, i_col, row, col, groups, cols, storage,
+    ROW: tl.constexpr, COL: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+):  # fmt: skip
+    """Store zeros where a tile of tokens holds none: what pads a group in the col orientation, and the tail."""
+    if COL is not None:
+        LENGTH: tl.constexpr = 16 if COL.element == "" else 32
+        UNITS: tl.constexpr = LENGTH if COL.decoded else LENGTH // 16 * LENGTH // 16
+        block = (storage + local) // LENGTH
+        clear_rows(col[0], None if COL.decoded else col[1], i_col, cols, block, col[5], UNITS, TC, TR // LENGTH)
+    if ROW is not None:
+        WIDTH: tl.constexpr = 16 if ROW.element == "" else 32
+        PARTS: tl.constexpr = WIDTH if ROW.decoded else WIDTH // 16 * WIDTH // 16
+        last = tl.where(group == groups, end, start + local)
+        scale_ptr = None if ROW.decoded else row[1]
+        clear_rows(row[0], scale_ptr, start + local, last, i_col // WIDTH, row[5], PARTS, TR, TC // WIDTH)
+
+
+VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "sign_stream")) + (
+    "groups",
+    "col_tiles",
+    "magic",
+    "shift",
+)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -189,6 +206,8 @@ def grouped_quantize_kernel(
     col_inverse,
     col_unit,
     col_tiles,
+    magic,
+    shift,
     ROW: tl.constexpr,
     COL: tl.constexpr,
     FULL_ROW: tl.constexpr,
@@ -202,114 +221,35 @@ def grouped_quantize_kernel(
 
     STACKED: the col orientation of each group is a matrix of its own; else all groups follow each other in its columns.
     FULL_ROW, FULL_COL: the rules for tiles without a ragged edge; None where columns have one.
+    ROW, COL: the rules for tiles with one.
     """
     PARTS: tl.constexpr = TILE_ROWS // TR
-    i_col = tl.program_id(0) % col_tiles * TC
-    tile = tl.program_id(0) // (col_tiles * PARTS)
-    group, start, end, first = group_of_tile(tile, tile_group_ptr, table_ptr)
-    local = (tile - first) * TILE_ROWS + tl.program_id(0) // col_tiles % PARTS * TR
+    FULL: tl.constexpr = FULL_ROW is not None or FULL_COL is not None
+    line = pm.divide(tl.program_id(0), magic, shift)
+    i_col = (tl.program_id(0) - line * col_tiles) * TC
+    group, start, end, first = group_of_tile(line // PARTS, tile_group_ptr, table_ptr)
+    local = (line // PARTS - first) * TILE_ROWS + line % PARTS * TR
     storage = 0 if STACKED else first * TILE_ROWS
-    if FULL_ROW is None and FULL_COL is None:
-        quantize_tile(
-            group, start, end, storage, local, i_col, x_ptr, row_q_ptr, row_scale_ptr, row_amax_ptr, row_draw_ptr,
-            row_sign_ptr, col_q_ptr, col_scale_ptr, col_amax_ptr, col_draw_ptr, col_sign_ptr, groups, cols,
-            row_blocks, col_blocks, stride_r, stride_c, row_stream, row_sign_stream, col_stream, col_sign_stream,
-            row_span, row_floor, row_inverse, row_unit, col_span, col_floor, col_inverse, col_unit, ROW, COL,
-            STACKED, TR, TC,
-        )  # fmt: skip
-    else:
-        if (local + TR <= end - start) & (group < groups):
+    row = (row_q_ptr, row_scale_ptr, row_amax_ptr, row_draw_ptr, row_sign_ptr, row_blocks, row_stream, row_sign_stream)
+    col = (col_q_ptr, col_scale_ptr, col_amax_ptr, col_draw_ptr, col_sign_ptr, col_blocks, col_stream, col_sign_stream)
+    row_constants = (row_span, row_floor, row_inverse, row_unit)
+    col_constants = (col_span, col_floor, col_inverse, col_unit)
+    in_group = tl.where(group == groups, 0, end - start)
+    is_full = FULL and local + TR <= in_group
+    if FULL:  # noqa: SIM102  compiled one by one
+        if is_full:
             quantize_tile(
-                group, start, end, storage, local, i_col, x_ptr, row_q_ptr, row_scale_ptr, row_amax_ptr, row_draw_ptr,
-                row_sign_ptr, col_q_ptr, col_scale_ptr, col_amax_ptr, col_draw_ptr, col_sign_ptr, groups, cols,
-                row_blocks, col_blocks, stride_r, stride_c, row_stream, row_sign_stream, col_stream, col_sign_stream,
-                row_span, row_floor, row_inverse, row_unit, col_span, col_floor, col_inverse, col_unit, FULL_ROW,
-                FULL_COL, STACKED, TR, TC,
+                group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols,
+                stride_r, stride_c, storage, FULL_ROW, FULL_COL, STACKED, TR, TC,
+            )  # fmt: skip
+    if not is_full:
+        if STACKED or local < in_group:
+            quantize_tile(
+                group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols,
+                stride_r, stride_c, storage, ROW, COL, STACKED, TR, TC,
             )  # fmt: skip
         else:
-            quantize_tile(
-                group, start, end, storage, local, i_col, x_ptr, row_q_ptr, row_scale_ptr, row_amax_ptr, row_draw_ptr,
-                row_sign_ptr, col_q_ptr, col_scale_ptr, col_amax_ptr, col_draw_ptr, col_sign_ptr, groups, cols,
-                row_blocks, col_blocks, stride_r, stride_c, row_stream, row_sign_stream, col_stream, col_sign_stream,
-                row_span, row_floor, row_inverse, row_unit, col_span, col_floor, col_inverse, col_unit, ROW, COL,
-                STACKED, TR, TC,
-            )  # fmt: skip
-
-
-@triton.jit
-def rotated(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.constexpr):
-    """Return the fp32 values of a group after the rule's rotation."""
-    return pm.unpack_pairs(rotate_group(xs, sign_ptr, sign_stream, NARROW, RULE), 0, RULE.group)
-
-
-@triton.jit
-def largest(m):
-    return tl.max(tl.max(m, axis=1), axis=0)
-
-
-@triton.jit(do_not_specialize=("row_sign_stream", "col_sign_stream", "col_tiles", "groups"))
-def grouped_amax_kernel(
-    x_ptr,
-    row_out_ptr,
-    col_out_ptr,
-    row_sign_ptr,
-    col_sign_ptr,
-    row_sign_stream,
-    col_sign_stream,
-    table_ptr,
-    tile_group_ptr,
-    groups,
-    cols,
-    stride_r,
-    stride_c,
-    col_tiles,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    TR: tl.constexpr,
-    TC: tl.constexpr,
-):
-    """amax of every group, or of its rows, along the rows and along the columns; out int32, zero before.
-
-    The row's maximum comes from the column's read where it needs neither rotation nor rows of its own.
-    """
-    NARROW: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
-    i_col = tl.program_id(0) % col_tiles * TC
-    tile = tl.program_id(0) // col_tiles
-    group, start, end, first = group_of_tile(tile, tile_group_ptr, table_ptr)
-    if group < groups:
-        i_row = start + (tile - first) * TR
-        if COL is not None:
-            o_group = i_row + tl.arange(0, TR // COL.group) * COL.group
-            col = i_col + tl.arange(0, TC)
-            in_col = col < cols
-            xs = load_col_groups(x_ptr, o_group, end, col, in_col, stride_r, stride_c, COL.group)
-            if ROW is not None:  # noqa: SIM102  compiled one by one
-                if ROW.norm == 0.0 and not ROW.row_amax:
-                    tl.atomic_max(row_out_ptr + group, largest(finite_max(xs)), sem="relaxed")
-            if COL.norm != 0.0:
-                p_sign = None if col_sign_ptr is None else col_sign_ptr + group * 2
-                xs = rotated(xs, p_sign, col_sign_stream, NARROW, COL)
-            m = finite_max(xs)
-            if COL.row_amax:
-                p_out = col_out_ptr + group.to(tl.int64) * cols + col
-                tl.atomic_max(p_out, tl.max(m, axis=0), mask=in_col, sem="relaxed")
-            else:
-                tl.atomic_max(col_out_ptr + group, largest(m), sem="relaxed")
-        if ROW is not None:  # noqa: SIM102
-            if COL is None or ROW.norm != 0.0 or ROW.row_amax:
-                row = i_row + tl.arange(0, TR)
-                in_row = row < end
-                row64 = row.to(tl.int64)
-                o_col = i_col + tl.arange(0, TC // ROW.group) * ROW.group
-                xs = load_row_groups(x_ptr, row64 * stride_r, in_row, o_col, cols, stride_c, ROW.group)
-                if ROW.norm != 0.0:
-                    p_sign = None if row_sign_ptr is None else row_sign_ptr + group * 2
-                    xs = rotated(xs, p_sign, row_sign_stream, NARROW, ROW)
-                m = finite_max(xs)
-                if ROW.row_amax:
-                    tl.atomic_max(row_out_ptr + row64, tl.max(m, axis=1), mask=in_row, sem="relaxed")
-                else:
-                    tl.atomic_max(row_out_ptr + group, largest(m), sem="relaxed")
+            clear_tile(group, start, end, local, i_col, row, col, groups, cols, storage, ROW, COL, TR, TC)
 
 
 @triton.jit(do_not_specialize=("groups", "row_tiles", "word_tiles"))

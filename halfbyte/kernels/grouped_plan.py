@@ -28,8 +28,8 @@ class Plan(NamedTuple):
     table: int32 [E + 1, 3]: the first row, the row behind the last and the first tile of each group and of the tail.
     tile_group: int32 [tiles]: the group of each tile, E for the tail.
     draws, signs: int64 [E + 1, 2], the base of each group's Draw; None without one.
-    amax: two int32 [E + 1] of zeros, for the maxima of both orientations and, in the last place, of the tail. Apart,
-        since an op's outputs must not share memory.
+    amax: two fp32 [E + 1], of both orientations: given maxima, or zeros to be raised, and in the last place that of the
+        tail, zero. Apart, since an op's outputs must not share memory.
     """
 
     table: Tensor
@@ -62,13 +62,22 @@ def store_draws(out_ptr, base_ptr, o_group, mask):
     tl.store(out_ptr + o_group * 2 + 1, tl.zeros_like(seed) + tl.load(base_ptr + 1), mask=mask)
 
 
+@triton.jit
+def store_amax(out_ptr, given_ptr, o_group, inside, mask):
+    """Store the amax that was given for every group, or zero."""
+    amax = tl.zeros_like(o_group).to(tl.float32)
+    if given_ptr is not None:
+        amax = tl.load(given_ptr + o_group, mask=inside, other=0.0)
+    tl.store(out_ptr + o_group, amax, mask=mask)
+
+
 @triton.jit(do_not_specialize=("groups", "total", "uniform", "tiles"))
 def plan_kernel(
-    offsets_ptr, table_ptr, tile_group_ptr, row_amax_ptr, col_amax_ptr, draws_ptr, signs_ptr, draw_ptr, sign_ptr,
-    groups, total, uniform, tiles,
+    offsets_ptr, table_ptr, tile_group_ptr, row_amax_ptr, col_amax_ptr, row_given_ptr, col_given_ptr,
+    draws_ptr, signs_ptr, draw_ptr, sign_ptr, groups, total, uniform, tiles,
     UNIFORM: tl.constexpr, TR: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 writes the table, the draws and the zeros of the maxima; every program the groups of TILES tiles."""
+    """Program 0 writes the table, the draws and the maxima; every program the groups of TILES tiles."""
     o_group = tl.arange(0, GROUPS)
     inside = o_group < groups
     if UNIFORM:
@@ -86,9 +95,8 @@ def plan_kernel(
         tl.store(table_ptr + o_group * 3, start, mask=mask)
         tl.store(table_ptr + o_group * 3 + 1, end, mask=mask)
         tl.store(table_ptr + o_group * 3 + 2, last - count, mask=mask)
-        zero = tl.zeros_like(start)
-        tl.store(row_amax_ptr + o_group, zero, mask=mask)
-        tl.store(col_amax_ptr + o_group, zero, mask=mask)
+        store_amax(row_amax_ptr, row_given_ptr, o_group, inside, mask)
+        store_amax(col_amax_ptr, col_given_ptr, o_group, inside, mask)
         if draw_ptr is not None:
             store_draws(draws_ptr, draw_ptr, o_group, mask)
         if sign_ptr is not None:
@@ -104,8 +112,8 @@ def make_plan(
     total: int,
     tile_rows: int,
     device: torch.device,
-    draw: Tensor | None = None,
-    sign: Tensor | None = None,
+    bases: tuple[Tensor | None, Tensor | None] = (None, None),
+    amaxes: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Plan:
     """Return the plan of groups of rows.
 
@@ -114,24 +122,23 @@ def make_plan(
         groups: E.
         total: rows, the tail's included.
         tile_rows: rows of a tile, a power of two.
-        draw, sign: int64 [2], the base of the operands' Draw and of their signs', or None.
+        bases: int64 [2], of the operands' Draw and of their signs', or None.
+        amaxes: fp32 [E], of both orientations where they were given.
     """
     # One more: the tail may start a tile of its own.
     tiles = padded_groups(total, groups, tile_rows) // tile_rows + 1
-    bases = [
-        None if base is None else torch.empty(groups + 1, 2, dtype=torch.int64, device=device) for base in (draw, sign)
-    ]
+    own = [None if base is None else torch.empty(groups + 1, 2, dtype=torch.int64, device=device) for base in bases]
     table = torch.empty((groups + 1) * 3 + tiles, dtype=torch.int32, device=device)
     table, tile_group = table.split(((groups + 1) * 3, tiles))
-    amax = tile_group.new_empty(groups + 1), tile_group.new_empty(groups + 1)
+    amax = [torch.empty(groups + 1, dtype=torch.float32, device=device) for _ in amaxes]
     plan_kernel[(ceil_div(tiles, TILES_PER_PROGRAM),)](
         offsets,
         table,
         tile_group,
         *amax,
+        *amaxes,
+        *own,
         *bases,
-        draw,
-        sign,
         groups,
         total,
         total // groups,
@@ -141,7 +148,7 @@ def make_plan(
         GROUPS=triton.next_power_of_2(groups + 1),
         TILES=TILES_PER_PROGRAM,
     )
-    return Plan(table.view(-1, 3), tile_group, *bases, amax, groups, tile_rows)
+    return Plan(table.view(-1, 3), tile_group, *own, (amax[0], amax[1]), groups, tile_rows)
 
 
 def compile_cases() -> list[CompileCase]:
@@ -151,7 +158,8 @@ def compile_cases() -> list[CompileCase]:
         arguments = {
             "offsets_ptr": None if uniform else "*i32:16",
             "table_ptr": "*i32:16",
-            **dict.fromkeys(("row_amax_ptr", "col_amax_ptr"), "*i32:16"),
+            **dict.fromkeys(("row_amax_ptr", "col_amax_ptr"), "*fp32:16"),
+            **dict.fromkeys(("row_given_ptr", "col_given_ptr"), None if uniform else "*fp32"),
             "tile_group_ptr": "*i32",
             **dict.fromkeys(("draws_ptr", "signs_ptr", "draw_ptr", "sign_ptr"), None if uniform else "*i64:16"),
             **dict.fromkeys(("groups", "total", "uniform", "tiles"), "i32"),
