@@ -38,7 +38,7 @@ class RunState:
             raise ValueError(f"seed={seed}: give 0 <= seed < 2**64")
         self.seed = seed
         with torch.inference_mode(False):  # `advance` and autograd refuse inference tensors
-            self._base = torch.tensor([as_signed64(seed), 0], dtype=torch.int64)
+            self._base = torch.tensor([as_signed64(seed), 0], dtype=torch.int64, device="cpu")
         self._streams = 0
         if schedule is not None and not isinstance(schedule, Schedule):
             raise TypeError(f"schedule={schedule!r}: give hb.Schedule([(step or share, recipe), …], steps=…)")
@@ -149,8 +149,8 @@ class RunState:
             self.schedule = Schedule.from_state_dict(schedule)
         self.seed, self.step = state["seed"], step
         self._streams = state["streams"]
-        values = torch.tensor([as_signed64(self.seed), state["position"] << POSITION_SHIFT], dtype=torch.int64)
-        self._base.copy_(values)
+        values = [as_signed64(self.seed), state["position"] << POSITION_SHIFT]
+        self._base.copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
 
     def __repr__(self) -> str:
         return f"RunState(seed={self.seed}, position={self.position}, streams={self._streams})"

@@ -136,6 +136,10 @@ class MLP(nn.Module):
         if len(linears) != len(expected):
             raise ValueError(f"linears={list(linears)}: {activation!r} takes {len(expected)}, as {', '.join(expected)}")
         _check_names(linears)
+        *first, down = ((layer.out_features, layer.in_features) for layer in linears.values())
+        if len(set(first)) > 1 or first[0][0] != down[1]:
+            sizes = ", ".join(f"{name} {layer.out_features}x{layer.in_features}" for name, layer in linears.items())
+            raise ValueError(f"linears: {sizes} (out x in): gate and up must be alike, and down take what they give")
         self.activation, self.names = activation, tuple(linears)
         for name, layer in linears.items():
             self.add_module(name, layer)

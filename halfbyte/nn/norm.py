@@ -144,8 +144,8 @@ def _eps(module: nn.Module) -> float | None:
     for name in ("eps", "variance_epsilon"):
         if isinstance(getattr(module, name, None), float):
             return getattr(module, name)
-    if isinstance(module, nn.RMSNorm) and module.eps is None:  # torch's default: that of the input's dtype
-        return torch.finfo(module.weight.dtype).eps
+    if isinstance(module, nn.RMSNorm) and module.eps is None:  # torch's default, of the dtype that it computes in
+        return torch.finfo(torch.float32).eps
     return None
 
 

@@ -43,7 +43,7 @@ class FollowsRecipe(_Base):
 
     def adopt(self, recipe: Recipe, state: RunState | None) -> None:
         if state is None and recipe.needs_rng:
-            state = RunState(int(torch.randint(1 << 62, ())))
+            state = RunState(int(torch.randint(1 << 62, (), device="cpu")))
         self.weight_cache: ModuleCache | None = None
         self.recipe_before = None
         self.recipe = recipe

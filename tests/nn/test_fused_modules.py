@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import halfbyte as hb
 from halfbyte import functional as HF
 from halfbyte.nn import MLP, LayerNormLinear, LayerNormMLP, RMSNorm, forward_shared
+from halfbyte.nn.norm import from_norm
 
 NAMES = ("nvfp4", "nvfp4_mxfp8_bwd", "mxfp8", "nvfp4_forward", "bf16")
 
@@ -157,6 +158,27 @@ def test_deepcopy_and_repr():
     assert "activation=swiglu" in repr(m) and "RMSNorm" in repr(m)
 
 
+def linears(*shapes):
+    """Return plain layers by name, given their shapes (out, in)."""
+    return {name: nn.Linear(k, n) for name, (n, k) in zip("abc", shapes, strict=False)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_rms_norm_without_an_eps_has_that_of_torch(dtype):
+    norm, x = nn.RMSNorm(48).to(dtype), (torch.randn(5, 48) * 3e-4).to(dtype)
+    assert torch.allclose(from_norm(norm)(x), norm(x), rtol=2e-2 if dtype != torch.float32 else 1e-5)
+
+
+def test_built_on_meta_and_filled_elsewhere():
+    with torch.device("meta"):
+        layers = nn.Sequential(LayerNormMLP(16, 32), hb.nn.Linear(16, 16, state=hb.RunState(3)))
+    layers.to_empty(device="cpu")
+    for parameter in layers.parameters():
+        nn.init.normal_(parameter)
+    layers(torch.randn(4, 16)).sum().backward()
+    assert layers[1].run_state.position == 0
+
+
 @pytest.mark.parametrize(
     "call,message",
     [
@@ -166,6 +188,8 @@ def test_deepcopy_and_repr():
         (lambda: MLP(16, 16, activation="swish"), "activation='swish'"),
         (lambda: MLP.from_linears({"fc1": nn.Linear(4, 4), "fc2": nn.Linear(4, 4)}, "swiglu"), "takes 3"),
         (lambda: LayerNormLinear.from_modules(nn.BatchNorm1d(4), nn.Linear(4, 4)), "BatchNorm1d"),
+        (lambda: MLP.from_linears(linears((8, 4), (9, 4), (4, 8)), "swiglu"), "a 8x4, b 9x4, c 4x8 .*alike"),
+        (lambda: MLP.from_linears(linears((8, 4), (4, 9)), "gelu"), "a 8x4, b 4x9 .*down"),
     ],
 )
 def test_wrong_arguments_are_named(call, message):
