@@ -12,21 +12,27 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.arithmetic import GROUP_LANES as GROUP_LANES_
-from halfbyte.arithmetic import LANES as LANES_
 from halfbyte.arithmetic import ROW_GROUP as ROW_GROUP_
 from halfbyte.formats import f32
 from halfbyte.kernels import decode as dc
+from halfbyte.kernels import overlap
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import running_max as rm
 from halfbyte.kernels.running_max import LANES, ROW_GROUP, Wanted
 from halfbyte.kernels.targets import CompileCase
+from halfbyte.kernels.tiles import masked_load, masked_store
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard
 
 GROUP_LANES = tl.constexpr(GROUP_LANES_)
-NUM_WARPS = 8
-SUM_COLUMNS = 64  # of a program that adds up the groups' partial sums
+NUM_WARPS = 16
+TILE_ELEMENTS = 16384
+WIDE_WARPS = 8  # of a rotation wider than 16, whose rows need more registers a thread
+AHEAD = 4  # tiles of a row's lanes that are loaded before the first is used; for LayerNorm and gradients half of them
+SUM_COLUMNS = 32  # of a program that adds up the groups' partial sums
+SUM_AHEAD = 4
+SUM_WARPS = 4
 
 
 @triton.jit
@@ -39,36 +45,41 @@ def meet_lanes(x):
 
 
 @triton.jit
-def row_tiles(ptr, row0, rows, c, cols, COUNT: tl.constexpr):
-    """Return COUNT tiles [ROW_GROUP, LANES] as stored, from row row0 and column c on, zero outside: all loads first."""
+def row_tiles(ptr, row0, rows, c, cols, COUNT: tl.constexpr, FULL: tl.constexpr):
+    """Return COUNT tiles [ROW_GROUP, LANES] as stored, from row row0 and column c on, zero outside: all loads first.
+
+    FULL: no row is outside.
+    """
     i = tl.arange(0, ROW_GROUP)
     tiles = ()
     for j in tl.static_range(COUNT):
         col = tl.arange(0, LANES) + (c + j * LANES)
         pointers = ptr + row0.to(tl.int64) * cols + (i[:, None] * cols + col[None, :])
-        tiles = tiles + (tl.load(pointers, mask=(row0 + i < rows)[:, None] & (col < cols)[None, :], other=0.0),)
+        mask = (col < cols)[None, :] if FULL else (row0 + i < rows)[:, None] & (col < cols)[None, :]
+        tiles = tiles + (tl.load(pointers, mask=mask, other=0.0),)
     return tiles
 
 
 @triton.jit
-def store_statistics(x_ptr, mean_ptr, rstd_ptr, row0, rows, cols, eps, CENTERED: tl.constexpr):
+def store_statistics(
+    x_ptr, mean_ptr, rstd_ptr, row0, rows, cols, eps, CENTERED: tl.constexpr, AHEAD: tl.constexpr, FULL: tl.constexpr
+):  # fmt: skip
     """Write mean (if CENTERED) and 1 / sqrt(variance + eps) of ROW_GROUP rows."""
     row = row0 + tl.arange(0, ROW_GROUP)
-    AHEAD: tl.constexpr = 2 if CENTERED else 4  # tiles that are loaded before the first is used
     lane = tl.arange(0, LANES)
     count = tl.zeros((ROW_GROUP,), tl.float32) + cols
     mean = tl.zeros((ROW_GROUP,), tl.float32)
     if CENTERED:
         total = tl.zeros((ROW_GROUP, LANES), tl.float32)
         for c in range(0, cols, LANES * AHEAD):
-            xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD)
+            xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD, FULL)
             for j in tl.static_range(AHEAD):
                 total += pm.to_fp32(xs[j])
         mean = tl.div_rn(meet_lanes(total), count)
         tl.store(mean_ptr + row, mean, mask=row < rows)
     squares = tl.zeros((ROW_GROUP, LANES), tl.float32)
     for c in range(0, cols, LANES * AHEAD):
-        xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD)
+        xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD, FULL)
         for j in tl.static_range(AHEAD):
             d = pm.to_fp32(xs[j])
             if CENTERED:
@@ -82,13 +93,18 @@ def store_statistics(x_ptr, mean_ptr, rstd_ptr, row0, rows, cols, eps, CENTERED:
 @triton.jit(do_not_specialize=("eps", "sign_stream"))
 def norm_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, row_ptr, col_ptr, space_ptr, sign_ptr, sign_stream,
-    rows, cols, eps, CENTERED: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr,
+    rows, cols, eps, CENTERED: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
+    FULL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, cols] = ((x - mean) * rstd) * weight + bias, its statistics and the wanted maxima."""
+    """y [rows, cols] = ((x - mean) * rstd) * weight + bias, its statistics and the wanted maxima.
+
+    FULL: whole groups of rows and whole tiles of C columns.
+    """
+    overlap.begin(OVERLAP)
     row0 = tl.program_id(0) * WANTED.group
     first = row0.to(tl.int64) * cols
     for r in range(0, WANTED.group, ROW_GROUP):
-        store_statistics(x_ptr, mean_ptr, rstd_ptr, row0 + r, rows, cols, eps, CENTERED)
+        store_statistics(x_ptr, mean_ptr, rstd_ptr, row0 + r, rows, cols, eps, CENTERED, AHEAD, FULL)
     tl.debug_barrier()  # the statistics are read back, one row for all threads
     GROUP: tl.constexpr = WANTED.group
     words = rm.sign_words(sign_ptr, sign_stream, WANTED)
@@ -100,10 +116,10 @@ def norm_kernel(
     for c in range(0, cols, C):
         col = c + tl.arange(0, C)
         in_col = col < cols
-        weight = pm.to_fp32(tl.load(weight_ptr + col, mask=in_col, other=0.0))
+        weight = pm.to_fp32(masked_load(weight_ptr + col, in_col, FULL))
         if bias_ptr is not None:
-            bias = pm.to_fp32(tl.load(bias_ptr + col, mask=in_col, other=0.0))
-        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, GROUP, False)
+            bias = pm.to_fp32(masked_load(bias_ptr + col, in_col, FULL))
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, GROUP, FULL)
         ys = ()
         for i in tl.static_range(GROUP):
             inside = in_col & (row0 + i < rows)
@@ -113,8 +129,10 @@ def norm_kernel(
             y = (d * rstds[i]) * weight
             if bias_ptr is not None:
                 y = y + bias
-            y = dc.cast(tl.where(inside, y, 0.0), y_ptr.dtype.element_ty)
-            tl.store(y_ptr + first + (i * cols + col), y, mask=inside)
+            if not FULL:
+                y = tl.where(inside, y, 0.0)
+            y = dc.cast(y, y_ptr.dtype.element_ty)
+            masked_store(y_ptr + first + (i * cols + col), y, inside, FULL)
             plain = rm.raise_plain(plain, pm.to_fp32(y), WANTED)
             ys = ys + (y,)
         rotated = rm.raise_rotated(rotated, ys, words, WANTED)
@@ -125,77 +143,103 @@ def norm_kernel(
 
 
 @triton.jit
-def norm_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, means_ptr, partial_ptr,
-    rows, cols, CENTERED: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr,
+def store_row_means(
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, row0, rows, cols,
+    CENTERED: tl.constexpr, AHEAD: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """dx of ROW_GROUP rows, their part of the gradients of weight and bias; means_ptr: fp32 [2, rows] to work in."""
-    row0 = tl.program_id(0) * ROW_GROUP
-    first = row0.to(tl.int64) * cols
-    rows16 = row0 + tl.arange(0, ROW_GROUP)
-    in_rows = rows16 < rows
-    lane = tl.arange(0, LANES)
+    """Write the means of g * normal and, if CENTERED, of g, over ROW_GROUP rows: means_ptr fp32 [2, rows]."""
+    row = row0 + tl.arange(0, ROW_GROUP)
+    in_rows = row < rows
     count = tl.zeros((ROW_GROUP,), tl.float32) + cols
-    rstd = tl.load(rstd_ptr + rows16, mask=in_rows, other=0.0)
+    rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0)
+    if CENTERED:
+        mean = tl.load(mean_ptr + row, mask=in_rows, other=0.0)
     along = tl.zeros((ROW_GROUP, LANES), tl.float32)
     total = tl.zeros((ROW_GROUP, LANES), tl.float32)
-    for c in range(0, cols, LANES):
-        col = c + lane
-        normal = pm.to_fp32(row_tiles(x_ptr, row0, rows, c, cols, 1)[0])
-        if CENTERED:
-            normal = normal - tl.load(mean_ptr + rows16, mask=in_rows, other=0.0)[:, None]
-        weight = pm.to_fp32(tl.load(weight_ptr + col, mask=col < cols, other=0.0))
-        g = pm.to_fp32(row_tiles(dy_ptr, row0, rows, c, cols, 1)[0]) * weight[None, :]
-        along += g * (normal * rstd[:, None])
-        if CENTERED:
-            total += g
-    tl.store(means_ptr + rows16, tl.div_rn(meet_lanes(along), count), mask=in_rows)
+    for c in range(0, cols, LANES * AHEAD):
+        xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD, FULL)
+        dys = row_tiles(dy_ptr, row0, rows, c, cols, AHEAD, FULL)
+        for j in tl.static_range(AHEAD):
+            col = tl.arange(0, LANES) + (c + j * LANES)
+            weight = pm.to_fp32(tl.load(weight_ptr + col, mask=col < cols, other=0.0))[None, :]
+            normal = pm.to_fp32(xs[j])
+            if CENTERED:
+                normal = normal - mean[:, None]
+            g = pm.to_fp32(dys[j]) * weight
+            along += g * (normal * rstd[:, None])
+            if CENTERED:
+                total += g
+    tl.store(means_ptr + row, tl.div_rn(meet_lanes(along), count), mask=in_rows)
     if CENTERED:
-        tl.store(means_ptr + rows + rows16, tl.div_rn(meet_lanes(total), count), mask=in_rows)
+        tl.store(means_ptr + rows + row, tl.div_rn(meet_lanes(total), count), mask=in_rows)
+
+
+@triton.jit
+def norm_backward_kernel(
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, means_ptr, partial_ptr,
+    rows, cols, CENTERED: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
+    FULL: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """dx of ROW_GROUP rows, their part of the gradients of weight and bias; means_ptr: fp32 [2, rows] to work in.
+
+    FULL: whole groups of rows and whole tiles of C columns.
+    """
+    overlap.begin(OVERLAP)
+    row0 = tl.program_id(0) * ROW_GROUP
+    first = row0.to(tl.int64) * cols
+    store_row_means(dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, row0, rows, cols, CENTERED, AHEAD, FULL)
     tl.debug_barrier()
     group = tl.program_id(0).to(tl.int64)
     for c in range(0, cols, C):
         col = c + tl.arange(0, C)
         in_col = col < cols
-        weight = pm.to_fp32(tl.load(weight_ptr + col, mask=in_col, other=0.0))
-        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, False)
-        dys = rm.load_rows(dy_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, False)
+        weight = pm.to_fp32(masked_load(weight_ptr + col, in_col, FULL))
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
+        dys = rm.load_rows(dy_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
         dweight = tl.zeros((C,), tl.float32)
         dbias = tl.zeros((C,), tl.float32)
         for i in tl.static_range(ROW_GROUP):
             # The row's numbers are read when they are needed: registers for all rows would halve the warps.
             row = row0 + i
-            scale = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+            in_row = row < rows
+            scale = masked_load(rstd_ptr + row, in_row, FULL)
             normal = pm.to_fp32(xs[i])
             dy = pm.to_fp32(dys[i])
             g = dy * weight
             if CENTERED:
-                normal = normal - tl.load(mean_ptr + row, mask=row < rows, other=0.0)
-                g = g - tl.load(means_ptr + rows + row, mask=row < rows, other=0.0)
+                normal = normal - masked_load(mean_ptr + row, in_row, FULL)
+                g = g - masked_load(means_ptr + rows + row, in_row, FULL)
             normal = normal * scale
-            dx = (g - normal * tl.load(means_ptr + row, mask=row < rows, other=0.0)) * scale
-            tl.store(
-                dx_ptr + first + (i * cols + col), dc.cast(dx, dx_ptr.dtype.element_ty), mask=in_col & (row < rows)
-            )
+            dx = (g - normal * masked_load(means_ptr + row, in_row, FULL)) * scale
+            dx = dc.cast(dx, dx_ptr.dtype.element_ty)
+            masked_store(dx_ptr + first + (i * cols + col), dx, in_col & in_row, FULL)
             dweight += dy * normal
             if BIAS:
                 dbias += dy
-        tl.store(partial_ptr + group * cols + col, dweight, mask=in_col)
+        masked_store(partial_ptr + group * cols + col, dweight, in_col, FULL)
         if BIAS:
             groups = tl.num_programs(0)
-            tl.store(partial_ptr + (groups + group) * cols + col, dbias, mask=in_col)
+            masked_store(partial_ptr + (groups + group) * cols + col, dbias, in_col, FULL)
 
 
 @triton.jit
-def group_sum_kernel(partial_ptr, out_ptr, groups, cols, C: tl.constexpr):
+def group_sum_kernel(
+    partial_ptr, out_ptr, groups, cols, C: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
     """out [2 or 1, cols] = sum of partial [2 or 1, groups, cols] over groups: GROUP_LANES lanes, then neighbours."""
+    overlap.begin(OVERLAP)
     which = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * C + tl.arange(0, C)
     lane = tl.arange(0, GROUP_LANES)
     total = tl.zeros((GROUP_LANES, C), tl.float32)
-    for b in range(0, groups, GROUP_LANES):
-        pointers = partial_ptr + (which * groups + b + lane)[:, None] * cols + col[None, :]
-        total += tl.load(pointers, mask=(b + lane < groups)[:, None] & (col < cols)[None, :], other=0.0)
+    for b in range(0, groups, GROUP_LANES * AHEAD):
+        parts = ()
+        for j in tl.static_range(AHEAD):
+            group = b + j * GROUP_LANES + lane
+            pointers = partial_ptr + (which * groups + group)[:, None] * cols + col[None, :]
+            parts = parts + (tl.load(pointers, mask=(group < groups)[:, None] & (col < cols)[None, :], other=0.0),)
+        for j in tl.static_range(AHEAD):
+            total += parts[j]
     for stage in tl.static_range(5):
         total = tl.sum(tl.reshape(total, (GROUP_LANES >> (stage + 1), 2, C)), axis=1)
     tl.store(out_ptr + which * cols + col, tl.reshape(total, (C,)), mask=col < cols)
@@ -227,6 +271,7 @@ def norm_with_amaxes(
     amaxes = rm.allocate(wanted, rows, x.device)
     if not x.numel():
         return y, (mean.zero_(), rstd.zero_()), (amaxes[0].zero_(), amaxes[1].zero_())
+    tile, num_warps = tile_of(wanted)
     norm_kernel[(ceil_div(rows, wanted.group),)](
         x,
         weight,
@@ -242,11 +287,21 @@ def norm_with_amaxes(
         f32(eps),
         CENTERED=centered,
         WANTED=wanted,
-        C=rm.TILE_ELEMENTS // wanted.group,
-        num_warps=NUM_WARPS,
+        C=tile,
+        AHEAD=AHEAD // 2 if centered else AHEAD,
+        FULL=rows % wanted.group == cols % tile == 0,
+        **overlap.launch_options(x.device),
+        num_warps=num_warps,
         enable_fp_fusion=False,
     )
     return y, (mean, rstd), amaxes
+
+
+def tile_of(wanted: Wanted) -> tuple[int, int]:
+    """Return the columns of a tile of `group` rows, and warps."""
+    if wanted.group == ROW_GROUP_:
+        return TILE_ELEMENTS // ROW_GROUP_, NUM_WARPS
+    return rm.TILE_ELEMENTS // wanted.group, WIDE_WARPS
 
 
 def norm_backward(
@@ -262,6 +317,7 @@ def norm_backward(
         return dx, sums[0].zero_(), sums[1].zero_() if has_bias else none
     groups = ceil_div(rows, ROW_GROUP_)
     partial = sums.new_empty(1 + has_bias, groups, cols)
+    tile, options = TILE_ELEMENTS // ROW_GROUP_, overlap.launch_options(x.device)
     norm_backward_kernel[(groups,)](
         dy,
         x,
@@ -275,46 +331,75 @@ def norm_backward(
         cols,
         CENTERED=centered,
         BIAS=has_bias,
-        C=LANES_,
+        C=tile,
+        AHEAD=AHEAD // 2,
+        FULL=rows % ROW_GROUP_ == cols % tile == 0,
+        **options,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )
-    grid = (ceil_div(cols, SUM_COLUMNS), 1 + has_bias)
-    group_sum_kernel[grid](partial, sums, groups, cols, C=SUM_COLUMNS, num_warps=NUM_WARPS, enable_fp_fusion=False)
+    group_sum_kernel[(ceil_div(cols, SUM_COLUMNS), 1 + has_bias)](
+        partial,
+        sums,
+        groups,
+        cols,
+        C=SUM_COLUMNS,
+        AHEAD=SUM_AHEAD,
+        **options,
+        num_warps=SUM_WARPS,
+        enable_fp_fusion=False,
+    )
     return dx, sums[0], sums[1] if has_bias else none
 
 
-COMPILED = (  # (centered, what is wanted): high precision and MXFP8, no rotation, the preset nvfp4
-    (False, Wanted()),
-    (True, rm.wanted_of("tensor", NVFP4())),
-    (False, rm.wanted_of("tensor", NVFP4(rotation=Hadamard()))),
+COMPILED = (  # (centered, what is wanted, whole tiles): high precision and MXFP8, no rotation, the preset nvfp4
+    (False, Wanted(), True),
+    (True, rm.wanted_of("tensor", NVFP4()), False),
+    (False, rm.wanted_of("tensor", NVFP4(rotation=Hadamard())), True),
 )
 
 
 def compile_cases() -> list[CompileCase]:
     """Return the norms of the presets, forward and backward."""
-    sizes = {**dict.fromkeys(("rows", "cols"), "i32:16"), "eps": "fp32", "sign_stream": "i32"}
-    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), "*bf16:16")
-    pointers |= dict.fromkeys(("rstd_ptr", "row_ptr", "col_ptr"), "*fp32:16")
     cases = []
-    for centered, wanted in COMPILED:
+    for centered, wanted, full in COMPILED:
+        tile, num_warps = tile_of(wanted)
         arguments = {
-            **pointers,
-            **sizes,
+            **dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), "*bf16:16"),
+            **dict.fromkeys(("mean_ptr", "rstd_ptr", "row_ptr", "col_ptr"), "*fp32:16"),
+            **dict.fromkeys(("rows", "cols"), "i32:16"),
+            "eps": "fp32",
+            "sign_stream": "i32",
             "bias_ptr": "*bf16:16" if centered else None,
-            "mean_ptr": "*fp32:16",
             "space_ptr": "*i32:16" if wanted.meets else None,
             "sign_ptr": "*i64:16" if wanted.fresh else None,
             "CENTERED": centered,
             "WANTED": wanted,
-            "C": rm.TILE_ELEMENTS // wanted.group,
+            "C": tile,
+            "AHEAD": AHEAD // 2 if centered else AHEAD,
+            "FULL": full,
         }
-        cases.append(CompileCase(norm_kernel, arguments, num_warps=NUM_WARPS, fp_fusion=False))
-    backward = dict.fromkeys(("dy_ptr", "x_ptr", "weight_ptr", "dx_ptr"), "*bf16:16")
-    backward |= dict.fromkeys(("mean_ptr", "rstd_ptr", "means_ptr", "partial_ptr"), "*fp32:16")
-    backward |= dict.fromkeys(("rows", "cols"), "i32:16")
+        cases += _cases(norm_kernel, arguments, num_warps)
     for centered in (False, True):
-        flags = {"CENTERED": centered, "BIAS": centered, "C": LANES_}
-        cases.append(CompileCase(norm_backward_kernel, backward | flags, num_warps=NUM_WARPS, fp_fusion=False))
-    sums = {"partial_ptr": "*fp32:16", "out_ptr": "*fp32:16", "groups": "i32:16", "cols": "i32:16", "C": SUM_COLUMNS}
-    return [*cases, CompileCase(group_sum_kernel, sums, num_warps=NUM_WARPS, fp_fusion=False)]
+        arguments = {
+            **dict.fromkeys(("dy_ptr", "x_ptr", "weight_ptr", "dx_ptr"), "*bf16:16"),
+            **dict.fromkeys(("mean_ptr", "rstd_ptr", "means_ptr", "partial_ptr"), "*fp32:16"),
+            **dict.fromkeys(("rows", "cols"), "i32:16"),
+            "CENTERED": centered,
+            "BIAS": centered,
+            "C": TILE_ELEMENTS // ROW_GROUP_,
+            "AHEAD": AHEAD // 2,
+            "FULL": not centered,
+        }
+        cases += _cases(norm_backward_kernel, arguments, NUM_WARPS)
+    sums = {**dict.fromkeys(("partial_ptr", "out_ptr"), "*fp32:16"), **dict.fromkeys(("groups", "cols"), "i32:16")}
+    return [*cases, *_cases(group_sum_kernel, sums | {"C": SUM_COLUMNS, "AHEAD": SUM_AHEAD}, SUM_WARPS)]
+
+
+def _cases(kernel, arguments: dict, num_warps: int) -> list[CompileCase]:
+    return [
+        CompileCase(
+            kernel, arguments | {"OVERLAP": flag}, num_warps=num_warps, fp_fusion=False, capabilities=capabilities
+        )
+        for flag, capabilities in overlap.TARGETS
+    ]

@@ -23,6 +23,12 @@ def test_norm_of_several_groups_and_lanes():
     checks.check_norm((33, 530), "cpu", checks.BY_ROW, False, (FP32, FP32))
 
 
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+def test_norm_of_whole_tiles(centered):
+    checks.check_norm((32, 1024), "cpu", checks.ROTATED, centered, (BF16, BF16))
+    checks.check_norm((32, 3072), "cpu", checks.PLAIN, centered, (BF16, BF16))
+
+
 @pytest.mark.parametrize("wish", checks.WISHES)
 def test_not_finite_values_stay_out_of_the_amaxes(wish):
     checks.check_norm((18, 40), "cpu", checks.WISHES[wish], False, (BF16, BF16), bad=True)
