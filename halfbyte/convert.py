@@ -132,13 +132,7 @@ def quantize_(
         ValueError: a rule or a name of an explicit `keep` or `share_amax` matches no linear layer, or nothing is there
             to convert. The model is unchanged then.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={type(model).__name__}: give a torch.nn.Module")
-    if isinstance(model, nn.Linear):
-        raise ValueError(
-            "model is itself a Linear and cannot be replaced in place; use hb.nn.Linear.from_linear(model, …)"
-        )
-    _check_kinds(rules, share_amax)
+    _check_kinds(model, rules, share_amax)
     state = _run_state(model) if state is None else state
     resolved = {glob: None if rule is None else as_recipe(rule) for glob, rule in (rules or {}).items()}
     layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, GroupedRecipe))}
@@ -169,7 +163,13 @@ def _run_state(model: nn.Module) -> RunState:
     return next((m.run_state for m in _quantized(model) if m.run_state is not None), None) or RunState(0)
 
 
-def _check_kinds(rules: object, share_amax: Sequence[Sequence[str]]) -> None:
+def _check_kinds(model: object, rules: object, share_amax: Sequence[Sequence[str]]) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: give a torch.nn.Module")
+    if isinstance(model, nn.Linear):
+        raise ValueError(
+            "model is itself a Linear and cannot be replaced in place; use hb.nn.Linear.from_linear(model, …)"
+        )
     if isinstance(share_amax, str) or any(isinstance(group, str) for group in share_amax):
         raise TypeError(f"share_amax={share_amax!r}: give groups of globs, such as (('*q_proj', '*k_proj'),)")
     if rules is not None and not isinstance(rules, Mapping):

@@ -58,13 +58,7 @@ def gemm_nt(
     shape = (a.shape[0], b.shape[0])
     if out is not None and tuple(out.shape) != shape:
         raise ValueError(f"out.shape={tuple(out.shape)}: the product has shape {shape}")
-    if bias is not None and (not isinstance(bias, Tensor) or not bias.is_floating_point()):
-        raise TypeError(f"bias={getattr(bias, 'dtype', bias)}: give a tensor of a float dtype, such as torch.float32")
-    for name, other in (("b", b), ("bias", bias), ("out", out)):
-        if other is not None and other.device != a.device:
-            raise ValueError(f"{name}.device={other.device}, a.device={a.device}: move one of them")
-    if bias is not None and tuple(bias.shape) != (shape[1],):
-        raise ValueError(f"bias.shape={tuple(bias.shape)}: give one value per row of b, shape ({shape[1]},)")
+    _check_with(a, b, bias, out)
     # Refuses NVFP4 against MXFP8 and unequal rotations, naming the remedy.
     GemmSpec(a=getattr(a, "spec", None), b=getattr(b, "spec", None))
     return ops.gemm_nt(
@@ -76,6 +70,17 @@ def gemm_nt(
         accumulate=accumulate,
         backend=backend,
     )
+
+
+def _check_with(a: Tensor, b: Tensor, bias: object, out: Tensor | None) -> None:
+    """Raise unless what is added or written fits the product of a and b, and all are on one device."""
+    if bias is not None and (not isinstance(bias, Tensor) or not bias.is_floating_point()):
+        raise TypeError(f"bias={getattr(bias, 'dtype', bias)}: give a tensor of a float dtype, such as torch.float32")
+    for name, other in (("b", b), ("bias", bias), ("out", out)):
+        if isinstance(other, Tensor) and other.device != a.device:
+            raise ValueError(f"{name}.device={other.device}, a.device={a.device}: move one of them")
+    if isinstance(bias, Tensor) and tuple(bias.shape) != (b.shape[0],):
+        raise ValueError(f"bias.shape={tuple(bias.shape)}: give one value per row of b, shape ({b.shape[0]},)")
 
 
 def _operand(x: Tensor) -> Tensor | ops.Operand:
