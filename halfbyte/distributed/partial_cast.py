@@ -129,7 +129,7 @@ def _agreed_on(weights, masters, starts, call) -> tuple:
     return (
         *map(id, call),
         *((id(weight), weight.qdata.data_ptr()) if isinstance(weight, QuantTensor) else None for weight in weights),
-        *((0 if m is None else m.numel()) for m in masters),
+        *(m.numel() if isinstance(m, Tensor) else 0 for m in masters),
         *starts,
     )
 
@@ -137,8 +137,8 @@ def _agreed_on(weights, masters, starts, call) -> tuple:
 def _memory(masters, shards) -> tuple:
     """Return where this rank's masters and codes lie, which is no concern of others; the cast keeps them alive."""
     return (
-        *((None if m is None else (m.data_ptr(), m.dtype)) for m in masters),
-        *((None if s is None else s.data_ptr()) for s in shards),
+        *((m.data_ptr(), m.dtype) if isinstance(m, Tensor) else id(m) for m in masters),
+        *(s.data_ptr() if isinstance(s, Tensor) else id(s) for s in shards),
     )
 
 
@@ -229,7 +229,8 @@ def _shard_problem(weight: QuantTensor, master: Any, start: Any, shard: Any) -> 
     if master is None:
         return None
     if not isinstance(master, Tensor) or master.dtype not in VALUE_DTYPES or not master.is_contiguous():
-        return "master_weights[i]: give a contiguous fp32, bf16 or fp16 tensor, or None"
+        what = f"{master.dtype} with strides {master.stride()}" if isinstance(master, Tensor) else type(master).__name__
+        return f"master_weights[i] is {what}: give a contiguous fp32, bf16 or fp16 tensor, or None"
     if master.numel() == 0:
         return None
     if master.device != weight.device:

@@ -213,6 +213,11 @@ def mismatches(rank: int) -> None:
         r"two ranks hold the elements 0 to 127": [lambda: cast((16, 16), TILE, 0, 256 - 128 * rank)],
         r"no rank holds the elements 120 to 127": [lambda: cast((16, 16), TILE, half[0], 120 + 8 * rank)],
         r"no rank holds the elements 250 to 255": [lambda: cast((16, 16), TILE, half[0], 128 - 6 * rank)],
+        r"rank 1: master_weights\[0\] is list": [
+            lambda: cast_master_weights_to_nvfp4(
+                [PrimaryWeight.empty((16, 16))], [(torch.zeros(256), [0.0] * 256)[rank]], [0], None
+            )
+        ],
         r"rank 1: start_offsets\[0\]=200": [lambda: cast((16, 16), TILE, 200 * rank, 128)],
         r"rank 1: start_offsets\[0\]=None": [lambda: cast((16, 16), TILE, (0, None)[rank], 128)],
         "manual_post_all_gather_processing=False: the group has 2 ranks": [
