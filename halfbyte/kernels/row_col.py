@@ -50,7 +50,7 @@ def tile_for(row: sc.Rule, col: sc.Rule) -> Tile:
     if "stochastic" in (row.rounding, col.rounding) or col.group > 16:
         best = Tile(64, 64, 4, 1) if not col.element else Tile(64, 64, 2, 1)
     else:
-        best = Tile(64, 128, 4, 2)
+        best = Tile(64, 64, 2, 2)
     return best._replace(rows=max(best.rows, col.group), cols=max(best.cols, row.group))
 
 
