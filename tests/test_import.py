@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+SLOW = ("torch._dynamo", "torch.distributed.tensor")
 EXTRAS = ("matplotlib", "tyro", "tokenizers", "tensorboard", "rich", "safetensors")
 
 
@@ -46,6 +47,7 @@ before = state()
 import halfbyte
 print(json.dumps({{
     "device": torch.cuda.is_initialized(),
+    "slow": [name for name in {SLOW!r} if name in sys.modules],
     "extras": [name for name in {EXTRAS!r} if name in sys.modules],
     "changed": state() != before,
 }}))
@@ -53,7 +55,7 @@ print(json.dumps({{
 
 
 def test_import_touches_no_device_no_extra_and_no_global_state():
-    assert json.loads(run(WATCHED_IMPORT)) == {"device": False, "extras": [], "changed": False}
+    assert json.loads(run(WATCHED_IMPORT)) == {"device": False, "slow": [], "extras": [], "changed": False}
 
 
 @pytest.mark.parametrize("name", ["__version__", "NVFP4", "MXFP8", "recipes", "quantize", "Philox"])

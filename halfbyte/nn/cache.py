@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from halfbyte.functional.weights import CachedWeight, Specs, cacheable, quantize_weight
 from halfbyte.nn.linear import Linear, shared_amax
@@ -198,6 +197,8 @@ def cache_weights(
         ValueError: no layer of the model follows a recipe, it is cached already, its weights are sharded or exist in
             NVFP4 only, or the optimizers hold none of them, such as one that steps masters.
     """
+    from torch.distributed.tensor import DTensor  # importing it takes longer than all of halfbyte
+
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer={type(optimizer).__name__}: give torch.optim.Optimizer objects")

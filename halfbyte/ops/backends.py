@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -38,6 +38,11 @@ def backends(device: torch.device | str | None = None) -> tuple[BackendStatus, .
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
+    reference, *others = _statuses(device)
+    return reference, *(replace(status, casts=_casts(device)) if status.available else status for status in others)
+
+
+def _statuses(device: torch.device) -> tuple[BackendStatus, ...]:
     return (
         BackendStatus(name=REFERENCE, available=True, reason="plain torch runs on every device"),
         _triton_status(device),
@@ -55,8 +60,7 @@ def _triton_status(device: torch.device) -> BackendStatus:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return BackendStatus(name=TRITON, available=False, reason=f"sm_{major}{minor} is older than sm_80")
-    reason = f"sm_{major}{minor}, GEMMs emulated in bf16"
-    return BackendStatus(name=TRITON, available=True, reason=reason, casts=_casts(device))
+    return BackendStatus(name=TRITON, available=True, reason=f"sm_{major}{minor}, GEMMs emulated in bf16")
 
 
 def _native_status(device: torch.device) -> BackendStatus:
@@ -67,8 +71,7 @@ def _native_status(device: torch.device) -> BackendStatus:
     if major < 10:
         reason = f"sm_{major}{minor} has no FP4 tensor cores; they came with sm_100"
         return BackendStatus(name=NATIVE, available=False, reason=reason)
-    reason = f"sm_{major}{minor}, GEMMs on FP4 and FP8 tensor cores"
-    return BackendStatus(name=NATIVE, available=True, reason=reason, casts=triton.casts)
+    return BackendStatus(name=NATIVE, available=True, reason=f"sm_{major}{minor}, GEMMs on FP4 and FP8 tensor cores")
 
 
 def _casts(device: torch.device) -> str:
@@ -77,13 +80,20 @@ def _casts(device: torch.device) -> str:
     return hardware_cast.explain(device)
 
 
-@lru_cache(maxsize=64)
-def _available(name: str, device_type: str, index: int | None) -> BackendStatus:
+def _status(name: str, device_type: str, index: int | None) -> BackendStatus:
     device = torch.device(device_type, index) if index is not None else torch.device(device_type)
-    for status in backends(device):
+    for status in _statuses(device):
         if status.name == name:
             return status
     raise AssertionError(f"backend {name} has no status")
+
+
+_cached_status = lru_cache(maxsize=64)(_status)
+
+
+def _available(name: str, device_type: str, index: int | None) -> BackendStatus:
+    # torch.compile looks behind the cache, and warns that it does.
+    return (_status if torch.compiler.is_compiling() else _cached_status)(name, device_type, index)
 
 
 def choose(device: torch.device, backend: str | None) -> str:

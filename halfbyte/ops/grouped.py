@@ -30,7 +30,6 @@ def check_offsets(offsets: object, x: Tensor) -> None:
         raise ValueError(f"offsets.device={offsets.device}: the tokens are on {x.device}; make offsets there")
 
 
-@torch.compiler.assume_constant_result  # else torch.compile traces `choose`, and warns of its cache
 def emulates(device: torch.device) -> bool:
     """Whether GEMMs on `device` multiply decoded values by Triton kernels."""
     return choose(device, None) == TRITON
