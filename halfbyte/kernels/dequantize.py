@@ -20,10 +20,10 @@ from halfbyte.spec import MXFP8, NVFP4, Spec
 WORD_VALUES = 8  # values per loaded word: an int32 of NVFP4 codes, an int64 of MXFP8 elements
 
 TILES = ((128, 4), (64, 2), (32, 1))
-"""(words, warps) of a piece, a word a thread: the widest that a row fills."""
+"""(words, warps) of a piece, a word a thread: the widest of which a row fills two."""
 
-WIDE_STEPS = 2  # pieces of a program, side by side, where a row fills two of the widest
-STEPS = 4  # pieces below each other; of a swizzled buffer 32 rows apart, where scales lie together
+LINEAR_STEPS = 2  # pieces of a program: side by side
+SWIZZLED_STEPS = 4  # 32 rows apart, where scales lie together
 
 
 class Decoded(NamedTuple):
@@ -88,21 +88,21 @@ def dequantize_kernel(
     SWIZZLED: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
     STEPS: tl.constexpr,
-    ROW_STEP: tl.constexpr,
     FULL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program writes STEPS pieces of BLOCK_WORDS words; a word becomes one 16-byte store of bf16.
 
-    The pieces lie ROW_STEP rows apart, 32 if SWIZZLED, or side by side if that is 0. FULL: nothing of them is outside.
+    The pieces follow each other in a row, or lie 32 rows apart if SWIZZLED. FULL: nothing of them is outside.
     """
     overlap.begin(OVERLAP)
     BLOCK_LENGTH: tl.constexpr = 2 if FORMAT == dc.NVFP4 else 4  # words that share a scale
-    WORD_STEP: tl.constexpr = 0 if ROW_STEP else BLOCK_WORDS
-    TILE_WORDS: tl.constexpr = BLOCK_WORDS if ROW_STEP else BLOCK_WORDS * STEPS
+    ROW_STEP: tl.constexpr = 32 if SWIZZLED else 0
+    WORD_STEP: tl.constexpr = 0 if SWIZZLED else BLOCK_WORDS
+    TILE_WORDS: tl.constexpr = BLOCK_WORDS if SWIZZLED else BLOCK_WORDS * STEPS
     column_tiles = tl.cdiv(blocks * BLOCK_LENGTH, TILE_WORDS)
     i_row = tl.program_id(0) // column_tiles
-    row = i_row // 32 * 128 + i_row % 32 if SWIZZLED else i_row * (STEPS if ROW_STEP else 1)
+    row = i_row // 32 * 128 + i_row % 32 if SWIZZLED else i_row
     i_word = tl.program_id(0) % column_tiles * TILE_WORDS
     words = ()
     codes = ()
@@ -212,16 +212,15 @@ def _launch(
         factor = dc.NO_FACTOR
     divisor = spec.e4m3_max * spec.fp4_max if nvfp4 else 1.0
     form = dc.NVFP4 if nvfp4 else dc.MXFP8_E4M3 if spec.element == "e4m3" else dc.MXFP8_E5M2
-    width, warps = next((tile for tile in TILES if tile[0] <= words.shape[1]), TILES[-1])
+    width, warps = next((tile for tile in TILES if 2 * tile[0] <= words.shape[1]), TILES[-1])
     swizzled = scale_layout != LINEAR
     if swizzled and scale.data_ptr() % 4:
         scale = scale.clone()  # words of four scales are read
-    row_step = 32 if swizzled else 0 if words.shape[1] >= WIDE_STEPS * TILES[0][0] else 1
-    steps = STEPS if row_step else WIDE_STEPS
-    tile_rows, tile_words = (SWIZZLE_ROWS if swizzled else STEPS, width) if row_step else (1, width * steps)
-    full = rows % tile_rows == words.shape[1] % tile_words == 0 and cols == 8 * words.shape[1]
-    row_programs = triton.cdiv(rows, tile_rows) * (SWIZZLE_ROWS // STEPS if swizzled else 1)
-    grid = (row_programs * triton.cdiv(words.shape[1], tile_words),)
+    steps, rows_of_tile = (SWIZZLED_STEPS, SWIZZLE_ROWS) if swizzled else (LINEAR_STEPS, 1)
+    row_tiles = triton.cdiv(rows, SWIZZLE_ROWS) * (SWIZZLE_ROWS // steps) if swizzled else rows
+    tile_words = width if swizzled else width * steps
+    full = rows % rows_of_tile == words.shape[1] % tile_words == 0 and cols == 8 * words.shape[1]
+    grid = (row_tiles * triton.cdiv(words.shape[1], tile_words),)
     dequantize_kernel[grid](
         words,
         scale,
@@ -240,7 +239,6 @@ def _launch(
         SWIZZLED=swizzled,
         BLOCK_WORDS=width,
         STEPS=steps,
-        ROW_STEP=row_step,
         FULL=full,
         **overlap.launch_options(out.device),
         num_warps=warps,
@@ -251,16 +249,16 @@ def _launch(
 def compile_cases() -> list[CompileCase]:
     """Return what `dequantize` and `decode` launch: every tile, format, factor, scale layout and output width."""
     return [
-        *_cases(dc.NVFP4, dc.NO_FACTOR, 0, torch.bfloat16, TILES[0], full=True),
-        *_cases(dc.NVFP4, dc.TENSOR_FACTOR, 32, torch.bfloat16, TILES[0], full=True),
-        *_cases(dc.NVFP4, dc.ROW_FACTOR, 1, torch.float32, TILES[1], full=False),
-        *_cases(dc.MXFP8_E4M3, dc.NO_FACTOR, 1, torch.bfloat16, TILES[2], full=True),
-        *_cases(dc.MXFP8_E5M2, dc.NO_FACTOR, 32, torch.float32, TILES[2], full=False),
+        *_cases(dc.NVFP4, dc.NO_FACTOR, False, torch.bfloat16, TILES[0], full=True),
+        *_cases(dc.NVFP4, dc.TENSOR_FACTOR, True, torch.bfloat16, TILES[0], full=True),
+        *_cases(dc.NVFP4, dc.ROW_FACTOR, False, torch.float32, TILES[1], full=False),
+        *_cases(dc.MXFP8_E4M3, dc.NO_FACTOR, False, torch.bfloat16, TILES[2], full=True),
+        *_cases(dc.MXFP8_E5M2, dc.NO_FACTOR, True, torch.float32, TILES[2], full=False),
     ]
 
 
 def _cases(
-    form: int, factor: int, row_step: int, dtype: torch.dtype, tile: tuple[int, int], *, full: bool
+    form: int, factor: int, swizzled: bool, dtype: torch.dtype, tile: tuple[int, int], *, full: bool
 ) -> list[CompileCase]:
     arguments = {
         "qdata_ptr": "*i32:16" if form == dc.NVFP4 else "*i64:16",
@@ -272,10 +270,9 @@ def _cases(
         **dict.fromkeys(("floor", "inverse"), "fp32"),
         "FORMAT": form,
         "FACTOR": factor,
-        "SWIZZLED": row_step == 32,
+        "SWIZZLED": swizzled,
         "BLOCK_WORDS": tile[0],
-        "STEPS": STEPS if row_step else WIDE_STEPS,
-        "ROW_STEP": row_step,
+        "STEPS": SWIZZLED_STEPS if swizzled else LINEAR_STEPS,
         "FULL": full,
     }
     return [

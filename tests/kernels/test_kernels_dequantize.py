@@ -42,14 +42,6 @@ def test_whole_and_ragged_tiles(shape, spec, scale_layout):
     checks.same(dq.dequantize(blocks, spec, shape[1], torch.bfloat16, scale_layout), expected)
 
 
-@pytest.mark.parametrize("spec", (hb.NVFP4(), checks.ROW, hb.MXFP8()), ids=lambda spec: spec.key)
-@pytest.mark.parametrize("shape", ((2, 4096), (3, 2100)))
-def test_pieces_side_by_side(shape, spec):
-    blocks = reference.quantize(torch.randn(shape), spec)
-    expected = reference.dequantize(blocks, spec, shape[1], torch.bfloat16)
-    checks.same(dq.dequantize(blocks, spec, shape[1], torch.bfloat16), expected)
-
-
 def test_swizzled_scales_may_start_anywhere():
     spec = hb.NVFP4()
     blocks = reference.quantize(torch.randn(3, 48), spec, scale_layout=layout.SWIZZLED_32_4_4)
