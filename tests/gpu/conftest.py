@@ -11,7 +11,6 @@ SLOW_FIRST = ("grouped", "graphs", "fused", "transient", "quantize")
 """Files in the order of what their kernels take to compile; the others follow."""
 SAME_KERNELS = ("shape", "groups")
 """Parameters that choose no other kernels: tests that differ in these alone run in one process."""
-CLAIMED = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser):
@@ -27,10 +26,6 @@ def _work(item: pytest.Function) -> str:
     return quote(name, safe="")
 
 
-def pytest_configure(config):
-    config.stash[CLAIMED] = set()
-
-
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--claims"):
         order = {f"test_gpu_{name}": place for place, name in enumerate(SLOW_FIRST)}
@@ -39,14 +34,20 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item):
-    """Pass by a test that another process has claimed."""
-    folder, claimed, work = item.config.getoption("--claims"), item.config.stash[CLAIMED], _work(item)
-    if folder is None or work in claimed:
+def pytest_runtestloop(session):
+    """Run what no other process has claimed; each test ends alone, since which one follows is not known before."""
+    folder, claimed = session.config.getoption("--claims"), set()
+    if folder is None or session.testsfailed or session.config.option.collectonly:
         return None
-    try:
-        Path(folder, work).touch(exist_ok=False)
-    except FileExistsError:
-        return True
-    claimed.add(work)
-    return None
+    for item in session.items:
+        work = _work(item)
+        if work not in claimed:
+            try:
+                Path(folder, work).touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            claimed.add(work)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        if session.shouldfail or session.shouldstop:
+            break
+    return True
