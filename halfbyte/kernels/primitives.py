@@ -444,6 +444,14 @@ def like(index, x):
 
 
 @triton.jit
+def unaligned(index):
+    """Return a scalar; what divides it is hidden from the compiler, whose stores from there are of one element each."""
+    if INTERPRETED:
+        return index
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [index], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def nth(tuples, N: tl.constexpr):
     """Return the members N of tuples."""
     out = ()

@@ -32,6 +32,7 @@ class Rule(NamedTuple):
     packed: x is bf16, its columns lie together, and 8 of them are 16 aligned bytes.
     words: how many words of two columns a thread reads where blocks lie along columns of a packed x.
     full: tiles have no ragged edge, so that nothing needs a mask.
+    along: in tiles of several rows, lanes lie along the rows of x and of the operand when it is read and stored.
     """
 
     rounding: str
@@ -49,6 +50,7 @@ class Rule(NamedTuple):
     packed: bool = False
     words: int = 1
     full: bool = False
+    along: bool = False
 
 
 class Constants(NamedTuple):

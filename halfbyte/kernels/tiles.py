@@ -37,12 +37,22 @@ def load_row_pairs(x_ptr, i_row, i_group, rows, cols, stride_r, RULE: tl.constex
     """Return RULE.group / 2 words [R, N], two bf16 values each, of N groups of R rows of a packed x."""
     row = i_row + tl.arange(0, R)
     o_word = (i_group + tl.arange(0, N)) * (RULE.group // 2)
-    first = x_ptr.to(tl.pointer_type(tl.uint32)) + (row.to(tl.int64) * stride_r)[:, None, None] // 2
+    word_ptr = x_ptr.to(tl.pointer_type(tl.uint32))
+    if RULE.along:  # groups lead: of dimensions that are not contiguous the compiler lays lanes along the first
+        first = word_ptr + (row.to(tl.int64) * stride_r)[None, :, None] // 2
+    else:
+        first = word_ptr + (row.to(tl.int64) * stride_r)[:, None, None] // 2
     words = ()
     for piece in tl.static_range(RULE.group // 8):
-        word = o_word[None, :, None] + (piece * 4 + tl.arange(0, 4))[None, None, :]
-        inside = (row < rows)[:, None, None] & (word * 2 < cols)
-        loaded = masked_load(first + word, inside, RULE.full)
+        four = piece * 4 + tl.arange(0, 4)
+        if RULE.along:
+            word = o_word[:, None, None] + four[None, None, :]
+            inside = (row < rows)[None, :, None] & (word * 2 < cols)
+            loaded = tl.permute(masked_load(first + word, inside, RULE.full), (1, 0, 2))
+        else:
+            word = o_word[None, :, None] + four[None, None, :]
+            inside = (row < rows)[:, None, None] & (word * 2 < cols)
+            loaded = masked_load(first + word, inside, RULE.full)
         words = words + pm.split_four(loaded, R, N)
     return words
 
@@ -272,7 +282,9 @@ def quantize_row_tile(
         W: tl.constexpr = len(words)
         G: tl.constexpr = len(scales)
         place = group
-        if R == 1 and W == 1:
+        if RULE.along:
+            place = pm.unaligned(i_group) + tl.arange(0, N)  # else words would move between threads
+        elif R == 1 and W == 1:
             # Halved, groups hide from the compiler that they lie together: it would move words between threads, so
             # that each stores two at once. With several rows it would then lay a warp along the rows.
             place = (i_group * 2 + 2 * tl.arange(0, N)) // 2
@@ -353,31 +365,26 @@ def quantize_col_tile(
             block = first_block + col64[None, :] * blocks_per_row + (group * (RULE.group // 16))[:, None]
             block = pm.like(block, xs[0])
         words, scales = quantize_group(xs, amax, factors, constants, draw_ptr, stream, block, RULE, 1)
-        columns_words = columns_words + (words,)
-        columns_scales = columns_scales + (scales,)
-    words = pm.interleave(columns_words, N, C)
-    scales = pm.interleave(columns_scales, N, C)
-    store_columns(q_ptr, scale_ptr, words, scales, i_group, i_col, cols, blocks, RULE, SWIZZLED, N, C)
+        if RULE.along:
+            own = pm.unaligned(i_group) + tl.arange(0, N)
+            store_columns(q_ptr, scale_ptr, words, scales, own, first_col + k, cols, blocks, RULE, SWIZZLED)
+        else:
+            columns_words = columns_words + (words,)
+            columns_scales = columns_scales + (scales,)
+    if not RULE.along:
+        words = pm.interleave(columns_words, N, C)
+        scales = pm.interleave(columns_scales, N, C)
+        own, col = i_group + tl.arange(0, N), i_col + tl.arange(0, C)
+        store_columns(q_ptr, scale_ptr, words, scales, own, col, cols, blocks, RULE, SWIZZLED)
 
 
 @triton.jit
 def store_columns(
-    q_ptr,
-    scale_ptr,
-    words,
-    scales,
-    i_group,
-    i_col,
-    cols,
-    blocks,
-    RULE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    N: tl.constexpr,
-    C: tl.constexpr,
+    q_ptr, scale_ptr, words, scales, group, col, cols, blocks, RULE: tl.constexpr, SWIZZLED: tl.constexpr
 ):
-    """Store the words and scales of N groups of C columns, each [N, C], as [cols, blocks]."""
-    group = i_group + tl.arange(0, N)
-    col = i_col + tl.arange(0, C)
+    """Store the words and scales of groups [N] of columns col [C], each [N, C], as [cols, blocks]."""
+    N: tl.constexpr = group.shape[0]
+    C: tl.constexpr = col.shape[0]
     in_col = col < cols
     if RULE.decoded:
         col64 = col.to(tl.int64)

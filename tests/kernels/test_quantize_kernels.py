@@ -53,6 +53,12 @@ def test_row_col(index):
     checks.check_row_col(x, checks.PAIRS[index], layout.SCALE_LAYOUTS[index % 2])
 
 
+@pytest.mark.parametrize("index", range(3))
+def test_row_col_of_whole_tiles(index):
+    x = checks.sample(KINDS[index], (64, 192), torch.bfloat16, "cpu")
+    checks.check_row_col(x, checks.PAIRS[index], layout.LINEAR)
+
+
 @pytest.mark.parametrize("shape", ((0, 16), (3, 0), (0, 0)))
 @pytest.mark.parametrize("spec", (hb.NVFP4(), hb.NVFP4(outer="row"), hb.MXFP8()), ids=lambda spec: spec.key)
 def test_empty(shape, spec):
