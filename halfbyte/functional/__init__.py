@@ -1,4 +1,4 @@
-"""Functions of tensors with gradients: the GEMM, the linear layer, norms and activations."""
+"""Functions of tensors: the GEMM, and with gradients the linear layer, norms and activations."""
 
 from halfbyte.functional.activation import activation
 from halfbyte.functional.gemm import gemm_nt

@@ -23,6 +23,8 @@ def gemm_nt(
 ) -> Tensor:
     """Return a @ b.T: block-scaled products summed in fp32, factors and bias in fp32, one rounding at the end.
 
+    No gradient flows through it, plain operands' neither: `hb.linear` and the layers have one.
+
     Args:
         a: QuantTensor or plain [M, K]; blocks run along K.
         b: QuantTensor or plain [N, K].
@@ -61,15 +63,9 @@ def gemm_nt(
     _check_with(a, b, bias, out)
     # Refuses NVFP4 against MXFP8 and unequal rotations, naming the remedy.
     GemmSpec(a=getattr(a, "spec", None), b=getattr(b, "spec", None))
-    return ops.gemm_nt(
-        _operand(a),
-        _operand(b),
-        out_dtype=out_dtype or torch.bfloat16,
-        bias=bias,
-        out=out,
-        accumulate=accumulate,
-        backend=backend,
-    )
+    options = {"out_dtype": out_dtype or torch.bfloat16, "bias": bias, "out": out, "accumulate": accumulate}
+    with torch.no_grad():
+        return ops.gemm_nt(_operand(a), _operand(b), **options, backend=backend)
 
 
 def _check_with(a: Tensor, b: Tensor, bias: object, out: Tensor | None) -> None:

@@ -83,7 +83,8 @@ def grouped_gemm_nt(
     # Refuses NVFP4 against MXFP8 and unequal rotations, naming the remedy.
     GemmSpec(a=getattr(a, "spec", None), b=getattr(b, "spec", None))
     options = {"out_dtype": out_dtype or torch.bfloat16, "out": out, "accumulate": accumulate, "backend": backend}
-    return ops.grouped_gemm_nt(_operand(a), _operand(b), offsets, **options)
+    with torch.no_grad():
+        return ops.grouped_gemm_nt(_operand(a), _operand(b), offsets, **options)
 
 
 def _check_groups(name: str, operand: Tensor, groups: int, split_columns: bool) -> None:

@@ -129,3 +129,9 @@ def test_mistakes_are_named(change, error, names):
     with pytest.raises(error) as caught:
         hb.gemm_nt(**{"a": a, "b": b, "backend": "reference" if "backend" not in change else None, **change})
     assert all(name in str(caught.value) for name in names), str(caught.value)
+
+
+def test_no_gradient_flows_on_any_device():
+    a, b = torch.randn(16, 32, requires_grad=True), torch.randn(8, 32, requires_grad=True)
+    assert not hb.gemm_nt(a, b).requires_grad
+    assert not hb.grouped_gemm_nt(a, b[None], torch.tensor([16])).requires_grad
