@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfbyte.kernels import overlap
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import rotate_wide as rw
 from halfbyte.kernels import running_max as rm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import INTERPRETED, cast
-from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin, overlaps
-from halfbyte.kernels.targets import TARGETS, CompileCase
+from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard, Spec
@@ -107,7 +107,7 @@ def amax_rows_kernel(
 
     A program takes R rows, and of each C columns of every parts * C. PACKED: x is read in words of two bf16.
     """
-    begin(OVERLAP)
+    overlap.begin(OVERLAP)
     tile = tl.program_id(0) // parts
     first = (tl.program_id(0) - tile * parts).to(tl.int64) * C
     step = tl.cast(parts, tl.int64) * C
@@ -353,10 +353,9 @@ def _launch_rows(x: Tensor, per_row: bool) -> Tensor:
         PACKED=is_packed(x),
         R=r,
         C=c,
-        OVERLAP=overlaps(x.device),
         num_warps=PLAIN_TILE.num_warps,
         enable_fp_fusion=False,
-        launch_pdl=overlaps(x.device),
+        **overlap.launch_options(x.device),
     )
     return out
 
@@ -416,11 +415,10 @@ def compile_cases() -> list[CompileCase]:
             ("fixed", "row", True, False),
         )
     ]
-    old, new = (tuple(c for c in TARGETS if (c >= OVERLAP_CAPABILITY.value) == is_new) for is_new in (False, True))
     return rotated + [
-        replace(case, arguments={**case.arguments, "OVERLAP": overlap}, capabilities=targets)
+        replace(case, arguments={**case.arguments, "OVERLAP": flag}, capabilities=capabilities)
         for case in plain
-        for overlap, targets in ((False, old), (True, new))
+        for flag, capabilities in overlap.TARGETS
     ]
 
 
