@@ -19,7 +19,7 @@ from halfbyte.kernels.grouped_plan import Plan, make_plan
 from halfbyte.kernels.grouped_swizzle import grouped_swizzle
 from halfbyte.kernels.quantize import compile_arguments, divisor, hardware_fp8, is_packed
 from halfbyte.kernels.row_col import tile_for
-from halfbyte.kernels.targets import CompileCase
+from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.layout import (
     GROUP_COLUMNS,
     LINEAR,
@@ -399,21 +399,23 @@ def compile_cases() -> list[CompileCase]:
     """
     rotated = NVFP4(rounding="stochastic", rotation=Hadamard())
     tile = NVFP4(block=(16, 16))
-    gradient = _quantize_case(NVFP4(rounding="stochastic"), rotated, decoded=(True, True))
-    mxfp8 = _quantize_case(None, MXFP8(), decoded=(False, False), whole=False)
-    return [
-        _quantize_case(NVFP4(), NVFP4(rotation=Hadamard()), decoded=(True, False)),
-        replace(gradient, capabilities=(90, 120)),
-        replace(mxfp8, capabilities=(80, 100)),
-        _quantize_case(tile, None, decoded=(False, False), whole=False),
-        *(_transpose_case(stacked) for stacked in (False, True)),
-    ]
+    cases = [_transpose_case(stacked) for stacked in (False, True)]
+    for hardware in sc.HARDWARE_LEVELS:
+        gradient = _quantize_case(NVFP4(rounding="stochastic"), rotated, hardware, decoded=(True, True))
+        mxfp8 = _quantize_case(None, MXFP8(), hardware, decoded=(False, False), whole=False)
+        cases += [
+            _quantize_case(NVFP4(), NVFP4(rotation=Hadamard()), hardware, decoded=(True, False)),
+            _quantize_case(tile, None, hardware, decoded=(False, False), whole=False),
+            replace(gradient, capabilities=tuple(c for c in gradient.capabilities if c in (90, 120))),
+            replace(mxfp8, capabilities=tuple(c for c in mxfp8.capabilities if c in (80, 100))),
+        ]
+    return [case for case in cases if case.capabilities]
 
 
 def _quantize_case(
-    row: Spec | None, col: Spec | None, *, decoded: tuple[bool, bool], whole: bool = True
+    row: Spec | None, col: Spec | None, hardware: int, *, decoded: tuple[bool, bool], whole: bool = True
 ) -> CompileCase:
-    """Return the case of tokens in whole tiles of columns, or of experts without such."""
+    """Return the case of tokens in whole tiles of columns, or of experts without such; hardware: as in `Rule`."""
     arguments = {
         "x_ptr": "*bf16:16",
         **dict.fromkeys(("table_ptr", "tile_group_ptr"), "*i32"),
@@ -428,7 +430,7 @@ def _quantize_case(
         for unused in ("first_block", "blocks_per_row"):
             del operand[f"{name}_{unused}"]
         arguments |= operand
-        rules.append(None if spec is None else sc.rule_of(spec, 0)._replace(decoded=values, packed=True))
+        rules.append(None if spec is None else sc.rule_of(spec, hardware)._replace(decoded=values, packed=True))
         if spec is None:
             arguments |= {key: None for key in operand if key.endswith("_ptr")}
         elif values:
@@ -437,7 +439,8 @@ def _quantize_case(
     full, ragged = _full_and_ragged(tile.cols + int(not whole), rules, tile)
     arguments |= {"ROW": ragged[0], "COL": ragged[1], "FULL_ROW": full[0], "FULL_COL": full[1]}
     arguments |= {"TILE_ROWS": GROUP_COLUMNS, "TR": tile.rows, "TC": tile.cols}
-    return CompileCase(grouped_quantize_kernel, arguments, tile.num_warps, fp_fusion=False)
+    targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
+    return CompileCase(grouped_quantize_kernel, arguments, tile.num_warps, fp_fusion=False, capabilities=targets)
 
 
 def _transpose_case(stacked: bool) -> CompileCase:

@@ -21,7 +21,7 @@ from halfbyte.kernels.grouped_kernels import clear_padding
 from halfbyte.kernels.grouped_plan import Plan, group_of_tile
 from halfbyte.kernels.quantize import compile_arguments
 from halfbyte.kernels.quantize_wide import quantize_lines
-from halfbyte.kernels.targets import CompileCase
+from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.layout import GROUP_COLUMNS, ceil_div
 from halfbyte.spec import NVFP4, Hadamard
 
@@ -40,9 +40,9 @@ def load_lines(
     x_ptr, start, end, local, i_side, cols, stride_r, stride_c, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """Return fp32 [T, SIZE], zeros outside the group: rows from `local` on or, with COLUMNS, columns from i_side on.
+    """Return fp32 [T, SIZE], zeros outside the group: SIZE columns of T rows or, with COLUMNS, SIZE rows of T columns.
 
-    i_side: the first column.
+    local, i_side: the first row, counted in the group, and the first column.
     """
     if COLUMNS:
         col = i_side + tl.max_contiguous(tl.arange(0, T), 1)  # a thread holds whole groups
@@ -209,9 +209,13 @@ def compile_cases() -> list[CompileCase]:
             operand = compile_arguments(spec)
             for unused in ("first_block", "blocks_per_row"):
                 del operand[unused]
-            rule = sc.rule_of(spec, hardware=0)
-            arguments = {**shared, **operand, "RULE": rule, "STACKED": False}
-            cases.append(CompileCase(grouped_wide_kernel, arguments, launch.num_warps, fp_fusion=False))
+            for hardware in sc.HARDWARE_LEVELS:
+                arguments = {**shared, **operand, "RULE": sc.rule_of(spec, hardware), "STACKED": False}
+                targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
+                case = CompileCase(
+                    grouped_wide_kernel, arguments, launch.num_warps, fp_fusion=False, capabilities=targets
+                )
+                cases.append(case)
             arguments = {**shared, "out_ptr": "*i32", "RULE": amax_rule(spec)}
             stack = ((100, 8), (103, 8)) if columns and size == WIDE else ()  # ptxas takes no more than 72 registers
             case = CompileCase(grouped_wide_amax_kernel, arguments, launch.num_warps, fp_fusion=False, stack=stack)
