@@ -1,5 +1,6 @@
 """The processes that share the GPU tests: each test runs once, whichever process claims it."""
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -38,3 +39,14 @@ def test_what_others_claimed_is_passed_by(tmp_path):
         free.unlink()
     assert "6 passed" in run(folder, claims)
     assert len(list(claims.iterdir())) == 6
+
+
+def test_what_runs_and_what_took_long_is_known(tmp_path):
+    record = Path(__file__).parent / "gpu" / "run.py"
+    spec = importlib.util.spec_from_file_location("run", record)
+    runner = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(runner)
+    (tmp_path / "a").write_text("x.py::a\t1.5\nx.py::b\t")
+    (tmp_path / "b").write_text("x.py::c\t20.0\n")
+    (tmp_path / "c").write_text("")
+    assert runner.times(str(tmp_path)) == [(float("inf"), "x.py::b"), (20.0, "x.py::c"), (1.5, "x.py::a")]

@@ -1,6 +1,7 @@
 """Several processes share the GPU tests: most of the time goes into compiling, one kernel at a time in a process."""
 
 import re
+import time
 from pathlib import Path
 from urllib.parse import quote
 from zlib import crc32
@@ -47,7 +48,12 @@ def pytest_runtestloop(session):
             except FileExistsError:
                 continue
             claimed.add(work)
-        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        start = time.monotonic()
+        with Path(folder, work).open("a") as record:  # run.py reads what runs and what took long
+            record.write(f"{item.nodeid}\t")
+            record.flush()
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            record.write(f"{time.monotonic() - start:.1f}\n")
         if session.shouldfail or session.shouldstop:
             break
     return True

@@ -1,38 +1,67 @@
 """Run the GPU tests in several processes on one GPU: python3 tests/gpu/run.py [pytest options].
 
-They share Triton's cache and claim one test after the other. Each process's report follows when it ends; the exit
-status is that of the worst.
+They share Triton's cache and claim one test after the other. Each process's report follows when it ends, then the
+slowest tests; the exit status is that of the worst. A run that is stopped (SIGTERM, ctrl-C) names what was running.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 FOLDER = Path(__file__).parent
 NOTHING_COLLECTED = 5
 MOST_PROCESSES = 16  # each needs some GiB of GPU memory
+SLOWEST = 5
 
 
-def run(claims: str, options: list[str]) -> subprocess.CompletedProcess:
+def start(claims: str, output: Path, options: list[str]) -> subprocess.Popen:
     command = [sys.executable, "-m", "pytest", str(FOLDER), "-q", "-p", "no:cacheprovider", f"--claims={claims}"]
-    return subprocess.run([*command, *options], capture_output=True, text=True, cwd=FOLDER.parent.parent)
+    with output.open("w") as file:
+        return subprocess.Popen([*command, *options], stdout=file, stderr=subprocess.STDOUT, cwd=FOLDER.parent.parent)
+
+
+def times(claims: str) -> list[tuple[float, str]]:
+    """Give (seconds, test) of what has run, infinity for what runs, longest first."""
+    lines = [line for record in Path(claims).iterdir() for line in record.read_text().splitlines()]
+    records = [line.split("\t") for line in lines]
+    return sorted(((float(seconds or "inf"), test) for test, seconds in records), reverse=True)
+
+
+def wait(processes: dict[subprocess.Popen, Path]) -> int:
+    """Print each process's report when it ends; give the worst status."""
+    worst, left = 0, dict(processes)
+    while left:
+        for process in [process for process in left if process.poll() is not None]:
+            text, status = left.pop(process).read_text(), process.returncode
+            if status != NOTHING_COLLECTED:
+                worst = max(worst, abs(status))
+                print(text if status or not text else text.splitlines()[-1], flush=True)
+        time.sleep(0.1)
+    return worst
 
 
 def main(options: list[str]) -> int:
     count = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 1))
-    start, worst = time.monotonic(), 0
-    with TemporaryDirectory() as claims, ThreadPoolExecutor(count) as pool:
-        for done in as_completed([pool.submit(run, claims, options) for _ in range(count)]):
-            result = done.result()
-            if result.returncode == NOTHING_COLLECTED:
-                continue
-            worst = max(worst, result.returncode)
-            print((result.stdout if result.returncode else result.stdout.splitlines()[-1]) + result.stderr, flush=True)
-    print(f"{'FAILED' if worst else 'passed'}: {count} processes, {time.monotonic() - start:.0f} s")
+    begin, worst = time.monotonic(), 1
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with TemporaryDirectory() as claims, TemporaryDirectory() as reports:
+        outputs = [Path(reports, str(index)) for index in range(count)]
+        processes = {start(claims, output, options): output for output in outputs}
+        try:
+            worst = wait(processes)
+        except KeyboardInterrupt:
+            for process, output in processes.items():
+                if process.poll() is None:
+                    process.kill()
+                    print(output.read_text(), flush=True)
+        finally:
+            for seconds, test in times(claims)[:SLOWEST]:
+                print("still running" if seconds == float("inf") else f"{seconds:.0f} s", test, flush=True)
+    print(f"{'FAILED' if worst else 'passed'}: {count} processes, {time.monotonic() - begin:.0f} s")
     return worst
 
 
