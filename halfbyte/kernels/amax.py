@@ -7,7 +7,6 @@ meet in a workspace of zeros that the last one restores (`running_max`): there i
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -176,13 +175,15 @@ def narrowed(x, NARROW: tl.constexpr):
 def amax_rotated_kernel(
     x_ptr, out_ptr, plain_ptr, space_ptr, sign_ptr, sign_stream, rows, cols, stride_r, stride_c, strips, parts,
     programs, RULE: tl.constexpr, BOTH: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr,
-    T: tl.constexpr, VEC: tl.constexpr,
+    T: tl.constexpr, VEC: tl.constexpr, PARTIAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """amax of x.T after a rotation along its rows, or of the rows of that (out zero before); with BOTH that of x too.
 
-    A program takes a strip of T columns (PACKED: words of two) and every parts-th group of rows in it. It is not
-    placed while the kernel before it drains: that cost 7 % here.
+    A program takes a strip of T columns (PACKED: words of two) and every parts-th group of rows in it. PARTIAL: what
+    each program finds is an output, out and plain [programs]; a program without a group finds 0. For a large x it is
+    not placed while the kernel before it drains: that cost 7 %.
     """
+    overlap.begin(OVERLAP)
     SIZE: tl.constexpr = RULE.group
     NARROW: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
     SHARE: tl.constexpr = 2 if PACKED else 1
@@ -245,7 +246,10 @@ def amax_rotated_kernel(
     if BOTH:
         maxima = maxima + (tl.max(plain_bits, axis=0),)
         outs = outs + (plain_ptr,)
-    if len(maxima) > 0:
+    if PARTIAL:
+        for i in tl.static_range(len(maxima)):
+            tl.store(outs[i] + tl.program_id(0), maxima[i].to(tl.float32, bitcast=True))
+    elif len(maxima) > 0:
         rm.publish(maxima, outs, space_ptr, programs)
 
 
@@ -389,6 +393,8 @@ def _launch_rotated(x: Tensor, rule: sc.Rule, sign_draw: Draw | None, both: bool
         FULL=cols % (tile * (2 if packed else 1)) == 0 and rows % rule.group == 0,
         T=tile,
         VEC=vec,
+        PARTIAL=False,
+        OVERLAP=False,
         num_warps=ROTATED_TILES[rule.group].num_warps,
         enable_fp_fusion=False,
     )
@@ -407,7 +413,7 @@ def compile_cases() -> list[CompileCase]:
     """Return the tiles of both kernels; rotations with fresh signs on whole tiles, and with ragged edges."""
     plain = [_plain_case(result, packed) for result in (OF_TENSOR, OF_ROW, OF_ROW_PARTS) for packed in (True, False)]
     rotated = [
-        _rotated_case(NVFP4(rotation=Hadamard(size=size, signs=signs), outer=outer), packed, full)
+        rotated_case(NVFP4(rotation=Hadamard(size=size, signs=signs), outer=outer), packed, full)
         for size in ROTATED_TILES
         # 128 fresh signs beside 128 values spill up to 128 bytes on sm_80 and sm_120.
         for signs, outer, packed, full in (
@@ -415,11 +421,7 @@ def compile_cases() -> list[CompileCase]:
             ("fixed", "row", True, False),
         )
     ]
-    return rotated + [
-        replace(case, arguments={**case.arguments, "OVERLAP": flag}, capabilities=capabilities)
-        for case in plain
-        for flag, capabilities in overlap.TARGETS
-    ]
+    return rotated + overlap.cases(plain)
 
 
 def _plain_case(result: Any, packed: bool) -> CompileCase:
@@ -440,7 +442,8 @@ def _plain_case(result: Any, packed: bool) -> CompileCase:
     return CompileCase(amax_rows_kernel, arguments, num_warps=PLAIN_TILE.num_warps, fp_fusion=False)
 
 
-def _rotated_case(spec: NVFP4, packed: bool, full: bool) -> CompileCase:
+def rotated_case(spec: NVFP4, packed: bool, full: bool) -> CompileCase:
+    """Return the rotated kernel for a spec, with the amax of x too where there is one per tensor."""
     rule = amax_rule(spec)
     both = not rule.row_amax
     tile, vec, words = rotated_tile(rule, packed)
@@ -459,6 +462,8 @@ def _rotated_case(spec: NVFP4, packed: bool, full: bool) -> CompileCase:
         "FULL": full,
         "T": tile,
         "VEC": vec,
+        "PARTIAL": False,
+        "OVERLAP": False,
     }
     num_warps = ROTATED_TILES[rule.group].num_warps
     # A thread holds its whole group: with 32 values and more, up to 16 words of them spill with Blackwell's assembler.

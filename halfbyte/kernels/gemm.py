@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels import decode as dc
+from halfbyte.kernels import overlap
 from halfbyte.kernels.dequantize import Decoded
 from halfbyte.kernels.gemm_kernels import combine_kernel, gemm_pointer_kernel, gemm_tma_kernel
 from halfbyte.kernels.targets import CompileCase, dtype_name
@@ -48,7 +49,7 @@ class Tile:
 
 
 TMA_TILES = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4, 1.1), Tile(64, 128, 64, 4, 4, 1.6))
-SMALL_TILES = (Tile(64, 128, 128, 4, 3, 1.41), Tile(64, 64, 128, 4, 4, 2.6))
+SMALL_TILES = (Tile(64, 128, 128, 4, 3, 1.41), Tile(64, 64, 128, 4, 4, 2.6), Tile(64, 64, 256, 4, 3, 2.5))
 """With deeper steps, for products that fill no more than one wave of programs."""
 POINTER_TILES = (Tile(128, 128, 32, 8, 4), Tile(64, 64, 32, 4, 4, 1.7))
 FP32_TILE = Tile(64, 64, 16, 4, 2)  # operands that no tensor core multiplies exactly: fp32, or a mixed pair
@@ -198,6 +199,7 @@ def combine(
         SPLITS=splits,
         BM=bm,
         BN=bn,
+        **overlap.launch_options(out.device),
     )
 
 
@@ -217,6 +219,7 @@ def _multiply(plan: Plan, a: Tensor, b: Tensor, out: Tensor, ends: dict, accumul
         "UPCAST": plan.upcast,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
+        **overlap.launch_options(out.device),
     }
     if not plan.tma:
         strides = a.stride(0), b.stride(0), out.stride(0)
@@ -321,9 +324,9 @@ def compile_cases() -> list[CompileCase]:
             cases.append(_tma_case(tile, dtype, ends, out_tma=True))
             if heavy and tile.bn < 256:
                 cases.append(_tma_case(tile, dtype, ends, out_tma=False))
-        cases += [_pointer_case(tile, dtype, ends) for tile in POINTER_TILES]
-        cases.append(_combine_case(dtype, ends))
-    return [*cases, _pointer_case(FP32_TILE, torch.float32, ends, upcast=True)]
+        everywhere = [_pointer_case(tile, dtype, ends) for tile in POINTER_TILES]
+        cases += overlap.cases([*everywhere, _combine_case(dtype, ends)])
+    return cases + overlap.cases([_pointer_case(FP32_TILE, torch.float32, ends, upcast=True)])
 
 
 def _end_arguments(factor: int, heavy: bool) -> dict:
@@ -358,6 +361,7 @@ def _tma_case(tile: Tile, dtype: torch.dtype, ends: dict, out_tma: bool) -> Comp
         "PARTS": parts,
         "PROGRAMS": 132,
         "UPCAST": False,
+        "OVERLAP": True,
     }
     targets = tuple(c for c in (90, 100, 103) if tile in (*tma_tiles(c), *SMALL_TILES))
     return CompileCase(gemm_tma_kernel, arguments, tile.num_warps, tile.num_stages, capabilities=targets)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels import decode as dc
+from halfbyte.kernels import overlap
 
 
 @triton.jit
@@ -114,8 +115,10 @@ def gemm_tma_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     UPCAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """PROGRAMS programs walk all tiles. SPLITS > 1: out holds the partial sums, [SPLITS * round_up(M, BM), N]."""
+    overlap.begin(OVERLAP)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
     steps = tl.cdiv(tl.cdiv(K, BK), SPLITS)
@@ -181,8 +184,10 @@ def gemm_pointer_kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     UPCAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program computes one tile of one split. SPLITS > 1: out as in gemm_tma_kernel."""
+    overlap.begin(OVERLAP)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
     steps = tl.cdiv(tl.cdiv(K, BK), SPLITS)
@@ -236,8 +241,10 @@ def combine_kernel(
     SPLITS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Sum the partial products of a split contraction in order, then finish as one GEMM would."""
+    overlap.begin(OVERLAP)
     i_m, i_n = tile_of(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), 1)
     o_m = i_m * BM + tl.arange(0, BM)
     o_n = i_n * BN + tl.arange(0, BN)

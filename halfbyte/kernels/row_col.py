@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_ROWS
 from halfbyte.kernels import primitives as pm
+from halfbyte.kernels import row_col_small
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import row_col_amax
 from halfbyte.kernels.dequantize import decode
@@ -206,6 +207,8 @@ def quantize_row_col(
         return _tiles(x, row_spec, draw, row_amax, scale_layout, transient)
     common = {"sign_draw": sign_draw, "scale_layout": scale_layout}
     col_draw = draw.next() if draw is not None else None
+    if row_amax is None and col_amax is None and row_col_small.fits(x, row_spec, col_spec, scale_layout):
+        return row_col_small.quantize(x, (row_spec, col_spec), (draw, col_draw), sign_draw, transient)
     row_amax, col_amax = _complete_amaxes(x, (row_spec, col_spec), (row_amax, col_amax), sign_draw)
     apart = row_spec is None or col_spec is None or max(row_spec.alignment, col_spec.alignment) >= WIDE
     if apart or x.numel() == 0 or x.stride(1) != 1:

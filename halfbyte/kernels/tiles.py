@@ -323,20 +323,22 @@ def quantize_col_tile(
     N: tl.constexpr,
     C: tl.constexpr,
     factors=None,
+    loaded=None,
 ):
     """Quantize N groups of C columns along the columns of x; outputs [cols, blocks].
 
-    A packed x is read in words of two columns, RULE.words of them a thread.
+    A packed x is read in words of two columns, RULE.words of them a thread. factors, loaded: of `operand_factors` and,
+    for a packed x, of `load_col_pairs`, if a program has them already.
     """
     SHARE: tl.constexpr = 2 * RULE.words if RULE.packed else 1  # columns of a thread
     group = i_group + tl.arange(0, N)
     first_col = i_col + SHARE * tl.arange(0, C // SHARE)
-    if RULE.packed:
-        loaded = load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, RULE, N, C)
-    else:
+    if not RULE.packed:
         xs = load_col_groups(
             x_ptr, group * RULE.group, rows, first_col, first_col < cols, stride_r, stride_c, RULE.group
         )
+    elif loaded is None:
+        loaded = load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, RULE, N, C)
     if factors is None:
         factors = sc.operand_factors(amax_ptr, constants, RULE)
     columns_words = ()

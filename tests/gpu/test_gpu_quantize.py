@@ -7,8 +7,10 @@ import torch
 
 import halfbyte as hb
 from halfbyte import layout, reference
+from halfbyte.kernels import row_col_small
 from halfbyte.kernels.amax import finite_amax, row_col_amax
 from halfbyte.kernels.quantize import quantize
+from halfbyte.kernels.row_col import quantize_row_col
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -48,6 +50,37 @@ def test_row_col(index):
             x = checks.sample(kind, shape, dtype, "cuda")
             for scale_layout in layout.SCALE_LAYOUTS:
                 checks.check_row_col(x, checks.PAIRS[index], scale_layout)
+
+
+@pytest.mark.parametrize("index", range(2))
+def test_row_col_of_small_tensors(index):
+    pair = checks.PAIRS[index]
+    for shape in ((64, 256), (512, 1024), (1024, 4096)):
+        for kind in ("heavy", "nonfinite"):
+            x = checks.sample(kind, shape, torch.bfloat16, "cuda")
+            assert row_col_small.fits(x, *pair, layout.LINEAR)
+            checks.check_row_col(x, pair, layout.LINEAR)
+
+
+def test_launches_that_overlap_wait_for_each_other():
+    pair, options = checks.PAIRS[1], checks.draws("cuda")
+    xs = [checks.sample("heavy", (512, 1024), torch.bfloat16, "cuda") for _ in range(4)]
+    expected = [reference.quantize_row_col(x, *pair, **options) for x in xs]
+    quantize_row_col(xs[0], *pair, **options)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    x = torch.empty_like(xs[0])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        sides = []
+        for new in xs:
+            x.copy_(new)
+            sides.append(quantize_row_col(x, *pair, **options))
+            x.zero_()
+    for _ in range(20):
+        graph.replay()
+    for actual, wanted in zip(sides, expected, strict=True):
+        for got, want in zip(actual, wanted, strict=True):
+            checks.same_blocks(got, want)
 
 
 def test_amax_of_large_tensors():
