@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,8 @@ import torch.nn.functional as F
 import halfbyte as hb
 from bench import machine, results
 from halfbyte.distributed import ZeroConfig, ZeroOptimizer
+from halfbyte.distributed.plan import BucketPlan, Item, storage_plan
+from halfbyte.distributed.weights import tiled_parameters
 from halfbyte.train import model as models
 
 VOCABULARY = 32_000
@@ -80,7 +82,9 @@ class Trainer:
         """Run the forward."""
         generator = torch.Generator().manual_seed(1000 * self.count + dist.get_rank())
         first = torch.randint(self.vocabulary, (self.tokens[0], 1), generator=generator)
-        x = (first * (1 + torch.arange(self.tokens[1] + 1)) % 997 % self.vocabulary).to(self.device, non_blocking=True)
+        x = first * (1 + torch.arange(self.tokens[1] + 1)) % 997 % self.vocabulary
+        if self.device.type == "cuda":  # as from a data loader: from other memory the copy would wait for the last step
+            x = x.pin_memory().to(self.device, non_blocking=True)
         return F.cross_entropy(self.model(x[:, :-1]).float().flatten(0, 1), x[:, 1:].flatten())
 
 
@@ -157,28 +161,52 @@ def measure(name: str, way: Way, tokens: tuple[int, int], device: torch.device) 
     seconds = (time.perf_counter() - start) / TIMED
     traffic = {key: (zero.traffic[key] - before[key]) / TIMED for key in before}
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    tiled = [bucket for bucket in zero.buckets if bucket.plan.tiled]
-    elements = sum(place.item.rows * place.item.cols for bucket in tiled for place in bucket.plan.places)
-    tiled_bytes = sum(bucket.values.numel() * bucket.values.element_size() for bucket in tiled)
-    if way == "nvfp4":
-        tiled_bytes += sum(bucket.plan.scale_room * bucket.plan.world for bucket in tiled)
+    planned = planned_bytes([bucket.plan for bucket in zero.buckets], way)
     outcome = {
         "case": "zero/step",
         "model": name,
         "weights": way,
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "tiled_parameters": elements,
+        **planned,
         "gathered_bytes": traffic["gathered"],
-        "gathered_bytes_per_tiled_parameter": tiled_bytes / max(1, elements),
         "reduced_bytes": traffic["reduced"],
         "gather_ms": 1e3 * gather_seconds(zero, device),
         "step_ms": 1e3 * seconds,
         "peak_GiB": peak / 2**30,
     }
-    hidden = hidden_share(trainer, device)
-    del trainer, zero, tiled
+    hidden = hidden_share(trace_events(trainer, device), zero) if device.type == "cuda" else {}
+    del trainer, zero
     release()
     return outcome | hidden
+
+
+def planned_bytes(plans: Sequence[BucketPlan], way: Way) -> dict[str, Any]:
+    """Return what a gather takes of what it takes in bf16: of the weights in tiles alone, and of the whole model."""
+    numel, bytes_ = {True: 0, False: 0}, {True: 0, False: 0}
+    for plan in plans:
+        numel[plan.tiled] += sum(place.item.rows * place.item.cols for place in plan.places)
+        coded = plan.tiled and way == "nvfp4"
+        bytes_[plan.tiled] += plan.numel // 2 + plan.scale_room * plan.world if coded else 2 * plan.numel
+    return {
+        "parameters": sum(numel.values()),
+        "tiled_parameters": numel[True],
+        "tiled_weights_of_bf16": bytes_[True] / (2 * numel[True]),
+        "whole_model_of_bf16": sum(bytes_.values()) / (2 * sum(numel.values())),
+    }
+
+
+def planned(name: str, vocabulary: int, tied: bool, world: int) -> dict[str, Any]:
+    """Return the bytes that a model of any size would gather, from its storage plan: nothing is allocated."""
+    config = replace(models.get(name), vocab_size=vocabulary, tie_embeddings=tied)
+    with torch.device("meta"):
+        model = models.Decoder(config).bfloat16()
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=("lm_head",), last_fraction=0))
+    tiled = tiled_parameters(model)
+    items = [
+        Item(n, p.shape[0], p.shape[1], True) if n in tiled else Item(n, 1, p.numel(), False)
+        for n, p in model.named_parameters()
+    ]
+    own = {"case": "zero/bytes", "model": name, "vocabulary": vocabulary, "tied": tied, "world": world}
+    return own | planned_bytes(storage_plan(items, world, ZeroConfig().bucket_numel), "nvfp4")
 
 
 def gather_seconds(zero: ZeroOptimizer, device: torch.device) -> float:
@@ -198,10 +226,8 @@ def gather_seconds(zero: ZeroOptimizer, device: torch.device) -> float:
     return min(out[1:])
 
 
-def hidden_share(trainer: Trainer, device: torch.device) -> dict[str, float]:
-    """Return from a trace of two steps and a forward how much of the gathers' time other kernels ran beside them."""
-    if device.type != "cuda":
-        return {}
+def trace_events(trainer: Trainer, device: torch.device) -> list[dict[str, Any]]:
+    """Return the events of a trace of two steps and a forward."""
     trainer.zero.synchronize()
     synchronize(device)
     dist.barrier()
@@ -216,7 +242,11 @@ def hidden_share(trainer: Trainer, device: torch.device) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+        return json.loads(path.read_text())["traceEvents"]
+
+
+def hidden_share(events: list[dict[str, Any]], zero: ZeroOptimizer) -> dict[str, Any]:
+    """Return from a trace how much of the gathers' time other kernels ran beside them, and what nothing ran beside."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
     spans = [(event["name"], event["ts"], event["ts"] + event["dur"]) for event in kernels]
     gathers = sorted((s, e) for name, s, e in spans if "nccl" in name.lower() and "allgather" in name.lower())
@@ -224,11 +254,27 @@ def hidden_share(trainer: Trainer, device: torch.device) -> dict[str, float]:
     total = sum(e - s for s, e in gathers)
     if not total:
         return {}
+    exposed = [e - s - _overlap((s, e), others) for s, e in gathers]
+    names = messages(zero)
+    times = {name: sum(exposed[i :: len(names)]) / 2e3 for i, name in enumerate(names)}
+    most = sorted(names, key=lambda name: -times[name])[:4] if len(exposed) == 2 * len(names) else []
     return {
         "gather_kernels_ms": total / 2e3,
-        "hidden_share": sum(_overlap(gather, others) for gather in gathers) / total,
+        "hidden_share": 1 - sum(exposed) / total,
+        "exposed_ms": {name: round(times[name], 4) for name in most},
         "reduce_kernels_ms": sum(e - s for name, s, e in spans if "reducescatter" in name.lower()) / 2e3,
     }
+
+
+def messages(zero: ZeroOptimizer) -> list[str]:
+    """Return what a step gathers, in order: the first parameter of each bucket, and "scales" for a bucket's scales."""
+    plain = [bucket for bucket in zero.buckets if not bucket.quantized]
+    names = [bucket.plan.places[0].item.name for bucket in plain]
+    for bucket in zero.buckets:
+        if bucket.quantized:
+            first = bucket.plan.places[0].item.name
+            names += [first, f"{first}, scales"]
+    return names
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -252,6 +298,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--models", nargs="*", default=[], metavar="PRESET")
     parser.add_argument("--tokens", nargs=2, type=int, default=[8, 2048], metavar=("SEQUENCES", "LENGTH"))
+    parser.add_argument("--planned", nargs="*", default=[], metavar="PRESET", help="bytes alone, from the storage plan")
     parser.add_argument("--bitwise", metavar="PRESET")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--bitwise-tokens", nargs=2, type=int, default=[2, 256])
@@ -274,6 +321,10 @@ def main(arguments: list[str]) -> int:
     for name in options.models:
         for way in WAYS:
             record(partial(measure, name, way, tuple(options.tokens), device))
+    for name in options.planned:
+        own = models.get(name)
+        for shape in dict.fromkeys([(VOCABULARY, True), (VOCABULARY, False), (own.vocab_size, own.tie_embeddings)]):
+            record(partial(planned, name, *shape, dist.get_world_size()))
     if options.bitwise:
         left = begun + options.seconds - time.perf_counter()
         record(partial(bitwise, options.bitwise, options.steps, tuple(options.bitwise_tokens), device, left))

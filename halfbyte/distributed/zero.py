@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from halfbyte.distributed import zero_state
 from halfbyte.distributed.agree import exchange_notes, rank_and_size
-from halfbyte.distributed.buckets import Bucket, Ranks
+from halfbyte.distributed.buckets import Bucket, Fragment, Ranks
 from halfbyte.distributed.cast import Cast, Layout
 from halfbyte.distributed.partial_cast import target_of
 from halfbyte.distributed.plan import Item, storage_plan
 from halfbyte.distributed.weights import first_users, make_primary, tiled_parameters
-from halfbyte.pieces import Piece
+from halfbyte.pieces import Piece, Target
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES
 
 CALL = "ZeroOptimizer"
@@ -117,7 +117,7 @@ class ZeroOptimizer:
         self._agree(model, chosen, groups)
         self.buckets: list[Bucket] = []
         self._home: dict[str, tuple[Bucket, int]] = {}
-        self._casts: list[Cast] = []
+        self._casts: list[tuple[Cast, list[list[Bucket]]]] = []
         amaxes: dict[int, Tensor] = {}
         for key, names in chosen.items():
             self._store(model, groups[key], names, amaxes)
@@ -185,7 +185,7 @@ class ZeroOptimizer:
     def _store(self, model: nn.Module, ranks: Ranks, names: list[str], amaxes: dict[int, Tensor]) -> None:
         """Make the buckets of some parameters, fill their masters and put the model's parameters into them."""
         plans = storage_plan([self._item(name) for name in names], ranks.size, self.config.bucket_numel)
-        targets, shares, pieces, attached = [], [], [], []
+        targets, shares, parts, attached = [], [], [], []
         slots: dict[int, int] = {}
         first_tile = 0
         for plan in plans:
@@ -213,19 +213,19 @@ class ZeroOptimizer:
                 shares.append([plan.part(place, rank) for rank in range(ranks.size)])
             if quantized:
                 of = {place.item.name: target for place, target in zip(plan.places, targets[start:], strict=True)}
-                for fragment in bucket.fragments:
-                    target = of[fragment.place.item.name]
-                    codes = target.blocks.qdata.view(-1)
-                    pieces.append(Piece(target, fragment.master.detach(), fragment.start, fragment.place.pitch, codes))
+                parts.append([_piece(fragment, of[fragment.place.item.name]) for fragment in bucket.fragments])
                 attached.append((bucket, targets[start:], first_tile))
                 first_tile += plan.tile_runs[-1]
         if targets:
             pitches = [place.pitch for plan in plans if plan.tiled for place in plan.places]
             layout = Layout(targets, pitches, shares, len(slots))
-            cast = Cast(layout, pieces, ranks.group, local_scales=True, device=targets[0].blocks.qdata.device)
-            self._casts.append(cast)
+            # What the forward needs first travels while all other codes are written.
+            parts = [parts[0], [piece for part in parts[1:] for piece in part]]
+            cast = Cast(layout, parts, ranks.group, local_scales=True, device=targets[0].blocks.qdata.device)
             for bucket, own, first in attached:
                 bucket.attach(cast, own, first)
+            buckets = [bucket for bucket, _, _ in attached]
+            self._casts.append((cast, [buckets[:1], buckets[1:]]))
 
     def _fill_masters(self, bucket: Bucket) -> None:
         """Give masters the values of the parameters on the group's first rank."""
@@ -336,18 +336,18 @@ class ZeroOptimizer:
     def _publish(self) -> None:
         with torch.no_grad():
             self.synchronize()
-            for cast in self._casts:
+            for cast, _ in self._casts:
                 cast.agree()
             # Messages follow each other: before the casts' small ones an embedding's would hold them up; after them
             # it travels while codes are written, and is needed first of all.
             for bucket in self.buckets:
                 if not bucket.quantized:
                     bucket.start_gathering()
-            for cast in self._casts:
-                cast.write()
-            for bucket in self.buckets:
-                if bucket.quantized:
-                    bucket.start_gathering()
+            for cast, parts in self._casts:
+                for part, buckets in enumerate(parts):
+                    cast.write(part)
+                    for bucket in buckets:
+                        bucket.start_gathering()
 
     def synchronize(self) -> None:
         """Let all parameters be complete, as the next forward would: before reading them without one."""
@@ -390,6 +390,11 @@ class ZeroOptimizer:
     def names(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained."""
         return dict(self._params)
+
+
+def _piece(fragment: Fragment, target: Target) -> Piece:
+    codes = target.blocks.qdata.view(-1)
+    return Piece(target, fragment.master.detach(), fragment.start, fragment.place.pitch, codes)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> Ranks:
