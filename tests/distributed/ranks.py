@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, each a process forked from one server that has imported torch already."""
+"""Run a function on several gloo ranks, each a process forked from one server that has imported all that is slow to import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "halfbyte", "halfbyte.distributed"])
+# An optimizer imports torch._dynamo when it is made: a second and more for every process.
+CONTEXT.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.tensor", "halfbyte.distributed"])
 
 
 def run(world: int, function: Callable, *arguments, seconds: float = 120) -> list:

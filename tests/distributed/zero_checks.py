@@ -105,7 +105,7 @@ def four_ranks(rank: int, world: int) -> None:
 
 
 def two_ranks(rank: int, world: int) -> None:
-    same_losses(rank, world, 30, "four_over_six", {"dim": 16, "bucket_numel": 1 << 20})
+    same_losses(rank, world, 15, "four_over_six", {"dim": 16, "bucket_numel": 1 << 20})
     accumulation(rank, world)
     mean_gradients_and_clipping(rank, world)
     refusals(rank, world)
