@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from halfbyte.kernels import grouped_wide as wide
+from halfbyte.kernels import overlap
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.grouped_amax import grouped_amax
@@ -319,6 +320,7 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
         TC=tile.cols,
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
+        **overlap.launch_options(grid.x.device),
     )
 
 
@@ -438,7 +440,12 @@ def _quantize_case(
     tile = _tile(rules[0], rules[1], GROUP_COLUMNS)
     full, ragged = _full_and_ragged(tile.cols + int(not whole), rules, tile)
     arguments |= {"ROW": ragged[0], "COL": ragged[1], "FULL_ROW": full[0], "FULL_COL": full[1]}
-    arguments |= {"TILE_ROWS": GROUP_COLUMNS, "TR": tile.rows, "TC": tile.cols}
+    arguments |= {
+        "TILE_ROWS": GROUP_COLUMNS,
+        "TR": tile.rows,
+        "TC": tile.cols,
+        "OVERLAP": hardware >= overlap.OVERLAP_CAPABILITY.value,
+    }
     targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
     return CompileCase(grouped_quantize_kernel, arguments, tile.num_warps, fp_fusion=False, capabilities=targets)
 

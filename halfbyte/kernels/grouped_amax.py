@@ -17,6 +17,7 @@ from torch import Tensor
 from halfbyte.kernels import amax as am
 from halfbyte.kernels import decode as dc
 from halfbyte.kernels import grouped_wide as wide
+from halfbyte.kernels import overlap
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import rotate_wide as rw
 from halfbyte.kernels import scaling as sc
@@ -44,11 +45,13 @@ INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 def packed_amax_kernel(
     x_ptr, plain_ptr, rotated_ptr, sign_ptr, sign_stream, table_ptr, tile_group_ptr, groups, cols, stride_r, strips,
     RULE: tl.constexpr, FULL: tl.constexpr, TR: tl.constexpr, T: tl.constexpr, VEC: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Raise a group's amax of x (plain_ptr) and of x.T after RULE's rotation (rotated_ptr), int32, by TR rows of it.
 
     A program reads T words of two columns. FULL: they all exist. Either pointer may be None.
     """
+    overlap.begin(OVERLAP)
     SIZE: tl.constexpr = RULE.group
     strip = tl.program_id(0) % strips
     tile = tl.program_id(0) // strips
@@ -227,6 +230,7 @@ def _launch_packed(
         VEC=vec,
         num_warps=am.ROTATED_TILES[rule.group].num_warps,
         enable_fp_fusion=False,
+        **overlap.launch_options(x.device),
     )
 
 
@@ -262,7 +266,7 @@ def _launch_tuples(
 def compile_cases() -> list[CompileCase]:
     """Return the packed kernel for both orientations of tokens and for one, and the kernel of tuples."""
     return [
-        *(_packed_case(row, col) for row, col in ((True, True), (True, False), (False, True))),
+        *overlap.cases([_packed_case(row, col) for row, col in ((True, True), (True, False), (False, True))]),
         _tuples_case(NVFP4(), NVFP4(rotation=Hadamard(), outer="row")),
         _tuples_case(NVFP4(outer="row"), None),
     ]

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels import decode as dc
+from halfbyte.kernels import overlap
 from halfbyte.kernels.dequantize import decode, dequantize
 from halfbyte.kernels.gemm import (
     FP32_TILE,
@@ -218,6 +219,7 @@ def _run_rows(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulate
         PARTS=parts,
         PROGRAMS=programs,
         **options,
+        **overlap.launch_options(out.device),
     )
 
 
@@ -276,6 +278,7 @@ def _run_split(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulat
             PROGRAMS=programs,
             **options,
             **common,
+            **overlap.launch_options(out.device),
         )
 
 
@@ -432,6 +435,7 @@ def _descriptors(tile: Tile, dtype: torch.dtype, by_rows: bool) -> dict:
         "OUT_TMA": True,
         "PARTS": parts,
         "PROGRAMS": 132,
+        "OVERLAP": True,
     }
 
 

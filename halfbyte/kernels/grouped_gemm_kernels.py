@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels import decode as dc
+from halfbyte.kernels import overlap
 from halfbyte.kernels.gemm_kernels import finish, split_columns, store_tile, tile_of
 from halfbyte.kernels.grouped_plan import group_of_tile
 
@@ -57,8 +58,10 @@ def rows_tma_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     UPCAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """b_desc: the experts below each other, [E * N, K], or, B_BY_ROWS, [E * K, N] with K a multiple of BK."""
+    overlap.begin(OVERLAP)
     tiles_m = tl.load(table_ptr + groups * 3 + 2)
     if not ACCUMULATE:
         tiles_m += tl.cdiv(M - tl.load(table_ptr + groups * 3), BM)
@@ -145,11 +148,13 @@ def split_tma_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     UPCAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """a [M, columns], b [N, columns]; a group starts at a multiple of STORED columns, zeros behind it. out [E * M, N].
 
     Steps of the contraction from first_step on, at most MOST of them; LATER: groups that have no such step are left.
     """
+    overlap.begin(OVERLAP)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
     for i in tl.range(tl.program_id(0), groups * tiles, PROGRAMS, flatten=not UPCAST and not LATER):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from halfbyte.kernels import overlap
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels.grouped_plan import group_of_tile
 from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile
@@ -216,6 +217,7 @@ def grouped_quantize_kernel(
     TILE_ROWS: tl.constexpr,
     TR: tl.constexpr,
     TC: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program quantizes TR x TC values of one group along the rows, the columns or both; TR divides TILE_ROWS.
 
@@ -223,6 +225,7 @@ def grouped_quantize_kernel(
     FULL_ROW, FULL_COL: the rules for tiles without a ragged edge; None where columns have one.
     ROW, COL: the rules for tiles with one.
     """
+    overlap.begin(OVERLAP)
     PARTS: tl.constexpr = TILE_ROWS // TR
     FULL: tl.constexpr = FULL_ROW is not None or FULL_COL is not None
     line = pm.divide(tl.program_id(0), magic, shift)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfbyte.kernels import overlap
 from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import ceil_div, padded_groups
 from halfbyte.rng import GROUP_SEED_STEP, as_signed64
@@ -71,13 +72,9 @@ def store_amax(out_ptr, given_ptr, o_group, inside, mask):
     tl.store(out_ptr + o_group, amax, mask=mask)
 
 
-@triton.jit(do_not_specialize=("groups", "total", "uniform", "tiles"))
-def plan_kernel(
-    offsets_ptr, table_ptr, tile_group_ptr, row_amax_ptr, col_amax_ptr, row_given_ptr, col_given_ptr,
-    draws_ptr, signs_ptr, draw_ptr, sign_ptr, groups, total, uniform, tiles,
-    UNIFORM: tl.constexpr, TR: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Program 0 writes the table, the draws and the maxima; every program the groups of TILES tiles."""
+@triton.jit
+def group_table(offsets_ptr, groups, total, uniform, UNIFORM: tl.constexpr, TR: tl.constexpr, GROUPS: tl.constexpr):
+    """Return, for GROUPS groups: their number, whether they exist, first row, end, tiles, tiles up to their last."""
     o_group = tl.arange(0, GROUPS)
     inside = o_group < groups
     if UNIFORM:
@@ -89,7 +86,28 @@ def plan_kernel(
     start = tl.minimum(tl.maximum(start, 0), total)
     end = tl.where(inside, tl.minimum(tl.maximum(end, start), total), total)
     count = tl.where(inside, (end - start + TR - 1) // TR, 0)
-    last = tl.cumsum(count, axis=0)
+    return o_group, inside, start, end, count, tl.cumsum(count, axis=0)
+
+
+@triton.jit
+def find_group(tile, offsets_ptr, groups, total, TR: tl.constexpr, GROUPS: tl.constexpr):
+    """Return what `group_of_tile` does without a plan: for kernels of few programs."""
+    o_group, inside, start, end, count, last = group_table(offsets_ptr, groups, total, 0, False, TR, GROUPS)
+    group = tl.sum((inside & (last <= tile)).to(tl.int32), axis=0)
+    own = o_group == group
+    first = tl.sum(tl.where(own, last - count, 0), axis=0)
+    return group, tl.sum(tl.where(own, start, 0), axis=0), tl.sum(tl.where(own, end, 0), axis=0), first
+
+
+@triton.jit(do_not_specialize=("groups", "total", "uniform", "tiles"))
+def plan_kernel(
+    offsets_ptr, table_ptr, tile_group_ptr, row_amax_ptr, col_amax_ptr, row_given_ptr, col_given_ptr,
+    draws_ptr, signs_ptr, draw_ptr, sign_ptr, groups, total, uniform, tiles,
+    UNIFORM: tl.constexpr, TR: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program 0 writes the table, the draws and the maxima; every program the groups of TILES tiles."""
+    overlap.begin(OVERLAP)
+    o_group, inside, start, end, count, last = group_table(offsets_ptr, groups, total, uniform, UNIFORM, TR, GROUPS)
     if tl.program_id(0) == 0:
         mask = o_group <= groups
         tl.store(table_ptr + o_group * 3, start, mask=mask)
@@ -147,6 +165,7 @@ def make_plan(
         TR=tile_rows,
         GROUPS=triton.next_power_of_2(groups + 1),
         TILES=TILES_PER_PROGRAM,
+        **overlap.launch_options(device),
     )
     return Plan(table.view(-1, 3), tile_group, *own, (amax[0], amax[1]), groups, tile_rows)
 
@@ -169,4 +188,4 @@ def compile_cases() -> list[CompileCase]:
             "TILES": TILES_PER_PROGRAM,
         }
         cases.append(CompileCase(plan_kernel, arguments))
-    return cases
+    return overlap.cases(cases)

@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
-from halfbyte.kernels.grouped_plan import make_plan
+from halfbyte.kernels import overlap
+from halfbyte.kernels.grouped_plan import find_group, make_plan
 from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import SWIZZLED_32_4_4, ceil_div, group_alignment, grouped_shapes, round_up
 from halfbyte.spec import Spec
@@ -17,10 +18,11 @@ TILES = 16  # tiles of 128 x 4 scales that a program moves
 NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize=("groups", "rows", "tile_columns"))
+@triton.jit(do_not_specialize=("groups", "rows"))
 def grouped_swizzle_kernel(
     linear_ptr,
     words_ptr,
+    offsets_ptr,
     table_ptr,
     tile_group_ptr,
     storage_ptr,
@@ -34,19 +36,25 @@ def grouped_swizzle_kernel(
     CONTRACTION: tl.constexpr,
     INVERSE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    GROUPS: tl.constexpr,
     TILES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Move TILES tiles of 128 x 4 scales side by side; one int32 word holds the 4 scales of a row of a tile.
 
-    Groups of rows: the plan's tiles are tiles of 128 rows. CONTRACTION: they are UNIT tiles of columns; the storage
-    table counts STORED columns of linear. ALIGNED: every group of linear starts on a word, and so do its rows.
+    Groups of rows: tiles of 128 rows, counted from `offsets` [E] or, where that is None, of experts of equal size.
+    CONTRACTION: regions are UNIT tiles of columns, in the plan's table; the storage table counts STORED columns of
+    linear. ALIGNED: every group of linear starts on a word, and so do its rows. WHOLE: programs have TILES tiles each.
     """
+    overlap.begin(OVERLAP)
     programs = tl.cdiv(tile_columns, TILES)
     i_row = tl.program_id(0) // programs
-    o = tl.arange(0, TILES)
-    tile = (tl.program_id(0) - i_row * programs) * TILES + o
-    in_tile = tile < tile_columns
+    i_tile = (tl.program_id(0) - i_row * programs) * TILES
+    tile = i_tile + tl.arange(0, TILES)
+    in_tile = tl.full((TILES,), True, tl.int1) if WHOLE else tile < tile_columns
     row = tl.arange(0, 128)
+    word = tile
     if CONTRACTION:
         group = tl.load(tile_group_ptr + tile // UNIT, mask=in_tile, other=0)
         first = tl.load(table_ptr + group * 3 + 2) * UNIT
@@ -57,44 +65,57 @@ def grouped_swizzle_kernel(
             first.to(tl.int64) * (tl.cdiv(rows, 128) * 128) + (i_row * width + tile - first).to(tl.int64) * 128
         )
         if UNIT == 1 and STORED == 4:  # columns lie where their tiles do
-            column, limit = tile * 4, tile * 4 + 4
+            limit = tile * 4 + 4
         else:
             stored = tl.load(storage_ptr + group * 3 + 2)
+            word = stored * (STORED // 4) + tile - first
             column = stored * STORED + (tile - first) * 4
             limit = tl.load(storage_ptr + group * 3 + 5, mask=group < groups, other=0) * STORED
+        in_group = group < groups
         row = i_row * 128 + row
-        inside = (row < rows)[:, None] & (in_tile & (group < groups))[None, :]
+        in_row = row < rows
     else:
-        group = tl.load(tile_group_ptr + i_row)
-        start, end = tl.load(table_ptr + group * 3), tl.load(table_ptr + group * 3 + 1)
-        row = start + (i_row - tl.load(table_ptr + group * 3 + 2)) * 128 + row
+        if offsets_ptr is None:
+            own = rows // groups
+            tiles = (own + 127) // 128
+            group = i_row // tiles
+            first, start = group * tiles, group * own
+            end = start + own
+        else:
+            group, start, end, first = find_group(i_row, offsets_ptr, groups, rows, 128, GROUPS)
+        row = start + (i_row - first) * 128 + row
         stored_tile = (i_row.to(tl.int64) * tile_columns + tile) * 128
-        column, limit = tile * 4, blocks
-        inside = ((row < end) & (group < groups))[:, None] & in_tile[None, :]
+        limit = blocks
+        in_group = in_tile
+        in_row = (row < end) & (group < groups)
+    if not (CONTRACTION and (UNIT != 1 or STORED != 4)):
+        column = tile * 4
     # In storage, rows r, r + 32, r + 64 and r + 96 of a tile lie together.
     p_words = words_ptr + stored_tile[:, None] + tl.arange(0, 128)[None, :]
     p_linear = linear_ptr + row.to(tl.int64)[:, None] * linear_stride
-    inside = inside & (column < limit)[None, :]
+    inside = in_row[:, None] & (in_group & in_tile & (column < limit))[None, :]
     if INVERSE:
-        word = tl.load(p_words, mask=in_tile[:, None], other=0)
-        word = tl.reshape(tl.permute(tl.reshape(word, (TILES, 32, 4)), (2, 1, 0)), (128, TILES))
+        words = tl.load(p_words, mask=in_tile[:, None], other=0)
+        words = tl.reshape(tl.permute(tl.reshape(words, (TILES, 32, 4)), (2, 1, 0)), (128, TILES))
         if ALIGNED:
-            tl.store(p_linear + (column // 4)[None, :], word, mask=inside)
+            tl.store(p_linear + word[None, :], words, mask=inside)
         else:
             for byte in tl.static_range(4):
                 mask = inside & (column + byte < limit)[None, :]
-                tl.store(p_linear + (column + byte)[None, :], (word >> (8 * byte)).to(tl.uint8), mask=mask)
+                tl.store(p_linear + (column + byte)[None, :], (words >> (8 * byte)).to(tl.uint8), mask=mask)
     else:
-        if ALIGNED:
-            word = tl.load(p_linear + (column // 4)[None, :], mask=inside, other=0)
+        if ALIGNED and WHOLE and not CONTRACTION:
+            words = tl.load(p_linear + word[None, :], mask=in_row[:, None], other=0)
+        elif ALIGNED:
+            words = tl.load(p_linear + word[None, :], mask=inside, other=0)
         else:
-            word = tl.zeros((128, TILES), tl.int32)
+            words = tl.zeros((128, TILES), tl.int32)
             for byte in tl.static_range(4):
                 mask = inside & (column + byte < limit)[None, :]
                 scale = tl.load(p_linear + (column + byte)[None, :], mask=mask, other=0)
-                word |= scale.to(tl.int32) << (8 * byte)
-        word = tl.reshape(tl.permute(tl.reshape(word, (4, 32, TILES)), (2, 1, 0)), (TILES, 128))
-        tl.store(p_words, word, mask=in_tile[:, None])
+                words |= scale.to(tl.int32) << (8 * byte)
+        words = tl.reshape(tl.permute(tl.reshape(words, (4, 32, TILES)), (2, 1, 0)), (TILES, 128))
+        tl.store(p_words, words, mask=in_tile[:, None])
 
 
 def grouped_swizzle(
@@ -156,6 +177,7 @@ def _launch(
     linear = linear.flatten(0, -2)
     rows, blocks = linear.shape
     unit = stored = 1
+    plan = stored_plan = None
     if contraction:
         assert total is not None, "groups along the contraction need the number of tokens"
         region, storage = max(SWIZZLE_COLS * spec.block_length, spec.alignment), group_alignment(spec)
@@ -165,7 +187,6 @@ def _launch(
         row_tiles = ceil_div(rows, SWIZZLE_ROWS)
         tile_columns = swizzled.numel() // (round_up(rows, SWIZZLE_ROWS) * SWIZZLE_COLS) if rows else 0
     else:
-        plan = stored_plan = make_plan(offsets, groups, rows, SWIZZLE_ROWS, linear.device)
         tile_columns = ceil_div(blocks, SWIZZLE_COLS)
         row_tiles = swizzled.numel() // (tile_columns * SWIZZLE_ROWS * SWIZZLE_COLS) if tile_columns else 0
     if not row_tiles or not tile_columns:
@@ -177,9 +198,10 @@ def _launch(
     grouped_swizzle_kernel[(row_tiles * ceil_div(tile_columns, TILES),)](
         linear.view(torch.int32) if aligned else linear,
         swizzled.view(torch.int32),
-        plan.table,
-        plan.tile_group,
-        stored_plan.table,
+        None if contraction else offsets,
+        plan and plan.table,
+        plan and plan.tile_group,
+        stored_plan and stored_plan.table,
         groups,
         rows,
         blocks,
@@ -190,27 +212,39 @@ def _launch(
         CONTRACTION=contraction,
         INVERSE=inverse,
         ALIGNED=aligned,
+        WHOLE=tile_columns % TILES == 0,
+        GROUPS=triton.next_power_of_2(groups + 1),
         TILES=TILES,
         num_warps=NUM_WARPS,
+        **overlap.launch_options(linear.device),
     )
 
 
 def compile_cases() -> list[CompileCase]:
-    """Return the rearrangement along M of aligned scales, along K of others, and back."""
+    """Return the rearrangement along M and of experts in whole programs, along K of others, and back."""
     cases = []
-    for contraction, aligned, inverse in ((False, True, False), (True, True, False), (True, False, True)):
+    for contraction, offsets, whole, inverse in (
+        (False, True, True, False),
+        (False, False, True, False),
+        (True, False, False, False),
+        (True, False, False, True),
+    ):
+        aligned = not inverse
         arguments = {
             "linear_ptr": "*i32:16" if aligned else "*u8:16",
             "words_ptr": "*i32:16",
-            **dict.fromkeys(("table_ptr", "storage_ptr"), "*i32:16"),
-            "tile_group_ptr": "*i32",
-            **dict.fromkeys(("groups", "rows", "blocks", "tile_columns", "linear_stride"), "i32"),
+            "offsets_ptr": "*i32" if offsets else None,
+            **dict.fromkeys(("table_ptr", "storage_ptr", "tile_group_ptr"), "*i32" if contraction else None),
+            **dict.fromkeys(("groups", "rows"), "i32"),
+            **dict.fromkeys(("blocks", "tile_columns", "linear_stride"), "i32:16" if whole else "i32"),
             "UNIT": 1,
             "STORED": 4 if aligned else 2,
             "CONTRACTION": contraction,
             "INVERSE": inverse,
             "ALIGNED": aligned,
+            "WHOLE": whole,
+            "GROUPS": 128,
             "TILES": TILES,
         }
         cases.append(CompileCase(grouped_swizzle_kernel, arguments, num_warps=NUM_WARPS))
-    return cases
+    return overlap.cases(cases)

@@ -159,13 +159,40 @@ def store_decoded(out_ptr, words, scale, block, inside, RULE: tl.constexpr):
 
 
 @triton.jit
-def store_decoded_group(out_ptr, words, scales, group, row64, blocks, in_row, RULE: tl.constexpr):
-    """Store the blocks of a group as bf16 values; group and row64 broadcast to a scale, out is [rows, blocks]."""
+def turned(xs):
+    """Return the transposes of a tuple of matrices."""
+    out = ()
+    for i in tl.static_range(len(xs)):
+        out = out + (tl.trans(xs[i]),)
+    return out
+
+
+@triton.jit
+def store_decoded_lines(out_ptr, words, scales, i_block, line64, blocks, in_line, RULE: tl.constexpr):
+    """Store groups as bf16 values, row line64 [L] of out each, from block i_block on; words, scales: tuples of [L, N].
+
+    The codes of 8 values are a store of 16 bytes: they change threads, so that the stores of a warp fill whole sectors.
+    """
+    L: tl.constexpr = scales[0].shape[0]
+    N: tl.constexpr = scales[0].shape[1]
     G: tl.constexpr = len(scales)
-    for g in tl.static_range(G):
-        block = group * G + g
-        own = words if RULE.element != "" else (words[g],)
-        store_decoded(out_ptr, own, scales[g], row64 * blocks + block, in_row & (block < blocks), RULE)
+    codes = tl.reshape(pm.join_group(words, L, N), (L, N * len(words)))
+    scale = tl.reshape(pm.join_group(scales, L, N), (L, N * G)).to(tl.int32)
+    PER_BLOCK: tl.constexpr = 2 if RULE.element == "" else 4
+    UNITS: tl.constexpr = N * G * PER_BLOCK  # of 8 values
+    if RULE.element == "":
+        factor = dc.e4m3_value(scale)
+        codes = tl.reshape(tl.join((codes & 0xFFFFFFFF).to(tl.uint32), (codes >> 32).to(tl.uint32)), (L, UNITS))
+        values = dc.element_values(codes.to(tl.int32, bitcast=True), dc.NVFP4)
+    else:
+        factor = dc.e8m0_value(scale)
+        values = dc.element_values(codes, dc.MXFP8_E4M3 if RULE.element == "e4m3" else dc.MXFP8_E5M2)
+    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (L, N * G, PER_BLOCK)), (L, UNITS))
+    values = tl.reshape(dc.cast(values * factor[:, :, None], tl.bfloat16), (L, UNITS * 8))
+    LENGTH: tl.constexpr = PER_BLOCK * 8
+    col = i_block * LENGTH + tl.arange(0, UNITS * 8)
+    inside = in_line[:, None] & (col < blocks * LENGTH)[None, :]
+    masked_store(out_ptr + (line64 * blocks * LENGTH)[:, None] + col[None, :], values, inside, RULE.full)
 
 
 @triton.jit
@@ -277,7 +304,8 @@ def quantize_row_tile(
         pairs = loaded
     words, scales = quantize_group(xs, amax, factors, constants, draw_ptr, stream, block, RULE, 0, pairs)
     if RULE.decoded:
-        store_decoded_group(q_ptr, words, scales, group[None, :], row64[:, None], blocks, in_row[:, None], RULE)
+        i_block = i_group * len(scales)
+        store_decoded_lines(q_ptr, words, scales, i_block, row64, blocks, in_row, RULE)
     else:
         W: tl.constexpr = len(words)
         G: tl.constexpr = len(scales)
@@ -368,30 +396,30 @@ def quantize_col_tile(
             block = pm.like(block, xs[0])
         words, scales = quantize_group(xs, amax, factors, constants, draw_ptr, stream, block, RULE, 1)
         if RULE.along:
-            own = pm.unaligned(i_group) + tl.arange(0, N)
-            store_columns(q_ptr, scale_ptr, words, scales, own, first_col + k, cols, blocks, RULE, SWIZZLED)
+            store_columns(q_ptr, scale_ptr, words, scales, i_group, first_col + k, cols, blocks, RULE, SWIZZLED)
         else:
             columns_words = columns_words + (words,)
             columns_scales = columns_scales + (scales,)
     if not RULE.along:
         words = pm.interleave(columns_words, N, C)
         scales = pm.interleave(columns_scales, N, C)
-        own, col = i_group + tl.arange(0, N), i_col + tl.arange(0, C)
-        store_columns(q_ptr, scale_ptr, words, scales, own, col, cols, blocks, RULE, SWIZZLED)
+        col = i_col + tl.arange(0, C)
+        store_columns(q_ptr, scale_ptr, words, scales, i_group, col, cols, blocks, RULE, SWIZZLED)
 
 
 @triton.jit
 def store_columns(
-    q_ptr, scale_ptr, words, scales, group, col, cols, blocks, RULE: tl.constexpr, SWIZZLED: tl.constexpr
+    q_ptr, scale_ptr, words, scales, i_group, col, cols, blocks, RULE: tl.constexpr, SWIZZLED: tl.constexpr
 ):
-    """Store the words and scales of groups [N] of columns col [C], each [N, C], as [cols, blocks]."""
-    N: tl.constexpr = group.shape[0]
+    """Store the words and scales of N groups from i_group on of columns col [C], each [N, C], as [cols, blocks]."""
+    N: tl.constexpr = scales[0].shape[0]
     C: tl.constexpr = col.shape[0]
     in_col = col < cols
     if RULE.decoded:
-        col64 = col.to(tl.int64)
-        store_decoded_group(q_ptr, words, scales, group[:, None], col64[None, :], blocks, in_col[None, :], RULE)
+        i_block, col64 = i_group * len(scales), col.to(tl.int64)
+        store_decoded_lines(q_ptr, turned(words), turned(scales), i_block, col64, blocks, in_col, RULE)
     else:
+        group = (pm.unaligned(i_group) if RULE.along else i_group) + tl.arange(0, N)
         W: tl.constexpr = len(words)
         G: tl.constexpr = len(scales)
         word = group[:, None, None] * W + tl.arange(0, W)[None, None, :]

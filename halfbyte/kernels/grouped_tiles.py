@@ -1,0 +1,179 @@
+"""Quantize the weights of experts in 16x16 tiles: codes, decoded values, or both from one read.
+
+A thread owns a strip of 8 columns, 16 bytes, in all rows of a tile, and two neighbouring threads share the tile: so
+every load and store of a warp fills whole sectors. With a block of 16 columns a thread they are filled in halves.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfbyte.kernels import decode as dc
+from halfbyte.kernels import primitives as pm
+from halfbyte.kernels import scaling as sc
+from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
+from halfbyte.kernels.quantize import divisor, hardware_fp8, is_packed
+from halfbyte.kernels.targets import TARGETS, CompileCase
+from halfbyte.spec import NVFP4, BlockMax, Spec
+
+
+class Tile(NamedTuple):
+    """Strips side by side, a thread each, and warps."""
+
+    strips: int
+    num_warps: int
+
+
+TILES = (Tile(128, 4), Tile(32, 1))
+"""The first whose strips divide the columns is used."""
+
+
+@triton.jit
+def to_strips(m, W: tl.constexpr):
+    """Give every strip [1, W] the number of its tile [1, W // 2]."""
+    return tl.reshape(tl.broadcast_to(m[:, :, None], (1, W // 2, 2)), (1, W))
+
+
+@triton.jit(do_not_specialize=("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"))
+def quantize_tiles_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    values_ptr,
+    amax_ptr,
+    cols,
+    span,
+    floor,
+    inverse,
+    unit,
+    col_tiles,
+    magic,
+    shift,
+    row_tiles,
+    row_magic,
+    row_shift,
+    RULE: tl.constexpr,
+    W: tl.constexpr,
+):
+    """One program quantizes W / 2 tiles side by side; row_tiles of them below each other are an expert.
+
+    q_ptr (int32, with scale_ptr) or values_ptr may be None.
+    """
+    begin(RULE.hardware >= OVERLAP_CAPABILITY)
+    constants = (span, floor, inverse, unit)
+    line = pm.divide(tl.program_id(0), magic, shift)
+    per_row = cols // 8
+    first = line.to(tl.int64) * 16 * per_row + (tl.program_id(0) - line * col_tiles) * W
+    strip = tl.arange(0, W)[None, :]
+    p_x = x_ptr.to(tl.pointer_type(tl.uint32)) + first * 4 + (strip * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
+    words = ()
+    for r in tl.static_range(16):
+        words = words + pm.split_four(tl.load(p_x + r * per_row * 4), 1, W)
+    factors = sc.operand_factors(amax_ptr + pm.divide(line, row_magic, row_shift), constants, RULE)
+    m = pm.max_of_pair(pm.pair_abs_max(words, RULE.hardware))
+    m = tl.where(((m < pm.INF) == 0) | factors[4], pm.INF, m)
+    m = tl.max(tl.reshape(m, (1, W // 2, 2)), axis=2)
+    poison = m == pm.INF
+    # The conversion saturates; what poison makes of scale and codes is replaced.
+    code = pm.e4m3_code(m * factors[2], RULE.hardware)
+    encode = to_strips(sc.encode_scale(pm.e4m3_positive(code), factors, RULE), W)
+    code = tl.where(poison, dc.E4M3_NAN, code).to(tl.int32)
+    if scale_ptr is not None:
+        o_scale = (tl.arange(0, 16) * (per_row // 2))[:, None] + tl.arange(0, W // 2)[None, :]
+        tl.store(scale_ptr + first // 2 + o_scale, tl.broadcast_to(code.to(tl.uint8), (16, W // 2)))
+    poison = to_strips(poison.to(tl.int32), W) != 0
+    scale = to_strips(dc.e4m3_value(code), W)
+    for r in tl.static_range(16):
+        xs = pm.unpack_pairs(pm.part(words, r * 4, 4), 0, 8)
+        codes = tl.where(poison, 0, sc.pack_codes(xs, None, 0, encode, (), RULE)).to(tl.int32)
+        if q_ptr is not None:
+            tl.store(q_ptr + first + strip + r * per_row, codes)
+        if values_ptr is not None:
+            values = dc.cast(dc.e2m1_values(codes) * scale[:, :, None], tl.bfloat16)
+            p_values = values_ptr + (first + r * per_row) * 8 + (strip * 8)[:, :, None] + tl.arange(0, 8)[None, None, :]
+            tl.store(p_values, values)
+
+
+class Written(NamedTuple):
+    """What a launch is to write: codes with their scales, decoded values, or both."""
+
+    codes: bool
+    values: bool
+
+
+def fits(w: Tensor, spec: Spec) -> bool:
+    """Say whether whole programs cover experts [E, N, K] and `spec` is 16x16 tiles rounded to nearest."""
+    if not isinstance(spec, NVFP4) or not spec.is_tile or spec.rounding != "nearest" or spec.rotation:
+        return False
+    if spec.outer != "tensor" or not isinstance(spec.scaling, BlockMax) or w.numel() == 0 or not w.is_contiguous():
+        return False
+    _, rows, cols = w.shape
+    return is_packed(w.view(-1, cols)) and rows % 16 == 0 and cols % (8 * TILES[-1].strips) == 0
+
+
+def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, written: Written) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize experts that fit.
+
+    Args:
+        w: bf16 [E, N, K].
+        amax: fp32 [E].
+        written: what is wanted.
+
+    Returns:
+        Codes [E, N, K / 2], scales [E, N, K / 16] and element * block_scale, bf16 [E, N, K]; empty if not wanted.
+    """
+    experts, rows, cols = w.shape
+    shapes = ((cols // 2, torch.uint8, written.codes), (cols // 16, torch.uint8, written.codes))
+    out = [
+        w.new_empty((experts, rows, size) if wanted else 0, dtype=dtype)
+        for size, dtype, wanted in (*shapes, (cols, torch.bfloat16, written.values))
+    ]
+    rule = sc.rule_of(spec, hardware_fp8(w.device))._replace(packed=True, full=True)
+    tile = next(tile for tile in TILES if cols % (8 * tile.strips) == 0)
+    col_tiles, row_tiles = cols // (8 * tile.strips), rows // 16
+    quantize_tiles_kernel[(experts * row_tiles * col_tiles,)](
+        w,
+        out[0].view(torch.int32) if written.codes else None,
+        out[1] if written.codes else None,
+        out[2] if written.values else None,
+        amax.contiguous(),
+        cols,
+        *sc.constants_of(spec),
+        *divisor(col_tiles),
+        *divisor(row_tiles),
+        RULE=rule,
+        W=tile.strips,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=False,
+        launch_pdl=rule.hardware >= OVERLAP_CAPABILITY.value,
+    )
+    return out[0], out[1], out[2]
+
+
+def compile_cases() -> list[CompileCase]:
+    """Return every tile that writes both, and the widest one for either alone."""
+    kinds = [(tile, Written(True, True)) for tile in TILES]
+    kinds += [(TILES[0], Written(True, False)), (TILES[0], Written(False, True))]
+    return [_compile_case(tile, written, hardware) for tile, written in kinds for hardware in sc.HARDWARE_LEVELS]
+
+
+def _compile_case(tile: Tile, written: Written, hardware: int) -> CompileCase:
+    arguments = {
+        "x_ptr": "*bf16:16",
+        "q_ptr": "*i32:16" if written.codes else None,
+        "scale_ptr": "*u8:16" if written.codes else None,
+        "values_ptr": "*bf16:16" if written.values else None,
+        "amax_ptr": "*fp32",
+        "cols": "i32:16",
+        **dict.fromkeys(("span", "floor", "inverse", "unit"), "fp32"),
+        **dict.fromkeys(("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"), "i32"),
+        "RULE": sc.rule_of(NVFP4(block=(16, 16)), hardware)._replace(packed=True, full=True),
+        "W": tile.strips,
+    }
+    targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
+    return CompileCase(quantize_tiles_kernel, arguments, tile.num_warps, fp_fusion=False, capabilities=targets)
