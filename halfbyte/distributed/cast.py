@@ -58,23 +58,24 @@ class Cast:
 
     Args:
         layout: of the weights.
-        parts: this rank's pieces, at most one for each weight, in the groups that `write` writes one by one.
+        pieces: this rank's, at most one for each weight.
         group: the ranks of the shares; None for one process alone.
         local_scales: True leaves every rank the scales of the tiles that it has elements of, and only those: the caller
             gathers the others. False completes the scales of all weights on every rank.
         device: of everything.
+        backend: None chooses one.
     """
 
     def __init__(
         self,
         layout: Layout,
-        parts: Sequence[Sequence[Piece]],
+        pieces: Sequence[Piece],
         group: dist.ProcessGroup | None,
         *,
         local_scales: bool,
         device: torch.device,
+        backend: str | None = None,
     ) -> None:
-        pieces = [piece for part in parts for piece in part]
         self._group, self._layout = group, layout
         self._alone = group is None
         self._expands = not local_scales
@@ -96,32 +97,30 @@ class Cast:
         self._chooses = any(not isinstance(target.spec.scaling, BlockMax) for target in layout.targets)
         self._sent = self._elements if local_scales else self._message
         self._index = _shared_amaxes(layout, device) if local_scales and not self._alone else None
-        self._caster, self.finisher = primary_stages(pieces, layout.targets, tiles, device)
+        make = primary_stages
+        self._caster, self.finisher = make(pieces, layout.targets, tiles, device, backend)
         edges = _edge_pieces(layout, pieces, halves, self._halves)
-        self._edge_caster = primary_stages(edges, (), tiles, device)[0] if edges else None
-        self._stripe_caster = primary_stages(stripe_pieces, (), tiles, device)[0] if stripe_pieces else None
-        one = len(parts) == 1
-        self._writers = [self._caster] if one else [primary_stages(part, (), tiles, device)[0] for part in parts]
+        self._edge_caster = make(edges, (), tiles, device, backend)[0] if edges else None
+        self._stripe_caster = make(stripe_pieces, (), tiles, device, backend)[0] if stripe_pieces else None
 
     def run(self) -> None:
         """Complete amaxes and scales and write the codes of this rank's pieces; without local_scales, expand them."""
         self.agree()
-        for part in range(len(self._writers)):
-            self.write(part)
+        self.write()
 
     def agree(self) -> None:
-        """First half of `run`: everything that ranks tell each other, and then this rank's scales."""
+        """First half of `run`: everything that ranks tell each other."""
         self.amaxes.zero_()
         self._caster.amax(self.amaxes)
         self._reduce_amaxes()
         if self._chooses:
             self._choose()
-        self.finisher.scale(self.amaxes, self.scales, expand=self._expands)
 
-    def write(self, part: int) -> None:
-        """Write the codes of one part; with the last, those of bytes that are cut."""
-        self._writers[part].cast(self.amaxes, self.scales)
-        if part == len(self._writers) - 1 and self._edge_caster is not None:
+    def write(self) -> None:
+        """Second half of `run`: scales and codes."""
+        self.finisher.scale(self.amaxes, self.scales, expand=self._expands)
+        self._caster.cast(self.amaxes, self.scales)
+        if self._edge_caster is not None:
             self._edge_caster.cast(self.amaxes, self.scales)
 
     def _reduce_amaxes(self) -> None:

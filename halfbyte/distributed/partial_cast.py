@@ -195,7 +195,7 @@ def _prepare(arguments: tuple, shares: list[list[Share | None]], group: dist.Pro
     shares = [own for own, any_share in zip(shares, held, strict=True) if any_share]
     layout = Layout(targets, [target.cols for target in targets], shares, len(slots))
     members = (group or dist.group.WORLD) if size > 1 else None
-    return Cast(layout, [pieces], members, local_scales=False, device=weights[0].device)
+    return Cast(layout, pieces, members, local_scales=False, device=weights[0].device)
 
 
 def _problem(weights: Any, masters: Any, starts: Any, shards: Any) -> str | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Literal
 from typing import cast as cast_type
 
@@ -24,12 +25,12 @@ from torch import Tensor, nn
 
 from halfbyte.distributed import zero_state
 from halfbyte.distributed.agree import exchange_notes, rank_and_size
-from halfbyte.distributed.buckets import Bucket, Fragment, Ranks
+from halfbyte.distributed.buckets import Bucket, Ranks
 from halfbyte.distributed.cast import Cast, Layout
 from halfbyte.distributed.partial_cast import target_of
 from halfbyte.distributed.plan import Item, storage_plan
 from halfbyte.distributed.weights import first_users, make_primary, tiled_parameters
-from halfbyte.pieces import Piece, Target
+from halfbyte.pieces import Piece
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES
 
 CALL = "ZeroOptimizer"
@@ -93,7 +94,7 @@ class ZeroOptimizer:
         config: see ZeroConfig.
 
     Raises:
-        ValueError: on every rank: nothing to train, or the ranks differ in parameters, recipes or config.
+        ValueError: on every rank: nothing to train, or the ranks differ in parameters, recipes, config or optimizer.
         RuntimeError: some rank builds no ZeroOptimizer within config.timeout.
     """
 
@@ -117,11 +118,12 @@ class ZeroOptimizer:
         self._agree(model, chosen, groups)
         self.buckets: list[Bucket] = []
         self._home: dict[str, tuple[Bucket, int]] = {}
-        self._casts: list[tuple[Cast, list[list[Bucket]]]] = []
+        self._casts: list[Cast] = []
         amaxes: dict[int, Tensor] = {}
         for key, names in chosen.items():
             self._store(model, groups[key], names, amaxes)
         self.inner = (optimizer or partial(torch.optim.AdamW, fused=True))(self._param_groups())
+        self._agree_on_inner()
         self._reduced = len(self.buckets)
         self._accumulating = False
         self._waiting = self._expected()
@@ -171,6 +173,17 @@ class ZeroOptimizer:
             _same_parameters(notes[0][2], theirs, "the parameters", (0, rank))
         _same_experts([{tuple(members): items for members, items in note[3]} for note in notes], self._group)
 
+    def _agree_on_inner(self) -> None:
+        """Raise on every rank unless all have the same optimizer: gathering its state would wait for ever later."""
+        notes = exchange_notes(_optimizer_note(self.inner), self._group, CALL, self.config.timeout)
+        for rank, note in enumerate(notes):
+            if note != notes[0]:
+                one, other = next((a, b) for a, b in zip_longest(notes[0], note) if a != b)
+                raise ValueError(
+                    f"optimizer: {one} on rank 0, {other} on rank {rank}; build the same optimizer with the same "
+                    "options everywhere"
+                )
+
     def _described(self, names: list[str]) -> list[list]:
         """Return what ranks compare of some parameters."""
         return [
@@ -185,7 +198,7 @@ class ZeroOptimizer:
     def _store(self, model: nn.Module, ranks: Ranks, names: list[str], amaxes: dict[int, Tensor]) -> None:
         """Make the buckets of some parameters, fill their masters and put the model's parameters into them."""
         plans = storage_plan([self._item(name) for name in names], ranks.size, self.config.bucket_numel)
-        targets, shares, parts, attached = [], [], [], []
+        targets, shares, pieces, attached = [], [], [], []
         slots: dict[int, int] = {}
         first_tile = 0
         for plan in plans:
@@ -213,19 +226,19 @@ class ZeroOptimizer:
                 shares.append([plan.part(place, rank) for rank in range(ranks.size)])
             if quantized:
                 of = {place.item.name: target for place, target in zip(plan.places, targets[start:], strict=True)}
-                parts.append([_piece(fragment, of[fragment.place.item.name]) for fragment in bucket.fragments])
+                for fragment in bucket.fragments:
+                    target = of[fragment.place.item.name]
+                    codes = target.blocks.qdata.view(-1)
+                    pieces.append(Piece(target, fragment.master.detach(), fragment.start, fragment.place.pitch, codes))
                 attached.append((bucket, targets[start:], first_tile))
                 first_tile += plan.tile_runs[-1]
         if targets:
             pitches = [place.pitch for plan in plans if plan.tiled for place in plan.places]
             layout = Layout(targets, pitches, shares, len(slots))
-            # What the forward needs first travels while all other codes are written.
-            parts = [parts[0], [piece for part in parts[1:] for piece in part]]
-            cast = Cast(layout, parts, ranks.group, local_scales=True, device=targets[0].blocks.qdata.device)
+            cast = Cast(layout, pieces, ranks.group, local_scales=True, device=targets[0].blocks.qdata.device)
+            self._casts.append(cast)
             for bucket, own, first in attached:
                 bucket.attach(cast, own, first)
-            buckets = [bucket for bucket, _, _ in attached]
-            self._casts.append((cast, [buckets[:1], buckets[1:]]))
 
     def _fill_masters(self, bucket: Bucket) -> None:
         """Give masters the values of the parameters on the group's first rank."""
@@ -336,18 +349,18 @@ class ZeroOptimizer:
     def _publish(self) -> None:
         with torch.no_grad():
             self.synchronize()
-            for cast, _ in self._casts:
+            for cast in self._casts:
                 cast.agree()
             # Messages follow each other: before the casts' small ones an embedding's would hold them up; after them
             # it travels while codes are written, and is needed first of all.
             for bucket in self.buckets:
                 if not bucket.quantized:
                     bucket.start_gathering()
-            for cast, parts in self._casts:
-                for part, buckets in enumerate(parts):
-                    cast.write(part)
-                    for bucket in buckets:
-                        bucket.start_gathering()
+            for cast in self._casts:
+                cast.write()
+            for bucket in self.buckets:
+                if bucket.quantized:
+                    bucket.start_gathering()
 
     def synchronize(self) -> None:
         """Let all parameters be complete, as the next forward would: before reading them without one."""
@@ -392,9 +405,22 @@ class ZeroOptimizer:
         return dict(self._params)
 
 
-def _piece(fragment: Fragment, target: Target) -> Piece:
-    codes = target.blocks.qdata.view(-1)
-    return Piece(target, fragment.master.detach(), fragment.start, fragment.place.pitch, codes)
+def _optimizer_note(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return what ranks compare of an optimizer: its class, and the options of every parameter group."""
+    note = [f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"]
+    for group in optimizer.param_groups:
+        options = {key: _plain(value) for key, value in group.items() if key not in ("params", "names")}
+        note.append(repr(sorted(options.items())))
+    return note
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as something that reads alike in every process: not an object's address."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__qualname__
 
 
 def _ranks(group: dist.ProcessGroup | None) -> Ranks:

@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, each a process forked from one server that has imported all that is slow to import."""
+"""Run a function on several gloo ranks, each a process forked from one server that has made all slow imports."""
 
 from __future__ import annotations
 

@@ -273,7 +273,26 @@ def differing_models(rank: int, world: int) -> None:
         torch.manual_seed(0)
         with pytest.raises(ValueError, match=reason):
             ZeroOptimizer(Experts(rank if "expert_groups" in options else 0), **options)
+    differing_optimizers(rank)
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"ranks \[1\] did not make the same call within 0.3 s"):
             build(rank, "nvfp4", timeout=timedelta(seconds=0.3))
     dist.barrier()
+
+
+def differing_optimizers(rank: int) -> None:
+    """Another optimizer, or other options of it, are an error on both ranks; objects in options may differ."""
+    adamw, sgd = torch.optim.AdamW, torch.optim.SGD
+    for ours, reason in (
+        ((adamw, sgd), r"optimizer: torch.optim.adamw.AdamW on rank 0, torch.optim.sgd.SGD on rank 1"),
+        ((partial(sgd, lr=0.1), partial(sgd, lr=0.2)), r"optimizer: .*\('lr', 0.1\).* on rank 0, .*\('lr', 0.2\).*"),
+        ((partial(sgd, momentum=0.9), sgd), "optimizer: .*'momentum', 0.9.* on rank 0, .*'momentum', 0"),
+        ((adamw, partial(adamw, lr=torch.tensor(0.01))), r"\('lr', 0.001\).* on rank 0"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            ZeroOptimizer(torch.nn.Linear(4, 4), ours[rank])
+
+    def with_an_object(groups):
+        return sgd([{**group, "note": object()} for group in groups])
+
+    ZeroOptimizer(torch.nn.Linear(4, 4), with_an_object)

@@ -1,0 +1,39 @@
+"""What bench.zero derives: bytes from the storage plan, hidden time from a trace."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from bench import zero
+
+
+@pytest.mark.parametrize("name, whole", (("1b", 0.2992), ("3b", 0.2772), ("8b", 0.2658)))
+def test_bytes_of_the_whole_model_are_those_of_codes_and_of_the_embedding(name, whole):
+    values = zero.planned(name, 32_000, tied=True, world=2)
+    plain = 1 - values["tiled_parameters"] / values["parameters"]
+    assert values["tiled_weights_of_bf16"] == pytest.approx(0.252, abs=1e-4)
+    assert values["whole_model_of_bf16"] == pytest.approx(whole, abs=1e-4)
+    assert values["whole_model_of_bf16"] == pytest.approx(0.252 + 0.748 * plain, abs=1e-4)
+
+
+def test_the_hidden_share_is_of_the_time_beside_other_kernels():
+    def kernel(name, start, end):
+        return {"cat": "kernel", "name": name, "ts": start, "dur": end - start}
+
+    embedding = SimpleNamespace(
+        quantized=False, plan=SimpleNamespace(places=[SimpleNamespace(item=SimpleNamespace(name="e"))])
+    )
+    events = [
+        kernel("ncclDevKernel_AllGather_RING_LL", 0, 100),
+        kernel("gemm", 20, 50),
+        kernel("gemm", 40, 60),
+        kernel("ncclDevKernel_ReduceScatter_Sum", 60, 160),
+        kernel("ncclDevKernel_AllGather_RING_LL", 200, 300),
+        kernel("gemm", 190, 310),
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0, "dur": 400},
+    ]
+    values = zero.hidden_share(events, SimpleNamespace(buckets=[embedding]))
+    assert values["hidden_share"] == pytest.approx(0.7)
+    assert values["gather_kernels_ms"] == pytest.approx(0.1) and values["exposed_ms"] == pytest.approx(0.03)
+    assert values["most_exposed_ms"] == {"e": 0.03} and values["reduce_kernels_ms"] == pytest.approx(0.05)
+    assert zero.hidden_share(events[1:4], SimpleNamespace(buckets=[embedding])) == {}
