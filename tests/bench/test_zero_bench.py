@@ -1,6 +1,7 @@
 """What bench.zero derives: bytes from the storage plan, hidden time from a trace."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,8 @@ def test_the_hidden_share_is_of_the_time_beside_other_kernels():
     def kernel(name, start, end):
         return {"cat": "kernel", "name": name, "ts": start, "dur": end - start}
 
-    embedding = SimpleNamespace(
-        quantized=False, plan=SimpleNamespace(places=[SimpleNamespace(item=SimpleNamespace(name="e"))])
-    )
+    place = SimpleNamespace(item=SimpleNamespace(name="e"))
+    optimizer: Any = SimpleNamespace(buckets=[SimpleNamespace(quantized=False, plan=SimpleNamespace(places=[place]))])
     events = [
         kernel("ncclDevKernel_AllGather_RING_LL", 0, 100),
         kernel("gemm", 20, 50),
@@ -32,8 +32,8 @@ def test_the_hidden_share_is_of_the_time_beside_other_kernels():
         kernel("gemm", 190, 310),
         {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0, "dur": 400},
     ]
-    values = zero.hidden_share(events, SimpleNamespace(buckets=[embedding]))
+    values = zero.hidden_share(events, optimizer)
     assert values["hidden_share"] == pytest.approx(0.7)
     assert values["gather_kernels_ms"] == pytest.approx(0.1) and values["exposed_ms"] == pytest.approx(0.03)
     assert values["most_exposed_ms"] == {"e": 0.03} and values["reduce_kernels_ms"] == pytest.approx(0.05)
-    assert zero.hidden_share(events[1:4], SimpleNamespace(buckets=[embedding])) == {}
+    assert zero.hidden_share(events[1:4], optimizer) == {}
