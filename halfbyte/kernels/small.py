@@ -13,6 +13,7 @@ from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import finite_max
+from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.quantize import allocate, compile_arguments, hardware_fp8, operand_arguments
 from halfbyte.kernels.quantize_wide import WIDE
 from halfbyte.kernels.targets import TARGETS, CompileCase
@@ -32,6 +33,7 @@ def quantize_small_kernel(
     RULE: tl.constexpr, SWIZZLED: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Write the amax of x [rows, cols] and its codes and scales [rows, blocks]; one program covers everything."""
+    begin(RULE.hardware >= OVERLAP_CAPABILITY)
     row, group = tl.arange(0, R), tl.arange(0, N)
     in_row = row < rows
     row64 = row.to(tl.int64)
@@ -93,6 +95,7 @@ def quantize(
     out = allocate(x.shape, spec, scale_layout, x.device)
     pointers, numbers, constants = operand_arguments(spec, out, amax, draw, sign_draw)
     r, n = tile(x.shape, spec, scale_layout)
+    rule = sc.rule_of(spec, hardware_fp8(x.device))
     quantize_small_kernel[(1,)](
         x,
         *pointers,
@@ -101,12 +104,13 @@ def quantize(
         *x.stride(),
         *numbers,
         *constants,
-        RULE=sc.rule_of(spec, hardware_fp8(x.device)),
+        RULE=rule,
         SWIZZLED=out.swizzled,
         R=r,
         N=n,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
+        launch_pdl=rule.hardware >= OVERLAP_CAPABILITY.value,
     )
     return Blocks(out.qdata, out.block_scale, amax)
 
