@@ -56,9 +56,22 @@ def tile_for(row: sc.Rule, col: sc.Rule) -> Tile:
 
 
 def runs_along(row: sc.Rule, col: sc.Rule) -> bool:
-    """Say whether `Rule.along` was faster for a pair of rules; with MXFP8 columns it is not, others were not timed."""
-    plain = all(not (r.element or r.candidates or r.row_amax or r.decoded) and r.group == 16 for r in (row, col))
-    return plain and row.packed and row.full
+    """Say whether `Rule.along` was faster for both of a pair of rules; others were not timed."""
+    return row_runs_along(row, col) and col.group == 16
+
+
+def row_runs_along(row: sc.Rule, col: sc.Rule) -> bool:
+    """Say whether `Rule.along` was faster for the rows of whole tiles; MXFP8 columns go through shared memory."""
+    plain = all(not (r.candidates or r.row_amax or r.decoded) for r in (row, col)) and not row.element
+    return plain and row.group == 16 and (col.group == 16 or col.element != "") and row.packed and row.full
+
+
+def widened(tile: Tile, row: sc.Rule, col: sc.Rule, cols: int) -> Tile:
+    """Return `tile` with twice the columns and warps where that was faster: a store then fills more of a line."""
+    timed = row_runs_along(row._replace(full=True), col) and row.rounding == col.rounding == "nearest"
+    if not timed or cols % (2 * tile.cols):
+        return tile
+    return tile._replace(cols=2 * tile.cols, num_warps=2 * tile.num_warps)
 
 
 VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "first_block", "sign_stream")) + (
@@ -113,7 +126,7 @@ def quantize_row_col_kernel(
     TC: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """One program quantizes LOOP tiles of TR x TC both ways; its second read of the tile comes from the cache."""
+    """One program quantizes LOOP tiles of TR x TC both ways, rows first, in whole lines; columns from the cache."""
     begin(ROW.hardware >= OVERLAP_CAPABILITY)
     row_constants = (row_span, row_floor, row_inverse, row_unit)
     col_constants = (col_span, col_floor, col_inverse, col_unit)
@@ -127,31 +140,6 @@ def quantize_row_col_kernel(
         outer = pm.divide(tile, magic, shift)
         i_row = outer * TR
         i_col = (tile - outer * col_tiles) * TC
-        quantize_col_tile(
-            i_row // COL.group,
-            i_col,
-            x_ptr,
-            col_q_ptr,
-            col_scale_ptr,
-            col_amax_ptr,
-            col_draw_ptr,
-            col_sign_ptr,
-            rows,
-            cols,
-            col_blocks,
-            stride_r,
-            stride_c,
-            col_stream,
-            col_first_block,
-            col_blocks_per_row,
-            col_sign_stream,
-            col_constants,
-            COL,
-            SWIZZLED,
-            TR // COL.group,
-            TC,
-            col_factors,
-        )
         quantize_row_tile(
             i_row,
             i_col // ROW.group,
@@ -176,6 +164,31 @@ def quantize_row_col_kernel(
             TR,
             TC // ROW.group,
             row_factors,
+        )
+        quantize_col_tile(
+            i_row // COL.group,
+            i_col,
+            x_ptr,
+            col_q_ptr,
+            col_scale_ptr,
+            col_amax_ptr,
+            col_draw_ptr,
+            col_sign_ptr,
+            rows,
+            cols,
+            col_blocks,
+            stride_r,
+            stride_c,
+            col_stream,
+            col_first_block,
+            col_blocks_per_row,
+            col_sign_stream,
+            col_constants,
+            COL,
+            SWIZZLED,
+            TR // COL.group,
+            TC,
+            col_factors,
         )
 
 
@@ -278,19 +291,20 @@ def _launch(
     row_arguments: tuple,
     col_arguments: tuple,
 ) -> None:
-    tile = tile_for(row, col)
-    tile_rows, tile_cols = tile.rows, tile.cols
     swizzled = outputs[0].swizzled or outputs[1].swizzled
+    row, col = (
+        rule._replace(decoded=out.decoded, packed=is_packed(x) and not rule.tile)
+        for rule, out in zip((row, col), outputs, strict=True)
+    )
+    tile = tile_for(row, col) if swizzled else widened(tile_for(row, col), row, col, x.shape[1])
+    tile_rows, tile_cols = tile.rows, tile.cols
     # Swizzled scales have padding that is zeroed: up to 128 rows, or four blocks of at most 32.
     rows, cols = (round_up(n, SWIZZLE_ROWS) if swizzled else n for n in x.shape)
     full = (rows, cols) == x.shape and is_full(x, outputs[0], row, (tile_rows, tile_cols // row.group))
     full = full and is_full(x.T, outputs[1], col, (tile_cols, tile_rows // col.group))
-    row, col = (
-        rule._replace(decoded=out.decoded, packed=is_packed(x) and not rule.tile, full=full, words=tile.words)
-        for rule, out in zip((row, col), outputs, strict=True)
-    )
-    along = runs_along(row, col) and not swizzled
-    row, col = row._replace(along=along), col._replace(along=along)
+    row, col = (rule._replace(full=full, words=tile.words) for rule in (row, col))
+    row_along, along = row_runs_along(row, col) and not swizzled, runs_along(row, col) and not swizzled
+    row, col = row._replace(along=row_along), col._replace(along=along)
     col_tiles = ceil_div(cols, tile_cols)
     row_pointers, row_numbers, row_constants = row_arguments
     col_pointers, col_numbers, col_constants = col_arguments
@@ -330,14 +344,22 @@ PAIRS = (
 
 def compile_cases() -> list[CompileCase]:
     """Return every tile for the pairs of the presets, on whole tiles of a packed x."""
-    return [_compile_case(row, col, hardware) for row, col in PAIRS for hardware in sc.HARDWARE_LEVELS]
+    return [
+        _compile_case(pair, wide, hardware)
+        for pair in PAIRS
+        for wide in (False, True)
+        for hardware in sc.HARDWARE_LEVELS
+        if not wide or pair[0].rounding == "nearest"
+    ]
 
 
-def _compile_case(row: Spec, col: Spec, hardware: int) -> CompileCase:
-    rules = [sc.rule_of(spec, hardware) for spec in (row, col)]
-    tile = tile_for(rules[0], rules[1])
-    row_rule, col_rule = (rule._replace(packed=True, full=True, words=tile.words) for rule in rules)
-    along = runs_along(row_rule, col_rule)
+def _compile_case(pair: tuple[NVFP4, Spec], wide: bool, hardware: int) -> CompileCase:
+    row, col = pair
+    row_rule, col_rule = (sc.rule_of(spec, hardware)._replace(packed=True, full=True) for spec in pair)
+    tile = tile_for(row_rule, col_rule)
+    if wide:
+        tile = widened(tile, row_rule, col_rule, 2 * tile.cols)
+    row_rule, col_rule = (rule._replace(words=tile.words) for rule in (row_rule, col_rule))
     arguments = {
         **compile_arguments(row, "row_"),
         **compile_arguments(col, "col_"),
@@ -345,8 +367,8 @@ def _compile_case(row: Spec, col: Spec, hardware: int) -> CompileCase:
         **dict.fromkeys(("rows", "cols", "stride_r"), "i32:16"),
         "stride_c": 1,
         **dict.fromkeys(("col_tiles", "magic", "shift"), "i32"),
-        "ROW": row_rule._replace(along=along),
-        "COL": col_rule._replace(along=along),
+        "ROW": row_rule._replace(along=row_runs_along(row_rule, col_rule)),
+        "COL": col_rule._replace(along=runs_along(row_rule, col_rule)),
         "SWIZZLED": False,
         "TR": tile.rows,
         "TC": tile.cols,
