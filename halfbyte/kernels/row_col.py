@@ -126,7 +126,10 @@ def quantize_row_col_kernel(
     TC: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """One program quantizes LOOP tiles of TR x TC both ways, rows first, in whole lines; columns from the cache."""
+    """One program quantizes LOOP tiles of TR x TC both ways; its second read of the tile comes from the cache.
+
+    Rows come first where lanes lie along them: such a read asks for whole lines.
+    """
     begin(ROW.hardware >= OVERLAP_CAPABILITY)
     row_constants = (row_span, row_floor, row_inverse, row_unit)
     col_constants = (col_span, col_floor, col_inverse, col_unit)
@@ -140,56 +143,59 @@ def quantize_row_col_kernel(
         outer = pm.divide(tile, magic, shift)
         i_row = outer * TR
         i_col = (tile - outer * col_tiles) * TC
-        quantize_row_tile(
-            i_row,
-            i_col // ROW.group,
-            x_ptr,
-            row_q_ptr,
-            row_scale_ptr,
-            row_amax_ptr,
-            row_draw_ptr,
-            row_sign_ptr,
-            rows,
-            cols,
-            row_blocks,
-            stride_r,
-            stride_c,
-            row_stream,
-            row_first_block,
-            row_blocks_per_row,
-            row_sign_stream,
-            row_constants,
-            ROW,
-            SWIZZLED,
-            TR,
-            TC // ROW.group,
-            row_factors,
-        )
-        quantize_col_tile(
-            i_row // COL.group,
-            i_col,
-            x_ptr,
-            col_q_ptr,
-            col_scale_ptr,
-            col_amax_ptr,
-            col_draw_ptr,
-            col_sign_ptr,
-            rows,
-            cols,
-            col_blocks,
-            stride_r,
-            stride_c,
-            col_stream,
-            col_first_block,
-            col_blocks_per_row,
-            col_sign_stream,
-            col_constants,
-            COL,
-            SWIZZLED,
-            TR // COL.group,
-            TC,
-            col_factors,
-        )
+        for part in tl.static_range(2):
+            if (part == 0) == ROW.along:
+                quantize_row_tile(
+                    i_row,
+                    i_col // ROW.group,
+                    x_ptr,
+                    row_q_ptr,
+                    row_scale_ptr,
+                    row_amax_ptr,
+                    row_draw_ptr,
+                    row_sign_ptr,
+                    rows,
+                    cols,
+                    row_blocks,
+                    stride_r,
+                    stride_c,
+                    row_stream,
+                    row_first_block,
+                    row_blocks_per_row,
+                    row_sign_stream,
+                    row_constants,
+                    ROW,
+                    SWIZZLED,
+                    TR,
+                    TC // ROW.group,
+                    row_factors,
+                )
+            else:
+                quantize_col_tile(
+                    i_row // COL.group,
+                    i_col,
+                    x_ptr,
+                    col_q_ptr,
+                    col_scale_ptr,
+                    col_amax_ptr,
+                    col_draw_ptr,
+                    col_sign_ptr,
+                    rows,
+                    cols,
+                    col_blocks,
+                    stride_r,
+                    stride_c,
+                    col_stream,
+                    col_first_block,
+                    col_blocks_per_row,
+                    col_sign_stream,
+                    col_constants,
+                    COL,
+                    SWIZZLED,
+                    TR // COL.group,
+                    TC,
+                    col_factors,
+                )
 
 
 def quantize_row_col(
