@@ -22,7 +22,7 @@ WORD_VALUES = 8  # values per loaded word: an int32 of NVFP4 codes, an int64 of 
 TILES = ((128, 4), (64, 2), (32, 1))
 """(words, warps) of a piece, a word a thread: the widest of which a row fills two."""
 
-LINEAR_STEPS = 2  # pieces of a program: side by side
+LINEAR_STEPS = 2  # pieces of a program: side by side, one where it covers a row
 SWIZZLED_STEPS = 4  # 32 rows apart, where scales lie together
 
 
@@ -217,6 +217,7 @@ def _launch(
     if swizzled and scale.data_ptr() % 4:
         scale = scale.clone()  # words of four scales are read
     steps, rows_of_tile = (SWIZZLED_STEPS, SWIZZLE_ROWS) if swizzled else (LINEAR_STEPS, 1)
+    steps = 1 if not swizzled and words.shape[1] <= width else steps
     row_tiles = triton.cdiv(rows, SWIZZLE_ROWS) * (SWIZZLE_ROWS // steps) if swizzled else rows
     tile_words = width if swizzled else width * steps
     full = rows % rows_of_tile == words.shape[1] % tile_words == 0 and cols == 8 * words.shape[1]

@@ -19,7 +19,7 @@ from halfbyte.kernels.grouped_kernels import grouped_quantize_kernel, grouped_tr
 from halfbyte.kernels.grouped_plan import Plan, make_plan
 from halfbyte.kernels.grouped_swizzle import grouped_swizzle
 from halfbyte.kernels.quantize import compile_arguments, divisor, hardware_fp8, is_packed
-from halfbyte.kernels.row_col import tile_for
+from halfbyte.kernels.row_col import runs_along, tile_for
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.layout import (
     GROUP_COLUMNS,
@@ -293,7 +293,7 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
         return
     tile = _tile(rules[0], rules[1], plan.tile_rows)
     col_tiles = ceil_div(grid.x.shape[1], tile.cols)
-    full, ragged = _full_and_ragged(grid.x.shape[1], rules, tile)
+    full, ragged = _full_and_ragged(grid.x.shape[1], rules, tile, grid.stacked)
     grouped_quantize_kernel[(plan.tiles * (plan.tile_rows // tile.rows) * col_tiles,)](
         grid.x,
         *pointers[0],
@@ -327,12 +327,19 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
 Rules = list[sc.Rule | None]
 
 
-def _full_and_ragged(cols: int, rules: Rules, tile: Tile) -> tuple[Rules, Rules]:
-    """Return the rules for tiles without a ragged edge, None where the columns have one, and those for the others."""
+def _full_and_ragged(cols: int, rules: Rules, tile: Tile, stacked: bool) -> tuple[Rules, Rules]:
+    """Return the rules for tiles without a ragged edge, None where the columns have one, and those for the others.
+
+    Tokens of a packed x in whole tiles of columns need no branch: `Rule.clamped` serves all their tiles.
+    """
     full: Rules = [None if rule is None else rule._replace(full=True, words=tile.words) for rule in rules]
     if cols % tile.cols:
-        full = [None, None]
-    return full, [None if rule is None else rule._replace(words=tile.words) for rule in rules]
+        return [None, None], [None if rule is None else rule._replace(words=tile.words) for rule in rules]
+    if stacked or not all(rule is None or rule.packed for rule in rules):
+        return full, [None if rule is None else rule._replace(words=tile.words) for rule in rules]
+    row, col = full
+    along = row is not None and col is not None and runs_along(*(r._replace(decoded=False) for r in (row, col)))
+    return [None, None], [None if rule is None else rule._replace(clamped=True, along=along) for rule in full]
 
 
 def _pointers(side: Side | None, amax: Tensor, plan: Plan) -> list[Tensor | None]:
@@ -438,7 +445,7 @@ def _quantize_case(
         elif values:
             arguments[f"{name}_q_ptr"] = "*bf16:16"
     tile = _tile(rules[0], rules[1], GROUP_COLUMNS)
-    full, ragged = _full_and_ragged(tile.cols + int(not whole), rules, tile)
+    full, ragged = _full_and_ragged(tile.cols + int(not whole), rules, tile, not whole)
     arguments |= {"ROW": ragged[0], "COL": ragged[1], "FULL_ROW": full[0], "FULL_COL": full[1]}
     arguments |= {
         "TILE_ROWS": GROUP_COLUMNS,

@@ -111,7 +111,7 @@ def quantize_cols(
         TR // RULE.group,
         TC,
     )
-    if not (STACKED or RULE.full or RULE.decoded or RULE.element != ""):
+    if (RULE.clamped or not RULE.full) and not (STACKED or RULE.decoded or RULE.element != ""):
         clear_padding(p_scale, storage // 16, per_row, local // 16, i_col, cols, blocks, TR // 16, TC)
 
 
@@ -222,7 +222,8 @@ def grouped_quantize_kernel(
     """One program quantizes TR x TC values of one group along the rows, the columns or both; TR divides TILE_ROWS.
 
     STACKED: the col orientation of each group is a matrix of its own; else all groups follow each other in its columns.
-    FULL_ROW, FULL_COL: the rules for tiles without a ragged edge; None where columns have one.
+    FULL_ROW, FULL_COL: the rules for tiles without a ragged edge; None where the columns have one, or where ROW and COL
+    serve all tiles.
     ROW, COL: the rules for tiles with one.
     """
     overlap.begin(OVERLAP)

@@ -19,6 +19,7 @@ from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.quantize import divisor, hardware_fp8, is_packed
 from halfbyte.kernels.targets import TARGETS, CompileCase
+from halfbyte.kernels.tiles import store_values
 from halfbyte.spec import NVFP4, BlockMax, Spec
 
 
@@ -94,9 +95,8 @@ def quantize_tiles_kernel(
         if q_ptr is not None:
             tl.store(q_ptr + first + strip + r * per_row, codes)
         if values_ptr is not None:
-            values = dc.cast(dc.e2m1_values(codes) * scale[:, :, None], tl.bfloat16)
-            p_values = values_ptr + (first + r * per_row) * 8 + (strip * 8)[:, :, None] + tl.arange(0, 8)[None, None, :]
-            tl.store(p_values, values)
+            p_values = values_ptr + (first + r * per_row) * 8 + tl.zeros((1,), tl.int32)
+            store_values(p_values, codes, scale, 0, W, tl.full((1,), True, tl.int1), True)
 
 
 class Written(NamedTuple):

@@ -33,6 +33,8 @@ class Rule(NamedTuple):
     words: how many words of two columns a thread reads where blocks lie along columns of a packed x.
     full: tiles have no ragged edge, so that nothing needs a mask.
     along: in tiles of several rows, lanes lie along the rows of x and of the operand when it is read and stored.
+    clamped: of a packed x, with full: only rows may be missing, and the operand's storage has room for what they give.
+        Row blocks repeat the last row, bit for bit; column blocks read zeros.
     """
 
     rounding: str
@@ -51,6 +53,7 @@ class Rule(NamedTuple):
     words: int = 1
     full: bool = False
     along: bool = False
+    clamped: bool = False
 
 
 class Constants(NamedTuple):

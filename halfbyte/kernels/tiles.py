@@ -33,9 +33,18 @@ def masked_store(pointers, values, mask, FULL: tl.constexpr):
 
 
 @triton.jit
+def rows_of_tile(i_row, rows, RULE: tl.constexpr, R: tl.constexpr):
+    """Return the rows of a tile whose blocks lie along them; RULE.clamped: the last one in place of those behind it."""
+    row = i_row + tl.arange(0, R)
+    if RULE.clamped:
+        row = tl.minimum(row, rows - 1)
+    return row
+
+
+@triton.jit
 def load_row_pairs(x_ptr, i_row, i_group, rows, cols, stride_r, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
     """Return RULE.group / 2 words [R, N], two bf16 values each, of N groups of R rows of a packed x."""
-    row = i_row + tl.arange(0, R)
+    row = rows_of_tile(i_row, rows, RULE, R)
     o_word = (i_group + tl.arange(0, N)) * (RULE.group // 2)
     word_ptr = x_ptr.to(tl.pointer_type(tl.uint32))
     if RULE.along:  # groups lead: of dimensions that are not contiguous the compiler lays lanes along the first
@@ -72,8 +81,10 @@ def load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, RULE: tl.constex
     first = first + row.to(tl.int64)[:, None, None] * stride + word[None, :, :]
     out = ()
     for i in tl.static_range(SIZE):
-        inside = (i_group * SIZE + row + i < rows)[:, None, None] & (word * 2 < cols)[None, :, :]
-        loaded = masked_load(first + i * stride, inside, RULE.full)
+        inside = (i_group * SIZE + row + i < rows)[:, None, None]
+        if not RULE.clamped:
+            inside = inside & (word * 2 < cols)[None, :, :]
+        loaded = masked_load(first + i * stride, inside, RULE.full and not RULE.clamped)
         if COUNT == 4:
             out = out + (pm.split_four(loaded, N, SHARE),)
         elif COUNT == 2:
@@ -168,6 +179,22 @@ def turned(xs):
 
 
 @triton.jit
+def store_values(line_ptr, codes, scale, i_unit, units, in_line, FULL: tl.constexpr):
+    """Store 8 E2M1 codes a word [L, U] times fp32 scale as bf16, from unit i_unit of 8 values of lines line_ptr [L]."""
+    L: tl.constexpr = codes.shape[0]
+    U: tl.constexpr = codes.shape[1]
+    if dc.INTERPRETED:
+        COUNT: tl.constexpr = 8
+        values = tl.reshape(dc.cast(dc.e2m1_values(codes) * scale[:, :, None], tl.bfloat16), (L, U * 8))
+    else:
+        COUNT: tl.constexpr = 4
+        line_ptr = line_ptr.to(tl.pointer_type(tl.uint32))
+        values = tl.reshape(pm.join_group(pm.decoded_pairs(codes, scale), L, U), (L, U * 4))
+    place = i_unit * COUNT + tl.arange(0, U * COUNT)
+    masked_store(line_ptr[:, None] + place[None, :], values, in_line[:, None] & (place < units * COUNT)[None, :], FULL)
+
+
+@triton.jit
 def store_decoded_lines(out_ptr, words, scales, i_block, line64, blocks, in_line, RULE: tl.constexpr):
     """Store groups as bf16 values, row line64 [L] of out each, from block i_block on; words, scales: tuples of [L, N].
 
@@ -180,19 +207,20 @@ def store_decoded_lines(out_ptr, words, scales, i_block, line64, blocks, in_line
     scale = tl.reshape(pm.join_group(scales, L, N), (L, N * G)).to(tl.int32)
     PER_BLOCK: tl.constexpr = 2 if RULE.element == "" else 4
     UNITS: tl.constexpr = N * G * PER_BLOCK  # of 8 values
-    if RULE.element == "":
-        factor = dc.e4m3_value(scale)
-        codes = tl.reshape(tl.join((codes & 0xFFFFFFFF).to(tl.uint32), (codes >> 32).to(tl.uint32)), (L, UNITS))
-        values = dc.element_values(codes.to(tl.int32, bitcast=True), dc.NVFP4)
-    else:
-        factor = dc.e8m0_value(scale)
-        values = dc.element_values(codes, dc.MXFP8_E4M3 if RULE.element == "e4m3" else dc.MXFP8_E5M2)
-    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (L, N * G, PER_BLOCK)), (L, UNITS))
-    values = tl.reshape(dc.cast(values * factor[:, :, None], tl.bfloat16), (L, UNITS * 8))
     LENGTH: tl.constexpr = PER_BLOCK * 8
-    col = i_block * LENGTH + tl.arange(0, UNITS * 8)
-    inside = in_line[:, None] & (col < blocks * LENGTH)[None, :]
-    masked_store(out_ptr + (line64 * blocks * LENGTH)[:, None] + col[None, :], values, inside, RULE.full)
+    factor = dc.e4m3_value(scale) if RULE.element == "" else dc.e8m0_value(scale)
+    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (L, N * G, PER_BLOCK)), (L, UNITS))
+    line_ptr = out_ptr + line64 * blocks * LENGTH
+    if RULE.element == "":
+        codes = tl.reshape(tl.join((codes & 0xFFFFFFFF).to(tl.uint32), (codes >> 32).to(tl.uint32)), (L, UNITS))
+        codes = codes.to(tl.int32, bitcast=True)
+        store_values(line_ptr, codes, factor, i_block * PER_BLOCK, blocks * PER_BLOCK, in_line, RULE.full)
+    else:
+        values = dc.element_values(codes, dc.MXFP8_E4M3 if RULE.element == "e4m3" else dc.MXFP8_E5M2)
+        values = tl.reshape(dc.cast(values * factor[:, :, None], tl.bfloat16), (L, UNITS * 8))
+        col = i_block * LENGTH + tl.arange(0, UNITS * 8)
+        inside = in_line[:, None] & (col < blocks * LENGTH)[None, :]
+        masked_store(line_ptr[:, None] + col[None, :], values, inside, RULE.full)
 
 
 @triton.jit
@@ -234,7 +262,7 @@ def read_row_tile(
     i_row, i_group, x_ptr, rows, cols, stride_r, stride_c, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr
 ):
     """Return what a thread reads of N groups of R rows: words of two values of a packed x, else fp32 values."""
-    row = i_row + tl.arange(0, R)
+    row = rows_of_tile(i_row, rows, RULE, R)
     o_row = row.to(tl.int64) * stride_r
     o_col = (i_group + tl.arange(0, N)) * RULE.group
     if RULE.packed:
@@ -274,7 +302,7 @@ def quantize_row_tile(
 
     factors: of `operand_factors`, if a program has them already; loaded: of `read_row_tile`, likewise.
     """
-    row = i_row + tl.arange(0, R)
+    row = rows_of_tile(i_row, rows, RULE, R)
     group = i_group + tl.arange(0, N)
     in_row = row < rows
     row64 = row.to(tl.int64)
