@@ -18,6 +18,7 @@ from halfbyte.kernels import decode as dc
 from halfbyte.kernels import overlap
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import running_max as rm
+from halfbyte.kernels.amax import larger_bits, raised
 from halfbyte.kernels.running_max import LANES, ROW_GROUP, Wanted
 from halfbyte.kernels.targets import CompileCase
 from halfbyte.kernels.tiles import masked_load, masked_store
@@ -26,8 +27,9 @@ from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard
 
 GROUP_LANES = tl.constexpr(GROUP_LANES_)
-NUM_WARPS = 16
-TILE_ELEMENTS = 16384
+TILE, NUM_WARPS = 1024, 8  # columns of all rows of a program, and its warps, where nothing is centered
+CENTERED_TILES = ((4096, 512, 8), (None, 1024, 16))  # (up to how many columns, columns of a tile, warps)
+BACKWARD_TILE, BACKWARD_WARPS = 1024, 16
 WIDE_WARPS = 8  # of a rotation wider than 16, whose rows need more registers a thread
 AHEAD = 4  # tiles of a row's lanes that are loaded before the first is used; for LayerNorm and gradients half of them
 SUM_COLUMNS = 32  # of a program that adds up the groups' partial sums
@@ -90,6 +92,38 @@ def store_statistics(
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
+@triton.jit
+def rounded_rows(ys, dtype: tl.constexpr):
+    """Round rows of fp32 values: two rows of bf16 in a word, which takes one conversion, else each by itself."""
+    if dtype == tl.bfloat16:
+        return pm.bf16_pairs(ys)
+    else:
+        out = ()
+        for i in tl.static_range(len(ys)):
+            out = out + (dc.cast(ys[i], dtype),)
+        return out
+
+
+@triton.jit
+def stored_row(stored, i: tl.constexpr, PAIRED: tl.constexpr):
+    """Return row i of `rounded_rows`, as it is stored."""
+    if PAIRED:
+        word = stored[i // 2]
+        half = word >> 16 if i % 2 else word & 0xFFFF
+        return half.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return stored[i]
+
+
+@triton.jit
+def raise_plain_pairs(plain, pairs, WANTED: tl.constexpr):
+    """Raise pairs of magnitudes [C] by pairs of rows."""
+    if WANTED.row == "tensor" or WANTED.col == "plain":
+        for i in tl.static_range(len(pairs)):
+            plain = raised(plain, pairs[i])
+    return plain
+
+
 @triton.jit(do_not_specialize=("eps", "sign_stream"))
 def norm_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, row_ptr, col_ptr, space_ptr, sign_ptr, sign_stream,
@@ -111,10 +145,12 @@ def norm_kernel(
     rstds = rm.load_numbers(rstd_ptr, row0, rows, GROUP)
     if CENTERED:
         means = rm.load_numbers(mean_ptr, row0, rows, GROUP)
-    plain = tl.zeros((C,), tl.float32)
+    PAIRED: tl.constexpr = y_ptr.dtype.element_ty == tl.bfloat16
+    plain = tl.zeros((C,), tl.uint32 if PAIRED else tl.float32)
     rotated = tl.zeros((C,), tl.float32)
-    for c in range(0, cols, C):
-        col = c + tl.arange(0, C)
+    # Backwards: what was read last is still in the cache of the multiprocessor.
+    for i_tile in range(tl.cdiv(cols, C)):
+        col = (tl.cdiv(cols, C) - 1 - i_tile) * C + tl.arange(0, C)
         in_col = col < cols
         weight = pm.to_fp32(masked_load(weight_ptr + col, in_col, FULL))
         if bias_ptr is not None:
@@ -122,7 +158,6 @@ def norm_kernel(
         xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, GROUP, FULL)
         ys = ()
         for i in tl.static_range(GROUP):
-            inside = in_col & (row0 + i < rows)
             d = pm.to_fp32(xs[i])
             if CENTERED:
                 d = d - means[i]
@@ -130,12 +165,21 @@ def norm_kernel(
             if bias_ptr is not None:
                 y = y + bias
             if not FULL:
-                y = tl.where(inside, y, 0.0)
-            y = dc.cast(y, y_ptr.dtype.element_ty)
-            masked_store(y_ptr + first + (i * cols + col), y, inside, FULL)
-            plain = rm.raise_plain(plain, pm.to_fp32(y), WANTED)
+                y = tl.where(in_col & (row0 + i < rows), y, 0.0)
             ys = ys + (y,)
-        rotated = rm.raise_rotated(rotated, ys, words, WANTED)
+        stored = rounded_rows(ys, y_ptr.dtype.element_ty)
+        for i in tl.static_range(GROUP):
+            y = stored_row(stored, i, PAIRED)
+            masked_store(y_ptr + first + (i * cols + col), y, in_col & (row0 + i < rows), FULL)
+        if PAIRED:
+            plain = raise_plain_pairs(plain, stored, WANTED)
+            rotated = rm.raise_transformed(rotated, pm.unpack_pairs(stored, 0, GROUP), words, WANTED)
+        else:
+            for i in tl.static_range(GROUP):
+                plain = rm.raise_plain(plain, pm.to_fp32(stored[i]), WANTED)
+            rotated = rm.raise_rotated(rotated, stored, words, WANTED)
+    if PAIRED:
+        plain = larger_bits(plain).to(tl.float32, bitcast=True)
     rm.store_row_maxima(row_ptr, y_ptr, row0, rows, cols, WANTED)
     if WANTED.row == "tensor" or WANTED.col != "":
         m_plain, m_rotated = rm.settle(plain, rotated, y_ptr, row0, rows, 0, cols, cols, words, WANTED, C)
@@ -190,8 +234,8 @@ def norm_backward_kernel(
     store_row_means(dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, row0, rows, cols, CENTERED, AHEAD, FULL)
     tl.debug_barrier()
     group = tl.program_id(0).to(tl.int64)
-    for c in range(0, cols, C):
-        col = c + tl.arange(0, C)
+    for i_tile in range(tl.cdiv(cols, C)):  # backwards, as above
+        col = (tl.cdiv(cols, C) - 1 - i_tile) * C + tl.arange(0, C)
         in_col = col < cols
         weight = pm.to_fp32(masked_load(weight_ptr + col, in_col, FULL))
         xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
@@ -271,7 +315,7 @@ def norm_with_amaxes(
     amaxes = rm.allocate(wanted, rows, x.device)
     if not x.numel():
         return y, (mean.zero_(), rstd.zero_()), (amaxes[0].zero_(), amaxes[1].zero_())
-    tile, num_warps = tile_of(wanted)
+    tile, num_warps = tile_of(wanted, cols, centered)
     norm_kernel[(ceil_div(rows, wanted.group),)](
         x,
         weight,
@@ -297,11 +341,13 @@ def norm_with_amaxes(
     return y, (mean, rstd), amaxes
 
 
-def tile_of(wanted: Wanted) -> tuple[int, int]:
+def tile_of(wanted: Wanted, cols: int, centered: bool) -> tuple[int, int]:
     """Return the columns of a tile of `group` rows, and warps."""
-    if wanted.group == ROW_GROUP_:
-        return TILE_ELEMENTS // ROW_GROUP_, NUM_WARPS
-    return rm.TILE_ELEMENTS // wanted.group, WIDE_WARPS
+    if wanted.group != ROW_GROUP_:
+        return rm.TILE_ELEMENTS // wanted.group, WIDE_WARPS
+    if not centered:
+        return TILE, NUM_WARPS
+    return next((tile, warps) for most, tile, warps in CENTERED_TILES if most is None or cols <= most)
 
 
 def norm_backward(
@@ -317,7 +363,7 @@ def norm_backward(
         return dx, sums[0].zero_(), sums[1].zero_() if has_bias else none
     groups = ceil_div(rows, ROW_GROUP_)
     partial = sums.new_empty(1 + has_bias, groups, cols)
-    tile, options = TILE_ELEMENTS // ROW_GROUP_, overlap.launch_options(x.device)
+    options = overlap.launch_options(x.device)
     norm_backward_kernel[(groups,)](
         dy,
         x,
@@ -331,11 +377,11 @@ def norm_backward(
         cols,
         CENTERED=centered,
         BIAS=has_bias,
-        C=tile,
+        C=BACKWARD_TILE,
         AHEAD=AHEAD // 2,
-        FULL=rows % ROW_GROUP_ == cols % tile == 0,
+        FULL=rows % ROW_GROUP_ == cols % BACKWARD_TILE == 0,
         **options,
-        num_warps=NUM_WARPS,
+        num_warps=BACKWARD_WARPS,
         enable_fp_fusion=False,
     )
     group_sum_kernel[(ceil_div(cols, SUM_COLUMNS), 1 + has_bias)](
@@ -352,18 +398,20 @@ def norm_backward(
     return dx, sums[0], sums[1] if has_bias else none
 
 
-COMPILED = (  # (centered, what is wanted, whole tiles): high precision and MXFP8, no rotation, the preset nvfp4
-    (False, Wanted(), True),
-    (True, rm.wanted_of("tensor", NVFP4()), False),
-    (False, rm.wanted_of("tensor", NVFP4(rotation=Hadamard())), True),
+ROTATED = rm.wanted_of("tensor", NVFP4(rotation=Hadamard()))
+COMPILED = (  # (centered, what is wanted, whole tiles, columns): high precision and MXFP8, no rotation, preset nvfp4
+    (False, Wanted(), True, 4096),
+    (True, rm.wanted_of("tensor", NVFP4()), False, 4096),
+    (True, ROTATED, True, 8192),
+    (False, ROTATED, True, 4096),
 )
 
 
 def compile_cases() -> list[CompileCase]:
     """Return the norms of the presets, forward and backward."""
     cases = []
-    for centered, wanted, full in COMPILED:
-        tile, num_warps = tile_of(wanted)
+    for centered, wanted, full, cols in COMPILED:
+        tile, num_warps = tile_of(wanted, cols, centered)
         arguments = {
             **dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), "*bf16:16"),
             **dict.fromkeys(("mean_ptr", "rstd_ptr", "row_ptr", "col_ptr"), "*fp32:16"),
@@ -387,11 +435,11 @@ def compile_cases() -> list[CompileCase]:
             **dict.fromkeys(("rows", "cols"), "i32:16"),
             "CENTERED": centered,
             "BIAS": centered,
-            "C": TILE_ELEMENTS // ROW_GROUP_,
+            "C": BACKWARD_TILE,
             "AHEAD": AHEAD // 2,
             "FULL": not centered,
         }
-        cases += _cases(norm_backward_kernel, arguments, NUM_WARPS)
+        cases += _cases(norm_backward_kernel, arguments, BACKWARD_WARPS)
     sums = {**dict.fromkeys(("partial_ptr", "out_ptr"), "*fp32:16"), **dict.fromkeys(("groups", "cols"), "i32:16")}
     return [*cases, *_cases(group_sum_kernel, sums | {"C": SUM_COLUMNS, "AHEAD": SUM_AHEAD}, SUM_WARPS)]
 

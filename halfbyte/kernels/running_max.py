@@ -149,6 +149,14 @@ def raise_rotated(rotated, stored, words, WANTED: tl.constexpr):
             ys = ys + (pm.to_fp32(stored[i]),)
         if stored[0].dtype != tl.bfloat16:
             ys = pm.unpack_pairs(pm.bf16_pairs(ys), 0, WANTED.group)
+        rotated = raise_transformed(rotated, ys, words, WANTED)
+    return rotated
+
+
+@triton.jit
+def raise_transformed(rotated, ys, words, WANTED: tl.constexpr):
+    """Raise max |H y| [C] by `group` rows of bf16 values, in fp32."""
+    if WANTED.col == "rotated":
         ys = pm.transform(ys, WANTED.group, WANTED.fresh, words)
         for i in tl.static_range(len(ys)):
             rotated = tl.maximum(rotated, tl.abs(ys[i]), propagate_nan=tl.PropagateNan.ALL)

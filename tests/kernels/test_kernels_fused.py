@@ -27,6 +27,7 @@ def test_norm_of_several_groups_and_lanes():
 def test_norm_of_whole_tiles(centered):
     checks.check_norm((32, 1024), "cpu", checks.ROTATED, centered, (BF16, BF16))
     checks.check_norm((32, 3072), "cpu", checks.PLAIN, centered, (BF16, BF16))
+    checks.check_norm((16, 5120), "cpu", checks.PLAIN, centered, (BF16, FP32))
 
 
 @pytest.mark.parametrize("wish", checks.WISHES)
