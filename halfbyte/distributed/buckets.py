@@ -72,6 +72,10 @@ class Bucket:
         self._reducing: list[dist.Work] = []
         self._gathering: list[dist.Work] | None = None
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Bucket:
+        """Return this bucket: hooks of a copied model wait for it, and its masters are not copied with them."""
+        return self
+
     def _make_fragments(self) -> list[Fragment]:
         fragments = []
         for place in self.plan.places:

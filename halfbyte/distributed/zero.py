@@ -373,6 +373,14 @@ class ZeroOptimizer:
         return self.inner.param_groups
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch.amp.GradScaler asks for this before it steps.
+        raise ValueError(
+            "optimizer=ZeroOptimizer: a GradScaler unscales what a rank has before all have summed it; train in bf16, "
+            "which needs none, or pass GradScaler(enabled=False)"
+        )
+
+    @property
     def traffic(self) -> dict[str, int]:
         """Bytes of the buffers that this rank has gathered and reduced so far."""
         gathered = sum(bucket.bytes_gathered for bucket in self.buckets)

@@ -70,6 +70,16 @@ def test_what_is_dropped_is_freed():
     assert alive() is None
 
 
+def test_a_gradient_scaler_is_refused():
+    """It would unscale, on every rank, gradients that are not summed yet."""
+    model, _, zero = checks.build(0, "nvfp4", blocks=0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(checks.loss_of(model, checks.tokens(0, 0))).backward()
+    with pytest.raises(ValueError, match="^optimizer=ZeroOptimizer: .*GradScaler"):
+        scaler.step(zero)
+    torch.amp.GradScaler("cpu", enabled=False).step(zero)
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.Adagrad, partial(torch.optim.SGD, momentum=0.9)])
 def test_a_parameter_without_dimensions_and_state_of_every_kind_are_saved(optimizer):
     def build(seed):

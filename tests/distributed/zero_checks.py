@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 from functools import partial
 
@@ -108,6 +109,7 @@ def two_ranks(rank: int, world: int) -> None:
     same_losses(rank, world, 15, "four_over_six", {"dim": 16, "bucket_numel": 1 << 20})
     accumulation(rank, world)
     mean_gradients_and_clipping(rank, world)
+    a_copy_of_the_model(rank, world)
     refusals(rank, world)
     differing_models(rank, world)
 
@@ -230,6 +232,19 @@ def mean_gradients_and_clipping(rank: int, world: int) -> None:
     zero.synchronize()
     for (name, param), (_, other) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
         assert torch.allclose(param, other, rtol=1e-4, atol=1e-6), name
+
+
+def a_copy_of_the_model(rank: int, world: int) -> None:
+    """A copy has the values of its time and is not trained along; it waits for no gather and has no masters."""
+    model, state, zero = build(rank, "nvfp4")
+    train(rank, model, state, zero, range(1))
+    zero.synchronize()
+    twin, x = copy.deepcopy(model), tokens(rank, 5)
+    before = loss_of(twin, x)
+    assert torch.equal(before, loss_of(model, x))
+    train(rank, model, state, zero, range(1, 2))
+    assert torch.equal(before, loss_of(twin, x))
+    assert not torch.equal(before, loss_of(model, x))
 
 
 def refusals(rank: int, world: int) -> None:
