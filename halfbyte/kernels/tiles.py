@@ -13,6 +13,7 @@ from halfbyte.kernels import decode as dc
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import swizzled_offset
+from halfbyte.kernels.e2m1_values import decoded_pairs
 
 
 @triton.jit
@@ -189,7 +190,7 @@ def store_values(line_ptr, codes, scale, i_unit, units, in_line, FULL: tl.conste
     else:
         COUNT: tl.constexpr = 4
         line_ptr = line_ptr.to(tl.pointer_type(tl.uint32))
-        values = tl.reshape(pm.join_group(pm.decoded_pairs(codes, scale), L, U), (L, U * 4))
+        values = tl.reshape(pm.join_group(decoded_pairs(codes, scale), L, U), (L, U * 4))
     place = i_unit * COUNT + tl.arange(0, U * COUNT)
     masked_store(line_ptr[:, None] + place[None, :], values, in_line[:, None] & (place < units * COUNT)[None, :], FULL)
 

@@ -85,6 +85,17 @@ def test_transient_values_are_the_decoded_codes(pair):
     checks.same(values[0].amax, codes[0].amax)
 
 
+@pytest.mark.parametrize("shape", [(3, 48, 1280), (2, 32, 1024), (2, 23, 40)])
+def test_tiles_as_codes_and_values(shape):
+    """From one read where whole programs cover the experts; NaN, Inf and zeros included."""
+    w, spec = torch.randn(shape, device="cuda").bfloat16(), SPECS["tile"]
+    w[0, 3, 5], w[1, 20, 7], w[1, :16] = torch.nan, -torch.inf, 0
+    expected, _ = reference.grouped_quantize_row_col(w, None, spec, None)
+    codes, values = backend.grouped_quantize_tiles(w, spec)
+    same_blocks([codes], [expected])
+    checks.same(values, backend.grouped_values(expected, spec, None, shape[-1]))
+
+
 @pytest.mark.parametrize("variant", ["auto", "pointer"])
 @pytest.mark.parametrize("dtype,accumulate", [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)])
 @pytest.mark.parametrize("groups", ["ragged", "all_to_first", "nothing", "uneven"])

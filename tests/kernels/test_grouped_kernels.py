@@ -219,6 +219,7 @@ def test_opcheck_of_what_only_kernels_have(monkeypatch):
     values = torch.ops.halfbyte.grouped_decode(*arguments).float() * global_scale(blocks.amax, spec)[:, None, None]
     expected = reference.grouped_dequantize(GroupedOperand(blocks, spec), None, COLS, torch.float32)
     torch.testing.assert_close(values, expected, rtol=1e-6, atol=0)
+    opcheck(torch.ops.halfbyte.grouped_quantize_tiles, (torch.randn(2, 1, COLS), spec.key, None, 0, ""))
 
 
 def test_layer(monkeypatch):
