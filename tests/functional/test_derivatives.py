@@ -66,6 +66,14 @@ def test_a_second_derivative_names_the_remedy(function, through):
 
 
 @pytest.mark.parametrize("function", REMEDIES)
+def test_a_second_derivative_with_respect_to_an_input_is_refused_beside_paths_that_have_one(function):
+    x = X.clone().requires_grad_()
+    (first,) = torch.autograd.grad(x.square().sum() + function(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"differentiated twice.*{REMEDIES[function]}"):
+        torch.autograd.grad(first.square().sum(), x)
+
+
+@pytest.mark.parametrize("function", REMEDIES)
 def test_torch_func_names_the_remedy(function):
     with pytest.raises(RuntimeError, match=rf"torch\.func.*{REMEDIES[function]}"):
         torch.func.grad(lambda x: function(x).sum())(X)
