@@ -56,7 +56,7 @@ def first_order(refused: Refusals) -> Callable[[Backward], Backward]:
                 outputs = backward(ctx, *gradients)
             if not torch.is_grad_enabled():
                 return outputs
-            # The gradients come along so that whatever leads from them to an input of the model leads through the error:
+            # The gradients come along, so that what leads from them to an input of the model leads through the error:
             # beside a residual, torch.autograd.grad would else leave this layer's part out without a word.
             inputs = (*(None if t is None else t.detach().requires_grad_() for t in outputs), *gradients)
             refuse: Any = torch._C._functions.DelayedError(refused.twice, len(inputs))
