@@ -169,8 +169,9 @@ def _plan(
 
 
 def _stacked(blocks: Blocks, spec: Spec, groups: int) -> Blocks:
-    qdata, scale = (t.view(groups, -1, t.shape[-1]) if t.dim() == 2 else t for t in blocks[:2])
-    return Blocks(qdata, scale, blocks.amax.view(groups, -1) if _by_row(spec) else blocks.amax)
+    qdata, scale = (t.unflatten(0, (groups, t.shape[0] // groups)) if t.dim() == 2 else t for t in blocks[:2])
+    amax = blocks.amax
+    return Blocks(qdata, scale, amax.view(groups, amax.numel() // groups) if _by_row(spec) else amax)
 
 
 def _allocate(

@@ -89,6 +89,12 @@ def test_experts(pair):
     check_bytes(w, None, PAIRS[pair], scale_layout=SWIZZLED_32_4_4 if pair == "mixed" else LINEAR)
 
 
+@pytest.mark.parametrize("shape", [(2, 16, 0), (2, 0, 32)])
+@pytest.mark.parametrize("pair", ["tile_4over6", "row", "gradient", "mixed"])
+def test_experts_without_features(shape, pair):
+    check_bytes(torch.zeros(shape, dtype=torch.bfloat16), None, PAIRS[pair])
+
+
 def test_an_amax_of_the_caller_is_used():
     sizes, padding = GROUPS["ragged"]
     x, offsets = tokens(sizes, padding), ends(sizes)
