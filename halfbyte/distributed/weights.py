@@ -12,6 +12,8 @@ from halfbyte.nn import Linear
 from halfbyte.spec import NVFP4
 from halfbyte.tensor.primary import PrimaryWeight, check_primary_spec
 
+HIDDEN = (Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
 
 def tiled_parameters(model: nn.Module) -> dict[str, NVFP4]:
     """Return {name: spec} of the weights that their recipes want in one NVFP4 form in forward and backward.
@@ -74,13 +76,14 @@ def first_users(model: nn.Module, names: Iterable[str]) -> dict[nn.Module, list[
     """Return for each module whose forward is hooked the parameters that must be complete before it.
 
     Linear layers are not hooked themselves, which would keep siblings from sharing one quantization of their input,
-    and lists have no forward: the nearest module above waits for their parameters.
+    lists have no forward, and that of the projection of torch's MultiheadAttention is never called: the nearest module
+    above waits for their parameters.
     """
     above: dict[str, nn.Module] = {}
     users: dict[nn.Module, list[str]] = {}
     wanted = {id(model.get_parameter(name)): name for name in names}
     for path, module in model.named_modules(remove_duplicate=False):
-        hidden = isinstance(module, Linear) or type(module).forward is nn.Module.forward
+        hidden = isinstance(module, HIDDEN) or type(module).forward is nn.Module.forward
         above[path] = above[path.rpartition(".")[0]] if hidden and path else module
         for param in module._parameters.values():
             if param is not None and id(param) in wanted:

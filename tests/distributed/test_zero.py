@@ -11,6 +11,7 @@ import zero_checks as checks
 
 import halfbyte as hb
 from halfbyte.distributed import ZeroConfig
+from halfbyte.distributed.weights import first_users
 
 
 def test_four_ranks():
@@ -68,6 +69,16 @@ def test_what_is_dropped_is_freed():
     del model, state, zero
     gc.collect()
     assert alive() is None
+
+
+def test_attention_waits_for_the_projection_that_it_reads_without_a_call():
+    """torch's MultiheadAttention hands out_proj's weight to a function: out_proj's own hook would never run."""
+    model = torch.nn.TransformerEncoderLayer(16, 2)
+    users = first_users(model, [name for name, _ in model.named_parameters()])
+    assert {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "self_attn.out_proj.bias"} <= {
+        *users[model.self_attn]
+    }
+    assert users[model.norm1] == ["norm1.weight", "norm1.bias"]
 
 
 def test_a_gradient_scaler_is_refused():
