@@ -247,7 +247,10 @@ def _storages(roots: Sequence[Any], parameters: set[int], own: set[int]) -> tupl
     return total, linear
 
 
-_CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
+_CASTS = (
+    *("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0"),
+    "_ValuesBackward",  # of a primary weight
+)
 
 
 def _leads_to(node: Any, own: set[int]) -> bool:

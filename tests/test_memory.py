@@ -60,6 +60,20 @@ def test_a_fused_activation_is_none_of_its_linear_layers(activation):
     assert [row.linear_per_token for row in report.rows] == [4 * (64 + 96), 9 / 16 * (64 + 96)]
 
 
+def test_primary_weights_count_as_others():
+    def report(is_primary):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.SiLU(), torch.nn.Linear(128, 64)).bfloat16()
+        hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+        if is_primary:
+            hb.distributed.ZeroOptimizer(model)
+        return hb.memory_report(model, torch.randn(32, 64, dtype=torch.bfloat16))
+
+    plain, primary = report(False), report(True)
+    for recipe in ("bf16", "nvfp4"):
+        assert primary[recipe].linear_per_token == plain[recipe].linear_per_token > 0
+    assert primary["bf16"].linear_fixed == 2 * 128 * 64, "the values of the second layer, for its input's gradient"
+
+
 def test_looking_changes_nothing():
     model, tokens = decoder(), torch.randint(256, (2, 32))
     state = model.layers[0].mlp.up_proj.run_state
