@@ -122,8 +122,7 @@ class ZeroOptimizer:
         amaxes: dict[int, Tensor] = {}
         for key, names in chosen.items():
             self._store(model, groups[key], names, amaxes)
-        self.inner = (optimizer or partial(torch.optim.AdamW, fused=True))(self._param_groups())
-        self._agree_on_inner()
+        self.inner = self._build_inner(optimizer or partial(torch.optim.AdamW, fused=True))
         self._reduced = len(self.buckets)
         self._accumulating = False
         self._waiting = self._expected()
@@ -173,16 +172,28 @@ class ZeroOptimizer:
             _same_parameters(notes[0][2], theirs, "the parameters", (0, rank))
         _same_experts([{tuple(members): items for members, items in note[3]} for note in notes], self._group)
 
-    def _agree_on_inner(self) -> None:
-        """Raise on every rank unless all have the same optimizer: gathering its state would wait for ever later."""
-        notes = exchange_notes(_optimizer_note(self.inner), self._group, CALL, self.config.timeout)
-        for rank, note in enumerate(notes):
-            if note != notes[0]:
-                one, other = next((a, b) for a, b in zip_longest(notes[0], note) if a != b)
+    def _build_inner(self, build: Callable[[list[dict]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        """Raise on every rank unless all build the same optimizer: gathering its state would wait for ever later."""
+        inner = failure = None
+        try:
+            inner = build(self._param_groups())
+            note = [None, _optimizer_note(inner)]
+        except Exception as error:  # of whatever kind: the other ranks are told
+            failure, note = error, [f"{type(error).__name__}: {error}", []]
+        notes = exchange_notes(note, self._group, CALL, self.config.timeout)
+        if failure is not None:
+            raise failure
+        for rank, (problem, theirs) in enumerate(notes):
+            if problem is not None:
+                raise ValueError(f"optimizer: rank {rank} cannot build it: {problem}")
+            if theirs != notes[0][1]:
+                one, other = next((a, b) for a, b in zip_longest(notes[0][1], theirs) if a != b)
                 raise ValueError(
                     f"optimizer: {one} on rank 0, {other} on rank {rank}; build the same optimizer with the same "
                     "options everywhere"
                 )
+        assert inner is not None, "no failure"
+        return inner
 
     def _described(self, names: list[str]) -> list[list]:
         """Return what ranks compare of some parameters."""

@@ -303,6 +303,7 @@ def differing_optimizers(rank: int) -> None:
         ((partial(sgd, lr=0.1), partial(sgd, lr=0.2)), r"optimizer: .*\('lr', 0.1\).* on rank 0, .*\('lr', 0.2\).*"),
         ((partial(sgd, momentum=0.9), sgd), "optimizer: .*'momentum', 0.9.* on rank 0, .*'momentum', 0"),
         ((adamw, partial(adamw, lr=torch.tensor(0.01))), r"\('lr', 0.001\).* on rank 0"),
+        ((adamw, partial(adamw, lr=-1.0)), "Invalid learning rate: -1.0"),
     ):
         with pytest.raises(ValueError, match=reason):
             ZeroOptimizer(torch.nn.Linear(4, 4), ours[rank])
