@@ -217,7 +217,7 @@ def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr
                 d = tl.fma(q, more, power * rest) - x
         else:
             y = (q * scale) * factors[0]
-            d = tl.div_rn(y, y * 0 + constants[3]) - x
+            d = tl.div_rn(y, tl.zeros_like(y) + constants[3]) - x  # y may be Inf: its product with 0 is NaN
         if RULE.squares:
             error += d * d
         else:
