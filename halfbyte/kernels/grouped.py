@@ -19,7 +19,7 @@ from halfbyte.kernels.grouped_kernels import grouped_quantize_kernel, grouped_tr
 from halfbyte.kernels.grouped_plan import Plan, make_plan
 from halfbyte.kernels.grouped_swizzle import grouped_swizzle
 from halfbyte.kernels.quantize import compile_arguments, divisor, hardware_fp8, is_packed
-from halfbyte.kernels.row_col import runs_along, tile_for
+from halfbyte.kernels.row_col import row_runs_along, runs_along, tile_for, widened
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.layout import (
     GROUP_COLUMNS,
@@ -258,11 +258,13 @@ def _fill_amaxes(
         grouped_amax(grid.x, plan, (row, col), (own[0], own[1]), sign_draw)
 
 
-def _tile(row: sc.Rule | None, col: sc.Rule | None, tile_rows: int) -> Tile:
+def _tile(row: sc.Rule | None, col: sc.Rule | None, tile_rows: int, x_cols: int) -> Tile:
     """Return the tile of a pair of rules: that of one tensor, or as many rows as the plan has."""
     best = ROW_TILE
     if col is not None:
         dense = tile_for(row or col, col)
+        if row is not None and row.packed and col.packed:
+            dense = widened(dense, row, col, x_cols)
         best = Tile(min(dense.rows, tile_rows), dense.cols, dense.num_warps, dense.words)
         if col.decoded or (row is not None and row.decoded):
             best = best._replace(cols=DECODED_COLS, words=1)
@@ -292,7 +294,7 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
             rules[i], pointers[i] = None, [None] * 5
     if rules == [None, None]:
         return
-    tile = _tile(rules[0], rules[1], plan.tile_rows)
+    tile = _tile(rules[0], rules[1], plan.tile_rows, grid.x.shape[1])
     col_tiles = ceil_div(grid.x.shape[1], tile.cols)
     full, ragged = _full_and_ragged(grid.x.shape[1], rules, tile, grid.stacked)
     grouped_quantize_kernel[(plan.tiles * (plan.tile_rows // tile.rows) * col_tiles,)](
@@ -331,16 +333,23 @@ Rules = list[sc.Rule | None]
 def _full_and_ragged(cols: int, rules: Rules, tile: Tile, stacked: bool) -> tuple[Rules, Rules]:
     """Return the rules for tiles without a ragged edge, None where the columns have one, and those for the others.
 
-    Tokens of a packed x in whole tiles of columns need no branch: `Rule.clamped` serves all their tiles.
+    Tokens of a packed x in whole tiles of columns need no branch: `Rule.clamped` serves all their tiles. Not those of
+    tiles with candidates, where rows that are there twice would count twice in the error.
     """
     full: Rules = [None if rule is None else rule._replace(full=True, words=tile.words) for rule in rules]
     if cols % tile.cols:
         return [None, None], [None if rule is None else rule._replace(words=tile.words) for rule in rules]
-    if stacked or not all(rule is None or rule.packed for rule in rules):
+    may_repeat = all(rule is None or (rule.packed and not (rule.tile and rule.candidates)) for rule in rules)
+    if stacked or not may_repeat:
         return full, [None if rule is None else rule._replace(words=tile.words) for rule in rules]
     row, col = full
-    along = row is not None and col is not None and runs_along(*(r._replace(decoded=False) for r in (row, col)))
-    return [None, None], [None if rule is None else rule._replace(clamped=True, along=along) for rule in full]
+    along = [False, False]
+    if row is not None and col is not None:
+        codes = row._replace(decoded=False), col._replace(decoded=False)
+        along = [row_runs_along(*codes), runs_along(*codes)]
+    return [None, None], [
+        rule and rule._replace(clamped=True, along=own) for rule, own in zip(full, along, strict=True)
+    ]
 
 
 def _pointers(side: Side | None, amax: Tensor, plan: Plan) -> list[Tensor | None]:
@@ -411,11 +420,13 @@ def compile_cases() -> list[CompileCase]:
     tile = NVFP4(block=(16, 16))
     cases = [_transpose_case(stacked) for stacked in (False, True)]
     for hardware in sc.HARDWARE_LEVELS:
+        codes = _quantize_case(NVFP4(), NVFP4(rotation=Hadamard()), hardware, decoded=(False, False))
         gradient = _quantize_case(NVFP4(rounding="stochastic"), rotated, hardware, decoded=(True, True))
         mxfp8 = _quantize_case(None, MXFP8(), hardware, decoded=(False, False), whole=False)
         cases += [
             _quantize_case(NVFP4(), NVFP4(rotation=Hadamard()), hardware, decoded=(True, False)),
             _quantize_case(tile, None, hardware, decoded=(False, False), whole=False),
+            replace(codes, capabilities=tuple(c for c in codes.capabilities if c in (90, 100))),
             replace(gradient, capabilities=tuple(c for c in gradient.capabilities if c in (90, 120))),
             replace(mxfp8, capabilities=tuple(c for c in mxfp8.capabilities if c in (80, 100))),
         ]
@@ -445,7 +456,7 @@ def _quantize_case(
             arguments |= {key: None for key in operand if key.endswith("_ptr")}
         elif values:
             arguments[f"{name}_q_ptr"] = "*bf16:16"
-    tile = _tile(rules[0], rules[1], GROUP_COLUMNS)
+    tile = _tile(rules[0], rules[1], GROUP_COLUMNS, 4096 if whole else 1)
     full, ragged = _full_and_ragged(tile.cols + int(not whole), rules, tile, not whole)
     arguments |= {"ROW": ragged[0], "COL": ragged[1], "FULL_ROW": full[0], "FULL_COL": full[1]}
     arguments |= {

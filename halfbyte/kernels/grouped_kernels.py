@@ -120,13 +120,21 @@ def quantize_tile(
     group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols, stride_r, stride_c,
     storage, ROW: tl.constexpr, COL: tl.constexpr, STACKED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile along columns, rows or both; the second read comes from the cache."""
+    """Quantize a tile along columns, rows or both; the second read comes from the cache.
+
+    Rows come first where lanes lie along them: such a read asks for whole lines.
+    """
+    ROWS_FIRST: tl.constexpr = ROW is not None and ROW.along
+    if ROWS_FIRST:
+        quantize_rows(
+            group, start, end, local, i_col, x_ptr, row, row_constants, groups, cols, stride_r, stride_c, ROW, TR, TC
+        )
     if COL is not None:
         quantize_cols(
             group, start, end, local, i_col, x_ptr, col, col_constants, groups, cols, stride_r, stride_c, storage,
             COL, STACKED, TR, TC,
         )  # fmt: skip
-    if ROW is not None:
+    if ROW is not None and not ROWS_FIRST:
         quantize_rows(
             group, start, end, local, i_col, x_ptr, row, row_constants, groups, cols, stride_r, stride_c, ROW, TR, TC
         )

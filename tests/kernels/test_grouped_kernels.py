@@ -109,7 +109,7 @@ def test_an_amax_of_the_caller_is_used():
         checks.same(ours.block_scale, theirs.block_scale)
 
 
-@pytest.mark.parametrize("pair", ["gradient", "plain"])
+@pytest.mark.parametrize("pair", ["gradient", "plain", "tile_4over6"])
 def test_whole_tiles_of_columns(pair):
     """Ragged tiles repeat their last row; an amax that is no maximum makes NaN of its group, but not of the padding."""
     specs = (hb.NVFP4(), hb.NVFP4(rotation=hb.Hadamard())) if pair == "plain" else PAIRS[pair]
