@@ -174,7 +174,8 @@ class ZeroOptimizer:
 
     def _build_inner(self, build: Callable[[list[dict]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
         """Raise on every rank unless all build the same optimizer: gathering its state would wait for ever later."""
-        inner = failure = None
+        inner: torch.optim.Optimizer | None = None
+        failure: Exception | None = None
         try:
             inner = build(self._param_groups())
             note = [None, _optimizer_note(inner)]
