@@ -193,14 +193,10 @@ class _GroupedLinear(torch.autograd.Function):
         specs = fprop.b, dgrad.b if need_dx and keeps_col else None
         cached = unflatten([call.cached], buffers)[0]
         ctx.shares_tiles = cached[1] is None and _shares_tiles(specs, x.device)
-        w_col = None
-        if ctx.shares_tiles:
-            assert specs[0] is not None, "tiles have a spec"
-            w_row, w_left = _tiles(w, specs[0], cached[0], _stream(draw, W))
-        else:
-            w_row, w_col = _weight(w, specs, cached, _Place(draw, W, (FPROP_SIGNS, DGRAD_SIGNS), transient))
-            w_left = w_row
-        y = ops.grouped_gemm_nt(x_row, w_left, offsets, out_dtype=call.out_dtype)
+        transient = (transient[0] and not ctx.shares_tiles, False)
+        place = _Place(draw, W, (FPROP_SIGNS, DGRAD_SIGNS), transient)
+        w_row, w_col = _weight(w, (specs[0], None) if ctx.shares_tiles else specs, cached, place)
+        y = ops.grouped_gemm_nt(x_row, w_row, offsets, out_dtype=call.out_dtype)
         kept = (
             (x_col if keeps_col else x_row) if need_dw else None,
             (w_col if keeps_col and not ctx.shares_tiles else w_row) if need_dx else None,
@@ -277,13 +273,6 @@ def _shares_tiles(specs: tuple[Spec | None, Spec | None], device: torch.device) 
     """
     spec = specs[0]
     return spec is not None and spec == specs[1] and spec.is_tile and ops.emulates(device)
-
-
-def _tiles(w: Tensor, spec: Spec, cached: Any, draw: Draw | None) -> tuple[ops.Operand, ops.Operand]:
-    """Return the codes of shared tiles and what fprop multiplies: their values, from the same read of w, or the codes
-    that were quantized before.
-    """
-    return (cached, cached) if cached is not None else ops.grouped_quantize_tiles(w, spec, draw=draw)
 
 
 def _turned(operand: ops.Operand) -> ops.Operand:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from halfbyte.kernels import grouped, grouped_experts, grouped_tiles, row_col, small
+from halfbyte.kernels import grouped, row_col, small
 from halfbyte.kernels.amax import finite_amax
 from halfbyte.kernels.dequantize import Decoded, decode, dequantize
 from halfbyte.kernels.gemm import gemm_nt
@@ -25,7 +25,6 @@ __all__ = [
     "grouped_dequantize",
     "grouped_gemm_nt",
     "grouped_quantize_row_col",
-    "grouped_quantize_tiles",
     "grouped_values",
     "plain",
     "plain_grouped_gemm",
@@ -133,22 +132,3 @@ def grouped_quantize_row_col(
             side = Blocks(values, side.block_scale.new_empty(0), side.amax)
         out.append(side)
     return out[0], out[1]
-
-
-def grouped_quantize_tiles(w: Tensor, spec: NVFP4, *, draw: Draw | None = None) -> tuple[Blocks, Tensor]:
-    """Return 16x16 tiles of every expert as codes and decoded, from one read where whole programs cover the weights.
-
-    Args:
-        w: experts [E, N, K], bf16, fp16 or fp32.
-        spec: of tiles.
-
-    Returns:
-        Blocks of [E, N, K], and element * block_scale, bf16 [E, N, K] with the padding of the blocks.
-    """
-    if grouped_tiles.fits(w, spec):
-        written = grouped_tiles.Written(codes=True, values=True)
-        codes, scale, values, amax = grouped_experts.quantize_tiles(w, spec, None, written)
-        return Blocks(codes, scale, amax), values
-    row, _ = grouped_quantize_row_col(w, None, spec, None, draw=draw)
-    assert row is not None, "the row has a spec"
-    return row, grouped_values(row, spec, None, w.shape[-1])

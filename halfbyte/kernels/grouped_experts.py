@@ -93,9 +93,7 @@ def quantize_experts(w: Tensor, spec: Spec, amax: Tensor | None, *, decoded: boo
         Blocks of [E, N, K].
     """
     if isinstance(spec, NVFP4) and grouped_tiles.fits(w, spec):
-        written = grouped_tiles.Written(codes=not decoded, values=decoded)
-        codes, scale, values, amax = quantize_tiles(w, spec, amax, written)
-        return Blocks(values if decoded else codes, scale, amax)
+        return grouped_tiles.quantize_tiles(w, spec, experts_amax(w, spec) if amax is None else amax, decoded=decoded)
     experts, rows, cols = w.shape
     if isinstance(spec, MXFP8):
         amax = w.new_empty(0, dtype=torch.float32)
@@ -126,14 +124,6 @@ def quantize_experts(w: Tensor, spec: Spec, amax: Tensor | None, *, decoded: boo
         enable_fp_fusion=False,
     )
     return Blocks(qdata, scale, amax)
-
-
-def quantize_tiles(
-    w: Tensor, spec: NVFP4, amax: Tensor | None, written: grouped_tiles.Written
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `grouped_tiles.quantize_tiles` of experts that fit there, and the amax [E] that was used."""
-    amax = experts_amax(w, spec) if amax is None else amax
-    return *grouped_tiles.quantize_tiles(w, spec, amax, written), amax
 
 
 def experts_amax(w: Tensor, spec: NVFP4) -> Tensor:

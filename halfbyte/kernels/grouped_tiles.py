@@ -1,4 +1,4 @@
-"""Quantize the weights of experts in 16x16 tiles: codes, decoded values, or both from one read.
+"""Quantize the weights of experts in 16x16 tiles, to codes or to decoded values.
 
 A thread owns a strip of 8 columns, 16 bytes, in all rows of a tile, and two neighbouring threads share the tile: so
 every load and store of a warp fills whole sectors. With a block of 16 columns a thread they are filled in halves.
@@ -20,6 +20,7 @@ from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.quantize import divisor, hardware_fp8, is_packed
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import store_values
+from halfbyte.layout import Blocks
 from halfbyte.spec import NVFP4, BlockMax, Spec
 
 
@@ -63,7 +64,7 @@ def quantize_tiles_kernel(
 ):
     """One program quantizes W / 2 tiles side by side; row_tiles of them below each other are an expert.
 
-    q_ptr (int32, with scale_ptr) or values_ptr may be None.
+    Either q_ptr (int32, with scale_ptr) or values_ptr is None.
     """
     begin(RULE.hardware >= OVERLAP_CAPABILITY)
     constants = (span, floor, inverse, unit)
@@ -99,13 +100,6 @@ def quantize_tiles_kernel(
             store_values(p_values, codes, scale, 0, W, tl.full((1,), True, tl.int1), True)
 
 
-class Written(NamedTuple):
-    """What a launch is to write: codes with their scales, decoded values, or both."""
-
-    codes: bool
-    values: bool
-
-
 def fits(w: Tensor, spec: Spec) -> bool:
     """Say whether whole programs cover experts [E, N, K] and `spec` is 16x16 tiles rounded to nearest."""
     if not isinstance(spec, NVFP4) or not spec.is_tile or spec.rounding != "nearest" or spec.rotation:
@@ -116,31 +110,29 @@ def fits(w: Tensor, spec: Spec) -> bool:
     return is_packed(w.view(-1, cols)) and rows % 16 == 0 and cols % (8 * TILES[-1].strips) == 0
 
 
-def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, written: Written) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Blocks:
     """Quantize experts that fit.
 
     Args:
         w: bf16 [E, N, K].
         amax: fp32 [E].
-        written: what is wanted.
+        decoded: return element * block_scale, bf16 [E, N, K], as qdata, and no scales.
 
     Returns:
-        Codes [E, N, K / 2], scales [E, N, K / 16] and element * block_scale, bf16 [E, N, K]; empty if not wanted.
+        Blocks of [E, N, K].
     """
     experts, rows, cols = w.shape
-    shapes = ((cols // 2, torch.uint8, written.codes), (cols // 16, torch.uint8, written.codes))
-    out = [
-        w.new_empty((experts, rows, size) if wanted else 0, dtype=dtype)
-        for size, dtype, wanted in (*shapes, (cols, torch.bfloat16, written.values))
-    ]
+    size, dtype = (cols, torch.bfloat16) if decoded else (cols // 2, torch.uint8)
+    qdata = w.new_empty((experts, rows, size), dtype=dtype)
+    scale = w.new_empty(0 if decoded else (experts, rows, cols // 16), dtype=torch.uint8)
     rule = sc.rule_of(spec, hardware_fp8(w.device))._replace(packed=True, full=True)
     tile = next(tile for tile in TILES if cols % (8 * tile.strips) == 0)
     col_tiles, row_tiles = cols // (8 * tile.strips), rows // 16
     quantize_tiles_kernel[(experts * row_tiles * col_tiles,)](
         w,
-        out[0].view(torch.int32) if written.codes else None,
-        out[1] if written.codes else None,
-        out[2] if written.values else None,
+        None if decoded else qdata.view(torch.int32),
+        None if decoded else scale,
+        qdata if decoded else None,
         amax.contiguous(),
         cols,
         *sc.constants_of(spec),
@@ -152,22 +144,21 @@ def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, written: Written) -> tu
         enable_fp_fusion=False,
         launch_pdl=rule.hardware >= OVERLAP_CAPABILITY.value,
     )
-    return out[0], out[1], out[2]
+    return Blocks(qdata, scale, amax)
 
 
 def compile_cases() -> list[CompileCase]:
-    """Return every tile that writes both, and the widest one for either alone."""
-    kinds = [(tile, Written(True, True)) for tile in TILES]
-    kinds += [(TILES[0], Written(True, False)), (TILES[0], Written(False, True))]
-    return [_compile_case(tile, written, hardware) for tile, written in kinds for hardware in sc.HARDWARE_LEVELS]
+    """Return every tile, of codes and of values."""
+    kinds = [(tile, decoded) for tile in TILES for decoded in (False, True)]
+    return [_compile_case(tile, decoded, hardware) for tile, decoded in kinds for hardware in sc.HARDWARE_LEVELS]
 
 
-def _compile_case(tile: Tile, written: Written, hardware: int) -> CompileCase:
+def _compile_case(tile: Tile, decoded: bool, hardware: int) -> CompileCase:
     arguments = {
         "x_ptr": "*bf16:16",
-        "q_ptr": "*i32:16" if written.codes else None,
-        "scale_ptr": "*u8:16" if written.codes else None,
-        "values_ptr": "*bf16:16" if written.values else None,
+        "q_ptr": None if decoded else "*i32:16",
+        "scale_ptr": None if decoded else "*u8:16",
+        "values_ptr": "*bf16:16" if decoded else None,
         "amax_ptr": "*fp32",
         "cols": "i32:16",
         **dict.fromkeys(("span", "floor", "inverse", "unit"), "fp32"),

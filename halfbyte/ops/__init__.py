@@ -11,7 +11,6 @@ from halfbyte.ops.grouped import (
     grouped_dequantize,
     grouped_gemm_nt,
     grouped_quantize_row_col,
-    grouped_quantize_tiles,
 )
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "grouped_dequantize",
     "grouped_gemm_nt",
     "grouped_quantize_row_col",
-    "grouped_quantize_tiles",
     "norm",
     "norm_backward",
     "quantize",

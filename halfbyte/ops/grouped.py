@@ -88,24 +88,6 @@ def grouped_quantize_row_col(
     return row, col
 
 
-def grouped_quantize_tiles(
-    w: Tensor, spec: Spec, *, draw: Draw | None = None, backend: str | None = None
-) -> tuple[Operand, Operand]:
-    """Return 16x16 tiles of experts [E, N, K] twice: as codes, and as the transient operand that they decode to.
-
-    Where the outputs of ops are kept, both are the codes. Only the kernels' `grouped_gemm_nt` reads the second.
-    """
-    if outputs_are_kept():
-        row, _ = grouped_quantize_row_col(w, None, spec, None, draw=draw, backend=backend)
-        assert row is not None, "the row has a spec"
-        return (Operand(row, spec, w.shape[-1]),) * 2
-    base, stream = (None, 0) if draw is None else (draw.base, draw.stream)
-    *codes, values = torch.ops.halfbyte.grouped_quantize_tiles(w, spec.key, base, stream, backend or "")
-    blocks = Blocks(*codes)
-    decoded = Blocks(values, blocks.block_scale.new_empty(0), blocks.amax)
-    return Operand(blocks, spec, w.shape[-1]), Operand(decoded, spec, w.shape[-1])
-
-
 def grouped_dequantize(
     operand: Operand, offsets: Tensor | None, dtype: torch.dtype = torch.float32, backend: str | None = None
 ) -> Tensor:

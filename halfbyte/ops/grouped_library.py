@@ -32,8 +32,6 @@ _SCHEMAS = (
     "bool col_transient, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "grouped_dequantize(Tensor qdata, Tensor block_scale, Tensor amax, Tensor? offsets, str key, SymInt cols, "
     "ScalarType dtype, str scale_layout, str backend) -> Tensor",
-    "grouped_quantize_tiles(Tensor w, str key, Tensor? rng, int stream, str backend) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
     "grouped_decode(Tensor qdata, Tensor block_scale, Tensor amax, str key, SymInt cols, str backend) -> Tensor",
     f"grouped_gemm_nt({_OPERANDS}, ScalarType out_dtype, str backend) -> Tensor",
     f"grouped_gemm_nt_out({_OPERANDS}, Tensor(z!) out, bool accumulate, str backend) -> ()",
@@ -99,13 +97,6 @@ def grouped_quantize_row_col(
     )
     shared = _shares(row_key, col_key)
     return *_outputs(row, x, row_amax, False), *_outputs(col, x, col_amax, shared)
-
-
-def grouped_quantize_tiles(w, key, rng, stream, backend) -> tuple[Tensor, ...]:
-    module = _backend("grouped_quantize_row_col", w.device, backend)
-    assert module is not reference, "only kernels take decoded values"
-    blocks, values = module.grouped_quantize_tiles(w, parse(key), draw=_draw(rng, stream))
-    return *blocks, _without_padding(values, w.shape[-1])
 
 
 def _without_padding(values: Tensor, cols: int) -> Tensor:
@@ -222,10 +213,6 @@ def _fake_grouped_quantize_row_col(x, offsets, row_key, col_key, *rest):
     return tuple(out)
 
 
-def _fake_grouped_quantize_tiles(w, key, rng, stream, backend):
-    return *_empty_blocks(w, w.shape[0], parse(key), LINEAR, False), w.new_empty(w.shape, dtype=torch.bfloat16)
-
-
 def _fake_grouped_dequantize(qdata, block_scale, amax, offsets, key, cols, dtype, scale_layout, backend):
     return qdata.new_empty((*qdata.shape[:-1], cols), dtype=dtype)
 
@@ -245,7 +232,6 @@ def _fake_grouped_gemm_nt_out(*arguments):
 
 _FAKES = {
     grouped_quantize_row_col: _fake_grouped_quantize_row_col,
-    grouped_quantize_tiles: _fake_grouped_quantize_tiles,
     grouped_dequantize: _fake_grouped_dequantize,
     grouped_decode: _fake_grouped_decode,
     grouped_gemm_nt: _fake_grouped_gemm_nt,
