@@ -1,12 +1,14 @@
 """Other libraries' quantization, for comparison, where they can be imported: torchao, fouroversix, ModelOpt.
 
 All of them compute the amax themselves. A peer that does not import, or does not run on this GPU, is left out.
+fouroversix has Triton kernels for Blackwell alone; elsewhere its PyTorch backend runs, under a name that says so.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +27,13 @@ def quantizers(kind: str, x: Tensor) -> dict[str, Function]:
         x: what it is tried on.
     """
     found = {}
-    for name, build in (("torchao", _torchao), ("fouroversix", _fouroversix), ("modelopt", _modelopt)):
+    fouroversix = "triton" if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 10 else "pytorch"
+    builders = {
+        "torchao": _torchao,
+        "fouroversix" if fouroversix == "triton" else "fouroversix in PyTorch": partial(_fouroversix, fouroversix),
+        "modelopt": _modelopt,
+    }
+    for name, build in builders.items():
         try:
             function = build(kind)
             if function is not None:
@@ -53,7 +61,7 @@ def _torchao(kind: str) -> Function | None:
     return None
 
 
-def _fouroversix(kind: str) -> Function | None:
+def _fouroversix(backend: str, kind: str) -> Function | None:
     options: dict[str, dict[str, Any]] = {
         "1x16": {"scale_rule": "static_6"},
         "16x16": {"scale_rule": "static_6", "block_scale_2d": True},
@@ -64,10 +72,10 @@ def _fouroversix(kind: str) -> Function | None:
     if kind not in options:
         return None
     module = importlib.import_module("fouroversix")
-    config = module.QuantizationConfig(backend="triton", **options[kind])
+    config = module.QuantizationConfig(backend=backend, **options[kind])
     if kind != "row_col-sr":
         return lambda x: module.quantize_to_fp4(x, config)
-    row = module.QuantizationConfig(backend="triton", **options["1x16-sr"])
+    row = module.QuantizationConfig(backend=backend, **options["1x16-sr"])
     return lambda x: (module.quantize_to_fp4(x, row), module.quantize_to_fp4(x, config))
 
 
