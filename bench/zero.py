@@ -14,6 +14,7 @@ import gc
 import json
 import math
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -35,7 +36,7 @@ from halfbyte.distributed.weights import tiled_parameters
 from halfbyte.train import model as models
 
 VOCABULARY = 32_000
-WARM_UP, TIMED = 3, 6
+WARM_UP, TIMED, TRACED = 3, 6, 4
 CHUNK = 25
 Way = Literal["nvfp4", "plain"]
 WAYS: tuple[Way, ...] = ("nvfp4", "plain")
@@ -171,7 +172,7 @@ def measure(name: str, way: Way, tokens: tuple[int, int], device: torch.device) 
         "step_ms": 1e3 * seconds,
         "peak_GiB": peak / 2**30,
     }
-    hidden = hidden_share(trace_events(trainer, device), zero) if device.type == "cuda" else {}
+    hidden = hidden_share(trace_events(trainer, device), zero, TRACED) if device.type == "cuda" else {}
     del trainer, zero
     release()
     return outcome | hidden
@@ -225,15 +226,18 @@ def gather_seconds(zero: ZeroOptimizer, device: torch.device) -> float:
 
 
 def trace_events(trainer: Trainer, device: torch.device) -> list[dict[str, Any]]:
-    """Return the events of a trace of two steps and a forward."""
-    trainer.zero.synchronize()
-    synchronize(device)
+    """Return the events of a trace of TRACED steps and a forward."""
+    # Kernels alone: with the host's events a step is slower than its kernels, and there is little beside a gather.
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities):  # the first trace of a process stops the host to set itself up
+        trainer.step()
+        trainer.zero.synchronize()
+        synchronize(device)
     dist.barrier()
     synchronize(device)
-    # Kernels alone: with the host's events a step is slower than its kernels, and there is little beside a gather.
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        trainer.step()
-        trainer.step()
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(TRACED):
+            trainer.step()
         trainer.loss()  # as in training: without gradients other kernels run, and compiling them would stop the host
         synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
@@ -242,8 +246,12 @@ def trace_events(trainer: Trainer, device: torch.device) -> list[dict[str, Any]]
         return json.loads(path.read_text())["traceEvents"]
 
 
-def hidden_share(events: list[dict[str, Any]], zero: ZeroOptimizer) -> dict[str, Any]:
-    """Return from a trace how much of the gathers' time other kernels ran beside them, and what nothing ran beside."""
+def hidden_share(events: list[dict[str, Any]], zero: ZeroOptimizer, steps: int) -> dict[str, Any]:
+    """Return from a trace how much of the gathers' time other kernels ran beside them, and what nothing ran beside.
+
+    The share is the median step's: a gather lasts until the last rank's host has launched its own, so that one late
+    host stretches it on all.
+    """
     kernels = [event for event in events if event.get("cat") == "kernel"]
     spans = [(event["name"], event["ts"], event["ts"] + event["dur"]) for event in kernels]
     gathers = sorted((s, e) for name, s, e in spans if "nccl" in name.lower() and "allgather" in name.lower())
@@ -253,14 +261,19 @@ def hidden_share(events: list[dict[str, Any]], zero: ZeroOptimizer) -> dict[str,
         return {}
     exposed = [e - s - _overlap((s, e), others) for s, e in gathers]
     names = messages(zero)
-    times = {name: sum(exposed[i :: len(names)]) / 2e3 for i, name in enumerate(names)}
-    most = sorted(names, key=lambda name: -times[name])[:4] if len(exposed) == 2 * len(names) else []
+    assert len(exposed) == steps * len(names), (len(exposed), len(names))
+    of_step = [slice(i * len(names), (i + 1) * len(names)) for i in range(steps)]
+    shares = [1 - sum(exposed[step]) / sum(e - s for s, e in gathers[step]) for step in of_step]
+    times = {name: sum(exposed[i :: len(names)]) / steps / 1e3 for i, name in enumerate(names)}
+    most = sorted(names, key=lambda name: -times[name])[:4]
+    reduced = sum(e - s for name, s, e in spans if "reducescatter" in name.lower())
     return {
-        "gather_kernels_ms": total / 2e3,
-        "exposed_ms": sum(exposed) / 2e3,
-        "hidden_share": 1 - sum(exposed) / total,
+        "gather_kernels_ms": total / steps / 1e3,
+        "exposed_ms": sum(exposed) / steps / 1e3,
+        "hidden_share": statistics.median(shares),
+        "hidden_shares": [round(share, 4) for share in shares],
         "most_exposed_ms": {name: round(times[name], 4) for name in most},
-        "reduce_kernels_ms": sum(e - s for name, s, e in spans if "reducescatter" in name.lower()) / 2e3,
+        "reduce_kernels_ms": reduced / steps / 1e3,
     }
 
 
