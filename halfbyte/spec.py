@@ -26,6 +26,22 @@ def _choose(field: str, value: object, allowed: tuple) -> None:
         raise _refuse(field, value, f"use one of {', '.join(map(repr, allowed))}")
 
 
+class _EqualByKey:
+    """Values with a key are equal if their keys are.
+
+    Compiled code compares values too, and after a switch between recipes that differ in a float it takes that float for
+    a variable, which it cannot compare; strings it compares at once.
+    """
+
+    key: str
+
+    def __eq__(self, other: object) -> bool:
+        return self.key == other.key if isinstance(other, _EqualByKey) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hadamard:
     """Random Hadamard transform along the contraction dimension (docs/numerics.md section 7).
@@ -100,8 +116,8 @@ class Eden:
 Scaling = BlockMax | FourOverSix | Eden
 
 
-@dataclass(frozen=True, kw_only=True)
-class NVFP4:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NVFP4(_EqualByKey):
     """4-bit floats E2M1, an E4M3 scale per block, an fp32 amax per tensor or row (docs/numerics.md sections 3 to 5).
 
     Args:
@@ -125,7 +141,7 @@ class NVFP4:
     scaling: Scaling = BlockMax()
     fp4_max: float = E2M1.max
     e4m3_max: float = E4M3.max
-    key: str = field(init=False, repr=False, compare=False)
+    key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         block = tuple(self.block) if isinstance(self.block, (tuple, list)) else self.block
@@ -199,12 +215,12 @@ class NVFP4:
         return self.rotation is not None and self.rotation.signs == "fresh"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MXFP8:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MXFP8(_EqualByKey):
     """8-bit floats with an E8M0 scale per 32 values (OCP MX v1.0; docs/numerics.md section 6)."""
 
     element: Literal["e4m3", "e5m2"] = "e4m3"
-    key: str = field(init=False, repr=False, compare=False)
+    key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _choose("element", self.element, (E4M3.name, E5M2.name))
@@ -317,8 +333,8 @@ class GemmSpec:
         return tuple(spec for spec in (self.a, self.b) if spec is not None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recipe(_EqualByKey):
     """The three GEMMs of a linear layer; None leaves a GEMM in high precision (bf16).
 
     fprop `y = nt(x, w)`, dgrad `dx = nt(dy, w.T)`, wgrad `dw = nt(dy.T, x.T)`: `a` and `b` of each GemmSpec are its
@@ -337,7 +353,7 @@ class Recipe:
     dgrad: GemmSpec | None = None
     wgrad: GemmSpec | None = None
     backward: Literal["original", "dequantized"] = "original"
-    key: str = field(init=False, repr=False, compare=False)
+    key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _choose("backward", self.backward, ("original", "dequantized"))

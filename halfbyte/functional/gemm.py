@@ -42,30 +42,40 @@ def gemm_nt(
         ValueError: shapes, rotations or block lengths of the operands do not meet.
     """
     for name, operand in (("a", a), ("b", b)):
-        if not isinstance(operand, Tensor):
-            raise TypeError(f"{name}={type(operand).__name__}: give a QuantTensor or a plain tensor")
-        check_value_dtype(f"{name}.dtype", operand.dtype, f"cast {name} first")
+        check_operand(name, operand)
         if operand.dim() != 2:
             raise ValueError(f"{name}.shape={tuple(operand.shape)}: give a matrix; flatten the leading dimensions")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a.shape={tuple(a.shape)}, b.shape={tuple(b.shape)}: the last dimensions must be equal")
-    if accumulate and out is None:
-        raise ValueError("accumulate=True: there is nothing to add to; pass out")
-    if out is not None and not isinstance(out, Tensor):
-        raise TypeError(f"out={out!r}: give a tensor to write into")
-    if out is not None:
-        check_value_dtype("out.dtype", out.dtype, "give an output of one of these")
-    elif out_dtype is not None:
-        check_value_dtype("out_dtype", out_dtype, "name one of these and convert the result")
-    shape = (a.shape[0], b.shape[0])
-    if out is not None and tuple(out.shape) != shape:
-        raise ValueError(f"out.shape={tuple(out.shape)}: the product has shape {shape}")
+    check_output((a.shape[0], b.shape[0]), out_dtype, out, accumulate)
     _check_with(a, b, bias, out)
     # Refuses NVFP4 against MXFP8 and unequal rotations, naming the remedy.
     GemmSpec(a=getattr(a, "spec", None), b=getattr(b, "spec", None))
     options = {"out_dtype": out_dtype or torch.bfloat16, "bias": bias, "out": out, "accumulate": accumulate}
     with torch.no_grad():
         return ops.gemm_nt(_operand(a), _operand(b), **options, backend=backend)
+
+
+def check_operand(name: str, operand: object) -> None:
+    """Raise TypeError unless `operand` is a tensor that a GEMM reads, quantized or not."""
+    if not isinstance(operand, Tensor):
+        raise TypeError(f"{name}={type(operand).__name__}: give a QuantTensor or a plain tensor")
+    check_value_dtype(f"{name}.dtype", operand.dtype, f"cast {name} first")
+
+
+def check_output(shape: tuple[int, ...], out_dtype: torch.dtype | None, out: object, accumulate: bool) -> None:
+    """Raise unless a product of this shape can be returned in `out_dtype`, or written into `out`."""
+    if accumulate and out is None:
+        raise ValueError("accumulate=True: there is nothing to add to; pass out")
+    if out is None:
+        if out_dtype is not None:
+            check_value_dtype("out_dtype", out_dtype, "name one of these and convert the result")
+        return
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out={out!r}: give a tensor to write into")
+    check_value_dtype("out.dtype", out.dtype, "give an output of one of these")
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out.shape={tuple(out.shape)}: the product has shape {shape}")
 
 
 def _check_with(a: Tensor, b: Tensor, bias: object, out: Tensor | None) -> None:

@@ -25,11 +25,13 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.functional.derivatives import EXPERTS, first_order, refuse_transforms
+from halfbyte.functional.gemm import check_operand, check_output
 from halfbyte.functional.linear import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, _load, _save, _stream, snapshot
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.spec import GemmSpec, Recipe, Spec
 from halfbyte.tensor import QuantTensor
+from halfbyte.tensor.quant_tensor import check_value_dtype
 
 _PLAIN_GEMM = GemmSpec()
 
@@ -60,8 +62,10 @@ def grouped_gemm_nt(
 
     Raises:
         ValueError: shapes, groups, rotations or block lengths of the operands do not meet.
-        TypeError: offsets is no integer tensor.
+        TypeError: offsets is no integer tensor, or an operand or the output has another dtype than bf16, fp16 or fp32.
     """
+    check_operand("a", a)
+    check_operand("b", b)
     ops.check_offsets(offsets, a)
     contraction = b.dim() == 2
     if a.dim() != 2 or b.dim() not in (2, 3):
@@ -75,11 +79,11 @@ def grouped_gemm_nt(
         raise ValueError(f"b.shape={tuple(b.shape)}: offsets has {groups} groups; give one matrix per group")
     for name, operand, split_columns in (("a", a, contraction), ("b", b, contraction)):
         _check_groups(name, operand, groups, split_columns)
-    if accumulate and out is None:
-        raise ValueError("accumulate=True: there is nothing to add to; pass out")
     shape = (groups, a.shape[0], b.shape[0]) if contraction else (a.shape[0], b.shape[1])
-    if out is not None and tuple(out.shape) != shape:
-        raise ValueError(f"out.shape={tuple(out.shape)}: the product has shape {shape}")
+    check_output(shape, out_dtype, out, accumulate)
+    for name, other in (("b", b), ("out", out)):
+        if other is not None and other.device != a.device:
+            raise ValueError(f"{name}.device={other.device}, a.device={a.device}: move one of them")
     # Refuses NVFP4 against MXFP8 and unequal rotations, naming the remedy.
     GemmSpec(a=getattr(a, "spec", None), b=getattr(b, "spec", None))
     options = {"out_dtype": out_dtype or torch.bfloat16, "out": out, "accumulate": accumulate, "backend": backend}
@@ -146,6 +150,8 @@ def grouped_linear(
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w_ENK = x.to(dtype), w_ENK if is_covered else w_ENK.to(dtype)
     _check(x, w_ENK, offsets, recipe, main_grad)
+    if out_dtype is not None:
+        check_value_dtype("out_dtype", out_dtype, "name one of these and convert the result")
     if w_ENK.dtype != x.dtype and not is_covered:
         raise TypeError(f"w_ENK.dtype={w_ENK.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
     check_cached(cached_weight, recipe, x.dtype, x.device)
@@ -180,8 +186,9 @@ class _GroupedLinear(torch.autograd.Function):
     """x, w, offsets, then main_grad, the rng's base and the tensors of a cached weight in, y out."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, w: Tensor, offsets: Tensor, *rest: Any) -> Tensor:
-        main_grad, base, *buffers = rest
+    def forward(ctx: Any, call: _Call, x: Tensor, w: Tensor, *rest: Any) -> Tensor:
+        # torch.compile without gradients drops ctx where there are as many arguments as parameters; here, never.
+        offsets, main_grad, base, *buffers = rest
         recipe = call.recipe
         need_dx, need_dw = (call.save and need for need in ctx.needs_input_grad[1:3])
         fprop, dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
@@ -294,6 +301,12 @@ def _right(operand: Any, offsets: Tensor | None, recipe: Recipe, dtype: torch.dt
 def _check(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe, main_grad: Tensor | None) -> None:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4()")
+    for name, tensor in (("x", x), ("w_ENK", w)):
+        if isinstance(tensor, QuantTensor):
+            raise TypeError(
+                f"{name} is a QuantTensor: grouped_linear quantizes it itself; pass {name}.dequantize() or use "
+                "grouped_gemm_nt"
+            )
     ops.check_offsets(offsets, x)
     if x.dim() != 2:
         raise ValueError(f"x.shape={tuple(x.shape)}: give tokens [M, in_features], sorted by expert")

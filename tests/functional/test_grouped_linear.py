@@ -228,6 +228,9 @@ class TestRefusals:
             ({"rng": hb.Philox(0, 0, first_block=3)}, ValueError, "first_block=3"),
             ({"main_grad": torch.zeros(2, 4, 15)}, ValueError, "main_grad"),
             ({"recipe": "nvfp4"}, TypeError, "recipe='nvfp4'"),
+            ({"out_dtype": torch.int8}, TypeError, "out_dtype=torch.int8"),
+            ({"x": hb.quantize(x, hb.NVFP4())}, TypeError, "x is a QuantTensor"),
+            ({"w_ENK": hb.grouped_quantize_row_col(w, None, hb.NVFP4(), None)[0]}, TypeError, "w_ENK is a QuantTensor"),
         ],
     )
     def test_linear(self, change, error, message):
@@ -250,6 +253,11 @@ class TestRefusals:
             hb.grouped_gemm_nt(self.x, self.w, self.offsets, accumulate=True)
         with pytest.raises(ValueError, match="shape"):
             hb.grouped_gemm_nt(self.x, self.w, self.offsets, out=torch.zeros(8, 5))
+        for change in ({"out_dtype": torch.int8}, {"out": torch.zeros(8, 4, dtype=torch.int32)}, {"out": 1}):
+            with pytest.raises(TypeError, match=f"{next(iter(change))}"):
+                hb.grouped_gemm_nt(self.x, self.w, self.offsets, **change)
+        with pytest.raises(TypeError, match=r"a\.dtype=torch.int64"):
+            hb.grouped_gemm_nt(self.x.long(), self.w, self.offsets)
         ungrouped = hb.quantize(self.x, hb.NVFP4())
         with pytest.raises(ValueError, match="a has no groups.*grouped_quantize_row_col"):
             hb.grouped_gemm_nt(ungrouped, self.w, self.offsets)

@@ -72,6 +72,19 @@ def test_experts_follow_every_recipe_without_a_break(recipe):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("kind", ["linear", "norm and mlp", "experts"])
+def test_evaluation_is_compiled_without_a_break(kind):
+    module = KINDS[kind](hb.RunState(0))
+    function, _ = compiled(module)
+    x = torch.randn(1, 40, 32)
+    with torch.no_grad():
+        eager, graph = module(x), function(x)
+    module.requires_grad_(False)  # frozen, with gradients of nothing: the same
+    for other in (graph, function(x)):
+        for a, b in zip(eager, other, strict=True):
+            assert torch.equal(a, b)
+
+
 def experts(state):
     model = MoE(32, 48, MoEConfig(experts=4))
     hb.quantize_(model, "nvfp4_mxfp8_bwd", keep=hb.Keep(names=(), last_fraction=0), state=state)
@@ -124,6 +137,21 @@ def test_switching_back_compiles_nothing_new():
         check(layer, function, x)
         seen.append(counter.frame_count)
     assert seen == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("kind", ["siblings", "norm and mlp", "experts"])
+@pytest.mark.parametrize("names", [("nvfp4", "four_over_six"), ("four_over_six", "nvfp4")])
+def test_recipes_that_differ_in_a_float_follow_each_other(kind, names):
+    """The second time, compiled code takes the floats that changed for variables."""
+    if kind == "siblings":
+        module = hb.nn.LayerNormLinear(32, {"q": 32, "k": 16}, state=hb.RunState(0))
+    else:
+        module = KINDS[kind](hb.RunState(0))
+    function, counter = compiled(module)
+    for number, name in enumerate((*names, "mxfp8", *names), 1):
+        hb.set_recipe_(module, name)
+        check(module, function, torch.randn(1, 40, 32))
+        assert counter.frame_count == min(number, 3)
 
 
 class Siblings(nn.Module):
