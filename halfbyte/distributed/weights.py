@@ -18,27 +18,33 @@ HIDDEN = (Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 def tiled_parameters(model: nn.Module) -> dict[str, NVFP4]:
     """Return {name: spec} of the weights that their recipes want in one NVFP4 form in forward and backward.
 
-    A parameter that any other module holds too, such as a tied embedding, is not among them.
+    A parameter that any other module holds too, such as a tied embedding, is not among them, nor one that shares its
+    amax with a weight that is not.
     """
-    wanted: dict[int, set[NVFP4 | None]] = {}
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
-            spec = _spec_of(module) if name == "weight" else None
-            wanted.setdefault(id(param), set()).add(spec)
-    out = {}
+            holders.setdefault(id(param), []).append((module, name))
+    found: dict[str, tuple[nn.Module, NVFP4]] = {}
     for name, param in model.named_parameters():
-        specs = wanted[id(param)]
-        spec = next(iter(specs))
-        if len(specs) == 1 and spec is not None and param.requires_grad:
-            out[name] = spec
-    return out
+        (module, own), *others = holders[id(param)]
+        spec = _spec_of(module) if own == "weight" and not others and param.requires_grad else None
+        if spec is not None:
+            found[name] = module, spec
+    chosen = {module for module, _ in found.values()}
+    return {
+        name: spec
+        for name, (module, spec) in found.items()
+        if all(sibling in chosen for sibling in getattr(module, "amax_group", ()))
+    }
 
 
 def _spec_of(module: nn.Module) -> NVFP4 | None:
     if not isinstance(module, Linear):
         return None
     row, col = weight_specs(module.recipe)
-    if not isinstance(row, NVFP4) or col not in (row, None):
+    reads_values = col is None and module.recipe.backward == "original"  # of the weight before it was rounded
+    if not isinstance(row, NVFP4) or reads_values or col not in (row, None):
         return None
     try:
         check_primary_spec(row)
@@ -50,7 +56,7 @@ def _spec_of(module: nn.Module) -> NVFP4 | None:
 def make_primary(
     model: nn.Module, name: str, form: tuple[NVFP4, torch.dtype], qdata: Tensor, amaxes: dict[int, Tensor]
 ) -> PrimaryWeight:
-    """Put a PrimaryWeight in the place of parameter `name`, in every module that holds it, and return it.
+    """Put a PrimaryWeight in the place of parameter `name` and return it.
 
     Args:
         form: its spec, and its nominal dtype.
@@ -58,17 +64,15 @@ def make_primary(
         amaxes: of groups of layers that share an amax, by the first member; filled as they are met.
     """
     old = model.get_parameter(name)
-    amax, holders = None, []
-    for module in model.modules():
-        if isinstance(module, Linear) and module._parameters.get("weight") is old:
-            holders.append(module)
-            if module.amax_group:
-                amax = amaxes.setdefault(id(module.amax_group[0]), torch.zeros((), device=old.device))
+    module = model.get_submodule(name.rpartition(".")[0])
+    assert isinstance(module, Linear), "tiled_parameters chose it"
+    amax = None
+    if module.amax_group:
+        amax = amaxes.setdefault(id(module.amax_group[0]), torch.zeros((), device=old.device))
     weight = PrimaryWeight.empty((old.shape[0], old.shape[1]), form[0], dtype=form[1], qdata=qdata, amax=amax)
     weight.allocate_turned()
     parameter = weight.as_parameter()
-    for module in holders:
-        module._parameters["weight"] = parameter
+    module._parameters["weight"] = parameter
     return parameter
 
 

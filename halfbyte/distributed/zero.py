@@ -255,7 +255,7 @@ class ZeroOptimizer:
     def _fill_masters(self, bucket: Bucket) -> None:
         """Give masters the values of the parameters on the group's first rank."""
         for place in bucket.plan.places:
-            param = self._params[place.item.name].detach()
+            param = self._params[place.item.name].detach().contiguous()
             if bucket.ranks.group is not None:
                 dist.broadcast(param, dist.get_global_rank(bucket.ranks.group, 0), group=bucket.ranks.group)
             flat = torch.zeros(place.numel, device=param.device)

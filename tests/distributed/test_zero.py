@@ -62,6 +62,51 @@ def test_an_fp32_model_under_autocast():
     assert losses["nvfp4"] == losses["plain"]
 
 
+def _freeze_a_sibling(model):
+    model.mlp.gate_proj.weight.requires_grad_(False)
+
+
+def _one_weight_for_two(model):
+    model.mlp.up_proj.weight = model.mlp.gate_proj.weight
+
+
+@pytest.mark.parametrize(
+    "change, recipe, primary",
+    (
+        (None, "nvfp4", {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "lm_head"}),
+        (_freeze_a_sibling, "nvfp4", {"mlp.down_proj", "lm_head"}),
+        (_one_weight_for_two, "nvfp4", {"mlp.down_proj", "lm_head"}),
+        (None, "nvfp4/bf16", set()),  # its backward reads weights that were never rounded
+    ),
+    ids=("all", "frozen sibling", "one weight for two layers", "backward in high precision"),
+)
+def test_weights_that_cannot_be_primary_without_changing_the_training_are_not(change, recipe, primary):
+    losses = []
+    for weights in ("nvfp4", "plain"):
+        torch.manual_seed(0)
+        model = checks.Bigram(16)
+        if change is not None:
+            change(model)
+        state = hb.quantize_(model, recipe, keep=checks.small_models.NOTHING_KEPT, state=hb.RunState(1)).state
+        config = ZeroConfig(weights=weights, weight_dtype=torch.bfloat16)
+        zero = hb.distributed.ZeroOptimizer(model, partial(torch.optim.AdamW, lr=0.01), config=config)
+        found = {name for name, p in model.named_parameters() if isinstance(p, hb.tensor.PrimaryWeight)}
+        assert found == ({f"{name}.weight" for name in primary} if weights == "nvfp4" else set())
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(checks.train(0, model, state, zero, range(4)))
+    assert losses[0] == losses[1]
+
+
+def test_parameters_of_any_strides():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(36, 5))
+    model.to(memory_format=torch.channels_last)
+    model[2].weight = torch.nn.Parameter(torch.randn(36, 5).t())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    hb.distributed.ZeroOptimizer(model).synchronize()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name])
+
+
 def test_what_is_dropped_is_freed():
     model, state, zero = checks.build(0, "nvfp4", blocks=0)
     checks.train(0, model, state, zero, range(1))
