@@ -70,10 +70,12 @@ class Report:
     Args:
         rows: one per linear layer, in the model's order.
         state: the RunState that the converted layers draw from; advance it once per micro-batch.
+        others: {class: names} of modules with matrices of their own that are no linear layers: they stay.
     """
 
     rows: tuple[Row, ...]
     state: RunState = field(repr=False)
+    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -96,6 +98,9 @@ class Report:
         done = sum(math.prod(row.shape) for row in self.rows if row.recipe is not None)
         share = f"{100 * done / total:.1f} %" if total else "none"
         lines.insert(1, "  ".join("-" * width for width in widths))
+        for kind, names in self.others.items():
+            some = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
+            lines.append(f"{len(names)} x {kind} ({some}): no torch.nn.Linear, stays as it is")
         lines.append(f"{len(self.converted)} of {len(self.rows)} linear layers converted, {share} of their weights")
         return "\n".join(lines)
 
@@ -155,7 +160,23 @@ def quantize_(
             _replace(model, layer, Linear.from_linear(layer, row.recipe, state))
     _share_amaxes(model, [row.name for row in rows if row.recipe is not None], groups)
     _leave_fast_paths(model)
-    return Report(rows=rows, state=state)
+    return Report(rows=rows, state=state, others=_other_matrices(model))
+
+
+def _other_matrices(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return {class: names} of modules with matrices that no recipe reaches; a lookup in a table is no product."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, module in model.named_modules():
+        matrices = any(p is not None and p.dim() > 1 and p.is_floating_point() for p in module._parameters.values())
+        reached = any(isinstance(child, GroupedRecipe) for child in module.children())  # the experts it owns
+        if (
+            matrices
+            and not reached
+            and not isinstance(module, (nn.Linear, FollowsRecipe, nn.Embedding, nn.EmbeddingBag))
+        ):
+            kind = type(module).__name__
+            found[kind] = (*found.get(kind, ()), name or "the model")
+    return found
 
 
 def _run_state(model: nn.Module) -> RunState:

@@ -276,6 +276,35 @@ def test_the_report_prints_as_a_table():
     assert lines[-1] == f"7 of 15 linear layers converted, {100 * weights / total:.1f} % of their weights"
 
 
+def test_the_report_names_matrices_that_no_recipe_reaches():
+    class Owner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, 4, 5))
+
+    model = nn.ModuleDict(
+        {
+            "convolution": nn.Conv1d(4, 8, 3),
+            "table": nn.Embedding(8, 4),
+            "norm": nn.LayerNorm(4),
+            "linear": nn.Linear(32, 32),
+            "attention": nn.MultiheadAttention(32, 4),
+            "owners": nn.ModuleList([Owner(), Owner(), Owner()]),
+        }
+    )
+    report = hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
+    assert report.others == {
+        "Conv1d": ("convolution",),
+        "MultiheadAttention": ("attention",),
+        "Owner": ("owners.0", "owners.1", "owners.2"),
+    }
+    assert report.converted == ("linear",)
+    lines = str(report).splitlines()
+    assert "3 x Owner (owners.0, owners.1, …): no torch.nn.Linear, stays as it is" in lines
+    assert lines[-1].startswith("1 of 2 linear layers converted")
+    assert hb.quantize_(nn.Sequential(nn.Linear(16, 16)), "nvfp4").others == {}
+
+
 def test_layers_say_their_recipe():
     model = decoder(2)
     hb.quantize_(model, "nvfp4")
