@@ -6,6 +6,7 @@ A command is a function from the list of its arguments to an exit status. User e
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import sys
 from pathlib import Path
@@ -38,8 +39,20 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: without the program's name; those of the process by default.
 
     Returns:
-        The exit status: 0, 1 if the work failed, 2 if the user asked for something that cannot be.
+        The exit status: 0, 1 if the work failed, 2 if the user asked for something that cannot be, 130 and 141 if
+        ctrl-C or the end of the pipe that it prints to stopped it.
     """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # as in `halfbyte train --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's end reports it too
+        return 141
+
+
+def _run(arguments: list[str] | None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(usage())

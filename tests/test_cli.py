@@ -1,5 +1,9 @@
 """The command line: exit statuses and one-line errors."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from halfbyte import cli
@@ -90,3 +94,13 @@ def test_a_path_that_cannot_be_a_folder_is_named(tmp_path, capsys):
     assert cli.main([*command, "--out", str(tmp_path / "run"), "--cache", str(tmp_path / "text.txt")]) == 2
     error = capsys.readouterr().err
     assert "text.txt: File exists" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", (["--help"], ["train", "--help"]))
+def test_a_reader_that_leaves_ends_it_without_a_traceback(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = [sys.executable, "-c", "import sys; from halfbyte.cli import main; sys.exit(main())", *arguments]
+    result = subprocess.run(run, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, "")
