@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,8 @@ def make_primary(
     weight = PrimaryWeight.empty((old.shape[0], old.shape[1]), form[0], dtype=form[1], qdata=qdata, amax=amax)
     weight.allocate_turned()
     parameter = weight.as_parameter()
-    module._parameters["weight"] = parameter
+    table: dict[str, Any] = module._parameters
+    table["weight"] = parameter
     return parameter
 
 

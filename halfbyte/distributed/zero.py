@@ -27,6 +27,7 @@ from halfbyte.distributed import zero_state
 from halfbyte.distributed.agree import exchange_notes, rank_and_size
 from halfbyte.distributed.buckets import Bucket, Ranks
 from halfbyte.distributed.cast import Cast, Layout
+from halfbyte.distributed.holding import Holding, model_problem
 from halfbyte.distributed.partial_cast import target_of
 from halfbyte.distributed.plan import Item, storage_plan
 from halfbyte.distributed.weights import first_users, make_primary, tiled_parameters
@@ -127,6 +128,7 @@ class ZeroOptimizer:
         self._accumulating = False
         self._waiting = self._expected()
         self._hook(model)
+        self._holding = Holding(self, model, self._params)
         self._publish()
 
     # Construction
@@ -158,9 +160,7 @@ class ZeroOptimizer:
     def _agree(self, model: nn.Module, chosen: dict[int, list[str]], groups: dict[int, Ranks]) -> None:
         """Raise on every rank unless all have the same parameters in the same order, recipes, options and config."""
         config = str(replace(self.config, timeout=timedelta()))
-        problem = None if self._params else "model has no parameter that requires a gradient"
-        if any(getattr(module, "weight_cache", None) is not None for module in model.modules()):
-            problem = "model: its weights are cached (hb.cache_weights) and would not follow; release that cache first"
+        problem = model_problem(model, self._params)
         experts = {_members(groups[key].group): self._described(names) for key, names in chosen.items() if key}
         note = [problem, config, self._described(chosen[0]), sorted(experts.items())]
         notes = exchange_notes(note, self._group, CALL, self.config.timeout)
@@ -293,7 +293,8 @@ class ZeroOptimizer:
     # Training
 
     def _on_gradient(self, number: int, index: int, param: Tensor) -> None:
-        assert param.grad is not None
+        if param.grad is None:
+            raise RuntimeError("another ZeroOptimizer of the same model took this gradient: build one for a model")
         if number >= self._reduced:
             name = self.buckets[number].plan.places[index].item.name
             raise RuntimeError(
@@ -325,7 +326,11 @@ class ZeroOptimizer:
 
         Returns:
             The global norm of the mean gradient before clipping, fp32 [].
+
+        Raises:
+            RuntimeError: the model was moved, cast or given other parameters since the optimizer was built.
         """
+        self._holding.check()
         for bucket in reversed(self.buckets[: self._reduced]):
             bucket.start_reducing()
         for bucket in self.buckets:

@@ -20,6 +20,7 @@ KEYS = ("version", "masters", "state", "groups")
 
 def save(zero: ZeroOptimizer) -> dict[str, Any]:
     """See ZeroOptimizer.state_dict."""
+    exchange_notes(None, zero.everyone.group, CALL, zero.config.timeout)  # one rank alone would wait for ever
     masters: dict[str, Tensor] = {}
     state: dict[str, dict[str, Any]] = {name: {} for name in zero.names}
     scalars: set[str] = set()

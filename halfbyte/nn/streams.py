@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,7 @@ from halfbyte.functional.weights import CachedWeight, cacheable
 from halfbyte.rng import StreamPhilox
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
+from halfbyte.tensor.primary import PrimaryWeight
 
 if TYPE_CHECKING:
     from halfbyte.nn.cache import ModuleCache
@@ -27,6 +30,21 @@ STALE_FORWARDS = 64
 
 
 _Base: Any = torch.nn.Module if TYPE_CHECKING else object
+
+
+@contextmanager
+def _unless_moved(parameters: dict[str, Any], fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Set a primary weight aside that `fn` returns as it is: torch would swap it for a copy without its hooks."""
+    weight = parameters.get("weight")
+    with torch.no_grad():
+        stays = isinstance(weight, PrimaryWeight) and fn(weight) is weight
+    if stays:
+        parameters["weight"] = None
+    try:
+        yield
+    finally:
+        if stays:
+            parameters["weight"] = weight
 
 
 class FollowsRecipe(_Base):
@@ -139,7 +157,8 @@ class FollowsRecipe(_Base):
             self.weight_cache.refill()
 
     def _apply(self, fn, recurse=True) -> Any:
-        result = super()._apply(fn, recurse)
+        with _unless_moved(self._parameters, fn):
+            result = super()._apply(fn, recurse)
         if isinstance(getattr(self, "weight", None), Tensor) and not self.weight.is_meta:
             with torch.inference_mode(False):
                 self._shift = self._shift.to(self.weight.device)

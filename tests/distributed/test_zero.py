@@ -1,5 +1,6 @@
 """ZeroOptimizer trains as if every rank held the whole model and quantized it in every forward."""
 
+import copy
 import gc
 import weakref
 from functools import partial
@@ -105,6 +106,57 @@ def test_parameters_of_any_strides():
     hb.distributed.ZeroOptimizer(model).synchronize()
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name])
+
+
+@pytest.mark.parametrize(
+    "change",
+    (lambda m: m.float(), lambda m: m.half().bfloat16(), lambda m: setattr(m.lm_head, "weight", m.lm_head.bias)),
+)
+def test_a_model_that_steps_no_longer_reach_is_refused(change):
+    model, _, zero = checks.build(0, "nvfp4", blocks=0)
+    change(model)
+    with pytest.raises(RuntimeError, match="^(embed_tokens|lm_head).weight was replaced or moved.*before building"):
+        zero.step()
+
+
+def test_moving_a_model_to_where_it_is_changes_nothing():
+    runs = []
+    for moves in (False, True):
+        model, state, zero = checks.build(0, "nvfp4", blocks=0)
+        if moves:
+            model.to("cpu").bfloat16()
+        runs.append(checks.train(0, model, state, zero, range(3)))
+    assert runs[0] == runs[1]
+
+
+def test_loading_a_model_that_masters_would_overwrite_is_refused():
+    model, _, zero = checks.build(0, "nvfp4", blocks=0)
+    whole = checks.Bigram(16).state_dict()
+    for assign in (False, True):
+        with pytest.raises(
+            RuntimeError, match="embed_tokens.weight follows the masters.*before building ZeroOptimizer"
+        ):
+            model.load_state_dict(whole, assign=assign)
+    copy.deepcopy(model).load_state_dict(whole)
+    del zero
+    gc.collect()
+    model.load_state_dict(whole)
+
+
+def test_two_optimizers_of_one_model_are_refused():
+    model, _, first = checks.build(0, "nvfp4", blocks=0)
+    with pytest.raises(ValueError, match=r"mlp\.gate_proj\.weight exists in NVFP4 only.*build the model anew"):
+        hb.distributed.ZeroOptimizer(model)
+    model, _, first = checks.build(0, "plain", blocks=0)
+    second = hb.distributed.ZeroOptimizer(model, config=first.config)
+    with pytest.raises(RuntimeError, match="another ZeroOptimizer of the same model"):
+        checks.loss_of(model, checks.tokens(0, 0)).backward()
+    del second
+
+
+def test_parameters_that_masters_cannot_hold_are_refused():
+    with pytest.raises(ValueError, match="weight is torch.float64"):
+        hb.distributed.ZeroOptimizer(torch.nn.Linear(4, 4).double())
 
 
 def test_what_is_dropped_is_freed():

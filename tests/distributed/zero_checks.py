@@ -112,6 +112,16 @@ def two_ranks(rank: int, world: int) -> None:
     a_copy_of_the_model(rank, world)
     refusals(rank, world)
     differing_models(rank, world)
+    a_checkpoint_of_one_rank(rank)
+
+
+def a_checkpoint_of_one_rank(rank: int) -> None:
+    """`if rank == 0: state_dict()` is an error after the timeout, not a hang."""
+    _, _, zero = build(rank, "nvfp4", blocks=0, timeout=timedelta(seconds=2))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"state_dict: ranks \[1\] did not make the same call within 2 s"):
+            zero.state_dict()
+    dist.barrier()
 
 
 def checkpoint_of_a_run(rank: int, world: int):

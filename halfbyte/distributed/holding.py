@@ -1,0 +1,88 @@
+"""The parameters of a model lie in the buffers of its ZeroOptimizer; what would part them is an error.
+
+`model.to` and `load_state_dict` after the optimizer was built would otherwise leave a model whose steps reach nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from halfbyte.tensor.primary import PrimaryWeight
+from halfbyte.tensor.quant_tensor import VALUE_DTYPES
+
+
+class Held(NamedTuple):
+    """A parameter, the module and the name that it has there, and where its values or codes lie."""
+
+    name: str
+    module: nn.Module
+    own_name: str
+    param: Tensor
+    address: int
+
+
+class Holding:
+    """What an optimizer holds of a model.
+
+    Args:
+        owner: the optimizer; once it is gone, so is its hold.
+        model: whose parameters they are.
+        params: by name.
+    """
+
+    def __init__(self, owner: object, model: nn.Module, params: Mapping[str, Tensor]) -> None:
+        self._owner = weakref.ref(owner)
+        self._held = []
+        for name, param in params.items():
+            path, _, own_name = name.rpartition(".")
+            module = model.get_submodule(path)
+            self._held.append(Held(name, module, own_name, param, _address(param)))
+        for module in {held.module for held in self._held}:
+            module.register_load_state_dict_pre_hook(self.refuse_to_load)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Holding:
+        """Return this one: it holds nothing of a copied model, which may load and move."""
+        return self
+
+    def check(self) -> None:
+        """Raise RuntimeError if a parameter is another tensor than before, or lies elsewhere."""
+        for name, module, own_name, param, address in self._held:
+            now = module._parameters.get(own_name)
+            if now is not param or _address(param) != address:
+                raise RuntimeError(
+                    f"{name} was replaced or moved, so that this optimizer's steps no longer reach it: call model.to, "
+                    ".float(), .half() and the like before building ZeroOptimizer"
+                )
+
+    def refuse_to_load(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *notes: Any) -> None:
+        """Raise RuntimeError where a state dict would overwrite parameters that the masters overwrite in turn."""
+        if self._owner() is None:
+            return
+        for held in self._held:
+            if module._parameters.get(held.own_name) is held.param and prefix + held.own_name in state_dict:
+                raise RuntimeError(
+                    f"{held.name} follows the masters of a ZeroOptimizer, which would overwrite it in the next step: "
+                    "load the model before building ZeroOptimizer, or use its load_state_dict"
+                )
+
+
+def model_problem(model: nn.Module, params: Mapping[str, Tensor]) -> str | None:
+    """Return why a ZeroOptimizer cannot train these parameters of a model, or None."""
+    if not params:
+        return "model has no parameter that requires a gradient"
+    if any(getattr(module, "weight_cache", None) is not None for module in model.modules()):
+        return "model: its weights are cached (hb.cache_weights) and would not follow; release that cache first"
+    for name, param in params.items():
+        if isinstance(param, PrimaryWeight):
+            return f"model: {name} exists in NVFP4 only, of an earlier ZeroOptimizer for instance; build the model anew"
+        if param.dtype not in VALUE_DTYPES:
+            return f"model: {name} is {param.dtype}, the masters are float32; use bfloat16, float16 or float32"
+    return None
+
+
+def _address(param: Tensor) -> int:
+    return param.qdata.data_ptr() if isinstance(param, PrimaryWeight) else param.data_ptr()
