@@ -80,16 +80,24 @@ class RunState:
 
         Returns:
             The recipe if a layer changed to it, else None; if layers changed to several, that of the first.
+
+        Raises:
+            ValueError: there is a schedule and no layer of the model that could follow it.
         """
         step = self.step
-        self.step += 1
         if self.schedule is None:
+            self.step += 1
             return None
-        recipe, changed = self.schedule.at(step), None
         modules: list[Any] = list(model.modules())
-        for layer in modules:
-            if getattr(layer, "run_state", None) is not self or not hasattr(layer, "recipe_before"):
-                continue
+        layers = [m for m in modules if getattr(m, "run_state", None) is self and hasattr(m, "recipe_before")]
+        if not layers:
+            raise ValueError(
+                f"model={type(model).__name__}: no layer follows this RunState, so its schedule would change nothing; "
+                "pass it as state= to hb.quantize_ or to the layers"
+            )
+        self.step += 1
+        recipe, changed = self.schedule.at(step), None
+        for layer in layers:
             own = layer.recipe if layer.recipe_before is None else layer.recipe_before
             layer.recipe_before = None if recipe is None else own
             wanted = own if recipe is None else recipe

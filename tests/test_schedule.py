@@ -134,3 +134,14 @@ def test_a_layer_outside_of_the_run_keeps_its_recipe():
     assert followed.run_state.begin_step(model) == recipes.mxfp8()
     assert followed.run_state.begin_step(model) is None
     assert kept.recipe == recipes.bf16() and followed.recipe == recipes.mxfp8()
+
+
+def test_a_model_that_does_not_know_the_run_state_is_refused():
+    """`quantize_` without `state=` makes a RunState of its own, whose schedule is None."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    state = hb.RunState(0, hb.Schedule([(1, "bf16")]))
+    hb.quantize_(model, "nvfp4")
+    with pytest.raises(ValueError, match="no layer follows this RunState.*state="):
+        state.begin_step(model)
+    assert state.step == 0
+    hb.RunState(0).begin_step(model)  # nothing to follow
