@@ -154,6 +154,41 @@ def test_two_optimizers_of_one_model_are_refused():
     del second
 
 
+def test_compiled_models_run_layers_with_primary_weights_eagerly():
+    def compiled(model, **options):
+        torch._dynamo.reset()
+        return torch.compile(model, backend="aot_eager", **options)
+
+    class Block(torch.nn.Module):
+        def __init__(self, state):
+            super().__init__()
+            self.qkv = hb.nn.LayerNormLinear(16, {"q_proj": 16, "k_proj": 8}, state=state)
+            self.mlp = hb.nn.LayerNormMLP(16, 24, state=state)
+
+        def forward(self, x):
+            q, k = self.qkv(x)
+            return self.mlp(x + q.tanh()) * k.sum(-1, keepdim=True)
+
+    runs = []
+    for wrap in (lambda model: model, compiled):
+        torch.manual_seed(0)
+        state = hb.RunState(0)
+        model = Block(state).bfloat16()
+        zero = hb.distributed.ZeroOptimizer(model)
+        function = wrap(model)
+        runs.append([])
+        for _ in range(2):
+            loss = function(torch.randn(6, 16, dtype=torch.bfloat16)).float().square().mean()
+            loss.backward()
+            state.advance()
+            runs[-1].append((loss.item(), zero.step().item()))
+    assert runs[0] == runs[1]
+    function = compiled(model, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="primary weights run eagerly"):
+        function(torch.randn(6, 16, dtype=torch.bfloat16))
+    torch._dynamo.reset()
+
+
 def test_parameters_that_masters_cannot_hold_are_refused():
     with pytest.raises(ValueError, match="weight is torch.float64"):
         hb.distributed.ZeroOptimizer(torch.nn.Linear(4, 4).double())
