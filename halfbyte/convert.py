@@ -55,12 +55,16 @@ class Keep:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One linear layer: its name, shape (out, in) or (experts, out, in), recipe or None, and why."""
+    """One linear layer: its name, shape (out, in) or (experts, out, in), recipe or None, and why.
+
+    present: the recipe that a layer follows which was converted before and stays as it is.
+    """
 
     name: str
     shape: tuple[int, ...]
     recipe: Recipe | None
     reason: str
+    present: Recipe | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +88,14 @@ class Report:
 
     @property
     def kept(self) -> dict[str, str]:
-        """Name and reason of every layer that stays in high precision."""
+        """Name and reason of every layer that stays as it is: in high precision, or converted before."""
         return {row.name: row.reason for row in self.rows if row.recipe is None}
 
     def __str__(self) -> str:
         table = [("layer", "out x in", "recipe", "why")]
         for row in self.rows:
-            recipe = "high precision" if row.recipe is None else describe(row.recipe)
+            follows = row.recipe or row.present
+            recipe = "high precision" if follows is None else describe(follows)
             table.append((row.name, " x ".join(map(str, row.shape)), recipe, row.reason))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
@@ -208,12 +213,13 @@ def _decide(
 ) -> Row:
     """Return the recipe of one layer and the reason."""
 
-    def row(recipe: Recipe | None, reason: str) -> Row:
+    def row(recipe: Recipe | None, reason: str, present: Recipe | None = None) -> Row:
         experts = (module.experts,) if isinstance(module, GroupedRecipe) else ()
-        return Row(name=name, shape=(*experts, module.out_features, module.in_features), recipe=recipe, reason=reason)
+        shape = (*experts, module.out_features, module.in_features)
+        return Row(name=name, shape=shape, recipe=recipe, reason=reason, present=present)
 
     if isinstance(module, Linear) or (isinstance(module, GroupedRecipe) and module.recipe.specs):
-        return row(None, f"already an hb.nn.{type(module).__name__}; use hb.set_recipe_")
+        return row(None, f"already an hb.nn.{type(module).__name__}; use hb.set_recipe_", module.recipe)
     if type(module) is not nn.Linear and not isinstance(module, GroupedRecipe):
         return row(None, f"{type(module).__name__} is a subclass of Linear with a forward of its own")
     if filter_fn is not None and not filter_fn(module, name):

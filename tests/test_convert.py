@@ -452,3 +452,11 @@ def test_wrong_kinds_of_options_are_refused_before_anything_changes():
     with pytest.raises(TypeError, match=r"model=list: .*Module"):
         hb.quantize_([model], "nvfp4")
     assert type(model[0]) is torch.nn.Linear
+
+
+def test_the_report_says_which_recipe_a_layer_has_that_was_converted_before():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), hb.nn.Linear(16, 16, recipe="mxfp8"), hb.nn.MLP(16, 32))
+    report = hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    lines = [line.split()[:5] for line in str(report).splitlines()[2:-1]]
+    assert [line[4] for line in lines] == ["nvfp4", "mxfp8", "nvfp4", "nvfp4", "nvfp4"]
+    assert report.converted == ("0",) and "use hb.set_recipe_" in report.kept["1"]
