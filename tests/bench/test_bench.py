@@ -172,7 +172,7 @@ def test_peers_that_are_missing_or_broken_are_left_out(monkeypatch, capsys):
     def torchao(kind):
         return lambda t: t.no_such_thing
 
-    def fouroversix(kind):
+    def fouroversix(backend, kind):
         raise ModuleNotFoundError("No module named 'fouroversix'")
 
     for function in (modelopt, torchao, fouroversix):
