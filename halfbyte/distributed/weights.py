@@ -16,12 +16,13 @@ from halfbyte.tensor.primary import PrimaryWeight, check_primary_spec
 HIDDEN = (Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
-def tiled_parameters(model: nn.Module) -> dict[str, NVFP4]:
+def tiled_parameters(model: nn.Module, groups: Iterable[Iterable[str]] = ()) -> dict[str, NVFP4]:
     """Return {name: spec} of the weights that their recipes want in one NVFP4 form in forward and backward.
 
     A parameter that any other module holds too, such as a tied embedding, is not among them, nor one that shares its
-    amax with a weight that is not.
+    amax with a weight that is not, or with one of another of the `groups` of names, which are cast apart.
     """
+    part = {name: i for i, names in enumerate(groups) for name in names}
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
@@ -32,11 +33,11 @@ def tiled_parameters(model: nn.Module) -> dict[str, NVFP4]:
         spec = _spec_of(module) if own == "weight" and not others and param.requires_grad else None
         if spec is not None:
             found[name] = module, spec
-    chosen = {module for module, _ in found.values()}
+    chosen = {module: part.get(name) for name, (module, _) in found.items()}
     return {
         name: spec
         for name, (module, spec) in found.items()
-        if all(sibling in chosen for sibling in getattr(module, "amax_group", ()))
+        if all(s in chosen and chosen[s] == chosen[module] for s in getattr(module, "amax_group", ()))
     }
 
 

@@ -114,7 +114,7 @@ class ZeroOptimizer:
         self.everyone = _ranks(group)
         self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         chosen, groups = self._divide(expert_groups or {})
-        self._tiled = tiled_parameters(model)
+        self._tiled = tiled_parameters(model, chosen.values())
         self._options = {name: param_options(name, p) if param_options else {} for name, p in self._params.items()}
         self._agree(model, chosen, groups)
         self.buckets: list[Bucket] = []

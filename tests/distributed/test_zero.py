@@ -72,16 +72,18 @@ def _one_weight_for_two(model):
 
 
 @pytest.mark.parametrize(
-    "change, recipe, primary",
+    "change, recipe, experts, primary",
     (
-        (None, "nvfp4", {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "lm_head"}),
-        (_freeze_a_sibling, "nvfp4", {"mlp.down_proj", "lm_head"}),
-        (_one_weight_for_two, "nvfp4", {"mlp.down_proj", "lm_head"}),
-        (None, "nvfp4/bf16", set()),  # its backward reads weights that were never rounded
+        (None, "nvfp4", (), {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "lm_head"}),
+        (_freeze_a_sibling, "nvfp4", (), {"mlp.down_proj", "lm_head"}),
+        (_one_weight_for_two, "nvfp4", (), {"mlp.down_proj", "lm_head"}),
+        (None, "nvfp4/bf16", (), set()),  # its backward reads weights that were never rounded
+        (None, "nvfp4", ("mlp.gate_proj.*",), {"mlp.down_proj", "lm_head"}),
+        (None, "nvfp4", ("mlp.*",), {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "lm_head"}),
     ),
-    ids=("all", "frozen sibling", "one weight for two layers", "backward in high precision"),
+    ids=("all", "frozen sibling", "one weight for two layers", "high precision backward", "two groups", "one group"),
 )
-def test_weights_that_cannot_be_primary_without_changing_the_training_are_not(change, recipe, primary):
+def test_weights_that_cannot_be_primary_without_changing_the_training_are_not(change, recipe, experts, primary):
     losses = []
     for weights in ("nvfp4", "plain"):
         torch.manual_seed(0)
@@ -90,7 +92,9 @@ def test_weights_that_cannot_be_primary_without_changing_the_training_are_not(ch
             change(model)
         state = hb.quantize_(model, recipe, keep=checks.small_models.NOTHING_KEPT, state=hb.RunState(1)).state
         config = ZeroConfig(weights=weights, weight_dtype=torch.bfloat16)
-        zero = hb.distributed.ZeroOptimizer(model, partial(torch.optim.AdamW, lr=0.01), config=config)
+        zero = hb.distributed.ZeroOptimizer(
+            model, partial(torch.optim.AdamW, lr=0.01), config=config, expert_groups=dict.fromkeys(experts)
+        )
         found = {name for name, p in model.named_parameters() if isinstance(p, hb.tensor.PrimaryWeight)}
         assert found == ({f"{name}.weight" for name in primary} if weights == "nvfp4" else set())
         with torch.autocast("cpu", torch.bfloat16):
