@@ -29,7 +29,7 @@ from halfbyte.functional.linear import (
     run_forward,
     sign_place,
 )
-from halfbyte.functional.primary import eagerly, runs_eagerly
+from halfbyte.functional.primary import runs_eagerly
 from halfbyte.layout import from_rows, matrix_shape
 from halfbyte.rng import Draw
 from halfbyte.spec import Recipe, Spec
@@ -100,6 +100,8 @@ def linear_activation(
         [..., N] and its amaxes.
     """
     if runs_eagerly(layers.weights):
+        from halfbyte.functional.eager import eagerly
+
         return eagerly(linear_activation, (x, layers, name, recipe, following, x_amaxes), {})
     found = find_activation(name)
     if len(layers.weights) != 1 + found.gated:

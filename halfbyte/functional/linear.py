@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from halfbyte import ops
 from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
-from halfbyte.functional.primary import eagerly, primary_operands, runs_eagerly
+from halfbyte.functional.primary import primary_operands, runs_eagerly
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, takes_amax, unflatten
 from halfbyte.layout import Blocks, from_rows, matrix_shape
 from halfbyte.rng import AnyPhilox, Draw
@@ -128,6 +128,8 @@ def linear_shared(
     """
     n = len(weights)
     if runs_eagerly(weights):
+        from halfbyte.functional.eager import eagerly
+
         others = {"weight_amaxes": weight_amaxes, "main_grads": main_grads, "cached_weights": cached_weights}
         options = {"rng": rng, "out_dtype": out_dtype, "x_amaxes": x_amaxes, **others}
         return eagerly(linear_shared, (x, weights, biases, recipe), options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,8 @@ from halfbyte.tensor.quant_tensor import describe
 
 
 def runs_eagerly(weights: Sequence[Tensor]) -> bool:
-    """Whether compiled code must step out: tracing would take what a primary weight waits for into its graph."""
+    """Whether compiled code must step out (`eager`): it would trace what a primary weight waits for into its graph."""
     return torch.compiler.is_compiling() and any(isinstance(w, PrimaryWeight) for w in weights)
-
-
-@torch.compiler.disable(reason="halfbyte: layers with primary weights run eagerly; compile without fullgraph=True")
-def eagerly(function: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> Any:
-    """Return what `function` returns, uncompiled."""
-    return function(*arguments, **named)
 
 
 class _Values(torch.autograd.Function):

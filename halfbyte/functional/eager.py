@@ -1,0 +1,14 @@
+"""The way out of compiled code. Only what is being compiled imports this: it imports torch._dynamo, which is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+@torch.compiler.disable(reason="halfbyte: layers with primary weights run eagerly; compile without fullgraph=True")
+def eagerly(function: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+    """Return what `function` returns, uncompiled."""
+    return function(*arguments, **named)
