@@ -15,7 +15,7 @@ from halfbyte.kernels import running_max as rm
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.running_max import Wanted
 from halfbyte.kernels.targets import CompileCase
-from halfbyte.kernels.tiles import masked_store
+from halfbyte.kernels.tile_loads import masked_store
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard

@@ -13,7 +13,7 @@ from halfbyte.formats import FLT_MAX, SWIZZLE_ROWS, f32
 from halfbyte.kernels import decode as dc
 from halfbyte.kernels import overlap
 from halfbyte.kernels.targets import CompileCase, dtype_name
-from halfbyte.kernels.tiles import masked_load, masked_store
+from halfbyte.kernels.tile_loads import masked_load, masked_store
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout
 from halfbyte.spec import MXFP8, NVFP4, Spec
 

@@ -19,7 +19,7 @@ from halfbyte.kernels.grouped_kernels import grouped_quantize_kernel, grouped_tr
 from halfbyte.kernels.grouped_plan import Plan, make_plan
 from halfbyte.kernels.grouped_swizzle import grouped_swizzle
 from halfbyte.kernels.quantize import compile_arguments, divisor, hardware_fp8, is_packed
-from halfbyte.kernels.row_col import row_runs_along, runs_along, tile_for, widened
+from halfbyte.kernels.row_col import loop_of, row_runs_along, runs_along, tile_for, widened
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.layout import (
     GROUP_COLUMNS,
@@ -36,7 +36,7 @@ from halfbyte.spec import MXFP8, NVFP4, Hadamard, Spec
 
 
 class Tile(NamedTuple):
-    """Rows, columns and warps of a program, and `Rule.words`."""
+    """Rows, columns and warps of a tile, and `Rule.words`."""
 
     rows: int
     cols: int
@@ -47,6 +47,7 @@ class Tile(NamedTuple):
 ROW_TILE = Tile(16, 256, 4)
 DECODED_COLS = 64  # of a tile that is stored as values: more of them keep too few programs on a multiprocessor
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
+LOOPS = ((16384, 8), (8192, 4), (4096, 2))  # as those of `row_col`: about 2048 programs are left
 TRANSPOSE_WORDS = 32
 STACKED_TRANSPOSE_ROWS = 64  # words of 8 rows
 
@@ -297,7 +298,10 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
     tile = _tile(rules[0], rules[1], plan.tile_rows, grid.x.shape[1])
     col_tiles = ceil_div(grid.x.shape[1], tile.cols)
     full, ragged = _full_and_ragged(grid.x.shape[1], rules, tile, grid.stacked)
-    grouped_quantize_kernel[(plan.tiles * (plan.tile_rows // tile.rows) * col_tiles,)](
+    row_tiles = plan.tiles * (plan.tile_rows // tile.rows)
+    loop = loop_of(LOOPS, ragged, row_tiles, col_tiles) if full == [None, None] else 1
+    col_tiles //= loop
+    grouped_quantize_kernel[(row_tiles * col_tiles,)](
         grid.x,
         *pointers[0],
         *pointers[1],
@@ -321,6 +325,7 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
         TILE_ROWS=plan.tile_rows,
         TR=tile.rows,
         TC=tile.cols,
+        LOOP=loop,
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
         **overlap.launch_options(grid.x.device),
@@ -421,12 +426,14 @@ def compile_cases() -> list[CompileCase]:
     cases = [_transpose_case(stacked) for stacked in (False, True)]
     for hardware in sc.HARDWARE_LEVELS:
         codes = _quantize_case(NVFP4(), NVFP4(rotation=Hadamard()), hardware, decoded=(False, False))
+        gradient_codes = _quantize_case(NVFP4(rounding="stochastic"), rotated, hardware, decoded=(False, False))
         gradient = _quantize_case(NVFP4(rounding="stochastic"), rotated, hardware, decoded=(True, True))
         mxfp8 = _quantize_case(None, MXFP8(), hardware, decoded=(False, False), whole=False)
         cases += [
             _quantize_case(NVFP4(), NVFP4(rotation=Hadamard()), hardware, decoded=(True, False)),
             _quantize_case(tile, None, hardware, decoded=(False, False), whole=False),
             replace(codes, capabilities=tuple(c for c in codes.capabilities if c in (90, 100))),
+            replace(gradient_codes, capabilities=tuple(c for c in gradient_codes.capabilities if c in (90, 100))),
             replace(gradient, capabilities=tuple(c for c in gradient.capabilities if c in (90, 120))),
             replace(mxfp8, capabilities=tuple(c for c in mxfp8.capabilities if c in (80, 100))),
         ]
@@ -463,6 +470,7 @@ def _quantize_case(
         "TILE_ROWS": GROUP_COLUMNS,
         "TR": tile.rows,
         "TC": tile.cols,
+        "LOOP": loop_of(LOOPS, ragged, LOOPS[0][0], LOOPS[0][1]),
         "OVERLAP": hardware >= overlap.OVERLAP_CAPABILITY.value,
     }
     targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)

@@ -24,7 +24,8 @@ from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.grouped_plan import Plan, group_of_tile
 from halfbyte.kernels.targets import CompileCase
-from halfbyte.kernels.tiles import load_col_groups, load_row_groups, rotate_group
+from halfbyte.kernels.tile_loads import load_col_groups, load_row_groups
+from halfbyte.kernels.tiles import rotate_group
 from halfbyte.layout import GROUP_COLUMNS, ceil_div
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard

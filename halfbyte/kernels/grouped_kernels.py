@@ -9,11 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfbyte.kernels import overlap
+from halfbyte.kernels import overlap, philox
 from halfbyte.kernels import primitives as pm
+from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.grouped_plan import group_of_tile
 from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.transpose import transpose_tile
+
+
+@triton.constexpr_function
+def units_of_block(element, decoded):
+    """Return how many bf16 values, or words of codes, a stored block has."""
+    length = 32 if element else 16
+    return length if decoded else (length // 16) ** 2
 
 
 @triton.jit
@@ -31,29 +39,31 @@ def clear_padding(scale_ptr, storage, own, i_block, i_col, cols, blocks, BLOCKS:
 @triton.jit
 def quantize_rows(
     group, start, end, local, i_col, x_ptr, side, constants, groups, cols, stride_r, stride_c,
-    RULE: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+    RULE: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, known,
 ):  # fmt: skip
     """Quantize TR x TC values, from row `local` of a group and column i_col on, along rows.
 
     side: of one orientation: qdata_ptr, scale_ptr, amax_ptr, draw_ptr, sign_ptr, blocks, stream, sign_stream.
     """
     start64 = start.to(tl.int64)
+    first = start64 * side[5]
+    UNITS: tl.constexpr = units_of_block(RULE.element, RULE.decoded)
     quantize_row_tile(
-        start + local,
+        local,
         i_col // RULE.group,
-        x_ptr,
-        side[0],
-        side[1],
-        side[2] if RULE.row_amax else side[2] + group,
+        x_ptr + start64 * stride_r,
+        side[0] + first * UNITS,
+        side[1] if RULE.decoded else side[1] + first,
+        side[2] + start if RULE.row_amax else side[2] + group,
         None if side[3] is None else side[3] + group * 2,
         None if side[4] is None else side[4] + group * 2,
-        end,
+        end - start,
         tl.where(group == groups, 0, cols),
         side[5],
         stride_r,
         stride_c,
         side[6],
-        -start64 * side[5],
+        0,
         side[5],
         side[7],
         constants,
@@ -61,13 +71,14 @@ def quantize_rows(
         False,
         TR,
         TC // RULE.group,
+        *known,
     )
 
 
 @triton.jit
 def quantize_cols(
     group, start, end, local, i_col, x_ptr, side, constants, groups, cols, stride_r, stride_c, storage,
-    RULE: tl.constexpr, STACKED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+    RULE: tl.constexpr, STACKED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, known,
 ):  # fmt: skip
     """Quantize the same along columns.
 
@@ -79,8 +90,7 @@ def quantize_cols(
     in_group = tl.where(group == groups, 0, end - start)
     if STACKED:
         size = group.to(tl.int64) * cols * blocks
-        LENGTH: tl.constexpr = 16 if RULE.element == "" else 32
-        UNITS: tl.constexpr = LENGTH if RULE.decoded else LENGTH // 16 * LENGTH // 16  # bf16 values, or words of codes
+        UNITS: tl.constexpr = units_of_block(RULE.element, RULE.decoded)
         p_q, p_scale = p_q + size * UNITS, p_scale + size
         rows, per_row = in_group, blocks
         own_cols = tl.where(group == groups, 0, cols)  # there is nothing behind the last matrix
@@ -110,6 +120,7 @@ def quantize_cols(
         False,
         TR // RULE.group,
         TC,
+        *known,
     )
     if (RULE.clamped or not RULE.full) and not (STACKED or RULE.decoded or RULE.element != ""):
         clear_padding(p_scale, storage // 16, per_row, local // 16, i_col, cols, blocks, TR // 16, TC)
@@ -119,6 +130,7 @@ def quantize_cols(
 def quantize_tile(
     group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols, stride_r, stride_c,
     storage, ROW: tl.constexpr, COL: tl.constexpr, STACKED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+    row_known, col_known,
 ):  # fmt: skip
     """Quantize a tile along columns, rows or both; the second read comes from the cache.
 
@@ -127,17 +139,77 @@ def quantize_tile(
     ROWS_FIRST: tl.constexpr = ROW is not None and ROW.along
     if ROWS_FIRST:
         quantize_rows(
-            group, start, end, local, i_col, x_ptr, row, row_constants, groups, cols, stride_r, stride_c, ROW, TR, TC
+            group,
+            start,
+            end,
+            local,
+            i_col,
+            x_ptr,
+            row,
+            row_constants,
+            groups,
+            cols,
+            stride_r,
+            stride_c,
+            ROW,
+            TR,
+            TC,
+            row_known,
         )
     if COL is not None:
         quantize_cols(
             group, start, end, local, i_col, x_ptr, col, col_constants, groups, cols, stride_r, stride_c, storage,
-            COL, STACKED, TR, TC,
+            COL, STACKED, TR, TC, col_known,
         )  # fmt: skip
     if ROW is not None and not ROWS_FIRST:
         quantize_rows(
-            group, start, end, local, i_col, x_ptr, row, row_constants, groups, cols, stride_r, stride_c, ROW, TR, TC
+            group,
+            start,
+            end,
+            local,
+            i_col,
+            x_ptr,
+            row,
+            row_constants,
+            groups,
+            cols,
+            stride_r,
+            stride_c,
+            ROW,
+            TR,
+            TC,
+            row_known,
         )
+
+
+@triton.jit
+def quantize_drawn_tiles(
+    group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols, stride_r, stride_c,
+    storage, ROW: tl.constexpr, COL: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """Quantize LOOP tiles beside each other where both rules draw, as Draws with one base.
+
+    Keys and factors are computed once for all tiles, and the divisions are chosen once.
+    """
+    base = philox.load_base(row[3] + group * 2)
+    row_amax, col_amax = tl.load(row[2] + group), tl.load(col[2] + group)
+    row_draw, col_draw = philox.words_of(base, row[6]), philox.words_of(base, col[6])
+    if sc.is_regular(row_amax) & sc.is_regular(col_amax):
+        row_factors = sc.regular_factors(row_amax, row_constants)
+        col_factors = sc.regular_factors(col_amax, col_constants)
+        for step in range(LOOP):
+            quantize_tile(
+                group, start, end, local, i_col + step * TC, x_ptr, row, col, row_constants, col_constants,
+                groups, cols, stride_r, stride_c, storage, ROW, COL, False, TR, TC,
+                (row_factors, None, row_draw), (col_factors, None, col_draw),
+            )  # fmt: skip
+    else:
+        for step in range(LOOP):
+            quantize_tile(
+                group, start, end, local, i_col + step * TC, x_ptr, row, col, row_constants, col_constants,
+                groups, cols, stride_r, stride_c, storage, ROW, COL, False, TR, TC,
+                (None, None, row_draw), (None, None, col_draw),
+            )  # fmt: skip
 
 
 @triton.jit
@@ -225,9 +297,12 @@ def grouped_quantize_kernel(
     TILE_ROWS: tl.constexpr,
     TR: tl.constexpr,
     TC: tl.constexpr,
+    LOOP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program quantizes TR x TC values of one group along the rows, the columns or both; TR divides TILE_ROWS.
+
+    LOOP: how many such tiles beside each other it quantizes, where both operands draw.
 
     STACKED: the col orientation of each group is a matrix of its own; else all groups follow each other in its columns.
     FULL_ROW, FULL_COL: the rules for tiles without a ragged edge; None where the columns have one, or where ROW and COL
@@ -238,7 +313,7 @@ def grouped_quantize_kernel(
     PARTS: tl.constexpr = TILE_ROWS // TR
     FULL: tl.constexpr = FULL_ROW is not None or FULL_COL is not None
     line = pm.divide(tl.program_id(0), magic, shift)
-    i_col = (tl.program_id(0) - line * col_tiles) * TC
+    i_col = (tl.program_id(0) - line * col_tiles) * (TC * LOOP)
     group, start, end, first = group_of_tile(line // PARTS, tile_group_ptr, table_ptr)
     local = (line // PARTS - first) * TILE_ROWS + line % PARTS * TR
     storage = 0 if STACKED else first * TILE_ROWS
@@ -247,21 +322,31 @@ def grouped_quantize_kernel(
     row_constants = (row_span, row_floor, row_inverse, row_unit)
     col_constants = (col_span, col_floor, col_inverse, col_unit)
     in_group = tl.where(group == groups, 0, end - start)
+    BOTH: tl.constexpr = ROW is not None and COL is not None and not (STACKED or FULL)
+    DRAWN: tl.constexpr = BOTH and ROW.rounding == "stochastic" and COL.rounding == "stochastic"
+    ONCE: tl.constexpr = DRAWN and not (ROW.row_amax or COL.row_amax)
     is_full = FULL and local + TR <= in_group
     if FULL:  # noqa: SIM102  compiled one by one
         if is_full:
             quantize_tile(
                 group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols,
-                stride_r, stride_c, storage, FULL_ROW, FULL_COL, STACKED, TR, TC,
+                stride_r, stride_c, storage, FULL_ROW, FULL_COL, STACKED, TR, TC, (None, None, None),
+                (None, None, None),
             )  # fmt: skip
     if not is_full:
         if STACKED or local < in_group:
-            quantize_tile(
-                group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols,
-                stride_r, stride_c, storage, ROW, COL, STACKED, TR, TC,
-            )  # fmt: skip
+            if ONCE:
+                quantize_drawn_tiles(
+                    group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols,
+                    stride_r, stride_c, storage, ROW, COL, TR, TC, LOOP,
+                )  # fmt: skip
+            else:
+                quantize_tile(
+                    group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols,
+                    stride_r, stride_c, storage, ROW, COL, STACKED, TR, TC, (None, None, None), (None, None, None),
+                )  # fmt: skip
         else:
-            clear_tile(group, start, end, local, i_col, row, col, groups, cols, storage, ROW, COL, TR, TC)
+            clear_tile(group, start, end, local, i_col, row, col, groups, cols, storage, ROW, COL, TR, TC * LOOP)
 
 
 @triton.jit(do_not_specialize=("groups", "row_tiles", "word_tiles"))

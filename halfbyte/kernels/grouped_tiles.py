@@ -92,7 +92,7 @@ def quantize_tiles_kernel(
     scale = to_strips(dc.e4m3_value(code), W)
     for r in tl.static_range(16):
         xs = pm.unpack_pairs(pm.part(words, r * 4, 4), 0, 8)
-        codes = tl.where(poison, 0, sc.pack_codes(xs, None, 0, encode, (), RULE)).to(tl.int32)
+        codes = tl.where(poison, 0, sc.pack_codes(xs, None, 0, encode, (), RULE, False)).to(tl.int32)
         if q_ptr is not None:
             tl.store(q_ptr + first + strip + r * per_row, codes)
         if values_ptr is not None:

@@ -43,7 +43,7 @@ def e2m1_pair_kernel(x_ptr, random_ptr, ours_ptr, theirs_ptr, STOCHASTIC: tl.con
     one = xs[0] * 0 + 1.0
     if STOCHASTIC:
         random = (tl.load(random_ptr + word * 2), tl.load(random_ptr + word * 2 + 1))
-        ours = stochastic_word(xs, upper_halves(xs), 0, one, random)
+        ours = stochastic_word(xs, upper_halves(xs), 0, one, random, False)
         theirs = tl.inline_asm_elementwise(
             STOCHASTIC_CONVERSION,
             "=r,f,f,f,f,f,f,f,f,r,r",

@@ -21,7 +21,7 @@ from halfbyte.kernels import running_max as rm
 from halfbyte.kernels.amax import larger_bits, raised
 from halfbyte.kernels.running_max import LANES, ROW_GROUP, Wanted
 from halfbyte.kernels.targets import CompileCase
-from halfbyte.kernels.tiles import masked_load, masked_store
+from halfbyte.kernels.tile_loads import masked_load, masked_store
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard

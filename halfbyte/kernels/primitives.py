@@ -1,4 +1,4 @@
-"""Device functions from values to codes: casts, packing, Philox, rotation (docs/numerics.md sections 1, 4 and 7).
+"""Device functions from values to codes: casts, packing, rotation (docs/numerics.md sections 1 and 7).
 
 A block is a tuple of 16 tensors (MXFP8: 32, a rotated group: up to 128), element i of every block in tensor i, so that
 a thread owns whole blocks: maxima, sums, butterflies and packing are arithmetic between registers, without shuffles or
@@ -38,12 +38,7 @@ FP8_CONVERSION = tl.constexpr(
     )
 )
 
-# A round: two products of 64 bits; the compiler multiplies 64-bit numbers where it is not told that words do.
-PHILOX_ROUND = tl.constexpr(
-    "{.reg .b64 p, q; .reg .b32 a, b; mul.wide.u32 p, $4, 0xD2511F53; mul.wide.u32 q, $6, 0xCD9E8D57;"
-    "mov.b64 {$3, a}, p; mov.b64 {$1, b}, q; lop3.b32 $0, b, $5, $8, 0x96; lop3.b32 $2, a, $7, $9, 0x96;}"
-)
-WORDS = tl.constexpr((tl.uint32, tl.uint32, tl.uint32, tl.uint32))
+WORDS = tl.constexpr((tl.uint32, tl.uint32, tl.uint32, tl.uint32))  # what inline assembly with four outputs returns
 
 # The maximum of |x| of two pairs of bf16, NaN if one is; the second, from sm_86 on, is one instruction whose signs mean
 # nothing.
@@ -53,6 +48,8 @@ PAIR_ABS_MAX = tl.constexpr(
         "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
     )
 )
+
+MAX_OF_HALVES = tl.constexpr("{.reg .b32 t; prmt.b32 t, $1, $1, 0x1032; max.NaN.xorsign.abs.bf16x2 $0, $1, t;}")
 
 # |x| * encode with the absolute value as an operand modifier; 16 times a word plus 8 times a sign bit plus a code.
 MULTIPLY_ABS = tl.constexpr("{.reg .f32 a; abs.f32 a, $1; mul.rn.f32 $0, a, $2;}")
@@ -176,57 +173,6 @@ def pack_word(xs, START: tl.constexpr, codes):
 
 
 @triton.jit
-def philox(c0, c1, c2, c3, k0, k1):
-    """Return the four words of Philox4x32-10; counters and keys uint32."""
-    for _ in tl.static_range(10):
-        if INTERPRETED:
-            p0 = c0.to(tl.uint64) * 0xD2511F53
-            p1 = c2.to(tl.uint64) * 0xCD9E8D57
-            c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
-            c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
-            c1 = p1.to(tl.uint32)
-            c3 = p0.to(tl.uint32)
-        else:
-            c0, c1, c2, c3 = tl.inline_asm_elementwise(
-                PHILOX_ROUND, "=&r,=&r,=&r,=&r,r,r,r,r,r,r", [c0, c1, c2, c3, k0, k1], dtype=WORDS, is_pure=True, pack=1
-            )
-        k0 = (k0.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)  # in 64 bits: the interpreter warns where uint32 wraps
-        k1 = (k1.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def draw_words(base_ptr, stream):
-    """Return (seed lo, seed hi, offset lo, offset hi) as uint32 of a Draw's int64 [2] base and its stream."""
-    seed = tl.load(base_ptr)
-    offset = tl.load(base_ptr + 1) + stream
-    return low_word(seed), high_word(seed), low_word(offset), high_word(offset)
-
-
-@triton.jit
-def low_word(x):
-    return (x & 0xFFFFFFFF).to(tl.uint32)
-
-
-@triton.jit
-def high_word(x):
-    return ((x >> 32) & 0xFFFFFFFF).to(tl.uint32)
-
-
-@triton.jit
-def block_words(block, key):
-    """Return the four Philox words of each block; block int64, key from draw_words."""
-    return philox(low_word(block), high_word(block), key[2], key[3], key[0], key[1])
-
-
-@triton.jit
-def sign_words(key):
-    """Return the 128 sign bits of a fresh rotation as four uint32."""
-    zero = key[0] & 0
-    return philox(zero, zero, key[2], key[3] ^ 0x80000000, key[0], key[1])
-
-
-@triton.jit
 def flip_signs(xs, words):
     """Multiply a group by fresh Hadamard signs: the bits of `words`."""
     out = ()
@@ -270,14 +216,26 @@ def transform(xs, SIZE: tl.constexpr, FRESH: tl.constexpr, words):
 
 
 @triton.jit
-def rotate(xs, norm, SIZE: tl.constexpr, FRESH: tl.constexpr, words):
-    """Rotate groups, SIZE fp32 tensors holding bf16 values; norm = f(1 / sqrt(SIZE)). Returns `bf16_pairs`."""
+def apart(xs):
+    """Exchange the middle two of every four members: neighbours are then two elements apart, and after it again not."""
+    out = ()
+    for i in tl.static_range(0, len(xs), 4):
+        out = out + (xs[i], xs[i + 2], xs[i + 1], xs[i + 3])
+    return out
+
+
+@triton.jit
+def rotate(xs, norm, SIZE: tl.constexpr, FRESH: tl.constexpr, words, APART: tl.constexpr):
+    """Rotate groups, SIZE fp32 tensors holding bf16 values; norm = f(1 / sqrt(SIZE)). Returns `bf16_pairs`.
+
+    APART: of elements two apart (`apart`).
+    """
     ys = transform(xs, SIZE, FRESH, words)
     scaled = ()
     for i in tl.static_range(SIZE):
         # + 0 turns -0 into +0; sums of bf16 values are multiples of 2^-133, so the product cannot underflow.
         scaled = scaled + (tl.fma(ys[i], norm, 0.0),)
-    return bf16_pairs(scaled)
+    return bf16_pairs(apart(scaled) if APART else scaled)
 
 
 @triton.jit
@@ -334,6 +292,16 @@ def pair_abs_max(pairs, HARDWARE: tl.constexpr):
             PAIR_ABS_MAX[XORSIGN], "=r,r,r", [m, pairs[i]], dtype=tl.uint32, is_pure=True, pack=1
         )
     return m & 0x7FFF7FFF
+
+
+@triton.jit
+def max_of_pairs(pairs, HARDWARE: tl.constexpr):
+    """Return max |x| over all values of `bf16_pairs` as fp32; NaN if one is NaN. HARDWARE: as in `pair_abs_max`."""
+    m = pair_abs_max(pairs, HARDWARE)
+    if INTERPRETED or not HARDWARE:
+        return max_of_pair(m)
+    m = tl.inline_asm_elementwise(MAX_OF_HALVES, "=r,r", [m], dtype=tl.uint32, is_pure=True, pack=1)
+    return (m & 0x7FFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -441,6 +409,17 @@ def like(index, x):
     else:
         zero = tl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [bits], dtype=tl.uint32, is_pure=True, pack=1)
     return index + zero.to(tl.int64)
+
+
+@triton.jit
+def wide_sum(base, n, stride):
+    """Return base + n * stride in int64, neither n nor stride negative: one instruction where stride is int32."""
+    stride = tl.full((), 0, tl.int32) + stride
+    if INTERPRETED or stride.dtype == tl.int64:
+        return base + n * stride.to(tl.int64)
+    return tl.inline_asm_elementwise(
+        "mad.wide.u32 $0, $2, $3, $1;", "=l,l,r,r", [base, n, stride], dtype=tl.int64, is_pure=True, pack=1
+    )
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_ROWS
+from halfbyte.kernels import philox
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import rotate_wide as rw
 from halfbyte.kernels import scaling as sc
@@ -91,9 +92,11 @@ def quantize_part(
     block = group[:, None] * B + tl.arange(0, B)[None, :]
     random = ()
     if RULE.rounding == "stochastic":
-        random = pm.block_words(first_block + row[:, None] * blocks_per_row + block, pm.draw_words(draw_ptr, stream))
+        random = philox.block_words(
+            first_block + row[:, None] * blocks_per_row + block, philox.draw_words(draw_ptr, stream)
+        )
     xs = split_blocks(rw.unpacked(pairs))
-    codes, scale = sc.quantize_block(xs, pm.abs_max(xs), factors, constants, random, RULE, 0)
+    codes, scale = sc.quantize_block(xs, pm.abs_max(xs), factors, constants, random, RULE, 0, None, False)
     inside = in_row[:, None] & (block < blocks)
     place = row[:, None] * blocks + block
     if RULE.decoded:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels import decode as dc
+from halfbyte.kernels import philox
 from halfbyte.kernels import primitives as pm
 
 
@@ -20,7 +21,7 @@ def sign_flips(sign_ptr, sign_stream, SIZE: tl.constexpr, FRESH: tl.constexpr):
     """Return uint32 [SIZE]: the sign bit where the Hadamard sign of an element is minus."""
     i = tl.arange(0, SIZE)
     if FRESH:
-        words = pm.sign_words(pm.draw_words(sign_ptr, sign_stream))
+        words = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
         low, high = tl.where(i & 32 == 0, words[0], words[1]), tl.where(i & 32 == 0, words[2], words[3])
         bit = tl.where(i & 64 == 0, low, high) >> (i & 31).to(tl.uint32)
     else:

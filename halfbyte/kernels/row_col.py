@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_ROWS
+from halfbyte.kernels import philox, row_col_small
 from halfbyte.kernels import primitives as pm
-from halfbyte.kernels import row_col_small
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import row_col_amax
 from halfbyte.kernels.dequantize import decode
@@ -37,13 +38,12 @@ from halfbyte.spec import MXFP8, NVFP4, Hadamard, Spec
 
 
 class Tile(NamedTuple):
-    """What one program covers, its warps, `Rule.words`, and tiles a program."""
+    """What one program covers at once, its warps, and `Rule.words`."""
 
     rows: int
     cols: int
     num_warps: int
     words: int
-    loop: int = 1
 
 
 def tile_for(row: sc.Rule, col: sc.Rule) -> Tile:
@@ -74,11 +74,49 @@ def widened(tile: Tile, row: sc.Rule, col: sc.Rule, cols: int) -> Tile:
     return tile._replace(cols=2 * tile.cols, num_warps=2 * tile.num_warps)
 
 
+LOOPS = ((8192, 2),)
+"""(from how many tiles on, tiles of one program), where both operands draw and are stored as codes."""
+
+
+def loop_of(loops: tuple[tuple[int, int], ...], rules: Sequence[sc.Rule | None], row_tiles: int, col_tiles: int) -> int:
+    """Return how many tiles beside each other are a program; loops: as `LOOPS`, the most first."""
+    for rule in rules:
+        if rule is None or rule.rounding != "stochastic" or rule.row_amax or rule.decoded:
+            return 1
+    return next((loop for least, loop in loops if row_tiles * col_tiles >= least and col_tiles % loop == 0), 1)
+
+
 VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "first_block", "sign_stream")) + (
     "col_tiles",
     "magic",
     "shift",
 )
+
+
+@triton.jit
+def quantize_both(
+    i_row, i_col, x_ptr, row, col, row_numbers, col_numbers, rows, cols, stride_r, stride_c, row_known, col_known,
+    ROW: tl.constexpr, COL: tl.constexpr, SWIZZLED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+):  # fmt: skip
+    """Quantize TR x TC values both ways, rows first where lanes lie along them: such a read asks for whole lines.
+
+    row, col: pointers to codes, scales, amax, draw and signs.
+    row_numbers, col_numbers: blocks, stream, first_block, blocks_per_row, sign_stream and constants.
+    row_known, col_known: what a program has already: factors, values and words of the draw, or None.
+    """
+    for part in tl.static_range(2):
+        if (part == 0) == ROW.along:
+            quantize_row_tile(
+                i_row, i_col // ROW.group, x_ptr, *row, rows, cols, row_numbers[0], stride_r, stride_c,
+                row_numbers[1], row_numbers[2], row_numbers[3], row_numbers[4], row_numbers[5],
+                ROW, SWIZZLED, TR, TC // ROW.group, *row_known,
+            )  # fmt: skip
+        else:
+            quantize_col_tile(
+                i_row // COL.group, i_col, x_ptr, *col, rows, cols, col_numbers[0], stride_r, stride_c,
+                col_numbers[1], col_numbers[2], col_numbers[3], col_numbers[4], col_numbers[5],
+                COL, SWIZZLED, TR // COL.group, TC, *col_known,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -126,76 +164,44 @@ def quantize_row_col_kernel(
     TC: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """One program quantizes LOOP tiles of TR x TC both ways; its second read of the tile comes from the cache.
+    """One program quantizes LOOP tiles of TR x TC beside each other both ways, of which it reads each twice.
 
-    Rows come first where lanes lie along them: such a read asks for whole lines.
+    The second read comes from the cache. Where both operands draw, as Draws with one base, and are stored as codes,
+    keys and factors are computed once for all tiles, and the divisions are chosen once.
     """
     begin(ROW.hardware >= OVERLAP_CAPABILITY)
+    outer = pm.divide(tl.program_id(0), magic, shift)
+    i_row = outer * TR
+    i_col = (tl.program_id(0) - outer * col_tiles) * (TC * LOOP)
+    row = (row_q_ptr, row_scale_ptr, row_amax_ptr, row_draw_ptr, row_sign_ptr)
+    col = (col_q_ptr, col_scale_ptr, col_amax_ptr, col_draw_ptr, col_sign_ptr)
     row_constants = (row_span, row_floor, row_inverse, row_unit)
     col_constants = (col_span, col_floor, col_inverse, col_unit)
-    row_factors = None
-    col_factors = None
-    if LOOP > 1:
-        row_factors = sc.operand_factors(row_amax_ptr, row_constants, ROW)
-        col_factors = sc.operand_factors(col_amax_ptr, col_constants, COL)
-    for step in range(LOOP):
-        tile = tl.program_id(0) * LOOP + step
-        outer = pm.divide(tile, magic, shift)
-        i_row = outer * TR
-        i_col = (tile - outer * col_tiles) * TC
-        for part in tl.static_range(2):
-            if (part == 0) == ROW.along:
-                quantize_row_tile(
-                    i_row,
-                    i_col // ROW.group,
-                    x_ptr,
-                    row_q_ptr,
-                    row_scale_ptr,
-                    row_amax_ptr,
-                    row_draw_ptr,
-                    row_sign_ptr,
-                    rows,
-                    cols,
-                    row_blocks,
-                    stride_r,
-                    stride_c,
-                    row_stream,
-                    row_first_block,
-                    row_blocks_per_row,
-                    row_sign_stream,
-                    row_constants,
-                    ROW,
-                    SWIZZLED,
-                    TR,
-                    TC // ROW.group,
-                    row_factors,
-                )
-            else:
-                quantize_col_tile(
-                    i_row // COL.group,
-                    i_col,
-                    x_ptr,
-                    col_q_ptr,
-                    col_scale_ptr,
-                    col_amax_ptr,
-                    col_draw_ptr,
-                    col_sign_ptr,
-                    rows,
-                    cols,
-                    col_blocks,
-                    stride_r,
-                    stride_c,
-                    col_stream,
-                    col_first_block,
-                    col_blocks_per_row,
-                    col_sign_stream,
-                    col_constants,
-                    COL,
-                    SWIZZLED,
-                    TR // COL.group,
-                    TC,
-                    col_factors,
-                )
+    row_numbers = (row_blocks, row_stream, row_first_block, row_blocks_per_row, row_sign_stream, row_constants)
+    col_numbers = (col_blocks, col_stream, col_first_block, col_blocks_per_row, col_sign_stream, col_constants)
+    DRAWN: tl.constexpr = ROW.rounding == "stochastic" and COL.rounding == "stochastic"
+    if DRAWN and not (ROW.row_amax or COL.row_amax or ROW.decoded or COL.decoded):
+        base, row_amax, col_amax = philox.load_base(row_draw_ptr), tl.load(row_amax_ptr), tl.load(col_amax_ptr)
+        row_draw, col_draw = philox.words_of(base, row_stream), philox.words_of(base, col_stream)
+        if sc.is_regular(row_amax) & sc.is_regular(col_amax):
+            row_factors = sc.regular_factors(row_amax, row_constants)
+            col_factors = sc.regular_factors(col_amax, col_constants)
+            for step in range(LOOP):
+                quantize_both(
+                    i_row, i_col + step * TC, x_ptr, row, col, row_numbers, col_numbers, rows, cols, stride_r, stride_c,
+                    (row_factors, None, row_draw), (col_factors, None, col_draw), ROW, COL, SWIZZLED, TR, TC,
+                )  # fmt: skip
+        else:
+            for step in range(LOOP):
+                quantize_both(
+                    i_row, i_col + step * TC, x_ptr, row, col, row_numbers, col_numbers, rows, cols, stride_r, stride_c,
+                    (None, None, row_draw), (None, None, col_draw), ROW, COL, SWIZZLED, TR, TC,
+                )  # fmt: skip
+    else:
+        quantize_both(
+            i_row, i_col, x_ptr, row, col, row_numbers, col_numbers, rows, cols, stride_r, stride_c,
+            (None, None, None), (None, None, None), ROW, COL, SWIZZLED, TR, TC,
+        )  # fmt: skip
 
 
 def quantize_row_col(
@@ -311,12 +317,12 @@ def _launch(
     row, col = (rule._replace(full=full, words=tile.words) for rule in (row, col))
     row_along, along = row_runs_along(row, col) and not swizzled, runs_along(row, col) and not swizzled
     row, col = row._replace(along=row_along), col._replace(along=along)
-    col_tiles = ceil_div(cols, tile_cols)
     row_pointers, row_numbers, row_constants = row_arguments
     col_pointers, col_numbers, col_constants = col_arguments
-    tiles = ceil_div(rows, tile_rows) * col_tiles
-    loop = tile.loop if tiles % tile.loop == 0 else 1
-    quantize_row_col_kernel[(tiles // loop,)](
+    col_tiles, row_tiles = ceil_div(cols, tile_cols), ceil_div(rows, tile_rows)
+    loop = loop_of(LOOPS, (row, col), row_tiles, col_tiles)
+    col_tiles //= loop
+    quantize_row_col_kernel[(row_tiles * col_tiles,)](
         x,
         *row_pointers,
         *col_pointers,
@@ -378,7 +384,7 @@ def _compile_case(pair: tuple[NVFP4, Spec], wide: bool, hardware: int) -> Compil
         "SWIZZLED": False,
         "TR": tile.rows,
         "TC": tile.cols,
-        "LOOP": tile.loop,
+        "LOOP": loop_of(LOOPS, (row_rule, col_rule), LOOPS[0][0], LOOPS[0][1]),
     }
     targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
     return CompileCase(quantize_row_col_kernel, arguments, tile.num_warps, fp_fusion=False, capabilities=targets)

@@ -21,7 +21,8 @@ from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import amax_rotated_kernel, amax_rule, rotated_case
 from halfbyte.kernels.quantize import allocate, compile_arguments, hardware_fp8, is_packed, operand_arguments
 from halfbyte.kernels.targets import TARGETS, CompileCase
-from halfbyte.kernels.tiles import load_col_pairs, quantize_col_tile, quantize_row_tile, read_row_tile
+from halfbyte.kernels.tile_loads import load_col_pairs
+from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.layout import LINEAR, Blocks, ceil_div
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard, Spec

@@ -23,8 +23,9 @@ from halfbyte.arithmetic import LANES as LANES_
 from halfbyte.arithmetic import ROW_GROUP as ROW_GROUP_
 from halfbyte.formats import f32
 from halfbyte.kernels import decode as dc
+from halfbyte.kernels import philox
 from halfbyte.kernels import primitives as pm
-from halfbyte.kernels.tiles import masked_load
+from halfbyte.kernels.tile_loads import masked_load
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4
 
@@ -107,7 +108,7 @@ def sign_words(sign_ptr, sign_stream, WANTED: tl.constexpr):
     """Return the fresh sign bits of the rotation, or nothing."""
     words = ()
     if WANTED.fresh:
-        words = pm.sign_words(pm.draw_words(sign_ptr, sign_stream))
+        words = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
     return words
 
 
@@ -199,7 +200,7 @@ def settle(
                     ys = ys + (pm.to_fp32(stored[i]),)
                 if not NARROW:
                     ys = pm.unpack_pairs(pm.bf16_pairs(ys), 0, GROUP)
-                ys = pm.unpack_pairs(pm.rotate(ys, WANTED.norm, GROUP, WANTED.fresh, words), 0, GROUP)
+                ys = pm.unpack_pairs(pm.rotate(ys, WANTED.norm, GROUP, WANTED.fresh, words, False), 0, GROUP)
                 for i in tl.static_range(GROUP):
                     bits_rotated = tl.maximum(bits_rotated, finite_bits(ys[i]))
         m_plain = tl.max(bits_plain, axis=0)

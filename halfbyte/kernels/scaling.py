@@ -128,6 +128,21 @@ def tensor_factors(amax, constants, SCALAR: tl.constexpr):
 
 
 @triton.jit
+def is_regular(amax):
+    """Say whether amax lies between 2^-60 and 2^60, so that no division of `tensor_factors` needs a range check."""
+    bits = amax.to(tl.int32, bitcast=True)
+    return (bits > 0x21800000) & (bits < 0x5D800000)
+
+
+@triton.jit
+def regular_factors(amax, constants):
+    """Return `tensor_factors` of an amax that `is_regular`; what depends on that is decided when compiling."""
+    s = pm.quotient(constants[0], amax)
+    d = pm.regular_reciprocal(s)
+    return amax, s, s * constants[2], d, False, True, d
+
+
+@triton.jit
 def any_factors(clean, a, constants):
     s = tl.where(clean == 0, 1.0, tl.minimum(tl.div_rn(a * 0 + constants[0], a), pm.FLT_MAX))
     return s, pm.reciprocal(s)
@@ -261,20 +276,23 @@ def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, 
 
 
 @triton.jit
-def pack_codes(xs, signs, START: tl.constexpr, encode, random, RULE: tl.constexpr):
+def pack_codes(xs, signs, START: tl.constexpr, encode, random, RULE: tl.constexpr, APART: tl.constexpr):
     """Return the 8 codes from element START as a uint32, the first in the low nibble; for the rest `quantize_block`."""
     if RULE.rounding == "nearest" and RULE.hardware >= E2M1_CAPABILITY:
         return converted_word(xs, START, encode)
     elif RULE.rounding == "nearest":
         return pm.pack_word(xs, START, pm.nearest_codes(xs, START, encode))
     elif RULE.rounding == "stochastic":
-        return stochastic_word(xs, signs, START, encode, random)
+        return stochastic_word(xs, signs, START, encode, random, APART)
     else:
         return pm.pack_word(xs, START, pm.truncated_codes(xs, START, encode))
 
 
 @triton.jit
-def quantize_block(xs, block_amax, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr, signs=None):
+def quantize_block(
+    xs, block_amax, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr, signs,
+    APART: tl.constexpr,
+):  # fmt: skip
     """Quantize 16 elements.
 
     Args:
@@ -283,6 +301,7 @@ def quantize_block(xs, block_amax, factors, constants, random, RULE: tl.constexp
         random: four Philox words of each block, if rounding is stochastic.
         AXIS: along which the 16 blocks of a tile lie.
         signs: 8 words whose halves begin with the signs of xs, if there are such: a packed x, or rotated pairs.
+        APART: whether these are of elements two apart.
 
     Returns:
         The 16 codes as int64 and the E4M3 scale as uint8.
@@ -305,8 +324,8 @@ def quantize_block(xs, block_amax, factors, constants, random, RULE: tl.constexp
         code, encode = choose_candidate(xs, block_amax, factors, constants, False, RULE, AXIS)
     if RULE.rounding == "stochastic" and signs is None:
         signs = upper_halves(xs)
-    low = pack_codes(xs, signs, 0, encode, random, RULE).to(tl.int64)
-    high = pack_codes(xs, signs, 8, encode, random, RULE).to(tl.int64)
+    low = pack_codes(xs, signs, 0, encode, random, RULE, APART).to(tl.int64)
+    high = pack_codes(xs, signs, 8, encode, random, RULE, APART).to(tl.int64)
     return tl.where(poison, 0, low | (high << 32)), tl.where(poison, E4M3_NAN, code).to(tl.uint8)
 
 

@@ -17,7 +17,8 @@ from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.quantize import allocate, compile_arguments, hardware_fp8, operand_arguments
 from halfbyte.kernels.quantize_wide import WIDE
 from halfbyte.kernels.targets import TARGETS, CompileCase
-from halfbyte.kernels.tiles import load_row_groups, quantize_row_tile, rotate_group
+from halfbyte.kernels.tile_loads import load_row_groups
+from halfbyte.kernels.tiles import quantize_row_tile, rotate_group
 from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard, Spec

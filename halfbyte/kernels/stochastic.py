@@ -29,14 +29,22 @@ CUT_PAIR = tl.constexpr(
         for select in ("0x4240", "0x4341")
     )
 )
-# The codes of elements 1 and 3 over those of 0 and 2: byte 1 holds two codes, byte 3 the others, all shifted by one.
-OVER = tl.constexpr("{.reg .b32 t; shl.b32 t, $2, 4; lop3.b32 $0, t, $1, 0xE000E000, 0xE4;}")
-# Bytes 1 and 3 of $1 and $2 are the codes; the sign of element i is the upper bit of half i % 2 of operand 3 + i / 2.
-SIGN_AND_JOIN = tl.constexpr(
-    "{.reg .b32 w, a, b, even, odd; prmt.b32 w, $1, $2, 0x7531; shr.u32 w, w, 1;"
-    "prmt.b32 a, $3, $4, 0x7351; prmt.b32 b, $5, $6, 0x7351;"
-    "prmt.b32 even, a, b, 0xDC98; prmt.b32 odd, a, b, 0x7632;"  # even: a sign fills its byte
-    "lop3.b32 a, even, odd, 0x0F0F0F0F, 0xE4; lop3.b32 $0, a, w, 0x88888888, 0xE4;}"
+# Bytes 1 and 3 of $1 to $4 are the codes of elements 0 and 2, 1 and 3, 4 and 6, 5 and 7, shifted by one, over four zero
+# bits: gathered, the odd ones are added over the even ones without a carry, and signs replace what else is in bits 3.
+# The sign of element i is the upper bit of half i % 2 of operand 5 + i / 2; where operands hold elements two apart
+# instead, (0, 2), (1, 3) and so on, signs are gathered in half as many steps.
+JOIN = tl.constexpr(
+    tuple(
+        "{.reg .b32 w, a, b, even, odd; prmt.b32 even, $1, $3, 0x7531; prmt.b32 odd, $2, $4, 0x7531;"
+        "shr.u32 even, even, 1; mad.lo.u32 w, odd, 8, even;"
+        f"{gather}"  # even: a sign fills its byte
+        "lop3.b32 a, even, odd, 0x0F0F0F0F, 0xE4; lop3.b32 $0, a, w, 0x88888888, 0xE4;}"
+        for gather in (
+            "prmt.b32 a, $5, $6, 0x7351; prmt.b32 b, $7, $8, 0x7351;"
+            "prmt.b32 even, a, b, 0xDC98; prmt.b32 odd, a, b, 0x7632;",
+            "prmt.b32 even, $5, $7, 0xFDB9; prmt.b32 odd, $6, $8, 0x7531;",
+        )
+    )
 )
 UPPER_HALVES = tl.constexpr("prmt.b32 $0, $1, $2, 0x7632;")
 
@@ -71,19 +79,19 @@ def portable_codes(xs, START: tl.constexpr, encode, random):
 
 
 @triton.jit
-def stochastic_word(xs, signs, START: tl.constexpr, encode, random):
+def stochastic_word(xs, signs, START: tl.constexpr, encode, random, APART: tl.constexpr):
     """Return the codes of x * encode rounded by random bytes, 8 elements from START, the first in the low nibble.
 
     Args:
         xs: 16 fp32 tensors.
-        signs: 8 words; the upper bits of the halves of word k are the signs of elements 2k and 2k + 1.
+        signs: 8 words; the upper bits of the halves of word k are the signs of elements 2k and 2k + 1, or if APART, of
+            the elements that `pm.apart` brings there.
         random: the Philox words of each block, byte i % 4 of word i // 4 for element i.
     """
     if INTERPRETED:
         return pm.pack_word(xs, START, portable_codes(xs, START, encode, random))
-    fours = ()
+    pairs = ()
     for i in tl.static_range(START, START + 8, 4):
-        pairs = ()
         for k in tl.static_range(2):
             pairs = pairs + (
                 tl.inline_asm_elementwise(
@@ -95,13 +103,11 @@ def stochastic_word(xs, signs, START: tl.constexpr, encode, random):
                     pack=1,
                 ),
             )
-        four = tl.inline_asm_elementwise(OVER, "=r,r,r", [pairs[0], pairs[1]], dtype=tl.uint32, is_pure=True, pack=1)
-        fours = fours + (four,)
     H: tl.constexpr = START // 2
     return tl.inline_asm_elementwise(
-        SIGN_AND_JOIN,
-        "=r,r,r,r,r,r,r",
-        [fours[0], fours[1], signs[H], signs[H + 1], signs[H + 2], signs[H + 3]],
+        JOIN[1 if APART else 0],
+        "=r,r,r,r,r,r,r,r,r",
+        [pairs[0], pairs[1], pairs[2], pairs[3], signs[H], signs[H + 1], signs[H + 2], signs[H + 3]],
         dtype=tl.uint32,
         is_pure=True,
         pack=1,

@@ -10,122 +10,21 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels import decode as dc
+from halfbyte.kernels import philox
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import swizzled_offset
 from halfbyte.kernels.e2m1_values import decoded_pairs
-
-
-@triton.jit
-def masked_load(pointers, mask, FULL: tl.constexpr):
-    """Load, with 0 where `mask` is false; FULL: it is true everywhere."""
-    if FULL:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=mask, other=0)
-
-
-@triton.jit
-def masked_store(pointers, values, mask, FULL: tl.constexpr):
-    """Store where `mask` is true; FULL: it is true everywhere."""
-    if FULL:
-        tl.store(pointers, values)
-    else:
-        tl.store(pointers, values, mask=mask)
-
-
-@triton.jit
-def rows_of_tile(i_row, rows, RULE: tl.constexpr, R: tl.constexpr):
-    """Return the rows of a tile whose blocks lie along them; RULE.clamped: the last one in place of those behind it."""
-    row = i_row + tl.arange(0, R)
-    if RULE.clamped:
-        row = tl.minimum(row, rows - 1)
-    return row
-
-
-@triton.jit
-def load_row_pairs(x_ptr, i_row, i_group, rows, cols, stride_r, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
-    """Return RULE.group / 2 words [R, N], two bf16 values each, of N groups of R rows of a packed x."""
-    row = rows_of_tile(i_row, rows, RULE, R)
-    o_word = (i_group + tl.arange(0, N)) * (RULE.group // 2)
-    word_ptr = x_ptr.to(tl.pointer_type(tl.uint32))
-    if RULE.along:  # groups lead: of dimensions that are not contiguous the compiler lays lanes along the first
-        first = word_ptr + (row.to(tl.int64) * stride_r)[None, :, None] // 2
-    else:
-        first = word_ptr + (row.to(tl.int64) * stride_r)[:, None, None] // 2
-    words = ()
-    for piece in tl.static_range(RULE.group // 8):
-        four = piece * 4 + tl.arange(0, 4)
-        if RULE.along:
-            word = o_word[:, None, None] + four[None, None, :]
-            inside = (row < rows)[None, :, None] & (word * 2 < cols)
-            loaded = tl.permute(masked_load(first + word, inside, RULE.full), (1, 0, 2))
-        else:
-            word = o_word[None, :, None] + four[None, None, :]
-            inside = (row < rows)[:, None, None] & (word * 2 < cols)
-            loaded = masked_load(first + word, inside, RULE.full)
-        words = words + pm.split_four(loaded, R, N)
-    return words
-
-
-@triton.jit
-def load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, RULE: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
-    """Return RULE.group tuples of RULE.words words [N, C / words / 2], two columns each: a packed x by columns."""
-    COUNT: tl.constexpr = RULE.words
-    SHARE: tl.constexpr = C // (2 * COUNT)
-    SIZE: tl.constexpr = RULE.group
-    row = tl.arange(0, N) * SIZE
-    # Halved, columns hide from the compiler that single words lie together: its layout then keeps the groups of a
-    # column in one warp, where scales need no shared memory.
-    word = ((i_col + 2 * COUNT * tl.arange(0, SHARE)) // 2)[:, None] + tl.arange(0, COUNT)[None, :]
-    stride = tl.cast(stride_r, tl.int64) // 2
-    first = x_ptr.to(tl.pointer_type(tl.uint32)) + i_group * SIZE * stride
-    first = first + row.to(tl.int64)[:, None, None] * stride + word[None, :, :]
-    out = ()
-    for i in tl.static_range(SIZE):
-        inside = (i_group * SIZE + row + i < rows)[:, None, None]
-        if not RULE.clamped:
-            inside = inside & (word * 2 < cols)[None, :, :]
-        loaded = masked_load(first + i * stride, inside, RULE.full and not RULE.clamped)
-        if COUNT == 4:
-            out = out + (pm.split_four(loaded, N, SHARE),)
-        elif COUNT == 2:
-            out = out + (tl.split(loaded),)
-        else:
-            out = out + ((tl.reshape(loaded, (N, SHARE)),),)
-    return out
-
-
-@triton.jit
-def load_row_groups(x_ptr, o_row, in_row, o_col, cols, stride_c, SIZE: tl.constexpr):
-    """Return SIZE fp32 tensors [R, N]: element i of the groups that start in columns o_col [N] of rows o_row [R].
-
-    Each thread loads whole groups in pieces of 16 bytes.
-    """
-    R: tl.constexpr = o_row.shape[0]
-    N: tl.constexpr = o_col.shape[0]
-    WIDTH: tl.constexpr = 4 if x_ptr.dtype.element_ty == tl.float32 else 8
-    xs = ()
-    for piece in tl.static_range(SIZE // WIDTH):
-        col = o_col[None, :, None] + (piece * WIDTH + tl.arange(0, WIDTH))[None, None, :]
-        pointers = x_ptr + o_row[:, None, None] + col.to(tl.int64) * stride_c
-        x = pm.to_fp32(tl.load(pointers, mask=in_row[:, None, None] & (col < cols), other=0.0))
-        if WIDTH == 8:
-            xs = xs + pm.split_eight(x, R, N)
-        else:
-            xs = xs + pm.split_four(x, R, N)
-    return xs
-
-
-@triton.jit
-def load_col_groups(x_ptr, o_row, rows, o_col, in_col, stride_r, stride_c, SIZE: tl.constexpr):
-    """Return SIZE fp32 tensors [N, C]: element i of the groups that start in rows o_row [N], in columns o_col [C]."""
-    xs = ()
-    stride_r64 = tl.cast(stride_r, tl.int64)
-    first = x_ptr + o_row.to(tl.int64)[:, None] * stride_r + o_col.to(tl.int64)[None, :] * stride_c
-    for i in tl.static_range(SIZE):
-        inside = (o_row + i < rows)[:, None] & in_col[None, :]
-        xs = xs + (pm.to_fp32(tl.load(first + i * stride_r64, mask=inside, other=0.0)),)
-    return xs
+from halfbyte.kernels.tile_loads import (
+    lines_from,
+    load_col_groups,
+    load_col_pairs,
+    load_row_groups,
+    load_row_pairs,
+    masked_load,
+    masked_store,
+    rows_of_tile,
+)
 
 
 @triton.jit
@@ -135,8 +34,8 @@ def rotate_group(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.const
         xs = pm.unpack_pairs(pm.bf16_pairs(xs), 0, RULE.group)
     words = ()
     if RULE.fresh:
-        words = pm.sign_words(pm.draw_words(sign_ptr, sign_stream))
-    return pm.rotate(xs, RULE.norm, RULE.group, RULE.fresh, words)
+        words = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
+    return pm.rotate(xs, RULE.norm, RULE.group, RULE.fresh, words, RULE.rounding == "stochastic")
 
 
 @triton.jit
@@ -225,14 +124,13 @@ def store_decoded_lines(out_ptr, words, scales, i_block, line64, blocks, in_line
 
 
 @triton.jit
-def quantize_group(
-    xs, amax, factors, constants, draw_ptr, stream, block, RULE: tl.constexpr, AXIS: tl.constexpr, pairs=None
-):
+def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr, AXIS: tl.constexpr, pairs=None):
     """Quantize a group: return the words of its codes and its scales.
 
     Args:
         xs: RULE.group fp32 tensors, or half as many `bf16_pairs` after a rotation.
         amax: max |x| of the group's only block, before a rotation; None after one.
+        draw: of `draw_words`, if rounding is stochastic.
         block: int64, the position of the group's first block among random numbers.
         pairs: the words of a packed x whose unrotated values xs are, if they lie along its rows.
     """
@@ -245,14 +143,18 @@ def quantize_group(
         random = ()
         for g in tl.static_range(RULE.group // 16):
             if RULE.rounding == "stochastic":
-                random = pm.block_words(block + g, pm.draw_words(draw_ptr, stream))
+                random = philox.block_words(block + g, draw)
             block_xs = xs
             signs = pairs
             if RULE.norm != 0.0:
                 signs = pm.part(xs, g * 8, 8)
-                amax = pm.max_of_pair(pm.pair_abs_max(signs, RULE.hardware))
+                amax = pm.max_of_pairs(signs, RULE.hardware)
                 block_xs = pm.unpack_pairs(xs, g * 16, 16)
-            codes, scale = sc.quantize_block(block_xs, amax, factors, constants, random, RULE, AXIS, signs)
+                if RULE.rounding == "stochastic":
+                    block_xs = pm.apart(block_xs)
+            codes, scale = sc.quantize_block(
+                block_xs, amax, factors, constants, random, RULE, AXIS, signs, RULE.norm != 0.0
+            )
             words = words + (codes,)
             scales = scales + (scale,)
     return words, scales
@@ -298,10 +200,12 @@ def quantize_row_tile(
     N: tl.constexpr,
     factors=None,
     loaded=None,
+    draw=None,
 ):
     """Quantize N groups of R rows along the rows of x; outputs [rows, blocks].
 
-    factors: of `operand_factors`, if a program has them already; loaded: of `read_row_tile`, likewise.
+    factors: of `operand_factors`, if a program has them already; loaded: of `read_row_tile`, draw: of `draw_words`,
+    likewise.
     """
     row = rows_of_tile(i_row, rows, RULE, R)
     group = i_group + tl.arange(0, N)
@@ -321,27 +225,31 @@ def quantize_row_tile(
     if RULE.norm != 0.0:
         xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
     elif RULE.packed:
-        amax = pm.max_of_pair(pm.pair_abs_max(loaded, RULE.hardware))
+        amax = pm.max_of_pairs(loaded, RULE.hardware)
     else:
         amax = pm.abs_max(xs)
     block = 0
     if RULE.rounding == "stochastic":
-        block = first_block + row64[:, None] * blocks_per_row + (group * (RULE.group // 16))[None, :]
-        block = pm.like(block, xs[0])
+        base = first_block + tl.cast(i_row, tl.int64) * blocks_per_row + i_group * (RULE.group // 16)
+        base = base + (tl.arange(0, N) * (RULE.group // 16))[None, :]
+        block = pm.like(pm.wide_sum(base, lines_from(i_row, rows, RULE, R)[:, None], blocks_per_row), xs[0])
+        if draw is None:
+            draw = philox.draw_words(draw_ptr, stream)
     pairs = None
     if RULE.packed:
         pairs = loaded
-    words, scales = quantize_group(xs, amax, factors, constants, draw_ptr, stream, block, RULE, 0, pairs)
+    words, scales = quantize_group(xs, amax, factors, constants, draw, block, RULE, 0, pairs)
     if RULE.decoded:
         i_block = i_group * len(scales)
         store_decoded_lines(q_ptr, words, scales, i_block, row64, blocks, in_row, RULE)
+    elif RULE.along:
+        line = lines_from(i_row, rows, RULE, R)
+        store_blocks(q_ptr, scale_ptr, tl.trans(words[0]), tl.trans(scales[0]), i_row, line, i_group, blocks)
     else:
         W: tl.constexpr = len(words)
         G: tl.constexpr = len(scales)
         place = group
-        if RULE.along:
-            place = pm.unaligned(i_group) + tl.arange(0, N)  # else words would move between threads
-        elif R == 1 and W == 1:
+        if R == 1 and W == 1:
             # Halved, groups hide from the compiler that they lie together: it would move words between threads, so
             # that each stores two at once. With several rows it would then lay a warp along the rows.
             place = (i_group * 2 + 2 * tl.arange(0, N)) // 2
@@ -381,11 +289,12 @@ def quantize_col_tile(
     C: tl.constexpr,
     factors=None,
     loaded=None,
+    draw=None,
 ):
     """Quantize N groups of C columns along the columns of x; outputs [cols, blocks].
 
-    A packed x is read in words of two columns, RULE.words of them a thread. factors, loaded: of `operand_factors` and,
-    for a packed x, of `load_col_pairs`, if a program has them already.
+    A packed x is read in words of two columns, RULE.words of them a thread. factors, loaded, draw: of `operand_factors`
+    and, for a packed x, of `load_col_pairs`, and of `draw_words`, if a program has them already.
     """
     SHARE: tl.constexpr = 2 * RULE.words if RULE.packed else 1  # columns of a thread
     group = i_group + tl.arange(0, N)
@@ -398,6 +307,8 @@ def quantize_col_tile(
         loaded = load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, RULE, N, C)
     if factors is None:
         factors = sc.operand_factors(amax_ptr, constants, RULE)
+    if RULE.rounding == "stochastic" and draw is None:
+        draw = philox.draw_words(draw_ptr, stream)
     columns_words = ()
     columns_scales = ()
     for k in tl.static_range(SHARE):
@@ -421,11 +332,17 @@ def quantize_col_tile(
             amax = pm.abs_max(xs)
         block = 0
         if RULE.rounding == "stochastic":
-            block = first_block + col64[None, :] * blocks_per_row + (group * (RULE.group // 16))[:, None]
-            block = pm.like(block, xs[0])
-        words, scales = quantize_group(xs, amax, factors, constants, draw_ptr, stream, block, RULE, 1)
+            base = first_block + tl.cast(i_col, tl.int64) * blocks_per_row + i_group * (RULE.group // 16)
+            base = base + (tl.arange(0, N) * (RULE.group // 16))[:, None]
+            local = (SHARE * tl.arange(0, C // SHARE) + k)[None, :]
+            block = pm.like(pm.wide_sum(base, local, blocks_per_row), xs[0])
+        words, scales = quantize_group(xs, amax, factors, constants, draw, block, RULE, 1)
         if RULE.along:
-            store_columns(q_ptr, scale_ptr, words, scales, i_group, first_col + k, cols, blocks, RULE, SWIZZLED)
+            if RULE.decoded:
+                store_columns(q_ptr, scale_ptr, words, scales, i_group, first_col + k, cols, blocks, RULE, SWIZZLED)
+            else:
+                line = SHARE * tl.arange(0, C // SHARE) + k
+                store_blocks(q_ptr, scale_ptr, words[0], scales[0], i_col, line, i_group, blocks)
         else:
             columns_words = columns_words + (words,)
             columns_scales = columns_scales + (scales,)
@@ -434,6 +351,21 @@ def quantize_col_tile(
         scales = pm.interleave(columns_scales, N, C)
         col = i_col + tl.arange(0, C)
         store_columns(q_ptr, scale_ptr, words, scales, i_group, col, cols, blocks, RULE, SWIZZLED)
+
+
+@triton.jit
+def store_blocks(q_ptr, scale_ptr, word, scale, i_line, line, i_block, blocks):
+    """Store a word of codes and a scale [N, L] for N blocks from i_block on of lines i_line + line [L].
+
+    Addresses are numbers: the compiler, which does not see that blocks lie together, moves no word between threads.
+    """
+    first = tl.cast(i_line, tl.int64) * blocks + i_block
+    block = tl.arange(0, word.shape[0])[:, None]
+    line = line[None, :]
+    q_address = (q_ptr + first).to(tl.int64) + block * 8
+    tl.store(pm.wide_sum(q_address, line, blocks * 8).to(q_ptr.dtype), word)
+    scale_address = (scale_ptr + first).to(tl.int64) + block
+    tl.store(pm.wide_sum(scale_address, line, blocks).to(scale_ptr.dtype), scale)
 
 
 @triton.jit
@@ -448,7 +380,7 @@ def store_columns(
         i_block, col64 = i_group * len(scales), col.to(tl.int64)
         store_decoded_lines(q_ptr, turned(words), turned(scales), i_block, col64, blocks, in_col, RULE)
     else:
-        group = (pm.unaligned(i_group) if RULE.along else i_group) + tl.arange(0, N)
+        group = i_group + tl.arange(0, N)
         W: tl.constexpr = len(words)
         G: tl.constexpr = len(scales)
         word = group[:, None, None] * W + tl.arange(0, W)[None, None, :]

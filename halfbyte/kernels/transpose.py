@@ -14,7 +14,7 @@ from halfbyte.kernels import overlap
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.dequantize import as_words
 from halfbyte.kernels.targets import CompileCase
-from halfbyte.kernels.tiles import masked_load, masked_store
+from halfbyte.kernels.tile_loads import masked_load, masked_store
 from halfbyte.layout import ceil_div
 
 # Of a program that moves codes and scales.

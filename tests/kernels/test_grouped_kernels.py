@@ -10,7 +10,7 @@ from torch.library import opcheck
 
 import halfbyte as hb
 from halfbyte import reference
-from halfbyte.kernels import backend, grouped_tiles
+from halfbyte.kernels import backend, grouped, grouped_tiles
 from halfbyte.kernels.grouped_gemm import clear_tail, grouped_dequantize, grouped_gemm_nt
 from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, GroupedOperand, group_alignment, group_ends
 from halfbyte.reference.scale import global_scale
@@ -121,6 +121,19 @@ def test_whole_tiles_of_columns(pair):
     codes = reference.grouped_quantize_row_col(x, offsets, *specs, **draws(), **given)
     values = backend.grouped_quantize_row_col(x, offsets, *specs, transient=(True, True), **draws(), **given)
     same_values(values, codes, specs, 70, offsets)
+
+
+def test_several_tiles_a_program(monkeypatch):
+    """Programs that draw go through tiles beside each other; groups of an amax that is not regular divide otherwise."""
+    monkeypatch.setattr(grouped, "LOOPS", ((1, 2),))
+    specs = hb.NVFP4(**SR), hb.NVFP4(**SR, rotation=hb.Hadamard())
+    x, offsets = torch.randn(95, 512, generator=torch.Generator().manual_seed(6)).bfloat16(), ends((67, 20, 3))
+    x[80:84] *= 2.0**-70
+    given = {f"{side}_amax": torch.tensor([4.0, 1e-30, 0.0]) for side in ("row", "col")}
+    check_bytes(x, offsets, specs, **given)
+    codes = reference.grouped_quantize_row_col(x, offsets, *specs, **draws(), **given)
+    values = backend.grouped_quantize_row_col(x, offsets, *specs, transient=(True, True), **draws(), **given)
+    same_values(values, codes, specs, 90, offsets)
 
 
 @pytest.mark.parametrize("pair", ["gradient", "widest"])
