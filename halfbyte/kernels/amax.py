@@ -21,7 +21,7 @@ from halfbyte.kernels import rotate_wide as rw
 from halfbyte.kernels import running_max as rm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import INTERPRETED, cast
-from halfbyte.kernels.targets import CompileCase
+from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard, Spec
@@ -51,6 +51,20 @@ class Tile(NamedTuple):
 # Measured on an H200: about as many programs as run at once, so that few of them meet in the workspace.
 PLAIN_TILE = Tile(8192, 8, 8)
 ROTATED_TILES = {16: Tile(8, 4, 5), 32: Tile(4, 4, 5), 64: Tile(4, 4, 3), 128: Tile(2, 4, 3)}
+
+
+class RotatedTile(NamedTuple):
+    """What a program of a rotation's maximum reads at once.
+
+    lines: columns, or words of two (packed); vec: how many of them a thread reads.
+    num_warps, per_sm: as in `Tile`.
+    """
+
+    lines: int
+    vec: int
+    packed: bool
+    num_warps: int
+    per_sm: int
 
 
 @triton.jit
@@ -368,9 +382,10 @@ def _launch_rotated(x: Tensor, rule: sc.Rule, sign_draw: Draw | None, both: bool
     """Return the amax of rotated x.T, [] or [cols], and with `both` that of x [], else nothing."""
     assert not rule.fresh or sign_draw is not None, "fresh signs need a draw"
     rows, cols = x.shape
-    tile, vec, packed = rotated_tile(rule, is_packed(x))
-    strips = ceil_div(cols, tile * (2 if packed else 1))
-    parts = _parts(ceil_div(rows, rule.group), strips, ROTATED_TILES[rule.group].per_sm, x.device)
+    tile = rotated_tile(rule, is_packed(x), sc.hardware_of(x.device))
+    tile_cols = tile.lines * (2 if tile.packed else 1)
+    strips = ceil_div(cols, tile_cols)
+    parts = _parts(ceil_div(rows, rule.group), strips, tile.per_sm, x.device)
     new = torch.zeros if rule.row_amax else torch.empty
     out = new((cols,) if rule.row_amax else (), dtype=torch.float32, device=x.device)
     plain = torch.empty((), dtype=torch.float32, device=x.device)
@@ -389,37 +404,49 @@ def _launch_rotated(x: Tensor, rule: sc.Rule, sign_draw: Draw | None, both: bool
         strips * parts,
         RULE=rule,
         BOTH=both,
-        PACKED=packed,
-        FULL=cols % (tile * (2 if packed else 1)) == 0 and rows % rule.group == 0,
-        T=tile,
-        VEC=vec,
+        PACKED=tile.packed,
+        FULL=cols % tile_cols == 0 and rows % rule.group == 0,
+        T=tile.lines,
+        VEC=tile.vec,
         PARTIAL=False,
         OVERLAP=False,
-        num_warps=ROTATED_TILES[rule.group].num_warps,
+        num_warps=tile.num_warps,
         enable_fp_fusion=False,
     )
     return out, plain
 
 
-def rotated_tile(rule: sc.Rule, packed: bool) -> tuple[int, int, bool]:
-    """Return (columns or words of a tile, how many of them a thread reads at once, whether they are words)."""
-    tile = ROTATED_TILES[rule.group]
-    packed = packed and tile.size >= 4
-    vec = tile.size // 4 if packed else 1
-    return 32 * tile.num_warps * vec, vec, packed
+def rotated_tile(rule: sc.Rule, packed: bool, hardware: int) -> RotatedTile:
+    """Return the tile of a rotation's maximum.
+
+    A thread holds whole groups, of as many columns as fit into its registers: Blackwell's assembler keeps fewer of
+    them, and 128 fresh signs beside 128 values are too much for all but sm_89 and sm_90. There a thread reads one
+    column or, of groups of 128, half of one. Those tiles are compiled, not measured.
+
+    Args:
+        rule: its group and fresh count.
+        packed: whether x may be read in words.
+        hardware: as `Rule.hardware`.
+    """
+    size, num_warps, per_sm = ROTATED_TILES[rule.group]
+    if rule.group >= 32 and hardware >= 100:
+        return RotatedTile(128, 1, False, 8 if rule.group == 128 else 4, per_sm)
+    if rule.group == 128 and rule.fresh and hardware < 89:
+        return RotatedTile(64, 1, False, 4, per_sm)
+    packed = packed and size >= 4
+    vec = size // 4 if packed else 1
+    return RotatedTile(32 * num_warps * vec, vec, packed, num_warps, per_sm)
 
 
 def compile_cases() -> list[CompileCase]:
     """Return the tiles of both kernels; rotations with fresh signs on whole tiles, and with ragged edges."""
     plain = [_plain_case(result, packed) for result in (OF_TENSOR, OF_ROW, OF_ROW_PARTS) for packed in (True, False)]
     rotated = [
-        rotated_case(NVFP4(rotation=Hadamard(size=size, signs=signs), outer=outer), packed, full)
+        rotated_case(rule, tile, full, capabilities)
         for size in ROTATED_TILES
-        # 128 fresh signs beside 128 values spill up to 128 bytes on sm_80 and sm_120.
-        for signs, outer, packed, full in (
-            ("fresh" if size < 128 else "fixed", "tensor", True, True),
-            ("fixed", "row", True, False),
-        )
+        for signs, outer, full in (("fresh", "tensor", True), ("fixed", "tensor", True), ("fixed", "row", False))
+        for rule in (amax_rule(NVFP4(rotation=Hadamard(size=size, signs=signs), outer=outer)),)
+        for tile, capabilities in tiles_of_targets(rule, True).items()
     ]
     return rotated + overlap.cases(plain)
 
@@ -442,13 +469,20 @@ def _plain_case(result: Any, packed: bool) -> CompileCase:
     return CompileCase(amax_rows_kernel, arguments, num_warps=PLAIN_TILE.num_warps, fp_fusion=False)
 
 
-def rotated_case(spec: NVFP4, packed: bool, full: bool) -> CompileCase:
-    """Return the rotated kernel for a spec, with the amax of x too where there is one per tensor."""
-    rule = amax_rule(spec)
+def tiles_of_targets(rule: sc.Rule, packed: bool) -> dict[RotatedTile, tuple[int, ...]]:
+    """Return the tiles of a rule and the compute capabilities that take each."""
+    tiles: dict[RotatedTile, tuple[int, ...]] = {}
+    for capability in TARGETS:
+        tile = rotated_tile(rule, packed, sc.hardware_level(capability))
+        tiles[tile] = (*tiles.get(tile, ()), capability)
+    return tiles
+
+
+def rotated_case(rule: sc.Rule, tile: RotatedTile, full: bool, capabilities: tuple[int, ...]) -> CompileCase:
+    """Return the rotated kernel of packed bf16, with the amax of x too where it is one per tensor."""
     both = not rule.row_amax
-    tile, vec, words = rotated_tile(rule, packed)
     arguments: dict[str, Any] = {
-        "x_ptr": "*bf16:16" if packed else "*fp32:16",
+        "x_ptr": "*bf16:16",
         "out_ptr": "*fp32:16",
         "plain_ptr": "*fp32:16" if both else None,
         "space_ptr": "*i32:16" if both else None,
@@ -458,14 +492,13 @@ def rotated_case(spec: NVFP4, packed: bool, full: bool) -> CompileCase:
         **dict.fromkeys(("sign_stream", "strips", "parts", "programs"), "i32"),
         "RULE": rule,
         "BOTH": both,
-        "PACKED": words,
+        "PACKED": tile.packed,
         "FULL": full,
-        "T": tile,
-        "VEC": vec,
+        "T": tile.lines,
+        "VEC": tile.vec,
         "PARTIAL": False,
         "OVERLAP": False,
     }
-    num_warps = ROTATED_TILES[rule.group].num_warps
-    # A thread holds its whole group: with 32 values and more, up to 16 words of them spill with Blackwell's assembler.
-    stack = ((100, 64), (103, 64)) if rule.group >= 32 else ()
-    return CompileCase(amax_rotated_kernel, arguments, num_warps=num_warps, fp_fusion=False, stack=stack)
+    return CompileCase(
+        amax_rotated_kernel, arguments, num_warps=tile.num_warps, fp_fusion=False, capabilities=capabilities
+    )

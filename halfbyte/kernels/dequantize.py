@@ -218,7 +218,8 @@ def _launch(
         scale = scale.clone()  # words of four scales are read
     steps, rows_of_tile = (SWIZZLED_STEPS, SWIZZLE_ROWS) if swizzled else (LINEAR_STEPS, 1)
     steps = 1 if not swizzled and words.shape[1] <= width else steps
-    row_tiles = triton.cdiv(rows, SWIZZLE_ROWS) * (SWIZZLE_ROWS // steps) if swizzled else rows
+    apart = SWIZZLE_ROWS // steps
+    row_tiles = rows // SWIZZLE_ROWS * apart + min(rows % SWIZZLE_ROWS, apart) if swizzled else rows
     tile_words = width if swizzled else width * steps
     full = rows % rows_of_tile == words.shape[1] % tile_words == 0 and cols == 8 * words.shape[1]
     grid = (row_tiles * triton.cdiv(words.shape[1], tile_words),)

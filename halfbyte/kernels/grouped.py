@@ -18,7 +18,7 @@ from halfbyte.kernels.grouped_experts import experts_amax, fits, quantize_expert
 from halfbyte.kernels.grouped_kernels import grouped_quantize_kernel, grouped_transpose_kernel
 from halfbyte.kernels.grouped_plan import Plan, make_plan
 from halfbyte.kernels.grouped_swizzle import grouped_swizzle
-from halfbyte.kernels.quantize import compile_arguments, divisor, hardware_fp8, is_packed
+from halfbyte.kernels.quantize import compile_arguments, divisor, is_packed
 from halfbyte.kernels.row_col import loop_of, row_runs_along, runs_along, tile_for, widened
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.layout import (
@@ -279,7 +279,7 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
     row, col = sides
     if not any(side is not None and side.qdata.numel() for side in sides):
         return
-    hardware, packed = hardware_fp8(grid.x.device), is_packed(grid.x)
+    hardware, packed = sc.hardware_of(grid.x.device), is_packed(grid.x)
     rules: Rules = []
     for i, side in enumerate(sides):
         rule = None if side is None else sc.rule_of(side.spec, hardware)

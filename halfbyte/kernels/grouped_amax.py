@@ -39,6 +39,8 @@ class Tile(NamedTuple):
 
 
 BOTH_TILE, ROW_TILE = Tile(128, 4), Tile(256, 8)
+# (whether rows count, width of the rotation of columns) of the cases that are compiled; 0: columns do not count.
+PACKED_CASES = ((True, 16), (True, 32), (True, 64), (True, 0), (False, 16), (False, 32), (False, 64))
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 
 
@@ -201,7 +203,9 @@ def _is_plain(x: Tensor, row: sc.Rule | None, col: sc.Rule | None) -> bool:
     """Say whether words of two columns serve: an unrotated amax of x, a rotated one of x.T, or both from one read."""
     if not am.is_packed(x) or (row is not None and (row.norm != 0.0 or row.row_amax)):
         return False
-    return col is None or (not col.row_amax and col.norm != 0.0 and am.rotated_tile(col, True)[2])
+    return col is None or (
+        not col.row_amax and col.norm != 0.0 and am.rotated_tile(col, True, sc.hardware_of(x.device)).packed
+    )
 
 
 def _launch_packed(
@@ -209,8 +213,8 @@ def _launch_packed(
 ) -> None:
     row, col = rules
     rule = am.PLAIN if col is None else col
-    tile, vec, _ = am.rotated_tile(rule, True)
-    strips = ceil_div(x.shape[1], 2 * tile)
+    tile = am.rotated_tile(rule, True, sc.hardware_of(x.device))
+    strips = ceil_div(x.shape[1], 2 * tile.lines)
     fresh = col is not None and col.fresh
     packed_amax_kernel[(plan.tiles * strips,)](
         x,
@@ -225,11 +229,11 @@ def _launch_packed(
         x.stride(0),
         strips,
         RULE=rule,
-        FULL=x.shape[1] % (2 * tile) == 0,
+        FULL=x.shape[1] % (2 * tile.lines) == 0,
         TR=plan.tile_rows,
-        T=tile,
-        VEC=vec,
-        num_warps=am.ROTATED_TILES[rule.group].num_warps,
+        T=tile.lines,
+        VEC=tile.vec,
+        num_warps=tile.num_warps,
         enable_fp_fusion=False,
         **overlap.launch_options(x.device),
     )
@@ -267,7 +271,7 @@ def _launch_tuples(
 def compile_cases() -> list[CompileCase]:
     """Return the packed kernel for both orientations of tokens and for one, and the kernel of tuples."""
     return [
-        *overlap.cases([_packed_case(row, col) for row, col in ((True, True), (True, False), (False, True))]),
+        *overlap.cases([case for row, size in PACKED_CASES for case in _packed_cases(row, size)]),
         _tuples_case(NVFP4(), NVFP4(rotation=Hadamard(), outer="row")),
         _tuples_case(NVFP4(outer="row"), None),
     ]
@@ -283,21 +287,29 @@ def _shared_arguments() -> dict:
     }
 
 
-def _packed_case(row: bool, col: bool) -> CompileCase:
-    rule = am.amax_rule(NVFP4(rotation=Hadamard(signs="fresh"))) if col else am.PLAIN
-    tile, vec, _ = am.rotated_tile(rule, True)
-    arguments = {
+def _packed_cases(row: bool, size: int) -> list[CompileCase]:
+    """Return the packed kernel on the targets that take it; size: of the rotation of columns, 0 without them."""
+    rule = am.amax_rule(NVFP4(rotation=Hadamard(size=size, signs="fresh"))) if size else am.PLAIN
+    shared = {
         **_shared_arguments(),
         "plain_ptr": "*i32" if row else None,
-        "rotated_ptr": "*i32" if col else None,
-        "sign_ptr": "*i64:16" if col else None,
+        "rotated_ptr": "*i32" if size else None,
+        "sign_ptr": "*i64:16" if size else None,
         **dict.fromkeys(("sign_stream", "strips"), "i32"),
         "RULE": rule,
         "FULL": row,
-        "T": tile,
-        "VEC": vec,
     }
-    return CompileCase(packed_amax_kernel, arguments, am.ROTATED_TILES[rule.group].num_warps, fp_fusion=False)
+    return [
+        CompileCase(
+            packed_amax_kernel,
+            {**shared, "T": tile.lines, "VEC": tile.vec},
+            tile.num_warps,
+            fp_fusion=False,
+            capabilities=capabilities,
+        )
+        for tile, capabilities in am.tiles_of_targets(rule, True).items()
+        if tile.packed
+    ]
 
 
 def _tuples_case(row: NVFP4, col: NVFP4 | None) -> CompileCase:

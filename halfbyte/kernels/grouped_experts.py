@@ -16,7 +16,7 @@ from halfbyte.kernels import grouped_tiles
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import operand_amax
-from halfbyte.kernels.quantize import compile_arguments, divisor, hardware_fp8, is_packed
+from halfbyte.kernels.quantize import compile_arguments, divisor, is_packed
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import quantize_row_tile, read_row_tile
 from halfbyte.layout import Blocks
@@ -103,7 +103,7 @@ def quantize_experts(w: Tensor, spec: Spec, amax: Tensor | None, *, decoded: boo
     size = cols if decoded else blocks * (8 if isinstance(spec, NVFP4) else spec.block_length)
     qdata = w.new_empty((experts, rows, size), dtype=torch.bfloat16 if decoded else torch.uint8)
     scale = w.new_empty(0 if decoded else (experts, rows, blocks), dtype=torch.uint8)
-    rule = sc.rule_of(spec, hardware_fp8(w.device))._replace(packed=True, full=True, decoded=decoded)
+    rule = sc.rule_of(spec, sc.hardware_of(w.device))._replace(packed=True, full=True, decoded=decoded)
     col_tiles, row_tiles = cols // TILE.cols, rows // TILE.rows
     quantize_experts_kernel[(experts * row_tiles * col_tiles,)](
         w,

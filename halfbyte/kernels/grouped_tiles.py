@@ -17,7 +17,7 @@ from halfbyte.kernels import decode as dc
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
-from halfbyte.kernels.quantize import divisor, hardware_fp8, is_packed
+from halfbyte.kernels.quantize import divisor, is_packed
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import store_values
 from halfbyte.layout import Blocks
@@ -125,7 +125,7 @@ def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Bl
     size, dtype = (cols, torch.bfloat16) if decoded else (cols // 2, torch.uint8)
     qdata = w.new_empty((experts, rows, size), dtype=dtype)
     scale = w.new_empty(0 if decoded else (experts, rows, cols // 16), dtype=torch.uint8)
-    rule = sc.rule_of(spec, hardware_fp8(w.device))._replace(packed=True, full=True)
+    rule = sc.rule_of(spec, sc.hardware_of(w.device))._replace(packed=True, full=True)
     tile = next(tile for tile in TILES if cols % (8 * tile.strips) == 0)
     col_tiles, row_tiles = cols // (8 * tile.strips), rows // 16
     quantize_tiles_kernel[(experts * row_tiles * col_tiles,)](

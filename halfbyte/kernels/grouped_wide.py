@@ -154,6 +154,14 @@ def _launch(tiles: int, tile_rows: int, group: int, columns: bool, cols: int) ->
     return Launch(tiles * beside * parts, beside, lines, lines * max(group, 64) // VALUES_PER_WARP)
 
 
+def amax_warps(launch: Launch, rule: sc.Rule, hardware: int) -> int:
+    """Return the warps of the maxima's kernel; hardware: as `Rule.hardware`.
+
+    With one group of 32 a thread, Blackwell's assembler takes 72 registers and spills; with two it does not.
+    """
+    return launch.num_warps // 2 if rule.group == WIDE and hardware >= 100 else launch.num_warps
+
+
 def quantize(
     x: Tensor, plan: Plan, rule: sc.Rule, columns: bool, stacked: bool, blocks: int, arguments: tuple[list, list, tuple]
 ) -> None:
@@ -182,7 +190,7 @@ def amax(x: Tensor, plan: Plan, rule: sc.Rule, columns: bool, out: Tensor, sign_
     grouped_wide_amax_kernel[(launch.programs,)](
         x, out, plan.signs if rule.fresh else None, plan.table, plan.tile_group, plan.groups, x.shape[1], *x.stride(),
         sign_stream, launch.tiles, RULE=rule, COLUMNS=columns, TILE_ROWS=plan.tile_rows, T=launch.lines,
-        num_warps=launch.num_warps, enable_fp_fusion=False,
+        num_warps=amax_warps(launch, rule, sc.hardware_of(x.device)), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -209,15 +217,17 @@ def compile_cases() -> list[CompileCase]:
             operand = compile_arguments(spec)
             for unused in ("first_block", "blocks_per_row"):
                 del operand[unused]
+            amax_arguments = {**shared, "out_ptr": "*i32", "RULE": amax_rule(spec)}
             for hardware in sc.HARDWARE_LEVELS:
-                arguments = {**shared, **operand, "RULE": sc.rule_of(spec, hardware), "STACKED": False}
+                rule = sc.rule_of(spec, hardware)
                 targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
-                case = CompileCase(
-                    grouped_wide_kernel, arguments, launch.num_warps, fp_fusion=False, capabilities=targets
-                )
-                cases.append(case)
-            arguments = {**shared, "out_ptr": "*i32", "RULE": amax_rule(spec)}
-            stack = ((100, 8), (103, 8)) if columns and size == WIDE else ()  # ptxas takes no more than 72 registers
-            case = CompileCase(grouped_wide_amax_kernel, arguments, launch.num_warps, fp_fusion=False, stack=stack)
-            cases.append(case)
+                arguments = {**shared, **operand, "RULE": rule, "STACKED": False}
+                num_warps = amax_warps(launch, rule, hardware)
+                cases += [
+                    CompileCase(kernel, given, warps, fp_fusion=False, capabilities=targets)
+                    for kernel, given, warps in (
+                        (grouped_wide_kernel, arguments, launch.num_warps),
+                        (grouped_wide_amax_kernel, amax_arguments, num_warps),
+                    )
+                ]
     return cases

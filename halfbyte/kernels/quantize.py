@@ -221,14 +221,6 @@ def col_tile(cols: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
     return Tile(total // n, n, best.num_warps, best.words)
 
 
-def hardware_fp8(device: torch.device) -> int:
-    """Return `Rule.hardware` of a device: what it converts to in hardware; nothing in Triton's interpreter."""
-    if device.type != "cuda" or INTERPRETED:
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return sc.hardware_level(10 * major + minor)
-
-
 def divisor(n: int) -> tuple[int, int, int]:
     """Return n with (magic, shift) for `primitives.divide`: Granlund and Montgomery's multiplication, 30 bits wide."""
     bits = (n - 1).bit_length()
@@ -325,7 +317,7 @@ def quantize(
     if out.qdata.numel():
         arguments = operand_arguments(spec, out, amax, draw, sign_draw)
         if spec.alignment >= quantize_wide.WIDE and not _in_whole_tiles(x, spec, out):
-            rule = sc.rule_of(spec, hardware_fp8(x.device))._replace(decoded=decoded)
+            rule = sc.rule_of(spec, sc.hardware_of(x.device))._replace(decoded=decoded)
             quantize_wide.launch(x, rule, out, arguments)
             return Blocks(out.qdata, out.block_scale, amax)
         # Blocks along the dimension that is not contiguous in memory: the column kernel reads whole lines.
@@ -343,7 +335,7 @@ def _in_whole_tiles(x: Tensor, spec: Spec, out: Output) -> bool:
 
 def launch_rows(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
     """Fill `out` with quantize(x)."""
-    rule = sc.rule_of(spec, hardware_fp8(x.device))._replace(decoded=out.decoded, packed=is_packed(x))
+    rule = sc.rule_of(spec, sc.hardware_of(x.device))._replace(decoded=out.decoded, packed=is_packed(x))
     blocks = round_up(out.blocks, SWIZZLE_COLS) if out.swizzled else out.blocks
     groups = ceil_div(blocks * spec.block_length, rule.group)
     tile = row_tile(out.rows, groups, rule, out.swizzled)
@@ -376,7 +368,7 @@ def launch_rows(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
 
 def launch_cols(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
     """Fill `out` with quantize(x.T)."""
-    rule = sc.rule_of(spec, hardware_fp8(x.device))._replace(decoded=out.decoded)
+    rule = sc.rule_of(spec, sc.hardware_of(x.device))._replace(decoded=out.decoded)
     rule = rule._replace(packed=is_packed(x) and not rule.tile)  # a thread's columns would share a tile
     blocks = round_up(out.blocks, SWIZZLE_COLS) if out.swizzled else out.blocks
     groups = ceil_div(blocks * spec.block_length, rule.group)

@@ -22,7 +22,6 @@ from halfbyte.kernels.quantize import (
     allocate,
     compile_arguments,
     divisor,
-    hardware_fp8,
     is_full,
     is_packed,
     operand_arguments,
@@ -245,7 +244,7 @@ def quantize_row_col(
         return row, col
     row = allocate(x.shape, row_spec, scale_layout, x.device, transient[0])
     col = allocate(x.T.shape, col_spec, scale_layout, x.device, transient[1])
-    hardware = hardware_fp8(x.device)
+    hardware = sc.hardware_of(x.device)
     _launch(
         x,
         sc.rule_of(row_spec, hardware),

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from halfbyte.kernels import overlap
 from halfbyte.kernels import scaling as sc
-from halfbyte.kernels.amax import amax_rotated_kernel, amax_rule, rotated_case
-from halfbyte.kernels.quantize import allocate, compile_arguments, hardware_fp8, is_packed, operand_arguments
+from halfbyte.kernels.amax import RotatedTile, amax_rotated_kernel, amax_rule, rotated_case
+from halfbyte.kernels.decode import INTERPRETED
+from halfbyte.kernels.quantize import allocate, compile_arguments, is_packed, operand_arguments
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tile_loads import load_col_pairs
 from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
@@ -29,7 +30,7 @@ from halfbyte.spec import NVFP4, Hadamard, Spec
 
 MAX_VALUES = 1 << 22  # an H200 takes as long both ways between 4 and 8 million
 MAX_PROGRAMS = 256  # of the first launch: every program of the second reads what they found
-STRIP_WORDS = 128  # columns of a program of the first launch, in words of two
+STRIP = RotatedTile(lines=128, vec=1, packed=True, num_warps=4, per_sm=0)  # of a program of the first launch
 
 
 class Tiles(NamedTuple):
@@ -42,7 +43,7 @@ class Tiles(NamedTuple):
     num_warps: int
 
 
-TILES = Tiles(4, 16, 4, 32, 2)
+TILES = Tiles(64, 16, 4, 256, 2) if INTERPRETED else Tiles(4, 16, 4, 32, 2)  # the interpreter pays by the operation
 
 VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "first_block", "sign_stream"))
 
@@ -104,7 +105,7 @@ def fits(x: Tensor, row: Spec | None, col: Spec | None, scale_layout: str) -> bo
     plain = all(spec.outer == "tensor" and spec.alignment == 16 and not spec.is_tile for spec in (row, col))
     whole = x.shape[0] % (TILES.col_groups * 16) == 0 == x.shape[0] % TILES.rows
     whole = whole and x.shape[1] % (TILES.row_groups * 16) == 0 == x.shape[1] % TILES.cols
-    return plain and whole and ceil_div(x.shape[1], 2 * STRIP_WORDS) <= MAX_PROGRAMS
+    return plain and whole and ceil_div(x.shape[1], 2 * STRIP.lines) <= MAX_PROGRAMS
 
 
 def quantize(
@@ -126,7 +127,7 @@ def quantize(
     rows, cols = x.shape
     partial = partial_amaxes(x, specs[1], sign_draw)
     row_amax, col_amax = (torch.empty((), dtype=torch.float32, device=x.device) for _ in specs)
-    hardware = hardware_fp8(x.device)
+    hardware = sc.hardware_of(x.device)
     shapes = (rows, cols), (cols, rows)
     outputs = [
         allocate(shape, spec, LINEAR, x.device, decoded)
@@ -181,7 +182,7 @@ def partial_amaxes(x: Tensor, spec: NVFP4, sign_draw: Draw | None) -> Tensor:
     """
     rule = amax_rule(spec)
     rows, cols = x.shape
-    strips = ceil_div(cols, 2 * STRIP_WORDS)
+    strips = ceil_div(cols, 2 * STRIP.lines)
     count = min(MAX_PROGRAMS, triton.next_power_of_2(strips * ceil_div(rows, rule.group)))
     out = torch.empty(2, count, dtype=torch.float32, device=x.device)
     amax_rotated_kernel[(count,)](
@@ -200,11 +201,11 @@ def partial_amaxes(x: Tensor, spec: NVFP4, sign_draw: Draw | None) -> Tensor:
         RULE=rule,
         BOTH=True,
         PACKED=True,
-        FULL=cols % (2 * STRIP_WORDS) == 0 and rows % rule.group == 0,
-        T=STRIP_WORDS,
-        VEC=1,
+        FULL=cols % (2 * STRIP.lines) == 0 and rows % rule.group == 0,
+        T=STRIP.lines,
+        VEC=STRIP.vec,
         PARTIAL=True,
-        num_warps=STRIP_WORDS // 32,
+        num_warps=STRIP.num_warps,
         enable_fp_fusion=False,
         **overlap.launch_options(x.device),
     )
@@ -220,9 +221,8 @@ PAIRS = (
 
 def compile_cases() -> list[CompileCase]:
     """Return both launches for the pairs of the presets, codes and decoded operands."""
-    changed = {"T": STRIP_WORDS, "VEC": 1, "PARTIAL": True}
-    first = [rotated_case(col, True, True) for _, col in PAIRS]
-    first = [replace(case, arguments={**case.arguments, **changed}) for case in first]
+    first = [rotated_case(amax_rule(col), STRIP, True, TARGETS) for _, col in PAIRS]
+    first = [replace(case, arguments={**case.arguments, "PARTIAL": True}) for case in first]
     second = [
         _case(pair, decoded, hardware) for pair in PAIRS for decoded in (False, True) for hardware in sc.HARDWARE_LEVELS
     ]

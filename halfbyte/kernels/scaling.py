@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -76,6 +77,14 @@ SIXTH = tl.constexpr(f32(1 / E2M1.max))
 def hardware_level(capability: int) -> int:
     """Return `Rule.hardware` for a compute capability (90 for sm_90)."""
     return max(level for level in HARDWARE_LEVELS if level <= capability)
+
+
+def hardware_of(device: torch.device) -> int:
+    """Return `Rule.hardware` of a device: what it converts to in hardware; nothing in Triton's interpreter."""
+    if device.type != "cuda" or INTERPRETED:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return hardware_level(10 * major + minor)
 
 
 def rule_of(spec: Spec, hardware: int) -> Rule:

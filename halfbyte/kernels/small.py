@@ -14,7 +14,7 @@ from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import finite_max
 from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
-from halfbyte.kernels.quantize import allocate, compile_arguments, hardware_fp8, operand_arguments
+from halfbyte.kernels.quantize import allocate, compile_arguments, operand_arguments
 from halfbyte.kernels.quantize_wide import WIDE
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tile_loads import load_row_groups
@@ -96,7 +96,7 @@ def quantize(
     out = allocate(x.shape, spec, scale_layout, x.device)
     pointers, numbers, constants = operand_arguments(spec, out, amax, draw, sign_draw)
     r, n = tile(x.shape, spec, scale_layout)
-    rule = sc.rule_of(spec, hardware_fp8(x.device))
+    rule = sc.rule_of(spec, sc.hardware_of(x.device))
     quantize_small_kernel[(1,)](
         x,
         *pointers,

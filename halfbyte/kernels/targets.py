@@ -52,7 +52,6 @@ class CompileCase:
             by ":16" where the launcher passes values divisible by 16; anything that is no string is a constexpr value.
         num_warps, num_stages, fp_fusion: launch options.
         capabilities: the targets on which a launcher would choose this configuration.
-        stack: (capability, bytes) pairs: what a kernel is known to spill where, named beside its case with the reason.
     """
 
     kernel: Any
@@ -61,7 +60,6 @@ class CompileCase:
     num_stages: int = 3
     fp_fusion: bool = True
     capabilities: tuple[int, ...] = field(default=TARGETS)
-    stack: tuple[tuple[int, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -81,10 +79,10 @@ class Usage:
     stack_bytes: int
     shared_bytes: int
 
-    def problem(self, known_stack: int = 0) -> str | None:
-        """Say why the kernel does not belong on its target, or None; known_stack: bytes that are known to spill."""
+    def problem(self) -> str | None:
+        """Say why the kernel does not belong on its target, or None."""
         limit = SHARED_MEMORY[self.capability] * 1024
-        if self.stack_bytes > known_stack:
+        if self.stack_bytes:
             return f"sm_{self.capability}: spills {self.stack_bytes} bytes ({self.registers} registers)"
         if self.shared_bytes > limit:
             return f"sm_{self.capability}: {self.shared_bytes} bytes of shared memory, the limit is {limit}"
@@ -144,7 +142,7 @@ def main(capabilities: list[int]) -> int:
         for capability in case.capabilities:
             if capability not in capabilities:
                 continue
-            problem = compile_case(case, capability).problem(dict(case.stack).get(capability, 0))
+            problem = compile_case(case, capability).problem()
             compiled += 1
             if problem:
                 failures += 1
