@@ -9,6 +9,11 @@ if not torch.cuda.is_available():
     # Without a GPU the Triton kernels run in Triton's interpreter, which must be chosen before they are defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import fast_interpreter
+
+    fast_interpreter.install()
+
 # Two test processes share two cores; more threads only wait for each other.
 torch.set_num_threads(1)
 

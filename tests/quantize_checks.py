@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import golden_vectors as golden
 import kernel_checks as checks
+import pytest
 import torch
 from torch import Tensor
 
 import halfbyte as hb
 from halfbyte import layout, reference
+from halfbyte.kernels import amax, row_col
 from halfbyte.kernels.quantize import quantize
 from halfbyte.kernels.row_col import quantize_row_col
 from halfbyte.layout import Blocks
@@ -50,6 +52,13 @@ PAIRS = (
     (None, hb.NVFP4(rotation=hb.Hadamard())),
     (hb.NVFP4(), None),
 )
+WIDE = [
+    hb.NVFP4(rotation=hb.Hadamard(size=size, signs=signs), outer=outer)
+    for size in (32, 64, 128)
+    for signs, outer in (("fresh", "tensor"), ("fixed", "row"))
+]
+AMAXES = ((4.0, 3.0), (1e-30, 4.0), (4.0, 3e38), (torch.nan, 0.0))
+"""Of row and col: what a program divides by without checks, and what it does not."""
 
 
 def same_blocks(actual: Blocks | None, expected: Blocks | None) -> None:
@@ -115,6 +124,27 @@ def check_golden_row_col(case: golden.Case) -> None:
 def check_against_reference(x: Tensor, spec: hb.NVFP4 | hb.MXFP8, scale_layout: str) -> None:
     options = {**draws(x.device), "scale_layout": scale_layout}
     same_blocks(quantize(x, spec, **options), reference.quantize(x, spec, **options))
+
+
+def check_rotated_amax(x: Tensor, col: hb.NVFP4, hardware: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The maxima of x and of the rotated x.T, found with the tile of another target, are the reference's."""
+    tile_of = amax.rotated_tile
+    monkeypatch.setattr(amax, "rotated_tile", lambda rule, packed, _: tile_of(rule, packed, hardware))
+    sign_draw = draws(x.device)["sign_draw"]
+    ours = amax.row_col_amax(x, hb.NVFP4(), col, sign_draw)
+    checks.same(ours[0], reference.finite_amax(x))
+    checks.same(ours[1], reference.quantize(x.T, col, sign_draw=sign_draw).amax)
+
+
+def check_several_tiles(device: str, amaxes: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that draw go through tiles beside each other; those of an amax that is not regular divide otherwise."""
+    monkeypatch.setattr(row_col, "LOOPS", ((1, 2),))
+    x = sample("heavy", (64, 256), torch.bfloat16, device)
+    given = dict(zip(("row_amax", "col_amax"), (torch.tensor(a, device=device) for a in amaxes), strict=True))
+    draw = hb.Philox(2**63 + 5, 2**62, first_block=2**32 - 70, blocks_per_row=2**20).on(x.device)
+    expected = reference.quantize_row_col(x, *PAIRS[1], draw=draw, **given)
+    for ours, theirs in zip(row_col.quantize_row_col(x, *PAIRS[1], draw=draw, **given), expected, strict=True):
+        same_blocks(ours, theirs)
 
 
 def check_row_col(x: Tensor, pair: tuple, scale_layout: str) -> None:

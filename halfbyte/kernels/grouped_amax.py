@@ -40,7 +40,8 @@ class Tile(NamedTuple):
 
 BOTH_TILE, ROW_TILE = Tile(128, 4), Tile(256, 8)
 # (whether rows count, width of the rotation of columns) of the cases that are compiled; 0: columns do not count.
-PACKED_CASES = ((True, 16), (True, 32), (True, 64), (True, 0), (False, 16), (False, 32), (False, 64))
+PACKED_CASES = ((True, 16), (True, 32), (True, 0), (False, 16), (False, 32))
+PACKED_WIDTH = 32  # the widest rotation of words of two columns: with 64, threads spill 300 bytes
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 
 

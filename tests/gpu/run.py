@@ -54,13 +54,17 @@ def main(options: list[str]) -> int:
         try:
             worst = wait(processes)
         except KeyboardInterrupt:
+            for stop in (signal.SIGTERM, signal.SIGINT):  # make passes on what was sent to all
+                signal.signal(stop, signal.SIG_IGN)
             for process, output in processes.items():
                 if process.poll() is None:
                     process.kill()
                     print(output.read_text(), flush=True)
         finally:
-            for seconds, test in times(claims)[:SLOWEST]:
+            ran = times(claims)
+            for seconds, test in ran[:SLOWEST]:
                 print("still running" if seconds == float("inf") else f"{seconds:.0f} s", test, flush=True)
+            print(f"{len(ran)} tests, {sum(s for s, _ in ran if s < float('inf')):.0f} s in all", flush=True)
     print(f"{'FAILED' if worst else 'passed'}: {count} processes, {time.monotonic() - begin:.0f} s")
     return worst
 

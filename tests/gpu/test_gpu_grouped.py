@@ -7,7 +7,7 @@ from grouped_cases import GROUPS, RECIPES, SPECS, ends
 
 import halfbyte as hb
 from halfbyte import reference
-from halfbyte.kernels import backend
+from halfbyte.kernels import backend, grouped, grouped_wide
 from halfbyte.kernels.grouped_gemm import grouped_gemm_nt
 from halfbyte.layout import SCALE_LAYOUTS, GroupedOperand, group_alignment, group_ends
 from halfbyte.rng import StreamPhilox
@@ -59,6 +59,16 @@ def test_bytes_of_tokens(pair, groups):
         options = {**draws(), "scale_layout": scale_layout}
         expected = reference.grouped_quantize_row_col(x, offsets, *PAIRS[pair], **options)
         same_blocks(backend.grouped_quantize_row_col(x, offsets, *PAIRS[pair], **options), expected)
+
+
+@pytest.mark.parametrize("pair", ["gradient", "fresh"])
+def test_bytes_as_other_sizes_and_targets_find_them(pair, monkeypatch):
+    """Several tiles a program, as large tensors have them; of maxima the warps that sm_100 takes."""
+    warps_of = grouped_wide.amax_warps
+    monkeypatch.setattr(grouped_wide, "amax_warps", lambda launch, rule, _: warps_of(launch, rule, 100))
+    monkeypatch.setattr(grouped, "LOOPS", ((1, 2),))
+    test_bytes_of_tokens(pair, "ragged")
+    test_bytes_of_tokens(pair, "uneven")
 
 
 @pytest.mark.parametrize("shape", [(3, 23, 40), (4, 256, 512)])

@@ -62,6 +62,19 @@ def test_row_col_of_small_tensors(index):
             checks.check_row_col(x, pair, layout.LINEAR)
 
 
+@pytest.mark.parametrize("amaxes", checks.AMAXES)
+def test_several_tiles_a_program(amaxes, monkeypatch):
+    checks.check_several_tiles("cuda", amaxes, monkeypatch)
+
+
+@pytest.mark.parametrize("col", checks.WIDE, ids=lambda spec: spec.key)
+@pytest.mark.parametrize("hardware", (0, 100))
+def test_maxima_of_wide_rotations_on_other_targets(hardware, col, monkeypatch):
+    for shape in ((1000, 1032), (512, 2048), (77, 130)):
+        x = checks.sample("nonfinite" if shape[0] == 1000 else "heavy", shape, torch.bfloat16, "cuda")
+        checks.check_rotated_amax(x, col, hardware, monkeypatch)
+
+
 def test_launches_that_overlap_wait_for_each_other():
     pair, options = checks.PAIRS[1], checks.draws("cuda")
     xs = [checks.sample("heavy", (512, 1024), torch.bfloat16, "cuda") for _ in range(4)]

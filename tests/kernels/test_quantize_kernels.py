@@ -6,7 +6,6 @@ import torch
 
 import halfbyte as hb
 from halfbyte import layout, reference
-from halfbyte.kernels import row_col
 from halfbyte.kernels.amax import finite_amax, row_col_amax
 from halfbyte.kernels.quantize import quantize
 from halfbyte.kernels.row_col import quantize_row_col
@@ -68,16 +67,9 @@ def test_row_col_of_whole_tiles(index):
     checks.check_row_col(x, checks.PAIRS[index], layout.LINEAR)
 
 
-@pytest.mark.parametrize("amaxes", ((4.0, 3.0), (1e-30, 4.0), (4.0, 3e38), (torch.nan, 0.0)))
+@pytest.mark.parametrize("amaxes", checks.AMAXES)
 def test_several_tiles_a_program(monkeypatch, amaxes):
-    """Programs that draw go through tiles beside each other; those of an amax that is not regular divide otherwise."""
-    monkeypatch.setattr(row_col, "LOOPS", ((1, 2),))
-    x = checks.sample("heavy", (64, 256), torch.bfloat16, "cpu")
-    given = dict(zip(("row_amax", "col_amax"), map(torch.tensor, amaxes), strict=True))
-    draw = hb.Philox(2**63 + 5, 2**62, first_block=2**32 - 70, blocks_per_row=2**20).on(x.device)
-    expected = reference.quantize_row_col(x, *checks.PAIRS[1], draw=draw, **given)
-    for ours, theirs in zip(row_col.quantize_row_col(x, *checks.PAIRS[1], draw=draw, **given), expected, strict=True):
-        checks.same_blocks(ours, theirs)
+    checks.check_several_tiles("cpu", amaxes, monkeypatch)
 
 
 @pytest.mark.parametrize("shape", ((0, 16), (3, 0), (0, 0)))
@@ -110,6 +102,13 @@ def test_amax_of_rows_and_of_both_orientations():
     row, col = row_col_amax(x, hb.NVFP4(), rotated, None)
     assert torch.equal(row, reference.finite_amax(x))
     assert torch.equal(col, reference.finite_amax(reference.rotate(x.T, rotated.rotation)))
+
+
+@pytest.mark.parametrize("col", checks.WIDE, ids=lambda spec: spec.key)
+@pytest.mark.parametrize("hardware", (0, 90, 100))
+def test_maxima_of_wide_rotations_on_every_target(hardware, col, monkeypatch):
+    x = checks.sample("nonfinite", (160, 104), torch.bfloat16, "cpu")
+    checks.check_rotated_amax(x, col, hardware, monkeypatch)
 
 
 @pytest.mark.parametrize("shape", [(5, 0), (0, 64), (0, 0)])
