@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from halfbyte import recipes
@@ -26,7 +27,8 @@ class Schedule:
         steps: optimizer steps of the whole run; needed where a change has a share.
 
     Raises:
-        ValueError: a share without `steps` or outside of the run, changes out of order, or a name that is no preset.
+        ValueError: a share without `steps` or outside of the run, changes out of order or on one step, or a name that
+            is no preset.
         TypeError: something else than pairs of a number and a recipe.
     """
 
@@ -41,9 +43,13 @@ class Schedule:
         object.__setattr__(self, "changes", pairs)
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "starts", tuple(_first_step(when, steps) for when, _ in pairs))
-        for (when, _), one, two in zip(pairs[1:], self.starts, self.starts[1:], strict=False):
-            if two <= one:
-                raise ValueError(f"changes: {when} is step {two} and follows step {one}; put them in the order of time")
+        for (earlier, one), (later, two) in pairwise(zip((when for when, _ in pairs), self.starts, strict=True)):
+            if one == two:
+                step = f"{one} of {steps}" if steps else one
+                raise ValueError(f"changes: {earlier} and {later} both fall on step {step}; keep one of them")
+            if two < one:
+                words = f"{later} is step {two} and follows {earlier}, step {one}"
+                raise ValueError(f"changes: {words}; put them in the order of time")
 
     def at(self, step: int) -> Recipe | None:
         """Return the recipe of optimizer step `step`, counted from 0; None before the first change."""
