@@ -10,7 +10,7 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte import layout, reference
-from halfbyte.kernels import amax, row_col
+from halfbyte.kernels import amax, rotated_amax, row_col
 from halfbyte.kernels.quantize import quantize
 from halfbyte.kernels.row_col import quantize_row_col
 from halfbyte.layout import Blocks
@@ -128,8 +128,8 @@ def check_against_reference(x: Tensor, spec: hb.NVFP4 | hb.MXFP8, scale_layout: 
 
 def check_rotated_amax(x: Tensor, col: hb.NVFP4, hardware: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The maxima of x and of the rotated x.T, found with the tile of another target, are the reference's."""
-    tile_of = amax.rotated_tile
-    monkeypatch.setattr(amax, "rotated_tile", lambda rule, packed, _: tile_of(rule, packed, hardware))
+    tile_of = rotated_amax.rotated_tile
+    monkeypatch.setattr(rotated_amax, "rotated_tile", lambda rule, packed, _: tile_of(rule, packed, hardware))
     sign_draw = draws(x.device)["sign_draw"]
     ours = amax.row_col_amax(x, hb.NVFP4(), col, sign_draw)
     checks.same(ours[0], reference.finite_amax(x))

@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels import amax as am
 from halfbyte.kernels import decode as dc
 from halfbyte.kernels import grouped_wide as wide
+from halfbyte.kernels import magnitudes as mg
 from halfbyte.kernels import overlap
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import rotate_wide as rw
+from halfbyte.kernels import rotated_amax as ra
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.grouped_plan import Plan, group_of_tile
@@ -32,7 +33,7 @@ from halfbyte.spec import NVFP4, Hadamard
 
 
 class Tile(NamedTuple):
-    """Columns and warps of a program."""
+    """Columns and warps of a progrra."""
 
     cols: int
     num_warps: int
@@ -75,24 +76,24 @@ def packed_amax_kernel(
         for g in range(first, last, SIZE):
             x = load_words(words_ptr, g, last, line < lines, stride, SIZE, FULL)
             if plain_ptr is not None:
-                plain = am.raised(plain, am.largest_pair(x))
+                plain = mg.raised(plain, mg.largest_pair(x))
             if rotated_ptr is not None:
-                halves = am.column_halves(x, True)
+                halves = ra.column_halves(x, True)
                 top = rw.nan_max(top, rw.largest_rotated(halves[0], flips))
                 top = rw.nan_max(top, rw.largest_rotated(halves[1], flips))
         # The factor and the rounding keep the order: they are applied to the maxima alone.
-        bits = am.magnitude_bits(dc.cast(tl.fma(top, RULE.norm, 0.0), tl.bfloat16))
-        plain_bits = am.larger_bits(plain)
-        if tl.max(tl.maximum(bits, plain_bits), axis=0) >= am.INF_BITS:
+        bits = mg.magnitude_bits(dc.cast(tl.fma(top, RULE.norm, 0.0), tl.bfloat16))
+        plain_bits = mg.larger_bits(plain)
+        if tl.max(tl.maximum(bits, plain_bits), axis=0) >= mg.INF_BITS:
             bits = tl.zeros((T,), tl.int32)
             plain_bits = tl.zeros((T,), tl.int32)
             for g in range(first, last, SIZE):
-                halves = am.column_halves(load_words(words_ptr, g, last, line < lines, stride, SIZE, FULL), True)
+                halves = ra.column_halves(load_words(words_ptr, g, last, line < lines, stride, SIZE, FULL), True)
                 for k in tl.static_range(2):
-                    plain_bits = tl.maximum(plain_bits, tl.max(am.finite_bits(am.magnitude_bits(halves[k])), axis=1))
+                    plain_bits = tl.maximum(plain_bits, tl.max(mg.finite_bits(mg.magnitude_bits(halves[k])), axis=1))
                     if rotated_ptr is not None:
                         y = rw.unpacked(rw.rotated(halves[k], flips, RULE.norm))
-                        bits = tl.maximum(bits, tl.max(am.finite_bits(am.magnitude_bits(y)), axis=1))
+                        bits = tl.maximum(bits, tl.max(mg.finite_bits(mg.magnitude_bits(y)), axis=1))
         if plain_ptr is not None:
             tl.atomic_max(plain_ptr + group, tl.max(plain_bits, axis=0), sem="relaxed")
         if rotated_ptr is not None:
@@ -143,11 +144,11 @@ def grouped_amax_kernel(
             xs = load_col_groups(x_ptr, o_group, end, col, in_col, stride_r, stride_c, COL.group)
             if ROW is not None:  # noqa: SIM102  compiled one by one
                 if ROW.norm == 0.0 and not ROW.row_amax:
-                    tl.atomic_max(row_out_ptr + group, largest(am.finite_max(xs)), sem="relaxed")
+                    tl.atomic_max(row_out_ptr + group, largest(mg.finite_max(xs)), sem="relaxed")
             if COL.norm != 0.0:
                 p_sign = None if col_sign_ptr is None else col_sign_ptr + group * 2
                 xs = rotated(xs, p_sign, col_sign_stream, NARROW, COL)
-            m = am.finite_max(xs)
+            m = mg.finite_max(xs)
             if COL.row_amax:
                 p_out = col_out_ptr + group.to(tl.int64) * cols + col
                 tl.atomic_max(p_out, tl.max(m, axis=0), mask=in_col, sem="relaxed")
@@ -163,7 +164,7 @@ def grouped_amax_kernel(
                 if ROW.norm != 0.0:
                     p_sign = None if row_sign_ptr is None else row_sign_ptr + group * 2
                     xs = rotated(xs, p_sign, row_sign_stream, NARROW, ROW)
-                m = am.finite_max(xs)
+                m = mg.finite_max(xs)
                 if ROW.row_amax:
                     tl.atomic_max(row_out_ptr + row64, tl.max(m, axis=1), mask=in_row, sem="relaxed")
                 else:
@@ -184,9 +185,9 @@ def grouped_amax(
         plan: the groups of rows, with the bases of fresh signs.
         specs: of x and x.T; None where nothing is wanted.
         out: fp32 of at least [E], or one for each row, or column of each group; zeros before.
-        sign_draw: where fresh signs lie in the stream.
+        sign_draw: where fresh signs lie in the strera.
     """
-    rules = [None if spec is None else am.amax_rule(spec) for spec in specs]
+    rules = [None if spec is None else ra.amax_rule(spec) for spec in specs]
     outs = [t.view(torch.int32) for t in out]
     stream = 0 if sign_draw is None else sign_draw.stream
     if _is_plain(x, rules[0], rules[1]):
@@ -202,19 +203,21 @@ def grouped_amax(
 
 def _is_plain(x: Tensor, row: sc.Rule | None, col: sc.Rule | None) -> bool:
     """Say whether words of two columns serve: an unrotated amax of x, a rotated one of x.T, or both from one read."""
-    if not am.is_packed(x) or (row is not None and (row.norm != 0.0 or row.row_amax)):
+    if not mg.is_packed(x) or (row is not None and (row.norm != 0.0 or row.row_amax)):
         return False
-    return col is None or (
-        not col.row_amax and col.norm != 0.0 and am.rotated_tile(col, True, sc.hardware_of(x.device)).packed
-    )
+    if col is None:
+        return True
+    if col.row_amax or col.norm == 0.0 or col.group > PACKED_WIDTH:
+        return False
+    return ra.rotated_tile(col, True, sc.hardware_of(x.device)).packed
 
 
 def _launch_packed(
     x: Tensor, plan: Plan, rules: tuple[sc.Rule | None, sc.Rule | None], outs: list[Tensor], stream: int
 ) -> None:
     row, col = rules
-    rule = am.PLAIN if col is None else col
-    tile = am.rotated_tile(rule, True, sc.hardware_of(x.device))
+    rule = ra.PLAIN if col is None else col
+    tile = ra.rotated_tile(rule, True, sc.hardware_of(x.device))
     strips = ceil_div(x.shape[1], 2 * tile.lines)
     fresh = col is not None and col.fresh
     packed_amax_kernel[(plan.tiles * strips,)](
@@ -290,7 +293,7 @@ def _shared_arguments() -> dict:
 
 def _packed_cases(row: bool, size: int) -> list[CompileCase]:
     """Return the packed kernel on the targets that take it; size: of the rotation of columns, 0 without them."""
-    rule = am.amax_rule(NVFP4(rotation=Hadamard(size=size, signs="fresh"))) if size else am.PLAIN
+    rule = ra.amax_rule(NVFP4(rotation=Hadamard(size=size, signs="fresh"))) if size else ra.PLAIN
     shared = {
         **_shared_arguments(),
         "plain_ptr": "*i32" if row else None,
@@ -308,7 +311,7 @@ def _packed_cases(row: bool, size: int) -> list[CompileCase]:
             fp_fusion=False,
             capabilities=capabilities,
         )
-        for tile, capabilities in am.tiles_of_targets(rule, True).items()
+        for tile, capabilities in ra.tiles_of_targets(rule, True).items()
         if tile.packed
     ]
 
@@ -321,8 +324,8 @@ def _tuples_case(row: NVFP4, col: NVFP4 | None) -> CompileCase:
         **dict.fromkeys(("row_sign_ptr", "col_sign_ptr"), None),
         **dict.fromkeys(("row_sign_stream", "col_sign_stream", "col_tiles"), "i32"),
         "stride_c": 1,
-        "ROW": am.amax_rule(row),
-        "COL": None if col is None else am.amax_rule(col),
+        "ROW": ra.amax_rule(row),
+        "COL": None if col is None else ra.amax_rule(col),
         "TC": tile.cols,
     }
     return CompileCase(grouped_amax_kernel, arguments, tile.num_warps, fp_fusion=False)

@@ -15,12 +15,13 @@ from torch import Tensor
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import rotate_wide as rw
 from halfbyte.kernels import scaling as sc
-from halfbyte.kernels.amax import INF_BITS, amax_rule, finite_bits, load_groups, magnitude_bits, narrowed
 from halfbyte.kernels.decode import cast
 from halfbyte.kernels.grouped_kernels import clear_padding
 from halfbyte.kernels.grouped_plan import Plan, group_of_tile
+from halfbyte.kernels.magnitudes import INF_BITS, finite_bits, magnitude_bits
 from halfbyte.kernels.quantize import compile_arguments
 from halfbyte.kernels.quantize_wide import quantize_lines
+from halfbyte.kernels.rotated_amax import amax_rule, load_groups, narrowed
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.layout import GROUP_COLUMNS, ceil_div
 from halfbyte.spec import NVFP4, Hadamard

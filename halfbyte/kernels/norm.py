@@ -18,7 +18,7 @@ from halfbyte.kernels import decode as dc
 from halfbyte.kernels import overlap
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import running_max as rm
-from halfbyte.kernels.amax import larger_bits, raised
+from halfbyte.kernels.magnitudes import larger_bits, raised
 from halfbyte.kernels.running_max import LANES, ROW_GROUP, Wanted
 from halfbyte.kernels.targets import CompileCase
 from halfbyte.kernels.tile_loads import masked_load, masked_store

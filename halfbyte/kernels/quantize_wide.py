@@ -17,7 +17,8 @@ from halfbyte.kernels import philox
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import rotate_wide as rw
 from halfbyte.kernels import scaling as sc
-from halfbyte.kernels.amax import is_packed, load_groups, narrowed
+from halfbyte.kernels.magnitudes import is_packed
+from halfbyte.kernels.rotated_amax import load_groups, narrowed
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import store_decoded, store_scale
 from halfbyte.layout import ceil_div, round_up

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from halfbyte.kernels import overlap
 from halfbyte.kernels import scaling as sc
-from halfbyte.kernels.amax import RotatedTile, amax_rotated_kernel, amax_rule, rotated_case
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.quantize import allocate, compile_arguments, is_packed, operand_arguments
+from halfbyte.kernels.rotated_amax import RotatedTile, amax_rotated_kernel, amax_rule, rotated_case
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tile_loads import load_col_pairs
 from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile, read_row_tile

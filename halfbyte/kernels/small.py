@@ -12,7 +12,7 @@ from torch import Tensor
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
-from halfbyte.kernels.amax import finite_max
+from halfbyte.kernels.magnitudes import finite_max
 from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.quantize import allocate, compile_arguments, operand_arguments
 from halfbyte.kernels.quantize_wide import WIDE
