@@ -66,6 +66,7 @@ class Bucket:
         self.values = torch.zeros(plan.numel // per_byte, dtype=value_dtype, device=device)
         self.own_values = self.values[own.start // per_byte : own.stop // per_byte]
         self.fragments = self._make_fragments()
+        self._gaps = self._make_gaps()
         self.bytes_gathered = self.bytes_reduced = 0
         self._cast: Cast | None = None
         self._arrived: set[int] = set()
@@ -87,6 +88,15 @@ class Bucket:
                 master.grad = self.master_grads[begin:end]
                 fragments.append(Fragment(place, master, part.start))
         return fragments
+
+    def _make_gaps(self) -> list[Tensor]:
+        """Return the gradients of elements that no parameter has: padding of rows, and between parameters."""
+        gaps, at = [], 0
+        for place in self.plan.places:
+            rows = self.grads[place.first : place.first + place.numel].view(place.item.rows, place.pitch)
+            gaps += [self.grads[at : place.first], rows[:, place.item.cols :]]
+            at = place.first + place.numel
+        return [gap for gap in (*gaps, self.grads[at:]) if gap.numel()]
 
     def matrix(self, buffer: Tensor, place: Place) -> Tensor:
         """Return the values of a parameter as a view [rows, cols] of a buffer of the bucket's elements."""
@@ -115,6 +125,8 @@ class Bucket:
         for index, place in enumerate(self.plan.places):
             if index not in self._arrived:
                 self.matrix(self.grads, place).zero_()
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)  # a norm of NaN has multiplied them too, and they count in the next one
         self._arrived.clear()
         if self.ranks.group is not None:
             self._reducing.append(_reduce_scatter(self.own_grads, self.grads, group=self.ranks.group, async_op=True))

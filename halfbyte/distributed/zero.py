@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import zip_longest
 from typing import Any, Literal
 from typing import cast as cast_type
 
@@ -28,13 +27,12 @@ from halfbyte.distributed.agree import exchange_notes, rank_and_size
 from halfbyte.distributed.buckets import Bucket, Ranks
 from halfbyte.distributed.cast import Cast, Layout
 from halfbyte.distributed.holding import Holding, model_problem
+from halfbyte.distributed.inner import CALL, build_inner, warn_of_state
 from halfbyte.distributed.partial_cast import target_of
 from halfbyte.distributed.plan import Item, storage_plan
 from halfbyte.distributed.weights import first_users, make_primary, tiled_parameters
 from halfbyte.pieces import Piece
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES
-
-CALL = "ZeroOptimizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +121,9 @@ class ZeroOptimizer:
         amaxes: dict[int, Tensor] = {}
         for key, names in chosen.items():
             self._store(model, groups[key], names, amaxes)
-        self.inner = self._build_inner(optimizer or partial(torch.optim.AdamW, fused=True))
+        build = optimizer or partial(torch.optim.AdamW, fused=True)
+        self.inner = build_inner(build, self._param_groups(), group, config.timeout)
+        self._has_stepped = False
         self._reduced = len(self.buckets)
         self._accumulating = False
         self._waiting = self._expected()
@@ -171,30 +171,6 @@ class ZeroOptimizer:
                 raise ValueError(f"config is ({notes[0][1]}) on rank 0 and ({config}) on rank {rank}: make it one")
             _same_parameters(notes[0][2], theirs, "the parameters", (0, rank))
         _same_experts([{tuple(members): items for members, items in note[3]} for note in notes], self._group)
-
-    def _build_inner(self, build: Callable[[list[dict]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        """Raise on every rank unless all build the same optimizer: gathering its state would wait for ever later."""
-        inner: torch.optim.Optimizer | None = None
-        failure: Exception | None = None
-        try:
-            inner = build(self._param_groups())
-            note = [None, _optimizer_note(inner)]
-        except Exception as error:  # of whatever kind: the other ranks are told
-            failure, note = error, [f"{type(error).__name__}: {error}", []]
-        notes = exchange_notes(note, self._group, CALL, self.config.timeout)
-        if failure is not None:
-            raise failure
-        for rank, (problem, theirs) in enumerate(notes):
-            if problem is not None:
-                raise ValueError(f"optimizer: rank {rank} cannot build it: {problem}")
-            if theirs != notes[0][1]:
-                one, other = next((a, b) for a, b in zip_longest(notes[0][1], theirs) if a != b)
-                raise ValueError(
-                    f"optimizer: {one} on rank 0, {other} on rank {rank}; build the same optimizer with the same "
-                    "options everywhere"
-                )
-        assert inner is not None, "no failure"
-        return inner
 
     def _described(self, names: list[str]) -> list[list]:
         """Return what ranks compare of some parameters."""
@@ -337,6 +313,9 @@ class ZeroOptimizer:
             bucket.finish_reducing()
         norm = self._scale_gradients()
         self.inner.step()
+        if not self._has_stepped:
+            warn_of_state(self.inner.state, self.masters())
+            self._has_stepped = True
         self.zero_grad()
         self._publish()
         return norm
@@ -410,8 +389,11 @@ class ZeroOptimizer:
 
         Returns:
             {"version", "masters": {name: fp32}, "state": {name: {key: value}}, "groups", "scalars"}: `masters` is a
-            state dict of the model's trained parameters in fp32, without any codes; `scalars` the keys of state whose
-            numbers the optimizer keeps as tensors.
+            state dict of the model's trained parameters in fp32, without any codes; `scalars` {key: dtype} of state
+            whose numbers the optimizer keeps as tensors.
+
+        Raises:
+            ValueError: on every rank: the optimizer has state that is not a number for each element or parameter.
         """
         return zero_state.save(self)
 
@@ -424,28 +406,14 @@ class ZeroOptimizer:
         zero_state.load(self, state)
         self._publish()
 
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Name the parts of parameters that this rank steps."""
+        return ((f.place.item.name, f.master) for bucket in self.buckets for f in bucket.fragments)
+
     @property
     def names(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained."""
         return dict(self._params)
-
-
-def _optimizer_note(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return what ranks compare of an optimizer: its class, and the options of every parameter group."""
-    note = [f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"]
-    for group in optimizer.param_groups:
-        options = {key: _plain(value) for key, value in group.items() if key not in ("params", "names")}
-        note.append(repr(sorted(options.items())))
-    return note
-
-
-def _plain(value: Any) -> Any:
-    """Return an option as something that reads alike in every process: not an object's address."""
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, bool | int | float | str | None) else type(value).__qualname__
 
 
 def _ranks(group: dist.ProcessGroup | None) -> Ranks:

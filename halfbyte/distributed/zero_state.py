@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,37 +10,50 @@ from torch import Tensor
 
 from halfbyte.distributed.agree import exchange_notes, refuse_together
 from halfbyte.distributed.buckets import Bucket, _all_gather
+from halfbyte.distributed.inner import is_elementwise, state_problem
 
 if TYPE_CHECKING:
     from halfbyte.distributed.zero import ZeroOptimizer
 
-VERSION = 1
+VERSION = 2
 CALL = "ZeroOptimizer.state_dict"
-KEYS = ("version", "masters", "state", "groups")
+KEYS = ("version", "masters", "state", "groups", "scalars")
 
 
 def save(zero: ZeroOptimizer) -> dict[str, Any]:
     """See ZeroOptimizer.state_dict."""
-    exchange_notes(None, zero.everyone.group, CALL, zero.config.timeout)  # one rank alone would wait for ever
+    # All or none: one rank alone would wait for ever.
+    problem = state_problem(zero.inner.state, zero.masters())
+    refuse_together(problem, zero.everyone.group, CALL, zero.config.timeout)
     masters: dict[str, Tensor] = {}
     state: dict[str, dict[str, Any]] = {name: {} for name in zero.names}
-    scalars: set[str] = set()
+    scalars: dict[str, str] = {}
     with torch.no_grad():
         for bucket in zero.buckets:
             masters.update(_whole(bucket, bucket.masters, zero))
-            for key in _elementwise_keys(zero, bucket):
-                shard = torch.zeros_like(bucket.masters)
+            for (key, dtype), names in _elementwise_keys(zero, bucket).items():
+                shard = torch.zeros_like(bucket.masters, dtype=getattr(torch, dtype))
                 for fragment in bucket.fragments:
-                    begin = _begin(bucket, fragment)
-                    value = zero.inner.state[fragment.master][key]
-                    shard[begin : begin + value.numel()] = value
+                    if fragment.place.item.name in names:
+                        begin = _begin(bucket, fragment)
+                        value = zero.inner.state[fragment.master][key]
+                        shard[begin : begin + value.numel()] = value
                 for name, whole in _whole(bucket, shard, zero).items():
-                    state[name][key] = whole
+                    if name in names:
+                        state[name][key] = whole
             for name, values in _others(zero, bucket).items():
                 state[name].update({key: value for key, (value, _) in values.items()})
-                scalars.update(key for key, (_, is_tensor) in values.items() if is_tensor)
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in zero.inner.param_groups]
-    return {"version": VERSION, "masters": masters, "state": state, "groups": groups, "scalars": sorted(scalars)}
+                scalars.update({key: dtype for key, (_, dtype) in values.items() if dtype is not None})
+    groups = [
+        {key: _copy(value, "cpu") for key, value in group.items() if key != "params"}
+        for group in zero.inner.param_groups
+    ]
+    return {"version": VERSION, "masters": masters, "state": state, "groups": groups, "scalars": scalars}
+
+
+def _copy(value: Any, device: torch.device | str) -> Any:
+    """Return an option that later changes of the first do not reach, such as a learning rate that is a tensor."""
+    return value.detach().to(device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _begin(bucket: Bucket, fragment) -> int:
@@ -51,41 +65,47 @@ def _whole(bucket: Bucket, shard: Tensor, zero: ZeroOptimizer) -> dict[str, Tens
     whole = shard
     if bucket.ranks.group is not None:
         whole = torch.empty(bucket.plan.numel, dtype=shard.dtype, device=shard.device)
-        _all_gather(whole, shard, group=bucket.ranks.group)
+        _all_gather(whole.view(torch.uint8), shard.view(torch.uint8), group=bucket.ranks.group)
     return {
         place.item.name: bucket.matrix(whole, place).reshape(zero.names[place.item.name].shape).to("cpu", copy=True)
         for place in bucket.plan.places
     }
 
 
-def _elementwise_keys(zero: ZeroOptimizer, bucket: Bucket) -> list[str]:
-    """Return the keys of state that has a number for each element; ranks without a fragment learn them from others."""
-    own = {
-        key
+def _elementwise_keys(zero: ZeroOptimizer, bucket: Bucket) -> dict[tuple[str, str], set[str]]:
+    """Return {(key, dtype): parameters} of state that has a number for each element.
+
+    Ranks without a fragment learn them from others. Groups of parameters may have other options, and so other keys.
+    """
+    own = [
+        (key, _name(value.dtype), fragment.place.item.name)
         for fragment in bucket.fragments
         for key, value in zero.inner.state.get(fragment.master, {}).items()
-        if _is_elementwise(value, fragment.master)
-    }
-    notes = exchange_notes(sorted(own), bucket.ranks.group, CALL, zero.config.timeout) if bucket.ranks.group else [own]
-    return sorted({key for note in notes for key in note})
+        if is_elementwise(value, fragment.master)
+    ]
+    notes = exchange_notes(own, bucket.ranks.group, CALL, zero.config.timeout) if bucket.ranks.group else [own]
+    found: dict[tuple[str, str], set[str]] = {}
+    for key, dtype, name in sorted({tuple(entry) for note in notes for entry in note}):
+        found.setdefault((key, dtype), set()).add(name)
+    return found
 
 
-def _is_elementwise(value: Any, master: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == master.shape
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _others(zero: ZeroOptimizer, bucket: Bucket) -> dict[str, dict[str, tuple[Any, bool]]]:
-    """Return numbers such as the step, and whether they are kept as tensors: of the lowest rank with a part."""
+def _others(zero: ZeroOptimizer, bucket: Bucket) -> dict[str, dict[str, tuple[Any, str | None]]]:
+    """Return numbers such as the step, and their dtype if they are kept as tensors: of the lowest rank with a part."""
     own = {
         fragment.place.item.name: {
-            key: (value.item(), True) if isinstance(value, Tensor) else (value, False)
+            key: (value.item(), _name(value.dtype)) if isinstance(value, Tensor) else (value, None)
             for key, value in zero.inner.state.get(fragment.master, {}).items()
-            if not _is_elementwise(value, fragment.master)
+            if not is_elementwise(value, fragment.master)
         }
         for fragment in bucket.fragments
     }
     notes = exchange_notes(own, bucket.ranks.group, CALL, zero.config.timeout) if bucket.ranks.group else [own]
-    out: dict[str, dict[str, tuple[Any, bool]]] = {}
+    out: dict[str, dict[str, tuple[Any, str | None]]] = {}
     for note in notes:
         for name, values in note.items():
             out.setdefault(name, values)
@@ -97,7 +117,7 @@ def load(zero: ZeroOptimizer, state: Any) -> None:
     group = zero.everyone.group
     refuse_together(_problem(zero, state), group, "ZeroOptimizer.load_state_dict", zero.config.timeout)
     zero.synchronize()
-    scalars = state.get("scalars", ("step",))
+    scalars = state["scalars"]
     with torch.no_grad():
         for bucket in zero.buckets:
             for fragment in bucket.fragments:
@@ -108,25 +128,26 @@ def load(zero: ZeroOptimizer, state: Any) -> None:
                     if isinstance(value, Tensor):  # `save` turns all others into numbers
                         values[key] = _part(fragment, value).to(master.device, copy=True)
                     else:
-                        values[key] = _scalar(zero, master, value) if key in scalars else value
+                        values[key] = _scalar(zero, master, value, scalars[key]) if key in scalars else value
                 zero.inner.state[master] = values
     for ours, theirs in zip(zero.inner.param_groups, state["groups"], strict=True):
-        ours.update(theirs)
+        old = {key: value.device for key, value in ours.items() if isinstance(value, Tensor)}
+        ours.update({key: _copy(value, old.get(key, "cpu")) for key, value in theirs.items()})
 
 
 def _part(fragment, whole: Tensor) -> Tensor:
     """Return the elements of a whole tensor that a fragment has, rows padded as in the bucket."""
     place = fragment.place
-    padded = torch.zeros(place.item.rows, place.pitch, dtype=torch.float32, device=whole.device)
+    padded = torch.zeros(place.item.rows, place.pitch, dtype=whole.dtype, device=whole.device)
     padded[:, : place.item.cols] = whole.reshape(place.item.rows, place.item.cols)
     return padded.view(-1)[fragment.start : fragment.start + fragment.master.numel()]
 
 
-def _scalar(zero: ZeroOptimizer, master: Tensor, value: Any) -> Tensor:
-    """Return a number as torch's optimizers keep it: an fp32 tensor, on the device if fused or capturable."""
+def _scalar(zero: ZeroOptimizer, master: Tensor, value: Any, dtype: str) -> Tensor:
+    """Return a number as torch's optimizers keep it: a tensor, on the device if fused or capturable."""
     group = next(g for g in zero.inner.param_groups if any(p is master for p in g["params"]))
     on_device = group.get("fused") or group.get("capturable")
-    return torch.tensor(float(value), device=master.device if on_device else "cpu")
+    return torch.tensor(value, dtype=getattr(torch, dtype), device=master.device if on_device else "cpu")
 
 
 def _problem(zero: ZeroOptimizer, state: Any) -> str | None:
@@ -134,6 +155,12 @@ def _problem(zero: ZeroOptimizer, state: Any) -> str | None:
     remedy = "pass what ZeroOptimizer.state_dict() returned for this model"
     if not isinstance(state, dict) or any(key not in state for key in KEYS) or state["version"] != VERSION:
         return f"state: not of a ZeroOptimizer of version {VERSION}; {remedy}"
+    missing, foreign = _options(zero, state["groups"])
+    if missing and foreign:
+        return (
+            f"state: its optimizer has the option {foreign[0]!r} and no {missing[0]!r}, unlike this "
+            f"{type(zero.inner).__name__}; build the optimizer that the state is of"
+        )
     for part in ("masters", "state"):
         differing = sorted(state[part].keys() ^ zero.names.keys())
         if differing:
@@ -150,3 +177,14 @@ def _problem(zero: ZeroOptimizer, state: Any) -> str | None:
     if ours != theirs:
         return f"state['groups']: parameters are grouped as {theirs}, here as {ours}; use the same param_options"
     return None
+
+
+def _options(zero: ZeroOptimizer, groups: list[dict]) -> tuple[list[str], list[str]]:
+    """Return options that this optimizer has and the groups lack, and the reverse.
+
+    One of both may be of another release of torch, or of a schedule; both are of another optimizer.
+    """
+    theirs = {key for group in groups for key in group}
+    ours = {key for group in zero.inner.param_groups for key in group}
+    foreign = theirs - ours - {"initial_lr"}  # a schedule notes it
+    return sorted(zero.inner.defaults.keys() - theirs), sorted(foreign)
