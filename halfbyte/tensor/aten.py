@@ -301,7 +301,7 @@ def _warn_once(name: str, is_view: bool) -> None:
     message = f"{name} computes with the dequantized values of a QuantTensor"
     if is_view:
         message += "; the result is a copy, writing to it does not change the QuantTensor"
-    warnings.warn(message, DequantizeWarning, stacklevel=4)
+    warnings.warn(message, DequantizeWarning, stacklevel=5)
 
 
 HANDLERS["fallback"] = _fallback

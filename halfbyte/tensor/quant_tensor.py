@@ -243,9 +243,9 @@ class QuantTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        handler = HANDLERS.get(func)
-        result = handler(func, args, kwargs) if handler else NotImplemented
-        return HANDLERS["fallback"](func, args, kwargs) if result is NotImplemented else result
+        if torch.is_inference_mode_enabled():
+            return _dispatch_in_inference_mode(func, args, kwargs)
+        return _dispatch(func, args, kwargs)
 
     def __reduce_ex__(self, protocol):
         blocks, header = self.blocks, self.header
@@ -296,6 +296,22 @@ class QuantTensor(torch.Tensor):
 
     def is_shared(self) -> bool:
         return self.qdata.is_shared()
+
+
+def _dispatch(func, args, kwargs):
+    handler = HANDLERS.get(func)
+    result = handler(func, args, kwargs) if handler else NotImplemented
+    return HANDLERS["fallback"](func, args, kwargs) if result is NotImplemented else result
+
+
+def _dispatch_in_inference_mode(func, args, kwargs):
+    """Take apart what autograd would have; a view of a tensor made outside has to be one made outside."""
+    result = NotImplemented if func in HANDLERS else func.decompose(*args, **kwargs)
+    if result is not NotImplemented:
+        return result
+    from_outside = func.is_view and isinstance(args[0], Tensor) and not args[0].is_inference()
+    with torch.inference_mode(not from_outside), torch.no_grad():
+        return _dispatch(func, args, kwargs)
 
 
 def rebuild(qdata, block_scale, amax, group_offsets, key: str, rest: tuple, shape: tuple[int, ...]) -> Tensor:

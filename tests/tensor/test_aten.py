@@ -30,6 +30,42 @@ from halfbyte.tensor import DequantizeWarning, QuantTensor
 from halfbyte.tensor.aten import _warn_once
 from halfbyte.tensor.quant_tensor import describe
 
+IN_INFERENCE_MODE = (
+    lambda t: t.T,
+    lambda t: t.mT,
+    lambda t: t.t(),
+    lambda t: t.reshape(2, 16, 64),
+    lambda t: t.view(2, 16, 64).flatten(0, 1),
+    lambda t: t.unflatten(0, (2, 16)),
+    lambda t: t.chunk(2)[1],
+    lambda t: t.split(16)[1],
+    lambda t: t.narrow(0, 16, 16),
+    lambda t: t[:16],
+    lambda t: t[None],
+    lambda t: t.detach(),
+    lambda t: t.to("cpu"),
+    lambda t: t.to(torch.float32),
+    lambda t: t.float(),
+    lambda t: t.clone(),
+)
+
+
+@pytest.mark.parametrize("made_inside", (False, True))
+def test_inference_mode_changes_nothing(made_inside):
+    """Without autograd torch hands over whole functions, and refuses views that were made as inference tensors."""
+    q = make(TILE, 32, 64)
+    expected = [function(q) for function in IN_INFERENCE_MODE]
+    _warn_once.cache_clear()
+    with torch.inference_mode(), warnings.catch_warnings(action="error"):
+        q = make(TILE, 32, 64) if made_inside else q
+        for function, other in zip(IN_INFERENCE_MODE, expected, strict=True):
+            assert_same(function(q), other)
+        with pytest.raises(DequantizeWarning, match="aten.slice"):
+            q[:, 3:]
+    with torch.inference_mode(), warnings.catch_warnings(action="ignore"):
+        values = q.dequantize()
+        assert torch.equal(q[:, 3:], values[:, 3:]) and torch.equal(q @ q.T, values @ values.T)
+
 
 class TestViews:
     @every_spec
