@@ -1,26 +1,23 @@
 """hb.nn.fuse_: norms and MLPs of a Llama-style model learn how the layers behind them quantize; unfuse_ undoes it.
 
-Modules are found by name and then *tried*: a few random tokens go through the module and through its replacement, in
-high precision, and where the results differ by more than roundings the module is left alone. What a norm hands to its
-linear layers is bound to one tensor object, so a model that is wired differently than its names suggest computes the
-same; it only gains nothing. No key of a state_dict changes.
+Modules are found by name and then *tried* (trial.py): random tokens go through the module and through its replacement,
+in high precision, and where the results differ by more than roundings the module is left alone. What a norm hands to
+its linear layers is bound to one tensor object, so a model that is wired differently than its names suggest computes
+the same; it only gains nothing. No key of a state_dict changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from halfbyte.arithmetic import ACTIVATIONS
+from halfbyte.nn import trial
 from halfbyte.nn.fused import MLP, LayerNormLinear
-from halfbyte.nn.linear import Linear
 from halfbyte.nn.norm import LayerNorm, RMSNorm, from_norm
 from halfbyte.nn.shared_input import SharedInput
-from halfbyte.spec import Recipe
 
 NORMS_BEFORE = (
     ("input_layernorm", "self_attn"),
@@ -45,10 +42,6 @@ MLPS = (
     ("fc1", "fc2"),
 )
 """Linear layers of an MLP: gate (if gated), up and down."""
-
-TOKENS = 5
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Relative error that roundings explain: a rounding or two more inside the module that is replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +131,7 @@ def unfuse_(model: nn.Module) -> tuple[str, ...]:
             _let_go(module.feeds)
             for parameter in ("weight",) if module.bias is None else ("weight", "bias"):
                 setattr(origin, parameter, getattr(module, parameter))
+        vars(origin).update({table: vars(module)[table] for table in _hook_tables(module)})  # registered since
         _replace(model, module, origin.train(module.training))
         done.append(name)
     return tuple(done)
@@ -147,18 +141,28 @@ def _fuse_mlp(model: nn.Module, name: str, module: nn.Module, names: tuple[str, 
     layers = {layer: getattr(module, layer) for layer in names}
     reason = _more_than(module, list(layers.values()))
     if reason is None:
-        for activation, kind in ACTIVATIONS.items():
-            if len(names) == 2 + kind.gated:
-                new = MLP.from_linears(layers, activation).train(module.training)
-                reason = _difference(module, new, layers[names[0]].in_features)
-                if reason is None:
-                    new.fused_from = (module,)
-                    _replace(model, module, new)
-                    return FuseRow(name=name, fused=True, reason=f"hb.nn.MLP, {activation}")
-                if "computes" not in reason:
-                    break
+        found = _closest_mlp(module, layers)
+        reason = found if isinstance(found, str) else trial.own_difference(module, found, layers[names[0]].in_features)
+        if reason is None and isinstance(found, MLP):
+            found.fused_from = (module,)
+            _replace(model, module, found)
+            return FuseRow(name=name, fused=True, reason=f"hb.nn.MLP, {found.activation}")
     assert reason is not None, "an MLP is replaced or left for a reason"
     return FuseRow(name=name, fused=False, reason=reason)
+
+
+def _closest_mlp(module: nn.Module, layers: dict[str, nn.Linear]) -> MLP | str:
+    """Return the MLP that computes what `module` does, or why none does: activations are told apart by their error."""
+    tried: list[tuple[float, str | None, MLP]] = []
+    for activation, kind in ACTIVATIONS.items():
+        if len(layers) == 2 + kind.gated:
+            try:
+                new = MLP.from_linears(layers, activation).train(module.training)
+            except ValueError as error:  # widths that do not meet
+                return str(error)
+            tried.append((*trial.fresh_mlp_difference(module, new, new.names), new))
+    _, reason, new = min(tried, key=lambda one: (one[1] is not None, one[0]))
+    return new if reason is None else reason
 
 
 def _fuse_norm(model: nn.Module, name: str, module: nn.Module) -> FuseRow:
@@ -180,7 +184,9 @@ def _fuse_norm(model: nn.Module, name: str, module: nn.Module) -> FuseRow:
         new = from_norm(module)
     except ValueError as error:
         return left(str(error))
-    reason = _more_than(module, [module]) or _difference(module, new, layers[0].in_features)
+    width = layers[0].in_features
+    reason = _more_than(module, [module]) or trial.own_difference(module, new, width)
+    reason = reason or trial.fresh_norm_difference(module, new, width)
     if reason is not None:
         return left(reason)
     if new is not module:
@@ -222,54 +228,23 @@ def _looks_like_norm(module: nn.Module) -> bool:
 
 def _more_than(module: nn.Module, parts: Sequence[nn.Module]) -> str | None:
     """Say what the module has beside its computation with the parameters of `parts`, or None."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if any(vars(module)[name] for name in _hook_tables(module)):
         return "it has hooks"
     known = {id(p) for part in parts for p in part.parameters(recurse=False)}
     if any(id(p) not in known for p in module.parameters()):
         return "it has parameters of its own"
     if any(isinstance(part, nn.Dropout) and part.p for part in module.modules()):
         return "it drops values at random"
+    if any(True for _ in module.buffers(recurse=False)):
+        return "it has buffers of its own"
+    if not trial.takes_one_tensor(module):
+        return "its forward takes other arguments beside a tensor"
     return None
 
 
-@torch.no_grad()
-def _difference(module: nn.Module, new: nn.Module, width: int) -> str | None:
-    """Say in what the two differ on a few random tokens, in high precision, or None."""
-    parameter = next(module.parameters())
-    if parameter.is_meta:
-        return "its parameters are on the meta device: fuse_ compares values, call it when they are there"
-    tolerance = TOLERANCES.get(parameter.dtype)
-    if tolerance is None:
-        return f"its parameters are {parameter.dtype}"
-    x = torch.randn(TOKENS, width, generator=torch.Generator().manual_seed(0)).mul_(2)
-    x[-1] *= 1e-3  # shows another eps
-    x = x.to(parameter.device, parameter.dtype)
-    try:
-        with _in_high_precision(module), torch.autocast(x.device.type, enabled=False):
-            expected = module(x)
-    except TypeError as error:
-        return f"its forward takes other arguments: {error}"
-    if not isinstance(expected, Tensor) or expected.shape != (TOKENS, *expected.shape[1:]) or expected.dim() != 2:
-        return "it returns something else than one tensor"
-    with _in_high_precision(new), torch.autocast(x.device.type, enabled=False):
-        actual = new(x)
-    error = ((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
-    return None if error <= tolerance else f"it computes something else: {error:.1e} away from {type(new).__name__}"
-
-
-@contextmanager
-def _in_high_precision(module: nn.Module) -> Iterator[None]:
-    layers = [(layer, layer.recipe) for layer in module.modules() if isinstance(layer, Linear)]
-    training = module.training
-    try:
-        for layer, _ in layers:
-            layer.recipe = Recipe()
-        module.eval()
-        yield
-    finally:
-        for layer, recipe in layers:
-            layer.recipe = recipe
-        module.train(training)
+def _hook_tables(module: nn.Module) -> list[str]:
+    """Return the attributes in which torch keeps a module's hooks, those of state_dicts included."""
+    return [name for name in vars(module) if "_hooks" in name]
 
 
 def _let_go(feeds: SharedInput | None) -> None:

@@ -126,6 +126,7 @@ def test_transformers(name):
     if name == "gemma2":  # its norms multiply by 1 + weight
         assert set(report.fused) == {f"model.layers.{i}.mlp" for i in range(2)}
         assert "computes something else" in report.left["model.layers.0.input_layernorm"]
+        assert all(row.reason.endswith("geglu_tanh") for row in report.rows if row.fused)
     else:
         assert len(report.fused) == 6 and "model.norm" in report.left
 
@@ -169,6 +170,92 @@ def test_what_does_something_else_is_left(kind, reason):
     model = nn.ModuleDict({"mlp": odd})
     report = hb.nn.fuse_(model)
     assert model["mlp"] is odd and reason in report.left["mlp"]
+
+
+class Gated(nn.Module):
+    """down(activation(gate) * up) with dropout that is no module, in any dtype, from any weights."""
+
+    def __init__(self, activation, p: float = 0.0, dtype=torch.float32) -> None:
+        super().__init__()
+        self.activation, self.p = activation, p
+        self.gate_proj, self.up_proj = (nn.Linear(16, 32, dtype=dtype) for _ in range(2))
+        self.down_proj = nn.Linear(32, 16, dtype=dtype)
+
+    def forward(self, x):
+        return F.dropout(self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x)), self.p, self.training)
+
+
+def tanh_gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize(
+    "activation,reason",
+    [
+        (F.silu, "swiglu"),
+        (F.gelu, "geglu"),
+        (tanh_gelu, "geglu_tanh"),
+        (F.relu, "computes something else"),
+        (lambda x: F.silu(x).clamp(max=20), "computes something else"),
+    ],
+)
+@pytest.mark.parametrize("weights", ["zero", "small", "bfloat16"])
+def test_the_activation_is_told_from_others_whatever_the_weights(activation, reason, weights):
+    """A down projection that starts at zero hides the activation, small weights make all alike, bf16 both GeLUs."""
+    mlp = Gated(activation, dtype=torch.bfloat16 if weights == "bfloat16" else torch.float32)
+    for p in mlp.parameters():
+        nn.init.normal_(p, std=1e-4 if weights == "small" else 0.1)
+    if weights == "zero":
+        nn.init.zeros_(mlp.down_proj.weight)
+    report = hb.nn.fuse_(nn.ModuleDict({"mlp": mlp}))
+    assert report.rows[0].reason.endswith(reason) or reason in report.left["mlp"]
+
+
+def test_functional_dropout_is_seen_in_training_mode():
+    for training in (True, False):
+        mlp = Gated(F.silu, p=0.1).train(training)
+        state = torch.get_rng_state()
+        assert "in training mode" in hb.nn.fuse_(nn.ModuleDict({"mlp": mlp})).left["mlp"]
+        assert mlp.training is training and torch.equal(torch.get_rng_state(), state)
+
+
+class Picky(Gated):
+    """Takes sequences only."""
+
+    def forward(self, x):
+        batch, sequence, width = x.shape
+        return super().forward(x.reshape(-1, width)).reshape(batch, sequence, width)
+
+
+class Optional(Gated):
+    def forward(self, x, repeat=1):
+        return super().forward(x) * repeat
+
+
+def test_forwards_that_refuse_the_tokens_or_take_more():
+    assert hb.nn.fuse_(nn.ModuleDict({"mlp": Picky(F.silu)})).fused == ("mlp",)
+    refused = hb.nn.fuse_(nn.ModuleDict({"mlp": Optional(F.silu)}))
+    assert "other arguments" in refused.left["mlp"]
+    packed = nn.Module()
+    packed.fc1, packed.fc2 = nn.Linear(16, 64), nn.Linear(32, 16)  # gate and up in one
+    packed.forward = lambda x: packed.fc2(F.silu(packed.fc1(x)[..., :32]) * packed.fc1(x)[..., 32:])
+    assert "must be alike" in hb.nn.fuse_(nn.ModuleDict({"mlp": packed})).left["mlp"]
+
+
+def test_hooks_are_not_lost():
+    mlp = Gated(F.silu)
+    handle = mlp.register_state_dict_post_hook(lambda *a: None)
+    model = nn.ModuleDict({"mlp": mlp})
+    assert hb.nn.fuse_(model).left == {"mlp": "it has hooks"}
+    handle.remove()
+    hb.nn.fuse_(model)
+    seen = []
+    handle = model["mlp"].register_forward_hook(lambda *a: seen.append(1))
+    hb.nn.unfuse_(model)
+    model["mlp"](torch.randn(2, 16))
+    handle.remove()
+    model["mlp"](torch.randn(2, 16))
+    assert model["mlp"] is mlp and seen == [1]
 
 
 def test_a_norm_that_feeds_others_still_serves_them():
