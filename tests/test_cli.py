@@ -1,6 +1,7 @@
 """The command line: exit statuses and one-line errors."""
 
 import os
+import runpy
 import subprocess
 import sys
 
@@ -15,6 +16,14 @@ def test_without_arguments_it_lists_its_commands(capsys):
     assert cli.main([]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in cli.COMMANDS)
+
+
+def test_the_package_runs_as_a_module(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["halfbyte", "trian"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("halfbyte", run_name="__main__")
+    assert stop.value.code == 2
+    assert "no command 'trian'" in capsys.readouterr().err
 
 
 def test_unknown_command(capsys):

@@ -1,0 +1,5 @@
+"""`python -m halfbyte` is the command `halfbyte`."""
+
+from halfbyte.cli import main
+
+raise SystemExit(main())
