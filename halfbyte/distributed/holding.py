@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -41,15 +42,23 @@ class Holding:
             path, _, own_name = name.rpartition(".")
             module = model.get_submodule(path)
             self._held.append(Held(name, module, own_name, param, _address(param)))
-        for module in {held.module for held in self._held}:
-            module.register_load_state_dict_pre_hook(self.refuse_to_load)
+        self._frozen = {name: param for name, param in model.named_parameters() if name not in params}
+        modules = {held.module for held in self._held}
+        self.handles = [module.register_load_state_dict_pre_hook(self.refuse_to_load) for module in modules]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Holding:
         """Return this one: it holds nothing of a copied model, which may load and move."""
         return self
 
     def check(self) -> None:
-        """Raise RuntimeError if a parameter is another tensor than before, or lies elsewhere."""
+        """Raise RuntimeError if a parameter is another tensor than before, or lies elsewhere; warn of new ones."""
+        for name in [name for name, param in self._frozen.items() if param.requires_grad]:
+            del self._frozen[name]
+            warnings.warn(
+                f"{name} required no gradient when ZeroOptimizer was built, which does not train it: build the "
+                "optimizer after the last parameter is thawed",
+                stacklevel=4,
+            )
         for name, module, own_name, param, address in self._held:
             now = module._parameters.get(own_name)
             if now is not param or _address(param) != address:

@@ -21,6 +21,7 @@ from typing import cast as cast_type
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from halfbyte.distributed import zero_state
 from halfbyte.distributed.agree import exchange_notes, rank_and_size
@@ -32,6 +33,7 @@ from halfbyte.distributed.partial_cast import target_of
 from halfbyte.distributed.plan import Item, storage_plan
 from halfbyte.distributed.weights import first_users, make_primary, tiled_parameters
 from halfbyte.pieces import Piece
+from halfbyte.tensor.primary import PrimaryWeight
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES
 
 
@@ -94,6 +96,7 @@ class ZeroOptimizer:
 
     Raises:
         ValueError: on every rank: nothing to train, or the ranks differ in parameters, recipes, config or optimizer.
+        TypeError: param_options returns no options.
         RuntimeError: some rank builds no ZeroOptimizer within config.timeout.
     """
 
@@ -113,7 +116,7 @@ class ZeroOptimizer:
         self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         chosen, groups = self._divide(expert_groups or {})
         self._tiled = tiled_parameters(model, chosen.values())
-        self._options = {name: param_options(name, p) if param_options else {} for name, p in self._params.items()}
+        self._options = {name: _options_of(name, p, param_options) for name, p in self._params.items()}
         self._agree(model, chosen, groups)
         self.buckets: list[Bucket] = []
         self._home: dict[str, tuple[Bucket, int]] = {}
@@ -127,8 +130,10 @@ class ZeroOptimizer:
         self._reduced = len(self.buckets)
         self._accumulating = False
         self._waiting = self._expected()
-        self._hook(model)
         self._holding = Holding(self, model, self._params)
+        handles = [*self._hook(model), *self._holding.handles]
+        release: Any = weakref.finalize(self, _release, self.buckets, handles, list(self._params.values()))
+        release.atexit = False  # a process that ends waits for no other
         self._publish()
 
     # Construction
@@ -255,24 +260,28 @@ class ZeroOptimizer:
     def _expected(self) -> list[int]:
         return [len(bucket.plan.places) for bucket in self.buckets]
 
-    def _hook(self, model: nn.Module) -> None:
+    def _hook(self, model: nn.Module) -> list[RemovableHandle]:
+        handles = []
         numbers = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         for name, param in self._params.items():
             bucket, index = self._home[name]
             hook = partial(_after_gradient, weakref.ref(self), numbers[id(bucket)], index)
-            param.register_post_accumulate_grad_hook(hook)
+            handles.append(param.register_post_accumulate_grad_hook(hook))
         plain = [name for name in self._params if not self._home[name][0].quantized]  # the others have before_use
         for module, names in first_users(model, plain).items():
             needed = list(dict.fromkeys(self._home[name][0] for name in names))
-            module.register_forward_pre_hook(partial(_before_forward, needed))
+            handles.append(module.register_forward_pre_hook(partial(_before_forward, needed)))
+        return handles
 
     # Training
 
     def _on_gradient(self, number: int, index: int, param: Tensor) -> None:
         if param.grad is None:
             raise RuntimeError("another ZeroOptimizer of the same model took this gradient: build one for a model")
+        name = self.buckets[number].plan.places[index].item.name
+        if param.grad.layout != torch.strided:
+            raise ValueError(f"{name} has a gradient that is sparse, which ranks cannot sum: use sparse=False")
         if number >= self._reduced:
-            name = self.buckets[number].plan.places[index].item.name
             raise RuntimeError(
                 f"{name}: a second gradient after the ranks began to sum the first; run every backward of a step but "
                 "the last within `with optimizer.accumulate():`, or zero_grad() to forget the first"
@@ -416,6 +425,16 @@ class ZeroOptimizer:
         return dict(self._params)
 
 
+def _options_of(name: str, param: nn.Parameter, choose: Callable[[str, nn.Parameter], dict] | None) -> dict:
+    options = choose(name, param) if choose is not None else {}
+    if not isinstance(options, dict) or options.keys() & {"params", "names"}:
+        raise TypeError(
+            f"param_options returned {options!r} for {name!r}: return a dict of the optimizer's options, such as "
+            "{'weight_decay': 0.0}, or {}"
+        )
+    return options
+
+
 def _ranks(group: dist.ProcessGroup | None) -> Ranks:
     rank, size = rank_and_size(group)
     return Ranks((group or dist.group.WORLD) if size > 1 else None, rank, size)
@@ -457,3 +476,17 @@ def _after_gradient(zero: weakref.ref[ZeroOptimizer], number: int, index: int, p
 def _before_forward(buckets: list[Bucket], module: nn.Module, arguments: Any) -> None:
     for bucket in buckets:
         bucket.finish_gathering()
+
+
+def _release(buckets: list[Bucket], handles: list[RemovableHandle], params: list[Tensor]) -> None:
+    """Leave a model whose optimizer is gone complete, and without what would keep masters and gradients in memory."""
+    try:
+        for bucket in buckets:
+            bucket.finish_gathering()
+    except RuntimeError:  # a rank is gone: the hooks stay, and the next forward says so
+        return
+    for handle in handles:
+        handle.remove()
+    for param in params:
+        if isinstance(param, PrimaryWeight):
+            param.before_use = None

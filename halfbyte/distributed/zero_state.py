@@ -150,10 +150,19 @@ def _scalar(zero: ZeroOptimizer, master: Tensor, value: Any, dtype: str) -> Tens
     return torch.tensor(value, dtype=getattr(torch, dtype), device=master.device if on_device else "cpu")
 
 
+def _is_checkpoint(state: Any) -> bool:
+    if not isinstance(state, dict) or any(key not in state for key in KEYS) or state["version"] != VERSION:
+        return False
+    dicts = [state[part] for part in ("masters", "state", "scalars")]
+    if not isinstance(state["groups"], list) or not all(isinstance(each, dict) for each in dicts):
+        return False
+    return all(isinstance(each, dict) for each in (*state["state"].values(), *state["groups"]))
+
+
 def _problem(zero: ZeroOptimizer, state: Any) -> str | None:
     """Say why `state` does not fit, or return None."""
     remedy = "pass what ZeroOptimizer.state_dict() returned for this model"
-    if not isinstance(state, dict) or any(key not in state for key in KEYS) or state["version"] != VERSION:
+    if not _is_checkpoint(state):
         return f"state: not of a ZeroOptimizer of version {VERSION}; {remedy}"
     missing, foreign = _options(zero, state["groups"])
     if missing and foreign:

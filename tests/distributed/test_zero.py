@@ -207,6 +207,43 @@ def test_what_is_dropped_is_freed():
     assert alive() is None
 
 
+@pytest.mark.parametrize("weights", ("nvfp4", "plain"))
+def test_a_model_outlives_its_optimizer_without_its_memory(weights):
+    model, state, zero = checks.build(0, weights, blocks=0)
+    checks.train(0, model, state, zero, range(1))
+    twin = copy.deepcopy(model)
+    alive = [weakref.ref(tensor) for bucket in zero.buckets for tensor in (bucket.masters, bucket.grads)]
+    del zero, twin
+    gc.collect()
+    assert not any(tensor() is not None for tensor in alive)
+    for module in model.modules():
+        assert not module._forward_pre_hooks and not module._load_state_dict_pre_hooks
+    loss = checks.loss_of(model, checks.tokens(0, 1))
+    model, state, zero = checks.build(0, weights, blocks=0)
+    checks.train(0, model, state, zero, range(1))
+    assert torch.equal(loss, checks.loss_of(model, checks.tokens(0, 1)))
+
+
+def test_a_parameter_that_thaws_after_the_optimizer_was_built_is_named():
+    model = checks.Bigram(16)
+    model.embed_tokens.requires_grad_(False)
+    zero = hb.distributed.ZeroOptimizer(model)
+    model.requires_grad_(True)
+    with pytest.warns(UserWarning, match="^embed_tokens.weight required no gradient when ZeroOptimizer was built"):
+        zero.step()
+
+
+def test_sparse_gradients_and_options_that_are_none_are_named():
+    layer = torch.nn.Embedding(10, 4, sparse=True)
+    zero = hb.distributed.ZeroOptimizer(layer)
+    with pytest.raises(ValueError, match="^weight has a gradient that is sparse.*sparse=False"):
+        layer(torch.tensor([1, 2])).sum().backward()
+    zero.zero_grad()
+    for options in (None, {"params": []}):
+        with pytest.raises(TypeError, match="^param_options returned .* for 'weight'"):
+            hb.distributed.ZeroOptimizer(layer, param_options=lambda *_, given=options: given)
+
+
 def test_attention_waits_for_the_projection_that_it_reads_without_a_call():
     """torch's MultiheadAttention hands out_proj's weight to a function: out_proj's own hook would never run."""
     model = torch.nn.TransformerEncoderLayer(16, 2)

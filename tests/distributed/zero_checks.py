@@ -267,6 +267,7 @@ def refusals(rank: int, world: int) -> None:
 
     bad = [
         ({}, "not of a ZeroOptimizer"),
+        *(({**good, part: None}, "not of a ZeroOptimizer") for part in ("masters", "state", "groups", "scalars")),
         (without("masters"), "on one side only"),
         (without("state"), "on one side only"),
         ({**good, "groups": good["groups"][:1]}, "grouped as"),
