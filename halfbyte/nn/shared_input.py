@@ -58,6 +58,20 @@ def _version(x: Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
+def _circumstances(x: Tensor, layers: tuple[nn.Module, ...], call: int) -> tuple:
+    """Return all that outputs of `layers` depend on beside x; a compiled region begins and ends with its own."""
+    if torch.compiler.is_compiling():
+        return (call,)
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    parts = [
+        (layer.recipe, id(layer.weight), _version(layer.weight), getattr(layer.run_state, "advances", 0))
+        for layer in layers
+        if isinstance(layer, Linear)
+    ]
+    return call, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, *parts
+
+
 class SharedInput:
     """The siblings `names` of a module `owner` that read one tensor, and what is known about it.
 
@@ -73,6 +87,7 @@ class SharedInput:
         self._input: Tensor | None = None
         self._versions = (0, 0)  # of what was handed over, and of _input
         self._outputs: tuple[Tensor | None, ...] = ()
+        self._made: tuple = ()  # how and from which weights _outputs were computed
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
@@ -100,7 +115,7 @@ class SharedInput:
         """Return one layer's output; the first layer computes those of all of them."""
         layers = self.layers
         index = next((i for i, other in enumerate(layers) if other is layer), None)
-        same = self._input is x and _version(x) == self._versions[1]
+        same = self._input is x and _version(x) == self._versions[1] and self._made == _circumstances(x, layers, call)
         y = self._outputs[index] if index and same else None
         if y is not None:
             self._outputs = tuple(None if i == index else other for i, other in enumerate(self._outputs))
@@ -110,6 +125,7 @@ class SharedInput:
         if index != 0 or len(layers) == 1 or not shareable(layers) or not _is_watched(x):
             return forward_shared(x, (layer,), call)[0]
         y, *others = forward_shared(x, layers, call)
+        self._made = _circumstances(x, layers, call)
         self._input, self._outputs, self._versions = x, (None, *others), (self._versions[0], _version(x))
         return y
 

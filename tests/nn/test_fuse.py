@@ -1,5 +1,6 @@
 """fuse_ on our decoder and on transformers' models: what is replaced, what is left, that nothing else changes."""
 
+import contextlib
 import copy
 
 import pytest
@@ -315,3 +316,44 @@ def test_a_tensor_changed_in_place_is_another_tensor(when, mode):
 def test_a_model_without_known_names_is_refused():
     with pytest.raises(ValueError, match="no norm and no MLP"):
         hb.nn.fuse_(nn.Sequential(nn.Linear(4, 4)))
+
+
+def change_mode(model, layer):
+    return torch.no_grad()
+
+
+def change_weight(model, layer):
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+
+def change_recipe(model, layer):
+    hb.set_recipe_(model, "mxfp8")
+
+
+def change_position(model, layer):
+    layer.run_state.advance()
+
+
+def change_autocast(model, layer):
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [change_mode, change_weight, change_recipe, change_position, change_autocast])
+def test_siblings_compute_again_what_was_computed_under_other_circumstances(change):
+    """q computes k and v too; they take that only where they would compute the same."""
+    model = nn.Sequential(Impatient("never"))
+    hb.nn.fuse_(model)
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    attn, x = model[0].self_attn, torch.randn(10, 32)
+    if change is change_mode:
+        with torch.no_grad():
+            attn.q_proj(x)
+        assert attn.k_proj(x).requires_grad
+        return
+    attn.q_proj(x)
+    with change(model, attn.k_proj) or contextlib.nullcontext():
+        k, again = attn.k_proj(x), attn.k_proj(x.clone())
+        assert k.dtype == again.dtype and torch.equal(k, again)
+        dw, expected = (torch.autograd.grad(y.float().square().sum(), attn.k_proj.weight)[0] for y in (k, again))
+        assert torch.equal(dw, expected)
