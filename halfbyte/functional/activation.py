@@ -106,7 +106,7 @@ def linear_activation(
     found = find_activation(name)
     if len(layers.weights) != 1 + found.gated:
         raise ValueError(f"layers has {len(layers.weights)} weights: {name!r} takes {1 + found.gated}")
-    refuse_transforms(x, ELEMENTWISE)
+    refuse_transforms((x, *layers.weights, *layers.biases), ELEMENTWISE)
     call, tensors = prepare(x, layers, recipe, None, x_amaxes)
     n = len(layers.weights)
     if call is None:
@@ -138,7 +138,7 @@ def _static(draw: Draw | None) -> tuple | None:
 
 
 def _activate(x: Tensor, up: Tensor | None, function: str, following: ops.Following) -> tuple[Tensor, ops.Amaxes]:
-    refuse_transforms(x, ELEMENTWISE)
+    refuse_transforms((x, up), ELEMENTWISE)
     sign = following.sign_draw
     then = _Then(function, following.row, following.col, _static(sign))
     h, *amaxes = _Activation.apply(then, x, up, None if sign is None else sign.base)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -52,8 +52,13 @@ def first_order(refused: Refusals) -> Callable[[Backward], Backward]:
     def wrap(backward: Backward) -> Backward:
         @wraps(backward)
         def wrapper(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-            with torch.no_grad():
-                outputs = backward(ctx, *gradients)
+            try:
+                with torch.no_grad():
+                    outputs = backward(ctx, *gradients)
+            except RuntimeError as error:
+                if "Batching rule" in str(error):  # is_grads_batched=True: torch batches no product that adds in place
+                    raise RuntimeError(refused.transformed) from error
+                raise
             if not torch.is_grad_enabled():
                 return outputs
             # The gradients come along, so that what leads from them to an input of the model leads through the error:
@@ -67,11 +72,13 @@ def first_order(refused: Refusals) -> Callable[[Backward], Backward]:
     return wrap
 
 
-def refuse_transforms(x: Tensor, refused: Refusals) -> None:
-    """Raise RuntimeError inside torch.func transforms and forward-mode AD of `x`; torch's messages name no remedy."""
+def refuse_transforms(tensors: Sequence[Tensor | None], refused: Refusals) -> None:
+    """Raise RuntimeError inside torch.func transforms and forward-mode AD of a tensor: torch names no remedy."""
     if torch.compiler.is_compiling():
         return
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(refused.transformed)
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError(refused.forward_mode)

@@ -144,7 +144,7 @@ def grouped_linear(
         ValueError: shapes do not fit, or the recipe draws and rng is None.
         TypeError: dtypes do not fit.
     """
-    refuse_transforms(x, EXPERTS)
+    refuse_transforms((x, w_ENK), EXPERTS)
     is_covered = covers(cached_weight, recipe)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

@@ -170,7 +170,7 @@ def prepare(
     places = _places(rng, n, recipe)
     if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
         return None, (x, *weights, *biases)
-    refuse_transforms(x, LINEAR)
+    refuse_transforms((x, *weights, *biases), LINEAR)
     _check_options(out_dtype, amaxes)
     draws = [None] * n if places is None else [place.on(x.device) for place in places]
     # A tensor is passed once, however many weights share it: torch.compile refuses repeated inputs.

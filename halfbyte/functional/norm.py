@@ -71,7 +71,7 @@ def norm(
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and (x.dim() == 0 or tuple(tensor.shape) != (x.shape[-1],)):
             raise ValueError(f"{name}.shape={tuple(tensor.shape)}: x.shape={tuple(x.shape)} needs one per column")
-    refuse_transforms(x, ELEMENTWISE)
+    refuse_transforms((x, weight, bias), ELEMENTWISE)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     sign = following.sign_draw

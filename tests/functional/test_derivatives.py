@@ -103,3 +103,33 @@ def test_the_remedy_of_a_fused_model_works():
     (first,) = torch.autograd.grad(down(torch.nn.functional.silu(gate(y)) * up(y)).sum(), x, create_graph=True)
     first.square().sum().backward()
     assert x.grad is not None and x.grad.isfinite().all()
+
+
+TWO = hb.GemmSpec(a=hb.NVFP4(), b=hb.NVFP4())
+STILL = hb.Recipe(fprop=TWO, dgrad=TWO, wgrad=TWO)
+FORWARD_MODE = {
+    "linear": (lambda w: hb.linear(X, w, None, STILL), (16, 32)),
+    "bias": (lambda b: hb.linear(X, W, b, STILL), (16,)),
+    "experts": (lambda w: hb.grouped_linear(X, w, ends(RAGGED), STILL), (len(RAGGED), 16, 32)),
+    "norm": (lambda w: hb.functional.rms_norm(X, w), (32,)),
+    "up": (lambda up: hb.functional.activation("swiglu", X, up), tuple(X.shape)),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_forward_mode_of_weights_names_the_remedy(name):
+    function, shape = FORWARD_MODE[name]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(shape), torch.ones(shape))
+        with pytest.raises(RuntimeError, match="halfbyte: .* no forward-mode derivative; "):
+            function(dual)
+
+
+def test_batched_gradients_are_a_loop_over_them_or_name_the_remedy():
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    dys = torch.randn(3, len(X), 16)
+    batched = torch.autograd.grad(linear(x, w), (x, w), dys, is_grads_batched=True)
+    loop = [torch.autograd.grad(linear(x, w), (x, w), dy) for dy in dys]
+    assert all(torch.equal(a, torch.stack(b)) for a, b in zip(batched, zip(*loop, strict=True), strict=True))
+    with pytest.raises(RuntimeError, match=r"torch\.func.*hb\.nn\.unfuse_"):
+        torch.autograd.grad(mlp(x), x, torch.randn(3, *X.shape), is_grads_batched=True)
