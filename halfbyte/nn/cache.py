@@ -55,6 +55,7 @@ class ModuleCache:
         self, module: FollowsRecipe, sources: dict[str, Source], dtype: torch.dtype, cache: WeightCache
     ) -> None:
         self.operands: dict[str, CachedWeight] = {}
+        self._held: dict[str, tuple[Tensor, int]] = {}  # the weights that operands were made of, and their storages
         self.sources, self.dtype = sources, dtype
         self._module, self._cache = module, cache
         self._specs: Specs = cacheable(module.recipe)
@@ -84,6 +85,7 @@ class ModuleCache:
         """
         if self._specs == (None, None):
             self.operands.clear()
+            self._held.clear()
             return
         for name, source in self.sources.items():
             group = getattr(self._module, "amax_group", ())
@@ -92,6 +94,15 @@ class ModuleCache:
                 weight = source.weight.mT if source.transposed else source.weight
                 done[key] = _into(self.operands.get(name), self._quantize(weight, amaxes))
             self.operands[name] = done[key]
+            self._held[name] = source.weight, _storage(source.weight)
+
+    def operands_of(self, name: str) -> CachedWeight | None:
+        """Return the operands of a weight; None if it is no longer the one that they were made of."""
+        if not torch.compiler.is_compiling() and name in self._held:
+            weight, (held, storage) = self.sources[name].weight, self._held[name]
+            if weight is not held or _storage(weight) != storage:
+                return None
+        return self.operands.get(name)
 
     def _quantize(self, weight: Tensor, amaxes: dict[int, Tensor]) -> CachedWeight:
         amax = None
@@ -195,13 +206,18 @@ def cache_weights(
     Raises:
         TypeError: an optimizer is none.
         ValueError: no layer of the model follows a recipe, it is cached already, its weights are sharded or exist in
-            NVFP4 only, or the optimizers hold none of them, such as one that steps masters.
+            NVFP4 only, or the optimizers hold none of them, such as one that steps masters, or one is LBFGS.
     """
     from torch.distributed.tensor import DTensor  # importing it takes longer than all of halfbyte
 
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer={type(optimizer).__name__}: give torch.optim.Optimizer objects")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "optimizer=LBFGS: one step of it runs the model at several weights, which no cache follows; leave the "
+                "cache out"
+            )
     found = _sources(model)
     if not found:
         raise ValueError(_nothing_found(model))
@@ -228,6 +244,10 @@ def _nothing_found(model: nn.Module) -> str:
             "leave the cache out"
         )
     return "model: its layers hold no weights as Parameters of their own; leave the cache out"
+
+
+def _storage(weight: Tensor) -> int:
+    return weight.untyped_storage()._cdata
 
 
 def _check_held(

@@ -92,8 +92,12 @@ class FollowsRecipe(_Base):
             self.weight_cache.follow(recipe)
 
     def cached_weight(self, name: str = "weight") -> CachedWeight | None:
-        """Return the weight as `hb.cache_weights` quantized it for the present recipe, None if it did not."""
-        cached = None if self.weight_cache is None else self.weight_cache.operands.get(name)
+        """Return the weight as `hb.cache_weights` quantized it for the present recipe, None if it did not.
+
+        None also for another weight than was quantized: a new Parameter or new data, a parametrization since,
+        torch.func.functional_call. Compiled code cannot tell.
+        """
+        cached = None if self.weight_cache is None else self.weight_cache.operands_of(name)
         return cached if cached is not None and cached.specs == cacheable(self.recipe) else None
 
     def place(self, call: int = 0, device: torch.device | None = None) -> StreamPhilox | None:

@@ -11,6 +11,8 @@ from grouped_cases import RAGGED, ends
 from linear_cases import RECIPES
 from small_models import NOTHING_KEPT, TOKENS, decoder
 from torch import nn
+from torch.nn.utils import parametrize as parametrizing
+from torch.nn.utils import prune as pruning
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -198,6 +200,73 @@ def test_decoded_weights_are_the_same_weights(recipe):
         assert torch.equal(model(TOKENS), plain)
 
 
+def assign(layer):
+    layer.weight = nn.Parameter(layer.weight.detach() * 2)
+
+
+def new_data(layer):
+    layer.weight.data = layer.weight.detach() * 2
+
+
+def prune(layer):
+    pruning.l1_unstructured(layer, "weight", 0.5)
+
+
+class Twice(nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+def parametrize(layer):
+    parametrizing.register_parametrization(layer, "weight", Twice())
+
+
+@pytest.mark.parametrize("change", [assign, new_data, prune, parametrize])
+def test_another_weight_is_not_the_one_that_was_cached(change):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), torch.randn(6, 32)
+    hb.quantize_(model, "nvfp4_forward", keep=NOTHING_KEPT)
+    before = model(x)
+    cache = hb.cache_weights(model, torch.optim.AdamW(model.parameters()))
+    change(model[0])
+    y = model(x)
+    cache.release()
+    assert torch.equal(y, model(x)) and not torch.equal(y, before)
+
+
+def test_functional_call_reads_the_weights_it_is_given():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), torch.randn(6, 32)
+    hb.quantize_(model, "nvfp4_forward", keep=NOTHING_KEPT)
+    before, average = model(x), {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+    expected = torch.func.functional_call(model, average, (x,))
+    with hb.cache_weights(model, torch.optim.AdamW(model.parameters())):
+        assert torch.equal(torch.func.functional_call(model, average, (x,)), expected)
+        assert torch.equal(model(x), before)
+
+
+def test_experts_that_move_with_the_module_that_owns_them():
+    """Their parent's weight moves after the recipe's own submodule was told."""
+
+    class Owner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(len(OFFSETS), 16, 40))
+            self.recipe = hb.nn.GroupedRecipe(len(OFFSETS), 40, 16)
+            self.recipe.held_as = "w", False
+
+        def forward(self, x):
+            return self.recipe(x, self.w, OFFSETS)
+
+    model = Owner()
+    hb.quantize_(model, "nvfp4")
+    cache = hb.cache_weights(model, torch.optim.AdamW(model.parameters()))
+    model._apply(lambda t: t * 2)
+    y = model(X[0])
+    cache.release()
+    assert torch.equal(y, model(X[0]))
+
+
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="quantize_ first"):
         hb.cache_weights(nn.Linear(4, 4))
@@ -216,6 +285,8 @@ def test_mistakes_are_named():
         model(TOKENS)
     with pytest.raises(TypeError, match="optimizer"):
         hb.cache_weights(decoder_of("nvfp4"), [1])
+    with pytest.raises(ValueError, match="LBFGS.*several weights"):
+        hb.cache_weights(other := decoder_of("nvfp4"), torch.optim.LBFGS(other.parameters()))
     w = torch.randn(8, 16)
     cached = hb.functional.weights.quantize_weight(w, (hb.NVFP4(), None), torch.float32)
     with pytest.raises(ValueError, match="another recipe"):
