@@ -67,8 +67,10 @@ class ZeroConfig:
             raise ValueError(f"weight_dtype={self.weight_dtype}: use torch.bfloat16, float16 or float32, or None")
         if self.grad_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"grad_dtype={self.grad_dtype}: use torch.float32 or torch.bfloat16")
-        if self.bucket_numel < 1:
+        if isinstance(self.bucket_numel, bool) or not isinstance(self.bucket_numel, int) or self.bucket_numel < 1:
             raise ValueError(f"bucket_numel={self.bucket_numel}: give a positive number of elements")
+        if not isinstance(self.timeout, timedelta):
+            raise ValueError(f"timeout={self.timeout!r}: give a datetime.timedelta, such as timedelta(seconds=60)")
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm={self.max_norm}: give a positive norm, or None")
 

@@ -476,7 +476,7 @@ def _check(
                 f"{name} is a QuantTensor: linear quantizes it itself; pass {name}.dequantize() or use gemm_nt"
             )
     for w, bias, grad, one in zip(weights, biases, grads, cached, strict=True):
-        check_cached(one, recipe, x.dtype, x.device)
+        check_cached(one, recipe, x.dtype, x.device, primary=isinstance(w, PrimaryWeight))
         if w.dim() != 2 or w.shape[1] != x.shape[-1]:
             raise ValueError(f"w.shape={tuple(w.shape)}: x.shape={tuple(x.shape)} needs [out_features, {x.shape[-1]}]")
         if w.device != x.device:

@@ -131,16 +131,25 @@ def unflatten(layouts: Sequence[Layout], tensors: Sequence[Tensor]) -> list[tupl
     return pairs
 
 
-def check_cached(cached: CachedWeight | None, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> None:
+def check_cached(
+    cached: CachedWeight | None, recipe: Recipe, dtype: torch.dtype, device: torch.device, *, primary: bool = False
+) -> None:
     """Raise ValueError if a cached weight is not what a forward in `dtype` under `recipe` would quantize.
 
     Args:
         cached: or None, which fits always.
         recipe: of the forward.
         dtype, device: of its input, after autocast.
+        primary: whether these are the operands of a PrimaryWeight.
     """
     if cached is None:
         return
+    if cached.dtype != dtype and primary:
+        raise ValueError(
+            f"w is a primary weight, rounded to {cached.dtype} before it was quantized, and this forward computes in "
+            f"{dtype}: compute in {cached.dtype} (under autocast, for instance), or build its ZeroOptimizer with "
+            f"ZeroConfig(weight_dtype={dtype})"
+        )
     if cached.dtype != dtype:
         raise ValueError(
             f"cached_weight holds a weight rounded to {cached.dtype} and this forward computes in {dtype}: use "

@@ -34,7 +34,15 @@ def test_one_process_needs_no_group():
 
 @pytest.mark.parametrize(
     "field, value",
-    (("weights", "fp4"), ("grad_dtype", "fp16"), ("weight_dtype", "fp8"), ("bucket_numel", 0), ("max_norm", -1.0)),
+    (
+        ("weights", "fp4"),
+        ("grad_dtype", "fp16"),
+        ("weight_dtype", "fp8"),
+        ("bucket_numel", 0),
+        ("bucket_numel", 1e6),
+        ("max_norm", -1.0),
+        ("timeout", 60),
+    ),
 )
 def test_config_refuses(field, value):
     with pytest.raises(ValueError, match=f"^{field}="):

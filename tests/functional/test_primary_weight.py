@@ -50,6 +50,12 @@ def test_a_gemm_in_high_precision_reads_the_values(recipe):
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def test_a_forward_in_another_dtype_is_told_which_weight_and_how_to_build_it():
+    _, primary = layers(NVFP4, turned=True)
+    with pytest.raises(ValueError, match=r"^w is a primary weight, rounded to torch.bfloat16 .*weight_dtype=torch.fl"):
+        primary(torch.randn(8, 48))
+
+
 def test_the_gradient_goes_to_main_grad_if_there_is_one():
     _, primary = layers(NVFP4, turned=True)
     *_, expected, _ = outputs_and_gradients(primary)
