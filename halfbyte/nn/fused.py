@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.functional.activation import activate, find_activation, linear_activation
-from halfbyte.nn.linear import Linear, forward_shared, gather, run_shared, shareable
-from halfbyte.nn.norm import Norm, from_norm, make_norm, to_norm
+from halfbyte.nn.linear import Linear, forward_shared, gather, hooked, run_shared, shareable
+from halfbyte.nn.norm import LayerNorm, Norm, RMSNorm, from_norm, make_norm, to_norm
 from halfbyte.nn.shared_input import following
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
@@ -80,7 +80,7 @@ class LayerNormLinear(nn.Module):
             call: as for `hb.nn.Linear.forward`.
         """
         layers = tuple(getattr(self, name) for name in self.names)
-        y, amaxes = self.norm.normalize(x, following(layers, x.device, call))
+        y, amaxes = _normed(x, self.norm, layers, call)
         outputs = _run(y, layers, call, amaxes)
         return outputs[0] if self.names == ("linear",) else outputs
 
@@ -217,7 +217,7 @@ class LayerNormMLP(MLP):
 
     def forward(self, x: Tensor, call: int = 0) -> Tensor:
         """Return the output [..., width]; arguments as for hb.nn.MLP."""
-        y, amaxes = self.norm.normalize(x, following(self._first, x.device, call))
+        y, amaxes = _normed(x, self.norm, self._first, call)
         return self._run(y, call, amaxes)
 
 
@@ -226,6 +226,13 @@ def to_linear(module: nn.Linear) -> nn.Linear:
     new = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
     new.weight, new.bias = module.weight, module.bias
     return new.train(module.training)
+
+
+def _normed(x: Tensor, norm: nn.Module, layers: tuple[nn.Module, ...], call: int) -> tuple[Tensor, ops.Amaxes]:
+    """Return the norm of x and the amaxes with which layers quantize it, none where the norm has to be called."""
+    if isinstance(norm, RMSNorm | LayerNorm) and not hooked(norm):
+        return norm.normalize(x, following(layers, x.device, call))
+    return norm(x), ops.Amaxes()
 
 
 def _run(x: Tensor, layers: Sequence[nn.Module], call: int, amaxes: ops.Amaxes | None) -> tuple[Tensor, ...]:

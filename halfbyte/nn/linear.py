@@ -76,7 +76,7 @@ class Linear(FollowsRecipe, nn.Linear):
         """
         if self.shared_input is not None:
             return self.shared_input.output(self, input, call)
-        return forward_shared(input, (self,), call=call)[0]
+        return run_alone(input, self, call)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={describe(self.recipe)}"
@@ -87,19 +87,25 @@ def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tu
 
     Args:
         x: [..., in_features].
-        modules: hb.nn.Linear layers of one recipe share; any others run one by one.
+        modules: hb.nn.Linear layers of one recipe without hooks share; any others are called one by one.
         call: as for `Linear.forward`.
 
     Returns:
         one output per module, in order.
     """
-    first = modules[0]
-    if not shareable(modules) and len(modules) > 1:
-        return tuple(m(x, call=call) if isinstance(m, Linear) else m(x) for m in modules)
-    if not isinstance(first, Linear):
-        return (first(x),)
-    amaxes = None if first.shared_input is None else first.shared_input.take(x, first.recipe, call)
-    return run_shared(x, [m for m in modules if isinstance(m, Linear)], call, amaxes)
+    layers = [m for m in modules if isinstance(m, Linear)]
+    if not shareable(modules):
+        return tuple(m(x, call=call) if call and isinstance(m, Linear) else m(x) for m in modules)
+    return run_shared(x, layers, call, _handed_over(x, layers[0], call))
+
+
+def run_alone(x: Tensor, layer: Linear, call: int) -> Tensor:
+    """Return the output of a layer that is being called: hooks are its caller's."""
+    return run_shared(x, (layer,), call, _handed_over(x, layer, call))[0]
+
+
+def _handed_over(x: Tensor, layer: Linear, call: int) -> ops.Amaxes | None:
+    return None if layer.shared_input is None else layer.shared_input.take(x, layer.recipe, call)
 
 
 def run_shared(x: Tensor, layers: Sequence[Linear], call: int, x_amaxes: ops.Amaxes | None) -> tuple[Tensor, ...]:
@@ -134,10 +140,10 @@ def gather(x: Tensor, layers: Sequence[Linear], call: int) -> Layers:
 def shareable(modules: Sequence[nn.Module]) -> bool:
     """Whether modules may run together: hb.nn.Linear layers of one recipe whose call is their forward."""
     first = modules[0]
-    return all(type(m) is Linear and m.recipe == first.recipe and not _hooked(m) for m in modules)
+    return all(type(m) is Linear and m.recipe == first.recipe and not hooked(m) for m in modules)
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
     """Whether calling the module does more than its forward."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks

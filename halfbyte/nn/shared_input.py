@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.functional.linear import sign_place
-from halfbyte.nn.linear import Linear, forward_shared, shareable
+from halfbyte.nn.linear import Linear, forward_shared, run_alone, shareable
 from halfbyte.spec import GemmSpec, Recipe, Spec
 
 _PLAIN_GEMM = GemmSpec()
@@ -123,7 +123,7 @@ class SharedInput:
                 self._input = None
             return y
         if index != 0 or len(layers) == 1 or not shareable(layers) or not _is_watched(x):
-            return forward_shared(x, (layer,), call)[0]
+            return run_alone(x, layer, call)
         y, *others = forward_shared(x, layers, call)
         self._made = _circumstances(x, layers, call)
         self._input, self._outputs, self._versions = x, (None, *others), (self._versions[0], _version(x))

@@ -195,3 +195,32 @@ def test_built_on_meta_and_filled_elsewhere():
 def test_wrong_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+class Adapted(hb.nn.Linear):
+    """A layer that adds something to its output, as adapters do."""
+
+    def forward(self, input):
+        return super().forward(input) + 100
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_hooks_and_subclasses_are_called_wherever_they_sit(activation):
+    """Down alone, up alone and a norm ran without being called."""
+    torch.manual_seed(0)
+    model, x = LayerNormMLP(32, 48, activation=activation, norm="rms"), torch.randn(6, 32)
+    expected, seen = model(x), []
+    for name in ("norm", *model.names):
+        getattr(model, name).register_forward_hook(lambda *a, name=name: seen.append(name))
+    assert torch.equal(model(x), expected) or activation == "swiglu"  # gate and up no longer share
+    assert seen == ["norm", *model.names]
+    block = hb.nn.LayerNormLinear(32, 16)
+    y = block(x)
+    for layer in (block.norm, block.linear):
+        layer.register_forward_hook(lambda *a: seen.append("block"))
+    assert torch.equal(block(x), y) and seen.count("block") == 2
+    hb.nn.forward_shared(x, [block.linear])
+    assert seen.count("block") == 3
+    adapted = Adapted.from_linear(torch.nn.Linear(48, 32), "nvfp4")
+    plain = hb.nn.MLP.from_linears({**{n: getattr(model, n) for n in model.names[:-1]}, "down": adapted}, activation)
+    assert plain(x).min() > 50
