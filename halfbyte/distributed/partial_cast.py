@@ -207,6 +207,12 @@ def _problem(weights: Any, masters: Any, starts: Any, shards: Any) -> str | None
         text = _weight_problem(weight, weights[0].device) or _shard_problem(weight, master, start, shard)
         if text is not None:
             return text.replace("[i]", f"[{i}]")
+    seen: dict[int, int] = {}
+    for i, weight in enumerate(weights):
+        address = weight.qdata.data_ptr()
+        other = seen.setdefault(address, i)
+        if other != i and address:  # 0: empty, or its memory is released for now
+            return f"model_weights[{i}] has the codes of model_weights[{other}]: give every weight once"
     return None
 
 

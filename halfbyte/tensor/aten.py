@@ -43,7 +43,9 @@ def implements(*overloads):
 
 @implements(aten.detach.default, aten.alias.default)
 def _alias(func, args, kwargs):
-    return return_and_correct_aliasing(func, args, kwargs, args[0].map(lambda t: t.detach()))
+    out = return_and_correct_aliasing(func, args, kwargs, args[0].map(lambda t: t.detach()))
+    out.after_alias(args[0])
+    return out
 
 
 @implements(
@@ -192,6 +194,7 @@ def _zero_(func, args, kwargs):
     for tensor in (q.qdata.view(torch.uint8), q.block_scale.view(torch.uint8), q.amax):
         if tensor is not None:
             tensor.zero_()
+    q.after_write()
     return q
 
 
@@ -220,6 +223,7 @@ def _copy_(func, args, kwargs):
     for to, from_ in (*pairs, (target.amax, source.amax), (target.group_offsets, source.group_offsets)):
         if to is not None and from_ is not None:
             to.copy_(from_, non_blocking=non_blocking)
+    target.after_write()
     return target
 
 

@@ -8,9 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from halfbyte import ops
 from halfbyte.layout import LINEAR, SWIZZLED_32_4_4, Blocks, ceil_div, check_scale_layout, swizzled_numel
 from halfbyte.spec import NVFP4, Eden
-from halfbyte.tensor.quant_tensor import QuantTensor, check_value_dtype, describe
+from halfbyte.tensor.quant_tensor import QuantTensor, check_value_dtype, describe, rebuild
 
 _requires_grad: Any = torch._C.TensorBase.requires_grad
 
@@ -103,9 +104,38 @@ class PrimaryWeight(QuantTensor):
         parameter.turned = self.turned
         return parameter
 
+    def after_alias(self, source: QuantTensor) -> None:
+        if isinstance(source, PrimaryWeight):
+            self.turned, self.is_stale = source.turned, source.is_stale
+
+    def after_write(self) -> None:
+        """Turn the new bytes: the backward would read those of before."""
+        if self.turned is not None:
+            scale = self.linear_scale().view(torch.uint8)
+            rows, cols = self.shape
+            turned = ops.transpose(self.blocks.qdata, scale, rows, cols)
+            for to, from_ in zip(self.turned, turned, strict=False):
+                to.copy_(from_)
+            self.is_stale = False
+
+    def __reduce_ex__(self, protocol):
+        _, state = super().__reduce_ex__(protocol)
+        return rebuild_primary, (state, self.requires_grad)
+
     @property
     def swizzled(self) -> bool:
         return self.scale_layout == SWIZZLED_32_4_4
+
+
+def rebuild_primary(state: tuple, requires_grad: bool) -> PrimaryWeight:
+    """Return the PrimaryWeight that was pickled; state: what `rebuild` takes."""
+    qdata, block_scale, amax, group_offsets, key, rest, shape = state
+    as_tensor = (*rest[:3], False, *rest[4:])
+    quant = cast(QuantTensor, rebuild(qdata, block_scale, amax, group_offsets, key, as_tensor, shape))
+    check_primary_spec(quant.spec)
+    options = {"shape": shape, "dtype": quant.dtype, "scale_layout": quant.scale_layout}
+    out = PrimaryWeight(quant.blocks, quant.spec, **options)
+    return out.as_parameter().requires_grad_(requires_grad) if rest[3] else out
 
 
 def check_primary_spec(spec: object) -> None:

@@ -254,6 +254,12 @@ class QuantTensor(torch.Tensor):
         rest = (header.dtype, header.scale_layout, header.borrowed, is_parameter, header.splits_columns)
         return rebuild, (*tensors, header.spec.key, rest, tuple(self.shape))
 
+    def after_alias(self, source: QuantTensor) -> None:
+        """Called on a tensor that shares the bytes of `source`: subclasses share what else they hold."""
+
+    def after_write(self) -> None:
+        """Called once the bytes were changed in place: subclasses change what follows from them."""
+
     def __setitem__(self, index, value) -> None:
         raise TypeError("QuantTensor does not support item assignment; change dequantize() and quantize that again")
 

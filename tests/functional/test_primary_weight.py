@@ -1,5 +1,6 @@
 """A linear layer whose weight exists only in NVFP4 is the layer that quantizes that weight itself."""
 
+import io
 from dataclasses import replace
 
 import pytest
@@ -54,6 +55,42 @@ def test_a_forward_in_another_dtype_is_told_which_weight_and_how_to_build_it():
     _, primary = layers(NVFP4, turned=True)
     with pytest.raises(ValueError, match=r"^w is a primary weight, rounded to torch.bfloat16 .*weight_dtype=torch.fl"):
         primary(torch.randn(8, 48))
+
+
+@pytest.mark.parametrize("turned", (False, True))
+def test_values_written_into_the_weight_reach_forward_and_backward(turned):
+    """The other orientation was that of the bytes before: a gradient of another weight."""
+    plain, primary = layers(NVFP4, turned=turned)
+    whole = {"weight": torch.randn(40, 48).bfloat16(), "bias": torch.randn(40).bfloat16()}
+    primary.load_state_dict(whole)
+    plain.load_state_dict(whole)
+    assert all(torch.equal(a, b) for a, b in zip(*map(outputs_and_gradients, (plain, primary)), strict=True))
+    for layer in (plain, primary):
+        layer.weight.grad = None
+        layer.weight.detach().copy_(whole["weight"] / 3)
+    assert all(torch.equal(a, b) for a, b in zip(*map(outputs_and_gradients, (plain, primary)), strict=True))
+
+
+def test_a_saved_layer_trains_on():
+    _, primary = layers(NVFP4, turned=True)
+    file = io.BytesIO()
+    torch.save(primary, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert type(again.weight) is PrimaryWeight and again.weight.requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(*map(outputs_and_gradients, (primary, again)), strict=True))
+    file = io.BytesIO()
+    torch.save(primary.state_dict(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file)["weight"].qdata, primary.weight.qdata)
+
+
+def test_a_weight_that_is_given_twice_is_refused():
+    weight, master = PrimaryWeight.empty((16, 16)), torch.randn(256)
+    with pytest.raises(
+        ValueError, match=r"model_weights\[1\] has the codes of model_weights\[0\]: give every weight once"
+    ):
+        cast_master_weights_to_nvfp4([weight, weight], [master, master], [0, 0], None)
 
 
 def test_the_gradient_goes_to_main_grad_if_there_is_one():
