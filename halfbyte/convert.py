@@ -12,7 +12,7 @@ from torch import nn
 
 from halfbyte import recipes
 from halfbyte.nn.grouped import GroupedRecipe
-from halfbyte.nn.linear import Linear, as_recipe, describe
+from halfbyte.nn.linear import REPLACED_FORWARD, Linear, as_recipe, describe
 from halfbyte.nn.streams import STREAMS_PER_MODULE, FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
@@ -222,6 +222,8 @@ def _decide(
         return row(None, f"already an hb.nn.{type(module).__name__}; use hb.set_recipe_", module.recipe)
     if type(module) is not nn.Linear and not isinstance(module, GroupedRecipe):
         return row(None, f"{type(module).__name__} is a subclass of Linear with a forward of its own")
+    if isinstance(module, nn.Linear) and "forward" in vars(module):
+        return row(None, f"its forward was {REPLACED_FORWARD}")
     if filter_fn is not None and not filter_fn(module, name):
         return row(None, "filter_fn")
     matching = [glob for glob in rules if fnmatchcase(name, glob)]

@@ -460,3 +460,27 @@ def test_the_report_says_which_recipe_a_layer_has_that_was_converted_before():
     lines = [line.split()[:5] for line in str(report).splitlines()[2:-1]]
     assert [line[4] for line in lines] == ["nvfp4", "mxfp8", "nvfp4", "nvfp4", "nvfp4"]
     assert report.converted == ("0",) and "use hb.set_recipe_" in report.kept["1"]
+
+
+def test_a_forward_replaced_on_the_instance_is_reported():
+    """What accelerate's hooks do: the old forward, bound to the old module, had gone on running unquantized."""
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(4, 32)
+    original = model[0].forward
+    model[0].forward = lambda x: original(x) + 1
+    report = hb.quantize_(model, "nvfp4_forward", keep=hb.Keep(names=(), last_fraction=0))
+    assert report.converted == ("1",) and "replaced on the instance" in report.kept["0"]
+    with pytest.raises(ValueError, match="replaced on the instance"):
+        hb.nn.Linear.from_linear(model[0], "nvfp4")
+    calls, forward = [], model[1].forward
+    model[1].forward = lambda x: calls.append(1) or forward(x)  # one set later is called
+    hb.nn.forward_shared(x, [model[1]])
+    assert calls == [1]
+
+
+def test_a_layer_compiled_in_place_before_runs_quantized():
+    model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(4, 32)
+    expected = hb.nn.Linear.from_linear(model[0], "nvfp4_forward")(x)
+    model[0].compile(backend="eager")
+    plain = model(x)
+    hb.quantize_(model, "nvfp4_forward")
+    assert torch.equal(model(x), expected) and not torch.equal(expected, plain)

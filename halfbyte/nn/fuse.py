@@ -16,6 +16,7 @@ from torch import nn
 from halfbyte.arithmetic import ACTIVATIONS
 from halfbyte.nn import trial
 from halfbyte.nn.fused import MLP, LayerNormLinear
+from halfbyte.nn.linear import REPLACED_FORWARD
 from halfbyte.nn.norm import LayerNorm, RMSNorm, from_norm
 from halfbyte.nn.shared_input import SharedInput
 
@@ -230,6 +231,8 @@ def _more_than(module: nn.Module, parts: Sequence[nn.Module]) -> str | None:
     """Say what the module has beside its computation with the parameters of `parts`, or None."""
     if any(vars(module)[name] for name in _hook_tables(module)):
         return "it has hooks"
+    if "forward" in vars(module):
+        return f"its forward was {REPLACED_FORWARD}"
     known = {id(p) for part in parts for p in part.parameters(recurse=False)}
     if any(id(p) not in known for p in module.parameters()):
         return "it has parameters of its own"

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from halfbyte.nn.shared_input import SharedInput
 
 
+REPLACED_FORWARD = "replaced on the instance, as accelerate does; convert first"
+
+
 class Linear(FollowsRecipe, nn.Linear):
     """A linear layer that quantizes its operands; weight and bias are those of torch.nn.Linear.
 
@@ -56,9 +59,15 @@ class Linear(FollowsRecipe, nn.Linear):
         Args:
             module: a torch.nn.Linear.
             recipe, state: as for the constructor.
+
+        Raises:
+            ValueError: its forward was replaced on the instance, and would go on running instead of this class's.
         """
+        if "forward" in vars(module):
+            raise ValueError(f"module={module}: its forward was {REPLACED_FORWARD}")
         new = cls.__new__(cls)
         new.__dict__.update(module.__dict__)
+        new._compiled_call_impl = None  # of module.compile(): it calls `module`
         new.adopt(as_recipe(recipe), state)
         return new
 
@@ -144,10 +153,9 @@ def shareable(modules: Sequence[nn.Module]) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether calling the module does more than its forward."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    """Whether calling the module does more than its class's forward."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in vars(module)
 
 
 def _weight_amaxes(x: Tensor, modules: Sequence[Linear]) -> list[Tensor | None]:

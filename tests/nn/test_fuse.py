@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -233,14 +234,26 @@ class Optional(Gated):
         return super().forward(x) * repeat
 
 
+class Packed(nn.Module):
+    """Gate and up in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 64), nn.Linear(32, 16)
+
+    def forward(self, x):
+        gate, up = self.fc1(x).chunk(2, -1)
+        return self.fc2(F.silu(gate) * up)
+
+
 def test_forwards_that_refuse_the_tokens_or_take_more():
     assert hb.nn.fuse_(nn.ModuleDict({"mlp": Picky(F.silu)})).fused == ("mlp",)
     refused = hb.nn.fuse_(nn.ModuleDict({"mlp": Optional(F.silu)}))
     assert "other arguments" in refused.left["mlp"]
-    packed = nn.Module()
-    packed.fc1, packed.fc2 = nn.Linear(16, 64), nn.Linear(32, 16)  # gate and up in one
-    packed.forward = lambda x: packed.fc2(F.silu(packed.fc1(x)[..., :32]) * packed.fc1(x)[..., 32:])
-    assert "must be alike" in hb.nn.fuse_(nn.ModuleDict({"mlp": packed})).left["mlp"]
+    assert "must be alike" in hb.nn.fuse_(nn.ModuleDict({"mlp": Packed()})).left["mlp"]
+    wrapped = Gated(F.silu)
+    wrapped.forward = functools.partial(Gated.forward, wrapped)
+    assert "replaced on the instance" in hb.nn.fuse_(nn.ModuleDict({"mlp": wrapped})).left["mlp"]
 
 
 def test_hooks_are_not_lost():
