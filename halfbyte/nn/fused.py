@@ -63,7 +63,12 @@ class LayerNormLinear(nn.Module):
         nn.Module.__init__(new)
         layers = {"linear": linears} if isinstance(linears, nn.Linear) else dict(linears)
         _check_names(layers)
-        new.norm, new.names = from_norm(norm), tuple(layers)
+        new.norm, new.names = make_norm(from_norm(norm), next(iter(layers.values())).in_features), tuple(layers)
+        if len({layer.in_features for layer in layers.values()}) > 1:
+            sizes = ", ".join(f"{name} {layer.in_features}" for name, layer in layers.items())
+            raise ValueError(
+                f"linears: in_features {sizes}: they read one tensor, the norm's; give layers of its width"
+            )
         for name, layer in layers.items():
             new.add_module(name, layer)
         return new.train(norm.training)
@@ -208,7 +213,7 @@ class LayerNormMLP(MLP):
         new = cls.__new__(cls)
         nn.Module.__init__(new)
         new._hold(linears, activation)
-        new.norm = from_norm(norm)
+        new.norm = make_norm(from_norm(norm), next(iter(linears.values())).in_features)
         return new.train(norm.training)
 
     def to_modules(self) -> tuple[nn.Module, dict[str, nn.Linear]]:

@@ -224,3 +224,13 @@ def test_hooks_and_subclasses_are_called_wherever_they_sit(activation):
     adapted = Adapted.from_linear(torch.nn.Linear(48, 32), "nvfp4")
     plain = hb.nn.MLP.from_linears({**{n: getattr(model, n) for n in model.names[:-1]}, "down": adapted}, activation)
     assert plain(x).min() > 50
+
+
+def test_parts_of_other_widths_are_refused():
+    linear = torch.nn.Linear
+    with pytest.raises(ValueError, match="give one of width 64"):
+        LayerNormLinear.from_modules(torch.nn.RMSNorm(32, eps=1e-6), linear(64, 4))
+    with pytest.raises(ValueError, match="q 32, k 64: they read one tensor"):
+        LayerNormLinear.from_modules(torch.nn.RMSNorm(32, eps=1e-6), {"q": linear(32, 4), "k": linear(64, 4)})
+    with pytest.raises(ValueError, match="give one of width 16"):
+        LayerNormMLP.from_modules(torch.nn.LayerNorm(32), {"up": linear(16, 24), "down": linear(24, 16)}, "gelu")
