@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import EXPERTS, first_order, refuse_transforms
 from halfbyte.functional.gemm import check_operand, check_output
 from halfbyte.functional.linear import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, _load, _save, _stream, snapshot
@@ -146,8 +147,8 @@ def grouped_linear(
     """
     refuse_transforms((x, w_ENK), EXPERTS)
     is_covered = covers(cached_weight, recipe)
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = autocast_dtype(x.device)
+    if dtype is not None:
         x, w_ENK = x.to(dtype), w_ENK if is_covered else w_ENK.to(dtype)
     _check(x, w_ENK, offsets, recipe, main_grad)
     if out_dtype is not None:

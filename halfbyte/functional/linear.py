@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfbyte import ops
+from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
 from halfbyte.functional.primary import primary_operands, runs_eagerly
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, takes_amax, unflatten
@@ -443,10 +444,9 @@ def _autocast(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], covered: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
     """Cast what the GEMMs will read; of a covered weight they read nothing."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(x.device)
+    if dtype is None:
         return x, list(weights), list(biases)
-    dtype = torch.get_autocast_dtype(device)
     weights = [w if is_covered else w.to(dtype) for w, is_covered in zip(weights, covered, strict=True)]
     return x.to(dtype), weights, [None if b is None else b.to(dtype) for b in biases]
 

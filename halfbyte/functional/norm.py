@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
 from halfbyte.layout import from_rows, matrix_shape
 from halfbyte.rng import Draw
@@ -72,8 +73,7 @@ def norm(
         if tensor is not None and (x.dim() == 0 or tuple(tensor.shape) != (x.shape[-1],)):
             raise ValueError(f"{name}.shape={tuple(tensor.shape)}: x.shape={tuple(x.shape)} needs one per column")
     refuse_transforms((x, weight, bias), ELEMENTWISE)
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = autocast_dtype(x.device) or x.dtype
     sign = following.sign_draw
     call = _Call(kind, dtype, following.row, following.col, None if sign is None else sign[1:])
     y, *amaxes = _Norm.apply(call, x, weight, bias, None if sign is None else sign.base)

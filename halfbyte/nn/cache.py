@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.weights import CachedWeight, Specs, cacheable, quantize_weight
 from halfbyte.nn.linear import Linear, shared_amax
 from halfbyte.nn.streams import FollowsRecipe
@@ -289,8 +290,7 @@ def _is_cacheable(source: Source) -> bool:
 
 
 def _forward_dtype(weight: Tensor) -> torch.dtype:
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    return autocast_dtype(weight.device) or weight.dtype
 
 
 def _into(old: CachedWeight | None, new: CachedWeight) -> CachedWeight:

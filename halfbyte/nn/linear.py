@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from halfbyte import ops, recipes
 from halfbyte.functional import linear_shared
+from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.linear import Layers
 from halfbyte.functional.weights import weight_specs
 from halfbyte.nn.streams import FollowsRecipe
@@ -160,8 +161,7 @@ def hooked(module: nn.Module) -> bool:
 
 def _weight_amaxes(x: Tensor, modules: Sequence[Linear]) -> list[Tensor | None]:
     """Return each module's shared weight amax, computed once per group and where nothing is cached."""
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    dtype = autocast_dtype(x.device)
     known: list[tuple[Linear, Tensor]] = []
     result: list[Tensor | None] = []
     for module in modules:

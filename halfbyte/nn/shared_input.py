@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte import ops
+from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.linear import sign_place
 from halfbyte.nn.linear import Linear, forward_shared, run_alone, shareable
 from halfbyte.spec import GemmSpec, Recipe, Spec
@@ -62,8 +63,7 @@ def _circumstances(x: Tensor, layers: tuple[nn.Module, ...], call: int) -> tuple
     """Return all that outputs of `layers` depend on beside x; a compiled region begins and ends with its own."""
     if torch.compiler.is_compiling():
         return (call,)
-    device = x.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = autocast_dtype(x.device)
     parts = [
         (layer.recipe, id(layer.weight), _version(layer.weight), getattr(layer.run_state, "advances", 0))
         for layer in layers

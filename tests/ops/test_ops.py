@@ -89,6 +89,21 @@ def test_backend_is_chosen_with_a_reason():
         hb.quantize(torch.randn(16), STANDARD, backend="triton")
 
 
+def test_layers_run_on_the_meta_device():
+    """Shapes alone; torch has no autocast there and raises when asked for it."""
+    layers = (
+        hb.nn.Linear(40, 24, device="meta"),
+        hb.nn.LayerNormMLP(40, 48).to("meta"),
+        hb.nn.GroupedLinear(2, 40, 24, device="meta"),
+    )
+    for layer, more in zip(layers, ((), (), (torch.tensor([2, 3], device="meta"),)), strict=True):
+        x = torch.randn(5, 40, device="meta", requires_grad=True)
+        y = layer(x, *more)
+        y.sum().backward()
+        assert (y.device, y.dtype) == (x.device, x.dtype) and x.grad is not None and y.shape[0] == 5
+        assert all(param.grad.shape == param.shape for param in layer.parameters())
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_mxfp8_bwd", "four_over_six"])
 def test_compiled_layer_equals_eager(recipe):
     torch.manual_seed(0)
