@@ -311,7 +311,7 @@ class GemmSpec:
 
     def __post_init__(self) -> None:
         for name in ("a", "b"):
-            if not isinstance(getattr(self, name), (Spec, type(None))):
+            if not isinstance(getattr(self, name), (NVFP4, MXFP8, type(None))):
                 raise _refuse(name, getattr(self, name), "use NVFP4(...), MXFP8(...) or None for bf16")
         a, b = self.a, self.b
         if (a.rotation if a else None) != (b.rotation if b else None):

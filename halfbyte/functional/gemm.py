@@ -8,7 +8,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.spec import GemmSpec
 from halfbyte.tensor import QuantTensor
-from halfbyte.tensor.quant_tensor import check_value_dtype
+from halfbyte.tensor.quant_tensor import blocks_of, check_value_dtype
 
 
 def gemm_nt(
@@ -90,4 +90,4 @@ def _check_with(a: Tensor, b: Tensor, bias: object, out: Tensor | None) -> None:
 
 
 def _operand(x: Tensor) -> Tensor | ops.Operand:
-    return ops.Operand(x.blocks, x.spec, x.shape[-1], x.scale_layout) if isinstance(x, QuantTensor) else x
+    return ops.Operand(blocks_of(x), x.spec, x.shape[-1], x.scale_layout) if isinstance(x, QuantTensor) else x

@@ -140,8 +140,7 @@ class QuantTensor(torch.Tensor):
     @property
     def blocks(self) -> Blocks:
         """The plain tensors as ops take them: uint8 codes and scales, fp32 amax (empty for MXFP8)."""
-        amax = self.amax if self.amax is not None else torch.empty(0, device=self.device)
-        return Blocks(self.qdata.view(torch.uint8), self.block_scale.view(torch.uint8), amax)
+        return blocks_of(self)
 
     @property
     def nbytes(self) -> int:
@@ -361,6 +360,12 @@ def check_value_dtype(name: str, dtype: object, remedy: str) -> None:
 
 
 Inner = tuple[Tensor, Tensor, Tensor | None]
+
+
+def blocks_of(x: QuantTensor) -> Blocks:
+    """Return `x.blocks`; of a compiled function's argument only this, since every read of a property is guarded."""
+    amax = x.amax if x.amax is not None else torch.empty(0, device=x.device)
+    return Blocks(x.qdata.view(torch.uint8), x.block_scale.view(torch.uint8), amax)
 
 
 def _typed(blocks: Blocks, spec: Spec) -> Inner:

@@ -135,3 +135,10 @@ def test_no_gradient_flows_on_any_device():
     a, b = torch.randn(16, 32, requires_grad=True), torch.randn(8, 32, requires_grad=True)
     assert not hb.gemm_nt(a, b).requires_grad
     assert not hb.grouped_gemm_nt(a, b[None], torch.tensor([16])).requires_grad
+
+
+def test_compiled_code_takes_quantized_arguments():
+    a, b = hb.quantize(torch.randn(32, 64), hb.NVFP4()), hb.quantize(torch.randn(48, 64), hb.NVFP4(block=(16, 16)))
+    product = torch.compile(hb.gemm_nt, fullgraph=True, backend="aot_eager")
+    assert torch.equal(product(a, b), hb.gemm_nt(a, b))
+    assert torch.equal(product(b, a), hb.gemm_nt(b, a))
