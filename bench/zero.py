@@ -116,10 +116,13 @@ def bitwise(
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             trainers = {way: Trainer(name, way, tokens, device) for way in WAYS}
             while (done := len(curves[WAYS[-1]]) * CHUNK) < steps:
-                late = torch.tensor(float(time.perf_counter() > end), device=device)
-                dist.all_reduce(late)  # ranks stop together
-                if late.item():
+                differs = done > 0 and not torch.equal(*(curves[way][-1].view(torch.int32) for way in WAYS))
+                stop = torch.tensor(float(differs or time.perf_counter() > end), device=device)
+                dist.all_reduce(stop)  # ranks stop together
+                if stop.item():
                     break
+                if done and dist.get_rank() == 0:
+                    print(f"{name}: {done} steps, equal so far", file=sys.stderr, flush=True)
                 for way in WAYS:
                     own = [torch.stack(trainers[way].step()).float() for _ in range(min(CHUNK, steps - done))]
                     curves[way].append(torch.stack(own).cpu())
