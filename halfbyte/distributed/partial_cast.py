@@ -57,7 +57,13 @@ def cast_master_weights_to_nvfp4(
         ValueError: on every rank: arguments do not fit together, or differ between ranks.
         RuntimeError: some rank does not make the call within `agree.AGREE_TIMEOUT`.
     """
-    shards = [None] * len(model_weights) if fsdp_shard_model_weights is None else fsdp_shard_model_weights
+    shards = fsdp_shard_model_weights
+    lists = {"model_weights": model_weights, "master_weights": master_weights, "start_offsets": start_offsets}
+    for name, values in (lists | {"fsdp_shard_model_weights": () if shards is None else shards}).items():
+        if not isinstance(values, Sequence):
+            problem = f"{name} is {type(values).__name__}: give a list with an entry for each weight"
+            _agree(((), (), (), ()), problem, group, manual_post_all_gather_processing)
+    shards = [None] * len(model_weights) if shards is None else shards
     agreed_on = _agreed_on(model_weights, master_weights, start_offsets, (group, manual_post_all_gather_processing))
     memory = _memory(master_weights, shards)
     known: _Prepared | None = getattr(model_weights[0], "_prepared_cast", None) if model_weights else None

@@ -53,5 +53,14 @@ def test_wrong_weights_are_refused():
             cast_master_weights_to_nvfp4([good], [master], [0], None)
     with pytest.raises(ValueError, match="master_weights has 0 entries for 1"):
         cast_master_weights_to_nvfp4([good], [], [0], None)
+    whole = torch.zeros(256)
+    for arguments, reason in (
+        (([good], None, [0], None), "master_weights is NoneType: give a list"),
+        (([good], [whole], 0, None), "start_offsets is int"),
+        ((iter([good]), [whole], [0], None), "model_weights is list_iterator"),
+        (([good], [whole], [0], None, torch.zeros(2)), "fsdp_shard_model_weights is Tensor"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            cast_master_weights_to_nvfp4(*arguments)
     with pytest.raises(ValueError, match="masters are rounded to nearest"):
         PrimaryWeight.empty((16, 16), hb.NVFP4(block=(16, 16), rounding="stochastic"))
