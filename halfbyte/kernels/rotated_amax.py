@@ -248,12 +248,12 @@ def tiles_of_targets(rule: sc.Rule, packed: bool) -> dict[RotatedTile, tuple[int
 
 
 def compile_cases() -> list[CompileCase]:
-    """Return every tile with fixed and fresh signs, whole for a tensor's maximum and ragged for those of rows."""
+    """Return every tile, whole for a tensor's maximum and ragged for those of rows; fresh signs take more registers."""
+    kinds = [(size, signs) for size in ROTATED_TILES for signs in (("fresh", "tensor", True), ("fixed", "row", False))]
+    kinds += [(128, ("fixed", "tensor", True)), (128, ("fresh", "row", False))]  # other tiles where signs are fresh
     return [
         rotated_case(rule, tile, full, capabilities)
-        for size in ROTATED_TILES
-        for signs in ("fresh", "fixed")
-        for outer, full in (("tensor", True), ("row", False))
+        for size, (signs, outer, full) in kinds
         for rule in (amax_rule(NVFP4(rotation=Hadamard(size=size, signs=signs), outer=outer)),)
         for tile, capabilities in tiles_of_targets(rule, True).items()
     ]
