@@ -139,23 +139,9 @@ def quantize_tile(
     ROWS_FIRST: tl.constexpr = ROW is not None and ROW.along
     if ROWS_FIRST:
         quantize_rows(
-            group,
-            start,
-            end,
-            local,
-            i_col,
-            x_ptr,
-            row,
-            row_constants,
-            groups,
-            cols,
-            stride_r,
-            stride_c,
-            ROW,
-            TR,
-            TC,
+            group, start, end, local, i_col, x_ptr, row, row_constants, groups, cols, stride_r, stride_c, ROW, TR, TC,
             row_known,
-        )
+        )  # fmt: skip
     if COL is not None:
         quantize_cols(
             group, start, end, local, i_col, x_ptr, col, col_constants, groups, cols, stride_r, stride_c, storage,
@@ -163,23 +149,9 @@ def quantize_tile(
         )  # fmt: skip
     if ROW is not None and not ROWS_FIRST:
         quantize_rows(
-            group,
-            start,
-            end,
-            local,
-            i_col,
-            x_ptr,
-            row,
-            row_constants,
-            groups,
-            cols,
-            stride_r,
-            stride_c,
-            ROW,
-            TR,
-            TC,
+            group, start, end, local, i_col, x_ptr, row, row_constants, groups, cols, stride_r, stride_c, ROW, TR, TC,
             row_known,
-        )
+        )  # fmt: skip
 
 
 @triton.jit
