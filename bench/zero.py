@@ -46,16 +46,16 @@ class Trainer:
     """A decoder in bf16 whose layers follow the recipe nvfp4, and its optimizer.
 
     Args:
-        name: of a model preset; its vocabulary is cut to 32,000.
+        name: of a model preset; its vocabulary is cut to `vocabulary`.
         weights: "nvfp4" or "plain".
         tokens: sequences and their length on every rank.
     """
 
     def __init__(
-        self, name: str, weights: Way, tokens: tuple[int, int], device: torch.device, lr: float = 3e-4
+        self, name: str, weights: Way, tokens: tuple[int, int], device: torch.device, vocabulary: int = VOCABULARY
     ) -> None:
         config = models.get(name)
-        config = replace(config, vocab_size=min(config.vocab_size, VOCABULARY))
+        config = replace(config, vocab_size=min(config.vocab_size, vocabulary))
         torch.manual_seed(0)
         with device:
             self.model = models.Decoder(config).bfloat16()
@@ -65,7 +65,7 @@ class Trainer:
         self.state = hb.RunState(dist.get_rank()).to(device)
         keep = hb.Keep(names=("lm_head",), last_fraction=0)
         hb.quantize_(self.model, "nvfp4", state=self.state, keep=keep)
-        adamw = partial(torch.optim.AdamW, lr=lr, fused=True)
+        adamw = partial(torch.optim.AdamW, lr=3e-4, fused=True)
         zero = ZeroConfig(weights=weights, grad_dtype=torch.bfloat16, max_norm=1.0)
         self.zero = ZeroOptimizer(self.model, adamw, config=zero)
         self.tokens, self.device, self.vocabulary = tokens, device, config.vocab_size
@@ -144,9 +144,9 @@ def bitwise(
     }
 
 
-def measure(name: str, way: Way, tokens: tuple[int, int], device: torch.device) -> dict[str, Any]:
+def measure(name: str, way: Way, tokens: tuple[int, int], device: torch.device, vocabulary: int) -> dict[str, Any]:
     """Return traffic, times, memory and hidden share of one model and way."""
-    trainer = Trainer(name, way, tokens, device)
+    trainer = Trainer(name, way, tokens, device, vocabulary)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     zero = trainer.zero
@@ -168,6 +168,7 @@ def measure(name: str, way: Way, tokens: tuple[int, int], device: torch.device) 
         "case": "zero/step",
         "model": name,
         "weights": way,
+        "vocabulary": trainer.vocabulary,
         **planned,
         "gathered_bytes": traffic["gathered"],
         "reduced_bytes": traffic["reduced"],
@@ -311,6 +312,7 @@ def main(arguments: list[str]) -> int:
         prog="bench.zero", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--models", nargs="*", default=[], metavar="PRESET")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="the most words of a model of --models")
     parser.add_argument("--tokens", nargs=2, type=int, default=[8, 2048], metavar=("SEQUENCES", "LENGTH"))
     parser.add_argument("--planned", nargs="*", default=[], metavar="PRESET", help="bytes alone, from the storage plan")
     parser.add_argument("--bitwise", metavar="PRESET")
@@ -334,10 +336,11 @@ def main(arguments: list[str]) -> int:
 
     for name in options.models:
         for way in WAYS:
-            record(partial(measure, name, way, tuple(options.tokens), device))
+            record(partial(measure, name, way, tuple(options.tokens), device, options.vocabulary))
     for name in options.planned:
         own = models.get(name)
-        for shape in dict.fromkeys([(VOCABULARY, True), (VOCABULARY, False), (own.vocab_size, own.tie_embeddings)]):
+        cut = options.vocabulary
+        for shape in dict.fromkeys([(cut, True), (cut, False), (own.vocab_size, own.tie_embeddings)]):
             record(partial(planned, name, *shape, dist.get_world_size()))
     if options.bitwise:
         left = begun + options.seconds - time.perf_counter()
