@@ -176,7 +176,6 @@ class Finisher:
         turned = [target for target in targets if target.turned is not None]
         self._wide = all(_is_wide(target) for target in turned)
         self._turns_swizzled = any(target.swizzled for target in turned)
-        assert not self._turns_swizzled or all(t.swizzled for t in targets), "weights of one list have one scale layout"
 
     def scale(self, amaxes: Tensor, scales: Tensor, expand: bool = False) -> None:
         """See the reference."""

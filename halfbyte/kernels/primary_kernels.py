@@ -297,6 +297,8 @@ def transpose_kernel(table, programs, WIDE: tl.constexpr, TILE_ROWS: tl.constexp
 def turn_swizzled_kernel(table, programs, N: tl.constexpr):
     """The transposed scales of weights whose own are swizzled: program for a row of tiles, N tiles of it."""
     weight = table + tl.load(programs + tl.program_id(0)).to(tl.int64) * WEIGHT_FIELDS
+    if tl.load(weight + W_SWIZZLED) == 0 or tl.load(weight + W_TURNED_SCALE) == 0:
+        return
     tile_rows, tile_cols = tl.load(weight + W_TILE_ROWS), tl.load(weight + W_TILE_COLS)
     local = tl.program_id(0) - tl.load(weight + W_SCALE_PROGRAM)
     chunks = tl.cdiv(tile_cols, N)

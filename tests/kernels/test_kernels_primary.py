@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import halfbyte as hb
+from halfbyte.distributed.partial_cast import target_of
 from halfbyte.kernels import primary
 from halfbyte.kernels import primary_kernels as pk
 
@@ -47,6 +48,27 @@ def test_one_launch_serves_every_shape():
     shapes = [(rows, cols) for rows in (1, 16, 17, 40) for cols in (2, 15, 16, 33)]
     cuts = [(0.1 * (i % 4), 1.0 - 0.07 * (i % 3)) for i in range(len(shapes))]
     checks.check_stages("cpu", shapes, checks.TILE, FP32, cuts, at_once=True)
+
+
+def test_weights_of_both_scale_layouts_are_turned_in_one_list():
+    layouts = {"linear": (33, 40), "swizzled_32_4_4": (20, 50)}
+    wholes = [
+        hb.quantize(torch.randn(shape).bfloat16(), checks.TILE, scale_layout=layout)
+        for layout, shape in layouts.items()
+    ]
+    weights, targets = [], []
+    for whole in (*wholes, wholes[0]):
+        weight = hb.tensor.PrimaryWeight.empty(tuple(whole.shape), scale_layout=whole.scale_layout)
+        for to, from_ in zip(weight.blocks, whole.blocks, strict=True):
+            to.copy_(from_)
+        first_tile = sum(target.tile_count for target in targets)
+        weights.append(weight)
+        targets.append(target_of(weight, first_tile, 0, turned=weight.allocate_turned()))
+    primary.Finisher(targets, sum(target.tile_count for target in targets)).transpose()
+    for weight in weights:
+        expected = weight.transpose()
+        assert torch.equal(weight.turned.qdata, expected.qdata)
+        assert torch.equal(weight.turned.block_scale, expected.linear_scale().view(torch.uint8))
 
 
 def test_the_number_of_launches_does_not_depend_on_the_list(monkeypatch):
