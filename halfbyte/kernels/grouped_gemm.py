@@ -242,14 +242,13 @@ def _run_split(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulat
     tiles = _map_tiles(out.device, out.dtype)
     tma = bool(a.stored and b.stored) and not exact and describable(a.values) and describable(b.values)
     tma = tma and variant != "pointer" and (bool(tiles) or variant == "tma")
-    flat = out.view(groups * M, N) if out.is_contiguous() else out.as_strided((groups * M, N), (out.stride(1), 1))
-    out_tma = False
+    out_tma = tma and describable(out[0]) and describable(out[:, 0])
     tile = FP32_TILE if exact else POINTER_TILES[0]
     if tma:
         tiles = tiles or TMA_TILES[1:]
-        fits = tuple(tile for tile in tiles if M % tile.bm == 0) if describable(out[0]) else ()
-        tile = _choose(fits or tuple(t for t in tiles if t.bn < 256), groups, (M, N, ceil_div(K, groups)), out.device)
-        out_tma = bool(fits)
+        if not out_tma:  # plain stores of the largest tile spill registers
+            tiles = tuple(t for t in tiles if t.bn < 256)
+        tile = _choose(tiles, groups, (M, N, ceil_div(K, groups)), out.device)
     chain = MAX_CHAIN // tile.bk if out.dtype == torch.float32 else NO_LIMIT
     options = {**_factors(a, b), **_tile_arguments(tile), "UPCAST": exact or dc.INTERPRETED.value}
     longest = padded_groups(K, 1, stored)
@@ -265,7 +264,7 @@ def _run_split(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulat
         split_tma_kernel[(programs,)](
             TensorDescriptor.from_tensor(a.values, [tile.bm, tile.bk]),
             TensorDescriptor.from_tensor(b.values, [tile.bn, tile.bk]),
-            TensorDescriptor.from_tensor(flat, [tile.bm, tile.bn // parts]) if out_tma else None,
+            TensorDescriptor.from_tensor(out, [1, tile.bm, tile.bn // parts]) if out_tma else None,
             out,
             out.stride(1),
             table_ptr=plan.table,
@@ -448,6 +447,7 @@ def _rows_case(tile: Tile, by_rows: bool) -> CompileCase:
 
 def _split_case(tile: Tile, dtype: torch.dtype, accumulate: bool) -> CompileCase:
     arguments = {**_shared_arguments(tile, dtype), **_descriptors(tile, dtype, by_rows=False)}
+    arguments["out_desc"] = arguments["out_desc"].replace("[", "[1,")
     arguments |= {"first_step": "i32", "ACCUMULATE": accumulate, "STORED": GROUP_COLUMNS, "LATER": False}
     arguments |= {"MOST": MAX_CHAIN // tile.bk if accumulate else NO_LIMIT}
     return CompileCase(split_tma_kernel, arguments, tile.num_warps, tile.num_stages, capabilities=_targets(tile))

@@ -150,7 +150,7 @@ def split_tma_kernel(
     UPCAST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """a [M, columns], b [N, columns]; a group starts at a multiple of STORED columns, zeros behind it. out [E * M, N].
+    """a [M, columns], b [N, columns]; a group starts at a multiple of STORED columns, zeros behind it. out [E, M, N].
 
     Steps of the contraction from first_step on, at most MOST of them; LATER: groups that have no such step are left.
     """
@@ -182,10 +182,10 @@ def split_tma_kernel(
                     a_floor, a_inverse, b_floor, b_inverse, A_FACTOR, B_FACTOR, False,
                 )  # fmt: skip
                 if OUT_TMA:
-                    i_row = group * M + i_m * BM
                     if ACCUMULATE:
-                        y = y + out_desc.load([i_row, i_col]).to(tl.float32)
-                    out_desc.store([i_row, i_col], dc.cast(y, out_desc.dtype))
+                        y = y + tl.reshape(out_desc.load([group, i_m * BM, i_col]), (BM, BN // PARTS)).to(tl.float32)
+                    y = tl.reshape(dc.cast(y, out_desc.dtype), (1, BM, BN // PARTS))
+                    out_desc.store([group, i_m * BM, i_col], y)
                 else:
                     p_out = out_ptr + (group * M).to(tl.int64) * out_stride
                     store_tile(y, p_out, out_stride, o_m, o_n, M, N, ACCUMULATE)

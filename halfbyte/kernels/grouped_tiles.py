@@ -20,7 +20,7 @@ from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.quantize import divisor, is_packed
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import store_values
-from halfbyte.layout import Blocks
+from halfbyte.layout import Blocks, ceil_div
 from halfbyte.spec import NVFP4, BlockMax, Spec
 
 
@@ -32,7 +32,6 @@ class Tile(NamedTuple):
 
 
 TILES = (Tile(128, 4), Tile(32, 1))
-"""The first whose strips divide the columns is used."""
 
 
 @triton.jit
@@ -61,16 +60,21 @@ def quantize_tiles_kernel(
     row_shift,
     RULE: tl.constexpr,
     W: tl.constexpr,
+    MOVES: tl.constexpr,
 ):
     """One program quantizes W / 2 tiles side by side; row_tiles of them below each other are an expert.
 
     Either q_ptr (int32, with scale_ptr) or values_ptr is None.
+    MOVES: the last program of a row moves left until it is whole; what two programs quantize gets equal bytes from both.
     """
     begin(RULE.hardware >= OVERLAP_CAPABILITY)
     constants = (span, floor, inverse, unit)
     line = pm.divide(tl.program_id(0), magic, shift)
     per_row = cols // 8
-    first = line.to(tl.int64) * 16 * per_row + (tl.program_id(0) - line * col_tiles) * W
+    i_strip = (tl.program_id(0) - line * col_tiles) * W
+    if MOVES:
+        i_strip = tl.minimum(i_strip, per_row - W)
+    first = line.to(tl.int64) * 16 * per_row + i_strip
     strip = tl.arange(0, W)[None, :]
     p_x = x_ptr.to(tl.pointer_type(tl.uint32)) + first * 4 + (strip * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
     words = ()
@@ -107,7 +111,13 @@ def fits(w: Tensor, spec: Spec) -> bool:
     if spec.outer != "tensor" or not isinstance(spec.scaling, BlockMax) or w.numel() == 0 or not w.is_contiguous():
         return False
     _, rows, cols = w.shape
-    return is_packed(w.view(-1, cols)) and rows % 16 == 0 and cols % (8 * TILES[-1].strips) == 0
+    return is_packed(w.view(-1, cols)) and rows % 16 == cols % 16 == 0 and cols >= 8 * TILES[-1].strips
+
+
+def tile_of(cols: int) -> Tile:
+    """Return the tile whose programs exceed the columns of a row the least, the larger one if equal."""
+    usable = (tile for tile in TILES if cols >= 8 * tile.strips)
+    return min(usable, key=lambda tile: ceil_div(cols, 8 * tile.strips) * tile.strips)
 
 
 def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Blocks:
@@ -126,8 +136,8 @@ def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Bl
     qdata = w.new_empty((experts, rows, size), dtype=dtype)
     scale = w.new_empty(0 if decoded else (experts, rows, cols // 16), dtype=torch.uint8)
     rule = sc.rule_of(spec, sc.hardware_of(w.device))._replace(packed=True, full=True)
-    tile = next(tile for tile in TILES if cols % (8 * tile.strips) == 0)
-    col_tiles, row_tiles = cols // (8 * tile.strips), rows // 16
+    tile = tile_of(cols)
+    col_tiles, row_tiles = ceil_div(cols, 8 * tile.strips), rows // 16
     quantize_tiles_kernel[(experts * row_tiles * col_tiles,)](
         w,
         None if decoded else qdata.view(torch.int32),
@@ -140,6 +150,7 @@ def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Bl
         *divisor(row_tiles),
         RULE=rule,
         W=tile.strips,
+        MOVES=cols % (8 * tile.strips) != 0,
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
         launch_pdl=rule.hardware >= OVERLAP_CAPABILITY.value,
@@ -148,12 +159,13 @@ def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Bl
 
 
 def compile_cases() -> list[CompileCase]:
-    """Return every tile, of codes and of values."""
-    kinds = [(tile, decoded) for tile in TILES for decoded in (False, True)]
-    return [_compile_case(tile, decoded, hardware) for tile, decoded in kinds for hardware in sc.HARDWARE_LEVELS]
+    """Return every tile, of codes and of values; the largest also for columns that it does not divide."""
+    kinds = [(tile, decoded, False) for tile in TILES for decoded in (False, True)]
+    kinds += [(TILES[0], decoded, True) for decoded in (False, True)]
+    return [_compile_case(*kind, hardware) for kind in kinds for hardware in sc.HARDWARE_LEVELS]
 
 
-def _compile_case(tile: Tile, decoded: bool, hardware: int) -> CompileCase:
+def _compile_case(tile: Tile, decoded: bool, moves: bool, hardware: int) -> CompileCase:
     arguments = {
         "x_ptr": "*bf16:16",
         "q_ptr": None if decoded else "*i32:16",
@@ -165,6 +177,7 @@ def _compile_case(tile: Tile, decoded: bool, hardware: int) -> CompileCase:
         **dict.fromkeys(("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"), "i32"),
         "RULE": sc.rule_of(NVFP4(block=(16, 16)), hardware)._replace(packed=True, full=True),
         "W": tile.strips,
+        "MOVES": moves,
     }
     targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
     return CompileCase(quantize_tiles_kernel, arguments, tile.num_warps, fp_fusion=False, capabilities=targets)

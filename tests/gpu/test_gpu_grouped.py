@@ -95,7 +95,7 @@ def test_transient_values_are_the_decoded_codes(pair):
     checks.same(values[0].amax, codes[0].amax)
 
 
-@pytest.mark.parametrize("shape", [(3, 48, 1280), (2, 32, 1024), (2, 23, 40)])
+@pytest.mark.parametrize("shape", [(3, 48, 1280), (2, 32, 1024), (2, 32, 2880), (2, 32, 1296), (2, 23, 40)])
 def test_tiles_as_codes_and_values(shape):
     """NaN, Inf and zeros included, where whole programs cover the experts and where not."""
     w, spec = torch.randn(shape, device="cuda").bfloat16(), SPECS["tile"]
