@@ -65,7 +65,7 @@ def quantize_tiles_kernel(
     """One program quantizes W / 2 tiles side by side; row_tiles of them below each other are an expert.
 
     Either q_ptr (int32, with scale_ptr) or values_ptr is None.
-    MOVES: the last program of a row moves left until it is whole; what two programs quantize gets equal bytes from both.
+    MOVES: the last program of a row moves left until it is whole; what two programs quantize gets equal bytes.
     """
     begin(RULE.hardware >= OVERLAP_CAPABILITY)
     constants = (span, floor, inverse, unit)

@@ -74,15 +74,16 @@ def widened(tile: Tile, row: sc.Rule, col: sc.Rule, cols: int) -> Tile:
 
 
 LOOPS = ((8192, 2),)
-"""(from how many tiles on, tiles of one program), where both operands draw and are stored as codes."""
+"""(from how many tiles on, tiles of one program at most), where both operands draw and are stored as codes."""
 
 
 def loop_of(loops: tuple[tuple[int, int], ...], rules: Sequence[sc.Rule | None], row_tiles: int, col_tiles: int) -> int:
-    """Return how many tiles beside each other are a program; loops: as `LOOPS`, the most first."""
+    """Return how many tiles beside each other are a program, a divisor of col_tiles; loops: as `LOOPS`, most first."""
     for rule in rules:
         if rule is None or rule.rounding != "stochastic" or rule.row_amax or rule.decoded:
             return 1
-    return next((loop for least, loop in loops if row_tiles * col_tiles >= least and col_tiles % loop == 0), 1)
+    most = next((loop for least, loop in loops if row_tiles * col_tiles >= least), 1)
+    return next(loop for loop in range(most, 0, -1) if col_tiles % loop == 0)
 
 
 VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "first_block", "sign_stream")) + (
