@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfbyte.distributed.agree import exchange_notes, rank_and_size
+from halfbyte.distributed.agree import exchange_notes, rank_and_size, resolve
 from halfbyte.distributed.cast import Cast, Layout, Share
+from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.layout import SWIZZLED_32_4_4, Blocks
 from halfbyte.ops.primary import primary_stages
 from halfbyte.pieces import Piece, Target, code_bytes
@@ -64,7 +65,8 @@ def cast_master_weights_to_nvfp4(
             problem = f"{name} is {type(values).__name__}: give a list with an entry for each weight"
             _agree(((), (), (), ()), problem, group, manual_post_all_gather_processing)
     shards = [None] * len(model_weights) if shards is None else shards
-    agreed_on = _agreed_on(model_weights, master_weights, start_offsets, (group, manual_post_all_gather_processing))
+    call = (resolve(group), manual_post_all_gather_processing)
+    agreed_on = _agreed_on(model_weights, master_weights, start_offsets, call)
     memory = _memory(master_weights, shards)
     known: _Prepared | None = getattr(model_weights[0], "_prepared_cast", None) if model_weights else None
     if known is None or (known.agreed_on, known.memory) != (agreed_on, memory):
@@ -79,7 +81,7 @@ def cast_master_weights_to_nvfp4(
         cast = _prepare(arguments, shares, group)
         if cast is None:
             return
-        known = _Prepared(agreed_on, memory, shares, cast)
+        known = _Prepared(agreed_on, memory, shares, cast, [weight.block_scale for weight in model_weights])
         vars(model_weights[0])["_prepared_cast"] = known
     known.cast.run()
     for weight in model_weights:
@@ -122,22 +124,31 @@ def target_of(weight: QuantTensor, first_tile: int, slot: int, *, turned: Blocks
 
 
 class _Prepared(NamedTuple):
-    """A cast and what it was prepared for; shares: for each weight, that of every rank."""
+    """A cast and what it was prepared for.
+
+    shares: for each weight, that of every rank.
+    scales: those of the weights, kept so that no later ones have their ids; the cast keeps the other tensors.
+    """
 
     agreed_on: tuple
     memory: tuple
     shares: list[list[Share | None]]
     cast: Cast
+    scales: list[Tensor]
 
 
 def _agreed_on(weights, masters, starts, call) -> tuple:
-    """Return what ranks have to agree on, as far as this one knows; the cast keeps the weights' memory alive."""
+    """Return what ranks have to agree on, as far as this one knows."""
     return (
-        *map(id, call),
-        *((id(weight), weight.qdata.data_ptr()) if isinstance(weight, QuantTensor) else None for weight in weights),
+        *call,  # the group itself: a later one may have its id
+        *[_identity(weight) if isinstance(weight, QuantTensor) else None for weight in weights],
         *(m.numel() if isinstance(m, Tensor) else 0 for m in masters),
         *starts,
     )
+
+
+def _identity(weight: QuantTensor) -> tuple:
+    return id(weight), weight.qdata.data_ptr(), id(weight.block_scale), id(weight.amax)
 
 
 def _memory(masters, shards) -> tuple:
@@ -194,6 +205,7 @@ def _prepare(arguments: tuple, shares: list[list[Share | None]], group: dist.Pro
         first_tile += target.tile_count
         own = shares[i][rank]
         if own is not None:
+            _clear_padding(weight, shards[i])
             codes, first_byte = weight.qdata.view(-1), 0
             if shards[i] is not None:
                 codes, first_byte = shards[i], code_bytes(target.cols, target.cols, *own)[0]
@@ -204,13 +216,24 @@ def _prepare(arguments: tuple, shares: list[list[Share | None]], group: dist.Pro
     return Cast(layout, pieces, members, local_scales=False, device=weights[0].device)
 
 
+@torch.no_grad()
+def _clear_padding(weight: QuantTensor, shard: Tensor | None) -> None:
+    """Zero what no element is written to, behind the last column: the memory is the caller's."""
+    cols = weight.shape[1]
+    if cols % NVFP4_BLOCK and shard is not None:
+        shard.zero_()  # every element in it is written
+    elif cols % NVFP4_BLOCK:
+        weight.qdata[:, cols // 2 : (cols + 1) // 2] &= 0x0F
+        weight.qdata[:, (cols + 1) // 2 :] = 0
+
+
 def _problem(weights: Any, masters: Any, starts: Any, shards: Any) -> str | None:
     """Return what is wrong with this rank's arguments."""
     for name, values in (("master_weights", masters), ("start_offsets", starts), ("fsdp_shard_model_weights", shards)):
         if len(values) != len(weights):
             return f"{name} has {len(values)} entries for {len(weights)} model_weights: give one each, or None"
     for i, (weight, master, start, shard) in enumerate(zip(weights, masters, starts, shards, strict=True)):
-        text = _weight_problem(weight, weights[0].device) or _shard_problem(weight, master, start, shard)
+        text = _weight_problem(weight, weights[0]) or _shard_problem(weight, master, start, shard)
         if text is not None:
             return text.replace("[i]", f"[{i}]")
     seen: dict[int, int] = {}
@@ -222,7 +245,7 @@ def _problem(weights: Any, masters: Any, starts: Any, shards: Any) -> str | None
     return None
 
 
-def _weight_problem(weight: Any, device: torch.device) -> str | None:
+def _weight_problem(weight: Any, first: Any) -> str | None:
     if not isinstance(weight, QuantTensor) or weight.dim() != 2 or weight.group_offsets is not None:
         what = f"a QuantTensor {list(weight.shape)}" if isinstance(weight, QuantTensor) else type(weight).__name__
         return f"model_weights[i] is {what}: give 2-D QuantTensors, such as hb.tensor.PrimaryWeight.empty((N, K))"
@@ -232,8 +255,8 @@ def _weight_problem(weight: Any, device: torch.device) -> str | None:
         return f"model_weights[i]: {error}"
     if weight.header.borrowed or not weight.qdata.is_contiguous() or not weight.block_scale.is_contiguous():
         return "model_weights[i] is a view or transpose of another tensor: give the whole tensor, or clone() it"
-    if weight.device != device:
-        return f"model_weights[i] is on {weight.device}, the first on {device}: move one of them"
+    if weight.device != first.device:
+        return f"model_weights[i] is on {weight.device}, the first on {first.device}: move one of them"
     return None
 
 

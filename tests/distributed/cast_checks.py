@@ -99,6 +99,7 @@ def two_ranks(rank: int, world: int) -> None:
         broken_values(rank, spec)
         fsdp_shards(rank, spec)
     prepared_once(rank)
+    memory_of_the_caller(rank)
     absent_shards(rank)
     shared_amax(rank)
     mismatches(rank)
@@ -163,6 +164,24 @@ def prepared_once(rank: int) -> None:
         cast_master_weights_to_nvfp4(weights, shards, starts, None, manual_post_all_gather_processing=False)
 
 
+def memory_of_the_caller(rank: int) -> None:
+    """Codes in memory that nobody zeroed have the padding of whole weights; scales and amaxes put in later are met."""
+    master = torch.randn(33, 37, generator=torch.Generator().manual_seed(2))
+    expected = hb.quantize(master.bfloat16(), TILE)
+    shard, at = share(master, [700], rank)
+    first, last = code_bytes(37, 37, at, at + shard.numel())
+    codes = torch.full((last - first,), 0xFF, dtype=torch.uint8)
+    weight = PrimaryWeight.empty((33, 37), qdata=torch.full((33, 24), 0xFF, dtype=torch.uint8))
+    for given in (None, [codes]):
+        cast_master_weights_to_nvfp4([weight], [shard], [at], None, given)
+        written = weight.qdata.view(-1)[first:last] if given is None else codes
+        assert torch.equal(written, expected.qdata.view(-1)[first:last])
+    for name in ("amax", "block_scale"):
+        setattr(weight, name, torch.zeros_like(getattr(weight, name)))
+        cast_master_weights_to_nvfp4([weight], [shard], [at], None)
+        assert all(torch.equal(a, b) for a, b in zip(weight.blocks[1:], expected.blocks[1:], strict=True)), name
+
+
 def absent_shards(rank: int) -> None:
     """Weights that one rank has no part of, that no rank has a part of, that have no elements; empty lists."""
     masters = [torch.randn(16, 32), None, torch.randn(0, 32), torch.randn(5, 5)]
@@ -216,6 +235,11 @@ def mismatches(rank: int) -> None:
         r"rank 1: master_weights\[0\] is list": [
             lambda: cast_master_weights_to_nvfp4(
                 [PrimaryWeight.empty((16, 16))], [(torch.zeros(256), [0.0] * 256)[rank]], [0], None
+            )
+        ],
+        r"rank 1: model_weights\[0\] is NoneType": [
+            lambda: cast_master_weights_to_nvfp4(
+                [(PrimaryWeight.empty((16, 16)), None)[rank]], [torch.zeros(256)], [0], None
             )
         ],
         r"rank 1: start_offsets\[0\]=200": [lambda: cast((16, 16), TILE, 200 * rank, 128)],
