@@ -28,12 +28,13 @@ from halfbyte.distributed.agree import exchange_notes, rank_and_size
 from halfbyte.distributed.buckets import Bucket, Ranks
 from halfbyte.distributed.cast import Cast, Layout
 from halfbyte.distributed.holding import Holding, model_problem
+from halfbyte.distributed.hooks import after_gradient, before_forward, release
 from halfbyte.distributed.inner import CALL, build_inner, warn_of_state
 from halfbyte.distributed.partial_cast import target_of
 from halfbyte.distributed.plan import Item, storage_plan
+from halfbyte.distributed.same import check_same_experts, check_same_parameters, members_of
 from halfbyte.distributed.weights import first_users, make_primary, tiled_parameters
 from halfbyte.pieces import Piece
-from halfbyte.tensor.primary import PrimaryWeight
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES
 
 
@@ -134,8 +135,8 @@ class ZeroOptimizer:
         self._waiting = self._expected()
         self._holding = Holding(self, model, self._params)
         handles = [*self._hook(model), *self._holding.handles]
-        release: Any = weakref.finalize(self, _release, self.buckets, handles, list(self._params.values()))
-        release.atexit = False  # a process that ends waits for no other
+        finalizer: Any = weakref.finalize(self, release, self.buckets, handles, list(self._params.values()))
+        finalizer.atexit = False  # a process that ends waits for no other
         self._publish()
 
     # Construction
@@ -168,7 +169,7 @@ class ZeroOptimizer:
         """Raise on every rank unless all have the same parameters in the same order, recipes, options and config."""
         config = str(replace(self.config, timeout=timedelta()))
         problem = model_problem(model, self._params)
-        experts = {_members(groups[key].group): self._described(names) for key, names in chosen.items() if key}
+        experts = {members_of(groups[key].group): self._described(names) for key, names in chosen.items() if key}
         note = [problem, config, self._described(chosen[0]), sorted(experts.items())]
         notes = exchange_notes(note, self._group, CALL, self.config.timeout)
         for rank, (problem, config, theirs, _) in enumerate(notes):
@@ -176,8 +177,8 @@ class ZeroOptimizer:
                 raise ValueError(f"rank {rank}: {problem}")
             if config != notes[0][1]:
                 raise ValueError(f"config is ({notes[0][1]}) on rank 0 and ({config}) on rank {rank}: make it one")
-            _same_parameters(notes[0][2], theirs, "the parameters", (0, rank))
-        _same_experts([{tuple(members): items for members, items in note[3]} for note in notes], self._group)
+            check_same_parameters(notes[0][2], theirs, "the parameters", (0, rank))
+        check_same_experts([{tuple(members): items for members, items in note[3]} for note in notes], self._group)
 
     def _described(self, names: list[str]) -> list[list]:
         """Return what ranks compare of some parameters."""
@@ -267,12 +268,12 @@ class ZeroOptimizer:
         numbers = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         for name, param in self._params.items():
             bucket, index = self._home[name]
-            hook = partial(_after_gradient, weakref.ref(self), numbers[id(bucket)], index)
+            hook = partial(after_gradient, weakref.ref(self), numbers[id(bucket)], index)
             handles.append(param.register_post_accumulate_grad_hook(hook))
         plain = [name for name in self._params if not self._home[name][0].quantized]  # the others have before_use
         for module, names in first_users(model, plain).items():
             needed = list(dict.fromkeys(self._home[name][0] for name in names))
-            handles.append(module.register_forward_pre_hook(partial(_before_forward, needed)))
+            handles.append(module.register_forward_pre_hook(partial(before_forward, needed)))
         return handles
 
     # Training
@@ -440,55 +441,3 @@ def _options_of(name: str, param: nn.Parameter, choose: Callable[[str, nn.Parame
 def _ranks(group: dist.ProcessGroup | None) -> Ranks:
     rank, size = rank_and_size(group)
     return Ranks((group or dist.group.WORLD) if size > 1 else None, rank, size)
-
-
-def _members(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    return () if group is None else tuple(dist.get_process_group_ranks(group))
-
-
-def _same_parameters(ours: list, theirs: list, what: str, ranks: tuple[int, int]) -> None:
-    if ours != theirs:
-        pairs = zip([*ours, "nothing"], [*theirs, "nothing"], strict=False)
-        one, other = next((a, b) for a, b in pairs if a != b)
-        raise ValueError(
-            f"{what} differ: {one} on rank {ranks[0]}, {other} on rank {ranks[1]}; build the model with the same "
-            "shapes, recipes and param_options everywhere"
-        )
-
-
-def _same_experts(notes: list[dict[tuple[int, ...], list]], group: dist.ProcessGroup | None) -> None:
-    """Raise unless the ranks of every expert group hold the same experts; notes: {members: parameters} of each rank."""
-    ranks = _members(group or dist.group.WORLD) if len(notes) > 1 else (0,)
-    for rank, note in zip(ranks, notes, strict=True):
-        for members, items in note.items():
-            for other in members:
-                theirs = notes[ranks.index(other)].get(members, []) if other in ranks else []
-                _same_parameters(
-                    items, theirs, f"expert_groups: the parameters of ranks {list(members)}", (rank, other)
-                )
-
-
-def _after_gradient(zero: weakref.ref[ZeroOptimizer], number: int, index: int, param: Tensor) -> None:
-    # A hook that held the optimizer would hold it for ever: the garbage collector does not see into the autograd graph.
-    optimizer = zero()
-    if optimizer is not None:
-        optimizer._on_gradient(number, index, param)
-
-
-def _before_forward(buckets: list[Bucket], module: nn.Module, arguments: Any) -> None:
-    for bucket in buckets:
-        bucket.finish_gathering()
-
-
-def _release(buckets: list[Bucket], handles: list[RemovableHandle], params: list[Tensor]) -> None:
-    """Leave a model whose optimizer is gone complete, and without what would keep masters and gradients in memory."""
-    try:
-        for bucket in buckets:
-            bucket.finish_gathering()
-    except RuntimeError:  # a rank is gone: the hooks stay, and the next forward says so
-        return
-    for handle in handles:
-        handle.remove()
-    for param in params:
-        if isinstance(param, PrimaryWeight):
-            param.before_use = None
