@@ -61,15 +61,30 @@ def first_order(refused: Refusals) -> Callable[[Backward], Backward]:
                 raise
             if not torch.is_grad_enabled():
                 return outputs
-            # The gradients come along, so that what leads from them to an input of the model leads through the error:
-            # beside a residual, torch.autograd.grad would else leave this layer's part out without a word.
-            inputs = (*(None if t is None else t.detach().requires_grad_() for t in outputs), *gradients)
+            # The gradients and the leaves behind the layer come along, so that what leads to an input of the model or
+            # a weight leads through the error: torch.autograd.grad would else leave this layer's part out without a
+            # word, beside a residual or where the gradient is constant, as that of a sum is.
+            detached = (None if t is None else t.detach().requires_grad_() for t in outputs)
+            inputs = (*detached, *gradients, *_leaves(ctx))
             refuse: Any = torch._C._functions.DelayedError(refused.twice, len(inputs))
             return refuse(*inputs)[: len(outputs)]
 
         return wrapper
 
     return wrap
+
+
+def _leaves(node: Any) -> list[Tensor]:
+    """Return the tensors at the ends of the graph behind `node`: weights, and inputs that want gradients."""
+    seen, pending, found = set(), [node], []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found += [node.variable] if hasattr(node, "variable") else []
+        pending += [following for following, _ in node.next_functions]
+    return found
 
 
 def refuse_transforms(tensors: Sequence[Tensor | None], refused: Refusals) -> None:

@@ -73,6 +73,22 @@ def test_a_second_derivative_with_respect_to_an_input_is_refused_beside_paths_th
         torch.autograd.grad(first.square().sum(), x)
 
 
+@pytest.mark.parametrize(
+    ("function", "wanted"), [*((function, "x") for function in REMEDIES), (linear, "w"), (grouped, "w"), (mlp, "w")]
+)
+def test_a_second_derivative_is_refused_where_the_gradient_of_the_output_is_constant(function, wanted):
+    leaves = {"x": X.clone().requires_grad_(), "w": W.clone().requires_grad_()}
+    y = function(2 * leaves["x"], leaves["w"])
+    if function is mlp:
+        leaves["w"] = dict(MLPS.named_parameters())["down_proj.weight"]
+    first = torch.autograd.grad(y.sum(), leaves["x"], create_graph=True)
+    if wanted == "x" and function in (linear, grouped):  # that of the weight depends on x
+        first = torch.autograd.grad(function(2 * leaves["x"], leaves["w"]).sum(), leaves["w"], create_graph=True)
+    beside = leaves[wanted].square().sum()  # a penalty on gradients is added to a loss
+    with pytest.raises(RuntimeError, match=f"differentiated twice.*{REMEDIES[function]}"):
+        torch.autograd.grad(first[0].square().sum() + beside, leaves[wanted])
+
+
 @pytest.mark.parametrize("function", REMEDIES)
 def test_torch_func_names_the_remedy(function):
     with pytest.raises(RuntimeError, match=rf"torch\.func.*{REMEDIES[function]}"):
