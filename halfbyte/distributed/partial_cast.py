@@ -65,8 +65,7 @@ def cast_master_weights_to_nvfp4(
             problem = f"{name} is {type(values).__name__}: give a list with an entry for each weight"
             _agree(((), (), (), ()), problem, group, manual_post_all_gather_processing)
     shards = [None] * len(model_weights) if shards is None else shards
-    call = (resolve(group), manual_post_all_gather_processing)
-    agreed_on = _agreed_on(model_weights, master_weights, start_offsets, call)
+    agreed_on = _agreed_on(model_weights, master_weights, start_offsets, (group, manual_post_all_gather_processing))
     memory = _memory(master_weights, shards)
     known: _Prepared | None = getattr(model_weights[0], "_prepared_cast", None) if model_weights else None
     if known is None or (known.agreed_on, known.memory) != (agreed_on, memory):
@@ -139,8 +138,10 @@ class _Prepared(NamedTuple):
 
 def _agreed_on(weights, masters, starts, call) -> tuple:
     """Return what ranks have to agree on, as far as this one knows."""
+    group, manual = call
     return (
-        *call,  # the group itself: a later one may have its id
+        resolve(group),  # not its id, which a later one may have
+        manual,
         *[_identity(weight) if isinstance(weight, QuantTensor) else None for weight in weights],
         *(m.numel() if isinstance(m, Tensor) else 0 for m in masters),
         *starts,
