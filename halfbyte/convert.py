@@ -161,6 +161,8 @@ def quantize_(
         layer = layers[row.name]
         if row.recipe is not None and isinstance(layer, GroupedRecipe):
             layer.adopt(row.recipe, state)
+        elif isinstance(layer, GroupedRecipe):
+            layer.kept = row.present is None
         elif row.recipe is not None and isinstance(layer, nn.Linear):
             _replace(model, layer, Linear.from_linear(layer, row.recipe, state))
     _share_amaxes(model, [row.name for row in rows if row.recipe is not None], groups)
@@ -309,6 +311,8 @@ def _quantized(model: nn.Module) -> Iterator[FollowsRecipe]:
 def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | None = None) -> None:
     """Give every converted layer of `model` another recipe, effective from the next forward.
 
+    Layers that `quantize_` kept in high precision stay there, experts too.
+
     Args:
         model: a model that `quantize_` converted, or one built of hb.nn layers.
         recipe: a Recipe or a preset's name.
@@ -318,7 +322,7 @@ def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | Non
         ValueError: the model has no hb.nn layer, or the recipe draws and a layer has no RunState.
     """
     recipe = as_recipe(recipe)
-    modules = list(_quantized(model))
+    modules = [module for module in _quantized(model) if not module.kept]
     if not modules:
         raise ValueError(f"model={type(model).__name__}: no layer follows a recipe; call hb.quantize_ first")
     for module in modules:

@@ -106,7 +106,8 @@ def memory_report(
     Raises:
         ValueError: no layer follows a recipe, an input has no dimension, or the forward's result has no gradient.
     """
-    layers = [m for m in model.modules() if isinstance(m, FollowsRecipe) and (m.recipe.specs or m.run_state)]
+    followers = [m for m in model.modules() if isinstance(m, FollowsRecipe) and not m.kept]
+    layers = [m for m in followers if m.recipe.specs or m.run_state]
     if not layers:
         raise ValueError(f"model={type(model).__name__}: no layer follows a recipe; call hb.quantize_ first")
     if not inputs or any(t.dim() == 0 for t in inputs):

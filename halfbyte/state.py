@@ -89,7 +89,8 @@ class RunState:
             self.step += 1
             return None
         modules: list[Any] = list(model.modules())
-        layers = [m for m in modules if getattr(m, "run_state", None) is self and hasattr(m, "recipe_before")]
+        followers = [m for m in modules if getattr(m, "run_state", None) is self and hasattr(m, "recipe_before")]
+        layers = [layer for layer in followers if not layer.kept]
         if not layers:
             raise ValueError(
                 f"model={type(model).__name__}: no layer follows this RunState, so its schedule would change nothing; "

@@ -59,11 +59,14 @@ class FollowsRecipe(_Base):
     recipe_before: Recipe | None = None
     """What `RunState.begin_step` replaced by its schedule's recipe."""
 
+    kept: bool = False
+    """Whether `hb.quantize_` left the layer in high precision; `hb.set_recipe_` then does so too."""
+
     def adopt(self, recipe: Recipe, state: RunState | None) -> None:
         if state is None and recipe.needs_rng:
             state = RunState(int(torch.randint(1 << 62, (), device="cpu")))
         self.weight_cache: ModuleCache | None = None
-        self.recipe_before = None
+        self.recipe_before, self.kept = None, False
         self.recipe = recipe
         self.run_state = state
         self.stream = 0 if state is None else state.reserve_streams(STREAMS_PER_MODULE)

@@ -64,6 +64,31 @@ def test_quantize_converts_in_place_and_reports():
     assert again.converted == () and "set_recipe_" in again.kept["up"]
 
 
+def test_experts_that_were_kept_stay_as_they_are_when_the_recipe_changes():
+    model = nn.Sequential(Experts(), Experts())
+    report = hb.quantize_(model, "nvfp4", rules={"1.*": None})
+    assert report.converted == ("0.up", "0.down")
+    for recipe in ("nvfp4_mxfp8_bwd", "mxfp8"):
+        hb.set_recipe_(model, recipe)
+        assert model[0].up.recipe == hb.recipes.get(recipe)
+        assert model[1].up.recipe == model[1].down.recipe == hb.Recipe()
+    hb.set_recipe_(model, "four_over_six")  # draws, and kept layers need no RunState for it
+    assert model[1].up.recipe == hb.Recipe() and model[1].up.run_state is None
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=()))
+    hb.set_recipe_(model, "mxfp8")
+    assert model[1].up.recipe == hb.recipes.mxfp8()
+
+
+def test_experts_that_were_kept_follow_no_schedule_though_they_have_its_state():
+    state = hb.RunState(0, schedule=hb.Schedule([(0, "mxfp8")]))
+    model = nn.ModuleDict({n: hb.nn.GroupedLinear(5, 40, 24, recipe="bf16", state=state) for n in ("followed", "kept")})
+    hb.quantize_(model, "nvfp4", rules={"kept": None}, state=state)
+    assert state.begin_step(model) == hb.recipes.mxfp8() == model["followed"].recipe
+    assert model["kept"].recipe == hb.Recipe()
+    report = hb.memory_report(model, X, forward=lambda x: model["followed"](x, OFFSETS) + model["kept"](x, OFFSETS))
+    assert report.weights == model["followed"].weight.numel() and model["kept"].recipe == hb.Recipe()
+
+
 def test_rules_and_filters_decide_about_experts_too():
     model = Experts()
     report = hb.quantize_(model, "nvfp4", rules={"down": "mxfp8"}, filter_fn=lambda module, name: name != "up")
