@@ -147,11 +147,13 @@ class Trainer:
         return history
 
     def _follow_schedule(self, log: Log) -> None:
-        recipe = self.run_state.begin_step(self.model)
-        if recipe is not None:
+        recipe, schedule = self.run_state.begin_step(self.model), self.run_state.schedule
+        if recipe is None or schedule is None:
+            return
+        if self.step in schedule.starts:  # else layers of a resumed run take up what changed before
             log.write("recipe", self.step + 1, {"recipe": describe(recipe)})
-            if isinstance(self.compute, graphs.GraphedStep):
-                self.compute.reset()
+        if isinstance(self.compute, graphs.GraphedStep):
+            self.compute.reset()
 
     def _one_step(self) -> tuple[float, Tensor, Tensor]:
         """Advance by one optimizer step; return learning rate, loss and gradient norm, the last two unread."""

@@ -14,6 +14,10 @@ def losses(config):
     return [log.curve(config.run.out, kind) for kind in ("step", "eval")]
 
 
+def changes(config):
+    return [(line["step"], line["recipe"]) for line in log.read(config.run.out) if line["kind"] == "recipe"]
+
+
 def weights(config):
     path = sorted((config.run.out / "checkpoints").glob("*.pt"))[-1]
     return torch.load(path, weights_only=True)["model"]
@@ -75,15 +79,14 @@ def test_a_schedule_is_followed_logged_and_resumed(run, folder):
     config, data = run(steps=6, checkpoint_every=4, eval_every=6, recipe_schedule="0.34:bf16/nvfp4,5:bf16")
     whole = replace(config, run=replace(config.run, out=folder / "whole"))
     loop.train(whole, "nvfp4", data)
-    lines = [(line["step"], line["recipe"]) for line in log.read(whole.run.out) if line["kind"] == "recipe"]
-    assert lines == [(3, "bf16/nvfp4"), (6, "bf16")]
+    assert changes(whole) == [(3, "bf16/nvfp4"), (6, "bf16")]
     plain = replace(config, recipe_schedule="", run=replace(config.run, out=folder / "plain"))
     loop.train(plain, "nvfp4", data)
     steps = [log.curve(one.run.out, "step")[1] for one in (plain, whole)]
     assert steps[0][:2] == steps[1][:2] and steps[0][2] != steps[1][2]
     stop_after(loop.Trainer(config, "nvfp4", data), 4)
     loop.Trainer(config, "nvfp4", data).train()
-    assert losses(config) == losses(whole)
+    assert losses(config) == losses(whole) and changes(config) == changes(whole)
     with pytest.raises(ValueError, match="recipe_schedule"):
         loop.train(replace(config, recipe_schedule="0.5:bf16"), "nvfp4", data)
 
