@@ -22,6 +22,7 @@ from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.tensor import QuantTensor
 from halfbyte.tensor.primary import PrimaryWeight
+from halfbyte.tensor.quant_tensor import check_value_dtype
 
 Filled = dict[tuple, CachedWeight]
 """What one pass over the modules has quantized: tied weights once."""
@@ -133,7 +134,11 @@ class WeightCache:
             cache = ModuleCache(module, sources, dtype or _forward_dtype(weight), self)
             module.weight_cache = cache
             self._caches.append(cache)
-        self.refill()
+        try:
+            self.refill()
+        except BaseException:  # out of memory, for one: the caller has no handle to release
+            self.release()
+            raise
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Refill after every step of `optimizer` the weights that it holds."""
@@ -205,7 +210,7 @@ def cache_weights(
         means than an optimizer's step, `load_state_dict` or `model.to`.
 
     Raises:
-        TypeError: an optimizer is none.
+        TypeError: an optimizer is none, or forwards would compute in another dtype than bf16, fp16 or fp32.
         ValueError: no layer of the model follows a recipe, it is cached already, its weights are sharded or exist in
             NVFP4 only, or the optimizers hold none of them, such as one that steps masters, or one is LBFGS.
     """
@@ -227,6 +232,8 @@ def cache_weights(
             raise ValueError("model: its weights are cached already; release that cache first")
         if any(isinstance(source.weight, DTensor) for source in sources.values()):
             raise ValueError("model: its weights are sharded (DTensor); only whole weights can be cached")
+        computes_in = dtype or _forward_dtype(next(iter(sources.values())).weight)
+        check_value_dtype("dtype", computes_in, "name the dtype that forwards compute in, such as torch.bfloat16")
     _check_held(found, optimizers)
     cache = WeightCache(found, dtype, decoded)
     for optimizer in optimizers:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import halfbyte as hb
+from halfbyte.nn import cache as cache_module
 
 OFFSETS = ends(RAGGED)
 
@@ -267,6 +268,24 @@ def test_experts_that_move_with_the_module_that_owns_them():
     assert torch.equal(y, model(X[0]))
 
 
+def test_what_fails_half_way_leaves_no_cache(monkeypatch):
+    model, calls = decoder_of("nvfp4"), Counter()
+    quantize = cache_module.quantize_weight
+
+    def out_of_memory(*arguments):
+        calls["quantize"] += 1
+        if calls["quantize"] == 3:
+            raise MemoryError
+        return quantize(*arguments)
+
+    monkeypatch.setattr(cache_module, "quantize_weight", out_of_memory)
+    with pytest.raises(MemoryError):
+        hb.cache_weights(model)
+    assert all(m.weight_cache is None for m in model.modules() if isinstance(m, hb.nn.Linear))
+    with hb.cache_weights(model) as cache:
+        assert cache.bytes > 0
+
+
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="quantize_ first"):
         hb.cache_weights(nn.Linear(4, 4))
@@ -287,6 +306,10 @@ def test_mistakes_are_named():
         hb.cache_weights(decoder_of("nvfp4"), [1])
     with pytest.raises(ValueError, match="LBFGS.*several weights"):
         hb.cache_weights(other := decoder_of("nvfp4"), torch.optim.LBFGS(other.parameters()))
+    with pytest.raises(TypeError, match="^dtype=torch.float64: .*float32.*name the dtype"):
+        hb.cache_weights(other, dtype=torch.float64)
+    with pytest.raises(TypeError, match="^dtype=bf16: "):
+        hb.cache_weights(other, dtype="bf16")
     w = torch.randn(8, 16)
     cached = hb.functional.weights.quantize_weight(w, (hb.NVFP4(), None), torch.float32)
     with pytest.raises(ValueError, match="another recipe"):
