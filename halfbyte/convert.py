@@ -35,7 +35,10 @@ class Keep:
         last_fraction: this share of the blocks at the end of the stack, rounded up, but never all of them.
     """
 
-    names: tuple[str, ...] = ("*lm_head", "*embed*", "*output_layer", "*router", "*.gate")
+    names: tuple[str, ...] = (
+        *("*lm_head", "*embed*", "*output_layer"),
+        *("*router", "*router.*", "*.gate", "*.gate.*", "*shared_expert_gate"),
+    )
     first_blocks: int = 0
     last_fraction: float = 0.15
 

@@ -113,6 +113,17 @@ def test_nothing_kept():
     model(TOKENS).sum().backward()
 
 
+def test_routers_are_kept_however_models_name_them():
+    names = ("mlp.gate", "mlp.gate.wg", "mlp.router", "router.layer", "ffn.router.classifier", "mlp.shared_expert_gate")
+    others = ("gate_proj", "experts.0.gate_proj", "self_attn.output_gate")
+    for name in (*names, *others):
+        model = nn.Linear(16, 16)
+        for part in reversed(name.split(".")):
+            model = nn.ModuleDict({part: model})
+        report = hb.quantize_(model, "nvfp4")
+        assert (name in report.converted) == (name in others), name
+
+
 def test_the_last_matching_rule_wins_and_beats_keep():
     rules = {
         "*.mlp.*": "mxfp8",
