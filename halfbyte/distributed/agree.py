@@ -7,6 +7,8 @@ sizes cannot compare them by a collective whose size they disagree about.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -71,6 +73,24 @@ def exchange_notes(
             "the group must call it, in the same order"
         ) from error
     return [json.loads(store.get(key)) for key in keys]
+
+
+@contextmanager
+def telling(
+    group: dist.ProcessGroup | None, call: str, timeout: timedelta | None, rest: Sequence[Any]
+) -> Iterator[None]:
+    """Tell the other ranks, who are about to exchange notes, of an error that keeps this one from it.
+
+    Args:
+        group, call, timeout: as for `exchange_notes`.
+        rest: what follows the problem in their notes.
+    """
+    try:
+        yield
+    except Exception as error:
+        with suppress(RuntimeError):  # nobody came: this rank's error is the one to show
+            exchange_notes([f"{type(error).__name__}: {error}", *rest], group, call, timeout)
+        raise
 
 
 def refuse_together(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfbyte.distributed.cast import Cast
+from halfbyte.distributed.holding import UNPICKLABLE
 from halfbyte.distributed.plan import BucketPlan, Place
 from halfbyte.ops.primary import primary_stages
 from halfbyte.pieces import Target
@@ -28,11 +29,12 @@ class Ranks(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """What this rank has of a parameter: fp32 values that the optimizer steps, and the number of the first of them."""
+    """What this rank has of a parameter: fp32 values that the optimizer steps, the number of the first, gradients."""
 
     place: Place
     master: nn.Parameter
     start: int
+    grad: Tensor
 
 
 class Bucket:
@@ -77,6 +79,10 @@ class Bucket:
         """Return this bucket: hooks of a copied model wait for it, and its masters are not copied with them."""
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled with a model, whose hooks lead here."""
+        raise TypeError(UNPICKLABLE)
+
     def _make_fragments(self) -> list[Fragment]:
         fragments = []
         for place in self.plan.places:
@@ -85,8 +91,7 @@ class Bucket:
                 begin = place.first + part.start - self.ranks.rank * self.plan.share
                 end = begin + part.stop - part.start
                 master = nn.Parameter(self.masters[begin:end])
-                master.grad = self.master_grads[begin:end]
-                fragments.append(Fragment(place, master, part.start))
+                fragments.append(Fragment(place, master, part.start, self.master_grads[begin:end]))
         return fragments
 
     def _make_gaps(self) -> list[Tensor]:
@@ -133,12 +138,14 @@ class Bucket:
             self.bytes_reduced += self.grads.numel() * self.grads.element_size()
 
     def finish_reducing(self) -> None:
-        """Let the gradients of the masters be complete."""
+        """Let the gradients of the masters be complete, and give them to the optimizer: never those of one rank."""
         for work in self._reducing:
             work.wait()
         self._reducing.clear()
         if self.master_grads is not self.own_grads:
             self.master_grads.copy_(self.own_grads)
+        for fragment in self.fragments:
+            fragment.master.grad = fragment.grad
 
     def drop_gradients(self) -> None:
         """Forget what arrived; a sum that still runs must not meet the next gradients in its buffer."""
@@ -146,6 +153,8 @@ class Bucket:
             work.wait()
         self._reducing.clear()
         self._arrived.clear()
+        for fragment in self.fragments:
+            fragment.master.grad = None
 
     # Values
 

@@ -15,6 +15,11 @@ from torch import Tensor, nn
 from halfbyte.tensor.primary import PrimaryWeight
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES
 
+UNPICKLABLE = (
+    "a ZeroOptimizer cannot be copied or pickled, nor a model be pickled while one trains it: save "
+    "optimizer.state_dict(), or the model after `del optimizer`"
+)
+
 
 class Held(NamedTuple):
     """A parameter, the module and the name that it has there, and where its values or codes lie."""
@@ -49,6 +54,10 @@ class Holding:
     def __deepcopy__(self, memo: dict[int, object]) -> Holding:
         """Return this one: it holds nothing of a copied model, which may load and move."""
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled with a model, whose hooks lead here."""
+        raise TypeError(UNPICKLABLE)
 
     def check(self) -> None:
         """Raise RuntimeError if a parameter is another tensor than before, or lies elsewhere; warn of new ones."""
@@ -85,7 +94,12 @@ def model_problem(model: nn.Module, params: Mapping[str, Tensor]) -> str | None:
         return "model has no parameter that requires a gradient"
     if any(getattr(module, "weight_cache", None) is not None for module in model.modules()):
         return "model: its weights are cached (hb.cache_weights) and would not follow; release that cache first"
+    first, device = next((name, param.device) for name, param in params.items())
+    if device.type == "meta":
+        return f"model: {first} is on the meta device, without values; call model.to_empty and initialize it first"
     for name, param in params.items():
+        if param.device != device:
+            return f"model: {name} is on {param.device}, {first} on {device}; move all of it to one device"
         if isinstance(param, PrimaryWeight):
             return f"model: {name} exists in NVFP4 only, of an earlier ZeroOptimizer for instance; build the model anew"
         if param.dtype not in VALUE_DTYPES:

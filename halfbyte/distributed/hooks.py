@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfbyte.distributed.buckets import Bucket
+from halfbyte.nn import Linear
 from halfbyte.tensor.primary import PrimaryWeight
 
 if TYPE_CHECKING:
@@ -25,15 +27,32 @@ def after_gradient(zero: weakref.ref[ZeroOptimizer], number: int, index: int, pa
 
 def before_forward(buckets: list[Bucket], module: nn.Module, arguments: Any) -> None:
     """Wait for the parameters of these buckets."""
+    wait_for(buckets)
+
+
+def wait_for(buckets: list[Bucket]) -> None:
+    """Let all parameters of some buckets be complete."""
     for bucket in buckets:
         bucket.finish_gathering()
 
 
-def release(buckets: list[Bucket], handles: list[RemovableHandle], params: list[Tensor]) -> None:
+class LayerWaits:
+    """A linear layer waits for these buckets whoever calls it, until `remove`."""
+
+    def __init__(self, layer: Linear, buckets: list[Bucket]) -> None:
+        layer.before_use = partial(wait_for, buckets)
+        self._layer = weakref.ref(layer)
+
+    def remove(self) -> None:
+        layer = self._layer()
+        if layer is not None:
+            layer.before_use = None
+
+
+def release(buckets: list[Bucket], handles: list[RemovableHandle | LayerWaits], params: list[Tensor]) -> None:
     """Leave a model whose optimizer is gone complete, and without what would keep masters and gradients in memory."""
     try:
-        for bucket in buckets:
-            bucket.finish_gathering()
+        wait_for(buckets)
     except RuntimeError:  # a rank is gone: the hooks stay, and the next forward says so
         return
     for handle in handles:

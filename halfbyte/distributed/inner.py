@@ -15,8 +15,9 @@ from torch import Tensor
 from halfbyte.distributed.agree import exchange_notes
 
 CALL = "ZeroOptimizer"
-WHOLE = tuple(getattr(torch.optim, name) for name in ("Adafactor", "LBFGS", "Muon") if hasattr(torch.optim, name))
-"""Torch's optimizers whose step of an element depends on others, so that it would depend on the number of ranks."""
+WHOLE = frozenset(("adafactor", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap"))
+"""Optimizers whose step of an element depends on others, so that it would depend on the number of ranks: names of their
+classes in small letters, since several libraries have them."""
 TENSORS = (Tensor, torch.nn.Parameter)
 NUMBERS = (bool, int, float, str, type(None))
 _FLAT = "ZeroOptimizer steps flat parts of parameters, cut anywhere"
@@ -32,15 +33,22 @@ def build_inner(
     inner: torch.optim.Optimizer | None = None
     failure: Exception | None = None
     try:
+        if isinstance(build, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer={type(build).__name__}(…) has parameters already: give what makes an optimizer of "
+                "parameter groups, such as partial(torch.optim.AdamW, lr=1e-3)"
+            )
         inner = build(param_groups)
-        if isinstance(inner, WHOLE):
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise TypeError(f"optimizer returned {inner!r}: return a torch.optim.Optimizer of the parameter groups")
+        if any(cls.__name__.lower() in WHOLE for cls in type(inner).__mro__):
             raise ValueError(
                 f"optimizer: {type(inner).__name__} looks at more than one element at a time, but {_FLAT}; use one "
                 "that treats every element alike, such as AdamW or SGD"
             )
         note = [None, _optimizer_note(inner)]
     except Exception as error:  # of whatever kind: the other ranks are told
-        if inner is None:
+        if inner is None and not isinstance(build, torch.optim.Optimizer):
             error.add_note(f"({_FLAT}: the optimizer was given tensors of one dimension.)")
         failure, note = error, [f"{type(error).__name__}: {error}", []]
     notes = exchange_notes(note, group, CALL, timeout)

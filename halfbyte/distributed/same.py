@@ -10,6 +10,13 @@ def members_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
+def check_globs(matched: list[dict[str, bool]]) -> None:
+    """Raise ValueError if a glob of expert_groups matched on no rank at all; one alone may have no experts."""
+    for glob in {glob for ours in matched for glob in ours}:
+        if not any(ours.get(glob) for ours in matched):
+            raise ValueError(f"expert_groups: {glob!r} matches no parameter of the model")
+
+
 def check_same_parameters(ours: list, theirs: list, what: str, ranks: tuple[int, int]) -> None:
     """Raise ValueError unless two ranks have the same parameters."""
     if ours != theirs:

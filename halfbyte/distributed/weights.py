@@ -46,7 +46,9 @@ def _spec_of(module: nn.Module) -> NVFP4 | None:
         return None
     row, col = weight_specs(module.recipe)
     reads_values = col is None and module.recipe.backward == "original"  # of the weight before it was rounded
-    if not isinstance(row, NVFP4) or reads_values or col not in (row, None):
+    schedule = None if module.run_state is None else module.run_state.schedule
+    later = {spec for _, recipe in (() if schedule is None else schedule.changes) for spec in weight_specs(recipe)}
+    if not isinstance(row, NVFP4) or reads_values or not {col, *later} <= {row, None}:
         return None
     try:
         check_primary_spec(row)
@@ -79,12 +81,23 @@ def make_primary(
     return parameter
 
 
+def linear_users(model: nn.Module, names: Iterable[str]) -> dict[Linear, list[str]]:
+    """Return for each hb.nn.Linear the parameters that its forward reads: its own, and weights that share its amax."""
+    wanted = {id(model.get_parameter(name)): name for name in names}
+    users = {}
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            read = [*layer._parameters.values(), *(sibling.weight for sibling in layer.amax_group)]
+            users[layer] = list(dict.fromkeys(wanted[id(param)] for param in read if id(param) in wanted))
+    return {layer: found for layer, found in users.items() if found}
+
+
 def first_users(model: nn.Module, names: Iterable[str]) -> dict[nn.Module, list[str]]:
     """Return for each module whose forward is hooked the parameters that must be complete before it.
 
     Linear layers are not hooked themselves, which would keep siblings from sharing one quantization of their input,
     lists have no forward, and that of the projection of torch's MultiheadAttention is never called: the nearest module
-    above waits for their parameters.
+    above waits for their parameters. It may not be called itself: see `linear_users`.
     """
     above: dict[str, nn.Module] = {}
     users: dict[nn.Module, list[str]] = {}

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfbyte.distributed import zero_state
-from halfbyte.distributed.agree import exchange_notes, rank_and_size
+from halfbyte.distributed.agree import exchange_notes, rank_and_size, telling
 from halfbyte.distributed.buckets import Bucket, Ranks
 from halfbyte.distributed.cast import Cast, Layout
-from halfbyte.distributed.holding import Holding, model_problem
-from halfbyte.distributed.hooks import after_gradient, before_forward, release
+from halfbyte.distributed.holding import UNPICKLABLE, Holding, model_problem
+from halfbyte.distributed.hooks import LayerWaits, after_gradient, before_forward, release
 from halfbyte.distributed.inner import CALL, build_inner, warn_of_state
 from halfbyte.distributed.partial_cast import target_of
 from halfbyte.distributed.plan import Item, storage_plan
-from halfbyte.distributed.same import check_same_experts, check_same_parameters, members_of
-from halfbyte.distributed.weights import first_users, make_primary, tiled_parameters
+from halfbyte.distributed.same import check_globs, check_same_experts, check_same_parameters, members_of
+from halfbyte.distributed.weights import first_users, linear_users, make_primary, tiled_parameters
 from halfbyte.pieces import Piece
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES
 
@@ -72,7 +72,8 @@ class ZeroConfig:
             raise ValueError(f"bucket_numel={self.bucket_numel}: give a positive number of elements")
         if not isinstance(self.timeout, timedelta):
             raise ValueError(f"timeout={self.timeout!r}: give a datetime.timedelta, such as timedelta(seconds=60)")
-        if self.max_norm is not None and not self.max_norm > 0:
+        is_number = isinstance(self.max_norm, int | float) and not isinstance(self.max_norm, bool)
+        if self.max_norm is not None and not (is_number and self.max_norm > 0):
             raise ValueError(f"max_norm={self.max_norm}: give a positive norm, or None")
 
 
@@ -99,7 +100,7 @@ class ZeroOptimizer:
 
     Raises:
         ValueError: on every rank: nothing to train, or the ranks differ in parameters, recipes, config or optimizer.
-        TypeError: param_options returns no options.
+        TypeError: an argument is of another type, or param_options returns no options.
         RuntimeError: some rank builds no ZeroOptimizer within config.timeout.
     """
 
@@ -116,11 +117,13 @@ class ZeroOptimizer:
         self.config, self._group = config, group
         _, self._size = rank_and_size(group)
         self.everyone = _ranks(group)
-        self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        chosen, groups = self._divide(expert_groups or {})
-        self._tiled = tiled_parameters(model, chosen.values())
-        self._options = {name: _options_of(name, p, param_options) for name, p in self._params.items()}
-        self._agree(model, chosen, groups)
+        with telling(group, CALL, getattr(config, "timeout", None), ("", [], [], {})):
+            _check_types(model, config)
+            self._params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            chosen, groups, matched = self._divide(expert_groups or {})
+            self._tiled = tiled_parameters(model, chosen.values())
+            self._options = {name: _options_of(name, p, param_options) for name, p in self._params.items()}
+        self._agree(model, chosen, groups, matched)
         self.buckets: list[Bucket] = []
         self._home: dict[str, tuple[Bucket, int]] = {}
         self._casts: list[Cast] = []
@@ -139,24 +142,28 @@ class ZeroOptimizer:
         finalizer.atexit = False  # a process that ends waits for no other
         self._publish()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: a copy would step masters that no model has."""
+        raise TypeError(UNPICKLABLE)
+
     # Construction
 
-    def _divide(self, expert_groups: Mapping[str, dist.ProcessGroup]) -> tuple[dict[int, list[str]], dict[int, Ranks]]:
-        """Return the names of parameters for each group of ranks, the main one first."""
+    def _divide(
+        self, expert_groups: Mapping[str, dist.ProcessGroup]
+    ) -> tuple[dict[int, list[str]], dict[int, Ranks], dict[str, bool]]:
+        """Return names of parameters for each group of ranks, the main one first, and whether each glob matched any."""
         chosen: dict[int, list[str]] = {0: []}
         groups = {0: self.everyone}
-        unused = set(expert_groups)
+        matched = dict.fromkeys(expert_groups, False)
         for name in self._params:
             key = 0
             match = next((glob for glob in expert_groups if fnmatchcase(name, glob)), None)
             if match is not None:
-                unused.discard(match)
+                matched[match] = True
                 key = id(expert_groups[match])
                 groups.setdefault(key, _ranks(expert_groups[match]))
             chosen.setdefault(key, []).append(name)
-        if unused:
-            raise ValueError(f"expert_groups: {sorted(unused)[0]!r} matches no parameter of the model")
-        return chosen, groups
+        return chosen, groups, matched
 
     def _item(self, name: str) -> Item:
         param = self._params[name]
@@ -165,16 +172,22 @@ class ZeroOptimizer:
             return Item(name, param.shape[0], param.shape[1], True, dtype)
         return Item(name, 1, param.numel(), False, dtype)
 
-    def _agree(self, model: nn.Module, chosen: dict[int, list[str]], groups: dict[int, Ranks]) -> None:
+    def _agree(
+        self, model: nn.Module, chosen: dict[int, list[str]], groups: dict[int, Ranks], matched: dict[str, bool]
+    ) -> None:
         """Raise on every rank unless all have the same parameters in the same order, recipes, options and config."""
         config = str(replace(self.config, timeout=timedelta()))
         problem = model_problem(model, self._params)
-        experts = {members_of(groups[key].group): self._described(names) for key, names in chosen.items() if key}
-        note = [problem, config, self._described(chosen[0]), sorted(experts.items())]
+        experts: dict[tuple[int, ...], list] = {}
+        for key in chosen.keys() - {0}:
+            experts.setdefault(members_of(groups[key].group), []).extend(self._described(chosen[key]))
+        note = [problem, config, self._described(chosen[0]), sorted(experts.items()), matched]
         notes = exchange_notes(note, self._group, CALL, self.config.timeout)
-        for rank, (problem, config, theirs, _) in enumerate(notes):
+        for rank, (problem, *_) in enumerate(notes):
             if problem is not None:
                 raise ValueError(f"rank {rank}: {problem}")
+        check_globs([note[4] for note in notes])
+        for rank, (_, config, theirs, _, _) in enumerate(notes):
             if config != notes[0][1]:
                 raise ValueError(f"config is ({notes[0][1]}) on rank 0 and ({config}) on rank {rank}: make it one")
             check_same_parameters(notes[0][2], theirs, "the parameters", (0, rank))
@@ -243,7 +256,8 @@ class ZeroOptimizer:
             if bucket.ranks.group is not None:
                 dist.broadcast(param, dist.get_global_rank(bucket.ranks.group, 0), group=bucket.ranks.group)
             flat = torch.zeros(place.numel, device=param.device)
-            flat.view(place.item.rows, place.pitch)[:, : place.item.cols] = param.view(place.item.rows, -1)
+            rows, cols = place.item.rows, place.item.cols
+            flat.view(rows, place.pitch)[:, :cols] = param.view(rows, cols)
             for fragment in bucket.fragments:
                 if fragment.place is place:
                     start = fragment.start
@@ -263,8 +277,8 @@ class ZeroOptimizer:
     def _expected(self) -> list[int]:
         return [len(bucket.plan.places) for bucket in self.buckets]
 
-    def _hook(self, model: nn.Module) -> list[RemovableHandle]:
-        handles = []
+    def _hook(self, model: nn.Module) -> list[RemovableHandle | LayerWaits]:
+        handles: list[RemovableHandle | LayerWaits] = []
         numbers = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         for name, param in self._params.items():
             bucket, index = self._home[name]
@@ -274,6 +288,8 @@ class ZeroOptimizer:
         for module, names in first_users(model, plain).items():
             needed = list(dict.fromkeys(self._home[name][0] for name in names))
             handles.append(module.register_forward_pre_hook(partial(before_forward, needed)))
+        for layer, names in linear_users(model, plain).items():
+            handles.append(LayerWaits(layer, list(dict.fromkeys(self._home[name][0] for name in names))))
         return handles
 
     # Training
@@ -426,6 +442,12 @@ class ZeroOptimizer:
     def names(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained."""
         return dict(self._params)
+
+
+def _check_types(model: Any, config: Any) -> None:
+    for name, value, wanted in (("model", model, nn.Module), ("config", config, ZeroConfig)):
+        if not isinstance(value, wanted):
+            raise TypeError(f"{name} is a {type(value).__name__}: give a {wanted.__name__}")
 
 
 def _options_of(name: str, param: nn.Parameter, choose: Callable[[str, nn.Parameter], dict] | None) -> dict:

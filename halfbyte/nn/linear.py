@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +38,9 @@ class Linear(FollowsRecipe, nn.Linear):
 
     shared_input: SharedInput | None = None
     """What a norm hands over and siblings share, where `hb.nn.fuse_` put it."""
+
+    before_use: Callable[[], None] | None = None
+    """Called before the parameters are read, by modules above if compiled: a gather of them may still run."""
 
     def __init__(
         self,
@@ -136,6 +139,9 @@ def run_shared(x: Tensor, layers: Sequence[Linear], call: int, x_amaxes: ops.Ama
 
 def gather(x: Tensor, layers: Sequence[Linear], call: int) -> Layers:
     """Return what the functions of linear layers take of modules that read x."""
+    for layer in layers:
+        if layer.before_use is not None and not torch.compiler.is_compiling():
+            layer.before_use()
     places = [layer.place(call) for layer in layers]
     return Layers(
         weights=[layer.weight for layer in layers],

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import io
+import pickle
 import weakref
 from functools import partial
 
@@ -41,6 +43,7 @@ def test_one_process_needs_no_group():
         ("bucket_numel", 0),
         ("bucket_numel", 1e6),
         ("max_norm", -1.0),
+        ("max_norm", "1"),
         ("timeout", 60),
     ),
 )
@@ -239,6 +242,96 @@ def test_a_parameter_that_thaws_after_the_optimizer_was_built_is_named():
     model.requires_grad_(True)
     with pytest.warns(UserWarning, match="^embed_tokens.weight required no gradient when ZeroOptimizer was built"):
         zero.step()
+
+
+def test_gradients_of_masters_exist_within_a_step_only():
+    """Outside they would be those of one rank, and the inner optimizer's zero_grad would take them for ever."""
+    runs = []
+    for forgets in (False, True):
+        model, state, zero = checks.build(0, "nvfp4", blocks=0)
+        runs.append([])
+        for step in range(3):
+            runs[-1] += checks.train(0, model, state, zero, range(step, step + 1))
+            assert all(master.grad is None for _, master in zero.masters())
+            if forgets:
+                zero.inner.zero_grad()
+    assert runs[0] == runs[1]
+
+
+def test_a_trained_model_is_copied_but_not_pickled():
+    model, _, zero = checks.build(0, "nvfp4", blocks=0)
+    for action, thing in ((copy.deepcopy, zero), (pickle.dumps, zero), (pickle.dumps, model)):
+        with pytest.raises(TypeError, match=r"^a ZeroOptimizer cannot be copied or pickled.*state_dict\(\)"):
+            action(thing)
+    del zero, thing
+    gc.collect()
+    file, x = io.BytesIO(), checks.tokens(0, 0)
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(checks.loss_of(torch.load(file, weights_only=False), x), checks.loss_of(model, x))
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    (
+        (([torch.nn.Linear(2, 2)],), "model is a list: give a Module"),
+        ((torch.nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)])), r"optimizer=SGD\(…\) has parameters already"),
+        ((torch.nn.Linear(2, 2), lambda groups: None), "optimizer returned None"),
+    ),
+)
+def test_arguments_of_other_types_are_named(arguments, reason):
+    with pytest.raises(TypeError, match=f"^{reason}"):
+        hb.distributed.ZeroOptimizer(*arguments)
+    with pytest.raises(TypeError, match="^config is a dict: give a ZeroConfig"):
+        hb.distributed.ZeroOptimizer(torch.nn.Linear(2, 2), config={})
+    with pytest.raises(ValueError, match=r"model: weight is on the meta device"):
+        hb.distributed.ZeroOptimizer(torch.nn.Linear(2, 2, device="meta"))
+
+
+@pytest.mark.parametrize("later, primary", (("bf16", True), ("four_over_six", False), ("nvfp4_mxfp8_bwd", False)))
+def test_weights_that_a_schedule_quantizes_in_another_way_later_are_not_primary(later, primary):
+    model = checks.Bigram(16).bfloat16()
+    state = hb.RunState(0, hb.Schedule([(1, later)]))
+    hb.quantize_(model, "nvfp4", keep=checks.small_models.NOTHING_KEPT, state=state)
+    zero = hb.distributed.ZeroOptimizer(model)
+    assert isinstance(model.lm_head.weight, hb.tensor.PrimaryWeight) == primary
+    for _ in range(2):
+        state.begin_step(model)
+        checks.train(0, model, state, zero, range(1))
+
+
+def test_a_weight_without_rows():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), hb.nn.Linear(32, 0, bias=False)).bfloat16()
+    zero = hb.distributed.ZeroOptimizer(model)
+    model(torch.ones(2, 16, dtype=torch.bfloat16)).sum().backward()
+    zero.step()
+    zero.load_state_dict(zero.state_dict())
+
+
+class Work:
+    """A gather under way: writes ones when it is waited for."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def wait(self):
+        self.values.fill_(1)
+
+
+def test_layers_wait_whoever_calls_them():
+    """The module above has no forward of its own or is not called: a method of it calls the layer, for instance."""
+    model = torch.nn.ModuleDict({"q": torch.nn.Linear(16, 32), "head": torch.nn.Linear(32, 16)}).bfloat16()
+    hb.quantize_(model, "nvfp4", keep=checks.small_models.NOTHING_KEPT, state=hb.RunState(0))
+    zero = hb.distributed.ZeroOptimizer(model, config=ZeroConfig(weights="plain", bucket_numel=1))
+    for bucket in zero.buckets:
+        bucket.values.zero_()
+        bucket._gathering = [Work(bucket.values)]
+    y = model["head"](torch.ones(1, 32, dtype=torch.bfloat16))
+    assert torch.equal(y, torch.full_like(y, 33))
+    assert not model["q"].weight.any()  # not needed yet
+    del zero, bucket
+    gc.collect()
+    assert model["head"].before_use is None and model["q"].weight.all()
 
 
 def test_sparse_gradients_and_options_that_are_none_are_named():

@@ -115,7 +115,11 @@ def test_state_of_other_shapes_warns_and_is_not_saved(monkeypatch, wrong, what):
         run[2].state_dict()
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
-def test_optimizers_that_look_at_a_whole_parameter_are_refused(name):
-    with pytest.raises(ValueError, match=f"optimizer: {name} looks at more than one element.*AdamW"):
-        build(getattr(torch.optim, name))
+class LAMB(torch.optim.SGD):
+    """As in other libraries: known by its name."""
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.LBFGS, LAMB])
+def test_optimizers_that_look_at_a_whole_parameter_are_refused(optimizer):
+    with pytest.raises(ValueError, match=f"optimizer: {optimizer.__name__} looks at more than one element.*AdamW"):
+        build(optimizer)

@@ -112,6 +112,7 @@ def two_ranks(rank: int, world: int) -> None:
     a_copy_of_the_model(rank, world)
     refusals(rank, world)
     differing_models(rank, world)
+    a_rank_without_experts(rank)
     a_checkpoint_of_one_rank(rank)
 
 
@@ -208,6 +209,21 @@ def uneven_experts(rank: int, world: int) -> None:
     assert min(bucket.plan.share for bucket in zero.buckets) > 0
 
 
+def a_rank_without_experts(rank: int) -> None:
+    """One rank has all experts of some and the other none; what both have follows both."""
+    own = [dist.new_group([0]), dist.new_group([1])][rank]
+    torch.manual_seed(0)
+    model = Experts(0)
+    del model.experts[len(model.experts) * (1 - rank) :]
+    zero = ZeroOptimizer(model, partial(torch.optim.SGD, lr=0.5), expert_groups={"experts.*": own})
+    before = zero.state_dict()["masters"]
+    model.shared(torch.full((1, 32), rank + 1.0).bfloat16()).sum().backward()
+    zero.step()
+    after = zero.state_dict()["masters"]
+    assert len(after) == 2 + 6 * (1 - rank)
+    assert torch.equal(after["shared.weight"], before["shared.weight"] - 0.5 * 1.5)
+
+
 def accumulation(rank: int, world: int) -> None:
     """Micro-batches add up as in one buffer of the whole gradient."""
     runs = {}
@@ -295,10 +311,13 @@ def differing_models(rank: int, world: int) -> None:
         ({"expert_groups": {"experts.*": pair}}, r"expert_groups: .* of ranks \[0, 1\] differ: .*experts.1.weight"),
         ({"expert_groups": {"experts.*": pair} if rank else {}}, "the parameters differ"),
         ({"param_options": (None, decay_matrices)[rank]}, "the parameters differ: .*weight_decay"),
+        ({"expert_groups": {"other.*": pair}}, r"expert_groups: 'other\.\*' matches no parameter"),
     ):
         torch.manual_seed(0)
         with pytest.raises(ValueError, match=reason):
             ZeroOptimizer(Experts(rank if "expert_groups" in options else 0), **options)
+    with pytest.raises((ValueError, TypeError)[rank], match=r"^(rank 1: TypeError: )?param_options returned None"):
+        ZeroOptimizer(Experts(0), param_options=lambda *_: {} if rank == 0 else None)
     differing_optimizers(rank)
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"ranks \[1\] did not make the same call within 0.3 s"):
