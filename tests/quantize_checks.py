@@ -11,6 +11,7 @@ from torch import Tensor
 import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels import amax, rotated_amax, row_col
+from halfbyte.kernels.dequantize import dequantize
 from halfbyte.kernels.quantize import quantize
 from halfbyte.kernels.row_col import quantize_row_col
 from halfbyte.layout import Blocks
@@ -124,6 +125,26 @@ def check_golden_row_col(case: golden.Case) -> None:
 def check_against_reference(x: Tensor, spec: hb.NVFP4 | hb.MXFP8, scale_layout: str) -> None:
     options = {**draws(x.device), "scale_layout": scale_layout}
     same_blocks(quantize(x, spec, **options), reference.quantize(x, spec, **options))
+
+
+NARROW = [hb.NVFP4(), hb.NVFP4(**SR), hb.NVFP4(**SR, rotation=hb.Hadamard()), hb.NVFP4(scaling=hb.FourOverSix())]
+NARROW += [hb.NVFP4(outer="row"), hb.NVFP4(block=(16, 16)), hb.MXFP8(), hb.NVFP4(rotation=hb.Hadamard(size=32))]
+"""Of tensors whose rows are no power of two, and may be read as if they were."""
+
+
+def check_narrow_rows(spec: hb.NVFP4 | hb.MXFP8, rows: int, device: str) -> None:
+    """A draw that goes through rows of the tensor or of a larger one, codes and values, contiguous or not."""
+    x = sample("nonfinite", (rows, 3 * spec.alignment), torch.bfloat16, device)
+    blocks = x.shape[1] // spec.block_length
+    for per_row in (None, blocks, 5 * blocks):
+        draw = hb.Philox(2**63 + 5, 2**62, first_block=2**32 - 70, blocks_per_row=per_row).on(x.device)
+        options = {"draw": draw, "sign_draw": draws(device)["sign_draw"]}
+        expected = reference.quantize(x, spec, **options)
+        same_blocks(quantize(x, spec, **options), expected)
+        same_blocks(quantize(torch.cat((x, x), 1)[:, : x.shape[1]], spec, **options), expected)
+    values = quantize(x, spec, decoded=True, **options).qdata
+    checks.same(values, reference.decode(expected, spec, x.shape[1]).values.bfloat16())
+    checks.same(dequantize(expected, spec, x.shape[1]), reference.dequantize(expected, spec, x.shape[1]))
 
 
 def check_rotated_amax(x: Tensor, col: hb.NVFP4, hardware: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ WORD_VALUES = 8  # values per loaded word: an int32 of NVFP4 codes, an int64 of 
 TILES = ((128, 4), (64, 2), (32, 1))
 """(words, warps) of a piece, a word a thread: the widest of which a row fills two."""
 
+LONGEST_ROW = 1024  # words
 LINEAR_STEPS = 2  # pieces of a program: side by side, one where it covers a row
 SWIZZLED_STEPS = 4  # 32 rows apart, where scales lie together
 
@@ -212,8 +213,11 @@ def _launch(
         factor = dc.NO_FACTOR
     divisor = spec.e4m3_max * spec.fp4_max if nvfp4 else 1.0
     form = dc.NVFP4 if nvfp4 else dc.MXFP8_E4M3 if spec.element == "e4m3" else dc.MXFP8_E5M2
+    swizzled, values = scale_layout != LINEAR, out
+    if not swizzled and factor != dc.ROW_FACTOR and cols == 8 * words.shape[1]:
+        words, scale, values = _in_long_rows(words, scale, out)
+        (rows, cols), per_row = values.shape, scale.shape[1]
     width, warps = next((tile for tile in TILES if 2 * tile[0] <= words.shape[1]), TILES[-1])
-    swizzled = scale_layout != LINEAR
     if swizzled and scale.data_ptr() % 4:
         scale = scale.clone()  # words of four scales are read
     steps, rows_of_tile = (SWIZZLED_STEPS, SWIZZLE_ROWS) if swizzled else (LINEAR_STEPS, 1)
@@ -227,13 +231,13 @@ def _launch(
         words,
         scale,
         blocks.amax if factor != dc.NO_FACTOR else None,
-        out,
+        values,
         rows,
         cols,
         per_row,
         words.stride(0),
         scale.stride(0),
-        out.stride(0),
+        values.stride(0),
         f32(divisor / FLT_MAX),
         f32(1 / divisor),
         FORMAT=form,
@@ -246,6 +250,15 @@ def _launch(
         num_warps=warps,
     )
     return out
+
+
+def _in_long_rows(words: Tensor, scale: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same blocks, one after another in memory, in rows of a power of two where theirs are narrower."""
+    width = min(words.numel() & -words.numel(), LONGEST_ROW)
+    if width <= words.shape[1] & -words.shape[1] or not (words.is_contiguous() and scale.is_contiguous()):
+        return words, scale, out
+    rows = words.numel() // width
+    return words.view(rows, -1), scale.view(rows, -1), out.view(rows, -1)
 
 
 def compile_cases() -> list[CompileCase]:

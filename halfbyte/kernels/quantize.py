@@ -185,6 +185,7 @@ CANDIDATE_TILE = Tile(1, 128, 4, loop=4)
 SQUARE_TILE = Tile(16, 16, 4)
 SWIZZLED_TILE = Tile(16, 16, 2)
 COL_TILES = {16: Tile(64, 4, 2, words=2), 32: Tile(64, 4, 4), 64: Tile(64, 1, 2), 128: Tile(64, 2, 4)}
+LONGEST_ROW = 8192
 INTERPRETED_BLOCKS = 1024  # the interpreter pays by the operation: large tiles
 
 
@@ -315,15 +316,41 @@ def quantize(
         amax = operand_amax(x, spec, sign_draw)
     out = allocate(x.shape, spec, scale_layout, x.device, decoded)
     if out.qdata.numel():
-        arguments = operand_arguments(spec, out, amax, draw, sign_draw)
-        if spec.alignment >= quantize_wide.WIDE and not _in_whole_tiles(x, spec, out):
-            rule = sc.rule_of(spec, sc.hardware_of(x.device))._replace(decoded=decoded)
-            quantize_wide.launch(x, rule, out, arguments)
-            return Blocks(out.qdata, out.block_scale, amax)
-        # Blocks along the dimension that is not contiguous in memory: the column kernel reads whole lines.
-        launch = launch_cols if x.stride(0) == 1 and x.stride(1) != 1 else launch_rows
-        launch(x.T if launch is launch_cols else x, spec, out, arguments)
+        _fill(x, spec, out, amax, draw, sign_draw)
     return Blocks(out.qdata, out.block_scale, amax)
+
+
+def _fill(x: Tensor, spec: Spec, out: Output, amax: Tensor, draw: Draw | None, sign_draw: Draw | None) -> None:
+    """Launch what fills `out` with quantize(x)."""
+    x, out, draw = _in_long_rows(x, spec, out, draw)
+    arguments = operand_arguments(spec, out, amax, draw, sign_draw)
+    if spec.alignment >= quantize_wide.WIDE and not _in_whole_tiles(x, spec, out):
+        rule = sc.rule_of(spec, sc.hardware_of(x.device))._replace(decoded=out.decoded)
+        quantize_wide.launch(x, rule, out, arguments)
+        return
+    # Blocks along the dimension that is not contiguous in memory: the column kernel reads whole lines.
+    launch = launch_cols if x.stride(0) == 1 and x.stride(1) != 1 else launch_rows
+    launch(x.T if launch is launch_cols else x, spec, out, arguments)
+
+
+def _in_long_rows(x: Tensor, spec: Spec, out: Output, draw: Draw | None) -> tuple[Tensor, Output, Draw | None]:
+    """Return the same blocks, one after another in memory, as rows of a power of two where x has narrower whole tiles.
+
+    What belongs to rows must not depend on where they end: no amax of a row, no tile of rows, no padding.
+    """
+    rows, cols = x.shape
+    by_row = isinstance(spec, NVFP4) and (spec.outer == "row" or spec.is_tile)
+    if by_row or out.swizzled or cols % spec.alignment or not x.is_contiguous():
+        return x, out, draw
+    if draw is not None and draw.blocks_per_row not in (None, out.blocks):
+        return x, out, draw
+    width = min(x.numel() & -x.numel(), LONGEST_ROW)
+    if width <= cols & -cols:
+        return x, out, draw
+    rows, blocks = x.numel() // width, width // spec.block_length
+    qdata, scale = (t.view(rows, -1) if t.numel() else t for t in (out.qdata, out.block_scale))
+    longer = Output(qdata, scale, rows, blocks, False, out.decoded)
+    return x.view(rows, width), longer, draw and draw._replace(blocks_per_row=None)
 
 
 def _in_whole_tiles(x: Tensor, spec: Spec, out: Output) -> bool:

@@ -43,6 +43,11 @@ def test_against_the_reference(spec):
             checks.check_against_reference(x.T, spec, layout.SWIZZLED_32_4_4)
 
 
+@pytest.mark.parametrize("spec", checks.NARROW, ids=lambda spec: spec.key)
+def test_rows_that_are_no_power_of_two(spec):
+    checks.check_narrow_rows(spec, 512, "cuda")
+
+
 @pytest.mark.parametrize("index", range(len(checks.PAIRS)))
 def test_row_col(index):
     for shape, dtype in SHAPES:

@@ -55,6 +55,11 @@ def test_aligned_bf16_is_read_in_pairs(index):
     checks.check_against_reference(x.T, checks.SPECS[index], layout.SCALE_LAYOUTS[index % 2])
 
 
+@pytest.mark.parametrize("spec", checks.NARROW, ids=lambda spec: spec.key)
+def test_rows_that_are_no_power_of_two(spec):
+    checks.check_narrow_rows(spec, 16, "cpu")
+
+
 @pytest.mark.parametrize("index", range(len(checks.PAIRS)))
 def test_row_col(index):
     x = checks.sample(KINDS[index % 4], (40, 72), DTYPES[index % 3], "cpu")
