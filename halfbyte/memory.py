@@ -64,7 +64,10 @@ class MemoryReport:
     weights: int
 
     def __getitem__(self, recipe: str) -> Kept:
-        return next(row for row in self.rows if row.recipe == recipe)
+        names = [row.recipe for row in self.rows]
+        if recipe not in names:
+            raise KeyError(f"recipe={recipe!r}: the report has {', '.join(names)}")
+        return self.rows[names.index(recipe)]
 
     def __str__(self) -> str:
         head = ("recipe", "bytes/token", "of linears", "of bf16's", "bytes/weight")
@@ -104,14 +107,20 @@ def memory_report(
         MemoryReport, with a row for bf16 and one for each other recipe.
 
     Raises:
-        ValueError: no layer follows a recipe, an input has no dimension, or the forward's result has no gradient.
+        ValueError: no layer follows a recipe, an input has no dimension or is empty, or the forward's result has no
+            gradient.
+        TypeError: an input is no tensor, or `recipes` no list.
     """
     followers = [m for m in model.modules() if isinstance(m, FollowsRecipe) and not m.kept]
     layers = [m for m in followers if m.recipe.specs or m.run_state]
     if not layers:
         raise ValueError(f"model={type(model).__name__}: no layer follows a recipe; call hb.quantize_ first")
-    if not inputs or any(t.dim() == 0 for t in inputs):
-        raise ValueError("inputs: give example inputs whose first dimension is the batch")
+    if not all(isinstance(t, Tensor) for t in inputs):
+        raise TypeError("inputs: give tensors; other arguments go into forward=lambda x: model(x, …)")
+    if not inputs or any(t.dim() == 0 or t.shape[0] == 0 for t in inputs):
+        raise ValueError("inputs: give example inputs whose first dimension is the batch, not empty")
+    if isinstance(recipes, str | Recipe):
+        raise TypeError(f"recipes={recipes!r}: give a list, such as recipes=['nvfp4', 'mxfp8']")
     chosen = dict.fromkeys((presets.bf16(), *(as_recipe(recipe) for recipe in recipes)))
     run = forward or model
     rows = []
@@ -179,7 +188,7 @@ def _kept(
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _fake_parameters(model, mode):
         device = next(model.parameters()).device.type
         fakes = [_fake(t, mode).repeat(times, *[1] * (t.dim() - 1)) for t in inputs]
-        with torch.autocast(device, dtype, enabled=dtype is not None):
+        with torch.enable_grad(), torch.autocast(device, dtype, enabled=dtype is not None):
             outputs = run(*fakes)
         roots = [t.grad_fn for t in _flatten(outputs) if t.grad_fn is not None]
         if not roots:

@@ -87,6 +87,13 @@ def test_looking_changes_nothing():
     assert torch.equal(model(tokens), before)
 
 
+def test_a_report_of_training_can_be_asked_for_without_gradients():
+    model, tokens = decoder(), torch.zeros(2, 8, dtype=torch.int64)
+    expected = hb.memory_report(model, tokens)
+    with torch.no_grad():
+        assert hb.memory_report(model, tokens) == expected
+
+
 def test_a_large_model_needs_no_memory():
     with torch.device("meta"):
         model = models.Decoder(models.get("60m"))
@@ -103,5 +110,14 @@ def test_mistakes_are_named():
         hb.memory_report(nn.Linear(4, 4), torch.randn(2, 4))
     with pytest.raises(ValueError, match="first dimension"):
         hb.memory_report(decoder(), torch.tensor(1))
+    model, tokens = decoder(), torch.zeros(2, 8, dtype=torch.int64)
+    with pytest.raises(ValueError, match="not empty"):
+        hb.memory_report(model, tokens[:0])
+    with pytest.raises(TypeError, match="forward=lambda"):
+        hb.memory_report(model, tokens, [1, 2])
+    with pytest.raises(TypeError, match="recipes='mxfp8': give a list"):
+        hb.memory_report(model, tokens, recipes="mxfp8")
+    with pytest.raises(KeyError, match="recipe='mxfp8': the report has bf16, nvfp4"):
+        hb.memory_report(model, tokens)["mxfp8"]
     with pytest.raises(ValueError, match="no gradient"):
         hb.memory_report(decoder().requires_grad_(False), torch.zeros(2, 8, dtype=torch.int64))
