@@ -1,6 +1,6 @@
-"""The five functions through which Megatron-Core's distributed optimizer handles quantized weights, for PrimaryWeight.
+"""The functions through which Megatron-Core's distributed optimizer handles NVFP4 weights, for PrimaryWeight.
 
-Names and arguments are those of `megatron.core.fp8_utils` and `megatron.core.fp4_utils`; docs/megatron.md says where
+Names and arguments are those of `megatron.core.fp4_utils` and `megatron.core.fp8_utils`; docs/megatron.md says where
 they are called. Nothing here imports Megatron.
 """
 
@@ -34,29 +34,32 @@ def get_nvfp4_rowwise_packed_shape(shape: Sequence[int] | torch.Size) -> torch.S
     return torch.Size((*rows, cols // 2))
 
 
-def modify_underlying_storage(tensor: PrimaryWeight, new_raw_data: Tensor) -> None:
-    """Move the codes of a weight to `new_raw_data`, a part of the parameter buffer.
+def modify_nvfp4_rowwise_storage(fp4_tensor: PrimaryWeight, new_rowwise_data: Tensor) -> None:
+    """Move the codes of a weight to `new_rowwise_data`, a part of the parameter buffer.
 
     Args:
-        tensor: the weight.
-        new_raw_data: uint8 of as many bytes, contiguous.
+        fp4_tensor: the weight.
+        new_rowwise_data: uint8 of as many bytes, contiguous, at an address that is a multiple of 8.
 
     Raises:
-        ValueError: it does not have the codes' size, dtype and device.
+        ValueError: it does not have the codes' size, dtype and device, or kernels cannot read words from it.
     """
-    old = tensor.qdata
-    fits = new_raw_data.dtype == torch.uint8 and new_raw_data.numel() == old.numel()
-    if not fits or not new_raw_data.is_contiguous() or new_raw_data.device != old.device:
+    old, new = fp4_tensor.qdata, new_rowwise_data
+    if new.dtype != torch.uint8 or new.numel() != old.numel() or not new.is_contiguous() or new.device != old.device:
         raise ValueError(
-            f"new_raw_data is {new_raw_data.dtype} {list(new_raw_data.shape)} on {new_raw_data.device}: "
+            f"new_rowwise_data is {new.dtype} {list(new.shape)} on {new.device}: "
             f"give contiguous uint8 of {old.numel()} bytes on {old.device}"
         )
-    new = new_raw_data.view(old.shape)
+    if new.data_ptr() % 8:
+        raise ValueError(
+            "new_rowwise_data starts at an address that is no multiple of 8: start weights at multiples of 16"
+        )
+    new = new.view(old.shape)
     new.copy_(old)
-    tensor.qdata = new
+    fp4_tensor.qdata = new
 
 
-def quantize_param_shard(
+def quantize_nvfp4_param_shard(
     model_params: Sequence[PrimaryWeight],
     main_params: Sequence[Tensor | None],
     start_offsets: Sequence[int | None],
@@ -72,6 +75,13 @@ def quantize_param_shard(
     cast_master_weights_to_nvfp4(
         model_params, main_params, start_offsets, data_parallel_group, fsdp_shard_model_params, True
     )
+
+
+modify_underlying_storage = modify_nvfp4_rowwise_storage
+"""Its name in `fp8_utils`, for FP8 parameters."""
+
+quantize_param_shard = quantize_nvfp4_param_shard
+"""Its name in `fp8_utils`, for FP8 parameters."""
 
 
 def post_all_gather_processing(model_params: Sequence[PrimaryWeight]) -> None:

@@ -1,4 +1,4 @@
-"""A distributed optimizer that does what Megatron-Core's does, in its order, through our five functions."""
+"""A distributed optimizer that does what Megatron-Core's does, in its order, through our functions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ParamAndGradBuffer:
         for param, (start, end) in self.index.items():
             assert megatron.is_nvfp4tensor(param)
             packed = megatron.get_nvfp4_rowwise_packed_shape(param.shape)
-            megatron.modify_underlying_storage(param, self.param_data[start // 2 : end // 2].view(packed))
+            megatron.modify_nvfp4_rowwise_storage(param, self.param_data[start // 2 : end // 2].view(packed))
             param.main_grad = self.grad_data[start:end].view(param.shape)
 
     def shard(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class DistributedOptimizer:
         params = list(self.buffer.index)
         mains = [self.main[param].detach() if param in self.main else None for param in params]
         offsets = [self.offsets[param][0] if param in self.main else None for param in params]
-        megatron.quantize_param_shard(params, mains, offsets, self.buffer.group)
+        megatron.quantize_nvfp4_param_shard(params, mains, offsets, self.buffer.group)
 
 
 def train_as_megatron_does(rank: int, world: int) -> None:
