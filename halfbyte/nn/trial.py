@@ -1,4 +1,4 @@
-"""Whether a module and its replacement compute the same: random tokens go through both, in high precision.
+"""Whether a module and its replacement compute the same: random tokens go through both, in high precision, and back.
 
 Their own weights alone do not tell: behind a down projection of zeros every activation is the same, small weights make
 all of them alike, and 16 bits round erf and tanh to one GeLU. So the two are tried in fp32 with weights that tell
@@ -26,6 +26,9 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 FRESH_TOLERANCE = 2e-5
 """The same in fp32 with fresh weights, for each token; the two forms of GeLU are 2e-4 apart."""
 
+GRADIENT_TOLERANCE = 1e-3
+"""Of gradients, there: they are roundings apart, or something is detached, scaled or summed over ranks on the way."""
+
 WIDTH, HIDDEN = 24, 32
 """Of the linear layers that stand in for those of an MLP."""
 
@@ -49,6 +52,7 @@ def own_difference(module: nn.Module, new: nn.Module, width: int) -> str | None:
         return _compare(module, new, tokens, tolerance, by_token=False)[1]
 
 
+@torch.inference_mode(False)
 def fresh_norm_difference(module: nn.Module, new: nn.Module, width: int) -> str | None:
     """Say in what two norms differ in fp32 with random parameters, or None."""
     fresh = {id(p): 1 + 0.5 * _random(i, p.shape) for i, p in enumerate(module.parameters())}
@@ -56,6 +60,7 @@ def fresh_norm_difference(module: nn.Module, new: nn.Module, width: int) -> str 
         return _in_both_modes(module, new, width)[1]
 
 
+@torch.inference_mode(False)
 def fresh_mlp_difference(module: nn.Module, new: nn.Module, names: Sequence[str]) -> tuple[float, str | None]:
     """Return how far apart two MLPs are in fp32 with small random linear layers, and what to say of it, or None.
 
@@ -95,32 +100,64 @@ def _in_both_modes(module: nn.Module, new: nn.Module, width: int) -> tuple[float
     return found
 
 
-@torch.no_grad()
 def _compare(
     module: nn.Module, new: nn.Module, tokens: Tensor, tolerance: float, *, by_token: bool
 ) -> tuple[float, str | None]:
-    """Return the relative error of `new`, of a batch of sequences or of a matrix, and what to say of it, or None."""
+    """Return the relative error of `new`, of a batch of sequences or of a matrix, and what to say of it, or None.
+
+    by_token: compare each token, and the gradients too.
+    """
+    with torch.autocast(tokens.device.type, enabled=False), torch.set_grad_enabled(by_token):
+        return _compare_in(module, new, tokens, tolerance, by_token)
+
+
+def _compare_in(
+    module: nn.Module, new: nn.Module, tokens: Tensor, tolerance: float, by_token: bool
+) -> tuple[float, str | None]:
     refusal, worst, ran = None, 0.0, False
     for x in (tokens.unflatten(0, (2, -1)), tokens):
+        x = x.clone().requires_grad_(by_token)
         try:
-            with torch.autocast(x.device.type, enabled=False):
-                expected = module(x)
+            expected = module(x)
         except Exception as error:  # whatever a stranger's forward raises
             refusal = refusal or f"its forward takes other arguments: {error}"
             continue
         if not isinstance(expected, Tensor) or expected.dim() != x.dim() or expected.shape[:-1] != x.shape[:-1]:
             return worst, "it returns something else than one tensor"
-        with torch.autocast(x.device.type, enabled=False):
-            actual = new(x)
+        actual = new(x)
         if actual.shape != expected.shape:
             return float("inf"), f"it computes something else: {tuple(expected.shape)} of {tuple(x.shape)}"
         dim = -1 if by_token else None
-        apart = torch.linalg.vector_norm(actual.double() - expected.double(), dim=dim)
-        error = (apart / torch.linalg.vector_norm(expected.double(), dim=dim).clamp_min(1e-30)).max().item()
+        error = _relative_error(actual.detach(), expected.detach(), dim)
         if not error <= tolerance:
             return error, f"it computes something else: {error:.1e} away from {type(new).__name__}"
         worst, ran = max(worst, error), True
+        if by_token and _gradients_differ((x, module, expected), (x, new, actual)):
+            return worst, f"its gradients are not those of {type(new).__name__}"
     return worst, None if ran else refusal
+
+
+def _gradients_differ(one: tuple[Tensor, nn.Module, Tensor], other: tuple[Tensor, nn.Module, Tensor]) -> bool:
+    """Whether input, module and output of two computations belong to different gradients."""
+    names = [name for name, _ in other[1].named_parameters()]
+    found = []
+    for x, module, y in (one, other):
+        if not y.requires_grad:
+            return True
+        wanted = x, *(module.get_parameter(name) for name in names)
+        try:
+            found.append(torch.autograd.grad(y, wanted, _random(98, y.shape), allow_unused=True))
+        except Exception:  # whatever a stranger's backward raises
+            return True
+    return any(
+        a is None or b is None or not _relative_error(b, a, None) <= GRADIENT_TOLERANCE
+        for a, b in zip(*found, strict=True)
+    )
+
+
+def _relative_error(actual: Tensor, expected: Tensor, dim: int | None) -> float:
+    apart = torch.linalg.vector_norm(actual.double() - expected.double(), dim=dim)
+    return (apart / torch.linalg.vector_norm(expected.double(), dim=dim).clamp_min(1e-30)).max().item()
 
 
 def _tokens(width: int) -> Tensor:

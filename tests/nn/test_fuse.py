@@ -221,6 +221,46 @@ def test_functional_dropout_is_seen_in_training_mode():
         assert mlp.training is training and torch.equal(torch.get_rng_state(), state)
 
 
+class Scaled(torch.autograd.Function):
+    """Nothing forward, twice the gradient backward: what sums gradients over tensor-parallel ranks looks so."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * dy
+
+
+class ScaledMLP(Gated):
+    def forward(self, x):
+        return super().forward(Scaled.apply(x))
+
+
+class StillRMSNorm(nn.Module):
+    """An RMSNorm whose backward takes the mean of squares for a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(16)), 1e-6
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True).detach() + self.eps))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_modules_with_other_gradients_are_left(mode):
+    mlps = {"detached": Gated(lambda x: F.silu(x).detach()), "scaled": ScaledMLP(F.silu), "plain": Gated(F.silu)}
+    attention = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("q_proj", "k_proj", "v_proj")})
+    block = nn.ModuleDict({"input_layernorm": StillRMSNorm(), "self_attn": attention})
+    model = nn.ModuleDict(mlps | {"block": block})
+    with mode():
+        report = hb.nn.fuse_(model)
+    assert report.fused == ("plain",) and len(report.left) == 3
+    assert all("gradients are not those of" in reason for reason in report.left.values())
+
+
 class Picky(Gated):
     """Takes sequences only."""
 
