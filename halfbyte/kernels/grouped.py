@@ -21,6 +21,7 @@ from halfbyte.kernels.grouped_swizzle import grouped_swizzle
 from halfbyte.kernels.quantize import compile_arguments, divisor, is_packed
 from halfbyte.kernels.row_col import loop_of, row_runs_along, runs_along, tile_for, widened
 from halfbyte.kernels.targets import TARGETS, CompileCase
+from halfbyte.kernels.transpose import transpose
 from halfbyte.layout import (
     GROUP_COLUMNS,
     LINEAR,
@@ -49,7 +50,6 @@ DECODED_COLS = 64  # of a tile that is stored as values: more of them keep too f
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 LOOPS = ((16384, 8), (8192, 4), (4096, 2))  # as those of `row_col`: about 2048 programs are left
 TRANSPOSE_WORDS = 32
-STACKED_TRANSPOSE_ROWS = 64  # words of 8 rows
 
 
 class Grid(NamedTuple):
@@ -374,23 +374,18 @@ def _streams(side: Side) -> list[int]:
 
 def _transposed(row: Blocks, x: Tensor, offsets: Tensor | None) -> Blocks:
     """Return the col orientation of 16x16 tiles: the row's bytes, moved."""
-    stacked, cols = offsets is None, x.shape[-1]
-    groups, total = (x.shape[0], x.shape[0] * x.shape[1]) if offsets is None else (offsets.shape[0], x.shape[0])
-    spec = NVFP4(block=(16, 16))
-    if stacked:
-        blocks, tile_rows = ceil_div(x.shape[1], 16), STACKED_TRANSPOSE_ROWS
-        shape = groups, cols, blocks
-    else:
-        blocks = grouped_shapes((cols, total), groups, spec, LINEAR, contraction=True).block_scale[1]
-        tile_rows, shape = GROUP_COLUMNS // 8, (cols, blocks)
-    qdata = torch.empty(*shape[:-1], blocks * 8, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    if offsets is None:
+        return Blocks(*transpose(row.qdata, row.block_scale, *x.shape[1:]), row.amax)
+    (total, cols), groups = x.shape, offsets.shape[0]
+    shapes = grouped_shapes((cols, total), groups, NVFP4(block=(16, 16)), LINEAR, contraction=True)
+    qdata = torch.empty(shapes.qdata, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(shapes.block_scale, dtype=torch.uint8, device=x.device)
     if qdata.numel() == 0:
         return Blocks(qdata, scale, row.amax)
     plan = make_plan(offsets, groups, total, GROUP_COLUMNS, x.device)
-    words, out_words = row.qdata.shape[-1] // 4, blocks * 2
-    row_tiles, word_tiles = ceil_div(out_words, tile_rows), ceil_div(words, TRANSPOSE_WORDS)
-    grouped_transpose_kernel[((groups * row_tiles if stacked else plan.tiles) * word_tiles,)](
+    words = row.qdata.shape[-1] // 4
+    word_tiles = ceil_div(words, TRANSPOSE_WORDS)
+    grouped_transpose_kernel[(plan.tiles * word_tiles,)](
         row.qdata.view(torch.int32),
         row.block_scale,
         qdata.view(torch.int32),
@@ -400,13 +395,10 @@ def _transposed(row: Blocks, x: Tensor, offsets: Tensor | None) -> Blocks:
         groups,
         cols,
         words,
-        out_words,
-        row_tiles,
+        shapes.block_scale[1] * 2,
         word_tiles,
-        STACKED=stacked,
-        TILE_ROWS=tile_rows,
+        TILE_ROWS=GROUP_COLUMNS // 8,
         TILE_WORDS=TRANSPOSE_WORDS,
-        num_warps=8 if stacked else 4,
     )
     return Blocks(qdata, scale, row.amax)
 
@@ -423,7 +415,7 @@ def compile_cases() -> list[CompileCase]:
     """
     rotated = NVFP4(rounding="stochastic", rotation=Hadamard())
     tile = NVFP4(block=(16, 16))
-    cases = [_transpose_case(stacked) for stacked in (False, True)]
+    cases = [_transpose_case()]
     for hardware in sc.HARDWARE_LEVELS:
         codes = _quantize_case(NVFP4(), NVFP4(rotation=Hadamard()), hardware, decoded=(False, False))
         gradient_codes = _quantize_case(NVFP4(rounding="stochastic"), rotated, hardware, decoded=(False, False))
@@ -477,15 +469,14 @@ def _quantize_case(
     return CompileCase(grouped_quantize_kernel, arguments, tile.num_warps, fp_fusion=False, capabilities=targets)
 
 
-def _transpose_case(stacked: bool) -> CompileCase:
+def _transpose_case() -> CompileCase:
     arguments = {
         **dict.fromkeys(("qdata_ptr", "out_ptr"), "*i32:16"),
         **dict.fromkeys(("scale_ptr", "out_scale_ptr"), "*u8:16"),
         **dict.fromkeys(("table_ptr", "tile_group_ptr"), "*i32"),
-        **dict.fromkeys(("groups", "row_tiles", "word_tiles"), "i32"),
+        **dict.fromkeys(("groups", "word_tiles"), "i32"),
         **dict.fromkeys(("cols", "words", "out_words"), "i32:16"),
-        "STACKED": stacked,
-        "TILE_ROWS": STACKED_TRANSPOSE_ROWS if stacked else GROUP_COLUMNS // 8,
+        "TILE_ROWS": GROUP_COLUMNS // 8,
         "TILE_WORDS": TRANSPOSE_WORDS,
     }
-    return CompileCase(grouped_transpose_kernel, arguments, num_warps=8 if stacked else 4)
+    return CompileCase(grouped_transpose_kernel, arguments)

@@ -24,6 +24,12 @@ def units_of_block(element, decoded):
     return length if decoded else (length // 16) ** 2
 
 
+@triton.constexpr_function
+def power_of_two_from(n):
+    """Return the least power of two of at least n."""
+    return triton.next_power_of_2(n)
+
+
 @triton.jit
 def clear_padding(scale_ptr, storage, own, i_block, i_col, cols, blocks, BLOCKS: tl.constexpr, C: tl.constexpr):
     """Zero the scales behind a group's own blocks: an amax that is no maximum has made them NaN too."""
@@ -318,10 +324,11 @@ def grouped_quantize_kernel(
                     stride_r, stride_c, storage, ROW, COL, STACKED, TR, TC, (None, None, None), (None, None, None),
                 )  # fmt: skip
         else:
-            clear_tile(group, start, end, local, i_col, row, col, groups, cols, storage, ROW, COL, TR, TC * LOOP)
+            CLEARED: tl.constexpr = power_of_two_from(TC * LOOP)  # what follows is as empty
+            clear_tile(group, start, end, local, i_col, row, col, groups, cols, storage, ROW, COL, TR, CLEARED)
 
 
-@triton.jit(do_not_specialize=("groups", "row_tiles", "word_tiles"))
+@triton.jit(do_not_specialize=("groups", "word_tiles"))
 def grouped_transpose_kernel(
     qdata_ptr,
     scale_ptr,
@@ -333,41 +340,27 @@ def grouped_transpose_kernel(
     cols,
     words,
     out_words,
-    row_tiles,
     word_tiles,
-    STACKED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
 ):
-    """Transpose the 16x16 tiles of every group; words of 8 codes, in rows of `words` and of `out_words`.
-
-    STACKED: each group's result is a matrix of its own, which row_tiles tiles cover; else they follow each other.
-    """
+    """Transpose the 16x16 tiles of every group of tokens; words of 8 codes, in rows of `words` and of `out_words`."""
     tile = tl.program_id(0) // word_tiles
     i_word = tl.program_id(0) % word_tiles
-    if STACKED:
-        group = tile // row_tiles
-        start, end, first = tl.load(table_ptr + group * 3), tl.load(table_ptr + group * 3 + 1), group * row_tiles
-        size = group.to(tl.int64) * cols * out_words
-        p_out, p_out_scale = out_ptr + size, out_scale_ptr + size // 2
-        storage, own_words = 0, out_words
-    else:
-        group, start, end, first = group_of_tile(tile, tile_group_ptr, table_ptr)
-        storage = first * TILE_ROWS
-        p_out, p_out_scale = out_ptr + storage, out_scale_ptr + storage // 2
-        own_words = out_words - storage
+    group, start, end, first = group_of_tile(tile, tile_group_ptr, table_ptr)
+    storage = first * TILE_ROWS
     start64 = start.to(tl.int64)
     transpose_tile(
         tile - first,
         i_word,
         qdata_ptr + start64 * words,
         scale_ptr + start64 * (words // 2),
-        p_out,
-        p_out_scale,
+        out_ptr + storage,
+        out_scale_ptr + storage // 2,
         tl.where(group == groups, 0, end - start),
         cols,
         words,
-        own_words,
+        out_words - storage,
         words,
         words // 2,
         out_words,

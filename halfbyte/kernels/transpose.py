@@ -237,10 +237,20 @@ def transpose_kernel(
     SCALE_COLUMNS: tl.constexpr,
     UNIT: tl.constexpr,
     FULL: tl.constexpr,
+    STACKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program transposes TILE_ROWS x TILE_WORDS words, or, spread among these, some scales."""
+    """One program transposes TILE_ROWS x TILE_WORDS words, or, spread among these, some scales.
+
+    STACKED: of matrix program_id(1) of those that follow each other.
+    """
     overlap.begin(OVERLAP)
+    if STACKED:
+        matrix = tl.program_id(1).to(tl.int64)
+        qdata_ptr += matrix * rows * qdata_stride
+        scale_ptr += matrix * rows * scale_stride
+        out_ptr += matrix * cols * out_stride
+        out_scale_ptr += matrix * cols * out_scale_stride
     i_program = tl.program_id(0)
     every = tl.num_programs(0) // scale_programs
     i_scale = i_program // every
@@ -279,29 +289,31 @@ def transpose_kernel(
 
 
 def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    """Transpose a tensor of 16x16 tiles without rounding.
+    """Transpose a tensor of 16x16 tiles without rounding, or several.
 
     Args:
-        qdata: uint8 [rows, ceil(cols/16) * 8].
-        block_scale: one byte each, [rows, ceil(cols/16)], LINEAR, equal in the rows of a tile.
-        rows, cols: the logical shape.
+        qdata: uint8 [rows, ceil(cols/16) * 8], or contiguous [E, rows, ceil(cols/16) * 8].
+        block_scale: one byte each, [rows, ceil(cols/16)], LINEAR, equal in the rows of a tile; or [E, ...] likewise.
+        rows, cols: the logical shape of a matrix.
 
     Returns:
-        qdata uint8 [cols, ceil(rows/16) * 8] and block_scale [cols, ceil(rows/16)].
+        qdata uint8 [cols, ceil(rows/16) * 8] and block_scale [cols, ceil(rows/16)], or [E, ...].
     """
     tiles, blocks = ceil_div(rows, NVFP4_BLOCK), ceil_div(cols, NVFP4_BLOCK)
-    out = torch.empty(cols, tiles * 8, dtype=torch.uint8, device=qdata.device)
-    out_scale = torch.empty(cols, tiles, dtype=block_scale.dtype, device=qdata.device)
+    matrices = qdata.shape[:-2]
+    out = torch.empty(*matrices, cols, tiles * 8, dtype=torch.uint8, device=qdata.device)
+    out_scale = torch.empty(*matrices, cols, tiles, dtype=block_scale.dtype, device=qdata.device)
     if out.numel() == 0:
         return out, out_scale
-    words, out_words = as_words(qdata, torch.int32), out.view(torch.int32)
-    scale = block_scale if block_scale.stride(1) == 1 else block_scale.contiguous()
+    words, out_words = as_words(qdata.flatten(0, -2), torch.int32), out.view(torch.int32).flatten(0, -2)
+    scale = block_scale.flatten(0, -2)
+    scale = scale if scale.stride(1) == 1 else scale.contiguous()
     aligned = tiles % 4 == blocks % 4 == scale.stride(0) % 4 == scale.data_ptr() % 4 == 0
     unit, unit_dtype = (4, torch.int32) if aligned else (1, torch.uint8)
-    scale, scale_words = (t.view(torch.uint8).view(unit_dtype) for t in (scale, out_scale))
+    scale, scale_words = (t.view(torch.uint8).view(unit_dtype) for t in (scale, out_scale.flatten(0, -2)))
     scale_programs = ceil_div(tiles, unit * SCALE_ROWS) * ceil_div(blocks, unit * SCALE_COLUMNS)
     tile_programs = ceil_div(out_words.shape[1], CODE_ROWS) * ceil_div(words.shape[1], CODE_WORDS)
-    transpose_kernel[(tile_programs + scale_programs,)](
+    transpose_kernel[(tile_programs + scale_programs, *matrices)](
         words,
         scale,
         out_words,
@@ -321,6 +333,7 @@ def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple
         SCALE_COLUMNS=SCALE_COLUMNS,
         UNIT=unit,
         FULL=rows % (8 * CODE_ROWS) == cols % (8 * CODE_WORDS) == 0,
+        STACKED=bool(matrices),
         **overlap.launch_options(qdata.device),
         num_warps=NUM_WARPS,
     )
@@ -328,9 +341,9 @@ def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple
 
 
 def compile_cases() -> list[CompileCase]:
-    """Return the configurations of `transpose`: whole tiles, or a ragged edge with scales in bytes."""
+    """Return the configurations of `transpose`: whole tiles, or a ragged edge with scales in bytes, one or several."""
     cases = []
-    for full, (overlaps, capabilities) in product((True, False), overlap.TARGETS):
+    for full, stacked, (overlaps, capabilities) in product((True, False), (False, True), overlap.TARGETS):
         arguments = {
             **dict.fromkeys(("qdata_ptr", "out_ptr"), "*i32:16"),
             **dict.fromkeys(("scale_ptr", "out_scale_ptr"), "*i32:16" if full else "*u8:16"),
@@ -342,6 +355,7 @@ def compile_cases() -> list[CompileCase]:
             "SCALE_COLUMNS": SCALE_COLUMNS,
             "UNIT": 4 if full else 1,
             "FULL": full,
+            "STACKED": stacked,
             "OVERLAP": overlaps,
         }
         cases.append(CompileCase(transpose_kernel, arguments, num_warps=NUM_WARPS, capabilities=capabilities))
