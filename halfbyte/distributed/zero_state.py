@@ -179,8 +179,11 @@ def _problem(zero: ZeroOptimizer, state: Any) -> str | None:
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.shape != param.shape:
                 return f"state: {name!r} has shape {list(tensor.shape)}, the model's {list(param.shape)}; {remedy}"
-        if not isinstance(state["masters"][name], Tensor):
-            return f"state['masters'][{name!r}] is no tensor; {remedy}"
+        if not isinstance(state["masters"][name], Tensor) or not state["masters"][name].is_floating_point():
+            return f"state['masters'][{name!r}] is no tensor of floats; {remedy}"
+    for key, dtype in state["scalars"].items():
+        if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
+            return f"state['scalars'][{key!r}]={dtype!r}: no dtype; {remedy}"
     ours = [group["names"] for group in zero.inner.param_groups]
     theirs = [group.get("names") for group in state["groups"]]
     if ours != theirs:

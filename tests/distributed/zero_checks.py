@@ -285,6 +285,8 @@ def refusals(rank: int, world: int) -> None:
         ({}, "not of a ZeroOptimizer"),
         *(({**good, part: None}, "not of a ZeroOptimizer") for part in ("masters", "state", "groups", "scalars")),
         (without("masters"), "on one side only"),
+        ({**good, "masters": {name: t.long() for name, t in good["masters"].items()}}, "no tensor of floats"),
+        ({**good, "scalars": {"step": "floaty"}}, "'floaty': no dtype"),
         (without("state"), "on one side only"),
         ({**good, "groups": good["groups"][:1]}, "grouped as"),
         ({**good, "masters": {name: t[:1] for name, t in good["masters"].items()}}, "has shape"),
