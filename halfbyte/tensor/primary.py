@@ -51,20 +51,26 @@ class PrimaryWeight(QuantTensor):
             dtype: nominal dtype, that masters are rounded to before they are quantized.
             device: where it is.
             scale_layout: "linear" or "swizzled_32_4_4".
-            qdata: uint8 [N, ceil(K/16) * 8] to hold the codes, such as a part of a buffer that is gathered.
+            qdata: uint8 [N, ceil(K/16) * 8] to hold the codes, such as a part of a buffer that is gathered; at an
+                address that is a multiple of 8.
             amax: fp32 [] that several weights share; their tensor scale is then one.
 
         Raises:
-            ValueError: the spec has no cast from masters.
+            ValueError: the spec has no cast from masters, the shape is not that of a matrix, or kernels cannot read words
+                from qdata.
         """
         spec = NVFP4(block=(16, 16)) if spec is None else spec
         check_primary_spec(spec)
+        if not isinstance(shape, tuple | list) or len(shape) != 2 or any(not isinstance(n, int) or n < 0 for n in shape):
+            raise ValueError(f"shape={shape}: give N and K, the rows and columns of the weight")
         check_scale_layout(scale_layout)
         check_value_dtype("dtype", dtype, "name the dtype of the layer")
         rows, blocks = shape[0], ceil_div(shape[1], spec.block_length)
         size = (rows, blocks) if scale_layout == LINEAR else (swizzled_numel(rows, blocks),)
         if qdata is None:
             qdata = torch.zeros(rows, blocks * 8, dtype=torch.uint8, device=device)
+        if qdata.data_ptr() % 8:
+            raise ValueError("qdata starts at an address that is no multiple of 8: pad the buffer before it")
         scale = torch.zeros(size, dtype=torch.uint8, device=qdata.device)
         amax = torch.zeros((), device=qdata.device) if amax is None else amax
         options = {"shape": tuple(shape), "dtype": dtype, "scale_layout": scale_layout}

@@ -132,3 +132,7 @@ def test_a_primary_weight_is_a_parameter_of_zeros():
         QuantTensor.requires_grad_(weight)
     with pytest.raises(ValueError, match="needs 16x16 tiles"):
         PrimaryWeight.empty((16, 16), hb.NVFP4())
+    with pytest.raises(ValueError, match=r"^shape=\(16,\): give N and K"):
+        PrimaryWeight.empty((16,))
+    with pytest.raises(ValueError, match="^qdata starts at an address that is no multiple of 8"):
+        PrimaryWeight.empty((16, 16), qdata=torch.zeros(129, dtype=torch.uint8)[1:].view(16, 8))
