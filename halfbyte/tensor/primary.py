@@ -61,7 +61,11 @@ class PrimaryWeight(QuantTensor):
         """
         spec = NVFP4(block=(16, 16)) if spec is None else spec
         check_primary_spec(spec)
-        if not isinstance(shape, tuple | list) or len(shape) != 2 or any(not isinstance(n, int) or n < 0 for n in shape):
+        if (
+            not isinstance(shape, tuple | list)
+            or len(shape) != 2
+            or any(not isinstance(n, int) or n < 0 for n in shape)
+        ):
             raise ValueError(f"shape={shape}: give N and K, the rows and columns of the weight")
         check_scale_layout(scale_layout)
         check_value_dtype("dtype", dtype, "name the dtype of the layer")
