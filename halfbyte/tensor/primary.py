@@ -56,16 +56,13 @@ class PrimaryWeight(QuantTensor):
             amax: fp32 [] that several weights share; their tensor scale is then one.
 
         Raises:
-            ValueError: the spec has no cast from masters, the shape is not that of a matrix, or kernels cannot read words
-                from qdata.
+            ValueError: the spec has no cast from masters, the shape is not that of a matrix, or kernels cannot read
+                words from qdata.
         """
         spec = NVFP4(block=(16, 16)) if spec is None else spec
         check_primary_spec(spec)
-        if (
-            not isinstance(shape, tuple | list)
-            or len(shape) != 2
-            or any(not isinstance(n, int) or n < 0 for n in shape)
-        ):
+        is_matrix = isinstance(shape, tuple | list) and len(shape) == 2
+        if not is_matrix or any(not isinstance(n, int) or n < 0 for n in shape):
             raise ValueError(f"shape={shape}: give N and K, the rows and columns of the weight")
         check_scale_layout(scale_layout)
         check_value_dtype("dtype", dtype, "name the dtype of the layer")
