@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from halfbyte.kernels import grouped, row_col, small
+from halfbyte.kernels import grouped, row_col, small, square_tiles
 from halfbyte.kernels.amax import finite_amax
 from halfbyte.kernels.dequantize import Decoded, decode, dequantize
 from halfbyte.kernels.gemm import gemm_nt
 from halfbyte.kernels.grouped_gemm import grouped_dequantize, grouped_gemm_nt, grouped_values, plain_grouped_gemm
-from halfbyte.kernels.quantize import quantize as quantize_any
 from halfbyte.kernels.transpose import transpose
 from halfbyte.layout import LINEAR, Blocks, GroupedOperand
 from halfbyte.rng import Draw
@@ -57,7 +56,7 @@ def quantize(
     common = {"draw": draw, "sign_draw": sign_draw, "scale_layout": scale_layout}
     if amax is None and isinstance(spec, NVFP4) and small.fits(x, spec, scale_layout):
         return small.quantize(x, spec, **common)
-    return quantize_any(x, spec, amax=amax, **common)
+    return square_tiles.quantize(x, spec, amax=amax, **common)
 
 
 def quantize_row_col(

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels import grouped_tiles
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
+from halfbyte.kernels import square_tiles
 from halfbyte.kernels.amax import operand_amax
 from halfbyte.kernels.quantize import compile_arguments, divisor, is_packed
 from halfbyte.kernels.targets import TARGETS, CompileCase
@@ -75,7 +75,7 @@ def quantize_experts_kernel(
 
 def fits(w: Tensor, spec: Spec) -> bool:
     """Say whether whole tiles cover experts [E, N, K] and `spec` neither rotates nor draws."""
-    if isinstance(spec, NVFP4) and grouped_tiles.fits(w, spec):
+    if isinstance(spec, NVFP4) and square_tiles.fits(w, spec):
         return True
     if spec.needs_rng or (isinstance(spec, NVFP4) and spec.rotation) or w.numel() == 0 or not w.is_contiguous():
         return False
@@ -94,8 +94,8 @@ def quantize_experts(w: Tensor, spec: Spec, amax: Tensor | None, *, decoded: boo
     Returns:
         Blocks of [E, N, K].
     """
-    if isinstance(spec, NVFP4) and grouped_tiles.fits(w, spec):
-        return grouped_tiles.quantize_tiles(w, spec, experts_amax(w, spec) if amax is None else amax, decoded=decoded)
+    if isinstance(spec, NVFP4) and square_tiles.fits(w, spec):
+        return square_tiles.quantize_tiles(w, spec, experts_amax(w, spec) if amax is None else amax, decoded=decoded)
     experts, rows, cols = w.shape
     if isinstance(spec, MXFP8):
         amax = w.new_empty(0, dtype=torch.float32)

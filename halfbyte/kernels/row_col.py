@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_ROWS
-from halfbyte.kernels import philox, row_col_small
+from halfbyte.kernels import philox, row_col_small, square_tiles
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import row_col_amax
@@ -265,7 +265,7 @@ def _tiles(
     scale_layout: str,
     transient: tuple[bool, bool],
 ) -> tuple[Blocks, Blocks]:
-    row = quantize(x, spec, draw=draw, amax=amax)
+    row = square_tiles.quantize(x, spec, draw=draw, amax=amax)
     col = Blocks(*transpose(row.qdata, row.block_scale, *x.shape), row.amax)
     sides = []
     for blocks, cols, is_transient in ((row, x.shape[1], transient[0]), (col, x.shape[0], transient[1])):

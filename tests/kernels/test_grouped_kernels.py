@@ -10,7 +10,7 @@ from torch.library import opcheck
 
 import halfbyte as hb
 from halfbyte import reference
-from halfbyte.kernels import backend, grouped, grouped_tiles
+from halfbyte.kernels import backend, grouped, square_tiles
 from halfbyte.kernels.grouped_gemm import clear_tail, grouped_dequantize, grouped_gemm_nt
 from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, GroupedOperand, group_alignment, group_ends
 from halfbyte.reference.scale import global_scale
@@ -267,9 +267,11 @@ def test_experts_in_whole_tiles(name, cols):
     expected, _ = reference.grouped_quantize_row_col(w, None, spec, None)
     decoded = transient(GroupedOperand(expected, spec)).data.qdata
     if name == "tile":
-        assert grouped_tiles.fits(w, spec)
+        assert square_tiles.fits(w, spec)
     codes, _ = backend.grouped_quantize_row_col(w, None, spec, None)
     same_blocks([codes], [expected])
+    given = None if name == "mxfp8" else 2 * reference.quantize(w[0], spec).amax
+    same_blocks([backend.quantize(w[0], spec, amax=given)], [reference.quantize(w[0], spec, amax=given)])
     amax = None if codes.amax.numel() == 0 else codes.amax
     values, _ = backend.grouped_quantize_row_col(w, None, spec, None, row_amax=amax, transient=(True, False))
     checks.same(values.qdata, decoded)

@@ -1,4 +1,4 @@
-"""Quantize the weights of experts in 16x16 tiles, to codes or to decoded values.
+"""Quantize matrices in 16x16 tiles, weights and those of experts, to codes or to decoded values.
 
 A thread owns a strip of 8 columns, 16 bytes, in all rows of a tile, and two neighbouring threads share the tile: so
 every load and store of a warp fills whole sectors. With a block of 16 columns a thread they are filled in halves.
@@ -16,11 +16,14 @@ from torch import Tensor
 from halfbyte.kernels import decode as dc
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
+from halfbyte.kernels.amax import operand_amax
 from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.quantize import divisor, is_packed
+from halfbyte.kernels.quantize import quantize as quantize_any
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import store_values
-from halfbyte.layout import Blocks, ceil_div
+from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape
+from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, BlockMax, Spec
 
 
@@ -32,6 +35,7 @@ class Tile(NamedTuple):
 
 
 TILES = (Tile(128, 4), Tile(32, 1))
+FEW_PROGRAMS = 1024  # with fewer, the smaller tile spreads over more multiprocessors
 
 
 @triton.jit
@@ -105,7 +109,7 @@ def quantize_tiles_kernel(
 
 
 def fits(w: Tensor, spec: Spec) -> bool:
-    """Say whether whole programs cover experts [E, N, K] and `spec` is 16x16 tiles rounded to nearest."""
+    """Say whether whole programs cover matrices [E, N, K] and `spec` is 16x16 tiles rounded to nearest."""
     if not isinstance(spec, NVFP4) or not spec.is_tile or spec.rounding != "nearest" or spec.rotation:
         return False
     if spec.outer != "tensor" or not isinstance(spec.scaling, BlockMax) or w.numel() == 0 or not w.is_contiguous():
@@ -114,14 +118,34 @@ def fits(w: Tensor, spec: Spec) -> bool:
     return is_packed(w.view(-1, cols)) and rows % 16 == cols % 16 == 0 and cols >= 8 * TILES[-1].strips
 
 
-def tile_of(cols: int) -> Tile:
-    """Return the tile whose programs exceed the columns of a row the least, the larger one if equal."""
+def tile_of(rows: int, cols: int) -> Tile:
+    """Return the tile whose programs exceed the columns the least, the larger one if equal and many are left."""
     usable = (tile for tile in TILES if cols >= 8 * tile.strips)
-    return min(usable, key=lambda tile: ceil_div(cols, 8 * tile.strips) * tile.strips)
+    best = min(usable, key=lambda tile: ceil_div(cols, 8 * tile.strips) * tile.strips)
+    return best if rows // 16 * ceil_div(cols, 8 * best.strips) >= FEW_PROGRAMS else TILES[-1]
+
+
+def quantize(
+    x: Tensor,
+    spec: Spec,
+    *,
+    draw: Draw | None = None,
+    sign_draw: Draw | None = None,
+    amax: Tensor | None = None,
+    scale_layout: str = LINEAR,
+) -> Blocks:
+    """Quantize along the last dimension as `quantize.quantize` does, tiles in strips where they fit."""
+    matrix = x.reshape(matrix_shape(x.shape))
+    if scale_layout == LINEAR and isinstance(spec, NVFP4) and fits(matrix[None], spec):
+        amax = operand_amax(matrix, spec, None) if amax is None else amax
+        (qdata,), (scale,), _ = quantize_tiles(matrix[None], spec, amax[None], decoded=False)
+        return Blocks(qdata, scale, amax)
+    common = {"draw": draw, "sign_draw": sign_draw, "scale_layout": scale_layout}
+    return quantize_any(x, spec, amax=amax, **common)
 
 
 def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Blocks:
-    """Quantize experts that fit.
+    """Quantize matrices that fit.
 
     Args:
         w: bf16 [E, N, K].
@@ -136,7 +160,7 @@ def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Bl
     qdata = w.new_empty((experts, rows, size), dtype=dtype)
     scale = w.new_empty(0 if decoded else (experts, rows, cols // 16), dtype=torch.uint8)
     rule = sc.rule_of(spec, sc.hardware_of(w.device))._replace(packed=True, full=True)
-    tile = tile_of(cols)
+    tile = tile_of(experts * rows, cols)
     col_tiles, row_tiles = ceil_div(cols, 8 * tile.strips), rows // 16
     quantize_tiles_kernel[(experts * row_tiles * col_tiles,)](
         w,
