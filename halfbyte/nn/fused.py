@@ -254,6 +254,8 @@ def default_names(activation: str) -> tuple[str, ...]:
 
 
 def _check_names(layers: Mapping[str, object]) -> None:
-    taken = [name for name in layers if name in ("norm", "names", "activation") or not name.isidentifier()]
+    reserved = {"norm", "names", "activation", *dir(LayerNormLinear), *dir(LayerNormMLP), *dir(nn.Module())}
+    taken = [name for name in layers if name in reserved or not name.isidentifier()]
     if taken or not layers:
-        raise ValueError(f"names={list(layers)}: give identifiers other than 'norm', 'names' and 'activation'")
+        wrong = f", {taken[0]!r} among them," if taken else ""
+        raise ValueError(f"names={list(layers)}{wrong}: give identifiers that modules do not have, such as q_proj")

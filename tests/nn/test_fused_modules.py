@@ -185,6 +185,8 @@ def test_built_on_meta_and_filled_elsewhere():
         (lambda: LayerNormLinear(16, 16, norm="batch"), "norm='batch'"),
         (lambda: LayerNormLinear(16, 16, norm=RMSNorm(8)), "width 16"),
         (lambda: LayerNormLinear(16, {"norm": 16}), "names="),
+        (lambda: LayerNormLinear(16, {"q": 16, "forward": 16}), "names=.*'forward' among them"),
+        (lambda: MLP.from_linears({"training": nn.Linear(16, 16), "b": nn.Linear(16, 16)}, "gelu"), "names=.*training"),
         (lambda: MLP(16, 16, activation="swish"), "activation='swish'"),
         (lambda: MLP.from_linears({"fc1": nn.Linear(4, 4), "fc2": nn.Linear(4, 4)}, "swiglu"), "takes 3"),
         (lambda: LayerNormLinear.from_modules(nn.BatchNorm1d(4), nn.Linear(4, 4)), "BatchNorm1d"),
