@@ -1,6 +1,6 @@
 """Activation functions with every rounding fixed (halfbyte/arithmetic.py): fp32 inside, one rounding at the end.
 
-An infinite input gives an output that is not finite; NaN gives NaN.
+NaN gives NaN, and an infinite input an output that is not finite; only ReLU² of -Inf is 0.
 """
 
 from __future__ import annotations
