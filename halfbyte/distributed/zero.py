@@ -94,12 +94,14 @@ class ZeroOptimizer:
             parameters, so it must treat every element alike.
         group: the data-parallel ranks; None is the default group, or one process alone.
         expert_groups: {glob of parameter names: ranks that hold the same experts}, each a part of `group`. Gradients
-            are averaged over the size of `group` all the same: every expert sees the tokens of all its ranks.
+            are averaged over the size of `group` all the same: every expert sees the tokens of all its ranks. A rank
+            may have no parameter that a glob matches, all of them may not.
         param_options: (name, parameter) -> options of its parameter group, such as {"weight_decay": 0.0}.
         config: see ZeroConfig.
 
     Raises:
-        ValueError: on every rank: nothing to train, or the ranks differ in parameters, recipes, config or optimizer.
+        ValueError: on every rank: nothing to train, or the ranks differ in parameters, recipes, config or optimizer, or
+            another rank could not go on; its own error says why.
         TypeError: an argument is of another type, or param_options returns no options.
         RuntimeError: some rank builds no ZeroOptimizer within config.timeout.
     """
