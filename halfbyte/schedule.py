@@ -87,11 +87,13 @@ def parse_schedule(text: str, steps: int) -> Schedule | None:
     changes: list[tuple[Start, Recipe]] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         when, _, recipe = part.partition(":")
+        words = f"schedule={text!r}: {part!r} is not WHEN:RECIPE, such as 0.9:bf16/nvfp4 or 1800:bf16"
         try:
             start = float(when) if "." in when else int(when)
         except ValueError as error:
-            words = f"schedule={text!r}: {part!r} is not WHEN:RECIPE, such as 0.9:bf16/nvfp4 or 1800:bf16"
             raise ValueError(words) from error
+        if not recipe:
+            raise ValueError(words)
         changes.append((start, recipes.get(recipe)))
     return Schedule(changes, steps) if changes else None
 
