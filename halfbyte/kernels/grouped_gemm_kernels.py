@@ -61,11 +61,11 @@ def rows_tma_kernel(
     OVERLAP: tl.constexpr,
 ):
     """b_desc: the experts below each other, [E * N, K], or, B_BY_ROWS, [E * K, N] with K a multiple of BK."""
-    overlap.begin(OVERLAP)
+    tiles_n, steps = tl.cdiv(N, BN), tl.cdiv(K, BK)
+    overlap.begin_tiles((tl.cdiv(M, BM) + groups) * tiles_n, PROGRAMS, OVERLAP)
     tiles_m = tl.load(table_ptr + groups * 3 + 2)
     if not ACCUMULATE:
         tiles_m += tl.cdiv(M - tl.load(table_ptr + groups * 3), BM)
-    tiles_n, steps = tl.cdiv(N, BN), tl.cdiv(K, BK)
     for i in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=not UPCAST and not OUT_TMA):
         i_m, i_n = tile_of(i, tiles_m, tiles_n, GROUP)
         group, start, end, first = group_of_tile(i_m, tile_group_ptr, table_ptr)
@@ -106,6 +106,7 @@ def rows_tma_kernel(
                     store_tile(y, p_out, out_stride, o_m, o_n, rows, N, False)
             else:
                 store_tile(y, out_ptr + start.to(tl.int64) * out_stride, out_stride, o_m, o_n, rows, N, ACCUMULATE)
+    overlap.release(OVERLAP)
 
 
 @triton.jit
@@ -154,9 +155,9 @@ def split_tma_kernel(
 
     Steps of the contraction from first_step on, at most MOST of them; LATER: groups that have no such step are left.
     """
-    overlap.begin(OVERLAP)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
+    overlap.begin_tiles(groups * tiles, PROGRAMS, OVERLAP)
     for i in tl.range(tl.program_id(0), groups * tiles, PROGRAMS, flatten=not UPCAST and not LATER):
         group = i // tiles
         i_m, i_n = tile_of(i % tiles, tiles_m, tiles_n, GROUP)
@@ -189,6 +190,7 @@ def split_tma_kernel(
                 else:
                     p_out = out_ptr + (group * M).to(tl.int64) * out_stride
                     store_tile(y, p_out, out_stride, o_m, o_n, M, N, ACCUMULATE)
+    overlap.release(OVERLAP)
 
 
 @triton.jit(do_not_specialize=VARYING)
