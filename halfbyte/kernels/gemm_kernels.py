@@ -118,9 +118,9 @@ def gemm_tma_kernel(
     OVERLAP: tl.constexpr,
 ):
     """PROGRAMS programs walk all tiles. SPLITS > 1: out holds the partial sums, [SPLITS * round_up(M, BM), N]."""
+    overlap.begin(OVERLAP)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
-    overlap.begin_tiles(tiles * SPLITS, PROGRAMS, OVERLAP)
     steps = tl.cdiv(tl.cdiv(K, BK), SPLITS)
     for i in tl.range(tl.program_id(0), tiles * SPLITS, PROGRAMS, flatten=not UPCAST):
         i_split = i // tiles
@@ -154,7 +154,6 @@ def gemm_tma_kernel(
                 out_desc.store([i_row, i_col], dc.cast(y, out_desc.dtype))
             else:
                 store_tile(y, out_ptr, out_stride, o_m, o_n, M, N, ACCUMULATE)
-    overlap.release(OVERLAP)
 
 
 @triton.jit(do_not_specialize=("M",))
