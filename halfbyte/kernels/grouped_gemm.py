@@ -11,7 +11,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels import decode as dc
-from halfbyte.kernels import overlap
 from halfbyte.kernels.dequantize import decode, dequantize
 from halfbyte.kernels.gemm import (
     FP32_TILE,
@@ -219,7 +218,6 @@ def _run_rows(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulate
         PARTS=parts,
         PROGRAMS=programs,
         **options,
-        **overlap.launch_options(out.device),
     )
 
 
@@ -277,7 +275,6 @@ def _run_split(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulat
             PROGRAMS=programs,
             **options,
             **common,
-            **overlap.launch_options(out.device),
         )
 
 
@@ -434,7 +431,6 @@ def _descriptors(tile: Tile, dtype: torch.dtype, by_rows: bool) -> dict:
         "OUT_TMA": True,
         "PARTS": parts,
         "PROGRAMS": 132,
-        "OVERLAP": True,
     }
 
 

@@ -3,6 +3,8 @@
 `rows_tma_kernel` has the groups along the rows of a (2d-3d), `split_tma_kernel` along the contraction (2d-2d): both
 persistent, with tensor maps. `grouped_pointer_kernel` does both with plain loads, any strides and any storage.
 The sizes of groups come from a plan on the device (grouped_plan.py); row tiles behind the last group write zeros.
+Programs are not placed before the kernel before has ended (`overlap.py`): where they then lie decides what the L2 cache
+serves, and large products took 0 to 40 % longer.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels import decode as dc
-from halfbyte.kernels import overlap
 from halfbyte.kernels.gemm_kernels import finish, split_columns, store_tile, tile_of
 from halfbyte.kernels.grouped_plan import group_of_tile
 
@@ -58,14 +59,12 @@ def rows_tma_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     UPCAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """b_desc: the experts below each other, [E * N, K], or, B_BY_ROWS, [E * K, N] with K a multiple of BK."""
-    tiles_n, steps = tl.cdiv(N, BN), tl.cdiv(K, BK)
-    overlap.begin_tiles((tl.cdiv(M, BM) + groups) * tiles_n, PROGRAMS, OVERLAP)
     tiles_m = tl.load(table_ptr + groups * 3 + 2)
     if not ACCUMULATE:
         tiles_m += tl.cdiv(M - tl.load(table_ptr + groups * 3), BM)
+    tiles_n, steps = tl.cdiv(N, BN), tl.cdiv(K, BK)
     for i in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=not UPCAST and not OUT_TMA):
         i_m, i_n = tile_of(i, tiles_m, tiles_n, GROUP)
         group, start, end, first = group_of_tile(i_m, tile_group_ptr, table_ptr)
@@ -106,7 +105,6 @@ def rows_tma_kernel(
                     store_tile(y, p_out, out_stride, o_m, o_n, rows, N, False)
             else:
                 store_tile(y, out_ptr + start.to(tl.int64) * out_stride, out_stride, o_m, o_n, rows, N, ACCUMULATE)
-    overlap.release(OVERLAP)
 
 
 @triton.jit
@@ -149,7 +147,6 @@ def split_tma_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     UPCAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """a [M, columns], b [N, columns]; a group starts at a multiple of STORED columns, zeros behind it. out [E, M, N].
 
@@ -157,7 +154,6 @@ def split_tma_kernel(
     """
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
-    overlap.begin_tiles(groups * tiles, PROGRAMS, OVERLAP)
     for i in tl.range(tl.program_id(0), groups * tiles, PROGRAMS, flatten=not UPCAST and not LATER):
         group = i // tiles
         i_m, i_n = tile_of(i % tiles, tiles_m, tiles_n, GROUP)
@@ -190,7 +186,6 @@ def split_tma_kernel(
                 else:
                     p_out = out_ptr + (group * M).to(tl.int64) * out_stride
                     store_tile(y, p_out, out_stride, o_m, o_n, M, N, ACCUMULATE)
-    overlap.release(OVERLAP)
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -1,6 +1,6 @@
 """Programmatic dependent launch: programs of a kernel take their places while the last ones of the kernel before run.
 
-Such a kernel is launched with `launch_pdl` and begins with `begin` or `begin_tiles`. It touches no memory before all that the kernels
+Such a kernel is launched with `launch_pdl` and begins with `begin`. It touches no memory before all that the kernels
 before it wrote is visible, so nothing but the gap between two launches changes. From sm_90 on.
 """
 
@@ -28,25 +28,6 @@ def begin(OVERLAP: tl.constexpr):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def begin_tiles(tiles, PROGRAMS: tl.constexpr, OVERLAP: tl.constexpr):
-    """As `begin`, of PROGRAMS programs that walk `tiles` tiles and call `release` behind them.
-
-    Programs of the next kernel that wait beside a GEMM all the while slow it by a twentieth (docs/internals/kernels.md).
-    """
-    if OVERLAP:
-        if tiles <= PROGRAMS:
-            tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def release(OVERLAP: tl.constexpr):
-    """Let programs of the next kernel start where there is room."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 def overlaps(device: torch.device) -> bool:
