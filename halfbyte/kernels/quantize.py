@@ -354,8 +354,10 @@ def _in_long_rows(x: Tensor, spec: Spec, out: Output, draw: Draw | None) -> tupl
 
 
 def _in_whole_tiles(x: Tensor, spec: Spec, out: Output) -> bool:
-    """Say whether the row kernel needs no masks for x: only then it compiles a wide rotation in seconds."""
+    """Say whether the row kernel needs no masks and has no candidates: else wide rotations take minutes to compile."""
     rule = sc.rule_of(spec, 0)
+    if rule.candidates:
+        return False
     tile = row_tile(out.rows, ceil_div(x.shape[1], rule.group), rule, out.swizzled)
     return is_packed(x) and is_full(x, out, rule, (tile.outer, tile.groups))
 
