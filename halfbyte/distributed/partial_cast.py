@@ -8,6 +8,7 @@ the memory of masters is another, a rank prepares alone what depends on it: othe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -137,15 +138,19 @@ class _Prepared(NamedTuple):
 
 
 def _agreed_on(weights, masters, starts, call) -> tuple:
-    """Return what ranks have to agree on, as far as this one knows."""
+    """Return what ranks have to agree on, as far as this one knows; quickly, since every call of a step asks."""
     group, manual = call
-    return (
-        resolve(group),  # not its id, which a later one may have
-        manual,
-        *[_identity(weight) if isinstance(weight, QuantTensor) else None for weight in weights],
-        *(m.numel() if isinstance(m, Tensor) else 0 for m in masters),
-        *starts,
-    )
+    identities: tuple = ()
+    if set(map(type, weights)) <= {PrimaryWeight, QuantTensor}:
+        parts = [tuple(map(attrgetter(name), weights)) for name in ("qdata", "block_scale", "amax")]
+        identities = (*map(id, weights), *map(Tensor.data_ptr, parts[0]), *map(id, parts[1]), *map(id, parts[2]))
+    else:
+        identities = tuple(_identity(weight) if isinstance(weight, QuantTensor) else None for weight in weights)
+    if set(map(type, masters)) == {Tensor}:
+        sizes = tuple(map(Tensor.numel, masters))
+    else:
+        sizes = tuple(m.numel() if isinstance(m, Tensor) else 0 for m in masters)
+    return resolve(group), manual, identities, sizes, tuple(starts)  # not the group's id, which a later one may have
 
 
 def _identity(weight: QuantTensor) -> tuple:
@@ -154,10 +159,14 @@ def _identity(weight: QuantTensor) -> tuple:
 
 def _memory(masters, shards) -> tuple:
     """Return where this rank's masters and codes lie, which is no concern of others; the cast keeps them alive."""
-    return (
-        *((m.data_ptr(), m.dtype) if isinstance(m, Tensor) else id(m) for m in masters),
-        *(s.data_ptr() if isinstance(s, Tensor) else id(s) for s in shards),
-    )
+    own: tuple
+    if set(map(type, masters)) == {Tensor}:
+        own = (*map(Tensor.data_ptr, masters), *map(attrgetter("dtype"), masters))
+    else:
+        own = tuple((m.data_ptr(), m.dtype) if isinstance(m, Tensor) else id(m) for m in masters)
+    if set(map(type, shards)) == {type(None)}:
+        return (own,)
+    return own, tuple(s.data_ptr() if isinstance(s, Tensor) else id(s) for s in shards)
 
 
 def _agree(
