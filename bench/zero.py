@@ -104,9 +104,9 @@ def bitwise(
     """Train both ways in turn and compare every loss and norm, bit for bit, on every rank.
 
     Args:
-        seconds: after which no further chunk of steps begins.
+        seconds: no chunk of steps begins that would, like the one before, end later.
     """
-    end = time.perf_counter() + seconds
+    end, took = time.perf_counter() + seconds, 0.0
     curves: dict[str, list[torch.Tensor]] = {way: [] for way in WAYS}
     # Attention and indexing must add in one order: without this a run does not even repeat itself.
     options: Any = torch.utils.deterministic
@@ -117,7 +117,8 @@ def bitwise(
             trainers = {way: Trainer(name, way, tokens, device) for way in WAYS}
             while (done := len(curves[WAYS[-1]]) * CHUNK) < steps:
                 differs = done > 0 and not torch.equal(*(curves[way][-1].view(torch.int32) for way in WAYS))
-                stop = torch.tensor(float(differs or time.perf_counter() > end), device=device)
+                start = time.perf_counter()
+                stop = torch.tensor(float(differs or start + took > end), device=device)
                 dist.all_reduce(stop)  # ranks stop together
                 if stop.item():
                     break
@@ -126,6 +127,7 @@ def bitwise(
                 for way in WAYS:
                     own = [torch.stack(trainers[way].step()).float() for _ in range(min(CHUNK, steps - done))]
                     curves[way].append(torch.stack(own).cpu())
+                took = time.perf_counter() - start
     finally:
         torch.use_deterministic_algorithms(False)
         options.fill_uninitialized_memory = fills
