@@ -12,7 +12,7 @@ def members_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 def check_globs(matched: list[dict[str, bool]]) -> None:
     """Raise ValueError if a glob of expert_groups matched on no rank at all; one alone may have no experts."""
-    for glob in {glob for ours in matched for glob in ours}:
+    for glob in sorted({glob for ours in matched for glob in ours}):
         if not any(ours.get(glob) for ours in matched):
             raise ValueError(f"expert_groups: {glob!r} matches no parameter of the model")
 

@@ -181,8 +181,9 @@ class ZeroOptimizer:
         config = str(replace(self.config, timeout=timedelta()))
         problem = model_problem(model, self._params)
         experts: dict[tuple[int, ...], list] = {}
-        for key in chosen.keys() - {0}:
-            experts.setdefault(members_of(groups[key].group), []).extend(self._described(chosen[key]))
+        for key, names in chosen.items():  # in the order of the parameters, which ranks share; keys are addresses
+            if key:
+                experts.setdefault(members_of(groups[key].group), []).extend(self._described(names))
         note = [problem, config, self._described(chosen[0]), sorted(experts.items()), matched]
         notes = exchange_notes(note, self._group, CALL, self.config.timeout)
         for rank, (problem, *_) in enumerate(notes):

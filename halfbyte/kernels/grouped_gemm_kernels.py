@@ -3,8 +3,8 @@
 `rows_tma_kernel` has the groups along the rows of a (2d-3d), `split_tma_kernel` along the contraction (2d-2d): both
 persistent, with tensor maps. `grouped_pointer_kernel` does both with plain loads, any strides and any storage.
 The sizes of groups come from a plan on the device (grouped_plan.py); row tiles behind the last group write zeros.
-Programs are not placed before the kernel before has ended (`overlap.py`): where they then lie decides what the L2 cache
-serves, and large products took 0 to 40 % longer.
+Programs are not placed before the kernel before has ended (`overlap.py`): placed early, they made a layer of 64 experts
+2 to 14 % slower, differently in every call (docs/internals/grouped.md).
 """
 
 from __future__ import annotations

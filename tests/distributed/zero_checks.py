@@ -318,6 +318,12 @@ def differing_models(rank: int, world: int) -> None:
         torch.manual_seed(0)
         with pytest.raises(ValueError, match=reason):
             ZeroOptimizer(Experts(rank if "expert_groups" in options else 0), **options)
+    # Groups of the same ranks count as one, whatever addresses they have on each.
+    groups = {f"experts.{i}.*": dist.new_group([0, 1]) for i in (2, 0, 1)}
+    torch.manual_seed(0)
+    ZeroOptimizer(Experts(0), expert_groups=groups)
+    with pytest.raises(ValueError, match=r"expert_groups: .* of ranks \[0, 1\] differ: .*experts.1.weight"):
+        ZeroOptimizer(Experts(rank), expert_groups=groups)
     with pytest.raises((ValueError, TypeError)[rank], match=r"^(rank 1: TypeError: )?param_options returned None"):
         ZeroOptimizer(Experts(0), param_options=lambda *_: {} if rank == 0 else None)
     differing_optimizers(rank)
