@@ -31,7 +31,7 @@ import torch.nn.functional as F
 import halfbyte as hb
 from bench import machine, results
 from halfbyte.distributed import ZeroConfig, ZeroOptimizer
-from halfbyte.distributed.plan import BucketPlan, Item, storage_plan
+from halfbyte.distributed.plan import BucketPlan, Item, scale_room, storage_plan
 from halfbyte.distributed.weights import tiled_parameters
 from halfbyte.train import model as models
 
@@ -190,7 +190,9 @@ def planned_bytes(plans: Sequence[BucketPlan], way: Way) -> dict[str, Any]:
     for plan in plans:
         numel[plan.tiled] += sum(place.item.rows * place.item.cols for place in plan.places)
         coded = plan.tiled and way == "nvfp4"
-        bytes_[plan.tiled] += plan.numel // 2 + plan.scale_room * plan.world if coded else 2 * plan.numel
+        bytes_[plan.tiled] += plan.numel // 2 if coded else 2 * plan.numel
+    if way == "nvfp4":
+        bytes_[True] += scale_room(plans) * plans[0].world
     return {
         "parameters": sum(numel.values()),
         "tiled_parameters": numel[True],
@@ -223,8 +225,8 @@ def gather_seconds(zero: ZeroOptimizer, device: torch.device) -> float:
         dist.barrier()
         synchronize(device)
         start = time.perf_counter()
-        for bucket in zero.buckets:
-            bucket.start_gathering()
+        for sender in (*zero.scales, *zero.buckets):
+            sender.start_gathering()
         zero.synchronize()
         synchronize(device)
         out.append(time.perf_counter() - start)
@@ -284,14 +286,10 @@ def hidden_share(events: list[dict[str, Any]], zero: ZeroOptimizer, steps: int) 
 
 
 def messages(zero: ZeroOptimizer) -> list[str]:
-    """Return what a step gathers, in order: the first parameter of each bucket, and "scales" for a bucket's scales."""
-    plain = [bucket for bucket in zero.buckets if not bucket.quantized]
-    names = [bucket.plan.places[0].item.name for bucket in plain]
-    for bucket in zero.buckets:
-        if bucket.quantized:
-            first = bucket.plan.places[0].item.name
-            names += [first, f"{first}, scales"]
-    return names
+    """Return what a step gathers, in order: all scales, then the first parameter of each bucket, codes last."""
+    in_order = sorted(zero.buckets, key=lambda bucket: bucket.quantized)
+    scales = ["scales"] if in_order[-1].quantized else []
+    return scales + [bucket.plan.places[0].item.name for bucket in in_order]
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:

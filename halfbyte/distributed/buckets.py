@@ -9,23 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from halfbyte.distributed.cast import Cast
 from halfbyte.distributed.holding import UNPICKLABLE
 from halfbyte.distributed.plan import BucketPlan, Place
+from halfbyte.distributed.scales import Ranks, ScaleGather, all_gather
 from halfbyte.ops.primary import primary_stages
 from halfbyte.pieces import Target
 
-# torch 2.13 renamed them.
+# torch 2.13 renamed it.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class Ranks(NamedTuple):
-    """The ranks that share a bucket: the group, None for one process alone, and this process's place in it."""
-
-    group: dist.ProcessGroup | None
-    rank: int
-    size: int
 
 
 class Fragment(NamedTuple):
@@ -70,7 +61,7 @@ class Bucket:
         self.fragments = self._make_fragments()
         self._gaps = self._make_gaps()
         self.bytes_gathered = self.bytes_reduced = 0
-        self._cast: Cast | None = None
+        self._scales: ScaleGather | None = None
         self._arrived: set[int] = set()
         self._reducing: list[dist.Work] = []
         self._gathering: list[dist.Work] | None = None
@@ -158,29 +149,20 @@ class Bucket:
 
     # Values
 
-    def attach(self, cast: Cast, targets: Sequence[Target], first_tile: int) -> None:
-        """Say which cast writes the codes of this bucket, with its weights and the number of its first tile."""
-        self._cast, self._runs = cast, [first_tile + run for run in self.plan.tile_runs]
-        size, room = self.ranks.size, self.plan.scale_room
-        self._scales = torch.zeros(size, room, dtype=torch.uint8, device=self.values.device)
-        _, self._finisher = primary_stages((), targets, cast.scales.numel(), self.values.device)
+    def attach(self, scales: ScaleGather, targets: Sequence[Target]) -> None:
+        """Say what gathers the scales of this bucket, and its weights."""
+        self._scales = scales
+        _, self._finisher = primary_stages((), targets, scales.cast.scales.numel(), self.values.device)
 
     def start_gathering(self) -> None:
-        """Send this rank's values: codes and scales that the cast wrote, or the masters in the parameters' dtype."""
+        """Send this rank's values: codes that the cast wrote, or the masters in the parameters' dtype."""
         assert self._gathering is None, "gathered twice"
         self._gathering = []
-        messages = [(self.values, self.own_values)]
-        if self._cast is None:
+        if self._scales is None:
             self.own_values.copy_(self.masters)
-        elif self.ranks.group is not None:
-            rank = self.ranks.rank
-            run = self._cast.scales[self._runs[rank] : self._runs[rank + 1]]
-            self._scales[rank, : run.numel()].copy_(run)
-            messages.append((self._scales.view(-1), self._scales[rank]))
         if self.ranks.group is not None:
-            for whole, own in messages:
-                self._gathering.append(_all_gather(whole, own, group=self.ranks.group, async_op=True))
-                self.bytes_gathered += whole.numel() * whole.element_size()
+            self._gathering.append(all_gather(self.values, self.own_values, group=self.ranks.group, async_op=True))
+            self.bytes_gathered += self.values.numel() * self.values.element_size()
 
     def finish_gathering(self) -> None:
         """Let the parameters be complete; nothing if they are."""
@@ -189,14 +171,7 @@ class Bucket:
         for work in self._gathering:
             work.wait()
         self._gathering = None
-        if self._cast is not None:
-            self._take_scales(self._cast)
-
-    @torch.no_grad()
-    def _take_scales(self, cast: Cast) -> None:
-        if self.ranks.group is not None:
-            lengths = [stop - start for start, stop in zip(self._runs, self._runs[1:], strict=False)]
-            runs = [self._scales[rank, :length] for rank, length in enumerate(lengths)]
-            torch.cat(runs, out=cast.scales[self._runs[0] : self._runs[-1]])
-        self._finisher.expand(cast.amaxes, cast.scales)
-        self._finisher.transpose()
+        if self._scales is not None:
+            self._scales.finish_gathering()
+            with torch.no_grad():
+                self._finisher.transpose()

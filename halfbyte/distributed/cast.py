@@ -106,19 +106,23 @@ class Cast:
     def run(self) -> None:
         """Complete amaxes and scales and write the codes of this rank's pieces; without local_scales, expand them."""
         self.agree()
+        self.scale()
         self.write()
 
     def agree(self) -> None:
-        """First half of `run`: everything that ranks tell each other."""
+        """First part of `run`: everything that ranks tell each other."""
         self.amaxes.zero_()
         self._caster.amax(self.amaxes)
         self._reduce_amaxes()
         if self._chooses:
             self._choose()
 
-    def write(self) -> None:
-        """Second half of `run`: scales and codes."""
+    def scale(self) -> None:
+        """Second part of `run`: scales."""
         self.finisher.scale(self.amaxes, self.scales, expand=self._expands)
+
+    def write(self) -> None:
+        """Third part of `run`: codes."""
         self._caster.cast(self.amaxes, self.scales)
         if self._edge_caster is not None:
             self._edge_caster.cast(self.amaxes, self.scales)

@@ -7,8 +7,9 @@ multiple of 64: no border cuts a byte, a block of 16 or a vector of 16 bytes, an
 format.
 
 A border may cut a tile, whose scale travels once: it belongs to the rank of the tile's first element. Tiles follow
-each other as their first elements do, so those of a rank are a run of them, of uneven length; gathered, each run has
-room for the longest. With 16x16 tiles that is half a byte of codes and 1/256 of a byte of scale for each element.
+each other as their first elements do, so those of a rank are a run of them in each bucket, of uneven length. A rank
+sends its runs of all buckets at once, in a row with room for those of whoever has most. With 16x16 tiles that is half
+a byte of codes and 1/256 of a byte of scale for each element.
 """
 
 from __future__ import annotations
@@ -103,11 +104,38 @@ class BucketPlan(NamedTuple):
         """Where each rank's run of tiles starts, and where the last one ends."""
         return tuple(self.tiles_before(rank) for rank in range(self.world + 1))
 
-    @property
-    def scale_room(self) -> int:
-        """Bytes of scales that each rank sends: those of the longest run."""
-        runs = self.tile_runs
-        return max(stop - start for start, stop in pairwise(runs))
+
+class ScaleRun(NamedTuple):
+    """Scales that one rank sends of one bucket.
+
+    rank: whose.
+    first: the first one's place among all that the rank sends.
+    first_tile: its tile's number, counted over all tiled buckets.
+    count: how many follow each other in both.
+    """
+
+    rank: int
+    first: int
+    first_tile: int
+    count: int
+
+
+def scale_runs(plans: Sequence[BucketPlan]) -> list[ScaleRun]:
+    """Return the runs of all scales of the tiled buckets of one group of ranks, in the order of tiles."""
+    runs: list[ScaleRun] = []
+    tiled = [plan for plan in plans if plan.tiled]
+    sent, first_tile = [0] * (tiled[0].world if tiled else 0), 0
+    for plan in tiled:
+        for rank, (start, stop) in enumerate(pairwise(plan.tile_runs)):
+            runs.append(ScaleRun(rank, sent[rank], first_tile + start, stop - start))
+            sent[rank] += stop - start
+        first_tile += plan.tile_runs[-1]
+    return runs
+
+
+def scale_room(plans: Sequence[BucketPlan]) -> int:
+    """Return the bytes of scales that each rank sends: those of whoever has most."""
+    return max((run.first + run.count for run in scale_runs(plans)), default=0)
 
 
 def storage_plan(items: Sequence[Item], world: int, bucket_numel: int) -> tuple[BucketPlan, ...]:

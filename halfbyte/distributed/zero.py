@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfbyte.distributed import zero_state
 from halfbyte.distributed.agree import exchange_notes, rank_and_size, telling
-from halfbyte.distributed.buckets import Bucket, Ranks
+from halfbyte.distributed.buckets import Bucket
 from halfbyte.distributed.cast import Cast, Layout
 from halfbyte.distributed.holding import UNPICKLABLE, Holding, model_problem
 from halfbyte.distributed.hooks import LayerWaits, after_gradient, before_forward, release
@@ -33,6 +33,7 @@ from halfbyte.distributed.inner import CALL, build_inner, warn_of_state
 from halfbyte.distributed.partial_cast import target_of
 from halfbyte.distributed.plan import Item, storage_plan
 from halfbyte.distributed.same import check_globs, check_same_experts, check_same_parameters, members_of
+from halfbyte.distributed.scales import Ranks, ScaleGather
 from halfbyte.distributed.weights import first_users, linear_users, make_primary, tiled_parameters
 from halfbyte.pieces import Piece
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES
@@ -128,7 +129,7 @@ class ZeroOptimizer:
         self._agree(model, chosen, groups, matched)
         self.buckets: list[Bucket] = []
         self._home: dict[str, tuple[Bucket, int]] = {}
-        self._casts: list[Cast] = []
+        self.scales: list[ScaleGather] = []
         amaxes: dict[int, Tensor] = {}
         for key, names in chosen.items():
             self._store(model, groups[key], names, amaxes)
@@ -242,15 +243,15 @@ class ZeroOptimizer:
                     target = of[fragment.place.item.name]
                     codes = target.blocks.qdata.view(-1)
                     pieces.append(Piece(target, fragment.master.detach(), fragment.start, fragment.place.pitch, codes))
-                attached.append((bucket, targets[start:], first_tile))
+                attached.append((bucket, targets[start:]))
                 first_tile += plan.tile_runs[-1]
         if targets:
             pitches = [place.pitch for plan in plans if plan.tiled for place in plan.places]
             layout = Layout(targets, pitches, shares, len(slots))
             cast = Cast(layout, pieces, ranks.group, local_scales=True, device=targets[0].blocks.qdata.device)
-            self._casts.append(cast)
-            for bucket, own, first in attached:
-                bucket.attach(cast, own, first)
+            self.scales.append(ScaleGather(cast, [bucket.plan for bucket, _ in attached], ranks))
+            for bucket, own in attached:
+                bucket.attach(self.scales[-1], own)
 
     def _fill_masters(self, bucket: Bucket) -> None:
         """Give masters the values of the parameters on the group's first rank."""
@@ -376,15 +377,18 @@ class ZeroOptimizer:
     def _publish(self) -> None:
         with torch.no_grad():
             self.synchronize()
-            for cast in self._casts:
-                cast.agree()
-            # Messages follow each other: before the casts' small ones an embedding's would hold them up; after them
-            # it travels while codes are written, and is needed first of all.
+            for scales in self.scales:
+                scales.cast.agree()
+            # Messages follow each other: before the small ones an embedding's would hold them up; after them it
+            # travels while codes are written, and is needed first of all.
+            for scales in self.scales:
+                scales.cast.scale()
+                scales.start_gathering()
             for bucket in self.buckets:
                 if not bucket.quantized:
                     bucket.start_gathering()
-            for cast in self._casts:
-                cast.write()
+            for scales in self.scales:
+                scales.cast.write()
             for bucket in self.buckets:
                 if bucket.quantized:
                     bucket.start_gathering()
@@ -410,7 +414,7 @@ class ZeroOptimizer:
     @property
     def traffic(self) -> dict[str, int]:
         """Bytes of the buffers that this rank has gathered and reduced so far."""
-        gathered = sum(bucket.bytes_gathered for bucket in self.buckets)
+        gathered = sum(sender.bytes_gathered for sender in (*self.buckets, *self.scales))
         return {"gathered": gathered, "reduced": sum(bucket.bytes_reduced for bucket in self.buckets)}
 
     # Checkpoints

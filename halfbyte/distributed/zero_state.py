@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.distributed.agree import exchange_notes, refuse_together
-from halfbyte.distributed.buckets import Bucket, _all_gather
+from halfbyte.distributed.buckets import Bucket
 from halfbyte.distributed.inner import is_elementwise, state_problem
+from halfbyte.distributed.scales import all_gather
 
 if TYPE_CHECKING:
     from halfbyte.distributed.zero import ZeroOptimizer
@@ -65,7 +66,7 @@ def _whole(bucket: Bucket, shard: Tensor, zero: ZeroOptimizer) -> dict[str, Tens
     whole = shard
     if bucket.ranks.group is not None:
         whole = torch.empty(bucket.plan.numel, dtype=shard.dtype, device=shard.device)
-        _all_gather(whole.view(torch.uint8), shard.view(torch.uint8), group=bucket.ranks.group)
+        all_gather(whole.view(torch.uint8), shard.view(torch.uint8), group=bucket.ranks.group)
     return {
         place.item.name: bucket.matrix(whole, place).reshape(zero.names[place.item.name].shape).to("cpu", copy=True)
         for place in bucket.plan.places

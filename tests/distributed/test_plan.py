@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.distributed.plan import UNIT, Item, storage_plan
+from halfbyte.distributed.plan import UNIT, Item, scale_room, scale_runs, storage_plan
 from halfbyte.pieces import code_bytes, cut_tile_rows, tiles_before
 
 
@@ -53,14 +53,24 @@ def test_a_tile_belongs_to_the_rank_of_its_first_element(things, world):
         runs = bucket.tile_runs
         assert runs[0] == 0 and runs[-1] == len(owners) and owners == sorted(owners)
         assert [owners.count(rank) for rank in range(world)] == [b - a for a, b in pairwise(runs)]
-        assert bucket.scale_room == max(owners.count(rank) for rank in range(world)) if owners else True
+
+
+@given(items(), st.integers(1, 9), st.integers(1, 5000))
+def test_every_scale_travels_once_in_a_row_without_gaps(things, world, bucket_numel):
+    plan = storage_plan(things, world, bucket_numel)
+    runs, next_tile, filled = scale_runs(plan), 0, [0] * world
+    for run in runs:
+        assert run.first_tile == next_tile and run.first == filled[run.rank], "a gap, or scales that overlap"
+        next_tile, filled[run.rank] = run.first_tile + run.count, run.first + run.count
+    tiles = [place.tile_count for bucket in plan if bucket.tiled for place in bucket.places]
+    assert next_tile == sum(tiles) == sum(filled) and scale_room(plan) == max(filled)
 
 
 @pytest.mark.parametrize("world", (2, 4, 8))
 def test_a_parameter_costs_half_a_byte_and_a_256th(world):
     things = [Item(str(i), 2048, 5632 if i % 3 else 2048, True) for i in range(24)]
     plan = storage_plan(things, world, 1 << 25)
-    gathered = sum(bucket.numel / 2 + bucket.scale_room * world for bucket in plan)
+    gathered = sum(bucket.numel / 2 for bucket in plan) + scale_room(plan) * world
     assert gathered / sum(item.rows * item.cols for item in things) < 0.5045
 
 

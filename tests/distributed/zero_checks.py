@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import small_models
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import halfbyte as hb
-from halfbyte.distributed import ZeroConfig, ZeroOptimizer
+from halfbyte.distributed import ZeroConfig, ZeroOptimizer, buckets, scales
 from halfbyte.tensor import PrimaryWeight
 
 TIMEOUT = timedelta(seconds=20)
@@ -107,6 +108,7 @@ def four_ranks(rank: int, world: int) -> None:
 
 def two_ranks(rank: int, world: int) -> None:
     same_losses(rank, world, 15, "four_over_six", {"dim": 16, "bucket_numel": 1 << 20})
+    messages_of_a_step(rank, world)
     accumulation(rank, world)
     mean_gradients_and_clipping(rank, world)
     a_copy_of_the_model(rank, world)
@@ -114,6 +116,29 @@ def two_ranks(rank: int, world: int) -> None:
     differing_models(rank, world)
     a_rank_without_experts(rank)
     a_checkpoint_of_one_rank(rank)
+
+
+def messages_of_a_step(rank: int, world: int) -> None:
+    """A step gathers each bucket once, and the scales of all of them in one message: half a byte and a 256th."""
+    model, state, zero = build(rank, "nvfp4", dim=64, bucket_numel=5000)
+    sent = []
+
+    def count(whole, own, **options):
+        assert whole.numel() == world * own.numel()
+        sent.append(whole.numel() * whole.element_size())
+        return gather(whole, own, **options)
+
+    gather = scales.all_gather
+    before = zero.traffic["gathered"]
+    with mock.patch.object(scales, "all_gather", count), mock.patch.object(buckets, "all_gather", count):
+        train(rank, model, state, zero, range(1))
+    coded = [bucket for bucket in zero.buckets if bucket.quantized]
+    assert len(coded) > 5 and len(sent) == len(zero.buckets) + 1
+    assert zero.traffic["gathered"] - before == sum(sent)
+    tiled = sum(param.numel() for param in zero.names.values() if isinstance(param, PrimaryWeight))
+    plain = sum(2 * bucket.plan.numel for bucket in zero.buckets if not bucket.quantized)
+    padding = sum(bucket.plan.numel for bucket in coded) - tiled
+    assert tiled * (1 / 2 + 1 / 256) <= sum(sent) - plain <= tiled * 0.504 + padding + world * len(coded)
 
 
 def a_checkpoint_of_one_rank(rank: int) -> None:
