@@ -286,10 +286,9 @@ def hidden_share(events: list[dict[str, Any]], zero: ZeroOptimizer, steps: int) 
 
 
 def messages(zero: ZeroOptimizer) -> list[str]:
-    """Return what a step gathers, in order: all scales, then the first parameter of each bucket, codes last."""
-    in_order = sorted(zero.buckets, key=lambda bucket: bucket.quantized)
-    scales = ["scales"] if in_order[-1].quantized else []
-    return scales + [bucket.plan.places[0].item.name for bucket in in_order]
+    """Return what a step gathers, in order: the first parameter of each bucket, and "scales" before those of codes."""
+    names = {coded: [b.plan.places[0].item.name for b in zero.buckets if b.quantized == coded] for coded in (0, 1)}
+    return [*names[0], *("scales" for _ in zero.scales), *names[1]]
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:

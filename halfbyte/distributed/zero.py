@@ -379,14 +379,14 @@ class ZeroOptimizer:
             self.synchronize()
             for scales in self.scales:
                 scales.cast.agree()
-            # Messages follow each other: before the small ones an embedding's would hold them up; after them it
-            # travels while codes are written, and is needed first of all.
-            for scales in self.scales:
-                scales.cast.scale()
-                scales.start_gathering()
+            # Messages follow each other, and one begins only where kernels leave room for it: an embedding's, needed
+            # first of all, goes before the cast's kernels and travels beside them; before `agree` it would stop them.
             for bucket in self.buckets:
                 if not bucket.quantized:
                     bucket.start_gathering()
+            for scales in self.scales:
+                scales.cast.scale()
+                scales.start_gathering()
             for scales in self.scales:
                 scales.cast.write()
             for bucket in self.buckets:

@@ -17,12 +17,26 @@ def test_bytes_of_the_whole_model_are_those_of_codes_and_of_the_embedding(name, 
     assert values["whole_model_of_bf16"] == pytest.approx(0.252 + 0.748 * plain, abs=1e-4)
 
 
+def zero_of(buckets: dict[str, bool], casts: int) -> Any:
+    """Return what the trace needs of an optimizer: buckets by their first parameter, and whether they hold codes."""
+
+    def bucket(name, coded):
+        place = SimpleNamespace(item=SimpleNamespace(name=name))
+        return SimpleNamespace(quantized=coded, plan=SimpleNamespace(places=[place]))
+
+    return SimpleNamespace(buckets=[bucket(*item) for item in buckets.items()], scales=[None] * casts)
+
+
+def test_messages_are_named_in_the_order_in_which_they_are_sent():
+    optimizer = zero_of({"embed": False, "a": True, "norm": False, "b": True}, casts=1)
+    assert zero.messages(optimizer) == ["embed", "norm", "scales", "a", "b"]
+
+
 def test_the_hidden_share_is_of_the_time_beside_other_kernels():
     def kernel(name, start, end):
         return {"cat": "kernel", "name": name, "ts": start, "dur": end - start}
 
-    place = SimpleNamespace(item=SimpleNamespace(name="e"))
-    optimizer: Any = SimpleNamespace(buckets=[SimpleNamespace(quantized=False, plan=SimpleNamespace(places=[place]))])
+    optimizer = zero_of({"e": False}, casts=0)
     events = [
         kernel("ncclDevKernel_AllGather_RING_LL", 0, 100),
         kernel("gemm", 20, 50),
@@ -40,8 +54,7 @@ def test_the_hidden_share_is_of_the_time_beside_other_kernels():
 
 
 def test_one_late_host_does_not_decide_the_hidden_share():
-    place = SimpleNamespace(item=SimpleNamespace(name="e"))
-    optimizer: Any = SimpleNamespace(buckets=[SimpleNamespace(quantized=False, plan=SimpleNamespace(places=[place]))])
+    optimizer = zero_of({"e": False}, casts=0)
     gathers = [{"cat": "kernel", "name": "ncclAllGather", "ts": start, "dur": 10} for start in (0, 100, 200)]
     beside = [{"cat": "kernel", "name": "gemm", "ts": start, "dur": 9} for start in (0, 100)]
     values = zero.hidden_share(gathers + beside, optimizer, steps=3)
