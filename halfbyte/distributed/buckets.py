@@ -170,8 +170,8 @@ class Bucket:
             return
         for work in self._gathering:
             work.wait()
-        self._gathering = None
         if self._scales is not None:
             self._scales.finish_gathering()
             with torch.no_grad():
                 self._finisher.transpose()
+        self._gathering = None  # last: where a wait fails, the next one must fail too

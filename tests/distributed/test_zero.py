@@ -335,6 +335,24 @@ def test_layers_wait_whoever_calls_them():
     assert model["head"].before_use is None and model["q"].weight.all()
 
 
+class Lost:
+    """A gather from a rank that is gone."""
+
+    def wait(self):
+        raise RuntimeError("a rank is gone")
+
+
+def test_scales_that_never_came_stop_every_forward_not_the_first_alone():
+    model, _, zero = checks.build(0, "nvfp4", blocks=0)
+    zero.scales[0]._gathering = [Lost()]
+    for bucket in zero.buckets:
+        bucket._gathering = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a rank is gone"):
+            checks.loss_of(model, checks.tokens(0, 0))
+    zero.scales[0]._gathering = None  # the test ends well
+
+
 def test_sparse_gradients_and_options_that_are_none_are_named():
     layer = torch.nn.Embedding(10, 4, sparse=True)
     zero = hb.distributed.ZeroOptimizer(layer)
