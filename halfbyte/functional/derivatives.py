@@ -51,7 +51,7 @@ def first_order(refused: Refusals) -> Callable[[Backward], Backward]:
 
     def wrap(backward: Backward) -> Backward:
         @wraps(backward)
-        def wrapper(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        def wrapper(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             try:
                 with torch.no_grad():
                     outputs = backward(ctx, *gradients)
@@ -65,7 +65,7 @@ def first_order(refused: Refusals) -> Callable[[Backward], Backward]:
             # a weight leads through the error: torch.autograd.grad would else leave this layer's part out without a
             # word, beside a residual or where the gradient is constant, as that of a sum is.
             detached = (None if t is None else t.detach().requires_grad_() for t in outputs)
-            inputs = (*detached, *gradients, *_leaves(ctx))
+            inputs = (*detached, *(t for t in gradients if t is not None), *_leaves(ctx))
             refuse: Any = torch._C._functions.DelayedError(refused.twice, len(inputs))
             return refuse(*inputs)[: len(outputs)]
 

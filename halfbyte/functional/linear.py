@@ -219,13 +219,15 @@ class _SharedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        if not torch.compiler.is_compiling():  # compiled backward passes see zeros
+            ctx.set_materialize_grads(False)  # of an output that nobody used, a weight has no gradient
         outputs, kept = run_forward(ctx, call, x, tensors)
         ctx.layout = _save(ctx, kept, tensors[4 * call.count : 5 * call.count])
         return tuple(outputs)
 
     @staticmethod
     @first_order(LINEAR)
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         kept, bases = _load(ctx.layout, ctx.saved_tensors, ctx.call.count)
         return run_backward(ctx, kept, bases, dys, [ops.Amaxes()] * len(dys))
 
@@ -263,9 +265,9 @@ def run_forward(ctx: Any, call: _Call, x: Tensor, tensors: Sequence[Any]) -> tup
 
 
 def run_backward(
-    ctx: Any, kept: list, bases: Sequence[Tensor | None], dys: Sequence[Tensor], amaxes: Sequence[ops.Amaxes]
+    ctx: Any, kept: list, bases: Sequence[Tensor | None], dys: Sequence[Tensor | None], amaxes: Sequence[ops.Amaxes]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of everything that `run_forward` was given; amaxes: of each dy, as far as known."""
+    """Return the gradients of all that `run_forward` was given; amaxes: of each dy, or None, as far as known."""
     call, (x_col, *w_cols) = ctx.call, kept
     n = call.count
     draws = _draws(call, bases)
@@ -273,13 +275,16 @@ def run_backward(
     need_dw, need_db = ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n : 2 + 2 * n]
     dx = None
     dws, dbs = [None] * n, [None] * n
+    used = [i for i, dy in enumerate(dys) if dy is not None]
     for i, dy in enumerate(dys):
+        if dy is None:
+            continue
         dy_MN = dy.reshape(matrix_shape(dy.shape))
         row_spec, col_spec = gradient_specs(call.recipe, need_dx, need_dw[i])
         place = _Place(draws[i], draws[0], DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
         row, col = _both(dy_MN, row_spec, col_spec, place, amaxes[i])
         if need_dx:
-            dx = _add_dx(dx, row, _right(w_cols[i], call.recipe, ctx.x_dtype), last=i == n - 1, dtype=ctx.x_dtype)
+            dx = _add_dx(dx, row, _right(w_cols[i], call.recipe, ctx.x_dtype), last=i == used[-1], dtype=ctx.x_dtype)
         if need_dw[i]:
             right = _right(x_col, call.recipe, ctx.x_dtype)
             dws[i] = _weight_gradient(col, right, (ctx.x_dtype, ctx.w_dtypes[i]), ctx.main_grads[i])

@@ -149,3 +149,11 @@ def test_batched_gradients_are_a_loop_over_them_or_name_the_remedy():
     assert all(torch.equal(a, torch.stack(b)) for a, b in zip(batched, zip(*loop, strict=True), strict=True))
     with pytest.raises(RuntimeError, match=r"torch\.func.*hb\.nn\.unfuse_"):
         torch.autograd.grad(mlp(x), x, torch.randn(3, *X.shape), is_grads_batched=True)
+
+
+def test_a_second_derivative_is_refused_where_one_of_several_outputs_was_not_used():
+    x = X.clone().requires_grad_()
+    y = hb.linear_shared(x, [W, W], None, hb.recipes.nvfp4(), rng=hb.Philox(0))[1]
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"differentiated twice.*{REMEDIES[linear]}"):
+        first.square().sum().backward()

@@ -334,7 +334,7 @@ def test_an_unused_output_of_shared():
     used, _ = hb.linear_shared(x, leaves, None, NVFP4, rng=RNG)
     used.backward(dy)
     assert torch.equal(leaves[0].grad, run(x, w, None, dy, NVFP4)[2])
-    assert leaves[1].grad is None or not leaves[1].grad.any()
+    assert leaves[1].grad is None
 
 
 def test_weight_amax_replaces_the_own_one():
@@ -417,3 +417,51 @@ def test_the_module_takes_its_input_by_torch_s_name():
     layer = hb.nn.Linear(32, 16, recipe="nvfp4_forward")
     x = torch.randn(4, 32)
     assert torch.equal(layer(input=x), layer(x))
+
+
+# Outputs without a gradient
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("used", [(0, 1), (0, 2), (2,), (1,)])
+@every_recipe
+def test_an_output_that_nobody_used_leaves_no_gradient_and_changes_no_other(recipe, used, dtype):
+    """All others are as if its gradient were zero; in plain torch a weight that was not used has none either."""
+    x, w, bias, dy = cases.tensors(dtype=dtype)
+
+    def gradients(dys):
+        leaves = [t.clone().requires_grad_() for t in (x, w, w * 2, w * 3, bias, bias, bias)]
+        outputs = hb.linear_shared(leaves[0], leaves[1:4], leaves[4:], recipe, rng=RNG)
+        outputs = [y * 1 for y in outputs]
+        torch.autograd.backward([outputs[i] for i in dys], list(dys.values()))
+        return [t.grad for t in leaves]
+
+    found = gradients({i: dy * (i + 1) for i in used})
+    zeros = gradients({i: dy * (i + 1) if i in used else torch.zeros_like(dy) for i in range(3)})
+    for i, (ours, expected) in enumerate(zip(found, zeros, strict=True)):
+        assert equal(ours, expected if i == 0 or (i - 1) % 3 in used else None)
+
+
+def test_layers_before_outputs_without_any_gradient_have_none():
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return None
+
+    x, w, bias, _ = cases.tensors()
+    leaves = [t.clone().requires_grad_() for t in (x, w, bias)]
+    Nothing.apply(hb.linear(*leaves, NVFP4, rng=RNG)).sum().backward()
+    assert [t.grad for t in leaves] == [None, None, None]
+
+
+def test_main_grads_of_outputs_that_nobody_used_stay():
+    x, w, _, dy = cases.tensors()
+    main_grads = [torch.full_like(w, -0.0) for _ in range(2)]
+    leaf = w.clone().requires_grad_()
+    hb.linear_shared(x, [leaf, w.clone().requires_grad_()], None, NVFP4, rng=RNG, main_grads=main_grads)[0].backward(dy)
+    assert main_grads[0].abs().sum() > 0
+    assert torch.signbit(main_grads[1]).all()  # not so much as a zero was added
