@@ -60,6 +60,7 @@ def exchange_notes(
     room = f"halfbyte/{call}/{'-'.join(map(str, members))}"
     count = store.add(f"{room}/calls/{rank}", 1)
     keys = [f"{room}/{count}/{other}" for other in range(size)]
+    store.delete_key(f"{room}/{count - 2}/{rank}")  # all have read it: they have been in the call after it
     store.set(keys[rank], json.dumps(note))
     try:
         store.wait(keys, timeout)

@@ -53,8 +53,8 @@ class Bucket:
         self.grads = torch.zeros(plan.numel, dtype=grad_dtype, device=device)
         self.own_grads = self.grads[own]
         is_fp32 = grad_dtype == torch.float32
-        self.master_grads = self.own_grads if is_fp32 else torch.zeros(plan.share, device=device)
-        self.masters = torch.zeros(plan.share, device=device)
+        self.master_grads = self.own_grads if is_fp32 else torch.zeros(plan.share, dtype=torch.float32, device=device)
+        self.masters = torch.zeros(plan.share, dtype=torch.float32, device=device)
         per_byte = 2 if self.quantized else 1
         self.values = torch.zeros(plan.numel // per_byte, dtype=value_dtype, device=device)
         self.own_values = self.values[own.start // per_byte : own.stop // per_byte]

@@ -82,7 +82,7 @@ class Cast:
         tiles = layout.tiles
         halves = [] if self._alone else _cut_bytes(layout)
         count = tiles + layout.slots
-        self._maxima = torch.zeros(count + 2 * len(halves), device=device)
+        self._maxima = torch.zeros(count + 2 * len(halves), dtype=torch.float32, device=device)
         self.amaxes = self._maxima[:count]
         self._halves = self._maxima[count:]
         self._half_copies = _half_copies(layout, pieces, halves, self._halves)

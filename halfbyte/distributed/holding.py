@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ class Holding:
             module = model.get_submodule(path)
             self._held.append(Held(name, module, own_name, param, _address(param)))
         self._frozen = {name: param for name, param in model.named_parameters() if name not in params}
+        self._trained = dict(params)
         modules = {held.module for held in self._held}
         self.handles = [module.register_load_state_dict_pre_hook(self.refuse_to_load) for module in modules]
 
@@ -66,6 +67,13 @@ class Holding:
             warnings.warn(
                 f"{name} required no gradient when ZeroOptimizer was built, which does not train it: build the "
                 "optimizer after the last parameter is thawed",
+                stacklevel=4,
+            )
+        for name in [name for name, param in self._trained.items() if not param.requires_grad]:
+            del self._trained[name]
+            warnings.warn(
+                f"{name} was frozen after ZeroOptimizer was built, whose momentum and weight decay go on to move it: "
+                "build the optimizer after freezing",
                 stacklevel=4,
             )
         for name, module, own_name, param, address in self._held:
@@ -88,8 +96,8 @@ class Holding:
                 )
 
 
-def model_problem(model: nn.Module, params: Mapping[str, Tensor]) -> str | None:
-    """Return why a ZeroOptimizer cannot train these parameters of a model, or None."""
+def model_problem(model: nn.Module, params: Mapping[str, Tensor], replaced: Iterable[str]) -> str | None:
+    """Return why a ZeroOptimizer cannot train these parameters of a model, of which it replaces some, or None."""
     if not params:
         return "model has no parameter that requires a gradient"
     if any(getattr(module, "weight_cache", None) is not None for module in model.modules()):
@@ -104,6 +112,9 @@ def model_problem(model: nn.Module, params: Mapping[str, Tensor]) -> str | None:
             return f"model: {name} exists in NVFP4 only, of an earlier ZeroOptimizer for instance; build the model anew"
         if param.dtype not in VALUE_DTYPES:
             return f"model: {name} is {param.dtype}, the masters are float32; use bfloat16, float16 or float32"
+    for name in replaced:
+        if params[name]._backward_hooks or getattr(params[name], "_post_accumulate_grad_hooks", None):
+            return f"model: {name} has hooks, and becomes another parameter: register them after building ZeroOptimizer"
     return None
 
 

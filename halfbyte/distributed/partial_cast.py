@@ -19,7 +19,7 @@ from halfbyte.distributed.agree import exchange_notes, rank_and_size, resolve
 from halfbyte.distributed.cast import Cast, Layout, Share
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.layout import SWIZZLED_32_4_4, Blocks
-from halfbyte.ops.primary import primary_stages
+from halfbyte.ops.primary import Finisher, primary_stages
 from halfbyte.pieces import Piece, Target, code_bytes
 from halfbyte.spec import NVFP4
 from halfbyte.tensor import QuantTensor
@@ -67,7 +67,7 @@ def cast_master_weights_to_nvfp4(
             _agree(((), (), (), ()), problem, group, manual_post_all_gather_processing)
     shards = [None] * len(model_weights) if shards is None else shards
     agreed_on = _agreed_on(model_weights, master_weights, start_offsets, (group, manual_post_all_gather_processing))
-    memory = _memory(master_weights, shards)
+    memory = _memory(model_weights, master_weights, shards)
     known: _Prepared | None = getattr(model_weights[0], "_prepared_cast", None) if model_weights else None
     if known is None or (known.agreed_on, known.memory) != (agreed_on, memory):
         arguments = (model_weights, master_weights, start_offsets, shards)
@@ -100,17 +100,18 @@ def post_all_gather_processing(model_weights: Sequence[QuantTensor]) -> None:
     weights = [weight for weight in model_weights if isinstance(weight, PrimaryWeight)]
     if not weights:
         return
-    key = tuple((id(weight), weight.qdata.data_ptr()) for weight in weights)
-    known = getattr(weights[0], "_prepared_transpose", None)
-    if known is None or known[0] != key:
+    turned = [weight.allocate_turned() for weight in weights]
+    key = tuple((*_identity(weight), id(own.qdata)) for weight, own in zip(weights, turned, strict=True))
+    known: _PreparedTranspose | None = getattr(weights[0], "_prepared_transpose", None)
+    if known is None or known.key != key:
         targets, first_tile = [], 0
-        for weight in weights:
-            targets.append(target_of(weight, first_tile, 0, turned=weight.allocate_turned()))
+        for weight, own in zip(weights, turned, strict=True):
+            targets.append(target_of(weight, first_tile, 0, turned=own))
             first_tile += targets[-1].tile_count
         _, finisher = primary_stages((), targets, first_tile, weights[0].device)
-        known = key, finisher
+        known = _PreparedTranspose(key, finisher, [weight.block_scale for weight in weights])
         vars(weights[0])["_prepared_transpose"] = known
-    known[1].transpose()
+    known.finisher.transpose()
     for weight in weights:
         weight.is_stale = False
 
@@ -121,6 +122,17 @@ def target_of(weight: QuantTensor, first_tile: int, slot: int, *, turned: Blocks
     swizzled, spec = weight.scale_layout == SWIZZLED_32_4_4, weight.spec
     assert isinstance(spec, NVFP4), "only NVFP4 is cast from masters"
     return Target(rows, cols, spec, weight.dtype, weight.blocks, swizzled, first_tile, slot, turned)
+
+
+class _PreparedTranspose(NamedTuple):
+    """A transpose and what it was prepared for; held: scales, so that no later ones have their ids."""
+
+    key: tuple
+    finisher: Finisher
+    held: list[Tensor]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copied weight prepares its own."""
 
 
 class _Prepared(NamedTuple):
@@ -136,16 +148,18 @@ class _Prepared(NamedTuple):
     cast: Cast
     scales: list[Tensor]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copied weight prepares its own: a process group cannot be copied."""
+
 
 def _agreed_on(weights, masters, starts, call) -> tuple:
     """Return what ranks have to agree on, as far as this one knows; quickly, since every call of a step asks."""
     group, manual = call
     identities: tuple = ()
     if set(map(type, weights)) <= {PrimaryWeight, QuantTensor}:
-        parts = [tuple(map(attrgetter(name), weights)) for name in ("qdata", "block_scale", "amax")]
-        identities = (*map(id, weights), *map(Tensor.data_ptr, parts[0]), *map(id, parts[1]), *map(id, parts[2]))
+        identities = (*map(id, weights), *map(id, map(attrgetter("amax"), weights)))
     else:
-        identities = tuple(_identity(weight) if isinstance(weight, QuantTensor) else None for weight in weights)
+        identities = tuple((id(w), id(w.amax)) if isinstance(w, QuantTensor) else None for w in weights)
     if set(map(type, masters)) == {Tensor}:
         sizes = tuple(map(Tensor.numel, masters))
     else:
@@ -157,28 +171,39 @@ def _identity(weight: QuantTensor) -> tuple:
     return id(weight), weight.qdata.data_ptr(), id(weight.block_scale), id(weight.amax)
 
 
-def _memory(masters, shards) -> tuple:
-    """Return where this rank's masters and codes lie, which is no concern of others; the cast keeps them alive."""
+def _memory(weights, masters, shards) -> tuple:
+    """Return where this rank's masters, codes and scales lie, no concern of others; the cast keeps them alive."""
     own: tuple
     if set(map(type, masters)) == {Tensor}:
-        own = (*map(Tensor.data_ptr, masters), *map(attrgetter("dtype"), masters))
+        layout = all(map(Tensor.is_contiguous, masters))
+        own = (*map(Tensor.data_ptr, masters), *map(attrgetter("dtype"), masters), layout)
     else:
-        own = tuple((m.data_ptr(), m.dtype) if isinstance(m, Tensor) else id(m) for m in masters)
+        own = tuple((m.data_ptr(), m.dtype, m.is_contiguous()) if isinstance(m, Tensor) else id(m) for m in masters)
+    if set(map(type, weights)) <= {PrimaryWeight, QuantTensor}:
+        codes, scales = (map(attrgetter(name), weights) for name in ("qdata", "block_scale"))
+        own = (*own, *map(Tensor.data_ptr, codes), *map(id, scales))
+    else:
+        own = (*own, *(_identity(weight) if isinstance(weight, QuantTensor) else None for weight in weights))
     if set(map(type, shards)) == {type(None)}:
         return (own,)
-    return own, tuple(s.data_ptr() if isinstance(s, Tensor) else id(s) for s in shards)
+    return own, tuple((s.data_ptr(), s.numel(), s.stride()) if isinstance(s, Tensor) else id(s) for s in shards)
 
 
 def _agree(
     arguments: tuple, problem: str | None, group: dist.ProcessGroup | None, manual: bool
 ) -> list[list[Share | None]]:
     """Compare arguments between ranks and return the shares of each weight."""
-    weights, masters, starts, _ = arguments
+    weights, masters, starts, codes = arguments
     _, size = rank_and_size(group)
     if problem is None and not manual and size > 1:
         problem = (
             f"manual_post_all_gather_processing=False: the group has {size} ranks, whose codes meet only in your "
             "all-gather; call post_all_gather_processing(model_weights) after it"
+        )
+    if problem is None and not manual and any(shard is not None for shard in codes):
+        problem = (
+            "manual_post_all_gather_processing=False: codes go to fsdp_shard_model_weights, and reach the weights only "
+            "when you gather them; call post_all_gather_processing(model_weights) after that"
         )
     slots: dict[int, int] = {}
     note = {"problem": problem, "weights": [], "shares": []}

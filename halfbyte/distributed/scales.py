@@ -64,5 +64,5 @@ class ScaleGather:
         for work in self._gathering:
             work.wait()
             torch.cat(self._received, out=self.cast.scales)
-        self._gathering = None
         self.cast.finisher.expand(self.cast.amaxes, self.cast.scales)
+        self._gathering = None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halfbyte.functional.weights import weight_specs
 from halfbyte.nn import Linear
+from halfbyte.recipes import Recipe
 from halfbyte.spec import NVFP4
 from halfbyte.tensor.primary import PrimaryWeight, check_primary_spec
 
@@ -72,13 +73,41 @@ def make_primary(
     assert isinstance(module, Linear), "tiled_parameters chose it"
     amax = None
     if module.amax_group:
-        amax = amaxes.setdefault(id(module.amax_group[0]), torch.zeros((), device=old.device))
+        amax = amaxes.setdefault(id(module.amax_group[0]), torch.zeros((), dtype=torch.float32, device=old.device))
     weight = PrimaryWeight.empty((old.shape[0], old.shape[1]), form[0], dtype=form[1], qdata=qdata, amax=amax)
     weight.allocate_turned()
     parameter = weight.as_parameter()
+    for key, value in vars(old).items():  # such as marks that a framework leaves on parameters
+        vars(parameter).setdefault(key, value)
     table: dict[str, Any] = module._parameters
     table["weight"] = parameter
     return parameter
+
+
+def mark_written(param: Tensor) -> None:
+    """Let autograd know that a parameter changes: a backward of a forward before it raises, as with torch's optimizers.
+
+    Gathers and kernels write memory that autograd does not see them write.
+    """
+    written = [param]
+    if isinstance(param, PrimaryWeight):
+        written += [t for blocks in (param.blocks, param.turned) if blocks is not None for t in blocks if t is not None]
+    for tensor in written:
+        torch.autograd.graph.increment_version(tensor)
+
+
+def described_layers(model: nn.Module) -> dict[str, list[str]]:
+    """Return for each parameter what ranks compare of its layer: recipe, schedule, the first that shares its amax."""
+    paths = {module: path for path, module in model.named_modules()}
+    out = {}
+    for path, module in model.named_modules():
+        recipe, state = getattr(module, "recipe", None), getattr(module, "run_state", None)
+        if isinstance(recipe, Recipe):
+            changes = () if state is None or state.schedule is None else state.schedule.changes
+            siblings = [paths.get(sibling, "") for sibling in getattr(module, "amax_group", ())]
+            own = [recipe.key, " ".join(f"{when}:{later.key}" for when, later in changes), *siblings[:1]]
+            out |= {f"{path}.{name}".lstrip("."): own for name in module._parameters}
+    return out
 
 
 def linear_users(model: nn.Module, names: Iterable[str]) -> dict[Linear, list[str]]:

@@ -34,7 +34,14 @@ from halfbyte.distributed.partial_cast import target_of
 from halfbyte.distributed.plan import Item, storage_plan
 from halfbyte.distributed.same import check_globs, check_same_experts, check_same_parameters, members_of
 from halfbyte.distributed.scales import Ranks, ScaleGather
-from halfbyte.distributed.weights import first_users, linear_users, make_primary, tiled_parameters
+from halfbyte.distributed.weights import (
+    described_layers,
+    first_users,
+    linear_users,
+    make_primary,
+    mark_written,
+    tiled_parameters,
+)
 from halfbyte.pieces import Piece
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES
 
@@ -90,7 +97,7 @@ class ZeroOptimizer:
     Learning rate schedules act on `optimizer.inner`. All ranks must call all methods in the same order.
 
     Args:
-        model: with the same parameters on every rank; those of the group's first rank count.
+        model: with the same parameters on every rank; those of the group's first rank count. Gradients are forgotten.
         optimizer: parameter groups -> torch.optim.Optimizer; AdamW, fused, by default. It sees flat parts of
             parameters, so it must treat every element alike.
         group: the data-parallel ranks; None is the default group, or one process alone.
@@ -117,7 +124,7 @@ class ZeroOptimizer:
         param_options: Callable[[str, nn.Parameter], dict] | None = None,
         config: ZeroConfig = ZeroConfig(),
     ) -> None:
-        self.config, self._group = config, group
+        self.config, self.group = config, group
         _, self._size = rank_and_size(group)
         self.everyone = _ranks(group)
         with telling(group, CALL, getattr(config, "timeout", None), ("", [], [], {})):
@@ -126,13 +133,17 @@ class ZeroOptimizer:
             chosen, groups, matched = self._divide(expert_groups or {})
             self._tiled = tiled_parameters(model, chosen.values())
             self._options = {name: _options_of(name, p, param_options) for name, p in self._params.items()}
+            self._layers = described_layers(model)
         self._agree(model, chosen, groups, matched)
         self.buckets: list[Bucket] = []
         self._home: dict[str, tuple[Bucket, int]] = {}
         self.scales: list[ScaleGather] = []
         amaxes: dict[int, Tensor] = {}
-        for key, names in chosen.items():
-            self._store(model, groups[key], names, amaxes)
+        # Ranks meet in several groups: in an order that all share, or three pairs could wait for each other in a ring.
+        for key in sorted(chosen, key=lambda key: (key != 0, members_of(groups[key].group))):
+            self._store(model, groups[key], chosen[key], amaxes)
+        for param in self._params.values():
+            param.grad = None  # of before: primary weights are new parameters, without any
         build = optimizer or partial(torch.optim.AdamW, fused=True)
         self.inner = build_inner(build, self._param_groups(), group, config.timeout)
         self._has_stepped = False
@@ -180,13 +191,13 @@ class ZeroOptimizer:
     ) -> None:
         """Raise on every rank unless all have the same parameters in the same order, recipes, options and config."""
         config = str(replace(self.config, timeout=timedelta()))
-        problem = model_problem(model, self._params)
+        problem = model_problem(model, self._params, self._tiled if self.config.weights == "nvfp4" else ())
         experts: dict[tuple[int, ...], list] = {}
         for key, names in chosen.items():  # in the order of the parameters, which ranks share; keys are addresses
             if key:
                 experts.setdefault(members_of(groups[key].group), []).extend(self._described(names))
         note = [problem, config, self._described(chosen[0]), sorted(experts.items()), matched]
-        notes = exchange_notes(note, self._group, CALL, self.config.timeout)
+        notes = exchange_notes(note, self.group, CALL, self.config.timeout)
         for rank, (problem, *_) in enumerate(notes):
             if problem is not None:
                 raise ValueError(f"rank {rank}: {problem}")
@@ -195,7 +206,7 @@ class ZeroOptimizer:
             if config != notes[0][1]:
                 raise ValueError(f"config is ({notes[0][1]}) on rank 0 and ({config}) on rank {rank}: make it one")
             check_same_parameters(notes[0][2], theirs, "the parameters", (0, rank))
-        check_same_experts([{tuple(members): items for members, items in note[3]} for note in notes], self._group)
+        check_same_experts([{tuple(members): items for members, items in note[3]} for note in notes], self.group)
 
     def _described(self, names: list[str]) -> list[list]:
         """Return what ranks compare of some parameters."""
@@ -204,6 +215,7 @@ class ZeroOptimizer:
                 *self._item(name),
                 self._tiled[name].key if name in self._tiled else "",
                 repr(sorted(self._options[name].items())),
+                *self._layers.get(name, []),
             ]
             for name in names
         ]
@@ -259,7 +271,7 @@ class ZeroOptimizer:
             param = self._params[place.item.name].detach().contiguous()
             if bucket.ranks.group is not None:
                 dist.broadcast(param, dist.get_global_rank(bucket.ranks.group, 0), group=bucket.ranks.group)
-            flat = torch.zeros(place.numel, device=param.device)
+            flat = torch.zeros(place.numel, dtype=torch.float32, device=param.device)
             rows, cols = place.item.rows, place.item.cols
             flat.view(rows, place.pitch)[:, :cols] = param.view(rows, cols)
             for fragment in bucket.fragments:
@@ -307,7 +319,8 @@ class ZeroOptimizer:
         if number >= self._reduced:
             raise RuntimeError(
                 f"{name}: a second gradient after the ranks began to sum the first; run every backward of a step but "
-                "the last within `with optimizer.accumulate():`, or zero_grad() to forget the first"
+                "the last within `with optimizer.accumulate():`, or zero_grad() to forget the first; a layer "
+                "that is used twice needs use_reentrant=False in its checkpoints"
             )
         self.buckets[number].add_gradient(index, param.grad)
         param.grad = None
@@ -377,6 +390,8 @@ class ZeroOptimizer:
     def _publish(self) -> None:
         with torch.no_grad():
             self.synchronize()
+            for param in self._params.values():
+                mark_written(param)
             for scales in self.scales:
                 scales.cast.agree()
             # Messages follow each other, and one begins only where kernels leave room for it: an embedding's, needed

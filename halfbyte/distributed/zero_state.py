@@ -25,7 +25,7 @@ def save(zero: ZeroOptimizer) -> dict[str, Any]:
     """See ZeroOptimizer.state_dict."""
     # All or none: one rank alone would wait for ever.
     problem = state_problem(zero.inner.state, zero.masters())
-    refuse_together(problem, zero.everyone.group, CALL, zero.config.timeout)
+    refuse_together(problem, zero.group, CALL, zero.config.timeout)
     masters: dict[str, Tensor] = {}
     state: dict[str, dict[str, Any]] = {name: {} for name in zero.names}
     scalars: dict[str, str] = {}
@@ -115,8 +115,7 @@ def _others(zero: ZeroOptimizer, bucket: Bucket) -> dict[str, dict[str, tuple[An
 
 def load(zero: ZeroOptimizer, state: Any) -> None:
     """See ZeroOptimizer.load_state_dict; checks all before it changes anything."""
-    group = zero.everyone.group
-    refuse_together(_problem(zero, state), group, "ZeroOptimizer.load_state_dict", zero.config.timeout)
+    refuse_together(_problem(zero, state), zero.group, "ZeroOptimizer.load_state_dict", zero.config.timeout)
     zero.synchronize()
     scalars = state["scalars"]
     with torch.no_grad():

@@ -237,7 +237,7 @@ def _quantize_like(values: Tensor, target: QuantTensor) -> QuantTensor:
         )
     if target.group_offsets is not None:
         raise ValueError("copy_: the tensor is grouped; quantize the values with their group offsets and copy that")
-    values = values.to(target.device).expand(target.shape)
+    values = target.before_values(values.to(target.device).expand(target.shape))
     return quantize(values, spec, scale_layout=target.scale_layout)
 
 

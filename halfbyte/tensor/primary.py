@@ -25,11 +25,13 @@ class PrimaryWeight(QuantTensor):
     turned: the other orientation, filled by `hb.distributed.post_all_gather_processing`; None until then, and
         `hb.linear` transposes in every forward.
     is_stale: whether codes were cast since `turned` was filled.
+    shared_amax: the amax that other weights have too, so that this one is not quantized alone; None if it is its own.
     before_use: called by `hb.linear` before it reads the bytes: it waits for a gather that may still run.
     """
 
     turned: Blocks | None = None
     is_stale: bool = False
+    shared_amax: Tensor | None = None
     before_use: Callable[[], None] | None = None
 
     @staticmethod
@@ -73,9 +75,11 @@ class PrimaryWeight(QuantTensor):
         if qdata.data_ptr() % 8:
             raise ValueError("qdata starts at an address that is no multiple of 8: pad the buffer before it")
         scale = torch.zeros(size, dtype=torch.uint8, device=qdata.device)
-        amax = torch.zeros((), device=qdata.device) if amax is None else amax
+        own = torch.zeros((), dtype=torch.float32, device=qdata.device) if amax is None else amax
         options = {"shape": tuple(shape), "dtype": dtype, "scale_layout": scale_layout}
-        return PrimaryWeight(Blocks(qdata, scale, amax), spec, **options)
+        weight = PrimaryWeight(Blocks(qdata, scale, own), spec, **options)
+        weight.shared_amax = amax
+        return weight
 
     @property
     def requires_grad(self) -> bool:
@@ -96,24 +100,36 @@ class PrimaryWeight(QuantTensor):
         return PrimaryWeight._wrap(blocks, header, outer_size, None, outer_stride)
 
     def allocate_turned(self) -> Blocks:
-        """Return the memory of the other orientation, LINEAR [K, N], allocated once."""
+        """Return the memory of the other orientation, LINEAR [K, N], allocated once, with this weight's amax."""
         if self.turned is None:
             rows, cols = self.shape
             blocks, device = ceil_div(rows, self.spec.block_length), self.device
             qdata = torch.zeros(cols, blocks * 8, dtype=torch.uint8, device=device)
             scale = torch.zeros(cols, blocks, dtype=torch.uint8, device=device)
             self.turned = Blocks(qdata, scale, self.blocks.amax)
+        elif self.turned.amax is not self.blocks.amax:
+            self.turned = self.turned._replace(amax=self.blocks.amax)
         return self.turned
 
     def as_parameter(self) -> PrimaryWeight:
         """Return this weight, its bytes shared, as a torch.nn.Parameter that requires a gradient."""
         parameter = cast(PrimaryWeight, torch.nn.Parameter(self))
-        parameter.turned = self.turned
+        parameter.turned, parameter.shared_amax = self.turned, self.shared_amax
         return parameter
 
     def after_alias(self, source: QuantTensor) -> None:
         if isinstance(source, PrimaryWeight):
-            self.turned, self.is_stale = source.turned, source.is_stale
+            self.turned, self.is_stale, self.shared_amax = source.turned, source.is_stale, source.shared_amax
+
+    def before_values(self, values: Tensor) -> Tensor:
+        """Round values as masters are; refuse them where their amax would rescale other weights."""
+        if self.shared_amax is not None and self.shared_amax.data_ptr() == self.blocks.amax.data_ptr():
+            raise ValueError(
+                "copy_: this weight shares its amax with others, whose values would change with it: load such values "
+                "into a model built anew, or write all of them by hb.distributed.cast_master_weights_to_nvfp4; codes, "
+                "as in a state dict of NVFP4 weights, can be copied"
+            )
+        return values.to(self.dtype)
 
     def after_write(self) -> None:
         """Turn the new bytes: the backward would read those of before."""

@@ -256,6 +256,10 @@ class QuantTensor(torch.Tensor):
     def after_alias(self, source: QuantTensor) -> None:
         """Called on a tensor that shares the bytes of `source`: subclasses share what else they hold."""
 
+    def before_values(self, values: Tensor) -> Tensor:
+        """Called with plain values that are to be quantized into this tensor: subclasses change or refuse them."""
+        return values
+
     def after_write(self) -> None:
         """Called once the bytes were changed in place: subclasses change what follows from them."""
 

@@ -265,3 +265,25 @@ def mismatches(rank: int) -> None:
                 cast((16, 16), TILE, *half)
     torch.distributed.barrier()
     cast((16, 16), TILE, *half)  # and afterwards the ranks meet again
+    moved_on_one_rank(rank, half)
+
+
+def moved_on_one_rank(rank: int, half: tuple[int, int]) -> None:
+    """Where a rank's codes and scales lie is its own concern; what is cast is not what lay there before."""
+    start, n = half
+    values = torch.randn(256, generator=torch.Generator().manual_seed(0))
+    weight, master = PrimaryWeight.empty((16, 16)), values[start : start + n].clone()
+    cast_master_weights_to_nvfp4([weight], [master], [start], None)
+    if rank == 1:
+        weight.qdata = torch.zeros_like(weight.qdata)
+        weight.block_scale = torch.zeros_like(weight.block_scale)
+    master.mul_(3)
+    cast_master_weights_to_nvfp4([weight], [master], [start], None)
+    whole = hb.quantize((3 * values).view(16, 16).bfloat16(), TILE)
+    assert torch.equal(weight.qdata.view(-1)[start // 2 :][: n // 2], whole.qdata.view(-1)[start // 2 :][: n // 2])
+    assert torch.equal(weight.block_scale.view(torch.uint8), whole.block_scale.view(torch.uint8))
+    spread = torch.zeros(2 * n)
+    spread[:n] = master
+    cast_master_weights_to_nvfp4([weight], [spread[:n]], [start], None)
+    with pytest.raises(ValueError, match=r"master_weights\[0\] is torch.float32 with strides \(2,\)"):
+        cast_master_weights_to_nvfp4([weight], [spread[::2]], [start], None)

@@ -152,10 +152,18 @@ def test_loading_a_model_that_masters_would_overwrite_is_refused():
             RuntimeError, match="embed_tokens.weight follows the masters.*before building ZeroOptimizer"
         ):
             model.load_state_dict(whole, assign=assign)
-    copy.deepcopy(model).load_state_dict(whole)
+    copied, codes = copy.deepcopy(model), copy.deepcopy(model.state_dict())
     del zero
     gc.collect()
-    model.load_state_dict(whole)
+    for free in (model, copied):
+        down, values = free.mlp.down_proj.weight, whole["mlp.down_proj.weight"]
+        free.load_state_dict({"mlp.down_proj.weight": values.float()}, strict=False)
+        assert torch.equal(down.qdata, hb.quantize(values.bfloat16(), down.spec).qdata)
+        # One after the other, each would bring its own amax, which scales the codes of the other.
+        with pytest.raises(RuntimeError, match=r"gate_proj(.|\n)*shares its amax with others"):
+            free.load_state_dict(whole)
+        free.load_state_dict(codes)
+        assert torch.equal(free.mlp.gate_proj.weight.qdata, codes["mlp.gate_proj.weight"].qdata)
 
 
 def test_two_optimizers_of_one_model_are_refused():
@@ -351,6 +359,84 @@ def test_scales_that_never_came_stop_every_forward_not_the_first_alone():
         with pytest.raises(RuntimeError, match="a rank is gone"):
             checks.loss_of(model, checks.tokens(0, 0))
     zero.scales[0]._gathering = None  # the test ends well
+
+
+def test_plain_values_are_rounded_as_masters_are():
+    values = torch.randn(32, 32)
+    weight = hb.tensor.PrimaryWeight.empty((32, 32))
+    weight.copy_(values)
+    assert torch.equal(weight.qdata, hb.quantize(values.bfloat16(), weight.spec).qdata)
+
+
+@pytest.mark.parametrize("weights", ("nvfp4", "plain"))
+def test_a_backward_through_weights_of_before_the_step_is_refused(weights):
+    layers = torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)
+    model = torch.nn.Sequential(*layers).bfloat16()
+    keep = checks.small_models.NOTHING_KEPT
+    hb.quantize_(model, "nvfp4", rules={"2": None}, keep=keep, state=hb.RunState(0))
+    zero = hb.distributed.ZeroOptimizer(model, config=ZeroConfig(weights=weights))
+    for layer in model:
+        x = torch.randn(4, 16, dtype=torch.bfloat16, requires_grad=True)
+        y = layer(x)
+        (expected,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        zero.step()
+        zero.synchronize()
+        if weights == "plain" and layer is model[0]:  # its backward reads the codes that the forward made
+            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+            continue
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(y.sum(), x)
+
+
+def test_a_default_dtype_changes_no_master():
+    runs = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for weights in ("nvfp4", "plain"):
+            torch.manual_seed(0)
+            model = checks.Bigram(16).bfloat16()
+            report = hb.quantize_(model, "nvfp4", keep=checks.small_models.NOTHING_KEPT, state=hb.RunState(0))
+            torch.set_default_dtype(dtype)
+            try:
+                zero = hb.distributed.ZeroOptimizer(model, config=ZeroConfig(weights=weights))
+            finally:
+                torch.set_default_dtype(torch.float32)
+            assert all(master.dtype == torch.float32 for _, master in zero.masters())
+            runs.append(checks.train(0, model, report.state, zero, range(2)))
+    assert all(run == runs[0] for run in runs)
+
+
+def test_what_would_be_lost_in_a_new_parameter_is_kept_or_refused():
+    def build():
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)).bfloat16()
+        hb.quantize_(model, "nvfp4", keep=checks.small_models.NOTHING_KEPT, state=hb.RunState(0))
+        return model
+
+    model = build()
+    model[0].weight.tensor_model_parallel = True
+    model[0].weight.grad = torch.ones_like(model[0].weight)  # of a trial
+    zero = hb.distributed.ZeroOptimizer(model)
+    assert model[0].weight.tensor_model_parallel and model[0].weight.grad is None
+    model[0].weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match="0.weight was frozen after ZeroOptimizer was built"):
+        zero.step()
+    for hook in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = build()
+        getattr(model[0].weight, hook)(lambda value: None)
+        with pytest.raises(ValueError, match="0.weight has hooks.*after building ZeroOptimizer"):
+            hb.distributed.ZeroOptimizer(model)
+        hb.distributed.ZeroOptimizer(model, config=ZeroConfig(weights="plain"))
+
+
+def test_gradients_of_before_are_forgotten_in_all_parameters_alike():
+    norms = []
+    for weights in ("nvfp4", "plain"):
+        torch.manual_seed(0)
+        model = checks.Bigram(16).bfloat16()
+        report = hb.quantize_(model, "nvfp4", keep=checks.small_models.NOTHING_KEPT, state=hb.RunState(0))
+        checks.loss_of(model, checks.tokens(0, 7)).backward()
+        zero = hb.distributed.ZeroOptimizer(model, config=ZeroConfig(weights=weights))
+        norms.append(checks.train(0, model, report.state, zero, range(1)))
+    assert norms[0] == norms[1]
 
 
 def test_sparse_gradients_and_options_that_are_none_are_named():

@@ -104,6 +104,7 @@ def four_ranks(rank: int, world: int) -> None:
         other_world_size(rank, pair, saved, after)
     dist.barrier()
     uneven_experts(rank, world)
+    groups_in_a_ring(rank)
 
 
 def two_ranks(rank: int, world: int) -> None:
@@ -115,6 +116,8 @@ def two_ranks(rank: int, world: int) -> None:
     refusals(rank, world)
     differing_models(rank, world)
     a_rank_without_experts(rank)
+    a_group_of_one(rank)
+    notes_are_taken_away(rank, world)
     a_checkpoint_of_one_rank(rank)
 
 
@@ -198,6 +201,46 @@ class Experts(torch.nn.Module):
     def forward(self, x):
         x = self.shared(x)
         return sum(expert(x).sum(-1) for expert in self.experts)
+
+
+def groups_in_a_ring(rank: int) -> None:
+    """Pairs (0, 1), (1, 2), (2, 0), whose experts each rank registers in another order: no rank waits for ever."""
+    pairs = {name: dist.new_group(list(ranks)) for name, ranks in (("a", (0, 1)), ("b", (1, 2)), ("c", (0, 2)))}
+    everyone = dist.new_group([0, 1, 2])
+    if rank == 3:
+        return
+    names = {0: "ac", 1: "ba", 2: "cb"}[rank]
+    torch.manual_seed(rank)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(16, 16, bias=False).bfloat16() for name in names})
+    hb.quantize_(model, "nvfp4", keep=small_models.NOTHING_KEPT, state=hb.RunState(0))
+    groups = {f"{name}.*": pairs[name] for name in names}
+    zero = ZeroOptimizer(model, group=everyone, expert_groups=groups, config=ZeroConfig(timeout=TIMEOUT))
+    before = zero.state_dict()["masters"]
+    sum(layer(torch.ones(1, 16).bfloat16()).float().sum() for layer in model.values()).backward()
+    assert zero.step().isfinite()
+    assert not any(torch.equal(before[name], after) for name, after in zero.state_dict()["masters"].items())
+
+
+def a_group_of_one(rank: int) -> None:
+    """Ranks of which each trains alone, as with tensor parallelism alone, do not wait for each other."""
+    own = [dist.new_group([0]), dist.new_group([1])][rank]
+    model, state, zero = build(rank, "nvfp4", blocks=0, group=own)
+    train(rank, model, state, zero, range(1))
+    if rank == 0:
+        zero.load_state_dict(zero.state_dict())
+
+
+def notes_are_taken_away(rank: int, world: int) -> None:
+    """The key-value store of a long run does not grow with the number of its checkpoints."""
+    store = dist.distributed_c10d._get_default_store()
+    _, _, zero = build(rank, "nvfp4", blocks=0)
+    counts = []
+    for _ in range(4):
+        zero.state_dict()
+        dist.barrier()
+        counts.append(sum(store.check([f"halfbyte/ZeroOptimizer.state_dict/0-1/{n}/{rank}"]) for n in range(200)))
+        dist.barrier()
+    assert counts[0] == counts[-1] <= 2, counts
 
 
 def uneven_experts(rank: int, world: int) -> None:
@@ -333,6 +376,12 @@ def differing_models(rank: int, world: int) -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             build(rank, "nvfp4", **options)
+    for recipes in (("mxfp8", "bf16"), ("nvfp4", "nvfp4_forward")):  # those of GEMMs without the weight in tiles too
+        with pytest.raises(ValueError, match="the parameters differ"):
+            build(rank, "nvfp4", recipes[rank])
+    for weights in ("nvfp4", "plain"):
+        with pytest.raises(ValueError, match="the parameters differ"):
+            ZeroOptimizer(siblings((("q", "k"), ("k", "v"))[rank]), config=ZeroConfig(weights=weights))
     pair = dist.new_group([0, 1])
     for options, reason in (
         ({"expert_groups": {"experts.*": pair}}, r"expert_groups: .* of ranks \[0, 1\] differ: .*experts.1.weight"),
@@ -356,6 +405,13 @@ def differing_models(rank: int, world: int) -> None:
         with pytest.raises(RuntimeError, match=r"ranks \[1\] did not make the same call within 0.3 s"):
             build(rank, "nvfp4", timeout=timedelta(seconds=0.3))
     dist.barrier()
+
+
+def siblings(shared: tuple[str, ...]) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(16, 16, bias=False) for name in "qkv"}).bfloat16()
+    hb.quantize_(model, "nvfp4", keep=small_models.NOTHING_KEPT, state=hb.RunState(0), share_amax=(shared,))
+    return model
 
 
 def differing_optimizers(rank: int) -> None:

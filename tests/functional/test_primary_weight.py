@@ -1,5 +1,6 @@
 """A linear layer whose weight exists only in NVFP4 is the layer that quantizes that weight itself."""
 
+import copy
 import io
 from dataclasses import replace
 
@@ -119,6 +120,39 @@ def test_an_orientation_of_before_is_refused():
         primary(torch.zeros(2, 48, dtype=torch.bfloat16))
     post_all_gather_processing([primary.weight])
     primary(torch.zeros(2, 48, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ("block_scale", "amax"))
+def test_the_other_orientation_follows_tensors_put_in_later(name):
+    weight = PrimaryWeight.empty((32, 48), TILE)
+    for factor in (1, 5):
+        cast_master_weights_to_nvfp4([weight], [factor * torch.randn(32 * 48)], [0], None)
+        post_all_gather_processing([weight])
+        whole = hb.quantize(weight.dequantize().T.contiguous(), TILE, amax=weight.amax)
+        assert torch.equal(weight.turned.qdata, whole.qdata) and torch.equal(weight.turned.amax, weight.amax)
+        assert torch.equal(weight.turned.block_scale, whole.block_scale.view(torch.uint8))
+        setattr(weight, name, torch.zeros_like(getattr(weight, name)))
+
+
+def test_a_cast_into_shards_cannot_turn_weights_by_itself():
+    weight, shard = PrimaryWeight.empty((16, 16), TILE), torch.zeros(128, dtype=torch.uint8)
+    arguments = [weight], [torch.randn(256)], [0], None, [shard]
+    with pytest.raises(ValueError, match="codes go to fsdp_shard_model_weights"):
+        cast_master_weights_to_nvfp4(*arguments, manual_post_all_gather_processing=False)
+    cast_master_weights_to_nvfp4(*arguments)
+
+
+def test_a_copied_weight_prepares_its_own_cast():
+    layer = torch.nn.Linear(32, 32, bias=False)
+    layer._parameters["weight"] = PrimaryWeight.empty((32, 32), TILE).as_parameter()
+    weights = []
+    for own in (layer, copy.deepcopy(layer), copy.deepcopy(layer)):
+        cast_master_weights_to_nvfp4([own.weight], [torch.full((32 * 32,), len(weights) + 1.0)], [0], None)
+        post_all_gather_processing([own.weight])
+        weights.append(own.weight)
+    copied = copy.deepcopy(layer).weight
+    assert getattr(copied, "_prepared_cast", None) is None and getattr(copied, "_prepared_transpose", None) is None
+    assert [weight.amax.item() for weight in weights] == [1, 2, 3]
 
 
 def test_a_primary_weight_is_a_parameter_of_zeros():
