@@ -6,7 +6,7 @@ that broke off costs nothing but the steps since its last checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,28 +40,39 @@ def check(names: Iterable[str]) -> tuple[str, ...]:
 def compare(config: TrainConfig, names: tuple[str, ...] = DEFAULT) -> list[dict]:
     """Train every recipe and write results.json, table.md and losses.png to `config.run.out`.
 
+    A schedule of recipes is for those that quantize a GEMM: a baseline in high precision stays one to its last step.
+
     Args:
         config: the run that all recipes share.
         names: recipes; gaps are measured against the first.
 
     Returns:
-        The results in the order of `names`, each with `gap_percent` to the first (None if either diverged).
+        The results in the order of `names`, each with `gap_percent` to the first (None if either diverged) and
+        `recipe_schedule`, that it followed ("" for none).
 
     Raises:
-        ValueError: an unknown recipe, no text, or a folder with runs of another config.
+        ValueError: an unknown recipe, no text, a folder with runs of another config, or a schedule that none follows.
     """
     names = check(names)
+    schedules = {name: config.recipe_schedule if treatment.get(name).recipe.specs else "" for name in names}
+    if config.recipe_schedule and not any(schedules.values()):
+        raise ValueError(
+            f"recipe_schedule={config.recipe_schedule!r}: it is for recipes that quantize a GEMM, and "
+            f"recipes={','.join(names)!r} has none; name one, or use `halfbyte train`"
+        )
     folder = config.run.out
     corpus = data.load(config.data, config.run.cache)
-    print(heading(config, corpus), flush=True)
+    title = heading(config, corpus, schedules)
+    print(title, flush=True)
     results: list[dict] = []
     for number, name in enumerate(names, 1):
-        one = replace(config, run=replace(config.run, out=folder / name))
+        one = replace(config, recipe_schedule=schedules[name], run=replace(config.run, out=folder / name))
         if config.run.overwrite is False and loop.finished(one, name, corpus):
             print(f"[{number}/{len(names)}] {name}: finished before, kept", flush=True)
-        results.append(loop.train(one, name, corpus, title=f"[{number}/{len(names)}] {name}"))
+        result = loop.train(one, name, corpus, title=f"[{number}/{len(names)}] {name}")
+        results.append(result | {"recipe_schedule": schedules[name]})
         with_gaps(results)
-        _write(folder, config, corpus, results)
+        _write(folder, config, corpus, results, title)
     return results
 
 
@@ -73,14 +84,18 @@ def with_gaps(results: list[dict]) -> None:
         result["gap_percent"] = None if base is None or loss is None else 100 * (loss / base - 1)
 
 
-def heading(config: TrainConfig, corpus: data.Data) -> str:
-    """Return a line that says what is trained on what."""
+def heading(config: TrainConfig, corpus: data.Data, schedules: Mapping[str, str]) -> str:
+    """Return a line that says what is trained on what; schedules: of every recipe, "" for none."""
     shape = replace(models.get(config.model), vocab_size=corpus.vocab_size)
     device = loop.resolve_device(config)
     dtype = str(loop.resolve_dtype(config, device)).removeprefix("torch.")
+    following = [name for name, schedule in schedules.items() if schedule]
+    others = ", ".join(name for name, schedule in schedules.items() if not schedule)
+    changes = f"; recipe schedule {config.recipe_schedule} for {', '.join(following)}" if following else ""
     return (
         f"{shape.parameters / 1e6:.2f}M parameters, {config.tokens / 1e6:.2f}M tokens per recipe of "
         f"{corpus.summary['corpus']} ({corpus.summary['tokenizer']}), {device.type}, GEMMs in {dtype}"
+        f"{changes}{f', not for {others}' if following and others else ''}"
     )
 
 
@@ -95,7 +110,7 @@ def table(results: list[dict]) -> str:
         loss, gap = result["held_out_loss"], result["gap_percent"]
         rows.append(
             (
-                result["recipe"],
+                _followed(result),
                 "diverged" if loss is None else f"{loss:.4f}",
                 "" if gap is None or result["recipe"] == base else f"{gap:+.2f} %",
                 f"{result['tokens_per_second']:,.0f}",
@@ -111,13 +126,18 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def _followed(result: dict) -> str:
+    schedule = result.get("recipe_schedule", "")
+    return f"{result['recipe']}, then {schedule}" if schedule else result["recipe"]
+
+
 def _bytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB" if count < 2**30 else f"{count / 2**30:,.2f} GiB"
 
 
-def _write(folder: Path, config: TrainConfig, corpus: data.Data, results: list[dict]) -> None:
+def _write(folder: Path, config: TrainConfig, corpus: data.Data, results: list[dict], title: str) -> None:
     content = {
-        "heading": heading(config, corpus),
+        "heading": title,
         "data": corpus.summary,
         "environment": measure.environment(loop.resolve_device(config)),
         "results": results,
@@ -127,5 +147,5 @@ def _write(folder: Path, config: TrainConfig, corpus: data.Data, results: list[d
         "Held-out loss in nats per token, in high precision. Memory on a CPU is that of the whole process. Saved for "
         "backward: bytes that one micro-batch keeps, parameters not counted."
     )
-    files.write_text(folder / TABLE, f"{content['heading']}\n\n{table(results)}\n\n{notes}\n")
-    plot.curves(folder / PLOT, results, tokens_per_step=config.data.tokens_per_step, title=content["heading"])
+    files.write_text(folder / TABLE, f"{title}\n\n{table(results)}\n\n{notes}\n")
+    plot.curves(folder / PLOT, results, tokens_per_step=config.data.tokens_per_step, title=title)

@@ -134,7 +134,8 @@ class TrainConfig:
     """Run every block through torch.compile; they share one graph."""
     recipe_schedule: str = ""
     """Changes of recipe in mid-run: `WHEN:RECIPE,…`, WHEN a step or, with a point, a share of the steps. RECIPE may be
-    `FORWARD/BACKWARD`: `0.9:bf16/nvfp4` runs the last tenth with a high-precision forward."""
+    `FORWARD/BACKWARD`: `0.9:bf16/nvfp4` runs the last tenth with a high-precision forward. In `compare` it is for the
+    recipes that quantize a GEMM: bf16 stays bf16."""
     eval_every: int = 50
     """Steps between two validations, in high precision."""
     eval_batches: int = 16

@@ -1,6 +1,7 @@
 """A comparison: table, picture, and nothing lost that was finished."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -24,6 +25,26 @@ def test_table_results_and_picture(run):
     assert f"{quantized['gap_percent']:+.2f} %" in "\n".join(lines)
     picture = (out / "losses.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+
+
+def test_a_schedule_leaves_the_baseline_alone(run, capsys):
+    """A bf16 that quantizes from some step on is none to measure gaps against."""
+    config, _ = run(steps=3, log_every=1, recipe_schedule="2:naive_fp4")
+    base, quantized = compare.compare(config, ("bf16", "nvfp4"))
+    assert (base["recipe_schedule"], quantized["recipe_schedule"]) == ("", "2:naive_fp4")
+    assert "recipe_schedule" not in base["identity"] and "recipe_schedule" in quantized["identity"]
+    out = config.run.out
+    changes = [(out / name / "log.jsonl").read_text().count('"naive_fp4"') for name in ("bf16", "nvfp4")]
+    assert changes == [0, 1]
+    lines = (out / "table.md").read_text().splitlines()
+    words = "; recipe schedule 2:naive_fp4 for nvfp4, not for bf16"
+    assert lines[0].endswith(words) and words in capsys.readouterr().out
+    assert [line.split(" |")[0].rstrip() for line in lines[4:6]] == ["| bf16", "| nvfp4, then 2:naive_fp4"]
+    plain, _ = run(steps=3, log_every=1)
+    alone = loop.train(replace(plain, run=replace(plain.run, out=out / "alone")), "bf16", run()[1])
+    assert alone["held_out_loss"] == base["held_out_loss"]
+    with pytest.raises(ValueError, match="recipe_schedule='2:naive_fp4'.*recipes='bf16' has none"):
+        compare.compare(config, ("bf16",))
 
 
 def test_a_crash_loses_nothing_that_finished(run, monkeypatch, capsys):
