@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from halfbyte import recipes
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.linear import REPLACED_FORWARD, Linear, as_recipe, describe
-from halfbyte.nn.streams import STREAMS_PER_MODULE, FollowsRecipe
+from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
@@ -127,7 +128,8 @@ def quantize_(
 
     A layer's recipe is decided in this order: `filter_fn` says no: unchanged; the last rule whose glob matches; `keep`;
     `recipe`. Only exact torch.nn.Linear modules are converted, never subclasses with a forward of their own; layers of
-    experts (hb.nn.GroupedLinear) that are in high precision take the recipe as they are.
+    experts (hb.nn.GroupedLinear) that are in high precision take the recipe as they are. Layers of hb.nn that were
+    built without `state=` keep their recipe and draw from the report's RunState from now on.
 
     Args:
         model: any module that contains linear layers.
@@ -136,16 +138,18 @@ def quantize_(
         rules: {glob: recipe, preset name, or None for high precision}; an explicit rule wins over `keep`.
         keep: what stays in high precision; Keep() by default, Keep(names=(), last_fraction=0) for nothing.
         share_amax: groups of globs; sibling layers of one parent that match a group share one weight amax.
-        state: the RunState to draw from; by default that of layers converted before, else a new RunState(0).
+        state: the RunState to draw from; by default that of layers converted before or built with `state=`, else that
+            which an hb.nn layer made for itself, else a new RunState(0).
 
     Returns:
         Report, which prints as a table and carries the RunState.
 
     Raises:
-        ValueError: a rule or a name of an explicit `keep` or `share_amax` matches no linear layer, or nothing is there
-            to convert. The model is unchanged then.
+        ValueError: a rule or a name of an explicit `keep` or `share_amax` matches no linear layer, a lazy layer has not
+            seen its first input, or nothing is there to convert. The model is unchanged then.
     """
     _check_kinds(model, rules, share_amax)
+    _check_initialized(model)
     state = _run_state(model) if state is None else state
     resolved = {glob: None if rule is None else as_recipe(rule) for glob, rule in (rules or {}).items()}
     layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, GroupedRecipe))}
@@ -160,17 +164,32 @@ def quantize_(
     keep = keep or Keep()
     edges, default = _kept_blocks(model, layers, keep), as_recipe(recipe)
     rows = tuple(_decide(name, layer, default, filter_fn, resolved, keep, edges) for name, layer in layers.items())
-    for row in rows:
-        layer = layers[row.name]
+    others = _other_matrices(model)
+    followers = [layer for layer in _quantized(model) if layer.recipe.specs or layer.run_state is not None]
+    _convert(model, [(layers[row.name], row) for row in rows], state.share())
+    for layer in followers:  # after those converted here, whose streams do not depend on them
+        layer.join(state)
+    _share_amaxes(model, [row.name for row in rows if row.recipe is not None], groups)
+    _leave_fast_paths(model)
+    return Report(rows=rows, state=state, others=others)
+
+
+def _convert(model: nn.Module, decided: Sequence[tuple[Layer, Row]], state: RunState) -> None:
+    for layer, row in decided:
         if row.recipe is not None and isinstance(layer, GroupedRecipe):
             layer.adopt(row.recipe, state)
         elif isinstance(layer, GroupedRecipe):
             layer.kept = row.present is None
         elif row.recipe is not None and isinstance(layer, nn.Linear):
             _replace(model, layer, Linear.from_linear(layer, row.recipe, state))
-    _share_amaxes(model, [row.name for row in rows if row.recipe is not None], groups)
-    _leave_fast_paths(model)
-    return Report(rows=rows, state=state, others=_other_matrices(model))
+
+
+def _check_initialized(model: nn.Module) -> None:
+    """Raise where torch's lazy layers wait for an input that tells their shapes."""
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        some = ", ".join(lazy[:4]) + (", …" if len(lazy) > 4 else "")
+        raise ValueError(f"model: {some} not initialized yet, of lazy layers; run one forward first, then convert")
 
 
 def _other_matrices(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -191,7 +210,8 @@ def _other_matrices(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def _run_state(model: nn.Module) -> RunState:
     """Return the RunState of the layers converted before: a second one of seed 0 would draw their bits again."""
-    return next((m.run_state for m in _quantized(model) if m.run_state is not None), None) or RunState(0)
+    states = [m.run_state for m in _quantized(model) if m.run_state is not None]
+    return next((state for state in states if not state.is_private), states[0] if states else RunState(0))
 
 
 def _check_kinds(model: object, rules: object, share_amax: Sequence[Sequence[str]]) -> None:
@@ -319,7 +339,7 @@ def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | Non
     Args:
         model: a model that `quantize_` converted, or one built of hb.nn layers.
         recipe: a Recipe or a preset's name.
-        state: the RunState to draw from, for layers that have none yet.
+        state: the RunState to draw from, for layers that were built without one; others keep theirs.
 
     Raises:
         ValueError: the model has no hb.nn layer, or the recipe draws and a layer has no RunState.
@@ -334,8 +354,8 @@ def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | Non
                 "state=None: the recipe draws random bits and a layer has no RunState; pass state=hb.RunState(seed)"
             )
     for module in modules:
-        if module.run_state is None and state is not None:
-            module.run_state, module.stream = state, state.reserve_streams(STREAMS_PER_MODULE)
+        if state is not None:
+            module.join(state.share())
         module.recipe = recipe
 
 
@@ -343,10 +363,14 @@ def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | Non
 def high_precision(model: nn.Module) -> Iterator[nn.Module]:
     """Run every converted layer in high precision within the context; recipes come back afterwards, also on errors.
 
+    `RunState.begin_step` of a schedule is refused within it.
+
     Args:
         model: any module.
     """
     saved = [(module, module.recipe) for module in _quantized(model)]
+    for module, _ in saved:
+        module.times_aside += 1
     try:
         for module, _ in saved:
             module.recipe = recipes.bf16()
@@ -354,3 +378,4 @@ def high_precision(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for module, recipe in saved:
             module.recipe = recipe
+            module.times_aside -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -39,6 +39,8 @@ class Schedule:
     def __init__(self, changes: Iterable[tuple[Start, Recipe | str]], steps: int | None = None) -> None:
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ValueError(f"steps={steps!r}: give the number of optimizer steps, an int above 0")
+        if isinstance(changes, (str, Mapping)) or not isinstance(changes, Iterable):
+            raise TypeError(f"changes={changes!r}: give a list of pairs (step or share, recipe)")
         pairs = tuple(_pair(change) for change in changes)
         object.__setattr__(self, "changes", pairs)
         object.__setattr__(self, "steps", steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ class RunState:
         schedule: the changes of recipe that `begin_step` makes, None for none.
     """
 
+    _private = False  # what objects pickled before these attributes existed take
+    _late_streams = 0
+    _has_named_others = False
+
     def __init__(self, seed: int = 0, schedule: Schedule | None = None) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed={seed!r}: give an int")
@@ -47,6 +52,23 @@ class RunState:
         """Optimizer steps that `begin_step` has begun."""
         self.advances = 0
         """How often `advance` ran in this process: a host-side count that no draw depends on."""
+
+    @classmethod
+    def private(cls) -> RunState:
+        """Return the RunState of layers that were built without one, seeded from torch's default generator."""
+        state = cls(int(torch.randint(1 << 62, (), device="cpu")))
+        state._private = True
+        return state
+
+    @property
+    def is_private(self) -> bool:
+        """Whether layers made it for themselves and nobody chose it since: then they move onto the run's RunState."""
+        return self._private and self.schedule is None
+
+    def share(self) -> RunState:
+        """Return self, from now on the RunState that somebody chose."""
+        self._private = False
+        return self
 
     @property
     def base(self) -> Tensor:
@@ -82,20 +104,30 @@ class RunState:
             The recipe if a layer changed to it, else None; if layers changed to several, that of the first.
 
         Raises:
-            ValueError: there is a schedule and no layer of the model that could follow it.
+            ValueError: there is a schedule and no layer of the model that could follow it, or it is called within
+                `hb.high_precision`, which would undo the change.
+
+        Warns:
+            UserWarning: there is a schedule, and layers that follow a recipe, but not this RunState; said once.
         """
         step = self.step
         if self.schedule is None:
             self.step += 1
             return None
-        modules: list[Any] = list(model.modules())
-        followers = [m for m in modules if getattr(m, "run_state", None) is self and hasattr(m, "recipe_before")]
-        layers = [layer for layer in followers if not layer.kept]
+        named: list[tuple[str, Any]] = list(model.named_modules())
+        candidates = [(name, m) for name, m in named if hasattr(m, "recipe_before") and not m.kept]
+        layers = [layer for _, layer in candidates if layer.run_state is self]
         if not layers:
             raise ValueError(
                 f"model={type(model).__name__}: no layer follows this RunState, so its schedule would change nothing; "
                 "pass it as state= to hb.quantize_ or to the layers"
             )
+        if any(layer.times_aside for layer in layers):
+            raise ValueError(
+                "model is in hb.high_precision, which puts the recipes back that it found and would undo the change of "
+                "the schedule; call begin_step before or after the context"
+            )
+        self._name_others([(name, layer) for name, layer in candidates if layer.run_state is not self])
         self.step += 1
         recipe, changed = self.schedule.at(step), None
         for layer in layers:
@@ -107,8 +139,31 @@ class RunState:
                 changed = changed or wanted
         return changed
 
-    def reserve_streams(self, count: int) -> int:
+    def _name_others(self, layers: list[tuple[str, Any]]) -> None:
+        """Warn once of layers that follow a recipe and no schedule, in a model of which others follow this one's."""
+        if self._has_named_others:
+            return
+        found = [
+            name or "the model"
+            for name, layer in layers
+            if layer.recipe.specs and (layer.run_state is None or layer.run_state.schedule is None)
+        ]
+        if found:
+            self._has_named_others = True
+            warnings.warn(
+                f"{len(found)} layers follow a recipe but not this RunState and its schedule ({', '.join(found[:4])}"
+                f"{', …' if len(found) > 4 else ''}): pass state= where they are built; hb.set_recipe_(…, state=state) "
+                "and hb.quantize_(…, state=state) move those that were built without one",
+                stacklevel=3,
+            )
+
+    def reserve_streams(self, count: int, *, late: bool = False) -> int:
         """Return the first of `count` stream numbers that nobody else gets.
+
+        Args:
+            count: how many.
+            late: they are for a layer that was built without a RunState; a checkpoint may lack them, since such layers
+                have not always drawn from that of the run.
 
         Raises:
             ValueError: the run has used up its 2**32 streams.
@@ -117,6 +172,7 @@ class RunState:
         if first + count > STREAM_LIMIT:
             raise ValueError(f"count={count}: {first} of 2**32 streams are taken; use a second RunState, another seed")
         self._streams = first + count
+        self._late_streams += count if late else 0
         return first
 
     def philox(self, stream: int) -> StreamPhilox:
@@ -146,7 +202,7 @@ class RunState:
         for name, limit in _LIMITS.items():
             if type(state[name]) is not int or not 0 <= state[name] < limit:
                 raise ValueError(f"state[{name!r}]={state[name]!r}: not an int with 0 <= {name} < {limit}; {remedy}")
-        if self._streams and state["streams"] != self._streams:
+        if self._streams and not self._streams - self._late_streams <= state["streams"] <= self._streams:
             raise ValueError(
                 f"state['streams']={state['streams']}: this model uses {self._streams} streams, the checkpoint's run "
                 "another number; convert the model with the same recipe and rules before loading"
@@ -157,7 +213,7 @@ class RunState:
         if self.schedule is None and schedule is not None:
             self.schedule = Schedule.from_state_dict(schedule)
         self.seed, self.step = state["seed"], step
-        self._streams = state["streams"]
+        self._streams = max(self._streams, state["streams"])
         values = [as_signed64(self.seed), state["position"] << POSITION_SHIFT]
         self._base.copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
 

@@ -353,13 +353,14 @@ def test_set_recipe_between_forward_and_backward_changes_nothing():
 
 
 def test_set_recipe_needs_a_state_for_randomness_and_changes_all_or_nothing():
-    model = nn.Sequential(hb.nn.Linear(16, 16, recipe="mxfp8"), hb.nn.Linear(16, 16, recipe="nvfp4"))
+    own = hb.RunState(4)
+    model = nn.Sequential(hb.nn.Linear(16, 16, recipe="mxfp8"), hb.nn.Linear(16, 16, recipe="nvfp4", state=own))
     with pytest.raises(ValueError, match="state"):
         hb.set_recipe_(model, recipes.four_over_six())
     assert [m.recipe for m in model] == [recipes.mxfp8(), recipes.nvfp4()]
     state = hb.RunState(3)
     hb.set_recipe_(model, recipes.four_over_six(), state=state)
-    assert model[0].run_state is state and model[1].run_state is not state
+    assert model[0].run_state is state and model[1].run_state is own
     model(torch.ones(2, 16)).sum().backward()
     with pytest.raises(ValueError, match="hb.quantize_"):
         hb.set_recipe_(decoder(1), "nvfp4")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -59,6 +61,9 @@ def test_steps_and_shares():
         ([("1", "nvfp4")], 10, "no step"),
         ([1], 10, "not a pair"),
         ([(1, "nvfp4")], 0, "steps=0"),
+        (None, 10, "changes=None"),
+        ("1:nvfp4", None, "changes='1:nvfp4'"),
+        ({1: "nvfp4"}, None, "changes={1: 'nvfp4'}"),
     ],
 )
 def test_what_makes_no_schedule_is_refused(changes, steps, words):
@@ -138,6 +143,43 @@ def test_a_layer_outside_of_the_run_keeps_its_recipe():
     assert followed.run_state.begin_step(model) == recipes.mxfp8()
     assert followed.run_state.begin_step(model) is None
     assert kept.recipe == recipes.bf16() and followed.recipe == recipes.mxfp8()
+
+
+def test_layers_outside_of_the_run_are_named_once():
+    """Layers that somebody gave another RunState keep it; those that draw nothing and have none follow no schedule."""
+    schedule, own = hb.Schedule([(1, "bf16")]), hb.RunState(7)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), hb.nn.Linear(16, 16, state=own))
+    state = hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0), state=hb.RunState(0, schedule)).state
+    model.append(hb.nn.Linear(16, 16, recipe="mxfp8"))
+    assert model[1].run_state is own
+    with pytest.warns(UserWarning, match=r"2 layers follow a recipe but not this RunState .*\(1, 2\)"):
+        state.begin_step(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.begin_step(model)
+    assert [layer.recipe for layer in model] == [recipes.bf16(), recipes.nvfp4(), recipes.mxfp8()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own.schedule = schedule  # follows one of its own
+        other = hb.RunState(0, schedule)
+        hb.set_recipe_(model[2], "nvfp4", state=other)
+        for one in (own, other):
+            one.begin_step(model)
+
+
+def test_no_step_begins_within_high_precision():
+    """The context would have put back the recipe from before the change."""
+    model, state = decoder(2), hb.RunState(0, hb.Schedule([(1, "mxfp8")]))
+    hb.quantize_(model, "nvfp4", state=state)
+    state.begin_step(model)
+    with hb.high_precision(model):
+        with hb.high_precision(model):
+            pass
+        with pytest.raises(ValueError, match="hb.high_precision.*before or after the context"):
+            state.begin_step(model)
+        twin = copy.deepcopy(model)
+    assert state.step == 1 and twin.layers[0].mlp.up_proj.times_aside == 0
+    assert state.begin_step(model) == recipes.mxfp8() == model.layers[0].mlp.up_proj.recipe
 
 
 def test_a_model_that_does_not_know_the_run_state_is_refused():

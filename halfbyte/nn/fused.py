@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.functional.activation import activate, find_activation, linear_activation
-from halfbyte.nn.linear import Linear, forward_shared, gather, hooked, run_shared, shareable
+from halfbyte.nn.linear import Linear, as_recipe, forward_shared, gather, hooked, run_shared, shareable
 from halfbyte.nn.norm import LayerNorm, Norm, RMSNorm, from_norm, make_norm, to_norm
 from halfbyte.nn.shared_input import following
+from halfbyte.nn.streams import own_state
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
@@ -44,9 +45,12 @@ class LayerNormLinear(nn.Module):
         state: RunState | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(out_features, int | Mapping) or isinstance(out_features, bool):
+            raise TypeError(f"out_features={out_features!r}: give an int, or a dict of int by name of layer")
         self.norm = make_norm(norm, in_features)
         widths = {"linear": out_features} if isinstance(out_features, int) else dict(out_features)
         _check_names(widths)
+        state = own_state(as_recipe(recipe), state)
         self.names = tuple(widths)
         for name, width in widths.items():
             self.add_module(name, Linear(in_features, width, bias, recipe=recipe, state=state))
@@ -119,6 +123,7 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = activation
         self.names = default_names(activation)
+        state = own_state(as_recipe(recipe), state)
         for name in self.names[:-1]:
             self.add_module(name, Linear(width, hidden, bias, recipe=recipe, state=state))
         self.add_module(self.names[-1], Linear(hidden, width, bias, recipe=recipe, state=state))
@@ -159,7 +164,7 @@ class MLP(nn.Module):
         shared = getattr(self._first[0], "shared_input", None)
         amaxes = None
         if shared is not None and isinstance(self._first[0], Linear):
-            amaxes = shared.take(x, self._first[0].recipe, call)
+            amaxes = shared.take(x, self._first[0], call)
         return self._run(x, call, amaxes)
 
     @property

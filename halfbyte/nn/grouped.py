@@ -38,6 +38,10 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
         state: RunState | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(experts, bool) or not isinstance(experts, int):
+            raise TypeError(f"experts={experts!r}: give an int")
+        if experts < 1:
+            raise ValueError(f"experts={experts}: give at least one")
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         self.adopt(as_recipe(recipe), state)
 

@@ -29,6 +29,11 @@ STALE_FORWARDS = 64
 """Training forwards at one position after which the caller has surely forgotten `state.advance()`."""
 
 
+def own_state(recipe: Recipe, state: RunState | None) -> RunState | None:
+    """Return the RunState for layers built with these arguments: a private one if it is None and the recipe draws."""
+    return RunState.private() if state is None and recipe.needs_rng else state
+
+
 _Base: Any = torch.nn.Module if TYPE_CHECKING else object
 
 
@@ -62,15 +67,25 @@ class FollowsRecipe(_Base):
     kept: bool = False
     """Whether `hb.quantize_` left the layer in high precision; `hb.set_recipe_` then does so too."""
 
+    times_aside: int = 0
+    """How many `hb.high_precision` contexts the layer is in."""
+
     def adopt(self, recipe: Recipe, state: RunState | None) -> None:
-        if state is None and recipe.needs_rng:
-            state = RunState(int(torch.randint(1 << 62, (), device="cpu")))
+        state = own_state(recipe, state)
         self.weight_cache: ModuleCache | None = None
         self.recipe_before, self.kept = None, False
         self.recipe = recipe
+        self._draw_from(state, late=state is not None and state.is_private)
+
+    def _draw_from(self, state: RunState | None, *, late: bool) -> None:
         self.run_state = state
-        self.stream = 0 if state is None else state.reserve_streams(STREAMS_PER_MODULE)
+        self.stream = 0 if state is None else state.reserve_streams(STREAMS_PER_MODULE, late=late)
         self._stale = (0, 0)  # RunState.advances when last seen, training forwards since
+
+    def join(self, state: RunState) -> None:
+        """Draw from `state`, with fresh streams, unless somebody chose this layer's RunState."""
+        if self.run_state is None or (self.run_state.is_private and self.run_state is not state):
+            self._draw_from(state, late=True)
 
     @property
     def stream(self) -> int:
@@ -146,14 +161,19 @@ class FollowsRecipe(_Base):
         count = count + 1 if seen == state.advances else 1
         self._stale = (state.advances, count)
         if count == STALE_FORWARDS:
-            warnings.warn(
-                f"{STALE_FORWARDS} training forwards drew the same random bits: call RunState.advance() once per "
-                "micro-batch (hb.quantize_ returns the RunState as report.state)",
-                stacklevel=5,
+            remedy = (
+                "this layer was built without state= and draws from a RunState of its own, which no other's advance() "
+                "moves; pass the run's RunState as state= where it is built, or hb.set_recipe_(model, recipe, "
+                "state=state), and call state.advance() once per micro-batch"
+                if state.is_private
+                else "call advance() of the layer's RunState, layer.run_state, once per micro-batch (hb.quantize_ "
+                "returns that of the layers it converts as report.state)"
             )
+            warnings.warn(f"{STALE_FORWARDS} training forwards drew the same random bits: {remedy}", stacklevel=5)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stale": (0, 0), "weight_cache": None}  # no optimizer refills that of a copy
+        fresh = {"_stale": (0, 0), "weight_cache": None, "times_aside": 0}  # no optimizer refills the cache of a copy
+        return {**self.__dict__, **fresh}
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
