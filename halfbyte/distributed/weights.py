@@ -84,16 +84,12 @@ def make_primary(
     return parameter
 
 
-def mark_written(param: Tensor) -> None:
-    """Let autograd know that a parameter changes: a backward of a forward before it raises, as with torch's optimizers.
-
-    Gathers and kernels write memory that autograd does not see them write.
-    """
-    written = [param]
-    if isinstance(param, PrimaryWeight):
-        written += [t for blocks in (param.blocks, param.turned) if blocks is not None for t in blocks if t is not None]
-    for tensor in written:
-        torch.autograd.graph.increment_version(tensor)
+def memory_of(param: Tensor) -> list[Tensor]:
+    """Return the tensors whose version autograd compares: the parameter, codes and scales in both orientations."""
+    if not isinstance(param, PrimaryWeight):
+        return [param]
+    both = [blocks for blocks in (param.blocks, param.turned) if blocks is not None]
+    return [param, *(tensor for blocks in both for tensor in blocks if tensor is not None)]
 
 
 def described_layers(model: nn.Module) -> dict[str, list[str]]:

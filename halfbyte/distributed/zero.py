@@ -39,7 +39,7 @@ from halfbyte.distributed.weights import (
     first_users,
     linear_users,
     make_primary,
-    mark_written,
+    memory_of,
     tiled_parameters,
 )
 from halfbyte.pieces import Piece
@@ -150,6 +150,7 @@ class ZeroOptimizer:
         self._reduced = len(self.buckets)
         self._accumulating = False
         self._waiting = self._expected()
+        self._memory = [tensor for param in self._params.values() for tensor in memory_of(param)]
         self._holding = Holding(self, model, self._params)
         handles = [*self._hook(model), *self._holding.handles]
         finalizer: Any = weakref.finalize(self, release, self.buckets, handles, list(self._params.values()))
@@ -390,8 +391,8 @@ class ZeroOptimizer:
     def _publish(self) -> None:
         with torch.no_grad():
             self.synchronize()
-            for param in self._params.values():
-                mark_written(param)
+            # Gathers and kernels write what autograd does not see them write: a backward of before must not read it.
+            torch.autograd.graph.increment_version(self._memory)
             for scales in self.scales:
                 scales.cast.agree()
             # Messages follow each other, and one begins only where kernels leave room for it: an embedding's, needed
