@@ -118,7 +118,7 @@ def run_alone(x: Tensor, layer: Linear, call: int) -> Tensor:
 
 
 def _handed_over(x: Tensor, layer: Linear, call: int) -> ops.Amaxes | None:
-    return None if layer.shared_input is None else layer.shared_input.take(x, layer.recipe, call)
+    return None if layer.shared_input is None else layer.shared_input.take(x, layer, call)
 
 
 def run_shared(x: Tensor, layers: Sequence[Linear], call: int, x_amaxes: ops.Amaxes | None) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,16 +61,46 @@ def _version(x: Tensor) -> int:
 
 
 def _circumstances(x: Tensor, layers: tuple[nn.Module, ...], call: int) -> tuple:
-    """Return all that outputs of `layers` depend on beside x; a compiled region begins and ends with its own."""
-    if torch.compiler.is_compiling():
-        return (call,)
-    autocast = autocast_dtype(x.device)
-    parts = [
-        (layer.recipe, id(layer.weight), _version(layer.weight), getattr(layer.run_state, "advances", 0))
-        for layer in layers
-        if isinstance(layer, Linear)
-    ]
-    return call, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, *parts
+    """Return all that outputs of `layers` depend on beside x, as far as it can change before they are asked for."""
+    linears = [layer for layer in layers if isinstance(layer, Linear)]
+    same = call, torch.is_grad_enabled(), autocast_dtype(x.device), *(layer.recipe for layer in linears)
+    if torch.compiler.is_compiling():  # which knows no versions, and no inference mode but as one without gradients
+        return same
+    parts = [(id(layer.weight), _version(layer.weight), getattr(layer.run_state, "advances", 0)) for layer in linears]
+    return *same, torch.is_inference_mode_enabled(), *parts
+
+
+class _Given(NamedTuple):
+    """Amaxes of a tensor, handed over by its norm; `of` is None where they are attached to that tensor."""
+
+    of: Callable[[], Tensor | None] | None
+    version: int
+    amaxes: ops.Amaxes
+    how: ops.Following
+
+
+class _Computed(NamedTuple):
+    """Outputs of siblings that the first computed from `of`, None as above; `made`: under which circumstances."""
+
+    of: Tensor | None
+    version: int
+    outputs: tuple[Tensor | None, ...]
+    made: tuple
+
+
+class _Known:
+    """What is known about a tensor that `by` shares."""
+
+    def __init__(self, by: SharedInput) -> None:
+        self.by = by
+        self.given: _Given | None = None
+        self.computed: _Computed | None = None
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # copies of the tensor that it is attached to
+
+
+_ATTRIBUTE = "_halfbyte_known"
 
 
 class SharedInput:
@@ -82,52 +113,66 @@ class SharedInput:
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:
         self.owner, self.names = owner, names
-        self._normed: Callable[[], Tensor | None] | None = None
-        self._amaxes: tuple[ops.Amaxes, ops.Following] | None = None
-        self._input: Tensor | None = None
-        self._versions = (0, 0)  # of what was handed over, and of _input
-        self._outputs: tuple[Tensor | None, ...] = ()
-        self._made: tuple = ()  # how and from which weights _outputs were computed
+        self._own = _Known(self)
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
         return tuple(getattr(self.owner, name) for name in self.names)
 
     def give(self, y: Tensor, amaxes: ops.Amaxes, how: ops.Following) -> None:
-        """Hand over the amaxes of y for layers that will quantize it as `how` says."""
-        if (amaxes.row is None and amaxes.col is None) or not _is_watched(y):
-            return
-        # Held weakly: nobody may come for it. A compiled region sees this object from beginning to end.
-        self._normed = (lambda: y) if torch.compiler.is_compiling() else weakref.ref(y)
-        self._amaxes, self._versions = (amaxes, how), (_version(y), self._versions[1])
+        """Hand over y, and its amaxes for layers that will quantize it as `how` says."""
+        if torch.compiler.is_compiling():
+            # Attached to y, all of it begins and ends where y does: a checkpoint inside the region may change nothing
+            # that is older, and outputs that nobody came for do not leave the region.
+            known = _Known(self)
+            known.given = _Given(None, 0, amaxes, how)
+            setattr(y, _ATTRIBUTE, known)
+        elif (amaxes.row is not None or amaxes.col is not None) and _is_watched(y):
+            self._own.given = _Given(weakref.ref(y), _version(y), amaxes, how)  # weakly: nobody may come for it
 
-    def take(self, x: Tensor, recipe: Recipe, call: int) -> ops.Amaxes | None:
-        """Return the amaxes of x if it is what was handed over, once."""
-        if self._normed is None or self._amaxes is None or call != 0 or self._normed() is not x:
+    def take(self, x: Tensor, layer: Linear, call: int) -> ops.Amaxes | None:
+        """Return the amaxes of x for `layer` if x is what was handed over, once."""
+        known = self._known(x)
+        given = known.given
+        if given is None or call != 0 or (given.of is not None and given.of() is not x) or _version(x) != given.version:
             return None
-        if _version(x) != self._versions[0]:
-            return None
-        (amaxes, how), self._normed, self._amaxes = self._amaxes, None, None
-        row, col = input_specs(recipe, how.col is not None)
-        return ops.Amaxes(amaxes.row if row == how.row else None, amaxes.col if col == how.col else None)
+        known.given = None
+        amaxes, how = given.amaxes, given.how
+        row, col = input_specs(layer.recipe, how.col is not None)
+        has_signs = how.sign_draw is None or layer is self.layers[0]  # those that the amax was rotated with
+        return ops.Amaxes(amaxes.row if row == how.row else None, amaxes.col if col == how.col and has_signs else None)
 
     def output(self, layer: Linear, x: Tensor, call: int) -> Tensor:
         """Return one layer's output; the first layer computes those of all of them."""
         layers = self.layers
         index = next((i for i, other in enumerate(layers) if other is layer), None)
-        same = self._input is x and _version(x) == self._versions[1] and self._made == _circumstances(x, layers, call)
-        y = self._outputs[index] if index and same else None
-        if y is not None:
-            self._outputs = tuple(None if i == index else other for i, other in enumerate(self._outputs))
-            if all(other is None for other in self._outputs):
-                self._input = None
-            return y
+        known = self._known(x)
+        computed = known.computed
+        if (
+            index
+            and computed is not None
+            and (computed.of is None or computed.of is x)
+            and _version(x) == computed.version
+        ):
+            y = computed.outputs[index]
+            left = tuple(None if i == index else other for i, other in enumerate(computed.outputs))
+            is_last = all(other is None for other in left)
+            known.computed = None if is_last else _Computed(computed.of, computed.version, left, computed.made)
+            if y is not None and computed.made == _circumstances(x, layers, call):
+                return y
         if index != 0 or len(layers) == 1 or not shareable(layers) or not _is_watched(x):
             return run_alone(x, layer, call)
         y, *others = forward_shared(x, layers, call)
-        self._made = _circumstances(x, layers, call)
-        self._input, self._outputs, self._versions = x, (None, *others), (self._versions[0], _version(x))
+        of = x if known is self._own else None
+        known.computed = _Computed(of, _version(x), (None, *others), _circumstances(x, layers, call))
         return y
+
+    def _known(self, x: Tensor) -> _Known:
+        if torch.compiler.is_compiling():
+            known = getattr(x, _ATTRIBUTE, None)
+            if known is not None and known.by is self:
+                return known
+        return self._own
 
     def __getstate__(self) -> dict:
         return {"owner": self.owner, "names": self.names}

@@ -40,9 +40,11 @@ def step(module, function, *inputs):
     module.zero_grad()
     x = inputs[0].clone().requires_grad_()
     y = function(x, *inputs[1:])
-    y = y[0] if isinstance(y, tuple) else y
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
-    return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+    outputs = [t for t in (y if isinstance(y, tuple) else (y,)) if t.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    torch.autograd.backward(outputs, [torch.randn(t.shape, generator=generator) for t in outputs])
+    gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    return [*(t.detach() for t in outputs), x.grad, *gradients]
 
 
 def check(module, function, *inputs):
