@@ -85,7 +85,8 @@ class ModuleCache:
             done: operands that this pass has filled; tied weights are found there.
             amaxes: of groups of siblings, computed in this pass.
         """
-        if self._specs == (None, None):
+        is_moving = len({weight.device for weight in self.weights}) > 1  # its last sibling to arrive refills all
+        if self._specs == (None, None) or is_moving:
             self.operands.clear()
             self._held.clear()
             return

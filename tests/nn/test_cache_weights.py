@@ -159,6 +159,25 @@ def test_moving_the_model_quantizes_again():
     assert torch.equal(cached, model(TOKENS))
 
 
+def test_siblings_that_share_an_amax_move_to_another_device_one_after_the_other():
+    model = decoder_of("nvfp4")
+    attn = model.layers[0].attn
+    with hb.cache_weights(model), Calls() as calls:
+        held = attn.q_proj.cached_weight().row.blocks.qdata
+        attn.q_proj.to("meta")
+        assert [layer.cached_weight() for layer in (attn.q_proj, attn.k_proj)] == [None, None]
+        model.to("meta")
+        assert {p.device.type for p in model.parameters()} == {"meta"}
+        for layer in (attn.q_proj, attn.k_proj, attn.o_proj):
+            assert {t.device.type for t in layer.cached_weight().tensors} == {"meta"}
+        before = calls.quantized
+        model(TOKENS.to("meta"))
+        layers = sum(isinstance(module, hb.nn.Linear) for module in model.modules())
+        assert calls.quantized - before == layers  # of activations alone
+        model.to_empty(device="cpu")
+        assert attn.q_proj.cached_weight().row.blocks.qdata.shape == held.shape
+
+
 def decoder_of(recipe):
     model = decoder(1)
     hb.quantize_(model, recipe, keep=NOTHING_KEPT)
