@@ -305,6 +305,27 @@ def test_what_fails_half_way_leaves_no_cache(monkeypatch):
         assert cache.bytes > 0
 
 
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("shares", [False, True])
+def test_optimizers_that_step_inside_the_backward(shares, is_cached):
+    """A step of q refills k, whose backward is to come: refused; docs/training.md names the two remedies."""
+    model = decoder(1)
+    options = {} if shares else {"share_amax": ()}
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT, **options)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    if is_cached:
+        hb.cache_weights(model, *(optimizers[layer.weight] for layer in model.modules() if hasattr(layer, "recipe")))
+    if shares and is_cached:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(TOKENS).square().mean().backward()
+        return
+    model(TOKENS).square().mean().backward()
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="quantize_ first"):
         hb.cache_weights(nn.Linear(4, 4))
