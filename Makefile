@@ -1,7 +1,8 @@
 # Everything a clone needs: `make train` and `make test` set themselves up in .venv. Needs Python 3.11+, make and gcc.
 #   make train       train the same small model in every recipe and write a table and a plot to runs/compare
 #   make test        all tests that need no GPU        make test-gpu   the GPU tests, with this machine's own python3
-#   make test-targets   every tuned kernel compiled for every GPU it may run on, without a GPU (some minutes)
+#   make test-targets   the kernels that bf16 layers launch, compiled for every GPU without one (some minutes);
+#                       configurations for ragged columns, fp32 and fp16 operands are not among them
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
 #   make bench       benchmarks on this machine's GPU, with its own python3
 # PYTHON=python3.12 make setup chooses the interpreter. TRAIN_ARGS, TEST_ARGS and BENCH_ARGS reach the command.

@@ -1,7 +1,8 @@
 """Compile a kernel for a GPU that is not here, and read what it uses: registers, stack, shared memory.
 
 Every module of `halfbyte.kernels` whose kernels are launched defines `compile_cases()`: the configurations its
-launchers choose from, built from the same tables. `all_cases()` finds them: a new kernel plugs in by that function.
+launchers choose from for bf16 operands of whole blocks, built from the same tables. Ragged columns, fp32 and fp16
+operands launch others, which nobody compiles ahead. `all_cases()` finds them: a new kernel plugs in by that function.
 `python -m halfbyte.kernels.targets [capability ...]` compiles all of them; it needs no GPU.
 """
 

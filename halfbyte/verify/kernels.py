@@ -110,6 +110,29 @@ def row_col(device: torch.device, backend: str | None, full: bool) -> Iterator[F
                 yield "quantize_row_col", f"{pair_name}, {name}, swizzled", lambda c=check: c(layout=SWIZZLED_32_4_4)
 
 
+def transient(device: torch.device, backend: str | None) -> Iterator[Finding]:
+    """quantize_row_col for one GEMM at once: decoded values in place of codes."""
+    x = inputs()["ragged"]
+    for pair_name, specs in PAIRS.items():
+
+        def check(row=specs[0], col=specs[1]) -> str | None:
+            codes = ops.quantize_row_col(x, row, col, **draws(row, col, CPU), backend="reference")
+            values = ops.quantize_row_col(
+                to_device(x, device), row, col, **draws(row, col, device), transient=(True, True), backend=backend
+            )
+            for side, spec in enumerate((row, col)):
+                mine, stored = values[side], codes[side]
+                if spec is None or mine is None or stored is None or mine.qdata.dtype != torch.bfloat16:
+                    continue  # this backend multiplies codes
+                decoded = reference.decode(stored, spec, x.shape[1 - side]).values.bfloat16()
+                problem = difference(mine.qdata, decoded) or difference(mine.amax, stored.amax)
+                if problem:
+                    return f"{('row', 'col')[side]} {problem}"
+            return None
+
+        yield "transient operands", pair_name, check
+
+
 def maxima(device: torch.device, backend: str | None) -> Iterator[Finding]:
     """amax: the largest finite magnitude."""
     for name, x in inputs().items():
@@ -168,7 +191,8 @@ GEMM_SPECS: dict[str, tuple[Spec | None, Spec | None]] = {
 ALL_SHAPES = ("1x16 x 16x16", "row-scaled x row-scaled")
 """Run on every shape, with bias and accumulation; the others on the first two shapes."""
 
-GEMM_SHAPES = ((256, 384, 512), (37, 53, 83), (1, 200, 64), (24, 16, 0), (0, 16, 32))
+GEMM_SHAPES = ((256, 384, 512), (37, 53, 83), (1, 200, 64), (64, 96, 8192), (24, 16, 0), (0, 16, 32))
+"""The fourth has few outputs and a long contraction, which several programs share."""
 
 
 def products(device: torch.device, backend: str | None, group: str = GEMM) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ import torch
 
 from halfbyte import ops
 from halfbyte.ops.backends import NATIVE, TRITON
-from halfbyte.verify import grouped, invariants, kernels, record
+from halfbyte.verify import fused, grouped, invariants, kernels, primary, record
 from halfbyte.verify.fingerprint import EXPECTED, fingerprint
 from halfbyte.verify.record import Check, Finding
 
@@ -51,10 +51,13 @@ def findings(scope: Scope) -> list[Finding]:
     found += kernels.maxima(*where)
     found += kernels.quantization(*where, scope.full)
     found += kernels.row_col(*where, scope.full)
+    found += kernels.transient(*where)
     found += kernels.decoding(*where)
     found += kernels.transposition(*where)
     found += kernels.products(*where)
     found += grouped.grouped(*where)
+    found += fused.fused(*where)
+    found += primary.primary(*where)
     if native_status(scope.device).available:
         found += kernels.products(scope.device, NATIVE, record.NATIVE_GEMM)
     found.append(("fingerprint", "equal on every machine", partial(_same_fingerprint, *where)))

@@ -1,4 +1,4 @@
-"""Every tuned configuration of every kernel compiles for every target, without spills and within its shared memory.
+"""The listed configurations of every kernel (bf16, whole blocks) compile for every target, without spills.
 
 The kernels here are defined for the interpreter, so the compiler runs in processes of its own.
 """

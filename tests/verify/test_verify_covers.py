@@ -1,0 +1,123 @@
+"""`halfbyte verify` launches every kernel of the package, and notices when one of them is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+import halfbyte.kernels
+from halfbyte.ops import backends  # noqa: F401  the module, which the package hides behind its function
+from halfbyte.verify import fused, grouped, invariants, kernels, plan, primary, record
+
+CPU = torch.device("cpu")
+ELSEWHERE = {
+    "clear_tail_kernel": "behind torch._grouped_mm, which takes CUDA tensors; tests/gpu/test_gpu_grouped.py",
+    "swizzle_kernel": "before scaled_mm, on FP4 tensor cores; tests/kernels/test_kernels_transpose.py",
+    "e2m1_pair_kernel": "the self-test of sm_100's casts, which `verify` runs by itself (casts.py)",
+}
+
+
+def all_kernels() -> set[str]:
+    """Return the names of every kernel that has a launcher: functions of the compiler's called …_kernel."""
+    names = set()
+    for info in pkgutil.iter_modules(halfbyte.kernels.__path__):
+        module = importlib.import_module(f"halfbyte.kernels.{info.name}")
+        names |= {n for n, v in vars(module).items() if isinstance(v, InterpretedFunction) and n.endswith("_kernel")}
+    return names
+
+
+@pytest.fixture
+def triton_on_the_cpu(monkeypatch):
+    module = sys.modules["halfbyte.ops.backends"]
+    runs = module.BackendStatus(name="triton", available=True, reason="the interpreter")
+    lacks = module.BackendStatus(name="native", available=False, reason="the interpreter")
+    monkeypatch.setattr(module, "_triton_status", lambda device: runs)
+    monkeypatch.setattr(module, "_native_status", lambda device: lacks)
+    monkeypatch.setattr(module, "_casts", lambda device: "")
+    module._cached_status.cache_clear()
+    yield
+    module._cached_status.cache_clear()
+
+
+def test_every_kernel_is_launched(monkeypatch, triton_on_the_cpu):
+    launched = set()
+    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **options: launched.add(self.fn.__name__))
+    findings = plan.findings(plan.Scope(device=CPU, backend="triton"))
+    record.run(f for f in findings if f[0] != invariants.GROUP)  # nothing is computed, so nothing agrees
+    assert len(all_kernels()) >= 38
+    assert all_kernels() - launched == set(ELSEWHERE)
+
+
+def altered(function, index):
+    """Return `function` with the lowest bit of one finite element of a result changed where Triton is asked for."""
+
+    def run(*arguments):
+        out = function(*arguments)
+        if arguments[-1] == "triton" and isinstance(out[index], torch.Tensor) and out[index].numel():
+            flat = out[index].view(-1)
+            at = int(flat.isfinite().nonzero()[0])
+            flat[at] = torch.nextafter(flat[at], torch.full_like(flat[at], 1e9))
+        return out
+
+    return run
+
+
+@pytest.mark.parametrize("name, index, says", [("norm", 0, "y: 1 of"), ("norm_backward", 1, "dweight: 1 of")])
+def test_a_wrong_bit_of_a_norm_is_noticed(monkeypatch, triton_on_the_cpu, name, index, says):
+    monkeypatch.setattr(fused.ops, name, altered(getattr(fused.ops, name), index))
+    finding = next(f for f in fused.fused(CPU, "triton") if f[1].startswith("LayerNorm, 37x83 bfloat16, amaxes"))
+    (check,) = record.run([finding])
+    assert check.outcome == record.FAILED and says in check.detail
+
+
+def test_a_wrong_bit_of_an_activation_is_noticed(monkeypatch, triton_on_the_cpu):
+    monkeypatch.setattr(fused.ops, "activation", altered(fused.ops.activation, 0))
+    finding = next(f for f in fused.fused(CPU, "triton") if f[1] == "gelu gated")
+    (check,) = record.run([finding])
+    assert check.outcome == record.FAILED and check.detail.startswith("h: 1 of")
+
+
+def test_a_wrong_nibble_of_a_primary_weight_is_noticed(monkeypatch):
+    stages = primary.primary_stages
+
+    class Wrong:
+        def __init__(self, caster, pieces):
+            self.caster, self.pieces = caster, pieces
+
+        def __getattr__(self, name):
+            return getattr(self.caster, name)
+
+        def cast(self, *arguments):
+            self.caster.cast(*arguments)
+            self.pieces[0].codes[0] ^= 0x10
+
+    def one_wrong(pieces, targets, tiles, device, backend):
+        caster, finisher = stages(pieces, targets, tiles, device, "reference")
+        return (caster if backend == "reference" else Wrong(caster, pieces)), finisher
+
+    monkeypatch.setattr(primary, "primary_stages", one_wrong)
+    (check,) = record.run([next(primary.primary(CPU, "triton"))])
+    assert check.outcome == record.FAILED and check.detail.startswith("weight 0 qdata: 1 of")
+
+
+def test_transient_values_are_compared(monkeypatch):
+    def decoded(x, row, col, *, transient=(False, False), **options):
+        sides = plan.ops.dispatch.quantize_row_col(x, row, col, **options)
+        if transient == (False, False):
+            return sides
+        return tuple(s and s._replace(qdata=torch.zeros(s.qdata.shape, dtype=torch.bfloat16)) for s in sides)
+
+    monkeypatch.setattr(kernels.ops, "quantize_row_col", decoded)
+    (check,) = record.run([next(kernels.transient(CPU, "reference"))])
+    assert check.outcome == record.FAILED and check.detail.startswith("row shape")
+
+
+def test_the_reference_passes_what_was_added():
+    findings = (*fused.fused(CPU, "reference"), *primary.primary(CPU, "reference"), *grouped.grouped(CPU, "reference"))
+    failed = [check for check in record.run(findings) if check.outcome == record.FAILED]
+    assert not failed and len(findings) > 120
