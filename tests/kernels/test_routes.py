@@ -1,4 +1,4 @@
-"""Which kernels one orientation alone is quantized by: those of `quantize`, not those of pairs with one side left out."""
+"""Which kernels quantize one orientation alone, those of `quantize`, and which a pair, and the bytes of both."""
 
 from __future__ import annotations
 
