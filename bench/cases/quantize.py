@@ -55,11 +55,15 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """One operation: the specs of both orientations (None leaves one out) and the layout of the scales."""
+    """One operation: the specs of both orientations (None leaves one out) and the layout of the scales.
+
+    as_layer: one orientation asked for as a forward without gradients asks, by quantize_row_col.
+    """
 
     row: Spec
     col: Spec | None = None
     scale_layout: str = LINEAR
+    as_layer: bool = False
     peer: str = ""
     graph: bool = False
 
@@ -96,6 +100,8 @@ class Quantization:
     def _run(self, module: ModuleType, x: Tensor, given: Given, **backend: str) -> tuple[Tensor, ...]:
         """Run `ops`, or `reference` itself, which a compiler can look into."""
         options = {"draw": given.draw, "sign_draw": given.sign_draw, "scale_layout": self.scale_layout, **backend}
+        if self.as_layer:
+            return module.quantize_row_col(x, self.row, None, row_amax=given.row_amax, **options)[0][:2]
         if self.col is None:
             return module.quantize(x, self.row, amax=given.row_amax, **options)[:2]
         amaxes = {"row_amax": given.row_amax, "col_amax": given.col_amax}
@@ -242,6 +248,13 @@ CASES = (
         "row_col/16x16",
         "a weight in both orientations",
         Quantization(row=NVFP4(block=(16, 16)), col=NVFP4(block=(16, 16))),
+    ),
+    Case(
+        name="eval/16x16",
+        about="a weight in one orientation, as a forward without gradients asks for it",
+        shapes={(8192, 8192): Bar(least=0.91, aim=0.93), (16384, 2880): Bar(least=0.85, aim=0.90)},
+        small=SMALL,
+        run=Quantization(row=NVFP4(block=(16, 16)), as_layer=True),
     ),
     Case(
         name="quantize/1x16-small",

@@ -10,7 +10,7 @@ from halfbyte.kernels.dequantize import Decoded, decode, dequantize
 from halfbyte.kernels.gemm import gemm_nt
 from halfbyte.kernels.grouped_gemm import grouped_dequantize, grouped_gemm_nt, grouped_values, plain_grouped_gemm
 from halfbyte.kernels.transpose import transpose
-from halfbyte.layout import LINEAR, Blocks, GroupedOperand
+from halfbyte.layout import LINEAR, Blocks, GroupedOperand, matrix_shape
 from halfbyte.rng import Draw
 from halfbyte.spec import MXFP8, NVFP4, Spec
 
@@ -51,12 +51,14 @@ def quantize(
     sign_draw: Draw | None = None,
     amax: Tensor | None = None,
     scale_layout: str = LINEAR,
+    decoded: bool = False,
 ) -> Blocks:
     """Quantize along the last dimension, a small tensor without an amax in one launch; see `kernels.quantize`."""
-    common = {"draw": draw, "sign_draw": sign_draw, "scale_layout": scale_layout}
-    if amax is None and isinstance(spec, NVFP4) and small.fits(x, spec, scale_layout):
-        return small.quantize(x, spec, **common)
-    return square_tiles.quantize(x, spec, amax=amax, **common)
+    if amax is None and isinstance(spec, NVFP4) and small.fits(x, spec, LINEAR if decoded else scale_layout):
+        return small.quantize(x, spec, draw=draw, sign_draw=sign_draw, scale_layout=scale_layout, decoded=decoded)
+    return square_tiles.quantize(
+        x, spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout, decoded=decoded
+    )
 
 
 def quantize_row_col(
@@ -76,6 +78,13 @@ def quantize_row_col(
     Args:
         transient: whether row and col are returned decoded; the others as for `row_col.quantize_row_col`.
     """
+    common = {"sign_draw": sign_draw, "scale_layout": scale_layout}
+    if col_spec is None:  # what a forward that nobody differentiates asks for
+        row = row_spec and quantize(x, row_spec, draw=draw, amax=row_amax, decoded=transient[0], **common)
+        return row, None
+    if row_spec is None:
+        matrix, draw = x.reshape(matrix_shape(x.shape)), draw and draw.next()
+        return None, quantize(matrix.T, col_spec, draw=draw, amax=col_amax, decoded=transient[1], **common)
     return row_col.quantize_row_col(
         x,
         row_spec,

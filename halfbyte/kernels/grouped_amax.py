@@ -33,7 +33,7 @@ from halfbyte.spec import NVFP4, Hadamard
 
 
 class Tile(NamedTuple):
-    """Columns and warps of a progrra."""
+    """Columns and warps of a program."""
 
     cols: int
     num_warps: int
@@ -185,7 +185,7 @@ def grouped_amax(
         plan: the groups of rows, with the bases of fresh signs.
         specs: of x and x.T; None where nothing is wanted.
         out: fp32 of at least [E], or one for each row, or column of each group; zeros before.
-        sign_draw: where fresh signs lie in the strera.
+        sign_draw: where fresh signs lie in the stream.
     """
     rules = [None if spec is None else ra.amax_rule(spec) for spec in specs]
     outs = [t.view(torch.int32) for t in out]

@@ -81,6 +81,7 @@ def quantize(
     draw: Draw | None = None,
     sign_draw: Draw | None = None,
     scale_layout: str = LINEAR,
+    decoded: bool = False,
 ) -> Blocks:
     """Quantize an operand for which `fits` holds; the same bytes as `halfbyte.kernels.quantize.quantize`.
 
@@ -89,14 +90,15 @@ def quantize(
         spec: NVFP4.
         draw, sign_draw: as there.
         scale_layout: "linear" or "swizzled_32_4_4".
+        decoded: as there.
     """
     check_scale_layout(scale_layout)
     x = x.reshape(matrix_shape(x.shape))
     amax = torch.empty((x.shape[0],) if spec.outer == "row" else (), dtype=torch.float32, device=x.device)
-    out = allocate(x.shape, spec, scale_layout, x.device)
+    out = allocate(x.shape, spec, scale_layout, x.device, decoded)
     pointers, numbers, constants = operand_arguments(spec, out, amax, draw, sign_draw)
     r, n = tile(x.shape, spec, scale_layout)
-    rule = sc.rule_of(spec, sc.hardware_of(x.device))
+    rule = sc.rule_of(spec, sc.hardware_of(x.device))._replace(decoded=decoded)
     quantize_small_kernel[(1,)](
         x,
         *pointers,
