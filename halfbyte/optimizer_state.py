@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 REMEDY = "load what state_dict() of this optimizer returned for this model, from a checkpoint that is whole"
 COUNTS = frozenset(("step",))
-NUMBERS = frozenset(("mu_product", "eta", "mu"))
+AS_NUMBERS = COUNTS | {"mu_product", "eta", "mu"}
+"""Keys of state that is one number for the whole parameter."""
 MAX_COUNT = 1 << 31
 """No run makes so many steps."""
 REDUCED = {"row_var": -1, "col_var": -2}
@@ -139,7 +140,7 @@ def _problem(optimizer: torch.optim.Optimizer, state: Any, steps: int | None, is
 def _outline_problem(optimizer: torch.optim.Optimizer, state: Any, is_known: bool) -> str | None:
     """Return what is wrong with everything but the state of single parameters."""
     if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
-        return f"it is {_kind(state)}, not a dict with a dict 'state' and a list 'param_groups'"
+        return f"it is {kind_of(state)}, not a dict with a dict 'state' and a list 'param_groups'"
     groups = state.get("param_groups")
     if not isinstance(groups, list | tuple) or not all(isinstance(group, dict) for group in groups):
         return "'param_groups' is not a list of dicts"
@@ -152,7 +153,7 @@ def _outline_problem(optimizer: torch.optim.Optimizer, state: Any, is_known: boo
     for number, (ours, theirs) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         params = theirs.get("params")
         if not isinstance(params, list | tuple) or not all(type(index) in (int, str) for index in params):
-            return f"param_groups[{number}]['params'] is {_kind(params)}, not a list of the parameters' numbers"
+            return f"param_groups[{number}]['params'] is {kind_of(params)}, not a list of the parameters' numbers"
         if len(params) != len(ours["params"]):
             return f"param_groups[{number}] has {len(params)} parameters, the optimizer's has {len(ours['params'])}"
         if len({*params}) != len(params) or seen.intersection(params):
@@ -181,11 +182,14 @@ def option_problem(optimizer: torch.optim.Optimizer, ours: Mapping[str, Any], th
     for key, value in theirs.items():
         if key == "params":
             continue
-        if key not in ours:
-            if is_known and key not in SCHEDULES and value not in (None, False):
-                return f"{type(optimizer).__name__} has no option {key!r}, here {_kind(value)}"
+        if key in SCHEDULES:
+            if not key.endswith("names") and number_of(value) is None:
+                return f"the option {key!r} is {kind_of(value)}, expected is a finite number"
+        elif key not in ours:
+            if is_known and value is not None and value is not False:
+                return f"{type(optimizer).__name__} has no option {key!r}, here {kind_of(value)}"
         elif key in optimizer.defaults and not _is_like(value, ours[key]):
-            return f"the option {key!r} is {_kind(value)}, expected is {_expected(ours[key])}"
+            return f"the option {key!r} is {kind_of(value)}, expected is {_expected(ours[key])}"
         if key in AT_LEAST_ZERO and is_known and not _is_in_range(key, value):
             return f"the option {key!r} is {value!r}, expected is what {type(optimizer).__name__} takes"
     device = next((param.device.type for param in ours["params"]), "cpu")
@@ -202,12 +206,12 @@ def _is_like(value: Any, ours: Any) -> bool:
         is_list = isinstance(value, list | tuple) and len(value) == len(ours)
         return is_list and all(_is_like(a, b) for a, b in zip(value, ours, strict=True))
     if isinstance(ours, int | float) or (isinstance(ours, Tensor) and ours.numel() == 1):
-        return _number(value) is not None
+        return number_of(value) is not None
     return isinstance(value, type(ours))
 
 
 def _is_in_range(key: str, value: Any) -> bool:
-    numbers = [_number(each) for each in (value if isinstance(value, list | tuple) else [value])]
+    numbers = [number_of(each) for each in (value if isinstance(value, list | tuple) else [value])]
     return all(number is None or (number >= 0 and (key != "betas" or number < 1)) for number in numbers)
 
 
@@ -239,12 +243,12 @@ def _known_problem(known: Keys, param: Tensor, options: Mapping[str, Any], value
         return problem
     required = known.required(options, param.dim())
     for key, value in values.items():
-        if key in COUNTS | NUMBERS:
-            is_number = _number(value) is not None
+        if key in AS_NUMBERS:
+            is_number = number_of(value) is not None
             if isinstance(value, Tensor) and (value.dim() or value.dtype not in (torch.float32, torch.float64)):
                 is_number = False
             if not is_number:
-                return f"{key!r} is {_kind(value)}, expected is a finite float32 []"
+                return f"{key!r} is {kind_of(value)}, expected is a finite float32 []"
         elif value is not None or key in required:
             problem = _elements_problem(param, key, value, bool(options.get("fused")))
             if problem is not None:
@@ -270,11 +274,11 @@ def _elements_problem(param: Tensor, key: str, value: Any, is_fused: bool) -> st
     shape = list(param.shape)
     if key in REDUCED:
         shape[REDUCED[key]] = 1
-    expected = f"expected is {_dtype(param)} {shape}"
+    expected = f"expected is {dtype_name(param)} {shape}"
     if not isinstance(value, Tensor) or (is_plain and type(value) not in PLAIN):
-        return f"{key!r} is {_kind(value)}, {expected}"
+        return f"{key!r} is {kind_of(value)}, {expected}"
     if list(value.shape) != shape or value.dtype != param.dtype:
-        return f"{key!r} is {_kind(value)}, {expected}"
+        return f"{key!r} is {kind_of(value)}, {expected}"
     if value.is_meta and not param.is_meta:
         return f"{key!r} is on the meta device, without values"
     if not is_plain:
@@ -304,16 +308,16 @@ def _other_problem(present: Mapping[str, Any], values: Mapping[str, Any]) -> str
         if isinstance(value, Tensor) and value.is_meta:
             return f"{key!r} is on the meta device, without values"
         if isinstance(ours, Tensor) and (not isinstance(value, Tensor) or value.shape != ours.shape):
-            return f"{key!r} is {_kind(value)}, the optimizer's is {_dtype(ours)} {list(ours.shape)}"
+            return f"{key!r} is {kind_of(value)}, the optimizer's is {dtype_name(ours)} {list(ours.shape)}"
     return None
 
 
 def count_problem(values: Mapping[str, Any], steps: int | None = None) -> str | None:
     """Return which count of steps is none, or is more than the run has made; None if all are sound."""
     for key in COUNTS & values.keys():
-        count = _number(values[key])
+        count = number_of(values[key])
         if count is None or not 0 <= count <= MAX_COUNT or count != int(count):
-            return f"{key!r} is {_kind(values[key])}, expected is a number of steps"
+            return f"{key!r} is {kind_of(values[key])}, expected is a number of steps"
         if steps is not None and count > steps:
             return f"{key!r} is {count:g}, and the run had made {steps} steps"
     return None
@@ -325,12 +329,12 @@ def _overlap_problem(tensors: list[Tensor]) -> str | None:
     parts = [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta]
     for tensor in sorted(parts, key=lambda tensor: (str(tensor.device), tensor.data_ptr())):
         if tensor.device == device and tensor.data_ptr() < end:
-            return f"two of its tensors share memory, one of them {_dtype(tensor)} {list(tensor.shape)}"
+            return f"two of its tensors share memory, one of them {dtype_name(tensor)} {list(tensor.shape)}"
         device, end = tensor.device, tensor.data_ptr() + tensor.numel() * tensor.element_size()
     return None
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
     """Return a finite real number, kept as such or as a tensor with one element; None for anything else."""
     if isinstance(value, Tensor):
         is_plain = type(value) in PLAIN and value.layout == torch.strided and not value.is_meta
@@ -342,17 +346,19 @@ def _number(value: Any) -> float | None:
     return value if isinstance(value, int) or math.isfinite(value) else None
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """Return what to call a value: short, whatever it is."""
     if isinstance(value, Tensor):
         is_plain = type(value) in PLAIN and value.layout == torch.strided and not value.is_meta
-        what = "" if is_plain else f"{type(value).__name__} " if type(value) not in PLAIN else f"{value.layout} "
+        strange = "meta" if value.is_meta else type(value).__name__ if type(value) not in PLAIN else str(value.layout)
+        what = "" if is_plain else f"{strange} "
         number = f" of {value.item()}" if is_plain and value.numel() == 1 else ""
-        return f"{what}{_dtype(value)} {list(value.shape)}{number}"
+        return f"{what}{dtype_name(value)} {list(value.shape)}{number}"
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     return f"{value[:40]!r}" if isinstance(value, str) else f"a {type(value).__name__}"
 
 
-def _dtype(tensor: Tensor) -> str:
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype, without the module's."""
     return str(tensor.dtype).removeprefix("torch.")

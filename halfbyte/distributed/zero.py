@@ -400,9 +400,9 @@ class ZeroOptimizer:
         """Return masters and optimizer state under the ordinary names of parameters, whole, on the CPU of every rank.
 
         Returns:
-            {"version", "masters": {name: fp32}, "state": {name: {key: value}}, "groups", "scalars"}: `masters` is a
-            state dict of the model's trained parameters in fp32, without any codes; `scalars` {key: dtype} of state
-            whose numbers the optimizer keeps as tensors.
+            {"version", "masters": {name: fp32}, "state": {name: {key: value}}, "groups", "scalars", "keys"}: `masters`
+            is a state dict of the model's trained parameters in fp32, without any codes; `scalars` {key: dtype} of
+            state whose numbers the optimizer keeps as tensors; `keys` {name: {key: dtype}} lists what `state` holds.
 
         Raises:
             ValueError: on every rank: the optimizer has state that is not a number for each element or parameter.
@@ -413,7 +413,8 @@ class ZeroOptimizer:
         """Continue the run that wrote `state`, with any number of ranks, and cast the weights anew.
 
         Raises:
-            ValueError: on every rank, nothing changed: `state` does not fit this model or optimizer.
+            ValueError: on every rank, nothing changed: on one of them `state` does not fit this model or optimizer, is
+                damaged, or is another than on the others.
         """
         zero_state.load(self, state)
         self._publish()
