@@ -190,7 +190,8 @@ class Word:
     def __init__(self, value: Tensor) -> None:
         self._value = value
         self._event: torch.cuda.Event | None = None
-        self._on_host = torch.zeros(1, dtype=torch.float32, pin_memory=True) if value.is_cuda else value
+        options = {"dtype": torch.float32, "device": "cpu", "pin_memory": True}
+        self._on_host = torch.zeros(1, **options) if value.is_cuda else value
 
     def set(self) -> None:
         """Let the word be 1."""
@@ -202,7 +203,7 @@ class Word:
         if self._value.is_cuda and not torch.cuda.is_current_stream_capturing():
             self._on_host.copy_(self._value, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._value.device))
 
     @property
     def is_on_host(self) -> bool:

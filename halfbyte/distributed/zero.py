@@ -304,15 +304,29 @@ class ZeroOptimizer:
             self._accumulating = before
 
     @torch.no_grad()
-    def step(self) -> Tensor:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters with the gradients since the last step and start to gather the new weights.
 
+        Args:
+            closure: called once before, with gradients enabled, as torch's optimizers do: it runs the model forward and
+                backward and returns the loss.
+
         Returns:
-            The global norm of the mean gradient before clipping, fp32 [].
+            The global norm of the mean gradient before clipping, fp32 []; with a closure, what that returned.
 
         Raises:
             RuntimeError: the model was moved, cast or given other parameters since the optimizer was built.
+            TypeError: closure is no function.
         """
+        loss: Any = None
+        if closure is not None:
+            if not callable(closure):
+                raise TypeError(
+                    f"closure={type(closure).__name__}: give a function that runs forward and backward and returns the "
+                    "loss, or call step() after them"
+                )
+            with torch.enable_grad():
+                loss = closure()
         self._holding.check()
         for bucket in reversed(self.buckets[: self._reduced]):
             bucket.start_reducing()
@@ -325,7 +339,7 @@ class ZeroOptimizer:
             self._has_stepped = True
         self.zero_grad()
         self._publish()
-        return norm
+        return norm if closure is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that were accumulated and not yet used."""
