@@ -6,7 +6,11 @@
    tile rows that a border cuts by every rank, after one all-reduce (sum) in which each contributes its elements.
 3. Every rank writes the codes of its pieces.
 
-Buffers and tables are made once; a run launches a fixed number of kernels and never waits for the device.
+A word of the first message says whether some rank came with other shares than those that the messages were made for: it
+takes part in them (`decline`), since the others cannot know, and all of them start again with a cast that fits.
+
+Buffers and tables are made once; a run launches a fixed number of kernels, and waits for the device only to read that
+word, with the kernels that follow already launched.
 """
 
 from __future__ import annotations
@@ -77,16 +81,17 @@ class Cast:
         backend: str | None = None,
     ) -> None:
         self._group, self._layout = group, layout
-        self._alone = group is None
+        self.is_alone = group is None
         self._expands = not local_scales
         tiles = layout.tiles
-        halves = [] if self._alone else _cut_bytes(layout)
+        halves = [] if self.is_alone else _cut_bytes(layout)
         count = tiles + layout.slots
-        self._maxima = torch.zeros(count + 2 * len(halves), dtype=torch.float32, device=device)
+        self._maxima = torch.zeros(count + 2 * len(halves) + 1, dtype=torch.float32, device=device)
         self.amaxes = self._maxima[:count]
-        self._halves = self._maxima[count:]
+        self._halves = self._maxima[count:-1]
+        self._declined = None if self.is_alone or local_scales else Word(self._maxima[-1:])
         self._half_copies = _half_copies(layout, pieces, halves, self._halves)
-        stripes = [] if self._alone else _cut_stripes(layout)
+        stripes = [] if self.is_alone else _cut_stripes(layout)
         words = -(-tiles // 4) * 4
         sizes = [_stripe_size(layout, *stripe) for stripe in stripes]
         self._message = torch.zeros(words // 4 + sum(sizes), dtype=torch.int32, device=device)
@@ -96,22 +101,39 @@ class Cast:
         self._stripe_copies = _stripe_copies(pieces, stripe_pieces)
         self._chooses = any(not isinstance(target.spec.scaling, BlockMax) for target in layout.targets)
         self._sent = self._elements if local_scales else self._message
-        self._index = _shared_amaxes(layout, device) if local_scales and not self._alone else None
+        self._index = _shared_amaxes(layout, device) if local_scales and not self.is_alone else None
         make = primary_stages
         self._caster, self.finisher = make(pieces, layout.targets, tiles, device, backend)
         edges = _edge_pieces(layout, pieces, halves, self._halves)
         self._edge_caster = make(edges, (), tiles, device, backend)[0] if edges else None
         self._stripe_caster = make(stripe_pieces, (), tiles, device, backend)[0] if stripe_pieces else None
 
-    def run(self) -> None:
-        """Complete amaxes and scales and write the codes of this rank's pieces; without local_scales, expand them."""
+    def run(self) -> bool:
+        """Complete amaxes and scales and write the codes of this rank's pieces; without local_scales, expand them.
+
+        Returns:
+            Whether all ranks ran it. If one declined, what was written is void, if anything was.
+        """
         self.agree()
+        if self._declined is not None and self._declined.is_on_host and self._declined.is_set():
+            return False
         self.scale()
         self.write()
+        return self._declined is None or not self._declined.is_set()
+
+    def decline(self) -> None:
+        """Take part in the messages of the others' `run` and tell them that it is void."""
+        assert self._declined is not None, "nobody waits"
+        self._maxima.zero_()
+        self._declined.set()
+        dist.all_reduce(self._maxima, dist.ReduceOp.MAX, group=self._group)
+        if self._chooses and self._sent.numel():
+            self._message.zero_()
+            dist.all_reduce(self._sent.view(torch.int32), group=self._group)
 
     def agree(self) -> None:
         """First part of `run`: everything that ranks tell each other."""
-        self.amaxes.zero_()
+        self._maxima.zero_()
         self._caster.amax(self.amaxes)
         self._reduce_amaxes()
         if self._chooses:
@@ -128,7 +150,7 @@ class Cast:
             self._edge_caster.cast(self.amaxes, self.scales)
 
     def _reduce_amaxes(self) -> None:
-        if self._alone:
+        if self.is_alone:
             return
         if self._half_copies[0]:
             self._halves.fill_(-torch.inf)
@@ -137,6 +159,8 @@ class Cast:
             self._halves.fill_(-torch.inf)
         if self._index is None:
             dist.all_reduce(self._maxima, dist.ReduceOp.MAX, group=self._group)
+            if self._declined is not None:
+                self._declined.read()
         else:
             part = self.amaxes.index_select(0, self._index)
             dist.all_reduce(part, dist.ReduceOp.MAX, group=self._group)
@@ -145,7 +169,7 @@ class Cast:
     def _choose(self) -> None:
         self._message.zero_()
         self._caster.choose(self.amaxes, self.scales)
-        if self._alone:
+        if self.is_alone:
             return
         if self._stripe_copies[0]:
             torch._foreach_copy_(*self._stripe_copies)
@@ -154,6 +178,43 @@ class Cast:
             dist.all_reduce(self._sent.view(torch.int32), group=self._group)
         if self._stripe_caster is not None:
             self._stripe_caster.choose(self.amaxes, self.scales)
+
+
+class Word:
+    """A word of a message that the host reads: of a GPU's memory once the message has come, while kernels go on.
+
+    Args:
+        value: fp32 [1].
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._event: torch.cuda.Event | None = None
+        options = {"dtype": torch.float32, "device": "cpu", "pin_memory": True}
+        self._on_host = torch.zeros(1, **options) if value.is_cuda else value
+
+    def set(self) -> None:
+        """Let the word be 1."""
+        self._value.fill_(1)
+
+    def read(self) -> None:
+        """Start to read; within the capture of a CUDA graph nothing is read, and nothing changes in its replays."""
+        self._event = None
+        if self._value.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self._on_host.copy_(self._value, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(self._value.device))
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the host reads it without waiting for a device."""
+        return not self._value.is_cuda
+
+    def is_set(self) -> bool:
+        """Wait for what `read` has started, and return whether the word was set."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._on_host.item()) and (self.is_on_host or self._event is not None)
 
 
 class _Half(NamedTuple):

@@ -21,6 +21,12 @@ UNPICKLABLE = (
 )
 
 
+_REPLACED = (
+    "{} was replaced or moved, so that this optimizer's steps no longer reach it: call model.to, .float(), .half() and "
+    "the like before building ZeroOptimizer"
+)
+
+
 class Held(NamedTuple):
     """A parameter, the module and the name that it has there, and where its values or codes lie."""
 
@@ -49,6 +55,9 @@ class Holding:
             self._held.append(Held(name, module, own_name, param, _address(param)))
         self._frozen = {name: param for name, param in model.named_parameters() if name not in params}
         self._trained = dict(params)
+        self._model = weakref.ref(model)
+        self._seen = {id(param): param for param in model.parameters()}  # kept, so that no later one has their ids
+        self._ids = _parameter_ids(model)
         modules = {held.module for held in self._held}
         self.handles = [module.register_load_state_dict_pre_hook(self.refuse_to_load) for module in modules]
 
@@ -61,7 +70,8 @@ class Holding:
         raise TypeError(UNPICKLABLE)
 
     def check(self) -> None:
-        """Raise RuntimeError if a parameter is another tensor than before, or lies elsewhere; warn of new ones."""
+        """Raise RuntimeError if a parameter was replaced, moved or added; warn if one has thawed or was frozen."""
+        self._look_for_new()
         for name in [name for name, param in self._frozen.items() if param.requires_grad]:
             del self._frozen[name]
             warnings.warn(
@@ -79,10 +89,28 @@ class Holding:
         for name, module, own_name, param, address in self._held:
             now = module._parameters.get(own_name)
             if now is not param or _address(param) != address:
-                raise RuntimeError(
-                    f"{name} was replaced or moved, so that this optimizer's steps no longer reach it: call model.to, "
-                    ".float(), .half() and the like before building ZeroOptimizer"
-                )
+                raise RuntimeError(_REPLACED.format(name))
+
+    def _look_for_new(self) -> None:
+        """Raise RuntimeError if the model has a parameter to train that nobody would; remember frozen ones."""
+        model = self._model()
+        ids = self._ids if model is None else _parameter_ids(model)
+        if model is None or ids == self._ids:
+            return
+        held = {each.name for each in self._held}
+        new = {name: param for name, param in model.named_parameters() if id(param) not in self._seen}
+        for name in held & new.keys():
+            raise RuntimeError(_REPLACED.format(name))
+        untrained = [name for name, param in new.items() if param.requires_grad]
+        if untrained:
+            more = f" (and {len(untrained) - 1} more)" if len(untrained) > 1 else ""
+            raise RuntimeError(
+                f"{untrained[0]}{more} was added after ZeroOptimizer was built, which does not train it: build the "
+                "optimizer after the last parameter is added, or call requires_grad_(False) on what shall stay as it is"
+            )
+        self._frozen.update(new)
+        self._seen.update({id(param): param for param in new.values()})
+        self._ids = ids
 
     def refuse_to_load(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *notes: Any) -> None:
         """Raise RuntimeError where a state dict would overwrite parameters that the masters overwrite in turn."""
@@ -116,6 +144,21 @@ def model_problem(model: nn.Module, params: Mapping[str, Tensor], replaced: Iter
         if params[name]._backward_hooks or getattr(params[name], "_post_accumulate_grad_hooks", None):
             return f"model: {name} has hooks, and becomes another parameter: register them after building ZeroOptimizer"
     return None
+
+
+def _parameter_ids(model: nn.Module) -> list[int]:
+    """Return the ids of a model's parameters, module by module; quickly, for every step asks."""
+    ids: list[int] = []
+    modules = {id(model): model}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        ids += map(id, module._parameters.values())
+        for child in module._modules.values():
+            if child is not None and id(child) not in modules:
+                modules[id(child)] = child
+                waiting.append(child)
+    return ids
 
 
 def _address(param: Tensor) -> int:

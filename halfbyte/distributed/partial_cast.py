@@ -2,7 +2,9 @@
 
 What a call needs beyond its tensors' values (who has which elements, tables of addresses, buffers) is prepared by the
 first call with these tensors and kept on the first weight; later calls launch kernels and collectives only. Where only
-the memory of masters is another, a rank prepares alone what depends on it: other ranks need not notice.
+the memory of masters is another, a rank prepares alone what depends on it: other ranks need not notice. Where its
+shares are others, the rank tells so in the messages of the cast that the others may have begun, since a border between
+two ranks is no news to a third; then all compare notes again.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def cast_master_weights_to_nvfp4(
     Afterwards every rank has the block scales and amax of all weights, and the codes of its own shards: exactly its own
     nibbles, and the whole byte where two shards meet within one. Together the codes are the bytes of `hb.quantize` of
     the whole master, rounded to the weight's dtype first. Weights whose `amax` is one tensor share it. The first call
-    with given tensors compares weights and shards between the ranks; later ones do not wait for anything.
+    with given tensors compares weights and shards between the ranks, and so does one to which some rank comes with
+    other shards; the rest wait for no more than the message of the amaxes.
 
     Args:
         model_weights: 2-D QuantTensors in 16x16 tiles, filled in place; the same list on every rank.
@@ -64,26 +67,27 @@ def cast_master_weights_to_nvfp4(
     for name, values in (lists | {"fsdp_shard_model_weights": () if shards is None else shards}).items():
         if not isinstance(values, Sequence):
             problem = f"{name} is {type(values).__name__}: give a list with an entry for each weight"
+            _join(_known(model_weights), group)
             _agree(((), (), (), ()), problem, group, manual_post_all_gather_processing)
     shards = [None] * len(model_weights) if shards is None else shards
     agreed_on = _agreed_on(model_weights, master_weights, start_offsets, (group, manual_post_all_gather_processing))
     memory = _memory(model_weights, master_weights, shards)
-    known: _Prepared | None = getattr(model_weights[0], "_prepared_cast", None) if model_weights else None
+    known, arguments = _known(model_weights), (model_weights, master_weights, start_offsets, shards)
     if known is None or (known.agreed_on, known.memory) != (agreed_on, memory):
-        arguments = (model_weights, master_weights, start_offsets, shards)
         problem = _problem(*arguments)
-        if known is not None and known.agreed_on == agreed_on:
-            if problem is not None:
-                raise ValueError(problem)
+        if problem is None and known is not None and known.agreed_on == agreed_on:
             shares = known.shares
         else:
+            _join(known, group)
             shares = _agree(arguments, problem, group, manual_post_all_gather_processing)
-        cast = _prepare(arguments, shares, group)
-        if cast is None:
-            return
-        known = _Prepared(agreed_on, memory, shares, cast, [weight.block_scale for weight in model_weights])
-        vars(model_weights[0])["_prepared_cast"] = known
-    known.cast.run()
+        known = _prepared(arguments, shares, agreed_on, memory)
+    if known is not None and not known.cast.run():
+        shares = _agree(arguments, None, group, manual_post_all_gather_processing)
+        known = _prepared(arguments, shares, agreed_on, memory)
+        all_ran = known is None or known.cast.run()
+        assert all_ran, "all ranks have just prepared it"
+    if known is None:
+        return
     for weight in model_weights:
         if isinstance(weight, PrimaryWeight):
             weight.is_stale = True
@@ -223,6 +227,31 @@ def _agree(
     return shares
 
 
+def _known(model_weights: Any) -> _Prepared | None:
+    """Return what a call with this first weight has prepared."""
+    return (
+        getattr(model_weights[0], "_prepared_cast", None)
+        if isinstance(model_weights, Sequence) and model_weights
+        else None
+    )
+
+
+def _join(known: _Prepared | None, group: dist.ProcessGroup | None) -> None:
+    """Take part in the cast that other ranks of the group run if nothing has changed for them, and call it void."""
+    if known is not None and known.agreed_on[0] == resolve(group) and not known.cast.is_alone:
+        known.cast.decline()
+
+
+def _prepared(arguments: tuple, shares: list[list[Share | None]], agreed_on: tuple, memory: tuple) -> _Prepared | None:
+    """Prepare a cast and keep it on the first weight; None if there is nothing to do."""
+    weights = arguments[0]
+    cast = _prepare(arguments, shares, agreed_on[0])
+    if cast is None:
+        return None
+    vars(weights[0])["_prepared_cast"] = _Prepared(agreed_on, memory, shares, cast, [w.block_scale for w in weights])
+    return vars(weights[0])["_prepared_cast"]
+
+
 def _prepare(arguments: tuple, shares: list[list[Share | None]], group: dist.ProcessGroup | None) -> Cast | None:
     """Return the cast, None if there is nothing to do."""
     weights, masters, _, shards = arguments
@@ -247,8 +276,7 @@ def _prepare(arguments: tuple, shares: list[list[Share | None]], group: dist.Pro
             pieces.append(Piece(target, masters[i].detach().view(-1), own.start, target.cols, codes, first_byte))
     shares = [own for own, any_share in zip(shares, held, strict=True) if any_share]
     layout = Layout(targets, [target.cols for target in targets], shares, len(slots))
-    members = (group or dist.group.WORLD) if size > 1 else None
-    return Cast(layout, pieces, members, local_scales=False, device=weights[0].device)
+    return Cast(layout, pieces, group if size > 1 else None, local_scales=False, device=weights[0].device)
 
 
 @torch.no_grad()

@@ -11,11 +11,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from typing import cast as cast_type
 
 import torch
@@ -27,6 +27,7 @@ from halfbyte.distributed import zero_state
 from halfbyte.distributed.agree import exchange_notes, rank_and_size, telling
 from halfbyte.distributed.buckets import Bucket
 from halfbyte.distributed.cast import Cast, Layout
+from halfbyte.distributed.config import ZeroConfig
 from halfbyte.distributed.holding import UNPICKLABLE, Holding, model_problem
 from halfbyte.distributed.hooks import LayerWaits, after_gradient, before_forward, release
 from halfbyte.distributed.inner import CALL, build_inner, warn_of_state
@@ -43,46 +44,6 @@ from halfbyte.distributed.weights import (
     tiled_parameters,
 )
 from halfbyte.pieces import Piece
-from halfbyte.tensor.quant_tensor import VALUE_DTYPES
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroConfig:
-    """How a ZeroOptimizer stores and communicates.
-
-    Args:
-        weights: "nvfp4" stores the weights of hb.nn.Linear layers whose recipe has them in 16x16 tiles as
-            PrimaryWeights; "plain" keeps all parameters in their dtype: the same training, bit for bit, with four times
-            the memory and traffic for weights.
-        weight_dtype: that masters of NVFP4 weights are rounded to before they are quantized, and of their gradients;
-            None for the parameter's own, torch.bfloat16 where an fp32 model runs under autocast.
-        grad_dtype: in which gradients are summed over micro-batches and ranks: torch.float32 or torch.bfloat16.
-        bucket_numel: elements after which a bucket is closed.
-        max_norm: gradients are scaled down to this global norm; None for never.
-        timeout: how long a rank waits for the others where they compare notes.
-    """
-
-    weights: Literal["nvfp4", "plain"] = "nvfp4"
-    weight_dtype: torch.dtype | None = None
-    grad_dtype: torch.dtype = torch.float32
-    bucket_numel: int = 1 << 25
-    max_norm: float | None = None
-    timeout: timedelta = timedelta(seconds=60)
-
-    def __post_init__(self) -> None:
-        if self.weights not in ("nvfp4", "plain"):
-            raise ValueError(f"weights={self.weights!r}: use 'nvfp4' or 'plain'")
-        if self.weight_dtype not in (None, *VALUE_DTYPES):
-            raise ValueError(f"weight_dtype={self.weight_dtype}: use torch.bfloat16, float16 or float32, or None")
-        if self.grad_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"grad_dtype={self.grad_dtype}: use torch.float32 or torch.bfloat16")
-        if isinstance(self.bucket_numel, bool) or not isinstance(self.bucket_numel, int) or self.bucket_numel < 1:
-            raise ValueError(f"bucket_numel={self.bucket_numel}: give a positive number of elements")
-        if not isinstance(self.timeout, timedelta):
-            raise ValueError(f"timeout={self.timeout!r}: give a datetime.timedelta, such as timedelta(seconds=60)")
-        is_number = isinstance(self.max_norm, int | float) and not isinstance(self.max_norm, bool)
-        if self.max_norm is not None and not (is_number and self.max_norm > 0):
-            raise ValueError(f"max_norm={self.max_norm}: give a positive norm, or None")
 
 
 class ZeroOptimizer:
@@ -343,15 +304,29 @@ class ZeroOptimizer:
             self._accumulating = before
 
     @torch.no_grad()
-    def step(self) -> Tensor:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters with the gradients since the last step and start to gather the new weights.
 
+        Args:
+            closure: called once before, with gradients enabled, as torch's optimizers do: it runs the model forward and
+                backward and returns the loss.
+
         Returns:
-            The global norm of the mean gradient before clipping, fp32 [].
+            The global norm of the mean gradient before clipping, fp32 []; with a closure, what that returned.
 
         Raises:
             RuntimeError: the model was moved, cast or given other parameters since the optimizer was built.
+            TypeError: closure is no function.
         """
+        loss: Any = None
+        if closure is not None:
+            if not callable(closure):
+                raise TypeError(
+                    f"closure={type(closure).__name__}: give a function that runs forward and backward and returns the "
+                    "loss, or call step() after them"
+                )
+            with torch.enable_grad():
+                loss = closure()
         self._holding.check()
         for bucket in reversed(self.buckets[: self._reduced]):
             bucket.start_reducing()
@@ -364,7 +339,7 @@ class ZeroOptimizer:
             self._has_stepped = True
         self.zero_grad()
         self._publish()
-        return norm
+        return norm if closure is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that were accumulated and not yet used."""
@@ -439,9 +414,9 @@ class ZeroOptimizer:
         """Return masters and optimizer state under the ordinary names of parameters, whole, on the CPU of every rank.
 
         Returns:
-            {"version", "masters": {name: fp32}, "state": {name: {key: value}}, "groups", "scalars"}: `masters` is a
-            state dict of the model's trained parameters in fp32, without any codes; `scalars` {key: dtype} of state
-            whose numbers the optimizer keeps as tensors.
+            {"version", "masters": {name: fp32}, "state": {name: {key: value}}, "groups", "scalars", "keys"}: `masters`
+            is a state dict of the model's trained parameters in fp32, without any codes; `scalars` {key: dtype} of
+            state whose numbers the optimizer keeps as tensors; `keys` {name: {key: dtype}} lists what `state` holds.
 
         Raises:
             ValueError: on every rank: the optimizer has state that is not a number for each element or parameter.
@@ -452,7 +427,8 @@ class ZeroOptimizer:
         """Continue the run that wrote `state`, with any number of ranks, and cast the weights anew.
 
         Raises:
-            ValueError: on every rank, nothing changed: `state` does not fit this model or optimizer.
+            ValueError: on every rank, nothing changed: on one of them `state` does not fit this model or optimizer, is
+                damaged, or is another than on the others.
         """
         zero_state.load(self, state)
         self._publish()

@@ -11,14 +11,14 @@ from torch import Tensor
 from halfbyte.distributed.agree import exchange_notes, refuse_together
 from halfbyte.distributed.buckets import Bucket
 from halfbyte.distributed.inner import is_elementwise, state_problem
+from halfbyte.distributed.saved import VERSION, check_saved
 from halfbyte.distributed.scales import all_gather
+from halfbyte.optimizer_state import dtype_name
 
 if TYPE_CHECKING:
     from halfbyte.distributed.zero import ZeroOptimizer
 
-VERSION = 2
 CALL = "ZeroOptimizer.state_dict"
-KEYS = ("version", "masters", "state", "groups", "scalars")
 
 
 def save(zero: ZeroOptimizer) -> dict[str, Any]:
@@ -49,7 +49,12 @@ def save(zero: ZeroOptimizer) -> dict[str, Any]:
         {key: _copy(value, "cpu") for key, value in group.items() if key != "params"}
         for group in zero.inner.param_groups
     ]
-    return {"version": VERSION, "masters": masters, "state": state, "groups": groups, "scalars": scalars}
+    keys = {
+        name: {key: dtype_name(v) if isinstance(v, Tensor) else scalars.get(key) for key, v in values.items()}
+        for name, values in state.items()
+    }
+    whole = {"masters": masters, "state": state, "groups": groups, "scalars": scalars, "keys": keys}
+    return {"version": VERSION, **whole}
 
 
 def _copy(value: Any, device: torch.device | str) -> Any:
@@ -79,7 +84,7 @@ def _elementwise_keys(zero: ZeroOptimizer, bucket: Bucket) -> dict[tuple[str, st
     Ranks without a fragment learn them from others. Groups of parameters may have other options, and so other keys.
     """
     own = [
-        (key, _name(value.dtype), fragment.place.item.name)
+        (key, dtype_name(value), fragment.place.item.name)
         for fragment in bucket.fragments
         for key, value in zero.inner.state.get(fragment.master, {}).items()
         if is_elementwise(value, fragment.master)
@@ -91,15 +96,11 @@ def _elementwise_keys(zero: ZeroOptimizer, bucket: Bucket) -> dict[tuple[str, st
     return found
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _others(zero: ZeroOptimizer, bucket: Bucket) -> dict[str, dict[str, tuple[Any, str | None]]]:
     """Return numbers such as the step, and their dtype if they are kept as tensors: of the lowest rank with a part."""
     own = {
         fragment.place.item.name: {
-            key: (value.item(), _name(value.dtype)) if isinstance(value, Tensor) else (value, None)
+            key: (value.item(), dtype_name(value)) if isinstance(value, Tensor) else (value, None)
             for key, value in zero.inner.state.get(fragment.master, {}).items()
             if not is_elementwise(value, fragment.master)
         }
@@ -115,7 +116,8 @@ def _others(zero: ZeroOptimizer, bucket: Bucket) -> dict[str, dict[str, tuple[An
 
 def load(zero: ZeroOptimizer, state: Any) -> None:
     """See ZeroOptimizer.load_state_dict; checks all before it changes anything."""
-    refuse_together(_problem(zero, state), zero.group, "ZeroOptimizer.load_state_dict", zero.config.timeout)
+    check_saved(zero, state)
+    options = [{key: _copy(value, "cpu") for key, value in group.items()} for group in state["groups"]]
     zero.synchronize()
     scalars = state["scalars"]
     with torch.no_grad():
@@ -130,9 +132,14 @@ def load(zero: ZeroOptimizer, state: Any) -> None:
                     else:
                         values[key] = _scalar(zero, master, value, scalars[key]) if key in scalars else value
                 zero.inner.state[master] = values
-    for ours, theirs in zip(zero.inner.param_groups, state["groups"], strict=True):
+    for ours, theirs in zip(zero.inner.param_groups, options, strict=True):
         old = {key: value.device for key, value in ours.items() if isinstance(value, Tensor)}
-        ours.update({key: _copy(value, old.get(key, "cpu")) for key, value in theirs.items()})
+        ours.update(
+            {
+                key: value.to(old[key]) if key in old and isinstance(value, Tensor) else value
+                for key, value in theirs.items()
+            }
+        )
 
 
 def _part(fragment, whole: Tensor) -> Tensor:
@@ -148,55 +155,3 @@ def _scalar(zero: ZeroOptimizer, master: Tensor, value: Any, dtype: str) -> Tens
     group = next(g for g in zero.inner.param_groups if any(p is master for p in g["params"]))
     on_device = group.get("fused") or group.get("capturable")
     return torch.tensor(value, dtype=getattr(torch, dtype), device=master.device if on_device else "cpu")
-
-
-def _is_checkpoint(state: Any) -> bool:
-    if not isinstance(state, dict) or any(key not in state for key in KEYS) or state["version"] != VERSION:
-        return False
-    dicts = [state[part] for part in ("masters", "state", "scalars")]
-    if not isinstance(state["groups"], list) or not all(isinstance(each, dict) for each in dicts):
-        return False
-    return all(isinstance(each, dict) for each in (*state["state"].values(), *state["groups"]))
-
-
-def _problem(zero: ZeroOptimizer, state: Any) -> str | None:
-    """Say why `state` does not fit, or return None."""
-    remedy = "pass what ZeroOptimizer.state_dict() returned for this model"
-    if not _is_checkpoint(state):
-        return f"state: not of a ZeroOptimizer of version {VERSION}; {remedy}"
-    missing, foreign = _options(zero, state["groups"])
-    if missing and foreign:
-        return (
-            f"state: its optimizer has the option {foreign[0]!r} and no {missing[0]!r}, unlike this "
-            f"{type(zero.inner).__name__}; build the optimizer that the state is of"
-        )
-    for part in ("masters", "state"):
-        differing = sorted(state[part].keys() ^ zero.names.keys())
-        if differing:
-            return f"state[{part!r}]: {differing[0]!r} is on one side only; {remedy}"
-    for name, param in zero.names.items():
-        tensors = [state["masters"][name], *state["state"][name].values()]
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.shape != param.shape:
-                return f"state: {name!r} has shape {list(tensor.shape)}, the model's {list(param.shape)}; {remedy}"
-        if not isinstance(state["masters"][name], Tensor) or not state["masters"][name].is_floating_point():
-            return f"state['masters'][{name!r}] is no tensor of floats; {remedy}"
-    for key, dtype in state["scalars"].items():
-        if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
-            return f"state['scalars'][{key!r}]={dtype!r}: no dtype; {remedy}"
-    ours = [group["names"] for group in zero.inner.param_groups]
-    theirs = [group.get("names") for group in state["groups"]]
-    if ours != theirs:
-        return f"state['groups']: parameters are grouped as {theirs}, here as {ours}; use the same param_options"
-    return None
-
-
-def _options(zero: ZeroOptimizer, groups: list[dict]) -> tuple[list[str], list[str]]:
-    """Return options that this optimizer has and the groups lack, and the reverse.
-
-    One of both may be of another release of torch, or of a schedule; both are of another optimizer.
-    """
-    theirs = {key for group in groups for key in group}
-    ours = {key for group in zero.inner.param_groups for key in group}
-    foreign = theirs - ours - {"initial_lr"}  # a schedule notes it
-    return sorted(zero.inner.defaults.keys() - theirs), sorted(foreign)

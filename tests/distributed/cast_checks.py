@@ -287,3 +287,57 @@ def moved_on_one_rank(rank: int, half: tuple[int, int]) -> None:
     cast_master_weights_to_nvfp4([weight], [spread[:n]], [start], None)
     with pytest.raises(ValueError, match=r"master_weights\[0\] is torch.float32 with strides \(2,\)"):
         cast_master_weights_to_nvfp4([weight], [spread[::2]], [start], None)
+
+
+def moving_borders(rank: int, world: int) -> None:
+    """Of three ranks two move the border between them, which the third cannot see; it need not wait for anything."""
+    for spec in (TILE, FOUR_OVER_SIX):
+        masters = [torch.randn(shape, generator=torch.Generator().manual_seed(7)) for shape in ((16, 16), (40, 33))]
+        weights = [PrimaryWeight.empty(tuple(master.shape), spec) for master in masters]
+        for borders in (
+            [[100, 150], [300, 900]],
+            [[100, 200], [300, 900]],  # for rank 0 all is as before
+            [[100, 201], [300, 901]],  # within a byte
+            [[100, 100], [300, 1320]],  # rank 1 has nothing, or rank 2
+            [[100, 256], [300, 300]],
+            [[60, 256], [299, 300]],  # now for rank 2
+            [[60, 256], [7, 300]],
+        ):
+            before = [weight.qdata.clone().view(-1) for weight in weights]
+            shards = [share(master, edges, rank) for master, edges in zip(masters, borders, strict=True)]
+            cast_master_weights_to_nvfp4(weights, [s for s, _ in shards], [at for _, at in shards], None)
+            for weight, old, master, (shard, at) in zip(weights, before, masters, shards, strict=True):
+                check_bytes(weight, old, master, at, at + shard.numel())
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(partial_cast, "exchange_notes", None)  # what has been compared is not compared again
+                cast_master_weights_to_nvfp4(weights, [s for s, _ in shards], [at for _, at in shards], None)
+    mistakes_of_one_rank(rank)
+
+
+def mistakes_of_one_rank(rank: int) -> None:
+    """After calls that were right one rank comes with something else: all hear of it, no byte changes, and go on."""
+    master = torch.randn(16, 16, generator=torch.Generator().manual_seed(8))
+    weight = PrimaryWeight.empty((16, 16), FOUR_OVER_SIX)
+    shard, at = share(master, [100, 150], rank)
+
+    def cast(values: Tensor, start: int | None, **options) -> None:
+        cast_master_weights_to_nvfp4([weight], [values], [start], None, **options)
+
+    cast(shard, at)
+    held = [block.clone() for block in weight.blocks[:3]]
+    for values, start, message in (
+        (torch.zeros(50, 2)[:, 0], at, r"rank 1: master_weights\[0\] is torch.float32 with strides"),
+        (torch.zeros(60), at, "two ranks hold the elements 150 to 159"),
+        (torch.zeros(40), at, "no rank holds the elements 140 to 149"),
+        (torch.zeros(50), 230, r"rank 1: start_offsets\[0\]=230"),
+        (torch.zeros(50), "x", r"rank 1: start_offsets\[0\]='x'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cast(*((values, start) if rank == 1 else (shard, at)))
+    with pytest.raises(ValueError, match="rank 1: master_weights is NoneType"):
+        cast_master_weights_to_nvfp4([weight], None if rank == 1 else [shard], [at], None)
+    with pytest.raises(ValueError, match="rank 1: manual_post_all_gather_processing=False"):
+        cast(shard, at, manual_post_all_gather_processing=rank != 1)
+    assert all(torch.equal(a, b) for a, b in zip(weight.blocks[:3], held, strict=True))
+    cast(shard, at)
+    assert all(torch.equal(a, b) for a, b in zip(weight.blocks[:3], held, strict=True))

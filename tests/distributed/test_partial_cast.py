@@ -24,6 +24,10 @@ def test_two_ranks():
     ranks.run(2, checks.two_ranks)
 
 
+def test_borders_that_move_between_other_ranks():
+    ranks.run(3, checks.moving_borders, seconds=60)
+
+
 @pytest.mark.parametrize("spec", (checks.TILE, checks.FOUR_OVER_SIX), ids=("standard", "four_over_six"))
 def test_one_process_needs_no_group(spec):
     master = torch.randn(40, 24)

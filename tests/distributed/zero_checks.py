@@ -353,11 +353,14 @@ def refusals(rank: int, world: int) -> None:
         ({}, "not of a ZeroOptimizer"),
         *(({**good, part: None}, "not of a ZeroOptimizer") for part in ("masters", "state", "groups", "scalars")),
         (without("masters"), "on one side only"),
-        ({**good, "masters": {name: t.long() for name, t in good["masters"].items()}}, "no tensor of floats"),
+        (
+            {**good, "masters": {name: t.long() for name, t in good["masters"].items()}},
+            "is int64 .*, expected is float32",
+        ),
         ({**good, "scalars": {"step": "floaty"}}, "'floaty': no dtype"),
         (without("state"), "on one side only"),
         ({**good, "groups": good["groups"][:1]}, "grouped as"),
-        ({**good, "masters": {name: t[:1] for name, t in good["masters"].items()}}, "has shape"),
+        ({**good, "masters": {name: t[:1] for name, t in good["masters"].items()}}, r"is float32 \[1, .*expected"),
     ]
     for state, reason in bad:
         # Only one rank has the bad one: the others hear of it.
