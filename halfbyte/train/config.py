@@ -182,9 +182,8 @@ def differences(ours: dict, theirs: dict, prefix: str = "") -> list[str]:
         if isinstance(a, dict) and isinstance(b, dict):
             lines += differences(a, b, f"{prefix}{name}.")
         elif a != b:
-            lines.append(
-                f"{prefix}{name if str(name).isprintable() else repr(name)}: {_brief(b)} there, {_brief(a)} here"
-            )
+            word = name if str(name).isprintable() else repr(name)
+            lines.append(f"{prefix}{word}: {_brief(b)} there, {_brief(a)} here")
     return lines
 
 

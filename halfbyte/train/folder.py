@@ -42,7 +42,7 @@ def finished(config: TrainConfig, recipe: str, data: Data) -> dict | None:
 
 def _refuse_another(folder: Path, ours: dict, theirs: dict, result: dict | None) -> bool:
     """Raise if the run there is another; return whether it is the very same, not one to be extended."""
-    changed = extension.refusal(ours, theirs, result and result["steps"])
+    changed = extension.refusal(ours, theirs, None if result is None else result["steps"])
     is_same = not differences(ours, theirs)
     if not is_same and not changed and result is not None:
         if result["is_diverged"]:
@@ -143,8 +143,8 @@ def clear(folder: Path) -> None:
         for path, away in aside:
             os.rename(away, path)
         raise ValueError(
-            f"{error.filename}: cannot be deleted ({error.strerror}), so --overwrite deleted nothing; change its rights "
-            "or choose another --out"
+            f"{error.filename}: cannot be deleted ({error.strerror}), so --overwrite deleted nothing; change its "
+            "rights or choose another --out"
         ) from error
     for _, away in aside:
         away.unlink()
@@ -174,5 +174,6 @@ def _is_there(path: Path, is_kind) -> bool:
         return True
     kind = f"a symbolic link to {os.readlink(path)}" if stat.S_ISLNK(mode) else "not what a run makes"
     raise ValueError(
-        f"{path}: {kind}, so --overwrite deleted nothing; delete it and what belongs to it yourself, or choose another --out"
+        f"{path}: {kind}, so --overwrite deleted nothing; delete it and what belongs to it yourself, or choose another "
+        "--out"
     )

@@ -18,6 +18,6 @@ def refuse_many(command: str) -> None:
     if size.isdecimal() and int(size) > 1:
         rank = os.environ.get("RANK", "?")
         raise ValueError(
-            f"WORLD_SIZE={size}, rank {rank}: {command} is one process on one device, and all {size} would run the same "
-            f"training; start it once, without torchrun. A model of your own trains on several: docs/training.md, DDP"
+            f"WORLD_SIZE={size}, rank {rank}: {command} is one process on one device, and each of these would run the "
+            "same training; start it once, without torchrun. Data-parallel training of your own model: docs/training.md"
         )

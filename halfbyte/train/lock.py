@@ -1,6 +1,6 @@
 """One writer per folder: a file that says who writes to it, locked by the kernel for as long as that process lives.
 
-A process that was killed, however hard, holds no lock. What it wrote into the file stays, and the next writer takes over.
+A process that was killed, however hard, holds no lock. What it wrote into the file stays; the next writer takes over.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ def train(config: TrainConfig, recipe: str, data: Data, *, title: str | None = N
         The result: held-out loss, speed, memory, and the identity of the run.
 
     Raises:
-        ValueError: unknown recipe, a folder with another run or one that another process writes to, a broken checkpoint.
+        ValueError: unknown recipe, a folder with another run or that another process writes to, a broken checkpoint.
     """
     kept = None if config.run.overwrite else finished(config, recipe, data)
     if kept is not None:  # needs no right to write there

@@ -26,7 +26,7 @@ def check(
         config, model, optimizer, run_state: of the run that is to go on.
 
     Raises:
-        ValueError: a key, shape, dtype, number or place is not what this run saves after that step; the message names it.
+        ValueError: a key, shape, dtype, number or place is not what this run saves after that step, and is named.
     """
     step, position = saved["step"], saved["position"]
     if step > config.optim.steps:
