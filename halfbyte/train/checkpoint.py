@@ -98,9 +98,9 @@ def load(path: Path, identity: dict) -> dict:
     content = _read(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path}: foreign (no format={FORMAT!r} in it); {REMEDY}")
-    if content.get("version") != VERSION:
-        version = str(content.get("version"))[:40]
-        raise ValueError(f"checkpoint {path}: version {version!r}, this is {VERSION}; start a new run")
+    if type(content.get("version")) is not int or content["version"] != VERSION:
+        version = repr(content.get("version"))[:40].partition("\n")[0]
+        raise ValueError(f"checkpoint {path}: version {version}, this is {VERSION}; start a new run")
     missing = [key for key in KEYS if key not in content]
     if missing:
         raise ValueError(f"checkpoint {path}: lacks {', '.join(missing)}; {REMEDY}")

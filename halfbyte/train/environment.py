@@ -28,8 +28,8 @@ def problem(history: object) -> str:
     for entry in history:
         for key in ("step", *COMPARED):
             kind = int if key in ("step", "threads") else str
-            if key in entry and type(entry[key]) is not kind:
-                return f"environments: {key}={str(entry[key])[:40]!r} is no {kind.__name__}"
+            if key in entry and (type(entry[key]) is not kind or (kind is int and entry[key] < 0)):
+                return f"environments: {key}={str(entry[key])[:40]!r} is not what a run notes"
     return ""
 
 

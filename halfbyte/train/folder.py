@@ -96,6 +96,8 @@ def read_result(path: Path) -> dict:
         _check(path, _is_number(result.get(name)), f"{name} is no number")
     loss = result.get("held_out_loss", "")
     _check(path, loss is None or type(loss) is float or _is_number(loss), "held_out_loss is neither a number nor null")
+    for name, kind in (("diverged_at", int), ("diverged_in", str)):
+        _check(path, type(result.get(name)) in (kind, type(None)), f"{name} is no {kind.__name__}")
     reason = environment.problem(result.get("environments", []))
     _check(path, not reason, reason)
     return result

@@ -232,7 +232,7 @@ class Trainer:
             optim.place_learning_rate_(self.optimizer)
             self.run_state.load_state_dict(saved["run_state"])
         except (RuntimeError, KeyError, AttributeError, TypeError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0][:400]
             raise ValueError(
                 f"checkpoint {path}: does not fit this run ({reason}); delete it or use --overwrite"
             ) from error

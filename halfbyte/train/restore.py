@@ -80,7 +80,7 @@ def _check_optimizer(saved: Any, optimizer: torch.optim.Optimizer, step: int) ->
 
 def _check_finite(name: str, tensor: Tensor) -> None:
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        raise ValueError(f"{name} holds numbers that are not finite, which no run saves")
+        raise ValueError(f"{name} holds numbers that are not finite: the run had diverged, or the file is damaged")
 
 
 def _check_run_state(saved: Any, own: RunState, step: int, position: int) -> None:
