@@ -5,6 +5,7 @@ A command is a function from the list of its arguments to an exit status. User e
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import platform
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 USER_ERROR = 2
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""No room on the disk, in the user's share of it, or below what `ulimit -f` allows."""
 
 
 class Command(NamedTuple):
@@ -72,7 +75,8 @@ def _run(arguments: list[str] | None) -> int:
     except OSError as error:
         if error.filename is None:  # not about a path: no mistake in an option
             raise
-        print(f"halfbyte {name}: {error.filename}: {error.strerror}; choose another path", file=sys.stderr)
+        room = "make room or " if error.errno in FULL else ""
+        print(f"halfbyte {name}: {error.filename}: {error.strerror}; {room}choose another path", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print(f"\nhalfbyte {name}: stopped; the same command goes on from the last checkpoint", file=sys.stderr)

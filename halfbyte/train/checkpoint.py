@@ -6,20 +6,27 @@ newest one.
 
 from __future__ import annotations
 
-import pickle
+import contextlib
+import errno
+import math
+import re
 import zipfile
-import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from halfbyte.train import files
-from halfbyte.train.config import differences
+from halfbyte.train import environment, extension, files
 
 FORMAT = "halfbyte-checkpoint"
 VERSION = 1
 KEYS = ("identity", "step", "position", "seconds", "model", "optimizer", "run_state")
+OPTIONAL = ("environments",)
 LATEST = "latest"
+NAME = re.compile(r"step-\d{8,}\.pt")
+REMEDY = "delete it to go on from the one before, or restore it from a copy"
+DEPTH = 16
+"""Of an identity, with room: a schedule's changes are four deep."""
 
 
 class Checkpoints:
@@ -35,62 +42,122 @@ class Checkpoints:
 
     def save(self, content: dict) -> Path:
         """Write `content`, which has the keys of `KEYS`, point `latest` at it and delete the oldest."""
-        assert set(content) == set(KEYS), sorted(content)
+        assert set(content) - set(OPTIONAL) == set(KEYS), sorted(content)
         path = self._folder / f"step-{content['step']:08d}.pt"
         with files.atomic(path) as file:
             torch.save({"format": FORMAT, "version": VERSION, **content}, file)
         files.write_text(self._folder / LATEST, path.name + "\n")
-        for old in self._all()[: -self._keep]:
+        for old in saved(self._folder)[: -self._keep]:
             old.unlink()
         return path
 
     def latest(self) -> Path | None:
-        """Return the checkpoint that `latest` names, the newest one if that is gone, None if there is none."""
-        files.remove_leftovers(self._folder)
-        pointer = self._folder / LATEST
-        if pointer.exists():
-            named = self._folder / pointer.read_text(errors="replace").strip()
-            if named.is_file():
-                return named
-        return (self._all() or [None])[-1]
+        """Return the checkpoint that `latest` names, the newest one if that is gone, None if there is none.
 
-    def _all(self) -> list[Path]:
-        return sorted(self._folder.glob("step-*.pt"))
+        Raises:
+            ValueError: the folder cannot be read.
+        """
+        remove_leftovers(self._folder)
+        found = saved(self._folder)
+        with contextlib.suppress(ValueError):
+            named = files.read_text(self._folder / LATEST).strip()
+            return next((path for path in found if path.name == named), (found or [None])[-1])
+        return (found or [None])[-1]
+
+
+def saved(folder: Path) -> list[Path]:
+    """Return the checkpoints in `folder`, the newest last.
+
+    Raises:
+        ValueError: the folder cannot be read.
+    """
+    try:
+        found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be read ({error.strerror}); check its rights") from error
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what writers that were killed left in a folder of checkpoints."""
+    files.remove_leftovers(folder, "step-*.pt", LATEST)
 
 
 def load(path: Path, identity: dict) -> dict:
-    """Return what `Checkpoints.save` wrote to `path`, on the CPU.
+    """Return what `Checkpoints.save` wrote to `path`, on the CPU; what does not depend on the model is checked.
 
     Args:
         identity: of the run that wants to go on.
 
     Raises:
-        ValueError: the file is truncated, corrupt, not ours, or of another run; the message names it and the reason.
+        ValueError: the file cannot be read, is truncated, corrupt, not ours, or of another run; the message names it
+            and the reason.
     """
-    remedy = "delete it to go on from the one before, or restore it from a copy"
+    content = _read(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"checkpoint {path}: foreign (no format={FORMAT!r} in it); {REMEDY}")
+    if type(content.get("version")) is not int or content["version"] != VERSION:
+        version = repr(content.get("version"))[:40].partition("\n")[0]
+        raise ValueError(f"checkpoint {path}: version {version}, this is {VERSION}; start a new run")
+    missing = [key for key in KEYS if key not in content]
+    if missing:
+        raise ValueError(f"checkpoint {path}: lacks {', '.join(missing)}; {REMEDY}")
+    reason = _problem(content)
+    if reason:
+        raise ValueError(f"checkpoint {path}: {reason}; {REMEDY}")
+    changed = extension.refusal(identity, content["identity"], content["step"])
+    if changed:
+        raise ValueError(f"checkpoint {path}: of another run ({changed}); choose another --out or --overwrite")
+    return content
+
+
+def _read(path: Path) -> Any:
+    try:
+        path.open("rb").close()
+    except OSError as error:  # says nothing about what is in it
+        raise ValueError(
+            f"checkpoint {path}: cannot be read ({error.strerror}); check its rights and the disk"
+        ) from error
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()  # torch.load skips the checksums
-    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError) as error:  # RuntimeError: encrypted
-        raise ValueError(f"checkpoint {path}: truncated or not a checkpoint ({error}); {remedy}") from error
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # a place outside of the file, from its damaged list of contents
+            raise ValueError(f"checkpoint {path}: truncated or not a checkpoint ({error}); {REMEDY}") from error
+        raise ValueError(f"checkpoint {path}: cannot be read ({error.strerror}); check the disk") from error
+    except Exception as error:  # a damaged archive makes zipfile raise whatever its parts do
+        raise ValueError(f"checkpoint {path}: truncated or not a checkpoint ({_line(error)}); {REMEDY}") from error
     if broken is not None:
-        raise ValueError(f"checkpoint {path}: corrupt ({broken} does not match its checksum); {remedy}")
+        raise ValueError(f"checkpoint {path}: corrupt ({broken} does not match its checksum); {REMEDY}")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"checkpoint {path}: not a checkpoint of halfbyte ({reason}); {remedy}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"checkpoint {path}: foreign (no format={FORMAT!r} in it); {remedy}")
-    if content.get("version") != VERSION:
-        raise ValueError(f"checkpoint {path}: version {content.get('version')}, this is {VERSION}; start a new run")
-    missing = [key for key in KEYS if key not in content]
-    if missing:
-        raise ValueError(f"checkpoint {path}: lacks {', '.join(missing)}; {remedy}")
-    if not isinstance(content["identity"], dict):
-        raise ValueError(f"checkpoint {path}: its identity is no dict; {remedy}")
-    changed = differences(identity, content["identity"])
-    if changed:
-        reason = "; ".join(changed)
-        raise ValueError(f"checkpoint {path}: of another run ({reason}); choose another --out or --overwrite")
-    return content
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a foreign pickle may fail in any way
+        raise ValueError(f"checkpoint {path}: not a checkpoint of halfbyte ({_line(error)}); {REMEDY}") from error
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _problem(content: dict) -> str:
+    """Say which of the plain values is not what a run saves, "" if all are."""
+    for key in ("step", "position"):
+        if type(content[key]) is not int or content[key] < 0:
+            return f"{key}={str(content[key])[:40]!r} is no number of steps or batches"
+    seconds = content["seconds"]
+    if type(seconds) is not float or not 0 <= seconds < math.inf or (content["step"] and not seconds):
+        return f"seconds={str(seconds)[:40]!r} is no time that steps take"
+    if not isinstance(content["identity"], dict) or not _is_plain(content["identity"], DEPTH):
+        return "its identity is no dict of plain values"
+    return environment.problem(content.get("environments", []))
+
+
+def _is_plain(value: object, depth: int) -> bool:
+    """Return whether JSON could hold `value`, nested at most `depth` times."""
+    if isinstance(value, dict):
+        return depth > 0 and all(type(k) is str and _is_plain(v, depth - 1) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and all(_is_plain(each, depth - 1) for each in value)
+    return value is None or type(value) in (str, int, float, bool)

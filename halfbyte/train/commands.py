@@ -12,7 +12,7 @@ import tyro
 
 from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
-from halfbyte.train import data, loop, treatment
+from halfbyte.train import data, launch, loop, treatment
 
 Options = TypeVar("Options", "Train", "Compare")
 PRESET = "two_cores"
@@ -43,6 +43,7 @@ class Compare:
 def train(arguments: list[str]) -> int:
     """Run `halfbyte train`; the exit status is 1 if the run diverged."""
     options = _parse(Train, arguments, out=Path("runs/train"))
+    launch.refuse_many("halfbyte train")
     treatment.get(options.recipe)  # before the text is read
     run = options.config.run
     result = loop.train(options.config, options.recipe, data.load(options.config.data, run.cache))
@@ -57,6 +58,7 @@ def train(arguments: list[str]) -> int:
 def compare(arguments: list[str]) -> int:
     """Run `halfbyte compare`."""
     options = _parse(Compare, arguments, out=Path("runs/compare"))
+    launch.refuse_many("halfbyte compare")
     names = comparison.check(name.strip() for name in options.recipes.split(",") if name.strip())
     results = comparison.compare(options.config, names)
     out = options.config.run.out

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from halfbyte.train import data, files, loop, measure, plot, treatment
+from halfbyte.train import data, files, lock, loop, measure, plot, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
 
@@ -51,7 +51,8 @@ def compare(config: TrainConfig, names: tuple[str, ...] = DEFAULT) -> list[dict]
         `recipe_schedule`, that it followed ("" for none).
 
     Raises:
-        ValueError: an unknown recipe, no text, a folder with runs of another config, or a schedule that none follows.
+        ValueError: an unknown recipe, no text, a folder with runs of another config or one that another process writes
+            to, or a schedule that none follows.
     """
     names = check(names)
     schedules = {name: config.recipe_schedule if treatment.get(name).recipe.specs else "" for name in names}
@@ -60,19 +61,30 @@ def compare(config: TrainConfig, names: tuple[str, ...] = DEFAULT) -> list[dict]
             f"recipe_schedule={config.recipe_schedule!r}: it is for recipes that quantize a GEMM, and "
             f"recipes={','.join(names)!r} has none; name one, or use `halfbyte train`"
         )
-    folder = config.run.out
     corpus = data.load(config.data, config.run.cache)
-    title = heading(config, corpus, schedules)
+    runs = {
+        name: replace(config, recipe_schedule=schedules[name], run=replace(config.run, out=config.run.out / name))
+        for name in names
+    }
+    unfinished = [
+        one.run.out for name, one in runs.items() if config.run.overwrite or not loop.finished(one, name, corpus)
+    ]
+    with lock.hold(f"compare {','.join(names)}", config.run.out, *unfinished):
+        return _compare_held(config, runs, corpus, heading(config, corpus, schedules))
+
+
+def _compare_held(config: TrainConfig, runs: dict[str, TrainConfig], corpus: data.Data, title: str) -> list[dict]:
+    """Train every run in turn, holding the locks of all folders."""
     print(title, flush=True)
+    files.remove_leftovers(config.run.out, RESULTS, TABLE, PLOT)
     results: list[dict] = []
-    for number, name in enumerate(names, 1):
-        one = replace(config, recipe_schedule=schedules[name], run=replace(config.run, out=folder / name))
+    for number, (name, one) in enumerate(runs.items(), 1):
         if config.run.overwrite is False and loop.finished(one, name, corpus):
-            print(f"[{number}/{len(names)}] {name}: finished before, kept", flush=True)
-        result = loop.train(one, name, corpus, title=f"[{number}/{len(names)}] {name}")
-        results.append(result | {"recipe_schedule": schedules[name]})
+            print(f"[{number}/{len(runs)}] {name}: finished before, kept", flush=True)
+        result = loop.train_held(one, name, corpus, title=f"[{number}/{len(runs)}] {name}")
+        results.append(result | {"recipe_schedule": one.recipe_schedule})
         with_gaps(results)
-        _write(folder, config, corpus, results, title)
+        _write(config.run.out, config, corpus, results, title)
     return results
 
 

@@ -11,6 +11,9 @@ from halfbyte.schedule import Schedule, parse_schedule
 from halfbyte.train import model as models
 from halfbyte.train import treatment
 
+LONGEST = 120
+"""Characters of a value in a message; a damaged file may hold any."""
+
 
 def _positive(values: object, *names: str) -> None:
     for name in names:
@@ -174,13 +177,19 @@ class TrainConfig:
 def differences(ours: dict, theirs: dict, prefix: str = "") -> list[str]:
     """Return one line per leaf in which two identities differ."""
     lines = []
-    for name in sorted(ours.keys() | theirs.keys()):
+    for name in sorted(ours.keys() | theirs.keys(), key=str):
         a, b = ours.get(name), theirs.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
             lines += differences(a, b, f"{prefix}{name}.")
         elif a != b:
-            lines.append(f"{prefix}{name}: {b!r} there, {a!r} here")
+            word = name if str(name).isprintable() else repr(name)
+            lines.append(f"{prefix}{word}: {_brief(b)} there, {_brief(a)} here")
     return lines
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def two_cores() -> TrainConfig:

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfbyte.train import cache as caches
 from halfbyte.train import corpus as corpora
-from halfbyte.train import files, tokenizer
+from halfbyte.train import tokenizer
 from halfbyte.train.config import DataConfig
 
 
@@ -38,7 +39,7 @@ def load(config: DataConfig, cache: Path) -> Data:
     """
     corpus = corpora.load(config.corpus)
     coder = tokenizer.load(config.tokenizer, corpus, cache)
-    tokens = _cached_tokens(corpus, coder, cache)
+    tokens, sha256 = _cached_tokens(corpus, coder, cache)
     split = len(tokens) - max(1, round(len(tokens) * config.held_out))
     train, held_out = tokens[:split], tokens[split:]
     for part, name in ((train, "training"), (held_out, "held-out")):
@@ -49,6 +50,7 @@ def load(config: DataConfig, cache: Path) -> Data:
             )
     summary = corpus.summary() | {
         "tokenizer": coder.key,
+        "tokens_sha256": sha256,
         "vocab_size": coder.vocab_size,
         "train_tokens": len(train),
         "held_out_tokens": len(held_out),
@@ -57,16 +59,14 @@ def load(config: DataConfig, cache: Path) -> Data:
     return Data(train=train, held_out=held_out, vocab_size=coder.vocab_size, summary=summary)
 
 
-def _cached_tokens(corpus: corpora.Corpus, coder: tokenizer.Tokenizer, cache: Path) -> np.ndarray:
+def _cached_tokens(corpus: corpora.Corpus, coder: tokenizer.Tokenizer, cache: Path) -> tuple[np.ndarray, str]:
+    """Return the tokens of the whole corpus and the hash of their bytes."""
     dtype = next(d for d in map(np.dtype, (np.uint8, np.uint16, np.uint32)) if coder.vocab_size <= 1 << 8 * d.itemsize)
     path = cache / f"{corpus.sha256[:16]}-{coder.key}.tokens"
-    facts = path.with_name(f"{path.name}.json")
-    if not (path.exists() and facts.exists() and files.read_json(facts).get("bytes") == path.stat().st_size):
-        with files.atomic(path) as file:
-            for document in coder.encode(corpus.documents()):
-                file.write(document.astype(dtype).tobytes())
-        files.write_json(facts, {"corpus": corpus.sha256, "dtype": dtype.name, "bytes": path.stat().st_size})
-    return np.memmap(path, dtype=dtype, mode="r")
+    origin = {"corpus": corpus.sha256, "tokenizer": coder.sha256, "dtype": dtype.name}
+    encoded = (document.astype(dtype).tobytes() for document in coder.encode(corpus.documents()))
+    sha256 = caches.ensure(path, origin, lambda: encoded)
+    return np.memmap(path, dtype=dtype, mode="r"), sha256
 
 
 class Batches:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 from halfbyte.train import files
@@ -27,19 +28,26 @@ class Log:
         self._board = _board(folder, after) if tensorboard else None
         path = folder / NAME
         files.write_text(path, "".join(json.dumps(line) + "\n" for line in read(folder) if line["step"] <= after))
-        self._file = path.open("a")
+        self._path, self._file = path, path.open("ab", buffering=0)  # unbuffered: closing has nothing left to write
 
     def write(self, kind: str, step: int, values: dict[str, float | str]) -> None:
-        """Append one line of the kind "step", "eval" or "recipe"; a number that is not finite becomes null."""
+        """Append one line of the kind "step", "eval" or "recipe"; a number that is not finite becomes null.
+
+        Raises:
+            OSError: the disk is full; the error names the file.
+        """
         finite = {
             name: value if isinstance(value, str) or math.isfinite(value) else None for name, value in values.items()
         }
-        self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
-        self._file.flush()
+        rest = (json.dumps({"kind": kind, "step": step, **finite}) + "\n").encode()
+        with files.naming(self._path):
+            while rest:  # a disk that is almost full takes a part
+                rest = rest[self._file.write(rest) :]
         if self._board is not None:
-            for name, value in values.items():
-                add = self._board.add_text if isinstance(value, str) else self._board.add_scalar
-                add(f"{kind}/{name}", value, step)
+            with files.naming(self._path.parent / "tensorboard"):
+                for name, value in values.items():
+                    add = self._board.add_text if isinstance(value, str) else self._board.add_scalar
+                    add(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
         """Finish both files."""
@@ -52,23 +60,40 @@ def read(folder: Path) -> list[dict]:
     """Return the lines of a run's log; a last line cut in half by a kill is left out.
 
     Raises:
-        ValueError: a line before the last is not JSON; the message names it.
+        ValueError: the file cannot be read, or a line is not what `Log` writes; the message names it.
     """
     path = folder / NAME
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
-    lines = path.read_text(errors="replace").split("\n")
+    lines = files.read_text(path).split("\n")
     records = []
     for number, line in enumerate(lines, 1):
         if not line:
             continue
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
-            raise ValueError(f"{path} line {number}: not JSON ({error.msg}); delete the line") from error
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else "not of ours"
+            raise ValueError(f"{path} line {number}: not JSON ({reason}); delete the line") from error
+        problem = _problem(record)
+        if problem:
+            raise ValueError(f"{path} line {number}: not a line of a run ({problem}); delete the line")
+        records.append(record)
     return records
+
+
+def _problem(record: object) -> str:
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return "no object with a kind"
+    if type(record.get("step")) is not int or not 0 <= record["step"] < 1 << 63:
+        return "step is no number of steps"
+    if record["kind"] in ("step", "eval"):
+        loss = record.get("loss", "")
+        if loss is not None and (type(loss) not in (int, float) or not abs(loss) < math.inf):
+            return "loss is neither a number nor null"
+    return ""
 
 
 def curve(folder: Path, kind: str) -> tuple[list[int], list[float]]:

@@ -7,10 +7,8 @@ A run that was stopped, however hard, goes on from its newest checkpoint and giv
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +17,26 @@ from torch import Tensor
 import halfbyte as hb
 from halfbyte.nn.linear import describe
 from halfbyte.nn.streams import FollowsRecipe
-from halfbyte.train import checkpoint, files, graphs, measure, optim, progress, treatment
+from halfbyte.train import (
+    checkpoint,
+    environment,
+    files,
+    folder,
+    graphs,
+    lock,
+    measure,
+    optim,
+    progress,
+    restore,
+    treatment,
+)
 from halfbyte.train import model as models
-from halfbyte.train.config import TrainConfig, differences
+from halfbyte.train.config import TrainConfig
 from halfbyte.train.data import Batches, Data
+from halfbyte.train.folder import CHECKPOINTS, CONFIG, LAYERS, RESULT, clear, finished, identity
 from halfbyte.train.log import Log
 
-CONFIG, RESULT, LAYERS, CHECKPOINTS = "config.json", "result.json", "layers.txt", "checkpoints"
+__all__ = ["CHECKPOINTS", "Trainer", "clear", "finished", "identity", "train"]
 HELD_OUT_SEED = 0
 """Validation takes the same held-out sequences in every run, whatever its seed."""
 MOST_GRAPHS = 64
@@ -52,6 +63,8 @@ def resolve_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
 
 class Trainer:
     """A run: model, optimizer, data position and random state, advanced step by step.
+
+    Whoever builds one holds the lock of its folder, as `train` does.
 
     Args:
         config: what to train; `config.run.out` is the folder.
@@ -90,6 +103,7 @@ class Trainer:
         self.held_out = Batches(data.held_out, seed=HELD_OUT_SEED, **layout)
         self.step, self.position, self.seconds = 0, 0, 0.0
         self.checkpoints = checkpoint.Checkpoints(self.folder / CHECKPOINTS, config.run.keep)
+        self.environments = [{"step": 0, **environment.own(self.device, self.dtype)}]
         self._resume()
         self.weight_cache = (
             hb.cache_weights(self.model, self.optimizer, dtype=self.dtype)
@@ -202,6 +216,7 @@ class Trainer:
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "run_state": self.run_state.state_dict(),
+                "environments": self.environments,
             }
         )
 
@@ -211,17 +226,19 @@ class Trainer:
             return
         saved = checkpoint.load(path, self.identity)
         try:
+            restore.check(saved, self.config, self.model, self.optimizer, self.run_state)
             self.model.load_state_dict(saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
+            self.optimizer.load_state_dict(restore.optimizer_state(saved["optimizer"], self.optimizer))
             optim.place_learning_rate_(self.optimizer)
             self.run_state.load_state_dict(saved["run_state"])
-            self.step, self.position = int(saved["step"]), int(saved["position"])
-            self.seconds = float(saved["seconds"])
         except (RuntimeError, KeyError, AttributeError, TypeError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0][:400]
             raise ValueError(
                 f"checkpoint {path}: does not fit this run ({reason}); delete it or use --overwrite"
             ) from error
+        self.step, self.position, self.seconds = saved["step"], saved["position"], saved["seconds"]
+        before = folder.environments(self.folder, saved.get("environments", []))
+        self.environments = environment.resumed(self.folder, self.step, before, self.environments[0])
 
     def _record_config(self) -> None:
         facts = {
@@ -229,10 +246,12 @@ class Trainer:
             "run": {name: str(value) for name, value in asdict(self.config.run).items()},
             "data": self.data.summary,
             "environment": measure.environment(self.device),
+            "environments": self.environments,
             "parameters": self.model.config.parameters,
             "dtype": str(self.dtype).removeprefix("torch."),
         }
         files.write_json(self.folder / CONFIG, facts)
+        (self.folder / RESULT).unlink(missing_ok=True)  # of a run that is now extended
         files.write_text(self.folder / LAYERS, f"{self.report}\n")
 
     def _result(self, history: History) -> dict:
@@ -243,6 +262,7 @@ class Trainer:
         return {
             "recipe": self.recipe,
             "identity": self.identity,
+            "environments": self.environments,
             "steps": self.step,
             "tokens": self._tokens(),
             "held_out_loss": history.held_out_loss,
@@ -275,33 +295,8 @@ class History:
         self.pending.clear()
 
 
-def identity(config: TrainConfig, recipe: str, data: Data) -> dict:
-    """Return everything that decides the result: the config, the recipe's values and the hash of the text."""
-    return config.identity(recipe) | {"corpus_sha256": data.summary["sha256"]}
-
-
-def finished(config: TrainConfig, recipe: str, data: Data) -> dict | None:
-    """Return the result of the run in `config.run.out` if it ended.
-
-    Raises:
-        ValueError: the folder holds a run of another config; the message says what differs.
-    """
-    folder, ours = config.run.out, identity(config, recipe, data)
-    for name in (RESULT, CONFIG):
-        path = folder / name
-        if path.exists():
-            theirs = files.read_json(path)
-            changed = differences(ours, theirs.get("identity", {}))
-            if changed:
-                raise ValueError(
-                    f"out={str(folder)!r} holds another run ({'; '.join(changed)}); choose another --out or --overwrite"
-                )
-            return theirs if name == RESULT else None
-    return None
-
-
 def train(config: TrainConfig, recipe: str, data: Data, *, title: str | None = None) -> dict:
-    """Train, or go on with a run that was stopped, or return the result of one that ended.
+    """Train, or go on with a run that was stopped or is to be longer, or return the result of one that ended.
 
     Args:
         config, recipe, data, title: see Trainer.
@@ -310,16 +305,27 @@ def train(config: TrainConfig, recipe: str, data: Data, *, title: str | None = N
         The result: held-out loss, speed, memory, and the identity of the run.
 
     Raises:
-        ValueError: unknown recipe, a folder with another run, a broken checkpoint.
+        ValueError: unknown recipe, a folder with another run or that another process writes to, a broken checkpoint.
     """
+    kept = None if config.run.overwrite else finished(config, recipe, data)
+    if kept is not None:  # needs no right to write there
+        return _keep(config, kept)
+    with lock.hold(f"train {recipe}", config.run.out):
+        return train_held(config, recipe, data, title=title)
+
+
+def train_held(config: TrainConfig, recipe: str, data: Data, *, title: str | None = None) -> dict:
+    """Do what `train` does for a caller that holds the lock of the folder."""
+    folder.remove_leftovers(config.run.out)
     if config.run.overwrite:
         clear(config.run.out)
-    return finished(config, recipe, data) or Trainer(config, recipe, data, title=title).train()
+    kept = finished(config, recipe, data)
+    return _keep(config, kept) if kept is not None else Trainer(config, recipe, data, title=title).train()
 
 
-def clear(folder: Path) -> None:
-    """Delete what a run wrote to `folder`, and nothing else."""
-    for name in (CONFIG, RESULT, LAYERS, "log.jsonl"):
-        (folder / name).unlink(missing_ok=True)
-    for name in (CHECKPOINTS, "tensorboard"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+def _keep(config: TrainConfig, result: dict) -> dict:
+    device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+    now = environment.own(device, resolve_dtype(config, device))
+    history = folder.environments(config.run.out, result.get("environments", []))
+    environment.say_kept(config.run.out, history, now)
+    return result

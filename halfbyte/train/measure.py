@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from halfbyte.version import __version__
+
 RESET_PEAK = "5"
 """Written to /proc/self/clear_refs, Linux sets the process's peak resident size back to the present one (proc(5))."""
 
@@ -62,7 +64,8 @@ def environment(device: torch.device) -> dict:
     """Return the facts of the machine that a reader of the figures needs."""
     facts = {
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "halfbyte": __version__,
+        "torch": str(torch.__version__),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),

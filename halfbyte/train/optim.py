@@ -23,7 +23,7 @@ def learning_rate(config: OptimConfig, step: int) -> float:
         done = (step - warmup) / max(1, config.steps - warmup)
         share = 0.5 * (1 + math.cos(math.pi * done))
     else:
-        decay = max(1, round(config.decay * config.steps))
+        decay = round(config.decay * config.steps)  # 0 stays to the last step
         share = min(1.0, (config.steps - step) / (decay + 1))
     return config.lr * (config.final_lr + (1 - config.final_lr) * share)
 

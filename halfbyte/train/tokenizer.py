@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from halfbyte.train import files
+from halfbyte.train import cache as caches
 from halfbyte.train.corpus import Corpus
 
 END = "<|endoftext|>"
@@ -19,6 +19,8 @@ class Tokenizer(Protocol):
 
     key: str
     vocab_size: int
+    sha256: str
+    """Of what it was trained to, "" for bytes."""
 
     def encode(self, documents: Iterator[bytes]) -> Iterator[np.ndarray]:
         """Yield the tokens of each document, ending with 0."""
@@ -30,6 +32,7 @@ class Bytes:
 
     key = "bytes"
     vocab_size = 256
+    sha256 = ""
 
     def encode(self, documents: Iterator[bytes]) -> Iterator[np.ndarray]:
         for document in documents:
@@ -39,8 +42,8 @@ class Bytes:
 class BPE:
     """A byte-level BPE of the `tokenizers` package."""
 
-    def __init__(self, path: Path, key: str) -> None:
-        self.key = key
+    def __init__(self, path: Path, key: str, sha256: str) -> None:
+        self.key, self.sha256 = key, sha256
         try:
             self._tokenizer = _package().Tokenizer.from_file(str(path))
         except ImportError:
@@ -72,12 +75,12 @@ def load(name: str, corpus: Corpus, cache: Path) -> Tokenizer:
     vocab_size = int(name.partition(":")[2])
     key = f"bpe{vocab_size}"
     path = cache / f"{corpus.sha256[:16]}-{key}.json"
-    if not path.exists():
-        _train(corpus, vocab_size, path)
-    return BPE(path, key)
+    origin = {"corpus": corpus.sha256, "vocab_size": str(vocab_size)}
+    sha256 = caches.ensure(path, origin, lambda: [_trained(corpus, vocab_size).encode()])
+    return BPE(path, key, sha256)
 
 
-def _train(corpus: Corpus, vocab_size: int, path: Path) -> None:
+def _trained(corpus: Corpus, vocab_size: int) -> str:
     package = _package()
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -89,7 +92,7 @@ def _train(corpus: Corpus, vocab_size: int, path: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator((document.decode() for document in corpus.documents()), trainer)
-    files.write_text(path, tokenizer.to_str())
+    return tokenizer.to_str()
 
 
 def _package():

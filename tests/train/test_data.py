@@ -1,5 +1,8 @@
 """Tokens and batches: every window once an epoch, any position without the ones before, caches that heal."""
 
+import hashlib
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -93,11 +96,61 @@ def test_bpe_of_a_whole_run(folder):
     assert bytes(loaded.train) == bytes(again.train)
 
 
-def test_broken_tokenizer_file_is_named(folder):
+@pytest.mark.parametrize("damage", ["other bytes", "other note", "no note", "list as note", "old note"])
+def test_a_cache_is_believed_by_its_hash(folder, capsys, damage):
+    """Of the right length and with other tokens in it: it would be trained on for ever."""
+    config = DataConfig(corpus=str(folder / "corpus"), sequence=32)
+    first = data.load(config, folder / "cache")
+    whole = bytes(first.train)
+    assert first.summary["tokens_sha256"] == hashlib.sha256(whole + bytes(first.held_out)).hexdigest()
+    (path,) = (folder / "cache").glob("*.tokens")
+    note = path.with_name(f"{path.name}.json")
+    if damage == "other bytes":
+        path.write_bytes(bytes([whole[0] ^ 1]) + path.read_bytes()[1:])
+    elif damage == "other note":
+        note.write_text(json.dumps(json.loads(note.read_text()) | {"tokenizer": "another"}))
+    elif damage == "no note":
+        note.unlink()
+    elif damage == "list as note":
+        note.write_text("[1]")
+    else:  # what was written before there were hashes
+        note.write_text(json.dumps({"corpus": "x", "dtype": "uint8", "bytes": path.stat().st_size}))
+    assert not capsys.readouterr().err
+    assert bytes(data.load(config, folder / "cache").train) == whole
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith(f"{path}: the cached file ") and "made again" in error
+    reason = {"other bytes": "is damaged", "other note": "was made from something else"}.get(damage, "has no hash")
+    assert reason in error
+    assert bytes(data.load(config, folder / "cache").train) == whole and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["unreadable", "other merges"])
+def test_a_damaged_tokenizer_is_trained_again(folder, capsys, damage):
     pytest.importorskip("tokenizers")
-    found = corpus.load(str(folder / "corpus"))
-    tokenizer.load("bpe:300", found, folder / "cache")
+    config = DataConfig(corpus=str(folder / "corpus"), tokenizer="bpe:300", sequence=32)
+    whole = bytes(data.load(config, folder / "cache").train)
     (path,) = (folder / "cache").glob("*-bpe300.json")
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"bpe300\.json: cannot be read"):
-        tokenizer.load("bpe:300", found, folder / "cache")
+    tokenizer_json = json.loads(path.read_text())
+    tokenizer_json["model"]["merges"] = tokenizer_json["model"]["merges"][::-1]
+    path.write_text("{" if damage == "unreadable" else json.dumps(tokenizer_json))
+    assert bytes(data.load(config, folder / "cache").train) == whole
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "bpe300.json: the cached file is damaged" in error
+
+
+def test_tokens_of_another_tokenizer_are_not_taken(folder, capsys):
+    """A vocabulary of the same size that was trained otherwise, as by another release of the package."""
+    pytest.importorskip("tokenizers")
+    config = DataConfig(corpus=str(folder / "corpus"), tokenizer="bpe:300", sequence=32)
+    first = data.load(config, folder / "cache")
+    (path,) = (folder / "cache").glob("*-bpe300.json")
+    facts = json.loads(path.read_text())
+    facts["model"]["merges"] = facts["model"]["merges"][:-1]
+    facts["model"]["vocab"] = dict(list(facts["model"]["vocab"].items())[:-1])
+    path.write_text(json.dumps(facts))
+    note = path.with_name(f"{path.name}.json")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"sha256": digest}))
+    second = data.load(config, folder / "cache")
+    assert second.summary["tokens_sha256"] != first.summary["tokens_sha256"]
+    assert "tokens: the cached file was made from something else" in capsys.readouterr().err

@@ -48,3 +48,23 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     record.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("step/loss")] == [(1, 2.5), (2, 1.5)]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("[1, 2]", "no object with a kind"),
+        ('{"kind": 1, "step": 1}', "no object with a kind"),
+        ('{"kind": "step", "loss": 1.0}', "step is no number of steps"),
+        ('{"kind": "step", "step": "1", "loss": 1.0}', "step is no number of steps"),
+        ('{"kind": "step", "step": 1, "loss": "low"}', "loss is neither a number nor null"),
+        ('{"kind": "eval", "step": 1, "loss": NaN}', "loss is neither a number nor null"),
+        ('{"kind": "eval", "step": 1}', "loss is neither a number nor null"),
+        ("[" * 100_000, "not JSON"),
+        ("9" * 5000, "not JSON"),
+    ],
+)
+def test_a_line_of_something_else_is_named(tmp_path, line, reason):
+    (tmp_path / "log.jsonl").write_text(line + '\n{"kind": "step", "step": 1, "loss": 1.0}\n')
+    with pytest.raises(ValueError, match=rf"log\.jsonl line 1: .*{reason}"):
+        log.Log(tmp_path, after=0, tensorboard=False)

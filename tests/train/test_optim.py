@@ -24,6 +24,10 @@ def test_wsd_ends_at_its_final_share():
     assert course[-1] == pytest.approx(0.1 + 0.9 / 21)
 
 
+def test_wsd_without_a_decay_stays():
+    assert rates(schedule="wsd", decay=0.0)[10:] == [1.0] * 90
+
+
 def test_cosine_is_half_way_in_the_middle():
     course = rates(schedule="cosine", final_lr=0.1)
     assert course[10] == 1.0

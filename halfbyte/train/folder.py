@@ -1,0 +1,181 @@
+"""The folder of a run: which files are in it, whether it ended, and how it is emptied."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from halfbyte.train import checkpoint, environment, extension, files, log
+from halfbyte.train.config import TrainConfig, differences
+from halfbyte.train.data import Data
+
+CONFIG, RESULT, LAYERS = "config.json", "result.json", "layers.txt"
+CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+NUMBERS = ("tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "saved_activation_bytes")
+LARGEST = 1e300
+EVENTS = "events.out.tfevents.*"
+
+
+def identity(config: TrainConfig, recipe: str, data: Data) -> dict:
+    """Return everything that decides the result: the config, the recipe's values and the hash of the text."""
+    return config.identity(recipe) | {"corpus_sha256": data.summary["sha256"]}
+
+
+def finished(config: TrainConfig, recipe: str, data: Data) -> dict | None:
+    """Return the result of the run in `config.run.out` if it ended, None if there is none or it can be extended.
+
+    Raises:
+        ValueError: the folder holds a run of another config, or a file that is damaged; the message says what differs.
+    """
+    folder, ours = config.run.out, identity(config, recipe, data)
+    _refuse_other_tokens(folder, data)
+    if os.path.lexists(folder / RESULT):
+        result = read_result(folder / RESULT)
+        if _refuse_another(folder, ours, result["identity"], result):
+            return result
+    elif os.path.lexists(folder / CONFIG):
+        _refuse_another(folder, ours, recorded(folder)["identity"], None)
+    return None
+
+
+def _refuse_another(folder: Path, ours: dict, theirs: dict, result: dict | None) -> bool:
+    """Raise if the run there is another; return whether it is the very same, not one to be extended."""
+    changed = extension.refusal(ours, theirs, None if result is None else result["steps"])
+    is_same = not differences(ours, theirs)
+    if not is_same and not changed and result is not None:
+        if result["is_diverged"]:
+            changed = f"it diverged at step {result['steps']}, which more steps do not mend"
+        elif checkpoint.Checkpoints(folder / CHECKPOINTS, keep=1).latest() is None:
+            changed = "it ended and its checkpoints are gone, so that it cannot be extended"
+    if changed:
+        raise ValueError(f"out={str(folder)!r} holds another run ({changed}); choose another --out or --overwrite")
+    return is_same
+
+
+def _refuse_other_tokens(folder: Path, data: Data) -> None:
+    """Raise if the same text was cut into other tokens there, as another release of `tokenizers` may do."""
+    if not os.path.lexists(folder / CONFIG):
+        return
+    facts = recorded(folder).get("data")
+    ours, theirs = data.summary.get("tokens_sha256"), facts.get("tokens_sha256") if isinstance(facts, dict) else None
+    if None not in (ours, theirs) and ours != theirs:
+        raise ValueError(
+            f"out={str(folder)!r} holds a run on other tokens of this text (tokens_sha256: {theirs!r} there, {ours!r} "
+            "here); put the cache of tokenizers back that it used, or choose another --out or --overwrite"
+        )
+
+
+def recorded(folder: Path) -> dict:
+    """Return config.json.
+
+    Raises:
+        ValueError: it is not one that a run wrote.
+    """
+    path = folder / CONFIG
+    facts = files.read_json(path)
+    _check(path, isinstance(facts.get("identity"), dict), "no identity")
+    _check(path, isinstance(facts.get("environment", {}), dict), "its environment is no object")
+    return facts
+
+
+def read_result(path: Path) -> dict:
+    """Return result.json.
+
+    Raises:
+        ValueError: it is not one that a run wrote.
+    """
+    result = files.read_json(path)
+    _check(path, isinstance(result.get("identity"), dict), "no identity")
+    recipe = result.get("recipe")
+    _check(path, isinstance(recipe, str) and recipe == result["identity"].get("recipe"), "recipe is not its identity's")
+    _check(path, type(result.get("steps")) is int and result["steps"] >= 0, "steps is no number of steps")
+    _check(path, type(result.get("is_diverged")) is bool, "is_diverged is neither true nor false")
+    for name in NUMBERS:
+        _check(path, _is_number(result.get(name)), f"{name} is no number")
+    loss = result.get("held_out_loss", "")
+    _check(path, loss is None or type(loss) is float or _is_number(loss), "held_out_loss is neither a number nor null")
+    for name, kind in (("diverged_at", int), ("diverged_in", str)):
+        _check(path, type(result.get(name)) in (kind, type(None)), f"{name} is no {kind.__name__}")
+    reason = environment.problem(result.get("environments", []))
+    _check(path, not reason, reason)
+    return result
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and -LARGEST < value < LARGEST  # type: ignore[operator]
+
+
+def _check(path: Path, is_right: bool, reason: str) -> None:
+    if not is_right:
+        raise ValueError(f"{path}: not what a run of halfbyte writes ({reason}); delete it or restore it from a copy")
+
+
+def environments(folder: Path, history: list[dict]) -> list[dict]:
+    """Return the environments of the run in `folder`: `history`, or for one without what config.json says."""
+    if history or not (folder / CONFIG).exists():
+        return history
+    facts = recorded(folder)
+    found = {key: facts["environment"][key] for key in environment.COMPARED if key in facts.get("environment", {})}
+    found |= {"dtype": facts["dtype"]} if "dtype" in facts else {}
+    return [{"step": 0, **found}]
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what writers that were killed left in the folder of a run."""
+    files.remove_leftovers(folder, CONFIG, RESULT, LAYERS, log.NAME)
+    files.remove_leftovers(folder / TENSORBOARD, EVENTS)
+    checkpoint.remove_leftovers(folder / CHECKPOINTS)
+
+
+def clear(folder: Path) -> None:
+    """Delete what a run wrote to `folder`, and nothing else: all of it or, if something cannot be deleted, nothing.
+
+    Raises:
+        ValueError: a part is a symbolic link or cannot be deleted; the message names it.
+    """
+    aside: list[tuple[Path, Path]] = []
+    try:
+        for path in _written(folder):
+            away = path.with_name(f".{path.name}.replaced.tmp")
+            os.rename(path, away)
+            aside.append((path, away))
+    except OSError as error:
+        for path, away in aside:
+            os.rename(away, path)
+        raise ValueError(
+            f"{error.filename}: cannot be deleted ({error.strerror}), so --overwrite deleted nothing; change its "
+            "rights or choose another --out"
+        ) from error
+    for _, away in aside:
+        away.unlink()
+    for name in (CHECKPOINTS, TENSORBOARD):
+        with contextlib.suppress(OSError):  # absent, or there are files of others in it
+            (folder / name).rmdir()
+
+
+def _written(folder: Path) -> list[Path]:
+    """Return the files of a run, config.json last: what is left of a run half deleted must not go on as if whole."""
+    inner = []
+    if _is_there(folder / CHECKPOINTS, stat.S_ISDIR):
+        inner += [folder / CHECKPOINTS / checkpoint.LATEST, *checkpoint.saved(folder / CHECKPOINTS)]
+    if _is_there(folder / TENSORBOARD, stat.S_ISDIR):
+        inner += sorted((folder / TENSORBOARD).glob(EVENTS))
+    outer = [folder / name for name in (RESULT, LAYERS, log.NAME, CONFIG)]
+    return [path for path in (*inner, *outer) if _is_there(path, stat.S_ISREG)]
+
+
+def _is_there(path: Path, is_kind) -> bool:
+    """Return whether `path` is there; raise if it is a link or something else than a run makes."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    if is_kind(mode):
+        return True
+    kind = f"a symbolic link to {os.readlink(path)}" if stat.S_ISLNK(mode) else "not what a run makes"
+    raise ValueError(
+        f"{path}: {kind}, so --overwrite deleted nothing; delete it and what belongs to it yourself, or choose another "
+        "--out"
+    )
