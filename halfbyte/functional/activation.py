@@ -27,8 +27,8 @@ from halfbyte.functional.linear import (
     prepare,
     run_backward,
     run_forward,
-    sign_place,
 )
+from halfbyte.functional.places import sign_place
 from halfbyte.functional.primary import runs_eagerly
 from halfbyte.layout import from_rows, matrix_shape
 from halfbyte.rng import Draw

@@ -27,7 +27,8 @@ from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import EXPERTS, first_order, refuse_transforms
 from halfbyte.functional.gemm import check_operand, check_output
-from halfbyte.functional.linear import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, _load, _save, _stream, snapshot
+from halfbyte.functional.linear import _load, _save
+from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, at_stream, snapshot
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.spec import GemmSpec, Recipe, Spec
@@ -252,8 +253,8 @@ def _both(
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
     """Return t and, group by group, t.T as GEMM operands, quantized where their spec is not None."""
     row_spec, col_spec = specs
-    row_sign, col_sign = (_stream(place.draw, stream) for stream in place.sign_streams)
-    options = {"draw": _stream(place.draw, place.stream), "transient": place.transient}
+    row_sign, col_sign = (at_stream(place.draw, stream) for stream in place.sign_streams)
+    options = {"draw": at_stream(place.draw, place.stream), "transient": place.transient}
     row = col = None
     if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
         # Two GEMMs with signs of their own: two quantizations, at the offsets that one call would use.

@@ -36,6 +36,18 @@ from torch.nn import functional as F
 from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
+from halfbyte.functional.places import (
+    DGRAD_SIGNS,
+    DY,
+    FPROP_SIGNS,
+    WGRAD_SIGNS,
+    W,
+    X,
+    at_stream,
+    distinct,
+    places_of,
+    snapshot,
+)
 from halfbyte.functional.primary import primary_operands, runs_eagerly
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, takes_amax, unflatten
 from halfbyte.layout import Blocks, from_rows, matrix_shape
@@ -44,10 +56,6 @@ from halfbyte.spec import GemmSpec, Recipe, Spec
 from halfbyte.tensor import QuantTensor
 from halfbyte.tensor.primary import PrimaryWeight
 from halfbyte.tensor.quant_tensor import check_value_dtype
-
-# Streams of one linear: an operand takes two (row, then col); the two operands of a GEMM share its signs.
-X, W, DY, FPROP_SIGNS, DGRAD_SIGNS, WGRAD_SIGNS = 0, 2, 4, 6, 7, 8
-STREAMS_PER_LINEAR = 16
 
 _BF16_GEMM = GemmSpec()
 
@@ -168,15 +176,15 @@ def prepare(
             weights[i], cached[i] = primary_operands(w, recipe)
     x, weights, biases = _autocast(x, weights, biases, [covers(c, recipe) for c in cached])
     _check(x, weights, biases, recipe, grads, cached)
-    places = _places(rng, n, recipe)
+    places = places_of(rng, n, recipe)
     if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
         return None, (x, *weights, *biases)
     refuse_transforms((x, *weights, *biases), LINEAR)
     _check_options(out_dtype, amaxes)
     draws = [None] * n if places is None else [place.on(x.device) for place in places]
     # A tensor is passed once, however many weights share it: torch.compile refuses repeated inputs.
-    bases, base_of = _distinct([None if d is None else d.base for d in draws])
-    amaxes, amax_of = _distinct(amaxes)
+    bases, base_of = distinct([None if d is None else d.base for d in draws])
+    amaxes, amax_of = distinct(amaxes)
     layouts, buffers = flatten(cached)
     call = _Call(
         recipe=recipe,
@@ -300,11 +308,6 @@ def gradient_specs(recipe: Recipe, need_dx: bool, need_dw: bool) -> tuple[Spec |
     return dgrad.a if need_dx else None, wgrad.a if need_dw else None
 
 
-def sign_place(draw: Draw | None) -> Draw | None:
-    """Return where a layer whose first weight draws at `draw` draws the signs of its wgrad."""
-    return _stream(draw, WGRAD_SIGNS)
-
-
 class _Place(NamedTuple):
     """Where a tensor draws (its linear's stream, the first linear's for signs, offsets within them) and what is kept.
 
@@ -323,8 +326,8 @@ def _both(
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
     """Return t and t.T as GEMM operands, quantized where their spec is not None."""
     rows, cols = t.shape
-    own = _stream(place.own, place.stream)
-    row_sign, col_sign = (_stream(place.shared, stream) for stream in place.sign_streams)
+    own = at_stream(place.own, place.stream)
+    row_sign, col_sign = (at_stream(place.shared, stream) for stream in place.sign_streams)
     row_amax, col_amax = (amax if spec else None for amax, spec in zip(amaxes, (row_spec, col_spec), strict=True))
     options = {"draw": own, "transient": place.transient}
     if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
@@ -405,44 +408,12 @@ def _load(layout: list, saved: Sequence[Any], n: int) -> tuple[list, Sequence[Te
     return operands, saved[len(saved) - n :]
 
 
-def snapshot(base: Tensor | None) -> Tensor | None:
-    """Return the position as it is now: a RunState may advance before the backward, as pipelines do."""
-    return base.clone() if base is not None and torch.is_grad_enabled() else base
-
-
-def _distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[int, ...]]:
-    """Return the tensors with None for every repetition, and for each where it is first."""
-    first = tuple(next(j for j, other in enumerate(tensors) if other is tensor) for tensor in tensors)
-    return [tensor if first[i] == i else None for i, tensor in enumerate(tensors)], first
-
-
 def _draws(call: _Call, bases: Sequence[Tensor | None]) -> list[Draw | None]:
     own = [bases[i] for i in call.base_of]
     return [
         None if base is None or place is None else Draw(base, *place)
         for base, place in zip(own, call.streams, strict=True)
     ]
-
-
-def _stream(draw: Draw | None, stream: int) -> Draw | None:
-    return None if draw is None else draw._replace(stream=draw.stream + stream)
-
-
-def _places(rng: AnyPhilox | Sequence[AnyPhilox] | None, n: int, recipe: Recipe) -> list[AnyPhilox] | None:
-    """Return one place per weight, or None if the recipe draws nothing."""
-    if not recipe.needs_rng:
-        return None
-    if rng is None:
-        raise ValueError(
-            "rng=None: the recipe draws random bits; pass rng=hb.Philox(seed, offset) or a RunState's place"
-        )
-    if isinstance(rng, AnyPhilox):
-        return [rng.at(i * STREAMS_PER_LINEAR) for i in range(n)]
-    if not isinstance(rng, Sequence) or not all(isinstance(place, AnyPhilox) for place in rng):
-        raise TypeError(f"rng={rng!r}: give hb.Philox(seed, offset), or a list of one per weight")
-    if len(rng) != n:
-        raise ValueError(f"rng has {len(rng)} places for {n} weights: give one place, or one per weight")
-    return list(rng)
 
 
 def _autocast(

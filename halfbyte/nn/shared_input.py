@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
-from halfbyte.functional.linear import sign_place
+from halfbyte.functional.places import sign_place
 from halfbyte.nn.linear import Linear, forward_shared, run_alone, shareable
 from halfbyte.spec import GemmSpec, Recipe, Spec
 
