@@ -181,7 +181,8 @@ def prepare(
         return None, (x, *weights, *biases)
     refuse_transforms((x, *weights, *biases), LINEAR)
     _check_options(out_dtype, amaxes)
-    draws = [None] * n if places is None else [place.on(x.device) for place in places]
+    draws: list[Draw | None] = [None] * n if places is None else [place.on(x.device) for place in places]
+    draws.append(places[0].signs_on(x.device) if places is not None and recipe.needs_sign_rng else None)
     # A tensor is passed once, however many weights share it: torch.compile refuses repeated inputs.
     bases, base_of = distinct([None if d is None else d.base for d in draws])
     amaxes, amax_of = distinct(amaxes)
@@ -204,7 +205,8 @@ def prepare(
 class _Call:
     """What is static about one call: everything that is no tensor.
 
-    base_of, amax_of: for every weight, which of the bases and amaxes is its own.
+    base_of, streams: the place of every weight, then that of the signs of all: which base is its own, and the rest.
+    amax_of: for every weight, which of the amaxes is its own.
     cached: for every weight, which operands of it come along quantized.
     """
 
@@ -221,8 +223,8 @@ class _Call:
 class _SharedLinear(torch.autograd.Function):
     """x [..., K] and n weights in, n outputs [M, N_i] out: a view from here would refuse changes in place.
 
-    `tensors` is n each of weights, biases, amaxes, main_grads, rng bases, then two amaxes of x, then the tensors of
-    cached weights.
+    `tensors` is n each of weights, biases, amaxes, main_grads, n + 1 rng bases, the last of the signs, then two amaxes
+    of x, then the tensors of cached weights.
     """
 
     @staticmethod
@@ -230,36 +232,41 @@ class _SharedLinear(torch.autograd.Function):
         if not torch.compiler.is_compiling():  # compiled backward passes see zeros
             ctx.set_materialize_grads(False)  # of an output that nobody used, a weight has no gradient
         outputs, kept = run_forward(ctx, call, x, tensors)
-        ctx.layout = _save(ctx, kept, tensors[4 * call.count : 5 * call.count])
+        ctx.layout = _save(ctx, kept, bases_of(call, tensors))
         return tuple(outputs)
 
     @staticmethod
     @first_order(LINEAR)
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        kept, bases = _load(ctx.layout, ctx.saved_tensors, ctx.call.count)
+        kept, bases = _load(ctx.layout, ctx.saved_tensors, ctx.call.count + 1)
         return run_backward(ctx, kept, bases, dys, [ops.Amaxes()] * len(dys))
+
+
+def bases_of(call: _Call, tensors: Sequence[Any]) -> Sequence[Tensor | None]:
+    """Return the bases among the tensors of a call."""
+    return tensors[4 * call.count : 5 * call.count + 1]
 
 
 def run_forward(ctx: Any, call: _Call, x: Tensor, tensors: Sequence[Any]) -> tuple[list[Tensor], list]:
     """Return the outputs [M, N_i] and what the backward needs of x and of each weight; note the rest on ctx."""
     n, recipe = call.count, call.recipe
-    weights, biases, amaxes, grads, bases = (tensors[i * n : (i + 1) * n] for i in range(5))
+    weights, biases, amaxes, grads = (tensors[i * n : (i + 1) * n] for i in range(4))
     needs = [call.save and need for need in ctx.needs_input_grad]
     need_dx, need_dw = needs[1], needs[2 : 2 + n]
     fprop, dgrad, wgrad = (gemm or _BF16_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
     dequantized = recipe.backward == "dequantized"
-    cached = unflatten(call.cached, tensors[5 * n + 2 :])
+    cached = unflatten(call.cached, tensors[5 * n + 3 :])
     x_MK = x.reshape(matrix_shape(x.shape))
-    draws = _draws(call, bases)
+    *draws, signs = _draws(call, bases_of(call, tensors))
     keep_x = any(need_dw)
     x_col_spec = wgrad.b if keep_x and not dequantized else None
-    place = _Place(draws[0], draws[0], X, (FPROP_SIGNS, WGRAD_SIGNS), (not dequantized, False))
-    row, col = _both(x_MK, fprop.a, x_col_spec, place, ops.Amaxes(*tensors[5 * n : 5 * n + 2]))
+    place = _Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (not dequantized, False))
+    row, col = _both(x_MK, fprop.a, x_col_spec, place, ops.Amaxes(*tensors[5 * n + 1 : 5 * n + 3]))
     kept_x = (row if dequantized else col) if keep_x else None
     outputs, kept_w = [], []
     for i, w in enumerate(weights):
         needed = fprop.b, dgrad.b if need_dx and not dequantized else None
-        place = _Place(draws[i], draws[0], W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
+        place = _Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
         w_row, w_col = _weight(w, needed, cached[i], place, amaxes[call.amax_of[i]])
         bias = biases[i]
         y = ops.gemm_nt(row, w_row, out_dtype=call.out_dtype, bias=bias)
@@ -278,7 +285,7 @@ def run_backward(
     """Return the gradients of all that `run_forward` was given; amaxes: of each dy, or None, as far as known."""
     call, (x_col, *w_cols) = ctx.call, kept
     n = call.count
-    draws = _draws(call, bases)
+    *draws, signs = _draws(call, bases)
     need_dx = ctx.needs_input_grad[1]
     need_dw, need_db = ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n : 2 + 2 * n]
     dx = None
@@ -289,7 +296,7 @@ def run_backward(
             continue
         dy_MN = dy.reshape(matrix_shape(dy.shape))
         row_spec, col_spec = gradient_specs(call.recipe, need_dx, need_dw[i])
-        place = _Place(draws[i], draws[0], DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
+        place = _Place(draws[i], signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
         row, col = _both(dy_MN, row_spec, col_spec, place, amaxes[i])
         if need_dx:
             dx = _add_dx(dx, row, _right(w_cols[i], call.recipe, ctx.x_dtype), last=i == used[-1], dtype=ctx.x_dtype)
@@ -309,13 +316,13 @@ def gradient_specs(recipe: Recipe, need_dx: bool, need_dw: bool) -> tuple[Spec |
 
 
 class _Place(NamedTuple):
-    """Where a tensor draws (its linear's stream, the first linear's for signs, offsets within them) and what is kept.
+    """Where a tensor draws (its linear's stream, the first linear's signs, offsets within them) and what is kept.
 
     transient: whether row and col serve one GEMM at once, so that a backend may hand over decoded values.
     """
 
     own: Draw | None
-    shared: Draw | None
+    signs: Draw | None
     stream: int
     sign_streams: tuple[int, int]
     transient: tuple[bool, bool]
@@ -327,7 +334,7 @@ def _both(
     """Return t and t.T as GEMM operands, quantized where their spec is not None."""
     rows, cols = t.shape
     own = at_stream(place.own, place.stream)
-    row_sign, col_sign = (at_stream(place.shared, stream) for stream in place.sign_streams)
+    row_sign, col_sign = (at_stream(place.signs, stream) for stream in place.sign_streams)
     row_amax, col_amax = (amax if spec else None for amax, spec in zip(amaxes, (row_spec, col_spec), strict=True))
     options = {"draw": own, "transient": place.transient}
     if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:

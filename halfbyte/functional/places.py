@@ -38,7 +38,7 @@ def at_stream(draw: Draw | None, stream: int) -> Draw | None:
 
 
 def sign_place(draw: Draw | None) -> Draw | None:
-    """Return where a layer whose first weight draws at `draw` draws the signs of its wgrad."""
+    """Return where a layer whose signs draw at `draw` draws those of its wgrad."""
     return at_stream(draw, WGRAD_SIGNS)
 
 

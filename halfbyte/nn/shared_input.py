@@ -46,7 +46,7 @@ def following(layers: tuple[nn.Module, ...], device: torch.device, call: int = 0
     sign = None
     if col is not None and col.needs_sign_rng:
         place = first.peek(call, device)
-        sign = sign_place(None if place is None else place.on(device))
+        sign = sign_place(None if place is None else place.signs_on(device))
     return ops.Following(row, col, sign)
 
 
