@@ -78,14 +78,14 @@ def place_ranks_(
     problem = None
     if not states:
         problem = f"model={type(model).__name__}: no layer has a RunState; call hb.quantize_(model, recipe) first"
-    notes = _exchange(problem, [_note(state, rank) for state in states], members, timeout)
+    notes = _exchange(problem, [_note(state, rank) for state in states], members, CALL, timeout)
     _check_same(notes, members, same_layers=True)
     _place(states, [rank] * len(states), notes)
     return rank
 
 
 def place_in_group(
-    model: nn.Module, group: dist.ProcessGroup | None, timeout: timedelta, *, same_layers: bool = True
+    model: nn.Module, group: dist.ProcessGroup | None, timeout: timedelta, *, call: str, same_layers: bool = True
 ) -> None:
     """Give RunStates without a rank that in `group`; the others keep theirs, which must differ.
 
@@ -93,6 +93,7 @@ def place_in_group(
         model: one without RunStates stays as it is.
         group: the data-parallel ranks.
         timeout: how long to wait for them.
+        call: the function in whose name they meet.
         same_layers: whether all ranks hold the same layers; they may hold other experts.
 
     Raises:
@@ -101,7 +102,7 @@ def place_in_group(
     index, _ = rank_and_size(group)
     states, members = states_of(model), members_of(group)
     wanted = [state.rank if state.is_placed else index for state in states]
-    notes = _exchange(None, [_note(*pair) for pair in zip(states, wanted, strict=True)], members, timeout)
+    notes = _exchange(None, [_note(*pair) for pair in zip(states, wanted, strict=True)], members, call, timeout)
     _check_same(notes, members, same_layers)
     _check_distinct(notes, members)
     _place(states, wanted, notes)
@@ -120,9 +121,11 @@ def _note(state: RunState, rank: int) -> Note:
     return Note(state.is_private, state.seed, saved["position"], saved["streams"], rank)
 
 
-def _exchange(problem: str | None, own: list[Note], members: Sequence[int], timeout: timedelta) -> list[list[Note]]:
+def _exchange(
+    problem: str | None, own: list[Note], members: Sequence[int], call: str, timeout: timedelta
+) -> list[list[Note]]:
     """Return the notes of all ranks; raise on all of them if one has a problem."""
-    answers = exchange_among(members, [problem, own], CALL, timeout)
+    answers = exchange_among(members, [problem, own], call, timeout)
     for member, (text, _) in zip(members, answers, strict=True):
         if text is not None:
             raise ValueError(text if len(members) == 1 else f"rank {member}: {text}")
@@ -133,8 +136,9 @@ def _where(ranks: Any, dims: Sequence[str | int] | None) -> tuple[int, list[int]
     """Return the rank that this process draws with, and the global ranks to compare with."""
     if dist.is_available() and isinstance(ranks, dist.DeviceMesh):
         return _where_in_mesh(ranks, dims)
-    is_left_out = dist.is_available() and ranks is dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns then
-    if not (ranks is None or is_left_out or (dist.is_available() and isinstance(ranks, dist.ProcessGroup))):
+    if dist.is_available() and ranks is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to other processes
+        raise ValueError("ranks: this process is not in the group; call only on its ranks")
+    if ranks is not None and not (dist.is_available() and isinstance(ranks, dist.ProcessGroup)):
         raise TypeError(f"ranks={ranks!r}: give a process group, a DeviceMesh, or None for the default group")
     if dims is not None:
         raise ValueError(f"dims={dims!r}: they name dimensions of a mesh; give the DeviceMesh as ranks=")

@@ -137,7 +137,7 @@ class ZeroOptimizer:
             self._options = {name: _options_of(name, p, param_options) for name, p in self._params.items()}
             self._layers = described_layers(model)
         self._agree(model, chosen, groups, matched)
-        place_in_group(model, group, config.timeout, same_layers=not expert_groups)
+        place_in_group(model, group, config.timeout, call=CALL, same_layers=not expert_groups)
         self.buckets: list[Bucket] = []
         self._home: dict[str, tuple[Bucket, int]] = {}
         self.scales: list[ScaleGather] = []

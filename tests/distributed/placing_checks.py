@@ -93,7 +93,7 @@ def groups_and_meshes(rank: int) -> None:
         (two["dp", "tp"], "dp", TypeError, "dims='dp': give a tuple"),
         (pair, ("dp",), ValueError, "give the DeviceMesh"),
         (4, None, TypeError, "ranks=4: give a process group, a DeviceMesh"),
-        ([dist.new_group([0, 1]), dist.new_group([2, 3])][1 - rank // 2], None, ValueError, "not one of its ranks"),
+        ([dist.new_group([0, 1]), dist.new_group([2, 3])][1 - rank // 2], None, ValueError, "not in the group"),
     ):
         with pytest.raises(error, match=words):
             place_ranks_(build(), where, dims=dims)
