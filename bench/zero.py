@@ -62,7 +62,7 @@ class Trainer:
             for parameter in self.model.parameters():
                 if parameter.dim() > 1:
                     torch.nn.init.normal_(parameter, std=0.02)
-        self.state = hb.RunState(dist.get_rank()).to(device)
+        self.state = hb.RunState(0, rank=dist.get_rank()).to(device)
         keep = hb.Keep(names=("lm_head",), last_fraction=0)
         hb.quantize_(self.model, "nvfp4", state=self.state, keep=keep)
         adamw = partial(torch.optim.AdamW, lr=3e-4, fused=True)

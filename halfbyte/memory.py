@@ -273,7 +273,7 @@ def _leads_to(node: Any, own: set[int]) -> bool:
 def _of_the_activation(node: Any) -> Sequence[Tensor]:
     """Return what a node of linear layers with an activation behind them keeps for the activation: its inputs."""
     count = getattr(node, "activation_inputs", 0)
-    return node.saved_tensors[-2 * count : -count] if count else ()  # the bases of random places come last
+    return node.saved_tensors[-2 * count - 1 : -count - 1] if count else ()  # the bases of random places come last
 
 
 def _saved(node: Any) -> list[Tensor]:

@@ -23,6 +23,10 @@ HADAMARD_SIGN_BITS = 0xD7E8
 GROUP_SEED_STEP = 0x9E3779B97F4A7C15
 """Group g of a grouped operand draws with seed + g * this, modulo 2**64 (numerics.md section 8)."""
 
+RANK_LIMIT = 1 << 16
+RANK_SEED_STEP = 1 << 48
+"""Data-parallel rank r draws with seed + r * this, modulo 2**64 (numerics.md section 4)."""
+
 
 class Draw(NamedTuple):
     """What an op receives: a tensor that may change between steps and static numbers that may not.
@@ -52,6 +56,19 @@ class Draw(NamedTuple):
 def as_signed64(value: int) -> int:
     """Return the int64 that holds the same 64 bits as the unsigned `value`."""
     return value - SEED_LIMIT if value >= SEED_LIMIT >> 1 else value
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """Return the seed with which a data-parallel rank draws: that of the run for rank 0 (numerics.md section 4).
+
+    Raises:
+        TypeError, ValueError: rank is no int, or not within 0 <= rank < 2**16.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(f"rank={rank!r}: give an int, that of this process among the data-parallel ranks")
+    if not 0 <= rank < RANK_LIMIT:
+        raise ValueError(f"rank={rank}: give 0 <= rank < 2**16, that of this process among the data-parallel ranks")
+    return (seed + rank * RANK_SEED_STEP) % SEED_LIMIT
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,10 @@ class Philox:
         """Return the place where group `index` of a grouped operand draws (docs/numerics.md section 8)."""
         return replace(self, seed=(self.seed + index * GROUP_SEED_STEP) % SEED_LIMIT)
 
+    def signs_on(self, device: torch.device) -> Draw:
+        """Return the draw of fresh signs on `device`: the same place."""
+        return self.on(device)
+
     def on(self, device: torch.device) -> Draw:
         """Return the draw on `device`."""
         base = torch.empty(2, dtype=torch.int64, device=device)
@@ -110,19 +131,28 @@ class StreamPhilox:
         base: int64 [2], owned by a RunState; read when an op runs.
         stream: added to the offset; 0 <= stream < 2**32.
         shift: int64 [2], added to the base: a stream as a tensor, for code that is compiled once for many layers.
+        sign_base: int64 [2], as base, where fresh signs draw: the same on all data-parallel ranks. None for `base`.
     """
 
     base: Tensor
     stream: int
     shift: Tensor | None = None
+    sign_base: Tensor | None = None
 
     def at(self, stream: int) -> StreamPhilox:
         """Return the place `stream` offsets further."""
-        return StreamPhilox(self.base, self.stream + stream, self.shift)
+        return StreamPhilox(self.base, self.stream + stream, self.shift, self.sign_base)
 
     def on(self, device: torch.device) -> Draw:
-        """Return the draw on `device`."""
-        base = self.base.to(device, non_blocking=True)
+        """Return the draw of rounding bits on `device`."""
+        return self._draw(self.base, device)
+
+    def signs_on(self, device: torch.device) -> Draw:
+        """Return the draw of fresh signs on `device`."""
+        return self._draw(self.base if self.sign_base is None else self.sign_base, device)
+
+    def _draw(self, base: Tensor, device: torch.device) -> Draw:
+        base = base.to(device, non_blocking=True)
         return Draw(base if self.shift is None else base + self.shift, self.stream)
 
 

@@ -381,7 +381,12 @@ class Recipe(_EqualByKey):
     @property
     def needs_rng(self) -> bool:
         """Whether a training step draws random bits."""
-        return any(spec.needs_rng or spec.needs_sign_rng for spec in self.specs)
+        return any(spec.needs_rng for spec in self.specs) or self.needs_sign_rng
+
+    @property
+    def needs_sign_rng(self) -> bool:
+        """Whether an operand is rotated with fresh signs."""
+        return any(spec.needs_sign_rng for spec in self.specs)
 
 
 def parse_recipe(key: str) -> Recipe:

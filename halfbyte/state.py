@@ -6,9 +6,10 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from halfbyte.rng import SEED_LIMIT, StreamPhilox, as_signed64
+from halfbyte.rng import SEED_LIMIT, StreamPhilox, as_signed64, rank_seed
 from halfbyte.schedule import Schedule
 from halfbyte.spec import Recipe
 
@@ -21,29 +22,37 @@ _LIMITS = {"seed": SEED_LIMIT, "position": POSITION_LIMIT, "streams": STREAM_LIM
 class RunState:
     """The random position of a run, and where it is in its precision schedule.
 
-    Draws are stateless, keyed by (seed, position, stream).
+    Draws are stateless, keyed by (seed, rank, position, stream).
 
     `position` counts micro-batches and lives in a device tensor, so that advancing neither recompiles nor breaks a CUDA
     graph. `stream` is a static number that `quantize_` gives to every (layer, operand). The same position draws the
     same bits: recomputation under activation checkpointing repeats them, and the next `advance()` changes them all.
+    Data-parallel ranks have one seed and different ranks: their rounding bits differ, fresh Hadamard signs do not.
 
     Args:
-        seed: 0 <= seed < 2**64. Data-parallel ranks use different seeds.
+        seed: 0 <= seed < 2**64, the same on all ranks.
         schedule: the changes of recipe that `begin_step` makes, None for none.
+        rank: 0 <= rank < 2**16, of this process among those that see other data; tensor-parallel ranks have the same.
+            None is 0 until `set_rank`, a ZeroOptimizer or `hb.distributed.place_ranks_` says otherwise.
     """
 
     _private = False  # what objects pickled before these attributes existed take
+    _rank: int | None = None
+    _is_drawn_from = False
+    _has_asked_for_rank = False
     _late_streams = 0
     _has_named_others = False
 
-    def __init__(self, seed: int = 0, schedule: Schedule | None = None) -> None:
+    def __init__(self, seed: int = 0, schedule: Schedule | None = None, rank: int | None = None) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed={seed!r}: give an int")
         if not 0 <= seed < SEED_LIMIT:
             raise ValueError(f"seed={seed}: give 0 <= seed < 2**64")
-        self.seed = seed
+        if rank is not None:
+            rank_seed(seed, rank)  # refuses what is no rank
+        self.seed, self._rank = seed, rank
         with torch.inference_mode(False):  # `advance` and autograd refuse inference tensors
-            self._base = torch.tensor([as_signed64(seed), 0], dtype=torch.int64, device="cpu")
+            self._hold(self._places_at(0))
         self._streams = 0
         if schedule is not None and not isinstance(schedule, Schedule):
             raise TypeError(f"schedule={schedule!r}: give hb.Schedule([(step or share, recipe), …], steps=…)")
@@ -71,9 +80,44 @@ class RunState:
         return self
 
     @property
+    def rank(self) -> int:
+        """That of this process among the data-parallel ranks; 0 if nobody said."""
+        return self._rank or 0
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether somebody said which rank this is: `rank=`, `set_rank`, a ZeroOptimizer or `place_ranks_`."""
+        return self._rank is not None
+
+    def set_rank(self, rank: int) -> RunState:
+        """Draw the rounding bits of a data-parallel rank from now on, in place, and return self.
+
+        Args:
+            rank: 0 <= rank < 2**16; 0 draws what a run of one process draws.
+
+        Raises:
+            TypeError, ValueError: it is another number, or none.
+        """
+        seeds = rank_seed(self.seed, rank), self.seed
+        for base, seed in zip((self._base, self._sign_base), seeds, strict=True):
+            base[0].fill_(as_signed64(seed))
+        self._rank = rank
+        return self
+
+    @property
     def base(self) -> Tensor:
-        """int64 [2] = (seed, position << 32), updated in place by `advance`."""
+        """int64 [2] = (seed + rank << 48, position << 32) of rounding bits, updated in place by `advance`."""
         return self._base
+
+    def _places_at(self, position: int) -> Tensor:
+        """Return int64 [2, 2], on the CPU: where rounding bits draw at a position, and where fresh signs do."""
+        seeds = rank_seed(self.seed, self.rank), self.seed
+        values = [[as_signed64(seed), position << POSITION_SHIFT] for seed in seeds]
+        return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+    def _hold(self, places: Tensor) -> None:
+        self._places = places
+        self._base, self._sign_base = places[0], places[1]  # views: one addition advances both
 
     @property
     def position(self) -> int:
@@ -83,13 +127,33 @@ class RunState:
     def to(self, device: torch.device | str) -> RunState:
         """Move the position to `device` and return self."""
         with torch.inference_mode(False):
-            self._base = self._base.to(device)
+            self._hold(self._places.to(device))
         return self
 
     def advance(self) -> None:
         """Go on to the next micro-batch; call it once per micro-batch, after its backward."""
-        self._base[1].add_(1 << POSITION_SHIFT)
+        self._places[:, 1].add_(1 << POSITION_SHIFT)
         self.advances += 1
+        self.ask_for_rank(stacklevel=3)
+
+    def note_draws(self) -> None:
+        """Take note that a layer with a recipe that draws random bits follows this RunState."""
+        self._is_drawn_from = True
+
+    def ask_for_rank(self, stacklevel: int) -> None:
+        """Warn once if layers draw, this process is one of several and nobody said which rank it is."""
+        if self._rank is not None or self._has_asked_for_rank or not self._is_drawn_from:
+            return
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        self._has_asked_for_rank = True
+        warnings.warn(
+            f"torch.distributed runs {dist.get_world_size()} processes and nobody gave this RunState its rank: all of "
+            "them draw the same random bits, whose errors do not average out. Call hb.distributed.place_ranks_(model), "
+            "with the group or mesh of the data-parallel ranks, or build hb.RunState(seed, rank=…); rank=0 where all "
+            "processes are to draw alike",
+            stacklevel=stacklevel,
+        )
 
     def begin_step(self, model: nn.Module) -> Recipe | None:
         """Give the layers of `model` that draw from this RunState the recipe of the optimizer step that now begins.
@@ -177,10 +241,14 @@ class RunState:
 
     def philox(self, stream: int) -> StreamPhilox:
         """Return the place of `stream` at the current position."""
-        return StreamPhilox(self._base, stream)
+        return StreamPhilox(self._base, stream, None, self._sign_base)
+
+    def philox_shifted(self, stream: int, shift: Tensor) -> StreamPhilox:
+        """Return the place of `stream` at the current position, `shift`, int64 [2], further."""
+        return StreamPhilox(self._base, stream, shift, self._sign_base)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: plain values; of the schedule only where there is one."""
+        """Return what a checkpoint needs, on all ranks the same: plain values; a schedule only where there is one."""
         state: dict[str, Any] = {"version": 1, "seed": self.seed, "position": self.position, "streams": self._streams}
         if self.step:
             state["step"] = self.step
@@ -191,7 +259,7 @@ class RunState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the run that wrote `state`, in place: modules that hold this RunState follow.
 
-        A schedule that this RunState was built with stays; otherwise that of the checkpoint is taken.
+        A schedule that this RunState was built with stays; otherwise that of the checkpoint is taken. The rank stays.
 
         Raises:
             ValueError: `state` is not a RunState's, or belongs to a model with other quantized layers.
@@ -214,8 +282,16 @@ class RunState:
             self.schedule = Schedule.from_state_dict(schedule)
         self.seed, self.step = state["seed"], step
         self._streams = max(self._streams, state["streams"])
-        values = [as_signed64(self.seed), state["position"] << POSITION_SHIFT]
-        self._base.copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
+        self._places.copy_(self._places_at(state["position"]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_base", "_sign_base")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        with torch.inference_mode(False):
+            # What was pickled before there were ranks has the place of rank 0 alone.
+            self._hold(state["_places"] if "_places" in state else torch.stack([state["_base"]] * 2))
 
     def __repr__(self) -> str:
-        return f"RunState(seed={self.seed}, position={self.position}, streams={self._streams})"
+        return f"RunState(seed={self.seed}, rank={self.rank}, position={self.position}, streams={self._streams})"

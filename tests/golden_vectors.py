@@ -18,7 +18,7 @@ import halfbyte as hb
 from halfbyte import layout, reference
 
 FOLDER = Path(__file__).resolve().parent / "golden"
-FILES = ("numerics", "edge")
+FILES = ("numerics", "edge", "ranks")
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -182,6 +182,19 @@ def _check_row_col(case: Case) -> None:
             _assert_transpose(case, q, f"{prefix}t_")
 
 
+def _check_rank(case: Case) -> None:
+    """A run's place on a data-parallel rank: bits of the rank, signs of the run."""
+    entry, spec = case.entry, spec_of(case.entry)
+    state = hb.RunState(int(entry["seed"]), rank=entry["rank"])
+    state.load_state_dict({**state.state_dict(), "position": entry["position"]})
+    place, x = state.philox(entry["stream"]), case.tensor("x", entry["dtype"])
+    options = {"rng": place, "sign_rng": place, "backend": case.backend}
+    if entry["groups"] is None:
+        return assert_blocks(case, hb.quantize(x, spec, **options))
+    offsets = torch.tensor(entry["groups"], device=case.device).cumsum(0, dtype=torch.int32)
+    assert_blocks(case, hb.grouped_quantize_row_col(x, offsets, spec, None, **options)[0])
+
+
 def _check_rotate(case: Case) -> None:
     entry = case.entry
     x = case.tensor("x", entry["dtype"])
@@ -230,6 +243,7 @@ QUANTIZE_KINDS = ("nvfp4", "nvfp4_rht_col", "four_over_six", "nvfp4_sr", "mxfp8"
 CHECKS = {
     **dict.fromkeys(QUANTIZE_KINDS, _check_quantize),
     "edge_row_col": _check_row_col,
+    "rank_nvfp4": _check_rank,
     "edge_rotate": _check_rotate,
     "edge_gemm": _check_gemm,
     "swizzle": _check_swizzle,

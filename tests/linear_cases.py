@@ -71,6 +71,13 @@ class Product(NamedTuple):
     bound: Tensor
 
 
+class Places(NamedTuple):
+    """Where a layer draws rounding bits, and where it draws signs."""
+
+    bits: hb.Philox
+    signs: hb.Philox
+
+
 class Expected(NamedTuple):
     y: Product
     dx: Product
@@ -85,29 +92,32 @@ def product(a: Tensor, b: Tensor) -> Product:
     return Product(a @ b.T, a.abs() @ b.abs().T)
 
 
-def _values(t: Tensor, spec, rng: hb.Philox, stream: int, sign_stream: int) -> Tensor:
+def _values(t: Tensor, spec, places: Places, stream: int, sign_stream: int) -> Tensor:
     """Return what the quantized operand stands for in fp64, with the padding that enters a GEMM."""
     if spec is None:
         return t.double()
     t = pad(t, (0, -t.shape[1] % spec.alignment))
-    q = hb.quantize(t, spec, rng=rng.at(stream), sign_rng=rng.at(sign_stream))
+    q = hb.quantize(t, spec, rng=places.bits.at(stream), sign_rng=places.signs.at(sign_stream))
     return q.dequantize(torch.float32).double()
 
 
-def _both(t: Tensor, row, col, rng: hb.Philox, stream: int, signs: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _both(t: Tensor, row, col, places: Places, stream: int, signs: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return (t, t.T) as operands: equal 16x16 specs share the bytes of t."""
-    values = _values(t, row, rng, stream, signs[0])
+    values = _values(t, row, places, stream, signs[0])
     if row is not None and row == col and row.is_tile:
-        return values, hb.quantize(t, row, rng=rng.at(stream)).transpose().dequantize(torch.float32).double()
-    return values, _values(t.T, col, rng, stream + 1, signs[1])
+        return values, hb.quantize(t, row, rng=places.bits.at(stream)).transpose().dequantize(torch.float32).double()
+    return values, _values(t.T, col, places, stream + 1, signs[1])
 
 
-def expected(x: Tensor, w: Tensor, bias: Tensor | None, dy: Tensor, recipe: hb.Recipe, rng: hb.Philox) -> Expected:
+def expected(
+    x: Tensor, w: Tensor, bias: Tensor | None, dy: Tensor, recipe: hb.Recipe, rng: hb.Philox | Places
+) -> Expected:
     """Return the output and the gradients of one linear layer for x [M, K], w [N, K], dy [M, N]."""
+    places = rng if isinstance(rng, Places) else Places(rng, rng)
     fprop, dgrad, wgrad = (gemm or hb.GemmSpec() for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
-    x_row, x_col = _both(x, fprop.a, wgrad.b, rng, X, (FPROP_SIGNS, WGRAD_SIGNS))
-    w_row, w_col = _both(w, fprop.b, dgrad.b, rng, W, (FPROP_SIGNS, DGRAD_SIGNS))
-    dy_row, dy_col = _both(dy, dgrad.a, wgrad.a, rng, DY, (DGRAD_SIGNS, WGRAD_SIGNS))
+    x_row, x_col = _both(x, fprop.a, wgrad.b, places, X, (FPROP_SIGNS, WGRAD_SIGNS))
+    w_row, w_col = _both(w, fprop.b, dgrad.b, places, W, (FPROP_SIGNS, DGRAD_SIGNS))
+    dy_row, dy_col = _both(dy, dgrad.a, wgrad.a, places, DY, (DGRAD_SIGNS, WGRAD_SIGNS))
     if recipe.backward == "dequantized":  # the values of fprop's operands, rounded to the dtype of x
         x_col, w_col = (t[:, : x.shape[1]].to(x.dtype).double().T for t in (x_row, w_row))
     y = product(x_row, w_row)

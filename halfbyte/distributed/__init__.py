@@ -1,6 +1,7 @@
-"""NVFP4 weights for optimizers that shard fp32 masters over the ranks of torch.distributed."""
+"""Training on several ranks of torch.distributed: their random bits, and NVFP4 weights of sharded fp32 masters."""
 
 from halfbyte.distributed.partial_cast import cast_master_weights_to_nvfp4, post_all_gather_processing
+from halfbyte.distributed.placing import place_ranks_
 from halfbyte.distributed.plan import storage_plan
 from halfbyte.distributed.zero import ZeroConfig, ZeroOptimizer
 
@@ -8,6 +9,7 @@ __all__ = [
     "ZeroConfig",
     "ZeroOptimizer",
     "cast_master_weights_to_nvfp4",
+    "place_ranks_",
     "post_all_gather_processing",
     "storage_plan",
 ]

@@ -51,12 +51,23 @@ def exchange_notes(
     Raises:
         RuntimeError: some ranks left no note in time; the message names them.
     """
-    rank, size = rank_and_size(group)
+    return exchange_among(members_of(group), note, call, timeout)
+
+
+def members_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the global ranks of `group`, in its order; None is the default group, or one process alone."""
+    _, size = rank_and_size(group)
+    return [0] if size == 1 else dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def exchange_among(members: Sequence[int], note: Any, call: str, timeout: timedelta | None = None) -> list[Any]:
+    """Return the notes of `members`, global ranks, in their order; the rest as for `exchange_notes`."""
+    size = len(members)
     if size == 1:
         return [json.loads(json.dumps(note))]
+    rank = members.index(dist.get_rank())
     timeout = AGREE_TIMEOUT if timeout is None else timeout
     store = dist.distributed_c10d._get_default_store()
-    members = dist.get_process_group_ranks(group or dist.group.WORLD)
     room = f"halfbyte/{call}/{'-'.join(map(str, members))}"
     count = store.add(f"{room}/calls/{rank}", 1)
     keys = [f"{room}/{count}/{other}" for other in range(size)]

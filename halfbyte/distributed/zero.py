@@ -32,6 +32,7 @@ from halfbyte.distributed.holding import UNPICKLABLE, Holding, model_problem
 from halfbyte.distributed.hooks import LayerWaits, after_gradient, before_forward, release
 from halfbyte.distributed.inner import CALL, build_inner, warn_of_state
 from halfbyte.distributed.partial_cast import target_of
+from halfbyte.distributed.placing import place_in_group
 from halfbyte.distributed.plan import Item, storage_plan
 from halfbyte.distributed.same import check_globs, check_same_experts, check_same_parameters, members_of
 from halfbyte.distributed.scales import Ranks, ScaleGather
@@ -61,7 +62,8 @@ class ZeroOptimizer:
         model: with the same parameters on every rank; those of the group's first rank count. Gradients are forgotten.
         optimizer: parameter groups -> torch.optim.Optimizer; AdamW, fused, by default. It sees flat parts of
             parameters, so it must treat every element alike.
-        group: the data-parallel ranks; None is the default group, or one process alone.
+        group: the data-parallel ranks; None is the default group, or one process alone. RunStates that nobody gave a
+            rank draw with that in this group.
         expert_groups: {glob of parameter names: ranks that hold the same experts}, each a part of `group`. Gradients
             are averaged over the size of `group` all the same: every expert sees the tokens of all its ranks. A rank
             may have no parameter that a glob matches, all of them may not.
@@ -70,7 +72,7 @@ class ZeroOptimizer:
 
     Raises:
         ValueError: on every rank: nothing to train, or the ranks differ in parameters, recipes, config or optimizer, or
-            another rank could not go on; its own error says why.
+            RunStates, or another rank could not go on; its own error says why.
         TypeError: an argument is of another type, or param_options returns no options.
         RuntimeError: some rank builds no ZeroOptimizer within config.timeout.
     """
@@ -96,6 +98,7 @@ class ZeroOptimizer:
             self._options = {name: _options_of(name, p, param_options) for name, p in self._params.items()}
             self._layers = described_layers(model)
         self._agree(model, chosen, groups, matched)
+        place_in_group(model, group, config.timeout, call=CALL, same_layers=not expert_groups)
         self.buckets: list[Bucket] = []
         self._home: dict[str, tuple[Bucket, int]] = {}
         self.scales: list[ScaleGather] = []

@@ -3,8 +3,9 @@
 from halfbyte.functional.activation import activation
 from halfbyte.functional.gemm import gemm_nt
 from halfbyte.functional.grouped import grouped_gemm_nt, grouped_linear
-from halfbyte.functional.linear import STREAMS_PER_LINEAR, linear, linear_shared
+from halfbyte.functional.linear import linear, linear_shared
 from halfbyte.functional.norm import layer_norm, rms_norm
+from halfbyte.functional.places import STREAMS_PER_LINEAR
 
 __all__ = [
     "STREAMS_PER_LINEAR",

@@ -23,12 +23,13 @@ from halfbyte.functional.linear import (
     _draws,
     _load,
     _save,
+    bases_of,
     gradient_specs,
     prepare,
     run_backward,
     run_forward,
-    sign_place,
 )
+from halfbyte.functional.places import sign_place
 from halfbyte.functional.primary import runs_eagerly
 from halfbyte.layout import from_rows, matrix_shape
 from halfbyte.rng import Draw
@@ -183,7 +184,7 @@ class _ActivatedLinear(torch.autograd.Function):
         outputs, kept = run_forward(ctx, call, x, tensors[:-1])
         up = outputs[1] if len(outputs) > 1 else None
         h, amaxes = ops.activation(outputs[0], up, then.function, then.following(base))
-        ctx.layout = _save(ctx, [*kept, *outputs], tensors[4 * call.count : 5 * call.count])
+        ctx.layout = _save(ctx, [*kept, *outputs], bases_of(call, tensors))
         ctx.function, ctx.activation_inputs = then.function, call.count
         known = _present(amaxes, x)
         ctx.mark_non_differentiable(*known)
@@ -193,12 +194,12 @@ class _ActivatedLinear(torch.autograd.Function):
     @first_order(ELEMENTWISE)
     def backward(ctx: Any, dh: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         n = ctx.call.count
-        kept, bases = _load(ctx.layout, ctx.saved_tensors, n)
+        kept, bases = _load(ctx.layout, ctx.saved_tensors, n + 1)
         pre, kept = kept[-n:], kept[:-n]
         need_dw = any(ctx.needs_input_grad[2 : 2 + n])
         following = ops.Following(
             *gradient_specs(ctx.call.recipe, ctx.needs_input_grad[1], need_dw),
-            sign_place(_draws(ctx.call, bases)[0]),
+            sign_place(_draws(ctx.call, bases)[-1]),
         )
         up = pre[1] if n > 1 else None
         gradients, amaxes = ops.activation_backward(dh, pre[0], up, ctx.function, following)

@@ -27,7 +27,8 @@ from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import EXPERTS, first_order, refuse_transforms
 from halfbyte.functional.gemm import check_operand, check_output
-from halfbyte.functional.linear import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, _load, _save, _stream, snapshot
+from halfbyte.functional.linear import _load, _save
+from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, at_stream, snapshot
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.spec import GemmSpec, Recipe, Spec
@@ -156,7 +157,7 @@ def grouped_linear(
     if w_ENK.dtype != x.dtype and not is_covered:
         raise TypeError(f"w_ENK.dtype={w_ENK.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
     check_cached(cached_weight, recipe, x.dtype, x.device)
-    draw = None
+    draw = signs = None
     if recipe.needs_rng:
         if rng is None:
             raise ValueError(
@@ -165,11 +166,14 @@ def grouped_linear(
         draw = rng.on(x.device)
         if draw.first_block or draw.blocks_per_row is not None:
             raise ValueError(f"rng.first_block={draw.first_block}: tokens and experts are whole; leave it out")
+        signs = rng.signs_on(x.device) if recipe.needs_sign_rng else None
     (layout,), buffers = flatten([cached_weight])
     stream = 0 if draw is None else draw.stream
     call = _Call(recipe, stream, out_dtype or x.dtype, torch.is_grad_enabled(), layout)
-    base = None if draw is None else snapshot(draw.base)
-    return _GroupedLinear.apply(call, x, w_ENK, offsets, main_grad, base, *buffers)
+    # A tensor is passed once: torch.compile refuses repeated inputs.
+    distinct = None if draw is None or signs is None or signs.base is draw.base else signs.base
+    bases = None if draw is None else snapshot(draw.base), snapshot(distinct)
+    return _GroupedLinear.apply(call, x, w_ENK, offsets, main_grad, *bases, *buffers)
 
 
 @dataclass(frozen=True)
@@ -184,25 +188,25 @@ class _Call:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x, w, offsets, then main_grad, the rng's base and the tensors of a cached weight in, y out."""
+    """x, w, offsets, main_grad, the rng's base, that of its signs if another, a cached weight's tensors in, y out."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, w: Tensor, *rest: Any) -> Tensor:
         # torch.compile without gradients drops ctx where there are as many arguments as parameters; here, never.
-        offsets, main_grad, base, *buffers = rest
+        offsets, main_grad, base, sign_base, *buffers = rest
         recipe = call.recipe
         need_dx, need_dw = (call.save and need for need in ctx.needs_input_grad[1:3])
         fprop, dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
-        draw = None if base is None else Draw(base, call.stream)
+        draws = _draws(base, sign_base, call.stream)
         transient = (recipe.backward == "original", False)
         keeps_col = recipe.backward == "original"
         specs = fprop.a, wgrad.b if need_dw and keeps_col else None
-        x_row, x_col = _both(x, offsets, specs, _Place(draw, X, (FPROP_SIGNS, WGRAD_SIGNS), transient))
+        x_row, x_col = _both(x, offsets, specs, _Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), transient))
         specs = fprop.b, dgrad.b if need_dx and keeps_col else None
         cached = unflatten([call.cached], buffers)[0]
         ctx.shares_tiles = cached[1] is None and _shares_tiles(specs, x.device)
         transient = (transient[0] and not ctx.shares_tiles, False)
-        place = _Place(draw, W, (FPROP_SIGNS, DGRAD_SIGNS), transient)
+        place = _Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), transient)
         w_row, w_col = _weight(w, (specs[0], None) if ctx.shares_tiles else specs, cached, place)
         y = ops.grouped_gemm_nt(x_row, w_row, offsets, out_dtype=call.out_dtype)
         kept = (
@@ -210,20 +214,20 @@ class _GroupedLinear(torch.autograd.Function):
             (w_col if keeps_col and not ctx.shares_tiles else w_row) if need_dx else None,
         )
         ctx.call, ctx.x_dtype, ctx.w_dtype, ctx.main_grad = call, x.dtype, w.dtype, main_grad
-        ctx.layout = _save(ctx, [*kept], (offsets, base))
+        ctx.layout = _save(ctx, [*kept], (offsets, base, sign_base))
         return y
 
     @staticmethod
     @first_order(EXPERTS)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         recipe = ctx.call.recipe
-        (x_col, w_col), (offsets, base) = _load(ctx.layout, ctx.saved_tensors, 2)
+        (x_col, w_col), (offsets, base, sign_base) = _load(ctx.layout, ctx.saved_tensors, 3)
         assert offsets is not None, "offsets are always saved"
         need_dx, need_dw = ctx.needs_input_grad[1:3]
         dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.dgrad, recipe.wgrad))
-        draw = None if base is None else Draw(base, ctx.call.stream)
+        draws = _draws(base, sign_base, ctx.call.stream)
         specs = dgrad.a if need_dx else None, wgrad.a if need_dw else None
-        row, col = _both(dy, offsets, specs, _Place(draw, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True)))
+        row, col = _both(dy, offsets, specs, _Place(*draws, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True)))
         dx = dw = None
         if need_dx:
             right = _turned(w_col) if ctx.shares_tiles else _right(w_col, None, recipe, ctx.x_dtype)
@@ -237,11 +241,19 @@ class _GroupedLinear(torch.autograd.Function):
         return None, dx, dw, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
+def _draws(base: Tensor | None, sign_base: Tensor | None, stream: int) -> tuple[Draw | None, Draw | None]:
+    """Return where a layer draws rounding bits and where signs."""
+    if base is None:
+        return None, None
+    return Draw(base, stream), Draw(base if sign_base is None else sign_base, stream)
+
+
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor draws: the layer's place, offsets within it, and which orientations serve one GEMM at once."""
+    """Where a tensor draws bits and signs, offsets within them, and which orientations serve one GEMM at once."""
 
     draw: Draw | None
+    signs: Draw | None
     stream: int
     sign_streams: tuple[int, int]
     transient: tuple[bool, bool]
@@ -252,8 +264,8 @@ def _both(
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
     """Return t and, group by group, t.T as GEMM operands, quantized where their spec is not None."""
     row_spec, col_spec = specs
-    row_sign, col_sign = (_stream(place.draw, stream) for stream in place.sign_streams)
-    options = {"draw": _stream(place.draw, place.stream), "transient": place.transient}
+    row_sign, col_sign = (at_stream(place.signs, stream) for stream in place.sign_streams)
+    options = {"draw": at_stream(place.draw, place.stream), "transient": place.transient}
     row = col = None
     if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
         # Two GEMMs with signs of their own: two quantizations, at the offsets that one call would use.

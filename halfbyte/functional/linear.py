@@ -36,6 +36,18 @@ from torch.nn import functional as F
 from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
+from halfbyte.functional.places import (
+    DGRAD_SIGNS,
+    DY,
+    FPROP_SIGNS,
+    WGRAD_SIGNS,
+    W,
+    X,
+    at_stream,
+    distinct,
+    places_of,
+    snapshot,
+)
 from halfbyte.functional.primary import primary_operands, runs_eagerly
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, takes_amax, unflatten
 from halfbyte.layout import Blocks, from_rows, matrix_shape
@@ -44,10 +56,6 @@ from halfbyte.spec import GemmSpec, Recipe, Spec
 from halfbyte.tensor import QuantTensor
 from halfbyte.tensor.primary import PrimaryWeight
 from halfbyte.tensor.quant_tensor import check_value_dtype
-
-# Streams of one linear: an operand takes two (row, then col); the two operands of a GEMM share its signs.
-X, W, DY, FPROP_SIGNS, DGRAD_SIGNS, WGRAD_SIGNS = 0, 2, 4, 6, 7, 8
-STREAMS_PER_LINEAR = 16
 
 _BF16_GEMM = GemmSpec()
 
@@ -168,15 +176,16 @@ def prepare(
             weights[i], cached[i] = primary_operands(w, recipe)
     x, weights, biases = _autocast(x, weights, biases, [covers(c, recipe) for c in cached])
     _check(x, weights, biases, recipe, grads, cached)
-    places = _places(rng, n, recipe)
+    places = places_of(rng, n, recipe)
     if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
         return None, (x, *weights, *biases)
     refuse_transforms((x, *weights, *biases), LINEAR)
     _check_options(out_dtype, amaxes)
-    draws = [None] * n if places is None else [place.on(x.device) for place in places]
+    draws: list[Draw | None] = [None] * n if places is None else [place.on(x.device) for place in places]
+    draws.append(places[0].signs_on(x.device) if places is not None and recipe.needs_sign_rng else None)
     # A tensor is passed once, however many weights share it: torch.compile refuses repeated inputs.
-    bases, base_of = _distinct([None if d is None else d.base for d in draws])
-    amaxes, amax_of = _distinct(amaxes)
+    bases, base_of = distinct([None if d is None else d.base for d in draws])
+    amaxes, amax_of = distinct(amaxes)
     layouts, buffers = flatten(cached)
     call = _Call(
         recipe=recipe,
@@ -196,7 +205,8 @@ def prepare(
 class _Call:
     """What is static about one call: everything that is no tensor.
 
-    base_of, amax_of: for every weight, which of the bases and amaxes is its own.
+    base_of, streams: the place of every weight, then that of the signs of all: which base is its own, and the rest.
+    amax_of: for every weight, which of the amaxes is its own.
     cached: for every weight, which operands of it come along quantized.
     """
 
@@ -213,8 +223,8 @@ class _Call:
 class _SharedLinear(torch.autograd.Function):
     """x [..., K] and n weights in, n outputs [M, N_i] out: a view from here would refuse changes in place.
 
-    `tensors` is n each of weights, biases, amaxes, main_grads, rng bases, then two amaxes of x, then the tensors of
-    cached weights.
+    `tensors` is n each of weights, biases, amaxes, main_grads, n + 1 rng bases, the last of the signs, then two amaxes
+    of x, then the tensors of cached weights.
     """
 
     @staticmethod
@@ -222,36 +232,41 @@ class _SharedLinear(torch.autograd.Function):
         if not torch.compiler.is_compiling():  # compiled backward passes see zeros
             ctx.set_materialize_grads(False)  # of an output that nobody used, a weight has no gradient
         outputs, kept = run_forward(ctx, call, x, tensors)
-        ctx.layout = _save(ctx, kept, tensors[4 * call.count : 5 * call.count])
+        ctx.layout = _save(ctx, kept, bases_of(call, tensors))
         return tuple(outputs)
 
     @staticmethod
     @first_order(LINEAR)
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        kept, bases = _load(ctx.layout, ctx.saved_tensors, ctx.call.count)
+        kept, bases = _load(ctx.layout, ctx.saved_tensors, ctx.call.count + 1)
         return run_backward(ctx, kept, bases, dys, [ops.Amaxes()] * len(dys))
+
+
+def bases_of(call: _Call, tensors: Sequence[Any]) -> Sequence[Tensor | None]:
+    """Return the bases among the tensors of a call."""
+    return tensors[4 * call.count : 5 * call.count + 1]
 
 
 def run_forward(ctx: Any, call: _Call, x: Tensor, tensors: Sequence[Any]) -> tuple[list[Tensor], list]:
     """Return the outputs [M, N_i] and what the backward needs of x and of each weight; note the rest on ctx."""
     n, recipe = call.count, call.recipe
-    weights, biases, amaxes, grads, bases = (tensors[i * n : (i + 1) * n] for i in range(5))
+    weights, biases, amaxes, grads = (tensors[i * n : (i + 1) * n] for i in range(4))
     needs = [call.save and need for need in ctx.needs_input_grad]
     need_dx, need_dw = needs[1], needs[2 : 2 + n]
     fprop, dgrad, wgrad = (gemm or _BF16_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
     dequantized = recipe.backward == "dequantized"
-    cached = unflatten(call.cached, tensors[5 * n + 2 :])
+    cached = unflatten(call.cached, tensors[5 * n + 3 :])
     x_MK = x.reshape(matrix_shape(x.shape))
-    draws = _draws(call, bases)
+    *draws, signs = _draws(call, bases_of(call, tensors))
     keep_x = any(need_dw)
     x_col_spec = wgrad.b if keep_x and not dequantized else None
-    place = _Place(draws[0], draws[0], X, (FPROP_SIGNS, WGRAD_SIGNS), (not dequantized, False))
-    row, col = _both(x_MK, fprop.a, x_col_spec, place, ops.Amaxes(*tensors[5 * n : 5 * n + 2]))
+    place = _Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (not dequantized, False))
+    row, col = _both(x_MK, fprop.a, x_col_spec, place, ops.Amaxes(*tensors[5 * n + 1 : 5 * n + 3]))
     kept_x = (row if dequantized else col) if keep_x else None
     outputs, kept_w = [], []
     for i, w in enumerate(weights):
         needed = fprop.b, dgrad.b if need_dx and not dequantized else None
-        place = _Place(draws[i], draws[0], W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
+        place = _Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
         w_row, w_col = _weight(w, needed, cached[i], place, amaxes[call.amax_of[i]])
         bias = biases[i]
         y = ops.gemm_nt(row, w_row, out_dtype=call.out_dtype, bias=bias)
@@ -270,7 +285,7 @@ def run_backward(
     """Return the gradients of all that `run_forward` was given; amaxes: of each dy, or None, as far as known."""
     call, (x_col, *w_cols) = ctx.call, kept
     n = call.count
-    draws = _draws(call, bases)
+    *draws, signs = _draws(call, bases)
     need_dx = ctx.needs_input_grad[1]
     need_dw, need_db = ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n : 2 + 2 * n]
     dx = None
@@ -281,7 +296,7 @@ def run_backward(
             continue
         dy_MN = dy.reshape(matrix_shape(dy.shape))
         row_spec, col_spec = gradient_specs(call.recipe, need_dx, need_dw[i])
-        place = _Place(draws[i], draws[0], DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
+        place = _Place(draws[i], signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
         row, col = _both(dy_MN, row_spec, col_spec, place, amaxes[i])
         if need_dx:
             dx = _add_dx(dx, row, _right(w_cols[i], call.recipe, ctx.x_dtype), last=i == used[-1], dtype=ctx.x_dtype)
@@ -300,19 +315,14 @@ def gradient_specs(recipe: Recipe, need_dx: bool, need_dw: bool) -> tuple[Spec |
     return dgrad.a if need_dx else None, wgrad.a if need_dw else None
 
 
-def sign_place(draw: Draw | None) -> Draw | None:
-    """Return where a layer whose first weight draws at `draw` draws the signs of its wgrad."""
-    return _stream(draw, WGRAD_SIGNS)
-
-
 class _Place(NamedTuple):
-    """Where a tensor draws (its linear's stream, the first linear's for signs, offsets within them) and what is kept.
+    """Where a tensor draws (its linear's stream, the first linear's signs, offsets within them) and what is kept.
 
     transient: whether row and col serve one GEMM at once, so that a backend may hand over decoded values.
     """
 
     own: Draw | None
-    shared: Draw | None
+    signs: Draw | None
     stream: int
     sign_streams: tuple[int, int]
     transient: tuple[bool, bool]
@@ -323,8 +333,8 @@ def _both(
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
     """Return t and t.T as GEMM operands, quantized where their spec is not None."""
     rows, cols = t.shape
-    own = _stream(place.own, place.stream)
-    row_sign, col_sign = (_stream(place.shared, stream) for stream in place.sign_streams)
+    own = at_stream(place.own, place.stream)
+    row_sign, col_sign = (at_stream(place.signs, stream) for stream in place.sign_streams)
     row_amax, col_amax = (amax if spec else None for amax, spec in zip(amaxes, (row_spec, col_spec), strict=True))
     options = {"draw": own, "transient": place.transient}
     if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
@@ -405,44 +415,12 @@ def _load(layout: list, saved: Sequence[Any], n: int) -> tuple[list, Sequence[Te
     return operands, saved[len(saved) - n :]
 
 
-def snapshot(base: Tensor | None) -> Tensor | None:
-    """Return the position as it is now: a RunState may advance before the backward, as pipelines do."""
-    return base.clone() if base is not None and torch.is_grad_enabled() else base
-
-
-def _distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[int, ...]]:
-    """Return the tensors with None for every repetition, and for each where it is first."""
-    first = tuple(next(j for j, other in enumerate(tensors) if other is tensor) for tensor in tensors)
-    return [tensor if first[i] == i else None for i, tensor in enumerate(tensors)], first
-
-
 def _draws(call: _Call, bases: Sequence[Tensor | None]) -> list[Draw | None]:
     own = [bases[i] for i in call.base_of]
     return [
         None if base is None or place is None else Draw(base, *place)
         for base, place in zip(own, call.streams, strict=True)
     ]
-
-
-def _stream(draw: Draw | None, stream: int) -> Draw | None:
-    return None if draw is None else draw._replace(stream=draw.stream + stream)
-
-
-def _places(rng: AnyPhilox | Sequence[AnyPhilox] | None, n: int, recipe: Recipe) -> list[AnyPhilox] | None:
-    """Return one place per weight, or None if the recipe draws nothing."""
-    if not recipe.needs_rng:
-        return None
-    if rng is None:
-        raise ValueError(
-            "rng=None: the recipe draws random bits; pass rng=hb.Philox(seed, offset) or a RunState's place"
-        )
-    if isinstance(rng, AnyPhilox):
-        return [rng.at(i * STREAMS_PER_LINEAR) for i in range(n)]
-    if not isinstance(rng, Sequence) or not all(isinstance(place, AnyPhilox) for place in rng):
-        raise TypeError(f"rng={rng!r}: give hb.Philox(seed, offset), or a list of one per weight")
-    if len(rng) != n:
-        raise ValueError(f"rng has {len(rng)} places for {n} weights: give one place, or one per weight")
-    return list(rng)
 
 
 def _autocast(

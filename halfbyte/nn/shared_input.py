@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
-from halfbyte.functional.linear import sign_place
+from halfbyte.functional.places import sign_place
 from halfbyte.nn.linear import Linear, forward_shared, run_alone, shareable
 from halfbyte.spec import GemmSpec, Recipe, Spec
 
@@ -46,7 +46,7 @@ def following(layers: tuple[nn.Module, ...], device: torch.device, call: int = 0
     sign = None
     if col is not None and col.needs_sign_rng:
         place = first.peek(call, device)
-        sign = sign_place(None if place is None else place.on(device))
+        sign = sign_place(None if place is None else place.signs_on(device))
     return ops.Following(row, col, sign)
 
 

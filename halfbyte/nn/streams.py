@@ -79,8 +79,14 @@ class FollowsRecipe(_Base):
 
     def _draw_from(self, state: RunState | None, *, late: bool) -> None:
         self.run_state = state
+        self._note_draws()
         self.stream = 0 if state is None else state.reserve_streams(STREAMS_PER_MODULE, late=late)
         self._stale = (0, 0)  # RunState.advances when last seen, training forwards since
+
+    def _note_draws(self) -> None:
+        state = getattr(self, "run_state", None)
+        if state is not None and self._recipe.needs_rng:
+            state.note_draws()
 
     def join(self, state: RunState) -> None:
         """Draw from `state`, with fresh streams, unless somebody chose this layer's RunState."""
@@ -106,6 +112,7 @@ class FollowsRecipe(_Base):
     @recipe.setter
     def recipe(self, recipe: Recipe) -> None:
         self._recipe = recipe
+        self._note_draws()
         if self.weight_cache is not None:
             self.weight_cache.follow(recipe)
 
@@ -152,7 +159,7 @@ class FollowsRecipe(_Base):
         # The same place, but its number in a tensor: layers that differ in nothing else share one compiled graph.
         if self._shift.device != device:
             self._shift = self._shift.to(device)
-        return StreamPhilox(self.run_state.base, call * STREAMS_PER_LINEAR, self._shift)
+        return self.run_state.philox_shifted(call * STREAMS_PER_LINEAR, self._shift)
 
     def _watch_position(self, state: RunState) -> None:
         if not (self.training and torch.is_grad_enabled()):
@@ -160,6 +167,8 @@ class FollowsRecipe(_Base):
         seen, count = self._stale
         count = count + 1 if seen == state.advances else 1
         self._stale = (state.advances, count)
+        if count == 1:
+            state.ask_for_rank(stacklevel=6)
         if count == STALE_FORWARDS:
             remedy = (
                 "this layer was built without state= and draws from a RunState of its own, which no other's advance() "

@@ -149,4 +149,4 @@ def _draw(name: str, rng: AnyPhilox | None, x: Tensor, needed_by: Spec | None) -
         raise ValueError(
             f"{name}=None: {describe(needed_by)} draws random bits; give {name}=halfbyte.Philox(seed, offset)"
         )
-    return rng.on(x.device)
+    return rng.signs_on(x.device) if name == "sign_rng" else rng.on(x.device)

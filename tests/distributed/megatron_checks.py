@@ -73,7 +73,7 @@ class DistributedOptimizer:
 def train_as_megatron_does(rank: int, world: int) -> None:
     """Codes, scales and both orientations are those of quantizing the whole main parameters, in every step."""
     torch.manual_seed(0)
-    state = hb.RunState(rank)
+    state = hb.RunState(0, rank=rank)
     sizes = ((48, 96), (96, 80), (80, 32))
     layers = [hb.nn.Linear(k, n, bias=False, dtype=torch.bfloat16, state=state) for k, n in sizes]
     values, params = {}, []

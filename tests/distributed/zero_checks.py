@@ -42,7 +42,7 @@ def build(
 ):
     torch.manual_seed(seed)
     model = (small_models.Decoder(blocks, dim) if blocks else Bigram(dim)).bfloat16()
-    report = hb.quantize_(model, recipe, keep=small_models.NOTHING_KEPT, state=hb.RunState(rank))
+    report = hb.quantize_(model, recipe, keep=small_models.NOTHING_KEPT, state=hb.RunState(0))
     options = ZeroConfig(**{"weights": weights, "bucket_numel": 3000, "max_norm": 1.0, "timeout": TIMEOUT, **config})
     adamw = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1, fused=True)
     zero = ZeroOptimizer(model, adamw, group, param_options=decay_matrices, config=options)

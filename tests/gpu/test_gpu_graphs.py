@@ -83,6 +83,31 @@ def test_a_replayed_training_step_is_the_eager_step_at_its_position(recipe, cach
             assert torch.equal(a, b)
 
 
+def test_a_captured_step_follows_the_rank():
+    """`set_rank` and `load_state_dict` write where the graph reads."""
+    results = []
+    for graph in (False, True):
+        model, state = model_and_state(hb.recipes.nvfp4(hadamard=hb.Hadamard(signs="fresh")), depth=1)
+        (x,) = inputs(1)
+
+        def gradient(x, model=model, state=state):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            state.advance()
+            return (model[0].q_proj.weight.grad.clone(),)
+
+        step = GraphedStep(gradient, CUDA) if graph else gradient
+        for _ in range(WARM_UP + 1):
+            step(x)
+        start = state.state_dict()
+        for rank in (0, 3, 0):
+            state.set_rank(rank).load_state_dict(start)
+            results.append(step(x)[0].clone())
+    eager, replayed = results[:3], results[3:]
+    assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
+    assert torch.equal(eager[0], eager[2]) and not torch.equal(eager[0], eager[1])
+
+
 def test_compiled_blocks_replay_like_compiled_blocks():
     torch._dynamo.reset()
     plain = train("nvfp4", graph=False, cached=True, compiled=True)
