@@ -12,7 +12,7 @@ import tyro
 
 from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
-from halfbyte.train import data, loop, treatment
+from halfbyte.train import data, divergence, loop, treatment
 
 Options = TypeVar("Options", "Train", "Compare")
 PRESET = "two_cores"
@@ -46,8 +46,9 @@ def train(arguments: list[str]) -> int:
     treatment.get(options.recipe)  # before the text is read
     run = options.config.run
     result = loop.train(options.config, options.recipe, data.load(options.config.data, run.cache))
-    if result["is_diverged"]:
-        print(f"{options.recipe} diverged at step {result['steps']}; the log is in {run.out}", file=sys.stderr)
+    diverged = divergence.of(result)
+    if diverged:
+        print(f"{options.recipe} {diverged} ({diverged.what} not finite); the log is in {run.out}", file=sys.stderr)
         return 1
     print(f"{options.recipe}: held-out loss {result['held_out_loss']:.4f}, {result['tokens_per_second']:,.0f} tokens/s")
     print(f"log, checkpoints and result are in {run.out}")
@@ -55,14 +56,14 @@ def train(arguments: list[str]) -> int:
 
 
 def compare(arguments: list[str]) -> int:
-    """Run `halfbyte compare`."""
+    """Run `halfbyte compare`; the exit status is 1 if the baseline or a recipe diverged that is no control."""
     options = _parse(Compare, arguments, out=Path("runs/compare"))
     names = comparison.check(name.strip() for name in options.recipes.split(",") if name.strip())
     results = comparison.compare(options.config, names)
     out = options.config.run.out
-    print(f"\n{comparison.table(results)}\n")
+    print("\n" + "\n\n".join((comparison.table(results), *comparison.remarks(results))) + "\n")
     print(f"written to {out}: {comparison.TABLE}, {comparison.RESULTS}, {comparison.PLOT}")
-    return 0
+    return int(comparison.failed(results))
 
 
 def _parse(kind: type[Options], arguments: list[str], out: Path) -> Options:

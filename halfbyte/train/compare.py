@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from halfbyte.train import data, files, loop, measure, plot, treatment
+from halfbyte.train import data, divergence, files, loop, measure, plot, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
 
@@ -48,7 +48,7 @@ def compare(config: TrainConfig, names: tuple[str, ...] = DEFAULT) -> list[dict]
 
     Returns:
         The results in the order of `names`, each with `gap_percent` to the first (None if either diverged) and
-        `recipe_schedule`, that it followed ("" for none).
+        `recipe_schedule`, that it followed ("" for none). One that diverged has no `held_out_loss` either.
 
     Raises:
         ValueError: an unknown recipe, no text, a folder with runs of another config, or a schedule that none follows.
@@ -67,21 +67,58 @@ def compare(config: TrainConfig, names: tuple[str, ...] = DEFAULT) -> list[dict]
     results: list[dict] = []
     for number, name in enumerate(names, 1):
         one = replace(config, recipe_schedule=schedules[name], run=replace(config.run, out=folder / name))
-        if config.run.overwrite is False and loop.finished(one, name, corpus):
-            print(f"[{number}/{len(names)}] {name}: finished before, kept", flush=True)
-        result = loop.train(one, name, corpus, title=f"[{number}/{len(names)}] {name}")
-        results.append(result | {"recipe_schedule": schedules[name]})
+        title_of_run = f"[{number}/{len(names)}] {name}"
+        before = None if config.run.overwrite else loop.finished(one, name, corpus)
+        if before:
+            print(f"{title_of_run}: finished before{_in_brackets(divergence.of(before))}, kept", flush=True)
+        result = loop.train(one, name, corpus, title=title_of_run)
+        diverged = divergence.of(result)
+        if diverged and not before:
+            print(f"{title_of_run}: {diverged} ({diverged.what} not finite)", flush=True)
+        results.append(_without_loss(result, diverged) | {"recipe_schedule": schedules[name]})
         with_gaps(results)
         _write(folder, config, corpus, results, title)
     return results
 
 
 def with_gaps(results: list[dict]) -> None:
-    """Add to every result its gap to the first in percent of the held-out loss."""
-    base = results[0]["held_out_loss"]
+    """Add to every result its gap to the first in percent of the held-out loss, None if either diverged."""
+    base = divergence.loss(results[0])
     for result in results:
-        loss = result["held_out_loss"]
+        loss = divergence.loss(result)
         result["gap_percent"] = None if base is None or loss is None else 100 * (loss / base - 1)
+
+
+def failed(results: list[dict]) -> bool:
+    """Return whether the baseline or a recipe that is no control diverged: a control may."""
+    lost = [result for result in results if divergence.of(result)]
+    return any(result is results[0] or not treatment.get(result["recipe"]).is_control for result in lost)
+
+
+def remarks(results: list[dict]) -> list[str]:
+    """Return a sentence on every run that diverged, the first of them on the gaps that are missing for it."""
+    lines = []
+    for result in results:
+        diverged = divergence.of(result)
+        if diverged:
+            name = result["recipe"]
+            is_control = treatment.get(name).is_control
+            who = f"{name}, a control that is meant to lose," if is_control else name
+            consequence = ": there are no gaps without it" if result is results[0] else ""
+            lines.append(f"{who} {diverged} ({diverged.what} not finite){consequence}.")
+    return lines
+
+
+def _without_loss(result: dict, diverged: divergence.Divergence | None) -> dict:
+    """Return a result, of a run that diverged with everything that it has to say of that, whatever version wrote it."""
+    if diverged is None:
+        return result
+    step, what = diverged
+    return result | {"held_out_loss": None, "is_diverged": True, "diverged_at": step, "diverged_in": what}
+
+
+def _in_brackets(diverged: divergence.Divergence | None) -> str:
+    return f" ({diverged})" if diverged else ""
 
 
 def heading(config: TrainConfig, corpus: data.Data, schedules: Mapping[str, str]) -> str:
@@ -107,11 +144,11 @@ def table(results: list[dict]) -> str:
         ("---", "---:", "---:", "---:", "---:", "---:"),
     ]
     for result in results:
-        loss, gap = result["held_out_loss"], result["gap_percent"]
+        diverged, gap = divergence.of(result), result["gap_percent"]
         rows.append(
             (
                 _followed(result),
-                "diverged" if loss is None else f"{loss:.4f}",
+                str(diverged) if diverged else f"{result['held_out_loss']:.4f}",
                 "" if gap is None or result["recipe"] == base else f"{gap:+.2f} %",
                 f"{result['tokens_per_second']:,.0f}",
                 _bytes(result["peak_memory_bytes"]),
@@ -147,5 +184,5 @@ def _write(folder: Path, config: TrainConfig, corpus: data.Data, results: list[d
         "Held-out loss in nats per token, in high precision. Memory on a CPU is that of the whole process. Saved for "
         "backward: bytes that one micro-batch keeps, parameters not counted."
     )
-    files.write_text(folder / TABLE, f"{title}\n\n{table(results)}\n\n{notes}\n")
+    files.write_text(folder / TABLE, "\n\n".join((title, table(results), *remarks(results), notes)) + "\n")
     plot.curves(folder / PLOT, results, tokens_per_step=config.data.tokens_per_step, title=title)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +17,12 @@ def _positive(values: object, *names: str) -> None:
     for name in names:
         if not getattr(values, name) > 0:
             raise ValueError(f"{name}={getattr(values, name)}: give a number above 0")
+
+
+def _finite(values: object, *names: str) -> None:
+    for name in names:
+        if math.isinf(getattr(values, name)):
+            raise ValueError(f"{name}={getattr(values, name)}: give a finite number")
 
 
 def _fraction(values: object, *names: str) -> None:
@@ -75,10 +82,11 @@ class OptimConfig:
     weight_decay: float = 0.1
     """On matrices; never on norms."""
     clip: float = 1.0
-    """Largest norm of the whole gradient."""
+    """Largest norm of the whole gradient; `inf` clips nothing."""
 
     def __post_init__(self) -> None:
         _positive(self, "steps", "lr", "eps", "clip")
+        _finite(self, "lr", "eps")
         _fraction(self, "warmup", "decay", "final_lr", "beta1", "beta2", "weight_decay")
         if self.warmup + self.decay > 1:
             raise ValueError(f"decay={self.decay}: warmup={self.warmup} and decay overlap; give a sum of at most 1")
@@ -160,6 +168,8 @@ class TrainConfig:
         """
         values = asdict(self)
         del values["run"], values["recipe_schedule"]
+        if math.isinf(self.optim.clip):  # JSON has no such number
+            values["optim"]["clip"] = "inf"
         schedule = self.schedule()
         if schedule is not None:  # else the identity of runs from before there were schedules
             values["recipe_schedule"] = schedule.state_dict()

@@ -19,10 +19,11 @@ from torch import Tensor
 import halfbyte as hb
 from halfbyte.nn.linear import describe
 from halfbyte.nn.streams import FollowsRecipe
-from halfbyte.train import checkpoint, files, graphs, measure, optim, progress, treatment
+from halfbyte.train import checkpoint, divergence, files, graphs, measure, optim, progress, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig, differences
 from halfbyte.train.data import Batches, Data
+from halfbyte.train.divergence import Divergence
 from halfbyte.train.log import Log
 
 CONFIG, RESULT, LAYERS, CHECKPOINTS = "config.json", "result.json", "layers.txt", "checkpoints"
@@ -124,7 +125,7 @@ class Trainer:
     def _steps(self, log: Log, display: progress.Progress) -> History:
         run, history = self.config.run, History()
         start = time.perf_counter()
-        while self.step < self.config.optim.steps and not history.is_diverged:
+        while self.step < self.config.optim.steps and not history.diverged:
             self._follow_schedule(log)
             history.pending.append((self.step + 1, *self._one_step()))
             last = self.step == self.config.optim.steps
@@ -138,13 +139,25 @@ class Trainer:
             self.seconds += now - start
             speed = steps_read * self.config.data.tokens_per_step / (now - start)
             display.update(self.step, f"loss {history.train_loss:.3f}  {speed:,.0f} tok/s")
-            if to_evaluate and not history.is_diverged:
+            if to_evaluate and not history.diverged:
                 history.held_out_loss = self.evaluate()
                 log.write("eval", self.step, {"tokens": self._tokens(), "loss": history.held_out_loss})
-            if to_save and not history.is_diverged:
+            if (to_evaluate or to_save) and not history.diverged:
+                self._check_what_a_step_left(history)
+            if to_save and not history.diverged:
                 self._save()
             start = time.perf_counter()
+        if history.diverged:
+            step, what = history.diverged
+            log.write("diverged", step, {"loss": math.nan, "what": what})
         return history
+
+    def _check_what_a_step_left(self, history: History) -> None:
+        """Say that the run diverged if its last held-out loss or a parameter is not finite."""
+        if history.held_out_loss is not None and not math.isfinite(history.held_out_loss):
+            history.diverged = Divergence(self.step, divergence.HELD_OUT)
+        elif not divergence.finite_parameters(self.model):
+            history.diverged = Divergence(self.step, divergence.PARAMETERS)
 
     def _follow_schedule(self, log: Log) -> None:
         recipe, schedule = self.run_state.begin_step(self.model), self.run_state.schedule
@@ -236,8 +249,10 @@ class Trainer:
         files.write_text(self.folder / LAYERS, f"{self.report}\n")
 
     def _result(self, history: History) -> dict:
-        if history.held_out_loss is None and not history.is_diverged:
+        if history.held_out_loss is None and not history.diverged:
             history.held_out_loss = self.evaluate()  # resumed from the checkpoint of the last step
+            self._check_what_a_step_left(history)
+        diverged = history.diverged
         peak = measure.peak_memory(self.device)  # before the measurement below adds to it
         saved = measure.saved_activation_bytes(self.model, lambda: self._loss(*self.batches[0]))
         return {
@@ -245,8 +260,10 @@ class Trainer:
             "identity": self.identity,
             "steps": self.step,
             "tokens": self._tokens(),
-            "held_out_loss": history.held_out_loss,
-            "is_diverged": history.is_diverged,
+            "held_out_loss": None if diverged else history.held_out_loss,
+            "is_diverged": diverged is not None,
+            "diverged_at": diverged and diverged.step,
+            "diverged_in": diverged and diverged.what,
             "seconds": self.seconds,
             "tokens_per_second": self._tokens() / self.seconds,
             "peak_memory_bytes": peak,
@@ -261,7 +278,7 @@ class History:
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []
         self.train_loss = float("nan")
         self.held_out_loss: float | None = None
-        self.is_diverged = False
+        self.diverged: Divergence | None = None
 
     def flush(self, log: Log, tokens_per_step: int) -> None:
         """Read the pending losses in one transfer and log them, up to the first that is not finite."""
@@ -270,7 +287,7 @@ class History:
             log.write("step", step, {"tokens": step * tokens_per_step, "loss": loss, "lr": lr, "grad_norm": norm})
             self.train_loss = loss
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                self.is_diverged = True
+                self.diverged = Divergence(step, divergence.NORM if math.isfinite(loss) else divergence.LOSS)
                 break
         self.pending.clear()
 
