@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, 1 if the work failed, 2 if the user asked for something that cannot be, 130 and 141 if
-        ctrl-C or the end of the pipe that it prints to stopped it.
+        ctrl-C or the end of the pipe that it prints to stopped it; `train` and `compare` give 143 after SIGTERM.
     """
     try:
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from halfbyte.train import data, divergence, files, loop, measure, plot, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
+from halfbyte.train.signals import Interrupts
 
 RESULTS, TABLE, PLOT = "results.json", "table.md", "losses.png"
 DEFAULT = ("bf16", "nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "naive_fp4@all")
@@ -37,7 +38,9 @@ def check(names: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-def compare(config: TrainConfig, names: tuple[str, ...] = DEFAULT) -> list[dict]:
+def compare(
+    config: TrainConfig, names: tuple[str, ...] = DEFAULT, *, interrupts: Interrupts | None = None
+) -> list[dict]:
     """Train every recipe and write results.json, table.md and losses.png to `config.run.out`.
 
     A schedule of recipes is for those that quantize a GEMM: a baseline in high precision stays one to its last step.
@@ -45,6 +48,7 @@ def compare(config: TrainConfig, names: tuple[str, ...] = DEFAULT) -> list[dict]
     Args:
         config: the run that all recipes share.
         names: recipes; gaps are measured against the first.
+        interrupts: who hears of signals, see loop.Trainer.
 
     Returns:
         The results in the order of `names`, each with `gap_percent` to the first (None if either diverged) and
@@ -52,6 +56,7 @@ def compare(config: TrainConfig, names: tuple[str, ...] = DEFAULT) -> list[dict]
 
     Raises:
         ValueError: an unknown recipe, no text, a folder with runs of another config, or a schedule that none follows.
+        Stopped: a signal came.
     """
     names = check(names)
     schedules = {name: config.recipe_schedule if treatment.get(name).recipe.specs else "" for name in names}
@@ -71,7 +76,7 @@ def compare(config: TrainConfig, names: tuple[str, ...] = DEFAULT) -> list[dict]
         before = None if config.run.overwrite else loop.finished(one, name, corpus)
         if before:
             print(f"{title_of_run}: finished before{_in_brackets(divergence.of(before))}, kept", flush=True)
-        result = loop.train(one, name, corpus, title=title_of_run)
+        result = loop.train(one, name, corpus, title=title_of_run, interrupts=interrupts)
         diverged = divergence.of(result)
         if diverged and not before:
             print(f"{title_of_run}: {diverged} ({diverged.what} not finite)", flush=True)

@@ -1,8 +1,8 @@
 """What it means that a run diverged, and how that is said: it has no loss and no gap, only the step at which it broke.
 
 A run diverges at the first step whose training loss or gradient norm is not finite, or after which the held-out loss or
-a parameter is not (those are looked at when a run validates or saves, and after its last step). It stops there. A norm
-that is infinite for one step counts: clipping by it has turned the gradient into zeros and NaNs, so the losses that
+a parameter is not (looked at when a run validates, as it does after its last step). It stops there. A norm that is
+infinite for one step counts: clipping by it has turned the gradient into zeros and NaNs, so the losses that
 follow are not those of the recipe.
 """
 
@@ -18,13 +18,13 @@ LOSS, NORM, HELD_OUT, PARAMETERS = "training loss", "gradient norm", "held-out l
 
 
 class Divergence(NamedTuple):
-    """The optimizer step, counted from 1 (None if a result does not say it), and what was not finite there."""
+    """The optimizer step, counted from 1 (0 if a result does not say it), and what was not finite there."""
 
-    step: int | None
+    step: int
     what: str
 
     def __str__(self) -> str:
-        return "diverged" if self.step is None else f"diverged at step {self.step}"
+        return f"diverged at step {self.step}" if self.step else "diverged"
 
 
 def finite_parameters(model: nn.Module) -> bool:
@@ -40,7 +40,7 @@ def of(result: dict) -> Divergence | None:
     loss = result.get("held_out_loss")
     if not result.get("is_diverged") and loss is not None and math.isfinite(loss):
         return None
-    return Divergence(result.get("diverged_at") or result.get("steps"), result.get("diverged_in") or LOSS)
+    return Divergence(result.get("diverged_at") or result.get("steps", 0), result.get("diverged_in") or LOSS)
 
 
 def loss(result: dict) -> float | None:

@@ -25,6 +25,7 @@ from halfbyte.train.config import TrainConfig, differences
 from halfbyte.train.data import Batches, Data
 from halfbyte.train.divergence import Divergence
 from halfbyte.train.log import Log
+from halfbyte.train.signals import Interrupts
 
 CONFIG, RESULT, LAYERS, CHECKPOINTS = "config.json", "result.json", "layers.txt", "checkpoints"
 HELD_OUT_SEED = 0
@@ -59,13 +60,23 @@ class Trainer:
         recipe: name of the recipe.
         data: the tokenized corpus.
         title: what the progress display calls the run; the recipe by default.
+        interrupts: who hears of signals; by default nobody, and ctrl-C is an exception wherever it meets the run.
 
     Raises:
         ValueError: the folder holds another run, or a broken checkpoint.
     """
 
-    def __init__(self, config: TrainConfig, recipe: str, data: Data, *, title: str | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        recipe: str,
+        data: Data,
+        *,
+        title: str | None = None,
+        interrupts: Interrupts | None = None,
+    ) -> None:
         self.config, self.recipe, self.data, self.title = config, recipe, data, title or recipe
+        self.interrupts = interrupts or Interrupts()
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
         self.folder = config.run.out
@@ -99,7 +110,17 @@ class Trainer:
         )
 
     def train(self) -> dict:
-        """Run the remaining steps and return the result, which `result.json` holds too."""
+        """Run the remaining steps and return the result, which `result.json` holds too.
+
+        Raises:
+            Stopped: a signal came; the step that it met is finished and in a checkpoint.
+        """
+        with self.interrupts.deferred():
+            result = self._train()
+            self.interrupts.check(f"after {self.recipe}, which is finished")
+        return result
+
+    def _train(self) -> dict:
         self._record_config()
         measure.reset_peak_memory(self.device)
         log = Log(self.folder, after=self.step, tensorboard=self.config.run.tensorboard)
@@ -131,7 +152,7 @@ class Trainer:
             last = self.step == self.config.optim.steps
             to_evaluate = self.step % self.config.eval_every == 0 or last
             to_save = self.step % run.checkpoint_every == 0 or last
-            if not (self.step % run.log_every == 0 or to_evaluate or to_save):
+            if not (self.step % run.log_every == 0 or to_evaluate or to_save or self.interrupts.requested):
                 continue
             steps_read = len(history.pending)
             history.flush(log, self.config.data.tokens_per_step)  # waits for the device: the clock is right after it
@@ -142,10 +163,12 @@ class Trainer:
             if to_evaluate and not history.diverged:
                 history.held_out_loss = self.evaluate()
                 log.write("eval", self.step, {"tokens": self._tokens(), "loss": history.held_out_loss})
-            if (to_evaluate or to_save) and not history.diverged:
                 self._check_what_a_step_left(history)
-            if to_save and not history.diverged:
+            to_stop = self.interrupts.requested and not last
+            if (to_save or to_stop) and not history.diverged:
                 self._save()
+            if to_stop and not history.diverged:
+                self.interrupts.check(f"with step {self.step + 1} of {self.config.optim.steps} in {self.folder}")
             start = time.perf_counter()
         if history.diverged:
             step, what = history.diverged
@@ -317,21 +340,29 @@ def finished(config: TrainConfig, recipe: str, data: Data) -> dict | None:
     return None
 
 
-def train(config: TrainConfig, recipe: str, data: Data, *, title: str | None = None) -> dict:
+def train(
+    config: TrainConfig,
+    recipe: str,
+    data: Data,
+    *,
+    title: str | None = None,
+    interrupts: Interrupts | None = None,
+) -> dict:
     """Train, or go on with a run that was stopped, or return the result of one that ended.
 
     Args:
-        config, recipe, data, title: see Trainer.
+        config, recipe, data, title, interrupts: see Trainer.
 
     Returns:
         The result: held-out loss, speed, memory, and the identity of the run.
 
     Raises:
         ValueError: unknown recipe, a folder with another run, a broken checkpoint.
+        Stopped: a signal came.
     """
     if config.run.overwrite:
         clear(config.run.out)
-    return finished(config, recipe, data) or Trainer(config, recipe, data, title=title).train()
+    return finished(config, recipe, data) or Trainer(config, recipe, data, title=title, interrupts=interrupts).train()
 
 
 def clear(folder: Path) -> None:
