@@ -11,6 +11,7 @@ from typing import Literal
 from halfbyte.schedule import Schedule, parse_schedule
 from halfbyte.train import model as models
 from halfbyte.train import treatment
+from halfbyte.train.documents import TEXT_FIELD
 
 
 def _positive(values: object, *names: str) -> None:
@@ -36,7 +37,10 @@ class DataConfig:
     """Which text, and how it becomes batches."""
 
     corpus: str = "python"
-    """`python` (the sources of the running interpreter's standard library), or a file or folder of text, .gz too."""
+    """`python` (the sources of the running interpreter's standard library), or a file or folder of text, JSON Lines,
+    JSON (each .gz too) or Parquet. Every file or record is a document."""
+    text_field: str = TEXT_FIELD
+    """The field of JSON and Parquet records that holds their text."""
     tokenizer: str = "bytes"
     """`bytes`, or `bpe:N`: a byte-level BPE of N tokens trained on the corpus."""
     sequence: int = 256
@@ -49,6 +53,8 @@ class DataConfig:
     """Share of the tokens kept for validation."""
 
     def __post_init__(self) -> None:
+        if not self.text_field:
+            raise ValueError("text_field='': name the field of a record that holds its text")
         _positive(self, "sequence", "batch", "accumulate", "held_out")
         _fraction(self, "held_out")
         kind, _, size = self.tokenizer.partition(":")
@@ -168,6 +174,7 @@ class TrainConfig:
         """
         values = asdict(self)
         del values["run"], values["recipe_schedule"]
+        del values["data"]["text_field"]  # the hash of the text, which is in a run's identity, holds what it chose
         if math.isinf(self.optim.clip):  # JSON has no such number
             values["optim"]["clip"] = "inf"
         schedule = self.schedule()
