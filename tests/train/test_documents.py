@@ -65,7 +65,9 @@ def test_the_hash_follows_the_text_and_its_boundaries_alone(tmp_path):
     base = sha({"text": "ab"}, {"text": "c"})
     assert sha({"text": "ab", "id": 7}, {"text": ""}, {"score": 0.5, "text": "c"}) == base
     assert sha({"body": "ab"}, {"body": "c"}, field="body") == base
-    assert len({base, sha({"text": "a"}, {"text": "bc"}), sha({"text": "abc"}), sha({"text": "c"}, {"text": "ab"})}) == 4
+    assert (
+        len({base, sha({"text": "a"}, {"text": "bc"}), sha({"text": "abc"}), sha({"text": "c"}, {"text": "ab"})}) == 4
+    )
 
 
 def test_another_field_is_another_text_and_no_new_key_in_the_identity(tmp_path):
@@ -138,7 +140,7 @@ def test_a_json_file_that_was_named_has_to_hold_records(tmp_path, content):
 
 @pytest.mark.parametrize("keep", [0.5, 0.99])
 def test_a_broken_gzip_of_records_is_named(tmp_path, keep):
-    whole = gzip.compress(lines(*({"text": f"{number ** 5}"} for number in range(2000))).encode())
+    whole = gzip.compress(lines(*({"text": f"{number**5}"} for number in range(2000))).encode())
     (tmp_path / "a.jsonl.gz").write_bytes(whole[: int(keep * len(whole))])
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz: broken gzip"):
         corpus.load(str(tmp_path / "a.jsonl.gz"))
