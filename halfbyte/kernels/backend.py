@@ -80,8 +80,9 @@ def quantize_row_col(
     """
     common = {"sign_draw": sign_draw, "scale_layout": scale_layout}
     if col_spec is None:  # what a forward that nobody differentiates asks for
-        row = row_spec and quantize(x, row_spec, draw=draw, amax=row_amax, decoded=transient[0], **common)
-        return row, None
+        if row_spec is None:
+            return None, None
+        return quantize(x, row_spec, draw=draw, amax=row_amax, decoded=transient[0], **common), None
     if row_spec is None:
         matrix, draw = x.reshape(matrix_shape(x.shape)), draw and draw.next()
         return None, quantize(matrix.T, col_spec, draw=draw, amax=col_amax, decoded=transient[1], **common)
