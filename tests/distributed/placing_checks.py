@@ -177,6 +177,8 @@ def warnings_of_forgotten_ranks(rank: int) -> None:
     with torch.no_grad():
         assert not caught(lambda: forward(idle))
     assert not caught(lambda: forward(idle.eval()))
+    stuck = build()  # whose position nobody moves
+    assert len(caught(lambda: [forward(stuck) for _ in range(3)])) == 1
     unseen = build()  # compiled code warns of nothing, and its steps do
     assert len(caught(state_of(unseen).advance)) == 1 and not caught(state_of(unseen).advance)
 
