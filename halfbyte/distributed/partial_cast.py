@@ -81,11 +81,9 @@ def cast_master_weights_to_nvfp4(
             _join(known, group)
             shares = _agree(arguments, problem, group, manual_post_all_gather_processing)
         known = _prepared(arguments, shares, agreed_on, memory)
-    if known is not None and not known.cast.run():
+    while known is not None and not known.cast.run():  # once: then all ranks have prepared it
         shares = _agree(arguments, None, group, manual_post_all_gather_processing)
         known = _prepared(arguments, shares, agreed_on, memory)
-        all_ran = known is None or known.cast.run()
-        assert all_ran, "all ranks have just prepared it"
     if known is None:
         return
     for weight in model_weights:

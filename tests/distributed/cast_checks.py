@@ -311,7 +311,19 @@ def moving_borders(rank: int, world: int) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(partial_cast, "exchange_notes", None)  # what has been compared is not compared again
                 cast_master_weights_to_nvfp4(weights, [s for s, _ in shards], [at for _, at in shards], None)
+        shards_that_change_places(rank, spec)
     mistakes_of_one_rank(rank)
+
+
+def shards_that_change_places(rank: int, spec: hb.NVFP4) -> None:
+    """Two ranks exchange shards of one size, so that only their starts are others."""
+    master = torch.randn(17, 30, generator=torch.Generator().manual_seed(9))
+    weight = PrimaryWeight.empty((17, 30), spec)
+    for places in ((0, 1, 2), (0, 2, 1), (1, 0, 2)):
+        shard, at = share(master, [170, 340], places[rank])
+        before = weight.qdata.clone().view(-1)
+        cast_master_weights_to_nvfp4([weight], [shard], [at], None)
+        check_bytes(weight, before, master, at, at + 170)
 
 
 def mistakes_of_one_rank(rank: int) -> None:

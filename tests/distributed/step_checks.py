@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import small_models
 import torch
 import torch.distributed as dist
@@ -68,6 +69,8 @@ def two_ranks(rank: int, world: int) -> None:
         without_gradients(rank, world, weights)
         clipped(rank, world, weights)
     options_of_groups(rank)
+    values_of_the_first_rank(rank)
+    what_only_some_ranks_have(rank)
 
 
 def accumulated(rank: int, world: int, weights: str, dtype: torch.dtype, tolerance: float) -> None:
@@ -81,6 +84,9 @@ def accumulated(rank: int, world: int, weights: str, dtype: torch.dtype, toleran
             model(batch(rank, i), use).square().mean().backward()
     total = {name: sum(grads[name] for grads in sums) / world for name in before}
     norm = zero.step()
+    elements = sum(param.numel() for param in model.parameters()) if world > 1 else 0
+    padding = len(zero.buckets) * 64 * world * 4
+    assert 0 <= zero.traffic["reduced"] - elements * dtype.itemsize <= padding  # once, however many micro-batches
     torch.testing.assert_close(
         norm, torch.stack([g.square().sum() for g in total.values()]).sum().sqrt(), rtol=1e-2, atol=0
     )
@@ -143,3 +149,36 @@ def options_of_groups(rank: int) -> None:
         if isinstance(param, PrimaryWeight):
             whole = hb.quantize(((1 - chosen.get(name, 0.0)) * before[name]).bfloat16(), param.spec)
             assert torch.equal(param.qdata, whole.qdata), name
+
+
+def values_of_the_first_rank(rank: int) -> None:
+    """Models that were initialized apart begin with the values of rank 0, in masters and in weights."""
+    models = []
+    for seed in (0, rank):
+        torch.manual_seed(seed)
+        models.append(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8)))
+        torch.nn.init.normal_(models[-1][1].weight)
+    first, own = models
+    hb.quantize_(own, checks.LEAN, rules={"2": None}, keep=small_models.NOTHING_KEPT, state=hb.RunState(0))
+    zero = ZeroOptimizer(own, config=ZeroConfig(timeout=checks.TIMEOUT))
+    check_masters(zero, {name: param.detach() for name, param in first.named_parameters()}, rtol=0, atol=0)
+    zero.synchronize()
+    expected = hb.quantize(first[0].weight.detach(), own[0].weight.spec)
+    assert torch.equal(own[0].weight.qdata, expected.qdata) and torch.equal(own[2].weight, first[2].weight)
+
+
+def what_only_some_ranks_have(rank: int) -> None:
+    """Options that the optimizer itself gives a later group, and schedules, are compared between the ranks."""
+
+    def sgd(groups):
+        for number, group in enumerate(groups):
+            group["lr"] = 0.5 if number == 0 else 0.25 * (1 + rank)
+        return torch.optim.SGD(groups)
+
+    with pytest.raises(ValueError, match=r"optimizer: .*'lr', 0.25.* on rank 0, .*'lr', 0.5.* on rank 1"):
+        build(rank, "plain", sgd, checks.decay_matrices)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    state = hb.RunState(0, hb.Schedule([(5 + rank, "bf16")]))
+    hb.quantize_(model, "nvfp4", keep=small_models.NOTHING_KEPT, state=state)
+    with pytest.raises(ValueError, match="the parameters differ"):
+        ZeroOptimizer(model, config=ZeroConfig(timeout=checks.TIMEOUT))

@@ -87,6 +87,24 @@ def test_a_closure_is_called_once_before_the_step():
         zero.step(torch.ones(()))
 
 
+def test_contexts_of_accumulation_within_each_other():
+    model, zero = steps.build(0, "plain", partial(torch.optim.SGD, lr=0.5))
+    before = zero.state_dict()["masters"]
+    grads = [steps.gradients(model, zero, steps.batch(0, i), "first second") for i in range(3)]
+
+    def backward(i):
+        model(steps.batch(0, i), "first second").square().mean().backward()
+
+    with zero.accumulate():
+        with zero.accumulate():
+            backward(0)
+        backward(1)
+    backward(2)
+    zero.step()
+    expected = {name: before[name] - 0.5 * sum(each[name] for each in grads) for name in before}
+    steps.check_masters(zero, expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("weights", ("nvfp4", "plain"))
 def test_parameters_added_after_the_optimizer_was_built_are_named(weights):
     def add_a_layer(model):

@@ -122,7 +122,7 @@ def test_an_orientation_of_before_is_refused():
     primary(torch.zeros(2, 48, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("name", ("block_scale", "amax"))
+@pytest.mark.parametrize("name", ("qdata", "block_scale", "amax"))
 def test_the_other_orientation_follows_tensors_put_in_later(name):
     weight = PrimaryWeight.empty((32, 48), TILE)
     for factor in (1, 5):
@@ -170,3 +170,29 @@ def test_a_primary_weight_is_a_parameter_of_zeros():
         PrimaryWeight.empty((16,))
     with pytest.raises(ValueError, match="^qdata starts at an address that is no multiple of 8"):
         PrimaryWeight.empty((16, 16), qdata=torch.zeros(129, dtype=torch.uint8)[1:].view(16, 8))
+
+
+def test_copies_views_and_files_of_a_weight_know_what_it_knows():
+    """What shares its amax, is stale or frozen is so in every form of it: bytes would be read too early."""
+    amax = torch.zeros(())
+    weights = [PrimaryWeight.empty((32, 48), TILE, amax=amax) for _ in range(2)]
+    cast_master_weights_to_nvfp4(weights, [torch.randn(32 * 48) for _ in weights], [0, 0], None)
+    for form in (weights[0], weights[0].as_parameter(), weights[0].detach(), weights[0].as_parameter().detach()):
+        before = weights[1].dequantize()
+        with pytest.raises(ValueError, match="shares its amax with others"), torch.no_grad():
+            form.copy_(torch.ones(32, 48))
+        assert torch.equal(weights[1].dequantize(), before)
+    _, primary = layers(NVFP4, turned=True)
+    for requires_grad in (False, True):
+        file = io.BytesIO()
+        torch.save(primary.weight.requires_grad_(requires_grad), file)
+        file.seek(0)
+        assert torch.load(file, weights_only=False).requires_grad == requires_grad
+    cast_master_weights_to_nvfp4([primary.weight], [torch.randn(40 * 48)], [0], None)
+    view = primary.weight.detach()
+    primary.weight = torch.nn.Parameter(view)
+    with pytest.raises(ValueError, match="call post_all_gather_processing"):
+        primary(torch.zeros(2, 48, dtype=torch.bfloat16))
+    with torch.no_grad():
+        primary.weight.copy_(torch.randn(40, 48))  # turns it too
+    primary(torch.zeros(2, 48, dtype=torch.bfloat16))
