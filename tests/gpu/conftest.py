@@ -8,6 +8,8 @@ from zlib import crc32
 
 import pytest
 
+NEEDS_GPU = "needs a CUDA GPU, and torch sees none"
+RAN = pytest.StashKey[bool]()
 SLOW_FIRST = ("grouped", "graphs", "fused", "transient", "quantize")
 """Files in the order of what their kernels take to compile; the others follow."""
 SAME_KERNELS = ("shape", "groups")
@@ -28,10 +30,26 @@ def _work(item: pytest.Function) -> str:
 
 
 def pytest_collection_modifyitems(config, items):
+    if config.getoption("--claims") is None and not _sees_gpu():  # run.py asked before it started processes
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=NEEDS_GPU))
     if config.getoption("--claims"):
         order = {f"test_gpu_{name}": place for place, name in enumerate(SLOW_FIRST)}
         # What stands together in a file is much alike: in this order processes seldom compile the same at once.
         items.sort(key=lambda item: (order.get(item.path.stem, len(order)), crc32(_work(item).encode())))
+
+
+def _sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item):
+    report = (yield).get_result()
+    if report.when == "call" and not report.skipped:
+        item.stash[RAN] = True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,7 +71,7 @@ def pytest_runtestloop(session):
             record.write(f"{item.nodeid}\t")
             record.flush()
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-            record.write(f"{time.monotonic() - start:.1f}\n")
+            record.write(f"{time.monotonic() - start:.1f}\t{'ran' if item.stash.get(RAN, False) else 'skipped'}\n")
         if session.shouldfail or session.shouldstop:
             break
     return True

@@ -1,7 +1,8 @@
 """Run the GPU tests in several processes on one GPU: python3 tests/gpu/run.py [pytest options].
 
 They share Triton's cache and claim one test after the other. Each process's report follows when it ends, then the
-slowest tests; the exit status is that of the worst. A run that is stopped (SIGTERM, ctrl-C) names what was running.
+slowest tests; the exit status is that of the worst, and 1 if nothing ran: without a GPU, or if every test was skipped.
+A run that is stopped (SIGTERM, ctrl-C) names what was running.
 """
 
 import os
@@ -26,9 +27,27 @@ def start(claims: str, output: Path, options: list[str]) -> subprocess.Popen:
 
 def times(claims: str) -> list[tuple[float, str]]:
     """Give (seconds, test) of what has run, infinity for what runs, longest first."""
+    return sorted(((float(seconds or "inf"), test) for test, seconds, *_ in records(claims)), reverse=True)
+
+
+def records(claims: str) -> list[list[str]]:
+    """Give [test, seconds, "ran" or "skipped"] of what has run, and [test, ""] for what runs."""
     lines = [line for record in Path(claims).iterdir() for line in record.read_text().splitlines()]
-    records = [line.split("\t") for line in lines]
-    return sorted(((float(seconds or "inf"), test) for test, seconds in records), reverse=True)
+    return [line.split("\t") for line in lines]
+
+
+def nothing_ran(claims: str) -> str:
+    """Say why no test ran, "" if one did or runs."""
+    found = records(claims)
+    if any(outcome != ["skipped"] for _, _, *outcome in found):
+        return ""
+    return f"all {len(found)} tests were skipped" if found else "no test was collected"
+
+
+def sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def wait(processes: dict[subprocess.Popen, Path]) -> int:
@@ -45,6 +64,9 @@ def wait(processes: dict[subprocess.Popen, Path]) -> int:
 
 
 def main(options: list[str]) -> int:
+    if not sees_gpu():
+        print("FAILED: nothing ran: torch sees no GPU; `make test` runs the tests that need none")
+        return 1
     count = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 1))
     begin, worst = time.monotonic(), 1
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -61,11 +83,13 @@ def main(options: list[str]) -> int:
                     process.kill()
                     print(output.read_text(), flush=True)
         finally:
-            ran = times(claims)
+            ran, missing = times(claims), nothing_ran(claims)
             for seconds, test in ran[:SLOWEST]:
                 print("still running" if seconds == float("inf") else f"{seconds:.0f} s", test, flush=True)
             print(f"{len(ran)} tests, {sum(s for s, _ in ran if s < float('inf')):.0f} s in all", flush=True)
-    print(f"{'FAILED' if worst else 'passed'}: {count} processes, {time.monotonic() - begin:.0f} s")
+    why = f"nothing ran: {missing}; " if missing else ""
+    worst = worst or int(bool(missing))
+    print(f"{'FAILED' if worst else 'passed'}: {why}{count} processes, {time.monotonic() - begin:.0f} s")
     return worst
 
 
