@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -13,8 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from halfbyte import recipes
 from halfbyte.nn.grouped import GroupedRecipe
-from halfbyte.nn.linear import REPLACED_FORWARD, Linear, as_recipe, describe
+from halfbyte.nn.linear import REPLACED_FORWARD, Linear, as_recipe
 from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.policy import Keep, kept_blocks
+from halfbyte.report import Report, Row
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
@@ -24,94 +24,6 @@ FilterFn = Callable[[nn.Module, str], bool]
 
 SHARE_AMAX = (("*q_proj", "*k_proj", "*v_proj"), ("*gate_proj", "*up_proj"))
 """Siblings that serving engines fuse, and that therefore need one global amax (vLLM does not rescale block scales)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keep:
-    """Which linear layers stay in high precision: by default as in NVIDIA's NVFP4 pretraining (arXiv 2509.25149).
-
-    Args:
-        names: globs of fully qualified names.
-        first_blocks: this many blocks at the start of every stack of blocks.
-        last_fraction: this share of the blocks at the end of the stack, rounded up, but never all of them.
-    """
-
-    names: tuple[str, ...] = (
-        *("*lm_head", "*embed*", "*output_layer"),
-        *("*router", "*router.*", "*.gate", "*.gate.*", "*shared_expert_gate"),
-    )
-    first_blocks: int = 0
-    last_fraction: float = 0.15
-
-    def __post_init__(self) -> None:
-        if isinstance(self.names, str):
-            raise TypeError(f"names={self.names!r}: give a tuple of globs")
-        object.__setattr__(self, "names", tuple(self.names))
-        if not isinstance(self.first_blocks, int) or self.first_blocks < 0:
-            raise ValueError(f"first_blocks={self.first_blocks!r}: give a number of blocks >= 0")
-        if not 0 <= self.last_fraction <= 1:
-            raise ValueError(f"last_fraction={self.last_fraction!r}: give a share between 0 and 1")
-
-    def last_blocks(self, count: int) -> int:
-        """Return how many of `count` blocks stay in high precision at the end."""
-        return min(math.ceil(self.last_fraction * count - 1e-9), max(count - 1, 0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One linear layer: its name, shape (out, in) or (experts, out, in), recipe or None, and why.
-
-    present: the recipe that a layer follows which was converted before and stays as it is.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    recipe: Recipe | None
-    reason: str
-    present: Recipe | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What quantize_ did; prints as a table.
-
-    Args:
-        rows: one per linear layer, in the model's order.
-        state: the RunState that the converted layers draw from; advance it once per micro-batch.
-        others: {class: names} of modules with matrices of their own that are no linear layers: they stay.
-    """
-
-    rows: tuple[Row, ...]
-    state: RunState = field(repr=False)
-    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    @property
-    def converted(self) -> tuple[str, ...]:
-        """Names of the layers that now follow a recipe."""
-        return tuple(row.name for row in self.rows if row.recipe is not None)
-
-    @property
-    def kept(self) -> dict[str, str]:
-        """Name and reason of every layer that stays as it is: in high precision, or converted before."""
-        return {row.name: row.reason for row in self.rows if row.recipe is None}
-
-    def __str__(self) -> str:
-        table = [("layer", "out x in", "recipe", "why")]
-        for row in self.rows:
-            follows = row.recipe or row.present
-            recipe = "high precision" if follows is None else describe(follows)
-            table.append((row.name, " x ".join(map(str, row.shape)), recipe, row.reason))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
-        total = sum(math.prod(row.shape) for row in self.rows)
-        done = sum(math.prod(row.shape) for row in self.rows if row.recipe is not None)
-        share = f"{100 * done / total:.1f} %" if total else "none"
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        for kind, names in self.others.items():
-            some = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
-            lines.append(f"{len(names)} x {kind} ({some}): no torch.nn.Linear, stays as it is")
-        lines.append(f"{len(self.converted)} of {len(self.rows)} linear layers converted, {share} of their weights")
-        return "\n".join(lines)
 
 
 def quantize_(
@@ -162,7 +74,7 @@ def quantize_(
     if tuple(groups) != SHARE_AMAX:
         _check_globs("share_amax", [glob for group in groups for glob in group], layers)
     keep = keep or Keep()
-    edges, default = _kept_blocks(model, layers, keep), as_recipe(recipe)
+    edges, default = kept_blocks(model, layers, keep), as_recipe(recipe)
     rows = tuple(_decide(name, layer, default, filter_fn, resolved, keep, edges) for name, layer in layers.items())
     others = _other_matrices(model)
     followers = [layer for layer in _quantized(model) if layer.recipe.specs or layer.run_state is not None]
@@ -288,28 +200,6 @@ def _check_globs(argument: str, globs: Sequence[str] | Mapping[str, object], lay
         if not any(fnmatchcase(name, glob) for name in layers):
             some = ", ".join(list(layers)[:4])
             raise ValueError(f"{argument}: {glob!r} matches no linear layer; names look like {some}")
-
-
-def _kept_blocks(model: nn.Module, layers: Mapping[str, Layer], keep: Keep) -> dict[str, str]:
-    """Return {layer name: reason} of the layers in the first and last blocks of every outermost ModuleList."""
-    kept: dict[str, str] = {}
-    outer: list[str] = []
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(path.startswith(f"{p}.") for p in outer):
-            continue
-        inside = [name for name in layers if name.startswith(f"{path}." if path else "")]
-        if not inside:
-            continue
-        outer.append(path)
-        count, last = len(module), keep.last_blocks(len(module))
-        for index in range(count):
-            edge = "first" if index < keep.first_blocks else "last" if index >= count - last else None
-            prefix = f"{path}.{index}." if path else f"{index}."
-            if edge is not None:
-                amount = keep.first_blocks if edge == "first" else last
-                reason = f"{edge} {amount} of {count} blocks of {path or 'the model'}"
-                kept.update({name: reason for name in inside if name.startswith(prefix) or name == prefix[:-1]})
-    return kept
 
 
 def _share_amaxes(model: nn.Module, converted: Sequence[str], groups: Sequence[Sequence[str]]) -> None:
