@@ -11,9 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from halfbyte import recipes
 from halfbyte.nn.grouped import GroupedRecipe
-from halfbyte.nn.linear import REPLACED_FORWARD, Linear, as_recipe
+from halfbyte.nn.linear import REPLACED_FORWARD, Linear
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.policy import Keep, kept_blocks
+from halfbyte.recipes import as_recipe
 from halfbyte.report import Report, Row
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState

@@ -54,7 +54,7 @@ class Linear(FollowsRecipe, nn.Linear):
         state: RunState | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.adopt(as_recipe(recipe), state)
+        self.adopt(recipe, state)
 
     @classmethod
     def from_linear(cls, module: nn.Linear, recipe: Recipe | str, state: RunState | None = None) -> Linear:
@@ -72,10 +72,10 @@ class Linear(FollowsRecipe, nn.Linear):
         new = cls.__new__(cls)
         new.__dict__.update(module.__dict__)
         new._compiled_call_impl = None  # of module.compile(): it calls `module`
-        new.adopt(as_recipe(recipe), state)
+        new.adopt(recipe, state)
         return new
 
-    def adopt(self, recipe: Recipe, state: RunState | None) -> None:
+    def adopt(self, recipe: Recipe | str, state: RunState | None) -> None:
         super().adopt(recipe, state)
         self.amax_group: tuple[Linear, ...] = ()
 
@@ -199,20 +199,6 @@ def shared_amax(module: Linear, dtype: torch.dtype | None) -> Tensor:
     amax = torch.stack(amaxes).amax()
     # Rounding is monotone: the rounded maximum is the maximum of the rounded weights.
     return amax if dtype is None else amax.to(dtype).float()
-
-
-def as_recipe(recipe: Recipe | str) -> Recipe:
-    """Return a Recipe given itself or the name of a preset.
-
-    Raises:
-        ValueError: no preset has that name.
-        TypeError: neither a Recipe nor a name.
-    """
-    if isinstance(recipe, str):
-        return recipes.get(recipe)
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4(), or the name of a preset")
-    return recipe
 
 
 def describe(recipe: Recipe) -> str:
