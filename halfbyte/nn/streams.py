@@ -62,6 +62,9 @@ class FollowsRecipe(_Base):
     weight_names: tuple[str, ...] = ("weight",)
     """The parameters that the layer multiplies by, as `hb.cache_weights` looks them up."""
 
+    transposed: bool = False
+    """Whether they are held as [..., K, N], not [..., N, K]."""
+
     recipe_before: Recipe | None = None
     """What `RunState.begin_step` replaced by its schedule's recipe."""
 
