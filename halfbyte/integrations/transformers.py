@@ -21,8 +21,9 @@ __all__ = ["ALL_EXPERTS_FUNCTIONS", "IMPLEMENTATION", "experts_forward", "prepar
 def prepare_experts_(model: nn.Module) -> tuple[str, ...]:
     """Let the experts of `model` run as grouped linear layers that `hb.quantize_` and `hb.set_recipe_` know.
 
-    Registers the experts implementation "halfbyte" with transformers and selects it. Each experts module gets two
-    submodules without parameters that carry the recipes, at first high precision.
+    Registers the experts implementation "halfbyte" with transformers and selects it for these modules; the model's
+    config and other models built from it stay as they are. Each experts module gets two submodules without parameters
+    that carry the recipes, at first high precision.
 
     Args:
         model: a transformers PreTrainedModel, or a module that contains some.

@@ -6,6 +6,7 @@ here imports it: a model that holds such modules has.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,17 +50,13 @@ class FoundExperts:
         return tuple(self.modules)
 
     def prepare(self) -> None:
-        """Give the modules the submodules that they lack, and select the implementation."""
+        """Give the modules the submodules that they lack, and select the implementation for them alone."""
         _register()
-        outer: list[str] = []
-        for name, module in self.model.named_modules():
-            select = getattr(module, "set_experts_implementation", None)
-            if callable(select) and not any(name.startswith(prefix) for prefix in outer):
-                outer.append(f"{name}." if name else "")
-                select(IMPLEMENTATION)
         for module in self.modules.values():
-            if module.config._experts_implementation != IMPLEMENTATION:  # no PreTrainedModel above it
-                module.config._experts_implementation = IMPLEMENTATION
+            config = copy.copy(module.config)  # the other one may be another model's too
+            config._experts_implementation_internal = IMPLEMENTATION
+            assert config._experts_implementation == IMPLEMENTATION, "transformers dispatches by this attribute"
+            module.config = config
         for name, recipe in self.recipes.items():
             parent, _, own = name.rpartition(".")
             self.model.get_submodule(parent).add_module(own, recipe)
