@@ -13,7 +13,7 @@ from halfbyte.decide import SHARE_AMAX, FilterFn, Wishes, make_plan
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.linear import Linear, LinearLayer
 from halfbyte.nn.streams import FollowsRecipe
-from halfbyte.nn.transposed import TransposedLinear
+from halfbyte.nn.transposed import TransposedLinear, is_conv1d
 from halfbyte.policy import Keep, matches, plain_name
 from halfbyte.recipes import as_recipe
 from halfbyte.report import Report, Row
@@ -107,6 +107,10 @@ def _check_kinds(model: object, rules: object, share_amax: Sequence[Sequence[str
     if isinstance(model, nn.Linear):
         raise ValueError(
             "model is itself a Linear and cannot be replaced in place; use hb.nn.Linear.from_linear(model, …)"
+        )
+    if is_conv1d(model):
+        raise ValueError(
+            "model is itself a Conv1D and cannot be replaced in place; use hb.nn.TransposedLinear.from_conv1d(model, …)"
         )
     if isinstance(share_amax, str) or any(isinstance(group, str) for group in share_amax):
         raise TypeError(f"share_amax={share_amax!r}: give groups of globs, such as (('*q_proj', '*k_proj'),)")

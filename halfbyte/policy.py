@@ -211,8 +211,8 @@ def _blocks(module: nn.Module, prefix: str, layers: Mapping[str, nn.Module]) -> 
 
 
 def _numbered(keys: list[str]) -> bool:
-    """Whether keys count upwards: all of one word, or none, and a number."""
+    """Whether keys count upwards: all of one word, or none, and a number; parts of a model may begin anywhere."""
     found = [re.fullmatch(r"(.*?)(\d+)", key) for key in keys]
     words = {match[1] for match in found if match}
     numbers = [int(match[2]) for match in found if match]
-    return len(numbers) == len(keys) and len(words) == 1 and numbers == list(range(numbers[0], numbers[0] + len(keys)))
+    return len(numbers) == len(keys) and len(words) == 1 and numbers == sorted(set(numbers))

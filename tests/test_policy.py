@@ -65,6 +65,7 @@ def test_torchtitans_own_layers_are_kept_on_its_own_model(count, first, head):
         lambda parts: nn.Sequential(*parts),
         lambda parts: nn.ModuleDict({str(i): part for i, part in enumerate(parts)}),
         lambda parts: nn.ModuleDict({f"block_{i + 1}": part for i, part in enumerate(parts)}),
+        lambda parts: nn.ModuleDict({str(i + 16 + i // 3): part for i, part in enumerate(parts)}),  # of a pipeline
     ],
 )
 def test_every_container_is_a_stack(make):

@@ -87,7 +87,7 @@ def _is_dispatched(module: Any) -> bool:
     names = ("has_gate", "has_bias", "is_transposed", "num_experts", "down_proj", "config")
     if "transformers.integrations.moe" not in sys.modules or not all(hasattr(module, name) for name in names):
         return False
-    weights = (_up_weight(module), module.down_proj)
+    weights = getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None), module.down_proj
     return all(isinstance(w, nn.Parameter) and w.dim() == 3 and w.dtype in VALUE_DTYPES for w in weights)
 
 

@@ -187,6 +187,8 @@ def test_what_cannot_be_done_is_refused_or_left():
     assert not torch.equal(model.transformer.h[0].mlp.c_fc.weight, before)
     with pytest.raises(TypeError, match="module=Conv1D: give a torch.nn.Linear"):
         hb.nn.Linear.from_linear(conv1d(), "nvfp4")
+    with pytest.raises(ValueError, match=r"itself a Conv1D.*TransposedLinear\.from_conv1d"):
+        hb.quantize_(conv1d(), "nvfp4")
     with pytest.raises(TypeError, match="module=Linear: give a transformers"):
         hb.nn.TransposedLinear.from_conv1d(nn.Linear(16, 16), "nvfp4")
 
