@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfbyte import recipes as presets
-from halfbyte.nn.linear import as_recipe, describe
+from halfbyte.nn.linear import describe
 from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.recipes import as_recipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 

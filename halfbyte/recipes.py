@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from halfbyte.spec import MXFP8, NVFP4, FourOverSix, GemmSpec, Hadamard, Recipe
+from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, GemmSpec, Hadamard, Recipe
 
 Scope = Literal["weights", "activations", "all"]
 SCOPES = ("weights", "activations", "all")
@@ -75,35 +75,35 @@ def four_over_six(
     scope: Scope = "all",
     error: Literal["mae", "mse"] = "mae",
     e4m3_max: float = FOUR_OVER_SIX_E4M3_MAX,
-    e4m3_max_scope: Scope | None = None,
+    e4m3_max_scope: Scope = "all",
     error_math: Literal["exact", "scaled"] = "exact",
     candidates: tuple[float, ...] = (1.0, 1.5),
-    base: Recipe | None = None,
+    base: Recipe | str | None = None,
 ) -> Recipe:
     """A recipe with 4over6 on weights, activations or both; never on a stochastically rounded operand.
 
     Args:
         scope: which operands choose between candidate scales: "weights", "activations" or "all".
         error: "mae" or "mse", what a candidate is judged by.
-        e4m3_max: the scale magnitude of the tensor maximum, 256 as published or 448.
-        e4m3_max_scope: which operands use `e4m3_max`; by default those of `scope`.
+        e4m3_max: the scale magnitude of the tensor maximum, 256 as published or 448, where candidates are tried; all
+            other operands keep theirs.
+        e4m3_max_scope: which of the operands that try candidates use `e4m3_max`; "all" by default. With 256 this is
+            TransformerEngine's choice of operands that use 256; its "none" is `e4m3_max=448`.
         error_math: "exact" or "scaled".
         candidates: multiples of the standard block scale.
-        base: the recipe to change; `nvfp4()` by default.
+        base: the recipe to change, or a preset's name; `nvfp4()` by default.
     """
     _check_scope("scope", scope)
-    maximum_scope = scope if e4m3_max_scope is None else e4m3_max_scope
-    _check_scope("e4m3_max_scope", maximum_scope)
+    _check_scope("e4m3_max_scope", e4m3_max_scope)
     scaling = FourOverSix(error=error, error_math=error_math, candidates=candidates)
 
     def change(spec, role: str):
-        if not isinstance(spec, NVFP4) or spec.rounding != "nearest":
+        if not isinstance(spec, NVFP4) or spec.rounding != "nearest" or scope not in (role, "all"):
             return spec
-        if maximum_scope in (role, "all"):
-            spec = dataclasses.replace(spec, e4m3_max=e4m3_max)
-        return dataclasses.replace(spec, scaling=scaling) if scope in (role, "all") else spec
+        maximum = e4m3_max if e4m3_max_scope in (role, "all") else spec.e4m3_max
+        return dataclasses.replace(spec, scaling=scaling, e4m3_max=maximum)
 
-    recipe = nvfp4() if base is None else base
+    recipe = nvfp4() if base is None else resolve(base)
     gemms: dict[str, Any] = {}
     for name, role_a, role_b in (
         ("fprop", "activations", "weights"),
@@ -157,9 +157,9 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 }
 
 
-def mixed(forward: Recipe, backward: Recipe) -> Recipe:
+def mixed(forward: Recipe | str, backward: Recipe | str) -> Recipe:
     """Return the forward GEMM of one recipe with the backward GEMMs of another: what a run's last steps may want."""
-    return dataclasses.replace(backward, fprop=forward.fprop)
+    return dataclasses.replace(resolve(backward), fprop=resolve(forward).fprop)
 
 
 def get(name: str) -> Recipe:
@@ -173,9 +173,45 @@ def get(name: str) -> Recipe:
         return mixed(get(forward), get(backward))
     if name not in PRESETS:
         raise ValueError(f"recipe={name!r} is not a preset; use one of {', '.join(PRESETS)}")
-    return PRESETS[name]()
+    return _DEFAULTS[name]
+
+
+def resolve(recipe: Recipe | str) -> Recipe:
+    """Return a Recipe given itself or what `get` takes.
+
+    Raises:
+        ValueError: no preset has that name.
+        TypeError: neither a Recipe nor a name.
+    """
+    if isinstance(recipe, str):
+        return get(recipe)
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4(), or the name of a preset")
+    return recipe
+
+
+def as_recipe(recipe: Recipe | str) -> Recipe:
+    """Return what `resolve` does if a layer can follow it.
+
+    Raises:
+        ValueError, TypeError: as `resolve`, or an operand has a scaling without bytes.
+    """
+    recipe = resolve(recipe)
+    for name in ("fprop", "dgrad", "wgrad"):
+        gemm = getattr(recipe, name)
+        for side in ("a", "b"):
+            if gemm is not None and isinstance(getattr(getattr(gemm, side), "scaling", None), Eden):
+                raise ValueError(
+                    f"recipe.{name}.{side} has scaling=Eden(), whose bytes are not defined yet, so no layer can "
+                    "follow it; use hb.BlockMax() or hb.FourOverSix()"
+                )
+    return recipe
 
 
 def _check_scope(field: str, value: str) -> None:
     if value not in SCOPES:
         raise ValueError(f"{field}={value!r}: use one of {', '.join(map(repr, SCOPES))}")
+
+
+_DEFAULTS: dict[str, Recipe] = {name: function() for name, function in PRESETS.items()}
+"""Built here: compiled code looks a name up, and could not build its recipe."""

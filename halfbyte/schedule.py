@@ -106,10 +106,9 @@ def _pair(change: Any) -> tuple[Start, Recipe]:
     when, recipe = change
     if isinstance(when, bool) or not isinstance(when, (int, float)):
         raise TypeError(f"changes: {when!r} is no step and no share of the steps; give an int or a float")
-    recipe = recipes.get(recipe) if isinstance(recipe, str) else recipe
-    if not isinstance(recipe, Recipe):
+    if not isinstance(recipe, Recipe | str):
         raise TypeError(f"changes: {recipe!r} is no recipe; give a Recipe or the name of a preset")
-    return when, recipe
+    return when, recipes.as_recipe(recipe)
 
 
 def _first_step(when: Start, steps: int | None) -> int:

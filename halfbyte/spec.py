@@ -126,7 +126,7 @@ class NVFP4(_EqualByKey):
             (truncation: stochastic rounding with all random bits 0; for controls only).
         outer: "tensor" or "row": what shares one fp32 amax.
         rotation: None or a Hadamard transform applied before quantization.
-        scaling: BlockMax(), FourOverSix(...) or Eden(): how the block scale is chosen.
+        scaling: BlockMax() or FourOverSix(...): how the block scale is chosen. Eden() is a value only.
         fp4_max: the FP4 magnitude that the block maximum maps to; below 6 leaves headroom for stochastic rounding.
         e4m3_max: the scale magnitude that the tensor maximum maps to; 256 with 4over6.
 
@@ -152,7 +152,7 @@ class NVFP4(_EqualByKey):
         if self.rotation is not None and not isinstance(self.rotation, Hadamard):
             raise _refuse("rotation", self.rotation, "use None or Hadamard(size=16, signs='fixed')")
         if not isinstance(self.scaling, Scaling):
-            raise _refuse("scaling", self.scaling, "use BlockMax(), FourOverSix(...) or Eden()")
+            raise _refuse("scaling", self.scaling, "use BlockMax() or FourOverSix(...)")
         self._check_maxima()
         self._check_combinations()
         object.__setattr__(self, "key", self._build_key())

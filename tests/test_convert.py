@@ -120,8 +120,8 @@ def test_routers_are_kept_however_models_name_them():
         model = nn.Linear(16, 16)
         for part in reversed(name.split(".")):
             model = nn.ModuleDict({part: model})
-        report = hb.quantize_(model, "nvfp4")
-        assert (name in report.converted) == (name in others), name
+        report = hb.quantize_(nn.ModuleDict({"a": model, "b": nn.Linear(16, 16)}), "nvfp4")
+        assert (f"a.{name}" in report.converted) == (name in others), name
 
 
 def test_the_last_matching_rule_wins_and_beats_keep():

@@ -122,10 +122,24 @@ class TestFourOverSix:
         assert changed(recipe, self.base) == expected
         assert all(table[name].scaling == hb.FourOverSix() and table[name].e4m3_max == 256 for name in expected)
 
-    def test_maximum_has_a_scope_of_its_own(self):
-        table = operands(hb.recipes.four_over_six(scope="weights", e4m3_max_scope="activations"))
-        assert {name for name, spec in table.items() if spec.e4m3_max == 256} == self.activations
-        assert {name for name, spec in table.items() if spec.scaling != hb.BlockMax()} == self.weights
+    @pytest.mark.parametrize("scope", ["weights", "activations", "all"])
+    @pytest.mark.parametrize("maximum_scope", ["weights", "activations", "all"])
+    def test_the_scope_of_the_maximum_lies_within_that_of_the_candidates(self, scope, maximum_scope):
+        """TransformerEngine's rule: 256 applies where 4over6 does, of that where its own option says."""
+        groups = {"weights": self.weights, "activations": self.activations, "all": self.weights | self.activations}
+        table = operands(hb.recipes.four_over_six(scope=scope, e4m3_max_scope=maximum_scope))
+        assert {name for name, spec in table.items() if spec.scaling != hb.BlockMax()} == groups[scope]
+        within = groups[scope] & groups[maximum_scope]
+        assert {name: spec.e4m3_max for name, spec in table.items()} == {n: 256 if n in within else 448 for n in table}
+
+    def test_the_default_is_256_wherever_candidates_are_tried_and_448_is_256_nowhere(self):
+        """TransformerEngine's "all", which is its default, and its "none"."""
+        tried = {"fprop x", "fprop w", "dgrad w", "wgrad x"}
+        default = operands(hb.recipes.four_over_six())
+        assert {name for name, spec in default.items() if spec.e4m3_max == 256} == tried
+        none = operands(hb.recipes.four_over_six(e4m3_max=448.0))
+        assert all(spec.e4m3_max == 448 for spec in none.values())
+        assert {name for name, spec in none.items() if spec.scaling == hb.FourOverSix()} == tried
 
     def test_gradients_join_when_rounded_to_nearest(self):
         base = hb.recipes.nvfp4(stochastic_rounding=False)
@@ -154,6 +168,22 @@ class TestFourOverSix:
 def test_mxfp8_element_is_that_of_the_gradients():
     recipe = hb.recipes.nvfp4_mxfp8_bwd(element="e5m2")
     assert changed(recipe, hb.recipes.nvfp4_mxfp8_bwd()) == {"dgrad dy", "wgrad dy"}
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_the_element_of_mxfp8_reaches_both_gradient_gemms(element):
+    gradient = hb.MXFP8(element=element)
+    gemms = {"fprop": (E4M3, E4M3), "dgrad": (gradient, E4M3), "wgrad": (gradient, E4M3)}
+    for name, (a, b) in gemms.items():
+        assert getattr(hb.recipes.mxfp8(element=element), name) == hb.GemmSpec(a=a, b=b), name
+    assert hb.recipes.nvfp4_mxfp8_bwd(element=element).wgrad == hb.GemmSpec(a=gradient, b=E4M3)
+
+
+@pytest.mark.parametrize("outer", ["tensor", "row"])
+def test_row_scaled_activations_leave_the_weights_alone(outer):
+    """A weight with an amax per row could not share one with its siblings."""
+    recipe = hb.recipes.nvfp4_forward(activation_outer=outer)
+    assert recipe == hb.Recipe(fprop=hb.GemmSpec(a=hb.NVFP4(outer=outer), b=hb.NVFP4(outer="tensor")))
 
 
 def test_dequantized_backward_is_an_option_of_the_forward_recipe():

@@ -46,6 +46,18 @@ def test_steps_and_shares():
 
 
 @pytest.mark.parametrize(
+    ("share", "steps", "first"),
+    [
+        *[(0.29, 100, 29), (0.57, 100, 57), (0.58, 100, 58), (0.07, 100, 7)],  # 28.999…, 56.999… in binary
+        *[(0.66, 10, 7), (0.9, 37, 33), (0.99, 37, 36), (0.3, 8, 2), (0.0, 8, 0), (0.85, 1000, 850)],
+    ],
+)
+def test_a_share_begins_at_the_nearest_step(share, steps, first):
+    schedule = hb.Schedule([(share, "bf16")], steps=steps)
+    assert [schedule.at(step) is not None for step in range(steps)] == [step >= first for step in range(steps)]
+
+
+@pytest.mark.parametrize(
     ("changes", "steps", "words"),
     [
         ([(0.5, "nvfp4")], None, "pass steps="),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from halfbyte.distributed.weights import transposed_tiles
 from halfbyte.tensor.primary import PrimaryWeight
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES
 
@@ -124,8 +125,11 @@ class Holding:
                 )
 
 
-def model_problem(model: nn.Module, params: Mapping[str, Tensor], replaced: Iterable[str]) -> str | None:
-    """Return why a ZeroOptimizer cannot train these parameters of a model, of which it replaces some, or None."""
+def model_problem(model: nn.Module, params: Mapping[str, Tensor], replaced: Iterable[str] | None) -> str | None:
+    """Return why a ZeroOptimizer cannot train these parameters of a model, of which it replaces some, or None.
+
+    replaced: by primary weights; None if it stores none.
+    """
     if not params:
         return "model has no parameter that requires a gradient"
     if any(getattr(module, "weight_cache", None) is not None for module in model.modules()):
@@ -140,7 +144,13 @@ def model_problem(model: nn.Module, params: Mapping[str, Tensor], replaced: Iter
             return f"model: {name} exists in NVFP4 only, of an earlier ZeroOptimizer for instance; build the model anew"
         if param.dtype not in VALUE_DTYPES:
             return f"model: {name} is {param.dtype}, the masters are float32; use bfloat16, float16 or float32"
-    for name in replaced:
+    transposed = [] if replaced is None else transposed_tiles(model)
+    if transposed:
+        return (
+            f"model: the weight of {transposed[0]} is [in, out], of transformers' Conv1D, and "
+            "cannot exist in NVFP4 only; use ZeroConfig(weights='plain')"
+        )
+    for name in replaced or ():
         if params[name]._backward_hooks or getattr(params[name], "_post_accumulate_grad_hooks", None):
             return f"model: {name} has hooks, and becomes another parameter: register them after building ZeroOptimizer"
     return None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfbyte.distributed.buckets import Bucket
-from halfbyte.nn import Linear
+from halfbyte.nn.linear import LinearLayer
 from halfbyte.tensor.primary import PrimaryWeight
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def wait_for(buckets: list[Bucket]) -> None:
 class LayerWaits:
     """A linear layer waits for these buckets whoever calls it, until `remove`."""
 
-    def __init__(self, layer: Linear, buckets: list[Bucket]) -> None:
+    def __init__(self, layer: LinearLayer, buckets: list[Bucket]) -> None:
         layer.before_use = partial(wait_for, buckets)
         self._layer = weakref.ref(layer)
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from halfbyte.functional.weights import weight_specs
 from halfbyte.nn import Linear
+from halfbyte.nn.linear import LinearLayer
 from halfbyte.recipes import Recipe
 from halfbyte.spec import NVFP4
 from halfbyte.tensor.primary import PrimaryWeight, check_primary_spec
 
-HIDDEN = (Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+HIDDEN = (LinearLayer, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
 def tiled_parameters(model: nn.Module, groups: Iterable[Iterable[str]] = ()) -> dict[str, NVFP4]:
@@ -31,7 +32,10 @@ def tiled_parameters(model: nn.Module, groups: Iterable[Iterable[str]] = ()) -> 
     found: dict[str, tuple[nn.Module, NVFP4]] = {}
     for name, param in model.named_parameters():
         (module, own), *others = holders[id(param)]
-        spec = _spec_of(module) if own == "weight" and not others and param.requires_grad else None
+        is_candidate = (
+            own == "weight" and not others and param.requires_grad and not getattr(module, "transposed", False)
+        )
+        spec = _spec_of(module) if is_candidate else None
         if spec is not None:
             found[name] = module, spec
     chosen = {module: part.get(name) for name, (module, _) in found.items()}
@@ -42,8 +46,13 @@ def tiled_parameters(model: nn.Module, groups: Iterable[Iterable[str]] = ()) -> 
     }
 
 
+def transposed_tiles(model: nn.Module) -> list[str]:
+    """Return the names of layers whose recipes want the same, and whose weights lie the other way round."""
+    return [name for name, m in model.named_modules() if getattr(m, "transposed", False) and _spec_of(m) is not None]
+
+
 def _spec_of(module: nn.Module) -> NVFP4 | None:
-    if not isinstance(module, Linear):
+    if not isinstance(module, LinearLayer):
         return None
     row, col = weight_specs(module.recipe)
     reads_values = col is None and module.recipe.backward == "original"  # of the weight before it was rounded
@@ -106,12 +115,12 @@ def described_layers(model: nn.Module) -> dict[str, list[str]]:
     return out
 
 
-def linear_users(model: nn.Module, names: Iterable[str]) -> dict[Linear, list[str]]:
-    """Return for each hb.nn.Linear the parameters that its forward reads: its own, and weights that share its amax."""
+def linear_users(model: nn.Module, names: Iterable[str]) -> dict[LinearLayer, list[str]]:
+    """Return for each linear layer the parameters that its forward reads: its own, and weights that share its amax."""
     wanted = {id(model.get_parameter(name)): name for name in names}
     users = {}
     for layer in model.modules():
-        if isinstance(layer, Linear):
+        if isinstance(layer, LinearLayer):
             read = [*layer._parameters.values(), *(sibling.weight for sibling in layer.amax_group)]
             users[layer] = list(dict.fromkeys(wanted[id(param)] for param in read if id(param) in wanted))
     return {layer: found for layer, found in users.items() if found}

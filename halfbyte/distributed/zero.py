@@ -156,7 +156,7 @@ class ZeroOptimizer:
     ) -> None:
         """Raise on every rank unless all have the same parameters in the same order, recipes, options and config."""
         config = str(replace(self.config, timeout=timedelta()))
-        problem = model_problem(model, self._params, self._tiled if self.config.weights == "nvfp4" else ())
+        problem = model_problem(model, self._params, self._tiled if self.config.weights == "nvfp4" else None)
         experts: dict[tuple[int, ...], list] = {}
         for key, names in chosen.items():  # in the order of the parameters, which ranks share; keys are addresses
             if key:

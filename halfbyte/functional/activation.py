@@ -32,6 +32,7 @@ from halfbyte.functional.linear import (
 from halfbyte.functional.places import sign_place
 from halfbyte.functional.primary import runs_eagerly
 from halfbyte.layout import from_rows, matrix_shape
+from halfbyte.recipes import resolve
 from halfbyte.rng import Draw
 from halfbyte.spec import Recipe, Spec
 from halfbyte.tensor.quant_tensor import check_value_dtype
@@ -83,7 +84,7 @@ def linear_activation(
     x: Tensor,
     layers: Layers,
     name: str,
-    recipe: Recipe,
+    recipe: Recipe | str,
     following: ops.Following = ops.Following(),  # noqa: B008  a frozen value
     x_amaxes: ops.Amaxes | None = None,
 ) -> tuple[Tensor, ops.Amaxes]:
@@ -100,6 +101,7 @@ def linear_activation(
     Returns:
         [..., N] and its amaxes.
     """
+    recipe = resolve(recipe)
     if runs_eagerly(layers.weights):
         from halfbyte.functional.eager import eagerly
 

@@ -30,6 +30,7 @@ from halfbyte.functional.gemm import check_operand, check_output
 from halfbyte.functional.linear import _load, _save
 from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, at_stream, snapshot
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
+from halfbyte.recipes import resolve
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.spec import GemmSpec, Recipe, Spec
 from halfbyte.tensor import QuantTensor
@@ -120,7 +121,7 @@ def grouped_linear(
     x: Tensor,
     w_ENK: Tensor,
     offsets: Tensor,
-    recipe: Recipe = Recipe(),  # noqa: B008  a frozen value
+    recipe: Recipe | str = Recipe(),  # noqa: B008  a frozen value
     *,
     rng: AnyPhilox | None = None,
     out_dtype: torch.dtype | None = None,
@@ -133,7 +134,7 @@ def grouped_linear(
         x: bf16, fp16 or fp32 [M, K], sorted by expert.
         w_ENK: [E, N, K] of x's dtype; under autocast both are cast.
         offsets: int32 [E] on x's device, cumulative ends of the groups; tokens behind the last one are padding.
-        recipe: how each operand is quantized.
+        recipe: how each operand is quantized; a Recipe or a preset's name.
         rng: the place in the random stream; needed if the recipe draws. It uses 16 offsets from there on.
         out_dtype: dtype of the result, by default x's.
         main_grad: fp32 [E, N, K]; the weight gradient is added to it in fp32 and autograd receives none for w.
@@ -146,12 +147,13 @@ def grouped_linear(
         ValueError: shapes do not fit, or the recipe draws and rng is None.
         TypeError: dtypes do not fit.
     """
+    recipe = resolve(recipe)
     refuse_transforms((x, w_ENK), EXPERTS)
     is_covered = covers(cached_weight, recipe)
     dtype = autocast_dtype(x.device)
     if dtype is not None:
         x, w_ENK = x.to(dtype), w_ENK if is_covered else w_ENK.to(dtype)
-    _check(x, w_ENK, offsets, recipe, main_grad)
+    _check(x, w_ENK, offsets, main_grad)
     if out_dtype is not None:
         check_value_dtype("out_dtype", out_dtype, "name one of these and convert the result")
     if w_ENK.dtype != x.dtype and not is_covered:
@@ -311,9 +313,7 @@ def _right(operand: Any, offsets: Tensor | None, recipe: Recipe, dtype: torch.dt
     return operand.mT
 
 
-def _check(x: Tensor, w: Tensor, offsets: Tensor, recipe: Recipe, main_grad: Tensor | None) -> None:
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4()")
+def _check(x: Tensor, w: Tensor, offsets: Tensor, main_grad: Tensor | None) -> None:
     for name, tensor in (("x", x), ("w_ENK", w)):
         if isinstance(tensor, QuantTensor):
             raise TypeError(

@@ -51,6 +51,7 @@ from halfbyte.functional.places import (
 from halfbyte.functional.primary import primary_operands, runs_eagerly
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, takes_amax, unflatten
 from halfbyte.layout import Blocks, from_rows, matrix_shape
+from halfbyte.recipes import resolve
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.spec import GemmSpec, Recipe, Spec
 from halfbyte.tensor import QuantTensor
@@ -64,7 +65,7 @@ def linear(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None = None,
-    recipe: Recipe = Recipe(),  # noqa: B008  a frozen value
+    recipe: Recipe | str = Recipe(),  # noqa: B008  a frozen value
     *,
     rng: AnyPhilox | None = None,
     out_dtype: torch.dtype | None = None,
@@ -78,7 +79,7 @@ def linear(
         x: bf16, fp16 or fp32 [..., K].
         w: [N, K] of x's dtype; under autocast both are cast. A PrimaryWeight is used as it is.
         bias: [N] or None.
-        recipe: how each operand is quantized.
+        recipe: how each operand is quantized; a Recipe or a preset's name.
         rng: the place in the random stream; needed if the recipe draws. It uses 16 offsets from there on.
         out_dtype: dtype of the result, by default x's.
         weight_amax: fp32 [] shared by sibling weights, used where w is NVFP4 with one amax per tensor, unrotated.
@@ -109,7 +110,7 @@ def linear_shared(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = None,
-    recipe: Recipe = Recipe(),  # noqa: B008
+    recipe: Recipe | str = Recipe(),  # noqa: B008
     *,
     rng: AnyPhilox | Sequence[AnyPhilox] | None = None,
     out_dtype: torch.dtype | None = None,
@@ -135,7 +136,7 @@ def linear_shared(
     Raises:
         ValueError, TypeError: as for `linear`.
     """
-    n = len(weights)
+    n, recipe = len(weights), resolve(recipe)
     if runs_eagerly(weights):
         from halfbyte.functional.eager import eagerly
 
@@ -172,7 +173,7 @@ def prepare(
     weights, biases, amaxes, grads, cached, rng = layers
     weights, n = list(weights), len(weights)
     for i, w in enumerate(weights):
-        if isinstance(w, PrimaryWeight) and isinstance(recipe, Recipe):
+        if isinstance(w, PrimaryWeight):
             weights[i], cached[i] = primary_operands(w, recipe)
     x, weights, biases = _autocast(x, weights, biases, [covers(c, recipe) for c in cached])
     _check(x, weights, biases, recipe, grads, cached)
@@ -447,8 +448,6 @@ def _check_options(out_dtype: torch.dtype | None, amaxes: Sequence[Tensor | None
 def _check(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence, recipe: Recipe, grads: Sequence, cached: Sequence
 ) -> None:
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4()")
     if not weights:
         raise ValueError("weights=[]: give at least one weight")
     if x.dim() == 0:

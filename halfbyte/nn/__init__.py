@@ -6,6 +6,7 @@ from halfbyte.nn.fused import MLP, LayerNormLinear, LayerNormMLP
 from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
 from halfbyte.nn.linear import Linear, forward_shared
 from halfbyte.nn.norm import LayerNorm, RMSNorm
+from halfbyte.nn.transposed import TransposedLinear
 
 __all__ = [
     "MLP",
@@ -17,6 +18,7 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "RMSNorm",
+    "TransposedLinear",
     "WeightCache",
     "cache_weights",
     "forward_shared",

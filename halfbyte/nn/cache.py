@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.weights import CachedWeight, Specs, cacheable, quantize_weight
-from halfbyte.nn.linear import Linear, shared_amax
+from halfbyte.nn.linear import LinearLayer, shared_amax
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.tensor import QuantTensor
@@ -109,7 +109,7 @@ class ModuleCache:
 
     def _quantize(self, weight: Tensor, amaxes: dict[int, Tensor]) -> CachedWeight:
         amax = None
-        if isinstance(self._module, Linear) and self._module.amax_group:
+        if isinstance(self._module, LinearLayer) and self._module.amax_group:
             key = id(self._module.amax_group[0])
             if key not in amaxes:
                 amaxes[key] = shared_amax(self._module, self.dtype)
@@ -284,7 +284,7 @@ def _sources(model: nn.Module) -> list[tuple[FollowsRecipe, dict[str, Source]]]:
         if held_as is not None and id(module) in parents:
             sources = {"weight": Source(parents[id(module)], *held_as)}
         else:
-            sources = {name: Source(module, name) for name in names}
+            sources = {name: Source(module, name, module.transposed) for name in names}
         sources = {name: source for name, source in sources.items() if _is_cacheable(source)}
         if sources:
             found.append((module, sources))

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.functional.activation import activate, find_activation, linear_activation
-from halfbyte.nn.linear import Linear, as_recipe, forward_shared, gather, hooked, run_shared, shareable
+from halfbyte.nn.linear import Linear, forward_shared, gather, hooked, run_shared, shareable
 from halfbyte.nn.norm import LayerNorm, Norm, RMSNorm, from_norm, make_norm, to_norm
 from halfbyte.nn.shared_input import following
 from halfbyte.nn.streams import own_state
+from halfbyte.recipes import as_recipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 

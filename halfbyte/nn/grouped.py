@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.functional import grouped_linear
-from halfbyte.nn.linear import as_recipe, describe
+from halfbyte.nn.linear import describe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
@@ -43,7 +43,7 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
         if experts < 1:
             raise ValueError(f"experts={experts}: give at least one")
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
-        self.adopt(as_recipe(recipe), state)
+        self.adopt(recipe, state)
 
     def forward(self, x: Tensor, w_ENK: Tensor, offsets: Tensor, call: int = 0) -> Tensor:
         """Return x_g @ w_g.T of every group, [M, out_features].

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,25 @@ if TYPE_CHECKING:
 REPLACED_FORWARD = "replaced on the instance, as accelerate does; convert first"
 
 
-class Linear(FollowsRecipe, nn.Linear):
+class LinearLayer(FollowsRecipe):
+    """What linear layers share, however they hold their weight."""
+
+    in_features: int
+    out_features: int
+    bias: Any
+
+    shared_input: SharedInput | None = None
+    """What a norm hands over and siblings share, where `hb.nn.fuse_` put it."""
+
+    before_use: Callable[[], None] | None = None
+    """Called before the parameters are read, by modules above if compiled: a gather of them may still run."""
+
+    def adopt(self, recipe: Recipe | str, state: RunState | None) -> None:
+        super().adopt(recipe, state)
+        self.amax_group: tuple[LinearLayer, ...] = ()
+
+
+class Linear(LinearLayer, nn.Linear):
     """A linear layer that quantizes its operands; weight and bias are those of torch.nn.Linear.
 
     Args:
@@ -35,12 +53,6 @@ class Linear(FollowsRecipe, nn.Linear):
         state: the RunState that random operands draw from, shared by all layers of a model. None makes a private one,
             seeded from torch's default generator, if the recipe draws.
     """
-
-    shared_input: SharedInput | None = None
-    """What a norm hands over and siblings share, where `hb.nn.fuse_` put it."""
-
-    before_use: Callable[[], None] | None = None
-    """Called before the parameters are read, by modules above if compiled: a gather of them may still run."""
 
     def __init__(
         self,
@@ -54,7 +66,7 @@ class Linear(FollowsRecipe, nn.Linear):
         state: RunState | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.adopt(as_recipe(recipe), state)
+        self.adopt(recipe, state)
 
     @classmethod
     def from_linear(cls, module: nn.Linear, recipe: Recipe | str, state: RunState | None = None) -> Linear:
@@ -65,19 +77,18 @@ class Linear(FollowsRecipe, nn.Linear):
             recipe, state: as for the constructor.
 
         Raises:
+            TypeError: it is none.
             ValueError: its forward was replaced on the instance, and would go on running instead of this class's.
         """
+        if not isinstance(module, nn.Linear):
+            raise TypeError(f"module={type(module).__name__}: give a torch.nn.Linear")
         if "forward" in vars(module):
             raise ValueError(f"module={module}: its forward was {REPLACED_FORWARD}")
         new = cls.__new__(cls)
         new.__dict__.update(module.__dict__)
         new._compiled_call_impl = None  # of module.compile(): it calls `module`
-        new.adopt(as_recipe(recipe), state)
+        new.adopt(recipe, state)
         return new
-
-    def adopt(self, recipe: Recipe, state: RunState | None) -> None:
-        super().adopt(recipe, state)
-        self.amax_group: tuple[Linear, ...] = ()
 
     def forward(self, input: Tensor, call: int = 0) -> Tensor:
         """Return the layer's output [..., out_features].
@@ -108,20 +119,20 @@ def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tu
     """
     layers = [m for m in modules if isinstance(m, Linear)]
     if not shareable(modules):
-        return tuple(m(x, call=call) if call and isinstance(m, Linear) else m(x) for m in modules)
+        return tuple(m(x, call=call) if call and isinstance(m, LinearLayer) else m(x) for m in modules)
     return run_shared(x, layers, call, _handed_over(x, layers[0], call))
 
 
-def run_alone(x: Tensor, layer: Linear, call: int) -> Tensor:
+def run_alone(x: Tensor, layer: LinearLayer, call: int) -> Tensor:
     """Return the output of a layer that is being called: hooks are its caller's."""
     return run_shared(x, (layer,), call, _handed_over(x, layer, call))[0]
 
 
-def _handed_over(x: Tensor, layer: Linear, call: int) -> ops.Amaxes | None:
+def _handed_over(x: Tensor, layer: LinearLayer, call: int) -> ops.Amaxes | None:
     return None if layer.shared_input is None else layer.shared_input.take(x, layer, call)
 
 
-def run_shared(x: Tensor, layers: Sequence[Linear], call: int, x_amaxes: ops.Amaxes | None) -> tuple[Tensor, ...]:
+def run_shared(x: Tensor, layers: Sequence[LinearLayer], call: int, x_amaxes: ops.Amaxes | None) -> tuple[Tensor, ...]:
     """Return the outputs of layers that share a recipe; x_amaxes: those of x, where known."""
     found = gather(x, layers, call)
     return linear_shared(
@@ -137,20 +148,25 @@ def run_shared(x: Tensor, layers: Sequence[Linear], call: int, x_amaxes: ops.Ama
     )
 
 
-def gather(x: Tensor, layers: Sequence[Linear], call: int) -> Layers:
+def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
     """Return what the functions of linear layers take of modules that read x."""
     for layer in layers:
         if layer.before_use is not None and not torch.compiler.is_compiling():
             layer.before_use()
     places = [layer.place(call) for layer in layers]
     return Layers(
-        weights=[layer.weight for layer in layers],
+        weights=[_as_rows(layer, layer.weight) for layer in layers],
         biases=[layer.bias for layer in layers],
         weight_amaxes=_weight_amaxes(x, layers),
-        main_grads=[getattr(layer.weight, "main_grad", None) for layer in layers],
+        main_grads=[_as_rows(layer, getattr(layer.weight, "main_grad", None)) for layer in layers],
         cached_weights=[layer.cached_weight() for layer in layers],
         rng=[place for place in places if place is not None] or None,
     )
+
+
+def _as_rows(layer: LinearLayer, tensor: Any) -> Any:
+    """Return the layer's weight, or what goes with it, as [out_features, in_features]; None for None."""
+    return tensor.mT if layer.transposed and tensor is not None else tensor
 
 
 def shareable(modules: Sequence[nn.Module]) -> bool:
@@ -165,10 +181,10 @@ def hooked(module: nn.Module) -> bool:
     return bool(hooks) or "forward" in vars(module)
 
 
-def _weight_amaxes(x: Tensor, modules: Sequence[Linear]) -> list[Tensor | None]:
+def _weight_amaxes(x: Tensor, modules: Sequence[LinearLayer]) -> list[Tensor | None]:
     """Return each module's shared weight amax, computed once per group and where nothing is cached."""
     dtype = autocast_dtype(x.device)
-    known: list[tuple[Linear, Tensor]] = []
+    known: list[tuple[LinearLayer, Tensor]] = []
     result: list[Tensor | None] = []
     for module in modules:
         missing = weight_specs(module.recipe)
@@ -188,7 +204,7 @@ def _weight_amaxes(x: Tensor, modules: Sequence[Linear]) -> list[Tensor | None]:
     return result
 
 
-def shared_amax(module: Linear, dtype: torch.dtype | None) -> Tensor:
+def shared_amax(module: LinearLayer, dtype: torch.dtype | None) -> Tensor:
     """Return the greatest magnitude in the weights of `module.amax_group`, fp32 [].
 
     Args:
@@ -199,20 +215,6 @@ def shared_amax(module: Linear, dtype: torch.dtype | None) -> Tensor:
     amax = torch.stack(amaxes).amax()
     # Rounding is monotone: the rounded maximum is the maximum of the rounded weights.
     return amax if dtype is None else amax.to(dtype).float()
-
-
-def as_recipe(recipe: Recipe | str) -> Recipe:
-    """Return a Recipe given itself or the name of a preset.
-
-    Raises:
-        ValueError: no preset has that name.
-        TypeError: neither a Recipe nor a name.
-    """
-    if isinstance(recipe, str):
-        return recipes.get(recipe)
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4(), or the name of a preset")
-    return recipe
 
 
 def describe(recipe: Recipe) -> str:

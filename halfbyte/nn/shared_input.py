@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.places import sign_place
-from halfbyte.nn.linear import Linear, forward_shared, run_alone, shareable
+from halfbyte.nn.linear import Linear, LinearLayer, forward_shared, run_alone, shareable
 from halfbyte.spec import GemmSpec, Recipe, Spec
 
 _PLAIN_GEMM = GemmSpec()
@@ -130,7 +130,7 @@ class SharedInput:
         elif (amaxes.row is not None or amaxes.col is not None) and _is_watched(y):
             self._own.given = _Given(weakref.ref(y), _version(y), amaxes, how)  # weakly: nobody may come for it
 
-    def take(self, x: Tensor, layer: Linear, call: int) -> ops.Amaxes | None:
+    def take(self, x: Tensor, layer: LinearLayer, call: int) -> ops.Amaxes | None:
         """Return the amaxes of x for `layer` if x is what was handed over, once."""
         known = self._known(x)
         given = known.given

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from halfbyte.functional import STREAMS_PER_LINEAR
 from halfbyte.functional.weights import CachedWeight, cacheable
+from halfbyte.recipes import as_recipe
 from halfbyte.rng import StreamPhilox
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
@@ -61,6 +62,9 @@ class FollowsRecipe(_Base):
     weight_names: tuple[str, ...] = ("weight",)
     """The parameters that the layer multiplies by, as `hb.cache_weights` looks them up."""
 
+    transposed: bool = False
+    """Whether they are held as [..., K, N], not [..., N, K]."""
+
     recipe_before: Recipe | None = None
     """What `RunState.begin_step` replaced by its schedule's recipe."""
 
@@ -70,7 +74,8 @@ class FollowsRecipe(_Base):
     times_aside: int = 0
     """How many `hb.high_precision` contexts the layer is in."""
 
-    def adopt(self, recipe: Recipe, state: RunState | None) -> None:
+    def adopt(self, recipe: Recipe | str, state: RunState | None) -> None:
+        recipe = as_recipe(recipe)
         state = own_state(recipe, state)
         self.weight_cache: ModuleCache | None = None
         self.recipe_before, self.kept = None, False
@@ -106,15 +111,15 @@ class FollowsRecipe(_Base):
 
     @property
     def recipe(self) -> Recipe:
-        """How the layer quantizes; a cached weight follows when it changes."""
+        """How the layer quantizes; assigned as a Recipe or a preset's name. A cached weight follows when it changes."""
         return self._recipe
 
     @recipe.setter
-    def recipe(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+    def recipe(self, recipe: Recipe | str) -> None:
+        self._recipe = as_recipe(recipe)
         self._note_draws()
         if self.weight_cache is not None:
-            self.weight_cache.follow(recipe)
+            self.weight_cache.follow(self._recipe)
 
     def cached_weight(self, name: str = "weight") -> CachedWeight | None:
         """Return the weight as `hb.cache_weights` quantized it for the present recipe, None if it did not.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -201,3 +204,81 @@ def test_cached_experts_are_experts(name):
             optimizer.step()
             results.append(loss)
     assert results[:2] == results[2:]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_quantize_prepares_experts_itself(name):
+    """With the bits of experts that were prepared before."""
+    results = []
+    for by_hand in (True, False):
+        model = build(name)
+        keys, reference = list(model.state_dict()), gradients(model)[0]
+        if by_hand:
+            integration.prepare_experts_(model)
+        report = hb.quantize_(model, "nvfp4")
+        assert [n for n in report.converted if "experts" in n] == [
+            f"model.layers.0.mlp.experts.{side}_recipe" for side in ("up", "down")
+        ]
+        loss, grads = gradients(model)
+        assert list(model.state_dict()) == keys and not torch.equal(loss, reference)
+        results.append((loss, grads, str(report), report.weights))
+    (loss, grads, text, weights), (mine, got, printed, counted) = results
+    assert torch.equal(loss, mine) and all(torch.equal(grads[key], got[key]) for key in grads)
+    assert text == printed and weights == counted
+
+
+def test_experts_that_no_recipe_reaches_stay_as_they_are_and_count():
+    model = build("mixtral")
+    torch.manual_seed(0)
+    other = type(model)(model.config)
+    reference = gradients(model)[0]
+    everything = hb.Keep(names=(), last_fraction=0)
+    report = hb.quantize_(model, "bf16", rules={"*experts*": None}, keep=everything)
+    assert torch.equal(gradients(model)[0], reference), "still transformers' own"
+    experts = 2 * 4 * 3 * 48 * 40
+    attention, head, routers = 2 * (2 * 64 * 48 + 2 * 32 * 48), 97 * 48, 2 * 4 * 48
+    assert report.weights == (attention + head, attention + head + experts + routers)
+    assert f"{100 * report.share:.1f} % of all weights" in str(report) and report.share < 0.5
+    assert hb.quantize_(model, "nvfp4", keep=everything).converted == tuple(
+        f"model.layers.{i}.mlp.experts.{side}_recipe" for i in range(2) for side in ("up", "down")
+    )
+    assert not torch.equal(gradients(model)[0], reference)
+    assert torch.equal(gradients(other)[0], reference), "built from the same config"
+
+
+def test_a_conversion_that_fails_prepares_no_experts():
+    model = build("mixtral")
+    with pytest.raises(ValueError, match="filter_fn"):
+        hb.quantize_(model, "nvfp4", filter_fn=lambda module, name: False)
+    with pytest.raises(ValueError, match="w9"):
+        hb.quantize_(model, "nvfp4", rules={"*w9": None})
+    assert all(m.config._experts_implementation == "eager" for m in model.modules() if hasattr(m, "has_gate"))
+    assert not any(isinstance(m, hb.nn.GroupedRecipe) for m in model.modules())
+
+
+def test_experts_inside_of_other_modules_copies_and_pickles():
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build("mixtral")
+
+        def forward(self, input_ids, labels):
+            return self.inner(input_ids=input_ids, labels=labels)
+
+    model = Wrapper()
+    report = hb.quantize_(model, "nvfp4")
+    assert "inner.model.layers.0.mlp.experts.down_recipe" in report.converted
+    loss = gradients(model)[0]
+    assert torch.equal(gradients(copy.deepcopy(model))[0], loss)
+    file = io.BytesIO()
+    torch.save(model.inner, file)
+    file.seek(0)
+    registered = integration.ALL_EXPERTS_FUNCTIONS
+    registered._global_mapping.pop("halfbyte")  # as in another process
+    again = torch.load(file, weights_only=False)
+    assert torch.equal(gradients(again)[0], loss)
+    alone = nn.ModuleDict({"block": build("mixtral").model.layers[0].mlp})  # no PreTrainedModel above
+    tokens = torch.randn(2, 5, 48)
+    expected = alone["block"](tokens)
+    assert "block.experts.up_recipe" in hb.quantize_(alone, "nvfp4").converted
+    assert not torch.equal(alone["block"](tokens), expected)

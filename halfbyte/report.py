@@ -1,0 +1,88 @@
+"""What quantize_ did, layer by layer: a value that prints as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from halfbyte.nn.linear import describe
+from halfbyte.spec import Recipe
+from halfbyte.state import RunState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One linear layer: its name, shape (out, in) or (experts, out, in), recipe or None, and why.
+
+    present: the recipe that a layer follows which was converted before and stays as it is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    recipe: Recipe | None
+    reason: str
+    present: Recipe | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What quantize_ did; prints as a table.
+
+    Args:
+        rows: one per linear layer, in the model's order; of experts one for each of their two weights.
+        state: the RunState that the converted layers draw from; advance it once per micro-batch.
+        others: {class: names} of modules with matrices of their own that are no linear layers: they stay.
+        weights: elements of the weights that this call converted, and of all that the model multiplies by, `others`
+            included; a weight that several layers hold counts once. None: those of the rows.
+    """
+
+    rows: tuple[Row, ...]
+    state: RunState = field(repr=False)
+    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    weights: tuple[int, int] | None = None
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """Names of the layers that now follow a recipe."""
+        return tuple(row.name for row in self.rows if row.recipe is not None)
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """Name and reason of every layer that stays as it is: in high precision, or converted before."""
+        return {row.name: row.reason for row in self.rows if row.recipe is None}
+
+    @property
+    def share(self) -> float:
+        """Which part of the weights that the model multiplies by this call converted, 0 to 1."""
+        done, total = self.weights or (
+            sum(math.prod(row.shape) for row in self.rows if row.recipe is not None),
+            sum(math.prod(row.shape) for row in self.rows),
+        )
+        return done / total if total else 0.0
+
+    def __str__(self) -> str:
+        table = [("layer", "out x in", "recipe", "why")]
+        for row in self.rows:
+            follows = row.recipe or row.present
+            recipe = "high precision" if follows is None else describe(follows)
+            table.append((row.name, " x ".join(map(str, row.shape)), recipe, row.reason))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines += [f"{text}: no torch.nn.Linear, stays as it is" for text in describe_others(self.others)]
+        of = "all weights of the model that are multiplied" if self.others else "their weights"
+        words = f"{len(self.converted)} of {len(self.rows)} linear layers converted"
+        percent = f"{100 * self.share:.1f}"
+        lines.append(f"{words}, {'99.9' if percent == '100.0' and self.share < 1 else percent} % of {of}")
+        return "\n".join(lines)
+
+
+def describe_others(others: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return "3 x Conv1d (a, b, …)" for each class of modules that are no linear layers."""
+    return [f"{len(names)} x {kind} ({some(names, 2)})" for kind, names in others.items()]
+
+
+def some(names: tuple[str, ...], count: int = 4) -> str:
+    """Return the first names, and … for others."""
+    return ", ".join(names[:count]) + (", …" if len(names) > count else "")

@@ -1,0 +1,214 @@
+"""What the default policy keeps: heads and stacks found by structure, adapters; each expected name is spelled out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import NOTHING_KEPT, TOKENS, Block, Decoder, decoder
+from torch import nn
+
+import halfbyte as hb
+from halfbyte.policy import HEADS
+
+
+class Container(nn.Module):
+    """A model whose blocks are held by any container."""
+
+    def __init__(self, blocks: nn.Module, head: str = "output"):
+        super().__init__()
+        self.tok_embeddings, self.layers = nn.Embedding(11, 16), blocks
+        self.add_module(head, nn.Linear(16, 11, bias=False))
+
+
+def blocks(count: int = 7) -> list[nn.Module]:
+    return [Block(16) for _ in range(count)]
+
+
+def kept_blocks(report, prefix: str = "layers.") -> set[str]:
+    names = {name.removeprefix(prefix).split(".")[0] for name in report.kept if name.startswith(prefix)}
+    converted = {name.removeprefix(prefix).split(".")[0] for name in report.converted if name.startswith(prefix)}
+    assert not names & converted
+    return names
+
+
+class TitanBlock(nn.Module):
+    """Names and containers of torchtitan's Llama 3."""
+
+    def __init__(self, dim: int = 16):
+        super().__init__()
+        self.attention, self.feed_forward = nn.Module(), nn.Module()
+        for name in ("wq", "wk", "wv", "wo"):
+            self.attention.add_module(name, nn.Linear(dim, dim, bias=False))
+        for name in ("w1", "w2", "w3"):
+            self.feed_forward.add_module(name, nn.Linear(dim, dim, bias=False))
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+
+
+@pytest.mark.parametrize(("count", "first"), [(32, 27), (6, 5), (16, 13)])
+@pytest.mark.parametrize("head", ["output", "lm_head"])
+def test_torchtitans_own_layers_are_kept_on_its_own_model(count, first, head):
+    """Its NVFP4 recipe leaves ceil(0.15 * layers) layers at the end in bf16: 27 to 31 of 32; and the head."""
+    layers = nn.ModuleDict({str(i): TitanBlock() for i in range(count)})
+    report = hb.quantize_(Container(layers, head), "nvfp4")
+    linears = [f"attention.{n}" for n in ("wq", "wk", "wv", "wo")] + [f"feed_forward.{n}" for n in ("w1", "w2", "w3")]
+    assert set(report.kept) == {head} | {f"layers.{i}.{name}" for i in range(first, count) for name in linears}
+    assert set(report.converted) == {f"layers.{i}.{name}" for i in range(first) for name in linears}
+    assert report.kept[f"layers.{count - 1}.attention.wq"] == (
+        f"kept: last {count - first} of {count} blocks of layers"
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        nn.ModuleList,
+        lambda parts: nn.Sequential(*parts),
+        lambda parts: nn.ModuleDict({str(i): part for i, part in enumerate(parts)}),
+        lambda parts: nn.ModuleDict({f"block_{i + 1}": part for i, part in enumerate(parts)}),
+        lambda parts: nn.ModuleDict({str(i + 16 + i // 3): part for i, part in enumerate(parts)}),  # of a pipeline
+    ],
+)
+def test_every_container_is_a_stack(make):
+    report = hb.quantize_(Container(make(blocks())), "nvfp4", keep=hb.Keep(first_blocks=1))
+    names = list(make(blocks())._modules)
+    assert kept_blocks(report) == {names[0], names[5], names[6]}
+    assert "output" in report.kept
+
+
+def test_in_a_whole_model_as_a_sequence_only_recurring_blocks_count():
+    class Stem(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    model = nn.Sequential(nn.Embedding(11, 16), Stem(), *blocks(8), nn.LayerNorm(16), nn.Linear(16, 11))
+    report = hb.quantize_(model, "nvfp4")
+    assert kept_blocks(report, "") == {"8", "9"}
+    hybrid = nn.Sequential(*(kind(16) for kind in (Block, TitanBlock) * 4))
+    assert kept_blocks(hb.quantize_(hybrid, "nvfp4", keep=hb.Keep(names=())), "") == {"6", "7"}
+
+
+def test_what_is_no_stack():
+    """Small MLPs, containers by name, and containers inside of blocks."""
+
+    def mlp():
+        return nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16))
+
+    for model in (
+        mlp(),
+        nn.Sequential(mlp(), mlp()),
+        nn.ModuleDict({"encoder": Block(16), "decoder": Block(16)}),
+        nn.ModuleDict({"0": nn.Linear(16, 16), "1": nn.Linear(16, 16)}),
+        nn.Sequential(Block(16), nn.ReLU()),
+        nn.ModuleDict({"moe": nn.ModuleDict({"experts": nn.ModuleList(blocks(4))})}),
+    ):
+        assert hb.quantize_(model, "nvfp4").kept == {}
+    nested = [nn.ModuleDict({"mlp": mlp(), "more": nn.ModuleList(blocks(3))}) for _ in range(4)]
+    assert kept_blocks(hb.quantize_(Container(nn.ModuleList(nested)), "nvfp4")) == {"3"}
+
+
+@pytest.mark.parametrize("name", ["output", "proj_out", "classifier", "score", "embed_out", "lm_head", "output_layer"])
+def test_heads_by_name_are_outside_of_the_blocks(name):
+    model = Container(nn.ModuleList(blocks(3)), name)
+    model.layers[0].add_module("output", nn.Linear(16, 16))
+    model.layers[0].add_module("proj_out", nn.Linear(16, 16))
+    report = hb.quantize_(model, "nvfp4")
+    assert name in report.kept and {"layers.0.output", "layers.0.proj_out"} <= set(report.converted)
+    assert name in hb.quantize_(Container(nn.ModuleList(blocks(3)), name), "nvfp4", keep=NOTHING_KEPT).converted
+
+
+def test_heads_by_structure():
+    class Own(Decoder):
+        def __init__(self):
+            super().__init__(2)
+            self.reader, self.tied = self.lm_head, nn.Linear(16, 11, bias=False)
+            self.tied.weight = self.embed_tokens.weight
+            del self.lm_head
+
+        def get_output_embeddings(self):
+            return self.reader
+
+    class Undecided(Block):
+        def get_output_embeddings(self):
+            raise NotImplementedError
+
+    model = nn.ModuleDict({"body": Own(), "more": Undecided(16)})
+    kept = hb.quantize_(model, "nvfp4").kept
+    assert kept["body.reader"] == "kept: head, the output embeddings of Own"
+    assert kept["body.tied"] == "kept: head, tied to the embedding body.embed_tokens"
+    assert all("blocks of" in why for name, why in kept.items() if name not in ("body.reader", "body.tied"))
+    only = hb.quantize_(Own(), "nvfp4", keep=hb.Keep(names=(HEADS,), last_fraction=0))
+    assert set(only.kept) == {"reader", "tied"}
+
+
+def test_names_may_be_added_to_those_of_the_default():
+    keep = hb.Keep(names=(*hb.Keep().names, "*down_proj"))
+    report = hb.quantize_(decoder(4), "nvfp4", keep=keep)
+    assert report.kept["layers.0.mlp.down_proj"] == "kept: name matches '*down_proj'" and "lm_head" in report.kept
+    with pytest.raises(ValueError, match=r"keep\.names: '\*w9' matches no linear layer"):
+        hb.quantize_(decoder(4), "nvfp4", keep=hb.Keep(names=(*hb.Keep().names, "*w9")))
+    with pytest.raises(ValueError, match=r"keep\.names: '@heads' matches no linear layer"):
+        hb.quantize_(nn.Sequential(nn.Linear(16, 16)), "nvfp4", keep=hb.Keep(names=("@heads",)))
+
+
+class Adapted(nn.Module):
+    """What PEFT puts in the place of a linear layer."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 4, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, layer.out_features, bias=False)})
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Saved(nn.Module):
+    """PEFT's wrapper of modules that are trained and saved whole."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.original_module, self.modules_to_save = layer, nn.ModuleDict({"default": decoder(1).lm_head})
+
+    def forward(self, x):
+        return self.modules_to_save["default"](x)
+
+
+def adapted(names: tuple[str, ...]) -> nn.Module:
+    model = decoder(2)
+    for block in model.layers:
+        for parent in (block.attn, block.mlp):
+            for name in names:
+                if hasattr(parent, name):
+                    setattr(parent, name, Adapted(getattr(parent, name)))
+    model.lm_head = Saved(model.lm_head)
+    return model
+
+
+@pytest.mark.parametrize("names", [("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "gate_proj")])
+def test_adapters_are_kept_and_their_layers_still_have_siblings(names):
+    model = adapted(names)
+    keys = list(model.state_dict())
+    report = hb.quantize_(model, "nvfp4", rules={"*.down_proj": "mxfp8", "*.q_proj": "nvfp4_forward"})
+    adapters = {name for name, module in model.named_modules() if "lora_" in name and isinstance(module, nn.Linear)}
+    first = {name for name in adapters if name.startswith("layers.0.")}
+    assert len(first) == 2 * len(names) and adapters <= set(report.kept)
+    assert {"lm_head.original_module", "lm_head.modules_to_save.default"} <= set(report.kept)
+    assert list(model.state_dict()) == keys
+    attn, mlp = model.layers[0].attn, model.layers[0].mlp
+    siblings = [getattr(layer, "base_layer", layer) for layer in (attn.q_proj, attn.k_proj, attn.v_proj)]
+    assert all(type(layer) is hb.nn.Linear and list(layer.amax_group) == siblings for layer in siblings)
+    assert getattr(mlp.gate_proj, "base_layer", mlp.gate_proj).amax_group[1] is mlp.up_proj
+    assert siblings[0].recipe == hb.recipes.nvfp4_forward() and mlp.down_proj.recipe == hb.recipes.mxfp8()
+    model(TOKENS).sum().backward()
+
+
+def test_the_names_of_other_wrappers_do_not_count():
+    model = decoder(2)
+    model.layers[0].attn.q_proj = torch.compile(model.layers[0].attn.q_proj, backend="eager")
+    model.lm_head = torch.compile(model.lm_head, backend="eager")
+    report = hb.quantize_(model, "nvfp4", rules={"layers.0.attn.k_proj": None, "layers.0.attn.q_proj": "mxfp8"})
+    assert "lm_head._orig_mod" in report.kept
+    rows = {row.name: row.recipe for row in report.rows}
+    assert rows["layers.0.attn.q_proj._orig_mod"] == hb.recipes.mxfp8()
