@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -81,6 +80,8 @@ class FollowsRecipe(_Base):
         self.run_state = state
         self.stream = 0 if state is None else state.reserve_streams(STREAMS_PER_MODULE, late=late)
         self._stale = (0, 0)  # RunState.advances when last seen, training forwards since
+        if state is not None:
+            state.watch(self)
 
     def join(self, state: RunState) -> None:
         """Draw from `state`, with fresh streams, unless somebody chose this layer's RunState."""
@@ -161,15 +162,7 @@ class FollowsRecipe(_Base):
         count = count + 1 if seen == state.advances else 1
         self._stale = (state.advances, count)
         if count == STALE_FORWARDS:
-            remedy = (
-                "this layer was built without state= and draws from a RunState of its own, which no other's advance() "
-                "moves; pass the run's RunState as state= where it is built, or hb.set_recipe_(model, recipe, "
-                "state=state), and call state.advance() once per micro-batch"
-                if state.is_private
-                else "call advance() of the layer's RunState, layer.run_state, once per micro-batch (hb.quantize_ "
-                "returns that of the layers it converts as report.state)"
-            )
-            warnings.warn(f"{STALE_FORWARDS} training forwards drew the same random bits: {remedy}", stacklevel=5)
+            state.say_forgotten(f"{STALE_FORWARDS} training forwards drew the same random bits")
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_stale": (0, 0), "weight_cache": None, "times_aside": 0}  # no optimizer refills the cache of a copy
