@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from halfbyte import recipes
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.linear import REPLACED_FORWARD, Linear, as_recipe, describe
-from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.nn.streams import FollowsRecipe, name_layers
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
@@ -171,6 +171,7 @@ def quantize_(
         layer.join(state)
     _share_amaxes(model, [row.name for row in rows if row.recipe is not None], groups)
     _leave_fast_paths(model)
+    name_layers(model)
     return Report(rows=rows, state=state, others=others)
 
 

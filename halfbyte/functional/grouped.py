@@ -26,6 +26,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import EXPERTS, first_order, refuse_transforms
+from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
 from halfbyte.functional.linear import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, _load, _save, _stream, snapshot
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
@@ -146,6 +147,7 @@ def grouped_linear(
         TypeError: dtypes do not fit.
     """
     refuse_transforms((x, w_ENK), EXPERTS)
+    refuse_foreign((("x", x), ("w_ENK", w_ENK)))
     is_covered = covers(cached_weight, recipe)
     dtype = autocast_dtype(x.device)
     if dtype is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.functional import grouped_linear
+from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.nn.linear import as_recipe, describe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
@@ -54,6 +55,7 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
             offsets: int32 [experts], cumulative ends of the groups.
             call: as for `hb.nn.Linear.forward`.
         """
+        refuse_foreign((("x", x), ("its weight", w_ENK)), self.title)
         place = self.place(call, w_ENK.device)
         main_grad = getattr(w_ENK, "main_grad", None)
         options = {"main_grad": main_grad, "cached_weight": self.cached_weight()}

@@ -51,6 +51,13 @@ def _unless_moved(parameters: dict[str, Any], fn: Callable[[Tensor], Tensor]) ->
             parameters["weight"] = weight
 
 
+def name_layers(model: torch.nn.Module) -> None:
+    """Tell layers with a recipe their names in `model`, which messages say."""
+    for name, module in model.named_modules():
+        if isinstance(module, FollowsRecipe):
+            module.called = name
+
+
 class FollowsRecipe(_Base):
     """Mixed into a torch module with a weight: a recipe that can change at any step, and a place to draw from."""
 
@@ -65,6 +72,9 @@ class FollowsRecipe(_Base):
 
     kept: bool = False
     """Whether `hb.quantize_` left the layer in high precision; `hb.set_recipe_` then does so too."""
+
+    called: str = ""
+    """Its name in the model that `hb.quantize_` was given."""
 
     times_aside: int = 0
     """How many `hb.high_precision` contexts the layer is in."""
@@ -87,6 +97,13 @@ class FollowsRecipe(_Base):
         """Draw from `state`, with fresh streams, unless somebody chose this layer's RunState."""
         if self.run_state is None or (self.run_state.is_private and self.run_state is not state):
             self._draw_from(state, late=True)
+
+    @property
+    def title(self) -> str:
+        """How messages call the layer."""
+        kind = "hb.nn.Linear" if isinstance(self, torch.nn.Linear) else "hb.nn.GroupedLinear"
+        sizes = f"{getattr(self, 'in_features', '?')} -> {getattr(self, 'out_features', '?')}"
+        return f"{self.called} ({kind}, {sizes})" if self.called else f"{kind}({sizes})"
 
     @property
     def stream(self) -> int:
