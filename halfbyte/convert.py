@@ -278,10 +278,16 @@ def _leave_fast_paths(model: nn.Module) -> None:
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Linear) for m in module.children())
     ]
     for layer in changed:
-        layer.activation_relu_or_gelu = 0  # what torch asks before it takes the fast path
+        _change(layer, "activation_relu_or_gelu", 0)  # what torch asks before it takes the fast path
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(layer in changed for layer in module.layers):
-            module.use_nested_tensor = False  # only the fast path takes nested tensors
+            _change(module, "use_nested_tensor", False)  # only the fast path takes nested tensors
+
+
+def _change(module: nn.Module, name: str, value: object) -> None:
+    """Set an attribute; `hb.unquantize_` sets what it was before."""
+    vars(module).setdefault("fast_path_before", {}).setdefault(name, getattr(module, name))
+    setattr(module, name, value)
 
 
 def _check_globs(argument: str, globs: Sequence[str] | Mapping[str, object], layers: Mapping[str, Layer]) -> None:

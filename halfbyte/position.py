@@ -131,33 +131,29 @@ class OptimizerHook:
 
 
 class Watch:
-    """Looks once, after the second step of the optimizer that trains a RunState's layers, whether the position moved.
-
-    It sees optimizers that nobody handed over through torch's hook for all of them, which it takes out afterwards.
-    """
+    """Looks once, after the second step of the optimizer of a RunState's layers, whether the position moved."""
 
     def __init__(self, state: RunState) -> None:
         self._state = weakref.ref(state)
         self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._left = WATCHED_STEPS
-        self._hook = register_optimizer_step_post_hook(self._after_step)
-        weakref.finalize(state, self._hook.remove).atexit = False
+        _STEPS.tell(self)
 
     def add(self, layer: nn.Module) -> None:
         """Take note of a layer that draws from the RunState."""
         self._layers.add(layer)
 
-    def _after_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+    def after_step(self, optimizer: Optimizer) -> bool:
+        """Look, and return whether that is all."""
         state = self._state()
-        if state is None or torch.compiler.is_compiling() or _is_capturing():
-            return
+        if state is None:
+            return True
         self._left -= 1
         layers = self._trained_by(optimizer, state)
         if layers and type(state.base) is Tensor and not state.base.is_meta:
             self._compare(optimizer, state, len(layers))
-        if self._left <= 0:
-            self._hook.remove()
+        return self._left <= 0
 
     def _compare(self, optimizer: Optimizer, state: RunState, count: int) -> None:
         position = state.next_position
@@ -176,6 +172,31 @@ class Watch:
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # of copies, nobody looks after
+
+
+class _Steps:
+    """Hears of the steps of optimizers that nobody handed over, by torch's one hook for all of them.
+
+    The hook stays: taken out within a step it breaks that step, and objects may die at any time.
+    """
+
+    def __init__(self) -> None:
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self._hook: Any = None
+
+    def tell(self, watch: Watch) -> None:
+        self._watches.add(watch)
+        self._hook = self._hook or register_optimizer_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        if torch.compiler.is_compiling() or _is_capturing():
+            return
+        for watch in list(self._watches):
+            if watch.after_step(optimizer):
+                self._watches.discard(watch)
+
+
+_STEPS = _Steps()  # one for the process, as torch's hook is; it changes nothing that is computed
 
 
 def _draws_from(layer: Any, state: RunState) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-
 REASON = "halfbyte: layers with primary weights run eagerly, as do errors; compile without fullgraph=True"
 
 

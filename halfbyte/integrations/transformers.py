@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from halfbyte.integrations.trainer import HalfbyteCallback
 from halfbyte.nn import GroupedRecipe
+
+__all__ = ["HalfbyteCallback", "experts_forward", "prepare_experts_"]
 
 IMPLEMENTATION = "halfbyte"
 UP, DOWN = "up_recipe", "down_recipe"
@@ -49,6 +52,8 @@ def prepare_experts_(model: nn.Module) -> tuple[str, ...]:
             if not hasattr(module, name):
                 own = GroupedRecipe(experts, in_features, out_features)
                 own.held_as = next(key for key, p in module.named_parameters() if p is weight), module.is_transposed
+                before = getattr(module.config, "_experts_implementation", None)
+                own.implementation_before = "eager" if before == IMPLEMENTATION else before
                 module.add_module(name, own)
     select(IMPLEMENTATION)
     return tuple(found)

@@ -29,6 +29,9 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
 
     held_as: tuple[str, bool] | None = None
 
+    implementation_before: str | None = None
+    """Which one the experts of transformers ran in before they were given this recipe."""
+
     def __init__(
         self,
         experts: int,

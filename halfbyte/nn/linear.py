@@ -37,6 +37,8 @@ class Linear(FollowsRecipe, nn.Linear):
             seeded from torch's default generator, if the recipe draws.
     """
 
+    converted_from = nn.Linear
+
     shared_input: SharedInput | None = None
     """What a norm hands over and siblings share, where `hb.nn.fuse_` put it."""
 

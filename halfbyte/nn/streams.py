@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from halfbyte.functional import STREAMS_PER_LINEAR
 from halfbyte.functional.weights import CachedWeight, cacheable
@@ -51,6 +52,15 @@ def _unless_moved(parameters: dict[str, Any], fn: Callable[[Tensor], Tensor]) ->
             parameters["weight"] = weight
 
 
+_OWN = (
+    *("_recipe", "_shift", "_stale", "_stream", "amax_group", "before_use", "called", "kept", "recipe_before"),
+    *("run_state", "shared_input", "times_aside", "weight_cache"),
+)
+"""What layers with a recipe have on top of the modules that they were converted from."""
+
+_OF_A_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__")
+
+
 def name_layers(model: torch.nn.Module) -> None:
     """Tell layers with a recipe their names in `model`, which messages say."""
     for name, module in model.named_modules():
@@ -63,6 +73,9 @@ class FollowsRecipe(_Base):
 
     weight: Tensor
     training: bool
+
+    converted_from: type[torch.nn.Module]
+    """The class of module that `to_module` returns."""
 
     weight_names: tuple[str, ...] = ("weight",)
     """The parameters that the layer multiplies by, as `hb.cache_weights` looks them up."""
@@ -97,6 +110,19 @@ class FollowsRecipe(_Base):
         """Draw from `state`, with fresh streams, unless somebody chose this layer's RunState."""
         if self.run_state is None or (self.run_state.is_private and self.run_state is not state):
             self._draw_from(state, late=True)
+
+    def to_module(self) -> torch.nn.Module:
+        """Return the module that this was converted from, with this one's Parameters, parametrizations, hooks and mode.
+
+        A class of layers of its own says what it goes back to by `converted_from`, or by overriding this.
+        """
+        cls: Any = self.converted_from
+        if is_parametrized(self):  # torch makes a class for each such module, with the tensors as properties
+            cls = type(type(self).__name__, (cls,), {k: v for k, v in vars(type(self)).items() if k not in _OF_A_CLASS})
+        new = cls.__new__(cls)
+        new.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _OWN})
+        new._compiled_call_impl = None  # of compile(): it calls this module
+        return new
 
     @property
     def title(self) -> str:
