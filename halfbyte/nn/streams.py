@@ -121,7 +121,7 @@ class FollowsRecipe(_Base):
             cls = type(type(self).__name__, (cls,), {k: v for k, v in vars(type(self)).items() if k not in _OF_A_CLASS})
         new = cls.__new__(cls)
         new.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _OWN})
-        new._compiled_call_impl = None  # of compile(): it calls this module
+        new.__dict__.pop("_compiled_call_impl", None)  # of compile(): it calls this module
         return new
 
     @property
