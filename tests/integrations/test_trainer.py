@@ -212,6 +212,34 @@ def test_evaluation_is_in_high_precision_or_as_asked(tmp_path, evaluation):
     assert not torch.equal(model(**batch).logits, plain(**batch).logits)
 
 
+class Tiny(torch.nn.Module):
+    """A model that compiles in no time."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.linear = torch.nn.Embedding(VOCABULARY, 16), torch.nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids, labels):
+        logits = self.linear(self.embed(input_ids))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_compiled_models_too_are_evaluated_in_high_precision(tmp_path):
+    """Compiled code runs no hooks: the recipes are put aside between steps."""
+    torch.manual_seed(0)
+    model = Tiny()
+    state = hb.quantize_(model, "nvfp4", keep=ALL).state
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager", "save_strategy": "no"}
+    made = trainer(model, tmp_path, eval_strategy="steps", eval_steps=2, eval_on_start=True, **compiled)
+    made.train()
+    assert state.position == STEPS * ACCUMULATED and model.linear.recipe == hb.recipes.nvfp4()
+    plain = Tiny()
+    plain.load_state_dict(model.state_dict())
+    batch = {key: torch.stack([row[key] for row in rows(4)]) for key in ("input_ids", "labels")}
+    last = [entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry][-1]
+    assert last == pytest.approx(plain(**batch)["loss"].item(), rel=1e-5)
+
+
 def test_a_model_without_recipes_is_refused(tmp_path):
     model = transformers.LlamaForCausalLM(build()[0].config)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM.*hb\.quantize_"):

@@ -201,3 +201,17 @@ def test_cached_experts_are_experts(name):
             optimizer.step()
             results.append(loss)
     assert results[:2] == results[2:]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unquantized_experts_run_as_before(name):
+    model = build(name)
+    keys = [n for n, _ in model.named_modules()]
+    expected = model(input_ids=TOKENS).logits
+    for _ in range(2):
+        integration.prepare_experts_(model)
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    assert not torch.equal(model(input_ids=TOKENS).logits, expected)
+    hb.unquantize_(model)
+    assert [n for n, _ in model.named_modules()] == keys and model.config._experts_implementation == "eager"
+    assert torch.equal(model(input_ids=TOKENS).logits, expected)
