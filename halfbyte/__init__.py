@@ -14,6 +14,7 @@ from halfbyte.schedule import Schedule
 from halfbyte.spec import MXFP8, NVFP4, BlockMax, Eden, FourOverSix, GemmSpec, Hadamard, Recipe
 from halfbyte.state import RunState
 from halfbyte.tensor import QuantTensor, grouped_quantize_row_col, quantize, quantize_row_col
+from halfbyte.unconvert import unquantize_
 from halfbyte.version import __version__
 
 __all__ = [
@@ -51,4 +52,5 @@ __all__ = [
     "recipes",
     "selective_checkpoint_ops",
     "set_recipe_",
+    "unquantize_",
 ]

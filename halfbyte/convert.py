@@ -12,7 +12,7 @@ from halfbyte import recipes
 from halfbyte.decide import SHARE_AMAX, FilterFn, Wishes, make_plan
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.linear import Linear, LinearLayer
-from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.nn.streams import FollowsRecipe, name_layers
 from halfbyte.nn.transposed import TransposedLinear, is_conv1d
 from halfbyte.policy import Keep, matches, plain_name
 from halfbyte.recipes import as_recipe
@@ -72,6 +72,7 @@ def quantize_(
         layer.join(state)
     _share_amaxes(model, [row.name for row in plan.rows if row.recipe is not None], groups)
     _leave_fast_paths(model)
+    name_layers(model)
     return Report(rows=plan.rows, state=state, others=plan.others, weights=plan.weights)
 
 
@@ -133,10 +134,16 @@ def _leave_fast_paths(model: nn.Module) -> None:
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Linear) for m in module.children())
     ]
     for layer in changed:
-        layer.activation_relu_or_gelu = 0  # what torch asks before it takes the fast path
+        _change(layer, "activation_relu_or_gelu", 0)  # what torch asks before it takes the fast path
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(layer in changed for layer in module.layers):
-            module.use_nested_tensor = False  # only the fast path takes nested tensors
+            _change(module, "use_nested_tensor", False)  # only the fast path takes nested tensors
+
+
+def _change(module: nn.Module, name: str, value: object) -> None:
+    """Set an attribute; `hb.unquantize_` sets what it was before."""
+    vars(module).setdefault("fast_path_before", {}).setdefault(name, getattr(module, name))
+    setattr(module, name, value)
 
 
 def _share_amaxes(model: nn.Module, converted: Sequence[str], groups: Sequence[Sequence[str]]) -> None:

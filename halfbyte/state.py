@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from halfbyte.position import FORGOTTEN, FORGOTTEN_PRIVATE, ModelHooks, OptimizerHook, Watch, warn_user
 from halfbyte.rng import SEED_LIMIT, StreamPhilox, as_signed64, rank_seed
 from halfbyte.schedule import Schedule
 from halfbyte.spec import Recipe
@@ -42,6 +43,11 @@ class RunState:
     _has_asked_for_rank = False
     _late_streams = 0
     _has_named_others = False
+    _watch: Watch | None = None
+    _has_said_forgotten = False
+    _owed = False  # a backward came by a followed model since the position moved
+    _moved = False  # since the last step of a followed optimizer
+    _ahead = False  # such a step moved it last: an advance() that comes now would say the same
 
     def __init__(self, seed: int = 0, schedule: Schedule | None = None, rank: int | None = None) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
@@ -124,6 +130,11 @@ class RunState:
         """Micro-batches so far; reads the device."""
         return int(self._base[1]) >> POSITION_SHIFT
 
+    @property
+    def next_position(self) -> int:
+        """The position of the next micro-batch: one on where a followed model has yet to catch up."""
+        return self.position + self._owed
+
     def to(self, device: torch.device | str) -> RunState:
         """Move the position to `device` and return self."""
         with torch.inference_mode(False):
@@ -132,28 +143,100 @@ class RunState:
 
     def advance(self) -> None:
         """Go on to the next micro-batch; call it once per micro-batch, after its backward."""
+        self._owed = False
+        if self._ahead:
+            self._ahead = False
+        else:
+            self._moved = True
+            self._move()
+
+    def _move(self) -> None:
         self._places[:, 1].add_(1 << POSITION_SHIFT)
         self.advances += 1
-        self.ask_for_rank(stacklevel=3)
+        self.ask_for_rank()
 
     def note_draws(self) -> None:
         """Take note that a layer with a recipe that draws random bits follows this RunState."""
         self._is_drawn_from = True
 
-    def ask_for_rank(self, stacklevel: int) -> None:
+    def ask_for_rank(self) -> None:
         """Warn once if layers draw, this process is one of several and nobody said which rank it is."""
         if self._rank is not None or self._has_asked_for_rank or not self._is_drawn_from:
             return
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         self._has_asked_for_rank = True
-        warnings.warn(
+        warn_user(
             f"torch.distributed runs {dist.get_world_size()} processes and nobody gave this RunState its rank: all of "
             "them draw the same random bits, whose errors do not average out. Call hb.distributed.place_ranks_(model), "
             "with the group or mesh of the data-parallel ranks, or build hb.RunState(seed, rank=…); rank=0 where all "
-            "processes are to draw alike",
-            stacklevel=stacklevel,
+            "processes are to draw alike"
         )
+
+    def follow(self, leader: nn.Module | torch.optim.Optimizer) -> ModelHooks | OptimizerHook:
+        """Advance without a line in the loop, from now on: `state.follow(model)`, once, after the conversion.
+
+        Following a model, the position moves at its first forward with gradients enabled after a backward: once per
+        micro-batch, however many forwards that has; evaluation and recomputation leave it where it is. Following an
+        optimizer, it moves after every step, so that the micro-batches of one step draw the same bits: for a model that
+        is compiled as a whole, whose hooks do not run. Both may be followed, and `advance()` be called beside them:
+        nothing moves twice.
+
+        Args:
+            leader: the module that the loop calls (also a wrapper, such as what torch.compile returned), or an
+                optimizer.
+
+        Returns:
+            A handle with `remove()`.
+
+        Raises:
+            TypeError: it is neither.
+            ValueError: no layer of the module draws from this RunState, or its `compile()` was called.
+        """
+        if isinstance(leader, torch.optim.Optimizer):
+            return OptimizerHook(self, leader)
+        if not isinstance(leader, nn.Module):
+            raise TypeError(f"leader={type(leader).__name__}: give the model, or a torch.optim.Optimizer")
+        if not any(getattr(module, "run_state", None) is self for module in leader.modules()):
+            raise ValueError(
+                f"leader={type(leader).__name__}: no layer of it draws from this RunState; follow the model that "
+                "hb.quantize_ converted with it, after the conversion"
+            )
+        if getattr(leader, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"leader={type(leader).__name__}: compile() was called on it, and compiled code runs no such hooks; "
+                "follow the optimizer, or what torch.compile(model) returns"
+            )
+        return ModelHooks(self, leader)
+
+    def owe(self) -> None:
+        """Take note that a backward came by: the next forward is another micro-batch's."""
+        self._owed = True
+
+    def catch_up(self, always: bool = False) -> None:
+        """Begin the micro-batch of a forward of a followed model."""
+        if self._owed or always:
+            self._owed = self._ahead = False
+            self._moved = True
+            self._move()
+
+    def after_step(self) -> None:
+        """Go on after a step of a followed optimizer, unless somebody has or will."""
+        if not self._owed and not self._moved:
+            self._ahead = True
+            self._move()
+        self._moved = False
+
+    def watch(self, layer: nn.Module) -> None:
+        """Take note of a layer that draws from here: its optimizer's second step shows whether the position moves."""
+        self._watch = self._watch or Watch(self)
+        self._watch.add(layer)
+
+    def say_forgotten(self, what: str) -> None:
+        """Warn, once, that random bits repeat."""
+        if not self._has_said_forgotten:
+            self._has_said_forgotten = True
+            warn_user(f"{what}: {FORGOTTEN_PRIVATE if self.is_private else FORGOTTEN}")
 
     def begin_step(self, model: nn.Module) -> Recipe | None:
         """Give the layers of `model` that draw from this RunState the recipe of the optimizer step that now begins.
@@ -249,7 +332,8 @@ class RunState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs, on all ranks the same: plain values; a schedule only where there is one."""
-        state: dict[str, Any] = {"version": 1, "seed": self.seed, "position": self.position, "streams": self._streams}
+        state: dict[str, Any] = {"version": 1, "seed": self.seed, "position": self.next_position}
+        state["streams"] = self._streams
         if self.step:
             state["step"] = self.step
         if self.schedule is not None:
@@ -281,6 +365,7 @@ class RunState:
         if self.schedule is None and schedule is not None:
             self.schedule = Schedule.from_state_dict(schedule)
         self.seed, self.step = state["seed"], step
+        self._owed = self._moved = self._ahead = False
         self._streams = max(self._streams, state["streams"])
         self._places.copy_(self._places_at(state["position"]))
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from halfbyte import ops
 from halfbyte.arithmetic import ACTIVATIONS, Activation
 from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
+from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.linear import (
     Layers,
     _draws,
@@ -142,6 +143,7 @@ def _static(draw: Draw | None) -> tuple | None:
 
 def _activate(x: Tensor, up: Tensor | None, function: str, following: ops.Following) -> tuple[Tensor, ops.Amaxes]:
     refuse_transforms((x, up), ELEMENTWISE)
+    refuse_foreign((("x", x), ("up", up)), "an activation of halfbyte")
     sign = following.sign_draw
     then = _Then(function, following.row, following.col, _static(sign))
     h, *amaxes = _Activation.apply(then, x, up, None if sign is None else sign.base)

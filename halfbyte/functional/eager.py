@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+REASON = "halfbyte: layers with primary weights run eagerly, as do errors; compile without fullgraph=True"
 
-@torch.compiler.disable(reason="halfbyte: layers with primary weights run eagerly; compile without fullgraph=True")
+
+@torch.compiler.disable(reason=REASON)
 def eagerly(function: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> Any:
     """Return what `function` returns, uncompiled."""
     return function(*arguments, **named)

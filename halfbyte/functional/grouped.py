@@ -26,6 +26,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import EXPERTS, first_order, refuse_transforms
+from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
 from halfbyte.functional.linear import _load, _save
 from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, at_stream, snapshot
@@ -149,6 +150,7 @@ def grouped_linear(
     """
     recipe = resolve(recipe)
     refuse_transforms((x, w_ENK), EXPERTS)
+    refuse_foreign((("x", x), ("w_ENK", w_ENK)))
     is_covered = covers(cached_weight, recipe)
     dtype = autocast_dtype(x.device)
     if dtype is not None:

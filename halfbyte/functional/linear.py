@@ -36,6 +36,7 @@ from torch.nn import functional as F
 from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
+from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.places import (
     DGRAD_SIGNS,
     DY,
@@ -181,6 +182,7 @@ def prepare(
     if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
         return None, (x, *weights, *biases)
     refuse_transforms((x, *weights, *biases), LINEAR)
+    refuse_foreign((("x", x), *(("w", w) for w in weights), *(("bias", bias) for bias in biases)))
     _check_options(out_dtype, amaxes)
     draws: list[Draw | None] = [None] * n if places is None else [place.on(x.device) for place in places]
     draws.append(places[0].signs_on(x.device) if places is not None and recipe.needs_sign_rng else None)

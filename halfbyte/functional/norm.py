@@ -14,6 +14,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
+from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.layout import from_rows, matrix_shape
 from halfbyte.rng import Draw
 from halfbyte.spec import Spec
@@ -73,6 +74,7 @@ def norm(
         if tensor is not None and (x.dim() == 0 or tuple(tensor.shape) != (x.shape[-1],)):
             raise ValueError(f"{name}.shape={tuple(tensor.shape)}: x.shape={tuple(x.shape)} needs one per column")
     refuse_transforms((x, weight, bias), ELEMENTWISE)
+    refuse_foreign((("x", x), ("weight", weight), ("bias", bias)), "a norm of halfbyte")
     dtype = autocast_dtype(x.device) or x.dtype
     sign = following.sign_draw
     call = _Call(kind, dtype, following.row, following.col, None if sign is None else sign[1:])

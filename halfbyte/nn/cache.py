@@ -72,6 +72,10 @@ class ModuleCache:
         """Quantize this module's weights again, and those of siblings that share an amax with it."""
         self._cache.refill(self.weights)
 
+    def release(self) -> None:
+        """End the cache of the whole model."""
+        self._cache.release()
+
     @property
     def weights(self) -> list[Tensor]:
         """The module's weights and those of its siblings."""

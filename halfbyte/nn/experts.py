@@ -52,14 +52,16 @@ class FoundExperts:
     def prepare(self) -> None:
         """Give the modules the submodules that they lack, and select the implementation for them alone."""
         _register()
+        for name, recipe in self.recipes.items():
+            parent, _, own = name.rpartition(".")
+            module: Any = self.model.get_submodule(parent)
+            recipe.config_before = module.config
+            module.add_module(own, recipe)
         for module in self.modules.values():
             config = copy.copy(module.config)  # the other one may be another model's too
             config._experts_implementation_internal = IMPLEMENTATION
             assert config._experts_implementation == IMPLEMENTATION, "transformers dispatches by this attribute"
             module.config = config
-        for name, recipe in self.recipes.items():
-            parent, _, own = name.rpartition(".")
-            self.model.get_submodule(parent).add_module(own, recipe)
 
 
 def find_experts(model: nn.Module) -> FoundExperts:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halfbyte.functional import grouped_linear
+from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.nn.linear import describe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
@@ -27,6 +29,9 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
     """
 
     held_as: tuple[str, bool] | None = None
+
+    config_before: Any = None
+    """The config of the experts of transformers before they had this recipe; it names their implementation."""
 
     def __init__(
         self,
@@ -54,6 +59,7 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
             offsets: int32 [experts], cumulative ends of the groups.
             call: as for `hb.nn.Linear.forward`.
         """
+        refuse_foreign((("x", x), ("its weight", w_ENK)), self.title)
         place = self.place(call, w_ENK.device)
         main_grad = getattr(w_ENK, "main_grad", None)
         options = {"main_grad": main_grad, "cached_weight": self.cached_weight()}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from halfbyte import ops, recipes
 from halfbyte.functional import linear_shared
 from halfbyte.functional.autocast import autocast_dtype
+from halfbyte.functional.foreign import is_sharded, refuse_foreign
 from halfbyte.functional.linear import Layers
 from halfbyte.functional.weights import weight_specs
 from halfbyte.nn.streams import FollowsRecipe
@@ -53,6 +54,8 @@ class Linear(LinearLayer, nn.Linear):
         state: the RunState that random operands draw from, shared by all layers of a model. None makes a private one,
             seeded from torch's default generator, if the recipe draws.
     """
+
+    converted_from = nn.Linear
 
     def __init__(
         self,
@@ -153,6 +156,8 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
     for layer in layers:
         if layer.before_use is not None and not torch.compiler.is_compiling():
             layer.before_use()
+        if layer.recipe.specs:
+            refuse_foreign((("x", x), ("its weight", layer.weight), ("its bias", layer.bias)), layer.title)
     places = [layer.place(call) for layer in layers]
     return Layers(
         weights=[_as_rows(layer, layer.weight) for layer in layers],
@@ -198,10 +203,25 @@ def _weight_amaxes(x: Tensor, modules: Sequence[LinearLayer]) -> list[Tensor | N
         first = module.amax_group[0]
         amax = next((amax for other, amax in known if other is first), None)
         if amax is None:
+            _check_siblings(module)
             amax = shared_amax(module, dtype)
             known.append((first, amax))
         result.append(amax)
     return result
+
+
+def _check_siblings(module: LinearLayer) -> None:
+    """Raise ValueError where the shared amax of `module` needs weights that FSDP2 has not gathered with its own."""
+    for member in module.amax_group:
+        if not is_sharded(member.weight):
+            refuse_foreign((("its weight", member.weight),), member.title)
+    absent = [member.title for member in module.amax_group if is_sharded(member.weight)]
+    if absent:
+        raise ValueError(
+            f"{module.title} shares its weight amax with {', '.join(absent)}, of which this rank holds a part only: "
+            "fully_shard wrapped the layers one by one. Apply it to the module that holds them all, such as their "
+            "block, or convert with hb.quantize_(…, share_amax=())"
+        )
 
 
 def shared_amax(module: LinearLayer, dtype: torch.dtype | None) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from halfbyte.functional import STREAMS_PER_LINEAR
 from halfbyte.functional.weights import CachedWeight, cacheable
@@ -53,11 +53,30 @@ def _unless_moved(parameters: dict[str, Any], fn: Callable[[Tensor], Tensor]) ->
             parameters["weight"] = weight
 
 
+_OWN = (
+    *("_recipe", "_shift", "_stale", "_stream", "amax_group", "before_use", "called", "kept", "recipe_before"),
+    *("run_state", "shared_input", "times_aside", "weight_cache"),
+)
+"""What layers with a recipe have on top of the modules that they were converted from."""
+
+_OF_A_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__")
+
+
+def name_layers(model: torch.nn.Module) -> None:
+    """Tell layers with a recipe their names in `model`, which messages say."""
+    for name, module in model.named_modules():
+        if isinstance(module, FollowsRecipe):
+            module.called = name
+
+
 class FollowsRecipe(_Base):
     """Mixed into a torch module with a weight: a recipe that can change at any step, and a place to draw from."""
 
     weight: Tensor
     training: bool
+
+    converted_from: type[torch.nn.Module]
+    """The class of module that `to_module` returns."""
 
     weight_names: tuple[str, ...] = ("weight",)
     """The parameters that the layer multiplies by, as `hb.cache_weights` looks them up."""
@@ -70,6 +89,9 @@ class FollowsRecipe(_Base):
 
     kept: bool = False
     """Whether `hb.quantize_` left the layer in high precision; `hb.set_recipe_` then does so too."""
+
+    called: str = ""
+    """Its name in the model that `hb.quantize_` was given."""
 
     times_aside: int = 0
     """How many `hb.high_precision` contexts the layer is in."""
@@ -87,6 +109,8 @@ class FollowsRecipe(_Base):
         self._note_draws()
         self.stream = 0 if state is None else state.reserve_streams(STREAMS_PER_MODULE, late=late)
         self._stale = (0, 0)  # RunState.advances when last seen, training forwards since
+        if state is not None:
+            state.watch(self)
 
     def _note_draws(self) -> None:
         state = getattr(self, "run_state", None)
@@ -97,6 +121,29 @@ class FollowsRecipe(_Base):
         """Draw from `state`, with fresh streams, unless somebody chose this layer's RunState."""
         if self.run_state is None or (self.run_state.is_private and self.run_state is not state):
             self._draw_from(state, late=True)
+
+    def to_module(self) -> torch.nn.Module:
+        """Return the module that this was converted from, with this one's Parameters, parametrizations, hooks and mode.
+
+        A class of layers of its own says what it goes back to by `converted_from`, or by overriding this.
+        """
+        cls: Any = self.converted_from
+        if is_parametrized(self):  # torch makes a class for each such module, with the tensors as properties
+            cls = type(type(self).__name__, (cls,), {k: v for k, v in vars(type(self)).items() if k not in _OF_A_CLASS})
+        new = cls.__new__(cls)
+        new.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _OWN})
+        new.__dict__.pop("_compiled_call_impl", None)  # of compile(): it calls this module
+        return new
+
+    @property
+    def title(self) -> str:
+        """How messages call the layer."""
+        is_linear = isinstance(self, torch.nn.Linear)  # also where a parametrization made a class of its own
+        kind = (
+            "hb.nn.Linear" if is_linear else "hb.nn.GroupedLinear" if not self.transposed else "hb.nn.TransposedLinear"
+        )
+        sizes = f"{getattr(self, 'in_features', '?')} -> {getattr(self, 'out_features', '?')}"
+        return f"{self.called} ({kind}, {sizes})" if self.called else f"{kind}({sizes})"
 
     @property
     def stream(self) -> int:
@@ -173,17 +220,9 @@ class FollowsRecipe(_Base):
         count = count + 1 if seen == state.advances else 1
         self._stale = (state.advances, count)
         if count == 1:
-            state.ask_for_rank(stacklevel=6)
+            state.ask_for_rank()
         if count == STALE_FORWARDS:
-            remedy = (
-                "this layer was built without state= and draws from a RunState of its own, which no other's advance() "
-                "moves; pass the run's RunState as state= where it is built, or hb.set_recipe_(model, recipe, "
-                "state=state), and call state.advance() once per micro-batch"
-                if state.is_private
-                else "call advance() of the layer's RunState, layer.run_state, once per micro-batch (hb.quantize_ "
-                "returns that of the layers it converts as report.state)"
-            )
-            warnings.warn(f"{STALE_FORWARDS} training forwards drew the same random bits: {remedy}", stacklevel=5)
+            state.say_forgotten(f"{STALE_FORWARDS} training forwards drew the same random bits")
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_stale": (0, 0), "weight_cache": None, "times_aside": 0}  # no optimizer refills the cache of a copy

@@ -282,3 +282,16 @@ def test_experts_inside_of_other_modules_copies_and_pickles():
     expected = alone["block"](tokens)
     assert "block.experts.up_recipe" in hb.quantize_(alone, "nvfp4").converted
     assert not torch.equal(alone["block"](tokens), expected)
+
+
+def test_unquantized_experts_run_as_before(name):
+    model = build(name)
+    keys = [n for n, _ in model.named_modules()]
+    expected = model(input_ids=TOKENS).logits
+    for _ in range(2):
+        integration.prepare_experts_(model)
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    assert not torch.equal(model(input_ids=TOKENS).logits, expected)
+    hb.unquantize_(model)
+    assert [n for n, _ in model.named_modules()] == keys and model.config._experts_implementation == "eager"
+    assert torch.equal(model(input_ids=TOKENS).logits, expected)

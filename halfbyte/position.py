@@ -1,0 +1,207 @@
+"""What moves the position of a RunState without a line in the loop, and who notices that nothing moves it.
+
+A position serves one micro-batch: forward, backward, whatever is recomputed in it. The next one begins with the first
+forward after a backward, which hooks on a model see; an optimizer's step ends at least one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from halfbyte.state import RunState
+
+WATCHED_STEPS = 16
+"""Steps of optimizers after which nobody waits any longer for one that holds a layer's weight: it steps masters."""
+
+_WARNED = "_halfbyte_warned"
+_INSTALLED = ("site-packages", "dist-packages")
+_OWN = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
+_STANDARD = str(Path(sysconfig.__file__).parent) + os.sep
+
+FORGOTTEN = (
+    "call advance() of their RunState (report.state of hb.quantize_) once per micro-batch, or let it follow the model "
+    "by itself, report.state.follow(model), or, compiled as a whole, report.state.follow(optimizer); transformers' "
+    "Trainer takes callbacks=[HalfbyteCallback()] from halfbyte.integrations.transformers"
+)
+FORGOTTEN_PRIVATE = (
+    "these layers were built without state= and draw from a RunState of their own, which no other's advance() moves; "
+    "pass the run's RunState as state= where they are built, or hb.set_recipe_(model, recipe, state=state), and call "
+    "state.advance() once per micro-batch, or state.follow(model) once"
+)
+
+
+def warn_user(message: str) -> None:
+    """Warn at the innermost line that is no library's; where libraries are all there is, at theirs that called ours."""
+    frames = list(_frames())
+    own = [frame for frame in frames if not frame.f_code.co_filename.startswith(_OWN)]
+    frame = next((frame for frame in own if _is_users(frame.f_code.co_filename)), (own or frames)[0])
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    where = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(message, UserWarning, *where, frame.f_globals.get("__name__"), registry)
+
+
+def _frames() -> Iterator[Any]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_users(filename: str) -> bool:
+    is_installed = any(part in _INSTALLED for part in Path(filename).parts)
+    return not is_installed and not filename.startswith((_STANDARD, "<frozen", "<eval_with_key"))
+
+
+def in_backward() -> bool:
+    """Whether this runs within a backward pass, as what activation checkpointing recomputes does."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # builds for CPUs lack the question
+
+
+class ModelHooks:
+    """Move a RunState at the first forward of `model` after a backward has gone through what it returned."""
+
+    def __init__(self, state: RunState, model: nn.Module) -> None:
+        self._state = state
+        self._handles = [
+            model.register_forward_pre_hook(self._before, prepend=True),
+            model.register_forward_hook(self._after),
+        ]
+
+    def remove(self) -> None:
+        """Leave the position to others again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, arguments: Any) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not in_backward():
+            # A graph that is captured here replays this too: it must not begin all its replays at one position.
+            self._state.catch_up(always=_is_capturing())
+
+    def _after(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
+            return
+        tensors = list(_tensors(output))
+        if not tensors:  # an object that nobody can look into: perhaps a backward will follow
+            self._state.owe()
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._note)
+
+    def _note(self, gradient: Tensor) -> None:
+        self._state.owe()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    for leaf in pytree.tree_leaves(output):
+        parts = [leaf] if isinstance(leaf, Tensor) else pytree.tree_leaves(getattr(leaf, "__dict__", None))
+        yield from (part for part in parts if isinstance(part, Tensor))
+
+
+class OptimizerHook:
+    """Move a RunState after every step of `optimizer`."""
+
+    def __init__(self, state: RunState, optimizer: Optimizer) -> None:
+        self._state = state
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+
+    def remove(self) -> None:
+        """Leave the position to others again."""
+        self._handle.remove()
+
+    def _after_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        self._state.after_step()
+
+
+class Watch:
+    """Looks once, after the second step of the optimizer of a RunState's layers, whether the position moved."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = weakref.ref(state)
+        self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._left = WATCHED_STEPS
+        _STEPS.tell(self)
+
+    def add(self, layer: nn.Module) -> None:
+        """Take note of a layer that draws from the RunState."""
+        self._layers.add(layer)
+
+    def after_step(self, optimizer: Optimizer) -> bool:
+        """Look, and return whether that is all."""
+        state = self._state()
+        if state is None:
+            return True
+        self._left -= 1
+        layers = self._trained_by(optimizer, state)
+        if layers and type(state.base) is Tensor and not state.base.is_meta:
+            self._compare(optimizer, state, len(layers))
+        return self._left <= 0
+
+    def _compare(self, optimizer: Optimizer, state: RunState, count: int) -> None:
+        position = state.next_position
+        if optimizer not in self._seen:
+            self._seen[optimizer] = position
+            return
+        self._left = 0
+        # Layers that were built one by one have a RunState each: one of them speaks for all that this optimizer trains.
+        if position == self._seen[optimizer] and not hasattr(optimizer, _WARNED):
+            setattr(optimizer, _WARNED, True)
+            state.say_forgotten(f"two optimizer steps drew the same random bits in {count} layers")
+
+    def _trained_by(self, optimizer: Optimizer, state: RunState) -> list[Any]:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [layer for layer in self._layers if _draws_from(layer, state) and _holds(layer, held)]
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # of copies, nobody looks after
+
+
+class _Steps:
+    """Hears of the steps of optimizers that nobody handed over, by torch's one hook for all of them.
+
+    The hook stays: taken out within a step it breaks that step, and objects may die at any time.
+    """
+
+    def __init__(self) -> None:
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self._hook: Any = None
+
+    def tell(self, watch: Watch) -> None:
+        self._watches.add(watch)
+        self._hook = self._hook or register_optimizer_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        if torch.compiler.is_compiling() or _is_capturing():
+            return
+        for watch in list(self._watches):
+            if watch.after_step(optimizer):
+                self._watches.discard(watch)
+
+
+_STEPS = _Steps()  # one for the process, as torch's hook is; it changes nothing that is computed
+
+
+def _draws_from(layer: Any, state: RunState) -> bool:
+    return layer.run_state is state and layer.training and layer.recipe.needs_rng
+
+
+def _holds(layer: Any, parameters: Iterable[int]) -> bool:
+    return any(id(layer._parameters.get(name)) in parameters for name in layer.weight_names)
