@@ -13,7 +13,7 @@ from halfbyte import ops, recipes
 from halfbyte.functional import linear_shared
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.linear import Layers
-from halfbyte.functional.weights import weight_specs
+from halfbyte.functional.weights import CachedWeight, weight_specs
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import NVFP4, Recipe
 from halfbyte.state import RunState
@@ -143,12 +143,14 @@ def gather(x: Tensor, layers: Sequence[Linear], call: int) -> Layers:
         if layer.before_use is not None and not torch.compiler.is_compiling():
             layer.before_use()
     places = [layer.place(call) for layer in layers]
+    weights = [layer.weight for layer in layers]
+    cached = [layer.cached_weight(weight) for layer, weight in zip(layers, weights, strict=True)]
     return Layers(
-        weights=[layer.weight for layer in layers],
+        weights=weights,
         biases=[layer.bias for layer in layers],
-        weight_amaxes=_weight_amaxes(x, layers),
-        main_grads=[getattr(layer.weight, "main_grad", None) for layer in layers],
-        cached_weights=[layer.cached_weight() for layer in layers],
+        weight_amaxes=_weight_amaxes(x, layers, cached),
+        main_grads=[getattr(weight, "main_grad", None) for weight in weights],
+        cached_weights=cached,
         rng=[place for place in places if place is not None] or None,
     )
 
@@ -165,14 +167,15 @@ def hooked(module: nn.Module) -> bool:
     return bool(hooks) or "forward" in vars(module)
 
 
-def _weight_amaxes(x: Tensor, modules: Sequence[Linear]) -> list[Tensor | None]:
+def _weight_amaxes(
+    x: Tensor, modules: Sequence[Linear], cached_weights: Sequence[CachedWeight | None]
+) -> list[Tensor | None]:
     """Return each module's shared weight amax, computed once per group and where nothing is cached."""
     dtype = autocast_dtype(x.device)
     known: list[tuple[Linear, Tensor]] = []
     result: list[Tensor | None] = []
-    for module in modules:
+    for module, cached in zip(modules, cached_weights, strict=True):
         missing = weight_specs(module.recipe)
-        cached = module.cached_weight()
         if cached is not None:
             missing = tuple(None if kept else spec for kept, spec in zip(cached[:2], missing, strict=True))
         is_primary = isinstance(module.weight, PrimaryWeight)
