@@ -4,7 +4,8 @@ Without a cache every forward quantizes its weights again. With one, each weight
 fprop and dgrad; micro-batches, backward passes, recomputation and evaluation read them, and they are refilled in place
 after every step of an optimizer that holds the weight, after `load_state_dict` and after a change of recipe. In place,
 so that compiled code and CUDA graphs go on reading the same addresses. Nothing is keyed on a tensor's version counter:
-fused optimizers do not advance it.
+fused optimizers do not advance it. A weight that lies elsewhere than the one that was quantized, or a sibling of such a
+one, is quantized in every forward.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.functional.autocast import autocast_dtype
-from halfbyte.functional.weights import CachedWeight, Specs, cacheable, quantize_weight
+from halfbyte.functional.weights import CachedWeight, Specs, cacheable, quantize_weight, takes_amax
 from halfbyte.nn.linear import LinearLayer, shared_amax
 from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.nn.whereabouts import Whereabouts, Written
 from halfbyte.spec import Recipe
 from halfbyte.tensor import QuantTensor
 from halfbyte.tensor.primary import PrimaryWeight
@@ -27,17 +29,38 @@ from halfbyte.tensor.quant_tensor import check_value_dtype
 Filled = dict[tuple, CachedWeight]
 """What one pass over the modules has quantized: tied weights once."""
 
+Users = dict[int, list[tuple["ModuleCache", str]]]
+"""Who reads operands, by their id: several modules and names where weights are tied."""
+
+
+_eagerly: Any = torch.compiler.disable(reason="halfbyte: weights are quantized anew outside of compiled code")
+
 
 class Source(NamedTuple):
-    """Where a weight is found: an attribute of the layer or of its parent, [..., N, K] or transposed."""
+    """Where a weight is found: a parameter of the layer or of its parent, [..., N, K] or transposed."""
 
     owner: nn.Module
     name: str
     transposed: bool = False
 
     @property
-    def weight(self) -> Tensor:
-        return getattr(self.owner, self.name)
+    def weight(self) -> Tensor | None:
+        """The parameter as it is now; None if it was parametrized, pruned, taken away or quantized for good."""
+        weight = self.owner._parameters.get(self.name)
+        return None if isinstance(weight, QuantTensor) else weight
+
+
+class Kept(NamedTuple):
+    """A weight that has been quantized.
+
+    operands: the buffers that forwards read.
+    weight: where the weight lay that they were made of.
+    siblings: the same of the others that share its amax.
+    """
+
+    operands: CachedWeight
+    weight: Whereabouts
+    siblings: tuple[tuple[Source, Whereabouts], ...]
 
 
 class ModuleCache:
@@ -47,79 +70,119 @@ class ModuleCache:
         module: whose weights they are.
         sources: parameter name -> where it is found.
         dtype: that its forward computes in.
-        cache: of the whole model.
-
-    Attributes:
-        operands: parameter name -> its operands, the buffers that forwards read.
+        owner: the cache of the whole model.
     """
 
     def __init__(
-        self, module: FollowsRecipe, sources: dict[str, Source], dtype: torch.dtype, cache: WeightCache
+        self, module: FollowsRecipe, sources: dict[str, Source], dtype: torch.dtype, owner: WeightCache
     ) -> None:
-        self.operands: dict[str, CachedWeight] = {}
-        self._held: dict[str, tuple[Tensor, int]] = {}  # the weights that operands were made of, and their storages
-        self.sources, self.dtype = sources, dtype
-        self._module, self._cache = module, cache
+        self.kept: dict[str, Kept] = {}
+        self.sources, self.dtype, self.owner = sources, dtype, owner
+        self._module = module
         self._specs: Specs = cacheable(module.recipe)
+        self._decoded = self._is_decoded(module.recipe)
+
+    @property
+    def operands(self) -> list[CachedWeight]:
+        """The operands of the module's weights."""
+        return [kept.operands for kept in self.kept.values()]
 
     def follow(self, recipe: Recipe) -> None:
         """Hold what `recipe` needs of the weight; a recipe without any format leaves things as they are."""
-        if recipe.specs and cacheable(recipe) != self._specs:
-            self._specs = cacheable(recipe)
+        new = cacheable(recipe), self._is_decoded(recipe)
+        if recipe.specs and new != (self._specs, self._decoded):
+            self._specs, self._decoded = new
             self.refill()
 
     def refill(self) -> None:
         """Quantize this module's weights again, and those of siblings that share an amax with it."""
-        self._cache.refill(self.weights)
+        self.owner.refill(self.weights)
 
     def release(self) -> None:
         """End the cache of the whole model."""
-        self._cache.release()
+        self.owner.release()
 
     @property
     def weights(self) -> list[Tensor]:
         """The module's weights and those of its siblings."""
-        group = getattr(self._module, "amax_group", ())
-        return [*(source.weight for source in self.sources.values()), *(member.weight for member in group)]
+        found = (source.weight for source in (*self.sources.values(), *self._siblings()))
+        return [weight for weight in found if weight is not None]
 
-    def fill(self, done: Filled, amaxes: dict[int, Tensor]) -> None:
+    def fill(self, done: Filled, amaxes: dict[tuple, Tensor], users: Users) -> None:
         """Quantize the module's weights into their buffers.
 
         Args:
             done: operands that this pass has filled; tied weights are found there.
             amaxes: of groups of siblings, computed in this pass.
+            users: of the buffers before this pass.
         """
         is_moving = len({weight.device for weight in self.weights}) > 1  # its last sibling to arrive refills all
-        if self._specs == (None, None) or is_moving:
-            self.operands.clear()
-            self._held.clear()
-            return
-        for name, source in self.sources.items():
-            group = getattr(self._module, "amax_group", ())
-            key = (id(source.weight), source.transposed, self._specs, self.dtype, tuple(map(id, group)))
+        for name in self.sources:
+            key, old = self.key(name), self.kept.pop(name, None)
+            if key is None or is_moving:
+                continue
+            weight = self.own(name)
+            assert weight is not None, "it has a key"
             if key not in done:
-                weight = source.weight.mT if source.transposed else source.weight
-                done[key] = _into(self.operands.get(name), self._quantize(weight, amaxes))
-            self.operands[name] = done[key]
-            self._held[name] = source.weight, _storage(source.weight)
+                into = old.operands if old is not None and _is_free(users, old.operands, key) else None
+                done[key] = _into(into, self._quantize(weight, amaxes))
+            others = [one for one in self._siblings() if one.owner is not self._module]
+            siblings = tuple((one, Whereabouts(other)) for one in others if (other := one.weight) is not None)
+            self.kept[name] = Kept(done[key], Whereabouts(weight), siblings)
 
-    def operands_of(self, name: str) -> CachedWeight | None:
-        """Return the operands of a weight; None if it is no longer the one that they were made of."""
-        if not torch.compiler.is_compiling() and name in self._held:
-            weight, (held, storage) = self.sources[name].weight, self._held[name]
-            if weight is not held or _storage(weight) != storage:
+    def key(self, name: str) -> tuple | None:
+        """Return what the operands of a weight depend on, None if there is nothing to be kept of it."""
+        source, siblings = self.sources[name], self._siblings()
+        found = [one.weight for one in (source, *siblings)]
+        if self._specs == (None, None) or any(weight is None for weight in found):
+            return None
+        return (source.transposed, self._specs, self._decoded, self.dtype, *map(id, found))
+
+    def own(self, name: str) -> Tensor | None:
+        """Return the module's weight, [..., N, K]; None if there is none to be cached."""
+        source = self.sources[name]
+        weight = source.weight
+        return weight.mT if source.transposed and weight is not None else weight
+
+    def operands_of(self, name: str, weight: Tensor) -> CachedWeight | None:
+        """Return the operands of a weight; None if `weight`, or one that shares its amax, is not as it was quantized.
+
+        Args:
+            name: of the parameter.
+            weight: [..., N, K], that the forward multiplies by.
+        """
+        kept = self.kept.get(name)
+        if kept is None or torch.compiler.is_compiling():
+            return None if kept is None else kept.operands
+        if torch._C._are_functorch_transforms_active() or not kept.weight.are_of(weight):
+            return None
+        for sibling, whereabouts in kept.siblings:
+            now = sibling.weight
+            if now is None or not whereabouts.are_of(now):
                 return None
-        return self.operands.get(name)
+        return kept.operands
 
-    def _quantize(self, weight: Tensor, amaxes: dict[int, Tensor]) -> CachedWeight:
+    def _siblings(self) -> tuple[Source, ...]:
+        """Return where the weights are, its own included, whose amax the module's operands take."""
+        if not any(map(takes_amax, self._specs)):
+            return ()
+        return tuple(Source(member, "weight") for member in getattr(self._module, "amax_group", ()))
+
+    def _is_decoded(self, recipe: Recipe) -> bool:
+        return self.owner.decoded and recipe.backward == "original"
+
+    def _quantize(self, weight: Tensor, amaxes: dict[tuple, Tensor]) -> CachedWeight:
         amax = None
-        if isinstance(self._module, LinearLayer) and self._module.amax_group:
-            key = id(self._module.amax_group[0])
+        if isinstance(self._module, LinearLayer) and self._siblings():
+            key = id(self._module.amax_group[0]), self.dtype
             if key not in amaxes:
                 amaxes[key] = shared_amax(self._module, self.dtype)
             amax = amaxes[key]
-        decoded = self._cache.decoded and self._module.recipe.backward == "original"
-        return quantize_weight(weight, self._specs, self.dtype, amax, decoded)
+        return quantize_weight(weight, self._specs, self.dtype, amax, self._decoded)
+
+    def __reduce__(self) -> tuple:
+        """Leave copies of the module without a cache, those too that a parametrization makes of it."""
+        return type(None), ()
 
 
 class WeightCache:
@@ -135,8 +198,7 @@ class WeightCache:
         self._caches: list[ModuleCache] = []
         self._hooks: list[Any] = []
         for module, sources in found:
-            weight = next(iter(sources.values())).weight
-            cache = ModuleCache(module, sources, dtype or _forward_dtype(weight), self)
+            cache = ModuleCache(module, sources, dtype or _forward_dtype(sources), self)
             module.weight_cache = cache
             self._caches.append(cache)
         try:
@@ -149,29 +211,38 @@ class WeightCache:
         """Refill after every step of `optimizer` the weights that it holds."""
         self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
+    @_eagerly
     def refill(self, changed: Iterable[Tensor] | None = None) -> None:
         """Quantize weights again, in place: needed after they changed by other means than an optimizer or a load.
 
         Args:
-            changed: the weights that changed; None for all.
+            changed: the weights that changed, or buffers that they are views of; None for all.
         """
-        chosen = None if changed is None else {id(t) for t in changed}
+        written = None if changed is None else Written(changed)
         done: Filled = {}
-        amaxes: dict[int, Tensor] = {}
+        amaxes: dict[tuple, Tensor] = {}
+        users = self._users()
         with torch.inference_mode(False), torch.no_grad():
             for cache in self._caches:
-                if chosen is None or any(id(weight) in chosen for weight in cache.weights):
-                    cache.fill(done, amaxes)
+                if written is None or any(map(written.reaches, cache.weights)):
+                    cache.fill(done, amaxes, users)
+
+    def _users(self) -> Users:
+        users: Users = {}
+        for cache in self._caches:
+            for name, kept in cache.kept.items():
+                users.setdefault(id(kept.operands), []).append((cache, name))
+        return users
 
     @property
     def bytes(self) -> int:
         """What the buffers take."""
-        tensors = {id(t): t for cache in self._caches for one in cache.operands.values() for t in one.tensors}
+        tensors = {id(t): t for t in self.tensors()}
         return sum(t.untyped_storage().nbytes() for t in tensors.values())
 
     def tensors(self) -> list[Tensor]:
         """Return the buffers of all modules, for those who count memory."""
-        return [t for cache in self._caches for one in cache.operands.values() for t in one.tensors]
+        return [t for cache in self._caches for one in cache.operands for t in one.tensors]
 
     def release(self) -> None:
         """Free the buffers and stop watching; forwards quantize their weights again."""
@@ -182,8 +253,13 @@ class WeightCache:
         self._hooks.clear()
         self._caches.clear()
 
+    @_eagerly
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
         self.refill(p for group in optimizer.param_groups for p in group["params"])
+
+    def __reduce__(self) -> tuple:
+        """Hold nothing of a copied model."""
+        return type(self), ((), None, self.decoded)
 
     def __enter__(self) -> WeightCache:
         return self
@@ -237,7 +313,7 @@ def cache_weights(
             raise ValueError("model: its weights are cached already; release that cache first")
         if any(isinstance(source.weight, DTensor) for source in sources.values()):
             raise ValueError("model: its weights are sharded (DTensor); only whole weights can be cached")
-        computes_in = dtype or _forward_dtype(next(iter(sources.values())).weight)
+        computes_in = dtype or _forward_dtype(sources)
         check_value_dtype("dtype", computes_in, "name the dtype that forwards compute in, such as torch.bfloat16")
     _check_held(found, optimizers)
     cache = WeightCache(found, dtype, decoded)
@@ -259,17 +335,14 @@ def _nothing_found(model: nn.Module) -> str:
     return "model: its layers hold no weights as Parameters of their own; leave the cache out"
 
 
-def _storage(weight: Tensor) -> int:
-    return weight.untyped_storage()._cdata
-
-
 def _check_held(
     found: list[tuple[FollowsRecipe, dict[str, Source]]], optimizers: tuple[torch.optim.Optimizer, ...]
 ) -> None:
     """Raise ValueError if weights are trained and no step of the optimizers given would refill any of them."""
-    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    trained = [s.weight for _, sources in found for s in sources.values() if s.weight.requires_grad]
-    if optimizers and trained and not any(id(weight) in held for weight in trained):
+    held = Written(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    weights = [s.weight for _, sources in found for s in sources.values()]
+    trained = [weight for weight in weights if weight is not None and weight.requires_grad]
+    if optimizers and trained and not any(map(held.reaches, trained)):
         raise ValueError(
             "optimizers: they hold none of the trained weights that would be cached, so no step of theirs would refill "
             "them; pass the optimizer of the model's own Parameters, or hb.cache_weights(model) and refill() each step"
@@ -289,20 +362,22 @@ def _sources(model: nn.Module) -> list[tuple[FollowsRecipe, dict[str, Source]]]:
             sources = {"weight": Source(parents[id(module)], *held_as)}
         else:
             sources = {name: Source(module, name, module.transposed) for name in names}
-        sources = {name: source for name, source in sources.items() if _is_cacheable(source)}
+        sources = {name: source for name, source in sources.items() if source.weight is not None}
         if sources:
             found.append((module, sources))
     return found
 
 
-def _is_cacheable(source: Source) -> bool:
-    """Whether there is a parameter, and one that is not quantized for good."""
-    weight = getattr(source.owner, source.name, None)
-    return isinstance(weight, nn.Parameter) and not isinstance(weight, QuantTensor)
-
-
-def _forward_dtype(weight: Tensor) -> torch.dtype:
+def _forward_dtype(sources: dict[str, Source]) -> torch.dtype:
+    weight = next(iter(sources.values())).weight
+    assert weight is not None, "sources without a weight are left out"
     return autocast_dtype(weight.device) or weight.dtype
+
+
+def _is_free(users: Users, operands: CachedWeight, key: tuple) -> bool:
+    """Whether buffers may be filled anew: all that read them, tied weights, want these operands."""
+    readers = users.get(id(operands), [])
+    return len(readers) < 2 or all(cache.key(name) == key for cache, name in readers)
 
 
 def _into(old: CachedWeight | None, new: CachedWeight) -> CachedWeight:

@@ -62,7 +62,7 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
         refuse_foreign((("x", x), ("its weight", w_ENK)), self.title)
         place = self.place(call, w_ENK.device)
         main_grad = getattr(w_ENK, "main_grad", None)
-        options = {"main_grad": main_grad, "cached_weight": self.cached_weight()}
+        options = {"main_grad": main_grad, "cached_weight": self.cached_weight(w_ENK)}
         return grouped_linear(x, w_ENK, offsets, self.recipe, rng=place, **options)
 
     def extra_repr(self) -> str:

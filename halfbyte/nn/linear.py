@@ -14,7 +14,7 @@ from halfbyte.functional import linear_shared
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.foreign import is_sharded, refuse_foreign
 from halfbyte.functional.linear import Layers
-from halfbyte.functional.weights import weight_specs
+from halfbyte.functional.weights import CachedWeight, weight_specs
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import NVFP4, Recipe
 from halfbyte.state import RunState
@@ -156,15 +156,21 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
     for layer in layers:
         if layer.before_use is not None and not torch.compiler.is_compiling():
             layer.before_use()
+    weights = [layer.weight for layer in layers]  # once: a parametrization computes it
+    for layer, weight in zip(layers, weights, strict=True):
         if layer.recipe.specs:
-            refuse_foreign((("x", x), ("its weight", layer.weight), ("its bias", layer.bias)), layer.title)
+            refuse_foreign((("x", x), ("its weight", weight), ("its bias", layer.bias)), layer.title)
     places = [layer.place(call) for layer in layers]
+    rows = [_as_rows(layer, weight) for layer, weight in zip(layers, weights, strict=True)]
+    cached = [layer.cached_weight(weight) for layer, weight in zip(layers, rows, strict=True)]
     return Layers(
-        weights=[_as_rows(layer, layer.weight) for layer in layers],
+        weights=rows,
         biases=[layer.bias for layer in layers],
-        weight_amaxes=_weight_amaxes(x, layers),
-        main_grads=[_as_rows(layer, getattr(layer.weight, "main_grad", None)) for layer in layers],
-        cached_weights=[layer.cached_weight() for layer in layers],
+        weight_amaxes=_weight_amaxes(x, layers, cached),
+        main_grads=[
+            _as_rows(layer, getattr(weight, "main_grad", None)) for layer, weight in zip(layers, weights, strict=True)
+        ],
+        cached_weights=cached,
         rng=[place for place in places if place is not None] or None,
     )
 
@@ -186,14 +192,15 @@ def hooked(module: nn.Module) -> bool:
     return bool(hooks) or "forward" in vars(module)
 
 
-def _weight_amaxes(x: Tensor, modules: Sequence[LinearLayer]) -> list[Tensor | None]:
+def _weight_amaxes(
+    x: Tensor, modules: Sequence[LinearLayer], cached_weights: Sequence[CachedWeight | None]
+) -> list[Tensor | None]:
     """Return each module's shared weight amax, computed once per group and where nothing is cached."""
     dtype = autocast_dtype(x.device)
     known: list[tuple[LinearLayer, Tensor]] = []
     result: list[Tensor | None] = []
-    for module in modules:
+    for module, cached in zip(modules, cached_weights, strict=True):
         missing = weight_specs(module.recipe)
-        cached = module.cached_weight()
         if cached is not None:
             missing = tuple(None if kept else spec for kept, spec in zip(cached[:2], missing, strict=True))
         is_primary = isinstance(module.weight, PrimaryWeight)

@@ -168,13 +168,21 @@ class FollowsRecipe(_Base):
         if self.weight_cache is not None:
             self.weight_cache.follow(self._recipe)
 
-    def cached_weight(self, name: str = "weight") -> CachedWeight | None:
-        """Return the weight as `hb.cache_weights` quantized it for the present recipe, None if it did not.
+    def cached_weight(self, weight: Tensor | None = None, name: str = "weight") -> CachedWeight | None:
+        """Return a weight as `hb.cache_weights` quantized it for the present recipe, None if it did not.
 
-        None also for another weight than was quantized: a new Parameter or new data, a parametrization since,
-        torch.func.functional_call. Compiled code cannot tell.
+        None also for another weight than was quantized, or if one that shares its amax is another: new data, another
+        part of a buffer, a parametrization since, torch.func.functional_call. Compiled code cannot tell.
+
+        Args:
+            weight: that the forward multiplies by, by default the layer's own.
+            name: of the parameter.
         """
-        cached = None if self.weight_cache is None else self.weight_cache.operands_of(name)
+        if self.weight_cache is None:
+            return None
+        if weight is None:
+            weight = self.weight_cache.own(name)
+        cached = None if weight is None else self.weight_cache.operands_of(name, weight)
         return cached if cached is not None and cached.specs == cacheable(self.recipe) else None
 
     def place(self, call: int = 0, device: torch.device | None = None) -> StreamPhilox | None:
@@ -233,8 +241,7 @@ class FollowsRecipe(_Base):
     ) -> None:
         notes = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *notes)
-        if self.weight_cache is not None:
-            self.weight_cache.refill()
+        self._refill_caches()
 
     def _apply(self, fn, recurse=True) -> Any:
         with _unless_moved(self._parameters, fn):
@@ -242,6 +249,11 @@ class FollowsRecipe(_Base):
         if isinstance(getattr(self, "weight", None), Tensor) and not self.weight.is_meta:
             with torch.inference_mode(False):
                 self._shift = self._shift.to(self.weight.device)
-        if self.weight_cache is not None:
-            self.weight_cache.refill()
+        self._refill_caches()
         return result
+
+    def _refill_caches(self) -> None:
+        """Quantize again what is cached of this weight, and of siblings that share its amax, in every cache."""
+        caches = [member.weight_cache for member in (self, *getattr(self, "amax_group", ()))]
+        for cache in {id(cache.owner): cache for cache in caches if cache is not None}.values():
+            cache.refill()

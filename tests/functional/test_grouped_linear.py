@@ -125,6 +125,46 @@ def test_main_grad_accumulates_in_fp32():
     assert torch.allclose(main_grad, 1 + dw, rtol=1e-6, atol=1e-6) and torch.equal(main_grad[2], torch.ones(N, K))
 
 
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16])
+def test_out_dtype_is_that_of_the_one_rounding(out_dtype):
+    """Tokens and gradients stay bf16; the products of operands quantized apart say what y is."""
+    x, w, dy = inputs(RAGGED, 6, torch.bfloat16)
+    leaf = x.clone().requires_grad_()
+    y = hb.grouped_linear(leaf, w, ends(RAGGED), hb.recipes.nvfp4_forward(), out_dtype=out_dtype)
+    dy = (dy.nan_to_num(0, 0, 0) * 4096).to(out_dtype)
+    y.backward(dy)
+    assert y.dtype == out_dtype and leaf.grad.dtype == torch.bfloat16
+    assert leaf.grad.abs().max() > torch.finfo(torch.float16).max and leaf.grad.isfinite().all()
+    for g, rows in enumerate(slices(RAGGED)):
+        a, b = hb.quantize(x[rows], hb.NVFP4()), hb.quantize(w[g], hb.recipes.nvfp4_forward().fprop.b)
+        wide = hb.gemm_nt(a, b, torch.float32)
+        assert torch.equal(y[rows], wide.to(out_dtype))
+        assert not wide.numel() or not torch.equal(wide.bfloat16().to(out_dtype), y[rows])
+
+
+def test_the_backward_draws_where_the_forward_did():
+    """A pipeline advances before the backward; the position of the forward is that of all its gradients."""
+    x, w, dy = inputs(RAGGED, 6)
+    state = hb.RunState(9)
+    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = hb.grouped_linear(*leaves, ends(RAGGED), hb.recipes.nvfp4(), rng=state.philox(32))
+    state.advance()
+    y.backward(dy)
+    here, there = (loop(x, w, dy, RAGGED, hb.recipes.nvfp4(), hb.Philox(9, (step << 32) + 32)) for step in (0, 1))
+    for leaf, expected, wrong in zip(leaves, here[1:], there[1:], strict=True):
+        assert torch.equal(leaf.grad, expected) and not torch.equal(leaf.grad, wrong)
+
+
+def test_main_grad_is_added_to_over_micro_batches():
+    x, w, dy = inputs(RAGGED, 6)
+    main_grad, total = torch.full(w.shape, 0.5), torch.full(w.shape, 0.5, dtype=torch.float64)
+    for position in range(3):
+        rng = hb.Philox(1, position << 32)
+        assert grouped(x, w, dy, ends(RAGGED), hb.recipes.nvfp4(), rng, main_grad=main_grad)[2] is None
+        total += loop(x, w, dy, RAGGED, hb.recipes.nvfp4(), rng)[2].double()
+    assert torch.allclose(main_grad.double(), total, rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("need_dx,need_dw", [(True, False), (False, True), (False, False)])
 def test_only_what_is_needed_is_kept(need_dx, need_dw):
     x, w, dy = inputs(RAGGED, 6)

@@ -122,6 +122,22 @@ def test_main_grad_accumulates_in_fp32(recipe):
     assert_near(main_grad, total, "main_grad")
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "nvfp4_forward"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_a_bias_is_summed_in_fp32_and_rounded_to_its_own_dtype(dtype, recipe):
+    """Two layers with biases of two dtypes; the sums of many tokens need more bits than x has."""
+    x, w, bias, _ = cases.tensors(300, dtype=dtype)
+    dy = (torch.rand(300, 21, generator=torch.Generator().manual_seed(5)) + 0.5).to(dtype)
+    biases = [bias.float().requires_grad_(), bias.clone().requires_grad_()]
+    first, second = hb.linear_shared(x, [w, w], biases, cases.RECIPES[recipe], rng=RNG)
+    torch.autograd.backward([first, second], [dy, 2 * dy])
+    exact = dy.double().sum(0)
+    assert [b.grad.dtype for b in biases] == [torch.float32, dtype]
+    assert ((biases[0].grad.double() - exact).abs() <= SUM * exact).all()
+    assert torch.equal(biases[1].grad, (2 * exact).float().to(dtype))
+    assert not torch.equal(biases[0].grad, biases[0].grad.to(dtype).float())
+
+
 @pytest.mark.parametrize("shape", [(24,), (6, 24), (2, 3, 24)])
 def test_outputs_may_be_changed_in_place(shape):
     """As by torch.nn.ReLU(inplace=True) behind a layer."""

@@ -96,7 +96,7 @@ def test_cached_is_bitwise_not_cached(recipe, autocast):
 def test_fused_adamw_leaves_the_version_alone_and_the_cache_follows():
     _, model, _ = train(hb.recipes.nvfp4(), cached=True, steps=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
-    model.out.weight_cache._cache.watch(optimizer)
+    model.out.weight_cache.owner.watch(optimizer)
     before = model.out.weight.detach().clone()
     model(X[0]).sum().backward()
     version = model.out.weight._version
@@ -149,6 +149,31 @@ def test_loading_switching_and_releasing():
     handle.release()
     assert not handle.bytes and one.out.cached_weight() is None
     assert torch.equal(one(X[0]), twin(X[0]))
+
+
+def test_a_change_of_recipe_fills_the_cache_with_the_operands_of_the_new_one():
+    model = decoder_of("nvfp4")
+    layers = [module for module in model.modules() if isinstance(module, hb.nn.Linear)]
+    specs = {
+        "mxfp8": (hb.MXFP8(), hb.MXFP8()),
+        "bf16": (None, None),
+        "nvfp4_forward": (hb.recipes.nvfp4_forward().fprop.b, None),
+        "nvfp4": (hb.NVFP4(block=(16, 16)), hb.NVFP4(block=(16, 16))),
+    }
+    with hb.cache_weights(model):
+        for name, (row, col) in specs.items():
+            hb.set_recipe_(model, name)
+            if name == "bf16":
+                assert all(layer.cached_weight() is None for layer in layers)
+                continue
+            assert all(layer.cached_weight().specs == (row, col) for layer in layers)
+            w, cached = model.lm_head.weight.detach(), model.lm_head.cached_weight()
+            assert torch.equal(cached.row.blocks.qdata, hb.quantize(w, row).blocks.qdata)
+            if col is not None:
+                assert torch.equal(cached.col.blocks.qdata, hb.quantize(w.T.contiguous(), col).blocks.qdata)
+            with Calls() as calls, torch.no_grad():
+                model(TOKENS)
+            assert calls.quantized == len(layers), "of inputs alone"
 
 
 def test_moving_the_model_quantizes_again():
