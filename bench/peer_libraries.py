@@ -1,4 +1,4 @@
-"""How other libraries quantize: torchao, fouroversix, ModelOpt, Quartet II, and why TransformerEngine is not among them.
+"""How other libraries quantize: torchao, fouroversix, ModelOpt, Quartet II, and why TransformerEngine is left out.
 
 All of them compute the amax themselves. Each yields its ways from the fastest on; which of them run depends on the GPU.
 """
@@ -154,7 +154,7 @@ def _compiled(function: Callable[[Tensor], Any], x: Tensor) -> Callable[[Tensor]
 
 
 def _decode(packed: Tensor, block_scale: Tensor, per_tensor: Tensor) -> Tensor:
-    """Return the fp32 values of codes, two a byte with the even column in the low nibble, E4M3 scales and one factor."""
+    """Return the fp32 values of codes (two a byte, the even column in the low nibble), E4M3 scales and a factor."""
     codes = torch.stack([packed & 0xF, packed >> 4], -1).flatten(-2).long()
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=packed.device)
     values = torch.cat([magnitudes, -magnitudes])[codes]

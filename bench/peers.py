@@ -1,7 +1,7 @@
-"""Other libraries beside our whole operation, amax included: each by the fastest of its ways that runs here and is right.
+"""Other libraries beside our whole operation, amax included: each by its fastest way that runs here and is right.
 
-A way is right where its decoded values lie as far from the input as ours do: a wrong one (or one that quantizes nothing)
-is not timed. What does not import, does not run, is wrong or takes too long is left out, and the reason is recorded.
+A way is right where its decoded values lie as far from the input as ours do: a wrong one, or one that quantizes
+nothing, is not timed. What does not import, does not run, is wrong or takes too long is left out, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.registry import Setting
 from halfbyte.verify.timing import measure
 
 LIKE_OURS = (0.6, 1.6)
-"""A peer's relative error, as a multiple of ours: other rules for scales, and random bits that are none, change it by less."""
+"""A peer's relative error, as a multiple of ours: other scales, and random bits that are none, change it by less."""
 
 
 @dataclass(frozen=True, kw_only=True)

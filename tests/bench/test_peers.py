@@ -1,4 +1,4 @@
-"""Peers of the benchmark: the fastest way that is right is timed; whatever else happens leaves a reason and no figure."""
+"""Peers of the benchmark: the fastest way that is right is timed; all else leaves a reason and no figure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.cases import quantize
 from bench.peers import Task, Way
 from bench.registry import Setting, all_cases, select
 from halfbyte import reference
-from halfbyte.spec import MXFP8, NVFP4, Hadamard
+from halfbyte.spec import MXFP8, NVFP4
 from halfbyte.verify.timing import Ceilings
 
 SETTING = Setting(
