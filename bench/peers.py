@@ -1,7 +1,7 @@
 """Other libraries beside our whole operation, amax included: each by its fastest way that runs here and is right.
 
 A way is right where its decoded values lie as far from the input as ours do: a wrong one, or one that quantizes
-nothing, is not timed. What does not import, does not run, is wrong or takes too long is left out, and the reason is recorded.
+nothing, is not timed. What does not import, does not run, is wrong or takes too long is left out, with the reason.
 """
 
 from __future__ import annotations
