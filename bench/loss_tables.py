@@ -26,7 +26,7 @@ def gap(line: dict[str, Any], first: dict[str, Any]) -> str:
 def comparison(name: str) -> Callable[[Sequence[Record]], str]:
     """Return the renderer of one comparison's table."""
 
-    def render(_: Sequence[Record]) -> str:
+    def render(records: Sequence[Record]) -> str:
         found = losses.load()
         if name not in found:
             return rows(["recipe", "held-out loss", "gap to bf16"], [["no record", "", ""]])
@@ -39,7 +39,7 @@ def comparison(name: str) -> Callable[[Sequence[Record]], str]:
     return render
 
 
-def seeds(_: Sequence[Record]) -> str:
+def seeds(records: Sequence[Record]) -> str:
     """Return the gaps of all ablations: a line a learning rate and recipe, a column a seed."""
     found: dict[tuple[float, str], dict[int, str]] = {}
     for name, (run, lines) in losses.load().items():

@@ -157,7 +157,7 @@ class Quantization:
             amaxes = {"row_amax": given.row_amax, "col_amax": given.col_amax}
             both = reference.quantize_row_col(x, self.row, self.col, **amaxes, **draws)
             sides = list(zip(both, (self.row, self.col), (x.shape[1], x.shape[0]), strict=True))
-        return [reference.dequantize(blocks, spec, cols, torch.float32, LINEAR) for blocks, spec, cols in sides]
+        return [reference.dequantize(b, spec, cols, torch.float32, LINEAR) for b, spec, cols in sides if b is not None]
 
 
 def _draw_on(draw: Draw | None, device: torch.device) -> Draw | None:

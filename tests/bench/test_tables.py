@@ -74,6 +74,18 @@ def test_the_record_that_counts(records, expected):
     assert (chosen.file if isinstance(expected, str) else chosen) == expected
 
 
+def test_runs_on_several_gpus_are_told_apart(tmp_path):
+    step = {"case": "zero/step", "model": "1b", "weights": "nvfp4", "world": 2}
+    others = [{"world": 4}, {"weights": "plain"}, {"model": "3b"}, {"vocabulary": 8192}, {"tokens": [8, 2048]}]
+    lines = [step, step | {"vocabulary": 32_000}, *(step | other for other in others)]  # 32,000 is what goes unsaid
+    run = {"commit": "abcdef0", "time": "2026-01-01"}
+    text = "\n".join(map(json.dumps, [{"run": run}, *lines]))
+    (tmp_path / "zero-gpu-20260101T000000-abcdef0.jsonl").write_text(text)
+    records = load(tmp_path)
+    assert len(counting(records)) == 6 and records[0].key == records[1].key
+    assert counting(records)[records[0].key] == records[1]
+
+
 def test_local_changes_and_failures_are_visible():
     assert tables.value(DIRTY) == "2.0 µs, 50.0 %+" and DIRTY.stamp == "20260101T000002-bbbbbbb+"
     assert tables.value(CLEAN) == "1.0 µs, 50.0 %"
