@@ -78,6 +78,26 @@ def test_a_compiler_that_does_not_end_costs_the_plain_figure_alone(monkeypatch):
     assert outcome.left_out == {measure.PLAIN: "took longer than 0.2 s to compile and run"}
 
 
+def test_a_time_limit_that_a_compiler_wrapped_comes_again(monkeypatch):
+    """Torch turns what is raised in a backend into its own error; the next way would have no limit."""
+    alarms = []
+    right = measure.signal.setitimer
+    monkeypatch.setattr(
+        measure.signal, "setitimer", lambda which, *t: alarms.append(t) or right(which, *(v / 10 for v in t))
+    )
+
+    def swallow(x):
+        try:
+            time.sleep(60)
+        except TimeoutError as error:
+            raise RuntimeError("backend failed") from error
+
+    ways = Way(name="a", run=swallow, values=lambda y: [y]), way("b", seconds=60.0)
+    found = peers.time_all(task(), replace(SETTING, limit=1.0), {"lib": library(*ways)})
+    assert not found.seconds and found.left_out["lib (a)"] == "RuntimeError: backend failed"
+    assert "took longer" in found.left_out["lib (b)"] and alarms[0] == (1.0, 5.0)
+
+
 def test_a_time_limit_leaves_no_alarm_behind():
     with measure.limit(0.05):
         pass
