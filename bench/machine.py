@@ -14,7 +14,7 @@ import torch
 import halfbyte
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("triton", "torchao", "fouroversix", "nvidia-modelopt")
+PACKAGES = ("triton", "torchao", "fouroversix", "nvidia-modelopt", "quartet2")
 
 
 def facts(device: torch.device) -> dict[str, str | float]:

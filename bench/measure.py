@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,11 @@ from halfbyte.verify.compare import difference
 from halfbyte.verify.timing import Call, input_sets, measure, measure_alternately
 
 CPU = torch.device("cpu")
+PLAIN = "plain torch, compiled"
+
+
+class Left(Exception):
+    """A library is left out; the message says why."""
 
 
 def random_matrix(shape: Shape, device: torch.device, seed: int) -> Tensor:
@@ -48,16 +55,24 @@ def bandwidth(
     calls: Sequence[Call],
     moved: int,
     checked: Sequence[str],
-    rivals: Mapping[str, Sequence[Call]] | None = None,
+    plain: Callable[[], Sequence[Call]] | None = None,
     graph: bool = False,
 ) -> Outcome:
     """Time an operation that moves `moved` bytes a call against the copy ceiling.
 
     Args:
-        rivals: name -> calls of what it is compared with.
+        plain: makes the calls of its plain-torch version, which is timed too if the run asks for it.
         graph: replay a CUDA graph: for calls shorter than their launch.
     """
     ours = measure(calls, setting.device, budget=setting.budget, graph=graph)
+    rivals, left_out = {}, {}
+    if plain is not None and setting.plain:
+        try:
+            with limit(setting.limit):
+                theirs = measure(plain(), setting.device, budget=setting.budget)
+            rivals[PLAIN] = theirs.seconds / ours.seconds
+        except Exception as error:  # a compiler that fails or does not end costs this figure and no other
+            left_out[PLAIN] = reason(error)
     return Outcome(
         seconds=ours.seconds,
         spread=ours.spread,
@@ -66,15 +81,35 @@ def bandwidth(
         work=moved,
         unit="TB/s",
         checked=tuple(checked),
-        rivals=ratios(setting, ours.seconds, rivals or {}),
+        rivals=rivals,
+        left_out=left_out,
     )
 
 
-def ratios(setting: Setting, seconds: float, rivals: Mapping[str, Sequence[Call]]) -> dict[str, float]:
-    """Return how many times longer than `seconds` each rival takes."""
-    return {
-        name: measure(calls, setting.device, budget=setting.budget).seconds / seconds for name, calls in rivals.items()
-    }
+@contextmanager
+def limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread after so many seconds: compilers have no limit of their own."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"took longer than {seconds:g} s to compile and run")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)  # again: a compiler may wrap the first in an error of its own
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def reason(error: Exception) -> str:
+    """Return in one line why something was not timed."""
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, Left | TimeoutError):
+        return lines[0]
+    if isinstance(error, ModuleNotFoundError):
+        return f"not installed: {lines[0]}"
+    return f"{type(error).__name__}: {lines[0][:160]}"
 
 
 def against_bf16(

@@ -1,86 +1,126 @@
-"""Other libraries' quantization, for comparison, where they can be imported: torchao, fouroversix, ModelOpt.
+"""Other libraries beside our whole operation, amax included: each by its fastest way that runs here and is right.
 
-All of them compute the amax themselves. A peer that does not import, or does not run on this GPU, is left out.
-fouroversix has Triton kernels for Blackwell alone; elsewhere its PyTorch backend runs, under a name that says so.
+A way is right where its decoded values lie as far from the input as ours do: a wrong one, or one that quantizes
+nothing, is not timed. What does not import, does not run, is wrong or takes too long is left out, with the reason.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfbyte.formats import E2M1, E4M3, NVFP4_BLOCK
+from bench.measure import Left, limit, over, reason
+from bench.registry import Setting
+from halfbyte.verify.timing import measure
 
-Function = Callable[[Tensor], Any]
+LIKE_OURS = (0.6, 1.6)
+"""A peer's relative error, as a multiple of ours: other scales, and random bits that are none, change it by less."""
 
 
-def quantizers(kind: str, x: Tensor) -> dict[str, Function]:
-    """Return name -> function of one tensor for the peers that can do `kind` on `x`.
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way in which a library quantizes.
 
     Args:
-        kind: "1x16", "16x16", "1x16-sr", "4over6", "mxfp8", "row_col-sr", or "" for none.
-        x: what it is tried on.
+        name: of the way, "" where the library has one.
+        run: what is timed, on one tensor.
+        values: its result -> the numbers it stands for, one fp32 tensor per orientation.
     """
-    found = {}
-    fouroversix = "triton" if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 10 else "pytorch"
-    builders = {
-        "torchao": _torchao,
-        "fouroversix" if fouroversix == "triton" else "fouroversix in PyTorch": partial(_fouroversix, fouroversix),
-        "modelopt": _modelopt,
-    }
-    for name, build in builders.items():
+
+    name: str
+    run: Callable[[Tensor], Any]
+    values: Callable[[Any], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What all of them do.
+
+    Args:
+        kind: "1x16", "16x16", "1x16-sr", "4over6", "mxfp8" or "row_col-sr".
+        xs: the inputs, of one shape.
+        targets: what each orientation quantizes: x, and x.T rotated.
+        errors: our relative error in each orientation.
+    """
+
+    kind: str
+    xs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    errors: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """name -> median seconds of a call, and name -> why there is none."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+Library = Callable[[str, Tensor], Iterator[Way]]
+"""The kind and a tensor like those to come -> the library's ways; none where it has no such operation."""
+
+
+def time_all(task: Task, setting: Setting, libraries: Mapping[str, Library]) -> Found:
+    """Time every library that has the operation, each within `setting.limit` seconds."""
+    seconds: dict[str, float] = {}
+    left_out: dict[str, str] = {}
+    for name, library in libraries.items():
         try:
-            function = build(kind)
-            if function is not None:
-                function(x)
-                found[name] = function
+            with limit(setting.limit):
+                best = _best(task, setting, library, lambda way, why, name=name: left_out.update({f"{name}{way}": why}))
         except Exception as error:  # a peer's failure of any kind is not ours
-            if not isinstance(error, ModuleNotFoundError):
-                print(f"  {name} does not run {kind!r} here: {type(error).__name__}: {str(error)[:160]}")
-    return found
+            left_out[name] = reason(error)
+            continue
+        if best:
+            seconds[f"{name}{best[0]}"] = best[1]
+    return Found(seconds=seconds, left_out=left_out)
 
 
-def _torchao(kind: str) -> Function | None:
-    if kind == "1x16":
-        module = importlib.import_module("torchao.prototype.mx_formats.nvfp4_tensor")
-        per_amax = 1 / (E4M3.max * E2M1.max)
-        torch._dynamo.reset()
-        return torch.compile(
-            lambda x: module.nvfp4_quantize(x, NVFP4_BLOCK, x.abs().amax().float() * per_amax), dynamic=False
-        )
-    if kind == "mxfp8":
-        module = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
-        mode = module.ScaleCalculationMode.RCEIL
-        torch._dynamo.reset()
-        return torch.compile(lambda x: module.to_mx(x, torch.float8_e4m3fn, 32, mode), dynamic=False)
-    return None
+def _best(
+    task: Task, setting: Setting, library: Library, leave: Callable[[str, str], None]
+) -> tuple[str, float] | None:
+    """Return name and seconds of the fastest way; None if the library has none."""
+    best = None
+    for way in library(task.kind, task.xs[0]):
+        suffix = f" ({way.name})" if way.name else ""
+        try:
+            require_like_ours(way, task)
+            took = measure(over(task.xs, way.run), setting.device, budget=setting.budget).seconds
+        except TimeoutError:
+            leave(suffix, f"took longer than {setting.limit:g} s to compile and run")
+            break
+        except Exception as error:  # the next way may run
+            leave(suffix, reason(error))
+            continue
+        if best is None or took < best[1]:
+            best = suffix, took
+    return best
 
 
-def _fouroversix(backend: str, kind: str) -> Function | None:
-    options: dict[str, dict[str, Any]] = {
-        "1x16": {"scale_rule": "static_6"},
-        "16x16": {"scale_rule": "static_6", "block_scale_2d": True},
-        "1x16-sr": {"scale_rule": "static_6", "round_style": "stochastic"},
-        "4over6": {"scale_rule": "mae"},
-        "row_col-sr": {"scale_rule": "static_6", "round_style": "stochastic", "rht": True, "transpose": True},
-    }
-    if kind not in options:
-        return None
-    module = importlib.import_module("fouroversix")
-    config = module.QuantizationConfig(backend=backend, **options[kind])
-    if kind != "row_col-sr":
-        return lambda x: module.quantize_to_fp4(x, config)
-    row = module.QuantizationConfig(backend=backend, **options["1x16-sr"])
-    return lambda x: (module.quantize_to_fp4(x, row), module.quantize_to_fp4(x, config))
+def require_like_ours(way: Way, task: Task) -> None:
+    """Compare what a way's result stands for with its input.
+
+    Raises:
+        Left: the error is not like ours, so that it does something else.
+    """
+    all_values = way.values(way.run(task.xs[0]))
+    if len(all_values) != len(task.targets):
+        raise Left(f"gives {len(all_values)} orientations, not {len(task.targets)}")
+    for values, target, ours in zip(all_values, task.targets, task.errors, strict=True):
+        if values.shape != target.shape:
+            raise Left(f"decodes to {tuple(values.shape)}, not {tuple(target.shape)}")
+        error = relative_error(values, target)
+        low, high = LIKE_OURS
+        if not low * ours <= error <= high * ours:
+            raise Left(f"is another operation: relative error {error:.4f}, ours {ours:.4f}")
 
 
-def _modelopt(kind: str) -> Function | None:
-    if kind != "1x16":
-        return None
-    module = importlib.import_module("modelopt.torch.quantization.qtensor")
-    return lambda x: module.NVFP4QTensor.quantize(x, NVFP4_BLOCK)
+def relative_error(values: Tensor, target: Tensor) -> float:
+    """Return |values - target| / |target|, Frobenius norms in fp32."""
+    difference = torch.linalg.vector_norm(values.float() - target.float())
+    return float(difference / torch.linalg.vector_norm(target.float()))

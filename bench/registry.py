@@ -43,6 +43,7 @@ class Setting:
         plain: time the compiled plain-torch version too.
         peers: time other libraries too, where they import.
         budget: seconds a measurement may take.
+        limit: seconds that each of the others may take to compile and run.
     """
 
     device: torch.device
@@ -51,6 +52,7 @@ class Setting:
     plain: bool = True
     peers: bool = False
     budget: float = 0.3
+    limit: float = 40.0
 
     @property
     def on_gpu(self) -> bool:
@@ -69,6 +71,7 @@ class Outcome:
         value: the figure that the bar is about.
         checked: what was compared before timing.
         rivals: name -> how many times longer it takes than ours.
+        left_out: name -> why it was not timed.
         facts: anything else worth recording.
     """
 
@@ -80,6 +83,7 @@ class Outcome:
     unit: Literal["TB/s", "TFLOP/s", ""] = ""
     checked: tuple[str, ...] = ()
     rivals: Mapping[str, float] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, float] = field(default_factory=dict)
 
     @property

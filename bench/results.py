@@ -50,7 +50,8 @@ class Result:
             values |= {"least": self.bar.least, "aim": self.bar.aim, "verdict": self.verdict}
         if out.metric == "of copy":
             values["to_80_percent"] = FIELD_BAR - out.value
-        return values | {"checked": list(out.checked), "rivals": dict(out.rivals), **out.facts}
+        others = {"rivals": dict(out.rivals)} | ({"left_out": dict(out.left_out)} if out.left_out else {})
+        return values | {"checked": list(out.checked), **others, **out.facts}
 
 
 def path_for(facts: dict[str, Any], folder: Path = FOLDER) -> Path:
@@ -98,6 +99,7 @@ def line(result: Result) -> str:
         return f"{start}  NO FIGURE: {result.problem}"
     rate = f"{out.rate:.4g} {out.unit}" if out.work else ""
     notes = [f"{name} {ratio:.2f}x our time" for name, ratio in out.rivals.items()]
+    notes += [f"{name} not timed: {why}" for name, why in out.left_out.items()]
     if "peak_GiB" in out.facts:
         notes.append(f"peak {out.facts['peak_GiB']:.1f} GiB, bf16 {out.facts['bf16_peak_GiB']:.1f}")
     row = f"{start}{out.seconds * 1e6:>10.1f}{rate:>16}{_value(out):>17}  {_bar(result):<18}{', '.join(notes)}"

@@ -54,6 +54,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     toggle = argparse.BooleanOptionalAction
     parser.add_argument("--plain", action=toggle, default=None, help="time compiled plain torch too (first shape)")
     parser.add_argument("--peers", action=toggle, default=False, help="time other libraries that import (first shape)")
+    parser.add_argument("--limit", type=float, default=40.0, help="seconds for each of these to compile and run")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of the .jsonl file")
     parser.add_argument("--commit", help="what to record where the sources lie outside a git checkout")
     parser.add_argument("--list", action="store_true", help="print the cases")
@@ -78,6 +79,7 @@ def run(cases: Iterable[Case], device: torch.device, options: argparse.Namespace
         ceilings=ceilings,
         plain=plain,
         peers=options.peers,
+        limit=options.limit,
         budget=(0.1 if options.quick else 0.4) if device.type == "cuda" else 0.02,
     )
     done: list[Result] = []

@@ -9,14 +9,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench import peers, plain
-from bench.measure import CPU, bandwidth, matrices, over, random_matrix, ratios, require_equal
+from bench import peer_libraries, peers, plain
+from bench.measure import CPU, bandwidth, matrices, over, random_matrix, require_equal
 from bench.registry import Bar, Case, Outcome, Setting, Shape
 from halfbyte import ops, reference
 from halfbyte.layout import LINEAR, SWIZZLED_32_4_4, Blocks
@@ -75,11 +76,9 @@ class Quantization:
         calls = over(xs, lambda x: self.run(x, given, setting.backend))
         outputs = [t for t in calls[0]() if t is not None]
         moved = xs[0].numel() * xs[0].element_size() + sum(t.numel() for t in outputs)
-        rivals = {}
-        if setting.plain:
-            rivals["plain torch, compiled"] = plain.compiled(lambda x: self._run(reference, x, given), xs)
-        outcome = bandwidth(setting, calls, moved, checked, rivals, self.graph)
-        return self._with_peers(setting, xs, given, outcome) if setting.peers else outcome
+        torch_calls = partial(plain.compiled, lambda x: self._run(reference, x, given), xs)
+        outcome = bandwidth(setting, calls, moved, checked, torch_calls, self.graph)
+        return self._with_peers(setting, xs, given, outcome) if setting.peers and self.peer else outcome
 
     def given(self, x: Tensor) -> Given:
         """Return amaxes, by the reference, and draws for `x`."""
@@ -135,13 +134,36 @@ class Quantization:
 
     def _with_peers(self, setting: Setting, xs: list[Tensor], given: Given, outcome: Outcome) -> Outcome:
         """Add other libraries; they compute the amax too, so they are compared with our whole operation."""
-        rivals = {name: over(xs, function) for name, function in peers.quantizers(self.peer, xs[0]).items()}
-        if not rivals:
-            return outcome
         amaxless = given._replace(row_amax=None, col_amax=None)
+        targets = self.targets(xs[0])
+        pairs = zip(self.decoded(xs[0], amaxless), targets, strict=True)
+        errors = [peers.relative_error(values, target) for values, target in pairs]
+        task = peers.Task(kind=self.peer, xs=xs, targets=targets, errors=errors)
         whole = measure(over(xs, lambda x: self.run(x, amaxless, setting.backend)), setting.device).seconds
-        facts = {**outcome.facts, "us_with_amax": whole * 1e6}
-        return replace(outcome, rivals={**outcome.rivals, **ratios(setting, whole, rivals)}, facts=facts)
+        found = peers.time_all(task, setting, peer_libraries.LIBRARIES)
+        return replace(
+            outcome,
+            rivals={**outcome.rivals, **{name: seconds / whole for name, seconds in found.seconds.items()}},
+            left_out={**outcome.left_out, **found.left_out},
+            facts={**outcome.facts, "us_with_amax": whole * 1e6},
+        )
+
+    def targets(self, x: Tensor) -> list[Tensor]:
+        """Return what each orientation quantizes: x and x.T, rotated where the spec says so."""
+        sides = [(x, self.row)] if self.col is None else [(x, self.row), (x.T, self.col)]
+        rotations = [spec.rotation if isinstance(spec, NVFP4) else None for _, spec in sides]
+        return [t if r is None else reference.rotate(t, r) for (t, _), r in zip(sides, rotations, strict=True)]
+
+    def decoded(self, x: Tensor, given: Given) -> list[Tensor]:
+        """Return the fp32 values of each orientation by the reference, rotated where they are."""
+        draws = {"draw": given.draw, "sign_draw": given.sign_draw}
+        if self.col is None:
+            sides = [(reference.quantize(x, self.row, amax=given.row_amax, **draws), self.row, x.shape[1])]
+        else:
+            amaxes = {"row_amax": given.row_amax, "col_amax": given.col_amax}
+            both = reference.quantize_row_col(x, self.row, self.col, **amaxes, **draws)
+            sides = list(zip(both, (self.row, self.col), (x.shape[1], x.shape[0]), strict=True))
+        return [reference.dequantize(b, spec, cols, torch.float32, LINEAR) for b, spec, cols in sides if b is not None]
 
 
 def _draw_on(draw: Draw | None, device: torch.device) -> Draw | None:
@@ -175,9 +197,9 @@ def amax(setting: Setting, shape: Shape) -> Outcome:
     mine, theirs = ops.amax(xs[0], backend=setting.backend), ops.amax(xs[0].cpu(), backend="reference")
     require_equal([mine], [theirs], "amax")
     calls = over(xs, lambda x: ops.amax(x, backend=setting.backend))
-    rivals = {"plain torch, compiled": plain.compiled(lambda x: x.abs().amax(), xs)} if setting.plain else {}
+    torch_calls = partial(plain.compiled, lambda x: x.abs().amax(), xs)
     moved = xs[0].numel() * xs[0].element_size()
-    return bandwidth(setting, calls, moved, ["all of it with the reference on the CPU"], rivals)
+    return bandwidth(setting, calls, moved, ["all of it with the reference on the CPU"], torch_calls)
 
 
 def amax_row_col(setting: Setting, shape: Shape) -> Outcome:
@@ -187,9 +209,9 @@ def amax_row_col(setting: Setting, shape: Shape) -> Outcome:
     head = xs[0][:, :SLICE].contiguous()
     require_equal(function(head), _row_col_amax("reference")(head.cpu()), "slice")
     require_equal(function(xs[0]), _row_col_amax("reference")(xs[0]), "whole")
-    rivals = {"plain torch, compiled": plain.compiled(_row_col_amax("reference"), xs)} if setting.plain else {}
+    torch_calls = partial(plain.compiled, _row_col_amax("reference"), xs)
     checked = [f"{SLICE} columns with the reference on the CPU", "all of it with the reference on the same device"]
-    return bandwidth(setting, over(xs, function), 2 * xs[0].numel(), checked, rivals)
+    return bandwidth(setting, over(xs, function), 2 * xs[0].numel(), checked, torch_calls)
 
 
 def _row_col_amax(backend: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

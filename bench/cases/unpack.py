@@ -34,16 +34,14 @@ def dequantize(setting: Setting, shape: Shape, *, spec: Spec, scale_layout: str)
         checked.append(f"{len(head.qdata)} rows with the reference on the {where}")
     run = partial(ops.dequantize, spec=spec, cols=cols, dtype=torch.bfloat16, scale_layout=scale_layout)
     calls = over(operands, lambda q: run(q, backend=setting.backend))
-    rivals = {}
-    if setting.plain:
-        codes = [q.qdata for q in operands]
-        first = operands[0]
-        rivals["plain torch, compiled"] = plain.compiled(
-            lambda code: reference.dequantize(first._replace(qdata=code), spec, cols, torch.bfloat16, scale_layout),
-            codes,
-        )
-    moved = operands[0].qdata.numel() + operands[0].block_scale.numel() + 2 * shape[0] * cols
-    return bandwidth(setting, calls, moved, checked, rivals)
+    first = operands[0]
+    torch_calls = partial(
+        plain.compiled,
+        lambda code: reference.dequantize(first._replace(qdata=code), spec, cols, torch.bfloat16, scale_layout),
+        [q.qdata for q in operands],
+    )
+    moved = first.qdata.numel() + first.block_scale.numel() + 2 * shape[0] * cols
+    return bandwidth(setting, calls, moved, checked, torch_calls)
 
 
 def _head(blocks: Blocks, scale_layout: str) -> Blocks:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import peers, plot, results, run
+from bench import plot, results, run
 from bench.cases import quantize
 from bench.registry import Bar, Case, Outcome, Setting, Unequal, all_cases, select
 from bench.results import Result
@@ -161,33 +161,6 @@ def test_a_wrong_shape_is_named(capsys):
 def test_verdict(value, metric, facts, verdict):
     bar = Bar(least=0.90, aim=0.80) if metric == "x bf16" else Bar(least=0.80, aim=0.92)
     assert Result(case="a/b", shape=(1, 1), bar=bar, outcome=outcome(value, metric, **facts)).verdict == verdict
-
-
-def test_peers_that_are_missing_or_broken_are_left_out(monkeypatch, capsys):
-    x = torch.randn(4, 32)
-
-    def modelopt(kind):
-        return lambda t: t + 1
-
-    def torchao(kind):
-        return lambda t: t.no_such_thing
-
-    def fouroversix(backend, kind):
-        raise ModuleNotFoundError("No module named 'fouroversix'")
-
-    for function in (modelopt, torchao, fouroversix):
-        monkeypatch.setattr(peers, f"_{function.__name__}", function)
-    found = peers.quantizers("1x16", x)
-    assert list(found) == ["modelopt"] and torch.equal(found["modelopt"](x), x + 1)
-    said = capsys.readouterr().out
-    assert "torchao does not run '1x16' here: AttributeError" in said and "fouroversix" not in said
-
-
-def test_peers_are_compared_with_our_whole_operation(monkeypatch):
-    monkeypatch.setattr(peers, "quantizers", lambda kind, x: {"other": lambda t: t.float().abs().sum()})
-    (case,) = select(all_cases(), ["quantize/1x16"])
-    result = case.run(replace(SETTING, peers=True, plain=True), case.small)
-    assert result.rivals.keys() == {"plain torch, compiled", "other"} and result.facts["us_with_amax"] > 0
 
 
 def test_distance_to_80_percent_is_reported():

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from bench import zero
 
@@ -59,3 +61,13 @@ def test_one_late_host_does_not_decide_the_hidden_share():
     beside = [{"cat": "kernel", "name": "gemm", "ts": start, "dur": 9} for start in (0, 100)]
     values = zero.hidden_share(gathers + beside, optimizer, steps=3)
     assert values["hidden_shares"] == [0.9, 0.9, 0.0] and values["hidden_share"] == pytest.approx(0.9)
+
+
+def test_a_measured_step_names_what_it_was_measured_with(tmp_path):
+    """Two runs can be compared only where these are equal."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        values = zero.measure("tiny", "nvfp4", (2, 24), torch.device("cpu"), vocabulary=64)
+    finally:
+        dist.destroy_process_group()
+    assert values["tokens"] == [2, 24] and values["vocabulary"] == 64 and values["step_ms"] > 0

@@ -1,0 +1,105 @@
+"""Whether a row's output depends on the rows beside it: with one amax a tensor it does, with one a row it does not.
+
+Both directions are tested, so that docs/exactness.md can be wrong in neither.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte import recipes
+from halfbyte.train import model as models
+
+ALONE = {
+    "bf16": recipes.bf16(),
+    "mxfp8": recipes.mxfp8(),
+    "nvfp4": recipes.nvfp4(activation_outer="row"),
+    "nvfp4_forward": recipes.nvfp4_forward(activation_outer="row"),
+    "four_over_six": recipes.four_over_six(base=recipes.nvfp4(activation_outer="row")),
+    "nvfp4_mxfp8_bwd": recipes.mixed(recipes.nvfp4_forward(activation_outer="row"), recipes.nvfp4_mxfp8_bwd()),
+}
+TOGETHER = {name: recipes.get(name) for name in ("nvfp4", "nvfp4_forward", "four_over_six", "nvfp4_mxfp8_bwd")}
+RNG = hb.Philox(3)
+
+
+def tensors(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(24, 64, generator=generator), torch.randn(32, 64, generator=generator)
+    louder = x.clone()
+    louder[-1] *= 3
+    return x.to(dtype), louder.to(dtype), w.to(dtype)
+
+
+def bits(t):
+    return t.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ALONE)
+def test_with_an_amax_a_row_other_rows_change_no_bit(name, dtype):
+    x, louder, w = tensors(dtype)
+    y, other = (hb.linear(t, w, None, ALONE[name], rng=RNG)[:-1] for t in (x, louder))
+    assert torch.equal(bits(y), bits(other))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_with_an_amax_a_tensor_a_louder_row_changes_the_others(name):
+    x, louder, w = tensors()
+    y, other = (hb.linear(t, w, None, TOGETHER[name], rng=RNG)[:-1] for t in (x, louder))
+    changed = (y != other).any(1)
+    assert changed.float().mean() > 0.9 and (y - other).norm() / y.norm() > 0.01
+
+
+def test_a_row_is_quantized_as_it_would_be_alone():
+    """As in generation, where a forward has one row: the codes, whatever the number of rows."""
+    x, louder, _ = tensors()
+    spec = hb.NVFP4(outer="row")
+    whole = hb.quantize(louder, spec)
+    for row in (0, 7):
+        alone = hb.quantize(x[row : row + 1], spec)
+        assert torch.equal(alone.qdata[0], whole.qdata[row]) and torch.equal(alone.amax[0], whole.amax[row])
+        assert torch.equal(bits(alone.block_scale[0]), bits(whole.block_scale[row]))
+    together = hb.quantize(louder, hb.NVFP4())
+    assert not torch.equal(hb.quantize(x[:1], hb.NVFP4()).block_scale[0].float(), together.block_scale[0].float())
+
+
+@pytest.mark.parametrize("outer, alone", [("row", True), ("tensor", False)])
+def test_experts(outer, alone):
+    """Tokens of one expert share an amax; those of another never do."""
+    x, louder, _ = tensors()
+    w = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(1))
+    offsets = torch.tensor([10, 24], dtype=torch.int32)
+    recipe = recipes.nvfp4(activation_outer=outer)
+    y, other = (hb.grouped_linear(t, w, offsets, recipe, rng=RNG)[:-1] for t in (x, louder))
+    assert torch.equal(bits(y[:10]), bits(other[:10]))
+    assert torch.equal(bits(y[10:]), bits(other[10:])) is alone
+
+
+def logits(recipe, tokens):
+    torch.manual_seed(0)
+    model = models.Decoder(dataclasses.replace(models.get("tiny"), vocab_size=256))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.1)
+        # One feature alone: behind a norm no other token has as large a value, so this row decides the tensor's amax.
+        model.embed_tokens.weight[255] = 0
+        model.embed_tokens.weight[255, 0] = 30
+    hb.quantize_(model, recipe, keep=hb.Keep(names=("lm_head",), last_fraction=0))
+    with torch.no_grad():
+        return model(tokens)
+
+
+@pytest.mark.parametrize("outer, causal", [("row", True), ("tensor", False)])
+def test_logits_of_a_decoder_are_causal_with_an_amax_a_row_alone(outer, causal):
+    """What comes later in a sequence, or in another sequence of the batch, changes what came before, or does not."""
+    tokens = torch.arange(48).reshape(2, 24)
+    later, elsewhere = tokens.clone(), tokens.clone()
+    later[:, -1] = 255
+    elsewhere[1] = 255
+    recipe = recipes.nvfp4(activation_outer=outer)
+    y = logits(recipe, tokens)
+    assert torch.equal(y[:, :-1], logits(recipe, later)[:, :-1]) is causal
+    assert torch.equal(y[0], logits(recipe, elsewhere)[0]) is causal
