@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-REASON = "halfbyte: layers with primary weights run eagerly, as do errors; compile without fullgraph=True"
+REASON = (
+    "halfbyte: layers with primary weights run eagerly, as do errors and weights that are quantized anew; compile "
+    "without fullgraph=True"
+)
 
 
 @torch.compiler.disable(reason=REASON)

@@ -33,9 +33,6 @@ Users = dict[int, list[tuple["ModuleCache", str]]]
 """Who reads operands, by their id: several modules and names where weights are tied."""
 
 
-_eagerly: Any = torch.compiler.disable(reason="halfbyte: weights are quantized anew outside of compiled code")
-
-
 class Source(NamedTuple):
     """Where a weight is found: a parameter of the layer or of its parent, [..., N, K] or transposed."""
 
@@ -211,13 +208,20 @@ class WeightCache:
         """Refill after every step of `optimizer` the weights that it holds."""
         self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
-    @_eagerly
     def refill(self, changed: Iterable[Tensor] | None = None) -> None:
         """Quantize weights again, in place: needed after they changed by other means than an optimizer or a load.
 
         Args:
             changed: the weights that changed, or buffers that they are views of; None for all.
         """
+        if torch.compiler.is_compiling():
+            from halfbyte.functional.eager import eagerly
+
+            eagerly(self._refill, (changed,), {})
+        else:
+            self._refill(changed)
+
+    def _refill(self, changed: Iterable[Tensor] | None) -> None:
         written = None if changed is None else Written(changed)
         done: Filled = {}
         amaxes: dict[tuple, Tensor] = {}
@@ -253,7 +257,6 @@ class WeightCache:
         self._hooks.clear()
         self._caches.clear()
 
-    @_eagerly
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
         self.refill(p for group in optimizer.param_groups for p in group["params"])
 
