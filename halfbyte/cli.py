@@ -13,9 +13,12 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from halfbyte.version import __version__
+
 USER_ERROR = 2
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No room on the disk, in the user's share of it, or below what `ulimit -f` allows."""
+HELP, VERSION = ("-h", "--help"), ("-V", "--version")
 
 
 class Command(NamedTuple):
@@ -43,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, 1 if the work failed, 2 if the user asked for something that cannot be, 130 and 141 if
-        ctrl-C or the end of the pipe that it prints to stopped it.
+        ctrl-C or the end of the pipe that it prints to stopped it; `train` and `compare` give 143 after SIGTERM.
     """
     try:
         try:
@@ -57,8 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(arguments: list[str] | None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if name in ("-h", "--help"):
+    if name in HELP:
         print(usage())
+        return 0
+    if name in VERSION:
+        print(f"halfbyte {__version__}")
         return 0
     if name not in COMMANDS:
         print(f"halfbyte: no command {name!r}; use one of {', '.join(COMMANDS)}", file=sys.stderr)
@@ -90,13 +96,24 @@ def usage() -> str:
     """Return what `halfbyte --help` prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join(("usage: halfbyte COMMAND [options]", "", *lines, "", "Each command has its own --help."))
+    last = "Each command has its own --help. --version says which halfbyte this is."
+    return "\n".join(("usage: halfbyte COMMAND [options]", "", *lines, "", last))
+
+
+def _wants_help(name: str, arguments: list[str], text: str) -> bool:
+    """Print the help of a command without a parser, if asked for."""
+    if not set(arguments) & set(HELP):
+        return False
+    print(f"usage: halfbyte {name} [-h]\n\n{text}")
+    return True
 
 
 def bench(arguments: list[str]) -> int:
     """Run the benchmark, which lives beside the package in a checkout."""
     root = Path(__file__).resolve().parent.parent
     if not (root / "bench" / "run.py").exists():
+        if _wants_help("bench", arguments, "Time every kernel. It is part of the source tree and runs in a checkout."):
+            return 0
         raise ValueError(
             "the benchmark is part of the source tree, not of the installed package; run `python -m bench` "
             "in a checkout, or `halfbyte verify` for a few speeds"
@@ -107,13 +124,15 @@ def bench(arguments: list[str]) -> int:
 
 def env(arguments: list[str]) -> int:
     """Print versions, devices and backends."""
+    if _wants_help("env", arguments, "Print versions, devices, and which backends run here and why the others do not."):
+        return 0
     if arguments:
         raise ValueError(f"{' '.join(arguments)!r}: env takes no options")
     import torch
 
     import halfbyte as hb
 
-    print(f"halfbyte {hb.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+    print(f"halfbyte {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     print(f"CPU: {platform.machine()}, {torch.get_num_threads()} threads")
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)

@@ -4,6 +4,7 @@ import os
 import runpy
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -72,6 +73,31 @@ def test_help(command, capsys):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert all(option in text for option in ("--preset", "--corpus", "--lr", "--out", "--steps"))
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_its_help(command, option, capsys):
+    try:
+        status = cli.main([command, option])
+    except SystemExit as stop:
+        status = stop.code
+    text, error = capsys.readouterr()
+    assert status == 0 and error == "" and text.startswith(f"usage: halfbyte {command} [-h]") and text.count("\n") > 1
+
+
+def test_help_of_the_benchmark_without_a_checkout(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "halfbyte" / "cli.py"))
+    assert cli.main(["bench", "--help"]) == 0
+    assert "runs in a checkout" in capsys.readouterr().out
+    assert cli.main(["bench"]) == 2
+    assert "in a checkout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["-V", "--version"])
+def test_version(option, capsys):
+    assert cli.main([option]) == 0
+    assert capsys.readouterr().out == f"halfbyte {metadata.version('halfbyte')}\n"
 
 
 def test_a_preset_sets_the_defaults_of_the_other_options(capsys):

@@ -269,6 +269,13 @@ class QuantTensor(torch.Tensor):
     def __dlpack__(self, **options):
         raise TypeError("QuantTensor has no single buffer for DLPack; export dequantize(), or qdata and block_scale")
 
+    def storage(self):
+        """Refuse: the bytes lie in several tensors. Writers of files that take tensors as one ask for this."""
+        raise TypeError(
+            "QuantTensor has no storage of its own, so safetensors.torch.save_file and others cannot write it; use "
+            "plain, metadata = hb.tensor.to_safetensors(tensors) and save_file(plain, path, metadata)"
+        ) from None
+
     @property
     def requires_grad(self) -> bool:
         return False

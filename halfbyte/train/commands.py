@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +13,7 @@ import tyro
 
 from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
-from halfbyte.train import data, launch, loop, treatment
+from halfbyte.train import data, divergence, launch, loop, signals, treatment
 
 Options = TypeVar("Options", "Train", "Compare")
 PRESET = "two_cores"
@@ -41,30 +42,50 @@ class Compare:
 
 
 def train(arguments: list[str]) -> int:
-    """Run `halfbyte train`; the exit status is 1 if the run diverged."""
-    options = _parse(Train, arguments, out=Path("runs/train"))
-    launch.refuse_many("halfbyte train")
+    """Run `halfbyte train`; the exit status is 1 if the run diverged, 130 or 143 if a signal stopped it."""
+    return _until_stopped(_train, _parse(Train, arguments, out=Path("runs/train")))
+
+
+def compare(arguments: list[str]) -> int:
+    """Run `halfbyte compare`; the exit status is 1 if the baseline or a recipe diverged that is no control."""
+    return _until_stopped(_compare, _parse(Compare, arguments, out=Path("runs/compare")))
+
+
+def _until_stopped(run: Callable[[Options, signals.Interrupts], int], options: Options) -> int:
+    """Run a command; ctrl-C and SIGTERM end it with one line and the status that shells expect."""
+    launch.refuse_many(f"halfbyte {type(options).__name__.lower()}")
+    try:
+        with signals.watch() as interrupts:
+            return run(options, interrupts)
+    except signals.Stopped as stopped:
+        name, overwrite = type(options).__name__.lower(), options.config.run.overwrite
+        command = "the same command without --overwrite" if overwrite else "the same command"
+        begin = "\n" if sys.stderr.isatty() else ""  # after the ^C that a terminal echoes
+        print(f"{begin}halfbyte {name}: {stopped}; {command} goes on {stopped.where}", file=sys.stderr)
+        return stopped.status
+
+
+def _train(options: Train, interrupts: signals.Interrupts) -> int:
     treatment.get(options.recipe)  # before the text is read
     run = options.config.run
-    result = loop.train(options.config, options.recipe, data.load(options.config.data, run.cache))
-    if result["is_diverged"]:
-        print(f"{options.recipe} diverged at step {result['steps']}; the log is in {run.out}", file=sys.stderr)
+    text = data.load(options.config.data, run.cache)
+    result = loop.train(options.config, options.recipe, text, interrupts=interrupts)
+    diverged = divergence.of(result)
+    if diverged:
+        print(f"{options.recipe} {diverged} ({diverged.what} not finite); the log is in {run.out}", file=sys.stderr)
         return 1
     print(f"{options.recipe}: held-out loss {result['held_out_loss']:.4f}, {result['tokens_per_second']:,.0f} tokens/s")
     print(f"log, checkpoints and result are in {run.out}")
     return 0
 
 
-def compare(arguments: list[str]) -> int:
-    """Run `halfbyte compare`."""
-    options = _parse(Compare, arguments, out=Path("runs/compare"))
-    launch.refuse_many("halfbyte compare")
+def _compare(options: Compare, interrupts: signals.Interrupts) -> int:
     names = comparison.check(name.strip() for name in options.recipes.split(",") if name.strip())
-    results = comparison.compare(options.config, names)
+    results = comparison.compare(options.config, names, interrupts=interrupts)
     out = options.config.run.out
-    print(f"\n{comparison.table(results)}\n")
+    print("\n" + "\n\n".join((comparison.table(results), *comparison.remarks(results))) + "\n")
     print(f"written to {out}: {comparison.TABLE}, {comparison.RESULTS}, {comparison.PLOT}")
-    return 0
+    return int(comparison.failed(results))
 
 
 def _parse(kind: type[Options], arguments: list[str], out: Path) -> Options:

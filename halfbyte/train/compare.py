@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from halfbyte.train import data, files, lock, loop, measure, plot, treatment
+from halfbyte.train import data, divergence, files, lock, loop, measure, plot, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
+from halfbyte.train.signals import Interrupts
 
 RESULTS, TABLE, PLOT = "results.json", "table.md", "losses.png"
 DEFAULT = ("bf16", "nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "naive_fp4@all")
@@ -37,7 +38,9 @@ def check(names: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-def compare(config: TrainConfig, names: tuple[str, ...] = DEFAULT) -> list[dict]:
+def compare(
+    config: TrainConfig, names: tuple[str, ...] = DEFAULT, *, interrupts: Interrupts | None = None
+) -> list[dict]:
     """Train every recipe and write results.json, table.md and losses.png to `config.run.out`.
 
     A schedule of recipes is for those that quantize a GEMM: a baseline in high precision stays one to its last step.
@@ -45,14 +48,16 @@ def compare(config: TrainConfig, names: tuple[str, ...] = DEFAULT) -> list[dict]
     Args:
         config: the run that all recipes share.
         names: recipes; gaps are measured against the first.
+        interrupts: who hears of signals, see loop.Trainer.
 
     Returns:
         The results in the order of `names`, each with `gap_percent` to the first (None if either diverged) and
-        `recipe_schedule`, that it followed ("" for none).
+        `recipe_schedule`, that it followed ("" for none). One that diverged has no `held_out_loss` either.
 
     Raises:
         ValueError: an unknown recipe, no text, a folder with runs of another config or one that another process writes
             to, or a schedule that none follows.
+        Stopped: a signal came.
     """
     names = check(names)
     schedules = {name: config.recipe_schedule if treatment.get(name).recipe.specs else "" for name in names}
@@ -70,30 +75,70 @@ def compare(config: TrainConfig, names: tuple[str, ...] = DEFAULT) -> list[dict]
         one.run.out for name, one in runs.items() if config.run.overwrite or not loop.finished(one, name, corpus)
     ]
     with lock.hold(f"compare {','.join(names)}", config.run.out, *unfinished):
-        return _compare_held(config, runs, corpus, heading(config, corpus, schedules))
+        title = heading(config, corpus, schedules)
+        print(title, flush=True)
+        return _compare_held(config, runs, corpus, title, interrupts)
 
 
-def _compare_held(config: TrainConfig, runs: dict[str, TrainConfig], corpus: data.Data, title: str) -> list[dict]:
-    """Train every run in turn, holding the locks of all folders."""
-    print(title, flush=True)
+def _compare_held(
+    config: TrainConfig, runs: dict[str, TrainConfig], corpus: data.Data, title: str, interrupts: Interrupts | None
+) -> list[dict]:
+    """Train every run in turn for a caller that holds the locks of all folders."""
     files.remove_leftovers(config.run.out, RESULTS, TABLE, PLOT)
     results: list[dict] = []
     for number, (name, one) in enumerate(runs.items(), 1):
-        if config.run.overwrite is False and loop.finished(one, name, corpus):
-            print(f"[{number}/{len(runs)}] {name}: finished before, kept", flush=True)
-        result = loop.train_held(one, name, corpus, title=f"[{number}/{len(runs)}] {name}")
-        results.append(result | {"recipe_schedule": one.recipe_schedule})
+        title_of_run = f"[{number}/{len(runs)}] {name}"
+        before = None if config.run.overwrite else loop.finished(one, name, corpus)
+        if before:
+            print(f"{title_of_run}: finished before{_in_brackets(divergence.of(before))}, kept", flush=True)
+        result = loop.train_held(one, name, corpus, title=title_of_run, interrupts=interrupts)
+        diverged = divergence.of(result)
+        if diverged and not before:
+            print(f"{title_of_run}: {diverged} ({diverged.what} not finite)", flush=True)
+        results.append(_without_loss(result, diverged) | {"recipe_schedule": one.recipe_schedule})
         with_gaps(results)
         _write(config.run.out, config, corpus, results, title)
     return results
 
 
 def with_gaps(results: list[dict]) -> None:
-    """Add to every result its gap to the first in percent of the held-out loss."""
-    base = results[0]["held_out_loss"]
+    """Add to every result its gap to the first in percent of the held-out loss, None if either diverged."""
+    base = divergence.loss(results[0])
     for result in results:
-        loss = result["held_out_loss"]
+        loss = divergence.loss(result)
         result["gap_percent"] = None if base is None or loss is None else 100 * (loss / base - 1)
+
+
+def failed(results: list[dict]) -> bool:
+    """Return whether the baseline or a recipe that is no control diverged: a control may."""
+    lost = [result for result in results if divergence.of(result)]
+    return any(result is results[0] or not treatment.get(result["recipe"]).is_control for result in lost)
+
+
+def remarks(results: list[dict]) -> list[str]:
+    """Return a sentence on every run that diverged, the first of them on the gaps that are missing for it."""
+    lines = []
+    for result in results:
+        diverged = divergence.of(result)
+        if diverged:
+            name = result["recipe"]
+            is_control = treatment.get(name).is_control
+            who = f"{name}, a control that is meant to lose," if is_control else name
+            consequence = ": there are no gaps without it" if result is results[0] else ""
+            lines.append(f"{who} {diverged} ({diverged.what} not finite){consequence}.")
+    return lines
+
+
+def _without_loss(result: dict, diverged: divergence.Divergence | None) -> dict:
+    """Return a result, of a run that diverged with everything that it has to say of that, whatever version wrote it."""
+    if diverged is None:
+        return result
+    step, what = diverged
+    return result | {"held_out_loss": None, "is_diverged": True, "diverged_at": step, "diverged_in": what}
+
+
+def _in_brackets(diverged: divergence.Divergence | None) -> str:
+    return f" ({diverged})" if diverged else ""
 
 
 def heading(config: TrainConfig, corpus: data.Data, schedules: Mapping[str, str]) -> str:
@@ -119,11 +164,11 @@ def table(results: list[dict]) -> str:
         ("---", "---:", "---:", "---:", "---:", "---:"),
     ]
     for result in results:
-        loss, gap = result["held_out_loss"], result["gap_percent"]
+        diverged, gap = divergence.of(result), result["gap_percent"]
         rows.append(
             (
                 _followed(result),
-                "diverged" if loss is None else f"{loss:.4f}",
+                str(diverged) if diverged else f"{result['held_out_loss']:.4f}",
                 "" if gap is None or result["recipe"] == base else f"{gap:+.2f} %",
                 f"{result['tokens_per_second']:,.0f}",
                 _bytes(result["peak_memory_bytes"]),
@@ -159,5 +204,5 @@ def _write(folder: Path, config: TrainConfig, corpus: data.Data, results: list[d
         "Held-out loss in nats per token, in high precision. Memory on a CPU is that of the whole process. Saved for "
         "backward: bytes that one micro-batch keeps, parameters not counted."
     )
-    files.write_text(folder / TABLE, f"{title}\n\n{table(results)}\n\n{notes}\n")
+    files.write_text(folder / TABLE, "\n\n".join((title, table(results), *remarks(results), notes)) + "\n")
     plot.curves(folder / PLOT, results, tokens_per_step=config.data.tokens_per_step, title=title)

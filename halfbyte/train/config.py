@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Literal
 from halfbyte.schedule import Schedule, parse_schedule
 from halfbyte.train import model as models
 from halfbyte.train import treatment
+from halfbyte.train.documents import TEXT_FIELD
 
 LONGEST = 120
 """Characters of a value in a message; a damaged file may hold any."""
@@ -19,6 +21,12 @@ def _positive(values: object, *names: str) -> None:
     for name in names:
         if not getattr(values, name) > 0:
             raise ValueError(f"{name}={getattr(values, name)}: give a number above 0")
+
+
+def _finite(values: object, *names: str) -> None:
+    for name in names:
+        if math.isinf(getattr(values, name)):
+            raise ValueError(f"{name}={getattr(values, name)}: give a finite number")
 
 
 def _fraction(values: object, *names: str) -> None:
@@ -32,7 +40,10 @@ class DataConfig:
     """Which text, and how it becomes batches."""
 
     corpus: str = "python"
-    """`python` (the sources of the running interpreter's standard library), or a file or folder of text, .gz too."""
+    """`python` (the sources of the running interpreter's standard library), or a file or folder of text, JSON Lines,
+    JSON (each .gz too) or Parquet. Every file or record is a document."""
+    text_field: str = TEXT_FIELD
+    """The field of JSON and Parquet records that holds their text."""
     tokenizer: str = "bytes"
     """`bytes`, or `bpe:N`: a byte-level BPE of N tokens trained on the corpus."""
     sequence: int = 256
@@ -45,6 +56,8 @@ class DataConfig:
     """Share of the tokens kept for validation."""
 
     def __post_init__(self) -> None:
+        if not self.text_field:
+            raise ValueError("text_field='': name the field of a record that holds its text")
         _positive(self, "sequence", "batch", "accumulate", "held_out")
         _fraction(self, "held_out")
         kind, _, size = self.tokenizer.partition(":")
@@ -78,10 +91,11 @@ class OptimConfig:
     weight_decay: float = 0.1
     """On matrices; never on norms."""
     clip: float = 1.0
-    """Largest norm of the whole gradient."""
+    """Largest norm of the whole gradient; `inf` clips nothing."""
 
     def __post_init__(self) -> None:
         _positive(self, "steps", "lr", "eps", "clip")
+        _finite(self, "lr", "eps")
         _fraction(self, "warmup", "decay", "final_lr", "beta1", "beta2", "weight_decay")
         if self.warmup + self.decay > 1:
             raise ValueError(f"decay={self.decay}: warmup={self.warmup} and decay overlap; give a sum of at most 1")
@@ -163,6 +177,9 @@ class TrainConfig:
         """
         values = asdict(self)
         del values["run"], values["recipe_schedule"]
+        del values["data"]["text_field"]  # the hash of the text, which is in a run's identity, holds what it chose
+        if math.isinf(self.optim.clip):  # JSON has no such number
+            values["optim"]["clip"] = "inf"
         schedule = self.schedule()
         if schedule is not None:  # else the identity of runs from before there were schedules
             values["recipe_schedule"] = schedule.state_dict()

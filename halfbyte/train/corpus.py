@@ -1,18 +1,19 @@
 """Text that is already there: the interpreter's own sources, or files the user names. Nothing is downloaded.
 
-Documents come in the order of the SHA-256 of their names, so that the held-out tail is a fair sample and every machine
-with the same files reads the same stream.
+Files come in the order of the SHA-256 of their names, so that the held-out tail is a fair sample and every machine with
+the same files reads the same stream; the records of one file (documents.py) stay in their order.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import sysconfig
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from halfbyte.train import documents
+from halfbyte.train.documents import TEXT_FIELD, NotText
 
 NOT_SOURCES = ("site-packages", "dist-packages", "__pycache__")
 PYTHON = "python"
@@ -25,9 +26,11 @@ class Corpus:
     Args:
         name: what the user asked for.
         root: the folder that document names are relative to.
-        names: documents in reading order.
-        sha256: over every document's name, length and bytes in reading order.
+        names: files in reading order.
+        sha256: over every document's file name, length and bytes in reading order.
         size: bytes of text, unpacked.
+        count: documents that are not empty.
+        text_field: of the records of JSON and Parquet files, that holds their text.
         skipped: files of the folder that are not UTF-8 text.
     """
 
@@ -36,12 +39,14 @@ class Corpus:
     names: tuple[str, ...]
     sha256: str
     size: int
+    count: int
+    text_field: str = TEXT_FIELD
     skipped: tuple[str, ...] = ()
 
     def documents(self) -> Iterator[bytes]:
         """Yield the bytes of every document."""
         for name in self.names:
-            yield read(self.root / name)
+            yield from filter(None, documents.find(self.root / name, self.text_field, named=False).texts)
 
     def summary(self) -> dict:
         """Return what a run records about its text."""
@@ -49,47 +54,24 @@ class Corpus:
             "corpus": self.name,
             "sha256": self.sha256,
             "bytes": self.size,
-            "documents": len(self.names),
+            "documents": self.count,
             "skipped": list(self.skipped),
         }
 
 
-class NotText(ValueError):
-    """A file that holds something else than UTF-8 text."""
-
-
-def read(path: Path) -> bytes:
-    """Return the text of one file, unpacked if its name ends in .gz, checked to be UTF-8 without NUL.
-
-    Raises:
-        ValueError: the file cannot be read, is a broken gzip, or is not text; the message names it.
-    """
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"corpus file {path}: cannot be read ({error.strerror}); check the path and rights") from error
-    if path.suffix == ".gz":
-        try:
-            text = gzip.decompress(text)
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"corpus file {path}: broken gzip ({error}); pack it again") from error
-    if b"\0" in text:
-        raise NotText(f"corpus file {path}: binary (a NUL byte at {text.index(0)}); give UTF-8 text")
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        raise NotText(f"corpus file {path}: not UTF-8 (byte {error.start}); give UTF-8 text") from error
-    return text
-
-
-def load(name: str) -> Corpus:
+def load(name: str, text_field: str = TEXT_FIELD) -> Corpus:
     """Find and hash the documents of `python` or of a file or folder.
 
     Files of a folder that are not text are left out and listed; a file named by itself must be text. Hidden files and
     folders are left out.
 
+    Args:
+        name: "python", or a path.
+        text_field: of the records of JSON and Parquet files, that holds their text.
+
     Raises:
-        ValueError: nothing there, unreadable, binary, or no text in it; the message names the path.
+        ValueError: nothing there, unreadable, binary, or no text in it; a broken record; a text_field without records.
+            The message names the path.
     """
     if not name:
         raise ValueError("corpus='': use 'python' or a path to text")
@@ -99,11 +81,11 @@ def load(name: str) -> Corpus:
     else:
         root = Path(name)
         if root.is_file():
-            return _scan(name, root.parent, [root], is_folder=False)
+            return _scan(name, root.parent, [root], text_field, is_folder=False)
         if not root.is_dir():
             raise ValueError(f"corpus={name!r}: no such file or folder; use 'python' or a path to text")
         paths = _files(root)
-    return _scan(name, root, paths, is_folder=True)
+    return _scan(name, root, paths, text_field, is_folder=True)
 
 
 def _files(root: Path) -> list[Path]:
@@ -117,26 +99,32 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _scan(name: str, root: Path, paths: list[Path], *, is_folder: bool) -> Corpus:
+def _scan(name: str, root: Path, paths: list[Path], text_field: str, *, is_folder: bool) -> Corpus:
     names = sorted((p.relative_to(root).as_posix() for p in paths), key=lambda n: (_sha(n.encode()), n))
-    digest, size, kept, skipped = hashlib.sha256(), 0, [], []
-    for document in names:
+    digest, size, count, kept, skipped, has_records = hashlib.sha256(), 0, 0, [], [], False
+    for file in names:
         try:
-            text = read(root / document)
+            found = documents.find(root / file, text_field, named=not is_folder)
         except NotText:
             if not is_folder:
                 raise
-            skipped.append(document)
+            skipped.append(file)
             continue
-        if text:
-            digest.update(f"{document}\0{len(text)}\0".encode())
+        has_records |= found.are_records
+        before = count
+        for text in filter(None, found.texts):
+            digest.update(f"{file}\0{len(text)}\0".encode())
             digest.update(text)
             size += len(text)
-            kept.append(document)
+            count += 1
+        kept += [file] if count > before else []
     if not size:
-        found = f"{len(skipped)} binary files" if skipped else "nothing"
-        raise ValueError(f"corpus={name!r}: no text in it ({found}); give UTF-8 text, plain or .gz")
-    return Corpus(name=name, root=root, names=tuple(kept), sha256=digest.hexdigest(), size=size, skipped=tuple(skipped))
+        what = f"{len(skipped)} binary files" if skipped else "nothing"
+        raise ValueError(f"corpus={name!r}: no text in it ({what}); give UTF-8 text, plain or .gz")
+    if text_field != TEXT_FIELD and not has_records:
+        raise ValueError(f"text_field={text_field!r}: corpus={name!r} has no JSON Lines, JSON or Parquet; leave it out")
+    facts = {"names": tuple(kept), "sha256": digest.hexdigest(), "size": size, "count": count}
+    return Corpus(name=name, root=root, text_field=text_field, skipped=tuple(skipped), **facts)
 
 
 def _sha(data: bytes) -> str:

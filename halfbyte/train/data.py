@@ -36,8 +36,9 @@ def load(config: DataConfig, cache: Path) -> Data:
 
     Raises:
         ValueError: no text, or too little of it for one batch; the message names the corpus.
+        ImportError: a tokenizer or Parquet without its package.
     """
-    corpus = corpora.load(config.corpus)
+    corpus = corpora.load(config.corpus, config.text_field)
     coder = tokenizer.load(config.tokenizer, corpus, cache)
     tokens, sha256 = _cached_tokens(corpus, coder, cache)
     split = len(tokens) - max(1, round(len(tokens) * config.held_out))

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -71,8 +72,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write `value` as indented JSON, atomically."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    """Write `value` as indented JSON, atomically; a number that is not finite, which JSON has not, becomes null."""
+    write_text(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def finite(value: object) -> object:
+    """Return `value` with None for every number that is not finite, in dicts, lists and tuples too."""
+    if isinstance(value, dict):
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_text(path: Path) -> str:

@@ -19,6 +19,7 @@ from halfbyte.nn.linear import describe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.train import (
     checkpoint,
+    divergence,
     environment,
     files,
     folder,
@@ -33,8 +34,10 @@ from halfbyte.train import (
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
 from halfbyte.train.data import Batches, Data
+from halfbyte.train.divergence import Divergence
 from halfbyte.train.folder import CHECKPOINTS, CONFIG, LAYERS, RESULT, clear, finished, identity
 from halfbyte.train.log import Log
+from halfbyte.train.signals import Interrupts
 
 __all__ = ["CHECKPOINTS", "Trainer", "clear", "finished", "identity", "train"]
 HELD_OUT_SEED = 0
@@ -71,13 +74,23 @@ class Trainer:
         recipe: name of the recipe.
         data: the tokenized corpus.
         title: what the progress display calls the run; the recipe by default.
+        interrupts: who hears of signals; by default nobody, and ctrl-C is an exception wherever it meets the run.
 
     Raises:
         ValueError: the folder holds another run, or a broken checkpoint.
     """
 
-    def __init__(self, config: TrainConfig, recipe: str, data: Data, *, title: str | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        recipe: str,
+        data: Data,
+        *,
+        title: str | None = None,
+        interrupts: Interrupts | None = None,
+    ) -> None:
         self.config, self.recipe, self.data, self.title = config, recipe, data, title or recipe
+        self.interrupts = interrupts or Interrupts()
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
         self.folder = config.run.out
@@ -112,7 +125,17 @@ class Trainer:
         )
 
     def train(self) -> dict:
-        """Run the remaining steps and return the result, which `result.json` holds too."""
+        """Run the remaining steps and return the result, which `result.json` holds too.
+
+        Raises:
+            Stopped: a signal came; the step that it met is finished and in a checkpoint.
+        """
+        with self.interrupts.deferred():
+            result = self._train()
+            self.interrupts.check(f"after {self.recipe}, which is finished")
+        return result
+
+    def _train(self) -> dict:
         self._record_config()
         measure.reset_peak_memory(self.device)
         log = Log(self.folder, after=self.step, tensorboard=self.config.run.tensorboard)
@@ -138,13 +161,13 @@ class Trainer:
     def _steps(self, log: Log, display: progress.Progress) -> History:
         run, history = self.config.run, History()
         start = time.perf_counter()
-        while self.step < self.config.optim.steps and not history.is_diverged:
+        while self.step < self.config.optim.steps and not history.diverged:
             self._follow_schedule(log)
             history.pending.append((self.step + 1, *self._one_step()))
             last = self.step == self.config.optim.steps
             to_evaluate = self.step % self.config.eval_every == 0 or last
             to_save = self.step % run.checkpoint_every == 0 or last
-            if not (self.step % run.log_every == 0 or to_evaluate or to_save):
+            if not (self.step % run.log_every == 0 or to_evaluate or to_save or self.interrupts.requested):
                 continue
             steps_read = len(history.pending)
             history.flush(log, self.config.data.tokens_per_step)  # waits for the device: the clock is right after it
@@ -152,13 +175,27 @@ class Trainer:
             self.seconds += now - start
             speed = steps_read * self.config.data.tokens_per_step / (now - start)
             display.update(self.step, f"loss {history.train_loss:.3f}  {speed:,.0f} tok/s")
-            if to_evaluate and not history.is_diverged:
+            if to_evaluate and not history.diverged:
                 history.held_out_loss = self.evaluate()
                 log.write("eval", self.step, {"tokens": self._tokens(), "loss": history.held_out_loss})
-            if to_save and not history.is_diverged:
+                self._check_what_a_step_left(history)
+            to_stop = self.interrupts.requested and not last
+            if (to_save or to_stop) and not history.diverged:
                 self._save()
+            if to_stop and not history.diverged:
+                self.interrupts.check(f"with step {self.step + 1} of {self.config.optim.steps} in {self.folder}")
             start = time.perf_counter()
+        if history.diverged:
+            step, what = history.diverged
+            log.write("diverged", step, {"loss": math.nan, "what": what})
         return history
+
+    def _check_what_a_step_left(self, history: History) -> None:
+        """Say that the run diverged if its last held-out loss or a parameter is not finite."""
+        if history.held_out_loss is not None and not math.isfinite(history.held_out_loss):
+            history.diverged = Divergence(self.step, divergence.HELD_OUT)
+        elif not divergence.finite_parameters(self.model):
+            history.diverged = Divergence(self.step, divergence.PARAMETERS)
 
     def _follow_schedule(self, log: Log) -> None:
         recipe, schedule = self.run_state.begin_step(self.model), self.run_state.schedule
@@ -255,8 +292,10 @@ class Trainer:
         files.write_text(self.folder / LAYERS, f"{self.report}\n")
 
     def _result(self, history: History) -> dict:
-        if history.held_out_loss is None and not history.is_diverged:
+        if history.held_out_loss is None and not history.diverged:
             history.held_out_loss = self.evaluate()  # resumed from the checkpoint of the last step
+            self._check_what_a_step_left(history)
+        diverged = history.diverged
         peak = measure.peak_memory(self.device)  # before the measurement below adds to it
         saved = measure.saved_activation_bytes(self.model, lambda: self._loss(*self.batches[0]))
         return {
@@ -265,8 +304,10 @@ class Trainer:
             "environments": self.environments,
             "steps": self.step,
             "tokens": self._tokens(),
-            "held_out_loss": history.held_out_loss,
-            "is_diverged": history.is_diverged,
+            "held_out_loss": None if diverged else history.held_out_loss,
+            "is_diverged": diverged is not None,
+            "diverged_at": diverged and diverged.step,
+            "diverged_in": diverged and diverged.what,
             "seconds": self.seconds,
             "tokens_per_second": self._tokens() / self.seconds,
             "peak_memory_bytes": peak,
@@ -281,7 +322,7 @@ class History:
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []
         self.train_loss = float("nan")
         self.held_out_loss: float | None = None
-        self.is_diverged = False
+        self.diverged: Divergence | None = None
 
     def flush(self, log: Log, tokens_per_step: int) -> None:
         """Read the pending losses in one transfer and log them, up to the first that is not finite."""
@@ -290,37 +331,54 @@ class History:
             log.write("step", step, {"tokens": step * tokens_per_step, "loss": loss, "lr": lr, "grad_norm": norm})
             self.train_loss = loss
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                self.is_diverged = True
+                self.diverged = Divergence(step, divergence.NORM if math.isfinite(loss) else divergence.LOSS)
                 break
         self.pending.clear()
 
 
-def train(config: TrainConfig, recipe: str, data: Data, *, title: str | None = None) -> dict:
+def train(
+    config: TrainConfig,
+    recipe: str,
+    data: Data,
+    *,
+    title: str | None = None,
+    interrupts: Interrupts | None = None,
+) -> dict:
     """Train, or go on with a run that was stopped or is to be longer, or return the result of one that ended.
 
     Args:
-        config, recipe, data, title: see Trainer.
+        config, recipe, data, title, interrupts: see Trainer.
 
     Returns:
         The result: held-out loss, speed, memory, and the identity of the run.
 
     Raises:
         ValueError: unknown recipe, a folder with another run or that another process writes to, a broken checkpoint.
+        Stopped: a signal came.
     """
     kept = None if config.run.overwrite else finished(config, recipe, data)
     if kept is not None:  # needs no right to write there
         return _keep(config, kept)
     with lock.hold(f"train {recipe}", config.run.out):
-        return train_held(config, recipe, data, title=title)
+        return train_held(config, recipe, data, title=title, interrupts=interrupts)
 
 
-def train_held(config: TrainConfig, recipe: str, data: Data, *, title: str | None = None) -> dict:
+def train_held(
+    config: TrainConfig,
+    recipe: str,
+    data: Data,
+    *,
+    title: str | None = None,
+    interrupts: Interrupts | None = None,
+) -> dict:
     """Do what `train` does for a caller that holds the lock of the folder."""
     folder.remove_leftovers(config.run.out)
     if config.run.overwrite:
         clear(config.run.out)
     kept = finished(config, recipe, data)
-    return _keep(config, kept) if kept is not None else Trainer(config, recipe, data, title=title).train()
+    if kept is not None:
+        return _keep(config, kept)
+    return Trainer(config, recipe, data, title=title, interrupts=interrupts).train()
 
 
 def _keep(config: TrainConfig, result: dict) -> dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from halfbyte.train import files, log
+from halfbyte.train import divergence, files, log
 
 COLOURS = ("#222222", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#8B6F47")
 """The first recipe black, the others from Okabe and Ito's palette, told apart by colour-blind readers too."""
@@ -17,7 +17,7 @@ LABEL_PITCH = 0.045
 
 
 def curves(path: Path, results: list[dict], *, tokens_per_step: int, title: str) -> None:
-    """Draw the runs that lie beside `path`, one folder a recipe, to `path`.
+    """Draw the runs that lie beside `path`, one folder a recipe, to `path`; one that diverged has no line of gaps.
 
     Args:
         path: of the picture, a PNG.
@@ -65,11 +65,14 @@ def _losses(axes, folder: Path, results: list[dict], tokens_per_step: int) -> No
 
 
 def _gaps(axes, folder: Path, results: list[dict], tokens_per_step: int) -> None:
-    baseline = dict(zip(*log.curve(folder / results[0]["recipe"], "eval"), strict=True))
+    lost = divergence.of(results[0])
+    baseline = {} if lost else dict(zip(*log.curve(folder / results[0]["recipe"], "eval"), strict=True))
     axes.axhspan(-BAND, BAND, color="#222222", alpha=0.06, linewidth=0)
     axes.axhline(0, color=COLOURS[0], linewidth=1)
     ends = []
     for colour, result in list(zip(_colours(results), results, strict=True))[1:]:
+        if divergence.of(result):
+            continue
         points = zip(*log.curve(folder / result["recipe"], "eval"), strict=True)
         gaps = [(step, 100 * (loss / baseline[step] - 1)) for step, loss in points if step in baseline]
         if gaps:
@@ -77,7 +80,9 @@ def _gaps(axes, folder: Path, results: list[dict], tokens_per_step: int) -> None
             axes.plot(_thousands(steps, tokens_per_step), values, "o-", color=colour, markersize=4)
             ends.append((values[-1], f"{result['recipe']} {values[-1]:+.2f} %", colour))
     axes.set(xlabel="tokens (thousands)", ylabel=f"gap to {results[0]['recipe']} (%)")
-    axes.set_title(f"gap in held-out loss; grey: ±{BAND:g} %")
+    axes.set_title(
+        f"gap in held-out loss; grey: ±{BAND:g} %" + (f"; none: {results[0]['recipe']} {lost}" if lost else "")
+    )
     axes.set_xlim(left=0)
     axes.set_yscale("symlog", linthresh=BAND, linscale=1.5)  # a control that fails must not flatten the others
     ticks = [t for t in (-30, -10, -5, -2, -1, 0, 1, 2, 5, 10, 30, 100) if _within(t, axes.get_ylim())]
@@ -119,8 +124,8 @@ def _thousands(steps, tokens_per_step: int) -> list[float]:
 
 
 def _label(result: dict) -> str:
-    loss = result["held_out_loss"]
-    return f"{result['recipe']}  " + ("diverged" if loss is None else f"{loss:.3f}")
+    diverged = divergence.of(result)
+    return f"{result['recipe']}  " + (str(diverged) if diverged else f"{result['held_out_loss']:.3f}")
 
 
 def _tidy(axes) -> None:

@@ -12,6 +12,8 @@ import halfbyte as hb
 from halfbyte import recipes
 
 EVERYWHERE = "all"
+CONTROL = "naive_fp4"
+"""The recipe that is meant to lose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,11 @@ class Treatment:
     name: str
     recipe: hb.Recipe
     keep: hb.Keep | None
+
+    @property
+    def is_control(self) -> bool:
+        """Whether the recipe, its forward or its backward is there to show what failing looks like."""
+        return CONTROL in self.name.partition("@")[0].split("/")
 
 
 def get(name: str) -> Treatment:

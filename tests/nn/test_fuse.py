@@ -366,6 +366,42 @@ def test_a_tensor_changed_in_place_is_another_tensor(when, mode):
         assert torch.equal(model(x), torch.cat(expected, -1))
 
 
+class TwoNorms(nn.Module):
+    """A block as Gemma 2's: one norm behind the attention, one before the MLP, both by names that precede an MLP."""
+
+    def __init__(self, names) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.RMSNorm(16))
+        self.mlp = Gated(F.silu)
+
+    def forward(self, x):
+        x = x + self.post_attention_layernorm(x)
+        return x + self.mlp(self.pre_feedforward_layernorm(x))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_two_norms_before_one_mlp_the_one_that_it_reads_is_fused(order, monkeypatch):
+    names = ("post_attention_layernorm", "pre_feedforward_layernorm")
+    block, x = TwoNorms(names[::order]), torch.randn(20, 16)
+    hb.quantize_(block, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    expected = block(x)
+    report = hb.nn.fuse_(block)
+    assert sorted(report.fused) == ["mlp", "pre_feedforward_layernorm"]
+    assert report.left == {"post_attention_layernorm": "no q/k/v projection or MLP behind it"}
+    assert type(block.post_attention_layernorm) is nn.RMSNorm
+    seen, original = [], ops.quantize_row_col
+
+    def spy(t, *specs, **options):
+        seen.append((t.shape[0], options["row_amax"] is not None))
+        return original(t, *specs, **options)
+
+    monkeypatch.setattr(ops, "quantize_row_col", spy)
+    assert torch.allclose(block(x), expected, atol=1e-5)
+    tokens = [with_amax for rows, with_amax in seen if rows == 20]
+    assert tokens == [True, True], "the input of gate and up has the norm's amax, that of down the activation's"
+
+
 def test_a_model_without_known_names_is_refused():
     with pytest.raises(ValueError, match="no norm and no MLP"):
         hb.nn.fuse_(nn.Sequential(nn.Linear(4, 4)))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 from small_models import NOTHING_KEPT, TOKENS, decoder
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import halfbyte as hb
@@ -82,6 +84,38 @@ def test_the_trainers_model_recomputes_to_the_same_bits(name, recompute):
         results.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+class Count(TorchDispatchMode):
+    """Counts the calls of our ops that really run."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "halfbyte":
+            self.calls[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_mxfp8_bwd"])
+@pytest.mark.parametrize("name", ["tiny", "moe-tiny"])
+def test_selective_recomputation_repeats_no_gemm_and_no_quantization(name, recipe):
+    """Experts' too: their GEMMs are other ops than those of a linear layer."""
+    model = models.Decoder(models.get(name))
+    hb.quantize_(model, recipe, keep=NOTHING_KEPT)
+    tokens, counts = torch.arange(48).view(2, 24), {}
+    for kind in ("nothing", "selective", "full"):
+        model.recompute = kind
+        with Count() as count:
+            logits, balance = model(tokens, balance=True)
+            (logits.square().mean() + balance).backward()
+        dear = {op: n for op, n in count.calls.items() if "gemm" in op or "quantize" in op or op == "amax"}
+        counts[kind] = dear
+    assert counts["selective"] == counts["nothing"]
+    gemms = {"tiny": ("gemm_nt",), "moe-tiny": ("gemm_nt", "grouped_gemm_nt")}[name]
+    assert all(counts["full"][op] > counts["nothing"][op] > 0 for op in gemms), "there is something to repeat"
 
 
 def test_four_bit_bytes_travel_when_saved_tensors_are_offloaded():

@@ -84,6 +84,25 @@ class TestStorage:
                 assert_same(loaded[name], tensor)
         loaded["tail"].zero_()  # what was a slice owns its amax now
 
+    @every_spec
+    def test_what_safetensors_cannot_write_names_what_can(self, spec, tmp_path):
+        torch_file = pytest.importorskip("safetensors.torch")
+        q, path = make(spec, 4, 10, 72), tmp_path / "model.safetensors"
+        holder = Holder()
+        writers = {
+            "file": lambda: torch_file.save_file({"bias": values(7), "q": q}, path),
+            "bytes": lambda: torch_file.save({"q": torch.nn.Parameter(q, requires_grad=False)}),
+            "model": lambda: torch_file.save_model(holder, path),
+        }
+        for write in writers.values():
+            with pytest.raises(TypeError, match=r"plain, metadata = hb\.tensor\.to_safetensors\(tensors\)") as error:
+                write()
+            assert error.value.__suppress_context__, "torch's own words about the storage would stand above ours"
+        assert not path.exists()
+        plain, metadata = hb.tensor.to_safetensors(holder.state_dict())  # the remedy
+        torch_file.save_file(plain, path, metadata)
+        assert path.stat().st_size > 0
+
     def test_safetensors_refusals(self):
         plain, metadata = hb.tensor.to_safetensors({"w": make(ROW)})
         assert hb.tensor.from_safetensors(plain, None).keys() == plain.keys()

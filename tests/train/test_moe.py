@@ -77,6 +77,26 @@ def test_the_router_stays_in_high_precision_under_every_recipe(block, x):
     assert torch.equal(again.weights, routes.weights) and again.weights.dtype == torch.float32
 
 
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_router_computes_in_fp32_what_comes_in_bf16(x, weight, autocast):
+    """Blocks hand it bf16 under autocast, and a model in bf16 has its weight so: products in bf16 are 1 % off."""
+    router = moe.Router(32, CONFIG).to(weight)
+    x_SC = x.flatten(0, 1).bfloat16()
+    exact = router.weight.detach().double().requires_grad_()
+    probability = (x_SC.double() @ exact.T).softmax(-1)
+    best = probability.sort(-1, descending=True).values[:, :2]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        routes = router(x_SC)
+    weights = best / best.sum(-1, keepdim=True)
+    assert routes.weights.dtype == torch.float32
+    torch.testing.assert_close(routes.weights.double(), weights, rtol=1e-5, atol=0)
+    routes.weights[:, 0].square().sum().backward()
+    (gradient,) = torch.autograd.grad(weights[:, 0].square().sum(), exact)
+    tolerance = 1e-4 if weight == torch.float32 else 2**-7  # the gradient of a bf16 weight is rounded to it, once
+    torch.testing.assert_close(router.weight.grad.double(), gradient, rtol=tolerance, atol=1e-4)
+
+
 def test_decoder_returns_the_weighted_balance():
     decoder = model.Decoder(model.moe_tiny())
     model.initialise_(decoder, 0)

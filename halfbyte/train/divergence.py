@@ -1,0 +1,48 @@
+"""What it means that a run diverged, and how that is said: it has no loss and no gap, only the step at which it broke.
+
+A run diverges at the first step whose training loss or gradient norm is not finite, or after which the held-out loss or
+a parameter is not (looked at when a run validates, as it does after its last step). It stops there. A norm that is
+infinite for one step counts: clipping by it has turned the gradient into zeros and NaNs, so the losses that
+follow are not those of the recipe.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+LOSS, NORM, HELD_OUT, PARAMETERS = "training loss", "gradient norm", "held-out loss", "parameters"
+
+
+class Divergence(NamedTuple):
+    """The optimizer step, counted from 1 (0 if a result does not say it), and what was not finite there."""
+
+    step: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"diverged at step {self.step}" if self.step else "diverged"
+
+
+def finite_parameters(model: nn.Module) -> bool:
+    """Return whether every parameter of `model` is finite; waits for the device."""
+    return bool(torch.stack([p.detach().isfinite().all() for p in model.parameters()]).all())
+
+
+def of(result: dict) -> Divergence | None:
+    """Return where the run of a result diverged, None if it did not.
+
+    A result of a version that did not say where is judged by what it holds: the steps it took, and its loss.
+    """
+    loss = result.get("held_out_loss")
+    if not result.get("is_diverged") and loss is not None and math.isfinite(loss):
+        return None
+    return Divergence(result.get("diverged_at") or result.get("steps", 0), result.get("diverged_in") or LOSS)
+
+
+def loss(result: dict) -> float | None:
+    """Return the held-out loss of a result, None if the run diverged anywhere."""
+    return None if of(result) else result["held_out_loss"]
