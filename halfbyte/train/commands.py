@@ -53,6 +53,7 @@ def compare(arguments: list[str]) -> int:
 
 def _until_stopped(run: Callable[[Options, signals.Interrupts], int], options: Options) -> int:
     """Run a command; ctrl-C and SIGTERM end it with one line and the status that shells expect."""
+    launch.refuse_many(f"halfbyte {type(options).__name__.lower()}")
     try:
         with signals.watch() as interrupts:
             return run(options, interrupts)
@@ -65,7 +66,6 @@ def _until_stopped(run: Callable[[Options, signals.Interrupts], int], options: O
 
 
 def _train(options: Train, interrupts: signals.Interrupts) -> int:
-    launch.refuse_many("halfbyte train")
     treatment.get(options.recipe)  # before the text is read
     run = options.config.run
     text = data.load(options.config.data, run.cache)
@@ -80,7 +80,6 @@ def _train(options: Train, interrupts: signals.Interrupts) -> int:
 
 
 def _compare(options: Compare, interrupts: signals.Interrupts) -> int:
-    launch.refuse_many("halfbyte compare")
     names = comparison.check(name.strip() for name in options.recipes.split(",") if name.strip())
     results = comparison.compare(options.config, names, interrupts=interrupts)
     out = options.config.run.out

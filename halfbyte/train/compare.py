@@ -75,18 +75,15 @@ def compare(
         one.run.out for name, one in runs.items() if config.run.overwrite or not loop.finished(one, name, corpus)
     ]
     with lock.hold(f"compare {','.join(names)}", config.run.out, *unfinished):
-        return _compare_held(config, runs, corpus, heading(config, corpus, schedules), interrupts)
+        title = heading(config, corpus, schedules)
+        print(title, flush=True)
+        return _compare_held(config, runs, corpus, title, interrupts)
 
 
 def _compare_held(
-    config: TrainConfig,
-    runs: dict[str, TrainConfig],
-    corpus: data.Data,
-    title: str,
-    interrupts: Interrupts | None,
+    config: TrainConfig, runs: dict[str, TrainConfig], corpus: data.Data, title: str, interrupts: Interrupts | None
 ) -> list[dict]:
-    """Train every run in turn, holding the locks of all folders."""
-    print(title, flush=True)
+    """Train every run in turn for a caller that holds the locks of all folders."""
     files.remove_leftovers(config.run.out, RESULTS, TABLE, PLOT)
     results: list[dict] = []
     for number, (name, one) in enumerate(runs.items(), 1):

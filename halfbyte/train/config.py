@@ -74,7 +74,7 @@ class OptimConfig:
     """AdamW and the course of its learning rate."""
 
     steps: int = 200
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run. More of them extend one whose learning rate has been constant."""
     lr: float = 2e-3
     """Peak learning rate."""
     schedule: Literal["wsd", "cosine"] = "wsd"
@@ -82,7 +82,7 @@ class OptimConfig:
     warmup: float = 0.05
     """Share of the steps in which the learning rate rises."""
     decay: float = 0.3
-    """Share of the steps in which `wsd` decays."""
+    """Share of the steps in which `wsd` decays; 0: never, so that the run can be extended."""
     final_lr: float = 0.0
     """Learning rate at the end, as a share of the peak."""
     beta1: float = 0.9
@@ -108,9 +108,9 @@ class RunConfig:
     out: Path = Path("runs/train")
     """Folder of the run: config, log, checkpoints. A run found there goes on where it stopped."""
     cache: Path = Path("runs/cache")
-    """Folder of tokenized corpora."""
+    """Folder of tokenized corpora, believed by their SHA-256."""
     overwrite: bool = False
-    """Start again although the folder holds a run."""
+    """Start again although the folder holds a run: what it wrote is deleted, all of it or, with a reason, nothing."""
     log_every: int = 10
     """Steps between two reads of the loss from the device."""
     checkpoint_every: int = 50

@@ -19,5 +19,5 @@ def refuse_many(command: str) -> None:
         rank = os.environ.get("RANK", "?")
         raise ValueError(
             f"WORLD_SIZE={size}, rank {rank}: {command} is one process on one device, and each of these would run the "
-            "same training; start it once, without torchrun. Data-parallel training of your own model: docs/training.md"
+            "same training; start it once, without torchrun. Several processes for your own model: docs/distributed.md"
         )

@@ -75,7 +75,9 @@ def test_another_config_does_not_overwrite_what_is_there(run):
     config, _ = run(steps=2)
     compare.compare(config, ("bf16",))
     other, _ = run(steps=3)
-    with pytest.raises(ValueError, match=r"holds another run \(optim.steps: 2 there, 3 here\)"):
+    with pytest.raises(
+        ValueError, match=r"holds another run \(optim.steps: 2 there, 3 here: the learning rate of step 2"
+    ):
         compare.compare(other, ("bf16",))
 
 

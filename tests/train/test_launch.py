@@ -16,10 +16,10 @@ def test_several_processes_are_refused_in_one_line_each(tmp_path, monkeypatch, c
         monkeypatch.delenv("RANK", raising=False)
     else:
         monkeypatch.setenv("RANK", rank)
-    assert cli.main([command, "--out", str(tmp_path / "run"), "--cache", str(tmp_path / "cache")]) == 2
+    assert cli.main([command, "--corpus", "/absent", "--out", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and f"WORLD_SIZE=2, rank {rank or '?'}: halfbyte {command} is one process" in error
-    assert "start it once, without torchrun" in error and "docs/training.md" in error
+    assert "start it once, without torchrun" in error and "docs/distributed.md" in error
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""The mixture of experts: routing, the load-balancing loss, equality with experts one by one, training."""
+"""The mixture of experts: routing, the load-balancing loss, equality with experts one by one, training, resuming."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import stop_after
 from torch._dynamo.backends.debugging import aot_eager
 
 import halfbyte as hb
-from halfbyte.train import model, moe, treatment
+from halfbyte.train import loop, model, moe, treatment
 
 CONFIG = moe.MoEConfig()
 
@@ -165,3 +166,11 @@ def test_it_learns_in_four_bits_as_in_high_precision():
     assert base < 4.8, "it starts at log(256) = 5.5"
     for recipe in ("nvfp4@all", "nvfp4_mxfp8_bwd@all"):
         assert learn(recipe) == pytest.approx(base, rel=0.05), recipe
+
+
+def test_a_mixture_goes_on_from_its_checkpoint(run, folder):
+    """Experts that got no token have state too, so that its absence is a damage."""
+    config, data = run(model="moe-tiny", steps=2, checkpoint_every=1, batch=1, sequence=8, eval_every=2)
+    whole = replace(config, run=replace(config.run, out=folder / "whole"))
+    stop_after(loop.Trainer(config, "bf16", data), 1)
+    assert loop.train(config, "bf16", data)["held_out_loss"] == loop.train(whole, "bf16", data)["held_out_loss"]
