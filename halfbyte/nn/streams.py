@@ -127,7 +127,7 @@ class FollowsRecipe(_Base):
     @property
     def title(self) -> str:
         """How messages call the layer."""
-        kind = "hb.nn.Linear" if isinstance(self, torch.nn.Linear) else "hb.nn.GroupedLinear"
+        kind = next(f"hb.nn.{cls.__name__}" for cls in type(self).__mro__ if cls.__module__.startswith("halfbyte."))
         sizes = f"{getattr(self, 'in_features', '?')} -> {getattr(self, 'out_features', '?')}"
         return f"{self.called} ({kind}, {sizes})" if self.called else f"{kind}({sizes})"
 
