@@ -138,10 +138,7 @@ class FollowsRecipe(_Base):
     @property
     def title(self) -> str:
         """How messages call the layer."""
-        is_linear = isinstance(self, torch.nn.Linear)  # also where a parametrization made a class of its own
-        kind = (
-            "hb.nn.Linear" if is_linear else "hb.nn.GroupedLinear" if not self.transposed else "hb.nn.TransposedLinear"
-        )
+        kind = next(f"hb.nn.{cls.__name__}" for cls in type(self).__mro__ if cls.__module__.startswith("halfbyte."))
         sizes = f"{getattr(self, 'in_features', '?')} -> {getattr(self, 'out_features', '?')}"
         return f"{self.called} ({kind}, {sizes})" if self.called else f"{kind}({sizes})"
 

@@ -44,14 +44,16 @@ def inputs(count, tokens=192):
     return [torch.randn(tokens, 256, device=CUDA, generator=generator) for _ in range(count)]
 
 
-def train(recipe, *, graph: bool, cached: bool | str, compiled=False, steps=WARM_UP + 3):
-    """Return losses and final weights of steps of two micro-batches."""
+def train(recipe, *, graph: bool, cached: bool | str = False, compiled=False, steps=WARM_UP + 3, follows=None):
+    """Return losses and final weights of steps of two micro-batches, and where the next would draw."""
     model, state = model_and_state(recipe)
     lr = torch.tensor(1e-3, device=CUDA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=True)
     if cached:
         hb.cache_weights(model, optimizer, dtype=torch.bfloat16, decoded=cached == "decoded")
 
+    if follows:
+        state.follow({"model": model, "optimizer": optimizer}[follows])
     for block in model if compiled else ():
         block.compile(fullgraph=True, dynamic=False)
 
@@ -61,7 +63,8 @@ def train(recipe, *, graph: bool, cached: bool | str, compiled=False, steps=WARM
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(x).float().square().mean()
             loss.backward()
-            state.advance()
+            if not follows:
+                state.advance()
             total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
@@ -69,7 +72,15 @@ def train(recipe, *, graph: bool, cached: bool | str, compiled=False, steps=WARM
 
     run = GraphedStep(step, CUDA) if graph else step
     losses = [run(*inputs(2))[0].clone() for _ in range(steps)]
-    return [*losses, *(p.detach() for p in model.parameters()), state.base]
+    return [*losses, *(p.detach() for p in model.parameters()), torch.tensor(state.next_position)]
+
+
+@pytest.mark.parametrize("follows", ["model", "optimizer"])
+def test_replays_move_a_position_that_follows(follows):
+    """A followed model moves as a loop of one's own does, a followed optimizer once a step."""
+    expected = train("nvfp4", graph=False, follows=None if follows == "model" else follows)
+    for a, b in zip(expected, train("nvfp4", graph=True, follows=follows), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("cached", [False, True, "decoded"])
