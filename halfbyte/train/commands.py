@@ -53,15 +53,19 @@ def compare(arguments: list[str]) -> int:
 
 def _until_stopped(run: Callable[[Options, signals.Interrupts], int], options: Options) -> int:
     """Run a command; ctrl-C and SIGTERM end it with one line and the status that shells expect."""
-    launch.refuse_many(f"halfbyte {type(options).__name__.lower()}")
+    name, overwrite = type(options).__name__.lower(), options.config.run.overwrite
+    launch.refuse_many(f"halfbyte {name}")
+    command = "the same command without --overwrite" if overwrite else "the same command"
+
+    def say(stopped: signals.Stopped) -> None:
+        begin = "\n" if sys.stderr.isatty() else ""  # after the ^C that a terminal echoes
+        print(f"{begin}halfbyte {name}: {stopped}; {command} goes on {stopped.where}", file=sys.stderr, flush=True)
+
     try:
-        with signals.watch() as interrupts:
+        with signals.watch(say) as interrupts:
             return run(options, interrupts)
     except signals.Stopped as stopped:
-        name, overwrite = type(options).__name__.lower(), options.config.run.overwrite
-        command = "the same command without --overwrite" if overwrite else "the same command"
-        begin = "\n" if sys.stderr.isatty() else ""  # after the ^C that a terminal echoes
-        print(f"{begin}halfbyte {name}: {stopped}; {command} goes on {stopped.where}", file=sys.stderr)
+        say(stopped)
         return stopped.status
 
 

@@ -166,10 +166,26 @@ def test_tokenizing_stops_at_once_and_leaves_no_half_a_cache(run, folder):
 WAITING = """
 import time
 from halfbyte.train import signals
-with signals.watch() as interrupts, interrupts.deferred():
+with signals.watch(print) as interrupts, interrupts.deferred():
     print("ready", flush=True)
     time.sleep(60)
 """
+DEAF = """
+import hashlib
+from halfbyte.train import signals
+with signals.watch(lambda stopped: print(stopped, flush=True)):
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)  # other threads run, but no instruction of this one
+"""
+
+
+def test_foreign_code_that_does_not_answer_is_ended(tmp_path):
+    """As the training of a tokenizer, which reads nothing that could be half written."""
+    process = start(tmp_path, "-c", DEAF)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=signals.PATIENCE + 20)
+    assert (process.returncode, output) == (143, "stopped by SIGTERM\n")
 
 
 def test_a_second_signal_ends_the_process_and_one_sent_twice_does_not(tmp_path):
@@ -189,7 +205,7 @@ def test_handlers_are_put_back_and_what_is_ignored_stays_so():
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     usual = signal.getsignal(signal.SIGINT)
     try:
-        with signals.watch():
+        with signals.watch(print):
             assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
             with pytest.raises(signals.Stopped):
                 signal.raise_signal(signal.SIGINT)
@@ -199,7 +215,7 @@ def test_handlers_are_put_back_and_what_is_ignored_stays_so():
     found = []
 
     def elsewhere():  # where no handler can be installed
-        with signals.watch() as interrupts:
+        with signals.watch(print) as interrupts:
             found.append(interrupts.requested)
 
     thread = threading.Thread(target=elsewhere)
