@@ -171,10 +171,10 @@ with signals.watch(print) as interrupts, interrupts.deferred():
     time.sleep(60)
 """
 DEAF = """
-import hashlib
+import hashlib, threading
 from halfbyte.train import signals
 with signals.watch(lambda stopped: print(stopped, flush=True)):
-    print("ready", flush=True)
+    threading.Timer(1.0, lambda: print("ready", flush=True)).start()  # once the line below runs
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)  # other threads run, but no instruction of this one
 """
 
