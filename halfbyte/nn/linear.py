@@ -146,7 +146,7 @@ def gather(x: Tensor, layers: Sequence[Linear], call: int) -> Layers:
         if layer.before_use is not None and not torch.compiler.is_compiling():
             layer.before_use()
         if layer.recipe.specs:
-            refuse_foreign((("x", x), ("its weight", layer.weight), ("its bias", layer.bias)), layer.title)
+            refuse_foreign((("x", x), ("its weight", layer.weight), ("its bias", layer.bias)), layer)
     places = [layer.place(call) for layer in layers]
     return Layers(
         weights=[layer.weight for layer in layers],
@@ -198,7 +198,7 @@ def _check_siblings(module: Linear) -> None:
     """Raise ValueError where the shared amax of `module` needs weights that FSDP2 has not gathered with its own."""
     for member in module.amax_group:
         if not is_sharded(member.weight):
-            refuse_foreign((("its weight", member.weight),), member.title)
+            refuse_foreign((("its weight", member.weight),), member)
     absent = [member.title for member in module.amax_group if is_sharded(member.weight)]
     if absent:
         raise ValueError(
