@@ -6,7 +6,7 @@ Torch would say that an operator got mixed tensors, or the layer would quantize 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,13 @@ SHARDED = (
 )
 
 
+class Titled(Protocol):
+    """A layer that knows how to be called."""
+
+    @property
+    def title(self) -> str: ...
+
+
 def is_foreign(tensor: object) -> bool:
     """Whether this is a tensor made of others that is none of ours."""
     kind = type(tensor)  # which compiled code can be asked about, unlike the tensor
@@ -35,12 +42,12 @@ def is_sharded(tensor: object) -> bool:
     return is_foreign(tensor) and hasattr(type(tensor), "device_mesh")
 
 
-def refuse_foreign(tensors: Sequence[tuple[str, Any]], layer: str = "") -> None:
+def refuse_foreign(tensors: Sequence[tuple[str, Any]], layer: Titled | str = "") -> None:
     """Raise ValueError for the first tensor that no quantized GEMM takes.
 
     Args:
         tensors: each with its name, which the message says, or None.
-        layer: which layer they are of.
+        layer: which layer they are of; its title is asked for in case of need, compiled code would depend on it.
     """
     for name, tensor in tensors:
         if not is_foreign(tensor):
@@ -52,9 +59,10 @@ def refuse_foreign(tensors: Sequence[tuple[str, Any]], layer: str = "") -> None:
         refuse(name, tensor, layer)
 
 
-def refuse(name: str, tensor: Any, layer: str) -> None:
+def refuse(name: str, tensor: Any, layer: Titled | str) -> None:
     """Raise the ValueError for a foreign tensor."""
-    what = f"{layer}: {name}" if layer else name
+    title = layer if isinstance(layer, str) else layer.title
+    what = f"{title}: {name}" if title else name
     if is_sharded(tensor):
         raise ValueError(f"{what} is a DTensor, {tuple(tensor.placements)}: {SHARDED}")
     raise ValueError(

@@ -72,7 +72,7 @@ class HalfbyteCallback(TrainerCallback, ExportableState):
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         if model is not None:
-            self._attach(model)
+            self._attach(model, args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         self._end_aside()
@@ -89,7 +89,7 @@ class HalfbyteCallback(TrainerCallback, ExportableState):
             )
         found = {id(layer.run_state): layer.run_state for layer in layers.values() if layer.run_state is not None}
         self._model, self._states = model, list(found.values())
-        self._attach(model)
+        self._attach(model, args)
         self._resume(args, state)
         if args.torch_compile:
             self._put_aside()  # for eval_on_start
@@ -115,8 +115,11 @@ class HalfbyteCallback(TrainerCallback, ExportableState):
         for run_state in self._states:
             run_state.advance()
 
-    def _attach(self, model: nn.Module) -> None:
-        """Hook the model, and models inside it, whose generate() calls them alone; end what another callback set up."""
+    def _attach(self, model: nn.Module, args: Any) -> None:
+        """Hook the model, and models inside it, whose generate() calls them alone; end what another callback set up.
+
+        Compiled code would break at such hooks: there, the recipes are put aside between steps.
+        """
         self.release()
         whole = [module for module in model.modules() if module is model or hasattr(module, "generate")]
         for module in whole:
@@ -124,7 +127,7 @@ class HalfbyteCallback(TrainerCallback, ExportableState):
                 owner = getattr(hook, "__self__", None)
                 if isinstance(owner, HalfbyteCallback):
                     owner.release()
-            if self.evaluation == HIGH_PRECISION:
+            if self.evaluation == HIGH_PRECISION and not args.torch_compile:
                 before = module.register_forward_pre_hook(self._before, prepend=True)
                 self._hooks += [before, module.register_forward_hook(self._after, always_call=True)]
 
@@ -139,7 +142,7 @@ class HalfbyteCallback(TrainerCallback, ExportableState):
             self._open.pop().__exit__(None, None, None)
 
     def _put_aside(self) -> None:
-        """Between two steps everything is evaluation; a model compiled as a whole does not see the hooks."""
+        """Compute in high precision until the next step begins: what comes between two steps is evaluation."""
         if self.evaluation == HIGH_PRECISION and self._model is not None and self._aside is None:
             self._aside = high_precision(self._model)
             self._aside.__enter__()

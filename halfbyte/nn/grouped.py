@@ -59,7 +59,7 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
             offsets: int32 [experts], cumulative ends of the groups.
             call: as for `hb.nn.Linear.forward`.
         """
-        refuse_foreign((("x", x), ("its weight", w_ENK)), self.title)
+        refuse_foreign((("x", x), ("its weight", w_ENK)), self)
         place = self.place(call, w_ENK.device)
         main_grad = getattr(w_ENK, "main_grad", None)
         options = {"main_grad": main_grad, "cached_weight": self.cached_weight(w_ENK)}

@@ -159,7 +159,7 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
     weights = [layer.weight for layer in layers]  # once: a parametrization computes it
     for layer, weight in zip(layers, weights, strict=True):
         if layer.recipe.specs:
-            refuse_foreign((("x", x), ("its weight", weight), ("its bias", layer.bias)), layer.title)
+            refuse_foreign((("x", x), ("its weight", weight), ("its bias", layer.bias)), layer)
     places = [layer.place(call) for layer in layers]
     rows = [_as_rows(layer, weight) for layer, weight in zip(layers, weights, strict=True)]
     cached = [layer.cached_weight(weight) for layer, weight in zip(layers, rows, strict=True)]
@@ -221,7 +221,7 @@ def _check_siblings(module: LinearLayer) -> None:
     """Raise ValueError where the shared amax of `module` needs weights that FSDP2 has not gathered with its own."""
     for member in module.amax_group:
         if not is_sharded(member.weight):
-            refuse_foreign((("its weight", member.weight),), member.title)
+            refuse_foreign((("its weight", member.weight),), member)
     absent = [member.title for member in module.amax_group if is_sharded(member.weight)]
     if absent:
         raise ValueError(

@@ -60,7 +60,7 @@ def refusals(rank, world):
     parallelize_module(kept.layers[0].mlp, mesh, MLP_PLAN)
     assert torch.allclose(kept(TOKENS), expected, atol=1e-5), "in high precision layers run sharded"
     cases = (one_by_one, tensor_parallel, tensor_parallel_compiled, fused_linears, fused_norm, experts, plain_function)
-    return {case.__name__: message_of(case, mesh) for case in (*cases, unquantized)}
+    return {case.__name__: message_of(case, mesh) for case in (*cases, unquantized, unquantized_while_whole)}
 
 
 def message_of(case, mesh):
@@ -110,6 +110,14 @@ def experts(mesh):
 def plain_function(mesh):
     w = distribute_tensor(torch.ones(16, 16), mesh, [Replicate()])
     hb.linear(torch.ones(4, 16), w, None, hb.recipes.mxfp8())
+
+
+def unquantized_while_whole(mesh):
+    model, _ = converted()
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    model(TOKENS)
+    hb.unquantize_(model)
 
 
 def unquantized(mesh):

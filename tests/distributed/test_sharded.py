@@ -26,6 +26,7 @@ def test_what_is_sharded_otherwise_is_refused_by_name():
         "fused_norm": ("a norm of halfbyte: x is a DTensor", "parallelize_module"),
         "experts": ("hb.nn.GroupedLinear(16 -> 16): its weight is a DTensor, (Shard(dim=0),)", "rules={glob: None}"),
         "plain_function": ("w is a DTensor", "fully_shard"),
+        "unquantized_while_whole": ("layers.0: FSDP wrapped it", "call hb.unquantize_ first"),
         "unquantized": ("layers.0.attn.q_proj: its weight is sharded", "before the model is sharded"),
     }
     assert found.keys() == said.keys()
