@@ -12,6 +12,7 @@ from torch import nn
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from halfbyte.convert import high_precision
+from halfbyte.distributed import place_ranks_
 from halfbyte.nn.linear import describe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import parse_recipe
@@ -23,7 +24,8 @@ HIGH_PRECISION, AS_TRAINED = "high_precision", "as_trained"
 class HalfbyteCallback(TrainerCallback, ExportableState):
     """Let `transformers.Trainer` train a model that `hb.quantize_` converted: `callbacks=[HalfbyteCallback()]`.
 
-    The model's RunStates advance after every micro-batch and begin their schedule's steps; checkpoints hold them (in
+    The model's RunStates advance after every micro-batch and begin their schedule's steps; every process draws bits of
+    its own (`hb.distributed.place_ranks_`), unless RunStates were given their ranks before; checkpoints hold them (in
     trainer_state.json, beside the step they belong to), and `resume_from_checkpoint` continues with the same bits. The
     model in eval mode computes in high precision, in the Trainer's evaluation and elsewhere, until `release()`.
 
@@ -91,6 +93,7 @@ class HalfbyteCallback(TrainerCallback, ExportableState):
         self._model, self._states = model, list(found.values())
         self._attach(model, args)
         self._resume(args, state)
+        self._place(args)
         if args.torch_compile:
             self._put_aside()  # for eval_on_start
 
@@ -110,6 +113,19 @@ class HalfbyteCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._end_aside()
+
+    def _place(self, args: Any) -> None:
+        """Let every process draw bits of its own, unless somebody has said which rank it is."""
+        if args.world_size <= 1 or all(run_state.is_placed for run_state in self._states):
+            return
+        sizes = getattr(args, "parallelism_config", None)
+        if getattr(sizes, "tp_size", 1) > 1:
+            raise ValueError(
+                f"args.parallelism_config.tp_size={sizes.tp_size}: ranks that hold parts of one tensor draw alike, and "
+                "the Trainer does not say which do; call hb.distributed.place_ranks_(model, mesh) before train()"
+            )
+        assert self._model is not None, "called once the model is known"
+        place_ranks_(self._model)
 
     def _advance(self) -> None:
         for run_state in self._states:
