@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-import ranks  # noqa: E402
+import ranks
 
 pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("accelerate")
