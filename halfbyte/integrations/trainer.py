@@ -118,10 +118,10 @@ class HalfbyteCallback(TrainerCallback, ExportableState):
         """Let every process draw bits of its own, unless somebody has said which rank it is."""
         if args.world_size <= 1 or all(run_state.is_placed for run_state in self._states):
             return
-        sizes = getattr(args, "parallelism_config", None)
-        if getattr(sizes, "tp_size", 1) > 1:
+        tensor_ranks = getattr(getattr(args, "parallelism_config", None), "tp_size", 1)
+        if tensor_ranks > 1:
             raise ValueError(
-                f"args.parallelism_config.tp_size={sizes.tp_size}: ranks that hold parts of one tensor draw alike, and "
+                f"args.parallelism_config.tp_size={tensor_ranks}: ranks that hold parts of one tensor draw alike, and "
                 "the Trainer does not say which do; call hb.distributed.place_ranks_(model, mesh) before train()"
             )
         assert self._model is not None, "called once the model is known"
