@@ -284,6 +284,7 @@ def test_experts_inside_of_other_modules_copies_and_pickles():
     assert not torch.equal(alone["block"](tokens), expected)
 
 
+@pytest.mark.parametrize("name", MODELS)
 def test_unquantized_experts_run_as_before(name):
     model = build(name)
     keys = [n for n, _ in model.named_modules()]
