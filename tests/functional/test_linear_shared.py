@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from grouped_cases import ends
 from linear_cases import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfbyte as hb
+from halfbyte import ops
 
 TILE = hb.NVFP4(block=(16, 16))
 
@@ -91,3 +94,54 @@ def test_biases_out_dtype_and_main_grads_belong_to_their_weights():
             assert not torch.equal(main_grads[1], main_grads[1].bfloat16().float())
         else:
             assert w.grad.dtype == torch.bfloat16 and torch.allclose(w.grad.double(), exact, rtol=1e-2, atol=1e-1)
+
+
+def test_amaxes_of_the_input_are_taken_as_given():
+    x, weights, _ = tensors()
+    row = torch.tensor(9.0)
+    (y,) = hb.linear_shared(x, weights[:1], None, hb.recipes.nvfp4_forward(), x_amaxes=ops.Amaxes(row, None))
+    w_row = hb.quantize(weights[0], hb.recipes.nvfp4_forward().fprop.b)
+    assert torch.equal(y, hb.gemm_nt(hb.quantize(x, hb.NVFP4(), amax=row), w_row, torch.float32))
+
+
+def test_rows_of_a_shard_draw_the_bits_of_the_whole():
+    spec = hb.NVFP4(outer="row", rounding="stochastic")
+    x, weights, _ = tensors()
+    recipe = hb.Recipe(fprop=hb.GemmSpec(a=spec, b=TILE))
+    whole = hb.gemm_nt(hb.quantize(x, spec, rng=hb.Philox(5, 32)), hb.quantize(weights[0], TILE), torch.float32)
+    place = hb.Philox(5, 32, first_block=10 * 2, blocks_per_row=2)
+    assert torch.equal(hb.linear(x[10:], weights[0], None, recipe, rng=place), whole[10:])
+
+
+class Quantized(TorchDispatchMode):
+    """Counts the codes that quantizations return."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "quantize_row_col" in str(func):
+            self.codes += sum(t.numel() for t in out if isinstance(t, torch.Tensor) and t.dtype == torch.uint8)
+        return out
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_without_gradients_only_the_operands_of_the_forward_are_quantized(grouped):
+    x, weights, _ = tensors()
+    recipe, w = hb.recipes.nvfp4(weight_block=(1, 16)), weights[0].requires_grad_()
+    x.requires_grad_()
+
+    def run():
+        with Quantized() as quantized:
+            if grouped:
+                hb.grouped_linear(x, w[None], ends((32,)), recipe, rng=hb.Philox(0))
+            else:
+                hb.linear(x, w, None, recipe, rng=hb.Philox(0))
+        return quantized.codes
+
+    both = run()
+    with torch.no_grad():
+        alone = run()
+    assert alone == 2 * 32 * (32 // 2 + 32 // 16) < both
