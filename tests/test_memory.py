@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from linear_cases import RECIPES
@@ -52,6 +54,30 @@ def test_the_bytes_of_one_layer(recipe, per_element):
     assert row.linear_fixed == pytest.approx(64 * 96 * per_element, abs=64)  # amaxes and the random position
 
 
+class Tied(nn.Module):
+    """Experts that are kept, and two linear layers of one weight."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.experts = hb.nn.GroupedLinear(1, 64, 64, recipe="bf16", state=state)
+        self.one, self.two = (nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.two(self.one(self.experts(x, torch.tensor([len(x)], dtype=torch.int32))))
+
+
+def test_kept_layers_stay_in_high_precision_and_tied_weights_count_once():
+    state = hb.RunState(0)
+    model = Tied(state)
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=("experts",), last_fraction=0), state=state)
+    assert model.experts.kept and model.experts.run_state is not None
+    report = hb.memory_report(model, torch.randn(32, 64), dtype=None, forward=lambda x: model(x.requires_grad_()))
+    assert report.weights == 64 * 64 and report["bf16"].linear_per_token == 2 * 4 * 64
+    assert report["nvfp4"].linear_per_token == 2 * 9 / 16 * 64
+    assert report["nvfp4"].per_token == report["nvfp4"].linear_per_token + 4 * 64, "what the experts multiply"
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_a_fused_activation_is_none_of_its_linear_layers(activation):
     mlp = hb.nn.LayerNormMLP(64, 96, activation=activation, recipe="mxfp8")
@@ -85,6 +111,22 @@ def test_looking_changes_nothing():
         assert cache.bytes == buffers and torch.equal(model(tokens), before)
     assert state.base is base and model.layers[0].mlp.up_proj.recipe == recipe
     assert torch.equal(model(tokens), before)
+
+
+def test_weights_stay_cached_and_forwards_are_not_counted():
+    model, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(4, 16)
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    with hb.cache_weights(model):
+        held = [t.data_ptr() for t in model[0].cached_weight().tensors]
+        model(x)
+        hb.memory_report(model, x, recipes=("nvfp4", "mxfp8"))
+        assert [t.data_ptr() for t in model[0].cached_weight().tensors] == held
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(62):  # the 64th draws a warning that nobody advances
+                model(x)
+        with pytest.warns(UserWarning, match="same random bits"):
+            model(x)
 
 
 def test_a_report_of_training_can_be_asked_for_without_gradients():

@@ -129,6 +129,13 @@ def test_a_run_that_goes_back_has_its_first_recipes_again():
     assert model.layers[0].mlp.up_proj.recipe_before is None
 
 
+@pytest.mark.parametrize(("share", "steps", "step"), [(0.29, 100, 29), (0.58, 50, 29), (0.7, 9, 6), (1 / 3, 200, 67)])
+def test_a_share_is_rounded_to_the_nearest_step(share, steps, step):
+    """0.29 * 100 is 28.999999999999996 in floating point."""
+    schedule = hb.Schedule([(share, "bf16")], steps)
+    assert schedule.at(step - 1) is None and schedule.at(step) == recipes.bf16()
+
+
 def test_the_last_share_is_the_last_step_at_the_latest():
     assert hb.Schedule([(0.99, "bf16")], steps=10).starts == (9,) and hb.Schedule([(0.95, "bf16")], steps=1).starts == (
         0,

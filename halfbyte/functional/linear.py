@@ -79,7 +79,7 @@ def linear(
     Args:
         x: bf16, fp16 or fp32 [..., K].
         w: [N, K] of x's dtype; under autocast both are cast. A PrimaryWeight is used as it is.
-        bias: [N] or None.
+        bias: [N] or None; its gradient is summed in fp32 and rounded once, to the bias's own dtype.
         recipe: how each operand is quantized; a Recipe or a preset's name.
         rng: the place in the random stream; needed if the recipe draws. It uses 16 offsets from there on.
         out_dtype: dtype of the result, by default x's.

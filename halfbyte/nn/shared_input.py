@@ -19,6 +19,7 @@ from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.places import sign_place
 from halfbyte.nn.linear import Linear, LinearLayer, forward_shared, run_alone, shareable
+from halfbyte.nn.whereabouts import Whereabouts
 from halfbyte.spec import GemmSpec, Recipe, Spec
 
 _PLAIN_GEMM = GemmSpec()
@@ -51,8 +52,13 @@ def following(layers: tuple[nn.Module, ...], device: torch.device, call: int = 0
 
 
 def _is_watched(x: Tensor) -> bool:
-    """Whether changes of x in place can be told, or are none of ours: inference tensors count no versions."""
-    return torch.compiler.is_compiling() or not x.is_inference()
+    """Whether changes of x in place can be told, or are none of ours: inference tensors count no versions.
+
+    Inside torch.func transforms weights may be wrappers, of which nobody can say where they lie.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return not x.is_inference() and not torch._C._are_functorch_transforms_active()
 
 
 def _version(x: Tensor) -> int:
@@ -70,6 +76,13 @@ def _circumstances(x: Tensor, layers: tuple[nn.Module, ...], call: int) -> tuple
     return *same, torch.is_inference_mode_enabled(), *parts
 
 
+def _places(layers: tuple[nn.Module, ...]) -> tuple[Whereabouts, ...]:
+    """Return where the weights lie: new data change neither a Parameter's identity nor its version."""
+    if torch.compiler.is_compiling():
+        return ()
+    return tuple(Whereabouts(layer.weight) for layer in layers if isinstance(layer, Linear))
+
+
 class _Given(NamedTuple):
     """Amaxes of a tensor, handed over by its norm; `of` is None where they are attached to that tensor."""
 
@@ -80,12 +93,24 @@ class _Given(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """Outputs of siblings that the first computed from `of`, None as above; `made`: under which circumstances."""
+    """Outputs of siblings that the first computed from `of`, None as above.
+
+    made: under which circumstances.
+    places: where the weights lay, for those who can ask.
+    """
 
     of: Tensor | None
     version: int
     outputs: tuple[Tensor | None, ...]
     made: tuple
+    places: tuple[Whereabouts, ...]
+
+    def holds(self, x: Tensor, layers: tuple[nn.Module, ...], call: int) -> bool:
+        """Whether `layers` would compute the same now."""
+        if self.made != _circumstances(x, layers, call):
+            return False
+        linears = (layer for layer in layers if isinstance(layer, Linear))
+        return all(place.are_of(layer.weight) for place, layer in zip(self.places, linears, strict=False))
 
 
 class _Known:
@@ -157,14 +182,14 @@ class SharedInput:
             y = computed.outputs[index]
             left = tuple(None if i == index else other for i, other in enumerate(computed.outputs))
             is_last = all(other is None for other in left)
-            known.computed = None if is_last else _Computed(computed.of, computed.version, left, computed.made)
-            if y is not None and computed.made == _circumstances(x, layers, call):
+            known.computed = None if is_last else computed._replace(outputs=left)
+            if y is not None and computed.holds(x, layers, call):
                 return y
         if index != 0 or len(layers) == 1 or not shareable(layers) or not _is_watched(x):
             return run_alone(x, layer, call)
         y, *others = forward_shared(x, layers, call)
         of = x if known is self._own else None
-        known.computed = _Computed(of, _version(x), (None, *others), _circumstances(x, layers, call))
+        known.computed = _Computed(of, _version(x), (None, *others), _circumstances(x, layers, call), _places(layers))
         return y
 
     def _known(self, x: Tensor) -> _Known:

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 import halfbyte as hb
+from halfbyte.functional.activation import linear_activation
+from halfbyte.functional.linear import Layers
 
 SUM = 2e-6  # fp32 accumulation and factors, relative to the sum of absolute products
 ROUND = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -122,6 +124,40 @@ def test_main_grad_accumulates_in_fp32(recipe):
     assert_near(main_grad, total, "main_grad")
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "fresh64", "rotated_everywhere"])
+def test_the_backward_draws_where_the_forward_did(name):
+    """A pipeline advances before the backward; the position of the forward is that of all its gradients."""
+    x, w, bias, dy = cases.tensors()
+    recipe, state = cases.RECIPES[name], hb.RunState(9)
+    want = cases.expected(x, w, bias, dy, recipe, hb.Philox(9, 48))
+    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y, _ = hb.linear_shared(leaves[0], [leaves[1], w], None, recipe, rng=[state.philox(48), state.philox(80)])
+    gated = x.clone().requires_grad_()
+    layers = Layers([w], [None], [None], [None], [None], [state.philox(48)])
+    h, _ = linear_activation(gated, layers, "relu2", recipe)
+    state.advance()
+    y.backward(dy)
+    assert_near(leaves[0].grad, want.dx, "dx")
+    assert_near(leaves[1].grad, want.dw, "dw")
+    h.backward(dy)
+    before = x.clone().requires_grad_()
+    hb.functional.activation("relu2", hb.linear(before, w, None, recipe, rng=hb.Philox(9, 48))).backward(dy)
+    assert torch.equal(gated.grad, before.grad)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_forward", "bare", "mxfp8"])
+def test_gradients_of_a_shared_input_are_added_in_fp32(recipe):
+    """What two layers send back cancels but for the third's: rounded before the sum, their rests would be left."""
+    x, w, _, dy = cases.tensors(dtype=torch.bfloat16)
+    recipe, small = cases.RECIPES[recipe], dy * 2.0**-12
+    leaf = x.clone().requires_grad_()
+    ys = hb.linear_shared(leaf, [w, w, w], None, recipe, rng=RNG)
+    torch.autograd.backward(ys, [dy, -dy, small])
+    want, large = (cases.expected(x, w, None, t, recipe, RNG).dx for t in (small, dy))
+    assert leaf.grad.dtype == torch.bfloat16
+    assert_near(leaf.grad, cases.Product(want.value, want.bound + large.bound), "dx")
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "nvfp4_forward"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_gradient_of_a_bias_is_summed_in_fp32_and_rounded_to_its_own_dtype(dtype, recipe):
@@ -136,6 +172,23 @@ def test_the_gradient_of_a_bias_is_summed_in_fp32_and_rounded_to_its_own_dtype(d
     assert ((biases[0].grad.double() - exact).abs() <= SUM * exact).all()
     assert torch.equal(biases[1].grad, (2 * exact).float().to(dtype))
     assert not torch.equal(biases[0].grad, biases[0].grad.to(dtype).float())
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_gradients_of_a_norm_in_fp32_keep_the_bits_that_x_has_not(centered):
+    """Weight and bias in fp32 of an x in bf16: sums over many tokens, in fp64 here."""
+    x, _, _, _ = cases.tensors(300, 24, dtype=torch.bfloat16)
+    dy = torch.rand(300, 24, generator=torch.Generator().manual_seed(5)).bfloat16()
+    weight, bias = (torch.randn(24, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (6, 7))
+    function = hb.functional.layer_norm if centered else hb.functional.rms_norm
+    function(x, weight, *[bias][: int(centered)], eps=1e-5).backward(dy)
+    wide = x.double() - (x.double().mean(1, keepdim=True) if centered else 0)
+    products = dy.double() * wide * (wide.square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    assert_near(weight.grad, cases.Product(products.sum(0), products.abs().sum(0)), "dw")
+    assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
+    if centered:
+        assert_near(bias.grad, cases.Product(dy.double().sum(0), dy.double().sum(0)), "db")
+        assert not torch.equal(bias.grad, bias.grad.bfloat16().float())
 
 
 @pytest.mark.parametrize("shape", [(24,), (6, 24), (2, 3, 24)])

@@ -72,6 +72,16 @@ def test_values_written_into_the_weight_reach_forward_and_backward(turned):
     assert all(torch.equal(a, b) for a, b in zip(*map(outputs_and_gradients, (plain, primary)), strict=True))
 
 
+def test_values_of_more_bits_are_rounded_as_masters_are():
+    """Once to bf16, then to NVFP4: their amax is that of the rounded values."""
+    values = torch.randn(40, 48, generator=torch.Generator().manual_seed(2)) * 1.003
+    weight = PrimaryWeight.empty((40, 48))
+    weight.copy_(values)
+    expected, unrounded = hb.quantize(values.bfloat16(), TILE), hb.quantize(values, TILE)
+    assert torch.equal(weight.qdata, expected.qdata) and torch.equal(weight.amax, expected.amax)
+    assert not torch.equal(expected.amax, unrounded.amax) and not torch.equal(expected.qdata, unrounded.qdata)
+
+
 def test_a_saved_layer_trains_on():
     _, primary = layers(NVFP4, turned=True)
     file = io.BytesIO()

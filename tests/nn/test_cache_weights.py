@@ -93,6 +93,18 @@ def test_cached_is_bitwise_not_cached(recipe, autocast):
     assert (handle.bytes == 0) == drawing
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_weight_of_which_one_operand_is_cached(autocast):
+    """The other draws random bits: forward and backward read the buffer and the weight."""
+    tile, drawn = hb.NVFP4(block=(16, 16)), hb.NVFP4(block=(16, 16), rounding="stochastic")
+    recipe = hb.Recipe(fprop=hb.GemmSpec(a=hb.NVFP4(), b=tile), dgrad=hb.GemmSpec(a=hb.NVFP4(), b=drawn))
+    plain, _, _ = train(recipe, cached=False, autocast=autocast)
+    cached, model, _ = train(recipe, cached=True, autocast=autocast)
+    assert all(torch.equal(a, b) for a, b in zip(plain, cached, strict=True))
+    kept = model.out.cached_weight()
+    assert kept.row is not None and kept.col is None
+
+
 def test_fused_adamw_leaves_the_version_alone_and_the_cache_follows():
     _, model, _ = train(hb.recipes.nvfp4(), cached=True, steps=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)

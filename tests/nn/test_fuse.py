@@ -416,6 +416,19 @@ def change_weight(model, layer):
         layer.weight.mul_(2)
 
 
+def change_data(model, layer):
+    layer.weight.data = layer.weight.data * 2
+
+
+def change_part(model, layer):
+    """Other data of the same storage."""
+    both = torch.cat((layer.weight.data, -layer.weight.data))
+    layer.weight.data = both[:16]
+    layer(model[0].x)
+    model[0].self_attn.q_proj(model[0].x)
+    layer.weight.data = both[16:]
+
+
 def change_recipe(model, layer):
     hb.set_recipe_(model, "mxfp8")
 
@@ -428,17 +441,25 @@ def change_autocast(model, layer):
     return torch.autocast("cpu", torch.bfloat16)
 
 
-@pytest.mark.parametrize("change", [change_mode, change_weight, change_recipe, change_position, change_autocast])
+CHANGES = [change_mode, change_weight, change_data, change_part, change_recipe, change_position, change_autocast]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_siblings_compute_again_what_was_computed_under_other_circumstances(change):
     """q computes k and v too; they take that only where they would compute the same."""
     model = nn.Sequential(Impatient("never"))
     hb.nn.fuse_(model)
     hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
     attn, x = model[0].self_attn, torch.randn(10, 32)
+    model[0].x = x
     if change is change_mode:
         with torch.no_grad():
             attn.q_proj(x)
         assert attn.k_proj(x).requires_grad
+        with torch.inference_mode():
+            attn.q_proj(x)
+        with torch.no_grad():
+            assert not attn.k_proj(x).is_inference()
         return
     attn.q_proj(x)
     with change(model, attn.k_proj) or contextlib.nullcontext():
@@ -446,3 +467,17 @@ def test_siblings_compute_again_what_was_computed_under_other_circumstances(chan
         assert k.dtype == again.dtype and torch.equal(k, again)
         dw, expected = (torch.autograd.grad(y.float().square().sum(), attn.k_proj.weight)[0] for y in (k, again))
         assert torch.equal(dw, expected)
+
+
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_later_run_takes_no_amax_of_the_signs_of_the_first(call):
+    """Fresh signs are those of the run, and so is the amax of what they rotate; a copy has nothing handed over."""
+    model = nn.Sequential(Impatient("never"))
+    hb.nn.fuse_(model)
+    recipe = hb.recipes.nvfp4(hadamard=hb.Hadamard(size=16, signs="fresh"))
+    hb.quantize_(model, recipe, keep=hb.Keep(names=(), last_fraction=0), state=hb.RunState(5))
+    y, layer = model[0].input_layernorm(torch.randn(19, 32)), model[0].self_attn.q_proj
+    dw, expected = (
+        torch.autograd.grad(layer(x, call=call).square().sum(), layer.weight)[0] for x in (y, y.detach().clone())
+    )
+    assert torch.equal(dw, expected)

@@ -236,3 +236,14 @@ def test_parts_of_other_widths_are_refused():
         LayerNormLinear.from_modules(torch.nn.RMSNorm(32, eps=1e-6), {"q": linear(32, 4), "k": linear(64, 4)})
     with pytest.raises(ValueError, match="give one of width 16"):
         LayerNormMLP.from_modules(torch.nn.LayerNorm(32), {"up": linear(16, 24), "down": linear(24, 16)}, "gelu")
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_siblings_with_backward_hooks_are_called(register):
+    """One product for all would pass by the hooks of each."""
+    layers = [hb.nn.Linear(48, 32, recipe="nvfp4_forward") for _ in range(2)]
+    seen = []
+    getattr(layers[1], register)(lambda module, *gradients: seen.append(module))
+    x = inputs().requires_grad_()
+    torch.autograd.backward(forward_shared(x, layers), [torch.ones(2, 19, 32)] * 2)
+    assert seen == [layers[1]]

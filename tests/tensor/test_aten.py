@@ -122,6 +122,8 @@ class TestViews:
             lambda t: t.view(3, 16, 72)[1],
             lambda t: t.view(3, 16, 72)[1:],
             lambda t: t[0],
+            lambda t: t.view(3, 16, 72).select(0, -1),
+            lambda t: t.view(3, 16, 72).select(-3, -3),
         ):
             out = cut(q)
             assert type(out) is QuantTensor and torch.equal(out.dequantize(), cut(exact))
@@ -235,6 +237,17 @@ class TestCopyInPlace:
         with pytest.raises(ValueError, match=r"draws random bits.*rng="):
             q.copy_(values(40, 72))
         assert_same(q, make(SPECS[name]))
+
+    @pytest.mark.parametrize("index", [0, 1])
+    def test_groups_are_copied_with_their_bytes(self, index):
+        specs = hb.NVFP4(), hb.NVFP4()
+        one, other = (
+            hb.grouped_quantize_row_col(values(24, 40, seed=end), torch.tensor([end, 24], dtype=torch.int32), *specs)
+            for end in (5, 20)
+        )
+        one[index].copy_(other[index])
+        assert_same(one[index], other[index])
+        assert one[index].group_offsets.tolist() == [20, 24] and not shares(one[index], other[index])
 
     def test_refusals_leave_the_tensor_alone(self):
         q = make(ROW)

@@ -103,6 +103,19 @@ class TestStorage:
         torch_file.save_file(plain, path, metadata)
         assert path.stat().st_size > 0
 
+    @every_layout
+    def test_grouped_operands_come_back_from_safetensors(self, scale_layout):
+        """Groups along the rows and along the columns; the codes of each group decide."""
+        offsets = torch.tensor([5, 5, 24], dtype=torch.int32)
+        specs = hb.NVFP4(), hb.NVFP4()
+        row, col = hb.grouped_quantize_row_col(values(24, 40), offsets, *specs, scale_layout=scale_layout)
+        plain, metadata = hb.tensor.to_safetensors({"row": row, "col": col})
+        loaded = hb.tensor.from_safetensors(plain, metadata)
+        for name, q in (("row", row), ("col", col)):
+            assert_same(loaded[name], q)
+            assert loaded[name].splits_columns == (name == "col")
+            assert torch.equal(loaded[name].group_offsets, offsets)
+
     def test_safetensors_refusals(self):
         plain, metadata = hb.tensor.to_safetensors({"w": make(ROW)})
         assert hb.tensor.from_safetensors(plain, None).keys() == plain.keys()
