@@ -13,6 +13,7 @@ from halfbyte.kernels import overlap
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import running_max as rm
 from halfbyte.kernels.decode import INTERPRETED
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.running_max import Wanted
 from halfbyte.kernels.targets import CompileCase
 from halfbyte.kernels.tile_loads import masked_store
@@ -102,7 +103,7 @@ def value_and_slope(x, FUNCTION: tl.constexpr):
     return value, slope
 
 
-@triton.jit(do_not_specialize=("sign_stream", "spans"))
+@jit(do_not_specialize=("sign_stream", "spans"))
 def activation_kernel(
     x_ptr, up_ptr, out_ptr, row_ptr, col_ptr, space_ptr, sign_ptr, sign_stream, rows, cols, spans, SPAN,
     FUNCTION: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr, OVERLAP: tl.constexpr,
@@ -142,7 +143,7 @@ def activation_kernel(
         rm.publish_wanted(m_plain, m_rotated, row_ptr, col_ptr, space_ptr, tl.num_programs(0), WANTED)
 
 
-@triton.jit(do_not_specialize=("sign_stream", "spans"))
+@jit(do_not_specialize=("sign_stream", "spans"))
 def activation_backward_kernel(
     dh_ptr, x_ptr, up_ptr, dx_ptr, dup_ptr, row_ptr, col_ptr, up_row_ptr, up_col_ptr, space_ptr, up_space_ptr,
     sign_ptr, sign_stream, rows, cols, spans, SPAN,

@@ -17,6 +17,7 @@ from torch import Tensor
 from halfbyte.kernels import magnitudes as mg
 from halfbyte.kernels import overlap
 from halfbyte.kernels import running_max as rm
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.rotated_amax import amax_rule, launch_rotated
 from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import ceil_div
@@ -43,7 +44,7 @@ class Tile(NamedTuple):
 PLAIN_TILE = Tile(8192, 8, 8)
 
 
-@triton.jit(do_not_specialize=("parts", "programs"))
+@jit(do_not_specialize=("parts", "programs"))
 def amax_rows_kernel(
     x_ptr, out_ptr, space_ptr, rows, cols, stride_r, stride_c, parts, programs,
     RESULT: tl.constexpr, PACKED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr,

@@ -12,6 +12,7 @@ from torch import Tensor
 from halfbyte.formats import FLT_MAX, SWIZZLE_ROWS, f32
 from halfbyte.kernels import decode as dc
 from halfbyte.kernels import overlap
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.targets import CompileCase, dtype_name
 from halfbyte.kernels.tile_loads import masked_load, masked_store
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout
@@ -70,7 +71,7 @@ def factor(amax, floor, inverse):
     return tl.where(large, 1.0 / 65536, 1.0), a, inverse * tl.where(large, 65536.0, 1.0)
 
 
-@triton.jit(do_not_specialize=("rows", "blocks", "scale_stride"))
+@jit(do_not_specialize=("rows", "blocks", "scale_stride"))
 def dequantize_kernel(
     qdata_ptr,
     scale_ptr,

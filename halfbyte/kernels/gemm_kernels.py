@@ -12,6 +12,7 @@ import triton.language as tl
 
 from halfbyte.kernels import decode as dc
 from halfbyte.kernels import overlap
+from halfbyte.kernels.launch import jit
 
 
 @triton.jit
@@ -85,7 +86,7 @@ def split_columns(x, PARTS: tl.constexpr):
         return first, second, third, fourth
 
 
-@triton.jit(do_not_specialize=("M", "N", "K"))
+@jit(do_not_specialize=("M", "N", "K"))
 def gemm_tma_kernel(
     a_desc,
     b_desc,
@@ -156,7 +157,7 @@ def gemm_tma_kernel(
                 store_tile(y, out_ptr, out_stride, o_m, o_n, M, N, ACCUMULATE)
 
 
-@triton.jit(do_not_specialize=("M",))
+@jit(do_not_specialize=("M",))
 def gemm_pointer_kernel(
     a_ptr,
     b_ptr,
@@ -218,7 +219,7 @@ def gemm_pointer_kernel(
     store_tile(acc, p_split, out_stride, o_m, o_n, M, N, ACCUMULATE)
 
 
-@triton.jit(do_not_specialize=("M", "split_rows"))
+@jit(do_not_specialize=("M", "split_rows"))
 def combine_kernel(
     parts_ptr,
     out_ptr,

@@ -24,6 +24,7 @@ from halfbyte.kernels import rotated_amax as ra
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.grouped_plan import Plan, group_of_tile
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.targets import CompileCase
 from halfbyte.kernels.tile_loads import load_col_groups, load_row_groups
 from halfbyte.kernels.tiles import rotate_group
@@ -46,7 +47,7 @@ PACKED_WIDTH = 32  # the widest rotation of words of two columns: with 64, threa
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 
 
-@triton.jit(do_not_specialize=("sign_stream", "groups", "strips"))
+@jit(do_not_specialize=("sign_stream", "groups", "strips"))
 def packed_amax_kernel(
     x_ptr, plain_ptr, rotated_ptr, sign_ptr, sign_stream, table_ptr, tile_group_ptr, groups, cols, stride_r, strips,
     RULE: tl.constexpr, FULL: tl.constexpr, TR: tl.constexpr, T: tl.constexpr, VEC: tl.constexpr,
@@ -121,7 +122,7 @@ def largest(m):
     return tl.max(tl.max(m, axis=1), axis=0)
 
 
-@triton.jit(do_not_specialize=("row_sign_stream", "col_sign_stream", "col_tiles", "groups"))
+@jit(do_not_specialize=("row_sign_stream", "col_sign_stream", "col_tiles", "groups"))
 def grouped_amax_kernel(
     x_ptr, row_out_ptr, col_out_ptr, row_sign_ptr, col_sign_ptr, row_sign_stream, col_sign_stream, table_ptr,
     tile_group_ptr, groups, cols, stride_r, stride_c, col_tiles,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels import square_tiles
 from halfbyte.kernels.amax import operand_amax
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import compile_arguments, divisor, is_packed
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import quantize_row_tile, read_row_tile
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
 TILE = Tile(16, 256, 4)
 
 
-@triton.jit(do_not_specialize=("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"))
+@jit(do_not_specialize=("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"))
 def quantize_experts_kernel(
     x_ptr,
     q_ptr,

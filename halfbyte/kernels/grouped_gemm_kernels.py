@@ -15,6 +15,7 @@ import triton.language as tl
 from halfbyte.kernels import decode as dc
 from halfbyte.kernels.gemm_kernels import finish, split_columns, store_tile, tile_of
 from halfbyte.kernels.grouped_plan import group_of_tile
+from halfbyte.kernels.launch import jit
 
 VARYING = ("groups", "M", "N", "K", "first_step")
 
@@ -28,7 +29,7 @@ def factor_offset(group, rows_before, FACTOR: tl.constexpr):
         return group
 
 
-@triton.jit(do_not_specialize=VARYING)
+@jit(do_not_specialize=VARYING)
 def rows_tma_kernel(
     a_desc,
     b_desc,
@@ -115,7 +116,7 @@ def contraction_range(group, table_ptr, first_step, most, STORED: tl.constexpr, 
     return first * STORED + first_step * BK, tl.minimum(tl.maximum(steps - first_step, 0), most)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@jit(do_not_specialize=VARYING)
 def split_tma_kernel(
     a_desc,
     b_desc,
@@ -188,7 +189,7 @@ def split_tma_kernel(
                     store_tile(y, p_out, out_stride, o_m, o_n, M, N, ACCUMULATE)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@jit(do_not_specialize=VARYING)
 def grouped_pointer_kernel(
     a_ptr,
     b_ptr,
@@ -279,7 +280,7 @@ def grouped_pointer_kernel(
         store_tile(y, p_out, out_stride, o_m, o_n, rows, N, ACCUMULATE)
 
 
-@triton.jit(do_not_specialize=("groups", "M", "N"))
+@jit(do_not_specialize=("groups", "M", "N"))
 def clear_tail_kernel(out_ptr, offsets_ptr, out_stride, groups, M, N, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Write zeros to the rows of out [M, N] behind the last group."""
     end = tl.load(offsets_ptr + groups - 1).to(tl.int32)

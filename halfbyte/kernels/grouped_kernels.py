@@ -13,6 +13,7 @@ from halfbyte.kernels import overlap, philox
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.grouped_plan import group_of_tile
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.transpose import transpose_tile
 
@@ -231,7 +232,7 @@ VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream
 )
 
 
-@triton.jit(do_not_specialize=VARYING)
+@jit(do_not_specialize=VARYING)
 def grouped_quantize_kernel(
     x_ptr,
     row_q_ptr,
@@ -328,7 +329,7 @@ def grouped_quantize_kernel(
             clear_tile(group, start, end, local, i_col, row, col, groups, cols, storage, ROW, COL, TR, CLEARED)
 
 
-@triton.jit(do_not_specialize=("groups", "word_tiles"))
+@jit(do_not_specialize=("groups", "word_tiles"))
 def grouped_transpose_kernel(
     qdata_ptr,
     scale_ptr,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels import overlap
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import ceil_div, padded_groups
 from halfbyte.rng import GROUP_SEED_STEP, as_signed64
@@ -99,7 +100,7 @@ def find_group(tile, offsets_ptr, groups, total, TR: tl.constexpr, GROUPS: tl.co
     return group, tl.sum(tl.where(own, start, 0), axis=0), tl.sum(tl.where(own, end, 0), axis=0), first
 
 
-@triton.jit(do_not_specialize=("groups", "total", "uniform", "tiles"))
+@jit(do_not_specialize=("groups", "total", "uniform", "tiles"))
 def plan_kernel(
     offsets_ptr, table_ptr, tile_group_ptr, row_amax_ptr, col_amax_ptr, row_given_ptr, col_given_ptr,
     draws_ptr, signs_ptr, draw_ptr, sign_ptr, groups, total, uniform, tiles,

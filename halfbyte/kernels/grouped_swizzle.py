@@ -10,6 +10,7 @@ from torch import Tensor
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels import overlap
 from halfbyte.kernels.grouped_plan import find_group, make_plan
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import SWIZZLED_32_4_4, ceil_div, group_alignment, grouped_shapes, round_up
 from halfbyte.spec import Spec
@@ -18,7 +19,7 @@ TILES = 16  # tiles of 128 x 4 scales that a program moves
 NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize=("groups", "rows"))
+@jit(do_not_specialize=("groups", "rows"))
 def grouped_swizzle_kernel(
     linear_ptr,
     words_ptr,

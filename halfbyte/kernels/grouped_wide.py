@@ -18,6 +18,7 @@ from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import cast
 from halfbyte.kernels.grouped_kernels import clear_padding
 from halfbyte.kernels.grouped_plan import Plan, group_of_tile
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.magnitudes import INF_BITS, finite_bits, magnitude_bits
 from halfbyte.kernels.quantize import compile_arguments
 from halfbyte.kernels.quantize_wide import quantize_lines
@@ -57,7 +58,7 @@ def load_lines(
         return pm.to_fp32(tl.load(pointers, mask=(row < end)[:, None] & (col < cols)[None, :], other=0))
 
 
-@triton.jit(do_not_specialize=("stream", "sign_stream", "groups", "side_tiles"))
+@jit(do_not_specialize=("stream", "sign_stream", "groups", "side_tiles"))
 def grouped_wide_kernel(
     x_ptr, q_ptr, scale_ptr, amax_ptr, draw_ptr, sign_ptr, table_ptr, tile_group_ptr, groups, cols, blocks, stride_r,
     stride_c, stream, sign_stream, span, floor, inverse, unit, side_tiles,
@@ -107,7 +108,7 @@ def grouped_wide_kernel(
         clear_padding(p_scale, storage // 16, per_row, local // 16, side * T, cols, blocks, SIZE // 16, T)
 
 
-@triton.jit(do_not_specialize=("sign_stream", "groups", "side_tiles"))
+@jit(do_not_specialize=("sign_stream", "groups", "side_tiles"))
 def grouped_wide_amax_kernel(
     x_ptr, out_ptr, sign_ptr, table_ptr, tile_group_ptr, groups, cols, stride_r, stride_c, sign_stream, side_tiles,
     RULE: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, T: tl.constexpr,

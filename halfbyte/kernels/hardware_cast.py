@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels.e2m1_conversion import E2M1_CAPABILITY, converted_word
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.stochastic import stochastic_word, upper_halves
 from halfbyte.kernels.targets import TARGETS, CompileCase
 
@@ -33,7 +33,7 @@ STOCHASTIC_CONVERSION = tl.constexpr(
 )
 
 
-@triton.jit
+@jit
 def e2m1_pair_kernel(x_ptr, random_ptr, ours_ptr, theirs_ptr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr):
     """Convert x fp32 [8 n] to words of 8 codes [n], by our arithmetic and by the target; random: uint32 [2 n]."""
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

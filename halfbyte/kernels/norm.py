@@ -18,6 +18,7 @@ from halfbyte.kernels import decode as dc
 from halfbyte.kernels import overlap
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import running_max as rm
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.magnitudes import larger_bits, raised
 from halfbyte.kernels.running_max import LANES, ROW_GROUP, Wanted
 from halfbyte.kernels.targets import CompileCase
@@ -124,7 +125,7 @@ def raise_plain_pairs(plain, pairs, WANTED: tl.constexpr):
     return plain
 
 
-@triton.jit(do_not_specialize=("eps", "sign_stream"))
+@jit(do_not_specialize=("eps", "sign_stream"))
 def norm_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, row_ptr, col_ptr, space_ptr, sign_ptr, sign_stream,
     rows, cols, eps, CENTERED: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
@@ -218,7 +219,7 @@ def store_row_means(
         tl.store(means_ptr + rows + row, tl.div_rn(meet_lanes(total), count), mask=in_rows)
 
 
-@triton.jit
+@jit
 def norm_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, means_ptr, partial_ptr,
     rows, cols, CENTERED: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
@@ -266,7 +267,7 @@ def norm_backward_kernel(
             masked_store(partial_ptr + (groups + group) * cols + col, dbias, in_col, FULL)
 
 
-@triton.jit
+@jit
 def group_sum_kernel(
     partial_ptr, out_ptr, groups, cols, C: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip

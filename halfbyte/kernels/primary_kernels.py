@@ -13,6 +13,7 @@ import triton.language as tl
 from halfbyte.kernels import decode as dc
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.transpose import transpose_tile
 
 # Columns of the table of pieces.
@@ -106,7 +107,7 @@ def finite_max(xs):
     return m
 
 
-@triton.jit(do_not_specialize=("tiles",))
+@jit(do_not_specialize=("tiles",))
 def amax_kernel(
     table, programs, amax_ptr, tiles, DTYPE: tl.constexpr, ROUND: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr
 ):
@@ -138,7 +139,7 @@ def load_constants(p_constants):
     return tl.load(p_constants), tl.load(p_constants + 1), tl.load(p_constants + 2), tl.load(p_constants + 3)
 
 
-@triton.jit(do_not_specialize=("tiles",))
+@jit(do_not_specialize=("tiles",))
 def choose_kernel(
     table, constants_ptr, programs, amax_ptr, scale_ptr, tiles,
     DTYPE: tl.constexpr, ROUND: tl.constexpr, ALIGNED: tl.constexpr, RULE: tl.constexpr, N: tl.constexpr,
@@ -184,7 +185,7 @@ def own_nibbles(piece, row, col):
     return nibbles_below(end) & ~nibbles_below(begin)
 
 
-@triton.jit(do_not_specialize=("tiles",))
+@jit(do_not_specialize=("tiles",))
 def cast_kernel(
     table, constants_ptr, programs, amax_ptr, scale_ptr, tiles,
     DTYPE: tl.constexpr, ROUND: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr,
@@ -219,7 +220,7 @@ def cast_kernel(
         tl.store(pointers, ((old & (0xFF - own)) | (new & own)).to(tl.uint8), mask=own != 0)
 
 
-@triton.jit(do_not_specialize=("tiles",))
+@jit(do_not_specialize=("tiles",))
 def scale_kernel(
     table, constants_ptr, programs, amax_ptr, scale_ptr, tiles,
     COMPUTE: tl.constexpr, EXPAND: tl.constexpr, N: tl.constexpr,
@@ -260,7 +261,7 @@ def scale_kernel(
         tl.store(tl.load(weight + W_AMAX).to(tl.pointer_type(tl.float32)), amax)
 
 
-@triton.jit
+@jit
 def transpose_kernel(table, programs, WIDE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr):
     """The other orientation of every weight, as in a tensor alone; scales as if they were LINEAR.
 
@@ -293,7 +294,7 @@ def transpose_kernel(table, programs, WIDE: tl.constexpr, TILE_ROWS: tl.constexp
     )
 
 
-@triton.jit
+@jit
 def turn_swizzled_kernel(table, programs, N: tl.constexpr):
     """The transposed scales of weights whose own are swizzled: program for a row of tiles, N tiles of it."""
     weight = table + tl.load(programs + tl.program_id(0)).to(tl.int64) * WEIGHT_FIELDS

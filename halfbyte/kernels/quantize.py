@@ -15,6 +15,7 @@ from halfbyte.kernels import quantize_wide
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import operand_amax
 from halfbyte.kernels.decode import INTERPRETED
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
@@ -26,7 +27,7 @@ from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
 VARYING = ("stream", "first_block", "sign_stream", "tiles", "magic", "shift")
 
 
-@triton.jit(do_not_specialize=VARYING)
+@jit(do_not_specialize=VARYING)
 def quantize_rows_kernel(
     x_ptr,
     q_ptr,
@@ -102,7 +103,7 @@ def quantize_rows_kernel(
         )
 
 
-@triton.jit(do_not_specialize=VARYING)
+@jit(do_not_specialize=VARYING)
 def quantize_cols_kernel(
     x_ptr,
     q_ptr,

@@ -17,6 +17,7 @@ from halfbyte.kernels import philox
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import rotate_wide as rw
 from halfbyte.kernels import scaling as sc
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.magnitudes import is_packed
 from halfbyte.kernels.rotated_amax import load_groups, narrowed
 from halfbyte.kernels.targets import TARGETS, CompileCase
@@ -107,7 +108,7 @@ def quantize_part(
         store_scale(scale_ptr, scale, row[:, None], block, inside, rows, blocks, SWIZZLED, False)
 
 
-@triton.jit(do_not_specialize=("stream", "first_block", "sign_stream", "tiles"))
+@jit(do_not_specialize=("stream", "first_block", "sign_stream", "tiles"))
 def quantize_wide_kernel(
     x_ptr, q_ptr, scale_ptr, amax_ptr, draw_ptr, sign_ptr, rows, cols, blocks, stride_r, stride_c, stream, first_block,
     blocks_per_row, sign_stream, span, floor, inverse, unit, groups, tiles,

@@ -19,6 +19,7 @@ from halfbyte.kernels import rotate_wide as rw
 from halfbyte.kernels import running_max as rm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import cast
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
@@ -83,7 +84,7 @@ def narrowed(x, NARROW: tl.constexpr):
     return pm.to_fp32(cast(x, tl.bfloat16))
 
 
-@triton.jit(do_not_specialize=("sign_stream", "strips", "parts", "programs"))
+@jit(do_not_specialize=("sign_stream", "strips", "parts", "programs"))
 def amax_rotated_kernel(
     x_ptr, out_ptr, plain_ptr, space_ptr, sign_ptr, sign_stream, rows, cols, stride_r, stride_c, strips, parts,
     programs, RULE: tl.constexpr, BOTH: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr,

@@ -16,6 +16,7 @@ from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import row_col_amax
 from halfbyte.kernels.dequantize import decode
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.quantize import (
     Output,
@@ -119,7 +120,7 @@ def quantize_both(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=VARYING)
+@jit(do_not_specialize=VARYING)
 def quantize_row_col_kernel(
     x_ptr,
     row_q_ptr,

@@ -19,6 +19,7 @@ from torch import Tensor
 from halfbyte.kernels import overlap
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import INTERPRETED
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import allocate, compile_arguments, is_packed, operand_arguments
 from halfbyte.kernels.rotated_amax import RotatedTile, amax_rotated_kernel, amax_rule, rotated_case
 from halfbyte.kernels.targets import TARGETS, CompileCase
@@ -57,7 +58,7 @@ def merged(partial_ptr, out_ptr, is_first, PROGRAMS: tl.constexpr):
     return amax
 
 
-@triton.jit(do_not_specialize=VARYING)
+@jit(do_not_specialize=VARYING)
 def quantize_row_col_small_kernel(
     x_ptr, row_q_ptr, row_scale_ptr, row_partial_ptr, row_draw_ptr, row_sign_ptr, col_q_ptr, col_scale_ptr,
     col_partial_ptr, col_draw_ptr, col_sign_ptr, row_amax_ptr, col_amax_ptr, rows, cols, row_blocks, col_blocks,

@@ -25,6 +25,7 @@ from halfbyte.formats import f32
 from halfbyte.kernels import decode as dc
 from halfbyte.kernels import philox
 from halfbyte.kernels import primitives as pm
+from halfbyte.kernels.prepared import keep
 from halfbyte.kernels.tile_loads import masked_load
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4
@@ -89,10 +90,10 @@ def workspace(wanted: Wanted, device: torch.device) -> Tensor | None:
     if not wanted.meets:
         return None
     if device.type != "cuda":
-        return _kept_workspace(device)
+        return keep(_kept_workspace(device))
     if torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
         return torch.zeros(SLOTS, dtype=torch.int32, device=device)
-    return _kept_workspace(device)
+    return keep(_kept_workspace(device))
 
 
 def signs(wanted: Wanted, sign_draw: Draw | None) -> tuple[Tensor | None, int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.magnitudes import finite_max
 from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.quantize import allocate, compile_arguments, operand_arguments
@@ -27,7 +28,7 @@ MAX_VALUES = 16384  # 64 a thread: more take longer in one program than a second
 NUM_WARPS = 8
 
 
-@triton.jit(do_not_specialize=("stream", "first_block", "sign_stream"))
+@jit(do_not_specialize=("stream", "first_block", "sign_stream"))
 def quantize_small_kernel(
     x_ptr, q_ptr, scale_ptr, amax_ptr, draw_ptr, sign_ptr, rows, cols, blocks, stride_r, stride_c, stream, first_block,
     blocks_per_row, sign_stream, span, floor, inverse, unit,

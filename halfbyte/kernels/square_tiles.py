@@ -17,6 +17,7 @@ from halfbyte.kernels import decode as dc
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.amax import operand_amax
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.quantize import divisor, is_packed
 from halfbyte.kernels.quantize import quantize as quantize_any
@@ -44,7 +45,7 @@ def to_strips(m, W: tl.constexpr):
     return tl.reshape(tl.broadcast_to(m[:, :, None], (1, W // 2, 2)), (1, W))
 
 
-@triton.jit(do_not_specialize=("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"))
+@jit(do_not_specialize=("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"))
 def quantize_tiles_kernel(
     x_ptr,
     q_ptr,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import ceil_div, swizzled_numel
 
@@ -15,7 +15,7 @@ TILES = 8  # tiles of 128 x 4 scales a program moves: 4 KiB, whole 32-byte secto
 NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize=("rows", "cols"))
+@jit(do_not_specialize=("rows", "cols"))
 def swizzle_kernel(
     linear_ptr,
     words_ptr,

@@ -13,6 +13,7 @@ from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.kernels import overlap
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.dequantize import as_words
+from halfbyte.kernels.launch import jit
 from halfbyte.kernels.targets import CompileCase
 from halfbyte.kernels.tile_loads import masked_load, masked_store
 from halfbyte.layout import ceil_div
@@ -216,7 +217,7 @@ def transpose_scales(
             tl.store(p_out + col.to(tl.int64)[None, :] * out_stride, units[b], mask=mask)
 
 
-@triton.jit(do_not_specialize=("rows", "cols", "scale_stride", "out_scale_stride", "scale_programs"))
+@jit(do_not_specialize=("rows", "cols", "scale_stride", "out_scale_stride", "scale_programs"))
 def transpose_kernel(
     qdata_ptr,
     scale_ptr,

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from halfbyte import reference
 from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape, round_up, swizzled_numel
 from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
+from halfbyte.ops.repeat import repeated
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec, parse
 
@@ -258,10 +259,9 @@ _FAKES = {
     gemm_nt_out: _fake_gemm_nt_out,
 }
 
-for _schema in _SCHEMAS:
+for _schema, (_function, _fake) in zip(_SCHEMAS, _FAKES.items(), strict=True):
     _LIBRARY.define(_schema)
-for _function, _fake in _FAKES.items():
-    _LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_function.__name__, repeated(_function, _schema), "CompositeExplicitAutograd")
     torch.library.register_fake(f"halfbyte::{_function.__name__}", _fake, lib=_LIBRARY)
 
 

@@ -1,0 +1,368 @@
+"""Calls that are worked out once: what a function allocates and launches for one request, kept and repeated.
+
+Which kernels a request needs, their tiles, grids and constants follow from its specs and from the shapes, strides,
+dtypes, alignment and device of its tensors. Working that out takes the host longer than the GPU needs for the kernels.
+So the first call of a request runs the function and records what reached the GPU: tensors that were allocated, torch
+ops, launches. Later calls repeat the record with their own memory. A record holds no tensor of a call, nothing in it is
+keyed by the identity of an object, and what it could not understand is never repeated: such requests run anew.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfbyte.kernels import launch
+from halfbyte.kernels.launch import Launch, Launched, Pointer, Shape, TensorDescriptor, Varying
+
+MAX_RECORDS = 4096
+"""Requests that are kept, the latest; a model of 100 layers of ten shapes has some hundreds."""
+
+ALIGNMENT = 16
+LARGEST_INT32 = (1 << 31) - 1
+MARGIN = 1 << 12
+"""What a launcher may add to a number that varies."""
+
+_aten = torch.ops.aten
+ALLOCATIONS = frozenset(
+    op.default if hasattr(op, "default") else op.memory_format
+    for op in (_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided)
+)
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Memory that is not initialized."""
+
+    slot: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, slots: list[Any], numbers: Sequence[int], stream: int) -> None:
+        slots[self.slot] = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    @property
+    def made(self) -> tuple[int, ...]:
+        return (self.slot,)
+
+    @property
+    def used(self) -> set[int]:
+        return set()
+
+
+class _Slot(int):
+    """Stands for a tensor among the arguments of an op."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """A torch op, such as a view or a sum.
+
+    made: a slot for each tensor that it returned, in order; those of tensors that it was given, too.
+    kept: whether it is needed only for what it returns.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    made: tuple[int, ...]
+    pure: bool
+
+    def __call__(self, slots: list[Any], numbers: Sequence[int], stream: int) -> None:
+        result = self.function(*_filled(self.arguments, slots), **_filled(self.named, slots))
+        for slot, tensor in zip(self.made, _tensors((result,)), strict=True):
+            slots[slot] = tensor
+
+    @property
+    def used(self) -> set[int]:
+        return {int(slot) for slot in _found((self.arguments, self.named), _Slot)}
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Memory that nobody reads any more goes back to the allocator, which gives it to what comes next on the stream."""
+
+    slots: tuple[int, ...]
+
+    def __call__(self, slots: list[Any], numbers: Sequence[int], stream: int) -> None:
+        for slot in self.slots:
+            slots[slot] = None
+
+
+def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Return nested arguments with `change` of everything of one type in its place."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map(item, kind, change) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_map(item, kind, change) for item in value)
+    return value
+
+
+def _filled(value: Any, slots: list[Any]) -> Any:
+    return _map(value, _Slot, lambda slot: slots[slot])
+
+
+def _found(value: Any, kind: type) -> list[Any]:
+    found: list[Any] = []
+    _map(value, kind, found.append)
+    return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return _found(value, Tensor)
+
+
+class Recorder(TorchDispatchMode):
+    """Records what a function does with tensors.
+
+    Args:
+        tensors: that it is given; None for none.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.steps: list[Any] = []
+        self.refusal: str | None = None
+        self.constants: list[Tensor] = []
+        self._slots: dict[int, int] = {}
+        self._seen: list[Tensor] = []  # kept alive, so that no two have one id
+        self._roots: dict[int, tuple[int, int]] = {}
+        self.count = 0
+        for tensor in tensors:
+            slot = self._new_slot()
+            if tensor is not None and id(tensor) not in self._slots:
+                self._know(tensor, slot)
+
+    def _new_slot(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def _know(self, tensor: Tensor, slot: int, root: tuple[int, int] | None = None) -> None:
+        self._slots[id(tensor)] = slot
+        self._seen.append(tensor)
+        self._roots[slot] = root or (slot, tensor.data_ptr())
+
+    def refuse(self, reason: str) -> None:
+        """Say why the record cannot be repeated."""
+        self.refusal = self.refusal or reason
+
+    def keep(self, tensor: Tensor) -> None:
+        """Let a tensor that outlives all calls be used by the record."""
+        if id(tensor) not in self._slots:
+            self.constants.append(tensor)
+            self._know(tensor, self._new_slot())
+
+    def slot_of(self, tensor: Tensor) -> int | None:
+        """Return a tensor's slot; None, and no record, if it came from elsewhere."""
+        slot = self._slots.get(id(tensor))
+        if slot is None:
+            self.refuse(f"a tensor {tuple(tensor.shape)} came from outside")
+        return slot
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        used = _tensors((args, kwargs))
+        result = func(*args, **kwargs)
+        if _found((args, kwargs), Varying):
+            self.refuse(f"{func} depends on a number that varies")
+        if self.refusal:
+            return result
+        made = _tensors((result,))
+        if made and func in ALLOCATIONS:
+            (tensor,) = made
+            slot = self._new_slot()
+            self._know(tensor, slot)
+            self.steps.append(
+                Allocation(slot, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+            )
+            return result
+        if any(not isinstance(out, Tensor | None) for out in (result if type(result) in (tuple, list) else (result,))):
+            self.refuse(f"{func} returns what is no tensor")
+            return result
+        self._record_op(func, (args, kwargs), used, made)
+        return result
+
+    def _record_op(self, func: Any, given: tuple, used: list[Tensor], made: list[Tensor]) -> None:
+        filled = _map(given, Tensor, lambda tensor: _Slot(self.slot_of(tensor) or 0))
+        slots = []
+        for tensor in made:
+            if id(tensor) in self._slots:  # changed in place
+                slots.append(self._slots[id(tensor)])
+                continue
+            slot, memory = self._new_slot(), tensor.untyped_storage()._cdata
+            base = next((t for t in used if t.untyped_storage()._cdata == memory), None)
+            root = None if base is None or self.refusal else self._roots[self._slots[id(base)]]
+            self._know(tensor, slot, root)
+            slots.append(slot)
+        self.steps.append(Op(func, *filled, tuple(slots), not func._schema.is_mutable))
+
+    def launched(self, launched: Launched) -> None:
+        """Record a launch."""
+        pointers, arguments = {}, {}
+        for name, argument in launched.arguments.items():
+            tensor = argument.base if isinstance(argument, TensorDescriptor) else argument
+            if isinstance(tensor, Tensor):
+                slot = self.slot_of(tensor)
+                if slot is None:
+                    return
+                root, start = self._roots[slot]
+                pointers[name] = Pointer(root, tensor.data_ptr() - start, tensor.dtype)
+                argument = Shape.of(argument) if isinstance(argument, TensorDescriptor) else None
+            elif _tensors((argument,)):
+                self.refuse(f"{launched.kernel.__name__} takes a tuple of tensors, {name}")
+                return
+            elif type(argument) is Varying and name not in launched.kernel.unspecialized:
+                self.refuse(f"{launched.kernel.__name__} is compiled for the value of {name}")
+                return
+            arguments[name] = argument
+        self.steps.append(Launch(launched._replace(arguments=arguments), pointers))
+
+
+class Record:
+    """What a request does.
+
+    Args:
+        recorder: that saw it.
+        given: tensors of a call, constants excluded.
+        outputs: what the function returned: tensors and None.
+    """
+
+    def __init__(self, recorder: Recorder, given: int, outputs: Sequence[Tensor | None]) -> None:
+        self._outputs = tuple(None if out is None else recorder.slot_of(out) for out in outputs)
+        self._blank = [None] * recorder.count
+        self._given = given
+        for tensor in recorder.constants:
+            self._blank[recorder.slot_of(tensor) or 0] = tensor  # type: ignore[call-overload]
+        wanted = {slot for slot in self._outputs if slot is not None}
+        self.steps = _with_drops(_needed(recorder.steps, wanted), wanted, given)
+
+    def __call__(self, tensors: Sequence[Tensor | None], numbers: Sequence[int], stream: int) -> tuple:
+        """Repeat it with other tensors."""
+        slots = self._blank.copy()
+        slots[: self._given] = tensors
+        for step in self.steps:
+            step(slots, numbers, stream)
+        return tuple([None if slot is None else slots[slot] for slot in self._outputs])
+
+
+def _needed(steps: list[Any], wanted: set[int]) -> list[Any]:
+    """Return the steps without those that only make what nobody uses."""
+    wanted, kept = set(wanted), []
+    for step in reversed(steps):
+        if isinstance(step, Launch):
+            wanted |= step.slots
+        elif isinstance(step, Op) and not (step.pure and wanted.isdisjoint(step.made)):
+            wanted |= step.used
+        elif wanted.isdisjoint(step.made):
+            continue
+        kept.append(step)
+    return kept[::-1]
+
+
+def _with_drops(steps: list[Any], outputs: set[int], given: int) -> list[Any]:
+    """Return the steps with, after each, the memory that nothing uses from there on."""
+    last: dict[int, int] = {}
+    for i, step in enumerate(steps):
+        touched = step.slots if isinstance(step, Launch) else {*step.used, *step.made}
+        last.update(dict.fromkeys(touched, i))
+    out = []
+    for i, step in enumerate(steps):
+        out.append(step)
+        over = tuple(slot for slot, end in last.items() if end == i and slot >= given and slot not in outputs)
+        if over and i + 1 < len(steps):
+            out.append(Drop(over))
+    return out
+
+
+_RECORDS: dict[Hashable, Record | str] = {}
+_LOCK = threading.Lock()
+
+
+def _place_of(tensor: Tensor | None) -> Hashable:
+    """Return what of a tensor decides how a request is met."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT
+
+
+def call(function: Function, static: tuple, tensors: Sequence[Tensor | None], numbers: Sequence[int] = ()) -> tuple:
+    """Return function(static, tensors, numbers), from the record of an equal request if there is one.
+
+    Args:
+        function: of a module, whose launches and results depend on nothing but its arguments. It must not return a
+            tensor that it was given unless that is always so.
+        static: hashable values.
+        tensors: plain ones on one device, or None.
+        numbers: ints that vary from call to call; of them the function may form sums with constants, which kernels take
+            unspecialized.
+
+    Returns:
+        The tensors (or None) that the function returned.
+    """
+    device = next(tensor.device for tensor in tensors if tensor is not None)
+    if device.type != "cuda":
+        return _call(function, static, tensors, numbers, (device, 0))
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return _call(function, static, tensors, numbers, (device, _stream(device)))
+    return _call(function, static, tensors, numbers, (device, _stream(device)))
+
+
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def _call(
+    function: Function,
+    static: tuple,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    where: tuple[torch.device, int],
+) -> tuple:
+    ids = [id(tensor) for tensor in tensors if tensor is not None]
+    same = None if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
+    large = tuple([number > LARGEST_INT32 - MARGIN for number in numbers])
+    device, stream = where
+    # Kernels of the default stream share a workspace, the others have their own.
+    key = function, static, tuple([_place_of(tensor) for tensor in tensors]), same, large, device, stream == 0
+    record = _RECORDS.get(key)
+    if type(record) is Record:
+        return record(tensors, numbers, stream)
+    if record is not None or launch.watcher() is not None:
+        return function(static, tensors, numbers)
+    recorder = Recorder(tensors)
+    varying = [Varying.at(i, number) for i, number in enumerate(numbers)]
+    with recorder, launch.watching(recorder):
+        outputs = function(static, tensors, varying)
+    if recorder.refusal is None:
+        record = Record(recorder, len(tensors), outputs)
+    _keep(key, recorder.refusal or record)
+    return outputs
+
+
+def _keep(key: Hashable, record: Record | str | None) -> None:
+    assert record is not None
+    with _LOCK:
+        while len(_RECORDS) >= MAX_RECORDS:
+            del _RECORDS[next(iter(_RECORDS))]
+        _RECORDS[key] = record
+
+
+def keep(tensor: Tensor) -> Tensor:
+    """Return a tensor that outlives all calls, such as a workspace, after telling who records."""
+    recorder = launch.watcher()
+    if isinstance(recorder, Recorder):
+        recorder.keep(tensor)
+    return tensor

@@ -1,0 +1,62 @@
+"""Ops whose kernels are launched from a record of the first equal call (`halfbyte.kernels.prepared`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.ops.backends import REFERENCE, choose, warn_once
+
+VARYING = ("stream", "sign_stream")
+"""Arguments that differ between layers which are equal otherwise."""
+
+
+@lru_cache(maxsize=1)
+def _prepared() -> Any:
+    """Return the module that keeps records, None where this Triton's launches cannot be repeated."""
+    from halfbyte.kernels import launch, prepared  # imports Triton, so only where it runs
+
+    if launch.supports():
+        return prepared
+    warn_once(f"every kernel launch is worked out anew, which takes the host several times longer: {launch.SUPPORTED}")
+    return None
+
+
+def repeated(function: Callable, schema: str) -> Callable:
+    """Return an op's implementation that runs `function` once for each request where kernels run, and repeats it.
+
+    Args:
+        function: the op's body, called with positional arguments.
+        schema: the op's.
+    """
+    parsed: Any = torch._C.parse_schema(f"halfbyte::{schema}")
+    kinds = [str(argument.type) for argument in parsed.arguments]
+    names = [argument.name for argument in parsed.arguments]
+    tensors = [i for i, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]")]
+    numbers = [i for i, name in enumerate(names) if name in VARYING]
+    static = [i for i in range(len(kinds)) if i not in tensors and i not in numbers]
+    returned = len(parsed.returns)
+    last = len(kinds) - 1
+    assert names[last] == "backend", "the last argument of every op names the backend"
+
+    def body(static_values: tuple, given: Any, varying: Any) -> tuple:
+        arguments = [None] * len(kinds)
+        for places, values in ((static, static_values), (tensors, given), (numbers, varying)):
+            for i, value in zip(places, values, strict=True):
+                arguments[i] = value
+        out = function(*arguments)
+        return out if returned > 1 else (out,) if returned else ()
+
+    def implementation(*arguments: Any) -> Any:
+        first: Tensor = arguments[tensors[0]]
+        if choose(first.device, arguments[last] or None) == REFERENCE or (prepared := _prepared()) is None:
+            return function(*arguments)
+        values = [tuple([arguments[i] for i in places]) for places in (static, tensors, numbers)]
+        out = prepared.call(body, *values)
+        return out if returned > 1 else out[0] if returned else None
+
+    return implementation
