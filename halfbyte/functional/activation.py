@@ -8,8 +8,7 @@ Its bits are those of `linear_shared` followed by `activation`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +19,19 @@ from halfbyte.arithmetic import ACTIVATIONS, Activation
 from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.linear import (
+    Call,
     Layers,
-    _draws,
-    _load,
-    _save,
+    Saved,
+    as_gradients,
     bases_of,
+    draws_of,
+    flatten_operands,
     gradient_specs,
+    gradients_of,
+    multiply,
+    note,
     prepare,
-    run_backward,
-    run_forward,
+    unflatten_operands,
 )
 from halfbyte.functional.places import sign_place
 from halfbyte.functional.primary import runs_eagerly
@@ -116,37 +119,38 @@ def linear_activation(
     if call is None:
         outputs = [F.linear(tensors[0], w, b) for w, b in zip(tensors[1 : n + 1], tensors[n + 1 :], strict=True)]
         return _activate(outputs[0], outputs[1] if n > 1 else None, found.function, following)
-    then = _Then(found.function, following.row, following.col, _static(following.sign_draw))
+    then, stream = _static(found.function, following)
     # A copy: torch.compile refuses a tensor that enters twice, and it may be the layers' own base.
     base = None if following.sign_draw is None else following.sign_draw.base.clone()
+    call = call._replace(streams=(*call.streams, stream))
     h, *amaxes = _ActivatedLinear.apply((call, then), *tensors, base)
     return from_rows(h, x.shape), following.known(*amaxes)
 
 
-@dataclass(frozen=True)
-class _Then:
-    """The activation and how its output will be quantized, without tensors."""
+class _Then(NamedTuple):
+    """The activation and how its output will be quantized, without tensors and without the stream of its signs."""
 
     function: str
     row: Spec | None
     col: Spec | None
-    sign_place: tuple | None
+    shard: tuple | None
 
-    def following(self, base: Tensor | None) -> ops.Following:
-        sign = None if base is None or self.sign_place is None else Draw(base, *self.sign_place)
+    def following(self, base: Tensor | None, stream: int) -> ops.Following:
+        sign = None if base is None or self.shard is None else Draw(base, stream, *self.shard)
         return ops.Following(self.row, self.col, sign)
 
 
-def _static(draw: Draw | None) -> tuple | None:
-    return None if draw is None else draw[1:]
+def _static(function: str, following: ops.Following) -> tuple[_Then, int]:
+    sign = following.sign_draw
+    shard, stream = (None, 0) if sign is None else (sign[2:], sign.stream)
+    return _Then(function, following.row, following.col, shard), stream
 
 
 def _activate(x: Tensor, up: Tensor | None, function: str, following: ops.Following) -> tuple[Tensor, ops.Amaxes]:
     refuse_transforms((x, up), ELEMENTWISE)
     refuse_foreign((("x", x), ("up", up)), "an activation of halfbyte")
     sign = following.sign_draw
-    then = _Then(function, following.row, following.col, _static(sign))
-    h, *amaxes = _Activation.apply(then, x, up, None if sign is None else sign.base)
+    h, *amaxes = _Activation.apply(_static(function, following), x, up, None if sign is None else sign.base)
     return from_rows(h, x.shape), following.known(*amaxes)
 
 
@@ -159,10 +163,10 @@ class _Activation(torch.autograd.Function):
     """x [..., K], up and the base of the signs in; h [M, K] and two amaxes out."""
 
     @staticmethod
-    def forward(ctx: Any, then: _Then, x: Tensor, up: Tensor | None, base: Tensor | None):
-        shape = matrix_shape(x.shape)
+    def forward(ctx: Any, how: tuple[_Then, int], x: Tensor, up: Tensor | None, base: Tensor | None):
+        (then, stream), shape = how, matrix_shape(x.shape)
         up_MK = None if up is None else up.reshape(shape)
-        h, amaxes = ops.activation(x.reshape(shape), up_MK, then.function, then.following(base))
+        h, amaxes = ops.activation(x.reshape(shape), up_MK, then.function, then.following(base, stream))
         ctx.save_for_backward(x, up)
         ctx.function = then.function
         outputs = _present(amaxes, x)
@@ -183,28 +187,47 @@ class _ActivatedLinear(torch.autograd.Function):
     """As _SharedLinear with an activation behind it; the last tensor is the base of its signs. h and two amaxes out."""
 
     @staticmethod
-    def forward(ctx: Any, calls: tuple[Any, _Then], x: Tensor, *tensors: Any):
-        (call, then), base = calls, tensors[-1]
-        outputs, kept = run_forward(ctx, call, x, tensors[:-1])
-        up = outputs[1] if len(outputs) > 1 else None
-        h, amaxes = ops.activation(outputs[0], up, then.function, then.following(base))
-        ctx.layout = _save(ctx, [*kept, *outputs], bases_of(call, tensors))
-        ctx.function, ctx.activation_inputs = then.function, call.count
-        known = _present(amaxes, x)
-        ctx.mark_non_differentiable(*known)
-        return h, *known
+    def forward(ctx: Any, calls: tuple[Call, _Then], x: Tensor, *tensors: Any):
+        (call, then), n = calls, calls[0].request.count
+        note(ctx, call, x, tensors)
+        static = call.request, ctx.needs_input_grad[1 : 2 + n], then
+        (h, *made), ctx.layout = ops.run(_activated_forward, static, (x, *tensors), call.streams)
+        ctx.save_for_backward(*made[2:], *bases_of(call, tensors))
+        ctx.function = then.function
+        ctx.mark_non_differentiable(*made[:2])
+        return h, *made[:2]
 
     @staticmethod
     @first_order(ELEMENTWISE)
     def backward(ctx: Any, dh: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-        n = ctx.call.count
-        kept, bases = _load(ctx.layout, ctx.saved_tensors, n + 1)
-        pre, kept = kept[-n:], kept[:-n]
-        need_dw = any(ctx.needs_input_grad[2 : 2 + n])
-        following = ops.Following(
-            *gradient_specs(ctx.call.recipe, ctx.needs_input_grad[1], need_dw),
-            sign_place(_draws(ctx.call, bases)[-1]),
-        )
-        up = pre[1] if n > 1 else None
-        gradients, amaxes = ops.activation_backward(dh, pre[0], up, ctx.function, following)
-        return run_backward(ctx, kept, bases, [t for t in gradients if t is not None], amaxes[:n])
+        static = ctx.call.request, ctx.layout, ctx.needs_input_grad[1:], ctx.dtypes, ctx.function
+        given = *ctx.saved_tensors, dh, *ctx.main_grads
+        gradients, _ = ops.run(_activated_backward, static, given, ctx.call.streams[:-1])
+        return as_gradients(ctx, gradients)
+
+
+def _activated_forward(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, Saved]:
+    """Return h, its two amaxes, then the tensors of what the backward needs; and their layout (`forward_pass`)."""
+    request, needs, then = static
+    *tensors, base = tensors
+    outputs, kept = multiply(request, needs, tensors, streams[:-1])
+    up = outputs[1] if len(outputs) > 1 else None
+    h, amaxes = ops.activation(outputs[0], up, then.function, then.following(base, streams[-1]))
+    flat, layout = flatten_operands([*kept, *outputs])
+    return (h, *_present(amaxes, h), *flat), layout
+
+
+def _activated_backward(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, None]:
+    """Return what `backward_pass` does, of dh."""
+    request, layout, needs, dtypes, function = static
+    n = request.count
+    kept, rest = unflatten_operands(layout, tensors)
+    bases, dh, grads = rest[: n + 1], rest[n + 1], rest[n + 2 :]
+    draws = draws_of(request, bases, streams)
+    pre, kept = kept[-n:], kept[:-n]
+    specs = gradient_specs(request.recipe, needs[0], any(needs[1 : 1 + n]))
+    following = ops.Following(*specs, sign_place(draws[-1]))
+    up = pre[1] if n > 1 else None
+    dys, amaxes = ops.activation_backward(dh, pre[0], up, function, following)
+    dys = [t for t in dys if t is not None]
+    return gradients_of(request, (kept, draws, grads), dys, amaxes[:n], (needs, dtypes)), None

@@ -17,8 +17,9 @@ Shape suffixes: M tokens, E experts, N out_features, K in_features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import EXPERTS, first_order, refuse_transforms
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
-from halfbyte.functional.linear import _load, _save
+from halfbyte.functional.linear import Saved, flatten_operands, unflatten_operands
 from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, at_stream, snapshot
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
 from halfbyte.recipes import resolve
@@ -172,20 +173,18 @@ def grouped_linear(
             raise ValueError(f"rng.first_block={draw.first_block}: tokens and experts are whole; leave it out")
         signs = rng.signs_on(x.device) if recipe.needs_sign_rng else None
     (layout,), buffers = flatten([cached_weight])
+    call = _Call(recipe, out_dtype or x.dtype, torch.is_grad_enabled(), layout)
     stream = 0 if draw is None else draw.stream
-    call = _Call(recipe, stream, out_dtype or x.dtype, torch.is_grad_enabled(), layout)
     # A tensor is passed once: torch.compile refuses repeated inputs.
     distinct = None if draw is None or signs is None or signs.base is draw.base else signs.base
     bases = None if draw is None else snapshot(draw.base), snapshot(distinct)
-    return _GroupedLinear.apply(call, x, w_ENK, offsets, main_grad, *bases, *buffers)
+    return _GroupedLinear.apply((call, stream), x, w_ENK, offsets, main_grad, *bases, *buffers)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What is static about one call: everything that is no tensor."""
+class _Call(NamedTuple):
+    """What is static about one call: everything that is no tensor, but the stream."""
 
     recipe: Recipe
-    stream: int
     out_dtype: torch.dtype
     save: bool
     cached: Layout
@@ -195,54 +194,71 @@ class _GroupedLinear(torch.autograd.Function):
     """x, w, offsets, main_grad, the rng's base, that of its signs if another, a cached weight's tensors in, y out."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, how: tuple[_Call, int], x: Tensor, w: Tensor, *rest: Any) -> Tensor:
         # torch.compile without gradients drops ctx where there are as many arguments as parameters; here, never.
-        offsets, main_grad, base, sign_base, *buffers = rest
-        recipe = call.recipe
-        need_dx, need_dw = (call.save and need for need in ctx.needs_input_grad[1:3])
-        fprop, dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
-        draws = _draws(base, sign_base, call.stream)
-        transient = (recipe.backward == "original", False)
-        keeps_col = recipe.backward == "original"
-        specs = fprop.a, wgrad.b if need_dw and keeps_col else None
-        x_row, x_col = _both(x, offsets, specs, _Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), transient))
-        specs = fprop.b, dgrad.b if need_dx and keeps_col else None
-        cached = unflatten([call.cached], buffers)[0]
-        ctx.shares_tiles = cached[1] is None and _shares_tiles(specs, x.device)
-        transient = (transient[0] and not ctx.shares_tiles, False)
-        place = _Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), transient)
-        w_row, w_col = _weight(w, (specs[0], None) if ctx.shares_tiles else specs, cached, place)
-        y = ops.grouped_gemm_nt(x_row, w_row, offsets, out_dtype=call.out_dtype)
-        kept = (
-            (x_col if keeps_col else x_row) if need_dw else None,
-            (w_col if keeps_col and not ctx.shares_tiles else w_row) if need_dx else None,
-        )
-        ctx.call, ctx.x_dtype, ctx.w_dtype, ctx.main_grad = call, x.dtype, w.dtype, main_grad
-        ctx.layout = _save(ctx, [*kept], (offsets, base, sign_base))
+        offsets, main_grad, base, sign_base, *_ = rest
+        (call, ctx.stream), ctx.recipe = how, how[0].recipe
+        needs = tuple([call.save and need for need in ctx.needs_input_grad[1:3]])
+        (y, *kept), ctx.layout = ops.run(_forward_pass, (call, needs), (x, w, *rest), (ctx.stream,))
+        ctx.dtypes, ctx.main_grad = (x.dtype, w.dtype), main_grad
+        ctx.save_for_backward(*kept, offsets, base, sign_base)
         return y
 
     @staticmethod
     @first_order(EXPERTS)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        recipe = ctx.call.recipe
-        (x_col, w_col), (offsets, base, sign_base) = _load(ctx.layout, ctx.saved_tensors, 3)
-        assert offsets is not None, "offsets are always saved"
-        need_dx, need_dw = ctx.needs_input_grad[1:3]
-        dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.dgrad, recipe.wgrad))
-        draws = _draws(base, sign_base, ctx.call.stream)
-        specs = dgrad.a if need_dx else None, wgrad.a if need_dw else None
-        row, col = _both(dy, offsets, specs, _Place(*draws, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True)))
-        dx = dw = None
-        if need_dx:
-            right = _turned(w_col) if ctx.shares_tiles else _right(w_col, None, recipe, ctx.x_dtype)
-            dx = ops.grouped_gemm_nt(row, right, offsets, out_dtype=ctx.x_dtype)
-        if need_dw:
-            right = _right(x_col, offsets, recipe, ctx.x_dtype)
-            if ctx.main_grad is None:
-                dw = ops.grouped_gemm_nt(col, right, offsets, out_dtype=ctx.x_dtype).to(ctx.w_dtype)
-            else:
-                ops.grouped_gemm_nt(col, right, offsets, out=ctx.main_grad, accumulate=True)
+        static = ctx.recipe, ctx.layout, ctx.needs_input_grad[1:3], ctx.dtypes
+        given = *ctx.saved_tensors, dy, ctx.main_grad
+        (dx, dw), _ = ops.run(_backward_pass, static, given, (ctx.stream,))
         return None, dx, dw, *[None] * (len(ctx.needs_input_grad) - 3)
+
+
+def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, tuple[Saved, bool]]:
+    """Return y, then the tensors of what the backward needs; and their layout, and whether tiles are shared."""
+    call, (need_dx, need_dw) = static
+    x, w, offsets, _, base, sign_base, *buffers = tensors
+    recipe = call.recipe
+    fprop, dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+    draws = _draws(base, sign_base, streams[0])
+    transient = (recipe.backward == "original", False)
+    keeps_col = recipe.backward == "original"
+    specs = fprop.a, wgrad.b if need_dw and keeps_col else None
+    x_row, x_col = _both(x, offsets, specs, _Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), transient))
+    specs = fprop.b, dgrad.b if need_dx and keeps_col else None
+    cached = unflatten([call.cached], buffers)[0]
+    shares_tiles = cached[1] is None and _shares_tiles(specs, x.device)
+    transient = (transient[0] and not shares_tiles, False)
+    place = _Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), transient)
+    w_row, w_col = _weight(w, (specs[0], None) if shares_tiles else specs, cached, place)
+    y = ops.grouped_gemm_nt(x_row, w_row, offsets, out_dtype=call.out_dtype)
+    kept = (
+        (x_col if keeps_col else x_row) if need_dw else None,
+        (w_col if keeps_col and not shares_tiles else w_row) if need_dx else None,
+    )
+    flat, layout = flatten_operands(kept)
+    return (y, *flat), (layout, shares_tiles)
+
+
+def _backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, None]:
+    """Return the gradients of x and w."""
+    recipe, (layout, shares_tiles), (need_dx, need_dw), (x_dtype, w_dtype) = static
+    (x_col, w_col), (offsets, base, sign_base, dy, main_grad) = unflatten_operands(layout, tensors)
+    assert offsets is not None, "offsets are always saved"
+    dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.dgrad, recipe.wgrad))
+    draws = _draws(base, sign_base, streams[0])
+    specs = dgrad.a if need_dx else None, wgrad.a if need_dw else None
+    row, col = _both(dy, offsets, specs, _Place(*draws, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True)))
+    dx = dw = None
+    if need_dx:
+        right = _turned(w_col) if shares_tiles else _right(w_col, None, recipe, x_dtype)
+        dx = ops.grouped_gemm_nt(row, right, offsets, out_dtype=x_dtype)
+    if need_dw:
+        right = _right(x_col, offsets, recipe, x_dtype)
+        if main_grad is None:
+            dw = ops.grouped_gemm_nt(col, right, offsets, out_dtype=x_dtype).to(w_dtype)
+        else:
+            ops.grouped_gemm_nt(col, right, offsets, out=main_grad, accumulate=True)
+    return (dx, dw), None
 
 
 def _draws(base: Tensor | None, sign_base: Tensor | None, stream: int) -> tuple[Draw | None, Draw | None]:

@@ -26,7 +26,6 @@ Shape suffixes: M tokens, N out_features, K in_features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -166,7 +165,7 @@ class Layers(NamedTuple):
 
 def prepare(
     x: Tensor, layers: Layers, recipe: Recipe, out_dtype: torch.dtype | None, x_amaxes: ops.Amaxes | None
-) -> tuple[_Call | None, tuple]:
+) -> tuple[Call | None, tuple]:
     """Return the static part of a call and its tensors: x first, as `run_forward` takes them.
 
     Returns None and (x, *weights, *biases) where everything stays in high precision.
@@ -177,39 +176,33 @@ def prepare(
         if isinstance(w, PrimaryWeight):
             weights[i], cached[i] = primary_operands(w, recipe)
     x, weights, biases = _autocast(x, weights, biases, [covers(c, recipe) for c in cached])
-    _check(x, weights, biases, recipe, grads, cached)
-    places = places_of(rng, n, recipe)
     if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
+        _check(x, weights, biases, recipe, grads, cached)
+        places_of(rng, n, recipe)
         return None, (x, *weights, *biases)
     refuse_transforms((x, *weights, *biases), LINEAR)
-    refuse_foreign((("x", x), *(("w", w) for w in weights), *(("bias", bias) for bias in biases)))
-    _check_options(out_dtype, amaxes)
+    places = places_of(rng, n, recipe)
     draws: list[Draw | None] = [None] * n if places is None else [place.on(x.device) for place in places]
     draws.append(places[0].signs_on(x.device) if places is not None and recipe.needs_sign_rng else None)
     # A tensor is passed once, however many weights share it: torch.compile refuses repeated inputs.
     bases, base_of = distinct([None if d is None else d.base for d in draws])
     amaxes, amax_of = distinct(amaxes)
     layouts, buffers = flatten(cached)
-    call = _Call(
-        recipe=recipe,
-        count=n,
-        base_of=base_of,
-        amax_of=amax_of,
-        streams=tuple((d.stream, d.first_block, d.blocks_per_row) if d is not None else None for d in draws),
-        out_dtype=out_dtype or x.dtype,
-        save=torch.is_grad_enabled(),
-        cached=layouts,
-    )
+    shards = tuple(None if d is None else (d.first_block, d.blocks_per_row) for d in draws)
+    request = Request(recipe, n, base_of, amax_of, shards, out_dtype or x.dtype, torch.is_grad_enabled(), layouts)
+    _check_once(request, x, (weights, biases, amaxes, grads, cached), out_dtype)
+    call = Call(request, tuple(0 if d is None else d.stream for d in draws))
     bases = [snapshot(base) for base in bases]
     return call, (x, *weights, *biases, *amaxes, *grads, *bases, *(x_amaxes or ops.Amaxes()), *buffers)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What is static about one call: everything that is no tensor.
+class Request(NamedTuple):
+    """What is static about calls that differ in tensors and streams alone.
 
-    base_of, streams: the place of every weight, then that of the signs of all: which base is its own, and the rest.
+    base_of, shards: the place of every weight, then that of the signs of all: which base is its own, and which part of
+        an operand it quantizes, as Draw says.
     amax_of: for every weight, which of the amaxes is its own.
+    save: whether gradients are recorded.
     cached: for every weight, which operands of it come along quantized.
     """
 
@@ -217,10 +210,17 @@ class _Call:
     count: int
     base_of: tuple[int, ...]
     amax_of: tuple[int, ...]
-    streams: tuple[tuple[int, int, int | None] | None, ...]
+    shards: tuple[tuple[int, int | None] | None, ...]
     out_dtype: torch.dtype
     save: bool
     cached: tuple[Layout, ...]
+
+
+class Call(NamedTuple):
+    """One call: its request, and the stream of every weight, then that of the signs."""
+
+    request: Request
+    streams: tuple[int, ...]
 
 
 class _SharedLinear(torch.autograd.Function):
@@ -231,36 +231,88 @@ class _SharedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Call, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         if not torch.compiler.is_compiling():  # compiled backward passes see zeros
             ctx.set_materialize_grads(False)  # of an output that nobody used, a weight has no gradient
-        outputs, kept = run_forward(ctx, call, x, tensors)
-        ctx.layout = _save(ctx, kept, bases_of(call, tensors))
-        return tuple(outputs)
+        note(ctx, call, x, tensors)
+        needs = ctx.needs_input_grad[1 : 2 + call.request.count]
+        made, ctx.layout = ops.run(forward_pass, (call.request, needs), (x, *tensors), call.streams)
+        n = call.request.count
+        ctx.save_for_backward(*made[n:], *bases_of(call, tensors))
+        return made[:n]
 
     @staticmethod
     @first_order(LINEAR)
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        kept, bases = _load(ctx.layout, ctx.saved_tensors, ctx.call.count + 1)
-        return run_backward(ctx, kept, bases, dys, [ops.Amaxes()] * len(dys))
+        static = ctx.call.request, ctx.layout, ctx.needs_input_grad[1:], ctx.dtypes
+        given = *ctx.saved_tensors, *dys, *ctx.main_grads
+        gradients, _ = ops.run(backward_pass, static, given, ctx.call.streams)
+        return as_gradients(ctx, gradients)
 
 
-def bases_of(call: _Call, tensors: Sequence[Any]) -> Sequence[Tensor | None]:
+def note(ctx: Any, call: Call, x: Tensor, tensors: Sequence[Any]) -> None:
+    """Note on ctx what the backward needs beside saved tensors."""
+    n = call.request.count
+    ctx.call, ctx.x_shape, ctx.main_grads = call, x.shape, tensors[3 * n : 4 * n]
+    biases = tuple([None if b is None else b.dtype for b in tensors[n : 2 * n]])
+    ctx.dtypes = x.dtype, tuple([w.dtype for w in tensors[:n]]), biases
+
+
+def as_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return what `gradients_of` returned as an autograd function returns it."""
+    dx, *others = gradients
+    dx = None if dx is None else dx.view(ctx.x_shape)
+    return None, dx, *others, *[None] * (len(ctx.needs_input_grad) - 2 - len(others))
+
+
+def bases_of(call: Call, tensors: Sequence[Any]) -> Sequence[Tensor | None]:
     """Return the bases among the tensors of a call."""
-    return tensors[4 * call.count : 5 * call.count + 1]
+    return tensors[4 * call.request.count : 5 * call.request.count + 1]
 
 
-def run_forward(ctx: Any, call: _Call, x: Tensor, tensors: Sequence[Any]) -> tuple[list[Tensor], list]:
-    """Return the outputs [M, N_i] and what the backward needs of x and of each weight; note the rest on ctx."""
-    n, recipe = call.count, call.recipe
-    weights, biases, amaxes, grads = (tensors[i * n : (i + 1) * n] for i in range(4))
-    needs = [call.save and need for need in ctx.needs_input_grad]
-    need_dx, need_dw = needs[1], needs[2 : 2 + n]
+def forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, Saved]:
+    """Return the outputs, then the tensors of what the backward needs; and the layout of these.
+
+    Args:
+        static: the request, and whether x and each weight need gradients.
+        tensors: x, and those of `_SharedLinear`.
+        streams: of the call.
+    """
+    request, needs = static
+    outputs, kept = multiply(request, needs, tensors, streams)
+    flat, layout = flatten_operands(kept)
+    return (*outputs, *flat), layout
+
+
+def backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, None]:
+    """Return the gradients of x, of each weight and of each bias.
+
+    Args:
+        static: the request, the layout of what was saved, which inputs need gradients, and the dtypes of `note`.
+        tensors: what was saved, the bases, dy of each weight, main_grad of each weight.
+        streams: of the call.
+    """
+    request, layout, needs, dtypes = static
+    n = request.count
+    kept, rest = unflatten_operands(layout, tensors)
+    bases, dys, grads = rest[: n + 1], rest[n + 1 : 2 * n + 1], rest[2 * n + 1 :]
+    draws = draws_of(request, bases, streams)
+    return gradients_of(request, (kept, draws, grads), dys, [ops.Amaxes()] * n, (needs, dtypes)), None
+
+
+def multiply(
+    request: Request, needs: Sequence[bool], tensors: Sequence[Any], streams: Sequence[int]
+) -> tuple[list[Tensor], list]:
+    """Return the outputs [M, N_i] and what the backward needs of x and of each weight; arguments as `forward_pass`."""
+    n, recipe = request.count, request.recipe
+    x, *tensors = tensors
+    weights, biases, amaxes = (tensors[i * n : (i + 1) * n] for i in range(3))
+    need_dx, *need_dw = [request.save and need for need in needs]
     fprop, dgrad, wgrad = (gemm or _BF16_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
     dequantized = recipe.backward == "dequantized"
-    cached = unflatten(call.cached, tensors[5 * n + 3 :])
+    cached = unflatten(request.cached, tensors[5 * n + 3 :])
     x_MK = x.reshape(matrix_shape(x.shape))
-    *draws, signs = _draws(call, bases_of(call, tensors))
+    *draws, signs = draws_of(request, tensors[4 * n : 5 * n + 1], streams)
     keep_x = any(need_dw)
     x_col_spec = wgrad.b if keep_x and not dequantized else None
     place = _Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (not dequantized, False))
@@ -270,27 +322,31 @@ def run_forward(ctx: Any, call: _Call, x: Tensor, tensors: Sequence[Any]) -> tup
     for i, w in enumerate(weights):
         needed = fprop.b, dgrad.b if need_dx and not dequantized else None
         place = _Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
-        w_row, w_col = _weight(w, needed, cached[i], place, amaxes[call.amax_of[i]])
-        bias = biases[i]
-        y = ops.gemm_nt(row, w_row, out_dtype=call.out_dtype, bias=bias)
-        outputs.append(y)
+        w_row, w_col = _weight(w, needed, cached[i], place, amaxes[request.amax_of[i]])
+        outputs.append(ops.gemm_nt(row, w_row, out_dtype=request.out_dtype, bias=biases[i]))
         kept_w.append((w_row if dequantized else w_col) if need_dx else None)
-    ctx.call, ctx.x_shape, ctx.x_dtype = call, x.shape, x.dtype
-    ctx.w_dtypes = [w.dtype for w in weights]
-    ctx.b_dtypes = [None if b is None else b.dtype for b in biases]
-    ctx.main_grads = grads
     return outputs, [kept_x, *kept_w]
 
 
-def run_backward(
-    ctx: Any, kept: list, bases: Sequence[Tensor | None], dys: Sequence[Tensor | None], amaxes: Sequence[ops.Amaxes]
+def gradients_of(
+    request: Request,
+    state: tuple[list, list, Sequence[Tensor | None]],
+    dys: Sequence[Tensor | None],
+    amaxes: Sequence[ops.Amaxes],
+    wanted: tuple[Sequence[bool], tuple],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all that `run_forward` was given; amaxes: of each dy, or None, as far as known."""
-    call, (x_col, *w_cols) = ctx.call, kept
-    n = call.count
-    *draws, signs = _draws(call, bases)
-    need_dx = ctx.needs_input_grad[1]
-    need_dw, need_db = ctx.needs_input_grad[2 : 2 + n], ctx.needs_input_grad[2 + n : 2 + 2 * n]
+    """Return the gradients of x [M, K], of each weight and of each bias.
+
+    Args:
+        request: of the call.
+        state: what `multiply` kept, the draws, the main_grads.
+        dys: of each output, or None.
+        amaxes: of each dy, or None, as far as known.
+        wanted: which of x, weights and biases need gradients, and the dtypes of `note`.
+    """
+    n, ((x_col, *w_cols), (*draws, signs), main_grads) = request.count, state
+    needs, (x_dtype, w_dtypes, b_dtypes) = wanted
+    need_dx, need_dw, need_db = needs[0], needs[1 : 1 + n], needs[1 + n : 1 + 2 * n]
     dx = None
     dws, dbs = [None] * n, [None] * n
     used = [i for i, dy in enumerate(dys) if dy is not None]
@@ -298,18 +354,17 @@ def run_backward(
         if dy is None:
             continue
         dy_MN = dy.reshape(matrix_shape(dy.shape))
-        row_spec, col_spec = gradient_specs(call.recipe, need_dx, need_dw[i])
+        row_spec, col_spec = gradient_specs(request.recipe, need_dx, need_dw[i])
         place = _Place(draws[i], signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
         row, col = _both(dy_MN, row_spec, col_spec, place, amaxes[i])
         if need_dx:
-            dx = _add_dx(dx, row, _right(w_cols[i], call.recipe, ctx.x_dtype), last=i == used[-1], dtype=ctx.x_dtype)
+            dx = _add_dx(dx, row, _right(w_cols[i], request.recipe, x_dtype), last=i == used[-1], dtype=x_dtype)
         if need_dw[i]:
-            right = _right(x_col, call.recipe, ctx.x_dtype)
-            dws[i] = _weight_gradient(col, right, (ctx.x_dtype, ctx.w_dtypes[i]), ctx.main_grads[i])
+            right = _right(x_col, request.recipe, x_dtype)
+            dws[i] = _weight_gradient(col, right, (x_dtype, w_dtypes[i]), main_grads[i])
         if need_db[i]:
-            dbs[i] = dy_MN.sum(0, dtype=torch.float32).to(ctx.b_dtypes[i])
-    dx = dx.view(ctx.x_shape) if dx is not None else None
-    return None, dx, *dws, *dbs, *[None] * (len(ctx.needs_input_grad) - 2 - 2 * n)
+            dbs[i] = dy_MN.sum(0, dtype=torch.float32).to(b_dtypes[i])
+    return dx, *dws, *dbs
 
 
 def gradient_specs(recipe: Recipe, need_dx: bool, need_dw: bool) -> tuple[Spec | None, Spec | None]:
@@ -393,8 +448,12 @@ def _weight_gradient(
     return None
 
 
-def _save(ctx: Any, operands: list, bases: Sequence[Tensor | None]) -> list:
-    """Save operands as plain tensors; return how to rebuild them: (spec, cols, layout), True for plain, or None."""
+Saved = tuple
+"""How to rebuild operands from saved tensors: (spec, cols, layout) of each, True for a plain one, or None."""
+
+
+def flatten_operands(operands: Sequence[Any]) -> tuple[list[Tensor], Saved]:
+    """Return the plain tensors of operands, which hooks on saved tensors see, and how to rebuild them."""
     tensors, layout = [], []
     for operand in operands:
         if isinstance(operand, ops.Operand):
@@ -403,26 +462,26 @@ def _save(ctx: Any, operands: list, bases: Sequence[Tensor | None]) -> list:
         else:
             layout.append(None if operand is None else True)
             tensors.extend([] if operand is None else [operand])
-    ctx.save_for_backward(*tensors, *bases)
-    return layout
+    return tensors, tuple(layout)
 
 
-def _load(layout: list, saved: Sequence[Any], n: int) -> tuple[list, Sequence[Tensor | None]]:
-    operands, tensors = [], list(saved[: len(saved) - n])
+def unflatten_operands(layout: Saved, saved: Sequence[Any]) -> tuple[list, list]:
+    """Return the operands, and the tensors behind theirs."""
+    operands, tensors = [], list(saved)
     for entry in layout:
         if entry is None or entry is True:
             operands.append(tensors.pop(0) if entry else None)
         else:
             operands.append(ops.Operand(Blocks(*(tensors.pop(0) for _ in range(3))), *entry))
-    assert not tensors, "saved tensors and their layout disagree"
-    return operands, saved[len(saved) - n :]
+    return operands, tensors
 
 
-def _draws(call: _Call, bases: Sequence[Tensor | None]) -> list[Draw | None]:
-    own = [bases[i] for i in call.base_of]
+def draws_of(request: Request, bases: Sequence[Tensor | None], streams: Sequence[int]) -> list[Draw | None]:
+    """Return where every weight draws, then where the signs of all are drawn."""
+    own = [bases[i] for i in request.base_of]
     return [
-        None if base is None or place is None else Draw(base, *place)
-        for base, place in zip(own, call.streams, strict=True)
+        None if base is None or shard is None else Draw(base, stream, *shard)
+        for base, stream, shard in zip(own, streams, request.shards, strict=True)
     ]
 
 
@@ -435,6 +494,38 @@ def _autocast(
         return x, list(weights), list(biases)
     weights = [w if is_covered else w.to(dtype) for w, is_covered in zip(weights, covered, strict=True)]
     return x.to(dtype), weights, [None if b is None else b.to(dtype) for b in biases]
+
+
+_MAX_CHECKED = 4096
+_CHECKED: dict[tuple, None] = {}
+"""Calls whose shapes, dtypes and options were found right: the latest."""
+
+
+def _check_once(request: Request, x: Tensor, given: tuple, out_dtype: torch.dtype | None) -> None:
+    """Check a call, unless one that looks the same to the checks has passed them.
+
+    Args:
+        given: weights, biases, weight_amaxes, main_grads, cached_weights.
+        out_dtype: as the caller gave it.
+    """
+    weights, biases, amaxes, grads, cached = given
+    if not torch.compiler.is_compiling():
+        of = tuple([_looks(t) for t in (x, *weights, *biases, *amaxes, *grads)])
+        key = (request, of, tuple([None if c is None else (c.dtype, c.tensors[0].device) for c in cached]))
+        if key in _CHECKED:
+            return
+    refuse_foreign((("x", x), *(("w", w) for w in weights), *(("bias", bias) for bias in biases)))
+    _check(x, weights, biases, request.recipe, grads, cached)
+    _check_options(out_dtype, amaxes)
+    if not torch.compiler.is_compiling():
+        if len(_CHECKED) >= _MAX_CHECKED:
+            _CHECKED.clear()
+        _CHECKED[key] = None
+
+
+def _looks(tensor: Any) -> tuple | None:
+    """Return what of a tensor the checks ask about."""
+    return None if tensor is None else (type(tensor), tensor.shape, tensor.dtype, tensor.device)
 
 
 def _check_options(out_dtype: torch.dtype | None, amaxes: Sequence[Tensor | None]) -> None:

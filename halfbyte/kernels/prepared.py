@@ -10,8 +10,9 @@ keyed by the identity of an object, and what it could not understand is never re
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -129,17 +130,19 @@ class Recorder(TorchDispatchMode):
 
     Args:
         tensors: that it is given; None for none.
+        bodies: implementations of ops that are looked through.
     """
 
-    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+    def __init__(self, tensors: Sequence[Tensor | None], bodies: Mapping[Any, Function]) -> None:
         super().__init__()
+        self._bodies = bodies
         self.steps: list[Any] = []
         self.refusal: str | None = None
         self.constants: list[Tensor] = []
         self._slots: dict[int, int] = {}
         self._seen: list[Tensor] = []  # kept alive, so that no two have one id
         self._roots: dict[int, tuple[int, int]] = {}
-        self.count = 0
+        self.count, self._given = 0, len(tensors)
         for tensor in tensors:
             slot = self._new_slot()
             if tensor is not None and id(tensor) not in self._slots:
@@ -153,6 +156,10 @@ class Recorder(TorchDispatchMode):
         self._slots[id(tensor)] = slot
         self._seen.append(tensor)
         self._roots[slot] = root or (slot, tensor.data_ptr())
+
+    def _own(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made by what is recorded: nobody differentiates it."""
+        return self._slots.get(id(tensor), -1) >= self._given
 
     def refuse(self, reason: str) -> None:
         """Say why the record cannot be repeated."""
@@ -173,6 +180,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in self._bodies:
+            with self:
+                return self._bodies[func](*args, **kwargs)
         used = _tensors((args, kwargs))
         result = func(*args, **kwargs)
         if _found((args, kwargs), Varying):
@@ -180,6 +190,9 @@ class Recorder(TorchDispatchMode):
         if self.refusal:
             return result
         made = _tensors((result,))
+        if func is _aten.detach.default and self._own(args[0]):  # of what a factory made
+            self._know(result, self._slots[id(args[0])], self._roots[self._slots[id(args[0])]])
+            return result
         if made and func in ALLOCATIONS:
             (tensor,) = made
             slot = self._new_slot()
@@ -237,9 +250,11 @@ class Record:
         recorder: that saw it.
         given: tensors of a call, constants excluded.
         outputs: what the function returned: tensors and None.
+        value: that it returned beside them.
     """
 
-    def __init__(self, recorder: Recorder, given: int, outputs: Sequence[Tensor | None]) -> None:
+    def __init__(self, recorder: Recorder, given: int, outputs: Sequence[Tensor | None], value: Any) -> None:
+        self._value = value
         self._outputs = tuple(None if out is None else recorder.slot_of(out) for out in outputs)
         self._blank = [None] * recorder.count
         self._given = given
@@ -248,13 +263,13 @@ class Record:
         wanted = {slot for slot in self._outputs if slot is not None}
         self.steps = _with_drops(_needed(recorder.steps, wanted), wanted, given)
 
-    def __call__(self, tensors: Sequence[Tensor | None], numbers: Sequence[int], stream: int) -> tuple:
+    def __call__(self, tensors: Sequence[Tensor | None], numbers: Sequence[int], stream: int) -> tuple[tuple, Any]:
         """Repeat it with other tensors."""
         slots = self._blank.copy()
         slots[: self._given] = tensors
         for step in self.steps:
             step(slots, numbers, stream)
-        return tuple([None if slot is None else slots[slot] for slot in self._outputs])
+        return tuple([None if slot is None else slots[slot] for slot in self._outputs]), self._value
 
 
 def _needed(steps: list[Any], wanted: set[int]) -> list[Any]:
@@ -297,7 +312,13 @@ def _place_of(tensor: Tensor | None) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT
 
 
-def call(function: Function, static: tuple, tensors: Sequence[Tensor | None], numbers: Sequence[int] = ()) -> tuple:
+def call(
+    function: Function,
+    static: tuple,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int] = (),
+    bodies: Mapping[Any, Function] = MappingProxyType({}),
+) -> tuple[tuple, Any]:
     """Return function(static, tensors, numbers), from the record of an equal request if there is one.
 
     Args:
@@ -307,17 +328,18 @@ def call(function: Function, static: tuple, tensors: Sequence[Tensor | None], nu
         tensors: plain ones on one device, or None.
         numbers: ints that vary from call to call; of them the function may form sums with constants, which kernels take
             unspecialized.
+        bodies: implementations of ops that the function may call.
 
     Returns:
-        The tensors (or None) that the function returned.
+        What the function returned: tensors or None in a tuple, and a value that follows from `static`.
     """
     device = next(tensor.device for tensor in tensors if tensor is not None)
     if device.type != "cuda":
-        return _call(function, static, tensors, numbers, (device, 0))
+        return _call(function, (static, tensors, numbers), (device, 0), bodies)
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
-            return _call(function, static, tensors, numbers, (device, _stream(device)))
-    return _call(function, static, tensors, numbers, (device, _stream(device)))
+            return _call(function, (static, tensors, numbers), (device, _stream(device)), bodies)
+    return _call(function, (static, tensors, numbers), (device, _stream(device)), bodies)
 
 
 def _stream(device: torch.device) -> int:
@@ -325,12 +347,9 @@ def _stream(device: torch.device) -> int:
 
 
 def _call(
-    function: Function,
-    static: tuple,
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[int],
-    where: tuple[torch.device, int],
-) -> tuple:
+    function: Function, arguments: tuple, where: tuple[torch.device, int], bodies: Mapping[Any, Function]
+) -> tuple[tuple, Any]:
+    static, tensors, numbers = arguments
     ids = [id(tensor) for tensor in tensors if tensor is not None]
     same = None if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
     large = tuple([number > LARGEST_INT32 - MARGIN for number in numbers])
@@ -342,14 +361,14 @@ def _call(
         return record(tensors, numbers, stream)
     if record is not None or launch.watcher() is not None:
         return function(static, tensors, numbers)
-    recorder = Recorder(tensors)
+    recorder = Recorder(tensors, bodies)
     varying = [Varying.at(i, number) for i, number in enumerate(numbers)]
     with recorder, launch.watching(recorder):
-        outputs = function(static, tensors, varying)
+        outputs, value = function(static, tensors, varying)
     if recorder.refusal is None:
-        record = Record(recorder, len(tensors), outputs)
+        record = Record(recorder, len(tensors), outputs, value)
     _keep(key, recorder.refusal or record)
-    return outputs
+    return outputs, value
 
 
 def _keep(key: Hashable, record: Record | str | None) -> None:

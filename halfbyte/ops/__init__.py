@@ -12,6 +12,7 @@ from halfbyte.ops.grouped import (
     grouped_gemm_nt,
     grouped_quantize_row_col,
 )
+from halfbyte.ops.repeat import run
 
 __all__ = [
     "Amaxes",
@@ -35,6 +36,7 @@ __all__ = [
     "norm_backward",
     "quantize",
     "quantize_row_col",
+    "run",
     "selective_checkpoint_ops",
     "transpose",
 ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from halfbyte import reference
 from halfbyte.ops.backends import REFERENCE, choose
 from halfbyte.ops.library import _LIBRARY, _draw
-from halfbyte.ops.repeat import repeated
+from halfbyte.ops.repeat import define
 from halfbyte.spec import NVFP4, parse
 
 _WANTED = "str row, str col_key, Tensor? sign_rng, int sign_stream, str backend"
@@ -111,6 +111,4 @@ _FAKES = {
 }
 
 for _schema, (_function, _fake) in zip(_SCHEMAS, _FAKES.items(), strict=True):
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(_function.__name__, repeated(_function, _schema), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"halfbyte::{_function.__name__}", _fake, lib=_LIBRARY)
+    define(_LIBRARY, _schema, _function, _fake)

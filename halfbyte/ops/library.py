@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from halfbyte import reference
 from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape, round_up, swizzled_numel
 from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
-from halfbyte.ops.repeat import repeated
+from halfbyte.ops.repeat import define
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec, parse
 
@@ -260,9 +260,7 @@ _FAKES = {
 }
 
 for _schema, (_function, _fake) in zip(_SCHEMAS, _FAKES.items(), strict=True):
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(_function.__name__, repeated(_function, _schema), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"halfbyte::{_function.__name__}", _fake, lib=_LIBRARY)
+    define(_LIBRARY, _schema, _function, _fake)
 
 
 @register_flop_formula([torch.ops.halfbyte.gemm_nt, torch.ops.halfbyte.gemm_nt_out])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +24,51 @@ def _prepared() -> Any:
         return prepared
     warn_once(f"every kernel launch is worked out anew, which takes the host several times longer: {launch.SUPPORTED}")
     return None
+
+
+BODIES: dict[Any, Callable] = {}
+"""The implementations of ops, which a record of a function that calls them looks through."""
+
+
+def run(function: Callable, static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) -> tuple[tuple, Any]:
+    """Return function(static, tensors, numbers), repeating what an equal call did where kernels run.
+
+    Args:
+        function: of a module; it calls ops and torch, and its results depend on nothing but its arguments. Its ops run
+            on the backend of the device.
+        static: hashable values.
+        tensors: on one device, or None.
+        numbers: ints that vary from call to call, such as streams, to which the function may only add constants.
+
+    Returns:
+        A tuple of tensors or None, and a value that depends on `static` alone.
+    """
+    if torch.compiler.is_compiling() or not _is_plain(tensors):
+        return function(static, tensors, numbers)
+    device = next(tensor.device for tensor in tensors if tensor is not None)
+    if choose(device, None) == REFERENCE or (prepared := _prepared()) is None:
+        return function(static, tensors, numbers)
+    return prepared.call(function, static, tensors, numbers, BODIES)
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def _is_plain(tensors: Sequence[Any]) -> bool:
+    """Whether nobody watches ops on these tensors: a mode, a transform, or the class of a tensor."""
+    return _PLAIN.issuperset(map(type, tensors)) and not (
+        torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    )
+
+
+def define(library: torch.library.Library, schema: str, function: Callable, fake: Callable) -> None:
+    """Define an op by its schema, its body and a body that only computes shapes."""
+    name = function.__name__
+    assert schema.startswith(f"{name}("), "a schema and a body of different ops"
+    library.define(schema)
+    library.impl(name, repeated(function, schema), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"halfbyte::{name}", fake, lib=library)
+    BODIES[getattr(torch.ops.halfbyte, name).default] = function
 
 
 def repeated(function: Callable, schema: str) -> Callable:
@@ -49,14 +94,14 @@ def repeated(function: Callable, schema: str) -> Callable:
             for i, value in zip(places, values, strict=True):
                 arguments[i] = value
         out = function(*arguments)
-        return out if returned > 1 else (out,) if returned else ()
+        return (out if returned > 1 else (out,) if returned else ()), None
 
     def implementation(*arguments: Any) -> Any:
         first: Tensor = arguments[tensors[0]]
         if choose(first.device, arguments[last] or None) == REFERENCE or (prepared := _prepared()) is None:
             return function(*arguments)
         values = [tuple([arguments[i] for i in places]) for places in (static, tensors, numbers)]
-        out = prepared.call(body, *values)
+        out, _ = prepared.call(body, *values, BODIES)
         return out if returned > 1 else out[0] if returned else None
 
     return implementation
