@@ -11,11 +11,13 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -25,32 +27,26 @@ MAX_MAPS = 64
 """Tensor maps that one argument keeps, one for each address that its tensor had."""
 
 
-class Varying(int):
-    """A number that differs between calls that are otherwise equal: a place among the call's numbers, plus a constant.
+@dataclass(frozen=True)
+class Varying:
+    """A number that differs between calls that are otherwise equal. It is no int, so that nothing takes it for one.
 
-    Kernels take it only where `do_not_specialize` names the parameter, so that one compilation serves all values.
+    Kernels take it only where `do_not_specialize` names the parameter: one compilation serves all values.
+
+    Args:
+        place: among the call's numbers.
+        value: that of this call, `beyond` included.
+        beyond: what was added to it.
     """
 
     place: int
-    beyond: int
-
-    @classmethod
-    def at(cls, place: int, value: int, beyond: int = 0) -> Varying:
-        """Return number `place` of a call, `beyond` of which are added: `value` in all."""
-        new = cls(value)
-        new.place, new.beyond = place, beyond
-        return new
+    value: int
+    beyond: int = 0
 
     def __add__(self, other: int) -> Varying:
-        return Varying.at(self.place, int(self) + int(other), self.beyond + int(other))
+        return Varying(self.place, self.value + other, self.beyond + other)
 
     __radd__ = __add__
-
-    def _lose(self, *_: object) -> Any:
-        raise TypeError("of a number that varies only sums with constants are known, and nothing may depend on it")
-
-    __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = __and__ = __or__ = __xor__ = _lose
-    __lshift__ = __rshift__ = __neg__ = __invert__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _lose
 
 
 class Watcher(Protocol):
@@ -107,7 +103,7 @@ def _tell(kernel: Any, compiled: Any, grid: Sequence[int], args: tuple, kwargs: 
 
 def _plain(values: Iterable[Any]) -> list[Any]:
     """Return arguments as Triton knows them."""
-    return [int(value) if type(value) is Varying else value for value in values]
+    return [value.value if type(value) is Varying else value for value in values]
 
 
 class Kernel(JITFunction):
@@ -138,7 +134,8 @@ class InterpretedKernel(InterpretedFunction):
     def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> Any:
         """Interpret it, and tell who watches."""
         named = dict(zip(kwargs, _plain(kwargs.values()), strict=True))
-        super().run(*_plain(args), grid=grid, warmup=warmup, **named)
+        with _disable_current_modes():  # the interpreter computes with torch
+            super().run(*_plain(args), grid=grid, warmup=warmup, **named)
         if not warmup:
             _tell(self, None, grid, args, kwargs)
 

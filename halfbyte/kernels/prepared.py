@@ -10,9 +10,9 @@ keyed by the identity of an object, and what it could not understand is never re
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -130,12 +130,10 @@ class Recorder(TorchDispatchMode):
 
     Args:
         tensors: that it is given; None for none.
-        bodies: implementations of ops that are looked through.
     """
 
-    def __init__(self, tensors: Sequence[Tensor | None], bodies: Mapping[Any, Function]) -> None:
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         super().__init__()
-        self._bodies = bodies
         self.steps: list[Any] = []
         self.refusal: str | None = None
         self.constants: list[Tensor] = []
@@ -180,13 +178,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in self._bodies:
-            with self:
-                return self._bodies[func](*args, **kwargs)
         used = _tensors((args, kwargs))
         result = func(*args, **kwargs)
-        if _found((args, kwargs), Varying):
-            self.refuse(f"{func} depends on a number that varies")
         if self.refusal:
             return result
         made = _tensors((result,))
@@ -317,7 +310,7 @@ def call(
     static: tuple,
     tensors: Sequence[Tensor | None],
     numbers: Sequence[int] = (),
-    bodies: Mapping[Any, Function] = MappingProxyType({}),
+    around: Callable[[], AbstractContextManager] = nullcontext,
 ) -> tuple[tuple, Any]:
     """Return function(static, tensors, numbers), from the record of an equal request if there is one.
 
@@ -328,18 +321,18 @@ def call(
         tensors: plain ones on one device, or None.
         numbers: ints that vary from call to call; of them the function may form sums with constants, which kernels take
             unspecialized.
-        bodies: implementations of ops that the function may call.
+        around: makes a context for the function while it is recorded.
 
     Returns:
         What the function returned: tensors or None in a tuple, and a value that follows from `static`.
     """
     device = next(tensor.device for tensor in tensors if tensor is not None)
     if device.type != "cuda":
-        return _call(function, (static, tensors, numbers), (device, 0), bodies)
+        return _call(function, (static, tensors, numbers), (device, 0), around)
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
-            return _call(function, (static, tensors, numbers), (device, _stream(device)), bodies)
-    return _call(function, (static, tensors, numbers), (device, _stream(device)), bodies)
+            return _call(function, (static, tensors, numbers), (device, _stream(device)), around)
+    return _call(function, (static, tensors, numbers), (device, _stream(device)), around)
 
 
 def _stream(device: torch.device) -> int:
@@ -347,7 +340,7 @@ def _stream(device: torch.device) -> int:
 
 
 def _call(
-    function: Function, arguments: tuple, where: tuple[torch.device, int], bodies: Mapping[Any, Function]
+    function: Function, arguments: tuple, where: tuple[torch.device, int], around: Callable[[], AbstractContextManager]
 ) -> tuple[tuple, Any]:
     static, tensors, numbers = arguments
     ids = [id(tensor) for tensor in tensors if tensor is not None]
@@ -361,9 +354,9 @@ def _call(
         return record(tensors, numbers, stream)
     if record is not None or launch.watcher() is not None:
         return function(static, tensors, numbers)
-    recorder = Recorder(tensors, bodies)
-    varying = [Varying.at(i, number) for i, number in enumerate(numbers)]
-    with recorder, launch.watching(recorder):
+    recorder = Recorder(tensors)
+    varying = [Varying(i, number) for i, number in enumerate(numbers)]
+    with recorder, launch.watching(recorder), around():
         outputs, value = function(static, tensors, varying)
     if recorder.refusal is None:
         record = Record(recorder, len(tensors), outputs, value)

@@ -10,6 +10,7 @@ from torch import Tensor
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout, matrix_shape
 from halfbyte.ops import library as _library  # noqa: F401  defines torch.ops.halfbyte
 from halfbyte.ops.checkpointing import outputs_are_kept
+from halfbyte.ops.repeat import call_op
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Eden, Spec
 
@@ -50,7 +51,9 @@ def quantize(
     _check_input(x)
     check_specs((spec,), draw, sign_draw)
     check_scale_layout(scale_layout)
-    out = torch.ops.halfbyte.quantize(x, spec.key, *_draw_arguments(draw, sign_draw), amax, scale_layout, backend or "")
+    out = call_op(
+        torch.ops.halfbyte.quantize, x, spec.key, *_draw_arguments(draw, sign_draw), amax, scale_layout, backend or ""
+    )
     return Blocks(out[0], out[1], out[2] if amax is None else amax)
 
 
@@ -84,7 +87,8 @@ def quantize_row_col(
         )
     check_scale_layout(scale_layout)
     transient = (False, False) if outputs_are_kept() else transient
-    out = torch.ops.halfbyte.quantize_row_col(
+    out = call_op(
+        torch.ops.halfbyte.quantize_row_col,
         x,
         row_spec.key if row_spec else "",
         col_spec.key if col_spec else "",
@@ -123,7 +127,7 @@ def check_specs(specs: tuple[Spec | None, ...], draw: Draw | None, sign_draw: Dr
 def amax(x: Tensor, backend: str | None = None) -> Tensor:
     """Return max |x| over the finite elements, fp32 [] on x's device."""
     _check_input(x)
-    return torch.ops.halfbyte.amax(x, backend or "")
+    return call_op(torch.ops.halfbyte.amax, x, backend or "")
 
 
 def dequantize(
@@ -135,14 +139,14 @@ def dequantize(
     backend: str | None = None,
 ) -> Tensor:
     """Return the values that the bytes stand for, dtype [rows, cols]."""
-    return torch.ops.halfbyte.dequantize(*blocks, spec.key, cols, dtype, scale_layout, backend or "")
+    return call_op(torch.ops.halfbyte.dequantize, *blocks, spec.key, cols, dtype, scale_layout, backend or "")
 
 
 def transpose(
     qdata: Tensor, block_scale: Tensor, rows: int, cols: int, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """Transpose packed 16x16 tiles and their LINEAR scales without rounding."""
-    return torch.ops.halfbyte.transpose(qdata, block_scale, rows, cols, backend or "")
+    return call_op(torch.ops.halfbyte.transpose, qdata, block_scale, rows, cols, backend or "")
 
 
 def gemm_nt(
@@ -167,8 +171,8 @@ def gemm_nt(
     K = a.cols if isinstance(a, Operand) else a.shape[1]
     operands = (*operand_arguments(a), *operand_arguments(b), K)
     if out is None:
-        return torch.ops.halfbyte.gemm_nt(*operands, out_dtype, bias, backend or "")
-    torch.ops.halfbyte.gemm_nt_out(*operands, bias, out, accumulate, backend or "")
+        return call_op(torch.ops.halfbyte.gemm_nt, *operands, out_dtype, bias, backend or "")
+    call_op(torch.ops.halfbyte.gemm_nt_out, *operands, bias, out, accumulate, backend or "")
     return out
 
 

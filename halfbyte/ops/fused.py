@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.ops import fused_library as _library  # noqa: F401  defines torch.ops.halfbyte.norm, …
+from halfbyte.ops.repeat import call_op
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec
 
@@ -74,7 +75,9 @@ def norm(
         dtype: of the result.
         following: how the result will be quantized.
     """
-    y, mean, rstd, *amaxes = torch.ops.halfbyte.norm(x, weight, bias, *kind, dtype, *following.arguments, backend or "")
+    y, mean, rstd, *amaxes = call_op(
+        torch.ops.halfbyte.norm, x, weight, bias, *kind, dtype, *following.arguments, backend or ""
+    )
     return y, (mean, rstd), following.known(*amaxes)
 
 
@@ -88,7 +91,7 @@ def norm_backward(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]; bias's is empty without one."""
-    return torch.ops.halfbyte.norm_backward(dy, x, weight, *statistics, centered, has_bias, backend or "")
+    return call_op(torch.ops.halfbyte.norm_backward, dy, x, weight, *statistics, centered, has_bias, backend or "")
 
 
 def activation(
@@ -106,7 +109,7 @@ def activation(
         function: one of halfbyte.arithmetic.FUNCTIONS.
         following: how h will be quantized.
     """
-    h, *amaxes = torch.ops.halfbyte.activation(x, up, function, *following.arguments, backend or "")
+    h, *amaxes = call_op(torch.ops.halfbyte.activation, x, up, function, *following.arguments, backend or "")
     return h, following.known(*amaxes)
 
 
@@ -119,6 +122,8 @@ def activation_backward(
     backend: str | None = None,
 ) -> tuple[tuple[Tensor, Tensor | None], tuple[Amaxes, Amaxes]]:
     """Return the gradients of x and `up`, and the amaxes of each."""
-    dx, dup, *amaxes = torch.ops.halfbyte.activation_backward(dh, x, up, function, *following.arguments, backend or "")
+    dx, dup, *amaxes = call_op(
+        torch.ops.halfbyte.activation_backward, dh, x, up, function, *following.arguments, backend or ""
+    )
     both = following.known(*amaxes[:2]), following.known(*amaxes[2:])
     return (dx, None if up is None else dup), both

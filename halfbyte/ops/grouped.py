@@ -14,6 +14,7 @@ from halfbyte.ops import grouped_library as _library  # noqa: F401  defines torc
 from halfbyte.ops.backends import TRITON, choose
 from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.ops.dispatch import QUANTIZABLE, Operand, check_specs, operand_arguments
+from halfbyte.ops.repeat import call_op
 from halfbyte.rng import Draw
 from halfbyte.spec import Spec
 
@@ -76,8 +77,18 @@ def grouped_quantize_row_col(
     transient = (False, False) if outputs_are_kept() else transient
     keys = (row_spec.key if row_spec else "", col_spec.key if col_spec else "")
     own, signs = ((None, 0) if place is None else (place.base, place.stream) for place in (draw, sign_draw))
-    out = torch.ops.halfbyte.grouped_quantize_row_col(
-        x, offsets, *keys, *own, *signs, row_amax, col_amax, scale_layout, *transient, backend or ""
+    out = call_op(
+        torch.ops.halfbyte.grouped_quantize_row_col,
+        x,
+        offsets,
+        *keys,
+        *own,
+        *signs,
+        row_amax,
+        col_amax,
+        scale_layout,
+        *transient,
+        backend or "",
     )
     row = col = None
     if row_spec is not None:
@@ -92,8 +103,15 @@ def grouped_dequantize(
     operand: Operand, offsets: Tensor | None, dtype: torch.dtype = torch.float32, backend: str | None = None
 ) -> Tensor:
     """Return the values of an operand with groups along its rows, [M, cols] or, without offsets, [E, rows, cols]."""
-    return torch.ops.halfbyte.grouped_dequantize(
-        *operand.blocks, offsets, operand.spec.key, operand.cols, dtype, operand.scale_layout, backend or ""
+    return call_op(
+        torch.ops.halfbyte.grouped_dequantize,
+        *operand.blocks,
+        offsets,
+        operand.spec.key,
+        operand.cols,
+        dtype,
+        operand.scale_layout,
+        backend or "",
     )
 
 
@@ -104,7 +122,7 @@ def grouped_decode(operand: Operand, backend: str | None = None) -> Operand:
     """
     blocks, spec, cols, scale_layout = operand
     assert scale_layout == LINEAR, "experts that are kept for the backward have LINEAR scales"
-    values = torch.ops.halfbyte.grouped_decode(*blocks, spec.key, cols, backend or "")
+    values = call_op(torch.ops.halfbyte.grouped_decode, *blocks, spec.key, cols, backend or "")
     return Operand(Blocks(values, blocks.block_scale.new_empty(0), blocks.amax), spec, cols)
 
 
@@ -132,6 +150,6 @@ def grouped_gemm_nt(
     K = a.cols if isinstance(a, Operand) else a.shape[1]
     operands = (*operand_arguments(a), *operand_arguments(b), K, offsets)
     if out is None:
-        return torch.ops.halfbyte.grouped_gemm_nt(*operands, out_dtype, backend or "")
-    torch.ops.halfbyte.grouped_gemm_nt_out(*operands, out, accumulate, backend or "")
+        return call_op(torch.ops.halfbyte.grouped_gemm_nt, *operands, out_dtype, backend or "")
+    call_op(torch.ops.halfbyte.grouped_gemm_nt_out, *operands, out, accumulate, backend or "")
     return out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -26,8 +28,24 @@ def _prepared() -> Any:
     return None
 
 
-BODIES: dict[Any, Callable] = {}
-"""The implementations of ops, which a record of a function that calls them looks through."""
+_BODIES: dict[Any, Callable] = {}
+_THREAD = threading.local()
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    before, _THREAD.records = getattr(_THREAD, "records", False), True
+    try:
+        yield
+    finally:
+        _THREAD.records = before
+
+
+def call_op(op: Any, *arguments: Any) -> Any:
+    """Return op(*arguments); a record sees what the op does, not the op."""
+    if not torch.compiler.is_compiling() and getattr(_THREAD, "records", False):
+        return _BODIES[op](*arguments)
+    return op(*arguments)
 
 
 def run(function: Callable, static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) -> tuple[tuple, Any]:
@@ -48,7 +66,7 @@ def run(function: Callable, static: tuple, tensors: Sequence[Any], numbers: Sequ
     device = next(tensor.device for tensor in tensors if tensor is not None)
     if choose(device, None) == REFERENCE or (prepared := _prepared()) is None:
         return function(static, tensors, numbers)
-    return prepared.call(function, static, tensors, numbers, BODIES)
+    return prepared.call(function, static, tensors, numbers, _recording)
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
@@ -68,7 +86,7 @@ def define(library: torch.library.Library, schema: str, function: Callable, fake
     library.define(schema)
     library.impl(name, repeated(function, schema), "CompositeExplicitAutograd")
     torch.library.register_fake(f"halfbyte::{name}", fake, lib=library)
-    BODIES[getattr(torch.ops.halfbyte, name).default] = function
+    _BODIES[getattr(torch.ops.halfbyte, name)] = function
 
 
 def repeated(function: Callable, schema: str) -> Callable:
@@ -101,7 +119,7 @@ def repeated(function: Callable, schema: str) -> Callable:
         if choose(first.device, arguments[last] or None) == REFERENCE or (prepared := _prepared()) is None:
             return function(*arguments)
         values = [tuple([arguments[i] for i in places]) for places in (static, tensors, numbers)]
-        out, _ = prepared.call(body, *values, BODIES)
+        out, _ = prepared.call(body, *values, _recording)
         return out if returned > 1 else out[0] if returned else None
 
     return implementation
