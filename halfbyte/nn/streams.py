@@ -252,5 +252,9 @@ class FollowsRecipe(_Base):
     def _refill_caches(self) -> None:
         """Quantize again what is cached of this weight, and of siblings that share its amax, in every cache."""
         caches = [member.weight_cache for member in (self, *getattr(self, "amax_group", ()))]
-        for cache in {id(cache.owner): cache for cache in caches if cache is not None}.values():
-            cache.refill()
+        changed: dict[Any, list[Tensor]] = {}  # a layer whose operands take no amax names no weight but its own
+        for cache in caches:
+            if cache is not None:
+                changed.setdefault(cache.owner, []).extend(cache.weights)
+        for owner, weights in changed.items():
+            owner.refill(weights)
