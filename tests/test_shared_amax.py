@@ -159,3 +159,11 @@ def test_siblings_that_another_tool_has_put_elsewhere_are_named():
     attn.k_proj.to("meta")
     with pytest.raises(ValueError, match=r"layers\.0\.attn\.q_proj.*layers\.0\.attn\.k_proj.*meta.*share_amax=\(\)"):
         attn.q_proj(torch.randn(7, 16))
+
+
+def test_a_second_call_leaves_siblings_alone_of_which_it_converts_none():
+    model = decoder(2)
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT, share_amax=())
+    model.layers[0].attn.k_proj = torch.nn.Linear(16, model.layers[0].attn.k_proj.out_features, bias=False)
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
+    assert len(model.layers[0].attn.q_proj.amax_group) == 3 and model.layers[1].attn.q_proj.amax_group == ()
