@@ -2,8 +2,8 @@
 
 A run diverges at the first step whose training loss or gradient norm is not finite, or after which the held-out loss or
 a parameter is not (looked at when a run validates, as it does after its last step, and parameters before it saves). It
-stops there. A norm that is infinite for one step counts: clipping by it has turned the gradient into zeros and NaNs, so the losses that
-follow are not those of the recipe.
+stops there. A norm that is infinite for one step counts: clipping by it has turned the gradient into zeros and NaNs, so
+the losses that follow are not those of the recipe.
 """
 
 from __future__ import annotations
