@@ -70,7 +70,7 @@ def quantize_(
     _convert(model, [(plan.layers[row.name], row) for row in plan.rows], state.share())
     for layer in followers:  # after those converted here, whose streams do not depend on them
         layer.join(state)
-    _share_amaxes(model, [row.name for row in plan.rows if row.recipe is not None], groups)
+    _share_amaxes(model, plan.rows, groups)
     _leave_fast_paths(model)
     name_layers(model)
     return Report(rows=plan.rows, state=state, others=plan.others, weights=plan.weights)
@@ -146,19 +146,19 @@ def _change(module: nn.Module, name: str, value: object) -> None:
     setattr(module, name, value)
 
 
-def _share_amaxes(model: nn.Module, converted: Sequence[str], groups: Sequence[Sequence[str]]) -> None:
-    """Give sibling layers that match a group of globs the same amax_group."""
+def _share_amaxes(model: nn.Module, rows: Sequence[Row], groups: Sequence[Sequence[str]]) -> None:
+    """Give sibling layers that match a group of globs the same amax_group, those converted before included."""
+    new = {row.name for row in rows if row.recipe is not None}
     for globs in groups:
-        families: dict[str, list[LinearLayer]] = {}
-        for name in converted:
-            if any(matches(name, glob) for glob in globs):
-                layer = model.get_submodule(name)
-                if isinstance(layer, LinearLayer):
-                    families.setdefault(plain_name(name).rpartition(".")[0], []).append(layer)
-        for family in families.values():
-            if len(family) > 1:
+        families: dict[str, dict[str, LinearLayer]] = {}
+        for name in (row.name for row in rows if any(matches(row.name, glob) for glob in globs)):
+            layer = model.get_submodule(name)
+            if isinstance(layer, LinearLayer):
+                families.setdefault(plain_name(name).rpartition(".")[0], {})[name] = layer
+        for names, family in ((layers.keys(), tuple(layers.values())) for layers in families.values()):
+            if len(family) > 1 and not new.isdisjoint(names):
                 for module in family:
-                    module.amax_group = tuple(family)
+                    module.amax_group = family
 
 
 def _quantized(model: nn.Module) -> Iterator[FollowsRecipe]:
@@ -176,12 +176,18 @@ def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | Non
         state: the RunState to draw from, for layers that were built without one; others keep theirs.
 
     Raises:
-        ValueError: the model has no hb.nn layer, or the recipe draws and a layer has no RunState.
+        ValueError: the model has no hb.nn layer, the recipe draws and a layer has no RunState, or it is called within
+            `hb.high_precision`, which would undo the change.
     """
     recipe = as_recipe(recipe)
     modules = [module for module in _quantized(model) if not module.kept]
     if not modules:
         raise ValueError(f"model={type(model).__name__}: no layer follows a recipe; call hb.quantize_ first")
+    if any(module.times_aside for module in modules):
+        raise ValueError(
+            "model is in hb.high_precision, which puts the recipes back that it found and would undo the change; call "
+            "set_recipe_ before or after the context"
+        )
     for module in modules:
         if module.run_state is None and state is None and recipe.needs_rng:
             raise ValueError(

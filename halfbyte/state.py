@@ -136,7 +136,13 @@ class RunState:
         return self.position + self._owed
 
     def to(self, device: torch.device | str) -> RunState:
-        """Move the position to `device` and return self."""
+        """Move the position to `device` and return self.
+
+        Raises:
+            ValueError: device is "meta", which would forget it.
+        """
+        if torch.device(device).type == "meta":
+            raise ValueError("device=meta: there the position of the run would be lost; leave the RunState where it is")
         with torch.inference_mode(False):
             self._hold(self._places.to(device))
         return self

@@ -121,3 +121,15 @@ def test_no_message_recommends_what_is_refused():
     with pytest.raises(ValueError, match="scaling='eden'") as caught:
         hb.NVFP4(scaling="eden")
     assert "Eden" not in str(caught.value) and "FourOverSix" in str(caught.value)
+
+
+def test_set_recipe_inside_of_high_precision_is_refused():
+    """The context would put the recipes back that it found."""
+    model = decoder(2)
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
+    before = [m.recipe for m in model.modules() if isinstance(m, hb.nn.Linear)]
+    with hb.high_precision(model.layers[0]), pytest.raises(ValueError, match=r"hb\.high_precision.*before or after"):
+        hb.set_recipe_(model, "mxfp8")
+    assert [m.recipe for m in model.modules() if isinstance(m, hb.nn.Linear)] == before
+    hb.set_recipe_(model, "mxfp8")
+    assert model.layers[0].mlp.up_proj.recipe == hb.recipes.mxfp8()

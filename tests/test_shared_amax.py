@@ -123,3 +123,47 @@ def test_row_scaled_weights_keep_the_amaxes_of_their_rows(forward):
             assert torch.equal(y, hb.gemm_nt(a, hb.quantize(w, forward, amax=amax), torch.float32))
             right = hb.quantize(w.T.contiguous(), spec)
             assert torch.equal(leaf.grad, hb.gemm_nt(hb.quantize(dy, hb.NVFP4()), right, torch.float32))
+
+
+def test_a_sibling_put_in_later_joins_those_converted_before():
+    model = decoder(2)
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
+    attn = model.layers[0].attn
+    attn.k_proj = torch.nn.Linear(16, attn.k_proj.out_features, bias=False)
+    with torch.no_grad():
+        attn.k_proj.weight.mul_(50)
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
+    group = torch.stack([m.weight.detach().abs().max() for m in (attn.q_proj, attn.k_proj, attn.v_proj)]).max()
+    x = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
+    for layer in (attn.q_proj, attn.k_proj, attn.v_proj):
+        expected = hb.gemm_nt(hb.quantize(x, hb.NVFP4()), weight_operand(layer, group), torch.float32)
+        assert torch.equal(layer(x), expected)
+    other = model.layers[1].attn  # none of which this call converted
+    assert other.q_proj.amax_group == (other.q_proj, other.k_proj, other.v_proj)
+
+
+def test_siblings_converted_one_by_one_share_their_amax():
+    model = decoder(1)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT, filter_fn=lambda module, fqn, own=name: fqn.endswith(own))
+    attn = model.layers[0].attn
+    for layer in (attn.q_proj, attn.k_proj, attn.v_proj):
+        assert layer.amax_group == (attn.q_proj, attn.k_proj, attn.v_proj)
+
+
+def test_siblings_that_another_tool_has_put_elsewhere_are_named():
+    """As accelerate's offloading does: the weight of each layer is there in its own forward alone."""
+    model = decoder(1)
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
+    attn = model.layers[0].attn
+    attn.k_proj.to("meta")
+    with pytest.raises(ValueError, match=r"layers\.0\.attn\.q_proj.*layers\.0\.attn\.k_proj.*meta.*share_amax=\(\)"):
+        attn.q_proj(torch.randn(7, 16))
+
+
+def test_a_second_call_leaves_siblings_alone_of_which_it_converts_none():
+    model = decoder(2)
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT, share_amax=())
+    model.layers[0].attn.k_proj = torch.nn.Linear(16, model.layers[0].attn.k_proj.out_features, bias=False)
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
+    assert len(model.layers[0].attn.q_proj.amax_group) == 3 and model.layers[1].attn.q_proj.amax_group == ()

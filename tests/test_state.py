@@ -289,6 +289,20 @@ def test_layers_without_randomness_need_no_state():
         layer(torch.ones(2, 16))
 
 
+def test_shapes_traced_on_meta_leave_the_position_where_it_is():
+    state = hb.RunState(5)
+    layer = hb.nn.Linear(16, 16, recipe="nvfp4", state=state, device="meta")
+    state.advance()
+    layer(torch.zeros(4, 16, device="meta")).sum().backward()
+    state.advance()
+    assert state.position == 2 and state.state_dict()["position"] == 2
+    layer.to_empty(device="cpu")
+    torch.nn.init.normal_(layer.weight)
+    layer(torch.zeros(4, 16)).sum().backward()
+    with pytest.raises(ValueError, match=r"device=meta.*position"):
+        state.to("meta")
+
+
 def test_a_deepcopied_model_draws_as_the_original():
     model, state = model_and_state(4)
     twin = copy.deepcopy(model)

@@ -22,7 +22,22 @@ from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
 
-class LayerNormLinear(nn.Module):
+class _OfLayers(nn.Module):
+    """A module whose layers each follow a recipe of their own: it refuses one that nothing would follow."""
+
+    @property
+    def recipe(self) -> Recipe:
+        raise AttributeError(f"{type(self).__name__} has no recipe; its layers have, each its own")
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | str) -> None:
+        raise ValueError(
+            f"recipe={recipe!r}: hb.nn.{type(self).__name__} has none of its own; use hb.set_recipe_(module, recipe), "
+            "or assign it to one of the layers inside"
+        )
+
+
+class LayerNormLinear(_OfLayers):
     """A norm and the linear layers that read its output, which is quantized once.
 
     Keys: `norm.weight`, `norm.bias`, then `linear.weight`, `linear.bias`, or those under the names given.
@@ -95,7 +110,7 @@ class LayerNormLinear(nn.Module):
         return outputs[0] if self.names == ("linear",) else outputs
 
 
-class MLP(nn.Module):
+class MLP(_OfLayers):
     """down(activation(gate(x), up(x))), or down(activation(up(x))): the activation knows how both ends are quantized.
 
     Keys: `gate_proj.*` (gated activations only), `up_proj.*`, `down_proj.*`.

@@ -218,7 +218,7 @@ def _weight_amaxes(
 
 
 def _check_siblings(module: LinearLayer) -> None:
-    """Raise ValueError where the shared amax of `module` needs weights that FSDP2 has not gathered with its own."""
+    """Raise ValueError where the shared amax of `module` needs weights that are not there with its own."""
     for member in module.amax_group:
         if not is_sharded(member.weight):
             refuse_foreign((("its weight", member.weight),), member)
@@ -228,6 +228,15 @@ def _check_siblings(module: LinearLayer) -> None:
             f"{module.title} shares its weight amax with {', '.join(absent)}, of which this rank holds a part only: "
             "fully_shard wrapped the layers one by one. Apply it to the module that holds them all, such as their "
             "block, or convert with hb.quantize_(…, share_amax=())"
+        )
+    where = module.weight.device
+    apart = [
+        f"{member.title} on {member.weight.device}" for member in module.amax_group if member.weight.device != where
+    ]
+    if apart:
+        raise ValueError(
+            f"{module.title} shares its weight amax with {', '.join(apart)}, but is on {where}: what offloads or "
+            "places layers (accelerate) has to hold their parent as one, or convert with hb.quantize_(…, share_amax=())"
         )
 
 

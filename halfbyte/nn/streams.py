@@ -209,14 +209,16 @@ class FollowsRecipe(_Base):
         """Return the same place for a layer before this one, which prepares its input; None without a RunState."""
         if self.run_state is None:
             return None
-        if self.run_state.base.device != device:
+        is_traced = device.type == "meta"  # shapes alone: nothing may move to where it has no value
+        if self.run_state.base.device != device and not is_traced:
             self.run_state.to(device)
         if not torch.compiler.is_compiling():
             return self.run_state.philox(self._stream + call * STREAMS_PER_LINEAR)
         # The same place, but its number in a tensor: layers that differ in nothing else share one compiled graph.
-        if self._shift.device != device:
+        if self._shift.device != device and not is_traced:
             self._shift = self._shift.to(device)
-        return self.run_state.philox_shifted(call * STREAMS_PER_LINEAR, self._shift)
+        shift = self._shift.to(device) if is_traced else self._shift
+        return self.run_state.philox_shifted(call * STREAMS_PER_LINEAR, shift)
 
     def _watch_position(self, state: RunState) -> None:
         if not (self.training and torch.is_grad_enabled()):
@@ -252,5 +254,9 @@ class FollowsRecipe(_Base):
     def _refill_caches(self) -> None:
         """Quantize again what is cached of this weight, and of siblings that share its amax, in every cache."""
         caches = [member.weight_cache for member in (self, *getattr(self, "amax_group", ()))]
-        for cache in {id(cache.owner): cache for cache in caches if cache is not None}.values():
-            cache.refill()
+        changed: dict[Any, list[Tensor]] = {}  # a layer whose operands take no amax names no weight but its own
+        for cache in caches:
+            if cache is not None:
+                changed.setdefault(cache.owner, []).extend(cache.weights)
+        for owner, weights in changed.items():
+            owner.refill(weights)

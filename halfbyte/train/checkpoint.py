@@ -151,7 +151,10 @@ def _problem(content: dict) -> str:
         return f"seconds={str(seconds)[:40]!r} is no time that steps take"
     if not isinstance(content["identity"], dict) or not _is_plain(content["identity"], DEPTH):
         return "its identity is no dict of plain values"
-    return environment.problem(content.get("environments", []))
+    environments = content.get("environments", [])
+    if not _is_plain(environments, DEPTH):
+        return "environments: no list of plain values"
+    return environment.problem(environments)
 
 
 def _is_plain(value: object, depth: int) -> bool:

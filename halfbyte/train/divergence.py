@@ -1,9 +1,9 @@
 """What it means that a run diverged, and how that is said: it has no loss and no gap, only the step at which it broke.
 
 A run diverges at the first step whose training loss or gradient norm is not finite, or after which the held-out loss or
-a parameter is not (looked at when a run validates, as it does after its last step). It stops there. A norm that is
-infinite for one step counts: clipping by it has turned the gradient into zeros and NaNs, so the losses that
-follow are not those of the recipe.
+a parameter is not (looked at when a run validates, as it does after its last step, and parameters before it saves). It
+stops there. A norm that is infinite for one step counts: clipping by it has turned the gradient into zeros and NaNs, so
+the losses that follow are not those of the recipe.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from halfbyte.train import files
 
-NAME = "log.jsonl"
+NAME, BOARD = "log.jsonl", "tensorboard"
 
 
 class Log:
@@ -22,10 +22,12 @@ class Log:
 
     Raises:
         ImportError: `tensorboard` without the package.
+        OSError: the disk is full; the error names the file, or the folder of TensorBoard.
     """
 
     def __init__(self, folder: Path, *, after: int, tensorboard: bool) -> None:
-        self._board = _board(folder, after) if tensorboard else None
+        with files.naming(folder / BOARD):
+            self._board = _board(folder, after) if tensorboard else None
         path = folder / NAME
         files.write_text(path, "".join(json.dumps(line) + "\n" for line in read(folder) if line["step"] <= after))
         self._path, self._file = path, path.open("ab", buffering=0)  # unbuffered: closing has nothing left to write
@@ -44,16 +46,21 @@ class Log:
             while rest:  # a disk that is almost full takes a part
                 rest = rest[self._file.write(rest) :]
         if self._board is not None:
-            with files.naming(self._path.parent / "tensorboard"):
+            with files.naming(self._path.parent / BOARD):
                 for name, value in values.items():
                     add = self._board.add_text if isinstance(value, str) else self._board.add_scalar
                     add(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        """Finish both files."""
+        """Finish both files.
+
+        Raises:
+            OSError: the disk is full; the error names the folder of TensorBoard.
+        """
         self._file.close()
         if self._board is not None:
-            self._board.close()
+            with files.naming(self._path.parent / BOARD):  # what its thread has not written yet
+                self._board.close()
 
 
 def read(folder: Path) -> list[dict]:
@@ -108,4 +115,4 @@ def _board(folder: Path, after: int):
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ImportError("--tensorboard needs the package `tensorboard`: pip install 'halfbyte[train]'") from error
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
+    return SummaryWriter(str(folder / BOARD), purge_step=after + 1)

@@ -178,8 +178,9 @@ class Trainer:
             if to_evaluate and not history.diverged:
                 history.held_out_loss = self.evaluate()
                 log.write("eval", self.step, {"tokens": self._tokens(), "loss": history.held_out_loss})
-                self._check_what_a_step_left(history)
             to_stop = self.interrupts.requested and not last
+            if (to_evaluate or to_save or to_stop) and not history.diverged:
+                self._check_what_a_step_left(history)
             if (to_save or to_stop) and not history.diverged:
                 self._save()
             if to_stop and not history.diverged:

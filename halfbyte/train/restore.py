@@ -62,8 +62,8 @@ def _check_model(saved: Any, own: dict[str, Tensor]) -> None:
 def _check_optimizer(saved: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Compare the options with those of this run, and the state with what its optimizer keeps after `step` steps."""
     try:
-        here = optimizer_state(saved, optimizer)
-    except (AttributeError, KeyError, TypeError, ValueError):
+        here = optimizer_state(saved, optimizer) if isinstance(saved, dict) else saved
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
         here = saved  # and the next line says what is wrong with it
     check_optimizer_state(optimizer, here, steps=step, is_complete=True)
     for number, (ours, theirs) in enumerate(zip(optimizer.param_groups, here["param_groups"], strict=True)):

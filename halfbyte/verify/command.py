@@ -29,9 +29,9 @@ The exit status is 1 if anything differs."""
 def main(arguments: list[str]) -> int:
     """Run `halfbyte verify`; the exit status is 0, or 1 if a check failed."""
     options = _parse(arguments)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {device}: torch sees no GPU; without the option the reference is checked")
+    device = _device(options.device)
+    if options.jobs is not None and options.jobs < 1:
+        raise ValueError(f"--jobs {options.jobs}: give a number of processes, 1 or more")
     scope = Scope(device=device, backend=_backend(device, options.backend), full=options.full)
     jobs = options.jobs or (min(16, os.cpu_count() or 1) if device.type == "cuda" else 1)
     report = verify(scope, jobs=jobs, with_speed=options.speed, after=_count if sys.stderr.isatty() else None)
@@ -58,6 +58,25 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, help="processes that share the work; by default up to 16 on a GPU")
     parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True, help="measure speeds too")
     return parser.parse_args(arguments)
+
+
+def _device(asked: str | None) -> torch.device:
+    """Return the device to check: by default the first GPU if there is one.
+
+    Raises:
+        ValueError: it is no CUDA GPU that torch sees, and no CPU.
+    """
+    try:
+        device = torch.device(asked if asked is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except RuntimeError:  # torch lists every name of a device that it has heard of
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {asked}: use cuda, cuda:1 or cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        sees = f"{count} GPUs, numbered from 0; choose one of them" if count else "no GPU; choose cpu"
+        raise ValueError(f"--device {device}: torch sees {sees}")
+    return device
 
 
 def _backend(device: torch.device, asked: str | None) -> str | None:

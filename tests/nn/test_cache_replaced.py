@@ -219,6 +219,20 @@ def test_siblings_that_share_no_amax_keep_theirs():
     assert_as_uncached(model)
 
 
+@pytest.mark.parametrize("recipes", [("mxfp8",) * 3, ("nvfp4", "nvfp4", "mxfp8"), ("mxfp8", "nvfp4", "nvfp4_forward")])
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])
+def test_loading_any_sibling_refills_it_whatever_the_others_follow(name, recipes):
+    model = model_of("nvfp4")
+    layers = [model.q_proj, model.k_proj, model.v_proj]
+    for layer, recipe in zip(layers, recipes, strict=True):
+        layer.recipe = recipe
+    hb.cache_weights(model)
+    loaded = model.get_submodule(name)
+    loaded.load_state_dict({"weight": loaded.weight.detach() * 1.7})
+    assert all(layer.cached_weight() is not None for layer in layers)
+    assert_as_uncached(model)
+
+
 def test_a_sibling_outside_of_the_cache_is_loaded():
     model = model_of("nvfp4_forward")
     hb.cache_weights(model.q_proj)

@@ -136,6 +136,16 @@ def test_a_recipe_for_one_layer_alone():
     assert torch.equal(m(x), expected)
 
 
+@pytest.mark.parametrize("make", [lambda: LayerNormLinear(16, 16), lambda: MLP(16, 16), lambda: LayerNormMLP(16, 16)])
+def test_a_recipe_assigned_to_the_module_is_refused_for_it_has_none(make):
+    module = make()
+    assert not hasattr(module, "recipe")
+    with pytest.raises(ValueError, match=rf"recipe='mxfp8': hb\.nn\.{type(module).__name__} .*hb\.set_recipe_\(module"):
+        module.recipe = "mxfp8"
+    hb.set_recipe_(module, "mxfp8")
+    assert {layer.recipe for layer in module.modules() if isinstance(layer, hb.nn.Linear)} == {hb.recipes.mxfp8()}
+
+
 def test_calls_draw_bits_of_their_own():
     m = LayerNormMLP(48, 40, recipe="nvfp4", state=hb.RunState(3))
     first, second = (gradients(m, lambda x, c=c: m(x, call=c), inputs()) for c in (0, 1))

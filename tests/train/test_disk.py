@@ -102,3 +102,19 @@ def test_an_error_that_is_not_of_writing_stays_what_it_is(tmp_path):
     with pytest.raises(OSError, match="elsewhere") as error, files.atomic(tmp_path / "file"):
         (tmp_path / "elsewhere").read_text()
     assert error.value.filename == str(tmp_path / "elsewhere") and not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread, below
+@pytest.mark.parametrize("when", ["opened", "closed"])
+def test_tensorboard_names_its_folder(tmp_path, when):
+    """Its writer has a thread, whose errors come with the next call: as it is opened, written to or closed."""
+    pytest.importorskip("tensorboard")
+    record = None if when == "opened" else log.Log(tmp_path, after=0, tensorboard=True)
+    if record is not None:
+        record.write("step", 1, {"loss": 2.5})
+    with (
+        files_of_at_most(200 if record else 1),
+        pytest.raises(OSError, match="File too large, what was") as error,
+    ):
+        log.Log(tmp_path, after=0, tensorboard=True) if record is None else record.close()
+    assert error.value.filename == str(tmp_path / "tensorboard")

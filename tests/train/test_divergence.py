@@ -2,13 +2,14 @@
 
 import json
 import math
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
 
 from halfbyte import cli
-from halfbyte.train import compare, config, files, log, loop, treatment
+from halfbyte.train import compare, config, files, log, loop, signals, treatment
 
 UNSEEN, HELD_OUT_ONLY = ord("#"), ord("@")
 """Bytes that the corpus lacks; those that stand at its end alone."""
@@ -66,6 +67,22 @@ def test_parameters_after_the_last_step_are_looked_at(run):
     assert lost(trainer.train(), 2, "parameters")
     (loss,) = log.curve(one.run.out, "eval")[1]
     assert math.isfinite(loss)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_parameters_are_looked_at_before_a_checkpoint(run, stopped):
+    """The checkpoint of such weights could not be loaded, and would take the place of one that can."""
+    interrupts = signals.Interrupts()
+    one, data = run(steps=6, lr=1e39, warmup=0.0, eval_every=6, checkpoint_every=6 if stopped else 1)
+    trainer = loop.Trainer(one, "bf16", data, interrupts=interrupts)
+    if stopped:
+        trainer.model.lm_head.weight.register_hook(lambda gradient: interrupts.receive(signal.SIGTERM, None))
+        with pytest.raises(signals.Stopped, match="stopped by SIGTERM"):
+            trainer.train()
+    else:
+        trainer.train()
+    assert lost(strict(one.run.out / loop.RESULT), 1, "parameters")
+    assert not list((one.run.out / loop.CHECKPOINTS).glob("*.pt"))
 
 
 def test_a_norm_that_is_infinite_once_is_a_divergence(run):

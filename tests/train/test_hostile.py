@@ -191,6 +191,8 @@ HOSTILE = {
         "its identity is no dict of plain values",
     ),
     "an environment in text": (lambda c: c.update(environments="x"), "environments: not a list of objects"),
+    "an environment of tensors": (lambda c: c["environments"][0].update(x=torch.ones(2)), "environments: no list of"),
+    "an optimizer of one tensor": (lambda c: c.update(optimizer=torch.ones(2)), "optimizer state: it is float32"),
 }
 
 

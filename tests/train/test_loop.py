@@ -44,9 +44,11 @@ def test_a_run_in_two_pieces_gives_the_same_bits(run, folder, recipe):
     config, data = run(accumulate=2, steps=4, checkpoint_every=2, eval_every=2)
     whole = replace(config, run=replace(config.run, out=folder / "whole"))
     loop.train(whole, recipe, data)
-    stop_after(loop.Trainer(config, recipe, data), 2)
+    stopped = loop.Trainer(config, recipe, data)
+    stop_after(stopped, 2)
     resumed = loop.Trainer(config, recipe, data)
     assert (resumed.step, resumed.position, resumed.run_state.position) == (2, 4, 4)
+    assert resumed.seconds == stopped.seconds > 0  # else the result's tokens/s are those of the last piece
     resumed.train()
     assert losses(config) == losses(whole)
     expected = weights(whole)

@@ -168,3 +168,18 @@ def test_timing_tells_slow_from_fast():
     small, large = torch.randn(16, 16), torch.randn(512, 512)
     times = measure_alternately({"small": [lambda: small @ small], "large": [lambda: large @ large]}, CPU, budget=0.05)
     assert 0 < times["small"].seconds < times["large"].seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--device", "tpu"], "--device tpu: use cuda, cuda:1 or cpu"),
+        (["--device", "meta"], "--device meta: use cuda, cuda:1 or cpu"),
+        (["--device", "cuda:99"], "--device cuda:99: torch sees "),
+        (["--jobs", "0"], "--jobs 0: give a number of processes, 1 or more"),
+    ],
+)
+def test_an_option_that_cannot_be_is_one_line(capsys, options, reason):
+    assert cli.main(["verify", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"halfbyte verify: {reason}") and error.count("\n") == 1
