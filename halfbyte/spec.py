@@ -354,6 +354,12 @@ class Recipe(_EqualByKey):
     wgrad: GemmSpec | None = None
     backward: Literal["original", "dequantized"] = "original"
     key: str = field(init=False, repr=False)
+    specs: tuple[Spec, ...] = field(init=False, repr=False)
+    """Every spec in the recipe, operand by operand."""
+    needs_rng: bool = field(init=False, repr=False)
+    """Whether a training step draws random bits."""
+    needs_sign_rng: bool = field(init=False, repr=False)
+    """Whether an operand is rotated with fresh signs."""
 
     def __post_init__(self) -> None:
         _choose("backward", self.backward, ("original", "dequantized"))
@@ -372,21 +378,14 @@ class Recipe(_EqualByKey):
                 raise _refuse("backward", "dequantized", "rotated operands do not dequantize to x and w; drop rotation")
         parts = [f"{n}={_gemm_key(getattr(self, n))}" for n in ("fprop", "dgrad", "wgrad")]
         object.__setattr__(self, "key", ";".join((*parts, f"backward={self.backward}")))
+        specs = tuple(spec for gemm in (self.fprop, self.dgrad, self.wgrad) if gemm for spec in gemm.specs)
+        object.__setattr__(self, "specs", specs)
+        fresh = any(spec.needs_sign_rng for spec in specs)
+        object.__setattr__(self, "needs_sign_rng", fresh)
+        object.__setattr__(self, "needs_rng", fresh or any(spec.needs_rng for spec in specs))
 
-    @property
-    def specs(self) -> tuple[Spec, ...]:
-        """Every spec in the recipe, operand by operand."""
-        return tuple(spec for gemm in (self.fprop, self.dgrad, self.wgrad) if gemm for spec in gemm.specs)
-
-    @property
-    def needs_rng(self) -> bool:
-        """Whether a training step draws random bits."""
-        return any(spec.needs_rng for spec in self.specs) or self.needs_sign_rng
-
-    @property
-    def needs_sign_rng(self) -> bool:
-        """Whether an operand is rotated with fresh signs."""
-        return any(spec.needs_sign_rng for spec in self.specs)
+    def __setstate__(self, state: dict[str, Any]) -> None:  # pickles of before lack what is computed
+        self.__init__(**{name: state[name] for name in ("fprop", "dgrad", "wgrad", "backward")})
 
 
 def parse_recipe(key: str) -> Recipe:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from halfbyte.tensor.quant_tensor import QuantTensor
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
+"""Tensors of no class of their own."""
 
 SHARDED = (
     "tensors of torch.distributed.tensor have no quantized GEMM. parallelize_module: leave these layers out of its "
@@ -32,7 +33,7 @@ class Titled(Protocol):
 def is_foreign(tensor: object) -> bool:
     """Whether this is a tensor made of others that is none of ours."""
     kind = type(tensor)  # which compiled code can be asked about, unlike the tensor
-    if kind in _PLAIN or not hasattr(kind, "__tensor_flatten__") or issubclass(kind, QuantTensor):
+    if kind in PLAIN or not hasattr(kind, "__tensor_flatten__") or issubclass(kind, QuantTensor):
         return False
     return not hasattr(kind, "trigger_wait")  # AsyncCollectiveTensor: a plain tensor that is on its way
 

@@ -26,6 +26,8 @@ Shape suffixes: M tokens, N out_features, K in_features.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -137,19 +139,10 @@ def linear_shared(
         ValueError, TypeError: as for `linear`.
     """
     n, recipe = len(weights), resolve(recipe)
-    if runs_eagerly(weights):
-        from halfbyte.functional.eager import eagerly
-
-        others = {"weight_amaxes": weight_amaxes, "main_grads": main_grads, "cached_weights": cached_weights}
-        options = {"rng": rng, "out_dtype": out_dtype, "x_amaxes": x_amaxes, **others}
-        return eagerly(linear_shared, (x, weights, biases, recipe), options)
     given = (biases, weight_amaxes, main_grads, cached_weights)
     per_weight: list[list] = [[None] * n if t is None else list(t) for t in given]
     layers = Layers(list(weights), per_weight[0], per_weight[1], per_weight[2], per_weight[3], rng)
-    call, tensors = prepare(x, layers, recipe, out_dtype, x_amaxes)
-    if call is None:
-        return tuple(F.linear(tensors[0], w, b) for w, b in zip(tensors[1 : n + 1], tensors[n + 1 :], strict=True))
-    return tuple(from_rows(y, x.shape) for y in _SharedLinear.apply(call, *tensors))
+    return outputs_of(x, layers, recipe, out_dtype, x_amaxes)
 
 
 class Layers(NamedTuple):
@@ -163,6 +156,22 @@ class Layers(NamedTuple):
     rng: AnyPhilox | Sequence[AnyPhilox] | None
 
 
+def outputs_of(
+    x: Tensor, layers: Layers, recipe: Recipe, out_dtype: torch.dtype | None, x_amaxes: ops.Amaxes | None
+) -> tuple[Tensor, ...]:
+    """Return what `linear_shared` does, of arguments in their places."""
+    if runs_eagerly(layers.weights):
+        from halfbyte.functional.eager import eagerly
+
+        return eagerly(outputs_of, (x, layers, recipe, out_dtype, x_amaxes), {})
+    call, tensors = prepare(x, layers, recipe, out_dtype, x_amaxes)
+    if call is None:
+        n = len(layers.weights)
+        return tuple(F.linear(tensors[0], w, b) for w, b in zip(tensors[1 : n + 1], tensors[n + 1 :], strict=True))
+    outputs = _SharedLinear.apply(call, *tensors)
+    return outputs if x.dim() == 2 else tuple([from_rows(y, x.shape) for y in outputs])
+
+
 def prepare(
     x: Tensor, layers: Layers, recipe: Recipe, out_dtype: torch.dtype | None, x_amaxes: ops.Amaxes | None
 ) -> tuple[Call | None, tuple]:
@@ -171,32 +180,48 @@ def prepare(
     Returns None and (x, *weights, *biases) where everything stays in high precision.
     """
     weights, biases, amaxes, grads, cached, rng = layers
-    weights, n = list(weights), len(weights)
+    n = len(weights)
     for i, w in enumerate(weights):
         if isinstance(w, PrimaryWeight):
             weights[i], cached[i] = primary_operands(w, recipe)
-    x, weights, biases = _autocast(x, weights, biases, [covers(c, recipe) for c in cached])
+    dtype = autocast_dtype(x.device)
+    if dtype is not None:
+        x, weights, biases = _autocast(dtype, x, weights, biases, [covers(c, recipe) for c in cached])
     if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
         _check(x, weights, biases, recipe, grads, cached)
         places_of(rng, n, recipe)
         return None, (x, *weights, *biases)
     refuse_transforms((x, *weights, *biases), LINEAR)
-    places = places_of(rng, n, recipe)
-    draws: list[Draw | None] = [None] * n if places is None else [place.on(x.device) for place in places]
-    draws.append(places[0].signs_on(x.device) if places is not None and recipe.needs_sign_rng else None)
+    draws = _draws(rng, n, recipe, x.device)
     # A tensor is passed once, however many weights share it: torch.compile refuses repeated inputs.
     bases, base_of = distinct([None if d is None else d.base for d in draws])
     amaxes, amax_of = distinct(amaxes)
     layouts, buffers = flatten(cached)
-    shards = tuple(None if d is None else (d.first_block, d.blocks_per_row) for d in draws)
+    shards = tuple([None if d is None else d[2:] for d in draws])
     request = Request(recipe, n, base_of, amax_of, shards, out_dtype or x.dtype, torch.is_grad_enabled(), layouts)
-    _check_once(request, x, (weights, biases, amaxes, grads, cached), out_dtype)
-    call = Call(request, tuple(0 if d is None else d.stream for d in draws))
-    bases = [snapshot(base) for base in bases]
-    return call, (x, *weights, *biases, *amaxes, *grads, *bases, *(x_amaxes or ops.Amaxes()), *buffers)
+    request = _checked(request, x, (weights, biases, amaxes, grads, cached), out_dtype)
+    call = Call(request, tuple([0 if d is None else d.stream for d in draws]))
+    if request.save:
+        bases = [snapshot(base) for base in bases]
+    return call, (x, *weights, *biases, *amaxes, *grads, *bases, *(x_amaxes or _NO_AMAXES), *buffers)
 
 
-class Request(NamedTuple):
+_NO_AMAXES = ops.Amaxes()
+
+
+def _draws(
+    rng: AnyPhilox | Sequence[AnyPhilox] | None, n: int, recipe: Recipe, device: torch.device
+) -> list[Draw | None]:
+    """Return where every weight draws, then where the signs of all are drawn."""
+    places = places_of(rng, n, recipe)
+    if places is None:
+        return [None] * (n + 1)
+    signs = places[0].signs_on(device) if recipe.needs_sign_rng else None
+    return [*[place.on(device) for place in places], signs]
+
+
+@dataclass(frozen=True)
+class Request:
     """What is static about calls that differ in tensors and streams alone.
 
     base_of, shards: the place of every weight, then that of the signs of all: which base is its own, and which part of
@@ -214,6 +239,13 @@ class Request(NamedTuple):
     out_dtype: torch.dtype
     save: bool
     cached: tuple[Layout, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, one.name) for one in fields(self)))
 
 
 class Call(NamedTuple):
@@ -486,41 +518,48 @@ def draws_of(request: Request, bases: Sequence[Tensor | None], streams: Sequence
 
 
 def _autocast(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], covered: Sequence[bool]
+    dtype: torch.dtype,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    covered: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
     """Cast what the GEMMs will read; of a covered weight they read nothing."""
-    dtype = autocast_dtype(x.device)
-    if dtype is None:
-        return x, list(weights), list(biases)
     weights = [w if is_covered else w.to(dtype) for w, is_covered in zip(weights, covered, strict=True)]
     return x.to(dtype), weights, [None if b is None else b.to(dtype) for b in biases]
 
 
 _MAX_CHECKED = 4096
-_CHECKED: dict[tuple, None] = {}
+_CHECKED: dict[tuple, Request] = {}
 """Calls whose shapes, dtypes and options were found right: the latest."""
 
 
-def _check_once(request: Request, x: Tensor, given: tuple, out_dtype: torch.dtype | None) -> None:
-    """Check a call, unless one that looks the same to the checks has passed them.
+def _checked(request: Request, x: Tensor, given: tuple, out_dtype: torch.dtype | None) -> Request:
+    """Check a call, unless one that looks the same to the checks has passed them; return the request that passed.
 
     Args:
         given: weights, biases, weight_amaxes, main_grads, cached_weights.
         out_dtype: as the caller gave it.
     """
     weights, biases, amaxes, grads, cached = given
+    key = None
     if not torch.compiler.is_compiling():
-        of = tuple([_looks(t) for t in (x, *weights, *biases, *amaxes, *grads)])
-        key = (request, of, tuple([None if c is None else (c.dtype, c.tensors[0].device) for c in cached]))
-        if key in _CHECKED:
-            return
+        looks = [_looks(t) for t in (x, *weights, *biases, *amaxes, *grads)]
+        looks += [None if c is None else (c.dtype, *[t.device for t in c.tensors]) for c in cached]
+        # Of the request's fields those that no tensor shows; comparing strings is what costs least.
+        key = (request.recipe.key, request.out_dtype, out_dtype, request.save, request.base_of, request.amax_of)
+        key = (*key, request.shards, request.cached, *looks)
+        passed = _CHECKED.get(key)
+        if passed is not None:
+            return passed
     refuse_foreign((("x", x), *(("w", w) for w in weights), *(("bias", bias) for bias in biases)))
     _check(x, weights, biases, request.recipe, grads, cached)
     _check_options(out_dtype, amaxes)
-    if not torch.compiler.is_compiling():
+    if key is not None:
         if len(_CHECKED) >= _MAX_CHECKED:
             _CHECKED.clear()
-        _CHECKED[key] = None
+        _CHECKED[key] = request
+    return request
 
 
 def _looks(tensor: Any) -> tuple | None:

@@ -49,5 +49,7 @@ def snapshot(base: Tensor | None) -> Tensor | None:
 
 def distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[int, ...]]:
     """Return the tensors with None for every repetition, and for each where it is first."""
+    if len(tensors) == 1:
+        return list(tensors), (0,)
     first = tuple(next(j for j, other in enumerate(tensors) if other is tensor) for tensor in tensors)
     return [tensor if first[i] == i else None for i, tensor in enumerate(tensors)], first

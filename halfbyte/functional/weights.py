@@ -107,13 +107,18 @@ class Layout(NamedTuple):
     col: tuple | None
 
 
+_NOTHING = Layout(None, None)
+
+
 def flatten(cached: Sequence[CachedWeight | None]) -> tuple[tuple[Layout, ...], list[Tensor]]:
     """Return what is static about cached weights, and their tensors in one list."""
     layouts, tensors = [], []
     for one in cached:
-        sides = (None, None) if one is None else one[:2]
-        layouts.append(Layout(*(None if side is None else side[1:] for side in sides)))
-        tensors += [] if one is None else one.tensors
+        if one is None:
+            layouts.append(_NOTHING)
+            continue
+        layouts.append(Layout(*(None if side is None else side[1:] for side in one[:2])))
+        tensors += one.tensors
     return tuple(layouts), tensors
 
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte import ops, recipes
-from halfbyte.functional import linear_shared
 from halfbyte.functional.autocast import autocast_dtype
-from halfbyte.functional.foreign import is_sharded, refuse_foreign
-from halfbyte.functional.linear import Layers
+from halfbyte.functional.foreign import PLAIN, is_sharded, refuse_foreign
+from halfbyte.functional.linear import Layers, outputs_of
 from halfbyte.functional.weights import CachedWeight, weight_specs
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import NVFP4, Recipe
@@ -137,18 +136,7 @@ def _handed_over(x: Tensor, layer: LinearLayer, call: int) -> ops.Amaxes | None:
 
 def run_shared(x: Tensor, layers: Sequence[LinearLayer], call: int, x_amaxes: ops.Amaxes | None) -> tuple[Tensor, ...]:
     """Return the outputs of layers that share a recipe; x_amaxes: those of x, where known."""
-    found = gather(x, layers, call)
-    return linear_shared(
-        x,
-        found.weights,
-        found.biases,
-        layers[0].recipe,
-        rng=found.rng,
-        weight_amaxes=found.weight_amaxes,
-        main_grads=found.main_grads,
-        cached_weights=found.cached_weights,
-        x_amaxes=x_amaxes,
-    )
+    return outputs_of(x, gather(x, layers, call), layers[0].recipe, None, x_amaxes)
 
 
 def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
@@ -158,20 +146,24 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
             layer.before_use()
     weights = [layer.weight for layer in layers]  # once: a parametrization computes it
     for layer, weight in zip(layers, weights, strict=True):
-        if layer.recipe.specs:
+        if layer.recipe.specs and (type(x) not in PLAIN or type(weight) not in PLAIN):
             refuse_foreign((("x", x), ("its weight", weight), ("its bias", layer.bias)), layer)
     places = [layer.place(call) for layer in layers]
-    rows = [_as_rows(layer, weight) for layer, weight in zip(layers, weights, strict=True)]
-    cached = [layer.cached_weight(weight) for layer, weight in zip(layers, rows, strict=True)]
+    rows = [
+        _as_rows(layer, weight) if layer.transposed else weight for layer, weight in zip(layers, weights, strict=True)
+    ]
+    cached = [
+        None if layer.weight_cache is None else layer.cached_weight(weight)
+        for layer, weight in zip(layers, rows, strict=True)
+    ]
+    grads = [getattr(weight, "main_grad", None) for weight in weights]
     return Layers(
         weights=rows,
         biases=[layer.bias for layer in layers],
         weight_amaxes=_weight_amaxes(x, layers, cached),
-        main_grads=[
-            _as_rows(layer, getattr(weight, "main_grad", None)) for layer, weight in zip(layers, weights, strict=True)
-        ],
+        main_grads=[None if grad is None else _as_rows(layer, grad) for layer, grad in zip(layers, grads, strict=True)],
         cached_weights=cached,
-        rng=[place for place in places if place is not None] or None,
+        rng=None if places[0] is None else places,
     )
 
 
@@ -196,6 +188,8 @@ def _weight_amaxes(
     x: Tensor, modules: Sequence[LinearLayer], cached_weights: Sequence[CachedWeight | None]
 ) -> list[Tensor | None]:
     """Return each module's shared weight amax, computed once per group and where nothing is cached."""
+    if not any(module.amax_group for module in modules):
+        return [None] * len(modules)
     dtype = autocast_dtype(x.device)
     known: list[tuple[LinearLayer, Tensor]] = []
     result: list[Tensor | None] = []
