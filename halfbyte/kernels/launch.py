@@ -163,6 +163,25 @@ class Pointer(NamedTuple):
     dtype: torch.dtype
 
 
+class Program:
+    """The text of a function that repeats steps, and the values that it names."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def name(self, slot: int) -> str:
+        """Return the variable that holds the tensor of a slot."""
+        return f"s{slot}"
+
+    def constant(self, value: Any) -> str:
+        """Return how the text says a value: as a number where it is one, by a name else."""
+        if value is None or type(value) in (int, bool):
+            return repr(value)
+        name = f"c{len(self.values)}"
+        self.values[name] = value
+        return name
+
+
 class Launch:
     """One launch, to be repeated with other memory and numbers.
 
@@ -172,34 +191,92 @@ class Launch:
     """
 
     def __init__(self, launched: Launched, pointers: dict[str, Pointer]) -> None:
-        names = list(launched.arguments)
-        self._kernel, self._grid = launched.kernel, launched.grid
-        self._arguments, self._options = list(launched.arguments.values()), launched.options
-        self._numbers = [(i, a.place, a.beyond) for i, a in enumerate(self._arguments) if type(a) is Varying]
-        self._pointers = [(names.index(name), *pointer) for name, pointer in pointers.items()]
-        self._call = None if launched.compiled is None else _direct(launched, pointers)
+        self._launched, self._pointers = launched, pointers
 
     @property
-    def slots(self) -> set[int]:
+    def used(self) -> set[int]:
         """The slots whose memory is used."""
-        return {slot for _, slot, _, _ in self._pointers}
+        return {pointer.slot for pointer in self._pointers.values()}
+
+    made: tuple[int, ...] = ()
+    pure = False
+
+    @property
+    def numbers(self) -> list[Varying]:
+        """The arguments that vary."""
+        return [argument for argument in self._launched.arguments.values() if type(argument) is Varying]
 
     @property
     def name(self) -> str:
         """The kernel's name."""
-        return self._kernel.__name__
+        return self._launched.kernel.__name__
 
-    def __call__(self, slots: list[Tensor], numbers: Sequence[int], stream: int) -> None:
-        """Launch on `stream` with the memory of `slots`."""
-        if self._call is not None:
-            self._call(slots, numbers, stream)
-            return
-        arguments = list(self._arguments)
-        for i, slot, offset, dtype in self._pointers:
-            arguments[i] = _like(self._arguments[i], _tensor_at(slots[slot], offset, dtype))
-        for i, place, beyond in self._numbers:
-            arguments[i] = numbers[place] + beyond
-        self._kernel[self._grid](**dict(zip(self._kernel.parameters, arguments, strict=True)), **self._options)
+    def line(self, program: Program) -> str:
+        """Return a line that launches: `stream` and n0, n1, … of the numbers are known where it stands."""
+        return self._interpreted(program) if self._launched.compiled is None else self._direct(program)
+
+    def _interpreted(self, program: Program) -> str:
+        arguments = []
+        for name, argument in self._launched.arguments.items():
+            value = _varying(argument) or program.constant(argument)
+            if name in self._pointers:
+                slot, offset, dtype = self._pointers[name]
+                value = f"{program.constant(_tensor_at)}({program.name(slot)}, {offset}, {program.constant(dtype)})"
+                if isinstance(argument, Shape):
+                    value = f"{program.constant(argument.on)}({value})"
+            arguments.append(f"{name}={value}")
+        options = program.constant(self._launched.options)
+        kernel = program.constant(self._launched.kernel[self._launched.grid])
+        return f"{kernel}({', '.join(arguments)}, **{options})"
+
+    def _direct(self, program: Program) -> str:
+        """Call the C function that Triton made for the kernel's signature."""
+        compiled, grid = self._launched.compiled, (*self._launched.grid, 1, 1)[:3]
+        launcher = compiled.run
+        assert not launcher.global_scratch_size and not launcher.profile_scratch_size, "no kernel asks for scratch"
+        call, maps = _unwrapped(launcher.launch)
+        described = iter(maps)
+        flags = bool(launcher.launch_cooperative_grid), bool(launcher.launch_pdl)
+        arguments = [*map(str, grid), "stream", str(compiled.function), *map(repr, flags), "None", "None"]
+        hooks = _Hooks(compiled, grid, tuple(self._launched.arguments.values()))
+        arguments += [
+            program.constant(compiled.packed_metadata),
+            f"*({program.constant(hooks)}(stream) if watched else _3)",
+        ]
+        for name, argument in self._launched.arguments.items():
+            if name in self._pointers:
+                slot, offset, _ = self._pointers[name]
+                address = f"{program.name(slot)}.data_ptr()" + (f" + {offset}" if offset else "")
+                if isinstance(argument, Shape):
+                    tensor_maps = _Maps(argument, next(described))
+                    arguments += [f"{program.constant(tensor_maps)}({address})", *map(str, argument.shape)]
+                    arguments += map(str, argument.strides)
+                    continue
+                arguments.append(address)
+            else:
+                is_number = type(argument) in (int, float, bool)
+                arguments.append(_varying(argument) or (program.constant(argument) if is_number else "None"))
+        return f"{program.constant(call)}({', '.join(arguments)})"
+
+
+class _Hooks:
+    """What a profiler that hooks into Triton's launches is given, for one launch."""
+
+    def __init__(self, compiled: Any, grid: tuple[int, ...], arguments: tuple) -> None:
+        self._compiled, self._grid, self._arguments = compiled, grid, arguments
+
+    def __call__(self, stream: int) -> tuple:
+        metadata = self._compiled.launch_metadata(self._grid, stream, *self._arguments)
+        return metadata, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+
+
+def hooked() -> bool:
+    """Whether a profiler hooks into Triton's launches."""
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
+def _varying(argument: Any) -> str | None:
+    return f"n{argument.place} + {argument.beyond}" if type(argument) is Varying else None
 
 
 class Shape(NamedTuple):
@@ -216,11 +293,9 @@ class Shape(NamedTuple):
         given = (tuple(part) for part in (descriptor.shape, descriptor.strides, descriptor.block_shape))
         return cls(*given, descriptor.padding)
 
-
-def _like(argument: Any, tensor: Tensor) -> Any:
-    return (
-        TensorDescriptor(tensor, *map(list, argument[:3]), argument.padding) if isinstance(argument, Shape) else tensor
-    )
+    def on(self, tensor: Tensor) -> TensorDescriptor:
+        """Return the descriptor of a tensor that begins where its did."""
+        return TensorDescriptor(tensor, *map(list, self[:3]), self.padding)
 
 
 def _tensor_at(tensor: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
@@ -230,49 +305,6 @@ def _tensor_at(tensor: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(
         tensor.untyped_storage(), start // dtype.itemsize, (1,), (1,)
     )
-
-
-def _direct(launched: Launched, pointers: dict[str, Pointer]) -> Callable[[list[Tensor], Sequence[int], int], None]:
-    """Return the launch of a compiled kernel as a call of the C function that Triton made for its signature."""
-    compiled, hooks = launched.compiled, knobs.runtime
-    launcher = compiled.run
-    assert not launcher.global_scratch_size and not launcher.profile_scratch_size, "no kernel asks for scratch memory"
-    grid = (*launched.grid, 1, 1)[:3]
-    call, maps = _unwrapped(launcher.launch)
-    template: list[Any] = [*grid, 0, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl]
-    template += [None, None, compiled.packed_metadata, None, None, None]
-    memory: list[tuple[int, int, int]] = []
-    mapped: list[tuple[int, int, int, Callable[[int], Any]]] = []
-    varying: list[tuple[int, int, int]] = []
-    described = iter(maps)
-    for name, argument in launched.arguments.items():
-        at = len(template)
-        if isinstance(argument, Shape):
-            pointer = pointers[name]
-            mapped.append((at, pointer.slot, pointer.offset, _Maps(argument, next(described))))
-            template += [None, *argument.shape, *argument.strides]
-            continue
-        if name in pointers:
-            memory.append((at, pointers[name].slot, pointers[name].offset))
-        elif type(argument) is Varying:
-            varying.append((at, argument.place, argument.beyond))
-        template.append(argument)
-
-    def launch(slots: list[Tensor], numbers: Sequence[int], stream: int) -> None:
-        arguments = template.copy()
-        arguments[3] = stream
-        for i, slot, offset in memory:
-            arguments[i] = slots[slot].data_ptr() + offset
-        for i, slot, offset, map_at in mapped:
-            arguments[i] = map_at(slots[slot].data_ptr() + offset)
-        for i, place, beyond in varying:
-            arguments[i] = numbers[place] + beyond
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler
-            metadata = compiled.launch_metadata(grid, stream, *launched.arguments.values())
-            arguments[10:13] = metadata, hooks.launch_enter_hook, hooks.launch_exit_hook
-        call(*arguments)
-
-    return launch
 
 
 class _Maps:

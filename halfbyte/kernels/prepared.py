@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfbyte.kernels import launch
-from halfbyte.kernels.launch import Launch, Launched, Pointer, Shape, TensorDescriptor, Varying
+from halfbyte.kernels.launch import Launch, Launched, Pointer, Program, Shape, TensorDescriptor, Varying
 
 MAX_RECORDS = 4096
 """Requests that are kept, the latest; a model of 100 layers of ten shapes has some hundreds."""
@@ -49,16 +49,27 @@ class Allocation:
     dtype: torch.dtype
     device: torch.device
 
-    def __call__(self, slots: list[Any], numbers: Sequence[int], stream: int) -> None:
-        slots[self.slot] = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+    pure = True
+    used: frozenset[int] = frozenset()
+
+    def line(self, program: Program) -> str:
+        """Return a line that does it."""
+        named = program.constant(self.dtype), program.constant(self.device)
+        if self.device.type == "cuda":
+            new = f"{program.constant(empty_on_gpu)}({self.shape}, {self.stride}, {named[0]})"
+        else:
+            empty = program.constant(torch.empty_strided)
+            new = f"{empty}({self.shape}, {self.stride}, dtype={named[0]}, device={named[1]})"
+        return f"{program.name(self.slot)} = {new}"
+
+    def constant(self) -> Tensor:
+        """Return the tensor itself, where it holds nothing."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     @property
     def made(self) -> tuple[int, ...]:
+        """The slots that it fills."""
         return (self.slot,)
-
-    @property
-    def used(self) -> set[int]:
-        return set()
 
 
 class _Slot(int):
@@ -70,7 +81,7 @@ class Op:
     """A torch op, such as a view or a sum.
 
     made: a slot for each tensor that it returned, in order; those of tensors that it was given, too.
-    kept: whether it is needed only for what it returns.
+    pure: whether it is needed only for what it returns.
     """
 
     function: Any
@@ -79,25 +90,44 @@ class Op:
     made: tuple[int, ...]
     pure: bool
 
-    def __call__(self, slots: list[Any], numbers: Sequence[int], stream: int) -> None:
-        result = self.function(*_filled(self.arguments, slots), **_filled(self.named, slots))
-        for slot, tensor in zip(self.made, _tensors((result,)), strict=True):
-            slots[slot] = tensor
+    def line(self, program: Program) -> str:
+        """Return a line that does it."""
+        given = [_text(argument, program) for argument in self.arguments]
+        given += [f"{name}={_text(argument, program)}" for name, argument in self.named.items()]
+        call = f"{program.constant(self.function)}({', '.join(given)})"
+        returns = self.function._schema.returns
+        if not self.made:
+            return call
+        names = ", ".join(map(program.name, self.made))
+        if len(returns) == 1 and str(returns[0].type) == "Tensor":
+            return f"{names} = {call}"
+        return f"{names}, = {program.constant(_tensors)}({call})"
 
     @property
     def used(self) -> set[int]:
+        """The slots that it reads."""
         return {int(slot) for slot in _found((self.arguments, self.named), _Slot)}
 
 
-@dataclass(frozen=True)
-class Drop:
-    """Memory that nobody reads any more goes back to the allocator, which gives it to what comes next on the stream."""
+def _text(value: Any, program: Program) -> str:
+    """Return how the text of a program says an op's argument."""
+    if isinstance(value, _Slot):
+        return program.name(value)
+    if type(value) in (tuple, list) and _found(value, _Slot):
+        inside = "".join(f"{_text(item, program)}, " for item in value)
+        return f"[{inside}]" if type(value) is list else f"({inside})"
+    return program.constant(value)
 
-    slots: tuple[int, ...]
 
-    def __call__(self, slots: list[Any], numbers: Sequence[int], stream: int) -> None:
-        for slot in self.slots:
-            slots[slot] = None
+def _empty_on_gpu() -> Callable[[tuple, tuple, torch.dtype], Tensor]:
+    """Return the function with which inductor's code allocates on the current GPU, or torch's own."""
+    try:
+        return torch._C._dynamo.guards._empty_strided_cuda
+    except AttributeError:
+        return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
+
+
+empty_on_gpu = _empty_on_gpu()
 
 
 def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
@@ -109,10 +139,6 @@ def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_map(item, kind, change) for item in value)
     return value
-
-
-def _filled(value: Any, slots: list[Any]) -> Any:
-    return _map(value, _Slot, lambda slot: slots[slot])
 
 
 def _found(value: Any, kind: type) -> list[Any]:
@@ -166,8 +192,9 @@ class Recorder(TorchDispatchMode):
     def keep(self, tensor: Tensor) -> None:
         """Let a tensor that outlives all calls be used by the record."""
         if id(tensor) not in self._slots:
-            self.constants.append(tensor)
             self._know(tensor, self._new_slot())
+        if all(kept is not tensor for kept in self.constants):  # also one that was made for this call
+            self.constants.append(tensor)
 
     def slot_of(self, tensor: Tensor) -> int | None:
         """Return a tensor's slot; None, and no record, if it came from elsewhere."""
@@ -247,51 +274,60 @@ class Record:
     """
 
     def __init__(self, recorder: Recorder, given: int, outputs: Sequence[Tensor | None], value: Any) -> None:
-        self._value = value
-        self._outputs = tuple(None if out is None else recorder.slot_of(out) for out in outputs)
-        self._blank = [None] * recorder.count
-        self._given = given
-        for tensor in recorder.constants:
-            self._blank[recorder.slot_of(tensor) or 0] = tensor  # type: ignore[call-overload]
-        wanted = {slot for slot in self._outputs if slot is not None}
-        self.steps = _with_drops(_needed(recorder.steps, wanted), wanted, given)
+        returned = [None if out is None else recorder.slot_of(out) for out in outputs]
+        wanted = {slot for slot in returned if slot is not None}
+        constants = {recorder.slot_of(tensor) or 0: tensor for tensor in recorder.constants}
+        for step in recorder.steps:
+            if isinstance(step, Allocation) and 0 in step.shape and step.slot not in wanted:
+                constants[step.slot] = step.constant()
+        self.steps = _needed(recorder.steps, wanted, set(constants))
+        self._repeat = _function(self.steps, (given, returned, value), constants)
 
     def __call__(self, tensors: Sequence[Tensor | None], numbers: Sequence[int], stream: int) -> tuple[tuple, Any]:
         """Repeat it with other tensors."""
-        slots = self._blank.copy()
-        slots[: self._given] = tensors
-        for step in self.steps:
-            step(slots, numbers, stream)
-        return tuple([None if slot is None else slots[slot] for slot in self._outputs]), self._value
+        return self._repeat(tensors, numbers, stream, launch.hooked())
 
 
-def _needed(steps: list[Any], wanted: set[int]) -> list[Any]:
+def _needed(steps: list[Any], wanted: set[int], constants: set[int]) -> list[Any]:
     """Return the steps without those that only make what nobody uses."""
     wanted, kept = set(wanted), []
     for step in reversed(steps):
-        if isinstance(step, Launch):
-            wanted |= step.slots
-        elif isinstance(step, Op) and not (step.pure and wanted.isdisjoint(step.made)):
-            wanted |= step.used
-        elif wanted.isdisjoint(step.made):
+        if not constants.isdisjoint(step.made) or (step.pure and wanted.isdisjoint(step.made)):
             continue
+        wanted |= step.used
         kept.append(step)
     return kept[::-1]
 
 
-def _with_drops(steps: list[Any], outputs: set[int], given: int) -> list[Any]:
-    """Return the steps with, after each, the memory that nothing uses from there on."""
+def _function(steps: list[Any], ends: tuple[int, list[int | None], Any], constants: dict[int, Tensor]) -> Callable:
+    """Return a function of (tensors, numbers, stream, watched) that takes the steps.
+
+    It is made from its text, like Triton's binders and dataclasses: a call is then a line for each step, with nothing
+    to look up. Memory that nobody reads any more goes back to the allocator, which gives it to what comes next on the
+    stream.
+    """
+    given, returned, value = ends
+    program = Program()
+    program.values.update({program.name(slot): tensor for slot, tensor in constants.items()}, _3=(None, None, None))
     last: dict[int, int] = {}
     for i, step in enumerate(steps):
-        touched = step.slots if isinstance(step, Launch) else {*step.used, *step.made}
-        last.update(dict.fromkeys(touched, i))
-    out = []
+        last.update(dict.fromkeys((*step.used, *step.made), i))
+    over: dict[int, list[int]] = {}
+    for slot, end in last.items():
+        if slot >= given and slot not in returned and slot not in constants:
+            over.setdefault(end, []).append(slot)
+    lines = ["def repeat(tensors, numbers, stream, watched):"]
+    lines.append("".join(f"{program.name(slot)}, " for slot in range(given)) + "= tensors")
+    most = max((v.place for step in steps for v in getattr(step, "numbers", ())), default=-1)
+    lines += [f"n{i} = numbers[{i}]" for i in range(most + 1)]
     for i, step in enumerate(steps):
-        out.append(step)
-        over = tuple(slot for slot, end in last.items() if end == i and slot >= given and slot not in outputs)
-        if over and i + 1 < len(steps):
-            out.append(Drop(over))
-    return out
+        lines.append(step.line(program))
+        if i in over:
+            lines.append(" = ".join(map(program.name, over[i])) + " = None")
+    outputs = "".join(f"{None if slot is None else program.name(slot)}, " for slot in returned)
+    lines.append(f"return ({outputs}), {program.constant(value)}")
+    exec("\n    ".join(lines), program.values)  # every name in it is ours
+    return program.values["repeat"]
 
 
 _RECORDS: dict[Hashable, Record | str] = {}
