@@ -19,6 +19,7 @@ from halfbyte.kernels import decode as dc
 from halfbyte.kernels import overlap
 from halfbyte.kernels.dequantize import Decoded
 from halfbyte.kernels.gemm_kernels import combine_kernel, gemm_pointer_kernel, gemm_tma_kernel
+from halfbyte.kernels.target import target_of
 from halfbyte.kernels.targets import CompileCase, dtype_name
 from halfbyte.layout import ceil_div, round_up
 
@@ -288,21 +289,16 @@ def describable(x: Tensor) -> bool:
     return x.stride(1) == 1 and x.data_ptr() % TMA_ALIGNMENT == 0 and row % TMA_ALIGNMENT == 0 and row > 0
 
 
-@lru_cache(maxsize=64)
 def multiprocessors(device: torch.device) -> int:
     """Return how many programs of a persistent kernel run at once; 4 in the interpreter."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    target = target_of(device)
+    return 4 if target is None else target.multiprocessors
 
 
-@lru_cache(maxsize=64)
 def capability(device: torch.device) -> int:
     """Return the compute capability as in sm_90; 90 for a device that the interpreter runs on."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
+    target = target_of(device)
+    return 90 if target is None else target.capability
 
 
 def tma_tiles(capability: int) -> tuple[Tile, ...]:

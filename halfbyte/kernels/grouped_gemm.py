@@ -33,6 +33,7 @@ from halfbyte.kernels.grouped_gemm_kernels import (
 )
 from halfbyte.kernels.grouped_plan import Plan, make_plan
 from halfbyte.kernels.grouped_swizzle import grouped_unswizzle
+from halfbyte.kernels.target import target_of
 from halfbyte.kernels.targets import CompileCase, dtype_name
 from halfbyte.layout import (
     GROUP_COLUMNS,
@@ -364,7 +365,8 @@ def plain_grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.d
         offsets: integer [E].
         out_dtype: of the result.
     """
-    if a.device.type != "cuda" or capability(a.device) < MIN_TORCH_CAPABILITY or out_dtype != torch.bfloat16:
+    target = target_of(a.device)
+    if target is None or target.capability < MIN_TORCH_CAPABILITY or out_dtype != torch.bfloat16:
         return None
     if any(t.dtype != torch.bfloat16 or t.numel() == 0 for t in (a, b)) or b.shape[-2] % 8:
         return None

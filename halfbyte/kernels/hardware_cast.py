@@ -101,8 +101,14 @@ def compare(device: torch.device, name: str) -> tuple[Tensor, Tensor]:
         x = torch.linspace(-8, 8, COUNT, device=device)
     generator = torch.Generator(device).manual_seed(4)
     random = torch.randint(-(1 << 31), 1 << 31, (COUNT // 4,), generator=generator, device=device).to(torch.int32)
-    ours, theirs = (torch.empty(COUNT // 8, dtype=torch.int32, device=device) for _ in range(2))
-    e2m1_pair_kernel[(COUNT // 8 // BLOCK,)](
+    return convert(x, random, name)
+
+
+def convert(x: Tensor, random: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Return the codes of x fp32 [8 n] by our arithmetic and by the target's conversion `name`; random: int32 [2 n]."""
+    words = x.numel() // 8
+    ours, theirs = (torch.empty(words, dtype=torch.int32, device=x.device) for _ in range(2))
+    e2m1_pair_kernel[(words // BLOCK,)](
         x,
         random.view(torch.uint32),
         ours.view(torch.uint32),

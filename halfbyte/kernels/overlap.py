@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from halfbyte.kernels.decode import INTERPRETED
+from halfbyte.kernels.target import target_of
 from halfbyte.kernels.targets import CompileCase
 
 OVERLAP_CAPABILITY = tl.constexpr(90)
@@ -32,12 +32,10 @@ def begin(OVERLAP: tl.constexpr):
 
 def overlaps(device: torch.device) -> bool:
     """Say whether kernels on `device` are launched so."""
-    if device.type != "cuda" or INTERPRETED:
-        return False
-    return 10 * torch.cuda.get_device_capability(device)[0] >= OVERLAP_CAPABILITY.value
+    target = target_of(device)
+    return target is not None and not INTERPRETED and target.capability >= OVERLAP_CAPABILITY.value
 
 
-@lru_cache(maxsize=64)
 def launch_options(device: torch.device) -> dict[str, bool]:
     """Return the options with which a kernel that has a parameter OVERLAP is launched on `device`."""
     return {"OVERLAP": True, "launch_pdl": True} if overlaps(device) else {"OVERLAP": False}
