@@ -1,7 +1,7 @@
 """Record what launchers launch for a GPU that is not here, compile it, and read what it uses.
 
-A launcher is called with tensors on the device "meta", which have shapes, strides and alignment but no memory; instead
-of running, its kernels are specialized as Triton would do it on the target. `scenarios` has the calls that are recorded.
+A launcher is called with tensors on the device "meta", which have shapes, strides and alignment but no memory. Its
+kernels do not run: they are specialized as Triton would do it on the target. `scenarios` has the calls.
 `python -m halfbyte.kernels.record [capability ...]` compiles all of them; it needs no GPU.
 """
 
