@@ -2,15 +2,20 @@
 
 A launcher is called with tensors on the device "meta", which have shapes, strides and alignment but no memory. Its
 kernels do not run: they are specialized as Triton would do it on the target. `scenarios` has the calls.
-`python -m halfbyte.kernels.record [capability ...]` compiles all of them; it needs no GPU.
+`python -m halfbyte.kernels.record` compiles a sample of the launches for every target, with `--all` all of them; it
+needs no GPU.
 """
 
 from __future__ import annotations
 
+import argparse
+import multiprocessing
+import os
+import random
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,6 +41,12 @@ TARGETS = {
 
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB of shared memory that one block may use, by compute capability (CUDA C++ programming guide)."""
+
+
+SAMPLE = 600
+"""Launches that two cores compile within eight minutes."""
+
+UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -151,3 +162,102 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         ).stdout
     (registers,), (stack,) = (re.findall(rf"{key}:(\d+)", report) for key in ("REG", "STACK"))
     return int(registers), int(stack)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A distinct launch on one target.
+
+    Args:
+        scenario: the first call that makes it.
+        tuned: whether a call makes it whose launches may not spill.
+    """
+
+    launch: Launch
+    capability: int
+    scenario: str
+    tuned: bool
+
+    def problem(self, outcome: Usage | str) -> str | None:
+        """Say why a compiled kernel does not belong on its target, or None; what is not tuned may spill."""
+        problem = outcome if isinstance(outcome, str) else outcome.problem(0 if self.tuned else UNLIMITED)
+        return problem and f"{problem}: {self.launch.name}, as in {self.scenario}"
+
+
+def recorded(capability: int) -> list[Recorded]:
+    """Return the distinct launches of all scenarios on a target."""
+    from halfbyte.kernels.scenarios import scenarios  # imports every launcher
+
+    found: dict[str, Recorded] = {}
+    for scenario in scenarios(TARGETS[capability]):
+        with recording(TARGETS[capability]) as launches:
+            scenario.call()
+        for launch in launches:
+            key = launch.key
+            if key not in found or (scenario.tuned and not found[key].tuned):
+                found[key] = Recorded(launch, capability, scenario.name, scenario.tuned)
+    return list(found.values())
+
+
+def sample(found: Sequence[Recorded], count: int, seed: int = 0) -> list[Recorded]:
+    """Return `count` launches: of every kernel on every target a tuned and another one if there are, then any."""
+    rest = list(found)
+    random.Random(seed).shuffle(rest)
+    first: dict[tuple, Recorded] = {}
+    for one in rest:
+        first.setdefault((one.launch.kernel, one.capability, one.tuned), one)
+    chosen = {id(one) for one in first.values()}
+    return [*first.values(), *(one for one in rest if id(one) not in chosen)][:count]
+
+
+def compile_all(found: Sequence[Recorded], jobs: int) -> Iterator[tuple[Recorded, Usage | str]]:
+    """Compile launches in `jobs` processes; yield each with what it uses, or why it does not compile, in no order."""
+    context = multiprocessing.get_context("fork")  # a launch holds functions that cannot be sent
+    tasks, done = context.SimpleQueue(), context.SimpleQueue()
+    workers = [context.Process(target=_compile_some, args=(found, tasks, done), daemon=True) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    for index in (*range(len(found)), *[None] * jobs):
+        tasks.put(index)
+    for _ in found:
+        index, outcome = done.get()
+        yield found[index], outcome
+    for worker in workers:
+        worker.join()
+
+
+def _compile_some(found: Sequence[Recorded], tasks: Any, done: Any) -> None:
+    while (index := tasks.get()) is not None:
+        one = found[index]
+        try:
+            done.put((index, compile_launch(one.launch, one.capability)))
+        except Exception as error:
+            done.put((index, f"sm_{one.capability}: does not compile, {type(error).__name__}: {str(error)[-500:]}"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile recorded launches; print one line per failure and a summary, return the number of failures."""
+    parser = argparse.ArgumentParser(prog="python -m halfbyte.kernels.record", description=__doc__)
+    parser.add_argument("capabilities", nargs="*", type=int, default=list(TARGETS), help="as in 90 for sm_90")
+    parser.add_argument("--all", action="store_true", help="all launches, not a sample")
+    parser.add_argument("--count", type=int, default=SAMPLE, help="launches of the sample")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    options = parser.parse_args(arguments)
+    found = [one for capability in options.capabilities for one in recorded(capability)]
+    chosen = found if options.all else sample(found, options.count, options.seed)
+    failures, spills = 0, {}
+    for one, outcome in compile_all(chosen, options.jobs):
+        problem, name = one.problem(outcome), one.launch.kernel.fn.__name__
+        if problem:
+            failures += 1
+            print(problem, flush=True)
+        if isinstance(outcome, Usage):
+            spills[name] = max(spills.get(name, 0), outcome.stack_bytes)
+    print("most bytes spilled:", ", ".join(f"{name} {n}" for name, n in sorted(spills.items()) if n) or "none")
+    print(f"{len(chosen)} of {len(found)} compiled, {failures} unfit", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    raise SystemExit(min(1, main()))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from halfbyte.layout import (
     LINEAR,
+    SWIZZLED_32_4_4,
     Blocks,
     round_up,
     swizzled_numel,
@@ -129,11 +130,20 @@ def ragged() -> dict[str, Tensor]:
     }
 
 
+EVERY_KIND = ("300x83", "fp32")
+"""Of the ragged inputs those that are stored in every way; the others as codes with linear scales."""
+
+
+KINDS = ((LINEAR, (False, False)), (LINEAR, (True, True)), (LINEAR, (True, False)), (SWIZZLED_32_4_4, (False, False)))
+"""(layout of the scales, which orientations are transient) of two operands at once."""
+
+
 def inputs() -> Iterator[tuple[str, Tensor, bool]]:
     """Return (name, x, whether it is tuned for)."""
     for name, shape in WHOLE.items():
         yield name, tensor(*shape), True
-        yield f"{name} by columns", tensor(*reversed(shape)).T, True
+        if name == "8192x8192":
+            yield f"{name} by columns", tensor(*reversed(shape)).T, True
     for name, x in ragged().items():
         yield name, x, False
 

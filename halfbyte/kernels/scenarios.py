@@ -14,8 +14,10 @@ from halfbyte.kernels import amax, backend, fused, hardware_cast, native, primar
 from halfbyte.kernels.dequantize import Decoded
 from halfbyte.kernels.scenario_values import (
     BF16,
+    EVERY_KIND,
     FP16,
     FP32,
+    KINDS,
     OTHER_PAIRS,
     OTHERS,
     PLAIN,
@@ -42,7 +44,7 @@ from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard
 def quantize(_: Target) -> Iterator[Scenario]:
     """One orientation: every spec, stored as codes in both layouts, or decoded."""
     for (name, x, whole), spec in product(inputs(), (*TUNED, *OTHERS)):
-        for kind in ("codes", "swizzled", "decoded"):
+        for kind in ("codes", "swizzled", "decoded") if whole or name in EVERY_KIND else ("codes",):
             options = {"scale_layout": SWIZZLED_32_4_4 if kind == "swizzled" else LINEAR, "decoded": kind == "decoded"}
             call = partial(backend.quantize, x, spec, **draws(spec), **options)
             yield Scenario(f"quantize {spec.key}, {name}, {kind}", call, whole and spec in TUNED)
@@ -51,10 +53,7 @@ def quantize(_: Target) -> Iterator[Scenario]:
 def quantize_row_col(_: Target) -> Iterator[Scenario]:
     """Both orientations from one read; decoded for a GEMM at once."""
     for (name, x, whole), pair in product(inputs(), (*TUNED_PAIRS, *OTHER_PAIRS)):
-        kinds = product(SCALE_LAYOUTS, ((False, False), (True, True), (True, False)))
-        for layout, transient in kinds:
-            if layout != LINEAR and any(transient):
-                continue
+        for layout, transient in KINDS if whole or name in EVERY_KIND else KINDS[:1]:
             options = {"scale_layout": layout, "transient": transient}
             call = partial(backend.quantize_row_col, x, *pair, **draws(*pair), **options)
             keys = " + ".join(spec.key if spec else "none" for spec in pair)
@@ -67,7 +66,7 @@ def maxima(_: Target) -> Iterator[Scenario]:
     for name, x, whole in inputs():
         yield Scenario(f"amax, {name}", partial(backend.finite_amax, x), whole)
         yield Scenario(f"amax of rows, {name}", partial(backend.finite_amax, x, -1), whole)
-        if x.dim() != 2:
+        if name not in ("8192x8192", "8192x8192 by columns", "300x88, rows of 88", *EVERY_KIND):
             continue
         for size, signs, outer in product((16, 32, 64, 128), ("fixed", "fresh"), ("tensor", "row")):
             spec = NVFP4(rotation=Hadamard(size=size, signs=signs), outer=outer)
@@ -202,7 +201,7 @@ def layers(_: Target) -> Iterator[Scenario]:
             yield Scenario(
                 f"norm {centered}, {shape} {dtype}, {what}", partial(fused.norm_with_amaxes, *arguments), whole
             )
-        for function, up in product(FUNCTIONS, (None, x)):
+        for function, up in product(FUNCTIONS if what == "no amax" else ("silu",), (None, x)):
             name = f"{function}, {shape} {dtype}, {what}, gated {up is not None}"
             call = partial(fused.activation_with_amaxes, x, up, function, row, col, sign)
             yield Scenario(name, call, whole and up is not None)
