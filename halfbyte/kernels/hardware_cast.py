@@ -7,8 +7,6 @@ everywhere.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,11 +15,9 @@ from torch import Tensor
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels.e2m1_conversion import E2M1_CAPABILITY, converted_word
 from halfbyte.kernels.stochastic import stochastic_word, upper_halves
-from halfbyte.kernels.targets import TARGETS, CompileCase
 
 COUNT = 1 << 16
 BLOCK = 256
-NEAREST_CAPABILITIES = tuple(c for c in TARGETS if c >= E2M1_CAPABILITY.value)
 STOCHASTIC_CAPABILITIES = (100, 103)
 
 # Eight values and two words of random bytes to eight codes.
@@ -119,18 +115,3 @@ def convert(x: Tensor, random: Tensor, name: str) -> tuple[Tensor, Tensor]:
         enable_fp_fusion=False,
     )
     return ours, theirs
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return both comparisons, for the targets that have the conversion."""
-    words = dict.fromkeys(("random_ptr", "ours_ptr", "theirs_ptr"), "*u32:16")
-    pointers: dict[str, Any] = {"x_ptr": "*fp32:16", **words}
-    return [
-        CompileCase(
-            e2m1_pair_kernel,
-            {**pointers, "STOCHASTIC": stochastic, "BLOCK": BLOCK},
-            fp_fusion=False,
-            capabilities=capabilities,
-        )
-        for stochastic, capabilities in ((False, NEAREST_CAPABILITIES), (True, STOCHASTIC_CAPABILITIES))
-    ]

@@ -12,6 +12,7 @@ import torch
 from halfbyte.arithmetic import FUNCTIONS
 from halfbyte.kernels import amax, backend, fused, hardware_cast, native, primary, scenarios_grouped, swizzle
 from halfbyte.kernels.dequantize import Decoded
+from halfbyte.kernels.e2m1_conversion import E2M1_CAPABILITY
 from halfbyte.kernels.scenario_values import (
     BF16,
     EVERY_KIND,
@@ -248,11 +249,11 @@ def _cast(spec: NVFP4, dtype: torch.dtype, rounded: torch.dtype, swizzled: bool,
 
 def conversions(target: Target) -> Iterator[Scenario]:
     """The self-test of the target's own conversions to E2M1."""
-    for name, capabilities in (
-        ("nearest", hardware_cast.NEAREST_CAPABILITIES),
-        ("stochastic", hardware_cast.STOCHASTIC_CAPABILITIES),
+    for name, found in (
+        ("nearest", target.capability >= E2M1_CAPABILITY.value),
+        ("stochastic", target.capability in hardware_cast.STOCHASTIC_CAPABILITIES),
     ):
-        if target.capability in capabilities:
+        if found:
             x, random = tensor(hardware_cast.COUNT, dtype=FP32), tensor(hardware_cast.COUNT // 4, dtype=torch.int32)
             yield Scenario(f"{name} conversion", partial(hardware_cast.convert, x, random, name), tuned=True)
 
