@@ -79,7 +79,7 @@ class Launch:
         names = list(self.signature)
         constants = [f"{names[place[0]]}={value!r}" for place, value in self.constants.items() if len(place) == 1]
         pointers = [
-            kind + (":16" if (i,) in self.attributes else "")
+            kind + (":16" if self.attributes.get((i,)) else "")
             for i, kind in enumerate(self.signature.values())
             if kind[0] in "*t"
         ]
@@ -107,7 +107,13 @@ class Usage:
 
 @contextmanager
 def recording(target: Target) -> Iterator[list[Launch]]:
-    """Give a list of what launchers launch inside the context, for `target`; no kernel runs."""
+    """Give a list of what launchers launch inside the context, for `target`; no kernel runs.
+
+    Raises:
+        ValueError: kernels are defined for Triton's interpreter.
+    """
+    if triton.knobs.runtime.interpret:
+        raise ValueError("TRITON_INTERPRET=1: the interpreter launches nothing; unset it in a process of its own")
     launches: list[Launch] = []
 
     def record(kernel: JITFunction, *args, grid, warmup, **kwargs) -> None:
