@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,9 +32,11 @@ FOUR = NVFP4(scaling=FourOverSix(), e4m3_max=256.0)
 FOUR_RHT = NVFP4(scaling=FourOverSix(), e4m3_max=256.0, rotation=Hadamard())
 
 
-def rotated(size: int, **options: Any) -> NVFP4:
+def rotated(
+    size: int, rounding: Literal["nearest", "stochastic"] = "nearest", outer: Literal["tensor", "row"] = "tensor"
+) -> NVFP4:
     """Return the spec of a rotation with fresh signs."""
-    return NVFP4(rotation=Hadamard(size=size, signs="fresh"), **options)
+    return NVFP4(rotation=Hadamard(size=size, signs="fresh"), rounding=rounding, outer=outer)
 
 
 TUNED = (PLAIN, TILE, SR, FOUR, RHT, SR_RHT, MXFP8(), rotated(32, outer="row"))

@@ -165,7 +165,7 @@ def _decoded(rows: int, cols: int, kind: str) -> Decoded:
     if kind == "plain":
         return Decoded(tensor(rows, cols))
     amax = tensor(*((rows,) if kind == "row" else ()), dtype=FP32)
-    return Decoded(tensor(rows, cols), amax, 2688.0)
+    return Decoded(tensor(rows, cols), amax, PLAIN.e4m3_max * PLAIN.fp4_max)
 
 
 def native_products(target: Target) -> Iterator[Scenario]:

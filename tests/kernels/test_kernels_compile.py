@@ -148,8 +148,16 @@ def test_limits(usage, expected):
     assert problem is None if expected is None else expected in problem
 
 
-def one(kernel, capability, tuned, scenario="a call"):
-    return record.Recorded(SimpleNamespace(kernel=kernel, name=kernel), capability, scenario, tuned)
+class Kernel:
+    def __init__(self, name):
+        self.fn = SimpleNamespace(__name__=name)
+
+
+kernel_named = lru_cache(Kernel)
+
+
+def one(name, capability, tuned, scenario="a call"):
+    return record.Recorded(SimpleNamespace(kernel=kernel_named(name), name=name), capability, scenario, tuned)
 
 
 def test_only_tuned_launches_may_not_spill():
@@ -158,19 +166,24 @@ def test_only_tuned_launches_may_not_spill():
     assert one("k", 90, False).problem(spilling) is None
 
 
+def test_known_spills_do_not_grow():
+    (name, capability), most = next(iter(record.SPILLS.items()))
+    tuned = one(name, capability, True)
+    assert tuned.problem(record.Usage(capability, 9, most, 0)) is None
+    assert "spills" in tuned.problem(record.Usage(capability, 9, most + 4, 0))
+    assert "spills" in one(name, 90, True).problem(record.Usage(90, 9, most, 0))
+
+
 def test_a_sample_has_every_kernel_on_every_target():
     found = [one(name, capability, n % 4 == 0, f"{n}") for name in "abc" for capability in (80, 90) for n in range(20)]
     chosen = record.sample(found, 20)
-    kinds = {(r.launch.kernel, r.capability, r.tuned) for r in chosen}
+    kinds = {(r.launch.name, r.capability, r.tuned) for r in chosen}
     assert len(chosen) == 20 == len({id(r) for r in chosen}) and len(kinds) == 12
     assert chosen == record.sample(found, 20) != record.sample(found, 20, seed=1)
 
 
 def test_failures_are_counted(monkeypatch, capsys):
     found = {80: [one("a", 80, True)], 90: [one("b", 90, False)]}
-    for rows in found.values():
-        for row in rows:
-            row.launch.kernel = SimpleNamespace(fn=SimpleNamespace(__name__=row.launch.name))
     monkeypatch.setattr(record, "recorded", found.get)
     monkeypatch.setattr(record, "compile_all", lambda chosen, jobs: ((r, record.Usage(80, 9, 4, 0)) for r in chosen))
     assert record.main(["80", "90", "--all"]) == 1
