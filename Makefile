@@ -1,11 +1,11 @@
 # Everything a clone needs: `make train` and `make test` set themselves up in .venv. Needs Python 3.11+, make and gcc.
 #   make train       train the same small model in every recipe and write a table and a plot to runs/compare
 #   make test        all tests that need no GPU        make test-gpu   the GPU tests, with this machine's own python3
-#   make test-targets   the kernels that bf16 layers launch, compiled for every GPU without one (some minutes);
-#                       configurations for ragged columns, fp32 and fp16 operands are not among them
+#   make test-targets   a sample of what the launchers launch, recorded and compiled for every GPU without one (some
+#                       minutes on two cores); make test-targets-full: all of it (hours)
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
 #   make bench       benchmarks on this machine's GPU, with its own python3
-# PYTHON=python3.12 make setup chooses the interpreter. TRAIN_ARGS, TEST_ARGS and BENCH_ARGS reach the command.
+# PYTHON=python3.12 make setup chooses the interpreter. TRAIN_ARGS, TEST_ARGS, TARGET_ARGS and BENCH_ARGS reach the command.
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +14,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 JOBS ?= 2
 
 .DEFAULT_GOAL := setup
-.PHONY: setup train test test-targets test-gpu check bench docs clean
+.PHONY: setup train test test-targets test-targets-full test-gpu check bench docs clean
 
 setup: $(VENV)/setup.stamp
 
@@ -33,10 +33,13 @@ train: setup
 	$(BIN)/halfbyte compare $(TRAIN_ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu -n $(JOBS) --dist worksteal --timeout 300 -m "not targets" -q $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
 
 test-targets: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_kernels_compile.py -m targets -n $(JOBS) -q $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) $(TARGET_ARGS)
+
+test-targets-full: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) --all $(TARGET_ARGS)
 
 test-gpu:
 	python3 tests/gpu/run.py $(TEST_ARGS)

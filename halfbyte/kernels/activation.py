@@ -15,11 +15,10 @@ from halfbyte.kernels import running_max as rm
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.running_max import Wanted
-from halfbyte.kernels.targets import CompileCase
 from halfbyte.kernels.tile_loads import masked_store
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, Hadamard
+from halfbyte.spec import NVFP4
 
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits
 LOG2_E = tl.constexpr(arithmetic.LOG2_E)
@@ -295,47 +294,3 @@ def _launch_options(x: Tensor, function: str, wanted: Wanted) -> tuple[tuple[int
         "enable_fp_fusion": False,
     }
     return (spans * ceil_div(rows, wanted.group),), options
-
-
-COMPILED = (  # (what is wanted, function, whole tiles): the longest function without amaxes, the preset nvfp4
-    (Wanted(), "gelu", True),
-    (rm.wanted_of("tensor", NVFP4(rotation=Hadamard())), "silu", True),
-    (rm.wanted_of("tensor", NVFP4(rotation=Hadamard())), "silu", False),
-)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return the activations of the presets, forward and backward."""
-    cases = []
-    for wanted, function, full in COMPILED:
-        flags = {"FUNCTION": tl.constexpr(function), "WANTED": wanted, "FULL": full}  # a bare string would be a type
-        forward = ("x_ptr", "up_ptr", "out_ptr"), ("row_ptr", "col_ptr")
-        cases += _compile_cases(activation_kernel, forward, flags)
-        backward = (
-            ("dh_ptr", "x_ptr", "up_ptr", "dx_ptr", "dup_ptr"),
-            ("row_ptr", "col_ptr", "up_row_ptr", "up_col_ptr"),
-        )
-        cases += _compile_cases(activation_backward_kernel, backward, flags)
-    return cases
-
-
-def _compile_cases(kernel, names: tuple[tuple[str, ...], ...], flags: dict) -> list[CompileCase]:
-    values, amaxes = names
-    wanted = flags["WANTED"]
-    spaces = ("space_ptr", "up_space_ptr") if len(amaxes) > 2 else ("space_ptr",)
-    arguments = {
-        **dict.fromkeys(values, "*bf16:16"),
-        **dict.fromkeys(amaxes, "*fp32:16"),
-        **dict.fromkeys(spaces, "*i32:16" if wanted.meets else None),
-        **dict.fromkeys(("rows", "cols", "SPAN"), "i32:16"),
-        **dict.fromkeys(("spans", "sign_stream"), "i32"),
-        "sign_ptr": "*i64:16" if wanted.fresh else None,
-        **flags,
-        "C": tile_columns(wanted),
-    }
-    return [
-        CompileCase(
-            kernel, arguments | {"OVERLAP": flag}, num_warps=NUM_WARPS, fp_fusion=False, capabilities=capabilities
-        )
-        for flag, capabilities in overlap.TARGETS
-    ]

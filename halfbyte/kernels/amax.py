@@ -7,7 +7,7 @@ meet in a workspace of zeros that the last one restores (`running_max`): there i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,7 +19,6 @@ from halfbyte.kernels import overlap
 from halfbyte.kernels import running_max as rm
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.rotated_amax import amax_rule, launch_rotated
-from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec
@@ -179,28 +178,3 @@ def _launch_rows(x: Tensor, per_row: bool) -> Tensor:
         **overlap.launch_options(x.device),
     )
     return out
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return the plain kernel for every result."""
-    return overlap.cases(
-        [_plain_case(result, packed) for result in (OF_TENSOR, OF_ROW, OF_ROW_PARTS) for packed in (True, False)]
-    )
-
-
-def _plain_case(result: Any, packed: bool) -> CompileCase:
-    arguments: dict[str, Any] = {
-        "x_ptr": "*bf16:16" if packed else "*fp32:16",
-        "out_ptr": "*fp32:16",
-        "space_ptr": "*i32:16" if result == OF_TENSOR else None,
-        "rows": 1 if result == OF_TENSOR else "i32:16",
-        "cols": "i32:16",
-        "stride_r": "i32:16",
-        "stride_c": 1,
-        **dict.fromkeys(("parts", "programs"), "i32"),
-        "RESULT": result,
-        "PACKED": packed,
-        "R": 1,
-        "C": PLAIN_TILE.size,
-    }
-    return CompileCase(amax_rows_kernel, arguments, num_warps=PLAIN_TILE.num_warps, fp_fusion=False)

@@ -13,12 +13,9 @@ from halfbyte.formats import FLT_MAX, SWIZZLE_ROWS, f32
 from halfbyte.kernels import decode as dc
 from halfbyte.kernels import overlap
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.targets import CompileCase, dtype_name
 from halfbyte.kernels.tile_loads import masked_load, masked_store
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout
 from halfbyte.spec import MXFP8, NVFP4, Spec
-
-WORD_VALUES = 8  # values per loaded word: an int32 of NVFP4 codes, an int64 of MXFP8 elements
 
 TILES = ((128, 4), (64, 2), (32, 1))
 """(words, warps) of a piece, a word a thread: the widest of which a row fills two."""
@@ -260,38 +257,3 @@ def _in_long_rows(words: Tensor, scale: Tensor, out: Tensor) -> tuple[Tensor, Te
         return words, scale, out
     rows = words.numel() // width
     return words.view(rows, -1), scale.view(rows, -1), out.view(rows, -1)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return what `dequantize` and `decode` launch: every tile, format, factor, scale layout and output width."""
-    return [
-        *_cases(dc.NVFP4, dc.NO_FACTOR, False, torch.bfloat16, TILES[0], full=True),
-        *_cases(dc.NVFP4, dc.TENSOR_FACTOR, True, torch.bfloat16, TILES[0], full=True),
-        *_cases(dc.NVFP4, dc.ROW_FACTOR, False, torch.float32, TILES[1], full=False),
-        *_cases(dc.MXFP8_E4M3, dc.NO_FACTOR, False, torch.bfloat16, TILES[2], full=True),
-        *_cases(dc.MXFP8_E5M2, dc.NO_FACTOR, True, torch.float32, TILES[2], full=False),
-    ]
-
-
-def _cases(
-    form: int, factor: int, swizzled: bool, dtype: torch.dtype, tile: tuple[int, int], *, full: bool
-) -> list[CompileCase]:
-    arguments = {
-        "qdata_ptr": "*i32:16" if form == dc.NVFP4 else "*i64:16",
-        "scale_ptr": "*u8:16",
-        "amax_ptr": "*fp32:16" if factor != dc.NO_FACTOR else None,
-        "out_ptr": f"*{dtype_name(dtype)}:16",
-        **dict.fromkeys(("cols", "qdata_stride", "out_stride"), "i32:16"),
-        **dict.fromkeys(("rows", "blocks", "scale_stride"), "i32"),
-        **dict.fromkeys(("floor", "inverse"), "fp32"),
-        "FORMAT": form,
-        "FACTOR": factor,
-        "SWIZZLED": swizzled,
-        "BLOCK_WORDS": tile[0],
-        "STEPS": SWIZZLED_STEPS if swizzled else LINEAR_STEPS,
-        "FULL": full,
-    }
-    return [
-        CompileCase(dequantize_kernel, arguments | {"OVERLAP": flag}, num_warps=tile[1], capabilities=capabilities)
-        for flag, capabilities in overlap.TARGETS
-    ]

@@ -19,7 +19,7 @@ from halfbyte.kernels import decode as dc
 from halfbyte.kernels import overlap
 from halfbyte.kernels.dequantize import Decoded
 from halfbyte.kernels.gemm_kernels import combine_kernel, gemm_pointer_kernel, gemm_tma_kernel
-from halfbyte.kernels.targets import CompileCase, dtype_name
+from halfbyte.kernels.target import target_of
 from halfbyte.layout import ceil_div, round_up
 
 Variant = Literal["auto", "tma", "pointer"]
@@ -288,21 +288,16 @@ def describable(x: Tensor) -> bool:
     return x.stride(1) == 1 and x.data_ptr() % TMA_ALIGNMENT == 0 and row % TMA_ALIGNMENT == 0 and row > 0
 
 
-@lru_cache(maxsize=64)
 def multiprocessors(device: torch.device) -> int:
     """Return how many programs of a persistent kernel run at once; 4 in the interpreter."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    target = target_of(device)
+    return 4 if target is None else target.multiprocessors
 
 
-@lru_cache(maxsize=64)
 def capability(device: torch.device) -> int:
     """Return the compute capability as in sm_90; 90 for a device that the interpreter runs on."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
+    target = target_of(device)
+    return 90 if target is None else target.capability
 
 
 def tma_tiles(capability: int) -> tuple[Tile, ...]:
@@ -315,80 +310,5 @@ def tma_tiles(capability: int) -> tuple[Tile, ...]:
     return TMA_TILES if capability < 100 else TMA_TILES[1:]
 
 
-def compile_cases() -> list[CompileCase]:
-    """Return what `gemm_nt` launches: every tile with the lightest and with the heaviest epilogue."""
-    cases = []
-    for dtype, factor, heavy in ((torch.bfloat16, dc.TENSOR_FACTOR, False), (torch.float32, dc.ROW_FACTOR, True)):
-        ends = _end_arguments(factor.value, heavy)
-        for tile in (*TMA_TILES, *SMALL_TILES):
-            cases.append(_tma_case(tile, dtype, ends, out_tma=True))
-            if heavy and tile.bn < 256:
-                cases.append(_tma_case(tile, dtype, ends, out_tma=False))
-        everywhere = [_pointer_case(tile, dtype, ends) for tile in POINTER_TILES]
-        cases += overlap.cases([*everywhere, _combine_case(dtype, ends)])
-    return cases + overlap.cases([_pointer_case(FP32_TILE, torch.float32, ends, upcast=True)])
-
-
-def _end_arguments(factor: int, heavy: bool) -> dict:
-    return {
-        "a_amax_ptr": "*fp32:16",
-        "b_amax_ptr": "*fp32:16",
-        "bias_ptr": "*fp32:16" if heavy else None,
-        **dict.fromkeys(("a_floor", "a_inverse", "b_floor", "b_inverse"), "fp32"),
-        "A_FACTOR": factor,
-        "B_FACTOR": factor,
-        "HAS_BIAS": heavy,
-        "ACCUMULATE": heavy,
-        **dict.fromkeys(("M", "N"), "i32:16"),
-    }
-
-
 def _tile_arguments(tile: Tile) -> dict:
     return {"K": "i32:16", "SPLITS": 1, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "GROUP": GROUP}
-
-
-def _tma_case(tile: Tile, dtype: torch.dtype, ends: dict, out_tma: bool) -> CompileCase:
-    parts = epilogue_parts(tile, dtype)
-    arguments = {
-        "a_desc": f"tensordesc<bf16[{tile.bm},{tile.bk}]>",
-        "b_desc": f"tensordesc<bf16[{tile.bn},{tile.bk}]>",
-        "out_desc": f"tensordesc<{dtype_name(dtype)}[{tile.bm},{tile.bn // parts}]>" if out_tma else None,
-        "out_ptr": f"*{dtype_name(dtype)}:16",
-        "out_stride": "i32:16" if out_tma else "i32",
-        **ends,
-        **_tile_arguments(tile),
-        "OUT_TMA": out_tma,
-        "PARTS": parts,
-        "PROGRAMS": 132,
-        "UPCAST": False,
-        "OVERLAP": True,
-    }
-    targets = tuple(c for c in (90, 100, 103) if tile in (*tma_tiles(c), *SMALL_TILES))
-    return CompileCase(gemm_tma_kernel, arguments, tile.num_warps, tile.num_stages, capabilities=targets)
-
-
-def _pointer_case(tile: Tile, dtype: torch.dtype, ends: dict, upcast: bool = False) -> CompileCase:
-    operand = "*fp32:16" if upcast else "*bf16:16"
-    arguments = {
-        "a_ptr": operand,
-        "b_ptr": operand,
-        "out_ptr": f"*{dtype_name(dtype)}:16",
-        **dict.fromkeys(("a_stride", "b_stride", "out_stride"), "i32:16"),
-        **ends,
-        **_tile_arguments(tile),
-        "UPCAST": upcast,
-    }
-    return CompileCase(gemm_pointer_kernel, arguments, tile.num_warps, tile.num_stages)
-
-
-def _combine_case(dtype: torch.dtype, ends: dict) -> CompileCase:
-    arguments = {
-        "parts_ptr": "*fp32:16",
-        "out_ptr": f"*{dtype_name(dtype)}:16",
-        **dict.fromkeys(("parts_stride", "out_stride", "split_rows"), "i32:16"),
-        **ends,
-        "SPLITS": MAX_SPLITS,
-        "BM": COMBINE_TILE[0],
-        "BN": COMBINE_TILE[1],
-    }
-    return CompileCase(combine_kernel, arguments)

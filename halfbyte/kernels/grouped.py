@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,9 +17,8 @@ from halfbyte.kernels.grouped_experts import experts_amax, fits, quantize_expert
 from halfbyte.kernels.grouped_kernels import grouped_quantize_kernel, grouped_transpose_kernel
 from halfbyte.kernels.grouped_plan import Plan, make_plan
 from halfbyte.kernels.grouped_swizzle import grouped_swizzle
-from halfbyte.kernels.quantize import compile_arguments, divisor, is_packed
+from halfbyte.kernels.quantize import divisor, is_packed
 from halfbyte.kernels.row_col import loop_of, row_runs_along, runs_along, tile_for, widened
-from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.transpose import transpose
 from halfbyte.layout import (
     GROUP_COLUMNS,
@@ -33,7 +31,7 @@ from halfbyte.layout import (
     round_up,
 )
 from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, NVFP4, Hadamard, Spec
+from halfbyte.spec import MXFP8, NVFP4, Spec
 
 
 class Tile(NamedTuple):
@@ -406,77 +404,3 @@ def _transposed(row: Blocks, x: Tensor, offsets: Tensor | None) -> Blocks:
 def _swizzled(blocks: Blocks, spec: Spec, x: Tensor, offsets: Tensor | None, contraction: bool) -> Blocks:
     scale = grouped_swizzle(blocks.block_scale, spec, offsets, contraction=contraction, total=x.shape[0])
     return blocks._replace(block_scale=scale)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return what the operands of the presets launch: activations, gradients, weights, and MXFP8.
-
-    The slowest to compile are built for some targets only: their parts are compiled for all by the dense kernels.
-    """
-    rotated = NVFP4(rounding="stochastic", rotation=Hadamard())
-    tile = NVFP4(block=(16, 16))
-    cases = [_transpose_case()]
-    for hardware in sc.HARDWARE_LEVELS:
-        codes = _quantize_case(NVFP4(), NVFP4(rotation=Hadamard()), hardware, decoded=(False, False))
-        gradient_codes = _quantize_case(NVFP4(rounding="stochastic"), rotated, hardware, decoded=(False, False))
-        gradient = _quantize_case(NVFP4(rounding="stochastic"), rotated, hardware, decoded=(True, True))
-        mxfp8 = _quantize_case(None, MXFP8(), hardware, decoded=(False, False), whole=False)
-        cases += [
-            _quantize_case(NVFP4(), NVFP4(rotation=Hadamard()), hardware, decoded=(True, False)),
-            _quantize_case(tile, None, hardware, decoded=(False, False), whole=False),
-            replace(codes, capabilities=tuple(c for c in codes.capabilities if c in (90, 100))),
-            replace(gradient_codes, capabilities=tuple(c for c in gradient_codes.capabilities if c in (90, 100))),
-            replace(gradient, capabilities=tuple(c for c in gradient.capabilities if c in (90, 120))),
-            replace(mxfp8, capabilities=tuple(c for c in mxfp8.capabilities if c in (80, 100))),
-        ]
-    return [case for case in cases if case.capabilities]
-
-
-def _quantize_case(
-    row: Spec | None, col: Spec | None, hardware: int, *, decoded: tuple[bool, bool], whole: bool = True
-) -> CompileCase:
-    """Return the case of tokens in whole tiles of columns, or of experts without such; hardware: as in `Rule`."""
-    arguments = {
-        "x_ptr": "*bf16:16",
-        **dict.fromkeys(("table_ptr", "tile_group_ptr"), "*i32"),
-        **dict.fromkeys(("groups", "col_tiles", "magic", "shift"), "i32"),
-        **dict.fromkeys(("cols", "stride_r"), "i32:16"),
-        "stride_c": 1,
-        "STACKED": not whole,
-    }
-    rules: Rules = []
-    for name, spec, values in (("row", row, decoded[0]), ("col", col, decoded[1])):
-        operand = compile_arguments(spec or NVFP4(), f"{name}_")
-        for unused in ("first_block", "blocks_per_row"):
-            del operand[f"{name}_{unused}"]
-        arguments |= operand
-        rules.append(None if spec is None else sc.rule_of(spec, hardware)._replace(decoded=values, packed=True))
-        if spec is None:
-            arguments |= {key: None for key in operand if key.endswith("_ptr")}
-        elif values:
-            arguments[f"{name}_q_ptr"] = "*bf16:16"
-    tile = _tile(rules[0], rules[1], GROUP_COLUMNS, 4096 if whole else 1)
-    full, ragged = _full_and_ragged(tile.cols + int(not whole), rules, tile, not whole)
-    arguments |= {"ROW": ragged[0], "COL": ragged[1], "FULL_ROW": full[0], "FULL_COL": full[1]}
-    arguments |= {
-        "TILE_ROWS": GROUP_COLUMNS,
-        "TR": tile.rows,
-        "TC": tile.cols,
-        "LOOP": loop_of(LOOPS, ragged, LOOPS[0][0], LOOPS[0][1]),
-        "OVERLAP": hardware >= overlap.OVERLAP_CAPABILITY.value,
-    }
-    targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
-    return CompileCase(grouped_quantize_kernel, arguments, tile.num_warps, fp_fusion=False, capabilities=targets)
-
-
-def _transpose_case() -> CompileCase:
-    arguments = {
-        **dict.fromkeys(("qdata_ptr", "out_ptr"), "*i32:16"),
-        **dict.fromkeys(("scale_ptr", "out_scale_ptr"), "*u8:16"),
-        **dict.fromkeys(("table_ptr", "tile_group_ptr"), "*i32"),
-        **dict.fromkeys(("groups", "word_tiles"), "i32"),
-        **dict.fromkeys(("cols", "words", "out_words"), "i32:16"),
-        "TILE_ROWS": GROUP_COLUMNS // 8,
-        "TILE_WORDS": TRANSPOSE_WORDS,
-    }
-    return CompileCase(grouped_transpose_kernel, arguments)

@@ -25,12 +25,11 @@ from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.grouped_plan import Plan, group_of_tile
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.targets import CompileCase
 from halfbyte.kernels.tile_loads import load_col_groups, load_row_groups
 from halfbyte.kernels.tiles import rotate_group
-from halfbyte.layout import GROUP_COLUMNS, ceil_div
+from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, Hadamard
+from halfbyte.spec import NVFP4
 
 
 class Tile(NamedTuple):
@@ -42,7 +41,6 @@ class Tile(NamedTuple):
 
 BOTH_TILE, ROW_TILE = Tile(128, 4), Tile(256, 8)
 # (whether rows count, width of the rotation of columns) of the cases that are compiled; 0: columns do not count.
-PACKED_CASES = ((True, 16), (True, 32), (True, 0), (False, 16), (False, 32))
 PACKED_WIDTH = 32  # the widest rotation of words of two columns: with 64, threads spill 300 bytes
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 
@@ -271,62 +269,3 @@ def _launch_tuples(
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
     )
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return the packed kernel for both orientations of tokens and for one, and the kernel of tuples."""
-    return [
-        *overlap.cases([case for row, size in PACKED_CASES for case in _packed_cases(row, size)]),
-        _tuples_case(NVFP4(), NVFP4(rotation=Hadamard(), outer="row")),
-        _tuples_case(NVFP4(outer="row"), None),
-    ]
-
-
-def _shared_arguments() -> dict:
-    return {
-        "x_ptr": "*bf16:16",
-        **dict.fromkeys(("table_ptr", "tile_group_ptr"), "*i32"),
-        "groups": "i32",
-        **dict.fromkeys(("cols", "stride_r"), "i32:16"),
-        "TR": GROUP_COLUMNS,
-    }
-
-
-def _packed_cases(row: bool, size: int) -> list[CompileCase]:
-    """Return the packed kernel on the targets that take it; size: of the rotation of columns, 0 without them."""
-    rule = ra.amax_rule(NVFP4(rotation=Hadamard(size=size, signs="fresh"))) if size else ra.PLAIN
-    shared = {
-        **_shared_arguments(),
-        "plain_ptr": "*i32" if row else None,
-        "rotated_ptr": "*i32" if size else None,
-        "sign_ptr": "*i64:16" if size else None,
-        **dict.fromkeys(("sign_stream", "strips"), "i32"),
-        "RULE": rule,
-        "FULL": row,
-    }
-    return [
-        CompileCase(
-            packed_amax_kernel,
-            {**shared, "T": tile.lines, "VEC": tile.vec},
-            tile.num_warps,
-            fp_fusion=False,
-            capabilities=capabilities,
-        )
-        for tile, capabilities in ra.tiles_of_targets(rule, True).items()
-        if tile.packed
-    ]
-
-
-def _tuples_case(row: NVFP4, col: NVFP4 | None) -> CompileCase:
-    tile = ROW_TILE if col is None else BOTH_TILE
-    arguments = {
-        **_shared_arguments(),
-        **dict.fromkeys(("row_out_ptr", "col_out_ptr"), "*i32"),
-        **dict.fromkeys(("row_sign_ptr", "col_sign_ptr"), None),
-        **dict.fromkeys(("row_sign_stream", "col_sign_stream", "col_tiles"), "i32"),
-        "stride_c": 1,
-        "ROW": ra.amax_rule(row),
-        "COL": None if col is None else ra.amax_rule(col),
-        "TC": tile.cols,
-    }
-    return CompileCase(grouped_amax_kernel, arguments, tile.num_warps, fp_fusion=False)

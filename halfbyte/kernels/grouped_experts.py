@@ -16,8 +16,7 @@ from halfbyte.kernels import scaling as sc
 from halfbyte.kernels import square_tiles
 from halfbyte.kernels.amax import operand_amax
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.quantize import compile_arguments, divisor, is_packed
-from halfbyte.kernels.targets import TARGETS, CompileCase
+from halfbyte.kernels.quantize import divisor, is_packed
 from halfbyte.kernels.tiles import quantize_row_tile, read_row_tile
 from halfbyte.layout import Blocks
 from halfbyte.spec import MXFP8, NVFP4, Spec
@@ -134,27 +133,3 @@ def experts_amax(w: Tensor, spec: NVFP4) -> Tensor:
     if spec.outer == "row":
         return operand_amax(w.view(-1, w.shape[-1]), by_row, None).view(w.shape[:2])
     return operand_amax(w.view(w.shape[0], -1), by_row, None)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return 16x16 tiles as codes and as values."""
-    spec = NVFP4(block=(16, 16))
-    return [_compile_case(spec, hardware, decoded) for hardware in sc.HARDWARE_LEVELS for decoded in (False, True)]
-
-
-def _compile_case(spec: Spec, hardware: int, decoded: bool) -> CompileCase:
-    names = quantize_experts_kernel.arg_names
-    arguments = {
-        **{name: kind for name, kind in compile_arguments(spec).items() if name in names},
-        "x_ptr": "*bf16:16",
-        "amax_ptr": "*fp32",
-        **dict.fromkeys(("rows", "cols", "stride_r"), "i32:16"),
-        **dict.fromkeys(("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"), "i32"),
-        "RULE": sc.rule_of(spec, hardware)._replace(packed=True, full=True, decoded=decoded),
-        "R": TILE.rows,
-        "N": TILE.cols // spec.block_length,
-    }
-    if decoded:
-        arguments["q_ptr"] = "*bf16:16"
-    targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
-    return CompileCase(quantize_experts_kernel, arguments, TILE.num_warps, fp_fusion=False, capabilities=targets)

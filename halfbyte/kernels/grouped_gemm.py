@@ -33,7 +33,7 @@ from halfbyte.kernels.grouped_gemm_kernels import (
 )
 from halfbyte.kernels.grouped_plan import Plan, make_plan
 from halfbyte.kernels.grouped_swizzle import grouped_unswizzle
-from halfbyte.kernels.targets import CompileCase, dtype_name
+from halfbyte.kernels.target import target_of
 from halfbyte.layout import (
     GROUP_COLUMNS,
     LINEAR,
@@ -364,7 +364,8 @@ def plain_grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.d
         offsets: integer [E].
         out_dtype: of the result.
     """
-    if a.device.type != "cuda" or capability(a.device) < MIN_TORCH_CAPABILITY or out_dtype != torch.bfloat16:
+    target = target_of(a.device)
+    if target is None or target.capability < MIN_TORCH_CAPABILITY or out_dtype != torch.bfloat16:
         return None
     if any(t.dtype != torch.bfloat16 or t.numel() == 0 for t in (a, b)) or b.shape[-2] % 8:
         return None
@@ -391,84 +392,3 @@ def clear_tail(out: Tensor, offsets: Tensor) -> Tensor:
         out, offsets, out.stride(0), offsets.shape[0], *out.shape, ROWS=rows, COLS=cols
     )
     return out
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return what the presets launch: every tile with tensor factors, an accumulating fp32 output of the weights."""
-    cases = []
-    for tile in (LARGE_TILE, PAIRED_TILE, *TMA_TILES[1:]):
-        cases.append(_rows_case(tile, by_rows=tile.bn == 256))
-        cases.append(_split_case(tile, torch.bfloat16, accumulate=False))
-    cases += [_split_case(tile, torch.float32, accumulate=True) for tile in TMA_TILES]
-    cases += [_pointer_case(tile, split) for tile in POINTER_TILES for split in (False, True)]
-    return [*cases, _pointer_case(FP32_TILE, True)]
-
-
-def _shared_arguments(tile: Tile, dtype: torch.dtype) -> dict:
-    return {
-        "out_ptr": f"*{dtype_name(dtype)}:16",
-        "out_stride": "i32:16",
-        **dict.fromkeys(("a_amax_ptr", "b_amax_ptr"), "*fp32"),
-        "table_ptr": "*i32:16",
-        **dict.fromkeys(("groups", "M", "N"), "i32"),
-        **dict.fromkeys(("a_floor", "a_inverse", "b_floor", "b_inverse"), "fp32"),
-        **dict.fromkeys(("A_FACTOR", "B_FACTOR"), dc.TENSOR_FACTOR.value),
-        "BM": tile.bm,
-        "BN": tile.bn,
-        "BK": tile.bk,
-        "GROUP": GROUP,
-        "UPCAST": False,
-    }
-
-
-def _descriptors(tile: Tile, dtype: torch.dtype, by_rows: bool) -> dict:
-    b_shape = f"{tile.bk},{tile.bn}" if by_rows else f"{tile.bn},{tile.bk}"
-    parts = epilogue_parts(tile, dtype)
-    return {
-        "a_desc": f"tensordesc<bf16[{tile.bm},{tile.bk}]>",
-        "b_desc": f"tensordesc<bf16[{b_shape}]>",
-        "out_desc": f"tensordesc<{dtype_name(dtype)}[{tile.bm},{tile.bn // parts}]>",
-        "OUT_TMA": True,
-        "PARTS": parts,
-        "PROGRAMS": 132,
-    }
-
-
-def _rows_case(tile: Tile, by_rows: bool) -> CompileCase:
-    dtype = torch.bfloat16
-    arguments = {**_shared_arguments(tile, dtype), **_descriptors(tile, dtype, by_rows)}
-    arguments |= {"tile_group_ptr": "*i32", "K": "i32", "ACCUMULATE": False, "B_BY_ROWS": by_rows}
-    return CompileCase(rows_tma_kernel, arguments, tile.num_warps, tile.num_stages, capabilities=_targets(tile))
-
-
-def _split_case(tile: Tile, dtype: torch.dtype, accumulate: bool) -> CompileCase:
-    arguments = {**_shared_arguments(tile, dtype), **_descriptors(tile, dtype, by_rows=False)}
-    arguments["out_desc"] = arguments["out_desc"].replace("[", "[1,")
-    arguments |= {"first_step": "i32", "ACCUMULATE": accumulate, "STORED": GROUP_COLUMNS, "LATER": False}
-    arguments |= {"MOST": MAX_CHAIN // tile.bk if accumulate else NO_LIMIT}
-    return CompileCase(split_tma_kernel, arguments, tile.num_warps, tile.num_stages, capabilities=_targets(tile))
-
-
-def _targets(tile: Tile) -> tuple[int, ...]:
-    return (90,) if tile in (LARGE_TILE, PAIRED_TILE) else tuple(c for c in (90, 100, 103) if tile in tma_tiles(c))
-
-
-def _pointer_case(tile: Tile, split: bool) -> CompileCase:
-    exact = tile == FP32_TILE
-    dtype = torch.float32 if exact else torch.bfloat16
-    arguments = {
-        **_shared_arguments(tile, dtype),
-        **dict.fromkeys(("a_ptr", "b_ptr"), f"*{dtype_name(dtype)}:16"),
-        **dict.fromkeys(("a_stride", "b_stride_g", "b_stride", "out_stride_g"), "i32:16"),
-        **dict.fromkeys(("a_stride_k", "b_stride_k"), 1),
-        "tile_group_ptr": "*i32",
-        **dict.fromkeys(("K", "first_step"), "i32"),
-        **dict.fromkeys(("A_STORED", "B_STORED"), split),
-        "ACCUMULATE": exact,
-        "SPLIT": split,
-        "STORED": GROUP_COLUMNS,
-        "MOST": NO_LIMIT,
-        "LATER": False,
-        "UPCAST": exact,
-    }
-    return CompileCase(grouped_pointer_kernel, arguments, tile.num_warps, tile.num_stages)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from halfbyte.kernels import overlap
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import ceil_div, padded_groups
 from halfbyte.rng import GROUP_SEED_STEP, as_signed64
 
@@ -169,24 +168,3 @@ def make_plan(
         **overlap.launch_options(device),
     )
     return Plan(table.view(-1, 3), tile_group, *own, (amax[0], amax[1]), groups, tile_rows)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return the plan of 64 groups with random bits, and that of equal groups."""
-    cases = []
-    for uniform in (False, True):
-        arguments = {
-            "offsets_ptr": None if uniform else "*i32:16",
-            "table_ptr": "*i32:16",
-            **dict.fromkeys(("row_amax_ptr", "col_amax_ptr"), "*fp32:16"),
-            **dict.fromkeys(("row_given_ptr", "col_given_ptr"), None if uniform else "*fp32"),
-            "tile_group_ptr": "*i32",
-            **dict.fromkeys(("draws_ptr", "signs_ptr", "draw_ptr", "sign_ptr"), None if uniform else "*i64:16"),
-            **dict.fromkeys(("groups", "total", "uniform", "tiles"), "i32"),
-            "UNIFORM": uniform,
-            "TR": 64,
-            "GROUPS": 128,
-            "TILES": TILES_PER_PROGRAM,
-        }
-        cases.append(CompileCase(plan_kernel, arguments))
-    return overlap.cases(cases)

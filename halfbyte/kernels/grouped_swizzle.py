@@ -11,7 +11,6 @@ from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels import overlap
 from halfbyte.kernels.grouped_plan import find_group, make_plan
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import SWIZZLED_32_4_4, ceil_div, group_alignment, grouped_shapes, round_up
 from halfbyte.spec import Spec
 
@@ -219,33 +218,3 @@ def _launch(
         num_warps=NUM_WARPS,
         **overlap.launch_options(linear.device),
     )
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return the rearrangement along M and of experts in whole programs, along K of others, and back."""
-    cases = []
-    for contraction, offsets, whole, inverse in (
-        (False, True, True, False),
-        (False, False, True, False),
-        (True, False, False, False),
-        (True, False, False, True),
-    ):
-        aligned = not inverse
-        arguments = {
-            "linear_ptr": "*i32:16" if aligned else "*u8:16",
-            "words_ptr": "*i32:16",
-            "offsets_ptr": "*i32" if offsets else None,
-            **dict.fromkeys(("table_ptr", "storage_ptr", "tile_group_ptr"), "*i32" if contraction else None),
-            **dict.fromkeys(("groups", "rows"), "i32"),
-            **dict.fromkeys(("blocks", "tile_columns", "linear_stride"), "i32:16" if whole else "i32"),
-            "UNIT": 1,
-            "STORED": 4 if aligned else 2,
-            "CONTRACTION": contraction,
-            "INVERSE": inverse,
-            "ALIGNED": aligned,
-            "WHOLE": whole,
-            "GROUPS": 128,
-            "TILES": TILES,
-        }
-        cases.append(CompileCase(grouped_swizzle_kernel, arguments, num_warps=NUM_WARPS))
-    return overlap.cases(cases)

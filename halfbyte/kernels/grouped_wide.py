@@ -6,7 +6,7 @@ As tuples with masks, which groups of any size need, rotations of 32 compile for
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,12 +20,9 @@ from halfbyte.kernels.grouped_kernels import clear_padding
 from halfbyte.kernels.grouped_plan import Plan, group_of_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.magnitudes import INF_BITS, finite_bits, magnitude_bits
-from halfbyte.kernels.quantize import compile_arguments
 from halfbyte.kernels.quantize_wide import quantize_lines
-from halfbyte.kernels.rotated_amax import amax_rule, load_groups, narrowed
-from halfbyte.kernels.targets import TARGETS, CompileCase
-from halfbyte.layout import GROUP_COLUMNS, ceil_div
-from halfbyte.spec import NVFP4, Hadamard
+from halfbyte.kernels.rotated_amax import load_groups, narrowed
+from halfbyte.layout import ceil_div
 
 WIDE = 32  # the least width that comes here
 LINES = 128  # columns of a program where groups lie along the rows of x
@@ -194,42 +191,3 @@ def amax(x: Tensor, plan: Plan, rule: sc.Rule, columns: bool, out: Tensor, sign_
         sign_stream, launch.tiles, RULE=rule, COLUMNS=columns, TILE_ROWS=plan.tile_rows, T=launch.lines,
         num_warps=amax_warps(launch, rule, sc.hardware_of(x.device)), enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return both orientations of the narrowest and the widest rotation."""
-    cases = []
-    for size in (WIDE, 128):
-        spec = NVFP4(rounding="stochastic", rotation=Hadamard(size=size, signs="fresh"))
-        for columns in (False, True):
-            tile_rows = max(GROUP_COLUMNS, size)
-            launch = _launch(1, tile_rows, size, columns, 4096)
-            shared: dict[str, Any] = {
-                "x_ptr": "*bf16:16",
-                "sign_ptr": "*i64:16",
-                **dict.fromkeys(("table_ptr", "tile_group_ptr"), "*i32"),
-                **dict.fromkeys(("groups", "side_tiles", "sign_stream"), "i32"),
-                "cols": "i32:16",
-                "stride_r": "i32:16",
-                "stride_c": 1,
-                "COLUMNS": columns,
-                "TILE_ROWS": tile_rows,
-                "T": launch.lines,
-            }
-            operand = compile_arguments(spec)
-            for unused in ("first_block", "blocks_per_row"):
-                del operand[unused]
-            amax_arguments = {**shared, "out_ptr": "*i32", "RULE": amax_rule(spec)}
-            for hardware in sc.HARDWARE_LEVELS:
-                rule = sc.rule_of(spec, hardware)
-                targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
-                arguments = {**shared, **operand, "RULE": rule, "STACKED": False}
-                num_warps = amax_warps(launch, rule, hardware)
-                cases += [
-                    CompileCase(kernel, given, warps, fp_fusion=False, capabilities=targets)
-                    for kernel, given, warps in (
-                        (grouped_wide_kernel, arguments, launch.num_warps),
-                        (grouped_wide_amax_kernel, amax_arguments, num_warps),
-                    )
-                ]
-    return cases

@@ -7,8 +7,6 @@ everywhere.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -17,11 +15,9 @@ from halfbyte.kernels import primitives as pm
 from halfbyte.kernels.e2m1_conversion import E2M1_CAPABILITY, converted_word
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.stochastic import stochastic_word, upper_halves
-from halfbyte.kernels.targets import TARGETS, CompileCase
 
 COUNT = 1 << 16
 BLOCK = 256
-NEAREST_CAPABILITIES = tuple(c for c in TARGETS if c >= E2M1_CAPABILITY.value)
 STOCHASTIC_CAPABILITIES = (100, 103)
 
 # Eight values and two words of random bytes to eight codes.
@@ -101,8 +97,14 @@ def compare(device: torch.device, name: str) -> tuple[Tensor, Tensor]:
         x = torch.linspace(-8, 8, COUNT, device=device)
     generator = torch.Generator(device).manual_seed(4)
     random = torch.randint(-(1 << 31), 1 << 31, (COUNT // 4,), generator=generator, device=device).to(torch.int32)
-    ours, theirs = (torch.empty(COUNT // 8, dtype=torch.int32, device=device) for _ in range(2))
-    e2m1_pair_kernel[(COUNT // 8 // BLOCK,)](
+    return convert(x, random, name)
+
+
+def convert(x: Tensor, random: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Return the codes of x fp32 [8 n] by our arithmetic and by the target's conversion `name`; random: int32 [2 n]."""
+    words = x.numel() // 8
+    ours, theirs = (torch.empty(words, dtype=torch.int32, device=x.device) for _ in range(2))
+    e2m1_pair_kernel[(words // BLOCK,)](
         x,
         random.view(torch.uint32),
         ours.view(torch.uint32),
@@ -113,18 +115,3 @@ def compare(device: torch.device, name: str) -> tuple[Tensor, Tensor]:
         enable_fp_fusion=False,
     )
     return ours, theirs
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return both comparisons, for the targets that have the conversion."""
-    words = dict.fromkeys(("random_ptr", "ours_ptr", "theirs_ptr"), "*u32:16")
-    pointers: dict[str, Any] = {"x_ptr": "*fp32:16", **words}
-    return [
-        CompileCase(
-            e2m1_pair_kernel,
-            {**pointers, "STOCHASTIC": stochastic, "BLOCK": BLOCK},
-            fp_fusion=False,
-            capabilities=capabilities,
-        )
-        for stochastic, capabilities in ((False, NEAREST_CAPABILITIES), (True, STOCHASTIC_CAPABILITIES))
-    ]

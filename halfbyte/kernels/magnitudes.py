@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from halfbyte.kernels import primitives as pm
 from halfbyte.kernels.decode import INTERPRETED
+from halfbyte.kernels.target import target_of
 from halfbyte.layout import ceil_div
 
 INF_BITS = tl.constexpr(0x7F800000)
@@ -63,10 +62,10 @@ def finite_bits(bits):
     return tl.where(bits < INF_BITS, bits, 0)
 
 
-@lru_cache(maxsize=64)
 def multiprocessors(device: torch.device) -> int:
     """Return how many a device has; 1 for the interpreter."""
-    return 1 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+    target = target_of(device)
+    return 1 if target is None else target.multiprocessors
 
 
 def is_packed(x: Tensor) -> bool:

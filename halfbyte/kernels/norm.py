@@ -21,7 +21,6 @@ from halfbyte.kernels import running_max as rm
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.magnitudes import larger_bits, raised
 from halfbyte.kernels.running_max import LANES, ROW_GROUP, Wanted
-from halfbyte.kernels.targets import CompileCase
 from halfbyte.kernels.tile_loads import masked_load, masked_store
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
@@ -400,55 +399,3 @@ def norm_backward(
 
 
 ROTATED = rm.wanted_of("tensor", NVFP4(rotation=Hadamard()))
-COMPILED = (  # (centered, what is wanted, whole tiles, columns): high precision and MXFP8, no rotation, preset nvfp4
-    (False, Wanted(), True, 4096),
-    (True, rm.wanted_of("tensor", NVFP4()), False, 4096),
-    (True, ROTATED, True, 8192),
-    (False, ROTATED, True, 4096),
-)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return the norms of the presets, forward and backward."""
-    cases = []
-    for centered, wanted, full, cols in COMPILED:
-        tile, num_warps = tile_of(wanted, cols, centered)
-        arguments = {
-            **dict.fromkeys(("x_ptr", "weight_ptr", "y_ptr"), "*bf16:16"),
-            **dict.fromkeys(("mean_ptr", "rstd_ptr", "row_ptr", "col_ptr"), "*fp32:16"),
-            **dict.fromkeys(("rows", "cols"), "i32:16"),
-            "eps": "fp32",
-            "sign_stream": "i32",
-            "bias_ptr": "*bf16:16" if centered else None,
-            "space_ptr": "*i32:16" if wanted.meets else None,
-            "sign_ptr": "*i64:16" if wanted.fresh else None,
-            "CENTERED": centered,
-            "WANTED": wanted,
-            "C": tile,
-            "AHEAD": AHEAD // 2 if centered else AHEAD,
-            "FULL": full,
-        }
-        cases += _cases(norm_kernel, arguments, num_warps)
-    for centered in (False, True):
-        arguments = {
-            **dict.fromkeys(("dy_ptr", "x_ptr", "weight_ptr", "dx_ptr"), "*bf16:16"),
-            **dict.fromkeys(("mean_ptr", "rstd_ptr", "means_ptr", "partial_ptr"), "*fp32:16"),
-            **dict.fromkeys(("rows", "cols"), "i32:16"),
-            "CENTERED": centered,
-            "BIAS": centered,
-            "C": BACKWARD_TILE,
-            "AHEAD": AHEAD // 2,
-            "FULL": not centered,
-        }
-        cases += _cases(norm_backward_kernel, arguments, BACKWARD_WARPS)
-    sums = {**dict.fromkeys(("partial_ptr", "out_ptr"), "*fp32:16"), **dict.fromkeys(("groups", "cols"), "i32:16")}
-    return [*cases, *_cases(group_sum_kernel, sums | {"C": SUM_COLUMNS, "AHEAD": SUM_AHEAD}, SUM_WARPS)]
-
-
-def _cases(kernel, arguments: dict, num_warps: int) -> list[CompileCase]:
-    return [
-        CompileCase(
-            kernel, arguments | {"OVERLAP": flag}, num_warps=num_warps, fp_fusion=False, capabilities=capabilities
-        )
-        for flag, capabilities in overlap.TARGETS
-    ]

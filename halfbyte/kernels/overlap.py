@@ -6,20 +6,14 @@ before it wrote is visible, so nothing but the gap between two launches changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
 from halfbyte.kernels.decode import INTERPRETED
-from halfbyte.kernels.targets import CompileCase
+from halfbyte.kernels.target import target_of
 
 OVERLAP_CAPABILITY = tl.constexpr(90)
-TARGETS = ((False, (80, 89)), (True, (90, 100, 103, 120)))
-"""(OVERLAP, compute capabilities that are compiled with it)."""
 
 
 @triton.jit
@@ -32,22 +26,10 @@ def begin(OVERLAP: tl.constexpr):
 
 def overlaps(device: torch.device) -> bool:
     """Say whether kernels on `device` are launched so."""
-    if device.type != "cuda" or INTERPRETED:
-        return False
-    return 10 * torch.cuda.get_device_capability(device)[0] >= OVERLAP_CAPABILITY.value
+    target = target_of(device)
+    return target is not None and not INTERPRETED and target.capability >= OVERLAP_CAPABILITY.value
 
 
-@lru_cache(maxsize=64)
 def launch_options(device: torch.device) -> dict[str, bool]:
     """Return the options with which a kernel that has a parameter OVERLAP is launched on `device`."""
     return {"OVERLAP": True, "launch_pdl": True} if overlaps(device) else {"OVERLAP": False}
-
-
-def cases(plain: Sequence[CompileCase]) -> list[CompileCase]:
-    """Return what is compiled of kernels with a parameter OVERLAP: each case as every target launches it."""
-    return [
-        replace(case, arguments={**case.arguments, "OVERLAP": flag}, capabilities=chosen)
-        for case in plain
-        for flag, capabilities in TARGETS
-        if (chosen := tuple(c for c in capabilities if c in case.capabilities))
-    ]

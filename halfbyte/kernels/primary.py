@@ -17,11 +17,10 @@ from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.kernels import primary_kernels as pk
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import INTERPRETED
-from halfbyte.kernels.targets import CompileCase
 from halfbyte.kernels.transpose import TILE_ROWS, TILE_WORDS
 from halfbyte.layout import ceil_div
 from halfbyte.pieces import Piece, Target
-from halfbyte.spec import NVFP4, BlockMax, FourOverSix
+from halfbyte.spec import BlockMax
 
 BLOCKS = 16  # blocks of a program along a row; 64 in the interpreter, which pays by the operation
 SCALE_TILES = 256
@@ -240,27 +239,3 @@ def _weight_row(target: Target, scale_program: int, turn_program: int) -> tuple[
     chosen = not isinstance(target.spec.scaling, BlockMax)
     sizes = (target.rows, target.cols, *target.tiles, target.first_tile, target.slot)
     return (*pointers, *sizes, target.swizzled, chosen, scale_program, turn_program)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return the kinds of pieces that training meets: fp32 masters of bf16 weights, aligned and not."""
-    pointers = {"table": "*i64:16", "constants_ptr": "*fp32:16", "programs": "*i32:16"}
-    buffers = {"amax_ptr": "*fp32:16", "scale_ptr": "*u8:16", "tiles": "i32"}
-    piece = {"DTYPE": tl.float32, "ROUND": pk.TO_BF16, "N": BLOCKS}
-    rule = sc.rule_of(NVFP4(block=(16, 16), scaling=FourOverSix(), e4m3_max=256.0), hardware=False)
-    exact = {"num_warps": NUM_WARPS, "fp_fusion": False}
-    cases = []
-    for aligned in (True, False):
-        own = {**piece, "ALIGNED": aligned}
-        amax = {k: v for k, v in {**pointers, **buffers, **own}.items() if k not in ("constants_ptr", "scale_ptr")}
-        cases.append(CompileCase(pk.amax_kernel, amax, **exact))
-        cases.append(CompileCase(pk.cast_kernel, {**pointers, **buffers, **own}, **exact))
-    chooses = {**pointers, **buffers, **piece, "ALIGNED": True, "RULE": rule}
-    cases.append(CompileCase(pk.choose_kernel, chooses, **exact))
-    scales = {**pointers, **buffers, "COMPUTE": True, "EXPAND": True, "N": SCALE_TILES}
-    cases.append(CompileCase(pk.scale_kernel, scales, **exact))
-    tables = {"table": "*i64:16", "programs": "*i32:16"}
-    turn = {**tables, "WIDE": True, "TILE_ROWS": TILE_ROWS, "TILE_WORDS": TILE_WORDS}
-    cases.append(CompileCase(pk.transpose_kernel, turn, num_warps=TRANSPOSE_WARPS))
-    cases.append(CompileCase(pk.turn_swizzled_kernel, {**tables, "N": SCALE_TILES}, num_warps=NUM_WARPS))
-    return cases

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,11 +17,10 @@ from halfbyte.kernels.amax import operand_amax
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
-from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up, swizzled_numel
 from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
+from halfbyte.spec import MXFP8, NVFP4, Spec
 
 # Numbers that differ from call to call and decide no addressing: one compilation serves all.
 VARYING = ("stream", "first_block", "sign_stream", "tiles", "magic", "shift")
@@ -424,68 +423,3 @@ def launch_cols(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
         enable_fp_fusion=False,
         launch_pdl=rule.hardware >= OVERLAP_CAPABILITY.value,
     )
-
-
-ROW_SPECS = (
-    NVFP4(),
-    NVFP4(block=(16, 16)),
-    NVFP4(rounding="stochastic"),
-    NVFP4(scaling=FourOverSix(), e4m3_max=256),
-    NVFP4(rotation=Hadamard(size=32, signs="fresh"), outer="row"),
-    MXFP8(),
-)
-COL_SPECS = (NVFP4(rotation=Hadamard(), rounding="stochastic"), NVFP4(rotation=Hadamard(size=32)), MXFP8())
-
-
-def compile_arguments(spec: Spec, prefix: str = "") -> dict[str, Any]:
-    """Return the arguments of one operand as `CompileCase` takes them, names prefixed."""
-    arguments = {
-        "q_ptr": "*i64:16",
-        "scale_ptr": "*u8:16",
-        "amax_ptr": "*fp32:16",
-        "draw_ptr": "*i64:16" if spec.needs_rng else None,
-        "sign_ptr": "*i64:16" if spec.needs_sign_rng else None,
-        "blocks": "i32:16",
-        **dict.fromkeys(("stream", "first_block", "sign_stream"), "i32"),
-        "blocks_per_row": "i32:16",
-        **dict.fromkeys(("span", "floor", "inverse", "unit"), "fp32"),
-    }
-    return {prefix + name: value for name, value in arguments.items()}
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return the tuned configurations of the row and the column kernel for the specs of the presets.
-
-    Each for a packed x without ragged edges, which is what training meets; and for any x the first spec of each kernel.
-    """
-    return [
-        _compile_case(spec, kernel, hardware, plain)
-        for kernel, specs in ((quantize_rows_kernel, ROW_SPECS), (quantize_cols_kernel, COL_SPECS))
-        for plain, chosen in ((True, specs), (False, specs[:1]))
-        for spec in chosen
-        for hardware in sc.HARDWARE_LEVELS
-    ] + [_compile_case(NVFP4(), quantize_rows_kernel, hardware, True, swizzled=True) for hardware in sc.HARDWARE_LEVELS]
-
-
-def _compile_case(spec: Spec, kernel: Any, hardware: int, plain: bool, swizzled: bool = False) -> CompileCase:
-    rule = sc.rule_of(spec, hardware)._replace(packed=plain, full=plain)
-    swizzled = swizzled or spec.is_tile
-    if kernel is quantize_rows_kernel:
-        tile = row_tile(8192, 8192 // rule.group, rule, swizzled)
-        shape = {"R": tile.outer, "N": tile.groups, "LOOP": tile.loop, "DOWN": False}
-    else:
-        tile = col_tile(8192, 8192 // rule.group, rule, swizzled)
-        shape = {"N": tile.groups, "C": tile.outer}
-        rule = rule._replace(words=tile.words)
-    arguments = {
-        **compile_arguments(spec),
-        "x_ptr": "*bf16:16",
-        **dict.fromkeys(("rows", "cols", "stride_r"), "i32:16"),
-        "stride_c": 1,
-        **dict.fromkeys(("tiles", "magic", "shift"), "i32"),
-        "RULE": rule,
-        "SWIZZLED": swizzled,
-        **shape,
-    }
-    targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
-    return CompileCase(kernel, arguments, num_warps=tile.num_warps, fp_fusion=False, capabilities=targets)

@@ -20,10 +20,8 @@ from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.magnitudes import is_packed
 from halfbyte.kernels.rotated_amax import load_groups, narrowed
-from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import store_decoded, store_scale
 from halfbyte.layout import ceil_div, round_up
-from halfbyte.spec import NVFP4, Hadamard
 
 WIDE = 64  # the least width that comes here
 
@@ -191,37 +189,3 @@ def launch(x: Tensor, rule: sc.Rule, out: Any, arguments: tuple) -> None:
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
     )
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return every tile with the spec that needs most registers."""
-    return [
-        _case(NVFP4(rotation=Hadamard(size=size, signs="fresh"), rounding="stochastic", outer="row"), columns, hardware)
-        for size in COL_TILES
-        for columns in (False, True)
-        for hardware in sc.HARDWARE_LEVELS
-    ]
-
-
-def _case(spec: NVFP4, columns: bool, hardware: int) -> CompileCase:
-    tile = COL_TILES[spec.alignment] if columns else ROW_TILE
-    rule = sc.rule_of(spec, hardware)
-    arguments: dict[str, Any] = {
-        "x_ptr": "*bf16:16",
-        "q_ptr": "*i64:16",
-        **dict.fromkeys(("draw_ptr", "sign_ptr"), "*i64:16"),
-        "scale_ptr": "*u8:16",
-        "amax_ptr": "*fp32:16",
-        **dict.fromkeys(("rows", "cols", "blocks", "blocks_per_row", "groups"), "i32:16"),
-        **dict.fromkeys(("stream", "first_block", "sign_stream", "tiles"), "i32"),
-        **dict.fromkeys(("span", "floor", "inverse", "unit"), "fp32"),
-        "stride_r": 1 if columns else "i32:16",
-        "stride_c": "i32:16" if columns else 1,
-        "RULE": rule,
-        "SWIZZLED": False,
-        "COLUMNS": columns,
-        "PACKED": not columns,
-        "T": tile.groups,
-    }
-    targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
-    return CompileCase(quantize_wide_kernel, arguments, tile.num_warps, fp_fusion=False, capabilities=targets)

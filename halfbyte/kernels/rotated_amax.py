@@ -5,7 +5,7 @@ A thread holds whole groups of values, of as many columns as fit into its regist
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,10 +20,9 @@ from halfbyte.kernels import running_max as rm
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import cast
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.layout import ceil_div
 from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, Hadamard
+from halfbyte.spec import NVFP4
 
 PLAIN = sc.rule_of(NVFP4(), hardware=0)
 
@@ -237,50 +236,3 @@ def launch_rotated(x: Tensor, rule: sc.Rule, sign_draw: Draw | None, both: bool)
         enable_fp_fusion=False,
     )
     return out, plain
-
-
-def tiles_of_targets(rule: sc.Rule, packed: bool) -> dict[RotatedTile, tuple[int, ...]]:
-    """Return the tiles of a rule and the compute capabilities that take each."""
-    tiles: dict[RotatedTile, tuple[int, ...]] = {}
-    for capability in TARGETS:
-        tile = rotated_tile(rule, packed, sc.hardware_level(capability))
-        tiles[tile] = (*tiles.get(tile, ()), capability)
-    return tiles
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return every tile, whole for a tensor's maximum and ragged for those of rows; fresh signs take more registers."""
-    kinds = [(size, signs) for size in ROTATED_TILES for signs in (("fresh", "tensor", True), ("fixed", "row", False))]
-    kinds += [(128, ("fixed", "tensor", True)), (128, ("fresh", "row", False))]  # other tiles where signs are fresh
-    return [
-        rotated_case(rule, tile, full, capabilities)
-        for size, (signs, outer, full) in kinds
-        for rule in (amax_rule(NVFP4(rotation=Hadamard(size=size, signs=signs), outer=outer)),)
-        for tile, capabilities in tiles_of_targets(rule, True).items()
-    ]
-
-
-def rotated_case(rule: sc.Rule, tile: RotatedTile, full: bool, capabilities: tuple[int, ...]) -> CompileCase:
-    """Return the rotated kernel of packed bf16, with the amax of x too where it is one per tensor."""
-    both = not rule.row_amax
-    arguments: dict[str, Any] = {
-        "x_ptr": "*bf16:16",
-        "out_ptr": "*fp32:16",
-        "plain_ptr": "*fp32:16" if both else None,
-        "space_ptr": "*i32:16" if both else None,
-        "sign_ptr": "*i64:16" if rule.fresh else None,
-        **dict.fromkeys(("rows", "cols", "stride_r"), "i32:16"),
-        "stride_c": 1,
-        **dict.fromkeys(("sign_stream", "strips", "parts", "programs"), "i32"),
-        "RULE": rule,
-        "BOTH": both,
-        "PACKED": tile.packed,
-        "FULL": full,
-        "T": tile.lines,
-        "VEC": tile.vec,
-        "PARTIAL": False,
-        "OVERLAP": False,
-    }
-    return CompileCase(
-        amax_rotated_kernel, arguments, num_warps=tile.num_warps, fp_fusion=False, capabilities=capabilities
-    )

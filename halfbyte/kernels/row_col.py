@@ -21,7 +21,6 @@ from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.quantize import (
     Output,
     allocate,
-    compile_arguments,
     divisor,
     is_full,
     is_packed,
@@ -29,12 +28,11 @@ from halfbyte.kernels.quantize import (
     quantize,
 )
 from halfbyte.kernels.quantize_wide import WIDE
-from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.transpose import transpose
 from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up, swizzle
 from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, NVFP4, Hadamard, Spec
+from halfbyte.spec import MXFP8, Spec
 
 
 class Tile(NamedTuple):
@@ -346,46 +344,3 @@ def _launch(
         enable_fp_fusion=False,
         launch_pdl=row.hardware >= OVERLAP_CAPABILITY.value,
     )
-
-
-PAIRS = (
-    (NVFP4(), NVFP4(rotation=Hadamard())),
-    (NVFP4(rounding="stochastic"), NVFP4(rounding="stochastic", rotation=Hadamard())),
-    (NVFP4(), MXFP8()),
-)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return every tile for the pairs of the presets, on whole tiles of a packed x."""
-    return [
-        _compile_case(pair, wide, hardware)
-        for pair in PAIRS
-        for wide in (False, True)
-        for hardware in sc.HARDWARE_LEVELS
-        if not wide or pair[0].rounding == "nearest"
-    ]
-
-
-def _compile_case(pair: tuple[NVFP4, Spec], wide: bool, hardware: int) -> CompileCase:
-    row, col = pair
-    row_rule, col_rule = (sc.rule_of(spec, hardware)._replace(packed=True, full=True) for spec in pair)
-    tile = tile_for(row_rule, col_rule)
-    if wide:
-        tile = widened(tile, row_rule, col_rule, 2 * tile.cols)
-    row_rule, col_rule = (rule._replace(words=tile.words) for rule in (row_rule, col_rule))
-    arguments = {
-        **compile_arguments(row, "row_"),
-        **compile_arguments(col, "col_"),
-        "x_ptr": "*bf16:16",
-        **dict.fromkeys(("rows", "cols", "stride_r"), "i32:16"),
-        "stride_c": 1,
-        **dict.fromkeys(("col_tiles", "magic", "shift"), "i32"),
-        "ROW": row_rule._replace(along=row_runs_along(row_rule, col_rule)),
-        "COL": col_rule._replace(along=runs_along(row_rule, col_rule)),
-        "SWIZZLED": False,
-        "TR": tile.rows,
-        "TC": tile.cols,
-        "LOOP": loop_of(LOOPS, (row_rule, col_rule), LOOPS[0][0], LOOPS[0][1]),
-    }
-    targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
-    return CompileCase(quantize_row_col_kernel, arguments, tile.num_warps, fp_fusion=False, capabilities=targets)

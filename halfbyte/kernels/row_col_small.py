@@ -8,8 +8,7 @@ zeros is filled before (`running_max` needs one, and a launch that fills it wher
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,14 +19,13 @@ from halfbyte.kernels import overlap
 from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.quantize import allocate, compile_arguments, is_packed, operand_arguments
-from halfbyte.kernels.rotated_amax import RotatedTile, amax_rotated_kernel, amax_rule, rotated_case
-from halfbyte.kernels.targets import TARGETS, CompileCase
+from halfbyte.kernels.quantize import allocate, is_packed, operand_arguments
+from halfbyte.kernels.rotated_amax import RotatedTile, amax_rotated_kernel, amax_rule
 from halfbyte.kernels.tile_loads import load_col_pairs
 from halfbyte.kernels.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.layout import LINEAR, Blocks, ceil_div
 from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, Hadamard, Spec
+from halfbyte.spec import NVFP4, Spec
 
 MAX_VALUES = 1 << 22  # an H200 takes as long both ways between 4 and 8 million
 MAX_PROGRAMS = 256  # of the first launch: every program of the second reads what they found
@@ -211,40 +209,3 @@ def partial_amaxes(x: Tensor, spec: NVFP4, sign_draw: Draw | None) -> Tensor:
         **overlap.launch_options(x.device),
     )
     return out
-
-
-SR, FRESH = {"rounding": "stochastic"}, Hadamard(signs="fresh")
-PAIRS = (
-    (NVFP4(), NVFP4(rotation=Hadamard())),
-    (NVFP4(**SR), NVFP4(**SR, rotation=FRESH)),
-)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return both launches for the pairs of the presets, codes and decoded operands."""
-    first = [rotated_case(amax_rule(col), STRIP, True, TARGETS) for _, col in PAIRS]
-    first = [replace(case, arguments={**case.arguments, "PARTIAL": True}) for case in first]
-    second = [
-        _case(pair, decoded, hardware) for pair in PAIRS for decoded in (False, True) for hardware in sc.HARDWARE_LEVELS
-    ]
-    return overlap.cases([*first, *second])
-
-
-def _case(pair: tuple[NVFP4, NVFP4], decoded: bool, hardware: int) -> CompileCase:
-    rules = (sc.rule_of(spec, hardware)._replace(packed=True, full=True, decoded=decoded) for spec in pair)
-    sides: dict[str, Any] = {}
-    for spec, side in zip(pair, ("row_", "col_"), strict=True):
-        arguments = compile_arguments(spec, side)
-        sides |= {name.replace("amax", "partial"): value for name, value in arguments.items()}
-    arguments = {
-        **sides,
-        "x_ptr": "*bf16:16",
-        **dict.fromkeys(("row_amax_ptr", "col_amax_ptr"), "*fp32:16"),
-        **dict.fromkeys(("rows", "cols", "stride_r"), "i32:16"),
-        "stride_c": 1,
-        **dict(zip(("ROW", "COL"), rules, strict=True)),
-        "PROGRAMS": MAX_PROGRAMS,
-        **dict(zip(("R", "RN", "CN", "C"), TILES[:4], strict=True)),
-    }
-    targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
-    return CompileCase(quantize_row_col_small_kernel, arguments, TILES.num_warps, fp_fusion=False, capabilities=targets)

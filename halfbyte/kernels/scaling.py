@@ -17,6 +17,7 @@ from halfbyte.kernels import primitives as pm
 from halfbyte.kernels.decode import E4M3_NAN, E8M0_NAN, INTERPRETED
 from halfbyte.kernels.e2m1_conversion import E2M1_CAPABILITY, converted_word
 from halfbyte.kernels.stochastic import stochastic_word, upper_halves
+from halfbyte.kernels.target import target_of
 from halfbyte.spec import MXFP8, BlockMax, Spec
 
 
@@ -81,10 +82,8 @@ def hardware_level(capability: int) -> int:
 
 def hardware_of(device: torch.device) -> int:
     """Return `Rule.hardware` of a device: what it converts to in hardware; nothing in Triton's interpreter."""
-    if device.type != "cuda" or INTERPRETED:
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return hardware_level(10 * major + minor)
+    target = target_of(device)
+    return 0 if target is None or INTERPRETED else hardware_level(target.capability)
 
 
 def rule_of(spec: Spec, hardware: int) -> Rule:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,14 +13,13 @@ from halfbyte.kernels import scaling as sc
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.magnitudes import finite_max
 from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
-from halfbyte.kernels.quantize import allocate, compile_arguments, operand_arguments
+from halfbyte.kernels.quantize import allocate, operand_arguments
 from halfbyte.kernels.quantize_wide import WIDE
-from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tile_loads import load_row_groups
 from halfbyte.kernels.tiles import quantize_row_tile, rotate_group
 from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up
 from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, Hadamard, Spec
+from halfbyte.spec import NVFP4, Spec
 
 MAX_VALUES = 16384  # 64 a thread: more take longer in one program than a second launch does
 NUM_WARPS = 8
@@ -117,24 +114,3 @@ def quantize(
         launch_pdl=rule.hardware >= OVERLAP_CAPABILITY.value,
     )
     return Blocks(out.qdata, out.block_scale, amax)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return the largest tile for the specs that need most."""
-    specs = (NVFP4(), NVFP4(rounding="stochastic", rotation=Hadamard(size=32, signs="fresh"), outer="row"))
-    return [_case(spec, hardware) for spec in specs for hardware in sc.HARDWARE_LEVELS]
-
-
-def _case(spec: NVFP4, hardware: int) -> CompileCase:
-    arguments: dict[str, Any] = {
-        **compile_arguments(spec),
-        "x_ptr": "*bf16:16",
-        **dict.fromkeys(("rows", "cols", "stride_r"), "i32:16"),
-        "stride_c": 1,
-        "RULE": sc.rule_of(spec, hardware),
-        "SWIZZLED": False,
-        "R": 16,
-        "N": MAX_VALUES // 16 // spec.alignment,
-    }
-    targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
-    return CompileCase(quantize_small_kernel, arguments, NUM_WARPS, fp_fusion=False, capabilities=targets)

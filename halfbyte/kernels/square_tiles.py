@@ -21,7 +21,6 @@ from halfbyte.kernels.launch import jit
 from halfbyte.kernels.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.quantize import divisor, is_packed
 from halfbyte.kernels.quantize import quantize as quantize_any
-from halfbyte.kernels.targets import TARGETS, CompileCase
 from halfbyte.kernels.tiles import store_values
 from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape
 from halfbyte.rng import Draw
@@ -181,28 +180,3 @@ def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Bl
         launch_pdl=rule.hardware >= OVERLAP_CAPABILITY.value,
     )
     return Blocks(qdata, scale, amax)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return every tile, of codes and of values; the largest also for columns that it does not divide."""
-    kinds = [(tile, decoded, False) for tile in TILES for decoded in (False, True)]
-    kinds += [(TILES[0], decoded, True) for decoded in (False, True)]
-    return [_compile_case(*kind, hardware) for kind in kinds for hardware in sc.HARDWARE_LEVELS]
-
-
-def _compile_case(tile: Tile, decoded: bool, moves: bool, hardware: int) -> CompileCase:
-    arguments = {
-        "x_ptr": "*bf16:16",
-        "q_ptr": None if decoded else "*i32:16",
-        "scale_ptr": None if decoded else "*u8:16",
-        "values_ptr": "*bf16:16" if decoded else None,
-        "amax_ptr": "*fp32",
-        "cols": "i32:16",
-        **dict.fromkeys(("span", "floor", "inverse", "unit"), "fp32"),
-        **dict.fromkeys(("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"), "i32"),
-        "RULE": sc.rule_of(NVFP4(block=(16, 16)), hardware)._replace(packed=True, full=True),
-        "W": tile.strips,
-        "MOVES": moves,
-    }
-    targets = tuple(c for c in TARGETS if sc.hardware_level(c) == hardware)
-    return CompileCase(quantize_tiles_kernel, arguments, tile.num_warps, fp_fusion=False, capabilities=targets)

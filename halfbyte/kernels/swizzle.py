@@ -8,7 +8,6 @@ from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.targets import CompileCase
 from halfbyte.layout import ceil_div, swizzled_numel
 
 TILES = 8  # tiles of 128 x 4 scales a program moves: 4 KiB, whole 32-byte sectors of the linear rows
@@ -111,20 +110,3 @@ def _launch(linear: Tensor, swizzled: Tensor, *, inverse: bool) -> None:
         TILES=TILES,
         num_warps=NUM_WARPS,
     )
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return the configurations of `swizzle` and `unswizzle`."""
-    cases = []
-    for inverse, aligned in ((False, True), (True, False)):
-        arguments = {
-            "linear_ptr": "*i32:16" if aligned else "*u8:16",
-            "words_ptr": "*i32:16",
-            **dict.fromkeys(("rows", "cols"), "i32"),
-            "linear_stride": "i32:16" if aligned else "i32",
-            "INVERSE": inverse,
-            "ALIGNED": aligned,
-            "TILES": TILES,
-        }
-        cases.append(CompileCase(swizzle_kernel, arguments, num_warps=NUM_WARPS))
-    return cases

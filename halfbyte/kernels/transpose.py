@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +12,6 @@ from halfbyte.kernels import overlap
 from halfbyte.kernels.decode import INTERPRETED
 from halfbyte.kernels.dequantize import as_words
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.targets import CompileCase
 from halfbyte.kernels.tile_loads import masked_load, masked_store
 from halfbyte.layout import ceil_div
 
@@ -339,25 +336,3 @@ def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple
         num_warps=NUM_WARPS,
     )
     return out, out_scale
-
-
-def compile_cases() -> list[CompileCase]:
-    """Return the configurations of `transpose`: whole tiles, or a ragged edge with scales in bytes, one or several."""
-    cases = []
-    for full, stacked, (overlaps, capabilities) in product((True, False), (False, True), overlap.TARGETS):
-        arguments = {
-            **dict.fromkeys(("qdata_ptr", "out_ptr"), "*i32:16"),
-            **dict.fromkeys(("scale_ptr", "out_scale_ptr"), "*i32:16" if full else "*u8:16"),
-            **dict.fromkeys(("words", "out_words", "qdata_stride", "out_stride"), "i32:16"),
-            **dict.fromkeys(("rows", "cols", "scale_stride", "out_scale_stride", "scale_programs"), "i32"),
-            "TILE_ROWS": CODE_ROWS,
-            "TILE_WORDS": CODE_WORDS,
-            "SCALE_ROWS": SCALE_ROWS,
-            "SCALE_COLUMNS": SCALE_COLUMNS,
-            "UNIT": 4 if full else 1,
-            "FULL": full,
-            "STACKED": stacked,
-            "OVERLAP": overlaps,
-        }
-        cases.append(CompileCase(transpose_kernel, arguments, num_warps=NUM_WARPS, capabilities=capabilities))
-    return cases

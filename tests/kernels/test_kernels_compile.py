@@ -1,67 +1,206 @@
-"""The listed configurations of every kernel (bf16, whole blocks) compile for every target, without spills.
+"""Every kernel is launched by a recorded call on every target where it may run, and what does not fit is reported.
 
-The kernels here are defined for the interpreter, so the compiler runs in processes of its own.
+The kernels here are defined for the interpreter, so recordings are made in a process of their own. `make test-targets`
+compiles them.
 """
 
+import ast
+import json
 import os
 import subprocess
 import sys
-import tempfile
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from halfbyte.kernels import targets
+from halfbyte import kernels
+from halfbyte.kernels import gemm, magnitudes, record, scenario_values
+from halfbyte.kernels.target import Target, assumed, target_of
+from halfbyte.verify import matrix
 
-# Two processes of about equal work; capabilities that share code paths are split between them.
-GROUPS = ((80, 90, 103), (89, 100, 120))
+ONLY = {
+    **dict.fromkeys(("gemm_tma_kernel", "rows_tma_kernel", "split_tma_kernel"), (90, 100, 103)),
+    "clear_tail_kernel": (90, 100, 103, 120),  # behind torch's grouped GEMM, which older targets do without
+    "e2m1_pair_kernel": (100, 103, 120),
+}
+"""On which targets a kernel is launched, where it is not launched on all."""
 
 
-def run(*arguments):
+def run(script):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, *arguments]
-        environment["TRITON_CACHE_DIR"] = cache
-        return subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-@pytest.mark.targets
-@pytest.mark.parametrize("capabilities", GROUPS, ids=str)
-def test_every_configuration_fits_its_target(capabilities):
-    done = run("-m", "halfbyte.kernels.targets", *map(str, capabilities))
-    assert done.returncode == 0, done.stdout + done.stderr
+@lru_cache
+def launched():
+    """Return the places of the kernels that the source launches, as kernel[grid](...), and of those it defines."""
+    found, defined = set(), set()
+    for path in Path(kernels.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                kernel = node.func.value
+                found.add(kernel.attr if isinstance(kernel, ast.Attribute) else kernel.id)
+            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+                defined.add((path.stem, node.name))
+    return found, defined
 
 
-def test_every_target_is_compiled():
-    assert sorted(sum(GROUPS, ())) == sorted(targets.TARGETS)
-    kernels = {case.kernel.__name__ for case in targets.all_cases()}
-    assert {"gemm_tma_kernel", "gemm_pointer_kernel", "dequantize_kernel", "transpose_kernel"} <= kernels
-    assert {f"quantize_{name}_kernel" for name in ("rows", "cols", "row_col", "wide", "small")} <= kernels
-    assert {"amax_rows_kernel", "amax_rotated_kernel", "e2m1_pair_kernel"} <= kernels
-
-
-UNFIT = """
-import dataclasses
-from halfbyte.kernels import gemm, targets
-case = next(c for c in gemm.compile_cases() if c.kernel.__name__ == "gemm_pointer_kernel")
-case = dataclasses.replace(case, arguments={**case.arguments, "BM": 64, "BN": 64, "BK": 128}, num_stages=7)
-print(targets.compile_case(case, 80).problem())
+RECORDED = """
+import json
+from halfbyte.kernels import record
+for capability in record.TARGETS:
+    kernels = {one.launch.kernel for one in record.recorded(capability)}
+    print(json.dumps([capability, sorted((kernel.module.split(".")[-1], kernel.fn.__name__) for kernel in kernels)]))
 """
 
 
-def test_a_configuration_that_does_not_fit_is_reported():
-    done = run("-c", UNFIT)
-    assert done.returncode == 0, done.stderr
-    assert "shared memory" in done.stdout
+@pytest.mark.slow
+def test_every_kernel_is_recorded_on_every_target_where_it_may_run():
+    found, defined = launched()
+    entries = {(module, name) for module, name in defined if name in found}
+    assert entries == {(module, name) for module, name in defined if name.endswith("_kernel")} and len(entries) >= 39
+    recorded = {capability: set(map(tuple, names)) for capability, names in map(json.loads, run(RECORDED).splitlines())}
+    assert list(recorded) == list(record.TARGETS)
+    for capability, names in recorded.items():
+        expected = {entry for entry in entries if capability in ONLY.get(entry[1], record.TARGETS)}
+        assert names == expected, capability
+
+
+def test_what_is_verified_is_recorded():
+    assert set(matrix.ALL_SPECS.values()) <= {*scenario_values.TUNED, *scenario_values.OTHERS}
+    pairs = {*matrix.PAIRS.values(), *matrix.LONG_PAIRS.values()}
+    assert pairs <= {*scenario_values.TUNED_PAIRS, *scenario_values.OTHER_PAIRS}
+
+
+ONE_LAUNCH = """
+import json, torch
+from halfbyte.kernels import backend, record
+from halfbyte.kernels.scenario_values import misaligned, tensor
+from halfbyte.kernels.target import target_of
+from triton.runtime.jit import JITFunction
+run = JITFunction.run
+for x in (tensor(256, 512), misaligned(256, 512)):
+    with record.recording(record.TARGETS[{capability}]) as launches:
+        backend.finite_amax(x)
+    (launch,) = launches
+    names = list(launch.signature)
+    known = {{names[place[0]]: repr(getattr(value, "value", value)) for place, value in launch.constants.items()}}
+    divisible = [names[place[0]] for place, known_of in launch.attributes.items() if known_of]
+    print(json.dumps([launch.kernel.fn.__name__, launch.signature, known, divisible, launch.options["num_warps"]]))
+assert JITFunction.run is run and target_of(x.device) is None
+"""
+
+
+@pytest.mark.parametrize(("capability", "overlap"), [(80, "False"), (120, "True")])
+def test_a_launch_is_specialized_as_triton_does_it(capability, overlap):
+    for line, aligned in zip(run(ONE_LAUNCH.format(capability=capability)).splitlines(), (True, False), strict=True):
+        name, signature, known, divisible, warps = json.loads(line)
+        assert name == "amax_rows_kernel" and warps == 8
+        pointers = {key: kind for key, kind in signature.items() if kind.startswith("*")}
+        assert pointers == {"x_ptr": "*bf16", "out_ptr": "*fp32", "space_ptr": "*i32"}
+        # One row of 131,072 columns that lie together: 1 is a constant, 131,072 divisible by 16.
+        assert known["rows"] == known["stride_c"] == "1" and signature["cols"] == "i32"
+        assert known["PACKED"] == str(aligned) and known["OVERLAP"] == overlap
+        assert ("x_ptr" in divisible) == aligned and {"out_ptr", "cols", "stride_r"} <= set(divisible)
+
+
+UNFIT = """
+from dataclasses import replace
+from halfbyte.kernels import backend, record
+from halfbyte.kernels.dequantize import Decoded
+from halfbyte.kernels.scenario_values import tensor
+with record.recording(record.TARGETS[80]) as launches:
+    backend.gemm_nt(Decoded(tensor(64, 128)), Decoded(tensor(64, 128)))
+(launch,) = launches
+names = list(launch.signature)
+constants = {**launch.constants, **{(names.index(name),): size for name, size in (("BM", 64), ("BN", 64), ("BK", 128))}}
+wide = replace(launch, constants=constants, options={**launch.options, "num_stages": 7})
+broken = replace(launch, constants={**constants, (names.index("BM"),): 63})
+found = [record.Recorded(one, 80, "a call", True) for one in (launch, wide, broken)]
+for one, outcome in record.compile_all(found, 2):
+    print(found.index(one), one.problem(outcome))
+"""
+
+
+def test_launches_that_do_not_fit_or_compile_are_reported():
+    first, *others = sorted(line for line in run(UNFIT).splitlines() if line[:2] in ("0 ", "1 ", "2 "))
+    assert first == "0 None"
+    assert "shared memory" in others[0] and "gemm_pointer_kernel" in others[0] and "as in a call" in others[0]
+    assert "does not compile" in others[1]
 
 
 @pytest.mark.parametrize(
     ("usage", "expected"),
     [
-        (targets.Usage(90, 255, 0, 227 << 10), None),
-        (targets.Usage(90, 255, 8, 0), "spills 8 bytes"),
-        (targets.Usage(120, 64, 0, (99 << 10) + 16), "limit is 101376"),
+        (record.Usage(90, 255, 0, 227 << 10), None),
+        (record.Usage(90, 255, 8, 0), "spills 8 bytes"),
+        (record.Usage(120, 64, 0, (99 << 10) + 16), "limit is 101376"),
     ],
 )
 def test_limits(usage, expected):
     problem = usage.problem()
     assert problem is None if expected is None else expected in problem
+
+
+class Kernel:
+    def __init__(self, name):
+        self.fn = SimpleNamespace(__name__=name)
+
+
+kernel_named = lru_cache(Kernel)
+
+
+def one(name, capability, tuned, scenario="a call"):
+    return record.Recorded(SimpleNamespace(kernel=kernel_named(name), name=name), capability, scenario, tuned)
+
+
+def test_only_tuned_launches_may_not_spill():
+    spilling = record.Usage(90, 255, 8, 0)
+    assert "spills 8 bytes" in one("k", 90, True).problem(spilling)
+    assert one("k", 90, False).problem(spilling) is None
+
+
+def test_known_spills_do_not_grow():
+    (name, capability), most = next(iter(record.SPILLS.items()))
+    tuned = one(name, capability, True)
+    assert tuned.problem(record.Usage(capability, 9, most, 0)) is None
+    assert "spills" in tuned.problem(record.Usage(capability, 9, most + 4, 0))
+    assert "spills" in one(name, 90, True).problem(record.Usage(90, 9, most, 0))
+
+
+def test_a_sample_has_every_kernel_on_every_target():
+    found = [one(name, capability, n % 4 == 0, f"{n}") for name in "abc" for capability in (80, 90) for n in range(20)]
+    chosen = record.sample(found, 20)
+    kinds = {(r.launch.name, r.capability, r.tuned) for r in chosen}
+    assert len(chosen) == 20 == len({id(r) for r in chosen}) and len(kinds) == 12
+    assert chosen == record.sample(found, 20) != record.sample(found, 20, seed=1)
+
+
+def test_failures_are_counted(monkeypatch, capsys):
+    found = {80: [one("a", 80, True)], 90: [one("b", 90, False)]}
+    monkeypatch.setattr(record, "recorded", found.get)
+    monkeypatch.setattr(record, "compile_all", lambda chosen, jobs: ((r, record.Usage(80, 9, 4, 0)) for r in chosen))
+    assert record.main(["80", "90", "--all"]) == 1
+    printed = capsys.readouterr().out
+    assert "spills 4 bytes (9 registers): a, as in a call" in printed and "2 of 2 compiled, 1 unfit" in printed
+
+
+def test_a_target_is_assumed_for_a_while():
+    device = torch.device("cpu")
+    with assumed(Target(100, 148)):
+        assert gemm.capability(device) == 100
+        assert gemm.multiprocessors(device) == magnitudes.multiprocessors(device) == 148
+    assert target_of(device) is None
+    assert (gemm.capability(device), gemm.multiprocessors(device), magnitudes.multiprocessors(device)) == (90, 4, 1)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled here")
+def test_the_interpreter_records_nothing():
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1: .* unset it"), record.recording(record.TARGETS[90]):
+        pass

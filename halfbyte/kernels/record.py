@@ -1,0 +1,277 @@
+"""Record what launchers launch for a GPU that is not here, compile it, and read what it uses.
+
+A launcher is called with tensors on the device "meta", which have shapes, strides and alignment but no memory. Its
+kernels do not run: they are specialized as Triton would do it on the target. `scenarios` has the calls.
+`python -m halfbyte.kernels.record` compiles a sample of the launches for every target, with `--all` all of them; it
+needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from halfbyte.kernels.target import Target, assumed
+
+TARGETS = {
+    80: Target(80, 108),
+    89: Target(89, 142),
+    90: Target(90, 132),
+    100: Target(100, 148),
+    103: Target(103, 148),
+    120: Target(120, 170),
+}
+"""By compute capability: A100, L40, H100, B200, B300, RTX 5090."""
+
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+"""KiB of shared memory that one block may use, by compute capability (CUDA C++ programming guide)."""
+
+
+SAMPLE = 600
+"""Launches that two cores compile within eight minutes."""
+
+UNLIMITED = 1 << 30
+
+SPILLS = {
+    ("activation_backward_kernel", 120): 8,
+    ("packed_amax_kernel", 100): 48,
+    ("packed_amax_kernel", 103): 48,
+}
+"""Bytes that tuned launches of a kernel are known to spill on a target, at most: never more, better fewer."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel as it is compiled for one launch.
+
+    Args:
+        kernel: the @triton.jit function.
+        signature: the type of every parameter by name: "*bf16", "i32", "tensordesc<bf16[128,64]>", "constexpr".
+        constants: the values of the constexpr ones, by their place.
+        attributes: what is known of others, by their place: divisibility by 16.
+        options: num_warps and whatever else the compiler takes.
+    """
+
+    kernel: JITFunction
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], list]
+    options: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """What decides the machine code."""
+        function = f"{self.kernel.module}.{self.kernel.fn.__qualname__}"
+        return repr((function, self.signature, self.constants, self.attributes, sorted(self.options.items())))
+
+    @property
+    def name(self) -> str:
+        """The kernel, its pointers and its constants."""
+        names = list(self.signature)
+        constants = [f"{names[place[0]]}={value!r}" for place, value in self.constants.items() if len(place) == 1]
+        pointers = [
+            kind + (":16" if self.attributes.get((i,)) else "")
+            for i, kind in enumerate(self.signature.values())
+            if kind[0] in "*t"
+        ]
+        return f"{self.kernel.fn.__name__}({', '.join(pointers + constants)}) warps={self.options['num_warps']}"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one compiled kernel uses on one target; stack bytes are spills or indexed local arrays."""
+
+    capability: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+    def problem(self, most_stack_bytes: int = 0) -> str | None:
+        """Say why the kernel does not belong on its target, or None."""
+        limit = SHARED_MEMORY[self.capability] * 1024
+        if self.stack_bytes > most_stack_bytes:
+            return f"sm_{self.capability}: spills {self.stack_bytes} bytes ({self.registers} registers)"
+        if self.shared_bytes > limit:
+            return f"sm_{self.capability}: {self.shared_bytes} bytes of shared memory, the limit is {limit}"
+        return None
+
+
+@contextmanager
+def recording(target: Target) -> Iterator[list[Launch]]:
+    """Give a list of what launchers launch inside the context, for `target`; no kernel runs.
+
+    Raises:
+        ValueError: kernels are defined for Triton's interpreter.
+    """
+    if triton.knobs.runtime.interpret:
+        raise ValueError("TRITON_INTERPRET=1: the interpreter launches nothing; unset it in a process of its own")
+    launches: list[Launch] = []
+
+    def record(kernel: JITFunction, *args, grid, warmup, **kwargs) -> None:
+        launches.append(_specialized(kernel, target.capability, args, kwargs))
+
+    run = JITFunction.run
+    JITFunction.run = record
+    try:
+        with assumed(target):
+            yield launches
+    finally:
+        JITFunction.run = run
+
+
+@lru_cache(maxsize=1024)
+def _binder(kernel: JITFunction, capability: int) -> tuple[Any, Any]:
+    backend = make_backend(gpu(capability))
+    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
+def _specialized(kernel: JITFunction, capability: int, args: tuple, kwargs: dict[str, Any]) -> Launch:
+    """Return a launch as `JITFunction.run` specializes it before it compiles."""
+    backend, binder = _binder(kernel, capability)
+    kwargs = {**kwargs, "debug": kernel.debug or triton.knobs.runtime.debug}
+    kwargs["instrumentation_mode"] = triton.knobs.compilation.instrumentation_mode
+    bound, specialization, options = binder(*args, **kwargs)
+    options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    return Launch(kernel, signature, constants, attributes, dict(options.__dict__))
+
+
+def gpu(capability: int) -> GPUTarget:
+    """Return what Triton compiles for."""
+    return GPUTarget("cuda", capability, 32)
+
+
+def compile_launch(launch: Launch, capability: int) -> Usage:
+    """Compile a launch to machine code for a compute capability (90 for sm_90) without such a GPU."""
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+    compiled = triton.compile(source, target=gpu(capability), options=launch.options)
+    registers, stack = _resources(compiled.asm["cubin"])
+    return Usage(capability, registers, stack, compiled.metadata.shared)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Return (registers, stack bytes) as the assembler recorded them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        tool = triton.knobs.nvidia.cuobjdump.path
+        report = subprocess.run(
+            [tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True
+        ).stdout
+    (registers,), (stack,) = (re.findall(rf"{key}:(\d+)", report) for key in ("REG", "STACK"))
+    return int(registers), int(stack)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A distinct launch on one target.
+
+    Args:
+        scenario: the first call that makes it.
+        tuned: whether a call makes it whose launches may not spill.
+    """
+
+    launch: Launch
+    capability: int
+    scenario: str
+    tuned: bool
+
+    def problem(self, outcome: Usage | str) -> str | None:
+        """Say why a compiled kernel does not belong on its target, or None; what is not tuned may spill."""
+        known = SPILLS.get((self.launch.kernel.fn.__name__, self.capability), 0)
+        problem = outcome if isinstance(outcome, str) else outcome.problem(known if self.tuned else UNLIMITED)
+        return problem and f"{problem}: {self.launch.name}, as in {self.scenario}"
+
+
+def recorded(capability: int) -> list[Recorded]:
+    """Return the distinct launches of all scenarios on a target."""
+    from halfbyte.kernels.scenarios import scenarios  # imports every launcher
+
+    found: dict[str, Recorded] = {}
+    for scenario in scenarios(TARGETS[capability]):
+        with recording(TARGETS[capability]) as launches:
+            scenario.call()
+        for launch in launches:
+            key = launch.key
+            if key not in found or (scenario.tuned and not found[key].tuned):
+                found[key] = Recorded(launch, capability, scenario.name, scenario.tuned)
+    return list(found.values())
+
+
+def sample(found: Sequence[Recorded], count: int, seed: int = 0) -> list[Recorded]:
+    """Return `count` launches: of every kernel on every target a tuned and another one if there are, then any."""
+    rest = list(found)
+    random.Random(seed).shuffle(rest)
+    first: dict[tuple, Recorded] = {}
+    for one in rest:
+        first.setdefault((one.launch.kernel, one.capability, one.tuned), one)
+    chosen = {id(one) for one in first.values()}
+    return [*first.values(), *(one for one in rest if id(one) not in chosen)][:count]
+
+
+def compile_all(found: Sequence[Recorded], jobs: int) -> Iterator[tuple[Recorded, Usage | str]]:
+    """Compile launches in `jobs` processes; yield each with what it uses, or why it does not compile, in no order."""
+    context = multiprocessing.get_context("fork")  # a launch holds functions that cannot be sent
+    tasks, done = context.SimpleQueue(), context.SimpleQueue()
+    workers = [context.Process(target=_compile_some, args=(found, tasks, done), daemon=True) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    for index in (*range(len(found)), *[None] * jobs):
+        tasks.put(index)
+    for _ in found:
+        index, outcome = done.get()
+        yield found[index], outcome
+    for worker in workers:
+        worker.join()
+
+
+def _compile_some(found: Sequence[Recorded], tasks: Any, done: Any) -> None:
+    while (index := tasks.get()) is not None:
+        one = found[index]
+        try:
+            done.put((index, compile_launch(one.launch, one.capability)))
+        except Exception as error:
+            done.put((index, f"sm_{one.capability}: does not compile, {type(error).__name__}: {str(error)[-500:]}"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile recorded launches; print one line per failure and a summary, return the number of failures."""
+    parser = argparse.ArgumentParser(prog="python -m halfbyte.kernels.record", description=__doc__)
+    parser.add_argument("capabilities", nargs="*", type=int, default=list(TARGETS), help="as in 90 for sm_90")
+    parser.add_argument("--all", action="store_true", help="all launches, not a sample")
+    parser.add_argument("--count", type=int, default=SAMPLE, help="launches of the sample")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    options = parser.parse_args(arguments)
+    found = [one for capability in options.capabilities for one in recorded(capability)]
+    chosen = found if options.all else sample(found, options.count, options.seed)
+    failures, spills = 0, {}
+    for one, outcome in compile_all(chosen, options.jobs):
+        problem, name = one.problem(outcome), one.launch.kernel.fn.__name__
+        if problem:
+            failures += 1
+            print(problem, flush=True)
+        if isinstance(outcome, Usage):
+            spills[name] = max(spills.get(name, 0), outcome.stack_bytes)
+    print("most bytes spilled:", ", ".join(f"{name} {n}" for name, n in sorted(spills.items()) if n) or "none")
+    print(f"{len(chosen)} of {len(found)} compiled, {failures} unfit", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    raise SystemExit(min(1, main()))

@@ -1,0 +1,280 @@
+"""The calls whose launches are recorded: what `ops` asks of the backend, over specs, inputs and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from halfbyte.arithmetic import FUNCTIONS
+from halfbyte.kernels import amax, backend, fused, hardware_cast, native, primary, scenarios_grouped, swizzle
+from halfbyte.kernels.dequantize import Decoded
+from halfbyte.kernels.e2m1_conversion import E2M1_CAPABILITY
+from halfbyte.kernels.scenario_values import (
+    BF16,
+    EVERY_KIND,
+    FP16,
+    FP32,
+    KINDS,
+    OTHER_PAIRS,
+    OTHERS,
+    PLAIN,
+    RHT,
+    ROW,
+    TILE,
+    TUNED,
+    TUNED_PAIRS,
+    WHOLE,
+    Scenario,
+    blocks,
+    draws,
+    inputs,
+    rotated,
+    tensor,
+)
+from halfbyte.kernels.target import Target
+from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, swizzled_numel
+from halfbyte.pieces import Piece
+from halfbyte.pieces import Target as Weight
+from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard
+
+
+def quantize(_: Target) -> Iterator[Scenario]:
+    """One orientation: every spec, stored as codes in both layouts, or decoded."""
+    for (name, x, whole), spec in product(inputs(), (*TUNED, *OTHERS)):
+        for kind in ("codes", "swizzled", "decoded") if whole or name in EVERY_KIND else ("codes",):
+            options = {"scale_layout": SWIZZLED_32_4_4 if kind == "swizzled" else LINEAR, "decoded": kind == "decoded"}
+            call = partial(backend.quantize, x, spec, **draws(spec), **options)
+            yield Scenario(f"quantize {spec.key}, {name}, {kind}", call, whole and spec in TUNED)
+
+
+def quantize_row_col(_: Target) -> Iterator[Scenario]:
+    """Both orientations from one read; decoded for a GEMM at once."""
+    for (name, x, whole), pair in product(inputs(), (*TUNED_PAIRS, *OTHER_PAIRS)):
+        for layout, transient in KINDS if whole or name in EVERY_KIND else KINDS[:1]:
+            options = {"scale_layout": layout, "transient": transient}
+            call = partial(backend.quantize_row_col, x, *pair, **draws(*pair), **options)
+            keys = " + ".join(spec.key if spec else "none" for spec in pair)
+            kind = f"{layout}, transient {transient}"
+            yield Scenario(f"row and column {keys}, {name}, {kind}", call, whole and pair in TUNED_PAIRS)
+
+
+def maxima(_: Target) -> Iterator[Scenario]:
+    """amax of tensors and of rows, rotated or not."""
+    for name, x, whole in inputs():
+        yield Scenario(f"amax, {name}", partial(backend.finite_amax, x), whole)
+        yield Scenario(f"amax of rows, {name}", partial(backend.finite_amax, x, -1), whole)
+        if name not in ("8192x8192", "8192x8192 by columns", "300x88, rows of 88", *EVERY_KIND):
+            continue
+        for size, signs, outer in product((16, 32, 64, 128), ("fixed", "fresh"), ("tensor", "row")):
+            spec = NVFP4(rotation=Hadamard(size=size, signs=signs), outer=outer)
+            for row in (PLAIN, None):
+                call = partial(amax.row_col_amax, x, row, spec, draws(spec)["sign_draw"])
+                yield Scenario(f"amax of {row and row.key} and of {spec.key}, {name}", call, whole)
+    for rows, dtype in ((8192, FP32), (16, FP32), (16, BF16)):
+        x = tensor(rows, 65536, dtype=dtype)
+        yield Scenario(f"amax of rows, {rows}x65536 {dtype}", partial(backend.finite_amax, x, -1), tuned=True)
+
+
+def bytes_to_values(_: Target) -> Iterator[Scenario]:
+    """dequantize and decode, transposes of tiles, scales from one layout to the other."""
+    specs = (PLAIN, ROW, MXFP8(), MXFP8(element="e5m2"))
+    for shape, spec, layout in product(
+        (*WHOLE.values(), (3, 512), (300, 1100), (300, 83), (37, 40)), specs, SCALE_LAYOUTS
+    ):
+        stored, what = blocks(*shape, spec, layout), f"{spec.key}, {shape}, {layout}"
+        whole = shape in WHOLE.values()
+        yield Scenario(f"decode {what}", partial(backend.decode, stored, spec, shape[1], layout), whole)
+        for dtype in (BF16, FP16, FP32):
+            call = partial(backend.dequantize, stored, spec, shape[1], dtype, layout)
+            yield Scenario(f"dequantize {what} to {dtype}", call, whole and dtype == BF16)
+    for rows, cols in ((512, 48), (300, 6)):
+        scale, buffer = tensor(rows, cols, dtype=torch.uint8), tensor(swizzled_numel(rows, cols), dtype=torch.uint8)
+        yield Scenario(f"swizzle {rows}x{cols}", partial(swizzle.swizzle, scale), tuned=True)
+        yield Scenario(f"unswizzle {rows}x{cols}", partial(swizzle.unswizzle, buffer, rows, cols), tuned=True)
+    for rows, cols in (*WHOLE.values(), (4096, 4096), (300, 83), (48, 32)):
+        stored, whole = blocks(rows, cols, TILE), rows % 128 == 0
+        call = partial(backend.transpose, stored.qdata, stored.block_scale, rows, cols)
+        yield Scenario(f"transpose {rows}x{cols}", call, whole)
+        stack = [torch.stack([t] * 4) for t in stored[:2]]
+        yield Scenario(f"transpose 4x{rows}x{cols}", partial(backend.transpose, *stack, rows, cols), whole)
+
+
+GEMM_SHAPES = (
+    (4096, 4096, 4096),
+    (2048, 1024, 1024),
+    (1024, 768, 768),
+    (512, 768, 768),
+    (512, 512, 4096),
+    (64, 96, 8192),
+    (64, 64, 64),
+    (16, 64, 128),
+)
+"""Together they take every tile on every target, and split contractions."""
+
+
+def products(_: Target) -> Iterator[Scenario]:
+    """gemm_nt: factors of tensors and of rows, bias, accumulation, every output dtype, ragged and plain operands."""
+    for (M, N, K), dtype in product(
+        (*GEMM_SHAPES, (256, 256, 16384), (37, 53, 83), (300, 200, 88)), (BF16, FP16, FP32)
+    ):
+        for kind in ("plain", "tensor", "row"):
+            a, b = (_decoded(n, K, kind) for n in (M, N))
+            for extra in (False, True):
+                options: dict[str, Any] = {"out_dtype": dtype}
+                if extra:
+                    options |= {"bias": tensor(N, dtype=dtype), "out": tensor(M, N, dtype=dtype), "accumulate": True}
+                name = f"gemm {M}x{N}x{K} to {dtype}, {kind} factors{', bias, accumulated' if extra else ''}"
+                yield Scenario(name, partial(backend.gemm_nt, a, b, **options), K % 64 == 0 and dtype != FP16)
+    for dtype in (FP16, FP32):
+        a, b = Decoded(tensor(512, 768, dtype=dtype)), Decoded(tensor(256, 768, dtype=dtype))
+        for out in (BF16, FP32):
+            call = partial(backend.gemm_nt, a, b, out_dtype=out)
+            yield Scenario(f"gemm of {dtype} to {out}", call, tuned=dtype == out == FP32)
+    yield from _products_of_views()
+
+
+def _products_of_views() -> Iterator[Scenario]:
+    """Operands and outputs that a tensor map cannot describe, and fp32 operands with everything that may follow."""
+    for M, N, K in GEMM_SHAPES:
+        for kind, dtype in (("tensor", BF16), ("row", FP32)):
+            a, b = (_decoded(n, K, kind) for n in (M, N))
+            cut = a._replace(values=tensor(M, K + 1)[:, :K])
+            options: dict[str, Any] = {"out_dtype": dtype}
+            if kind == "row":
+                options = {"bias": tensor(N, dtype=FP32), "out": tensor(M, N, dtype=FP32), "accumulate": True}
+            name = f"{M}x{N}x{K} to {dtype}, {kind} factors"
+            yield Scenario(
+                f"gemm of rows without alignment, {name}", partial(backend.gemm_nt, cut, b, **options), tuned=True
+            )
+            out = tensor(M, N + 1, dtype=dtype)[:, :N]
+            call = partial(backend.gemm_nt, a, b, **{**options, "out": out})
+            # Plain stores of an fp32 tile with all that may follow spill up to 72 bytes.
+            yield Scenario(f"gemm into rows without alignment, {name}", call, tuned=kind == "tensor")
+    a, b = (_decoded(n, 768, "row")._replace(values=tensor(n, 768, dtype=FP32)) for n in (512, 256))
+    options = {"bias": tensor(256, dtype=FP32), "out": tensor(512, 256, dtype=FP32), "accumulate": True}
+    yield Scenario(
+        "gemm of fp32 with factors, bias, accumulated", partial(backend.gemm_nt, a, b, **options), tuned=True
+    )
+
+
+def _decoded(rows: int, cols: int, kind: str) -> Decoded:
+    if kind == "plain":
+        return Decoded(tensor(rows, cols))
+    amax = tensor(*((rows,) if kind == "row" else ()), dtype=FP32)
+    return Decoded(tensor(rows, cols), amax, PLAIN.e4m3_max * PLAIN.fp4_max)
+
+
+def native_products(target: Target) -> Iterator[Scenario]:
+    """What surrounds scaled_mm on FP4 and FP8 tensor cores: swizzled scales, and what it cannot finish."""
+    if native.unsupported(PLAIN, PLAIN, divmod(target.capability, 10)):
+        return
+    for (M, N, K), (a, b) in product(
+        ((512, 768, 768), (37, 53, 83)), ((PLAIN, TILE), (ROW, PLAIN), (MXFP8(), MXFP8()))
+    ):
+        for layout, extra in product(SCALE_LAYOUTS, (False, True)):
+            sides = [native.Packed(blocks(n, K, spec, layout), spec, K, layout) for n, spec in ((M, a), (N, b))]
+            out = tensor(M, N, dtype=FP32)
+            options = {"bias": tensor(N, dtype=FP32), "out": out, "accumulate": True} if extra else {}
+            call = partial(native.gemm_nt, *sides, **options)
+            yield Scenario(f"native gemm {a.key} x {b.key}, {M}x{N}x{K}, {layout}, {extra}", call, M == 512)
+
+
+FOLLOWING: dict[str, tuple[str, NVFP4 | None]] = {
+    "no amax": ("", None),
+    "amaxes": ("tensor", PLAIN),
+    "rotated column": ("tensor", RHT),
+    "amax of rows": ("row", rotated(32)),
+}
+"""(row, col) of the amaxes that a norm or an activation collects."""
+
+
+def layers(_: Target) -> Iterator[Scenario]:
+    """Norms and activations with their gradients."""
+    sizes = (((4096, 4096), BF16), ((4096, 8192), BF16), ((2048, 2880), BF16), ((37, 83), BF16), ((37, 83), FP32))
+    for (shape, dtype), (what, (row, col)) in product(sizes, FOLLOWING.items()):
+        x, weight, sign = tensor(*shape, dtype=dtype), tensor(shape[1], dtype=dtype), draws(col)["sign_draw"]
+        whole = shape[1] % 512 == 0 and what != "amax of rows"
+        for centered in (False, True):
+            arguments = x, (weight, weight if centered else None), (1e-5, centered, dtype), row, col, sign
+            yield Scenario(
+                f"norm {centered}, {shape} {dtype}, {what}", partial(fused.norm_with_amaxes, *arguments), whole
+            )
+        for function, up in product(FUNCTIONS if what == "no amax" else ("silu",), (None, x)):
+            name = f"{function}, {shape} {dtype}, {what}, gated {up is not None}"
+            call = partial(fused.activation_with_amaxes, x, up, function, row, col, sign)
+            yield Scenario(name, call, whole and up is not None)
+            call = partial(fused.activation_backward_with_amaxes, (x, x, up), function, row, col, sign)
+            yield Scenario(f"gradient of {name}", call, whole and up is not None)
+    for (shape, dtype), centered in product(sizes, (False, True)):
+        x, weight = tensor(*shape, dtype=dtype), tensor(shape[1], dtype=dtype)
+        statistics = tensor(shape[0], dtype=FP32), tensor(shape[0], dtype=FP32)
+        call = partial(fused.norm_backward, x, x, weight, statistics, centered, centered)
+        yield Scenario(f"gradient of a norm {centered}, {shape} {dtype}", call, shape[1] % 512 == 0)
+
+
+def primary_casts(_: Target) -> Iterator[Scenario]:
+    """Every stage of the cast of primary weights: whole masters and parts of them."""
+    four = NVFP4(block=(16, 16), scaling=FourOverSix(), e4m3_max=256.0)
+    for spec, dtype, rounded, layout, part in product(
+        (TILE, four), (FP32, BF16, FP16), (BF16, FP16, FP32), SCALE_LAYOUTS, ("whole", "from 16", "from 1")
+    ):
+        call = partial(_cast, spec, dtype, rounded, layout == SWIZZLED_32_4_4, part)
+        tuned = dtype == FP32 and rounded == BF16
+        yield Scenario(f"primary {spec.key}, {dtype} to {rounded}, {layout}, {part}", call, tuned)
+
+
+def _cast(spec: NVFP4, dtype: torch.dtype, rounded: torch.dtype, swizzled: bool, part: str) -> None:
+    pieces, tiles = [], 0
+    for slot, (rows, cols) in enumerate(((256, 512), (33, 48), (7, 300)) if part == "from 1" else ((256, 512),)):
+        stored = blocks(rows, cols, spec, SWIZZLED_32_4_4 if swizzled else LINEAR)
+        turned = blocks(cols, rows, spec)
+        weight = Weight(rows, cols, spec, rounded, stored, swizzled, tiles, slot, turned)
+        tiles += weight.tile_count
+        start = {"whole": 0, "from 16": 16, "from 1": 1}[part]
+        values = tensor(rows * cols, dtype=dtype)[start:]
+        pieces.append(Piece(weight, values, start, cols, stored.qdata.view(-1)))
+    amaxes, scales = tensor(tiles + len(pieces), dtype=FP32), tensor(tiles, dtype=torch.uint8)
+    caster, finisher = primary.Caster(pieces, tiles), primary.Finisher([piece.target for piece in pieces], tiles)
+    caster.amax(amaxes)
+    caster.choose(amaxes, scales)
+    finisher.scale(amaxes, scales)
+    finisher.scale(amaxes, scales, expand=True)
+    caster.cast(amaxes, scales)
+    finisher.expand(amaxes, scales)
+    finisher.transpose()
+
+
+def conversions(target: Target) -> Iterator[Scenario]:
+    """The self-test of the target's own conversions to E2M1."""
+    for name, found in (
+        ("nearest", target.capability >= E2M1_CAPABILITY.value),
+        ("stochastic", target.capability in hardware_cast.STOCHASTIC_CAPABILITIES),
+    ):
+        if found:
+            x, random = tensor(hardware_cast.COUNT, dtype=FP32), tensor(hardware_cast.COUNT // 4, dtype=torch.int32)
+            yield Scenario(f"{name} conversion", partial(hardware_cast.convert, x, random, name), tuned=True)
+
+
+FAMILIES = (
+    quantize,
+    quantize_row_col,
+    maxima,
+    bytes_to_values,
+    products,
+    native_products,
+    scenarios_grouped.operands,
+    scenarios_grouped.products,
+    layers,
+    primary_casts,
+    conversions,
+)
+
+
+def scenarios(target: Target) -> Iterator[Scenario]:
+    """Return every call that is recorded for a target."""
+    for family in FAMILIES:
+        yield from family(target)
