@@ -379,8 +379,9 @@ def gradients_of(
     n, ((x_col, *w_cols), (*draws, signs), main_grads) = request.count, state
     needs, (x_dtype, w_dtypes, b_dtypes) = wanted
     need_dx, need_dw, need_db = needs[0], needs[1 : 1 + n], needs[1 + n : 1 + 2 * n]
-    dx = None
-    dws, dbs = [None] * n, [None] * n
+    dx: Tensor | None = None
+    dws: list[Tensor | None] = [None] * n
+    dbs: list[Tensor | None] = [None] * n
     used = [i for i, dy in enumerate(dys) if dy is not None]
     for i, dy in enumerate(dys):
         if dy is None:

@@ -163,7 +163,7 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
         weight_amaxes=_weight_amaxes(x, layers, cached),
         main_grads=[None if grad is None else _as_rows(layer, grad) for layer, grad in zip(layers, grads, strict=True)],
         cached_weights=cached,
-        rng=None if places[0] is None else places,
+        rng=[place for place in places if place is not None] or None,
     )
 
 
