@@ -54,8 +54,14 @@ def read(path: Path) -> Source:
     return Source(path.relative_to(ROOT).as_posix(), text, ast.parse(text))
 
 
+def decorators(function: Function) -> list[str]:
+    """Return the decorators' names, without arguments."""
+    return [ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in function.decorator_list]
+
+
 def is_kernel(function: Function) -> bool:
-    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+    """Whether it is device code: of `triton.jit`, or of `jit` of kernels/launch.py if it is launched."""
+    return any(name.split(".")[-1] == "jit" for name in decorators(function))
 
 
 def parameters(function: Function) -> list[str]:
@@ -152,6 +158,18 @@ def unfinished(source: Source) -> Iterator[str]:
             yield f"line {node.lineno}: {ast.unparse(node)}: refuse with a remedy, or build it"
 
 
+def untold_launches(source: Source) -> Iterator[str]:
+    """A launch that nobody is told of would be missing where an equal call is repeated."""
+    for function in source.functions:
+        named, kinds = function.name.endswith("_kernel"), decorators(function)
+        if named and "triton.jit" in kinds or is_kernel(function) and not named and "triton.jit" not in kinds:
+            yield f"{function.name}: launched kernels are called …_kernel and are of launch.jit, others of triton.jit"
+    for node in ast.walk(source.tree):
+        is_launch = isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+        if is_launch and "/kernels/" in source.path and not ast.unparse(node.func.value).endswith("_kernel"):
+            yield f"line {node.lineno}: {ast.unparse(node.func.value)}[…](…): name what is launched …_kernel"
+
+
 Rule = Callable[[Source], Iterator[str]]
 
 EVERYWHERE: tuple[Rule, ...] = (file_size, function_size)
@@ -164,6 +182,7 @@ IN_THE_PACKAGE: tuple[Rule, ...] = (
     global_statements,
     docstrings,
     unfinished,
+    untold_launches,
 )
 RULES = (*EVERYWHERE, *IN_THE_PACKAGE)
 
@@ -178,6 +197,7 @@ BROKEN: dict[Rule, str] = {
     global_statements: "def f():\n    global state\n    state = 1\n",
     docstrings: '"""A module."""\ndef f(x):\n    return x\n',
     unfinished: "def f():\n    raise NotImplementedError\n",
+    untold_launches: "@triton.jit\ndef copy_kernel(x_ptr): ...\n",
 }
 
 
@@ -210,12 +230,22 @@ def test_each_rule_bites(rule):
 
 CLEAN = '''"""A module that keeps every rule."""
 import triton
+from halfbyte.kernels.launch import jit
 
 
 @triton.jit
-def _kernel(a, b, c, d, e, f, g, h, i):
-    """Kernels may have many parameters."""
+def device_code(a, b, c, d, e, f, g, h, i):
     x = 1
+
+
+@jit
+def some_kernel(a, b, c, d, e, f, g, h, i):
+    x = 1
+
+
+@jit(do_not_specialize=["a"])
+def other_kernel(a, b, c, d, e, f, g, h, i):
+    other_kernel[(1,)](a)
 
 
 class Value:
@@ -236,10 +266,31 @@ def test_clean_code_passes(rule):
     assert not list(rule(sample(CLEAN)))
 
 
-def test_kernels_have_their_own_limit():
+@pytest.mark.parametrize("decorator", ["triton.jit", "jit", "launch.jit", "jit(do_not_specialize=['n'])"])
+def test_kernels_have_their_own_limit(decorator):
     body = "    x = 1\n" * MAX_FUNCTION_LINES
-    assert not list(function_size(sample("@triton.jit\ndef f():\n" + body)))
-    assert list(function_size(sample("@triton.jit\ndef f():\n" + body * 2)))
+    assert not list(function_size(sample(f"@{decorator}\ndef f():\n" + body)))
+    assert list(function_size(sample(f"@{decorator}\ndef f():\n" + body * 2)))
+
+
+@pytest.mark.parametrize("decorator", ["jitter", "cache", "wraps(jit)", "lru_cache(maxsize=jit)"])
+def test_what_only_sounds_like_a_kernel_is_none(decorator):
+    source = sample(f"@{decorator}\ndef f(a, b, c, d, e, f, g, h):\n" + "    x = 1\n" * MAX_FUNCTION_LINES)
+    assert list(function_size(source)) and list(parameter_count(source)) and list(docstrings(source))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "@triton.jit(noinline=True)\ndef copy_kernel(x): ...\n",
+        "@jit\ndef copy(x): ...\n",
+        "@jit(do_not_specialize=['n'])\ndef copy(x, n): ...\n",
+        "def f(x):\n    copy[(1,)](x)\n",
+        "def f(x):\n    module.copy[grid](x)\n",
+    ],
+)
+def test_launch_that_would_not_be_told(text):
+    assert list(untold_launches(sample(text, "halfbyte/kernels/sample.py")))
 
 
 def test_formats_may_name_its_numbers():

@@ -27,7 +27,7 @@ MAX_MAPS = 64
 """Tensor maps that one argument keeps, one for each address that its tensor had."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Varying:
     """A number that differs between calls that are otherwise equal. It is no int, so that nothing takes it for one.
 
@@ -44,9 +44,19 @@ class Varying:
     beyond: int = 0
 
     def __add__(self, other: int) -> Varying:
+        if type(other) is not int:
+            return NotImplemented
         return Varying(self.place, self.value + other, self.beyond + other)
 
     __radd__ = __add__
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"number {self.place} varies between calls: nothing but kernels may depend on its value")
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Watcher(Protocol):

@@ -29,6 +29,8 @@ ALIGNMENT = 16
 LARGEST_INT32 = (1 << 31) - 1
 MARGIN = 1 << 12
 """What a launcher may add to a number that varies."""
+_UNREPEATABLE = frozenset((torch.Tag.inplace_view, torch.Tag.dynamic_output_shape))
+"""Ops that move what a known tensor looks at, or whose shapes follow from values."""
 
 _aten = torch.ops.aten
 ALLOCATIONS = frozenset(
@@ -64,7 +66,8 @@ class Allocation:
 
     def constant(self) -> Tensor:
         """Return the tensor itself, where it holds nothing."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        with torch.inference_mode(False):  # calls outside of it will use the tensor, too
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     @property
     def made(self) -> tuple[int, ...]:
@@ -96,9 +99,10 @@ class Op:
         given += [f"{name}={_text(argument, program)}" for name, argument in self.named.items()]
         call = f"{program.constant(self.function)}({', '.join(given)})"
         returns = self.function._schema.returns
-        if not self.made:
+        used = self.used  # what is changed in place has its name, which may be that of a constant
+        if used.issuperset(self.made):
             return call
-        names = ", ".join(map(program.name, self.made))
+        names = ", ".join("_" if slot in used else program.name(slot) for slot in self.made)
         if len(returns) == 1 and str(returns[0].type) == "Tensor":
             return f"{names} = {call}"
         return f"{names}, = {program.constant(_tensors)}({call})"
@@ -223,6 +227,11 @@ class Recorder(TorchDispatchMode):
             return result
         if any(not isinstance(out, Tensor | None) for out in (result if type(result) in (tuple, list) else (result,))):
             self.refuse(f"{func} returns what is no tensor")
+        elif not _UNREPEATABLE.isdisjoint(func.tags):
+            self.refuse(f"{func} makes a tensor that depends on more than shapes")
+        elif used and any(tensor.device != used[0].device for tensor in made):
+            self.refuse(f"{func} leaves the device")
+        if self.refusal:
             return result
         self._record_op(func, (args, kwargs), used, made)
         return result
@@ -251,7 +260,8 @@ class Recorder(TorchDispatchMode):
                 if slot is None:
                     return
                 root, start = self._roots[slot]
-                pointers[name] = Pointer(root, tensor.data_ptr() - start, tensor.dtype)
+                offset = tensor.data_ptr() - start if tensor.numel() else 0  # nothing lies nowhere
+                pointers[name] = Pointer(root, offset, tensor.dtype)
                 argument = Shape.of(argument) if isinstance(argument, TensorDescriptor) else None
             elif _tensors((argument,)):
                 self.refuse(f"{launched.kernel.__name__} takes a tuple of tensors, {name}")
@@ -277,8 +287,9 @@ class Record:
         returned = [None if out is None else recorder.slot_of(out) for out in outputs]
         wanted = {slot for slot in returned if slot is not None}
         constants = {recorder.slot_of(tensor) or 0: tensor for tensor in recorder.constants}
+        viewed = set().union(*(step.used for step in recorder.steps if isinstance(step, Op)))
         for step in recorder.steps:
-            if isinstance(step, Allocation) and 0 in step.shape and step.slot not in wanted:
+            if isinstance(step, Allocation) and 0 in step.shape and step.slot not in wanted | viewed:
                 constants[step.slot] = step.constant()
         self.steps = _needed(recorder.steps, wanted, set(constants))
         self._repeat = _function(self.steps, (given, returned, value), constants)
@@ -292,7 +303,7 @@ def _needed(steps: list[Any], wanted: set[int], constants: set[int]) -> list[Any
     """Return the steps without those that only make what nobody uses."""
     wanted, kept = set(wanted), []
     for step in reversed(steps):
-        if not constants.isdisjoint(step.made) or (step.pure and wanted.isdisjoint(step.made)):
+        if step.pure and (wanted.isdisjoint(step.made) or not constants.isdisjoint(step.made)):
             continue
         wanted |= step.used
         kept.append(step)
@@ -338,7 +349,16 @@ def _place_of(tensor: Tensor | None) -> Hashable:
     """Return what of a tensor decides how a request is met."""
     if tensor is None:
         return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT
+
+
+def _width_of(number: int) -> int:
+    """Return what of a number decides whether kernels take its sums as 32 or 64 bits: near the limit, all of it."""
+    return 0 if number <= LARGEST_INT32 - MARGIN else min(number, LARGEST_INT32 + 1)
+
+
+def _autocast(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def call(
@@ -379,16 +399,22 @@ def _call(
     function: Function, arguments: tuple, where: tuple[torch.device, int], around: Callable[[], AbstractContextManager]
 ) -> tuple[tuple, Any]:
     static, tensors, numbers = arguments
+    if launch.watcher() is not None:
+        return function(static, tensors, numbers)
     ids = [id(tensor) for tensor in tensors if tensor is not None]
     same = None if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
-    large = tuple([number > LARGEST_INT32 - MARGIN for number in numbers])
+    widths = tuple([_width_of(number) for number in numbers])
     device, stream = where
+    cast = _autocast(device)
     # Kernels of the default stream share a workspace, the others have their own.
-    key = function, static, tuple([_place_of(tensor) for tensor in tensors]), same, large, device, stream == 0
+    key = function, static, tuple([_place_of(tensor) for tensor in tensors]), same, widths, cast, stream == 0
     record = _RECORDS.get(key)
     if type(record) is Record:
-        return record(tensors, numbers, stream)
-    if record is not None or launch.watcher() is not None:
+        if cast is None:
+            return record(tensors, numbers, stream)
+        with torch.autocast(device.type, enabled=False):  # its casts are among the steps
+            return record(tensors, numbers, stream)
+    if record is not None:
         return function(static, tensors, numbers)
     recorder = Recorder(tensors)
     varying = [Varying(i, number) for i, number in enumerate(numbers)]

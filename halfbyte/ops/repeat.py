@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._device import DeviceContext
 
 from halfbyte.ops.backends import REFERENCE, choose, warn_once
 
@@ -73,10 +74,20 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def _is_plain(tensors: Sequence[Any]) -> bool:
-    """Whether nobody watches ops on these tensors: a mode, a transform, or the class of a tensor."""
-    return _PLAIN.issuperset(map(type, tensors)) and not (
-        torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    """Whether nobody watches ops on these tensors: a mode, a transform, the class of a tensor, or a sign that waits."""
+    if not _PLAIN.issuperset(map(type, tensors)) or any([t is not None and t.is_neg() for t in tensors]):
+        return False
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or (torch._C._len_torch_function_stack() and _functions_are_watched())
     )
+
+
+def _functions_are_watched() -> bool:
+    """Whether a mode other than torch.set_default_device's is told of functions."""
+    modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
+    return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def define(library: torch.library.Library, schema: str, function: Callable, fake: Callable) -> None:
@@ -117,6 +128,8 @@ def repeated(function: Callable, schema: str) -> Callable:
     def implementation(*arguments: Any) -> Any:
         first: Tensor = arguments[tensors[0]]
         if choose(first.device, arguments[last] or None) == REFERENCE or (prepared := _prepared()) is None:
+            return function(*arguments)
+        if torch._C._len_torch_dispatch_stack():  # a mode that watches itself
             return function(*arguments)
         values = [tuple([arguments[i] for i in places]) for places in (static, tensors, numbers)]
         out, _ = prepared.call(body, *values, _recording)

@@ -39,6 +39,23 @@ def test_one_process_needs_no_group(spec):
     assert torch.equal(weight.turned.block_scale, turned.block_scale.view(torch.uint8))
 
 
+@pytest.mark.parametrize("kind", (torch.Tensor.detach, torch.nn.Parameter), ids=("tensors and None", "parameters"))
+def test_master_that_changes_its_dtype_in_place(kind):
+    """A list that holds not only tensors: the same object, address and size, read as what it is now."""
+    values = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    weights = [PrimaryWeight.empty((16, 32)), PrimaryWeight.empty((16, 16))]
+    master, other = kind(values.flatten().clone()), None if kind is torch.Tensor.detach else kind(torch.zeros(256))
+    starts = [0, None if other is None else 0]
+    cast_master_weights_to_nvfp4(weights, [master, other], starts, None)
+    assert torch.equal(weights[0].qdata, hb.quantize(values.bfloat16(), checks.TILE).qdata)
+    narrow, address = master.data.view(torch.bfloat16)[:512], master.data_ptr()
+    narrow.copy_(values.roll(7).flatten())
+    master.data = narrow
+    assert master.data_ptr() == address and master.numel() == 512 and master.dtype == torch.bfloat16
+    cast_master_weights_to_nvfp4(weights, [master, other], starts, None)
+    assert torch.equal(weights[0].qdata, hb.quantize(values.roll(7).bfloat16(), checks.TILE).qdata)
+
+
 def test_wrong_weights_are_refused():
     good = PrimaryWeight.empty((16, 16))
     for weight, reason in (

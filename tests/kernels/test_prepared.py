@@ -1,0 +1,504 @@
+"""Records: a repeated call returns what the function would, whatever is given, and keeps nothing of a call alive."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import triton.language as tl
+
+from halfbyte.kernels import launch, prepared
+from halfbyte.kernels.launch import jit
+
+SIZE = 8
+
+
+@jit(do_not_specialize=["number"])
+def add_kernel(x_ptr, out_ptr, number, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out_ptr + i, tl.load(x_ptr + i) + number)
+
+
+@jit
+def number_kernel(out_ptr, number):
+    tl.store(out_ptr, number)
+
+
+@jit
+def pair_kernel(pointers, out_ptr, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out_ptr + i, tl.load(pointers[0] + i) + tl.load(pointers[1] + i))
+
+
+def add(x, number, out=None):
+    out = torch.empty_like(x) if out is None else out
+    add_kernel[(1,)](x, out, number, SIZE=SIZE)
+    return out
+
+
+class Counted:
+    """A function that counts how often it ran."""
+
+    def __init__(self, function):
+        self.function, self.runs = function, 0
+
+    def __call__(self, *arguments):
+        self.runs += 1
+        return self.function(*arguments)
+
+
+@pytest.fixture(autouse=True)
+def no_records(monkeypatch):
+    monkeypatch.setattr(prepared, "_RECORDS", {})
+
+
+def reason() -> str | None:
+    """Return why the only request is not repeated."""
+    (record,) = prepared._RECORDS.values()
+    return record if isinstance(record, str) else None
+
+
+def values(start: float = 0.0, size: int = SIZE) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.float32) + start
+
+
+def check(function, *calls, runs: int = 1, static=()):
+    """Check that calls of (tensors, numbers) return what the function does, which runs so often."""
+    counted = function if isinstance(function, Counted) else Counted(function)
+    counted.runs, function = 0, counted.function
+    for tensors, *numbers in calls:
+        before = [None if t is None else t.clone() for t in tensors]
+        given, _ = prepared.call(counted, static, tensors, *numbers)
+        same = {id(t): copy for t, copy in zip(tensors, before, strict=True)}
+        wanted, _ = function(static, [None if t is None else same[id(t)] for t in tensors], *(numbers or ((),)))
+        assert len(given) == len(wanted)
+        for got, want in zip(given, wanted, strict=True):
+            assert (got is None) == (want is None)
+            if got is not None:
+                assert got.dtype == want.dtype and got.stride() == want.stride() and torch.equal(got, want)
+        for changed, copy in zip(tensors, before, strict=True):
+            assert changed is None or torch.equal(changed, same[id(changed)]), "changed in place otherwise"
+    assert counted.runs == runs
+
+
+def test_numbers_and_memory_of_the_call():
+    def function(static, tensors, numbers):
+        once = add(tensors[0], numbers[0] + 3)
+        return (add(once, 4 + numbers[1]), None, once), "value"
+
+    check(function, *(((values(i),), (10 * i, 7 - i)) for i in range(3)))
+    assert reason() is None
+    assert prepared.call(function, (), (values(),), (0, 0))[1] == "value"
+    assert prepared.call(function, (), (values(),), (0, 0))[1] == "value"
+
+
+def test_views_are_found_by_their_offset():
+    def function(static, tensors, numbers):
+        own = torch.empty(3, SIZE)
+        given = tensors[0].view(4, SIZE)
+        add(given[2], 1, own[1])
+        add(given[1:].flatten()[SIZE : 2 * SIZE], 2, own.view(-1)[2 * SIZE :])
+        add(own[2].view(2, 4).reshape(-1), 5, own[0])
+        return (own, own[1:]), None
+
+    check(function, *(((values(i, 4 * SIZE),),) for i in range(3)))
+    assert reason() is None
+
+
+def test_view_of_a_view_that_was_given():
+    whole = values(size=40)
+    check(lambda static, tensors, numbers: ((add(tensors[0][4:], 1),), None), ((whole[4:16],),), ((whole[20:32],),))
+
+
+def test_torch_ops_between_launches():
+    def function(static, tensors, numbers):
+        x, flags = tensors
+        a, b = x.view(2, SIZE).unbind()
+        total = add(a, 1) + b * 2
+        total.mul_(3).add_(torch.ones(SIZE))
+        parts = torch.split(torch.cat([total, a]), [4, 12])
+        top, where = parts[1].max(0)
+        return (torch.where(flags, total, 0.0), parts[0], top, where, x.t().to(torch.bfloat16)), None
+
+    flags = torch.arange(SIZE) % 2 == 0
+    check(function, *(((values(i, 2 * SIZE), flags.roll(i)),) for i in range(3)))
+    assert reason() is None
+
+
+def test_what_is_changed_in_place():
+    def function(static, tensors, numbers):
+        out, x = tensors
+        out.view(2, SIZE)[1].mul_(2)
+        add(x, 1, out[:SIZE])
+        return (), None
+
+    check(function, *(((values(i, 2 * SIZE), values(-i)),) for i in range(3)))
+
+
+DESCRIPTIONS = {
+    "alignment": lambda t: t[0].data_ptr() % 16,
+    "dtype": lambda t: t[0].element_size() + t[0].is_floating_point(),
+    "shape": lambda t: t[0].shape[0],
+    "strides": lambda t: t[0].stride(0),
+    "aliasing": lambda t: (t[0] is t[1]) + 2 * (t[0] is t[2]) + 4 * (t[1] is t[2]),
+    "None": lambda t: t[2] is None,
+}
+
+
+@pytest.mark.parametrize("what", DESCRIPTIONS)
+def test_requests_differ_in(what):
+    """A function that looks at one property, and calls that differ in it alone."""
+    whole, other = torch.zeros(64), torch.zeros(8, 8)
+    x, y, z = (torch.zeros(8) for _ in range(3))
+    calls = {
+        "alignment": [(whole[i : i + 8], y, z) for i in (0, 1, 2, 3)],
+        "dtype": [(torch.zeros(8, dtype=dtype), y, z) for dtype in (torch.float32, torch.int32, torch.bfloat16)],
+        "shape": [(torch.zeros(n), y, z) for n in (8, 0, 1)],
+        "strides": [(t, y, z) for t in (other, other.t().contiguous().t(), other[:, :1].expand(8, 8))],
+        "aliasing": [(x, y, z), (x, x, z), (x, y, x), (y, x, x), (x, x, x)],
+        "None": [(x, y, z), (x, y, None)],
+    }[what]
+    describe = DESCRIPTIONS[what]
+    counted = Counted(lambda static, tensors, numbers: ((torch.full((1,), float(describe(tensors))),), None))
+    for tensors in (*calls, *calls):
+        assert prepared.call(counted, (), tensors)[0][0] == float(describe(tensors))
+    assert counted.runs == len(calls)
+
+
+def test_requests_differ_in_static_values_and_functions():
+    functions = [
+        Counted(lambda static, *_, more=i: ((torch.full((1,), float(static[0] + more)),), None)) for i in (0, 5)
+    ]
+    for _ in range(2):
+        for i, function in enumerate(functions):
+            for static in (1, 2):
+                assert prepared.call(function, (static,), (values(),))[0][0] == static + 5 * i
+    assert [function.runs for function in functions] == [2, 2]
+
+
+def test_numbers_beyond_32_bits():
+    """Kernels take sums near the limit in 32 or in 64 bits: no record of the one serves the other."""
+    kinds, limit = [], 1 << 31
+
+    def function(static, tensors, numbers):
+        kinds.append((numbers[0] + 8).value >= limit)
+        return (add(tensors[0], numbers[0] + 8),), None
+
+    x = torch.zeros(SIZE, dtype=torch.int64)
+    streams = (5, limit - 9, limit - 8, limit - 5000, limit - 9, limit - 1, limit, limit + 1, 1 << 40)
+    for stream in streams:
+        before = len(kinds)
+        (out,), _ = prepared.call(function, (), (x,), (stream,))
+        assert (out == stream + 8).all()
+        if stream < limit - 8:
+            assert not any(kinds[before:]), "recorded as 64 bits"
+    assert kinds == [False, False, True, True, True], "near the limit every number has a record of its own"
+
+
+def test_kernel_compiled_for_a_number_is_not_repeated():
+    def function(static, tensors, numbers):
+        out = torch.empty_like(tensors[0])
+        number_kernel[(1,)](out, numbers[0])
+        return (out[:1],), None
+
+    check(function, ((values(),), (3,)), ((values(),), (4,)), runs=2)
+    assert "number" in reason()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda n: torch.full((1,), n),
+        lambda n: torch.zeros(2) + n,
+        lambda n: torch.ones(n),
+        lambda n: n if n else 0,
+        lambda n: n == 3,
+        lambda n: n != 3,
+        lambda n: 3 in [n],
+        lambda n: n < 4,
+        lambda n: range(n),
+        lambda n: int(n),
+        lambda n: float(n),
+        lambda n: n * 2,
+        lambda n: n % 4,
+        lambda n: {n: 1},
+    ],
+)
+def test_number_that_something_else_takes_is_refused_loudly(use):
+    def function(static, tensors, numbers):
+        use(numbers[0])
+        return (add(tensors[0], numbers[0]),), None
+
+    with pytest.raises(TypeError):
+        prepared.call(function, (), (values(),), (3,))
+    assert not prepared._RECORDS and launch.watcher() is None
+
+
+OUTSIDE = values(100)
+
+UNREPEATABLE = {
+    "host read": lambda x: x * x.sum().item(),
+    "host decision": lambda x: x + 1 if x.sum() > 100 else x - 1,
+    "host comparison": lambda x: x if torch.equal(x, OUTSIDE) else x * 2,
+    "tensor from outside": lambda x: x + OUTSIDE,
+    "launch of a tensor from outside": lambda x: add(OUTSIDE, 1) + x,
+    "constant from the host": lambda x: x + torch.tensor([float(x[0])]),
+    "shape that follows from values": lambda x: torch.zeros(torch.nonzero(x > 3).shape[0]),
+    "memory exchanged": lambda x: torch.empty(0).set_(x.clone().untyped_storage(), 4, (4,), (1,)).clone(),
+    "tuple of tensors": lambda x: (out := torch.empty_like(x), pair_kernel[(1,)]((x, x), out, SIZE=SIZE))[0],
+    "another device": lambda x: add(x, 1) + x.to("meta").numel(),
+}
+
+
+@pytest.mark.parametrize("what", UNREPEATABLE)
+def test_what_cannot_be_repeated_is_not(what):
+    body = UNREPEATABLE[what]
+    check(
+        lambda static, tensors, numbers: ((body(tensors[0]),), None), *(((values(60 * i),),) for i in range(3)), runs=3
+    )
+    assert reason()
+
+
+def test_output_from_outside_is_not_repeated():
+    check(lambda static, tensors, numbers: ((OUTSIDE,), None), ((values(),),), ((values(1),),), runs=2)
+    assert "outside" in reason()
+
+
+def test_empty_tensors_lie_nowhere():
+    """An empty view has no address from which the place of its memory followed."""
+
+    def function(static, tensors, numbers):
+        x, nothing = tensors
+        out = torch.empty(2, SIZE)
+        add_kernel[(0,)](x[:0], out[:0], 1, SIZE=SIZE)
+        add_kernel[(0,)](nothing, x.new_empty(0), 1, SIZE=SIZE)
+        add(x, 1, out[0]), add(x, 2, out[1])
+        return (out, nothing.clone(), x.new_empty(0, 3).view(3, 0), torch.empty(0)), None
+
+    check(function, *(((values(i), values(size=0)),) for i in range(3)))
+    assert reason() is None
+    for record in prepared._RECORDS.values():
+        offsets = [
+            p.offset for step in record.steps if isinstance(step, launch.Launch) for p in step._pointers.values()
+        ]
+        assert min(offsets) == 0
+
+
+def test_empty_outputs_are_of_their_own():
+    def function(static, tensors, numbers):
+        made = torch.empty(0, 4)
+        return (made.view(4, 0), torch.empty(0)), None
+
+    first, second, third = (prepared.call(function, (), (values(),))[0] for _ in range(3))
+    second[0].add_(1), second[1].resize_(8), second[0].untyped_storage().resize_(64)
+    assert third[0]._version == 0 and third[0].untyped_storage().nbytes() == 0 and third[1].numel() == 0
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode(first):
+    """Whether the record was made there or not, a call's tensors are those of the mode that it runs in."""
+
+    @Counted
+    def function(static, tensors, numbers):
+        x = tensors[0].contiguous().reshape(-1).to(torch.float32)
+        empty = torch.empty(0).zero_()
+        return (add(x, 1), x.view(2, 4).contiguous().flatten(0), torch.cat([empty, x])), None
+
+    for inference in (first, not first, first):
+        with torch.inference_mode(inference):
+            check(function, ((values(3),),), ((values(4),),), runs=1 if not prepared._RECORDS else 0)
+            assert prepared.call(function, (), (values(3),))[0][0].is_inference() == inference
+
+
+@pytest.mark.parametrize("before, after", [(False, True), (True, False)])
+def test_autocast(before, after):
+    """A function switches it off for a product; whoever repeats it is no less exact."""
+    x = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+
+    def function(static, tensors, numbers):
+        with torch.autocast("cpu", enabled=False):
+            exact = tensors[0] @ tensors[0]
+        return (exact, tensors[0] @ tensors[0]), None
+
+    for enabled in (before, after, after, before):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            wanted, _ = function((), (x,), ())
+            given, _ = prepared.call(function, (), (x,))
+        assert all(map(torch.equal, given, wanted)) and given[1].dtype == (torch.bfloat16 if enabled else torch.float32)
+
+
+def test_steps_that_nobody_needs_are_left_out():
+    ran = []
+
+    def function(static, tensors, numbers):
+        x = tensors[0]
+        torch.ones(SIZE), x.view(2, 4), x + 1, torch.empty(3)
+        kept = torch.zeros(SIZE)
+        kept.view(2, 4)[0].add_(5)  # through a view that nobody reads
+        ran.append(1)
+        return (add(kept, 1),), None
+
+    check(function, ((values(),),), ((values(1),),))
+    (record,) = prepared._RECORDS.values()
+    assert len(record.steps) == 6, [getattr(step, "function", step) for step in record.steps]
+
+
+def test_memory_goes_back_when_nobody_reads_it_any_more(monkeypatch):
+    """Of a chain of launches two tensors live at a time, as when the function itself runs."""
+    alive, most, allocate = [], [], torch.empty_strided
+
+    def spy(*arguments, **named):
+        tensor = allocate(*arguments, **named)
+        alive.append(weakref.ref(tensor))
+        most.append(sum(ref() is not None for ref in alive))
+        return tensor
+
+    def function(static, tensors, numbers):
+        x = tensors[0]
+        for i in range(6):
+            x = add(x, i)
+        return (x,), None
+
+    monkeypatch.setattr(torch, "empty_strided", spy)
+    check(function, ((values(),),), ((values(1),),))
+    assert len(most) == 6 and max(most) == 2
+
+
+def test_no_tensor_of_a_call_is_kept():
+    gc.collect()
+    gc.disable()
+    try:
+        for repetition in range(3):
+            x = values(repetition)
+            (out, temporary), _ = prepared.call(with_temporaries, (), (x,))
+            refs = [weakref.ref(tensor) for tensor in (x, out, temporary)]
+            del x, out, temporary
+            assert all(ref() is None for ref in refs), f"kept by call {repetition}"
+    finally:
+        gc.enable()
+    (record,) = prepared._RECORDS.values()
+    assert not [value for value in record._repeat.__globals__.values() if isinstance(value, torch.Tensor)]
+
+
+def with_temporaries(static, tensors, numbers):
+    once = add(tensors[0], 1)
+    return (add(once.detach(), 1), once.view(2, 4)), None
+
+
+def test_constants_are_kept_and_made_once():
+    made, known = [], {}
+
+    def workspace():
+        if "it" not in known:
+            made.append(1)
+            known["it"] = torch.zeros(SIZE)
+        return prepared.keep(known["it"])
+
+    def function(static, tensors, numbers):
+        kept = workspace()
+        add(kept, 1, kept)
+        return (add(tensors[0], 0) + kept,), None
+
+    counted = Counted(function)
+    results = [prepared.call(counted, (), (torch.zeros(n),))[0][0] for n in (SIZE, SIZE, SIZE, 2 * SIZE - 8)]
+    assert [int(r[0]) for r in results] == [1, 2, 3, 4] and counted.runs == len(made) == 1
+    assert (known["it"] == 4).all()
+
+
+def test_constant_that_is_cleared_in_every_call():
+    kept = torch.zeros(SIZE)
+
+    def function(static, tensors, numbers):
+        prepared.keep(kept).zero_()
+        add(kept, 1, kept)
+        return (add(kept, 0),), None
+
+    for _ in range(3):
+        assert (prepared.call(function, (), (values(),))[0][0] == 1).all()
+
+
+def test_table_stays_bounded(monkeypatch):
+    monkeypatch.setattr(prepared, "MAX_RECORDS", 3)
+    counted = Counted(with_temporaries)
+    for _ in range(2):
+        for n in range(SIZE, SIZE + 5):
+            prepared.call(counted, (n,), (values(),))
+            assert len(prepared._RECORDS) <= 3
+    assert counted.runs == 10
+    prepared.call(counted, (SIZE + 4,), (values(),))
+    assert counted.runs == 10, "the latest are kept"
+
+
+def test_exception_leaves_nothing_behind():
+    def function(static, tensors, numbers):
+        add(tensors[0], 1)
+        if broken:
+            raise ValueError("broken")
+        return (add(tensors[0], 2),), None
+
+    broken = True
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken"):
+            prepared.call(function, (), (values(),))
+        assert not prepared._RECORDS and launch.watcher() is None and not torch._C._len_torch_dispatch_stack()
+    broken = False
+    check(function, ((values(),),), ((values(1),),))
+
+
+def test_who_watches_launches_sees_those_of_repeated_calls():
+    seen = []
+
+    class Watcher:
+        def launched(self, launched):
+            seen.append((launched.kernel.__name__, launched.arguments["number"]))
+
+    counted = Counted(with_temporaries)
+    prepared.call(counted, (), (values(),))
+    with launch.watching(Watcher()):
+        prepared.call(counted, (), (values(),))
+    assert seen == [("add_kernel", 1), ("add_kernel", 1)]
+
+
+def test_recorded_within_what_is_recorded():
+    def inner(static, tensors, numbers):
+        return (add(tensors[0], numbers[0]),), None
+
+    def outer(static, tensors, numbers):
+        return prepared.call(inner, (), tensors, numbers)[0], None
+
+    prepared.call(inner, (), (values(),), (1,))
+    check(outer, ((values(),), (2,)), ((values(1),), (3,)))
+    assert len(prepared._RECORDS) == 2
+
+
+def test_threads_record_apart(monkeypatch):
+    """Two threads record and repeat at once; Triton's interpreter itself runs one kernel at a time."""
+    lock, run = threading.Lock(), launch.InterpretedFunction.run
+    barrier, wrong = threading.Barrier(2), []
+
+    def one_at_a_time(self, *arguments, **options):
+        with lock:
+            return run(self, *arguments, **options)
+
+    def function(static, tensors, numbers):
+        once = add(tensors[0], numbers[0])
+        barrier.wait(10) if static[0] == "meet" else None
+        return (add(once, numbers[0] + 1) * 2,), None
+
+    def work(sign):
+        for i in range(12):
+            x, number = values(sign * i), sign * 100 + i
+            static = ("meet" if i == 0 else "later", i % 3, sign if i < 6 else 0)
+            (out,), _ = prepared.call(function, static, (x,), (number,))
+            if not torch.equal(out, (x + 2 * number + 1) * 2):
+                wrong.append((sign, i))
+
+    monkeypatch.setattr(launch.InterpretedFunction, "run", one_at_a_time)
+    threads = [threading.Thread(target=work, args=(sign,)) for sign in (1, 2)]
+    [thread.start() for thread in threads]
+    [thread.join(60) for thread in threads]
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+    assert not any(isinstance(record, str) for record in prepared._RECORDS.values())
