@@ -75,6 +75,11 @@ def decode(blocks: Blocks, spec: Spec, cols: int, scale_layout: str = LINEAR) ->
     return Decoded(values, global_scale(blocks.amax, spec))
 
 
+def from_values(values: Tensor, amax: Tensor, spec: Spec) -> Decoded:
+    """Return a transient operand, whose values quantization returned, as a GEMM operand."""
+    return Decoded(values, None if isinstance(spec, MXFP8) else global_scale(amax, spec))
+
+
 def plain(x: Tensor) -> Decoded:
     """Return an unquantized matrix as a GEMM operand."""
     return Decoded(x.float(), None)

@@ -19,27 +19,17 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple
         counter: four int64 tensors that broadcast, each holding a 32-bit word.
         key: two int64 scalars on the same device, each holding a 32-bit word.
     """
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
-    even, odd = torch.stack((c0, c2)), torch.stack((c1, c3))
-    multipliers = _column((_M0, _M1), even)
-    keys = torch.stack(key).view(-1, *[1] * c0.dim())
-    steps = _column((_W0, _W1), even)
-    for i in range(10):
-        # The low 64 bits of a product are right even where int64 wraps. Words 1 and 3 carry junk above 32 bits, which
-        # the mask after the exclusive or removes.
-        product = even * multipliers
-        even = (product >> 32).flip(0).bitwise_xor_(odd).bitwise_xor_(keys + i * steps).bitwise_and_(_LOW)
-        odd = product.flip(0)
-    odd = odd.bitwise_and_(_LOW)
-    return even[0], odd[0], even[1], odd[1]
-
-
-def _column(values: tuple[int, int], like: Tensor) -> Tensor:
-    """Return two numbers as int64 [2, 1, ...] that broadcasts with `like` [2, ...], filled on its device."""
-    column = torch.empty(2, *[1] * (like.dim() - 1), dtype=torch.int64, device=like.device)
-    column[0].fill_(values[0])
-    column[1].fill_(values[1])
-    return column
+    c0, c1, c2, c3 = counter
+    rounds = torch.arange(10, device=key[0].device)
+    for k0, k1 in zip(*((k + rounds * step).unbind() for k, step in zip(key, (_W0, _W1), strict=True)), strict=True):
+        # The low 64 bits of a product are right even where int64 wraps. Words 1 and 3 carry junk above 32 bits, and so
+        # do the keys, which the mask after the exclusive or removes.
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0 = (p1 >> 32).bitwise_xor(c1).bitwise_xor_(k0).bitwise_and_(_LOW)
+        c2 = (p0 >> 32).bitwise_xor(c3).bitwise_xor_(k1).bitwise_and_(_LOW)
+        c1, c3 = p1, p0
+    words = torch.broadcast_tensors(c0, c1 & _LOW, c2, c3 & _LOW)
+    return tuple(words)
 
 
 def _words(draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -60,7 +50,8 @@ def block_bytes(blocks: Tensor, draw: Draw) -> Tensor:
     """
     k0, k1, o0, o1 = _words(draw)
     words = philox4x32((blocks & _LOW, (blocks >> 32) & _LOW, o0, o1), (k0, k1))
-    return torch.stack([(word >> (8 * i)).to(torch.uint8) for word in words for i in range(4)])
+    # Little-endian: byte i of a word is its i-th in memory.
+    return torch.stack(words, dim=-1).to(torch.int32).view(torch.uint8).movedim(-1, 0)
 
 
 def sign_bits(width: int, draw: Draw) -> Tensor:
