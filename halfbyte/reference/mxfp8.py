@@ -8,7 +8,7 @@ from torch import Tensor
 from halfbyte.formats import E8M0_NAN, MXFP8_BLOCK, f32
 from halfbyte.layout import Blocks, ceil_div
 from halfbyte.reference.blocks import block_maxima, in_blocks
-from halfbyte.reference.cast import FP8_DTYPES, e8m0_ceil, e8m0_value, fp8
+from halfbyte.reference.cast import FP8_DTYPES, e8m0_ceil, e8m0_value, fp8, fp8_values
 from halfbyte.spec import MXFP8
 
 
@@ -32,7 +32,7 @@ def quantize(x: Tensor, spec: MXFP8, values: Tensor | None = None) -> Blocks:
     if x.device.type != "cpu" or bool(poison.any()):  # on a GPU, mask rather than ask
         codes = codes.view(torch.uint8).masked_fill_(poison[..., None], 0).view(codes.dtype)
     if values is not None:
-        torch.mul(codes.float(), e8m0_value(exponent)[..., None], out=values.unflatten(1, (blocks, MXFP8_BLOCK)))
+        torch.mul(fp8_values(codes), e8m0_value(exponent)[..., None], out=values.unflatten(1, (blocks, MXFP8_BLOCK)))
     else:
         qdata.unflatten(1, (blocks, MXFP8_BLOCK)).copy_(codes.view(torch.uint8))
     return Blocks(qdata, exponent.to(torch.uint8), no_amax)
@@ -40,5 +40,5 @@ def quantize(x: Tensor, spec: MXFP8, values: Tensor | None = None) -> Blocks:
 
 def decode(qdata: Tensor, block_scale: Tensor, spec: MXFP8) -> Tensor:
     """Return code * 2^(e - 127) as fp32 [R, C'] of element bytes [R, C'] and LINEAR scales [R, C' / 32]."""
-    values = qdata.view(FP8_DTYPES[spec.element]).float().unflatten(1, (-1, MXFP8_BLOCK))
+    values = fp8_values(qdata.view(FP8_DTYPES[spec.element])).unflatten(1, (-1, MXFP8_BLOCK))
     return (values * e8m0_value(block_scale)[..., None]).flatten(1)

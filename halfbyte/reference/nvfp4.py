@@ -24,7 +24,7 @@ from halfbyte.layout import (
 )
 from halfbyte.reference import mxfp8
 from halfbyte.reference.blocks import block_maxima, elements_lead, in_blocks
-from halfbyte.reference.cast import e2m1_codes, round_nearest, round_stochastic
+from halfbyte.reference.cast import e2m1_codes, fp8_values, round_nearest, round_stochastic, with_sign
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import decode
 from halfbyte.reference.philox import block_bytes
@@ -39,7 +39,7 @@ from halfbyte.reference.scale import (
 from halfbyte.rng import Draw
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Spec
 
-CHUNK_ELEMENTS = 1 << 17  # temporaries of a chunk stay in the L2 cache of two cores; measured best of 2^14 to 2^20
+CHUNK_ELEMENTS = 1 << 18  # temporaries of a chunk stay in a cache, and an operation is longer than its call
 
 
 def quantize(
@@ -186,8 +186,7 @@ def _quantize_nvfp4(x: Tensor, spec: NVFP4, amax: Tensor | None, draw: Draw | No
         own = factors.rows(chunk.start, chunk.stop)
         magnitude, signs, scale_RB = _round(x_RB16[chunk], maxima_RB, spec, own, _random(draw, spec, chunk, x_RB16))
         if values is not None:
-            signed = magnitude.copysign_(signs)
-            torch.mul(signed, scale_RB.float()[..., None], out=values.unflatten(1, (blocks, NVFP4_BLOCK))[chunk])
+            torch.mul(with_sign(magnitude, signs), fp8_values(scale_RB)[..., None], out=values.unflatten(1, (blocks, NVFP4_BLOCK))[chunk])
         else:
             qdata.unflatten(1, (blocks, 8))[chunk] = _pack(e2m1_codes(magnitude, signs))
             scale[chunk] = scale_RB.view(torch.uint8)
@@ -214,9 +213,14 @@ def _random(draw: Draw | None, spec: NVFP4, chunk: slice, x_RB16: Tensor) -> Ten
     assert draw is not None, "stochastic rounding needs a draw"
     blocks = x_RB16.shape[1]
     per_row = blocks if draw.blocks_per_row is None else draw.blocks_per_row
-    row = torch.arange(chunk.start, chunk.stop, device=draw.base.device)[:, None] * per_row
-    index = row + torch.arange(blocks, device=draw.base.device) + draw.first_block
-    return torch.empty_like(x_RB16[chunk], dtype=torch.float32).copy_(block_bytes(index, draw).movedim(0, -1))
+    device = draw.base.device
+    first = torch.arange(chunk.start, chunk.stop, device=device) * per_row + draw.first_block
+    block = torch.arange(blocks, device=device)
+    if x_RB16.stride(2) == 1:
+        drawn = block_bytes(first[:, None] + block, draw).movedim(0, 2)
+    else:
+        drawn = block_bytes(first + block[:, None], draw, together=False).permute(2, 1, 0)
+    return torch.empty_like(x_RB16[chunk], dtype=torch.float32).copy_(drawn)
 
 
 def _round(
@@ -243,7 +247,7 @@ def _round(
         scale = _choose_scale(x, block_amax, spec, spec.scaling, factors)
     else:
         scale = block_scale(block_amax, factors)
-    v = x * encode_scale(scale.float(), factors)[..., None]
+    v = x * encode_scale(fp8_values(scale), factors)[..., None]
     magnitude = round_nearest(v) if spec.rounding == "nearest" else round_stochastic(v, random)
     if poison is not None:
         magnitude = magnitude.masked_fill_(poison[..., None], 0.0)
@@ -260,9 +264,9 @@ def _choose_scale(
 
     def attempt(ratio: float) -> tuple[Tensor, Tensor]:
         scale = candidate_scale(block_amax, factors, ratio)
-        scale_f32 = scale.float()
+        scale_f32 = fp8_values(scale)
         v = x * encode_scale(scale_f32, factors)[..., None]
-        decoded = round_nearest(v).copysign_(v).mul_(scale_f32[..., None])
+        decoded = with_sign(round_nearest(v), v).mul_(scale_f32[..., None])
         if exact:
             decoded.mul_(factors.a[..., None]).div_(torch.full_like(factors.a, f32(6 * spec.e4m3_max))[..., None])
         return scale.view(torch.uint8), _error(decoded.sub_(target), scaling.error, spec.is_tile)
@@ -298,7 +302,9 @@ def _tree_sum(rows: Tensor, dim: int) -> Tensor:
 def _over_tile(values_RB: Tensor, reduce) -> Tensor:
     """Reduce [rows, blocks] over each group of 16 rows (missing rows are 0) and give every row the result."""
     rows, blocks = values_RB.shape
-    tiles = pad(values_RB, (0, 0, 0, round_up(rows, NVFP4_BLOCK) - rows)).view(-1, NVFP4_BLOCK, blocks)
+    if rows % NVFP4_BLOCK:
+        values_RB = pad(values_RB, (0, 0, 0, round_up(rows, NVFP4_BLOCK) - rows))
+    tiles = values_RB.unflatten(0, (-1, NVFP4_BLOCK))
     reduced = reduce(tiles, dim=1)
     return reduced[:, None].expand_as(tiles).reshape(-1, blocks)[:rows]
 

@@ -20,16 +20,18 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple
         key: two int64 scalars on the same device, each holding a 32-bit word.
     """
     c0, c1, c2, c3 = counter
+    # Tensors: every operation with a Python number would make one.
+    m0, m1, low, half = (torch.full((), n, device=key[0].device) for n in (_M0, _M1, _LOW, 32))
     rounds = torch.arange(10, device=key[0].device)
-    for k0, k1 in zip(*((k + rounds * step).unbind() for k, step in zip(key, (_W0, _W1), strict=True)), strict=True):
+    keys = zip(*((k + rounds * step).unbind() for k, step in zip(key, (_W0, _W1), strict=True)), strict=True)
+    for k0, k1 in keys:
         # The low 64 bits of a product are right even where int64 wraps. Words 1 and 3 carry junk above 32 bits, and so
-        # do the keys, which the mask after the exclusive or removes.
-        p0, p1 = c0 * _M0, c2 * _M1
-        c0 = (p1 >> 32).bitwise_xor(c1).bitwise_xor_(k0).bitwise_and_(_LOW)
-        c2 = (p0 >> 32).bitwise_xor(c3).bitwise_xor_(k1).bitwise_and_(_LOW)
+        # may keys, which the mask after the exclusive or removes.
+        p0, p1 = c0 * m0, c2 * m1
+        c0 = (p1 >> half).bitwise_xor(c1).bitwise_xor_(k0).bitwise_and_(low)
+        c2 = (p0 >> half).bitwise_xor(c3).bitwise_xor_(k1).bitwise_and_(low)
         c1, c3 = p1, p0
-    words = torch.broadcast_tensors(c0, c1 & _LOW, c2, c3 & _LOW)
-    return tuple(words)
+    return tuple(torch.broadcast_tensors(c0, c1 & low, c2, c3 & low))
 
 
 def _words(draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -38,20 +40,24 @@ def _words(draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return seed & _LOW, (seed >> 32) & _LOW, offset & _LOW, (offset >> 32) & _LOW
 
 
-def block_bytes(blocks: Tensor, draw: Draw) -> Tensor:
+def block_bytes(blocks: Tensor, draw: Draw, together: bool = True) -> Tensor:
     """Return the 16 random bytes of each 1x16 block.
 
     Args:
         blocks: int64 [...], the linear index B of every block in its operand.
         draw: the place in the random stream.
+        together: whether the bytes of a block shall be neighbours in memory; otherwise the first ones of all blocks
+            are, then the second ones, and so on.
 
     Returns:
         uint8 [16, ...]: byte i belongs to element i of the block.
     """
     k0, k1, o0, o1 = _words(draw)
     words = philox4x32((blocks & _LOW, (blocks >> 32) & _LOW, o0, o1), (k0, k1))
-    # Little-endian: byte i of a word is its i-th in memory.
-    return torch.stack(words, dim=-1).to(torch.int32).view(torch.uint8).movedim(-1, 0)
+    if together:  # little-endian: byte i of a word is its i-th in memory
+        return torch.stack(words, dim=-1).to(torch.int32).view(torch.uint8).movedim(-1, 0)
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=blocks.device).view(4, *[1] * blocks.dim())
+    return torch.cat([(word.to(torch.int32) >> shifts).to(torch.uint8) for word in words])
 
 
 def sign_bits(width: int, draw: Draw) -> Tensor:
