@@ -23,7 +23,7 @@ def in_blocks(x: Tensor, length: int) -> Tensor:
     blocks = ceil_div(x.shape[1], length)
     if x.shape[1] % length:
         x = pad(x, (0, blocks * length - x.shape[1]))
-    return x.unflatten(1, (blocks, length))
+    return x.view(x.shape[0], blocks, length)
 
 
 def elements_lead(x_RBL: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def round_stochastic(v: Tensor, random: Tensor | None) -> Tensor:
     """
     t = v.abs().clamp_max_(E2M1.max)
     if random is not None:
-        t.add_(_binade(t).mul_(random).mul_(0.5 / 256))
+        t.add_(_binade(t).mul_(random), alpha=0.5 / 256)  # an exact product: fused or not, one rounding
     # Truncating the mantissa rounds to E2M1's steps from 1 on, below they are those between 1 and 2.
     return torch.minimum(_masked(t, _ONE_BIT_MASK), t.mul_(2.0).floor_().mul_(0.5))
 

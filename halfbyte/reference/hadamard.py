@@ -38,16 +38,19 @@ def rotate(x: Tensor, rotation: Hadamard, sign_draw: Draw | None = None) -> Tens
     """
     n = rotation.size
     rows, cols = x.shape
-    x = pad(x.to(torch.bfloat16), (0, round_up(cols, n) - cols))
+    x = x.to(torch.bfloat16)
+    if cols % n:
+        x = pad(x, (0, round_up(cols, n) - cols))
     groups = x.shape[1] // n
-    y = x.float().unflatten(1, (groups, n))
+    y = x.float().view(rows, groups, n)
     if y.stride(2) == 1:
         y = elements_lead(y)
     y = y * signs(rotation, sign_draw, x.device)
     other = torch.empty_like(y)
     stride = 1
     while stride < n:
-        (a, b), (total, difference) = (t.unflatten(2, (-1, 2, stride)).unbind(3) for t in (y, other))
+        pairs = rows, groups, n // (2 * stride), 2
+        (a, b), (total, difference) = (t.view(*pairs, stride).unbind(3) for t in (y, other))
         torch.add(a, b, out=total)
         torch.sub(a, b, out=difference)
         y, other = other, y

@@ -32,9 +32,9 @@ def quantize(x: Tensor, spec: MXFP8, values: Tensor | None = None) -> Blocks:
     if x.device.type != "cpu" or bool(poison.any()):  # on a GPU, mask rather than ask
         codes = codes.view(torch.uint8).masked_fill_(poison[..., None], 0).view(codes.dtype)
     if values is not None:
-        torch.mul(fp8_values(codes), e8m0_value(exponent)[..., None], out=values.unflatten(1, (blocks, MXFP8_BLOCK)))
+        torch.mul(fp8_values(codes), e8m0_value(exponent)[..., None], out=values.view(rows, blocks, MXFP8_BLOCK))
     else:
-        qdata.unflatten(1, (blocks, MXFP8_BLOCK)).copy_(codes.view(torch.uint8))
+        qdata.view(rows, blocks, MXFP8_BLOCK).copy_(codes.view(torch.uint8))
     return Blocks(qdata, exponent.to(torch.uint8), no_amax)
 
 

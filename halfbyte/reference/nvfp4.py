@@ -27,7 +27,7 @@ from halfbyte.reference.blocks import block_maxima, elements_lead, in_blocks
 from halfbyte.reference.cast import e2m1_codes, fp8_values, round_nearest, round_stochastic, with_sign
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import decode
-from halfbyte.reference.philox import block_bytes
+from halfbyte.reference.philox import block_bytes, bytes_of_both
 from halfbyte.reference.scale import (
     TensorFactors,
     block_scale,
@@ -46,7 +46,7 @@ def quantize(
     x: Tensor,
     spec: Spec,
     *,
-    draw: Draw | None = None,
+    draw: Draw | Tensor | None = None,
     sign_draw: Draw | None = None,
     amax: Tensor | None = None,
     scale_layout: str = LINEAR,
@@ -57,7 +57,7 @@ def quantize(
     Args:
         x: bf16, fp16 or fp32 [..., K], at least 1-D, any strides; leading dimensions are rows.
         spec: NVFP4 or MXFP8.
-        draw: random bytes of stochastic rounding.
+        draw: random bytes of stochastic rounding: their place, or they themselves, uint8 [rows, blocks, 16].
         sign_draw: fresh signs of the rotation.
         amax: fp32 [] or [rows], used instead of the computed one.
         scale_layout: "linear" or "swizzled_32_4_4".
@@ -109,13 +109,30 @@ def quantize_row_col(
         return _tiles(x, row_spec, draw, row_amax, scale_layout, transient)
     row = col = None
     options = {"sign_draw": sign_draw, "scale_layout": scale_layout}
+    row_draw, col_draw = _drawn(x, row_spec, col_spec, draw)
     if row_spec is not None:
         values = _values(*x.shape, row_spec, x.device) if transient[0] else None
-        row = quantize(x, row_spec, draw=draw, amax=row_amax, values=values, **options)
+        row = quantize(x, row_spec, draw=row_draw, amax=row_amax, values=values, **options)
     if col_spec is not None:
         values = _turned_values(*x.shape, col_spec, x.device) if transient[1] else None
-        col = quantize(x.T, col_spec, draw=draw and draw.next(), amax=col_amax, values=values, **options)
+        col = quantize(x.T, col_spec, draw=col_draw, amax=col_amax, values=values, **options)
     return row, col
+
+
+def _drawn(
+    x: Tensor, row_spec: Spec | None, col_spec: Spec | None, draw: Draw | None
+) -> tuple[Draw | Tensor | None, Draw | Tensor | None]:
+    """Return the draws of row and col; of whole blocks that both draw, and fit a chunk, the bytes: one computation."""
+    if draw is None:
+        return None, None
+    both = all(isinstance(spec, NVFP4) and spec.rounding == "stochastic" for spec in (row_spec, col_spec))
+    is_whole = not draw.first_block and draw.blocks_per_row is None
+    if not both or not is_whole or not 0 < x.numel() <= CHUNK_ELEMENTS:
+        return draw, draw.next()
+    if x.shape[1] % row_spec.alignment or x.shape[0] % col_spec.alignment:
+        return draw, draw.next()
+    row, col = bytes_of_both(*x.shape, draw)
+    return row.movedim(0, 2), col.movedim(0, 2)
 
 
 def _values(rows: int, cols: int, spec: Spec, device: torch.device) -> Tensor:
@@ -132,15 +149,20 @@ def _tiles(
     x: Tensor, spec: NVFP4, draw: Draw | None, amax: Tensor | None, scale_layout: str, transient: tuple[bool, bool]
 ) -> tuple[Blocks, Blocks]:
     """Return one quantization of 16x16 tiles and its transpose."""
-    row = quantize(x, spec, draw=draw, amax=amax)
+    values = _values(*x.shape, spec, x.device) if transient[0] else None
+    row = _quantize_nvfp4(x, spec, amax, draw, values)
     col = Blocks(*transpose(row.qdata, row.block_scale, *x.shape), row.amax)
-    sides = []
-    for blocks, cols, is_transient in zip((row, col), (x.shape[1], x.shape[0]), transient, strict=True):
-        if is_transient:
-            blocks = Blocks(decode(blocks, spec, cols).values, blocks.block_scale.new_empty(0), blocks.amax)
-        elif scale_layout != LINEAR:
-            blocks = blocks._replace(block_scale=swizzle(blocks.block_scale))
-        sides.append(blocks)
+    none = row.block_scale.new_empty(0)
+    if transient[1]:
+        col = Blocks(decode(col, spec, x.shape[0]).values, none, col.amax)
+    if values is not None:
+        row = Blocks(values, none, row.amax)
+    if scale_layout == LINEAR:
+        return row, col
+    sides = [
+        b if is_transient else b._replace(block_scale=swizzle(b.block_scale))
+        for b, is_transient in zip((row, col), transient, strict=True)
+    ]
     return sides[0], sides[1]
 
 
@@ -156,14 +178,17 @@ def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple
         qdata uint8 [cols, ceil(rows/16) * 8] and block_scale uint8 [cols, ceil(rows/16)].
     """
     codes = unpack(qdata)[:, :cols].T
-    padded = codes.new_zeros(cols, round_up(rows, NVFP4_BLOCK))
-    padded[:, :rows] = codes
+    padded = pad(codes, (0, -rows % NVFP4_BLOCK)) if rows % NVFP4_BLOCK else codes
     scale = block_scale[::NVFP4_BLOCK].T.repeat_interleave(NVFP4_BLOCK, dim=0)[:cols]
-    return pack(padded), scale.contiguous()
+    return pack(padded).contiguous(), scale.contiguous()
 
 
-def _quantize_nvfp4(x: Tensor, spec: NVFP4, amax: Tensor | None, draw: Draw | None, values: Tensor | None) -> Blocks:
-    """Return codes, scales and amax, or fill `values` [rows, padded columns] with element * scale instead."""
+def _quantize_nvfp4(
+    x: Tensor, spec: NVFP4, amax: Tensor | None, draw: Draw | Tensor | None, values: Tensor | None
+) -> Blocks:
+    """Return codes, scales and amax; or fill `values` [rows, padded columns] with element * scale, and then codes of
+    tiles only, which the transpose needs.
+    """
     rows, cols = x.shape
     blocks = ceil_div(cols, NVFP4_BLOCK)
     if amax is None and (rows == 0 or cols == 0):
@@ -185,11 +210,12 @@ def _quantize_nvfp4(x: Tensor, spec: NVFP4, amax: Tensor | None, draw: Draw | No
     for chunk, maxima_RB in zip(chunks, maxima, strict=True):
         own = factors.rows(chunk.start, chunk.stop)
         magnitude, signs, scale_RB = _round(x_RB16[chunk], maxima_RB, spec, own, _random(draw, spec, chunk, x_RB16))
-        if values is not None:
-            torch.mul(with_sign(magnitude, signs), fp8_values(scale_RB)[..., None], out=values.unflatten(1, (blocks, NVFP4_BLOCK))[chunk])
-        else:
-            qdata.unflatten(1, (blocks, 8))[chunk] = _pack(e2m1_codes(magnitude, signs))
+        if values is None or spec.is_tile:
+            qdata.view(rows, blocks, 8)[chunk] = _pack(e2m1_codes(magnitude, signs))
             scale[chunk] = scale_RB.view(torch.uint8)
+        if values is not None:
+            out = values.view(rows, blocks, NVFP4_BLOCK)[chunk]
+            torch.mul(with_sign(magnitude, signs), fp8_values(scale_RB)[..., None], out=out)
     return Blocks(qdata, scale, amax)
 
 
@@ -206,10 +232,12 @@ def _all_finite(magnitudes: Tensor) -> bool:
     return bool(magnitudes.amax() < torch.inf)
 
 
-def _random(draw: Draw | None, spec: NVFP4, chunk: slice, x_RB16: Tensor) -> Tensor | None:
+def _random(draw: Draw | Tensor | None, spec: NVFP4, chunk: slice, x_RB16: Tensor) -> Tensor | None:
     """Return the random bytes of some rows as fp32 in x's order, or None."""
     if spec.rounding != "stochastic":
         return None
+    if isinstance(draw, Tensor):
+        return torch.empty_like(x_RB16[chunk], dtype=torch.float32).copy_(draw[chunk])
     assert draw is not None, "stochastic rounding needs a draw"
     blocks = x_RB16.shape[1]
     per_row = blocks if draw.blocks_per_row is None else draw.blocks_per_row
@@ -255,9 +283,7 @@ def _round(
     return magnitude, v, scale
 
 
-def _choose_scale(
-    x: Tensor, block_amax: Tensor, spec: NVFP4, scaling: FourOverSix, factors: TensorFactors
-) -> Tensor:
+def _choose_scale(x: Tensor, block_amax: Tensor, spec: NVFP4, scaling: FourOverSix, factors: TensorFactors) -> Tensor:
     """4over6: the scale of least error per block or tile, 1 winning ties and NaN (section 5)."""
     exact = scaling.error_math == "exact"
     target = x if exact else x * factors.s[..., None]
@@ -304,7 +330,7 @@ def _over_tile(values_RB: Tensor, reduce) -> Tensor:
     rows, blocks = values_RB.shape
     if rows % NVFP4_BLOCK:
         values_RB = pad(values_RB, (0, 0, 0, round_up(rows, NVFP4_BLOCK) - rows))
-    tiles = values_RB.unflatten(0, (-1, NVFP4_BLOCK))
+    tiles = values_RB.reshape(-1, NVFP4_BLOCK, blocks)
     reduced = reduce(tiles, dim=1)
     return reduced[:, None].expand_as(tiles).reshape(-1, blocks)[:rows]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -54,9 +56,37 @@ def block_bytes(blocks: Tensor, draw: Draw, together: bool = True) -> Tensor:
     """
     k0, k1, o0, o1 = _words(draw)
     words = philox4x32((blocks & _LOW, (blocks >> 32) & _LOW, o0, o1), (k0, k1))
-    if together:  # little-endian: byte i of a word is its i-th in memory
-        return torch.stack(words, dim=-1).to(torch.int32).view(torch.uint8).movedim(-1, 0)
-    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=blocks.device).view(4, *[1] * blocks.dim())
+    return _together(words) if together else _apart(words)
+
+
+def bytes_of_both(rows: int, cols: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """Return what `block_bytes` does of a matrix and of its transpose at the next offset, in one computation.
+
+    Args:
+        rows, cols: of the matrix, multiples of 16.
+        draw: the matrix's place; no shard.
+
+    Returns:
+        uint8 [16, rows, cols / 16], its bytes together, and [16, cols, rows / 16], its bytes apart in x's order.
+    """
+    device = draw.base.device
+    own = torch.arange(rows * cols // 16, device=device)
+    turned = torch.arange(rows // 16, device=device)[:, None] + torch.arange(cols, device=device) * (rows // 16)
+    k0, k1, _, _ = _words(draw)
+    offset = draw.base[1] + (torch.arange(2, device=device)[:, None] + draw.stream)
+    counter = (torch.stack((own, turned.view(-1))), torch.zeros_like(k0), offset & _LOW, (offset >> 32) & _LOW)
+    words = philox4x32(counter, (k0, k1))
+    row = _together([word[0].view(rows, cols // 16) for word in words])
+    return row, _apart([word[1].view(rows // 16, cols) for word in words]).transpose(1, 2)
+
+
+def _together(words: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of four words, [16, ...]; little-endian: byte i of a word is its i-th in memory."""
+    return torch.stack(tuple(words), dim=-1).to(torch.int32).view(torch.uint8).movedim(-1, 0)
+
+
+def _apart(words: Sequence[Tensor]) -> Tensor:
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=words[0].device).view(4, *[1] * words[0].dim())
     return torch.cat([(word.to(torch.int32) >> shifts).to(torch.uint8) for word in words])
 
 
