@@ -19,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from halfbyte import reference
 from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape, round_up, swizzled_numel
-from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
+from halfbyte.ops.backends import NATIVE, REFERENCE, choose, warn_once
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec, parse
 

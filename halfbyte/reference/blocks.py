@@ -1,8 +1,8 @@
 """Matrices as blocks [rows, blocks, elements], in the memory order in which torch works fastest.
 
-The order never shows in a byte. Of a matrix in rows the elements of a block are neighbours; of a transposed one, and of
-what `elements_lead` returns, the rows or the blocks are: then reductions and sums over a block are a few whole-row
-operations, and a scale is multiplied along contiguous memory. Elementwise operations keep the order that they are given.
+The order never shows in a byte. Of a matrix in rows the elements of a block are neighbours; of a transposed one the
+rows are, and of what `elements_lead` returns the blocks: then reductions and sums over a block are a few whole-row
+operations. Elementwise operations keep the order that they are given.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NVFP4 quantization: amax, then scales, then codes, in whole-tensor torch (docs/numerics.md sections 2 to 5).
 
-A matrix is worked on as [rows, blocks, 16] in the memory order that it has (halfbyte/reference/blocks.py): quantizing x.T
-moves no element before its codes are packed.
+A matrix is worked on as [rows, blocks, 16] in the memory order that it has (halfbyte/reference/blocks.py): quantizing
+x.T moves no element before its codes are packed.
 """
 
 from __future__ import annotations
@@ -105,16 +105,16 @@ def quantize_row_col(
         transpose: as x does, so that nothing is moved.
     """
     x = x.reshape(matrix_shape(x.shape))
-    if row_spec is not None and row_spec == col_spec and row_spec.is_tile:
+    if isinstance(row_spec, NVFP4) and row_spec == col_spec and row_spec.is_tile:
         return _tiles(x, row_spec, draw, row_amax, scale_layout, transient)
     row = col = None
     options = {"sign_draw": sign_draw, "scale_layout": scale_layout}
     row_draw, col_draw = _drawn(x, row_spec, col_spec, draw)
     if row_spec is not None:
-        values = _values(*x.shape, row_spec, x.device) if transient[0] else None
+        values = _values(x, row_spec) if transient[0] else None
         row = quantize(x, row_spec, draw=row_draw, amax=row_amax, values=values, **options)
     if col_spec is not None:
-        values = _turned_values(*x.shape, col_spec, x.device) if transient[1] else None
+        values = _turned_values(x, col_spec) if transient[1] else None
         col = quantize(x.T, col_spec, draw=col_draw, amax=col_amax, values=values, **options)
     return row, col
 
@@ -125,38 +125,39 @@ def _drawn(
     """Return the draws of row and col; of whole blocks that both draw, and fit a chunk, the bytes: one computation."""
     if draw is None:
         return None, None
-    both = all(isinstance(spec, NVFP4) and spec.rounding == "stochastic" for spec in (row_spec, col_spec))
-    is_whole = not draw.first_block and draw.blocks_per_row is None
-    if not both or not is_whole or not 0 < x.numel() <= CHUNK_ELEMENTS:
+    rows, cols = x.shape
+    is_whole = not draw.first_block and draw.blocks_per_row is None and 0 < x.numel() <= CHUNK_ELEMENTS
+    for spec, length in ((row_spec, cols), (col_spec, rows)):
+        if not isinstance(spec, NVFP4) or spec.rounding != "stochastic" or length % spec.alignment:
+            is_whole = False
+    if not is_whole:
         return draw, draw.next()
-    if x.shape[1] % row_spec.alignment or x.shape[0] % col_spec.alignment:
-        return draw, draw.next()
-    row, col = bytes_of_both(*x.shape, draw)
+    row, col = bytes_of_both(rows, cols, draw)
     return row.movedim(0, 2), col.movedim(0, 2)
 
 
-def _values(rows: int, cols: int, spec: Spec, device: torch.device) -> Tensor:
-    """Return an empty tensor for the values of x [rows, cols], padded to whole blocks or rotations."""
-    return torch.empty(rows, round_up(cols, spec.alignment), dtype=torch.float32, device=device)
+def _values(x: Tensor, spec: Spec) -> Tensor:
+    """Return an empty tensor for the values of x, padded to whole blocks or rotations."""
+    return torch.empty(x.shape[0], round_up(x.shape[1], spec.alignment), dtype=torch.float32, device=x.device)
 
 
-def _turned_values(rows: int, cols: int, spec: Spec, device: torch.device) -> Tensor:
+def _turned_values(x: Tensor, spec: Spec) -> Tensor:
     """Return an empty tensor for the values of x.T, the columns of x contiguous in memory."""
-    return torch.empty(round_up(rows, spec.alignment), cols, dtype=torch.float32, device=device).T
+    return torch.empty(round_up(x.shape[0], spec.alignment), x.shape[1], dtype=torch.float32, device=x.device).T
 
 
 def _tiles(
     x: Tensor, spec: NVFP4, draw: Draw | None, amax: Tensor | None, scale_layout: str, transient: tuple[bool, bool]
 ) -> tuple[Blocks, Blocks]:
     """Return one quantization of 16x16 tiles and its transpose."""
-    values = _values(*x.shape, spec, x.device) if transient[0] else None
+    values = _values(x, spec) if transient[0] else None
     row = _quantize_nvfp4(x, spec, amax, draw, values)
-    col = Blocks(*transpose(row.qdata, row.block_scale, *x.shape), row.amax)
-    none = row.block_scale.new_empty(0)
+    rows, cols = x.shape
+    col = Blocks(*transpose(row.qdata, row.block_scale, rows, cols), row.amax)
     if transient[1]:
-        col = Blocks(decode(col, spec, x.shape[0]).values, none, col.amax)
+        col = Blocks(decode(col, spec, rows).values, col.block_scale.new_empty(0), col.amax)
     if values is not None:
-        row = Blocks(values, none, row.amax)
+        row = Blocks(values, row.block_scale.new_empty(0), row.amax)
     if scale_layout == LINEAR:
         return row, col
     sides = [
