@@ -14,6 +14,9 @@ from halfbyte.formats import E2M1, E4M3, E8M0_NAN, ElementFormat
 
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
+SMALL = 1024
+"""Elements up to which looking up takes longer than converting."""
+
 _EXPONENT_MASK = 0x7F800000
 _ONE_BIT_MASK = 0x7FC00000  # the exponent and the first bit of the mantissa
 
@@ -132,5 +135,5 @@ def e2m1_values(qdata: Tensor) -> Tensor:
 
 
 def fp8_values(codes: Tensor) -> Tensor:
-    """Return a float8 tensor in fp32; torch's own conversion takes five times as long on a CPU."""
-    return _look_up(codes)
+    """Return a float8 tensor in fp32; torch's own conversion of a large one takes five times as long on a CPU."""
+    return _look_up(codes) if codes.numel() > SMALL else codes.float()

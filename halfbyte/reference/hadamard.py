@@ -42,10 +42,10 @@ def rotate(x: Tensor, rotation: Hadamard, sign_draw: Draw | None = None) -> Tens
     if cols % n:
         x = pad(x, (0, round_up(cols, n) - cols))
     groups = x.shape[1] // n
-    y = x.float().view(rows, groups, n)
+    y = x.view(rows, groups, n)
     if y.stride(2) == 1:
         y = elements_lead(y)
-    y = y * signs(rotation, sign_draw, x.device)
+    y = y.float() * signs(rotation, sign_draw, x.device)
     other = torch.empty_like(y)
     stride = 1
     while stride < n:

@@ -91,9 +91,11 @@ def test_a_shard_is_not_drawn_with_its_transpose():
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_tables_hold_every_float8(dtype):
-    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
-    for t in (codes, codes.view(4, 8, 8).transpose(0, 2), codes.view(16, 16).T[::2]):
-        assert torch.equal(bits(fp8_values(t)), bits(t.float()))
+    codes = torch.arange(256, dtype=torch.uint8).repeat(16).view(dtype)
+    for t in (codes, codes[:256], codes.view(4, 8, 128).transpose(0, 2), codes.view(16, 256).T[::2]):
+        values, expected = fp8_values(t), t.float()
+        assert torch.equal(values.isnan(), expected.isnan()) and values.shape == t.shape
+        assert torch.equal(bits(values.nan_to_num(nan=-1.0)), bits(expected.nan_to_num(nan=-1.0)))
 
 
 def test_a_tensor_with_a_gradient_is_quantized():
