@@ -565,7 +565,9 @@ def _checked(request: Request, x: Tensor, given: tuple, out_dtype: torch.dtype |
 
 def _looks(tensor: Any) -> tuple | None:
     """Return what of a tensor the checks ask about."""
-    return None if tensor is None else (type(tensor), tensor.shape, tensor.dtype, tensor.device)
+    if not isinstance(tensor, Tensor):
+        return None if tensor is None else (type(tensor),)
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device
 
 
 def _check_options(out_dtype: torch.dtype | None, amaxes: Sequence[Tensor | None]) -> None:

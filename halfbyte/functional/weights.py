@@ -78,7 +78,7 @@ def quantize_weight(
         specs: what `cacheable` returns.
         dtype: that the weight is rounded to first.
         amax: fp32 [], of siblings that share one; used where `linear` uses `weight_amax`.
-        decoded: hold bf16 values where the backend's GEMMs multiply those; not for a dequantized backward.
+        decoded: hold values where the backend's GEMMs multiply those; not for a dequantized backward.
     """
     row_spec, col_spec = specs
     w = w.detach().to(dtype)

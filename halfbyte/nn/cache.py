@@ -286,8 +286,8 @@ def cache_weights(
         model: converted by `hb.quantize_`, or built of hb.nn layers.
         optimizers: those that change its weights; every step refills the weights it holds.
         dtype: that the forward computes in. None: autocast's if it is enabled now, else each weight's own.
-        decoded: where GEMMs are emulated, hold the bf16 values they multiply: 4 bytes a weight, and no decoding in
-            forward and backward. For small models under CUDA graphs, whose steps are made of launches.
+        decoded: where GEMMs are emulated, hold the values they multiply: 4 bytes a weight (8 on a CPU), and no
+            decoding in forward and backward. For small models under CUDA graphs, whose steps are made of launches.
 
     Returns:
         A handle with `release()`, usable in a `with` statement. Call its `refill()` after changing weights by other

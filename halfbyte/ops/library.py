@@ -1,8 +1,8 @@
 """The custom ops `torch.ops.halfbyte.*`: plain tensors, numbers and spec keys, so that compilers can look past them.
 
 Each op has one implementation, which asks `choose` for a backend, and a fake that only computes shapes. A transient
-operand is used by one GEMM and not kept: a backend that multiplies decoded operands returns its values (bf16, no block
-scales) instead of codes. Outputs never
+operand is used by one GEMM and not kept: a backend that multiplies decoded operands returns its values (bf16, from the
+reference fp32; no block scales) instead of codes. Outputs never
 alias inputs or each other, as torch.library demands: an amax that the caller handed in, or that both orientations
 share, comes back empty and dispatch.py puts the known one in its place. Defined with torch.library.Library, which costs
 a third of what torch.library.custom_op costs per call.
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from halfbyte import reference
 from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape, round_up, swizzled_numel
-from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
+from halfbyte.ops.backends import NATIVE, REFERENCE, choose, warn_once
 from halfbyte.ops.repeat import define
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec, parse
@@ -78,7 +78,7 @@ def quantize_row_col(
     scale_layout, row_transient, col_transient, backend,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     row_spec, col_spec = (parse(key) if key else None for key in (row_key, col_key))
-    decodes = choose(x.device, backend or None) == TRITON
+    decodes = choose(x.device, backend or None) != NATIVE
     transient = {"transient": (row_transient, col_transient)} if decodes else {}
     row, col = _backend(x.device, backend).quantize_row_col(
         x,
@@ -210,19 +210,23 @@ def _fake_quantize_row_col(x, row_key, col_key, *rest):
     row_amax, col_amax, scale_layout, *transient, backend = rest[-6:]
     rows, cols = matrix_shape(x.shape)
     out = []
-    decodes = choose(x.device, backend or None) == TRITON
-    sides = ((row_key, (rows, cols), row_amax), (col_key, (cols, rows), col_amax))
-    for (key, shape, given), is_transient in zip(sides, transient, strict=True):
+    chosen = choose(x.device, backend or None)
+    shares = bool(row_key) and row_key == col_key and parse(row_key).is_tile
+    turned = chosen == REFERENCE and not shares  # whose values of x.T lie in memory as x does
+    sides = ((row_key, (rows, cols), row_amax, False), (col_key, (cols, rows), col_amax, turned))
+    for (key, shape, given, turn), is_transient in zip(sides, transient, strict=True):
         if not key:
             out += [x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.uint8)]
             out.append(x.new_empty(0, dtype=torch.float32))
         else:
             blocks = _blocks_like(x, *shape, parse(key), scale_layout, given)
-            if is_transient and decodes:
-                values = x.new_empty(shape[0], round_up(shape[1], parse(key).alignment), dtype=torch.bfloat16)
-                blocks = (values, x.new_empty(0, dtype=torch.uint8), blocks[2])
+            if is_transient and chosen != NATIVE:
+                padded = shape[0], round_up(shape[1], parse(key).alignment)
+                dtype = torch.float32 if chosen == REFERENCE else torch.bfloat16
+                values = x.new_empty(padded[::-1] if turn else padded, dtype=dtype)
+                blocks = (values.T if turn else values, x.new_empty(0, dtype=torch.uint8), blocks[2])
             out += blocks
-    if row_key and row_key == col_key and parse(row_key).is_tile:
+    if shares:
         out[5] = x.new_empty(0, dtype=torch.float32)
     return tuple(out)
 

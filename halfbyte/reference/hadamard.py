@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from halfbyte.formats import f32
 from halfbyte.layout import round_up
+from halfbyte.reference.blocks import elements_lead
 from halfbyte.reference.philox import sign_bits
 from halfbyte.rng import HADAMARD_SIGN_BITS, Draw
 from halfbyte.spec import Hadamard
@@ -37,16 +38,23 @@ def rotate(x: Tensor, rotation: Hadamard, sign_draw: Draw | None = None) -> Tens
     """
     n = rotation.size
     rows, cols = x.shape
-    x = pad(x.to(torch.bfloat16), (0, round_up(cols, n) - cols))
+    x = x.to(torch.bfloat16)
+    if cols % n:
+        x = pad(x, (0, round_up(cols, n) - cols))
     groups = x.shape[1] // n
-    # Elements of a group lead, so that every butterfly is a whole-row addition.
-    y = x.unflatten(1, (groups, n)).permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
-    y = y * signs(rotation, sign_draw, x.device)[:, None, None]
+    y = x.view(rows, groups, n)
+    if y.stride(2) == 1:
+        y = elements_lead(y)
+    y = y.float() * signs(rotation, sign_draw, x.device)
+    other = torch.empty_like(y)
     stride = 1
     while stride < n:
-        a, b = y.view(n // (2 * stride), 2, stride, -1).unbind(1)
-        y = torch.stack((a + b, a - b), dim=1)
+        pairs = rows, groups, n // (2 * stride), 2
+        (a, b), (total, difference) = (t.view(*pairs, stride).unbind(3) for t in (y, other))
+        torch.add(a, b, out=total)
+        torch.sub(a, b, out=difference)
+        y, other = other, y
         stride *= 2
     # x + 0 turns -0 into +0; an underflow in the bf16 rounding keeps its sign.
-    y = y.mul_(f32(n**-0.5)).add_(0.0).view(n, rows, groups)
-    return y.to(torch.bfloat16).permute(1, 2, 0).reshape(rows, groups * n)
+    y = y.mul_(f32(n**-0.5)).add_(0.0)
+    return y.to(torch.bfloat16).reshape(rows, groups * n)

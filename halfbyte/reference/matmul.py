@@ -10,7 +10,7 @@ from torch import Tensor
 from halfbyte.formats import MXFP8_BLOCK, NVFP4_BLOCK, f32
 from halfbyte.layout import LINEAR, Blocks, ceil_div, round_up, unswizzle
 from halfbyte.reference import mxfp8
-from halfbyte.reference.cast import e2m1_values
+from halfbyte.reference.cast import e2m1_values, fp8_values
 from halfbyte.reference.scale import clamped_amax, global_scale
 from halfbyte.spec import MXFP8, Spec
 
@@ -53,7 +53,7 @@ def dequantize(
     inverse = f32(1 / (spec.e4m3_max * spec.fp4_max))
     if spec.outer == "row":
         a = a[:, None]
-    scale = scale.view(torch.float8_e4m3fn).float()
+    scale = fp8_values(scale.view(torch.float8_e4m3fn))
     # Above 2^100 scale * A may overflow though the product with the constant does not: move 2^16 between them.
     factor = torch.where(a >= 2.0**100, ((scale * 2.0**-16) * a) * (inverse * 2.0**16), (scale * a) * inverse)
     values = e2m1_values(blocks.qdata).unflatten(1, (-1, NVFP4_BLOCK))
@@ -71,8 +71,13 @@ def decode(blocks: Blocks, spec: Spec, cols: int, scale_layout: str = LINEAR) ->
     if isinstance(spec, MXFP8):
         return Decoded(mxfp8.decode(blocks.qdata, scale, spec), None)
     values = e2m1_values(blocks.qdata).unflatten(1, (-1, NVFP4_BLOCK))
-    values = (values * scale.view(torch.float8_e4m3fn).float()[..., None]).flatten(1)
+    values = (values * fp8_values(scale.view(torch.float8_e4m3fn))[..., None]).flatten(1)
     return Decoded(values, global_scale(blocks.amax, spec))
+
+
+def from_values(values: Tensor, amax: Tensor, spec: Spec) -> Decoded:
+    """Return a transient operand, whose values quantization returned, as a GEMM operand."""
+    return Decoded(values, None if isinstance(spec, MXFP8) else global_scale(amax, spec))
 
 
 def plain(x: Tensor) -> Decoded:

@@ -4,36 +4,41 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from halfbyte.formats import E8M0_NAN, MXFP8_BLOCK, f32
 from halfbyte.layout import Blocks, ceil_div
-from halfbyte.reference.cast import FP8_DTYPES, e8m0_ceil, e8m0_value, fp8
+from halfbyte.reference.blocks import block_maxima, in_blocks
+from halfbyte.reference.cast import FP8_DTYPES, e8m0_ceil, e8m0_value, fp8, fp8_values
 from halfbyte.spec import MXFP8
 
 
-def quantize(x: Tensor, spec: MXFP8) -> Blocks:
-    """Quantize [R, C] along its last dimension: element bytes [R, C'] (C' padded to 32) and scales [R, C' / 32]."""
+def quantize(x: Tensor, spec: MXFP8, values: Tensor | None = None) -> Blocks:
+    """Quantize [R, C] along its last dimension: element bytes [R, C'] (C' padded to 32) and scales [R, C' / 32].
+
+    `values` fp32 [R, C'], if given, is filled with element * scale instead.
+    """
     rows, cols = x.shape
     blocks = ceil_div(cols, MXFP8_BLOCK)
     no_amax = torch.empty(0, dtype=torch.float32, device=x.device)
+    qdata = torch.empty(rows, blocks * MXFP8_BLOCK, dtype=torch.uint8, device=x.device)
     if rows == 0 or blocks == 0:
-        qdata = torch.empty(rows, blocks * MXFP8_BLOCK, dtype=torch.uint8, device=x.device)
         return Blocks(qdata, torch.empty(rows, blocks, dtype=torch.uint8, device=x.device), no_amax)
-    x = pad(x, (0, blocks * MXFP8_BLOCK - cols)).unflatten(1, (blocks, MXFP8_BLOCK))
-    # As in NVFP4, the elements of a block lead.
-    x_32RB = x.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    amax = x_32RB.abs().amax(0)
+    x_RB32 = in_blocks(x, MXFP8_BLOCK)
+    amax = block_maxima(x_RB32)
     poison = ~amax.isfinite()
     exponent = e8m0_ceil(torch.where(poison, 0.0, amax) * f32(1 / spec.element_format.max))
-    encode = e8m0_value(254 - exponent)
-    codes = fp8(x_32RB * encode, spec.element_format).view(torch.uint8).masked_fill_(poison, 0)
-    scale = exponent.to(torch.uint8).masked_fill_(poison, E8M0_NAN)
-    qdata = codes.permute(1, 2, 0).contiguous()  # of one block a reshape alone would be a view across the rows
-    return Blocks(qdata.view(rows, blocks * MXFP8_BLOCK), scale, no_amax)
+    codes = fp8(x_RB32 * e8m0_value(254 - exponent)[..., None], spec.element_format)
+    exponent = exponent.masked_fill_(poison, E8M0_NAN)
+    if x.device.type != "cpu" or bool(poison.any()):  # on a GPU, mask rather than ask
+        codes = codes.view(torch.uint8).masked_fill_(poison[..., None], 0).view(codes.dtype)
+    if values is not None:
+        torch.mul(fp8_values(codes), e8m0_value(exponent)[..., None], out=values.view(rows, blocks, MXFP8_BLOCK))
+    else:
+        qdata.view(rows, blocks, MXFP8_BLOCK).copy_(codes.view(torch.uint8))
+    return Blocks(qdata, exponent.to(torch.uint8), no_amax)
 
 
 def decode(qdata: Tensor, block_scale: Tensor, spec: MXFP8) -> Tensor:
     """Return code * 2^(e - 127) as fp32 [R, C'] of element bytes [R, C'] and LINEAR scales [R, C' / 32]."""
-    values = qdata.view(FP8_DTYPES[spec.element]).float().unflatten(1, (-1, MXFP8_BLOCK))
+    values = fp8_values(qdata.view(FP8_DTYPES[spec.element])).unflatten(1, (-1, MXFP8_BLOCK))
     return (values * e8m0_value(block_scale)[..., None]).flatten(1)

@@ -1,7 +1,7 @@
 """NVFP4 quantization: amax, then scales, then codes, in whole-tensor torch (docs/numerics.md sections 2 to 5).
 
-A chunk of rows is laid out as [16, rows, blocks], the elements of a block leading: a block maximum and the sequential
-error sums of 4over6 become a few whole-row operations, and block scales broadcast along contiguous memory.
+A matrix is worked on as [rows, blocks, 16] in the memory order that it has (halfbyte/reference/blocks.py): quantizing
+x.T moves no element before its codes are packed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from halfbyte.layout import (
     unpack,
 )
 from halfbyte.reference import mxfp8
-from halfbyte.reference.cast import e2m1_nearest, e2m1_stochastic
+from halfbyte.reference.blocks import block_maxima, elements_lead, in_blocks
+from halfbyte.reference.cast import e2m1_codes, fp8_values, round_nearest, round_stochastic, with_sign
 from halfbyte.reference.hadamard import rotate
-from halfbyte.reference.philox import block_bytes
+from halfbyte.reference.matmul import decode
+from halfbyte.reference.philox import block_bytes, bytes_of_both
 from halfbyte.reference.scale import (
     TensorFactors,
     block_scale,
@@ -37,41 +39,43 @@ from halfbyte.reference.scale import (
 from halfbyte.rng import Draw
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Spec
 
-CHUNK_ELEMENTS = 1 << 17  # temporaries of a chunk stay in the L2 cache of two cores; measured best of 2^14 to 2^20
+CHUNK_ELEMENTS = 1 << 18  # temporaries of a chunk stay in a cache, and an operation is longer than its call
 
 
 def quantize(
     x: Tensor,
     spec: Spec,
     *,
-    draw: Draw | None = None,
+    draw: Draw | Tensor | None = None,
     sign_draw: Draw | None = None,
     amax: Tensor | None = None,
     scale_layout: str = LINEAR,
+    values: Tensor | None = None,
 ) -> Blocks:
     """Quantize along the last dimension.
 
     Args:
         x: bf16, fp16 or fp32 [..., K], at least 1-D, any strides; leading dimensions are rows.
         spec: NVFP4 or MXFP8.
-        draw: random bytes of stochastic rounding.
+        draw: random bytes of stochastic rounding: their place, or they themselves, uint8 [rows, blocks, 16].
         sign_draw: fresh signs of the rotation.
         amax: fp32 [] or [rows], used instead of the computed one.
         scale_layout: "linear" or "swizzled_32_4_4".
+        values: fp32 [rows, padded K] to fill with element * scale, as `decode` returns it, instead of codes.
 
     Returns:
-        Blocks of the [rows, K] matrix; MXFP8 has an empty amax.
+        Blocks of the [rows, K] matrix, `values` in the place of qdata and no scales if given; MXFP8 has an empty amax.
     """
     check_scale_layout(scale_layout)
     x = x.reshape(matrix_shape(x.shape))
     if isinstance(spec, MXFP8):
-        blocks = mxfp8.quantize(x, spec)
+        blocks = mxfp8.quantize(x, spec, values)
     else:
         if spec.rotation is not None:
             x = rotate(x, spec.rotation, sign_draw)
-        if amax is None:
-            amax = finite_amax(x, dim=-1 if spec.outer == "row" else None)
-        blocks = _quantize_nvfp4(x, spec, amax, draw)
+        blocks = _quantize_nvfp4(x, spec, amax, draw, values)
+    if values is not None:
+        return Blocks(values, blocks.block_scale.new_empty(0), blocks.amax)
     if scale_layout == LINEAR:
         return blocks
     return blocks._replace(block_scale=swizzle(blocks.block_scale))
@@ -87,31 +91,80 @@ def quantize_row_col(
     row_amax: Tensor | None = None,
     col_amax: Tensor | None = None,
     scale_layout: str = LINEAR,
+    transient: tuple[bool, bool] = (False, False),
 ) -> tuple[Blocks | None, Blocks | None]:
     """Return (quantize(x, row_spec), quantize(x.T, col_spec)); equal 16x16 specs share one quantization.
 
     Args:
         x: bf16, fp16 or fp32 [..., K]; flattened to a matrix first.
         draw: the row's random bytes; the column uses the next offset.
+        transient: whether row and col are returned decoded, as Blocks(values fp32, no scales, amax).
 
     Returns:
-        Blocks of [rows, K] and of [K, rows]; None where the spec is None.
+        Blocks of [rows, K] and of [K, rows]; None where the spec is None. Values of a column lie in memory as its
+        transpose: as x does, so that nothing is moved.
     """
     x = x.reshape(matrix_shape(x.shape))
-    layout = {"scale_layout": scale_layout}
-    if row_spec is not None and row_spec == col_spec and row_spec.is_tile:
-        row = quantize(x, row_spec, draw=draw, amax=row_amax)
-        col = Blocks(*transpose(row.qdata, row.block_scale, *x.shape), row.amax)
-        if scale_layout != LINEAR:
-            row, col = (b._replace(block_scale=swizzle(b.block_scale)) for b in (row, col))
-        return row, col
+    if isinstance(row_spec, NVFP4) and row_spec == col_spec and row_spec.is_tile:
+        return _tiles(x, row_spec, draw, row_amax, scale_layout, transient)
     row = col = None
+    options = {"sign_draw": sign_draw, "scale_layout": scale_layout}
+    row_draw, col_draw = _drawn(x, row_spec, col_spec, draw)
     if row_spec is not None:
-        row = quantize(x, row_spec, draw=draw, sign_draw=sign_draw, amax=row_amax, **layout)
+        values = _values(x, row_spec) if transient[0] else None
+        row = quantize(x, row_spec, draw=row_draw, amax=row_amax, values=values, **options)
     if col_spec is not None:
-        next_draw = draw.next() if draw is not None else None
-        col = quantize(x.T, col_spec, draw=next_draw, sign_draw=sign_draw, amax=col_amax, **layout)
+        values = _turned_values(x, col_spec) if transient[1] else None
+        col = quantize(x.T, col_spec, draw=col_draw, amax=col_amax, values=values, **options)
     return row, col
+
+
+def _drawn(
+    x: Tensor, row_spec: Spec | None, col_spec: Spec | None, draw: Draw | None
+) -> tuple[Draw | Tensor | None, Draw | Tensor | None]:
+    """Return the draws of row and col; of whole blocks that both draw, and fit a chunk, the bytes: one computation."""
+    if draw is None:
+        return None, None
+    rows, cols = x.shape
+    is_whole = not draw.first_block and draw.blocks_per_row is None and 0 < x.numel() <= CHUNK_ELEMENTS
+    for spec, length in ((row_spec, cols), (col_spec, rows)):
+        if not isinstance(spec, NVFP4) or spec.rounding != "stochastic" or length % spec.alignment:
+            is_whole = False
+    if not is_whole:
+        return draw, draw.next()
+    row, col = bytes_of_both(rows, cols, draw)
+    return row.movedim(0, 2), col.movedim(0, 2)
+
+
+def _values(x: Tensor, spec: Spec) -> Tensor:
+    """Return an empty tensor for the values of x, padded to whole blocks or rotations."""
+    return torch.empty(x.shape[0], round_up(x.shape[1], spec.alignment), dtype=torch.float32, device=x.device)
+
+
+def _turned_values(x: Tensor, spec: Spec) -> Tensor:
+    """Return an empty tensor for the values of x.T, the columns of x contiguous in memory."""
+    return torch.empty(round_up(x.shape[0], spec.alignment), x.shape[1], dtype=torch.float32, device=x.device).T
+
+
+def _tiles(
+    x: Tensor, spec: NVFP4, draw: Draw | None, amax: Tensor | None, scale_layout: str, transient: tuple[bool, bool]
+) -> tuple[Blocks, Blocks]:
+    """Return one quantization of 16x16 tiles and its transpose."""
+    values = _values(x, spec) if transient[0] else None
+    row = _quantize_nvfp4(x, spec, amax, draw, values)
+    rows, cols = x.shape
+    col = Blocks(*transpose(row.qdata, row.block_scale, rows, cols), row.amax)
+    if transient[1]:
+        col = Blocks(decode(col, spec, rows).values, col.block_scale.new_empty(0), col.amax)
+    if values is not None:
+        row = Blocks(values, row.block_scale.new_empty(0), row.amax)
+    if scale_layout == LINEAR:
+        return row, col
+    sides = [
+        b if is_transient else b._replace(block_scale=swizzle(b.block_scale))
+        for b, is_transient in zip((row, col), transient, strict=True)
+    ]
+    return sides[0], sides[1]
 
 
 def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
@@ -126,96 +179,141 @@ def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple
         qdata uint8 [cols, ceil(rows/16) * 8] and block_scale uint8 [cols, ceil(rows/16)].
     """
     codes = unpack(qdata)[:, :cols].T
-    padded = codes.new_zeros(cols, round_up(rows, NVFP4_BLOCK))
-    padded[:, :rows] = codes
+    padded = pad(codes, (0, -rows % NVFP4_BLOCK)) if rows % NVFP4_BLOCK else codes
     scale = block_scale[::NVFP4_BLOCK].T.repeat_interleave(NVFP4_BLOCK, dim=0)[:cols]
-    return pack(padded), scale.contiguous()
+    return pack(padded).contiguous(), scale.contiguous()
 
 
-def _quantize_nvfp4(x: Tensor, spec: NVFP4, amax: Tensor, draw: Draw | None) -> Blocks:
+def _quantize_nvfp4(
+    x: Tensor, spec: NVFP4, amax: Tensor | None, draw: Draw | Tensor | None, values: Tensor | None
+) -> Blocks:
+    """Return codes, scales and amax; or fill `values` [rows, padded columns] with element * scale, and then codes of
+    tiles only, which the transpose needs.
+    """
     rows, cols = x.shape
     blocks = ceil_div(cols, NVFP4_BLOCK)
+    if amax is None and (rows == 0 or cols == 0):
+        amax = finite_amax(x, dim=-1 if spec.outer == "row" else None)
     qdata = torch.empty(rows, blocks * 8, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, blocks, dtype=torch.uint8, device=x.device)
+    if rows == 0 or cols == 0:
+        assert amax is not None
+        return Blocks(qdata, scale, amax)
+    x_RB16 = in_blocks(x, NVFP4_BLOCK)
+    if isinstance(spec.scaling, FourOverSix) and x_RB16.stride(2) == 1:
+        x_RB16 = elements_lead(x_RB16)  # the errors of a block are summed element by element
+    step = max(NVFP4_BLOCK, CHUNK_ELEMENTS // cols // NVFP4_BLOCK * NVFP4_BLOCK)
+    chunks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    maxima = [block_maxima(x_RB16[chunk]) for chunk in chunks]
+    if amax is None:
+        amax = _outer_amax(x, maxima, spec)
     factors = tensor_factors(amax, spec)
-    step = max(NVFP4_BLOCK, CHUNK_ELEMENTS // max(1, cols) // NVFP4_BLOCK * NVFP4_BLOCK)
-    for start in range(0, rows if blocks else 0, step):
-        stop = min(start + step, rows)
-        chunk = pad(x[start:stop], (0, blocks * NVFP4_BLOCK - cols)) if cols % NVFP4_BLOCK else x[start:stop]
-        x_16RB = chunk.unflatten(1, (blocks, NVFP4_BLOCK)).permute(2, 0, 1)
-        x_16RB = x_16RB.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        random = _random_bytes(draw, start, stop, blocks) if spec.rounding == "stochastic" else None
-        codes, scale_RB = _encode(x_16RB, spec, factors.rows(start, stop), random)
-        packed = codes[0::2] | (codes[1::2] << 4)
-        qdata[start:stop] = packed.permute(1, 2, 0).reshape(stop - start, blocks * 8)
-        scale[start:stop] = scale_RB.view(torch.uint8)
+    for chunk, maxima_RB in zip(chunks, maxima, strict=True):
+        own = factors.rows(chunk.start, chunk.stop)
+        magnitude, signs, scale_RB = _round(x_RB16[chunk], maxima_RB, spec, own, _random(draw, spec, chunk, x_RB16))
+        if values is None or spec.is_tile:
+            qdata.view(rows, blocks, 8)[chunk] = _pack(e2m1_codes(magnitude, signs))
+            scale[chunk] = scale_RB.view(torch.uint8)
+        if values is not None:
+            out = values.view(rows, blocks, NVFP4_BLOCK)[chunk]
+            torch.mul(with_sign(magnitude, signs), fp8_values(scale_RB)[..., None], out=out)
     return Blocks(qdata, scale, amax)
 
 
-def _random_bytes(draw: Draw | None, start: int, stop: int, blocks: int) -> Tensor:
+def _outer_amax(x: Tensor, maxima: list[Tensor], spec: NVFP4) -> Tensor:
+    """Return finite_amax of x, [] or [rows], given the maxima of its blocks."""
+    by_row = spec.outer == "row"
+    amax = torch.cat([t.amax(1) for t in maxima]) if by_row else torch.stack([t.amax() for t in maxima]).amax()
+    if x.device.type == "cpu" and _all_finite(amax):
+        return amax
+    return finite_amax(x, dim=-1 if by_row else None)
+
+
+def _all_finite(magnitudes: Tensor) -> bool:
+    return bool(magnitudes.amax() < torch.inf)
+
+
+def _random(draw: Draw | Tensor | None, spec: NVFP4, chunk: slice, x_RB16: Tensor) -> Tensor | None:
+    """Return the random bytes of some rows as fp32 in x's order, or None."""
+    if spec.rounding != "stochastic":
+        return None
+    if isinstance(draw, Tensor):
+        return torch.empty_like(x_RB16[chunk], dtype=torch.float32).copy_(draw[chunk])
     assert draw is not None, "stochastic rounding needs a draw"
+    blocks = x_RB16.shape[1]
     per_row = blocks if draw.blocks_per_row is None else draw.blocks_per_row
-    row = torch.arange(start, stop, device=draw.base.device)[:, None] * per_row
-    return block_bytes(row + torch.arange(blocks, device=draw.base.device) + draw.first_block, draw)
+    device = draw.base.device
+    first = torch.arange(chunk.start, chunk.stop, device=device) * per_row + draw.first_block
+    block = torch.arange(blocks, device=device)
+    if x_RB16.stride(2) == 1:
+        drawn = block_bytes(first[:, None] + block, draw).movedim(0, 2)
+    else:
+        drawn = block_bytes(first + block[:, None], draw, together=False).permute(2, 1, 0)
+    return torch.empty_like(x_RB16[chunk], dtype=torch.float32).copy_(drawn)
 
 
-def _encode(x: Tensor, spec: NVFP4, factors: TensorFactors, random: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [16, rows, blocks] and scales float8_e4m3fn [rows, blocks] of x fp32 [16, rows, blocks]."""
-    raw_amax = x.abs().amax(0)
-    poison = ~raw_amax.isfinite() | factors.poison
-    if spec.is_tile:
-        poison = _over_tile(poison, torch.any)
-    any_poison = x.device.type != "cpu" or bool(poison.any())  # on a GPU, mask rather than ask
+def _round(
+    x: Tensor, maxima: Tensor, spec: NVFP4, factors: TensorFactors, random: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return E2M1 magnitudes fp32 and what has their signs [rows, blocks, 16], and scales float8 [rows, blocks].
+
+    Args:
+        x: [rows, blocks, 16].
+        maxima: `block_maxima` of x.
+        random: fp32 0 to 255 of x's shape, for stochastic rounding.
+    """
+    x = x.float()
+    # On a GPU, mask rather than ask.
+    any_poison = x.device.type != "cpu" or not _all_finite(maxima) or bool(factors.poison.any())
+    poison = None
     if any_poison:
-        x = torch.where(poison, 0.0, x)
-        raw_amax = torch.where(poison, 0.0, raw_amax)
-    block_amax = _over_tile(raw_amax, torch.amax) if spec.is_tile else raw_amax
+        poison = ~maxima.isfinite() | factors.poison
+        poison = _over_tile(poison, torch.any) if spec.is_tile else poison
+        x = torch.where(poison[..., None], 0.0, x)
+        maxima = torch.where(poison, 0.0, maxima)
+    block_amax = _over_tile(maxima, torch.amax) if spec.is_tile else maxima
     if isinstance(spec.scaling, FourOverSix):
-        codes, scale = _choose_candidate(x, block_amax, spec, spec.scaling, factors)
+        scale = _choose_scale(x, block_amax, spec, spec.scaling, factors)
     else:
         scale = block_scale(block_amax, factors)
-        v = x * encode_scale(scale.float(), factors)
-        codes = e2m1_nearest(v)[0] if spec.rounding == "nearest" else e2m1_stochastic(v, random)
-    if any_poison:
-        codes = codes.masked_fill(poison, 0)
-        nan = torch.full_like(scale.view(torch.uint8), E4M3_NAN)
-        scale = torch.where(poison, nan, scale.view(torch.uint8)).view(scale.dtype)
-    return codes, scale
+    v = x * encode_scale(fp8_values(scale), factors)[..., None]
+    magnitude = round_nearest(v) if spec.rounding == "nearest" else round_stochastic(v, random)
+    if poison is not None:
+        magnitude = magnitude.masked_fill_(poison[..., None], 0.0)
+        scale = scale.view(torch.uint8).masked_fill(poison, E4M3_NAN).view(scale.dtype)
+    return magnitude, v, scale
 
 
-def _choose_candidate(
-    x: Tensor, block_amax: Tensor, spec: NVFP4, scaling: FourOverSix, factors: TensorFactors
-) -> tuple[Tensor, Tensor]:
-    """4over6: the candidate of least error per block or tile, 1 winning ties and NaN (section 5)."""
+def _choose_scale(x: Tensor, block_amax: Tensor, spec: NVFP4, scaling: FourOverSix, factors: TensorFactors) -> Tensor:
+    """4over6: the scale of least error per block or tile, 1 winning ties and NaN (section 5)."""
     exact = scaling.error_math == "exact"
-    target = x if exact else x * factors.s
+    target = x if exact else x * factors.s[..., None]
 
-    def attempt(ratio: float) -> tuple[Tensor, Tensor, Tensor]:
+    def attempt(ratio: float) -> tuple[Tensor, Tensor]:
         scale = candidate_scale(block_amax, factors, ratio)
-        scale_f32 = scale.float()
-        v = x * encode_scale(scale_f32, factors)
-        codes, magnitude = e2m1_nearest(v)
-        decoded = torch.copysign(magnitude, v) * scale_f32
+        scale_f32 = fp8_values(scale)
+        v = x * encode_scale(scale_f32, factors)[..., None]
+        decoded = with_sign(round_nearest(v), v).mul_(scale_f32[..., None])
         if exact:
-            decoded = (decoded * factors.a) / torch.full_like(factors.a, f32(6 * spec.e4m3_max))
-        return codes, scale.view(torch.uint8), _error(decoded - target, scaling.error, spec.is_tile)
+            decoded.mul_(factors.a[..., None]).div_(torch.full_like(factors.a, f32(6 * spec.e4m3_max))[..., None])
+        return scale.view(torch.uint8), _error(decoded.sub_(target), scaling.error, spec.is_tile)
 
     first, *others = scaling.candidates
-    best_codes, best_scale, best_error = attempt(first)
+    best_scale, best_error = attempt(first)
     for ratio in others:
-        codes, scale, error = attempt(ratio)
+        scale, error = attempt(ratio)
         better = error < best_error
-        best_codes = torch.where(better, codes, best_codes)
         best_scale = torch.where(better, scale, best_scale)
         best_error = torch.where(better, error, best_error)
-    return best_codes, best_scale.view(torch.float8_e4m3fn)
+    return best_scale.view(torch.float8_e4m3fn)
 
 
 def _error(d: Tensor, error_kind: str, is_tile: bool) -> Tensor:
     """Sum |d| or d*d over the 16 elements in order, then over the 16 rows of a tile as a tree: [rows, blocks]."""
-    d = d.abs() if error_kind == "mae" else d * d
-    error = d[0].clone()
-    for element in d[1:]:
+    d = d.abs_() if error_kind == "mae" else d.mul_(d)
+    first, *others = d.unbind(2)
+    error = first.clone()
+    for element in others:
         error += element
     return _over_tile(error, _tree_sum) if is_tile else error
 
@@ -231,6 +329,16 @@ def _tree_sum(rows: Tensor, dim: int) -> Tensor:
 def _over_tile(values_RB: Tensor, reduce) -> Tensor:
     """Reduce [rows, blocks] over each group of 16 rows (missing rows are 0) and give every row the result."""
     rows, blocks = values_RB.shape
-    tiles = pad(values_RB, (0, 0, 0, round_up(rows, NVFP4_BLOCK) - rows)).view(-1, NVFP4_BLOCK, blocks)
+    if rows % NVFP4_BLOCK:
+        values_RB = pad(values_RB, (0, 0, 0, round_up(rows, NVFP4_BLOCK) - rows))
+    tiles = values_RB.reshape(-1, NVFP4_BLOCK, blocks)
     reduced = reduce(tiles, dim=1)
     return reduced[:, None].expand_as(tiles).reshape(-1, blocks)[:rows]
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Pack codes [rows, blocks, 16] into bytes [rows, blocks, 8]."""
+    if not codes.is_contiguous():
+        return pack(codes)
+    pairs = codes.view(torch.int16)  # little-endian: the even column is the low byte
+    return ((pairs >> 4) | pairs).to(torch.uint8)

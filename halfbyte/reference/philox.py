@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,27 +21,19 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple
         counter: four int64 tensors that broadcast, each holding a 32-bit word.
         key: two int64 scalars on the same device, each holding a 32-bit word.
     """
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
-    even, odd = torch.stack((c0, c2)), torch.stack((c1, c3))
-    multipliers = _column((_M0, _M1), even)
-    keys = torch.stack(key).view(-1, *[1] * c0.dim())
-    steps = _column((_W0, _W1), even)
-    for i in range(10):
-        # The low 64 bits of a product are right even where int64 wraps. Words 1 and 3 carry junk above 32 bits, which
-        # the mask after the exclusive or removes.
-        product = even * multipliers
-        even = (product >> 32).flip(0).bitwise_xor_(odd).bitwise_xor_(keys + i * steps).bitwise_and_(_LOW)
-        odd = product.flip(0)
-    odd = odd.bitwise_and_(_LOW)
-    return even[0], odd[0], even[1], odd[1]
-
-
-def _column(values: tuple[int, int], like: Tensor) -> Tensor:
-    """Return two numbers as int64 [2, 1, ...] that broadcasts with `like` [2, ...], filled on its device."""
-    column = torch.empty(2, *[1] * (like.dim() - 1), dtype=torch.int64, device=like.device)
-    column[0].fill_(values[0])
-    column[1].fill_(values[1])
-    return column
+    c0, c1, c2, c3 = counter
+    # Tensors: every operation with a Python number would make one.
+    m0, m1, low, half = (torch.full((), n, device=key[0].device) for n in (_M0, _M1, _LOW, 32))
+    rounds = torch.arange(10, device=key[0].device)
+    keys = zip(*((k + rounds * step).unbind() for k, step in zip(key, (_W0, _W1), strict=True)), strict=True)
+    for k0, k1 in keys:
+        # The low 64 bits of a product are right even where int64 wraps. Words 1 and 3 carry junk above 32 bits, and so
+        # may keys, which the mask after the exclusive or removes.
+        p0, p1 = c0 * m0, c2 * m1
+        c0 = (p1 >> half).bitwise_xor(c1).bitwise_xor_(k0).bitwise_and_(low)
+        c2 = (p0 >> half).bitwise_xor(c3).bitwise_xor_(k1).bitwise_and_(low)
+        c1, c3 = p1, p0
+    return tuple(torch.broadcast_tensors(c0, c1 & low, c2, c3 & low))
 
 
 def _words(draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -48,19 +42,52 @@ def _words(draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return seed & _LOW, (seed >> 32) & _LOW, offset & _LOW, (offset >> 32) & _LOW
 
 
-def block_bytes(blocks: Tensor, draw: Draw) -> Tensor:
+def block_bytes(blocks: Tensor, draw: Draw, together: bool = True) -> Tensor:
     """Return the 16 random bytes of each 1x16 block.
 
     Args:
         blocks: int64 [...], the linear index B of every block in its operand.
         draw: the place in the random stream.
+        together: whether the bytes of a block shall be neighbours in memory; otherwise the first ones of all blocks
+            are, then the second ones, and so on.
 
     Returns:
         uint8 [16, ...]: byte i belongs to element i of the block.
     """
     k0, k1, o0, o1 = _words(draw)
     words = philox4x32((blocks & _LOW, (blocks >> 32) & _LOW, o0, o1), (k0, k1))
-    return torch.stack([(word >> (8 * i)).to(torch.uint8) for word in words for i in range(4)])
+    return _together(words) if together else _apart(words)
+
+
+def bytes_of_both(rows: int, cols: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """Return what `block_bytes` does of a matrix and of its transpose at the next offset, in one computation.
+
+    Args:
+        rows, cols: of the matrix, multiples of 16.
+        draw: the matrix's place; no shard.
+
+    Returns:
+        uint8 [16, rows, cols / 16], its bytes together, and [16, cols, rows / 16], its bytes apart in x's order.
+    """
+    device = draw.base.device
+    own = torch.arange(rows * cols // 16, device=device)
+    turned = torch.arange(rows // 16, device=device)[:, None] + torch.arange(cols, device=device) * (rows // 16)
+    k0, k1, _, _ = _words(draw)
+    offset = draw.base[1] + (torch.arange(2, device=device)[:, None] + draw.stream)
+    counter = (torch.stack((own, turned.view(-1))), torch.zeros_like(k0), offset & _LOW, (offset >> 32) & _LOW)
+    words = philox4x32(counter, (k0, k1))
+    row = _together([word[0].view(rows, cols // 16) for word in words])
+    return row, _apart([word[1].view(rows // 16, cols) for word in words]).transpose(1, 2)
+
+
+def _together(words: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of four words, [16, ...]; little-endian: byte i of a word is its i-th in memory."""
+    return torch.stack(tuple(words), dim=-1).to(torch.int32).view(torch.uint8).movedim(-1, 0)
+
+
+def _apart(words: Sequence[Tensor]) -> Tensor:
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=words[0].device).view(4, *[1] * words[0].dim())
+    return torch.cat([(word.to(torch.int32) >> shifts).to(torch.uint8) for word in words])
 
 
 def sign_bits(width: int, draw: Draw) -> Tensor:

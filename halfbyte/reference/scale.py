@@ -49,19 +49,19 @@ def clamped_amax(amax: Tensor, spec: NVFP4) -> Tensor:
 
 def tensor_factors(amax: Tensor, spec: NVFP4) -> TensorFactors:
     """Derive every fp32 factor of an operand from its amax ([] or [rows])."""
-    poison = ~(amax.isfinite() & (amax >= 0))
+    poison = ~((amax >= 0) & (amax <= FLT_MAX))
     clean = torch.where(poison, 0.0, amax)
     a = clamped_amax(clean, spec)
     one = torch.ones_like(a)
     # Divide tensors, not scalars: CUDA torch turns division by a scalar into a multiplication.
-    s = (one * f32(spec.e4m3_max * spec.fp4_max) / a).clamp_max(FLT_MAX)
+    s = (torch.full_like(a, f32(spec.e4m3_max * spec.fp4_max)) / a).clamp_max(FLT_MAX)
     s = torch.where(clean == 0, one, s)
     return TensorFactors(a, s, s * f32(1 / spec.fp4_max), one / s, poison)
 
 
 def _at_most_flt_max(t: Tensor) -> Tensor:
     # IEEE's minimum: where S or D overflows for fp4_max < 1 or tiny maxima, 0 * Inf means FLT_MAX, not NaN.
-    return torch.fmin(t, torch.full((), FLT_MAX, device=t.device))
+    return t.nan_to_num(nan=FLT_MAX, posinf=FLT_MAX)
 
 
 def block_scale(block_amax: Tensor, factors: TensorFactors) -> Tensor:

@@ -114,16 +114,19 @@ def test_rows_of_a_shard_draw_the_bits_of_the_whole():
 
 
 class Quantized(TorchDispatchMode):
-    """Counts the codes that quantizations return."""
+    """Counts the elements and block scales that quantizations return, as codes or as values."""
 
     def __init__(self):
         super().__init__()
-        self.codes = 0
+        self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if "quantize_row_col" in str(func):
-            self.codes += sum(t.numel() for t in out if isinstance(t, torch.Tensor) and t.dtype == torch.uint8)
+            for data, scale in (out[:2], out[3:5]):
+                elements = data.numel() * (1 if data.is_floating_point() else 2)
+                self.count += elements + elements // 16
+                assert scale.numel() == (0 if data.is_floating_point() else elements // 16)
         return out
 
 
@@ -139,9 +142,9 @@ def test_without_gradients_only_the_operands_of_the_forward_are_quantized(groupe
                 hb.grouped_linear(x, w[None], ends((32,)), recipe, rng=hb.Philox(0))
             else:
                 hb.linear(x, w, None, recipe, rng=hb.Philox(0))
-        return quantized.codes
+        return quantized.count
 
     both = run()
     with torch.no_grad():
         alone = run()
-    assert alone == 2 * 32 * (32 // 2 + 32 // 16) < both
+    assert alone == 2 * 32 * (32 + 32 // 16) < both
