@@ -349,7 +349,7 @@ def _place_of(tensor: Tensor | None) -> Hashable:
     """Return what of a tensor decides how a request is met."""
     if tensor is None:
         return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT
 
 
 def _width_of(number: int) -> int:
