@@ -52,8 +52,9 @@ def test_torch_ops_between_launches():
         total = add(a, 1) + b * 2
         total.mul_(3).add_(torch.ones(SIZE))
         parts = torch.split(torch.cat([total, a]), [4, 12])
-        top, where = parts[1].max(0)
-        return (torch.where(flags, total, 0.0), parts[0], top, where, x.t().to(torch.bfloat16)), None
+        top, where = parts[1][:SIZE].max(0)
+        places = total[where.view(1)]
+        return (torch.where(flags, total, 0.0), parts[0], top, where, places, x.t().to(torch.bfloat16)), None
 
     flags = torch.arange(SIZE) % 2 == 0
     check(function, *(((values(i, 2 * SIZE), flags.roll(i)),) for i in range(3)))

@@ -74,6 +74,7 @@ UNREPEATABLE = {
     "launch of a tensor from outside": lambda x: add(OUTSIDE, 1) + x,
     "constant from the host": lambda x: x + torch.tensor([float(x[0])]),
     "shape that follows from values": lambda x: torch.zeros(torch.nonzero(x > 3).shape[0]),
+    "mask": lambda x: x[x > 3] * 2,
     "memory exchanged": lambda x: torch.empty(0).set_(x.clone().untyped_storage(), 4, (4,), (1,)).clone(),
     "tuple of tensors": lambda x: (out := torch.empty_like(x), pair_kernel[(1,)]((x, x), out, SIZE=SIZE))[0],
     "another device": lambda x: add(x, 1) + x.to("meta").numel(),
