@@ -162,7 +162,7 @@ def untold_launches(source: Source) -> Iterator[str]:
     """A launch that nobody is told of would be missing where an equal call is repeated."""
     for function in source.functions:
         named, kinds = function.name.endswith("_kernel"), decorators(function)
-        if named and "triton.jit" in kinds or is_kernel(function) and not named and "triton.jit" not in kinds:
+        if is_kernel(function) and named == ("triton.jit" in kinds):
             yield f"{function.name}: launched kernels are called …_kernel and are of launch.jit, others of triton.jit"
     for node in ast.walk(source.tree):
         is_launch = isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)

@@ -29,8 +29,6 @@ ALIGNMENT = 16
 LARGEST_INT32 = (1 << 31) - 1
 MARGIN = 1 << 12
 """What a launcher may add to a number that varies."""
-_UNREPEATABLE = frozenset((torch.Tag.inplace_view, torch.Tag.dynamic_output_shape))
-"""Ops that move what a known tensor looks at, or whose shapes follow from values."""
 
 _aten = torch.ops.aten
 ALLOCATIONS = frozenset(
@@ -155,6 +153,13 @@ def _tensors(value: Any) -> list[Tensor]:
     return _found(value, Tensor)
 
 
+def _depends_on_values(func: Any, used: list[Tensor]) -> bool:
+    """Whether an op moves what a known tensor looks at, or makes a shape that follows from values."""
+    if func is _aten.index.Tensor:  # by places, or by masks
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in used[1:])
+    return torch.Tag.inplace_view in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
 class Recorder(TorchDispatchMode):
     """Records what a function does with tensors.
 
@@ -227,7 +232,7 @@ class Recorder(TorchDispatchMode):
             return result
         if any(not isinstance(out, Tensor | None) for out in (result if type(result) in (tuple, list) else (result,))):
             self.refuse(f"{func} returns what is no tensor")
-        elif not _UNREPEATABLE.isdisjoint(func.tags):
+        elif _depends_on_values(func, used):
             self.refuse(f"{func} makes a tensor that depends on more than shapes")
         elif used and any(tensor.device != used[0].device for tensor in made):
             self.refuse(f"{func} leaves the device")
@@ -349,7 +354,7 @@ def _place_of(tensor: Tensor | None) -> Hashable:
     """Return what of a tensor decides how a request is met."""
     if tensor is None:
         return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT
 
 
 def _width_of(number: int) -> int:

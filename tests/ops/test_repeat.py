@@ -1,0 +1,297 @@
+"""Ops and layers whose kernels are repeated return the bits of those whose kernels are not, whatever changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import pytest
+import quantize_checks as checks
+import torch
+from repeating import anew, check_repeats, kernels, same
+from torch import Tensor
+
+import halfbyte as hb
+from halfbyte import ops, reference
+from halfbyte.kernels import prepared
+from halfbyte.ops import repeat
+
+pytestmark = pytest.mark.usefixtures("kernels")
+__all__ = ["kernels"]
+
+CPU = torch.device("cpu")
+TILE, RHT, SR = hb.NVFP4(block=(16, 16)), hb.NVFP4(rotation=hb.Hadamard()), hb.NVFP4(rounding="stochastic")
+FRESH = hb.NVFP4(rotation=hb.Hadamard(size=32, signs="fresh"))
+STREAMS = (3, 70_000, (1 << 30) + 9)
+LARGE = (1 << 31, (1 << 31) + 16, (1 << 40) + 5)
+
+
+def data(i: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(i))
+    if x.numel() > 1:
+        x.view(-1)[i] = 30.0
+    return x.to(dtype)
+
+
+def places(i: int, streams=STREAMS) -> dict:
+    """Return draws at another place for every i."""
+    draw, sign = hb.Philox(11 + i, 5).on(CPU), hb.Philox(99, 3 + i).on(CPU)
+    return {"draw": draw._replace(stream=streams[i]), "sign_draw": sign._replace(stream=streams[-1 - i])}
+
+
+def pair_of(recipe: hb.Recipe):
+    """Return the pairs of specs of one recipe's tensors: x, w, dy."""
+    fprop, dgrad, wgrad = (gemm or hb.GemmSpec() for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+    return {(fprop.a, wgrad.b), (fprop.b, dgrad.b), (dgrad.a, wgrad.a)} - {(None, None)}
+
+
+PAIRS = sorted(
+    {*checks.PAIRS, *(pair for recipe in hb.recipes.PRESETS.values() for pair in pair_of(recipe()))}, key=repr
+)
+PAIRS = [
+    *PAIRS,
+    *((pair[0], None) for pair in PAIRS if None not in pair),
+    *((None, p[1]) for p in PAIRS if None not in p),
+]
+
+
+@pytest.mark.parametrize("spec", checks.SPECS, ids=lambda spec: spec.key)
+def test_quantize(spec):
+    def call(given, i):
+        amax = torch.tensor(20.0 + i) if spec == hb.NVFP4() and given else None
+        layout = "swizzled_32_4_4" if given else "linear"
+        return ops.quantize(data(i, 20, 48), spec, **places(i), amax=amax, scale_layout=layout)
+
+    for given in (False, True):
+        check_repeats(partial(call, given))
+
+
+@pytest.mark.parametrize("transient", [False, True])
+@pytest.mark.parametrize("pair", list(dict.fromkeys(PAIRS)), ids=lambda p: " ".join(s.key if s else "-" for s in p))
+def test_quantize_row_col(pair, transient):
+    check_repeats(lambda i: ops.quantize_row_col(data(i, 17, 33), *pair, **places(i), transient=(transient,) * 2), (1,))
+
+
+@pytest.mark.parametrize("pair", [(TILE, TILE), (hb.NVFP4(), RHT)], ids=["tiles", "rotated"])
+def test_quantize_row_col_with_amaxes_of_both(pair):
+    def call(i):
+        amaxes = {"row_amax": torch.tensor(9.0 + i), "col_amax": torch.tensor(9.0 + 2 * i)}
+        return ops.quantize_row_col(data(i, 32, 48), *pair, **amaxes, **places(i))
+
+    check_repeats(call)
+
+
+@pytest.mark.parametrize("spec", [SR, FRESH], ids=["rounding", "signs"])
+def test_streams_beyond_32_bits(spec):
+    """Each is what the reference draws there, whichever was recorded first."""
+    for order in (STREAMS, LARGE, (STREAMS[0], *LARGE), (LARGE[0], *STREAMS)):
+        prepared._RECORDS.clear()
+        for stream in order:
+            x, draws = data(1, 16, 64), {k: draw._replace(stream=stream) for k, draw in places(0).items()}
+            same(ops.quantize(x, spec, **draws), reference.quantize(x, spec, **draws))
+    check_repeats(lambda i: ops.quantize(data(i, 16, 64), spec, **places(i, LARGE)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_amax(dtype):
+    check_repeats(lambda i: ops.amax(data(i, 40, 70, dtype=dtype)))
+
+
+@pytest.mark.parametrize("spec", [hb.NVFP4(), hb.NVFP4(outer="row"), TILE, hb.MXFP8()], ids=lambda spec: spec.key)
+def test_dequantize(spec):
+    def call(layout, i):
+        with anew():
+            blocks = ops.quantize(data(i, 20, 40), spec, scale_layout=layout)
+        return ops.dequantize(blocks, spec, 40, torch.bfloat16, layout)
+
+    for layout in ("linear", "swizzled_32_4_4"):
+        check_repeats(partial(call, layout))
+
+
+def test_transpose():
+    def call(i):
+        with anew():
+            blocks = ops.quantize(data(i, 32, 48), TILE)
+        return ops.transpose(blocks.qdata, blocks.block_scale, 32, 48)
+
+    check_repeats(call)
+
+
+GEMMS = {
+    "quantized": (hb.NVFP4(), TILE, {}),
+    "rows": (hb.NVFP4(outer="row"), hb.NVFP4(), {}),
+    "MXFP8": (hb.MXFP8(), hb.MXFP8(), {}),
+    "left": (hb.NVFP4(), None, {}),
+    "plain": (None, None, {}),
+    "bias": (hb.NVFP4(), TILE, {"bias": 1}),
+    "fp32": (hb.NVFP4(), TILE, {"out_dtype": torch.float32}),
+    "out": (hb.NVFP4(), TILE, {"out": 1}),
+    "accumulate": (hb.NVFP4(), TILE, {"out": 1, "accumulate": True, "bias": 1}),
+    "long": (hb.NVFP4(), TILE, {"K": 4096}),
+}
+
+
+@pytest.mark.parametrize("case", GEMMS)
+def test_gemm_nt(case, monkeypatch):
+    specs, options = GEMMS[case][:2], GEMMS[case][2]
+    if case == "long":
+        from halfbyte.kernels import gemm
+
+        plan = gemm.make_plan
+        monkeypatch.setattr(gemm, "make_plan", lambda *given: dataclasses_replace(plan(*given), splits=2))
+
+    def call(i):
+        K, made = options.get("K", 48), dict(options)
+        made.pop("K", None)
+        sides = []
+        for spec, rows, seed in ((specs[0], 20, i), (specs[1], 24, i + 7)):
+            x = data(seed, rows, K)
+            with anew():
+                blocks = None if spec is None else ops.quantize(x, spec)
+            sides.append(x if blocks is None else ops.Operand(blocks, spec, K))
+        if "bias" in made:
+            made["bias"] = data(i + 3, 24)
+        if "out" in made:
+            made["out"] = data(i + 4, 20, 24, dtype=torch.float32)
+        return ops.gemm_nt(*sides, **made)
+
+    check_repeats(call)
+
+
+def dataclasses_replace(value, **changes):
+    return dataclasses.replace(value, **changes) if dataclasses.is_dataclass(value) else value._replace(**changes)
+
+
+FOLLOWING = (ops.Following(), ops.Following(hb.NVFP4(), hb.NVFP4()), ops.Following(hb.NVFP4(outer="row"), FRESH))
+
+
+@pytest.mark.parametrize("following", FOLLOWING, ids=["nothing", "tensor", "row"])
+def test_norms_and_activations(following):
+    def how(i):
+        return following._replace(sign_draw=places(i)["sign_draw"])
+
+    def norm(centered, i):
+        x, w, b = data(i, 19, 40), data(i + 1, 40), data(i + 2, 40) if centered else None
+        y, statistics, amaxes = ops.norm(x, w, b, ops.NormKind(1e-5, centered), torch.bfloat16, how(i))
+        return y, statistics, amaxes, ops.norm_backward(data(i + 3, 19, 40), x, w, statistics, centered, centered)
+
+    def activation(gated, i):
+        x, up = data(i, 19, 40), data(i + 1, 19, 40) if gated else None
+        h = ops.activation(x, up, "silu", how(i))
+        return h, ops.activation_backward(data(i + 2, 19, 40), x, up, "silu", how(i))
+
+    for centered in (False, True):
+        check_repeats(partial(norm, centered))
+    for gated in (False, True):
+        check_repeats(partial(activation, gated))
+
+
+GROUPS = ((8, 8, 24), (0, 16, 30), (5, 21, 32))
+
+
+def offsets(i: int) -> Tensor:
+    return torch.tensor(GROUPS[i], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("pair", [(hb.NVFP4(), RHT), (SR, SR), (hb.MXFP8(), None), (None, TILE), (TILE, TILE)], ids=str)
+def test_grouped_quantize_row_col(pair):
+    check_repeats(lambda i: ops.grouped_quantize_row_col(data(i, 32, 48), offsets(i), *pair, **places(i)))
+    check_repeats(lambda i: ops.grouped_quantize_row_col(data(i, 3, 16, 32), None, *pair, **places(i)), (1,))
+
+
+def test_grouped_gemms_and_decoding():
+    def call(what, i):
+        with anew():
+            tokens, tokens_col = ops.grouped_quantize_row_col(data(i, 32, 48), offsets(i), hb.NVFP4(), RHT)
+            experts, _ = ops.grouped_quantize_row_col(data(i + 1, 3, 16, 48), None, TILE, None)
+            _, dy = ops.grouped_quantize_row_col(data(i + 2, 32, 16), offsets(i), None, RHT)
+        a, b = ops.Operand(tokens, hb.NVFP4(), 48), ops.Operand(experts, TILE, 48)
+        columns = ops.Operand(dy, RHT, 32), ops.Operand(tokens_col, RHT, 32)
+        out = data(i, 3, 16, 48, dtype=torch.float32)
+        return {
+            "tokens": lambda: ops.grouped_gemm_nt(a, b, offsets(i)),
+            "contraction": lambda: ops.grouped_gemm_nt(*columns, offsets(i)),
+            "out": lambda: ops.grouped_gemm_nt(*columns, offsets(i), out=out, accumulate=True),
+            "plain": lambda: ops.grouped_gemm_nt(data(i, 32, 48), data(i, 3, 16, 48), offsets(i)),
+            "dequantize": lambda: ops.grouped_dequantize(a, offsets(i)),
+            "experts": lambda: ops.grouped_dequantize(b, None),
+            "decode": lambda: ops.grouped_decode(b).blocks,
+        }[what]()
+
+    for what in ("tokens", "contraction", "out", "plain", "dequantize", "experts", "decode"):
+        check_repeats(partial(call, what), (1,))
+
+
+@pytest.mark.parametrize("shape", [(0, 48), (32, 0), (0, 0)])
+def test_empty_tensors(shape):
+    for spec in (hb.NVFP4(), RHT, TILE, hb.MXFP8()):
+        for pair in ((spec, spec), (spec, None), (None, spec)):
+            for _ in range(2):
+                given = ops.quantize_row_col(torch.empty(shape), *pair)
+                with anew():
+                    same(given, ops.quantize_row_col(torch.empty(shape), *pair))
+    a, b = torch.empty(shape, dtype=torch.bfloat16), data(0, 24, shape[1])
+    for _ in range(2):
+        for bias in (None, data(1, 24)):
+            given = ops.gemm_nt(a, b, bias=bias)
+            with anew():
+                same(given, ops.gemm_nt(a, b, bias=bias))
+
+
+def as_given(x: Tensor) -> Tensor:
+    """Return x."""
+    return x
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Return x in memory that starts one element later."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Return x in the memory of its transpose."""
+    return x.mT.contiguous().mT
+
+
+def with_gaps(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1)[..., 0]
+
+
+@pytest.mark.parametrize(
+    "order", [(as_given, shifted, turned, with_gaps), (with_gaps, turned, shifted, as_given)], ids=str
+)
+def test_memory_of_other_kinds(order):
+    """Equal values in other places are equal bytes, whichever came first."""
+    for spec in (hb.NVFP4(), RHT, TILE):
+        prepared._RECORDS.clear()
+        for i in (0, 1):
+            for kind in order:
+                x = data(i, 32, 48)
+                same(ops.quantize_row_col(kind(x), spec, spec), reference.quantize_row_col(x, spec, spec))
+
+
+def test_one_tensor_in_several_places():
+    """x is its own weight, and then is not, and the other way round."""
+    for order in ((True, False), (False, True)):
+        prepared._RECORDS.clear()
+        for i, one in enumerate((*order, *order)):
+            a = data(i, 24, 48)
+            b = a if one else data(i + 5, 24, 48)
+            given = ops.gemm_nt(a, b)
+            with anew():
+                same(given, ops.gemm_nt(a, b))
+
+
+def test_sign_that_waits_is_seen():
+    """A view of imaginary parts of conjugates holds the opposite of what it is."""
+    for waits in (False, True, False):
+        z = torch.complex(data(0, 16, 48, dtype=torch.float32), data(1, 16, 48, dtype=torch.float32))
+        x = z.conj().imag if waits else -z.imag
+        assert x.is_neg() == waits
+        w = data(2, 16, 48, dtype=torch.float32)
+        assert torch.equal(hb.linear(x, w, None, "nvfp4_forward"), hb.linear(x.clone(), w, None, "nvfp4_forward"))
+
+
+def test_only_ops_that_say_which_backend_can_be_repeated():
+    with pytest.raises(AssertionError, match="backend"):
+        repeat.repeated(lambda x: x, "thing(Tensor x) -> Tensor")
