@@ -6,14 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import tyro
 
+from halfbyte.train import auto, data, divergence, launch, loop, signals, treatment
 from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
-from halfbyte.train import data, divergence, launch, loop, signals, treatment
 
 Options = TypeVar("Options", "Train", "Compare")
 PRESET = "two_cores"
@@ -92,6 +93,20 @@ def _compare(options: Compare, interrupts: signals.Interrupts) -> int:
     return int(comparison.failed(results))
 
 
+def _with_values(arguments: list[str]) -> list[str]:
+    """Return the arguments with a value behind each of `--fuse`, `--compile`, `--graph` and their `--no-` forms."""
+    plain = []
+    for argument, after in zip_longest(arguments, arguments[1:]):
+        option = argument.removeprefix("--no-") if argument.startswith("--no-") else argument.removeprefix("--")
+        if not argument.startswith("--") or option not in auto.OPTIONS:
+            plain.append(argument)
+        elif argument.startswith("--no-"):
+            plain += [f"--{option}", "off"]
+        else:
+            plain += [argument] if after in get_args(configs.Switch) else [argument, "on"]
+    return plain
+
+
 def _parse(kind: type[Options], arguments: list[str], out: Path) -> Options:
     """Read the options of one command; `--preset` is looked up first, because it sets the defaults of the others."""
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -101,7 +116,7 @@ def _parse(kind: type[Options], arguments: list[str], out: Path) -> Options:
     return tyro.cli(
         kind,
         prog=f"halfbyte {kind.__name__.lower()}",
-        args=arguments,
+        args=_with_values(arguments),
         default=kind(config=preset),
         config=(tyro.conf.OmitArgPrefixes,),
     )

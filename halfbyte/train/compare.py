@@ -6,11 +6,14 @@ that broke off costs nothing but the steps since its last checkpoint.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from halfbyte.train import data, divergence, files, lock, loop, measure, plot, treatment
+import torch
+
+from halfbyte.train import auto, data, divergence, files, folder, lock, loop, measure, plot, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
 from halfbyte.train.signals import Interrupts
@@ -67,6 +70,7 @@ def compare(
             f"recipes={','.join(names)!r} has none; name one, or use `halfbyte train`"
         )
     corpus = data.load(config.data, config.run.cache)
+    config, notes = folder.settled(config, *(config.run.out / name for name in names))  # alike, or gaps mislead
     runs = {
         name: replace(config, recipe_schedule=schedules[name], run=replace(config.run, out=config.run.out / name))
         for name in names
@@ -77,6 +81,7 @@ def compare(
     with lock.hold(f"compare {','.join(names)}", config.run.out, *unfinished):
         title = heading(config, corpus, schedules)
         print(title, flush=True)
+        auto.say(notes if unfinished else ())
         return _compare_held(config, runs, corpus, title, interrupts)
 
 
@@ -91,6 +96,7 @@ def _compare_held(
         before = None if config.run.overwrite else loop.finished(one, name, corpus)
         if before:
             print(f"{title_of_run}: finished before{_in_brackets(divergence.of(before))}, kept", flush=True)
+        _forget_the_last_run(config)
         result = loop.train_held(one, name, corpus, title=title_of_run, interrupts=interrupts)
         diverged = divergence.of(result)
         if diverged and not before:
@@ -99,6 +105,13 @@ def _compare_held(
         with_gaps(results)
         _write(config.run.out, config, corpus, results, title)
     return results
+
+
+def _forget_the_last_run(config: TrainConfig) -> None:
+    """Free its model and its graph, which refer to each other, and its compiled code, of which torch keeps so much."""
+    gc.collect()
+    if config.compile == "on":
+        torch._dynamo.reset()
 
 
 def with_gaps(results: list[dict]) -> None:
@@ -152,7 +165,7 @@ def heading(config: TrainConfig, corpus: data.Data, schedules: Mapping[str, str]
     return (
         f"{shape.parameters / 1e6:.2f}M parameters, {config.tokens / 1e6:.2f}M tokens per recipe of "
         f"{corpus.summary['corpus']} ({corpus.summary['tokenizer']}), {device.type}, GEMMs in {dtype}"
-        f"{changes}{f', not for {others}' if following and others else ''}"
+        f"{auto.in_words(config)}{changes}{f', not for {others}' if following and others else ''}"
     )
 
 

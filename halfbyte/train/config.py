@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from halfbyte.schedule import Schedule, parse_schedule
 from halfbyte.train import model as models
 from halfbyte.train import treatment
 from halfbyte.train.documents import TEXT_FIELD
 
+Switch = Literal["auto", "on", "off"]
 LONGEST = 120
 """Characters of a value in a message; a damaged file may hold any."""
 
@@ -33,6 +34,12 @@ def _fraction(values: object, *names: str) -> None:
     for name in names:
         if not 0 <= getattr(values, name) < 1:
             raise ValueError(f"{name}={getattr(values, name)}: give 0 <= {name} < 1")
+
+
+def _switch(values: object, *names: str) -> None:
+    for name in names:
+        if getattr(values, name) not in get_args(Switch):
+            raise ValueError(f"{name}={getattr(values, name)!r}: give 'auto', 'on' or 'off'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +126,8 @@ class RunConfig:
     """Checkpoints kept."""
     cache_weights: bool = False
     """Quantize weights once per optimizer step: pays with accumulate > 1, costs 1.125 bytes a weight."""
-    graph: bool = False
-    """On a GPU, replay the optimizer step as a CUDA graph: pays for small models."""
+    graph: Switch = "auto"
+    """Replay the optimizer step as a CUDA graph: changes no bit. auto: on a GPU, where its memory suffices."""
     recompute: Literal["nothing", "selective", "full"] = "nothing"
     """Activation checkpointing of every block: `selective` keeps what quantization and GEMMs returned."""
     tensorboard: bool = False
@@ -128,6 +135,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "log_every", "checkpoint_every", "keep")
+        _switch(self, "graph")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +153,10 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the GEMMs; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU."""
-    fuse: bool = False
-    """Norms and activations hand their amaxes to the quantization behind them (docs/fused.md): faster on a GPU."""
-    compile: bool = False
-    """Run every block through torch.compile; they share one graph."""
+    fuse: Switch = "auto"
+    """Norms and activations hand their amaxes to the quantization behind them (docs/fused.md). auto: on a GPU."""
+    compile: Switch = "auto"
+    """Run every block through torch.compile; they share one graph. auto: dense models on a GPU, from 100 steps on."""
     recipe_schedule: str = ""
     """Changes of recipe in mid-run: `WHEN:RECIPE,…`, WHEN a step or, with a point, a share of the steps. RECIPE may be
     `FORWARD/BACKWARD`: `0.9:bf16/nvfp4` runs the last tenth with a high-precision forward. In `compare` it is for the
@@ -161,6 +169,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         models.get(self.model)
         _positive(self, "eval_every", "eval_batches")
+        _switch(self, "fuse", "compile")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed}: give 0 <= seed < 2**63")
         self.schedule()
@@ -178,6 +187,11 @@ class TrainConfig:
         values = asdict(self)
         del values["run"], values["recipe_schedule"]
         del values["data"]["text_field"]  # the hash of the text, which is in a run's identity, holds what it chose
+        for name in (
+            "fuse",
+            "compile",
+        ):  # truth values in runs from before there was "auto"; "auto" is yet to be decided
+            values[name] = {"on": True, "off": False}.get(values[name], values[name])
         if math.isinf(self.optim.clip):  # JSON has no such number
             values["optim"]["clip"] = "inf"
         schedule = self.schedule()

@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from halfbyte.train import checkpoint, environment, extension, files, log
+from halfbyte.train import auto, checkpoint, environment, extension, files, log
 from halfbyte.train.config import TrainConfig, differences
 from halfbyte.train.data import Data
 
@@ -20,7 +20,36 @@ EVENTS = "events.out.tfevents.*"
 
 def identity(config: TrainConfig, recipe: str, data: Data) -> dict:
     """Return everything that decides the result: the config, the recipe's values and the hash of the text."""
-    return config.identity(recipe) | {"corpus_sha256": data.summary["sha256"]}
+    return settled(config)[0].identity(recipe) | {"corpus_sha256": data.summary["sha256"]}
+
+
+def settled(config: TrainConfig, *folders: Path) -> tuple[TrainConfig, tuple[str, ...]]:
+    """Return the config with nothing left to "auto" of what train/auto.py chooses, and what a user should know of it.
+
+    Args:
+        config: as it was asked for; one that is settled comes back as it is, with nothing to say.
+        folders: where the runs are that are to go on, the first that holds one decides; `config.run.out` by default.
+
+    Raises:
+        ValueError: a folder holds a file that is damaged.
+    """
+    if "auto" not in (config.fuse, config.compile, config.run.graph):
+        return config, ()
+    facts = auto.facts(auto.device_of(config))
+    found = () if config.run.overwrite else map(_begun, folders or (config.run.out,))
+    choices = auto.choose(config, facts, next(filter(None, found), {}))
+    return auto.apply(config, choices), auto.lines(config, facts, choices)
+
+
+def _begun(folder: Path) -> dict[str, bool]:
+    """Return what of `auto.OF_THE_RESULT` the run in `folder` began with, nothing if there is none."""
+    if os.path.lexists(folder / RESULT):
+        found = read_result(folder / RESULT)["identity"]
+    elif os.path.lexists(folder / CONFIG):
+        found = recorded(folder)["identity"]
+    else:
+        return {}
+    return {option: found[option] for option in auto.OF_THE_RESULT if type(found.get(option)) is bool}
 
 
 def finished(config: TrainConfig, recipe: str, data: Data) -> dict | None:

@@ -7,7 +7,9 @@ cached weights. The first steps run eagerly: they compile kernels and allocate s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +18,46 @@ WARM_UP = 3
 """Eager steps before the capture; torch's own advice for autograd under graphs."""
 
 
+class Memory(NamedTuple):
+    """Bytes of a GPU between two steps: in tensors, in tensors at the peak of a step, all that this process can get."""
+
+    held: int
+    peak: int
+    available: int
+
+    @classmethod
+    def now(cls, device: torch.device) -> Memory:
+        """Return those of a device, the peak since torch's statistics were reset."""
+        free, _ = torch.cuda.mem_get_info(device)
+        held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        return cls(held, torch.cuda.max_memory_allocated(device), free + reserved)
+
+
+def shortage(memory: Memory) -> str:
+    """Say why a captured step does not fit, "" if it does.
+
+    A graph keeps what its step took; validation, which runs beside it, takes no more than a step.
+    """
+    needed = 2 * memory.peak - memory.held
+    if needed <= memory.available:
+        return ""
+    numbers = (f"{count / 2**30:.1f} GiB" for count in (needed, memory.available))
+    return "a captured step and a validation beside it may take {}, and the GPU has {}".format(*numbers)
+
+
 class GraphedStep:
     """Replays `compute` on new inputs; on a CPU it just runs it.
 
     Args:
         compute: from tensors to tensors; it reads nothing on the host, and its side effects are in place.
         device: where.
+        must_fit: stay eager and say so once if the memory may not suffice for a graph and another step beside it.
     """
 
-    def __init__(self, compute: Callable[..., tuple[Tensor, ...]], device: torch.device) -> None:
-        self._compute, self._device = compute, device
+    def __init__(
+        self, compute: Callable[..., tuple[Tensor, ...]], device: torch.device, *, must_fit: bool = False
+    ) -> None:
+        self._compute, self._device, self._must_fit = compute, device, must_fit
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.reset()
 
@@ -44,6 +76,11 @@ class GraphedStep:
             self._eager_steps += 1
             return self._aside(self._stream, inputs)
         if self._graph is None:
+            reason = shortage(Memory.now(self._device)) if self._must_fit else ""
+            if reason:
+                print(f"graph: off, {reason}; --graph on overrides that", file=sys.stderr)
+                self._stream = None
+                return self._compute(*inputs)
             self._capture(inputs)
         for own, new in zip(self._inputs, inputs, strict=True):
             own.copy_(new)

@@ -18,6 +18,7 @@ import halfbyte as hb
 from halfbyte.nn.linear import describe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.train import (
+    auto,
     checkpoint,
     divergence,
     environment,
@@ -42,8 +43,6 @@ from halfbyte.train.signals import Interrupts
 __all__ = ["CHECKPOINTS", "Trainer", "clear", "finished", "identity", "train"]
 HELD_OUT_SEED = 0
 """Validation takes the same held-out sequences in every run, whatever its seed."""
-MOST_GRAPHS = 64
-"""Of a block: training and validation of quantized and of kept blocks, once more for every recipe of a schedule."""
 
 
 def resolve_device(config: TrainConfig) -> torch.device:
@@ -54,7 +53,7 @@ def resolve_device(config: TrainConfig) -> torch.device:
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': torch sees no GPU; use device='auto' or 'cpu'")
-    return torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+    return auto.device_of(config)
 
 
 def resolve_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
@@ -89,6 +88,8 @@ class Trainer:
         title: str | None = None,
         interrupts: Interrupts | None = None,
     ) -> None:
+        config, notes = folder.settled(config)
+        auto.say(notes)
         self.config, self.recipe, self.data, self.title = config, recipe, data, title or recipe
         self.interrupts = interrupts or Interrupts()
         self.device = resolve_device(config)
@@ -102,15 +103,17 @@ class Trainer:
         self.run_state = hb.RunState(config.seed, config.schedule()).to(self.device)
         chosen = treatment.get(recipe)
         self.report = hb.quantize_(self.model, chosen.recipe, keep=chosen.keep, state=self.run_state)
-        if config.fuse:
+        if config.fuse == "on":
             hb.nn.fuse_(self.model)
         self.optimizer = optim.adamw(self.model, config.optim)
         self.model.recompute = config.run.recompute
-        if config.compile:
-            torch._dynamo.config.recompile_limit = MOST_GRAPHS
+        if config.compile == "on":
+            torch._dynamo.config.recompile_limit = auto.MOST_GRAPHS
             for block in self.model.layers:  # one graph serves them all
                 block.compile(fullgraph=True)
-        self.compute = graphs.GraphedStep(self._compute, self.device) if config.run.graph else self._compute
+        self.compute = self._compute
+        if config.run.graph != "off":
+            self.compute = graphs.GraphedStep(self._compute, self.device, must_fit=config.run.graph == "auto")
         layout = {"sequence": config.data.sequence, "batch": config.data.batch, "device": self.device}
         self.batches = Batches(data.train, seed=config.seed, **layout)
         self.held_out = Batches(data.held_out, seed=HELD_OUT_SEED, **layout)
@@ -204,6 +207,9 @@ class Trainer:
             return
         if self.step in schedule.starts:  # else layers of a resumed run take up what changed before
             log.write("recipe", self.step + 1, {"recipe": describe(recipe)})
+        self._forget_graph()
+
+    def _forget_graph(self) -> None:
         if isinstance(self.compute, graphs.GraphedStep):
             self.compute.reset()
 
@@ -298,6 +304,7 @@ class Trainer:
             self._check_what_a_step_left(history)
         diverged = history.diverged
         peak = measure.peak_memory(self.device)  # before the measurement below adds to it
+        self._forget_graph()  # which holds what a step takes
         saved = measure.saved_activation_bytes(self.model, lambda: self._loss(*self.batches[0]))
         return {
             "recipe": self.recipe,
@@ -357,10 +364,12 @@ def train(
         ValueError: unknown recipe, a folder with another run or that another process writes to, a broken checkpoint.
         Stopped: a signal came.
     """
+    config, notes = folder.settled(config)
     kept = None if config.run.overwrite else finished(config, recipe, data)
     if kept is not None:  # needs no right to write there
         return _keep(config, kept)
     with lock.hold(f"train {recipe}", config.run.out):
+        auto.say(notes)
         return train_held(config, recipe, data, title=title, interrupts=interrupts)
 
 
@@ -383,7 +392,7 @@ def train_held(
 
 
 def _keep(config: TrainConfig, result: dict) -> dict:
-    device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+    device = auto.device_of(config)
     now = environment.own(device, resolve_dtype(config, device))
     history = folder.environments(config.run.out, result.get("environments", []))
     environment.say_kept(config.run.out, history, now)

@@ -10,7 +10,7 @@ import pytest
 
 NEEDS_GPU = "needs a CUDA GPU, and torch sees none"
 RAN = pytest.StashKey[bool]()
-SLOW_FIRST = ("grouped", "graphs", "fused", "transient", "quantize")
+SLOW_FIRST = ("auto", "grouped", "graphs", "fused", "transient", "quantize")
 """Files in the order of what their kernels take to compile; the others follow."""
 SAME_KERNELS = ("shape", "groups")
 """Parameters that choose no other kernels: tests that differ in these alone run in one process."""

@@ -39,7 +39,7 @@ def test_on_a_cpu_a_graphed_step_is_the_step():
     assert [float(step(torch.tensor(float(i)))[0]) for i in range(6)] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("options", [{"graph": True}, {"cache_weights": True}, {"recompute": "selective"}])
+@pytest.mark.parametrize("options", [{"graph": "on"}, {"cache_weights": True}, {"recompute": "selective"}])
 def test_options_that_change_no_bit(run, folder, options):
     config, data = run(steps=4, accumulate=2, recipe_schedule="3:bf16/nvfp4")
     loop.train(config, "nvfp4", data)
