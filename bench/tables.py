@@ -91,6 +91,15 @@ LAYERS = (
     ("small layer under a CUDA graph, codes of its weight cached, times bf16", "linear/small-cached"),
     ("the same, its weight cached as the values GEMMs multiply", "linear/small-decoded"),
 )
+HOST = (
+    ("`hb.nn.Linear` nvfp4, forward + backward", "host/linear-nvfp4"),
+    ("the same, forward without gradients", "host/eval-nvfp4"),
+    ("four_over_six, forward + backward", "host/linear-four_over_six"),
+    ("nvfp4_mxfp8_bwd", "host/linear-nvfp4_mxfp8_bwd"),
+    ("`LayerNormMLP`, nvfp4", "host/mlp-nvfp4"),
+    ("`GroupedLinear` of 8 experts, nvfp4", "host/grouped-nvfp4"),
+)
+STEPS = tuple((name, f"steps/{name}") for name in ("60m", "125m", "300m", "1b", "moe-60m", "moe-300m"))
 TRAINING = (("300M", "train/300m"), ("1B", "train/1b"))
 
 
@@ -156,6 +165,21 @@ def training(records: Sequence[Record]) -> str:
             ]
         )
     return rows(["model", "bf16", "nvfp4", "peak memory", "saved inputs of linears", "record"], lines)
+
+
+def host(records: Sequence[Record]) -> str:
+    """Return the table of what calls cost the host, and of steps without CUDA graphs."""
+    chosen = {case: record for (case, _), record in counting(records).items()}
+    lines = []
+    for title, case in (*HOST, *((f"step of {name}", case) for name, case in STEPS)):
+        if case not in chosen:
+            continue
+        record, v = chosen[case], chosen[case].values
+        bf16 = f"{v['bf16_us'] / 1000:.1f} ms" if v["bf16_us"] >= 2000 else f"{v['bf16_us']:.0f} µs"
+        busy = f"{v['busy']:.0%}" if "busy" in v else ""
+        verdict = f"at least {v['least']:g}, aim {v['aim']:g}"
+        lines.append([title, bf16, time(record), f"{v['value']:.2f}×{record.mark}", busy, verdict, record.stamp])
+    return rows(["", "bf16", "ours", "times bf16", "GPU busy", "bar", "record"], lines)
 
 
 def cast(records: Sequence[Record]) -> str:
@@ -237,6 +261,7 @@ RENDERERS: Mapping[str, Renderer] = MappingProxyType(
         "grouped": by_shape(GROUPED, EXPERTS, ["8 experts", "64 experts"]),
         "fused": of_any_shape(FUSED, "shape"),
         "training": training,
+        "host": host,
         "cast": cast,
         "slow": slow,
         **zero_tables.RENDERERS,

@@ -18,23 +18,11 @@ from halfbyte import ops
 from halfbyte.arithmetic import ACTIVATIONS, Activation
 from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
 from halfbyte.functional.foreign import refuse_foreign
-from halfbyte.functional.linear import (
-    Call,
-    Layers,
-    Saved,
-    as_gradients,
-    bases_of,
-    draws_of,
-    flatten_operands,
-    gradient_specs,
-    gradients_of,
-    multiply,
-    note,
-    prepare,
-    unflatten_operands,
-)
+from halfbyte.functional.linear import Layers, as_gradients, bases_of, gradients_of, multiply, note, prepare
+from halfbyte.functional.operands import Saved, flatten_operands, gradient_specs, unflatten_operands
 from halfbyte.functional.places import sign_place
 from halfbyte.functional.primary import runs_eagerly
+from halfbyte.functional.request import Call, draws_of
 from halfbyte.layout import from_rows, matrix_shape
 from halfbyte.recipes import resolve
 from halfbyte.rng import Draw

@@ -26,8 +26,6 @@ Shape suffixes: M tokens, N out_features, K in_features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +35,19 @@ from torch.nn import functional as F
 from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
-from halfbyte.functional.foreign import refuse_foreign
+from halfbyte.functional.operands import (
+    BF16_GEMM,
+    Place,
+    Saved,
+    add_dx,
+    both,
+    flatten_operands,
+    gradient_specs,
+    right_operand,
+    unflatten_operands,
+    weight_gradient,
+    weight_operands,
+)
 from halfbyte.functional.places import (
     DGRAD_SIGNS,
     DY,
@@ -45,22 +55,18 @@ from halfbyte.functional.places import (
     WGRAD_SIGNS,
     W,
     X,
-    at_stream,
     distinct,
     places_of,
     snapshot,
 )
 from halfbyte.functional.primary import primary_operands, runs_eagerly
-from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, takes_amax, unflatten
-from halfbyte.layout import Blocks, from_rows, matrix_shape
+from halfbyte.functional.request import Call, Request, check_call, checked, draws_of
+from halfbyte.functional.weights import CachedWeight, covers, flatten, unflatten
+from halfbyte.layout import from_rows, matrix_shape
 from halfbyte.recipes import resolve
 from halfbyte.rng import AnyPhilox, Draw
-from halfbyte.spec import GemmSpec, Recipe, Spec
-from halfbyte.tensor import QuantTensor
+from halfbyte.spec import Recipe
 from halfbyte.tensor.primary import PrimaryWeight
-from halfbyte.tensor.quant_tensor import check_value_dtype
-
-_BF16_GEMM = GemmSpec()
 
 
 def linear(
@@ -188,7 +194,7 @@ def prepare(
     if dtype is not None:
         x, weights, biases = _autocast(dtype, x, weights, biases, [covers(c, recipe) for c in cached])
     if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
-        _check(x, weights, biases, recipe, grads, cached)
+        check_call(x, weights, biases, recipe, grads, cached)
         places_of(rng, n, recipe)
         return None, (x, *weights, *biases)
     refuse_transforms((x, *weights, *biases), LINEAR)
@@ -199,7 +205,7 @@ def prepare(
     layouts, buffers = flatten(cached)
     shards = tuple([None if d is None else d[2:] for d in draws])
     request = Request(recipe, n, base_of, amax_of, shards, out_dtype or x.dtype, torch.is_grad_enabled(), layouts)
-    request = _checked(request, x, (weights, biases, amaxes, grads, cached), out_dtype)
+    request = checked(request, x, (weights, biases, amaxes, grads, cached), out_dtype)
     call = Call(request, tuple([0 if d is None else d.stream for d in draws]))
     if request.save:
         bases = [snapshot(base) for base in bases]
@@ -218,41 +224,6 @@ def _draws(
         return [None] * (n + 1)
     signs = places[0].signs_on(device) if recipe.needs_sign_rng else None
     return [*[place.on(device) for place in places], signs]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is static about calls that differ in tensors and streams alone.
-
-    base_of, shards: the place of every weight, then that of the signs of all: which base is its own, and which part of
-        an operand it quantizes, as Draw says.
-    amax_of: for every weight, which of the amaxes is its own.
-    save: whether gradients are recorded.
-    cached: for every weight, which operands of it come along quantized.
-    """
-
-    recipe: Recipe
-    count: int
-    base_of: tuple[int, ...]
-    amax_of: tuple[int, ...]
-    shards: tuple[tuple[int, int | None] | None, ...]
-    out_dtype: torch.dtype
-    save: bool
-    cached: tuple[Layout, ...]
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, one.name) for one in fields(self)))
-
-
-class Call(NamedTuple):
-    """One call: its request, and the stream of every weight, then that of the signs."""
-
-    request: Request
-    streams: tuple[int, ...]
 
 
 class _SharedLinear(torch.autograd.Function):
@@ -340,21 +311,21 @@ def multiply(
     x, *tensors = tensors
     weights, biases, amaxes = (tensors[i * n : (i + 1) * n] for i in range(3))
     need_dx, *need_dw = [request.save and need for need in needs]
-    fprop, dgrad, wgrad = (gemm or _BF16_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+    fprop, dgrad, wgrad = (gemm or BF16_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
     dequantized = recipe.backward == "dequantized"
     cached = unflatten(request.cached, tensors[5 * n + 3 :])
     x_MK = x.reshape(matrix_shape(x.shape))
     *draws, signs = draws_of(request, tensors[4 * n : 5 * n + 1], streams)
     keep_x = any(need_dw)
     x_col_spec = wgrad.b if keep_x and not dequantized else None
-    place = _Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (not dequantized, False))
-    row, col = _both(x_MK, fprop.a, x_col_spec, place, ops.Amaxes(*tensors[5 * n + 1 : 5 * n + 3]))
+    place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (not dequantized, False))
+    row, col = both(x_MK, fprop.a, x_col_spec, place, ops.Amaxes(*tensors[5 * n + 1 : 5 * n + 3]))
     kept_x = (row if dequantized else col) if keep_x else None
     outputs, kept_w = [], []
     for i, w in enumerate(weights):
         needed = fprop.b, dgrad.b if need_dx and not dequantized else None
-        place = _Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
-        w_row, w_col = _weight(w, needed, cached[i], place, amaxes[request.amax_of[i]])
+        place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
+        w_row, w_col = weight_operands(w, needed, cached[i], place, amaxes[request.amax_of[i]])
         outputs.append(ops.gemm_nt(row, w_row, out_dtype=request.out_dtype, bias=biases[i]))
         kept_w.append((w_row if dequantized else w_col) if need_dx else None)
     return outputs, [kept_x, *kept_w]
@@ -388,134 +359,16 @@ def gradients_of(
             continue
         dy_MN = dy.reshape(matrix_shape(dy.shape))
         row_spec, col_spec = gradient_specs(request.recipe, need_dx, need_dw[i])
-        place = _Place(draws[i], signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
-        row, col = _both(dy_MN, row_spec, col_spec, place, amaxes[i])
+        place = Place(draws[i], signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
+        row, col = both(dy_MN, row_spec, col_spec, place, amaxes[i])
         if need_dx:
-            dx = _add_dx(dx, row, _right(w_cols[i], request.recipe, x_dtype), last=i == used[-1], dtype=x_dtype)
+            dx = add_dx(dx, row, right_operand(w_cols[i], request.recipe, x_dtype), last=i == used[-1], dtype=x_dtype)
         if need_dw[i]:
-            right = _right(x_col, request.recipe, x_dtype)
-            dws[i] = _weight_gradient(col, right, (x_dtype, w_dtypes[i]), main_grads[i])
+            right = right_operand(x_col, request.recipe, x_dtype)
+            dws[i] = weight_gradient(col, right, (x_dtype, w_dtypes[i]), main_grads[i])
         if need_db[i]:
             dbs[i] = dy_MN.sum(0, dtype=torch.float32).to(b_dtypes[i])
     return dx, *dws, *dbs
-
-
-def gradient_specs(recipe: Recipe, need_dx: bool, need_dw: bool) -> tuple[Spec | None, Spec | None]:
-    """Return how row(dy) and col(dy) are quantized, for the GEMMs that will run."""
-    dgrad, wgrad = (gemm or _BF16_GEMM for gemm in (recipe.dgrad, recipe.wgrad))
-    return dgrad.a if need_dx else None, wgrad.a if need_dw else None
-
-
-class _Place(NamedTuple):
-    """Where a tensor draws (its linear's stream, the first linear's signs, offsets within them) and what is kept.
-
-    transient: whether row and col serve one GEMM at once, so that a backend may hand over decoded values.
-    """
-
-    own: Draw | None
-    signs: Draw | None
-    stream: int
-    sign_streams: tuple[int, int]
-    transient: tuple[bool, bool]
-
-
-def _both(
-    t: Tensor, row_spec: Spec | None, col_spec: Spec | None, place: _Place, amaxes: ops.Amaxes
-) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
-    """Return t and t.T as GEMM operands, quantized where their spec is not None."""
-    rows, cols = t.shape
-    own = at_stream(place.own, place.stream)
-    row_sign, col_sign = (at_stream(place.signs, stream) for stream in place.sign_streams)
-    row_amax, col_amax = (amax if spec else None for amax, spec in zip(amaxes, (row_spec, col_spec), strict=True))
-    options = {"draw": own, "transient": place.transient}
-    if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
-        # Two GEMMs with signs of their own: two quantizations, at the offsets that one call would use.
-        row, _ = ops.quantize_row_col(t, row_spec, None, sign_draw=row_sign, row_amax=row_amax, **options)
-        _, col = ops.quantize_row_col(t, None, col_spec, sign_draw=col_sign, col_amax=col_amax, **options)
-    else:
-        sign = col_sign if col_spec and col_spec.needs_sign_rng else row_sign
-        row, col = ops.quantize_row_col(
-            t, row_spec, col_spec, sign_draw=sign, row_amax=row_amax, col_amax=col_amax, **options
-        )
-    return (
-        t if row is None or row_spec is None else ops.Operand(row, row_spec, cols),
-        t.T if col is None or col_spec is None else ops.Operand(col, col_spec, rows),
-    )
-
-
-def _weight(
-    w: Tensor, specs: tuple[Spec | None, Spec | None], cached: tuple, place: _Place, amax: Tensor | None
-) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
-    """Return w and w.T as GEMM operands: those that were quantized before, and the others quantized now."""
-    missing = [spec if operand is None else None for spec, operand in zip(specs, cached, strict=True)]
-    amaxes = ops.Amaxes(*(amax if takes_amax(spec) else None for spec in missing))
-    now = _both(w, missing[0], missing[1], place, amaxes) if missing != [None, None] else (w, w.T)
-    row, col = (operand if kept is None else kept for kept, operand in zip(cached, now, strict=True))
-    return row, col
-
-
-def _right(operand: ops.Operand | Tensor, recipe: Recipe, dtype: torch.dtype) -> ops.Operand | Tensor:
-    """Return the right operand of a backward GEMM; a dequantized backward transposes what fprop saved."""
-    if recipe.backward == "original":
-        return operand
-    if isinstance(operand, ops.Operand):
-        operand = ops.dequantize(operand.blocks, operand.spec, operand.cols, dtype, operand.scale_layout)
-    return operand.T
-
-
-def _add_dx(dx: Tensor | None, row: Any, right: Any, *, last: bool, dtype: torch.dtype) -> Tensor:
-    """Add one weight's dgrad to dx, which stays fp32 until the last one."""
-    if dx is None:
-        return ops.gemm_nt(row, right, out_dtype=dtype if last else torch.float32)
-    dx = ops.gemm_nt(row, right, out=dx, accumulate=True)
-    return dx.to(dtype) if last else dx
-
-
-def _weight_gradient(
-    col: Any, right: Any, dtypes: tuple[torch.dtype, torch.dtype], main_grad: Tensor | None
-) -> Tensor | None:
-    """Return the gradient in the dtype of the GEMMs, then in that of the weight: they differ under autocast."""
-    if main_grad is None:
-        return ops.gemm_nt(col, right, out_dtype=dtypes[0]).to(dtypes[1])
-    ops.gemm_nt(col, right, out=main_grad, accumulate=True)
-    return None
-
-
-Saved = tuple
-"""How to rebuild operands from saved tensors: (spec, cols, layout) of each, True for a plain one, or None."""
-
-
-def flatten_operands(operands: Sequence[Any]) -> tuple[list[Tensor], Saved]:
-    """Return the plain tensors of operands, which hooks on saved tensors see, and how to rebuild them."""
-    tensors, layout = [], []
-    for operand in operands:
-        if isinstance(operand, ops.Operand):
-            layout.append(operand[1:])
-            tensors.extend(operand.blocks)
-        else:
-            layout.append(None if operand is None else True)
-            tensors.extend([] if operand is None else [operand])
-    return tensors, tuple(layout)
-
-
-def unflatten_operands(layout: Saved, saved: Sequence[Any]) -> tuple[list, list]:
-    """Return the operands, and the tensors behind theirs."""
-    operands, tensors = [], list(saved)
-    for entry in layout:
-        if entry is None or entry is True:
-            operands.append(tensors.pop(0) if entry else None)
-        else:
-            operands.append(ops.Operand(Blocks(*(tensors.pop(0) for _ in range(3))), *entry))
-    return operands, tensors
-
-
-def draws_of(request: Request, bases: Sequence[Tensor | None], streams: Sequence[int]) -> list[Draw | None]:
-    """Return where every weight draws, then where the signs of all are drawn."""
-    own = [bases[i] for i in request.base_of]
-    return [
-        None if base is None or shard is None else Draw(base, stream, *shard)
-        for base, stream, shard in zip(own, streams, request.shards, strict=True)
-    ]
 
 
 def _autocast(
@@ -528,81 +381,3 @@ def _autocast(
     """Cast what the GEMMs will read; of a covered weight they read nothing."""
     weights = [w if is_covered else w.to(dtype) for w, is_covered in zip(weights, covered, strict=True)]
     return x.to(dtype), weights, [None if b is None else b.to(dtype) for b in biases]
-
-
-_MAX_CHECKED = 4096
-_CHECKED: dict[tuple, Request] = {}
-"""Calls whose shapes, dtypes and options were found right: the latest."""
-
-
-def _checked(request: Request, x: Tensor, given: tuple, out_dtype: torch.dtype | None) -> Request:
-    """Check a call, unless one that looks the same to the checks has passed them; return the request that passed.
-
-    Args:
-        given: weights, biases, weight_amaxes, main_grads, cached_weights.
-        out_dtype: as the caller gave it.
-    """
-    weights, biases, amaxes, grads, cached = given
-    key = None
-    if not torch.compiler.is_compiling():
-        looks = [_looks(t) for t in (x, *weights, *biases, *amaxes, *grads)]
-        looks += [None if c is None else (c.dtype, *[t.device for t in c.tensors]) for c in cached]
-        # Of the request's fields those that no tensor shows; comparing strings is what costs least.
-        key = (request.recipe.key, request.out_dtype, out_dtype, request.save, request.base_of, request.amax_of)
-        key = (*key, request.shards, request.cached, *looks)
-        passed = _CHECKED.get(key)
-        if passed is not None:
-            return passed
-    refuse_foreign((("x", x), *(("w", w) for w in weights), *(("bias", bias) for bias in biases)))
-    _check(x, weights, biases, request.recipe, grads, cached)
-    _check_options(out_dtype, amaxes)
-    if key is not None:
-        if len(_CHECKED) >= _MAX_CHECKED:
-            _CHECKED.clear()
-        _CHECKED[key] = request
-    return request
-
-
-def _looks(tensor: Any) -> tuple | None:
-    """Return what of a tensor the checks ask about."""
-    if not isinstance(tensor, Tensor):
-        return None if tensor is None else (type(tensor),)
-    return type(tensor), tensor.shape, tensor.dtype, tensor.device
-
-
-def _check_options(out_dtype: torch.dtype | None, amaxes: Sequence[Tensor | None]) -> None:
-    if out_dtype is not None:
-        check_value_dtype("out_dtype", out_dtype, "name one of these and convert the result")
-    for amax in amaxes:
-        if amax is not None and not (isinstance(amax, Tensor) and amax.dtype == torch.float32 and amax.dim() == 0):
-            raise TypeError(
-                f"weight_amax={amax!r}: give a float32 tensor of shape [], such as w.detach().abs().max().float()"
-            )
-
-
-def _check(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence, recipe: Recipe, grads: Sequence, cached: Sequence
-) -> None:
-    if not weights:
-        raise ValueError("weights=[]: give at least one weight")
-    if x.dim() == 0:
-        raise ValueError("x.shape=(): give at least one dimension, in_features")
-    for name, tensors in (("x", [x]), ("w", weights)):
-        if any(isinstance(t, QuantTensor) and not (name == "w" and isinstance(t, PrimaryWeight)) for t in tensors):
-            raise TypeError(
-                f"{name} is a QuantTensor: linear quantizes it itself; pass {name}.dequantize() or use gemm_nt"
-            )
-    for w, bias, grad, one in zip(weights, biases, grads, cached, strict=True):
-        check_cached(one, recipe, x.dtype, x.device, primary=isinstance(w, PrimaryWeight))
-        if w.dim() != 2 or w.shape[1] != x.shape[-1]:
-            raise ValueError(f"w.shape={tuple(w.shape)}: x.shape={tuple(x.shape)} needs [out_features, {x.shape[-1]}]")
-        if w.device != x.device:
-            raise ValueError(f"w.device={w.device}, x.device={x.device}: move one of them")
-        if w.dtype != x.dtype and not covers(one, recipe):
-            raise TypeError(f"w.dtype={w.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
-        if bias is not None and tuple(bias.shape) != (w.shape[0],):
-            raise ValueError(f"bias.shape={tuple(bias.shape)}: w needs ({w.shape[0]},)")
-        if bias is not None and not bias.is_floating_point():
-            raise TypeError(f"bias.dtype={bias.dtype}: give a float dtype, such as {x.dtype}")
-        if grad is not None and (grad.dtype != torch.float32 or grad.shape != w.shape):
-            raise ValueError(f"main_grad is {grad.dtype} {tuple(grad.shape)}: give float32 {tuple(w.shape)}")

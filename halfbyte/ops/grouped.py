@@ -77,19 +77,8 @@ def grouped_quantize_row_col(
     transient = (False, False) if outputs_are_kept() else transient
     keys = (row_spec.key if row_spec else "", col_spec.key if col_spec else "")
     own, signs = ((None, 0) if place is None else (place.base, place.stream) for place in (draw, sign_draw))
-    out = call_op(
-        torch.ops.halfbyte.grouped_quantize_row_col,
-        x,
-        offsets,
-        *keys,
-        *own,
-        *signs,
-        row_amax,
-        col_amax,
-        scale_layout,
-        *transient,
-        backend or "",
-    )
+    given = (x, offsets, *keys, *own, *signs, row_amax, col_amax, scale_layout, *transient, backend or "")
+    out = call_op(torch.ops.halfbyte.grouped_quantize_row_col, *given)
     row = col = None
     if row_spec is not None:
         row = Blocks(out[0], out[1], out[2] if row_amax is None else row_amax)

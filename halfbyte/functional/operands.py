@@ -1,0 +1,127 @@
+"""Operands of the three GEMMs of a linear layer: quantized for one call, handed from its forward to its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.functional.places import at_stream
+from halfbyte.functional.weights import takes_amax
+from halfbyte.layout import Blocks
+from halfbyte.rng import Draw
+from halfbyte.spec import GemmSpec, Recipe, Spec
+
+BF16_GEMM = GemmSpec()
+
+
+def gradient_specs(recipe: Recipe, need_dx: bool, need_dw: bool) -> tuple[Spec | None, Spec | None]:
+    """Return how row(dy) and col(dy) are quantized, for the GEMMs that will run."""
+    dgrad, wgrad = (gemm or BF16_GEMM for gemm in (recipe.dgrad, recipe.wgrad))
+    return dgrad.a if need_dx else None, wgrad.a if need_dw else None
+
+
+class Place(NamedTuple):
+    """Where a tensor draws (its linear's stream, the first linear's signs, offsets within them) and what is kept.
+
+    transient: whether row and col serve one GEMM at once, so that a backend may hand over decoded values.
+    """
+
+    own: Draw | None
+    signs: Draw | None
+    stream: int
+    sign_streams: tuple[int, int]
+    transient: tuple[bool, bool]
+
+
+def both(
+    t: Tensor, row_spec: Spec | None, col_spec: Spec | None, place: Place, amaxes: ops.Amaxes
+) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
+    """Return t and t.T as GEMM operands, quantized where their spec is not None."""
+    rows, cols = t.shape
+    own = at_stream(place.own, place.stream)
+    row_sign, col_sign = (at_stream(place.signs, stream) for stream in place.sign_streams)
+    row_amax, col_amax = (amax if spec else None for amax, spec in zip(amaxes, (row_spec, col_spec), strict=True))
+    options = {"draw": own, "transient": place.transient}
+    if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
+        # Two GEMMs with signs of their own: two quantizations, at the offsets that one call would use.
+        row, _ = ops.quantize_row_col(t, row_spec, None, sign_draw=row_sign, row_amax=row_amax, **options)
+        _, col = ops.quantize_row_col(t, None, col_spec, sign_draw=col_sign, col_amax=col_amax, **options)
+    else:
+        sign = col_sign if col_spec and col_spec.needs_sign_rng else row_sign
+        row, col = ops.quantize_row_col(
+            t, row_spec, col_spec, sign_draw=sign, row_amax=row_amax, col_amax=col_amax, **options
+        )
+    return (
+        t if row is None or row_spec is None else ops.Operand(row, row_spec, cols),
+        t.T if col is None or col_spec is None else ops.Operand(col, col_spec, rows),
+    )
+
+
+def weight_operands(
+    w: Tensor, specs: tuple[Spec | None, Spec | None], cached: tuple, place: Place, amax: Tensor | None
+) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
+    """Return w and w.T as GEMM operands: those that were quantized before, and the others quantized now."""
+    missing = [spec if operand is None else None for spec, operand in zip(specs, cached, strict=True)]
+    amaxes = ops.Amaxes(*(amax if takes_amax(spec) else None for spec in missing))
+    now = both(w, missing[0], missing[1], place, amaxes) if missing != [None, None] else (w, w.T)
+    row, col = (operand if kept is None else kept for kept, operand in zip(cached, now, strict=True))
+    return row, col
+
+
+def right_operand(operand: ops.Operand | Tensor, recipe: Recipe, dtype: torch.dtype) -> ops.Operand | Tensor:
+    """Return the right operand of a backward GEMM; a dequantized backward transposes what fprop saved."""
+    if recipe.backward == "original":
+        return operand
+    if isinstance(operand, ops.Operand):
+        operand = ops.dequantize(operand.blocks, operand.spec, operand.cols, dtype, operand.scale_layout)
+    return operand.T
+
+
+def add_dx(dx: Tensor | None, row: Any, right: Any, *, last: bool, dtype: torch.dtype) -> Tensor:
+    """Add one weight's dgrad to dx, which stays fp32 until the last one."""
+    if dx is None:
+        return ops.gemm_nt(row, right, out_dtype=dtype if last else torch.float32)
+    dx = ops.gemm_nt(row, right, out=dx, accumulate=True)
+    return dx.to(dtype) if last else dx
+
+
+def weight_gradient(
+    col: Any, right: Any, dtypes: tuple[torch.dtype, torch.dtype], main_grad: Tensor | None
+) -> Tensor | None:
+    """Return the gradient in the dtype of the GEMMs, then in that of the weight: they differ under autocast."""
+    if main_grad is None:
+        return ops.gemm_nt(col, right, out_dtype=dtypes[0]).to(dtypes[1])
+    ops.gemm_nt(col, right, out=main_grad, accumulate=True)
+    return None
+
+
+Saved = tuple
+"""How to rebuild operands from saved tensors: (spec, cols, layout) of each, True for a plain one, or None."""
+
+
+def flatten_operands(operands: Sequence[Any]) -> tuple[list[Tensor], Saved]:
+    """Return the plain tensors of operands, which hooks on saved tensors see, and how to rebuild them."""
+    tensors, layout = [], []
+    for operand in operands:
+        if isinstance(operand, ops.Operand):
+            layout.append(operand[1:])
+            tensors.extend(operand.blocks)
+        else:
+            layout.append(None if operand is None else True)
+            tensors.extend([] if operand is None else [operand])
+    return tensors, tuple(layout)
+
+
+def unflatten_operands(layout: Saved, saved: Sequence[Any]) -> tuple[list, list]:
+    """Return the operands, and the tensors behind theirs."""
+    operands, tensors = [], list(saved)
+    for entry in layout:
+        if entry is None or entry is True:
+            operands.append(tensors.pop(0) if entry else None)
+        else:
+            operands.append(ops.Operand(Blocks(*(tensors.pop(0) for _ in range(3))), *entry))
+    return operands, tensors
