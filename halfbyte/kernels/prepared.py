@@ -417,8 +417,11 @@ def _call(
     if type(record) is Record:
         if cast is None:
             return record(tensors, numbers, stream)
-        with torch.autocast(device.type, enabled=False):  # its casts are among the steps
+        torch.set_autocast_enabled(device.type, False)  # its casts are among the steps; a context costs ten times this
+        try:
             return record(tensors, numbers, stream)
+        finally:
+            torch.set_autocast_enabled(device.type, True)
     if record is not None:
         return function(static, tensors, numbers)
     recorder = Recorder(tensors)

@@ -75,7 +75,7 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 def _is_plain(tensors: Sequence[Any]) -> bool:
     """Whether nobody watches ops on these tensors: a mode, a transform, the class of a tensor, or a sign that waits."""
-    if not _PLAIN.issuperset(map(type, tensors)) or any([t is not None and t.is_neg() for t in tensors]):
+    if not _PLAIN.issuperset(map(type, tensors)) or any(t is not None and t.is_neg() for t in tensors):
         return False
     return not (
         torch._C._len_torch_dispatch_stack()

@@ -151,18 +151,21 @@ def retained(run: Run) -> None:
 
 
 CHANGES = (
-    plain, weights_changed, weights_frozen, input_without_gradient, without_gradients, inference, other_memory, autocast,
-    main_grads, empty, retained,
+    plain, weights_changed, weights_frozen, input_without_gradient, without_gradients, inference, other_memory,
+    autocast, main_grads, empty, retained,
 )  # fmt: skip
+
+
+FEW = (plain, weights_changed, weights_frozen, main_grads, retained)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_between_which_everything_changes(kind):
     """Each change twice, so that its second step is repeated, and both orders of its neighbours are met."""
-    runs = []
+    runs, changes = [], CHANGES if kind == "Linear" else FEW
     for run_anew in (False, True):
         run = Run(KINDS[kind], "nvfp4")
-        for change in (*CHANGES, *CHANGES[::-1]):
+        for change in (*changes, *changes[::-1]):
             if run_anew:
                 with anew():
                     change(run)
@@ -182,7 +185,7 @@ def test_recipe_that_changes(kind):
     runs = []
     for run_anew in (False, True):
         run = Run(KINDS[kind], "nvfp4")
-        for recipe in (*RECIPES, *RECIPES):
+        for recipe in (*RECIPES, *(RECIPES if kind == "Linear" else RECIPES[:2])):
             hb.set_recipe_(run.layer, recipe)
             if run_anew:
                 with anew():

@@ -206,7 +206,6 @@ def test_output_may_be_changed_in_place(trained):
 
 
 def test_layers_of_one_shape_share_records(trained):
-    m, _ = trained
     other = layer()
     other.weight.data.mul_(2)
     with anew():
