@@ -79,7 +79,7 @@ def choose(config: TrainConfig, facts: Facts, begun: Mapping[str, bool]) -> dict
     for option in OPTIONS:
         asked = getattr(config.run if option == "graph" else config, option)
         choice = Choice(asked == "on", "asked for") if asked != "auto" else _by_itself(option, config, facts)
-        if asked == "auto" and option in OF_THE_RESULT and begun.get(option, choice.is_on) != choice.is_on:
+        if asked == "auto" and begun.get(option, choice.is_on) != choice.is_on:
             choice = Choice(begun[option], "as in the run that its folder holds", follows=True)
         choices[option] = choice
     return choices

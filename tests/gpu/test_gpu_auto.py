@@ -84,6 +84,22 @@ def test_the_default_has_the_losses_of_its_parts(run, captures, capsys, model, r
     assert near(losses, train(run("off", model=model, **OFF), recipe))
 
 
+def test_a_schedule_is_compiled_and_captured_again(run, captures, capsys, monkeypatch):
+    monkeypatch.setattr(auto, "STEPS_THAT_PAY", STEPS // 2)
+    losses = train(run("default", recipe_schedule="6:bf16/nvfp4"))
+    assert len(captures) == 2 and not capsys.readouterr().err
+    parts = {"fuse": "on", "compile": "on", "graph": "off"}
+    assert losses == train(run("parts", recipe_schedule="6:bf16/nvfp4", **parts))
+    assert losses != train(run("without", **parts))
+
+
+def test_recomputing_everything_changes_no_loss(run, captures, capsys):
+    expected = train(run("default"))
+    config = run("full")
+    assert train(replace(config, run=replace(config.run, recompute="full"))) == expected
+    assert len(captures) == 2 and not capsys.readouterr().err
+
+
 def test_a_graph_without_room_is_left_out_and_no_loss_changes(run, captures, capsys, monkeypatch):
     expected = train(run("graph", fuse="on", compile="off"))
     assert len(captures) == 1
