@@ -97,10 +97,9 @@ class Op:
         given += [f"{name}={_text(argument, program)}" for name, argument in self.named.items()]
         call = f"{program.constant(self.function)}({', '.join(given)})"
         returns = self.function._schema.returns
-        used = self.used  # what is changed in place has its name, which may be that of a constant
-        if used.issuperset(self.made):
+        if self.used.issuperset(self.made):  # changed in place: it has its name, which may be that of a constant
             return call
-        names = ", ".join("_" if slot in used else program.name(slot) for slot in self.made)
+        names = ", ".join(map(program.name, self.made))
         if len(returns) == 1 and str(returns[0].type) == "Tensor":
             return f"{names} = {call}"
         return f"{names}, = {program.constant(_tensors)}({call})"
