@@ -64,8 +64,7 @@ class Allocation:
 
     def constant(self) -> Tensor:
         """Return the tensor itself, where it holds nothing."""
-        with torch.inference_mode(False):  # calls outside of it will use the tensor, too
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     @property
     def made(self) -> tuple[int, ...]:
