@@ -10,7 +10,7 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte import reference
-from halfbyte.kernels import activation, norm
+from halfbyte.kernels.fused import activation, norm
 
 PLACE = hb.Philox(3, 5)
 RHT = hb.NVFP4(rotation=hb.Hadamard())

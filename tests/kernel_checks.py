@@ -9,8 +9,9 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte import layout, reference
-from halfbyte.kernels import dequantize as dq
-from halfbyte.kernels import gemm, swizzle, transpose
+from halfbyte.kernels.gemm import dense
+from halfbyte.kernels.unpack import dequantize as dq
+from halfbyte.kernels.unpack import swizzle, transpose
 from halfbyte.layout import Blocks
 
 LAYOUTS = (layout.LINEAR, layout.SWIZZLED_32_4_4)
@@ -74,7 +75,7 @@ def decoded_pair(x: Tensor, spec: hb.NVFP4 | hb.MXFP8 | None) -> tuple[dq.Decode
     return dq.decode(blocks, spec, x.shape[1]), reference.decode(blocks, spec, x.shape[1])
 
 
-def check_gemm(case: golden.Case, variant: gemm.Variant) -> None:
+def check_gemm(case: golden.Case, variant: dense.Variant) -> None:
     """A stored product, within the vector's own bound."""
     operands = []
     for name in ("a", "b"):
@@ -89,7 +90,7 @@ def check_gemm(case: golden.Case, variant: gemm.Variant) -> None:
         operands.append(dq.decode(blocks, spec, x.shape[1]))
     existing = case.tensor("existing") if case.has("existing") else None
     bias = case.tensor("bias") if case.has("bias") else None
-    y = gemm.gemm_nt(
+    y = dense.gemm_nt(
         *operands,
         out_dtype=torch.float32,
         bias=bias,

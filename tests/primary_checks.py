@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import halfbyte as hb
-from halfbyte.kernels import primary as kernels
+from halfbyte.kernels.master_cast import launch as kernels
 from halfbyte.pieces import Piece, code_bytes
 from halfbyte.reference import primary as reference
 from halfbyte.tensor import PrimaryWeight

@@ -219,7 +219,7 @@ def _row_col_amax(backend: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     if backend != "triton":
         rotation = Hadamard()
         return lambda x: (reference.finite_amax(x), reference.finite_amax(reference.rotate(x.T, rotation)))
-    kernel = importlib.import_module("halfbyte.kernels.amax").row_col_amax
+    kernel = importlib.import_module("halfbyte.kernels.amax.plain").row_col_amax
     return lambda x: kernel(x, NEAREST, _rotated(16), None)
 
 

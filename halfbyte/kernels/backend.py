@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from halfbyte.kernels import grouped, row_col, small, square_tiles
-from halfbyte.kernels.amax import finite_amax
-from halfbyte.kernels.dequantize import Decoded, decode, dequantize
-from halfbyte.kernels.gemm import gemm_nt
-from halfbyte.kernels.grouped_gemm import grouped_dequantize, grouped_gemm_nt, grouped_values, plain_grouped_gemm
-from halfbyte.kernels.transpose import transpose
+from halfbyte.kernels.amax.plain import finite_amax
+from halfbyte.kernels.gemm.dense import gemm_nt
+from halfbyte.kernels.gemm.grouped import grouped_dequantize, grouped_gemm_nt, grouped_values, plain_grouped_gemm
+from halfbyte.kernels.quantize import both, grouped, small, strips
+from halfbyte.kernels.unpack.dequantize import Decoded, decode, dequantize
+from halfbyte.kernels.unpack.transpose import transpose
 from halfbyte.layout import LINEAR, Blocks, GroupedOperand, matrix_shape
 from halfbyte.rng import Draw
 from halfbyte.spec import MXFP8, NVFP4, Spec
@@ -53,10 +53,10 @@ def quantize(
     scale_layout: str = LINEAR,
     decoded: bool = False,
 ) -> Blocks:
-    """Quantize along the last dimension, a small tensor without an amax in one launch; see `kernels.quantize`."""
+    """Quantize along the last dimension, a small tensor without an amax in one launch; see `kernels.quantize.lines`."""
     if amax is None and isinstance(spec, NVFP4) and small.fits(x, spec, LINEAR if decoded else scale_layout):
         return small.quantize(x, spec, draw=draw, sign_draw=sign_draw, scale_layout=scale_layout, decoded=decoded)
-    return square_tiles.quantize(
+    return strips.quantize(
         x, spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout, decoded=decoded
     )
 
@@ -86,7 +86,7 @@ def quantize_row_col(
     if row_spec is None:
         matrix, draw = x.reshape(matrix_shape(x.shape)), draw and draw.next()
         return None, quantize(matrix.T, col_spec, draw=draw, amax=col_amax, decoded=transient[1], **common)
-    return row_col.quantize_row_col(
+    return both.quantize_row_col(
         x,
         row_spec,
         col_spec,

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from halfbyte.arithmetic import FUNCTIONS
-from halfbyte.kernels import amax, backend, fused, hardware_cast, native, primary, scenarios_grouped, swizzle
-from halfbyte.kernels.dequantize import Decoded
-from halfbyte.kernels.e2m1_conversion import E2M1_CAPABILITY
+from halfbyte.kernels import backend, fused, scenarios_grouped
+from halfbyte.kernels.amax import plain
+from halfbyte.kernels.device import hardware_cast
+from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY
+from halfbyte.kernels.gemm import native
+from halfbyte.kernels.master_cast import launch
 from halfbyte.kernels.scenario_values import (
     BF16,
     EVERY_KIND,
@@ -36,6 +39,8 @@ from halfbyte.kernels.scenario_values import (
     tensor,
 )
 from halfbyte.kernels.target import Target
+from halfbyte.kernels.unpack import swizzle
+from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, swizzled_numel
 from halfbyte.pieces import Piece
 from halfbyte.pieces import Target as Weight
@@ -72,7 +77,7 @@ def maxima(_: Target) -> Iterator[Scenario]:
         for size, signs, outer in product((16, 32, 64, 128), ("fixed", "fresh"), ("tensor", "row")):
             spec = NVFP4(rotation=Hadamard(size=size, signs=signs), outer=outer)
             for row in (PLAIN, None):
-                call = partial(amax.row_col_amax, x, row, spec, draws(spec)["sign_draw"])
+                call = partial(plain.row_col_amax, x, row, spec, draws(spec)["sign_draw"])
                 yield Scenario(f"amax of {row and row.key} and of {spec.key}, {name}", call, whole)
     for rows, dtype in ((8192, FP32), (16, FP32), (16, BF16)):
         x = tensor(rows, 65536, dtype=dtype)
@@ -238,7 +243,7 @@ def _cast(spec: NVFP4, dtype: torch.dtype, rounded: torch.dtype, swizzled: bool,
         values = tensor(rows * cols, dtype=dtype)[start:]
         pieces.append(Piece(weight, values, start, cols, stored.qdata.view(-1)))
     amaxes, scales = tensor(tiles + len(pieces), dtype=FP32), tensor(tiles, dtype=torch.uint8)
-    caster, finisher = primary.Caster(pieces, tiles), primary.Finisher([piece.target for piece in pieces], tiles)
+    caster, finisher = launch.Caster(pieces, tiles), launch.Finisher([piece.target for piece in pieces], tiles)
     caster.amax(amaxes)
     caster.choose(amaxes, scales)
     finisher.scale(amaxes, scales)

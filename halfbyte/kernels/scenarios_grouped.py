@@ -9,7 +9,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from halfbyte.kernels import backend, grouped_native
+from halfbyte.kernels import backend
+from halfbyte.kernels.gemm import grouped_native
 from halfbyte.kernels.scenario_values import (
     BF16,
     FOUR,

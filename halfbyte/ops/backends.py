@@ -75,7 +75,7 @@ def _native_status(device: torch.device) -> BackendStatus:
 
 
 def _casts(device: torch.device) -> str:
-    from halfbyte.kernels import hardware_cast  # imports Triton, so only where it runs
+    from halfbyte.kernels.device import hardware_cast  # imports Triton, so only where it runs
 
     return hardware_cast.explain(device)
 

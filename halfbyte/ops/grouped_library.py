@@ -127,7 +127,7 @@ def _native(a, b, offsets: Tensor, K: int, out_dtype: torch.dtype, backend: str)
     """Return the product from FP4 or FP8 tensor cores, or None where it is emulated; a GEMM of codes says why, once."""
     if choose(offsets.device, backend or None) != NATIVE:
         return None
-    from halfbyte.kernels import grouped_native
+    from halfbyte.kernels.gemm import grouped_native
 
     capability = torch.cuda.get_device_capability(offsets.device)
     reason = grouped_native.unsupported(a, b, out_dtype, False, capability)

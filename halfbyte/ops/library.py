@@ -155,7 +155,7 @@ def _gemm(a: _Side, b: _Side, K: int, backend: str, out_dtype, bias, out=None, a
     options: Any = {"out_dtype": out_dtype, "bias": bias, "out": out, "accumulate": accumulate}
     with torch.autocast(a.data.device.type, enabled=False):
         if choose(a.data.device, backend or None) == NATIVE and _runs_natively(a, b):
-            from halfbyte.kernels import native
+            from halfbyte.kernels.gemm import native
 
             packed = (native.Packed(side.blocks, parse(side.key), K, side.scale_layout) for side in (a, b))
             return native.gemm_nt(*packed, **options)
@@ -165,7 +165,7 @@ def _gemm(a: _Side, b: _Side, K: int, backend: str, out_dtype, bias, out=None, a
 
 
 def _runs_natively(a: _Side, b: _Side) -> bool:
-    from halfbyte.kernels import native
+    from halfbyte.kernels.gemm import native
 
     reason = native.unsupported(a.spec, b.spec, torch.cuda.get_device_capability(a.data.device))
     if reason is not None:

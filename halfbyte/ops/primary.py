@@ -47,6 +47,6 @@ def primary_stages(
     """
     if choose(device, backend) == REFERENCE:
         return reference.Caster(pieces, tiles), reference.Finisher(targets, tiles)
-    from halfbyte.kernels import primary as kernels  # imports Triton, so only where it runs
+    from halfbyte.kernels.master_cast import launch as kernels  # imports Triton, so only where it runs
 
     return kernels.Caster(pieces, tiles), kernels.Finisher(targets, tiles)

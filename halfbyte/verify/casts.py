@@ -14,7 +14,7 @@ def casts(device: torch.device) -> list[Check]:
     """Compare every conversion that `device` has; one that quantize does not use may differ, which is reported."""
     if device.type != "cuda":
         return [_check("", record.NOT_RUN, "no GPU is visible")]
-    from halfbyte.kernels import hardware_cast  # imports Triton, so only where it runs
+    from halfbyte.kernels.device import hardware_cast  # imports Triton, so only where it runs
 
     found = hardware_cast.conversions(device)
     if not found:

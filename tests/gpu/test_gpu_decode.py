@@ -7,8 +7,8 @@ import torch
 
 import halfbyte as hb
 from halfbyte import layout, reference
-from halfbyte.kernels import dequantize as dq
-from halfbyte.kernels import transpose
+from halfbyte.kernels.unpack import dequantize as dq
+from halfbyte.kernels.unpack import transpose
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -8,7 +8,7 @@ import halfbyte as hb
 from halfbyte import functional as HF
 from halfbyte import ops
 from halfbyte.arithmetic import FUNCTIONS
-from halfbyte.kernels import activation, norm
+from halfbyte.kernels.fused import activation, norm
 from halfbyte.nn import LayerNormMLP, forward_shared
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -7,12 +7,12 @@ import torch
 
 import halfbyte as hb
 from halfbyte import reference
-from halfbyte.kernels import dequantize as dq
-from halfbyte.kernels import gemm
+from halfbyte.kernels.gemm import dense
+from halfbyte.kernels.unpack import dequantize as dq
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-HOPPER = torch.cuda.is_available() and gemm.tma_tiles(gemm.capability(torch.device("cuda", 0)))
+HOPPER = torch.cuda.is_available() and dense.tma_tiles(dense.capability(torch.device("cuda", 0)))
 VARIANTS = ("auto", "pointer", "tma") if HOPPER else ("auto", "pointer")
 SHAPES = ((1, 1, 1), (16, 16, 16), (129, 257, 513), (1000, 520, 2064), (2048, 1024, 4096), (256, 384, 30000))
 PAIRS = (
@@ -42,18 +42,18 @@ def test_golden(variant):
 def test_error(pair, shape, variant):
     M, N, K = shape
     a, b = operand(M, K, pair[0]), operand(N, K, pair[1])
-    if variant == "tma" and M * N and not all(gemm.describable(side.values) for side in (a, b)):
+    if variant == "tma" and M * N and not all(dense.describable(side.values) for side in (a, b)):
         with pytest.raises(ValueError, match="variant='tma'"):  # a tensor map needs rows of whole 16 bytes
-            gemm.gemm_nt(a, b, variant=variant)
+            dense.gemm_nt(a, b, variant=variant)
         return
     width = min(a.values.shape[1], b.values.shape[1])
     narrow = [side._replace(values=side.values[:, :width]) for side in (a, b)]
     for dtype, bound in BOUNDS.items():
-        y = gemm.gemm_nt(a, b, out=torch.full((M, N), float("nan"), dtype=dtype, device="cuda"), variant=variant)
+        y = dense.gemm_nt(a, b, out=torch.full((M, N), float("nan"), dtype=dtype, device="cuda"), variant=variant)
         if M * N > 1:  # the bound is one on the norm: a single number may be off by half a unit in the last place
             assert checks.relative_error(y, *narrow) <= bound
     bias, existing = torch.randn(N, device="cuda"), torch.randn(M, N, device="cuda")
-    y = gemm.gemm_nt(a, b, bias=bias, out=existing.clone(), accumulate=True, variant=variant)
+    y = dense.gemm_nt(a, b, bias=bias, out=existing.clone(), accumulate=True, variant=variant)
     assert checks.relative_error(y, *narrow, plus=bias + existing) <= BOUNDS[torch.float32]
 
 
@@ -62,7 +62,7 @@ def test_error(pair, shape, variant):
 def test_error_of_long_contractions(variant, rows):
     """Dense bf16 operands, whose sums are never exact: tensor cores truncate, so a chain must not grow with K."""
     a, b = operand(rows, 40_000, None), operand(2048, 40_000, None)
-    y = gemm.gemm_nt(a, b, out_dtype=torch.float32, variant=variant)
+    y = dense.gemm_nt(a, b, out_dtype=torch.float32, variant=variant)
     assert checks.relative_error(y, a, b) <= BOUNDS[torch.float32]
 
 
@@ -70,46 +70,46 @@ def test_error_of_long_contractions(variant, rows):
 @pytest.mark.parametrize("splits", (2, 3, 7))
 def test_split_contraction(variant, splits, monkeypatch):
     a, b = operand(300, 5000, hb.NVFP4()), operand(200, 5000, checks.ROW)
-    tile = (gemm.POINTER_TILES if variant == "pointer" or not HOPPER else gemm.TMA_TILES)[-1]
-    plan = gemm.Plan(tile in gemm.TMA_TILES, tile, splits, False)
-    monkeypatch.setattr(gemm, "make_plan", lambda *_: plan)
-    y = gemm.gemm_nt(a, b, out_dtype=torch.float32)
+    tile = (dense.POINTER_TILES if variant == "pointer" or not HOPPER else dense.TMA_TILES)[-1]
+    plan = dense.Plan(tile in dense.TMA_TILES, tile, splits, False)
+    monkeypatch.setattr(dense, "make_plan", lambda *_: plan)
+    y = dense.gemm_nt(a, b, out_dtype=torch.float32)
     assert checks.relative_error(y, a, b) <= BOUNDS[torch.float32]
-    assert torch.equal(y, gemm.gemm_nt(a, b, out_dtype=torch.float32)), "the sum depends on the run"
+    assert torch.equal(y, dense.gemm_nt(a, b, out_dtype=torch.float32)), "the sum depends on the run"
 
 
-@pytest.mark.parametrize("tile", (HOPPER or ()) + gemm.POINTER_TILES, ids=str)
+@pytest.mark.parametrize("tile", (HOPPER or ()) + dense.POINTER_TILES, ids=str)
 def test_every_tile(tile, monkeypatch):
-    tma = tile in gemm.TMA_TILES
-    monkeypatch.setattr(gemm, "make_plan", lambda *_: gemm.Plan(tma, tile, 1, False))
+    tma = tile in dense.TMA_TILES
+    monkeypatch.setattr(dense, "make_plan", lambda *_: dense.Plan(tma, tile, 1, False))
     for N in (500, 512):  # 500 fp32 values are whole 16 bytes, 500 - 3 are not: plain stores
         a, b = operand(700, 1100, checks.ROW), operand(N, 1100, checks.TILE)
         for dtype, bound in BOUNDS.items():
             out = torch.randn(700, N, device="cuda").to(dtype)
-            y = gemm.gemm_nt(a, b, out=out.clone(), accumulate=True)
+            y = dense.gemm_nt(a, b, out=out.clone(), accumulate=True)
             assert checks.relative_error(y, a, b, plus=out) <= bound
         if tile.bn < 256:
             few = b._replace(values=b.values[: N - 3])
-            y = gemm.gemm_nt(a, few, out_dtype=torch.float32)
+            y = dense.gemm_nt(a, few, out_dtype=torch.float32)
             assert checks.relative_error(y, a, few) <= BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 def test_plain_operands_of_other_dtypes(dtype):
     x, w = (torch.randn(n, 777, device="cuda").to(dtype) for n in (300, 200))
-    y = gemm.gemm_nt(dq.Decoded(x), dq.Decoded(w), out_dtype=torch.float32)
+    y = dense.gemm_nt(dq.Decoded(x), dq.Decoded(w), out_dtype=torch.float32)
     assert checks.relative_error(y, dq.Decoded(x), dq.Decoded(w)) <= 1e-6
     mixed = operand(200, 777, hb.NVFP4())
-    y = gemm.gemm_nt(dq.Decoded(x), mixed, out_dtype=torch.float32)
+    y = dense.gemm_nt(dq.Decoded(x), mixed, out_dtype=torch.float32)
     assert checks.relative_error(y, dq.Decoded(x), mixed._replace(values=mixed.values[:, :777])) <= 1e-6
 
 
 def test_a_captured_graph_replays_new_factors():
     a, b = operand(256, 512, hb.NVFP4()), operand(128, 512, hb.NVFP4())
-    expected = gemm.gemm_nt(a, b, out_dtype=torch.float32) * 2
+    expected = dense.gemm_nt(a, b, out_dtype=torch.float32) * 2
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = gemm.gemm_nt(a, b, out_dtype=torch.float32)
+        y = dense.gemm_nt(a, b, out_dtype=torch.float32)
     a.amax.mul_(2)
     graph.replay()
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=0)

@@ -7,8 +7,9 @@ from grouped_cases import GROUPS, RECIPES, SPECS, ends
 
 import halfbyte as hb
 from halfbyte import reference
-from halfbyte.kernels import backend, grouped, grouped_wide
-from halfbyte.kernels.grouped_gemm import grouped_gemm_nt
+from halfbyte.kernels import backend
+from halfbyte.kernels.gemm.grouped import grouped_gemm_nt
+from halfbyte.kernels.quantize import grouped, grouped_wide
 from halfbyte.layout import SCALE_LAYOUTS, GroupedOperand, group_alignment, group_ends
 from halfbyte.rng import StreamPhilox
 

@@ -10,8 +10,9 @@ from torch.library import opcheck
 
 import halfbyte as hb
 from halfbyte import reference
-from halfbyte.kernels import backend, grouped, square_tiles
-from halfbyte.kernels.grouped_gemm import clear_tail, grouped_dequantize, grouped_gemm_nt
+from halfbyte.kernels import backend
+from halfbyte.kernels.gemm.grouped import clear_tail, grouped_dequantize, grouped_gemm_nt
+from halfbyte.kernels.quantize import grouped, strips
 from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, GroupedOperand, group_alignment, group_ends
 from halfbyte.reference.scale import global_scale
 
@@ -202,7 +203,7 @@ class TestProducts:
         self.check((self.rows, COLS), GroupedOperand(dy), GroupedOperand(w.mT), 64)  # experts with contiguous columns
 
     def test_chains_of_a_long_contraction(self, monkeypatch):
-        monkeypatch.setattr("halfbyte.kernels.grouped_gemm.MAX_CHAIN", 64)
+        monkeypatch.setattr("halfbyte.kernels.gemm.grouped.MAX_CHAIN", 64)
         spec, offsets = hb.NVFP4(), ends((130, 0, 60))
         _, col = reference.grouped_quantize_row_col(exact(190, COLS), offsets, None, spec)
         side, shape = GroupedOperand(col, spec), (3, COLS, COLS)
@@ -267,7 +268,7 @@ def test_experts_in_whole_tiles(name, cols):
     expected, _ = reference.grouped_quantize_row_col(w, None, spec, None)
     decoded = transient(GroupedOperand(expected, spec)).data.qdata
     if name == "tile":
-        assert square_tiles.fits(w, spec)
+        assert strips.fits(w, spec)
     codes, _ = backend.grouped_quantize_row_col(w, None, spec, None)
     same_blocks([codes], [expected])
     given = None if name == "mxfp8" else 2 * reference.quantize(w[0], spec).amax

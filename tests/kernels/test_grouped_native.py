@@ -13,7 +13,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 import halfbyte as hb
 from halfbyte import layout, reference
-from halfbyte.kernels import grouped_native, native
+from halfbyte.kernels.gemm import grouped_native, native
 from halfbyte.layout import GroupedOperand
 
 TILE = hb.NVFP4(block=(16, 16))

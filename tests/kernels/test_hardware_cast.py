@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.kernels import hardware_cast, scaling
+from halfbyte.kernels.device import hardware_cast, scales
 from halfbyte.verify import casts, record
 
 
@@ -59,4 +59,4 @@ def test_a_gpu_without_one_says_so(monkeypatch):
 
 @pytest.mark.parametrize(("capability", "level"), [(80, 0), (86, 0), (89, 89), (90, 90), (100, 100), (120, 100)])
 def test_levels(capability, level):
-    assert scaling.hardware_level(capability) == level
+    assert scales.hardware_level(capability) == level

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from halfbyte import kernels
-from halfbyte.kernels import gemm, magnitudes, record, scenario_values
+from halfbyte.kernels import record, scenario_values
+from halfbyte.kernels.device import magnitudes
+from halfbyte.kernels.gemm import dense
 from halfbyte.kernels.target import Target, assumed, target_of
 from halfbyte.verify import matrix
 
@@ -40,14 +42,15 @@ def run(script):
 def launched():
     """Return the places of the kernels that the source launches, as kernel[grid](...), and of those it defines."""
     found, defined = set(), set()
-    for path in Path(kernels.__file__).parent.glob("*.py"):
+    root = Path(kernels.__file__).parent
+    for path in root.rglob("*.py"):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 kernel = node.func.value
                 found.add(kernel.attr if isinstance(kernel, ast.Attribute) else kernel.id)
-            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
-                defined.add((path.stem, node.name))
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+                defined.add((".".join(path.relative_to(root).with_suffix("").parts), node.name))
     return found, defined
 
 
@@ -56,7 +59,7 @@ import json
 from halfbyte.kernels import record
 for capability in record.TARGETS:
     kernels = {one.launch.kernel for one in record.recorded(capability)}
-    print(json.dumps([capability, sorted((kernel.module.split(".")[-1], kernel.fn.__name__) for kernel in kernels)]))
+    print(json.dumps([capability, sorted((kernel.module.split(".", 2)[-1], kernel.fn.__name__) for kernel in kernels)]))
 """
 
 
@@ -113,7 +116,7 @@ def test_a_launch_is_specialized_as_triton_does_it(capability, overlap):
 UNFIT = """
 from dataclasses import replace
 from halfbyte.kernels import backend, record
-from halfbyte.kernels.dequantize import Decoded
+from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.kernels.scenario_values import tensor
 with record.recording(record.TARGETS[80]) as launches:
     backend.gemm_nt(Decoded(tensor(64, 128)), Decoded(tensor(64, 128)))
@@ -194,10 +197,10 @@ def test_failures_are_counted(monkeypatch, capsys):
 def test_a_target_is_assumed_for_a_while():
     device = torch.device("cpu")
     with assumed(Target(100, 148)):
-        assert gemm.capability(device) == 100
-        assert gemm.multiprocessors(device) == magnitudes.multiprocessors(device) == 148
+        assert dense.capability(device) == 100
+        assert dense.multiprocessors(device) == magnitudes.multiprocessors(device) == 148
     assert target_of(device) is None
-    assert (gemm.capability(device), gemm.multiprocessors(device), magnitudes.multiprocessors(device)) == (90, 4, 1)
+    assert (dense.capability(device), dense.multiprocessors(device), magnitudes.multiprocessors(device)) == (90, 4, 1)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled here")

@@ -7,7 +7,7 @@ import torch
 
 import halfbyte as hb
 from halfbyte import layout, reference
-from halfbyte.kernels import dequantize as dq
+from halfbyte.kernels.unpack import dequantize as dq
 from halfbyte.layout import Blocks
 
 torch.manual_seed(0)

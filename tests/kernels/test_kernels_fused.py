@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from halfbyte.arithmetic import FUNCTIONS
-from halfbyte.kernels import running_max as rm
+from halfbyte.kernels.device import running_max as rm
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DTYPES = ((BF16, BF16), (FP32, BF16), (FP32, FP32))

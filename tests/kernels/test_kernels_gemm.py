@@ -7,8 +7,8 @@ import torch
 
 import halfbyte as hb
 from halfbyte import reference
-from halfbyte.kernels import gemm
-from halfbyte.kernels.dequantize import Decoded
+from halfbyte.kernels.gemm import dense
+from halfbyte.kernels.unpack.dequantize import Decoded
 
 torch.manual_seed(0)
 
@@ -40,7 +40,7 @@ def assert_like_reference(pair, shape, **options):
     bias, existing = torch.randn(N), torch.randn(M, N)
     for accumulate in (False, True):
         end = {"bias": bias if accumulate else None, "accumulate": accumulate}
-        y = gemm.gemm_nt(*ours, out=existing.clone(), **end, **options)
+        y = dense.gemm_nt(*ours, out=existing.clone(), **end, **options)
         expected = reference.gemm_nt(*theirs, out=existing.clone(), **end)
         assert (y - expected).norm() <= 1e-6 * expected.norm()
 
@@ -60,7 +60,7 @@ def test_ragged_shapes(shape, variant):
 def test_a_rotated_tail_takes_part():
     x, w = torch.randn(4, 40), torch.randn(6, 40)
     ours, theirs = zip(*(checks.decoded_pair(t, ROTATED) for t in (x, w)), strict=True)
-    y = gemm.gemm_nt(*ours, out_dtype=torch.float32)
+    y = dense.gemm_nt(*ours, out_dtype=torch.float32)
     assert ours[0].values.shape[1] == 64 and ours[0].values[:, 40:].any()
     torch.testing.assert_close(y, reference.gemm_nt(*theirs, out_dtype=torch.float32))
 
@@ -70,17 +70,17 @@ def test_one_rounding_to_the_output_dtype(dtype):
     # Sums of at most 48 products of 6-bit numbers are exact in fp32: the result is rounded exactly once.
     ours, theirs = zip(*(checks.decoded_pair(torch.randn(n, 48), checks.ROW) for n in (7, 12)), strict=True)
     bias = torch.randn(12).to(dtype)
-    y = gemm.gemm_nt(*ours, out_dtype=dtype, bias=bias)
+    y = dense.gemm_nt(*ours, out_dtype=dtype, bias=bias)
     checks.same(y, reference.gemm_nt(*theirs, out_dtype=dtype, bias=bias))
     existing = torch.randn(7, 12).to(dtype)
-    summed = gemm.gemm_nt(*ours, out=existing.clone(), accumulate=True)
+    summed = dense.gemm_nt(*ours, out=existing.clone(), accumulate=True)
     checks.same(summed, reference.gemm_nt(*theirs, out=existing.clone(), accumulate=True))
 
 
 def test_scalar_factors_that_overflow_together():
     a, b = (Decoded(torch.full((2, 16), v).bfloat16(), torch.tensor(3e38), 2688.0) for v in (2.0**-9, 2.0**-10))
     assert torch.isinf((torch.tensor(3e38) / 2688) ** 2)
-    y = gemm.gemm_nt(a._replace(amax=torch.tensor(1e30)), b, out_dtype=torch.float32)
+    y = dense.gemm_nt(a._replace(amax=torch.tensor(1e30)), b, out_dtype=torch.float32)
     expected = (a.values.double() * (1e30 / 2688)) @ (b.values.double() * (3e38 / 2688)).T
     torch.testing.assert_close(y, expected.float())
 
@@ -90,36 +90,36 @@ def test_split_contraction(variant, splits, monkeypatch):
     plans = []
 
     def plan(*arguments):
-        plans.append(gemm.Plan(variant == "tma", gemm.Tile(64, 128, 64, 4, 4), splits, True))
+        plans.append(dense.Plan(variant == "tma", dense.Tile(64, 128, 64, 4, 4), splits, True))
         return plans[-1]
 
-    monkeypatch.setattr(gemm, "make_plan", plan)
+    monkeypatch.setattr(dense, "make_plan", plan)
     assert_like_reference(PAIRS[splits - 2], (70, 37, 160))
     assert plans
 
 
 def test_tiles_are_chosen_for_the_shape():
-    tiles = gemm.tma_tiles(90)
-    assert gemm.choose_tile(tiles, 8192, 8192, 8192, 132) == (tiles[0], 1)
-    assert gemm.choose_tile(tiles, 65536, 1024, 1024, 132)[1] == 1
-    wgrad_tile, splits = gemm.choose_tile(tiles, 1024, 1024, 65536, 132)
+    tiles = dense.tma_tiles(90)
+    assert dense.choose_tile(tiles, 8192, 8192, 8192, 132) == (tiles[0], 1)
+    assert dense.choose_tile(tiles, 65536, 1024, 1024, 132)[1] == 1
+    wgrad_tile, splits = dense.choose_tile(tiles, 1024, 1024, 65536, 132)
     assert splits > 1 and (1024 // wgrad_tile.bm) * (1024 // wgrad_tile.bn) * splits <= 132
-    assert gemm.choose_tile(tiles, 64, 64, 64, 132)[1] == 1
-    small = (*tiles, *gemm.SMALL_TILES)
-    assert gemm.choose_tile(small, 512, 1024, 1024, 132) == (gemm.SMALL_TILES[2], 1)
-    assert gemm.choose_tile(small, 1024, 1024, 512, 132) == (gemm.SMALL_TILES[0], 1)
-    assert gemm.choose_tile(small, 1024, 1024, 65536, 132) == (wgrad_tile, splits)
-    assert gemm.tma_tiles(80) == gemm.tma_tiles(120) == ()
+    assert dense.choose_tile(tiles, 64, 64, 64, 132)[1] == 1
+    small = (*tiles, *dense.SMALL_TILES)
+    assert dense.choose_tile(small, 512, 1024, 1024, 132) == (dense.SMALL_TILES[2], 1)
+    assert dense.choose_tile(small, 1024, 1024, 512, 132) == (dense.SMALL_TILES[0], 1)
+    assert dense.choose_tile(small, 1024, 1024, 65536, 132) == (wgrad_tile, splits)
+    assert dense.tma_tiles(80) == dense.tma_tiles(120) == ()
 
 
 @pytest.mark.parametrize("shape", ((0, 5, 16), (4, 0, 16), (3, 5, 0)))
 def test_nothing_to_multiply(shape, monkeypatch):
-    monkeypatch.setattr(gemm, "_run", None)
+    monkeypatch.setattr(dense, "_run", None)
     M, N, K = shape
     a, b = Decoded(torch.randn(M, K).bfloat16()), Decoded(torch.randn(N, K).bfloat16())
-    assert torch.equal(gemm.gemm_nt(a, b, out_dtype=torch.float32), torch.zeros(M, N))
+    assert torch.equal(dense.gemm_nt(a, b, out_dtype=torch.float32), torch.zeros(M, N))
     bias, existing = torch.randn(N), torch.randn(M, N)
-    y = gemm.gemm_nt(a, b, bias=bias, out=existing.clone(), accumulate=True)
+    y = dense.gemm_nt(a, b, bias=bias, out=existing.clone(), accumulate=True)
     assert torch.equal(y, existing + bias)
 
 
@@ -131,17 +131,17 @@ def test_plain_operands_of_any_dtype_and_stride():
         (torch.bfloat16, torch.float32),
     ):
         a, b = x.to(x_dtype), w.to(w_dtype)
-        y = gemm.gemm_nt(Decoded(a), Decoded(b), out_dtype=torch.float32)
+        y = dense.gemm_nt(Decoded(a), Decoded(b), out_dtype=torch.float32)
         torch.testing.assert_close(y, a.float() @ b.float().T)
 
 
 def test_output_with_any_stride():
     ours, theirs = zip(*(checks.decoded_pair(torch.randn(n, 48), hb.NVFP4()) for n in (7, 12)), strict=True)
     out = torch.zeros(12, 7).T
-    assert gemm.gemm_nt(*ours, out=out) is out
+    assert dense.gemm_nt(*ours, out=out) is out
     torch.testing.assert_close(out, reference.gemm_nt(*theirs, out_dtype=torch.float32))
     wide = torch.zeros(7, 20)
-    gemm.gemm_nt(*ours, out=wide[:, 3:15])
+    dense.gemm_nt(*ours, out=wide[:, 3:15])
     torch.testing.assert_close(wide[:, 3:15], out)
     assert not wide[:, :3].any() and not wide[:, 15:].any()
 
@@ -150,25 +150,25 @@ def test_nan_blocks_poison_only_what_reads_them():
     x, w = torch.randn(6, 64), torch.randn(5, 64)
     x[2, 20] = float("nan")
     ours, _ = zip(*(checks.decoded_pair(t, hb.NVFP4()) for t in (x, w)), strict=True)
-    y = gemm.gemm_nt(*ours)
+    y = dense.gemm_nt(*ours)
     assert y[2].isnan().all() and not y[[0, 1, 3, 4, 5]].isnan().any()
 
 
 def test_tma_refuses_strides_it_cannot_describe():
     a, b = Decoded(torch.randn(4, 9).bfloat16()), Decoded(torch.randn(4, 9).bfloat16())
     with pytest.raises(ValueError, match="variant='tma'.*use 'auto'"):
-        gemm.gemm_nt(a, b, variant="tma")
+        dense.gemm_nt(a, b, variant="tma")
 
 
 @pytest.mark.parametrize("accumulate", (False, True))
 def test_a_long_contraction_is_summed_in_chains(accumulate, monkeypatch):
-    monkeypatch.setattr(gemm, "MAX_CHAIN", 100)
-    monkeypatch.setattr(gemm, "make_plan", lambda *_: gemm.Plan(True, gemm.TMA_TILES[-1], 1, True))
-    launches, multiply = [], gemm._multiply
-    monkeypatch.setattr(gemm, "_multiply", lambda *args: (launches.append(args[1].shape[1]), multiply(*args)))
+    monkeypatch.setattr(dense, "MAX_CHAIN", 100)
+    monkeypatch.setattr(dense, "make_plan", lambda *_: dense.Plan(True, dense.TMA_TILES[-1], 1, True))
+    launches, multiply = [], dense._multiply
+    monkeypatch.setattr(dense, "_multiply", lambda *args: (launches.append(args[1].shape[1]), multiply(*args)))
     ours, theirs = zip(*(checks.decoded_pair(torch.randn(n, 304), hb.NVFP4()) for n in (7, 12)), strict=True)
     bias, existing = torch.randn(12), torch.randn(7, 12)
-    y = gemm.gemm_nt(*ours, bias=bias, out=existing.clone(), accumulate=accumulate)
+    y = dense.gemm_nt(*ours, bias=bias, out=existing.clone(), accumulate=accumulate)
     expected = reference.gemm_nt(*theirs, bias=bias, out=existing.clone(), accumulate=accumulate)
     torch.testing.assert_close(y, expected)
     assert launches == [128, 128, 48]

@@ -11,7 +11,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 import halfbyte as hb
 from halfbyte import layout, reference
-from halfbyte.kernels import native
+from halfbyte.kernels.gemm import native
 
 torch.manual_seed(0)
 

@@ -6,8 +6,8 @@ import torch
 
 import halfbyte as hb
 from halfbyte.distributed.partial_cast import target_of
-from halfbyte.kernels import primary
-from halfbyte.kernels import primary_kernels as pk
+from halfbyte.kernels.master_cast import kernels as pk
+from halfbyte.kernels.master_cast import launch
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -64,7 +64,7 @@ def test_weights_of_both_scale_layouts_are_turned_in_one_list():
         first_tile = sum(target.tile_count for target in targets)
         weights.append(weight)
         targets.append(target_of(weight, first_tile, 0, turned=weight.allocate_turned()))
-    primary.Finisher(targets, sum(target.tile_count for target in targets)).transpose()
+    launch.Finisher(targets, sum(target.tile_count for target in targets)).transpose()
     for weight in weights:
         expected = weight.transpose()
         assert torch.equal(weight.turned.qdata, expected.qdata)
@@ -81,7 +81,7 @@ def test_the_number_of_launches_does_not_depend_on_the_list(monkeypatch):
             [(32, 48)] * number, checks.TILE, FP32, checks.WHOLE[:1] * number, "cpu", blocks=True
         )
         amaxes, scales = torch.zeros(tiles + number), torch.zeros(tiles, dtype=torch.uint8)
-        caster, finisher = primary.Caster(pieces, tiles), primary.Finisher([p.target for p in pieces], tiles)
+        caster, finisher = launch.Caster(pieces, tiles), launch.Finisher([p.target for p in pieces], tiles)
         caster.amax(amaxes)
         finisher.scale(amaxes, scales, expand=True)
         caster.cast(amaxes, scales)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfbyte import reference
-from halfbyte.kernels import swizzle, transpose
+from halfbyte.kernels.unpack import swizzle, transpose
 
 torch.manual_seed(0)
 

@@ -6,9 +6,9 @@ import torch
 
 import halfbyte as hb
 from halfbyte import layout, reference
-from halfbyte.kernels.amax import finite_amax, row_col_amax
-from halfbyte.kernels.quantize import quantize
-from halfbyte.kernels.row_col import quantize_row_col
+from halfbyte.kernels.amax.plain import finite_amax, row_col_amax
+from halfbyte.kernels.quantize.both import quantize_row_col
+from halfbyte.kernels.quantize.lines import quantize
 
 KINDS = ("heavy", "ties", "tiny", "nonfinite")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)

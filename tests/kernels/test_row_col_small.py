@@ -6,7 +6,8 @@ import torch
 
 import halfbyte as hb
 from halfbyte import layout
-from halfbyte.kernels import backend, row_col, row_col_small
+from halfbyte.kernels import backend
+from halfbyte.kernels.quantize import both, both_small
 
 SR = {"rounding": "stochastic"}
 PAIRS = (
@@ -18,15 +19,15 @@ PAIRS = (
 
 @pytest.mark.parametrize(("pair", "kind"), tuple(zip(PAIRS, ("heavy", "nonfinite", "tiny"), strict=True)))
 def test_bytes_are_those_of_the_reference(pair, kind, monkeypatch):
-    monkeypatch.setattr(row_col, "_launch", None)
+    monkeypatch.setattr(both, "_launch", None)
     x = checks.sample(kind, (128, 256), torch.bfloat16, "cpu")
     x[:, 7] *= 3  # neither the first nor the last program finds the maximum
     checks.check_row_col(x, pair, layout.LINEAR)
 
 
 def test_few_programs_take_many_strips_and_groups(monkeypatch):
-    monkeypatch.setattr(row_col, "_launch", None)
-    monkeypatch.setattr(row_col_small, "MAX_PROGRAMS", 4)
+    monkeypatch.setattr(both, "_launch", None)
+    monkeypatch.setattr(both_small, "MAX_PROGRAMS", 4)
     x = checks.sample("ties", (128, 768), torch.bfloat16, "cpu")
     x[127, 767] = 1000.0
     checks.check_row_col(x, PAIRS[0], layout.LINEAR)
@@ -34,7 +35,7 @@ def test_few_programs_take_many_strips_and_groups(monkeypatch):
 
 @pytest.mark.parametrize("transient", ((True, False), (True, True)))
 def test_decoded_operands_hold_the_codes(transient, monkeypatch):
-    monkeypatch.setattr(row_col, "_launch", None)
+    monkeypatch.setattr(both, "_launch", None)
     x = checks.sample("nonfinite", (64, 256), torch.bfloat16, "cpu")
     codes = backend.quantize_row_col(x, *PAIRS[1], **checks.draws("cpu"))
     sides = backend.quantize_row_col(x, *PAIRS[1], **checks.draws("cpu"), transient=transient)
@@ -47,23 +48,23 @@ def test_decoded_operands_hold_the_codes(transient, monkeypatch):
 
 
 def test_a_given_amax_is_used(monkeypatch):
-    monkeypatch.setattr(row_col_small, "quantize", None)
+    monkeypatch.setattr(both_small, "quantize", None)
     x, given = checks.sample("heavy", (64, 256), torch.bfloat16, "cpu"), torch.tensor(3.0)
-    row, _ = row_col.quantize_row_col(x, *PAIRS[0], row_amax=given)
+    row, _ = both.quantize_row_col(x, *PAIRS[0], row_amax=given)
     assert row is not None and row.amax is given
 
 
 def test_what_fits():
     x = torch.ones(64, 256, dtype=torch.bfloat16)
-    assert row_col_small.fits(x, *PAIRS[0], layout.LINEAR)
-    assert not row_col_small.fits(x, *PAIRS[0], layout.SWIZZLED_32_4_4)
-    assert not row_col_small.fits(x[:48], *PAIRS[0], layout.LINEAR), "its last column tile is ragged"
-    assert not row_col_small.fits(x[:, :240], *PAIRS[0], layout.LINEAR)
-    assert not row_col_small.fits(x.float(), *PAIRS[0], layout.LINEAR)
-    assert not row_col_small.fits(x.T, *PAIRS[0], layout.LINEAR)
-    assert not row_col_small.fits(x, hb.NVFP4(), hb.NVFP4(), layout.LINEAR), "one amax serves both"
-    assert not row_col_small.fits(x, hb.NVFP4(), hb.MXFP8(), layout.LINEAR)
-    assert not row_col_small.fits(x, hb.NVFP4(outer="row"), PAIRS[0][1], layout.LINEAR)
-    assert not row_col_small.fits(x, hb.NVFP4(), hb.NVFP4(rotation=hb.Hadamard(size=32)), layout.LINEAR)
-    assert not row_col_small.fits(x.new_ones(8192, 1024), *PAIRS[0], layout.LINEAR)
-    assert not row_col_small.fits(x.new_ones(0, 256), *PAIRS[0], layout.LINEAR)
+    assert both_small.fits(x, *PAIRS[0], layout.LINEAR)
+    assert not both_small.fits(x, *PAIRS[0], layout.SWIZZLED_32_4_4)
+    assert not both_small.fits(x[:48], *PAIRS[0], layout.LINEAR), "its last column tile is ragged"
+    assert not both_small.fits(x[:, :240], *PAIRS[0], layout.LINEAR)
+    assert not both_small.fits(x.float(), *PAIRS[0], layout.LINEAR)
+    assert not both_small.fits(x.T, *PAIRS[0], layout.LINEAR)
+    assert not both_small.fits(x, hb.NVFP4(), hb.NVFP4(), layout.LINEAR), "one amax serves both"
+    assert not both_small.fits(x, hb.NVFP4(), hb.MXFP8(), layout.LINEAR)
+    assert not both_small.fits(x, hb.NVFP4(outer="row"), PAIRS[0][1], layout.LINEAR)
+    assert not both_small.fits(x, hb.NVFP4(), hb.NVFP4(rotation=hb.Hadamard(size=32)), layout.LINEAR)
+    assert not both_small.fits(x.new_ones(8192, 1024), *PAIRS[0], layout.LINEAR)
+    assert not both_small.fits(x.new_ones(0, 256), *PAIRS[0], layout.LINEAR)

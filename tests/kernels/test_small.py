@@ -6,7 +6,8 @@ import torch
 
 import halfbyte as hb
 from halfbyte import layout, reference
-from halfbyte.kernels import backend, small
+from halfbyte.kernels import backend
+from halfbyte.kernels.quantize import small
 
 WIDE = [
     hb.NVFP4(rotation=hb.Hadamard(size=64, signs="fresh"), rounding="stochastic"),

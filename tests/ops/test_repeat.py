@@ -135,10 +135,10 @@ GEMMS = {
 def test_gemm_nt(case, monkeypatch):
     specs, options = GEMMS[case][:2], GEMMS[case][2]
     if case == "long":
-        from halfbyte.kernels import gemm
+        from halfbyte.kernels.gemm import dense
 
-        plan = gemm.make_plan
-        monkeypatch.setattr(gemm, "make_plan", lambda *given: dataclasses_replace(plan(*given), splits=2))
+        plan = dense.make_plan
+        monkeypatch.setattr(dense, "make_plan", lambda *given: dataclasses_replace(plan(*given), splits=2))
 
     def call(i):
         K, made = options.get("K", 48), dict(options)

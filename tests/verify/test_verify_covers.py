@@ -25,8 +25,8 @@ ELSEWHERE = {
 def all_kernels() -> set[str]:
     """Return the names of every kernel that has a launcher: functions of the compiler's called …_kernel."""
     names = set()
-    for info in pkgutil.iter_modules(halfbyte.kernels.__path__):
-        module = importlib.import_module(f"halfbyte.kernels.{info.name}")
+    for info in pkgutil.walk_packages(halfbyte.kernels.__path__, "halfbyte.kernels."):
+        module = importlib.import_module(info.name)
         names |= {n for n, v in vars(module).items() if isinstance(v, InterpretedFunction) and n.endswith("_kernel")}
     return names
 

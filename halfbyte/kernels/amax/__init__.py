@@ -1,0 +1,1 @@
+"""The largest finite magnitudes that operands are quantized with."""

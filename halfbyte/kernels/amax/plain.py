@@ -1,0 +1,180 @@
+"""The largest finite magnitude: of an operand, of its rows, after its rotation, or of two operands in one pass.
+
+NaN and Inf are left out (docs/numerics.md section 3). They are the largest magnitudes, so a program first takes plain
+maxima, and only one whose maximum is not finite reads its part again and leaves them out. Programs that share a result
+meet in a workspace of zeros that the last one restores (`running_max`): there is no launch but the kernel's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfbyte.kernels.amax.rotated import amax_rule, launch_rotated
+from halfbyte.kernels.device import magnitudes as mg
+from halfbyte.kernels.device import overlap
+from halfbyte.kernels.device import running_max as rm
+from halfbyte.kernels.launch import jit
+from halfbyte.layout import ceil_div
+from halfbyte.rng import Draw
+from halfbyte.spec import NVFP4, Spec
+
+# What becomes of a row's maximum: it joins the tensor's, it is stored, or it joins those of other parts of the row.
+OF_TENSOR, OF_ROW, OF_ROW_PARTS = (tl.constexpr(i) for i in range(3))
+
+
+class Tile(NamedTuple):
+    """What a program reads at once and how many programs there are.
+
+    size: elements.
+    per_sm: programs for each multiprocessor, if the tensor is large.
+    """
+
+    size: int
+    num_warps: int
+    per_sm: int
+
+
+# Measured on an H200: about as many programs as run at once, so that few of them meet in the workspace.
+PLAIN_TILE = Tile(8192, 8, 8)
+
+
+@jit(do_not_specialize=("parts", "programs"))
+def amax_rows_kernel(
+    x_ptr, out_ptr, space_ptr, rows, cols, stride_r, stride_c, parts, programs,
+    RESULT: tl.constexpr, PACKED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """amax of x, out fp32 []; or of its rows, out fp32 [rows], zero before where a row has parts.
+
+    A program takes R rows, and of each C columns of every parts * C. PACKED: x is read in words of two bf16.
+    """
+    overlap.begin(OVERLAP)
+    tile = tl.program_id(0) // parts
+    first = (tl.program_id(0) - tile * parts).to(tl.int64) * C
+    step = tl.cast(parts, tl.int64) * C
+    end = tl.cast(cols, tl.int64)
+    row = tile.to(tl.int64) * R + tl.arange(0, R)
+    in_row = row < rows
+    row_ptr = x_ptr + row * stride_r
+    if PACKED:
+        m = tl.zeros((R, C // 2), tl.uint32)
+        word_ptr = x_ptr.to(tl.pointer_type(tl.uint32)) + row * (stride_r // 2)
+        for c in range(first, end, step):
+            word = c // 2 + tl.arange(0, C // 2)
+            inside = in_row[:, None] & (word * 2 < end)[None, :]
+            m = mg.raised(m, tl.load(word_ptr[:, None] + word[None, :], mask=inside, other=0))
+        bits = tl.max(mg.larger_bits(m), axis=1)
+    else:
+        m = tl.zeros((R, C), tl.int32)
+        for c in range(first, end, step):
+            col = c + tl.arange(0, C)
+            inside = in_row[:, None] & (col < end)[None, :]
+            m = tl.maximum(
+                m, mg.magnitude_bits(tl.load(row_ptr[:, None] + col[None, :] * stride_c, mask=inside, other=0))
+            )
+        bits = tl.max(m, axis=1)
+    if tl.max(bits, axis=0) >= mg.INF_BITS:
+        bits = tl.zeros((R,), tl.int32)
+        for c in range(first, end, step):
+            col = c + tl.arange(0, C)
+            inside = in_row[:, None] & (col < end)[None, :]
+            x = tl.load(row_ptr[:, None] + col[None, :] * stride_c, mask=inside, other=0)
+            bits = tl.maximum(bits, tl.max(mg.finite_bits(mg.magnitude_bits(x)), axis=1))
+    if RESULT == OF_ROW:
+        tl.store(out_ptr + row, bits.to(tl.float32, bitcast=True), mask=in_row)
+    elif RESULT == OF_ROW_PARTS:
+        tl.atomic_max(out_ptr.to(tl.pointer_type(tl.int32)) + row, bits, mask=in_row, sem="relaxed")
+    else:
+        rm.publish((tl.max(bits, axis=0),), (out_ptr,), space_ptr, programs)
+
+
+def finite_amax(x: Tensor, dim: int | None = None) -> Tensor:
+    """Return max |x| over the finite elements, fp32: [] or, with dim=-1, one per row; 0 for nothing.
+
+    Args:
+        x: bf16, fp16 or fp32, at most 2-D if dim is given.
+        dim: None or -1.
+    """
+    x = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
+    return operand_amax(x, NVFP4(outer="tensor" if dim is None else "row"), None)
+
+
+def operand_amax(x: Tensor, spec: NVFP4, sign_draw: Draw | None) -> Tensor:
+    """Return the amax that quantize(x, spec) uses: fp32 [] or [rows], after the spec's rotation.
+
+    Args:
+        x: bf16, fp16 or fp32 [rows, cols], any strides.
+        spec: its `outer` and `rotation` count.
+        sign_draw: the place of fresh signs.
+    """
+    per_row = spec.outer == "row"
+    if x.numel() == 0:
+        return torch.zeros((x.shape[0],) if per_row else (), dtype=torch.float32, device=x.device)
+    if spec.rotation is not None:
+        return launch_rotated(x.T, amax_rule(spec), sign_draw, both=False)[0]
+    if per_row:
+        return _launch_rows(x, per_row=True)
+    # Without rows to tell apart, a contiguous tensor is one long row, and rows may be columns.
+    if x.is_contiguous():
+        return _launch_rows(x.view(1, -1), per_row=False)
+    return _launch_rows(x.T if x.stride(0) == 1 else x, per_row=False)
+
+
+def row_col_amax(
+    x: Tensor, row_spec: Spec | None, col_spec: Spec | None, sign_draw: Draw | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return operand_amax of (x, row_spec) and (x.T, col_spec) from one read of x where one read gives both.
+
+    Args:
+        x: bf16, fp16 or fp32 [rows, cols].
+        row_spec, col_spec: None and MXFP8 need no amax: None is returned.
+        sign_draw: the place of fresh signs.
+    """
+    row = row_spec if isinstance(row_spec, NVFP4) else None
+    col = col_spec if isinstance(col_spec, NVFP4) else None
+    if row is not None and col is not None and row.rotation is None and row.outer == "tensor" and x.numel():
+        if col.rotation is None and col.outer == "tensor":
+            both = operand_amax(x, row, None)
+            return both, both
+        if col.rotation is not None:
+            col_amax, row_amax = launch_rotated(x, amax_rule(col), sign_draw, both=True)
+            return row_amax, col_amax
+    return (
+        operand_amax(x, row, sign_draw) if row is not None else None,
+        operand_amax(x.T, col, sign_draw) if col is not None else None,
+    )
+
+
+def _launch_rows(x: Tensor, per_row: bool) -> Tensor:
+    """Return max |x| [], or of its rows."""
+    rows, cols = x.shape
+    size = PLAIN_TILE.size
+    c = min(size, max(16, triton.next_power_of_2(cols)))
+    r = size // c
+    tiles = ceil_div(rows, r)
+    parts = mg.parts_of(ceil_div(cols, c), tiles, PLAIN_TILE.per_sm, x.device)
+    result = OF_TENSOR if not per_row else OF_ROW if parts == 1 else OF_ROW_PARTS
+    new = torch.zeros if result == OF_ROW_PARTS else torch.empty
+    out = new((rows,) if per_row else (), dtype=torch.float32, device=x.device)
+    amax_rows_kernel[(tiles * parts,)](
+        x,
+        out,
+        None if per_row else rm.workspace(rm.Wanted("tensor"), x.device),
+        rows,
+        cols,
+        *x.stride(),
+        parts,
+        tiles * parts,
+        RESULT=result,
+        PACKED=mg.is_packed(x),
+        R=r,
+        C=c,
+        num_warps=PLAIN_TILE.num_warps,
+        enable_fp_fusion=False,
+        **overlap.launch_options(x.device),
+    )
+    return out

@@ -1,0 +1,1 @@
+"""Device functions: what kernels are made of."""

@@ -1,0 +1,153 @@
+"""Device functions that read a tile of x in groups along its rows or its columns, in words where x is packed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.device import casts as pm
+
+
+@triton.jit
+def masked_load(pointers, mask, FULL: tl.constexpr):
+    """Load, with 0 where `mask` is false; FULL: it is true everywhere."""
+    if FULL:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def masked_store(pointers, values, mask, FULL: tl.constexpr):
+    """Store where `mask` is true; FULL: it is true everywhere."""
+    if FULL:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=mask)
+
+
+@triton.jit
+def rows_of_tile(i_row, rows, RULE: tl.constexpr, R: tl.constexpr):
+    """Return the rows of a tile whose blocks lie along them; RULE.clamped: the last one in place of those behind it."""
+    row = i_row + tl.arange(0, R)
+    if RULE.clamped:
+        row = tl.minimum(row, rows - 1)
+    return row
+
+
+@triton.jit
+def lines_from(i_row, rows, RULE: tl.constexpr, R: tl.constexpr):
+    """Return `rows_of_tile` counted from i_row."""
+    row = tl.arange(0, R)
+    if RULE.clamped:
+        row = tl.minimum(row, rows - 1 - i_row)
+    return row
+
+
+@triton.jit
+def load_row_pairs(x_ptr, i_row, i_group, rows, cols, stride_r, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
+    """Return RULE.group / 2 words [R, N], two bf16 values each, of N groups of R rows of a packed x."""
+    row = rows_of_tile(i_row, rows, RULE, R)
+    o_word = (i_group + tl.arange(0, N)) * (RULE.group // 2)
+    word_ptr = (x_ptr + tl.cast(i_row, tl.int64) * stride_r).to(tl.pointer_type(tl.uint32))
+    o_row = lines_from(i_row, rows, RULE, R).to(tl.int64) * (stride_r // 2)
+    if RULE.along:  # groups lead: of dimensions that are not contiguous the compiler lays lanes along the first
+        first = word_ptr + o_row[None, :, None]
+    else:
+        first = word_ptr + o_row[:, None, None]
+    words = ()
+    for piece in tl.static_range(RULE.group // 8):
+        four = piece * 4 + tl.arange(0, 4)
+        if RULE.along:
+            word = o_word[:, None, None] + four[None, None, :]
+            inside = (row < rows)[None, :, None] & (word * 2 < cols)
+            loaded = tl.permute(masked_load(first + word, inside, RULE.full), (1, 0, 2))
+        else:
+            word = o_word[None, :, None] + four[None, None, :]
+            inside = (row < rows)[:, None, None] & (word * 2 < cols)
+            loaded = masked_load(first + word, inside, RULE.full)
+        words = words + pm.split_four(loaded, R, N)
+    return words
+
+
+@triton.jit
+def load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, RULE: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
+    """Return RULE.group tuples of RULE.words words [N, C / words / 2], two columns each: a packed x by columns."""
+    COUNT: tl.constexpr = RULE.words
+    SHARE: tl.constexpr = C // (2 * COUNT)
+    SIZE: tl.constexpr = RULE.group
+    row = tl.arange(0, N) * SIZE
+    # Halved, columns hide from the compiler that single words lie together: its layout then keeps the groups of a
+    # column in one warp, where scales need no shared memory.
+    word = ((i_col + 2 * COUNT * tl.arange(0, SHARE)) // 2)[:, None] + tl.arange(0, COUNT)[None, :]
+    stride = tl.cast(stride_r, tl.int64) // 2
+    first = x_ptr.to(tl.pointer_type(tl.uint32)) + i_group * SIZE * stride
+    first = first + row.to(tl.int64)[:, None, None] * stride + word[None, :, :]
+    left = (rows - i_group * SIZE - row)[:, None, None]
+    in_col = (word * 2 < cols)[None, :, :]
+    if RULE.clamped:
+        # One branch of a program in place of a comparison for every row.
+        if i_group * SIZE + N * SIZE <= rows:
+            loaded = load_rows(first, stride_r, left, in_col, True, True, SIZE)
+        else:
+            loaded = load_rows(first, stride_r, left, in_col, False, True, SIZE)
+    else:
+        loaded = load_rows(first, stride_r, left, in_col, RULE.full, False, SIZE)
+    out = ()
+    for i in tl.static_range(SIZE):
+        if COUNT == 4:
+            out = out + (pm.split_four(loaded[i], N, SHARE),)
+        elif COUNT == 2:
+            out = out + (tl.split(loaded[i]),)
+        else:
+            out = out + ((tl.reshape(loaded[i], (N, SHARE)),),)
+    return out
+
+
+@triton.jit
+def load_rows(first, stride_r, left, in_col, FULL: tl.constexpr, ALL_COLS: tl.constexpr, SIZE: tl.constexpr):
+    """Return what lies at `first` and below it in SIZE rows, of which `left` exist; 0 elsewhere, unless FULL."""
+    step = tl.cast(pm.unaligned(stride_r // 2), tl.int64)
+    out = ()
+    for i in tl.static_range(SIZE):
+        inside = left > i
+        if not ALL_COLS:
+            inside = inside & in_col
+        out = out + (masked_load(first, inside, FULL),)
+        if first.shape[2] == 1:
+            first = first + step
+        else:
+            first = first + tl.cast(stride_r, tl.int64) // 2
+    return out
+
+
+@triton.jit
+def load_row_groups(x_ptr, o_row, in_row, o_col, cols, stride_c, SIZE: tl.constexpr):
+    """Return SIZE fp32 tensors [R, N]: element i of the groups that start in columns o_col [N] of rows o_row [R].
+
+    Each thread loads whole groups in pieces of 16 bytes.
+    """
+    R: tl.constexpr = o_row.shape[0]
+    N: tl.constexpr = o_col.shape[0]
+    WIDTH: tl.constexpr = 4 if x_ptr.dtype.element_ty == tl.float32 else 8
+    xs = ()
+    for piece in tl.static_range(SIZE // WIDTH):
+        col = o_col[None, :, None] + (piece * WIDTH + tl.arange(0, WIDTH))[None, None, :]
+        pointers = x_ptr + o_row[:, None, None] + col.to(tl.int64) * stride_c
+        x = pm.to_fp32(tl.load(pointers, mask=in_row[:, None, None] & (col < cols), other=0.0))
+        if WIDTH == 8:
+            xs = xs + pm.split_eight(x, R, N)
+        else:
+            xs = xs + pm.split_four(x, R, N)
+    return xs
+
+
+@triton.jit
+def load_col_groups(x_ptr, o_row, rows, o_col, in_col, stride_r, stride_c, SIZE: tl.constexpr):
+    """Return SIZE fp32 tensors [N, C]: element i of the groups that start in rows o_row [N], in columns o_col [C]."""
+    xs = ()
+    stride_r64 = tl.cast(stride_r, tl.int64)
+    first = x_ptr + o_row.to(tl.int64)[:, None] * stride_r + o_col.to(tl.int64)[None, :] * stride_c
+    for i in tl.static_range(SIZE):
+        inside = (o_row + i < rows)[:, None] & in_col[None, :]
+        xs = xs + (pm.to_fp32(tl.load(first + i * stride_r64, mask=inside, other=0.0)),)
+    return xs

@@ -1,0 +1,77 @@
+"""Device functions for random words: Philox4x32-10, keyed by a Draw, counted by blocks (docs/numerics.md section 4)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.device.casts import WORDS
+from halfbyte.kernels.device.decode import INTERPRETED
+
+# A round: two products of 64 bits; the compiler multiplies 64-bit numbers where it is not told that words do.
+PHILOX_ROUND = tl.constexpr(
+    "{.reg .b64 p, q; .reg .b32 a, b; mul.wide.u32 p, $4, 0xD2511F53; mul.wide.u32 q, $6, 0xCD9E8D57;"
+    "mov.b64 {$3, a}, p; mov.b64 {$1, b}, q; lop3.b32 $0, b, $5, $8, 0x96; lop3.b32 $2, a, $7, $9, 0x96;}"
+)
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Return the four words of Philox4x32-10; counters and keys uint32."""
+    for _ in tl.static_range(10):
+        if INTERPRETED:
+            p0 = c0.to(tl.uint64) * 0xD2511F53
+            p1 = c2.to(tl.uint64) * 0xCD9E8D57
+            c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
+            c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+            c1 = p1.to(tl.uint32)
+            c3 = p0.to(tl.uint32)
+        else:
+            c0, c1, c2, c3 = tl.inline_asm_elementwise(
+                PHILOX_ROUND, "=&r,=&r,=&r,=&r,r,r,r,r,r,r", [c0, c1, c2, c3, k0, k1], dtype=WORDS, is_pure=True, pack=1
+            )
+        k0 = (k0.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)  # in 64 bits: the interpreter warns where uint32 wraps
+        k1 = (k1.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def load_base(base_ptr):
+    """Return (seed, offset) of a Draw's int64 [2] base."""
+    return tl.load(base_ptr), tl.load(base_ptr + 1)
+
+
+@triton.jit
+def words_of(base, stream):
+    """Return (seed lo, seed hi, offset lo, offset hi) as uint32 of `load_base` and a Draw's stream."""
+    offset = base[1] + stream
+    return low_word(base[0]), high_word(base[0]), low_word(offset), high_word(offset)
+
+
+@triton.jit
+def draw_words(base_ptr, stream):
+    """Return `words_of` a Draw's int64 [2] base and its stream."""
+    return words_of(load_base(base_ptr), stream)
+
+
+@triton.jit
+def low_word(x):
+    return (x & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def high_word(x):
+    return ((x >> 32) & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def block_words(block, key):
+    """Return the four Philox words of each block; block int64, key from draw_words."""
+    return philox(low_word(block), high_word(block), key[2], key[3], key[0], key[1])
+
+
+@triton.jit
+def sign_words(key):
+    """Return the 128 sign bits of a fresh rotation as four uint32."""
+    zero = key[0] & 0
+    return philox(zero, zero, key[2], key[3] ^ 0x80000000, key[0], key[1])

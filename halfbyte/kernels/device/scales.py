@@ -1,0 +1,364 @@
+"""Device functions from a block of values to its scale and codes (docs/numerics.md sections 3 and 5).
+
+Blocks are tuples of 16 tensors as in `primitives`; a per-block number is one tensor of the same shape, [rows, blocks]
+where blocks lie along rows and [blocks, columns] where they lie along columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from halfbyte.formats import E2M1, FLT_MAX, f32
+from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device.decode import E4M3_NAN, E8M0_NAN, INTERPRETED
+from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY, converted_word
+from halfbyte.kernels.device.stochastic import stochastic_word, upper_halves
+from halfbyte.kernels.target import target_of
+from halfbyte.spec import MXFP8, BlockMax, Spec
+
+
+class Rule(NamedTuple):
+    """What a kernel is compiled for: the parts of an NVFP4 spec that change its code.
+
+    group: values that are quantized together: 16, or the width of the rotation.
+    norm: f(1 / sqrt(group)) of a rotation, 0 without one.
+    candidates: empty for BlockMax.
+    hardware: 0, or from which capability on there is what the target has: 89 conversions to FP8, 90 launches that
+        overlap (`overlap`), 100 conversions to E2M1 (`HARDWARE_LEVELS`).
+    element: "e4m3" or "e5m2" for MXFP8, whose other fields but group do not count; empty for NVFP4.
+    decoded: store element * block_scale in bf16 instead of codes and scales.
+    packed: x is bf16, its columns lie together, and 8 of them are 16 aligned bytes.
+    words: how many words of two columns a thread reads where blocks lie along columns of a packed x.
+    full: tiles have no ragged edge, so that nothing needs a mask.
+    along: in tiles of several rows, lanes lie along the rows of x and of the operand when it is read and stored.
+    clamped: of a packed x, with full: only rows may be missing, and the operand's storage has room for what they give.
+        Row blocks repeat the last row, bit for bit; column blocks read zeros.
+    """
+
+    rounding: str
+    tile: bool
+    row_amax: bool
+    group: int
+    norm: float
+    fresh: bool
+    candidates: tuple[float, ...]
+    squares: bool
+    scaled: bool
+    hardware: int
+    element: str = ""
+    decoded: bool = False
+    packed: bool = False
+    words: int = 1
+    full: bool = False
+    along: bool = False
+    clamped: bool = False
+
+
+class Constants(NamedTuple):
+    """fp32 constants of a spec that kernels take as arguments.
+
+    span, floor, inverse, unit: f(m8 * m4), f(m8 * m4 / FLT_MAX), f(1 / m4) and f(6 * m8) of sections 3 and 5; MXFP8
+    uses only inverse, f(1 / m) of section 6.
+    """
+
+    span: float
+    floor: float
+    inverse: float
+    unit: float
+
+
+HARDWARE_LEVELS = (0, 89, 90, 100)
+SIXTH = tl.constexpr(f32(1 / E2M1.max))
+
+
+def hardware_level(capability: int) -> int:
+    """Return `Rule.hardware` for a compute capability (90 for sm_90)."""
+    return max(level for level in HARDWARE_LEVELS if level <= capability)
+
+
+def hardware_of(device: torch.device) -> int:
+    """Return `Rule.hardware` of a device: what it converts to in hardware; nothing in Triton's interpreter."""
+    target = target_of(device)
+    return 0 if target is None or INTERPRETED else hardware_level(target.capability)
+
+
+def rule_of(spec: Spec, hardware: int) -> Rule:
+    """Return what kernels are compiled for; hardware: as in `Rule`."""
+    if isinstance(spec, MXFP8):
+        return Rule("nearest", False, False, spec.block_length, 0.0, False, (), False, False, hardware, spec.element)
+    chosen = not isinstance(spec.scaling, BlockMax)
+    return Rule(
+        rounding=spec.rounding,
+        tile=spec.is_tile,
+        row_amax=spec.outer == "row",
+        group=spec.alignment,
+        norm=f32(spec.alignment**-0.5) if spec.rotation else 0.0,
+        fresh=spec.needs_sign_rng,
+        candidates=tuple(map(f32, spec.scaling.candidates)) if chosen else (),
+        squares=chosen and spec.scaling.error == "mse",
+        scaled=chosen and spec.scaling.error_math == "scaled",
+        hardware=hardware,
+    )
+
+
+def constants_of(spec: Spec) -> Constants:
+    """Return the fp32 constants of a spec."""
+    if isinstance(spec, MXFP8):
+        return Constants(0.0, 0.0, f32(1 / spec.element_format.max), 0.0)
+    span = spec.e4m3_max * spec.fp4_max
+    return Constants(f32(span), f32(span / FLT_MAX), f32(1 / spec.fp4_max), f32(E2M1.max * spec.e4m3_max))
+
+
+@triton.jit
+def tensor_factors(amax, constants, SCALAR: tl.constexpr):
+    """Return what an amax gives: a tuple.
+
+    A, S, S / fp4_max, D, whether amax is no valid maximum, whether A lies between 2^-60 and 2^60, 1 / f(6 * m8).
+    """
+    # One comparison for negative numbers, Inf and NaN; + 0 turns -0 into +0.
+    poison = (amax + 0.0).to(tl.uint32, bitcast=True) >= 0x7F800000
+    clean = tl.where(poison, 0.0, amax)
+    a = tl.maximum(clean, constants[1])
+    regular = (a > 8.673617379884035e-19) & (a < 1.152921504606847e18)
+    if SCALAR:
+        if regular:
+            s = pm.quotient(constants[0], a)
+            d = pm.regular_reciprocal(s)
+        else:
+            s, d = any_factors(clean, a, constants)
+    else:
+        s, d = any_factors(clean, a, constants)
+    return a, s, s * constants[2], d, poison, regular, pm.regular_reciprocal(constants[3])
+
+
+@triton.jit
+def is_regular(amax):
+    """Say whether amax lies between 2^-60 and 2^60, so that no division of `tensor_factors` needs a range check."""
+    bits = amax.to(tl.int32, bitcast=True)
+    return (bits > 0x21800000) & (bits < 0x5D800000)
+
+
+@triton.jit
+def regular_factors(amax, constants):
+    """Return `tensor_factors` of an amax that `is_regular`; what depends on that is decided when compiling."""
+    s = pm.quotient(constants[0], amax)
+    d = pm.regular_reciprocal(s)
+    return amax, s, s * constants[2], d, False, True, d
+
+
+@triton.jit
+def any_factors(clean, a, constants):
+    s = tl.where(clean == 0, 1.0, tl.minimum(tl.div_rn(a * 0 + constants[0], a), pm.FLT_MAX))
+    return s, pm.reciprocal(s)
+
+
+@triton.jit
+def operand_factors(amax_ptr, constants, RULE: tl.constexpr):
+    """Return `tensor_factors` of an operand with one amax; nothing if each row or none has one."""
+    if RULE.row_amax or RULE.element != "":
+        return ()
+    else:
+        return tensor_factors(tl.load(amax_ptr), constants, True)
+
+
+@triton.jit
+def over_tile(m, AXIS: tl.constexpr):
+    """Give every block of a 16x16 tile the maximum of the tile's 16 blocks, which lie along AXIS."""
+    A: tl.constexpr = m.shape[0]
+    B: tl.constexpr = m.shape[1]
+    if AXIS == 0:
+        tiles = tl.max(tl.reshape(m, (A // 16, 16, B)), axis=1)[:, None, :]
+        tiles = tl.broadcast_to(tiles, (A // 16, 16, B))
+    else:
+        tiles = tl.max(tl.reshape(m, (A, B // 16, 16)), axis=2)[:, :, None]
+        tiles = tl.broadcast_to(tiles, (A, B // 16, 16))
+    return tl.reshape(tiles, (A, B))
+
+
+@triton.jit
+def tree_sum(e, AXIS: tl.constexpr):
+    """Give every block of a tile the sum of its 16 errors in the order of section 5: (r, r + 8), then + 4, + 2, + 1."""
+    if AXIS == 1:
+        e = tl.trans(e)
+    A: tl.constexpr = e.shape[0]
+    B: tl.constexpr = e.shape[1]
+    t = tl.reshape(e, (A // 16, 16, B))
+    for step in tl.static_range(4):
+        upper, lower = tl.split(tl.permute(tl.reshape(t, (A // 16, 2, 8 >> step, B)), (0, 2, 3, 1)))
+        t = upper + lower
+    t = tl.reshape(tl.broadcast_to(t, (A // 16, 16, B)), (A, B))
+    if AXIS == 1:
+        t = tl.trans(t)
+    return t
+
+
+@triton.jit
+def encode_scale(scale, factors, RULE: tl.constexpr):
+    """Return min(1 / (scale * D), FLT_MAX) for an E4M3 scale that is no NaN."""
+    product = scale * factors[3]
+    if RULE.row_amax:
+        return tl.minimum(pm.reciprocal(product), pm.FLT_MAX)
+    else:
+        if factors[5]:  # one condition a program: no range to check in each block
+            encode = tl.minimum(pm.regular_reciprocal(product), pm.FLT_MAX)  # of NaN too, where the scale is 0
+        else:
+            encode = tl.minimum(pm.reciprocal(product), pm.FLT_MAX)
+        return encode
+
+
+@triton.jit
+def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr, RULE: tl.constexpr):
+    """Return the error of one block scale: section 5's sum over elements 0 to 15, in order.
+
+    regular: with error_math="exact", whether a power of two scales (q * scale) * A / f(6 * m8) exactly. Then the
+    quotients of q = 1 and q = 1.5 give all others: for the binade p of q, p * y1 + (q - p) * more with
+    more = 2 * (y15 - y1). Written as q * more + p * (y1 - more), only an exact sum is left to round.
+    """
+    error = tl.zeros_like(scale)
+    if not RULE.scaled and regular:
+        one = pm.quotient_by(scale * factors[0], constants[3], factors[6])
+        half_more = pm.quotient_by((scale * 1.5) * factors[0], constants[3], factors[6]) - one
+        more = half_more * 2.0
+        rest = one - more
+    for i in tl.static_range(16):
+        x = tl.abs(xs[i])
+        a = tl.minimum(x * encode, pm.E2M1_MAX)
+        # The last bit of binade * 2^22 is half the binade: the distance of E2M1 values there.
+        binade = (tl.maximum(a, 1.0).to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        q = tl.fma(binade, -4194304.0, tl.fma(binade, 4194304.0, a))
+        if RULE.scaled:
+            d = tl.fma(q, scale, x * -factors[1])  # the product is exact
+        elif regular:
+            power = (q.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+            if INTERPRETED:  # its fma rounds twice
+                d = (power * one + (q - power) * more) - x
+            else:
+                d = tl.fma(q, more, power * rest) - x
+        else:
+            y = (q * scale) * factors[0]
+            d = tl.div_rn(y, tl.zeros_like(y) + constants[3]) - x  # y may be Inf: its product with 0 is NaN
+        if RULE.squares:
+            error += d * d
+        else:
+            error += tl.abs(d)
+    return error
+
+
+@triton.jit
+def errors_are_regular(factors, constants, RULE: tl.constexpr):
+    """Say, for all factors of a program, whether nothing in the exact error of section 5 can leave the normal range."""
+    a = factors[0]
+    inside = (a > 8.077935669463161e-28) & (a < 1.2379400392853803e27) & (constants[3] >= 1.0)  # 2^-90, 2^90
+    if RULE.row_amax:
+        return tl.min(tl.min(inside.to(tl.int32), axis=1), axis=0) != 0
+    else:
+        return inside
+
+
+@triton.jit
+def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, RULE: tl.constexpr, AXIS: tl.constexpr):
+    """Return (scale code, encode factor) of the candidate of least error, the first winning ties and NaN."""
+    if RULE.packed:  # bf16: right for every value
+        base = pm.quotient_by(block_amax, pm.E2M1_MAX, SIXTH) * factors[1]
+    else:
+        base = tl.div_rn(block_amax, block_amax * 0 + pm.E2M1_MAX) * factors[1]
+    for i in tl.static_range(len(RULE.candidates)):
+        code = pm.e4m3_code(base * RULE.candidates[i], RULE.hardware)
+        scale = pm.e4m3_positive(code)
+        encode = encode_scale(scale, factors, RULE)
+        error = candidate_error(xs, scale, encode, factors, constants, regular, RULE)
+        if RULE.tile:
+            error = tree_sum(error, AXIS)
+        if i == 0:
+            best_code, best_encode, best_error = code, encode, error
+        else:
+            better = error < best_error
+            best_code = tl.where(better, code, best_code)
+            best_encode = tl.where(better, encode, best_encode)
+            best_error = tl.where(better, error, best_error)
+    return best_code, best_encode
+
+
+@triton.jit
+def pack_codes(xs, signs, START: tl.constexpr, encode, random, RULE: tl.constexpr, APART: tl.constexpr):
+    """Return the 8 codes from element START as a uint32, the first in the low nibble; for the rest `quantize_block`."""
+    if RULE.rounding == "nearest" and RULE.hardware >= E2M1_CAPABILITY:
+        return converted_word(xs, START, encode)
+    elif RULE.rounding == "nearest":
+        return pm.pack_word(xs, START, pm.nearest_codes(xs, START, encode))
+    elif RULE.rounding == "stochastic":
+        return stochastic_word(xs, signs, START, encode, random, APART)
+    else:
+        return pm.pack_word(xs, START, pm.truncated_codes(xs, START, encode))
+
+
+@triton.jit
+def quantize_block(
+    xs, block_amax, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr, signs,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """Quantize 16 elements.
+
+    Args:
+        block_amax: max |x| of each block, NaN if one is NaN.
+        factors: of `tensor_factors`, scalars or broadcasting over blocks.
+        random: four Philox words of each block, if rounding is stochastic.
+        AXIS: along which the 16 blocks of a tile lie.
+        signs: 8 words whose halves begin with the signs of xs, if there are such: a packed x, or rotated pairs.
+        APART: whether these are of elements two apart.
+
+    Returns:
+        The 16 codes as int64 and the E4M3 scale as uint8.
+    """
+    poison = ((block_amax < pm.INF) == 0) | factors[4]
+    if RULE.tile:
+        block_amax = over_tile(tl.where(poison, pm.INF, block_amax), AXIS)
+        poison = block_amax == pm.INF
+    if len(RULE.candidates) > 0:
+        block_amax = tl.where(poison, 0.0, block_amax)
+    if len(RULE.candidates) == 0:
+        # The conversion saturates; what poison makes of scale and codes is replaced.
+        code = pm.e4m3_code(block_amax * factors[2], RULE.hardware)
+        encode = encode_scale(pm.e4m3_positive(code), factors, RULE)
+    elif RULE.scaled:  # noqa: SIM114
+        code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
+    elif errors_are_regular(factors, constants, RULE):
+        code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
+    else:
+        code, encode = choose_candidate(xs, block_amax, factors, constants, False, RULE, AXIS)
+    if RULE.rounding == "stochastic" and signs is None:
+        signs = upper_halves(xs)
+    low = pack_codes(xs, signs, 0, encode, random, RULE, APART).to(tl.int64)
+    high = pack_codes(xs, signs, 8, encode, random, RULE, APART).to(tl.int64)
+    return tl.where(poison, 0, low | (high << 32)), tl.where(poison, E4M3_NAN, code).to(tl.uint8)
+
+
+@triton.jit
+def quantize_mxfp8_block(xs, block_amax, constants, RULE: tl.constexpr):
+    """Quantize 32 elements (section 6): return four int64 words of element bytes and the E8M0 scale as uint8."""
+    poison = (block_amax < pm.INF) == 0
+    bits = (tl.where(poison, 0.0, block_amax) * constants[2]).to(tl.int32, bitcast=True)
+    # The smallest exponent whose power of two is at least the value; up to 2^-127 it is 0.
+    exponent = tl.where(bits <= 0x00400000, 0, (bits + 0x007FFFFF) >> 23)
+    inverse = 254 - exponent
+    encode = tl.where(inverse == 0, 0x00400000, inverse << 23).to(tl.float32, bitcast=True)
+    words = ()
+    for w in tl.static_range(4):
+        half = ()
+        for h in tl.static_range(2):
+            half = half + (
+                pm.fp8_word(
+                    xs[8 * w + 4 * h] * encode,
+                    xs[8 * w + 4 * h + 1] * encode,
+                    xs[8 * w + 4 * h + 2] * encode,
+                    xs[8 * w + 4 * h + 3] * encode,
+                    RULE.element == "e4m3",
+                    RULE.hardware,
+                ).to(tl.int64),
+            )
+        words = words + (tl.where(poison, 0, half[0] | (half[1] << 32)),)
+    return words, tl.where(poison, E8M0_NAN, exponent).to(tl.uint8)

@@ -1,0 +1,393 @@
+"""Device functions that quantize one tile of x: blocks along its rows, or along its columns, as section 2 stores them.
+
+`rows` and `cols` below are those of x in memory; a tile whose blocks lie along columns writes quantize(x.T), so its
+output has a row for each column of x. Stored words are int64: one per NVFP4 block, four per MXFP8 block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device import decode as dc
+from halfbyte.kernels.device import philox
+from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.device.decode import swizzled_offset
+from halfbyte.kernels.device.e2m1_values import decoded_pairs
+from halfbyte.kernels.device.loads import (
+    lines_from,
+    load_col_groups,
+    load_col_pairs,
+    load_row_groups,
+    load_row_pairs,
+    masked_load,
+    masked_store,
+    rows_of_tile,
+)
+
+
+@triton.jit
+def rotate_group(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.constexpr):
+    """Round to bf16 unless x is NARROW (bf16) already, and rotate: return `bf16_pairs`."""
+    if not NARROW:
+        xs = pm.unpack_pairs(pm.bf16_pairs(xs), 0, RULE.group)
+    words = ()
+    if RULE.fresh:
+        words = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
+    return pm.rotate(xs, RULE.norm, RULE.group, RULE.fresh, words, RULE.rounding == "stochastic")
+
+
+@triton.jit
+def store_scale(scale_ptr, scale, i, j, inside, rows, blocks, SWIZZLED: tl.constexpr, FULL: tl.constexpr):
+    """Store scales (i, j) of a [rows, blocks] matrix; `i` and `j` broadcast to `scale`."""
+    if SWIZZLED:
+        # The launch covers whole 128x4 tiles of scales: zeros in their padding.
+        padded = (j < tl.cdiv(blocks, 4) * 4) & (i < tl.cdiv(rows, 128) * 128)
+        if not FULL:
+            scale = tl.where(inside, scale, 0).to(tl.uint8)
+        masked_store(scale_ptr + swizzled_offset(i, j, blocks), scale, padded, FULL)
+    else:
+        masked_store(scale_ptr + i.to(tl.int64) * blocks + j, scale, inside, FULL)
+
+
+@triton.jit
+def store_decoded(out_ptr, words, scale, block, inside, RULE: tl.constexpr):
+    """Store one block per entry of `scale` as bf16 values; `block` int64: its index in `out`, words: its codes."""
+    LENGTH: tl.constexpr = 16 if RULE.element == "" else 32
+    if RULE.element == "":
+        factor = dc.e4m3_value(scale.to(tl.int32))
+    else:
+        factor = dc.e8m0_value(scale.to(tl.int32))
+    for piece in tl.static_range(LENGTH // 8):
+        if RULE.element == "":
+            word = (words[0] >> (32 * piece)).to(tl.int32)
+            values = dc.element_values(word, dc.NVFP4)
+        else:
+            values = dc.element_values(words[piece], dc.MXFP8_E4M3 if RULE.element == "e4m3" else dc.MXFP8_E5M2)
+        pointers = out_ptr + (block * LENGTH)[:, :, None] + (piece * 8 + tl.arange(0, 8))[None, None, :]
+        masked_store(pointers, dc.cast(values * factor[:, :, None], tl.bfloat16), inside[:, :, None], RULE.full)
+
+
+@triton.jit
+def turned(xs):
+    """Return the transposes of a tuple of matrices."""
+    out = ()
+    for i in tl.static_range(len(xs)):
+        out = out + (tl.trans(xs[i]),)
+    return out
+
+
+@triton.jit
+def store_values(line_ptr, codes, scale, i_unit, units, in_line, FULL: tl.constexpr):
+    """Store 8 E2M1 codes a word [L, U] times fp32 scale as bf16, from unit i_unit of 8 values of lines line_ptr [L]."""
+    L: tl.constexpr = codes.shape[0]
+    U: tl.constexpr = codes.shape[1]
+    if dc.INTERPRETED:
+        COUNT: tl.constexpr = 8
+        values = tl.reshape(dc.cast(dc.e2m1_values(codes) * scale[:, :, None], tl.bfloat16), (L, U * 8))
+    else:
+        COUNT: tl.constexpr = 4
+        line_ptr = line_ptr.to(tl.pointer_type(tl.uint32))
+        values = tl.reshape(pm.join_group(decoded_pairs(codes, scale), L, U), (L, U * 4))
+    place = i_unit * COUNT + tl.arange(0, U * COUNT)
+    masked_store(line_ptr[:, None] + place[None, :], values, in_line[:, None] & (place < units * COUNT)[None, :], FULL)
+
+
+@triton.jit
+def store_decoded_lines(out_ptr, words, scales, i_block, line64, blocks, in_line, RULE: tl.constexpr):
+    """Store groups as bf16 values, row line64 [L] of out each, from block i_block on; words, scales: tuples of [L, N].
+
+    The codes of 8 values are a store of 16 bytes: they change threads, so that the stores of a warp fill whole sectors.
+    """
+    L: tl.constexpr = scales[0].shape[0]
+    N: tl.constexpr = scales[0].shape[1]
+    G: tl.constexpr = len(scales)
+    codes = tl.reshape(pm.join_group(words, L, N), (L, N * len(words)))
+    scale = tl.reshape(pm.join_group(scales, L, N), (L, N * G)).to(tl.int32)
+    PER_BLOCK: tl.constexpr = 2 if RULE.element == "" else 4
+    UNITS: tl.constexpr = N * G * PER_BLOCK  # of 8 values
+    LENGTH: tl.constexpr = PER_BLOCK * 8
+    factor = dc.e4m3_value(scale) if RULE.element == "" else dc.e8m0_value(scale)
+    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (L, N * G, PER_BLOCK)), (L, UNITS))
+    line_ptr = out_ptr + line64 * blocks * LENGTH
+    if RULE.element == "":
+        codes = tl.reshape(tl.join((codes & 0xFFFFFFFF).to(tl.uint32), (codes >> 32).to(tl.uint32)), (L, UNITS))
+        codes = codes.to(tl.int32, bitcast=True)
+        store_values(line_ptr, codes, factor, i_block * PER_BLOCK, blocks * PER_BLOCK, in_line, RULE.full)
+    else:
+        values = dc.element_values(codes, dc.MXFP8_E4M3 if RULE.element == "e4m3" else dc.MXFP8_E5M2)
+        values = tl.reshape(dc.cast(values * factor[:, :, None], tl.bfloat16), (L, UNITS * 8))
+        col = i_block * LENGTH + tl.arange(0, UNITS * 8)
+        inside = in_line[:, None] & (col < blocks * LENGTH)[None, :]
+        masked_store(line_ptr[:, None] + col[None, :], values, inside, RULE.full)
+
+
+@triton.jit
+def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr, AXIS: tl.constexpr, pairs=None):
+    """Quantize a group: return the words of its codes and its scales.
+
+    Args:
+        xs: RULE.group fp32 tensors, or half as many `bf16_pairs` after a rotation.
+        amax: max |x| of the group's only block, before a rotation; None after one.
+        draw: of `draw_words`, if rounding is stochastic.
+        block: int64, the position of the group's first block among random numbers.
+        pairs: the words of a packed x whose unrotated values xs are, if they lie along its rows.
+    """
+    words = ()
+    scales = ()
+    if RULE.element != "":
+        words, scale = sc.quantize_mxfp8_block(xs, amax, constants, RULE)
+        scales = (scale,)
+    else:
+        random = ()
+        for g in tl.static_range(RULE.group // 16):
+            if RULE.rounding == "stochastic":
+                random = philox.block_words(block + g, draw)
+            block_xs = xs
+            signs = pairs
+            if RULE.norm != 0.0:
+                signs = pm.part(xs, g * 8, 8)
+                amax = pm.max_of_pairs(signs, RULE.hardware)
+                block_xs = pm.unpack_pairs(xs, g * 16, 16)
+                if RULE.rounding == "stochastic":
+                    block_xs = pm.apart(block_xs)
+            codes, scale = sc.quantize_block(
+                block_xs, amax, factors, constants, random, RULE, AXIS, signs, RULE.norm != 0.0
+            )
+            words = words + (codes,)
+            scales = scales + (scale,)
+    return words, scales
+
+
+@triton.jit
+def read_row_tile(
+    i_row, i_group, x_ptr, rows, cols, stride_r, stride_c, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr
+):
+    """Return what a thread reads of N groups of R rows: words of two values of a packed x, else fp32 values."""
+    row = rows_of_tile(i_row, rows, RULE, R)
+    o_row = row.to(tl.int64) * stride_r
+    o_col = (i_group + tl.arange(0, N)) * RULE.group
+    if RULE.packed:
+        return load_row_pairs(x_ptr, i_row, i_group, rows, cols, stride_r, RULE, R, N)
+    else:
+        return load_row_groups(x_ptr, o_row, row < rows, o_col, cols, stride_c, RULE.group)
+
+
+@triton.jit
+def quantize_row_tile(
+    i_row,
+    i_group,
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    amax_ptr,
+    draw_ptr,
+    sign_ptr,
+    rows,
+    cols,
+    blocks,
+    stride_r,
+    stride_c,
+    stream,
+    first_block,
+    blocks_per_row,
+    sign_stream,
+    constants,
+    RULE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    R: tl.constexpr,
+    N: tl.constexpr,
+    factors=None,
+    loaded=None,
+    draw=None,
+):
+    """Quantize N groups of R rows along the rows of x; outputs [rows, blocks].
+
+    factors: of `operand_factors`, if a program has them already; loaded: of `read_row_tile`, draw: of `draw_words`,
+    likewise.
+    """
+    row = rows_of_tile(i_row, rows, RULE, R)
+    group = i_group + tl.arange(0, N)
+    in_row = row < rows
+    row64 = row.to(tl.int64)
+    # Before anything that waits for the amax: reads of x are what takes time.
+    if loaded is None:
+        loaded = read_row_tile(i_row, i_group, x_ptr, rows, cols, stride_r, stride_c, RULE, R, N)
+    if RULE.row_amax:
+        factors = sc.tensor_factors(masked_load(amax_ptr + row64, in_row, RULE.full)[:, None], constants, False)
+    elif factors is None:
+        factors = sc.operand_factors(amax_ptr, constants, RULE)
+    xs = loaded
+    if RULE.packed:
+        xs = pm.unpack_pairs(loaded, 0, RULE.group)
+    amax = None
+    if RULE.norm != 0.0:
+        xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
+    elif RULE.packed:
+        amax = pm.max_of_pairs(loaded, RULE.hardware)
+    else:
+        amax = pm.abs_max(xs)
+    block = 0
+    if RULE.rounding == "stochastic":
+        base = first_block + tl.cast(i_row, tl.int64) * blocks_per_row + i_group * (RULE.group // 16)
+        base = base + (tl.arange(0, N) * (RULE.group // 16))[None, :]
+        block = pm.like(pm.wide_sum(base, lines_from(i_row, rows, RULE, R)[:, None], blocks_per_row), xs[0])
+        if draw is None:
+            draw = philox.draw_words(draw_ptr, stream)
+    pairs = None
+    if RULE.packed:
+        pairs = loaded
+    words, scales = quantize_group(xs, amax, factors, constants, draw, block, RULE, 0, pairs)
+    if RULE.decoded:
+        i_block = i_group * len(scales)
+        store_decoded_lines(q_ptr, words, scales, i_block, row64, blocks, in_row, RULE)
+    elif RULE.along:
+        line = lines_from(i_row, rows, RULE, R)
+        store_blocks(q_ptr, scale_ptr, tl.trans(words[0]), tl.trans(scales[0]), i_row, line, i_group, blocks)
+    else:
+        W: tl.constexpr = len(words)
+        G: tl.constexpr = len(scales)
+        place = group
+        if R == 1 and W == 1:
+            # Halved, groups hide from the compiler that they lie together: it would move words between threads, so
+            # that each stores two at once. With several rows it would then lay a warp along the rows.
+            place = (i_group * 2 + 2 * tl.arange(0, N)) // 2
+        word = place[None, :, None] * W + tl.arange(0, W)[None, None, :]
+        inside = in_row[:, None, None] & (word < blocks * (W // G))
+        pointers = q_ptr + row64[:, None, None] * (blocks * (W // G)) + word
+        masked_store(pointers, pm.join_group(words, R, N), inside, RULE.full)
+        block = place[None, :, None] * G + tl.arange(0, G)[None, None, :]
+        inside = in_row[:, None, None] & (block < blocks)
+        scale = pm.join_group(scales, R, N)
+        store_scale(scale_ptr, scale, row[:, None, None], block, inside, rows, blocks, SWIZZLED, RULE.full)
+
+
+@triton.jit
+def quantize_col_tile(
+    i_group,
+    i_col,
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    amax_ptr,
+    draw_ptr,
+    sign_ptr,
+    rows,
+    cols,
+    blocks,
+    stride_r,
+    stride_c,
+    stream,
+    first_block,
+    blocks_per_row,
+    sign_stream,
+    constants,
+    RULE: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    factors=None,
+    loaded=None,
+    draw=None,
+):
+    """Quantize N groups of C columns along the columns of x; outputs [cols, blocks].
+
+    A packed x is read in words of two columns, RULE.words of them a thread. factors, loaded, draw: of `operand_factors`
+    and, for a packed x, of `load_col_pairs`, and of `draw_words`, if a program has them already.
+    """
+    SHARE: tl.constexpr = 2 * RULE.words if RULE.packed else 1  # columns of a thread
+    group = i_group + tl.arange(0, N)
+    first_col = i_col + SHARE * tl.arange(0, C // SHARE)
+    if not RULE.packed:
+        xs = load_col_groups(
+            x_ptr, group * RULE.group, rows, first_col, first_col < cols, stride_r, stride_c, RULE.group
+        )
+    elif loaded is None:
+        loaded = load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, RULE, N, C)
+    if factors is None:
+        factors = sc.operand_factors(amax_ptr, constants, RULE)
+    if RULE.rounding == "stochastic" and draw is None:
+        draw = philox.draw_words(draw_ptr, stream)
+    columns_words = ()
+    columns_scales = ()
+    for k in tl.static_range(SHARE):
+        col64 = (first_col + k).to(tl.int64)
+        if RULE.row_amax:
+            amax = masked_load(amax_ptr + col64, col64 < cols, RULE.full)
+            factors = sc.tensor_factors(amax[None, :], constants, False)
+        amax = None
+        if RULE.packed:
+            pairs = pm.nth(loaded, k // 2)
+            xs = pm.unpack_halves(pairs, k % 2 == 1)
+        if RULE.norm != 0.0:
+            xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
+        elif RULE.packed:
+            if k % 2 == 0:
+                amax_pair = pm.pair_abs_max(pairs, RULE.hardware)
+                amax = (amax_pair << 16).to(tl.float32, bitcast=True)
+            else:
+                amax = (amax_pair & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            amax = pm.abs_max(xs)
+        block = 0
+        if RULE.rounding == "stochastic":
+            base = first_block + tl.cast(i_col, tl.int64) * blocks_per_row + i_group * (RULE.group // 16)
+            base = base + (tl.arange(0, N) * (RULE.group // 16))[:, None]
+            local = (SHARE * tl.arange(0, C // SHARE) + k)[None, :]
+            block = pm.like(pm.wide_sum(base, local, blocks_per_row), xs[0])
+        words, scales = quantize_group(xs, amax, factors, constants, draw, block, RULE, 1)
+        if RULE.along:
+            if RULE.decoded:
+                store_columns(q_ptr, scale_ptr, words, scales, i_group, first_col + k, cols, blocks, RULE, SWIZZLED)
+            else:
+                line = SHARE * tl.arange(0, C // SHARE) + k
+                store_blocks(q_ptr, scale_ptr, words[0], scales[0], i_col, line, i_group, blocks)
+        else:
+            columns_words = columns_words + (words,)
+            columns_scales = columns_scales + (scales,)
+    if not RULE.along:
+        words = pm.interleave(columns_words, N, C)
+        scales = pm.interleave(columns_scales, N, C)
+        col = i_col + tl.arange(0, C)
+        store_columns(q_ptr, scale_ptr, words, scales, i_group, col, cols, blocks, RULE, SWIZZLED)
+
+
+@triton.jit
+def store_blocks(q_ptr, scale_ptr, word, scale, i_line, line, i_block, blocks):
+    """Store a word of codes and a scale [N, L] for N blocks from i_block on of lines i_line + line [L].
+
+    Addresses are numbers: the compiler, which does not see that blocks lie together, moves no word between threads.
+    """
+    first = tl.cast(i_line, tl.int64) * blocks + i_block
+    block = tl.arange(0, word.shape[0])[:, None]
+    line = line[None, :]
+    q_address = (q_ptr + first).to(tl.int64) + block * 8
+    tl.store(pm.wide_sum(q_address, line, blocks * 8).to(q_ptr.dtype), word)
+    scale_address = (scale_ptr + first).to(tl.int64) + block
+    tl.store(pm.wide_sum(scale_address, line, blocks).to(scale_ptr.dtype), scale)
+
+
+@triton.jit
+def store_columns(
+    q_ptr, scale_ptr, words, scales, i_group, col, cols, blocks, RULE: tl.constexpr, SWIZZLED: tl.constexpr
+):
+    """Store the words and scales of N groups from i_group on of columns col [C], each [N, C], as [cols, blocks]."""
+    N: tl.constexpr = scales[0].shape[0]
+    C: tl.constexpr = col.shape[0]
+    in_col = col < cols
+    if RULE.decoded:
+        i_block, col64 = i_group * len(scales), col.to(tl.int64)
+        store_decoded_lines(q_ptr, turned(words), turned(scales), i_block, col64, blocks, in_col, RULE)
+    else:
+        group = i_group + tl.arange(0, N)
+        W: tl.constexpr = len(words)
+        G: tl.constexpr = len(scales)
+        word = group[:, None, None] * W + tl.arange(0, W)[None, None, :]
+        inside = in_col[None, :, None] & (word < blocks * (W // G))
+        pointers = q_ptr + col.to(tl.int64)[None, :, None] * (blocks * (W // G)) + word
+        masked_store(pointers, pm.join_group(words, N, C), inside, RULE.full)
+        block = group[:, None, None] * G + tl.arange(0, G)[None, None, :]
+        inside = in_col[None, :, None] & (block < blocks)
+        scale = pm.join_group(scales, N, C)
+        store_scale(scale_ptr, scale, col[None, :, None], block, inside, cols, blocks, SWIZZLED, RULE.full)

@@ -1,6 +1,0 @@
-"""What ops calls for norms and activations where Triton runs: the functions of `halfbyte.reference.fused`."""
-
-from halfbyte.kernels.activation import activation_backward_with_amaxes, activation_with_amaxes
-from halfbyte.kernels.norm import norm_backward, norm_with_amaxes
-
-__all__ = ["activation_backward_with_amaxes", "activation_with_amaxes", "norm_backward", "norm_with_amaxes"]

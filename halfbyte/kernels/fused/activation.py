@@ -1,0 +1,296 @@
+"""Activation functions with the amaxes of what they write, forward and backward: the roundings of arithmetic.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfbyte import arithmetic
+from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device import decode as dc
+from halfbyte.kernels.device import overlap
+from halfbyte.kernels.device import running_max as rm
+from halfbyte.kernels.device.decode import INTERPRETED
+from halfbyte.kernels.device.loads import masked_store
+from halfbyte.kernels.device.running_max import Wanted
+from halfbyte.kernels.launch import jit
+from halfbyte.layout import ceil_div
+from halfbyte.rng import Draw
+from halfbyte.spec import NVFP4
+
+MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits
+LOG2_E = tl.constexpr(arithmetic.LOG2_E)
+LEAST = tl.constexpr(arithmetic.EXPONENT_RANGE[0])
+MOST = tl.constexpr(arithmetic.EXPONENT_RANGE[1])
+EXP2_TERMS = tl.constexpr(arithmetic.EXP2_TERMS)
+EXP2_COUNT = tl.constexpr(len(arithmetic.EXP2_TERMS))
+TAIL_TERMS = tl.constexpr(arithmetic.TAIL_TERMS)
+TAIL_COUNT = tl.constexpr(len(arithmetic.TAIL_TERMS))
+TAIL_SLOPE = tl.constexpr(arithmetic.TAIL_SLOPE)
+DENSITY = tl.constexpr(arithmetic.DENSITY)
+LINEAR = tl.constexpr(arithmetic.TANH_TERMS[0])
+CUBIC = tl.constexpr(arithmetic.TANH_TERMS[1])
+CUBIC_SLOPE = tl.constexpr(3 * arithmetic.TANH_TERMS[1])
+
+FURTHEST = tl.constexpr(arithmetic.FURTHEST)
+
+# An approximation good to the last bit and one step of Newton's method with its error exact round as a division does.
+RECIPROCAL = tl.constexpr(
+    "{.reg .f32 r, e, n; rcp.approx.ftz.f32 r, $1; neg.f32 n, $1; fma.rn.f32 e, n, r, 0f3F800000; "
+    "fma.rn.f32 $0, r, e, r;}"
+)
+
+NUM_WARPS = 4
+TILE_ELEMENTS, ROTATED_TILE_ELEMENTS = 8192, 4096
+TILES = 4  # column tiles of a program
+
+
+@triton.jit
+def horner(TERMS: tl.constexpr, COUNT: tl.constexpr, x):
+    total = tl.full(x.shape, TERMS[0], tl.float32)
+    for i in tl.static_range(1, COUNT):
+        total = total * x + TERMS[i]
+    return total
+
+
+@triton.jit
+def exponential(x):
+    """Return e^x."""
+    t = tl.minimum(tl.maximum(x * LOG2_E, LEAST), MOST)
+    u = t + MAGIC
+    value = horner(EXP2_TERMS, EXP2_COUNT, t - (u - MAGIC))
+    return (value.to(tl.int32, bitcast=True) + (u.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def reciprocal(d):
+    """Return 1 / d rounded to nearest, for 1 <= d <= 2^125: without the branch of a division that takes any number."""
+    if INTERPRETED:
+        return tl.div_rn(tl.full(d.shape, 1.0, tl.float32), d)
+    return tl.inline_asm_elementwise(RECIPROCAL, "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def sigmoid(x):
+    return reciprocal(exponential(-x) + 1.0)
+
+
+@triton.jit
+def value_and_slope(x, FUNCTION: tl.constexpr):
+    """Return f(x) and f'(x); what is not used is not computed."""
+    if FUNCTION == "silu":
+        s = sigmoid(x)
+        value = x * s
+        slope = s * (x * (1.0 - s) + 1.0)
+    elif FUNCTION == "gelu_tanh":
+        square = x * x
+        s = sigmoid(x * (square * CUBIC + LINEAR))
+        value = x * s
+        slope = (value * (1.0 - s)) * (square * CUBIC_SLOPE + LINEAR) + s
+    elif FUNCTION == "gelu":
+        bell = exponential((x * x) * -0.5)
+        t = reciprocal(tl.minimum(tl.abs(x), FURTHEST) * TAIL_SLOPE + 1.0)
+        tail = bell * horner(TAIL_TERMS, TAIL_COUNT, t)
+        below = tl.where(x > 0, 1.0 - tail, tail)
+        value = x * below
+        slope = (x * bell) * DENSITY + below
+    else:
+        value = tl.where(x <= 0, 0.0, x * x)
+        slope = tl.where(x <= 0, 0.0, x + x)
+    return value, slope
+
+
+@jit(do_not_specialize=("sign_stream", "spans"))
+def activation_kernel(
+    x_ptr, up_ptr, out_ptr, row_ptr, col_ptr, space_ptr, sign_ptr, sign_stream, rows, cols, spans, SPAN,
+    FUNCTION: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """out [rows, cols] = f(x) or f(x) * up, `group` rows and SPAN columns a program, and the wanted maxima.
+
+    FULL: whole groups of rows and whole tiles of C columns.
+    """
+    overlap.begin(OVERLAP)
+    row0 = tl.program_id(0) // spans * WANTED.group
+    first = row0.to(tl.int64) * cols
+    col0 = tl.program_id(0) % spans * SPAN
+    stop = tl.minimum(col0 + SPAN, cols)
+    GROUP: tl.constexpr = WANTED.group
+    words = rm.sign_words(sign_ptr, sign_stream, WANTED)
+    plain = tl.zeros((C,), tl.float32)
+    rotated = tl.zeros((C,), tl.float32)
+    for c in range(col0, stop, C):
+        col = c + tl.arange(0, C)
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
+        if up_ptr is not None:
+            ups = rm.load_rows(up_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
+        ys = ()
+        for i in tl.static_range(GROUP):
+            inside = (col < stop) & (row0 + i < rows)
+            y = value_and_slope(pm.to_fp32(xs[i]), FUNCTION)[0]
+            if up_ptr is not None:
+                y = y * pm.to_fp32(ups[i])
+            y = dc.cast(y, out_ptr.dtype.element_ty)
+            masked_store(out_ptr + first + (i * cols + col), y, inside, FULL)
+            plain = rm.raise_plain(plain, pm.to_fp32(y), WANTED)
+            ys = ys + (y,)
+        rotated = rm.raise_rotated(rotated, ys, words, WANTED)
+    rm.store_row_maxima(row_ptr, out_ptr, row0, rows, cols, WANTED)
+    if WANTED.row == "tensor" or WANTED.col != "":
+        m_plain, m_rotated = rm.settle(plain, rotated, out_ptr, row0, rows, col0, stop, cols, words, WANTED, C)
+        rm.publish_wanted(m_plain, m_rotated, row_ptr, col_ptr, space_ptr, tl.num_programs(0), WANTED)
+
+
+@jit(do_not_specialize=("sign_stream", "spans"))
+def activation_backward_kernel(
+    dh_ptr, x_ptr, up_ptr, dx_ptr, dup_ptr, row_ptr, col_ptr, up_row_ptr, up_col_ptr, space_ptr, up_space_ptr,
+    sign_ptr, sign_stream, rows, cols, spans, SPAN,
+    FUNCTION: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """dx, and dup if there is an `up`, and the wanted maxima of each."""
+    overlap.begin(OVERLAP)
+    row0 = tl.program_id(0) // spans * WANTED.group
+    first = row0.to(tl.int64) * cols
+    col0 = tl.program_id(0) % spans * SPAN
+    stop = tl.minimum(col0 + SPAN, cols)
+    GROUP: tl.constexpr = WANTED.group
+    words = rm.sign_words(sign_ptr, sign_stream, WANTED)
+    plain = tl.zeros((C,), tl.float32)
+    rotated = tl.zeros((C,), tl.float32)
+    up_plain = tl.zeros((C,), tl.float32)
+    up_rotated = tl.zeros((C,), tl.float32)
+    for c in range(col0, stop, C):
+        col = c + tl.arange(0, C)
+        dhs = rm.load_rows(dh_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
+        if up_ptr is not None:
+            ups = rm.load_rows(up_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
+        dxs = ()
+        dups = ()
+        for i in tl.static_range(GROUP):
+            place = first + (i * cols + col)
+            inside = (col < stop) & (row0 + i < rows)
+            dh = pm.to_fp32(dhs[i])
+            value, slope = value_and_slope(pm.to_fp32(xs[i]), FUNCTION)
+            if up_ptr is not None:
+                dup = dc.cast(dh * value, dup_ptr.dtype.element_ty)
+                masked_store(dup_ptr + place, dup, inside, FULL)
+                up_plain = rm.raise_plain(up_plain, pm.to_fp32(dup), WANTED)
+                dups = dups + (dup,)
+                dh = dh * pm.to_fp32(ups[i])
+            dx = dc.cast(dh * slope, dx_ptr.dtype.element_ty)
+            masked_store(dx_ptr + place, dx, inside, FULL)
+            plain = rm.raise_plain(plain, pm.to_fp32(dx), WANTED)
+            dxs = dxs + (dx,)
+        rotated = rm.raise_rotated(rotated, dxs, words, WANTED)
+        if up_ptr is not None:
+            up_rotated = rm.raise_rotated(up_rotated, dups, words, WANTED)
+    programs = tl.num_programs(0)
+    rm.store_row_maxima(row_ptr, dx_ptr, row0, rows, cols, WANTED)
+    if up_ptr is not None:
+        rm.store_row_maxima(up_row_ptr, dup_ptr, row0, rows, cols, WANTED)
+    if WANTED.row == "tensor" or WANTED.col != "":
+        m_plain, m_rotated = rm.settle(plain, rotated, dx_ptr, row0, rows, col0, stop, cols, words, WANTED, C)
+        rm.publish_wanted(m_plain, m_rotated, row_ptr, col_ptr, space_ptr, programs, WANTED)
+        if up_ptr is not None:
+            m_plain, m_rotated = rm.settle(
+                up_plain, up_rotated, dup_ptr, row0, rows, col0, stop, cols, words, WANTED, C
+            )
+            rm.publish_wanted(m_plain, m_rotated, up_row_ptr, up_col_ptr, up_space_ptr, programs, WANTED)
+
+
+def activation_with_amaxes(
+    x: Tensor, up: Tensor | None, function: str, row: str, col: NVFP4 | None, sign_draw: Draw | None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return h = f(x), or f(x) * up, and the amaxes with which h and h.T will be quantized, from one launch.
+
+    Args:
+        x: bf16, fp16 or fp32 [rows, cols], the gate if there is an `up`.
+        up: as x, or None.
+        function: one of halfbyte.arithmetic.FUNCTIONS.
+        row, col, sign_draw: as for `halfbyte.reference.operand_amaxes`.
+    """
+    x, up = (None if t is None else t.contiguous() for t in (x, up))
+    rows, cols = x.shape
+    out = torch.empty(rows, cols, dtype=x.dtype, device=x.device)
+    wanted = rm.wanted_of(row, col)
+    amaxes = rm.allocate(wanted, rows, x.device)
+    if not x.numel():
+        return out, (amaxes[0].zero_(), amaxes[1].zero_())
+    grid, options = _launch_options(x, function, wanted)
+    activation_kernel[grid](
+        x,
+        up,
+        out,
+        *amaxes,
+        rm.workspace(wanted, x.device),
+        *rm.signs(wanted, sign_draw),
+        rows,
+        cols,
+        **options,
+    )
+    return out, amaxes
+
+
+def activation_backward_with_amaxes(
+    tensors: tuple[Tensor, Tensor, Tensor | None], function: str, row: str, col: NVFP4 | None, sign_draw: Draw | None
+) -> tuple[tuple[Tensor, Tensor | None], tuple[tuple[Tensor, Tensor], ...]]:
+    """Return the gradients of x and `up`, and of each the amaxes with which it and its transpose will be quantized.
+
+    Args:
+        tensors: dh, x and `up` (or None) [rows, cols].
+        function: one of halfbyte.arithmetic.FUNCTIONS.
+        row, col, sign_draw: as for `halfbyte.reference.operand_amaxes`.
+    """
+    dh, x, up = (None if t is None else t.contiguous() for t in tensors)
+    rows, cols = x.shape
+    dx = torch.empty(rows, cols, dtype=x.dtype, device=x.device)
+    dup = None if up is None else torch.empty(rows, cols, dtype=up.dtype, device=x.device)
+    wanted = rm.wanted_of(row, col)
+    amaxes = [rm.allocate(wanted, rows, x.device) for _ in ((dx,) if dup is None else (dx, dup))]
+    if not x.numel():
+        return (dx, dup), tuple((a.zero_(), b.zero_()) for a, b in amaxes)
+    grid, options = _launch_options(x, function, wanted)
+    space = rm.workspace(wanted, x.device)
+    activation_backward_kernel[grid](
+        dh,
+        x,
+        up,
+        dx,
+        dup,
+        *amaxes[0],
+        *(amaxes[1] if dup is not None else (None, None)),
+        space,
+        None if space is None else space[rm.SLOTS // 2 :],
+        *rm.signs(wanted, sign_draw),
+        rows,
+        cols,
+        **options,
+    )
+    return (dx, dup), tuple(amaxes)
+
+
+def tile_columns(wanted: Wanted) -> int:
+    """Return the columns of a tile of `group` rows: a rotation needs registers for all rows at once."""
+    return (ROTATED_TILE_ELEMENTS if wanted.col == "rotated" else TILE_ELEMENTS) // wanted.group
+
+
+def _launch_options(x: Tensor, function: str, wanted: Wanted) -> tuple[tuple[int], dict]:
+    rows, cols = x.shape
+    tile = tile_columns(wanted)
+    # Row maxima are written by the program that owns the whole row.
+    span = tile * (ceil_div(cols, tile) if wanted.row == "row" else TILES)
+    spans = ceil_div(cols, span)
+    options = {
+        "spans": spans,
+        "SPAN": span,
+        "FUNCTION": function,
+        "WANTED": wanted,
+        "C": tile,
+        "FULL": rows % wanted.group == cols % tile == 0,
+        **overlap.launch_options(x.device),
+        "num_warps": NUM_WARPS,
+        "enable_fp_fusion": False,
+    }
+    return (spans * ceil_div(rows, wanted.group),), options

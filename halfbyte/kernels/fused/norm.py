@@ -1,0 +1,401 @@
+"""RMSNorm and LayerNorm with the amaxes of their output, and their backward: the roundings of halfbyte/arithmetic.py.
+
+A program owns whole rows, as many as the column rotation is wide. It reads them for the mean, for the variance and for
+y; all but the first read come from the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfbyte.arithmetic import GROUP_LANES as GROUP_LANES_
+from halfbyte.arithmetic import ROW_GROUP as ROW_GROUP_
+from halfbyte.formats import f32
+from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device import decode as dc
+from halfbyte.kernels.device import overlap
+from halfbyte.kernels.device import running_max as rm
+from halfbyte.kernels.device.loads import masked_load, masked_store
+from halfbyte.kernels.device.magnitudes import larger_bits, raised
+from halfbyte.kernels.device.running_max import LANES, ROW_GROUP, Wanted
+from halfbyte.kernels.launch import jit
+from halfbyte.layout import ceil_div
+from halfbyte.rng import Draw
+from halfbyte.spec import NVFP4, Hadamard
+
+GROUP_LANES = tl.constexpr(GROUP_LANES_)
+TILE, NUM_WARPS = 1024, 8  # columns of all rows of a program, and its warps, where nothing is centered
+CENTERED_TILES = ((4096, 512, 8), (None, 1024, 16))  # (up to how many columns, columns of a tile, warps)
+BACKWARD_TILE, BACKWARD_WARPS = 1024, 16
+WIDE_WARPS = 8  # of a rotation wider than 16, whose rows need more registers a thread
+AHEAD = 4  # tiles of a row's lanes that are loaded before the first is used; for LayerNorm and gradients half of them
+SUM_COLUMNS = 512 if dc.INTERPRETED else 32  # of a program that adds up the groups' partial sums
+SUM_AHEAD = 4
+SUM_WARPS = 4
+
+
+@triton.jit
+def meet_lanes(x):
+    """Sum [R, LANES] over lanes, neighbours first: [R]."""
+    R: tl.constexpr = x.shape[0]
+    for stage in tl.static_range(9):
+        x = tl.sum(tl.reshape(x, (R, LANES >> (stage + 1), 2)), axis=2)
+    return tl.reshape(x, (R,))
+
+
+@triton.jit
+def row_tiles(ptr, row0, rows, c, cols, COUNT: tl.constexpr, FULL: tl.constexpr):
+    """Return COUNT tiles [ROW_GROUP, LANES] as stored, from row row0 and column c on, zero outside: all loads first.
+
+    FULL: no row is outside.
+    """
+    i = tl.arange(0, ROW_GROUP)
+    tiles = ()
+    for j in tl.static_range(COUNT):
+        col = tl.arange(0, LANES) + (c + j * LANES)
+        pointers = ptr + row0.to(tl.int64) * cols + (i[:, None] * cols + col[None, :])
+        mask = (col < cols)[None, :] if FULL else (row0 + i < rows)[:, None] & (col < cols)[None, :]
+        tiles = tiles + (tl.load(pointers, mask=mask, other=0.0),)
+    return tiles
+
+
+@triton.jit
+def store_statistics(
+    x_ptr, mean_ptr, rstd_ptr, row0, rows, cols, eps, CENTERED: tl.constexpr, AHEAD: tl.constexpr, FULL: tl.constexpr
+):  # fmt: skip
+    """Write mean (if CENTERED) and 1 / sqrt(variance + eps) of ROW_GROUP rows."""
+    row = row0 + tl.arange(0, ROW_GROUP)
+    lane = tl.arange(0, LANES)
+    count = tl.zeros((ROW_GROUP,), tl.float32) + cols
+    mean = tl.zeros((ROW_GROUP,), tl.float32)
+    if CENTERED:
+        total = tl.zeros((ROW_GROUP, LANES), tl.float32)
+        for c in range(0, cols, LANES * AHEAD):
+            xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD, FULL)
+            for j in tl.static_range(AHEAD):
+                total += pm.to_fp32(xs[j])
+        mean = tl.div_rn(meet_lanes(total), count)
+        tl.store(mean_ptr + row, mean, mask=row < rows)
+    squares = tl.zeros((ROW_GROUP, LANES), tl.float32)
+    for c in range(0, cols, LANES * AHEAD):
+        xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD, FULL)
+        for j in tl.static_range(AHEAD):
+            d = pm.to_fp32(xs[j])
+            if CENTERED:
+                d = tl.where((lane + (c + j * LANES) < cols)[None, :], d - mean[:, None], 0.0)
+            squares += d * d
+    variance = tl.div_rn(meet_lanes(squares), count)
+    rstd = tl.div_rn(tl.full((ROW_GROUP,), 1.0, tl.float32), tl.sqrt_rn(variance + eps))
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+
+@triton.jit
+def rounded_rows(ys, dtype: tl.constexpr):
+    """Round rows of fp32 values: two rows of bf16 in a word, which takes one conversion, else each by itself."""
+    if dtype == tl.bfloat16:
+        return pm.bf16_pairs(ys)
+    else:
+        out = ()
+        for i in tl.static_range(len(ys)):
+            out = out + (dc.cast(ys[i], dtype),)
+        return out
+
+
+@triton.jit
+def stored_row(stored, i: tl.constexpr, PAIRED: tl.constexpr):
+    """Return row i of `rounded_rows`, as it is stored."""
+    if PAIRED:
+        word = stored[i // 2]
+        half = word >> 16 if i % 2 else word & 0xFFFF
+        return half.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return stored[i]
+
+
+@triton.jit
+def raise_plain_pairs(plain, pairs, WANTED: tl.constexpr):
+    """Raise pairs of magnitudes [C] by pairs of rows."""
+    if WANTED.row == "tensor" or WANTED.col == "plain":
+        for i in tl.static_range(len(pairs)):
+            plain = raised(plain, pairs[i])
+    return plain
+
+
+@jit(do_not_specialize=("eps", "sign_stream"))
+def norm_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, row_ptr, col_ptr, space_ptr, sign_ptr, sign_stream,
+    rows, cols, eps, CENTERED: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
+    FULL: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """y [rows, cols] = ((x - mean) * rstd) * weight + bias, its statistics and the wanted maxima.
+
+    FULL: whole groups of rows and whole tiles of C columns.
+    """
+    overlap.begin(OVERLAP)
+    row0 = tl.program_id(0) * WANTED.group
+    first = row0.to(tl.int64) * cols
+    for r in range(0, WANTED.group, ROW_GROUP):
+        store_statistics(x_ptr, mean_ptr, rstd_ptr, row0 + r, rows, cols, eps, CENTERED, AHEAD, FULL)
+    tl.debug_barrier()  # the statistics are read back, one row for all threads
+    GROUP: tl.constexpr = WANTED.group
+    words = rm.sign_words(sign_ptr, sign_stream, WANTED)
+    rstds = rm.load_numbers(rstd_ptr, row0, rows, GROUP)
+    if CENTERED:
+        means = rm.load_numbers(mean_ptr, row0, rows, GROUP)
+    PAIRED: tl.constexpr = y_ptr.dtype.element_ty == tl.bfloat16
+    plain = tl.zeros((C,), tl.uint32 if PAIRED else tl.float32)
+    rotated = tl.zeros((C,), tl.float32)
+    # Backwards: what was read last is still in the cache of the multiprocessor.
+    for i_tile in range(tl.cdiv(cols, C)):
+        col = (tl.cdiv(cols, C) - 1 - i_tile) * C + tl.arange(0, C)
+        in_col = col < cols
+        weight = pm.to_fp32(masked_load(weight_ptr + col, in_col, FULL))
+        if bias_ptr is not None:
+            bias = pm.to_fp32(masked_load(bias_ptr + col, in_col, FULL))
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, GROUP, FULL)
+        ys = ()
+        for i in tl.static_range(GROUP):
+            d = pm.to_fp32(xs[i])
+            if CENTERED:
+                d = d - means[i]
+            y = (d * rstds[i]) * weight
+            if bias_ptr is not None:
+                y = y + bias
+            if not FULL:
+                y = tl.where(in_col & (row0 + i < rows), y, 0.0)
+            ys = ys + (y,)
+        stored = rounded_rows(ys, y_ptr.dtype.element_ty)
+        for i in tl.static_range(GROUP):
+            y = stored_row(stored, i, PAIRED)
+            masked_store(y_ptr + first + (i * cols + col), y, in_col & (row0 + i < rows), FULL)
+        if PAIRED:
+            plain = raise_plain_pairs(plain, stored, WANTED)
+            rotated = rm.raise_transformed(rotated, pm.unpack_pairs(stored, 0, GROUP), words, WANTED)
+        else:
+            for i in tl.static_range(GROUP):
+                plain = rm.raise_plain(plain, pm.to_fp32(stored[i]), WANTED)
+            rotated = rm.raise_rotated(rotated, stored, words, WANTED)
+    if PAIRED:
+        plain = larger_bits(plain).to(tl.float32, bitcast=True)
+    rm.store_row_maxima(row_ptr, y_ptr, row0, rows, cols, WANTED)
+    if WANTED.row == "tensor" or WANTED.col != "":
+        m_plain, m_rotated = rm.settle(plain, rotated, y_ptr, row0, rows, 0, cols, cols, words, WANTED, C)
+        rm.publish_wanted(m_plain, m_rotated, row_ptr, col_ptr, space_ptr, tl.num_programs(0), WANTED)
+
+
+@triton.jit
+def store_row_means(
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, row0, rows, cols,
+    CENTERED: tl.constexpr, AHEAD: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Write the means of g * normal and, if CENTERED, of g, over ROW_GROUP rows: means_ptr fp32 [2, rows]."""
+    row = row0 + tl.arange(0, ROW_GROUP)
+    in_rows = row < rows
+    count = tl.zeros((ROW_GROUP,), tl.float32) + cols
+    rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0)
+    if CENTERED:
+        mean = tl.load(mean_ptr + row, mask=in_rows, other=0.0)
+    along = tl.zeros((ROW_GROUP, LANES), tl.float32)
+    total = tl.zeros((ROW_GROUP, LANES), tl.float32)
+    for c in range(0, cols, LANES * AHEAD):
+        xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD, FULL)
+        dys = row_tiles(dy_ptr, row0, rows, c, cols, AHEAD, FULL)
+        for j in tl.static_range(AHEAD):
+            col = tl.arange(0, LANES) + (c + j * LANES)
+            weight = pm.to_fp32(tl.load(weight_ptr + col, mask=col < cols, other=0.0))[None, :]
+            normal = pm.to_fp32(xs[j])
+            if CENTERED:
+                normal = normal - mean[:, None]
+            g = pm.to_fp32(dys[j]) * weight
+            along += g * (normal * rstd[:, None])
+            if CENTERED:
+                total += g
+    tl.store(means_ptr + row, tl.div_rn(meet_lanes(along), count), mask=in_rows)
+    if CENTERED:
+        tl.store(means_ptr + rows + row, tl.div_rn(meet_lanes(total), count), mask=in_rows)
+
+
+@jit
+def norm_backward_kernel(
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, means_ptr, partial_ptr,
+    rows, cols, CENTERED: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
+    FULL: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """dx of ROW_GROUP rows, their part of the gradients of weight and bias; means_ptr: fp32 [2, rows] to work in.
+
+    FULL: whole groups of rows and whole tiles of C columns.
+    """
+    overlap.begin(OVERLAP)
+    row0 = tl.program_id(0) * ROW_GROUP
+    first = row0.to(tl.int64) * cols
+    store_row_means(dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, row0, rows, cols, CENTERED, AHEAD, FULL)
+    tl.debug_barrier()
+    group = tl.program_id(0).to(tl.int64)
+    for i_tile in range(tl.cdiv(cols, C)):  # backwards, as above
+        col = (tl.cdiv(cols, C) - 1 - i_tile) * C + tl.arange(0, C)
+        in_col = col < cols
+        weight = pm.to_fp32(masked_load(weight_ptr + col, in_col, FULL))
+        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
+        dys = rm.load_rows(dy_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
+        dweight = tl.zeros((C,), tl.float32)
+        dbias = tl.zeros((C,), tl.float32)
+        for i in tl.static_range(ROW_GROUP):
+            # The row's numbers are read when they are needed: registers for all rows would halve the warps.
+            row = row0 + i
+            in_row = row < rows
+            scale = masked_load(rstd_ptr + row, in_row, FULL)
+            normal = pm.to_fp32(xs[i])
+            dy = pm.to_fp32(dys[i])
+            g = dy * weight
+            if CENTERED:
+                normal = normal - masked_load(mean_ptr + row, in_row, FULL)
+                g = g - masked_load(means_ptr + rows + row, in_row, FULL)
+            normal = normal * scale
+            dx = (g - normal * masked_load(means_ptr + row, in_row, FULL)) * scale
+            dx = dc.cast(dx, dx_ptr.dtype.element_ty)
+            masked_store(dx_ptr + first + (i * cols + col), dx, in_col & in_row, FULL)
+            dweight += dy * normal
+            if BIAS:
+                dbias += dy
+        masked_store(partial_ptr + group * cols + col, dweight, in_col, FULL)
+        if BIAS:
+            groups = tl.num_programs(0)
+            masked_store(partial_ptr + (groups + group) * cols + col, dbias, in_col, FULL)
+
+
+@jit
+def group_sum_kernel(
+    partial_ptr, out_ptr, groups, cols, C: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """out [2 or 1, cols] = sum of partial [2 or 1, groups, cols] over groups: GROUP_LANES lanes, then neighbours."""
+    overlap.begin(OVERLAP)
+    which = tl.program_id(1).to(tl.int64)
+    col = tl.program_id(0) * C + tl.arange(0, C)
+    lane = tl.arange(0, GROUP_LANES)
+    total = tl.zeros((GROUP_LANES, C), tl.float32)
+    for b in range(0, groups, GROUP_LANES * AHEAD):
+        parts = ()
+        for j in tl.static_range(AHEAD):
+            group = b + j * GROUP_LANES + lane
+            pointers = partial_ptr + (which * groups + group)[:, None] * cols + col[None, :]
+            parts = parts + (tl.load(pointers, mask=(group < groups)[:, None] & (col < cols)[None, :], other=0.0),)
+        for j in tl.static_range(AHEAD):
+            total += parts[j]
+    for stage in tl.static_range(5):
+        total = tl.sum(tl.reshape(total, (GROUP_LANES >> (stage + 1), 2, C)), axis=1)
+    tl.store(out_ptr + which * cols + col, tl.reshape(total, (C,)), mask=col < cols)
+
+
+def norm_with_amaxes(
+    x: Tensor,
+    parameters: tuple[Tensor, Tensor | None],
+    kind: tuple[float, bool, torch.dtype],
+    row: str,
+    col: NVFP4 | None,
+    sign_draw: Draw | None,
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return y, (mean, rstd) and the amaxes with which y and y.T will be quantized, from one launch.
+
+    Args:
+        x: bf16, fp16 or fp32 [rows, cols].
+        parameters: weight and bias [cols]; bias may be None.
+        kind: eps, whether centered (LayerNorm), dtype of y.
+        row, col, sign_draw: as for `halfbyte.reference.operand_amaxes`.
+    """
+    (weight, bias), (eps, centered, dtype) = parameters, kind
+    x, weight = x.contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    rows, cols = x.shape
+    y = torch.empty(rows, cols, dtype=dtype, device=x.device)
+    mean, rstd = (torch.empty(n, dtype=torch.float32, device=x.device) for n in (rows if centered else 0, rows))
+    wanted = rm.wanted_of(row, col)
+    amaxes = rm.allocate(wanted, rows, x.device)
+    if not x.numel():
+        return y, (mean.zero_(), rstd.zero_()), (amaxes[0].zero_(), amaxes[1].zero_())
+    tile, num_warps = tile_of(wanted, cols, centered)
+    norm_kernel[(ceil_div(rows, wanted.group),)](
+        x,
+        weight,
+        bias,
+        y,
+        mean,
+        rstd,
+        *amaxes,
+        rm.workspace(wanted, x.device),
+        *rm.signs(wanted, sign_draw),
+        rows,
+        cols,
+        f32(eps),
+        CENTERED=centered,
+        WANTED=wanted,
+        C=tile,
+        AHEAD=AHEAD // 2 if centered else AHEAD,
+        FULL=rows % wanted.group == cols % tile == 0,
+        **overlap.launch_options(x.device),
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+    )
+    return y, (mean, rstd), amaxes
+
+
+def tile_of(wanted: Wanted, cols: int, centered: bool) -> tuple[int, int]:
+    """Return the columns of a tile of `group` rows, and warps."""
+    if wanted.group != ROW_GROUP_:
+        return rm.TILE_ELEMENTS // wanted.group, WIDE_WARPS
+    if not centered:
+        return TILE, NUM_WARPS
+    return next((tile, warps) for most, tile, warps in CENTERED_TILES if most is None or cols <= most)
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, statistics: tuple[Tensor, Tensor], centered: bool, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]; bias's empty without one."""
+    dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
+    (rows, cols), (mean, rstd) = x.shape, statistics
+    dx = torch.empty(rows, cols, dtype=x.dtype, device=x.device)
+    sums = torch.empty(1 + has_bias, cols, dtype=torch.float32, device=x.device)
+    none = sums.new_empty(0)
+    if not x.numel():
+        return dx, sums[0].zero_(), sums[1].zero_() if has_bias else none
+    groups = ceil_div(rows, ROW_GROUP_)
+    partial = sums.new_empty(1 + has_bias, groups, cols)
+    options = overlap.launch_options(x.device)
+    norm_backward_kernel[(groups,)](
+        dy,
+        x,
+        weight,
+        mean,
+        rstd,
+        dx,
+        sums.new_empty(2, rows),
+        partial,
+        rows,
+        cols,
+        CENTERED=centered,
+        BIAS=has_bias,
+        C=BACKWARD_TILE,
+        AHEAD=AHEAD // 2,
+        FULL=rows % ROW_GROUP_ == cols % BACKWARD_TILE == 0,
+        **options,
+        num_warps=BACKWARD_WARPS,
+        enable_fp_fusion=False,
+    )
+    group_sum_kernel[(ceil_div(cols, SUM_COLUMNS), 1 + has_bias)](
+        partial,
+        sums,
+        groups,
+        cols,
+        C=SUM_COLUMNS,
+        AHEAD=SUM_AHEAD,
+        **options,
+        num_warps=SUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    return dx, sums[0], sums[1] if has_bias else none
+
+
+ROTATED = rm.wanted_of("tensor", NVFP4(rotation=Hadamard()))

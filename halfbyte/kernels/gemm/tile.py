@@ -1,0 +1,261 @@
+"""The emulated GEMM: bf16 products with fp32 accumulation, everything else in fp32 before the only rounding.
+
+Two kernels compute tiles of a @ b.T: `gemm_tma_kernel` (persistent, tensor-map loads, sm_90 and later) and
+`gemm_pointer_kernel` (plain loads, sm_80 and later). `combine_kernel` ends a GEMM whose contraction was split.
+Shapes: a [M, K], b [N, K], out [M, N].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.device import decode as dc
+from halfbyte.kernels.device import overlap
+from halfbyte.kernels.launch import jit
+
+
+@triton.jit
+def tile_of(i_tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Return (row, column) of a tile: GROUP rows of tiles are walked together, so that their operands stay in L2."""
+    width = GROUP * tiles_n
+    first = i_tile // width * GROUP
+    height = min(tiles_m - first, GROUP)
+    return first + (i_tile % width) % height, (i_tile % width) // height
+
+
+@triton.jit
+def finish(
+    acc,
+    o_m,
+    o_n,
+    M,
+    N,
+    a_amax_ptr,
+    b_amax_ptr,
+    bias_ptr,
+    a_floor,
+    a_inverse,
+    b_floor,
+    b_inverse,
+    A_FACTOR: tl.constexpr,
+    B_FACTOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Apply the scalar factors as one product (unless it overflows), then a's column, b's row, then the bias."""
+    if A_FACTOR == dc.TENSOR_FACTOR and B_FACTOR == dc.TENSOR_FACTOR:
+        ga = dc.clamped_amax(tl.load(a_amax_ptr), a_floor) * a_inverse
+        gb = dc.clamped_amax(tl.load(b_amax_ptr), b_floor) * b_inverse
+        alpha = ga * gb
+        overflows = alpha == float("inf")
+        acc = (acc * tl.where(overflows, ga, alpha)) * tl.where(overflows, gb, 1.0)
+    elif A_FACTOR == dc.TENSOR_FACTOR:
+        acc = acc * (dc.clamped_amax(tl.load(a_amax_ptr), a_floor) * a_inverse)
+    elif B_FACTOR == dc.TENSOR_FACTOR:
+        acc = acc * (dc.clamped_amax(tl.load(b_amax_ptr), b_floor) * b_inverse)
+    if A_FACTOR == dc.ROW_FACTOR:
+        acc = acc * (dc.clamped_amax(tl.load(a_amax_ptr + o_m, mask=o_m < M, other=0.0), a_floor) * a_inverse)[:, None]
+    if B_FACTOR == dc.ROW_FACTOR:
+        acc = acc * (dc.clamped_amax(tl.load(b_amax_ptr + o_n, mask=o_n < N, other=0.0), b_floor) * b_inverse)[None, :]
+    if HAS_BIAS:
+        acc = acc + tl.load(bias_ptr + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def store_tile(acc, out_ptr, out_stride, o_m, o_n, M, N, ACCUMULATE: tl.constexpr):
+    """Round once and store, adding what is there first if accumulating."""
+    p_out = out_ptr + o_m.to(tl.int64)[:, None] * out_stride + o_n[None, :]
+    mask = (o_m < M)[:, None] & (o_n < N)[None, :]
+    if ACCUMULATE:
+        acc = acc + tl.load(p_out, mask=mask, other=0.0).to(tl.float32)
+    tl.store(p_out, dc.cast(acc, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def split_columns(x, PARTS: tl.constexpr):
+    """Return the PARTS (2 or 4) column ranges of x [BM, BN], left to right."""
+    BM: tl.constexpr = x.shape[0]
+    BN: tl.constexpr = x.shape[1]
+    left, right = tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
+    if PARTS == 2:
+        return left, right
+    else:
+        first, second = split_columns(left, 2)
+        third, fourth = split_columns(right, 2)
+        return first, second, third, fourth
+
+
+@jit(do_not_specialize=("M", "N", "K"))
+def gemm_tma_kernel(
+    a_desc,
+    b_desc,
+    out_desc,
+    out_ptr,
+    out_stride,
+    a_amax_ptr,
+    b_amax_ptr,
+    bias_ptr,
+    M,
+    N,
+    K,
+    a_floor,
+    a_inverse,
+    b_floor,
+    b_inverse,
+    A_FACTOR: tl.constexpr,
+    B_FACTOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    OUT_TMA: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """PROGRAMS programs walk all tiles. SPLITS > 1: out holds the partial sums, [SPLITS * round_up(M, BM), N]."""
+    overlap.begin(OVERLAP)
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    tiles = tiles_m * tiles_n
+    steps = tl.cdiv(tl.cdiv(K, BK), SPLITS)
+    for i in tl.range(tl.program_id(0), tiles * SPLITS, PROGRAMS, flatten=not UPCAST):
+        i_split = i // tiles
+        i_m, i_n = tile_of(i % tiles, tiles_m, tiles_n, GROUP)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(steps):
+            i_k = (i_split * steps + k) * BK
+            b_a = a_desc.load([i_m * BM, i_k])
+            b_b = b_desc.load([i_n * BN, i_k])
+            if UPCAST:
+                acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32).T, acc, input_precision="ieee")
+            else:
+                acc = tl.dot(b_a, b_b.T, acc)
+        o_m = i_m * BM + tl.arange(0, BM)
+        o_n = i_n * BN + tl.arange(0, BN)
+        # In parts, left to right: a whole fp32 tile fits neither in shared memory beside the pipeline nor in registers
+        # beside the values it is added to.
+        parts = split_columns(acc, PARTS)
+        for part in tl.static_range(PARTS):
+            i_col = i_n * BN + part * (BN // PARTS)
+            o_m = i_m * BM + tl.arange(0, BM)
+            o_n = i_col + tl.arange(0, BN // PARTS)
+            y = finish(
+                parts[part], o_m, o_n, M, N, a_amax_ptr, b_amax_ptr, bias_ptr, a_floor, a_inverse, b_floor, b_inverse,
+                A_FACTOR, B_FACTOR, HAS_BIAS,
+            )  # fmt: skip
+            if OUT_TMA:
+                i_row = (i_split * tiles_m + i_m) * BM
+                if ACCUMULATE:
+                    y = y + out_desc.load([i_row, i_col]).to(tl.float32)
+                out_desc.store([i_row, i_col], dc.cast(y, out_desc.dtype))
+            else:
+                store_tile(y, out_ptr, out_stride, o_m, o_n, M, N, ACCUMULATE)
+
+
+@jit(do_not_specialize=("M",))
+def gemm_pointer_kernel(
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    a_stride,
+    b_stride,
+    out_stride,
+    a_amax_ptr,
+    b_amax_ptr,
+    bias_ptr,
+    M,
+    N,
+    K,
+    a_floor,
+    a_inverse,
+    b_floor,
+    b_inverse,
+    A_FACTOR: tl.constexpr,
+    B_FACTOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program computes one tile of one split. SPLITS > 1: out as in gemm_tma_kernel."""
+    overlap.begin(OVERLAP)
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    tiles = tiles_m * tiles_n
+    steps = tl.cdiv(tl.cdiv(K, BK), SPLITS)
+    i_split = tl.program_id(0) // tiles
+    i_m, i_n = tile_of(tl.program_id(0) % tiles, tiles_m, tiles_n, GROUP)
+    o_m = i_m * BM + tl.arange(0, BM)
+    o_n = i_n * BN + tl.arange(0, BN)
+    o_k = i_split * steps * BK + tl.arange(0, BK)
+    # Rows beyond the edge read some valid row instead of a mask: their results are never stored.
+    p_a = a_ptr + (o_m % M).to(tl.int64)[:, None] * a_stride + o_k[None, :]
+    p_b = b_ptr + (o_n % N).to(tl.int64)[:, None] * b_stride + o_k[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(steps):
+        in_k = (o_k < K - k * BK)[None, :]
+        b_a = tl.load(p_a, mask=in_k, other=0.0)
+        b_b = tl.load(p_b, mask=in_k, other=0.0)
+        if UPCAST:
+            acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32).T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(b_a, b_b.T, acc)
+        p_a += BK
+        p_b += BK
+    acc = finish(
+        acc, o_m, o_n, M, N, a_amax_ptr, b_amax_ptr, bias_ptr, a_floor, a_inverse, b_floor, b_inverse,
+        A_FACTOR, B_FACTOR, HAS_BIAS,
+    )  # fmt: skip
+    p_split = out_ptr + (i_split * tiles_m * BM).to(tl.int64) * out_stride
+    store_tile(acc, p_split, out_stride, o_m, o_n, M, N, ACCUMULATE)
+
+
+@jit(do_not_specialize=("M", "split_rows"))
+def combine_kernel(
+    parts_ptr,
+    out_ptr,
+    parts_stride,
+    out_stride,
+    split_rows,
+    a_amax_ptr,
+    b_amax_ptr,
+    bias_ptr,
+    M,
+    N,
+    a_floor,
+    a_inverse,
+    b_floor,
+    b_inverse,
+    A_FACTOR: tl.constexpr,
+    B_FACTOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Sum the partial products of a split contraction in order, then finish as one GEMM would."""
+    overlap.begin(OVERLAP)
+    i_m, i_n = tile_of(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), 1)
+    o_m = i_m * BM + tl.arange(0, BM)
+    o_n = i_n * BN + tl.arange(0, BN)
+    mask = (o_m < M)[:, None] & (o_n < N)[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for i_split in tl.static_range(SPLITS):
+        o_row = (i_split * split_rows + o_m).to(tl.int64)
+        acc += tl.load(parts_ptr + o_row[:, None] * parts_stride + o_n[None, :], mask=mask, other=0.0)
+    acc = finish(
+        acc, o_m, o_n, M, N, a_amax_ptr, b_amax_ptr, bias_ptr, a_floor, a_inverse, b_floor, b_inverse,
+        A_FACTOR, B_FACTOR, HAS_BIAS,
+    )  # fmt: skip
+    store_tile(acc, out_ptr, out_stride, o_m, o_n, M, N, ACCUMULATE)

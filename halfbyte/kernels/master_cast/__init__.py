@@ -1,0 +1,1 @@
+"""Casts of primary weights from pieces of their masters."""

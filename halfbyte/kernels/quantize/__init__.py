@@ -1,0 +1,1 @@
+"""Operands from values: scales and codes, in one orientation or both."""

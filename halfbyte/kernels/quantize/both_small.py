@@ -1,0 +1,211 @@
+"""Both orientations of a small tensor in two launches that leave nothing to clear.
+
+The first launch stores the maxima that its programs find, each its own. Every program of the second reads all of them
+while it waits for its tile, and quantizes that tile along one of the two orientations: programs of 64 threads, so that
+a tensor of half a million values keeps all multiprocessors busy. No program waits for another, and no workspace of
+zeros is filled before (`running_max` needs one, and a launch that fills it where a graph is captured).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfbyte.kernels.amax.rotated import RotatedTile, amax_rotated_kernel, amax_rule
+from halfbyte.kernels.device import overlap
+from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.device.decode import INTERPRETED
+from halfbyte.kernels.device.loads import load_col_pairs
+from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
+from halfbyte.kernels.launch import jit
+from halfbyte.kernels.quantize.lines import allocate, is_packed, operand_arguments
+from halfbyte.layout import LINEAR, Blocks, ceil_div
+from halfbyte.rng import Draw
+from halfbyte.spec import NVFP4, Spec
+
+MAX_VALUES = 1 << 22  # an H200 takes as long both ways between 4 and 8 million
+MAX_PROGRAMS = 256  # of the first launch: every program of the second reads what they found
+STRIP = RotatedTile(lines=128, vec=1, packed=True, num_warps=4, per_sm=0)  # of a program of the first launch
+
+
+class Tiles(NamedTuple):
+    """Rows and groups of a row tile, groups and columns of a column tile, and warps of a program."""
+
+    rows: int
+    row_groups: int
+    col_groups: int
+    cols: int
+    num_warps: int
+
+
+TILES = Tiles(64, 16, 4, 256, 2) if INTERPRETED else Tiles(4, 16, 4, 32, 2)  # the interpreter pays by the operation
+
+VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "first_block", "sign_stream"))
+
+
+@triton.jit
+def merged(partial_ptr, out_ptr, is_first, PROGRAMS: tl.constexpr):
+    """Return the largest of fp32 [PROGRAMS]; one program writes it."""
+    amax = tl.max(tl.load(partial_ptr + tl.arange(0, PROGRAMS)), axis=0)
+    if is_first:
+        tl.store(out_ptr, amax)
+    return amax
+
+
+@jit(do_not_specialize=VARYING)
+def quantize_row_col_small_kernel(
+    x_ptr, row_q_ptr, row_scale_ptr, row_partial_ptr, row_draw_ptr, row_sign_ptr, col_q_ptr, col_scale_ptr,
+    col_partial_ptr, col_draw_ptr, col_sign_ptr, row_amax_ptr, col_amax_ptr, rows, cols, row_blocks, col_blocks,
+    stride_r, stride_c, row_stream, row_first_block, row_blocks_per_row, row_sign_stream, col_stream, col_first_block,
+    col_blocks_per_row, col_sign_stream, row_span, row_floor, row_inverse, row_unit, col_span, col_floor, col_inverse,
+    col_unit, ROW: tl.constexpr, COL: tl.constexpr, PROGRAMS: tl.constexpr, R: tl.constexpr, RN: tl.constexpr,
+    CN: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program quantizes CN groups of C columns along columns, or, further on, RN groups of R rows along rows."""
+    overlap.begin(OVERLAP)
+    beside = cols // C
+    col_programs = rows // (CN * COL.group) * beside
+    if tl.program_id(0) < col_programs:
+        constants = (col_span, col_floor, col_inverse, col_unit)
+        i_group = tl.program_id(0) // beside * CN
+        i_col = tl.program_id(0) % beside * C
+        columns = load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, COL, CN, C)
+        amax = merged(col_partial_ptr, col_amax_ptr, tl.program_id(0) == 0, PROGRAMS)
+        quantize_col_tile(
+            i_group, i_col, x_ptr, col_q_ptr, col_scale_ptr, col_partial_ptr, col_draw_ptr, col_sign_ptr, rows, cols,
+            col_blocks, stride_r, stride_c, col_stream, col_first_block, col_blocks_per_row, col_sign_stream,
+            constants, COL, False, CN, C, sc.tensor_factors(amax, constants, True), columns,
+        )  # fmt: skip
+    else:
+        constants = (row_span, row_floor, row_inverse, row_unit)
+        tile = tl.program_id(0) - col_programs
+        beside = cols // (RN * ROW.group)
+        i_row = tile // beside * R
+        i_group = tile % beside * RN
+        words = read_row_tile(i_row, i_group, x_ptr, rows, cols, stride_r, stride_c, ROW, R, RN)
+        amax = merged(row_partial_ptr, row_amax_ptr, tile == 0, PROGRAMS)
+        quantize_row_tile(
+            i_row, i_group, x_ptr, row_q_ptr, row_scale_ptr, row_partial_ptr, row_draw_ptr, row_sign_ptr, rows, cols,
+            row_blocks, stride_r, stride_c, row_stream, row_first_block, row_blocks_per_row, row_sign_stream,
+            constants, ROW, False, R, RN, sc.tensor_factors(amax, constants, True), words,
+        )  # fmt: skip
+
+
+def fits(x: Tensor, row: Spec | None, col: Spec | None, scale_layout: str) -> bool:
+    """Say whether `quantize` here takes x [rows, cols] with amaxes of its own."""
+    if not 0 < x.numel() <= MAX_VALUES or scale_layout != LINEAR or not is_packed(x):
+        return False
+    if not isinstance(row, NVFP4) or not isinstance(col, NVFP4) or row.rotation is not None or col.rotation is None:
+        return False
+    plain = all(spec.outer == "tensor" and spec.alignment == 16 and not spec.is_tile for spec in (row, col))
+    whole = x.shape[0] % (TILES.col_groups * 16) == 0 == x.shape[0] % TILES.rows
+    whole = whole and x.shape[1] % (TILES.row_groups * 16) == 0 == x.shape[1] % TILES.cols
+    return plain and whole and ceil_div(x.shape[1], 2 * STRIP.lines) <= MAX_PROGRAMS
+
+
+def quantize(
+    x: Tensor,
+    specs: tuple[NVFP4, NVFP4],
+    draws: tuple[Draw | None, Draw | None],
+    sign_draw: Draw | None,
+    transient: tuple[bool, bool],
+) -> tuple[Blocks, Blocks]:
+    """Return (quantize(x, row), quantize(x.T, col)) for which `fits` holds; the bytes of `row_col.quantize_row_col`.
+
+    Args:
+        x: bf16 [rows, cols], packed.
+        specs: of rows and of columns.
+        draws: random bytes of rows and of columns.
+        sign_draw: fresh signs of the rotation.
+        transient: whether row and col are returned decoded.
+    """
+    rows, cols = x.shape
+    partial = partial_amaxes(x, specs[1], sign_draw)
+    row_amax, col_amax = (torch.empty((), dtype=torch.float32, device=x.device) for _ in specs)
+    hardware = sc.hardware_of(x.device)
+    shapes = (rows, cols), (cols, rows)
+    outputs = [
+        allocate(shape, spec, LINEAR, x.device, decoded)
+        for shape, spec, decoded in zip(shapes, specs, transient, strict=True)
+    ]
+    rules = (
+        sc.rule_of(spec, hardware)._replace(packed=True, full=True, decoded=out.decoded)
+        for spec, out in zip(specs, outputs, strict=True)
+    )
+    sides = zip(specs, outputs, partial, draws, strict=True)
+    pointers, numbers, constants = zip(*(operand_arguments(*side, sign_draw) for side in sides), strict=True)
+    quantize_row_col_small_kernel[(programs(rows, cols),)](
+        x,
+        *pointers[0],
+        *pointers[1],
+        row_amax,
+        col_amax,
+        rows,
+        cols,
+        outputs[0].blocks,
+        outputs[1].blocks,
+        *x.stride(),
+        *numbers[0],
+        *numbers[1],
+        *constants[0],
+        *constants[1],
+        *rules,
+        partial.shape[1],
+        *TILES[:4],
+        num_warps=TILES.num_warps,
+        enable_fp_fusion=False,
+        **overlap.launch_options(x.device),
+    )
+    amaxes = row_amax, col_amax
+    row, col = (Blocks(out.qdata, out.block_scale, amax) for out, amax in zip(outputs, amaxes, strict=True))
+    return row, col
+
+
+def programs(rows: int, cols: int) -> int:
+    """Return how many programs quantize x [rows, cols] along columns and along rows."""
+    along_cols = rows // (TILES.col_groups * 16) * (cols // TILES.cols)
+    return along_cols + rows // TILES.rows * (cols // (TILES.row_groups * 16))
+
+
+def partial_amaxes(x: Tensor, spec: NVFP4, sign_draw: Draw | None) -> Tensor:
+    """Return fp32 [2, programs] whose maxima are the amax of x and that of x.T after the rotation of `spec`.
+
+    Args:
+        x: bf16 [rows, cols], packed.
+        spec: rotated, one amax per tensor.
+        sign_draw: the place of fresh signs.
+    """
+    rule = amax_rule(spec)
+    rows, cols = x.shape
+    strips = ceil_div(cols, 2 * STRIP.lines)
+    count = min(MAX_PROGRAMS, triton.next_power_of_2(strips * ceil_div(rows, rule.group)))
+    out = torch.empty(2, count, dtype=torch.float32, device=x.device)
+    amax_rotated_kernel[(count,)](
+        x,
+        out[1],
+        out[0],
+        None,
+        sign_draw.base if sign_draw is not None and rule.fresh else None,
+        sign_draw.stream if sign_draw is not None and rule.fresh else 0,
+        rows,
+        cols,
+        *x.stride(),
+        strips,
+        count // strips,
+        count,
+        RULE=rule,
+        BOTH=True,
+        PACKED=True,
+        FULL=cols % (2 * STRIP.lines) == 0 and rows % rule.group == 0,
+        T=STRIP.lines,
+        VEC=STRIP.vec,
+        PARTIAL=True,
+        num_warps=STRIP.num_warps,
+        enable_fp_fusion=False,
+        **overlap.launch_options(x.device),
+    )
+    return out

@@ -1,0 +1,193 @@
+"""Rotations wider than a block in groups: a thread holds a whole group of values as one row of a tensor.
+
+As tuples with masks, which groups of any size need, rotations of 32 compile for half a minute and of 128 for many; see
+`rotate_wide`. Here every orientation is a launch of its own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfbyte.kernels.amax.rotated import load_groups, narrowed
+from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device import rotate_wide as rw
+from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.device.decode import cast
+from halfbyte.kernels.device.magnitudes import INF_BITS, finite_bits, magnitude_bits
+from halfbyte.kernels.groups import Plan, group_of_tile
+from halfbyte.kernels.launch import jit
+from halfbyte.kernels.quantize.grouped_kernels import clear_padding
+from halfbyte.kernels.quantize.wide import quantize_lines
+from halfbyte.layout import ceil_div
+
+WIDE = 32  # the least width that comes here
+LINES = 128  # columns of a program where groups lie along the rows of x
+VALUES_PER_WARP = 2048  # 64 a thread: with 128, a thread's values do not fit into its registers
+
+
+def is_wide(rule: sc.Rule | None) -> bool:
+    """Say whether an operand's rotation is quantized here."""
+    return rule is not None and rule.norm != 0.0 and rule.group >= WIDE
+
+
+@triton.jit
+def load_lines(
+    x_ptr, start, end, local, i_side, cols, stride_r, stride_c, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    """Return fp32 [T, SIZE], zeros outside the group: SIZE columns of T rows or, with COLUMNS, SIZE rows of T columns.
+
+    local, i_side: the first row, counted in the group, and the first column.
+    """
+    if COLUMNS:
+        col = i_side + tl.max_contiguous(tl.arange(0, T), 1)  # a thread holds whole groups
+        x = load_groups(x_ptr + start.to(tl.int64) * stride_r, local.to(tl.int64), end - start, col, cols,
+                        tl.cast(stride_r, tl.int64), stride_c, SIZE, False)  # fmt: skip
+        return pm.to_fp32(x)
+    else:
+        row = start + local + tl.arange(0, T)
+        col = i_side + tl.arange(0, SIZE)
+        pointers = x_ptr + row.to(tl.int64)[:, None] * stride_r + col[None, :] * stride_c
+        return pm.to_fp32(tl.load(pointers, mask=(row < end)[:, None] & (col < cols)[None, :], other=0))
+
+
+@jit(do_not_specialize=("stream", "sign_stream", "groups", "side_tiles"))
+def grouped_wide_kernel(
+    x_ptr, q_ptr, scale_ptr, amax_ptr, draw_ptr, sign_ptr, table_ptr, tile_group_ptr, groups, cols, blocks, stride_r,
+    stride_c, stream, sign_stream, span, floor, inverse, unit, side_tiles,
+    RULE: tl.constexpr, COLUMNS: tl.constexpr, STACKED: tl.constexpr, TILE_ROWS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Quantize T rotated groups of one group of tokens or one expert; the storage is that of `quantize_tile`."""
+    SIZE: tl.constexpr = RULE.group
+    UNITS: tl.constexpr = 16 if RULE.decoded else 1
+    PARTS: tl.constexpr = TILE_ROWS // SIZE if COLUMNS else 1
+    side = tl.program_id(0) % side_tiles
+    tile = tl.program_id(0) // (side_tiles * PARTS)
+    group, start, end, first = group_of_tile(tile, tile_group_ptr, table_ptr)
+    local = (tile - first) * TILE_ROWS + tl.program_id(0) // side_tiles % PARTS * SIZE
+    constants = (span, floor, inverse, unit)
+    start64 = start.to(tl.int64)
+    p_draw = None if draw_ptr is None else draw_ptr + group * 2
+    flips = rw.sign_flips(None if sign_ptr is None else sign_ptr + group * 2, sign_stream, SIZE, RULE.fresh)
+    if COLUMNS:
+        p_amax = amax_ptr + (group.to(tl.int64) * cols if RULE.row_amax else group)
+        x = load_lines(x_ptr, start, tl.where(group == groups, start, end), local, side * T, cols, stride_r, stride_c,
+                       SIZE, True, T)  # fmt: skip
+        if STACKED:
+            size = group.to(tl.int64) * cols * blocks
+            p_q, p_scale, storage, per_row = q_ptr + size * UNITS, scale_ptr + size, 0, blocks
+            lines = tl.where(group == groups, 0, cols)  # there is nothing behind the last matrix
+        else:
+            p_q, p_scale, storage, lines = q_ptr, scale_ptr, first * TILE_ROWS, cols
+            per_row = (tl.where(group == groups, 0, end - start) + SIZE - 1) // SIZE * (SIZE // 16)
+        line = (side * T + tl.max_contiguous(tl.arange(0, T), 1)).to(tl.int64)
+        place = ((storage + local) // SIZE).to(tl.int64) + tl.zeros((T,), tl.int64)
+        first_block = (tl.zeros_like(start64) - storage) // 16
+    else:
+        p_amax = amax_ptr if RULE.row_amax else amax_ptr + group
+        x = load_lines(x_ptr, start, end, local, side * SIZE, tl.where(group == groups, 0, cols), stride_r, stride_c,
+                       SIZE, False, T)  # fmt: skip
+        p_q, p_scale, per_row, lines = q_ptr, scale_ptr, blocks, end
+        line = start64 + local + tl.arange(0, T)
+        place = side.to(tl.int64) + tl.zeros((T,), tl.int64)
+        first_block = -start64 * blocks
+    factors = sc.operand_factors(p_amax, constants, RULE)
+    pairs = rw.rotated(narrowed(x, x_ptr.dtype.element_ty == tl.bfloat16), flips, RULE.norm)
+    quantize_lines(
+        pairs, line, place, p_q, p_scale, p_amax, p_draw, stream, lines, blocks, first_block, per_row, constants,
+        factors, RULE, False,
+    )  # fmt: skip
+    if COLUMNS and not (STACKED or RULE.decoded):
+        clear_padding(p_scale, storage // 16, per_row, local // 16, side * T, cols, blocks, SIZE // 16, T)
+
+
+@jit(do_not_specialize=("sign_stream", "groups", "side_tiles"))
+def grouped_wide_amax_kernel(
+    x_ptr, out_ptr, sign_ptr, table_ptr, tile_group_ptr, groups, cols, stride_r, stride_c, sign_stream, side_tiles,
+    RULE: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """amax of T rotated groups of one group of tokens or one expert, or of each of their rows; out zero before."""
+    SIZE: tl.constexpr = RULE.group
+    NARROW: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
+    PARTS: tl.constexpr = TILE_ROWS // SIZE if COLUMNS else 1
+    side = tl.program_id(0) % side_tiles
+    tile = tl.program_id(0) // (side_tiles * PARTS)
+    group, start, end, first = group_of_tile(tile, tile_group_ptr, table_ptr)
+    if group < groups:
+        local = (tile - first) * TILE_ROWS + tl.program_id(0) // side_tiles % PARTS * SIZE
+        flips = rw.sign_flips(None if sign_ptr is None else sign_ptr + group * 2, sign_stream, SIZE, RULE.fresh)
+        i_side = side * (T if COLUMNS else SIZE)
+        x = narrowed(load_lines(x_ptr, start, end, local, i_side, cols, stride_r, stride_c, SIZE, COLUMNS, T), NARROW)
+        # The factor and the rounding keep the order: they are applied to the maxima alone.
+        bits = magnitude_bits(cast(tl.fma(rw.largest_rotated(x, flips), RULE.norm, 0.0), tl.bfloat16))
+        if tl.max(bits, axis=0) >= INF_BITS:
+            y = rw.unpacked(rw.rotated(x, flips, RULE.norm))
+            bits = tl.max(finite_bits(magnitude_bits(y)), axis=1)
+        if not RULE.row_amax:
+            tl.atomic_max(out_ptr + group, tl.max(bits, axis=0), sem="relaxed")
+        elif COLUMNS:
+            col = i_side + tl.arange(0, T)
+            tl.atomic_max(out_ptr + group.to(tl.int64) * cols + col, bits, mask=col < cols, sem="relaxed")
+        else:
+            row = start + local + tl.arange(0, T)
+            tl.atomic_max(out_ptr + row, bits, mask=row < end, sem="relaxed")
+
+
+class Launch(NamedTuple):
+    """Programs, tiles side by side, groups of a program, warps."""
+
+    programs: int
+    tiles: int
+    lines: int
+    num_warps: int
+
+
+def _launch(tiles: int, tile_rows: int, group: int, columns: bool, cols: int) -> Launch:
+    lines = LINES if columns else tile_rows
+    beside = ceil_div(cols, lines if columns else group)
+    parts = tile_rows // group if columns else 1
+    return Launch(tiles * beside * parts, beside, lines, lines * max(group, 64) // VALUES_PER_WARP)
+
+
+def amax_warps(launch: Launch, rule: sc.Rule, hardware: int) -> int:
+    """Return the warps of the maxima's kernel; hardware: as `Rule.hardware`.
+
+    With one group of 32 a thread, Blackwell's assembler takes 72 registers and spills; with two it does not.
+    """
+    return launch.num_warps // 2 if rule.group == WIDE and hardware >= 100 else launch.num_warps
+
+
+def quantize(
+    x: Tensor, plan: Plan, rule: sc.Rule, columns: bool, stacked: bool, blocks: int, arguments: tuple[list, list, tuple]
+) -> None:
+    """Quantize one orientation.
+
+    Args:
+        x: [rows, cols], contiguous along the columns.
+        rule: of a rotation of WIDE or more.
+        columns: whether groups lie along the columns of x.
+        stacked: whether the groups are experts.
+        blocks: of a row of the output.
+        arguments: pointers (qdata, scales, amax, draw, signs), streams (draw, signs) and constants of the operand.
+    """
+    pointers, streams, constants = arguments
+    launch = _launch(plan.tiles, plan.tile_rows, rule.group, columns, x.shape[1])
+    grouped_wide_kernel[(launch.programs,)](
+        x, *pointers, plan.table, plan.tile_group, plan.groups, x.shape[1], blocks, *x.stride(), *streams, *constants,
+        launch.tiles, RULE=rule, COLUMNS=columns, STACKED=stacked, TILE_ROWS=plan.tile_rows, T=launch.lines,
+        num_warps=launch.num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def amax(x: Tensor, plan: Plan, rule: sc.Rule, columns: bool, out: Tensor, sign_stream: int) -> None:
+    """Raise out, int32 zeros [groups + 1] or one per row, to the amax of one orientation; arguments as `quantize`."""
+    launch = _launch(plan.tiles, plan.tile_rows, rule.group, columns, x.shape[1])
+    grouped_wide_amax_kernel[(launch.programs,)](
+        x, out, plan.signs if rule.fresh else None, plan.table, plan.tile_group, plan.groups, x.shape[1], *x.stride(),
+        sign_stream, launch.tiles, RULE=rule, COLUMNS=columns, TILE_ROWS=plan.tile_rows, T=launch.lines,
+        num_warps=amax_warps(launch, rule, sc.hardware_of(x.device)), enable_fp_fusion=False,
+    )  # fmt: skip

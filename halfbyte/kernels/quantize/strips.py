@@ -1,0 +1,182 @@
+"""Quantize matrices in 16x16 tiles, weights and those of experts, to codes or to decoded values.
+
+A thread owns a strip of 8 columns, 16 bytes, in all rows of a tile, and two neighbouring threads share the tile: so
+every load and store of a warp fills whole sectors. With a block of 16 columns a thread they are filled in halves.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfbyte.kernels.amax.plain import operand_amax
+from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device import decode as dc
+from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin
+from halfbyte.kernels.device.tiles import store_values
+from halfbyte.kernels.launch import jit
+from halfbyte.kernels.quantize.lines import divisor, is_packed
+from halfbyte.kernels.quantize.lines import quantize as quantize_any
+from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape
+from halfbyte.rng import Draw
+from halfbyte.spec import NVFP4, BlockMax, Spec
+
+
+class Tile(NamedTuple):
+    """Strips side by side, a thread each, and warps."""
+
+    strips: int
+    num_warps: int
+
+
+TILES = (Tile(128, 4), Tile(32, 1))
+FEW_PROGRAMS = 1024  # with fewer, the smaller tile spreads over more multiprocessors
+
+
+@triton.jit
+def to_strips(m, W: tl.constexpr):
+    """Give every strip [1, W] the number of its tile [1, W // 2]."""
+    return tl.reshape(tl.broadcast_to(m[:, :, None], (1, W // 2, 2)), (1, W))
+
+
+@jit(do_not_specialize=("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"))
+def quantize_tiles_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    values_ptr,
+    amax_ptr,
+    cols,
+    span,
+    floor,
+    inverse,
+    unit,
+    col_tiles,
+    magic,
+    shift,
+    row_tiles,
+    row_magic,
+    row_shift,
+    RULE: tl.constexpr,
+    W: tl.constexpr,
+    MOVES: tl.constexpr,
+):
+    """One program quantizes W / 2 tiles side by side; row_tiles of them below each other are an expert.
+
+    Either q_ptr (int32, with scale_ptr) or values_ptr is None.
+    MOVES: the last program of a row moves left until it is whole; what two programs quantize gets equal bytes.
+    """
+    begin(RULE.hardware >= OVERLAP_CAPABILITY)
+    constants = (span, floor, inverse, unit)
+    line = pm.divide(tl.program_id(0), magic, shift)
+    per_row = cols // 8
+    i_strip = (tl.program_id(0) - line * col_tiles) * W
+    if MOVES:
+        i_strip = tl.minimum(i_strip, per_row - W)
+    first = line.to(tl.int64) * 16 * per_row + i_strip
+    strip = tl.arange(0, W)[None, :]
+    p_x = x_ptr.to(tl.pointer_type(tl.uint32)) + first * 4 + (strip * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
+    words = ()
+    for r in tl.static_range(16):
+        words = words + pm.split_four(tl.load(p_x + r * per_row * 4), 1, W)
+    factors = sc.operand_factors(amax_ptr + pm.divide(line, row_magic, row_shift), constants, RULE)
+    m = pm.max_of_pair(pm.pair_abs_max(words, RULE.hardware))
+    m = tl.where(((m < pm.INF) == 0) | factors[4], pm.INF, m)
+    m = tl.max(tl.reshape(m, (1, W // 2, 2)), axis=2)
+    poison = m == pm.INF
+    # The conversion saturates; what poison makes of scale and codes is replaced.
+    code = pm.e4m3_code(m * factors[2], RULE.hardware)
+    encode = to_strips(sc.encode_scale(pm.e4m3_positive(code), factors, RULE), W)
+    code = tl.where(poison, dc.E4M3_NAN, code).to(tl.int32)
+    if scale_ptr is not None:
+        o_scale = (tl.arange(0, 16) * (per_row // 2))[:, None] + tl.arange(0, W // 2)[None, :]
+        tl.store(scale_ptr + first // 2 + o_scale, tl.broadcast_to(code.to(tl.uint8), (16, W // 2)))
+    poison = to_strips(poison.to(tl.int32), W) != 0
+    scale = to_strips(dc.e4m3_value(code), W)
+    for r in tl.static_range(16):
+        xs = pm.unpack_pairs(pm.part(words, r * 4, 4), 0, 8)
+        codes = tl.where(poison, 0, sc.pack_codes(xs, None, 0, encode, (), RULE, False)).to(tl.int32)
+        if q_ptr is not None:
+            tl.store(q_ptr + first + strip + r * per_row, codes)
+        if values_ptr is not None:
+            p_values = values_ptr + (first + r * per_row) * 8 + tl.zeros((1,), tl.int32)
+            store_values(p_values, codes, scale, 0, W, tl.full((1,), True, tl.int1), True)
+
+
+def fits(w: Tensor, spec: Spec) -> bool:
+    """Say whether whole programs cover matrices [E, N, K] and `spec` is 16x16 tiles rounded to nearest."""
+    if not isinstance(spec, NVFP4) or not spec.is_tile or spec.rounding != "nearest" or spec.rotation:
+        return False
+    if spec.outer != "tensor" or not isinstance(spec.scaling, BlockMax) or w.numel() == 0 or not w.is_contiguous():
+        return False
+    _, rows, cols = w.shape
+    return is_packed(w.view(-1, cols)) and rows % 16 == cols % 16 == 0 and cols >= 8 * TILES[-1].strips
+
+
+def tile_of(rows: int, cols: int) -> Tile:
+    """Return the tile whose programs exceed the columns the least, the larger one if equal and many are left."""
+    usable = (tile for tile in TILES if cols >= 8 * tile.strips)
+    best = min(usable, key=lambda tile: ceil_div(cols, 8 * tile.strips) * tile.strips)
+    return best if rows // 16 * ceil_div(cols, 8 * best.strips) >= FEW_PROGRAMS else TILES[-1]
+
+
+def quantize(
+    x: Tensor,
+    spec: Spec,
+    *,
+    draw: Draw | None = None,
+    sign_draw: Draw | None = None,
+    amax: Tensor | None = None,
+    scale_layout: str = LINEAR,
+    decoded: bool = False,
+) -> Blocks:
+    """Quantize along the last dimension as `quantize.quantize` does, tiles in strips where they fit."""
+    matrix = x.reshape(matrix_shape(x.shape))
+    if (decoded or scale_layout == LINEAR) and isinstance(spec, NVFP4) and fits(matrix[None], spec):
+        amax = operand_amax(matrix, spec, None) if amax is None else amax
+        (qdata, *_), scale, _ = quantize_tiles(matrix[None], spec, amax[None], decoded=decoded)
+        return Blocks(qdata, scale if decoded else scale[0], amax)
+    return quantize_any(x, spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout, decoded=decoded)
+
+
+def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Blocks:
+    """Quantize matrices that fit.
+
+    Args:
+        w: bf16 [E, N, K].
+        amax: fp32 [E].
+        decoded: return element * block_scale, bf16 [E, N, K], as qdata, and no scales.
+
+    Returns:
+        Blocks of [E, N, K].
+    """
+    experts, rows, cols = w.shape
+    size, dtype = (cols, torch.bfloat16) if decoded else (cols // 2, torch.uint8)
+    qdata = w.new_empty((experts, rows, size), dtype=dtype)
+    scale = w.new_empty(0 if decoded else (experts, rows, cols // 16), dtype=torch.uint8)
+    rule = sc.rule_of(spec, sc.hardware_of(w.device))._replace(packed=True, full=True)
+    tile = tile_of(experts * rows, cols)
+    col_tiles, row_tiles = ceil_div(cols, 8 * tile.strips), rows // 16
+    quantize_tiles_kernel[(experts * row_tiles * col_tiles,)](
+        w,
+        None if decoded else qdata.view(torch.int32),
+        None if decoded else scale,
+        qdata if decoded else None,
+        amax.contiguous(),
+        cols,
+        *sc.constants_of(spec),
+        *divisor(col_tiles),
+        *divisor(row_tiles),
+        RULE=rule,
+        W=tile.strips,
+        MOVES=cols % (8 * tile.strips) != 0,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=False,
+        launch_pdl=rule.hardware >= OVERLAP_CAPABILITY.value,
+    )
+    return Blocks(qdata, scale, amax)

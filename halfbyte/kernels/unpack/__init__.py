@@ -1,0 +1,1 @@
+"""Stored operands as values, turned, and with their scales in another order."""
