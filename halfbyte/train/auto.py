@@ -134,7 +134,7 @@ def _no_compile(config: TrainConfig) -> str:
     if models.get(config.model).moe is not None:
         return "compiled mixtures of experts have not been timed on a GPU"
     if config.run.recompute == "selective":
-        return "recompute='selective' chooses among operations, and compiled blocks do not show theirs"
+        return "compiled blocks write over what recompute='selective' keeps"
     if recipes * GRAPHS_OF_A_RECIPE > MOST_GRAPHS:
         return f"the schedule has {recipes} recipes, of which torch keeps {MOST_GRAPHS // GRAPHS_OF_A_RECIPE} compiled"
     if steps < STEPS_THAT_PAY * recipes:
