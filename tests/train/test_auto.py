@@ -69,7 +69,9 @@ def test_each_case(config, facts, off, monkeypatch):
     printed = auto.lines(config, facts, choices)
     assert len(printed) == (0 if facts is CPU else len(off))
     for line, option in zip(printed, off, strict=False):
-        assert line == f"{option}: off, {choices[option].reason}; --{option} on overrides that"
+        is_refused = option == "compile" and config.run.recompute == "selective"
+        remedy = "--recompute full goes with it" if is_refused else f"--{option} on overrides that"
+        assert line == f"{option}: off, {choices[option].reason}; {remedy}"
     done = auto.apply(config, choices)
     expected = ["off" if o in off else "on" for o in ("fuse", "compile")] + ["off" if "graph" in off else "auto"]
     assert [done.fuse, done.compile, done.run.graph] == expected
