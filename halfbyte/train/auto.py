@@ -98,7 +98,7 @@ def lines(config: TrainConfig, facts: Facts, choices: Mapping[Option, Choice]) -
     for option, choice in choices.items():
         asked = getattr(config.run if option == "graph" else config, option)
         if asked == "auto" and (choice.follows or (facts.device != "cpu" and not choice.is_on)):
-            found.append(f"{option}: {_word(choice.is_on)}, {choice.reason}{_remedy(option, choice)}")
+            found.append(f"{option}: {_word(choice.is_on)}, {choice.reason}; {_remedy(option, choice, config)}")
     return tuple(found)
 
 
@@ -134,7 +134,7 @@ def _no_compile(config: TrainConfig) -> str:
     if models.get(config.model).moe is not None:
         return "compiled mixtures of experts have not been timed on a GPU"
     if config.run.recompute == "selective":
-        return "recompute='selective' chooses among operations, and compiled blocks do not show theirs"
+        return "compiled blocks write over what recompute='selective' keeps"
     if recipes * GRAPHS_OF_A_RECIPE > MOST_GRAPHS:
         return f"the schedule has {recipes} recipes, of which torch keeps {MOST_GRAPHS // GRAPHS_OF_A_RECIPE} compiled"
     if steps < STEPS_THAT_PAY * recipes:
@@ -155,8 +155,12 @@ def _recipes(config: TrainConfig) -> int:
     return 1 if schedule is None else 1 + len({recipe for _, recipe in schedule.changes})
 
 
-def _remedy(option: Option, choice: Choice) -> str:
-    return "; --overwrite starts anew" if choice.follows else f"; --{option} on overrides that"
+def _remedy(option: Option, choice: Choice, config: TrainConfig) -> str:
+    if choice.follows:
+        return "--overwrite starts anew"
+    if option == "compile" and config.run.recompute == "selective":  # with which it is refused
+        return "--recompute full goes with it"
+    return f"--{option} on overrides that"
 
 
 def _word(is_on: bool) -> Literal["on", "off"]:

@@ -170,6 +170,11 @@ class TrainConfig:
         models.get(self.model)
         _positive(self, "eval_every", "eval_batches")
         _switch(self, "fuse", "compile")
+        if self.compile == "on" and self.run.recompute == "selective":  # Inductor reuses the outputs of GEMMs in place
+            raise ValueError(
+                "recompute='selective' with compile='on': compiled blocks write over what it keeps, so that gradients "
+                "would be wrong; use recompute='full' or compile='off'"
+            )
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed}: give 0 <= seed < 2**63")
         self.schedule()

@@ -69,7 +69,9 @@ def test_each_case(config, facts, off, monkeypatch):
     printed = auto.lines(config, facts, choices)
     assert len(printed) == (0 if facts is CPU else len(off))
     for line, option in zip(printed, off, strict=False):
-        assert line == f"{option}: off, {choices[option].reason}; --{option} on overrides that"
+        is_refused = option == "compile" and config.run.recompute == "selective"
+        remedy = "--recompute full goes with it" if is_refused else f"--{option} on overrides that"
+        assert line == f"{option}: off, {choices[option].reason}; {remedy}"
     done = auto.apply(config, choices)
     expected = ["off" if o in off else "on" for o in ("fuse", "compile")] + ["off" if "graph" in off else "auto"]
     assert [done.fuse, done.compile, done.run.graph] == expected
@@ -206,6 +208,10 @@ def test_reasons_come_once_and_not_for_a_result_that_is_kept(folder, pretended, 
         assert command(folder) == 0
         assert capsys.readouterr().err.splitlines() == printed
     assert not pretended.compiled
+    pretended(steps_that_pay=6)
+    (folder / "run" / "config.json").unlink()  # what ended is known by its result alone
+    assert command(folder) == 0
+    assert not pretended.compiled and not (folder / "run" / "config.json").exists()
 
 
 def test_a_run_from_before_auto_goes_on_as_it_began(run, pretended, capsys):
@@ -225,7 +231,7 @@ def test_a_run_from_before_auto_goes_on_as_it_began(run, pretended, capsys):
         "fuse: off, as in the run that its folder holds; --overwrite starts anew",
         "compile: off, as in the run that its folder holds; --overwrite starts anew",
     ]
-    assert not pretended.compiled
+    assert not pretended.compiled and loop.finished(config, "nvfp4", data)
     loop.train(replace(config, run=replace(config.run, overwrite=True)), "nvfp4", data)
     assert identity(config.run.out)["fuse"] is True and pretended.compiled
 
@@ -307,6 +313,19 @@ def test_options_with_and_without_a_value(kind, arguments, expected, tmp_path):
 
     config = commands._parse(getattr(commands, kind), arguments, tmp_path).config
     assert (config.fuse, config.compile, config.run.graph) == expected
+
+
+def test_compiled_blocks_within_selective_checkpoints_are_refused(run, pretended):
+    """Inductor's code, run under the checkpoint's mode, writes into GEMM outputs that the mode keeps."""
+    with pytest.raises(ValueError, match=r"recompute='selective' with compile='on'.*use recompute='full' or"):
+        run(compile="on", recompute="selective")
+    config, data = run(compile="on", steps=4, checkpoint_every=2)
+    stop_after(loop.Trainer(config, "bf16", data), 2)
+    follows, _ = run(steps=4, recompute="selective")
+    with pytest.raises(ValueError, match="recompute='selective' with compile='on'"):
+        loop.train(follows, "bf16", data)
+    goes_on, _ = run(steps=4, recompute="full")
+    assert loop.train(goes_on, "bf16", data)["steps"] == 4
 
 
 @pytest.mark.parametrize("value", [True, "yes", None])
