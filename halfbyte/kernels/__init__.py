@@ -11,8 +11,8 @@
     master_cast/  primary weights out of pieces of their fp32 masters
 
 A file holds a kernel and its launcher, which allocates, chooses a tile and launches. Launchers run once for each
-request: `prepared` records what they did, and repeats it (`launch` is one launch; docs/internals/host.md). `target` says
-which GPU kernels are launched for, `record` which launches there are for GPUs that are not here (`scenarios` has the
-calls), `groups` where the tokens of experts lie. Kernels address in int64, divide with `tl.div_rn`, and are compiled
-with fusion off wherever a byte depends on a rounding.
+request: `prepared` records what they did, and repeats it (`launch` is one launch; docs/internals/host.md). `target` is
+the GPU that kernels are launched for, `record` lists the launches for GPUs that are not here (`scenarios` has the
+calls), `groups` says where the tokens of experts lie. Kernels address in int64, divide with `tl.div_rn`, and are
+compiled with fusion off wherever a byte depends on a rounding.
 """
