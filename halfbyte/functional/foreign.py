@@ -32,7 +32,9 @@ class Titled(Protocol):
 
 def is_foreign(tensor: object) -> bool:
     """Whether this is a tensor made of others that is none of ours."""
-    kind = type(tensor)  # which compiled code can be asked about, unlike the tensor
+    if tensor is None:  # compiled code cannot be asked about its class
+        return False
+    kind = type(tensor)  # which it can, unlike the tensor
     if kind in PLAIN or not hasattr(kind, "__tensor_flatten__") or issubclass(kind, QuantTensor):
         return False
     return not hasattr(kind, "trigger_wait")  # AsyncCollectiveTensor: a plain tensor that is on its way
