@@ -181,7 +181,7 @@ class _ActivatedLinear(torch.autograd.Function):
         static = call.request, ctx.needs_input_grad[1 : 2 + n], then
         (h, *made), ctx.layout = ops.run(_activated_forward, static, (x, *tensors), call.streams)
         ctx.save_for_backward(*made[2:], *bases_of(call, tensors))
-        ctx.function = then.function
+        ctx.function, ctx.activation_inputs = then.function, n
         ctx.mark_non_differentiable(*made[:2])
         return h, *made[:2]
 
