@@ -1,6 +1,6 @@
 # Everything a clone needs: `make train` and `make test` set themselves up in .venv. Needs Python 3.11+, make and gcc.
 #   make train       train the same small model in every recipe and write a table and a plot to runs/compare
-#   make test        all tests that need no GPU        make test-gpu   the GPU tests, with this machine's own python3
+#   make test        tests that need no GPU; make test-full: with five that take minutes        make test-gpu   the GPU tests, with this machine's own python3
 #   make test-targets   a sample of what the launchers launch, recorded and compiled for every GPU without one (some
 #                       minutes on two cores); make test-targets-full: all of it (hours)
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
@@ -14,7 +14,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 JOBS ?= 2
 
 .DEFAULT_GOAL := setup
-.PHONY: setup train test test-targets test-targets-full test-gpu check bench docs clean
+.PHONY: setup train test test-full test-targets test-targets-full test-gpu check bench docs clean
 
 setup: $(VENV)/setup.stamp
 
@@ -33,6 +33,9 @@ train: setup
 	$(BIN)/halfbyte compare $(TRAIN_ARGS)
 
 test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q $(TEST_ARGS)
+
+test-full: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
 
 test-targets: setup

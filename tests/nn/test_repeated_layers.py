@@ -159,7 +159,12 @@ CHANGES = (
 FEW = (plain, weights_changed, weights_frozen, main_grads, retained)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SAMPLE = "LayerNormLinear"  # minutes in the interpreter: one kind for each change, the others in `make test-full`
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == SAMPLE else pytest.param(kind, marks=pytest.mark.full) for kind in KINDS]
+)
 def test_steps_between_which_everything_changes(kind):
     """Each change twice, so that its second step is repeated, and both orders of its neighbours are met."""
     runs, changes = [], CHANGES if kind == "Linear" else FEW
@@ -180,7 +185,7 @@ def test_steps_between_which_everything_changes(kind):
 RECIPES = ("four_over_six", "nvfp4_mxfp8_bwd", "nvfp4_forward", "mxfp8", "nvfp4")
 
 
-@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
+@pytest.mark.parametrize("kind", ["Linear", pytest.param("GroupedLinear", marks=pytest.mark.full)])
 def test_recipe_that_changes(kind):
     runs = []
     for run_anew in (False, True):
