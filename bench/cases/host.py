@@ -27,7 +27,9 @@ Step = Callable[[], object]
 def host(setting: Setting, shape: Shape, *, layer: str, recipe: str, forward: bool = False) -> Outcome:
     """Time calls of `shape` = (tokens, width, hidden or outputs) in turn with those of bf16."""
     torch.manual_seed(0)
-    steps = [make(setting.device, shape, forward) for make in (partial(LAYERS[layer][0], recipe), LAYERS[layer][1])]
+    state = hb.RunState(0, rank=0).to(setting.device)
+    ours_made, bf16_made = LAYERS[layer]
+    steps = [ours_made((recipe, state), setting.device, shape, forward), bf16_made(setting.device, shape, forward)]
     rounds, calls = (ROUNDS, CALLS) if setting.on_gpu else (3, 2)
     for step in steps:
         for _ in range(WARM_UP if setting.on_gpu else 1):
@@ -36,6 +38,7 @@ def host(setting: Setting, shape: Shape, *, layer: str, recipe: str, forward: bo
     for _ in range(rounds):
         for step, seconds in zip(steps, times, strict=True):
             seconds.append(_seconds(step, calls, setting))
+        state.advance()
     ours, bf16 = (statistics.median(seconds) for seconds in times)
     low, _, high = statistics.quantiles(times[0], n=4)
     return Outcome(
@@ -81,8 +84,13 @@ def _x(device: torch.device, shape: Shape) -> Tensor:
     return torch.randn(shape[:2], dtype=torch.bfloat16, device=device)
 
 
-def _linear(recipe: str, device: torch.device, shape: Shape, forward: bool) -> Step:
-    layer = hb.nn.Linear(*shape[1:], bias=False, device=device, dtype=torch.bfloat16, recipe=recipe)
+How = tuple[str, hb.RunState]
+"""Recipe, and where it draws."""
+
+
+def _linear(how: How, device: torch.device, shape: Shape, forward: bool) -> Step:
+    options = {"bias": False, "device": device, "dtype": torch.bfloat16}
+    layer = hb.nn.Linear(*shape[1:], recipe=how[0], state=how[1], **options)
     return _step(layer, _x(device, shape), forward=forward)
 
 
@@ -91,8 +99,8 @@ def _bf16_linear(device: torch.device, shape: Shape, forward: bool) -> Step:
     return _step(layer, _x(device, shape), forward=forward)
 
 
-def _mlp(recipe: str, device: torch.device, shape: Shape, forward: bool) -> Step:
-    layer = hb.nn.LayerNormMLP(*shape[1:], recipe=recipe).to(device, torch.bfloat16)
+def _mlp(how: How, device: torch.device, shape: Shape, forward: bool) -> Step:
+    layer = hb.nn.LayerNormMLP(*shape[1:], recipe=how[0], state=how[1]).to(device, torch.bfloat16)
     return _step(layer, _x(device, shape), forward=forward)
 
 
@@ -116,8 +124,8 @@ def _ends(device: torch.device, tokens: int) -> Tensor:
     return torch.arange(1, EXPERTS + 1, dtype=torch.int32, device=device) * (tokens // EXPERTS)
 
 
-def _grouped(recipe: str, device: torch.device, shape: Shape, forward: bool) -> Step:
-    layer = hb.nn.GroupedLinear(EXPERTS, *shape[1:], recipe=recipe).to(device, torch.bfloat16)
+def _grouped(how: How, device: torch.device, shape: Shape, forward: bool) -> Step:
+    layer = hb.nn.GroupedLinear(EXPERTS, *shape[1:], recipe=how[0], state=how[1]).to(device, torch.bfloat16)
     return _step(layer, _x(device, shape), _ends(device, shape[0]), forward=forward)
 
 
