@@ -185,7 +185,8 @@ def test_steps_between_which_everything_changes(kind):
 RECIPES = ("four_over_six", "nvfp4_mxfp8_bwd", "nvfp4_forward", "mxfp8", "nvfp4")
 
 
-@pytest.mark.parametrize("kind", ["Linear", pytest.param("GroupedLinear", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
 def test_recipe_that_changes(kind):
     runs = []
     for run_anew in (False, True):

@@ -193,7 +193,17 @@ def offsets(i: int) -> Tensor:
     return torch.tensor(GROUPS[i], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("pair", [(hb.NVFP4(), RHT), (SR, SR), (hb.MXFP8(), None), (None, TILE), (TILE, TILE)], ids=str)
+LONG = ((hb.NVFP4(), RHT), (SR, SR))
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        *(pytest.param(pair, marks=pytest.mark.full) for pair in LONG),
+        *((hb.MXFP8(), None), (None, TILE), (TILE, TILE)),
+    ],
+    ids=str,
+)
 def test_grouped_quantize_row_col(pair):
     check_repeats(lambda i: ops.grouped_quantize_row_col(data(i, 32, 48), offsets(i), *pair, **places(i)))
     check_repeats(lambda i: ops.grouped_quantize_row_col(data(i, 3, 16, 32), None, *pair, **places(i)), (1,))
@@ -222,7 +232,9 @@ GROUPED = {
 }
 
 
-@pytest.mark.parametrize("what", GROUPED)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.full) if what == "tokens" else what for what in GROUPED]
+)
 def test_grouped_gemms_and_decoding(what):
     def call(i):
         with anew():
