@@ -5,6 +5,7 @@
 | nvfp4           | 1x16, 16x16 | 1x16 SR, 16x16       | 1x16 SR RHT, 1x16 RHT | NVIDIA, arXiv 2509.25149     |
 | nvfp4_mxfp8_bwd | 1x16, 1x16  | MXFP8, MXFP8         | MXFP8, MXFP8          | forward 4 bits, backward 8   |
 | four_over_six   | as nvfp4, with 4over6 on weights, activations or both      | arXiv 2512.02010             |
+| quartet2        | 1x16 4over6 | 1x16 EDEN RHT        | 1x16 EDEN RHT         | Quartet II, arXiv 2601.22813 |
 | mxfp8           | MXFP8       | MXFP8                | MXFP8                 | OCP MX v1.0                  |
 | nvfp4_forward   | 1x16, 1x16  | bf16                 | bf16                  | quantization-aware training  |
 | bf16            | bf16        | bf16                 | bf16                  |                              |
@@ -22,6 +23,8 @@ from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, GemmSpec, Hadamard, R
 Scope = Literal["weights", "activations", "all"]
 SCOPES = ("weights", "activations", "all")
 FOUR_OVER_SIX_E4M3_MAX = 256.0  # arXiv 2512.02010: leaves room for a scale 1.5 times the standard one
+EDEN_FP4_MAX = 6 / (17 / 16 * 0.93)  # Quartet II's code: the block maximum that gives MS-EDEN the least error
+EDEN_E4M3_MAX = 255.99  # likewise: leaves room for scales that the correction makes larger
 
 
 def bf16() -> Recipe:
@@ -117,6 +120,18 @@ def four_over_six(
     return dataclasses.replace(recipe, **gemms)
 
 
+def quartet2(*, hadamard: Hadamard | None = Hadamard(size=128, signs="fresh")) -> Recipe:
+    """Quartet II (arXiv 2601.22813): 4over6 by MSE in the forward, MS-EDEN on all four operands of the backward.
+
+    Args:
+        hadamard: the rotation of the operands of dgrad and wgrad, without which MS-EDEN is biased; None leaves it out.
+    """
+    operand = NVFP4(scaling=FourOverSix(error="mse"), e4m3_max=FOUR_OVER_SIX_E4M3_MAX)
+    rotated = NVFP4(rotation=hadamard, scaling=Eden(), fp4_max=EDEN_FP4_MAX, e4m3_max=EDEN_E4M3_MAX)
+    both = GemmSpec(a=rotated, b=rotated)
+    return Recipe(fprop=GemmSpec(a=operand, b=operand), dgrad=both, wgrad=both)
+
+
 def mxfp8(*, element: Literal["e4m3", "e5m2"] = "e4m3") -> Recipe:
     """MXFP8 in all three GEMMs; `element` is that of the gradients."""
     operand, gradient = MXFP8(), MXFP8(element=element)
@@ -153,7 +168,7 @@ def naive_fp4() -> Recipe:
 
 PRESETS: dict[str, Callable[..., Recipe]] = {
     function.__name__: function
-    for function in (bf16, nvfp4, nvfp4_mxfp8_bwd, four_over_six, mxfp8, nvfp4_forward, naive_fp4)
+    for function in (bf16, nvfp4, nvfp4_mxfp8_bwd, four_over_six, quartet2, mxfp8, nvfp4_forward, naive_fp4)
 }
 
 
@@ -187,24 +202,6 @@ def resolve(recipe: Recipe | str) -> Recipe:
         return get(recipe)
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4(), or the name of a preset")
-    return recipe
-
-
-def as_recipe(recipe: Recipe | str) -> Recipe:
-    """Return what `resolve` does if a layer can follow it.
-
-    Raises:
-        ValueError, TypeError: as `resolve`, or an operand has a scaling without bytes.
-    """
-    recipe = resolve(recipe)
-    for name in ("fprop", "dgrad", "wgrad"):
-        gemm = getattr(recipe, name)
-        for side in ("a", "b"):
-            if gemm is not None and isinstance(getattr(getattr(gemm, side), "scaling", None), Eden):
-                raise ValueError(
-                    f"recipe.{name}.{side} has scaling=Eden(), whose bytes are not defined yet, so no layer can "
-                    "follow it; use hb.BlockMax() or hb.FourOverSix()"
-                )
     return recipe
 
 

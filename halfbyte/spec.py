@@ -14,6 +14,7 @@ from halfbyte.formats import E2M1, E4M3, E5M2, FLT_MAX, MXFP8_BLOCK, NVFP4_BLOCK
 
 HADAMARD_SIZES = (16, 32, 64, 128)
 BLOCKS = ((1, NVFP4_BLOCK), (NVFP4_BLOCK, NVFP4_BLOCK))
+EDEN_FP4_MAX_LIMIT = 8.0  # beyond E2M1's largest value: the corrected scale makes up for what saturates
 ROUNDINGS = ("nearest", "stochastic", "toward_zero")
 
 
@@ -106,7 +107,11 @@ class FourOverSix:
 
 @dataclass(frozen=True)
 class Eden:
-    """MS-EDEN scale correction (Quartet II, arXiv 2601.22813); a value only, no backend runs it yet."""
+    """MS-EDEN (Quartet II, arXiv 2601.22813): codes to nearest, a block scale that makes up for their error on average.
+
+    The scale that is stored is corrected by the block's own projection and rounded stochastically (docs/numerics.md
+    section 5). On rotated data this is unbiased with half the error of stochastic rounding.
+    """
 
     @property
     def key(self) -> str:
@@ -126,8 +131,9 @@ class NVFP4(_EqualByKey):
             (truncation: stochastic rounding with all random bits 0; for controls only).
         outer: "tensor" or "row": what shares one fp32 amax.
         rotation: None or a Hadamard transform applied before quantization.
-        scaling: BlockMax() or FourOverSix(...): how the block scale is chosen. Eden() is a value only.
-        fp4_max: the FP4 magnitude that the block maximum maps to; below 6 leaves headroom for stochastic rounding.
+        scaling: BlockMax(), FourOverSix(...) or Eden(): how the block scale is chosen.
+        fp4_max: the FP4 magnitude that the block maximum maps to; below 6 leaves headroom for stochastic rounding. At
+            most 6, with Eden() 8.
         e4m3_max: the scale magnitude that the tensor maximum maps to; 256 with 4over6.
 
     Raises:
@@ -152,13 +158,14 @@ class NVFP4(_EqualByKey):
         if self.rotation is not None and not isinstance(self.rotation, Hadamard):
             raise _refuse("rotation", self.rotation, "use None or Hadamard(size=16, signs='fixed')")
         if not isinstance(self.scaling, Scaling):
-            raise _refuse("scaling", self.scaling, "use BlockMax() or FourOverSix(...)")
+            raise _refuse("scaling", self.scaling, "use BlockMax(), FourOverSix(...) or Eden()")
         self._check_maxima()
         self._check_combinations()
         object.__setattr__(self, "key", self._build_key())
 
     def _check_maxima(self) -> None:
-        for name, limit in (("fp4_max", E2M1.max), ("e4m3_max", E4M3.max)):
+        fp4_limit = EDEN_FP4_MAX_LIMIT if isinstance(self.scaling, Eden) else E2M1.max
+        for name, limit in (("fp4_max", fp4_limit), ("e4m3_max", E4M3.max)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= limit:
                 raise _refuse(name, value, f"give a number with 0 < {name} <= {limit:g}")
@@ -175,6 +182,8 @@ class NVFP4(_EqualByKey):
             raise _refuse("outer", "row", "a 16x16 tile spans rows; use block=(1, 16) or outer='tensor'")
         if tile and self.rotation is not None:
             raise _refuse("rotation", self.rotation, "a 16x16 operand is shared with its transpose; use block=(1, 16)")
+        if tile and isinstance(self.scaling, Eden):
+            raise _refuse("scaling", self.scaling, "it corrects blocks of a rotated operand; use block=(1, 16)")
         if chosen and self.rounding != "nearest":
             raise _refuse(
                 "rounding",

@@ -12,6 +12,13 @@ TILE = hb.NVFP4(block=(16, 16))
 SR = hb.NVFP4(rounding="stochastic")
 RHT = hb.Hadamard(size=16)
 E4M3 = hb.MXFP8()
+MSE = hb.NVFP4(scaling=hb.FourOverSix(error="mse"), e4m3_max=256.0)
+EDEN = hb.NVFP4(
+    rotation=hb.Hadamard(size=128, signs="fresh"),
+    scaling=hb.Eden(),
+    fp4_max=6 / (17 / 16 * 0.93),
+    e4m3_max=255.99,
+)
 
 
 def operands(recipe: hb.Recipe) -> dict:
@@ -40,6 +47,7 @@ TABLE = {
         dataclasses.replace(ROW, rotation=RHT),
     ),
     "nvfp4_mxfp8_bwd": (ROW, ROW, E4M3, E4M3, E4M3, E4M3),
+    "quartet2": (MSE, MSE, EDEN, EDEN, EDEN, EDEN),
     "mxfp8": (E4M3,) * 6,
     "nvfp4_forward": (ROW, ROW, None, None, None, None),
 }
@@ -163,6 +171,13 @@ class TestFourOverSix:
         recipe = hb.recipes.four_over_six(error="mse", error_math="scaled", candidates=(1.0, 1.25), e4m3_max=448)
         expected = hb.FourOverSix(error="mse", error_math="scaled", candidates=(1.0, 1.25))
         assert recipe.fprop.a == hb.NVFP4(scaling=expected)
+
+
+def test_quartet2_takes_another_rotation_or_none():
+    for rotation in (hb.Hadamard(size=64, signs="fresh"), None):
+        recipe = hb.recipes.quartet2(hadamard=rotation)
+        assert changed(recipe, hb.recipes.quartet2()) == {"dgrad dy", "dgrad w", "wgrad dy", "wgrad x"}
+        assert recipe.dgrad == recipe.wgrad and recipe.wgrad.b == dataclasses.replace(EDEN, rotation=rotation)
 
 
 def test_mxfp8_element_is_that_of_the_gradients():

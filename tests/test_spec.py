@@ -5,7 +5,6 @@ import math
 import string
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +23,7 @@ REFUSED = [
     (lambda: hb.NVFP4(rounding="sr"), "rounding", "'sr'", "'stochastic'"),
     (lambda: hb.NVFP4(outer="block"), "outer", "'block'", "'tensor', 'row'"),
     (lambda: hb.NVFP4(rotation=16), "rotation", "16", "Hadamard(size=16"),
-    (lambda: hb.NVFP4(scaling="4over6"), "scaling", "'4over6'", "FourOverSix("),
+    (lambda: hb.NVFP4(scaling="4over6"), "scaling", "'4over6'", "BlockMax(), FourOverSix(...) or Eden()"),
     (lambda: hb.NVFP4(fp4_max=0), "fp4_max", "0", "0 < fp4_max <= 6"),
     (lambda: hb.NVFP4(fp4_max=6.5), "fp4_max", "6.5", "0 < fp4_max <= 6"),
     (lambda: hb.NVFP4(fp4_max=math.nan), "fp4_max", "nan", "0 < fp4_max <= 6"),
@@ -55,6 +54,8 @@ REFUSED = [
         "'toward_zero'",
         "rounding='nearest' or scaling=BlockMax()",
     ),
+    (lambda: hb.NVFP4(block=(16, 16), scaling=hb.Eden()), "scaling", "Eden()", "block=(1, 16)"),
+    (lambda: hb.NVFP4(scaling=hb.Eden(), fp4_max=8.5), "fp4_max", "8.5", "0 < fp4_max <= 8"),
     (lambda: hb.NVFP4(fp4_max=4.0, scaling=hb.FourOverSix()), "fp4_max", "4.0", "fp4_max=6.0"),
     (lambda: hb.Hadamard(size=24), "size", "24", "16, 32, 64, 128"),
     (lambda: hb.Hadamard(signs="random"), "signs", "'random'", "'fixed', 'fresh'"),
@@ -144,7 +145,7 @@ nvfp4_fields = st.fixed_dictionaries(
         "outer": st.sampled_from(["tensor", "row"]),
         "rotation": st.one_of(st.none(), hadamards),
         "scaling": scalings,
-        "fp4_max": st.one_of(st.just(6.0), finite(6.0)),
+        "fp4_max": st.one_of(st.just(6.0), finite(9.0)),
         "e4m3_max": st.one_of(st.just(256), finite(448.0)),
     },
 )
@@ -155,8 +156,11 @@ def contradicts(fields: dict) -> bool:
     tile = fields.get("block") == (16, 16)
     scaling = fields.get("scaling", hb.BlockMax())
     rounds_otherwise = fields.get("rounding", "nearest") != "nearest"
+    eden = scaling == hb.Eden()
     return (
-        (tile and fields.get("outer") == "row")
+        (tile and eden)
+        or fields.get("fp4_max", 6.0) > (8.0 if eden else 6.0)
+        or (tile and fields.get("outer") == "row")
         or (tile and fields.get("rotation") is not None)
         or (rounds_otherwise and scaling != hb.BlockMax())
         or (isinstance(scaling, hb.FourOverSix) and fields.get("fp4_max", 6.0) != 6.0)
@@ -241,17 +245,6 @@ def test_derived_facts(spec):
 def test_an_empty_gemm_is_bf16():
     assert hb.Recipe(fprop=hb.GemmSpec()) == hb.Recipe()
     assert hb.Recipe().key == "fprop=bf16;dgrad=bf16;wgrad=bf16;backward=original"
-
-
-def test_a_spec_without_defined_bytes_is_not_quantized():
-    x, rng = torch.ones(16, 16), hb.Philox(0)
-    eden = hb.NVFP4(scaling=hb.Eden())
-    with pytest.raises(ValueError, match=r"scaling=Eden\(\).*use hb.BlockMax\(\)"):
-        hb.quantize(x, eden, rng=rng)
-    with pytest.raises(ValueError, match=r"scaling=Eden\(\)"):
-        hb.quantize_row_col(x, None, eden, rng=rng)
-    with pytest.raises(ValueError, match=r"scaling=Eden\(\)"):
-        hb.linear(x, x, None, hb.Recipe(fprop=hb.GemmSpec(a=eden)), rng=rng)
 
 
 def test_equal_numbers_of_another_type_make_equal_keys():

@@ -9,6 +9,8 @@ from functools import lru_cache
 
 import torch
 
+from halfbyte.spec import NVFP4, Eden, Spec
+
 REFERENCE, TRITON, NATIVE = "reference", "triton", "native"
 BACKENDS = (REFERENCE, TRITON, NATIVE)
 
@@ -117,6 +119,25 @@ def choose(device: torch.device, backend: str | None) -> str:
     if not status.available:
         raise ValueError(f"backend={backend!r}: {status.reason}; use backend=None to choose what runs here")
     return backend
+
+
+def without_kernel(spec: Spec | None) -> str | None:
+    """Return what of a spec only the reference computes, or None."""
+    if isinstance(spec, NVFP4) and isinstance(spec.scaling, Eden):
+        return "scaling=Eden()"
+    return None
+
+
+def check_kernels(specs: tuple[Spec | None, ...], device: torch.device, backend: str | None) -> None:
+    """Raise ValueError if the backend that would run on `device` has no kernel for a spec."""
+    for spec in specs:
+        missing = without_kernel(spec)
+        if missing is None or (chosen := choose(device, backend)) == REFERENCE:
+            continue
+        raise ValueError(
+            f"{missing} has no kernel on backend {chosen!r}, which runs on {device}: quantize with "
+            "backend='reference', move the tensors to the CPU, or choose a spec with a kernel"
+        )
 
 
 @lru_cache(maxsize=256)
