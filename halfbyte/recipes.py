@@ -39,6 +39,7 @@ def nvfp4(
     weight_block: tuple[int, int] = (16, 16),
     activation_outer: Literal["tensor", "row"] = "tensor",
     fp4_max_gradient: float = 6.0,
+    activation_mean: Literal["kept", "split"] = "kept",
 ) -> Recipe:
     """NVIDIA's NVFP4 pretraining recipe (arXiv 2509.25149).
 
@@ -48,6 +49,7 @@ def nvfp4(
         weight_block: (16, 16) shares one quantized weight between forward and backward; (1, 16) quantizes it twice.
         activation_outer: "row" gives every token of fprop's activations its own fp32 amax.
         fp4_max_gradient: what the block maximum of a gradient maps to; 6 * 16 / 17 leaves headroom for SR.
+        activation_mean: "split" quantizes x without its mean over tokens (Averis, arXiv 2603.10444), see Recipe.
     """
     activation = NVFP4(outer=activation_outer)
     weight = NVFP4(block=weight_block)
@@ -56,6 +58,7 @@ def nvfp4(
         fprop=GemmSpec(a=activation, b=weight),
         dgrad=GemmSpec(a=gradient, b=weight),
         wgrad=GemmSpec(a=dataclasses.replace(gradient, rotation=hadamard), b=NVFP4(rotation=hadamard)),
+        activation_mean=activation_mean,
     )
 
 

@@ -353,6 +353,8 @@ class Recipe(_EqualByKey):
         fprop, dgrad, wgrad: a GemmSpec each, or None.
         backward: "original" differentiates with respect to the original x and w; "dequantized" computes a
             high-precision backward from the dequantized operands of fprop, which are all that is saved.
+        activation_mean: "split" subtracts the mean over tokens from x before it is quantized, and adds that mean's
+            share of y and dw in high precision (Averis, arXiv 2603.10444; docs/numerics.md section 2).
 
     Raises:
         ValueError: the three do not form one training step.
@@ -362,6 +364,7 @@ class Recipe(_EqualByKey):
     dgrad: GemmSpec | None = None
     wgrad: GemmSpec | None = None
     backward: Literal["original", "dequantized"] = "original"
+    activation_mean: Literal["kept", "split"] = "kept"
     key: str = field(init=False, repr=False)
     specs: tuple[Spec, ...] = field(init=False, repr=False)
     """Every spec in the recipe, operand by operand."""
@@ -372,6 +375,7 @@ class Recipe(_EqualByKey):
 
     def __post_init__(self) -> None:
         _choose("backward", self.backward, ("original", "dequantized"))
+        _choose("activation_mean", self.activation_mean, ("kept", "split"))
         for name in ("fprop", "dgrad", "wgrad"):
             gemm = getattr(self, name)
             if gemm is not None and not isinstance(gemm, GemmSpec):
@@ -385,16 +389,32 @@ class Recipe(_EqualByKey):
                 raise _refuse("backward", "dequantized", "the backward is then bf16; set dgrad=None and wgrad=None")
             if any(spec.rotation for spec in self.fprop.specs):
                 raise _refuse("backward", "dequantized", "rotated operands do not dequantize to x and w; drop rotation")
+        self._check_mean()
         parts = [f"{n}={_gemm_key(getattr(self, n))}" for n in ("fprop", "dgrad", "wgrad")]
-        object.__setattr__(self, "key", ";".join((*parts, f"backward={self.backward}")))
+        parts += [f"backward={self.backward}", *(["activation_mean=split"] if self.splits_mean else [])]
+        object.__setattr__(self, "key", ";".join(parts))
         specs = tuple(spec for gemm in (self.fprop, self.dgrad, self.wgrad) if gemm for spec in gemm.specs)
         object.__setattr__(self, "specs", specs)
         fresh = any(spec.needs_sign_rng for spec in specs)
         object.__setattr__(self, "needs_sign_rng", fresh)
         object.__setattr__(self, "needs_rng", fresh or any(spec.needs_rng for spec in specs))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # pickles of before lack what is computed
-        self.__init__(**{name: state[name] for name in ("fprop", "dgrad", "wgrad", "backward")})
+    def _check_mean(self) -> None:
+        if not self.splits_mean:
+            return
+        if self.backward == "dequantized":
+            raise _refuse("activation_mean", "split", "a dequantized backward would lack the mean; use 'kept'")
+        if not (self.fprop and self.fprop.a) and not (self.wgrad and self.wgrad.b):
+            raise _refuse("activation_mean", "split", "no GEMM quantizes x, so nothing is split; use 'kept'")
+
+    @property
+    def splits_mean(self) -> bool:
+        """Whether x is quantized without its mean over tokens."""
+        return self.activation_mean == "split"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # pickles of before lack what is computed, or newer fields
+        names = ("fprop", "dgrad", "wgrad", "backward", "activation_mean")
+        self.__init__(**{name: state[name] for name in names if name in state})
 
 
 def parse_recipe(key: str) -> Recipe:

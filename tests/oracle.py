@@ -184,6 +184,27 @@ def _amaxes(rows, spec, given) -> list[np.float32]:
     return [_finite_max(v for row in rows for v in row)]
 
 
+def token_mean(x: np.ndarray) -> np.ndarray:
+    """The mean of each column, in the order of section 2: fp32 [cols]."""
+    rows, cols = x.shape
+    out = np.zeros(cols, F)
+    with np.errstate(all="ignore"):
+        for c in range(cols):
+            groups = []
+            for start in range(0, rows, 16):
+                groups.append(F(0))
+                for r in range(start, min(start + 16, rows)):
+                    groups[-1] = groups[-1] + F(x[r, c])
+            lanes = [F(0)] * 32
+            for g, value in enumerate(groups):
+                lanes[g % 32] = lanes[g % 32] + value
+            while len(lanes) > 1:
+                lanes = [lanes[i] + lanes[i + 1] for i in range(0, len(lanes), 2)]
+            mean = lanes[0] / F(rows) if rows else F(0)
+            out[c] = mean if math.isfinite(mean) else F(0)
+    return out
+
+
 ORIGIN = Place()
 
 

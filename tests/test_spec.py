@@ -84,6 +84,20 @@ REFUSED = [
         "give both the same",
     ),
     (lambda: hb.Recipe(backward="exact"), "backward", "'exact'", "'original', 'dequantized'"),
+    (lambda: hb.Recipe(activation_mean="removed"), "activation_mean", "'removed'", "'kept', 'split'"),
+    (lambda: hb.Recipe(activation_mean="split"), "activation_mean", "'split'", "use 'kept'"),
+    (
+        lambda: hb.Recipe(dgrad=hb.GemmSpec(a=TILE, b=TILE), activation_mean="split"),
+        "activation_mean",
+        "'split'",
+        "no GEMM quantizes x",
+    ),
+    (
+        lambda: hb.Recipe(fprop=hb.GemmSpec(a=TILE), backward="dequantized", activation_mean="split"),
+        "activation_mean",
+        "'split'",
+        "use 'kept'",
+    ),
     (lambda: hb.Recipe(fprop=hb.NVFP4()), "fprop", "NVFP4(", "GemmSpec(a=..., b=...)"),
     (lambda: hb.Recipe(backward="dequantized"), "backward", "'dequantized'", "'original'"),
     (

@@ -150,6 +150,11 @@ def grouped_linear(
         TypeError: dtypes do not fit.
     """
     recipe = resolve(recipe)
+    if recipe.splits_mean:
+        raise ValueError(
+            "recipe.activation_mean='split': experts do not split a mean off; use dataclasses.replace(recipe, "
+            "activation_mean='kept') for them, in hb.quantize_ by rules"
+        )
     refuse_transforms((x, w_ENK), EXPERTS)
     refuse_foreign((("x", x), ("w_ENK", w_ENK)))
     is_covered = covers(cached_weight, recipe)

@@ -90,13 +90,20 @@ def add_dx(dx: Tensor | None, row: Any, right: Any, *, last: bool, dtype: torch.
 
 
 def weight_gradient(
-    col: Any, right: Any, dtypes: tuple[torch.dtype, torch.dtype], main_grad: Tensor | None
+    col: Any, right: Any, dtypes: tuple[torch.dtype, torch.dtype], main_grad: Tensor | None, existing: Tensor | None
 ) -> Tensor | None:
-    """Return the gradient in the dtype of the GEMMs, then in that of the weight: they differ under autocast."""
-    if main_grad is None:
-        return ops.gemm_nt(col, right, out_dtype=dtypes[0]).to(dtypes[1])
-    ops.gemm_nt(col, right, out=main_grad, accumulate=True)
-    return None
+    """Return the gradient in the dtype of the GEMMs, then in that of the weight: they differ under autocast.
+
+    Args:
+        main_grad: fp32, to which it is added instead; None is returned.
+        existing: fp32, a part of the gradient that is known, overwritten; with a main_grad it is in there already.
+    """
+    if main_grad is not None:
+        ops.gemm_nt(col, right, out=main_grad, accumulate=True)
+        return None
+    if existing is not None:
+        return ops.gemm_nt(col, right, out=existing, accumulate=True).to(dtypes[0]).to(dtypes[1])
+    return ops.gemm_nt(col, right, out_dtype=dtypes[0]).to(dtypes[1])
 
 
 Saved = tuple

@@ -3,7 +3,16 @@
 from halfbyte.ops.backends import BackendStatus, backends
 from halfbyte.ops.checkpointing import selective_checkpoint_ops
 from halfbyte.ops.dispatch import Operand, amax, dequantize, gemm_nt, quantize, quantize_row_col, transpose
-from halfbyte.ops.fused import Amaxes, Following, NormKind, activation, activation_backward, norm, norm_backward
+from halfbyte.ops.fused import (
+    Amaxes,
+    Following,
+    NormKind,
+    activation,
+    activation_backward,
+    norm,
+    norm_backward,
+    split_mean,
+)
 from halfbyte.ops.grouped import (
     check_offsets,
     emulates,
@@ -38,5 +47,6 @@ __all__ = [
     "quantize_row_col",
     "run",
     "selective_checkpoint_ops",
+    "split_mean",
     "transpose",
 ]

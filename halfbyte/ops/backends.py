@@ -132,8 +132,14 @@ def check_kernels(specs: tuple[Spec | None, ...], device: torch.device, backend:
     """Raise ValueError if the backend that would run on `device` has no kernel for a spec."""
     for spec in specs:
         missing = without_kernel(spec)
-        if missing is None or (chosen := choose(device, backend)) == REFERENCE:
-            continue
+        if missing is not None:
+            check_reference(missing, device, backend)
+
+
+def check_reference(missing: str, device: torch.device, backend: str | None) -> None:
+    """Raise ValueError unless the reference would run on `device`, which alone computes what is `missing`."""
+    chosen = choose(device, backend)
+    if chosen != REFERENCE:
         raise ValueError(
             f"{missing} has no kernel on backend {chosen!r}, which runs on {device}: quantize with "
             "backend='reference', move the tensors to the CPU, or choose a spec with a kernel"
