@@ -17,6 +17,7 @@ from torch.library import opcheck
 
 import halfbyte as hb
 from halfbyte import ops
+from halfbyte.nn.shared_input import input_specs
 from halfbyte.spec import parse_recipe
 
 SPLIT = hb.recipes.nvfp4(activation_mean="split")
@@ -129,6 +130,7 @@ def test_a_fused_norm_hands_no_amax_of_x_on():
     plain.load_state_dict(fused.state_dict())
     x = torch.randn(12, 32) + 3
     layer, place = fused.linear, plain.linear.run_state.philox(plain.linear.stream)
+    assert input_specs(SPLIT, True) == (None, None)  # which collects no amaxes
     assert torch.equal(fused(x), hb.linear(fused.norm(x), layer.weight, layer.bias, SPLIT, rng=place))
 
 
