@@ -12,7 +12,7 @@ from halfbyte.ops.grouped import (
     grouped_gemm_nt,
     grouped_quantize_row_col,
 )
-from halfbyte.ops.repeat import run
+from halfbyte.ops.repeat import define_pass, run
 
 __all__ = [
     "Amaxes",
@@ -25,6 +25,7 @@ __all__ = [
     "amax",
     "backends",
     "check_offsets",
+    "define_pass",
     "dequantize",
     "emulates",
     "gemm_nt",
