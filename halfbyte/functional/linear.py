@@ -43,6 +43,7 @@ from halfbyte.functional.operands import (
     add_dx,
     both,
     flatten_operands,
+    for_all,
     gradient_specs,
     right_operand,
     unflatten_operands,
@@ -388,6 +389,7 @@ def gradients_of(
     dws: list[Tensor | None] = [None] * n
     dbs: list[Tensor | None] = [None] * n
     used = [i for i, dy in enumerate(dys) if dy is not None]
+    x_right = None
     for i, dy in enumerate(dys):
         if dy is None:
             continue
@@ -398,8 +400,10 @@ def gradients_of(
         if need_dx:
             dx = add_dx(dx, row, right_operand(w_cols[i], request.recipe, x_dtype), last=i == used[-1], dtype=x_dtype)
         if need_dw[i]:
-            right = right_operand(x_col, request.recipe, x_dtype)
-            dws[i] = weight_gradient(col, right, (x_dtype, w_dtypes[i]), main_grads[i])
+            if x_right is None:
+                right = right_operand(x_col, request.recipe, x_dtype)
+                x_right = for_all(right, sum(need_dw[j] for j in used))
+            dws[i] = weight_gradient(col, x_right, (x_dtype, w_dtypes[i]), main_grads[i])
         if need_db[i]:
             dbs[i] = dy_MN.sum(0, dtype=torch.float32).to(b_dtypes[i])
     return dx, *dws, *dbs
