@@ -81,12 +81,18 @@ def right_operand(operand: ops.Operand | Tensor, recipe: Recipe, dtype: torch.dt
     return operand.T
 
 
+def for_all(x_col: Any, wanted: int) -> Any:
+    """Return the right operand of `wanted` weight gradients: decoded once if several read it."""
+    return ops.decode(x_col) if wanted > 1 and isinstance(x_col, ops.Operand) else x_col
+
+
 def add_dx(dx: Tensor | None, row: Any, right: Any, *, last: bool, dtype: torch.dtype) -> Tensor:
     """Add one weight's dgrad to dx, which stays fp32 until the last one."""
     if dx is None:
         return ops.gemm_nt(row, right, out_dtype=dtype if last else torch.float32)
-    dx = ops.gemm_nt(row, right, out=dx, accumulate=True)
-    return dx.to(dtype) if last else dx
+    if last and dtype != torch.float32:
+        return ops.gemm_nt(row, right, addend=dx, out_dtype=dtype)
+    return ops.gemm_nt(row, right, out=dx, accumulate=True)
 
 
 def weight_gradient(
@@ -96,13 +102,13 @@ def weight_gradient(
 
     Args:
         main_grad: fp32, to which it is added instead; None is returned.
-        existing: fp32, a part of the gradient that is known, overwritten; with a main_grad it is in there already.
+        existing: fp32, a part of the gradient that is known; with a main_grad it is in there already.
     """
     if main_grad is not None:
         ops.gemm_nt(col, right, out=main_grad, accumulate=True)
         return None
     if existing is not None:
-        return ops.gemm_nt(col, right, out=existing, accumulate=True).to(dtypes[0]).to(dtypes[1])
+        return ops.gemm_nt(col, right, addend=existing, out_dtype=dtypes[0]).to(dtypes[1])
     return ops.gemm_nt(col, right, out_dtype=dtypes[0]).to(dtypes[1])
 
 
