@@ -34,6 +34,8 @@ MAX_CHAIN = 8192  # products summed in one go for an fp32 output: tensor cores t
 TILE_OVERHEAD = 64  # prologue and epilogue of a tile, in columns of the contraction
 LAUNCH_COST = 8e6  # of combine_kernel, and COMBINE_COST per partial sum: in multiply-adds of one multiprocessor
 COMBINE_COST = 300
+WAVES = 320, 760, 1.1
+"""TILE_OVERHEAD, COMBINE_COST and a margin where the parts of a product fill several waves and their sums not L2."""
 
 
 @dataclass(frozen=True)
@@ -152,12 +154,14 @@ def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, programs: int) 
     for tile in tiles:
         count = ceil_div(M, tile.bm) * ceil_div(N, tile.bn)
         steps = ceil_div(K, tile.bk)
-        most = min(MAX_SPLITS, max(1, steps // MIN_SPLIT_STEPS), max(1, programs // count))
-        for splits in range(1, most + 1):
+        for splits in range(1, min(MAX_SPLITS, max(1, steps // MIN_SPLIT_STEPS)) + 1):
             waves = ceil_div(count * splits, programs)
-            time = waves * (ceil_div(steps, splits) * tile.bk + TILE_OVERHEAD) * tile.bm * tile.bn * tile.cost
+            several = splits > 1 and waves > 1
+            overhead, combining, factor = WAVES if several else (TILE_OVERHEAD, COMBINE_COST, 1.0)
+            time = waves * (ceil_div(steps, splits) * tile.bk + overhead) * tile.bm * tile.bn * tile.cost
             if splits > 1:
-                time += COMBINE_COST * splits * M * N / programs + LAUNCH_COST
+                time += combining * splits * M * N / programs + LAUNCH_COST
+            time *= factor
             if best is None or time < best[0]:
                 best = (time, tile, splits)
     assert best is not None
