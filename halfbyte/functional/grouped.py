@@ -149,12 +149,7 @@ def grouped_linear(
         ValueError: shapes do not fit, or the recipe draws and rng is None.
         TypeError: dtypes do not fit.
     """
-    recipe = resolve(recipe)
-    if recipe.splits_mean:
-        raise ValueError(
-            "recipe.activation_mean='split': experts do not split a mean off; use dataclasses.replace(recipe, "
-            "activation_mean='kept') for them, in hb.quantize_ by rules"
-        )
+    recipe = _of_experts(recipe)
     refuse_transforms((x, w_ENK), EXPERTS)
     refuse_foreign((("x", x), ("w_ENK", w_ENK)))
     is_covered = covers(cached_weight, recipe)
@@ -184,6 +179,21 @@ def grouped_linear(
     distinct = None if draw is None or signs is None or signs.base is draw.base else signs.base
     bases = None if draw is None else snapshot(draw.base), snapshot(distinct)
     return _GroupedLinear.apply((call, stream), x, w_ENK, offsets, main_grad, *bases, *buffers)
+
+
+def _of_experts(recipe: Recipe | str) -> Recipe:
+    """Return the recipe, of what experts can follow.
+
+    Raises:
+        ValueError: it splits a mean off.
+    """
+    recipe = resolve(recipe)
+    if recipe.splits_mean:
+        raise ValueError(
+            "recipe.activation_mean='split': experts do not split a mean off; use dataclasses.replace(recipe, "
+            "activation_mean='kept') for them, in hb.quantize_ by rules"
+        )
+    return recipe
 
 
 class _Call(NamedTuple):
