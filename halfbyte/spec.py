@@ -351,8 +351,8 @@ class Recipe(_EqualByKey):
 
     Args:
         fprop, dgrad, wgrad: a GemmSpec each, or None.
-        backward: "original" differentiates with respect to the original x and w; "dequantized" computes a
-            high-precision backward from the dequantized operands of fprop, which are all that is saved.
+        backward: "original" reads x and w as they were; "dequantized" the values of fprop's operands, which are all that
+            is saved, in high precision or quantized again as dgrad and wgrad say.
         activation_mean: "split" subtracts the mean over tokens from x before it is quantized, and adds that mean's
             share of y and dw in high precision (Averis, arXiv 2603.10444; docs/numerics.md section 2).
 
@@ -385,8 +385,6 @@ class Recipe(_EqualByKey):
         if self.backward == "dequantized":
             if self.fprop is None:
                 raise _refuse("backward", "dequantized", "fprop is bf16, nothing is dequantized; use 'original'")
-            if self.dgrad is not None or self.wgrad is not None:
-                raise _refuse("backward", "dequantized", "the backward is then bf16; set dgrad=None and wgrad=None")
             if any(spec.rotation for spec in self.fprop.specs):
                 raise _refuse("backward", "dequantized", "rotated operands do not dequantize to x and w; drop rotation")
         self._check_mean()

@@ -59,15 +59,31 @@ RECIPES: dict[str, hb.Recipe] = {
     "dequantized": recipes.nvfp4_forward(backward="dequantized"),
     "dequantized_row": recipes.nvfp4_forward(activation_outer="row", backward="dequantized"),
     "mean_split": recipes.nvfp4(activation_mean="split"),
-    "mean_split_no_rht": recipes.nvfp4(hadamard=None, activation_mean="split"),
-    "mean_split_forward": hb.Recipe(fprop=recipes.nvfp4_forward().fprop, activation_mean="split"),
-    "mean_split_wgrad": hb.Recipe(wgrad=recipes.nvfp4().wgrad, activation_mean="split"),
-    "mean_split_mxfp8": dataclasses.replace(recipes.mxfp8(), activation_mean="split"),
+    "requantized": dataclasses.replace(
+        recipes.nvfp4(activation_outer="row", hadamard=hb.Hadamard(size=64, signs="fresh")), backward="dequantized"
+    ),
     "rotated_everywhere": ROTATED_EVERYWHERE,
     "half_of_each": HALF_OF_EACH,
     "stochastic_tiles": STOCHASTIC_TILES,
     "other_tiles": OTHER_TILES,
 }
+
+VARIANTS: dict[str, hb.Recipe] = {
+    "quartet2_original": recipes.quartet2(backward="original"),
+    "row_scaled": recipes.row_scaled(),
+    "row_scaled_activations": recipes.row_scaled(scope="activations"),
+    "saved_sr": recipes.nvfp4(saved_rounding="stochastic"),
+    "rl_mxfp8": recipes.rl(gradients="mxfp8", weight_block=(16, 16)),
+    "requantized_no_tiles": dataclasses.replace(recipes.nvfp4(weight_block=(1, 16)), backward="dequantized"),
+    "requantized_tiles": dataclasses.replace(recipes.four_over_six(), backward="dequantized"),
+    "requantized_mxfp8": dataclasses.replace(recipes.nvfp4_mxfp8_bwd(), backward="dequantized"),
+    "requantized_half": hb.Recipe(fprop=hb.GemmSpec(b=hb.NVFP4()), wgrad=recipes.nvfp4().wgrad, backward="dequantized"),
+    "mean_split_no_rht": recipes.nvfp4(hadamard=None, activation_mean="split"),
+    "mean_split_forward": hb.Recipe(fprop=recipes.nvfp4_forward().fprop, activation_mean="split"),
+    "mean_split_wgrad": hb.Recipe(wgrad=recipes.nvfp4().wgrad, activation_mean="split"),
+    "mean_split_mxfp8": dataclasses.replace(recipes.mxfp8(), activation_mean="split"),
+}
+"""Recipes that differ from one of RECIPES in what is computed, not in how it is called."""
 
 
 class Product(NamedTuple):
@@ -130,7 +146,9 @@ def expected(
     w_row, w_col = _both(w, fprop.b, dgrad.b, places, W, (FPROP_SIGNS, DGRAD_SIGNS))
     dy_row, dy_col = _both(dy, dgrad.a, wgrad.a, places, DY, (DGRAD_SIGNS, WGRAD_SIGNS))
     if recipe.backward == "dequantized":  # the values of fprop's operands, rounded to the dtype of x
-        x_col, w_col = (t[:, : x.shape[1]].to(x.dtype).double().T for t in (x_row, w_row))
+        x_back, w_back = (t[:, : x.shape[1]].to(x.dtype) for t in (x_row, w_row))
+        x_col = _values(x_back.T, wgrad.b, places, X + 1, WGRAD_SIGNS)
+        w_col = _values(w_back.T, dgrad.b, places, W + 1, DGRAD_SIGNS)
     y = product(x_row, w_row)
     if mean is not None and fprop.a is not None:
         v = product(mean[None], w)

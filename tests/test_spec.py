@@ -101,12 +101,6 @@ REFUSED = [
     (lambda: hb.Recipe(fprop=hb.NVFP4()), "fprop", "NVFP4(", "GemmSpec(a=..., b=...)"),
     (lambda: hb.Recipe(backward="dequantized"), "backward", "'dequantized'", "'original'"),
     (
-        lambda: hb.Recipe(fprop=hb.GemmSpec(a=TILE), dgrad=hb.GemmSpec(a=TILE), backward="dequantized"),
-        "backward",
-        "'dequantized'",
-        "dgrad=None and wgrad=None",
-    ),
-    (
         lambda: hb.Recipe(
             fprop=hb.GemmSpec(a=hb.NVFP4(rotation=RHT), b=hb.NVFP4(rotation=RHT)), backward="dequantized"
         ),

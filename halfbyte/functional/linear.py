@@ -393,6 +393,7 @@ def gradients_of(
     """
     n, ((x_col, *w_cols, mean), (*draws, signs), main_grads) = request.count, state
     needs, (x_dtype, w_dtypes, b_dtypes) = wanted
+    dgrad, wgrad = (gemm or BF16_GEMM for gemm in (request.recipe.dgrad, request.recipe.wgrad))
     need_dx, need_dw, need_db = needs[0], needs[1 : 1 + n], needs[1 + n : 1 + 2 * n]
     dx: Tensor | None = None
     dws: list[Tensor | None] = [None] * n
@@ -407,10 +408,13 @@ def gradients_of(
         place = Place(draws[i], signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
         row, col = both(dy_MN, row_spec, col_spec, place, amaxes[i])
         if need_dx:
-            dx = add_dx(dx, row, right_operand(w_cols[i], request.recipe, x_dtype), last=i == used[-1], dtype=x_dtype)
+            place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
+            right = right_operand(w_cols[i], request.recipe, dgrad.b, place, x_dtype)
+            dx = add_dx(dx, row, right, last=i == used[-1], dtype=x_dtype)
         if need_dw[i]:
             if x_right is None:
-                right = right_operand(x_col, request.recipe, x_dtype)
+                place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
+                right = right_operand(x_col, request.recipe, wgrad.b, place, x_dtype)
                 x_right = for_all(right, sum(need_dw[j] for j in used))
             known = None if mean is None else add_mean_gradient(_token_sum(dy_MN), mean, main_grads[i])
             dws[i] = weight_gradient(col, x_right, (x_dtype, w_dtypes[i]), main_grads[i], known)

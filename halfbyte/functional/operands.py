@@ -72,18 +72,29 @@ def weight_operands(
     return row, col
 
 
-def right_operand(operand: ops.Operand | Tensor, recipe: Recipe, dtype: torch.dtype) -> ops.Operand | Tensor:
-    """Return the right operand of a backward GEMM; a dequantized backward transposes what fprop saved."""
+def right_operand(
+    operand: ops.Operand | Tensor, recipe: Recipe, spec: Spec | None, place: Place, dtype: torch.dtype
+) -> ops.Operand | Tensor:
+    """Return the right operand of a backward GEMM.
+
+    Args:
+        operand: what was saved: the operand itself, or for a dequantized backward that of fprop.
+        recipe: of the call.
+        spec: how a dequantized backward quantizes the values again, transposed; None for not at all.
+        place: where that draws.
+        dtype: of the values.
+    """
     if recipe.backward == "original":
         return operand
     if isinstance(operand, ops.Operand):
         operand = ops.dequantize(operand.blocks, operand.spec, operand.cols, dtype, operand.scale_layout)
-    return operand.T
+    return both(operand, None, spec, place, ops.Amaxes())[1]
 
 
 def for_all(x_col: Any, wanted: int) -> Any:
     """Return the right operand of `wanted` weight gradients: decoded once if several read it."""
-    return ops.decode(x_col) if wanted > 1 and isinstance(x_col, ops.Operand) else x_col
+    is_code = isinstance(x_col, ops.Operand) and not x_col.blocks.qdata.is_floating_point()
+    return ops.decode(x_col) if wanted > 1 and is_code else x_col
 
 
 def add_dx(dx: Tensor | None, row: Any, right: Any, *, last: bool, dtype: torch.dtype) -> Tensor:
