@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 from halfbyte.formats import E2M1, E4M3, E5M2, FLT_MAX, MXFP8_BLOCK, NVFP4_BLOCK, ElementFormat, element_format, f32
 
+HADAMARD_SIGNS = "+++-+------+-+--"
+"""The published 16 signs (docs/numerics.md section 7)."""
+
 HADAMARD_SIZES = (16, 32, 64, 128)
 BLOCKS = ((1, NVFP4_BLOCK), (NVFP4_BLOCK, NVFP4_BLOCK))
 EDEN_FP4_MAX_LIMIT = 8.0  # beyond E2M1's largest value: the corrected scale makes up for what saturates
@@ -49,16 +52,28 @@ class Hadamard:
 
     Args:
         size: width of the transform, 16, 32, 64 or 128.
-        signs: "fixed" uses the published 16 signs, "fresh" draws them from the call's `sign_rng`.
+        signs: "fixed" uses the published 16 signs, "fresh" draws them from the call's `sign_rng`, "none" has none; or signs
+            of your own, as "+--+": a string of + and - whose length divides `size`, and which repeats.
     """
 
     size: int = 16
-    signs: Literal["fixed", "fresh"] = "fixed"
+    signs: str = "fixed"
 
     def __post_init__(self) -> None:
         _choose("size", self.size, HADAMARD_SIZES)
         object.__setattr__(self, "size", int(self.size))  # 16.0 would spell another key
-        _choose("signs", self.signs, ("fixed", "fresh"))
+        object.__setattr__(self, "signs", self._canonical_signs())
+
+    def _canonical_signs(self) -> str:
+        """Return one spelling for equal signs: a name, or the shortest period."""
+        signs = self.signs
+        if signs in ("fixed", "fresh", "none"):
+            return signs
+        if not isinstance(signs, str) or not signs or set(signs) - {"+", "-"} or self.size % len(signs):
+            remedy = f"use 'fixed', 'fresh', 'none', or + and - as in '+--+', of a length that divides {self.size}"
+            raise _refuse("signs", signs, remedy)
+        period = next(n for n in range(1, len(signs) + 1) if signs[:n] * (len(signs) // n) == signs)
+        return {"+": "none", HADAMARD_SIGNS: "fixed"}.get(signs[:period], signs[:period])
 
     @property
     def key(self) -> str:
@@ -287,7 +302,7 @@ def _parse_block(text: str) -> tuple[int, int]:
 def _parse_rotation(text: str) -> Hadamard | None:
     if text == "-":
         return None
-    signs: Any = text.rstrip("0123456789")
+    signs = text.rstrip("0123456789")
     return Hadamard(size=int(text[len(signs) :]), signs=signs)
 
 

@@ -146,8 +146,9 @@ def rotated(x: np.ndarray, rotation, place: Place) -> list[list[np.float32]]:
     rows = [list(row) for row in x.astype(F)]
     if rotation is None:
         return rows
-    fixed = [1 if s == "+" else -1 for s in SIGNS] * (rotation.size // 16)
-    signs = fixed if rotation.signs == "fixed" else fresh_signs(place, rotation.size)
+    given = {"fixed": SIGNS, "none": "+", "fresh": ""}.get(rotation.signs, rotation.signs)
+    signs = [-1 if given[i % len(given)] == "-" else 1 for i in range(rotation.size)] if given else None
+    signs = signs or fresh_signs(place, rotation.size)
     return [rotate(row, rotation.size, signs) for row in rows]
 
 

@@ -56,7 +56,8 @@ fourosix = st.builds(
 )
 
 
-hadamards = st.builds(hb.Hadamard, size=st.sampled_from((16, 32, 64, 128)), signs=st.sampled_from(("fixed", "fresh")))
+SIGNS = ("fixed", "fresh", "none", "+-", "-+++--+-+-++-+--")
+hadamards = st.builds(hb.Hadamard, size=st.sampled_from((16, 32, 64, 128)), signs=st.sampled_from(SIGNS))
 
 
 @st.composite

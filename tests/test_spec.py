@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strategies import SIGNS
+
 import halfbyte as hb
 from halfbyte.spec import HADAMARD_SIZES, parse
 
@@ -58,7 +60,11 @@ REFUSED = [
     (lambda: hb.NVFP4(scaling=hb.Eden(), fp4_max=8.5), "fp4_max", "8.5", "0 < fp4_max <= 8"),
     (lambda: hb.NVFP4(fp4_max=4.0, scaling=hb.FourOverSix()), "fp4_max", "4.0", "fp4_max=6.0"),
     (lambda: hb.Hadamard(size=24), "size", "24", "16, 32, 64, 128"),
-    (lambda: hb.Hadamard(signs="random"), "signs", "'random'", "'fixed', 'fresh'"),
+    (lambda: hb.Hadamard(signs="random"), "signs", "'random'", "'fixed', 'fresh', 'none'"),
+    (lambda: hb.Hadamard(signs=""), "signs", "''", "'fixed', 'fresh', 'none'"),
+    (lambda: hb.Hadamard(signs=("+", "-")), "signs", "('+', '-')", "of a length that divides 16"),
+    (lambda: hb.Hadamard(signs="+-+"), "signs", "'+-+'", "of a length that divides 16"),
+    (lambda: hb.Hadamard(size=32, signs="+-" * 32), "signs", "'+-+-", "of a length that divides 32"),
     (lambda: hb.FourOverSix(error="max"), "error", "'max'", "'mae', 'mse'"),
     (lambda: hb.FourOverSix(error_math="fast"), "error_math", "'fast'", "'exact', 'scaled'"),
     (lambda: hb.FourOverSix(candidates=(1.5,)), "candidates", "(1.5,)", "contains 1.0"),
@@ -136,7 +142,7 @@ def finite(limit: float) -> st.SearchStrategy[float]:
     return st.floats(min_value=2.0**-20, max_value=limit, allow_nan=False)
 
 
-hadamards = st.builds(hb.Hadamard, size=st.sampled_from(HADAMARD_SIZES), signs=st.sampled_from(["fixed", "fresh"]))
+hadamards = st.builds(hb.Hadamard, size=st.sampled_from(HADAMARD_SIZES), signs=st.sampled_from(SIGNS))
 candidates = st.lists(finite(8.0), max_size=3).map(lambda ratios: (1.0, *ratios))
 four_over_six = st.builds(
     hb.FourOverSix,
@@ -248,6 +254,13 @@ def test_derived_facts(spec):
         assert spec.is_tile == (spec.block == (16, 16))
         assert spec.needs_rng == (spec.rounding == "stochastic" or spec.scaling == hb.Eden())
         assert spec.needs_sign_rng == (rotation is not None and rotation.signs == "fresh")
+
+
+def test_equal_signs_have_one_spelling():
+    assert hb.Hadamard(signs="++++") == hb.Hadamard(signs="none") and hb.Hadamard(signs="none").key == "none16"
+    assert hb.Hadamard(size=64, signs="+-" * 32).signs == "+-"
+    assert hb.Hadamard(size=64, signs="+++-+------+-+--" * 2) == hb.Hadamard(size=64)
+    assert hb.Hadamard(size=128, signs="+" * 127 + "-").key == "+" * 127 + "-128"
 
 
 def test_an_empty_gemm_is_bf16():

@@ -125,6 +125,8 @@ def without_kernel(spec: Spec | None) -> str | None:
     """Return what of a spec only the reference computes, or None."""
     if isinstance(spec, NVFP4) and isinstance(spec.scaling, Eden):
         return "scaling=Eden()"
+    if spec is not None and spec.rotation is not None and spec.rotation.signs not in ("fixed", "fresh"):
+        return f"rotation={spec.rotation!r}"
     return None
 
 

@@ -1,6 +1,7 @@
 """MS-EDEN: which scales it stores and where its random bits come from. Its error is in test_error_figures.py."""
 
 import math
+import re
 import sys
 
 import numpy as np
@@ -190,6 +191,15 @@ def test_a_backend_without_its_kernel_refuses_it(monkeypatch, call):
     monkeypatch.setattr(sys.modules["halfbyte.ops.backends"], "choose", lambda device, backend: "triton")
     with pytest.raises(ValueError, match=r"scaling=Eden\(\) has no kernel on backend 'triton'.*backend='reference'"):
         call()
+
+
+@pytest.mark.parametrize("signs", ["none", "+-"])
+def test_a_rotation_without_its_kernel_is_refused_too(monkeypatch, signs):
+    spec = hb.NVFP4(rotation=hb.Hadamard(signs=signs))
+    hb.quantize(X, spec)
+    monkeypatch.setattr(sys.modules["halfbyte.ops.backends"], "choose", lambda device, backend: "triton")
+    with pytest.raises(ValueError, match=rf"rotation=Hadamard\(size=16, signs='{re.escape(signs)}'\) has no kernel"):
+        hb.quantize(X, spec)
 
 
 def test_a_draw_that_is_missing_is_named():
