@@ -18,7 +18,7 @@ from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.gemm.tile import combine_kernel, gemm_pointer_kernel, gemm_tma_kernel
-from halfbyte.kernels.target import target_of
+from halfbyte.kernels.target import Target, target_of
 from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.layout import ceil_div, round_up
 
@@ -118,9 +118,10 @@ def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "aut
             f"variant='tma': operands with strides {a.stride()} and {b.stride()} are not {TMA_ALIGNMENT}-byte aligned; "
             "use 'auto'"
         )
-    tiles = tma_tiles(capability(a.device))
+    target = target_of(a.device)
+    tiles = tma_tiles(target)
     tma = variant == "tma" or (variant == "auto" and mappable and not exact and bool(tiles))
-    programs = multiprocessors(a.device)
+    programs = target.multiprocessors
     M, N = out.shape
     if exact:
         return Plan(False, FP32_TILE, 1, True)
@@ -131,7 +132,7 @@ def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "aut
     tile, splits = choose_tile(tiles if tma else POINTER_TILES, M, N, K, programs)
     if splits > 1 and out.dtype == torch.float32:
         splits = min(MAX_SPLITS, max(splits, ceil_div(K, MAX_CHAIN)))
-    return Plan(tma, tile, splits, dc.INTERPRETED.value)
+    return Plan(tma, tile, splits, target.interpreter)
 
 
 @lru_cache(maxsize=4096)
@@ -225,7 +226,7 @@ def _multiply(plan: Plan, a: Tensor, b: Tensor, out: Tensor, ends: dict, accumul
         strides = a.stride(0), b.stride(0), out.stride(0)
         gemm_pointer_kernel[(work,)](a, b, out, *strides, M=M, N=N, K=K, **options)
         return
-    programs = min(work, multiprocessors(a.device))
+    programs = min(work, target_of(a.device).multiprocessors)
     out_tma = describable(out)
     parts = epilogue_parts(tile, out.dtype)
     out_desc = TensorDescriptor.from_tensor(out, [tile.bm, tile.bn // parts]) if out_tma else None
@@ -288,26 +289,14 @@ def describable(x: Tensor) -> bool:
     return x.stride(1) == 1 and x.data_ptr() % TMA_ALIGNMENT == 0 and row % TMA_ALIGNMENT == 0 and row > 0
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Return how many programs of a persistent kernel run at once; 4 in the interpreter."""
-    target = target_of(device)
-    return 4 if target is None else target.multiprocessors
-
-
-def capability(device: torch.device) -> int:
-    """Return the compute capability as in sm_90; 90 for a device that the interpreter runs on."""
-    target = target_of(device)
-    return 90 if target is None else target.capability
-
-
-def tma_tiles(capability: int) -> tuple[Tile, ...]:
-    """Return the tiles that the TMA kernel may use: none below sm_90 and on sm_120, whose shared memory is too small.
+def tma_tiles(target: Target) -> tuple[Tile, ...]:
+    """Return the tiles that the TMA kernel may use, none where there is none.
 
     On sm_100, where this GEMM only stands in for the native one, the largest tile spills registers.
     """
-    if not 90 <= capability < 120:
+    if not target.tma:
         return ()
-    return TMA_TILES if capability < 100 else TMA_TILES[1:]
+    return TMA_TILES if target.capability < 100 else TMA_TILES[1:]
 
 
 def _tile_arguments(tile: Tile) -> dict:
