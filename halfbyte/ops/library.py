@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from halfbyte import reference
+from halfbyte.kernels.target import target_of
 from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape, round_up, swizzled_numel
 from halfbyte.ops.backends import NATIVE, REFERENCE, choose, warn_once
 from halfbyte.ops.repeat import define
@@ -186,7 +187,7 @@ def _gemm(a: _Side, b: _Side, K: int, backend: str, out_dtype, bias, out=None, a
 def _runs_natively(a: _Side, b: _Side) -> bool:
     from halfbyte.kernels.gemm import native
 
-    reason = native.unsupported(a.spec, b.spec, torch.cuda.get_device_capability(a.data.device))
+    reason = native.unsupported(a.spec, b.spec, target_of(a.data.device))
     if reason is not None:
         warn_once(f"a GEMM is emulated in bf16: {reason}")
     return reason is None

@@ -18,7 +18,7 @@ from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.gemm.tile import combine_kernel, gemm_pointer_kernel, gemm_tma_kernel
-from halfbyte.kernels.target import target_of
+from halfbyte.kernels.target import Target, target_of
 from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.layout import ceil_div, round_up
 
@@ -142,9 +142,10 @@ def make_plan(a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto
             f"variant='tma': operands with strides {a.stride()} and {b.stride()} are not {TMA_ALIGNMENT}-byte aligned; "
             "use 'auto'"
         )
-    tiles = tma_tiles(capability(a.device))
+    target = target_of(a.device)
+    tiles = tma_tiles(target)
     tma = variant == "tma" or (variant == "auto" and mappable and not exact and bool(tiles))
-    programs = multiprocessors(a.device)
+    programs = target.multiprocessors
     M, N = out.shape
     if exact:
         return Plan(False, FP32_TILE, 1, True)
@@ -155,7 +156,7 @@ def make_plan(a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto
     tile, splits = choose_tile(tiles if tma else POINTER_TILES, M, N, K, programs)
     if splits > 1 and out.dtype == torch.float32:
         splits = min(MAX_SPLITS, max(splits, ceil_div(K, MAX_CHAIN)))
-    return Plan(tma, tile, splits, dc.INTERPRETED.value)
+    return Plan(tma, tile, splits, target.interpreter)
 
 
 @lru_cache(maxsize=4096)
@@ -254,7 +255,7 @@ def _multiply(plan: Plan, a: Tensor, b: Tensor, ends: Ends, factors: dict) -> No
         added = addend, 0 if addend is None else addend.stride(0)
         gemm_pointer_kernel[(work,)](a, b, out, *strides, *added, M=M, N=N, K=K, **options)
         return
-    programs = min(work, multiprocessors(a.device))
+    programs = min(work, target_of(a.device).multiprocessors)
     tma = all_describable(ends)
     parts = max(epilogue_parts(tile, end.dtype) for end in ends if end is not None)
     part = [tile.bm, tile.bn // parts]
@@ -325,26 +326,14 @@ def all_describable(ends: Ends) -> bool:
     return all(end is None or describable(end) for end in ends)
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Return how many programs of a persistent kernel run at once; 4 in the interpreter."""
-    target = target_of(device)
-    return 4 if target is None else target.multiprocessors
-
-
-def capability(device: torch.device) -> int:
-    """Return the compute capability as in sm_90; 90 for a device that the interpreter runs on."""
-    target = target_of(device)
-    return 90 if target is None else target.capability
-
-
-def tma_tiles(capability: int) -> tuple[Tile, ...]:
-    """Return the tiles that the TMA kernel may use: none below sm_90 and on sm_120, whose shared memory is too small.
+def tma_tiles(target: Target) -> tuple[Tile, ...]:
+    """Return the tiles that the TMA kernel may use, none where there is none.
 
     On sm_100, where this GEMM only stands in for the native one, the largest tile spills registers.
     """
-    if not 90 <= capability < 120:
+    if not target.tma:
         return ()
-    return TMA_TILES if capability < 100 else TMA_TILES[1:]
+    return TMA_TILES if target.capability < 100 else TMA_TILES[1:]
 
 
 def _tile_arguments(tile: Tile) -> dict:
