@@ -136,7 +136,7 @@ def row_scaled(*, scope: Scope = "all", base: Recipe | str | None = None) -> Rec
 
     Args:
         scope: "weights", "activations" (x in fprop and wgrad), or "all" six operands.
-        base: the recipe to change, or a preset's name; by default `nvfp4(weight_block=(1, 16))`, as 16x16 tiles span rows.
+        base: the recipe to change, or a preset's name; by default `nvfp4(weight_block=(1, 16))`, for tiles span rows.
     """
     _check_scope("scope", scope)
 

@@ -52,8 +52,8 @@ class Hadamard:
 
     Args:
         size: width of the transform, 16, 32, 64 or 128.
-        signs: "fixed" uses the published 16 signs, "fresh" draws them from the call's `sign_rng`, "none" has none; or signs
-            of your own, as "+--+": a string of + and - whose length divides `size`, and which repeats.
+        signs: "fixed" uses the published 16 signs, "fresh" draws them from the call's `sign_rng`, "none" has none; or
+            signs of your own, as "+--+": a string of + and - whose length divides `size`, and which repeats.
     """
 
     size: int = 16
@@ -366,8 +366,8 @@ class Recipe(_EqualByKey):
 
     Args:
         fprop, dgrad, wgrad: a GemmSpec each, or None.
-        backward: "original" reads x and w as they were; "dequantized" the values of fprop's operands, which are all that
-            is saved, in high precision or quantized again as dgrad and wgrad say.
+        backward: "original" reads x and w as they were; "dequantized" the values of fprop's operands, which are all
+            that is saved, in high precision or quantized again as dgrad and wgrad say.
         activation_mean: "split" subtracts the mean over tokens from x before it is quantized, and adds that mean's
             share of y and dw in high precision (Averis, arXiv 2603.10444; docs/numerics.md section 2).
 

@@ -7,7 +7,6 @@ import string
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from strategies import SIGNS
 
 import halfbyte as hb

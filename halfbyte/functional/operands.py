@@ -102,7 +102,7 @@ def add_dx(dx: Tensor | None, row: Any, right: Any, *, last: bool, dtype: torch.
     if dx is None:
         return ops.gemm_nt(row, right, out_dtype=dtype if last else torch.float32)
     if last and dtype != torch.float32:
-        return ops.gemm_nt(row, right, addend=dx, out_dtype=dtype)
+        return ops.gemm_nt_add(row, right, dx, out_dtype=dtype)
     return ops.gemm_nt(row, right, out=dx, accumulate=True)
 
 
@@ -119,7 +119,7 @@ def weight_gradient(
         ops.gemm_nt(col, right, out=main_grad, accumulate=True)
         return None
     if existing is not None:
-        return ops.gemm_nt(col, right, addend=existing, out_dtype=dtypes[0]).to(dtypes[1])
+        return ops.gemm_nt_add(col, right, existing, out_dtype=dtypes[0]).to(dtypes[1])
     return ops.gemm_nt(col, right, out_dtype=dtypes[0]).to(dtypes[1])
 
 
