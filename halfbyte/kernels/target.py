@@ -93,9 +93,7 @@ def nvidia(capability: int, multiprocessors: int) -> Target:
 def amd(name: str, multiprocessors: int) -> Target:
     """Return an AMD GPU by its architecture, gfx942 for one: nothing that it alone has is used."""
     # gfx10 and later are RDNA, whose warps have 32 threads; the last two letters are no part of the generation.
-    return Target(
-        name=name, backend=HIP, multiprocessors=multiprocessors, warp=64 if int(name[3:-2]) < 10 else 32
-    )
+    return Target(name=name, backend=HIP, multiprocessors=multiprocessors, warp=64 if int(name[3:-2]) < 10 else 32)
 
 
 AMD = ("gfx942", "gfx950")

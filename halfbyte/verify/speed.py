@@ -17,9 +17,7 @@ SIZE = 8192
 BUDGET = 0.15
 
 
-def speeds(
-    device: torch.device, limits: Ceilings, backend: str | None = None, size: int = SIZE
-) -> Iterator[Speed]:
+def speeds(device: torch.device, limits: Ceilings, backend: str | None = None, size: int = SIZE) -> Iterator[Speed]:
     """Measure the main kernels on a [size, size] bf16 matrix.
 
     Args:

@@ -12,8 +12,8 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import running_max as rm
-from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.kernels.device.loads import masked_store
+from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.kernels.device.running_max import Wanted
 from halfbyte.kernels.launch import jit
 from halfbyte.layout import ceil_div

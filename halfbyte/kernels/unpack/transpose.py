@@ -9,8 +9,8 @@ from torch import Tensor
 
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.kernels.device import overlap
-from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.kernels.device.loads import masked_load, masked_store
+from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.unpack.dequantize import as_words
 from halfbyte.layout import ceil_div
