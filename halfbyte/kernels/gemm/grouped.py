@@ -35,7 +35,6 @@ from halfbyte.layout import (
 from halfbyte.spec import NVFP4, Spec
 
 CLEAR_TILE = (32, 512)
-MIN_TORCH_CAPABILITY = 90  # below, torch's grouped GEMM reads the offsets on the host
 
 
 @dataclass(frozen=True)
@@ -280,32 +279,15 @@ def _factors(a: Side, b: Side) -> dict[str, Any]:
     return arguments
 
 
-def plain_grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor | None:
-    """Return torch's grouped GEMM of plain operands where it computes the same and reads nothing on the host, or None.
+def plain_grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """Return torch's grouped GEMM of plain bf16 operands, for which `gemm.route` chose it.
 
     Args:
         a, b: as for `grouped_gemm_nt`.
         offsets: integer [E].
-        out_dtype: of the result.
     """
-    if target_of(a.device).capability < MIN_TORCH_CAPABILITY or out_dtype != torch.bfloat16:
-        return None
-    if any(t.dtype != torch.bfloat16 or t.numel() == 0 for t in (a, b)) or b.shape[-2] % 8:
-        return None
-    if b.dim() == 2 and 1 in (a.stride(1), b.stride(1)):  # groups would have to start at multiples of 16 bytes
-        return None
-    if not all(_torch_describes(t) for t in (a, b)):
-        return None
     out = torch._grouped_mm(a, b.mT, offs=offsets.to(torch.int32))
     return clear_tail(out, offsets) if b.dim() == 3 else out
-
-
-def _torch_describes(t: Tensor) -> bool:
-    """Whether one of the last two dimensions is contiguous and every other stride is a multiple of 16 bytes."""
-    rows, cols = t.stride()[-2:]
-    other = rows if cols == 1 else cols
-    outer = t.stride(0) if t.dim() == 3 else 0
-    return 1 in (rows, cols) and other * 2 % 16 == outer * 2 % 16 == t.data_ptr() % 16 == 0
 
 
 def clear_tail(out: Tensor, offsets: Tensor) -> Tensor:

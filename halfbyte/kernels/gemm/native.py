@@ -44,19 +44,6 @@ class Packed(NamedTuple):
         return Decoded(self.blocks.qdata, self.blocks.amax, self.spec.e4m3_max * self.spec.fp4_max)
 
 
-def unsupported(a: Spec | None, b: Spec | None, target: Target) -> str | None:
-    """Say why a GEMM of operands quantized with `a` and `b` does not run natively on a GPU, or None if it does."""
-    if not target.fp4_products:
-        return f"{target.name} has no FP4 tensor cores; they came with sm_100"
-    if a is None or b is None:
-        return "one operand is not quantized"
-    if isinstance(a, NVFP4) != isinstance(b, NVFP4):
-        return "the tensor cores do not mix NVFP4 with MXFP8"
-    if isinstance(a, MXFP8) and a.element == b.element == "e5m2":
-        return "the tensor cores do not multiply e5m2 by e5m2"
-    return None
-
-
 def gemm_nt(
     a: Packed,
     b: Packed,

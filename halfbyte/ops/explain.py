@@ -1,0 +1,258 @@
+"""Which kernels a call would launch, with which tiles, and why: the launchers are asked, and nothing is launched.
+
+A rehearsal (`kernels.launch.rehearsing`) runs the launchers on tensors without memory for a target that need not be
+here. What it notes are the choices themselves (`kernels.route`), so that nothing here can disagree with a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from halfbyte import recipes
+from halfbyte.kernels.target import INTERPRETER, Target, assumed, find
+from halfbyte.ops.backends import NATIVE, REFERENCE, backends, choose
+from halfbyte.spec import MXFP8, NVFP4, Spec, parse
+
+CPU = "cpu"
+PLAIN = ("bf16", "-")
+"""Words for an operand that is not quantized, and for an orientation that is not wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One launch, or how those behind it go together.
+
+    Args:
+        kernel: its name, or words.
+        programs: how many there are, along each axis; empty for words.
+        constants: the constexprs and launch options, by name.
+        why: what speaks for it; empty where there is nothing to choose.
+        instead: what was tried before it, and what spoke against each.
+    """
+
+    kernel: str
+    programs: tuple[int, ...] = ()
+    constants: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+    instead: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        size = f": {' x '.join(map(str, self.programs))} programs" if self.programs else ""
+        shown = {name: value for name, value in self.constants.items() if not isinstance(value, tuple)}
+        tile = ", ".join(f"{name}={value}" for name, value in shown.items())
+        lines = [f"{self.kernel}{size}{f', {tile}' if tile else ''}"]
+        lines += [f"    why: {self.why}"] if self.why else []
+        return "\n".join((*lines, *(f"    not {name}: {reason}" for name, reason in self.instead)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What a call does.
+
+    Args:
+        op: what was asked for.
+        target: where, as in "sm_90".
+        steps: in order.
+    """
+
+    op: str
+    target: str
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        return "\n".join((f"{self.op} on {self.target}", *(f"{i}. {step}" for i, step in enumerate(self.steps, 1))))
+
+
+def read_spec(word: Spec | str | None) -> Spec | None:
+    """Return a spec by its key, whose last parts may be left out, or by a place in a preset, `nvfp4.dgrad.a`.
+
+    Raises:
+        ValueError: the word names no spec.
+    """
+    if word is None or isinstance(word, NVFP4 | MXFP8) or word in PLAIN:
+        return None if isinstance(word, str) else word
+    preset, *place = word.split(".", 2)
+    if preset in recipes.PRESETS and len(place) == 2 and place[0] in ("fprop", "dgrad", "wgrad") and place[1] in "ab":
+        product = getattr(recipes.get(preset), place[0])
+        return product and getattr(product, place[1])
+    for default in (NVFP4().key, MXFP8().key):
+        parts, given = default.split("/"), word.split("/")
+        if given[0] == parts[0]:
+            return parse("/".join((*given, *parts[len(given) :])))
+    raise ValueError(
+        f"spec={word!r}: give a key, whose last parts may be left out (nvfp4, nvfp4/16x16, mxfp8/e5m2), an operand "
+        "of a preset (nvfp4.dgrad.a), or bf16"
+    )
+
+
+def _target(name: str | None) -> tuple[Target | None, str]:
+    """Return the target, None where plain torch runs, and why."""
+    from halfbyte.kernels.record import TARGETS
+
+    if name == CPU:
+        return None, "Triton kernels need a GPU"
+    known = {**TARGETS, INTERPRETER.name: INTERPRETER}
+    if name is not None:
+        if name not in known:
+            raise ValueError(f"target={name!r}: use one of {', '.join((*known, CPU))}, or leave it out for this machine")
+        return known[name], ""
+    device = torch.device("cuda" if torch.cuda.is_available() else CPU)
+    if choose(device, None) == REFERENCE:
+        return None, backends(device)[1].reason
+    return find(device), ""
+
+
+def _quantize(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
+    from halfbyte.kernels import backend
+    from halfbyte.kernels.scenario_values import draws, tensor
+
+    backend.quantize_row_col(tensor(*shape), specs[0], specs[1], **draws(*specs))
+
+
+def _amax(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
+    from halfbyte.kernels.amax.plain import row_col_amax
+    from halfbyte.kernels.scenario_values import draws, tensor
+
+    row_col_amax(tensor(*shape), specs[0], specs[1], draws(*specs)["sign_draw"])
+
+
+def _dequantize(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
+    from halfbyte.kernels import backend
+    from halfbyte.kernels.scenario_values import blocks
+
+    if specs[0] is None:
+        raise ValueError("spec=bf16: what is not quantized needs no dequantize; give the spec of the operand")
+    backend.dequantize(blocks(*shape, specs[0]), specs[0], shape[1], torch.bfloat16)
+
+
+def _gemm(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
+    from halfbyte.kernels import backend
+    from halfbyte.kernels.gemm import native
+from halfbyte.kernels.gemm import native_route as route
+    from halfbyte.kernels.scenario_values import blocks, tensor
+
+    M, N, K = shape
+    sides = [(tensor(n, K) if spec is None else blocks(n, K, spec), spec) for n, spec in zip((M, N), specs, strict=True)]
+    if route.ways(specs[0], specs[1], tensor(0).device).kernel == route.NATIVE:
+        native.gemm_nt(*(native.Packed(data, spec, K) for data, spec in sides))
+        return
+    backend.gemm_nt(*(backend.plain(data) if spec is None else backend.decode(data, spec, K) for data, spec in sides))
+
+
+def _grouped(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
+    from halfbyte.kernels import backend
+    from halfbyte.kernels.scenario_values import draws, tensor
+    from halfbyte.kernels.scenarios_grouped import offsets_of
+
+    backend.grouped_quantize_row_col(tensor(*shape), offsets_of(groups), specs[0], specs[1], **draws(*specs))
+
+
+def _experts(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
+    from halfbyte.kernels import backend
+    from halfbyte.kernels.scenario_values import draws, tensor
+
+    backend.grouped_quantize_row_col(tensor(*shape), None, specs[0], specs[1], **draws(*specs))
+
+
+def _grouped_gemm(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
+    from halfbyte.kernels import backend
+    from halfbyte.kernels.gemm import grouped_native
+from halfbyte.kernels.gemm import native_route as route
+    from halfbyte.kernels.scenario_values import tensor
+    from halfbyte.kernels.scenarios_grouped import expert_blocks, grouped_blocks, offsets_of
+    from halfbyte.layout import GroupedOperand
+
+    (M, N, K), (a, b), offsets = shape, specs, offsets_of(groups)
+    left = GroupedOperand(tensor(M, K)) if a is None else GroupedOperand(grouped_blocks((M, K), groups, a), a)
+    right = GroupedOperand(tensor(groups, N, K)) if b is None else GroupedOperand(expert_blocks(groups, N, K, b), b)
+    way = route.grouped_ways(left, right, offsets, torch.bfloat16)
+    if way.kernel == route.GROUPED_NATIVE:
+        grouped_native.call_arguments(left, right, offsets, K)
+    elif way.kernel != route.GROUPED_TORCH:
+        backend.grouped_gemm_nt(left, right, offsets, K, tensor(M, N))
+
+
+OPS: dict[str, tuple[int, Callable[..., None]]] = {
+    "quantize": (2, _quantize),
+    "amax": (2, _amax),
+    "dequantize": (2, _dequantize),
+    "gemm": (3, _gemm),
+    "grouped_quantize": (2, _grouped),
+    "grouped_experts": (3, _experts),
+    "grouped_gemm": (3, _grouped_gemm),
+}
+"""By name, how many sizes its shape has, and the call that is rehearsed."""
+
+
+def _op(op: str | None, shape: Sequence[int], groups: int) -> str:
+    """Return the op that is asked for: by default that of the shape."""
+    if op is None:
+        op = ("grouped_" if groups else "") + ("gemm" if len(shape) == 3 else "quantize")
+    if op not in OPS:
+        raise ValueError(f"op={op!r}: use one of {', '.join(OPS)}")
+    if len(shape) != OPS[op][0] or any(type(n) is not int or n < 0 for n in shape):
+        sizes = {2: "two, as in 16384x2880", 3: "three, as in 8192x4096x4096"}[OPS[op][0]]
+        raise ValueError(f"shape={tuple(shape)}: {op} takes {sizes}")
+    if (op in ("grouped_quantize", "grouped_gemm")) != bool(groups) or groups < 0:
+        raise ValueError(f"groups={groups}: {op} takes {'a number of groups, 1 or more' if not groups else 'none'}")
+    return op
+
+
+def explain(
+    shape: Sequence[int], *specs: Spec | str | None, op: str | None = None, groups: int = 0, target: str | None = None
+) -> Explanation:
+    """Say which kernels a call on bf16 of this shape launches, with which tiles, why, and why not the others.
+
+    Args:
+        shape: rows and columns, or M, N and K of a @ b.T; of `grouped_experts` E, N and K.
+        specs: of rows and, if wanted, of columns; of a product those of a and b. A spec, its key, whose last parts may
+            be left out, or None.
+        op: one of quantize, amax, dequantize, gemm, grouped_quantize, grouped_experts, grouped_gemm; by default quantize
+            for two sizes, gemm for three.
+        groups: groups of tokens.
+        target: "sm_90", "gfx942", "interpreter", "cpu", …; this machine by default.
+
+    Raises:
+        ValueError: an argument names nothing that there is.
+    """
+    op = _op(op, shape, groups)
+    if not 1 <= len(specs) <= 2 or (op.endswith("gemm") and len(specs) != 2):
+        raise ValueError(f"specs={specs}: {op} takes {'two' if op.endswith('gemm') else 'one or two'}")
+    known = [read_spec(spec) for spec in specs]
+    where, reason = _target(target)
+    if where is None:
+        return Explanation(op=op, target=CPU, steps=(Step(kernel="plain torch (halfbyte.reference)", why=reason),))
+    from halfbyte.kernels.launch import rehearsing
+
+    with assumed(where), rehearsing() as events:
+        OPS[op][1](tuple(shape), (*known, None)[:2], groups)
+    return Explanation(op=op, target=where.name, steps=tuple(steps_of(events)))
+
+
+def steps_of(events: Sequence[Any]) -> list[Step]:
+    """Return the steps of a rehearsal: launches with the choice that each follows, and choices in words."""
+    from halfbyte.kernels.route import Choice
+
+    steps, last = [], {}
+    for event in events:
+        if isinstance(event, Choice):
+            instead = tuple((name, str(reason)) for name, reason in event.instead)
+            if event.grid:
+                last[event.kernel] = Step(
+                    kernel=event.kernel, programs=event.grid, constants=event.constants, why=event.why, instead=instead
+                )
+            else:
+                steps.append(Step(kernel=event.kernel, why=event.why, instead=instead))
+            continue
+        name, grid = event.kernel.__name__, tuple(event.grid)
+        known = last.get(name, Step(kernel=name))
+        constants = {p.name: event.arguments[p.name] for p in event.kernel.params if p.is_constexpr}
+        options = {key: value for key, value in event.options.items() if key in ("num_warps", "num_stages")}
+        steps.append(
+            Step(kernel=name, programs=grid, constants=constants | options, why=known.why, instead=known.instead)
+        )
+    return steps
