@@ -6,7 +6,7 @@ from torch import Tensor
 
 from halfbyte.kernels.amax.plain import finite_amax
 from halfbyte.kernels.gemm.dense import gemm_nt
-from halfbyte.kernels.gemm.grouped import grouped_dequantize, grouped_gemm_nt, grouped_values, plain_grouped_gemm
+from halfbyte.kernels.gemm.grouped import grouped_dequantize, grouped_gemm_nt, grouped_values
 from halfbyte.kernels.quantize import both, grouped, one
 from halfbyte.kernels.quantize.both_route import Pair
 from halfbyte.kernels.quantize.route import One
@@ -28,7 +28,6 @@ __all__ = [
     "grouped_quantize_row_col",
     "grouped_values",
     "plain",
-    "plain_grouped_gemm",
     "quantize",
     "quantize_row_col",
     "transpose",

@@ -98,7 +98,8 @@ def _target(name: str | None) -> tuple[Target | None, str]:
     known = {**TARGETS, INTERPRETER.name: INTERPRETER}
     if name is not None:
         if name not in known:
-            raise ValueError(f"target={name!r}: use one of {', '.join((*known, CPU))}, or leave it out for this machine")
+            names = ", ".join((*known, CPU))
+            raise ValueError(f"target={name!r}: use one of {names}, or leave it out for this machine")
         return known[name], ""
     device = torch.device("cuda" if torch.cuda.is_available() else CPU)
     if choose(device, None) == REFERENCE:
@@ -132,11 +133,12 @@ def _dequantize(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: in
 def _gemm(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
     from halfbyte.kernels import backend
     from halfbyte.kernels.gemm import native
-from halfbyte.kernels.gemm import native_route as route
+    from halfbyte.kernels.gemm import native_route as route
     from halfbyte.kernels.scenario_values import blocks, tensor
 
     M, N, K = shape
-    sides = [(tensor(n, K) if spec is None else blocks(n, K, spec), spec) for n, spec in zip((M, N), specs, strict=True)]
+    stored = [tensor(n, K) if spec is None else blocks(n, K, spec) for n, spec in zip((M, N), specs, strict=True)]
+    sides = list(zip(stored, specs, strict=True))
     if route.ways(specs[0], specs[1], tensor(0).device).kernel == route.NATIVE:
         native.gemm_nt(*(native.Packed(data, spec, K) for data, spec in sides))
         return
@@ -161,7 +163,7 @@ def _experts(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) 
 def _grouped_gemm(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
     from halfbyte.kernels import backend
     from halfbyte.kernels.gemm import grouped_native
-from halfbyte.kernels.gemm import native_route as route
+    from halfbyte.kernels.gemm import native_route as route
     from halfbyte.kernels.scenario_values import tensor
     from halfbyte.kernels.scenarios_grouped import expert_blocks, grouped_blocks, offsets_of
     from halfbyte.layout import GroupedOperand
@@ -211,8 +213,8 @@ def explain(
         shape: rows and columns, or M, N and K of a @ b.T; of `grouped_experts` E, N and K.
         specs: of rows and, if wanted, of columns; of a product those of a and b. A spec, its key, whose last parts may
             be left out, or None.
-        op: one of quantize, amax, dequantize, gemm, grouped_quantize, grouped_experts, grouped_gemm; by default quantize
-            for two sizes, gemm for three.
+        op: one of quantize, amax, dequantize, gemm, grouped_quantize, grouped_experts, grouped_gemm; by default
+            quantize for two sizes, gemm for three.
         groups: groups of tokens.
         target: "sm_90", "gfx942", "interpreter", "cpu", …; this machine by default.
 

@@ -16,9 +16,10 @@ from halfbyte.kernels.device import overlap
 from halfbyte.kernels.gemm.route import (
     MAX_CHAIN,
     TMA_ALIGNMENT,
+    Ends,
     Plan,
     Variant,
-    describable,
+    all_describable,
     epilogue_parts,
     make_plan,
 )
@@ -38,6 +39,7 @@ def gemm_nt(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
+    addend: Tensor | None = None,
     variant: Variant = "auto",
 ) -> Tensor:
     """Return a @ b.T with factors, bias and the existing output applied in fp32 before the only rounding.
@@ -49,6 +51,7 @@ def gemm_nt(
         bias: [N] of any float dtype, or None.
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
+        addend: [M, N] of any float dtype with contiguous rows, added in fp32 too; not with `accumulate`.
         variant: "tma" and "pointer" force a kernel, "auto" chooses from the device and the strides.
 
     Returns:
@@ -64,56 +67,59 @@ def gemm_nt(
     assert y.shape == (M, N), "out has another shape"
     if y.numel() == 0:
         return y
-    if K == 0:
-        return bias_only(y, bias, accumulate)
     target = y if y.stride(1) == 1 else y.contiguous()
-    plan = make_plan(a.values, b.values, target, K, variant)
-    _run(plan, a, b, target, bias, accumulate, K)
+    addend = target if accumulate else addend
+    if K == 0:
+        return bias_only(y, bias, addend)
+    plan = make_plan(a.values, b.values, (target, addend), K, variant)
+    _run(plan, a, b, target, bias, addend, K)
     if target is not y:
         y.copy_(target)
     return y
 
 
-def _run(plan: Plan, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, accumulate: bool, K: int) -> None:
+def _run(plan: Plan, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, addend: Tensor | None, K: int) -> None:
     M, N = out.shape
     if plan.splits == 1:
         chains = ceil_div(K, MAX_CHAIN) if out.dtype == torch.float32 else 1
         length = round_up(ceil_div(K, chains), plan.tile.bk)
         for start in range(0, K, length):
             columns = slice(start, min(start + length, K))
-            ends = _factors(a, b, bias if start == 0 else None)
+            factors = _factors(a, b, bias if start == 0 else None)
             sides = a.values[:, columns], b.values[:, columns]
-            _multiply(plan, *sides, out, ends, accumulate or start > 0)
+            _multiply(plan, *sides, (out, out if start > 0 else addend), factors)
         return
     width = round_up(N, TMA_ALIGNMENT // 4)
     rows = plan.splits * round_up(M, plan.tile.bm)
     parts = torch.empty(rows, width, dtype=torch.float32, device=out.device)[:, :N]
     raw = _factors(Decoded(a.values), Decoded(b.values), None)
-    _multiply(plan, a.values[:, :K], b.values[:, :K], parts, raw, False)
-    combine(parts, plan.splits, a, b, out, bias=bias, accumulate=accumulate)
+    _multiply(plan, a.values[:, :K], b.values[:, :K], (parts, None), raw)
+    combine(parts, plan.splits, a, b, out, bias=bias, addend=addend)
 
 
 def combine(
-    parts: Tensor, splits: int, a: Decoded, b: Decoded, out: Tensor, *, bias: Tensor | None, accumulate: bool
+    parts: Tensor, splits: int, a: Decoded, b: Decoded, out: Tensor, *, bias: Tensor | None, addend: Tensor | None
 ) -> None:
-    """Sum partial products and finish them as a GEMM would: factors, bias, what `out` holds, one rounding.
+    """Sum partial products and finish them as a GEMM would: factors, bias, addend, one rounding.
 
     Args:
         parts: fp32 [splits * rows, N], rows >= M: one product after another.
         a, b: whose amax and divisor give the factors; of their values only the number of rows counts.
-        out: [M, N] with contiguous rows.
+        out, addend: [M, N] with contiguous rows; the addend may be `out`.
     """
     (M, N), (bm, bn) = out.shape, COMBINE_TILE
     combine_kernel[(ceil_div(M, bm) * ceil_div(N, bn),)](
         parts,
         out,
+        addend,
         parts.stride(0),
         out.stride(0),
+        0 if addend is None else addend.stride(0),
         parts.shape[0] // splits,
         M=M,
         N=N,
         **_factors(a, b, bias),
-        ACCUMULATE=accumulate,
+        ACCUMULATE=addend is not None,
         SPLITS=splits,
         BM=bm,
         BN=bn,
@@ -121,29 +127,36 @@ def combine(
     )
 
 
-def _multiply(plan: Plan, a: Tensor, b: Tensor, out: Tensor, ends: dict, accumulate: bool) -> None:
-    """Launch one kernel on a [M, K] and b [N, K]; out [M, N], or the partial sums if the plan splits."""
-    (M, K), N = a.shape, b.shape[0]
+def _multiply(plan: Plan, a: Tensor, b: Tensor, ends: Ends, factors: dict) -> None:
+    """Launch one kernel on a [M, K] and b [N, K]; ends [M, N], or out the partial sums if the plan splits."""
+    (M, K), N, (out, addend) = a.shape, b.shape[0], ends
     tile, target = plan.tile, target_of(out.device)
-    options = {**ends, "ACCUMULATE": accumulate, **plan.constants, **overlap.launch_options(out.device)}
+    options = {**factors, "ACCUMULATE": addend is not None, **plan.constants, **overlap.launch_options(out.device)}
     programs = plan.programs(M, N, target)
     if not plan.tma:
         strides = a.stride(0), b.stride(0), out.stride(0)
-        gemm_pointer_kernel[(programs,)](a, b, out, *strides, M=M, N=N, K=K, **options)
+        added = addend, 0 if addend is None else addend.stride(0)
+        gemm_pointer_kernel[(programs,)](a, b, out, *strides, *added, M=M, N=N, K=K, **options)
         return
-    out_tma = describable(out)
-    parts = epilogue_parts(tile, out.dtype)
-    out_desc = TensorDescriptor.from_tensor(out, [tile.bm, tile.bn // parts]) if out_tma else None
+    tma = all_describable(ends)
+    parts = max(epilogue_parts(tile, end.dtype) for end in ends if end is not None)
+    part = [tile.bm, tile.bn // parts]
+    out_desc, addend_desc = (
+        TensorDescriptor.from_tensor(end, part) if tma and end is not None else None for end in ends
+    )
     gemm_tma_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [tile.bm, tile.bk]),
         TensorDescriptor.from_tensor(b, [tile.bn, tile.bk]),
         out_desc,
         out,
         out.stride(0),
+        addend_desc,
+        addend,
+        0 if addend is None else addend.stride(0),
         M=M,
         N=N,
         K=K,
-        OUT_TMA=out_tma,
+        OUT_TMA=tma,
         PARTS=parts,
         PROGRAMS=programs,
         **options,
@@ -169,13 +182,10 @@ def _factor_kind(side: Decoded) -> int:
     return dc.ROW_FACTOR.value if side.amax.dim() and side.amax.numel() == rows else dc.TENSOR_FACTOR.value
 
 
-def bias_only(y: Tensor, bias: Tensor | None, accumulate: bool) -> Tensor:
+def bias_only(y: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
     """K = 0: the product is zero."""
-    if not accumulate:
-        y.zero_()
-    if bias is not None:
-        y.copy_(y.float() + bias.float())
-    return y
+    total = torch.zeros(y.shape, device=y.device) if addend is None else addend.float()
+    return y.copy_(total if bias is None else total + bias.float())
 
 
 def _row_major(x: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from halfbyte.kernels.gemm.grouped_tile import (
 )
 from halfbyte.kernels.gemm.route import NO_LIMIT, Variant, epilogue_parts
 from halfbyte.kernels.groups import Plan, make_plan
-from halfbyte.kernels.target import target_of
 from halfbyte.kernels.unpack.dequantize import decode, dequantize
 from halfbyte.kernels.unpack.grouped_swizzle import grouped_unswizzle
 from halfbyte.layout import (

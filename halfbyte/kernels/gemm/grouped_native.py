@@ -15,15 +15,13 @@ from torch.nn.functional import (
     SwizzleType,
     scaled_grouped_mm,  # pyrefly: ignore[missing-module-attribute]  its stub lacks it
 )
-from torch.torch_version import TorchVersion
 
 from halfbyte.formats import FLT_MAX, SWIZZLE_COLS, SWIZZLE_ROWS, f32
 from halfbyte.kernels.gemm import native
 from halfbyte.kernels.gemm.grouped import clear_tail
-from halfbyte.kernels.target import Target
 from halfbyte.kernels.unpack.grouped_swizzle import grouped_swizzle
 from halfbyte.layout import LINEAR, Blocks, GroupedOperand, group_alignment, group_ends, round_up
-from halfbyte.spec import MXFP8, NVFP4, Spec
+from halfbyte.spec import NVFP4, Spec
 
 ALIGNMENT = 16  # bytes along the contraction, and rows of each operand
 

@@ -14,7 +14,6 @@ from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels.gemm.dense import bias_only, combine
-from halfbyte.kernels.target import Target
 from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.kernels.unpack.swizzle import swizzle
 from halfbyte.layout import LINEAR, Blocks, ceil_div, round_up
@@ -71,14 +70,14 @@ def gemm_nt(
     M, N, dtype = a.rows, b.rows, out_dtype if out is None else out.dtype
     if M == 0 or N == 0 or a.blocks.qdata.shape[1] == 0:
         y = torch.empty(M, N, dtype=dtype, device=a.blocks.qdata.device) if out is None else out
-        return bias_only(y, bias, accumulate) if y.numel() else y
+        return bias_only(y, bias, y if accumulate else None) if y.numel() else y
     if _finishes_alone(a, b, dtype, bias, accumulate):
         y = scaled_mm(**call_arguments(a, b, dtype, bias))[:, :N]
         return y if out is None else out.copy_(y)
     raw = scaled_mm(**call_arguments(a, b, None, None))
     y = torch.empty(M, N, dtype=dtype, device=raw.device) if out is None else out
     target = y if y.stride(1) == 1 else y.contiguous()
-    combine(raw, 1, a.factors, b.factors, target, bias=bias, accumulate=accumulate)
+    combine(raw, 1, a.factors, b.factors, target, bias=bias, addend=target if accumulate else None)
     return y if target is y else y.copy_(target)
 
 

@@ -27,6 +27,8 @@ MAX_CHAIN = 8192  # products summed in one go for an fp32 output: tensor cores t
 TILE_OVERHEAD = 64  # prologue and epilogue of a tile, in columns of the contraction
 LAUNCH_COST = 8e6  # of combine_kernel, and COMBINE_COST per partial sum: in multiply-adds of one multiprocessor
 COMBINE_COST = 300
+WAVES = 320, 760, 1.1
+"""TILE_OVERHEAD, COMBINE_COST and a margin where the parts of a product fill several waves and their sums not L2."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,21 @@ class Plan:
         return min(work, target.multiprocessors) if self.tma else work
 
 
+Ends = tuple[Tensor, Tensor | None]
+"""Of a GEMM: its output and its addend."""
+
+
+def all_describable(ends: Ends) -> bool:
+    """Whether tensor maps can describe the output, and the addend if there is one."""
+    return all(end is None or describable(end) for end in ends)
+
+
 class Product(NamedTuple):
-    """Multiply a [M, >=K] and b [N, >=K] into out [M, N]."""
+    """Multiply a [M, >=K] and b [N, >=K] to ends [M, N]."""
 
     a: Tensor
     b: Tensor
-    out: Tensor
+    ends: Ends
     K: int
     variant: Variant
 
@@ -145,12 +156,14 @@ def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, programs: int) 
     for tile in tiles:
         count = ceil_div(M, tile.bm) * ceil_div(N, tile.bn)
         steps = ceil_div(K, tile.bk)
-        most = min(MAX_SPLITS, max(1, steps // MIN_SPLIT_STEPS), max(1, programs // count))
-        for splits in range(1, most + 1):
+        for splits in range(1, min(MAX_SPLITS, max(1, steps // MIN_SPLIT_STEPS)) + 1):
             waves = ceil_div(count * splits, programs)
-            time = waves * (ceil_div(steps, splits) * tile.bk + TILE_OVERHEAD) * tile.bm * tile.bn * tile.cost
+            several = splits > 1 and waves > 1
+            overhead, combining, factor = WAVES if several else (TILE_OVERHEAD, COMBINE_COST, 1.0)
+            time = waves * (ceil_div(steps, splits) * tile.bk + overhead) * tile.bm * tile.bn * tile.cost
             if splits > 1:
-                time += COMBINE_COST * splits * M * N / programs + LAUNCH_COST
+                time += combining * splits * M * N / programs + LAUNCH_COST
+            time *= factor
             if best is None or time < best[0]:
                 best = (time, tile, splits)
     assert best is not None
@@ -158,23 +171,23 @@ def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, programs: int) 
 
 
 def _planned(kernel: str, product: Product, plan: Plan) -> Choice:
-    grid = (plan.programs(*product.out.shape, target_of(product.a.device)),)
+    grid = (plan.programs(*product.ends[0].shape, target_of(product.a.device)),)
     return Choice(kernel, grid, plan.constants, plan)
 
 
 def _split(product: Product, tiles: tuple[Tile, ...], *, tma: bool) -> Plan:
-    (M, N), target = product.out.shape, target_of(product.a.device)
+    (M, N), target = product.ends[0].shape, target_of(product.a.device)
     tile, splits = choose_tile(tiles, M, N, product.K, target.multiprocessors)
-    if splits > 1 and product.out.dtype == torch.float32:
+    if splits > 1 and product.ends[0].dtype == torch.float32:
         splits = min(MAX_SPLITS, max(splits, ceil_div(product.K, MAX_CHAIN)))
     return Plan(tma, tile, splits, target.interpreter)
 
 
 def _tma(product: Product) -> Choice:
-    (M, N), target = product.out.shape, target_of(product.a.device)
+    (M, N), target = product.ends[0].shape, target_of(product.a.device)
     tiles = tma_tiles(target) or TMA_TILES[1:]
     # Plain stores of the largest tile's output spill registers.
-    tiles = tuple(tile for tile in tiles if describable(product.out) or tile.bn < 256)
+    tiles = tuple(tile for tile in tiles if all_describable(product.ends) or tile.bn < 256)
     if ceil_div(M, SMALL_TILES[0].bm) * ceil_div(N, SMALL_TILES[0].bn) <= target.multiprocessors:
         tiles += SMALL_TILES
     return _planned("gemm_tma_kernel", product, _split(product, tiles, tma=True))
@@ -194,8 +207,8 @@ DENSE = (
 )
 
 
-def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "auto") -> Plan:
-    """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and out [M, N].
+def make_plan(a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto") -> Plan:
+    """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and ends [M, N].
 
     Raises:
         ValueError: variant "tma" on strides that a tensor map cannot describe.
@@ -205,7 +218,7 @@ def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "aut
             f"variant='tma': operands with strides {a.stride()} and {b.stride()} are not {TMA_ALIGNMENT}-byte aligned; "
             "use 'auto'"
         )
-    return choose(DENSE, Product(a, b, out, K, variant)).facts
+    return choose(DENSE, Product(a, b, ends, K, variant)).facts
 
 
 # Products of groups.

@@ -18,6 +18,7 @@ from halfbyte.kernels.unpack import route
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout
 from halfbyte.spec import MXFP8, NVFP4, Spec
 
+
 class Decoded(NamedTuple):
     """A GEMM operand: values [rows, K] and what its factor g = max(amax, f(divisor / FLT_MAX)) * f(1 / divisor) needs.
 
