@@ -14,7 +14,7 @@ import torch
 
 from halfbyte import recipes
 from halfbyte.kernels.target import INTERPRETER, Target, assumed, find
-from halfbyte.ops.backends import NATIVE, REFERENCE, backends, choose
+from halfbyte.ops.backends import REFERENCE, backends, choose
 from halfbyte.spec import MXFP8, NVFP4, Spec, parse
 
 CPU = "cpu"

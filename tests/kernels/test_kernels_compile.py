@@ -26,7 +26,7 @@ from halfbyte.verify import matrix
 
 ONLY = {
     **dict.fromkeys(("gemm_tma_kernel", "rows_tma_kernel", "split_tma_kernel"), ("sm_90", "sm_100", "sm_103")),
-    "clear_tail_kernel": ("sm_90", "sm_100", "sm_103", "sm_120"),  # behind torch's grouped GEMM, which older targets do without
+    "clear_tail_kernel": ("sm_90", "sm_100", "sm_103", "sm_120"),  # behind torch's grouped GEMM
     "e2m1_pair_kernel": ("sm_100", "sm_103", "sm_120"),
 }
 """On which targets a kernel is launched, where it is not launched on all."""
@@ -202,6 +202,7 @@ def test_a_sample_has_every_kernel_on_every_target():
     for several in (chosen, record.sample(found, 12)):
         assert len({(r.launch.name, r.target.name) for r in several}) == 9
         assert len({(r.launch.name, r.tuned) for r in several}) == 6
+    assert [r.target.ptx for r in record.sample(found, 40)[12:]] == [True] * 28
     assert chosen == record.sample(found, 20) != record.sample(found, 20, seed=1)
 
 
@@ -226,7 +227,8 @@ def test_a_target_is_assumed_for_a_while():
     device = torch.device("cpu")
     with assumed(record.TARGETS["sm_103"]):
         assert target_of(device) == nvidia(103, 148)
-        assert magnitudes.parts_of(2960, 1, 2, device) == 296 and dense.tma_tiles(target_of(device)) == dense.TMA_TILES[1:]
+        assert magnitudes.parts_of(2960, 1, 2, device) == 296
+        assert dense.tma_tiles(target_of(device)) == dense.TMA_TILES[1:]
     with assumed(record.TARGETS["gfx942"]):
         assert magnitudes.parts_of(6080, 1, 2, device) == 608 and dense.tma_tiles(target_of(device)) == ()
 

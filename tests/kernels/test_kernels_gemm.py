@@ -8,6 +8,7 @@ import torch
 import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels.gemm import dense
+from halfbyte.kernels.target import amd, nvidia
 from halfbyte.kernels.unpack.dequantize import Decoded
 
 torch.manual_seed(0)
@@ -99,7 +100,7 @@ def test_split_contraction(variant, splits, monkeypatch):
 
 
 def test_tiles_are_chosen_for_the_shape():
-    tiles = dense.tma_tiles(90)
+    tiles = dense.tma_tiles(nvidia(90, 132))
     assert dense.choose_tile(tiles, 8192, 8192, 8192, 132) == (tiles[0], 1)
     assert dense.choose_tile(tiles, 65536, 1024, 1024, 132)[1] == 1
     wgrad_tile, splits = dense.choose_tile(tiles, 1024, 1024, 65536, 132)
@@ -109,7 +110,12 @@ def test_tiles_are_chosen_for_the_shape():
     assert dense.choose_tile(small, 512, 1024, 1024, 132) == (dense.SMALL_TILES[2], 1)
     assert dense.choose_tile(small, 1024, 1024, 512, 132) == (dense.SMALL_TILES[0], 1)
     assert dense.choose_tile(small, 1024, 1024, 65536, 132) == (wgrad_tile, splits)
-    assert dense.tma_tiles(80) == dense.tma_tiles(120) == ()
+    assert (
+        dense.tma_tiles(nvidia(80, 108))
+        == dense.tma_tiles(nvidia(120, 170))
+        == dense.tma_tiles(amd("gfx950", 256))
+        == ()
+    )
 
 
 @pytest.mark.parametrize("shape", ((0, 5, 16), (4, 0, 16), (3, 5, 0)))

@@ -34,5 +34,5 @@ def launch_options(device: torch.device) -> dict[str, bool]:
 
 
 def placed_early(hardware: int) -> dict[str, bool]:
-    """Return the options with which a kernel that has a Rule of this `hardware` is launched; AMD's compiler has none."""
+    """Return the options of a launch whose kernel has a Rule of this `hardware`; AMD's compiler has none."""
     return {"launch_pdl": True} if hardware >= OVERLAP_CAPABILITY.value else {}

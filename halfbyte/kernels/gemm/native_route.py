@@ -84,7 +84,8 @@ def grouped_unsupported(
     rows = b.data.qdata.shape[-2]
     width = a.data.qdata.shape[-1] % NATIVE_ALIGNMENT
     if width or rows % NATIVE_ALIGNMENT:
-        return f"torch's grouped GEMM takes rows of whole {NATIVE_ALIGNMENT} bytes, and multiples of {NATIVE_ALIGNMENT} rows"
+        unit = NATIVE_ALIGNMENT
+        return f"torch's grouped GEMM takes rows of whole {unit} bytes, and multiples of {unit} rows"
     return None
 
 
