@@ -41,7 +41,8 @@ class Step:
     instead: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        size = f": {' x '.join(map(str, self.programs))} programs" if self.programs else ""
+        count = " x ".join(map(str, self.programs))
+        size = f": {count} program{'' if count == '1' else 's'}" if self.programs else ""
         shown = {name: value for name, value in self.constants.items() if not isinstance(value, tuple)}
         tile = ", ".join(f"{name}={value}" for name, value in shown.items())
         lines = [f"{self.kernel}{size}{f', {tile}' if tile else ''}"]
@@ -73,8 +74,10 @@ def read_spec(word: Spec | str | None) -> Spec | None:
     Raises:
         ValueError: the word names no spec.
     """
-    if word is None or isinstance(word, NVFP4 | MXFP8) or word in PLAIN:
-        return None if isinstance(word, str) else word
+    if word is None or not isinstance(word, str):
+        return word
+    if word in PLAIN:
+        return None
     preset, *place = word.split(".", 2)
     if preset in recipes.PRESETS and len(place) == 2 and place[0] in ("fprop", "dgrad", "wgrad") and place[1] in "ab":
         product = getattr(recipes.get(preset), place[0])
@@ -142,7 +145,10 @@ def _gemm(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> 
     if route.ways(specs[0], specs[1], tensor(0).device).kernel == route.NATIVE:
         native.gemm_nt(*(native.Packed(data, spec, K) for data, spec in sides))
         return
-    backend.gemm_nt(*(backend.plain(data) if spec is None else backend.decode(data, spec, K) for data, spec in sides))
+    decoded = [backend.plain(data) if spec is None else backend.decode(data, spec, K) for data, spec in sides]
+    if None in specs:  # padding takes part only if both operands have it
+        decoded = [side._replace(values=side.values[:, :K]) for side in decoded]
+    backend.gemm_nt(*decoded)
 
 
 def _grouped(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
@@ -252,7 +258,8 @@ def steps_of(events: Sequence[Any]) -> list[Step]:
             continue
         name, grid = event.kernel.__name__, tuple(event.grid)
         known = last.get(name, Step(kernel=name))
-        constants = {p.name: event.arguments[p.name] for p in event.kernel.params if p.is_constexpr}
+        given = {p.name: event.arguments[p.name] for p in event.kernel.params if p.is_constexpr}
+        constants = {name: getattr(value, "value", value) for name, value in given.items()}
         options = {key: value for key, value in event.options.items() if key in ("num_warps", "num_stages")}
         steps.append(
             Step(kernel=name, programs=grid, constants=constants | options, why=known.why, instead=known.instead)
