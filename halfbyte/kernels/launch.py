@@ -135,12 +135,18 @@ def _plain(values: Iterable[Any]) -> list[Any]:
     return [value.value if type(value) is Varying else value for value in values]
 
 
+def _names(fn: Callable) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return the parameters of a kernel in order, and those that it is compiled for."""
+    parameters = inspect.signature(fn).parameters
+    return tuple(parameters), frozenset(name for name, p in parameters.items() if "constexpr" in str(p.annotation))
+
+
 class Kernel(JITFunction):
     """A compiled kernel."""
 
     def __init__(self, fn: Callable, do_not_specialize: Sequence[str]) -> None:
         super().__init__(fn, do_not_specialize=do_not_specialize)
-        self.parameters = tuple(inspect.signature(fn).parameters)
+        self.parameters, self.constants = _names(fn)
         self.unspecialized = frozenset(do_not_specialize)
 
     def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> Any:
@@ -160,7 +166,7 @@ class InterpretedKernel(InterpretedFunction):
 
     def __init__(self, fn: Callable, do_not_specialize: Sequence[str]) -> None:
         super().__init__(fn, do_not_specialize=do_not_specialize)
-        self.parameters = tuple(inspect.signature(fn).parameters)
+        self.parameters, self.constants = _names(fn)
         self.unspecialized = frozenset(do_not_specialize)
 
     def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:

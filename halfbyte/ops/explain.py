@@ -258,7 +258,7 @@ def steps_of(events: Sequence[Any]) -> list[Step]:
             continue
         name, grid = event.kernel.__name__, tuple(event.grid)
         known = last.get(name, Step(kernel=name))
-        given = {p.name: event.arguments[p.name] for p in event.kernel.params if p.is_constexpr}
+        given = {name: value for name, value in event.arguments.items() if name in event.kernel.constants}
         constants = {name: getattr(value, "value", value) for name, value in given.items()}
         options = {key: value for key, value in event.options.items() if key in ("num_warps", "num_stages")}
         steps.append(
