@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -110,87 +110,96 @@ def _target(name: str | None) -> tuple[Target | None, str]:
     return find(device), ""
 
 
-def _quantize(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
+class Call(NamedTuple):
+    """What is rehearsed: sizes, the specs of rows and columns or of a and b, and groups of tokens."""
+
+    shape: tuple[int, ...]
+    first: Spec | None
+    second: Spec | None
+    groups: int
+
+
+def _quantize(call: Call) -> None:
     from halfbyte.kernels import backend
     from halfbyte.kernels.scenario_values import draws, tensor
 
-    backend.quantize_row_col(tensor(*shape), specs[0], specs[1], **draws(*specs))
+    drawn: Any = draws(call.first, call.second)
+    backend.quantize_row_col(tensor(*call.shape), call.first, call.second, **drawn)
 
 
-def _amax(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
+def _amax(call: Call) -> None:
     from halfbyte.kernels.amax.plain import row_col_amax
     from halfbyte.kernels.scenario_values import draws, tensor
 
-    row_col_amax(tensor(*shape), specs[0], specs[1], draws(*specs)["sign_draw"])
+    row_col_amax(tensor(*call.shape), call.first, call.second, draws(call.first, call.second)["sign_draw"])
 
 
-def _dequantize(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
+def _dequantize(call: Call) -> None:
     from halfbyte.kernels import backend
     from halfbyte.kernels.scenario_values import blocks
 
-    if specs[0] is None:
+    if call.first is None:
         raise ValueError("spec=bf16: what is not quantized needs no dequantize; give the spec of the operand")
-    backend.dequantize(blocks(*shape, specs[0]), specs[0], shape[1], torch.bfloat16)
+    rows, cols = call.shape
+    backend.dequantize(blocks(rows, cols, call.first), call.first, cols, torch.bfloat16)
 
 
-def _gemm(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
+def _gemm(call: Call) -> None:
     from halfbyte.kernels import backend
-    from halfbyte.kernels.gemm import native
-    from halfbyte.kernels.gemm import native_route as route
-    from halfbyte.kernels.scenario_values import blocks, tensor
+    from halfbyte.kernels.gemm import native, native_route
+    from halfbyte.kernels.scenario_values import META, blocks, tensor
 
-    M, N, K = shape
-    stored = [tensor(n, K) if spec is None else blocks(n, K, spec) for n, spec in zip((M, N), specs, strict=True)]
-    sides = list(zip(stored, specs, strict=True))
-    if route.ways(specs[0], specs[1], tensor(0).device).kernel == route.NATIVE:
-        native.gemm_nt(*(native.Packed(data, spec, K) for data, spec in sides))
+    M, N, K = call.shape
+    way = native_route.ways(call.first, call.second, META)
+    if way.kernel == native_route.NATIVE:
+        assert call.first is not None and call.second is not None, "tensor cores read codes"
+        sides = (M, call.first), (N, call.second)
+        a, b = (native.Packed(blocks(n, K, spec), spec, K) for n, spec in sides)
+        native.gemm_nt(a, b)
         return
-    decoded = [backend.plain(data) if spec is None else backend.decode(data, spec, K) for data, spec in sides]
-    if None in specs:  # padding takes part only if both operands have it
+    decoded = []
+    for n, spec in ((M, call.first), (N, call.second)):
+        decoded.append(backend.plain(tensor(n, K)) if spec is None else backend.decode(blocks(n, K, spec), spec, K))
+    if None in (call.first, call.second):  # padding takes part only if both operands have it
         decoded = [side._replace(values=side.values[:, :K]) for side in decoded]
     backend.gemm_nt(*decoded)
 
 
-def _grouped(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
+def _grouped(call: Call) -> None:
     from halfbyte.kernels import backend
     from halfbyte.kernels.scenario_values import draws, tensor
     from halfbyte.kernels.scenarios_grouped import offsets_of
 
-    backend.grouped_quantize_row_col(tensor(*shape), offsets_of(groups), specs[0], specs[1], **draws(*specs))
+    drawn: Any = draws(call.first, call.second)
+    offsets = offsets_of(call.groups) if call.groups else None
+    backend.grouped_quantize_row_col(tensor(*call.shape), offsets, call.first, call.second, **drawn)
 
 
-def _experts(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
+def _grouped_gemm(call: Call) -> None:
     from halfbyte.kernels import backend
-    from halfbyte.kernels.scenario_values import draws, tensor
-
-    backend.grouped_quantize_row_col(tensor(*shape), None, specs[0], specs[1], **draws(*specs))
-
-
-def _grouped_gemm(shape: tuple[int, ...], specs: Sequence[Spec | None], groups: int) -> None:
-    from halfbyte.kernels import backend
-    from halfbyte.kernels.gemm import grouped_native
-    from halfbyte.kernels.gemm import native_route as route
+    from halfbyte.kernels.gemm import grouped_native, native_route
     from halfbyte.kernels.scenario_values import tensor
     from halfbyte.kernels.scenarios_grouped import expert_blocks, grouped_blocks, offsets_of
     from halfbyte.layout import GroupedOperand
 
-    (M, N, K), (a, b), offsets = shape, specs, offsets_of(groups)
+    (M, N, K), a, b, groups = call
+    offsets = offsets_of(groups)
     left = GroupedOperand(tensor(M, K)) if a is None else GroupedOperand(grouped_blocks((M, K), groups, a), a)
     right = GroupedOperand(tensor(groups, N, K)) if b is None else GroupedOperand(expert_blocks(groups, N, K, b), b)
-    way = route.grouped_ways(left, right, offsets, torch.bfloat16)
-    if way.kernel == route.GROUPED_NATIVE:
+    way = native_route.grouped_ways(left, right, offsets, torch.bfloat16)
+    if way.kernel == native_route.GROUPED_NATIVE:
         grouped_native.call_arguments(left, right, offsets, K)
-    elif way.kernel != route.GROUPED_TORCH:
+    elif way.kernel != native_route.GROUPED_TORCH:
         backend.grouped_gemm_nt(left, right, offsets, K, tensor(M, N))
 
 
-OPS: dict[str, tuple[int, Callable[..., None]]] = {
+OPS: dict[str, tuple[int, Callable[[Call], None]]] = {
     "quantize": (2, _quantize),
     "amax": (2, _amax),
     "dequantize": (2, _dequantize),
     "gemm": (3, _gemm),
     "grouped_quantize": (2, _grouped),
-    "grouped_experts": (3, _experts),
+    "grouped_experts": (3, _grouped),
     "grouped_gemm": (3, _grouped_gemm),
 }
 """By name, how many sizes its shape has, and the call that is rehearsed."""
@@ -237,7 +246,7 @@ def explain(
     from halfbyte.kernels.launch import rehearsing
 
     with assumed(where), rehearsing() as events:
-        OPS[op][1](tuple(shape), (*known, None)[:2], groups)
+        OPS[op][1](Call(tuple(shape), known[0], known[1] if len(known) == 2 else None, groups))
     return Explanation(op=op, target=where.name, steps=tuple(steps_of(events)))
 
 

@@ -228,7 +228,8 @@ def quantize(choice: Choice) -> Blocks:
     lines: Lines = choice.facts
     long = _in_rows_of(lines, out)
     arguments = operand_arguments(one.spec, long, amax, lines.draw, one.sign_draw)
-    LAUNCHES[choice.kernel](choice, arguments)
+    launch = LAUNCHES[choice.kernel]
+    launch(choice, arguments)
     return Blocks(out.qdata, out.block_scale, amax)
 
 
