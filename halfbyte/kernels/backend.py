@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from halfbyte.kernels.amax.plain import finite_amax
-from halfbyte.kernels.gemm.dense import gemm_nt
+from halfbyte.kernels.gemm.dense import gemm_nt, gemm_nt_add
 from halfbyte.kernels.gemm.grouped import grouped_dequantize, grouped_gemm_nt, grouped_values
 from halfbyte.kernels.quantize import both, grouped, one
 from halfbyte.kernels.quantize.both_route import Pair
@@ -23,6 +23,7 @@ __all__ = [
     "finite_amax",
     "from_values",
     "gemm_nt",
+    "gemm_nt_add",
     "grouped_dequantize",
     "grouped_gemm_nt",
     "grouped_quantize_row_col",

@@ -178,7 +178,9 @@ def _gemm(a: _Side, b: _Side, K: int, backend: str, out_dtype, bias, out=None, a
             return native.gemm_nt(*packed, **options)
         module = _backend(a.data.device, backend)
         decoded = (_decode(module, side, K, bool(other.key)) for side, other in ((a, b), (b, a)))
-        return module.gemm_nt(*decoded, **options, addend=addend)
+        if addend is not None:
+            return module.gemm_nt_add(*decoded, addend, out_dtype=out_dtype)
+        return module.gemm_nt(*decoded, **options)
 
 
 def _runs_natively(a: _Side, b: _Side) -> bool:

@@ -39,7 +39,6 @@ def gemm_nt(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
-    addend: Tensor | None = None,
     variant: Variant = "auto",
 ) -> Tensor:
     """Return a @ b.T with factors, bias and the existing output applied in fp32 before the only rounding.
@@ -51,7 +50,6 @@ def gemm_nt(
         bias: [N] of any float dtype, or None.
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
-        addend: [M, N] of any float dtype with contiguous rows, added in fp32 too; not with `accumulate`.
         variant: "tma" and "pointer" force a kernel, "auto" chooses from the device and the strides.
 
     Returns:
@@ -60,15 +58,31 @@ def gemm_nt(
     Raises:
         ValueError: variant "tma" on strides that a tensor map cannot describe.
     """
-    a, b = (side._replace(values=_row_major(side.values)) for side in (a, b))
-    M, N, K = a.values.shape[0], b.values.shape[0], min(a.values.shape[1], b.values.shape[1])
+    y = _output(a, b, out_dtype) if out is None else out
     assert out is not None or not accumulate, "accumulate needs out"
-    y = torch.empty(M, N, dtype=out_dtype, device=a.values.device) if out is None else out
-    assert y.shape == (M, N), "out has another shape"
+    assert y.shape == (a.values.shape[0], b.values.shape[0]), "out has another shape"
+    return _into(y, a, b, bias, y if accumulate else None, variant)
+
+
+def gemm_nt_add(
+    a: Decoded, b: Decoded, addend: Tensor, *, out_dtype: torch.dtype = torch.bfloat16, variant: Variant = "auto"
+) -> Tensor:
+    """Return a @ b.T + addend, the addend [M, N] of any float dtype added in fp32 before the only rounding."""
+    return _into(_output(a, b, out_dtype), a, b, None, addend, variant)
+
+
+def _output(a: Decoded, b: Decoded, dtype: torch.dtype) -> Tensor:
+    return torch.empty(a.values.shape[0], b.values.shape[0], dtype=dtype, device=a.values.device)
+
+
+def _into(y: Tensor, a: Decoded, b: Decoded, bias: Tensor | None, addend: Tensor | None, variant: Variant) -> Tensor:
+    """Write a @ b.T with its ends into y; the addend may be y itself."""
+    a, b = (side._replace(values=_row_major(side.values)) for side in (a, b))
     if y.numel() == 0:
         return y
+    K = min(a.values.shape[1], b.values.shape[1])
     target = y if y.stride(1) == 1 else y.contiguous()
-    addend = target if accumulate else addend
+    addend = target if addend is y else None if addend is None else _row_major(addend)
     if K == 0:
         return bias_only(y, bias, addend)
     plan = make_plan(a.values, b.values, (target, addend), K, variant)
