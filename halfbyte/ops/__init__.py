@@ -13,6 +13,8 @@ from halfbyte.ops.dispatch import (
     quantize_row_col,
     transpose,
 )
+from halfbyte.ops.explain import OPS as EXPLAINED
+from halfbyte.ops.explain import Explanation, Step, explain
 from halfbyte.ops.fused import (
     Amaxes,
     Following,
@@ -34,11 +36,14 @@ from halfbyte.ops.grouped import (
 from halfbyte.ops.repeat import define_pass, run
 
 __all__ = [
+    "EXPLAINED",
     "Amaxes",
     "BackendStatus",
+    "Explanation",
     "Following",
     "NormKind",
     "Operand",
+    "Step",
     "activation",
     "activation_backward",
     "amax",
@@ -48,6 +53,7 @@ __all__ = [
     "define_pass",
     "dequantize",
     "emulates",
+    "explain",
     "gemm_nt",
     "gemm_nt_add",
     "grouped_decode",
