@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -34,9 +34,11 @@ class Kind:
     shared: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Architecture:
     """A decoder as the planner sees it: blocks of a few kinds between an embedding and a head.
+
+    Equal only to itself, so that what is found of its blocks is found again by identity.
 
     Args:
         name: of the preset.
@@ -82,18 +84,23 @@ class Architecture:
                     setattr(block, name, RMSNorm(self.config.dim, self.config.norm_eps))
         for name, child in list(block.named_children()):
             if compiled and isinstance(child, models.MLP):
-                setattr(block, name, FusedMLP.from_linears(dict(child.named_children()), "swiglu"))
+                parts = {"gate_proj": child.gate_proj, "up_proj": child.up_proj, "down_proj": child.down_proj}
+                setattr(block, name, FusedMLP.from_linears(parts, "swiglu"))
         return block
 
     def matrices(self, kind: Kind) -> tuple[Matrix, ...]:
         """Return the weights of linear layers in one block."""
-        return _shapes(self, kind)[0]
+        return self._shapes[kind][0]
 
     def small(self, kind: Kind) -> int:
         """Parameters of one block that no linear layer has: norms and routers."""
-        return _shapes(self, kind)[1]
+        return self._shapes[kind][1]
 
-    @property
+    @cached_property
+    def _shapes(self) -> dict[Kind, tuple[tuple[Matrix, ...], int]]:
+        return {kind: _shapes(self.block(kind, compiled=False)) for kind in self.kinds}
+
+    @cached_property
     def expert_parameters(self) -> int:
         """Those of routed experts."""
         return sum(k.count * m.numel for k in self.kinds for m in self.matrices(k) if m.experts > 1)
@@ -133,10 +140,8 @@ class Matrix:
         return self.experts * self.rows * self.cols
 
 
-@lru_cache(maxsize=64)
-def _shapes(architecture: Architecture, kind: Kind) -> tuple[tuple[Matrix, ...], int]:
+def _shapes(block: nn.Module) -> tuple[tuple[Matrix, ...], int]:
     """Return the weights of linear layers in a block, and how many parameters it has beside them."""
-    block = architecture.block(kind, compiled=False)
     found = []
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear):

@@ -50,7 +50,7 @@ STOCHASTIC = Constant(
     record="20261121T184154-b024189928",
 )
 GROUP_RAMP = Constant(
-    value=180.0,
+    value=170.0,
     means="tokens of an expert at which its GEMMs reach half of a dense one's rate (bf16 of grouped/linear)",
     record="20261121T235123-a45ff07e79",
 )
@@ -68,7 +68,7 @@ NETWORK_SHARE = Constant(
     value=0.8, means="of the network adapter's rate in collectives between nodes: assumed", record=""
 )
 EAGER_TRAFFIC = Constant(
-    value=1.7,
+    value=1.6,
     means="bytes between GEMMs run op by op, of those compiled: counted on the ops of a block of 1b, not timed",
     record="",
 )

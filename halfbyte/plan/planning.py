@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak.total <= ROOM * self.job.hardware.memory_GiB * GIB
+        return self.peak.total <= room(self.job)
 
     @property
     def tokens_per_second(self) -> float:
@@ -168,41 +168,52 @@ def _search(request: Request) -> Plan:
         ValueError: none fits; the message has the smallest need and what takes it.
     """
     best: Plan | None = None
-    smallest: Plan | None = None
+    smallest: tuple[Held, Job] | None = None
     refused: list[tuple[str, str, str]] = []
+    fitting: set[Mesh] = set()
     for mesh, recompute in candidates(request):
+        if mesh in fitting:  # where less is recomputed, which is faster
+            continue
         try:
-            found = _of(request, job_of(request, mesh, recompute))
+            job = job_of(request, mesh, recompute)
         except ValueError as error:
             refused.append((str(mesh), recompute, str(error)))
             continue
-        if not found.fits:
-            refused.append((str(mesh), recompute, _too_much(found)))
-            if smallest is None or found.peak.total < smallest.peak.total:
-                smallest = found
-        elif best is None or found.tokens_per_second > best.tokens_per_second:
+        peak = held.peak(job)
+        if peak.total > room(job):
+            refused.append((str(mesh), recompute, _too_much(peak, job)))
+            smallest = min(smallest or (peak, job), (peak, job), key=lambda pair: pair[0].total)
+            continue
+        fitting.add(mesh)
+        found = _of(request, job)
+        if best is None or found.tokens_per_second > best.tokens_per_second:
             best = found
     if best is None:
         raise ValueError(_nothing_fits(request, smallest, refused))
     return replace(best, refused=tuple(refused))
 
 
-def _nothing_fits(request: Request, smallest: Plan | None, refused: list[tuple[str, str, str]]) -> str:
+def _nothing_fits(request: Request, smallest: tuple[Held, Job] | None, refused: list[tuple[str, str, str]]) -> str:
     if smallest is None:
         return f"gpus={request.gpus}: no mesh can be; {refused[-1][2]}"
+    peak, job = smallest
     return (
-        f"gpus={request.gpus}: {request.model} fits on no mesh of {request.hardware}; least is {smallest.job.mesh}, "
-        f"recompute={smallest.job.recompute}: {_too_much(smallest)}; use more GPUs, a smaller sequences x sequence or "
+        f"gpus={request.gpus}: {request.model} fits on no mesh of {request.hardware}; least is {job.mesh}, "
+        f"recompute={job.recompute}: {_too_much(peak, job)}; use more GPUs, a smaller sequences x sequence or "
         "other hardware"
     )
 
 
-def _too_much(found: Plan) -> str:
+def _too_much(peak: Held, job: Job) -> str:
     """Say what does not fit."""
-    most = sorted(found.peak.bytes.items(), key=lambda item: -item[1])[:2]
+    most = sorted(peak.bytes.items(), key=lambda item: -item[1])[:2]
     parts = ", ".join(f"{kind} {count / GIB:,.0f}" for kind, count in most)
-    room = ROOM * found.job.hardware.memory_GiB
-    return f"needs {found.peak.total / GIB:,.0f} GiB of {room:,.0f} at {found.peak.moment} ({parts})"
+    return f"needs {peak.total / GIB:,.0f} GiB of {room(job) / GIB:,.0f} at {peak.moment} ({parts})"
+
+
+def room(job: Job) -> float:
+    """Return the bytes of a GPU that tensors may take."""
+    return ROOM * job.hardware.memory_GiB * GIB
 
 
 def candidates(request: Request) -> Iterator[tuple[Mesh, Recompute]]:

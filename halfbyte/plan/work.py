@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from halfbyte.formats import MXFP8_BLOCK, NVFP4_BLOCK
-from halfbyte.plan.architecture import Matrix
+from halfbyte.plan.architecture import Kind, Matrix
 from halfbyte.plan.calibration import EAGER_TRAFFIC
 from halfbyte.plan.hardware import Hardware
 from halfbyte.plan.held import BF16, FP32
@@ -167,7 +167,7 @@ def blocks(job: Job) -> Iterator[tuple[Span, dict[str, Work]]]:
             sharing = sum(m.cols == matrix.cols and _reads_alike(m, matrix) for m in matrices)
             for name, work in linear(job, matrix, span.recipe, 1 / sharing).items():
                 total[name].add(work)
-        _between(job, span, total)
+        between(job, span.kind, total)
         yield span, total
 
 
@@ -181,9 +181,9 @@ def _reads_alike(one: Matrix, other: Matrix) -> bool:
     return one.name == other.name or (stem == beside and any({name, second} <= set(group) for group in INPUTS))
 
 
-def _between(job: Job, span: Span, total: dict[str, Work]) -> None:
+def between(job: Job, kind: Kind, total: dict[str, Work]) -> None:
     """Add norms, rotation, attention, activation and residual sums, and the way to experts and back."""
-    config, kind = job.architecture.config, span.kind
+    config = job.architecture.config
     tokens, word = job.tokens / job.mesh.tp, WORD[job.masters]
     queries, values = job.architecture.attention_widths
     active = kind.hidden * ((kind.moe.per_token if kind.moe else 1) + kind.shared)

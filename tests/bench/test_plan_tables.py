@@ -1,0 +1,60 @@
+"""docs/scaling.md says what `python -m bench.plan_tables` prints, and plans are near what was measured."""
+
+import pytest
+
+from bench import plan_tables
+from bench.records import load
+
+RECORDS = load()
+TEXT = plan_tables.PAGE.read_text(encoding="utf-8")
+SLOW = ("8b", "70b", "671b")
+HOST_BOUND = {  # steps that waited for a host: docs/scaling.md and docs/primary_weights.md
+    ("steps/60m, nvfp4, 1 GPU", "20261122T174437-dcf3771"),
+    ("ZeroOptimizer, 1b, bf16 gathered, 2 GPUs, 32,000 words", "20261121T151748-9ea166c5fc"),
+    ("ZeroOptimizer, 1b, bf16 gathered, 2 GPUs, 32,000 words", "20261121T234939-a45ff07e79"),
+    ("ZeroOptimizer, 1b, bf16 gathered, 2 GPUs, 32,000 words", "20261122T001918-832d55f3b8"),
+    ("ZeroOptimizer, 1b, nvfp4 gathered, 2 GPUs, 8,192 words", "20261122T122359-20c374a"),
+    ("ZeroOptimizer, 1b, bf16 gathered, 2 GPUs, 8,192 words", "20261122T122359-20c374a"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in SLOW)) for n in plan_tables.RENDERERS]
+)
+def test_the_page_holds_what_the_command_prints(name):
+    assert f"<!-- plan: {name} -->" in TEXT
+    assert plan_tables.renew(TEXT, RECORDS, [name]) == TEXT, "run `python -m bench.plan_tables --write`"
+
+
+def test_one_line_of_each_slow_table_is_on_the_page():
+    from halfbyte.plan import Request, plan
+
+    for model, mesh, hardware, gpus in (
+        ("llama3-8b", "dp_shard=64", "h200", 64),
+        ("llama3-70b", "dp_shard=512,tp=2", "h200", 1024),
+        ("deepseek-v3", "dp_shard=512,tp=2,ep=32", "gb300", 1024),
+    ):
+        found = plan(Request(model=model, gpus=gpus, mesh=mesh, hardware=hardware))
+        assert f"| {' | '.join(plan_tables.line(found))} |" in TEXT
+
+
+def test_no_marker_is_broken_and_every_table_is_named():
+    names = [name for _, name, _, _ in plan_tables.BLOCK.findall(TEXT)]
+    assert sorted(names) == sorted(plan_tables.RENDERERS)
+    assert TEXT.count("<!-- plan:") == TEXT.count("<!-- /plan -->") == len(names)
+    with pytest.raises(ValueError, match="'size' is no table; they are measured"):
+        plan_tables.renew("<!-- plan: size -->1<!-- /plan -->", RECORDS)
+
+
+def test_plans_are_near_every_measured_step():
+    runs = plan_tables.compared(RECORDS)
+    assert len(runs) >= 36 and all(abs(c.memory_gap or 0.0) <= plan_tables.MEMORY_BAR for c in runs)
+    missed = {(c.what, c.stamp) for c in runs if abs(c.time_gap) > plan_tables.TIME_BAR}
+    assert missed <= HOST_BOUND
+    fitted = [c for c in runs if c.what == "train/1b, bf16, 1 GPU"]
+    assert len(fitted) == 1 and abs(fitted[0].time_gap) < 0.005  # the one step that a constant is taken from
+
+
+def test_only_runs_without_tokens_are_left_out():
+    for record in plan_tables.left_out(RECORDS):
+        assert "tokens" not in record.values and record.values["vocabulary"] != 32_000
