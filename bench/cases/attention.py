@@ -1,4 +1,4 @@
-"""torch's causal attention, forward and backward, as the decoder calls it: what `halfbyte plan` needs and no kernel of ours.
+"""torch's causal attention, forward and backward, as the decoder calls it: `halfbyte plan` needs its rate.
 
 Shapes are (sequences, tokens of one, query heads, key and value heads, head width).
 """
