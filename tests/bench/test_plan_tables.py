@@ -8,14 +8,11 @@ from bench.records import load
 RECORDS = load()
 TEXT = plan_tables.PAGE.read_text(encoding="utf-8")
 SLOW = ("8b", "70b", "671b")
-HOST_BOUND = {  # steps that waited for a host: docs/scaling.md and docs/primary_weights.md
-    ("steps/60m, nvfp4, 1 GPU", "20261122T174437-dcf3771"),
-    ("ZeroOptimizer, 1b, bf16 gathered, 2 GPUs, 32,000 words", "20261121T151748-9ea166c5fc"),
-    ("ZeroOptimizer, 1b, bf16 gathered, 2 GPUs, 32,000 words", "20261121T234939-a45ff07e79"),
-    ("ZeroOptimizer, 1b, bf16 gathered, 2 GPUs, 32,000 words", "20261122T001918-832d55f3b8"),
+LATE_HOST = {  # docs/primary_weights.md, "With 8,192 words": the host, which was slow, set the length of these steps
     ("ZeroOptimizer, 1b, nvfp4 gathered, 2 GPUs, 8,192 words", "20261122T122359-20c374a"),
     ("ZeroOptimizer, 1b, bf16 gathered, 2 GPUs, 8,192 words", "20261122T122359-20c374a"),
 }
+WAITED = 0.10  # of a step: a GPU that waits longer than that for a host or a rank is not what a plan is of
 
 
 @pytest.mark.parametrize(
@@ -49,8 +46,9 @@ def test_no_marker_is_broken_and_every_table_is_named():
 def test_plans_are_near_every_measured_step():
     runs = plan_tables.compared(RECORDS)
     assert len(runs) >= 36 and all(abs(c.memory_gap or 0.0) <= plan_tables.MEMORY_BAR for c in runs)
-    missed = {(c.what, c.stamp) for c in runs if abs(c.time_gap) > plan_tables.TIME_BAR}
-    assert missed <= HOST_BOUND
+    missed = [c for c in runs if abs(c.time_gap) > plan_tables.TIME_BAR]
+    busy = {(c.what, c.stamp) for c in missed if (c.waiting or 0.0) <= WAITED * c.seconds}
+    assert busy <= LATE_HOST and len(missed) <= len(runs) / 5
     fitted = [c for c in runs if c.what == "train/1b, bf16, 1 GPU"]
     assert len(fitted) == 1 and abs(fitted[0].time_gap) < 0.005  # the one step that a constant is taken from
 

@@ -34,6 +34,7 @@ def run(stamp: str) -> dict:
 
 def test_every_constant_is_what_its_record_says():
     c = calibration
+    assert run(c.BF16_SHARE.record)["memory_GiB"] == H200.memory_GiB
     assert c.BF16_SHARE.value == pytest.approx(run(c.BF16_SHARE.record)["bf16_TFLOP_s"] / 989.4, rel=1e-3)
     assert c.COPY_SHARE.value == pytest.approx(run(c.COPY_SHARE.record)["copy_TB_s"] / 4.8, rel=1e-3)
     one, two = (measured(c.TAIL.record, "quantize/1x16", (n, 8192))["us"] for n in (8192, 16_384))
