@@ -54,6 +54,11 @@ class Probe(nn.Module):
         with torch.device("meta"):
             self.words = nn.Embedding(1, dim)
 
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """In which dtype GEMMs run beside the parameters' own."""
+        return torch.bfloat16 if self.words.weight.dtype == torch.float32 else None
+
     def forward(self, tokens: Tensor) -> Tensor:
         table = torch.empty(tokens.shape[-1], self.head_dim)
         y, balance = self.block(self.words(tokens), table, table)
@@ -80,19 +85,17 @@ def kept(
         recompute: activation checkpointing of the block.
         compiled: whether MLPs are compiled or fused.
     """
+    if recompute != "nothing":
+        whole = kept(architecture, kind, recipe, sequence, masters, "nothing", compiled)
+        held, weights = float(architecture.config.dim * WORD[masters]), 0.0
+        if recompute == "selective":
+            one, two = (_selected(_probe(architecture, kind, masters, compiled), recipe, (n, sequence)) for n in (1, 2))
+            held, weights = held + (two - one) / sequence, 2 * one - two
+        return BlockKept(per_token=held, weights=weights, again=max(0.0, whole.per_token - held))
     probe = _probe(architecture, kind, masters, compiled)
     tokens = torch.zeros(1, sequence, dtype=torch.int64, device="meta")
-    dtype = torch.bfloat16 if masters == "fp32" else None
-    row = hb.memory_report(probe, tokens, recipes=[recipe], dtype=dtype)[describe(recipe)]
-    per_token = row.per_token - TOKEN_BYTES
-    if recompute == "nothing":
-        return BlockKept(per_token=per_token, weights=row.fixed)
-    held, weights = float(architecture.config.dim * WORD[masters]), 0.0
-    if recompute == "selective":
-        hb.set_recipe_(probe, recipe)
-        one, two = (_selected(probe, tokens.repeat(n, 1), dtype) for n in (1, 2))
-        held, weights = held + (two - one) / sequence, 2 * one - two
-    return BlockKept(per_token=held, weights=weights, again=max(0.0, per_token - held))
+    row = hb.memory_report(probe, tokens, recipes=[recipe], dtype=probe.autocast)[describe(recipe)]
+    return BlockKept(per_token=row.per_token - TOKEN_BYTES, weights=row.fixed)
 
 
 def _probe(architecture: Architecture, kind: Kind, masters: Masters, compiled: bool) -> Probe:
@@ -123,11 +126,13 @@ class _Outputs(TorchDispatchMode):
         return result
 
 
-def _selected(probe: Probe, tokens: Tensor, dtype: torch.dtype | None) -> int:
-    """Return the bytes that `halfbyte train --recompute selective` keeps of a block."""
+def _selected(probe: Probe, recipe: Recipe, tokens: tuple[int, int]) -> int:
+    """Return the bytes that `halfbyte train --recompute selective` keeps of a block under a recipe."""
+    hb.set_recipe_(probe, recipe)
     ops = [*hb.selective_checkpoint_ops(), *ATTENTION]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, fake_parameters(probe, mode):
         context, _ = create_selective_checkpoint_contexts(ops)
-        with torch.autocast("cpu", dtype, enabled=dtype is not None), context, _Outputs(ops) as outputs:
-            probe(torch.zeros(tokens.shape, dtype=torch.int64))
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=probe.autocast is not None)
+        with autocast, context, _Outputs(ops) as outputs:
+            probe(torch.zeros(tokens, dtype=torch.int64))
     return sum(count for count, _ in outputs.storages.values())

@@ -104,12 +104,12 @@ def test_operands_are_multiplied_in_the_precision_that_the_hardware_has():
 
 
 def test_tensor_parallelism_and_experts_divide_the_multiplications():
-    base = {"model": "deepseek-v3", "gpus": 128, "sequence": 4096}
+    base = {"model": "deepseek-v3", "gpus": 128}
     whole = plan(Request(**base, mesh="dp_shard=128")).step
     split = plan(Request(**base, mesh="dp_shard=32,tp=4,ep=16")).step
     assert split.flops["bf16"] == pytest.approx(whole.flops["bf16"] / 4)
-    expected = 6 * 4096 * (37_552_282_624 - 129_280 * 7168)
-    attention = 3.5 * 61 * 2 * 4096 * (4096 / 2) * 128 * (192 + 128)
+    expected = 6 * 8192 * (37_552_282_624 - 129_280 * 7168)
+    attention = 3.5 * 61 * 2 * 8192 * (8192 / 2) * 128 * (192 + 128)
     assert whole.useful == pytest.approx(expected + attention, rel=1e-6)
 
 

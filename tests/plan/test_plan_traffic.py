@@ -72,11 +72,9 @@ def test_blocks_in_high_precision_travel_in_bf16():
 
 
 def test_tensor_and_expert_parallelism_exchange_activations():
-    request = Request(
-        model="deepseek-v3", gpus=64, mesh="dp_shard=32,tp=2,ep=8", sequences=2, sequence=4096, accumulate=2
-    )
+    request = Request(model="deepseek-v3", gpus=64, mesh="dp_shard=32,tp=2,ep=8", accumulate=2)
     found = sent(request)
-    tokens = 2 * 4096
+    tokens = 8192
     assert found["activations", "forward"].message == 2 * 61 * 4 * tokens * 7168 * 2
     assert found["activations", "backward"].message == 2 * 61 * 6 * tokens * 7168 * 2
     experts = found["tokens of experts", "forward"]
