@@ -106,7 +106,7 @@ def _of_step(record: Record) -> list[Compared]:
             recipe=recipe,
             sequences=values["shape"][0],
             sequence=values["shape"][1],
-            sharding="none" if graphed else "zero1",  # the parameters of steps/* are bf16
+            sharding="none" if graphed else "zero1",  # steps/* have bf16 parameters: the time of zero1 on one rank
             gather="bf16",
             holds_logits=graphed,
         )
@@ -162,7 +162,7 @@ def measured(records: Sequence[Record]) -> str:
             [
                 c.what,
                 "" if c.peak is None else f"{c.peak / GIB:.1f}",
-                f"{c.plan.peak.total / GIB:.1f}",
+                "" if c.peak is None else f"{c.plan.peak.total / GIB:.1f}",
                 gap,
                 f"{c.seconds * 1e3:.1f}",
                 f"{c.plan.step.total * 1e3:.1f}",
