@@ -162,7 +162,11 @@ def define_pass(name: str, function: Callable) -> Any:
     def implementation(text: str, tensors: Sequence[Any], sizes: Sequence[int], numbers: Sequence[int]) -> list[Tensor]:
         device = next(tensor.device for tensor in tensors if tensor is not None)
         static = text, tuple(sizes)
-        if choose(device, None) == REFERENCE or torch._C._len_torch_dispatch_stack() or (prepared := _prepared()) is None:
+        if (
+            choose(device, None) == REFERENCE
+            or torch._C._len_torch_dispatch_stack()
+            or (prepared := _prepared()) is None
+        ):
             return list(body(static, tensors, numbers)[0])
         return list(prepared.call(body, static, tensors, numbers, _recording)[0])
 
