@@ -17,11 +17,12 @@ from types import MappingProxyType
 
 from bench.markdown import percent, rows
 from bench.records import Record, counting, load
-from halfbyte.plan import Plan, Request, plan
+from halfbyte.plan import Mesh, Plan, Request, plan, work
+from halfbyte.plan.architecture import Matrix
 from halfbyte.plan.assumptions import computed, constants
 from halfbyte.plan.hardware import HARDWARE
-from halfbyte.plan.planning import GIB
-from halfbyte.plan.seconds import EXPOSED
+from halfbyte.plan.planning import GIB, job_of
+from halfbyte.plan.seconds import EXPOSED, kernel_seconds
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
 BLOCK = re.compile(r"(<!-- plan: ([\w-]+) -->)(.*?)(<!-- /plan -->)", re.DOTALL)
@@ -174,6 +175,32 @@ def measured(records: Sequence[Record]) -> str:
     return rows(columns, lines)
 
 
+LAYERS = tuple(f"linear/{recipe}" for recipe in ("nvfp4", "nvfp4_mxfp8_bwd", "nvfp4_forward"))
+
+
+def layers(records: Sequence[Record]) -> str:
+    """Return linear layers alone, forward and backward, as measured and as their kernels are planned."""
+    lines = []
+    for (case, shape), record in counting(records).items():
+        if case not in LAYERS or not record.is_clean:
+            continue
+        ours, bf16 = record.values["us"] / 1e6, record.values["bf16_us"] / 1e6
+        own, plain = (layer_seconds(recipe, shape) for recipe in (case.partition("/")[2], "bf16"))
+        size = " x ".join(map(str, shape))
+        times = [f"{seconds * 1e3:.2f}" for seconds in (bf16, plain, ours, own)]
+        lines.append([f"`{case}`", size, *times, f"{ours / bf16:.3f}", f"{own / plain:.3f}", record.stamp])
+    columns = ["", "M, K, N", "bf16, ms", "planned", "recipe, ms", "planned", "recipe / bf16", "planned", "record"]
+    return rows(columns, lines)
+
+
+def layer_seconds(recipe: str, shape: Sequence[int]) -> float:
+    """Return the seconds of one layer's kernels on an H200, from their own rates."""
+    tokens, cols, out = shape
+    job = job_of(Request(gpus=1, recipe=f"{recipe}@all", sequence=tokens), Mesh(), "nothing")
+    parts = work.linear(job, Matrix(name="layer", rows=out, cols=cols), job.recipe).values()
+    return sum(sum(kernel_seconds(part, job.hardware, step_share=1.0).values()) for part in parts)
+
+
 def _signed(gap: float) -> str:
     return f"{gap * 100:+.1f} %".replace("-", "−")
 
@@ -224,6 +251,24 @@ def scaling(model: str, cases: Sequence[tuple[str, int]]) -> Callable[[Sequence[
     return render
 
 
+EVERY_RECIPE = ("bf16", "nvfp4", "four_over_six", "nvfp4_mxfp8_bwd", "mxfp8", "nvfp4_forward")
+
+
+def recipes_table(_: Sequence[Record]) -> str:
+    """Return memory, traffic and the time of a step of 8B on one mesh, for each recipe and hardware."""
+    lines = []
+    for recipe in EVERY_RECIPE:
+        found = [
+            plan(Request(model="llama3-8b", gpus=64, mesh="dp_shard=64", recipe=recipe, hardware=name))
+            for name in HARDWARE
+        ]
+        first = found[0]
+        received = sum(c.wire for c in first.collectives) / 1e9
+        times = (f"{p.step.total * 1e3:,.0f}" for p in found)
+        lines.append([recipe, first.job.gather, f"{first.peak.total / GIB:.1f}", f"{received:.1f}", *times])
+    return rows(["recipe", "weights travel in", "GiB", "received, GB", *(f"{name}, ms" for name in HARDWARE)], lines)
+
+
 def _reason(error: ValueError) -> str:
     """Return what the least needs."""
     found = re.search(r"needs .*?\)", str(error))
@@ -268,8 +313,10 @@ RENDERERS: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
     {
         "measured": measured,
         "verdict": verdict,
+        "layers": layers,
         "constants": constants_table,
         "hardware": hardware_table,
+        "recipes": recipes_table,
         "8b": scaling("llama3-8b", [(h, n) for h in ("h200", "b200") for n in (1, 8, 64, 512)]),
         "70b": scaling("llama3-70b", [(h, n) for h in ("h200", "b200") for n in (32, 256, 1024, 4096)]),
         "671b": scaling("deepseek-v3", [(h, n) for h in ("h200", "gb300") for n in (64, 256, 1024, 4096)]),

@@ -3,11 +3,11 @@
 import pytest
 
 from bench import plan_tables
-from bench.records import load
+from bench.records import counting, load
 
 RECORDS = load()
 TEXT = plan_tables.PAGE.read_text(encoding="utf-8")
-SLOW = ("8b", "70b", "671b")
+SLOW = ("recipes", "8b", "70b", "671b")
 LATE_HOST = {  # docs/primary_weights.md, "With 8,192 words": the host, which was slow, set the length of these steps
     ("ZeroOptimizer, 1b, nvfp4 gathered, 2 GPUs, 8,192 words", "20261122T122359-20c374a"),
     ("ZeroOptimizer, 1b, bf16 gathered, 2 GPUs, 8,192 words", "20261122T122359-20c374a"),
@@ -51,6 +51,14 @@ def test_plans_are_near_every_measured_step():
     assert busy <= LATE_HOST and len(missed) <= len(runs) / 5
     fitted = [c for c in runs if c.what == "train/1b, bf16, 1 GPU"]
     assert len(fitted) == 1 and abs(fitted[0].time_gap) < 0.005  # the one step that a constant is taken from
+
+
+@pytest.mark.parametrize("case", ["linear/nvfp4", "linear/nvfp4_mxfp8_bwd"])
+def test_layers_are_planned_as_they_were_measured(case):
+    for (name, shape), record in counting(RECORDS).items():
+        if name == case and record.is_clean:
+            planned = plan_tables.layer_seconds(case.partition("/")[2], shape)
+            assert planned == pytest.approx(record.values["us"] / 1e6, rel=0.05), shape
 
 
 def test_only_runs_without_tokens_are_left_out():
