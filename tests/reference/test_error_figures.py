@@ -77,7 +77,7 @@ def test_eden_has_half_the_error_of_stochastic_rounding_and_no_bias():
     x = gaussian(2048, 2048, 2)
     assert relative_mse(x, EDEN) == pytest.approx(9.33e-3, rel=0.005)
     assert relative_mse(x[:512], hb.NVFP4(rounding="stochastic")) == pytest.approx(18.9e-3, rel=0.01)
-    assert relative_mse(x[:512], hb.NVFP4(rounding="stochastic", fp4_max=HEADROOM)) == pytest.approx(23.6e-3, rel=0.01)
+    assert relative_mse(x[:512], hb.NVFP4(rounding="stochastic", fp4_max=HEADROOM)) == pytest.approx(23.5e-3, rel=0.01)
     q = hb.quantize(x, EDEN, rng=hb.Philox(4)).dequantize(torch.float32)
     assert float((q.double() * x).sum() / x.double().square().sum()) == pytest.approx(1, abs=2e-4)
 
