@@ -66,7 +66,7 @@ bench:
 	python3 -m halfbyte.cli bench $(BENCH_ARGS)
 
 docs: $(VENV)/docs.stamp
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 dist: setup
 	rm -rf dist

@@ -1,6 +1,7 @@
 """The site builds without a warning, documents every public name, and every link of the pages leads somewhere."""
 
 import re
+import runpy
 import subprocess
 import sys
 import zlib
@@ -38,9 +39,9 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """Return the folder of a site that was built with every warning an error."""
+    """Return the folder of a site that was built with every warning an error (--quiet would let warnings pass)."""
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
@@ -125,3 +126,9 @@ class TestItself:
         page = tmp_path / "page.md"
         page.write_text("# A `b` c\n\n```sh\n# no heading\n```\n\n## torch.compile, and [x](y)\n")
         assert anchors(page) == {"a-b-c", "torchcompile-and-x"}
+
+    def test_parameters_that_share_a_text_are_documented_one_by_one(self):
+        split = runpy.run_path(str(ROOT / "docs" / "split_parameters.py"))["split"]
+        text = "It does.\n\nArgs:\n    a, b: text\n        that goes on.\n    c: d, e: f.\n\nReturns:\n    x, y: z."
+        alone = "    a: text\n        that goes on.\n    b: text\n        that goes on.\n    c: d, e: f.\n"
+        assert split(text) == f"It does.\n\nArgs:\n{alone}\nReturns:\n    x, y: z."
