@@ -6,6 +6,7 @@
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
 #   make test-docs   every code block, example, link and figure of the documentation, and the site, strict
 #   make test-package   wheel and sdist: built, installed in an empty environment, run        make dist       into dist/
+#   make figures     the figures of docs/concepts.md, drawn again
 #   make bench       benchmarks on this machine's GPU, with its own python3
 # PYTHON=python3.12 make setup chooses the interpreter. TRAIN_ARGS, TEST_ARGS, TARGET_ARGS and BENCH_ARGS reach the command.
 
@@ -17,7 +18,7 @@ JOBS ?= 2
 REPOSITORY ?= pypi
 
 .DEFAULT_GOAL := setup
-.PHONY: setup train test test-full test-targets test-targets-full test-docs test-package test-gpu check bench docs dist publish clean
+.PHONY: setup train test test-full test-targets test-targets-full test-docs test-package test-gpu check bench docs figures dist publish clean
 
 setup: $(VENV)/setup.stamp
 
@@ -67,6 +68,9 @@ bench:
 
 docs: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+figures: setup
+	$(BIN)/python docs/figures/draw.py
 
 dist: setup
 	rm -rf dist
