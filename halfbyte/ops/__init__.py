@@ -2,7 +2,7 @@
 
 from halfbyte.ops.backends import BackendStatus, backends
 from halfbyte.ops.checkpointing import selective_checkpoint_ops
-from halfbyte.ops.dispatch import Operand, amax, dequantize, gemm_nt, quantize, quantize_row_col, transpose
+from halfbyte.ops.dispatch import Operand, amax, decode, dequantize, gemm_nt, quantize, quantize_row_col, transpose
 from halfbyte.ops.fused import Amaxes, Following, NormKind, activation, activation_backward, norm, norm_backward
 from halfbyte.ops.grouped import (
     check_offsets,
@@ -12,7 +12,7 @@ from halfbyte.ops.grouped import (
     grouped_gemm_nt,
     grouped_quantize_row_col,
 )
-from halfbyte.ops.repeat import run
+from halfbyte.ops.repeat import define_pass, run
 
 __all__ = [
     "Amaxes",
@@ -25,6 +25,8 @@ __all__ = [
     "amax",
     "backends",
     "check_offsets",
+    "decode",
+    "define_pass",
     "dequantize",
     "emulates",
     "gemm_nt",

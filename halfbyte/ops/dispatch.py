@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout, matrix_shape
 from halfbyte.ops import library as _library  # noqa: F401  defines torch.ops.halfbyte
+from halfbyte.ops.backends import NATIVE, choose
 from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.ops.repeat import call_op
 from halfbyte.rng import Draw
@@ -142,6 +143,18 @@ def dequantize(
     return call_op(torch.ops.halfbyte.dequantize, *blocks, spec.key, cols, dtype, scale_layout, backend or "")
 
 
+def decode(operand: Operand, backend: str | None = None) -> Operand:
+    """Return codes as a transient operand, which several GEMMs read at no further cost; where FP4 runs natively, codes.
+
+    Only `gemm_nt` reads it.
+    """
+    blocks, spec, cols, scale_layout = operand
+    if choose(blocks.qdata.device, backend) == NATIVE:
+        return operand
+    values = call_op(torch.ops.halfbyte.decode, *blocks, spec.key, cols, scale_layout, backend or "")
+    return Operand(Blocks(values, blocks.block_scale.new_empty(0), blocks.amax), spec, cols)
+
+
 def transpose(
     qdata: Tensor, block_scale: Tensor, rows: int, cols: int, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -157,6 +170,7 @@ def gemm_nt(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
+    addend: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Return a @ b.T for a [M, K] and b [N, K], each quantized or plain, rounded once to the output dtype.
@@ -167,9 +181,13 @@ def gemm_nt(
         bias: [N] or None, added in fp32.
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
+        addend: [M, N] added in fp32 to what is returned, without `out` and `bias`.
     """
     K = a.cols if isinstance(a, Operand) else a.shape[1]
     operands = (*operand_arguments(a), *operand_arguments(b), K)
+    if addend is not None:
+        assert out is None and bias is None, "an addend comes alone"
+        return call_op(torch.ops.halfbyte.gemm_nt_add, *operands, addend, out_dtype, backend or "")
     if out is None:
         return call_op(torch.ops.halfbyte.gemm_nt, *operands, out_dtype, bias, backend or "")
     call_op(torch.ops.halfbyte.gemm_nt_out, *operands, bias, out, accumulate, backend or "")
