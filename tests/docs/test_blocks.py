@@ -74,12 +74,12 @@ def folder(tmp_path) -> Path:
 
 def run_command(line: str) -> int:
     """Run a command of halfbyte, made small, and return its exit status."""
-    program, command, *rest = shlex.split(line)
+    program, *arguments = shlex.split(line)
     assert Path(program).name == "halfbyte", f"{line}: only commands of halfbyte run here; mark the block `not run`"
-    if command in ("train", "compare"):
-        rest += SMALL.split() if "--model" in rest else [*SMALL.split(), "--model", "tiny"]
+    if arguments[:1] in (["train"], ["compare"]):
+        arguments += SMALL.split() if "--model" in arguments else [*SMALL.split(), "--model", "tiny"]
     try:
-        return cli.main([command, *rest])
+        return cli.main(arguments)
     except SystemExit as stop:  # --help
         return stop.code or 0
 
