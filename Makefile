@@ -73,7 +73,7 @@ figures: setup
 	$(BIN)/python docs/figures/draw.py
 
 dist: setup
-	rm -rf dist
+	rm -rf dist build *.egg-info # of before, which setuptools would believe
 	$(BIN)/python -m build --outdir dist .
 
 publish: dist

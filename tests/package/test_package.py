@@ -6,6 +6,7 @@ The installed package runs outside of the checkout, in interpreters that see no 
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -33,9 +34,15 @@ def run(*command: str | Path, cwd: Path, status: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """Return a folder with a fresh sdist and the wheel made from it."""
+    """Return a folder with a fresh sdist and the wheel made from it.
+
+    They are built from a copy: an *.egg-info of before lists files that no rule includes any longer, and setuptools
+    believes it.
+    """
     out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--outdir", out, ROOT, cwd=out)
+    source = tmp_path_factory.mktemp("source") / "halfbyte"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "site", "runs"))
+    run(sys.executable, "-m", "build", "--outdir", out, source, cwd=out)
     return out
 
 
