@@ -15,11 +15,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfbyte import ops
-from halfbyte.functional import whole
 from halfbyte.arithmetic import ACTIVATIONS, Activation
+from halfbyte.functional import whole
 from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
 from halfbyte.functional.foreign import refuse_foreign
-from halfbyte.functional.linear import Layers, as_gradients, backward_op, bases_of, gradients_of, multiply, note, prepare
+from halfbyte.functional.linear import (
+    Layers,
+    as_gradients,
+    backward_op,
+    bases_of,
+    gradients_of,
+    multiply,
+    note,
+    prepare,
+)
 from halfbyte.functional.operands import Saved, flatten_operands, gradient_specs, unflatten_operands
 from halfbyte.functional.places import sign_place
 from halfbyte.functional.primary import runs_eagerly

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte import ops
 from halfbyte.functional.operands import BF16_GEMM, Saved
 from halfbyte.functional.request import Request
 from halfbyte.functional.weights import Layout, takes_amax

@@ -2,7 +2,19 @@
 
 from halfbyte.ops.backends import BackendStatus, backends
 from halfbyte.ops.checkpointing import selective_checkpoint_ops
-from halfbyte.ops.dispatch import Operand, amax, decode, dequantize, gemm_nt, quantize, quantize_row_col, transpose
+from halfbyte.ops.dispatch import (
+    Operand,
+    amax,
+    decode,
+    dequantize,
+    gemm_nt,
+    gemm_nt_add,
+    quantize,
+    quantize_row_col,
+    transpose,
+)
+from halfbyte.ops.explain import OPS as EXPLAINED
+from halfbyte.ops.explain import Explanation, Step, explain
 from halfbyte.ops.fused import Amaxes, Following, NormKind, activation, activation_backward, norm, norm_backward
 from halfbyte.ops.grouped import (
     check_offsets,
@@ -15,11 +27,14 @@ from halfbyte.ops.grouped import (
 from halfbyte.ops.repeat import define_pass, run
 
 __all__ = [
+    "EXPLAINED",
     "Amaxes",
     "BackendStatus",
+    "Explanation",
     "Following",
     "NormKind",
     "Operand",
+    "Step",
     "activation",
     "activation_backward",
     "amax",
@@ -29,7 +44,9 @@ __all__ = [
     "define_pass",
     "dequantize",
     "emulates",
+    "explain",
     "gemm_nt",
+    "gemm_nt_add",
     "grouped_decode",
     "grouped_dequantize",
     "grouped_gemm_nt",

@@ -170,7 +170,6 @@ def gemm_nt(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
-    addend: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Return a @ b.T for a [M, K] and b [N, K], each quantized or plain, rounded once to the output dtype.
@@ -181,17 +180,27 @@ def gemm_nt(
         bias: [N] or None, added in fp32.
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
-        addend: [M, N] added in fp32 to what is returned, without `out` and `bias`.
     """
     K = a.cols if isinstance(a, Operand) else a.shape[1]
     operands = (*operand_arguments(a), *operand_arguments(b), K)
-    if addend is not None:
-        assert out is None and bias is None, "an addend comes alone"
-        return call_op(torch.ops.halfbyte.gemm_nt_add, *operands, addend, out_dtype, backend or "")
     if out is None:
         return call_op(torch.ops.halfbyte.gemm_nt, *operands, out_dtype, bias, backend or "")
     call_op(torch.ops.halfbyte.gemm_nt_out, *operands, bias, out, accumulate, backend or "")
     return out
+
+
+def gemm_nt_add(
+    a: Operand | Tensor,
+    b: Operand | Tensor,
+    addend: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+) -> Tensor:
+    """Return a @ b.T + addend [M, N], added in fp32 and rounded once to `out_dtype`; a and b as for `gemm_nt`."""
+    K = a.cols if isinstance(a, Operand) else a.shape[1]
+    operands = (*operand_arguments(a), *operand_arguments(b), K)
+    return call_op(torch.ops.halfbyte.gemm_nt_add, *operands, addend, out_dtype, backend or "")
 
 
 def operand_arguments(operand: Operand | Tensor) -> tuple:

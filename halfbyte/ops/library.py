@@ -165,9 +165,7 @@ class _Side(NamedTuple):
         return Blocks(self.data, self.scale, self.amax)
 
 
-def _gemm(
-    a: _Side, b: _Side, K: int, backend: str, out_dtype, bias, out=None, accumulate=False, addend=None
-) -> Tensor:
+def _gemm(a: _Side, b: _Side, K: int, backend: str, out_dtype, bias, out=None, accumulate=False, addend=None) -> Tensor:
     """Run gemm_nt on the backend of the operands; a GEMM that does not run natively is emulated, and says so once."""
     options: Any = {"out_dtype": out_dtype, "bias": bias, "out": out, "accumulate": accumulate}
     with torch.autocast(a.data.device.type, enabled=False):
@@ -180,16 +178,18 @@ def _gemm(
             return native.gemm_nt(*packed, **options)
         module = _backend(a.data.device, backend)
         decoded = (_decode(module, side, K, bool(other.key)) for side, other in ((a, b), (b, a)))
-        return module.gemm_nt(*decoded, **options, addend=addend)
+        if addend is not None:
+            return module.gemm_nt_add(*decoded, addend, out_dtype=out_dtype)
+        return module.gemm_nt(*decoded, **options)
 
 
 def _runs_natively(a: _Side, b: _Side) -> bool:
-    from halfbyte.kernels.gemm import native
+    from halfbyte.kernels.gemm import native_route
 
-    reason = native.unsupported(a.spec, b.spec, torch.cuda.get_device_capability(a.data.device))
-    if reason is not None:
+    way = native_route.ways(a.spec, b.spec, a.data.device)
+    for _, reason in way.instead:
         warn_once(f"a GEMM is emulated in bf16: {reason}")
-    return reason is None
+    return way.kernel == native_route.NATIVE
 
 
 def _decode(module: ModuleType, side: _Side, K: int, padded: bool) -> Any:

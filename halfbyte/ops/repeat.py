@@ -141,6 +141,10 @@ def repeated(function: Callable, schema: str) -> Callable:
 _LIBRARY = torch.library.Library("halfbyte", "FRAGMENT")
 
 
+PASSES: list[Any] = []
+"""Ops that are a whole pass."""
+
+
 def define_pass(name: str, function: Callable) -> Any:
     """Define a whole pass as an op, and return it.
 
@@ -162,7 +166,11 @@ def define_pass(name: str, function: Callable) -> Any:
     def implementation(text: str, tensors: Sequence[Any], sizes: Sequence[int], numbers: Sequence[int]) -> list[Tensor]:
         device = next(tensor.device for tensor in tensors if tensor is not None)
         static = text, tuple(sizes)
-        if choose(device, None) == REFERENCE or torch._C._len_torch_dispatch_stack() or (prepared := _prepared()) is None:
+        if (
+            choose(device, None) == REFERENCE
+            or torch._C._len_torch_dispatch_stack()
+            or (prepared := _prepared()) is None
+        ):
             return list(body(static, tensors, numbers)[0])
         return list(prepared.call(body, static, tensors, numbers, _recording)[0])
 
@@ -172,4 +180,5 @@ def define_pass(name: str, function: Callable) -> Any:
     _LIBRARY.define(f"{name}(str text, Tensor?[] tensors, SymInt[] sizes, SymInt[] numbers) -> Tensor[]")
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"halfbyte::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.halfbyte, name)
+    PASSES.append(getattr(torch.ops.halfbyte, name))
+    return PASSES[-1]

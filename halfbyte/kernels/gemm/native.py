@@ -19,7 +19,6 @@ from halfbyte.kernels.unpack.swizzle import swizzle
 from halfbyte.layout import LINEAR, Blocks, ceil_div, round_up
 from halfbyte.spec import MXFP8, NVFP4, Spec
 
-MIN_CAPABILITY = (10, 0)
 ALIGNMENT = 16  # bytes along the contraction, and rows of b: what scaled_mm requires
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -42,19 +41,6 @@ class Packed(NamedTuple):
         if isinstance(self.spec, MXFP8):
             return Decoded(self.blocks.qdata)
         return Decoded(self.blocks.qdata, self.blocks.amax, self.spec.e4m3_max * self.spec.fp4_max)
-
-
-def unsupported(a: Spec | None, b: Spec | None, capability: tuple[int, int]) -> str | None:
-    """Say why a GEMM of operands quantized with `a` and `b` does not run natively on a GPU, or None if it does."""
-    if capability < MIN_CAPABILITY:
-        return f"sm_{capability[0]}{capability[1]} has no FP4 tensor cores; they came with sm_100"
-    if a is None or b is None:
-        return "one operand is not quantized"
-    if isinstance(a, NVFP4) != isinstance(b, NVFP4):
-        return "the tensor cores do not mix NVFP4 with MXFP8"
-    if isinstance(a, MXFP8) and a.element == b.element == "e5m2":
-        return "the tensor cores do not multiply e5m2 by e5m2"
-    return None
 
 
 def gemm_nt(
