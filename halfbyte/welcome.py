@@ -91,4 +91,8 @@ def _checking(here: Here) -> list[tuple[str, str]]:
     found = [("halfbyte verify", what)]
     if "triton" in here.backends and here.is_checkout:
         found.append(("halfbyte bench --quick", "speeds of every kernel beside this machine's ceilings: two minutes"))
+    if "triton" in here.backends:
+        found.append(
+            ("halfbyte explain 8192x4096 nvfp4 nvfp4", "which kernels a call launches, with which tiles, and why")
+        )
     return found
