@@ -34,6 +34,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("halfbyte.train.commands", "train", "train a language model under one recipe"),
     "compare": Command("halfbyte.train.commands", "compare", "train several recipes alike: a table and a plot"),
+    "plan": Command("halfbyte.plan.command", "main", "memory, traffic and time of a run on any number of GPUs"),
     "verify": Command("halfbyte.verify.command", "main", "every kernel here against the reference, byte for byte"),
     "bench": Command("halfbyte.cli", "bench", "time every kernel beside this machine's ceilings (needs a checkout)"),
     "explain": Command("halfbyte.cli", "explain", "which kernels a call launches, with which tiles, and why"),
