@@ -95,4 +95,6 @@ def _checking(here: Here) -> list[tuple[str, str]]:
         found.append(
             ("halfbyte explain 8192x4096 nvfp4 nvfp4", "which kernels a call launches, with which tiles, and why")
         )
+    if not here.missing:
+        found.append(("halfbyte plan --model llama3-8b --gpus 8", "memory and time of a run elsewhere; needs no GPU"))
     return found

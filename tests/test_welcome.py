@@ -42,7 +42,11 @@ def test_a_gpu_without_kernels_is_told_so():
 def test_missing_packages_are_named_first():
     bare = H100._replace(missing=("rich", "tyro"))
     assert commands(bare)[0] == "pip install 'halfbyte[train]'" and "rich, tyro is missing" in welcome.text(bare)
-    assert not [command for command in commands(bare) if command.startswith(("halfbyte train", "halfbyte compare"))]
+    assert not [
+        command
+        for command in commands(bare)
+        if command.startswith(("halfbyte train", "halfbyte compare", "halfbyte plan"))
+    ]
 
 
 @pytest.mark.parametrize(("files", "said"), [([], "five recipes"), (["bf16"], "goes on"), (["losses.png"], "shows")])
