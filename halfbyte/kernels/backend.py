@@ -5,17 +5,24 @@ from __future__ import annotations
 from torch import Tensor
 
 from halfbyte.kernels.amax.plain import finite_amax
+from halfbyte.kernels.fused import (
+    activation_backward_with_amaxes,
+    activation_with_amaxes,
+    norm_backward,
+    norm_with_amaxes,
+)
 from halfbyte.kernels.gemm.dense import gemm_nt
 from halfbyte.kernels.gemm.grouped import grouped_dequantize, grouped_gemm_nt, grouped_values, plain_grouped_gemm
 from halfbyte.kernels.quantize import both, grouped, small, strips
-from halfbyte.kernels.unpack.dequantize import Decoded, decode, dequantize
+from halfbyte.kernels.unpack.dequantize import Decoded, decode, dequantize, from_values
 from halfbyte.kernels.unpack.transpose import transpose
-from halfbyte.layout import LINEAR, Blocks, GroupedOperand, matrix_shape
+from halfbyte.layout import LINEAR, Blocks, matrix_shape
 from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, NVFP4, Spec
+from halfbyte.spec import Spec
 
 __all__ = [
-    "GroupedOperand",
+    "activation_backward_with_amaxes",
+    "activation_with_amaxes",
     "decode",
     "dequantize",
     "finite_amax",
@@ -25,6 +32,8 @@ __all__ = [
     "grouped_gemm_nt",
     "grouped_quantize_row_col",
     "grouped_values",
+    "norm_backward",
+    "norm_with_amaxes",
     "plain",
     "plain_grouped_gemm",
     "quantize",
@@ -38,11 +47,6 @@ def plain(x: Tensor) -> Decoded:
     return Decoded(x)
 
 
-def from_values(values: Tensor, amax: Tensor, spec: Spec) -> Decoded:
-    """Return a transient operand as a GEMM operand."""
-    return Decoded(values) if isinstance(spec, MXFP8) else Decoded(values, amax, spec.e4m3_max * spec.fp4_max)
-
-
 def quantize(
     x: Tensor,
     spec: Spec,
@@ -54,7 +58,7 @@ def quantize(
     decoded: bool = False,
 ) -> Blocks:
     """Quantize along the last dimension, a small tensor without an amax in one launch; see `kernels.quantize.lines`."""
-    if amax is None and isinstance(spec, NVFP4) and small.fits(x, spec, LINEAR if decoded else scale_layout):
+    if amax is None and small.fits(x, spec, LINEAR if decoded else scale_layout):
         return small.quantize(x, spec, draw=draw, sign_draw=sign_draw, scale_layout=scale_layout, decoded=decoded)
     return strips.quantize(
         x, spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout, decoded=decoded

@@ -41,7 +41,7 @@ from halfbyte.kernels.scenario_values import (
 from halfbyte.kernels.target import Target
 from halfbyte.kernels.unpack import swizzle
 from halfbyte.kernels.unpack.dequantize import Decoded
-from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, swizzled_numel
+from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Operand, swizzled_numel
 from halfbyte.pieces import Piece
 from halfbyte.pieces import Target as Weight
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard
@@ -181,7 +181,7 @@ def native_products(target: Target) -> Iterator[Scenario]:
         ((512, 768, 768), (37, 53, 83)), ((PLAIN, TILE), (ROW, PLAIN), (MXFP8(), MXFP8()))
     ):
         for layout, extra in product(SCALE_LAYOUTS, (False, True)):
-            sides = [native.Packed(blocks(n, K, spec, layout), spec, K, layout) for n, spec in ((M, a), (N, b))]
+            sides = [Operand(blocks(n, K, spec, layout), spec, K, layout) for n, spec in ((M, a), (N, b))]
             out = tensor(M, N, dtype=FP32)
             options = {"bias": tensor(N, dtype=FP32), "out": out, "accumulate": True} if extra else {}
             call = partial(native.gemm_nt, *sides, **options)

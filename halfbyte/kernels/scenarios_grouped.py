@@ -32,7 +32,7 @@ from halfbyte.kernels.scenario_values import (
     tensor,
 )
 from halfbyte.kernels.target import Target
-from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, GroupedOperand, grouped_shapes
+from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, Operand, grouped_shapes
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
 
 TOKENS = {
@@ -92,8 +92,8 @@ def operands(_: Target) -> Iterator[Scenario]:
         call = partial(backend.grouped_quantize_row_col, x, offsets_of(groups), *pair, **draws(*pair), **given)
         yield Scenario(f"grouped with amaxes that are given, {groups} groups", call, tuned=True)
     for (name, (rows, cols, groups)), spec, layout in product(TOKENS.items(), (PLAIN, ROW, MXFP8()), SCALE_LAYOUTS):
-        operand = GroupedOperand(grouped_blocks((rows, cols), groups, spec, layout), spec, layout)
-        call = partial(backend.grouped_dequantize, operand, offsets_of(groups), cols)
+        operand = Operand(grouped_blocks((rows, cols), groups, spec, layout), spec, cols, layout)
+        call = partial(backend.grouped_dequantize, operand, offsets_of(groups))
         yield Scenario(f"grouped dequantize {spec.key}, {name}, {layout}", call, tuned=False)
 
 
@@ -147,19 +147,19 @@ def products(target: Target) -> Iterator[Scenario]:
     yield from _native_products(target)
 
 
-def _rows_operands(groups: int, M: int, N: int, K: int) -> Iterator[tuple[str, tuple[GroupedOperand, GroupedOperand]]]:
-    def values(data: Tensor, spec: Spec) -> GroupedOperand:
-        return GroupedOperand(Blocks(data, tensor(0, dtype=torch.uint8), tensor(groups, dtype=FP32)), spec)
+def _rows_operands(groups: int, M: int, N: int, K: int) -> Iterator[tuple[str, tuple]]:
+    def values(data: Tensor, spec: Spec) -> Operand:
+        return Operand(Blocks(data, tensor(0, dtype=torch.uint8), tensor(groups, dtype=FP32)), spec, K)
 
     for what, (a, b) in {"codes": (PLAIN, TILE), "row-scaled": (ROW, ROW), "MXFP8": (MXFP8(), MXFP8())}.items():
         tokens, experts = grouped_blocks((M, K), groups, a), expert_blocks(groups, N, K, b)
-        yield what, (GroupedOperand(tokens, a), GroupedOperand(experts, b))
+        yield what, (Operand(tokens, a, K), Operand(experts, b, K))
     experts = values(tensor(groups, N, K), TILE)
     yield "values", (values(tensor(M, K), PLAIN), experts)
     yield "by rows", (values(tensor(M, K), PLAIN), values(tensor(groups, K, N).mT, TILE))
     yield "rows without alignment", (values(tensor(M, K + 1)[:, :K], PLAIN), experts)
-    yield "plain", (GroupedOperand(tensor(M, K)), GroupedOperand(tensor(groups, N, K)))
-    yield "plain fp32", (GroupedOperand(tensor(M, K, dtype=FP32)), GroupedOperand(tensor(groups, N, K, dtype=FP32)))
+    yield "plain", (tensor(M, K), tensor(groups, N, K))
+    yield "plain fp32", (tensor(M, K, dtype=FP32), tensor(groups, N, K, dtype=FP32))
 
 
 def _rows_product(shape: tuple, sides: tuple, dtype: torch.dtype, accumulate: bool) -> None:
@@ -167,7 +167,7 @@ def _rows_product(shape: tuple, sides: tuple, dtype: torch.dtype, accumulate: bo
     backend.grouped_gemm_nt(*sides, offsets_of(groups), K, tensor(M, N, dtype=dtype), accumulate=accumulate)
 
 
-def _split_operands(groups: int, M: int, R: int, C: int) -> Iterator[tuple[str, tuple[GroupedOperand, GroupedOperand]]]:
+def _split_operands(groups: int, M: int, R: int, C: int) -> Iterator[tuple[str, tuple]]:
     for what, spec, layout in (
         ("codes", RHT, LINEAR),
         ("MXFP8", MXFP8(), LINEAR),
@@ -176,15 +176,14 @@ def _split_operands(groups: int, M: int, R: int, C: int) -> Iterator[tuple[str, 
         ("swizzled codes", RHT, SWIZZLED_32_4_4),
     ):
         sides = (grouped_blocks((n, M), groups, spec, layout, contraction=True) for n in (R, C))
-        a, b = (GroupedOperand(side, spec, layout) for side in sides)
+        a, b = (Operand(side, spec, M, layout) for side in sides)
         yield what, (a, b)
         if what == "codes":
-            assert isinstance(b.data, Blocks)
-            cut = tensor(C, 2 * b.data.qdata.shape[1] + 1)[:, :-1]  # values, in rows without alignment
-            yield "rows without alignment", (a, GroupedOperand(b.data._replace(qdata=cut), spec))
-            yield "codes and plain", (a, GroupedOperand(tensor(M, C).T))
-    yield "plain", (GroupedOperand(tensor(M, R).T), GroupedOperand(tensor(M, C).T))
-    yield "plain fp32", (GroupedOperand(tensor(M, R, dtype=FP32).T), GroupedOperand(tensor(M, C, dtype=FP32).T))
+            cut = tensor(C, 2 * b.blocks.qdata.shape[1] + 1)[:, :-1]  # values, in rows without alignment
+            yield "rows without alignment", (a, Operand(b.blocks._replace(qdata=cut), spec, M))
+            yield "codes and plain", (a, tensor(M, C).T)
+    yield "plain", (tensor(M, R).T, tensor(M, C).T)
+    yield "plain fp32", (tensor(M, R, dtype=FP32).T, tensor(M, C, dtype=FP32).T)
 
 
 def _split_product(shape: tuple, sides: tuple, dtype: torch.dtype, accumulate: bool) -> None:
@@ -196,9 +195,9 @@ def _native_products(target: Target) -> Iterator[Scenario]:
     """What surrounds scaled_grouped_mm, which has no meta function: scales in its layout."""
     groups, M, N, K = 8, 2048, 1024, 512
     for a, b in ((PLAIN, TILE), (MXFP8(), MXFP8())):
-        rows = GroupedOperand(grouped_blocks((M, K), groups, a), a), GroupedOperand(expert_blocks(groups, N, K, b), b)
+        rows = Operand(grouped_blocks((M, K), groups, a), a, K), Operand(expert_blocks(groups, N, K, b), b, K)
         both = RHT if a == PLAIN else a
-        split = (GroupedOperand(grouped_blocks((n, M), groups, both, LINEAR, contraction=True), both) for n in (N, K))
+        split = (Operand(grouped_blocks((n, M), groups, both, LINEAR, contraction=True), both, M) for n in (N, K))
         for what, sides, contraction in (("", rows, K), (" over tokens", tuple(split), M)):
             if grouped_native.unsupported(*sides, BF16, False, divmod(target.capability, 10)):
                 continue

@@ -15,7 +15,7 @@ from halfbyte.functional.foreign import PLAIN, is_sharded, refuse_foreign
 from halfbyte.functional.linear import Layers, outputs_of
 from halfbyte.functional.weights import CachedWeight, weight_specs
 from halfbyte.nn.streams import FollowsRecipe
-from halfbyte.spec import NVFP4, Recipe
+from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 from halfbyte.tensor.primary import PrimaryWeight
 
@@ -198,7 +198,7 @@ def _weight_amaxes(
         if cached is not None:
             missing = tuple(None if kept else spec for kept, spec in zip(cached[:2], missing, strict=True))
         is_primary = isinstance(module.weight, PrimaryWeight)
-        if is_primary or not module.amax_group or not any(isinstance(spec, NVFP4) for spec in missing):
+        if is_primary or not module.amax_group or not any(spec and spec.format.has_amax for spec in missing):
             result.append(None)
             continue
         first = module.amax_group[0]

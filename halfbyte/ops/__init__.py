@@ -1,9 +1,10 @@
 """Operations over plain tensors and the choice of the backend that runs them."""
 
+from halfbyte.layout import Operand
 from halfbyte.ops.backends import BackendStatus, backends
 from halfbyte.ops.checkpointing import selective_checkpoint_ops
-from halfbyte.ops.dispatch import Operand, amax, dequantize, gemm_nt, quantize, quantize_row_col, transpose
 from halfbyte.ops.fused import Amaxes, Following, NormKind, activation, activation_backward, norm, norm_backward
+from halfbyte.ops.gemm import gemm_nt
 from halfbyte.ops.grouped import (
     check_offsets,
     emulates,
@@ -12,6 +13,7 @@ from halfbyte.ops.grouped import (
     grouped_gemm_nt,
     grouped_quantize_row_col,
 )
+from halfbyte.ops.quantization import amax, dequantize, quantize, quantize_row_col, transpose
 from halfbyte.ops.repeat import run
 
 __all__ = [

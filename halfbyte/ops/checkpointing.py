@@ -5,16 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils import checkpoint
 
-from halfbyte.ops import grouped_library, library  # noqa: F401  they define torch.ops.halfbyte
-
-KEPT = (
-    torch.ops.halfbyte.quantize.default,
-    torch.ops.halfbyte.quantize_row_col.default,
-    torch.ops.halfbyte.grouped_quantize_row_col.default,
-    torch.ops.halfbyte.amax.default,
-    torch.ops.halfbyte.gemm_nt.default,
-    torch.ops.halfbyte.grouped_gemm_nt.default,
-)
+KEPT = ("quantize", "quantize_row_col", "grouped_quantize_row_col", "amax", "gemm_nt", "grouped_gemm_nt")
 
 
 def selective_checkpoint_ops() -> list[torch._ops.OpOverload]:
@@ -30,7 +21,7 @@ def selective_checkpoint_ops() -> list[torch._ops.OpOverload]:
     Returns:
         A new list.
     """
-    return list(KEPT)
+    return [getattr(torch.ops.halfbyte, name).default for name in KEPT]
 
 
 def outputs_are_kept() -> bool:

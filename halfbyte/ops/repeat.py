@@ -29,7 +29,9 @@ def _prepared() -> Any:
     return None
 
 
-_BODIES: dict[Any, Callable] = {}
+BODIES: dict[Any, Callable] = {}
+"""The body of every op, by torch.ops.halfbyte.NAME."""
+
 _THREAD = threading.local()
 
 
@@ -45,7 +47,7 @@ def _recording() -> Iterator[None]:
 def call_op(op: Any, *arguments: Any) -> Any:
     """Return op(*arguments); a record sees what the op does, not the op."""
     if not torch.compiler.is_compiling() and getattr(_THREAD, "records", False):
-        return _BODIES[op](*arguments)
+        return BODIES[op](*arguments)
     return op(*arguments)
 
 
@@ -88,16 +90,6 @@ def _functions_are_watched() -> bool:
     """Whether a mode other than torch.set_default_device's is told of functions."""
     modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
     return any(type(mode) is not DeviceContext for mode in modes)
-
-
-def define(library: torch.library.Library, schema: str, function: Callable, fake: Callable) -> None:
-    """Define an op by its schema, its body and a body that only computes shapes."""
-    name = function.__name__
-    assert schema.startswith(f"{name}("), "a schema and a body of different ops"
-    library.define(schema)
-    library.impl(name, repeated(function, schema), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"halfbyte::{name}", fake, lib=library)
-    _BODIES[getattr(torch.ops.halfbyte, name)] = function
 
 
 def repeated(function: Callable, schema: str) -> Callable:

@@ -128,7 +128,7 @@ def _drawn(
     rows, cols = x.shape
     is_whole = not draw.first_block and draw.blocks_per_row is None and 0 < x.numel() <= CHUNK_ELEMENTS
     for spec, length in ((row_spec, cols), (col_spec, rows)):
-        if not isinstance(spec, NVFP4) or spec.rounding != "stochastic" or length % spec.alignment:
+        if spec is None or spec.rounding != "stochastic" or length % spec.alignment:
             is_whole = False
     if not is_whole:
         return draw, draw.next()
@@ -193,7 +193,7 @@ def _quantize_nvfp4(
     rows, cols = x.shape
     blocks = ceil_div(cols, NVFP4_BLOCK)
     if amax is None and (rows == 0 or cols == 0):
-        amax = finite_amax(x, dim=-1 if spec.outer == "row" else None)
+        amax = finite_amax(x, dim=-1 if spec.has_row_amax else None)
     qdata = torch.empty(rows, blocks * 8, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, blocks, dtype=torch.uint8, device=x.device)
     if rows == 0 or cols == 0:
@@ -222,7 +222,7 @@ def _quantize_nvfp4(
 
 def _outer_amax(x: Tensor, maxima: list[Tensor], spec: NVFP4) -> Tensor:
     """Return finite_amax of x, [] or [rows], given the maxima of its blocks."""
-    by_row = spec.outer == "row"
+    by_row = spec.has_row_amax
     amax = torch.cat([t.amax(1) for t in maxima]) if by_row else torch.stack([t.amax() for t in maxima]).amax()
     if x.device.type == "cpu" and _all_finite(amax):
         return amax

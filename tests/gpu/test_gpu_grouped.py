@@ -10,7 +10,7 @@ from halfbyte import reference
 from halfbyte.kernels import backend
 from halfbyte.kernels.gemm.grouped import grouped_gemm_nt
 from halfbyte.kernels.quantize import grouped, grouped_wide
-from halfbyte.layout import SCALE_LAYOUTS, GroupedOperand, group_alignment, group_ends
+from halfbyte.layout import SCALE_LAYOUTS, Operand, group_alignment, group_ends
 from halfbyte.rng import StreamPhilox
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -121,16 +121,16 @@ def test_products(name, groups, dtype, accumulate, variant):
     (row, col), (dy_row, dy_col) = (reference.grouped_quantize_row_col(t, offsets, spec, spec) for t in (x, dy))
     w_row, _ = reference.grouped_quantize_row_col(w, None, spec, None)
     rows, experts = (len(x), len(sizes))
-    operand = lambda blocks: GroupedOperand(blocks, spec)  # noqa: E731
+    operand = lambda blocks, K: Operand(blocks, spec, K)  # noqa: E731
     cases = [
-        ((rows, 192), operand(row), operand(w_row), cols),
-        ((experts, 192, cols), operand(dy_col), operand(col), rows),
-        ((rows, 192), operand(row), GroupedOperand(w), cols),
-        ((experts, 192, cols), GroupedOperand(dy.mT), GroupedOperand(x.mT), rows),
-        ((rows, cols), GroupedOperand(dy), GroupedOperand(w.mT), 192),
+        ((rows, 192), operand(row, cols), operand(w_row, cols), cols),
+        ((experts, 192, cols), operand(dy_col, rows), operand(col, rows), rows),
+        ((rows, 192), operand(row, cols), w, cols),
+        ((experts, 192, cols), dy.mT, x.mT, rows),
+        ((rows, cols), dy, w.mT, 192),
     ]
     if spec.alignment == 16:
-        cases.append(((rows, cols), operand(dy_row), GroupedOperand(w.mT), 192))
+        cases.append(((rows, cols), operand(dy_row, 192), w.mT, 192))
     for shape, a, b, K in cases:
         existing = torch.randn(shape, device="cuda").to(dtype)
         if not accumulate:
@@ -153,7 +153,7 @@ def test_products_are_those_of_each_group_alone(experts_by):
     row, _ = backend.grouped_quantize_row_col(x, offsets, hb.NVFP4(), None, transient=(True, False))
     spec = hb.NVFP4()
     out = torch.empty(len(x), 8448, device="cuda", dtype=torch.bfloat16)
-    grouped_gemm_nt(GroupedOperand(row, spec), GroupedOperand(w), offsets, cols, out)
+    grouped_gemm_nt(Operand(row, spec, cols), w, offsets, cols, out)
     start = 0
     for g, size in enumerate(sizes):
         part = slice(start, start + size)

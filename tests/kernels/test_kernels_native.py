@@ -28,7 +28,7 @@ SHAPES = ((128, 256, 512), (1, 16, 32), (9, 17, 37), (130, 5, 48), (3, 1, 16))
 
 def packed(rows, K, spec, scale_layout=SWIZZLED):
     x = torch.randn(rows, K)
-    return native.Packed(reference.quantize(x, spec, scale_layout=scale_layout), spec, K, scale_layout)
+    return layout.Operand(reference.quantize(x, spec, scale_layout=scale_layout), spec, K, scale_layout)
 
 
 def emulated_scaled_mm(
@@ -85,7 +85,7 @@ def test_the_fake_kernel_refuses_a_wrong_call():
             torch.empty(128 * 4, dtype=torch.uint8, device="cuda"),
             torch.empty((), device="cuda"),
         )
-        side = native.Packed(blocks, hb.NVFP4(), 48, SWIZZLED)
+        side = layout.Operand(blocks, hb.NVFP4(), 48, SWIZZLED)
         arguments = native.call_arguments(side, side, torch.bfloat16, None)
         arguments["mat_a"] = blocks.qdata.view(torch.float4_e2m1fn_x2)
         with pytest.raises((RuntimeError, ValueError)):

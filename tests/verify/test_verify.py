@@ -9,8 +9,8 @@ from itertools import chain, islice
 import pytest
 import torch
 
-from halfbyte import cli, ops
-from halfbyte.ops import dispatch
+from halfbyte import cli
+from halfbyte.ops import gemm, quantization
 from halfbyte.verify import kernels, plan, record
 from halfbyte.verify.compare import difference, relative_error
 from halfbyte.verify.fingerprint import EXPECTED, fingerprint
@@ -66,7 +66,7 @@ def test_copies_to_a_device_keep_their_strides():
 
 
 def one_wrong_nibble(x, spec, **options):
-    blocks = ops.dispatch.quantize(x, spec, **options)
+    blocks = quantization.quantize(x, spec, **options)
     if options["backend"] != "reference" and blocks.qdata.numel():
         blocks.qdata[0, 0] ^= 1
     return blocks
@@ -80,7 +80,7 @@ def test_one_wrong_nibble_is_noticed(monkeypatch):
 
 
 def doubled(*arguments, **options):
-    return dispatch.gemm_nt(*arguments, **options) * 1.01
+    return gemm.gemm_nt(*arguments, **options) * 1.01
 
 
 def test_a_product_off_by_one_percent_is_noticed(monkeypatch):
