@@ -16,8 +16,7 @@ from halfbyte.layout import (
     LINEAR,
     SWIZZLED_32_4_4,
     Blocks,
-    round_up,
-    swizzled_numel,
+    stored_shapes,
 )
 from halfbyte.rng import Draw
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
@@ -152,8 +151,5 @@ def inputs() -> Iterator[tuple[str, Tensor, bool]]:
 
 def blocks(rows: int, cols: int, spec: Spec, layout: str = LINEAR) -> Blocks:
     """Return a quantized matrix."""
-    count = round_up(cols, spec.alignment) // spec.block_length
-    width = count * (8 if isinstance(spec, NVFP4) else spec.block_length)
-    shape = (rows, count) if layout == LINEAR else (swizzled_numel(rows, count),)
-    amax = (0,) if isinstance(spec, MXFP8) else (rows,) if spec.outer == "row" else ()
-    return Blocks(tensor(rows, width, dtype=torch.uint8), tensor(*shape, dtype=torch.uint8), tensor(*amax, dtype=FP32))
+    shapes, kinds = stored_shapes(rows, cols, spec, layout), (torch.uint8, torch.uint8, FP32)
+    return Blocks(*(tensor(*shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True)))

@@ -109,7 +109,7 @@ def grouped_blocks(
 def expert_blocks(groups: int, rows: int, cols: int, spec: Spec, layout: str = LINEAR) -> Blocks:
     """Return quantized experts."""
     one = blocks(rows, cols, spec, layout)
-    amax = (0,) if isinstance(spec, MXFP8) else (groups, *one.amax.shape)
+    amax = (groups, *one.amax.shape) if spec.format.has_amax else (0,)
     return Blocks(*(tensor(groups, *t.shape, dtype=torch.uint8) for t in one[:2]), tensor(*amax, dtype=FP32))
 
 

@@ -103,7 +103,7 @@ def finite_amax(x: Tensor, dim: int | None = None) -> Tensor:
     return operand_amax(x, NVFP4(outer="tensor" if dim is None else "row"), None)
 
 
-def operand_amax(x: Tensor, spec: NVFP4, sign_draw: Draw | None) -> Tensor:
+def operand_amax(x: Tensor, spec: Spec, sign_draw: Draw | None) -> Tensor:
     """Return the amax that quantize(x, spec) uses: fp32 [] or [rows], after the spec's rotation.
 
     Args:
@@ -111,7 +111,7 @@ def operand_amax(x: Tensor, spec: NVFP4, sign_draw: Draw | None) -> Tensor:
         spec: its `outer` and `rotation` count.
         sign_draw: the place of fresh signs.
     """
-    per_row = spec.outer == "row"
+    per_row = spec.has_row_amax
     if x.numel() == 0:
         return torch.zeros((x.shape[0],) if per_row else (), dtype=torch.float32, device=x.device)
     if spec.rotation is not None:
@@ -134,10 +134,9 @@ def row_col_amax(
         row_spec, col_spec: None and MXFP8 need no amax: None is returned.
         sign_draw: the place of fresh signs.
     """
-    row = row_spec if isinstance(row_spec, NVFP4) else None
-    col = col_spec if isinstance(col_spec, NVFP4) else None
-    if row is not None and col is not None and row.rotation is None and row.outer == "tensor" and x.numel():
-        if col.rotation is None and col.outer == "tensor":
+    row, col = (spec if spec is not None and spec.format.has_amax else None for spec in (row_spec, col_spec))
+    if row is not None and col is not None and row.rotation is None and row.has_tensor_amax and x.numel():
+        if col.rotation is None and col.has_tensor_amax:
             both = operand_amax(x, row, None)
             return both, both
         if col.rotation is not None:

@@ -94,7 +94,7 @@ def rule_of(spec: Spec, hardware: int) -> Rule:
     return Rule(
         rounding=spec.rounding,
         tile=spec.is_tile,
-        row_amax=spec.outer == "row",
+        row_amax=spec.has_row_amax,
         group=spec.alignment,
         norm=f32(spec.alignment**-0.5) if spec.rotation else 0.0,
         fresh=spec.needs_sign_rng,
@@ -108,8 +108,8 @@ def rule_of(spec: Spec, hardware: int) -> Rule:
 def constants_of(spec: Spec) -> Constants:
     """Return the fp32 constants of a spec."""
     if isinstance(spec, MXFP8):
-        return Constants(0.0, 0.0, f32(1 / spec.element_format.max), 0.0)
-    span = spec.e4m3_max * spec.fp4_max
+        return Constants(0.0, 0.0, f32(1 / spec.format.element.max), 0.0)
+    span = spec.divisor
     return Constants(f32(span), f32(span / FLT_MAX), f32(1 / spec.fp4_max), f32(E2M1.max * spec.e4m3_max))
 
 

@@ -44,7 +44,7 @@ from halfbyte.layout import (
     group_alignment,
     padded_groups,
 )
-from halfbyte.spec import NVFP4, Spec
+from halfbyte.spec import Spec
 
 Variant = Literal["auto", "tma", "pointer"]
 NO_LIMIT = 1 << 30
@@ -158,7 +158,7 @@ def grouped_dequantize(operand: Operand, offsets: Tensor | None, dtype: torch.dt
     blocks, spec, cols, scale_layout = operand
     scale = linear_scale(blocks, spec, offsets, cols, scale_layout).flatten(0, -2)
     qdata = blocks.qdata.flatten(0, -2)
-    if not isinstance(spec, NVFP4):
+    if not spec.format.has_amax:
         return dequantize(Blocks(qdata, scale, blocks.amax), spec, cols, dtype).view(*blocks.qdata.shape[:-1], cols)
     amax = blocks.amax.flatten()
     if not spec.has_row_amax:  # the factor of its group for every row

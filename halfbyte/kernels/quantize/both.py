@@ -33,7 +33,7 @@ from halfbyte.kernels.unpack.dequantize import decode
 from halfbyte.kernels.unpack.transpose import transpose
 from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up, swizzle
 from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, Spec
+from halfbyte.spec import Spec
 
 
 class Tile(NamedTuple):
@@ -288,7 +288,7 @@ def _complete_amaxes(
     computed = row_col_amax(x, *needed, sign_draw)
     amaxes: list[Tensor | None] = []
     for spec, old, new in zip(specs, given, computed, strict=True):
-        if isinstance(spec, MXFP8):
+        if spec is not None and not spec.format.has_amax:
             amaxes.append(torch.empty(0, dtype=torch.float32, device=x.device))
         else:
             amaxes.append(new if old is None else old)

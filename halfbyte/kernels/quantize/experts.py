@@ -18,8 +18,8 @@ from halfbyte.kernels.device.tiles import quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import strips
 from halfbyte.kernels.quantize.lines import divisor, is_packed
-from halfbyte.layout import Blocks
-from halfbyte.spec import MXFP8, NVFP4, Spec
+from halfbyte.layout import Blocks, row_bytes
+from halfbyte.spec import NVFP4, Spec
 
 
 class Tile(NamedTuple):
@@ -93,15 +93,15 @@ def quantize_experts(w: Tensor, spec: Spec, amax: Tensor | None, *, decoded: boo
     Returns:
         Blocks of [E, N, K].
     """
-    if isinstance(spec, NVFP4) and strips.fits(w, spec):
+    if strips.fits(w, spec):
         return strips.quantize_tiles(w, spec, experts_amax(w, spec) if amax is None else amax, decoded=decoded)
     experts, rows, cols = w.shape
-    if isinstance(spec, MXFP8):
+    if not spec.format.has_amax:
         amax = w.new_empty(0, dtype=torch.float32)
     elif amax is None:
         amax = experts_amax(w, spec)
     blocks = cols // spec.block_length
-    size = cols if decoded else blocks * (8 if isinstance(spec, NVFP4) else spec.block_length)
+    size = cols if decoded else row_bytes(cols, spec)
     qdata = w.new_empty((experts, rows, size), dtype=torch.bfloat16 if decoded else torch.uint8)
     scale = w.new_empty(0 if decoded else (experts, rows, blocks), dtype=torch.uint8)
     rule = sc.rule_of(spec, sc.hardware_of(w.device))._replace(packed=True, full=True, decoded=decoded)
@@ -127,9 +127,9 @@ def quantize_experts(w: Tensor, spec: Spec, amax: Tensor | None, *, decoded: boo
     return Blocks(qdata, scale, amax)
 
 
-def experts_amax(w: Tensor, spec: NVFP4) -> Tensor:
+def experts_amax(w: Tensor, spec: Spec) -> Tensor:
     """Return the amax of every expert [E], or of its rows [E, N]: to the kernel of one tensor, long rows."""
     by_row = NVFP4(outer="row")
-    if spec.outer == "row":
+    if spec.has_row_amax:
         return operand_amax(w.view(-1, w.shape[-1]), by_row, None).view(w.shape[:2])
     return operand_amax(w.view(w.shape[0], -1), by_row, None)

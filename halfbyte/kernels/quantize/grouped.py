@@ -29,9 +29,10 @@ from halfbyte.layout import (
     group_alignment,
     grouped_shapes,
     round_up,
+    row_bytes,
 )
 from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, NVFP4, Spec
+from halfbyte.spec import NVFP4, Spec
 
 
 class Tile(NamedTuple):
@@ -185,7 +186,7 @@ def _allocate(
     else:
         rows, cols = (grid.groups * cols, grid.group_rows) if orientation else (rows, cols)
         blocks = round_up(cols, spec.alignment) // spec.block_length
-        q_shape, s_shape = (rows, blocks * (8 if isinstance(spec, NVFP4) else spec.block_length)), (rows, blocks)
+        q_shape, s_shape = (rows, row_bytes(cols, spec)), (rows, blocks)
     new, blocks = grid.x.new_empty, s_shape[1]
     if decoded:
         values = new((s_shape[0], blocks * spec.block_length), dtype=torch.bfloat16)
@@ -197,12 +198,12 @@ def _allocate(
 def _own_amax(spec: Spec, amaxes: list[Tensor], i: int, grid: Grid) -> Tensor:
     """Return an amax without the place of the tail, in memory of its own; MXFP8 has none."""
     amax = amaxes[i]
-    size = 0 if isinstance(spec, MXFP8) else amax.shape[0] if _by_row(spec) and amax.dim() == 1 else grid.groups
+    size = 0 if not spec.format.has_amax else amax.shape[0] if _by_row(spec) and amax.dim() == 1 else grid.groups
     return amax[:size].clone() if i and amax is amaxes[0] else amax[:size]
 
 
 def _by_row(spec: Spec | None) -> bool:
-    return isinstance(spec, NVFP4) and spec.outer == "row"
+    return spec is not None and spec.has_row_amax
 
 
 def _amaxes(
@@ -215,9 +216,9 @@ def _amaxes(
     """Return the amax of each orientation, of tokens with a zero for the tail; those not given from one read of x."""
     rows, cols = grid.x.shape
     own: list[Tensor] = []
-    needed: list[NVFP4 | None] = [None, None]
+    needed: list[Spec | None] = [None, None]
     for i, (spec, amax) in enumerate(zip(specs, given, strict=True)):
-        if not isinstance(spec, NVFP4):
+        if spec is None or not spec.format.has_amax:
             own.append(plan.amax[i])
         elif amax is None:
             needed[i] = spec
@@ -239,11 +240,11 @@ def _amaxes(
 
 
 def _fill_amaxes(
-    grid: Grid, plan: Plan, needed: tuple[NVFP4 | None, NVFP4 | None], own: list[Tensor], sign_draw: Draw | None
+    grid: Grid, plan: Plan, needed: tuple[Spec | None, Spec | None], own: list[Tensor], sign_draw: Draw | None
 ) -> None:
     """Compute the amaxes of the specs that are not None in `own`, which holds zeros."""
     row, col = needed
-    plain = [spec is not None and spec.rotation is None and spec.outer == "tensor" for spec in needed]
+    plain = [spec is not None and spec.rotation is None and spec.has_tensor_amax for spec in needed]
     if grid.x.numel() == 0 or not (row or col):
         return
     if grid.stacked and grid.x.is_contiguous() and any(plain):

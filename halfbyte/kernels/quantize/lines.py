@@ -18,9 +18,17 @@ from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import wide
-from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up, swizzled_numel
+from halfbyte.layout import (
+    LINEAR,
+    Blocks,
+    ceil_div,
+    check_scale_layout,
+    matrix_shape,
+    round_up,
+    stored_shapes,
+)
 from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, NVFP4, Spec
+from halfbyte.spec import Spec
 
 # Numbers that differ from call to call and decide no addressing: one compilation serves all.
 VARYING = ("stream", "first_block", "sign_stream", "tiles", "magic", "shift")
@@ -261,11 +269,9 @@ def allocate(
     if decoded:
         values = torch.empty(rows, blocks * spec.block_length, dtype=torch.bfloat16, device=device)
         return Output(values, torch.empty(0, dtype=torch.uint8, device=device), rows, blocks, False, True)
-    bytes_per_block = 8 if isinstance(spec, NVFP4) else spec.block_length
-    qdata = torch.empty(rows, blocks * bytes_per_block, dtype=torch.uint8, device=device)
-    swizzled = scale_layout != LINEAR
-    size = (swizzled_numel(rows, blocks),) if swizzled else (rows, blocks)
-    return Output(qdata, torch.empty(size, dtype=torch.uint8, device=device), rows, blocks, swizzled, False)
+    shapes, swizzled = stored_shapes(rows, cols, spec, scale_layout), scale_layout != LINEAR
+    qdata, scale = (torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes[:2])
+    return Output(qdata, scale, rows, blocks, swizzled, False)
 
 
 def operand_arguments(spec: Spec, out: Output, amax: Tensor, draw: Draw | None, sign_draw: Draw | None) -> tuple:
@@ -310,7 +316,7 @@ def quantize(
     """
     check_scale_layout(scale_layout)
     x = x.reshape(matrix_shape(x.shape))
-    if isinstance(spec, MXFP8):
+    if not spec.format.has_amax:
         amax = torch.empty(0, dtype=torch.float32, device=x.device)
     elif amax is None:
         amax = operand_amax(x, spec, sign_draw)
@@ -339,7 +345,7 @@ def _in_long_rows(x: Tensor, spec: Spec, out: Output, draw: Draw | None) -> tupl
     What belongs to rows must not depend on where they end: no amax of a row, no tile of rows, no padding.
     """
     rows, cols = x.shape
-    by_row = isinstance(spec, NVFP4) and (spec.outer == "row" or spec.is_tile)
+    by_row = spec.has_row_amax or spec.is_tile
     if by_row or out.swizzled or cols % spec.alignment or not x.is_contiguous():
         return x, out, draw
     if draw is not None and draw.blocks_per_row not in (None, out.blocks):

@@ -17,7 +17,7 @@ from halfbyte.kernels.device.tiles import quantize_row_tile, rotate_group
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.lines import allocate, operand_arguments
 from halfbyte.kernels.quantize.wide import WIDE
-from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up
+from halfbyte.layout import LINEAR, Blocks, amax_shape, ceil_div, check_scale_layout, matrix_shape, round_up
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec
 
@@ -60,7 +60,7 @@ def tile(shape: tuple[int, int], spec: Spec, scale_layout: str) -> tuple[int, in
     if scale_layout != LINEAR:
         rows, blocks = round_up(rows, SWIZZLE_ROWS), round_up(blocks, SWIZZLE_COLS)
     groups = ceil_div(blocks * spec.block_length, spec.alignment)
-    least = 16 if isinstance(spec, NVFP4) and spec.is_tile else 1
+    least = 16 if spec.is_tile else 1
     return max(least, int(triton.next_power_of_2(rows))), int(triton.next_power_of_2(groups))
 
 
@@ -92,7 +92,7 @@ def quantize(
     """
     check_scale_layout(scale_layout)
     x = x.reshape(matrix_shape(x.shape))
-    amax = torch.empty((x.shape[0],) if spec.outer == "row" else (), dtype=torch.float32, device=x.device)
+    amax = torch.empty(amax_shape(x.shape[0], spec), dtype=torch.float32, device=x.device)
     out = allocate(x.shape, spec, scale_layout, x.device, decoded)
     pointers, numbers, constants = operand_arguments(spec, out, amax, draw, sign_draw)
     r, n = tile(x.shape, spec, scale_layout)

@@ -137,14 +137,14 @@ def quantize(
 ) -> Blocks:
     """Quantize along the last dimension as `quantize.quantize` does, tiles in strips where they fit."""
     matrix = x.reshape(matrix_shape(x.shape))
-    if (decoded or scale_layout == LINEAR) and isinstance(spec, NVFP4) and fits(matrix[None], spec):
+    if (decoded or scale_layout == LINEAR) and fits(matrix[None], spec):
         amax = operand_amax(matrix, spec, None) if amax is None else amax
         (qdata, *_), scale, _ = quantize_tiles(matrix[None], spec, amax[None], decoded=decoded)
         return Blocks(qdata, scale if decoded else scale[0], amax)
     return quantize_any(x, spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout, decoded=decoded)
 
 
-def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Blocks:
+def quantize_tiles(w: Tensor, spec: Spec, amax: Tensor, *, decoded: bool) -> Blocks:
     """Quantize matrices that fit.
 
     Args:
