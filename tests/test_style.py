@@ -28,6 +28,30 @@ LONG_SIGNATURES = {
     "linear_shared",
     "grouped_linear",
 }
+OPERATIONS = {  # defined once in each room that has them: what a user calls, the op, the specification, the kernels
+    "activation",
+    "activation_backward",
+    "dequantize",
+    "gemm_nt",
+    "grouped_dequantize",
+    "grouped_gemm_nt",
+    "grouped_quantize_row_col",
+    "norm",
+    "norm_backward",
+    "quantize",
+    "quantize_row_col",
+    "swizzle",  # layout.py specifies where bytes lie
+    "transpose",
+    "unswizzle",
+}
+TWINS = {"reference", "kernels"}  # a specification and its kernel have one name
+DEFINED_AGAIN = {
+    "fits",  # of the kernels of one operation, which of them takes a call
+    "main",  # where a command starts
+    "multiprocessors",
+    "post_all_gather_processing",  # Megatron's and TransformerEngine's name
+    "tiny",  # presets are called as their functions are: of a model, of a run
+}
 NEGATIVE_NAME = re.compile(r"^(disable|no|not|without|skip)_")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b")
 
@@ -170,6 +194,27 @@ def untold_launches(source: Source) -> Iterator[str]:
             yield f"line {node.lineno}: {ast.unparse(node.func.value)}[…](…): name what is launched …_kernel"
 
 
+def room(path: str) -> str:
+    """Return the folder of the package that a file is in, or its name."""
+    return path.split("/")[1].removesuffix(".py")
+
+
+def defined_again(sources: list[Source]) -> Iterator[str]:
+    """A public function or class means one thing in the whole package."""
+    places: dict[str, list[str]] = {}
+    for source in sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef | Function) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(source.path)
+    for name, paths in places.items():
+        rooms = [room(path) for path in paths]
+        once_a_room = len(set(rooms)) == len(rooms) and (name in OPERATIONS or TWINS.issuperset(rooms))
+        if len(paths) > 1 and not once_a_room and name not in DEFINED_AGAIN:
+            yield f"{name} is defined in {', '.join(paths)}: give each a name of its own"
+        if len(paths) == 1 and name in DEFINED_AGAIN:
+            yield f"{name} is defined once: take it off DEFINED_AGAIN"
+
+
 Rule = Callable[[Source], Iterator[str]]
 
 EVERYWHERE: tuple[Rule, ...] = (file_size, function_size)
@@ -221,6 +266,31 @@ def test_files_and_functions_stay_small():
 def test_package_keeps_the_habits():
     found = [text for path in python_files("halfbyte") for text in offences(read(path), IN_THE_PACKAGE)]
     assert not found, "\n".join(found)
+
+
+def test_public_names_are_defined_once():
+    found = list(defined_again([read(path) for path in python_files("halfbyte")]))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "paths, name, bites",
+    [
+        (("kernels/a.py", "kernels/b.py"), "thing", True),
+        (("train/a.py", "nn/b.py"), "Thing", True),
+        (("reference/a.py", "kernels/b.py"), "thing", False),
+        (("reference/a.py", "kernels/b.py", "kernels/c.py"), "thing", True),
+        (("reference/a.py", "kernels/b.py", "ops/c.py"), "thing", True),
+        (("reference/a.py", "kernels/b.py", "ops/c.py"), "quantize", False),
+        (("kernels/a.py", "kernels/b.py", "ops/c.py"), "quantize", True),
+        (("kernels/a.py", "kernels/b.py"), "fits", False),
+        (("kernels/a.py",), "fits", True),
+        (("train/a.py", "nn/b.py"), "_thing", False),
+    ],
+)
+def test_names_that_mean_two_things(paths, name, bites):
+    text = f"class {name}: ...\n" if name.istitle() else f"def {name}(): ...\n"
+    assert bool(list(defined_again([sample(text, f"halfbyte/{path}") for path in paths]))) == bites
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

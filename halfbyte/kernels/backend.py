@@ -59,8 +59,8 @@ def quantize(
 ) -> Blocks:
     """Quantize along the last dimension, a small tensor without an amax in one launch; see `kernels.quantize.lines`."""
     if amax is None and small.fits(x, spec, LINEAR if decoded else scale_layout):
-        return small.quantize(x, spec, draw=draw, sign_draw=sign_draw, scale_layout=scale_layout, decoded=decoded)
-    return strips.quantize(
+        return small.quantize_small(x, spec, draw=draw, sign_draw=sign_draw, scale_layout=scale_layout, decoded=decoded)
+    return strips.quantize_lines_or_strips(
         x, spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout, decoded=decoded
     )
 
@@ -90,7 +90,7 @@ def quantize_row_col(
     if row_spec is None:
         matrix, draw = x.reshape(matrix_shape(x.shape)), draw and draw.next()
         return None, quantize(matrix.T, col_spec, draw=draw, amax=col_amax, decoded=transient[1], **common)
-    return both.quantize_row_col(
+    return both.quantize_rows_and_cols(
         x,
         row_spec,
         col_spec,
@@ -124,7 +124,7 @@ def grouped_quantize_row_col(
     specs = row_spec, col_spec
     shared = row_spec is not None and row_spec == col_spec and row_spec.is_tile
     at_once = tuple(wanted and not shared for wanted in transient)
-    sides = grouped.grouped_quantize_row_col(
+    sides = grouped.quantize_groups(
         x,
         offsets,
         row_spec,

@@ -57,7 +57,7 @@ SPILLS = {
 
 
 @dataclass(frozen=True)
-class Launch:
+class Specialized:
     """One kernel as it is compiled for one launch.
 
     Args:
@@ -113,7 +113,7 @@ class Usage:
 
 
 @contextmanager
-def recording(target: Target) -> Iterator[list[Launch]]:
+def recording(target: Target) -> Iterator[list[Specialized]]:
     """Give a list of what launchers launch inside the context, for `target`; no kernel runs.
 
     Raises:
@@ -121,7 +121,7 @@ def recording(target: Target) -> Iterator[list[Launch]]:
     """
     if triton.knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET=1: the interpreter launches nothing; unset it in a process of its own")
-    launches: list[Launch] = []
+    launches: list[Specialized] = []
 
     def record(kernel: JITFunction, *args, grid, warmup, **kwargs) -> None:
         launches.append(_specialized(kernel, target.capability, args, kwargs))
@@ -141,14 +141,14 @@ def _binder(kernel: JITFunction, capability: int) -> tuple[Any, Any]:
     return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
 
 
-def _specialized(kernel: JITFunction, capability: int, args: tuple, kwargs: dict[str, Any]) -> Launch:
+def _specialized(kernel: JITFunction, capability: int, args: tuple, kwargs: dict[str, Any]) -> Specialized:
     """Return a launch as `JITFunction.run` specializes it before it compiles."""
     backend, binder = _binder(kernel, capability)
     kwargs = {**kwargs, "debug": kernel.debug or triton.knobs.runtime.debug}
     kwargs["instrumentation_mode"] = triton.knobs.compilation.instrumentation_mode
     bound, specialization, options = binder(*args, **kwargs)
     options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
-    return Launch(kernel, signature, constants, attributes, dict(options.__dict__))
+    return Specialized(kernel, signature, constants, attributes, dict(options.__dict__))
 
 
 def gpu(capability: int) -> GPUTarget:
@@ -156,7 +156,7 @@ def gpu(capability: int) -> GPUTarget:
     return GPUTarget("cuda", capability, 32)
 
 
-def compile_launch(launch: Launch, capability: int) -> Usage:
+def compile_launch(launch: Specialized, capability: int) -> Usage:
     """Compile a launch to machine code for a compute capability (90 for sm_90) without such a GPU."""
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
     compiled = triton.compile(source, target=gpu(capability), options=launch.options)
@@ -186,7 +186,7 @@ class Recorded:
         tuned: whether a call makes it whose launches may not spill.
     """
 
-    launch: Launch
+    launch: Specialized
     capability: int
     scenario: str
     tuned: bool

@@ -27,8 +27,8 @@ from halfbyte.kernels.scenario_values import (
     TUNED_PAIRS,
     Scenario,
     blocks,
-    draws,
-    rotated,
+    places,
+    rotated_spec,
     tensor,
 )
 from halfbyte.kernels.target import Target
@@ -67,12 +67,15 @@ TILE_FOUR = NVFP4(block=(16, 16), scaling=FourOverSix(), e4m3_max=256.0)
 
 GROUPED_PAIRS: tuple[tuple[Spec | None, Spec | None], ...] = (
     *((spec, None) for spec in (PLAIN, TILE, TILE_FOUR, ROW, MXFP8(), FOUR)),
-    *((None, spec) for spec in (RHT, MXFP8(), NVFP4(rotation=Hadamard(size=32)), rotated(64, rounding="stochastic"))),
-    *((rotated(size, rounding="stochastic"),) * 2 for size in (32, 128)),
-    (PLAIN, rotated(32)),
+    *(
+        (None, spec)
+        for spec in (RHT, MXFP8(), NVFP4(rotation=Hadamard(size=32)), rotated_spec(64, rounding="stochastic"))
+    ),
+    *((rotated_spec(size, rounding="stochastic"),) * 2 for size in (32, 128)),
+    (PLAIN, rotated_spec(32)),
     (PLAIN, NVFP4(rotation=Hadamard(), outer="row")),
     (ROW, NVFP4(rotation=Hadamard(), outer="row")),
-    (NVFP4(rotation=Hadamard(size=128), outer="row"), rotated(32)),
+    (NVFP4(rotation=Hadamard(size=128), outer="row"), rotated_spec(32)),
 )
 
 
@@ -82,14 +85,14 @@ def operands(_: Target) -> Iterator[Scenario]:
     for (name, x, offsets, whole), pair in product(tokens_and_experts(), pairs):
         for layout, transient in KINDS if whole or name == "70x83 in 4" else KINDS[:1]:
             options = {"scale_layout": layout, "transient": transient}
-            call = partial(backend.grouped_quantize_row_col, x, offsets, *pair, **draws(*pair), **options)
+            call = partial(backend.grouped_quantize_row_col, x, offsets, *pair, **places(*pair), **options)
             keys = " + ".join(spec.key if spec else "none" for spec in pair)
             tuned = whole and pair in (*TUNED_PAIRS, (TILE, None))
             yield Scenario(f"grouped {keys}, {name}, {layout}, transient {transient}", call, tuned)
     for groups in (8, 64):
         given = {"row_amax": tensor(groups, dtype=FP32), "col_amax": tensor(groups, dtype=FP32)}
         pair, x = (SR, FRESH), tensor(4096, 2880)
-        call = partial(backend.grouped_quantize_row_col, x, offsets_of(groups), *pair, **draws(*pair), **given)
+        call = partial(backend.grouped_quantize_row_col, x, offsets_of(groups), *pair, **places(*pair), **given)
         yield Scenario(f"grouped with amaxes that are given, {groups} groups", call, tuned=True)
     for (name, (rows, cols, groups)), spec, layout in product(TOKENS.items(), (PLAIN, ROW, MXFP8()), SCALE_LAYOUTS):
         operand = Operand(grouped_blocks((rows, cols), groups, spec, layout), spec, cols, layout)
@@ -106,7 +109,7 @@ def grouped_blocks(
     return Blocks(q, scale, amax)
 
 
-def expert_blocks(groups: int, rows: int, cols: int, spec: Spec, layout: str = LINEAR) -> Blocks:
+def blocks_of_experts(groups: int, rows: int, cols: int, spec: Spec, layout: str = LINEAR) -> Blocks:
     """Return quantized experts."""
     one = blocks(rows, cols, spec, layout)
     amax = (groups, *one.amax.shape) if spec.format.has_amax else (0,)
@@ -127,7 +130,7 @@ SPLIT_SHAPES = (
 """(groups, tokens, R, C) of products over tokens, likewise."""
 
 
-def products(target: Target) -> Iterator[Scenario]:
+def grouped_gemm_calls(target: Target) -> Iterator[Scenario]:
     """grouped_gemm_nt along the rows and over the tokens, of codes, values and plain operands; torch's and native."""
     for (shape, dtype), accumulate in product(product(ROWS_SHAPES, (BF16, FP32)), (False, True)):
         whole = shape[2] % 128 == 0
@@ -152,7 +155,7 @@ def _rows_operands(groups: int, M: int, N: int, K: int) -> Iterator[tuple[str, t
         return Operand(Blocks(data, tensor(0, dtype=torch.uint8), tensor(groups, dtype=FP32)), spec, K)
 
     for what, (a, b) in {"codes": (PLAIN, TILE), "row-scaled": (ROW, ROW), "MXFP8": (MXFP8(), MXFP8())}.items():
-        tokens, experts = grouped_blocks((M, K), groups, a), expert_blocks(groups, N, K, b)
+        tokens, experts = grouped_blocks((M, K), groups, a), blocks_of_experts(groups, N, K, b)
         yield what, (Operand(tokens, a, K), Operand(experts, b, K))
     experts = values(tensor(groups, N, K), TILE)
     yield "values", (values(tensor(M, K), PLAIN), experts)
@@ -195,11 +198,11 @@ def _native_products(target: Target) -> Iterator[Scenario]:
     """What surrounds scaled_grouped_mm, which has no meta function: scales in its layout."""
     groups, M, N, K = 8, 2048, 1024, 512
     for a, b in ((PLAIN, TILE), (MXFP8(), MXFP8())):
-        rows = Operand(grouped_blocks((M, K), groups, a), a, K), Operand(expert_blocks(groups, N, K, b), b, K)
+        rows = Operand(grouped_blocks((M, K), groups, a), a, K), Operand(blocks_of_experts(groups, N, K, b), b, K)
         both = RHT if a == PLAIN else a
         split = (Operand(grouped_blocks((n, M), groups, both, LINEAR, contraction=True), both, M) for n in (N, K))
         for what, sides, contraction in (("", rows, K), (" over tokens", tuple(split), M)):
-            if grouped_native.unsupported(*sides, BF16, False, divmod(target.capability, 10)):
+            if grouped_native.grouped_unsupported(*sides, BF16, False, divmod(target.capability, 10)):
                 continue
-            call = partial(grouped_native.call_arguments, *sides, offsets_of(groups), contraction)
+            call = partial(grouped_native.scaled_grouped_mm_arguments, *sides, offsets_of(groups), contraction)
             yield Scenario(f"native grouped gemm{what}, {a.key} x {b.key}", call, tuned=True)

@@ -105,7 +105,7 @@ class Linear(LinearLayer, nn.Linear):
         return run_alone(input, self, call)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={describe(self.recipe)}"
+        return f"{super().extra_repr()}, recipe={describe_recipe(self.recipe)}"
 
 
 def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tuple[Tensor, ...]:
@@ -175,10 +175,10 @@ def _as_rows(layer: LinearLayer, tensor: Any) -> Any:
 def shareable(modules: Sequence[nn.Module]) -> bool:
     """Whether modules may run together: hb.nn.Linear layers of one recipe whose call is their forward."""
     first = modules[0]
-    return all(type(m) is Linear and m.recipe == first.recipe and not hooked(m) for m in modules)
+    return all(type(m) is Linear and m.recipe == first.recipe and not has_hooks(m) for m in modules)
 
 
-def hooked(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its class's forward."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooks) or "forward" in vars(module)
@@ -247,7 +247,7 @@ def shared_amax(module: LinearLayer, dtype: torch.dtype | None) -> Tensor:
     return amax if dtype is None else amax.to(dtype).float()
 
 
-def describe(recipe: Recipe) -> str:
+def describe_recipe(recipe: Recipe) -> str:
     """Return the name that `recipes.get` turns into `recipe`, else its key."""
     presets = {name: preset() for name, preset in recipes.PRESETS.items()}
     for name, preset in presets.items():

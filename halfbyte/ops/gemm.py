@@ -72,7 +72,7 @@ def _gemm(a: Operand | Tensor, b: Operand | Tensor, K: int, backend: str, epilog
             from halfbyte.kernels.gemm import native
 
             assert isinstance(a, Operand) and isinstance(b, Operand), "tensor cores multiply codes"
-            return native.gemm_nt(a, b, **epilogue._asdict())
+            return native.native_gemm_nt(a, b, **epilogue._asdict())
         module = implementation(device, backend)
         decoded = (_decode(module, side, K, isinstance(other, Operand)) for side, other in ((a, b), (b, a)))
         return module.gemm_nt(*decoded, **epilogue._asdict())

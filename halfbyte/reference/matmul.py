@@ -47,7 +47,7 @@ def dequantize(
     """
     scale = _linear_scale(blocks, spec, cols, scale_layout)
     if isinstance(spec, MXFP8):
-        return mxfp8.decode(blocks.qdata, scale, spec)[:, :cols].to(dtype).contiguous()
+        return mxfp8.decode_mxfp8(blocks.qdata, scale, spec)[:, :cols].to(dtype).contiguous()
     a = clamped_amax(blocks.amax, spec)
     inverse = f32(1 / spec.divisor)
     if spec.has_row_amax:
@@ -68,7 +68,7 @@ def decode(blocks: Blocks, spec: Spec, cols: int, scale_layout: str = LINEAR) ->
     """
     scale = _linear_scale(blocks, spec, cols, scale_layout)
     if isinstance(spec, MXFP8):
-        return Decoded(mxfp8.decode(blocks.qdata, scale, spec), None)
+        return Decoded(mxfp8.decode_mxfp8(blocks.qdata, scale, spec), None)
     values = e2m1_values(blocks.qdata).unflatten(1, (-1, NVFP4_BLOCK))
     values = (values * fp8_values(scale.view(torch.float8_e4m3fn))[..., None]).flatten(1)
     return Decoded(values, global_scale(blocks.amax, spec))

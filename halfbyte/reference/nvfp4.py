@@ -69,7 +69,7 @@ def quantize(
     check_scale_layout(scale_layout)
     x = x.reshape(matrix_shape(x.shape))
     if isinstance(spec, MXFP8):
-        blocks = mxfp8.quantize(x, spec, values)
+        blocks = mxfp8.quantize_mxfp8(x, spec, values)
     else:
         if spec.rotation is not None:
             x = rotate(x, spec.rotation, sign_draw)

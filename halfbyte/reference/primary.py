@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfbyte.formats import E4M3_NAN, NVFP4_BLOCK
 from halfbyte.layout import ceil_div, swizzle, unswizzle
-from halfbyte.pieces import Piece, Target
+from halfbyte.pieces import CastTarget, Piece
 from halfbyte.reference.cast import e2m1_nearest
 from halfbyte.reference.nvfp4 import quantize, transpose
 from halfbyte.reference.scale import block_scale, encode_scale, tensor_factors
@@ -123,7 +123,7 @@ class Finisher:
         tiles: of all weights together.
     """
 
-    def __init__(self, targets: Sequence[Target], tiles: int) -> None:
+    def __init__(self, targets: Sequence[CastTarget], tiles: int) -> None:
         self._targets, self._tiles = [target for target in targets if target.tile_count], tiles
         self._all = list(targets)
 

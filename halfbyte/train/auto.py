@@ -64,7 +64,7 @@ def facts(device: torch.device) -> Facts:
     return Facts(device=device.type, no_kernels="" if triton.available else triton.reason)
 
 
-def choose(config: TrainConfig, facts: Facts, begun: Mapping[str, bool]) -> dict[Option, Choice]:
+def choose_options(config: TrainConfig, facts: Facts, begun: Mapping[str, bool]) -> dict[Option, Choice]:
     """Return what each option is to be.
 
     Args:
@@ -131,7 +131,7 @@ def _no_gpu(facts: Facts) -> str:
 
 def _no_compile(config: TrainConfig) -> str:
     steps, recipes = config.optim.steps, _recipes(config)
-    if models.get(config.model).moe is not None:
+    if models.model_preset(config.model).moe is not None:
         return "compiled mixtures of experts have not been timed on a GPU"
     if config.run.recompute == "selective":
         return "compiled blocks write over what recompute='selective' keeps"

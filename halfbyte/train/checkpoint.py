@@ -57,7 +57,7 @@ class Checkpoints:
         Raises:
             ValueError: the folder cannot be read.
         """
-        remove_leftovers(self._folder)
+        remove_unfinished(self._folder)
         found = saved(self._folder)
         with contextlib.suppress(ValueError):
             named = files.read_text(self._folder / LATEST).strip()
@@ -80,12 +80,12 @@ def saved(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_unfinished(folder: Path) -> None:
     """Delete what writers that were killed left in a folder of checkpoints."""
     files.remove_leftovers(folder, "step-*.pt", LATEST)
 
 
-def load(path: Path, identity: dict) -> dict:
+def load_checkpoint(path: Path, identity: dict) -> dict:
     """Return what `Checkpoints.save` wrote to `path`, on the CPU; what does not depend on the model is checked.
 
     Args:

@@ -59,7 +59,7 @@ class Corpus:
         }
 
 
-def load(name: str, text_field: str = TEXT_FIELD) -> Corpus:
+def load_corpus(name: str, text_field: str = TEXT_FIELD) -> Corpus:
     """Find and hash the documents of `python` or of a file or folder.
 
     Files of a folder that are not text are left out and listed; a file named by itself must be text. Hidden files and

@@ -120,8 +120,8 @@ def test_the_call(name, split, scale_layout, monkeypatch):
         return torch.ones(shape, dtype=torch.bfloat16)
 
     monkeypatch.setattr(grouped_native, "scaled_grouped_mm", record)
-    assert grouped_native.unsupported(a, b, torch.bfloat16, False, SM_100) is None
-    y = grouped_native.grouped_gemm_nt(a, b, OFFSETS, length)
+    assert grouped_native.grouped_unsupported(a, b, torch.bfloat16, False, SM_100) is None
+    y = grouped_native.native_grouped_gemm_nt(a, b, OFFSETS, length)
     (call,) = calls
     accepted(call)
     products = meaning(call)
@@ -148,8 +148,8 @@ def test_what_is_emulated_says_why():
         ((decoded, b), torch.bfloat16, False, SM_100, "no codes"),
         ((a, torch.zeros(5, N, K)), torch.bfloat16, False, SM_100, "not quantized"),
     ):
-        assert reason in grouped_native.unsupported(*sides, dtype, accumulate, capability)
+        assert reason in grouped_native.grouped_unsupported(*sides, dtype, accumulate, capability)
     e5m2 = a._replace(spec=hb.MXFP8(element="e5m2"))
     other = b._replace(spec=hb.MXFP8())
-    assert "e4m3" in grouped_native.unsupported(e5m2, other, torch.bfloat16, False, SM_100)
+    assert "e4m3" in grouped_native.grouped_unsupported(e5m2, other, torch.bfloat16, False, SM_100)
     assert native.MIN_CAPABILITY == SM_100

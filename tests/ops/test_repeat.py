@@ -137,7 +137,7 @@ def test_gemm_nt(case, monkeypatch):
     if case == "long":
         from halfbyte.kernels.gemm import dense
 
-        plan = dense.make_plan
+        plan = dense.gemm_plan
         monkeypatch.setattr(dense, "make_plan", lambda *given: dataclasses_replace(plan(*given), splits=2))
 
     def call(i):

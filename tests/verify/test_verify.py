@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def failures(findings) -> list[str]:
-    return [f"{c.group}: {c.name}: {c.detail}" for c in record.run(findings) if c.outcome == record.FAILED]
+    return [f"{c.group}: {c.name}: {c.detail}" for c in record.run_checks(findings) if c.outcome == record.FAILED]
 
 
 def test_the_reference_holds_its_invariants():
@@ -94,7 +94,7 @@ def test_an_exception_is_a_failure_of_its_check():
     def broken():
         raise RuntimeError("no such instruction")
 
-    checks = record.run([("group", "a", broken), ("group", "b", lambda: None)])
+    checks = record.run_checks([("group", "a", broken), ("group", "b", lambda: None)])
     assert [c.outcome for c in checks] == [record.FAILED, record.PASSED]
     assert checks[0].detail == "RuntimeError: no such instruction"
 
@@ -152,7 +152,7 @@ def test_processes_share_the_same_checks(monkeypatch):
     # Threads stand in for processes, which would take seconds to import torch.
     monkeypatch.setattr(plan, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs))
     scope = plan.Scope(device=CPU, backend=None)
-    alone, shared = plan.run(scope, jobs=1), plan.run(scope, jobs=3)
+    alone, shared = plan.run_all(scope, jobs=1), plan.run_all(scope, jobs=3)
     assert alone == shared and len(alone) > 15
 
 

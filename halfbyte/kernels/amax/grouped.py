@@ -24,7 +24,7 @@ from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.decode import INTERPRETED
 from halfbyte.kernels.device.loads import load_col_groups, load_row_groups
 from halfbyte.kernels.device.tiles import rotate_group
-from halfbyte.kernels.groups import Plan, group_of_tile
+from halfbyte.kernels.groups import GroupPlan, group_of_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import grouped_wide as wide
 from halfbyte.layout import ceil_div
@@ -32,14 +32,14 @@ from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4
 
 
-class Tile(NamedTuple):
+class GroupedAmaxTile(NamedTuple):
     """Columns and warps of a program."""
 
     cols: int
     num_warps: int
 
 
-BOTH_TILE, ROW_TILE = Tile(128, 4), Tile(256, 8)
+BOTH_TILE, ROW_TILE = GroupedAmaxTile(128, 4), GroupedAmaxTile(256, 8)
 # (whether rows count, width of the rotation of columns) of the cases that are compiled; 0: columns do not count.
 PACKED_WIDTH = 32  # the widest rotation of words of two columns: with 64, threads spill 300 bytes
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
@@ -91,7 +91,7 @@ def packed_amax_kernel(
                 for k in tl.static_range(2):
                     plain_bits = tl.maximum(plain_bits, tl.max(mg.finite_bits(mg.magnitude_bits(halves[k])), axis=1))
                     if rotated_ptr is not None:
-                        y = rw.unpacked(rw.rotated(halves[k], flips, RULE.norm))
+                        y = rw.unpacked(rw.rotated_pairs(halves[k], flips, RULE.norm))
                         bits = tl.maximum(bits, tl.max(mg.finite_bits(mg.magnitude_bits(y)), axis=1))
         if plain_ptr is not None:
             tl.atomic_max(plain_ptr + group, tl.max(plain_bits, axis=0), sem="relaxed")
@@ -110,7 +110,7 @@ def load_words(words_ptr, g, end, in_line, stride, SIZE: tl.constexpr, FULL: tl.
 
 
 @triton.jit
-def rotated(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.constexpr):
+def rotated_values(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.constexpr):
     """Return the fp32 values of a group after the rule's rotation."""
     return pm.unpack_pairs(rotate_group(xs, sign_ptr, sign_stream, NARROW, RULE), 0, RULE.group)
 
@@ -146,7 +146,7 @@ def grouped_amax_kernel(
                     tl.atomic_max(row_out_ptr + group, largest(mg.finite_max(xs)), sem="relaxed")
             if COL.norm != 0.0:
                 p_sign = None if col_sign_ptr is None else col_sign_ptr + group * 2
-                xs = rotated(xs, p_sign, col_sign_stream, NARROW, COL)
+                xs = rotated_values(xs, p_sign, col_sign_stream, NARROW, COL)
             m = mg.finite_max(xs)
             if COL.row_amax:
                 p_out = col_out_ptr + group.to(tl.int64) * cols + col
@@ -162,7 +162,7 @@ def grouped_amax_kernel(
                 xs = load_row_groups(x_ptr, row64 * stride_r, in_row, o_col, cols, stride_c, ROW.group)
                 if ROW.norm != 0.0:
                     p_sign = None if row_sign_ptr is None else row_sign_ptr + group * 2
-                    xs = rotated(xs, p_sign, row_sign_stream, NARROW, ROW)
+                    xs = rotated_values(xs, p_sign, row_sign_stream, NARROW, ROW)
                 m = mg.finite_max(xs)
                 if ROW.row_amax:
                     tl.atomic_max(row_out_ptr + row64, tl.max(m, axis=1), mask=in_row, sem="relaxed")
@@ -172,7 +172,7 @@ def grouped_amax_kernel(
 
 def grouped_amax(
     x: Tensor,
-    plan: Plan,
+    plan: GroupPlan,
     specs: tuple[NVFP4 | None, NVFP4 | None],
     out: tuple[Tensor, Tensor],
     sign_draw: Draw | None,
@@ -194,7 +194,7 @@ def grouped_amax(
         return
     for i, rule in enumerate(rules):
         if rule is not None and wide.is_wide(rule):
-            wide.amax(x, plan, rule, bool(i), outs[i], stream)
+            wide.wide_amax(x, plan, rule, bool(i), outs[i], stream)
             rules[i] = None
     if rules != [None, None]:
         _launch_tuples(x, plan, (rules[0], rules[1]), outs, stream)
@@ -202,7 +202,7 @@ def grouped_amax(
 
 def _is_plain(x: Tensor, row: sc.Rule | None, col: sc.Rule | None) -> bool:
     """Say whether words of two columns serve: an unrotated amax of x, a rotated one of x.T, or both from one read."""
-    if not mg.is_packed(x) or (row is not None and (row.norm != 0.0 or row.row_amax)):
+    if not mg.reads_pairs(x) or (row is not None and (row.norm != 0.0 or row.row_amax)):
         return False
     if col is None:
         return True
@@ -212,7 +212,7 @@ def _is_plain(x: Tensor, row: sc.Rule | None, col: sc.Rule | None) -> bool:
 
 
 def _launch_packed(
-    x: Tensor, plan: Plan, rules: tuple[sc.Rule | None, sc.Rule | None], outs: list[Tensor], stream: int
+    x: Tensor, plan: GroupPlan, rules: tuple[sc.Rule | None, sc.Rule | None], outs: list[Tensor], stream: int
 ) -> None:
     row, col = rules
     rule = ra.PLAIN if col is None else col
@@ -243,7 +243,7 @@ def _launch_packed(
 
 
 def _launch_tuples(
-    x: Tensor, plan: Plan, rules: tuple[sc.Rule | None, sc.Rule | None], outs: list[Tensor], stream: int
+    x: Tensor, plan: GroupPlan, rules: tuple[sc.Rule | None, sc.Rule | None], outs: list[Tensor], stream: int
 ) -> None:
     row, col = rules
     tile = ROW_TILE if col is None else BOTH_TILE

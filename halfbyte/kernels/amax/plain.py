@@ -27,7 +27,7 @@ from halfbyte.spec import NVFP4, Spec
 OF_TENSOR, OF_ROW, OF_ROW_PARTS = (tl.constexpr(i) for i in range(3))
 
 
-class Tile(NamedTuple):
+class AmaxTile(NamedTuple):
     """What a program reads at once and how many programs there are.
 
     size: elements.
@@ -40,7 +40,7 @@ class Tile(NamedTuple):
 
 
 # Measured on an H200: about as many programs as run at once, so that few of them meet in the workspace.
-PLAIN_TILE = Tile(8192, 8, 8)
+PLAIN_TILE = AmaxTile(8192, 8, 8)
 
 
 @jit(do_not_specialize=("parts", "programs"))
@@ -169,7 +169,7 @@ def _launch_rows(x: Tensor, per_row: bool) -> Tensor:
         parts,
         tiles * parts,
         RESULT=result,
-        PACKED=mg.is_packed(x),
+        PACKED=mg.reads_pairs(x),
         R=r,
         C=c,
         num_warps=PLAIN_TILE.num_warps,

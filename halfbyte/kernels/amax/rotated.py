@@ -27,7 +27,7 @@ from halfbyte.spec import NVFP4
 PLAIN = sc.rule_of(NVFP4(), hardware=0)
 
 
-class Tile(NamedTuple):
+class RotatedAmaxTile(NamedTuple):
     """What a program reads at once, as measured on an H200.
 
     size: bytes that a thread reads of each row of a group.
@@ -39,7 +39,12 @@ class Tile(NamedTuple):
     per_sm: int
 
 
-ROTATED_TILES = {16: Tile(8, 4, 5), 32: Tile(4, 4, 5), 64: Tile(4, 4, 3), 128: Tile(2, 4, 3)}
+ROTATED_TILES = {
+    16: RotatedAmaxTile(8, 4, 5),
+    32: RotatedAmaxTile(4, 4, 5),
+    64: RotatedAmaxTile(4, 4, 3),
+    128: RotatedAmaxTile(2, 4, 3),
+}
 
 
 class RotatedTile(NamedTuple):
@@ -139,7 +144,7 @@ def amax_rotated_kernel(
             halves = column_halves(load_groups(src_ptr, g, end, line, lines, stride, stride_c, SIZE, FULL), PACKED)
             for k in tl.static_range(SHARE):
                 plain_bits = tl.maximum(plain_bits, tl.max(mg.finite_bits(mg.magnitude_bits(halves[k])), axis=1))
-                y = rw.unpacked(rw.rotated(narrowed(halves[k], NARROW), flips, RULE.norm))
+                y = rw.unpacked(rw.rotated_pairs(narrowed(halves[k], NARROW), flips, RULE.norm))
                 found = tl.max(mg.finite_bits(mg.magnitude_bits(y)), axis=1)
                 if k == 0:
                     bits = tl.maximum(bits, found)
@@ -204,7 +209,7 @@ def launch_rotated(x: Tensor, rule: sc.Rule, sign_draw: Draw | None, both: bool)
     """
     assert not rule.fresh or sign_draw is not None, "fresh signs need a draw"
     rows, cols = x.shape
-    tile = rotated_tile(rule, mg.is_packed(x), sc.hardware_of(x.device))
+    tile = rotated_tile(rule, mg.reads_pairs(x), sc.hardware_of(x.device))
     tile_cols = tile.lines * (2 if tile.packed else 1)
     strips = ceil_div(cols, tile_cols)
     parts = mg.parts_of(ceil_div(rows, rule.group), strips, tile.per_sm, x.device)

@@ -83,7 +83,7 @@ def explain(device: torch.device) -> str:
     return "; ".join(f"{name} {how}" for name, how in words.items())
 
 
-def compare(device: torch.device, name: str) -> tuple[Tensor, Tensor]:
+def compare_conversions(device: torch.device, name: str) -> tuple[Tensor, Tensor]:
     """Return the codes of 65,536 values, [8192] int32, by our arithmetic and by the target's conversion.
 
     Args:

@@ -37,7 +37,7 @@ COMBINE_COST = 300
 
 
 @dataclass(frozen=True)
-class Tile:
+class GemmTile:
     """Block shape and launch options of one configuration; cost: measured time of a product, relative to the best."""
 
     bm: int
@@ -48,19 +48,19 @@ class Tile:
     cost: float = 1.0
 
 
-TMA_TILES = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4, 1.1), Tile(64, 128, 64, 4, 4, 1.6))
-SMALL_TILES = (Tile(64, 128, 128, 4, 3, 1.41), Tile(64, 64, 128, 4, 4, 2.6), Tile(64, 64, 256, 4, 3, 2.5))
+TMA_TILES = (GemmTile(128, 256, 64, 8, 3), GemmTile(128, 128, 64, 8, 4, 1.1), GemmTile(64, 128, 64, 4, 4, 1.6))
+SMALL_TILES = (GemmTile(64, 128, 128, 4, 3, 1.41), GemmTile(64, 64, 128, 4, 4, 2.6), GemmTile(64, 64, 256, 4, 3, 2.5))
 """With deeper steps, for products that fill no more than one wave of programs."""
-POINTER_TILES = (Tile(128, 128, 32, 8, 4), Tile(64, 64, 32, 4, 4, 1.7))
-FP32_TILE = Tile(64, 64, 16, 4, 2)  # operands that no tensor core multiplies exactly: fp32, or a mixed pair
+POINTER_TILES = (GemmTile(128, 128, 32, 8, 4), GemmTile(64, 64, 32, 4, 4, 1.7))
+FP32_TILE = GemmTile(64, 64, 16, 4, 2)  # operands that no tensor core multiplies exactly: fp32, or a mixed pair
 
 
 @dataclass(frozen=True)
-class Plan:
+class GemmPlan:
     """How one GEMM runs."""
 
     tma: bool
-    tile: Tile
+    tile: GemmTile
     splits: int
     upcast: bool
 
@@ -102,14 +102,14 @@ def gemm_nt(
     if K == 0:
         return bias_only(y, bias, accumulate)
     target = y if y.stride(1) == 1 else y.contiguous()
-    plan = make_plan(a.values, b.values, target, K, variant)
+    plan = gemm_plan(a.values, b.values, target, K, variant)
     _run(plan, a, b, target, bias, accumulate, K)
     if target is not y:
         y.copy_(target)
     return y
 
 
-def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "auto") -> Plan:
+def gemm_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "auto") -> GemmPlan:
     """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and out [M, N]."""
     exact = a.dtype != b.dtype or a.dtype == torch.float32
     mappable = describable(a) and describable(b)
@@ -123,7 +123,7 @@ def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "aut
     programs = multiprocessors(a.device)
     M, N = out.shape
     if exact:
-        return Plan(False, FP32_TILE, 1, True)
+        return GemmPlan(False, FP32_TILE, 1, True)
     if tma:  # plain stores of the largest tile's output spill registers
         tiles = tuple(t for t in tiles or TMA_TILES[1:] if describable(out) or t.bn < 256)
         if ceil_div(M, SMALL_TILES[0].bm) * ceil_div(N, SMALL_TILES[0].bn) <= programs:
@@ -131,11 +131,11 @@ def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "aut
     tile, splits = choose_tile(tiles if tma else POINTER_TILES, M, N, K, programs)
     if splits > 1 and out.dtype == torch.float32:
         splits = min(MAX_SPLITS, max(splits, ceil_div(K, MAX_CHAIN)))
-    return Plan(tma, tile, splits, dc.INTERPRETED.value)
+    return GemmPlan(tma, tile, splits, dc.INTERPRETED.value)
 
 
 @lru_cache(maxsize=4096)
-def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, programs: int) -> tuple[Tile, int]:
+def choose_tile(tiles: tuple[GemmTile, ...], M: int, N: int, K: int, programs: int) -> tuple[GemmTile, int]:
     """Return the tile, and the number of contraction splits, of least estimated time.
 
     Programs run in waves; each costs its tile's multiply-adds times what the tile was measured to cost.
@@ -156,7 +156,7 @@ def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, programs: int) 
     return best[1], best[2]
 
 
-def _run(plan: Plan, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, accumulate: bool, K: int) -> None:
+def _run(plan: GemmPlan, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, accumulate: bool, K: int) -> None:
     M, N = out.shape
     if plan.splits == 1:
         chains = ceil_div(K, MAX_CHAIN) if out.dtype == torch.float32 else 1
@@ -203,7 +203,7 @@ def combine(
     )
 
 
-def _multiply(plan: Plan, a: Tensor, b: Tensor, out: Tensor, ends: dict, accumulate: bool) -> None:
+def _multiply(plan: GemmPlan, a: Tensor, b: Tensor, out: Tensor, ends: dict, accumulate: bool) -> None:
     """Launch one kernel on a [M, K] and b [N, K]; out [M, N], or the partial sums if the plan splits."""
     (M, K), N = a.shape, b.shape[0]
     tile = plan.tile
@@ -245,7 +245,7 @@ def _multiply(plan: Plan, a: Tensor, b: Tensor, out: Tensor, ends: dict, accumul
     )
 
 
-def epilogue_parts(tile: Tile, dtype: torch.dtype) -> int:
+def epilogue_parts(tile: GemmTile, dtype: torch.dtype) -> int:
     """Return how many column ranges of the tile are finished one after another: at most 32 KiB each."""
     return 4 if tile.bm * tile.bn // 2 * dtype.itemsize > EPILOGUE_BYTES else 2
 
@@ -300,7 +300,7 @@ def capability(device: torch.device) -> int:
     return 90 if target is None else target.capability
 
 
-def tma_tiles(capability: int) -> tuple[Tile, ...]:
+def tma_tiles(capability: int) -> tuple[GemmTile, ...]:
     """Return the tiles that the TMA kernel may use: none below sm_90 and on sm_120, whose shared memory is too small.
 
     On sm_100, where this GEMM only stands in for the native one, the largest tile spills registers.
@@ -310,5 +310,5 @@ def tma_tiles(capability: int) -> tuple[Tile, ...]:
     return TMA_TILES if capability < 100 else TMA_TILES[1:]
 
 
-def _tile_arguments(tile: Tile) -> dict:
+def _tile_arguments(tile: GemmTile) -> dict:
     return {"K": "i32:16", "SPLITS": 1, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "GROUP": GROUP}

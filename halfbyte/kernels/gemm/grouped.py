@@ -17,7 +17,7 @@ from halfbyte.kernels.gemm.dense import (
     MAX_CHAIN,
     POINTER_TILES,
     TMA_TILES,
-    Tile,
+    GemmTile,
     capability,
     describable,
     epilogue_parts,
@@ -30,7 +30,7 @@ from halfbyte.kernels.gemm.grouped_tile import (
     rows_tma_kernel,
     split_tma_kernel,
 )
-from halfbyte.kernels.groups import Plan, make_plan
+from halfbyte.kernels.groups import GroupPlan, plan_groups
 from halfbyte.kernels.target import target_of
 from halfbyte.kernels.unpack.dequantize import decode, dequantize
 from halfbyte.kernels.unpack.grouped_swizzle import grouped_unswizzle
@@ -48,8 +48,8 @@ from halfbyte.spec import Spec
 
 Variant = Literal["auto", "tma", "pointer"]
 NO_LIMIT = 1 << 30
-LARGE_TILE = Tile(128, 256, 64, 8, 4)
-PAIRED_TILE = Tile(128, 128, 64, 4, 3, 1.25)  # two programs a multiprocessor: one stores while the other multiplies
+LARGE_TILE = GemmTile(128, 256, 64, 8, 4)
+PAIRED_TILE = GemmTile(128, 128, 64, 4, 3, 1.25)  # two programs a multiprocessor: one stores while the other multiplies
 OVERHEAD, PAIRED_OVERHEAD = 345, 140  # of a tile, in columns of the contraction; measured on an H200
 CLEAR_TILE = (32, 512)
 MIN_TORCH_CAPABILITY = 90  # below, torch's grouped GEMM reads the offsets on the host
@@ -186,7 +186,7 @@ def _run_rows(
         tiles = tuple(tile for tile in tiles or TMA_TILES[1:] if tile.bn < 256)
     usable = (tiles or TMA_TILES[1:]) if tma else POINTER_TILES
     tile = FP32_TILE if exact else _choose(usable, groups, (ceil_div(M, groups), N, K), out.device)
-    plan = make_plan(offsets, groups, M, tile.bm, out.device)
+    plan = plan_groups(offsets, groups, M, tile.bm, out.device)
     options = {**_factors(a, b), **_tile_arguments(tile), "UPCAST": exact or dc.INTERPRETED.value}
     if not tma:
         grid = (plan.tiles * ceil_div(N, tile.bn),)
@@ -233,7 +233,7 @@ def _run_split(
     exact = a.values.dtype != b.values.dtype or a.values.dtype == torch.float32
     stored = max(a.stored, b.stored) or GROUP_COLUMNS
     assert not (a.stored and b.stored) or a.stored == b.stored, "operands are padded differently"
-    plan = make_plan(offsets, groups, K, stored, out.device)
+    plan = plan_groups(offsets, groups, K, stored, out.device)
     tiles = _map_tiles(out.device, out.dtype)
     tma = bool(a.stored and b.stored) and not exact and describable(a.values) and describable(b.values)
     tma = tma and variant != "pointer" and (bool(tiles) or variant == "tma")
@@ -278,7 +278,7 @@ def _run_split(
 def _launch_pointer(
     grid: tuple[int],
     sides: tuple[DecodedGroups, DecodedGroups],
-    plan: Plan,
+    plan: GroupPlan,
     out: Tensor,
     shape: tuple,
     options: dict,
@@ -311,7 +311,7 @@ def _launch_pointer(
     )
 
 
-def _map_tiles(device: torch.device, dtype: torch.dtype) -> tuple[Tile, ...]:
+def _map_tiles(device: torch.device, dtype: torch.dtype) -> tuple[GemmTile, ...]:
     """Return the tiles of tensor-map kernels: on sm_90 with more stages than a dense GEMM affords, unless for fp32."""
     tiles = tma_tiles(capability(device))
     if TMA_TILES[0] not in tiles or dtype == torch.float32:
@@ -319,16 +319,16 @@ def _map_tiles(device: torch.device, dtype: torch.dtype) -> tuple[Tile, ...]:
     return (LARGE_TILE, PAIRED_TILE, *tiles[1:])
 
 
-def _programs(tile: Tile, device: torch.device) -> int:
+def _programs(tile: GemmTile, device: torch.device) -> int:
     """Return how many persistent programs run: two a multiprocessor where registers and shared memory hold them."""
     return multiprocessors(device) * (2 if tile == PAIRED_TILE else 1)
 
 
-def _choose(tiles: tuple[Tile, ...], groups: int, shape: tuple[int, int, int], device: torch.device) -> Tile:
+def _choose(tiles: tuple[GemmTile, ...], groups: int, shape: tuple[int, int, int], device: torch.device) -> GemmTile:
     """Return the tile of least estimated time for `groups` products of one shape; see `gemm.choose_tile`."""
     programs, (M, N, K) = multiprocessors(device), shape
 
-    def time(tile: Tile) -> float:
+    def time(tile: GemmTile) -> float:
         count = groups * ceil_div(M, tile.bm) * ceil_div(N, tile.bn)
         beside = 2 if tile == PAIRED_TILE else 1
         overhead = PAIRED_OVERHEAD if tile == PAIRED_TILE else OVERHEAD
@@ -348,7 +348,7 @@ def _factors(a: DecodedGroups, b: DecodedGroups) -> dict[str, Any]:
     return arguments
 
 
-def _tile_arguments(tile: Tile) -> dict[str, int]:
+def _tile_arguments(tile: GemmTile) -> dict[str, int]:
     sizes = {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "GROUP": GROUP}
     return {**sizes, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
 

@@ -28,7 +28,7 @@ FIRST_TORCH = {True: (2, 13), False: (2, 11)}  # with an amax (NVFP4), without (
 ALIGNMENT = 16  # bytes along the contraction, and rows of each operand
 
 
-def unsupported(
+def grouped_unsupported(
     a: Operand | Tensor, b: Operand | Tensor, out_dtype: torch.dtype, accumulate: bool, capability: tuple[int, int]
 ) -> str | None:
     """Say why a grouped GEMM does not run natively on a GPU, or None if it does."""
@@ -57,7 +57,7 @@ def unsupported(
     return None
 
 
-def grouped_gemm_nt(a: Operand, b: Operand, offsets: Tensor, K: int) -> Tensor:
+def native_grouped_gemm_nt(a: Operand, b: Operand, offsets: Tensor, K: int) -> Tensor:
     """Return a_g @ b_g.T of every group in bf16, rounded once; for operands that `unsupported` accepts.
 
     Args:
@@ -69,11 +69,11 @@ def grouped_gemm_nt(a: Operand, b: Operand, offsets: Tensor, K: int) -> Tensor:
     Returns:
         bf16 [M, N], rows behind the last group zero; or [E, R, C].
     """
-    y = scaled_grouped_mm(**call_arguments(a, b, offsets, K))
+    y = scaled_grouped_mm(**scaled_grouped_mm_arguments(a, b, offsets, K))
     return clear_tail(y, offsets) if y.dim() == 2 else y
 
 
-def call_arguments(a: Operand, b: Operand, offsets: Tensor, K: int) -> dict[str, Any]:
+def scaled_grouped_mm_arguments(a: Operand, b: Operand, offsets: Tensor, K: int) -> dict[str, Any]:
     """Return the keyword arguments of `scaled_grouped_mm`."""
     spec, split = a.spec, b.blocks.qdata.dim() == 2
     recipe, order = [native.SCALINGS[spec.block_length]], [SwizzleType.SWIZZLE_32_4_4]

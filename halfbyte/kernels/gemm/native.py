@@ -45,7 +45,7 @@ def unsupported(a: Spec | None, b: Spec | None, capability: tuple[int, int]) -> 
     return None
 
 
-def gemm_nt(
+def native_gemm_nt(
     a: Operand,
     b: Operand,
     *,
@@ -74,9 +74,9 @@ def gemm_nt(
         y = torch.empty(M, N, dtype=dtype, device=a.blocks.qdata.device) if out is None else out
         return bias_only(y, bias, accumulate) if y.numel() else y
     if _finishes_alone(a, b, dtype, bias, accumulate):
-        y = scaled_mm(**call_arguments(a, b, dtype, bias))[:, :N]
+        y = scaled_mm(**scaled_mm_arguments(a, b, dtype, bias))[:, :N]
         return y if out is None else out.copy_(y)
-    raw = scaled_mm(**call_arguments(a, b, None, None))
+    raw = scaled_mm(**scaled_mm_arguments(a, b, None, None))
     y = torch.empty(M, N, dtype=dtype, device=raw.device) if out is None else out
     target = y if y.stride(1) == 1 else y.contiguous()
     factors = (from_values(*side.blocks[::2], side.spec) for side in (a, b))
@@ -90,7 +90,7 @@ def _finishes_alone(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | N
     return not row and not accumulate and (bias is None or bias.dtype == dtype != torch.float32)
 
 
-def call_arguments(a: Operand, b: Operand, dtype: torch.dtype | None, bias: Tensor | None) -> dict[str, Any]:
+def scaled_mm_arguments(a: Operand, b: Operand, dtype: torch.dtype | None, bias: Tensor | None) -> dict[str, Any]:
     """Return the keyword arguments of `scaled_mm`, operands padded as it requires.
 
     Args:

@@ -25,8 +25,8 @@ from halfbyte.kernels.quantize.lines import (
     divisor,
     is_full,
     is_packed,
-    operand_arguments,
-    quantize,
+    kernel_arguments,
+    quantize_any,
 )
 from halfbyte.kernels.quantize.wide import WIDE
 from halfbyte.kernels.unpack.dequantize import decode
@@ -36,7 +36,7 @@ from halfbyte.rng import Draw
 from halfbyte.spec import Spec
 
 
-class Tile(NamedTuple):
+class BothTile(NamedTuple):
     """What one program covers at once, its warps, and `Rule.words`."""
 
     rows: int
@@ -45,12 +45,12 @@ class Tile(NamedTuple):
     words: int
 
 
-def tile_for(row: sc.Rule, col: sc.Rule) -> Tile:
+def tile_for(row: sc.Rule, col: sc.Rule) -> BothTile:
     """Return the tile that was fastest on an H200 for a pair of rules, grown to whole groups both ways."""
     if "stochastic" in (row.rounding, col.rounding) or col.group > 16:
-        best = Tile(64, 64, 4, 1) if not col.element else Tile(64, 64, 2, 1)
+        best = BothTile(64, 64, 4, 1) if not col.element else BothTile(64, 64, 2, 1)
     else:
-        best = Tile(64, 64, 2, 2)
+        best = BothTile(64, 64, 2, 2)
     return best._replace(rows=max(best.rows, col.group), cols=max(best.cols, row.group))
 
 
@@ -65,7 +65,7 @@ def row_runs_along(row: sc.Rule, col: sc.Rule) -> bool:
     return plain and row.group == 16 and (col.group == 16 or col.element != "") and row.packed and row.full
 
 
-def widened(tile: Tile, row: sc.Rule, col: sc.Rule, cols: int) -> Tile:
+def widened(tile: BothTile, row: sc.Rule, col: sc.Rule, cols: int) -> BothTile:
     """Return `tile` with twice the columns and warps where that was faster: a store then fills more of a line."""
     timed = row_runs_along(row._replace(full=True), col) and row.rounding == col.rounding == "nearest"
     if not timed or cols % (2 * tile.cols):
@@ -204,7 +204,7 @@ def quantize_row_col_kernel(
         )  # fmt: skip
 
 
-def quantize_row_col(
+def quantize_rows_and_cols(
     x: Tensor,
     row_spec: Spec | None,
     col_spec: Spec | None,
@@ -233,15 +233,15 @@ def quantize_row_col(
     common = {"sign_draw": sign_draw, "scale_layout": scale_layout}
     col_draw = draw.next() if draw is not None else None
     if row_amax is None and col_amax is None and both_small.fits(x, row_spec, col_spec, scale_layout):
-        return both_small.quantize(x, (row_spec, col_spec), (draw, col_draw), sign_draw, transient)
+        return both_small.quantize_both_small(x, (row_spec, col_spec), (draw, col_draw), sign_draw, transient)
     row_amax, col_amax = _complete_amaxes(x, (row_spec, col_spec), (row_amax, col_amax), sign_draw)
     apart = row_spec is None or col_spec is None or max(row_spec.alignment, col_spec.alignment) >= WIDE
     if apart or x.numel() == 0 or x.stride(1) != 1:
         row = col = None
         if row_spec is not None:
-            row = quantize(x, row_spec, draw=draw, amax=row_amax, decoded=transient[0], **common)
+            row = quantize_any(x, row_spec, draw=draw, amax=row_amax, decoded=transient[0], **common)
         if col_spec is not None:
-            col = quantize(x.T, col_spec, draw=col_draw, amax=col_amax, decoded=transient[1], **common)
+            col = quantize_any(x.T, col_spec, draw=col_draw, amax=col_amax, decoded=transient[1], **common)
         return row, col
     row = allocate(x.shape, row_spec, scale_layout, x.device, transient[0])
     col = allocate(x.T.shape, col_spec, scale_layout, x.device, transient[1])
@@ -251,8 +251,8 @@ def quantize_row_col(
         sc.rule_of(row_spec, hardware),
         sc.rule_of(col_spec, hardware),
         (row, col),
-        operand_arguments(row_spec, row, row_amax, draw, sign_draw),
-        operand_arguments(col_spec, col, col_amax, col_draw, sign_draw),
+        kernel_arguments(row_spec, row, row_amax, draw, sign_draw),
+        kernel_arguments(col_spec, col, col_amax, col_draw, sign_draw),
     )
     return Blocks(row.qdata, row.block_scale, row_amax), Blocks(col.qdata, col.block_scale, col_amax)
 
@@ -265,7 +265,7 @@ def _tiles(
     scale_layout: str,
     transient: tuple[bool, bool],
 ) -> tuple[Blocks, Blocks]:
-    row = strips.quantize(x, spec, draw=draw, amax=amax)
+    row = strips.quantize_lines_or_strips(x, spec, draw=draw, amax=amax)
     col = Blocks(*transpose(row.qdata, row.block_scale, *x.shape), row.amax)
     sides = []
     for blocks, cols, is_transient in ((row, x.shape[1], transient[0]), (col, x.shape[0], transient[1])):

@@ -22,7 +22,7 @@ from halfbyte.kernels.device.decode import INTERPRETED
 from halfbyte.kernels.device.loads import load_col_pairs
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.quantize.lines import allocate, is_packed, operand_arguments
+from halfbyte.kernels.quantize.lines import allocate, is_packed, kernel_arguments
 from halfbyte.layout import LINEAR, Blocks, ceil_div
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec
@@ -107,7 +107,7 @@ def fits(x: Tensor, row: Spec | None, col: Spec | None, scale_layout: str) -> bo
     return plain and whole and ceil_div(x.shape[1], 2 * STRIP.lines) <= MAX_PROGRAMS
 
 
-def quantize(
+def quantize_both_small(
     x: Tensor,
     specs: tuple[NVFP4, NVFP4],
     draws: tuple[Draw | None, Draw | None],
@@ -137,7 +137,7 @@ def quantize(
         for spec, out in zip(specs, outputs, strict=True)
     )
     sides = zip(specs, outputs, partial, draws, strict=True)
-    pointers, numbers, constants = zip(*(operand_arguments(*side, sign_draw) for side in sides), strict=True)
+    pointers, numbers, constants = zip(*(kernel_arguments(*side, sign_draw) for side in sides), strict=True)
     quantize_row_col_small_kernel[(programs(rows, cols),)](
         x,
         *pointers[0],

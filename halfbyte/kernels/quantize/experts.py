@@ -22,7 +22,7 @@ from halfbyte.layout import Blocks, row_bytes
 from halfbyte.spec import NVFP4, Spec
 
 
-class Tile(NamedTuple):
+class ExpertsTile(NamedTuple):
     """Rows, columns and warps of a program."""
 
     rows: int
@@ -30,7 +30,7 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-TILE = Tile(16, 256, 4)
+TILE = ExpertsTile(16, 256, 4)
 
 
 @jit(do_not_specialize=("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"))

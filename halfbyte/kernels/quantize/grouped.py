@@ -12,7 +12,7 @@ from halfbyte.kernels.amax.grouped import grouped_amax
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.decode import INTERPRETED
-from halfbyte.kernels.groups import Plan, make_plan
+from halfbyte.kernels.groups import GroupPlan, plan_groups
 from halfbyte.kernels.quantize import grouped_wide as wide
 from halfbyte.kernels.quantize.both import loop_of, row_runs_along, runs_along, tile_for, widened
 from halfbyte.kernels.quantize.experts import experts_amax, fits, quantize_experts
@@ -35,7 +35,7 @@ from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec
 
 
-class Tile(NamedTuple):
+class GroupedTile(NamedTuple):
     """Rows, columns and warps of a tile, and `Rule.words`."""
 
     rows: int
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
     words: int = 1
 
 
-ROW_TILE = Tile(16, 256, 4)
+ROW_TILE = GroupedTile(16, 256, 4)
 DECODED_COLS = 64  # of a tile that is stored as values: more of them keep too few programs on a multiprocessor
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 LOOPS = ((16384, 8), (8192, 4), (4096, 2))  # as those of `row_col`: about 2048 programs are left
@@ -84,7 +84,7 @@ class Side(NamedTuple):
     sign_draw: Draw | None
 
 
-def grouped_quantize_row_col(
+def quantize_groups(
     x: Tensor,
     offsets: Tensor | None,
     row_spec: Spec | None,
@@ -111,7 +111,7 @@ def grouped_quantize_row_col(
     check_scale_layout(scale_layout)
     if row_spec is not None and row_spec == col_spec and row_spec.is_tile:
         assert not any(transient), "both orientations of one tile are codes"
-        row, _ = grouped_quantize_row_col(x, offsets, row_spec, None, draw=draw, row_amax=row_amax)
+        row, _ = quantize_groups(x, offsets, row_spec, None, draw=draw, row_amax=row_amax)
         assert row is not None, "the row has a spec"
         col = _transposed(row, x, offsets)
         if scale_layout == LINEAR:
@@ -150,14 +150,14 @@ def _plan(
     amaxes: tuple[Tensor | None, Tensor | None],
     draw: Draw | None,
     sign_draw: Draw | None,
-) -> Plan:
+) -> GroupPlan:
     """Return the plan of both orientations, with the amaxes of the groups of tokens that were given."""
     col = specs[1]
     row_given, col_given = (
         None if amax is None or grid.stacked or _by_row(spec) else amax.contiguous()
         for spec, amax in zip(specs, amaxes, strict=True)
     )
-    return make_plan(
+    return plan_groups(
         grid.offsets,
         grid.groups,
         grid.x.shape[0],
@@ -208,7 +208,7 @@ def _by_row(spec: Spec | None) -> bool:
 
 def _amaxes(
     grid: Grid,
-    plan: Plan,
+    plan: GroupPlan,
     specs: tuple[Spec | None, Spec | None],
     given: tuple[Tensor | None, Tensor | None],
     sign_draw: Draw | None,
@@ -240,7 +240,7 @@ def _amaxes(
 
 
 def _fill_amaxes(
-    grid: Grid, plan: Plan, needed: tuple[Spec | None, Spec | None], own: list[Tensor], sign_draw: Draw | None
+    grid: Grid, plan: GroupPlan, needed: tuple[Spec | None, Spec | None], own: list[Tensor], sign_draw: Draw | None
 ) -> None:
     """Compute the amaxes of the specs that are not None in `own`, which holds zeros."""
     row, col = needed
@@ -258,14 +258,14 @@ def _fill_amaxes(
         grouped_amax(grid.x, plan, (row, col), (own[0], own[1]), sign_draw)
 
 
-def _tile(row: sc.Rule | None, col: sc.Rule | None, tile_rows: int, x_cols: int) -> Tile:
+def _tile(row: sc.Rule | None, col: sc.Rule | None, tile_rows: int, x_cols: int) -> GroupedTile:
     """Return the tile of a pair of rules: that of one tensor, or as many rows as the plan has."""
     best = ROW_TILE
     if col is not None:
         dense = tile_for(row or col, col)
         if row is not None and row.packed and col.packed:
             dense = widened(dense, row, col, x_cols)
-        best = Tile(min(dense.rows, tile_rows), dense.cols, dense.num_warps, dense.words)
+        best = GroupedTile(min(dense.rows, tile_rows), dense.cols, dense.num_warps, dense.words)
         if col.decoded or (row is not None and row.decoded):
             best = best._replace(cols=DECODED_COLS, words=1)
     cols = max(best.cols, 0 if row is None else row.group)
@@ -274,7 +274,7 @@ def _tile(row: sc.Rule | None, col: sc.Rule | None, tile_rows: int, x_cols: int)
     return best._replace(cols=cols)
 
 
-def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Tensor]) -> None:
+def _quantize(grid: Grid, plan: GroupPlan, sides: list[Side | None], amaxes: list[Tensor]) -> None:
     row, col = sides
     if not any(side is not None and side.qdata.numel() for side in sides):
         return
@@ -290,7 +290,7 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
     for i, (rule, side) in enumerate(zip(rules, sides, strict=True)):
         if rule is not None and side is not None and wide.is_wide(rule):
             arguments = pointers[i], streams[i], constants[i]
-            wide.quantize(grid.x, plan, rule, bool(i), grid.stacked, side.blocks, arguments)
+            wide.quantize_wide(grid.x, plan, rule, bool(i), grid.stacked, side.blocks, arguments)
             rules[i], pointers[i] = None, [None] * 5
     if rules == [None, None]:
         return
@@ -334,7 +334,7 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
 Rules = list[sc.Rule | None]
 
 
-def _full_and_ragged(cols: int, rules: Rules, tile: Tile, stacked: bool) -> tuple[Rules, Rules]:
+def _full_and_ragged(cols: int, rules: Rules, tile: GroupedTile, stacked: bool) -> tuple[Rules, Rules]:
     """Return the rules for tiles without a ragged edge, None where the columns have one, and those for the others.
 
     Tokens of a packed x in whole tiles of columns need no branch: `Rule.clamped` serves all their tiles. Not those of
@@ -356,7 +356,7 @@ def _full_and_ragged(cols: int, rules: Rules, tile: Tile, stacked: bool) -> tupl
     ]
 
 
-def _pointers(side: Side | None, amax: Tensor, plan: Plan) -> list[Tensor | None]:
+def _pointers(side: Side | None, amax: Tensor, plan: GroupPlan) -> list[Tensor | None]:
     if side is None:
         return [None] * 5
     qdata = side.qdata if side.decoded else side.qdata.view(torch.int64)
@@ -381,7 +381,7 @@ def _transposed(row: Blocks, x: Tensor, offsets: Tensor | None) -> Blocks:
     scale = torch.empty(shapes.block_scale, dtype=torch.uint8, device=x.device)
     if qdata.numel() == 0:
         return Blocks(qdata, scale, row.amax)
-    plan = make_plan(offsets, groups, total, GROUP_COLUMNS, x.device)
+    plan = plan_groups(offsets, groups, total, GROUP_COLUMNS, x.device)
     words = row.qdata.shape[-1] // 4
     word_tiles = ceil_div(words, TRANSPOSE_WORDS)
     grouped_transpose_kernel[(plan.tiles * word_tiles,)](

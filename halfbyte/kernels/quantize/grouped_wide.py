@@ -18,7 +18,7 @@ from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.decode import cast
 from halfbyte.kernels.device.magnitudes import INF_BITS, finite_bits, magnitude_bits
-from halfbyte.kernels.groups import Plan, group_of_tile
+from halfbyte.kernels.groups import GroupPlan, group_of_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.grouped_kernels import clear_padding
 from halfbyte.kernels.quantize.wide import quantize_lines
@@ -96,7 +96,7 @@ def grouped_wide_kernel(
         place = side.to(tl.int64) + tl.zeros((T,), tl.int64)
         first_block = -start64 * blocks
     factors = sc.operand_factors(p_amax, constants, RULE)
-    pairs = rw.rotated(narrowed(x, x_ptr.dtype.element_ty == tl.bfloat16), flips, RULE.norm)
+    pairs = rw.rotated_pairs(narrowed(x, x_ptr.dtype.element_ty == tl.bfloat16), flips, RULE.norm)
     quantize_lines(
         pairs, line, place, p_q, p_scale, p_amax, p_draw, stream, lines, blocks, first_block, per_row, constants,
         factors, RULE, False,
@@ -125,7 +125,7 @@ def grouped_wide_amax_kernel(
         # The factor and the rounding keep the order: they are applied to the maxima alone.
         bits = magnitude_bits(cast(tl.fma(rw.largest_rotated(x, flips), RULE.norm, 0.0), tl.bfloat16))
         if tl.max(bits, axis=0) >= INF_BITS:
-            y = rw.unpacked(rw.rotated(x, flips, RULE.norm))
+            y = rw.unpacked(rw.rotated_pairs(x, flips, RULE.norm))
             bits = tl.max(finite_bits(magnitude_bits(y)), axis=1)
         if not RULE.row_amax:
             tl.atomic_max(out_ptr + group, tl.max(bits, axis=0), sem="relaxed")
@@ -137,7 +137,7 @@ def grouped_wide_amax_kernel(
             tl.atomic_max(out_ptr + row, bits, mask=row < end, sem="relaxed")
 
 
-class Launch(NamedTuple):
+class WideLaunch(NamedTuple):
     """Programs, tiles side by side, groups of a program, warps."""
 
     programs: int
@@ -146,14 +146,14 @@ class Launch(NamedTuple):
     num_warps: int
 
 
-def _launch(tiles: int, tile_rows: int, group: int, columns: bool, cols: int) -> Launch:
+def _launch(tiles: int, tile_rows: int, group: int, columns: bool, cols: int) -> WideLaunch:
     lines = LINES if columns else tile_rows
     beside = ceil_div(cols, lines if columns else group)
     parts = tile_rows // group if columns else 1
-    return Launch(tiles * beside * parts, beside, lines, lines * max(group, 64) // VALUES_PER_WARP)
+    return WideLaunch(tiles * beside * parts, beside, lines, lines * max(group, 64) // VALUES_PER_WARP)
 
 
-def amax_warps(launch: Launch, rule: sc.Rule, hardware: int) -> int:
+def amax_warps(launch: WideLaunch, rule: sc.Rule, hardware: int) -> int:
     """Return the warps of the maxima's kernel; hardware: as `Rule.hardware`.
 
     With one group of 32 a thread, Blackwell's assembler takes 72 registers and spills; with two it does not.
@@ -161,8 +161,14 @@ def amax_warps(launch: Launch, rule: sc.Rule, hardware: int) -> int:
     return launch.num_warps // 2 if rule.group == WIDE and hardware >= 100 else launch.num_warps
 
 
-def quantize(
-    x: Tensor, plan: Plan, rule: sc.Rule, columns: bool, stacked: bool, blocks: int, arguments: tuple[list, list, tuple]
+def quantize_wide(
+    x: Tensor,
+    plan: GroupPlan,
+    rule: sc.Rule,
+    columns: bool,
+    stacked: bool,
+    blocks: int,
+    arguments: tuple[list, list, tuple],
 ) -> None:
     """Quantize one orientation.
 
@@ -183,7 +189,7 @@ def quantize(
     )  # fmt: skip
 
 
-def amax(x: Tensor, plan: Plan, rule: sc.Rule, columns: bool, out: Tensor, sign_stream: int) -> None:
+def wide_amax(x: Tensor, plan: GroupPlan, rule: sc.Rule, columns: bool, out: Tensor, sign_stream: int) -> None:
     """Raise out, int32 zeros [groups + 1] or one per row, to the amax of one orientation; arguments as `quantize`."""
     launch = _launch(plan.tiles, plan.tile_rows, rule.group, columns, x.shape[1])
     grouped_wide_amax_kernel[(launch.programs,)](

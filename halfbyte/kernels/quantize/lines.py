@@ -169,7 +169,7 @@ def quantize_cols_kernel(
     )
 
 
-class Tile(NamedTuple):
+class LineTile(NamedTuple):
     """A tile of `outer` rows (columns) of `groups` groups each, warps, `Rule.words`, and how many tiles a program."""
 
     outer: int
@@ -181,23 +181,23 @@ class Tile(NamedTuple):
 
 # Measured on an H200 at 8192 columns: the best of the tiles tried for each kind of kernel.
 ROW_TILES = {
-    16: Tile(1, 512, 4),
-    32: Tile(1, 64, 2, loop=4),
-    64: Tile(1, 64, 2),
-    128: Tile(1, 64, 2),
+    16: LineTile(1, 512, 4),
+    32: LineTile(1, 64, 2, loop=4),
+    64: LineTile(1, 64, 2),
+    128: LineTile(1, 64, 2),
 }
-ROTATED_TILE = Tile(1, 128, 2, loop=4)
-MXFP8_TILE = Tile(1, 128, 4)
-STOCHASTIC_TILE = Tile(1, 128, 2)
-CANDIDATE_TILE = Tile(1, 128, 4, loop=4)
-SQUARE_TILE = Tile(16, 16, 4)
-SWIZZLED_TILE = Tile(16, 16, 2)
-COL_TILES = {16: Tile(64, 4, 2, words=2), 32: Tile(64, 4, 4), 64: Tile(64, 1, 2), 128: Tile(64, 2, 4)}
+ROTATED_TILE = LineTile(1, 128, 2, loop=4)
+MXFP8_TILE = LineTile(1, 128, 4)
+STOCHASTIC_TILE = LineTile(1, 128, 2)
+CANDIDATE_TILE = LineTile(1, 128, 4, loop=4)
+SQUARE_TILE = LineTile(16, 16, 4)
+SWIZZLED_TILE = LineTile(16, 16, 2)
+COL_TILES = {16: LineTile(64, 4, 2, words=2), 32: LineTile(64, 4, 4), 64: LineTile(64, 1, 2), 128: LineTile(64, 2, 4)}
 LONGEST_ROW = 8192
 INTERPRETED_BLOCKS = 1024  # the interpreter pays by the operation: large tiles
 
 
-def row_tile(rows: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
+def row_tile(rows: int, groups: int, rule: sc.Rule, swizzled: bool) -> LineTile:
     """Return the tile of the row kernel for a [rows, groups] operand."""
     best = ROW_TILES[rule.group]
     if rule.tile:
@@ -219,15 +219,15 @@ def row_tile(rows: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
     if 8 <= whole < n and not INTERPRETED:
         n = whole
     # A narrow operand fills the tile with rows: fewer blocks than threads would split blocks between threads.
-    return Tile(total // n, n, best.num_warps, loop=best.loop)
+    return LineTile(total // n, n, best.num_warps, loop=best.loop)
 
 
-def col_tile(cols: int, groups: int, rule: sc.Rule, swizzled: bool) -> Tile:
+def col_tile(cols: int, groups: int, rule: sc.Rule, swizzled: bool) -> LineTile:
     """Return the tile of the column kernel for `groups` groups in each of `cols` columns."""
     best = COL_TILES[rule.group]
     total = INTERPRETED_BLOCKS if INTERPRETED else best.outer * best.groups
     n = min(triton.next_power_of_2(groups), best.groups)
-    return Tile(total // n, n, best.num_warps, best.words)
+    return LineTile(total // n, n, best.num_warps, best.words)
 
 
 def divisor(n: int) -> tuple[int, int, int]:
@@ -274,7 +274,7 @@ def allocate(
     return Output(qdata, scale, rows, blocks, swizzled, False)
 
 
-def operand_arguments(spec: Spec, out: Output, amax: Tensor, draw: Draw | None, sign_draw: Draw | None) -> tuple:
+def kernel_arguments(spec: Spec, out: Output, amax: Tensor, draw: Draw | None, sign_draw: Draw | None) -> tuple:
     """Return the kernels' arguments of one operand in three runs: pointers, numbers, constants."""
     base = sign_base = None
     stream = first_block = blocks_per_row = sign_stream = 0
@@ -290,7 +290,7 @@ def operand_arguments(spec: Spec, out: Output, amax: Tensor, draw: Draw | None, 
     return pointers, (stream, first_block, blocks_per_row, sign_stream), sc.constants_of(spec)
 
 
-def quantize(
+def quantize_any(
     x: Tensor,
     spec: Spec,
     *,
@@ -329,7 +329,7 @@ def quantize(
 def _fill(x: Tensor, spec: Spec, out: Output, amax: Tensor, draw: Draw | None, sign_draw: Draw | None) -> None:
     """Launch what fills `out` with quantize(x)."""
     x, out, draw = _in_long_rows(x, spec, out, draw)
-    arguments = operand_arguments(spec, out, amax, draw, sign_draw)
+    arguments = kernel_arguments(spec, out, amax, draw, sign_draw)
     if spec.alignment >= wide.WIDE and not _in_whole_tiles(x, spec, out):
         rule = sc.rule_of(spec, sc.hardware_of(x.device))._replace(decoded=out.decoded)
         wide.launch(x, rule, out, arguments)

@@ -15,7 +15,7 @@ from halfbyte.kernels.device.magnitudes import finite_max
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.device.tiles import quantize_row_tile, rotate_group
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.quantize.lines import allocate, operand_arguments
+from halfbyte.kernels.quantize.lines import allocate, kernel_arguments
 from halfbyte.kernels.quantize.wide import WIDE
 from halfbyte.layout import LINEAR, Blocks, amax_shape, ceil_div, check_scale_layout, matrix_shape, round_up
 from halfbyte.rng import Draw
@@ -72,7 +72,7 @@ def fits(x: Tensor, spec: Spec, scale_layout: str) -> bool:
     return r * n * spec.alignment <= MAX_VALUES
 
 
-def quantize(
+def quantize_small(
     x: Tensor,
     spec: NVFP4,
     *,
@@ -94,7 +94,7 @@ def quantize(
     x = x.reshape(matrix_shape(x.shape))
     amax = torch.empty(amax_shape(x.shape[0], spec), dtype=torch.float32, device=x.device)
     out = allocate(x.shape, spec, scale_layout, x.device, decoded)
-    pointers, numbers, constants = operand_arguments(spec, out, amax, draw, sign_draw)
+    pointers, numbers, constants = kernel_arguments(spec, out, amax, draw, sign_draw)
     r, n = tile(x.shape, spec, scale_layout)
     rule = sc.rule_of(spec, sc.hardware_of(x.device))._replace(decoded=decoded)
     quantize_small_kernel[(1,)](

@@ -20,21 +20,20 @@ from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin
 from halfbyte.kernels.device.tiles import store_values
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.quantize.lines import divisor, is_packed
-from halfbyte.kernels.quantize.lines import quantize as quantize_any
+from halfbyte.kernels.quantize.lines import divisor, is_packed, quantize_any
 from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, BlockMax, Spec
 
 
-class Tile(NamedTuple):
+class StripTile(NamedTuple):
     """Strips side by side, a thread each, and warps."""
 
     strips: int
     num_warps: int
 
 
-TILES = (Tile(128, 4), Tile(32, 1))
+TILES = (StripTile(128, 4), StripTile(32, 1))
 FEW_PROGRAMS = 1024  # with fewer, the smaller tile spreads over more multiprocessors
 
 
@@ -118,14 +117,14 @@ def fits(w: Tensor, spec: Spec) -> bool:
     return is_packed(w.view(-1, cols)) and rows % 16 == cols % 16 == 0 and cols >= 8 * TILES[-1].strips
 
 
-def tile_of(rows: int, cols: int) -> Tile:
+def strip_tile(rows: int, cols: int) -> StripTile:
     """Return the tile whose programs exceed the columns the least, the larger one if equal and many are left."""
     usable = (tile for tile in TILES if cols >= 8 * tile.strips)
     best = min(usable, key=lambda tile: ceil_div(cols, 8 * tile.strips) * tile.strips)
     return best if rows // 16 * ceil_div(cols, 8 * best.strips) >= FEW_PROGRAMS else TILES[-1]
 
 
-def quantize(
+def quantize_lines_or_strips(
     x: Tensor,
     spec: Spec,
     *,
@@ -160,7 +159,7 @@ def quantize_tiles(w: Tensor, spec: Spec, amax: Tensor, *, decoded: bool) -> Blo
     qdata = w.new_empty((experts, rows, size), dtype=dtype)
     scale = w.new_empty(0 if decoded else (experts, rows, cols // 16), dtype=torch.uint8)
     rule = sc.rule_of(spec, sc.hardware_of(w.device))._replace(packed=True, full=True)
-    tile = tile_of(experts * rows, cols)
+    tile = strip_tile(experts * rows, cols)
     col_tiles, row_tiles = ceil_div(cols, 8 * tile.strips), rows // 16
     quantize_tiles_kernel[(experts * row_tiles * col_tiles,)](
         w,

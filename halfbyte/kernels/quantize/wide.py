@@ -18,7 +18,7 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import philox
 from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.device.magnitudes import is_packed
+from halfbyte.kernels.device.magnitudes import reads_pairs
 from halfbyte.kernels.device.tiles import store_decoded, store_scale
 from halfbyte.kernels.launch import jit
 from halfbyte.layout import ceil_div, round_up
@@ -26,15 +26,15 @@ from halfbyte.layout import ceil_div, round_up
 WIDE = 64  # the least width that comes here
 
 
-class Tile(NamedTuple):
+class WideTile(NamedTuple):
     """Groups of a program and its warps."""
 
     groups: int
     num_warps: int
 
 
-ROW_TILE = Tile(128, 4)
-COL_TILES = {64: Tile(128, 4), 128: Tile(128, 4)}
+ROW_TILE = WideTile(128, 4)
+COL_TILES = {64: WideTile(128, 4), 128: WideTile(128, 4)}
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def quantize_wide_kernel(
             col = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
             inside = (row < rows)[:, None] & (col < cols)
             x = pm.to_fp32(tl.load(x_ptr + row[:, None] * stride_r + col * stride_c, mask=inside, other=0))
-    pairs = rw.rotated(narrowed(x, NARROW), flips, RULE.norm)
+    pairs = rw.rotated_pairs(narrowed(x, NARROW), flips, RULE.norm)
     quantize_lines(
         pairs, row, group, q_ptr, scale_ptr, amax_ptr, draw_ptr, stream, rows, blocks, first_block,
     blocks_per_row, constants, factors,
@@ -166,7 +166,7 @@ def launch(x: Tensor, rule: sc.Rule, out: Any, arguments: tuple) -> None:
     groups = out.blocks * 16 // rule.group
     columns = x.stride(0) == 1 and x.stride(1) != 1
     tile = COL_TILES[rule.group] if columns else ROW_TILE
-    packed = not columns and is_packed(x)
+    packed = not columns and reads_pairs(x)
     covered = round_up(rows, SWIZZLE_ROWS) if out.swizzled else rows
     tiles = ceil_div(covered, tile.groups) if columns else 1
     programs = tiles * groups if columns else ceil_div(covered * groups, tile.groups)
