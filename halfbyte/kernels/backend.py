@@ -18,6 +18,7 @@ from halfbyte.kernels.unpack.dequantize import Decoded, decode, dequantize, from
 from halfbyte.kernels.unpack.transpose import transpose
 from halfbyte.layout import LINEAR, Blocks, matrix_shape
 from halfbyte.rng import Draw
+from halfbyte.sides import Side, share_tiles
 from halfbyte.spec import Spec
 
 __all__ = [
@@ -55,93 +56,40 @@ def quantize(
     sign_draw: Draw | None = None,
     amax: Tensor | None = None,
     scale_layout: str = LINEAR,
-    decoded: bool = False,
 ) -> Blocks:
-    """Quantize along the last dimension, a small tensor without an amax in one launch; see `kernels.quantize.lines`."""
-    if amax is None and small.fits(x, spec, LINEAR if decoded else scale_layout):
-        return small.quantize_small(x, spec, draw=draw, sign_draw=sign_draw, scale_layout=scale_layout, decoded=decoded)
-    return strips.quantize_lines_or_strips(
-        x, spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout, decoded=decoded
-    )
+    """Quantize along the last dimension; see `halfbyte.reference.quantize`."""
+    return _quantize(x, Side(spec, draw, sign_draw, amax, scale_layout))
 
 
-def quantize_row_col(
-    x: Tensor,
-    row_spec: Spec | None,
-    col_spec: Spec | None,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    row_amax: Tensor | None = None,
-    col_amax: Tensor | None = None,
-    scale_layout: str = LINEAR,
-    transient: tuple[bool, bool] = (False, False),
-) -> tuple[Blocks | None, Blocks | None]:
-    """Quantize both orientations; a transient one is returned decoded, as Blocks(values bf16, no scales, amax).
+def _quantize(x: Tensor, side: Side) -> Blocks:
+    """Quantize along the last dimension, a small tensor without an amax in one launch."""
+    if side.amax is None and small.fits(x, side.spec, LINEAR if side.transient else side.scale_layout):
+        return small.quantize_small(x, side)
+    return strips.quantize_lines_or_strips(x, side)
 
-    Args:
-        transient: whether row and col are returned decoded; the others as for `row_col.quantize_row_col`.
-    """
-    common = {"sign_draw": sign_draw, "scale_layout": scale_layout}
-    if col_spec is None:  # what a forward that nobody differentiates asks for
-        if row_spec is None:
-            return None, None
-        return quantize(x, row_spec, draw=draw, amax=row_amax, decoded=transient[0], **common), None
-    if row_spec is None:
-        matrix, draw = x.reshape(matrix_shape(x.shape)), draw and draw.next()
-        return None, quantize(matrix.T, col_spec, draw=draw, amax=col_amax, decoded=transient[1], **common)
-    return both.quantize_rows_and_cols(
-        x,
-        row_spec,
-        col_spec,
-        draw=draw,
-        sign_draw=sign_draw,
-        row_amax=row_amax,
-        col_amax=col_amax,
-        scale_layout=scale_layout,
-        transient=transient,
-    )
+
+def quantize_row_col(x: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
+    """Quantize both orientations; a transient one is returned decoded, as Blocks(values bf16, no scales, amax)."""
+    if row is not None and col is not None:
+        return both.quantize_rows_and_cols(x, row, col)
+    # What a forward that nobody differentiates asks for.
+    of_row = None if row is None else _quantize(x, row)
+    return of_row, None if col is None else _quantize(x.reshape(matrix_shape(x.shape)).T, col)
 
 
 def grouped_quantize_row_col(
-    x: Tensor,
-    offsets: Tensor | None,
-    row_spec: Spec | None,
-    col_spec: Spec | None,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    row_amax: Tensor | None = None,
-    col_amax: Tensor | None = None,
-    scale_layout: str = LINEAR,
-    transient: tuple[bool, bool] = (False, False),
+    x: Tensor, offsets: Tensor | None, row: Side | None, col: Side | None
 ) -> tuple[Blocks | None, Blocks | None]:
-    """Quantize every group both ways; a transient side is returned decoded, as in `quantize_row_col`.
-
-    Args:
-        transient: whether row and col are returned decoded; the others as for `grouped.grouped_quantize_row_col`.
-    """
-    specs = row_spec, col_spec
-    shared = row_spec is not None and row_spec == col_spec and row_spec.is_tile
-    at_once = tuple(wanted and not shared for wanted in transient)
-    sides = grouped.quantize_groups(
-        x,
-        offsets,
-        row_spec,
-        col_spec,
-        draw=draw,
-        sign_draw=sign_draw,
-        row_amax=row_amax,
-        col_amax=col_amax,
-        scale_layout=scale_layout,
-        transient=at_once,
-    )
+    """Quantize every group both ways; a transient side is returned decoded, as in `quantize_row_col`."""
+    if row is None or col is None or not share_tiles(row.spec, col.spec):
+        return grouped.quantize_groups(x, offsets, row, col)
+    codes = grouped.quantize_groups(x, offsets, row._replace(transient=False), col._replace(transient=False))
     out = []
-    for i, (side, spec, wanted, done) in enumerate(zip(sides, specs, transient, at_once, strict=True)):
-        if side is not None and spec is not None and wanted and not done:
+    for i, (side, blocks) in enumerate(zip((row, col), codes, strict=True)):
+        if side.transient and blocks is not None:
             total = x.shape[-2 if i else -1]
             split = bool(i) and offsets is not None
-            values = grouped_values(side, spec, offsets, total, scale_layout, split=split)
-            side = Blocks(values, side.block_scale.new_empty(0), side.amax)
-        out.append(side)
+            values = grouped_values(blocks, side.spec, offsets, total, side.scale_layout, split=split)
+            blocks = Blocks(values, blocks.block_scale.new_empty(0), blocks.amax)
+        out.append(blocks)
     return out[0], out[1]

@@ -44,6 +44,7 @@ from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Operand, swizzled_numel
 from halfbyte.pieces import CastTarget as Weight
 from halfbyte.pieces import Piece
+from halfbyte.sides import Side, both_sides
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard
 
 
@@ -51,8 +52,9 @@ def quantize_calls(_: Target) -> Iterator[Scenario]:
     """One orientation: every spec, stored as codes in both layouts, or decoded."""
     for (name, x, whole), spec in product(whole_and_ragged(), (*TUNED, *OTHERS)):
         for kind in ("codes", "swizzled", "decoded") if whole or name in EVERY_KIND else ("codes",):
-            options = {"scale_layout": SWIZZLED_32_4_4 if kind == "swizzled" else LINEAR, "decoded": kind == "decoded"}
-            call = partial(backend.quantize, x, spec, **places(spec), **options)
+            layout = SWIZZLED_32_4_4 if kind == "swizzled" else LINEAR
+            side = Side(spec, **places(spec), scale_layout=layout, transient=kind == "decoded")
+            call = partial(backend.quantize_row_col, x, side, None)
             yield Scenario(f"quantize {spec.key}, {name}, {kind}", call, whole and spec in TUNED)
 
 
@@ -61,7 +63,7 @@ def row_col_calls(_: Target) -> Iterator[Scenario]:
     for (name, x, whole), pair in product(whole_and_ragged(), (*TUNED_PAIRS, *OTHER_PAIRS)):
         for layout, transient in KINDS if whole or name in EVERY_KIND else KINDS[:1]:
             options = {"scale_layout": layout, "transient": transient}
-            call = partial(backend.quantize_row_col, x, *pair, **places(*pair), **options)
+            call = partial(backend.quantize_row_col, x, *both_sides(*pair, **places(*pair), **options))
             keys = " + ".join(spec.key if spec else "none" for spec in pair)
             kind = f"{layout}, transient {transient}"
             yield Scenario(f"row and column {keys}, {name}, {kind}", call, whole and pair in TUNED_PAIRS)

@@ -33,6 +33,7 @@ from halfbyte.kernels.scenario_values import (
 )
 from halfbyte.kernels.target import Target
 from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, Operand, grouped_shapes
+from halfbyte.sides import both_sides
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
 
 TOKENS = {
@@ -85,14 +86,16 @@ def operands(_: Target) -> Iterator[Scenario]:
     for (name, x, offsets, whole), pair in product(tokens_and_experts(), pairs):
         for layout, transient in KINDS if whole or name == "70x83 in 4" else KINDS[:1]:
             options = {"scale_layout": layout, "transient": transient}
-            call = partial(backend.grouped_quantize_row_col, x, offsets, *pair, **places(*pair), **options)
+            call = partial(backend.grouped_quantize_row_col, x, offsets, *both_sides(*pair, **places(*pair), **options))
             keys = " + ".join(spec.key if spec else "none" for spec in pair)
             tuned = whole and pair in (*TUNED_PAIRS, (TILE, None))
             yield Scenario(f"grouped {keys}, {name}, {layout}, transient {transient}", call, tuned)
     for groups in (8, 64):
         given = {"row_amax": tensor(groups, dtype=FP32), "col_amax": tensor(groups, dtype=FP32)}
         pair, x = (SR, FRESH), tensor(4096, 2880)
-        call = partial(backend.grouped_quantize_row_col, x, offsets_of(groups), *pair, **places(*pair), **given)
+        call = partial(
+            backend.grouped_quantize_row_col, x, offsets_of(groups), *both_sides(*pair, **places(*pair), **given)
+        )
         yield Scenario(f"grouped with amaxes that are given, {groups} groups", call, tuned=True)
     for (name, (rows, cols, groups)), spec, layout in product(TOKENS.items(), (PLAIN, ROW, MXFP8()), SCALE_LAYOUTS):
         operand = Operand(grouped_blocks((rows, cols), groups, spec, layout), spec, cols, layout)

@@ -15,9 +15,10 @@ from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
 from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.ops.define import OPERANDS, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
 from halfbyte.ops.gemm import operand, operand_arguments
-from halfbyte.ops.quantization import QUANTIZABLE, both_blocks, check_specs, outputs, shares_tiles
+from halfbyte.ops.quantization import QUANTIZABLE, both_blocks, check_specs, outputs
 from halfbyte.ops.repeat import call_op
 from halfbyte.rng import Draw
+from halfbyte.sides import both_sides, share_tiles
 from halfbyte.spec import Spec, parse
 
 
@@ -90,19 +91,17 @@ def _grouped_quantize_row_col(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     specs = spec_of(row_key), spec_of(col_key)
     decodes = choose(x.device, backend or None) == TRITON  # native GEMMs read codes
-    transient = {"transient": (row_transient, col_transient)} if decodes else {}
-    row, col = implementation(x.device, backend).grouped_quantize_row_col(
-        x,
-        offsets,
+    asked = both_sides(
         *specs,
         draw=draw_of(rng, stream),
         sign_draw=draw_of(sign_rng, sign_stream),
         row_amax=row_amax,
         col_amax=col_amax,
         scale_layout=scale_layout,
-        **transient,
+        transient=(decodes and row_transient, decodes and col_transient),
     )
-    return outputs(x, (row, col), (row_amax, col_amax), shares_tiles(*specs))
+    both = implementation(x.device, backend).grouped_quantize_row_col(x, offsets, *asked)
+    return outputs(x, both, (row_amax, col_amax), share_tiles(*specs))
 
 
 def _shapes(x: Tensor, groups: int, spec: Spec, scale_layout: str, contraction: bool) -> tuple[tuple[int, ...], ...]:
@@ -128,7 +127,7 @@ def _grouped_quantize_row_col_fake(x, offsets, row_key, col_key, *rest):
             columns = blocks[0].shape[-1] * spec.format.codes_per_byte
             values = x.new_empty((*blocks[0].shape[:-1], columns), dtype=torch.bfloat16)
             blocks[:2] = [values, x.new_empty(0, dtype=torch.uint8)]
-        if given is not None or (is_col and shares_tiles(*specs)):
+        if given is not None or (is_col and share_tiles(*specs)):
             blocks[2] = x.new_empty(0, dtype=torch.float32)
         out += blocks
     return tuple(out)

@@ -15,6 +15,7 @@ from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.ops.define import DRAW, draw_of, empty_like, implementation, op, place_arguments, spec_of
 from halfbyte.ops.repeat import call_op
 from halfbyte.rng import Draw
+from halfbyte.sides import both_sides, share_tiles
 from halfbyte.spec import Eden, Spec, parse
 
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
@@ -104,7 +105,7 @@ def both_blocks(
     if specs[0] is not None:
         row = Blocks(out[0], out[1], out[2] if given[0] is None else given[0])
     if specs[1] is not None:
-        shared = row is not None and shares_tiles(*specs)
+        shared = row is not None and share_tiles(*specs)
         col = Blocks(out[3], out[4], row.amax if shared else out[5] if given[1] is None else given[1])
     return row, col
 
@@ -162,29 +163,23 @@ op(
 )
 
 
-def shares_tiles(row: Spec | None, col: Spec | None) -> bool:
-    """Whether both orientations are one quantization: 16x16 tiles, whose transpose is exact."""
-    return row is not None and row == col and row.is_tile
-
-
 def _quantize_row_col(
     x, row_key, col_key, rng, stream, first_block, blocks_per_row, sign_rng, sign_stream, row_amax, col_amax,
     scale_layout, row_transient, col_transient, backend,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     specs = spec_of(row_key), spec_of(col_key)
     decodes = choose(x.device, backend or None) != NATIVE
-    transient = {"transient": (row_transient, col_transient)} if decodes else {}
-    row, col = implementation(x.device, backend).quantize_row_col(
-        x,
+    asked = both_sides(
         *specs,
         draw=draw_of(rng, stream, first_block, blocks_per_row),
         sign_draw=draw_of(sign_rng, sign_stream),
         row_amax=row_amax,
         col_amax=col_amax,
         scale_layout=scale_layout,
-        **transient,
+        transient=(decodes and row_transient, decodes and col_transient),
     )
-    return outputs(x, (row, col), (row_amax, col_amax), shares_tiles(*specs))
+    both = implementation(x.device, backend).quantize_row_col(x, *asked)
+    return outputs(x, both, (row_amax, col_amax), share_tiles(*specs))
 
 
 def outputs(x: Tensor, both: tuple, given: tuple, shared: bool) -> tuple[Tensor, ...]:
@@ -205,7 +200,7 @@ def outputs(x: Tensor, both: tuple, given: tuple, shared: bool) -> tuple[Tensor,
 def _quantize_row_col_fake(x, row_key, col_key, *rest):
     row_amax, col_amax, scale_layout, *transient, backend = rest[-6:]
     chosen, specs = choose(x.device, backend or None), (spec_of(row_key), spec_of(col_key))
-    shared = shares_tiles(*specs)
+    shared = share_tiles(*specs)
     out: list[Tensor] = []
     for spec, given, is_col, is_transient in zip(specs, (row_amax, col_amax), (False, True), transient, strict=True):
         if spec is None:

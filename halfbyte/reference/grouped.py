@@ -27,7 +27,7 @@ from halfbyte.layout import (
 )
 from halfbyte.reference.matmul import Decoded, decode, dequantize, gemm_nt, plain
 from halfbyte.reference.nvfp4 import quantize_row_col
-from halfbyte.rng import Draw
+from halfbyte.sides import Side, of_group
 from halfbyte.spec import Spec
 
 Bounds = Sequence[tuple[int, int]]
@@ -51,58 +51,39 @@ def group_bounds(offsets: Tensor, total: int) -> list[tuple[int, int]]:
 
 
 def grouped_quantize_row_col(
-    x: Tensor,
-    offsets: Tensor | None,
-    row_spec: Spec | None,
-    col_spec: Spec | None,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    row_amax: Tensor | None = None,
-    col_amax: Tensor | None = None,
-    scale_layout: str = LINEAR,
+    x: Tensor, offsets: Tensor | None, row: Side | None, col: Side | None
 ) -> tuple[Blocks | None, Blocks | None]:
     """Return quantize_row_col of every group, joined; group g draws with its own seed.
 
     Args:
         x: tokens [M, C] with offsets [E], or expert weights [E, N, K] with offsets None.
-        row_amax, col_amax: fp32 in the shape of `layout.grouped_shapes`, of expert weights [E] or [E, rows].
+        row, col: what is asked for, or None; an amax in the shape of `layout.grouped_shapes`, of expert weights [E] or
+            [E, rows]. Codes are returned of transient ones too.
 
     Returns:
         Blocks in the shapes of `layout.grouped_shapes`; of expert weights, every tensor has a leading [E].
     """
     bounds = None if offsets is None else group_bounds(offsets, x.shape[0])
     groups = x.unbind(0) if bounds is None else [x[start:end] for start, end in bounds]
-    rows, cols = [], []
+    parts: tuple[list, list] = ([], [])
     for g, x_g in enumerate(groups):
-        own_row, own_col = row_amax, col_amax
-        if row_amax is not None:
-            by_row = row_spec is not None and row_spec.has_row_amax
-            own_row = row_amax[g] if bounds is None or not by_row else row_amax[slice(*bounds[g])]
-        if col_amax is not None:
-            own_col = col_amax[g]
-        row, col = quantize_row_col(
-            x_g,
-            row_spec,
-            col_spec,
-            draw=draw and draw.group(g),
-            sign_draw=sign_draw and sign_draw.group(g),
-            row_amax=own_row,
-            col_amax=own_col,
-            scale_layout=scale_layout,
-        )
-        rows.append(row)
-        cols.append(col)
+        own_row, own_col = of_group((row, col), g)
+        if own_row is not None and own_row.amax is not None:
+            is_flat = bounds is not None and own_row.spec.has_row_amax  # one amax a token
+            own_row = own_row._replace(amax=own_row.amax[slice(*bounds[g]) if bounds and is_flat else g])
+        if own_col is not None and own_col.amax is not None:
+            own_col = own_col._replace(amax=own_col.amax[g])
+        for part, blocks in zip(parts, quantize_row_col(x_g, own_row, own_col), strict=True):
+            part.append(blocks)
     return (
-        None if row_spec is None else _join(rows, row_spec, x, bounds, scale_layout, contraction=False),
-        None if col_spec is None else _join(cols, col_spec, x, bounds, scale_layout, contraction=True),
+        None if row is None else _join(parts[0], row, x, bounds, contraction=False),
+        None if col is None else _join(parts[1], col, x, bounds, contraction=True),
     )
 
 
-def _join(
-    parts: list[Blocks], spec: Spec, x: Tensor, bounds: Bounds | None, scale_layout: str, *, contraction: bool
-) -> Blocks:
+def _join(parts: list[Blocks], side: Side, x: Tensor, bounds: Bounds | None, *, contraction: bool) -> Blocks:
     """Lay the groups' blocks out as `layout.grouped_shapes` says; expert weights are stacked."""
+    spec, scale_layout = side.spec, side.scale_layout
     if bounds is None:
         amax = torch.stack([part.amax for part in parts]) if spec.format.has_amax else parts[0].amax
         return Blocks(torch.stack([p.qdata for p in parts]), torch.stack([p.block_scale for p in parts]), amax)

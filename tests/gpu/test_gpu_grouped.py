@@ -12,6 +12,7 @@ from halfbyte.kernels.gemm.grouped import grouped_gemm_nt
 from halfbyte.kernels.quantize import grouped, grouped_wide
 from halfbyte.layout import SCALE_LAYOUTS, Operand, group_alignment, group_ends
 from halfbyte.rng import StreamPhilox
+from halfbyte.sides import both_sides
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -58,8 +59,8 @@ def test_bytes_of_tokens(pair, groups):
     x, offsets = tokens(sizes, padding, cols), ends(sizes).cuda()
     for scale_layout in SCALE_LAYOUTS:
         options = {**draws(), "scale_layout": scale_layout}
-        expected = reference.grouped_quantize_row_col(x, offsets, *PAIRS[pair], **options)
-        same_blocks(backend.grouped_quantize_row_col(x, offsets, *PAIRS[pair], **options), expected)
+        expected = reference.grouped_quantize_row_col(x, offsets, *both_sides(*PAIRS[pair], **options))
+        same_blocks(backend.grouped_quantize_row_col(x, offsets, *both_sides(*PAIRS[pair], **options)), expected)
 
 
 @pytest.mark.parametrize("pair", ["gradient", "fresh"])
@@ -78,16 +79,16 @@ def test_bytes_of_experts(pair, shape):
     w = torch.randn(shape, device="cuda").bfloat16()
     for scale_layout in SCALE_LAYOUTS:
         options = {**draws(), "scale_layout": scale_layout}
-        expected = reference.grouped_quantize_row_col(w, None, *PAIRS[pair], **options)
-        same_blocks(backend.grouped_quantize_row_col(w, None, *PAIRS[pair], **options), expected)
+        expected = reference.grouped_quantize_row_col(w, None, *both_sides(*PAIRS[pair], **options))
+        same_blocks(backend.grouped_quantize_row_col(w, None, *both_sides(*PAIRS[pair], **options)), expected)
 
 
 @pytest.mark.parametrize("pair", ["activation", "gradient", "tile", "4over6", "mxfp8"])
 def test_transient_values_are_the_decoded_codes(pair):
     sizes, padding, cols = SIZES["uneven"]
     x, offsets, specs = tokens(sizes, padding, cols), ends(sizes).cuda(), PAIRS[pair]
-    codes = backend.grouped_quantize_row_col(x, offsets, *specs, **draws())
-    values = backend.grouped_quantize_row_col(x, offsets, *specs, transient=(True, True), **draws())
+    codes = backend.grouped_quantize_row_col(x, offsets, *both_sides(*specs, **draws()))
+    values = backend.grouped_quantize_row_col(x, offsets, *both_sides(*specs, transient=(True, True), **draws()))
     expected = backend.grouped_values(codes[0], specs[0], offsets, cols)
     checks.same(values[0].qdata[: sum(sizes)], expected[: sum(sizes)])
     end = int(group_ends(offsets, group_alignment(specs[1]))[-1])
@@ -101,10 +102,10 @@ def test_tiles_as_codes_and_values(shape):
     """NaN, Inf and zeros included, where whole programs cover the experts and where not."""
     w, spec = torch.randn(shape, device="cuda").bfloat16(), SPECS["tile"]
     w[0, 3, 5], w[1, 20, 7], w[1, :16] = torch.nan, -torch.inf, 0
-    expected, _ = reference.grouped_quantize_row_col(w, None, spec, None)
-    codes, _ = backend.grouped_quantize_row_col(w, None, spec, None)
+    expected, _ = reference.grouped_quantize_row_col(w, None, *both_sides(spec, None))
+    codes, _ = backend.grouped_quantize_row_col(w, None, *both_sides(spec, None))
     same_blocks([codes], [expected])
-    values, _ = backend.grouped_quantize_row_col(w, None, spec, None, transient=(True, False))
+    values, _ = backend.grouped_quantize_row_col(w, None, *both_sides(spec, None, transient=(True, False)))
     checks.same(values.qdata, backend.grouped_values(expected, spec, None, shape[-1]))
 
 
@@ -118,8 +119,10 @@ def test_products(name, groups, dtype, accumulate, variant):
     x, offsets = tokens(sizes, padding, cols), ends(sizes).cuda()
     dy = torch.randn(len(x), 192, device="cuda").bfloat16()
     w = torch.randn(len(sizes), 192, cols, device="cuda").bfloat16()
-    (row, col), (dy_row, dy_col) = (reference.grouped_quantize_row_col(t, offsets, spec, spec) for t in (x, dy))
-    w_row, _ = reference.grouped_quantize_row_col(w, None, spec, None)
+    (row, col), (dy_row, dy_col) = (
+        reference.grouped_quantize_row_col(t, offsets, *both_sides(spec, spec)) for t in (x, dy)
+    )
+    w_row, _ = reference.grouped_quantize_row_col(w, None, *both_sides(spec, None))
     rows, experts = (len(x), len(sizes))
     operand = lambda blocks, K: Operand(blocks, spec, K)  # noqa: E731
     cases = [
@@ -150,7 +153,7 @@ def test_products_are_those_of_each_group_alone(experts_by):
     x, offsets = tokens(sizes, 0, cols).nan_to_num(), ends(sizes).cuda()
     w = torch.randn(len(sizes), 8448, cols, device="cuda").bfloat16()
     w = w.mT.contiguous().mT if experts_by == "columns" else w
-    row, _ = backend.grouped_quantize_row_col(x, offsets, hb.NVFP4(), None, transient=(True, False))
+    row, _ = backend.grouped_quantize_row_col(x, offsets, *both_sides(hb.NVFP4(), None, transient=(True, False)))
     spec = hb.NVFP4()
     out = torch.empty(len(x), 8448, device="cuda", dtype=torch.bfloat16)
     grouped_gemm_nt(Operand(row, spec, cols), w, offsets, cols, out)

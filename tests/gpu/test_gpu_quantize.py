@@ -11,6 +11,7 @@ from halfbyte.kernels.amax.plain import finite_amax, row_col_amax
 from halfbyte.kernels.quantize import both_small
 from halfbyte.kernels.quantize.both import quantize_rows_and_cols
 from halfbyte.kernels.quantize.lines import quantize_any
+from halfbyte.sides import Side, both_sides
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -83,8 +84,8 @@ def test_maxima_of_wide_rotations_on_other_targets(hardware, col, monkeypatch):
 def test_launches_that_overlap_wait_for_each_other():
     pair, options = checks.PAIRS[1], checks.draws("cuda")
     xs = [checks.sample("heavy", (512, 1024), torch.bfloat16, "cuda") for _ in range(4)]
-    expected = [reference.quantize_row_col(x, *pair, **options) for x in xs]
-    quantize_rows_and_cols(xs[0], *pair, **options)  # compiles
+    expected = [reference.quantize_row_col(x, *both_sides(*pair, **options)) for x in xs]
+    quantize_rows_and_cols(xs[0], *both_sides(*pair, **options))  # compiles
     graph = torch.cuda.CUDAGraph()
     x = torch.empty_like(xs[0])
     torch.cuda.synchronize()
@@ -92,7 +93,7 @@ def test_launches_that_overlap_wait_for_each_other():
         sides = []
         for new in xs:
             x.copy_(new)
-            sides.append(quantize_rows_and_cols(x, *pair, **options))
+            sides.append(quantize_rows_and_cols(x, *both_sides(*pair, **options)))
             x.zero_()
     for _ in range(20):
         graph.replay()
@@ -114,7 +115,7 @@ def test_amax_of_large_tensors():
 def test_more_than_two_to_the_31_elements():
     x = torch.zeros(1, (1 << 31) + 4096, dtype=torch.bfloat16, device="cuda").view(-1, 4096)
     x[-3:] = torch.randn(3, 4096, device="cuda")
-    blocks = quantize_any(x, hb.NVFP4(), amax=torch.tensor(6.0, device="cuda"))
+    blocks = quantize_any(x, Side(hb.NVFP4(), amax=torch.tensor(6.0, device="cuda")))
     tail = reference.quantize(x[-8:], hb.NVFP4(), amax=torch.tensor(6.0, device="cuda"))
     assert torch.equal(blocks.qdata[-8:], tail.qdata) and torch.equal(blocks.block_scale[-8:], tail.block_scale)
     assert not blocks.qdata[:-8].any()
@@ -124,10 +125,10 @@ def test_a_graph_replays_with_new_values():
     x = torch.randn(256, 512, device="cuda").bfloat16()
     spec = hb.NVFP4(rounding="stochastic")
     draw = hb.Philox(1, 2).on("cuda")
-    quantize_any(x, spec, draw=draw)
+    quantize_any(x, Side(spec, draw=draw))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        blocks = quantize_any(x, spec, draw=draw)
+        blocks = quantize_any(x, Side(spec, draw=draw))
     x.copy_(torch.randn(256, 512))
     draw.base.copy_(torch.tensor([3, 4]))
     graph.replay()

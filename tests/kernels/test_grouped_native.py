@@ -15,6 +15,7 @@ import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels.gemm import grouped_native, native
 from halfbyte.layout import Operand
+from halfbyte.sides import both_sides
 
 TILE = hb.NVFP4(block=(16, 16))
 PAIRS = {
@@ -35,10 +36,12 @@ def operands(name, split, scale_layout=layout.LINEAR):
     options = {"scale_layout": scale_layout}
     x, dy, w = torch.randn(ROWS, K), torch.randn(ROWS, N), torch.randn(len(SIZES), N, K)
     if split:
-        sides = [reference.grouped_quantize_row_col(t, OFFSETS, None, a_spec, **options)[1] for t in (dy, x)]
+        sides = [
+            reference.grouped_quantize_row_col(t, OFFSETS, *both_sides(None, a_spec, **options))[1] for t in (dy, x)
+        ]
         return *(Operand(side, a_spec, ROWS, scale_layout) for side in sides), ROWS
-    row, _ = reference.grouped_quantize_row_col(x, OFFSETS, a_spec, None, **options)
-    w_row, _ = reference.grouped_quantize_row_col(w, None, b_spec, None, **options)
+    row, _ = reference.grouped_quantize_row_col(x, OFFSETS, *both_sides(a_spec, None, **options))
+    w_row, _ = reference.grouped_quantize_row_col(w, None, *both_sides(b_spec, None, **options))
     return Operand(row, a_spec, K, scale_layout), Operand(w_row, b_spec, K, scale_layout), K
 
 

@@ -32,8 +32,7 @@ from halfbyte.kernels.quantize.wide import WIDE
 from halfbyte.kernels.unpack.dequantize import decode
 from halfbyte.kernels.unpack.transpose import transpose
 from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up, swizzle
-from halfbyte.rng import Draw
-from halfbyte.spec import Spec
+from halfbyte.sides import Side, share_tiles
 
 
 class BothTile(NamedTuple):
@@ -204,95 +203,72 @@ def quantize_row_col_kernel(
         )  # fmt: skip
 
 
-def quantize_rows_and_cols(
-    x: Tensor,
-    row_spec: Spec | None,
-    col_spec: Spec | None,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    row_amax: Tensor | None = None,
-    col_amax: Tensor | None = None,
-    scale_layout: str = LINEAR,
-    transient: tuple[bool, bool] = (False, False),
-) -> tuple[Blocks | None, Blocks | None]:
-    """Return (quantize(x, row_spec), quantize(x.T, col_spec)); equal 16x16 specs share one quantization.
+def quantize_rows_and_cols(x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blocks]:
+    """Return (quantize(x), quantize(x.T)); equal 16x16 specs share one quantization.
 
     Args:
         x: bf16, fp16 or fp32 [..., K]; flattened to a matrix first.
-        draw: the row's random bytes; the column uses the next offset.
-        transient: whether row and col are returned decoded: bf16 element * block_scale as qdata, and no scales.
+        row, col: what is asked for, scales in one layout; a transient one is returned decoded: bf16
+            element * block_scale as qdata, and no scales.
 
     Returns:
-        Blocks of [rows, K] and of [K, rows]; None where the spec is None.
+        Blocks of [rows, K] and of [K, rows].
     """
-    check_scale_layout(scale_layout)
+    check_scale_layout(row.scale_layout)
+    assert row.scale_layout == col.scale_layout, "one kernel stores scales in one layout"
     x = x.reshape(matrix_shape(x.shape))
-    if row_spec is not None and row_spec == col_spec and row_spec.is_tile:
-        return _tiles(x, row_spec, draw, row_amax, scale_layout, transient)
-    common = {"sign_draw": sign_draw, "scale_layout": scale_layout}
-    col_draw = draw.next() if draw is not None else None
-    if row_amax is None and col_amax is None and both_small.fits(x, row_spec, col_spec, scale_layout):
-        return both_small.quantize_both_small(x, (row_spec, col_spec), (draw, col_draw), sign_draw, transient)
-    row_amax, col_amax = _complete_amaxes(x, (row_spec, col_spec), (row_amax, col_amax), sign_draw)
-    apart = row_spec is None or col_spec is None or max(row_spec.alignment, col_spec.alignment) >= WIDE
+    if share_tiles(row.spec, col.spec):
+        return _tiles(x, row, col)
+    if row.amax is None and col.amax is None and both_small.fits(x, row.spec, col.spec, row.scale_layout):
+        return both_small.quantize_both_small(x, row, col)
+    row, col = _with_amaxes(x, row, col)
+    apart = max(row.spec.alignment, col.spec.alignment) >= WIDE
     if apart or x.numel() == 0 or x.stride(1) != 1:
-        row = col = None
-        if row_spec is not None:
-            row = quantize_any(x, row_spec, draw=draw, amax=row_amax, decoded=transient[0], **common)
-        if col_spec is not None:
-            col = quantize_any(x.T, col_spec, draw=col_draw, amax=col_amax, decoded=transient[1], **common)
-        return row, col
-    row = allocate(x.shape, row_spec, scale_layout, x.device, transient[0])
-    col = allocate(x.T.shape, col_spec, scale_layout, x.device, transient[1])
+        return quantize_any(x, row), quantize_any(x.T, col)
+    outputs = _allocated(x, row), _allocated(x.T, col)
     hardware = sc.hardware_of(x.device)
     _launch(
         x,
-        sc.rule_of(row_spec, hardware),
-        sc.rule_of(col_spec, hardware),
-        (row, col),
-        kernel_arguments(row_spec, row, row_amax, draw, sign_draw),
-        kernel_arguments(col_spec, col, col_amax, col_draw, sign_draw),
+        sc.rule_of(row.spec, hardware),
+        sc.rule_of(col.spec, hardware),
+        outputs,
+        kernel_arguments(row, outputs[0], row.amax),
+        kernel_arguments(col, outputs[1], col.amax),
     )
-    return Blocks(row.qdata, row.block_scale, row_amax), Blocks(col.qdata, col.block_scale, col_amax)
+    of_row, of_col = (
+        Blocks(out.qdata, out.block_scale, side.amax) for out, side in zip(outputs, (row, col), strict=True)
+    )
+    return of_row, of_col
 
 
-def _tiles(
-    x: Tensor,
-    spec: Spec,
-    draw: Draw | None,
-    amax: Tensor | None,
-    scale_layout: str,
-    transient: tuple[bool, bool],
-) -> tuple[Blocks, Blocks]:
-    row = strips.quantize_lines_or_strips(x, spec, draw=draw, amax=amax)
-    col = Blocks(*transpose(row.qdata, row.block_scale, *x.shape), row.amax)
-    sides = []
-    for blocks, cols, is_transient in ((row, x.shape[1], transient[0]), (col, x.shape[0], transient[1])):
-        if is_transient:
-            blocks = Blocks(decode(blocks, spec, cols).values, blocks.block_scale.new_empty(0), blocks.amax)
-        elif scale_layout != LINEAR:
+def _allocated(x: Tensor, side: Side) -> Output:
+    return allocate(x.shape, side.spec, side.scale_layout, x.device, side.transient)
+
+
+def _tiles(x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blocks]:
+    codes = strips.quantize_lines_or_strips(x, Side(row.spec, row.draw, amax=row.amax))
+    turned = Blocks(*transpose(codes.qdata, codes.block_scale, *x.shape), codes.amax)
+    both = []
+    for blocks, side, cols in ((codes, row, x.shape[1]), (turned, col, x.shape[0])):
+        if side.transient:
+            blocks = Blocks(decode(blocks, side.spec, cols).values, blocks.block_scale.new_empty(0), blocks.amax)
+        elif side.scale_layout != LINEAR:
             blocks = blocks._replace(block_scale=swizzle(blocks.block_scale))
-        sides.append(blocks)
-    return sides[0], sides[1]
+        both.append(blocks)
+    return both[0], both[1]
 
 
-def _complete_amaxes(
-    x: Tensor,
-    specs: tuple[Spec | None, Spec | None],
-    given: tuple[Tensor | None, Tensor | None],
-    sign_draw: Draw | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the amaxes that were not given, both from one read if possible; empty for MXFP8, None without a spec."""
-    needed = [spec if amax is None else None for spec, amax in zip(specs, given, strict=True)]
-    computed = row_col_amax(x, *needed, sign_draw)
-    amaxes: list[Tensor | None] = []
-    for spec, old, new in zip(specs, given, computed, strict=True):
-        if spec is not None and not spec.format.has_amax:
-            amaxes.append(torch.empty(0, dtype=torch.float32, device=x.device))
-        else:
-            amaxes.append(new if old is None else old)
-    return amaxes[0], amaxes[1]
+def _with_amaxes(x: Tensor, row: Side, col: Side) -> tuple[Side, Side]:
+    """Return both sides with the amaxes that were not given, from one read if possible; empty for MXFP8."""
+    needed = [side.spec if side.amax is None else None for side in (row, col)]
+    known = []
+    for side, amax in zip((row, col), row_col_amax(x, *needed, row.sign_draw), strict=True):
+        if not side.spec.format.has_amax:
+            amax = torch.empty(0, dtype=torch.float32, device=x.device)
+        elif side.amax is not None:
+            amax = side.amax
+        known.append(side._replace(amax=amax))
+    return known[0], known[1]
 
 
 def _launch(

@@ -25,6 +25,7 @@ from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.lines import allocate, is_packed, kernel_arguments
 from halfbyte.layout import LINEAR, Blocks, ceil_div
 from halfbyte.rng import Draw
+from halfbyte.sides import Side
 from halfbyte.spec import NVFP4, Spec
 
 MAX_VALUES = 1 << 22  # an H200 takes as long both ways between 4 and 8 million
@@ -107,37 +108,25 @@ def fits(x: Tensor, row: Spec | None, col: Spec | None, scale_layout: str) -> bo
     return plain and whole and ceil_div(x.shape[1], 2 * STRIP.lines) <= MAX_PROGRAMS
 
 
-def quantize_both_small(
-    x: Tensor,
-    specs: tuple[NVFP4, NVFP4],
-    draws: tuple[Draw | None, Draw | None],
-    sign_draw: Draw | None,
-    transient: tuple[bool, bool],
-) -> tuple[Blocks, Blocks]:
-    """Return (quantize(x, row), quantize(x.T, col)) for which `fits` holds; the bytes of `row_col.quantize_row_col`.
+def quantize_both_small(x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blocks]:
+    """Return (quantize(x), quantize(x.T)) for which `fits` holds; the bytes of `both.quantize_rows_and_cols`.
 
     Args:
         x: bf16 [rows, cols], packed.
-        specs: of rows and of columns.
-        draws: random bytes of rows and of columns.
-        sign_draw: fresh signs of the rotation.
-        transient: whether row and col are returned decoded.
+        row, col: what is asked for.
     """
     rows, cols = x.shape
-    partial = partial_amaxes(x, specs[1], sign_draw)
-    row_amax, col_amax = (torch.empty((), dtype=torch.float32, device=x.device) for _ in specs)
+    sides = row, col
+    partial = partial_amaxes(x, col.spec, col.sign_draw)
+    row_amax, col_amax = (torch.empty((), dtype=torch.float32, device=x.device) for _ in sides)
     hardware = sc.hardware_of(x.device)
     shapes = (rows, cols), (cols, rows)
     outputs = [
-        allocate(shape, spec, LINEAR, x.device, decoded)
-        for shape, spec, decoded in zip(shapes, specs, transient, strict=True)
+        allocate(shape, side.spec, LINEAR, x.device, side.transient) for shape, side in zip(shapes, sides, strict=True)
     ]
-    rules = (
-        sc.rule_of(spec, hardware)._replace(packed=True, full=True, decoded=out.decoded)
-        for spec, out in zip(specs, outputs, strict=True)
-    )
-    sides = zip(specs, outputs, partial, draws, strict=True)
-    pointers, numbers, constants = zip(*(kernel_arguments(*side, sign_draw) for side in sides), strict=True)
+    rules = (sc.rule_of(side.spec, hardware)._replace(packed=True, full=True, decoded=side.transient) for side in sides)
+    arguments = (kernel_arguments(*operand) for operand in zip(sides, outputs, partial, strict=True))
+    pointers, numbers, constants = zip(*arguments, strict=True)
     quantize_row_col_small_kernel[(programs(rows, cols),)](
         x,
         *pointers[0],
@@ -161,8 +150,8 @@ def quantize_both_small(
         **overlap.launch_options(x.device),
     )
     amaxes = row_amax, col_amax
-    row, col = (Blocks(out.qdata, out.block_scale, amax) for out, amax in zip(outputs, amaxes, strict=True))
-    return row, col
+    of_row, of_col = (Blocks(out.qdata, out.block_scale, amax) for out, amax in zip(outputs, amaxes, strict=True))
+    return of_row, of_col
 
 
 def programs(rows: int, cols: int) -> int:
@@ -171,7 +160,7 @@ def programs(rows: int, cols: int) -> int:
     return along_cols + rows // TILES.rows * (cols // (TILES.row_groups * 16))
 
 
-def partial_amaxes(x: Tensor, spec: NVFP4, sign_draw: Draw | None) -> Tensor:
+def partial_amaxes(x: Tensor, spec: Spec, sign_draw: Draw | None) -> Tensor:
     """Return fp32 [2, programs] whose maxima are the amax of x and that of x.T after the rotation of `spec`.
 
     Args:

@@ -28,6 +28,7 @@ from halfbyte.layout import (
     stored_shapes,
 )
 from halfbyte.rng import Draw
+from halfbyte.sides import Side
 from halfbyte.spec import Spec
 
 # Numbers that differ from call to call and decide no addressing: one compilation serves all.
@@ -274,62 +275,49 @@ def allocate(
     return Output(qdata, scale, rows, blocks, swizzled, False)
 
 
-def kernel_arguments(spec: Spec, out: Output, amax: Tensor, draw: Draw | None, sign_draw: Draw | None) -> tuple:
+def kernel_arguments(side: Side, out: Output, amax: Tensor) -> tuple:
     """Return the kernels' arguments of one operand in three runs: pointers, numbers, constants."""
     base = sign_base = None
     stream = first_block = blocks_per_row = sign_stream = 0
-    if spec.needs_rng:
-        assert draw is not None, "stochastic rounding needs a draw"
-        base, stream, first_block, blocks_per_row = draw
+    if side.spec.needs_rng:
+        assert side.draw is not None, "stochastic rounding needs a draw"
+        base, stream, first_block, blocks_per_row = side.draw
         blocks_per_row = out.blocks if blocks_per_row is None else blocks_per_row
-    if spec.needs_sign_rng:
-        assert sign_draw is not None, "fresh signs need a draw"
-        sign_base, sign_stream = sign_draw.base, sign_draw.stream
+    if side.spec.needs_sign_rng:
+        assert side.sign_draw is not None, "fresh signs need a draw"
+        sign_base, sign_stream = side.sign_draw.base, side.sign_draw.stream
     qdata = out.qdata if out.decoded else out.qdata.view(torch.int64)
     pointers = (qdata, out.block_scale, amax, base, sign_base)
-    return pointers, (stream, first_block, blocks_per_row, sign_stream), sc.constants_of(spec)
+    return pointers, (stream, first_block, blocks_per_row, sign_stream), sc.constants_of(side.spec)
 
 
-def quantize_any(
-    x: Tensor,
-    spec: Spec,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    amax: Tensor | None = None,
-    scale_layout: str = LINEAR,
-    decoded: bool = False,
-) -> Blocks:
+def quantize_any(x: Tensor, side: Side) -> Blocks:
     """Quantize along the last dimension; the same bytes as `halfbyte.reference.quantize`.
 
     Args:
         x: bf16, fp16 or fp32 [..., K], at least 1-D, any strides; leading dimensions are rows.
-        spec: NVFP4 or MXFP8.
-        draw: random bytes of stochastic rounding.
-        sign_draw: fresh signs of the rotation.
-        amax: fp32 [] or [rows], used instead of the computed one.
-        scale_layout: "linear" or "swizzled_32_4_4".
-        decoded: return element * block_scale in bf16 [rows, padded K] as qdata, and no scales.
+        side: what is asked for; a transient one is element * block_scale in bf16 [rows, padded K], without scales.
 
     Returns:
         Blocks of the [rows, K] matrix; MXFP8 has an empty amax.
     """
-    check_scale_layout(scale_layout)
-    x = x.reshape(matrix_shape(x.shape))
+    check_scale_layout(side.scale_layout)
+    x, spec, amax = x.reshape(matrix_shape(x.shape)), side.spec, side.amax
     if not spec.format.has_amax:
         amax = torch.empty(0, dtype=torch.float32, device=x.device)
     elif amax is None:
-        amax = operand_amax(x, spec, sign_draw)
-    out = allocate(x.shape, spec, scale_layout, x.device, decoded)
+        amax = operand_amax(x, spec, side.sign_draw)
+    out = allocate(x.shape, spec, side.scale_layout, x.device, side.transient)
     if out.qdata.numel():
-        _fill(x, spec, out, amax, draw, sign_draw)
+        _fill(x, side, out, amax)
     return Blocks(out.qdata, out.block_scale, amax)
 
 
-def _fill(x: Tensor, spec: Spec, out: Output, amax: Tensor, draw: Draw | None, sign_draw: Draw | None) -> None:
+def _fill(x: Tensor, side: Side, out: Output, amax: Tensor) -> None:
     """Launch what fills `out` with quantize(x)."""
-    x, out, draw = _in_long_rows(x, spec, out, draw)
-    arguments = kernel_arguments(spec, out, amax, draw, sign_draw)
+    spec = side.spec
+    x, out, draw = _in_long_rows(x, spec, out, side.draw)
+    arguments = kernel_arguments(side._replace(draw=draw), out, amax)
     if spec.alignment >= wide.WIDE and not _in_whole_tiles(x, spec, out):
         rule = sc.rule_of(spec, sc.hardware_of(x.device))._replace(decoded=out.decoded)
         wide.launch(x, rule, out, arguments)

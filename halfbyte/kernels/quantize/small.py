@@ -18,7 +18,7 @@ from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.lines import allocate, kernel_arguments
 from halfbyte.kernels.quantize.wide import WIDE
 from halfbyte.layout import LINEAR, Blocks, amax_shape, ceil_div, check_scale_layout, matrix_shape, round_up
-from halfbyte.rng import Draw
+from halfbyte.sides import Side
 from halfbyte.spec import NVFP4, Spec
 
 MAX_VALUES = 16384  # 64 a thread: more take longer in one program than a second launch does
@@ -72,29 +72,14 @@ def fits(x: Tensor, spec: Spec, scale_layout: str) -> bool:
     return r * n * spec.alignment <= MAX_VALUES
 
 
-def quantize_small(
-    x: Tensor,
-    spec: NVFP4,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    scale_layout: str = LINEAR,
-    decoded: bool = False,
-) -> Blocks:
-    """Quantize an operand for which `fits` holds; the same bytes as `halfbyte.kernels.quantize.lines.quantize`.
-
-    Args:
-        x: bf16, fp16 or fp32 [..., K], any strides.
-        spec: NVFP4.
-        draw, sign_draw: as there.
-        scale_layout: "linear" or "swizzled_32_4_4".
-        decoded: as there.
-    """
+def quantize_small(x: Tensor, side: Side) -> Blocks:
+    """Quantize an operand for which `fits` holds; the same bytes as `halfbyte.kernels.quantize.lines.quantize_any`."""
+    spec, _, _, _, scale_layout, decoded = side
     check_scale_layout(scale_layout)
     x = x.reshape(matrix_shape(x.shape))
     amax = torch.empty(amax_shape(x.shape[0], spec), dtype=torch.float32, device=x.device)
     out = allocate(x.shape, spec, scale_layout, x.device, decoded)
-    pointers, numbers, constants = kernel_arguments(spec, out, amax, draw, sign_draw)
+    pointers, numbers, constants = kernel_arguments(side, out, amax)
     r, n = tile(x.shape, spec, scale_layout)
     rule = sc.rule_of(spec, sc.hardware_of(x.device))._replace(decoded=decoded)
     quantize_small_kernel[(1,)](

@@ -22,7 +22,7 @@ from halfbyte.kernels.device.tiles import store_values
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.lines import divisor, is_packed, quantize_any
 from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape
-from halfbyte.rng import Draw
+from halfbyte.sides import Side
 from halfbyte.spec import NVFP4, BlockMax, Spec
 
 
@@ -124,23 +124,14 @@ def strip_tile(rows: int, cols: int) -> StripTile:
     return best if rows // 16 * ceil_div(cols, 8 * best.strips) >= FEW_PROGRAMS else TILES[-1]
 
 
-def quantize_lines_or_strips(
-    x: Tensor,
-    spec: Spec,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    amax: Tensor | None = None,
-    scale_layout: str = LINEAR,
-    decoded: bool = False,
-) -> Blocks:
+def quantize_lines_or_strips(x: Tensor, side: Side) -> Blocks:
     """Quantize along the last dimension as `quantize.quantize` does, tiles in strips where they fit."""
     matrix = x.reshape(matrix_shape(x.shape))
-    if (decoded or scale_layout == LINEAR) and fits(matrix[None], spec):
-        amax = operand_amax(matrix, spec, None) if amax is None else amax
-        (qdata, *_), scale, _ = quantize_tiles(matrix[None], spec, amax[None], decoded=decoded)
-        return Blocks(qdata, scale if decoded else scale[0], amax)
-    return quantize_any(x, spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout, decoded=decoded)
+    if (side.transient or side.scale_layout == LINEAR) and fits(matrix[None], side.spec):
+        amax = operand_amax(matrix, side.spec, None) if side.amax is None else side.amax
+        (qdata, *_), scale, _ = quantize_tiles(matrix[None], side.spec, amax[None], decoded=side.transient)
+        return Blocks(qdata, scale if side.transient else scale[0], amax)
+    return quantize_any(x, side)
 
 
 def quantize_tiles(w: Tensor, spec: Spec, amax: Tensor, *, decoded: bool) -> Blocks:
