@@ -25,6 +25,7 @@ LONG_SIGNATURES = {
     "quantize_row_col",  # both orientations of what quantize takes
     "grouped_quantize_row_col",
     "both_sides",
+    "gemm_nt",  # what is added to the product, and where it is written
     "linear",  # every tensor of a layer's contract: x, w, bias, shared amax, main_grad
     "linear_shared",
     "grouped_linear",
@@ -32,6 +33,7 @@ LONG_SIGNATURES = {
 OPERATIONS = {  # defined once in each room that has them: what a user calls, the op, the specification, the kernels
     "activation",
     "activation_backward",
+    "decode",
     "dequantize",
     "gemm_nt",
     "grouped_dequantize",

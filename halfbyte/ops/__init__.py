@@ -3,6 +3,7 @@
 from halfbyte.layout import Operand
 from halfbyte.ops.backends import BackendStatus, backends
 from halfbyte.ops.checkpointing import selective_checkpoint_ops
+from halfbyte.ops.define import define_pass
 from halfbyte.ops.fused import Amaxes, Following, NormKind, activation, activation_backward, norm, norm_backward
 from halfbyte.ops.gemm import gemm_nt
 from halfbyte.ops.grouped import (
@@ -13,7 +14,7 @@ from halfbyte.ops.grouped import (
     grouped_gemm_nt,
     grouped_quantize_row_col,
 )
-from halfbyte.ops.quantization import amax, dequantize, quantize, quantize_row_col, transpose
+from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, transpose
 from halfbyte.ops.repeat import run
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "amax",
     "backends",
     "check_offsets",
+    "decode",
+    "define_pass",
     "dequantize",
     "emulates",
     "gemm_nt",

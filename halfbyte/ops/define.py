@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from halfbyte import reference
 from halfbyte.ops.backends import REFERENCE, choose
-from halfbyte.ops.repeat import BODIES, repeated
+from halfbyte.ops.repeat import BODIES, repeat_pass, repeated
 from halfbyte.rng import Draw
 from halfbyte.spec import Spec, parse
 
@@ -50,6 +50,36 @@ def op(schema: str, body: Callable, fake: Callable, flops: Callable | None = Non
     BODIES[packet] = body
     if flops is not None:
         register_flop_formula(packet)(flops)
+
+
+def define_pass(name: str, function: Callable) -> Any:
+    """Define a whole pass as an op, and return it.
+
+    Args:
+        name: of the op. It takes a text with what is static, tensors or None, sizes and the numbers that vary.
+        function: (text, tensors, sizes, numbers) -> tensors or None, as `run` demands; None is not returned. Outputs
+            that are inputs come back empty, and those that are returned twice once as a copy: an op aliases nothing.
+    """
+
+    def body(static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) -> tuple[tuple, None]:
+        text, sizes = static
+        given, outputs = {id(tensor) for tensor in tensors}, {}
+        for i, tensor in enumerate(function(text, tensors, sizes, numbers)):
+            if tensor is not None:
+                alone = tensor.clone() if any(tensor is other for other in outputs.values()) else tensor
+                outputs[i] = tensor.new_empty(0) if id(tensor) in given else alone
+        return tuple(outputs.values()), None
+
+    def whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], numbers: Sequence[int]) -> list[Tensor]:
+        return list(repeat_pass(body, (text, tuple(sizes)), tensors, numbers))
+
+    def fake(text: str, tensors: Sequence[Any], sizes: Sequence[int], numbers: Sequence[int]) -> list[Tensor]:
+        return list(body((text, sizes), tensors, numbers)[0])
+
+    _LIBRARY.define(f"{name}(str text, Tensor?[] tensors, SymInt[] sizes, SymInt[] numbers) -> Tensor[]")
+    _LIBRARY.impl(name, whole, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"halfbyte::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.halfbyte, name)
 
 
 def implementation(device: torch.device, backend: str) -> Any:

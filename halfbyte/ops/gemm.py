@@ -22,6 +22,7 @@ def gemm_nt(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
+    addend: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Return a @ b.T for a [M, K] and b [N, K], each quantized or plain, rounded once to the output dtype.
@@ -32,9 +33,13 @@ def gemm_nt(
         bias: [N] or None, added in fp32.
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
+        addend: [M, N] added in fp32 to what is returned, without `out` and `bias`.
     """
     K = a.cols if isinstance(a, Operand) else a.shape[1]
     operands = (*operand_arguments(a), *operand_arguments(b), K)
+    if addend is not None:
+        assert out is None and bias is None, "an addend comes alone"
+        return call_op(torch.ops.halfbyte.gemm_nt_add, *operands, addend, out_dtype, backend or "")
     if out is None:
         return call_op(torch.ops.halfbyte.gemm_nt, *operands, out_dtype, bias, backend or "")
     call_op(torch.ops.halfbyte.gemm_nt_out, *operands, bias, out, accumulate, backend or "")
@@ -62,6 +67,7 @@ class _Epilogue(NamedTuple):
     bias: Tensor | None = None
     out: Tensor | None = None
     accumulate: bool = False
+    addend: Tensor | None = None
 
 
 def _gemm(a: Operand | Tensor, b: Operand | Tensor, K: int, backend: str, epilogue: _Epilogue) -> Tensor:
@@ -72,7 +78,10 @@ def _gemm(a: Operand | Tensor, b: Operand | Tensor, K: int, backend: str, epilog
             from halfbyte.kernels.gemm import native
 
             assert isinstance(a, Operand) and isinstance(b, Operand), "tensor cores multiply codes"
-            return native.native_gemm_nt(a, b, **epilogue._asdict())
+            dtype, bias, out, accumulate, addend = epilogue
+            if addend is not None:
+                return native.native_gemm_nt(a, b, out=addend.float().clone(), accumulate=True).to(dtype)
+            return native.native_gemm_nt(a, b, out_dtype=dtype, bias=bias, out=out, accumulate=accumulate)
         module = implementation(device, backend)
         decoded = (_decode(module, side, K, isinstance(other, Operand)) for side, other in ((a, b), (b, a)))
         return module.gemm_nt(*decoded, **epilogue._asdict())
@@ -124,8 +133,20 @@ def _gemm_nt_out(
     _gemm(left, right, K, backend, _Epilogue(out.dtype, bias, out, accumulate))
 
 
+def _gemm_nt_add(
+    a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, addend, out_dtype, backend
+) -> Tensor:
+    left, right = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
+    return _gemm(left, right, K, backend, _Epilogue(out_dtype, addend=addend))
+
+
 def _gemm_nt_fake(a, *rest):
     b, out_dtype = rest[4], rest[10]
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def _gemm_nt_add_fake(a, *rest):
+    b, out_dtype = rest[4], rest[11]
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
@@ -139,5 +160,11 @@ op(
     f"gemm_nt_out({OPERANDS}, Tensor? bias, Tensor(z!) out, bool accumulate, str backend) -> ()",
     _gemm_nt_out,
     nothing,
+    _flops,
+)
+op(
+    f"gemm_nt_add({OPERANDS}, Tensor addend, ScalarType out_dtype, str backend) -> Tensor",
+    _gemm_nt_add,
+    _gemm_nt_add_fake,
     _flops,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up, stored_shapes
+from halfbyte.layout import LINEAR, Blocks, Operand, ceil_div, check_scale_layout, matrix_shape, round_up, stored_shapes
 from halfbyte.ops.backends import NATIVE, REFERENCE, choose
 from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.ops.define import DRAW, draw_of, empty_like, implementation, op, place_arguments, spec_of
@@ -284,6 +284,36 @@ def transpose(
 ) -> tuple[Tensor, Tensor]:
     """Transpose packed 16x16 tiles and their LINEAR scales without rounding."""
     return call_op(torch.ops.halfbyte.transpose, qdata, block_scale, rows, cols, backend or "")
+
+
+def decode(operand: Operand, backend: str | None = None) -> Operand:
+    """Return codes as a transient operand, which several GEMMs read at no further cost; where FP4 runs natively, codes.
+
+    Only `gemm_nt` reads it.
+    """
+    blocks, spec, cols, scale_layout = operand
+    if choose(blocks.qdata.device, backend) == NATIVE:
+        return operand
+    values = call_op(torch.ops.halfbyte.decode, *blocks, spec.key, cols, scale_layout, backend or "")
+    return Operand(Blocks(values, blocks.block_scale.new_empty(0), blocks.amax), spec, cols)
+
+
+def _decode(qdata, block_scale, amax, key, cols, scale_layout, backend) -> Tensor:
+    blocks = Blocks(qdata, block_scale, amax)
+    return implementation(qdata.device, backend).decode(blocks, parse(key), cols, scale_layout).values
+
+
+def _decode_fake(qdata, block_scale, amax, key, cols, scale_layout, backend):
+    dtype = _VALUES.get(choose(qdata.device, backend or None), torch.bfloat16)
+    return qdata.new_empty(qdata.shape[0], round_up(cols, parse(key).alignment), dtype=dtype)
+
+
+op(
+    "decode(Tensor qdata, Tensor block_scale, Tensor amax, str key, SymInt cols, str scale_layout, str backend) "
+    "-> Tensor",
+    _decode,
+    _decode_fake,
+)
 
 
 def _transpose(qdata, block_scale, rows, cols, backend) -> tuple[Tensor, Tensor]:

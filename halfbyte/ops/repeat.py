@@ -92,6 +92,15 @@ def _functions_are_watched() -> bool:
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
+def repeat_pass(function: Callable, static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) -> tuple:
+    """Return the tensors of function(static, tensors, numbers) inside an op: as `run`, but for modes, which see ops."""
+    device = next(tensor.device for tensor in tensors if tensor is not None)
+    watched = torch._C._len_torch_dispatch_stack()
+    if choose(device, None) == REFERENCE or watched or (prepared := _prepared()) is None:
+        return function(static, tensors, numbers)[0]
+    return prepared.call(function, static, tensors, numbers, _recording)[0]
+
+
 def repeated(function: Callable, schema: str) -> Callable:
     """Return an op's implementation that runs `function` once for each request where kernels run, and repeats it.
 

@@ -92,6 +92,7 @@ def gemm_nt(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
+    addend: Tensor | None = None,
 ) -> Tensor:
     """Return a @ b.T with factors, bias and the existing output applied in fp32 before the only rounding.
 
@@ -102,6 +103,7 @@ def gemm_nt(
         bias: [N] or None.
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
+        addend: [M, N], added in fp32 too; not with `accumulate`.
 
     Returns:
         [M, N], `out` itself if given.
@@ -113,6 +115,8 @@ def gemm_nt(
     if accumulate:
         assert out is not None, "accumulate needs out"
         y += out.float()
+    if addend is not None:
+        y += addend.float()
     if out is None:
         return y.to(out_dtype)
     return out.copy_(y)

@@ -47,7 +47,7 @@ class Checkpoints:
         with files.atomic(path) as file:
             torch.save({"format": FORMAT, "version": VERSION, **content}, file)
         files.write_text(self._folder / LATEST, path.name + "\n")
-        for old in saved(self._folder)[: -self._keep]:
+        for old in checkpoints_in(self._folder)[: -self._keep]:
             old.unlink()
         return path
 
@@ -58,14 +58,14 @@ class Checkpoints:
             ValueError: the folder cannot be read.
         """
         remove_unfinished(self._folder)
-        found = saved(self._folder)
+        found = checkpoints_in(self._folder)
         with contextlib.suppress(ValueError):
             named = files.read_text(self._folder / LATEST).strip()
             return next((path for path in found if path.name == named), (found or [None])[-1])
         return (found or [None])[-1]
 
 
-def saved(folder: Path) -> list[Path]:
+def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder`, the newest last.
 
     Raises:

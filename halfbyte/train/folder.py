@@ -188,7 +188,7 @@ def _written(folder: Path) -> list[Path]:
     """Return the files of a run, config.json last: what is left of a run half deleted must not go on as if whole."""
     inner = []
     if _is_there(folder / CHECKPOINTS, stat.S_ISDIR):
-        inner += [folder / CHECKPOINTS / checkpoint.LATEST, *checkpoint.saved(folder / CHECKPOINTS)]
+        inner += [folder / CHECKPOINTS / checkpoint.LATEST, *checkpoint.checkpoints_in(folder / CHECKPOINTS)]
     if _is_there(folder / TENSORBOARD, stat.S_ISDIR):
         inner += sorted((folder / TENSORBOARD).glob(EVENTS))
     outer = [folder / name for name in (RESULT, LAYERS, log.NAME, CONFIG)]

@@ -34,6 +34,8 @@ MAX_CHAIN = 8192  # products summed in one go for an fp32 output: tensor cores t
 TILE_OVERHEAD = 64  # prologue and epilogue of a tile, in columns of the contraction
 LAUNCH_COST = 8e6  # of combine_kernel, and COMBINE_COST per partial sum: in multiply-adds of one multiprocessor
 COMBINE_COST = 300
+WAVES = 320, 760, 1.1
+"""TILE_OVERHEAD, COMBINE_COST and a margin where the parts of a product fill several waves and their sums not L2."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,10 @@ class GemmPlan:
     upcast: bool
 
 
+Ends = tuple[Tensor, Tensor | None]
+"""Of a GEMM: its output and its addend."""
+
+
 def gemm_nt(
     a: Decoded,
     b: Decoded,
@@ -73,6 +79,7 @@ def gemm_nt(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
+    addend: Tensor | None = None,
     variant: Variant = "auto",
 ) -> Tensor:
     """Return a @ b.T with factors, bias and the existing output applied in fp32 before the only rounding.
@@ -84,6 +91,7 @@ def gemm_nt(
         bias: [N] of any float dtype, or None.
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
+        addend: [M, N] of any float dtype with contiguous rows, added in fp32 too; not with `accumulate`.
         variant: "tma" and "pointer" force a kernel, "auto" chooses from the device and the strides.
 
     Returns:
@@ -99,18 +107,20 @@ def gemm_nt(
     assert y.shape == (M, N), "out has another shape"
     if y.numel() == 0:
         return y
-    if K == 0:
-        return bias_only(y, bias, accumulate)
     target = y if y.stride(1) == 1 else y.contiguous()
-    plan = gemm_plan(a.values, b.values, target, K, variant)
-    _run(plan, a, b, target, bias, accumulate, K)
+    addend = target if accumulate else addend
+    if K == 0:
+        return bias_only(y, bias, addend)
+    plan = gemm_plan(a.values, b.values, (target, addend), K, variant)
+    _run(plan, a, b, target, bias, addend, K)
     if target is not y:
         y.copy_(target)
     return y
 
 
-def gemm_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "auto") -> GemmPlan:
-    """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and out [M, N]."""
+def gemm_plan(a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto") -> GemmPlan:
+    """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and ends [M, N]."""
+    out, _ = ends
     exact = a.dtype != b.dtype or a.dtype == torch.float32
     mappable = describable(a) and describable(b)
     if variant == "tma" and not mappable:
@@ -125,7 +135,7 @@ def gemm_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "aut
     if exact:
         return GemmPlan(False, FP32_TILE, 1, True)
     if tma:  # plain stores of the largest tile's output spill registers
-        tiles = tuple(t for t in tiles or TMA_TILES[1:] if describable(out) or t.bn < 256)
+        tiles = tuple(t for t in tiles or TMA_TILES[1:] if all_describable(ends) or t.bn < 256)
         if ceil_div(M, SMALL_TILES[0].bm) * ceil_div(N, SMALL_TILES[0].bn) <= programs:
             tiles += SMALL_TILES
     tile, splits = choose_tile(tiles if tma else POINTER_TILES, M, N, K, programs)
@@ -144,58 +154,64 @@ def choose_tile(tiles: tuple[GemmTile, ...], M: int, N: int, K: int, programs: i
     for tile in tiles:
         count = ceil_div(M, tile.bm) * ceil_div(N, tile.bn)
         steps = ceil_div(K, tile.bk)
-        most = min(MAX_SPLITS, max(1, steps // MIN_SPLIT_STEPS), max(1, programs // count))
-        for splits in range(1, most + 1):
+        for splits in range(1, min(MAX_SPLITS, max(1, steps // MIN_SPLIT_STEPS)) + 1):
             waves = ceil_div(count * splits, programs)
-            time = waves * (ceil_div(steps, splits) * tile.bk + TILE_OVERHEAD) * tile.bm * tile.bn * tile.cost
+            several = splits > 1 and waves > 1
+            overhead, combining, factor = WAVES if several else (TILE_OVERHEAD, COMBINE_COST, 1.0)
+            time = waves * (ceil_div(steps, splits) * tile.bk + overhead) * tile.bm * tile.bn * tile.cost
             if splits > 1:
-                time += COMBINE_COST * splits * M * N / programs + LAUNCH_COST
+                time += combining * splits * M * N / programs + LAUNCH_COST
+            time *= factor
             if best is None or time < best[0]:
                 best = (time, tile, splits)
     assert best is not None
     return best[1], best[2]
 
 
-def _run(plan: GemmPlan, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, accumulate: bool, K: int) -> None:
+def _run(
+    plan: GemmPlan, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, addend: Tensor | None, K: int
+) -> None:
     M, N = out.shape
     if plan.splits == 1:
         chains = ceil_div(K, MAX_CHAIN) if out.dtype == torch.float32 else 1
         length = round_up(ceil_div(K, chains), plan.tile.bk)
         for start in range(0, K, length):
             columns = slice(start, min(start + length, K))
-            ends = _factors(a, b, bias if start == 0 else None)
+            factors = _factors(a, b, bias if start == 0 else None)
             sides = a.values[:, columns], b.values[:, columns]
-            _multiply(plan, *sides, out, ends, accumulate or start > 0)
+            _multiply(plan, *sides, (out, out if start > 0 else addend), factors)
         return
     width = round_up(N, TMA_ALIGNMENT // 4)
     rows = plan.splits * round_up(M, plan.tile.bm)
     parts = torch.empty(rows, width, dtype=torch.float32, device=out.device)[:, :N]
     raw = _factors(Decoded(a.values), Decoded(b.values), None)
-    _multiply(plan, a.values[:, :K], b.values[:, :K], parts, raw, False)
-    combine(parts, plan.splits, a, b, out, bias=bias, accumulate=accumulate)
+    _multiply(plan, a.values[:, :K], b.values[:, :K], (parts, None), raw)
+    combine(parts, plan.splits, a, b, out, bias=bias, addend=addend)
 
 
 def combine(
-    parts: Tensor, splits: int, a: Decoded, b: Decoded, out: Tensor, *, bias: Tensor | None, accumulate: bool
+    parts: Tensor, splits: int, a: Decoded, b: Decoded, out: Tensor, *, bias: Tensor | None, addend: Tensor | None
 ) -> None:
-    """Sum partial products and finish them as a GEMM would: factors, bias, what `out` holds, one rounding.
+    """Sum partial products and finish them as a GEMM would: factors, bias, addend, one rounding.
 
     Args:
         parts: fp32 [splits * rows, N], rows >= M: one product after another.
         a, b: whose amax and divisor give the factors; of their values only the number of rows counts.
-        out: [M, N] with contiguous rows.
+        out, addend: [M, N] with contiguous rows; the addend may be `out`.
     """
     (M, N), (bm, bn) = out.shape, COMBINE_TILE
     combine_kernel[(ceil_div(M, bm) * ceil_div(N, bn),)](
         parts,
         out,
+        addend,
         parts.stride(0),
         out.stride(0),
+        0 if addend is None else addend.stride(0),
         parts.shape[0] // splits,
         M=M,
         N=N,
         **_factors(a, b, bias),
-        ACCUMULATE=accumulate,
+        ACCUMULATE=addend is not None,
         SPLITS=splits,
         BM=bm,
         BN=bn,
@@ -203,14 +219,14 @@ def combine(
     )
 
 
-def _multiply(plan: GemmPlan, a: Tensor, b: Tensor, out: Tensor, ends: dict, accumulate: bool) -> None:
-    """Launch one kernel on a [M, K] and b [N, K]; out [M, N], or the partial sums if the plan splits."""
-    (M, K), N = a.shape, b.shape[0]
+def _multiply(plan: GemmPlan, a: Tensor, b: Tensor, ends: Ends, factors: dict) -> None:
+    """Launch one kernel on a [M, K] and b [N, K]; ends [M, N], or out the partial sums if the plan splits."""
+    (M, K), N, (out, addend) = a.shape, b.shape[0], ends
     tile = plan.tile
     work = ceil_div(M, tile.bm) * ceil_div(N, tile.bn) * plan.splits
     options = {
-        **ends,
-        "ACCUMULATE": accumulate,
+        **factors,
+        "ACCUMULATE": addend is not None,
         "SPLITS": plan.splits,
         "BM": tile.bm,
         "BN": tile.bn,
@@ -223,22 +239,29 @@ def _multiply(plan: GemmPlan, a: Tensor, b: Tensor, out: Tensor, ends: dict, acc
     }
     if not plan.tma:
         strides = a.stride(0), b.stride(0), out.stride(0)
-        gemm_pointer_kernel[(work,)](a, b, out, *strides, M=M, N=N, K=K, **options)
+        added = addend, 0 if addend is None else addend.stride(0)
+        gemm_pointer_kernel[(work,)](a, b, out, *strides, *added, M=M, N=N, K=K, **options)
         return
     programs = min(work, multiprocessors(a.device))
-    out_tma = describable(out)
-    parts = epilogue_parts(tile, out.dtype)
-    out_desc = TensorDescriptor.from_tensor(out, [tile.bm, tile.bn // parts]) if out_tma else None
+    tma = all_describable(ends)
+    parts = max(epilogue_parts(tile, end.dtype) for end in ends if end is not None)
+    part = [tile.bm, tile.bn // parts]
+    out_desc, addend_desc = (
+        TensorDescriptor.from_tensor(end, part) if tma and end is not None else None for end in ends
+    )
     gemm_tma_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [tile.bm, tile.bk]),
         TensorDescriptor.from_tensor(b, [tile.bn, tile.bk]),
         out_desc,
         out,
         out.stride(0),
+        addend_desc,
+        addend,
+        0 if addend is None else addend.stride(0),
         M=M,
         N=N,
         K=K,
-        OUT_TMA=out_tma,
+        OUT_TMA=tma,
         PARTS=parts,
         PROGRAMS=programs,
         **options,
@@ -269,13 +292,10 @@ def _factor_kind(side: Decoded) -> int:
     return dc.ROW_FACTOR.value if side.amax.dim() and side.amax.numel() == rows else dc.TENSOR_FACTOR.value
 
 
-def bias_only(y: Tensor, bias: Tensor | None, accumulate: bool) -> Tensor:
+def bias_only(y: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
     """K = 0: the product is zero."""
-    if not accumulate:
-        y.zero_()
-    if bias is not None:
-        y.copy_(y.float() + bias.float())
-    return y
+    total = torch.zeros(y.shape, device=y.device) if addend is None else addend.float()
+    return y.copy_(total if bias is None else total + bias.float())
 
 
 def _row_major(x: Tensor) -> Tensor:
@@ -286,6 +306,11 @@ def describable(x: Tensor) -> bool:
     """Whether a tensor map can describe x: base and row stride are multiples of 16 bytes."""
     row = x.stride(0) * x.element_size()
     return x.stride(1) == 1 and x.data_ptr() % TMA_ALIGNMENT == 0 and row % TMA_ALIGNMENT == 0 and row > 0
+
+
+def all_describable(ends: Ends) -> bool:
+    """Whether tensor maps can describe the output, and the addend if there is one."""
+    return all(end is None or describable(end) for end in ends)
 
 
 def multiprocessors(device: torch.device) -> int:

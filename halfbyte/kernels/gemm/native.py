@@ -72,7 +72,7 @@ def native_gemm_nt(
     M, N, dtype = a.blocks.qdata.shape[0], b.blocks.qdata.shape[0], out_dtype if out is None else out.dtype
     if M == 0 or N == 0 or a.blocks.qdata.shape[1] == 0:
         y = torch.empty(M, N, dtype=dtype, device=a.blocks.qdata.device) if out is None else out
-        return bias_only(y, bias, accumulate) if y.numel() else y
+        return bias_only(y, bias, y if accumulate else None) if y.numel() else y
     if _finishes_alone(a, b, dtype, bias, accumulate):
         y = scaled_mm(**scaled_mm_arguments(a, b, dtype, bias))[:, :N]
         return y if out is None else out.copy_(y)
@@ -80,7 +80,7 @@ def native_gemm_nt(
     y = torch.empty(M, N, dtype=dtype, device=raw.device) if out is None else out
     target = y if y.stride(1) == 1 else y.contiguous()
     factors = (from_values(*side.blocks[::2], side.spec) for side in (a, b))
-    combine(raw, 1, *factors, target, bias=bias, accumulate=accumulate)
+    combine(raw, 1, *factors, target, bias=bias, addend=target if accumulate else None)
     return y if target is y else y.copy_(target)
 
 
