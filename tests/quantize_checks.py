@@ -10,9 +10,9 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte import layout, reference
+from halfbyte.kernels import backend
 from halfbyte.kernels.amax import plain, rotated
 from halfbyte.kernels.quantize import both
-from halfbyte.kernels.quantize.both import quantize_rows_and_cols
 from halfbyte.kernels.quantize.lines import quantize_any
 from halfbyte.kernels.unpack.dequantize import dequantize
 from halfbyte.layout import Blocks
@@ -117,7 +117,7 @@ def check_golden_row_col(case: golden.Case) -> None:
     entry = case.entry
     draw = golden.place_of(entry).on(case.device)
     specs = golden.spec_of(entry["row"]), golden.spec_of(entry["col"])
-    both = quantize_rows_and_cols(case.tensor("x", entry["dtype"]), *both_sides(*specs, draw=draw, sign_draw=draw))
+    both = backend.quantize_row_col(case.tensor("x", entry["dtype"]), *both_sides(*specs, draw=draw, sign_draw=draw))
     for prefix, blocks in zip(("row_", "col_"), both, strict=True):
         for name in ("qdata", "block_scale", "amax"):
             if case.has(prefix + name):
@@ -167,7 +167,7 @@ def check_several_tiles(device: str, amaxes: tuple[float, float], monkeypatch: p
     draw = hb.Philox(2**63 + 5, 2**62, first_block=2**32 - 70, blocks_per_row=2**20).on(x.device)
     expected = reference.quantize_row_col(x, *both_sides(*PAIRS[1], draw=draw, **given))
     for ours, theirs in zip(
-        both.quantize_rows_and_cols(x, *both_sides(*PAIRS[1], draw=draw, **given)), expected, strict=True
+        backend.quantize_row_col(x, *both_sides(*PAIRS[1], draw=draw, **given)), expected, strict=True
     ):
         same_blocks(ours, theirs)
 
@@ -175,7 +175,7 @@ def check_several_tiles(device: str, amaxes: tuple[float, float], monkeypatch: p
 def check_row_col(x: Tensor, pair: tuple, scale_layout: str) -> None:
     options = {**draws(x.device), "scale_layout": scale_layout}
     actual, expected = (
-        quantize_rows_and_cols(x, *both_sides(*pair, **options)),
+        backend.quantize_row_col(x, *both_sides(*pair, **options)),
         reference.quantize_row_col(x, *both_sides(*pair, **options)),
     )
     for got, want in zip(actual, expected, strict=True):
