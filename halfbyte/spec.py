@@ -223,6 +223,11 @@ class NVFP4(_EqualByKey):
         return self.e4m3_max * self.fp4_max
 
     @property
+    def tries_candidates(self) -> bool:
+        """Whether the block scale is chosen by the error that it causes."""
+        return not isinstance(self.scaling, BlockMax)
+
+    @property
     def is_tile(self) -> bool:
         """Whether the blocks are 16×16 tiles, so that `transpose()` is exact."""
         return self.block[0] != 1
@@ -267,6 +272,7 @@ class MXFP8(_EqualByKey):
     rotation = None
     scaling = BlockMax()
     divisor = 1.0
+    tries_candidates = False
     is_tile = False
     has_row_amax = False
     has_tensor_amax = False

@@ -25,7 +25,6 @@ from torch import Tensor
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.ops.primary import primary_stages
 from halfbyte.pieces import CastTarget, Piece, cut_tile_rows
-from halfbyte.spec import BlockMax
 
 
 class Share(NamedTuple):
@@ -99,7 +98,7 @@ class Cast:
         self._elements = self._message[words // 4 :].view(torch.float32)
         stripe_pieces = _stripe_pieces(layout, stripes, self._elements)
         self._stripe_copies = _stripe_copies(pieces, stripe_pieces)
-        self._chooses = any(not isinstance(target.spec.scaling, BlockMax) for target in layout.targets)
+        self._chooses = any(target.spec.tries_candidates for target in layout.targets)
         self._sent = self._elements if local_scales else self._message
         self._index = _shared_amaxes(layout, device) if local_scales and not self.is_alone else None
         make = primary_stages
@@ -266,7 +265,7 @@ def _cut_stripes(layout: CastLayout) -> list[tuple[int, int]]:
     return [
         (index, row)
         for index, target in enumerate(layout.targets)
-        if not isinstance(target.spec.scaling, BlockMax)
+        if target.spec.tries_candidates
         for row in cut_tile_rows(layout.pitches[index], target.rows, layout.borders(index))
     ]
 

@@ -19,7 +19,6 @@ from halfbyte.pieces import CastTarget, Piece
 from halfbyte.reference.cast import e2m1_nearest
 from halfbyte.reference.nvfp4 import quantize, transpose
 from halfbyte.reference.scale import block_scale, encode_scale, tensor_factors
-from halfbyte.spec import BlockMax
 
 CHUNK = 1 << 18
 
@@ -82,7 +81,7 @@ class Caster:
         """
         for piece in self._pieces:
             target = piece.target
-            if isinstance(target.spec.scaling, BlockMax):
+            if not target.spec.tries_candidates:
                 continue
             row, x = piece.from_whole_tiles()
             if x.numel():
@@ -136,7 +135,7 @@ class Finisher:
             expand: also do what `expand` does.
         """
         for target in self._targets:
-            if not isinstance(target.spec.scaling, BlockMax):
+            if target.spec.tries_candidates:
                 continue
             own = slice(target.first_tile, target.first_tile + target.tile_count)
             poison = amaxes[own].isinf()

@@ -18,7 +18,7 @@ from halfbyte.kernels.device.decode import E4M3_NAN, E8M0_NAN, INTERPRETED
 from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY, converted_word
 from halfbyte.kernels.device.stochastic import stochastic_word, upper_halves
 from halfbyte.kernels.target import target_of
-from halfbyte.spec import MXFP8, BlockMax, Spec
+from halfbyte.spec import MXFP8, Spec
 
 
 class Rule(NamedTuple):
@@ -90,7 +90,7 @@ def rule_of(spec: Spec, hardware: int) -> Rule:
     """Return what kernels are compiled for; hardware: as in `Rule`."""
     if isinstance(spec, MXFP8):
         return Rule("nearest", False, False, spec.block_length, 0.0, False, (), False, False, hardware, spec.element)
-    chosen = not isinstance(spec.scaling, BlockMax)
+    chosen = spec.tries_candidates
     return Rule(
         rounding=spec.rounding,
         tile=spec.is_tile,

@@ -20,7 +20,6 @@ from halfbyte.kernels.master_cast import kernels as pk
 from halfbyte.kernels.unpack.transpose import TILE_ROWS, TILE_WORDS
 from halfbyte.layout import ceil_div
 from halfbyte.pieces import CastTarget, Piece
-from halfbyte.spec import BlockMax
 
 BLOCKS = 16  # blocks of a program along a row; 64 in the interpreter, which pays by the operation
 SCALE_TILES = 256
@@ -81,7 +80,7 @@ class Caster:
         pieces = [piece for piece in pieces if piece.values.numel()]
         self._pieces = pieces  # keeps alive what the tables point to
         self._launches = _group(pieces, [_kind(piece) for piece in pieces])
-        chosen = [piece for piece in pieces if not isinstance(piece.target.spec.scaling, BlockMax)]
+        chosen = [piece for piece in pieces if piece.target.spec.tries_candidates]
         chosen = [piece for piece in chosen if piece.whole_tile_rows()[0] < piece.whole_tile_rows()[1]]
         kinds = [_kind(piece)._replace(rule=sc.rule_of(piece.target.spec, hardware=False)) for piece in chosen]
         self._chooses = _group(chosen, kinds, whole=True)
@@ -236,6 +235,6 @@ def _weight_row(target: CastTarget, scale_program: int, turn_program: int) -> tu
     addresses = [blocks.qdata, blocks.block_scale, blocks.amax]
     pointers = [t.data_ptr() for t in addresses]
     pointers += [0, 0] if turned is None else [turned.qdata.data_ptr(), turned.block_scale.data_ptr()]
-    chosen = not isinstance(target.spec.scaling, BlockMax)
+    chosen = target.spec.tries_candidates
     sizes = (target.rows, target.cols, *target.tiles, target.first_tile, target.slot)
     return (*pointers, *sizes, target.swizzled, chosen, scale_program, turn_program)

@@ -23,7 +23,7 @@ from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.lines import divisor, is_packed, quantize_any
 from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape
 from halfbyte.sides import Side
-from halfbyte.spec import NVFP4, BlockMax, Spec
+from halfbyte.spec import NVFP4, Spec
 
 
 class StripTile(NamedTuple):
@@ -111,7 +111,7 @@ def fits(w: Tensor, spec: Spec) -> bool:
     """Say whether whole programs cover matrices [E, N, K] and `spec` is 16x16 tiles rounded to nearest."""
     if not isinstance(spec, NVFP4) or not spec.is_tile or spec.rounding != "nearest" or spec.rotation:
         return False
-    if spec.outer != "tensor" or not isinstance(spec.scaling, BlockMax) or w.numel() == 0 or not w.is_contiguous():
+    if spec.outer != "tensor" or spec.tries_candidates or w.numel() == 0 or not w.is_contiguous():
         return False
     _, rows, cols = w.shape
     return is_packed(w.view(-1, cols)) and rows % 16 == cols % 16 == 0 and cols >= 8 * TILES[-1].strips
