@@ -72,7 +72,7 @@ def test_split_contraction(variant, splits, monkeypatch):
     a, b = operand(300, 5000, hb.NVFP4()), operand(200, 5000, checks.ROW)
     tile = (dense.POINTER_TILES if variant == "pointer" or not HOPPER else dense.TMA_TILES)[-1]
     plan = dense.GemmPlan(tile in dense.TMA_TILES, tile, splits, False)
-    monkeypatch.setattr(dense, "make_plan", lambda *_: plan)
+    monkeypatch.setattr(dense, "gemm_plan", lambda *_: plan)
     y = dense.gemm_nt(a, b, out_dtype=torch.float32)
     assert checks.relative_error(y, a, b) <= BOUNDS[torch.float32]
     assert torch.equal(y, dense.gemm_nt(a, b, out_dtype=torch.float32)), "the sum depends on the run"
@@ -81,7 +81,7 @@ def test_split_contraction(variant, splits, monkeypatch):
 @pytest.mark.parametrize("tile", (HOPPER or ()) + dense.POINTER_TILES, ids=str)
 def test_every_tile(tile, monkeypatch):
     tma = tile in dense.TMA_TILES
-    monkeypatch.setattr(dense, "make_plan", lambda *_: dense.GemmPlan(tma, tile, 1, False))
+    monkeypatch.setattr(dense, "gemm_plan", lambda *_: dense.GemmPlan(tma, tile, 1, False))
     for N in (500, 512):  # 500 fp32 values are whole 16 bytes, 500 - 3 are not: plain stores
         a, b = operand(700, 1100, checks.ROW), operand(N, 1100, checks.TILE)
         for dtype, bound in BOUNDS.items():

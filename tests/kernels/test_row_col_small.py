@@ -49,7 +49,7 @@ def test_decoded_operands_hold_the_codes(transient, monkeypatch):
 
 
 def test_a_given_amax_is_used(monkeypatch):
-    monkeypatch.setattr(both_small, "quantize", None)
+    monkeypatch.setattr(both_small, "quantize_both_small", None)
     x, given = checks.sample("heavy", (64, 256), torch.bfloat16, "cpu"), torch.tensor(3.0)
     row, _ = both.quantize_rows_and_cols(x, *both_sides(*PAIRS[0], row_amax=given))
     assert row is not None and row.amax is given

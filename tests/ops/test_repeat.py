@@ -139,7 +139,7 @@ def test_gemm_nt(case, monkeypatch):
         from halfbyte.kernels.gemm import dense
 
         plan = dense.gemm_plan
-        monkeypatch.setattr(dense, "make_plan", lambda *given: dataclasses_replace(plan(*given), splits=2))
+        monkeypatch.setattr(dense, "gemm_plan", lambda *given: dataclasses_replace(plan(*given), splits=2))
 
     def call(i):
         K, made = options.get("K", 48), dict(options)

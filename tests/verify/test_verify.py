@@ -157,7 +157,7 @@ def test_processes_share_the_same_checks(monkeypatch):
 
 
 def test_shares_of_a_full_verification_are_disjoint_and_complete(monkeypatch):
-    monkeypatch.setattr(record, "run", lambda found: [f"{found[0][0]}: {found[0][1]}"])
+    monkeypatch.setattr(record, "run_checks", lambda found: [f"{found[0][0]}: {found[0][1]}"])
     scope = plan.Scope(device=CPU, backend="reference")
     places = [[place for place, _ in plan._share(scope, index, 5)] for index in range(5)]
     assert sorted(chain.from_iterable(places)) == list(range(len(plan.findings(scope))))
