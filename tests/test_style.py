@@ -25,7 +25,6 @@ LONG_SIGNATURES = {
     "quantize_row_col",  # both orientations of what quantize takes
     "grouped_quantize_row_col",
     "both_sides",
-    "gemm_nt",  # what is added to the product, and where it is written
     "linear",  # every tensor of a layer's contract: x, w, bias, shared amax, main_grad
     "linear_shared",
     "grouped_linear",
@@ -36,6 +35,7 @@ OPERATIONS = {  # defined once in each room that has them: what a user calls, th
     "decode",
     "dequantize",
     "gemm_nt",
+    "gemm_nt_add",
     "grouped_dequantize",
     "grouped_gemm_nt",
     "grouped_quantize_row_col",
@@ -51,7 +51,6 @@ TWINS = {"reference", "kernels"}  # a specification and its kernel have one name
 DEFINED_AGAIN = {
     "fits",  # of the kernels of one operation, which of them takes a call
     "main",  # where a command starts
-    "multiprocessors",
     "post_all_gather_processing",  # Megatron's and TransformerEngine's name
     "tiny",  # presets are called as their functions are: of a model, of a run
 }

@@ -91,7 +91,7 @@ def add_dx(dx: Tensor | None, row: Any, right: Any, *, last: bool, dtype: torch.
     if dx is None:
         return ops.gemm_nt(row, right, out_dtype=dtype if last else torch.float32)
     if last and dtype != torch.float32:
-        return ops.gemm_nt(row, right, addend=dx, out_dtype=dtype)
+        return ops.gemm_nt_add(row, right, dx, out_dtype=dtype)
     return ops.gemm_nt(row, right, out=dx, accumulate=True)
 
 

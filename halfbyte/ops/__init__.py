@@ -5,7 +5,7 @@ from halfbyte.ops.backends import BackendStatus, backends
 from halfbyte.ops.checkpointing import selective_checkpoint_ops
 from halfbyte.ops.define import define_pass
 from halfbyte.ops.fused import Amaxes, Following, NormKind, activation, activation_backward, norm, norm_backward
-from halfbyte.ops.gemm import gemm_nt
+from halfbyte.ops.gemm import gemm_nt, gemm_nt_add
 from halfbyte.ops.grouped import (
     check_offsets,
     emulates,
@@ -33,6 +33,7 @@ __all__ = [
     "dequantize",
     "emulates",
     "gemm_nt",
+    "gemm_nt_add",
     "grouped_decode",
     "grouped_dequantize",
     "grouped_gemm_nt",

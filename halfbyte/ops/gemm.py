@@ -22,7 +22,6 @@ def gemm_nt(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
-    addend: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Return a @ b.T for a [M, K] and b [N, K], each quantized or plain, rounded once to the output dtype.
@@ -33,17 +32,27 @@ def gemm_nt(
         bias: [N] or None, added in fp32.
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
-        addend: [M, N] added in fp32 to what is returned, without `out` and `bias`.
     """
     K = a.cols if isinstance(a, Operand) else a.shape[1]
     operands = (*operand_arguments(a), *operand_arguments(b), K)
-    if addend is not None:
-        assert out is None and bias is None, "an addend comes alone"
-        return call_op(torch.ops.halfbyte.gemm_nt_add, *operands, addend, out_dtype, backend or "")
     if out is None:
         return call_op(torch.ops.halfbyte.gemm_nt, *operands, out_dtype, bias, backend or "")
     call_op(torch.ops.halfbyte.gemm_nt_out, *operands, bias, out, accumulate, backend or "")
     return out
+
+
+def gemm_nt_add(
+    a: Operand | Tensor,
+    b: Operand | Tensor,
+    addend: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+) -> Tensor:
+    """Return a @ b.T + addend [M, N], added in fp32 and rounded once to `out_dtype`; a and b as for `gemm_nt`."""
+    K = a.cols if isinstance(a, Operand) else a.shape[1]
+    operands = (*operand_arguments(a), *operand_arguments(b), K)
+    return call_op(torch.ops.halfbyte.gemm_nt_add, *operands, addend, out_dtype, backend or "")
 
 
 def operand_arguments(operand: Operand | Tensor) -> tuple:
@@ -72,19 +81,20 @@ class _Epilogue(NamedTuple):
 
 def _gemm(a: Operand | Tensor, b: Operand | Tensor, K: int, backend: str, epilogue: _Epilogue) -> Tensor:
     """Run gemm_nt on the backend of the operands; a GEMM that does not run natively is emulated, and says so once."""
-    device = _data(a).device
+    device, (dtype, bias, out, accumulate, addend) = _data(a).device, epilogue
     with torch.autocast(device.type, enabled=False):
         if choose(device, backend or None) == NATIVE and _runs_natively(a, b):
             from halfbyte.kernels.gemm import native
 
             assert isinstance(a, Operand) and isinstance(b, Operand), "tensor cores multiply codes"
-            dtype, bias, out, accumulate, addend = epilogue
             if addend is not None:
                 return native.native_gemm_nt(a, b, out=addend.float().clone(), accumulate=True).to(dtype)
             return native.native_gemm_nt(a, b, out_dtype=dtype, bias=bias, out=out, accumulate=accumulate)
         module = implementation(device, backend)
         decoded = (_decode(module, side, K, isinstance(other, Operand)) for side, other in ((a, b), (b, a)))
-        return module.gemm_nt(*decoded, **epilogue._asdict())
+        if addend is not None:
+            return module.gemm_nt_add(*decoded, addend, out_dtype=dtype)
+        return module.gemm_nt(*decoded, out_dtype=dtype, bias=bias, out=out, accumulate=accumulate)
 
 
 def _data(operand: Operand | Tensor) -> Tensor:
@@ -100,8 +110,9 @@ def _spec(operand: Operand | Tensor) -> Spec | None:
 
 def _runs_natively(a: Operand | Tensor, b: Operand | Tensor) -> bool:
     from halfbyte.kernels.gemm import native
+    from halfbyte.kernels.target import target_of
 
-    reason = native.unsupported(_spec(a), _spec(b), torch.cuda.get_device_capability(_data(a).device))
+    reason = native.unsupported(_spec(a), _spec(b), target_of(_data(a).device))
     if reason is not None:
         warn_once(f"a GEMM is emulated in bf16: {reason}")
     return reason is None

@@ -236,10 +236,9 @@ def grouped_gemm_nt(
 def _native(a, b, offsets: Tensor, K: int, out_dtype: torch.dtype) -> Tensor | None:
     """Return the product from FP4 or FP8 tensor cores, or None where it is emulated; a GEMM of codes says why, once."""
     from halfbyte.kernels.gemm import grouped_native
+    from halfbyte.kernels.target import target_of
 
-    reason = grouped_native.grouped_unsupported(
-        a, b, out_dtype, False, torch.cuda.get_device_capability(offsets.device)
-    )
+    reason = grouped_native.grouped_unsupported(a, b, out_dtype, False, target_of(offsets.device))
     if reason is None:
         return grouped_native.native_grouped_gemm_nt(a, b, offsets, K)
     warn_once(f"a grouped GEMM is emulated in bf16: {reason}")

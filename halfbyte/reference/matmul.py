@@ -92,7 +92,6 @@ def gemm_nt(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
-    addend: Tensor | None = None,
 ) -> Tensor:
     """Return a @ b.T with factors, bias and the existing output applied in fp32 before the only rounding.
 
@@ -103,7 +102,6 @@ def gemm_nt(
         bias: [N] or None.
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
-        addend: [M, N], added in fp32 too; not with `accumulate`.
 
     Returns:
         [M, N], `out` itself if given.
@@ -115,11 +113,15 @@ def gemm_nt(
     if accumulate:
         assert out is not None, "accumulate needs out"
         y += out.float()
-    if addend is not None:
-        y += addend.float()
     if out is None:
         return y.to(out_dtype)
     return out.copy_(y)
+
+
+def gemm_nt_add(a: Decoded, b: Decoded, addend: Tensor, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return a @ b.T + addend [M, N], added in fp32 before the only rounding."""
+    y = _apply_factors(a.values @ b.values.T, a.factor, b.factor)
+    return (y + addend.float()).to(out_dtype)
 
 
 def _apply_factors(y: Tensor, ga: Tensor | None, gb: Tensor | None) -> Tensor:

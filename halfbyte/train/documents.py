@@ -33,7 +33,7 @@ class NotText(ValueError):
     """A file that holds something else than UTF-8 text."""
 
 
-def find(path: Path, field: str, *, named: bool) -> Documents:
+def find_documents(path: Path, field: str, *, named: bool) -> Documents:
     """Return the documents of a file; they are read as they are asked for.
 
     Args:

@@ -18,7 +18,7 @@ from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.gemm.tile import combine_kernel, gemm_pointer_kernel, gemm_tma_kernel
-from halfbyte.kernels.target import target_of
+from halfbyte.kernels.target import Target, target_of
 from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.layout import ceil_div, round_up
 
@@ -79,7 +79,6 @@ def gemm_nt(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
-    addend: Tensor | None = None,
     variant: Variant = "auto",
 ) -> Tensor:
     """Return a @ b.T with factors, bias and the existing output applied in fp32 before the only rounding.
@@ -91,7 +90,6 @@ def gemm_nt(
         bias: [N] of any float dtype, or None.
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
-        addend: [M, N] of any float dtype with contiguous rows, added in fp32 too; not with `accumulate`.
         variant: "tma" and "pointer" force a kernel, "auto" chooses from the device and the strides.
 
     Returns:
@@ -100,15 +98,31 @@ def gemm_nt(
     Raises:
         ValueError: variant "tma" on strides that a tensor map cannot describe.
     """
-    a, b = (side._replace(values=_row_major(side.values)) for side in (a, b))
-    M, N, K = a.values.shape[0], b.values.shape[0], min(a.values.shape[1], b.values.shape[1])
+    y = _output(a, b, out_dtype) if out is None else out
     assert out is not None or not accumulate, "accumulate needs out"
-    y = torch.empty(M, N, dtype=out_dtype, device=a.values.device) if out is None else out
-    assert y.shape == (M, N), "out has another shape"
+    assert y.shape == (a.values.shape[0], b.values.shape[0]), "out has another shape"
+    return _into(y, a, b, bias, y if accumulate else None, variant)
+
+
+def gemm_nt_add(
+    a: Decoded, b: Decoded, addend: Tensor, *, out_dtype: torch.dtype = torch.bfloat16, variant: Variant = "auto"
+) -> Tensor:
+    """Return a @ b.T + addend, the addend [M, N] of any float dtype added in fp32 before the only rounding."""
+    return _into(_output(a, b, out_dtype), a, b, None, addend, variant)
+
+
+def _output(a: Decoded, b: Decoded, dtype: torch.dtype) -> Tensor:
+    return torch.empty(a.values.shape[0], b.values.shape[0], dtype=dtype, device=a.values.device)
+
+
+def _into(y: Tensor, a: Decoded, b: Decoded, bias: Tensor | None, addend: Tensor | None, variant: Variant) -> Tensor:
+    """Write a @ b.T with its ends into y; the addend may be y itself."""
+    a, b = (side._replace(values=_row_major(side.values)) for side in (a, b))
     if y.numel() == 0:
         return y
+    K = min(a.values.shape[1], b.values.shape[1])
     target = y if y.stride(1) == 1 else y.contiguous()
-    addend = target if accumulate else addend
+    addend = target if addend is y else None if addend is None else _row_major(addend)
     if K == 0:
         return bias_only(y, bias, addend)
     plan = gemm_plan(a.values, b.values, (target, addend), K, variant)
@@ -128,9 +142,10 @@ def gemm_plan(a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto
             f"variant='tma': operands with strides {a.stride()} and {b.stride()} are not {TMA_ALIGNMENT}-byte aligned; "
             "use 'auto'"
         )
-    tiles = tma_tiles(capability(a.device))
+    target = target_of(a.device)
+    tiles = tma_tiles(target)
     tma = variant == "tma" or (variant == "auto" and mappable and not exact and bool(tiles))
-    programs = multiprocessors(a.device)
+    programs = target.multiprocessors
     M, N = out.shape
     if exact:
         return GemmPlan(False, FP32_TILE, 1, True)
@@ -141,7 +156,7 @@ def gemm_plan(a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto
     tile, splits = choose_tile(tiles if tma else POINTER_TILES, M, N, K, programs)
     if splits > 1 and out.dtype == torch.float32:
         splits = min(MAX_SPLITS, max(splits, ceil_div(K, MAX_CHAIN)))
-    return GemmPlan(tma, tile, splits, dc.INTERPRETED.value)
+    return GemmPlan(tma, tile, splits, target.interpreter)
 
 
 @lru_cache(maxsize=4096)
@@ -242,7 +257,7 @@ def _multiply(plan: GemmPlan, a: Tensor, b: Tensor, ends: Ends, factors: dict) -
         added = addend, 0 if addend is None else addend.stride(0)
         gemm_pointer_kernel[(work,)](a, b, out, *strides, *added, M=M, N=N, K=K, **options)
         return
-    programs = min(work, multiprocessors(a.device))
+    programs = min(work, target_of(a.device).multiprocessors)
     tma = all_describable(ends)
     parts = max(epilogue_parts(tile, end.dtype) for end in ends if end is not None)
     part = [tile.bm, tile.bn // parts]
@@ -313,26 +328,14 @@ def all_describable(ends: Ends) -> bool:
     return all(end is None or describable(end) for end in ends)
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Return how many programs of a persistent kernel run at once; 4 in the interpreter."""
-    target = target_of(device)
-    return 4 if target is None else target.multiprocessors
-
-
-def capability(device: torch.device) -> int:
-    """Return the compute capability as in sm_90; 90 for a device that the interpreter runs on."""
-    target = target_of(device)
-    return 90 if target is None else target.capability
-
-
-def tma_tiles(capability: int) -> tuple[GemmTile, ...]:
-    """Return the tiles that the TMA kernel may use: none below sm_90 and on sm_120, whose shared memory is too small.
+def tma_tiles(target: Target) -> tuple[GemmTile, ...]:
+    """Return the tiles that the TMA kernel may use, none where there is none.
 
     On sm_100, where this GEMM only stands in for the native one, the largest tile spills registers.
     """
-    if not 90 <= capability < 120:
+    if not target.tma:
         return ()
-    return TMA_TILES if capability < 100 else TMA_TILES[1:]
+    return TMA_TILES if target.capability < 100 else TMA_TILES[1:]
 
 
 def _tile_arguments(tile: GemmTile) -> dict:

@@ -14,12 +14,12 @@ from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels.gemm.dense import bias_only, combine
+from halfbyte.kernels.target import Target
 from halfbyte.kernels.unpack.dequantize import from_values
 from halfbyte.kernels.unpack.swizzle import swizzle
 from halfbyte.layout import LINEAR, Operand, blocks_per_row, round_up
 from halfbyte.spec import Spec
 
-MIN_CAPABILITY = (10, 0)
 ALIGNMENT = 16  # bytes along the contraction, and rows of b: what scaled_mm requires
 DTYPES = {
     "e2m1": torch.float4_e2m1fn_x2,
@@ -32,10 +32,10 @@ DTYPES = {
 SCALINGS = {16: ScalingType.BlockWise1x16, 32: ScalingType.BlockWise1x32}
 
 
-def unsupported(a: Spec | None, b: Spec | None, capability: tuple[int, int]) -> str | None:
+def unsupported(a: Spec | None, b: Spec | None, target: Target) -> str | None:
     """Say why a GEMM of operands quantized with `a` and `b` does not run natively on a GPU, or None if it does."""
-    if capability < MIN_CAPABILITY:
-        return f"sm_{capability[0]}{capability[1]} has no FP4 tensor cores; they came with sm_100"
+    if not target.fp4_products:
+        return f"{target.name} has no FP4 tensor cores; they came with sm_100"
     if a is None or b is None:
         return "one operand is not quantized"
     if a.format.scale != b.format.scale:
