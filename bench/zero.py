@@ -54,7 +54,7 @@ class Trainer:
     def __init__(
         self, name: str, weights: Way, tokens: tuple[int, int], device: torch.device, vocabulary: int = VOCABULARY
     ) -> None:
-        config = models.get(name)
+        config = models.model_preset(name)
         config = replace(config, vocab_size=min(config.vocab_size, vocabulary))
         torch.manual_seed(0)
         with device:
@@ -204,7 +204,7 @@ def planned_bytes(plans: Sequence[BucketPlan], way: Way) -> dict[str, Any]:
 
 def planned(name: str, vocabulary: int, tied: bool, world: int) -> dict[str, Any]:
     """Return the bytes that a model of any size would gather, from its storage plan: nothing is allocated."""
-    config = replace(models.get(name), vocab_size=vocabulary, tie_embeddings=tied)
+    config = replace(models.model_preset(name), vocab_size=vocabulary, tie_embeddings=tied)
     with torch.device("meta"):
         model = models.Decoder(config).bfloat16()
     hb.quantize_(model, "nvfp4", keep=hb.Keep(names=("lm_head",), last_fraction=0))
@@ -338,7 +338,7 @@ def main(arguments: list[str]) -> int:
         for way in WAYS:
             record(partial(measure, name, way, tuple(options.tokens), device, options.vocabulary))
     for name in options.planned:
-        own = models.get(name)
+        own = models.model_preset(name)
         cut = options.vocabulary
         for shape in dict.fromkeys([(cut, True), (cut, False), (own.vocab_size, own.tie_embeddings)]):
             record(partial(planned, name, *shape, dist.get_world_size()))

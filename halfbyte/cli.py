@@ -32,12 +32,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("halfbyte.train.commands", "train", "train a language model under one recipe"),
-    "compare": Command("halfbyte.train.commands", "compare", "train several recipes alike: a table and a plot"),
+    "train": Command("halfbyte.train.commands", "train_command", "train a language model under one recipe"),
+    "compare": Command("halfbyte.train.commands", "compare_command", "train several recipes alike: a table and a plot"),
     "plan": Command("halfbyte.plan.command", "main", "memory, traffic and time of a run on any number of GPUs"),
     "verify": Command("halfbyte.verify.command", "main", "every kernel here against the reference, byte for byte"),
     "bench": Command("halfbyte.cli", "bench", "time every kernel beside this machine's ceilings (needs a checkout)"),
-    "explain": Command("halfbyte.cli", "explain", "which kernels a call launches, with which tiles, and why"),
+    "explain": Command("halfbyte.cli", "explain_command", "which kernels a call launches, with which tiles, and why"),
     "env": Command("halfbyte.cli", "env", "what runs on this machine, and why the rest does not"),
 }
 
@@ -127,7 +127,7 @@ def bench(arguments: list[str]) -> int:
     return importlib.import_module("bench.run").main(arguments)
 
 
-def explain(arguments: list[str]) -> int:
+def explain_command(arguments: list[str]) -> int:
     """Print which kernels a call launches, with which tiles, and why."""
     from halfbyte import ops
 

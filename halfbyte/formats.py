@@ -1,4 +1,4 @@
-"""The number formats: about nine facts each, everything else derived.
+"""The number formats and the block formats made of them: a few facts each, everything else derived.
 
 This file is the only home of 6, 448, 57344, 16 and 32. Sources: OCP Microscaling Formats (MX) v1.0 for E2M1, E4M3,
 E5M2, E8M0 and MXFP8; NVIDIA's NVFP4 (an E4M3 scale per 16 values, an fp32 scale per tensor).
@@ -7,7 +7,7 @@ E5M2, E8M0 and MXFP8; NVIDIA's NVFP4 (an E4M3 scale per 16 values, an fp32 scale
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 def f32(value: float) -> float:
@@ -25,6 +25,7 @@ class ElementFormat:
     bias: int
     max: float
     has_sign: bool = True
+    has_subnormals: bool = True
     nan_code: int | None = None
 
     @property
@@ -43,7 +44,7 @@ class ElementFormat:
         """Return the value of one code; the definition that every cast is tested against."""
         magnitude = code & ((1 << (self.exponent_bits + self.mantissa_bits)) - 1)
         exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
-        if exponent == 0:
+        if exponent == 0 and self.has_subnormals:
             value = mantissa * self.min_subnormal
         else:
             value = 2.0 ** (exponent - self.bias) * (1 + mantissa / (1 << self.mantissa_bits))
@@ -59,6 +60,16 @@ E5M2 = ElementFormat(name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, max
 
 E8M0_BIAS = 127
 E8M0_NAN = 0xFF
+E8M0 = ElementFormat(
+    name="e8m0",
+    exponent_bits=8,
+    mantissa_bits=0,
+    bias=E8M0_BIAS,
+    max=2.0**127,
+    has_sign=False,
+    has_subnormals=False,
+    nan_code=E8M0_NAN,
+)
 
 FLT_MAX = f32(3.4028234663852886e38)
 """The largest finite fp32 value: where encode factors saturate instead of becoming Inf."""
@@ -68,6 +79,28 @@ NVFP4_BLOCK = 16
 
 MXFP8_BLOCK = 32
 """Values that share one E8M0 scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFormat:
+    """Elements in blocks of `length` that share a scale; with `has_amax` an fp32 amax stands behind the scales."""
+
+    element: ElementFormat
+    scale: ElementFormat
+    length: int
+    has_amax: bool
+    codes_per_byte: int = field(init=False)
+    block_bytes: int = field(init=False)
+    """Bytes of the codes of one block."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "codes_per_byte", 8 // self.element.bits)
+        object.__setattr__(self, "block_bytes", self.length // self.codes_per_byte)
+
+
+NVFP4_E2M1 = BlockFormat(element=E2M1, scale=E4M3, length=NVFP4_BLOCK, has_amax=True)
+MXFP8_E4M3 = BlockFormat(element=E4M3, scale=E8M0, length=MXFP8_BLOCK, has_amax=False)
+MXFP8_E5M2 = BlockFormat(element=E5M2, scale=E8M0, length=MXFP8_BLOCK, has_amax=False)
 
 SWIZZLE_ROWS = 128
 SWIZZLE_COLS = 4

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
-from halfbyte.spec import NVFP4, Spec
+from halfbyte.spec import Spec
 
 LINEAR = "linear"
 SWIZZLED_32_4_4 = "swizzled_32_4_4"
@@ -35,11 +35,12 @@ class Blocks(NamedTuple):
     amax: Tensor
 
 
-class GroupedOperand(NamedTuple):
-    """Operand of a grouped GEMM: a plain tensor (spec None) or Blocks; 3-D data is one matrix per group."""
+class Operand(NamedTuple):
+    """A quantized GEMM operand: its bytes, spec, logical columns and scale layout; 3-D bytes are a matrix per group."""
 
-    data: Tensor | Blocks
-    spec: Spec | None = None
+    blocks: Blocks
+    spec: Spec
+    cols: int
     scale_layout: str = LINEAR
 
 
@@ -195,17 +196,39 @@ def padded_groups(total: int, groups: int, multiple: int) -> int:
     return (total + (multiple - 1) * groups) // multiple * multiple
 
 
-class GroupedShapes(NamedTuple):
-    """The shapes of a grouped operand's storage; they follow from its own shape, never from the sizes of groups."""
+def row_bytes(cols: int, spec: Spec) -> int:
+    """Return how many bytes the codes of `cols` columns take, padding included."""
+    return round_up(cols, spec.alignment) // spec.format.codes_per_byte
+
+
+def blocks_per_row(qdata: Tensor, spec: Spec) -> int:
+    """Return how many blocks the rows of qdata [..., bytes] hold."""
+    return qdata.shape[-1] // spec.format.block_bytes
+
+
+def amax_shape(rows: int, spec: Spec) -> tuple[int, ...]:
+    """Return the shape of the fp32 amax of an operand with `rows` rows."""
+    return (0,) if not spec.format.has_amax else (rows,) if spec.has_row_amax else ()
+
+
+class StoredShapes(NamedTuple):
+    """The shapes of an operand's storage: of a grouped one they never follow from the sizes of its groups."""
 
     qdata: tuple[int, ...]
     block_scale: tuple[int, ...]
     amax: tuple[int, ...]
 
 
+def stored_shapes(rows: int, cols: int, spec: Spec, scale_layout: str) -> StoredShapes:
+    """Return the shapes of the storage of a [rows, cols] operand: qdata, block_scale, amax."""
+    blocks = round_up(cols, spec.alignment) // spec.block_length
+    scale = (rows, blocks) if scale_layout == LINEAR else (swizzled_numel(rows, blocks),)
+    return StoredShapes((rows, row_bytes(cols, spec)), scale, amax_shape(rows, spec))
+
+
 def grouped_shapes(
     shape: tuple[int, int], groups: int, spec: Spec, scale_layout: str, *, contraction: bool
-) -> GroupedShapes:
+) -> StoredShapes:
     """Return the shapes of a [rows, cols] operand's storage whose groups share one of its dimensions.
 
     Along the rows, group g has the rows offsets[g - 1] to offsets[g], as in the unquantized tensor. Along the
@@ -224,16 +247,16 @@ def grouped_shapes(
         along the contraction [E, rows], MXFP8 [0].
     """
     rows, cols = shape
-    nvfp4, length = isinstance(spec, NVFP4), spec.block_length
-    by_row = isinstance(spec, NVFP4) and spec.outer == "row"
+    length = spec.block_length
     if contraction:
         padded = padded_groups(cols, groups, group_alignment(spec))
         region = padded_groups(cols, groups, max(SWIZZLE_COLS * length, spec.alignment)) // length
         swizzled = round_up(rows, SWIZZLE_ROWS) * region
-        amax = (groups, rows) if by_row else (groups,)
+        row_amax = (groups, rows)
     else:
         padded = round_up(cols, spec.alignment)
         swizzled = padded_groups(rows, groups, SWIZZLE_ROWS) * round_up(padded // length, SWIZZLE_COLS)
-        amax = (rows,) if by_row else (groups,)
+        row_amax = (rows,)
+    amax = (0,) if not spec.format.has_amax else row_amax if spec.has_row_amax else (groups,)
     scale = (rows, padded // length) if scale_layout == LINEAR else (swizzled,)
-    return GroupedShapes((rows, padded // 2 if nvfp4 else padded), scale, amax if nvfp4 else (0,))
+    return StoredShapes((rows, padded // spec.format.codes_per_byte), scale, amax)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfbyte import recipes as presets
-from halfbyte.nn.linear import describe
+from halfbyte.nn.linear import describe_recipe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.recipes import resolve
 from halfbyte.spec import Recipe
@@ -30,7 +30,7 @@ Owned = dict[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class KeptBytes:
     """What one recipe keeps: bytes for each token, and bytes in all that do not depend on tokens.
 
     Args:
@@ -60,11 +60,11 @@ class MemoryReport:
         weights: elements of the weights that follow recipes.
     """
 
-    rows: tuple[Kept, ...]
+    rows: tuple[KeptBytes, ...]
     parameters: int
     weights: int
 
-    def __getitem__(self, recipe: str) -> Kept:
+    def __getitem__(self, recipe: str) -> KeptBytes:
         names = [row.recipe for row in self.rows]
         if recipe not in names:
             raise KeyError(f"recipe={recipe!r}: the report has {', '.join(names)}")
@@ -130,7 +130,7 @@ def memory_report(
             for layer in layers:
                 layer.recipe = recipe
             one, two = (_kept(model, layers, run, inputs, dtype, times) for times in (1, 2))
-            rows.append(_row(describe(recipe), one, two, _tokens(inputs[0])))
+            rows.append(_row(describe_recipe(recipe), one, two, _tokens(inputs[0])))
     weights = {id(w): w for layer in layers for w in _weights(layer)}
     return MemoryReport(
         rows=tuple(rows),
@@ -144,12 +144,12 @@ def _tokens(example: Tensor) -> int:
     return example.numel() if not example.is_floating_point() else example.numel() // max(1, example.shape[-1])
 
 
-def _row(name: str, one: tuple[int, int], two: tuple[int, int], tokens: int) -> Kept:
+def _row(name: str, one: tuple[int, int], two: tuple[int, int], tokens: int) -> KeptBytes:
     """Split bytes at one and at two times the tokens into a slope and a constant."""
     slopes = [(b - a) / tokens for a, b in zip(one, two, strict=True)]
     fixed = [2 * a - b for a, b in zip(one, two, strict=True)]
     per_token, linear_per_token = slopes
-    return Kept(
+    return KeptBytes(
         recipe=name, per_token=per_token, fixed=fixed[0], linear_per_token=linear_per_token, linear_fixed=fixed[1]
     )
 

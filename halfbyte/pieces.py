@@ -18,7 +18,7 @@ from halfbyte.layout import Blocks, ceil_div
 from halfbyte.spec import NVFP4
 
 
-class Target(NamedTuple):
+class CastTarget(NamedTuple):
     """One weight that a list of casts fills.
 
     rows, cols: N and K.
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
     codes: uint8, 1-D and contiguous, the packed bytes of the weight from byte `first_byte` on.
     """
 
-    target: Target
+    target: CastTarget
     values: Tensor
     start: int
     pitch: int

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from halfbyte.nn.linear import describe
+from halfbyte.nn.linear import describe_recipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
@@ -65,7 +65,7 @@ class Report:
         table = [("layer", "out x in", "recipe", "why")]
         for row in self.rows:
             follows = row.recipe or row.present
-            recipe = "high precision" if follows is None else describe(follows)
+            recipe = "high precision" if follows is None else describe_recipe(follows)
             table.append((row.name, " x ".join(map(str, row.shape)), recipe, row.reason))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]

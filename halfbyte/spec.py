@@ -10,7 +10,19 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from halfbyte.formats import E2M1, E4M3, E5M2, FLT_MAX, MXFP8_BLOCK, NVFP4_BLOCK, ElementFormat, element_format, f32
+from halfbyte.formats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    FLT_MAX,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    NVFP4_BLOCK,
+    NVFP4_E2M1,
+    BlockFormat,
+    ElementFormat,
+    f32,
+)
 
 HADAMARD_SIGNS = "+++-+------+-+--"
 """The published 16 signs (docs/numerics.md section 7)."""
@@ -215,10 +227,29 @@ class NVFP4(_EqualByKey):
         fields = (block, self.rounding, self.outer, rotation, self.scaling.key, repr(self.fp4_max), repr(self.e4m3_max))
         return "/".join(("nvfp4", *fields))
 
+    format = NVFP4_E2M1
+    block_length = NVFP4_E2M1.length
+    """Values that share a scale along the contraction."""
+
     @property
-    def block_length(self) -> int:
-        """Values that share a scale along the contraction."""
-        return NVFP4_BLOCK
+    def has_row_amax(self) -> bool:
+        """Whether every row has an fp32 amax of its own."""
+        return self.outer == "row"
+
+    @property
+    def has_tensor_amax(self) -> bool:
+        """Whether one fp32 amax serves the whole tensor."""
+        return self.outer == "tensor"
+
+    @property
+    def divisor(self) -> float:
+        """The largest product of code and scale, which an amax is mapped to: m8 * m4 of docs/numerics.md."""
+        return self.e4m3_max * self.fp4_max
+
+    @property
+    def tries_candidates(self) -> bool:
+        """Whether the block scale is chosen by the error that it causes."""
+        return not isinstance(self.scaling, BlockMax)
 
     @property
     def is_tile(self) -> bool:
@@ -251,13 +282,24 @@ class MXFP8(_EqualByKey):
         object.__setattr__(self, "key", f"mxfp8/{self.element}")
 
     @property
-    def element_format(self) -> ElementFormat:
-        return element_format(self.element)
+    def format(self) -> BlockFormat:
+        return MXFP8_E4M3 if self.element == E4M3.name else MXFP8_E5M2
 
-    block_length = MXFP8_BLOCK
-    alignment = MXFP8_BLOCK
+    @property
+    def element_format(self) -> ElementFormat:
+        return self.format.element
+
+    block_length = MXFP8_E4M3.length
+    alignment = MXFP8_E4M3.length
+    rounding = "nearest"
+    outer = None
     rotation = None
+    scaling = BlockMax()
+    divisor = 1.0
+    tries_candidates = False
     is_tile = False
+    has_row_amax = False
+    has_tensor_amax = False
     needs_rng = False
     needs_sign_rng = False
 

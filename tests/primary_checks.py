@@ -23,7 +23,7 @@ SPECS = {
 
 def make_pieces(shapes, spec, dtype, cuts, device, **options) -> tuple[list[Piece], list, int]:
     """Return pieces of random masters, the weights they belong to and the tiles; cuts: (start, stop) as fractions."""
-    from halfbyte.distributed.partial_cast import target_of
+    from halfbyte.distributed.partial_cast import cast_target_of
 
     torch.manual_seed(0)
     weights, pieces, tiles = [], [], 0
@@ -34,7 +34,7 @@ def make_pieces(shapes, spec, dtype, cuts, device, **options) -> tuple[list[Piec
             scale_layout=options.get("scale_layout", "linear"),
         )  # fmt: skip
         weight.qdata.copy_(torch.randint(0, 256, weight.qdata.shape, dtype=torch.uint8))
-        target = target_of(weight, tiles, i, turned=weight.allocate_turned())
+        target = cast_target_of(weight, tiles, i, turned=weight.allocate_turned())
         tiles += target.tile_count
         numel = shape[0] * pitch
         start, stop = round(low * numel), round(high * numel)

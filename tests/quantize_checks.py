@@ -12,10 +12,11 @@ import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels import backend
 from halfbyte.kernels.amax import plain, route
-from halfbyte.kernels.backend import quantize, quantize_row_col
 from halfbyte.kernels.quantize import both_route
+from halfbyte.kernels.quantize.one import quantize_side
 from halfbyte.kernels.unpack.dequantize import dequantize
 from halfbyte.layout import Blocks
+from halfbyte.sides import Side, both_sides
 
 QUANTIZED = [case for case in golden.cases(*golden.QUANTIZE_KINDS) if case.has("qdata")]
 ROW_COL = golden.cases("edge_row_col")
@@ -102,12 +103,12 @@ def check_golden(case: golden.Case) -> None:
     if case.has("given_amax"):
         given = case.tensor("given_amax")
         options["amax"] = given if spec.outer == "row" else given.reshape(())
-    blocks = quantize(x, spec, **options)
+    blocks = quantize_side(x, Side(spec, **options))
     golden.assert_same(blocks.qdata, case.array("qdata"), "qdata")
     golden.assert_same(blocks.block_scale, case.array("block_scale"), "block_scale")
     if case.has("amax"):
         golden.assert_same(blocks.amax, case.array("amax"), "amax")
-    swizzled = quantize(x, spec, scale_layout=layout.SWIZZLED_32_4_4, **options)
+    swizzled = quantize_side(x, Side(spec, scale_layout=layout.SWIZZLED_32_4_4, **options))
     checks.same(swizzled.block_scale, layout.swizzle(case.tensor("block_scale")))
     checks.same(swizzled.qdata, blocks.qdata)
 
@@ -116,7 +117,7 @@ def check_golden_row_col(case: golden.Case) -> None:
     entry = case.entry
     draw = golden.place_of(entry).on(case.device)
     specs = golden.spec_of(entry["row"]), golden.spec_of(entry["col"])
-    both = quantize_row_col(case.tensor("x", entry["dtype"]), *specs, draw=draw, sign_draw=draw)
+    both = backend.quantize_row_col(case.tensor("x", entry["dtype"]), *both_sides(*specs, draw=draw, sign_draw=draw))
     for prefix, blocks in zip(("row_", "col_"), both, strict=True):
         for name in ("qdata", "block_scale", "amax"):
             if case.has(prefix + name):
@@ -125,7 +126,7 @@ def check_golden_row_col(case: golden.Case) -> None:
 
 def check_against_reference(x: Tensor, spec: hb.NVFP4 | hb.MXFP8, scale_layout: str) -> None:
     options = {**draws(x.device), "scale_layout": scale_layout}
-    same_blocks(quantize(x, spec, **options), reference.quantize(x, spec, **options))
+    same_blocks(quantize_side(x, Side(spec, **options)), reference.quantize(x, spec, **options))
 
 
 NARROW = [hb.NVFP4(), hb.NVFP4(**SR), hb.NVFP4(**SR, rotation=hb.Hadamard()), hb.NVFP4(scaling=hb.FourOverSix())]
@@ -141,9 +142,9 @@ def check_narrow_rows(spec: hb.NVFP4 | hb.MXFP8, rows: int, device: str) -> None
         draw = hb.Philox(2**63 + 5, 2**62, first_block=2**32 - 70, blocks_per_row=per_row).on(x.device)
         options = {"draw": draw, "sign_draw": draws(device)["sign_draw"]}
         expected = reference.quantize(x, spec, **options)
-        same_blocks(quantize(x, spec, **options), expected)
-        same_blocks(quantize(torch.cat((x, x), 1)[:, : x.shape[1]], spec, **options), expected)
-    values = quantize(x, spec, decoded=True, **options).qdata
+        same_blocks(quantize_side(x, Side(spec, **options)), expected)
+        same_blocks(quantize_side(torch.cat((x, x), 1)[:, : x.shape[1]], Side(spec, **options)), expected)
+    values = quantize_side(x, Side(spec, transient=True, **options)).qdata
     checks.same(values, reference.decode(expected, spec, x.shape[1]).values.bfloat16())
     checks.same(dequantize(expected, spec, x.shape[1]), reference.dequantize(expected, spec, x.shape[1]))
 
@@ -164,13 +165,17 @@ def check_several_tiles(device: str, amaxes: tuple[float, float], monkeypatch: p
     x = sample("heavy", (64, 256), torch.bfloat16, device)
     given = dict(zip(("row_amax", "col_amax"), (torch.tensor(a, device=device) for a in amaxes), strict=True))
     draw = hb.Philox(2**63 + 5, 2**62, first_block=2**32 - 70, blocks_per_row=2**20).on(x.device)
-    expected = reference.quantize_row_col(x, *PAIRS[1], draw=draw, **given)
-    for ours, theirs in zip(backend.quantize_row_col(x, *PAIRS[1], draw=draw, **given), expected, strict=True):
+    asked = both_sides(*PAIRS[1], draw=draw, **given)
+    expected = reference.quantize_row_col(x, *asked)
+    for ours, theirs in zip(backend.quantize_row_col(x, *asked), expected, strict=True):
         same_blocks(ours, theirs)
 
 
 def check_row_col(x: Tensor, pair: tuple, scale_layout: str) -> None:
     options = {**draws(x.device), "scale_layout": scale_layout}
-    actual, expected = quantize_row_col(x, *pair, **options), reference.quantize_row_col(x, *pair, **options)
+    actual, expected = (
+        backend.quantize_row_col(x, *both_sides(*pair, **options)),
+        reference.quantize_row_col(x, *both_sides(*pair, **options)),
+    )
     for got, want in zip(actual, expected, strict=True):
         same_blocks(got, want)

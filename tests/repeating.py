@@ -17,7 +17,7 @@ from halfbyte.kernels import launch, prepared
 @pytest.fixture
 def kernels(monkeypatch):
     """Let ops run kernels where they would take the reference, from an empty table of records."""
-    for name in ("library", "grouped_library", "fused_library", "grouped", "backends", "repeat"):
+    for name in ("define", "quantization", "gemm", "grouped", "backends", "repeat"):
         module = importlib.import_module(f"halfbyte.ops.{name}")
         monkeypatch.setattr(module, "choose", lambda device, backend: backend or "triton")
     monkeypatch.setattr(prepared, "_RECORDS", {})

@@ -17,7 +17,7 @@ from halfbyte.train import model as models
 
 def decoder(name="tiny"):
     torch.manual_seed(0)
-    model = models.Decoder(models.get(name))
+    model = models.Decoder(models.model_preset(name))
     hb.quantize_(model, "nvfp4")
     return model
 
@@ -138,7 +138,7 @@ def test_a_report_of_training_can_be_asked_for_without_gradients():
 
 def test_a_large_model_needs_no_memory():
     with torch.device("meta"):
-        model = models.Decoder(models.get("60m"))
+        model = models.Decoder(models.model_preset("60m"))
     hb.quantize_(model, "nvfp4")
     report = hb.memory_report(model, torch.zeros(1, 1024, dtype=torch.int64, device="meta"))
     assert report["nvfp4"].linear_per_token / report["bf16"].linear_per_token == pytest.approx(9 / 32)

@@ -12,7 +12,7 @@ from small_models import TOKENS, decoder
 
 import halfbyte as hb
 from halfbyte import recipes
-from halfbyte.nn.linear import describe
+from halfbyte.nn.linear import describe_recipe
 from halfbyte.schedule import parse_schedule
 from halfbyte.spec import parse_recipe
 
@@ -23,8 +23,8 @@ LATE = dataclasses.replace(recipes.nvfp4(), fprop=None)
 def test_names_and_keys_come_back(name):
     recipe = recipes.get(name)
     assert parse_recipe(recipe.key) == recipe
-    assert recipes.get(describe(recipe)) == recipe
-    assert "=" not in describe(recipe)
+    assert recipes.get(describe_recipe(recipe)) == recipe
+    assert "=" not in describe_recipe(recipe)
 
 
 def test_a_mixed_recipe_has_the_forward_of_one_and_the_backward_of_the_other():

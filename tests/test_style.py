@@ -21,17 +21,37 @@ MAX_PARAMETERS = 7
 HOME_OF_NUMBERS = "halfbyte/formats.py"
 HOME_OF_THE_LAUNCHER = "halfbyte/train/launch.py"  # what torchrun says is no configuration
 NUMBERS_WITH_ONE_HOME = {448, 2688, 57344}
-OP_BODIES = (  # they take what the schemas above them say
-    "halfbyte/ops/library.py",
-    "halfbyte/ops/grouped_library.py",
-    "halfbyte/ops/fused_library.py",
-)
 LONG_SIGNATURES = {
     "quantize_row_col",  # both orientations of what quantize takes
     "grouped_quantize_row_col",
+    "both_sides",
     "linear",  # every tensor of a layer's contract: x, w, bias, shared amax, main_grad
     "linear_shared",
     "grouped_linear",
+}
+OPERATIONS = {  # defined once in each room that has them: what a user calls, the op, the specification, the kernels
+    "activation",
+    "activation_backward",
+    "decode",
+    "dequantize",
+    "gemm_nt",
+    "gemm_nt_add",
+    "grouped_dequantize",
+    "grouped_gemm_nt",
+    "grouped_quantize_row_col",
+    "norm",
+    "norm_backward",
+    "quantize",
+    "quantize_row_col",
+    "swizzle",  # layout.py specifies where bytes lie
+    "transpose",
+    "unswizzle",
+}
+TWINS = {"reference", "kernels"}  # a specification and its kernel have one name
+DEFINED_AGAIN = {
+    "main",  # where a command starts
+    "post_all_gather_processing",  # Megatron's and TransformerEngine's name
+    "tiny",  # presets are called as their functions are: of a model, of a run
 }
 NEGATIVE_NAME = re.compile(r"^(disable|no|not|without|skip)_")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b")
@@ -84,10 +104,17 @@ def function_size(source: Source) -> Iterator[str]:
             yield f"{function.name}: {lines} lines, at most {limit}"
 
 
+def op_bodies(source: Source) -> set[str]:
+    """Return the functions that ops are defined with: they take what the schema says."""
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "op"]
+    return {ast.unparse(argument) for call in calls for argument in call.args[1:]}
+
+
 def parameter_count(source: Source) -> Iterator[str]:
-    if source.path in OP_BODIES:
-        return
+    bodies = op_bodies(source)
     for function in source.functions:
+        if function.name in bodies:
+            continue
         count = len(parameters(function))
         if count > MAX_PARAMETERS and not is_kernel(function) and function.name not in LONG_SIGNATURES:
             yield f"{function.name}: {count} parameters, at most {MAX_PARAMETERS}: pass a value that groups them"
@@ -137,8 +164,6 @@ def global_statements(source: Source) -> Iterator[str]:
 
 
 def docstrings(source: Source) -> Iterator[str]:
-    if source.path in OP_BODIES:
-        return
     if ast.get_docstring(source.tree) is None:
         yield "the module has no docstring"
     for node in source.tree.body:
@@ -198,6 +223,27 @@ def choices_outside_routes(source: Source) -> Iterator[str]:
                 yield f"{function.name}: `if {ast.unparse(node.test)}` chooses a kernel: ask a route file"
 
 
+def room(path: str) -> str:
+    """Return the folder of the package that a file is in, or its name."""
+    return path.split("/")[1].removesuffix(".py")
+
+
+def defined_again(sources: list[Source]) -> Iterator[str]:
+    """A public function or class means one thing in the whole package."""
+    places: dict[str, list[str]] = {}
+    for source in sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef | Function) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(source.path)
+    for name, paths in places.items():
+        rooms = [room(path) for path in paths]
+        once_a_room = len(set(rooms)) == len(rooms) and (name in OPERATIONS or TWINS.issuperset(rooms))
+        if len(paths) > 1 and not once_a_room and name not in DEFINED_AGAIN:
+            yield f"{name} is defined in {', '.join(paths)}: give each a name of its own"
+        if len(paths) == 1 and name in DEFINED_AGAIN:
+            yield f"{name} is defined once: take it off DEFINED_AGAIN"
+
+
 Rule = Callable[[Source], Iterator[str]]
 
 EVERYWHERE: tuple[Rule, ...] = (file_size, function_size)
@@ -253,6 +299,31 @@ def test_package_keeps_the_habits():
     assert not found, "\n".join(found)
 
 
+def test_public_names_are_defined_once():
+    found = list(defined_again([read(path) for path in python_files("halfbyte")]))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "paths, name, bites",
+    [
+        (("kernels/a.py", "kernels/b.py"), "thing", True),
+        (("train/a.py", "nn/b.py"), "Thing", True),
+        (("reference/a.py", "kernels/b.py"), "thing", False),
+        (("reference/a.py", "kernels/b.py", "kernels/c.py"), "thing", True),
+        (("reference/a.py", "kernels/b.py", "ops/c.py"), "thing", True),
+        (("reference/a.py", "kernels/b.py", "ops/c.py"), "quantize", False),
+        (("kernels/a.py", "kernels/b.py", "ops/c.py"), "quantize", True),
+        (("kernels/a.py", "train/b.py"), "main", False),
+        (("kernels/a.py",), "main", True),
+        (("train/a.py", "nn/b.py"), "_thing", False),
+    ],
+)
+def test_names_that_mean_two_things(paths, name, bites):
+    text = f"class {name}: ...\n" if name.istitle() else f"def {name}(): ...\n"
+    assert bool(list(defined_again([sample(text, f"halfbyte/{path}") for path in paths]))) == bites
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_each_rule_bites(rule):
     assert list(rule(sample(BROKEN[rule], "halfbyte/kernels/sample.py")))
@@ -283,6 +354,13 @@ class Value:
 
     def __init__(self, a, b, c, d, e, f, g):
         self.a = dict(**a)
+
+
+def _body(x, a, b, c, d, e, f, g, backend):
+    return x
+
+
+op("thing(Tensor x, int a, int b, int c, int d, int e, int f, int g, str backend) -> Tensor", _body, _body)
 
 
 def add(x, **named):

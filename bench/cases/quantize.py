@@ -22,6 +22,7 @@ from bench.registry import Bar, Case, Outcome, Setting, Shape
 from halfbyte import ops, reference
 from halfbyte.layout import LINEAR, SWIZZLED_32_4_4, Blocks
 from halfbyte.rng import Draw, Philox
+from halfbyte.sides import Sides, both_sides
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
 from halfbyte.verify.timing import measure
 
@@ -98,6 +99,9 @@ class Quantization:
 
     def _run(self, module: ModuleType, x: Tensor, given: Given, **backend: str) -> tuple[Tensor, ...]:
         """Run `ops`, or `reference` itself, which a compiler can look into."""
+        if module is reference:
+            both = reference.quantize_row_col(x, *self._sides(given, self.scale_layout))
+            return tuple(t for blocks in both if blocks is not None for t in blocks[:2])
         options = {"draw": given.draw, "sign_draw": given.sign_draw, "scale_layout": self.scale_layout, **backend}
         if self.as_layer:
             return module.quantize_row_col(x, self.row, None, row_amax=given.row_amax, **options)[0][:2]
@@ -156,14 +160,17 @@ class Quantization:
 
     def decoded(self, x: Tensor, given: Given) -> list[Tensor]:
         """Return the fp32 values of each orientation by the reference, rotated where they are."""
-        draws = {"draw": given.draw, "sign_draw": given.sign_draw}
-        if self.col is None:
-            sides = [(reference.quantize(x, self.row, amax=given.row_amax, **draws), self.row, x.shape[1])]
-        else:
-            amaxes = {"row_amax": given.row_amax, "col_amax": given.col_amax}
-            both = reference.quantize_row_col(x, self.row, self.col, **amaxes, **draws)
-            sides = list(zip(both, (self.row, self.col), (x.shape[1], x.shape[0]), strict=True))
-        return [reference.dequantize(b, spec, cols, torch.float32, LINEAR) for b, spec, cols in sides if b is not None]
+        both = reference.quantize_row_col(x, *self._sides(given, LINEAR))
+        lengths = x.shape[1], x.shape[0]
+        return [
+            reference.dequantize(blocks, spec, cols, torch.float32, LINEAR)
+            for blocks, spec, cols in zip(both, (self.row, self.col), lengths, strict=True)
+            if blocks is not None and spec is not None
+        ]
+
+    def _sides(self, given: Given, scale_layout: str) -> Sides:
+        draws, amaxes = given[2:], {"row_amax": given.row_amax, "col_amax": given.col_amax}
+        return both_sides(self.row, self.col, draw=draws[0], sign_draw=draws[1], scale_layout=scale_layout, **amaxes)
 
 
 def _draw_on(draw: Draw | None, device: torch.device) -> Draw | None:

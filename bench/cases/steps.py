@@ -46,7 +46,7 @@ def steps(setting: Setting, shape: Shape, *, model: str) -> Outcome:
             "first_step_s": ours["first"],
             "bf16_first_step_s": bf16["first"],
             "tokens_per_second": shape[0] * shape[1] / ours["seconds"],
-            "parameters": float(models.get(model).parameters),
+            "parameters": float(models.model_preset(model).parameters),
         },
     )
 
@@ -90,7 +90,7 @@ def _busy(step: Callable[[], object]) -> float:
 
 def _stepper(setting: Setting, shape: Shape, model: str, recipe: str) -> Callable[[], torch.Tensor]:
     torch.manual_seed(0)
-    config = models.get(model)
+    config = models.model_preset(model)
     with setting.device:
         net = models.Decoder(config)
         for parameter in net.parameters():

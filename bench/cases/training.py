@@ -33,7 +33,7 @@ MOST_KEPT = 0.30  # of the bytes that bf16's linear layers keep per token, under
 def training(setting: Setting, shape: Shape, *, model: str) -> Outcome:
     """Time steps of `shape` = (sequences, tokens of one) under nvfp4 and in bf16."""
     model = model if setting.on_gpu else "tiny"
-    config = models.get(model)
+    config = models.model_preset(model)
     bf16 = _run(setting, shape, config, "bf16")
     ours = _run(setting, shape, config, "nvfp4")
     progress = ours["fall"] / bf16["fall"]

@@ -32,7 +32,7 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def current_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the group that None stands for now; None if there is none."""
     return dist.group.WORLD if group is None and dist.is_available() else group
 

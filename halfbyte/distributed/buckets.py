@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfbyte.distributed.holding import UNPICKLABLE
-from halfbyte.distributed.plan import BucketPlan, Place
+from halfbyte.distributed.plan import BucketPlace, BucketPlan
 from halfbyte.distributed.scales import Ranks, ScaleGather, all_gather
 from halfbyte.ops.primary import primary_stages
-from halfbyte.pieces import Target
+from halfbyte.pieces import CastTarget
 
 # torch 2.13 renamed it.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -22,7 +22,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Fragment(NamedTuple):
     """What this rank has of a parameter: fp32 values that the optimizer steps, the number of the first, gradients."""
 
-    place: Place
+    place: BucketPlace
     master: nn.Parameter
     start: int
     grad: Tensor
@@ -94,12 +94,12 @@ class Bucket:
             at = place.first + place.numel
         return [gap for gap in (*gaps, self.grads[at:]) if gap.numel()]
 
-    def matrix(self, buffer: Tensor, place: Place) -> Tensor:
+    def matrix(self, buffer: Tensor, place: BucketPlace) -> Tensor:
         """Return the values of a parameter as a view [rows, cols] of a buffer of the bucket's elements."""
         whole = buffer[place.first : place.first + place.numel].view(place.item.rows, place.pitch)
         return whole[:, : place.item.cols]
 
-    def codes(self, place: Place) -> Tensor:
+    def codes(self, place: BucketPlace) -> Tensor:
         """Return the packed codes of a parameter, uint8 [rows, pitch / 2]."""
         first = place.first // 2
         return self.values[first : first + place.numel // 2].view(place.item.rows, place.pitch // 2)
@@ -149,7 +149,7 @@ class Bucket:
 
     # Values
 
-    def attach(self, scales: ScaleGather, targets: Sequence[Target]) -> None:
+    def attach(self, scales: ScaleGather, targets: Sequence[CastTarget]) -> None:
         """Say what gathers the scales of this bucket, and its weights."""
         self._scales = scales
         _, self._finisher = primary_stages((), targets, scales.cast.scales.numel(), self.values.device)

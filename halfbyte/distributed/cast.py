@@ -24,8 +24,7 @@ from torch import Tensor
 
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.ops.primary import primary_stages
-from halfbyte.pieces import Piece, Target, cut_tile_rows
-from halfbyte.spec import BlockMax
+from halfbyte.pieces import CastTarget, Piece, cut_tile_rows
 
 
 class Share(NamedTuple):
@@ -35,7 +34,7 @@ class Share(NamedTuple):
     stop: int
 
 
-class Layout(NamedTuple):
+class CastLayout(NamedTuple):
     """The weights of a cast and who has what of them, the same on every rank.
 
     targets: this rank's weights; pitches: element numbers to a row of each.
@@ -43,7 +42,7 @@ class Layout(NamedTuple):
     slots: how many amaxes the weights have.
     """
 
-    targets: Sequence[Target]
+    targets: Sequence[CastTarget]
     pitches: Sequence[int]
     shares: Sequence[Sequence[Share | None]]
     slots: int
@@ -72,7 +71,7 @@ class Cast:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: CastLayout,
         pieces: Sequence[Piece],
         group: dist.ProcessGroup | None,
         *,
@@ -99,7 +98,7 @@ class Cast:
         self._elements = self._message[words // 4 :].view(torch.float32)
         stripe_pieces = _stripe_pieces(layout, stripes, self._elements)
         self._stripe_copies = _stripe_copies(pieces, stripe_pieces)
-        self._chooses = any(not isinstance(target.spec.scaling, BlockMax) for target in layout.targets)
+        self._chooses = any(target.spec.tries_candidates for target in layout.targets)
         self._sent = self._elements if local_scales else self._message
         self._index = _shared_amaxes(layout, device) if local_scales and not self.is_alone else None
         make = primary_stages
@@ -224,7 +223,7 @@ class _Half(NamedTuple):
     element: int
 
 
-def _cut_bytes(layout: Layout) -> list[_Half]:
+def _cut_bytes(layout: CastLayout) -> list[_Half]:
     halves = []
     for index, (target, pitch) in enumerate(zip(layout.targets, layout.pitches, strict=True)):
         for border in layout.borders(index):
@@ -235,7 +234,7 @@ def _cut_bytes(layout: Layout) -> list[_Half]:
 
 
 def _half_copies(
-    layout: Layout, pieces: Sequence[Piece], halves: list[_Half], buffer: Tensor
+    layout: CastLayout, pieces: Sequence[Piece], halves: list[_Half], buffer: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return where this rank's elements of cut bytes go in the message, and where they come from."""
     own = {id(piece.target): piece for piece in pieces}
@@ -250,7 +249,7 @@ def _half_copies(
     return to, from_
 
 
-def _edge_pieces(layout: Layout, pieces: Sequence[Piece], halves: list[_Half], buffer: Tensor) -> list[Piece]:
+def _edge_pieces(layout: CastLayout, pieces: Sequence[Piece], halves: list[_Half], buffer: Tensor) -> list[Piece]:
     """Return one piece of two elements for every cut byte that this rank has a half of."""
     own = {id(piece.target): piece for piece in pieces}
     out = []
@@ -261,22 +260,22 @@ def _edge_pieces(layout: Layout, pieces: Sequence[Piece], halves: list[_Half], b
     return out
 
 
-def _cut_stripes(layout: Layout) -> list[tuple[int, int]]:
+def _cut_stripes(layout: CastLayout) -> list[tuple[int, int]]:
     """Return (weight, row of tiles) of everything that candidates need and a border cuts."""
     return [
         (index, row)
         for index, target in enumerate(layout.targets)
-        if not isinstance(target.spec.scaling, BlockMax)
+        if target.spec.tries_candidates
         for row in cut_tile_rows(layout.pitches[index], target.rows, layout.borders(index))
     ]
 
 
-def _stripe_size(layout: Layout, index: int, row: int) -> int:
+def _stripe_size(layout: CastLayout, index: int, row: int) -> int:
     rows = min(NVFP4_BLOCK, layout.targets[index].rows - row * NVFP4_BLOCK)
     return rows * layout.pitches[index]
 
 
-def _stripe_pieces(layout: Layout, stripes: list[tuple[int, int]], buffer: Tensor) -> list[Piece]:
+def _stripe_pieces(layout: CastLayout, stripes: list[tuple[int, int]], buffer: Tensor) -> list[Piece]:
     out, begin = [], 0
     for index, row in stripes:
         size, target, pitch = _stripe_size(layout, index, row), layout.targets[index], layout.pitches[index]
@@ -300,7 +299,7 @@ def _stripe_copies(pieces: Sequence[Piece], stripes: Sequence[Piece]) -> tuple[l
     return to, from_
 
 
-def _shared_amaxes(layout: Layout, device: torch.device) -> Tensor:
+def _shared_amaxes(layout: CastLayout, device: torch.device) -> Tensor:
     """Return where in `amaxes` no rank alone knows the maximum: tiles that a border cuts, and all slots."""
     places: list[int] = []
     for index, target in enumerate(layout.targets):

@@ -71,17 +71,17 @@ def _optimizer_note(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return what ranks compare of an optimizer: its class, and the options of every parameter group."""
     note = [f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"]
     for group in optimizer.param_groups:
-        options = {key: plain(value) for key, value in group.items() if key not in ("params", "names")}
+        options = {key: readable_option(value) for key, value in group.items() if key not in ("params", "names")}
         note.append(repr(sorted(options.items())))
     return note
 
 
-def plain(value: Any) -> Any:
+def readable_option(value: Any) -> Any:
     """Return an option as something that reads alike in every process: not an object's address."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [readable_option(each) for each in value]
     return value if isinstance(value, bool | int | float | str | None) else type(value).__qualname__
 
 

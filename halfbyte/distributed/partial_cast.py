@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfbyte.distributed.agree import exchange_notes, rank_and_size, resolve
-from halfbyte.distributed.cast import Cast, Layout, Share
+from halfbyte.distributed.agree import current_group, exchange_notes, rank_and_size
+from halfbyte.distributed.cast import Cast, CastLayout, Share
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.layout import SWIZZLED_32_4_4, Blocks
-from halfbyte.ops.primary import Finisher, primary_stages
-from halfbyte.pieces import Piece, Target, code_bytes
+from halfbyte.ops.primary import WeightStages, primary_stages
+from halfbyte.pieces import CastTarget, Piece, code_bytes
 from halfbyte.spec import NVFP4
 from halfbyte.tensor import QuantTensor
 from halfbyte.tensor.primary import PrimaryWeight, check_primary_spec
@@ -108,7 +108,7 @@ def post_all_gather_processing(model_weights: Sequence[QuantTensor]) -> None:
     if known is None or known.key != key:
         targets, first_tile = [], 0
         for weight, own in zip(weights, turned, strict=True):
-            targets.append(target_of(weight, first_tile, 0, turned=own))
+            targets.append(cast_target_of(weight, first_tile, 0, turned=own))
             first_tile += targets[-1].tile_count
         _, finisher = primary_stages((), targets, first_tile, weights[0].device)
         known = _PreparedTranspose(key, finisher, [weight.block_scale for weight in weights])
@@ -118,19 +118,19 @@ def post_all_gather_processing(model_weights: Sequence[QuantTensor]) -> None:
         weight.is_stale = False
 
 
-def target_of(weight: QuantTensor, first_tile: int, slot: int, *, turned: Blocks | None = None) -> Target:
+def cast_target_of(weight: QuantTensor, first_tile: int, slot: int, *, turned: Blocks | None = None) -> CastTarget:
     """Return a weight as the stages of a cast see it; turned: its other orientation if a stage fills it."""
     rows, cols = weight.shape
     swizzled, spec = weight.scale_layout == SWIZZLED_32_4_4, weight.spec
     assert isinstance(spec, NVFP4), "only NVFP4 is cast from masters"
-    return Target(rows, cols, spec, weight.dtype, weight.blocks, swizzled, first_tile, slot, turned)
+    return CastTarget(rows, cols, spec, weight.dtype, weight.blocks, swizzled, first_tile, slot, turned)
 
 
 class _PreparedTranspose(NamedTuple):
     """A transpose and what it was prepared for; held: scales, so that no later ones have their ids."""
 
     key: tuple
-    finisher: Finisher
+    finisher: WeightStages
     held: list[Tensor]
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
@@ -166,7 +166,13 @@ def _agreed_on(weights, masters, starts, call) -> tuple:
         sizes = tuple(map(Tensor.numel, masters))
     else:
         sizes = tuple(m.numel() if isinstance(m, Tensor) else 0 for m in masters)
-    return resolve(group), manual, identities, sizes, tuple(starts)  # not the group's id, which a later one may have
+    return (
+        current_group(group),
+        manual,
+        identities,
+        sizes,
+        tuple(starts),
+    )  # not the group's id, which a later one may have
 
 
 def _identity(weight: QuantTensor) -> tuple:
@@ -236,7 +242,7 @@ def _known(model_weights: Any) -> _Prepared | None:
 
 def _join(known: _Prepared | None, group: dist.ProcessGroup | None) -> None:
     """Take part in the cast that other ranks of the group run if nothing has changed for them, and call it void."""
-    if known is not None and known.agreed_on[0] == resolve(group) and not known.cast.is_alone:
+    if known is not None and known.agreed_on[0] == current_group(group) and not known.cast.is_alone:
         known.cast.decline()
 
 
@@ -262,7 +268,7 @@ def _prepare(arguments: tuple, shares: list[list[Share | None]], group: dist.Pro
     for i, weight in enumerate(weights):
         if not held[i]:
             continue
-        target = target_of(weight, first_tile, slots.setdefault(weight.amax.data_ptr(), len(slots)))
+        target = cast_target_of(weight, first_tile, slots.setdefault(weight.amax.data_ptr(), len(slots)))
         targets.append(target)
         first_tile += target.tile_count
         own = shares[i][rank]
@@ -273,7 +279,7 @@ def _prepare(arguments: tuple, shares: list[list[Share | None]], group: dist.Pro
                 codes, first_byte = shards[i], code_bytes(target.cols, target.cols, *own)[0]
             pieces.append(Piece(target, masters[i].detach().view(-1), own.start, target.cols, codes, first_byte))
     shares = [own for own, any_share in zip(shares, held, strict=True) if any_share]
-    layout = Layout(targets, [target.cols for target in targets], shares, len(slots))
+    layout = CastLayout(targets, [target.cols for target in targets], shares, len(slots))
     return Cast(layout, pieces, group if size > 1 else None, local_scales=False, device=weights[0].device)
 
 

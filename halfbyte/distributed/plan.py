@@ -37,7 +37,7 @@ class Item(NamedTuple):
     dtype: str = "bfloat16"
 
 
-class Place(NamedTuple):
+class BucketPlace(NamedTuple):
     """Where a parameter lies in its bucket.
 
     item: what lies there.
@@ -73,7 +73,7 @@ class BucketPlan(NamedTuple):
     world: ranks.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[BucketPlace, ...]
     share: int
     world: int
 
@@ -85,7 +85,7 @@ class BucketPlan(NamedTuple):
     def tiled(self) -> bool:
         return self.places[0].item.tiled
 
-    def part(self, place: Place, rank: int) -> Share | None:
+    def part(self, place: BucketPlace, rank: int) -> Share | None:
         """Return the elements of a parameter that `rank` has, numbered from the parameter's first; None for none."""
         start = min(max(rank * self.share - place.first, 0), place.numel)
         stop = min(max((rank + 1) * self.share - place.first, 0), place.numel)
@@ -156,15 +156,15 @@ def storage_plan(items: Sequence[Item], world: int, bucket_numel: int) -> tuple[
     for name, value in (("world", world), ("bucket_numel", bucket_numel)):
         if value < 1:
             raise ValueError(f"{name}={value}: give a positive number")
-    closed: list[tuple[int, list[Place]]] = []
-    open_: dict[tuple[bool, str], tuple[int, list[Place]]] = {}
+    closed: list[tuple[int, list[BucketPlace]]] = []
+    open_: dict[tuple[bool, str], tuple[int, list[BucketPlace]]] = {}
     for index, item in enumerate(items):
         kind = item.tiled, item.dtype
         _, places = open_.setdefault(kind, (index, []))
         pitch = round_up(item.cols, NVFP4_BLOCK) if item.tiled else item.cols
         first = round_up(places[-1].first + places[-1].numel, UNIT) if places else 0
         before = places[-1].first_tile + places[-1].tile_count if places else 0
-        places.append(Place(item, first, pitch, before))
+        places.append(BucketPlace(item, first, pitch, before))
         if first + places[-1].numel >= bucket_numel:
             closed.append(open_.pop(kind))
     closed.extend(open_.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 
-def members_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """Return the ranks of a group; none for one process alone."""
     return () if group is None else tuple(dist.get_process_group_ranks(group))
 
@@ -30,7 +30,7 @@ def check_same_parameters(ours: list, theirs: list, what: str, ranks: tuple[int,
 
 def check_same_experts(notes: list[dict[tuple[int, ...], list]], group: dist.ProcessGroup | None) -> None:
     """Raise unless the ranks of every expert group hold the same experts; notes: {members: parameters} of each rank."""
-    ranks = members_of(group or dist.group.WORLD) if len(notes) > 1 else (0,)
+    ranks = ranks_of(group or dist.group.WORLD) if len(notes) > 1 else (0,)
     for rank, note in zip(ranks, notes, strict=True):
         for members, items in note.items():
             for other in members:

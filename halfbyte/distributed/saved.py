@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.distributed.agree import exchange_notes
-from halfbyte.distributed.inner import NUMBERS, TENSORS, plain
-from halfbyte.distributed.same import members_of
+from halfbyte.distributed.inner import NUMBERS, TENSORS, readable_option
+from halfbyte.distributed.same import ranks_of
 from halfbyte.optimizer_state import (
     AS_NUMBERS,
     count_problem,
@@ -186,11 +186,11 @@ def _digests(zero: ZeroOptimizer, state: Mapping[str, Any]) -> dict[str, str]:
     """Return {members: digest} of what the ranks of each group have to have in common, by samples of the tensors."""
     options: dict[str, Any] = {}
     for group in state["groups"]:
-        note = repr(sorted((key, plain(value)) for key, value in group.items() if key != "names"))
+        note = repr(sorted((key, readable_option(value)) for key, value in group.items() if key != "names"))
         options.update(dict.fromkeys(group["names"], note))
     seen: dict[str, Any] = {}
     for bucket in zero.buckets:
-        digest = seen.setdefault(str(members_of(bucket.ranks.group)), hashlib.sha256())
+        digest = seen.setdefault(str(ranks_of(bucket.ranks.group)), hashlib.sha256())
         for place in bucket.plan.places:
             name = place.item.name
             values = {"": state["masters"][name], **state["state"][name]}

@@ -26,15 +26,15 @@ from torch.utils.hooks import RemovableHandle
 from halfbyte.distributed import zero_state
 from halfbyte.distributed.agree import exchange_notes, rank_and_size, telling
 from halfbyte.distributed.buckets import Bucket
-from halfbyte.distributed.cast import Cast, Layout
+from halfbyte.distributed.cast import Cast, CastLayout
 from halfbyte.distributed.config import ZeroConfig
 from halfbyte.distributed.holding import UNPICKLABLE, Holding, model_problem
 from halfbyte.distributed.hooks import LayerWaits, after_gradient, before_forward, release
 from halfbyte.distributed.inner import CALL, build_inner, warn_of_state
-from halfbyte.distributed.partial_cast import target_of
+from halfbyte.distributed.partial_cast import cast_target_of
 from halfbyte.distributed.placing import place_in_group
 from halfbyte.distributed.plan import Item, storage_plan
-from halfbyte.distributed.same import check_globs, check_same_experts, check_same_parameters, members_of
+from halfbyte.distributed.same import check_globs, check_same_experts, check_same_parameters, ranks_of
 from halfbyte.distributed.scales import Ranks, ScaleGather
 from halfbyte.distributed.weights import (
     described_layers,
@@ -104,7 +104,7 @@ class ZeroOptimizer:
         self.scales: list[ScaleGather] = []
         amaxes: dict[int, Tensor] = {}
         # Ranks meet in several groups: in an order that all share, or three pairs could wait for each other in a ring.
-        for key in sorted(chosen, key=lambda key: (key != 0, members_of(groups[key].group))):
+        for key in sorted(chosen, key=lambda key: (key != 0, ranks_of(groups[key].group))):
             self._store(model, groups[key], chosen[key], amaxes)
         for param in self._params.values():
             param.grad = None  # of before: primary weights are new parameters, without any
@@ -160,7 +160,7 @@ class ZeroOptimizer:
         experts: dict[tuple[int, ...], list] = {}
         for key, names in chosen.items():  # in the order of the parameters, which ranks share; keys are addresses
             if key:
-                experts.setdefault(members_of(groups[key].group), []).extend(self._described(names))
+                experts.setdefault(ranks_of(groups[key].group), []).extend(self._described(names))
         note = [problem, config, self._described(chosen[0]), sorted(experts.items()), matched]
         notes = exchange_notes(note, self.group, CALL, self.config.timeout)
         for rank, (problem, *_) in enumerate(notes):
@@ -212,7 +212,7 @@ class ZeroOptimizer:
                 self._params[name] = cast_type(nn.Parameter, weight)
                 slot = slots.setdefault(weight.blocks.amax.data_ptr(), len(slots))
                 turned = weight.allocate_turned()
-                targets.append(target_of(weight, first_tile + place.first_tile, slot, turned=turned))
+                targets.append(cast_target_of(weight, first_tile + place.first_tile, slot, turned=turned))
                 shares.append([plan.part(place, rank) for rank in range(ranks.size)])
             if quantized:
                 of = {place.item.name: target for place, target in zip(plan.places, targets[start:], strict=True)}
@@ -224,7 +224,7 @@ class ZeroOptimizer:
                 first_tile += plan.tile_runs[-1]
         if targets:
             pitches = [place.pitch for plan in plans if plan.tiled for place in plan.places]
-            layout = Layout(targets, pitches, shares, len(slots))
+            layout = CastLayout(targets, pitches, shares, len(slots))
             cast = Cast(layout, pieces, ranks.group, local_scales=True, device=targets[0].blocks.qdata.device)
             self.scales.append(ScaleGather(cast, [bucket.plan for bucket, _ in attached], ranks))
             for bucket, own in attached:
@@ -433,7 +433,7 @@ class ZeroOptimizer:
             ValueError: on every rank, nothing changed: on one of them `state` does not fit this model or optimizer, is
                 damaged, or is another than on the others.
         """
-        zero_state.load(self, state)
+        zero_state.load_zero_state(self, state)
         self._publish()
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:

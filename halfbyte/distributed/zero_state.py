@@ -114,7 +114,7 @@ def _others(zero: ZeroOptimizer, bucket: Bucket) -> dict[str, dict[str, tuple[An
     return out
 
 
-def load(zero: ZeroOptimizer, state: Any) -> None:
+def load_zero_state(zero: ZeroOptimizer, state: Any) -> None:
     """See ZeroOptimizer.load_state_dict; checks all before it changes anything."""
     check_saved(zero, state)
     options = [{key: _copy(value, "cpu") for key, value in group.items()} for group in state["groups"]]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.layout import Blocks
-from halfbyte.spec import NVFP4, GemmSpec, Recipe, Spec
+from halfbyte.spec import GemmSpec, Recipe, Spec
 
 Specs = tuple[Spec | None, Spec | None]
 
@@ -97,7 +97,7 @@ def _operand(blocks: Blocks | None, spec: Spec | None, cols: int) -> ops.Operand
 
 def takes_amax(spec: Spec | None) -> bool:
     """Whether an amax shared by sibling weights is that of `spec`'s operand."""
-    return isinstance(spec, NVFP4) and spec.rotation is None and spec.outer == "tensor"
+    return spec is not None and spec.rotation is None and spec.has_tensor_amax
 
 
 class Layout(NamedTuple):

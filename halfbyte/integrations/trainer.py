@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from halfbyte.convert import high_precision
 from halfbyte.distributed import place_ranks_
-from halfbyte.nn.linear import describe
+from halfbyte.nn.linear import describe_recipe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import parse_recipe
 from halfbyte.state import RunState
@@ -224,7 +224,7 @@ def _called(key: str | None) -> str:
     if key is None:
         return "no layer of that name"
     try:
-        return describe(parse_recipe(key))
+        return describe_recipe(parse_recipe(key))
     except ValueError:
         return key
 

@@ -23,7 +23,7 @@ SEED_STEP = tl.constexpr(as_signed64(GROUP_SEED_STEP))
 TILES_PER_PROGRAM = 64
 
 
-class Plan(NamedTuple):
+class GroupPlan(NamedTuple):
     """Where groups and tiles lie.
 
     table: int32 [E + 1, 3]: the first row, the row behind the last and the first tile of each group and of the tail.
@@ -124,7 +124,7 @@ def plan_kernel(
     tl.store(tile_group_ptr + o_tile, tl.sum(before.to(tl.int32), axis=1), mask=o_tile < tiles)
 
 
-def make_plan(
+def plan_groups(
     offsets: Tensor | None,
     groups: int,
     total: int,
@@ -132,7 +132,7 @@ def make_plan(
     device: torch.device,
     bases: tuple[Tensor | None, Tensor | None] = (None, None),
     amaxes: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Plan:
+) -> GroupPlan:
     """Return the plan of groups of rows.
 
     Args:
@@ -167,4 +167,4 @@ def make_plan(
         TILES=TILES_PER_PROGRAM,
         **overlap.launch_options(device),
     )
-    return Plan(table.view(-1, 3), tile_group, *own, (amax[0], amax[1]), groups, tile_rows)
+    return GroupPlan(table.view(-1, 3), tile_group, *own, (amax[0], amax[1]), groups, tile_rows)

@@ -71,7 +71,7 @@ Where there is no PTX no launch is tuned yet: what spills there is printed, and 
 
 
 @dataclass(frozen=True)
-class Launch:
+class Specialized:
     """One kernel as it is compiled for one launch.
 
     Args:
@@ -127,7 +127,7 @@ class Usage:
 
 
 @contextmanager
-def recording(target: Target) -> Iterator[list[Launch]]:
+def recording(target: Target) -> Iterator[list[Specialized]]:
     """Give a list of what launchers launch inside the context, for `target`; no kernel runs.
 
     Raises:
@@ -135,7 +135,7 @@ def recording(target: Target) -> Iterator[list[Launch]]:
     """
     if triton.knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET=1: the interpreter launches nothing; unset it in a process of its own")
-    launches: list[Launch] = []
+    launches: list[Specialized] = []
 
     def record(kernel: JITFunction, *args, grid, warmup, **kwargs) -> None:
         launches.append(_specialized(kernel, target, args, kwargs))
@@ -155,14 +155,14 @@ def _binder(kernel: JITFunction, target: Target) -> tuple[Any, Any]:
     return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
 
 
-def _specialized(kernel: JITFunction, target: Target, args: tuple, kwargs: dict[str, Any]) -> Launch:
+def _specialized(kernel: JITFunction, target: Target, args: tuple, kwargs: dict[str, Any]) -> Specialized:
     """Return a launch as `JITFunction.run` specializes it before it compiles."""
     backend, binder = _binder(kernel, target)
     kwargs = {**kwargs, "debug": kernel.debug or triton.knobs.runtime.debug}
     kwargs["instrumentation_mode"] = triton.knobs.compilation.instrumentation_mode
     bound, specialization, options = binder(*args, **kwargs)
     options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
-    return Launch(kernel, signature, constants, attributes, dict(options.__dict__))
+    return Specialized(kernel, signature, constants, attributes, dict(options.__dict__))
 
 
 def gpu(target: Target) -> GPUTarget:
@@ -170,7 +170,7 @@ def gpu(target: Target) -> GPUTarget:
     return GPUTarget(target.backend, target.capability if target.ptx else target.name, target.warp)
 
 
-def compile_launch(launch: Launch, target: Target) -> Usage:
+def compile_launch(launch: Specialized, target: Target) -> Usage:
     """Compile a launch to machine code for a target without such a GPU."""
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
     compiled = triton.compile(source, target=gpu(target), options=launch.options)
@@ -207,7 +207,7 @@ class Recorded:
         tuned: whether a call makes it whose launches may not spill.
     """
 
-    launch: Launch
+    launch: Specialized
     target: Target
     scenario: str
     tuned: bool

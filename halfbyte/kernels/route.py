@@ -63,7 +63,7 @@ def fits_all(_: Any) -> None:
     """Return that nothing speaks against the last candidate of a table."""
 
 
-def choose(table: Sequence[Candidate], request: Any) -> Choice:
+def choose_from(table: Sequence[Candidate], request: Any) -> Choice:
     """Return the choice of the first candidate that nothing speaks against, and note it in a rehearsal."""
     instead = []
     for candidate in table:

@@ -16,8 +16,7 @@ from halfbyte.layout import (
     LINEAR,
     SWIZZLED_32_4_4,
     Blocks,
-    round_up,
-    swizzled_numel,
+    stored_shapes,
 )
 from halfbyte.rng import Draw
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
@@ -32,14 +31,14 @@ FOUR = NVFP4(scaling=FourOverSix(), e4m3_max=256.0)
 FOUR_RHT = NVFP4(scaling=FourOverSix(), e4m3_max=256.0, rotation=Hadamard())
 
 
-def rotated(
+def rotated_spec(
     size: int, rounding: Literal["nearest", "stochastic"] = "nearest", outer: Literal["tensor", "row"] = "tensor"
 ) -> NVFP4:
     """Return the spec of a rotation with fresh signs."""
     return NVFP4(rotation=Hadamard(size=size, signs="fresh"), rounding=rounding, outer=outer)
 
 
-TUNED = (PLAIN, TILE, SR, FOUR, RHT, SR_RHT, MXFP8(), rotated(32, outer="row"))
+TUNED = (PLAIN, TILE, SR, FOUR, RHT, SR_RHT, MXFP8(), rotated_spec(32, outer="row"))
 """Specs of the presets, and what else must not spill on bf16 of whole blocks."""
 
 OTHERS = (
@@ -48,8 +47,8 @@ OTHERS = (
     NVFP4(rotation=Hadamard(size=32)),
     NVFP4(rotation=Hadamard(size=64), outer="row"),
     NVFP4(rotation=Hadamard(size=128)),
-    *(rotated(size, outer="row", rounding="stochastic") for size in (32, 64, 128)),
-    rotated(128, rounding="stochastic"),
+    *(rotated_spec(size, outer="row", rounding="stochastic") for size in (32, 64, 128)),
+    rotated_spec(128, rounding="stochastic"),
     NVFP4(block=(16, 16), rounding="stochastic"),
     NVFP4(rounding="stochastic", fp4_max=6 * 16 / 17),
     NVFP4(rounding="toward_zero"),
@@ -70,9 +69,9 @@ OTHER_PAIRS: tuple[tuple[Spec | None, Spec | None], ...] = (
     (MXFP8(), MXFP8()),
     (ROW, RHT),
     (FOUR, FOUR_RHT),
-    (None, rotated(32, rounding="stochastic")),
+    (None, rotated_spec(32, rounding="stochastic")),
     (MXFP8(element="e5m2"), None),
-    (PLAIN, rotated(128, rounding="stochastic")),
+    (PLAIN, rotated_spec(128, rounding="stochastic")),
 )
 
 
@@ -101,7 +100,7 @@ def misaligned(rows: int, cols: int, dtype: torch.dtype = BF16) -> Tensor:
     return tensor(rows * cols + 1, dtype=dtype)[1:].view(rows, cols)
 
 
-def draws(*specs: Spec | None) -> dict[str, Draw | None]:
+def places(*specs: Spec | None) -> dict[str, Draw | None]:
     """Return the random bits and fresh signs that a call needs."""
     known = [spec for spec in specs if spec is not None]
     drawing, signing = any(spec.needs_rng for spec in known), any(spec.needs_sign_rng for spec in known)
@@ -140,7 +139,7 @@ KINDS = ((LINEAR, (False, False)), (LINEAR, (True, True)), (LINEAR, (True, False
 """(layout of the scales, which orientations are transient) of two operands at once."""
 
 
-def inputs() -> Iterator[tuple[str, Tensor, bool]]:
+def whole_and_ragged() -> Iterator[tuple[str, Tensor, bool]]:
     """Return (name, x, whether it is tuned for)."""
     for name, shape in WHOLE.items():
         yield name, tensor(*shape), True
@@ -152,8 +151,5 @@ def inputs() -> Iterator[tuple[str, Tensor, bool]]:
 
 def blocks(rows: int, cols: int, spec: Spec, layout: str = LINEAR) -> Blocks:
     """Return a quantized matrix."""
-    count = round_up(cols, spec.alignment) // spec.block_length
-    width = count * (8 if isinstance(spec, NVFP4) else spec.block_length)
-    shape = (rows, count) if layout == LINEAR else (swizzled_numel(rows, count),)
-    amax = (0,) if isinstance(spec, MXFP8) else (rows,) if spec.outer == "row" else ()
-    return Blocks(tensor(rows, width, dtype=torch.uint8), tensor(*shape, dtype=torch.uint8), tensor(*amax, dtype=FP32))
+    shapes, kinds = stored_shapes(rows, cols, spec, layout), (torch.uint8, torch.uint8, FP32)
+    return Blocks(*(tensor(*shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True)))

@@ -32,43 +32,45 @@ from halfbyte.kernels.scenario_values import (
     WHOLE,
     Scenario,
     blocks,
-    draws,
-    inputs,
-    rotated,
+    places,
+    rotated_spec,
     tensor,
+    whole_and_ragged,
 )
 from halfbyte.kernels.target import Target
 from halfbyte.kernels.unpack import swizzle
 from halfbyte.kernels.unpack.dequantize import Decoded
-from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, swizzled_numel
+from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Operand, swizzled_numel
+from halfbyte.pieces import CastTarget as Weight
 from halfbyte.pieces import Piece
-from halfbyte.pieces import Target as Weight
+from halfbyte.sides import Side, both_sides
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard
 
 
-def quantize(_: Target) -> Iterator[Scenario]:
+def quantize_calls(_: Target) -> Iterator[Scenario]:
     """One orientation: every spec, stored as codes in both layouts, or decoded."""
-    for (name, x, whole), spec in product(inputs(), (*TUNED, *OTHERS)):
+    for (name, x, whole), spec in product(whole_and_ragged(), (*TUNED, *OTHERS)):
         for kind in ("codes", "swizzled", "decoded") if whole or name in EVERY_KIND else ("codes",):
-            options = {"scale_layout": SWIZZLED_32_4_4 if kind == "swizzled" else LINEAR, "decoded": kind == "decoded"}
-            call = partial(backend.quantize, x, spec, **draws(spec), **options)
+            layout = SWIZZLED_32_4_4 if kind == "swizzled" else LINEAR
+            side = Side(spec, **places(spec), scale_layout=layout, transient=kind == "decoded")
+            call = partial(backend.quantize_row_col, x, side, None)
             yield Scenario(f"quantize {spec.key}, {name}, {kind}", call, whole and spec in TUNED)
 
 
-def quantize_row_col(_: Target) -> Iterator[Scenario]:
+def row_col_calls(_: Target) -> Iterator[Scenario]:
     """Both orientations from one read; decoded for a GEMM at once."""
-    for (name, x, whole), pair in product(inputs(), (*TUNED_PAIRS, *OTHER_PAIRS)):
+    for (name, x, whole), pair in product(whole_and_ragged(), (*TUNED_PAIRS, *OTHER_PAIRS)):
         for layout, transient in KINDS if whole or name in EVERY_KIND else KINDS[:1]:
             options = {"scale_layout": layout, "transient": transient}
-            call = partial(backend.quantize_row_col, x, *pair, **draws(*pair), **options)
+            call = partial(backend.quantize_row_col, x, *both_sides(*pair, **places(*pair), **options))
             keys = " + ".join(spec.key if spec else "none" for spec in pair)
             kind = f"{layout}, transient {transient}"
             yield Scenario(f"row and column {keys}, {name}, {kind}", call, whole and pair in TUNED_PAIRS)
 
 
-def maxima(_: Target) -> Iterator[Scenario]:
+def amax_calls(_: Target) -> Iterator[Scenario]:
     """amax of tensors and of rows, rotated or not."""
-    for name, x, whole in inputs():
+    for name, x, whole in whole_and_ragged():
         yield Scenario(f"amax, {name}", partial(backend.finite_amax, x), whole)
         yield Scenario(f"amax of rows, {name}", partial(backend.finite_amax, x, -1), whole)
         if name not in ("8192x8192", "8192x8192 by columns", "300x88, rows of 88", *EVERY_KIND):
@@ -76,7 +78,7 @@ def maxima(_: Target) -> Iterator[Scenario]:
         for size, signs, outer in product((16, 32, 64, 128), ("fixed", "fresh"), ("tensor", "row")):
             spec = NVFP4(rotation=Hadamard(size=size, signs=signs), outer=outer)
             for row in (PLAIN, None):
-                call = partial(plain.row_col_amax, x, row, spec, draws(spec)["sign_draw"])
+                call = partial(plain.row_col_amax, x, row, spec, places(spec)["sign_draw"])
                 yield Scenario(f"amax of {row and row.key} and of {spec.key}, {name}", call, whole)
     for rows, dtype in ((8192, FP32), (16, FP32), (16, BF16)):
         x = tensor(rows, 65536, dtype=dtype)
@@ -120,7 +122,7 @@ GEMM_SHAPES = (
 """Together they take every tile on every target, and split contractions."""
 
 
-def products(_: Target) -> Iterator[Scenario]:
+def gemm_calls(_: Target) -> Iterator[Scenario]:
     """gemm_nt: factors of tensors and of rows, bias, accumulation, every output dtype, ragged and plain operands."""
     for (M, N, K), dtype in product(
         (*GEMM_SHAPES, (256, 256, 16384), (37, 53, 83), (300, 200, 88)), (BF16, FP16, FP32)
@@ -180,10 +182,10 @@ def native_products(target: Target) -> Iterator[Scenario]:
         ((512, 768, 768), (37, 53, 83)), ((PLAIN, TILE), (ROW, PLAIN), (MXFP8(), MXFP8()))
     ):
         for layout, extra in product(SCALE_LAYOUTS, (False, True)):
-            sides = [native.Packed(blocks(n, K, spec, layout), spec, K, layout) for n, spec in ((M, a), (N, b))]
+            sides = [Operand(blocks(n, K, spec, layout), spec, K, layout) for n, spec in ((M, a), (N, b))]
             out = tensor(M, N, dtype=FP32)
             options = {"bias": tensor(N, dtype=FP32), "out": out, "accumulate": True} if extra else {}
-            call = partial(native.gemm_nt, *sides, **options)
+            call = partial(native.native_gemm_nt, *sides, **options)
             yield Scenario(f"native gemm {a.key} x {b.key}, {M}x{N}x{K}, {layout}, {extra}", call, M == 512)
 
 
@@ -191,7 +193,7 @@ FOLLOWING: dict[str, tuple[str, NVFP4 | None]] = {
     "no amax": ("", None),
     "amaxes": ("tensor", PLAIN),
     "rotated column": ("tensor", RHT),
-    "amax of rows": ("row", rotated(32)),
+    "amax of rows": ("row", rotated_spec(32)),
 }
 """(row, col) of the amaxes that a norm or an activation collects."""
 
@@ -200,7 +202,7 @@ def layers(_: Target) -> Iterator[Scenario]:
     """Norms and activations with their gradients."""
     sizes = (((4096, 4096), BF16), ((4096, 8192), BF16), ((2048, 2880), BF16), ((37, 83), BF16), ((37, 83), FP32))
     for (shape, dtype), (what, (row, col)) in product(sizes, FOLLOWING.items()):
-        x, weight, sign = tensor(*shape, dtype=dtype), tensor(shape[1], dtype=dtype), draws(col)["sign_draw"]
+        x, weight, sign = tensor(*shape, dtype=dtype), tensor(shape[1], dtype=dtype), places(col)["sign_draw"]
         whole = shape[1] % 512 == 0 and what != "amax of rows"
         for centered in (False, True):
             arguments = x, (weight, weight if centered else None), (1e-5, centered, dtype), row, col, sign
@@ -252,7 +254,7 @@ def _cast(spec: NVFP4, dtype: torch.dtype, rounded: torch.dtype, swizzled: bool,
     finisher.transpose()
 
 
-def conversions(target: Target) -> Iterator[Scenario]:
+def conversion_calls(target: Target) -> Iterator[Scenario]:
     """The self-test of the target's own conversions to E2M1."""
     for name, found in (
         ("nearest", target.e2m1),
@@ -264,17 +266,17 @@ def conversions(target: Target) -> Iterator[Scenario]:
 
 
 FAMILIES = (
-    quantize,
-    quantize_row_col,
-    maxima,
+    quantize_calls,
+    row_col_calls,
+    amax_calls,
     bytes_to_values,
-    products,
+    gemm_calls,
     native_products,
     scenarios_grouped.operands,
-    scenarios_grouped.products,
+    scenarios_grouped.grouped_gemm_calls,
     layers,
     primary_casts,
-    conversions,
+    conversion_calls,
 )
 
 

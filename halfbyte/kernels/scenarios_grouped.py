@@ -27,12 +27,13 @@ from halfbyte.kernels.scenario_values import (
     TUNED_PAIRS,
     Scenario,
     blocks,
-    draws,
-    rotated,
+    places,
+    rotated_spec,
     tensor,
 )
 from halfbyte.kernels.target import Target
-from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, GroupedOperand, grouped_shapes
+from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, Operand, grouped_shapes
+from halfbyte.sides import both_sides
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
 
 TOKENS = {
@@ -67,12 +68,15 @@ TILE_FOUR = NVFP4(block=(16, 16), scaling=FourOverSix(), e4m3_max=256.0)
 
 GROUPED_PAIRS: tuple[tuple[Spec | None, Spec | None], ...] = (
     *((spec, None) for spec in (PLAIN, TILE, TILE_FOUR, ROW, MXFP8(), FOUR)),
-    *((None, spec) for spec in (RHT, MXFP8(), NVFP4(rotation=Hadamard(size=32)), rotated(64, rounding="stochastic"))),
-    *((rotated(size, rounding="stochastic"),) * 2 for size in (32, 128)),
-    (PLAIN, rotated(32)),
+    *(
+        (None, spec)
+        for spec in (RHT, MXFP8(), NVFP4(rotation=Hadamard(size=32)), rotated_spec(64, rounding="stochastic"))
+    ),
+    *((rotated_spec(size, rounding="stochastic"),) * 2 for size in (32, 128)),
+    (PLAIN, rotated_spec(32)),
     (PLAIN, NVFP4(rotation=Hadamard(), outer="row")),
     (ROW, NVFP4(rotation=Hadamard(), outer="row")),
-    (NVFP4(rotation=Hadamard(size=128), outer="row"), rotated(32)),
+    (NVFP4(rotation=Hadamard(size=128), outer="row"), rotated_spec(32)),
 )
 
 
@@ -82,18 +86,20 @@ def operands(_: Target) -> Iterator[Scenario]:
     for (name, x, offsets, whole), pair in product(tokens_and_experts(), pairs):
         for layout, transient in KINDS if whole or name == "70x83 in 4" else KINDS[:1]:
             options = {"scale_layout": layout, "transient": transient}
-            call = partial(backend.grouped_quantize_row_col, x, offsets, *pair, **draws(*pair), **options)
+            call = partial(backend.grouped_quantize_row_col, x, offsets, *both_sides(*pair, **places(*pair), **options))
             keys = " + ".join(spec.key if spec else "none" for spec in pair)
             tuned = whole and pair in (*TUNED_PAIRS, (TILE, None))
             yield Scenario(f"grouped {keys}, {name}, {layout}, transient {transient}", call, tuned)
     for groups in (8, 64):
         given = {"row_amax": tensor(groups, dtype=FP32), "col_amax": tensor(groups, dtype=FP32)}
         pair, x = (SR, FRESH), tensor(4096, 2880)
-        call = partial(backend.grouped_quantize_row_col, x, offsets_of(groups), *pair, **draws(*pair), **given)
+        call = partial(
+            backend.grouped_quantize_row_col, x, offsets_of(groups), *both_sides(*pair, **places(*pair), **given)
+        )
         yield Scenario(f"grouped with amaxes that are given, {groups} groups", call, tuned=True)
     for (name, (rows, cols, groups)), spec, layout in product(TOKENS.items(), (PLAIN, ROW, MXFP8()), SCALE_LAYOUTS):
-        operand = GroupedOperand(grouped_blocks((rows, cols), groups, spec, layout), spec, layout)
-        call = partial(backend.grouped_dequantize, operand, offsets_of(groups), cols)
+        operand = Operand(grouped_blocks((rows, cols), groups, spec, layout), spec, cols, layout)
+        call = partial(backend.grouped_dequantize, operand, offsets_of(groups))
         yield Scenario(f"grouped dequantize {spec.key}, {name}, {layout}", call, tuned=False)
 
 
@@ -106,10 +112,10 @@ def grouped_blocks(
     return Blocks(q, scale, amax)
 
 
-def expert_blocks(groups: int, rows: int, cols: int, spec: Spec, layout: str = LINEAR) -> Blocks:
+def blocks_of_experts(groups: int, rows: int, cols: int, spec: Spec, layout: str = LINEAR) -> Blocks:
     """Return quantized experts."""
     one = blocks(rows, cols, spec, layout)
-    amax = (0,) if isinstance(spec, MXFP8) else (groups, *one.amax.shape)
+    amax = (groups, *one.amax.shape) if spec.format.has_amax else (0,)
     return Blocks(*(tensor(groups, *t.shape, dtype=torch.uint8) for t in one[:2]), tensor(*amax, dtype=FP32))
 
 
@@ -127,7 +133,7 @@ SPLIT_SHAPES = (
 """(groups, tokens, R, C) of products over tokens, likewise."""
 
 
-def products(target: Target) -> Iterator[Scenario]:
+def grouped_gemm_calls(target: Target) -> Iterator[Scenario]:
     """grouped_gemm_nt along the rows and over the tokens, of codes, values and plain operands; torch's and native."""
     for (shape, dtype), accumulate in product(product(ROWS_SHAPES, (BF16, FP32)), (False, True)):
         whole = shape[2] % 128 == 0
@@ -148,24 +154,24 @@ def products(target: Target) -> Iterator[Scenario]:
 
 
 def _plain(a: Tensor, b: Tensor, offsets: Tensor) -> None:
-    way = native_route.grouped_ways(GroupedOperand(a), GroupedOperand(b), offsets, BF16)
+    way = native_route.choose_grouped_way(a, b, offsets, BF16)
     if way.kernel == native_route.GROUPED_TORCH:
         grouped.plain_grouped_gemm(a, b, offsets)
 
 
-def _rows_operands(groups: int, M: int, N: int, K: int) -> Iterator[tuple[str, tuple[GroupedOperand, GroupedOperand]]]:
-    def values(data: Tensor, spec: Spec) -> GroupedOperand:
-        return GroupedOperand(Blocks(data, tensor(0, dtype=torch.uint8), tensor(groups, dtype=FP32)), spec)
+def _rows_operands(groups: int, M: int, N: int, K: int) -> Iterator[tuple[str, tuple]]:
+    def values(data: Tensor, spec: Spec) -> Operand:
+        return Operand(Blocks(data, tensor(0, dtype=torch.uint8), tensor(groups, dtype=FP32)), spec, K)
 
     for what, (a, b) in {"codes": (PLAIN, TILE), "row-scaled": (ROW, ROW), "MXFP8": (MXFP8(), MXFP8())}.items():
-        tokens, experts = grouped_blocks((M, K), groups, a), expert_blocks(groups, N, K, b)
-        yield what, (GroupedOperand(tokens, a), GroupedOperand(experts, b))
+        tokens, experts = grouped_blocks((M, K), groups, a), blocks_of_experts(groups, N, K, b)
+        yield what, (Operand(tokens, a, K), Operand(experts, b, K))
     experts = values(tensor(groups, N, K), TILE)
     yield "values", (values(tensor(M, K), PLAIN), experts)
     yield "by rows", (values(tensor(M, K), PLAIN), values(tensor(groups, K, N).mT, TILE))
     yield "rows without alignment", (values(tensor(M, K + 1)[:, :K], PLAIN), experts)
-    yield "plain", (GroupedOperand(tensor(M, K)), GroupedOperand(tensor(groups, N, K)))
-    yield "plain fp32", (GroupedOperand(tensor(M, K, dtype=FP32)), GroupedOperand(tensor(groups, N, K, dtype=FP32)))
+    yield "plain", (tensor(M, K), tensor(groups, N, K))
+    yield "plain fp32", (tensor(M, K, dtype=FP32), tensor(groups, N, K, dtype=FP32))
 
 
 def _rows_product(shape: tuple, sides: tuple, dtype: torch.dtype, accumulate: bool) -> None:
@@ -173,7 +179,7 @@ def _rows_product(shape: tuple, sides: tuple, dtype: torch.dtype, accumulate: bo
     backend.grouped_gemm_nt(*sides, offsets_of(groups), K, tensor(M, N, dtype=dtype), accumulate=accumulate)
 
 
-def _split_operands(groups: int, M: int, R: int, C: int) -> Iterator[tuple[str, tuple[GroupedOperand, GroupedOperand]]]:
+def _split_operands(groups: int, M: int, R: int, C: int) -> Iterator[tuple[str, tuple]]:
     for what, spec, layout in (
         ("codes", RHT, LINEAR),
         ("MXFP8", MXFP8(), LINEAR),
@@ -182,15 +188,14 @@ def _split_operands(groups: int, M: int, R: int, C: int) -> Iterator[tuple[str, 
         ("swizzled codes", RHT, SWIZZLED_32_4_4),
     ):
         sides = (grouped_blocks((n, M), groups, spec, layout, contraction=True) for n in (R, C))
-        a, b = (GroupedOperand(side, spec, layout) for side in sides)
+        a, b = (Operand(side, spec, M, layout) for side in sides)
         yield what, (a, b)
         if what == "codes":
-            assert isinstance(b.data, Blocks)
-            cut = tensor(C, 2 * b.data.qdata.shape[1] + 1)[:, :-1]  # values, in rows without alignment
-            yield "rows without alignment", (a, GroupedOperand(b.data._replace(qdata=cut), spec))
-            yield "codes and plain", (a, GroupedOperand(tensor(M, C).T))
-    yield "plain", (GroupedOperand(tensor(M, R).T), GroupedOperand(tensor(M, C).T))
-    yield "plain fp32", (GroupedOperand(tensor(M, R, dtype=FP32).T), GroupedOperand(tensor(M, C, dtype=FP32).T))
+            cut = tensor(C, 2 * b.blocks.qdata.shape[1] + 1)[:, :-1]  # values, in rows without alignment
+            yield "rows without alignment", (a, Operand(b.blocks._replace(qdata=cut), spec, M))
+            yield "codes and plain", (a, tensor(M, C).T)
+    yield "plain", (tensor(M, R).T, tensor(M, C).T)
+    yield "plain fp32", (tensor(M, R, dtype=FP32).T, tensor(M, C, dtype=FP32).T)
 
 
 def _split_product(shape: tuple, sides: tuple, dtype: torch.dtype, accumulate: bool) -> None:
@@ -202,11 +207,11 @@ def _native_products(target: Target) -> Iterator[Scenario]:
     """What surrounds scaled_grouped_mm, which has no meta function: scales in its layout."""
     groups, M, N, K = 8, 2048, 1024, 512
     for a, b in ((PLAIN, TILE), (MXFP8(), MXFP8())):
-        rows = GroupedOperand(grouped_blocks((M, K), groups, a), a), GroupedOperand(expert_blocks(groups, N, K, b), b)
+        rows = Operand(grouped_blocks((M, K), groups, a), a, K), Operand(blocks_of_experts(groups, N, K, b), b, K)
         both = RHT if a == PLAIN else a
-        split = (GroupedOperand(grouped_blocks((n, M), groups, both, LINEAR, contraction=True), both) for n in (N, K))
+        split = (Operand(grouped_blocks((n, M), groups, both, LINEAR, contraction=True), both, M) for n in (N, K))
         for what, sides, contraction in (("", rows, K), (" over tokens", tuple(split), M)):
             if native_route.grouped_unsupported(*sides, BF16, False, target):
                 continue
-            call = partial(grouped_native.call_arguments, *sides, offsets_of(groups), contraction)
+            call = partial(grouped_native.scaled_grouped_mm_arguments, *sides, offsets_of(groups), contraction)
             yield Scenario(f"native grouped gemm{what}, {a.key} x {b.key}", call, tuned=True)

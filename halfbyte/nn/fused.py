@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.functional.activation import activate, find_activation, linear_activation
-from halfbyte.nn.linear import Linear, forward_shared, gather, hooked, run_shared, shareable
+from halfbyte.nn.linear import Linear, forward_shared, gather, has_hooks, run_shared, shareable
 from halfbyte.nn.norm import LayerNorm, Norm, RMSNorm, from_norm, make_norm, to_norm
 from halfbyte.nn.shared_input import following
 from halfbyte.nn.streams import own_state
@@ -256,7 +256,7 @@ def to_linear(module: nn.Linear) -> nn.Linear:
 
 def _normed(x: Tensor, norm: nn.Module, layers: tuple[nn.Module, ...], call: int) -> tuple[Tensor, ops.Amaxes]:
     """Return the norm of x and the amaxes with which layers quantize it, none where the norm has to be called."""
-    if isinstance(norm, RMSNorm | LayerNorm) and not hooked(norm):
+    if isinstance(norm, RMSNorm | LayerNorm) and not has_hooks(norm):
         return norm.normalize(x, following(layers, x.device, call))
     return norm(x), ops.Amaxes()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.foreign import refuse_foreign
-from halfbyte.nn.linear import describe
+from halfbyte.nn.linear import describe_recipe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
@@ -67,7 +67,7 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
 
     def extra_repr(self) -> str:
         sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, recipe={describe(self.recipe)}"
+        return f"{sizes}, recipe={describe_recipe(self.recipe)}"
 
 
 class GroupedLinear(GroupedRecipe):

@@ -14,7 +14,7 @@ from halfbyte.functional.foreign import PLAIN, is_sharded, refuse_foreign
 from halfbyte.functional.linear import Layers, outputs_of
 from halfbyte.functional.weights import CachedWeight, weight_specs
 from halfbyte.nn.streams import FollowsRecipe
-from halfbyte.spec import NVFP4, Recipe
+from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 from halfbyte.tensor.primary import PrimaryWeight
 
@@ -104,7 +104,7 @@ class Linear(LinearLayer, nn.Linear):
         return run_alone(input, self, call)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={describe(self.recipe)}"
+        return f"{super().extra_repr()}, recipe={describe_recipe(self.recipe)}"
 
 
 def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tuple[Tensor, ...]:
@@ -174,10 +174,10 @@ def _as_rows(layer: LinearLayer, tensor: Any) -> Any:
 def shareable(modules: Sequence[nn.Module]) -> bool:
     """Whether modules may run together: hb.nn.Linear layers of one recipe whose call is their forward."""
     first = modules[0]
-    return all(type(m) is Linear and m.recipe == first.recipe and not hooked(m) for m in modules)
+    return all(type(m) is Linear and m.recipe == first.recipe and not has_hooks(m) for m in modules)
 
 
-def hooked(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its class's forward."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooks) or "forward" in vars(module)
@@ -197,7 +197,7 @@ def _weight_amaxes(
         if cached is not None:
             missing = tuple(None if kept else spec for kept, spec in zip(cached[:2], missing, strict=True))
         is_primary = isinstance(module.weight, PrimaryWeight)
-        if is_primary or not module.amax_group or not any(isinstance(spec, NVFP4) for spec in missing):
+        if is_primary or not module.amax_group or not any(spec and spec.format.has_amax for spec in missing):
             result.append(None)
             continue
         first = module.amax_group[0]
@@ -246,7 +246,7 @@ def shared_amax(module: LinearLayer, dtype: torch.dtype | None) -> Tensor:
     return amax if dtype is None else amax.to(dtype).float()
 
 
-def describe(recipe: Recipe) -> str:
+def describe_recipe(recipe: Recipe) -> str:
     """Return the name that `recipes.get` turns into `recipe`, else its key."""
     presets = {name: preset() for name, preset in recipes.PRESETS.items()}
     for name, preset in presets.items():

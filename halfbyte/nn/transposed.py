@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.nn.linear import REPLACED_FORWARD, LinearLayer, describe, run_alone
+from halfbyte.nn.linear import REPLACED_FORWARD, LinearLayer, describe_recipe, run_alone
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
@@ -88,7 +88,7 @@ class TransposedLinear(LinearLayer, nn.Module):
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, weight=[in, out], recipe={describe(self.recipe)}"
+        return f"{sizes}, weight=[in, out], recipe={describe_recipe(self.recipe)}"
 
     __repr__ = nn.Module.__repr__  # Conv1D has one of its own
 

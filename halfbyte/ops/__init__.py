@@ -1,18 +1,9 @@
 """Operations over plain tensors and the choice of the backend that runs them."""
 
+from halfbyte.layout import Operand
 from halfbyte.ops.backends import BackendStatus, backends
 from halfbyte.ops.checkpointing import selective_checkpoint_ops
-from halfbyte.ops.dispatch import (
-    Operand,
-    amax,
-    decode,
-    dequantize,
-    gemm_nt,
-    gemm_nt_add,
-    quantize,
-    quantize_row_col,
-    transpose,
-)
+from halfbyte.ops.define import define_pass
 from halfbyte.ops.explain import OPS as EXPLAINED
 from halfbyte.ops.explain import Explanation, Step, explain
 from halfbyte.ops.fused import (
@@ -25,6 +16,7 @@ from halfbyte.ops.fused import (
     norm_backward,
     split_mean,
 )
+from halfbyte.ops.gemm import gemm_nt, gemm_nt_add
 from halfbyte.ops.grouped import (
     check_offsets,
     emulates,
@@ -33,7 +25,8 @@ from halfbyte.ops.grouped import (
     grouped_gemm_nt,
     grouped_quantize_row_col,
 )
-from halfbyte.ops.repeat import define_pass, run
+from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, transpose
+from halfbyte.ops.repeat import run
 
 __all__ = [
     "EXPLAINED",

@@ -98,7 +98,7 @@ def _portable_status(device: torch.device) -> BackendStatus:
 def _casts(device: torch.device) -> str:
     from halfbyte.kernels.device import hardware_cast  # imports Triton, so only where it runs
 
-    return hardware_cast.explain(device)
+    return hardware_cast.explain_conversions(device)
 
 
 def _status(name: str, device_type: str, index: int | None) -> BackendStatus:

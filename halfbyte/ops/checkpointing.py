@@ -5,17 +5,9 @@ from __future__ import annotations
 import torch
 from torch.utils import checkpoint
 
-from halfbyte.ops import grouped_library, library  # noqa: F401  they define torch.ops.halfbyte
-from halfbyte.ops.repeat import PASSES
+from halfbyte.ops.define import PASSES
 
-KEPT = (
-    torch.ops.halfbyte.quantize.default,
-    torch.ops.halfbyte.quantize_row_col.default,
-    torch.ops.halfbyte.grouped_quantize_row_col.default,
-    torch.ops.halfbyte.amax.default,
-    torch.ops.halfbyte.gemm_nt.default,
-    torch.ops.halfbyte.grouped_gemm_nt.default,
-)
+KEPT = ("quantize", "quantize_row_col", "grouped_quantize_row_col", "amax", "gemm_nt", "grouped_gemm_nt")
 
 
 def selective_checkpoint_ops() -> list[torch._ops.OpOverload]:
@@ -31,7 +23,7 @@ def selective_checkpoint_ops() -> list[torch._ops.OpOverload]:
     Returns:
         A new list.
     """
-    return [*KEPT, *(op.default for op in PASSES)]
+    return [*(getattr(torch.ops.halfbyte, name).default for name in KEPT), *(op.default for op in PASSES)]
 
 
 def outputs_are_kept() -> bool:

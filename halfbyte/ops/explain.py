@@ -14,7 +14,9 @@ import torch
 
 from halfbyte import recipes
 from halfbyte.kernels.target import INTERPRETER, Target, assumed, find
+from halfbyte.layout import Operand
 from halfbyte.ops.backends import REFERENCE, backends, choose, without_kernel
+from halfbyte.sides import Sides, both_sides
 from halfbyte.spec import MXFP8, NVFP4, Spec, parse
 
 CPU = "cpu"
@@ -110,7 +112,7 @@ def _target(name: str | None) -> tuple[Target | None, str]:
     return find(device), ""
 
 
-class Call(NamedTuple):
+class RehearsedCall(NamedTuple):
     """What is rehearsed: sizes, the specs of rows and columns or of a and b, and groups of tokens."""
 
     shape: tuple[int, ...]
@@ -119,22 +121,29 @@ class Call(NamedTuple):
     groups: int
 
 
-def _quantize(call: Call) -> None:
+def _quantize(call: RehearsedCall) -> None:
     from halfbyte.kernels import backend
-    from halfbyte.kernels.scenario_values import draws, tensor
+    from halfbyte.kernels.scenario_values import tensor
 
-    drawn: Any = draws(call.first, call.second)
-    backend.quantize_row_col(tensor(*call.shape), call.first, call.second, **drawn)
+    backend.quantize_row_col(tensor(*call.shape), *_sides(call))
 
 
-def _amax(call: Call) -> None:
+def _sides(call: RehearsedCall) -> Sides:
+    """Return both sides that a call asks for, with places where they draw."""
+    from halfbyte.kernels.scenario_values import places
+
+    drawn: Any = places(call.first, call.second)
+    return both_sides(call.first, call.second, **drawn)
+
+
+def _amax(call: RehearsedCall) -> None:
     from halfbyte.kernels.amax.plain import row_col_amax
-    from halfbyte.kernels.scenario_values import draws, tensor
+    from halfbyte.kernels.scenario_values import places, tensor
 
-    row_col_amax(tensor(*call.shape), call.first, call.second, draws(call.first, call.second)["sign_draw"])
+    row_col_amax(tensor(*call.shape), call.first, call.second, places(call.first, call.second)["sign_draw"])
 
 
-def _dequantize(call: Call) -> None:
+def _dequantize(call: RehearsedCall) -> None:
     from halfbyte.kernels import backend
     from halfbyte.kernels.scenario_values import blocks
 
@@ -144,18 +153,18 @@ def _dequantize(call: Call) -> None:
     backend.dequantize(blocks(rows, cols, call.first), call.first, cols, torch.bfloat16)
 
 
-def _gemm(call: Call) -> None:
+def _gemm(call: RehearsedCall) -> None:
     from halfbyte.kernels import backend
     from halfbyte.kernels.gemm import native, native_route
     from halfbyte.kernels.scenario_values import META, blocks, tensor
 
     M, N, K = call.shape
-    way = native_route.ways(call.first, call.second, META)
+    way = native_route.choose_way(call.first, call.second, META)
     if way.kernel == native_route.NATIVE:
         assert call.first is not None and call.second is not None, "tensor cores read codes"
         sides = (M, call.first), (N, call.second)
-        a, b = (native.Packed(blocks(n, K, spec), spec, K) for n, spec in sides)
-        native.gemm_nt(a, b)
+        a, b = (Operand(blocks(n, K, spec), spec, K) for n, spec in sides)
+        native.native_gemm_nt(a, b)
         return
     decoded = []
     for n, spec in ((M, call.first), (N, call.second)):
@@ -165,35 +174,34 @@ def _gemm(call: Call) -> None:
     backend.gemm_nt(*decoded)
 
 
-def _grouped(call: Call) -> None:
+def _grouped(call: RehearsedCall) -> None:
     from halfbyte.kernels import backend
-    from halfbyte.kernels.scenario_values import draws, tensor
+    from halfbyte.kernels.scenario_values import tensor
     from halfbyte.kernels.scenarios_grouped import offsets_of
 
-    drawn: Any = draws(call.first, call.second)
     offsets = offsets_of(call.groups) if call.groups else None
-    backend.grouped_quantize_row_col(tensor(*call.shape), offsets, call.first, call.second, **drawn)
+    backend.grouped_quantize_row_col(tensor(*call.shape), offsets, *_sides(call))
 
 
-def _grouped_gemm(call: Call) -> None:
+def _grouped_gemm(call: RehearsedCall) -> None:
     from halfbyte.kernels import backend
     from halfbyte.kernels.gemm import grouped_native, native_route
     from halfbyte.kernels.scenario_values import tensor
-    from halfbyte.kernels.scenarios_grouped import expert_blocks, grouped_blocks, offsets_of
-    from halfbyte.layout import GroupedOperand
+    from halfbyte.kernels.scenarios_grouped import blocks_of_experts, grouped_blocks, offsets_of
 
     (M, N, K), a, b, groups = call
     offsets = offsets_of(groups)
-    left = GroupedOperand(tensor(M, K)) if a is None else GroupedOperand(grouped_blocks((M, K), groups, a), a)
-    right = GroupedOperand(tensor(groups, N, K)) if b is None else GroupedOperand(expert_blocks(groups, N, K, b), b)
-    way = native_route.grouped_ways(left, right, offsets, torch.bfloat16)
+    left = tensor(M, K) if a is None else Operand(grouped_blocks((M, K), groups, a), a, K)
+    right = tensor(groups, N, K) if b is None else Operand(blocks_of_experts(groups, N, K, b), b, K)
+    way = native_route.choose_grouped_way(left, right, offsets, torch.bfloat16)
     if way.kernel == native_route.GROUPED_NATIVE:
-        grouped_native.call_arguments(left, right, offsets, K)
+        assert isinstance(left, Operand) and isinstance(right, Operand), "tensor cores multiply codes"
+        grouped_native.scaled_grouped_mm_arguments(left, right, offsets, K)
     elif way.kernel != native_route.GROUPED_TORCH:
         backend.grouped_gemm_nt(left, right, offsets, K, tensor(M, N))
 
 
-OPS: dict[str, tuple[int, Callable[[Call], None]]] = {
+OPS: dict[str, tuple[int, Callable[[RehearsedCall], None]]] = {
     "quantize": (2, _quantize),
     "amax": (2, _amax),
     "dequantize": (2, _dequantize),
@@ -252,7 +260,7 @@ def explain(
     from halfbyte.kernels.launch import rehearsing
 
     with assumed(where), rehearsing() as events:
-        OPS[op][1](Call(tuple(shape), known[0], known[1] if len(known) == 2 else None, groups))
+        OPS[op][1](RehearsedCall(tuple(shape), known[0], known[1] if len(known) == 2 else None, groups))
     return Explanation(op=op, target=where.name, steps=tuple(steps_of(events)))
 
 

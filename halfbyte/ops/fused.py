@@ -1,4 +1,8 @@
-"""Norms and activations on plain matrices, with the amaxes that quantizing their output needs (docs/fused.md)."""
+"""Norms and activations on plain matrices, with the amaxes that quantizing their output needs (docs/fused.md).
+
+Of the ops, row: "", "tensor" or "row" says which amax the row operand has; col_key: the key of a column operand with
+one amax for the tensor, or "". An amax that is not wanted comes back empty.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.ops import fused_library as _library  # noqa: F401  defines torch.ops.halfbyte.norm, …
+from halfbyte import reference
 from halfbyte.ops.backends import check_reference
+from halfbyte.ops.define import draw_of, implementation, op, spec_of
 from halfbyte.ops.repeat import call_op
 from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, Spec
+from halfbyte.spec import Spec
 
 
 class NormKind(NamedTuple):
@@ -43,12 +48,11 @@ class Following(NamedTuple):
         amax per row of it, and of tiles that both orientations share.
         """
         row = col = ""
-        if isinstance(self.row, NVFP4) and self.row.rotation is None:
-            row = self.row.outer
-        shared = self.row == self.col and isinstance(self.row, NVFP4) and self.row.is_tile
-        if isinstance(self.col, NVFP4) and self.col.outer == "tensor" and not shared:
-            col = self.col.key
-        fresh = bool(col) and isinstance(self.col, NVFP4) and self.col.needs_sign_rng
+        if self.row is not None and self.row.rotation is None:
+            row = self.row.outer or ""
+        fresh = False
+        if self.col is not None and self.col.has_tensor_amax and not (self.row == self.col and self.col.is_tile):
+            col, fresh = self.col.key, self.col.needs_sign_rng
         place = (self.sign_draw.base, self.sign_draw.stream) if fresh and self.sign_draw is not None else (None, 0)
         return row, col, *place
 
@@ -138,3 +142,104 @@ def activation_backward(
     )
     both = following.known(*amaxes[:2]), following.known(*amaxes[2:])
     return (dx, None if up is None else dup), both
+
+
+_WANTED = "str row, str col_key, Tensor? sign_rng, int sign_stream, str backend"
+
+
+def _wanted(row, col_key, sign_rng, sign_stream) -> tuple:
+    return row, spec_of(col_key), draw_of(sign_rng, sign_stream)
+
+
+def _norm(x, weight, bias, eps, centered, dtype, row, col_key, sign_rng, sign_stream, backend) -> tuple[Tensor, ...]:
+    wanted = _wanted(row, col_key, sign_rng, sign_stream)
+    module = implementation(x.device, backend)
+    y, statistics, amaxes = module.norm_with_amaxes(x, (weight, bias), (eps, centered, dtype), *wanted)
+    return y, *statistics, *amaxes
+
+
+def _norm_backward(dy, x, weight, mean, rstd, centered, has_bias, backend) -> tuple[Tensor, ...]:
+    return implementation(x.device, backend).norm_backward(dy, x, weight, (mean, rstd), centered, has_bias)
+
+
+def _split_mean(x, backend) -> tuple[Tensor, Tensor]:
+    return reference.split_mean(x)
+
+
+def _split_mean_fake(x, backend):
+    return x.new_empty(x.shape, dtype=torch.float32), x.new_empty(x.shape[1], dtype=torch.float32)
+
+
+def _activation(x, up, function, row, col_key, sign_rng, sign_stream, backend) -> tuple[Tensor, ...]:
+    wanted = _wanted(row, col_key, sign_rng, sign_stream)
+    h, amaxes = implementation(x.device, backend).activation_with_amaxes(x, up, function, *wanted)
+    return h, *amaxes
+
+
+def _activation_backward(dh, x, up, function, row, col_key, sign_rng, sign_stream, backend) -> tuple[Tensor, ...]:
+    wanted = _wanted(row, col_key, sign_rng, sign_stream)
+    module = implementation(x.device, backend)
+    (dx, dup), amaxes = module.activation_backward_with_amaxes((dh, x, up), function, *wanted)
+    if dup is None:
+        return dx, x.new_empty(0), *amaxes[0], *_no_amaxes(x)
+    return dx, dup, *amaxes[0], *amaxes[1]
+
+
+def _no_amaxes(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
+
+
+def _amaxes_like(x, row, col_key):
+    shapes = {"": (0,), "tensor": (), "row": (x.shape[0],)}[row], () if col_key else (0,)
+    return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+def _contiguous_like(x, dtype=None):
+    return x.new_empty(x.shape, dtype=dtype or x.dtype)
+
+
+def _norm_fake(x, weight, bias, eps, centered, dtype, row, col_key, *rest):
+    mean, rstd = (x.new_empty(n, dtype=torch.float32) for n in (x.shape[0] if centered else 0, x.shape[0]))
+    return _contiguous_like(x, dtype), mean, rstd, *_amaxes_like(x, row, col_key)
+
+
+def _norm_backward_fake(dy, x, weight, mean, rstd, centered, has_bias, backend):
+    sums = (x.new_empty(n, dtype=torch.float32) for n in (x.shape[1], x.shape[1] if has_bias else 0))
+    return _contiguous_like(x), *sums
+
+
+def _activation_fake(x, up, function, row, col_key, *rest):
+    return _contiguous_like(x), *_amaxes_like(x, row, col_key)
+
+
+def _activation_backward_fake(dh, x, up, function, row, col_key, *rest):
+    amaxes = _amaxes_like(x, row, col_key)
+    if up is None:
+        return _contiguous_like(x), x.new_empty(0), *amaxes, *_no_amaxes(x)
+    return _contiguous_like(x), _contiguous_like(up), *amaxes, *_amaxes_like(x, row, col_key)
+
+
+op(
+    f"norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered, ScalarType dtype, {_WANTED}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _norm,
+    _norm_fake,
+)
+op(
+    "norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool centered, bool has_bias, "
+    "str backend) -> (Tensor, Tensor, Tensor)",
+    _norm_backward,
+    _norm_backward_fake,
+)
+op("split_mean(Tensor x, str backend) -> (Tensor, Tensor)", _split_mean, _split_mean_fake)
+op(
+    f"activation(Tensor x, Tensor? up, str function, {_WANTED}) -> (Tensor, Tensor, Tensor)",
+    _activation,
+    _activation_fake,
+)
+op(
+    f"activation_backward(Tensor dh, Tensor x, Tensor? up, str function, {_WANTED}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _activation_backward,
+    _activation_backward_fake,
+)

@@ -1,7 +1,8 @@
 """The grouped operations on plain tensors: tokens in groups and the weights of experts (docs/moe.md).
 
 `offsets` is an integer tensor [E] on x's device with the cumulative ends of the groups, as torch's grouped GEMM takes
-it; 3-D data [E, rows, cols] is one matrix per group and takes None.
+it; 3-D data [E, rows, cols] is one matrix per group and takes None. The shape of every output follows from the shapes
+of the inputs, never from the sizes of the groups, so no op has to read `offsets` on the host.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.layout import LINEAR, Blocks, check_scale_layout
-from halfbyte.ops import grouped_library as _library  # noqa: F401  defines torch.ops.halfbyte.grouped_*
-from halfbyte.ops.backends import TRITON, check_kernels, choose
+from halfbyte.layout import LINEAR, Blocks, Operand, check_scale_layout, grouped_shapes, stored_shapes
+from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, check_kernels, choose, warn_once
 from halfbyte.ops.checkpointing import outputs_are_kept
-from halfbyte.ops.dispatch import QUANTIZABLE, Operand, check_specs, operand_arguments
+from halfbyte.ops.define import OPERANDS, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
+from halfbyte.ops.gemm import operand, operand_arguments
+from halfbyte.ops.quantization import QUANTIZABLE, both_blocks, check_specs, outputs
 from halfbyte.ops.repeat import call_op
 from halfbyte.rng import Draw
-from halfbyte.spec import Spec
+from halfbyte.sides import both_sides, share_tiles
+from halfbyte.spec import Spec, parse
 
 
 def check_offsets(offsets: object, x: Tensor) -> None:
@@ -77,16 +80,67 @@ def grouped_quantize_row_col(
     check_scale_layout(scale_layout)
     transient = (False, False) if outputs_are_kept() else transient
     keys = (row_spec.key if row_spec else "", col_spec.key if col_spec else "")
-    own, signs = ((None, 0) if place is None else (place.base, place.stream) for place in (draw, sign_draw))
-    given = (x, offsets, *keys, *own, *signs, row_amax, col_amax, scale_layout, *transient, backend or "")
+    places = (*place_arguments(draw), *place_arguments(sign_draw))
+    given = (x, offsets, *keys, *places, row_amax, col_amax, scale_layout, *transient, backend or "")
     out = call_op(torch.ops.halfbyte.grouped_quantize_row_col, *given)
-    row = col = None
-    if row_spec is not None:
-        row = Blocks(out[0], out[1], out[2] if row_amax is None else row_amax)
-    if col_spec is not None:
-        shared = row is not None and row_spec == col_spec and col_spec.is_tile
-        col = Blocks(out[3], out[4], row.amax if shared else out[5] if col_amax is None else col_amax)
-    return row, col
+    return both_blocks(out, (row_spec, col_spec), (row_amax, col_amax))
+
+
+def _grouped_quantize_row_col(
+    x, offsets, row_key, col_key, rng, stream, sign_rng, sign_stream, row_amax, col_amax, scale_layout, row_transient,
+    col_transient, backend,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    specs = spec_of(row_key), spec_of(col_key)
+    decodes = choose(x.device, backend or None) == TRITON  # native GEMMs read codes
+    asked = both_sides(
+        *specs,
+        draw=draw_of(rng, stream),
+        sign_draw=draw_of(sign_rng, sign_stream),
+        row_amax=row_amax,
+        col_amax=col_amax,
+        scale_layout=scale_layout,
+        transient=(decodes and row_transient, decodes and col_transient),
+    )
+    both = implementation(x.device, backend).grouped_quantize_row_col(x, offsets, *asked)
+    return outputs(x, both, (row_amax, col_amax), share_tiles(*specs))
+
+
+def _shapes(x: Tensor, groups: int, spec: Spec, scale_layout: str, contraction: bool) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of one orientation of x [M, C] or [E, N, K]."""
+    rows, cols = (x.shape[-1], x.shape[-2]) if contraction else (x.shape[-2], x.shape[-1])
+    if x.dim() == 2:
+        return grouped_shapes((rows, cols), groups, spec, scale_layout, contraction=contraction)
+    each = stored_shapes(rows, cols, spec, scale_layout)
+    return (groups, *each.qdata), (groups, *each.block_scale), (groups, *each.amax) if spec.format.has_amax else (0,)
+
+
+def _grouped_quantize_row_col_fake(x, offsets, row_key, col_key, *rest):
+    row_amax, col_amax, scale_layout, *transient, backend = rest[-6:]
+    decodes, specs = choose(x.device, backend or None) == TRITON, (spec_of(row_key), spec_of(col_key))
+    groups = x.shape[0] if offsets is None else offsets.shape[0]
+    out: list[Tensor] = []
+    for spec, given, is_col, is_transient in zip(specs, (row_amax, col_amax), (False, True), transient, strict=True):
+        if spec is None:
+            out += empty_like(x, ((0,),) * 3)
+            continue
+        blocks = empty_like(x, _shapes(x, groups, spec, scale_layout, is_col))
+        if is_transient and decodes:
+            columns = blocks[0].shape[-1] * spec.format.codes_per_byte
+            values = x.new_empty((*blocks[0].shape[:-1], columns), dtype=torch.bfloat16)
+            blocks[:2] = [values, x.new_empty(0, dtype=torch.uint8)]
+        if given is not None or (is_col and share_tiles(*specs)):
+            blocks[2] = x.new_empty(0, dtype=torch.float32)
+        out += blocks
+    return tuple(out)
+
+
+op(
+    "grouped_quantize_row_col(Tensor x, Tensor? offsets, str row_key, str col_key, Tensor? rng, int stream, "
+    "Tensor? sign_rng, int sign_stream, Tensor? row_amax, Tensor? col_amax, str scale_layout, bool row_transient, "
+    "bool col_transient, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _grouped_quantize_row_col,
+    _grouped_quantize_row_col_fake,
+)
 
 
 def grouped_dequantize(
@@ -105,6 +159,23 @@ def grouped_dequantize(
     )
 
 
+def _grouped_dequantize(qdata, block_scale, amax, offsets, key, cols, dtype, scale_layout, backend) -> Tensor:
+    quantized = Operand(Blocks(qdata, block_scale, amax), parse(key), cols, scale_layout)
+    return implementation(qdata.device, backend).grouped_dequantize(quantized, offsets, dtype)
+
+
+def _grouped_dequantize_fake(qdata, block_scale, amax, offsets, key, cols, dtype, scale_layout, backend):
+    return qdata.new_empty((*qdata.shape[:-1], cols), dtype=dtype)
+
+
+op(
+    "grouped_dequantize(Tensor qdata, Tensor block_scale, Tensor amax, Tensor? offsets, str key, SymInt cols, "
+    "ScalarType dtype, str scale_layout, str backend) -> Tensor",
+    _grouped_dequantize,
+    _grouped_dequantize_fake,
+)
+
+
 def grouped_decode(operand: Operand, backend: str | None = None) -> Operand:
     """Return experts' codes [E, rows, bytes] as a transient operand: bf16 element * block_scale, without padding.
 
@@ -114,6 +185,24 @@ def grouped_decode(operand: Operand, backend: str | None = None) -> Operand:
     assert scale_layout == LINEAR, "experts that are kept for the backward have LINEAR scales"
     values = call_op(torch.ops.halfbyte.grouped_decode, *blocks, spec.key, cols, backend or "")
     return Operand(Blocks(values, blocks.block_scale.new_empty(0), blocks.amax), spec, cols)
+
+
+def _grouped_decode(qdata, block_scale, amax, key, cols, backend) -> Tensor:
+    assert choose(qdata.device, backend or None) != REFERENCE, "only kernels take decoded values"
+    module = implementation(qdata.device, backend)
+    values = module.grouped_values(Blocks(qdata, block_scale, amax), parse(key), None, cols)
+    return values[..., :cols].contiguous() if values.shape[-1] > cols else values
+
+
+def _grouped_decode_fake(qdata, block_scale, amax, key, cols, backend):
+    return qdata.new_empty((*qdata.shape[:-1], cols), dtype=torch.bfloat16)
+
+
+op(
+    "grouped_decode(Tensor qdata, Tensor block_scale, Tensor amax, str key, SymInt cols, str backend) -> Tensor",
+    _grouped_decode,
+    _grouped_decode_fake,
+)
 
 
 def grouped_gemm_nt(
@@ -143,3 +232,77 @@ def grouped_gemm_nt(
         return call_op(torch.ops.halfbyte.grouped_gemm_nt, *operands, out_dtype, backend or "")
     call_op(torch.ops.halfbyte.grouped_gemm_nt_out, *operands, out, accumulate, backend or "")
     return out
+
+
+def _by_torch(
+    a: Operand | Tensor, b: Operand | Tensor, offsets: Tensor, out_dtype: torch.dtype, backend: str
+) -> Tensor | None:
+    """Return the product where torch has it, or None where it is emulated; on FP4 tensor cores codes say why, once."""
+    chosen, is_plain = choose(offsets.device, backend or None), isinstance(a, Tensor) and isinstance(b, Tensor)
+    if chosen == REFERENCE or not (chosen == NATIVE or is_plain):
+        return None
+    from halfbyte.kernels.gemm import grouped, grouped_native, native_route
+
+    way = native_route.choose_grouped_way(a, b, offsets, out_dtype)
+    if way.kernel == native_route.GROUPED_NATIVE:
+        assert isinstance(a, Operand) and isinstance(b, Operand), "tensor cores multiply codes"
+        return grouped_native.native_grouped_gemm_nt(a, b, offsets, a.cols)
+    if way.kernel == native_route.GROUPED_TORCH:
+        assert isinstance(a, Tensor) and isinstance(b, Tensor), "plain operands are tensors"
+        return grouped.plain_grouped_gemm(a, b, offsets)
+    if not is_plain:
+        warn_once(f"a grouped GEMM is emulated in bf16: {dict(way.instead)[native_route.GROUPED_NATIVE]}")
+    return None
+
+
+def _grouped_gemm_nt(
+    a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, offsets, out_dtype, backend
+) -> Tensor:
+    operands = (a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout)
+    left, right = operand(*operands[:5], K), operand(*operands[5:], K)
+    with torch.autocast(a.device.type, enabled=False):
+        product = _by_torch(left, right, offsets, out_dtype, backend)
+    if product is not None:
+        return product
+    out = a.new_empty(_product_shape(a, b, offsets), dtype=out_dtype)
+    _grouped_gemm_nt_out(*operands, K, offsets, out, False, backend)
+    return out
+
+
+def _grouped_gemm_nt_out(
+    a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, offsets, out, accumulate, backend
+) -> None:
+    left, right = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
+    module = implementation(a.device, backend)
+    with torch.autocast(a.device.type, enabled=False):
+        module.grouped_gemm_nt(left, right, offsets, K, out, accumulate=accumulate)
+
+
+def _product_shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:
+    """Return [M, N] of tokens and experts, or [E, R, C] of two operands with groups along the contraction."""
+    return (a.shape[0], b.shape[1]) if b.dim() == 3 else (offsets.shape[0], a.shape[0], b.shape[0])
+
+
+def _grouped_gemm_nt_fake(a, *rest):
+    b, offsets, out_dtype = rest[4], rest[10], rest[11]
+    return a.new_empty(_product_shape(a, b, offsets), dtype=out_dtype)
+
+
+def _flops(a_shape, a_scale, a_amax, a_key, a_layout, b_shape, *rest, out_shape=None, **named) -> int:
+    """Every token counts once; groups that split the contraction share its K tokens."""
+    K = rest[4]
+    return 2 * a_shape[0] * K * b_shape[1 if len(b_shape) == 3 else 0]
+
+
+op(
+    f"grouped_gemm_nt({OPERANDS}, Tensor offsets, ScalarType out_dtype, str backend) -> Tensor",
+    _grouped_gemm_nt,
+    _grouped_gemm_nt_fake,
+    _flops,
+)
+op(
+    f"grouped_gemm_nt_out({OPERANDS}, Tensor offsets, Tensor(z!) out, bool accumulate, str backend) -> ()",
+    _grouped_gemm_nt_out,
+    nothing,
+    _flops,
+)

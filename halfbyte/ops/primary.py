@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from halfbyte.ops.backends import REFERENCE, choose
-from halfbyte.pieces import Piece, Target
+from halfbyte.pieces import CastTarget, Piece
 from halfbyte.reference import primary as reference
 
 
-class Caster(Protocol):
+class MasterStages(Protocol):
     """The stages that read masters; see `halfbyte.reference.primary.Caster`."""
 
     def amax(self, amaxes: Tensor) -> None: ...
@@ -21,7 +21,7 @@ class Caster(Protocol):
     def cast(self, amaxes: Tensor, scales: Tensor) -> None: ...
 
 
-class Finisher(Protocol):
+class WeightStages(Protocol):
     """The stages that work on whole weights; see `halfbyte.reference.primary.Finisher`."""
 
     def scale(self, amaxes: Tensor, scales: Tensor, expand: bool = False) -> None: ...
@@ -31,11 +31,11 @@ class Finisher(Protocol):
 
 def primary_stages(
     pieces: Sequence[Piece],
-    targets: Sequence[Target],
+    targets: Sequence[CastTarget],
     tiles: int,
     device: torch.device,
     backend: str | None = None,
-) -> tuple[Caster, Finisher]:
+) -> tuple[MasterStages, WeightStages]:
     """Return the stages that read masters and those that work on whole weights, their metadata prepared.
 
     Args:

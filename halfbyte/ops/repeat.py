@@ -29,7 +29,9 @@ def _prepared() -> Any:
     return None
 
 
-_BODIES: dict[Any, Callable] = {}
+BODIES: dict[Any, Callable] = {}
+"""The body of every op, by torch.ops.halfbyte.NAME."""
+
 _THREAD = threading.local()
 
 
@@ -45,7 +47,7 @@ def _recording() -> Iterator[None]:
 def call_op(op: Any, *arguments: Any) -> Any:
     """Return op(*arguments); a record sees what the op does, not the op."""
     if not torch.compiler.is_compiling() and getattr(_THREAD, "records", False):
-        return _BODIES[op](*arguments)
+        return BODIES[op](*arguments)
     return op(*arguments)
 
 
@@ -90,14 +92,13 @@ def _functions_are_watched() -> bool:
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
-def define(library: torch.library.Library, schema: str, function: Callable, fake: Callable) -> None:
-    """Define an op by its schema, its body and a body that only computes shapes."""
-    name = function.__name__
-    assert schema.startswith(f"{name}("), "a schema and a body of different ops"
-    library.define(schema)
-    library.impl(name, repeated(function, schema), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"halfbyte::{name}", fake, lib=library)
-    _BODIES[getattr(torch.ops.halfbyte, name)] = function
+def repeat_pass(function: Callable, static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) -> tuple:
+    """Return the tensors of function(static, tensors, numbers) inside an op: as `run`, but for modes, which see ops."""
+    device = next(tensor.device for tensor in tensors if tensor is not None)
+    watched = torch._C._len_torch_dispatch_stack()
+    if choose(device, None) == REFERENCE or watched or (prepared := _prepared()) is None:
+        return function(static, tensors, numbers)[0]
+    return prepared.call(function, static, tensors, numbers, _recording)[0]
 
 
 def repeated(function: Callable, schema: str) -> Callable:
@@ -136,49 +137,3 @@ def repeated(function: Callable, schema: str) -> Callable:
         return out if returned > 1 else out[0] if returned else None
 
     return implementation
-
-
-_LIBRARY = torch.library.Library("halfbyte", "FRAGMENT")
-
-
-PASSES: list[Any] = []
-"""Ops that are a whole pass."""
-
-
-def define_pass(name: str, function: Callable) -> Any:
-    """Define a whole pass as an op, and return it.
-
-    Args:
-        name: of the op. It takes a text with what is static, tensors or None, sizes and the numbers that vary.
-        function: (text, tensors, sizes, numbers) -> tensors or None, as `run` demands; None is not returned. Outputs
-            that are inputs come back empty, and those that are returned twice once as a copy: an op aliases nothing.
-    """
-
-    def body(static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) -> tuple[tuple, None]:
-        text, sizes = static
-        given, outputs = {id(tensor) for tensor in tensors}, {}
-        for i, tensor in enumerate(function(text, tensors, sizes, numbers)):
-            if tensor is not None:
-                alone = tensor.clone() if any(tensor is other for other in outputs.values()) else tensor
-                outputs[i] = tensor.new_empty(0) if id(tensor) in given else alone
-        return tuple(outputs.values()), None
-
-    def implementation(text: str, tensors: Sequence[Any], sizes: Sequence[int], numbers: Sequence[int]) -> list[Tensor]:
-        device = next(tensor.device for tensor in tensors if tensor is not None)
-        static = text, tuple(sizes)
-        if (
-            choose(device, None) == REFERENCE
-            or torch._C._len_torch_dispatch_stack()
-            or (prepared := _prepared()) is None
-        ):
-            return list(body(static, tensors, numbers)[0])
-        return list(prepared.call(body, static, tensors, numbers, _recording)[0])
-
-    def fake(text: str, tensors: Sequence[Any], sizes: Sequence[int], numbers: Sequence[int]) -> list[Tensor]:
-        return list(body((text, sizes), tensors, numbers)[0])
-
-    _LIBRARY.define(f"{name}(str text, Tensor?[] tensors, SymInt[] sizes, SymInt[] numbers) -> Tensor[]")
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"halfbyte::{name}", fake, lib=_LIBRARY)
-    PASSES.append(getattr(torch.ops.halfbyte, name))
-    return PASSES[-1]

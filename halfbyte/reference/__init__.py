@@ -10,7 +10,7 @@ from halfbyte.reference.fused import (
     norm_with_amaxes,
     operand_amaxes,
 )
-from halfbyte.reference.grouped import GroupedOperand, grouped_dequantize, grouped_gemm_nt, grouped_quantize_row_col
+from halfbyte.reference.grouped import grouped_dequantize, grouped_gemm_nt, grouped_quantize_row_col
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import Decoded, decode, dequantize, from_values, gemm_nt, gemm_nt_add, plain
 from halfbyte.reference.norm import Statistics, norm, norm_backward, split_mean
@@ -19,7 +19,6 @@ from halfbyte.reference.scale import finite_amax
 
 __all__ = [
     "Decoded",
-    "GroupedOperand",
     "Statistics",
     "activation",
     "activation_backward",

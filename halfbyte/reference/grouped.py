@@ -15,18 +15,20 @@ from torch.nn.functional import pad
 from halfbyte.layout import (
     LINEAR,
     Blocks,
-    GroupedOperand,
-    GroupedShapes,
+    Operand,
+    StoredShapes,
+    blocks_per_row,
     group_alignment,
     grouped_shapes,
     round_up,
+    row_bytes,
     swizzled_numel,
     unswizzle,
 )
 from halfbyte.reference.matmul import Decoded, decode, dequantize, gemm_nt, plain
 from halfbyte.reference.nvfp4 import quantize_row_col
-from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, Spec
+from halfbyte.sides import Side, of_group
+from halfbyte.spec import Spec
 
 Bounds = Sequence[tuple[int, int]]
 
@@ -49,81 +51,60 @@ def group_bounds(offsets: Tensor, total: int) -> list[tuple[int, int]]:
 
 
 def grouped_quantize_row_col(
-    x: Tensor,
-    offsets: Tensor | None,
-    row_spec: Spec | None,
-    col_spec: Spec | None,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    row_amax: Tensor | None = None,
-    col_amax: Tensor | None = None,
-    scale_layout: str = LINEAR,
+    x: Tensor, offsets: Tensor | None, row: Side | None, col: Side | None
 ) -> tuple[Blocks | None, Blocks | None]:
     """Return quantize_row_col of every group, joined; group g draws with its own seed.
 
     Args:
         x: tokens [M, C] with offsets [E], or expert weights [E, N, K] with offsets None.
-        row_amax, col_amax: fp32 in the shape of `layout.grouped_shapes`, of expert weights [E] or [E, rows].
+        row, col: what is asked for, or None; an amax in the shape of `layout.grouped_shapes`, of expert weights [E] or
+            [E, rows]. Codes are returned of transient ones too.
 
     Returns:
         Blocks in the shapes of `layout.grouped_shapes`; of expert weights, every tensor has a leading [E].
     """
     bounds = None if offsets is None else group_bounds(offsets, x.shape[0])
     groups = x.unbind(0) if bounds is None else [x[start:end] for start, end in bounds]
-    rows, cols = [], []
+    parts: tuple[list, list] = ([], [])
     for g, x_g in enumerate(groups):
-        own_row, own_col = row_amax, col_amax
-        if row_amax is not None:
-            by_row = isinstance(row_spec, NVFP4) and row_spec.outer == "row"
-            own_row = row_amax[g] if bounds is None or not by_row else row_amax[slice(*bounds[g])]
-        if col_amax is not None:
-            own_col = col_amax[g]
-        row, col = quantize_row_col(
-            x_g,
-            row_spec,
-            col_spec,
-            draw=draw and draw.group(g),
-            sign_draw=sign_draw and sign_draw.group(g),
-            row_amax=own_row,
-            col_amax=own_col,
-            scale_layout=scale_layout,
-        )
-        rows.append(row)
-        cols.append(col)
+        own_row, own_col = of_group((row, col), g)
+        if own_row is not None and own_row.amax is not None:
+            is_flat = bounds is not None and own_row.spec.has_row_amax  # one amax a token
+            own_row = own_row._replace(amax=own_row.amax[slice(*bounds[g]) if bounds and is_flat else g])
+        if own_col is not None and own_col.amax is not None:
+            own_col = own_col._replace(amax=own_col.amax[g])
+        for part, blocks in zip(parts, quantize_row_col(x_g, own_row, own_col), strict=True):
+            part.append(blocks)
     return (
-        None if row_spec is None else _join(rows, row_spec, x, bounds, scale_layout, contraction=False),
-        None if col_spec is None else _join(cols, col_spec, x, bounds, scale_layout, contraction=True),
+        None if row is None else _join(parts[0], row, x, bounds, contraction=False),
+        None if col is None else _join(parts[1], col, x, bounds, contraction=True),
     )
 
 
-def _join(
-    parts: list[Blocks], spec: Spec, x: Tensor, bounds: Bounds | None, scale_layout: str, *, contraction: bool
-) -> Blocks:
+def _join(parts: list[Blocks], side: Side, x: Tensor, bounds: Bounds | None, *, contraction: bool) -> Blocks:
     """Lay the groups' blocks out as `layout.grouped_shapes` says; expert weights are stacked."""
+    spec, scale_layout = side.spec, side.scale_layout
     if bounds is None:
-        amax = torch.stack([part.amax for part in parts]) if isinstance(spec, NVFP4) else parts[0].amax
+        amax = torch.stack([part.amax for part in parts]) if spec.format.has_amax else parts[0].amax
         return Blocks(torch.stack([p.qdata for p in parts]), torch.stack([p.block_scale for p in parts]), amax)
     shape = (x.shape[1], x.shape[0]) if contraction else (x.shape[0], x.shape[1])
     shapes = grouped_shapes(shape, len(bounds), spec, scale_layout, contraction=contraction)
     if not contraction:
-        by_row = isinstance(spec, NVFP4) and spec.outer == "row"
-        amaxes = [part.amax if by_row or not isinstance(spec, NVFP4) else part.amax[None] for part in parts]
+        amaxes = [part.amax[None] if spec.has_tensor_amax else part.amax for part in parts]
         return _fill(shapes, [p.qdata for p in parts], [p.block_scale for p in parts], amaxes)
     widths = [round_up(end - start, group_alignment(spec)) for start, end in bounds]
-    codes_per_byte = 2 if isinstance(spec, NVFP4) else 1
-    qdata = [_widen(part.qdata, width // codes_per_byte) for part, width in zip(parts, widths, strict=True)]
+    qdata = [_widen(part.qdata, row_bytes(width, spec)) for part, width in zip(parts, widths, strict=True)]
     scales = [part.block_scale for part in parts]
     if scale_layout == LINEAR:
         scales = [_widen(scale, width // spec.block_length) for scale, width in zip(scales, widths, strict=True)]
-    return _fill(shapes, qdata, scales, [p.amax[None] if isinstance(spec, NVFP4) else p.amax for p in parts], dim=-1)
+    return _fill(shapes, qdata, scales, [p.amax[None] if spec.format.has_amax else p.amax for p in parts], dim=-1)
 
 
 def _widen(t: Tensor, cols: int) -> Tensor:
     return pad(t, (0, cols - t.shape[1]))
 
 
-def _fill(shapes: GroupedShapes, qdata: list, block_scale: list, amax: list, dim: int = 0) -> Blocks:
+def _fill(shapes: StoredShapes, qdata: list, block_scale: list, amax: list, dim: int = 0) -> Blocks:
     """Join the groups' tensors along `dim` (amaxes along their first) and fill up with zeros behind the last group."""
     out = []
     for tensors, shape, along in zip((qdata, block_scale, amax), shapes, (dim, dim, 0), strict=True):
@@ -145,8 +126,7 @@ def group_blocks(
         contraction: whether the groups split the columns.
     """
     start, end = bounds[g]
-    is_nvfp4, length = isinstance(spec, NVFP4), spec.block_length
-    codes_per_byte = 2 if is_nvfp4 else 1
+    has_amax, length, codes_per_byte = spec.format.has_amax, spec.block_length, spec.format.codes_per_byte
     rows = blocks.qdata.shape[0]
     if contraction:
         storage = [round_up(stop - begin, group_alignment(spec)) for begin, stop in bounds]
@@ -154,14 +134,13 @@ def group_blocks(
         qdata = blocks.qdata[:, first // codes_per_byte : (first + width) // codes_per_byte]
         sizes = [(rows, round_up(stop - begin, spec.alignment) // length) for begin, stop in bounds]
         linear = (slice(None), slice(first // length, (first + width) // length))
-        amax = blocks.amax[g] if is_nvfp4 else blocks.amax
+        amax = blocks.amax[g] if has_amax else blocks.amax
     else:
         qdata = blocks.qdata[start:end]
-        count = blocks.qdata.shape[1] * codes_per_byte // length
+        count = blocks_per_row(blocks.qdata, spec)
         sizes = [(stop - begin, count) for begin, stop in bounds]
         linear = (slice(start, end), slice(None))
-        by_row = isinstance(spec, NVFP4) and spec.outer == "row"
-        amax = blocks.amax[start:end] if by_row else blocks.amax[g] if is_nvfp4 else blocks.amax
+        amax = blocks.amax[start:end] if spec.has_row_amax else blocks.amax[g] if has_amax else blocks.amax
     if scale_layout == LINEAR:
         return Blocks(qdata, blocks.block_scale[linear], amax)
     numels = [swizzled_numel(*size) for size in sizes]
@@ -173,25 +152,20 @@ def expert_blocks(blocks: Blocks, spec: Spec, g: int, scale_layout: str = LINEAR
     """Return the blocks of one expert of [E, N, K] weights, scales LINEAR."""
     qdata, scale = blocks.qdata[g], blocks.block_scale[g]
     if scale_layout != LINEAR:
-        cols = qdata.shape[1] * (2 if isinstance(spec, NVFP4) else 1)
-        scale = unswizzle(scale, qdata.shape[0], cols // spec.block_length)
-    return Blocks(qdata, scale, blocks.amax[g] if isinstance(spec, NVFP4) else blocks.amax)
+        scale = unswizzle(scale, qdata.shape[0], blocks_per_row(qdata, spec))
+    return Blocks(qdata, scale, blocks.amax[g] if spec.format.has_amax else blocks.amax)
 
 
-def grouped_dequantize(
-    operand: GroupedOperand, offsets: Tensor | None, cols: int, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def grouped_dequantize(operand: Operand, offsets: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of tokens in groups along the rows, or of expert weights (offsets None).
 
     Args:
         operand: quantized.
-        cols: logical columns.
 
     Returns:
         dtype [M, cols], zeros behind the last group, or [E, N, cols].
     """
-    blocks, spec, scale_layout = operand
-    assert isinstance(blocks, Blocks) and spec is not None, "only a quantized operand is dequantized"
+    blocks, spec, cols, scale_layout = operand
     if offsets is None:
         experts = [expert_blocks(blocks, spec, g, scale_layout) for g in range(blocks.qdata.shape[0])]
         return torch.stack([dequantize(expert, spec, cols, dtype) for expert in experts])
@@ -205,8 +179,8 @@ def grouped_dequantize(
 
 
 def grouped_gemm_nt(
-    a: GroupedOperand,
-    b: GroupedOperand,
+    a: Operand | Tensor,
+    b: Operand | Tensor,
     offsets: Tensor,
     K: int,
     out: Tensor,
@@ -216,7 +190,7 @@ def grouped_gemm_nt(
     """Write gemm_nt of every group to `out`; without `accumulate`, rows behind the last group become zero.
 
     Args:
-        a: tokens [M, K]; or, groups along the contraction, [R, K].
+        a: tokens [M, K]; or, groups along the contraction, [R, K]; quantized or plain.
         b: experts [E, N, K]; or [C, K].
         offsets: integer [E], cumulative ends along M or, of the contraction, along K.
         K: the logical contraction length, of all groups together if they split it.
@@ -228,7 +202,7 @@ def grouped_gemm_nt(
     for g, (start, end) in enumerate(bounds):
         length = end - start if contraction else K
         left, right = (_decoded(operand, bounds, g, length, contraction=contraction) for operand in (a, b))
-        if a.spec is None or b.spec is None:  # padding takes part only if both operands have it
+        if isinstance(a, Tensor) or isinstance(b, Tensor):  # padding takes part only if both operands have it
             left, right = (t._replace(values=t.values[:, :length]) for t in (left, right))
         gemm_nt(left, right, out=out[g] if contraction else out[start:end], accumulate=accumulate)
     if not contraction and not accumulate:
@@ -236,13 +210,13 @@ def grouped_gemm_nt(
     return out
 
 
-def _decoded(operand: GroupedOperand, bounds: Bounds, g: int, cols: int, *, contraction: bool) -> Decoded:
-    data, spec, scale_layout = operand
-    if isinstance(data, Tensor):
+def _decoded(operand: Operand | Tensor, bounds: Bounds, g: int, cols: int, *, contraction: bool) -> Decoded:
+    if isinstance(operand, Tensor):
         start, end = bounds[g]
-        return plain(data[g] if data.dim() == 3 else data[:, start:end] if contraction else data[start:end])
-    assert spec is not None, "blocks have a spec"
-    if data.qdata.dim() == 3:
-        return decode(expert_blocks(data, spec, g, scale_layout), spec, cols)
-    blocks = group_blocks(data, spec, bounds, g, scale_layout=scale_layout, contraction=contraction)
+        own = slice(None, None), slice(start, end)
+        return plain(operand[g] if operand.dim() == 3 else operand[own if contraction else own[1]])
+    whole, spec, _, scale_layout = operand
+    if whole.qdata.dim() == 3:
+        return decode(expert_blocks(whole, spec, g, scale_layout), spec, cols)
+    blocks = group_blocks(whole, spec, bounds, g, scale_layout=scale_layout, contraction=contraction)
     return decode(blocks, spec, cols)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.formats import MXFP8_BLOCK, NVFP4_BLOCK, f32
-from halfbyte.layout import LINEAR, Blocks, ceil_div, round_up, unswizzle
+from halfbyte.formats import NVFP4_BLOCK, f32
+from halfbyte.layout import LINEAR, Blocks, round_up, unswizzle
 from halfbyte.reference import mxfp8
 from halfbyte.reference.cast import e2m1_values, fp8_values
 from halfbyte.reference.scale import clamped_amax, global_scale
@@ -25,8 +25,7 @@ class Decoded(NamedTuple):
 def _linear_scale(blocks: Blocks, spec: Spec, cols: int, scale_layout: str) -> Tensor:
     if scale_layout == LINEAR:
         return blocks.block_scale
-    length = MXFP8_BLOCK if isinstance(spec, MXFP8) else NVFP4_BLOCK
-    return unswizzle(blocks.block_scale, blocks.qdata.shape[0], ceil_div(round_up(cols, spec.alignment), length))
+    return unswizzle(blocks.block_scale, blocks.qdata.shape[0], round_up(cols, spec.alignment) // spec.block_length)
 
 
 def dequantize(
@@ -48,10 +47,10 @@ def dequantize(
     """
     scale = _linear_scale(blocks, spec, cols, scale_layout)
     if isinstance(spec, MXFP8):
-        return mxfp8.decode(blocks.qdata, scale, spec)[:, :cols].to(dtype).contiguous()
+        return mxfp8.decode_mxfp8(blocks.qdata, scale, spec)[:, :cols].to(dtype).contiguous()
     a = clamped_amax(blocks.amax, spec)
-    inverse = f32(1 / (spec.e4m3_max * spec.fp4_max))
-    if spec.outer == "row":
+    inverse = f32(1 / spec.divisor)
+    if spec.has_row_amax:
         a = a[:, None]
     scale = fp8_values(scale.view(torch.float8_e4m3fn))
     # Above 2^100 scale * A may overflow though the product with the constant does not: move 2^16 between them.
@@ -69,7 +68,7 @@ def decode(blocks: Blocks, spec: Spec, cols: int, scale_layout: str = LINEAR) ->
     """
     scale = _linear_scale(blocks, spec, cols, scale_layout)
     if isinstance(spec, MXFP8):
-        return Decoded(mxfp8.decode(blocks.qdata, scale, spec), None)
+        return Decoded(mxfp8.decode_mxfp8(blocks.qdata, scale, spec), None)
     values = e2m1_values(blocks.qdata).unflatten(1, (-1, NVFP4_BLOCK))
     values = (values * fp8_values(scale.view(torch.float8_e4m3fn))[..., None]).flatten(1)
     return Decoded(values, global_scale(blocks.amax, spec))
@@ -77,7 +76,7 @@ def decode(blocks: Blocks, spec: Spec, cols: int, scale_layout: str = LINEAR) ->
 
 def from_values(values: Tensor, amax: Tensor, spec: Spec) -> Decoded:
     """Return a transient operand, whose values quantization returned, as a GEMM operand."""
-    return Decoded(values, None if isinstance(spec, MXFP8) else global_scale(amax, spec))
+    return Decoded(values, global_scale(amax, spec) if spec.format.has_amax else None)
 
 
 def plain(x: Tensor) -> Decoded:

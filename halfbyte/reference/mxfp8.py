@@ -12,7 +12,7 @@ from halfbyte.reference.cast import FP8_DTYPES, e8m0_ceil, e8m0_value, fp8, fp8_
 from halfbyte.spec import MXFP8
 
 
-def quantize(x: Tensor, spec: MXFP8, values: Tensor | None = None) -> Blocks:
+def quantize_mxfp8(x: Tensor, spec: MXFP8, values: Tensor | None = None) -> Blocks:
     """Quantize [R, C] along its last dimension: element bytes [R, C'] (C' padded to 32) and scales [R, C' / 32].
 
     `values` fp32 [R, C'], if given, is filled with element * scale instead.
@@ -38,7 +38,7 @@ def quantize(x: Tensor, spec: MXFP8, values: Tensor | None = None) -> Blocks:
     return Blocks(qdata, exponent.to(torch.uint8), no_amax)
 
 
-def decode(qdata: Tensor, block_scale: Tensor, spec: MXFP8) -> Tensor:
+def decode_mxfp8(qdata: Tensor, block_scale: Tensor, spec: MXFP8) -> Tensor:
     """Return code * 2^(e - 127) as fp32 [R, C'] of element bytes [R, C'] and LINEAR scales [R, C' / 32]."""
     values = fp8_values(qdata.view(FP8_DTYPES[spec.element])).unflatten(1, (-1, MXFP8_BLOCK))
     return (values * e8m0_value(block_scale)[..., None]).flatten(1)

@@ -37,6 +37,7 @@ from halfbyte.reference.scale import (
     tensor_factors,
 )
 from halfbyte.rng import Draw
+from halfbyte.sides import Side, share_tiles
 from halfbyte.spec import MXFP8, NVFP4, BlockMax, Eden, FourOverSix, Spec
 
 CHUNK_ELEMENTS = 1 << 18  # temporaries of a chunk stay in a cache, and an operation is longer than its call
@@ -69,7 +70,7 @@ def quantize(
     check_scale_layout(scale_layout)
     x = x.reshape(matrix_shape(x.shape))
     if isinstance(spec, MXFP8):
-        blocks = mxfp8.quantize(x, spec, values)
+        blocks = mxfp8.quantize_mxfp8(x, spec, values)
     else:
         if spec.rotation is not None:
             x = rotate(x, spec.rotation, sign_draw)
@@ -81,59 +82,50 @@ def quantize(
     return blocks._replace(block_scale=swizzle(blocks.block_scale))
 
 
-def quantize_row_col(
-    x: Tensor,
-    row_spec: Spec | None,
-    col_spec: Spec | None,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    row_amax: Tensor | None = None,
-    col_amax: Tensor | None = None,
-    scale_layout: str = LINEAR,
-    transient: tuple[bool, bool] = (False, False),
-) -> tuple[Blocks | None, Blocks | None]:
-    """Return (quantize(x, row_spec), quantize(x.T, col_spec)); equal 16x16 specs share one quantization.
+def quantize_row_col(x: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
+    """Return (quantize(x), quantize(x.T)) as they are asked for; equal 16x16 specs share one quantization.
 
     Args:
         x: bf16, fp16 or fp32 [..., K]; flattened to a matrix first.
-        draw: the row's random bytes; the column uses the next offset.
-        transient: whether row and col are returned decoded, as Blocks(values fp32, no scales, amax).
+        row, col: what is asked for, or None; a transient one is returned decoded, as Blocks(values fp32, no scales,
+            amax).
 
     Returns:
-        Blocks of [rows, K] and of [K, rows]; None where the spec is None. Values of a column lie in memory as its
-        transpose: as x does, so that nothing is moved.
+        Blocks of [rows, K] and of [K, rows], or None. Values of a column lie in memory as its transpose: as x does, so
+        that nothing is moved.
     """
     x = x.reshape(matrix_shape(x.shape))
-    if isinstance(row_spec, NVFP4) and row_spec == col_spec and row_spec.is_tile:
-        return _tiles(x, row_spec, draw, row_amax, scale_layout, transient)
-    row = col = None
-    options = {"sign_draw": sign_draw, "scale_layout": scale_layout}
-    row_draw, col_draw = _drawn(x, row_spec, col_spec, draw)
-    if row_spec is not None:
-        values = _values(x, row_spec) if transient[0] else None
-        row = quantize(x, row_spec, draw=row_draw, amax=row_amax, values=values, **options)
-    if col_spec is not None:
-        values = _turned_values(x, col_spec) if transient[1] else None
-        col = quantize(x.T, col_spec, draw=col_draw, amax=col_amax, values=values, **options)
-    return row, col
+    if row is not None and col is not None and isinstance(row.spec, NVFP4) and share_tiles(row.spec, col.spec):
+        return _tiles(x, row.spec, row, col)
+    row_draw, col_draw = _drawn(x, row, col)
+    of_row = of_col = None
+    if row is not None:
+        of_row = _one(x, row, row_draw, _values(x, row.spec) if row.transient else None)
+    if col is not None:
+        of_col = _one(x.T, col, col_draw, _turned_values(x, col.spec) if col.transient else None)
+    return of_row, of_col
 
 
-def _drawn(
-    x: Tensor, row_spec: Spec | None, col_spec: Spec | None, draw: Draw | None
-) -> tuple[Draw | Tensor | None, Draw | Tensor | None]:
+def _one(x: Tensor, side: Side, draw: Draw | Tensor | None, values: Tensor | None) -> Blocks:
+    options = {"sign_draw": side.sign_draw, "scale_layout": side.scale_layout, "values": values}
+    return quantize(x, side.spec, draw=draw, amax=side.amax, **options)
+
+
+def _drawn(x: Tensor, row: Side | None, col: Side | None) -> tuple[Draw | Tensor | None, Draw | Tensor | None]:
     """Return the draws of row and col; of whole blocks that both draw, and fit a chunk, the bytes: one computation."""
-    if draw is None:
-        return None, None
-    rows, cols = x.shape
-    is_whole = not draw.first_block and draw.blocks_per_row is None and 0 < x.numel() <= CHUNK_ELEMENTS
-    for spec, length in ((row_spec, cols), (col_spec, rows)):
-        if not isinstance(spec, NVFP4) or spec.rounding != "stochastic" or length % spec.alignment:
-            is_whole = False
-    if not is_whole:
-        return draw, draw.next()
-    row, col = bytes_of_both(rows, cols, draw)
-    return row.movedim(0, 2), col.movedim(0, 2)
+    draw, next_draw = draws = None if row is None else row.draw, None if col is None else col.draw
+    if draw is None or next_draw is None or draw.first_block or draw.blocks_per_row is not None:
+        return draws
+    if next_draw.base is not draw.base or next_draw.stream != draw.stream + 1:
+        return draws
+    whole = 0 < x.numel() <= CHUNK_ELEMENTS
+    for side, length in ((row, x.shape[1]), (col, x.shape[0])):
+        if side is None or side.spec.rounding != "stochastic" or length % side.spec.alignment:
+            whole = False
+    if not whole:
+        return draws
+    of_row, of_col = bytes_of_both(x.shape[0], x.shape[1], draw)
+    return of_row.movedim(0, 2), of_col.movedim(0, 2)
 
 
 def _values(x: Tensor, spec: Spec) -> Tensor:
@@ -146,25 +138,20 @@ def _turned_values(x: Tensor, spec: Spec) -> Tensor:
     return torch.empty(round_up(x.shape[0], spec.alignment), x.shape[1], dtype=torch.float32, device=x.device).T
 
 
-def _tiles(
-    x: Tensor, spec: NVFP4, draw: Draw | None, amax: Tensor | None, scale_layout: str, transient: tuple[bool, bool]
-) -> tuple[Blocks, Blocks]:
+def _tiles(x: Tensor, spec: NVFP4, row: Side, col: Side) -> tuple[Blocks, Blocks]:
     """Return one quantization of 16x16 tiles and its transpose."""
-    values = _values(x, spec) if transient[0] else None
-    row = _quantize_nvfp4(x, spec, amax, draw, values)
-    rows, cols = x.shape
-    col = Blocks(*transpose(row.qdata, row.block_scale, rows, cols), row.amax)
-    if transient[1]:
-        col = Blocks(decode(col, spec, rows).values, col.block_scale.new_empty(0), col.amax)
-    if values is not None:
-        row = Blocks(values, row.block_scale.new_empty(0), row.amax)
-    if scale_layout == LINEAR:
-        return row, col
-    sides = [
-        b if is_transient else b._replace(block_scale=swizzle(b.block_scale))
-        for b, is_transient in zip((row, col), transient, strict=True)
-    ]
-    return sides[0], sides[1]
+    values = _values(x, spec) if row.transient else None
+    codes = _quantize_nvfp4(x, spec, row.amax, row.draw, values)
+    turned = Blocks(*transpose(codes.qdata, codes.block_scale, *x.shape), codes.amax)
+    turned_values = decode(turned, spec, x.shape[0]).values if col.transient else None
+    both = []
+    for blocks, side, own in ((codes, row, values), (turned, col, turned_values)):
+        if own is not None:
+            blocks = Blocks(own, blocks.block_scale.new_empty(0), blocks.amax)
+        elif side.scale_layout != LINEAR:
+            blocks = blocks._replace(block_scale=swizzle(blocks.block_scale))
+        both.append(blocks)
+    return both[0], both[1]
 
 
 def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
@@ -193,7 +180,7 @@ def _quantize_nvfp4(
     rows, cols = x.shape
     blocks = ceil_div(cols, NVFP4_BLOCK)
     if amax is None and (rows == 0 or cols == 0):
-        amax = finite_amax(x, dim=-1 if spec.outer == "row" else None)
+        amax = finite_amax(x, dim=-1 if spec.has_row_amax else None)
     qdata = torch.empty(rows, blocks * 8, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, blocks, dtype=torch.uint8, device=x.device)
     if rows == 0 or cols == 0:
@@ -222,7 +209,7 @@ def _quantize_nvfp4(
 
 def _outer_amax(x: Tensor, maxima: list[Tensor], spec: NVFP4) -> Tensor:
     """Return finite_amax of x, [] or [rows], given the maxima of its blocks."""
-    by_row = spec.outer == "row"
+    by_row = spec.has_row_amax
     amax = torch.cat([t.amax(1) for t in maxima]) if by_row else torch.stack([t.amax() for t in maxima]).amax()
     if x.device.type == "cpu" and _all_finite(amax):
         return amax

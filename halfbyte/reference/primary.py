@@ -15,11 +15,10 @@ from torch import Tensor
 
 from halfbyte.formats import E4M3_NAN, NVFP4_BLOCK
 from halfbyte.layout import ceil_div, swizzle, unswizzle
-from halfbyte.pieces import Piece, Target
+from halfbyte.pieces import CastTarget, Piece
 from halfbyte.reference.cast import e2m1_nearest
 from halfbyte.reference.nvfp4 import quantize, transpose
 from halfbyte.reference.scale import block_scale, encode_scale, tensor_factors
-from halfbyte.spec import BlockMax
 
 CHUNK = 1 << 18
 
@@ -82,7 +81,7 @@ class Caster:
         """
         for piece in self._pieces:
             target = piece.target
-            if isinstance(target.spec.scaling, BlockMax):
+            if not target.spec.tries_candidates:
                 continue
             row, x = piece.from_whole_tiles()
             if x.numel():
@@ -123,7 +122,7 @@ class Finisher:
         tiles: of all weights together.
     """
 
-    def __init__(self, targets: Sequence[Target], tiles: int) -> None:
+    def __init__(self, targets: Sequence[CastTarget], tiles: int) -> None:
         self._targets, self._tiles = [target for target in targets if target.tile_count], tiles
         self._all = list(targets)
 
@@ -136,7 +135,7 @@ class Finisher:
             expand: also do what `expand` does.
         """
         for target in self._targets:
-            if not isinstance(target.spec.scaling, BlockMax):
+            if target.spec.tries_candidates:
                 continue
             own = slice(target.first_tile, target.first_tile + target.tile_count)
             poison = amaxes[own].isinf()

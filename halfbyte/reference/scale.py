@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfbyte.formats import E2M1, E4M3, FLT_MAX, f32
 from halfbyte.reference.cast import e4m3
-from halfbyte.spec import NVFP4
+from halfbyte.spec import NVFP4, Spec
 
 
 class TensorFactors(NamedTuple):
@@ -42,9 +42,9 @@ def finite_amax(x: Tensor, dim: int | None = None) -> Tensor:
     return a.amax() if dim is None else a.amax(dim)
 
 
-def clamped_amax(amax: Tensor, spec: NVFP4) -> Tensor:
+def clamped_amax(amax: Tensor, spec: Spec) -> Tensor:
     """Return A: amax, no smaller than what keeps S finite."""
-    return amax.clamp_min(f32(spec.e4m3_max * spec.fp4_max / FLT_MAX))
+    return amax.clamp_min(f32(spec.divisor / FLT_MAX))
 
 
 def tensor_factors(amax: Tensor, spec: NVFP4) -> TensorFactors:
@@ -54,7 +54,7 @@ def tensor_factors(amax: Tensor, spec: NVFP4) -> TensorFactors:
     a = clamped_amax(clean, spec)
     one = torch.ones_like(a)
     # Divide tensors, not scalars: CUDA torch turns division by a scalar into a multiplication.
-    s = (torch.full_like(a, f32(spec.e4m3_max * spec.fp4_max)) / a).clamp_max(FLT_MAX)
+    s = (torch.full_like(a, f32(spec.divisor)) / a).clamp_max(FLT_MAX)
     s = torch.where(clean == 0, one, s)
     return TensorFactors(a, s, s * f32(1 / spec.fp4_max), one / s, poison)
 
@@ -82,6 +82,6 @@ def encode_scale(scale: Tensor, factors: TensorFactors) -> Tensor:
     return _at_most_flt_max(torch.ones_like(product) / product)
 
 
-def global_scale(amax: Tensor, spec: NVFP4) -> Tensor:
+def global_scale(amax: Tensor, spec: Spec) -> Tensor:
     """Return g = A * f(1 / (e4m3_max * fp4_max)), the fp32 decode factor that a GEMM applies: [] or [rows]."""
-    return clamped_amax(amax, spec) * f32(1 / (spec.e4m3_max * spec.fp4_max))
+    return clamped_amax(amax, spec) * f32(1 / (spec.divisor))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.layout import LINEAR, Blocks, check_scale_layout, matrix_shape
+from halfbyte.layout import LINEAR, Blocks, amax_shape, check_scale_layout, matrix_shape
 from halfbyte.rng import AnyPhilox, Draw
-from halfbyte.spec import NVFP4, Spec
+from halfbyte.spec import Spec
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES, QuantTensor, check_spec, describe
 
 
@@ -127,12 +127,12 @@ def _check_input(x: Tensor) -> int:
 def _check_amax(amax: Tensor | None, spec: Spec, x: Tensor, rows: int) -> None:
     if amax is None:
         return
-    if not isinstance(spec, NVFP4):
+    if not spec.format.has_amax:
         raise ValueError(f"amax is given, but {describe(spec)} has block scales only; leave amax out")
     if not isinstance(amax, Tensor) or amax.dtype != torch.float32:
         kind = amax.dtype if isinstance(amax, Tensor) else type(amax).__name__
         raise TypeError(f"amax is {kind}: give a float32 tensor, such as torch.tensor(value, device=x.device)")
-    expected = (rows,) if spec.outer == "row" else ()
+    expected = amax_shape(rows, spec)
     if tuple(amax.shape) != expected:
         raise ValueError(f"amax.shape={tuple(amax.shape)}: outer={spec.outer!r} needs {expected}; use amax.reshape")
     if amax.device != x.device:

@@ -8,7 +8,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.layout import LINEAR, Blocks
 from halfbyte.rng import AnyPhilox
-from halfbyte.spec import NVFP4, Spec
+from halfbyte.spec import Spec
 from halfbyte.tensor.create import _draw
 from halfbyte.tensor.quant_tensor import QuantTensor, check_spec
 
@@ -70,6 +70,6 @@ def _wrap(blocks: Blocks, spec: Spec, x: Tensor, offsets: Tensor | None, scale_l
         return QuantTensor(blocks, spec.key, shape=shape, **options, **groups)
     # Experts are groups of equally many rows of the flattened matrix.
     ends = torch.arange(1, shape[0] + 1, dtype=torch.int32, device=x.device) * shape[1]
-    amax = blocks.amax.flatten() if isinstance(spec, NVFP4) else blocks.amax
+    amax = blocks.amax.flatten() if spec.format.has_amax else blocks.amax
     flat = Blocks(blocks.qdata.flatten(0, 1), blocks.block_scale.flatten(0, 1), amax)
     return QuantTensor(flat, spec.key, shape=shape, **options, group_offsets=ends)

@@ -19,7 +19,13 @@ from halfbyte.spec import MXFP8, NVFP4, Spec, parse
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What is quantized and dequantized to; fp64 and integers are refused (docs/numerics.md section 2)."""
 
-ELEMENT_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+TORCH_DTYPES = {
+    "e2m1": torch.uint8,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "e8m0": torch.float8_e8m0fnu,
+}
+"""What QuantTensor shows elements and scales as; E2M1 codes are packed."""
 
 HANDLERS: dict[Any, Callable] = {}
 """aten overload -> handler(func, args, kwargs), filled by aten.py; NotImplemented from a handler means fall back."""
@@ -381,10 +387,8 @@ def blocks_of(x: QuantTensor) -> Blocks:
 
 def _typed(blocks: Blocks, spec: Spec) -> Inner:
     """Return the blocks with one-byte tensors viewed as the dtypes that QuantTensor shows."""
-    if isinstance(spec, MXFP8):
-        qdata_dtype, scale_dtype, amax = ELEMENT_DTYPES[spec.element], torch.float8_e8m0fnu, None
-    else:
-        qdata_dtype, scale_dtype, amax = torch.uint8, torch.float8_e4m3fn, blocks.amax
+    qdata_dtype, scale_dtype = (TORCH_DTYPES[part.name] for part in (spec.format.element, spec.format.scale))
+    amax = blocks.amax if spec.format.has_amax else None
     for name, tensor, dtype in (("qdata", blocks.qdata, qdata_dtype), ("block_scale", blocks.block_scale, scale_dtype)):
         if tensor.dtype not in (torch.uint8, dtype):
             raise TypeError(f"{name}.dtype={tensor.dtype}: {describe(spec)} has {dtype} or its bytes as uint8")
@@ -400,8 +404,7 @@ def _check_inner(inner: Inner, header: Header, shape: tuple[int, ...], group_off
     """Raise unless the shapes satisfy the class's equations; reads no value, so it never synchronises a device."""
     spec, (qdata, block_scale, amax) = header.spec, inner
     rows, cols = _scale_shape(spec, shape)
-    per_byte = 2 if isinstance(spec, NVFP4) else 1
-    codes, shared = (rows, cols * spec.block_length // per_byte), () if group_offsets is None else group_offsets.shape
+    codes, shared = (rows, cols * spec.format.block_bytes), () if group_offsets is None else group_offsets.shape
     expected: list[tuple[str, Tensor, tuple[int, ...]]] = []
     if header.splits_columns:
         if group_offsets is None:
@@ -415,12 +418,12 @@ def _check_inner(inner: Inner, header: Header, shape: tuple[int, ...], group_off
     elif group_offsets is None:  # else each group of a grouped operand pads its own region
         expected.append(("block_scale", block_scale, (layout.swizzled_numel(rows, cols),)))
     expected.insert(0, ("qdata", qdata, codes))
-    if isinstance(spec, NVFP4):
+    if spec.format.has_amax:
         if amax is None:
             raise ValueError(f"amax=None: {describe(spec)} needs the fp32 amax that its scales are relative to")
         if amax.dtype != torch.float32:
             raise TypeError(f"amax.dtype={amax.dtype}: give float32")
-        by_row = spec.outer == "row" and not header.splits_columns
+        by_row = spec.has_row_amax and not header.splits_columns
         expected.append(("amax", amax, (rows,) if by_row else tuple(shared)))
     for name, tensor, size in expected:
         if tuple(tensor.shape) != size:

@@ -43,7 +43,7 @@ class Facts:
     no_kernels: str = ""
 
 
-class Choice(NamedTuple):
+class OptionChoice(NamedTuple):
     """Whether an option is on, and why; `follows` says that the run in the folder decided it."""
 
     is_on: bool
@@ -64,7 +64,7 @@ def facts(device: torch.device) -> Facts:
     return Facts(device=device.type, no_kernels="" if triton.available else triton.reason)
 
 
-def choose(config: TrainConfig, facts: Facts, begun: Mapping[str, bool]) -> dict[Option, Choice]:
+def choose_options(config: TrainConfig, facts: Facts, begun: Mapping[str, bool]) -> dict[Option, OptionChoice]:
     """Return what each option is to be.
 
     Args:
@@ -73,26 +73,26 @@ def choose(config: TrainConfig, facts: Facts, begun: Mapping[str, bool]) -> dict
         begun: `fuse` and `compile` of the run that is to go on; empty for a new one.
 
     Returns:
-        A Choice for each of `OPTIONS`; one that the config switches on or off has the reason "asked for".
+        An OptionChoice for each of `OPTIONS`; one that the config switches on or off has the reason "asked for".
     """
     choices = {}
     for option in OPTIONS:
         asked = getattr(config.run if option == "graph" else config, option)
-        choice = Choice(asked == "on", "asked for") if asked != "auto" else _by_itself(option, config, facts)
+        choice = OptionChoice(asked == "on", "asked for") if asked != "auto" else _by_itself(option, config, facts)
         if asked == "auto" and begun.get(option, choice.is_on) != choice.is_on:
-            choice = Choice(begun[option], "as in the run that its folder holds", follows=True)
+            choice = OptionChoice(begun[option], "as in the run that its folder holds", follows=True)
         choices[option] = choice
     return choices
 
 
-def apply(config: TrainConfig, choices: Mapping[Option, Choice]) -> TrainConfig:
+def apply(config: TrainConfig, choices: Mapping[Option, OptionChoice]) -> TrainConfig:
     """Return the config with every option on or off; a graph that nobody asked for stays "auto": on if it fits."""
     words = {option: _word(choices[option].is_on) for option in OPTIONS}
     graph = config.run.graph if choices["graph"].is_on else "off"
     return replace(config, fuse=words["fuse"], compile=words["compile"], run=replace(config.run, graph=graph))
 
 
-def lines(config: TrainConfig, facts: Facts, choices: Mapping[Option, Choice]) -> tuple[str, ...]:
+def lines(config: TrainConfig, facts: Facts, choices: Mapping[Option, OptionChoice]) -> tuple[str, ...]:
     """Return what a user should know: what is off on a GPU though not asked for, and what the run there decided."""
     found = []
     for option, choice in choices.items():
@@ -114,13 +114,13 @@ def in_words(config: TrainConfig) -> str:
     return "".join(word for word, value in words.items() if value == "on")
 
 
-def _by_itself(option: Option, config: TrainConfig, facts: Facts) -> Choice:
+def _by_itself(option: Option, config: TrainConfig, facts: Facts) -> OptionChoice:
     reason = _no_gpu(facts)
     if not reason and option == "compile":
         reason = _no_compile(config)
     if not reason and option == "graph":
         reason = _no_graph(config)
-    return Choice(not reason, reason or "a GPU")
+    return OptionChoice(not reason, reason or "a GPU")
 
 
 def _no_gpu(facts: Facts) -> str:
@@ -131,7 +131,7 @@ def _no_gpu(facts: Facts) -> str:
 
 def _no_compile(config: TrainConfig) -> str:
     steps, recipes = config.optim.steps, _recipes(config)
-    if models.get(config.model).moe is not None:
+    if models.model_preset(config.model).moe is not None:
         return "compiled mixtures of experts have not been timed on a GPU"
     if config.run.recompute == "selective":
         return "compiled blocks write over what recompute='selective' keeps"
@@ -155,7 +155,7 @@ def _recipes(config: TrainConfig) -> int:
     return 1 if schedule is None else 1 + len({recipe for _, recipe in schedule.changes})
 
 
-def _remedy(option: Option, choice: Choice, config: TrainConfig) -> str:
+def _remedy(option: Option, choice: OptionChoice, config: TrainConfig) -> str:
     if choice.follows:
         return "--overwrite starts anew"
     if option == "compile" and config.run.recompute == "selective":  # with which it is refused

@@ -47,7 +47,7 @@ class Checkpoints:
         with files.atomic(path) as file:
             torch.save({"format": FORMAT, "version": VERSION, **content}, file)
         files.write_text(self._folder / LATEST, path.name + "\n")
-        for old in saved(self._folder)[: -self._keep]:
+        for old in checkpoints_in(self._folder)[: -self._keep]:
             old.unlink()
         return path
 
@@ -57,15 +57,15 @@ class Checkpoints:
         Raises:
             ValueError: the folder cannot be read.
         """
-        remove_leftovers(self._folder)
-        found = saved(self._folder)
+        remove_unfinished(self._folder)
+        found = checkpoints_in(self._folder)
         with contextlib.suppress(ValueError):
             named = files.read_text(self._folder / LATEST).strip()
             return next((path for path in found if path.name == named), (found or [None])[-1])
         return (found or [None])[-1]
 
 
-def saved(folder: Path) -> list[Path]:
+def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder`, the newest last.
 
     Raises:
@@ -80,12 +80,12 @@ def saved(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_unfinished(folder: Path) -> None:
     """Delete what writers that were killed left in a folder of checkpoints."""
     files.remove_leftovers(folder, "step-*.pt", LATEST)
 
 
-def load(path: Path, identity: dict) -> dict:
+def load_checkpoint(path: Path, identity: dict) -> dict:
     """Return what `Checkpoints.save` wrote to `path`, on the CPU; what does not depend on the model is checked.
 
     Args:

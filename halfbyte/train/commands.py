@@ -42,12 +42,12 @@ class Compare:
     config: configs.TrainConfig = field(default_factory=configs.two_cores)
 
 
-def train(arguments: list[str]) -> int:
+def train_command(arguments: list[str]) -> int:
     """Run `halfbyte train`; the exit status is 1 if the run diverged, 130 or 143 if a signal stopped it."""
     return _until_stopped(_train, _parse(Train, arguments, out=Path("runs/train")))
 
 
-def compare(arguments: list[str]) -> int:
+def compare_command(arguments: list[str]) -> int:
     """Run `halfbyte compare`; the exit status is 1 if the baseline or a recipe diverged that is no control."""
     return _until_stopped(_compare, _parse(Compare, arguments, out=Path("runs/compare")))
 
@@ -71,9 +71,9 @@ def _until_stopped(run: Callable[[Options, signals.Interrupts], int], options: O
 
 
 def _train(options: Train, interrupts: signals.Interrupts) -> int:
-    treatment.get(options.recipe)  # before the text is read
+    treatment.treatment_of(options.recipe)  # before the text is read
     run = options.config.run
-    text = data.load(options.config.data, run.cache)
+    text = data.load_data(options.config.data, run.cache)
     result = loop.train(options.config, options.recipe, text, interrupts=interrupts)
     diverged = divergence.of(result)
     if diverged:
@@ -85,7 +85,7 @@ def _train(options: Train, interrupts: signals.Interrupts) -> int:
 
 
 def _compare(options: Compare, interrupts: signals.Interrupts) -> int:
-    names = comparison.check(name.strip() for name in options.recipes.split(",") if name.strip())
+    names = comparison.check_names(name.strip() for name in options.recipes.split(",") if name.strip())
     results = comparison.compare(options.config, names, interrupts=interrupts)
     out = options.config.run.out
     print("\n" + "\n\n".join((comparison.table(results), *comparison.remarks(results))) + "\n")
@@ -114,7 +114,7 @@ def _parse(kind: type[Options], arguments: list[str], out: Path) -> Options:
     """Read the options of one command; `--preset` is looked up first, because it sets the defaults of the others."""
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     peek.add_argument("--preset", default=PRESET)
-    preset = configs.get(peek.parse_known_args(arguments)[0].preset)
+    preset = configs.training_preset(peek.parse_known_args(arguments)[0].preset)
     preset = replace(preset, run=replace(preset.run, out=out))
     return tyro.cli(
         kind,

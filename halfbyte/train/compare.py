@@ -25,7 +25,7 @@ DEFAULT = ("bf16", "nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "naive_fp4@all")
 To see that the layers alone do not explain it, name `nvfp4@all` too: the same layers, gradients rounded well."""
 
 
-def check(names: Iterable[str]) -> tuple[str, ...]:
+def check_names(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the recipes to compare.
 
     Raises:
@@ -35,7 +35,7 @@ def check(names: Iterable[str]) -> tuple[str, ...]:
     if not names:
         raise ValueError("recipes='': name at least one")
     for name in names:
-        treatment.get(name)
+        treatment.treatment_of(name)
     if len(set(names)) != len(names):
         raise ValueError(f"recipes={','.join(names)!r}: name each once")
     return names
@@ -62,14 +62,14 @@ def compare(
             to, or a schedule that none follows.
         Stopped: a signal came.
     """
-    names = check(names)
-    schedules = {name: config.recipe_schedule if treatment.get(name).recipe.specs else "" for name in names}
+    names = check_names(names)
+    schedules = {name: config.recipe_schedule if treatment.treatment_of(name).recipe.specs else "" for name in names}
     if config.recipe_schedule and not any(schedules.values()):
         raise ValueError(
             f"recipe_schedule={config.recipe_schedule!r}: it is for recipes that quantize a GEMM, and "
             f"recipes={','.join(names)!r} has none; name one, or use `halfbyte train`"
         )
-    corpus = data.load(config.data, config.run.cache)
+    corpus = data.load_data(config.data, config.run.cache)
     config, notes = folder.settled(config, *(config.run.out / name for name in names))  # alike, or gaps mislead
     runs = {
         name: replace(config, recipe_schedule=schedules[name], run=replace(config.run, out=config.run.out / name))
@@ -127,7 +127,7 @@ def with_gaps(results: list[dict]) -> None:
 def failed(results: list[dict]) -> bool:
     """Return whether the baseline or a recipe that is no control diverged: a control may."""
     lost = [result for result in results if divergence.of(result)]
-    return any(result is results[0] or not treatment.get(result["recipe"]).is_control for result in lost)
+    return any(result is results[0] or not treatment.treatment_of(result["recipe"]).is_control for result in lost)
 
 
 def remarks(results: list[dict]) -> list[str]:
@@ -137,7 +137,7 @@ def remarks(results: list[dict]) -> list[str]:
         diverged = divergence.of(result)
         if diverged:
             name = result["recipe"]
-            is_control = treatment.get(name).is_control
+            is_control = treatment.treatment_of(name).is_control
             who = f"{name}, a control that is meant to lose," if is_control else name
             consequence = ": there are no gaps without it" if result is results[0] else ""
             lines.append(f"{who} {diverged} ({diverged.what} not finite){consequence}.")
@@ -158,7 +158,7 @@ def _in_brackets(diverged: divergence.Divergence | None) -> str:
 
 def heading(config: TrainConfig, corpus: data.Data, schedules: Mapping[str, str]) -> str:
     """Return a line that says what is trained on what; schedules: of every recipe, "" for none."""
-    shape = replace(models.get(config.model), vocab_size=corpus.vocab_size)
+    shape = replace(models.model_preset(config.model), vocab_size=corpus.vocab_size)
     device = loop.resolve_device(config)
     dtype = str(loop.resolve_dtype(config, device)).removeprefix("torch.")
     following = [name for name, schedule in schedules.items() if schedule]

@@ -167,7 +167,7 @@ class TrainConfig:
     """Micro-batches of one validation, always the same ones."""
 
     def __post_init__(self) -> None:
-        models.get(self.model)
+        models.model_preset(self.model)
         _positive(self, "eval_every", "eval_batches")
         _switch(self, "fuse", "compile")
         if self.compile == "on" and self.run.recompute == "selective":  # Inductor reuses the outputs of GEMMs in place
@@ -202,8 +202,8 @@ class TrainConfig:
         schedule = self.schedule()
         if schedule is not None:  # else the identity of runs from before there were schedules
             values["recipe_schedule"] = schedule.state_dict()
-        values["shape"] = asdict(models.get(self.model))
-        return values | {"recipe": recipe, "recipe_key": treatment.get(recipe).recipe.key}
+        values["shape"] = asdict(models.model_preset(self.model))
+        return values | {"recipe": recipe, "recipe_key": treatment.treatment_of(recipe).recipe.key}
 
     @property
     def tokens(self) -> int:
@@ -277,7 +277,7 @@ def tiny() -> TrainConfig:
 PRESETS: dict[str, Callable[[], TrainConfig]] = {f.__name__: f for f in (two_cores, two_cores_moe, one_gpu, tiny)}
 
 
-def get(name: str) -> TrainConfig:
+def training_preset(name: str) -> TrainConfig:
     """Return the training preset called `name`.
 
     Raises:

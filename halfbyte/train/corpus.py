@@ -46,7 +46,7 @@ class Corpus:
     def documents(self) -> Iterator[bytes]:
         """Yield the bytes of every document."""
         for name in self.names:
-            yield from filter(None, documents.find(self.root / name, self.text_field, named=False).texts)
+            yield from filter(None, documents.find_documents(self.root / name, self.text_field, named=False).texts)
 
     def summary(self) -> dict:
         """Return what a run records about its text."""
@@ -59,7 +59,7 @@ class Corpus:
         }
 
 
-def load(name: str, text_field: str = TEXT_FIELD) -> Corpus:
+def load_corpus(name: str, text_field: str = TEXT_FIELD) -> Corpus:
     """Find and hash the documents of `python` or of a file or folder.
 
     Files of a folder that are not text are left out and listed; a file named by itself must be text. Hidden files and
@@ -104,7 +104,7 @@ def _scan(name: str, root: Path, paths: list[Path], text_field: str, *, is_folde
     digest, size, count, kept, skipped, has_records = hashlib.sha256(), 0, 0, [], [], False
     for file in names:
         try:
-            found = documents.find(root / file, text_field, named=not is_folder)
+            found = documents.find_documents(root / file, text_field, named=not is_folder)
         except NotText:
             if not is_folder:
                 raise

@@ -31,15 +31,15 @@ class Data:
     summary: dict
 
 
-def load(config: DataConfig, cache: Path) -> Data:
+def load_data(config: DataConfig, cache: Path) -> Data:
     """Tokenize the corpus, or map the tokens cached for its hash, and split off the held-out tail.
 
     Raises:
         ValueError: no text, or too little of it for one batch; the message names the corpus.
         ImportError: a tokenizer or Parquet without its package.
     """
-    corpus = corpora.load(config.corpus, config.text_field)
-    coder = tokenizer.load(config.tokenizer, corpus, cache)
+    corpus = corpora.load_corpus(config.corpus, config.text_field)
+    coder = tokenizer.load_tokenizer(config.tokenizer, corpus, cache)
     tokens, sha256 = _cached_tokens(corpus, coder, cache)
     split = len(tokens) - max(1, round(len(tokens) * config.held_out))
     train, held_out = tokens[:split], tokens[split:]

@@ -33,7 +33,7 @@ class NotText(ValueError):
     """A file that holds something else than UTF-8 text."""
 
 
-def find(path: Path, field: str, *, named: bool) -> Documents:
+def find_documents(path: Path, field: str, *, named: bool) -> Documents:
     """Return the documents of a file; they are read as they are asked for.
 
     Args:
@@ -58,10 +58,10 @@ def find(path: Path, field: str, *, named: bool) -> Documents:
         return Documents(True, _lines(path, field))
     if kind == JSON:
         return _json(path, field, named)
-    return Documents(False, iter((read(path),)))
+    return Documents(False, iter((read_document(path),)))
 
 
-def read(path: Path) -> bytes:
+def read_document(path: Path) -> bytes:
     """Return the text of one file, unpacked if its name ends in .gz, checked to be UTF-8 without NUL.
 
     Raises:
@@ -105,7 +105,7 @@ def _lines(path: Path, field: str) -> Iterator[bytes]:
 
 
 def _json(path: Path, field: str, named: bool) -> Documents:
-    text = read(path)
+    text = read_document(path)
     whole = text.decode().removeprefix(BOM).strip()
     lines = [line for line in whole.split("\n") if line.strip()]
     if len(lines) > 1 and any(isinstance(_try(line), dict) for line in lines[:2]):

@@ -37,7 +37,7 @@ def settled(config: TrainConfig, *folders: Path) -> tuple[TrainConfig, tuple[str
         return config, ()
     facts = auto.facts(auto.device_of(config))
     found = () if config.run.overwrite else map(_begun, folders or (config.run.out,))
-    choices = auto.choose(config, facts, next(filter(None, found), {}))
+    choices = auto.choose_options(config, facts, next(filter(None, found), {}))
     return auto.apply(config, choices), auto.lines(config, facts, choices)
 
 
@@ -46,7 +46,7 @@ def _begun(folder: Path) -> dict[str, bool]:
     if os.path.lexists(folder / RESULT):
         found = read_result(folder / RESULT)["identity"]
     elif os.path.lexists(folder / CONFIG):
-        found = recorded(folder)["identity"]
+        found = recorded_config(folder)["identity"]
     else:
         return {}
     return {option: found[option] for option in auto.OF_THE_RESULT if type(found.get(option)) is bool}
@@ -65,7 +65,7 @@ def finished(config: TrainConfig, recipe: str, data: Data) -> dict | None:
         if _refuse_another(folder, ours, result["identity"], result):
             return result
     elif os.path.lexists(folder / CONFIG):
-        _refuse_another(folder, ours, recorded(folder)["identity"], None)
+        _refuse_another(folder, ours, recorded_config(folder)["identity"], None)
     return None
 
 
@@ -87,7 +87,7 @@ def _refuse_other_tokens(folder: Path, data: Data) -> None:
     """Raise if the same text was cut into other tokens there, as another release of `tokenizers` may do."""
     if not os.path.lexists(folder / CONFIG):
         return
-    facts = recorded(folder).get("data")
+    facts = recorded_config(folder).get("data")
     ours, theirs = data.summary.get("tokens_sha256"), facts.get("tokens_sha256") if isinstance(facts, dict) else None
     if None not in (ours, theirs) and ours != theirs:
         raise ValueError(
@@ -96,7 +96,7 @@ def _refuse_other_tokens(folder: Path, data: Data) -> None:
         )
 
 
-def recorded(folder: Path) -> dict:
+def recorded_config(folder: Path) -> dict:
     """Return config.json.
 
     Raises:
@@ -145,17 +145,17 @@ def environments(folder: Path, history: list[dict]) -> list[dict]:
     """Return the environments of the run in `folder`: `history`, or for one without what config.json says."""
     if history or not (folder / CONFIG).exists():
         return history
-    facts = recorded(folder)
+    facts = recorded_config(folder)
     found = {key: facts["environment"][key] for key in environment.COMPARED if key in facts.get("environment", {})}
     found |= {"dtype": facts["dtype"]} if "dtype" in facts else {}
     return [{"step": 0, **found}]
 
 
-def remove_leftovers(folder: Path) -> None:
+def clean_folder(folder: Path) -> None:
     """Delete what writers that were killed left in the folder of a run."""
     files.remove_leftovers(folder, CONFIG, RESULT, LAYERS, log.NAME)
     files.remove_leftovers(folder / TENSORBOARD, EVENTS)
-    checkpoint.remove_leftovers(folder / CHECKPOINTS)
+    checkpoint.remove_unfinished(folder / CHECKPOINTS)
 
 
 def clear(folder: Path) -> None:
@@ -188,7 +188,7 @@ def _written(folder: Path) -> list[Path]:
     """Return the files of a run, config.json last: what is left of a run half deleted must not go on as if whole."""
     inner = []
     if _is_there(folder / CHECKPOINTS, stat.S_ISDIR):
-        inner += [folder / CHECKPOINTS / checkpoint.LATEST, *checkpoint.saved(folder / CHECKPOINTS)]
+        inner += [folder / CHECKPOINTS / checkpoint.LATEST, *checkpoint.checkpoints_in(folder / CHECKPOINTS)]
     if _is_there(folder / TENSORBOARD, stat.S_ISDIR):
         inner += sorted((folder / TENSORBOARD).glob(EVENTS))
     outer = [folder / name for name in (RESULT, LAYERS, log.NAME, CONFIG)]

@@ -29,7 +29,7 @@ class Log:
         with files.naming(folder / BOARD):
             self._board = _board(folder, after) if tensorboard else None
         path = folder / NAME
-        files.write_text(path, "".join(json.dumps(line) + "\n" for line in read(folder) if line["step"] <= after))
+        files.write_text(path, "".join(json.dumps(line) + "\n" for line in read_log(folder) if line["step"] <= after))
         self._path, self._file = path, path.open("ab", buffering=0)  # unbuffered: closing has nothing left to write
 
     def write(self, kind: str, step: int, values: dict[str, float | str]) -> None:
@@ -63,7 +63,7 @@ class Log:
                 self._board.close()
 
 
-def read(folder: Path) -> list[dict]:
+def read_log(folder: Path) -> list[dict]:
     """Return the lines of a run's log; a last line cut in half by a kill is left out.
 
     Raises:
@@ -105,7 +105,7 @@ def _problem(record: object) -> str:
 
 def curve(folder: Path, kind: str) -> tuple[list[int], list[float]]:
     """Return steps and losses of the lines of one kind, without those that are not finite."""
-    lines = [line for line in read(folder) if line["kind"] == kind and line["loss"] is not None]
+    lines = [line for line in read_log(folder) if line["kind"] == kind and line["loss"] is not None]
     points = [(line["step"], line["loss"]) for line in lines]
     return [step for step, _ in points], [loss for _, loss in points]
 

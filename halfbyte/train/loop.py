@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import halfbyte as hb
-from halfbyte.nn.linear import describe
+from halfbyte.nn.linear import describe_recipe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.train import (
     auto,
@@ -96,12 +96,12 @@ class Trainer:
         self.dtype = resolve_dtype(config, self.device)
         self.folder = config.run.out
         self.identity = identity(config, recipe, data)
-        shape = replace(models.get(config.model), vocab_size=data.vocab_size)
+        shape = replace(models.model_preset(config.model), vocab_size=data.vocab_size)
         self.model = models.Decoder(shape)
         models.initialise_(self.model, config.seed)
         self.model.to(self.device)
         self.run_state = hb.RunState(config.seed, config.schedule()).to(self.device)
-        chosen = treatment.get(recipe)
+        chosen = treatment.treatment_of(recipe)
         self.report = hb.quantize_(self.model, chosen.recipe, keep=chosen.keep, state=self.run_state)
         if config.fuse == "on":
             hb.nn.fuse_(self.model)
@@ -206,7 +206,7 @@ class Trainer:
         if recipe is None or schedule is None:
             return
         if self.step in schedule.starts:  # else layers of a resumed run take up what changed before
-            log.write("recipe", self.step + 1, {"recipe": describe(recipe)})
+            log.write("recipe", self.step + 1, {"recipe": describe_recipe(recipe)})
         self._forget_graph()
 
     def _forget_graph(self) -> None:
@@ -268,7 +268,7 @@ class Trainer:
         path = self.checkpoints.latest()
         if path is None:
             return
-        saved = checkpoint.load(path, self.identity)
+        saved = checkpoint.load_checkpoint(path, self.identity)
         try:
             restore.check(saved, self.config, self.model, self.optimizer, self.run_state)
             self.model.load_state_dict(saved["model"])
@@ -382,7 +382,7 @@ def train_held(
     interrupts: Interrupts | None = None,
 ) -> dict:
     """Do what `train` does for a caller that holds the lock of the folder."""
-    folder.remove_leftovers(config.run.out)
+    folder.clean_folder(config.run.out)
     if config.run.overwrite:
         clear(config.run.out)
     kept = finished(config, recipe, data)

@@ -106,7 +106,7 @@ class Rotary(nn.Module):
         return angle.cos(), angle.sin()
 
 
-def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+def rotate_pairs(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Turn each pair (element i, element i + D/2) by the angle of its position."""
     first, second = x_BHTD.chunk(2, dim=-1)
     return x_BHTD * cos_TD.to(x_BHTD.dtype) + torch.cat((-second, first), dim=-1) * sin_TD.to(x_BHTD.dtype)
@@ -130,12 +130,12 @@ class Attention(nn.Module):
             projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projected in forward_shared(x_BTC, (self.q_proj, self.k_proj, self.v_proj))
         )
-        q, k = rotate(q, cos_TD, sin_TD), rotate(k, cos_TD, sin_TD)
+        q, k = rotate_pairs(q, cos_TD, sin_TD), rotate_pairs(k, cos_TD, sin_TD)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.is_grouped)
         return self.o_proj(y.transpose(1, 2).flatten(-2))
 
 
-class MLP(nn.Module):
+class FeedForward(nn.Module):
     """SwiGLU; gate and up read one quantized input."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -157,7 +157,7 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = MLP(config) if config.moe is None else MoE(config.dim, config.hidden, config.moe)
+        self.mlp = FeedForward(config) if config.moe is None else MoE(config.dim, config.hidden, config.moe)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the block's output and, with experts, its load-balancing loss."""
@@ -350,7 +350,7 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
 }
 
 
-def get(name: str) -> ModelConfig:
+def model_preset(name: str) -> ModelConfig:
     """Return the model preset called `name`.
 
     Raises:

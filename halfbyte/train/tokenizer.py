@@ -58,7 +58,7 @@ class BPE:
             yield np.array([*ids, 0], dtype=np.uint32)
 
 
-def load(name: str, corpus: Corpus, cache: Path) -> Tokenizer:
+def load_tokenizer(name: str, corpus: Corpus, cache: Path) -> Tokenizer:
     """Return the tokenizer called `name`, training and caching it if need be.
 
     Args:

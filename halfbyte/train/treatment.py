@@ -36,7 +36,7 @@ class Treatment:
         return CONTROL in self.name.partition("@")[0].split("/")
 
 
-def get(name: str) -> Treatment:
+def treatment_of(name: str) -> Treatment:
     """Return the treatment called `name`: a recipe's name, with `@all` behind it or without.
 
     Raises:

@@ -24,7 +24,7 @@ def casts(device: torch.device) -> list[Check]:
     checks = []
     for name, used in found.items():
         start = time.perf_counter()
-        ours, theirs = hardware_cast.compare(device, name)
+        ours, theirs = hardware_cast.compare_conversions(device, name)
         count = int((ours != theirs).sum())
         detail = f"{count} of {ours.numel()} words of 8 codes differ" if count else ""
         outcome = record.PASSED if not count else record.FAILED if used else record.NOT_RUN

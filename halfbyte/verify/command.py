@@ -19,7 +19,7 @@ from halfbyte.ops.backends import BACKENDS, PORTABLE, REFERENCE, TRITON, backend
 from halfbyte.verify import casts, plan, record, speed, timing
 from halfbyte.verify.fingerprint import fingerprint
 from halfbyte.verify.plan import Scope
-from halfbyte.verify.record import Check, Report
+from halfbyte.verify.record import Check, Verification
 from halfbyte.version import __version__
 
 DESCRIPTION = """Compare every kernel on this machine's GPU with the reference, byte for byte, check GEMMs against fp64,
@@ -96,7 +96,7 @@ def _backend(device: torch.device, options: argparse.Namespace) -> str | None:
 
 def verify(
     scope: Scope, *, jobs: int = 1, with_speed: bool = True, after: Callable[[int], None] | None = None
-) -> Report:
+) -> Verification:
     """Check everything in `scope`.
 
     Args:
@@ -106,7 +106,7 @@ def verify(
         after: called with the number of checks done, now and then.
     """
     start = time.perf_counter()
-    checks = plan.run(scope, jobs, after)
+    checks = plan.run_all(scope, jobs, after)
     checks += casts.casts(scope.device)
     native = plan.native_status(scope.device)
     if not native.available:
@@ -115,7 +115,7 @@ def verify(
     if scope.device.type == "cuda" and with_speed:
         measured = timing.ceilings(scope.device)
         speeds, limits = list(speed.speeds(scope.device, measured, scope.backend)), measured.text()
-    return Report(
+    return Verification(
         machine=machine(scope),
         checks=checks,
         fingerprint=fingerprint(scope.device, scope.backend),

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops, reference
-from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, matrix_shape
+from halfbyte.formats import NVFP4_E2M1
+from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, amax_shape, matrix_shape
 from halfbyte.spec import MXFP8, NVFP4, Hadamard, Spec
 from halfbyte.verify.compare import difference, relative_error
 from halfbyte.verify.matrix import ALL_SPECS, FEW, LONG_PAIRS, MAIN_SPECS, MANY, PAIRS, SEED, draws, inputs
@@ -52,7 +53,7 @@ def _pairs(full: bool) -> Iterator[tuple[str, Spec, str, Tensor]]:
 def quantization(device: torch.device, backend: str | None, full: bool) -> Iterator[Finding]:
     """quantize: every spec on its inputs, both scale layouts, and a given amax."""
     for spec_name, spec, name, x in _pairs(full):
-        kernel = "quantize MXFP8" if isinstance(spec, MXFP8) else "quantize NVFP4"
+        kernel = "quantize NVFP4" if spec.format is NVFP4_E2M1 else "quantize MXFP8"
 
         def check(x=x, spec=spec, layout: str = LINEAR, given: float | None = None) -> str | None:
             amax = _given_amax(x, spec, given)
@@ -72,7 +73,7 @@ def quantization(device: torch.device, backend: str | None, full: bool) -> Itera
         yield kernel, f"{spec_name}, {name}", check
         if name == "ragged" or (name == "regular" and (full or spec_name in MAIN_SPECS)):
             yield kernel, f"{spec_name}, {name}, swizzled", lambda check=check: check(layout=SWIZZLED_32_4_4)
-        if name == "regular" and isinstance(spec, NVFP4):
+        if name == "regular" and spec.format.has_amax:
             yield kernel, f"{spec_name}, {name}, given amax", lambda check=check: check(given=3.5)
             yield kernel, f"{spec_name}, {name}, NaN as amax", lambda check=check: check(given=float("nan"))
 
@@ -80,8 +81,7 @@ def quantization(device: torch.device, backend: str | None, full: bool) -> Itera
 def _given_amax(x: Tensor, spec: Spec, value: float | None) -> Tensor | None:
     if value is None:
         return None
-    by_row = isinstance(spec, NVFP4) and spec.outer == "row"
-    return torch.full((matrix_shape(x.shape)[0],) if by_row else (), value)
+    return torch.full(amax_shape(matrix_shape(x.shape)[0], spec), value)
 
 
 def row_col(device: torch.device, backend: str | None, full: bool) -> Iterator[Finding]:

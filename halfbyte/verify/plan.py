@@ -69,7 +69,7 @@ def _same_fingerprint(device: torch.device, backend: str) -> str | None:
     return None if found == EXPECTED else f"{found}, expected {EXPECTED}"
 
 
-def run(scope: Scope, jobs: int, after: Callable[[int], None] | None = None) -> list[Check]:
+def run_all(scope: Scope, jobs: int, after: Callable[[int], None] | None = None) -> list[Check]:
     """Run all checks of a verification.
 
     Args:
@@ -103,7 +103,7 @@ def _share(scope: Scope, index: int, jobs: int, after: Callable[[int], None] | N
     for place, finding in enumerate(findings(scope)):
         group, name, _ = finding
         if crc32(f"{group}/{_compiled_as(name)}".encode()) % jobs == index:
-            done.append((place, record.run([finding])[0]))
+            done.append((place, record.run_checks([finding])[0]))
             if after is not None:
                 after(len(done))
     return done

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from halfbyte.distributed.partial_cast import target_of
+from halfbyte.distributed.partial_cast import cast_target_of
 from halfbyte.layout import LINEAR, SWIZZLED_32_4_4
 from halfbyte.ops.primary import primary_stages
 from halfbyte.pieces import Piece
@@ -61,7 +61,7 @@ def _states(device, backend, spec: NVFP4, cuts, dtype: torch.dtype, layout: str)
         before = torch.randint(0, 256, weight.qdata.shape, generator=generator, dtype=torch.uint8)
         weight.qdata.copy_(before)
         weight.block_scale.zero_()
-        target = target_of(weight, tiles, slot, turned=weight.allocate_turned())
+        target = cast_target_of(weight, tiles, slot, turned=weight.allocate_turned())
         tiles += target.tile_count
         numel = rows * cols
         master = torch.randn(numel, generator=generator) * 10.0 ** (slot - 2)

@@ -29,7 +29,7 @@ Finding = tuple[str, str, Callable[[], "str | None"]]
 """(group, name, function): the function returns None if all is well, else what is wrong."""
 
 
-def run(findings: Iterable[Finding]) -> list[Check]:
+def run_checks(findings: Iterable[Finding]) -> list[Check]:
     """Run checks one by one; an exception is a failure of its check, not of the run."""
     checks = []
     for group, name, function in findings:
@@ -55,7 +55,7 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Verification:
     """Everything `halfbyte verify` prints."""
 
     machine: dict[str, str]
@@ -94,7 +94,7 @@ class Report:
         }
 
 
-def text(report: Report) -> str:
+def text(report: Verification) -> str:
     """Return the table for people."""
     lines = [f"{name:<12}{value}" for name, value in report.machine.items()]
     lines += ["", f"{'what':<34}{'checks':>7}  result"]
@@ -121,7 +121,7 @@ def text(report: Report) -> str:
 ROW_HEAD = "| machine | versions | bytes | hardware FP4 | GEMM | fingerprint | speed |\n|---|---|---|---|---|---|---|"
 
 
-def row(report: Report) -> str:
+def row(report: Verification) -> str:
     """Return the machine's row in docs/hardware.md."""
     groups = report.groups()
 

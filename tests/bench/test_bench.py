@@ -13,6 +13,7 @@ from bench.cases import quantize
 from bench.registry import Bar, Case, Outcome, Setting, Unequal, all_cases, select
 from bench.results import Result
 from halfbyte import cli, ops
+from halfbyte.ops import gemm, quantization
 from halfbyte.spec import NVFP4
 from halfbyte.verify.timing import Ceilings
 
@@ -65,7 +66,7 @@ def test_training_step_runs_under_both_recipes():
 
 def wrong_at(monkeypatch, row: int, only_rows: int) -> None:
     """Make every backend but the reference wrong in one nibble of matrices with `only_rows` rows."""
-    right = ops.dispatch.quantize
+    right = quantization.quantize
 
     def wrong(x, spec, **options):
         blocks = right(x, spec, **(options | {"backend": "reference"}))
@@ -89,7 +90,7 @@ def test_wrong_bytes_get_no_figure(monkeypatch, row, rows, says):
 
 
 def test_a_product_that_is_off_gets_no_figure(monkeypatch):
-    right = ops.dispatch.gemm_nt
+    right = gemm.gemm_nt
     monkeypatch.setattr(ops, "gemm_nt", lambda *a, **k: right(*a, **k) * 1.01)
     (case,) = select(all_cases(), ["gemm/from-codes"])
     with pytest.raises(Unequal, match="relative error 1.0"):

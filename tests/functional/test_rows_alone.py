@@ -80,7 +80,7 @@ def test_experts(outer, alone):
 
 def logits(recipe, tokens):
     torch.manual_seed(0)
-    model = models.Decoder(dataclasses.replace(models.get("tiny"), vocab_size=256))
+    model = models.Decoder(dataclasses.replace(models.model_preset("tiny"), vocab_size=256))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

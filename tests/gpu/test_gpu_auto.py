@@ -55,7 +55,7 @@ def captures(monkeypatch):
 
 def train(config, recipe="nvfp4"):
     """Return the losses of training steps and validations."""
-    loop.train(config, recipe, data.load(config.data, config.run.cache))
+    loop.train(config, recipe, data.load_data(config.data, config.run.cache))
     return [*log.curve(config.run.out, "step")[1], *log.curve(config.run.out, "eval")[1]]
 
 
@@ -121,7 +121,7 @@ def test_a_stopped_run_goes_on_with_what_it_began_with(run, capsys):
     """The folder of a run with all off, as runs were by default, is not named another run."""
     expected = train(run("whole", **OFF))
     stopped = run("stopped", **OFF)
-    text = data.load(stopped.data, stopped.run.cache)
+    text = data.load_data(stopped.data, stopped.run.cache)
     trainer = loop.Trainer(stopped, "nvfp4", text)
     save = trainer._save
 

@@ -72,8 +72,8 @@ def test_error_of_long_contractions(variant, rows):
 def test_split_contraction(variant, splits, monkeypatch):
     a, b = operand(300, 5000, hb.NVFP4()), operand(200, 5000, checks.ROW)
     tile = (route.POINTER_TILES if variant == "pointer" or not HOPPER else route.TMA_TILES)[-1]
-    plan = route.Plan(tile in route.TMA_TILES, tile, splits, False)
-    monkeypatch.setattr(dense, "make_plan", lambda *_: plan)
+    plan = route.GemmPlan(tile in route.TMA_TILES, tile, splits, False)
+    monkeypatch.setattr(dense, "gemm_plan", lambda *_: plan)
     y = dense.gemm_nt(a, b, out_dtype=torch.float32)
     assert checks.relative_error(y, a, b) <= BOUNDS[torch.float32]
     assert torch.equal(y, dense.gemm_nt(a, b, out_dtype=torch.float32)), "the sum depends on the run"
@@ -82,7 +82,7 @@ def test_split_contraction(variant, splits, monkeypatch):
 @pytest.mark.parametrize("tile", (HOPPER or ()) + route.POINTER_TILES, ids=str)
 def test_every_tile(tile, monkeypatch):
     tma = tile in route.TMA_TILES
-    monkeypatch.setattr(dense, "make_plan", lambda *_: route.Plan(tma, tile, 1, False))
+    monkeypatch.setattr(dense, "gemm_plan", lambda *_: route.GemmPlan(tma, tile, 1, False))
     for N in (500, 512):  # 500 fp32 values are whole 16 bytes, 500 - 3 are not: plain stores
         a, b = operand(700, 1100, checks.ROW), operand(N, 1100, checks.TILE)
         for dtype, bound in BOUNDS.items():

@@ -163,7 +163,7 @@ def test_the_trainer_gives_the_same_losses_with_and_without_a_graph(tmp_path):
         fuse="off",
         compile="off",
     )
-    corpus, results = data.load(config.data, tmp_path), []
+    corpus, results = data.load_data(config.data, tmp_path), []
     for graph, cached in (("off", False), ("on", False), ("on", True)):
         run = replace(config.run, out=tmp_path / f"{graph}{cached}", graph=graph, cache_weights=cached)
         results.append(loop.train(replace(config, run=run), "nvfp4", corpus)["held_out_loss"])

@@ -8,10 +8,12 @@ from grouped_cases import GROUPS, RECIPES, SPECS, ends
 import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels import backend
+from halfbyte.kernels.amax import route as amax_route
 from halfbyte.kernels.gemm.grouped import grouped_gemm_nt
-from halfbyte.kernels.quantize import grouped, grouped_wide
-from halfbyte.layout import SCALE_LAYOUTS, GroupedOperand, group_alignment, group_ends
+from halfbyte.kernels.quantize import grouped_route
+from halfbyte.layout import SCALE_LAYOUTS, Operand, group_alignment, group_ends
 from halfbyte.rng import StreamPhilox
+from halfbyte.sides import both_sides
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -58,16 +60,16 @@ def test_bytes_of_tokens(pair, groups):
     x, offsets = tokens(sizes, padding, cols), ends(sizes).cuda()
     for scale_layout in SCALE_LAYOUTS:
         options = {**draws(), "scale_layout": scale_layout}
-        expected = reference.grouped_quantize_row_col(x, offsets, *PAIRS[pair], **options)
-        same_blocks(backend.grouped_quantize_row_col(x, offsets, *PAIRS[pair], **options), expected)
+        expected = reference.grouped_quantize_row_col(x, offsets, *both_sides(*PAIRS[pair], **options))
+        same_blocks(backend.grouped_quantize_row_col(x, offsets, *both_sides(*PAIRS[pair], **options)), expected)
 
 
 @pytest.mark.parametrize("pair", ["gradient", "fresh"])
 def test_bytes_as_other_sizes_and_targets_find_them(pair, monkeypatch):
     """Several tiles a program, as large tensors have them; of maxima the warps that sm_100 takes."""
-    warps_of = grouped_wide.amax_warps
-    monkeypatch.setattr(grouped_wide, "amax_warps", lambda launch, rule, _: warps_of(launch, rule, 100))
-    monkeypatch.setattr(grouped, "LOOPS", ((1, 2),))
+    warps_of = amax_route.amax_warps
+    monkeypatch.setattr(amax_route, "amax_warps", lambda tile, rule, _: warps_of(tile, rule, 100))
+    monkeypatch.setattr(grouped_route, "LOOPS", ((1, 2),))
     test_bytes_of_tokens(pair, "ragged")
     test_bytes_of_tokens(pair, "uneven")
 
@@ -78,16 +80,16 @@ def test_bytes_of_experts(pair, shape):
     w = torch.randn(shape, device="cuda").bfloat16()
     for scale_layout in SCALE_LAYOUTS:
         options = {**draws(), "scale_layout": scale_layout}
-        expected = reference.grouped_quantize_row_col(w, None, *PAIRS[pair], **options)
-        same_blocks(backend.grouped_quantize_row_col(w, None, *PAIRS[pair], **options), expected)
+        expected = reference.grouped_quantize_row_col(w, None, *both_sides(*PAIRS[pair], **options))
+        same_blocks(backend.grouped_quantize_row_col(w, None, *both_sides(*PAIRS[pair], **options)), expected)
 
 
 @pytest.mark.parametrize("pair", ["activation", "gradient", "tile", "4over6", "mxfp8"])
 def test_transient_values_are_the_decoded_codes(pair):
     sizes, padding, cols = SIZES["uneven"]
     x, offsets, specs = tokens(sizes, padding, cols), ends(sizes).cuda(), PAIRS[pair]
-    codes = backend.grouped_quantize_row_col(x, offsets, *specs, **draws())
-    values = backend.grouped_quantize_row_col(x, offsets, *specs, transient=(True, True), **draws())
+    codes = backend.grouped_quantize_row_col(x, offsets, *both_sides(*specs, **draws()))
+    values = backend.grouped_quantize_row_col(x, offsets, *both_sides(*specs, transient=(True, True), **draws()))
     expected = backend.grouped_values(codes[0], specs[0], offsets, cols)
     checks.same(values[0].qdata[: sum(sizes)], expected[: sum(sizes)])
     end = int(group_ends(offsets, group_alignment(specs[1]))[-1])
@@ -101,10 +103,10 @@ def test_tiles_as_codes_and_values(shape):
     """NaN, Inf and zeros included, where whole programs cover the experts and where not."""
     w, spec = torch.randn(shape, device="cuda").bfloat16(), SPECS["tile"]
     w[0, 3, 5], w[1, 20, 7], w[1, :16] = torch.nan, -torch.inf, 0
-    expected, _ = reference.grouped_quantize_row_col(w, None, spec, None)
-    codes, _ = backend.grouped_quantize_row_col(w, None, spec, None)
+    expected, _ = reference.grouped_quantize_row_col(w, None, *both_sides(spec, None))
+    codes, _ = backend.grouped_quantize_row_col(w, None, *both_sides(spec, None))
     same_blocks([codes], [expected])
-    values, _ = backend.grouped_quantize_row_col(w, None, spec, None, transient=(True, False))
+    values, _ = backend.grouped_quantize_row_col(w, None, *both_sides(spec, None, transient=(True, False)))
     checks.same(values.qdata, backend.grouped_values(expected, spec, None, shape[-1]))
 
 
@@ -118,19 +120,21 @@ def test_products(name, groups, dtype, accumulate, variant):
     x, offsets = tokens(sizes, padding, cols), ends(sizes).cuda()
     dy = torch.randn(len(x), 192, device="cuda").bfloat16()
     w = torch.randn(len(sizes), 192, cols, device="cuda").bfloat16()
-    (row, col), (dy_row, dy_col) = (reference.grouped_quantize_row_col(t, offsets, spec, spec) for t in (x, dy))
-    w_row, _ = reference.grouped_quantize_row_col(w, None, spec, None)
+    (row, col), (dy_row, dy_col) = (
+        reference.grouped_quantize_row_col(t, offsets, *both_sides(spec, spec)) for t in (x, dy)
+    )
+    w_row, _ = reference.grouped_quantize_row_col(w, None, *both_sides(spec, None))
     rows, experts = (len(x), len(sizes))
-    operand = lambda blocks: GroupedOperand(blocks, spec)  # noqa: E731
+    operand = lambda blocks, K: Operand(blocks, spec, K)  # noqa: E731
     cases = [
-        ((rows, 192), operand(row), operand(w_row), cols),
-        ((experts, 192, cols), operand(dy_col), operand(col), rows),
-        ((rows, 192), operand(row), GroupedOperand(w), cols),
-        ((experts, 192, cols), GroupedOperand(dy.mT), GroupedOperand(x.mT), rows),
-        ((rows, cols), GroupedOperand(dy), GroupedOperand(w.mT), 192),
+        ((rows, 192), operand(row, cols), operand(w_row, cols), cols),
+        ((experts, 192, cols), operand(dy_col, rows), operand(col, rows), rows),
+        ((rows, 192), operand(row, cols), w, cols),
+        ((experts, 192, cols), dy.mT, x.mT, rows),
+        ((rows, cols), dy, w.mT, 192),
     ]
     if spec.alignment == 16:
-        cases.append(((rows, cols), operand(dy_row), GroupedOperand(w.mT), 192))
+        cases.append(((rows, cols), operand(dy_row, 192), w.mT, 192))
     for shape, a, b, K in cases:
         existing = torch.randn(shape, device="cuda").to(dtype)
         if not accumulate:
@@ -150,10 +154,10 @@ def test_products_are_those_of_each_group_alone(experts_by):
     x, offsets = tokens(sizes, 0, cols).nan_to_num(), ends(sizes).cuda()
     w = torch.randn(len(sizes), 8448, cols, device="cuda").bfloat16()
     w = w.mT.contiguous().mT if experts_by == "columns" else w
-    row, _ = backend.grouped_quantize_row_col(x, offsets, hb.NVFP4(), None, transient=(True, False))
+    row, _ = backend.grouped_quantize_row_col(x, offsets, *both_sides(hb.NVFP4(), None, transient=(True, False)))
     spec = hb.NVFP4()
     out = torch.empty(len(x), 8448, device="cuda", dtype=torch.bfloat16)
-    grouped_gemm_nt(GroupedOperand(row, spec), GroupedOperand(w), offsets, cols, out)
+    grouped_gemm_nt(Operand(row, spec, cols), w, offsets, cols, out)
     start = 0
     for g, size in enumerate(sizes):
         part = slice(start, start + size)

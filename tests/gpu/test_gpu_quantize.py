@@ -8,9 +8,10 @@ import torch
 import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels.amax.plain import finite_amax, row_col_amax
-from halfbyte.kernels.backend import quantize, quantize_row_col
-from halfbyte.kernels.quantize.both_route import Pair
-from halfbyte.kernels.quantize.both_route import pair as pair_route
+from halfbyte.kernels.quantize.both import quantize_rows_and_cols
+from halfbyte.kernels.quantize.both_route import Pair, choose_pair
+from halfbyte.kernels.quantize.one import quantize_side
+from halfbyte.sides import Side, both_sides
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -63,7 +64,7 @@ def test_row_col_of_small_tensors(index):
     for shape in ((64, 256), (512, 1024), (1024, 4096)):
         for kind in ("heavy", "nonfinite"):
             x = checks.sample(kind, shape, torch.bfloat16, "cuda")
-            assert pair_route(Pair(x, *pair)).kernel == "quantize_row_col_small_kernel"
+            assert choose_pair(Pair(x, *both_sides(*pair))).kernel == "quantize_row_col_small_kernel"
             checks.check_row_col(x, pair, layout.LINEAR)
 
 
@@ -83,8 +84,8 @@ def test_maxima_of_wide_rotations_on_other_targets(hardware, col, monkeypatch):
 def test_launches_that_overlap_wait_for_each_other():
     pair, options = checks.PAIRS[1], checks.draws("cuda")
     xs = [checks.sample("heavy", (512, 1024), torch.bfloat16, "cuda") for _ in range(4)]
-    expected = [reference.quantize_row_col(x, *pair, **options) for x in xs]
-    quantize_row_col(xs[0], *pair, **options)  # compiles
+    expected = [reference.quantize_row_col(x, *both_sides(*pair, **options)) for x in xs]
+    quantize_rows_and_cols(xs[0], *both_sides(*pair, **options))  # compiles
     graph = torch.cuda.CUDAGraph()
     x = torch.empty_like(xs[0])
     torch.cuda.synchronize()
@@ -92,7 +93,7 @@ def test_launches_that_overlap_wait_for_each_other():
         sides = []
         for new in xs:
             x.copy_(new)
-            sides.append(quantize_row_col(x, *pair, **options))
+            sides.append(quantize_rows_and_cols(x, *both_sides(*pair, **options)))
             x.zero_()
     for _ in range(20):
         graph.replay()
@@ -114,7 +115,7 @@ def test_amax_of_large_tensors():
 def test_more_than_two_to_the_31_elements():
     x = torch.zeros(1, (1 << 31) + 4096, dtype=torch.bfloat16, device="cuda").view(-1, 4096)
     x[-3:] = torch.randn(3, 4096, device="cuda")
-    blocks = quantize(x, hb.NVFP4(), amax=torch.tensor(6.0, device="cuda"))
+    blocks = quantize_side(x, Side(hb.NVFP4(), amax=torch.tensor(6.0, device="cuda")))
     tail = reference.quantize(x[-8:], hb.NVFP4(), amax=torch.tensor(6.0, device="cuda"))
     assert torch.equal(blocks.qdata[-8:], tail.qdata) and torch.equal(blocks.block_scale[-8:], tail.block_scale)
     assert not blocks.qdata[:-8].any()
@@ -124,10 +125,10 @@ def test_a_graph_replays_with_new_values():
     x = torch.randn(256, 512, device="cuda").bfloat16()
     spec = hb.NVFP4(rounding="stochastic")
     draw = hb.Philox(1, 2).on("cuda")
-    quantize(x, spec, draw=draw)
+    quantize_side(x, Side(spec, draw=draw))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        blocks = quantize(x, spec, draw=draw)
+        blocks = quantize_side(x, Side(spec, draw=draw))
     x.copy_(torch.randn(256, 512))
     draw.base.copy_(torch.tensor([3, 4]))
     graph.replay()

@@ -6,6 +6,7 @@ import torch
 
 import halfbyte as hb
 from halfbyte.kernels import backend
+from halfbyte.sides import both_sides
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -27,8 +28,8 @@ def test_values_are_the_decoded_codes(name, shape):
     x = torch.randn(shape, device="cuda").bfloat16()
     x[0, 0] = float("nan")
     draw = hb.Philox(7, 3).on(x.device)
-    codes = backend.quantize_row_col(x, *specs, draw=draw)
-    values = backend.quantize_row_col(x, *specs, draw=draw, transient=(True, True))
+    codes = backend.quantize_row_col(x, *both_sides(*specs, draw=draw))
+    values = backend.quantize_row_col(x, *both_sides(*specs, draw=draw, transient=(True, True)))
     for side, (stored, transient, spec) in enumerate(zip(codes, values, specs, strict=True)):
         checks.same(transient.qdata, backend.decode(stored, spec, shape[1 - side]).values)
 

@@ -12,9 +12,10 @@ import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels import backend
 from halfbyte.kernels.gemm.grouped import clear_tail, grouped_dequantize, grouped_gemm_nt
-from halfbyte.kernels.quantize import grouped, route
-from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, GroupedOperand, group_alignment, group_ends
+from halfbyte.kernels.quantize import grouped_route, route
+from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, Operand, group_alignment, group_ends
 from halfbyte.reference.scale import global_scale
+from halfbyte.sides import both_sides
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels on a GPU")
 
@@ -52,8 +53,8 @@ def same_blocks(actual, expected):
 
 
 def check_bytes(x, offsets, pair, **options):
-    expected = reference.grouped_quantize_row_col(x, offsets, *pair, **draws(), **options)
-    same_blocks(backend.grouped_quantize_row_col(x, offsets, *pair, **draws(), **options), expected)
+    expected = reference.grouped_quantize_row_col(x, offsets, *both_sides(*pair, **draws(), **options))
+    same_blocks(backend.grouped_quantize_row_col(x, offsets, *both_sides(*pair, **draws(), **options)), expected)
 
 
 def same_values(values, codes, specs, rows, offsets):
@@ -103,9 +104,11 @@ def test_an_amax_of_the_caller_is_used():
     check_bytes(x, offsets, (hb.NVFP4(), hb.NVFP4()), row_amax=amax, col_amax=2 * amax)
     spec = hb.NVFP4(outer="row")
     given = {"row_amax": by_row, "col_amax": torch.rand(5, COLS)}
-    expected = reference.grouped_quantize_row_col(x, offsets, spec, spec, **given)
+    expected = reference.grouped_quantize_row_col(x, offsets, *both_sides(spec, spec, **given))
     by_row[-1] = torch.nan  # of a token behind the last group: not read
-    for ours, theirs in zip(backend.grouped_quantize_row_col(x, offsets, spec, spec, **given), expected, strict=True):
+    for ours, theirs in zip(
+        backend.grouped_quantize_row_col(x, offsets, *both_sides(spec, spec, **given)), expected, strict=True
+    ):
         checks.same(ours.qdata, theirs.qdata)
         checks.same(ours.block_scale, theirs.block_scale)
 
@@ -119,21 +122,25 @@ def test_whole_tiles_of_columns(pair):
     given = {f"{side}_amax": torch.tensor([4.0, torch.nan]) for side in ("row", "col")}
     check_bytes(x, offsets, specs, **given)
     given = {name: amax.nan_to_num(3.0) for name, amax in given.items()}
-    codes = reference.grouped_quantize_row_col(x, offsets, *specs, **draws(), **given)
-    values = backend.grouped_quantize_row_col(x, offsets, *specs, transient=(True, True), **draws(), **given)
+    codes = reference.grouped_quantize_row_col(x, offsets, *both_sides(*specs, **draws(), **given))
+    values = backend.grouped_quantize_row_col(
+        x, offsets, *both_sides(*specs, transient=(True, True), **draws(), **given)
+    )
     same_values(values, codes, specs, 70, offsets)
 
 
 def test_several_tiles_a_program(monkeypatch):
     """Programs that draw go through tiles beside each other; groups of an amax that is not regular divide otherwise."""
-    monkeypatch.setattr(grouped, "LOOPS", ((1, 2),))
+    monkeypatch.setattr(grouped_route, "LOOPS", ((1, 2),))
     specs = hb.NVFP4(**SR), hb.NVFP4(**SR, rotation=hb.Hadamard())
     x, offsets = torch.randn(95, 512, generator=torch.Generator().manual_seed(6)).bfloat16(), ends((67, 20, 3))
     x[80:84] *= 2.0**-70
     given = {f"{side}_amax": torch.tensor([4.0, 1e-30, 0.0]) for side in ("row", "col")}
     check_bytes(x, offsets, specs, **given)
-    codes = reference.grouped_quantize_row_col(x, offsets, *specs, **draws(), **given)
-    values = backend.grouped_quantize_row_col(x, offsets, *specs, transient=(True, True), **draws(), **given)
+    codes = reference.grouped_quantize_row_col(x, offsets, *both_sides(*specs, **draws(), **given))
+    values = backend.grouped_quantize_row_col(
+        x, offsets, *both_sides(*specs, transient=(True, True), **draws(), **given)
+    )
     same_values(values, codes, specs, 90, offsets)
 
 
@@ -141,8 +148,8 @@ def test_several_tiles_a_program(monkeypatch):
 def test_transient_values_are_the_decoded_codes(pair):
     sizes, padding = GROUPS["ragged"]
     x, offsets, specs = tokens(sizes, padding), ends(sizes), PAIRS[pair]
-    codes = reference.grouped_quantize_row_col(x, offsets, *specs, **draws())
-    values = backend.grouped_quantize_row_col(x, offsets, *specs, transient=(True, True), **draws())
+    codes = reference.grouped_quantize_row_col(x, offsets, *both_sides(*specs, **draws()))
+    values = backend.grouped_quantize_row_col(x, offsets, *both_sides(*specs, transient=(True, True), **draws()))
     same_values(values, codes, specs, sum(sizes), offsets)
 
 
@@ -157,11 +164,11 @@ def exact(*shape):
 
 def transient(side):
     """Return an operand decoded by the reference: the interpreter spends most of a product on decoding."""
-    (qdata, scale, amax), spec, _ = side
+    (qdata, scale, amax), spec, cols, _ = side
     length = 16 if isinstance(spec, hb.NVFP4) else 32
     flat = Blocks(qdata.flatten(0, -2), scale.flatten(0, -2), amax)
     values = reference.decode(flat, spec, scale.shape[-1] * length).values.bfloat16()
-    return GroupedOperand(Blocks(values.view(*qdata.shape[:-1], -1), scale.new_empty(0), amax), spec)
+    return Operand(Blocks(values.view(*qdata.shape[:-1], -1), scale.new_empty(0), amax), spec, cols)
 
 
 class TestProducts:
@@ -182,9 +189,12 @@ class TestProducts:
         spec = SPECS[spec]
         x, dy, w = exact(self.rows, COLS), exact(self.rows, self.N), exact(self.experts, self.N, COLS)
         x[2, 5] = x[self.rows - 1] = torch.nan  # one block of one group; a token behind the last
-        (row, col), (_, dy_col) = (reference.grouped_quantize_row_col(t, self.offsets, spec, spec) for t in (x, dy))
-        w_row, _ = reference.grouped_quantize_row_col(w, None, spec, None)
-        sides = [GroupedOperand(blocks, spec) for blocks in (row, w_row, dy_col, col)]
+        (row, col), (_, dy_col) = (
+            reference.grouped_quantize_row_col(t, self.offsets, *both_sides(spec, spec)) for t in (x, dy)
+        )
+        w_row, _ = reference.grouped_quantize_row_col(w, None, *both_sides(spec, None))
+        lengths = (COLS, COLS, self.rows, self.rows)
+        sides = [Operand(blocks, spec, K) for blocks, K in zip((row, w_row, dy_col, col), lengths, strict=True)]
         accumulate = spec.key == SPECS["row"].key
         options = {"dtype": torch.float32, "accumulate": accumulate, "variant": variant, "as_values": True}
         self.check((self.rows, self.N), *sides[:2], COLS, **options)
@@ -195,18 +205,20 @@ class TestProducts:
     def test_plain_and_swizzled(self):
         spec = hb.NVFP4()
         x, dy, w = (t.bfloat16() for t in (exact(self.rows, COLS), exact(self.rows, 64), exact(self.experts, 64, COLS)))
-        row, col = reference.grouped_quantize_row_col(x, self.offsets, spec, spec, scale_layout=SWIZZLED_32_4_4)
-        row, col = (GroupedOperand(blocks, spec, SWIZZLED_32_4_4) for blocks in (row, col))
-        self.check((self.rows, 64), row, GroupedOperand(w), COLS)
-        self.check((self.experts, 64, COLS), GroupedOperand(dy.mT), col, self.rows)
-        self.check((self.experts, 64, COLS), GroupedOperand(dy.mT), GroupedOperand(x.mT), self.rows)
-        self.check((self.rows, COLS), GroupedOperand(dy), GroupedOperand(w.mT), 64)  # experts with contiguous columns
+        row, col = reference.grouped_quantize_row_col(
+            x, self.offsets, *both_sides(spec, spec, scale_layout=SWIZZLED_32_4_4)
+        )
+        row, col = Operand(row, spec, COLS, SWIZZLED_32_4_4), Operand(col, spec, self.rows, SWIZZLED_32_4_4)
+        self.check((self.rows, 64), row, w, COLS)
+        self.check((self.experts, 64, COLS), dy.mT, col, self.rows)
+        self.check((self.experts, 64, COLS), dy.mT, x.mT, self.rows)
+        self.check((self.rows, COLS), dy, w.mT, 64)  # experts with contiguous columns
 
     def test_chains_of_a_long_contraction(self, monkeypatch):
         monkeypatch.setattr("halfbyte.kernels.gemm.route.MAX_CHAIN", 64)
         spec, offsets = hb.NVFP4(), ends((130, 0, 60))
-        _, col = reference.grouped_quantize_row_col(exact(190, COLS), offsets, None, spec)
-        side, shape = GroupedOperand(col, spec), (3, COLS, COLS)
+        _, col = reference.grouped_quantize_row_col(exact(190, COLS), offsets, *both_sides(None, spec))
+        side, shape = Operand(col, spec, 190), (3, COLS, COLS)
         expected = reference.grouped_gemm_nt(side, side, offsets, 190, torch.empty(shape))
         for variant in ("auto", "pointer"):
             actual = grouped_gemm_nt(*2 * [transient(side)], offsets, 190, torch.empty(shape), variant=variant)
@@ -218,10 +230,10 @@ class TestProducts:
 def test_dequantize(spec, scale_layout):
     (sizes, padding), spec = ((3, 1, 0, 4), 2), SPECS[spec]  # a program a row: few of them
     for t, offsets in ((tokens(sizes, padding), ends(sizes)), (tokens((2 * 3,), 0).view(2, 3, COLS), None)):
-        blocks, _ = reference.grouped_quantize_row_col(t, offsets, spec, None, scale_layout=scale_layout)
-        operand = GroupedOperand(blocks, spec, scale_layout)
-        expected = reference.grouped_dequantize(operand, offsets, COLS, torch.float32)
-        checks.same(grouped_dequantize(operand, offsets, COLS, torch.float32), expected)
+        blocks, _ = reference.grouped_quantize_row_col(t, offsets, *both_sides(spec, None, scale_layout=scale_layout))
+        operand = Operand(blocks, spec, COLS, scale_layout)
+        expected = reference.grouped_dequantize(operand, offsets, torch.float32)
+        checks.same(grouped_dequantize(operand, offsets, torch.float32), expected)
 
 
 def test_rows_behind_the_last_group_are_cleared():
@@ -231,13 +243,14 @@ def test_rows_behind_the_last_group_are_cleared():
 
 
 def test_opcheck_of_what_only_kernels_have(monkeypatch):
-    monkeypatch.setattr("halfbyte.ops.grouped_library.choose", lambda *arguments: "triton")
+    for module in ("define", "grouped"):
+        monkeypatch.setattr(f"halfbyte.ops.{module}.choose", lambda *arguments: "triton")
     spec = SPECS["tile"]
-    blocks, _ = reference.grouped_quantize_row_col(torch.randn(2, 1, COLS), None, spec, None)
+    blocks, _ = reference.grouped_quantize_row_col(torch.randn(2, 1, COLS), None, *both_sides(spec, None))
     arguments = (*blocks, spec.key, COLS, "")
     opcheck(torch.ops.halfbyte.grouped_decode, arguments)
     values = torch.ops.halfbyte.grouped_decode(*arguments).float() * global_scale(blocks.amax, spec)[:, None, None]
-    expected = reference.grouped_dequantize(GroupedOperand(blocks, spec), None, COLS, torch.float32)
+    expected = reference.grouped_dequantize(Operand(blocks, spec, COLS), None, torch.float32)
     torch.testing.assert_close(values, expected, rtol=1e-6, atol=0)
 
 
@@ -249,7 +262,8 @@ def test_layer(monkeypatch):
     results = []
     for on_kernels in (False, True):
         if on_kernels:
-            monkeypatch.setattr("halfbyte.ops.grouped_library._backend", lambda *arguments: backend)
+            for module in ("define", "grouped"):
+                monkeypatch.setattr(f"halfbyte.ops.{module}.choose", lambda *arguments: "triton")
             monkeypatch.setattr("halfbyte.ops.emulates", lambda device: True)
         leaves = [t.clone().requires_grad_() for t in (x, w)]
         y = hb.grouped_linear(*leaves, ends(sizes), hb.recipes.nvfp4(), rng=hb.Philox(5, 8))
@@ -265,14 +279,16 @@ def test_layer(monkeypatch):
 def test_experts_in_whole_tiles(name, cols):
     w, spec = torch.randn((2, 32, cols), generator=torch.Generator().manual_seed(7)).bfloat16(), SPECS[name]
     w[0, 3, 5], w[1] = torch.nan, 0
-    expected, _ = reference.grouped_quantize_row_col(w, None, spec, None)
-    decoded = transient(GroupedOperand(expected, spec)).data.qdata
+    expected, _ = reference.grouped_quantize_row_col(w, None, *both_sides(spec, None))
+    decoded = transient(Operand(expected, spec, cols)).blocks.qdata
     if name == "tile":
         assert route.strips_problem(w, spec) is None
-    codes, _ = backend.grouped_quantize_row_col(w, None, spec, None)
+    codes, _ = backend.grouped_quantize_row_col(w, None, *both_sides(spec, None))
     same_blocks([codes], [expected])
     given = None if name == "mxfp8" else 2 * reference.quantize(w[0], spec).amax
     same_blocks([backend.quantize(w[0], spec, amax=given)], [reference.quantize(w[0], spec, amax=given)])
     amax = None if codes.amax.numel() == 0 else codes.amax
-    values, _ = backend.grouped_quantize_row_col(w, None, spec, None, row_amax=amax, transient=(True, False))
+    values, _ = backend.grouped_quantize_row_col(
+        w, None, *both_sides(spec, None, row_amax=amax, transient=(True, False))
+    )
     checks.same(values.qdata, decoded)

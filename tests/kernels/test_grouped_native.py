@@ -15,7 +15,8 @@ import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels import record
 from halfbyte.kernels.gemm import grouped_native, native_route
-from halfbyte.layout import GroupedOperand
+from halfbyte.layout import Operand
+from halfbyte.sides import both_sides
 
 TILE = hb.NVFP4(block=(16, 16))
 PAIRS = {
@@ -36,11 +37,13 @@ def operands(name, split, scale_layout=layout.LINEAR):
     options = {"scale_layout": scale_layout}
     x, dy, w = torch.randn(ROWS, K), torch.randn(ROWS, N), torch.randn(len(SIZES), N, K)
     if split:
-        sides = [reference.grouped_quantize_row_col(t, OFFSETS, None, a_spec, **options)[1] for t in (dy, x)]
-        return *(GroupedOperand(side, a_spec, scale_layout) for side in sides), ROWS
-    row, _ = reference.grouped_quantize_row_col(x, OFFSETS, a_spec, None, **options)
-    w_row, _ = reference.grouped_quantize_row_col(w, None, b_spec, None, **options)
-    return GroupedOperand(row, a_spec, scale_layout), GroupedOperand(w_row, b_spec, scale_layout), K
+        sides = [
+            reference.grouped_quantize_row_col(t, OFFSETS, *both_sides(None, a_spec, **options))[1] for t in (dy, x)
+        ]
+        return *(Operand(side, a_spec, ROWS, scale_layout) for side in sides), ROWS
+    row, _ = reference.grouped_quantize_row_col(x, OFFSETS, *both_sides(a_spec, None, **options))
+    w_row, _ = reference.grouped_quantize_row_col(w, None, *both_sides(b_spec, None, **options))
+    return Operand(row, a_spec, K, scale_layout), Operand(w_row, b_spec, K, scale_layout), K
 
 
 def accepted(call):
@@ -122,7 +125,7 @@ def test_the_call(name, split, scale_layout, monkeypatch):
 
     monkeypatch.setattr(grouped_native, "scaled_grouped_mm", record)
     assert native_route.grouped_unsupported(a, b, torch.bfloat16, False, SM_100) is None
-    y = grouped_native.grouped_gemm_nt(a, b, OFFSETS, length)
+    y = grouped_native.native_grouped_gemm_nt(a, b, OFFSETS, length)
     (call,) = calls
     accepted(call)
     products = meaning(call)
@@ -137,8 +140,8 @@ def test_the_call(name, split, scale_layout, monkeypatch):
 def test_what_is_emulated_says_why():
     a, b, _ = operands("nvfp4", split=False)
     row = a._replace(spec=hb.NVFP4(outer="row"))
-    narrow = b._replace(data=b.data._replace(qdata=b.data.qdata[:, :40]))
-    decoded = a._replace(data=a.data._replace(qdata=torch.zeros(ROWS, K)))
+    narrow = b._replace(blocks=b.blocks._replace(qdata=b.blocks.qdata[:, :40]))
+    decoded = a._replace(blocks=a.blocks._replace(qdata=torch.zeros(ROWS, K)))
     for sides, dtype, accumulate, target, reason in (
         ((a, b), torch.bfloat16, False, record.TARGETS["sm_90"], "sm_90"),
         ((a, b), torch.bfloat16, False, record.TARGETS["sm_120"], "no kernel for sm_120"),
@@ -147,9 +150,9 @@ def test_what_is_emulated_says_why():
         ((row, b), torch.bfloat16, False, SM_100, "one factor per group"),
         ((a, narrow), torch.bfloat16, False, SM_100, "multiples of 16 rows"),
         ((decoded, b), torch.bfloat16, False, SM_100, "no codes"),
-        ((a, GroupedOperand(torch.zeros(5, N, K))), torch.bfloat16, False, SM_100, "not quantized"),
+        ((a, torch.zeros(5, N, K)), torch.bfloat16, False, SM_100, "not quantized"),
     ):
         assert reason in native_route.grouped_unsupported(*sides, dtype, accumulate, target)
-    e5m2 = GroupedOperand(a.data, hb.MXFP8(element="e5m2"))
-    other = GroupedOperand(b.data, hb.MXFP8())
+    e5m2 = a._replace(spec=hb.MXFP8(element="e5m2"))
+    other = b._replace(spec=hb.MXFP8())
     assert "e4m3" in native_route.grouped_unsupported(e5m2, other, torch.bfloat16, False, SM_100)

@@ -53,7 +53,7 @@ def test_backends_say_how_they_convert(capability, native, casts, monkeypatch):
 def test_a_difference_is_reported(name, wrong, outcome, monkeypatch):
     ours = torch.arange(8)
     monkeypatch.setattr(hardware_cast, "conversions", lambda _: {name: name == "nearest"})
-    monkeypatch.setattr(hardware_cast, "compare", lambda *_: (ours, ours + (ours < wrong)))
+    monkeypatch.setattr(hardware_cast, "compare_conversions", lambda *_: (ours, ours + (ours < wrong)))
     (check,) = casts.casts(Gpu())
     assert check.outcome == outcome and (not wrong or "1 of 8" in check.detail)
 

@@ -111,10 +111,10 @@ def test_split_contraction(variant, splits, monkeypatch):
     plans = []
 
     def plan(*arguments):
-        plans.append(route.Plan(variant == "tma", route.Tile(64, 128, 64, 4, 4), splits, True))
+        plans.append(route.GemmPlan(variant == "tma", route.GemmTile(64, 128, 64, 4, 4), splits, True))
         return plans[-1]
 
-    monkeypatch.setattr(dense, "make_plan", plan)
+    monkeypatch.setattr(dense, "gemm_plan", plan)
     assert_like_reference(PAIRS[splits - 2], (70, 37, 160))
     assert plans
 
@@ -192,7 +192,7 @@ def test_tma_refuses_strides_it_cannot_describe():
 @pytest.mark.parametrize("accumulate", (False, True))
 def test_a_long_contraction_is_summed_in_chains(accumulate, monkeypatch):
     monkeypatch.setattr(dense, "MAX_CHAIN", 100)
-    monkeypatch.setattr(dense, "make_plan", lambda *_: route.Plan(True, route.TMA_TILES[-1], 1, True))
+    monkeypatch.setattr(dense, "gemm_plan", lambda *_: route.GemmPlan(True, route.TMA_TILES[-1], 1, True))
     launches, multiply = [], dense._multiply
     monkeypatch.setattr(dense, "_multiply", lambda *args: (launches.append(args[1].shape[1]), multiply(*args)))
     ours, theirs = zip(*(checks.decoded_pair(torch.randn(n, 304), hb.NVFP4()) for n in (7, 12)), strict=True)

@@ -29,7 +29,7 @@ SHAPES = ((128, 256, 512), (1, 16, 32), (9, 17, 37), (130, 5, 48), (3, 1, 16))
 
 def packed(rows, K, spec, scale_layout=SWIZZLED):
     x = torch.randn(rows, K)
-    return native.Packed(reference.quantize(x, spec, scale_layout=scale_layout), spec, K, scale_layout)
+    return layout.Operand(reference.quantize(x, spec, scale_layout=scale_layout), spec, K, scale_layout)
 
 
 def emulated_scaled_mm(
@@ -73,7 +73,7 @@ def test_aten_accepts_the_call(pair, shape):
             bias = torch.empty(N, dtype=torch.bfloat16, device="cuda")
             calls += [(torch.bfloat16, bias), (torch.float16, None), (torch.float32, None)]
         for dtype, bias in calls:
-            y = torch.nn.functional.scaled_mm(**native.call_arguments(*fake, dtype, bias))
+            y = torch.nn.functional.scaled_mm(**native.scaled_mm_arguments(*fake, dtype, bias))
             assert y.shape == (M, -(-N // 16) * 16) and y.device.type == "cuda"
             assert y.dtype == (torch.float32 if dtype is None else dtype)
 
@@ -86,8 +86,8 @@ def test_the_fake_kernel_refuses_a_wrong_call():
             torch.empty(128 * 4, dtype=torch.uint8, device="cuda"),
             torch.empty((), device="cuda"),
         )
-        side = native.Packed(blocks, hb.NVFP4(), 48, SWIZZLED)
-        arguments = native.call_arguments(side, side, torch.bfloat16, None)
+        side = layout.Operand(blocks, hb.NVFP4(), 48, SWIZZLED)
+        arguments = native.scaled_mm_arguments(side, side, torch.bfloat16, None)
         arguments["mat_a"] = blocks.qdata.view(torch.float4_e2m1fn_x2)
         with pytest.raises((RuntimeError, ValueError)):
             torch.nn.functional.scaled_mm(**arguments)
@@ -105,12 +105,12 @@ def test_the_call_means_the_product(pair, shape, scale_layout, monkeypatch):
     for dtype in checks.DTYPES:
         for bias in (None, torch.randn(N).to(dtype), torch.randn(N)):
             expected = reference.gemm_nt(*decoded, out_dtype=torch.float32, bias=bias)
-            y = native.gemm_nt(a, b, out_dtype=dtype, bias=bias)
+            y = native.native_gemm_nt(a, b, out_dtype=dtype, bias=bias)
             assert y.dtype == dtype and y.shape == (M, N)
             tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
             torch.testing.assert_close(y.float(), expected, rtol=tolerance, atol=1e-5)
     out = existing.clone()
-    assert native.gemm_nt(a, b, out=out, accumulate=True) is out
+    assert native.native_gemm_nt(a, b, out=out, accumulate=True) is out
     torch.testing.assert_close(out, reference.gemm_nt(*decoded, out=existing.clone(), accumulate=True))
 
 
@@ -123,11 +123,11 @@ def test_one_call_where_scaled_mm_can_finish(monkeypatch):
 
     monkeypatch.setattr(native, "scaled_mm", record)
     a, b, row = packed(4, 32, hb.NVFP4()), packed(16, 32, hb.NVFP4()), packed(4, 32, checks.ROW)
-    native.gemm_nt(a, b, bias=torch.randn(16).bfloat16())
-    native.gemm_nt(a, b, out_dtype=torch.float32)
-    native.gemm_nt(a, b, bias=torch.randn(16))
-    native.gemm_nt(row, b)
-    native.gemm_nt(a, b, out=torch.zeros(4, 16, dtype=torch.bfloat16), accumulate=True)
+    native.native_gemm_nt(a, b, bias=torch.randn(16).bfloat16())
+    native.native_gemm_nt(a, b, out_dtype=torch.float32)
+    native.native_gemm_nt(a, b, bias=torch.randn(16))
+    native.native_gemm_nt(row, b)
+    native.native_gemm_nt(a, b, out=torch.zeros(4, 16, dtype=torch.bfloat16), accumulate=True)
     assert calls == [
         (2, torch.bfloat16, True),
         (2, torch.float32, False),
@@ -141,11 +141,11 @@ def test_padding_behind_the_view_is_used_in_place():
     wide = torch.full((5, 32), 0xFF, dtype=torch.uint8)
     wide[:, :24] = side.blocks.qdata
     roomy = side._replace(blocks=side.blocks._replace(qdata=wide[:, :24]))
-    matrix = native.call_arguments(roomy, roomy, None, None)["mat_a"]
+    matrix = native.scaled_mm_arguments(roomy, roomy, None, None)["mat_a"]
     assert matrix.data_ptr() == wide.data_ptr() and matrix.shape == (5, 32)
-    tight = native.call_arguments(side, side, None, None)["mat_a"]
+    tight = native.scaled_mm_arguments(side, side, None, None)["mat_a"]
     assert tight.data_ptr() != side.blocks.qdata.data_ptr()
-    y = [emulated_scaled_mm(**native.call_arguments(s, s, torch.float32, None)) for s in (roomy, side)]
+    y = [emulated_scaled_mm(**native.scaled_mm_arguments(s, s, torch.float32, None)) for s in (roomy, side)]
     assert torch.equal(*y)
 
 
@@ -154,7 +154,7 @@ def test_nothing_to_multiply(shape, monkeypatch):
     monkeypatch.setattr(native, "scaled_mm", None)
     M, N, K = shape
     bias = torch.randn(N)
-    y = native.gemm_nt(packed(M, K, hb.NVFP4()), packed(N, K, hb.NVFP4()), out_dtype=torch.float32, bias=bias)
+    y = native.native_gemm_nt(packed(M, K, hb.NVFP4()), packed(N, K, hb.NVFP4()), out_dtype=torch.float32, bias=bias)
     assert torch.equal(y, bias.expand(M, N))
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte.distributed.partial_cast import target_of
+from halfbyte.distributed.partial_cast import cast_target_of
 from halfbyte.kernels.master_cast import kernels as pk
 from halfbyte.kernels.master_cast import launch
 
@@ -63,7 +63,7 @@ def test_weights_of_both_scale_layouts_are_turned_in_one_list():
             to.copy_(from_)
         first_tile = sum(target.tile_count for target in targets)
         weights.append(weight)
-        targets.append(target_of(weight, first_tile, 0, turned=weight.allocate_turned()))
+        targets.append(cast_target_of(weight, first_tile, 0, turned=weight.allocate_turned()))
     launch.Finisher(targets, sum(target.tile_count for target in targets)).transpose()
     for weight in weights:
         expected = weight.transpose()

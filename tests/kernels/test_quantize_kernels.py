@@ -7,7 +7,9 @@ import torch
 import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels.amax.plain import finite_amax, row_col_amax
-from halfbyte.kernels.backend import quantize, quantize_row_col
+from halfbyte.kernels.quantize.both import quantize_rows_and_cols
+from halfbyte.kernels.quantize.one import quantize_side
+from halfbyte.sides import Side, both_sides
 
 KINDS = ("heavy", "ties", "tiny", "nonfinite")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -86,7 +88,9 @@ def test_empty(shape, spec):
 
 @pytest.mark.parametrize("value", (float("nan"), float("inf"), -1.0))
 def test_an_invalid_amax_poisons_every_block(value):
-    blocks = quantize(torch.ones(3, 40), hb.NVFP4(), amax=torch.tensor(value), scale_layout=layout.SWIZZLED_32_4_4)
+    blocks = quantize_side(
+        torch.ones(3, 40), Side(hb.NVFP4(), amax=torch.tensor(value), scale_layout=layout.SWIZZLED_32_4_4)
+    )
     assert not blocks.qdata.any()
     expected = layout.swizzle(torch.full((3, 3), 0x7F, dtype=torch.uint8))
     assert torch.equal(blocks.block_scale, expected)
@@ -125,6 +129,6 @@ def test_amax_of_nothing(shape):
 def test_given_amaxes_replace_the_computed_ones():
     x = torch.randn(32, 48)
     amax = torch.tensor(1.5)
-    row, col = quantize_row_col(x, hb.NVFP4(), hb.NVFP4(outer="row"), row_amax=amax)
+    row, col = quantize_rows_and_cols(x, *both_sides(hb.NVFP4(), hb.NVFP4(outer="row"), row_amax=amax))
     checks.same_blocks(row, reference.quantize(x, hb.NVFP4(), amax=amax))
     checks.same_blocks(col, reference.quantize(x.T, hb.NVFP4(outer="row")))

@@ -6,8 +6,9 @@ import torch
 import halfbyte as hb
 from halfbyte.kernels import record
 from halfbyte.kernels.quantize import route
-from halfbyte.kernels.route import Candidate, Choice, Reason, choose, fits_all
+from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import assumed
+from halfbyte.sides import Side
 
 RHT = hb.NVFP4(rotation=hb.Hadamard())
 SPECS = {
@@ -119,7 +120,7 @@ def test_groups(op, row, col):
 def test_the_first_candidate_that_fits_is_taken_and_the_others_say_why():
     never = Candidate("a", lambda n: Reason("{} is odd, {}", (n, "always")), lambda n: Choice("a"), "")
     table = (never, Candidate("b", fits_all, lambda n: Choice("b", (n,)), "takes all"))
-    choice = choose(table, 3)
+    choice = choose_from(table, 3)
     assert (choice.kernel, choice.grid, choice.request, choice.why) == ("b", (3,), 3, "takes all")
     assert [(name, str(reason)) for name, reason in choice.instead] == [("a", "3 is odd, always")]
 
@@ -127,5 +128,6 @@ def test_the_first_candidate_that_fits_is_taken_and_the_others_say_why():
 def test_reasons_become_text_only_when_they_are_read(monkeypatch):
     monkeypatch.setattr(Reason, "__str__", lambda self: pytest.fail("nobody asked"))
     with assumed(record.TARGETS["sm_90"]):
-        choice = route.one(route.One(torch.empty(300, 83, dtype=torch.bfloat16, device="meta"), hb.NVFP4()))
+        x = torch.empty(300, 83, dtype=torch.bfloat16, device="meta")
+        choice = route.choose_one_side(route.OneSide(x, Side(hb.NVFP4())))
     assert choice.kernel == "quantize_rows_kernel" and len(choice.instead) == 4

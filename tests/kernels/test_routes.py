@@ -10,6 +10,7 @@ from triton.runtime.interpreter import InterpretedFunction
 import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels import backend
+from halfbyte.sides import both_sides
 
 TILE, RHT, SR = hb.NVFP4(block=(16, 16)), {"rotation": hb.Hadamard()}, {"rounding": "stochastic"}
 LARGE, SMALL = (16, 1040), (32, 64)  # more than the 16,384 values of one launch, and fewer
@@ -59,7 +60,7 @@ def test_route_and_bytes_of_one_orientation(name, shape, transient, side, launch
     specs = (spec, None) if side == 0 else (None, spec)
     draw = checks.draws("cpu")["draw"]
     options = {"draw": draw} if spec.needs_rng else {}
-    sides = backend.quantize_row_col(x, *specs, **options, transient=(transient, transient))
+    sides = backend.quantize_row_col(x, *both_sides(*specs, **options, transient=(transient, transient)))
     assert sides[1 - side] is None and launched == ROUTES[name, shape][side]
     own = {"draw": draw.next() if side else draw} if spec.needs_rng else {}
     expected = reference.quantize(x.T if side else x, spec, **own)
@@ -87,7 +88,7 @@ def test_route_and_bytes_of_pairs(row, col, shape, launched):
     specs = SPECS[row], SPECS[col]
     x = checks.sample("heavy", shape, torch.bfloat16, "cpu")
     draw = checks.draws("cpu")["draw"]
-    sides = backend.quantize_row_col(x, *specs, draw=draw)
+    sides = backend.quantize_row_col(x, *both_sides(*specs, draw=draw))
     assert launched == PAIRS[row, col, shape]
     for side, (spec, matrix) in enumerate(zip(specs, (x, x.T), strict=True)):
         own = {"draw": draw.next() if side else draw} if spec.needs_rng else {}

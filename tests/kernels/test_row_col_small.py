@@ -8,6 +8,7 @@ import halfbyte as hb
 from halfbyte import layout
 from halfbyte.kernels import backend
 from halfbyte.kernels.quantize import both, both_route, both_small
+from halfbyte.sides import both_sides
 
 SR = {"rounding": "stochastic"}
 PAIRS = (
@@ -37,8 +38,8 @@ def test_few_programs_take_many_strips_and_groups(monkeypatch):
 def test_decoded_operands_hold_the_codes(transient, monkeypatch):
     monkeypatch.setattr(both, "_launch", None)
     x = checks.sample("nonfinite", (64, 256), torch.bfloat16, "cpu")
-    codes = backend.quantize_row_col(x, *PAIRS[1], **checks.draws("cpu"))
-    sides = backend.quantize_row_col(x, *PAIRS[1], **checks.draws("cpu"), transient=transient)
+    codes = backend.quantize_row_col(x, *both_sides(*PAIRS[1], **checks.draws("cpu")))
+    sides = backend.quantize_row_col(x, *both_sides(*PAIRS[1], **checks.draws("cpu"), transient=transient))
     for i, (stored, side, spec, decoded) in enumerate(zip(codes, sides, PAIRS[1], transient, strict=True)):
         if decoded:
             stored = stored._replace(qdata=backend.decode(stored, spec, x.shape[1 - i]).values)
@@ -48,14 +49,14 @@ def test_decoded_operands_hold_the_codes(transient, monkeypatch):
 
 
 def test_a_given_amax_is_used(monkeypatch):
-    monkeypatch.setattr(both_small, "quantize", None)
+    monkeypatch.setattr(both_small, "quantize_both_small", None)
     x, given = checks.sample("heavy", (64, 256), torch.bfloat16, "cpu"), torch.tensor(3.0)
-    row, _ = backend.quantize_row_col(x, *PAIRS[0], row_amax=given)
+    row, _ = backend.quantize_row_col(x, *both_sides(*PAIRS[0], row_amax=given))
     assert row is not None and row.amax is given
 
 
 def fits(x, row, col, scale_layout):
-    choice = both_route.pair(both_route.Pair(x, row, col, scale_layout=scale_layout))
+    choice = both_route.choose_pair(both_route.Pair(x, *both_sides(row, col, scale_layout=scale_layout)))
     return choice.kernel == "quantize_row_col_small_kernel"
 
 

@@ -8,6 +8,7 @@ import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels import backend
 from halfbyte.kernels.quantize import one, route
+from halfbyte.sides import Side
 
 WIDE = [
     hb.NVFP4(rotation=hb.Hadamard(size=64, signs="fresh"), rounding="stochastic"),
@@ -19,7 +20,7 @@ SMALL = "quantize_small_kernel"
 
 
 def kernel_of(x, spec, scale_layout=layout.LINEAR):
-    return route.one(route.One(x, spec, scale_layout=scale_layout)).kernel
+    return route.choose_one_side(route.OneSide(x, Side(spec, scale_layout=scale_layout))).kernel
 
 
 @pytest.mark.parametrize("index", range(len(checks.SPECS)), ids=lambda index: checks.SPECS[index].key)
@@ -27,7 +28,7 @@ def test_one_launch(index, monkeypatch):
     spec, scale_layout = checks.SPECS[index], layout.SCALE_LAYOUTS[index % 2]
     x = checks.sample(("heavy", "nonfinite")[index % 2], (20, 72), torch.bfloat16, "cpu")
     if kernel_of(x, spec, scale_layout) == SMALL:
-        monkeypatch.setattr(one.lines, "quantize", None)
+        monkeypatch.setattr(one.lines, "quantize_any", None)
     options = {**checks.draws("cpu"), "scale_layout": scale_layout}
     for view in (x, x.T):
         checks.same_blocks(backend.quantize(view, spec, **options), reference.quantize(view, spec, **options))
@@ -39,8 +40,8 @@ def test_what_fits():
     assert kernel_of(torch.ones(17, 1024), hb.NVFP4()) != SMALL
     assert kernel_of(x, hb.NVFP4(), layout.SWIZZLED_32_4_4) != SMALL, "its padding is 128 rows"
     assert kernel_of(x, hb.MXFP8()) != SMALL, "it has no amax"
-    given = route.One(x, hb.NVFP4(), amax=torch.tensor(1.0))
-    assert route.one(given).kernel != SMALL
+    given = route.OneSide(x, Side(hb.NVFP4(), amax=torch.tensor(1.0)))
+    assert route.choose_one_side(given).kernel != SMALL
 
 
 @pytest.mark.parametrize("spec", WIDE, ids=lambda spec: spec.key)

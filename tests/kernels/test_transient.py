@@ -8,6 +8,7 @@ import torch
 
 import halfbyte as hb
 from halfbyte.kernels import backend
+from halfbyte.sides import both_sides
 
 SR, RHT = {"rounding": "stochastic"}, {"rotation": hb.Hadamard()}
 PAIRS = {
@@ -27,13 +28,13 @@ def test_values_are_the_decoded_codes(name):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     x[3, 5] = float("nan")
     draw = hb.Philox(7, 3).on(device)
-    codes = backend.quantize_row_col(x, *specs, draw=draw)
-    values = backend.quantize_row_col(x, *specs, draw=draw, transient=(True, True))
+    codes = backend.quantize_row_col(x, *both_sides(*specs, draw=draw))
+    values = backend.quantize_row_col(x, *both_sides(*specs, draw=draw, transient=(True, True)))
     for side, (stored, transient, spec) in enumerate(zip(codes, values, specs, strict=True)):
         expected = backend.decode(stored, spec, shape[1 - side])
         checks.same(transient.qdata, expected.values)
         checks.same(transient.amax, stored.amax)
         assert transient.block_scale.numel() == 0
-    mixed = backend.quantize_row_col(x, *specs, draw=draw, transient=(True, False))
+    mixed = backend.quantize_row_col(x, *both_sides(*specs, draw=draw, transient=(True, False)))
     checks.same(mixed[0].qdata, values[0].qdata)
     checks.same(mixed[1].qdata, codes[1].qdata)

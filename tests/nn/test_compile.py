@@ -115,7 +115,7 @@ def test_twenty_token_counts_make_two_graphs(kind):
 def test_blocks_compiled_one_by_one_share_a_graph():
     """The streams that they draw from differ, and are no constants of the graph."""
     torch.manual_seed(0)
-    model = models.Decoder(replace(models.get("tiny"), layers=4))
+    model = models.Decoder(replace(models.model_preset("tiny"), layers=4))
     hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
     tokens, results = torch.randint(256, (2, 40)), []
     for backend in (None, CompileCounterWithBackend("aot_eager")):

@@ -18,7 +18,7 @@ TOKENS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0)
 
 
 def decoder() -> nn.Module:
-    model = models.Decoder(models.get("tiny"))
+    model = models.Decoder(models.model_preset("tiny"))
     models.initialise_(model, 0)
     return model
 

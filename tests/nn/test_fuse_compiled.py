@@ -92,7 +92,7 @@ def test_compiled_is_eager_whatever_the_grad_mode_of_a_sibling(recipe, detached,
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_checkpoints_inside_a_compiled_model(recompute):
     torch.manual_seed(0)
-    model, tokens = models.Decoder(models.get("tiny")), torch.randint(256, (2, 24))
+    model, tokens = models.Decoder(models.model_preset("tiny")), torch.randint(256, (2, 24))
     hb.quantize_(model, FRESH, keep=NOTHING_KEPT)
     hb.nn.fuse_(model)
     results = []

@@ -73,7 +73,7 @@ def test_checkpointed_is_bitwise_not_checkpointed(kind, is_compiled, monkeypatch
 @pytest.mark.parametrize("name", ["tiny", "moe-tiny"])
 def test_the_trainers_model_recomputes_to_the_same_bits(name, recompute):
     torch.manual_seed(0)
-    model = models.Decoder(models.get(name))
+    model = models.Decoder(models.model_preset(name))
     hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
     tokens, results = torch.randint(256, (2, 24)), []
     for kind in ("nothing", recompute):
@@ -103,7 +103,7 @@ class Count(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["tiny", "moe-tiny"])
 def test_selective_recomputation_repeats_no_gemm_and_no_quantization(name, recipe):
     """Experts' too: their GEMMs are other ops than those of a linear layer."""
-    model = models.Decoder(models.get(name))
+    model = models.Decoder(models.model_preset(name))
     hb.quantize_(model, recipe, keep=NOTHING_KEPT)
     tokens, counts = torch.arange(48).view(2, 24), {}
     for kind in ("nothing", "selective", "full"):

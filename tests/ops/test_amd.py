@@ -15,7 +15,7 @@ from halfbyte.kernels.target import INTERPRETER, amd, find, nvidia, target_of
 from halfbyte.ops.backends import _cached_status, choose
 from halfbyte.train import auto
 from halfbyte.verify import command, plan, record
-from halfbyte.verify.record import Report
+from halfbyte.verify.record import Verification
 
 GPU = torch.device("cuda", 0)
 MI300 = {"major": 9, "minor": 4, "gcnArchName": "gfx942:sramecc+:xnack-", "multi_processor_count": 304}
@@ -138,7 +138,7 @@ def verified(arguments, monkeypatch):
 
     def verify(scope, **_):
         scopes.append(scope)
-        return Report(machine=command.machine(scope), checks=[], fingerprint="")
+        return Verification(machine=command.machine(scope), checks=[], fingerprint="")
 
     monkeypatch.setattr(command, "verify", verify)
     return cli.main(["verify", *arguments]), *scopes

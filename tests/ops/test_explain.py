@@ -13,8 +13,9 @@ import halfbyte as hb
 from halfbyte import cli
 from halfbyte.kernels import backend, launch
 from halfbyte.kernels.amax import plain
-from halfbyte.layout import GroupedOperand
+from halfbyte.layout import Operand
 from halfbyte.ops.explain import read_spec
+from halfbyte.sides import Side, both_sides
 
 
 class Recorder:
@@ -39,7 +40,7 @@ OFFSETS = torch.tensor([40, 40, 64])
 
 
 def quantized(shape, *specs):
-    return lambda: backend.quantize_row_col(x(*shape), *specs, **checks.draws("cpu"))
+    return lambda: backend.quantize_row_col(x(*shape), *both_sides(*specs, **checks.draws("cpu")))
 
 
 def product():
@@ -59,11 +60,11 @@ def stored():
 
 
 def grouped_product():
-    tokens, _ = backend.grouped_quantize_row_col(x(64, 64), OFFSETS, PLAIN, None)
-    experts, _ = backend.grouped_quantize_row_col(x(3, 48, 64), None, TILE, None)
+    tokens, _ = backend.grouped_quantize_row_col(x(64, 64), OFFSETS, Side(PLAIN), None)
+    experts, _ = backend.grouped_quantize_row_col(x(3, 48, 64), None, Side(TILE), None)
     recorder = Recorder()
     with launch.watching(recorder):
-        sides = GroupedOperand(tokens, PLAIN), GroupedOperand(experts, TILE)
+        sides = Operand(tokens, PLAIN, 64), Operand(experts, TILE, 64)
         backend.grouped_gemm_nt(*sides, OFFSETS, 64, torch.empty(64, 48, dtype=torch.bfloat16))
     return recorder.launches
 
@@ -78,9 +79,9 @@ CALLS = {
               quantized((48, 128), PLAIN, hb.NVFP4(rotation=hb.Hadamard(size=64)))),
     "amax": ((48, 96), (PLAIN, RHT), {"op": "amax"}, lambda: plain.row_col_amax(x(48, 96), PLAIN, RHT, None)),
     "groups": ((64, 96), (PLAIN, RHT), {"groups": 3},
-               lambda: backend.grouped_quantize_row_col(x(64, 96), OFFSETS, PLAIN, RHT)),
+               lambda: backend.grouped_quantize_row_col(x(64, 96), OFFSETS, Side(PLAIN), Side(RHT))),
     "experts": ((3, 16, 256), (PLAIN, None), {"op": "grouped_experts"},
-                lambda: backend.grouped_quantize_row_col(x(3, 16, 256), None, PLAIN, None)),
+                lambda: backend.grouped_quantize_row_col(x(3, 16, 256), None, Side(PLAIN), None)),
     "dequantize": ((48, 160), (PLAIN,), {"op": "dequantize"}, stored),
     "gemm": ((40, 24, 64), (PLAIN, PLAIN), {}, product),
     "grouped gemm": ((64, 48, 64), (PLAIN, TILE), {"groups": 3}, grouped_product),

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import halfbyte as hb
 from halfbyte import layout
 from halfbyte.reference import dequantize, quantize_row_col
+from halfbyte.sides import both_sides
 
 HB = torch.ops.halfbyte
 COLS = 40  # not a multiple of 16
@@ -25,7 +26,7 @@ def alone(x_g, row_spec, col_spec, g, scale_layout):
     """Quantize one group with the seed that section 8 of numerics.md gives it."""
     step = g * 0x9E3779B97F4A7C15
     rng, signs = (hb.Philox((place.seed + step) % 2**64, place.offset).on(CPU) for place in (RNG, SIGNS))
-    return quantize_row_col(x_g, row_spec, col_spec, draw=rng, sign_draw=signs, scale_layout=scale_layout)
+    return quantize_row_col(x_g, *both_sides(row_spec, col_spec, draw=rng, sign_draw=signs, scale_layout=scale_layout))
 
 
 def tokens(sizes, padding):
@@ -122,7 +123,9 @@ def test_an_amax_of_the_caller_is_used():
     row, col = hb.ops.grouped_quantize_row_col(x, offsets, hb.NVFP4(), hb.NVFP4(), row_amax=amax, col_amax=2 * amax)
     assert row.amax is amax
     for g, rows in enumerate(slices(RAGGED)):
-        want_row, want_col = quantize_row_col(x[rows], hb.NVFP4(), hb.NVFP4(), row_amax=amax[g], col_amax=2 * amax[g])
+        want_row, want_col = quantize_row_col(
+            x[rows], *both_sides(hb.NVFP4(), hb.NVFP4(), row_amax=amax[g], col_amax=2 * amax[g])
+        )
         assert torch.equal(row.qdata[rows], want_row.qdata)
         start = layout.group_ends(offsets, layout.GROUP_COLUMNS)[g - 1] // 2 if g else 0
         assert torch.equal(col.qdata[:, start : start + want_col.qdata.shape[1]], want_col.qdata)

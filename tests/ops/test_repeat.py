@@ -15,6 +15,7 @@ import halfbyte as hb
 from halfbyte import ops, reference
 from halfbyte.kernels import prepared
 from halfbyte.ops import repeat
+from halfbyte.sides import both_sides
 
 pytestmark = pytest.mark.usefixtures("kernels")
 __all__ = ["kernels"]
@@ -138,8 +139,8 @@ def test_gemm_nt(case, monkeypatch):
     if case == "long":
         from halfbyte.kernels.gemm import dense
 
-        plan = dense.make_plan
-        monkeypatch.setattr(dense, "make_plan", lambda *given: dataclasses_replace(plan(*given), splits=2))
+        plan = dense.gemm_plan
+        monkeypatch.setattr(dense, "gemm_plan", lambda *given: dataclasses_replace(plan(*given), splits=2))
 
     def call(i):
         K, made = options.get("K", 48), dict(options)
@@ -292,7 +293,7 @@ def test_memory_of_other_kinds(order):
         for i in (0, 1):
             for kind in order:
                 x = data(i, 32, 48)
-                same(ops.quantize_row_col(kind(x), spec, spec), reference.quantize_row_col(x, spec, spec))
+                same(ops.quantize_row_col(kind(x), spec, spec), reference.quantize_row_col(x, *both_sides(spec, spec)))
 
 
 def test_one_tensor_in_several_places():

@@ -10,6 +10,7 @@ from halfbyte import ops, reference
 from halfbyte.reference import nvfp4
 from halfbyte.reference.cast import fp8_values
 from halfbyte.reference.philox import block_bytes, bytes_of_both
+from halfbyte.sides import both_sides
 
 SR, RHT = hb.NVFP4(rounding="stochastic"), hb.NVFP4(rounding="stochastic", rotation=hb.Hadamard())
 TILE = hb.NVFP4(block=(16, 16))
@@ -77,15 +78,15 @@ def test_both_orientations_draw_what_each_would_alone(monkeypatch):
         assert torch.equal(mine, block_bytes(index, place))
         assert torch.equal(mine, block_bytes(index, place, together=False))
     x = matrix(64, 96)
-    together = reference.quantize_row_col(x, SR, RHT, draw=draw)
+    together = reference.quantize_row_col(x, *both_sides(SR, RHT, draw=draw))
     monkeypatch.setattr(nvfp4, "CHUNK_ELEMENTS", 1024)  # of several chunks, every one draws its own
-    for mine, theirs in zip(together, reference.quantize_row_col(x, SR, RHT, draw=draw), strict=True):
+    for mine, theirs in zip(together, reference.quantize_row_col(x, *both_sides(SR, RHT, draw=draw)), strict=True):
         assert torch.equal(mine.qdata, theirs.qdata)
 
 
 def test_a_shard_is_not_drawn_with_its_transpose():
     x, draw = matrix(64, 96), hb.Philox(3, 8, first_block=12).on(torch.device("cpu"))
-    row, _ = reference.quantize_row_col(x, SR, dataclasses.replace(SR), draw=draw)
+    row, _ = reference.quantize_row_col(x, *both_sides(SR, dataclasses.replace(SR), draw=draw))
     assert torch.equal(row.qdata, reference.quantize(x, SR, draw=draw).qdata)
 
 

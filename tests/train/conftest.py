@@ -50,6 +50,6 @@ def run(folder):
 
     def make(**changes):
         one = tiny(folder, **changes)
-        return one, data.load(one.data, one.run.cache)
+        return one, data.load_data(one.data, one.run.cache)
 
     return make

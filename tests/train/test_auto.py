@@ -61,7 +61,7 @@ CASES = {
 def test_each_case(config, facts, off, monkeypatch):
     """Nothing but the arguments counts: no look at the machine."""
     monkeypatch.setattr(torch, "cuda", None)
-    choices = auto.choose(config, facts, {})
+    choices = auto.choose_options(config, facts, {})
     assert [option for option, choice in choices.items() if not choice.is_on] == [o for o in auto.OPTIONS if o in off]
     for option, words in off.items():
         with pytest.raises(AssertionError, match=words):
@@ -80,9 +80,11 @@ def test_each_case(config, facts, off, monkeypatch):
 def test_as_many_recipes_as_torch_keeps_compiled(monkeypatch):
     config = shape(400, **THERE_AND_BACK)
     monkeypatch.setattr(auto, "MOST_GRAPHS", 12)
-    assert auto.choose(config, GPU, {})["compile"].is_on
+    assert auto.choose_options(config, GPU, {})["compile"].is_on
     monkeypatch.setattr(auto, "MOST_GRAPHS", 11)
-    assert "the schedule has 3 recipes, of which torch keeps 2" in auto.choose(config, GPU, {})["compile"].reason
+    assert (
+        "the schedule has 3 recipes, of which torch keeps 2" in auto.choose_options(config, GPU, {})["compile"].reason
+    )
 
 
 @pytest.mark.parametrize("facts", [CPU, GPU, OLD_GPU], ids=["cpu", "gpu", "old"])
@@ -90,7 +92,7 @@ def test_as_many_recipes_as_torch_keeps_compiled(monkeypatch):
 def test_what_is_asked_for_is_done_without_a_word(facts, value):
     """Also against the run in the folder, which then is refused by name."""
     config = shape(4, model="moe-tiny", fuse=value, compile=value, run=configs.RunConfig(graph=value))
-    choices = auto.choose(config, facts, {"fuse": value == "off", "compile": value == "off"})
+    choices = auto.choose_options(config, facts, {"fuse": value == "off", "compile": value == "off"})
     assert {choice.is_on for choice in choices.values()} == {value == "on"}
     assert auto.apply(config, choices) == config and not auto.lines(config, facts, choices)
 
@@ -98,14 +100,14 @@ def test_what_is_asked_for_is_done_without_a_word(facts, value):
 @pytest.mark.parametrize(("facts", "begun"), [(GPU, False), (CPU, True)])
 def test_a_run_keeps_what_it_began_with(facts, begun):
     config = shape()
-    choices = auto.choose(config, facts, {"fuse": begun, "compile": begun})
+    choices = auto.choose_options(config, facts, {"fuse": begun, "compile": begun})
     assert [choices[o].is_on for o in auto.OPTIONS] == [begun, begun, facts is GPU]
     printed = auto.lines(config, facts, choices)
     word = "on" if begun else "off"
     why = "as in the run that its folder holds; --overwrite starts anew"
     assert printed == tuple(f"{option}: {word}, {why}" for option in auto.OF_THE_RESULT)
-    same = auto.choose(config, facts, {"fuse": facts is GPU, "compile": facts is GPU})
-    assert same == auto.choose(config, facts, {}) and not auto.lines(config, facts, same)
+    same = auto.choose_options(config, facts, {"fuse": facts is GPU, "compile": facts is GPU})
+    assert same == auto.choose_options(config, facts, {}) and not auto.lines(config, facts, same)
 
 
 def test_facts_say_why_there_are_no_kernels(monkeypatch):

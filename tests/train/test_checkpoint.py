@@ -30,12 +30,12 @@ def saved(tmp_path):
 
 def refuses(path, reason, identity=IDENTITY):
     with pytest.raises(ValueError, match=reason) as error:
-        checkpoint.load(path, identity)
+        checkpoint.load_checkpoint(path, identity)
     assert str(path) in str(error.value)
 
 
 def test_what_was_saved_comes_back(saved):
-    found = checkpoint.load(saved, IDENTITY)
+    found = checkpoint.load_checkpoint(saved, IDENTITY)
     assert torch.equal(found["model"]["weight"], torch.arange(1000.0))
     assert (found["step"], found["position"], found["seconds"]) == (7, 21, 1.5)
 

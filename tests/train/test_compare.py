@@ -101,7 +101,7 @@ def test_divergence_is_a_result():
 )
 def test_wrong_lists_of_recipes(names, reason):
     with pytest.raises(ValueError, match=reason):
-        compare.check(names)
+        compare.check_names(names)
 
 
 def test_smoothing_starts_at_the_first_loss_and_follows_a_constant():

@@ -48,7 +48,7 @@ def test_differences_name_the_leaf():
 
 @pytest.mark.parametrize("name", config.PRESETS)
 def test_presets_build(name):
-    assert config.get(name).tokens > 0
+    assert config.training_preset(name).tokens > 0
 
 
 def test_the_preset_for_two_cores_is_large_enough_to_mean_something():
@@ -59,15 +59,15 @@ def test_the_preset_for_two_cores_is_large_enough_to_mean_something():
 
 def test_unknown_preset():
     with pytest.raises(ValueError, match="preset='cluster' does not exist; use one of two_cores"):
-        config.get("cluster")
+        config.training_preset("cluster")
 
 
 def test_treatments():
-    assert treatment.get("nvfp4").keep is None
-    everywhere = treatment.get("nvfp4@all")
-    assert everywhere.recipe == treatment.get("nvfp4").recipe
+    assert treatment.treatment_of("nvfp4").keep is None
+    everywhere = treatment.treatment_of("nvfp4@all")
+    assert everywhere.recipe == treatment.treatment_of("nvfp4").recipe
     assert everywhere.keep.last_fraction == 0 and everywhere.keep.names == ()
     with pytest.raises(ValueError, match="use nvfp4@all or nvfp4"):
-        treatment.get("nvfp4@most")
+        treatment.treatment_of("nvfp4@most")
     with pytest.raises(ValueError, match="recipe='fp3' is not a preset"):
-        treatment.get("fp3@all")
+        treatment.treatment_of("fp3@all")

@@ -63,7 +63,7 @@ def final_loss(tmp_path_factory):
             eval_every=80,
             eval_batches=15,
         )
-        text, losses = data.load(run.data, folder), {}
+        text, losses = data.load_data(run.data, folder), {}
 
         def train(name: str) -> float:
             if name not in losses:
@@ -84,7 +84,7 @@ def gap(final_loss, name: str) -> float:
     [
         pytest.param(name, marks=pytest.mark.full if name in LATER else ())
         for name in four_bits()
-        if not treatment.get(name).is_control
+        if not treatment.treatment_of(name).is_control
     ],
 )
 def test_a_four_bit_recipe_stays_within_two_percent_of_bf16(final_loss, name):

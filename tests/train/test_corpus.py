@@ -17,7 +17,7 @@ def texts(tmp_path):
 
 
 def test_a_folder_is_read_with_what_is_packed_in_it(texts):
-    found = corpus.load(str(texts))
+    found = corpus.load_corpus(str(texts))
     assert sorted(found.documents()) == [b"alpha", "beta ü".encode(), b"gamma"]
     assert found.size == 5 + 7 + 5
 
@@ -27,14 +27,14 @@ def test_order_and_hash_depend_on_names_and_text_alone(texts, tmp_path_factory):
     for name in ("sub/b.txt", "c.txt.gz", "a.txt"):
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_bytes((texts / name).read_bytes())
-    first, second = corpus.load(str(texts)), corpus.load(str(copy))
+    first, second = corpus.load_corpus(str(texts)), corpus.load_corpus(str(copy))
     assert (first.names, first.sha256) == (second.names, second.sha256)
     (copy / "a.txt").write_text("alphb")
-    assert corpus.load(str(copy)).sha256 != first.sha256
+    assert corpus.load_corpus(str(copy)).sha256 != first.sha256
 
 
 def test_one_file(texts):
-    assert list(corpus.load(str(texts / "c.txt.gz")).documents()) == [b"gamma"]
+    assert list(corpus.load_corpus(str(texts / "c.txt.gz")).documents()) == [b"gamma"]
 
 
 def test_hidden_and_binary_files_of_a_folder_are_left_out(texts):
@@ -42,14 +42,14 @@ def test_hidden_and_binary_files_of_a_folder_are_left_out(texts):
     (texts / ".git" / "config").write_text("hidden")
     (texts / "image.bin").write_bytes(b"\x89PNG\0\0")
     (texts / "latin.txt").write_bytes("ü".encode("latin-1"))
-    found = corpus.load(str(texts))
+    found = corpus.load_corpus(str(texts))
     assert sorted(found.summary()["skipped"]) == ["image.bin", "latin.txt"]
     assert len(found.names) == 3
 
 
 def test_nothing_there(tmp_path):
     with pytest.raises(ValueError, match="no such file or folder"):
-        corpus.load(str(tmp_path / "absent"))
+        corpus.load_corpus(str(tmp_path / "absent"))
 
 
 @pytest.mark.parametrize("content", [{}, {"empty.txt": b""}, {"image.bin": b"\0"}])
@@ -57,7 +57,7 @@ def test_no_text_in_it(tmp_path, content):
     for name, data in content.items():
         (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match="no text in it"):
-        corpus.load(str(tmp_path))
+        corpus.load_corpus(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_no_text_in_it(tmp_path, content):
 def test_a_named_file_must_be_text(tmp_path, data, reason):
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(ValueError, match=reason):
-        corpus.load(str(tmp_path / "file"))
+        corpus.load_corpus(str(tmp_path / "file"))
 
 
 def test_broken_gzip_is_named(texts):
     whole = (texts / "c.txt.gz").read_bytes()
     (texts / "c.txt.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"c\.txt\.gz: broken gzip"):
-        corpus.load(str(texts))
+        corpus.load_corpus(str(texts))
 
 
 def test_unreadable_file_is_named(texts, monkeypatch):
@@ -82,7 +82,7 @@ def test_unreadable_file_is_named(texts, monkeypatch):
 
     monkeypatch.setattr(corpus.Path, "read_bytes", refuse)
     with pytest.raises(ValueError, match=r"\.txt.*cannot be read \(Permission denied\)"):
-        corpus.load(str(texts))
+        corpus.load_corpus(str(texts))
 
 
 def test_the_interpreters_sources(monkeypatch, tmp_path):
@@ -90,4 +90,4 @@ def test_the_interpreters_sources(monkeypatch, tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("pass")
     monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert sorted(corpus.load("python").names) == ["json/__init__.py", "os.py"]
+    assert sorted(corpus.load_corpus("python").names) == ["json/__init__.py", "os.py"]

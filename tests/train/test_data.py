@@ -48,8 +48,8 @@ def test_the_order_follows_the_seed():
 
 def test_the_split_covers_the_stream(folder):
     config = DataConfig(corpus=str(folder / "corpus"), sequence=32, held_out=0.1)
-    loaded = data.load(config, folder / "cache")
-    found = corpus.load(config.corpus)
+    loaded = data.load_data(config, folder / "cache")
+    found = corpus.load_corpus(config.corpus)
     stream = b"".join(text + b"\0" for text in found.documents())
     assert bytes(loaded.train) + bytes(loaded.held_out) == stream
     assert len(loaded.held_out) == round(0.1 * len(stream))
@@ -58,26 +58,26 @@ def test_the_split_covers_the_stream(folder):
 
 def test_tokens_are_cached_and_a_cut_cache_is_made_again(folder):
     config = DataConfig(corpus=str(folder / "corpus"), sequence=32)
-    whole = bytes(data.load(config, folder / "cache").train)
+    whole = bytes(data.load_data(config, folder / "cache").train)
     (path,) = (folder / "cache").glob("*.tokens")
     written = path.stat().st_mtime_ns
-    assert bytes(data.load(config, folder / "cache").train) == whole
+    assert bytes(data.load_data(config, folder / "cache").train) == whole
     assert path.stat().st_mtime_ns == written
     path.write_bytes(path.read_bytes()[:100])
-    assert bytes(data.load(config, folder / "cache").train) == whole
+    assert bytes(data.load_data(config, folder / "cache").train) == whole
 
 
 def test_too_little_text_says_what_to_do(tmp_path):
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(ValueError, match="do not fill one sequence of 32; give more text"):
-        data.load(DataConfig(corpus=str(tmp_path / "short.txt"), sequence=32), tmp_path / "cache")
+        data.load_data(DataConfig(corpus=str(tmp_path / "short.txt"), sequence=32), tmp_path / "cache")
 
 
 def test_bpe_restores_the_text_and_trains_alike(folder):
     pytest.importorskip("tokenizers")
-    found = corpus.load(str(folder / "corpus"))
-    first = tokenizer.load("bpe:300", found, folder / "one")
-    second = tokenizer.load("bpe:300", found, folder / "two")
+    found = corpus.load_corpus(str(folder / "corpus"))
+    first = tokenizer.load_tokenizer("bpe:300", found, folder / "one")
+    second = tokenizer.load_tokenizer("bpe:300", found, folder / "two")
     for text, a, b in zip(
         found.documents(), first.encode(found.documents()), second.encode(found.documents()), strict=True
     ):
@@ -89,8 +89,8 @@ def test_bpe_restores_the_text_and_trains_alike(folder):
 def test_bpe_of_a_whole_run(folder):
     pytest.importorskip("tokenizers")
     config = DataConfig(corpus=str(folder / "corpus"), tokenizer="bpe:300", sequence=32)
-    loaded = data.load(config, folder / "cache")
-    again = data.load(config, folder / "cache")
+    loaded = data.load_data(config, folder / "cache")
+    again = data.load_data(config, folder / "cache")
     assert loaded.vocab_size == 300 and loaded.train.dtype == np.uint16 and int(loaded.train.max()) < 300
     assert loaded.summary["bytes_per_token"] > 2
     assert bytes(loaded.train) == bytes(again.train)
@@ -100,7 +100,7 @@ def test_bpe_of_a_whole_run(folder):
 def test_a_cache_is_believed_by_its_hash(folder, capsys, damage):
     """Of the right length and with other tokens in it: it would be trained on for ever."""
     config = DataConfig(corpus=str(folder / "corpus"), sequence=32)
-    first = data.load(config, folder / "cache")
+    first = data.load_data(config, folder / "cache")
     whole = bytes(first.train)
     assert first.summary["tokens_sha256"] == hashlib.sha256(whole + bytes(first.held_out)).hexdigest()
     (path,) = (folder / "cache").glob("*.tokens")
@@ -116,24 +116,24 @@ def test_a_cache_is_believed_by_its_hash(folder, capsys, damage):
     else:  # what was written before there were hashes
         note.write_text(json.dumps({"corpus": "x", "dtype": "uint8", "bytes": path.stat().st_size}))
     assert not capsys.readouterr().err
-    assert bytes(data.load(config, folder / "cache").train) == whole
+    assert bytes(data.load_data(config, folder / "cache").train) == whole
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.startswith(f"{path}: the cached file ") and "made again" in error
     reason = {"other bytes": "is damaged", "other note": "was made from something else"}.get(damage, "has no hash")
     assert reason in error
-    assert bytes(data.load(config, folder / "cache").train) == whole and not capsys.readouterr().err
+    assert bytes(data.load_data(config, folder / "cache").train) == whole and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", ["unreadable", "other merges"])
 def test_a_damaged_tokenizer_is_trained_again(folder, capsys, damage):
     pytest.importorskip("tokenizers")
     config = DataConfig(corpus=str(folder / "corpus"), tokenizer="bpe:300", sequence=32)
-    whole = bytes(data.load(config, folder / "cache").train)
+    whole = bytes(data.load_data(config, folder / "cache").train)
     (path,) = (folder / "cache").glob("*-bpe300.json")
     tokenizer_json = json.loads(path.read_text())
     tokenizer_json["model"]["merges"] = tokenizer_json["model"]["merges"][::-1]
     path.write_text("{" if damage == "unreadable" else json.dumps(tokenizer_json))
-    assert bytes(data.load(config, folder / "cache").train) == whole
+    assert bytes(data.load_data(config, folder / "cache").train) == whole
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "bpe300.json: the cached file is damaged" in error
 
@@ -142,7 +142,7 @@ def test_tokens_of_another_tokenizer_are_not_taken(folder, capsys):
     """A vocabulary of the same size that was trained otherwise, as by another release of the package."""
     pytest.importorskip("tokenizers")
     config = DataConfig(corpus=str(folder / "corpus"), tokenizer="bpe:300", sequence=32)
-    first = data.load(config, folder / "cache")
+    first = data.load_data(config, folder / "cache")
     (path,) = (folder / "cache").glob("*-bpe300.json")
     facts = json.loads(path.read_text())
     facts["model"]["merges"] = facts["model"]["merges"][:-1]
@@ -151,6 +151,6 @@ def test_tokens_of_another_tokenizer_are_not_taken(folder, capsys):
     note = path.with_name(f"{path.name}.json")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     note.write_text(json.dumps(json.loads(note.read_text()) | {"sha256": digest}))
-    second = data.load(config, folder / "cache")
+    second = data.load_data(config, folder / "cache")
     assert second.summary["tokens_sha256"] != first.summary["tokens_sha256"]
     assert "tokens: the cached file was made from something else" in capsys.readouterr().err

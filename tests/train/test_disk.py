@@ -71,7 +71,7 @@ def test_ulimit_while_a_line_of_the_log_is_written(saved, capsys):
     assert error.count("\n") == 1 and path.read_bytes() == content
     assert log_file.stat().st_size == limit and log_file.read_bytes()[-1:] != b"\n"
     assert loop.train(config, "bf16", data)["steps"] == 8
-    assert [line["step"] for line in log.read(config.run.out) if line["kind"] == "step"] == list(range(1, 9))
+    assert [line["step"] for line in log.read_log(config.run.out) if line["kind"] == "step"] == list(range(1, 9))
 
 
 def test_a_full_disk(saved, tmp_path, capsys):

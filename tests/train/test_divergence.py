@@ -46,7 +46,7 @@ def test_the_first_step_that_is_not_finite_is_named_however_seldom_it_is_read(ru
     assert lost(result, 2, "gradient norm")
     steps, losses = log.curve(one.run.out, "step")
     assert steps == [1, 2] and all(map(math.isfinite, losses))
-    assert log.read(one.run.out)[-1] == {"kind": "diverged", "step": 2, "loss": None, "what": "gradient norm"}
+    assert log.read_log(one.run.out)[-1] == {"kind": "diverged", "step": 2, "loss": None, "what": "gradient norm"}
     assert strict(one.run.out / loop.RESULT) == result == loop.train(one, "bf16", data)
 
 
@@ -57,7 +57,7 @@ def test_a_validation_that_is_no_number_ends_the_run(run, folder):
     one, trainer = poisoned(run, HELD_OUT_ONLY)
     assert lost(trainer.train(), 1, "held-out loss")
     assert not list((one.run.out / loop.CHECKPOINTS).glob("*.pt"))
-    assert [line["loss"] for line in log.read(one.run.out) if line["kind"] == "eval"] == [None]
+    assert [line["loss"] for line in log.read_log(one.run.out) if line["kind"] == "eval"] == [None]
 
 
 def test_parameters_after_the_last_step_are_looked_at(run):
@@ -179,7 +179,7 @@ def test_only_a_control_may_diverge(rows, failed, said):
 
 def test_which_recipes_are_controls():
     names = ("naive_fp4", "naive_fp4@all", "bf16/naive_fp4", "nvfp4", "nvfp4@all", "bf16/nvfp4")
-    assert [treatment.get(name).is_control for name in names] == [True, True, True, False, False, False]
+    assert [treatment.treatment_of(name).is_control for name in names] == [True, True, True, False, False, False]
 
 
 def test_the_picture_says_it_too(run, monkeypatch):

@@ -43,7 +43,7 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_records(tmp_path, name):
-    found = corpus.load(write(tmp_path / name, FORMS[name]))
+    found = corpus.load_corpus(write(tmp_path / name, FORMS[name]))
     assert list(found.documents()) == ENCODED
     assert (found.count, found.size) == (len(TEXTS), sum(map(len, ENCODED)))
     assert found.summary()["documents"] == len(TEXTS)
@@ -52,7 +52,7 @@ def test_every_form_of_records(tmp_path, name):
 def test_the_token_stream_is_text_and_boundaries_and_nothing_of_the_syntax(tmp_path):
     texts = [f"record {number}" for number in range(200)]
     path = write(tmp_path / "a.jsonl", lines(*({"text": text, "source": "web"} for text in texts)))
-    loaded = data.load(DataConfig(corpus=path, sequence=16), tmp_path / "cache")
+    loaded = data.load_data(DataConfig(corpus=path, sequence=16), tmp_path / "cache")
     stream = bytes(np.concatenate((loaded.train, loaded.held_out)))
     assert stream == b"".join(text.encode() + b"\0" for text in texts)
     assert loaded.summary["documents"] == 200
@@ -60,7 +60,7 @@ def test_the_token_stream_is_text_and_boundaries_and_nothing_of_the_syntax(tmp_p
 
 def test_the_hash_follows_the_text_and_its_boundaries_alone(tmp_path):
     def sha(*rows, field="text"):
-        return corpus.load(write(tmp_path / "a.jsonl", lines(*rows)), field).sha256
+        return corpus.load_corpus(write(tmp_path / "a.jsonl", lines(*rows)), field).sha256
 
     base = sha({"text": "ab"}, {"text": "c"})
     assert sha({"text": "ab", "id": 7}, {"text": ""}, {"score": 0.5, "text": "c"}) == base
@@ -73,7 +73,7 @@ def test_the_hash_follows_the_text_and_its_boundaries_alone(tmp_path):
 def test_another_field_is_another_text_and_no_new_key_in_the_identity(tmp_path):
     path = write(tmp_path / "a.jsonl", lines(*({"text": "x" * 50, "body": "y" * 60} for _ in range(20))))
     kinds = [DataConfig(corpus=path, sequence=16, text_field=field) for field in ("text", "body")]
-    loaded = [data.load(kind, tmp_path / "cache") for kind in kinds]
+    loaded = [data.load_data(kind, tmp_path / "cache") for kind in kinds]
     assert {bytes(one.train[:4]) for one in loaded} == {b"xxxx", b"yyyy"}
     assert loaded[0].summary["sha256"] != loaded[1].summary["sha256"]
     identities = [TrainConfig(data=kind).identity("bf16") for kind in kinds]
@@ -93,7 +93,7 @@ def test_a_folder_of_records_text_and_what_only_ends_in_json(tmp_path):
         "image.bin": b"\x00",
     }.items():
         write(tmp_path / name, content)
-    found = corpus.load(str(tmp_path))
+    found = corpus.load_corpus(str(tmp_path))
     plain = [b"plain {", package.encode(), b"[1, 2]", b"// comment\n{\n}"]
     assert sorted(found.documents()) == sorted([*ENCODED[:3], *plain])
     assert found.skipped == ("image.bin",) and len(found.names) == 6
@@ -129,13 +129,13 @@ BROKEN = [
 def test_a_record_that_cannot_be_read_is_named(tmp_path, name, content, reason, in_folder):
     path = write(tmp_path / name, content)
     with pytest.raises(ValueError, match=reason):
-        corpus.load(str(tmp_path) if in_folder else path)
+        corpus.load_corpus(str(tmp_path) if in_folder else path)
 
 
 @pytest.mark.parametrize("content", ['{"name": "x"}', "[]", '["a"]', "{", "words"])
 def test_a_json_file_that_was_named_has_to_hold_records(tmp_path, content):
     with pytest.raises(ValueError, match=r"a\.json: (neither lines nor an array|not JSON).*"):
-        corpus.load(write(tmp_path / "a.json", content))
+        corpus.load_corpus(write(tmp_path / "a.json", content))
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.99])
@@ -143,16 +143,16 @@ def test_a_broken_gzip_of_records_is_named(tmp_path, keep):
     whole = gzip.compress(lines(*({"text": f"{number**5}"} for number in range(2000))).encode())
     (tmp_path / "a.jsonl.gz").write_bytes(whole[: int(keep * len(whole))])
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz: broken gzip"):
-        corpus.load(str(tmp_path / "a.jsonl.gz"))
+        corpus.load_corpus(str(tmp_path / "a.jsonl.gz"))
     (tmp_path / "a.jsonl.gz").write_text("no gzip")
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz: broken gzip"):
-        corpus.load(str(tmp_path))
+        corpus.load_corpus(str(tmp_path))
 
 
 def test_a_field_for_text_without_fields_is_refused(tmp_path):
     path = write(tmp_path / "a.txt", "words")
     with pytest.raises(ValueError, match="text_field='body': corpus=.* has no JSON Lines"):
-        corpus.load(path, "body")
+        corpus.load_corpus(path, "body")
     with pytest.raises(ValueError, match="text_field=''"):
         DataConfig(text_field="")
 
@@ -164,17 +164,17 @@ def test_parquet(tmp_path):
     for name, kind in kinds.items():
         table = arrow.table({"id": [1, 2, 3, 4, 5], "body": arrow.array([*TEXTS, ""], kind)})
         parquet.write_table(table, tmp_path / f"{name}.parquet", row_group_size=2)
-        assert list(corpus.load(str(tmp_path / f"{name}.parquet"), "body").documents()) == ENCODED
+        assert list(corpus.load_corpus(str(tmp_path / f"{name}.parquet"), "body").documents()) == ENCODED
     with pytest.raises(ValueError, match=r"s\.parquet: no field 'text', it has 'id', 'body'"):
-        corpus.load(str(tmp_path / "s.parquet"))
+        corpus.load_corpus(str(tmp_path / "s.parquet"))
     with pytest.raises(ValueError, match=r"s\.parquet row 1: field 'id' is a number"):
-        corpus.load(str(tmp_path / "s.parquet"), "id")
+        corpus.load_corpus(str(tmp_path / "s.parquet"), "id")
     parquet.write_table(arrow.table({"text": ["a", None]}), tmp_path / "null.parquet")
     with pytest.raises(ValueError, match=r"null\.parquet row 2: field 'text' is null"):
-        corpus.load(str(tmp_path / "null.parquet"))
+        corpus.load_corpus(str(tmp_path / "null.parquet"))
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "s.parquet").read_bytes()[:100])
     with pytest.raises(ValueError, match=r"cut\.parquet: broken Parquet"):
-        corpus.load(str(tmp_path / "cut.parquet"))
+        corpus.load_corpus(str(tmp_path / "cut.parquet"))
 
 
 def test_parquet_without_its_package_is_one_line(tmp_path, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from runs import losses, stop_after, weights
 
 import halfbyte as hb
 from halfbyte.train import loop
-from halfbyte.train.data import load
+from halfbyte.train.data import load_data
 
 CONSTANT = {"warmup": 0.0, "decay": 0.0}
 
@@ -85,7 +85,7 @@ def test_leftovers_of_killed_writers_go_everywhere(stopped):
     foreign = [out / ".vimrc.tmp", cache / ".session.abcd1234.tmp"]
     for path in (*killed, *foreign):
         path.write_bytes(b"half")
-    data = load(config.data, cache)
+    data = load_data(config.data, cache)
     loop.train(config, "bf16", data)
     assert [path for path in killed if path.exists()] == [] and all(path.exists() for path in foreign)
 

@@ -17,7 +17,7 @@ from halfbyte.train.graphs import GraphedStep
 def test_no_step_reads_a_tensor_on_the_host(name, recipe):
     """Fake tensors have no data: whatever asks for a value of one raises."""
     with FakeTensorMode():
-        model = models.Decoder(models.get(name))
+        model = models.Decoder(models.model_preset(name))
         state = hb.RunState(0)
         hb.quantize_(model, recipe, state=state)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

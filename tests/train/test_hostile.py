@@ -25,7 +25,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     write_corpus(folder / "corpus")
     config = tiny(folder, steps=4, checkpoint_every=STEP, accumulate=2, eval_every=4, recipe_schedule="1:bf16")
-    text = data.load(config.data, config.run.cache)
+    text = data.load_data(config.data, config.run.cache)
     loop.train(config, "nvfp4", text)
     stopped = replace(config, run=replace(config.run, out=folder / "stopped"))
     stop_after(loop.Trainer(stopped, "nvfp4", text), STEP)
@@ -224,7 +224,7 @@ def test_one_that_cannot_be_read_is_not_called_broken(trainer):
         if user == 0:  # whom rights do not bind
             os.seteuid(65534)
         with pytest.raises(ValueError, match=r"cannot be read \(Permission denied\); check its rights") as error:
-            checkpoint.load(path, content["identity"])
+            checkpoint.load_checkpoint(path, content["identity"])
     finally:
         os.seteuid(user)
         path.chmod(0o644)

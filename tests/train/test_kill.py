@@ -48,7 +48,7 @@ def _wait_for_step(out, step, process):
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         assert process.poll() is None, "the run ended before it could be killed"
-        if any(line["step"] >= step for line in log.read(out)):
+        if any(line["step"] >= step for line in log.read_log(out)):
             return
         time.sleep(0.02)
     raise AssertionError(f"no step {step} within two minutes")
@@ -56,7 +56,7 @@ def _wait_for_step(out, step, process):
 
 def _last(out):
     path = checkpoint.Checkpoints(out / "checkpoints", keep=2).latest()
-    return checkpoint.load(path, json.loads((out / "config.json").read_text())["identity"])
+    return checkpoint.load_checkpoint(path, json.loads((out / "config.json").read_text())["identity"])
 
 
 def _bits(value):

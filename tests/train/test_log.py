@@ -27,14 +27,14 @@ def test_resuming_drops_what_comes_again_and_what_was_cut(tmp_path):
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"kind"\n{"kind": "step", "step": 1, "loss": 1.0}\n')
     with pytest.raises(ValueError, match=r"log\.jsonl line 1: not JSON"):
-        log.read(tmp_path)
+        log.read_log(tmp_path)
 
 
 def test_numbers_that_are_not_finite_stay_json(tmp_path):
     record = log.Log(tmp_path, after=0, tensorboard=False)
     record.write("step", 1, {"loss": math.nan, "grad_norm": math.inf})
     record.close()
-    assert log.read(tmp_path) == [{"kind": "step", "step": 1, "loss": None, "grad_norm": None}]
+    assert log.read_log(tmp_path) == [{"kind": "step", "step": 1, "loss": None, "grad_norm": None}]
     assert log.curve(tmp_path, "step") == ([], [])
 
 

@@ -12,7 +12,7 @@ from halfbyte.train import log, loop, measure
 
 
 def changes(config):
-    return [(line["step"], line["recipe"]) for line in log.read(config.run.out) if line["kind"] == "recipe"]
+    return [(line["step"], line["recipe"]) for line in log.read_log(config.run.out) if line["kind"] == "recipe"]
 
 
 def test_it_learns_and_writes_what_it_promises(run):
@@ -156,7 +156,7 @@ def test_a_diverged_run_says_so_and_stops(run):
     result = trainer.train()
     assert result["is_diverged"] and result["held_out_loss"] is None and result["steps"] < 30
     assert not list((config.run.out / "checkpoints").glob("*.pt"))
-    assert log.read(config.run.out)[-1]["loss"] is None
+    assert log.read_log(config.run.out)[-1]["loss"] is None
 
 
 def test_no_gpu_here(run, monkeypatch):

@@ -30,7 +30,7 @@ STATED = {
 
 @pytest.mark.parametrize("name", model.PRESETS)
 def test_presets_have_the_stated_size(name):
-    shape = model.get(name)
+    shape = model.model_preset(name)
     with torch.device("meta"):
         decoder = model.Decoder(shape)
     assert sum(p.numel() for p in decoder.parameters()) == shape.parameters
@@ -39,14 +39,14 @@ def test_presets_have_the_stated_size(name):
 
 @pytest.mark.parametrize("name", model.PRESETS)
 def test_presets_fill_whole_blocks(name):
-    shape = model.get(name)
+    shape = model.model_preset(name)
     widths = (shape.dim, shape.hidden, shape.kv_heads * shape.head_dim)
     assert all(width % model.WIDTH_MULTIPLE == 0 for width in widths)
 
 
 def test_unknown_preset_lists_the_known():
     with pytest.raises(ValueError, match=r"model='7b' is not a preset; use one of tiny, nano"):
-        model.get("7b")
+        model.model_preset("7b")
 
 
 @pytest.mark.parametrize("wrong", [{"heads": 3}, {"kv_heads": 3}, {"layers": 0}, {"heads": 128}])

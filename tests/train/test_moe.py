@@ -143,7 +143,7 @@ def learn(recipe: str, steps: int = 16) -> float:
     """Train a mixture on sequences that count by ones to threes; return the loss of the last steps."""
     decoder = model.Decoder(replace(model.moe_tiny(), layers=1, moe=moe.MoEConfig(experts=4)))
     model.initialise_(decoder, 0)
-    chosen = treatment.get(recipe)
+    chosen = treatment.treatment_of(recipe)
     report = hb.quantize_(decoder, chosen.recipe, keep=chosen.keep)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=4e-3)
     generator = torch.Generator().manual_seed(0)

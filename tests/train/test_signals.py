@@ -73,7 +73,7 @@ def test_a_signal_waits_for_the_end_of_the_step(run, undisturbed, place, schedul
         trainer.train()
     assert stop.value.status == 143 and f"step {STOP_AT + 2} of {STEPS}" in stop.value.where
     (path,) = (config.run.out / loop.CHECKPOINTS).glob("*.pt")
-    assert checkpoint.load(path, trainer.identity)["step"] == STOP_AT + 1
+    assert checkpoint.load_checkpoint(path, trainer.identity)["step"] == STOP_AT + 1
     assert not (config.run.out / loop.RESULT).exists()
     loop.train(config, "nvfp4", data)
     assert_same_run(config.run.out, expected)
@@ -125,7 +125,7 @@ def test_train_stopped_by_sigterm(run, folder, undisturbed):
         f"halfbyte train: stopped by SIGTERM; the same command goes on with step {stopped + 1} of {STEPS} "
         f"in {config.run.out}\n"
     )
-    assert max(line["step"] for line in log.read(config.run.out)) == stopped
+    assert max(line["step"] for line in log.read_log(config.run.out)) == stopped
     loop.train(config, "nvfp4", data)
     assert_same_run(config.run.out, undisturbed(config, "nvfp4", data))
 

@@ -51,7 +51,7 @@ def test_a_step_descends_the_mean_of_its_micro_batches_and_the_balance_of_expert
     got = [parameter.grad for parameter in trainer.model.parameters()]
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6 * float(other.abs().max()))
-    (line,) = (line for line in log.read(config.run.out) if line["kind"] == "step")
+    (line,) = (line for line in log.read_log(config.run.out) if line["kind"] == "step")
     assert line["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert line["grad_norm"] == pytest.approx(torch.cat([g.flatten() for g in expected]).norm().item(), rel=1e-4)
 
@@ -81,7 +81,7 @@ def test_three_steps_are_adamw_on_clipped_gradients_at_the_rates_of_the_schedule
         for p, value in zip(trainer.model.parameters(), start, strict=True):
             p.copy_(value)
     trainer.train()
-    assert [line["lr"] for line in log.read(config.run.out) if line["kind"] == "step"] == [0.005, 0.01, 0.005]
+    assert [line["lr"] for line in log.read_log(config.run.out) if line["kind"] == "step"] == [0.005, 0.01, 0.005]
     moved = torch.cat([(a - b).flatten() for a, b in zip(expected, start, strict=True)])
     error = torch.cat([(a - b).flatten() for a, b in zip(expected, trainer.model.parameters(), strict=True)])
     assert error.norm() < 1e-3 * moved.norm()

@@ -9,8 +9,8 @@ from itertools import chain, islice
 import pytest
 import torch
 
-from halfbyte import cli, ops
-from halfbyte.ops import dispatch
+from halfbyte import cli
+from halfbyte.ops import gemm, quantization
 from halfbyte.verify import kernels, plan, record
 from halfbyte.verify.compare import difference, relative_error
 from halfbyte.verify.fingerprint import EXPECTED, fingerprint
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def failures(findings) -> list[str]:
-    return [f"{c.group}: {c.name}: {c.detail}" for c in record.run(findings) if c.outcome == record.FAILED]
+    return [f"{c.group}: {c.name}: {c.detail}" for c in record.run_checks(findings) if c.outcome == record.FAILED]
 
 
 def test_the_reference_holds_its_invariants():
@@ -66,7 +66,7 @@ def test_copies_to_a_device_keep_their_strides():
 
 
 def one_wrong_nibble(x, spec, **options):
-    blocks = ops.dispatch.quantize(x, spec, **options)
+    blocks = quantization.quantize(x, spec, **options)
     if options["backend"] != "reference" and blocks.qdata.numel():
         blocks.qdata[0, 0] ^= 1
     return blocks
@@ -80,7 +80,7 @@ def test_one_wrong_nibble_is_noticed(monkeypatch):
 
 
 def doubled(*arguments, **options):
-    return dispatch.gemm_nt(*arguments, **options) * 1.01
+    return gemm.gemm_nt(*arguments, **options) * 1.01
 
 
 def test_a_product_off_by_one_percent_is_noticed(monkeypatch):
@@ -94,7 +94,7 @@ def test_an_exception_is_a_failure_of_its_check():
     def broken():
         raise RuntimeError("no such instruction")
 
-    checks = record.run([("group", "a", broken), ("group", "b", lambda: None)])
+    checks = record.run_checks([("group", "a", broken), ("group", "b", lambda: None)])
     assert [c.outcome for c in checks] == [record.FAILED, record.PASSED]
     assert checks[0].detail == "RuntimeError: no such instruction"
 
@@ -152,12 +152,12 @@ def test_processes_share_the_same_checks(monkeypatch):
     # Threads stand in for processes, which would take seconds to import torch.
     monkeypatch.setattr(plan, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs))
     scope = plan.Scope(device=CPU, backend=None)
-    alone, shared = plan.run(scope, jobs=1), plan.run(scope, jobs=3)
+    alone, shared = plan.run_all(scope, jobs=1), plan.run_all(scope, jobs=3)
     assert alone == shared and len(alone) > 15
 
 
 def test_shares_of_a_full_verification_are_disjoint_and_complete(monkeypatch):
-    monkeypatch.setattr(record, "run", lambda found: [f"{found[0][0]}: {found[0][1]}"])
+    monkeypatch.setattr(record, "run_checks", lambda found: [f"{found[0][0]}: {found[0][1]}"])
     scope = plan.Scope(device=CPU, backend="reference")
     places = [[place for place, _ in plan._share(scope, index, 5)] for index in range(5)]
     assert sorted(chain.from_iterable(places)) == list(range(len(plan.findings(scope))))

@@ -11,7 +11,10 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 import halfbyte.kernels
-from halfbyte.ops import backends  # noqa: F401  the module, which the package hides behind its function
+from halfbyte.ops import (
+    backends,  # noqa: F401  the module, which the package hides behind its function
+    quantization,
+)
 from halfbyte.verify import fused, grouped, invariants, kernels, plan, primary, record
 
 CPU = torch.device("cpu")
@@ -48,7 +51,7 @@ def test_every_kernel_is_launched(monkeypatch, triton_on_the_cpu):
     launched = set()
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *args, **options: launched.add(self.fn.__name__))
     findings = plan.findings(plan.Scope(device=CPU, backend="triton"))
-    record.run(f for f in findings if f[0] != invariants.GROUP)  # nothing is computed, so nothing agrees
+    record.run_checks(f for f in findings if f[0] != invariants.GROUP)  # nothing is computed, so nothing agrees
     assert len(all_kernels()) >= 38
     assert all_kernels() - launched == set(ELSEWHERE)
 
@@ -71,14 +74,14 @@ def altered(function, index):
 def test_a_wrong_bit_of_a_norm_is_noticed(monkeypatch, triton_on_the_cpu, name, index, says):
     monkeypatch.setattr(fused.ops, name, altered(getattr(fused.ops, name), index))
     finding = next(f for f in fused.fused(CPU, "triton") if f[1].startswith("LayerNorm, 37x83 bfloat16, amaxes"))
-    (check,) = record.run([finding])
+    (check,) = record.run_checks([finding])
     assert check.outcome == record.FAILED and says in check.detail
 
 
 def test_a_wrong_bit_of_an_activation_is_noticed(monkeypatch, triton_on_the_cpu):
     monkeypatch.setattr(fused.ops, "activation", altered(fused.ops.activation, 0))
     finding = next(f for f in fused.fused(CPU, "triton") if f[1] == "gelu gated")
-    (check,) = record.run([finding])
+    (check,) = record.run_checks([finding])
     assert check.outcome == record.FAILED and check.detail.startswith("h: 1 of")
 
 
@@ -101,23 +104,23 @@ def test_a_wrong_nibble_of_a_primary_weight_is_noticed(monkeypatch):
         return (caster if backend == "reference" else Wrong(caster, pieces)), finisher
 
     monkeypatch.setattr(primary, "primary_stages", one_wrong)
-    (check,) = record.run([next(primary.primary(CPU, "triton"))])
+    (check,) = record.run_checks([next(primary.primary(CPU, "triton"))])
     assert check.outcome == record.FAILED and check.detail.startswith("weight 0 qdata: 1 of")
 
 
 def test_transient_values_are_compared(monkeypatch):
     def decoded(x, row, col, *, transient=(False, False), **options):
-        sides = plan.ops.dispatch.quantize_row_col(x, row, col, **options)
+        sides = quantization.quantize_row_col(x, row, col, **options)
         if transient == (False, False):
             return sides
         return tuple(s and s._replace(qdata=torch.zeros(s.qdata.shape, dtype=torch.bfloat16)) for s in sides)
 
     monkeypatch.setattr(kernels.ops, "quantize_row_col", decoded)
-    (check,) = record.run([next(kernels.transient(CPU, "reference"))])
+    (check,) = record.run_checks([next(kernels.transient(CPU, "reference"))])
     assert check.outcome == record.FAILED and check.detail.startswith("row shape")
 
 
 def test_the_reference_passes_what_was_added():
     findings = (*fused.fused(CPU, "reference"), *primary.primary(CPU, "reference"), *grouped.grouped(CPU, "reference"))
-    failed = [check for check in record.run(findings) if check.outcome == record.FAILED]
+    failed = [check for check in record.run_checks(findings) if check.outcome == record.FAILED]
     assert not failed and len(findings) > 120

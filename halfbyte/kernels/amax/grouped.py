@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfbyte.kernels.amax import rotated as ra
 from halfbyte.kernels.amax import route
-from halfbyte.kernels.amax.route import Groups, amax_rule
+from halfbyte.kernels.amax.route import AmaxesOfGroups, amax_rule
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import magnitudes as mg
@@ -22,12 +22,12 @@ from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device.loads import load_col_groups, load_row_groups
 from halfbyte.kernels.device.tiles import rotate_group
-from halfbyte.kernels.groups import Plan, group_of_tile
+from halfbyte.kernels.groups import GroupPlan, group_of_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import grouped_wide as wide
 from halfbyte.kernels.route import Choice
 from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4
+from halfbyte.spec import Spec
 
 
 @jit(do_not_specialize=("sign_stream", "groups", "strips"))
@@ -76,7 +76,7 @@ def packed_amax_kernel(
                 for k in tl.static_range(2):
                     plain_bits = tl.maximum(plain_bits, tl.max(mg.finite_bits(mg.magnitude_bits(halves[k])), axis=1))
                     if rotated_ptr is not None:
-                        y = rw.unpacked(rw.rotated(halves[k], flips, RULE.norm))
+                        y = rw.unpacked(rw.rotated_pairs(halves[k], flips, RULE.norm))
                         bits = tl.maximum(bits, tl.max(mg.finite_bits(mg.magnitude_bits(y)), axis=1))
         if plain_ptr is not None:
             tl.atomic_max(plain_ptr + group, tl.max(plain_bits, axis=0), sem="relaxed")
@@ -95,7 +95,7 @@ def load_words(words_ptr, g, end, in_line, stride, SIZE: tl.constexpr, FULL: tl.
 
 
 @triton.jit
-def rotated(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.constexpr):
+def rotated_values(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.constexpr):
     """Return the fp32 values of a group after the rule's rotation."""
     return pm.unpack_pairs(rotate_group(xs, sign_ptr, sign_stream, NARROW, RULE), 0, RULE.group)
 
@@ -131,7 +131,7 @@ def grouped_amax_kernel(
                     tl.atomic_max(row_out_ptr + group, largest(mg.finite_max(xs)), sem="relaxed")
             if COL.norm != 0.0:
                 p_sign = None if col_sign_ptr is None else col_sign_ptr + group * 2
-                xs = rotated(xs, p_sign, col_sign_stream, NARROW, COL)
+                xs = rotated_values(xs, p_sign, col_sign_stream, NARROW, COL)
             m = mg.finite_max(xs)
             if COL.row_amax:
                 p_out = col_out_ptr + group.to(tl.int64) * cols + col
@@ -147,7 +147,7 @@ def grouped_amax_kernel(
                 xs = load_row_groups(x_ptr, row64 * stride_r, in_row, o_col, cols, stride_c, ROW.group)
                 if ROW.norm != 0.0:
                     p_sign = None if row_sign_ptr is None else row_sign_ptr + group * 2
-                    xs = rotated(xs, p_sign, row_sign_stream, NARROW, ROW)
+                    xs = rotated_values(xs, p_sign, row_sign_stream, NARROW, ROW)
                 m = mg.finite_max(xs)
                 if ROW.row_amax:
                     tl.atomic_max(row_out_ptr + row64, tl.max(m, axis=1), mask=in_row, sem="relaxed")
@@ -157,8 +157,8 @@ def grouped_amax_kernel(
 
 def grouped_amax(
     x: Tensor,
-    plan: Plan,
-    specs: tuple[NVFP4 | None, NVFP4 | None],
+    plan: GroupPlan,
+    specs: tuple[Spec | None, Spec | None],
     out: tuple[Tensor, Tensor],
     sign_draw: Draw | None,
 ) -> None:
@@ -176,13 +176,13 @@ def grouped_amax(
     stream = 0 if sign_draw is None else sign_draw.stream
     rest = False
     while row is not None or col is not None:
-        choice = route.groups(Groups(x, plan, row, col, rest))
+        choice = route.choose_group_amaxes(AmaxesOfGroups(x, plan, row, col, rest))
         if choice.kernel == "packed_amax_kernel":
             return _launch_packed(choice, outs, stream)
         if choice.kernel == "grouped_amax_kernel":
             return _launch_tuples(choice, outs, stream)
         columns = choice.constants["COLUMNS"]
-        wide.amax(choice, outs[columns], stream)
+        wide.wide_amax(choice, outs[columns], stream)
         row, col, rest = (row, None, True) if columns else (None, col, True)
 
 
@@ -208,7 +208,7 @@ def _launch_packed(choice: Choice, outs: list[Tensor], stream: int) -> None:
 
 
 def _launch_tuples(choice: Choice, outs: list[Tensor], stream: int) -> None:
-    groups: Groups = choice.request
+    groups: AmaxesOfGroups = choice.request
     x, plan = groups.x, groups.plan
     grouped_amax_kernel[choice.grid](
         x,

@@ -85,7 +85,7 @@ def finite_amax(x: Tensor, dim: int | None = None) -> Tensor:
     return operand_amax(x, NVFP4(outer="tensor" if dim is None else "row"), None)
 
 
-def operand_amax(x: Tensor, spec: NVFP4, sign_draw: Draw | None) -> Tensor:
+def operand_amax(x: Tensor, spec: Spec, sign_draw: Draw | None) -> Tensor:
     """Return the amax that quantize(x, spec) uses: fp32 [] or [rows], after the spec's rotation.
 
     Args:
@@ -93,10 +93,10 @@ def operand_amax(x: Tensor, spec: NVFP4, sign_draw: Draw | None) -> Tensor:
         spec: its `outer` and `rotation` count.
         sign_draw: the place of fresh signs.
     """
-    per_row = spec.outer == "row"
+    per_row = spec.has_row_amax
     if x.numel() == 0:
         return torch.zeros((x.shape[0],) if per_row else (), dtype=torch.float32, device=x.device)
-    choice = route.one(route.One(x, spec))
+    choice = route.choose_amax(route.AmaxOfOne(x, spec))
     if choice.kernel == "amax_rotated_kernel":
         return launch_rotated(choice, sign_draw)[0]
     return _launch_rows(choice, per_row)
@@ -112,9 +112,8 @@ def row_col_amax(
         row_spec, col_spec: None and MXFP8 need no amax: None is returned.
         sign_draw: the place of fresh signs.
     """
-    row = row_spec if isinstance(row_spec, NVFP4) else None
-    col = col_spec if isinstance(col_spec, NVFP4) else None
-    choice = route.pair(route.Pair(x, row, col))
+    row, col = (spec if spec is not None and spec.format.has_amax else None for spec in (row_spec, col_spec))
+    choice = route.choose_amaxes(route.AmaxesOfPair(x, row, col))
     if row is not None and choice.kernel == route.SAME:
         both = operand_amax(x, row, None)
         return both, both

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from halfbyte.kernels.device import magnitudes as mg
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.groups import Plan
-from halfbyte.kernels.quantize.grouped_route import is_wide, wide_tile
-from halfbyte.kernels.route import Candidate, Choice, Reason, choose, fits_all
+from halfbyte.kernels.groups import GroupPlan
+from halfbyte.kernels.quantize.grouped_route import WideTile, is_wide, wide_tile
+from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import target_of
 from halfbyte.layout import ceil_div
-from halfbyte.spec import NVFP4
+from halfbyte.spec import NVFP4, Spec
 
 PLAIN = sc.rule_of(NVFP4(), hardware=0)
 
@@ -26,7 +26,7 @@ OF_TENSOR, OF_ROW, OF_ROW_PARTS = (tl.constexpr(i) for i in range(3))
 """What becomes of a row's maximum: it joins the tensor's, it is stored, or it joins those of other parts of the row."""
 
 
-class Tile(NamedTuple):
+class AmaxTile(NamedTuple):
     """What a program reads at once and how many programs there are, as measured on an H200.
 
     size: elements; of a rotation, bytes that a thread reads of each row of a group.
@@ -38,29 +38,29 @@ class Tile(NamedTuple):
     per_sm: int
 
 
-PLAIN_TILE = Tile(8192, 8, 8)
-ROTATED_TILES = {16: Tile(8, 4, 5), 32: Tile(4, 4, 5), 64: Tile(4, 4, 3), 128: Tile(2, 4, 3)}
+PLAIN_TILE = AmaxTile(8192, 8, 8)
+ROTATED_TILES = {16: AmaxTile(8, 4, 5), 32: AmaxTile(4, 4, 5), 64: AmaxTile(4, 4, 3), 128: AmaxTile(2, 4, 3)}
 
 
-def amax_rule(spec: NVFP4) -> sc.Rule:
+def amax_rule(spec: Spec) -> sc.Rule:
     """Return what the amax kernels are compiled for: nothing of the spec counts but its rows and its rotation."""
     rule = sc.rule_of(spec, hardware=0)
     return PLAIN._replace(row_amax=rule.row_amax, group=rule.group, norm=rule.norm, fresh=rule.fresh)
 
 
-class One(NamedTuple):
+class AmaxOfOne(NamedTuple):
     """Find the amax of x [rows, cols], or of its rows."""
 
     x: Tensor
-    spec: NVFP4
+    spec: Spec
 
 
-def _rotated_problem(one: One) -> Reason | None:
+def _rotated_problem(one: AmaxOfOne) -> Reason | None:
     return None if one.spec.rotation is not None else Reason("the operand is not rotated")
 
 
-def _rows(one: One) -> Choice:
-    x, per_row = one.x, one.spec.outer == "row"
+def _rows(one: AmaxOfOne) -> Choice:
+    x, per_row = one.x, one.spec.has_row_amax
     if not per_row:  # without rows to tell apart, a contiguous tensor is one long row, and rows may be columns
         x = x.view(1, -1) if x.is_contiguous() else x.T if x.stride(0) == 1 else x
     rows, cols = x.shape
@@ -69,7 +69,7 @@ def _rows(one: One) -> Choice:
     tiles = ceil_div(rows, r)
     parts = mg.parts_of(ceil_div(cols, c), tiles, PLAIN_TILE.per_sm, x.device)
     result = OF_TENSOR if not per_row else OF_ROW if parts == 1 else OF_ROW_PARTS
-    constants = {"RESULT": result, "PACKED": mg.is_packed(x), "R": r, "C": c, "num_warps": PLAIN_TILE.num_warps}
+    constants = {"RESULT": result, "PACKED": mg.reads_pairs(x), "R": r, "C": c, "num_warps": PLAIN_TILE.num_warps}
     return Choice("amax_rows_kernel", (tiles * parts,), constants, (x, parts))
 
 
@@ -77,7 +77,7 @@ class RotatedTile(NamedTuple):
     """What a program of a rotation's maximum reads at once.
 
     lines: columns, or words of two (packed); vec: how many of them a thread reads.
-    num_warps, per_sm: as in `Tile`.
+    num_warps, per_sm: as in `AmaxTile`.
     """
 
     lines: int
@@ -109,10 +109,10 @@ def rotated_tile(rule: sc.Rule, packed: bool, hardware: int) -> RotatedTile:
     return RotatedTile(32 * num_warps * vec, vec, packed, num_warps, per_sm)
 
 
-def _rotated(x: Tensor, spec: NVFP4, both: bool) -> Choice:
+def _rotated(x: Tensor, spec: Spec, both: bool) -> Choice:
     """Choose for x.T after a rotation along its rows and, with `both`, for x."""
     (rows, cols), rule = x.shape, amax_rule(spec)
-    tile = rotated_tile(rule, mg.is_packed(x), sc.hardware_of(x.device))
+    tile = rotated_tile(rule, mg.reads_pairs(x), sc.hardware_of(x.device))
     tile_cols = tile.lines * (2 if tile.packed else 1)
     strips = ceil_div(cols, tile_cols)
     parts = mg.parts_of(ceil_div(rows, rule.group), strips, tile.per_sm, x.device)
@@ -133,44 +133,44 @@ ONE = (
 )
 
 
-def one(request: One) -> Choice:
+def choose_amax(request: AmaxOfOne) -> Choice:
     """Choose for one operand with values."""
-    return choose(ONE, request)
+    return choose_from(ONE, request)
 
 
-class Pair(NamedTuple):
+class AmaxesOfPair(NamedTuple):
     """Find the amaxes of x by `row` and of x.T by `col`; None where none is wanted."""
 
     x: Tensor
-    row: NVFP4 | None
-    col: NVFP4 | None
+    row: Spec | None
+    col: Spec | None
 
 
-def _one_read_problem(pair: Pair) -> Reason | None:
+def _one_read_problem(pair: AmaxesOfPair) -> Reason | None:
     if pair.row is None or pair.col is None:
         return Reason("one orientation has an amax already, or needs none")
-    if pair.row.rotation is not None or pair.row.outer != "tensor":
+    if pair.row.rotation is not None or not pair.row.has_tensor_amax:
         return Reason("the rows are rotated or have an amax each")
     return None if pair.x.numel() else Reason("there are no values")
 
 
-def _same_problem(pair: Pair) -> Reason | None:
+def _same_problem(pair: AmaxesOfPair) -> Reason | None:
     reason = _one_read_problem(pair)
     if reason is not None or pair.col is None:
         return reason
     if pair.col.rotation is not None:
         return Reason("the columns are rotated")
-    return None if pair.col.outer == "tensor" else Reason("the columns have an amax each")
+    return None if pair.col.has_tensor_amax else Reason("the columns have an amax each")
 
 
-def _rotated_pair_problem(pair: Pair) -> Reason | None:
+def _rotated_pair_problem(pair: AmaxesOfPair) -> Reason | None:
     reason = _one_read_problem(pair)
     if reason is not None or pair.col is None:
         return reason
     return None if pair.col.rotation is not None else Reason("the columns are not rotated")
 
 
-def _rotated_pair(pair: Pair) -> Choice:
+def _rotated_pair(pair: AmaxesOfPair) -> Choice:
     assert pair.col is not None, "the columns are rotated"
     return _rotated(pair.x, pair.col, both=True)
 
@@ -184,42 +184,42 @@ PAIR = (
 )
 
 
-def pair(request: Pair) -> Choice:
+def choose_amaxes(request: AmaxesOfPair) -> Choice:
     """Choose for both orientations."""
-    return choose(PAIR, request)
+    return choose_from(PAIR, request)
 
 
-class Groups(NamedTuple):
+class AmaxesOfGroups(NamedTuple):
     """Find the amaxes of the groups of x [rows, cols] along rows and columns; None where none is wanted.
 
     rest: whether the other side has had a kernel of its own.
     """
 
     x: Tensor
-    plan: Plan
+    plan: GroupPlan
     row: sc.Rule | None
     col: sc.Rule | None
     rest: bool = False
 
 
-class GroupTile(NamedTuple):
+class GroupedAmaxTile(NamedTuple):
     """Columns and warps of a program."""
 
     cols: int
     num_warps: int
 
 
-BOTH_TILE, ROW_TILE = GroupTile(128, 4), GroupTile(256, 8)
+BOTH_TILE, ROW_TILE = GroupedAmaxTile(128, 4), GroupedAmaxTile(256, 8)
 PACKED_WIDTH = 32  # the widest rotation of words of two columns: with 64, threads spill 300 bytes
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 
 
-def _packed_problem(groups: Groups) -> Reason | None:
+def _packed_problem(groups: AmaxesOfGroups) -> Reason | None:
     """Say why words of two columns do not serve for an unrotated amax of x, a rotated one of x.T, or both."""
     x, row, col = groups.x, groups.row, groups.col
     if groups.rest:
         return Reason("the other side has a kernel of its own, so that one read does not give both")
-    if not mg.is_packed(x):
+    if not mg.reads_pairs(x):
         return Reason("x is not bf16 in aligned rows of multiples of 8 columns")
     if row is not None and (row.norm != 0.0 or row.row_amax):
         return Reason("the rows are rotated or have an amax each")
@@ -232,7 +232,7 @@ def _packed_problem(groups: Groups) -> Reason | None:
     return None
 
 
-def _packed(groups: Groups) -> Choice:
+def _packed(groups: AmaxesOfGroups) -> Choice:
     cols, rule = groups.x.shape[1], groups.col or PLAIN
     tile = rotated_tile(rule, True, sc.hardware_of(groups.x.device))
     strips = ceil_div(cols, 2 * tile.lines)
@@ -241,28 +241,32 @@ def _packed(groups: Groups) -> Choice:
     return Choice("packed_amax_kernel", (groups.plan.tiles * strips,), constants, strips)
 
 
-def _wide_problem(groups: Groups) -> Reason | None:
+def _wide_problem(groups: AmaxesOfGroups) -> Reason | None:
     if is_wide(groups.row) or is_wide(groups.col):
         return None
     return Reason("no side has a rotation of 32 or wider")
 
 
-def _wide(groups: Groups) -> Choice:
-    """Choose for the first side with a wide rotation.
+def amax_warps(tile: WideTile, rule: sc.Rule, hardware: int) -> int:
+    """Return the warps of the maxima's kernel; hardware: as `Rule.hardware`.
 
     With one group of 32 a thread, Blackwell's assembler takes 72 registers and spills; with two it does not.
     """
+    return tile.num_warps // 2 if rule.group == 32 and hardware >= 100 else tile.num_warps
+
+
+def _wide(groups: AmaxesOfGroups) -> Choice:
+    """Choose for the first side with a wide rotation."""
     columns = not is_wide(groups.row)
     rule = groups.col if columns else groups.row
     assert rule is not None, "it is wide"
     tile = wide_tile(groups.plan, rule.group, columns, groups.x.shape[1])
-    blackwell = rule.group == 32 and sc.hardware_of(groups.x.device) >= 100
     constants = {"RULE": rule, "COLUMNS": columns, "TILE_ROWS": groups.plan.tile_rows, "T": tile.lines}
-    constants["num_warps"] = tile.num_warps // 2 if blackwell else tile.num_warps
+    constants["num_warps"] = amax_warps(tile, rule, sc.hardware_of(groups.x.device))
     return Choice("grouped_wide_amax_kernel", (tile.programs,), constants, tile.tiles)
 
 
-def _tuples(groups: Groups) -> Choice:
+def _tuples(groups: AmaxesOfGroups) -> Choice:
     row, col = groups.row, groups.col
     tile, interpreted = ROW_TILE if col is None else BOTH_TILE, target_of(groups.x.device).interpreter
     tile_cols = max(tile.cols, 0 if row is None else row.group, INTERPRETED_COLS if interpreted else 0)
@@ -278,6 +282,6 @@ GROUPS = (
 )
 
 
-def groups(request: Groups) -> Choice:
+def choose_group_amaxes(request: AmaxesOfGroups) -> Choice:
     """Choose for the sides of groups, or for the first with a wide rotation."""
-    return choose(GROUPS, request)
+    return choose_from(GROUPS, request)

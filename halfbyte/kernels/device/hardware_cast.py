@@ -65,7 +65,7 @@ def conversions(device: torch.device) -> dict[str, bool]:
     return found
 
 
-def explain(device: torch.device) -> str:
+def explain_conversions(device: torch.device) -> str:
     """Say which conversions to E2M1 quantize takes from the device, and why not the others."""
     found, words = conversions(device), {}
     for name, instruction in (("nearest", "cvt.rn"), ("stochastic", "cvt.rs")):
@@ -81,7 +81,7 @@ def explain(device: torch.device) -> str:
     return "; ".join(f"{name} {how}" for name, how in words.items())
 
 
-def compare(device: torch.device, name: str) -> tuple[Tensor, Tensor]:
+def compare_conversions(device: torch.device, name: str) -> tuple[Tensor, Tensor]:
     """Return the codes of 65,536 values, [8192] int32, by our arithmetic and by the target's conversion.
 
     Args:

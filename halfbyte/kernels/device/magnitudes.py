@@ -63,7 +63,7 @@ def finite_bits(bits):
     return tl.where(bits < INF_BITS, bits, 0)
 
 
-def is_packed(x: Tensor) -> bool:
+def reads_pairs(x: Tensor) -> bool:
     """Say whether x is read in words of two bf16, 16 bytes at a time."""
     aligned = x.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0 and (x.stride(0) % 8 == 0 or x.shape[0] == 1)
     return x.dtype == torch.bfloat16 and x.stride(1) == 1 and aligned

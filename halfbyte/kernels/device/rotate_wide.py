@@ -54,7 +54,7 @@ def stages(x, END: tl.constexpr):
 
 
 @triton.jit
-def rotated(x, flips, norm):
+def rotated_pairs(x, flips, norm):
     """Rotate groups [T, SIZE], fp32 holding bf16 values; norm = f(1 / sqrt(SIZE)). Returns pairs [T, SIZE / 2]."""
     T: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]

@@ -69,7 +69,7 @@ def wanted_of(row: str, col: NVFP4 | None) -> Wanted:
     return Wanted(row, "rotated", size, f32(size**-0.5), col.needs_sign_rng)
 
 
-def allocate(wanted: Wanted, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def allocate_amaxes(wanted: Wanted, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return unwritten (row amax, col amax); empty where nothing is wanted, zero for a tensor without elements."""
     shapes = (rows,) if wanted.row == "row" else () if wanted.row else (0,), () if wanted.col else (0,)
     row, col = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
@@ -96,7 +96,7 @@ def workspace(wanted: Wanted, device: torch.device) -> Tensor | None:
     return keep(_kept_workspace(device))
 
 
-def signs(wanted: Wanted, sign_draw: Draw | None) -> tuple[Tensor | None, int]:
+def fresh_signs(wanted: Wanted, sign_draw: Draw | None) -> tuple[Tensor | None, int]:
     """Return where fresh signs are drawn, as kernels take it."""
     if not wanted.fresh:
         return None, 0
@@ -105,7 +105,7 @@ def signs(wanted: Wanted, sign_draw: Draw | None) -> tuple[Tensor | None, int]:
 
 
 @triton.jit
-def sign_words(sign_ptr, sign_stream, WANTED: tl.constexpr):
+def wanted_sign_words(sign_ptr, sign_stream, WANTED: tl.constexpr):
     """Return the fresh sign bits of the rotation, or nothing."""
     words = ()
     if WANTED.fresh:
@@ -114,7 +114,7 @@ def sign_words(sign_ptr, sign_stream, WANTED: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, row0, rows, col, stop, cols, GROUP: tl.constexpr, FULL: tl.constexpr):
+def load_group(ptr, row0, rows, col, stop, cols, GROUP: tl.constexpr, FULL: tl.constexpr):
     """Return GROUP rows of columns `col` [C] as stored, zero outside: all loads before anything waits for one.
 
     ptr: where row row0 begins. FULL: nothing is outside.
@@ -166,7 +166,7 @@ def raise_transformed(rotated, ys, words, WANTED: tl.constexpr):
 
 
 @triton.jit
-def finite_bits(x):
+def finite_magnitude_bits(x):
     """Return |x| as int32 bits, 0 where it is not finite."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.where(bits < INF_BITS, bits, 0)
@@ -193,9 +193,9 @@ def settle(
             for i in range(GROUP):
                 pointers = y_ptr + (row0 + i).to(tl.int64) * stride + col
                 y = pm.to_fp32(tl.load(pointers, mask=(col < cols) & (row0 + i < rows), other=0.0))
-                bits_plain = tl.maximum(bits_plain, finite_bits(y))
+                bits_plain = tl.maximum(bits_plain, finite_magnitude_bits(y))
             if WANTED.col == "rotated":
-                stored = load_rows(y_ptr + row0.to(tl.int64) * stride, row0, rows, col, cols, stride, GROUP, False)
+                stored = load_group(y_ptr + row0.to(tl.int64) * stride, row0, rows, col, cols, stride, GROUP, False)
                 ys = ()
                 for i in tl.static_range(GROUP):
                     ys = ys + (pm.to_fp32(stored[i]),)
@@ -203,7 +203,7 @@ def settle(
                     ys = pm.unpack_pairs(pm.bf16_pairs(ys), 0, GROUP)
                 ys = pm.unpack_pairs(pm.rotate(ys, WANTED.norm, GROUP, WANTED.fresh, words, False), 0, GROUP)
                 for i in tl.static_range(GROUP):
-                    bits_rotated = tl.maximum(bits_rotated, finite_bits(ys[i]))
+                    bits_rotated = tl.maximum(bits_rotated, finite_magnitude_bits(ys[i]))
         m_plain = tl.max(bits_plain, axis=0)
         m_rotated = tl.max(bits_rotated, axis=0)
     return m_plain, m_rotated
@@ -221,7 +221,7 @@ def store_row_maxima(row_ptr, y_ptr, row0, rows, cols, WANTED: tl.constexpr):
                 col = c + tl.arange(0, LANES)
                 pointers = y_ptr + row.to(tl.int64)[:, None] * cols + col[None, :]
                 y = tl.load(pointers, mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0)
-                m = tl.maximum(m, finite_bits(pm.to_fp32(y)))
+                m = tl.maximum(m, finite_magnitude_bits(pm.to_fp32(y)))
             tl.store(row_ptr + row, tl.max(m, axis=1).to(tl.float32, bitcast=True), mask=row < rows)
 
 

@@ -18,7 +18,7 @@ from halfbyte.kernels.device.decode import E4M3_NAN, E8M0_NAN, INTERPRETED
 from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY, converted_word
 from halfbyte.kernels.device.stochastic import stochastic_word, upper_halves
 from halfbyte.kernels.target import Target, target_of
-from halfbyte.spec import MXFP8, BlockMax, Spec
+from halfbyte.spec import MXFP8, Spec
 
 
 class Rule(NamedTuple):
@@ -88,11 +88,11 @@ def rule_of(spec: Spec, hardware: int) -> Rule:
     """Return what kernels are compiled for; hardware: as in `Rule`."""
     if isinstance(spec, MXFP8):
         return Rule("nearest", False, False, spec.block_length, 0.0, False, (), False, False, hardware, spec.element)
-    chosen = not isinstance(spec.scaling, BlockMax)
+    chosen = spec.tries_candidates
     return Rule(
         rounding=spec.rounding,
         tile=spec.is_tile,
-        row_amax=spec.outer == "row",
+        row_amax=spec.has_row_amax,
         group=spec.alignment,
         norm=f32(spec.alignment**-0.5) if spec.rotation else 0.0,
         fresh=spec.needs_sign_rng,
@@ -106,8 +106,8 @@ def rule_of(spec: Spec, hardware: int) -> Rule:
 def constants_of(spec: Spec) -> Constants:
     """Return the fp32 constants of a spec."""
     if isinstance(spec, MXFP8):
-        return Constants(0.0, 0.0, f32(1 / spec.element_format.max), 0.0)
-    span = spec.e4m3_max * spec.fp4_max
+        return Constants(0.0, 0.0, f32(1 / spec.format.element.max), 0.0)
+    span = spec.divisor
     return Constants(f32(span), f32(span / FLT_MAX), f32(1 / spec.fp4_max), f32(E2M1.max * spec.e4m3_max))
 
 

@@ -65,7 +65,7 @@ def exponential(x):
 
 
 @triton.jit
-def reciprocal(d):
+def regular_inverse(d):
     """Return 1 / d rounded to nearest, for 1 <= d <= 2^125: without the branch of a division that takes any number."""
     if not has_ptx():
         return tl.div_rn(tl.full(d.shape, 1.0, tl.float32), d)
@@ -74,7 +74,7 @@ def reciprocal(d):
 
 @triton.jit
 def sigmoid(x):
-    return reciprocal(exponential(-x) + 1.0)
+    return regular_inverse(exponential(-x) + 1.0)
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def value_and_slope(x, FUNCTION: tl.constexpr):
         slope = (value * (1.0 - s)) * (square * CUBIC_SLOPE + LINEAR) + s
     elif FUNCTION == "gelu":
         bell = exponential((x * x) * -0.5)
-        t = reciprocal(tl.minimum(tl.abs(x), FURTHEST) * TAIL_SLOPE + 1.0)
+        t = regular_inverse(tl.minimum(tl.abs(x), FURTHEST) * TAIL_SLOPE + 1.0)
         tail = bell * horner(TAIL_TERMS, TAIL_COUNT, t)
         below = tl.where(x > 0, 1.0 - tail, tail)
         value = x * below
@@ -117,14 +117,14 @@ def activation_kernel(
     col0 = tl.program_id(0) % spans * SPAN
     stop = tl.minimum(col0 + SPAN, cols)
     GROUP: tl.constexpr = WANTED.group
-    words = rm.sign_words(sign_ptr, sign_stream, WANTED)
+    words = rm.wanted_sign_words(sign_ptr, sign_stream, WANTED)
     plain = tl.zeros((C,), tl.float32)
     rotated = tl.zeros((C,), tl.float32)
     for c in range(col0, stop, C):
         col = c + tl.arange(0, C)
-        xs = rm.load_rows(x_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
+        xs = rm.load_group(x_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
         if up_ptr is not None:
-            ups = rm.load_rows(up_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
+            ups = rm.load_group(up_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
         ys = ()
         for i in tl.static_range(GROUP):
             inside = (col < stop) & (row0 + i < rows)
@@ -155,17 +155,17 @@ def activation_backward_kernel(
     col0 = tl.program_id(0) % spans * SPAN
     stop = tl.minimum(col0 + SPAN, cols)
     GROUP: tl.constexpr = WANTED.group
-    words = rm.sign_words(sign_ptr, sign_stream, WANTED)
+    words = rm.wanted_sign_words(sign_ptr, sign_stream, WANTED)
     plain = tl.zeros((C,), tl.float32)
     rotated = tl.zeros((C,), tl.float32)
     up_plain = tl.zeros((C,), tl.float32)
     up_rotated = tl.zeros((C,), tl.float32)
     for c in range(col0, stop, C):
         col = c + tl.arange(0, C)
-        dhs = rm.load_rows(dh_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
-        xs = rm.load_rows(x_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
+        dhs = rm.load_group(dh_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
+        xs = rm.load_group(x_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
         if up_ptr is not None:
-            ups = rm.load_rows(up_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
+            ups = rm.load_group(up_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
         dxs = ()
         dups = ()
         for i in tl.static_range(GROUP):
@@ -215,7 +215,7 @@ def activation_with_amaxes(
     rows, cols = x.shape
     out = torch.empty(rows, cols, dtype=x.dtype, device=x.device)
     wanted = rm.wanted_of(row, col)
-    amaxes = rm.allocate(wanted, rows, x.device)
+    amaxes = rm.allocate_amaxes(wanted, rows, x.device)
     if not x.numel():
         return out, (amaxes[0].zero_(), amaxes[1].zero_())
     grid, options = _launch_options(x, function, wanted)
@@ -225,7 +225,7 @@ def activation_with_amaxes(
         out,
         *amaxes,
         rm.workspace(wanted, x.device),
-        *rm.signs(wanted, sign_draw),
+        *rm.fresh_signs(wanted, sign_draw),
         rows,
         cols,
         **options,
@@ -248,7 +248,7 @@ def activation_backward_with_amaxes(
     dx = torch.empty(rows, cols, dtype=x.dtype, device=x.device)
     dup = None if up is None else torch.empty(rows, cols, dtype=up.dtype, device=x.device)
     wanted = rm.wanted_of(row, col)
-    amaxes = [rm.allocate(wanted, rows, x.device) for _ in ((dx,) if dup is None else (dx, dup))]
+    amaxes = [rm.allocate_amaxes(wanted, rows, x.device) for _ in ((dx,) if dup is None else (dx, dup))]
     if not x.numel():
         return (dx, dup), tuple((a.zero_(), b.zero_()) for a, b in amaxes)
     grid, options = _launch_options(x, function, wanted)
@@ -263,7 +263,7 @@ def activation_backward_with_amaxes(
         *(amaxes[1] if dup is not None else (None, None)),
         space,
         None if space is None else space[rm.SLOTS // 2 :],
-        *rm.signs(wanted, sign_draw),
+        *rm.fresh_signs(wanted, sign_draw),
         rows,
         cols,
         **options,

@@ -141,7 +141,7 @@ def norm_kernel(
         store_statistics(x_ptr, mean_ptr, rstd_ptr, row0 + r, rows, cols, eps, CENTERED, AHEAD, FULL)
     tl.debug_barrier()  # the statistics are read back, one row for all threads
     GROUP: tl.constexpr = WANTED.group
-    words = rm.sign_words(sign_ptr, sign_stream, WANTED)
+    words = rm.wanted_sign_words(sign_ptr, sign_stream, WANTED)
     rstds = rm.load_numbers(rstd_ptr, row0, rows, GROUP)
     if CENTERED:
         means = rm.load_numbers(mean_ptr, row0, rows, GROUP)
@@ -155,7 +155,7 @@ def norm_kernel(
         weight = pm.to_fp32(masked_load(weight_ptr + col, in_col, FULL))
         if bias_ptr is not None:
             bias = pm.to_fp32(masked_load(bias_ptr + col, in_col, FULL))
-        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, GROUP, FULL)
+        xs = rm.load_group(x_ptr + first, row0, rows, col, cols, cols, GROUP, FULL)
         ys = ()
         for i in tl.static_range(GROUP):
             d = pm.to_fp32(xs[i])
@@ -238,8 +238,8 @@ def norm_backward_kernel(
         col = (tl.cdiv(cols, C) - 1 - i_tile) * C + tl.arange(0, C)
         in_col = col < cols
         weight = pm.to_fp32(masked_load(weight_ptr + col, in_col, FULL))
-        xs = rm.load_rows(x_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
-        dys = rm.load_rows(dy_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
+        xs = rm.load_group(x_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
+        dys = rm.load_group(dy_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
         dweight = tl.zeros((C,), tl.float32)
         dbias = tl.zeros((C,), tl.float32)
         for i in tl.static_range(ROW_GROUP):
@@ -312,10 +312,10 @@ def norm_with_amaxes(
     y = torch.empty(rows, cols, dtype=dtype, device=x.device)
     mean, rstd = (torch.empty(n, dtype=torch.float32, device=x.device) for n in (rows if centered else 0, rows))
     wanted = rm.wanted_of(row, col)
-    amaxes = rm.allocate(wanted, rows, x.device)
+    amaxes = rm.allocate_amaxes(wanted, rows, x.device)
     if not x.numel():
         return y, (mean.zero_(), rstd.zero_()), (amaxes[0].zero_(), amaxes[1].zero_())
-    tile, num_warps = tile_of(wanted, cols, centered)
+    tile, num_warps = norm_tile(wanted, cols, centered)
     norm_kernel[(ceil_div(rows, wanted.group),)](
         x,
         weight,
@@ -325,7 +325,7 @@ def norm_with_amaxes(
         rstd,
         *amaxes,
         rm.workspace(wanted, x.device),
-        *rm.signs(wanted, sign_draw),
+        *rm.fresh_signs(wanted, sign_draw),
         rows,
         cols,
         f32(eps),
@@ -341,7 +341,7 @@ def norm_with_amaxes(
     return y, (mean, rstd), amaxes
 
 
-def tile_of(wanted: Wanted, cols: int, centered: bool) -> tuple[int, int]:
+def norm_tile(wanted: Wanted, cols: int, centered: bool) -> tuple[int, int]:
     """Return the columns of a tile of `group` rows, and warps."""
     if wanted.group != ROW_GROUP_:
         return rm.TILE_ELEMENTS // wanted.group, WIDE_WARPS

@@ -17,11 +17,11 @@ from halfbyte.kernels.gemm.route import (
     MAX_CHAIN,
     TMA_ALIGNMENT,
     Ends,
-    Plan,
+    GemmPlan,
     Variant,
     all_describable,
     epilogue_parts,
-    make_plan,
+    gemm_plan,
 )
 from halfbyte.kernels.gemm.tile import combine_kernel, gemm_pointer_kernel, gemm_tma_kernel
 from halfbyte.kernels.target import target_of
@@ -85,14 +85,16 @@ def _into(y: Tensor, a: Decoded, b: Decoded, bias: Tensor | None, addend: Tensor
     addend = target if addend is y else None if addend is None else _row_major(addend)
     if K == 0:
         return bias_only(y, bias, addend)
-    plan = make_plan(a.values, b.values, (target, addend), K, variant)
+    plan = gemm_plan(a.values, b.values, (target, addend), K, variant)
     _run(plan, a, b, target, bias, addend, K)
     if target is not y:
         y.copy_(target)
     return y
 
 
-def _run(plan: Plan, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, addend: Tensor | None, K: int) -> None:
+def _run(
+    plan: GemmPlan, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, addend: Tensor | None, K: int
+) -> None:
     M, N = out.shape
     if plan.splits == 1:
         chains = ceil_div(K, MAX_CHAIN) if out.dtype == torch.float32 else 1
@@ -141,7 +143,7 @@ def combine(
     )
 
 
-def _multiply(plan: Plan, a: Tensor, b: Tensor, ends: Ends, factors: dict) -> None:
+def _multiply(plan: GemmPlan, a: Tensor, b: Tensor, ends: Ends, factors: dict) -> None:
     """Launch one kernel on a [M, K] and b [N, K]; ends [M, N], or out the partial sums if the plan splits."""
     (M, K), N, (out, addend) = a.shape, b.shape[0], ends
     tile, target = plan.tile, target_of(out.device)

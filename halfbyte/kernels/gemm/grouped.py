@@ -19,25 +19,26 @@ from halfbyte.kernels.gemm.grouped_tile import (
     split_tma_kernel,
 )
 from halfbyte.kernels.gemm.route import NO_LIMIT, Variant, epilogue_parts
-from halfbyte.kernels.groups import Plan, make_plan
+from halfbyte.kernels.groups import GroupPlan, plan_groups
 from halfbyte.kernels.unpack.dequantize import decode, dequantize
 from halfbyte.kernels.unpack.grouped_swizzle import grouped_unswizzle
 from halfbyte.layout import (
     GROUP_COLUMNS,
     LINEAR,
     Blocks,
-    GroupedOperand,
+    Operand,
+    blocks_per_row,
     ceil_div,
     group_alignment,
     padded_groups,
 )
-from halfbyte.spec import NVFP4, Spec
+from halfbyte.spec import Spec
 
 CLEAR_TILE = (32, 512)
 
 
 @dataclass(frozen=True)
-class Side:
+class DecodedGroups:
     """A decoded operand.
 
     values: tokens [M, K] or experts [E, N, K]; with the groups along the contraction [rows, columns].
@@ -55,8 +56,8 @@ class Side:
 
 
 def grouped_gemm_nt(
-    a: GroupedOperand,
-    b: GroupedOperand,
+    a: Operand | Tensor,
+    b: Operand | Tensor,
     offsets: Tensor,
     K: int,
     out: Tensor,
@@ -86,19 +87,16 @@ def grouped_gemm_nt(
     return out if y is out else out.copy_(y)
 
 
-def decoded(operand: GroupedOperand, offsets: Tensor, K: int, *, split: bool) -> Side:
+def decoded(operand: Operand | Tensor, offsets: Tensor, K: int, *, split: bool) -> DecodedGroups:
     """Return element * block_scale in bf16 and what the factor needs; plain operands as they are."""
-    data, spec, scale_layout = operand
-    if isinstance(data, Tensor):
-        return Side(data)
-    assert spec is not None, "blocks have a spec"
-    values = data.qdata
+    if isinstance(operand, Tensor):
+        return DecodedGroups(operand)
+    blocks, spec, _, scale_layout = operand
+    values = blocks.qdata
     if not values.is_floating_point():
-        values = grouped_values(data, spec, offsets, K, scale_layout, split=split)
-    stored = group_alignment(spec) if split else 0
-    if not isinstance(spec, NVFP4):
-        return Side(values, stored=stored, quantized=True)
-    return Side(values, data.amax, spec.e4m3_max * spec.fp4_max, spec.outer == "row", stored, True)
+        values = grouped_values(blocks, spec, offsets, K, scale_layout, split=split)
+    amax, stored = blocks.amax if spec.format.has_amax else None, group_alignment(spec) if split else 0
+    return DecodedGroups(values, amax, spec.divisor, spec.has_row_amax, stored, True)
 
 
 def grouped_values(
@@ -114,7 +112,7 @@ def grouped_values(
     """
     qdata = blocks.qdata.flatten(0, -2)
     scale = linear_scale(blocks, spec, offsets, K, scale_layout, split=split).flatten(0, -2)
-    cols = qdata.shape[1] * (2 if isinstance(spec, NVFP4) else 1)
+    cols = blocks_per_row(qdata, spec) * spec.block_length
     values = decode(Blocks(qdata, scale, blocks.amax), spec, cols if split else K).values
     return values.view(*blocks.qdata.shape[:-1], -1)
 
@@ -125,32 +123,27 @@ def linear_scale(
     """Return LINEAR block scales."""
     if scale_layout == LINEAR:
         return blocks.block_scale
-    cols = blocks.qdata.shape[-1] * (2 if isinstance(spec, NVFP4) else 1)
-    shape = (*blocks.qdata.shape[:-1], cols // spec.block_length)
+    shape = (*blocks.qdata.shape[:-1], blocks_per_row(blocks.qdata, spec))
     own = None if blocks.qdata.dim() == 3 else offsets
     return grouped_unswizzle(blocks.block_scale, shape, spec, own, contraction=split, total=K)
 
 
-def grouped_dequantize(
-    operand: GroupedOperand, offsets: Tensor | None, cols: int, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def grouped_dequantize(operand: Operand, offsets: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of tokens in groups along the rows, zeros behind the last, or of expert weights (offsets None).
 
     Args:
         operand: quantized.
-        cols: logical columns.
 
     Returns:
         dtype [M, cols] or [E, N, cols].
     """
-    blocks, spec, scale_layout = operand
-    assert isinstance(blocks, Blocks) and spec is not None, "only a quantized operand is dequantized"
+    blocks, spec, cols, scale_layout = operand
     scale = linear_scale(blocks, spec, offsets, cols, scale_layout).flatten(0, -2)
     qdata = blocks.qdata.flatten(0, -2)
-    if not isinstance(spec, NVFP4):
+    if not spec.format.has_amax:
         return dequantize(Blocks(qdata, scale, blocks.amax), spec, cols, dtype).view(*blocks.qdata.shape[:-1], cols)
     amax = blocks.amax.flatten()
-    if spec.outer != "row":  # the factor of its group for every row
+    if not spec.has_row_amax:  # the factor of its group for every row
         rows = torch.arange(qdata.shape[0], device=qdata.device)
         if offsets is None:
             amax = amax[rows // blocks.qdata.shape[1]]
@@ -160,14 +153,16 @@ def grouped_dequantize(
     return dequantize(Blocks(qdata, scale, amax), by_row, cols, dtype).view(*blocks.qdata.shape[:-1], cols)
 
 
-def _run_rows(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulate: bool, variant: Variant) -> None:
+def _run_rows(
+    a: DecodedGroups, b: DecodedGroups, offsets: Tensor, K: int, out: Tensor, accumulate: bool, variant: Variant
+) -> None:
     (M, N), groups = out.shape, b.values.shape[0]
     columns = a.values.shape[1], b.values.shape[2]
     K = min(columns) if a.quantized and b.quantized else min(K, *columns)
-    choice = route.rows(route.Groups(a.values, b.values, out, groups, K, accumulate, variant))
+    choice = route.choose_rows(route.GroupProducts(a.values, b.values, out, groups, K, accumulate, variant))
     how: route.GroupedPlan = choice.facts
     tile, (b_matrix, b_by_rows) = how.tile, how.matrix
-    plan = make_plan(offsets, groups, M, tile.bm, out.device)
+    plan = plan_groups(offsets, groups, M, tile.bm, out.device)
     options = {**_factors(a, b), **choice.constants}
     if not how.tma:
         _launch_pointer(choice.grid, (a, b), plan, out, (M, N, K), options, accumulate=accumulate)
@@ -194,13 +189,15 @@ def _run_rows(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulate
     )
 
 
-def _run_split(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulate: bool, variant: Variant) -> None:
+def _run_split(
+    a: DecodedGroups, b: DecodedGroups, offsets: Tensor, K: int, out: Tensor, accumulate: bool, variant: Variant
+) -> None:
     groups, M, N = out.shape
     stored = max(a.stored, b.stored) or GROUP_COLUMNS
     assert not (a.stored and b.stored) or a.stored == b.stored, "operands are padded differently"
-    plan = make_plan(offsets, groups, K, stored, out.device)
+    plan = plan_groups(offsets, groups, K, stored, out.device)
     padded = bool(a.stored and b.stored), stored
-    choice = route.split(route.Groups(a.values, b.values, out, groups, K, accumulate, variant, padded))
+    choice = route.choose_split(route.GroupProducts(a.values, b.values, out, groups, K, accumulate, variant, padded))
     how: route.GroupedPlan = choice.facts
     tile, chain = how.tile, how.chain
     options = {**_factors(a, b), **choice.constants}
@@ -233,8 +230,8 @@ def _run_split(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulat
 
 def _launch_pointer(
     grid: tuple[int, ...],
-    sides: tuple[Side, Side],
-    plan: Plan,
+    sides: tuple[DecodedGroups, DecodedGroups],
+    plan: GroupPlan,
     out: Tensor,
     shape: tuple,
     options: dict,
@@ -267,7 +264,7 @@ def _launch_pointer(
     )
 
 
-def _factors(a: Side, b: Side) -> dict[str, Any]:
+def _factors(a: DecodedGroups, b: DecodedGroups) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name, side in (("a", a), ("b", b)):
         kind = dc.NO_FACTOR if side.amax is None else dc.ROW_FACTOR if side.by_row else dc.TENSOR_FACTOR

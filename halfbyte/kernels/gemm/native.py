@@ -6,7 +6,7 @@ Checked against ATen's conditions on fake tensors, not run: no such GPU was at h
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,38 +14,25 @@ from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels.gemm.dense import bias_only, combine
-from halfbyte.kernels.unpack.dequantize import Decoded
+from halfbyte.kernels.unpack.dequantize import from_values
 from halfbyte.kernels.unpack.swizzle import swizzle
-from halfbyte.layout import LINEAR, Blocks, ceil_div, round_up
-from halfbyte.spec import MXFP8, NVFP4, Spec
+from halfbyte.layout import LINEAR, Operand, blocks_per_row, round_up
 
 ALIGNMENT = 16  # bytes along the contraction, and rows of b: what scaled_mm requires
-ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+DTYPES = {
+    "e2m1": torch.float4_e2m1fn_x2,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "e8m0": torch.float8_e8m0fnu,
+}
+"""How torch calls what elements and scales are."""
+
+SCALINGS = {16: ScalingType.BlockWise1x16, 32: ScalingType.BlockWise1x32}
 
 
-class Packed(NamedTuple):
-    """A quantized operand as it is stored: its bytes, spec, logical columns and scale layout."""
-
-    blocks: Blocks
-    spec: Spec
-    cols: int
-    scale_layout: str = LINEAR
-
-    @property
-    def rows(self) -> int:
-        return self.blocks.qdata.shape[0]
-
-    @property
-    def factors(self) -> Decoded:
-        """What the epilogue needs of the operand: amax and divisor, none for MXFP8."""
-        if isinstance(self.spec, MXFP8):
-            return Decoded(self.blocks.qdata)
-        return Decoded(self.blocks.qdata, self.blocks.amax, self.spec.e4m3_max * self.spec.fp4_max)
-
-
-def gemm_nt(
-    a: Packed,
-    b: Packed,
+def native_gemm_nt(
+    a: Operand,
+    b: Operand,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     bias: Tensor | None = None,
@@ -67,27 +54,28 @@ def gemm_nt(
         scaled_mm finishes by itself is infinite.
     """
     assert out is not None or not accumulate, "accumulate needs out"
-    M, N, dtype = a.rows, b.rows, out_dtype if out is None else out.dtype
+    M, N, dtype = a.blocks.qdata.shape[0], b.blocks.qdata.shape[0], out_dtype if out is None else out.dtype
     if M == 0 or N == 0 or a.blocks.qdata.shape[1] == 0:
         y = torch.empty(M, N, dtype=dtype, device=a.blocks.qdata.device) if out is None else out
         return bias_only(y, bias, y if accumulate else None) if y.numel() else y
     if _finishes_alone(a, b, dtype, bias, accumulate):
-        y = scaled_mm(**call_arguments(a, b, dtype, bias))[:, :N]
+        y = scaled_mm(**scaled_mm_arguments(a, b, dtype, bias))[:, :N]
         return y if out is None else out.copy_(y)
-    raw = scaled_mm(**call_arguments(a, b, None, None))
+    raw = scaled_mm(**scaled_mm_arguments(a, b, None, None))
     y = torch.empty(M, N, dtype=dtype, device=raw.device) if out is None else out
     target = y if y.stride(1) == 1 else y.contiguous()
-    combine(raw, 1, a.factors, b.factors, target, bias=bias, addend=target if accumulate else None)
+    factors = (from_values(*side.blocks[::2], side.spec) for side in (a, b))
+    combine(raw, 1, *factors, target, bias=bias, addend=target if accumulate else None)
     return y if target is y else y.copy_(target)
 
 
-def _finishes_alone(a: Packed, b: Packed, dtype: torch.dtype, bias: Tensor | None, accumulate: bool) -> bool:
+def _finishes_alone(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, accumulate: bool) -> bool:
     """Whether scaled_mm can do everything: tensor factors, no accumulation, a bias of the (half) output dtype."""
-    row = any(isinstance(side.spec, NVFP4) and side.spec.outer == "row" for side in (a, b))
+    row = any(side.spec.has_row_amax for side in (a, b))
     return not row and not accumulate and (bias is None or bias.dtype == dtype != torch.float32)
 
 
-def call_arguments(a: Packed, b: Packed, dtype: torch.dtype | None, bias: Tensor | None) -> dict[str, Any]:
+def scaled_mm_arguments(a: Operand, b: Operand, dtype: torch.dtype | None, bias: Tensor | None) -> dict[str, Any]:
     """Return the keyword arguments of `scaled_mm`, operands padded as it requires.
 
     Args:
@@ -99,19 +87,18 @@ def call_arguments(a: Packed, b: Packed, dtype: torch.dtype | None, bias: Tensor
         The result of such a call is [M, round_up(N, 16)].
     """
     assert a.blocks.qdata.shape[1] == b.blocks.qdata.shape[1], "operands differ along the contraction"
-    nvfp4 = isinstance(a.spec, NVFP4)
-    recipe = [ScalingType.BlockWise1x16 if nvfp4 else ScalingType.BlockWise1x32]
-    order = [SwizzleType.SWIZZLE_32_4_4]
-    two_level = nvfp4 and dtype is not None
+    recipe, order = [SCALINGS[a.spec.block_length]], [SwizzleType.SWIZZLE_32_4_4]
+    two_level = a.spec.format.has_amax and dtype is not None
     if two_level:
         recipe, order = [*recipe, ScalingType.TensorWise], [*order, SwizzleType.NO_SWIZZLE]
-    padded_rows = round_up(b.rows, ALIGNMENT)
+    rows, N = a.blocks.qdata.shape[0], b.blocks.qdata.shape[0]
+    padded_rows = round_up(N, ALIGNMENT)
     if bias is not None:
-        bias = pad(bias, (0, padded_rows - b.rows))
+        bias = pad(bias, (0, padded_rows - N))
     return {
-        "mat_a": _elements(a, a.rows),
+        "mat_a": _elements(a, rows),
         "mat_b": _elements(b, padded_rows).t(),
-        "scale_a": _scales(a, a.rows, two_level),
+        "scale_a": _scales(a, rows, two_level),
         "scale_recipe_a": recipe,
         "swizzle_a": order,
         "scale_b": _scales(b, padded_rows, two_level),
@@ -122,7 +109,7 @@ def call_arguments(a: Packed, b: Packed, dtype: torch.dtype | None, bias: Tensor
     }
 
 
-def _elements(side: Packed, rows: int) -> Tensor:
+def _elements(side: Operand, rows: int) -> Tensor:
     """Return the element bytes in the dtype that scaled_mm reads, [rows, whole multiples of 16 bytes].
 
     Padding bytes along the contraction may hold anything finite: their block scale is zero.
@@ -135,7 +122,7 @@ def _elements(side: Packed, rows: int) -> Tensor:
         qdata = qdata.as_strided((rows, width), (qdata.stride(0), 1))
     else:
         qdata = pad(qdata, (0, width - qdata.shape[1])).contiguous()
-    return qdata.view(torch.float4_e2m1fn_x2 if isinstance(side.spec, NVFP4) else ELEMENTS[side.spec.element])
+    return qdata.view(DTYPES[side.spec.format.element.name])
 
 
 def _has_room(qdata: Tensor, width: int) -> bool:
@@ -146,19 +133,17 @@ def _has_room(qdata: Tensor, width: int) -> bool:
     return start + (qdata.shape[0] - 1) * stride + width <= qdata.untyped_storage().nbytes()
 
 
-def _scales(side: Packed, rows: int, two_level: bool) -> list[Tensor]:
+def _scales(side: Operand, rows: int, two_level: bool) -> list[Tensor]:
     """Return the swizzled block scales of `rows` rows, and the fp32 tensor factor if the call applies it."""
     spec, scale = side.spec, side.blocks.block_scale
     if side.scale_layout == LINEAR:
         scale = swizzle(scale.view(torch.uint8))
     # A buffer holds whole 128-row tiles, so rows padded to 16 need no further scales.
-    assert scale.numel() == round_up(rows, 128) * round_up(ceil_div(_values(side), spec.block_length), 4)
-    scales = [scale.view(torch.float8_e4m3fn if isinstance(spec, NVFP4) else torch.float8_e8m0fnu)]
-    if two_level:
-        divisor = spec.e4m3_max * spec.fp4_max
-        scales.append(side.blocks.amax.clamp_min(f32(divisor / FLT_MAX)) * f32(1 / divisor))
-    return scales
+    assert scale.numel() == round_up(rows, 128) * round_up(blocks_per_row(side.blocks.qdata, spec), 4)
+    return [scale.view(DTYPES[spec.format.scale.name]), *([tensor_factor(side)] if two_level else [])]
 
 
-def _values(side: Packed) -> int:
-    return side.blocks.qdata.shape[1] * (2 if isinstance(side.spec, NVFP4) else 1)
+def tensor_factor(side: Operand) -> Tensor:
+    """Return g = A * f(1 / divisor) of docs/numerics.md section 3, fp32 like the operand's amax."""
+    divisor = side.spec.divisor
+    return side.blocks.amax.clamp_min(f32(divisor / FLT_MAX)) * f32(1 / divisor)

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from halfbyte.kernels.route import Candidate, Choice, Reason, choose, fits_all
+from halfbyte.formats import E5M2
+from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import Target, target_of
-from halfbyte.layout import Blocks, GroupedOperand
-from halfbyte.spec import MXFP8, NVFP4, Spec
+from halfbyte.layout import Operand
+from halfbyte.spec import Spec
 
 NATIVE, DECODED = "scaled_mm", "a product of decoded operands"
 GROUPED_NATIVE, GROUPED_TORCH, GROUPED_DECODED = "scaled_grouped_mm", "_grouped_mm", "products of decoded operands"
 NATIVE_ALIGNMENT = 16  # bytes along the contraction, and rows of each operand
 FAMILY = (100, 103)  # capabilities: what scaled_grouped_mm was written for
-FIRST_TORCH = {True: (2, 13), False: (2, 11)}  # for NVFP4, for MXFP8
+FIRST_TORCH = {True: (2, 13), False: (2, 11)}  # with an amax (NVFP4), without (MXFP8)
 MIN_TORCH_CAPABILITY = 90  # below, torch's grouped GEMM reads the offsets on the host
 
 
@@ -30,9 +31,9 @@ def unsupported(a: Spec | None, b: Spec | None, target: Target) -> str | None:
         return f"{target.name} has no FP4 tensor cores; they came with sm_100"
     if a is None or b is None:
         return "one operand is not quantized"
-    if isinstance(a, NVFP4) != isinstance(b, NVFP4):
+    if a.format.scale != b.format.scale:
         return "the tensor cores do not mix NVFP4 with MXFP8"
-    if isinstance(a, MXFP8) and a.element == b.element == "e5m2":
+    if a.format.element.name == b.format.element.name == "e5m2":
         return "the tensor cores do not multiply e5m2 by e5m2"
     return None
 
@@ -56,33 +57,35 @@ WAYS = (
 )
 
 
-def ways(a: Spec | None, b: Spec | None, device: torch.device) -> Choice:
+def choose_way(a: Spec | None, b: Spec | None, device: torch.device) -> Choice:
     """Choose between tensor cores that read codes and the product of decoded operands."""
-    return choose(WAYS, Way(a, b, device))
+    return choose_from(WAYS, Way(a, b, device))
 
 
 def grouped_unsupported(
-    a: GroupedOperand, b: GroupedOperand, out_dtype: torch.dtype, accumulate: bool, target: Target
+    a: Operand | Tensor, b: Operand | Tensor, out_dtype: torch.dtype, accumulate: bool, target: Target
 ) -> str | None:
     """Say why a grouped GEMM does not run natively on a GPU, or None if it does."""
+    if not isinstance(a, Operand) or not isinstance(b, Operand):
+        return unsupported(None, None, target)
     reason = unsupported(a.spec, b.spec, target)
     if reason is not None:
         return reason
     if target.capability not in FAMILY:
         return f"torch's grouped GEMM has no kernel for {target.name}"
-    if TorchVersion(torch.__version__) < FIRST_TORCH[isinstance(a.spec, NVFP4)]:
+    if TorchVersion(torch.__version__) < FIRST_TORCH[a.spec.format.has_amax]:
         return f"torch {torch.__version__} has no grouped GEMM of this format"
     if out_dtype != torch.bfloat16 or accumulate:
         return "torch's grouped GEMM rounds to bf16 and accumulates nothing"
     for side in (a, b):
-        if not isinstance(side.data, Blocks) or side.data.qdata.is_floating_point():
+        if side.blocks.qdata.is_floating_point():
             return "an operand holds no codes"
-        if isinstance(side.spec, NVFP4) and side.spec.outer == "row":
+        if side.spec.has_row_amax:
             return "torch's grouped GEMM has one factor per group"
-        if isinstance(side.spec, MXFP8) and side.spec.element != "e4m3":
+        if side.spec.format.element is E5M2:
             return "torch's grouped GEMM of MXFP8 takes e4m3"
-    rows = b.data.qdata.shape[-2]
-    width = a.data.qdata.shape[-1] % NATIVE_ALIGNMENT
+    rows = b.blocks.qdata.shape[-2]
+    width = a.blocks.qdata.shape[-1] % NATIVE_ALIGNMENT
     if width or rows % NATIVE_ALIGNMENT:
         unit = NATIVE_ALIGNMENT
         return f"torch's grouped GEMM takes rows of whole {unit} bytes, and multiples of {unit} rows"
@@ -92,8 +95,8 @@ def grouped_unsupported(
 class GroupedWay(NamedTuple):
     """Multiply groups of operands."""
 
-    a: GroupedOperand
-    b: GroupedOperand
+    a: Operand | Tensor
+    b: Operand | Tensor
     offsets: Tensor
     out_dtype: torch.dtype
 
@@ -105,7 +108,7 @@ def _grouped_native_problem(way: GroupedWay) -> Reason | None:
 
 def _torch_problem(way: GroupedWay) -> Reason | None:
     """Say where torch's grouped GEMM computes something else, or reads something on the host."""
-    a, b = way.a.data, way.b.data
+    a, b = way.a, way.b
     target = target_of(way.offsets.device)
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return Reason("an operand is quantized")
@@ -135,6 +138,6 @@ GROUPED_WAYS = (
 )
 
 
-def grouped_ways(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype) -> Choice:
+def choose_grouped_way(a: Operand | Tensor, b: Operand | Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Choice:
     """Choose between torch's grouped GEMMs and that of decoded operands."""
-    return choose(GROUPED_WAYS, GroupedWay(a, b, offsets, out_dtype))
+    return choose_from(GROUPED_WAYS, GroupedWay(a, b, offsets, out_dtype))

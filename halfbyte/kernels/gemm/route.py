@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.route import Candidate, Choice, Reason, choose, fits_all
+from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import Target, target_of
 from halfbyte.layout import GROUP_COLUMNS, ceil_div, padded_groups
 
@@ -32,7 +32,7 @@ WAVES = 320, 760, 1.1
 
 
 @dataclass(frozen=True)
-class Tile:
+class GemmTile:
     """Block shape and launch options of one configuration; cost: measured time of a product, relative to the best."""
 
     bm: int
@@ -49,11 +49,11 @@ class Tile:
         return {**sizes, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-TMA_TILES = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4, 1.1), Tile(64, 128, 64, 4, 4, 1.6))
-SMALL_TILES = (Tile(64, 128, 128, 4, 3, 1.41), Tile(64, 64, 128, 4, 4, 2.6), Tile(64, 64, 256, 4, 3, 2.5))
+TMA_TILES = (GemmTile(128, 256, 64, 8, 3), GemmTile(128, 128, 64, 8, 4, 1.1), GemmTile(64, 128, 64, 4, 4, 1.6))
+SMALL_TILES = (GemmTile(64, 128, 128, 4, 3, 1.41), GemmTile(64, 64, 128, 4, 4, 2.6), GemmTile(64, 64, 256, 4, 3, 2.5))
 """With deeper steps, for products that fill no more than one wave of programs."""
-POINTER_TILES = (Tile(128, 128, 32, 8, 4), Tile(64, 64, 32, 4, 4, 1.7))
-FP32_TILE = Tile(64, 64, 16, 4, 2)  # operands that no tensor core multiplies exactly: fp32, or a mixed pair
+POINTER_TILES = (GemmTile(128, 128, 32, 8, 4), GemmTile(64, 64, 32, 4, 4, 1.7))
+FP32_TILE = GemmTile(64, 64, 16, 4, 2)  # operands that no tensor core multiplies exactly: fp32, or a mixed pair
 
 
 def describable(x: Tensor) -> bool:
@@ -62,12 +62,12 @@ def describable(x: Tensor) -> bool:
     return x.stride(1) == 1 and x.data_ptr() % TMA_ALIGNMENT == 0 and row % TMA_ALIGNMENT == 0 and row > 0
 
 
-def epilogue_parts(tile: Tile, dtype: torch.dtype) -> int:
+def epilogue_parts(tile: GemmTile, dtype: torch.dtype) -> int:
     """Return how many column ranges of the tile are finished one after another: at most 32 KiB each."""
     return 4 if tile.bm * tile.bn // 2 * dtype.itemsize > EPILOGUE_BYTES else 2
 
 
-def tma_tiles(target: Target) -> tuple[Tile, ...]:
+def tma_tiles(target: Target) -> tuple[GemmTile, ...]:
     """Return the tiles that the TMA kernel may use, none where there is none.
 
     On sm_100, where this GEMM only stands in for the native one, the largest tile spills registers.
@@ -103,11 +103,11 @@ def _maps_problem(variant: Variant, target: Target, *maps: Tensor) -> Reason | N
 
 
 @dataclass(frozen=True)
-class Plan:
+class GemmPlan:
     """How one GEMM runs."""
 
     tma: bool
-    tile: Tile
+    tile: GemmTile
     splits: int
     upcast: bool
 
@@ -147,7 +147,7 @@ def _tma_problem(product: Product) -> Reason | None:
 
 
 @lru_cache(maxsize=4096)
-def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, programs: int) -> tuple[Tile, int]:
+def choose_tile(tiles: tuple[GemmTile, ...], M: int, N: int, K: int, programs: int) -> tuple[GemmTile, int]:
     """Return the tile, and the number of contraction splits, of least estimated time.
 
     Programs run in waves; each costs its tile's multiply-adds times what the tile was measured to cost.
@@ -170,17 +170,17 @@ def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, programs: int) 
     return best[1], best[2]
 
 
-def _planned(kernel: str, product: Product, plan: Plan) -> Choice:
+def _planned(kernel: str, product: Product, plan: GemmPlan) -> Choice:
     grid = (plan.programs(*product.ends[0].shape, target_of(product.a.device)),)
     return Choice(kernel, grid, plan.constants, plan)
 
 
-def _split(product: Product, tiles: tuple[Tile, ...], *, tma: bool) -> Plan:
+def _split(product: Product, tiles: tuple[GemmTile, ...], *, tma: bool) -> GemmPlan:
     (M, N), target = product.ends[0].shape, target_of(product.a.device)
     tile, splits = choose_tile(tiles, M, N, product.K, target.multiprocessors)
     if splits > 1 and product.ends[0].dtype == torch.float32:
         splits = min(MAX_SPLITS, max(splits, ceil_div(product.K, MAX_CHAIN)))
-    return Plan(tma, tile, splits, target.interpreter)
+    return GemmPlan(tma, tile, splits, target.interpreter)
 
 
 def _tma(product: Product) -> Choice:
@@ -195,7 +195,7 @@ def _tma(product: Product) -> Choice:
 
 def _pointer(product: Product) -> Choice:
     if _exact(product.a, product.b):
-        return _planned("gemm_pointer_kernel", product, Plan(False, FP32_TILE, 1, True))
+        return _planned("gemm_pointer_kernel", product, GemmPlan(False, FP32_TILE, 1, True))
     return _planned("gemm_pointer_kernel", product, _split(product, POINTER_TILES, tma=False))
 
 
@@ -207,7 +207,7 @@ DENSE = (
 )
 
 
-def make_plan(a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto") -> Plan:
+def gemm_plan(a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto") -> GemmPlan:
     """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and ends [M, N].
 
     Raises:
@@ -218,18 +218,18 @@ def make_plan(a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto
             f"variant='tma': operands with strides {a.stride()} and {b.stride()} are not {TMA_ALIGNMENT}-byte aligned; "
             "use 'auto'"
         )
-    return choose(DENSE, Product(a, b, ends, K, variant)).facts
+    return choose_from(DENSE, Product(a, b, ends, K, variant)).facts
 
 
 # Products of groups.
 
 NO_LIMIT = 1 << 30
-LARGE_TILE = Tile(128, 256, 64, 8, 4)
-PAIRED_TILE = Tile(128, 128, 64, 4, 3, 1.25)  # two programs a multiprocessor: one stores while the other multiplies
+LARGE_TILE = GemmTile(128, 256, 64, 8, 4)
+PAIRED_TILE = GemmTile(128, 128, 64, 4, 3, 1.25)  # two programs a multiprocessor: one stores while the other multiplies
 OVERHEAD, PAIRED_OVERHEAD = 345, 140  # of a tile, in columns of the contraction; measured on an H200
 
 
-class Groups(NamedTuple):
+class GroupProducts(NamedTuple):
     """Multiply decoded operands of groups into out.
 
     a: tokens [M, K]; of products over tokens [R, columns].
@@ -257,7 +257,7 @@ class GroupedPlan(NamedTuple):
     """
 
     tma: bool
-    tile: Tile
+    tile: GemmTile
     out_tma: bool
     matrix: tuple[Tensor | None, bool] = (None, False)
     chain: int = NO_LIMIT
@@ -273,7 +273,7 @@ def _stacked(b: Tensor, K: int) -> tuple[Tensor | None, bool]:
     return None, False
 
 
-def _map_tiles(groups: Groups, *, plain_stores: bool) -> tuple[Tile, ...]:
+def _map_tiles(groups: GroupProducts, *, plain_stores: bool) -> tuple[GemmTile, ...]:
     """Return the tiles of tensor-map kernels: on sm_90 with more stages than a dense GEMM affords, unless for fp32."""
     tiles = tma_tiles(target_of(groups.out.device))
     if TMA_TILES[0] in tiles and groups.out.dtype != torch.float32:
@@ -283,16 +283,16 @@ def _map_tiles(groups: Groups, *, plain_stores: bool) -> tuple[Tile, ...]:
     return tuple(tile for tile in tiles if tile.bn < 256) if plain_stores else tiles
 
 
-def _programs(tile: Tile, work: int, target: Target) -> int:
+def _programs(tile: GemmTile, work: int, target: Target) -> int:
     """Return how many persistent programs run: two a multiprocessor where registers and shared memory hold them."""
     return min(target.multiprocessors * (2 if tile == PAIRED_TILE else 1), work)
 
 
-def _cheapest(tiles: tuple[Tile, ...], groups: int, shape: tuple[int, int, int], target: Target) -> Tile:
+def _cheapest(tiles: tuple[GemmTile, ...], groups: int, shape: tuple[int, int, int], target: Target) -> GemmTile:
     """Return the tile of least estimated time for `groups` products of one shape; see `choose_tile`."""
     programs, (M, N, K) = target.multiprocessors, shape
 
-    def time(tile: Tile) -> float:
+    def time(tile: GemmTile) -> float:
         count = groups * ceil_div(M, tile.bm) * ceil_div(N, tile.bn)
         beside = 2 if tile == PAIRED_TILE else 1
         overhead = PAIRED_OVERHEAD if tile == PAIRED_TILE else OVERHEAD
@@ -301,14 +301,14 @@ def _cheapest(tiles: tuple[Tile, ...], groups: int, shape: tuple[int, int, int],
     return min(tiles, key=time)
 
 
-def _grouped(kernel: str, groups: Groups, work: int, plan: GroupedPlan) -> Choice:
+def _grouped(kernel: str, groups: GroupProducts, work: int, plan: GroupedPlan) -> Choice:
     target = target_of(groups.out.device)
     upcast = _exact(groups.a, groups.b) or target.interpreter
     programs = _programs(plan.tile, work, target) if plan.tma else work
     return Choice(kernel, (programs,), {**plan.tile.constants, "UPCAST": upcast}, plan)
 
 
-def _rows_tma_problem(groups: Groups) -> Reason | None:
+def _rows_tma_problem(groups: GroupProducts) -> Reason | None:
     reason = _exact_problem(groups.a, groups.b)
     if reason is not None:
         return reason
@@ -320,12 +320,12 @@ def _rows_tma_problem(groups: Groups) -> Reason | None:
     return _maps_problem(groups.variant, target_of(groups.out.device), groups.a, matrix)
 
 
-def _rows_work(groups: Groups, tile: Tile) -> int:
+def _rows_work(groups: GroupProducts, tile: GemmTile) -> int:
     M, N = groups.out.shape
     return (padded_groups(M, groups.groups, tile.bm) // tile.bm + 1) * ceil_div(N, tile.bn)
 
 
-def _rows_tma(groups: Groups) -> Choice:
+def _rows_tma(groups: GroupProducts) -> Choice:
     (M, N), count = groups.out.shape, groups.groups
     out_tma = describable(groups.out) and not groups.accumulate
     tiles = _map_tiles(groups, plain_stores=not out_tma)
@@ -334,7 +334,7 @@ def _rows_tma(groups: Groups) -> Choice:
     return _grouped("rows_tma_kernel", groups, _rows_work(groups, tile), plan)
 
 
-def _rows_pointer(groups: Groups) -> Choice:
+def _rows_pointer(groups: GroupProducts) -> Choice:
     (M, N), count, tile = groups.out.shape, groups.groups, FP32_TILE
     if not _exact(groups.a, groups.b):
         tile = _cheapest(POINTER_TILES, count, (ceil_div(M, count), N, groups.K), target_of(groups.out.device))
@@ -349,28 +349,28 @@ ROWS = (
 )
 
 
-def rows(request: Groups) -> Choice:
+def choose_rows(request: GroupProducts) -> Choice:
     """Choose for tokens in groups with experts."""
-    return choose(ROWS, request)
+    return choose_from(ROWS, request)
 
 
-def _split_tma_problem(groups: Groups) -> Reason | None:
+def _split_tma_problem(groups: GroupProducts) -> Reason | None:
     if not groups.stored[0]:
         return Reason("groups follow each other without the padding in which a step meets one group")
     reason = _exact_problem(groups.a, groups.b)
     return reason or _maps_problem(groups.variant, target_of(groups.out.device), groups.a, groups.b)
 
 
-def _chain(groups: Groups, tile: Tile) -> int:
+def _chain(groups: GroupProducts, tile: GemmTile) -> int:
     return MAX_CHAIN // tile.bk if groups.out.dtype == torch.float32 else NO_LIMIT
 
 
-def _split_work(groups: Groups, tile: Tile) -> int:
+def _split_work(groups: GroupProducts, tile: GemmTile) -> int:
     count, M, N = groups.out.shape
     return count * ceil_div(M, tile.bm) * ceil_div(N, tile.bn)
 
 
-def _split_tma(groups: Groups) -> Choice:
+def _split_tma(groups: GroupProducts) -> Choice:
     out = groups.out
     out_tma = describable(out[0]) and describable(out[:, 0])
     tiles = _map_tiles(groups, plain_stores=not out_tma)
@@ -380,7 +380,7 @@ def _split_tma(groups: Groups) -> Choice:
     return _grouped("split_tma_kernel", groups, _split_work(groups, tile), plan)
 
 
-def _split_pointer(groups: Groups) -> Choice:
+def _split_pointer(groups: GroupProducts) -> Choice:
     tile = FP32_TILE if _exact(groups.a, groups.b) else POINTER_TILES[0]
     plan = GroupedPlan(False, tile, False, chain=_chain(groups, tile))
     return _grouped("grouped_pointer_kernel", groups, _split_work(groups, tile), plan)
@@ -392,6 +392,6 @@ SPLIT = (
 )
 
 
-def split(request: Groups) -> Choice:
+def choose_split(request: GroupProducts) -> Choice:
     """Choose for products over the tokens of each group."""
-    return choose(SPLIT, request)
+    return choose_from(SPLIT, request)

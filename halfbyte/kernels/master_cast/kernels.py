@@ -98,7 +98,7 @@ def load_piece(piece, tile_row, block, DTYPE: tl.constexpr, ROUND: tl.constexpr,
 
 
 @triton.jit
-def finite_max(xs):
+def finite_block_max(xs):
     """Return max |x| over the finite elements of each block."""
     m = tl.zeros_like(xs[0])
     for i in tl.static_range(len(xs)):
@@ -118,7 +118,7 @@ def amax_kernel(
     poison = (m < pm.INF) == 0
     tile = tl.max(tl.where(poison, pm.INF, m), axis=0)
     if tl.max(tl.max(poison.to(tl.int32), axis=1), axis=0) != 0:
-        m = finite_max(xs)
+        m = finite_block_max(xs)
     tile_cols = tl.load(piece + TILE_COLS)
     p_tile = amax_ptr + tl.load(piece + FIRST_TILE) + tile_row * tile_cols + block
     tl.store(p_tile, tile, mask=block < tile_cols)
@@ -262,7 +262,7 @@ def scale_kernel(
 
 
 @jit
-def transpose_kernel(table, programs, WIDE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr):
+def transpose_weights_kernel(table, programs, WIDE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr):
     """The other orientation of every weight, as in a tensor alone; scales as if they were LINEAR.
 
     WIDE: rows of codes start at multiples of 16 bytes in both orientations.

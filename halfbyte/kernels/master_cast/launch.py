@@ -19,8 +19,7 @@ from halfbyte.kernels.device.decode import INTERPRETED
 from halfbyte.kernels.master_cast import kernels as pk
 from halfbyte.kernels.unpack.transpose import TILE_ROWS, TILE_WORDS
 from halfbyte.layout import ceil_div
-from halfbyte.pieces import Piece, Target
-from halfbyte.spec import BlockMax
+from halfbyte.pieces import CastTarget, Piece
 
 BLOCKS = 16  # blocks of a program along a row; 64 in the interpreter, which pays by the operation
 SCALE_TILES = 256
@@ -81,7 +80,7 @@ class Caster:
         pieces = [piece for piece in pieces if piece.values.numel()]
         self._pieces = pieces  # keeps alive what the tables point to
         self._launches = _group(pieces, [_kind(piece) for piece in pieces])
-        chosen = [piece for piece in pieces if not isinstance(piece.target.spec.scaling, BlockMax)]
+        chosen = [piece for piece in pieces if piece.target.spec.tries_candidates]
         chosen = [piece for piece in chosen if piece.whole_tile_rows()[0] < piece.whole_tile_rows()[1]]
         kinds = [_kind(piece)._replace(rule=sc.rule_of(piece.target.spec, hardware=False)) for piece in chosen]
         self._chooses = _group(chosen, kinds, whole=True)
@@ -156,7 +155,7 @@ class Finisher:
         tiles: of all weights together.
     """
 
-    def __init__(self, targets: Sequence[Target], tiles: int) -> None:
+    def __init__(self, targets: Sequence[CastTarget], tiles: int) -> None:
         self._tiles, self._targets = tiles, list(targets)
         targets = [target for target in targets if target.tile_count]
         self._empty = [target for target in self._targets if not target.tile_count]
@@ -208,7 +207,7 @@ class Finisher:
         """See the reference."""
         if self._table is None or not self._turn_programs.numel():
             return
-        pk.transpose_kernel[(self._turn_programs.numel(),)](
+        pk.transpose_weights_kernel[(self._turn_programs.numel(),)](
             self._table,
             self._turn_programs,
             WIDE=self._wide,
@@ -221,21 +220,21 @@ class Finisher:
             pk.turn_swizzled_kernel[grid](self._table, self._scale_programs, N=SCALE_TILES, num_warps=NUM_WARPS)
 
 
-def _is_wide(target: Target) -> bool:
+def _is_wide(target: CastTarget) -> bool:
     pointers = target.blocks.qdata.data_ptr(), target.turned.qdata.data_ptr()
     return not any(n % 2 for n in target.tiles) and not any(pointer % 16 for pointer in pointers)
 
 
-def _turn_programs(target: Target) -> int:
+def _turn_programs(target: CastTarget) -> int:
     tile_rows, tile_cols = target.tiles
     return ceil_div(tile_rows * 2, TILE_ROWS) * ceil_div(tile_cols * 2, TILE_WORDS)
 
 
-def _weight_row(target: Target, scale_program: int, turn_program: int) -> tuple[int, ...]:
+def _weight_row(target: CastTarget, scale_program: int, turn_program: int) -> tuple[int, ...]:
     blocks, turned = target.blocks, target.turned
     addresses = [blocks.qdata, blocks.block_scale, blocks.amax]
     pointers = [t.data_ptr() for t in addresses]
     pointers += [0, 0] if turned is None else [turned.qdata.data_ptr(), turned.block_scale.data_ptr()]
-    chosen = not isinstance(target.spec.scaling, BlockMax)
+    chosen = target.spec.tries_candidates
     sizes = (target.rows, target.cols, *target.tiles, target.first_tile, target.slot)
     return (*pointers, *sizes, target.swizzled, chosen, scale_program, turn_program)

@@ -15,14 +15,14 @@ from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_ea
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import both_small, one
-from halfbyte.kernels.quantize.both_route import Pair, pair
-from halfbyte.kernels.quantize.lines import allocate, divisor, operand_arguments
-from halfbyte.kernels.quantize.route import APART, SHARED, One
+from halfbyte.kernels.quantize.both_route import Pair, choose_pair
+from halfbyte.kernels.quantize.lines import divisor, kernel_arguments, output_of
+from halfbyte.kernels.quantize.route import APART, SHARED
 from halfbyte.kernels.route import Choice
 from halfbyte.kernels.unpack.dequantize import decode
 from halfbyte.kernels.unpack.transpose import transpose
-from halfbyte.layout import LINEAR, Blocks, swizzle
-from halfbyte.spec import MXFP8
+from halfbyte.layout import LINEAR, Blocks, check_scale_layout, matrix_shape, swizzle
+from halfbyte.sides import Side
 
 VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "first_block", "sign_stream")) + (
     "col_tiles",
@@ -142,67 +142,68 @@ def quantize_row_col_kernel(
         )  # fmt: skip
 
 
-def quantize(request: Pair) -> tuple[Blocks, Blocks]:
-    """Return (quantize(x, row), quantize(x.T, col)); equal 16x16 specs share one quantization.
+def quantize_rows_and_cols(x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blocks]:
+    """Return (quantize(x), quantize(x.T)); equal 16x16 specs share one quantization.
+
+    Args:
+        x: bf16, fp16 or fp32 [..., K]; flattened to a matrix first.
+        row, col: what is asked for, scales in one layout; a transient one is returned decoded: bf16
+            element * block_scale as qdata, and no scales.
 
     Returns:
-        Blocks of [rows, K] and of [K, rows]; a transient one holds bf16 element * block_scale as qdata, and no scales.
+        Blocks of [rows, K] and of [K, rows].
     """
-    choice = pair(request)
+    check_scale_layout(row.scale_layout)
+    assert row.scale_layout == col.scale_layout, "one kernel stores scales in one layout"
+    x = x.reshape(matrix_shape(x.shape))
+    choice = choose_pair(Pair(x, row, col))
     if choice.kernel == SHARED:
-        return _tiles(request)
+        return _tiles(x, row, col)
     if choice.kernel == "quantize_row_col_small_kernel":
-        return both_small.quantize(choice)
-    amaxes = _complete_amaxes(request)
-    sides = request.side(0, amaxes[0]), request.side(1, amaxes[1])
+        return both_small.quantize_both_small(choice)
+    row, col = _with_amaxes(x, row, col)
     if choice.kernel == APART:
-        return one.quantize(sides[0]), one.quantize(sides[1])
-    return _launch(choice, sides)
+        return one.quantize_side(x, row, APART), one.quantize_side(x.T, col, APART)
+    return _launch(choice, x, row, col)
 
 
-def _tiles(request: Pair) -> tuple[Blocks, Blocks]:
-    spec, shape = request.row, request.x.shape
-    row = one.quantize(One(request.x, spec, request.draw, None, request.row_amax, of=SHARED))
-    col = Blocks(*transpose(row.qdata, row.block_scale, *shape), row.amax)
-    sides = []
-    for blocks, cols, is_transient in ((row, shape[1], request.transient[0]), (col, shape[0], request.transient[1])):
-        if is_transient:
-            blocks = Blocks(decode(blocks, spec, cols).values, blocks.block_scale.new_empty(0), blocks.amax)
-        elif request.scale_layout != LINEAR:
+def _tiles(x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blocks]:
+    codes = one.quantize_side(x, Side(row.spec, row.draw, amax=row.amax), SHARED)
+    turned = Blocks(*transpose(codes.qdata, codes.block_scale, *x.shape), codes.amax)
+    both = []
+    for blocks, side, cols in ((codes, row, x.shape[1]), (turned, col, x.shape[0])):
+        if side.transient:
+            blocks = Blocks(decode(blocks, side.spec, cols).values, blocks.block_scale.new_empty(0), blocks.amax)
+        elif side.scale_layout != LINEAR:
             blocks = blocks._replace(block_scale=swizzle(blocks.block_scale))
-        sides.append(blocks)
-    return sides[0], sides[1]
+        both.append(blocks)
+    return both[0], both[1]
 
 
-def _complete_amaxes(request: Pair) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the amaxes that were not given, both from one read if possible; empty for MXFP8."""
-    specs, given = (request.row, request.col), (request.row_amax, request.col_amax)
-    needed = [spec if amax is None else None for spec, amax in zip(specs, given, strict=True)]
-    computed = row_col_amax(request.x, *needed, request.sign_draw)
-    amaxes: list[Tensor | None] = []
-    for spec, old, new in zip(specs, given, computed, strict=True):
-        if isinstance(spec, MXFP8):
-            amaxes.append(torch.empty(0, dtype=torch.float32, device=request.x.device))
-        else:
-            amaxes.append(new if old is None else old)
-    return amaxes[0], amaxes[1]
+def _with_amaxes(x: Tensor, row: Side, col: Side) -> tuple[Side, Side]:
+    """Return both sides with the amaxes that were not given, from one read if possible; empty for MXFP8."""
+    needed = [side.spec if side.amax is None else None for side in (row, col)]
+    known = []
+    for side, amax in zip((row, col), row_col_amax(x, *needed, row.sign_draw), strict=True):
+        if not side.spec.format.has_amax:
+            amax = torch.empty(0, dtype=torch.float32, device=x.device)
+        elif side.amax is not None:
+            amax = side.amax
+        known.append(side._replace(amax=amax))
+    return known[0], known[1]
 
 
-def _launch(choice: Choice, sides: tuple[One, One]) -> tuple[Blocks, Blocks]:
-    x = sides[0].x
-    row, col = (allocate(side.x.shape, side.spec, side.scale_layout, x.device, side.decoded) for side in sides)
-    arguments = [
-        operand_arguments(side.spec, out, side.amax, side.draw, side.sign_draw)
-        for side, out in zip(sides, (row, col), strict=True)
-    ]
+def _launch(choice: Choice, x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blocks]:
+    outputs = output_of(x, row), output_of(x.T, col)
+    arguments = [kernel_arguments(side, out, side.amax) for side, out in zip((row, col), outputs, strict=True)]
     pointers, numbers, constants = zip(*arguments, strict=True)
     quantize_row_col_kernel[choice.grid](
         x,
         *pointers[0],
         *pointers[1],
         *x.shape,
-        row.blocks,
-        col.blocks,
+        outputs[0].blocks,
+        outputs[1].blocks,
         *x.stride(),
         *numbers[0],
         *numbers[1],
@@ -213,5 +214,7 @@ def _launch(choice: Choice, sides: tuple[One, One]) -> tuple[Blocks, Blocks]:
         enable_fp_fusion=False,
         **placed_early(choice.constants["ROW"].hardware),
     )
-    row_side, col_side = sides
-    return Blocks(row.qdata, row.block_scale, row_side.amax), Blocks(col.qdata, col.block_scale, col_side.amax)
+    of_row, of_col = (
+        Blocks(out.qdata, out.block_scale, side.amax) for out, side in zip(outputs, (row, col), strict=True)
+    )
+    return of_row, of_col

@@ -10,31 +10,24 @@ from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_ROWS
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.quantize.route import APART, SHARED, WIDE, One, is_full, is_packed
-from halfbyte.kernels.route import Candidate, Choice, Reason, choose, fits_all
+from halfbyte.kernels.quantize.route import APART, SHARED, WIDE, OneSide, is_full, is_packed
+from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import target_of
 from halfbyte.layout import LINEAR, ceil_div, round_up
-from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, Spec
+from halfbyte.sides import Side, share_tiles
 
 
 class Pair(NamedTuple):
     """Quantize x [rows, cols] by `row` and x.T by `col`."""
 
     x: Tensor
-    row: Spec
-    col: Spec
-    draw: Draw | None = None
-    sign_draw: Draw | None = None
-    row_amax: Tensor | None = None
-    col_amax: Tensor | None = None
-    scale_layout: str = LINEAR
-    transient: tuple[bool, bool] = (False, False)
+    row: Side
+    col: Side
 
-    def side(self, i: int, amax: Tensor | None) -> One:
-        """Return what the row (0) or the column (1) asks for by itself."""
-        x, spec, draw = (self.x.T, self.col, self.draw and self.draw.next()) if i else (self.x, self.row, self.draw)
-        return One(x, spec, draw, self.sign_draw, amax, self.scale_layout, self.transient[i], APART)
+    @property
+    def apart(self) -> tuple[OneSide, OneSide]:
+        """What the row and the column ask for by themselves."""
+        return OneSide(self.x, self.row, APART), OneSide(self.x.T, self.col, APART)
 
 
 SMALL_PAIR_VALUES = 1 << 22  # an H200 takes as long both ways between 4 and 8 million
@@ -60,22 +53,22 @@ def _small_tiles(x: Tensor) -> SmallTiles:
 
 
 def _tiles_problem(pair: Pair) -> Reason | None:
-    return None if pair.row == pair.col and pair.row.is_tile else Reason("the orientations do not share 16x16 tiles")
+    return None if share_tiles(pair.row.spec, pair.col.spec) else Reason("the orientations do not share 16x16 tiles")
 
 
 def _small_pair_problem(pair: Pair) -> Reason | None:
-    x, row, col = pair.x, pair.row, pair.col
-    if pair.row_amax is not None or pair.col_amax is not None:
+    x, row, col = pair.x, pair.row.spec, pair.col.spec
+    if pair.row.amax is not None or pair.col.amax is not None:
         return Reason("an amax is given")
     if not 0 < x.numel() <= SMALL_PAIR_VALUES:
         return Reason("{} values are not 1 to {}", (x.numel(), SMALL_PAIR_VALUES))
-    if pair.scale_layout != LINEAR:
+    if pair.row.scale_layout != LINEAR:
         return Reason("its scales would be swizzled")
     if not is_packed(x):
         return Reason("x is not bf16 in aligned rows of multiples of 8 columns")
-    if not isinstance(row, NVFP4) or not isinstance(col, NVFP4) or row.rotation is not None or col.rotation is None:
+    if not (row.format.has_amax and col.format.has_amax) or row.rotation is not None or col.rotation is None:
         return Reason("only NVFP4 rows without rotation and columns with one have two amaxes from one read")
-    if not all(spec.outer == "tensor" and spec.alignment == 16 and not spec.is_tile for spec in (row, col)):
+    if not all(spec.has_tensor_amax and spec.alignment == 16 and not spec.is_tile for spec in (row, col)):
         return Reason("a side has an amax a row, 16x16 tiles or a rotation wider than 16")
     tiles, (rows, cols) = _small_tiles(x), x.shape
     whole = rows % (tiles.col_groups * 16) == 0 == rows % tiles.rows
@@ -89,8 +82,8 @@ def _small_pair(pair: Pair) -> Choice:
     tiles, (rows, cols) = _small_tiles(pair.x), pair.x.shape
     hardware = sc.hardware_of(pair.x.device)
     row, col = (
-        sc.rule_of(spec, hardware)._replace(packed=True, full=True, decoded=decoded)
-        for spec, decoded in zip((pair.row, pair.col), pair.transient, strict=True)
+        sc.rule_of(side.spec, hardware)._replace(packed=True, full=True, decoded=side.transient)
+        for side in (pair.row, pair.col)
     )
     strips = ceil_div(cols, 2 * STRIP_LINES)
     found = min(MAX_PROGRAMS, triton.next_power_of_2(strips * ceil_div(rows, col.group)))
@@ -102,7 +95,7 @@ def _small_pair(pair: Pair) -> Choice:
 
 
 def _apart_problem(pair: Pair) -> Reason | None:
-    if max(pair.row.alignment, pair.col.alignment) >= WIDE or pair.x.numel() == 0 or pair.x.stride(1) != 1:
+    if max(pair.row.spec.alignment, pair.col.spec.alignment) >= WIDE or pair.x.numel() == 0 or pair.x.stride(1) != 1:
         return None
     return Reason("one read serves both: rows are contiguous, no rotation is {} or wider", (WIDE,))
 
@@ -159,19 +152,19 @@ def loop_of(loops: tuple[tuple[int, int], ...], rules: Sequence[sc.Rule | None],
 
 def _both(pair: Pair) -> Choice:
     x, hardware = pair.x, sc.hardware_of(pair.x.device)
-    sides = pair.side(0, None), pair.side(1, None)
+    sides = pair.apart
     swizzled = sides[0].swizzled or sides[1].swizzled
     row, col = (
-        rule._replace(decoded=side.decoded, packed=is_packed(x) and not rule.tile)
-        for rule, side in ((sc.rule_of(side.spec, hardware), side) for side in sides)
+        rule._replace(decoded=one.side.transient, packed=is_packed(x) and not rule.tile)
+        for rule, one in ((sc.rule_of(one.spec, hardware), one) for one in sides)
     )
     tile = tile_for(row, col) if swizzled else widened(tile_for(row, col), row, col, x.shape[1])
     # Swizzled scales have padding that is zeroed: up to 128 rows, or four blocks of at most 32.
     rows, cols = (round_up(n, SWIZZLE_ROWS) if swizzled else n for n in x.shape)
     whole = (tile.rows, tile.cols // row.group), (tile.cols, tile.rows // col.group)
     full = (rows, cols) == x.shape and all(
-        is_full(side.x, side.blocks, side.swizzled, rule, tiles)
-        for side, rule, tiles in zip(sides, (row, col), whole, strict=True)
+        is_full(one.x, one.blocks, one.swizzled, rule, tiles)
+        for one, rule, tiles in zip(sides, (row, col), whole, strict=True)
     )
     row, col = (rule._replace(full=full, words=tile.words) for rule in (row, col))
     row_along, along = row_runs_along(row, col) and not swizzled, runs_along(row, col) and not swizzled
@@ -196,6 +189,6 @@ PAIR = (
 )
 
 
-def pair(request: Pair) -> Choice:
+def choose_pair(request: Pair) -> Choice:
     """Choose for both orientations."""
-    return choose(PAIR, request)
+    return choose_from(PAIR, request)

@@ -21,10 +21,9 @@ from halfbyte.kernels.device.loads import load_col_pairs
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.both_route import STRIP_LINES, Pair
-from halfbyte.kernels.quantize.lines import allocate, operand_arguments
+from halfbyte.kernels.quantize.lines import kernel_arguments, output_of
 from halfbyte.kernels.route import Choice
-from halfbyte.layout import LINEAR, Blocks
-from halfbyte.spec import NVFP4
+from halfbyte.layout import Blocks
 
 STRIP = RotatedTile(lines=STRIP_LINES, vec=1, packed=True, num_warps=4, per_sm=0)  # of a program of the first launch
 
@@ -79,18 +78,14 @@ def quantize_row_col_small_kernel(
         )  # fmt: skip
 
 
-def quantize(choice: Choice) -> tuple[Blocks, Blocks]:
-    """Return (quantize(x, row), quantize(x.T, col)); the bytes of `both`."""
-    pair: Pair = choice.request
-    x, sides = pair.x, (pair.side(0, None), pair.side(1, None))
-    rows, cols = x.shape
+def quantize_both_small(choice: Choice) -> tuple[Blocks, Blocks]:
+    """Return (quantize(x), quantize(x.T)); the bytes of `both.quantize_rows_and_cols`."""
+    x, row, col = choice.request
+    (rows, cols), sides = x.shape, (row, col)
     partial = _partial_amaxes(choice)
     row_amax, col_amax = (torch.empty((), dtype=torch.float32, device=x.device) for _ in sides)
-    outputs = [allocate(side.x.shape, side.spec, LINEAR, x.device, side.decoded) for side in sides]
-    arguments = [
-        operand_arguments(side.spec, out, found, side.draw, side.sign_draw)
-        for side, out, found in zip(sides, outputs, partial, strict=True)
-    ]
+    outputs = output_of(x, row), output_of(x.T, col)
+    arguments = (kernel_arguments(*operand) for operand in zip(sides, outputs, partial, strict=True))
     pointers, numbers, constants = zip(*arguments, strict=True)
     quantize_row_col_small_kernel[choice.grid](
         x,
@@ -112,15 +107,14 @@ def quantize(choice: Choice) -> tuple[Blocks, Blocks]:
         **overlap.launch_options(x.device),
     )
     amaxes = row_amax, col_amax
-    row, col = (Blocks(out.qdata, out.block_scale, amax) for out, amax in zip(outputs, amaxes, strict=True))
-    return row, col
+    of_row, of_col = (Blocks(out.qdata, out.block_scale, amax) for out, amax in zip(outputs, amaxes, strict=True))
+    return of_row, of_col
 
 
 def _partial_amaxes(choice: Choice) -> Tensor:
     """Return fp32 [2, programs] whose maxima are the amax of x and that of x.T after the rotation of the column."""
     pair: Pair = choice.request
-    assert isinstance(pair.col, NVFP4), "the column is rotated"
-    x, sign_draw, rule = pair.x, pair.sign_draw, amax_rule(pair.col)
+    x, sign_draw, rule = pair.x, pair.col.sign_draw, amax_rule(pair.col.spec)
     (rows, cols), count, strips = x.shape, choice.constants["PROGRAMS"], choice.facts
     out = torch.empty(2, count, dtype=torch.float32, device=x.device)
     amax_rotated_kernel[(count,)](

@@ -15,11 +15,11 @@ from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.tiles import quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import strips
-from halfbyte.kernels.quantize.grouped_route import Grouped
 from halfbyte.kernels.quantize.lines import divisor
 from halfbyte.kernels.route import Choice
-from halfbyte.layout import Blocks
-from halfbyte.spec import MXFP8, NVFP4
+from halfbyte.layout import Blocks, row_bytes
+from halfbyte.sides import Side
+from halfbyte.spec import NVFP4, Spec
 
 
 @jit(do_not_specialize=("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"))
@@ -61,29 +61,27 @@ def quantize_experts_kernel(
     )  # fmt: skip
 
 
-def quantize_experts(choice: Choice, amax: Tensor | None) -> Blocks:
+def quantize_experts(choice: Choice, w: Tensor, side: Side) -> Blocks:
     """Quantize experts along their rows.
 
     Args:
-        choice: of `grouped_route.grouped`, of strips or of this kernel.
-        amax: fp32 [E] or [E, N], used instead of the computed one.
+        choice: of `grouped_route.choose_grouped`, of strips or of this kernel.
+        w: [E, N, K].
+        side: what is asked for; its amax is fp32 [E] or [E, N].
 
     Returns:
-        Blocks of [E, N, K]; decoded: bf16 element * block_scale as qdata, and no scales.
+        Blocks of [E, N, K]; transient: bf16 element * block_scale as qdata, and no scales.
     """
-    call: Grouped = choice.request
-    w, spec, decoded = call.x, call.row, call.decoded
-    assert spec is not None, "the rows are wanted"
-    if isinstance(spec, MXFP8):
+    spec, amax, decoded = side.spec, side.amax, side.transient
+    if not spec.format.has_amax:
         amax = w.new_empty(0, dtype=torch.float32)
     elif amax is None:
         amax = experts_amax(w, spec)
     if choice.kernel == "quantize_tiles_kernel":
-        assert isinstance(spec, NVFP4), "strips are of NVFP4"
         return strips.quantize_tiles(choice, w, spec, amax, decoded=decoded)
     experts, rows, cols = w.shape
     blocks = cols // spec.block_length
-    size = cols if decoded else blocks * (8 if isinstance(spec, NVFP4) else spec.block_length)
+    size = cols if decoded else row_bytes(cols, spec)
     qdata = w.new_empty((experts, rows, size), dtype=torch.bfloat16 if decoded else torch.uint8)
     scale = w.new_empty(0 if decoded else (experts, rows, blocks), dtype=torch.uint8)
     quantize_experts_kernel[choice.grid](
@@ -104,9 +102,9 @@ def quantize_experts(choice: Choice, amax: Tensor | None) -> Blocks:
     return Blocks(qdata, scale, amax)
 
 
-def experts_amax(w: Tensor, spec: NVFP4) -> Tensor:
+def experts_amax(w: Tensor, spec: Spec) -> Tensor:
     """Return the amax of every expert [E], or of its rows [E, N]: to the kernel of one tensor, long rows."""
     by_row = NVFP4(outer="row")
-    if spec.outer == "row":
+    if spec.has_row_amax:
         return operand_amax(w.view(-1, w.shape[-1]), by_row, None).view(w.shape[:2])
     return operand_amax(w.view(w.shape[0], -1), by_row, None)

@@ -11,12 +11,17 @@ from torch.nn.functional import pad
 from halfbyte.kernels.amax.grouped import grouped_amax
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.groups import Plan, make_plan
+from halfbyte.kernels.groups import GroupPlan, plan_groups
 from halfbyte.kernels.quantize import grouped_wide as wide
 from halfbyte.kernels.quantize.experts import experts_amax, quantize_experts
 from halfbyte.kernels.quantize.grouped_kernels import grouped_quantize_kernel, grouped_transpose_kernel
-from halfbyte.kernels.quantize.grouped_route import PLANNED, Grouped, Sides, grouped
-from halfbyte.kernels.quantize.grouped_route import side as side_route
+from halfbyte.kernels.quantize.grouped_route import (
+    PLANNED,
+    GroupedCall,
+    PlannedSides,
+    choose_grouped,
+    choose_next_side,
+)
 from halfbyte.kernels.quantize.lines import divisor
 from halfbyte.kernels.quantize.route import SHARED, is_packed
 from halfbyte.kernels.route import Choice
@@ -31,9 +36,11 @@ from halfbyte.layout import (
     group_alignment,
     grouped_shapes,
     round_up,
+    row_bytes,
 )
 from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, NVFP4, Spec
+from halfbyte.sides import Side, Sides
+from halfbyte.spec import NVFP4, Spec
 
 TRANSPOSE_WORDS = 32
 
@@ -59,114 +66,91 @@ class Grid(NamedTuple):
         return self.x.shape[0] // self.groups
 
 
-class Side(NamedTuple):
+class GroupedOutput(NamedTuple):
     """One orientation of the output; decoded: qdata holds bf16 values, there are no scales."""
 
-    spec: Spec
+    side: Side
     qdata: Tensor
     block_scale: Tensor
     blocks: int
-    decoded: bool
-    draw: Draw | None
-    sign_draw: Draw | None
+
+    @property
+    def decoded(self) -> bool:
+        return self.side.transient
 
 
-def grouped_quantize_row_col(
-    x: Tensor,
-    offsets: Tensor | None,
-    row_spec: Spec | None,
-    col_spec: Spec | None,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    row_amax: Tensor | None = None,
-    col_amax: Tensor | None = None,
-    scale_layout: str = LINEAR,
-    transient: tuple[bool, bool] = (False, False),
+def quantize_groups(
+    x: Tensor, offsets: Tensor | None, row: Side | None, col: Side | None
 ) -> tuple[Blocks | None, Blocks | None]:
     """Return quantize_row_col of every group, joined; group g draws with its own seed.
 
     Args:
         x: tokens [M, C] with offsets [E], or expert weights [E, N, K] with offsets None; bf16, fp16 or fp32.
-        row_amax, col_amax: fp32 in the shape of `layout.grouped_shapes`, of expert weights [E] or [E, rows].
-        transient: whether row and col are returned decoded: bf16 element * block_scale as qdata, and no scales. What
+        row, col: what is asked for, or None; an amax in the shape of `layout.grouped_shapes`, of expert weights [E] or
+            [E, rows]. A transient one is returned decoded: bf16 element * block_scale as qdata, and no scales. What
             lies behind the last group is then undefined.
 
     Returns:
         Blocks in the shapes of `layout.grouped_shapes`; of expert weights, every tensor has a leading [E].
     """
-    check_scale_layout(scale_layout)
-    choice = grouped(Grouped(x, offsets, row_spec, col_spec, transient[0]))
-    if row_spec is not None and choice.kernel == SHARED:
-        assert not any(transient), "both orientations of one tile are codes"
-        row, _ = grouped_quantize_row_col(x, offsets, row_spec, None, draw=draw, row_amax=row_amax)
-        assert row is not None, "the row has a spec"
-        col = _transposed(row, x, offsets)
-        if scale_layout == LINEAR:
-            return row, col
-        return _swizzled(row, row_spec, x, offsets, False), _swizzled(col, row_spec, x, offsets, True)
-    if row_spec is not None and choice.kernel != PLANNED:
-        row = quantize_experts(choice, row_amax)
-        is_linear = transient[0] or scale_layout == LINEAR
-        return (row if is_linear else _swizzled(row, row_spec, x, None, False)), None
+    for side in (row, col):
+        check_scale_layout(LINEAR if side is None else side.scale_layout)
+    choice = choose_grouped(GroupedCall(x, offsets, row, col))
+    if row is not None and col is not None and choice.kernel == SHARED:
+        assert not (row.transient or col.transient), "both orientations of one tile are codes"
+        codes, _ = quantize_groups(x, offsets, row._replace(scale_layout=LINEAR), None)
+        assert codes is not None, "the row has a spec"
+        turned = _transposed(codes, x, offsets)
+        return _laid_out(codes, row, x, offsets, False), _laid_out(turned, col, x, offsets, True)
+    if row is not None and choice.kernel != PLANNED:
+        return _laid_out(quantize_experts(choice, x, row), row, x, None, False), None
     x = x if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(0) == x.shape[1] * x.stride(1)) else x.contiguous()
     grid = Grid(x.flatten(0, -2), offsets, x.shape[0] if offsets is None else offsets.shape[0])
-    specs, given = (row_spec, col_spec), (row_amax, col_amax)
-    plan = _plan(grid, specs, given, draw, sign_draw)
-    amaxes = _amaxes(grid, plan, specs, given, sign_draw)
-    sides = [
-        None if spec is None else _allocate(grid, spec, i, is_transient, place, sign_draw)
-        for i, spec, is_transient, place in zip((0, 1), specs, transient, (draw, draw and draw.next()), strict=True)
-    ]
-    _quantize(grid, plan, sides, amaxes)
+    plan = _plan(grid, row, col)
+    amaxes = _amaxes(grid, plan, (row, col))
+    outputs = [None if side is None else _allocate(grid, side, i) for i, side in enumerate((row, col))]
+    _quantize(grid, plan, outputs, amaxes)
     out = []
-    for i, (side, amax) in enumerate(zip(sides, given, strict=True)):
-        if side is None:
+    for i, output in enumerate(outputs):
+        if output is None:
             out.append(None)
             continue
-        blocks = Blocks(side.qdata, side.block_scale, _own_amax(side.spec, amaxes, i, grid) if amax is None else amax)
+        side = output.side
+        amax = _own_amax(side.spec, amaxes, i, grid) if side.amax is None else side.amax
+        blocks = Blocks(output.qdata, output.block_scale, amax)
         blocks = _stacked(blocks, side.spec, grid.groups) if grid.stacked else blocks
-        if scale_layout != LINEAR and not side.decoded:
-            blocks = _swizzled(blocks, side.spec, x, offsets, i == 1)
-        out.append(blocks)
+        out.append(_laid_out(blocks, side, x, offsets, i == 1))
     return out[0], out[1]
 
 
-def _plan(
-    grid: Grid,
-    specs: tuple[Spec | None, Spec | None],
-    amaxes: tuple[Tensor | None, Tensor | None],
-    draw: Draw | None,
-    sign_draw: Draw | None,
-) -> Plan:
+def _plan(grid: Grid, row: Side | None, col: Side | None) -> GroupPlan:
     """Return the plan of both orientations, with the amaxes of the groups of tokens that were given."""
-    col = specs[1]
-    row_given, col_given = (
-        None if amax is None or grid.stacked or _by_row(spec) else amax.contiguous()
-        for spec, amax in zip(specs, amaxes, strict=True)
-    )
-    return make_plan(
+    given = [
+        None if side is None or side.amax is None or grid.stacked or side.spec.has_row_amax else side.amax.contiguous()
+        for side in (row, col)
+    ]
+    first = row or col
+    assert first is not None, "one orientation is asked for"
+    return plan_groups(
         grid.offsets,
         grid.groups,
         grid.x.shape[0],
-        GROUP_COLUMNS if col is None else group_alignment(col),
+        GROUP_COLUMNS if col is None else group_alignment(col.spec),
         grid.x.device,
-        (draw and draw.base, sign_draw and sign_draw.base),
-        (row_given, col_given),
+        (first.draw and first.draw.base, first.sign_draw and first.sign_draw.base),
+        (given[0], given[1]),
     )
 
 
 def _stacked(blocks: Blocks, spec: Spec, groups: int) -> Blocks:
     qdata, scale = (t.unflatten(0, (groups, t.shape[0] // groups)) if t.dim() == 2 else t for t in blocks[:2])
     amax = blocks.amax
-    return Blocks(qdata, scale, amax.view(groups, amax.numel() // groups) if _by_row(spec) else amax)
+    return Blocks(qdata, scale, amax.view(groups, amax.numel() // groups) if spec.has_row_amax else amax)
 
 
-def _allocate(
-    grid: Grid, spec: Spec, orientation: int, decoded: bool, draw: Draw | None, sign_draw: Draw | None
-) -> Side:
+def _allocate(grid: Grid, side: Side, orientation: int) -> GroupedOutput:
     """Return one orientation with unwritten LINEAR storage; the experts' lie below each other."""
-    rows, cols = grid.x.shape
+    (rows, cols), spec = grid.x.shape, side.spec
     if not grid.stacked:
         shape = (cols, rows) if orientation else (rows, cols)
         shapes = grouped_shapes(shape, grid.groups, spec, LINEAR, contraction=bool(orientation))
@@ -174,65 +158,57 @@ def _allocate(
     else:
         rows, cols = (grid.groups * cols, grid.group_rows) if orientation else (rows, cols)
         blocks = round_up(cols, spec.alignment) // spec.block_length
-        q_shape, s_shape = (rows, blocks * (8 if isinstance(spec, NVFP4) else spec.block_length)), (rows, blocks)
+        q_shape, s_shape = (rows, row_bytes(cols, spec)), (rows, blocks)
     new, blocks = grid.x.new_empty, s_shape[1]
-    if decoded:
+    if side.transient:
         values = new((s_shape[0], blocks * spec.block_length), dtype=torch.bfloat16)
-        return Side(spec, values, new(0, dtype=torch.uint8), blocks, True, draw, sign_draw)
-    qdata, scale = new(q_shape, dtype=torch.uint8), new(s_shape, dtype=torch.uint8)
-    return Side(spec, qdata, scale, blocks, False, draw, sign_draw)
+        return GroupedOutput(side, values, new(0, dtype=torch.uint8), blocks)
+    return GroupedOutput(side, new(q_shape, dtype=torch.uint8), new(s_shape, dtype=torch.uint8), blocks)
 
 
 def _own_amax(spec: Spec, amaxes: list[Tensor], i: int, grid: Grid) -> Tensor:
     """Return an amax without the place of the tail, in memory of its own; MXFP8 has none."""
     amax = amaxes[i]
-    size = 0 if isinstance(spec, MXFP8) else amax.shape[0] if _by_row(spec) and amax.dim() == 1 else grid.groups
+    size = 0 if not spec.format.has_amax else amax.shape[0] if spec.has_row_amax and amax.dim() == 1 else grid.groups
     return amax[:size].clone() if i and amax is amaxes[0] else amax[:size]
 
 
-def _by_row(spec: Spec | None) -> bool:
-    return isinstance(spec, NVFP4) and spec.outer == "row"
-
-
-def _amaxes(
-    grid: Grid,
-    plan: Plan,
-    specs: tuple[Spec | None, Spec | None],
-    given: tuple[Tensor | None, Tensor | None],
-    sign_draw: Draw | None,
-) -> list[Tensor]:
+def _amaxes(grid: Grid, plan: GroupPlan, sides: Sides) -> list[Tensor]:
     """Return the amax of each orientation, of tokens with a zero for the tail; those not given from one read of x."""
     rows, cols = grid.x.shape
     own: list[Tensor] = []
-    needed: list[NVFP4 | None] = [None, None]
-    for i, (spec, amax) in enumerate(zip(specs, given, strict=True)):
-        if not isinstance(spec, NVFP4):
+    needed: list[Spec | None] = [None, None]
+    for i, side in enumerate(sides):
+        if side is None or not side.spec.format.has_amax:
             own.append(plan.amax[i])
-        elif amax is None:
+            continue
+        spec, amax = side.spec, side.amax
+        if amax is None:
             needed[i] = spec
             shape = ((grid.groups + 1) * cols,) if i else (rows,)
-            own.append(torch.zeros(shape, device=grid.x.device) if _by_row(spec) else plan.amax[i])
+            own.append(torch.zeros(shape, device=grid.x.device) if spec.has_row_amax else plan.amax[i])
         elif grid.offsets is None:
             own.append(amax.flatten())
-        elif not _by_row(spec):
+        elif not spec.has_row_amax:
             own.append(plan.amax[i])
         elif i:
             own.append(pad(amax.flatten(), (0, cols)))
         else:
             inside = torch.arange(rows, device=amax.device) < grid.offsets[-1]
             own.append(torch.where(inside, amax, 0.0))
-    _fill_amaxes(grid, plan, (needed[0], needed[1]), own, sign_draw)
-    if _by_row(specs[1]) and given[1] is None:
+    first, col = next(side for side in sides if side is not None), sides[1]
+    _fill_amaxes(grid, plan, (needed[0], needed[1]), own, first.sign_draw)
+    if col is not None and col.spec.has_row_amax and col.amax is None:
         own[1] = own[1].view(grid.groups + 1, cols)
     return own
 
 
 def _fill_amaxes(
-    grid: Grid, plan: Plan, needed: tuple[NVFP4 | None, NVFP4 | None], own: list[Tensor], sign_draw: Draw | None
+    grid: Grid, plan: GroupPlan, needed: tuple[Spec | None, Spec | None], own: list[Tensor], sign_draw: Draw | None
 ) -> None:
     """Compute the amaxes of the specs that are not None in `own`, which holds zeros."""
     row, col = needed
-    plain = [spec is not None and spec.rotation is None and spec.outer == "tensor" for spec in needed]
+    plain = [spec is not None and spec.rotation is None and spec.has_tensor_amax for spec in needed]
     if grid.x.numel() == 0 or not (row or col):
         return
     if grid.stacked and grid.x.is_contiguous() and any(plain):
@@ -246,31 +222,33 @@ def _fill_amaxes(
         grouped_amax(grid.x, plan, (row, col), (own[0], own[1]), sign_draw)
 
 
-def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Tensor]) -> None:
+def _quantize(grid: Grid, plan: GroupPlan, sides: list[GroupedOutput | None], amaxes: list[Tensor]) -> None:
     row, col = sides
     if not any(side is not None and side.qdata.numel() for side in sides):
         return
     hardware, packed = sc.hardware_of(grid.x.device), is_packed(grid.x)
     rules: list[sc.Rule | None] = []
     for i, side in enumerate(sides):
-        rule = None if side is None else sc.rule_of(side.spec, hardware)
+        rule = None if side is None else sc.rule_of(side.side.spec, hardware)
         # In words of two columns, the columns of a 16x16 tile would each take a maximum of their own.
         rules.append(rule and rule._replace(decoded=side.decoded, packed=packed and not (i and rule.tile)))
     pointers = [_pointers(side, amax, plan) for side, amax in zip(sides, amaxes, strict=True)]
-    streams = [[0, 0] if side is None else _streams(side) for side in sides]
-    constants = [(0.0,) * 4 if side is None else sc.constants_of(side.spec) for side in sides]
+    streams = [[0, 0] if side is None else _streams(side.side) for side in sides]
+    constants = [(0.0,) * 4 if side is None else sc.constants_of(side.side.spec) for side in sides]
     while rules != [None, None]:
-        choice = side_route(Sides(grid.x, plan, list(rules), grid.stacked))
+        choice = choose_next_side(PlannedSides(grid.x, plan, list(rules), grid.stacked))
         if choice.kernel == "grouped_wide_kernel":
             i, _ = choice.facts
-            wide.quantize(choice, sides[i].blocks, (pointers[i], streams[i], constants[i]))
+            wide.quantize_wide(choice, sides[i].blocks, (pointers[i], streams[i], constants[i]))
             rules[i], pointers[i] = None, [None] * 5
             continue
         _launch(choice, grid, (row, col), (pointers, streams, constants))
         return
 
 
-def _launch(choice: Choice, grid: Grid, sides: tuple[Side | None, Side | None], arguments: tuple) -> None:
+def _launch(
+    choice: Choice, grid: Grid, sides: tuple[GroupedOutput | None, GroupedOutput | None], arguments: tuple
+) -> None:
     plan, (row, col) = choice.request.plan, sides
     pointers, streams, constants = arguments
     grouped_quantize_kernel[choice.grid](
@@ -295,12 +273,12 @@ def _launch(choice: Choice, grid: Grid, sides: tuple[Side | None, Side | None], 
     )
 
 
-def _pointers(side: Side | None, amax: Tensor, plan: Plan) -> list[Tensor | None]:
+def _pointers(side: GroupedOutput | None, amax: Tensor, plan: GroupPlan) -> list[Tensor | None]:
     if side is None:
         return [None] * 5
     qdata = side.qdata if side.decoded else side.qdata.view(torch.int64)
-    draws = plan.draws if side.spec.needs_rng else None
-    return [qdata, side.block_scale, amax, draws, plan.signs if side.spec.needs_sign_rng else None]
+    draws = plan.draws if side.side.spec.needs_rng else None
+    return [qdata, side.block_scale, amax, draws, plan.signs if side.side.spec.needs_sign_rng else None]
 
 
 def _streams(side: Side) -> list[int]:
@@ -320,7 +298,7 @@ def _transposed(row: Blocks, x: Tensor, offsets: Tensor | None) -> Blocks:
     scale = torch.empty(shapes.block_scale, dtype=torch.uint8, device=x.device)
     if qdata.numel() == 0:
         return Blocks(qdata, scale, row.amax)
-    plan = make_plan(offsets, groups, total, GROUP_COLUMNS, x.device)
+    plan = plan_groups(offsets, groups, total, GROUP_COLUMNS, x.device)
     words = row.qdata.shape[-1] // 4
     word_tiles = ceil_div(words, TRANSPOSE_WORDS)
     grouped_transpose_kernel[(plan.tiles * word_tiles,)](
@@ -341,6 +319,9 @@ def _transposed(row: Blocks, x: Tensor, offsets: Tensor | None) -> Blocks:
     return Blocks(qdata, scale, row.amax)
 
 
-def _swizzled(blocks: Blocks, spec: Spec, x: Tensor, offsets: Tensor | None, contraction: bool) -> Blocks:
-    scale = grouped_swizzle(blocks.block_scale, spec, offsets, contraction=contraction, total=x.shape[0])
+def _laid_out(blocks: Blocks, side: Side, x: Tensor, offsets: Tensor | None, contraction: bool) -> Blocks:
+    """Return LINEAR blocks with their scales in the layout that is asked for."""
+    if side.transient or side.scale_layout == LINEAR:
+        return blocks
+    scale = grouped_swizzle(blocks.block_scale, side.spec, offsets, contraction=contraction, total=x.shape[0])
     return blocks._replace(block_scale=scale)

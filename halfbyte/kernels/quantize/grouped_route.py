@@ -10,28 +10,27 @@ from typing import NamedTuple
 from torch import Tensor
 
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.groups import Plan
+from halfbyte.kernels.groups import GroupPlan
 from halfbyte.kernels.quantize import route
 from halfbyte.kernels.quantize.both_route import PairTile, loop_of, row_runs_along, runs_along, tile_for, widened
-from halfbyte.kernels.route import Candidate, Choice, Reason, choose, fits_all
+from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import target_of
 from halfbyte.layout import ceil_div
-from halfbyte.spec import NVFP4, Spec
+from halfbyte.sides import Side, share_tiles
 
 PLANNED = "kernels that are told where groups lie"
 
 
-class Grouped(NamedTuple):
+class GroupedCall(NamedTuple):
     """Quantize tokens [M, C] with offsets, or experts [E, N, K], along rows, columns or both."""
 
     x: Tensor
     offsets: Tensor | None
-    row: Spec | None
-    col: Spec | None
-    decoded: bool
+    row: Side | None
+    col: Side | None
 
 
-class ExpertTile(NamedTuple):
+class ExpertsTile(NamedTuple):
     """Rows, columns and warps of a program."""
 
     rows: int
@@ -39,16 +38,16 @@ class ExpertTile(NamedTuple):
     num_warps: int
 
 
-EXPERT_TILE = ExpertTile(16, 256, 4)
+EXPERT_TILE = ExpertsTile(16, 256, 4)
 
 
-def _shared_problem(call: Grouped) -> Reason | None:
-    if call.row is not None and call.row == call.col and call.row.is_tile:
+def _shared_problem(call: GroupedCall) -> Reason | None:
+    if call.row is not None and call.col is not None and share_tiles(call.row.spec, call.col.spec):
         return None
     return Reason("the orientations do not share 16x16 tiles")
 
 
-def _rows_of_experts_problem(call: Grouped) -> Reason | None:
+def _rows_of_experts_problem(call: GroupedCall) -> Reason | None:
     if call.offsets is not None:
         return Reason("groups of tokens have sizes that only the GPU knows")
     if call.row is None or call.col is not None:
@@ -56,25 +55,25 @@ def _rows_of_experts_problem(call: Grouped) -> Reason | None:
     return None
 
 
-def _strips_problem(call: Grouped) -> Reason | None:
+def _strips_problem(call: GroupedCall) -> Reason | None:
     reason = _rows_of_experts_problem(call)
     if reason is not None:
         return reason
     assert call.row is not None, "the rows are wanted"
-    return route.strips_problem(call.x, call.row)
+    return route.strips_problem(call.x, call.row.spec)
 
 
-def _strips(call: Grouped) -> Choice:
-    assert isinstance(call.row, NVFP4), "strips are of NVFP4"
-    return route.strips(call.x, call.row)
+def _strips(call: GroupedCall) -> Choice:
+    assert call.row is not None, "the rows are wanted"
+    return route.choose_strips(call.x, call.row.spec)
 
 
-def _experts_problem(call: Grouped) -> Reason | None:
-    reason, w, spec = _rows_of_experts_problem(call), call.x, call.row
+def _experts_problem(call: GroupedCall) -> Reason | None:
+    reason, w = _rows_of_experts_problem(call), call.x
     if reason is not None:
         return reason
-    assert spec is not None, "the rows are wanted"
-    if spec.needs_rng or (isinstance(spec, NVFP4) and spec.rotation):
+    assert call.row is not None, "the rows are wanted"
+    if call.row.spec.needs_rng or call.row.spec.rotation:
         return Reason("each expert draws or is rotated with a seed of its own")
     if w.numel() == 0:
         return Reason("there are no values")
@@ -86,10 +85,11 @@ def _experts_problem(call: Grouped) -> Reason | None:
     return None
 
 
-def _experts(call: Grouped) -> Choice:
+def _experts(call: GroupedCall) -> Choice:
     (experts, rows, cols), tile = call.x.shape, EXPERT_TILE
     assert call.row is not None, "the rows are wanted"
-    rule = sc.rule_of(call.row, sc.hardware_of(call.x.device))._replace(packed=True, full=True, decoded=call.decoded)
+    rule = sc.rule_of(call.row.spec, sc.hardware_of(call.x.device))
+    rule = rule._replace(packed=True, full=True, decoded=call.row.transient)
     beside = cols // tile.cols
     constants = {"RULE": rule, "R": tile.rows, "N": tile.cols // rule.group, "num_warps": tile.num_warps}
     return Choice("quantize_experts_kernel", (experts * (rows // tile.rows) * beside,), constants, beside)
@@ -105,9 +105,9 @@ GROUPED = (
 )
 
 
-def grouped(call: Grouped) -> Choice:
+def choose_grouped(call: GroupedCall) -> Choice:
     """Choose for a call."""
-    return choose(GROUPED, call)
+    return choose_from(GROUPED, call)
 
 
 # What needs a plan.
@@ -138,7 +138,7 @@ class WideTile(NamedTuple):
     num_warps: int
 
 
-def wide_tile(plan: Plan, group: int, columns: bool, cols: int) -> WideTile:
+def wide_tile(plan: GroupPlan, group: int, columns: bool, cols: int) -> WideTile:
     """Return what a launch of rotated groups covers; columns: whether groups lie along the columns of x."""
     lines = WIDE_LINES if columns else plan.tile_rows
     beside = ceil_div(cols, lines if columns else group)
@@ -146,22 +146,22 @@ def wide_tile(plan: Plan, group: int, columns: bool, cols: int) -> WideTile:
     return WideTile(plan.tiles * beside * parts, beside, lines, lines * max(group, 64) // VALUES_PER_WARP)
 
 
-class Sides(NamedTuple):
+class PlannedSides(NamedTuple):
     """Quantize the sides of x [rows, cols], whose rules are known, by a plan."""
 
     x: Tensor
-    plan: Plan
+    plan: GroupPlan
     rules: Rules
     stacked: bool
 
 
-def _wide_problem(sides: Sides) -> Reason | None:
+def _wide_problem(sides: PlannedSides) -> Reason | None:
     if any(is_wide(rule) for rule in sides.rules):
         return None
     return Reason("no side has a rotation of {} or wider", (WIDE,))
 
 
-def _wide(sides: Sides) -> Choice:
+def _wide(sides: PlannedSides) -> Choice:
     """Choose for the first side with a wide rotation."""
     i = next(i for i, rule in enumerate(sides.rules) if is_wide(rule))
     rule = sides.rules[i]
@@ -172,7 +172,7 @@ def _wide(sides: Sides) -> Choice:
     return Choice("grouped_wide_kernel", (tile.programs,), constants, (i, tile.tiles))
 
 
-def _tile(sides: Sides) -> PairTile:
+def _tile(sides: PlannedSides) -> PairTile:
     """Return the tile of a pair of rules: that of one tensor, or as many rows as the plan has."""
     (row, col), tile_rows = sides.rules, sides.plan.tile_rows
     best = ROW_TILE
@@ -211,7 +211,7 @@ def _full_and_ragged(cols: int, rules: Rules, tile: PairTile, stacked: bool) -> 
     ]
 
 
-def _together(sides: Sides) -> Choice:
+def _together(sides: PlannedSides) -> Choice:
     plan, cols, tile = sides.plan, sides.x.shape[1], _tile(sides)
     col_tiles = ceil_div(cols, tile.cols)
     full, ragged = _full_and_ragged(cols, sides.rules, tile, sides.stacked)
@@ -232,6 +232,6 @@ SIDES = (
 )
 
 
-def side(request: Sides) -> Choice:
+def choose_next_side(request: PlannedSides) -> Choice:
     """Choose what quantizes the next side, or the sides that are left together."""
-    return choose(SIDES, request)
+    return choose_from(SIDES, request)

@@ -19,7 +19,7 @@ from halfbyte.kernels.device.magnitudes import INF_BITS, finite_bits, magnitude_
 from halfbyte.kernels.groups import group_of_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.grouped_kernels import clear_padding
-from halfbyte.kernels.quantize.grouped_route import Sides
+from halfbyte.kernels.quantize.grouped_route import PlannedSides
 from halfbyte.kernels.quantize.wide import quantize_lines
 from halfbyte.kernels.route import Choice
 
@@ -86,7 +86,7 @@ def grouped_wide_kernel(
         place = side.to(tl.int64) + tl.zeros((T,), tl.int64)
         first_block = -start64 * blocks
     factors = sc.operand_factors(p_amax, constants, RULE)
-    pairs = rw.rotated(narrowed(x, x_ptr.dtype.element_ty == tl.bfloat16), flips, RULE.norm)
+    pairs = rw.rotated_pairs(narrowed(x, x_ptr.dtype.element_ty == tl.bfloat16), flips, RULE.norm)
     quantize_lines(
         pairs, line, place, p_q, p_scale, p_amax, p_draw, stream, lines, blocks, first_block, per_row, constants,
         factors, RULE, False,
@@ -115,7 +115,7 @@ def grouped_wide_amax_kernel(
         # The factor and the rounding keep the order: they are applied to the maxima alone.
         bits = magnitude_bits(cast(tl.fma(rw.largest_rotated(x, flips), RULE.norm, 0.0), tl.bfloat16))
         if tl.max(bits, axis=0) >= INF_BITS:
-            y = rw.unpacked(rw.rotated(x, flips, RULE.norm))
+            y = rw.unpacked(rw.rotated_pairs(x, flips, RULE.norm))
             bits = tl.max(finite_bits(magnitude_bits(y)), axis=1)
         if not RULE.row_amax:
             tl.atomic_max(out_ptr + group, tl.max(bits, axis=0), sem="relaxed")
@@ -127,15 +127,15 @@ def grouped_wide_amax_kernel(
             tl.atomic_max(out_ptr + row, bits, mask=row < end, sem="relaxed")
 
 
-def quantize(choice: Choice, blocks: int, arguments: tuple[list, list, tuple]) -> None:
+def quantize_wide(choice: Choice, blocks: int, arguments: tuple[list, list, tuple]) -> None:
     """Quantize one orientation.
 
     Args:
-        choice: of `grouped_route.side`.
+        choice: of `grouped_route.choose_next_side`.
         blocks: of a row of the output.
         arguments: pointers (qdata, scales, amax, draw, signs), streams (draw, signs) and constants of the operand.
     """
-    sides: Sides = choice.request
+    sides: PlannedSides = choice.request
     x, plan, (_, tiles) = sides.x, sides.plan, choice.facts
     pointers, streams, constants = arguments
     grouped_wide_kernel[choice.grid](
@@ -144,11 +144,11 @@ def quantize(choice: Choice, blocks: int, arguments: tuple[list, list, tuple]) -
     )  # fmt: skip
 
 
-def amax(choice: Choice, out: Tensor, sign_stream: int) -> None:
+def wide_amax(choice: Choice, out: Tensor, sign_stream: int) -> None:
     """Raise out, int32 zeros [groups + 1] or one per row, to the amax of one orientation.
 
     Args:
-        choice: of `amax.route.groups`.
+        choice: of `amax.route.choose_group_amaxes`.
         out: of that orientation.
         sign_stream: where fresh signs lie.
     """

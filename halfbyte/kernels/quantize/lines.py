@@ -15,11 +15,10 @@ from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_ea
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import wide
-from halfbyte.kernels.quantize.route import Lines, One
+from halfbyte.kernels.quantize.route import Lines, OneSide
 from halfbyte.kernels.route import Choice
-from halfbyte.layout import LINEAR, Blocks, ceil_div, round_up, swizzled_numel
-from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, NVFP4, Spec
+from halfbyte.layout import LINEAR, Blocks, ceil_div, round_up, stored_shapes
+from halfbyte.sides import Side
 
 # Numbers that differ from call to call and decide no addressing: one compilation serves all.
 VARYING = ("stream", "first_block", "sign_stream", "tiles", "magic", "shift")
@@ -177,39 +176,35 @@ class Output(NamedTuple):
     decoded: bool
 
 
-def allocate(
-    shape: tuple[int, int], spec: Spec, scale_layout: str, device: torch.device, decoded: bool = False
-) -> Output:
-    """Return unwritten qdata and block_scale of an operand of `shape`."""
-    rows, cols = shape
+def output_of(x: Tensor, side: Side) -> Output:
+    """Return unwritten qdata and block_scale of what is asked for of x."""
+    (rows, cols), (spec, _, _, _, scale_layout, decoded), device = x.shape, side, x.device
     blocks = round_up(cols, spec.alignment) // spec.block_length
     if decoded:
         values = torch.empty(rows, blocks * spec.block_length, dtype=torch.bfloat16, device=device)
         return Output(values, torch.empty(0, dtype=torch.uint8, device=device), rows, blocks, False, True)
-    bytes_per_block = 8 if isinstance(spec, NVFP4) else spec.block_length
-    qdata = torch.empty(rows, blocks * bytes_per_block, dtype=torch.uint8, device=device)
-    swizzled = scale_layout != LINEAR
-    size = (swizzled_numel(rows, blocks),) if swizzled else (rows, blocks)
-    return Output(qdata, torch.empty(size, dtype=torch.uint8, device=device), rows, blocks, swizzled, False)
+    shapes, swizzled = stored_shapes(rows, cols, spec, scale_layout), scale_layout != LINEAR
+    qdata, scale = (torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes[:2])
+    return Output(qdata, scale, rows, blocks, swizzled, False)
 
 
-def operand_arguments(spec: Spec, out: Output, amax: Tensor, draw: Draw | None, sign_draw: Draw | None) -> tuple:
+def kernel_arguments(side: Side, out: Output, amax: Tensor) -> tuple:
     """Return the kernels' arguments of one operand in three runs: pointers, numbers, constants."""
     base = sign_base = None
     stream = first_block = blocks_per_row = sign_stream = 0
-    if spec.needs_rng:
-        assert draw is not None, "stochastic rounding needs a draw"
-        base, stream, first_block, blocks_per_row = draw
+    if side.spec.needs_rng:
+        assert side.draw is not None, "stochastic rounding needs a draw"
+        base, stream, first_block, blocks_per_row = side.draw
         blocks_per_row = out.blocks if blocks_per_row is None else blocks_per_row
-    if spec.needs_sign_rng:
-        assert sign_draw is not None, "fresh signs need a draw"
-        sign_base, sign_stream = sign_draw.base, sign_draw.stream
+    if side.spec.needs_sign_rng:
+        assert side.sign_draw is not None, "fresh signs need a draw"
+        sign_base, sign_stream = side.sign_draw.base, side.sign_draw.stream
     qdata = out.qdata if out.decoded else out.qdata.view(torch.int64)
     pointers = (qdata, out.block_scale, amax, base, sign_base)
-    return pointers, (stream, first_block, blocks_per_row, sign_stream), sc.constants_of(spec)
+    return pointers, (stream, first_block, blocks_per_row, sign_stream), sc.constants_of(side.spec)
 
 
-def quantize(choice: Choice) -> Blocks:
+def quantize_any(choice: Choice) -> Blocks:
     """Quantize along the last dimension; the same bytes as `halfbyte.reference.quantize`.
 
     Args:
@@ -218,28 +213,25 @@ def quantize(choice: Choice) -> Blocks:
     Returns:
         Blocks of the [rows, K] matrix; MXFP8 has an empty amax.
     """
-    one: One = choice.request
-    amax = one.amax
-    if isinstance(one.spec, MXFP8):
-        amax = torch.empty(0, dtype=torch.float32, device=one.x.device)
-    elif amax is None:
-        amax = operand_amax(one.x, one.spec, one.sign_draw)
-    out = allocate(one.x.shape, one.spec, one.scale_layout, one.x.device, one.decoded)
-    lines: Lines = choice.facts
-    long = _in_rows_of(lines, out)
-    arguments = operand_arguments(one.spec, long, amax, lines.draw, one.sign_draw)
+    x, side, _ = choice.request
+    lines, amax, out = choice.facts, _amax(x, side), output_of(x, side)
+    arguments = kernel_arguments(side._replace(draw=lines.draw), _in_rows_of(lines, out), amax)
     launch = LAUNCHES[choice.kernel]
     launch(choice, arguments)
     return Blocks(out.qdata, out.block_scale, amax)
 
 
-def nothing(one: One) -> Blocks:
+def without_values(request: OneSide) -> Blocks:
     """Return the operand of a tensor without values."""
-    amax = torch.empty(0, dtype=torch.float32, device=one.x.device)
-    if not isinstance(one.spec, MXFP8):
-        amax = operand_amax(one.x, one.spec, one.sign_draw) if one.amax is None else one.amax
-    out = allocate(one.x.shape, one.spec, one.scale_layout, one.x.device, one.decoded)
+    amax, out = _amax(request.x, request.side), output_of(request.x, request.side)
     return Blocks(out.qdata, out.block_scale, amax)
+
+
+def _amax(x: Tensor, side: Side) -> Tensor:
+    """Return the amax that is given or found; empty for a format without one."""
+    if not side.spec.format.has_amax:
+        return torch.empty(0, dtype=torch.float32, device=x.device)
+    return operand_amax(x, side.spec, side.sign_draw) if side.amax is None else side.amax
 
 
 def _in_rows_of(lines: Lines, out: Output) -> Output:

@@ -14,11 +14,12 @@ from torch import Tensor
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels.device import magnitudes as mg
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.route import Candidate, Choice, Reason, choose, fits_all
+from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import target_of
 from halfbyte.layout import LINEAR, ceil_div, round_up
 from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, BlockMax, Spec
+from halfbyte.sides import Side
+from halfbyte.spec import Spec
 
 WIDE = 64
 """The least width of a rotation whose groups are rows of tensors, not tuples."""
@@ -27,25 +28,24 @@ WIDE = 64
 ALONE, SHARED, APART = "alone", "one orientation, transposed", "one orientation after the other"
 
 
-class One(NamedTuple):
+class OneSide(NamedTuple):
     """Quantize x [rows, cols] along its rows.
 
     of: ALONE, or whose part it is: of a pair whose orientations SHARE tiles, or of one that is quantized APART.
     """
 
     x: Tensor
-    spec: Spec
-    draw: Draw | None = None
-    sign_draw: Draw | None = None
-    amax: Tensor | None = None
-    scale_layout: str = LINEAR
-    decoded: bool = False
+    side: Side
     of: str = ALONE
 
     @property
+    def spec(self) -> Spec:
+        return self.side.spec
+
+    @property
     def swizzled(self) -> bool:
-        """Whether scales are stored swizzled; decoded operands have none."""
-        return not self.decoded and self.scale_layout != LINEAR
+        """Whether scales are stored swizzled; transient operands have none."""
+        return not self.side.transient and self.side.scale_layout != LINEAR
 
     @property
     def blocks(self) -> int:
@@ -65,22 +65,22 @@ SMALL_VALUES = 16384  # 64 a thread: more take longer in one program than a seco
 SMALL_WARPS = 8
 
 
-def _small_tile(one: One) -> tuple[int, int]:
+def _small_tile(one: OneSide) -> tuple[int, int]:
     """Return rows and groups of a tile that covers an operand, the padding of swizzled scales included."""
     spec, rows, blocks = one.spec, one.x.shape[0], one.blocks
     if one.swizzled:
         rows, blocks = round_up(rows, SWIZZLE_ROWS), round_up(blocks, SWIZZLE_COLS)
     groups = ceil_div(blocks * spec.block_length, spec.alignment)
-    least = 16 if isinstance(spec, NVFP4) and spec.is_tile else 1
+    least = 16 if spec.is_tile else 1
     return max(least, int(triton.next_power_of_2(rows))), int(triton.next_power_of_2(groups))
 
 
-def _small_problem(one: One) -> Reason | None:
-    if one.amax is not None:
+def _small_problem(one: OneSide) -> Reason | None:
+    if one.side.amax is not None:
         return Reason("an amax is given")
     if one.of == SHARED:
         return Reason("both orientations share its tiles, whose amax is a launch of its own")
-    if not isinstance(one.spec, NVFP4):
+    if not one.spec.format.has_amax:
         return Reason("MXFP8 has no amax")
     if one.spec.alignment >= WIDE:
         return Reason("a rotation of {} is {} or wider", (one.spec.alignment, WIDE))
@@ -93,9 +93,9 @@ def _small_problem(one: One) -> Reason | None:
     return None
 
 
-def _small(one: One) -> Choice:
+def _small(one: OneSide) -> Choice:
     rows, groups = _small_tile(one)
-    rule = sc.rule_of(one.spec, sc.hardware_of(one.x.device))._replace(decoded=one.decoded)
+    rule = sc.rule_of(one.spec, sc.hardware_of(one.x.device))._replace(decoded=one.side.transient)
     constants = {"RULE": rule, "SWIZZLED": one.swizzled, "R": rows, "N": groups, "num_warps": SMALL_WARPS}
     return Choice("quantize_small_kernel", (1,), constants)
 
@@ -116,9 +116,9 @@ FEW_PROGRAMS = 1024  # with fewer, the smaller tile spreads over more multiproce
 
 def strips_problem(w: Tensor, spec: Spec) -> Reason | None:
     """Say why strips do not cover matrices [E, N, K] of 16x16 tiles rounded to nearest."""
-    if not isinstance(spec, NVFP4) or not spec.is_tile:
+    if not spec.is_tile:
         return Reason("its blocks are no 16x16 tiles")
-    if spec.rounding != "nearest" or spec.rotation or spec.outer != "tensor" or not isinstance(spec.scaling, BlockMax):
+    if spec.rounding != "nearest" or spec.rotation or not spec.has_tensor_amax or spec.tries_candidates:
         return Reason("strips round to nearest, by one amax, without rotation or candidates")
     if w.numel() == 0:
         return Reason("there are no values")
@@ -131,7 +131,7 @@ def strips_problem(w: Tensor, spec: Spec) -> Reason | None:
     return Reason("{} columns are fewer than {}", (cols, least)) if cols < least else None
 
 
-def _strips_problem(one: One) -> Reason | None:
+def _strips_problem(one: OneSide) -> Reason | None:
     if one.of == APART:
         return Reason("the other orientation is quantized by lines too: strips were not timed beside it")
     if one.swizzled:
@@ -139,7 +139,7 @@ def _strips_problem(one: One) -> Reason | None:
     return strips_problem(one.x[None], one.spec)
 
 
-def strips(w: Tensor, spec: NVFP4) -> Choice:
+def choose_strips(w: Tensor, spec: Spec) -> Choice:
     """Return the tile whose programs exceed the columns the least, the larger one if equal and many are left."""
     experts, rows, cols = w.shape
     lines = experts * rows // 16
@@ -156,7 +156,7 @@ def strips(w: Tensor, spec: NVFP4) -> Choice:
 # Lines: blocks along rows or columns, rotations as tensors.
 
 
-class Tile(NamedTuple):
+class LineTile(NamedTuple):
     """A tile of `outer` rows (columns) of `groups` groups each, warps, `Rule.words`, and how many tiles a program."""
 
     outer: int
@@ -168,18 +168,18 @@ class Tile(NamedTuple):
 
 # Measured on an H200 at 8192 columns: the best of the tiles tried for each kind of kernel.
 ROW_TILES = {
-    16: Tile(1, 512, 4),
-    32: Tile(1, 64, 2, loop=4),
-    64: Tile(1, 64, 2),
-    128: Tile(1, 64, 2),
+    16: LineTile(1, 512, 4),
+    32: LineTile(1, 64, 2, loop=4),
+    64: LineTile(1, 64, 2),
+    128: LineTile(1, 64, 2),
 }
-ROTATED_TILE = Tile(1, 128, 2, loop=4)
-MXFP8_TILE = Tile(1, 128, 4)
-STOCHASTIC_TILE = Tile(1, 128, 2)
-CANDIDATE_TILE = Tile(1, 128, 4, loop=4)
-SQUARE_TILE = Tile(16, 16, 4)
-SWIZZLED_TILE = Tile(16, 16, 2)
-COL_TILES = {16: Tile(64, 4, 2, words=2), 32: Tile(64, 4, 4), 64: Tile(64, 1, 2), 128: Tile(64, 2, 4)}
+ROTATED_TILE = LineTile(1, 128, 2, loop=4)
+MXFP8_TILE = LineTile(1, 128, 4)
+STOCHASTIC_TILE = LineTile(1, 128, 2)
+CANDIDATE_TILE = LineTile(1, 128, 4, loop=4)
+SQUARE_TILE = LineTile(16, 16, 4)
+SWIZZLED_TILE = LineTile(16, 16, 2)
+COL_TILES = {16: LineTile(64, 4, 2, words=2), 32: LineTile(64, 4, 4), 64: LineTile(64, 1, 2), 128: LineTile(64, 2, 4)}
 LONGEST_ROW = 8192
 INTERPRETED_BLOCKS = 1024  # the interpreter pays by the operation: large tiles
 WIDE_GROUPS, WIDE_WARPS = 128, 4
@@ -196,7 +196,7 @@ class Lines(NamedTuple):
     beside: int = 1
 
 
-def _row_tile(lines: Lines, groups: int, rule: sc.Rule, interpreted: bool) -> Tile:
+def _row_tile(lines: Lines, groups: int, rule: sc.Rule, interpreted: bool) -> LineTile:
     """Return the tile of the row kernel for a [rows, groups] operand."""
     best = ROW_TILES[rule.group]
     if rule.tile:
@@ -218,15 +218,15 @@ def _row_tile(lines: Lines, groups: int, rule: sc.Rule, interpreted: bool) -> Ti
     if 8 <= whole < n and not interpreted:
         n = whole
     # A narrow operand fills the tile with rows: fewer blocks than threads would split blocks between threads.
-    return Tile(total // n, n, best.num_warps, loop=best.loop)
+    return LineTile(total // n, n, best.num_warps, loop=best.loop)
 
 
-def _col_tile(groups: int, rule: sc.Rule, interpreted: bool) -> Tile:
+def _col_tile(groups: int, rule: sc.Rule, interpreted: bool) -> LineTile:
     """Return the tile of the column kernel for `groups` groups in each column."""
     best = COL_TILES[rule.group]
     total = INTERPRETED_BLOCKS if interpreted else best.outer * best.groups
     n = min(triton.next_power_of_2(groups), best.groups)
-    return Tile(total // n, n, best.num_warps, best.words)
+    return LineTile(total // n, n, best.num_warps, best.words)
 
 
 def is_full(x: Tensor, blocks: int, swizzled: bool, rule: sc.Rule, tile: tuple[int, int]) -> bool:
@@ -236,15 +236,15 @@ def is_full(x: Tensor, blocks: int, swizzled: bool, rule: sc.Rule, tile: tuple[i
     return not ragged and not (swizzled and (rows % SWIZZLE_ROWS or blocks % SWIZZLE_COLS))
 
 
-def in_long_rows(one: One) -> Lines:
+def in_long_rows(one: OneSide) -> Lines:
     """Return the same blocks, one after another in memory, as rows of a power of two where x has narrower whole tiles.
 
     What belongs to rows must not depend on where they end: no amax of a row, no tile of rows, no padding.
     """
-    x, spec, draw = one.x, one.spec, one.draw
+    x, spec, draw = one.x, one.spec, one.side.draw
     kept = Lines(x, x.shape[0], one.blocks, one.swizzled, draw)
     cols = x.shape[1]
-    by_row = isinstance(spec, NVFP4) and (spec.outer == "row" or spec.is_tile)
+    by_row = spec.has_row_amax or spec.is_tile
     if by_row or one.swizzled or cols % spec.alignment or not x.is_contiguous():
         return kept
     if draw is not None and draw.blocks_per_row not in (None, kept.blocks):
@@ -256,7 +256,7 @@ def in_long_rows(one: One) -> Lines:
     return Lines(x.view(rows, width), rows, blocks, False, draw and draw._replace(blocks_per_row=None))
 
 
-def _wide_problem(one: One) -> Reason | None:
+def _wide_problem(one: OneSide) -> Reason | None:
     if one.spec.alignment < WIDE:
         return Reason("its groups of {} values are no rotation of {} or wider", (one.spec.alignment, WIDE))
     rule = sc.rule_of(one.spec, 0)
@@ -277,9 +277,9 @@ def _by_columns(x: Tensor) -> bool:
     return x.stride(0) == 1 and x.stride(1) != 1
 
 
-def _wide(one: One) -> Choice:
+def _wide(one: OneSide) -> Choice:
     lines = in_long_rows(one)
-    rule = sc.rule_of(one.spec, sc.hardware_of(one.x.device))._replace(decoded=one.decoded)
+    rule = sc.rule_of(one.spec, sc.hardware_of(one.x.device))._replace(decoded=one.side.transient)
     groups, columns = lines.blocks * 16 // rule.group, _by_columns(lines.x)
     covered = round_up(lines.rows, SWIZZLE_ROWS) if lines.swizzled else lines.rows
     tiles = ceil_div(covered, WIDE_GROUPS) if columns else 1
@@ -288,14 +288,14 @@ def _wide(one: One) -> Choice:
         "RULE": rule,
         "SWIZZLED": lines.swizzled,
         "COLUMNS": columns,
-        "PACKED": not columns and mg.is_packed(lines.x),
+        "PACKED": not columns and mg.reads_pairs(lines.x),
         "T": WIDE_GROUPS,
         "num_warps": WIDE_WARPS,
     }
     return Choice("quantize_wide_kernel", (programs,), constants, lines._replace(beside=tiles))
 
 
-def _cols_problem(one: One) -> Reason | None:
+def _cols_problem(one: OneSide) -> Reason | None:
     return None if _by_columns(one.x) else Reason("blocks lie along the rows of memory")
 
 
@@ -307,10 +307,10 @@ def _tiled(lines: Lines, spec: Spec, rule: sc.Rule) -> tuple[int, int]:
     return groups, round_up(lines.rows, SWIZZLE_ROWS)
 
 
-def _cols(one: One) -> Choice:
+def _cols(one: OneSide) -> Choice:
     lines, target = in_long_rows(one), target_of(one.x.device)
     x = lines.x.T
-    rule = sc.rule_of(one.spec, sc.hardware_level(target))._replace(decoded=one.decoded)
+    rule = sc.rule_of(one.spec, sc.hardware_level(target))._replace(decoded=one.side.transient)
     rule = rule._replace(packed=is_packed(x) and not rule.tile)  # a thread's columns would share a tile
     groups, rows = _tiled(lines, one.spec, rule)
     tile = _col_tile(groups, rule, target.interpreter)
@@ -323,9 +323,10 @@ def _cols(one: One) -> Choice:
     return Choice("quantize_cols_kernel", grid, constants, lines._replace(x=x, beside=beside))
 
 
-def _rows(one: One) -> Choice:
+def _rows(one: OneSide) -> Choice:
     lines, target = in_long_rows(one), target_of(one.x.device)
-    rule = sc.rule_of(one.spec, sc.hardware_level(target))._replace(decoded=one.decoded, packed=is_packed(lines.x))
+    rule = sc.rule_of(one.spec, sc.hardware_level(target))
+    rule = rule._replace(decoded=one.side.transient, packed=is_packed(lines.x))
     groups, rows = _tiled(lines, one.spec, rule)
     tile = _row_tile(lines, groups, rule, target.interpreter)
     rule = rule._replace(full=is_full(lines.x, lines.blocks, lines.swizzled, rule, (tile.outer, tile.groups)))
@@ -343,7 +344,7 @@ ONE = (
     Candidate(
         "quantize_tiles_kernel",
         _strips_problem,
-        lambda one: strips(one.x[None], one.spec),
+        lambda one: choose_strips(one.x[None], one.spec),
         "strips of 16x16 tiles fill whole sectors at any width",
     ),
     Candidate(
@@ -354,6 +355,6 @@ ONE = (
 )
 
 
-def one(request: One) -> Choice:
+def choose_one_side(request: OneSide) -> Choice:
     """Choose for one orientation."""
-    return choose(ONE, request)
+    return choose_from(ONE, request)

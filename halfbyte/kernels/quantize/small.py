@@ -11,11 +11,9 @@ from halfbyte.kernels.device.magnitudes import finite_max
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import quantize_row_tile, rotate_group
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.quantize.lines import allocate, operand_arguments
-from halfbyte.kernels.quantize.route import One
+from halfbyte.kernels.quantize.lines import kernel_arguments, output_of
 from halfbyte.kernels.route import Choice
-from halfbyte.layout import Blocks
-from halfbyte.spec import NVFP4
+from halfbyte.layout import Blocks, amax_shape
 
 
 @jit(do_not_specialize=("stream", "first_block", "sign_stream"))
@@ -46,14 +44,12 @@ def quantize_small_kernel(
     )  # fmt: skip
 
 
-def quantize(choice: Choice) -> Blocks:
-    """Quantize an operand with an amax of its own; the same bytes as `halfbyte.kernels.quantize.lines.quantize`."""
-    one: One = choice.request
-    x, spec = one.x, one.spec
-    by_row = isinstance(spec, NVFP4) and spec.outer == "row"
-    amax = torch.empty((x.shape[0],) if by_row else (), dtype=torch.float32, device=x.device)
-    out = allocate(x.shape, spec, one.scale_layout, x.device, one.decoded)
-    pointers, numbers, constants = operand_arguments(spec, out, amax, one.draw, one.sign_draw)
+def quantize_small(choice: Choice) -> Blocks:
+    """Quantize an operand with an amax of its own; the same bytes as `halfbyte.kernels.quantize.lines.quantize_any`."""
+    x, side, _ = choice.request
+    amax = torch.empty(amax_shape(x.shape[0], side.spec), dtype=torch.float32, device=x.device)
+    out = output_of(x, side)
+    pointers, numbers, constants = kernel_arguments(side, out, amax)
     quantize_small_kernel[choice.grid](
         x,
         *pointers,

@@ -19,10 +19,9 @@ from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_ea
 from halfbyte.kernels.device.tiles import store_values
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.lines import divisor
-from halfbyte.kernels.quantize.route import One
 from halfbyte.kernels.route import Choice
 from halfbyte.layout import Blocks
-from halfbyte.spec import NVFP4
+from halfbyte.spec import Spec
 
 
 @triton.jit
@@ -95,21 +94,19 @@ def quantize_tiles_kernel(
             store_values(p_values, codes, scale, 0, W, tl.full((1,), True, tl.int1), True)
 
 
-def quantize(choice: Choice) -> Blocks:
+def quantize_strips(choice: Choice) -> Blocks:
     """Quantize one matrix along the last dimension."""
-    one: One = choice.request
-    spec = one.spec
-    assert isinstance(spec, NVFP4), "strips are of NVFP4"
-    amax = operand_amax(one.x, spec, None) if one.amax is None else one.amax
-    (qdata, *_), scale, _ = quantize_tiles(choice, one.x[None], spec, amax[None], decoded=one.decoded)
-    return Blocks(qdata, scale if one.decoded else scale[0], amax)
+    x, side, _ = choice.request
+    amax = operand_amax(x, side.spec, None) if side.amax is None else side.amax
+    (qdata, *_), scale, _ = quantize_tiles(choice, x[None], side.spec, amax[None], decoded=side.transient)
+    return Blocks(qdata, scale if side.transient else scale[0], amax)
 
 
-def quantize_tiles(choice: Choice, w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Blocks:
+def quantize_tiles(choice: Choice, w: Tensor, spec: Spec, amax: Tensor, *, decoded: bool) -> Blocks:
     """Quantize matrices that fit.
 
     Args:
-        choice: of `route.strips`.
+        choice: of `route.choose_strips`.
         w: bf16 [E, N, K].
         amax: fp32 [E].
         decoded: return element * block_scale, bf16 [E, N, K], as qdata, and no scales.

@@ -127,7 +127,7 @@ def quantize_wide_kernel(
             col = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
             inside = (row < rows)[:, None] & (col < cols)
             x = pm.to_fp32(tl.load(x_ptr + row[:, None] * stride_r + col * stride_c, mask=inside, other=0))
-    pairs = rw.rotated(narrowed(x, NARROW), flips, RULE.norm)
+    pairs = rw.rotated_pairs(narrowed(x, NARROW), flips, RULE.norm)
     quantize_lines(
         pairs, row, group, q_ptr, scale_ptr, amax_ptr, draw_ptr, stream, rows, blocks, first_block,
     blocks_per_row, constants, factors,
@@ -136,11 +136,11 @@ def quantize_wide_kernel(
 
 
 def launch(choice: Choice, arguments: tuple) -> None:
-    """Launch what `route.one` chose.
+    """Launch what `route.choose_one_side` chose.
 
     Args:
         choice: of a wide rotation.
-        arguments: of `lines.operand_arguments`.
+        arguments: of `lines.kernel_arguments`.
     """
     lines: Lines = choice.facts
     pointers, numbers, constants = arguments

@@ -15,8 +15,11 @@ from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device.loads import masked_load, masked_store
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.unpack import route
-from halfbyte.layout import LINEAR, Blocks, check_scale_layout
-from halfbyte.spec import MXFP8, NVFP4, Spec
+from halfbyte.layout import LINEAR, Blocks, blocks_per_row, check_scale_layout
+from halfbyte.spec import Spec
+
+FORMS = {"e2m1": dc.NVFP4, "e4m3": dc.MXFP8_E4M3, "e5m2": dc.MXFP8_E5M2}
+"""What the kernel is compiled for, by the format's element."""
 
 
 class Decoded(NamedTuple):
@@ -169,16 +172,15 @@ def decode(
         values dtype [rows, padded columns].
     """
     length = spec.block_length
-    padded = _blocks_per_row(blocks.qdata, spec) * length
+    padded = blocks_per_row(blocks.qdata, spec) * length
     assert padded - length < cols or spec.rotation is not None or cols == 0, "cols does not match qdata"
     values = _launch(blocks, spec, padded, dtype, scale_layout, with_factor=False)
-    if isinstance(spec, MXFP8):
-        return Decoded(values)
-    return Decoded(values, blocks.amax, spec.e4m3_max * spec.fp4_max)
+    return from_values(values, blocks.amax, spec)
 
 
-def _blocks_per_row(qdata: Tensor, spec: Spec) -> int:
-    return qdata.shape[1] * (2 if isinstance(spec, NVFP4) else 1) // spec.block_length
+def from_values(values: Tensor, amax: Tensor, spec: Spec) -> Decoded:
+    """Return a transient operand, whose values quantization returned, as a GEMM operand."""
+    return Decoded(values, amax, spec.divisor) if spec.format.has_amax else Decoded(values)
 
 
 def as_words(qdata: Tensor, word: torch.dtype) -> Tensor:
@@ -192,23 +194,19 @@ def _launch(
     blocks: Blocks, spec: Spec, cols: int, dtype: torch.dtype, scale_layout: str, *, with_factor: bool
 ) -> Tensor:
     check_scale_layout(scale_layout)
-    nvfp4 = isinstance(spec, NVFP4)
-    rows, per_row = blocks.qdata.shape[0], _blocks_per_row(blocks.qdata, spec)
+    rows, per_row = blocks.qdata.shape[0], blocks_per_row(blocks.qdata, spec)
     out = torch.empty(rows, cols, dtype=dtype, device=blocks.qdata.device)
     if out.numel() == 0:
         return out
-    words = as_words(blocks.qdata, torch.int32 if nvfp4 else torch.int64)
+    words = as_words(blocks.qdata, torch.int32 if spec.format.codes_per_byte == 2 else torch.int64)
     scale = blocks.block_scale.view(torch.uint8)
-    if nvfp4 and with_factor:
-        factor = dc.ROW_FACTOR if spec.outer == "row" else dc.TENSOR_FACTOR
-    else:
+    factor = dc.ROW_FACTOR if spec.has_row_amax else dc.TENSOR_FACTOR
+    if not (with_factor and spec.format.has_amax):
         factor = dc.NO_FACTOR
-    divisor = spec.e4m3_max * spec.fp4_max if nvfp4 else 1.0
-    form = dc.NVFP4 if nvfp4 else dc.MXFP8_E4M3 if spec.element == "e4m3" else dc.MXFP8_E5M2
     swizzled = scale_layout != LINEAR
     if swizzled and scale.data_ptr() % 4:
         scale = scale.clone()  # words of four scales are read
-    choice = route.dequantize(route.Stored(words, scale, out, swizzled, factor == dc.ROW_FACTOR))
+    choice = route.choose_dequantize(route.Stored(words, scale, out, swizzled, factor == dc.ROW_FACTOR))
     words, scale, values = choice.facts
     dequantize_kernel[choice.grid](
         words,
@@ -220,9 +218,9 @@ def _launch(
         words.stride(0),
         scale.stride(0),
         values.stride(0),
-        f32(divisor / FLT_MAX),
-        f32(1 / divisor),
-        FORMAT=form,
+        f32(spec.divisor / FLT_MAX),
+        f32(1 / spec.divisor),
+        FORMAT=FORMS[spec.format.element.name],
         FACTOR=factor,
         **choice.constants,
         **overlap.launch_options(out.device),

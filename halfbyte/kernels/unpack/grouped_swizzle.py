@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels.device import overlap
-from halfbyte.kernels.groups import find_group, make_plan
+from halfbyte.kernels.groups import find_group, plan_groups
 from halfbyte.kernels.launch import jit
 from halfbyte.layout import SWIZZLED_32_4_4, ceil_div, group_alignment, grouped_shapes, round_up
 from halfbyte.spec import Spec
@@ -182,8 +182,8 @@ def _launch(
         assert total is not None, "groups along the contraction need the number of tokens"
         region, storage = max(SWIZZLE_COLS * spec.block_length, spec.alignment), group_alignment(spec)
         unit, stored = region // (SWIZZLE_COLS * spec.block_length), storage // spec.block_length
-        plan = make_plan(offsets, groups, total, region, linear.device)
-        stored_plan = plan if region == storage else make_plan(offsets, groups, total, storage, linear.device)
+        plan = plan_groups(offsets, groups, total, region, linear.device)
+        stored_plan = plan if region == storage else plan_groups(offsets, groups, total, storage, linear.device)
         row_tiles = ceil_div(rows, SWIZZLE_ROWS)
         tile_columns = swizzled.numel() // (round_up(rows, SWIZZLE_ROWS) * SWIZZLE_COLS) if rows else 0
     else:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_ROWS
-from halfbyte.kernels.route import Candidate, Choice, Reason, choose, fits_all
+from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.layout import ceil_div
 
 TILES = ((128, 4), (64, 2), (32, 1))
@@ -77,6 +77,6 @@ DEQUANTIZE = (
 )
 
 
-def dequantize(request: Stored) -> Choice:
+def choose_dequantize(request: Stored) -> Choice:
     """Choose for an operand with values."""
-    return choose(DEQUANTIZE, request)
+    return choose_from(DEQUANTIZE, request)

@@ -1,0 +1,180 @@
+"""GEMMs of plain tensors and quantized operands: on the tensor cores' own formats, or on decoded values."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.layout import LINEAR, Blocks, Operand
+from halfbyte.ops.backends import NATIVE, choose, warn_once
+from halfbyte.ops.define import OPERANDS, implementation, nothing, op
+from halfbyte.ops.repeat import call_op
+from halfbyte.spec import Spec, parse
+
+
+def gemm_nt(
+    a: Operand | Tensor,
+    b: Operand | Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Return a @ b.T for a [M, K] and b [N, K], each quantized or plain, rounded once to the output dtype.
+
+    Args:
+        a, b: Operand or plain float matrix.
+        out_dtype: of the result if `out` is None.
+        bias: [N] or None, added in fp32.
+        out: [M, N] to write into.
+        accumulate: add to what `out` holds.
+    """
+    K = a.cols if isinstance(a, Operand) else a.shape[1]
+    operands = (*operand_arguments(a), *operand_arguments(b), K)
+    if out is None:
+        return call_op(torch.ops.halfbyte.gemm_nt, *operands, out_dtype, bias, backend or "")
+    call_op(torch.ops.halfbyte.gemm_nt_out, *operands, bias, out, accumulate, backend or "")
+    return out
+
+
+def gemm_nt_add(
+    a: Operand | Tensor,
+    b: Operand | Tensor,
+    addend: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+) -> Tensor:
+    """Return a @ b.T + addend [M, N], added in fp32 and rounded once to `out_dtype`; a and b as for `gemm_nt`."""
+    K = a.cols if isinstance(a, Operand) else a.shape[1]
+    operands = (*operand_arguments(a), *operand_arguments(b), K)
+    return call_op(torch.ops.halfbyte.gemm_nt_add, *operands, addend, out_dtype, backend or "")
+
+
+def operand_arguments(operand: Operand | Tensor) -> tuple:
+    """Return an operand as the ops take it: data, block_scale, amax, key, scale layout."""
+    if isinstance(operand, Operand):
+        blocks = operand.blocks
+        return blocks.qdata, blocks.block_scale, blocks.amax, operand.spec.key, operand.scale_layout
+    return operand, None, None, "", LINEAR
+
+
+def operand(data: Tensor, scale: Tensor | None, amax: Tensor | None, key: str, scale_layout: str, cols: int):
+    """Return an operand from what `operand_arguments` says of it: an Operand, or the plain tensor."""
+    if not key:
+        return data
+    scale, amax = (data.new_empty(0, dtype=torch.uint8) if t is None else t for t in (scale, amax))
+    return Operand(Blocks(data, scale, amax), parse(key), cols, scale_layout)
+
+
+class _Epilogue(NamedTuple):
+    out_dtype: torch.dtype
+    bias: Tensor | None = None
+    out: Tensor | None = None
+    accumulate: bool = False
+    addend: Tensor | None = None
+
+
+def _gemm(a: Operand | Tensor, b: Operand | Tensor, K: int, backend: str, epilogue: _Epilogue) -> Tensor:
+    """Run gemm_nt on the backend of the operands; a GEMM that does not run natively is emulated, and says so once."""
+    device, (dtype, bias, out, accumulate, addend) = _data(a).device, epilogue
+    with torch.autocast(device.type, enabled=False):
+        if choose(device, backend or None) == NATIVE and _runs_natively(a, b):
+            from halfbyte.kernels.gemm import native
+
+            assert isinstance(a, Operand) and isinstance(b, Operand), "tensor cores multiply codes"
+            if addend is not None:
+                return native.native_gemm_nt(a, b, out=addend.float().clone(), accumulate=True).to(dtype)
+            return native.native_gemm_nt(a, b, out_dtype=dtype, bias=bias, out=out, accumulate=accumulate)
+        module = implementation(device, backend)
+        decoded = (_decode(module, side, K, isinstance(other, Operand)) for side, other in ((a, b), (b, a)))
+        if addend is not None:
+            return module.gemm_nt_add(*decoded, addend, out_dtype=dtype)
+        return module.gemm_nt(*decoded, out_dtype=dtype, bias=bias, out=out, accumulate=accumulate)
+
+
+def _data(operand: Operand | Tensor) -> Tensor:
+    return operand.blocks.qdata if isinstance(operand, Operand) else operand
+
+
+def _spec(operand: Operand | Tensor) -> Spec | None:
+    """Return the spec of an operand that holds codes."""
+    if isinstance(operand, Tensor) or operand.blocks.qdata.is_floating_point():
+        return None
+    return operand.spec
+
+
+def _runs_natively(a: Operand | Tensor, b: Operand | Tensor) -> bool:
+    from halfbyte.kernels.gemm import native_route
+
+    way = native_route.choose_way(_spec(a), _spec(b), _data(a).device)
+    for _, reason in way.instead:
+        warn_once(f"a GEMM is emulated in bf16: {reason}")
+    return way.kernel == native_route.NATIVE
+
+
+def _decode(module: Any, side: Operand | Tensor, K: int, padded: bool) -> Any:
+    """Return one operand as the backend's GEMM reads it; padding takes part only if both operands have it."""
+    if isinstance(side, Tensor):
+        return module.plain(side)
+    blocks, spec, _, scale_layout = side
+    if blocks.qdata.is_floating_point():
+        decoded = module.from_values(blocks.qdata, blocks.amax, spec)
+    else:
+        decoded = module.decode(blocks, spec, K, scale_layout)
+    return decoded if padded else decoded._replace(values=decoded.values[:, :K])
+
+
+def _gemm_nt(
+    a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, out_dtype, bias, backend
+) -> Tensor:
+    left, right = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
+    return _gemm(left, right, K, backend, _Epilogue(out_dtype, bias))
+
+
+def _gemm_nt_out(
+    a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, bias, out, accumulate, backend
+) -> None:
+    left, right = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
+    _gemm(left, right, K, backend, _Epilogue(out.dtype, bias, out, accumulate))
+
+
+def _gemm_nt_add(
+    a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, addend, out_dtype, backend
+) -> Tensor:
+    left, right = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
+    return _gemm(left, right, K, backend, _Epilogue(out_dtype, addend=addend))
+
+
+def _gemm_nt_fake(a, *rest):
+    b, out_dtype = rest[4], rest[10]
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def _gemm_nt_add_fake(a, *rest):
+    b, out_dtype = rest[4], rest[11]
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def _flops(a_shape, a_scale, a_amax, a_key, a_layout, b_shape, *rest, out_shape=None, **named) -> int:
+    K = rest[4]
+    return 2 * a_shape[0] * b_shape[0] * K
+
+
+op(f"gemm_nt({OPERANDS}, ScalarType out_dtype, Tensor? bias, str backend) -> Tensor", _gemm_nt, _gemm_nt_fake, _flops)
+op(
+    f"gemm_nt_out({OPERANDS}, Tensor? bias, Tensor(z!) out, bool accumulate, str backend) -> ()",
+    _gemm_nt_out,
+    nothing,
+    _flops,
+)
+op(
+    f"gemm_nt_add({OPERANDS}, Tensor addend, ScalarType out_dtype, str backend) -> Tensor",
+    _gemm_nt_add,
+    _gemm_nt_add_fake,
+    _flops,
+)

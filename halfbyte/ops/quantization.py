@@ -1,0 +1,332 @@
+"""Quantize, dequantize, transpose and the amax of plain tensors, each sent to the backend that runs it.
+
+A transient operand is used by one GEMM and not kept: a backend that multiplies decoded operands returns its values
+(bf16, from the reference fp32; no block scales) instead of codes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfbyte.layout import LINEAR, Blocks, Operand, ceil_div, check_scale_layout, matrix_shape, round_up, stored_shapes
+from halfbyte.ops.backends import NATIVE, REFERENCE, check_kernels, choose
+from halfbyte.ops.checkpointing import outputs_are_kept
+from halfbyte.ops.define import DRAW, draw_of, empty_like, implementation, op, place_arguments, spec_of
+from halfbyte.ops.repeat import call_op
+from halfbyte.rng import Draw
+from halfbyte.sides import both_sides, share_tiles
+from halfbyte.spec import Spec, parse
+
+QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _check_input(x: Tensor) -> None:
+    if x.dtype not in QUANTIZABLE:
+        raise TypeError(f"x.dtype={x.dtype}: quantization takes bfloat16, float16 or float32; cast x first")
+    matrix_shape(x.shape)
+
+
+def quantize(
+    x: Tensor,
+    spec: Spec,
+    *,
+    draw: Draw | None = None,
+    sign_draw: Draw | None = None,
+    amax: Tensor | None = None,
+    scale_layout: str = LINEAR,
+    backend: str | None = None,
+) -> Blocks:
+    """Quantize along the last dimension; see `halfbyte.reference.quantize`.
+
+    Raises:
+        TypeError: x is not bf16, fp16 or fp32.
+        ValueError: x is 0-D, or a draw that the spec needs is missing.
+    """
+    _check_input(x)
+    check_specs((spec,), draw, sign_draw)
+    check_kernels((spec,), x.device, backend)
+    check_scale_layout(scale_layout)
+    out = call_op(
+        torch.ops.halfbyte.quantize, x, spec.key, *_draw_arguments(draw, sign_draw), amax, scale_layout, backend or ""
+    )
+    return Blocks(out[0], out[1], out[2] if amax is None else amax)
+
+
+def quantize_row_col(
+    x: Tensor,
+    row_spec: Spec | None,
+    col_spec: Spec | None,
+    *,
+    draw: Draw | None = None,
+    sign_draw: Draw | None = None,
+    row_amax: Tensor | None = None,
+    col_amax: Tensor | None = None,
+    scale_layout: str = LINEAR,
+    transient: tuple[bool, bool] = (False, False),
+    backend: str | None = None,
+) -> tuple[Blocks | None, Blocks | None]:
+    """Return (quantize(x), quantize(x.T)) of a tensor flattened to a matrix; None where the spec is None.
+
+    A transient operand is meant for one GEMM at once: its Blocks may hold decoded values instead of codes, which only
+    `gemm_nt` reads.
+
+    Raises:
+        TypeError: x is not bf16, fp16 or fp32.
+        ValueError: x is 0-D, a draw is missing, or it names a shard (whose two orientations differ in origin).
+    """
+    _check_input(x)
+    check_specs((row_spec, col_spec), draw, sign_draw)
+    check_kernels((row_spec, col_spec), x.device, backend)
+    if draw is not None and col_spec is not None and (draw.first_block or draw.blocks_per_row is not None):
+        raise ValueError(
+            f"rng.first_block={draw.first_block}: a shard starts elsewhere in x.T; quantize x and x.T apart"
+        )
+    check_scale_layout(scale_layout)
+    transient = (False, False) if outputs_are_kept() else transient
+    out = call_op(
+        torch.ops.halfbyte.quantize_row_col,
+        x,
+        row_spec.key if row_spec else "",
+        col_spec.key if col_spec else "",
+        *_draw_arguments(draw, sign_draw),
+        row_amax,
+        col_amax,
+        scale_layout,
+        *transient,
+        backend or "",
+    )
+    return both_blocks(out, (row_spec, col_spec), (row_amax, col_amax))
+
+
+def both_blocks(
+    out: tuple[Tensor, ...], specs: tuple[Spec | None, Spec | None], given: tuple[Tensor | None, Tensor | None]
+) -> tuple[Blocks | None, Blocks | None]:
+    """Return both orientations from what an op returns, with the amaxes that it did not: given or shared."""
+    row = col = None
+    if specs[0] is not None:
+        row = Blocks(out[0], out[1], out[2] if given[0] is None else given[0])
+    if specs[1] is not None:
+        shared = row is not None and share_tiles(*specs)
+        col = Blocks(out[3], out[4], row.amax if shared else out[5] if given[1] is None else given[1])
+    return row, col
+
+
+def _draw_arguments(draw: Draw | None, sign_draw: Draw | None) -> tuple:
+    own = (None, 0, 0, None) if draw is None else tuple(draw)
+    return *own, *place_arguments(sign_draw)
+
+
+def check_specs(specs: tuple[Spec | None, ...], draw: Draw | None, sign_draw: Draw | None) -> None:
+    """Raise ValueError if a spec needs a draw that is missing."""
+    for spec in specs:
+        if spec is not None and spec.needs_rng and draw is None:
+            raise ValueError("rng=None: the spec draws random bits; pass rng=hb.Philox(seed, offset)")
+        if spec is not None and spec.needs_sign_rng and sign_draw is None:
+            raise ValueError("sign_rng=None: fresh Hadamard signs are drawn; pass sign_rng=hb.Philox(seed, offset)")
+
+
+def _quantize(
+    x, key, rng, stream, first_block, blocks_per_row, sign_rng, sign_stream, amax, scale_layout, backend
+) -> tuple[Tensor, Tensor, Tensor]:
+    blocks = implementation(x.device, backend).quantize(
+        x,
+        parse(key),
+        draw=draw_of(rng, stream, first_block, blocks_per_row),
+        sign_draw=draw_of(sign_rng, sign_stream),
+        amax=amax,
+        scale_layout=scale_layout,
+    )
+    return blocks.qdata, blocks.block_scale, _fresh(blocks.amax, amax)
+
+
+def _fresh(amax: Tensor, given: Tensor | None) -> Tensor:
+    return amax if given is None else amax.new_empty(0)
+
+
+def _shapes(x: Tensor, spec: Spec, scale_layout: str, given: Tensor | None, turned: bool = False) -> list:
+    """Return the shapes of what an op returns of x or, turned, of x.T."""
+    rows, cols = matrix_shape(x.shape)
+    shapes = stored_shapes(*((cols, rows) if turned else (rows, cols)), spec, scale_layout)
+    return [*shapes[:2], shapes.amax if given is None else (0,)]
+
+
+def _quantize_fake(x, key, *rest):
+    amax, scale_layout, _ = rest[-3:]
+    return tuple(empty_like(x, _shapes(x, parse(key), scale_layout, amax)))
+
+
+op(
+    f"quantize(Tensor x, str key, {DRAW}, Tensor? amax, str scale_layout, str backend) -> (Tensor, Tensor, Tensor)",
+    _quantize,
+    _quantize_fake,
+)
+
+
+def _quantize_row_col(
+    x, row_key, col_key, rng, stream, first_block, blocks_per_row, sign_rng, sign_stream, row_amax, col_amax,
+    scale_layout, row_transient, col_transient, backend,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    specs = spec_of(row_key), spec_of(col_key)
+    decodes = choose(x.device, backend or None) != NATIVE
+    asked = both_sides(
+        *specs,
+        draw=draw_of(rng, stream, first_block, blocks_per_row),
+        sign_draw=draw_of(sign_rng, sign_stream),
+        row_amax=row_amax,
+        col_amax=col_amax,
+        scale_layout=scale_layout,
+        transient=(decodes and row_transient, decodes and col_transient),
+    )
+    both = implementation(x.device, backend).quantize_row_col(x, *asked)
+    return outputs(x, both, (row_amax, col_amax), share_tiles(*specs))
+
+
+def outputs(x: Tensor, both: tuple, given: tuple, shared: bool) -> tuple[Tensor, ...]:
+    """Return what an op returns of two orientations.
+
+    Empty tensors stand for None, and for an amax that the caller knows or, of columns, that is `shared` with the rows.
+    """
+    out: list[Tensor] = []
+    for blocks, known in zip(both, given, strict=True):
+        out += empty_like(x, ((0,),) * 3) if blocks is None else (*blocks[:2], _fresh(blocks.amax, known))
+    if shared:
+        out[5] = out[5].new_empty(0)
+    elif out[5].numel() and out[5].data_ptr() == out[2].data_ptr():  # both unrotated: one amax
+        out[5] = out[5].clone()
+    return tuple(out)
+
+
+def _quantize_row_col_fake(x, row_key, col_key, *rest):
+    row_amax, col_amax, scale_layout, *transient, backend = rest[-6:]
+    chosen, specs = choose(x.device, backend or None), (spec_of(row_key), spec_of(col_key))
+    shared = share_tiles(*specs)
+    out: list[Tensor] = []
+    for spec, given, is_col, is_transient in zip(specs, (row_amax, col_amax), (False, True), transient, strict=True):
+        if spec is None:
+            out += empty_like(x, ((0,),) * 3)
+            continue
+        blocks = empty_like(x, _shapes(x, spec, scale_layout, given, is_col))
+        if is_transient and chosen != NATIVE:
+            size = _padded(x, spec, is_col)
+            turned = is_col and chosen == REFERENCE and not shared  # whose values of x.T lie in memory as x does
+            values = x.new_empty(size[::-1] if turned else size, dtype=_VALUES.get(chosen, torch.bfloat16))
+            blocks[:2] = [values.T if turned else values, x.new_empty(0, dtype=torch.uint8)]
+        out += blocks
+    if shared:
+        out[5] = x.new_empty(0, dtype=torch.float32)
+    return tuple(out)
+
+
+_VALUES = {REFERENCE: torch.float32}
+"""The dtype of decoded values, where it is not bf16."""
+
+
+def _padded(x: Tensor, spec: Spec, turned: bool) -> tuple[int, int]:
+    rows, cols = matrix_shape(x.shape)
+    rows, cols = (cols, rows) if turned else (rows, cols)
+    return rows, round_up(cols, spec.alignment)
+
+
+op(
+    f"quantize_row_col(Tensor x, str row_key, str col_key, {DRAW}, Tensor? row_amax, Tensor? col_amax, "
+    "str scale_layout, bool row_transient, bool col_transient, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantize_row_col,
+    _quantize_row_col_fake,
+)
+
+
+def amax(x: Tensor, backend: str | None = None) -> Tensor:
+    """Return max |x| over the finite elements, fp32 [] on x's device."""
+    _check_input(x)
+    return call_op(torch.ops.halfbyte.amax, x, backend or "")
+
+
+def _amax(x: Tensor, backend: str) -> Tensor:
+    return implementation(x.device, backend).finite_amax(x)
+
+
+op("amax(Tensor x, str backend) -> Tensor", _amax, lambda x, backend: x.new_empty((), dtype=torch.float32))
+
+
+def dequantize(
+    blocks: Blocks,
+    spec: Spec,
+    cols: int,
+    dtype: torch.dtype = torch.float32,
+    scale_layout: str = LINEAR,
+    backend: str | None = None,
+) -> Tensor:
+    """Return the values that the bytes stand for, dtype [rows, cols]."""
+    return call_op(torch.ops.halfbyte.dequantize, *blocks, spec.key, cols, dtype, scale_layout, backend or "")
+
+
+def _dequantize(qdata, block_scale, amax, key, cols, dtype, scale_layout, backend) -> Tensor:
+    blocks = Blocks(qdata, block_scale, amax)
+    return implementation(qdata.device, backend).dequantize(blocks, parse(key), cols, dtype, scale_layout)
+
+
+def _dequantize_fake(qdata, block_scale, amax, key, cols, dtype, scale_layout, backend):
+    return qdata.new_empty(qdata.shape[0], cols, dtype=dtype)
+
+
+op(
+    "dequantize(Tensor qdata, Tensor block_scale, Tensor amax, str key, SymInt cols, ScalarType dtype, "
+    "str scale_layout, str backend) -> Tensor",
+    _dequantize,
+    _dequantize_fake,
+)
+
+
+def transpose(
+    qdata: Tensor, block_scale: Tensor, rows: int, cols: int, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Transpose packed 16x16 tiles and their LINEAR scales without rounding."""
+    return call_op(torch.ops.halfbyte.transpose, qdata, block_scale, rows, cols, backend or "")
+
+
+def decode(operand: Operand, backend: str | None = None) -> Operand:
+    """Return codes as a transient operand, which several GEMMs read at no further cost; where FP4 runs natively, codes.
+
+    Only `gemm_nt` reads it.
+    """
+    blocks, spec, cols, scale_layout = operand
+    if choose(blocks.qdata.device, backend) == NATIVE:
+        return operand
+    values = call_op(torch.ops.halfbyte.decode, *blocks, spec.key, cols, scale_layout, backend or "")
+    return Operand(Blocks(values, blocks.block_scale.new_empty(0), blocks.amax), spec, cols)
+
+
+def _decode(qdata, block_scale, amax, key, cols, scale_layout, backend) -> Tensor:
+    blocks = Blocks(qdata, block_scale, amax)
+    return implementation(qdata.device, backend).decode(blocks, parse(key), cols, scale_layout).values
+
+
+def _decode_fake(qdata, block_scale, amax, key, cols, scale_layout, backend):
+    dtype = _VALUES.get(choose(qdata.device, backend or None), torch.bfloat16)
+    return qdata.new_empty(qdata.shape[0], round_up(cols, parse(key).alignment), dtype=dtype)
+
+
+op(
+    "decode(Tensor qdata, Tensor block_scale, Tensor amax, str key, SymInt cols, str scale_layout, str backend) "
+    "-> Tensor",
+    _decode,
+    _decode_fake,
+)
+
+
+def _transpose(qdata, block_scale, rows, cols, backend) -> tuple[Tensor, Tensor]:
+    return implementation(qdata.device, backend).transpose(qdata, block_scale, rows, cols)
+
+
+def _transpose_fake(qdata, block_scale, rows, cols, backend):
+    blocks = ceil_div(rows, 16)
+    return qdata.new_empty(cols, blocks * 8), block_scale.new_empty(cols, blocks)
+
+
+op(
+    "transpose(Tensor qdata, Tensor block_scale, SymInt rows, SymInt cols, str backend) -> (Tensor, Tensor)",
+    _transpose,
+    _transpose_fake,
+)
