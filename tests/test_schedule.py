@@ -34,7 +34,7 @@ def test_a_mixed_recipe_has_the_forward_of_one_and_the_backward_of_the_other():
     assert recipes.mixed("bf16", recipes.nvfp4_forward(backward="dequantized")) == hb.Recipe()
     late = recipes.get("bf16/quartet2")
     assert late == dataclasses.replace(recipes.quartet2(backward="original"), fprop=None)
-    assert recipes.get(describe(late)) == late
+    assert recipes.get(describe_recipe(late)) == late
 
 
 def test_steps_and_shares():

@@ -25,10 +25,10 @@ def trained(out: Path) -> tuple[models.Decoder, data.Data]:
     """Train `make train`'s model in bf16, or take what `out` holds, and return it with its text."""
     config = configs.two_cores()
     config = replace(config, run=replace(config.run, out=out / "bf16", cache=out / "cache"))
-    text = data.load(config.data, config.run.cache)
+    text = data.load_data(config.data, config.run.cache)
     loop.train(config, "bf16", text)
     newest = max((config.run.out / "checkpoints").glob("*.pt"))
-    model = models.Decoder(replace(models.get(config.model), vocab_size=text.vocab_size))
+    model = models.Decoder(replace(models.model_preset(config.model), vocab_size=text.vocab_size))
     model.load_state_dict(torch.load(newest, weights_only=True)["model"])
     return model, text
 

@@ -83,7 +83,7 @@ class Architecture:
                 for name in ("input_layernorm", "post_attention_layernorm"):
                     setattr(block, name, RMSNorm(self.config.dim, self.config.norm_eps))
         for name, child in list(block.named_children()):
-            if compiled and isinstance(child, models.MLP):
+            if compiled and isinstance(child, models.FeedForward):
                 parts = {"gate_proj": child.gate_proj, "up_proj": child.up_proj, "down_proj": child.down_proj}
                 setattr(block, name, FusedMLP.from_linears(parts, "swiglu"))
         return block
@@ -199,7 +199,7 @@ def get(name: str, vocabulary: int | None = None) -> Architecture:
     """
     if name not in names():
         raise ValueError(f"model={name!r} cannot be planned; use one of {', '.join(names())}")
-    found = LARGE[name]() if name in LARGE else of(name, models.get(name))
+    found = LARGE[name]() if name in LARGE else of(name, models.model_preset(name))
     if vocabulary is None:
         return found
     return replace(found, config=replace(found.config, vocab_size=vocabulary))

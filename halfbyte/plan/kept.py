@@ -18,7 +18,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import halfbyte as hb
 from halfbyte.memory import fake_parameters
-from halfbyte.nn.linear import describe
+from halfbyte.nn.linear import describe_recipe
 from halfbyte.plan.architecture import Architecture, Kind
 from halfbyte.spec import Recipe
 from halfbyte.train.model import ATTENTION
@@ -94,7 +94,7 @@ def kept(
         return BlockKept(per_token=held, weights=weights, again=max(0.0, whole.per_token - held))
     probe = _probe(architecture, kind, masters, compiled)
     tokens = torch.zeros(1, sequence, dtype=torch.int64, device="meta")
-    row = hb.memory_report(probe, tokens, recipes=[recipe], dtype=probe.autocast)[describe(recipe)]
+    row = hb.memory_report(probe, tokens, recipes=[recipe], dtype=probe.autocast)[describe_recipe(recipe)]
     return BlockKept(per_token=row.per_token - TOKEN_BYTES, weights=row.fixed)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.nn import RMSNorm
-from halfbyte.train.model import MLP, ModelConfig, rotate
+from halfbyte.train.model import FeedForward, ModelConfig, rotate_pairs
 from halfbyte.train.moe import MoE, MoEConfig
 
 
@@ -65,8 +65,8 @@ class LatentAttention(nn.Module):
         packed, turned = self.kv_a_proj(x_BTC).split((self.latent.kv_rank, rotary), dim=-1)
         kv = self.kv_b_proj(self.kv_a_layernorm(packed)).unflatten(-1, (-1, 2 * head)).transpose(1, 2)
         k, v = kv.chunk(2, dim=-1)
-        turned = rotate(turned[:, None], cos_TD, sin_TD).expand(-1, k.shape[1], -1, -1)
-        q = torch.cat((q[..., :head], rotate(q[..., head:], cos_TD, sin_TD)), dim=-1)
+        turned = rotate_pairs(turned[:, None], cos_TD, sin_TD).expand(-1, k.shape[1], -1, -1)
+        q = torch.cat((q[..., :head], rotate_pairs(q[..., head:], cos_TD, sin_TD)), dim=-1)
         y: Any = Flash.apply(q, torch.cat((k, turned), dim=-1), v.contiguous())
         return self.o_proj(y.transpose(1, 2).flatten(-2))
 
@@ -82,8 +82,10 @@ class LatentBlock(nn.Module):
         self.input_layernorm = RMSNorm(config.dim)
         self.self_attn = LatentAttention(config, latent)
         self.post_attention_layernorm = RMSNorm(config.dim)
-        self.mlp = MLP(shape) if experts is None else MoE(config.dim, hidden, experts)
-        self.shared_expert = MLP(_with_hidden(config, shared * hidden)) if experts is not None and shared else None
+        self.mlp = FeedForward(shape) if experts is None else MoE(config.dim, hidden, experts)
+        self.shared_expert = (
+            FeedForward(_with_hidden(config, shared * hidden)) if experts is not None and shared else None
+        )
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the block's output and, with experts, their load-balancing loss."""

@@ -121,7 +121,7 @@ def job_of(request: Request, mesh: Mesh, recompute: Recompute) -> Job:
     Raises:
         ValueError: it cannot be.
     """
-    chosen, shape = treatment.get(request.recipe), _architecture(request.model, request.vocabulary)
+    chosen, shape = treatment.treatment_of(request.recipe), _architecture(request.model, request.vocabulary)
     sharding: Sharding = request.sharding if request.sharding != AUTO else "fsdp" if mesh.dp_shard > 1 else "none"
     follows_head = chosen.keep is not None
     coded = sharding != "none" and gathers_codes(chosen.recipe)

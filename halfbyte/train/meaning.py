@@ -26,7 +26,7 @@ def lines(config: TrainConfig, results: Sequence[dict], has_gpu: bool | None = N
     """
     has_gpu = torch.cuda.is_available() if has_gpu is None else has_gpu
     base, others = results[0], results[1:]
-    controls = [result for result in others if treatment.get(result["recipe"]).is_control]
+    controls = [result for result in others if treatment.treatment_of(result["recipe"]).is_control]
     recipes = [result for result in others if result not in controls]
     return [
         _baseline(base),

@@ -26,7 +26,7 @@ def compiled_block_by_hand(recipe: str, word: int) -> int:
 
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "nvfp4_mxfp8_bwd"])
 def test_a_compiled_block_keeps_what_adds_up_by_hand(recipe):
-    shape = models.get("1b")
+    shape = models.model_preset("1b")
     found = kept.kept(shape, shape.kinds[0], recipes.get(recipe), 128, "fp32")
     assert found.per_token == pytest.approx(compiled_block_by_hand(recipe, 4), abs=1)
     copies = {"bf16": 2, "nvfp4": 0.5625, "nvfp4_mxfp8_bwd": 1.03125}[recipe]
@@ -35,7 +35,7 @@ def test_a_compiled_block_keeps_what_adds_up_by_hand(recipe):
 
 
 def test_an_eager_block_keeps_what_activations_return_too():
-    shape = models.get("1b")
+    shape = models.model_preset("1b")
     arguments = (shape, shape.kinds[0], recipes.get("nvfp4"), 128, "bf16")
     compiled, eager = (kept.kept(*arguments, compiled=flag).per_token for flag in (True, False))
     assert compiled == pytest.approx(compiled_block_by_hand("nvfp4", 2), abs=1)
@@ -43,7 +43,7 @@ def test_an_eager_block_keeps_what_activations_return_too():
 
 
 def test_checkpoints_keep_inputs_and_hold_the_rest_of_one_block_again():
-    shape = models.get("1b")
+    shape = models.model_preset("1b")
     arguments = (shape, shape.kinds[0], recipes.get("nvfp4"), 128, "bf16")
     whole = kept.kept(*arguments, compiled=False)
     full = kept.kept(*arguments, recompute="full", compiled=False)
@@ -84,7 +84,7 @@ def test_experts_are_split_by_ep_and_their_masters_by_all():
     request = Request(model="deepseek-v3", gpus=256, mesh="dp_shard=256,ep=8", recompute="full", gather="bf16")
     found = plan(request).moments[0].bytes
     assert found["masters"] == pytest.approx(4 * 671_026_404_352 / 256, rel=1e-6)
-    shape = models.get("deepseek-v3")
+    shape = models.model_preset("deepseek-v3")
     sparse = shape.kinds[1]
     experts = sum(m.numel for m in shape.matrices(sparse) if m.experts > 1)
     others = sum(m.numel for m in shape.matrices(sparse) if m.experts == 1) + shape.small(sparse)

@@ -27,21 +27,21 @@ def deepseek_by_hand() -> int:
     ],
 )
 def test_large_models_have_the_published_parameters(name, total, active):
-    shape = models.get(name)
+    shape = models.model_preset(name)
     assert (shape.parameters, shape.active_parameters) == (total, active)
     assert round(deepseek_by_hand() / 1e9) == 671
 
 
 @pytest.mark.parametrize("name", ["tiny", "300m", "1b", "moe-300m"])
 def test_presets_have_the_parameters_that_they_say(name):
-    shape = models.get(name)
+    shape = models.model_preset(name)
     assert shape.parameters == shape.config.parameters
     assert shape.active_parameters == shape.config.active_parameters
     assert shape.expert_parameters == (0 if shape.config.moe is None else 12 * 8 * 3 * 768 * 1024)
 
 
 def test_matrices_of_a_block_of_each_kind():
-    shape = models.get("deepseek-v3")
+    shape = models.model_preset("deepseek-v3")
     dense, sparse = (shape.matrices(kind) for kind in shape.kinds)
     sizes = {m.name: (m.rows, m.cols, m.experts, m.per_token) for m in sparse}
     assert sizes["mlp.gate_up_proj"] == (4096, 7168, 256, 8)

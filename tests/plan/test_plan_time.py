@@ -148,7 +148,7 @@ class Traffic(TorchDispatchMode):
 
 
 def test_eager_code_moves_as_many_times_the_bytes_as_its_ops_say():
-    shape = models.get("1b")
+    shape = models.model_preset("1b")
     probe = Probe(shape.block(shape.kinds[0], compiled=False), 2048, 64).bfloat16()
     hb.quantize_(probe, "nvfp4", keep=hb.Keep(names=(), last_fraction=0), state=hb.RunState(0))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, fake_parameters(probe, mode):
