@@ -32,6 +32,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("halfbyte.train.commands", "train", "train a language model under one recipe"),
     "compare": Command("halfbyte.train.commands", "compare", "train several recipes alike: a table and a plot"),
+    "export": Command("halfbyte.integrations.export_command", "main", "a trained model as engines load it: its bytes"),
     "verify": Command("halfbyte.verify.command", "main", "every kernel here against the reference, byte for byte"),
     "bench": Command("halfbyte.cli", "bench", "time every kernel beside this machine's ceilings (needs a checkout)"),
     "env": Command("halfbyte.cli", "env", "what runs on this machine, and why the rest does not"),

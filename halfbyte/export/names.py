@@ -1,7 +1,7 @@
-"""The names and shapes in which a model's tensors lie in checkpoints, which transformers knows for each architecture.
+"""The names and shapes in which a model's tensors lie in checkpoints; transformers knows them for each architecture.
 
-transformers holds the experts of a layer as one tensor [E, N, K] and checkpoints hold [N, K] for each; other tensors are
-renamed, cut or joined along their rows. What it does to a weight it does alike to codes and scales of the same rows.
+It holds the experts of a layer as one tensor [E, N, K] where checkpoints hold [N, K] for each; others are renamed, cut
+or joined along their rows. What it does to a weight it does alike to codes and scales of the same rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.export.trained import Trained
+from halfbyte.export.trained import RULE, Trained
 from halfbyte.tensor import QuantTensor
 
 
@@ -27,19 +27,21 @@ def check_model(model: nn.Module) -> None:
     if base is None or not isinstance(model, base):
         raise ValueError(
             f"model={type(model).__name__}: engines load architectures of Hugging Face transformers, and this is none "
-            "of its models; export the PreTrainedModel inside it, or write hb.tensor.to_safetensors(…) for your own loader"
+            "of its models; export the PreTrainedModel inside it, or write hb.tensor.to_safetensors(…) for your loader"
         )
     whole: Any = model
     if getattr(whole, "_hf_peft_config_loaded", False) or any(".lora_" in key for key, _ in model.named_parameters()):
         raise ValueError(f"model={type(model).__name__}: it holds adapters; merge them into the weights first")
     if whole.is_remote_code():
         raise ValueError(
-            f"model={type(model).__name__}: its code is not part of transformers, and engines need a model of their own "
-            "for it; its weights are in model.save_pretrained(…)"
+            f"model={type(model).__name__}: its code is not part of transformers, and engines need a model of their "
+            "own for it; its weights are in model.save_pretrained(…)"
         )
     absent = [name for name, p in model.named_parameters() if p.is_meta]
     if absent:
-        raise ValueError(f"{absent[0]} is on the meta device (offloaded by accelerate); bring the whole model to a device")
+        raise ValueError(
+            f"{absent[0]} is on the meta device, as accelerate offloads; bring the whole model to a device"
+        )
 
 
 def plain_state(model: nn.Module, trained: Mapping[str, Trained]) -> dict[str, Tensor]:
@@ -61,13 +63,17 @@ def plain_state(model: nn.Module, trained: Mapping[str, Trained]) -> dict[str, T
     return result
 
 
-def tied_quantized(model: nn.Module, trained: Mapping[str, Trained]) -> str | None:
-    """Return a quantized weight that another module holds too, such as a head that is the embedding's table."""
+def check_tied(model: nn.Module, trained: Mapping[str, Trained]) -> None:
+    """Raise ValueError where another module holds a quantized weight too, such as an embedding whose table is a head."""
     users: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         users.setdefault(id(parameter), []).append(name)
     quantized = {one.key for one in trained.values()}
-    return next((names[0] for names in users.values() if len(names) > 1 and quantized & set(names)), None)
+    for names in users.values():
+        if len(names) > 1 and quantized & set(names):
+            raise ValueError(
+                f"{names[0]}: it is {names[1]} too, and not both read it in NVFP4, so it has no bytes of its own; {RULE}"
+            )
 
 
 def in_checkpoint(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -94,8 +100,8 @@ def planes(model: nn.Module, trained: Mapping[str, Trained]) -> tuple[Planes, di
         scale, amax, origin = (plane[key] for plane in turned[1:])
         if code.dim() != 2 or not key.endswith(".weight") or bool((amax != amax[0]).any()):
             raise ValueError(
-                f"{layers[int(origin.flatten()[0])]}: in checkpoints of {type(model).__name__} its weight is part of {key}, "
-                "which has no amax of its own; keep it in high precision, hb.quantize_(…, rules={glob: None})"
+                f"{layers[int(origin.flatten()[0])]}: in checkpoints of {type(model).__name__} its weight is part of "
+                f"{key}, which has no amax of its own; {RULE}"
             )
         result[key] = (code.contiguous(), scale.contiguous(), amax[0, 0].clone())
         owner[key] = layers[int(origin[0, 0])]

@@ -25,6 +25,10 @@ PARTS = ("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale
 CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ULPS = (0, 1, -1, 2, -2)
+NAMES = {
+    forms.MODELOPT: ("weight", "weight_scale_2"),
+    forms.COMPRESSED_TENSORS: ("weight_packed", "weight_global_scale"),
+}
 
 
 def load(folder: str | Path) -> Checkpoint:
@@ -76,11 +80,11 @@ def _form(path: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if described is None and (path / "hf_quant_config.json").exists():
         return forms.MODELOPT, read_json(path / "hf_quant_config.json").get("quantization") or {}
     method = described.get("quant_method") if isinstance(described, dict) else None
-    if method not in forms.FORMATS:
+    if method not in forms.FORMATS or not isinstance(described, dict):
         found = "no quantization_config" if described is None else f"quant_method={method!r}"
         raise ValueError(
-            f"{path / 'config.json'}: has {found}; this reads {' and '.join(map(repr, forms.FORMATS))}; load others with "
-            "transformers' from_pretrained"
+            f"{path / 'config.json'}: has {found}; this reads {' and '.join(map(repr, forms.FORMATS))}; load others "
+            "with transformers' from_pretrained"
         )
     return method, described
 
@@ -91,7 +95,9 @@ def _contract(path: Path) -> Contract | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ValueError(f"{path}: {error}; copy the folder again, or delete the file to load it as anybody's") from error
+        raise ValueError(
+            f"{path}: {error}; copy the folder again, or delete it to load the folder as anybody's"
+        ) from error
 
 
 Stored = tuple[Tensor, Tensor, Tensor]
@@ -100,13 +106,13 @@ Stored = tuple[Tensor, Tensor, Tensor]
 
 def _weights(path: Path, form: str, tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
     """Return the parts of every weight in NVFP4, by the key that the architecture's checkpoints have."""
-    packed, factor = ("weight", "weight_scale_2") if form == forms.MODELOPT else ("weight_packed", "weight_global_scale")
+    packed, factor = NAMES[form]
     found = {}
     for key, codes in tensors.items():
         prefix, _, name = key.rpartition(".")
         if codes.dtype != torch.uint8 or name != packed:
             if codes.dtype == torch.uint8:
-                raise ValueError(f"{path}: {key} is uint8, and a weight of {form!r} is called ….{packed}; no such layout")
+                raise ValueError(f"{path}: {key} is uint8, and weights of {form!r} are called ….{packed}: not read")
             continue
         parts = [tensors.get(f"{prefix}.{part}") for part in ("weight_scale", factor)]
         missing = [f"{prefix}.{n}" for n, part in zip(("weight_scale", factor), parts, strict=True) if part is None]
@@ -126,8 +132,8 @@ def _check_parts(path: Path, key: str, parts: Stored) -> None:
     expected = (codes.shape[0], codes.shape[-1] // 8)
     if codes.dim() != 2 or codes.shape[1] % 8 or scale.dtype != torch.float8_e4m3fn or tuple(scale.shape) != expected:
         raise ValueError(
-            f"{path}: {key} is uint8 {list(codes.shape)} and its block scale {scale.dtype} {list(scale.shape)}; NVFP4 has "
-            f"float8_e4m3fn {list(expected)}, linear"
+            f"{path}: {key} is uint8 {list(codes.shape)} and its block scale {scale.dtype} {list(scale.shape)}; NVFP4 "
+            f"has float8_e4m3fn {list(expected)}, linear"
         )
     if factor.numel() != 1 or not bool(torch.isfinite(factor.float()).all() & (factor.float() > 0).all()):
         raise ValueError(f"{path}: the fp32 factor of {key} is {factor.flatten().tolist()[:4]}; one positive number is")
@@ -163,7 +169,9 @@ def _check_described(
         scheme = group.get("weights") or {}
         bits, kind, size = scheme.get("num_bits"), scheme.get("type"), scheme.get("group_size")
         if (bits, kind) != (8, "float") and (bits, kind, size) != (4, "float", NVFP4().block_length):
-            raise ValueError(f"{path}: {name} has weights of {bits} bits, {kind}, in groups of {size}; NVFP4 and FP8 are read")
+            raise ValueError(
+                f"{path}: {name} has weights of {bits} bits, {kind}, in groups of {size}; NVFP4 and FP8 are read"
+            )
     if not weights:
         raise ValueError(f"{path}: no tensor of it is a weight in NVFP4; load it with transformers' from_pretrained")
 
@@ -173,8 +181,12 @@ def _check_layer(path: Path, name: str, algorithm: Any, weights: Mapping[str, St
     if algorithm not in ALGORITHMS and algorithm not in FP8_ALGORITHMS:
         raise ValueError(f"{path}: quantized_layers has {name} in {algorithm!r}; NVFP4 and FP8 are read")
     keys = fp8 if algorithm in FP8_ALGORITHMS else weights
-    if not any(key == f"{name}.weight" or key.startswith(f"{name}.") or fnmatchcase(key, f"{name}.weight") for key in keys):
-        raise ValueError(f"{path}: quantized_layers has {name} in {algorithm}, and the files do not; copy the folder again")
+    if not any(
+        key == f"{name}.weight" or key.startswith(f"{name}.") or fnmatchcase(key, f"{name}.weight") for key in keys
+    ):
+        raise ValueError(
+            f"{path}: quantized_layers has {name} in {algorithm}, and the files do not; copy the folder again"
+        )
 
 
 def _check_contract(path: Path, contract: Contract, form: str, weights: Mapping[str, Stored]) -> None:
@@ -182,8 +194,8 @@ def _check_contract(path: Path, contract: Contract, form: str, weights: Mapping[
 
     def refuse(what: str) -> None:
         raise ValueError(
-            f"{path}: {what}, so {FILE} is not the contract of these weights; copy the folder again, or delete {FILE} to "
-            "load it as anybody's"
+            f"{path}: {what}, so {FILE} is not the contract of these weights; copy the folder again, or delete {FILE} "
+            "to load it as anybody's"
         )
 
     if contract.format != form:

@@ -63,8 +63,8 @@ class Exported:
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
         lines.append(
-            f"{len(self.layers)} weights in NVFP4, {len(self.exclude)} modules in high precision, {self.nbytes:,} bytes in "
-            f"{self.folder}; {100 * self.share_changed:.3g} % of the quantized bytes differ from the trained ones"
+            f"{len(self.layers)} weights in NVFP4, {len(self.exclude)} modules in high precision, {self.nbytes:,} bytes "
+            f"in {self.folder}; {100 * self.share_changed:.3g} % of the quantized bytes differ from the trained ones"
         )
         return "\n".join(lines)
 
@@ -107,12 +107,7 @@ def save(
     _check(model, format, activations, batches)
     write.refuse_taken(target)
     trained = find(model, compute_dtype)
-    tied = names.tied_quantized(model, trained)
-    if tied is not None:
-        raise ValueError(
-            f"{tied}: two modules hold this weight, and only one of them reads it in NVFP4, so it has no bytes of its own; "
-            "keep it in high precision, hb.quantize_(…, rules={glob: None}), and train it so"
-        )
+    names.check_tied(model, trained)
     trained, groups = servable(model, trained)
     amaxes = input_amaxes(model, list(trained), batches) if activations == forms.STATIC else {}
     tensors, layers, exclude = _tensors(model, trained, format, amaxes, share_groups(groups))

@@ -61,7 +61,9 @@ def _united(model: nn.Module, family: Mapping[str, Trained]) -> dict[str, Traine
             continue
         same = _product(one.spec) == _product(greatest.spec)
         amax = _amax(greatest) if same else factor * _product(one.spec)
-        reason = f"engines fuse it with {', '.join(n.rpartition('.')[2] for n in family if n != name)}: one global scale"
+        reason = (
+            f"engines fuse it with {', '.join(n.rpartition('.')[2] for n in family if n != name)}: one global scale"
+        )
         result[name] = requantized(one, one.spec, {0: amax}, model, reason)
     return result
 

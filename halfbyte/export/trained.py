@@ -69,8 +69,8 @@ def find(model: nn.Module, compute_dtype: torch.dtype | None) -> dict[str, Train
     found = {n: _trained(model, n, m, compute_dtype) for n, m in layers.items() if _weight_spec(n, m) is not None}
     if not found:
         raise ValueError(
-            f"model={type(model).__name__}: no layer's forward reads its weight in NVFP4, so there are no trained bytes; "
-            "convert it with hb.quantize_, or give layers another recipe with hb.set_recipe_"
+            f"model={type(model).__name__}: no layer's forward reads its weight in NVFP4, so there are no trained "
+            "bytes; convert it with hb.quantize_, or give layers another recipe with hb.set_recipe_"
         )
     return found
 
@@ -105,7 +105,7 @@ def _trained(model: nn.Module, name: str, layer: FollowsRecipe, compute_dtype: t
         raise ValueError(f"{name}: its weight is sharded (DTensor); gather the model on one rank and export there")
     if weight.shape[-1] % NVFP4().block_length:
         raise ValueError(
-            f"{name}: in_features={weight.shape[-1]} is no multiple of {NVFP4().block_length}, which engines need; {RULE}"
+            f"{name}: in_features={weight.shape[-1]} is no multiple of {NVFP4().block_length}, as engines need; {RULE}"
         )
     if isinstance(weight, PrimaryWeight):
         quants, dtype = (_primary(weight),), weight.dtype

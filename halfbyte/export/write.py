@@ -1,4 +1,4 @@
-"""A Hugging Face folder that is whole or absent: written beside its place, flushed to the disk, then renamed into it."""
+"""A Hugging Face folder that is whole or absent: written beside its place, flushed to the disk, then renamed."""
 
 from __future__ import annotations
 

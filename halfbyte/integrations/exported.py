@@ -34,9 +34,10 @@ def load_exported(
     """
     checkpoint = load(folder)
     chosen = quantization_config or _of_contract(checkpoint)
-    config = transformers.AutoConfig.from_pretrained(checkpoint.folder)
-    del config.quantization_config
-    dtype = dtype or config.dtype or torch.bfloat16
+    config: Any = transformers.AutoConfig.from_pretrained(checkpoint.folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    dtype = config.dtype or torch.bfloat16 if dtype is None else dtype
     cls = _architecture(checkpoint)
     model, found = cls.from_pretrained(
         None,
@@ -66,7 +67,7 @@ def _architecture(checkpoint: Checkpoint) -> Any:
     cls = getattr(transformers, names[0], None) if names else None
     if cls is None:
         raise ValueError(
-            f"{checkpoint.folder}: architectures={names} in config.json; transformers {transformers.__version__} has none "
-            "of that name"
+            f"{checkpoint.folder}: architectures={names} in config.json; transformers {transformers.__version__} has "
+            "none of that name"
         )
     return cls

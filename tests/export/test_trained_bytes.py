@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from export_models import TOKENS, config, decoded, llama, loss, nibbles, stored, trained  # noqa: E402
+from export_models import TOKENS, config, decoded, llama, loss, nibbles, stored, trained
 
-import halfbyte as hb  # noqa: E402
+import halfbyte as hb
 
 HEADROOM = dataclasses.replace(
     hb.recipes.nvfp4_forward(), fprop=hb.GemmSpec(a=hb.NVFP4(), b=hb.NVFP4(fp4_max=6 * 16 / 17))
