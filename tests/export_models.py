@@ -26,21 +26,28 @@ NOTHING_KEPT = hb.Keep(last_fraction=0)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
-def llama(**options):
+def build(cls, dtype, config):
+    """Return a model with weights of a dtype, and rotary frequencies in fp32 as from_pretrained leaves them."""
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | options))
+    model = cls(config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model
 
 
-def mixtral(**options):
-    torch.manual_seed(0)
+def llama(dtype=torch.bfloat16, **options):
+    return build(transformers.LlamaForCausalLM, dtype, transformers.LlamaConfig(**SMALL | options))
+
+
+def mixtral(dtype=torch.bfloat16, **options):
     sizes = {"num_local_experts": 3, "num_experts_per_tok": 2}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL | sizes | options))
+    return build(transformers.MixtralForCausalLM, dtype, transformers.MixtralConfig(**SMALL | sizes | options))
 
 
-def qwen_moe(**options):
-    torch.manual_seed(0)
+def qwen_moe(dtype=torch.bfloat16, **options):
     sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL | sizes | options))
+    return build(transformers.Qwen3MoeForCausalLM, dtype, transformers.Qwen3MoeConfig(**SMALL | sizes | options))
 
 
 def trained(model, recipe="nvfp4", steps=2, **options):

@@ -64,7 +64,7 @@ def plain_state(model: nn.Module, trained: Mapping[str, Trained]) -> dict[str, T
 
 
 def check_tied(model: nn.Module, trained: Mapping[str, Trained]) -> None:
-    """Raise ValueError where another module holds a quantized weight too, such as an embedding whose table is a head."""
+    """Raise ValueError where another module holds a quantized weight too, as an embedding does that is the head."""
     users: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         users.setdefault(id(parameter), []).append(name)
@@ -72,7 +72,7 @@ def check_tied(model: nn.Module, trained: Mapping[str, Trained]) -> None:
     for names in users.values():
         if len(names) > 1 and quantized & set(names):
             raise ValueError(
-                f"{names[0]}: it is {names[1]} too, and not both read it in NVFP4, so it has no bytes of its own; {RULE}"
+                f"{names[0]}: it is {names[1]} too, and not both read it in NVFP4: no bytes are its own; {RULE}"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -63,7 +64,7 @@ class Exported:
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
         lines.append(
-            f"{len(self.layers)} weights in NVFP4, {len(self.exclude)} modules in high precision, {self.nbytes:,} bytes "
+            f"{len(self.layers)} layers in NVFP4, {len(self.exclude)} modules in high precision, {self.nbytes:,} bytes "
             f"in {self.folder}; {100 * self.share_changed:.3g} % of the quantized bytes differ from the trained ones"
         )
         return "\n".join(lines)
@@ -123,13 +124,9 @@ def save(
         _write_rest(place, model, contract, exclude)
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
-    return Exported(
-        folder=target,
-        layers=tuple(_row(one) for one in trained.values()),
-        exclude=tuple(exclude),
-        changed=(sum(one.changed[0] for one in trained.values()), sum(one.changed[1] for one in trained.values())),
-        nbytes=nbytes,
-    )
+    rows, changed, total = zip(*((_row(one), *one.changed) for one in trained.values()), strict=True)
+    sums = (sum(changed), sum(total))
+    return Exported(folder=target, layers=rows, exclude=tuple(exclude), changed=sums, nbytes=nbytes)
 
 
 def _check(model: nn.Module, format: str, activations: str, batches: Iterable[Any]) -> None:
@@ -164,7 +161,7 @@ def _tensors(
             tensors |= forms.input_tensors(prefix, form, amaxes[one.layer], _input_spec(one))
         layers[key] = ContractLayer(
             layer=one.layer,
-            spec=one.spec.key,
+            spec=_stored_spec(one.spec, values[1]).key,
             amax=float(values[2]).hex(),
             compute_dtype=str(one.compute_dtype).removeprefix("torch."),
             sha256=digest(values[0], values[1]),
@@ -172,6 +169,12 @@ def _tensors(
             changed=_share(one),
         )
     return tensors, layers, exclude
+
+
+def _stored_spec(spec: NVFP4, scales: Tensor) -> NVFP4:
+    """Return a weight's spec; in 1x16 blocks where a checkpoint cuts it within tiles, as gate from up of an expert."""
+    first = torch.arange(scales.shape[0], device=scales.device) // spec.block[0] * spec.block[0]
+    return spec if torch.equal(scales, scales[first]) else dataclasses.replace(spec, block=(1, spec.block[1]))
 
 
 def _input_spec(one: Trained) -> NVFP4:

@@ -40,7 +40,7 @@ def expected(model, layer, name):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_files_hold_the_oracles_bytes(tmp_path, recipe, form):
-    model = trained(llama().bfloat16(), RECIPES[recipe])
+    model = trained(llama(), RECIPES[recipe])
     report = hb.export.save(model, tmp_path / "out", format=form)
     assert report.changed[0] == 0 and report.share_changed == 0 and len(report.layers) == 14
     tensors = stored(tmp_path / "out")
@@ -58,7 +58,7 @@ def test_files_hold_the_oracles_bytes(tmp_path, recipe, form):
 
 
 def test_all_else_is_as_in_the_model(tmp_path):
-    model = trained(llama().bfloat16(), "nvfp4")
+    model = trained(llama(), "nvfp4")
     hb.export.save(model, tmp_path / "out", format="modelopt")
     tensors = stored(tmp_path / "out")
     plain = {k: v for k, v in model.state_dict().items() if "_proj" not in k}
@@ -71,7 +71,7 @@ def test_all_else_is_as_in_the_model(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_cast_of_training_is_repeated(tmp_path, dtype):
     """Weights in fp32: under autocast they are rounded to bf16 first, and the bytes are others."""
-    model = llama()
+    model = llama(torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         trained(model, hb.recipes.nvfp4_forward())
     with pytest.raises(ValueError, match=r"compute_dtype=None: .*q_proj.weight is float32.*torch.autocast"):
@@ -88,7 +88,7 @@ def test_the_cast_of_training_is_repeated(tmp_path, dtype):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_load_returns_what_was_trained(tmp_path, form):
-    model = trained(llama().bfloat16(), hb.recipes.four_over_six())
+    model = trained(llama(), hb.recipes.four_over_six())
     hb.export.save(model, tmp_path / "out", format=form, activations="static", batches=[TOKENS])
     checkpoint = hb.export.load(tmp_path / "out")
     assert len(checkpoint.quantized) == 14 and checkpoint.format == form
@@ -104,11 +104,11 @@ def test_load_returns_what_was_trained(tmp_path, form):
 
 def test_training_goes_on_from_the_values_with_the_same_bytes(tmp_path):
     """Masters made of codes quantize to those codes again, so the loss before a first step is that of before."""
-    model = trained(llama().bfloat16(), "nvfp4")
+    model = trained(llama(), "nvfp4")
     before = loss(model)
     hb.export.save(model, tmp_path / "out")
     checkpoint = hb.export.load(tmp_path / "out")
-    fresh = llama(attn_implementation="sdpa").bfloat16()
+    fresh = llama(attn_implementation="sdpa")
     rules = {name: hb.spec.parse_recipe(key) for name, key in checkpoint.contract.recipes.items()}
     fresh.load_state_dict(checkpoint.masters())
     hb.quantize_(fresh, "nvfp4", rules=rules)
