@@ -76,6 +76,8 @@ def _model(source: Path, recipe: str | None) -> Any:
     """Return the model of a folder, converted to the recipe that it was trained under."""
     config = read_json(source / "config.json")
     transformers = _transformers()
+    from safetensors import SafetensorError
+
     from halfbyte.integrations.quantizer import METHOD, HalfbyteConfig, read_recipe
 
     described = config.get("quantization_config")
@@ -97,7 +99,7 @@ def _model(source: Path, recipe: str | None) -> Any:
     options = {} if recipe is None else {"quantization_config": HalfbyteConfig(recipe)}
     try:
         return cls.from_pretrained(source, dtype="auto", local_files_only=True, **options)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{source}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from error
 
 

@@ -9,16 +9,16 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
-from export_models import NOTHING_KEPT, TOKENS, llama, loss, mixtral, qwen_moe, trained  # noqa: E402
+from export_models import NOTHING_KEPT, TOKENS, llama, loss, mixtral, trained  # noqa: E402
 
 import halfbyte as hb  # noqa: E402
 from halfbyte.integrations.transformers import HalfbyteConfig, load_exported  # noqa: E402
 
-BUILDERS = {"llama": llama, "mixtral": mixtral, "qwen_moe": qwen_moe}
+BUILDERS = {"llama": llama, "mixtral": mixtral}  # more families: tests/clients/test_families.py
 AUTO = transformers.AutoModelForCausalLM
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ["llama"])
 def test_round_trip_bit_for_bit(tmp_path, name):
     """Loaded with a config, trained, saved, loaded without one: the same weights, recipes and loss."""
     BUILDERS[name]().save_pretrained(tmp_path / "plain")
@@ -62,8 +62,7 @@ def test_config_is_json_and_says_recipes_by_name_or_key():
         HalfbyteConfig(4)
 
 
-@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("name", "form"), [("llama", "compressed-tensors"), ("mixtral", "modelopt")])
 def test_an_export_trains_on(tmp_path, name, form):
     """Masters made of the codes give the loss of before, and the codes again when they are exported."""
     model = trained(BUILDERS[name](), "nvfp4", rules={"*layers.0*down*": None})
