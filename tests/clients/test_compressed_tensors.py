@@ -17,6 +17,7 @@ import halfbyte as hb
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 4}
 AUTO = transformers.AutoModelForCausalLM
+W1 = "model.layers.0.block_sparse_moe.experts.1.w1"
 MODES = ("none", "static", "per-token")
 
 
@@ -81,6 +82,16 @@ def test_transformers_loads_values_and_codes(tmp_path, mode):
             assert_same_but_ties(state[name], quant)
         for name, tensor in checkpoint.tensors.items():
             assert name in checkpoint.quantized or torch.equal(state[name], tensor)
+
+
+def test_transformers_leaves_out_the_factor_of_experts(tmp_path):
+    """docs/export.md says so; once this fails, transformers reads them and the page can."""
+    checkpoint = exported(tmp_path / "out", trained(mixtral(), "nvfp4", steps=1), "none")
+    loaded = AUTO.from_pretrained(tmp_path / "out", dtype="bfloat16")
+    quant = checkpoint.quantized["model.layers.0.block_sparse_moe.experts.1.w1.weight"]
+    factor = float(load_file(tmp_path / "out" / "model.safetensors")[f"{W1}.weight_global_scale"])
+    theirs = loaded.model.layers[0].mlp.experts.gate_up_proj[1, :48].float()
+    assert torch.allclose(theirs / factor, quant.dequantize(torch.float32), rtol=0.01)
 
 
 def test_logits_of_weights_alone(tmp_path):

@@ -113,10 +113,10 @@ def test_experts_lie_one_by_one_under_their_published_names(tmp_path, build, nam
     assert torch.equal(tensors[f"{down}.weight"], experts.down_proj[2]) and down in report.exclude
     assert any(name.endswith("gate") for name in report.exclude)
     checkpoint = hb.export.load(tmp_path / "out")
-    values = (
-        E2M1[np.array(whole.codes)[24:]] * np.repeat(e4m3(np.array(whole.scales)[24:]), 16, 1) * whole.amax[0] / 2688
-    )
-    assert np.allclose(checkpoint.quantized[f"{up}.weight"].dequantize(torch.float32).numpy(), values, rtol=1e-6)
+    scale = np.repeat(e4m3(np.array(whole.scales)[24:]), 16, 1) * whole.amax[0] / 2688
+    quant = checkpoint.quantized[f"{up}.weight"]
+    assert np.allclose(quant.dequantize(torch.float32).numpy(), E2M1[np.array(whole.codes)[24:]] * scale, rtol=1e-6)
+    assert quant.spec.block == (1, 16)  # its first tile lies in two tensors of the checkpoint
 
 
 def test_what_has_no_form_is_refused_by_name(tmp_path):
