@@ -16,9 +16,19 @@ from torch.nn import functional as F
 
 from halfbyte import ops
 from halfbyte.arithmetic import ACTIVATIONS, Activation
+from halfbyte.functional import whole
 from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
 from halfbyte.functional.foreign import refuse_foreign
-from halfbyte.functional.linear import Layers, as_gradients, bases_of, gradients_of, multiply, note, prepare
+from halfbyte.functional.linear import (
+    Layers,
+    as_gradients,
+    backward_op,
+    bases_of,
+    gradients_of,
+    multiply,
+    note,
+    prepare,
+)
 from halfbyte.functional.operands import Saved, flatten_operands, gradient_specs, unflatten_operands
 from halfbyte.functional.places import sign_place
 from halfbyte.functional.primary import runs_eagerly
@@ -26,7 +36,7 @@ from halfbyte.functional.request import Call, draws_of
 from halfbyte.layout import from_rows, matrix_shape
 from halfbyte.recipes import resolve
 from halfbyte.rng import Draw
-from halfbyte.spec import Recipe, Spec
+from halfbyte.spec import Recipe, Spec, parse
 from halfbyte.tensor.quant_tensor import check_value_dtype
 
 
@@ -178,8 +188,12 @@ class _ActivatedLinear(torch.autograd.Function):
     def forward(ctx: Any, calls: tuple[Call, _Then], x: Tensor, *tensors: Any):
         (call, then), n = calls, calls[0].request.count
         note(ctx, call, x, tensors)
-        static = call.request, ctx.needs_input_grad[1 : 2 + n], then
-        (h, *made), ctx.layout = ops.run(_activated_forward, static, (x, *tensors), call.streams)
+        needs = ctx.needs_input_grad[1 : 2 + n]
+        if whole.fits(call.request, needs, ctx.main_grads) and (then.shard is None or then.shard == (0, None)):
+            (h, *made), ctx.layout = _forward_op(call, then, needs, (x, *tensors)), None
+        else:
+            static = call.request, needs, then
+            (h, *made), ctx.layout = ops.run(_activated_forward, static, (x, *tensors), call.streams)
         ctx.save_for_backward(*made[2:], *bases_of(call, tensors))
         ctx.function, ctx.activation_inputs = then.function, n
         ctx.mark_non_differentiable(*made[:2])
@@ -188,10 +202,41 @@ class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
     @first_order(ELEMENTWISE)
     def backward(ctx: Any, dh: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.layout is None:
+            return as_gradients(ctx, backward_op(_BACKWARD, ctx, ctx.saved_tensors, [dh], ctx.function))
         static = ctx.call.request, ctx.layout, ctx.needs_input_grad[1:], ctx.dtypes, ctx.function
         given = *ctx.saved_tensors, dh, *ctx.main_grads
         gradients, _ = ops.run(_activated_backward, static, given, ctx.call.streams[:-1])
         return as_gradients(ctx, gradients)
+
+
+def _forward_op(call: Call, then: _Then, needs: Sequence[bool], tensors: Sequence[Any]) -> tuple:
+    """Return the tensors that `_activated_forward` returns, made by one op."""
+    n, (row, col) = call.request.count, (spec.key if spec else "" for spec in (then.row, then.col))
+    text = whole.request_text(call.request, needs, then.function, row, col, "" if then.shard is None else "draws")
+    made = _FORWARD(text, list(tensors), [], list(call.streams))
+    given = tensors[1 + 2 * n : 1 + 3 * n], tensors[5 * n + 2 : 5 * n + 4]
+    kept = whole.saved(call.request, needs, made[3 : len(made) - n], given)
+    return *made[:3], *kept, *made[len(made) - n :]
+
+
+def _forward_whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], streams: Sequence[int]) -> tuple:
+    request, needs, (function, row, col, draws) = whole.parse_request(text)
+    row_spec, col_spec = (parse(key) if key else None for key in (row, col))
+    then = _Then(function, row_spec, col_spec, (0, None) if draws else None)
+    return _activated_forward((request, needs, then), tensors, streams)[0]
+
+
+def _backward_whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], streams: Sequence[int]) -> tuple:
+    request, needs, (dtypes, function) = whole.parse_request(text)
+    n = request.count
+    kept = whole.layout_of(request, needs[: 1 + n], [tensors[-1]] * n, sizes[0])
+    static = request, (*kept, *[True] * n), needs, whole.parse_dtypes(dtypes, n), function
+    return _activated_backward(static, (*tensors, *[None] * n), streams)[0]
+
+
+_FORWARD = ops.define_pass("linear_activation_forward", _forward_whole)
+_BACKWARD = ops.define_pass("linear_activation_backward", _backward_whole)
 
 
 def _activated_forward(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, Saved]:

@@ -32,7 +32,7 @@ def gemm_nt(
         bias: [N] or None.
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
-        backend: "reference", "triton", "native" or None to choose.
+        backend: "reference", "triton", "native", "portable" on an AMD GPU, or None to choose.
 
     Returns:
         [M, N].

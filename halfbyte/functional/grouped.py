@@ -60,7 +60,7 @@ def grouped_gemm_nt(
         out_dtype: bf16 (default), fp16 or fp32; `out` decides if given.
         out: [M, N] or [E, R, C] to write into.
         accumulate: add to what `out` holds.
-        backend: "reference", "triton", "native" or None to choose.
+        backend: "reference", "triton", "native", "portable" on an AMD GPU, or None to choose.
 
     Returns:
         [M, N], padding rows zero; or [E, R, C], zero for a group without tokens.

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfbyte import ops
+from halfbyte.functional import whole
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
 from halfbyte.functional.operands import (
@@ -42,6 +43,7 @@ from halfbyte.functional.operands import (
     add_dx,
     both,
     flatten_operands,
+    for_all,
     gradient_specs,
     right_operand,
     unflatten_operands,
@@ -239,14 +241,20 @@ class _SharedLinear(torch.autograd.Function):
             ctx.set_materialize_grads(False)  # of an output that nobody used, a weight has no gradient
         note(ctx, call, x, tensors)
         needs = ctx.needs_input_grad[1 : 2 + call.request.count]
-        made, ctx.layout = ops.run(forward_pass, (call.request, needs), (x, *tensors), call.streams)
         n = call.request.count
+        if whole.fits(call.request, needs, ctx.main_grads):
+            made, ctx.layout = forward_op(call.request, needs, (x, *tensors), call.streams), None
+        else:
+            made, ctx.layout = ops.run(forward_pass, (call.request, needs), (x, *tensors), call.streams)
         ctx.save_for_backward(*made[n:], *bases_of(call, tensors))
         return made[:n]
 
     @staticmethod
     @first_order(LINEAR)
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.layout is None:
+            gradients = backward_op(_BACKWARD, ctx, ctx.saved_tensors, dys)
+            return as_gradients(ctx, gradients)
         static = ctx.call.request, ctx.layout, ctx.needs_input_grad[1:], ctx.dtypes
         given = *ctx.saved_tensors, *dys, *ctx.main_grads
         gradients, _ = ops.run(backward_pass, static, given, ctx.call.streams)
@@ -271,6 +279,33 @@ def as_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor |
 def bases_of(call: Call, tensors: Sequence[Any]) -> Sequence[Tensor | None]:
     """Return the bases among the tensors of a call."""
     return tensors[4 * call.request.count : 5 * call.request.count + 1]
+
+
+def forward_op(request: Request, needs: Sequence[bool], tensors: Sequence[Any], streams: Sequence[int]) -> tuple:
+    """Return the tensors that `forward_pass` returns, made by one op."""
+    n = request.count
+    outputs = _FORWARD(whole.request_text(request, needs), list(tensors), [], list(streams))
+    given = tensors[1 + 2 * n : 1 + 3 * n], tensors[5 * n + 2 : 5 * n + 4]
+    return *outputs[:n], *whole.saved(request, needs, outputs[n:], given)
+
+
+def backward_op(op: Any, ctx: Any, kept: Sequence[Tensor | None], dys: Sequence[Tensor | None], *more: str) -> list:
+    """Return the gradients of x, of each weight and of each bias, made by one op.
+
+    Args:
+        op: the pass.
+        ctx: of the autograd function; see `note`.
+        kept: what was saved.
+        dys: of each output, or what came instead.
+        more: what else is static, as texts.
+    """
+    request, needs = ctx.call.request, ctx.needs_input_grad[1:]
+    n = request.count
+    needs = needs[: 1 + 2 * n]
+    text = whole.request_text(request, needs, whole.dtypes_text(ctx.dtypes), *more)
+    used = [dy is not None for dy in dys] if len(dys) == n else [True] * n
+    wanted = [needs[0] and any(used), *[need and use for need, use in zip(needs[1:], used * 2, strict=True)]]
+    return whole.present(op(text, [*kept, *dys], [ctx.x_shape[-1]], list(ctx.call.streams[: n + 1])), wanted)
 
 
 def forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, Saved]:
@@ -354,6 +389,7 @@ def gradients_of(
     dws: list[Tensor | None] = [None] * n
     dbs: list[Tensor | None] = [None] * n
     used = [i for i, dy in enumerate(dys) if dy is not None]
+    x_right = None
     for i, dy in enumerate(dys):
         if dy is None:
             continue
@@ -364,11 +400,32 @@ def gradients_of(
         if need_dx:
             dx = add_dx(dx, row, right_operand(w_cols[i], request.recipe, x_dtype), last=i == used[-1], dtype=x_dtype)
         if need_dw[i]:
-            right = right_operand(x_col, request.recipe, x_dtype)
-            dws[i] = weight_gradient(col, right, (x_dtype, w_dtypes[i]), main_grads[i])
+            if x_right is None:
+                right = right_operand(x_col, request.recipe, x_dtype)
+                x_right = for_all(right, sum(need_dw[j] for j in used))
+            dws[i] = weight_gradient(col, x_right, (x_dtype, w_dtypes[i]), main_grads[i])
         if need_db[i]:
             dbs[i] = dy_MN.sum(0, dtype=torch.float32).to(b_dtypes[i])
     return dx, *dws, *dbs
+
+
+def _forward_whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], streams: Sequence[int]) -> tuple:
+    request, needs, _ = whole.parse_request(text)
+    made, _ = forward_pass((request, needs), tensors, streams)
+    return made
+
+
+def _backward_whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], streams: Sequence[int]) -> tuple:
+    request, needs, (dtypes,) = whole.parse_request(text)
+    n = request.count
+    layout = whole.layout_of(request, needs[: 1 + n], tensors[-n:], sizes[0])
+    static = request, layout, needs, whole.parse_dtypes(dtypes, n)
+    gradients, _ = backward_pass(static, (*tensors, *[None] * n), streams)
+    return gradients
+
+
+_FORWARD = ops.define_pass("linear_forward", _forward_whole)
+_BACKWARD = ops.define_pass("linear_backward", _backward_whole)
 
 
 def _autocast(

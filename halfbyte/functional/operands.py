@@ -81,12 +81,18 @@ def right_operand(operand: ops.Operand | Tensor, recipe: Recipe, dtype: torch.dt
     return operand.T
 
 
+def for_all(x_col: Any, wanted: int) -> Any:
+    """Return the right operand of `wanted` weight gradients: decoded once if several read it."""
+    return ops.decode(x_col) if wanted > 1 and isinstance(x_col, ops.Operand) else x_col
+
+
 def add_dx(dx: Tensor | None, row: Any, right: Any, *, last: bool, dtype: torch.dtype) -> Tensor:
     """Add one weight's dgrad to dx, which stays fp32 until the last one."""
     if dx is None:
         return ops.gemm_nt(row, right, out_dtype=dtype if last else torch.float32)
-    dx = ops.gemm_nt(row, right, out=dx, accumulate=True)
-    return dx.to(dtype) if last else dx
+    if last and dtype != torch.float32:
+        return ops.gemm_nt_add(row, right, dx, out_dtype=dtype)
+    return ops.gemm_nt(row, right, out=dx, accumulate=True)
 
 
 def weight_gradient(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from halfbyte.kernels.amax.plain import finite_amax
-from halfbyte.kernels.gemm.dense import gemm_nt
+from halfbyte.kernels.gemm.dense import gemm_nt, gemm_nt_add
 from halfbyte.kernels.gemm.grouped import grouped_dequantize, grouped_gemm_nt, grouped_values, plain_grouped_gemm
 from halfbyte.kernels.quantize import both, grouped, small, strips
 from halfbyte.kernels.unpack.dequantize import Decoded, decode, dequantize
@@ -21,6 +21,7 @@ __all__ = [
     "finite_amax",
     "from_values",
     "gemm_nt",
+    "gemm_nt_add",
     "grouped_dequantize",
     "grouped_gemm_nt",
     "grouped_quantize_row_col",

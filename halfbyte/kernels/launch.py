@@ -369,9 +369,9 @@ def _unwrapped(launch: Callable) -> tuple[Callable, Sequence[dict[str, Any]]]:
     return cells["launcher"], cells["tensordesc_meta"]
 
 
-SUPPORTED = "Triton 3.6 is needed for repeating launches"
+SUPPORTED = "Triton 3.6 for NVIDIA GPUs is needed for repeating launches"
 
 
 def supports(version: str = triton.__version__) -> bool:
     """Whether launches of this Triton can be repeated: its launchers' arguments are known."""
-    return version.split(".")[:2] == ["3", "6"]
+    return version.split(".")[:2] == ["3", "6"] and torch.version.hip is None

@@ -15,7 +15,7 @@ import random
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,33 +27,47 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from halfbyte.kernels.target import Target, assumed
+from halfbyte.kernels.target import AMD, Target, amd, assumed, nvidia
+
+NVIDIA = {80: 108, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170}
+"""Multiprocessors by compute capability: A100, L40, H100, B200, B300, RTX 5090."""
+
+COMPUTE_UNITS = {"gfx942": 304, "gfx950": 256}
+"""By architecture: MI300X, MI355X."""
 
 TARGETS = {
-    80: Target(80, 108),
-    89: Target(89, 142),
-    90: Target(90, 132),
-    100: Target(100, 148),
-    103: Target(103, 148),
-    120: Target(120, 170),
+    target.name: target
+    for target in (
+        *(nvidia(capability, count) for capability, count in NVIDIA.items()),
+        *(amd(name, COMPUTE_UNITS[name]) for name in AMD),
+    )
 }
-"""By compute capability: A100, L40, H100, B200, B300, RTX 5090."""
 
-SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
-"""KiB of shared memory that one block may use, by compute capability (CUDA C++ programming guide)."""
+SHARED_MEMORY = {
+    **dict.fromkeys(("sm_80",), 163),
+    **dict.fromkeys(("sm_89", "sm_120"), 99),
+    **dict.fromkeys(("sm_90", "sm_100", "sm_103"), 227),
+    "gfx942": 64,
+    "gfx950": 160,
+}
+"""KiB of shared memory that one block may use (CUDA C++ programming guide; AMD's instruction set architectures)."""
 
 
-SAMPLE = 600
-"""Launches that two cores compile within eight minutes."""
+SAMPLE = 520
+"""Launches that two cores compile within eight minutes; AMD's compiler takes up to five times as long as NVIDIA's."""
 
 UNLIMITED = 1 << 30
+DIVISIBLE = ["tt.divisibility", 16]
 
 SPILLS = {
-    ("activation_backward_kernel", 120): 8,
-    ("packed_amax_kernel", 100): 48,
-    ("packed_amax_kernel", 103): 48,
+    ("activation_backward_kernel", "sm_120"): 8,
+    ("packed_amax_kernel", "sm_100"): 48,
+    ("packed_amax_kernel", "sm_103"): 48,
 }
-"""Bytes that tuned launches of a kernel are known to spill on a target, at most: never more, better fewer."""
+"""Bytes that tuned launches of a kernel are known to spill on a target, at most: never more, better fewer.
+
+Where there is no PTX no launch is tuned yet: what spills there is printed, and listed in docs/hardware.md.
+"""
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,7 @@ class Launch:
         names = list(self.signature)
         constants = [f"{names[place[0]]}={value!r}" for place, value in self.constants.items() if len(place) == 1]
         pointers = [
-            kind + (":16" if self.attributes.get((i,)) else "")
+            kind + (":16" if DIVISIBLE in self.attributes.get((i,), ()) else "")
             for i, kind in enumerate(self.signature.values())
             if kind[0] in "*t"
         ]
@@ -95,20 +109,20 @@ class Launch:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one compiled kernel uses on one target; stack bytes are spills or indexed local arrays."""
+    """What one compiled kernel uses on a target, by its name; stack bytes are spills or indexed local arrays."""
 
-    capability: int
+    target: str
     registers: int
     stack_bytes: int
     shared_bytes: int
 
     def problem(self, most_stack_bytes: int = 0) -> str | None:
         """Say why the kernel does not belong on its target, or None."""
-        limit = SHARED_MEMORY[self.capability] * 1024
+        limit = SHARED_MEMORY[self.target] * 1024
         if self.stack_bytes > most_stack_bytes:
-            return f"sm_{self.capability}: spills {self.stack_bytes} bytes ({self.registers} registers)"
+            return f"{self.target}: spills {self.stack_bytes} bytes ({self.registers} registers)"
         if self.shared_bytes > limit:
-            return f"sm_{self.capability}: {self.shared_bytes} bytes of shared memory, the limit is {limit}"
+            return f"{self.target}: {self.shared_bytes} bytes of shared memory, the limit is {limit}"
         return None
 
 
@@ -124,7 +138,7 @@ def recording(target: Target) -> Iterator[list[Launch]]:
     launches: list[Launch] = []
 
     def record(kernel: JITFunction, *args, grid, warmup, **kwargs) -> None:
-        launches.append(_specialized(kernel, target.capability, args, kwargs))
+        launches.append(_specialized(kernel, target, args, kwargs))
 
     run = JITFunction.run
     JITFunction.run = record
@@ -136,14 +150,14 @@ def recording(target: Target) -> Iterator[list[Launch]]:
 
 
 @lru_cache(maxsize=1024)
-def _binder(kernel: JITFunction, capability: int) -> tuple[Any, Any]:
-    backend = make_backend(gpu(capability))
+def _binder(kernel: JITFunction, target: Target) -> tuple[Any, Any]:
+    backend = make_backend(gpu(target))
     return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
 
 
-def _specialized(kernel: JITFunction, capability: int, args: tuple, kwargs: dict[str, Any]) -> Launch:
+def _specialized(kernel: JITFunction, target: Target, args: tuple, kwargs: dict[str, Any]) -> Launch:
     """Return a launch as `JITFunction.run` specializes it before it compiles."""
-    backend, binder = _binder(kernel, capability)
+    backend, binder = _binder(kernel, target)
     kwargs = {**kwargs, "debug": kernel.debug or triton.knobs.runtime.debug}
     kwargs["instrumentation_mode"] = triton.knobs.compilation.instrumentation_mode
     bound, specialization, options = binder(*args, **kwargs)
@@ -151,17 +165,17 @@ def _specialized(kernel: JITFunction, capability: int, args: tuple, kwargs: dict
     return Launch(kernel, signature, constants, attributes, dict(options.__dict__))
 
 
-def gpu(capability: int) -> GPUTarget:
+def gpu(target: Target) -> GPUTarget:
     """Return what Triton compiles for."""
-    return GPUTarget("cuda", capability, 32)
+    return GPUTarget(target.backend, target.capability if target.ptx else target.name, target.warp)
 
 
-def compile_launch(launch: Launch, capability: int) -> Usage:
-    """Compile a launch to machine code for a compute capability (90 for sm_90) without such a GPU."""
+def compile_launch(launch: Launch, target: Target) -> Usage:
+    """Compile a launch to machine code for a target without such a GPU."""
     source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
-    compiled = triton.compile(source, target=gpu(capability), options=launch.options)
-    registers, stack = _resources(compiled.asm["cubin"])
-    return Usage(capability, registers, stack, compiled.metadata.shared)
+    compiled = triton.compile(source, target=gpu(target), options=launch.options)
+    registers, stack = _resources(compiled.asm["cubin"]) if target.ptx else _amd_resources(compiled.asm["amdgcn"])
+    return Usage(target.name, registers, stack, compiled.metadata.shared)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -177,6 +191,13 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
+def _amd_resources(assembly: str) -> tuple[int, int]:
+    """Return (vector registers, bytes of scratch a thread) as the compiler wrote them behind the instructions."""
+    keys = (r"\.vgpr_count", r"\.private_segment_fixed_size")
+    (registers,), (scratch,) = (re.findall(rf"{key}:\s+(\d+)", assembly) for key in keys)
+    return int(registers), int(scratch)
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A distinct launch on one target.
@@ -187,41 +208,50 @@ class Recorded:
     """
 
     launch: Launch
-    capability: int
+    target: Target
     scenario: str
     tuned: bool
 
     def problem(self, outcome: Usage | str) -> str | None:
         """Say why a compiled kernel does not belong on its target, or None; what is not tuned may spill."""
-        known = SPILLS.get((self.launch.kernel.fn.__name__, self.capability), 0)
-        problem = outcome if isinstance(outcome, str) else outcome.problem(known if self.tuned else UNLIMITED)
+        known = SPILLS.get((self.launch.kernel.fn.__name__, self.target.name), 0)
+        most = known if self.tuned and self.target.ptx else UNLIMITED
+        problem = outcome if isinstance(outcome, str) else outcome.problem(most)
         return problem and f"{problem}: {self.launch.name}, as in {self.scenario}"
 
 
-def recorded(capability: int) -> list[Recorded]:
+def recorded(target: Target) -> list[Recorded]:
     """Return the distinct launches of all scenarios on a target."""
     from halfbyte.kernels.scenarios import scenarios  # imports every launcher
 
     found: dict[str, Recorded] = {}
-    for scenario in scenarios(TARGETS[capability]):
-        with recording(TARGETS[capability]) as launches:
+    for scenario in scenarios(target):
+        with recording(target) as launches:
             scenario.call()
         for launch in launches:
             key = launch.key
             if key not in found or (scenario.tuned and not found[key].tuned):
-                found[key] = Recorded(launch, capability, scenario.name, scenario.tuned)
+                found[key] = Recorded(launch, target, scenario.name, scenario.tuned)
     return list(found.values())
 
 
 def sample(found: Sequence[Recorded], count: int, seed: int = 0) -> list[Recorded]:
-    """Return `count` launches: of every kernel on every target a tuned and another one if there are, then any."""
+    """Return `count` launches: of every kernel one on every target, a tuned and another one on some, then NVIDIA's."""
     rest = list(found)
     random.Random(seed).shuffle(rest)
-    first: dict[tuple, Recorded] = {}
-    for one in rest:
-        first.setdefault((one.launch.kernel, one.capability, one.tuned), one)
-    chosen = {id(one) for one in first.values()}
-    return [*first.values(), *(one for one in rest if id(one) not in chosen)][:count]
+    kinds: tuple[Callable[[Recorded], tuple], ...] = (
+        lambda one: (one.launch.kernel, one.tuned),
+        lambda one: (one.launch.kernel, one.target.name),
+    )
+    chosen: dict[int, Recorded] = {}
+    for kind in kinds:
+        met = {kind(one) for one in chosen.values()}
+        for one in rest:
+            if kind(one) not in met:
+                met.add(kind(one))
+                chosen[id(one)] = one
+    others = sorted((one for one in rest if id(one) not in chosen), key=lambda one: not one.target.ptx)
+    return [*chosen.values(), *others][:count]
 
 
 def compile_all(found: Sequence[Recorded], jobs: int) -> Iterator[tuple[Recorded, Usage | str]]:
@@ -244,21 +274,24 @@ def _compile_some(found: Sequence[Recorded], tasks: Any, done: Any) -> None:
     while (index := tasks.get()) is not None:
         one = found[index]
         try:
-            done.put((index, compile_launch(one.launch, one.capability)))
+            done.put((index, compile_launch(one.launch, one.target)))
         except Exception as error:
-            done.put((index, f"sm_{one.capability}: does not compile, {type(error).__name__}: {str(error)[-500:]}"))
+            done.put((index, f"{one.target.name}: does not compile, {type(error).__name__}: {str(error)[-500:]}"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile recorded launches; print one line per failure and a summary, return the number of failures."""
     parser = argparse.ArgumentParser(prog="python -m halfbyte.kernels.record", description=__doc__)
-    parser.add_argument("capabilities", nargs="*", type=int, default=list(TARGETS), help="as in 90 for sm_90")
+    parser.add_argument("targets", nargs="*", metavar="target", help=f"of {', '.join(TARGETS)}; by default all")
     parser.add_argument("--all", action="store_true", help="all launches, not a sample")
     parser.add_argument("--count", type=int, default=SAMPLE, help="launches of the sample")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     options = parser.parse_args(arguments)
-    found = [one for capability in options.capabilities for one in recorded(capability)]
+    unknown = [name for name in options.targets if name not in TARGETS]
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: launches are recorded for {', '.join(TARGETS)}")
+    found = [one for name in options.targets or TARGETS for one in recorded(TARGETS[name])]
     chosen = found if options.all else sample(found, options.count, options.seed)
     failures, spills = 0, {}
     for one, outcome in compile_all(chosen, options.jobs):
@@ -267,8 +300,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failures += 1
             print(problem, flush=True)
         if isinstance(outcome, Usage):
-            spills[name] = max(spills.get(name, 0), outcome.stack_bytes)
-    print("most bytes spilled:", ", ".join(f"{name} {n}" for name, n in sorted(spills.items()) if n) or "none")
+            spilled = spills.setdefault(one.target.name, {})
+            spilled[name] = max(spilled.get(name, 0), outcome.stack_bytes)
+    for target, spilled in spills.items():
+        worst = ", ".join(f"{name} {n}" for name, n in sorted(spilled.items()) if n)
+        print(f"most bytes spilled on {target}: {worst or 'none'}")
     print(f"{len(chosen)} of {len(found)} compiled, {failures} unfit", flush=True)
     return failures
 

@@ -13,7 +13,6 @@ from halfbyte.arithmetic import FUNCTIONS
 from halfbyte.kernels import backend, fused, scenarios_grouped
 from halfbyte.kernels.amax import plain
 from halfbyte.kernels.device import hardware_cast
-from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY
 from halfbyte.kernels.gemm import native
 from halfbyte.kernels.master_cast import launch
 from halfbyte.kernels.scenario_values import (
@@ -175,7 +174,7 @@ def _decoded(rows: int, cols: int, kind: str) -> Decoded:
 
 def native_products(target: Target) -> Iterator[Scenario]:
     """What surrounds scaled_mm on FP4 and FP8 tensor cores: swizzled scales, and what it cannot finish."""
-    if native.unsupported(PLAIN, PLAIN, divmod(target.capability, 10)):
+    if native.unsupported(PLAIN, PLAIN, target):
         return
     for (M, N, K), (a, b) in product(
         ((512, 768, 768), (37, 53, 83)), ((PLAIN, TILE), (ROW, PLAIN), (MXFP8(), MXFP8()))
@@ -256,8 +255,8 @@ def _cast(spec: NVFP4, dtype: torch.dtype, rounded: torch.dtype, swizzled: bool,
 def conversions(target: Target) -> Iterator[Scenario]:
     """The self-test of the target's own conversions to E2M1."""
     for name, found in (
-        ("nearest", target.capability >= E2M1_CAPABILITY.value),
-        ("stochastic", target.capability in hardware_cast.STOCHASTIC_CAPABILITIES),
+        ("nearest", target.e2m1),
+        ("stochastic", target.stochastic_e2m1),
     ):
         if found:
             x, random = tensor(hardware_cast.COUNT, dtype=FP32), tensor(hardware_cast.COUNT // 4, dtype=torch.int32)

@@ -200,7 +200,7 @@ def _native_products(target: Target) -> Iterator[Scenario]:
         both = RHT if a == PLAIN else a
         split = (GroupedOperand(grouped_blocks((n, M), groups, both, LINEAR, contraction=True), both) for n in (N, K))
         for what, sides, contraction in (("", rows, K), (" over tokens", tuple(split), M)):
-            if grouped_native.unsupported(*sides, BF16, False, divmod(target.capability, 10)):
+            if grouped_native.unsupported(*sides, BF16, False, target):
                 continue
             call = partial(grouped_native.call_arguments, *sides, offsets_of(groups), contraction)
             yield Scenario(f"native grouped gemm{what}, {a.key} x {b.key}", call, tuned=True)

@@ -2,7 +2,17 @@
 
 from halfbyte.ops.backends import BackendStatus, backends
 from halfbyte.ops.checkpointing import selective_checkpoint_ops
-from halfbyte.ops.dispatch import Operand, amax, dequantize, gemm_nt, quantize, quantize_row_col, transpose
+from halfbyte.ops.dispatch import (
+    Operand,
+    amax,
+    decode,
+    dequantize,
+    gemm_nt,
+    gemm_nt_add,
+    quantize,
+    quantize_row_col,
+    transpose,
+)
 from halfbyte.ops.fused import Amaxes, Following, NormKind, activation, activation_backward, norm, norm_backward
 from halfbyte.ops.grouped import (
     check_offsets,
@@ -12,7 +22,7 @@ from halfbyte.ops.grouped import (
     grouped_gemm_nt,
     grouped_quantize_row_col,
 )
-from halfbyte.ops.repeat import run
+from halfbyte.ops.repeat import define_pass, run
 
 __all__ = [
     "Amaxes",
@@ -25,9 +35,12 @@ __all__ = [
     "amax",
     "backends",
     "check_offsets",
+    "decode",
+    "define_pass",
     "dequantize",
     "emulates",
     "gemm_nt",
+    "gemm_nt_add",
     "grouped_decode",
     "grouped_dequantize",
     "grouped_gemm_nt",

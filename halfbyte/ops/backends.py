@@ -9,8 +9,12 @@ from functools import lru_cache
 
 import torch
 
+from halfbyte.kernels.target import HIP, find
+
 REFERENCE, TRITON, NATIVE = "reference", "triton", "native"
 BACKENDS = (REFERENCE, TRITON, NATIVE)
+PORTABLE = "portable"
+"""Asks for Triton's kernels on a GPU where they are not chosen because nobody has compared their bytes there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,28 +54,44 @@ def _statuses(device: torch.device) -> tuple[BackendStatus, ...]:
     )
 
 
-def _triton_status(device: torch.device) -> BackendStatus:
+def _no_gpu(device: torch.device) -> str | None:
+    """Say why Triton finds no GPU at `device`, or None."""
     if importlib.util.find_spec("triton") is None:
-        return BackendStatus(name=TRITON, available=False, reason="the package triton is not installed")
+        return "the package triton is not installed"
     if device.type != "cuda":
-        return BackendStatus(name=TRITON, available=False, reason=f"Triton kernels need a CUDA GPU, not {device.type}")
-    if not torch.cuda.is_available():
-        return BackendStatus(name=TRITON, available=False, reason="no CUDA GPU is visible")
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return BackendStatus(name=TRITON, available=False, reason=f"sm_{major}{minor} is older than sm_80")
-    return BackendStatus(name=TRITON, available=True, reason=f"sm_{major}{minor}, GEMMs emulated in bf16")
+        return f"Triton kernels need a CUDA GPU, not {device.type}"
+    return None if torch.cuda.is_available() else "no CUDA GPU is visible"
+
+
+def _triton_status(device: torch.device) -> BackendStatus:
+    reason = _no_gpu(device)
+    if reason is None:
+        target = find(device)
+        reason = target.problem
+        if reason is None:
+            return BackendStatus(name=TRITON, available=True, reason=f"{target.name}, GEMMs emulated in bf16")
+    return BackendStatus(name=TRITON, available=False, reason=reason)
 
 
 def _native_status(device: torch.device) -> BackendStatus:
     triton = _triton_status(device)
     if not triton.available:
         return BackendStatus(name=NATIVE, available=False, reason=triton.reason)
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 10:
-        reason = f"sm_{major}{minor} has no FP4 tensor cores; they came with sm_100"
+    target = find(device)
+    if not target.fp4_products:
+        reason = f"{target.name} has no FP4 tensor cores; they came with sm_100"
         return BackendStatus(name=NATIVE, available=False, reason=reason)
-    return BackendStatus(name=NATIVE, available=True, reason=f"sm_{major}{minor}, GEMMs on FP4 and FP8 tensor cores")
+    return BackendStatus(name=NATIVE, available=True, reason=f"{target.name}, GEMMs on FP4 and FP8 tensor cores")
+
+
+def _portable_status(device: torch.device) -> BackendStatus:
+    reason = _no_gpu(device)
+    if reason is None:
+        target = find(device)
+        if target.problem is not None and target.backend == HIP:
+            return BackendStatus(name=PORTABLE, available=True, reason=f"{target.name}, bytes not compared")
+        reason = target.problem or f"the kernels of {target.name} run without it"
+    return BackendStatus(name=PORTABLE, available=False, reason=reason)
 
 
 def _casts(device: torch.device) -> str:
@@ -82,6 +102,8 @@ def _casts(device: torch.device) -> str:
 
 def _status(name: str, device_type: str, index: int | None) -> BackendStatus:
     device = torch.device(device_type, index) if index is not None else torch.device(device_type)
+    if name == PORTABLE:
+        return _portable_status(device)
     for status in _statuses(device):
         if status.name == name:
             return status
@@ -101,7 +123,7 @@ def choose(device: torch.device, backend: str | None) -> str:
 
     Args:
         device: where the operands are.
-        backend: a name that overrides the choice, or None.
+        backend: a name that overrides the choice, or None. PORTABLE runs Triton's kernels on an AMD GPU.
 
     Raises:
         ValueError: the backend asked for does not exist or does not run there.
@@ -111,12 +133,13 @@ def choose(device: torch.device, backend: str | None) -> str:
             if _available(name, device.type, device.index).available:
                 return name
         return REFERENCE
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: use one of {', '.join(map(repr, BACKENDS))}, or None to choose")
+    if backend not in (*BACKENDS, PORTABLE):
+        names = ", ".join(map(repr, (*BACKENDS, PORTABLE)))
+        raise ValueError(f"backend={backend!r}: use one of {names}, or None to choose")
     status = _available(backend, device.type, device.index)
     if not status.available:
         raise ValueError(f"backend={backend!r}: {status.reason}; use backend=None to choose what runs here")
-    return backend
+    return TRITON if backend == PORTABLE else backend
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout, matrix_shape
 from halfbyte.ops import library as _library  # noqa: F401  defines torch.ops.halfbyte
+from halfbyte.ops.backends import NATIVE, choose
 from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.ops.repeat import call_op
 from halfbyte.rng import Draw
@@ -142,6 +143,18 @@ def dequantize(
     return call_op(torch.ops.halfbyte.dequantize, *blocks, spec.key, cols, dtype, scale_layout, backend or "")
 
 
+def decode(operand: Operand, backend: str | None = None) -> Operand:
+    """Return codes as a transient operand, which several GEMMs read at no further cost; where FP4 runs natively, codes.
+
+    Only `gemm_nt` reads it.
+    """
+    blocks, spec, cols, scale_layout = operand
+    if choose(blocks.qdata.device, backend) == NATIVE:
+        return operand
+    values = call_op(torch.ops.halfbyte.decode, *blocks, spec.key, cols, scale_layout, backend or "")
+    return Operand(Blocks(values, blocks.block_scale.new_empty(0), blocks.amax), spec, cols)
+
+
 def transpose(
     qdata: Tensor, block_scale: Tensor, rows: int, cols: int, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -174,6 +187,20 @@ def gemm_nt(
         return call_op(torch.ops.halfbyte.gemm_nt, *operands, out_dtype, bias, backend or "")
     call_op(torch.ops.halfbyte.gemm_nt_out, *operands, bias, out, accumulate, backend or "")
     return out
+
+
+def gemm_nt_add(
+    a: Operand | Tensor,
+    b: Operand | Tensor,
+    addend: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+) -> Tensor:
+    """Return a @ b.T + addend [M, N], added in fp32 and rounded once to `out_dtype`; a and b as for `gemm_nt`."""
+    K = a.cols if isinstance(a, Operand) else a.shape[1]
+    operands = (*operand_arguments(a), *operand_arguments(b), K)
+    return call_op(torch.ops.halfbyte.gemm_nt_add, *operands, addend, out_dtype, backend or "")
 
 
 def operand_arguments(operand: Operand | Tensor) -> tuple:

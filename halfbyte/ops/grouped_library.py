@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from halfbyte import reference
+from halfbyte.kernels.target import target_of
 from halfbyte.layout import LINEAR, Blocks, ceil_div, grouped_shapes, round_up, swizzled_numel
 from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
 from halfbyte.ops.repeat import define
@@ -129,8 +130,7 @@ def _native(a, b, offsets: Tensor, K: int, out_dtype: torch.dtype, backend: str)
         return None
     from halfbyte.kernels.gemm import grouped_native
 
-    capability = torch.cuda.get_device_capability(offsets.device)
-    reason = grouped_native.unsupported(a, b, out_dtype, False, capability)
+    reason = grouped_native.unsupported(a, b, out_dtype, False, target_of(offsets.device))
     if reason is None:
         return grouped_native.grouped_gemm_nt(a, b, offsets, K)
     warn_once(f"a grouped GEMM is emulated in bf16: {reason}")

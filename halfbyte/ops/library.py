@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from halfbyte import reference
+from halfbyte.kernels.target import target_of
 from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape, round_up, swizzled_numel
 from halfbyte.ops.backends import NATIVE, REFERENCE, choose, warn_once
 from halfbyte.ops.repeat import define
@@ -43,6 +44,9 @@ _SCHEMAS = (
     "transpose(Tensor qdata, Tensor block_scale, SymInt rows, SymInt cols, str backend) -> (Tensor, Tensor)",
     f"gemm_nt({_OPERANDS}, ScalarType out_dtype, Tensor? bias, str backend) -> Tensor",
     f"gemm_nt_out({_OPERANDS}, Tensor? bias, Tensor(z!) out, bool accumulate, str backend) -> ()",
+    f"gemm_nt_add({_OPERANDS}, Tensor addend, ScalarType out_dtype, str backend) -> Tensor",
+    "decode(Tensor qdata, Tensor block_scale, Tensor amax, str key, SymInt cols, str scale_layout, str backend) "
+    "-> Tensor",
 )
 
 
@@ -129,6 +133,18 @@ def gemm_nt_out(
     _gemm(*sides, K, backend, out.dtype, bias, out, accumulate)
 
 
+def gemm_nt_add(
+    a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, addend, out_dtype, backend
+) -> Tensor:
+    sides = _Side(a, a_scale, a_amax, a_key, a_layout), _Side(b, b_scale, b_amax, b_key, b_layout)
+    return _gemm(*sides, K, backend, out_dtype, None, addend=addend)
+
+
+def decode(qdata, block_scale, amax, key, cols, scale_layout, backend) -> Tensor:
+    module = _backend(qdata.device, backend)
+    return module.decode(Blocks(qdata, block_scale, amax), parse(key), cols, scale_layout).values
+
+
 class _Side(NamedTuple):
     """One operand as the ops take it: codes, transient values (no scale), or plain (no key)."""
 
@@ -150,24 +166,28 @@ class _Side(NamedTuple):
         return Blocks(self.data, self.scale, self.amax)
 
 
-def _gemm(a: _Side, b: _Side, K: int, backend: str, out_dtype, bias, out=None, accumulate=False) -> Tensor:
+def _gemm(a: _Side, b: _Side, K: int, backend: str, out_dtype, bias, out=None, accumulate=False, addend=None) -> Tensor:
     """Run gemm_nt on the backend of the operands; a GEMM that does not run natively is emulated, and says so once."""
     options: Any = {"out_dtype": out_dtype, "bias": bias, "out": out, "accumulate": accumulate}
     with torch.autocast(a.data.device.type, enabled=False):
         if choose(a.data.device, backend or None) == NATIVE and _runs_natively(a, b):
             from halfbyte.kernels.gemm import native
 
-            packed = (native.Packed(side.blocks, parse(side.key), K, side.scale_layout) for side in (a, b))
+            packed = [native.Packed(side.blocks, parse(side.key), K, side.scale_layout) for side in (a, b)]
+            if addend is not None:
+                return native.gemm_nt(*packed, out=addend.float().clone(), accumulate=True).to(out_dtype)
             return native.gemm_nt(*packed, **options)
         module = _backend(a.data.device, backend)
         decoded = (_decode(module, side, K, bool(other.key)) for side, other in ((a, b), (b, a)))
+        if addend is not None:
+            return module.gemm_nt_add(*decoded, addend, out_dtype=out_dtype)
         return module.gemm_nt(*decoded, **options)
 
 
 def _runs_natively(a: _Side, b: _Side) -> bool:
     from halfbyte.kernels.gemm import native
 
-    reason = native.unsupported(a.spec, b.spec, torch.cuda.get_device_capability(a.data.device))
+    reason = native.unsupported(a.spec, b.spec, target_of(a.data.device))
     if reason is not None:
         warn_once(f"a GEMM is emulated in bf16: {reason}")
     return reason is None
@@ -253,6 +273,17 @@ def _fake_gemm_nt_out(*arguments):
     return None
 
 
+def _fake_gemm_nt_add(a, *rest):
+    b, out_dtype = rest[4], rest[11]
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def _fake_decode(qdata, block_scale, amax, key, cols, scale_layout, backend):
+    padded = round_up(cols, parse(key).alignment)
+    reference = choose(qdata.device, backend or None) == REFERENCE
+    return qdata.new_empty(qdata.shape[0], padded, dtype=torch.float32 if reference else torch.bfloat16)
+
+
 _FAKES = {
     quantize: _fake_quantize,
     quantize_row_col: _fake_quantize_row_col,
@@ -261,13 +292,15 @@ _FAKES = {
     transpose: _fake_transpose,
     gemm_nt: _fake_gemm_nt,
     gemm_nt_out: _fake_gemm_nt_out,
+    gemm_nt_add: _fake_gemm_nt_add,
+    decode: _fake_decode,
 }
 
 for _schema, (_function, _fake) in zip(_SCHEMAS, _FAKES.items(), strict=True):
     define(_LIBRARY, _schema, _function, _fake)
 
 
-@register_flop_formula([torch.ops.halfbyte.gemm_nt, torch.ops.halfbyte.gemm_nt_out])
+@register_flop_formula([torch.ops.halfbyte.gemm_nt, torch.ops.halfbyte.gemm_nt_out, torch.ops.halfbyte.gemm_nt_add])
 def _gemm_flops(a_shape, a_scale, a_amax, a_key, a_layout, b_shape, *rest, out_shape=None, **named) -> int:
     K = rest[4]
     return 2 * a_shape[0] * b_shape[0] * K

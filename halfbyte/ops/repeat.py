@@ -136,3 +136,44 @@ def repeated(function: Callable, schema: str) -> Callable:
         return out if returned > 1 else out[0] if returned else None
 
     return implementation
+
+
+_LIBRARY = torch.library.Library("halfbyte", "FRAGMENT")
+
+
+def define_pass(name: str, function: Callable) -> Any:
+    """Define a whole pass as an op, and return it.
+
+    Args:
+        name: of the op. It takes a text with what is static, tensors or None, sizes and the numbers that vary.
+        function: (text, tensors, sizes, numbers) -> tensors or None, as `run` demands; None is not returned. Outputs
+            that are inputs come back empty, and those that are returned twice once as a copy: an op aliases nothing.
+    """
+
+    def body(static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) -> tuple[tuple, None]:
+        text, sizes = static
+        given, outputs = {id(tensor) for tensor in tensors}, {}
+        for i, tensor in enumerate(function(text, tensors, sizes, numbers)):
+            if tensor is not None:
+                alone = tensor.clone() if any(tensor is other for other in outputs.values()) else tensor
+                outputs[i] = tensor.new_empty(0) if id(tensor) in given else alone
+        return tuple(outputs.values()), None
+
+    def implementation(text: str, tensors: Sequence[Any], sizes: Sequence[int], numbers: Sequence[int]) -> list[Tensor]:
+        device = next(tensor.device for tensor in tensors if tensor is not None)
+        static = text, tuple(sizes)
+        if (
+            choose(device, None) == REFERENCE
+            or torch._C._len_torch_dispatch_stack()
+            or (prepared := _prepared()) is None
+        ):
+            return list(body(static, tensors, numbers)[0])
+        return list(prepared.call(body, static, tensors, numbers, _recording)[0])
+
+    def fake(text: str, tensors: Sequence[Any], sizes: Sequence[int], numbers: Sequence[int]) -> list[Tensor]:
+        return list(body((text, sizes), tensors, numbers)[0])
+
+    _LIBRARY.define(f"{name}(str text, Tensor?[] tensors, SymInt[] sizes, SymInt[] numbers) -> Tensor[]")
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"halfbyte::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.halfbyte, name)

@@ -119,6 +119,12 @@ def gemm_nt(
     return out.copy_(y)
 
 
+def gemm_nt_add(a: Decoded, b: Decoded, addend: Tensor, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return a @ b.T + addend [M, N], added in fp32 before the only rounding."""
+    y = _apply_factors(a.values @ b.values.T, a.factor, b.factor)
+    return (y + addend.float()).to(out_dtype)
+
+
 def _apply_factors(y: Tensor, ga: Tensor | None, gb: Tensor | None) -> Tensor:
     """Multiply by the scalar factors first, as one product unless it overflows, then by a's column and b's row."""
     scalars = [g for g in (ga, gb) if g is not None and g.dim() == 0]

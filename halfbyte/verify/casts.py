@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from halfbyte.kernels.target import find
 from halfbyte.verify import record
 from halfbyte.verify.record import Check
 
@@ -18,8 +19,7 @@ def casts(device: torch.device) -> list[Check]:
 
     found = hardware_cast.conversions(device)
     if not found:
-        major, minor = torch.cuda.get_device_capability(device)
-        reason = f"sm_{major}{minor} has no E2M1 conversion; it came with sm_100"
+        reason = f"{find(device).name} has no E2M1 conversion; it came with sm_100"
         return [_check("", record.NOT_RUN, reason)]
     checks = []
     for name, used in found.items():

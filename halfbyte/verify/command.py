@@ -14,7 +14,8 @@ from importlib import metadata
 
 import torch
 
-from halfbyte.ops.backends import BACKENDS, choose
+from halfbyte.kernels.target import find
+from halfbyte.ops.backends import BACKENDS, PORTABLE, REFERENCE, TRITON, backends, choose
 from halfbyte.verify import casts, plan, record, speed, timing
 from halfbyte.verify.fingerprint import fingerprint
 from halfbyte.verify.plan import Scope
@@ -32,7 +33,7 @@ def main(arguments: list[str]) -> int:
     device = _device(options.device)
     if options.jobs is not None and options.jobs < 1:
         raise ValueError(f"--jobs {options.jobs}: give a number of processes, 1 or more")
-    scope = Scope(device=device, backend=_backend(device, options.backend), full=options.full)
+    scope = Scope(device=device, backend=_backend(device, options), full=options.full)
     jobs = options.jobs or (min(16, os.cpu_count() or 1) if device.type == "cuda" else 1)
     report = verify(scope, jobs=jobs, with_speed=options.speed, after=_count if sys.stderr.isatty() else None)
     if sys.stderr.isatty():
@@ -44,6 +45,9 @@ def main(arguments: list[str]) -> int:
     else:
         if device.type != "cuda":
             print("No GPU is visible: the kernels were not run, only the reference was checked.\n")
+        elif scope.backend == REFERENCE and options.backend is None:
+            triton = {status.name: status for status in backends(device)}[TRITON]
+            print(f"The kernels were not run, only the reference was checked: {triton.reason}.\n")
         print(record.text(report))
     return 0 if report.passed else 1
 
@@ -54,6 +58,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--row", action="store_true", help="print this machine's row of docs/hardware.md")
     parser.add_argument("--device", help="cuda, cuda:1 or cpu; by default the first GPU if there is one")
     parser.add_argument("--backend", choices=BACKENDS, help="by default what runs there")
+    parser.add_argument("--force", action="store_true", help="run the kernels on an AMD GPU, whose bytes are not known")
     parser.add_argument("--full", action="store_true", help="every spec on every input")
     parser.add_argument("--jobs", type=int, help="processes that share the work; by default up to 16 on a GPU")
     parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True, help="measure speeds too")
@@ -79,9 +84,14 @@ def _device(asked: str | None) -> torch.device:
     return device
 
 
-def _backend(device: torch.device, asked: str | None) -> str | None:
+def _backend(device: torch.device, options: argparse.Namespace) -> str | None:
     """Return the backend to compare with the reference; None on a CPU, unless one is asked for."""
-    return choose(device, asked) if asked is not None or device.type == "cuda" else None
+    if options.force:
+        if options.backend is not None:
+            raise ValueError(f"--force --backend {options.backend}: --force chooses the kernels; leave one of them out")
+        choose(device, PORTABLE)
+        return PORTABLE
+    return choose(device, options.backend) if options.backend is not None or device.type == "cuda" else None
 
 
 def verify(
@@ -104,7 +114,7 @@ def verify(
     speeds, limits = [], ""
     if scope.device.type == "cuda" and with_speed:
         measured = timing.ceilings(scope.device)
-        speeds, limits = list(speed.speeds(scope.device, measured)), measured.text()
+        speeds, limits = list(speed.speeds(scope.device, measured, scope.backend)), measured.text()
     return Report(
         machine=machine(scope),
         checks=checks,
@@ -123,8 +133,9 @@ def machine(scope: Scope) -> dict[str, str]:
     """Return what identifies the machine, for reports."""
     device = scope.device
     if device.type == "cuda":
-        facts = torch.cuda.get_device_properties(device)
-        name = f"{facts.name} (sm_{facts.major}{facts.minor}, {facts.multi_processor_count} SMs)"
+        target = find(device)
+        units = "SMs" if target.ptx else "CUs"
+        name = f"{torch.cuda.get_device_name(device)} ({target.name}, {target.multiprocessors} {units})"
     else:
         name = f"{platform.machine()} CPU"
     return {"device": name, "backend": scope.backend or "none: the reference alone", "versions": versions()}
@@ -137,6 +148,8 @@ def versions() -> str:
         parts.append(f"Triton {metadata.version('triton')}")
     if torch.version.cuda:
         parts.append(f"CUDA {torch.version.cuda}")
+    if torch.version.hip:
+        parts.append(f"ROCm {torch.version.hip}")
     return ", ".join((*parts, f"Python {platform.python_version()}"))
 
 

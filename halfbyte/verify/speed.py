@@ -17,45 +17,57 @@ SIZE = 8192
 BUDGET = 0.15
 
 
-def speeds(device: torch.device, limits: Ceilings, size: int = SIZE) -> Iterator[Speed]:
+def speeds(device: torch.device, limits: Ceilings, backend: str | None = None, size: int = SIZE) -> Iterator[Speed]:
     """Measure the main kernels on a [size, size] bf16 matrix.
 
     Args:
         device: a CUDA device.
         limits: the ceilings of the same process.
+        backend: whose kernels; None for those that run there.
         size: a smaller one for tests.
     """
     draw = Philox(1, 2).on(device)
     xs = [torch.randn(size, size, device=device).bfloat16() for _ in range(input_sets(device, 2 * size * size))]
-    amax = ops.amax(xs[0])
+    amax = ops.amax(xs[0], backend)
     stochastic, rotated = NVFP4(rounding="stochastic"), NVFP4(rounding="stochastic", rotation=Hadamard())
-    codes = [ops.quantize(x, NVFP4(), amax=amax) for x in xs]
+    codes = [ops.quantize(x, NVFP4(), amax=amax, backend=backend) for x in xs]
     one = sum(t.numel() for t in codes[0][:2])
     read = 2 * size * size
     cases: tuple[tuple[str, int, Callable], ...] = (
-        ("amax", read, lambda x, q: ops.amax(x)),
-        ("quantize 1x16", read + one, lambda x, q: ops.quantize(x, NVFP4(), amax=amax)),
-        ("quantize 1x16 SR", read + one, lambda x, q: ops.quantize(x, stochastic, draw=draw, amax=amax)),
+        ("amax", read, lambda x, q: ops.amax(x, backend)),
+        ("quantize 1x16", read + one, lambda x, q: ops.quantize(x, NVFP4(), amax=amax, backend=backend)),
+        (
+            "quantize 1x16 SR",
+            read + one,
+            lambda x, q: ops.quantize(x, stochastic, draw=draw, amax=amax, backend=backend),
+        ),
         (
             "row SR + col SR RHT16",
             read + 2 * one,
-            lambda x, q: ops.quantize_row_col(x, stochastic, rotated, draw=draw, row_amax=amax, col_amax=amax),
+            lambda x, q: ops.quantize_row_col(
+                x, stochastic, rotated, draw=draw, row_amax=amax, col_amax=amax, backend=backend
+            ),
         ),
-        ("dequantize to bf16", read + one, lambda x, q: ops.dequantize(q, NVFP4(), size, torch.bfloat16)),
+        (
+            "dequantize to bf16",
+            read + one,
+            lambda x, q: ops.dequantize(q, NVFP4(), size, torch.bfloat16, backend=backend),
+        ),
     )
     for name, moved, function in cases:
         calls = [lambda x=x, q=q, function=function: function(x, q) for x, q in zip(xs, codes, strict=True)]
         seconds = measure(calls, device, budget=BUDGET).seconds
         rate = moved / seconds
         yield Speed(name=name, microseconds=seconds * 1e6, rate=rate / 1e12, unit="TB/s", share=rate / limits.copy)
-    yield _product(device, xs, codes, size)
+    yield _product(device, xs, codes, backend)
 
 
-def _product(device: torch.device, xs: list[torch.Tensor], codes: list[Blocks], size: int) -> Speed:
+def _product(device: torch.device, xs: list[torch.Tensor], codes: list[Blocks], backend: str | None) -> Speed:
     """gemm_nt of quantized operands, decoding included, beside the same product in bf16 by torch."""
+    size = xs[0].shape[0]
     sides = [ops.Operand(blocks, NVFP4(), size) for blocks in codes[:2]]
     variants = {
-        "ours": [lambda: ops.gemm_nt(sides[0], sides[-1])],
+        "ours": [lambda: ops.gemm_nt(sides[0], sides[-1], backend=backend)],
         "bf16": [lambda: xs[0] @ xs[-1].T],
     }
     times = measure_alternately(variants, device, budget=BUDGET)

@@ -8,11 +8,12 @@ import torch
 import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels.gemm import dense
+from halfbyte.kernels.target import target_of
 from halfbyte.kernels.unpack import dequantize as dq
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-HOPPER = torch.cuda.is_available() and dense.tma_tiles(dense.capability(torch.device("cuda", 0)))
+HOPPER = torch.cuda.is_available() and dense.tma_tiles(target_of(torch.device("cuda", 0)))
 VARIANTS = ("auto", "pointer", "tma") if HOPPER else ("auto", "pointer")
 SHAPES = ((1, 1, 1), (16, 16, 16), (129, 257, 513), (1000, 520, 2064), (2048, 1024, 4096), (256, 384, 30000))
 PAIRS = (

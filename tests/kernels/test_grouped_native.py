@@ -13,7 +13,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 import halfbyte as hb
 from halfbyte import layout, reference
-from halfbyte.kernels.gemm import grouped_native, native
+from halfbyte.kernels import record
+from halfbyte.kernels.gemm import grouped_native
 from halfbyte.layout import GroupedOperand
 
 TILE = hb.NVFP4(block=(16, 16))
@@ -25,7 +26,7 @@ PAIRS = {
 SIZES, PADDING, K, N = (17, 1, 0, 130, 16), 6, 64, 48
 OFFSETS = ends(SIZES)
 ROWS = sum(SIZES) + PADDING
-SM_100 = (10, 0)
+SM_100 = record.TARGETS["sm_100"]
 
 
 def operands(name, split, scale_layout=layout.LINEAR):
@@ -138,9 +139,9 @@ def test_what_is_emulated_says_why():
     row = a._replace(spec=hb.NVFP4(outer="row"))
     narrow = b._replace(data=b.data._replace(qdata=b.data.qdata[:, :40]))
     decoded = a._replace(data=a.data._replace(qdata=torch.zeros(ROWS, K)))
-    for sides, dtype, accumulate, capability, reason in (
-        ((a, b), torch.bfloat16, False, (9, 0), "sm_90"),
-        ((a, b), torch.bfloat16, False, (12, 0), "no kernel for sm_120"),
+    for sides, dtype, accumulate, target, reason in (
+        ((a, b), torch.bfloat16, False, record.TARGETS["sm_90"], "sm_90"),
+        ((a, b), torch.bfloat16, False, record.TARGETS["sm_120"], "no kernel for sm_120"),
         ((a, b), torch.float32, False, SM_100, "rounds to bf16"),
         ((a, b), torch.bfloat16, True, SM_100, "accumulates nothing"),
         ((row, b), torch.bfloat16, False, SM_100, "one factor per group"),
@@ -148,8 +149,7 @@ def test_what_is_emulated_says_why():
         ((decoded, b), torch.bfloat16, False, SM_100, "no codes"),
         ((a, GroupedOperand(torch.zeros(5, N, K))), torch.bfloat16, False, SM_100, "not quantized"),
     ):
-        assert reason in grouped_native.unsupported(*sides, dtype, accumulate, capability)
+        assert reason in grouped_native.unsupported(*sides, dtype, accumulate, target)
     e5m2 = GroupedOperand(a.data, hb.MXFP8(element="e5m2"))
     other = GroupedOperand(b.data, hb.MXFP8())
     assert "e4m3" in grouped_native.unsupported(e5m2, other, torch.bfloat16, False, SM_100)
-    assert native.MIN_CAPABILITY == SM_100

@@ -1,12 +1,14 @@
 """The self-test of E2M1 conversions, with a conversion that is ours or wrong in place of the GPU's."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import halfbyte as hb
 from halfbyte.kernels.device import hardware_cast, scales
+from halfbyte.kernels.target import INTERPRETER, amd, nvidia
 from halfbyte.verify import casts, record
 
 
@@ -14,12 +16,17 @@ class Gpu:
     type = "cuda"
 
 
+def a_gpu(monkeypatch, capability):
+    facts = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+
+
 @pytest.mark.parametrize(
     ("capability", "names"),
     [((9, 0), {}), ((10, 0), {"nearest": True, "stochastic": False}), ((12, 0), {"nearest": True})],
 )
 def test_which_gpus_convert(capability, names, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    a_gpu(monkeypatch, capability)
     assert hardware_cast.conversions(Gpu()) == names
 
 
@@ -32,7 +39,7 @@ def test_which_gpus_convert(capability, names, monkeypatch):
     ],
 )
 def test_backends_say_how_they_convert(capability, native, casts, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    a_gpu(monkeypatch, capability)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     statuses = {status.name: status for status in hb.backends()}
     assert statuses["native"].available == native and not statuses["reference"].casts
@@ -52,11 +59,15 @@ def test_a_difference_is_reported(name, wrong, outcome, monkeypatch):
 
 
 def test_a_gpu_without_one_says_so(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    a_gpu(monkeypatch, (9, 0))
     (check,) = casts.casts(Gpu())
     assert check.outcome == record.NOT_RUN and "sm_90" in check.detail
 
 
 @pytest.mark.parametrize(("capability", "level"), [(80, 0), (86, 0), (89, 89), (90, 90), (100, 100), (120, 100)])
 def test_levels(capability, level):
-    assert scales.hardware_level(capability) == level
+    assert scales.hardware_level(nvidia(capability, 8)) == level
+
+
+def test_no_level_elsewhere():
+    assert [scales.hardware_level(target) for target in (amd("gfx950", 8), INTERPRETER)] == [0, 0]

@@ -8,6 +8,7 @@ import torch
 import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels.gemm import dense
+from halfbyte.kernels.target import amd, nvidia
 from halfbyte.kernels.unpack.dequantize import Decoded
 
 torch.manual_seed(0)
@@ -77,6 +78,26 @@ def test_one_rounding_to_the_output_dtype(dtype):
     checks.same(summed, reference.gemm_nt(*theirs, out=existing.clone(), accumulate=True))
 
 
+@pytest.mark.parametrize(("M", "N"), ((9, 16), (12, 37)))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_addend_of_its_own_dtype_is_added_before_the_rounding(variant, M, N):
+    ours, theirs = zip(*(checks.decoded_pair(torch.randn(n, 48), checks.ROW) for n in (M, N)), strict=True)
+    addend = torch.randn(M, N)
+    y = dense.gemm_nt_add(*ours, addend, out_dtype=torch.bfloat16, variant=variant)
+    summed = dense.gemm_nt(*ours, out=addend.clone(), accumulate=True, variant=variant)
+    checks.same(y, summed.bfloat16())
+    factors = [side.factor.double() for side in theirs]
+    exact = (theirs[0].values.double() @ theirs[1].values.double().T) * (factors[0][:, None] * factors[1][None, :])
+    torch.testing.assert_close(y.double(), exact + addend, rtol=2**-8, atol=1e-5)
+    checks.same(reference.gemm_nt_add(*theirs, addend, out_dtype=torch.bfloat16), y)
+
+
+def test_an_addend_without_a_contraction():
+    a, b, addend = torch.empty(3, 0), torch.empty(5, 0), torch.randn(3, 5)
+    y = dense.gemm_nt_add(Decoded(a), Decoded(b), addend, out_dtype=torch.bfloat16)
+    checks.same(y, addend.bfloat16())
+
+
 def test_scalar_factors_that_overflow_together():
     a, b = (Decoded(torch.full((2, 16), v).bfloat16(), torch.tensor(3e38), 2688.0) for v in (2.0**-9, 2.0**-10))
     assert torch.isinf((torch.tensor(3e38) / 2688) ** 2)
@@ -99,17 +120,25 @@ def test_split_contraction(variant, splits, monkeypatch):
 
 
 def test_tiles_are_chosen_for_the_shape():
-    tiles = dense.tma_tiles(90)
+    tiles = dense.tma_tiles(nvidia(90, 132))
     assert dense.choose_tile(tiles, 8192, 8192, 8192, 132) == (tiles[0], 1)
     assert dense.choose_tile(tiles, 65536, 1024, 1024, 132)[1] == 1
     wgrad_tile, splits = dense.choose_tile(tiles, 1024, 1024, 65536, 132)
     assert splits > 1 and (1024 // wgrad_tile.bm) * (1024 // wgrad_tile.bn) * splits <= 132
     assert dense.choose_tile(tiles, 64, 64, 64, 132)[1] == 1
+    # Parts in several waves pay where whole tiles leave a third of the GPU idle, not where they nearly fill it.
+    assert dense.choose_tile(tiles, 2816, 1024, 32768, 132) == (tiles[0], 3)
+    assert dense.choose_tile(tiles, 5632, 2048, 16384, 132) == (tiles[0], 1)
     small = (*tiles, *dense.SMALL_TILES)
     assert dense.choose_tile(small, 512, 1024, 1024, 132) == (dense.SMALL_TILES[2], 1)
     assert dense.choose_tile(small, 1024, 1024, 512, 132) == (dense.SMALL_TILES[0], 1)
     assert dense.choose_tile(small, 1024, 1024, 65536, 132) == (wgrad_tile, splits)
-    assert dense.tma_tiles(80) == dense.tma_tiles(120) == ()
+    assert (
+        dense.tma_tiles(nvidia(80, 108))
+        == dense.tma_tiles(nvidia(120, 170))
+        == dense.tma_tiles(amd("gfx950", 256))
+        == ()
+    )
 
 
 @pytest.mark.parametrize("shape", ((0, 5, 16), (4, 0, 16), (3, 5, 0)))

@@ -11,6 +11,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 import halfbyte as hb
 from halfbyte import layout, reference
+from halfbyte.kernels import record
 from halfbyte.kernels.gemm import native
 
 torch.manual_seed(0)
@@ -159,10 +160,12 @@ def test_nothing_to_multiply(shape, monkeypatch):
 
 def test_reasons():
     nvfp4, mxfp8, wide = hb.NVFP4(), hb.MXFP8(), hb.MXFP8(element="e5m2")
-    for capability in ((10, 0), (10, 3), (12, 0)):
-        assert native.unsupported(nvfp4, checks.TILE, capability) is None
-        assert native.unsupported(mxfp8, wide, capability) is None
-        assert "e5m2" in native.unsupported(wide, wide, capability)
-        assert "not quantized" in native.unsupported(nvfp4, None, capability)
-        assert "mix" in native.unsupported(nvfp4, mxfp8, capability)
-    assert "sm_90" in native.unsupported(nvfp4, nvfp4, (9, 0))
+    for name in ("sm_100", "sm_103", "sm_120"):
+        target = record.TARGETS[name]
+        assert native.unsupported(nvfp4, checks.TILE, target) is None
+        assert native.unsupported(mxfp8, wide, target) is None
+        assert "e5m2" in native.unsupported(wide, wide, target)
+        assert "not quantized" in native.unsupported(nvfp4, None, target)
+        assert "mix" in native.unsupported(nvfp4, mxfp8, target)
+    for name in ("sm_90", "gfx950"):
+        assert name in native.unsupported(nvfp4, nvfp4, record.TARGETS[name])

@@ -172,3 +172,9 @@ def test_interpreted_descriptor_is_that_of_the_memory_given():
 )
 def test_only_launchers_that_are_known_are_repeated(version, repeats):
     assert launch.supports(version) == repeats
+
+
+def test_amds_launchers_are_not_known(monkeypatch):
+    assert launch.supports("3.6.0")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not launch.supports("3.6.0")

@@ -8,6 +8,7 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import halfbyte as hb
+from halfbyte import ops
 from halfbyte.ops.backends import choose
 
 STANDARD, TILE = hb.NVFP4(), hb.NVFP4(block=(16, 16))
@@ -68,6 +69,8 @@ def test_opcheck_gemm():
     opcheck(HB.gemm_nt_out, (*sides, None, torch.ones(12, 20), True, ""))
     plain = (torch.randn(12, 40), None, None, "", "linear", *b, STANDARD.key, "linear", 40)
     opcheck(HB.gemm_nt, (*plain, torch.bfloat16, None, ""))
+    opcheck(HB.gemm_nt_add, (*sides, torch.ones(12, 20), torch.bfloat16, ""))
+    opcheck(HB.decode, (*a, STANDARD.key, 40, "linear", ""))
 
 
 def test_flop_counter_knows_the_gemm():
@@ -75,7 +78,8 @@ def test_flop_counter_knows_the_gemm():
     with FlopCounterMode(display=False) as counter:
         hb.gemm_nt(a, b)
         hb.gemm_nt(a, b, out=torch.zeros(12, 20), accumulate=True)
-    assert counter.get_total_flops() == 2 * (2 * 12 * 20 * 40)
+        ops.gemm_nt_add(a.dequantize(), b.dequantize(), torch.zeros(12, 20))
+    assert counter.get_total_flops() == 3 * (2 * 12 * 20 * 40)
 
 
 def test_backend_is_chosen_with_a_reason():

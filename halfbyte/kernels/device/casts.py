@@ -4,8 +4,8 @@ A block is a tuple of 16 tensors (MXFP8: 32, a rotated group: up to 128), elemen
 a thread owns whole blocks: maxima, sums, butterflies and packing are arithmetic between registers, without shuffles or
 shared memory, and the same code serves blocks along rows and along columns.
 
-Everything is exact in Triton's interpreter and on every GPU. Where a GPU has one instruction for what portable Triton
-says in several, the portable form serves the interpreter and the instruction is inline assembly beside it.
+Everything is exact in Triton's interpreter and on every GPU. Where NVIDIA's GPUs have one instruction for what portable
+Triton says in several, it is inline assembly beside the portable form, which serves the interpreter and other GPUs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from halfbyte import formats
-from halfbyte.kernels.device.decode import INTERPRETED
+from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.rng import HADAMARD_SIGN_BITS
 
 FLT_MAX = tl.constexpr(formats.FLT_MAX)
@@ -70,7 +70,7 @@ E4M3_CONVERSION = tl.constexpr(
 @triton.jit
 def to_fp32(x):
     """Return bf16, fp16 or fp32 values as fp32."""
-    if INTERPRETED and x.dtype == tl.bfloat16:  # its conversion is wrong for subnormals
+    if not has_ptx() and x.dtype == tl.bfloat16:  # the interpreter's conversion is wrong for subnormals
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
 
@@ -122,7 +122,7 @@ def fp8_word(x0, x1, x2, x3, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
 @triton.jit
 def scaled_magnitude(x, encode):
     """Return |x| * encode."""
-    if INTERPRETED:
+    if not has_ptx():
         return tl.abs(x) * encode
     x, encode = tl.broadcast(x, encode)
     return tl.inline_asm_elementwise(MULTIPLY_ABS, "=f,f,f", [x, encode], dtype=tl.float32, is_pure=True, pack=1)
@@ -163,7 +163,7 @@ def pack_word(xs, START: tl.constexpr, codes):
     word = xs[START].to(tl.uint32, bitcast=True) & 0
     for j in tl.static_range(8):
         bits = xs[START + 7 - j].to(tl.uint32, bitcast=True)
-        if INTERPRETED:
+        if not has_ptx():
             word = (((word << 1) | (bits >> 31)) << 3) + codes[7 - j]
         else:
             word = tl.inline_asm_elementwise(
@@ -243,7 +243,7 @@ def bf16_pairs(xs):
     """Round an even number of fp32 tensors to bf16, two in a uint32, the first in its low half; Inf and NaN stay."""
     out = ()
     for i in tl.static_range(0, len(xs), 2):
-        if INTERPRETED:  # its conversion truncates
+        if not has_ptx():  # the interpreter's conversion truncates
             low, high = xs[i].to(tl.uint32, bitcast=True), xs[i + 1].to(tl.uint32, bitcast=True)
             low = tl.where(xs[i] == xs[i], (low + 0x7FFF + ((low >> 16) & 1)) >> 16, 0x7FC0)
             high = tl.where(xs[i + 1] == xs[i + 1], (high + 0x7FFF + ((high >> 16) & 1)) & 0xFFFF0000, 0x7FC00000)
@@ -283,7 +283,7 @@ def pair_abs_max(pairs, HARDWARE: tl.constexpr):
 
     HARDWARE: the target is sm_89 or later, as for FP8.
     """
-    if INTERPRETED:
+    if not has_ptx():
         return pair_of(abs_max(unpack_halves(pairs, False)), abs_max(unpack_halves(pairs, True)))
     XORSIGN: tl.constexpr = 1 if HARDWARE else 0
     m = pairs[0]
@@ -298,7 +298,7 @@ def pair_abs_max(pairs, HARDWARE: tl.constexpr):
 def max_of_pairs(pairs, HARDWARE: tl.constexpr):
     """Return max |x| over all values of `bf16_pairs` as fp32; NaN if one is NaN. HARDWARE: as in `pair_abs_max`."""
     m = pair_abs_max(pairs, HARDWARE)
-    if INTERPRETED or not HARDWARE:
+    if not has_ptx() or not HARDWARE:
         return max_of_pair(m)
     m = tl.inline_asm_elementwise(MAX_OF_HALVES, "=r,r", [m], dtype=tl.uint32, is_pure=True, pack=1)
     return (m & 0x7FFF0000).to(tl.float32, bitcast=True)
@@ -332,7 +332,7 @@ def max_of_pair(m):
 @triton.jit
 def reciprocal(x):
     """Return fp32 1 / x, rounded to nearest."""
-    if INTERPRETED:
+    if not has_ptx():
         return tl.div_rn(x * 0 + 1.0, x)
     return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
@@ -340,7 +340,7 @@ def reciprocal(x):
 @triton.jit
 def regular_reciprocal(x):
     """Return fp32 1 / x, rounded to nearest, for |x| between 2^-100 and 2^100, Inf or NaN for 0, else anything."""
-    if INTERPRETED:
+    if not has_ptx():
         return tl.where(x == 0, INF, tl.div_rn(x * 0 + 1.0, tl.where(x == 0, 1.0, x)))
     return tl.inline_asm_elementwise(REGULAR_RECIPROCAL, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
@@ -348,7 +348,7 @@ def regular_reciprocal(x):
 @triton.jit
 def quotient(x, d):
     """Return fp32 x / d, rounded to nearest, where x, d and the result lie between 2^-100 and 2^100."""
-    if INTERPRETED:
+    if not has_ptx():
         return tl.div_rn(x, x * 0 + d)
     return quotient_by(x, d, regular_reciprocal(d))
 
@@ -356,7 +356,7 @@ def quotient(x, d):
 @triton.jit
 def quotient_by(x, d, r):
     """Return `quotient` (x, d) from r, the rounded reciprocal of d."""
-    if INTERPRETED:
+    if not has_ptx():
         return tl.div_rn(x, x * 0 + d)
     # What IEEE division does where its range check passes: one correction of x times the reciprocal.
     q = x * r
@@ -404,7 +404,7 @@ def part(xs, START: tl.constexpr, LENGTH: tl.constexpr):
 def like(index, x):
     """Return int64 `index`, computed by the threads that hold x: else random words would move between threads."""
     bits = x.to(tl.uint32, bitcast=True)
-    if INTERPRETED:
+    if not has_ptx():
         zero = bits & 0
     else:
         zero = tl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [bits], dtype=tl.uint32, is_pure=True, pack=1)
@@ -415,7 +415,7 @@ def like(index, x):
 def wide_sum(base, n, stride):
     """Return base + n * stride in int64, neither n nor stride negative: one instruction where stride is int32."""
     stride = tl.full((), 0, tl.int32) + stride
-    if INTERPRETED or stride.dtype == tl.int64:
+    if not has_ptx() or stride.dtype == tl.int64:
         return base + n * stride.to(tl.int64)
     return tl.inline_asm_elementwise(
         "mad.wide.u32 $0, $2, $3, $1;", "=l,l,r,r", [base, n, stride], dtype=tl.int64, is_pure=True, pack=1
@@ -425,7 +425,7 @@ def wide_sum(base, n, stride):
 @triton.jit
 def unaligned(index):
     """Return a scalar; what divides it is hidden from the compiler, whose stores from there are of one element each."""
-    if INTERPRETED:
+    if not has_ptx():
         return index
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [index], dtype=tl.int32, is_pure=True, pack=1)
 

@@ -27,7 +27,7 @@ SAME_PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
 
 @triton.jit
 def decoded_pairs(codes, scale):
-    """Return the bf16 pairs of 8 E2M1 codes (int32 words) times fp32 E4M3 scales; not in the interpreter."""
+    """Return the bf16 pairs of 8 E2M1 codes (int32 words) times fp32 E4M3 scales; where there is PTX."""
     pair = tl.inline_asm_elementwise(SAME_PAIR, "=r,f", [scale * 128.0], dtype=tl.uint32, is_pure=True, pack=1)
     return tl.inline_asm_elementwise(
         DECODE_CODES, "=&r,=&r,=&r,=&r,r,r", [codes, pair], dtype=WORDS, is_pure=True, pack=1

@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.device import casts as pm
-from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY, converted_word
+from halfbyte.kernels.device.e2m1_conversion import converted_word
 from halfbyte.kernels.device.stochastic import stochastic_word, upper_halves
 from halfbyte.kernels.launch import jit
+from halfbyte.kernels.target import find
 
 COUNT = 1 << 16
 BLOCK = 256
-STOCHASTIC_CAPABILITIES = (100, 103)
 
 # Eight values and two words of random bytes to eight codes.
 STOCHASTIC_CONVERSION = tl.constexpr(
@@ -57,18 +57,16 @@ def e2m1_pair_kernel(x_ptr, random_ptr, ours_ptr, theirs_ptr, STOCHASTIC: tl.con
 
 def conversions(device: torch.device) -> dict[str, bool]:
     """Return which of "nearest" and "stochastic" the device has and uses: name -> used by quantize."""
-    major, minor = torch.cuda.get_device_capability(device)
-    found = {}
-    if 10 * major + minor >= E2M1_CAPABILITY.value:
+    target, found = find(device), {}
+    if target.e2m1:
         found["nearest"] = True
-    if 10 * major + minor in STOCHASTIC_CAPABILITIES:
+    if target.stochastic_e2m1:
         found["stochastic"] = False
     return found
 
 
 def explain(device: torch.device) -> str:
     """Say which conversions to E2M1 quantize takes from the device, and why not the others."""
-    major, minor = torch.cuda.get_device_capability(device)
     found, words = conversions(device), {}
     for name, instruction in (("nearest", "cvt.rn"), ("stochastic", "cvt.rs")):
         if found.get(name):
@@ -79,7 +77,7 @@ def explain(device: torch.device) -> str:
                 "because no such GPU has confirmed its bytes"
             )
         else:
-            words[name] = f"in integer arithmetic: sm_{major}{minor} has no {instruction} to E2M1"
+            words[name] = f"in integer arithmetic: {find(device).name} has no {instruction} to E2M1"
     return "; ".join(f"{name} {how}" for name, how in words.items())
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device.decode import INTERPRETED
+from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.kernels.target import target_of
 from halfbyte.layout import ceil_div
 
@@ -31,7 +32,7 @@ def finite_max(xs):
 @triton.jit
 def raised(m, words):
     """Raise pairs m of bf16 magnitudes by the magnitudes of pairs `words`; Inf and NaN are the largest."""
-    if INTERPRETED:
+    if not has_ptx():
         low, high = tl.maximum(m & 0xFFFF, words & 0x7FFF), tl.maximum(m >> 16, (words >> 16) & 0x7FFF)
         return low | (high << 16)
     return tl.inline_asm_elementwise(RAISE_PAIR, "=r,r,r", [m, words], dtype=tl.uint32, is_pure=True, pack=1)
@@ -62,12 +63,6 @@ def finite_bits(bits):
     return tl.where(bits < INF_BITS, bits, 0)
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Return how many a device has; 1 for the interpreter."""
-    target = target_of(device)
-    return 1 if target is None else target.multiprocessors
-
-
 def is_packed(x: Tensor) -> bool:
     """Say whether x is read in words of two bf16, 16 bytes at a time."""
     aligned = x.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0 and (x.stride(0) % 8 == 0 or x.shape[0] == 1)
@@ -76,5 +71,5 @@ def is_packed(x: Tensor) -> bool:
 
 def parts_of(units: int, beside: int, per_sm: int, device: torch.device) -> int:
     """Return how many programs share `units` of work where `beside` such runs of units lie beside each other."""
-    wanted = max(1, multiprocessors(device) * per_sm // beside)
+    wanted = max(1, target_of(device).multiprocessors * per_sm // beside)
     return ceil_div(units, ceil_div(units, min(units, wanted)))  # equal shares

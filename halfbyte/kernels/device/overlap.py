@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.device.decode import INTERPRETED
 from halfbyte.kernels.target import target_of
 
 OVERLAP_CAPABILITY = tl.constexpr(90)
@@ -26,10 +25,14 @@ def begin(OVERLAP: tl.constexpr):
 
 def overlaps(device: torch.device) -> bool:
     """Say whether kernels on `device` are launched so."""
-    target = target_of(device)
-    return target is not None and not INTERPRETED and target.capability >= OVERLAP_CAPABILITY.value
+    return target_of(device).pdl
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
     """Return the options with which a kernel that has a parameter OVERLAP is launched on `device`."""
     return {"OVERLAP": True, "launch_pdl": True} if overlaps(device) else {"OVERLAP": False}
+
+
+def placed_early(hardware: int) -> dict[str, bool]:
+    """Return the options of a launch whose kernel has a Rule of this `hardware`; AMD's compiler has none."""
+    return {"launch_pdl": True} if hardware >= OVERLAP_CAPABILITY.value else {}

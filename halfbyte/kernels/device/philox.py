@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.device.casts import WORDS
-from halfbyte.kernels.device.decode import INTERPRETED
+from halfbyte.kernels.device.ptx import has_ptx
 
 # A round: two products of 64 bits; the compiler multiplies 64-bit numbers where it is not told that words do.
 PHILOX_ROUND = tl.constexpr(
@@ -19,7 +19,7 @@ PHILOX_ROUND = tl.constexpr(
 def philox(c0, c1, c2, c3, k0, k1):
     """Return the four words of Philox4x32-10; counters and keys uint32."""
     for _ in tl.static_range(10):
-        if INTERPRETED:
+        if not has_ptx():
             p0 = c0.to(tl.uint64) * 0xD2511F53
             p1 = c2.to(tl.uint64) * 0xCD9E8D57
             c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0

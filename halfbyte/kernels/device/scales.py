@@ -17,7 +17,7 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device.decode import E4M3_NAN, E8M0_NAN, INTERPRETED
 from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY, converted_word
 from halfbyte.kernels.device.stochastic import stochastic_word, upper_halves
-from halfbyte.kernels.target import target_of
+from halfbyte.kernels.target import Target, target_of
 from halfbyte.spec import MXFP8, BlockMax, Spec
 
 
@@ -28,7 +28,7 @@ class Rule(NamedTuple):
     norm: f(1 / sqrt(group)) of a rotation, 0 without one.
     candidates: empty for BlockMax.
     hardware: 0, or from which capability on there is what the target has: 89 conversions to FP8, 90 launches that
-        overlap (`overlap`), 100 conversions to E2M1 (`HARDWARE_LEVELS`).
+        overlap (`overlap`), 100 conversions to E2M1 (`hardware_level`).
     element: "e4m3" or "e5m2" for MXFP8, whose other fields but group do not count; empty for NVFP4.
     decoded: store element * block_scale in bf16 instead of codes and scales.
     packed: x is bf16, its columns lie together, and 8 of them are 16 aligned bytes.
@@ -71,19 +71,17 @@ class Constants(NamedTuple):
     unit: float
 
 
-HARDWARE_LEVELS = (0, 89, 90, 100)
 SIXTH = tl.constexpr(f32(1 / E2M1.max))
 
 
-def hardware_level(capability: int) -> int:
-    """Return `Rule.hardware` for a compute capability (90 for sm_90)."""
-    return max(level for level in HARDWARE_LEVELS if level <= capability)
+def hardware_level(target: Target) -> int:
+    """Return `Rule.hardware` for a target."""
+    return 100 if target.e2m1 else 90 if target.pdl else 89 if target.fp8 else 0
 
 
 def hardware_of(device: torch.device) -> int:
     """Return `Rule.hardware` of a device: what it converts to in hardware; nothing in Triton's interpreter."""
-    target = target_of(device)
-    return 0 if target is None or INTERPRETED else hardware_level(target.capability)
+    return hardware_level(target_of(device))
 
 
 def rule_of(spec: Spec, hardware: int) -> Rule:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.device import casts as pm
-from halfbyte.kernels.device.decode import INTERPRETED
+from halfbyte.kernels.device.ptx import has_ptx
 
 # 512 * line of |x| * encode, at most 7, plus twice a random byte: values $1 and $2 in the halves of a word, with bytes
 # 0 and 2, or 1 and 3, of the random word $4.
@@ -55,7 +55,7 @@ def upper_halves(xs):
     out = ()
     for i in tl.static_range(0, len(xs), 2):
         low, high = xs[i].to(tl.uint32, bitcast=True), xs[i + 1].to(tl.uint32, bitcast=True)
-        if INTERPRETED:
+        if not has_ptx():
             out = out + ((low >> 16) | (high & 0xFFFF0000),)
         else:
             out = out + (
@@ -88,7 +88,7 @@ def stochastic_word(xs, signs, START: tl.constexpr, encode, random, APART: tl.co
             the elements that `pm.apart` brings there.
         random: the Philox words of each block, byte i % 4 of word i // 4 for element i.
     """
-    if INTERPRETED:
+    if not has_ptx():
         return pm.pack_word(xs, START, portable_codes(xs, START, encode, random))
     pairs = ()
     for i in tl.static_range(START, START + 8, 4):

@@ -25,6 +25,7 @@ from halfbyte.kernels.device.loads import (
     masked_store,
     rows_of_tile,
 )
+from halfbyte.kernels.device.ptx import has_ptx
 
 
 @triton.jit
@@ -83,7 +84,7 @@ def store_values(line_ptr, codes, scale, i_unit, units, in_line, FULL: tl.conste
     """Store 8 E2M1 codes a word [L, U] times fp32 scale as bf16, from unit i_unit of 8 values of lines line_ptr [L]."""
     L: tl.constexpr = codes.shape[0]
     U: tl.constexpr = codes.shape[1]
-    if dc.INTERPRETED:
+    if not has_ptx():
         COUNT: tl.constexpr = 8
         values = tl.reshape(dc.cast(dc.e2m1_values(codes) * scale[:, :, None], tl.bfloat16), (L, U * 8))
     else:

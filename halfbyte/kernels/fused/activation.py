@@ -12,8 +12,8 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import running_max as rm
-from halfbyte.kernels.device.decode import INTERPRETED
 from halfbyte.kernels.device.loads import masked_store
+from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.kernels.device.running_max import Wanted
 from halfbyte.kernels.launch import jit
 from halfbyte.layout import ceil_div
@@ -67,7 +67,7 @@ def exponential(x):
 @triton.jit
 def reciprocal(d):
     """Return 1 / d rounded to nearest, for 1 <= d <= 2^125: without the branch of a division that takes any number."""
-    if INTERPRETED:
+    if not has_ptx():
         return tl.div_rn(tl.full(d.shape, 1.0, tl.float32), d)
     return tl.inline_asm_elementwise(RECIPROCAL, "=f,f", [d], dtype=tl.float32, is_pure=True, pack=1)
 

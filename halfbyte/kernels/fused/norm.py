@@ -32,8 +32,8 @@ CENTERED_TILES = ((4096, 512, 8), (None, 1024, 16))  # (up to how many columns, 
 BACKWARD_TILE, BACKWARD_WARPS = 1024, 16
 WIDE_WARPS = 8  # of a rotation wider than 16, whose rows need more registers a thread
 AHEAD = 4  # tiles of a row's lanes that are loaded before the first is used; for LayerNorm and gradients half of them
-SUM_COLUMNS = 512 if dc.INTERPRETED else 32  # of a program that adds up the groups' partial sums
-SUM_AHEAD = 4
+SUM_COLUMNS = 512 if dc.INTERPRETED else 8  # of a program that adds up the groups' partial sums: a sector
+SUM_AHEAD = 8
 SUM_WARPS = 4
 
 

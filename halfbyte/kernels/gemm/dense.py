@@ -18,7 +18,7 @@ from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.gemm.tile import combine_kernel, gemm_pointer_kernel, gemm_tma_kernel
-from halfbyte.kernels.target import target_of
+from halfbyte.kernels.target import Target, target_of
 from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.layout import ceil_div, round_up
 
@@ -34,6 +34,8 @@ MAX_CHAIN = 8192  # products summed in one go for an fp32 output: tensor cores t
 TILE_OVERHEAD = 64  # prologue and epilogue of a tile, in columns of the contraction
 LAUNCH_COST = 8e6  # of combine_kernel, and COMBINE_COST per partial sum: in multiply-adds of one multiprocessor
 COMBINE_COST = 300
+WAVES = 320, 760, 1.1
+"""TILE_OVERHEAD, COMBINE_COST and a margin where the parts of a product fill several waves and their sums not L2."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,10 @@ class Plan:
     upcast: bool
 
 
+Ends = tuple[Tensor, Tensor | None]
+"""Of a GEMM: its output and its addend."""
+
+
 def gemm_nt(
     a: Decoded,
     b: Decoded,
@@ -92,25 +98,43 @@ def gemm_nt(
     Raises:
         ValueError: variant "tma" on strides that a tensor map cannot describe.
     """
-    a, b = (side._replace(values=_row_major(side.values)) for side in (a, b))
-    M, N, K = a.values.shape[0], b.values.shape[0], min(a.values.shape[1], b.values.shape[1])
+    y = _output(a, b, out_dtype) if out is None else out
     assert out is not None or not accumulate, "accumulate needs out"
-    y = torch.empty(M, N, dtype=out_dtype, device=a.values.device) if out is None else out
-    assert y.shape == (M, N), "out has another shape"
+    assert y.shape == (a.values.shape[0], b.values.shape[0]), "out has another shape"
+    return _into(y, a, b, bias, y if accumulate else None, variant)
+
+
+def gemm_nt_add(
+    a: Decoded, b: Decoded, addend: Tensor, *, out_dtype: torch.dtype = torch.bfloat16, variant: Variant = "auto"
+) -> Tensor:
+    """Return a @ b.T + addend, the addend [M, N] of any float dtype added in fp32 before the only rounding."""
+    return _into(_output(a, b, out_dtype), a, b, None, addend, variant)
+
+
+def _output(a: Decoded, b: Decoded, dtype: torch.dtype) -> Tensor:
+    return torch.empty(a.values.shape[0], b.values.shape[0], dtype=dtype, device=a.values.device)
+
+
+def _into(y: Tensor, a: Decoded, b: Decoded, bias: Tensor | None, addend: Tensor | None, variant: Variant) -> Tensor:
+    """Write a @ b.T with its ends into y; the addend may be y itself."""
+    a, b = (side._replace(values=_row_major(side.values)) for side in (a, b))
     if y.numel() == 0:
         return y
-    if K == 0:
-        return bias_only(y, bias, accumulate)
+    K = min(a.values.shape[1], b.values.shape[1])
     target = y if y.stride(1) == 1 else y.contiguous()
-    plan = make_plan(a.values, b.values, target, K, variant)
-    _run(plan, a, b, target, bias, accumulate, K)
+    addend = target if addend is y else None if addend is None else _row_major(addend)
+    if K == 0:
+        return bias_only(y, bias, addend)
+    plan = make_plan(a.values, b.values, (target, addend), K, variant)
+    _run(plan, a, b, target, bias, addend, K)
     if target is not y:
         y.copy_(target)
     return y
 
 
-def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "auto") -> Plan:
-    """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and out [M, N]."""
+def make_plan(a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto") -> Plan:
+    """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and ends [M, N]."""
+    out, _ = ends
     exact = a.dtype != b.dtype or a.dtype == torch.float32
     mappable = describable(a) and describable(b)
     if variant == "tma" and not mappable:
@@ -118,20 +142,21 @@ def make_plan(a: Tensor, b: Tensor, out: Tensor, K: int, variant: Variant = "aut
             f"variant='tma': operands with strides {a.stride()} and {b.stride()} are not {TMA_ALIGNMENT}-byte aligned; "
             "use 'auto'"
         )
-    tiles = tma_tiles(capability(a.device))
+    target = target_of(a.device)
+    tiles = tma_tiles(target)
     tma = variant == "tma" or (variant == "auto" and mappable and not exact and bool(tiles))
-    programs = multiprocessors(a.device)
+    programs = target.multiprocessors
     M, N = out.shape
     if exact:
         return Plan(False, FP32_TILE, 1, True)
     if tma:  # plain stores of the largest tile's output spill registers
-        tiles = tuple(t for t in tiles or TMA_TILES[1:] if describable(out) or t.bn < 256)
+        tiles = tuple(t for t in tiles or TMA_TILES[1:] if all_describable(ends) or t.bn < 256)
         if ceil_div(M, SMALL_TILES[0].bm) * ceil_div(N, SMALL_TILES[0].bn) <= programs:
             tiles += SMALL_TILES
     tile, splits = choose_tile(tiles if tma else POINTER_TILES, M, N, K, programs)
     if splits > 1 and out.dtype == torch.float32:
         splits = min(MAX_SPLITS, max(splits, ceil_div(K, MAX_CHAIN)))
-    return Plan(tma, tile, splits, dc.INTERPRETED.value)
+    return Plan(tma, tile, splits, target.interpreter)
 
 
 @lru_cache(maxsize=4096)
@@ -144,58 +169,62 @@ def choose_tile(tiles: tuple[Tile, ...], M: int, N: int, K: int, programs: int) 
     for tile in tiles:
         count = ceil_div(M, tile.bm) * ceil_div(N, tile.bn)
         steps = ceil_div(K, tile.bk)
-        most = min(MAX_SPLITS, max(1, steps // MIN_SPLIT_STEPS), max(1, programs // count))
-        for splits in range(1, most + 1):
+        for splits in range(1, min(MAX_SPLITS, max(1, steps // MIN_SPLIT_STEPS)) + 1):
             waves = ceil_div(count * splits, programs)
-            time = waves * (ceil_div(steps, splits) * tile.bk + TILE_OVERHEAD) * tile.bm * tile.bn * tile.cost
+            several = splits > 1 and waves > 1
+            overhead, combining, factor = WAVES if several else (TILE_OVERHEAD, COMBINE_COST, 1.0)
+            time = waves * (ceil_div(steps, splits) * tile.bk + overhead) * tile.bm * tile.bn * tile.cost
             if splits > 1:
-                time += COMBINE_COST * splits * M * N / programs + LAUNCH_COST
+                time += combining * splits * M * N / programs + LAUNCH_COST
+            time *= factor
             if best is None or time < best[0]:
                 best = (time, tile, splits)
     assert best is not None
     return best[1], best[2]
 
 
-def _run(plan: Plan, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, accumulate: bool, K: int) -> None:
+def _run(plan: Plan, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, addend: Tensor | None, K: int) -> None:
     M, N = out.shape
     if plan.splits == 1:
         chains = ceil_div(K, MAX_CHAIN) if out.dtype == torch.float32 else 1
         length = round_up(ceil_div(K, chains), plan.tile.bk)
         for start in range(0, K, length):
             columns = slice(start, min(start + length, K))
-            ends = _factors(a, b, bias if start == 0 else None)
+            factors = _factors(a, b, bias if start == 0 else None)
             sides = a.values[:, columns], b.values[:, columns]
-            _multiply(plan, *sides, out, ends, accumulate or start > 0)
+            _multiply(plan, *sides, (out, out if start > 0 else addend), factors)
         return
     width = round_up(N, TMA_ALIGNMENT // 4)
     rows = plan.splits * round_up(M, plan.tile.bm)
     parts = torch.empty(rows, width, dtype=torch.float32, device=out.device)[:, :N]
     raw = _factors(Decoded(a.values), Decoded(b.values), None)
-    _multiply(plan, a.values[:, :K], b.values[:, :K], parts, raw, False)
-    combine(parts, plan.splits, a, b, out, bias=bias, accumulate=accumulate)
+    _multiply(plan, a.values[:, :K], b.values[:, :K], (parts, None), raw)
+    combine(parts, plan.splits, a, b, out, bias=bias, addend=addend)
 
 
 def combine(
-    parts: Tensor, splits: int, a: Decoded, b: Decoded, out: Tensor, *, bias: Tensor | None, accumulate: bool
+    parts: Tensor, splits: int, a: Decoded, b: Decoded, out: Tensor, *, bias: Tensor | None, addend: Tensor | None
 ) -> None:
-    """Sum partial products and finish them as a GEMM would: factors, bias, what `out` holds, one rounding.
+    """Sum partial products and finish them as a GEMM would: factors, bias, addend, one rounding.
 
     Args:
         parts: fp32 [splits * rows, N], rows >= M: one product after another.
         a, b: whose amax and divisor give the factors; of their values only the number of rows counts.
-        out: [M, N] with contiguous rows.
+        out, addend: [M, N] with contiguous rows; the addend may be `out`.
     """
     (M, N), (bm, bn) = out.shape, COMBINE_TILE
     combine_kernel[(ceil_div(M, bm) * ceil_div(N, bn),)](
         parts,
         out,
+        addend,
         parts.stride(0),
         out.stride(0),
+        0 if addend is None else addend.stride(0),
         parts.shape[0] // splits,
         M=M,
         N=N,
         **_factors(a, b, bias),
-        ACCUMULATE=accumulate,
+        ACCUMULATE=addend is not None,
         SPLITS=splits,
         BM=bm,
         BN=bn,
@@ -203,14 +232,14 @@ def combine(
     )
 
 
-def _multiply(plan: Plan, a: Tensor, b: Tensor, out: Tensor, ends: dict, accumulate: bool) -> None:
-    """Launch one kernel on a [M, K] and b [N, K]; out [M, N], or the partial sums if the plan splits."""
-    (M, K), N = a.shape, b.shape[0]
+def _multiply(plan: Plan, a: Tensor, b: Tensor, ends: Ends, factors: dict) -> None:
+    """Launch one kernel on a [M, K] and b [N, K]; ends [M, N], or out the partial sums if the plan splits."""
+    (M, K), N, (out, addend) = a.shape, b.shape[0], ends
     tile = plan.tile
     work = ceil_div(M, tile.bm) * ceil_div(N, tile.bn) * plan.splits
     options = {
-        **ends,
-        "ACCUMULATE": accumulate,
+        **factors,
+        "ACCUMULATE": addend is not None,
         "SPLITS": plan.splits,
         "BM": tile.bm,
         "BN": tile.bn,
@@ -223,22 +252,29 @@ def _multiply(plan: Plan, a: Tensor, b: Tensor, out: Tensor, ends: dict, accumul
     }
     if not plan.tma:
         strides = a.stride(0), b.stride(0), out.stride(0)
-        gemm_pointer_kernel[(work,)](a, b, out, *strides, M=M, N=N, K=K, **options)
+        added = addend, 0 if addend is None else addend.stride(0)
+        gemm_pointer_kernel[(work,)](a, b, out, *strides, *added, M=M, N=N, K=K, **options)
         return
-    programs = min(work, multiprocessors(a.device))
-    out_tma = describable(out)
-    parts = epilogue_parts(tile, out.dtype)
-    out_desc = TensorDescriptor.from_tensor(out, [tile.bm, tile.bn // parts]) if out_tma else None
+    programs = min(work, target_of(a.device).multiprocessors)
+    tma = all_describable(ends)
+    parts = max(epilogue_parts(tile, end.dtype) for end in ends if end is not None)
+    part = [tile.bm, tile.bn // parts]
+    out_desc, addend_desc = (
+        TensorDescriptor.from_tensor(end, part) if tma and end is not None else None for end in ends
+    )
     gemm_tma_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [tile.bm, tile.bk]),
         TensorDescriptor.from_tensor(b, [tile.bn, tile.bk]),
         out_desc,
         out,
         out.stride(0),
+        addend_desc,
+        addend,
+        0 if addend is None else addend.stride(0),
         M=M,
         N=N,
         K=K,
-        OUT_TMA=out_tma,
+        OUT_TMA=tma,
         PARTS=parts,
         PROGRAMS=programs,
         **options,
@@ -269,13 +305,10 @@ def _factor_kind(side: Decoded) -> int:
     return dc.ROW_FACTOR.value if side.amax.dim() and side.amax.numel() == rows else dc.TENSOR_FACTOR.value
 
 
-def bias_only(y: Tensor, bias: Tensor | None, accumulate: bool) -> Tensor:
+def bias_only(y: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
     """K = 0: the product is zero."""
-    if not accumulate:
-        y.zero_()
-    if bias is not None:
-        y.copy_(y.float() + bias.float())
-    return y
+    total = torch.zeros(y.shape, device=y.device) if addend is None else addend.float()
+    return y.copy_(total if bias is None else total + bias.float())
 
 
 def _row_major(x: Tensor) -> Tensor:
@@ -288,26 +321,19 @@ def describable(x: Tensor) -> bool:
     return x.stride(1) == 1 and x.data_ptr() % TMA_ALIGNMENT == 0 and row % TMA_ALIGNMENT == 0 and row > 0
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Return how many programs of a persistent kernel run at once; 4 in the interpreter."""
-    target = target_of(device)
-    return 4 if target is None else target.multiprocessors
+def all_describable(ends: Ends) -> bool:
+    """Whether tensor maps can describe the output, and the addend if there is one."""
+    return all(end is None or describable(end) for end in ends)
 
 
-def capability(device: torch.device) -> int:
-    """Return the compute capability as in sm_90; 90 for a device that the interpreter runs on."""
-    target = target_of(device)
-    return 90 if target is None else target.capability
-
-
-def tma_tiles(capability: int) -> tuple[Tile, ...]:
-    """Return the tiles that the TMA kernel may use: none below sm_90 and on sm_120, whose shared memory is too small.
+def tma_tiles(target: Target) -> tuple[Tile, ...]:
+    """Return the tiles that the TMA kernel may use, none where there is none.
 
     On sm_100, where this GEMM only stands in for the native one, the largest tile spills registers.
     """
-    if not 90 <= capability < 120:
+    if not target.tma:
         return ()
-    return TMA_TILES if capability < 100 else TMA_TILES[1:]
+    return TMA_TILES if target.capability < 100 else TMA_TILES[1:]
 
 
 def _tile_arguments(tile: Tile) -> dict:

@@ -18,10 +18,8 @@ from halfbyte.kernels.gemm.dense import (
     POINTER_TILES,
     TMA_TILES,
     Tile,
-    capability,
     describable,
     epilogue_parts,
-    multiprocessors,
     tma_tiles,
 )
 from halfbyte.kernels.gemm.grouped_tile import (
@@ -192,7 +190,7 @@ def _run_rows(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulate
     usable = (tiles or TMA_TILES[1:]) if tma else POINTER_TILES
     tile = FP32_TILE if exact else _choose(usable, groups, (ceil_div(M, groups), N, K), out.device)
     plan = make_plan(offsets, groups, M, tile.bm, out.device)
-    options = {**_factors(a, b), **_tile_arguments(tile), "UPCAST": exact or dc.INTERPRETED.value}
+    options = {**_factors(a, b), **_tile_arguments(tile), "UPCAST": exact or target_of(out.device).interpreter}
     if not tma:
         grid = (plan.tiles * ceil_div(N, tile.bn),)
         _launch_pointer(grid, (a, b), plan, out, (M, N, K), options, accumulate=accumulate)
@@ -248,7 +246,7 @@ def _run_split(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulat
             tiles = tuple(t for t in tiles if t.bn < 256)
         tile = _choose(tiles, groups, (M, N, ceil_div(K, groups)), out.device)
     chain = MAX_CHAIN // tile.bk if out.dtype == torch.float32 else NO_LIMIT
-    options = {**_factors(a, b), **_tile_arguments(tile), "UPCAST": exact or dc.INTERPRETED.value}
+    options = {**_factors(a, b), **_tile_arguments(tile), "UPCAST": exact or target_of(out.device).interpreter}
     longest = padded_groups(K, 1, stored)
     for first in range(0, max(longest, 1), min(chain * tile.bk, longest + 1)):
         later = first > 0
@@ -316,7 +314,7 @@ def _launch_pointer(
 
 def _map_tiles(device: torch.device, dtype: torch.dtype) -> tuple[Tile, ...]:
     """Return the tiles of tensor-map kernels: on sm_90 with more stages than a dense GEMM affords, unless for fp32."""
-    tiles = tma_tiles(capability(device))
+    tiles = tma_tiles(target_of(device))
     if TMA_TILES[0] not in tiles or dtype == torch.float32:
         return tiles
     return (LARGE_TILE, PAIRED_TILE, *tiles[1:])
@@ -324,12 +322,12 @@ def _map_tiles(device: torch.device, dtype: torch.dtype) -> tuple[Tile, ...]:
 
 def _programs(tile: Tile, device: torch.device) -> int:
     """Return how many persistent programs run: two a multiprocessor where registers and shared memory hold them."""
-    return multiprocessors(device) * (2 if tile == PAIRED_TILE else 1)
+    return target_of(device).multiprocessors * (2 if tile == PAIRED_TILE else 1)
 
 
 def _choose(tiles: tuple[Tile, ...], groups: int, shape: tuple[int, int, int], device: torch.device) -> Tile:
     """Return the tile of least estimated time for `groups` products of one shape; see `gemm.choose_tile`."""
-    programs, (M, N, K) = multiprocessors(device), shape
+    programs, (M, N, K) = target_of(device).multiprocessors, shape
 
     def time(tile: Tile) -> float:
         count = groups * ceil_div(M, tile.bm) * ceil_div(N, tile.bn)
@@ -364,8 +362,7 @@ def plain_grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.d
         offsets: integer [E].
         out_dtype: of the result.
     """
-    target = target_of(a.device)
-    if target is None or target.capability < MIN_TORCH_CAPABILITY or out_dtype != torch.bfloat16:
+    if target_of(a.device).capability < MIN_TORCH_CAPABILITY or out_dtype != torch.bfloat16:
         return None
     if any(t.dtype != torch.bfloat16 or t.numel() == 0 for t in (a, b)) or b.shape[-2] % 8:
         return None

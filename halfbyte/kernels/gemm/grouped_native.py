@@ -20,24 +20,25 @@ from torch.torch_version import TorchVersion
 from halfbyte.formats import FLT_MAX, SWIZZLE_COLS, SWIZZLE_ROWS, f32
 from halfbyte.kernels.gemm import native
 from halfbyte.kernels.gemm.grouped import clear_tail
+from halfbyte.kernels.target import Target
 from halfbyte.kernels.unpack.grouped_swizzle import grouped_swizzle
 from halfbyte.layout import LINEAR, Blocks, GroupedOperand, group_alignment, group_ends, round_up
 from halfbyte.spec import MXFP8, NVFP4, Spec
 
-FAMILY = 10  # sm_100 and sm_103: what scaled_grouped_mm was written for
+FAMILY = (100, 103)  # capabilities: what scaled_grouped_mm was written for
 FIRST_TORCH = {True: (2, 13), False: (2, 11)}  # for NVFP4, for MXFP8
 ALIGNMENT = 16  # bytes along the contraction, and rows of each operand
 
 
 def unsupported(
-    a: GroupedOperand, b: GroupedOperand, out_dtype: torch.dtype, accumulate: bool, capability: tuple[int, int]
+    a: GroupedOperand, b: GroupedOperand, out_dtype: torch.dtype, accumulate: bool, target: Target
 ) -> str | None:
     """Say why a grouped GEMM does not run natively on a GPU, or None if it does."""
-    reason = native.unsupported(a.spec, b.spec, capability)
+    reason = native.unsupported(a.spec, b.spec, target)
     if reason is not None:
         return reason
-    if capability[0] != FAMILY:
-        return f"torch's grouped GEMM has no kernel for sm_{capability[0]}{capability[1]}"
+    if target.capability not in FAMILY:
+        return f"torch's grouped GEMM has no kernel for {target.name}"
     if TorchVersion(torch.__version__) < FIRST_TORCH[isinstance(a.spec, NVFP4)]:
         return f"torch {torch.__version__} has no grouped GEMM of this format"
     if out_dtype != torch.bfloat16 or accumulate:

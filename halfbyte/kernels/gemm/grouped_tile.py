@@ -103,9 +103,10 @@ def rows_tma_kernel(
                     out_desc.store([start + local, i_col], dc.cast(y, out_desc.dtype))
                 else:
                     p_out = out_ptr + start.to(tl.int64) * out_stride
-                    store_tile(y, p_out, out_stride, o_m, o_n, rows, N, False)
+                    store_tile(y, p_out, out_stride, p_out, out_stride, o_m, o_n, rows, N, False)
             else:
-                store_tile(y, out_ptr + start.to(tl.int64) * out_stride, out_stride, o_m, o_n, rows, N, ACCUMULATE)
+                p_out = out_ptr + start.to(tl.int64) * out_stride
+                store_tile(y, p_out, out_stride, p_out, out_stride, o_m, o_n, rows, N, ACCUMULATE)
 
 
 @triton.jit
@@ -186,7 +187,7 @@ def split_tma_kernel(
                     out_desc.store([group, i_m * BM, i_col], y)
                 else:
                     p_out = out_ptr + (group * M).to(tl.int64) * out_stride
-                    store_tile(y, p_out, out_stride, o_m, o_n, M, N, ACCUMULATE)
+                    store_tile(y, p_out, out_stride, p_out, out_stride, o_m, o_n, M, N, ACCUMULATE)
 
 
 @jit(do_not_specialize=VARYING)
@@ -277,7 +278,7 @@ def grouped_pointer_kernel(
         )  # fmt: skip
         y = tl.where(group < groups, y, 0.0)
         p_out = out_ptr + (own.to(tl.int64) * out_stride_g if SPLIT else start.to(tl.int64) * out_stride)
-        store_tile(y, p_out, out_stride, o_m, o_n, rows, N, ACCUMULATE)
+        store_tile(y, p_out, out_stride, p_out, out_stride, o_m, o_n, rows, N, ACCUMULATE)
 
 
 @jit(do_not_specialize=("groups", "M", "N"))

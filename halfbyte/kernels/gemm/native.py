@@ -14,12 +14,12 @@ from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels.gemm.dense import bias_only, combine
+from halfbyte.kernels.target import Target
 from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.kernels.unpack.swizzle import swizzle
 from halfbyte.layout import LINEAR, Blocks, ceil_div, round_up
 from halfbyte.spec import MXFP8, NVFP4, Spec
 
-MIN_CAPABILITY = (10, 0)
 ALIGNMENT = 16  # bytes along the contraction, and rows of b: what scaled_mm requires
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -44,10 +44,10 @@ class Packed(NamedTuple):
         return Decoded(self.blocks.qdata, self.blocks.amax, self.spec.e4m3_max * self.spec.fp4_max)
 
 
-def unsupported(a: Spec | None, b: Spec | None, capability: tuple[int, int]) -> str | None:
+def unsupported(a: Spec | None, b: Spec | None, target: Target) -> str | None:
     """Say why a GEMM of operands quantized with `a` and `b` does not run natively on a GPU, or None if it does."""
-    if capability < MIN_CAPABILITY:
-        return f"sm_{capability[0]}{capability[1]} has no FP4 tensor cores; they came with sm_100"
+    if not target.fp4_products:
+        return f"{target.name} has no FP4 tensor cores; they came with sm_100"
     if a is None or b is None:
         return "one operand is not quantized"
     if isinstance(a, NVFP4) != isinstance(b, NVFP4):
@@ -84,14 +84,14 @@ def gemm_nt(
     M, N, dtype = a.rows, b.rows, out_dtype if out is None else out.dtype
     if M == 0 or N == 0 or a.blocks.qdata.shape[1] == 0:
         y = torch.empty(M, N, dtype=dtype, device=a.blocks.qdata.device) if out is None else out
-        return bias_only(y, bias, accumulate) if y.numel() else y
+        return bias_only(y, bias, y if accumulate else None) if y.numel() else y
     if _finishes_alone(a, b, dtype, bias, accumulate):
         y = scaled_mm(**call_arguments(a, b, dtype, bias))[:, :N]
         return y if out is None else out.copy_(y)
     raw = scaled_mm(**call_arguments(a, b, None, None))
     y = torch.empty(M, N, dtype=dtype, device=raw.device) if out is None else out
     target = y if y.stride(1) == 1 else y.contiguous()
-    combine(raw, 1, a.factors, b.factors, target, bias=bias, accumulate=accumulate)
+    combine(raw, 1, a.factors, b.factors, target, bias=bias, addend=target if accumulate else None)
     return y if target is y else y.copy_(target)
 
 

@@ -63,12 +63,13 @@ def finish(
 
 
 @triton.jit
-def store_tile(acc, out_ptr, out_stride, o_m, o_n, M, N, ACCUMULATE: tl.constexpr):
-    """Round once and store, adding what is there first if accumulating."""
+def store_tile(acc, out_ptr, out_stride, addend_ptr, addend_stride, o_m, o_n, M, N, ACCUMULATE: tl.constexpr):
+    """Round once and store, adding the addend first if accumulating."""
     p_out = out_ptr + o_m.to(tl.int64)[:, None] * out_stride + o_n[None, :]
     mask = (o_m < M)[:, None] & (o_n < N)[None, :]
     if ACCUMULATE:
-        acc = acc + tl.load(p_out, mask=mask, other=0.0).to(tl.float32)
+        p_addend = addend_ptr + o_m.to(tl.int64)[:, None] * addend_stride + o_n[None, :]
+        acc = acc + tl.load(p_addend, mask=mask, other=0.0).to(tl.float32)
     tl.store(p_out, dc.cast(acc, out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -93,6 +94,9 @@ def gemm_tma_kernel(
     out_desc,
     out_ptr,
     out_stride,
+    addend_desc,
+    addend_ptr,
+    addend_stride,
     a_amax_ptr,
     b_amax_ptr,
     bias_ptr,
@@ -118,7 +122,10 @@ def gemm_tma_kernel(
     UPCAST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """PROGRAMS programs walk all tiles. SPLITS > 1: out holds the partial sums, [SPLITS * round_up(M, BM), N]."""
+    """PROGRAMS programs walk all tiles. SPLITS > 1: out holds the partial sums, [SPLITS * round_up(M, BM), N].
+
+    The addend [M, N], if ACCUMULATE, is out itself or lies elsewhere, in a dtype of its own.
+    """
     overlap.begin(OVERLAP)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
@@ -151,10 +158,10 @@ def gemm_tma_kernel(
             if OUT_TMA:
                 i_row = (i_split * tiles_m + i_m) * BM
                 if ACCUMULATE:
-                    y = y + out_desc.load([i_row, i_col]).to(tl.float32)
+                    y = y + addend_desc.load([i_row, i_col]).to(tl.float32)
                 out_desc.store([i_row, i_col], dc.cast(y, out_desc.dtype))
             else:
-                store_tile(y, out_ptr, out_stride, o_m, o_n, M, N, ACCUMULATE)
+                store_tile(y, out_ptr, out_stride, addend_ptr, addend_stride, o_m, o_n, M, N, ACCUMULATE)
 
 
 @jit(do_not_specialize=("M",))
@@ -165,6 +172,8 @@ def gemm_pointer_kernel(
     a_stride,
     b_stride,
     out_stride,
+    addend_ptr,
+    addend_stride,
     a_amax_ptr,
     b_amax_ptr,
     bias_ptr,
@@ -216,15 +225,17 @@ def gemm_pointer_kernel(
         A_FACTOR, B_FACTOR, HAS_BIAS,
     )  # fmt: skip
     p_split = out_ptr + (i_split * tiles_m * BM).to(tl.int64) * out_stride
-    store_tile(acc, p_split, out_stride, o_m, o_n, M, N, ACCUMULATE)
+    store_tile(acc, p_split, out_stride, addend_ptr, addend_stride, o_m, o_n, M, N, ACCUMULATE)
 
 
 @jit(do_not_specialize=("M", "split_rows"))
 def combine_kernel(
     parts_ptr,
     out_ptr,
+    addend_ptr,
     parts_stride,
     out_stride,
+    addend_stride,
     split_rows,
     a_amax_ptr,
     b_amax_ptr,
@@ -258,4 +269,4 @@ def combine_kernel(
         acc, o_m, o_n, M, N, a_amax_ptr, b_amax_ptr, bias_ptr, a_floor, a_inverse, b_floor, b_inverse,
         A_FACTOR, B_FACTOR, HAS_BIAS,
     )  # fmt: skip
-    store_tile(acc, out_ptr, out_stride, o_m, o_n, M, N, ACCUMULATE)
+    store_tile(acc, out_ptr, out_stride, addend_ptr, addend_stride, o_m, o_n, M, N, ACCUMULATE)

@@ -15,7 +15,7 @@ from halfbyte.kernels.amax.plain import row_col_amax
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import philox
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin
+from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import both_small, strips
@@ -343,5 +343,5 @@ def _launch(
         LOOP=loop,
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
-        launch_pdl=row.hardware >= OVERLAP_CAPABILITY.value,
+        **placed_early(row.hardware),
     )

@@ -14,7 +14,7 @@ from halfbyte.kernels.amax.plain import operand_amax
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.decode import INTERPRETED
-from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin
+from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import wide
@@ -391,7 +391,7 @@ def launch_rows(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
         DOWN=down and loop > 1,
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
-        launch_pdl=rule.hardware >= OVERLAP_CAPABILITY.value,
+        **placed_early(rule.hardware),
     )
 
 
@@ -421,5 +421,5 @@ def launch_cols(x: Tensor, spec: Spec, out: Output, arguments: tuple) -> None:
         C=tile.outer,
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
-        launch_pdl=rule.hardware >= OVERLAP_CAPABILITY.value,
+        **placed_early(rule.hardware),
     )

@@ -12,7 +12,7 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.loads import load_row_groups
 from halfbyte.kernels.device.magnitudes import finite_max
-from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin
+from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import quantize_row_tile, rotate_group
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.lines import allocate, operand_arguments
@@ -111,6 +111,6 @@ def quantize(
         N=n,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
-        launch_pdl=rule.hardware >= OVERLAP_CAPABILITY.value,
+        **placed_early(rule.hardware),
     )
     return Blocks(out.qdata, out.block_scale, amax)

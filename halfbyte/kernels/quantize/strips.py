@@ -17,7 +17,7 @@ from halfbyte.kernels.amax.plain import operand_amax
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin
+from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import store_values
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.lines import divisor, is_packed
@@ -177,6 +177,6 @@ def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Bl
         MOVES=cols % (8 * tile.strips) != 0,
         num_warps=tile.num_warps,
         enable_fp_fusion=False,
-        launch_pdl=rule.hardware >= OVERLAP_CAPABILITY.value,
+        **placed_early(rule.hardware),
     )
     return Blocks(qdata, scale, amax)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.kernels.device import overlap
-from halfbyte.kernels.device.decode import INTERPRETED
 from halfbyte.kernels.device.loads import masked_load, masked_store
+from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.unpack.dequantize import as_words
 from halfbyte.layout import ceil_div
@@ -46,14 +46,14 @@ def permute(a, b, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def swap_bytes(a, b):
-    if INTERPRETED:
+    if not has_ptx():
         return (a & 0x00FF00FF) | ((b & 0x00FF00FF) << 8), ((a >> 8) & 0x00FF00FF) | (b & -0x00FF0100)
     return permute(a, b, SWAP_BYTES)
 
 
 @triton.jit
 def swap_halves(a, b):
-    if INTERPRETED:
+    if not has_ptx():
         return (a & 0x0000FFFF) | (b << 16), ((a >> 16) & 0x0000FFFF) | (b & -0x00010000)
     return permute(a, b, SWAP_HALVES)
 

@@ -1,0 +1,148 @@
+"""A pass of linear layers as one op, which is what compiled code calls.
+
+A compiled block would call an op for each quantization and each GEMM: sixteen for a layer's forward and backward, whose
+dispatch costs the host more than their launches. Where everything that the backward needs is made in the forward, the
+pass is one op, repeated from the same record as in eager code (`ops.run`). Elsewhere (weights that come quantized,
+main_grads, plain operands that the backward reads, shards) `fits` says no, and compiled code calls the ops inside.
+
+An op takes tensors, numbers and a text, so what is static about a call travels as the text that `request_text` writes.
+Its outputs alias nothing: an amax that was given comes back empty, and `saved` puts the given one in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.functional.operands import BF16_GEMM, Saved
+from halfbyte.functional.request import Request
+from halfbyte.functional.weights import Layout, takes_amax
+from halfbyte.layout import LINEAR
+from halfbyte.spec import Recipe, Spec, parse_recipe
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", None: "-"}
+_NAMED = {name: dtype for dtype, name in _DTYPES.items()}
+_WHOLE = (None, (0, None))
+"""Shards that are all of their tensor."""
+
+
+def kept_specs(request: Request, needs: Sequence[bool]) -> list[Spec | None]:
+    """Return how the backward's operands of x and of each weight are quantized, None where it needs none.
+
+    Args:
+        request: of the call.
+        needs: whether x and each weight need gradients.
+    """
+    x, w = _backward_specs(request.recipe)
+    need_dx, *need_dw = [request.save and need for need in needs]
+    return [x if any(need_dw) else None, *[w if need_dx else None] * request.count]
+
+
+def _backward_specs(recipe: Recipe) -> tuple[Spec | None, Spec | None]:
+    fprop, dgrad, wgrad = (gemm or BF16_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+    return (fprop.a, fprop.b) if recipe.backward == "dequantized" else (wgrad.b, dgrad.b)
+
+
+def fits(request: Request, needs: Sequence[bool], main_grads: Sequence[Tensor | None]) -> bool:
+    """Whether a call is one op each way in compiled code; arguments as for `kept_specs`."""
+    if not torch.compiler.is_compiling() or any(grad is not None for grad in main_grads):
+        return False
+    if any(cached != Layout(None, None) for cached in request.cached):
+        return False
+    if any(shard not in _WHOLE for shard in request.shards):
+        return False
+    x, w = _backward_specs(request.recipe)
+    needs_x, *needs_w = needs
+    return not request.save or ((x is not None or not any(needs_w)) and (w is not None or not needs_x))
+
+
+def saved(request: Request, needs: Sequence[bool], made: Sequence[Tensor], given: tuple) -> list[Tensor]:
+    """Return what the forward's op made for the backward, with the amaxes that the caller gave.
+
+    Args:
+        request, needs: of the call.
+        made: three tensors of each operand that is kept.
+        given: the amax of each weight, then the amaxes of x in both orientations.
+    """
+    amaxes, (row_amax, col_amax) = given
+    tensors, place = list(made), 2
+    tiles = _shares_an_amax(request.recipe)
+    x_amax = row_amax if request.recipe.backward == "dequantized" or tiles else col_amax
+    owners = [x_amax, *[amaxes[i] for i in request.amax_of]]
+    for i, (spec, amax) in enumerate(zip(kept_specs(request, needs), owners, strict=True)):
+        if spec is None:
+            continue
+        if amax is not None and (i == 0 or takes_amax(spec)):
+            tensors[place] = amax
+        place += 3
+    return tensors
+
+
+def _shares_an_amax(recipe: Recipe) -> bool:
+    """Whether x has one amax for both orientations: that of its rows."""
+    row, col = (recipe.fprop or BF16_GEMM).a, (recipe.wgrad or BF16_GEMM).b
+    return row is not None and row == col and col is not None and col.is_tile
+
+
+def request_text(request: Request, flags: Sequence[bool], *more: str) -> str:
+    """Return what is static about a call as a text, for `parse_request`."""
+    numbers = [_numbers(request.base_of), _numbers(request.amax_of), _numbers([s is not None for s in request.shards])]
+    parts = [request.recipe.key, *numbers, _DTYPES[request.out_dtype], _numbers([request.save]), _numbers(flags)]
+    return " ".join([*parts, *more])
+
+
+def dtypes_text(dtypes: tuple) -> str:
+    """Return the dtypes of `note` as a text."""
+    x, weights, biases = dtypes
+    return ",".join([_DTYPES[dtype] for dtype in (x, *weights, *biases)])
+
+
+@lru_cache(maxsize=4096)
+def parse_request(text: str) -> tuple[Request, tuple[bool, ...], list[str]]:
+    """Return the request, the flags and the other parts of a text."""
+    key, bases, amaxes, draws, out_dtype, save, flags, *more = text.split(" ")
+    base_of, amax_of = tuple(map(int, bases.split(","))), tuple(map(int, amaxes.split(",")))
+    count = len(amax_of)
+    shards = tuple([(0, None) if draw == "1" else None for draw in draws.split(",")])
+    layouts = (Layout(None, None),) * count
+    dtype = _NAMED[out_dtype]
+    assert dtype is not None, "an output has a dtype"
+    request = Request(parse_recipe(key), count, base_of, amax_of, shards, dtype, save == "1", layouts)
+    return request, tuple([flag == "1" for flag in flags.split(",")]), more
+
+
+def parse_dtypes(text: str, count: int) -> tuple:
+    """Return what `dtypes_text` wrote, of `count` weights."""
+    x, *others = (_NAMED[name] for name in text.split(","))
+    return x, tuple(others[:count]), tuple(others[count:])
+
+
+def _numbers(values: Sequence[Any]) -> str:
+    return ",".join([str(int(value)) for value in values])
+
+
+def layout_of(request: Request, needs: Sequence[bool], dys: Sequence[Tensor | None], K: int) -> Saved:
+    """Return how to rebuild the operands of the backward.
+
+    Args:
+        request, needs: of the call.
+        dys: of each output, or None.
+        K: columns of x and of the weights.
+    """
+    specs = kept_specs(request, needs)
+    if request.recipe.backward == "dequantized":
+        cols = [K] * len(specs)
+    else:  # the operand of a weight whose dy is None is not read
+        rows = next(dy.shape[0] for dy in dys if dy is not None)
+        cols = [rows, *[0 if dy is None else dy.shape[1] for dy in dys]]
+    return tuple([None if spec is None else (spec, n, LINEAR) for spec, n in zip(specs, cols, strict=True)])
+
+
+def present(gradients: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Return the gradients that an op made, with None where none is wanted."""
+    made = iter(gradients)
+    return [next(made) if want else None for want in wanted]

@@ -1,0 +1,110 @@
+"""Passes of linear layers as one op each: what compiled code calls, with the bits of eager code."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch.library import opcheck
+
+import halfbyte as hb
+
+# The package has functions of these names.
+linear, activation = (import_module(f"halfbyte.functional.{name}") for name in ("linear", "activation"))
+
+K, SIZES = 48, (32, 16, 32)
+PRESETS = ("nvfp4", "four_over_six", "nvfp4_mxfp8_bwd", "mxfp8", "nvfp4_forward")
+FRESH = hb.Recipe(
+    fprop=hb.GemmSpec(a=hb.NVFP4(), b=hb.NVFP4()),
+    wgrad=hb.GemmSpec(
+        a=hb.NVFP4(rounding="stochastic", rotation=hb.Hadamard(signs="fresh")),
+        b=hb.NVFP4(rotation=hb.Hadamard(signs="fresh")),
+    ),
+    dgrad=hb.GemmSpec(a=hb.NVFP4(rounding="stochastic"), b=hb.NVFP4()),
+)
+
+
+def pass_of(recipe, *, w_amax=None, frozen=()):
+    """Return a function of (x, weights, bias) that runs both kinds of passes."""
+    place = hb.Philox(3, 7) if recipe.needs_rng else None
+
+    def run(x, weights, bias):
+        weights = [w.detach() if i in frozen else w for i, w in enumerate(weights)]
+        given = None if w_amax is None else [w_amax] * 3
+        ys = linear.linear_shared(x, weights, [bias, None, None], recipe, rng=place, weight_amaxes=given)
+        layers = linear.Layers([weights[0], weights[2]], [bias, None], [None] * 2, [None] * 2, [None] * 2, place)
+        h, _ = activation.linear_activation(x, layers, "swiglu", recipe)
+        return torch.cat([*ys, h], dim=-1)
+
+    return run
+
+
+def results(run, needs_x=True):
+    torch.manual_seed(0)
+    x = torch.randn(2, 18, K, requires_grad=needs_x)
+    weights = [torch.randn(n, K, requires_grad=True) for n in SIZES]
+    bias = torch.randn(SIZES[0], requires_grad=True)
+    y = run(x, weights, bias)
+    y.backward(torch.randn(y.shape))
+    return [y.detach(), *(t.grad for t in (x, *weights, bias) if t.grad is not None)]
+
+
+def counted(graphs):
+    """Return a backend of torch.compile that notes which of our ops a graph calls."""
+
+    def note(graph, inputs):
+        names = [str(node.target).split(".")[1] for node in graph.graph.nodes if "halfbyte" in str(node.target)]
+        graphs.append(names)
+        return graph
+
+    return aot_autograd(fw_compiler=note, bw_compiler=note)
+
+
+@pytest.mark.parametrize("recipe", [*map(hb.recipes.get, PRESETS), FRESH], ids=[*PRESETS, "fresh signs"])
+def test_compiled_passes_have_the_bits_of_eager_ones(recipe):
+    torch._dynamo.reset()
+    graphs = []
+    options = {"w_amax": torch.tensor(3.5)} if recipe == hb.recipes.get("nvfp4") else {}
+    run = pass_of(recipe, **options)
+    expected = results(run)
+    actual = results(torch.compile(run, fullgraph=True, backend=counted(graphs)))
+    for a, b in zip(expected, actual, strict=True):
+        assert torch.equal(a, b)
+    if recipe != hb.recipes.get("nvfp4_forward"):  # whose backward reads plain operands
+        forward = ["linear_activation_forward", "linear_forward"]
+        assert [sorted(names) for names in graphs] == [forward, [n.replace("for", "back") for n in forward]]
+
+
+@pytest.mark.parametrize(("frozen", "needs_x"), (((0, 1, 2), True), ((), False), ((1,), True)))
+def test_what_needs_no_gradient_gets_none(frozen, needs_x):
+    torch._dynamo.reset()
+    run = pass_of(hb.recipes.get("nvfp4"), frozen=frozen)
+    expected = results(run, needs_x)
+    actual = results(torch.compile(run, fullgraph=True, backend="aot_eager"), needs_x)
+    assert len(expected) == len(actual) == 2 + needs_x + 3 - len(frozen)
+    for a, b in zip(expected, actual, strict=True):
+        assert torch.equal(a, b)
+
+
+def recorded(monkeypatch, recipe):
+    """Return the arguments of the four ops in one compiled step."""
+    calls = {}
+    for module in (linear, activation):
+        for name in ("_FORWARD", "_BACKWARD"):
+            op = getattr(module, name)
+            monkeypatch.setattr(module, name, lambda *given, op=op: calls.setdefault(op, given) and op(*given))
+    monkeypatch.setattr(linear.whole, "fits", lambda *_: True)
+    results(pass_of(recipe))
+    assert len(calls) == 4
+    return calls
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_mxfp8_bwd"])
+def test_opcheck(recipe, monkeypatch):
+    calls = recorded(monkeypatch, hb.recipes.get(recipe))
+    monkeypatch.undo()
+    for op, given in calls.items():
+        detached = [None if t is None else t.detach() for t in given[1]]
+        opcheck(op, (given[0], detached, *given[2:]))
