@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.nn.grouped import GroupedRecipe
+from halfbyte.nn.streams import FollowsRecipe
 
 
 def input_amaxes(model: nn.Module, layers: Sequence[str], batches: Iterable[Any]) -> dict[str, float]:
@@ -60,6 +61,11 @@ def _call(model: nn.Module, batch: Any) -> None:
 
 def _watch(found: dict[str, Tensor], name: str) -> Any:
     def hook(module: nn.Module, arguments: tuple) -> None:
+        if isinstance(module, FollowsRecipe) and module.times_aside:
+            raise ValueError(
+                f"{name} computes in high precision while the model is in eval mode, so its input is not that of its "
+                "recipe: HalfbyteCallback has set this up; call its release() before"
+            )
         x = arguments[0].detach()
         if isinstance(module, GroupedRecipe):
             x = x[: int(arguments[2][-1])]  # rows behind the last group are padding

@@ -14,9 +14,9 @@ from halfbyte.export import forms
 from halfbyte.export.checkpoint import Checkpoint
 from halfbyte.export.contract import FILE, Contract, ContractLayer, digest
 from halfbyte.export.files import read_json, read_tensors
-from halfbyte.export.serve import decode_factor, encode_factor
+from halfbyte.export.serve import decode_factor, encode_factor, input_spec
 from halfbyte.layout import Blocks
-from halfbyte.spec import NVFP4, parse
+from halfbyte.spec import NVFP4, parse, parse_recipe
 from halfbyte.tensor import QuantTensor
 
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION", "FP8")
@@ -67,7 +67,7 @@ def load(folder: str | Path) -> Checkpoint:
         format=form,
         config={key: value for key, value in config.items() if key != "quantization_config"},
         tensors={key: tensor for key, tensor in rest.items() if key not in cache} | quants | values,
-        input_amaxes=_input_amaxes(path, form, quants, tensors),
+        input_amaxes=_input_amaxes(path, form, {key: _input_spec(contract, key) for key in quants}, tensors),
         fp8=tuple(fp8),
         cache_scales=cache,
         contract=contract,
@@ -216,6 +216,11 @@ def _spec(layer: ContractLayer) -> NVFP4:
     return spec
 
 
+def _input_spec(contract: Contract | None, key: str) -> NVFP4:
+    recipe = None if contract is None else contract.recipes.get(contract.layers[key].layer)
+    return input_spec(None if recipe is None else parse_recipe(recipe))
+
+
 def _factor(form: str, spec: NVFP4, amax: Tensor) -> Tensor:
     return decode_factor(spec, amax) if form == forms.MODELOPT else encode_factor(spec, amax)
 
@@ -243,17 +248,15 @@ def _amax(form: str, spec: NVFP4, factor: Tensor) -> Tensor:
     return nearest
 
 
-def _input_amaxes(
-    path: Path, form: str, quants: Mapping[str, QuantTensor], tensors: Mapping[str, Tensor]
-) -> dict[str, float]:
-    """Return what engines were told of inputs, as amaxes of plain NVFP4."""
+def _input_amaxes(path: Path, form: str, specs: Mapping[str, NVFP4], tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return what engines were told of inputs, as amaxes."""
     name = "input_scale" if form == forms.MODELOPT else "input_global_scale"
     found = {}
-    for key in quants:
+    for key, spec in specs.items():
         prefix = key.removesuffix(".weight")
         factor = tensors.get(f"{prefix}.{name}")
         if factor is not None:
             if factor.numel() != 1:
                 raise ValueError(f"{path}: {prefix}.{name} is {list(factor.shape)}; one number is")
-            found[prefix] = float(_amax(form, NVFP4(), factor.reshape(()).float()))
+            found[prefix] = float(_amax(form, spec, factor.reshape(()).float()))
     return found

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from halfbyte.export import forms, names, write
 from halfbyte.export.calibrate import input_amaxes
 from halfbyte.export.contract import FILE, Contract, ContractLayer, digest
-from halfbyte.export.serve import servable, share_groups
+from halfbyte.export.serve import half_quantized, input_spec, servable, share_groups
 from halfbyte.export.trained import Trained, find
 from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.report import some
 from halfbyte.spec import NVFP4
 from halfbyte.tensor.quant_tensor import describe
 from halfbyte.version import __version__
@@ -44,6 +45,8 @@ class Exported:
         exclude: modules that stay in high precision.
         changed: bytes of codes and scales that are not the trained ones, and all of them.
         nbytes: of all tensors.
+        unfusable: layers in high precision that engines fuse with quantized ones, which engines refuse; transformers
+            does not mind.
     """
 
     folder: Path
@@ -51,6 +54,7 @@ class Exported:
     exclude: tuple[str, ...]
     changed: tuple[int, int]
     nbytes: int
+    unfusable: tuple[str, ...] = ()
 
     @property
     def share_changed(self) -> float:
@@ -67,6 +71,11 @@ class Exported:
             f"{len(self.layers)} layers in NVFP4, {len(self.exclude)} modules in high precision, {self.nbytes:,} bytes "
             f"in {self.folder}; {100 * self.share_changed:.3g} % of the quantized bytes differ from the trained ones"
         )
+        if self.unfusable:
+            lines.append(
+                f"engines fuse {some(self.unfusable)} with layers in NVFP4 and refuse families of two formats: train "
+                "all of a family in one recipe"
+            )
         return "\n".join(lines)
 
 
@@ -126,7 +135,9 @@ def save(
             tokenizer.save_pretrained(place)
     rows, changed, total = zip(*((_row(one), *one.changed) for one in trained.values()), strict=True)
     sums = (sum(changed), sum(total))
-    return Exported(folder=target, layers=rows, exclude=tuple(exclude), changed=sums, nbytes=nbytes)
+    mixed = tuple(half_quantized(model, trained))
+    wrote = {"folder": target, "exclude": tuple(exclude), "nbytes": nbytes}
+    return Exported(layers=rows, changed=sums, unfusable=mixed, **wrote)
 
 
 def _check(model: nn.Module, format: str, activations: str, batches: Iterable[Any]) -> None:
@@ -158,7 +169,7 @@ def _tensors(
         one, prefix = trained[owners[key]], key.removesuffix(".weight")
         tensors |= forms.weight_tensors(prefix, form, values, one.spec)
         if amaxes:
-            tensors |= forms.input_tensors(prefix, form, amaxes[one.layer], _input_spec(one))
+            tensors |= forms.input_tensors(prefix, form, amaxes[one.layer], input_spec(one.recipe))
         layers[key] = ContractLayer(
             layer=one.layer,
             spec=_stored_spec(one.spec, values[1]).key,
@@ -175,12 +186,6 @@ def _stored_spec(spec: NVFP4, scales: Tensor) -> NVFP4:
     """Return a weight's spec; in 1x16 blocks where a checkpoint cuts it within tiles, as gate from up of an expert."""
     first = torch.arange(scales.shape[0], device=scales.device) // spec.block[0] * spec.block[0]
     return spec if torch.equal(scales, scales[first]) else dataclasses.replace(spec, block=(1, spec.block[1]))
-
-
-def _input_spec(one: Trained) -> NVFP4:
-    """Return how the layer's input was quantized, as NVFP4 where it was not."""
-    spec = None if one.recipe.fprop is None else one.recipe.fprop.a
-    return spec if isinstance(spec, NVFP4) else NVFP4()
 
 
 def _write_rest(place: Path, model: Any, contract: Contract, exclude: list[str]) -> None:

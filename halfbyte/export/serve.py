@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halfbyte.decide import SHARE_AMAX
 from halfbyte.export.trained import Trained, requantized
 from halfbyte.policy import matches
-from halfbyte.spec import NVFP4
+from halfbyte.spec import NVFP4, Recipe
 
 FUSED = (*SHARE_AMAX, ("*q_a_proj", "*kv_a_proj_with_mqa"))
 """Layers of one parent that engines fuse into one, the last pair in DeepSeek's attention."""
@@ -48,6 +48,16 @@ def _groups(trained: Mapping[str, Trained]) -> list[tuple[str, ...]]:
                 families.setdefault(name.rpartition(".")[0], []).append(name)
         groups += [tuple(names) for names in families.values() if len(names) > 1]
     return groups
+
+
+def half_quantized(model: nn.Module, trained: Mapping[str, Trained]) -> list[str]:
+    """Return layers in high precision that engines fuse with quantized ones: they refuse such a family."""
+    found = []
+    for globs in FUSED:
+        parents = {n.rpartition(".")[0] for n in trained if any(matches(n, glob) for glob in globs)}
+        siblings = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in trained]
+        found += [n for n in siblings if n.rpartition(".")[0] in parents and any(matches(n, glob) for glob in globs)]
+    return found
 
 
 def _united(model: nn.Module, family: Mapping[str, Trained]) -> dict[str, Trained]:
@@ -87,6 +97,12 @@ def encode_factor(spec: NVFP4, amax: Tensor) -> Tensor:
     """Return (e4m3_max * fp4_max) / A in fp32, by which compressed-tensors divides a block scale."""
     A = torch.maximum(amax, torch.full_like(amax, _product(spec) / FLT_MAX))
     return torch.clamp(torch.full_like(amax, _product(spec)) / A, max=FLT_MAX)
+
+
+def input_spec(recipe: Recipe | None) -> NVFP4:
+    """Return how a layer's input is quantized in the forward, as plain NVFP4 where it is not or nobody says."""
+    spec = None if recipe is None or recipe.fprop is None else recipe.fprop.a
+    return spec if isinstance(spec, NVFP4) else NVFP4()
 
 
 def share_groups(groups: Sequence[tuple[str, ...]]) -> dict[str, int]:

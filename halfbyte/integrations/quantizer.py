@@ -7,7 +7,8 @@ with the recipe in config.json.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,6 +94,17 @@ def _kept(keep: Keep | Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"names": list(keep.names), **fields}
 
 
+def _refuse_codes(files: Sequence[Any]) -> None:
+    """Raise ValueError for a folder of ModelOpt's form, which transformers does not know: codes are no values."""
+    for file in files:
+        folder = Path(file).parent
+        if (folder / "hf_quant_config.json").exists():
+            raise ValueError(
+                f"{folder}: its weights are codes in ModelOpt's form, which from_pretrained does not read; use "
+                "halfbyte.integrations.transformers.load_exported(folder, HalfbyteConfig(…))"
+            )
+
+
 @register_quantizer(METHOD)
 class HalfbyteQuantizer(HfQuantizer):
     """What transformers calls while it loads a model with a HalfbyteConfig.
@@ -104,6 +116,7 @@ class HalfbyteQuantizer(HfQuantizer):
     report: Report | None = None
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        _refuse_codes(kwargs.get("checkpoint_files") or ())
         config: Any = self.quantization_config
         self.report = config.convert_(model)
         return model

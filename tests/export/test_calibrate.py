@@ -77,10 +77,29 @@ def test_experts_get_the_greatest_of_their_layer(tmp_path):
     assert all(len(found) == 1 for found in factors.values()) and factors["w1"] == factors["w3"] != factors["w2"]
 
 
+def test_256_of_the_inputs_is_in_their_factor(tmp_path):
+    model = trained(llama(), hb.recipes.four_over_six(), steps=0)
+    hb.export.save(model, tmp_path / "out", format="modelopt", activations="static", batches=[TOKENS])
+    amaxes = hb.export.load(tmp_path / "out").input_amaxes
+    for key, amax in amaxes.items():
+        factor = float(stored(tmp_path / "out")[f"{key}.input_scale"])
+        assert factor == pytest.approx(amax / (256 * 6), rel=1e-6) and amax > 0
+    assert len(amaxes) == 14
+
+
 def test_batches_that_say_nothing_are_refused(tmp_path):
     model = trained(llama(), "nvfp4", steps=0)
     with pytest.raises(ValueError, match="batches is empty"):
         hb.export.save(model, tmp_path / "out", activations="static", batches=[])
+    aside = hb.high_precision(model)
+    handles = [
+        model.register_forward_pre_hook(lambda module, arguments: aside.__enter__() and None),
+        model.register_forward_hook(lambda *arguments: aside.__exit__(None, None, None), always_call=True),
+    ]
+    with pytest.raises(ValueError, match=r"q_proj computes in high precision while the model is in eval mode"):
+        hb.export.save(model, tmp_path / "out", activations="static", batches=[TOKENS])
+    for handle in handles:
+        handle.remove()
     model.model.layers[1].input_layernorm.weight.data.zero_()
     with pytest.raises(ValueError, match=r"layers.1.self_attn.q_proj \(\d+ layers\) saw nothing but zeros"):
         hb.export.save(model, tmp_path / "out", activations="static", batches=[TOKENS])

@@ -44,6 +44,7 @@ def test_siblings_without_a_shared_amax_get_the_greatest(tmp_path, form):
         row = by_name(report)[f"{PREFIX}{name}"]
         assert row.changed == pytest.approx(changed / (weight.size / 2 + weight.size / 16))
         assert ("one global scale" in row.reason) == (amaxes[name] < max(amaxes.values()))
+    assert report.unfusable == () and "refuse" not in str(report)
     assert 0 < report.share_changed < 1 and report.changed[1] == sum(
         q.qdata.numel() + q.block_scale.numel() for q in hb.export.load(tmp_path / "out").quantized.values()
     )
@@ -65,8 +66,10 @@ def test_rows_and_rotations_are_undone(tmp_path):
     )
     turned = hb.NVFP4(rotation=hb.Hadamard())
     rotated = dataclasses.replace(hb.recipes.nvfp4_forward(), fprop=hb.GemmSpec(a=turned, b=turned))
-    model = trained(llama(), rows, rules={"*o_proj": rotated})
+    model = trained(llama(), rows, rules={"*o_proj": rotated, "*0*v_proj": None})
     report = hb.export.save(model, tmp_path / "out")
+    assert report.unfusable == ("model.layers.0.self_attn.v_proj",)
+    assert "engines fuse model.layers.0.self_attn.v_proj with layers in NVFP4 and refuse" in str(report)
     tensors, layers = stored(tmp_path / "out"), by_name(report)
     for name, reason in (("down_proj", "an amax for every row"), ("o_proj", "a rotation")):
         layer = next(n for n in layers if n.endswith(name))

@@ -85,6 +85,10 @@ def test_an_export_of_others_needs_a_recipe(tmp_path):
     (tmp_path / "out" / "halfbyte.json").unlink()
     with pytest.raises(ValueError, match="has no contract of training: say how it is to be trained"):
         load_exported(tmp_path / "out")
+    hb.export.save(model, tmp_path / "modelopt", format="modelopt")
+    for folder, words in (("modelopt", "load_exported"), ("out", "CompressedTensorsConfig|compressed-tensors")):
+        with pytest.raises((ValueError, ImportError), match=words):
+            AUTO.from_pretrained(tmp_path / folder, quantization_config=HalfbyteConfig("nvfp4_forward"))
     again = load_exported(tmp_path / "out", HalfbyteConfig("nvfp4_forward", keep=NOTHING_KEPT))
     assert torch.equal(loss(again), loss(model))
     path = tmp_path / "out" / "config.json"
