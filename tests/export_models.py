@@ -1,13 +1,9 @@
-"""Models of transformers that are small enough to train and export in a test, and readers of what was exported."""
+"""Models of transformers that are small enough to train and export in a test."""
 
 from __future__ import annotations
 
-import json
-
-import numpy as np
 import torch
 import transformers
-from safetensors import safe_open
 
 import halfbyte as hb
 
@@ -23,7 +19,6 @@ SMALL = {
 }
 TOKENS = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0))
 NOTHING_KEPT = hb.Keep(last_fraction=0)
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 def build(cls, dtype, config):
@@ -67,43 +62,3 @@ def loss(model):
     model.eval()
     with torch.no_grad():
         return model(input_ids=TOKENS, labels=TOKENS).loss
-
-
-def stored(folder):
-    """Return every tensor of a folder, with float8 as its bytes, read by safetensors alone."""
-    result = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                tensor = file.get_tensor(key)
-                result[key] = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-    return result
-
-
-def config(folder):
-    return json.loads((folder / "config.json").read_text())
-
-
-def e4m3(codes):
-    """Return the numbers that E4M3 bytes stand for, from the format's definition."""
-    codes = np.asarray(codes)
-    exponent, mantissa = codes >> 3 & 15, codes & 7
-    normal = (8 + mantissa) * np.exp2(exponent - 10.0)
-    return np.where(exponent == 0, mantissa * 2.0**-9, normal).astype(np.float32)
-
-
-def nibbles(packed):
-    packed = np.asarray(packed)
-    return np.stack((packed & 15, packed >> 4), -1).reshape(packed.shape[0], -1)
-
-
-def decoded(tensors, prefix):
-    """Return a weight as either form defines it, fp32 by numpy."""
-    scale = e4m3(tensors[f"{prefix}.weight_scale"].numpy())
-    if f"{prefix}.weight_packed" in tensors:
-        codes = tensors[f"{prefix}.weight_packed"]
-        scale = scale / tensors[f"{prefix}.weight_global_scale"].numpy()
-    else:
-        codes = tensors[f"{prefix}.weight"]
-        scale = scale * tensors[f"{prefix}.weight_scale_2"].numpy()
-    return E2M1[nibbles(codes.numpy())] * np.repeat(scale, 16, 1)

@@ -98,20 +98,21 @@ def planes(model: nn.Module, trained: Mapping[str, Trained]) -> tuple[Planes, di
     layers, result, owner = list(trained), Planes(), {}
     for key, code in turned[0].items():
         scale, amax, origin = (plane[key] for plane in turned[1:])
-        if code.dim() != 2 or not key.endswith(".weight") or bool((amax != amax[0]).any()):
+        if code.dim() != 2 or not key.endswith(".weight") or bool((amax != amax[0, 0]).any()):
             raise ValueError(
                 f"{layers[int(origin.flatten()[0])]}: in checkpoints of {type(model).__name__} its weight is part of "
                 f"{key}, which has no amax of its own; {RULE}"
             )
+        scale = scale.reshape(code.shape[0], -1)  # transformers 5.17 squeezes experts of one block a row
         result[key] = (code.contiguous(), scale.contiguous(), amax[0, 0].clone())
         owner[key] = layers[int(origin[0, 0])]
     return result, owner
 
 
 def _column(q: QuantTensor) -> Tensor:
-    """Return a weight's amax beside every row, so that it goes where the rows go."""
+    """Return a weight's amax beside every row, so that it goes where the rows go; twice, as one could be squeezed."""
     assert q.amax is not None, "NVFP4 has one"
-    return q.amax.expand(q.shape[0], 1).contiguous()
+    return q.amax.expand(q.shape[0], 2).contiguous()
 
 
 def high_precision_modules(model: nn.Module, plain: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[str]:

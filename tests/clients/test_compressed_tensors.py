@@ -10,7 +10,8 @@ import transformers
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
-from export_models import TOKENS, config, decoded, llama, loss, mixtral, qwen_moe, stored, trained
+from export_decoder import config, decoded, stored
+from export_models import TOKENS, llama, loss, mixtral, qwen_moe, trained
 from safetensors.torch import load_file
 
 import halfbyte as hb

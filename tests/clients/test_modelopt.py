@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from export_models import TOKENS, llama, mixtral, stored, trained
+from export_decoder import stored
+from export_models import TOKENS, llama, mixtral, trained
 from modelopt.torch.quantization import qtensor
 from test_compressed_tensors import assert_same_but_ties
 

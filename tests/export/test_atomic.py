@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from export_models import TOKENS, llama, stored, trained
+from export_decoder import stored
+from export_models import TOKENS, llama, trained
 
 import halfbyte as hb
 from halfbyte.export import write

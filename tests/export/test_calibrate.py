@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from export_models import TOKENS, config, llama, mixtral, stored, trained
+from export_decoder import config, stored
+from export_models import TOKENS, llama, mixtral, trained
 
 import halfbyte as hb
 

@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from export_models import NOTHING_KEPT, llama, stored, trained
+from export_decoder import stored
+from export_models import NOTHING_KEPT, llama, trained
 from test_atomic import files_of_at_most
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

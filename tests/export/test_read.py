@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from export_models import E2M1, e4m3, nibbles
+from export_decoder import E2M1, e4m3, nibbles
 from safetensors.torch import save_file
 
 import halfbyte as hb

@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from export_models import E2M1, decoded, e4m3, llama, mixtral, nibbles, qwen_moe, stored, trained
+from export_decoder import E2M1, decoded, e4m3, nibbles, stored
+from export_models import llama, mixtral, qwen_moe, trained
 
 import halfbyte as hb
 from halfbyte.distributed import ZeroOptimizer

@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from export_models import TOKENS, config, decoded, llama, loss, nibbles, stored, trained
+from export_decoder import config, decoded, nibbles, stored
+from export_models import TOKENS, llama, loss, trained
 
 import halfbyte as hb
 
