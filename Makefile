@@ -11,6 +11,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDER := $(VENV)/transformers-5.17
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 JOBS ?= 2
 
@@ -30,8 +31,9 @@ $(VENV)/docs.stamp: $(VENV)/setup.stamp
 	$(INSTALL) --editable '.[docs]'
 	@touch $@
 
-$(VENV)/integrations.stamp: $(VENV)/setup.stamp
+$(VENV)/integrations.stamp: $(VENV)/setup.stamp tests/clients/transformers-5.17.txt
 	$(INSTALL) --editable '.[integrations]'
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDER) --requirement tests/clients/transformers-5.17.txt
 	@touch $@
 
 train: setup
@@ -51,6 +53,7 @@ test-targets-full: setup
 
 test-integrations: $(VENV)/integrations.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
+	PYTHONPATH=$(OLDER) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients/test_families.py tests/clients/test_trainer.py -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
 
 test-gpu:
 	python3 tests/gpu/run.py $(TEST_ARGS)

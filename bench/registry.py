@@ -116,9 +116,9 @@ class Case:
 
 def all_cases() -> list[Case]:
     """Return every case, in the order of the table."""
-    from bench.cases import fused, gemm, grouped, host, layer, primary, quantize, steps, training, unpack
+    from bench.cases import attention, fused, gemm, grouped, host, layer, primary, quantize, steps, training, unpack
 
-    modules = (quantize, unpack, gemm, layer, fused, grouped, primary, host, steps, training)
+    modules = (quantize, unpack, gemm, layer, fused, grouped, primary, host, attention, steps, training)
     return [case for module in modules for case in module.CASES]
 
 

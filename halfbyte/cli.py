@@ -5,6 +5,7 @@ A command is a function from the list of its arguments to an exit status. User e
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import os
@@ -33,8 +34,10 @@ COMMANDS = {
     "train": Command("halfbyte.train.commands", "train", "train a language model under one recipe"),
     "compare": Command("halfbyte.train.commands", "compare", "train several recipes alike: a table and a plot"),
     "export": Command("halfbyte.integrations.export_command", "main", "a trained model as engines load it: its bytes"),
+    "plan": Command("halfbyte.plan.command", "main", "memory, traffic and time of a run on any number of GPUs"),
     "verify": Command("halfbyte.verify.command", "main", "every kernel here against the reference, byte for byte"),
     "bench": Command("halfbyte.cli", "bench", "time every kernel beside this machine's ceilings (needs a checkout)"),
+    "explain": Command("halfbyte.cli", "explain", "which kernels a call launches, with which tiles, and why"),
     "env": Command("halfbyte.cli", "env", "what runs on this machine, and why the rest does not"),
 }
 
@@ -121,6 +124,34 @@ def bench(arguments: list[str]) -> int:
         )
     sys.path.insert(0, str(root))
     return importlib.import_module("bench.run").main(arguments)
+
+
+def explain(arguments: list[str]) -> int:
+    """Print which kernels a call launches, with which tiles, and why."""
+    from halfbyte import ops
+
+    parser = argparse.ArgumentParser(
+        prog="halfbyte explain",
+        description="Say which kernels a call on bf16 launches, with which tiles, why, and why not the others.",
+    )
+    parser.add_argument("shape", metavar="SHAPE", help="rows x columns, as in 16384x2880, or MxNxK of a product")
+    parser.add_argument(
+        "specs",
+        metavar="SPEC",
+        nargs="+",
+        help="of rows and of columns, or of a and b: a key whose last parts may be left out (nvfp4, nvfp4/16x16, "
+        "mxfp8), an operand of a preset (nvfp4.dgrad.a), or bf16 for none",
+    )
+    parser.add_argument("--op", help=f"{', '.join(ops.EXPLAINED)}; by default quantize for two sizes, gemm for three")
+    parser.add_argument("--groups", type=int, default=0, help="groups of tokens")
+    parser.add_argument("--target", help="sm_90, gfx942, interpreter, cpu, …; by default this machine")
+    options = parser.parse_args(arguments)
+    try:
+        shape = [int(size) for size in options.shape.split("x")]
+    except ValueError:
+        raise ValueError(f"SHAPE {options.shape!r}: give sizes with x between them, as in 16384x2880") from None
+    print(ops.explain(shape, *options.specs, op=options.op, groups=options.groups, target=options.target))
+    return 0
 
 
 def env(arguments: list[str]) -> int:

@@ -186,7 +186,7 @@ def _kept(
     times: int,
 ) -> tuple[int, int]:
     """Return the bytes that a fake forward of `times` the batch keeps: of the model, and of the layers alone."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _fake_parameters(model, mode):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, fake_parameters(model, mode):
         device = next(model.parameters()).device.type
         fakes = [_fake(t, mode).repeat(times, *[1] * (t.dim() - 1)) for t in inputs]
         with torch.enable_grad(), torch.autocast(device, dtype, enabled=dtype is not None):
@@ -201,7 +201,7 @@ def _kept(
 
 
 @contextmanager
-def _fake_parameters(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Put fake tensors in the place of parameters and buffers; tied ones stay tied."""
     fakes: dict[int, Any] = {}
     places: list[tuple[Any, str, Tensor]] = [

@@ -10,10 +10,10 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte import layout, reference
-from halfbyte.kernels.amax import plain, rotated
-from halfbyte.kernels.quantize import both
-from halfbyte.kernels.quantize.both import quantize_row_col
-from halfbyte.kernels.quantize.lines import quantize
+from halfbyte.kernels import backend
+from halfbyte.kernels.amax import plain, route
+from halfbyte.kernels.backend import quantize, quantize_row_col
+from halfbyte.kernels.quantize import both_route
 from halfbyte.kernels.unpack.dequantize import dequantize
 from halfbyte.layout import Blocks
 
@@ -150,8 +150,8 @@ def check_narrow_rows(spec: hb.NVFP4 | hb.MXFP8, rows: int, device: str) -> None
 
 def check_rotated_amax(x: Tensor, col: hb.NVFP4, hardware: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The maxima of x and of the rotated x.T, found with the tile of another target, are the reference's."""
-    tile_of = rotated.rotated_tile
-    monkeypatch.setattr(rotated, "rotated_tile", lambda rule, packed, _: tile_of(rule, packed, hardware))
+    tile_of = route.rotated_tile
+    monkeypatch.setattr(route, "rotated_tile", lambda rule, packed, _: tile_of(rule, packed, hardware))
     sign_draw = draws(x.device)["sign_draw"]
     ours = plain.row_col_amax(x, hb.NVFP4(), col, sign_draw)
     checks.same(ours[0], reference.finite_amax(x))
@@ -160,12 +160,12 @@ def check_rotated_amax(x: Tensor, col: hb.NVFP4, hardware: int, monkeypatch: pyt
 
 def check_several_tiles(device: str, amaxes: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that draw go through tiles beside each other; those of an amax that is not regular divide otherwise."""
-    monkeypatch.setattr(both, "LOOPS", ((1, 2),))
+    monkeypatch.setattr(both_route, "LOOPS", ((1, 2),))
     x = sample("heavy", (64, 256), torch.bfloat16, device)
     given = dict(zip(("row_amax", "col_amax"), (torch.tensor(a, device=device) for a in amaxes), strict=True))
     draw = hb.Philox(2**63 + 5, 2**62, first_block=2**32 - 70, blocks_per_row=2**20).on(x.device)
     expected = reference.quantize_row_col(x, *PAIRS[1], draw=draw, **given)
-    for ours, theirs in zip(both.quantize_row_col(x, *PAIRS[1], draw=draw, **given), expected, strict=True):
+    for ours, theirs in zip(backend.quantize_row_col(x, *PAIRS[1], draw=draw, **given), expected, strict=True):
         same_blocks(ours, theirs)
 
 

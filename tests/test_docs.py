@@ -58,7 +58,9 @@ def test_links_lead_somewhere(page):
 
 
 def test_documented_options_exist(capsys):
-    commands = re.findall(r"halfbyte (train|compare) ([^`\n]*--[^`\n]*)", "\n".join(page.read_text() for page in PAGES))
+    commands = re.findall(
+        r"halfbyte (train|compare|plan) ([^`\n]*--[^`\n]*)", "\n".join(page.read_text() for page in PAGES)
+    )
     assert commands
     for command, options in commands:
         with pytest.raises(SystemExit):

@@ -170,6 +170,34 @@ def untold_launches(source: Source) -> Iterator[str]:
             yield f"line {node.lineno}: {ast.unparse(node.func.value)}[…](…): name what is launched …_kernel"
 
 
+def launches(node: ast.AST) -> set[str]:
+    """Return the kernels that are launched in a piece of code."""
+    calls = (n.func for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript))
+    return {ast.unparse(call.value) for call in calls if ast.unparse(call.value).endswith("_kernel")}
+
+
+def choices_outside_routes(source: Source) -> Iterator[str]:
+    """A kernel is chosen in a table of a route file; elsewhere only what a choice says tells launches apart."""
+    if "/kernels/" not in source.path or source.path.endswith("route.py"):
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("Candidate", "Choice"):
+            yield f"line {node.lineno}: {ast.unparse(node.func)}(…): candidates and choices are made in route files"
+    for function in source.functions:
+        if re.search(r"^_?fits|_fits$|_problem$|^choose_(tile|kernel)$", function.name) and not is_kernel(function):
+            yield f"{function.name}: a verifier belongs into the table of a route file"
+        for node in [] if is_kernel(function) else ast.walk(function):
+            if not isinstance(node, ast.If | ast.IfExp):
+                continue
+            parts = [node.body] if isinstance(node, ast.IfExp) else node.body
+            inside = {name for part in parts for name in launches(part)}
+            told = {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)} & {"choice", "plan", "how"}
+            last = [] if isinstance(node, ast.IfExp) else node.body[-1:]
+            ends = node.orelse or isinstance(last[0], ast.Return | ast.Continue)  # else one launch is added to another
+            if inside and ends and launches(function) - inside and not told:
+                yield f"{function.name}: `if {ast.unparse(node.test)}` chooses a kernel: ask a route file"
+
+
 Rule = Callable[[Source], Iterator[str]]
 
 EVERYWHERE: tuple[Rule, ...] = (file_size, function_size)
@@ -183,6 +211,7 @@ IN_THE_PACKAGE: tuple[Rule, ...] = (
     docstrings,
     unfinished,
     untold_launches,
+    choices_outside_routes,
 )
 RULES = (*EVERYWHERE, *IN_THE_PACKAGE)
 
@@ -198,6 +227,7 @@ BROKEN: dict[Rule, str] = {
     docstrings: '"""A module."""\ndef f(x):\n    return x\n',
     unfinished: "def f():\n    raise NotImplementedError\n",
     untold_launches: "@triton.jit\ndef copy_kernel(x_ptr): ...\n",
+    choices_outside_routes: "def fits(x):\n    return True\n",
 }
 
 
@@ -225,7 +255,7 @@ def test_package_keeps_the_habits():
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_each_rule_bites(rule):
-    assert list(rule(sample(BROKEN[rule])))
+    assert list(rule(sample(BROKEN[rule], "halfbyte/kernels/sample.py")))
 
 
 CLEAN = '''"""A module that keeps every rule."""
@@ -291,6 +321,26 @@ def test_what_only_sounds_like_a_kernel_is_none(decorator):
 )
 def test_launch_that_would_not_be_told(text):
     assert list(untold_launches(sample(text, "halfbyte/kernels/sample.py")))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(x):\n    if x.shape[0] > 8:\n        a_kernel[(1,)](x)\n    else:\n        b_kernel[(1,)](x)\n",
+        "def f(x):\n    if x.is_contiguous():\n        return a_kernel[(1,)](x)\n    return b_kernel[(1,)](x)\n",
+        "def f(x):\n    return Choice('a_kernel', (1,))\n",
+        "TABLE = (route.Candidate('a_kernel', None, None, ''),)\n",
+        "def _strips_problem(x): ...\n",
+    ],
+)
+def test_choice_outside_a_route_file(text):
+    assert list(choices_outside_routes(sample(text, "halfbyte/kernels/sample.py")))
+    assert not list(choices_outside_routes(sample(text, "halfbyte/kernels/sample_route.py")))
+
+
+def test_launches_told_apart_by_a_choice():
+    text = "def f(x, plan):\n    if plan.tma:\n        return a_kernel[(1,)](x)\n    return b_kernel[(1,)](x)\n"
+    assert not list(choices_outside_routes(sample(text, "halfbyte/kernels/sample.py")))
 
 
 def test_formats_may_name_its_numbers():

@@ -2,7 +2,7 @@
 
 Parameters are bf16, AdamW is torch's fused one. Dense models are compiled block by block, ours fused (`hb.nn.fuse_`);
 mixtures of experts run eagerly, both. The share that the GPU is busy is the union of its kernels' times in one profiled
-step, of a step's median time.
+step, of a step's median time over readings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bench.registry import Bar, Case, Outcome, Setting, Shape, Unequal
 from halfbyte import recipes
 from halfbyte.train import model as models
 
-WARM_UP, STEPS, LR = 5, 15, 1e-4
+WARM_UP, READINGS, EVERY, LR = 5, 5, 6, 1e-4  # the loss is read once in EVERY steps, as a loop that logs does
 LEAST_PROGRESS = 0.5  # of bf16's fall in loss: the recipe trains, it does not merely run
 
 
@@ -59,10 +59,11 @@ def _measure(setting: Setting, shape: Shape, model: str, recipe: str) -> dict[st
     first = time.perf_counter() - start
     losses += [float(step()) for _ in range(WARM_UP if setting.on_gpu else 1)]
     seconds = []
-    for _ in range(STEPS if setting.on_gpu else 2):
+    for _ in range(READINGS if setting.on_gpu else 2):
         start = time.perf_counter()
-        losses.append(float(step()))  # waits for the device, as a log line would
-        seconds.append(time.perf_counter() - start)
+        some = [step() for _ in range(EVERY)]
+        losses.append(float(some[-1]))  # waits for the device
+        seconds.append((time.perf_counter() - start) / EVERY)
     busy = _busy(step) if setting.on_gpu else 0.0
     del step
     gc.collect()

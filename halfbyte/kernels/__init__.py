@@ -10,7 +10,9 @@
     fused/        norms and activations that hand over the amaxes of what they write
     master_cast/  primary weights out of pieces of their fp32 masters
 
-A file holds a kernel and its launcher, which allocates, chooses a tile and launches. Launchers run once for each
+Which kernel serves a request, with which tile and why, is chosen in tables: `route` says how, each room has its own
+(`route.py` and others that end so). A file holds a kernel and its launcher, which is handed the choice, allocates and
+launches. Launchers run once for each
 request: `prepared` records what they did, and repeats it (`launch` is one launch; docs/internals/host.md). `target` is
 the GPU that kernels are launched for, `record` lists the launches for GPUs that are not here (`scenarios` has the
 calls), `groups` says where the tokens of experts lie. Kernels address in int64, divide with `tl.div_rn`, and are

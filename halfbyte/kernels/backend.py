@@ -6,13 +6,15 @@ from torch import Tensor
 
 from halfbyte.kernels.amax.plain import finite_amax
 from halfbyte.kernels.gemm.dense import gemm_nt, gemm_nt_add
-from halfbyte.kernels.gemm.grouped import grouped_dequantize, grouped_gemm_nt, grouped_values, plain_grouped_gemm
-from halfbyte.kernels.quantize import both, grouped, small, strips
+from halfbyte.kernels.gemm.grouped import grouped_dequantize, grouped_gemm_nt, grouped_values
+from halfbyte.kernels.quantize import both, grouped, one
+from halfbyte.kernels.quantize.both_route import Pair
+from halfbyte.kernels.quantize.route import One
 from halfbyte.kernels.unpack.dequantize import Decoded, decode, dequantize
 from halfbyte.kernels.unpack.transpose import transpose
-from halfbyte.layout import LINEAR, Blocks, GroupedOperand, matrix_shape
+from halfbyte.layout import LINEAR, Blocks, GroupedOperand, check_scale_layout, matrix_shape
 from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, NVFP4, Spec
+from halfbyte.spec import MXFP8, Spec
 
 __all__ = [
     "GroupedOperand",
@@ -27,7 +29,6 @@ __all__ = [
     "grouped_quantize_row_col",
     "grouped_values",
     "plain",
-    "plain_grouped_gemm",
     "quantize",
     "quantize_row_col",
     "transpose",
@@ -54,12 +55,18 @@ def quantize(
     scale_layout: str = LINEAR,
     decoded: bool = False,
 ) -> Blocks:
-    """Quantize along the last dimension, a small tensor without an amax in one launch; see `kernels.quantize.lines`."""
-    if amax is None and isinstance(spec, NVFP4) and small.fits(x, spec, LINEAR if decoded else scale_layout):
-        return small.quantize(x, spec, draw=draw, sign_draw=sign_draw, scale_layout=scale_layout, decoded=decoded)
-    return strips.quantize(
-        x, spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout, decoded=decoded
-    )
+    """Quantize along the last dimension; the same bytes as `halfbyte.reference.quantize`.
+
+    Args:
+        x: bf16, fp16 or fp32 [..., K], at least 1-D, any strides; leading dimensions are rows.
+        draw: random bytes of stochastic rounding.
+        sign_draw: fresh signs of the rotation.
+        amax: fp32 [] or [rows], used instead of the computed one.
+        scale_layout: "linear" or "swizzled_32_4_4".
+        decoded: return element * block_scale in bf16 [rows, padded K] as qdata, and no scales.
+    """
+    check_scale_layout(scale_layout)
+    return one.quantize(One(x.reshape(matrix_shape(x.shape)), spec, draw, sign_draw, amax, scale_layout, decoded))
 
 
 def quantize_row_col(
@@ -77,27 +84,19 @@ def quantize_row_col(
     """Quantize both orientations; a transient one is returned decoded, as Blocks(values bf16, no scales, amax).
 
     Args:
-        transient: whether row and col are returned decoded; the others as for `row_col.quantize_row_col`.
+        draw: the row's random bytes; the column uses the next offset.
+        transient: whether row and col are returned decoded; the others as for `quantize`.
     """
-    common = {"sign_draw": sign_draw, "scale_layout": scale_layout}
-    if col_spec is None:  # what a forward that nobody differentiates asks for
-        if row_spec is None:
-            return None, None
-        return quantize(x, row_spec, draw=draw, amax=row_amax, decoded=transient[0], **common), None
-    if row_spec is None:
-        matrix, draw = x.reshape(matrix_shape(x.shape)), draw and draw.next()
-        return None, quantize(matrix.T, col_spec, draw=draw, amax=col_amax, decoded=transient[1], **common)
-    return both.quantize_row_col(
-        x,
-        row_spec,
-        col_spec,
-        draw=draw,
-        sign_draw=sign_draw,
-        row_amax=row_amax,
-        col_amax=col_amax,
-        scale_layout=scale_layout,
-        transient=transient,
-    )
+    check_scale_layout(scale_layout)
+    x = x.reshape(matrix_shape(x.shape))
+    if row_spec is not None and col_spec is not None:
+        return both.quantize(Pair(x, row_spec, col_spec, draw, sign_draw, row_amax, col_amax, scale_layout, transient))
+    if row_spec is not None:  # what a forward that nobody differentiates asks for
+        return one.quantize(One(x, row_spec, draw, sign_draw, row_amax, scale_layout, transient[0])), None
+    if col_spec is not None:
+        request = One(x.T, col_spec, draw and draw.next(), sign_draw, col_amax, scale_layout, transient[1])
+        return None, one.quantize(request)
+    return None, None
 
 
 def grouped_quantize_row_col(

@@ -101,14 +101,33 @@ def watcher() -> Any:
     return getattr(_WATCHERS, "last", None)
 
 
+@contextmanager
+def rehearsing() -> Iterator[list[Any]]:
+    """Launch nothing in this thread; give the list of what would be: a `route.Choice` each, and each `Launched`."""
+    before, events = rehearsal(), []
+    _WATCHERS.events = events
+    try:
+        yield events
+    finally:
+        _WATCHERS.events = before
+
+
+def rehearsal() -> list[Any] | None:
+    """Return the list of the innermost `rehearsing`, None outside."""
+    return getattr(_WATCHERS, "events", None)
+
+
 def _tell(kernel: Any, compiled: Any, grid: Sequence[int], args: tuple, kwargs: dict[str, Any]) -> None:
     told = watcher()
-    if told is None:
-        return
+    if told is not None:
+        told.launched(_launched(kernel, compiled, grid, args, kwargs))
+
+
+def _launched(kernel: Any, compiled: Any, grid: Sequence[int], args: tuple, kwargs: dict[str, Any]) -> Launched:
     names, options = kernel.parameters, dict(kwargs)
     arguments = dict(zip(names, args, strict=False))
     arguments.update((name, options.pop(name)) for name in names[len(args) :])
-    told.launched(Launched(kernel, compiled, tuple(grid), arguments, options))
+    return Launched(kernel, compiled, tuple(grid), arguments, options)
 
 
 def _plain(values: Iterable[Any]) -> list[Any]:
@@ -116,16 +135,25 @@ def _plain(values: Iterable[Any]) -> list[Any]:
     return [value.value if type(value) is Varying else value for value in values]
 
 
+def _names(fn: Callable) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return the parameters of a kernel in order, and those that it is compiled for."""
+    parameters = inspect.signature(fn).parameters
+    return tuple(parameters), frozenset(name for name, p in parameters.items() if "constexpr" in str(p.annotation))
+
+
 class Kernel(JITFunction):
     """A compiled kernel."""
 
     def __init__(self, fn: Callable, do_not_specialize: Sequence[str]) -> None:
         super().__init__(fn, do_not_specialize=do_not_specialize)
-        self.parameters = tuple(inspect.signature(fn).parameters)
+        self.parameters, self.constants = _names(fn)
         self.unspecialized = frozenset(do_not_specialize)
 
     def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> Any:
         """Launch it, and tell who watches."""
+        if (events := rehearsal()) is not None:
+            events.append(_launched(self, None, grid, args, kwargs))
+            return None
         named = dict(zip(kwargs, _plain(kwargs.values()), strict=True))
         compiled = super().run(*_plain(args), grid=grid, warmup=warmup, **named)
         if not warmup:
@@ -138,16 +166,20 @@ class InterpretedKernel(InterpretedFunction):
 
     def __init__(self, fn: Callable, do_not_specialize: Sequence[str]) -> None:
         super().__init__(fn, do_not_specialize=do_not_specialize)
-        self.parameters = tuple(inspect.signature(fn).parameters)
+        self.parameters, self.constants = _names(fn)
         self.unspecialized = frozenset(do_not_specialize)
 
-    def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> Any:
+    def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
         """Interpret it, and tell who watches."""
+        if (events := rehearsal()) is not None:
+            events.append(_launched(self, None, grid, args, kwargs))
+            return None
         named = dict(zip(kwargs, _plain(kwargs.values()), strict=True))
         with _disable_current_modes():  # the interpreter computes with torch
             super().run(*_plain(args), grid=grid, warmup=warmup, **named)
         if not warmup:
             _tell(self, None, grid, args, kwargs)
+        return None
 
 
 def jit(fn: Callable | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:

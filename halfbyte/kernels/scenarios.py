@@ -13,7 +13,7 @@ from halfbyte.arithmetic import FUNCTIONS
 from halfbyte.kernels import backend, fused, scenarios_grouped
 from halfbyte.kernels.amax import plain
 from halfbyte.kernels.device import hardware_cast
-from halfbyte.kernels.gemm import native
+from halfbyte.kernels.gemm import native, native_route
 from halfbyte.kernels.master_cast import launch
 from halfbyte.kernels.scenario_values import (
     BF16,
@@ -174,7 +174,7 @@ def _decoded(rows: int, cols: int, kind: str) -> Decoded:
 
 def native_products(target: Target) -> Iterator[Scenario]:
     """What surrounds scaled_mm on FP4 and FP8 tensor cores: swizzled scales, and what it cannot finish."""
-    if native.unsupported(PLAIN, PLAIN, target):
+    if native_route.unsupported(PLAIN, PLAIN, target):
         return
     for (M, N, K), (a, b) in product(
         ((512, 768, 768), (37, 53, 83)), ((PLAIN, TILE), (ROW, PLAIN), (MXFP8(), MXFP8()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels import backend
-from halfbyte.kernels.gemm import grouped_native
+from halfbyte.kernels.gemm import grouped, grouped_native, native_route
 from halfbyte.kernels.scenario_values import (
     BF16,
     FOUR,
@@ -142,9 +142,15 @@ def products(target: Target) -> Iterator[Scenario]:
             tuned = whole and what in ("codes", "MXFP8")
             yield Scenario(f"grouped gemm over tokens, {what}, {shape} to {dtype}, {accumulate}", call, tuned)
     for groups, M, N, K in ROWS_SHAPES:
-        call = partial(backend.plain_grouped_gemm, tensor(M, K), tensor(groups, N, K), offsets_of(groups), BF16)
+        call = partial(_plain, tensor(M, K), tensor(groups, N, K), offsets_of(groups))
         yield Scenario(f"torch's grouped gemm, {groups} groups, {M}x{N}x{K}", call, tuned=True)
     yield from _native_products(target)
+
+
+def _plain(a: Tensor, b: Tensor, offsets: Tensor) -> None:
+    way = native_route.grouped_ways(GroupedOperand(a), GroupedOperand(b), offsets, BF16)
+    if way.kernel == native_route.GROUPED_TORCH:
+        grouped.plain_grouped_gemm(a, b, offsets)
 
 
 def _rows_operands(groups: int, M: int, N: int, K: int) -> Iterator[tuple[str, tuple[GroupedOperand, GroupedOperand]]]:
@@ -200,7 +206,7 @@ def _native_products(target: Target) -> Iterator[Scenario]:
         both = RHT if a == PLAIN else a
         split = (GroupedOperand(grouped_blocks((n, M), groups, both, LINEAR, contraction=True), both) for n in (N, K))
         for what, sides, contraction in (("", rows, K), (" over tokens", tuple(split), M)):
-            if grouped_native.unsupported(*sides, BF16, False, target):
+            if native_route.grouped_unsupported(*sides, BF16, False, target):
                 continue
             call = partial(grouped_native.call_arguments, *sides, offsets_of(groups), contraction)
             yield Scenario(f"native grouped gemm{what}, {a.key} x {b.key}", call, tuned=True)

@@ -13,6 +13,8 @@ from halfbyte.ops.dispatch import (
     quantize_row_col,
     transpose,
 )
+from halfbyte.ops.explain import OPS as EXPLAINED
+from halfbyte.ops.explain import Explanation, Step, explain
 from halfbyte.ops.fused import Amaxes, Following, NormKind, activation, activation_backward, norm, norm_backward
 from halfbyte.ops.grouped import (
     check_offsets,
@@ -25,11 +27,14 @@ from halfbyte.ops.grouped import (
 from halfbyte.ops.repeat import define_pass, run
 
 __all__ = [
+    "EXPLAINED",
     "Amaxes",
     "BackendStatus",
+    "Explanation",
     "Following",
     "NormKind",
     "Operand",
+    "Step",
     "activation",
     "activation_backward",
     "amax",
@@ -39,6 +44,7 @@ __all__ = [
     "define_pass",
     "dequantize",
     "emulates",
+    "explain",
     "gemm_nt",
     "gemm_nt_add",
     "grouped_decode",

@@ -6,6 +6,7 @@ import torch
 from torch.utils import checkpoint
 
 from halfbyte.ops import grouped_library, library  # noqa: F401  they define torch.ops.halfbyte
+from halfbyte.ops.repeat import PASSES
 
 KEPT = (
     torch.ops.halfbyte.quantize.default,
@@ -30,7 +31,7 @@ def selective_checkpoint_ops() -> list[torch._ops.OpOverload]:
     Returns:
         A new list.
     """
-    return list(KEPT)
+    return [*KEPT, *(op.default for op in PASSES)]
 
 
 def outputs_are_kept() -> bool:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from halfbyte import reference
-from halfbyte.kernels.target import target_of
-from halfbyte.layout import LINEAR, Blocks, ceil_div, grouped_shapes, round_up, swizzled_numel
+from halfbyte.layout import LINEAR, Blocks, GroupedOperand, ceil_div, grouped_shapes, round_up, swizzled_numel
 from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
 from halfbyte.ops.repeat import define
 from halfbyte.rng import Draw
@@ -124,16 +123,23 @@ def _operand(module: ModuleType, data, scale, amax, key: str, scale_layout: str)
     return module.GroupedOperand(Blocks(data, scale, amax), parse(key), scale_layout)
 
 
-def _native(a, b, offsets: Tensor, K: int, out_dtype: torch.dtype, backend: str) -> Tensor | None:
-    """Return the product from FP4 or FP8 tensor cores, or None where it is emulated; a GEMM of codes says why, once."""
-    if choose(offsets.device, backend or None) != NATIVE:
-        return None
-    from halfbyte.kernels.gemm import grouped_native
+def _by_torch(
+    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, K: int, out_dtype: torch.dtype, backend: str
+) -> Tensor | None:
+    """Return the product where torch has it, or None where it is emulated; on FP4 tensor cores codes say why, once."""
+    from halfbyte.kernels.gemm import grouped, grouped_native, native_route
 
-    reason = grouped_native.unsupported(a, b, out_dtype, False, target_of(offsets.device))
-    if reason is None:
+    native, is_plain = choose(offsets.device, backend or None) == NATIVE, a.spec is None and b.spec is None
+    if not native and not is_plain:
+        return None
+    way = native_route.grouped_ways(a, b, offsets, out_dtype)
+    if way.kernel == native_route.GROUPED_NATIVE:
         return grouped_native.grouped_gemm_nt(a, b, offsets, K)
-    warn_once(f"a grouped GEMM is emulated in bf16: {reason}")
+    if way.kernel == native_route.GROUPED_TORCH:
+        assert isinstance(a.data, Tensor) and isinstance(b.data, Tensor), "plain operands are tensors"
+        return grouped.plain_grouped_gemm(a.data, b.data, offsets)
+    if not is_plain:
+        warn_once(f"a grouped GEMM is emulated in bf16: {dict(way.instead)[native_route.GROUPED_NATIVE]}")
     return None
 
 
@@ -143,12 +149,9 @@ def grouped_gemm_nt(
     module = _backend("grouped_gemm_nt", a.device, backend)
     if module is not reference:
         with torch.autocast(a.device.type, enabled=False):
-            if not a_key and not b_key:
-                product = module.plain_grouped_gemm(a, b, offsets, out_dtype)
-            else:
-                left = _operand(module, a, a_scale, a_amax, a_key, a_layout)
-                right = _operand(module, b, b_scale, b_amax, b_key, b_layout)
-                product = _native(left, right, offsets, K, out_dtype, backend)
+            left = _operand(module, a, a_scale, a_amax, a_key, a_layout)
+            right = _operand(module, b, b_scale, b_amax, b_key, b_layout)
+            product = _by_torch(left, right, offsets, K, out_dtype, backend)
         if product is not None:
             return product
     out = a.new_empty(_product_shape(a, b, offsets), dtype=out_dtype)

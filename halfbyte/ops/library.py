@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from halfbyte import reference
-from halfbyte.kernels.target import target_of
 from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape, round_up, swizzled_numel
 from halfbyte.ops.backends import NATIVE, REFERENCE, choose, warn_once
 from halfbyte.ops.repeat import define
@@ -185,12 +184,12 @@ def _gemm(a: _Side, b: _Side, K: int, backend: str, out_dtype, bias, out=None, a
 
 
 def _runs_natively(a: _Side, b: _Side) -> bool:
-    from halfbyte.kernels.gemm import native
+    from halfbyte.kernels.gemm import native_route
 
-    reason = native.unsupported(a.spec, b.spec, target_of(a.data.device))
-    if reason is not None:
+    way = native_route.ways(a.spec, b.spec, a.data.device)
+    for _, reason in way.instead:
         warn_once(f"a GEMM is emulated in bf16: {reason}")
-    return reason is None
+    return way.kernel == native_route.NATIVE
 
 
 def _decode(module: ModuleType, side: _Side, K: int, padded: bool) -> Any:

@@ -141,6 +141,10 @@ def repeated(function: Callable, schema: str) -> Callable:
 _LIBRARY = torch.library.Library("halfbyte", "FRAGMENT")
 
 
+PASSES: list[Any] = []
+"""Ops that are a whole pass."""
+
+
 def define_pass(name: str, function: Callable) -> Any:
     """Define a whole pass as an op, and return it.
 
@@ -176,4 +180,5 @@ def define_pass(name: str, function: Callable) -> Any:
     _LIBRARY.define(f"{name}(str text, Tensor?[] tensors, SymInt[] sizes, SymInt[] numbers) -> Tensor[]")
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"halfbyte::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.halfbyte, name)
+    PASSES.append(getattr(torch.ops.halfbyte, name))
+    return PASSES[-1]

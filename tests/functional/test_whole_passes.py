@@ -108,3 +108,7 @@ def test_opcheck(recipe, monkeypatch):
     for op, given in calls.items():
         detached = [None if t is None else t.detach() for t in given[1]]
         opcheck(op, (given[0], detached, *given[2:]))
+
+
+def test_selective_checkpointing_keeps_what_a_pass_made():
+    assert {op.default for op in (linear._FORWARD, activation._FORWARD)} <= set(hb.selective_checkpoint_ops())

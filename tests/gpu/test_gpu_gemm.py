@@ -7,13 +7,13 @@ import torch
 
 import halfbyte as hb
 from halfbyte import reference
-from halfbyte.kernels.gemm import dense
+from halfbyte.kernels.gemm import dense, route
 from halfbyte.kernels.target import target_of
 from halfbyte.kernels.unpack import dequantize as dq
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-HOPPER = torch.cuda.is_available() and dense.tma_tiles(target_of(torch.device("cuda", 0)))
+HOPPER = torch.cuda.is_available() and route.tma_tiles(target_of(torch.device("cuda", 0)))
 VARIANTS = ("auto", "pointer", "tma") if HOPPER else ("auto", "pointer")
 SHAPES = ((1, 1, 1), (16, 16, 16), (129, 257, 513), (1000, 520, 2064), (2048, 1024, 4096), (256, 384, 30000))
 PAIRS = (
@@ -43,7 +43,7 @@ def test_golden(variant):
 def test_error(pair, shape, variant):
     M, N, K = shape
     a, b = operand(M, K, pair[0]), operand(N, K, pair[1])
-    if variant == "tma" and M * N and not all(dense.describable(side.values) for side in (a, b)):
+    if variant == "tma" and M * N and not all(route.describable(side.values) for side in (a, b)):
         with pytest.raises(ValueError, match="variant='tma'"):  # a tensor map needs rows of whole 16 bytes
             dense.gemm_nt(a, b, variant=variant)
         return
@@ -71,18 +71,18 @@ def test_error_of_long_contractions(variant, rows):
 @pytest.mark.parametrize("splits", (2, 3, 7))
 def test_split_contraction(variant, splits, monkeypatch):
     a, b = operand(300, 5000, hb.NVFP4()), operand(200, 5000, checks.ROW)
-    tile = (dense.POINTER_TILES if variant == "pointer" or not HOPPER else dense.TMA_TILES)[-1]
-    plan = dense.Plan(tile in dense.TMA_TILES, tile, splits, False)
+    tile = (route.POINTER_TILES if variant == "pointer" or not HOPPER else route.TMA_TILES)[-1]
+    plan = route.Plan(tile in route.TMA_TILES, tile, splits, False)
     monkeypatch.setattr(dense, "make_plan", lambda *_: plan)
     y = dense.gemm_nt(a, b, out_dtype=torch.float32)
     assert checks.relative_error(y, a, b) <= BOUNDS[torch.float32]
     assert torch.equal(y, dense.gemm_nt(a, b, out_dtype=torch.float32)), "the sum depends on the run"
 
 
-@pytest.mark.parametrize("tile", (HOPPER or ()) + dense.POINTER_TILES, ids=str)
+@pytest.mark.parametrize("tile", (HOPPER or ()) + route.POINTER_TILES, ids=str)
 def test_every_tile(tile, monkeypatch):
-    tma = tile in dense.TMA_TILES
-    monkeypatch.setattr(dense, "make_plan", lambda *_: dense.Plan(tma, tile, 1, False))
+    tma = tile in route.TMA_TILES
+    monkeypatch.setattr(dense, "make_plan", lambda *_: route.Plan(tma, tile, 1, False))
     for N in (500, 512):  # 500 fp32 values are whole 16 bytes, 500 - 3 are not: plain stores
         a, b = operand(700, 1100, checks.ROW), operand(N, 1100, checks.TILE)
         for dtype, bound in BOUNDS.items():

@@ -8,9 +8,9 @@ import torch
 import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels.amax.plain import finite_amax, row_col_amax
-from halfbyte.kernels.quantize import both_small
-from halfbyte.kernels.quantize.both import quantize_row_col
-from halfbyte.kernels.quantize.lines import quantize
+from halfbyte.kernels.backend import quantize, quantize_row_col
+from halfbyte.kernels.quantize.both_route import Pair
+from halfbyte.kernels.quantize.both_route import pair as pair_route
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -63,7 +63,7 @@ def test_row_col_of_small_tensors(index):
     for shape in ((64, 256), (512, 1024), (1024, 4096)):
         for kind in ("heavy", "nonfinite"):
             x = checks.sample(kind, shape, torch.bfloat16, "cuda")
-            assert both_small.fits(x, *pair, layout.LINEAR)
+            assert pair_route(Pair(x, *pair)).kernel == "quantize_row_col_small_kernel"
             checks.check_row_col(x, pair, layout.LINEAR)
 
 

@@ -12,7 +12,7 @@ import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels import backend
 from halfbyte.kernels.gemm.grouped import clear_tail, grouped_dequantize, grouped_gemm_nt
-from halfbyte.kernels.quantize import grouped, strips
+from halfbyte.kernels.quantize import grouped, route
 from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, GroupedOperand, group_alignment, group_ends
 from halfbyte.reference.scale import global_scale
 
@@ -203,7 +203,7 @@ class TestProducts:
         self.check((self.rows, COLS), GroupedOperand(dy), GroupedOperand(w.mT), 64)  # experts with contiguous columns
 
     def test_chains_of_a_long_contraction(self, monkeypatch):
-        monkeypatch.setattr("halfbyte.kernels.gemm.grouped.MAX_CHAIN", 64)
+        monkeypatch.setattr("halfbyte.kernels.gemm.route.MAX_CHAIN", 64)
         spec, offsets = hb.NVFP4(), ends((130, 0, 60))
         _, col = reference.grouped_quantize_row_col(exact(190, COLS), offsets, None, spec)
         side, shape = GroupedOperand(col, spec), (3, COLS, COLS)
@@ -268,7 +268,7 @@ def test_experts_in_whole_tiles(name, cols):
     expected, _ = reference.grouped_quantize_row_col(w, None, spec, None)
     decoded = transient(GroupedOperand(expected, spec)).data.qdata
     if name == "tile":
-        assert strips.fits(w, spec)
+        assert route.strips_problem(w, spec) is None
     codes, _ = backend.grouped_quantize_row_col(w, None, spec, None)
     same_blocks([codes], [expected])
     given = None if name == "mxfp8" else 2 * reference.quantize(w[0], spec).amax

@@ -14,7 +14,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels import record
-from halfbyte.kernels.gemm import grouped_native
+from halfbyte.kernels.gemm import grouped_native, native_route
 from halfbyte.layout import GroupedOperand
 
 TILE = hb.NVFP4(block=(16, 16))
@@ -121,7 +121,7 @@ def test_the_call(name, split, scale_layout, monkeypatch):
         return torch.ones(shape, dtype=torch.bfloat16)
 
     monkeypatch.setattr(grouped_native, "scaled_grouped_mm", record)
-    assert grouped_native.unsupported(a, b, torch.bfloat16, False, SM_100) is None
+    assert native_route.grouped_unsupported(a, b, torch.bfloat16, False, SM_100) is None
     y = grouped_native.grouped_gemm_nt(a, b, OFFSETS, length)
     (call,) = calls
     accepted(call)
@@ -149,7 +149,7 @@ def test_what_is_emulated_says_why():
         ((decoded, b), torch.bfloat16, False, SM_100, "no codes"),
         ((a, GroupedOperand(torch.zeros(5, N, K))), torch.bfloat16, False, SM_100, "not quantized"),
     ):
-        assert reason in grouped_native.unsupported(*sides, dtype, accumulate, target)
+        assert reason in native_route.grouped_unsupported(*sides, dtype, accumulate, target)
     e5m2 = GroupedOperand(a.data, hb.MXFP8(element="e5m2"))
     other = GroupedOperand(b.data, hb.MXFP8())
-    assert "e4m3" in grouped_native.unsupported(e5m2, other, torch.bfloat16, False, SM_100)
+    assert "e4m3" in native_route.grouped_unsupported(e5m2, other, torch.bfloat16, False, SM_100)

@@ -20,7 +20,7 @@ import torch
 from halfbyte import kernels
 from halfbyte.kernels import record, scenario_values
 from halfbyte.kernels.device import magnitudes
-from halfbyte.kernels.gemm import dense
+from halfbyte.kernels.gemm import route
 from halfbyte.kernels.target import assumed, nvidia, target_of
 from halfbyte.verify import matrix
 
@@ -230,9 +230,9 @@ def test_a_target_is_assumed_for_a_while():
     with assumed(record.TARGETS["sm_103"]):
         assert target_of(device) == nvidia(103, 148)
         assert magnitudes.parts_of(2960, 1, 2, device) == 296
-        assert dense.tma_tiles(target_of(device)) == dense.TMA_TILES[1:]
+        assert route.tma_tiles(target_of(device)) == route.TMA_TILES[1:]
     with assumed(record.TARGETS["gfx942"]):
-        assert magnitudes.parts_of(6080, 1, 2, device) == 608 and dense.tma_tiles(target_of(device)) == ()
+        assert magnitudes.parts_of(6080, 1, 2, device) == 608 and route.tma_tiles(target_of(device)) == ()
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled here")

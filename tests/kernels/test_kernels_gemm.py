@@ -7,7 +7,7 @@ import torch
 
 import halfbyte as hb
 from halfbyte import reference
-from halfbyte.kernels.gemm import dense
+from halfbyte.kernels.gemm import dense, route
 from halfbyte.kernels.target import amd, nvidia
 from halfbyte.kernels.unpack.dequantize import Decoded
 
@@ -111,7 +111,7 @@ def test_split_contraction(variant, splits, monkeypatch):
     plans = []
 
     def plan(*arguments):
-        plans.append(dense.Plan(variant == "tma", dense.Tile(64, 128, 64, 4, 4), splits, True))
+        plans.append(route.Plan(variant == "tma", route.Tile(64, 128, 64, 4, 4), splits, True))
         return plans[-1]
 
     monkeypatch.setattr(dense, "make_plan", plan)
@@ -120,23 +120,23 @@ def test_split_contraction(variant, splits, monkeypatch):
 
 
 def test_tiles_are_chosen_for_the_shape():
-    tiles = dense.tma_tiles(nvidia(90, 132))
-    assert dense.choose_tile(tiles, 8192, 8192, 8192, 132) == (tiles[0], 1)
-    assert dense.choose_tile(tiles, 65536, 1024, 1024, 132)[1] == 1
-    wgrad_tile, splits = dense.choose_tile(tiles, 1024, 1024, 65536, 132)
+    tiles = route.tma_tiles(nvidia(90, 132))
+    assert route.choose_tile(tiles, 8192, 8192, 8192, 132) == (tiles[0], 1)
+    assert route.choose_tile(tiles, 65536, 1024, 1024, 132)[1] == 1
+    wgrad_tile, splits = route.choose_tile(tiles, 1024, 1024, 65536, 132)
     assert splits > 1 and (1024 // wgrad_tile.bm) * (1024 // wgrad_tile.bn) * splits <= 132
-    assert dense.choose_tile(tiles, 64, 64, 64, 132)[1] == 1
+    assert route.choose_tile(tiles, 64, 64, 64, 132)[1] == 1
     # Parts in several waves pay where whole tiles leave a third of the GPU idle, not where they nearly fill it.
-    assert dense.choose_tile(tiles, 2816, 1024, 32768, 132) == (tiles[0], 3)
-    assert dense.choose_tile(tiles, 5632, 2048, 16384, 132) == (tiles[0], 1)
-    small = (*tiles, *dense.SMALL_TILES)
-    assert dense.choose_tile(small, 512, 1024, 1024, 132) == (dense.SMALL_TILES[2], 1)
-    assert dense.choose_tile(small, 1024, 1024, 512, 132) == (dense.SMALL_TILES[0], 1)
-    assert dense.choose_tile(small, 1024, 1024, 65536, 132) == (wgrad_tile, splits)
+    assert route.choose_tile(tiles, 2816, 1024, 32768, 132) == (tiles[0], 3)
+    assert route.choose_tile(tiles, 5632, 2048, 16384, 132) == (tiles[0], 1)
+    small = (*tiles, *route.SMALL_TILES)
+    assert route.choose_tile(small, 512, 1024, 1024, 132) == (route.SMALL_TILES[2], 1)
+    assert route.choose_tile(small, 1024, 1024, 512, 132) == (route.SMALL_TILES[0], 1)
+    assert route.choose_tile(small, 1024, 1024, 65536, 132) == (wgrad_tile, splits)
     assert (
-        dense.tma_tiles(nvidia(80, 108))
-        == dense.tma_tiles(nvidia(120, 170))
-        == dense.tma_tiles(amd("gfx950", 256))
+        route.tma_tiles(nvidia(80, 108))
+        == route.tma_tiles(nvidia(120, 170))
+        == route.tma_tiles(amd("gfx950", 256))
         == ()
     )
 
@@ -192,7 +192,7 @@ def test_tma_refuses_strides_it_cannot_describe():
 @pytest.mark.parametrize("accumulate", (False, True))
 def test_a_long_contraction_is_summed_in_chains(accumulate, monkeypatch):
     monkeypatch.setattr(dense, "MAX_CHAIN", 100)
-    monkeypatch.setattr(dense, "make_plan", lambda *_: dense.Plan(True, dense.TMA_TILES[-1], 1, True))
+    monkeypatch.setattr(dense, "make_plan", lambda *_: route.Plan(True, route.TMA_TILES[-1], 1, True))
     launches, multiply = [], dense._multiply
     monkeypatch.setattr(dense, "_multiply", lambda *args: (launches.append(args[1].shape[1]), multiply(*args)))
     ours, theirs = zip(*(checks.decoded_pair(torch.randn(n, 304), hb.NVFP4()) for n in (7, 12)), strict=True)

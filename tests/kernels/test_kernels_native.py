@@ -12,7 +12,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels import record
-from halfbyte.kernels.gemm import native
+from halfbyte.kernels.gemm import native, native_route
 
 torch.manual_seed(0)
 
@@ -162,10 +162,10 @@ def test_reasons():
     nvfp4, mxfp8, wide = hb.NVFP4(), hb.MXFP8(), hb.MXFP8(element="e5m2")
     for name in ("sm_100", "sm_103", "sm_120"):
         target = record.TARGETS[name]
-        assert native.unsupported(nvfp4, checks.TILE, target) is None
-        assert native.unsupported(mxfp8, wide, target) is None
-        assert "e5m2" in native.unsupported(wide, wide, target)
-        assert "not quantized" in native.unsupported(nvfp4, None, target)
-        assert "mix" in native.unsupported(nvfp4, mxfp8, target)
+        assert native_route.unsupported(nvfp4, checks.TILE, target) is None
+        assert native_route.unsupported(mxfp8, wide, target) is None
+        assert "e5m2" in native_route.unsupported(wide, wide, target)
+        assert "not quantized" in native_route.unsupported(nvfp4, None, target)
+        assert "mix" in native_route.unsupported(nvfp4, mxfp8, target)
     for name in ("sm_90", "gfx950"):
-        assert name in native.unsupported(nvfp4, nvfp4, record.TARGETS[name])
+        assert name in native_route.unsupported(nvfp4, nvfp4, record.TARGETS[name])

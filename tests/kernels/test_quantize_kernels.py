@@ -7,8 +7,7 @@ import torch
 import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels.amax.plain import finite_amax, row_col_amax
-from halfbyte.kernels.quantize.both import quantize_row_col
-from halfbyte.kernels.quantize.lines import quantize
+from halfbyte.kernels.backend import quantize, quantize_row_col
 
 KINDS = ("heavy", "ties", "tiny", "nonfinite")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)

@@ -7,7 +7,7 @@ import torch
 import halfbyte as hb
 from halfbyte import layout
 from halfbyte.kernels import backend
-from halfbyte.kernels.quantize import both, both_small
+from halfbyte.kernels.quantize import both, both_route, both_small
 
 SR = {"rounding": "stochastic"}
 PAIRS = (
@@ -27,7 +27,7 @@ def test_bytes_are_those_of_the_reference(pair, kind, monkeypatch):
 
 def test_few_programs_take_many_strips_and_groups(monkeypatch):
     monkeypatch.setattr(both, "_launch", None)
-    monkeypatch.setattr(both_small, "MAX_PROGRAMS", 4)
+    monkeypatch.setattr(both_route, "MAX_PROGRAMS", 4)
     x = checks.sample("ties", (128, 768), torch.bfloat16, "cpu")
     x[127, 767] = 1000.0
     checks.check_row_col(x, PAIRS[0], layout.LINEAR)
@@ -50,21 +50,26 @@ def test_decoded_operands_hold_the_codes(transient, monkeypatch):
 def test_a_given_amax_is_used(monkeypatch):
     monkeypatch.setattr(both_small, "quantize", None)
     x, given = checks.sample("heavy", (64, 256), torch.bfloat16, "cpu"), torch.tensor(3.0)
-    row, _ = both.quantize_row_col(x, *PAIRS[0], row_amax=given)
+    row, _ = backend.quantize_row_col(x, *PAIRS[0], row_amax=given)
     assert row is not None and row.amax is given
+
+
+def fits(x, row, col, scale_layout):
+    choice = both_route.pair(both_route.Pair(x, row, col, scale_layout=scale_layout))
+    return choice.kernel == "quantize_row_col_small_kernel"
 
 
 def test_what_fits():
     x = torch.ones(64, 256, dtype=torch.bfloat16)
-    assert both_small.fits(x, *PAIRS[0], layout.LINEAR)
-    assert not both_small.fits(x, *PAIRS[0], layout.SWIZZLED_32_4_4)
-    assert not both_small.fits(x[:48], *PAIRS[0], layout.LINEAR), "its last column tile is ragged"
-    assert not both_small.fits(x[:, :240], *PAIRS[0], layout.LINEAR)
-    assert not both_small.fits(x.float(), *PAIRS[0], layout.LINEAR)
-    assert not both_small.fits(x.T, *PAIRS[0], layout.LINEAR)
-    assert not both_small.fits(x, hb.NVFP4(), hb.NVFP4(), layout.LINEAR), "one amax serves both"
-    assert not both_small.fits(x, hb.NVFP4(), hb.MXFP8(), layout.LINEAR)
-    assert not both_small.fits(x, hb.NVFP4(outer="row"), PAIRS[0][1], layout.LINEAR)
-    assert not both_small.fits(x, hb.NVFP4(), hb.NVFP4(rotation=hb.Hadamard(size=32)), layout.LINEAR)
-    assert not both_small.fits(x.new_ones(8192, 1024), *PAIRS[0], layout.LINEAR)
-    assert not both_small.fits(x.new_ones(0, 256), *PAIRS[0], layout.LINEAR)
+    assert fits(x, *PAIRS[0], layout.LINEAR)
+    assert not fits(x, *PAIRS[0], layout.SWIZZLED_32_4_4)
+    assert not fits(x[:48], *PAIRS[0], layout.LINEAR), "its last column tile is ragged"
+    assert not fits(x[:, :240], *PAIRS[0], layout.LINEAR)
+    assert not fits(x.float(), *PAIRS[0], layout.LINEAR)
+    assert not fits(x.T, *PAIRS[0], layout.LINEAR)
+    assert not fits(x, hb.NVFP4(), hb.NVFP4(), layout.LINEAR), "one amax serves both"
+    assert not fits(x, hb.NVFP4(), hb.MXFP8(), layout.LINEAR)
+    assert not fits(x, hb.NVFP4(outer="row"), PAIRS[0][1], layout.LINEAR)
+    assert not fits(x, hb.NVFP4(), hb.NVFP4(rotation=hb.Hadamard(size=32)), layout.LINEAR)
+    assert not fits(x.new_ones(8192, 1024), *PAIRS[0], layout.LINEAR)
+    assert not fits(x.new_ones(0, 256), *PAIRS[0], layout.LINEAR)

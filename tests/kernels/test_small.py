@@ -7,7 +7,7 @@ import torch
 import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels import backend
-from halfbyte.kernels.quantize import small
+from halfbyte.kernels.quantize import one, route
 
 WIDE = [
     hb.NVFP4(rotation=hb.Hadamard(size=64, signs="fresh"), rounding="stochastic"),
@@ -15,12 +15,19 @@ WIDE = [
 ]
 
 
+SMALL = "quantize_small_kernel"
+
+
+def kernel_of(x, spec, scale_layout=layout.LINEAR):
+    return route.one(route.One(x, spec, scale_layout=scale_layout)).kernel
+
+
 @pytest.mark.parametrize("index", range(len(checks.SPECS)), ids=lambda index: checks.SPECS[index].key)
 def test_one_launch(index, monkeypatch):
     spec, scale_layout = checks.SPECS[index], layout.SCALE_LAYOUTS[index % 2]
     x = checks.sample(("heavy", "nonfinite")[index % 2], (20, 72), torch.bfloat16, "cpu")
-    if small.fits(x, spec, scale_layout):
-        monkeypatch.setattr(backend.strips, "quantize", None)
+    if kernel_of(x, spec, scale_layout) == SMALL:
+        monkeypatch.setattr(one.lines, "quantize", None)
     options = {**checks.draws("cpu"), "scale_layout": scale_layout}
     for view in (x, x.T):
         checks.same_blocks(backend.quantize(view, spec, **options), reference.quantize(view, spec, **options))
@@ -28,11 +35,12 @@ def test_one_launch(index, monkeypatch):
 
 def test_what_fits():
     x = torch.ones(16, 1024)
-    assert small.fits(x, hb.NVFP4(), layout.LINEAR)
-    assert not small.fits(torch.ones(17, 1024), hb.NVFP4(), layout.LINEAR)
-    assert not small.fits(x, hb.NVFP4(), layout.SWIZZLED_32_4_4), "its padding is 128 rows"
-    assert not small.fits(x, hb.MXFP8(), layout.LINEAR), "it has no amax"
-    assert not small.fits(torch.ones(0, 16), hb.NVFP4(), layout.LINEAR)
+    assert kernel_of(x, hb.NVFP4()) == SMALL
+    assert kernel_of(torch.ones(17, 1024), hb.NVFP4()) != SMALL
+    assert kernel_of(x, hb.NVFP4(), layout.SWIZZLED_32_4_4) != SMALL, "its padding is 128 rows"
+    assert kernel_of(x, hb.MXFP8()) != SMALL, "it has no amax"
+    given = route.One(x, hb.NVFP4(), amax=torch.tensor(1.0))
+    assert route.one(given).kernel != SMALL
 
 
 @pytest.mark.parametrize("spec", WIDE, ids=lambda spec: spec.key)

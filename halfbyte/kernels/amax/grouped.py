@@ -7,42 +7,27 @@ in `amax`. Everything else goes through a kernel of tuples.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.amax import rotated as ra
+from halfbyte.kernels.amax import route
+from halfbyte.kernels.amax.route import Groups, amax_rule
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import magnitudes as mg
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import rotate_wide as rw
-from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.device.decode import INTERPRETED
 from halfbyte.kernels.device.loads import load_col_groups, load_row_groups
 from halfbyte.kernels.device.tiles import rotate_group
 from halfbyte.kernels.groups import Plan, group_of_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import grouped_wide as wide
-from halfbyte.layout import ceil_div
+from halfbyte.kernels.route import Choice
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4
-
-
-class Tile(NamedTuple):
-    """Columns and warps of a program."""
-
-    cols: int
-    num_warps: int
-
-
-BOTH_TILE, ROW_TILE = Tile(128, 4), Tile(256, 8)
-# (whether rows count, width of the rotation of columns) of the cases that are compiled; 0: columns do not count.
-PACKED_WIDTH = 32  # the widest rotation of words of two columns: with 64, threads spill 300 bytes
-INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 
 
 @jit(do_not_specialize=("sign_stream", "groups", "strips"))
@@ -186,40 +171,25 @@ def grouped_amax(
         out: fp32 of at least [E], or one for each row, or column of each group; zeros before.
         sign_draw: where fresh signs lie in the stream.
     """
-    rules = [None if spec is None else ra.amax_rule(spec) for spec in specs]
+    row, col = (None if spec is None else amax_rule(spec) for spec in specs)
     outs = [t.view(torch.int32) for t in out]
     stream = 0 if sign_draw is None else sign_draw.stream
-    if _is_plain(x, rules[0], rules[1]):
-        _launch_packed(x, plan, (rules[0], rules[1]), outs, stream)
-        return
-    for i, rule in enumerate(rules):
-        if rule is not None and wide.is_wide(rule):
-            wide.amax(x, plan, rule, bool(i), outs[i], stream)
-            rules[i] = None
-    if rules != [None, None]:
-        _launch_tuples(x, plan, (rules[0], rules[1]), outs, stream)
+    rest = False
+    while row is not None or col is not None:
+        choice = route.groups(Groups(x, plan, row, col, rest))
+        if choice.kernel == "packed_amax_kernel":
+            return _launch_packed(choice, outs, stream)
+        if choice.kernel == "grouped_amax_kernel":
+            return _launch_tuples(choice, outs, stream)
+        columns = choice.constants["COLUMNS"]
+        wide.amax(choice, outs[columns], stream)
+        row, col, rest = (row, None, True) if columns else (None, col, True)
 
 
-def _is_plain(x: Tensor, row: sc.Rule | None, col: sc.Rule | None) -> bool:
-    """Say whether words of two columns serve: an unrotated amax of x, a rotated one of x.T, or both from one read."""
-    if not mg.is_packed(x) or (row is not None and (row.norm != 0.0 or row.row_amax)):
-        return False
-    if col is None:
-        return True
-    if col.row_amax or col.norm == 0.0 or col.group > PACKED_WIDTH:
-        return False
-    return ra.rotated_tile(col, True, sc.hardware_of(x.device)).packed
-
-
-def _launch_packed(
-    x: Tensor, plan: Plan, rules: tuple[sc.Rule | None, sc.Rule | None], outs: list[Tensor], stream: int
-) -> None:
-    row, col = rules
-    rule = ra.PLAIN if col is None else col
-    tile = ra.rotated_tile(rule, True, sc.hardware_of(x.device))
-    strips = ceil_div(x.shape[1], 2 * tile.lines)
+def _launch_packed(choice: Choice, outs: list[Tensor], stream: int) -> None:
+    x, plan, row, col, _ = choice.request
     fresh = col is not None and col.fresh
-    packed_amax_kernel[(plan.tiles * strips,)](
+    packed_amax_kernel[choice.grid](
         x,
         None if row is None else outs[0],
         None if col is None else outs[1],
@@ -230,26 +200,17 @@ def _launch_packed(
         plan.groups,
         x.shape[1],
         x.stride(0),
-        strips,
-        RULE=rule,
-        FULL=x.shape[1] % (2 * tile.lines) == 0,
-        TR=plan.tile_rows,
-        T=tile.lines,
-        VEC=tile.vec,
-        num_warps=tile.num_warps,
+        choice.facts,
+        **choice.constants,
         enable_fp_fusion=False,
         **overlap.launch_options(x.device),
     )
 
 
-def _launch_tuples(
-    x: Tensor, plan: Plan, rules: tuple[sc.Rule | None, sc.Rule | None], outs: list[Tensor], stream: int
-) -> None:
-    row, col = rules
-    tile = ROW_TILE if col is None else BOTH_TILE
-    tile_cols = max(tile.cols, 0 if row is None else row.group, INTERPRETED_COLS if INTERPRETED else 0)
-    col_tiles = ceil_div(x.shape[1], tile_cols)
-    grouped_amax_kernel[(plan.tiles * col_tiles,)](
+def _launch_tuples(choice: Choice, outs: list[Tensor], stream: int) -> None:
+    groups: Groups = choice.request
+    x, plan = groups.x, groups.plan
+    grouped_amax_kernel[choice.grid](
         x,
         *outs,
         plan.signs,
@@ -261,11 +222,7 @@ def _launch_tuples(
         plan.groups,
         x.shape[1],
         *x.stride(),
-        col_tiles,
-        ROW=row,
-        COL=col,
-        TR=plan.tile_rows,
-        TC=tile_cols,
-        num_warps=tile.num_warps,
+        choice.facts,
+        **choice.constants,
         enable_fp_fusion=False,
     )

@@ -7,40 +7,22 @@ meet in a workspace of zeros that the last one restores (`running_max`): there i
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.amax.rotated import amax_rule, launch_rotated
+from halfbyte.kernels.amax import route
+from halfbyte.kernels.amax.rotated import launch_rotated
 from halfbyte.kernels.device import magnitudes as mg
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import running_max as rm
 from halfbyte.kernels.launch import jit
-from halfbyte.layout import ceil_div
+from halfbyte.kernels.route import Choice
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec
 
 # What becomes of a row's maximum: it joins the tensor's, it is stored, or it joins those of other parts of the row.
-OF_TENSOR, OF_ROW, OF_ROW_PARTS = (tl.constexpr(i) for i in range(3))
-
-
-class Tile(NamedTuple):
-    """What a program reads at once and how many programs there are.
-
-    size: elements.
-    per_sm: programs for each multiprocessor, if the tensor is large.
-    """
-
-    size: int
-    num_warps: int
-    per_sm: int
-
-
-# Measured on an H200: about as many programs as run at once, so that few of them meet in the workspace.
-PLAIN_TILE = Tile(8192, 8, 8)
+OF_ROW, OF_ROW_PARTS = route.OF_ROW, route.OF_ROW_PARTS
 
 
 @jit(do_not_specialize=("parts", "programs"))
@@ -114,14 +96,10 @@ def operand_amax(x: Tensor, spec: NVFP4, sign_draw: Draw | None) -> Tensor:
     per_row = spec.outer == "row"
     if x.numel() == 0:
         return torch.zeros((x.shape[0],) if per_row else (), dtype=torch.float32, device=x.device)
-    if spec.rotation is not None:
-        return launch_rotated(x.T, amax_rule(spec), sign_draw, both=False)[0]
-    if per_row:
-        return _launch_rows(x, per_row=True)
-    # Without rows to tell apart, a contiguous tensor is one long row, and rows may be columns.
-    if x.is_contiguous():
-        return _launch_rows(x.view(1, -1), per_row=False)
-    return _launch_rows(x.T if x.stride(0) == 1 else x, per_row=False)
+    choice = route.one(route.One(x, spec))
+    if choice.kernel == "amax_rotated_kernel":
+        return launch_rotated(choice, sign_draw)[0]
+    return _launch_rows(choice, per_row)
 
 
 def row_col_amax(
@@ -136,31 +114,26 @@ def row_col_amax(
     """
     row = row_spec if isinstance(row_spec, NVFP4) else None
     col = col_spec if isinstance(col_spec, NVFP4) else None
-    if row is not None and col is not None and row.rotation is None and row.outer == "tensor" and x.numel():
-        if col.rotation is None and col.outer == "tensor":
-            both = operand_amax(x, row, None)
-            return both, both
-        if col.rotation is not None:
-            col_amax, row_amax = launch_rotated(x, amax_rule(col), sign_draw, both=True)
-            return row_amax, col_amax
+    choice = route.pair(route.Pair(x, row, col))
+    if row is not None and choice.kernel == route.SAME:
+        both = operand_amax(x, row, None)
+        return both, both
+    if choice.kernel == "amax_rotated_kernel":
+        col_amax, row_amax = launch_rotated(choice, sign_draw)
+        return row_amax, col_amax
     return (
         operand_amax(x, row, sign_draw) if row is not None else None,
         operand_amax(x.T, col, sign_draw) if col is not None else None,
     )
 
 
-def _launch_rows(x: Tensor, per_row: bool) -> Tensor:
+def _launch_rows(choice: Choice, per_row: bool) -> Tensor:
     """Return max |x| [], or of its rows."""
+    x, parts = choice.facts
     rows, cols = x.shape
-    size = PLAIN_TILE.size
-    c = min(size, max(16, triton.next_power_of_2(cols)))
-    r = size // c
-    tiles = ceil_div(rows, r)
-    parts = mg.parts_of(ceil_div(cols, c), tiles, PLAIN_TILE.per_sm, x.device)
-    result = OF_TENSOR if not per_row else OF_ROW if parts == 1 else OF_ROW_PARTS
-    new = torch.zeros if result == OF_ROW_PARTS else torch.empty
+    new = torch.zeros if choice.constants["RESULT"] == route.OF_ROW_PARTS else torch.empty
     out = new((rows,) if per_row else (), dtype=torch.float32, device=x.device)
-    amax_rows_kernel[(tiles * parts,)](
+    amax_rows_kernel[choice.grid](
         x,
         out,
         None if per_row else rm.workspace(rm.Wanted("tensor"), x.device),
@@ -168,12 +141,8 @@ def _launch_rows(x: Tensor, per_row: bool) -> Tensor:
         cols,
         *x.stride(),
         parts,
-        tiles * parts,
-        RESULT=result,
-        PACKED=mg.is_packed(x),
-        R=r,
-        C=c,
-        num_warps=PLAIN_TILE.num_warps,
+        *choice.grid,
+        **choice.constants,
         enable_fp_fusion=False,
         **overlap.launch_options(x.device),
     )

@@ -5,8 +5,6 @@ A thread holds whole groups of values, of as many columns as fit into its regist
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -17,43 +15,10 @@ from halfbyte.kernels.device import magnitudes as mg
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device import running_max as rm
-from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.decode import cast
 from halfbyte.kernels.launch import jit
-from halfbyte.layout import ceil_div
+from halfbyte.kernels.route import Choice
 from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4
-
-PLAIN = sc.rule_of(NVFP4(), hardware=0)
-
-
-class Tile(NamedTuple):
-    """What a program reads at once, as measured on an H200.
-
-    size: bytes that a thread reads of each row of a group.
-    per_sm: programs for each multiprocessor, if the tensor is large: about as many as run at once.
-    """
-
-    size: int
-    num_warps: int
-    per_sm: int
-
-
-ROTATED_TILES = {16: Tile(8, 4, 5), 32: Tile(4, 4, 5), 64: Tile(4, 4, 3), 128: Tile(2, 4, 3)}
-
-
-class RotatedTile(NamedTuple):
-    """What a program of a rotation's maximum reads at once.
-
-    lines: columns, or words of two (packed); vec: how many of them a thread reads.
-    num_warps, per_sm: as in `Tile`.
-    """
-
-    lines: int
-    vec: int
-    packed: bool
-    num_warps: int
-    per_sm: int
 
 
 @triton.jit
@@ -165,53 +130,21 @@ def amax_rotated_kernel(
         rm.publish(maxima, outs, space_ptr, programs)
 
 
-def amax_rule(spec: NVFP4) -> sc.Rule:
-    """Return what the amax kernels are compiled for: nothing of the spec counts but its rows and its rotation."""
-    rule = sc.rule_of(spec, hardware=0)
-    return PLAIN._replace(row_amax=rule.row_amax, group=rule.group, norm=rule.norm, fresh=rule.fresh)
-
-
-def rotated_tile(rule: sc.Rule, packed: bool, hardware: int) -> RotatedTile:
-    """Return the tile of a rotation's maximum.
-
-    A thread holds whole groups, of as many columns as fit into its registers. Blackwell's assembler keeps fewer of
-    them, and 128 fresh signs beside 128 values are too much for all but sm_90: there a thread reads one column or, of
-    groups of 128, half of one. These tiles are compiled and compared, not measured.
+def launch_rotated(choice: Choice, sign_draw: Draw | None) -> tuple[Tensor, Tensor]:
+    """Return the amax of rotated x.T, fp32 [] or [cols], and with BOTH that of x [], else nothing.
 
     Args:
-        rule: its group and fresh count.
-        packed: whether x may be read in words.
-        hardware: as `Rule.hardware`.
-    """
-    size, num_warps, per_sm = ROTATED_TILES[rule.group]
-    if rule.group == 128 and (hardware >= 100 or (rule.fresh and hardware < 90)):
-        return RotatedTile(32, 1, False, 2, 8)
-    if rule.group >= 32 and hardware >= 100:
-        return RotatedTile(128, 1, False, 4, per_sm)
-    packed = packed and size >= 4
-    vec = size // 4 if packed else 1
-    return RotatedTile(32 * num_warps * vec, vec, packed, num_warps, per_sm)
-
-
-def launch_rotated(x: Tensor, rule: sc.Rule, sign_draw: Draw | None, both: bool) -> tuple[Tensor, Tensor]:
-    """Return the amax of rotated x.T, fp32 [] or [cols], and with `both` that of x [], else nothing.
-
-    Args:
-        x: bf16, fp16 or fp32 [rows, cols].
-        rule: of `amax_rule`.
+        choice: of a rotation.
         sign_draw: the place of fresh signs.
-        both: whether the plain amax of x is wanted.
     """
+    x, strips, parts = choice.facts
+    rule, both = choice.constants["RULE"], choice.constants["BOTH"]
     assert not rule.fresh or sign_draw is not None, "fresh signs need a draw"
     rows, cols = x.shape
-    tile = rotated_tile(rule, mg.is_packed(x), sc.hardware_of(x.device))
-    tile_cols = tile.lines * (2 if tile.packed else 1)
-    strips = ceil_div(cols, tile_cols)
-    parts = mg.parts_of(ceil_div(rows, rule.group), strips, tile.per_sm, x.device)
     new = torch.zeros if rule.row_amax else torch.empty
     out = new((cols,) if rule.row_amax else (), dtype=torch.float32, device=x.device)
     plain = torch.empty((), dtype=torch.float32, device=x.device)
-    amax_rotated_kernel[(strips * parts,)](
+    amax_rotated_kernel[choice.grid](
         x,
         out,
         plain if both else None,
@@ -224,15 +157,7 @@ def launch_rotated(x: Tensor, rule: sc.Rule, sign_draw: Draw | None, both: bool)
         strips,
         parts,
         strips * parts,
-        RULE=rule,
-        BOTH=both,
-        PACKED=tile.packed,
-        FULL=cols % tile_cols == 0 and rows % rule.group == 0,
-        T=tile.lines,
-        VEC=tile.vec,
-        PARTIAL=False,
-        OVERLAP=False,
-        num_warps=tile.num_warps,
+        **choice.constants,
         enable_fp_fusion=False,
     )
     return out, plain

@@ -1,9 +1,9 @@
-"""Grouped GEMM on decoded operands: which kernel, which tile, and the launch (docs/internals/grouped.md)."""
+"""Grouped GEMM on decoded operands: the launches of what `gemm.route` plans (docs/internals/grouped.md)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,25 +11,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels.device import decode as dc
-from halfbyte.kernels.gemm.dense import (
-    FP32_TILE,
-    GROUP,
-    MAX_CHAIN,
-    POINTER_TILES,
-    TMA_TILES,
-    Tile,
-    describable,
-    epilogue_parts,
-    tma_tiles,
-)
+from halfbyte.kernels.gemm import route
 from halfbyte.kernels.gemm.grouped_tile import (
     clear_tail_kernel,
     grouped_pointer_kernel,
     rows_tma_kernel,
     split_tma_kernel,
 )
+from halfbyte.kernels.gemm.route import NO_LIMIT, Variant, epilogue_parts
 from halfbyte.kernels.groups import Plan, make_plan
-from halfbyte.kernels.target import target_of
 from halfbyte.kernels.unpack.dequantize import decode, dequantize
 from halfbyte.kernels.unpack.grouped_swizzle import grouped_unswizzle
 from halfbyte.layout import (
@@ -43,13 +33,7 @@ from halfbyte.layout import (
 )
 from halfbyte.spec import NVFP4, Spec
 
-Variant = Literal["auto", "tma", "pointer"]
-NO_LIMIT = 1 << 30
-LARGE_TILE = Tile(128, 256, 64, 8, 4)
-PAIRED_TILE = Tile(128, 128, 64, 4, 3, 1.25)  # two programs a multiprocessor: one stores while the other multiplies
-OVERHEAD, PAIRED_OVERHEAD = 345, 140  # of a tile, in columns of the contraction; measured on an H200
 CLEAR_TILE = (32, 512)
-MIN_TORCH_CAPABILITY = 90  # below, torch's grouped GEMM reads the offsets on the host
 
 
 @dataclass(frozen=True)
@@ -180,28 +164,19 @@ def _run_rows(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulate
     (M, N), groups = out.shape, b.values.shape[0]
     columns = a.values.shape[1], b.values.shape[2]
     K = min(columns) if a.quantized and b.quantized else min(K, *columns)
-    exact = a.values.dtype != b.values.dtype or a.values.dtype == torch.float32
-    tiles = _map_tiles(out.device, out.dtype)
-    b_matrix, b_by_rows = _stacked(b.values, K)
-    tma = not exact and b_matrix is not None and describable(a.values) and describable(b_matrix)
-    tma = tma and variant != "pointer" and (bool(tiles) or variant == "tma") and K > 0
-    if tma and (accumulate or not describable(out)):  # plain stores of the largest tile's output spill registers
-        tiles = tuple(tile for tile in tiles or TMA_TILES[1:] if tile.bn < 256)
-    usable = (tiles or TMA_TILES[1:]) if tma else POINTER_TILES
-    tile = FP32_TILE if exact else _choose(usable, groups, (ceil_div(M, groups), N, K), out.device)
+    choice = route.rows(route.Groups(a.values, b.values, out, groups, K, accumulate, variant))
+    how: route.GroupedPlan = choice.facts
+    tile, (b_matrix, b_by_rows) = how.tile, how.matrix
     plan = make_plan(offsets, groups, M, tile.bm, out.device)
-    options = {**_factors(a, b), **_tile_arguments(tile), "UPCAST": exact or target_of(out.device).interpreter}
-    if not tma:
-        grid = (plan.tiles * ceil_div(N, tile.bn),)
-        _launch_pointer(grid, (a, b), plan, out, (M, N, K), options, accumulate=accumulate)
+    options = {**_factors(a, b), **choice.constants}
+    if not how.tma:
+        _launch_pointer(choice.grid, (a, b), plan, out, (M, N, K), options, accumulate=accumulate)
         return
-    programs = min(_programs(tile, out.device), plan.tiles * ceil_div(N, tile.bn))
     parts = epilogue_parts(tile, out.dtype)
-    out_tma = describable(out) and not accumulate
-    rows_tma_kernel[(programs,)](
+    rows_tma_kernel[choice.grid](
         TensorDescriptor.from_tensor(a.values[:, :K], [tile.bm, tile.bk]),
         TensorDescriptor.from_tensor(b_matrix, [tile.bk, tile.bn] if b_by_rows else [tile.bn, tile.bk]),
-        TensorDescriptor.from_tensor(out, [tile.bm, tile.bn // parts]) if out_tma else None,
+        TensorDescriptor.from_tensor(out, [tile.bm, tile.bn // parts]) if how.out_tma else None,
         out,
         out.stride(0),
         table_ptr=plan.table,
@@ -211,56 +186,36 @@ def _run_rows(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulate
         N=N,
         K=K,
         ACCUMULATE=accumulate,
-        OUT_TMA=out_tma,
+        OUT_TMA=how.out_tma,
         B_BY_ROWS=b_by_rows,
         PARTS=parts,
-        PROGRAMS=programs,
+        PROGRAMS=choice.grid[0],
         **options,
     )
 
 
-def _stacked(b: Tensor, K: int) -> tuple[Tensor | None, bool]:
-    """Return experts [E, N, >=K] below each other as a tensor map sees them, and whether the map's columns are N."""
-    groups, N, _ = b.shape
-    if b.stride(2) == 1 and b.stride(0) == N * b.stride(1):
-        return b[:, :, :K].as_strided((groups * N, K), (b.stride(1), 1)), False
-    if b.stride(1) == 1 and b.shape[2] == K and b.stride(0) == K * b.stride(2) and K % GROUP_COLUMNS == 0:
-        return b.as_strided((groups * K, N), (b.stride(2), 1)), True
-    return None, False
-
-
 def _run_split(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulate: bool, variant: Variant) -> None:
     groups, M, N = out.shape
-    exact = a.values.dtype != b.values.dtype or a.values.dtype == torch.float32
     stored = max(a.stored, b.stored) or GROUP_COLUMNS
     assert not (a.stored and b.stored) or a.stored == b.stored, "operands are padded differently"
     plan = make_plan(offsets, groups, K, stored, out.device)
-    tiles = _map_tiles(out.device, out.dtype)
-    tma = bool(a.stored and b.stored) and not exact and describable(a.values) and describable(b.values)
-    tma = tma and variant != "pointer" and (bool(tiles) or variant == "tma")
-    out_tma = tma and describable(out[0]) and describable(out[:, 0])
-    tile = FP32_TILE if exact else POINTER_TILES[0]
-    if tma:
-        tiles = tiles or TMA_TILES[1:]
-        if not out_tma:  # plain stores of the largest tile spill registers
-            tiles = tuple(t for t in tiles if t.bn < 256)
-        tile = _choose(tiles, groups, (M, N, ceil_div(K, groups)), out.device)
-    chain = MAX_CHAIN // tile.bk if out.dtype == torch.float32 else NO_LIMIT
-    options = {**_factors(a, b), **_tile_arguments(tile), "UPCAST": exact or target_of(out.device).interpreter}
+    padded = bool(a.stored and b.stored), stored
+    choice = route.split(route.Groups(a.values, b.values, out, groups, K, accumulate, variant, padded))
+    how: route.GroupedPlan = choice.facts
+    tile, chain = how.tile, how.chain
+    options = {**_factors(a, b), **choice.constants}
     longest = padded_groups(K, 1, stored)
     for first in range(0, max(longest, 1), min(chain * tile.bk, longest + 1)):
         later = first > 0
         common = {"first_step": first // tile.bk, "LATER": later, "MOST": chain, "STORED": stored}
-        work = groups * ceil_div(M, tile.bm) * ceil_div(N, tile.bn)
-        if not tma:
-            _launch_pointer((work,), (a, b), plan, out, (M, N, K), options | common, accumulate=accumulate or later)
+        if not how.tma:
+            _launch_pointer(choice.grid, (a, b), plan, out, (M, N, K), options | common, accumulate=accumulate or later)
             continue
-        programs = min(_programs(tile, out.device), work)
         parts = epilogue_parts(tile, out.dtype)
-        split_tma_kernel[(programs,)](
+        split_tma_kernel[choice.grid](
             TensorDescriptor.from_tensor(a.values, [tile.bm, tile.bk]),
             TensorDescriptor.from_tensor(b.values, [tile.bn, tile.bk]),
-            TensorDescriptor.from_tensor(out, [1, tile.bm, tile.bn // parts]) if out_tma else None,
+            TensorDescriptor.from_tensor(out, [1, tile.bm, tile.bn // parts]) if how.out_tma else None,
             out,
             out.stride(1),
             table_ptr=plan.table,
@@ -268,16 +223,16 @@ def _run_split(a: Side, b: Side, offsets: Tensor, K: int, out: Tensor, accumulat
             M=M,
             N=N,
             ACCUMULATE=accumulate or later,
-            OUT_TMA=out_tma,
+            OUT_TMA=how.out_tma,
             PARTS=parts,
-            PROGRAMS=programs,
+            PROGRAMS=choice.grid[0],
             **options,
             **common,
         )
 
 
 def _launch_pointer(
-    grid: tuple[int],
+    grid: tuple[int, ...],
     sides: tuple[Side, Side],
     plan: Plan,
     out: Tensor,
@@ -312,32 +267,6 @@ def _launch_pointer(
     )
 
 
-def _map_tiles(device: torch.device, dtype: torch.dtype) -> tuple[Tile, ...]:
-    """Return the tiles of tensor-map kernels: on sm_90 with more stages than a dense GEMM affords, unless for fp32."""
-    tiles = tma_tiles(target_of(device))
-    if TMA_TILES[0] not in tiles or dtype == torch.float32:
-        return tiles
-    return (LARGE_TILE, PAIRED_TILE, *tiles[1:])
-
-
-def _programs(tile: Tile, device: torch.device) -> int:
-    """Return how many persistent programs run: two a multiprocessor where registers and shared memory hold them."""
-    return target_of(device).multiprocessors * (2 if tile == PAIRED_TILE else 1)
-
-
-def _choose(tiles: tuple[Tile, ...], groups: int, shape: tuple[int, int, int], device: torch.device) -> Tile:
-    """Return the tile of least estimated time for `groups` products of one shape; see `gemm.choose_tile`."""
-    programs, (M, N, K) = target_of(device).multiprocessors, shape
-
-    def time(tile: Tile) -> float:
-        count = groups * ceil_div(M, tile.bm) * ceil_div(N, tile.bn)
-        beside = 2 if tile == PAIRED_TILE else 1
-        overhead = PAIRED_OVERHEAD if tile == PAIRED_TILE else OVERHEAD
-        return ceil_div(count, beside * programs) * beside * (K + overhead) * tile.bm * tile.bn * tile.cost
-
-    return min(tiles, key=time)
-
-
 def _factors(a: Side, b: Side) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name, side in (("a", a), ("b", b)):
@@ -349,37 +278,15 @@ def _factors(a: Side, b: Side) -> dict[str, Any]:
     return arguments
 
 
-def _tile_arguments(tile: Tile) -> dict[str, int]:
-    sizes = {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "GROUP": GROUP}
-    return {**sizes, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
-
-
-def plain_grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor | None:
-    """Return torch's grouped GEMM of plain operands where it computes the same and reads nothing on the host, or None.
+def plain_grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """Return torch's grouped GEMM of plain bf16 operands, for which `gemm.route` chose it.
 
     Args:
         a, b: as for `grouped_gemm_nt`.
         offsets: integer [E].
-        out_dtype: of the result.
     """
-    if target_of(a.device).capability < MIN_TORCH_CAPABILITY or out_dtype != torch.bfloat16:
-        return None
-    if any(t.dtype != torch.bfloat16 or t.numel() == 0 for t in (a, b)) or b.shape[-2] % 8:
-        return None
-    if b.dim() == 2 and 1 in (a.stride(1), b.stride(1)):  # groups would have to start at multiples of 16 bytes
-        return None
-    if not all(_torch_describes(t) for t in (a, b)):
-        return None
     out = torch._grouped_mm(a, b.mT, offs=offsets.to(torch.int32))
     return clear_tail(out, offsets) if b.dim() == 3 else out
-
-
-def _torch_describes(t: Tensor) -> bool:
-    """Whether one of the last two dimensions is contiguous and every other stride is a multiple of 16 bytes."""
-    rows, cols = t.stride()[-2:]
-    other = rows if cols == 1 else cols
-    outer = t.stride(0) if t.dim() == 3 else 0
-    return 1 in (rows, cols) and other * 2 % 16 == outer * 2 % 16 == t.data_ptr() % 16 == 0
 
 
 def clear_tail(out: Tensor, offsets: Tensor) -> Tensor:

@@ -15,46 +15,15 @@ from torch.nn.functional import (
     SwizzleType,
     scaled_grouped_mm,  # pyrefly: ignore[missing-module-attribute]  its stub lacks it
 )
-from torch.torch_version import TorchVersion
 
 from halfbyte.formats import FLT_MAX, SWIZZLE_COLS, SWIZZLE_ROWS, f32
 from halfbyte.kernels.gemm import native
 from halfbyte.kernels.gemm.grouped import clear_tail
-from halfbyte.kernels.target import Target
 from halfbyte.kernels.unpack.grouped_swizzle import grouped_swizzle
 from halfbyte.layout import LINEAR, Blocks, GroupedOperand, group_alignment, group_ends, round_up
-from halfbyte.spec import MXFP8, NVFP4, Spec
+from halfbyte.spec import NVFP4, Spec
 
-FAMILY = (100, 103)  # capabilities: what scaled_grouped_mm was written for
-FIRST_TORCH = {True: (2, 13), False: (2, 11)}  # for NVFP4, for MXFP8
 ALIGNMENT = 16  # bytes along the contraction, and rows of each operand
-
-
-def unsupported(
-    a: GroupedOperand, b: GroupedOperand, out_dtype: torch.dtype, accumulate: bool, target: Target
-) -> str | None:
-    """Say why a grouped GEMM does not run natively on a GPU, or None if it does."""
-    reason = native.unsupported(a.spec, b.spec, target)
-    if reason is not None:
-        return reason
-    if target.capability not in FAMILY:
-        return f"torch's grouped GEMM has no kernel for {target.name}"
-    if TorchVersion(torch.__version__) < FIRST_TORCH[isinstance(a.spec, NVFP4)]:
-        return f"torch {torch.__version__} has no grouped GEMM of this format"
-    if out_dtype != torch.bfloat16 or accumulate:
-        return "torch's grouped GEMM rounds to bf16 and accumulates nothing"
-    for side in (a, b):
-        if not isinstance(side.data, Blocks) or side.data.qdata.is_floating_point():
-            return "an operand holds no codes"
-        if isinstance(side.spec, NVFP4) and side.spec.outer == "row":
-            return "torch's grouped GEMM has one factor per group"
-        if isinstance(side.spec, MXFP8) and side.spec.element != "e4m3":
-            return "torch's grouped GEMM of MXFP8 takes e4m3"
-    rows = b.data.qdata.shape[-2]
-    width = a.data.qdata.shape[-1] % ALIGNMENT
-    if width or rows % ALIGNMENT:
-        return f"torch's grouped GEMM takes rows of whole {ALIGNMENT} bytes, and multiples of {ALIGNMENT} rows"
-    return None
 
 
 def grouped_gemm_nt(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, K: int) -> Tensor:

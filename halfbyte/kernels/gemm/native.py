@@ -14,7 +14,6 @@ from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels.gemm.dense import bias_only, combine
-from halfbyte.kernels.target import Target
 from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.kernels.unpack.swizzle import swizzle
 from halfbyte.layout import LINEAR, Blocks, ceil_div, round_up
@@ -42,19 +41,6 @@ class Packed(NamedTuple):
         if isinstance(self.spec, MXFP8):
             return Decoded(self.blocks.qdata)
         return Decoded(self.blocks.qdata, self.blocks.amax, self.spec.e4m3_max * self.spec.fp4_max)
-
-
-def unsupported(a: Spec | None, b: Spec | None, target: Target) -> str | None:
-    """Say why a GEMM of operands quantized with `a` and `b` does not run natively on a GPU, or None if it does."""
-    if not target.fp4_products:
-        return f"{target.name} has no FP4 tensor cores; they came with sm_100"
-    if a is None or b is None:
-        return "one operand is not quantized"
-    if isinstance(a, NVFP4) != isinstance(b, NVFP4):
-        return "the tensor cores do not mix NVFP4 with MXFP8"
-    if isinstance(a, MXFP8) and a.element == b.element == "e5m2":
-        return "the tensor cores do not multiply e5m2 by e5m2"
-    return None
 
 
 def gemm_nt(

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.formats import SWIZZLE_ROWS
 from halfbyte.kernels.amax.plain import row_col_amax
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import philox
@@ -18,73 +14,15 @@ from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.quantize import both_small, strips
-from halfbyte.kernels.quantize.lines import (
-    Output,
-    allocate,
-    divisor,
-    is_full,
-    is_packed,
-    operand_arguments,
-    quantize,
-)
-from halfbyte.kernels.quantize.wide import WIDE
+from halfbyte.kernels.quantize import both_small, one
+from halfbyte.kernels.quantize.both_route import Pair, pair
+from halfbyte.kernels.quantize.lines import allocate, divisor, operand_arguments
+from halfbyte.kernels.quantize.route import APART, SHARED, One
+from halfbyte.kernels.route import Choice
 from halfbyte.kernels.unpack.dequantize import decode
 from halfbyte.kernels.unpack.transpose import transpose
-from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up, swizzle
-from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, Spec
-
-
-class Tile(NamedTuple):
-    """What one program covers at once, its warps, and `Rule.words`."""
-
-    rows: int
-    cols: int
-    num_warps: int
-    words: int
-
-
-def tile_for(row: sc.Rule, col: sc.Rule) -> Tile:
-    """Return the tile that was fastest on an H200 for a pair of rules, grown to whole groups both ways."""
-    if "stochastic" in (row.rounding, col.rounding) or col.group > 16:
-        best = Tile(64, 64, 4, 1) if not col.element else Tile(64, 64, 2, 1)
-    else:
-        best = Tile(64, 64, 2, 2)
-    return best._replace(rows=max(best.rows, col.group), cols=max(best.cols, row.group))
-
-
-def runs_along(row: sc.Rule, col: sc.Rule) -> bool:
-    """Say whether `Rule.along` was faster for both of a pair of rules; others were not timed."""
-    return row_runs_along(row, col) and col.group == 16
-
-
-def row_runs_along(row: sc.Rule, col: sc.Rule) -> bool:
-    """Say whether `Rule.along` was faster for the rows of whole tiles; MXFP8 columns go through shared memory."""
-    plain = all(not (r.candidates or r.row_amax or r.decoded) for r in (row, col)) and not row.element
-    return plain and row.group == 16 and (col.group == 16 or col.element != "") and row.packed and row.full
-
-
-def widened(tile: Tile, row: sc.Rule, col: sc.Rule, cols: int) -> Tile:
-    """Return `tile` with twice the columns and warps where that was faster: a store then fills more of a line."""
-    timed = row_runs_along(row._replace(full=True), col) and row.rounding == col.rounding == "nearest"
-    if not timed or cols % (2 * tile.cols):
-        return tile
-    return tile._replace(cols=2 * tile.cols, num_warps=2 * tile.num_warps)
-
-
-LOOPS = ((8192, 2),)
-"""(from how many tiles on, tiles of one program at most), where both operands draw and are stored as codes."""
-
-
-def loop_of(loops: tuple[tuple[int, int], ...], rules: Sequence[sc.Rule | None], row_tiles: int, col_tiles: int) -> int:
-    """Return how many tiles beside each other are a program, a divisor of col_tiles; loops: as `LOOPS`, most first."""
-    for rule in rules:
-        if rule is None or rule.rounding != "stochastic" or rule.row_amax or rule.decoded:
-            return 1
-    most = next((loop for least, loop in loops if row_tiles * col_tiles >= least), 1)
-    return next(loop for loop in range(most, 0, -1) if col_tiles % loop == 0)
-
+from halfbyte.layout import LINEAR, Blocks, swizzle
+from halfbyte.spec import MXFP8
 
 VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "first_block", "sign_stream")) + (
     "col_tiles",
@@ -204,144 +142,76 @@ def quantize_row_col_kernel(
         )  # fmt: skip
 
 
-def quantize_row_col(
-    x: Tensor,
-    row_spec: Spec | None,
-    col_spec: Spec | None,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    row_amax: Tensor | None = None,
-    col_amax: Tensor | None = None,
-    scale_layout: str = LINEAR,
-    transient: tuple[bool, bool] = (False, False),
-) -> tuple[Blocks | None, Blocks | None]:
-    """Return (quantize(x, row_spec), quantize(x.T, col_spec)); equal 16x16 specs share one quantization.
-
-    Args:
-        x: bf16, fp16 or fp32 [..., K]; flattened to a matrix first.
-        draw: the row's random bytes; the column uses the next offset.
-        transient: whether row and col are returned decoded: bf16 element * block_scale as qdata, and no scales.
+def quantize(request: Pair) -> tuple[Blocks, Blocks]:
+    """Return (quantize(x, row), quantize(x.T, col)); equal 16x16 specs share one quantization.
 
     Returns:
-        Blocks of [rows, K] and of [K, rows]; None where the spec is None.
+        Blocks of [rows, K] and of [K, rows]; a transient one holds bf16 element * block_scale as qdata, and no scales.
     """
-    check_scale_layout(scale_layout)
-    x = x.reshape(matrix_shape(x.shape))
-    if row_spec is not None and row_spec == col_spec and row_spec.is_tile:
-        return _tiles(x, row_spec, draw, row_amax, scale_layout, transient)
-    common = {"sign_draw": sign_draw, "scale_layout": scale_layout}
-    col_draw = draw.next() if draw is not None else None
-    if row_amax is None and col_amax is None and both_small.fits(x, row_spec, col_spec, scale_layout):
-        return both_small.quantize(x, (row_spec, col_spec), (draw, col_draw), sign_draw, transient)
-    row_amax, col_amax = _complete_amaxes(x, (row_spec, col_spec), (row_amax, col_amax), sign_draw)
-    apart = row_spec is None or col_spec is None or max(row_spec.alignment, col_spec.alignment) >= WIDE
-    if apart or x.numel() == 0 or x.stride(1) != 1:
-        row = col = None
-        if row_spec is not None:
-            row = quantize(x, row_spec, draw=draw, amax=row_amax, decoded=transient[0], **common)
-        if col_spec is not None:
-            col = quantize(x.T, col_spec, draw=col_draw, amax=col_amax, decoded=transient[1], **common)
-        return row, col
-    row = allocate(x.shape, row_spec, scale_layout, x.device, transient[0])
-    col = allocate(x.T.shape, col_spec, scale_layout, x.device, transient[1])
-    hardware = sc.hardware_of(x.device)
-    _launch(
-        x,
-        sc.rule_of(row_spec, hardware),
-        sc.rule_of(col_spec, hardware),
-        (row, col),
-        operand_arguments(row_spec, row, row_amax, draw, sign_draw),
-        operand_arguments(col_spec, col, col_amax, col_draw, sign_draw),
-    )
-    return Blocks(row.qdata, row.block_scale, row_amax), Blocks(col.qdata, col.block_scale, col_amax)
+    choice = pair(request)
+    if choice.kernel == SHARED:
+        return _tiles(request)
+    if choice.kernel == "quantize_row_col_small_kernel":
+        return both_small.quantize(choice)
+    amaxes = _complete_amaxes(request)
+    sides = request.side(0, amaxes[0]), request.side(1, amaxes[1])
+    if choice.kernel == APART:
+        return one.quantize(sides[0]), one.quantize(sides[1])
+    return _launch(choice, sides)
 
 
-def _tiles(
-    x: Tensor,
-    spec: Spec,
-    draw: Draw | None,
-    amax: Tensor | None,
-    scale_layout: str,
-    transient: tuple[bool, bool],
-) -> tuple[Blocks, Blocks]:
-    row = strips.quantize(x, spec, draw=draw, amax=amax)
-    col = Blocks(*transpose(row.qdata, row.block_scale, *x.shape), row.amax)
+def _tiles(request: Pair) -> tuple[Blocks, Blocks]:
+    spec, shape = request.row, request.x.shape
+    row = one.quantize(One(request.x, spec, request.draw, None, request.row_amax, of=SHARED))
+    col = Blocks(*transpose(row.qdata, row.block_scale, *shape), row.amax)
     sides = []
-    for blocks, cols, is_transient in ((row, x.shape[1], transient[0]), (col, x.shape[0], transient[1])):
+    for blocks, cols, is_transient in ((row, shape[1], request.transient[0]), (col, shape[0], request.transient[1])):
         if is_transient:
             blocks = Blocks(decode(blocks, spec, cols).values, blocks.block_scale.new_empty(0), blocks.amax)
-        elif scale_layout != LINEAR:
+        elif request.scale_layout != LINEAR:
             blocks = blocks._replace(block_scale=swizzle(blocks.block_scale))
         sides.append(blocks)
     return sides[0], sides[1]
 
 
-def _complete_amaxes(
-    x: Tensor,
-    specs: tuple[Spec | None, Spec | None],
-    given: tuple[Tensor | None, Tensor | None],
-    sign_draw: Draw | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the amaxes that were not given, both from one read if possible; empty for MXFP8, None without a spec."""
+def _complete_amaxes(request: Pair) -> tuple[Tensor | None, Tensor | None]:
+    """Compute the amaxes that were not given, both from one read if possible; empty for MXFP8."""
+    specs, given = (request.row, request.col), (request.row_amax, request.col_amax)
     needed = [spec if amax is None else None for spec, amax in zip(specs, given, strict=True)]
-    computed = row_col_amax(x, *needed, sign_draw)
+    computed = row_col_amax(request.x, *needed, request.sign_draw)
     amaxes: list[Tensor | None] = []
     for spec, old, new in zip(specs, given, computed, strict=True):
         if isinstance(spec, MXFP8):
-            amaxes.append(torch.empty(0, dtype=torch.float32, device=x.device))
+            amaxes.append(torch.empty(0, dtype=torch.float32, device=request.x.device))
         else:
             amaxes.append(new if old is None else old)
     return amaxes[0], amaxes[1]
 
 
-def _launch(
-    x: Tensor,
-    row: sc.Rule,
-    col: sc.Rule,
-    outputs: tuple[Output, Output],
-    row_arguments: tuple,
-    col_arguments: tuple,
-) -> None:
-    swizzled = outputs[0].swizzled or outputs[1].swizzled
-    row, col = (
-        rule._replace(decoded=out.decoded, packed=is_packed(x) and not rule.tile)
-        for rule, out in zip((row, col), outputs, strict=True)
-    )
-    tile = tile_for(row, col) if swizzled else widened(tile_for(row, col), row, col, x.shape[1])
-    tile_rows, tile_cols = tile.rows, tile.cols
-    # Swizzled scales have padding that is zeroed: up to 128 rows, or four blocks of at most 32.
-    rows, cols = (round_up(n, SWIZZLE_ROWS) if swizzled else n for n in x.shape)
-    full = (rows, cols) == x.shape and is_full(x, outputs[0], row, (tile_rows, tile_cols // row.group))
-    full = full and is_full(x.T, outputs[1], col, (tile_cols, tile_rows // col.group))
-    row, col = (rule._replace(full=full, words=tile.words) for rule in (row, col))
-    row_along, along = row_runs_along(row, col) and not swizzled, runs_along(row, col) and not swizzled
-    row, col = row._replace(along=row_along), col._replace(along=along)
-    row_pointers, row_numbers, row_constants = row_arguments
-    col_pointers, col_numbers, col_constants = col_arguments
-    col_tiles, row_tiles = ceil_div(cols, tile_cols), ceil_div(rows, tile_rows)
-    loop = loop_of(LOOPS, (row, col), row_tiles, col_tiles)
-    col_tiles //= loop
-    quantize_row_col_kernel[(row_tiles * col_tiles,)](
+def _launch(choice: Choice, sides: tuple[One, One]) -> tuple[Blocks, Blocks]:
+    x = sides[0].x
+    row, col = (allocate(side.x.shape, side.spec, side.scale_layout, x.device, side.decoded) for side in sides)
+    arguments = [
+        operand_arguments(side.spec, out, side.amax, side.draw, side.sign_draw)
+        for side, out in zip(sides, (row, col), strict=True)
+    ]
+    pointers, numbers, constants = zip(*arguments, strict=True)
+    quantize_row_col_kernel[choice.grid](
         x,
-        *row_pointers,
-        *col_pointers,
+        *pointers[0],
+        *pointers[1],
         *x.shape,
-        outputs[0].blocks,
-        outputs[1].blocks,
+        row.blocks,
+        col.blocks,
         *x.stride(),
-        *row_numbers,
-        *col_numbers,
-        *row_constants,
-        *col_constants,
-        *divisor(col_tiles),
-        ROW=row,
-        COL=col,
-        SWIZZLED=swizzled,
-        TR=tile_rows,
-        TC=tile_cols,
-        LOOP=loop,
-        num_warps=tile.num_warps,
+        *numbers[0],
+        *numbers[1],
+        *constants[0],
+        *constants[1],
+        *divisor(choice.facts),
+        **choice.constants,
         enable_fp_fusion=False,
-        **placed_early(row.hardware),
+        **placed_early(choice.constants["ROW"].hardware),
     )
+    row_side, col_side = sides
+    return Blocks(row.qdata, row.block_scale, row_side.amax), Blocks(col.qdata, col.block_scale, col_side.amax)

@@ -8,41 +8,25 @@ zeros is filled before (`running_max` needs one, and a launch that fills it wher
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.amax.rotated import RotatedTile, amax_rotated_kernel, amax_rule
+from halfbyte.kernels.amax.rotated import amax_rotated_kernel
+from halfbyte.kernels.amax.route import RotatedTile, amax_rule
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.device.decode import INTERPRETED
 from halfbyte.kernels.device.loads import load_col_pairs
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.quantize.lines import allocate, is_packed, operand_arguments
-from halfbyte.layout import LINEAR, Blocks, ceil_div
-from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, Spec
+from halfbyte.kernels.quantize.both_route import STRIP_LINES, Pair
+from halfbyte.kernels.quantize.lines import allocate, operand_arguments
+from halfbyte.kernels.route import Choice
+from halfbyte.layout import LINEAR, Blocks
+from halfbyte.spec import NVFP4
 
-MAX_VALUES = 1 << 22  # an H200 takes as long both ways between 4 and 8 million
-MAX_PROGRAMS = 256  # of the first launch: every program of the second reads what they found
-STRIP = RotatedTile(lines=128, vec=1, packed=True, num_warps=4, per_sm=0)  # of a program of the first launch
-
-
-class Tiles(NamedTuple):
-    """Rows and groups of a row tile, groups and columns of a column tile, and warps of a program."""
-
-    rows: int
-    row_groups: int
-    col_groups: int
-    cols: int
-    num_warps: int
-
-
-TILES = Tiles(64, 16, 4, 256, 2) if INTERPRETED else Tiles(4, 16, 4, 32, 2)  # the interpreter pays by the operation
+STRIP = RotatedTile(lines=STRIP_LINES, vec=1, packed=True, num_warps=4, per_sm=0)  # of a program of the first launch
 
 VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "first_block", "sign_stream"))
 
@@ -95,50 +79,20 @@ def quantize_row_col_small_kernel(
         )  # fmt: skip
 
 
-def fits(x: Tensor, row: Spec | None, col: Spec | None, scale_layout: str) -> bool:
-    """Say whether `quantize` here takes x [rows, cols] with amaxes of its own."""
-    if not 0 < x.numel() <= MAX_VALUES or scale_layout != LINEAR or not is_packed(x):
-        return False
-    if not isinstance(row, NVFP4) or not isinstance(col, NVFP4) or row.rotation is not None or col.rotation is None:
-        return False
-    plain = all(spec.outer == "tensor" and spec.alignment == 16 and not spec.is_tile for spec in (row, col))
-    whole = x.shape[0] % (TILES.col_groups * 16) == 0 == x.shape[0] % TILES.rows
-    whole = whole and x.shape[1] % (TILES.row_groups * 16) == 0 == x.shape[1] % TILES.cols
-    return plain and whole and ceil_div(x.shape[1], 2 * STRIP.lines) <= MAX_PROGRAMS
-
-
-def quantize(
-    x: Tensor,
-    specs: tuple[NVFP4, NVFP4],
-    draws: tuple[Draw | None, Draw | None],
-    sign_draw: Draw | None,
-    transient: tuple[bool, bool],
-) -> tuple[Blocks, Blocks]:
-    """Return (quantize(x, row), quantize(x.T, col)) for which `fits` holds; the bytes of `row_col.quantize_row_col`.
-
-    Args:
-        x: bf16 [rows, cols], packed.
-        specs: of rows and of columns.
-        draws: random bytes of rows and of columns.
-        sign_draw: fresh signs of the rotation.
-        transient: whether row and col are returned decoded.
-    """
+def quantize(choice: Choice) -> tuple[Blocks, Blocks]:
+    """Return (quantize(x, row), quantize(x.T, col)); the bytes of `both`."""
+    pair: Pair = choice.request
+    x, sides = pair.x, (pair.side(0, None), pair.side(1, None))
     rows, cols = x.shape
-    partial = partial_amaxes(x, specs[1], sign_draw)
-    row_amax, col_amax = (torch.empty((), dtype=torch.float32, device=x.device) for _ in specs)
-    hardware = sc.hardware_of(x.device)
-    shapes = (rows, cols), (cols, rows)
-    outputs = [
-        allocate(shape, spec, LINEAR, x.device, decoded)
-        for shape, spec, decoded in zip(shapes, specs, transient, strict=True)
+    partial = _partial_amaxes(choice)
+    row_amax, col_amax = (torch.empty((), dtype=torch.float32, device=x.device) for _ in sides)
+    outputs = [allocate(side.x.shape, side.spec, LINEAR, x.device, side.decoded) for side in sides]
+    arguments = [
+        operand_arguments(side.spec, out, found, side.draw, side.sign_draw)
+        for side, out, found in zip(sides, outputs, partial, strict=True)
     ]
-    rules = (
-        sc.rule_of(spec, hardware)._replace(packed=True, full=True, decoded=out.decoded)
-        for spec, out in zip(specs, outputs, strict=True)
-    )
-    sides = zip(specs, outputs, partial, draws, strict=True)
-    pointers, numbers, constants = zip(*(operand_arguments(*side, sign_draw) for side in sides), strict=True)
-    quantize_row_col_small_kernel[(programs(rows, cols),)](
+    pointers, numbers, constants = zip(*arguments, strict=True)
+    quantize_row_col_small_kernel[choice.grid](
         x,
         *pointers[0],
         *pointers[1],
@@ -153,10 +107,7 @@ def quantize(
         *numbers[1],
         *constants[0],
         *constants[1],
-        *rules,
-        partial.shape[1],
-        *TILES[:4],
-        num_warps=TILES.num_warps,
+        **choice.constants,
         enable_fp_fusion=False,
         **overlap.launch_options(x.device),
     )
@@ -165,24 +116,12 @@ def quantize(
     return row, col
 
 
-def programs(rows: int, cols: int) -> int:
-    """Return how many programs quantize x [rows, cols] along columns and along rows."""
-    along_cols = rows // (TILES.col_groups * 16) * (cols // TILES.cols)
-    return along_cols + rows // TILES.rows * (cols // (TILES.row_groups * 16))
-
-
-def partial_amaxes(x: Tensor, spec: NVFP4, sign_draw: Draw | None) -> Tensor:
-    """Return fp32 [2, programs] whose maxima are the amax of x and that of x.T after the rotation of `spec`.
-
-    Args:
-        x: bf16 [rows, cols], packed.
-        spec: rotated, one amax per tensor.
-        sign_draw: the place of fresh signs.
-    """
-    rule = amax_rule(spec)
-    rows, cols = x.shape
-    strips = ceil_div(cols, 2 * STRIP.lines)
-    count = min(MAX_PROGRAMS, triton.next_power_of_2(strips * ceil_div(rows, rule.group)))
+def _partial_amaxes(choice: Choice) -> Tensor:
+    """Return fp32 [2, programs] whose maxima are the amax of x and that of x.T after the rotation of the column."""
+    pair: Pair = choice.request
+    assert isinstance(pair.col, NVFP4), "the column is rotated"
+    x, sign_draw, rule = pair.x, pair.sign_draw, amax_rule(pair.col)
+    (rows, cols), count, strips = x.shape, choice.constants["PROGRAMS"], choice.facts
     out = torch.empty(2, count, dtype=torch.float32, device=x.device)
     amax_rotated_kernel[(count,)](
         x,

@@ -5,8 +5,6 @@ Experts of equal size need no plan: they are one tall matrix whose rows know the
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -17,20 +15,11 @@ from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.tiles import quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import strips
-from halfbyte.kernels.quantize.lines import divisor, is_packed
+from halfbyte.kernels.quantize.grouped_route import Grouped
+from halfbyte.kernels.quantize.lines import divisor
+from halfbyte.kernels.route import Choice
 from halfbyte.layout import Blocks
-from halfbyte.spec import MXFP8, NVFP4, Spec
-
-
-class Tile(NamedTuple):
-    """Rows, columns and warps of a program."""
-
-    rows: int
-    cols: int
-    num_warps: int
-
-
-TILE = Tile(16, 256, 4)
+from halfbyte.spec import MXFP8, NVFP4
 
 
 @jit(do_not_specialize=("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"))
@@ -72,41 +61,32 @@ def quantize_experts_kernel(
     )  # fmt: skip
 
 
-def fits(w: Tensor, spec: Spec) -> bool:
-    """Say whether whole tiles cover experts [E, N, K] and `spec` neither rotates nor draws."""
-    if isinstance(spec, NVFP4) and strips.fits(w, spec):
-        return True
-    if spec.needs_rng or (isinstance(spec, NVFP4) and spec.rotation) or w.numel() == 0 or not w.is_contiguous():
-        return False
-    _, rows, cols = w.shape
-    return is_packed(w.view(-1, cols)) and rows % TILE.rows == 0 and cols % TILE.cols == 0
-
-
-def quantize_experts(w: Tensor, spec: Spec, amax: Tensor | None, *, decoded: bool) -> Blocks:
-    """Quantize experts that fit.
+def quantize_experts(choice: Choice, amax: Tensor | None) -> Blocks:
+    """Quantize experts along their rows.
 
     Args:
-        w: bf16 [E, N, K].
+        choice: of `grouped_route.grouped`, of strips or of this kernel.
         amax: fp32 [E] or [E, N], used instead of the computed one.
-        decoded: return element * block_scale, bf16 [E, N, K], as qdata, and no scales.
 
     Returns:
-        Blocks of [E, N, K].
+        Blocks of [E, N, K]; decoded: bf16 element * block_scale as qdata, and no scales.
     """
-    if isinstance(spec, NVFP4) and strips.fits(w, spec):
-        return strips.quantize_tiles(w, spec, experts_amax(w, spec) if amax is None else amax, decoded=decoded)
-    experts, rows, cols = w.shape
+    call: Grouped = choice.request
+    w, spec, decoded = call.x, call.row, call.decoded
+    assert spec is not None, "the rows are wanted"
     if isinstance(spec, MXFP8):
         amax = w.new_empty(0, dtype=torch.float32)
     elif amax is None:
         amax = experts_amax(w, spec)
+    if choice.kernel == "quantize_tiles_kernel":
+        assert isinstance(spec, NVFP4), "strips are of NVFP4"
+        return strips.quantize_tiles(choice, w, spec, amax, decoded=decoded)
+    experts, rows, cols = w.shape
     blocks = cols // spec.block_length
     size = cols if decoded else blocks * (8 if isinstance(spec, NVFP4) else spec.block_length)
     qdata = w.new_empty((experts, rows, size), dtype=torch.bfloat16 if decoded else torch.uint8)
     scale = w.new_empty(0 if decoded else (experts, rows, blocks), dtype=torch.uint8)
-    rule = sc.rule_of(spec, sc.hardware_of(w.device))._replace(packed=True, full=True, decoded=decoded)
-    col_tiles, row_tiles = cols // TILE.cols, rows // TILE.rows
-    quantize_experts_kernel[(experts * row_tiles * col_tiles,)](
+    quantize_experts_kernel[choice.grid](
         w,
         qdata if decoded else qdata.view(torch.int64),
         scale,
@@ -116,12 +96,9 @@ def quantize_experts(w: Tensor, spec: Spec, amax: Tensor | None, *, decoded: boo
         blocks,
         cols,
         *sc.constants_of(spec),
-        *divisor(col_tiles),
-        *divisor(row_tiles),
-        RULE=rule,
-        R=TILE.rows,
-        N=TILE.cols // rule.group,
-        num_warps=TILE.num_warps,
+        *divisor(choice.facts),
+        *divisor(rows // choice.constants["R"]),
+        **choice.constants,
         enable_fp_fusion=False,
     )
     return Blocks(qdata, scale, amax)

@@ -11,13 +11,15 @@ from torch.nn.functional import pad
 from halfbyte.kernels.amax.grouped import grouped_amax
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.device.decode import INTERPRETED
 from halfbyte.kernels.groups import Plan, make_plan
 from halfbyte.kernels.quantize import grouped_wide as wide
-from halfbyte.kernels.quantize.both import loop_of, row_runs_along, runs_along, tile_for, widened
-from halfbyte.kernels.quantize.experts import experts_amax, fits, quantize_experts
+from halfbyte.kernels.quantize.experts import experts_amax, quantize_experts
 from halfbyte.kernels.quantize.grouped_kernels import grouped_quantize_kernel, grouped_transpose_kernel
-from halfbyte.kernels.quantize.lines import divisor, is_packed
+from halfbyte.kernels.quantize.grouped_route import PLANNED, Grouped, Sides, grouped
+from halfbyte.kernels.quantize.grouped_route import side as side_route
+from halfbyte.kernels.quantize.lines import divisor
+from halfbyte.kernels.quantize.route import SHARED, is_packed
+from halfbyte.kernels.route import Choice
 from halfbyte.kernels.unpack.grouped_swizzle import grouped_swizzle
 from halfbyte.kernels.unpack.transpose import transpose
 from halfbyte.layout import (
@@ -33,20 +35,6 @@ from halfbyte.layout import (
 from halfbyte.rng import Draw
 from halfbyte.spec import MXFP8, NVFP4, Spec
 
-
-class Tile(NamedTuple):
-    """Rows, columns and warps of a tile, and `Rule.words`."""
-
-    rows: int
-    cols: int
-    num_warps: int
-    words: int = 1
-
-
-ROW_TILE = Tile(16, 256, 4)
-DECODED_COLS = 64  # of a tile that is stored as values: more of them keep too few programs on a multiprocessor
-INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
-LOOPS = ((16384, 8), (8192, 4), (4096, 2))  # as those of `row_col`: about 2048 programs are left
 TRANSPOSE_WORDS = 32
 
 
@@ -108,7 +96,8 @@ def grouped_quantize_row_col(
         Blocks in the shapes of `layout.grouped_shapes`; of expert weights, every tensor has a leading [E].
     """
     check_scale_layout(scale_layout)
-    if row_spec is not None and row_spec == col_spec and row_spec.is_tile:
+    choice = grouped(Grouped(x, offsets, row_spec, col_spec, transient[0]))
+    if row_spec is not None and choice.kernel == SHARED:
         assert not any(transient), "both orientations of one tile are codes"
         row, _ = grouped_quantize_row_col(x, offsets, row_spec, None, draw=draw, row_amax=row_amax)
         assert row is not None, "the row has a spec"
@@ -116,8 +105,8 @@ def grouped_quantize_row_col(
         if scale_layout == LINEAR:
             return row, col
         return _swizzled(row, row_spec, x, offsets, False), _swizzled(col, row_spec, x, offsets, True)
-    if offsets is None and row_spec is not None and col_spec is None and fits(x, row_spec):
-        row = quantize_experts(x, row_spec, row_amax, decoded=transient[0])
+    if row_spec is not None and choice.kernel != PLANNED:
+        row = quantize_experts(choice, row_amax)
         is_linear = transient[0] or scale_layout == LINEAR
         return (row if is_linear else _swizzled(row, row_spec, x, None, False)), None
     x = x if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(0) == x.shape[1] * x.stride(1)) else x.contiguous()
@@ -257,28 +246,12 @@ def _fill_amaxes(
         grouped_amax(grid.x, plan, (row, col), (own[0], own[1]), sign_draw)
 
 
-def _tile(row: sc.Rule | None, col: sc.Rule | None, tile_rows: int, x_cols: int) -> Tile:
-    """Return the tile of a pair of rules: that of one tensor, or as many rows as the plan has."""
-    best = ROW_TILE
-    if col is not None:
-        dense = tile_for(row or col, col)
-        if row is not None and row.packed and col.packed:
-            dense = widened(dense, row, col, x_cols)
-        best = Tile(min(dense.rows, tile_rows), dense.cols, dense.num_warps, dense.words)
-        if col.decoded or (row is not None and row.decoded):
-            best = best._replace(cols=DECODED_COLS, words=1)
-    cols = max(best.cols, 0 if row is None else row.group)
-    if INTERPRETED:
-        best, cols = best._replace(rows=tile_rows), max(cols, INTERPRETED_COLS)
-    return best._replace(cols=cols)
-
-
 def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Tensor]) -> None:
     row, col = sides
     if not any(side is not None and side.qdata.numel() for side in sides):
         return
     hardware, packed = sc.hardware_of(grid.x.device), is_packed(grid.x)
-    rules: Rules = []
+    rules: list[sc.Rule | None] = []
     for i, side in enumerate(sides):
         rule = None if side is None else sc.rule_of(side.spec, hardware)
         # In words of two columns, the columns of a 16x16 tile would each take a maximum of their own.
@@ -286,20 +259,21 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
     pointers = [_pointers(side, amax, plan) for side, amax in zip(sides, amaxes, strict=True)]
     streams = [[0, 0] if side is None else _streams(side) for side in sides]
     constants = [(0.0,) * 4 if side is None else sc.constants_of(side.spec) for side in sides]
-    for i, (rule, side) in enumerate(zip(rules, sides, strict=True)):
-        if rule is not None and side is not None and wide.is_wide(rule):
-            arguments = pointers[i], streams[i], constants[i]
-            wide.quantize(grid.x, plan, rule, bool(i), grid.stacked, side.blocks, arguments)
+    while rules != [None, None]:
+        choice = side_route(Sides(grid.x, plan, list(rules), grid.stacked))
+        if choice.kernel == "grouped_wide_kernel":
+            i, _ = choice.facts
+            wide.quantize(choice, sides[i].blocks, (pointers[i], streams[i], constants[i]))
             rules[i], pointers[i] = None, [None] * 5
-    if rules == [None, None]:
+            continue
+        _launch(choice, grid, (row, col), (pointers, streams, constants))
         return
-    tile = _tile(rules[0], rules[1], plan.tile_rows, grid.x.shape[1])
-    col_tiles = ceil_div(grid.x.shape[1], tile.cols)
-    full, ragged = _full_and_ragged(grid.x.shape[1], rules, tile, grid.stacked)
-    row_tiles = plan.tiles * (plan.tile_rows // tile.rows)
-    loop = loop_of(LOOPS, ragged, row_tiles, col_tiles) if full == [None, None] else 1
-    col_tiles //= loop
-    grouped_quantize_kernel[(row_tiles * col_tiles,)](
+
+
+def _launch(choice: Choice, grid: Grid, sides: tuple[Side | None, Side | None], arguments: tuple) -> None:
+    plan, (row, col) = choice.request.plan, sides
+    pointers, streams, constants = arguments
+    grouped_quantize_kernel[choice.grid](
         grid.x,
         *pointers[0],
         *pointers[1],
@@ -314,45 +288,11 @@ def _quantize(grid: Grid, plan: Plan, sides: list[Side | None], amaxes: list[Ten
         *streams[1],
         *constants[0],
         *constants[1],
-        *divisor(col_tiles),
-        ROW=ragged[0],
-        COL=ragged[1],
-        FULL_ROW=full[0],
-        FULL_COL=full[1],
-        STACKED=grid.stacked,
-        TILE_ROWS=plan.tile_rows,
-        TR=tile.rows,
-        TC=tile.cols,
-        LOOP=loop,
-        num_warps=tile.num_warps,
+        *divisor(choice.facts),
+        **choice.constants,
         enable_fp_fusion=False,
         **overlap.launch_options(grid.x.device),
     )
-
-
-Rules = list[sc.Rule | None]
-
-
-def _full_and_ragged(cols: int, rules: Rules, tile: Tile, stacked: bool) -> tuple[Rules, Rules]:
-    """Return the rules for tiles without a ragged edge, None where the columns have one, and those for the others.
-
-    Tokens of a packed x in whole tiles of columns need no branch: `Rule.clamped` serves all their tiles. Not those of
-    tiles with candidates, where rows that are there twice would count twice in the error.
-    """
-    full: Rules = [None if rule is None else rule._replace(full=True, words=tile.words) for rule in rules]
-    if cols % tile.cols:
-        return [None, None], [None if rule is None else rule._replace(words=tile.words) for rule in rules]
-    may_repeat = all(rule is None or (rule.packed and not (rule.tile and rule.candidates)) for rule in rules)
-    if stacked or not may_repeat:
-        return full, [None if rule is None else rule._replace(words=tile.words) for rule in rules]
-    row, col = full
-    along = [False, False]
-    if row is not None and col is not None:
-        codes = row._replace(decoded=False), col._replace(decoded=False)
-        along = [row_runs_along(*codes), runs_along(*codes)]
-    return [None, None], [
-        rule and rule._replace(clamped=True, along=own) for rule, own in zip(full, along, strict=True)
-    ]
 
 
 def _pointers(side: Side | None, amax: Tensor, plan: Plan) -> list[Tensor | None]:

@@ -6,8 +6,6 @@ As tuples with masks, which groups of any size need, rotations of 32 compile for
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,20 +16,12 @@ from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.decode import cast
 from halfbyte.kernels.device.magnitudes import INF_BITS, finite_bits, magnitude_bits
-from halfbyte.kernels.groups import Plan, group_of_tile
+from halfbyte.kernels.groups import group_of_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.grouped_kernels import clear_padding
+from halfbyte.kernels.quantize.grouped_route import Sides
 from halfbyte.kernels.quantize.wide import quantize_lines
-from halfbyte.layout import ceil_div
-
-WIDE = 32  # the least width that comes here
-LINES = 128  # columns of a program where groups lie along the rows of x
-VALUES_PER_WARP = 2048  # 64 a thread: with 128, a thread's values do not fit into its registers
-
-
-def is_wide(rule: sc.Rule | None) -> bool:
-    """Say whether an operand's rotation is quantized here."""
-    return rule is not None and rule.norm != 0.0 and rule.group >= WIDE
+from halfbyte.kernels.route import Choice
 
 
 @triton.jit
@@ -137,57 +127,33 @@ def grouped_wide_amax_kernel(
             tl.atomic_max(out_ptr + row, bits, mask=row < end, sem="relaxed")
 
 
-class Launch(NamedTuple):
-    """Programs, tiles side by side, groups of a program, warps."""
-
-    programs: int
-    tiles: int
-    lines: int
-    num_warps: int
-
-
-def _launch(tiles: int, tile_rows: int, group: int, columns: bool, cols: int) -> Launch:
-    lines = LINES if columns else tile_rows
-    beside = ceil_div(cols, lines if columns else group)
-    parts = tile_rows // group if columns else 1
-    return Launch(tiles * beside * parts, beside, lines, lines * max(group, 64) // VALUES_PER_WARP)
-
-
-def amax_warps(launch: Launch, rule: sc.Rule, hardware: int) -> int:
-    """Return the warps of the maxima's kernel; hardware: as `Rule.hardware`.
-
-    With one group of 32 a thread, Blackwell's assembler takes 72 registers and spills; with two it does not.
-    """
-    return launch.num_warps // 2 if rule.group == WIDE and hardware >= 100 else launch.num_warps
-
-
-def quantize(
-    x: Tensor, plan: Plan, rule: sc.Rule, columns: bool, stacked: bool, blocks: int, arguments: tuple[list, list, tuple]
-) -> None:
+def quantize(choice: Choice, blocks: int, arguments: tuple[list, list, tuple]) -> None:
     """Quantize one orientation.
 
     Args:
-        x: [rows, cols], contiguous along the columns.
-        rule: of a rotation of WIDE or more.
-        columns: whether groups lie along the columns of x.
-        stacked: whether the groups are experts.
+        choice: of `grouped_route.side`.
         blocks: of a row of the output.
         arguments: pointers (qdata, scales, amax, draw, signs), streams (draw, signs) and constants of the operand.
     """
+    sides: Sides = choice.request
+    x, plan, (_, tiles) = sides.x, sides.plan, choice.facts
     pointers, streams, constants = arguments
-    launch = _launch(plan.tiles, plan.tile_rows, rule.group, columns, x.shape[1])
-    grouped_wide_kernel[(launch.programs,)](
+    grouped_wide_kernel[choice.grid](
         x, *pointers, plan.table, plan.tile_group, plan.groups, x.shape[1], blocks, *x.stride(), *streams, *constants,
-        launch.tiles, RULE=rule, COLUMNS=columns, STACKED=stacked, TILE_ROWS=plan.tile_rows, T=launch.lines,
-        num_warps=launch.num_warps, enable_fp_fusion=False,
+        tiles, **choice.constants, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def amax(x: Tensor, plan: Plan, rule: sc.Rule, columns: bool, out: Tensor, sign_stream: int) -> None:
-    """Raise out, int32 zeros [groups + 1] or one per row, to the amax of one orientation; arguments as `quantize`."""
-    launch = _launch(plan.tiles, plan.tile_rows, rule.group, columns, x.shape[1])
-    grouped_wide_amax_kernel[(launch.programs,)](
-        x, out, plan.signs if rule.fresh else None, plan.table, plan.tile_group, plan.groups, x.shape[1], *x.stride(),
-        sign_stream, launch.tiles, RULE=rule, COLUMNS=columns, TILE_ROWS=plan.tile_rows, T=launch.lines,
-        num_warps=amax_warps(launch, rule, sc.hardware_of(x.device)), enable_fp_fusion=False,
+def amax(choice: Choice, out: Tensor, sign_stream: int) -> None:
+    """Raise out, int32 zeros [groups + 1] or one per row, to the amax of one orientation.
+
+    Args:
+        choice: of `amax.route.groups`.
+        out: of that orientation.
+        sign_stream: where fresh signs lie.
+    """
+    x, plan = choice.request[:2]
+    grouped_wide_amax_kernel[choice.grid](
+        x, out, plan.signs if choice.constants["RULE"].fresh else None, plan.table, plan.tile_group, plan.groups,
+        x.shape[1], *x.stride(), sign_stream, choice.facts, **choice.constants, enable_fp_fusion=False,
     )  # fmt: skip

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
-from torch import Tensor
 
-from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels.device import casts as pm
-from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.loads import load_row_groups
 from halfbyte.kernels.device.magnitudes import finite_max
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import quantize_row_tile, rotate_group
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.lines import allocate, operand_arguments
-from halfbyte.kernels.quantize.wide import WIDE
-from halfbyte.layout import LINEAR, Blocks, ceil_div, check_scale_layout, matrix_shape, round_up
-from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, Spec
-
-MAX_VALUES = 16384  # 64 a thread: more take longer in one program than a second launch does
-NUM_WARPS = 8
+from halfbyte.kernels.quantize.route import One
+from halfbyte.kernels.route import Choice
+from halfbyte.layout import Blocks
+from halfbyte.spec import NVFP4
 
 
 @jit(do_not_specialize=("stream", "first_block", "sign_stream"))
@@ -53,51 +46,15 @@ def quantize_small_kernel(
     )  # fmt: skip
 
 
-def tile(shape: tuple[int, int], spec: Spec, scale_layout: str) -> tuple[int, int]:
-    """Return rows and groups of a tile that covers an operand, the padding of swizzled scales included."""
-    rows, cols = shape
-    blocks = round_up(cols, spec.alignment) // spec.block_length
-    if scale_layout != LINEAR:
-        rows, blocks = round_up(rows, SWIZZLE_ROWS), round_up(blocks, SWIZZLE_COLS)
-    groups = ceil_div(blocks * spec.block_length, spec.alignment)
-    least = 16 if isinstance(spec, NVFP4) and spec.is_tile else 1
-    return max(least, int(triton.next_power_of_2(rows))), int(triton.next_power_of_2(groups))
-
-
-def fits(x: Tensor, spec: Spec, scale_layout: str) -> bool:
-    """Say whether `quantize` here takes x [..., K] with an amax of its own."""
-    if not isinstance(spec, NVFP4) or spec.alignment >= WIDE or not 0 < x.numel() <= MAX_VALUES:
-        return False
-    r, n = tile(matrix_shape(x.shape), spec, scale_layout)
-    return r * n * spec.alignment <= MAX_VALUES
-
-
-def quantize(
-    x: Tensor,
-    spec: NVFP4,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    scale_layout: str = LINEAR,
-    decoded: bool = False,
-) -> Blocks:
-    """Quantize an operand for which `fits` holds; the same bytes as `halfbyte.kernels.quantize.lines.quantize`.
-
-    Args:
-        x: bf16, fp16 or fp32 [..., K], any strides.
-        spec: NVFP4.
-        draw, sign_draw: as there.
-        scale_layout: "linear" or "swizzled_32_4_4".
-        decoded: as there.
-    """
-    check_scale_layout(scale_layout)
-    x = x.reshape(matrix_shape(x.shape))
-    amax = torch.empty((x.shape[0],) if spec.outer == "row" else (), dtype=torch.float32, device=x.device)
-    out = allocate(x.shape, spec, scale_layout, x.device, decoded)
-    pointers, numbers, constants = operand_arguments(spec, out, amax, draw, sign_draw)
-    r, n = tile(x.shape, spec, scale_layout)
-    rule = sc.rule_of(spec, sc.hardware_of(x.device))._replace(decoded=decoded)
-    quantize_small_kernel[(1,)](
+def quantize(choice: Choice) -> Blocks:
+    """Quantize an operand with an amax of its own; the same bytes as `halfbyte.kernels.quantize.lines.quantize`."""
+    one: One = choice.request
+    x, spec = one.x, one.spec
+    by_row = isinstance(spec, NVFP4) and spec.outer == "row"
+    amax = torch.empty((x.shape[0],) if by_row else (), dtype=torch.float32, device=x.device)
+    out = allocate(x.shape, spec, one.scale_layout, x.device, one.decoded)
+    pointers, numbers, constants = operand_arguments(spec, out, amax, one.draw, one.sign_draw)
+    quantize_small_kernel[choice.grid](
         x,
         *pointers,
         *x.shape,
@@ -105,12 +62,8 @@ def quantize(
         *x.stride(),
         *numbers,
         *constants,
-        RULE=rule,
-        SWIZZLED=out.swizzled,
-        R=r,
-        N=n,
-        num_warps=NUM_WARPS,
+        **choice.constants,
         enable_fp_fusion=False,
-        **placed_early(rule.hardware),
+        **placed_early(choice.constants["RULE"].hardware),
     )
     return Blocks(out.qdata, out.block_scale, amax)

@@ -6,8 +6,6 @@ every load and store of a warp fills whole sectors. With a block of 16 columns a
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -20,22 +18,11 @@ from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import store_values
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.quantize.lines import divisor, is_packed
-from halfbyte.kernels.quantize.lines import quantize as quantize_any
-from halfbyte.layout import LINEAR, Blocks, ceil_div, matrix_shape
-from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, BlockMax, Spec
-
-
-class Tile(NamedTuple):
-    """Strips side by side, a thread each, and warps."""
-
-    strips: int
-    num_warps: int
-
-
-TILES = (Tile(128, 4), Tile(32, 1))
-FEW_PROGRAMS = 1024  # with fewer, the smaller tile spreads over more multiprocessors
+from halfbyte.kernels.quantize.lines import divisor
+from halfbyte.kernels.quantize.route import One
+from halfbyte.kernels.route import Choice
+from halfbyte.layout import Blocks
+from halfbyte.spec import NVFP4
 
 
 @triton.jit
@@ -108,46 +95,21 @@ def quantize_tiles_kernel(
             store_values(p_values, codes, scale, 0, W, tl.full((1,), True, tl.int1), True)
 
 
-def fits(w: Tensor, spec: Spec) -> bool:
-    """Say whether whole programs cover matrices [E, N, K] and `spec` is 16x16 tiles rounded to nearest."""
-    if not isinstance(spec, NVFP4) or not spec.is_tile or spec.rounding != "nearest" or spec.rotation:
-        return False
-    if spec.outer != "tensor" or not isinstance(spec.scaling, BlockMax) or w.numel() == 0 or not w.is_contiguous():
-        return False
-    _, rows, cols = w.shape
-    return is_packed(w.view(-1, cols)) and rows % 16 == cols % 16 == 0 and cols >= 8 * TILES[-1].strips
+def quantize(choice: Choice) -> Blocks:
+    """Quantize one matrix along the last dimension."""
+    one: One = choice.request
+    spec = one.spec
+    assert isinstance(spec, NVFP4), "strips are of NVFP4"
+    amax = operand_amax(one.x, spec, None) if one.amax is None else one.amax
+    (qdata, *_), scale, _ = quantize_tiles(choice, one.x[None], spec, amax[None], decoded=one.decoded)
+    return Blocks(qdata, scale if one.decoded else scale[0], amax)
 
 
-def tile_of(rows: int, cols: int) -> Tile:
-    """Return the tile whose programs exceed the columns the least, the larger one if equal and many are left."""
-    usable = (tile for tile in TILES if cols >= 8 * tile.strips)
-    best = min(usable, key=lambda tile: ceil_div(cols, 8 * tile.strips) * tile.strips)
-    return best if rows // 16 * ceil_div(cols, 8 * best.strips) >= FEW_PROGRAMS else TILES[-1]
-
-
-def quantize(
-    x: Tensor,
-    spec: Spec,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    amax: Tensor | None = None,
-    scale_layout: str = LINEAR,
-    decoded: bool = False,
-) -> Blocks:
-    """Quantize along the last dimension as `quantize.quantize` does, tiles in strips where they fit."""
-    matrix = x.reshape(matrix_shape(x.shape))
-    if (decoded or scale_layout == LINEAR) and isinstance(spec, NVFP4) and fits(matrix[None], spec):
-        amax = operand_amax(matrix, spec, None) if amax is None else amax
-        (qdata, *_), scale, _ = quantize_tiles(matrix[None], spec, amax[None], decoded=decoded)
-        return Blocks(qdata, scale if decoded else scale[0], amax)
-    return quantize_any(x, spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout, decoded=decoded)
-
-
-def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Blocks:
+def quantize_tiles(choice: Choice, w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Blocks:
     """Quantize matrices that fit.
 
     Args:
+        choice: of `route.strips`.
         w: bf16 [E, N, K].
         amax: fp32 [E].
         decoded: return element * block_scale, bf16 [E, N, K], as qdata, and no scales.
@@ -159,10 +121,7 @@ def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Bl
     size, dtype = (cols, torch.bfloat16) if decoded else (cols // 2, torch.uint8)
     qdata = w.new_empty((experts, rows, size), dtype=dtype)
     scale = w.new_empty(0 if decoded else (experts, rows, cols // 16), dtype=torch.uint8)
-    rule = sc.rule_of(spec, sc.hardware_of(w.device))._replace(packed=True, full=True)
-    tile = tile_of(experts * rows, cols)
-    col_tiles, row_tiles = ceil_div(cols, 8 * tile.strips), rows // 16
-    quantize_tiles_kernel[(experts * row_tiles * col_tiles,)](
+    quantize_tiles_kernel[choice.grid](
         w,
         None if decoded else qdata.view(torch.int32),
         None if decoded else scale,
@@ -170,13 +129,10 @@ def quantize_tiles(w: Tensor, spec: NVFP4, amax: Tensor, *, decoded: bool) -> Bl
         amax.contiguous(),
         cols,
         *sc.constants_of(spec),
-        *divisor(col_tiles),
-        *divisor(row_tiles),
-        RULE=rule,
-        W=tile.strips,
-        MOVES=cols % (8 * tile.strips) != 0,
-        num_warps=tile.num_warps,
+        *divisor(choice.facts),
+        *divisor(rows // 16),
+        **choice.constants,
         enable_fp_fusion=False,
-        **placed_early(rule.hardware),
+        **placed_early(choice.constants["RULE"].hardware),
     )
     return Blocks(qdata, scale, amax)

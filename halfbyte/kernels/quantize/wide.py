@@ -6,35 +6,18 @@ The bytes are those of `quantize`; `rotate_wide` says why such groups are no tup
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from halfbyte.formats import SWIZZLE_ROWS
 from halfbyte.kernels.amax.rotated import load_groups, narrowed
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import philox
 from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.device.magnitudes import is_packed
 from halfbyte.kernels.device.tiles import store_decoded, store_scale
 from halfbyte.kernels.launch import jit
-from halfbyte.layout import ceil_div, round_up
-
-WIDE = 64  # the least width that comes here
-
-
-class Tile(NamedTuple):
-    """Groups of a program and its warps."""
-
-    groups: int
-    num_warps: int
-
-
-ROW_TILE = Tile(128, 4)
-COL_TILES = {64: Tile(128, 4), 128: Tile(128, 4)}
+from halfbyte.kernels.quantize.route import Lines
+from halfbyte.kernels.route import Choice
 
 
 @triton.jit
@@ -152,40 +135,25 @@ def quantize_wide_kernel(
     )  # fmt: skip
 
 
-def launch(x: Tensor, rule: sc.Rule, out: Any, arguments: tuple) -> None:
-    """Fill `out` with quantize(x).
+def launch(choice: Choice, arguments: tuple) -> None:
+    """Launch what `route.one` chose.
 
     Args:
-        x: [rows, cols], any strides.
-        rule: of a rotation of WIDE or more.
-        out: a `quantize.Output`.
-        arguments: of `quantize.operand_arguments`.
+        choice: of a wide rotation.
+        arguments: of `lines.operand_arguments`.
     """
-    rows, cols = x.shape
+    lines: Lines = choice.facts
     pointers, numbers, constants = arguments
-    groups = out.blocks * 16 // rule.group
-    columns = x.stride(0) == 1 and x.stride(1) != 1
-    tile = COL_TILES[rule.group] if columns else ROW_TILE
-    packed = not columns and is_packed(x)
-    covered = round_up(rows, SWIZZLE_ROWS) if out.swizzled else rows
-    tiles = ceil_div(covered, tile.groups) if columns else 1
-    programs = tiles * groups if columns else ceil_div(covered * groups, tile.groups)
-    quantize_wide_kernel[(programs,)](
-        x,
+    quantize_wide_kernel[choice.grid](
+        lines.x,
         *pointers,
-        rows,
-        cols,
-        out.blocks,
-        *x.stride(),
+        *lines.x.shape,
+        lines.blocks,
+        *lines.x.stride(),
         *numbers,
         *constants,
-        groups,
-        tiles,
-        RULE=rule,
-        SWIZZLED=out.swizzled,
-        COLUMNS=columns,
-        PACKED=packed,
-        T=tile.groups,
-        num_warps=tile.num_warps,
+        lines.blocks * 16 // choice.constants["RULE"].group,
+        lines.beside,
+        **choice.constants,
         enable_fp_fusion=False,
     )

@@ -9,20 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.formats import FLT_MAX, SWIZZLE_ROWS, f32
+from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device.loads import masked_load, masked_store
 from halfbyte.kernels.launch import jit
+from halfbyte.kernels.unpack import route
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout
 from halfbyte.spec import MXFP8, NVFP4, Spec
-
-TILES = ((128, 4), (64, 2), (32, 1))
-"""(words, warps) of a piece, a word a thread: the widest of which a row fills two."""
-
-LONGEST_ROW = 1024  # words
-LINEAR_STEPS = 2  # pieces of a program: side by side, one where it covers a row
-SWIZZLED_STEPS = 4  # 32 rows apart, where scales lie together
 
 
 class Decoded(NamedTuple):
@@ -211,28 +205,18 @@ def _launch(
         factor = dc.NO_FACTOR
     divisor = spec.e4m3_max * spec.fp4_max if nvfp4 else 1.0
     form = dc.NVFP4 if nvfp4 else dc.MXFP8_E4M3 if spec.element == "e4m3" else dc.MXFP8_E5M2
-    swizzled, values = scale_layout != LINEAR, out
-    if not swizzled and factor != dc.ROW_FACTOR and cols == 8 * words.shape[1]:
-        words, scale, values = _in_long_rows(words, scale, out)
-        (rows, cols), per_row = values.shape, scale.shape[1]
-    width, warps = next((tile for tile in TILES if 2 * tile[0] <= words.shape[1]), TILES[-1])
+    swizzled = scale_layout != LINEAR
     if swizzled and scale.data_ptr() % 4:
         scale = scale.clone()  # words of four scales are read
-    steps, rows_of_tile = (SWIZZLED_STEPS, SWIZZLE_ROWS) if swizzled else (LINEAR_STEPS, 1)
-    steps = 1 if not swizzled and words.shape[1] <= width else steps
-    apart = SWIZZLE_ROWS // steps
-    row_tiles = rows // SWIZZLE_ROWS * apart + min(rows % SWIZZLE_ROWS, apart) if swizzled else rows
-    tile_words = width if swizzled else width * steps
-    full = rows % rows_of_tile == words.shape[1] % tile_words == 0 and cols == 8 * words.shape[1]
-    grid = (row_tiles * triton.cdiv(words.shape[1], tile_words),)
-    dequantize_kernel[grid](
+    choice = route.dequantize(route.Stored(words, scale, out, swizzled, factor == dc.ROW_FACTOR))
+    words, scale, values = choice.facts
+    dequantize_kernel[choice.grid](
         words,
         scale,
         blocks.amax if factor != dc.NO_FACTOR else None,
         values,
-        rows,
-        cols,
-        per_row,
+        *values.shape,
+        per_row if swizzled else scale.shape[1],
         words.stride(0),
         scale.stride(0),
         values.stride(0),
@@ -240,20 +224,7 @@ def _launch(
         f32(1 / divisor),
         FORMAT=form,
         FACTOR=factor,
-        SWIZZLED=swizzled,
-        BLOCK_WORDS=width,
-        STEPS=steps,
-        FULL=full,
+        **choice.constants,
         **overlap.launch_options(out.device),
-        num_warps=warps,
     )
     return out
-
-
-def _in_long_rows(words: Tensor, scale: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same blocks, one after another in memory, in rows of a power of two where theirs are narrower."""
-    width = min(words.numel() & -words.numel(), LONGEST_ROW)
-    if width <= words.shape[1] & -words.shape[1] or not (words.is_contiguous() and scale.is_contiguous()):
-        return words, scale, out
-    rows = words.numel() // width
-    return words.view(rows, -1), scale.view(rows, -1), out.view(rows, -1)

@@ -1,0 +1,283 @@
+"""Which kernel finds the largest finite magnitudes, with which tile, and why (docs/internals/amax.md).
+
+`ONE` is the table of an operand, `PAIR` that of both orientations, `GROUPS` that of tokens and experts by a plan.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfbyte.kernels.device import magnitudes as mg
+from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.groups import Plan
+from halfbyte.kernels.quantize.grouped_route import is_wide, wide_tile
+from halfbyte.kernels.route import Candidate, Choice, Reason, choose, fits_all
+from halfbyte.kernels.target import target_of
+from halfbyte.layout import ceil_div
+from halfbyte.spec import NVFP4
+
+PLAIN = sc.rule_of(NVFP4(), hardware=0)
+
+OF_TENSOR, OF_ROW, OF_ROW_PARTS = (tl.constexpr(i) for i in range(3))
+"""What becomes of a row's maximum: it joins the tensor's, it is stored, or it joins those of other parts of the row."""
+
+
+class Tile(NamedTuple):
+    """What a program reads at once and how many programs there are, as measured on an H200.
+
+    size: elements; of a rotation, bytes that a thread reads of each row of a group.
+    per_sm: programs for each multiprocessor, if the tensor is large: about as many as run at once.
+    """
+
+    size: int
+    num_warps: int
+    per_sm: int
+
+
+PLAIN_TILE = Tile(8192, 8, 8)
+ROTATED_TILES = {16: Tile(8, 4, 5), 32: Tile(4, 4, 5), 64: Tile(4, 4, 3), 128: Tile(2, 4, 3)}
+
+
+def amax_rule(spec: NVFP4) -> sc.Rule:
+    """Return what the amax kernels are compiled for: nothing of the spec counts but its rows and its rotation."""
+    rule = sc.rule_of(spec, hardware=0)
+    return PLAIN._replace(row_amax=rule.row_amax, group=rule.group, norm=rule.norm, fresh=rule.fresh)
+
+
+class One(NamedTuple):
+    """Find the amax of x [rows, cols], or of its rows."""
+
+    x: Tensor
+    spec: NVFP4
+
+
+def _rotated_problem(one: One) -> Reason | None:
+    return None if one.spec.rotation is not None else Reason("the operand is not rotated")
+
+
+def _rows(one: One) -> Choice:
+    x, per_row = one.x, one.spec.outer == "row"
+    if not per_row:  # without rows to tell apart, a contiguous tensor is one long row, and rows may be columns
+        x = x.view(1, -1) if x.is_contiguous() else x.T if x.stride(0) == 1 else x
+    rows, cols = x.shape
+    c = min(PLAIN_TILE.size, max(16, triton.next_power_of_2(cols)))
+    r = PLAIN_TILE.size // c
+    tiles = ceil_div(rows, r)
+    parts = mg.parts_of(ceil_div(cols, c), tiles, PLAIN_TILE.per_sm, x.device)
+    result = OF_TENSOR if not per_row else OF_ROW if parts == 1 else OF_ROW_PARTS
+    constants = {"RESULT": result, "PACKED": mg.is_packed(x), "R": r, "C": c, "num_warps": PLAIN_TILE.num_warps}
+    return Choice("amax_rows_kernel", (tiles * parts,), constants, (x, parts))
+
+
+class RotatedTile(NamedTuple):
+    """What a program of a rotation's maximum reads at once.
+
+    lines: columns, or words of two (packed); vec: how many of them a thread reads.
+    num_warps, per_sm: as in `Tile`.
+    """
+
+    lines: int
+    vec: int
+    packed: bool
+    num_warps: int
+    per_sm: int
+
+
+def rotated_tile(rule: sc.Rule, packed: bool, hardware: int) -> RotatedTile:
+    """Return the tile of a rotation's maximum.
+
+    A thread holds whole groups, of as many columns as fit into its registers. Blackwell's assembler keeps fewer of
+    them, and 128 fresh signs beside 128 values are too much for all but sm_90: there a thread reads one column or, of
+    groups of 128, half of one. These tiles are compiled and compared, not measured.
+
+    Args:
+        rule: its group and fresh count.
+        packed: whether x may be read in words.
+        hardware: as `Rule.hardware`.
+    """
+    size, num_warps, per_sm = ROTATED_TILES[rule.group]
+    if rule.group == 128 and (hardware >= 100 or (rule.fresh and hardware < 90)):
+        return RotatedTile(32, 1, False, 2, 8)
+    if rule.group >= 32 and hardware >= 100:
+        return RotatedTile(128, 1, False, 4, per_sm)
+    packed = packed and size >= 4
+    vec = size // 4 if packed else 1
+    return RotatedTile(32 * num_warps * vec, vec, packed, num_warps, per_sm)
+
+
+def _rotated(x: Tensor, spec: NVFP4, both: bool) -> Choice:
+    """Choose for x.T after a rotation along its rows and, with `both`, for x."""
+    (rows, cols), rule = x.shape, amax_rule(spec)
+    tile = rotated_tile(rule, mg.is_packed(x), sc.hardware_of(x.device))
+    tile_cols = tile.lines * (2 if tile.packed else 1)
+    strips = ceil_div(cols, tile_cols)
+    parts = mg.parts_of(ceil_div(rows, rule.group), strips, tile.per_sm, x.device)
+    full = cols % tile_cols == 0 and rows % rule.group == 0
+    constants = {"RULE": rule, "BOTH": both, "PACKED": tile.packed, "FULL": full, "T": tile.lines, "VEC": tile.vec}
+    constants |= {"PARTIAL": False, "OVERLAP": False, "num_warps": tile.num_warps}
+    return Choice("amax_rotated_kernel", (strips * parts,), constants, (x, strips, parts))
+
+
+ONE = (
+    Candidate(
+        "amax_rotated_kernel",
+        _rotated_problem,
+        lambda one: _rotated(one.x.T, one.spec, both=False),
+        "a thread holds whole groups of a rotation",
+    ),
+    Candidate("amax_rows_kernel", fits_all, _rows, "plain maxima of a tensor or of its rows"),
+)
+
+
+def one(request: One) -> Choice:
+    """Choose for one operand with values."""
+    return choose(ONE, request)
+
+
+class Pair(NamedTuple):
+    """Find the amaxes of x by `row` and of x.T by `col`; None where none is wanted."""
+
+    x: Tensor
+    row: NVFP4 | None
+    col: NVFP4 | None
+
+
+def _one_read_problem(pair: Pair) -> Reason | None:
+    if pair.row is None or pair.col is None:
+        return Reason("one orientation has an amax already, or needs none")
+    if pair.row.rotation is not None or pair.row.outer != "tensor":
+        return Reason("the rows are rotated or have an amax each")
+    return None if pair.x.numel() else Reason("there are no values")
+
+
+def _same_problem(pair: Pair) -> Reason | None:
+    reason = _one_read_problem(pair)
+    if reason is not None or pair.col is None:
+        return reason
+    if pair.col.rotation is not None:
+        return Reason("the columns are rotated")
+    return None if pair.col.outer == "tensor" else Reason("the columns have an amax each")
+
+
+def _rotated_pair_problem(pair: Pair) -> Reason | None:
+    reason = _one_read_problem(pair)
+    if reason is not None or pair.col is None:
+        return reason
+    return None if pair.col.rotation is not None else Reason("the columns are not rotated")
+
+
+def _rotated_pair(pair: Pair) -> Choice:
+    assert pair.col is not None, "the columns are rotated"
+    return _rotated(pair.x, pair.col, both=True)
+
+
+SAME, EACH = "one amax for both orientations", "an amax for each that needs one"
+
+PAIR = (
+    Candidate(SAME, _same_problem, lambda _: Choice(SAME), "neither orientation is rotated"),
+    Candidate("amax_rotated_kernel", _rotated_pair_problem, _rotated_pair, "both amaxes from one read of x"),
+    Candidate(EACH, fits_all, lambda _: Choice(EACH), "one read does not give both"),
+)
+
+
+def pair(request: Pair) -> Choice:
+    """Choose for both orientations."""
+    return choose(PAIR, request)
+
+
+class Groups(NamedTuple):
+    """Find the amaxes of the groups of x [rows, cols] along rows and columns; None where none is wanted.
+
+    rest: whether the other side has had a kernel of its own.
+    """
+
+    x: Tensor
+    plan: Plan
+    row: sc.Rule | None
+    col: sc.Rule | None
+    rest: bool = False
+
+
+class GroupTile(NamedTuple):
+    """Columns and warps of a program."""
+
+    cols: int
+    num_warps: int
+
+
+BOTH_TILE, ROW_TILE = GroupTile(128, 4), GroupTile(256, 8)
+PACKED_WIDTH = 32  # the widest rotation of words of two columns: with 64, threads spill 300 bytes
+INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
+
+
+def _packed_problem(groups: Groups) -> Reason | None:
+    """Say why words of two columns do not serve for an unrotated amax of x, a rotated one of x.T, or both."""
+    x, row, col = groups.x, groups.row, groups.col
+    if groups.rest:
+        return Reason("the other side has a kernel of its own, so that one read does not give both")
+    if not mg.is_packed(x):
+        return Reason("x is not bf16 in aligned rows of multiples of 8 columns")
+    if row is not None and (row.norm != 0.0 or row.row_amax):
+        return Reason("the rows are rotated or have an amax each")
+    if col is None:
+        return None
+    if col.row_amax or col.norm == 0.0 or col.group > PACKED_WIDTH:
+        return Reason("the columns have an amax each, no rotation, or one wider than {}", (PACKED_WIDTH,))
+    if not rotated_tile(col, True, sc.hardware_of(x.device)).packed:
+        return Reason("{} holds one column of a rotation of {} a thread", (target_of(x.device).name, col.group))
+    return None
+
+
+def _packed(groups: Groups) -> Choice:
+    cols, rule = groups.x.shape[1], groups.col or PLAIN
+    tile = rotated_tile(rule, True, sc.hardware_of(groups.x.device))
+    strips = ceil_div(cols, 2 * tile.lines)
+    constants = {"RULE": rule, "FULL": cols % (2 * tile.lines) == 0, "TR": groups.plan.tile_rows, "T": tile.lines}
+    constants |= {"VEC": tile.vec, "num_warps": tile.num_warps}
+    return Choice("packed_amax_kernel", (groups.plan.tiles * strips,), constants, strips)
+
+
+def _wide_problem(groups: Groups) -> Reason | None:
+    if is_wide(groups.row) or is_wide(groups.col):
+        return None
+    return Reason("no side has a rotation of 32 or wider")
+
+
+def _wide(groups: Groups) -> Choice:
+    """Choose for the first side with a wide rotation.
+
+    With one group of 32 a thread, Blackwell's assembler takes 72 registers and spills; with two it does not.
+    """
+    columns = not is_wide(groups.row)
+    rule = groups.col if columns else groups.row
+    assert rule is not None, "it is wide"
+    tile = wide_tile(groups.plan, rule.group, columns, groups.x.shape[1])
+    blackwell = rule.group == 32 and sc.hardware_of(groups.x.device) >= 100
+    constants = {"RULE": rule, "COLUMNS": columns, "TILE_ROWS": groups.plan.tile_rows, "T": tile.lines}
+    constants["num_warps"] = tile.num_warps // 2 if blackwell else tile.num_warps
+    return Choice("grouped_wide_amax_kernel", (tile.programs,), constants, tile.tiles)
+
+
+def _tuples(groups: Groups) -> Choice:
+    row, col = groups.row, groups.col
+    tile, interpreted = ROW_TILE if col is None else BOTH_TILE, target_of(groups.x.device).interpreter
+    tile_cols = max(tile.cols, 0 if row is None else row.group, INTERPRETED_COLS if interpreted else 0)
+    beside = ceil_div(groups.x.shape[1], tile_cols)
+    constants = {"ROW": row, "COL": col, "TR": groups.plan.tile_rows, "TC": tile_cols, "num_warps": tile.num_warps}
+    return Choice("grouped_amax_kernel", (groups.plan.tiles * beside,), constants, beside)
+
+
+GROUPS = (
+    Candidate("packed_amax_kernel", _packed_problem, _packed, "words of two columns, both amaxes from one read"),
+    Candidate("grouped_wide_amax_kernel", _wide_problem, _wide, "a thread holds a rotated group as one row"),
+    Candidate("grouped_amax_kernel", fits_all, _tuples, "any dtype, an amax a row or column, narrow rotations"),
+)
+
+
+def groups(request: Groups) -> Choice:
+    """Choose for the sides of groups, or for the first with a wide rotation."""
+    return choose(GROUPS, request)

@@ -1,0 +1,140 @@
+"""Which products go to torch: those of FP4 and FP8 tensor cores, and plain ones of groups; else why not.
+
+`WAYS` is the table of one product, `GROUPED_WAYS` that of groups. What torch does not take is decoded (`route`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from halfbyte.kernels.route import Candidate, Choice, Reason, choose, fits_all
+from halfbyte.kernels.target import Target, target_of
+from halfbyte.layout import Blocks, GroupedOperand
+from halfbyte.spec import MXFP8, NVFP4, Spec
+
+NATIVE, DECODED = "scaled_mm", "a product of decoded operands"
+GROUPED_NATIVE, GROUPED_TORCH, GROUPED_DECODED = "scaled_grouped_mm", "_grouped_mm", "products of decoded operands"
+NATIVE_ALIGNMENT = 16  # bytes along the contraction, and rows of each operand
+FAMILY = (100, 103)  # capabilities: what scaled_grouped_mm was written for
+FIRST_TORCH = {True: (2, 13), False: (2, 11)}  # for NVFP4, for MXFP8
+MIN_TORCH_CAPABILITY = 90  # below, torch's grouped GEMM reads the offsets on the host
+
+
+def unsupported(a: Spec | None, b: Spec | None, target: Target) -> str | None:
+    """Say why a GEMM of operands quantized with `a` and `b` does not run natively on a GPU, or None if it does."""
+    if not target.fp4_products:
+        return f"{target.name} has no FP4 tensor cores; they came with sm_100"
+    if a is None or b is None:
+        return "one operand is not quantized"
+    if isinstance(a, NVFP4) != isinstance(b, NVFP4):
+        return "the tensor cores do not mix NVFP4 with MXFP8"
+    if isinstance(a, MXFP8) and a.element == b.element == "e5m2":
+        return "the tensor cores do not multiply e5m2 by e5m2"
+    return None
+
+
+class Way(NamedTuple):
+    """Multiply operands of these specs; None is plain."""
+
+    a: Spec | None
+    b: Spec | None
+    device: torch.device
+
+
+def _native_problem(way: Way) -> Reason | None:
+    reason = unsupported(way.a, way.b, target_of(way.device))
+    return None if reason is None else Reason("{}", (reason,))
+
+
+WAYS = (
+    Candidate(NATIVE, _native_problem, lambda _: Choice(NATIVE), "FP4 and FP8 tensor cores multiply the stored bytes"),
+    Candidate(DECODED, fits_all, lambda _: Choice(DECODED), "element * block_scale is exact in bf16"),
+)
+
+
+def ways(a: Spec | None, b: Spec | None, device: torch.device) -> Choice:
+    """Choose between tensor cores that read codes and the product of decoded operands."""
+    return choose(WAYS, Way(a, b, device))
+
+
+def grouped_unsupported(
+    a: GroupedOperand, b: GroupedOperand, out_dtype: torch.dtype, accumulate: bool, target: Target
+) -> str | None:
+    """Say why a grouped GEMM does not run natively on a GPU, or None if it does."""
+    reason = unsupported(a.spec, b.spec, target)
+    if reason is not None:
+        return reason
+    if target.capability not in FAMILY:
+        return f"torch's grouped GEMM has no kernel for {target.name}"
+    if TorchVersion(torch.__version__) < FIRST_TORCH[isinstance(a.spec, NVFP4)]:
+        return f"torch {torch.__version__} has no grouped GEMM of this format"
+    if out_dtype != torch.bfloat16 or accumulate:
+        return "torch's grouped GEMM rounds to bf16 and accumulates nothing"
+    for side in (a, b):
+        if not isinstance(side.data, Blocks) or side.data.qdata.is_floating_point():
+            return "an operand holds no codes"
+        if isinstance(side.spec, NVFP4) and side.spec.outer == "row":
+            return "torch's grouped GEMM has one factor per group"
+        if isinstance(side.spec, MXFP8) and side.spec.element != "e4m3":
+            return "torch's grouped GEMM of MXFP8 takes e4m3"
+    rows = b.data.qdata.shape[-2]
+    width = a.data.qdata.shape[-1] % NATIVE_ALIGNMENT
+    if width or rows % NATIVE_ALIGNMENT:
+        unit = NATIVE_ALIGNMENT
+        return f"torch's grouped GEMM takes rows of whole {unit} bytes, and multiples of {unit} rows"
+    return None
+
+
+class GroupedWay(NamedTuple):
+    """Multiply groups of operands."""
+
+    a: GroupedOperand
+    b: GroupedOperand
+    offsets: Tensor
+    out_dtype: torch.dtype
+
+
+def _grouped_native_problem(way: GroupedWay) -> Reason | None:
+    reason = grouped_unsupported(way.a, way.b, way.out_dtype, False, target_of(way.offsets.device))
+    return None if reason is None else Reason("{}", (reason,))
+
+
+def _torch_problem(way: GroupedWay) -> Reason | None:
+    """Say where torch's grouped GEMM computes something else, or reads something on the host."""
+    a, b = way.a.data, way.b.data
+    target = target_of(way.offsets.device)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return Reason("an operand is quantized")
+    if target.capability < MIN_TORCH_CAPABILITY:
+        return Reason("on {} it reads the offsets on the host", (target.name,))
+    if way.out_dtype != torch.bfloat16 or any(t.dtype != torch.bfloat16 or t.numel() == 0 for t in (a, b)):
+        return Reason("it multiplies bf16 with values to bf16")
+    if b.shape[-2] % 8:
+        return Reason("{} rows of b are no multiple of 8", (b.shape[-2],))
+    if b.dim() == 2 and 1 in (a.stride(1), b.stride(1)):
+        return Reason("groups would have to start at multiples of 16 bytes")
+    return None if _torch_describes(a) and _torch_describes(b) else Reason("strides are no multiples of 16 bytes")
+
+
+def _torch_describes(t: Tensor) -> bool:
+    """Whether one of the last two dimensions is contiguous and every other stride is a multiple of 16 bytes."""
+    rows, cols = t.stride()[-2:]
+    other = rows if cols == 1 else cols
+    outer = t.stride(0) if t.dim() == 3 else 0
+    return 1 in (rows, cols) and other * 2 % 16 == outer * 2 % 16 == t.data_ptr() % 16 == 0
+
+
+GROUPED_WAYS = (
+    Candidate(GROUPED_NATIVE, _grouped_native_problem, lambda _: Choice(GROUPED_NATIVE), "tensor cores read codes"),
+    Candidate(GROUPED_TORCH, _torch_problem, lambda _: Choice(GROUPED_TORCH), "plain bf16 is rounded once there too"),
+    Candidate(GROUPED_DECODED, fits_all, lambda _: Choice(GROUPED_DECODED), "element * block_scale is exact in bf16"),
+)
+
+
+def grouped_ways(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype) -> Choice:
+    """Choose between torch's grouped GEMMs and that of decoded operands."""
+    return choose(GROUPED_WAYS, GroupedWay(a, b, offsets, out_dtype))

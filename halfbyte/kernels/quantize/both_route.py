@@ -1,0 +1,201 @@
+"""Which kernels quantize one matrix both ways, with which tiles, and why: `PAIR` is the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+
+from halfbyte.formats import SWIZZLE_ROWS
+from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.quantize.route import APART, SHARED, WIDE, One, is_full, is_packed
+from halfbyte.kernels.route import Candidate, Choice, Reason, choose, fits_all
+from halfbyte.kernels.target import target_of
+from halfbyte.layout import LINEAR, ceil_div, round_up
+from halfbyte.rng import Draw
+from halfbyte.spec import NVFP4, Spec
+
+
+class Pair(NamedTuple):
+    """Quantize x [rows, cols] by `row` and x.T by `col`."""
+
+    x: Tensor
+    row: Spec
+    col: Spec
+    draw: Draw | None = None
+    sign_draw: Draw | None = None
+    row_amax: Tensor | None = None
+    col_amax: Tensor | None = None
+    scale_layout: str = LINEAR
+    transient: tuple[bool, bool] = (False, False)
+
+    def side(self, i: int, amax: Tensor | None) -> One:
+        """Return what the row (0) or the column (1) asks for by itself."""
+        x, spec, draw = (self.x.T, self.col, self.draw and self.draw.next()) if i else (self.x, self.row, self.draw)
+        return One(x, spec, draw, self.sign_draw, amax, self.scale_layout, self.transient[i], APART)
+
+
+SMALL_PAIR_VALUES = 1 << 22  # an H200 takes as long both ways between 4 and 8 million
+MAX_PROGRAMS = 256  # of the first launch: every program of the second reads what they found
+STRIP_LINES = 128  # words of two columns, of a program of the first launch
+
+
+class SmallTiles(NamedTuple):
+    """Rows and groups of a row tile, groups and columns of a column tile, and warps of a program."""
+
+    rows: int
+    row_groups: int
+    col_groups: int
+    cols: int
+    num_warps: int
+
+
+SMALL_TILES, INTERPRETED_TILES = SmallTiles(4, 16, 4, 32, 2), SmallTiles(64, 16, 4, 256, 2)
+
+
+def _small_tiles(x: Tensor) -> SmallTiles:
+    return INTERPRETED_TILES if target_of(x.device).interpreter else SMALL_TILES
+
+
+def _tiles_problem(pair: Pair) -> Reason | None:
+    return None if pair.row == pair.col and pair.row.is_tile else Reason("the orientations do not share 16x16 tiles")
+
+
+def _small_pair_problem(pair: Pair) -> Reason | None:
+    x, row, col = pair.x, pair.row, pair.col
+    if pair.row_amax is not None or pair.col_amax is not None:
+        return Reason("an amax is given")
+    if not 0 < x.numel() <= SMALL_PAIR_VALUES:
+        return Reason("{} values are not 1 to {}", (x.numel(), SMALL_PAIR_VALUES))
+    if pair.scale_layout != LINEAR:
+        return Reason("its scales would be swizzled")
+    if not is_packed(x):
+        return Reason("x is not bf16 in aligned rows of multiples of 8 columns")
+    if not isinstance(row, NVFP4) or not isinstance(col, NVFP4) or row.rotation is not None or col.rotation is None:
+        return Reason("only NVFP4 rows without rotation and columns with one have two amaxes from one read")
+    if not all(spec.outer == "tensor" and spec.alignment == 16 and not spec.is_tile for spec in (row, col)):
+        return Reason("a side has an amax a row, 16x16 tiles or a rotation wider than 16")
+    tiles, (rows, cols) = _small_tiles(x), x.shape
+    whole = rows % (tiles.col_groups * 16) == 0 == rows % tiles.rows
+    if not whole or cols % (tiles.row_groups * 16) or cols % tiles.cols:
+        return Reason("{} x {} is no multiple of its tiles", (rows, cols))
+    strips = ceil_div(cols, 2 * STRIP_LINES)
+    return Reason("{} columns take more than {} programs", (cols, MAX_PROGRAMS)) if strips > MAX_PROGRAMS else None
+
+
+def _small_pair(pair: Pair) -> Choice:
+    tiles, (rows, cols) = _small_tiles(pair.x), pair.x.shape
+    hardware = sc.hardware_of(pair.x.device)
+    row, col = (
+        sc.rule_of(spec, hardware)._replace(packed=True, full=True, decoded=decoded)
+        for spec, decoded in zip((pair.row, pair.col), pair.transient, strict=True)
+    )
+    strips = ceil_div(cols, 2 * STRIP_LINES)
+    found = min(MAX_PROGRAMS, triton.next_power_of_2(strips * ceil_div(rows, col.group)))
+    along_cols = rows // (tiles.col_groups * 16) * (cols // tiles.cols)
+    along_rows = rows // tiles.rows * (cols // (tiles.row_groups * 16))
+    constants = {"ROW": row, "COL": col, "PROGRAMS": found, "R": tiles.rows, "RN": tiles.row_groups}
+    constants |= {"CN": tiles.col_groups, "C": tiles.cols, "num_warps": tiles.num_warps}
+    return Choice("quantize_row_col_small_kernel", (along_cols + along_rows,), constants, strips)
+
+
+def _apart_problem(pair: Pair) -> Reason | None:
+    if max(pair.row.alignment, pair.col.alignment) >= WIDE or pair.x.numel() == 0 or pair.x.stride(1) != 1:
+        return None
+    return Reason("one read serves both: rows are contiguous, no rotation is {} or wider", (WIDE,))
+
+
+class PairTile(NamedTuple):
+    """What one program covers at once, its warps, and `Rule.words`."""
+
+    rows: int
+    cols: int
+    num_warps: int
+    words: int = 1
+
+
+def tile_for(row: sc.Rule, col: sc.Rule) -> PairTile:
+    """Return the tile that was fastest on an H200 for a pair of rules, grown to whole groups both ways."""
+    if "stochastic" in (row.rounding, col.rounding) or col.group > 16:
+        best = PairTile(64, 64, 4, 1) if not col.element else PairTile(64, 64, 2, 1)
+    else:
+        best = PairTile(64, 64, 2, 2)
+    return best._replace(rows=max(best.rows, col.group), cols=max(best.cols, row.group))
+
+
+def runs_along(row: sc.Rule, col: sc.Rule) -> bool:
+    """Say whether `Rule.along` was faster for both of a pair of rules; others were not timed."""
+    return row_runs_along(row, col) and col.group == 16
+
+
+def row_runs_along(row: sc.Rule, col: sc.Rule) -> bool:
+    """Say whether `Rule.along` was faster for the rows of whole tiles; MXFP8 columns go through shared memory."""
+    plain = all(not (r.candidates or r.row_amax or r.decoded) for r in (row, col)) and not row.element
+    return plain and row.group == 16 and (col.group == 16 or col.element != "") and row.packed and row.full
+
+
+def widened(tile: PairTile, row: sc.Rule, col: sc.Rule, cols: int) -> PairTile:
+    """Return `tile` with twice the columns and warps where that was faster: a store then fills more of a line."""
+    timed = row_runs_along(row._replace(full=True), col) and row.rounding == col.rounding == "nearest"
+    if not timed or cols % (2 * tile.cols):
+        return tile
+    return tile._replace(cols=2 * tile.cols, num_warps=2 * tile.num_warps)
+
+
+LOOPS = ((8192, 2),)
+"""(from how many tiles on, tiles of one program at most), where both operands draw and are stored as codes."""
+
+
+def loop_of(loops: tuple[tuple[int, int], ...], rules: Sequence[sc.Rule | None], row_tiles: int, col_tiles: int) -> int:
+    """Return how many tiles beside each other are a program, a divisor of col_tiles; loops: as `LOOPS`, most first."""
+    for rule in rules:
+        if rule is None or rule.rounding != "stochastic" or rule.row_amax or rule.decoded:
+            return 1
+    most = next((loop for least, loop in loops if row_tiles * col_tiles >= least), 1)
+    return next(loop for loop in range(most, 0, -1) if col_tiles % loop == 0)
+
+
+def _both(pair: Pair) -> Choice:
+    x, hardware = pair.x, sc.hardware_of(pair.x.device)
+    sides = pair.side(0, None), pair.side(1, None)
+    swizzled = sides[0].swizzled or sides[1].swizzled
+    row, col = (
+        rule._replace(decoded=side.decoded, packed=is_packed(x) and not rule.tile)
+        for rule, side in ((sc.rule_of(side.spec, hardware), side) for side in sides)
+    )
+    tile = tile_for(row, col) if swizzled else widened(tile_for(row, col), row, col, x.shape[1])
+    # Swizzled scales have padding that is zeroed: up to 128 rows, or four blocks of at most 32.
+    rows, cols = (round_up(n, SWIZZLE_ROWS) if swizzled else n for n in x.shape)
+    whole = (tile.rows, tile.cols // row.group), (tile.cols, tile.rows // col.group)
+    full = (rows, cols) == x.shape and all(
+        is_full(side.x, side.blocks, side.swizzled, rule, tiles)
+        for side, rule, tiles in zip(sides, (row, col), whole, strict=True)
+    )
+    row, col = (rule._replace(full=full, words=tile.words) for rule in (row, col))
+    row_along, along = row_runs_along(row, col) and not swizzled, runs_along(row, col) and not swizzled
+    row, col = row._replace(along=row_along), col._replace(along=along)
+    col_tiles, row_tiles = ceil_div(cols, tile.cols), ceil_div(rows, tile.rows)
+    loop = loop_of(LOOPS, (row, col), row_tiles, col_tiles)
+    beside = col_tiles // loop
+    constants = {"ROW": row, "COL": col, "SWIZZLED": swizzled, "TR": tile.rows, "TC": tile.cols, "LOOP": loop}
+    return Choice("quantize_row_col_kernel", (row_tiles * beside,), constants | {"num_warps": tile.num_warps}, beside)
+
+
+PAIR = (
+    Candidate(SHARED, _tiles_problem, lambda _: Choice(SHARED), "both orientations are the same 16x16 tiles"),
+    Candidate(
+        "quantize_row_col_small_kernel",
+        _small_pair_problem,
+        _small_pair,
+        "maxima and codes of a small tensor in two launches, without a workspace of zeros",
+    ),
+    Candidate(APART, _apart_problem, lambda _: Choice(APART), "a wide rotation, or rows that are not contiguous"),
+    Candidate("quantize_row_col_kernel", fits_all, _both, "one read of x serves both orientations"),
+)
+
+
+def pair(request: Pair) -> Choice:
+    """Choose for both orientations."""
+    return choose(PAIR, request)

@@ -1,0 +1,237 @@
+"""Which kernels quantize tokens in groups and the weights of experts, with which tiles, and why.
+
+`GROUPED` is the table of a call; what needs a plan of the groups is chosen side by side from `SIDES`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.groups import Plan
+from halfbyte.kernels.quantize import route
+from halfbyte.kernels.quantize.both_route import PairTile, loop_of, row_runs_along, runs_along, tile_for, widened
+from halfbyte.kernels.route import Candidate, Choice, Reason, choose, fits_all
+from halfbyte.kernels.target import target_of
+from halfbyte.layout import ceil_div
+from halfbyte.spec import NVFP4, Spec
+
+PLANNED = "kernels that are told where groups lie"
+
+
+class Grouped(NamedTuple):
+    """Quantize tokens [M, C] with offsets, or experts [E, N, K], along rows, columns or both."""
+
+    x: Tensor
+    offsets: Tensor | None
+    row: Spec | None
+    col: Spec | None
+    decoded: bool
+
+
+class ExpertTile(NamedTuple):
+    """Rows, columns and warps of a program."""
+
+    rows: int
+    cols: int
+    num_warps: int
+
+
+EXPERT_TILE = ExpertTile(16, 256, 4)
+
+
+def _shared_problem(call: Grouped) -> Reason | None:
+    if call.row is not None and call.row == call.col and call.row.is_tile:
+        return None
+    return Reason("the orientations do not share 16x16 tiles")
+
+
+def _rows_of_experts_problem(call: Grouped) -> Reason | None:
+    if call.offsets is not None:
+        return Reason("groups of tokens have sizes that only the GPU knows")
+    if call.row is None or call.col is not None:
+        return Reason("more is wanted than the rows of experts")
+    return None
+
+
+def _strips_problem(call: Grouped) -> Reason | None:
+    reason = _rows_of_experts_problem(call)
+    if reason is not None:
+        return reason
+    assert call.row is not None, "the rows are wanted"
+    return route.strips_problem(call.x, call.row)
+
+
+def _strips(call: Grouped) -> Choice:
+    assert isinstance(call.row, NVFP4), "strips are of NVFP4"
+    return route.strips(call.x, call.row)
+
+
+def _experts_problem(call: Grouped) -> Reason | None:
+    reason, w, spec = _rows_of_experts_problem(call), call.x, call.row
+    if reason is not None:
+        return reason
+    assert spec is not None, "the rows are wanted"
+    if spec.needs_rng or (isinstance(spec, NVFP4) and spec.rotation):
+        return Reason("each expert draws or is rotated with a seed of its own")
+    if w.numel() == 0:
+        return Reason("there are no values")
+    rows, cols = w.shape[1:]
+    if not w.is_contiguous() or not route.is_packed(w.view(-1, cols)):
+        return Reason("experts are not contiguous bf16 in aligned rows of multiples of 8 columns")
+    if rows % EXPERT_TILE.rows or cols % EXPERT_TILE.cols:
+        return Reason("{} x {} is no multiple of {} x {}", (rows, cols, EXPERT_TILE.rows, EXPERT_TILE.cols))
+    return None
+
+
+def _experts(call: Grouped) -> Choice:
+    (experts, rows, cols), tile = call.x.shape, EXPERT_TILE
+    assert call.row is not None, "the rows are wanted"
+    rule = sc.rule_of(call.row, sc.hardware_of(call.x.device))._replace(packed=True, full=True, decoded=call.decoded)
+    beside = cols // tile.cols
+    constants = {"RULE": rule, "R": tile.rows, "N": tile.cols // rule.group, "num_warps": tile.num_warps}
+    return Choice("quantize_experts_kernel", (experts * (rows // tile.rows) * beside,), constants, beside)
+
+
+GROUPED = (
+    Candidate(route.SHARED, _shared_problem, lambda _: Choice(route.SHARED), "both orientations are the same tiles"),
+    Candidate("quantize_tiles_kernel", _strips_problem, _strips, "strips of 16x16 tiles fill whole sectors"),
+    Candidate(
+        "quantize_experts_kernel", _experts_problem, _experts, "experts of equal size are one tall matrix: no plan"
+    ),
+    Candidate(PLANNED, fits_all, lambda _: Choice(PLANNED), "groups of any size, both orientations, any spec"),
+)
+
+
+def grouped(call: Grouped) -> Choice:
+    """Choose for a call."""
+    return choose(GROUPED, call)
+
+
+# What needs a plan.
+
+WIDE = 32
+"""The least width of a rotation whose groups are rows of tensors, not tuples with masks."""
+WIDE_LINES = 128  # columns of a program where groups lie along the rows of x
+VALUES_PER_WARP = 2048  # 64 a thread: with 128, a thread's values do not fit into its registers
+ROW_TILE = PairTile(16, 256, 4)
+DECODED_COLS = 64  # of a tile that is stored as values: more of them keep too few programs on a multiprocessor
+INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
+LOOPS = ((16384, 8), (8192, 4), (4096, 2))  # as those of `both_route`: about 2048 programs are left
+
+Rules = list[sc.Rule | None]
+
+
+def is_wide(rule: sc.Rule | None) -> bool:
+    """Say whether an operand's rotation is one of `WIDE`."""
+    return rule is not None and rule.norm != 0.0 and rule.group >= WIDE
+
+
+class WideTile(NamedTuple):
+    """Programs, tiles side by side, groups of a program, warps."""
+
+    programs: int
+    tiles: int
+    lines: int
+    num_warps: int
+
+
+def wide_tile(plan: Plan, group: int, columns: bool, cols: int) -> WideTile:
+    """Return what a launch of rotated groups covers; columns: whether groups lie along the columns of x."""
+    lines = WIDE_LINES if columns else plan.tile_rows
+    beside = ceil_div(cols, lines if columns else group)
+    parts = plan.tile_rows // group if columns else 1
+    return WideTile(plan.tiles * beside * parts, beside, lines, lines * max(group, 64) // VALUES_PER_WARP)
+
+
+class Sides(NamedTuple):
+    """Quantize the sides of x [rows, cols], whose rules are known, by a plan."""
+
+    x: Tensor
+    plan: Plan
+    rules: Rules
+    stacked: bool
+
+
+def _wide_problem(sides: Sides) -> Reason | None:
+    if any(is_wide(rule) for rule in sides.rules):
+        return None
+    return Reason("no side has a rotation of {} or wider", (WIDE,))
+
+
+def _wide(sides: Sides) -> Choice:
+    """Choose for the first side with a wide rotation."""
+    i = next(i for i, rule in enumerate(sides.rules) if is_wide(rule))
+    rule = sides.rules[i]
+    assert rule is not None, "it is wide"
+    tile = wide_tile(sides.plan, rule.group, bool(i), sides.x.shape[1])
+    constants = {"RULE": rule, "COLUMNS": bool(i), "STACKED": sides.stacked, "TILE_ROWS": sides.plan.tile_rows}
+    constants |= {"T": tile.lines, "num_warps": tile.num_warps}
+    return Choice("grouped_wide_kernel", (tile.programs,), constants, (i, tile.tiles))
+
+
+def _tile(sides: Sides) -> PairTile:
+    """Return the tile of a pair of rules: that of one tensor, or as many rows as the plan has."""
+    (row, col), tile_rows = sides.rules, sides.plan.tile_rows
+    best = ROW_TILE
+    if col is not None:
+        dense = tile_for(row or col, col)
+        if row is not None and row.packed and col.packed:
+            dense = widened(dense, row, col, sides.x.shape[1])
+        best = PairTile(min(dense.rows, tile_rows), dense.cols, dense.num_warps, dense.words)
+        if col.decoded or (row is not None and row.decoded):
+            best = best._replace(cols=DECODED_COLS, words=1)
+    cols = max(best.cols, 0 if row is None else row.group)
+    if target_of(sides.x.device).interpreter:
+        best, cols = best._replace(rows=tile_rows), max(cols, INTERPRETED_COLS)
+    return best._replace(cols=cols)
+
+
+def _full_and_ragged(cols: int, rules: Rules, tile: PairTile, stacked: bool) -> tuple[Rules, Rules]:
+    """Return the rules for tiles without a ragged edge, None where the columns have one, and those for the others.
+
+    Tokens of a packed x in whole tiles of columns need no branch: `Rule.clamped` serves all their tiles. Not those of
+    tiles with candidates, where rows that are there twice would count twice in the error.
+    """
+    full: Rules = [None if rule is None else rule._replace(full=True, words=tile.words) for rule in rules]
+    if cols % tile.cols:
+        return [None, None], [None if rule is None else rule._replace(words=tile.words) for rule in rules]
+    may_repeat = all(rule is None or (rule.packed and not (rule.tile and rule.candidates)) for rule in rules)
+    if stacked or not may_repeat:
+        return full, [None if rule is None else rule._replace(words=tile.words) for rule in rules]
+    row, col = full
+    along = [False, False]
+    if row is not None and col is not None:
+        codes = row._replace(decoded=False), col._replace(decoded=False)
+        along = [row_runs_along(*codes), runs_along(*codes)]
+    return [None, None], [
+        rule and rule._replace(clamped=True, along=own) for rule, own in zip(full, along, strict=True)
+    ]
+
+
+def _together(sides: Sides) -> Choice:
+    plan, cols, tile = sides.plan, sides.x.shape[1], _tile(sides)
+    col_tiles = ceil_div(cols, tile.cols)
+    full, ragged = _full_and_ragged(cols, sides.rules, tile, sides.stacked)
+    row_tiles = plan.tiles * (plan.tile_rows // tile.rows)
+    loop = loop_of(LOOPS, ragged, row_tiles, col_tiles) if full == [None, None] else 1
+    beside = col_tiles // loop
+    constants = {"ROW": ragged[0], "COL": ragged[1], "FULL_ROW": full[0], "FULL_COL": full[1]}
+    constants |= {"STACKED": sides.stacked, "TILE_ROWS": plan.tile_rows, "TR": tile.rows, "TC": tile.cols}
+    constants |= {"LOOP": loop, "num_warps": tile.num_warps}
+    return Choice("grouped_quantize_kernel", (row_tiles * beside,), constants, beside)
+
+
+SIDES = (
+    Candidate(
+        "grouped_wide_kernel", _wide_problem, _wide, "with masks, tuples of a wide rotation take minutes to compile"
+    ),
+    Candidate("grouped_quantize_kernel", fits_all, _together, "one read of x serves the sides that are wanted"),
+)
+
+
+def side(request: Sides) -> Choice:
+    """Choose what quantizes the next side, or the sides that are left together."""
+    return choose(SIDES, request)

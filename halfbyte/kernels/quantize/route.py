@@ -1,0 +1,359 @@
+"""Which kernel quantizes one matrix along its rows, with which tile, and why (docs/internals/kernels.md).
+
+`ONE` is the table; a plan is all that a launcher is told.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
+from halfbyte.kernels.device import magnitudes as mg
+from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.route import Candidate, Choice, Reason, choose, fits_all
+from halfbyte.kernels.target import target_of
+from halfbyte.layout import LINEAR, ceil_div, round_up
+from halfbyte.rng import Draw
+from halfbyte.spec import NVFP4, BlockMax, Spec
+
+WIDE = 64
+"""The least width of a rotation whose groups are rows of tensors, not tuples."""
+
+
+ALONE, SHARED, APART = "alone", "one orientation, transposed", "one orientation after the other"
+
+
+class One(NamedTuple):
+    """Quantize x [rows, cols] along its rows.
+
+    of: ALONE, or whose part it is: of a pair whose orientations SHARE tiles, or of one that is quantized APART.
+    """
+
+    x: Tensor
+    spec: Spec
+    draw: Draw | None = None
+    sign_draw: Draw | None = None
+    amax: Tensor | None = None
+    scale_layout: str = LINEAR
+    decoded: bool = False
+    of: str = ALONE
+
+    @property
+    def swizzled(self) -> bool:
+        """Whether scales are stored swizzled; decoded operands have none."""
+        return not self.decoded and self.scale_layout != LINEAR
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row of the output."""
+        return round_up(self.x.shape[1], self.spec.alignment) // self.spec.block_length
+
+
+def is_packed(x: Tensor) -> bool:
+    """Say whether kernels may read x [R, C] in words of two bf16: `Rule.packed`."""
+    aligned = x.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.stride(0) < 1 << 23
+    return x.dtype == torch.bfloat16 and x.stride(1) == 1 and aligned
+
+
+# One launch for amax and codes.
+
+SMALL_VALUES = 16384  # 64 a thread: more take longer in one program than a second launch does
+SMALL_WARPS = 8
+
+
+def _small_tile(one: One) -> tuple[int, int]:
+    """Return rows and groups of a tile that covers an operand, the padding of swizzled scales included."""
+    spec, rows, blocks = one.spec, one.x.shape[0], one.blocks
+    if one.swizzled:
+        rows, blocks = round_up(rows, SWIZZLE_ROWS), round_up(blocks, SWIZZLE_COLS)
+    groups = ceil_div(blocks * spec.block_length, spec.alignment)
+    least = 16 if isinstance(spec, NVFP4) and spec.is_tile else 1
+    return max(least, int(triton.next_power_of_2(rows))), int(triton.next_power_of_2(groups))
+
+
+def _small_problem(one: One) -> Reason | None:
+    if one.amax is not None:
+        return Reason("an amax is given")
+    if one.of == SHARED:
+        return Reason("both orientations share its tiles, whose amax is a launch of its own")
+    if not isinstance(one.spec, NVFP4):
+        return Reason("MXFP8 has no amax")
+    if one.spec.alignment >= WIDE:
+        return Reason("a rotation of {} is {} or wider", (one.spec.alignment, WIDE))
+    count = one.x.numel()
+    if not 0 < count <= SMALL_VALUES:
+        return Reason("{} values are not 1 to {}", (count, SMALL_VALUES))
+    rows, groups = _small_tile(one)
+    if rows * groups * one.spec.alignment > SMALL_VALUES:
+        return Reason("padded to {} x {} it has more than {} values", (rows, groups * one.spec.alignment, SMALL_VALUES))
+    return None
+
+
+def _small(one: One) -> Choice:
+    rows, groups = _small_tile(one)
+    rule = sc.rule_of(one.spec, sc.hardware_of(one.x.device))._replace(decoded=one.decoded)
+    constants = {"RULE": rule, "SWIZZLED": one.swizzled, "R": rows, "N": groups, "num_warps": SMALL_WARPS}
+    return Choice("quantize_small_kernel", (1,), constants)
+
+
+# Strips of 16x16 tiles.
+
+
+class StripTile(NamedTuple):
+    """Strips side by side, a thread each, and warps."""
+
+    strips: int
+    num_warps: int
+
+
+STRIP_TILES = (StripTile(128, 4), StripTile(32, 1))
+FEW_PROGRAMS = 1024  # with fewer, the smaller tile spreads over more multiprocessors
+
+
+def strips_problem(w: Tensor, spec: Spec) -> Reason | None:
+    """Say why strips do not cover matrices [E, N, K] of 16x16 tiles rounded to nearest."""
+    if not isinstance(spec, NVFP4) or not spec.is_tile:
+        return Reason("its blocks are no 16x16 tiles")
+    if spec.rounding != "nearest" or spec.rotation or spec.outer != "tensor" or not isinstance(spec.scaling, BlockMax):
+        return Reason("strips round to nearest, by one amax, without rotation or candidates")
+    if w.numel() == 0:
+        return Reason("there are no values")
+    rows, cols = w.shape[1:]
+    if not w.is_contiguous() or not is_packed(w.view(-1, cols)):
+        return Reason("x is not contiguous bf16 in aligned rows of multiples of 8 columns")
+    if rows % 16 or cols % 16:
+        return Reason("{} x {} has cut tiles", (rows, cols))
+    least = 8 * STRIP_TILES[-1].strips
+    return Reason("{} columns are fewer than {}", (cols, least)) if cols < least else None
+
+
+def _strips_problem(one: One) -> Reason | None:
+    if one.of == APART:
+        return Reason("the other orientation is quantized by lines too: strips were not timed beside it")
+    if one.swizzled:
+        return Reason("strips store scales in rows")
+    return strips_problem(one.x[None], one.spec)
+
+
+def strips(w: Tensor, spec: NVFP4) -> Choice:
+    """Return the tile whose programs exceed the columns the least, the larger one if equal and many are left."""
+    experts, rows, cols = w.shape
+    lines = experts * rows // 16
+    usable = (tile for tile in STRIP_TILES if cols >= 8 * tile.strips)
+    tile = min(usable, key=lambda tile: ceil_div(cols, 8 * tile.strips) * tile.strips)
+    if lines * ceil_div(cols, 8 * tile.strips) < FEW_PROGRAMS:
+        tile = STRIP_TILES[-1]
+    beside = ceil_div(cols, 8 * tile.strips)
+    rule = sc.rule_of(spec, sc.hardware_of(w.device))._replace(packed=True, full=True)
+    constants = {"RULE": rule, "W": tile.strips, "MOVES": cols % (8 * tile.strips) != 0, "num_warps": tile.num_warps}
+    return Choice("quantize_tiles_kernel", (experts * (rows // 16) * beside,), constants, beside)
+
+
+# Lines: blocks along rows or columns, rotations as tensors.
+
+
+class Tile(NamedTuple):
+    """A tile of `outer` rows (columns) of `groups` groups each, warps, `Rule.words`, and how many tiles a program."""
+
+    outer: int
+    groups: int
+    num_warps: int
+    words: int = 1
+    loop: int = 1
+
+
+# Measured on an H200 at 8192 columns: the best of the tiles tried for each kind of kernel.
+ROW_TILES = {
+    16: Tile(1, 512, 4),
+    32: Tile(1, 64, 2, loop=4),
+    64: Tile(1, 64, 2),
+    128: Tile(1, 64, 2),
+}
+ROTATED_TILE = Tile(1, 128, 2, loop=4)
+MXFP8_TILE = Tile(1, 128, 4)
+STOCHASTIC_TILE = Tile(1, 128, 2)
+CANDIDATE_TILE = Tile(1, 128, 4, loop=4)
+SQUARE_TILE = Tile(16, 16, 4)
+SWIZZLED_TILE = Tile(16, 16, 2)
+COL_TILES = {16: Tile(64, 4, 2, words=2), 32: Tile(64, 4, 4), 64: Tile(64, 1, 2), 128: Tile(64, 2, 4)}
+LONGEST_ROW = 8192
+INTERPRETED_BLOCKS = 1024  # the interpreter pays by the operation: large tiles
+WIDE_GROUPS, WIDE_WARPS = 128, 4
+
+
+class Lines(NamedTuple):
+    """An operand as its launcher sees it, in rows as long as its blocks allow, and tiles side by side."""
+
+    x: Tensor
+    rows: int
+    blocks: int
+    swizzled: bool
+    draw: Draw | None
+    beside: int = 1
+
+
+def _row_tile(lines: Lines, groups: int, rule: sc.Rule, interpreted: bool) -> Tile:
+    """Return the tile of the row kernel for a [rows, groups] operand."""
+    best = ROW_TILES[rule.group]
+    if rule.tile:
+        best = SQUARE_TILE
+    elif lines.swizzled and rule.group == 16:
+        best = SWIZZLED_TILE
+    elif rule.element:
+        best = MXFP8_TILE
+    elif rule.rounding == "stochastic" and rule.group == 16:
+        best = STOCHASTIC_TILE
+    elif rule.candidates:
+        best = CANDIDATE_TILE
+    elif rule.group == 16 and rule.norm:
+        best = ROTATED_TILE
+    total = INTERPRETED_BLOCKS if interpreted else best.outer * best.groups
+    least = 16 if rule.tile else 1
+    n = min(triton.next_power_of_2(groups), total // least if interpreted else best.groups)
+    whole = groups & -groups  # tiles without a ragged edge, unless they were very narrow
+    if 8 <= whole < n and not interpreted:
+        n = whole
+    # A narrow operand fills the tile with rows: fewer blocks than threads would split blocks between threads.
+    return Tile(total // n, n, best.num_warps, loop=best.loop)
+
+
+def _col_tile(groups: int, rule: sc.Rule, interpreted: bool) -> Tile:
+    """Return the tile of the column kernel for `groups` groups in each column."""
+    best = COL_TILES[rule.group]
+    total = INTERPRETED_BLOCKS if interpreted else best.outer * best.groups
+    n = min(triton.next_power_of_2(groups), best.groups)
+    return Tile(total // n, n, best.num_warps, best.words)
+
+
+def is_full(x: Tensor, blocks: int, swizzled: bool, rule: sc.Rule, tile: tuple[int, int]) -> bool:
+    """Say whether tiles of `tile` (rows, groups) cover x [R, C] and all that is stored of it exactly: `Rule.full`."""
+    rows, cols = x.shape
+    ragged = rows % tile[0] or cols % (tile[1] * rule.group)
+    return not ragged and not (swizzled and (rows % SWIZZLE_ROWS or blocks % SWIZZLE_COLS))
+
+
+def in_long_rows(one: One) -> Lines:
+    """Return the same blocks, one after another in memory, as rows of a power of two where x has narrower whole tiles.
+
+    What belongs to rows must not depend on where they end: no amax of a row, no tile of rows, no padding.
+    """
+    x, spec, draw = one.x, one.spec, one.draw
+    kept = Lines(x, x.shape[0], one.blocks, one.swizzled, draw)
+    cols = x.shape[1]
+    by_row = isinstance(spec, NVFP4) and (spec.outer == "row" or spec.is_tile)
+    if by_row or one.swizzled or cols % spec.alignment or not x.is_contiguous():
+        return kept
+    if draw is not None and draw.blocks_per_row not in (None, kept.blocks):
+        return kept
+    width = min(x.numel() & -x.numel(), LONGEST_ROW)
+    if width <= cols & -cols:
+        return kept
+    rows, blocks = x.numel() // width, width // spec.block_length
+    return Lines(x.view(rows, width), rows, blocks, False, draw and draw._replace(blocks_per_row=None))
+
+
+def _wide_problem(one: One) -> Reason | None:
+    if one.spec.alignment < WIDE:
+        return Reason("its groups of {} values are no rotation of {} or wider", (one.spec.alignment, WIDE))
+    rule = sc.rule_of(one.spec, 0)
+    if rule.candidates:  # candidates are chosen among rotated blocks: the tuples compile too long
+        return None
+    lines = in_long_rows(one)
+    interpreted = target_of(one.x.device).interpreter
+    tile = _row_tile(lines, ceil_div(lines.x.shape[1], rule.group), rule, interpreted)
+    if is_packed(lines.x) and is_full(lines.x, lines.blocks, lines.swizzled, rule, (tile.outer, tile.groups)):
+        return Reason(
+            "the row kernel needs no masks: tiles of {} x {} are whole", (tile.outer, tile.groups * rule.group)
+        )
+    return None
+
+
+def _by_columns(x: Tensor) -> bool:
+    """Whether rows of the operand lie beside each other in memory."""
+    return x.stride(0) == 1 and x.stride(1) != 1
+
+
+def _wide(one: One) -> Choice:
+    lines = in_long_rows(one)
+    rule = sc.rule_of(one.spec, sc.hardware_of(one.x.device))._replace(decoded=one.decoded)
+    groups, columns = lines.blocks * 16 // rule.group, _by_columns(lines.x)
+    covered = round_up(lines.rows, SWIZZLE_ROWS) if lines.swizzled else lines.rows
+    tiles = ceil_div(covered, WIDE_GROUPS) if columns else 1
+    programs = tiles * groups if columns else ceil_div(covered * groups, WIDE_GROUPS)
+    constants = {
+        "RULE": rule,
+        "SWIZZLED": lines.swizzled,
+        "COLUMNS": columns,
+        "PACKED": not columns and mg.is_packed(lines.x),
+        "T": WIDE_GROUPS,
+        "num_warps": WIDE_WARPS,
+    }
+    return Choice("quantize_wide_kernel", (programs,), constants, lines._replace(beside=tiles))
+
+
+def _cols_problem(one: One) -> Reason | None:
+    return None if _by_columns(one.x) else Reason("blocks lie along the rows of memory")
+
+
+def _tiled(lines: Lines, spec: Spec, rule: sc.Rule) -> tuple[int, int]:
+    """Return how many groups a row has and how many rows there are, the padding of swizzled scales included."""
+    if not lines.swizzled:
+        return ceil_div(lines.blocks * spec.block_length, rule.group), lines.rows
+    groups = ceil_div(round_up(lines.blocks, SWIZZLE_COLS) * spec.block_length, rule.group)
+    return groups, round_up(lines.rows, SWIZZLE_ROWS)
+
+
+def _cols(one: One) -> Choice:
+    lines, target = in_long_rows(one), target_of(one.x.device)
+    x = lines.x.T
+    rule = sc.rule_of(one.spec, sc.hardware_level(target))._replace(decoded=one.decoded)
+    rule = rule._replace(packed=is_packed(x) and not rule.tile)  # a thread's columns would share a tile
+    groups, rows = _tiled(lines, one.spec, rule)
+    tile = _col_tile(groups, rule, target.interpreter)
+    full = is_full(lines.x, lines.blocks, lines.swizzled, rule, (tile.outer, tile.groups))
+    rule = rule._replace(full=full, words=tile.words)
+    beside = ceil_div(rows, tile.outer)
+    constants = {"RULE": rule, "SWIZZLED": lines.swizzled, "N": tile.groups, "C": tile.outer}
+    constants["num_warps"] = tile.num_warps
+    grid = (beside * ceil_div(groups, tile.groups),)
+    return Choice("quantize_cols_kernel", grid, constants, lines._replace(x=x, beside=beside))
+
+
+def _rows(one: One) -> Choice:
+    lines, target = in_long_rows(one), target_of(one.x.device)
+    rule = sc.rule_of(one.spec, sc.hardware_level(target))._replace(decoded=one.decoded, packed=is_packed(lines.x))
+    groups, rows = _tiled(lines, one.spec, rule)
+    tile = _row_tile(lines, groups, rule, target.interpreter)
+    rule = rule._replace(full=is_full(lines.x, lines.blocks, lines.swizzled, rule, (tile.outer, tile.groups)))
+    row_tiles, group_tiles = ceil_div(rows, tile.outer), ceil_div(groups, tile.groups)
+    down = group_tiles % tile.loop != 0
+    loop = tile.loop if not down or row_tiles % tile.loop == 0 else 1
+    constants = {"RULE": rule, "SWIZZLED": lines.swizzled, "R": tile.outer, "N": tile.groups, "LOOP": loop}
+    constants |= {"DOWN": down and loop > 1, "num_warps": tile.num_warps}
+    beside = group_tiles if down else group_tiles // loop
+    return Choice("quantize_rows_kernel", (row_tiles * group_tiles // loop,), constants, lines._replace(beside=beside))
+
+
+ONE = (
+    Candidate("quantize_small_kernel", _small_problem, _small, "one program finds the amax and quantizes: one launch"),
+    Candidate(
+        "quantize_tiles_kernel",
+        _strips_problem,
+        lambda one: strips(one.x[None], one.spec),
+        "strips of 16x16 tiles fill whole sectors at any width",
+    ),
+    Candidate(
+        "quantize_wide_kernel", _wide_problem, _wide, "a thread holds a rotated group as one row: no masked tuples"
+    ),
+    Candidate("quantize_cols_kernel", _cols_problem, _cols, "rows of the operand are columns in memory: whole lines"),
+    Candidate("quantize_rows_kernel", fits_all, _rows, "blocks along rows, any spec, shape, dtype and strides"),
+)
+
+
+def one(request: One) -> Choice:
+    """Choose for one orientation."""
+    return choose(ONE, request)

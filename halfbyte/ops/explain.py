@@ -1,0 +1,276 @@
+"""Which kernels a call would launch, with which tiles, and why: the launchers are asked, and nothing is launched.
+
+A rehearsal (`kernels.launch.rehearsing`) runs the launchers on tensors without memory for a target that need not be
+here. What it notes are the choices themselves (`kernels.route`), so that nothing here can disagree with a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from halfbyte import recipes
+from halfbyte.kernels.target import INTERPRETER, Target, assumed, find
+from halfbyte.ops.backends import REFERENCE, backends, choose
+from halfbyte.spec import MXFP8, NVFP4, Spec, parse
+
+CPU = "cpu"
+PLAIN = ("bf16", "-")
+"""Words for an operand that is not quantized, and for an orientation that is not wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One launch, or how those behind it go together.
+
+    Args:
+        kernel: its name, or words.
+        programs: how many there are, along each axis; empty for words.
+        constants: the constexprs and launch options, by name.
+        why: what speaks for it; empty where there is nothing to choose.
+        instead: what was tried before it, and what spoke against each.
+    """
+
+    kernel: str
+    programs: tuple[int, ...] = ()
+    constants: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+    instead: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        count = " x ".join(map(str, self.programs))
+        size = f": {count} program{'' if count == '1' else 's'}" if self.programs else ""
+        shown = {name: value for name, value in self.constants.items() if not isinstance(value, tuple)}
+        tile = ", ".join(f"{name}={value}" for name, value in shown.items())
+        lines = [f"{self.kernel}{size}{f', {tile}' if tile else ''}"]
+        lines += [f"    why: {self.why}"] if self.why else []
+        return "\n".join((*lines, *(f"    not {name}: {reason}" for name, reason in self.instead)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What a call does.
+
+    Args:
+        op: what was asked for.
+        target: where, as in "sm_90".
+        steps: in order.
+    """
+
+    op: str
+    target: str
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        return "\n".join((f"{self.op} on {self.target}", *(f"{i}. {step}" for i, step in enumerate(self.steps, 1))))
+
+
+def read_spec(word: Spec | str | None) -> Spec | None:
+    """Return a spec by its key, whose last parts may be left out, or by a place in a preset, `nvfp4.dgrad.a`.
+
+    Raises:
+        ValueError: the word names no spec.
+    """
+    if word is None or not isinstance(word, str):
+        return word
+    if word in PLAIN:
+        return None
+    preset, *place = word.split(".", 2)
+    if preset in recipes.PRESETS and len(place) == 2 and place[0] in ("fprop", "dgrad", "wgrad") and place[1] in "ab":
+        product = getattr(recipes.get(preset), place[0])
+        return product and getattr(product, place[1])
+    for default in (NVFP4().key, MXFP8().key):
+        parts, given = default.split("/"), word.split("/")
+        if given[0] == parts[0]:
+            return parse("/".join((*given, *parts[len(given) :])))
+    raise ValueError(
+        f"spec={word!r}: give a key, whose last parts may be left out (nvfp4, nvfp4/16x16, mxfp8/e5m2), an operand "
+        "of a preset (nvfp4.dgrad.a), or bf16"
+    )
+
+
+def _target(name: str | None) -> tuple[Target | None, str]:
+    """Return the target, None where plain torch runs, and why."""
+    from halfbyte.kernels.record import TARGETS
+
+    if name == CPU:
+        return None, "Triton kernels need a GPU"
+    known = {**TARGETS, INTERPRETER.name: INTERPRETER}
+    if name is not None:
+        if name not in known:
+            names = ", ".join((*known, CPU))
+            raise ValueError(f"target={name!r}: use one of {names}, or leave it out for this machine")
+        return known[name], ""
+    device = torch.device("cuda" if torch.cuda.is_available() else CPU)
+    if choose(device, None) == REFERENCE:
+        return None, backends(device)[1].reason
+    return find(device), ""
+
+
+class Call(NamedTuple):
+    """What is rehearsed: sizes, the specs of rows and columns or of a and b, and groups of tokens."""
+
+    shape: tuple[int, ...]
+    first: Spec | None
+    second: Spec | None
+    groups: int
+
+
+def _quantize(call: Call) -> None:
+    from halfbyte.kernels import backend
+    from halfbyte.kernels.scenario_values import draws, tensor
+
+    drawn: Any = draws(call.first, call.second)
+    backend.quantize_row_col(tensor(*call.shape), call.first, call.second, **drawn)
+
+
+def _amax(call: Call) -> None:
+    from halfbyte.kernels.amax.plain import row_col_amax
+    from halfbyte.kernels.scenario_values import draws, tensor
+
+    row_col_amax(tensor(*call.shape), call.first, call.second, draws(call.first, call.second)["sign_draw"])
+
+
+def _dequantize(call: Call) -> None:
+    from halfbyte.kernels import backend
+    from halfbyte.kernels.scenario_values import blocks
+
+    if call.first is None:
+        raise ValueError("spec=bf16: what is not quantized needs no dequantize; give the spec of the operand")
+    rows, cols = call.shape
+    backend.dequantize(blocks(rows, cols, call.first), call.first, cols, torch.bfloat16)
+
+
+def _gemm(call: Call) -> None:
+    from halfbyte.kernels import backend
+    from halfbyte.kernels.gemm import native, native_route
+    from halfbyte.kernels.scenario_values import META, blocks, tensor
+
+    M, N, K = call.shape
+    way = native_route.ways(call.first, call.second, META)
+    if way.kernel == native_route.NATIVE:
+        assert call.first is not None and call.second is not None, "tensor cores read codes"
+        sides = (M, call.first), (N, call.second)
+        a, b = (native.Packed(blocks(n, K, spec), spec, K) for n, spec in sides)
+        native.gemm_nt(a, b)
+        return
+    decoded = []
+    for n, spec in ((M, call.first), (N, call.second)):
+        decoded.append(backend.plain(tensor(n, K)) if spec is None else backend.decode(blocks(n, K, spec), spec, K))
+    if None in (call.first, call.second):  # padding takes part only if both operands have it
+        decoded = [side._replace(values=side.values[:, :K]) for side in decoded]
+    backend.gemm_nt(*decoded)
+
+
+def _grouped(call: Call) -> None:
+    from halfbyte.kernels import backend
+    from halfbyte.kernels.scenario_values import draws, tensor
+    from halfbyte.kernels.scenarios_grouped import offsets_of
+
+    drawn: Any = draws(call.first, call.second)
+    offsets = offsets_of(call.groups) if call.groups else None
+    backend.grouped_quantize_row_col(tensor(*call.shape), offsets, call.first, call.second, **drawn)
+
+
+def _grouped_gemm(call: Call) -> None:
+    from halfbyte.kernels import backend
+    from halfbyte.kernels.gemm import grouped_native, native_route
+    from halfbyte.kernels.scenario_values import tensor
+    from halfbyte.kernels.scenarios_grouped import expert_blocks, grouped_blocks, offsets_of
+    from halfbyte.layout import GroupedOperand
+
+    (M, N, K), a, b, groups = call
+    offsets = offsets_of(groups)
+    left = GroupedOperand(tensor(M, K)) if a is None else GroupedOperand(grouped_blocks((M, K), groups, a), a)
+    right = GroupedOperand(tensor(groups, N, K)) if b is None else GroupedOperand(expert_blocks(groups, N, K, b), b)
+    way = native_route.grouped_ways(left, right, offsets, torch.bfloat16)
+    if way.kernel == native_route.GROUPED_NATIVE:
+        grouped_native.call_arguments(left, right, offsets, K)
+    elif way.kernel != native_route.GROUPED_TORCH:
+        backend.grouped_gemm_nt(left, right, offsets, K, tensor(M, N))
+
+
+OPS: dict[str, tuple[int, Callable[[Call], None]]] = {
+    "quantize": (2, _quantize),
+    "amax": (2, _amax),
+    "dequantize": (2, _dequantize),
+    "gemm": (3, _gemm),
+    "grouped_quantize": (2, _grouped),
+    "grouped_experts": (3, _grouped),
+    "grouped_gemm": (3, _grouped_gemm),
+}
+"""By name, how many sizes its shape has, and the call that is rehearsed."""
+
+
+def _op(op: str | None, shape: Sequence[int], groups: int) -> str:
+    """Return the op that is asked for: by default that of the shape."""
+    if op is None:
+        op = ("grouped_" if groups else "") + ("gemm" if len(shape) == 3 else "quantize")
+    if op not in OPS:
+        raise ValueError(f"op={op!r}: use one of {', '.join(OPS)}")
+    if len(shape) != OPS[op][0] or any(type(n) is not int or n < 0 for n in shape):
+        sizes = {2: "two, as in 16384x2880", 3: "three, as in 8192x4096x4096"}[OPS[op][0]]
+        raise ValueError(f"shape={tuple(shape)}: {op} takes {sizes}")
+    if (op in ("grouped_quantize", "grouped_gemm")) != bool(groups) or groups < 0:
+        raise ValueError(f"groups={groups}: {op} takes {'a number of groups, 1 or more' if not groups else 'none'}")
+    return op
+
+
+def explain(
+    shape: Sequence[int], *specs: Spec | str | None, op: str | None = None, groups: int = 0, target: str | None = None
+) -> Explanation:
+    """Say which kernels a call on bf16 of this shape launches, with which tiles, why, and why not the others.
+
+    Args:
+        shape: rows and columns, or M, N and K of a @ b.T; of `grouped_experts` E, N and K.
+        specs: of rows and, if wanted, of columns; of a product those of a and b. A spec, its key, whose last parts may
+            be left out, or None.
+        op: one of quantize, amax, dequantize, gemm, grouped_quantize, grouped_experts, grouped_gemm; by default
+            quantize for two sizes, gemm for three.
+        groups: groups of tokens.
+        target: "sm_90", "gfx942", "interpreter", "cpu", …; this machine by default.
+
+    Raises:
+        ValueError: an argument names nothing that there is.
+    """
+    op = _op(op, shape, groups)
+    if not 1 <= len(specs) <= 2 or (op.endswith("gemm") and len(specs) != 2):
+        raise ValueError(f"specs={specs}: {op} takes {'two' if op.endswith('gemm') else 'one or two'}")
+    known = [read_spec(spec) for spec in specs]
+    where, reason = _target(target)
+    if where is None:
+        return Explanation(op=op, target=CPU, steps=(Step(kernel="plain torch (halfbyte.reference)", why=reason),))
+    from halfbyte.kernels.launch import rehearsing
+
+    with assumed(where), rehearsing() as events:
+        OPS[op][1](Call(tuple(shape), known[0], known[1] if len(known) == 2 else None, groups))
+    return Explanation(op=op, target=where.name, steps=tuple(steps_of(events)))
+
+
+def steps_of(events: Sequence[Any]) -> list[Step]:
+    """Return the steps of a rehearsal: launches with the choice that each follows, and choices in words."""
+    from halfbyte.kernels.route import Choice
+
+    steps, last = [], {}
+    for event in events:
+        if isinstance(event, Choice):
+            instead = tuple((name, str(reason)) for name, reason in event.instead)
+            if event.grid:
+                last[event.kernel] = Step(
+                    kernel=event.kernel, programs=event.grid, constants=event.constants, why=event.why, instead=instead
+                )
+            else:
+                steps.append(Step(kernel=event.kernel, why=event.why, instead=instead))
+            continue
+        name, grid = event.kernel.__name__, tuple(event.grid)
+        known = last.get(name, Step(kernel=name))
+        given = {name: value for name, value in event.arguments.items() if name in event.kernel.constants}
+        constants = {name: getattr(value, "value", value) for name, value in given.items()}
+        options = {key: value for key, value in event.options.items() if key in ("num_warps", "num_stages")}
+        steps.append(
+            Step(kernel=name, programs=grid, constants=constants | options, why=known.why, instead=known.instead)
+        )
+    return steps

@@ -1,0 +1,64 @@
+"""What a plan takes for granted, in lines that stand below it."""
+
+from __future__ import annotations
+
+from halfbyte.plan import calibration
+from halfbyte.plan.calibration import Constant
+from halfbyte.plan.job import Job
+
+ROOM = 0.92
+"""Of a GPU's memory for tensors: the rest is CUDA's context, NCCL's buffers and what the allocator cannot fill."""
+
+COMPUTED = {
+    "fsdp": "FSDP2 under `halfbyte train`",
+    "gather": "the 4-bit gather of FSDP2",
+    "tp": "tensor parallelism",
+    "ep": "expert parallelism",
+}
+
+
+def computed(job: Job) -> tuple[str, ...]:
+    """Return what the run needs that halfbyte does not have yet: figures for it are computed, never measured."""
+    needs = {
+        "fsdp": job.sharding == "fsdp",
+        "gather": job.sharding == "fsdp" and job.gather == "nvfp4",
+        "tp": job.mesh.tp > 1,
+        "ep": job.mesh.ep > 1,
+    }
+    return tuple(COMPUTED[name] for name, is_needed in needs.items() if is_needed)
+
+
+def constants() -> dict[str, Constant]:
+    """Return the constants of the step time by name."""
+    return {name: value for name, value in vars(calibration).items() if isinstance(value, Constant)}
+
+
+def assumptions(job: Job) -> tuple[str, ...]:
+    """Return the lines, what is least certain first."""
+    lines = []
+    missing = computed(job)
+    if missing:
+        lines.append(f"Not in halfbyte yet, so computed and never measured: {', '.join(missing)}.")
+    gpu = job.hardware
+    if gpu.name != "h200":
+        lines.append(f"No {gpu.name} was measured: it is taken to reach of its peaks what an H200 reaches of its own.")
+    if gpu.multiplies_fp4:
+        lines.append("GEMMs in fp4 and fp8 are taken to reach the share of their peak that bf16 reaches.")
+    elif job.recipe.specs:
+        lines.append(f"{gpu.name} has no FP4 tensor cores: operands are decoded, and every GEMM runs at bf16's rate.")
+    if job.recipe.fprop is not None and job.recipe.wgrad is None:
+        lines.append("A quantized forward before a bf16 backward: such layers took up to 35 % longer on an H200.")
+    lines.append(f"Peaks: {gpu.source}.")
+    lines.append(
+        "Memory follows from shapes and from what hb.memory_report says a block keeps; AdamW with fp32 moments, the "
+        f"loss not chunked; it fits if it takes at most {ROOM:.0%} of the GPU's."
+    )
+    if any(kind.moe is not None for kind in job.architecture.kinds):
+        lines.append("Every expert gets equally many tokens; experts run op by op.")
+    if job.mesh.gpus > 1:
+        lines.append("Collectives take bandwidth and no latency, and slow no kernel that runs beside them.")
+    lines.append("The GPU always has work queued: small models without a CUDA graph wait for their host instead.")
+    for name, constant in constants().items():
+        since = f"{constant.record}, {constant.date}" if constant.record else "not measured"
+        lines.append(f"{name} = {constant.value:g}: {constant.means} ({since}).")
+    return tuple(lines)

@@ -1,0 +1,166 @@
+"""Memory of one GPU by kind, at the moments of a step that may be its peak.
+
+Sizes follow from shapes and from what `hb.memory_report` says a block keeps; nothing here is fitted to a measurement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfbyte.formats import NVFP4_BLOCK
+from halfbyte.plan.job import Job
+from halfbyte.plan.kept import WORD, BlockKept, kept
+
+FP32, BF16 = 4, 2
+CODES = 0.5 + 1 / NVFP4_BLOCK
+"""Bytes of a weight in NVFP4 as a GEMM reads it: its code, and the scale of its block."""
+TILE_SCALE = 1 / NVFP4_BLOCK**2
+"""Bytes of scale to each weight of a 16x16 tile, as it travels."""
+LOSS_WORDS = 3
+"""fp32 tensors of the logits' size at once: log-softmax, its gradient, and the gradient of the logits (torch's
+`cross_entropy`, not chunked)."""
+PREFETCHED = 2
+"""Blocks whose weights FSDP2 holds gathered: the one that computes and the next."""
+
+KINDS = (
+    "masters",
+    "optimizer moments",
+    "gradients",
+    "weights",
+    "gathered layers",
+    "activations",
+    "logits and loss",
+    "workspace",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes by kind at one moment."""
+
+    moment: str
+    bytes: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.bytes.values())
+
+
+def peak(job: Job) -> Held:
+    """Return the moment at which a GPU holds most."""
+    return max(moments(job), key=lambda held: held.total)
+
+
+def moments(job: Job) -> tuple[Held, ...]:
+    """Return what is held when the loss is differentiated, in a block's backward, and while the optimizer steps."""
+    always = {"masters": FP32 * job.shard, "optimizer moments": 2 * FP32 * job.shard, "weights": _weights(job)}
+    gradients = _gradients(job)
+    early = gradients if job.sharding == "zero1" or job.accumulate > 1 else 0.0
+    kept_all = _activations(job)
+    gathered = _gathered(job)
+    loss = always | {
+        "gradients": early,
+        "gathered layers": gathered,
+        "activations": kept_all,
+        "logits and loss": _loss(job),
+    }
+    block = {"activations": kept_all + _again(job), "workspace": _workspace(job)}
+    edge = FP32 * job.architecture.edges / job.mesh.tp if job.sharding == "none" else 0.0
+    first = always | block | {"gradients": max(early, edge), "gathered layers": gathered + _whole_gradients(job)}
+    last = always | {"gradients": gradients, "activations": _again(job), "workspace": _workspace(job)}
+    step = always | {"gradients": gradients}
+    names = ("the loss", "the last block's backward", "the first block's backward", "the optimizer's step")
+    found = zip(names, (loss, first, last, step), strict=True)
+    return tuple(Held(moment=name, bytes={k: held.get(k, 0.0) for k in KINDS}) for name, held in found)
+
+
+def _weights(job: Job) -> float:
+    """What is there of weights beside the masters: bf16 or 4-bit copies, and transposes kept for the backward."""
+    copies = 0.0
+    if job.sharding == "none":  # autocast's copy of the head; those of blocks are in what blocks keep
+        copies = BF16 * job.architecture.config.vocab_size * job.architecture.config.dim / job.mesh.tp
+    elif job.sharding == "zero1":
+        tiled = tiled_numel(job)
+        copies = BF16 * (job.numel - tiled) + tiled * (CODES + TILE_SCALE if job.gather == "nvfp4" else BF16)
+    regathered = job.sharding == "fsdp" and (job.gather == "nvfp4" or job.recipe.fprop is None)
+    return copies + (0.0 if regathered else sum(_of_blocks(job, "weights")))
+
+
+def tiled_numel(job: Job) -> float:
+    """Elements of weights that ZeroOptimizer and a 4-bit gather send as codes: two-dimensional, under the recipe."""
+    total = 0.0
+    for span in job.spans:
+        if span.recipe is job.recipe:
+            matrices = job.architecture.matrices(span.kind)
+            total += span.count * sum(job.local(m) for m in matrices if m.experts == 1 or job.sharding == "fsdp")
+    config = job.architecture.config
+    if job.follows_head and not config.tie_embeddings:
+        total += config.vocab_size * config.dim / job.mesh.tp
+    return total if job.recipe.fprop is not None else 0.0
+
+
+def _gradients(job: Job) -> float:
+    """Gradients when all are there."""
+    if job.sharding == "zero1":  # whole in bf16, as they are reduced, and the own share in fp32
+        return BF16 * job.numel + FP32 * job.shard
+    return FP32 * (job.numel if job.sharding == "none" else job.shard)
+
+
+def _largest_block(job: Job) -> float:
+    return max(map(job.block_numel, (kind for kind in job.architecture.kinds)))
+
+
+def _gathered(job: Job) -> float:
+    """Weights that FSDP2 has gathered at a time: blocks as they come, embedding and head for the whole step."""
+    if job.sharding != "fsdp":
+        return 0.0
+    each = CODES + TILE_SCALE if job.gather == "nvfp4" else BF16
+    return PREFETCHED * each * _largest_block(job) + BF16 * job.architecture.edges / job.mesh.tp
+
+
+def _whole_gradients(job: Job) -> float:
+    """Gradients of blocks before they are scattered: one that computes, one on its way."""
+    return PREFETCHED * BF16 * _largest_block(job) if job.sharding == "fsdp" else 0.0
+
+
+def _of_blocks(job: Job, field: str) -> list[float]:
+    """Return bytes that do not grow with tokens, or bytes per token, of all blocks of each span."""
+    found = []
+    for span in job.spans:
+        held = block_kept(job, span.kind, span.recipe)
+        matrices = job.architecture.matrices(span.kind)
+        share = sum(map(job.local, matrices)) / sum(m.numel for m in matrices) if field == "weights" else 1.0
+        found.append(span.count * share * getattr(held, field))
+    return found
+
+
+def block_kept(job: Job, kind, recipe) -> BlockKept:
+    """Return what one block of a job keeps."""
+    compiled = job.kernels == "compiled"
+    return kept(job.architecture, kind, recipe, job.sequence, job.masters, job.recompute, compiled)
+
+
+def _activations(job: Job) -> float:
+    """What all blocks keep, the input of the last norm and that of the head; tp splits all of it."""
+    dim = job.architecture.config.dim
+    edges = dim * (WORD[job.masters] + BF16) + FP32
+    return job.tokens / job.mesh.tp * (sum(_of_blocks(job, "per_token")) + edges)
+
+
+def _again(job: Job) -> float:
+    """What one block keeps while it is run again for its backward."""
+    return job.tokens / job.mesh.tp * max(block_kept(job, s.kind, s.recipe).again for s in job.spans)
+
+
+def _loss(job: Job) -> float:
+    each = LOSS_WORDS * FP32 + (BF16 if job.holds_logits else 0)
+    return each * job.tokens * job.architecture.config.vocab_size / job.mesh.tp
+
+
+def _workspace(job: Job) -> float:
+    """Gradients inside a block and operands decoded for its GEMMs, an estimate: it counts where logits are small."""
+    widths = []
+    for kind in job.architecture.kinds:
+        active = kind.hidden * ((kind.moe.per_token if kind.moe else 1) + kind.shared)
+        widths.append(6 * active + 4 * job.architecture.config.dim)
+    return BF16 * max(widths) * job.tokens / job.mesh.tp

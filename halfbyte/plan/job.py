@@ -1,0 +1,154 @@
+"""A run to be planned: model, mesh, recipe and what a step does, as one value that checks itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import halfbyte as hb
+from halfbyte.formats import NVFP4_BLOCK
+from halfbyte.plan import mesh as meshes
+from halfbyte.plan.architecture import Architecture, Kind, Matrix
+from halfbyte.plan.hardware import Hardware
+from halfbyte.plan.kept import Masters, Recompute
+from halfbyte.plan.mesh import Mesh
+from halfbyte.recipes import bf16
+from halfbyte.spec import NVFP4, Recipe
+
+Sharding = Literal["none", "zero1", "fsdp"]
+"""none: whole fp32 parameters on every data-parallel rank under bf16 autocast, as `halfbyte train` runs. zero1:
+`hb.distributed.ZeroOptimizer` around a bf16 model. fsdp: FSDP2 with fp32 shards, computing in bf16."""
+Gather = Literal["bf16", "nvfp4"]
+Kernels = Literal["compiled", "eager"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run.
+
+    Args:
+        architecture, hardware, mesh, recompute: what runs where.
+        recipe: of the layers that follow it; `follows_head` says whether the head is one of them.
+        kept_blocks: this many blocks at the end stay in bf16.
+        sequences, sequence, accumulate: sequences of a micro-batch on every data-parallel rank, tokens of one,
+            micro-batches of a step.
+        sharding, gather: see Sharding; in what form weights travel.
+        kernels: whether what lies between GEMMs is compiled, or fused, or runs op by op.
+        holds_logits: the loop keeps a reference to the bf16 logits while the backward runs.
+
+    Raises:
+        ValueError: the parts do not fit together.
+    """
+
+    architecture: Architecture
+    hardware: Hardware
+    mesh: Mesh
+    recipe: Recipe
+    follows_head: bool
+    kept_blocks: int
+    sequences: int
+    sequence: int
+    accumulate: int
+    sharding: Sharding
+    gather: Gather
+    recompute: Recompute = "nothing"
+    kernels: Kernels = "compiled"
+    holds_logits: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "sequence", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: give a whole number, 1 or more")
+        if self.sequence % self.mesh.tp:
+            raise ValueError(f"tp={self.mesh.tp} does not divide sequence={self.sequence}, which it splits; change one")
+        self._check_sharding()
+        if self.gather == "nvfp4" and not gathers_codes(self.recipe):
+            raise ValueError(
+                "gather='nvfp4': the recipe's weights are not one set of 16x16 tiles for forward and backward; use "
+                "gather='bf16', or recipe nvfp4 or four_over_six"
+            )
+        if self.recompute == "selective" and self.kernels == "compiled":
+            raise ValueError(
+                "recompute='selective' with kernels='compiled': compiled blocks write over what it keeps; use "
+                "recompute='full' or kernels='eager'"
+            )
+
+    def _check_sharding(self) -> None:
+        mesh = self.mesh
+        if self.sharding == "none" and mesh.dp_shard > 1:
+            raise ValueError(f"dp_shard={mesh.dp_shard} with sharding='none': use dp_replicate, or sharding='fsdp'")
+        if self.sharding == "none" and self.gather == "nvfp4":
+            raise ValueError("gather='nvfp4' with sharding='none': no weight travels; use gather='bf16'")
+        if self.sharding == "zero1" and (mesh.tp, mesh.ep, mesh.dp_replicate) != (1, 1, 1):
+            raise ValueError(f"sharding='zero1' shards over dp_shard alone, and mesh={mesh}; use sharding='fsdp'")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one data-parallel rank."""
+        return self.sequences * self.sequence
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step on all ranks."""
+        return self.tokens * self.accumulate * self.mesh.data_ranks
+
+    @property
+    def masters(self) -> Masters:
+        """What the forward sees of the parameters."""
+        return "fp32" if self.sharding == "none" else "bf16"
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The blocks, with those that stay in bf16 apart."""
+        left, found = self.kept_blocks, []
+        for kind in reversed(self.architecture.kinds):
+            kept = min(left, kind.count)
+            left -= kept
+            found += [Span(kind, bf16(), kept), Span(kind, self.recipe, kind.count - kept)]
+        return tuple(span for span in reversed(found) if span.count)
+
+    def local(self, matrix: Matrix) -> float:
+        """Elements of a weight that one GPU multiplies with: what tp and ep leave of it."""
+        return matrix.numel / self.mesh.tp / (self.mesh.ep if matrix.experts > 1 else 1)
+
+    def block_numel(self, kind: Kind) -> float:
+        """Elements of a block that one GPU computes with."""
+        return sum(map(self.local, self.architecture.matrices(kind))) + self.architecture.small(kind)
+
+    @property
+    def numel(self) -> float:
+        """Elements of the model that one GPU computes with."""
+        blocks = sum(kind.count * self.block_numel(kind) for kind in self.architecture.kinds)
+        return blocks + self.architecture.edges / self.mesh.tp
+
+    @property
+    def shard(self) -> float:
+        """Elements whose masters one GPU holds."""
+        experts = self.architecture.expert_parameters / self.mesh.tp / self.mesh.dp_shard
+        others = self.numel - self.architecture.expert_parameters / self.mesh.tp / self.mesh.ep
+        return experts + others / self.mesh.dp_shard
+
+    def check(self, gpus: int) -> None:
+        """Raise unless the model can lie on the mesh, and the mesh is of so many GPUs."""
+        meshes.check(self.mesh, self.architecture, gpus)
+
+
+@dataclass(frozen=True)
+class Span:
+    """`count` blocks of a kind under one recipe."""
+
+    kind: Kind
+    recipe: Recipe
+    count: int
+
+
+def gathers_codes(recipe: Recipe) -> bool:
+    """Whether one set of 16x16 codes serves forward and backward."""
+    weights = [gemm.b for gemm in (recipe.fprop, recipe.dgrad) if gemm is not None]
+    tile = (NVFP4_BLOCK, NVFP4_BLOCK)
+    return len(weights) == 2 and weights[0] == weights[1] and isinstance(weights[0], NVFP4) and weights[0].block == tile
+
+
+def kept_blocks(architecture: Architecture, share: float) -> int:
+    """Return how many blocks at the end stay in bf16 by the policy of `hb.Keep`."""
+    return hb.Keep(last_fraction=share).last_blocks(architecture.layers)

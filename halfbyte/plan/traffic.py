@@ -1,0 +1,204 @@
+"""Collectives of a step: what travels between which GPUs, in bytes and seconds.
+
+`message` is what a collective gathers, scatters, reduces or exchanges in all; `wire` is what one GPU receives of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from halfbyte.distributed.config import ZeroConfig
+from halfbyte.distributed.plan import Item, scale_room, storage_plan
+from halfbyte.formats import NVFP4_BLOCK
+from halfbyte.layout import ceil_div, round_up
+from halfbyte.plan.architecture import Kind, Matrix
+from halfbyte.plan.calibration import NETWORK_SHARE, NVLINK_SHARE
+from halfbyte.plan.hardware import Hardware
+from halfbyte.plan.held import BF16, FP32
+from halfbyte.plan.job import Job
+from halfbyte.spec import Recipe
+
+Verb = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+Phase = Literal["forward", "backward", "step"]
+TP_FORWARD, TP_BACKWARD = 4, 6
+"""Collectives of a block under tensor parallelism with a split sequence (arXiv 2205.05198): its two halves gather their
+input and scatter their output; the backward does the reverse and gathers the inputs of weight gradients again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Ranks of one collective: how many, and the distance of neighbours in the numbering of GPUs."""
+
+    size: int
+    stride: int
+
+    def local(self, hardware: Hardware) -> int:
+        """How many of them lie in one NVLink domain."""
+        return max(1, min(self.size, hardware.domain // self.stride))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One kind of collective of a step.
+
+    Args:
+        what: is sent.
+        verb, phase: how, and beside what.
+        group: between whom.
+        message: bytes of all calls of a step together.
+        is_hidden: whether GEMMs run beside it.
+    """
+
+    what: str
+    verb: Verb
+    phase: Phase
+    group: Group
+    message: float
+    is_hidden: bool
+
+    @property
+    def wire(self) -> float:
+        """Bytes that one GPU receives."""
+        share = (self.group.size - 1) / self.group.size
+        return self.message * share * (2 if self.verb == "all-reduce" else 1)
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Seconds of all calls, by bandwidth alone."""
+        local = self.group.local(hardware)
+        nodes = self.group.size / local
+        nvlink, network = hardware.nvlink * NVLINK_SHARE.value, hardware.network * NETWORK_SHARE.value
+        if self.verb == "all-to-all":  # every rank sends to every other through its own adapter
+            across = self.message * (self.group.size - local) / self.group.size / network
+            return max(across, self.message * (local - 1) / self.group.size / nvlink)
+        twice = 2 if self.verb == "all-reduce" else 1
+        # What a node lacks enters it once, through the adapters of its ranks.
+        across = twice * self.message * (nodes - 1) / nodes / (local * network)
+        return max(across, self.wire / nvlink if local > 1 else 0.0)
+
+
+def collectives(job: Job) -> tuple[Collective, ...]:
+    """Return the collectives of a step; none on one GPU."""
+    found = [*_weights(job), *_gradients(job), *_activations(job)]
+    return tuple(c for c in found if c.group.size > 1 and c.message)
+
+
+def _shards(job: Job, experts: bool) -> Group:
+    mesh = job.mesh
+    if experts:
+        return Group(size=mesh.dp_shard // mesh.ep, stride=mesh.tp * mesh.ep)
+    return Group(size=mesh.dp_shard, stride=mesh.tp)
+
+
+def _weights(job: Job) -> Iterator[Collective]:
+    """Yield gathers of weights."""
+    if job.sharding == "zero1":
+        verb, group = "all-gather", _shards(job, False)
+        gathered, tiles = zero_gather(job)
+        yield Collective(what="weights", verb=verb, phase="forward", group=group, message=gathered, is_hidden=True)
+        maxima = FP32 * tiles
+        yield Collective(
+            what="maxima of tiles", verb="all-reduce", phase="step", group=group, message=maxima, is_hidden=False
+        )
+    if job.sharding != "fsdp":
+        return
+    edges = BF16 * job.architecture.edges / job.mesh.tp
+    for phase, others in (("forward", edges), ("backward", 0.0)):
+        for experts in (False, True):
+            message = job.accumulate * (block_bytes(job, experts) + (0.0 if experts else others))
+            what = "weights of experts" if experts else "weights"
+            group = _shards(job, experts)
+            yield Collective(what=what, verb="all-gather", phase=phase, group=group, message=message, is_hidden=True)
+
+
+def block_bytes(job: Job, experts: bool) -> float:
+    """Return what all blocks' weights, of experts or the others, take as they are gathered."""
+    total = 0.0
+    for span in job.spans:
+        chosen = [m for m in job.architecture.matrices(span.kind) if (m.experts > 1) == experts]
+        sizes = [matrix_bytes(job, matrix, span.recipe) for matrix in chosen]
+        small = 0.0 if experts else BF16 * job.architecture.small(span.kind)
+        total += span.count * (sum(sizes) + small)
+    return total
+
+
+def matrix_bytes(job: Job, matrix: Matrix, recipe: Recipe) -> float:
+    """Return the bytes of one weight as it is gathered: codes and a scale byte a tile, or bf16."""
+    if job.gather == "bf16" or recipe is not job.recipe:
+        return BF16 * job.local(matrix)
+    codes = matrix.rows * round_up(matrix.cols, NVFP4_BLOCK) / 2
+    tiles = ceil_div(matrix.rows, NVFP4_BLOCK) * ceil_div(matrix.cols, NVFP4_BLOCK)
+    return matrix.experts * (codes + tiles) * job.local(matrix) / matrix.numel
+
+
+def zero_gather(job: Job) -> tuple[int, int]:
+    """Return the bytes that ZeroOptimizer gathers in a step, from its storage plan, and the tiles of its weights."""
+    plans = storage_plan(items(job), job.mesh.dp_shard, ZeroConfig().bucket_numel)
+    coded = [plan.tiled and job.gather == "nvfp4" for plan in plans]
+    count = sum(plan.numel // 2 if code else BF16 * plan.numel for plan, code in zip(plans, coded, strict=True))
+    tiles = sum(place.tile_count for plan, code in zip(plans, coded, strict=True) if code for place in plan.places)
+    return count + (scale_room(plans) * job.mesh.dp_shard if any(coded) else 0), tiles
+
+
+def items(job: Job) -> list[Item]:
+    """Return the parameters of the model in their order, those in tiles marked."""
+    config = job.architecture.config
+    found = [Item("embed_tokens.weight", 1, config.vocab_size * config.dim, False)]
+    for span in job.spans:
+        found += _block_items(job, span.kind, span.recipe) * span.count
+    found.append(Item("norm.weight", 1, config.dim, False))
+    if not config.tie_embeddings:
+        size = (config.vocab_size, config.dim) if job.follows_head else (1, config.vocab_size * config.dim)
+        found.append(Item("lm_head.weight", *size, job.follows_head))
+    return found
+
+
+def _block_items(job: Job, kind: Kind, recipe: Recipe) -> list[Item]:
+    is_tiled = recipe is job.recipe and recipe.fprop is not None
+    dense = {f"{m.name}.weight" for m in job.architecture.matrices(kind) if m.experts == 1}
+    found = []
+    for name, parameter in job.architecture.block(kind, compiled=False).named_parameters():
+        tiled = is_tiled and name in dense
+        size = (parameter.shape[0], parameter.shape[1]) if tiled else (1, parameter.numel())
+        found.append(Item(name, *size, tiled))
+    return found
+
+
+def _gradients(job: Job) -> Iterator[Collective]:
+    """Yield reductions of gradients."""
+    mesh = job.mesh
+    across = Group(size=mesh.dp_replicate, stride=mesh.tp * mesh.dp_shard)
+    if job.sharding == "none":
+        yield _reduction("gradients", "all-reduce", across, FP32 * job.numel)
+        return
+    if job.sharding == "zero1":
+        yield _reduction("gradients", "reduce-scatter", _shards(job, False), BF16 * job.numel)
+        return
+    experts = job.architecture.expert_parameters / mesh.tp / mesh.ep
+    for what, numel, is_expert in (("gradients", job.numel - experts, False), ("gradients of experts", experts, True)):
+        yield _reduction(what, "reduce-scatter", _shards(job, is_expert), BF16 * numel * job.accumulate)
+    yield _reduction("gradients of shards", "all-reduce", across, BF16 * job.shard)
+
+
+def _reduction(what: str, verb: Verb, group: Group, message: float) -> Collective:
+    return Collective(what=what, verb=verb, phase="backward", group=group, message=message, is_hidden=True)
+
+
+def _activations(job: Job) -> Iterator[Collective]:
+    """Yield what tensor and expert parallelism exchange of every micro-batch, forward and backward."""
+    mesh, dim = job.mesh, job.architecture.config.dim
+    again = job.recompute == "full"
+    each = BF16 * job.tokens * dim * job.accumulate * job.architecture.layers
+    tp = Group(size=mesh.tp, stride=1)
+    for phase, count in (("forward", TP_FORWARD), ("backward", TP_BACKWARD + (TP_FORWARD if again else 0))):
+        yield Collective(
+            what="activations", verb="all-gather", phase=phase, group=tp, message=count * each, is_hidden=False
+        )
+    copies = sum(kind.count * kind.moe.per_token for kind in job.architecture.kinds if kind.moe is not None)
+    sent = BF16 * job.tokens / mesh.tp * dim * job.accumulate * copies
+    ep = Group(size=mesh.ep, stride=mesh.tp)
+    for phase, count in (("forward", 2), ("backward", 4 if again else 2)):
+        yield Collective(
+            what="tokens of experts", verb="all-to-all", phase=phase, group=ep, message=count * sent, is_hidden=False
+        )

@@ -1,0 +1,131 @@
+"""Which kernels every request launches, as docs/internals says it: written by hand, not read from the code."""
+
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte.kernels import record
+from halfbyte.kernels.quantize import route
+from halfbyte.kernels.route import Candidate, Choice, Reason, choose, fits_all
+from halfbyte.kernels.target import assumed
+
+RHT = hb.NVFP4(rotation=hb.Hadamard())
+SPECS = {
+    "none": None,
+    "1x16": hb.NVFP4(),
+    "16x16": hb.NVFP4(block=(16, 16)),
+    "SR": hb.NVFP4(rounding="stochastic"),
+    "RHT": RHT,
+    "SR RHT": hb.NVFP4(rounding="stochastic", rotation=hb.Hadamard(signs="fresh")),
+    "4over6": hb.NVFP4(scaling=hb.FourOverSix(), e4m3_max=256.0),
+    "row-scaled": hb.NVFP4(outer="row"),
+    "MXFP8": hb.MXFP8(),
+    "RHT 64": hb.NVFP4(rotation=hb.Hadamard(size=64)),
+}
+SHAPES = {"tiny": (32, 64), "layer": (512, 768), "cut": (300, 83), "wide": (2048, 2880), "large": (8192, 8192)}
+ROWS, COLS, SMALL = ["amax_rows", "quantize_rows"], ["amax_rows", "quantize_cols"], ["quantize_small"]
+ROTATED_ROWS, ROTATED_COLS = ["amax_rotated", "quantize_rows"], ["amax_rotated", "quantize_cols"]
+PLAIN = ("1x16", "SR", "4over6", "row-scaled")
+
+ROW_ALONE = {
+    **{(name, "tiny"): SMALL for name in (*PLAIN, "16x16", "RHT", "SR RHT")},
+    **{(name, shape): ROWS for name in PLAIN for shape in ("layer", "cut", "wide", "large")},
+    **{("16x16", shape): ["amax_rows", "quantize_tiles"] for shape in ("layer", "wide", "large")},
+    ("16x16", "cut"): ROWS,  # strips are whole tiles
+    **{(name, shape): ROTATED_ROWS for name in ("RHT", "SR RHT") for shape in ("layer", "cut", "wide", "large")},
+    **{("MXFP8", shape): ["quantize_rows"] for shape in SHAPES},
+    # Tuples of 64 are used for whole tiles; elsewhere wide rotations are tensors.
+    **{("RHT 64", shape): ROTATED_ROWS for shape in ("layer", "wide", "large")},
+    **{("RHT 64", shape): ["amax_rotated", "quantize_wide"] for shape in ("tiny", "cut")},
+}
+COL_ALONE = {
+    **{(name, "tiny"): SMALL for name in (*PLAIN, "16x16", "RHT", "SR RHT")},
+    **{(name, shape): COLS for name in (*PLAIN, "16x16") for shape in ("layer", "cut", "wide", "large")},
+    **{(name, shape): ROTATED_COLS for name in ("RHT", "SR RHT") for shape in ("layer", "cut", "wide", "large")},
+    **{("MXFP8", shape): ["quantize_cols"] for shape in SHAPES},
+    **{("RHT 64", shape): ["amax_rotated", "quantize_wide"] for shape in SHAPES},
+}
+BOTH = "quantize_row_col"
+PAIRS = {
+    # Rows without and columns with a rotation of 16: two launches up to 4M values of whole tiles.
+    **{
+        (row, col, shape): ["amax_rotated", f"{BOTH}_small" if shape == "layer" else BOTH]
+        for row, col in (("1x16", "RHT"), ("SR", "SR RHT"), ("4over6", "RHT"))
+        for shape in SHAPES
+    },
+    **{("1x16", "1x16", shape): ["amax_rows", BOTH] for shape in SHAPES},
+    **{("1x16", "MXFP8", shape): ["amax_rows", BOTH] for shape in SHAPES},
+    **{("MXFP8", "MXFP8", shape): [BOTH] for shape in SHAPES},
+    **{("row-scaled", "RHT", shape): ["amax_rows", "amax_rotated", BOTH] for shape in SHAPES},
+    **{("16x16", "16x16", shape): ["amax_rows", "quantize_tiles", "transpose"] for shape in ("layer", "wide", "large")},
+    **{("16x16", "16x16", shape): [*ROWS, "transpose"] for shape in ("tiny", "cut")},
+    # A wide rotation is quantized by itself.
+    ("1x16", "RHT 64", "layer"): [*ROTATED_ROWS, "quantize_wide"],
+    ("1x16", "RHT 64", "cut"): [*ROTATED_ROWS, "quantize_wide"],
+}
+PRODUCTS = {
+    "sm_80": ["dequantize", "dequantize", "gemm_pointer"],
+    "sm_90": ["dequantize", "dequantize", "gemm_tma"],
+    "sm_100": ["swizzle", "swizzle"],  # what surrounds torch's scaled_mm
+    "sm_120": ["swizzle", "swizzle"],
+    "gfx942": ["dequantize", "dequantize", "gemm_pointer"],
+}
+
+
+def launched(row, col, shape, target="sm_90"):
+    explained = hb.ops.explain(SHAPES[shape], SPECS[row], SPECS[col], target=target)
+    return [step.kernel.removesuffix("_kernel") for step in explained.steps if step.programs]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "none"])
+def test_one_orientation(name, shape):
+    assert launched(name, "none", shape) == ROW_ALONE[name, shape]
+    assert launched("none", name, shape) == COL_ALONE[name, shape]
+
+
+@pytest.mark.parametrize(("row", "col", "shape"), PAIRS, ids=str)
+def test_pairs(row, col, shape):
+    assert launched(row, col, shape) == PAIRS[row, col, shape]
+
+
+@pytest.mark.parametrize("target", PRODUCTS)
+def test_products(target):
+    explained = hb.ops.explain((4096, 4096, 4096), hb.NVFP4(), SPECS["16x16"], target=target)
+    assert [s.kernel.removesuffix("_kernel") for s in explained.steps if s.programs] == PRODUCTS[target]
+
+
+GROUPS = {
+    # Tokens: a plan, the amaxes of both orientations, both orientations; a rotation from 32 on by itself.
+    ("grouped_quantize", "1x16", "RHT"): ["plan", "packed_amax", "grouped_quantize"],
+    ("grouped_quantize", "row-scaled", "RHT"): ["plan", "grouped_amax", "grouped_quantize"],
+    ("grouped_quantize", "MXFP8", "MXFP8"): ["plan", "grouped_quantize"],
+    ("grouped_quantize", "1x16", "RHT 64"): [
+        "plan", "grouped_wide_amax", "grouped_amax", "grouped_wide", "grouped_quantize",
+    ],
+    # Experts of equal size need no plan.
+    ("grouped_experts", "16x16", "none"): ["amax_rows", "quantize_tiles"],
+    ("grouped_experts", "1x16", "none"): ["amax_rows", "quantize_experts"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "row", "col"), GROUPS, ids=str)
+def test_groups(op, row, col):
+    shape, groups = ((2048, 4096), 8) if op == "grouped_quantize" else ((8, 1024, 2048), 0)
+    explained = hb.ops.explain(shape, SPECS[row], SPECS[col], op=op, groups=groups, target="sm_90")
+    assert [s.kernel.removesuffix("_kernel") for s in explained.steps if s.programs] == GROUPS[op, row, col]
+
+
+def test_the_first_candidate_that_fits_is_taken_and_the_others_say_why():
+    never = Candidate("a", lambda n: Reason("{} is odd, {}", (n, "always")), lambda n: Choice("a"), "")
+    table = (never, Candidate("b", fits_all, lambda n: Choice("b", (n,)), "takes all"))
+    choice = choose(table, 3)
+    assert (choice.kernel, choice.grid, choice.request, choice.why) == ("b", (3,), 3, "takes all")
+    assert [(name, str(reason)) for name, reason in choice.instead] == [("a", "3 is odd, always")]
+
+
+def test_reasons_become_text_only_when_they_are_read(monkeypatch):
+    monkeypatch.setattr(Reason, "__str__", lambda self: pytest.fail("nobody asked"))
+    with assumed(record.TARGETS["sm_90"]):
+        choice = route.one(route.One(torch.empty(300, 83, dtype=torch.bfloat16, device="meta"), hb.NVFP4()))
+    assert choice.kernel == "quantize_rows_kernel" and len(choice.instead) == 4

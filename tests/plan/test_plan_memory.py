@@ -1,0 +1,101 @@
+"""What `halfbyte plan` says a GPU holds, against sums made by hand."""
+
+import pytest
+
+from halfbyte import recipes
+from halfbyte.plan import Request, held, kept, plan
+from halfbyte.plan import architecture as models
+
+GIB = 2**30
+
+
+def compiled_block_by_hand(recipe: str, word: int) -> int:
+    """Bytes per token that a compiled block of 1b keeps: dim 2048, hidden 8192, 512 columns of k and of v.
+
+    Residual inputs of two norms with a factor each; q, k, v, attention's output and its sums for 32 heads; gate and up;
+    and what the linear layers keep of their four inputs, where attention's output is one of them in bf16.
+    """
+    norms = 2 * (2048 * word + 4)
+    attention = 2 * (2048 + 2 * 512) + 32 * 4
+    activation = 2 * 2 * 8192
+    inputs = 2048 + 2048 + 2048 + 8192
+    share = {"bf16": 2, "nvfp4": 0.5625, "nvfp4_mxfp8_bwd": 1.03125}[recipe]
+    output = 0 if recipe == "bf16" else 2 * 2048
+    return norms + attention + activation + inputs * share + output
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "nvfp4_mxfp8_bwd"])
+def test_a_compiled_block_keeps_what_adds_up_by_hand(recipe):
+    shape = models.get("1b")
+    found = kept.kept(shape, shape.kinds[0], recipes.get(recipe), 128, "fp32")
+    assert found.per_token == pytest.approx(compiled_block_by_hand(recipe, 4), abs=1)
+    copies = {"bf16": 2, "nvfp4": 0.5625, "nvfp4_mxfp8_bwd": 1.03125}[recipe]
+    weights = sum(m.numel for m in shape.matrices(shape.kinds[0]))
+    assert found.weights == pytest.approx(copies * weights, rel=0.002) and found.again == 0
+
+
+def test_an_eager_block_keeps_what_activations_return_too():
+    shape = models.get("1b")
+    arguments = (shape, shape.kinds[0], recipes.get("nvfp4"), 128, "bf16")
+    compiled, eager = (kept.kept(*arguments, compiled=flag).per_token for flag in (True, False))
+    assert compiled == pytest.approx(compiled_block_by_hand("nvfp4", 2), abs=1)
+    assert eager - compiled == 2 * 8192  # silu(gate)
+
+
+def test_checkpoints_keep_inputs_and_hold_the_rest_of_one_block_again():
+    shape = models.get("1b")
+    arguments = (shape, shape.kinds[0], recipes.get("nvfp4"), 128, "bf16")
+    whole = kept.kept(*arguments, compiled=False)
+    full = kept.kept(*arguments, recompute="full", compiled=False)
+    assert (full.per_token, full.weights) == (2 * 2048, 0) and full.again == whole.per_token - 2 * 2048
+    some = kept.kept(*arguments, recompute="selective", compiled=False)
+    # codes in both orientations of the four inputs, all that GEMMs and attention return, and the block's own input
+    codes = 2 * 0.5625 * (3 * 2048 + 8192)
+    returned = 2 * (2048 + 2 * 512 + 2048 + 2 * 8192 + 2048) + 2 * 2048 + 32 * 4
+    assert some.per_token == pytest.approx(codes + returned + 2 * 2048, rel=0.001)
+    assert some.weights == pytest.approx(2 * 0.5625 * sum(m.numel for m in shape.matrices(shape.kinds[0])), rel=0.01)
+
+
+def test_a_sharded_run_holds_what_adds_up_by_hand():
+    found = plan(
+        Request(model="llama3-70b", gpus=64, mesh="dp_replicate=2,dp_shard=8,tp=4", sequence=4096, sequences=2)
+    )
+    at = found.moments[0].bytes
+    numel = 70_553_706_496
+    edges = 2 * 128_256 * 8192 + 8192
+    norms = 80 * 2 * 8192
+    own = ((numel - norms - edges) / 4 + norms + edges / 4) / 8
+    assert at["masters"] == pytest.approx(4 * own, rel=1e-6) and at["optimizer moments"] == pytest.approx(8 * own)
+    block = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672
+    gathered = 2 * (0.5 + 1 / 16 + 1 / 256) * (block / 4 + 2 * 8192) + 2 * edges / 4
+    assert at["gathered layers"] == pytest.approx(gathered, rel=1e-6)
+    assert at["logits and loss"] == 12 * 2 * 4096 * 128_256 / 4
+    assert at["weights"] == at["gradients"] == 0
+    assert found.moments[3].bytes["gradients"] == pytest.approx(4 * own)
+    again = plan(Request(model="llama3-70b", gpus=64, mesh="dp_shard=16,tp=4", gather="bf16", accumulate=2))
+    assert again.moments[0].bytes["gathered layers"] == pytest.approx(4 * (block / 4 + 2 * 8192) + 2 * edges / 4)
+    tables = 80 * 4 * 8192 * 128 * 2 / 4  # cosines and sines in bf16, for q and for k
+    codes = 0.5625 * 68 * block / 4  # 12 blocks stay in bf16
+    assert again.moments[0].bytes["weights"] == pytest.approx(codes + tables, rel=0.001)
+    assert again.moments[0].bytes["gradients"] == pytest.approx(4 * own / 2)
+
+
+def test_experts_are_split_by_ep_and_their_masters_by_all():
+    request = Request(model="deepseek-v3", gpus=256, mesh="dp_shard=256,ep=8", recompute="full", gather="bf16")
+    found = plan(request).moments[0].bytes
+    assert found["masters"] == pytest.approx(4 * 671_026_404_352 / 256, rel=1e-6)
+    shape = models.get("deepseek-v3")
+    sparse = shape.kinds[1]
+    experts = sum(m.numel for m in shape.matrices(sparse) if m.experts > 1)
+    others = sum(m.numel for m in shape.matrices(sparse) if m.experts == 1) + shape.small(sparse)
+    assert found["gathered layers"] == pytest.approx(4 * (experts / 8 + others) + 2 * shape.edges)
+    assert found["activations"] == pytest.approx(8192 * (61 * 2 * 7168 + 4 * 7168 + 4))
+
+
+def test_the_peak_is_the_largest_moment_and_fits_only_below_the_room():
+    found = plan(Request(model="llama3-8b", gpus=1, mesh="dp_shard=1", recompute="full"))
+    totals = {moment.moment: moment.total for moment in found.moments}
+    assert found.peak.total == max(totals.values()) and found.peak.moment == max(totals, key=totals.__getitem__)
+    assert found.fits == (found.peak.total <= 0.92 * 139.8 * GIB) and found.fits
+    assert not plan(Request(model="llama3-8b", gpus=1, mesh="dp_shard=1", hardware="h100")).fits
+    assert all(set(moment.bytes) == set(held.KINDS) for moment in found.moments)

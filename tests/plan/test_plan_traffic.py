@@ -1,0 +1,106 @@
+"""Bytes and seconds of collectives in `halfbyte plan`: ZeroOptimizer's own counts, and sums made by hand."""
+
+import pytest
+
+from bench.records import load
+from halfbyte.plan import Request, plan
+from halfbyte.plan.calibration import NETWORK_SHARE, NVLINK_SHARE
+from halfbyte.plan.hardware import H200
+from halfbyte.plan.traffic import Collective, Group
+
+MEASURED = {
+    (r.values["model"], r.values["world"], r.values.get("vocabulary", 32_000), r.values["weights"]): r
+    for r in load()
+    if r.values["case"] == "zero/step"
+}
+
+
+def sent(request: Request) -> dict[tuple[str, str], Collective]:
+    return {(c.what, c.phase): c for c in plan(request).collectives}
+
+
+@pytest.mark.parametrize("key", MEASURED, ids=lambda key: "-".join(map(str, key)))
+def test_zero_gathers_and_reduces_the_bytes_that_it_counted(key):
+    model, world, vocabulary, weights = key
+    request = Request(
+        model=model,
+        gpus=world,
+        mesh=f"dp_shard={world}",
+        sharding="zero1",
+        gather="nvfp4" if weights == "nvfp4" else "bf16",
+        vocabulary=vocabulary,
+        high_precision_blocks=0.0,
+        sequence=128,
+        kernels="eager",
+    )
+    found, values = sent(request), MEASURED[key].values
+    assert found["weights", "forward"].message == values["gathered_bytes"]
+    assert found["gradients", "backward"].message == pytest.approx(values["reduced_bytes"], rel=1e-6)
+
+
+def test_sharded_weights_travel_as_codes_and_one_byte_a_tile():
+    common = {
+        "model": "llama3-8b",
+        "gpus": 16,
+        "mesh": "dp_replicate=2,dp_shard=8",
+        "recipe": "nvfp4@all",
+        "accumulate": 3,
+    }
+    coded, plain = (sent(Request(**common, gather=gather)) for gather in ("nvfp4", "bf16"))
+    block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
+    edges, norms = 2 * 128_256 * 4096 + 4096, 32 * 2 * 4096
+    assert plain["weights", "backward"].message == 3 * 2 * (32 * block + norms)
+    assert plain["weights", "forward"].message == 3 * 2 * (32 * block + norms + edges)
+    assert coded["weights", "backward"].message == 3 * (32 * block * (1 / 2 + 1 / 256) + 2 * norms)
+    assert plain["gradients", "backward"].message == 3 * 2 * 8_030_261_248
+    across = plain["gradients of shards", "backward"]
+    assert (
+        across.message == 2 * 8_030_261_248 / 8
+        and across.verb == "all-reduce"
+        and across.group == Group(size=2, stride=8)
+    )
+    assert across.wire == across.message  # twice, and half of it is the rank's own
+
+
+def test_blocks_in_high_precision_travel_in_bf16():
+    common = {"model": "llama3-8b", "gpus": 8, "mesh": "dp_shard=8"}
+    some, every = (
+        sent(Request(**common, recipe=recipe))["weights", "backward"].message for recipe in ("nvfp4", "nvfp4@all")
+    )
+    block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
+    assert some - every == 5 * block * (2 - 1 / 2 - 1 / 256)  # 15 % of 32 blocks, rounded up
+
+
+def test_tensor_and_expert_parallelism_exchange_activations():
+    request = Request(model="deepseek-v3", gpus=64, mesh="dp_shard=32,tp=2,ep=8", accumulate=2)
+    found = sent(request)
+    tokens = 8192
+    assert found["activations", "forward"].message == 2 * 61 * 4 * tokens * 7168 * 2
+    assert found["activations", "backward"].message == 2 * 61 * 6 * tokens * 7168 * 2
+    experts = found["tokens of experts", "forward"]
+    assert experts.message == 2 * 58 * 2 * (tokens / 2) * 8 * 7168 * 2 and experts.group == Group(size=8, stride=2)
+    assert found["weights of experts", "forward"].group == Group(size=4, stride=16)
+    assert not experts.is_hidden and found["weights of experts", "forward"].is_hidden
+    full = sent(Request(**{**vars(request), "recompute": "full"}))
+    assert full["tokens of experts", "backward"].message == 2 * experts.message
+    assert full["activations", "backward"].message == 2 * 61 * 10 * tokens * 7168 * 2
+
+
+def seconds(verb: str, size: int, stride: int, message: float = 1e9) -> float:
+    group = Group(size=size, stride=stride)
+    return Collective(what="x", verb=verb, phase="step", group=group, message=message, is_hidden=False).seconds(H200)
+
+
+def test_a_collective_takes_its_slowest_link():
+    nvlink, network = 450e9 * NVLINK_SHARE.value, 50e9 * NETWORK_SHARE.value
+    assert seconds("all-gather", 4, 1) == pytest.approx(0.75e9 / nvlink)
+    assert seconds("all-reduce", 4, 1) == pytest.approx(1.5e9 / nvlink)
+    assert seconds("all-gather", 16, 8) == pytest.approx(15 / 16 * 1e9 / network)  # one rank a node
+    assert seconds("all-gather", 16, 1) == pytest.approx(max(15 / 16 * 1e9 / nvlink, 0.5e9 / (8 * network)))
+    assert seconds("all-gather", 1024, 4) == pytest.approx(511 / 512 * 1e9 / (2 * network))  # two a node
+    assert seconds("all-to-all", 16, 1) == pytest.approx(0.5e9 / network)
+    assert seconds("all-to-all", 8, 1) == pytest.approx(7 / 8 * 1e9 / nvlink)
+
+
+def test_one_gpu_sends_nothing():
+    assert plan(Request(model="1b", gpus=1, mesh="dp_shard=1", sequence=128)).collectives == ()
