@@ -5,6 +5,9 @@
 #                       minutes on two cores); make test-targets-full: all of it (hours)
 #   make test-integrations   packages of others read what this one writes (they are installed into .venv)
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
+#   make test-docs   every code block, example, link and figure of the documentation, and the site, strict
+#   make test-package   wheel and sdist: built, installed in an empty environment, run        make dist       into dist/
+#   make figures     the figures of docs/concepts.md, drawn again
 #   make bench       benchmarks on this machine's GPU, with its own python3
 # PYTHON=python3.12 make setup chooses the interpreter. TRAIN_ARGS, TEST_ARGS, TARGET_ARGS and BENCH_ARGS reach the command.
 
@@ -14,9 +17,10 @@ BIN := $(VENV)/bin
 OLDER := $(VENV)/transformers-5.17
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 JOBS ?= 2
+REPOSITORY ?= pypi
 
 .DEFAULT_GOAL := setup
-.PHONY: setup train test test-full test-targets test-targets-full test-integrations test-gpu check bench docs clean
+.PHONY: setup train test test-full test-targets test-targets-full test-integrations test-docs test-package test-gpu check bench docs figures dist publish clean
 
 setup: $(VENV)/setup.stamp
 
@@ -40,10 +44,10 @@ train: setup
 	$(BIN)/halfbyte compare $(TRAIN_ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/clients -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/clients --ignore=tests/docs --ignore=tests/package -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q $(TEST_ARGS)
 
 test-full: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/clients -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/clients --ignore=tests/docs --ignore=tests/package -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
 
 test-targets: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) $(TARGET_ARGS)
@@ -54,6 +58,12 @@ test-targets-full: setup
 test-integrations: $(VENV)/integrations.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
 	PYTHONPATH=$(OLDER) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients/test_families.py tests/clients/test_trainer.py -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
+
+test-docs: $(VENV)/docs.stamp
+	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest tests/docs -n $(JOBS) --dist loadfile --timeout 300 -q $(TEST_ARGS)
+
+test-package: setup
+	$(BIN)/python -m pytest tests/package --timeout 300 -q $(TEST_ARGS)
 
 test-gpu:
 	python3 tests/gpu/run.py $(TEST_ARGS)
@@ -68,7 +78,19 @@ bench:
 	python3 -m halfbyte.cli bench $(BENCH_ARGS)
 
 docs: $(VENV)/docs.stamp
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+figures: setup
+	$(BIN)/python docs/figures/draw.py
+
+dist: setup
+	rm -rf dist build *.egg-info # of before, which setuptools would believe
+	$(BIN)/python -m build --outdir dist .
+
+publish: dist
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check twine
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m twine upload --repository $(REPOSITORY) dist/*
 
 clean:
 	rm -rf $(VENV) build dist site runs *.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from halfbyte import welcome
 from halfbyte.version import __version__
 
 USER_ERROR = 2
@@ -63,7 +64,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str] | None) -> int:
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    given = sys.argv[1:] if arguments is None else arguments
+    if not given:
+        print(welcome.text(welcome.look()))
+        return 0
+    name, *rest = given
     if name in HELP:
         print(usage())
         return 0
@@ -77,7 +82,7 @@ def _run(arguments: list[str] | None) -> int:
     try:
         return getattr(importlib.import_module(command.module), command.function)(rest)
     except (ValueError, ImportError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name not in EXTRA_PACKAGES:
+        if isinstance(error, ModuleNotFoundError) and error.name not in welcome.EXTRA:
             raise
         remedy = ": pip install 'halfbyte[train]'" if isinstance(error, ModuleNotFoundError) else ""
         print(f"halfbyte {name}: {error}{remedy}", file=sys.stderr)
@@ -91,9 +96,6 @@ def _run(arguments: list[str] | None) -> int:
     except KeyboardInterrupt:
         print(f"\nhalfbyte {name}: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
-
-
-EXTRA_PACKAGES = ("matplotlib", "numpy", "rich", "tensorboard", "tokenizers", "tyro")
 
 
 def usage() -> str:

@@ -13,8 +13,8 @@ from halfbyte import cli
 pytest.importorskip("tyro")
 
 
-def test_without_arguments_it_lists_its_commands(capsys):
-    assert cli.main([]) == 0
+def test_help_lists_its_commands(capsys):
+    assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in cli.COMMANDS)
 

@@ -12,7 +12,7 @@ from typing import TypeVar, get_args
 
 import tyro
 
-from halfbyte.train import auto, data, divergence, launch, loop, signals, treatment
+from halfbyte.train import auto, data, divergence, launch, loop, meaning, signals, treatment
 from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
 
@@ -89,7 +89,10 @@ def _compare(options: Compare, interrupts: signals.Interrupts) -> int:
     results = comparison.compare(options.config, names, interrupts=interrupts)
     out = options.config.run.out
     print("\n" + "\n\n".join((comparison.table(results), *comparison.remarks(results))) + "\n")
-    print(f"written to {out}: {comparison.TABLE}, {comparison.RESULTS}, {comparison.PLOT}")
+    print(f"written to {out}: {comparison.TABLE}, {comparison.RESULTS}, {comparison.PLOT}\n")
+    print("What this means, and what to do next:")
+    for line in meaning.lines(options.config, results):
+        print(f"- {line}")
     return int(comparison.failed(results))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from halfbyte.train import auto, data, divergence, files, folder, lock, loop, measure, plot, treatment
+from halfbyte.train import auto, data, divergence, files, folder, lock, loop, measure, plot, progress, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
 from halfbyte.train.signals import Interrupts
@@ -91,19 +91,21 @@ def _compare_held(
     """Train every run in turn for a caller that holds the locks of all folders."""
     files.remove_leftovers(config.run.out, RESULTS, TABLE, PLOT)
     results: list[dict] = []
-    for number, (name, one) in enumerate(runs.items(), 1):
-        title_of_run = f"[{number}/{len(runs)}] {name}"
-        before = None if config.run.overwrite else loop.finished(one, name, corpus)
-        if before:
-            print(f"{title_of_run}: finished before{_in_brackets(divergence.of(before))}, kept", flush=True)
-        _forget_the_last_run(config)
-        result = loop.train_held(one, name, corpus, title=title_of_run, interrupts=interrupts)
-        diverged = divergence.of(result)
-        if diverged and not before:
-            print(f"{title_of_run}: {diverged} ({diverged.what} not finite)", flush=True)
-        results.append(_without_loss(result, diverged) | {"recipe_schedule": one.recipe_schedule})
-        with_gaps(results)
-        _write(config.run.out, config, corpus, results, title)
+    with progress.board(tuple(runs)) as board:
+        for number, (name, one) in enumerate(runs.items(), 1):
+            title_of_run = f"[{number}/{len(runs)}] {name}"
+            before = None if config.run.overwrite else loop.finished(one, name, corpus)
+            if before:
+                print(f"{title_of_run}: finished before{_in_brackets(divergence.of(before))}, kept", flush=True)
+            _forget_the_last_run(config)
+            result = loop.train_held(one, name, corpus, show=board.start, interrupts=interrupts)
+            diverged = divergence.of(result)
+            if diverged and not before:
+                print(f"{title_of_run}: {diverged} ({diverged.what} not finite)", flush=True)
+            results.append(_without_loss(result, diverged) | {"recipe_schedule": one.recipe_schedule})
+            with_gaps(results)
+            board.finish(name, *_loss_and_gap(results[-1], results[0]["recipe"]))
+            _write(config.run.out, config, corpus, results, title)
     return results
 
 
@@ -177,12 +179,10 @@ def table(results: list[dict]) -> str:
         ("---", "---:", "---:", "---:", "---:", "---:"),
     ]
     for result in results:
-        diverged, gap = divergence.of(result), result["gap_percent"]
         rows.append(
             (
                 _followed(result),
-                str(diverged) if diverged else f"{result['held_out_loss']:.4f}",
-                "" if gap is None or result["recipe"] == base else f"{gap:+.2f} %",
+                *_loss_and_gap(result, base),
                 f"{result['tokens_per_second']:,.0f}",
                 _bytes(result["peak_memory_bytes"]),
                 _bytes(result["saved_activation_bytes"]),
@@ -194,6 +194,13 @@ def table(results: list[dict]) -> str:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _loss_and_gap(result: dict, base: str) -> tuple[str, str]:
+    """Return the held-out loss of a result and its gap to that of the recipe `base`, in words."""
+    diverged, gap = divergence.of(result), result["gap_percent"]
+    loss = str(diverged) if diverged else f"{result['held_out_loss']:.4f}"
+    return loss, "" if gap is None or result["recipe"] == base else f"{gap:+.2f} %"
 
 
 def _followed(result: dict) -> str:

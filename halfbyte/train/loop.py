@@ -72,7 +72,7 @@ class Trainer:
         config: what to train; `config.run.out` is the folder.
         recipe: name of the recipe.
         data: the tokenized corpus.
-        title: what the progress display calls the run; the recipe by default.
+        show: makes the progress display of the run, called what its recipe is called.
         interrupts: who hears of signals; by default nobody, and ctrl-C is an exception wherever it meets the run.
 
     Raises:
@@ -85,12 +85,12 @@ class Trainer:
         recipe: str,
         data: Data,
         *,
-        title: str | None = None,
+        show: progress.Show = progress.start,
         interrupts: Interrupts | None = None,
     ) -> None:
         config, notes = folder.settled(config)
         auto.say(notes)
-        self.config, self.recipe, self.data, self.title = config, recipe, data, title or recipe
+        self.config, self.recipe, self.data, self.show = config, recipe, data, show
         self.interrupts = interrupts or Interrupts()
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
@@ -142,7 +142,7 @@ class Trainer:
         self._record_config()
         measure.reset_peak_memory(self.device)
         log = Log(self.folder, after=self.step, tensorboard=self.config.run.tensorboard)
-        display = progress.start(self.title, self.config.optim.steps, self.step)
+        display = self.show(self.recipe, self.config.optim.steps, self.step)
         try:
             history = self._steps(log, display)
         finally:
@@ -349,13 +349,13 @@ def train(
     recipe: str,
     data: Data,
     *,
-    title: str | None = None,
+    show: progress.Show = progress.start,
     interrupts: Interrupts | None = None,
 ) -> dict:
     """Train, or go on with a run that was stopped or is to be longer, or return the result of one that ended.
 
     Args:
-        config, recipe, data, title, interrupts: see Trainer.
+        config, recipe, data, show, interrupts: see Trainer.
 
     Returns:
         The result: held-out loss, speed, memory, and the identity of the run.
@@ -370,7 +370,7 @@ def train(
         return _keep(config, kept)
     with lock.hold(f"train {recipe}", config.run.out):
         auto.say(notes)
-        return train_held(config, recipe, data, title=title, interrupts=interrupts)
+        return train_held(config, recipe, data, show=show, interrupts=interrupts)
 
 
 def train_held(
@@ -378,7 +378,7 @@ def train_held(
     recipe: str,
     data: Data,
     *,
-    title: str | None = None,
+    show: progress.Show = progress.start,
     interrupts: Interrupts | None = None,
 ) -> dict:
     """Do what `train` does for a caller that holds the lock of the folder."""
@@ -388,7 +388,7 @@ def train_held(
     kept = finished(config, recipe, data)
     if kept is not None:
         return _keep(config, kept)
-    return Trainer(config, recipe, data, title=title, interrupts=interrupts).train()
+    return Trainer(config, recipe, data, show=show, interrupts=interrupts).train()
 
 
 def _keep(config: TrainConfig, result: dict) -> dict:

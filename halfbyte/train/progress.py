@@ -1,10 +1,13 @@
-"""How long work shows itself: a live bar on a terminal, a line every few seconds elsewhere."""
+"""How work shows itself: a live bar on a terminal, a line every few seconds elsewhere; several runs as a live table."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 PLAIN_SECONDS = 10.0
 """Time between two lines when the output is not a terminal."""
@@ -78,3 +81,98 @@ def start(title: str, steps: int, done: int) -> Progress:
         except ImportError:
             pass  # rich is part of the extra `train`; lines do as well
     return Plain(title, steps, done)
+
+
+Show = Callable[[str, int, int], Progress]
+"""Makes the display of a run of its title, its steps and how many are done, as `start` does."""
+
+
+class Board(AbstractContextManager["Board"]):
+    """Several runs one after the other, each as `start` shows it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+
+    def start(self, name: str, steps: int, done: int) -> Progress:
+        """Return the display of the run called `name`."""
+        return start(f"[{self._names.index(name) + 1}/{len(self._names)}] {name}", steps, done)
+
+    def finish(self, name: str, loss: str, gap: str) -> None:
+        """Show how a run ended: its held-out loss and its gap to the first, in words."""
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+
+@dataclass
+class Row:
+    """What a live table shows of one run."""
+
+    steps: str = ""
+    training: str = ""
+    loss: str = ""
+    gap: str = ""
+
+
+class RowDisplay:
+    """The display of a run that is a row of a table."""
+
+    def __init__(self, row: Row, steps: int, refresh: Callable[[], None]) -> None:
+        self._row, self._steps, self._refresh = row, steps, refresh
+
+    def update(self, step: int, text: str) -> None:
+        self._row.steps, self._row.training = f"{step}/{self._steps}", text
+        self._refresh()
+
+    def close(self) -> None:
+        self._refresh()
+
+
+class LiveBoard(Board):
+    """A table drawn by `rich` with a row for every run, from the start to the end of all."""
+
+    def __init__(self, names: Sequence[str], console: Any = None) -> None:
+        from rich.live import Live
+
+        super().__init__(names)
+        self.rows = {name: Row() for name in names}
+        self._live = Live(self.table(), console=console, refresh_per_second=4)
+
+    def __enter__(self) -> LiveBoard:
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._refresh()
+        self._live.stop()
+
+    def start(self, name: str, steps: int, done: int) -> Progress:
+        display = RowDisplay(self.rows[name], steps, self._refresh)
+        display.update(done, "")
+        return display
+
+    def finish(self, name: str, loss: str, gap: str) -> None:
+        self.rows[name].loss, self.rows[name].gap = loss, gap
+        self._refresh()
+
+    def table(self) -> Any:
+        """Return the rows as a table of rich."""
+        from rich.table import Table
+
+        table = Table("recipe", "steps", "training", "held-out loss", f"gap to {self._names[0]}")
+        for name, row in self.rows.items():
+            table.add_row(name, row.steps, row.training, row.loss, row.gap)
+        return table
+
+    def _refresh(self) -> None:
+        self._live.update(self.table())
+
+
+def board(names: Sequence[str]) -> Board:
+    """Return a display of several runs that fits standard output."""
+    if sys.stdout.isatty():
+        try:
+            return LiveBoard(names)
+        except ImportError:
+            pass  # as in `start`
+    return Board(names)
