@@ -15,7 +15,7 @@ from halfbyte.nn.linear import Linear, LinearLayer
 from halfbyte.nn.streams import FollowsRecipe, name_layers
 from halfbyte.nn.transposed import TransposedLinear, is_conv1d
 from halfbyte.policy import Keep, matches, plain_name
-from halfbyte.recipes import as_recipe
+from halfbyte.recipes import resolve
 from halfbyte.report import Report, Row
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
@@ -59,9 +59,9 @@ def quantize_(
     """
     _check_kinds(model, rules, share_amax)
     _check_initialized(model)
-    default = as_recipe(recipe)
+    default = resolve(recipe)
     state = _run_state(model) if state is None else state
-    resolved = {glob: None if rule is None else as_recipe(rule) for glob, rule in (rules or {}).items()}
+    resolved = {glob: None if rule is None else resolve(rule) for glob, rule in (rules or {}).items()}
     groups = tuple(tuple(group) for group in share_amax)
     plan = make_plan(model, Wishes(recipe=default, filter_fn=filter_fn, rules=resolved, keep=keep, share_amax=groups))
     followers = [layer for layer in _quantized(model) if layer.recipe.specs or layer.run_state is not None]
@@ -179,7 +179,7 @@ def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | Non
         ValueError: the model has no hb.nn layer, the recipe draws and a layer has no RunState, or it is called within
             `hb.high_precision`, which would undo the change.
     """
-    recipe = as_recipe(recipe)
+    recipe = resolve(recipe)
     modules = [module for module in _quantized(model) if not module.kept]
     if not modules:
         raise ValueError(f"model={type(model).__name__}: no layer follows a recipe; call hb.quantize_ first")

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from halfbyte import recipes as presets
 from halfbyte.nn.linear import describe
 from halfbyte.nn.streams import FollowsRecipe
-from halfbyte.recipes import as_recipe
+from halfbyte.recipes import resolve
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
@@ -122,7 +122,7 @@ def memory_report(
         raise ValueError("inputs: give example inputs whose first dimension is the batch, not empty")
     if isinstance(recipes, str | Recipe):
         raise TypeError(f"recipes={recipes!r}: give a list, such as recipes=['nvfp4', 'mxfp8']")
-    chosen = dict.fromkeys((presets.bf16(), *(as_recipe(recipe) for recipe in recipes)))
+    chosen = dict.fromkeys((presets.bf16(), *(resolve(recipe) for recipe in recipes)))
     run = forward or model
     rows = []
     with _set_aside(layers):

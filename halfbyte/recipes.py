@@ -5,6 +5,8 @@
 | nvfp4           | 1x16, 16x16 | 1x16 SR, 16x16       | 1x16 SR RHT, 1x16 RHT | NVIDIA, arXiv 2509.25149     |
 | nvfp4_mxfp8_bwd | 1x16, 1x16  | MXFP8, MXFP8         | MXFP8, MXFP8          | forward 4 bits, backward 8   |
 | four_over_six   | as nvfp4, with 4over6 on weights, activations or both      | arXiv 2512.02010             |
+| quartet2        | 1x16 4over6 | 1x16 EDEN RHT        | 1x16 EDEN RHT         | Quartet II, arXiv 2601.22813 |
+| rl              | 1x16 4over6 | bf16                 | bf16                  | what rollout engines compute |
 | mxfp8           | MXFP8       | MXFP8                | MXFP8                 | OCP MX v1.0                  |
 | nvfp4_forward   | 1x16, 1x16  | bf16                 | bf16                  | quantization-aware training  |
 | bf16            | bf16        | bf16                 | bf16                  |                              |
@@ -17,11 +19,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, GemmSpec, Hadamard, Recipe
+from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, GemmSpec, Hadamard, Recipe, Spec
 
 Scope = Literal["weights", "activations", "all"]
 SCOPES = ("weights", "activations", "all")
 FOUR_OVER_SIX_E4M3_MAX = 256.0  # arXiv 2512.02010: leaves room for a scale 1.5 times the standard one
+EDEN_FP4_MAX = 6 / (17 / 16 * 0.93)  # Quartet II's code: the block maximum that gives MS-EDEN the least error
+EDEN_E4M3_MAX = 255.99  # likewise: leaves room for scales that the correction makes larger
 
 
 def bf16() -> Recipe:
@@ -36,6 +40,8 @@ def nvfp4(
     weight_block: tuple[int, int] = (16, 16),
     activation_outer: Literal["tensor", "row"] = "tensor",
     fp4_max_gradient: float = 6.0,
+    activation_mean: Literal["kept", "split"] = "kept",
+    saved_rounding: Literal["nearest", "stochastic"] = "nearest",
 ) -> Recipe:
     """NVIDIA's NVFP4 pretraining recipe (arXiv 2509.25149).
 
@@ -45,6 +51,8 @@ def nvfp4(
         weight_block: (16, 16) shares one quantized weight between forward and backward; (1, 16) quantizes it twice.
         activation_outer: "row" gives every token of fprop's activations its own fp32 amax.
         fp4_max_gradient: what the block maximum of a gradient maps to; 6 * 16 / 17 leaves headroom for SR.
+        activation_mean: "split" quantizes x without its mean over tokens (Averis, arXiv 2603.10444), see Recipe.
+        saved_rounding: of the x that is saved for wgrad.
     """
     activation = NVFP4(outer=activation_outer)
     weight = NVFP4(block=weight_block)
@@ -52,7 +60,10 @@ def nvfp4(
     return Recipe(
         fprop=GemmSpec(a=activation, b=weight),
         dgrad=GemmSpec(a=gradient, b=weight),
-        wgrad=GemmSpec(a=dataclasses.replace(gradient, rotation=hadamard), b=NVFP4(rotation=hadamard)),
+        wgrad=GemmSpec(
+            a=dataclasses.replace(gradient, rotation=hadamard), b=NVFP4(rotation=hadamard, rounding=saved_rounding)
+        ),
+        activation_mean=activation_mean,
     )
 
 
@@ -103,7 +114,11 @@ def four_over_six(
         maximum = e4m3_max if e4m3_max_scope in (role, "all") else spec.e4m3_max
         return dataclasses.replace(spec, scaling=scaling, e4m3_max=maximum)
 
-    recipe = nvfp4() if base is None else resolve(base)
+    return _changed(nvfp4() if base is None else resolve(base), change)
+
+
+def _changed(recipe: Recipe, change: Callable[[Spec | None, str], Spec | None]) -> Recipe:
+    """Return a recipe with change(spec, role) in the place of every operand; gradients belong to "all" alone."""
     gemms: dict[str, Any] = {}
     for name, role_a, role_b in (
         ("fprop", "activations", "weights"),
@@ -112,9 +127,58 @@ def four_over_six(
     ):
         gemm = getattr(recipe, name)
         if gemm is not None:
-            # A gradient is an operand of "all" when it is rounded to nearest.
             gemms[name] = GemmSpec(a=change(gemm.a, role_a), b=change(gemm.b, role_b))
     return dataclasses.replace(recipe, **gemms)
+
+
+def row_scaled(*, scope: Scope = "all", base: Recipe | str | None = None) -> Recipe:
+    """A recipe whose NVFP4 operands have an fp32 amax per row: per token, or per feature where tokens are summed over.
+
+    Args:
+        scope: "weights", "activations" (x in fprop and wgrad), or "all" six operands.
+        base: the recipe to change, or a preset's name; by default `nvfp4(weight_block=(1, 16))`, for tiles span rows.
+    """
+    _check_scope("scope", scope)
+
+    def change(spec, role: str):
+        return dataclasses.replace(spec, outer="row") if isinstance(spec, NVFP4) and scope in (role, "all") else spec
+
+    return _changed(nvfp4(weight_block=(1, 16)) if base is None else resolve(base), change)
+
+
+def quartet2(
+    *,
+    hadamard: Hadamard | None = Hadamard(size=128, signs="fresh"),
+    backward: Literal["original", "dequantized"] = "dequantized",
+) -> Recipe:
+    """Quartet II (arXiv 2601.22813): 4over6 by MSE in the forward, MS-EDEN on all four operands of the backward.
+
+    Args:
+        backward: "dequantized", as published, quantizes what the forward multiplied; "original" x and w, see Recipe.
+        hadamard: the rotation of the operands of dgrad and wgrad, without which MS-EDEN is biased; None leaves it out.
+    """
+    operand = NVFP4(scaling=FourOverSix(error="mse"), e4m3_max=FOUR_OVER_SIX_E4M3_MAX)
+    rotated = NVFP4(rotation=hadamard, scaling=Eden(), fp4_max=EDEN_FP4_MAX, e4m3_max=EDEN_E4M3_MAX)
+    both = GemmSpec(a=rotated, b=rotated)
+    return Recipe(fprop=GemmSpec(a=operand, b=operand), dgrad=both, wgrad=both, backward=backward)
+
+
+def rl(*, gradients: Recipe | str | None = None, weight_block: tuple[int, int] = (1, 16)) -> Recipe:
+    """The forward that rollout engines compute, for training on what they generate, and a backward from its operands.
+
+    Every token has an amax of its own and nothing is rotated or random, so a token's operands do not depend on others.
+
+    Args:
+        gradients: the recipe, or a preset's name, whose dgrad and wgrad quantize gradients and, again, what fprop
+            multiplied: "mxfp8" in 8 bits; None leaves the backward in high precision.
+        weight_block: (1, 16), or (16, 16).
+    """
+    scaling = FourOverSix()
+    activation = NVFP4(outer="row", scaling=scaling, e4m3_max=FOUR_OVER_SIX_E4M3_MAX)
+    weight = NVFP4(block=weight_block, scaling=scaling, e4m3_max=FOUR_OVER_SIX_E4M3_MAX)
+    rest = bf16() if gradients is None else resolve(gradients)
+    fprop = GemmSpec(a=activation, b=weight)
+    return Recipe(fprop=fprop, dgrad=rest.dgrad, wgrad=rest.wgrad, backward="dequantized")
 
 
 def mxfp8(*, element: Literal["e4m3", "e5m2"] = "e4m3") -> Recipe:
@@ -153,13 +217,17 @@ def naive_fp4() -> Recipe:
 
 PRESETS: dict[str, Callable[..., Recipe]] = {
     function.__name__: function
-    for function in (bf16, nvfp4, nvfp4_mxfp8_bwd, four_over_six, mxfp8, nvfp4_forward, naive_fp4)
+    for function in (bf16, nvfp4, nvfp4_mxfp8_bwd, four_over_six, quartet2, rl, mxfp8, nvfp4_forward, naive_fp4)
 }
 
 
 def mixed(forward: Recipe | str, backward: Recipe | str) -> Recipe:
-    """Return the forward GEMM of one recipe with the backward GEMMs of another: what a run's last steps may want."""
-    return dataclasses.replace(resolve(backward), fprop=resolve(forward).fprop)
+    """Return the forward GEMM of one recipe with the backward GEMMs of another: what a run's last steps may want.
+
+    Behind a forward in high precision there is nothing to dequantize: such a backward reads x and w themselves.
+    """
+    fprop, rest = resolve(forward).fprop, resolve(backward)
+    return dataclasses.replace(rest, fprop=fprop, backward="original" if fprop is None else rest.backward)
 
 
 def get(name: str) -> Recipe:
@@ -187,24 +255,6 @@ def resolve(recipe: Recipe | str) -> Recipe:
         return get(recipe)
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4(), or the name of a preset")
-    return recipe
-
-
-def as_recipe(recipe: Recipe | str) -> Recipe:
-    """Return what `resolve` does if a layer can follow it.
-
-    Raises:
-        ValueError, TypeError: as `resolve`, or an operand has a scaling without bytes.
-    """
-    recipe = resolve(recipe)
-    for name in ("fprop", "dgrad", "wgrad"):
-        gemm = getattr(recipe, name)
-        for side in ("a", "b"):
-            if gemm is not None and isinstance(getattr(getattr(gemm, side), "scaling", None), Eden):
-                raise ValueError(
-                    f"recipe.{name}.{side} has scaling=Eden(), whose bytes are not defined yet, so no layer can "
-                    "follow it; use hb.BlockMax() or hb.FourOverSix()"
-                )
     return recipe
 
 

@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfbyte.spec import HADAMARD_SIGNS
+
 SEED_LIMIT = 1 << 64
 OFFSET_LIMIT = 1 << 63
 BLOCK_LIMIT = 1 << 63  # an op takes them as int64
 
-HADAMARD_SIGN_BITS = 0xD7E8
+HADAMARD_SIGN_BITS = sum(1 << i for i, sign in enumerate(HADAMARD_SIGNS) if sign == "-")
 """The published 16 signs, bit i set = element i is negated: + + + - + - - - - - - + - + - - (numerics.md section 7)."""
 
 GROUP_SEED_STEP = 0x9E3779B97F4A7C15

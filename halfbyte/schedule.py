@@ -108,7 +108,7 @@ def _pair(change: Any) -> tuple[Start, Recipe]:
         raise TypeError(f"changes: {when!r} is no step and no share of the steps; give an int or a float")
     if not isinstance(recipe, Recipe | str):
         raise TypeError(f"changes: {recipe!r} is no recipe; give a Recipe or the name of a preset")
-    return when, recipes.as_recipe(recipe)
+    return when, recipes.resolve(recipe)
 
 
 def _first_step(when: Start, steps: int | None) -> int:

@@ -12,8 +12,12 @@ from typing import Any, Literal
 
 from halfbyte.formats import E2M1, E4M3, E5M2, FLT_MAX, MXFP8_BLOCK, NVFP4_BLOCK, ElementFormat, element_format, f32
 
+HADAMARD_SIGNS = "+++-+------+-+--"
+"""The published 16 signs (docs/numerics.md section 7)."""
+
 HADAMARD_SIZES = (16, 32, 64, 128)
 BLOCKS = ((1, NVFP4_BLOCK), (NVFP4_BLOCK, NVFP4_BLOCK))
+EDEN_FP4_MAX_LIMIT = 8.0  # beyond E2M1's largest value: the corrected scale makes up for what saturates
 ROUNDINGS = ("nearest", "stochastic", "toward_zero")
 
 
@@ -48,16 +52,28 @@ class Hadamard:
 
     Args:
         size: width of the transform, 16, 32, 64 or 128.
-        signs: "fixed" uses the published 16 signs, "fresh" draws them from the call's `sign_rng`.
+        signs: "fixed" uses the published 16 signs, "fresh" draws them from the call's `sign_rng`, "none" has none; or
+            signs of your own, as "+--+": a string of + and - whose length divides `size`, and which repeats.
     """
 
     size: int = 16
-    signs: Literal["fixed", "fresh"] = "fixed"
+    signs: str = "fixed"
 
     def __post_init__(self) -> None:
         _choose("size", self.size, HADAMARD_SIZES)
         object.__setattr__(self, "size", int(self.size))  # 16.0 would spell another key
-        _choose("signs", self.signs, ("fixed", "fresh"))
+        object.__setattr__(self, "signs", self._canonical_signs())
+
+    def _canonical_signs(self) -> str:
+        """Return one spelling for equal signs: a name, or the shortest period."""
+        signs = self.signs
+        if signs in ("fixed", "fresh", "none"):
+            return signs
+        if not isinstance(signs, str) or not signs or set(signs) - {"+", "-"} or self.size % len(signs):
+            remedy = f"use 'fixed', 'fresh', 'none', or + and - as in '+--+', of a length that divides {self.size}"
+            raise _refuse("signs", signs, remedy)
+        period = next(n for n in range(1, len(signs) + 1) if signs[:n] * (len(signs) // n) == signs)
+        return {"+": "none", HADAMARD_SIGNS: "fixed"}.get(signs[:period], signs[:period])
 
     @property
     def key(self) -> str:
@@ -106,7 +122,11 @@ class FourOverSix:
 
 @dataclass(frozen=True)
 class Eden:
-    """MS-EDEN scale correction (Quartet II, arXiv 2601.22813); a value only, no backend runs it yet."""
+    """MS-EDEN (Quartet II, arXiv 2601.22813): codes to nearest, a block scale that makes up for their error on average.
+
+    The scale that is stored is corrected by the block's own projection and rounded stochastically (docs/numerics.md
+    section 5). On rotated data this is unbiased with half the error of stochastic rounding.
+    """
 
     @property
     def key(self) -> str:
@@ -126,8 +146,9 @@ class NVFP4(_EqualByKey):
             (truncation: stochastic rounding with all random bits 0; for controls only).
         outer: "tensor" or "row": what shares one fp32 amax.
         rotation: None or a Hadamard transform applied before quantization.
-        scaling: BlockMax() or FourOverSix(...): how the block scale is chosen. Eden() is a value only.
-        fp4_max: the FP4 magnitude that the block maximum maps to; below 6 leaves headroom for stochastic rounding.
+        scaling: BlockMax(), FourOverSix(...) or Eden(): how the block scale is chosen.
+        fp4_max: the FP4 magnitude that the block maximum maps to; below 6 leaves headroom for stochastic rounding. At
+            most 6, with Eden() 8.
         e4m3_max: the scale magnitude that the tensor maximum maps to; 256 with 4over6.
 
     Raises:
@@ -152,13 +173,14 @@ class NVFP4(_EqualByKey):
         if self.rotation is not None and not isinstance(self.rotation, Hadamard):
             raise _refuse("rotation", self.rotation, "use None or Hadamard(size=16, signs='fixed')")
         if not isinstance(self.scaling, Scaling):
-            raise _refuse("scaling", self.scaling, "use BlockMax() or FourOverSix(...)")
+            raise _refuse("scaling", self.scaling, "use BlockMax(), FourOverSix(...) or Eden()")
         self._check_maxima()
         self._check_combinations()
         object.__setattr__(self, "key", self._build_key())
 
     def _check_maxima(self) -> None:
-        for name, limit in (("fp4_max", E2M1.max), ("e4m3_max", E4M3.max)):
+        fp4_limit = EDEN_FP4_MAX_LIMIT if isinstance(self.scaling, Eden) else E2M1.max
+        for name, limit in (("fp4_max", fp4_limit), ("e4m3_max", E4M3.max)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= limit:
                 raise _refuse(name, value, f"give a number with 0 < {name} <= {limit:g}")
@@ -175,6 +197,8 @@ class NVFP4(_EqualByKey):
             raise _refuse("outer", "row", "a 16x16 tile spans rows; use block=(1, 16) or outer='tensor'")
         if tile and self.rotation is not None:
             raise _refuse("rotation", self.rotation, "a 16x16 operand is shared with its transpose; use block=(1, 16)")
+        if tile and isinstance(self.scaling, Eden):
+            raise _refuse("scaling", self.scaling, "it corrects blocks of a rotated operand; use block=(1, 16)")
         if chosen and self.rounding != "nearest":
             raise _refuse(
                 "rounding",
@@ -278,7 +302,7 @@ def _parse_block(text: str) -> tuple[int, int]:
 def _parse_rotation(text: str) -> Hadamard | None:
     if text == "-":
         return None
-    signs: Any = text.rstrip("0123456789")
+    signs = text.rstrip("0123456789")
     return Hadamard(size=int(text[len(signs) :]), signs=signs)
 
 
@@ -342,8 +366,10 @@ class Recipe(_EqualByKey):
 
     Args:
         fprop, dgrad, wgrad: a GemmSpec each, or None.
-        backward: "original" differentiates with respect to the original x and w; "dequantized" computes a
-            high-precision backward from the dequantized operands of fprop, which are all that is saved.
+        backward: "original" reads x and w as they were; "dequantized" the values of fprop's operands, which are all
+            that is saved, in high precision or quantized again as dgrad and wgrad say.
+        activation_mean: "split" subtracts the mean over tokens from x before it is quantized, and adds that mean's
+            share of y and dw in high precision (Averis, arXiv 2603.10444; docs/numerics.md section 2).
 
     Raises:
         ValueError: the three do not form one training step.
@@ -353,6 +379,7 @@ class Recipe(_EqualByKey):
     dgrad: GemmSpec | None = None
     wgrad: GemmSpec | None = None
     backward: Literal["original", "dequantized"] = "original"
+    activation_mean: Literal["kept", "split"] = "kept"
     key: str = field(init=False, repr=False)
     specs: tuple[Spec, ...] = field(init=False, repr=False)
     """Every spec in the recipe, operand by operand."""
@@ -363,6 +390,7 @@ class Recipe(_EqualByKey):
 
     def __post_init__(self) -> None:
         _choose("backward", self.backward, ("original", "dequantized"))
+        _choose("activation_mean", self.activation_mean, ("kept", "split"))
         for name in ("fprop", "dgrad", "wgrad"):
             gemm = getattr(self, name)
             if gemm is not None and not isinstance(gemm, GemmSpec):
@@ -372,20 +400,34 @@ class Recipe(_EqualByKey):
         if self.backward == "dequantized":
             if self.fprop is None:
                 raise _refuse("backward", "dequantized", "fprop is bf16, nothing is dequantized; use 'original'")
-            if self.dgrad is not None or self.wgrad is not None:
-                raise _refuse("backward", "dequantized", "the backward is then bf16; set dgrad=None and wgrad=None")
             if any(spec.rotation for spec in self.fprop.specs):
                 raise _refuse("backward", "dequantized", "rotated operands do not dequantize to x and w; drop rotation")
+        self._check_mean()
         parts = [f"{n}={_gemm_key(getattr(self, n))}" for n in ("fprop", "dgrad", "wgrad")]
-        object.__setattr__(self, "key", ";".join((*parts, f"backward={self.backward}")))
+        parts += [f"backward={self.backward}", *(["activation_mean=split"] if self.splits_mean else [])]
+        object.__setattr__(self, "key", ";".join(parts))
         specs = tuple(spec for gemm in (self.fprop, self.dgrad, self.wgrad) if gemm for spec in gemm.specs)
         object.__setattr__(self, "specs", specs)
         fresh = any(spec.needs_sign_rng for spec in specs)
         object.__setattr__(self, "needs_sign_rng", fresh)
         object.__setattr__(self, "needs_rng", fresh or any(spec.needs_rng for spec in specs))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # pickles of before lack what is computed
-        self.__init__(**{name: state[name] for name in ("fprop", "dgrad", "wgrad", "backward")})
+    def _check_mean(self) -> None:
+        if not self.splits_mean:
+            return
+        if self.backward == "dequantized":
+            raise _refuse("activation_mean", "split", "a dequantized backward would lack the mean; use 'kept'")
+        if not (self.fprop and self.fprop.a) and not (self.wgrad and self.wgrad.b):
+            raise _refuse("activation_mean", "split", "no GEMM quantizes x, so nothing is split; use 'kept'")
+
+    @property
+    def splits_mean(self) -> bool:
+        """Whether x is quantized without its mean over tokens."""
+        return self.activation_mean == "split"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # pickles of before lack what is computed, or newer fields
+        names = ("fprop", "dgrad", "wgrad", "backward", "activation_mean")
+        self.__init__(**{name: state[name] for name in names if name in state})
 
 
 def parse_recipe(key: str) -> Recipe:

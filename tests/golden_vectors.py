@@ -18,7 +18,8 @@ import halfbyte as hb
 from halfbyte import layout, reference
 
 FOLDER = Path(__file__).resolve().parent / "golden"
-FILES = ("numerics", "edge", "ranks")
+FILES = ("numerics", "edge", "ranks", "recipes")
+SCALINGS = {"block_max": hb.BlockMax, "four_over_six": hb.FourOverSix, "eden": hb.Eden}
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -80,7 +81,7 @@ def spec_of(entry: dict) -> hb.NVFP4 | hb.MXFP8:
         rounding=rounding,
         outer=entry.get("outer", "tensor"),
         rotation=hb.Hadamard(**rotation) if rotation else None,
-        scaling=hb.BlockMax() if kind == "block_max" else hb.FourOverSix(**_tuples(scaling)),
+        scaling=SCALINGS[kind](**_tuples(scaling)),
         fp4_max=entry.get("fp4_max", 6.0),
         e4m3_max=e4m3_max,
     )
@@ -241,7 +242,7 @@ def _check_swizzle(case: Case) -> None:
 
 QUANTIZE_KINDS = ("nvfp4", "nvfp4_rht_col", "four_over_six", "nvfp4_sr", "mxfp8", "edge_nvfp4", "edge_mxfp8")
 CHECKS = {
-    **dict.fromkeys(QUANTIZE_KINDS, _check_quantize),
+    **dict.fromkeys((*QUANTIZE_KINDS, "reference_nvfp4"), _check_quantize),
     "edge_row_col": _check_row_col,
     "rank_nvfp4": _check_rank,
     "edge_rotate": _check_rotate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import oracle
 import torch
 from strategies import HEADROOM
 from torch import Tensor
@@ -57,11 +58,32 @@ RECIPES: dict[str, hb.Recipe] = {
     "forward_row": recipes.nvfp4_forward(activation_outer="row"),
     "dequantized": recipes.nvfp4_forward(backward="dequantized"),
     "dequantized_row": recipes.nvfp4_forward(activation_outer="row", backward="dequantized"),
+    "mean_split": recipes.nvfp4(activation_mean="split"),
+    "requantized": dataclasses.replace(
+        recipes.nvfp4(activation_outer="row", hadamard=hb.Hadamard(size=64, signs="fresh")), backward="dequantized"
+    ),
     "rotated_everywhere": ROTATED_EVERYWHERE,
     "half_of_each": HALF_OF_EACH,
     "stochastic_tiles": STOCHASTIC_TILES,
     "other_tiles": OTHER_TILES,
 }
+
+VARIANTS: dict[str, hb.Recipe] = {
+    "quartet2_original": recipes.quartet2(backward="original"),
+    "row_scaled": recipes.row_scaled(),
+    "row_scaled_activations": recipes.row_scaled(scope="activations"),
+    "saved_sr": recipes.nvfp4(saved_rounding="stochastic"),
+    "rl_mxfp8": recipes.rl(gradients="mxfp8", weight_block=(16, 16)),
+    "requantized_no_tiles": dataclasses.replace(recipes.nvfp4(weight_block=(1, 16)), backward="dequantized"),
+    "requantized_tiles": dataclasses.replace(recipes.four_over_six(), backward="dequantized"),
+    "requantized_mxfp8": dataclasses.replace(recipes.nvfp4_mxfp8_bwd(), backward="dequantized"),
+    "requantized_half": hb.Recipe(fprop=hb.GemmSpec(b=hb.NVFP4()), wgrad=recipes.nvfp4().wgrad, backward="dequantized"),
+    "mean_split_no_rht": recipes.nvfp4(hadamard=None, activation_mean="split"),
+    "mean_split_forward": hb.Recipe(fprop=recipes.nvfp4_forward().fprop, activation_mean="split"),
+    "mean_split_wgrad": hb.Recipe(wgrad=recipes.nvfp4().wgrad, activation_mean="split"),
+    "mean_split_mxfp8": dataclasses.replace(recipes.mxfp8(), activation_mean="split"),
+}
+"""Recipes that differ from one of RECIPES in what is computed, not in how it is called."""
 
 
 class Product(NamedTuple):
@@ -115,16 +137,29 @@ def expected(
     """Return the output and the gradients of one linear layer for x [M, K], w [N, K], dy [M, N]."""
     places = rng if isinstance(rng, Places) else Places(rng, rng)
     fprop, dgrad, wgrad = (gemm or hb.GemmSpec() for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
-    x_row, x_col = _both(x, fprop.a, wgrad.b, places, X, (FPROP_SIGNS, WGRAD_SIGNS))
+    mean, quantized = None, x
+    if recipe.activation_mean == "split":  # what is quantized is what remains, in fp32
+        mean = torch.from_numpy(oracle.token_mean(x.float().numpy()))
+        quantized = x.float() - mean
+    x_row, x_col = _both(quantized, fprop.a, wgrad.b, places, X, (FPROP_SIGNS, WGRAD_SIGNS))
+    x_row, x_col = x_row if fprop.a else x.double(), x_col if wgrad.b else x.double().T
     w_row, w_col = _both(w, fprop.b, dgrad.b, places, W, (FPROP_SIGNS, DGRAD_SIGNS))
     dy_row, dy_col = _both(dy, dgrad.a, wgrad.a, places, DY, (DGRAD_SIGNS, WGRAD_SIGNS))
     if recipe.backward == "dequantized":  # the values of fprop's operands, rounded to the dtype of x
-        x_col, w_col = (t[:, : x.shape[1]].to(x.dtype).double().T for t in (x_row, w_row))
+        x_back, w_back = (t[:, : x.shape[1]].to(x.dtype) for t in (x_row, w_row))
+        x_col = _values(x_back.T, wgrad.b, places, X + 1, WGRAD_SIGNS)
+        w_col = _values(w_back.T, dgrad.b, places, W + 1, DGRAD_SIGNS)
     y = product(x_row, w_row)
+    if mean is not None and fprop.a is not None:
+        v = product(mean[None], w)
+        y = Product(y.value + v.value, y.bound + v.bound)
     if bias is not None:
         y = Product(y.value + bias.double(), y.bound + bias.double().abs())
     dw, dx = product(dy_col, x_col), product(dy_row, w_col)
     rows, cols = w.shape
+    if mean is not None and wgrad.b is not None:
+        outer = product(dy.double().sum(0)[:, None], mean[:, None])
+        dw = Product(dw.value[:rows] + outer.value, dw.bound[:rows] + outer.bound)
     dx = Product(*(t[:, :cols] for t in dx))
     dw = Product(*(t[:rows, :cols] for t in dw))
     return Expected(y, dx, dw, dy.double().sum(0))

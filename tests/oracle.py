@@ -111,9 +111,12 @@ def _halves(value: int) -> tuple[int, int]:
     return value & 0xFFFFFFFF, value >> 32
 
 
+def random_words(place: Place, block: int) -> list[int]:
+    return philox((*_halves(block), *_halves(place.offset)), _halves(place.seed))
+
+
 def random_bytes(place: Place, block: int) -> bytes:
-    words = philox((*_halves(block), *_halves(place.offset)), _halves(place.seed))
-    return struct.pack("<4I", *words)
+    return struct.pack("<4I", *random_words(place, block))
 
 
 def fresh_signs(place: Place, size: int) -> list[int]:
@@ -143,8 +146,9 @@ def rotated(x: np.ndarray, rotation, place: Place) -> list[list[np.float32]]:
     rows = [list(row) for row in x.astype(F)]
     if rotation is None:
         return rows
-    fixed = [1 if s == "+" else -1 for s in SIGNS] * (rotation.size // 16)
-    signs = fixed if rotation.signs == "fixed" else fresh_signs(place, rotation.size)
+    given = {"fixed": SIGNS, "none": "+", "fresh": ""}.get(rotation.signs, rotation.signs)
+    signs = [-1 if given[i % len(given)] == "-" else 1 for i in range(rotation.size)] if given else None
+    signs = signs or fresh_signs(place, rotation.size)
     return [rotate(row, rotation.size, signs) for row in rows]
 
 
@@ -181,11 +185,32 @@ def _amaxes(rows, spec, given) -> list[np.float32]:
     return [_finite_max(v for row in rows for v in row)]
 
 
+def token_mean(x: np.ndarray) -> np.ndarray:
+    """The mean of each column, in the order of section 2: fp32 [cols]."""
+    rows, cols = x.shape
+    out = np.zeros(cols, F)
+    with np.errstate(all="ignore"):
+        for c in range(cols):
+            groups = []
+            for start in range(0, rows, 16):
+                groups.append(F(0))
+                for r in range(start, min(start + 16, rows)):
+                    groups[-1] = groups[-1] + F(x[r, c])
+            lanes = [F(0)] * 32
+            for g, value in enumerate(groups):
+                lanes[g % 32] = lanes[g % 32] + value
+            while len(lanes) > 1:
+                lanes = [lanes[i] + lanes[i + 1] for i in range(0, len(lanes), 2)]
+            mean = lanes[0] / F(rows) if rows else F(0)
+            out[c] = mean if math.isfinite(mean) else F(0)
+    return out
+
+
 ORIGIN = Place()
 
 
 def quantize(x: np.ndarray, spec, place: Place = ORIGIN, sign_place: Place = ORIGIN, amax=None) -> Result:
-    """Quantize a matrix in NVFP4: every rule of sections 2 to 5 and 7 but Eden.
+    """Quantize a matrix in NVFP4: every rule of sections 2 to 5 and 7.
 
     Args:
         x: fp32 [rows, cols]; bf16 and fp16 inputs as their exact values.
@@ -226,6 +251,8 @@ def _tile(values, spec, top, place, indices) -> tuple[list[list[int]], int]:
         return _choose(values, spec, f, block_amax)
     folded = f.s * constant(1 / Fraction(spec.fp4_max))
     scale = nearest(minimum(block_amax * folded, FLT_MAX), FP8["e4m3"])
+    if spec.scaling.key == "eden":
+        return _eden(values[0], scale, f, random_words(place, indices[0])[0])
     enc = _encode(scale, f)
     if spec.rounding == "nearest":
         return [[e2m1(v * enc) for v in row] for row in values], scale
@@ -234,6 +261,26 @@ def _tile(values, spec, top, place, indices) -> tuple[list[list[int]], int]:
         drawn = random_bytes(place, index) if spec.rounding == "stochastic" else bytes(16)
         out.append([e2m1_stochastic(v * enc, byte) for v, byte in zip(row, drawn, strict=True)])
     return out, scale
+
+
+def _eden(row, scale: int, f: _Factors, word: int) -> tuple[list[list[int]], int]:
+    """MS-EDEN: the corrected scale between the two values of E4M3 that enclose it."""
+    scale = max(scale, 1)
+    enc = _encode(scale, f)
+    ys = [x * enc for x in row]
+    codes = [e2m1(y) for y in ys]
+    squares, products = ys[0] * ys[0], ys[0] * e2m1_value(codes[0])
+    for y, code in zip(ys[1:], codes[1:], strict=True):
+        squares, products = squares + y * y, products + y * e2m1_value(code)
+    if products == 0:
+        return [codes], 0
+    grid = FP8["e4m3"]
+    t = float(minimum(e4m3_value(scale) * (squares / products), F(448)))  # from here on exact
+    low = max(code for code, value in enumerate(grid) if value <= t)
+    if low + 1 == len(grid):
+        return [codes], low
+    chance = (Fraction(t) - Fraction(grid[low])) / (Fraction(grid[low + 1]) - Fraction(grid[low]))
+    return [codes], low + (Fraction(word >> 8, 2**24) < chance)
 
 
 def _choose(values, spec, f: _Factors, block_amax) -> tuple[list[list[int]], int]:

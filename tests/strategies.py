@@ -25,6 +25,7 @@ RHT = hb.NVFP4(rotation=hb.Hadamard())
 FRESH = hb.NVFP4(rotation=hb.Hadamard(size=64, signs="fresh"))
 MAE = hb.NVFP4(scaling=hb.FourOverSix(), e4m3_max=256.0)
 MSE_TILE = hb.NVFP4(block=(16, 16), scaling=hb.FourOverSix(error="mse"), e4m3_max=256.0)
+EDEN = hb.NVFP4(scaling=hb.Eden(), fp4_max=6 / (17 / 16 * 0.93), e4m3_max=255.99)
 MX = hb.MXFP8()
 MX5 = hb.MXFP8(element="e5m2")
 
@@ -41,6 +42,7 @@ SPECS = {
     "fresh": FRESH,
     "mae": MAE,
     "mse_tile": MSE_TILE,
+    "eden": EDEN,
     "mxfp8": MX,
     "mxfp8_e5m2": MX5,
 }
@@ -54,23 +56,37 @@ fourosix = st.builds(
 )
 
 
+SIGNS = ("fixed", "fresh", "none", "+-", "-+++--+-+-++-+--")
+hadamards = st.builds(hb.Hadamard, size=st.sampled_from((16, 32, 64, 128)), signs=st.sampled_from(SIGNS))
+
+
 @st.composite
 def nvfp4_specs(draw) -> hb.NVFP4:
-    scaling = draw(st.just(hb.BlockMax()) | fourosix)
+    scaling = draw(st.just(hb.BlockMax()) | fourosix | st.just(hb.Eden()))
+    if scaling == hb.Eden():
+        return draw(eden_specs())
     chosen = not isinstance(scaling, hb.BlockMax)
     block = draw(st.sampled_from(((1, 16), (16, 16))))
     tile = block == (16, 16)
-    rotations = st.builds(
-        hb.Hadamard, size=st.sampled_from((16, 32, 64, 128)), signs=st.sampled_from(("fixed", "fresh"))
-    )
     return hb.NVFP4(
         block=block,
         rounding="nearest" if chosen else draw(st.sampled_from(("nearest", "stochastic", "toward_zero"))),
         outer="tensor" if tile else draw(st.sampled_from(("tensor", "row"))),
-        rotation=None if tile else draw(st.none() | rotations),
+        rotation=None if tile else draw(st.none() | hadamards),
         scaling=scaling,
         fp4_max=6.0 if chosen else draw(st.sampled_from((6.0, HEADROOM, 4.0, 0.7))),
         e4m3_max=draw(st.sampled_from((448.0, 256.0, 100.0, 0.3))),
+    )
+
+
+def eden_specs() -> st.SearchStrategy[hb.NVFP4]:
+    return st.builds(
+        hb.NVFP4,
+        scaling=st.just(hb.Eden()),
+        outer=st.sampled_from(("tensor", "row")),
+        rotation=st.none() | hadamards,
+        fp4_max=st.sampled_from((EDEN.fp4_max, 6.0, HEADROOM, 8.0, 0.7)),
+        e4m3_max=st.sampled_from((EDEN.e4m3_max, 448.0, 0.3)),
     )
 
 

@@ -14,7 +14,7 @@ def test_golden(case):
 def test_the_files_are_complete():
     kinds = Counter(case.kind for case in golden.cases())
     assert set(kinds) == set(golden.CHECKS)
-    assert sum(kinds.values()) == 369 + 868 + 8
+    assert sum(kinds.values()) == 369 + 868 + 8 + 24
 
 
 @pytest.mark.parametrize("file, name", [("numerics", "qdata"), ("numerics", "block_scale"), ("edge", "dequant")])

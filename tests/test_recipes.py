@@ -12,6 +12,15 @@ TILE = hb.NVFP4(block=(16, 16))
 SR = hb.NVFP4(rounding="stochastic")
 RHT = hb.Hadamard(size=16)
 E4M3 = hb.MXFP8()
+RL_W = hb.NVFP4(scaling=hb.FourOverSix(error="mae"), e4m3_max=256.0)
+RL_X = dataclasses.replace(RL_W, outer="row")
+MSE = hb.NVFP4(scaling=hb.FourOverSix(error="mse"), e4m3_max=256.0)
+EDEN = hb.NVFP4(
+    rotation=hb.Hadamard(size=128, signs="fresh"),
+    scaling=hb.Eden(),
+    fp4_max=6 / (17 / 16 * 0.93),
+    e4m3_max=255.99,
+)
 
 
 def operands(recipe: hb.Recipe) -> dict:
@@ -40,6 +49,8 @@ TABLE = {
         dataclasses.replace(ROW, rotation=RHT),
     ),
     "nvfp4_mxfp8_bwd": (ROW, ROW, E4M3, E4M3, E4M3, E4M3),
+    "quartet2": (MSE, MSE, EDEN, EDEN, EDEN, EDEN),
+    "rl": (RL_X, RL_W, None, None, None, None),
     "mxfp8": (E4M3,) * 6,
     "nvfp4_forward": (ROW, ROW, None, None, None, None),
 }
@@ -100,6 +111,14 @@ class TestNvfp4:
         recipe = hb.recipes.nvfp4(activation_outer="row")
         assert changed(recipe, self.base) == {"fprop x"}
         assert recipe.fprop.a.outer == "row"
+
+    def test_saved_activations_rounded_stochastically(self):
+        recipe = hb.recipes.nvfp4(saved_rounding="stochastic")
+        assert changed(recipe, self.base) == {"wgrad x"} and recipe.wgrad.b.rounding == "stochastic"
+
+    def test_split_mean(self):
+        recipe = hb.recipes.nvfp4(activation_mean="split")
+        assert changed(recipe, self.base) == set() and recipe.activation_mean == "split"
 
     def test_headroom(self):
         recipe = hb.recipes.nvfp4(fp4_max_gradient=6 * 16 / 17)
@@ -163,6 +182,52 @@ class TestFourOverSix:
         recipe = hb.recipes.four_over_six(error="mse", error_math="scaled", candidates=(1.0, 1.25), e4m3_max=448)
         expected = hb.FourOverSix(error="mse", error_math="scaled", candidates=(1.0, 1.25))
         assert recipe.fprop.a == hb.NVFP4(scaling=expected)
+
+
+def test_quartet2_takes_another_rotation_or_none():
+    for rotation in (hb.Hadamard(size=64, signs="fresh"), None):
+        recipe = hb.recipes.quartet2(hadamard=rotation)
+        assert changed(recipe, hb.recipes.quartet2()) == {"dgrad dy", "dgrad w", "wgrad dy", "wgrad x"}
+        assert recipe.dgrad == recipe.wgrad and recipe.wgrad.b == dataclasses.replace(EDEN, rotation=rotation)
+
+
+@pytest.mark.parametrize("name", ["quartet2", "rl"])
+def test_presets_that_differentiate_what_the_forward_multiplied(name):
+    assert [n for n in PRESETS if hb.recipes.get(n).backward == "dequantized"] == ["quartet2", "rl"]
+    assert hb.recipes.get(name).backward == "dequantized"
+
+
+def test_quartet2_can_differentiate_the_original():
+    assert hb.recipes.quartet2(backward="original") == dataclasses.replace(hb.recipes.quartet2(), backward="original")
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_rl_takes_the_gradients_of_a_recipe(name):
+    recipe = hb.recipes.rl(gradients=name)
+    assert (recipe.dgrad, recipe.wgrad) == (hb.recipes.get(name).dgrad, hb.recipes.get(name).wgrad)
+    assert recipe.fprop == hb.recipes.rl().fprop and recipe.backward == "dequantized"
+    tiles = hb.recipes.rl(gradients=name, weight_block=(16, 16))
+    assert changed(tiles, recipe) == {"fprop w"} and tiles.fprop.b.is_tile
+    assert not any(spec.rotation for spec in hb.recipes.rl().specs) and not hb.recipes.rl().needs_rng
+
+
+@pytest.mark.parametrize("scope", ["weights", "activations", "all"])
+def test_row_scaled_operands_are_those_of_the_scope(scope):
+    base = hb.recipes.nvfp4(weight_block=(1, 16))
+    rows = {"weights": {"fprop w", "dgrad w"}, "activations": {"fprop x", "wgrad x"}, "all": set(operands(base))}[scope]
+    recipe = hb.recipes.row_scaled(scope=scope)
+    assert changed(recipe, base) == rows
+    for name, spec in operands(recipe).items():
+        assert spec == dataclasses.replace(operands(base)[name], outer="row" if name in rows else "tensor")
+
+
+def test_row_scaled_keeps_what_has_no_amax_and_refuses_tiles():
+    recipe = hb.recipes.row_scaled(base="nvfp4_mxfp8_bwd")
+    assert changed(recipe, hb.recipes.nvfp4_mxfp8_bwd()) == {"fprop x", "fprop w"}
+    with pytest.raises(ValueError, match=r"outer='row'.*use block=\(1, 16\)"):
+        hb.recipes.row_scaled(base="nvfp4")
+    with pytest.raises(ValueError, match="scope='tokens'"):
+        hb.recipes.row_scaled(scope="tokens")
 
 
 def test_mxfp8_element_is_that_of_the_gradients():

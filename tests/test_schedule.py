@@ -30,8 +30,11 @@ def test_names_and_keys_come_back(name):
 def test_a_mixed_recipe_has_the_forward_of_one_and_the_backward_of_the_other():
     assert recipes.get("bf16/nvfp4") == LATE
     assert recipes.mixed(recipes.mxfp8(), recipes.bf16()).fprop == recipes.mxfp8().fprop
-    with pytest.raises(ValueError, match="dequantize"):
-        recipes.mixed(recipes.bf16(), recipes.nvfp4_forward(backward="dequantized"))
+    # Nothing is dequantized behind a forward in high precision.
+    assert recipes.mixed("bf16", recipes.nvfp4_forward(backward="dequantized")) == hb.Recipe()
+    late = recipes.get("bf16/quartet2")
+    assert late == dataclasses.replace(recipes.quartet2(backward="original"), fprop=None)
+    assert recipes.get(describe(late)) == late
 
 
 def test_steps_and_shares():

@@ -5,9 +5,9 @@ import math
 import string
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import SIGNS
 
 import halfbyte as hb
 from halfbyte.spec import HADAMARD_SIZES, parse
@@ -24,7 +24,7 @@ REFUSED = [
     (lambda: hb.NVFP4(rounding="sr"), "rounding", "'sr'", "'stochastic'"),
     (lambda: hb.NVFP4(outer="block"), "outer", "'block'", "'tensor', 'row'"),
     (lambda: hb.NVFP4(rotation=16), "rotation", "16", "Hadamard(size=16"),
-    (lambda: hb.NVFP4(scaling="4over6"), "scaling", "'4over6'", "FourOverSix("),
+    (lambda: hb.NVFP4(scaling="4over6"), "scaling", "'4over6'", "BlockMax(), FourOverSix(...) or Eden()"),
     (lambda: hb.NVFP4(fp4_max=0), "fp4_max", "0", "0 < fp4_max <= 6"),
     (lambda: hb.NVFP4(fp4_max=6.5), "fp4_max", "6.5", "0 < fp4_max <= 6"),
     (lambda: hb.NVFP4(fp4_max=math.nan), "fp4_max", "nan", "0 < fp4_max <= 6"),
@@ -55,9 +55,15 @@ REFUSED = [
         "'toward_zero'",
         "rounding='nearest' or scaling=BlockMax()",
     ),
+    (lambda: hb.NVFP4(block=(16, 16), scaling=hb.Eden()), "scaling", "Eden()", "block=(1, 16)"),
+    (lambda: hb.NVFP4(scaling=hb.Eden(), fp4_max=8.5), "fp4_max", "8.5", "0 < fp4_max <= 8"),
     (lambda: hb.NVFP4(fp4_max=4.0, scaling=hb.FourOverSix()), "fp4_max", "4.0", "fp4_max=6.0"),
     (lambda: hb.Hadamard(size=24), "size", "24", "16, 32, 64, 128"),
-    (lambda: hb.Hadamard(signs="random"), "signs", "'random'", "'fixed', 'fresh'"),
+    (lambda: hb.Hadamard(signs="random"), "signs", "'random'", "'fixed', 'fresh', 'none'"),
+    (lambda: hb.Hadamard(signs=""), "signs", "''", "'fixed', 'fresh', 'none'"),
+    (lambda: hb.Hadamard(signs=("+", "-")), "signs", "('+', '-')", "of a length that divides 16"),
+    (lambda: hb.Hadamard(signs="+-+"), "signs", "'+-+'", "of a length that divides 16"),
+    (lambda: hb.Hadamard(size=32, signs="+-" * 32), "signs", "'+-+-", "of a length that divides 32"),
     (lambda: hb.FourOverSix(error="max"), "error", "'max'", "'mae', 'mse'"),
     (lambda: hb.FourOverSix(error_math="fast"), "error_math", "'fast'", "'exact', 'scaled'"),
     (lambda: hb.FourOverSix(candidates=(1.5,)), "candidates", "(1.5,)", "contains 1.0"),
@@ -83,14 +89,22 @@ REFUSED = [
         "give both the same",
     ),
     (lambda: hb.Recipe(backward="exact"), "backward", "'exact'", "'original', 'dequantized'"),
+    (lambda: hb.Recipe(activation_mean="removed"), "activation_mean", "'removed'", "'kept', 'split'"),
+    (lambda: hb.Recipe(activation_mean="split"), "activation_mean", "'split'", "use 'kept'"),
+    (
+        lambda: hb.Recipe(dgrad=hb.GemmSpec(a=TILE, b=TILE), activation_mean="split"),
+        "activation_mean",
+        "'split'",
+        "no GEMM quantizes x",
+    ),
+    (
+        lambda: hb.Recipe(fprop=hb.GemmSpec(a=TILE), backward="dequantized", activation_mean="split"),
+        "activation_mean",
+        "'split'",
+        "use 'kept'",
+    ),
     (lambda: hb.Recipe(fprop=hb.NVFP4()), "fprop", "NVFP4(", "GemmSpec(a=..., b=...)"),
     (lambda: hb.Recipe(backward="dequantized"), "backward", "'dequantized'", "'original'"),
-    (
-        lambda: hb.Recipe(fprop=hb.GemmSpec(a=TILE), dgrad=hb.GemmSpec(a=TILE), backward="dequantized"),
-        "backward",
-        "'dequantized'",
-        "dgrad=None and wgrad=None",
-    ),
     (
         lambda: hb.Recipe(
             fprop=hb.GemmSpec(a=hb.NVFP4(rotation=RHT), b=hb.NVFP4(rotation=RHT)), backward="dequantized"
@@ -127,7 +141,7 @@ def finite(limit: float) -> st.SearchStrategy[float]:
     return st.floats(min_value=2.0**-20, max_value=limit, allow_nan=False)
 
 
-hadamards = st.builds(hb.Hadamard, size=st.sampled_from(HADAMARD_SIZES), signs=st.sampled_from(["fixed", "fresh"]))
+hadamards = st.builds(hb.Hadamard, size=st.sampled_from(HADAMARD_SIZES), signs=st.sampled_from(SIGNS))
 candidates = st.lists(finite(8.0), max_size=3).map(lambda ratios: (1.0, *ratios))
 four_over_six = st.builds(
     hb.FourOverSix,
@@ -144,7 +158,7 @@ nvfp4_fields = st.fixed_dictionaries(
         "outer": st.sampled_from(["tensor", "row"]),
         "rotation": st.one_of(st.none(), hadamards),
         "scaling": scalings,
-        "fp4_max": st.one_of(st.just(6.0), finite(6.0)),
+        "fp4_max": st.one_of(st.just(6.0), finite(9.0)),
         "e4m3_max": st.one_of(st.just(256), finite(448.0)),
     },
 )
@@ -155,8 +169,11 @@ def contradicts(fields: dict) -> bool:
     tile = fields.get("block") == (16, 16)
     scaling = fields.get("scaling", hb.BlockMax())
     rounds_otherwise = fields.get("rounding", "nearest") != "nearest"
+    eden = scaling == hb.Eden()
     return (
-        (tile and fields.get("outer") == "row")
+        (tile and eden)
+        or fields.get("fp4_max", 6.0) > (8.0 if eden else 6.0)
+        or (tile and fields.get("outer") == "row")
         or (tile and fields.get("rotation") is not None)
         or (rounds_otherwise and scaling != hb.BlockMax())
         or (isinstance(scaling, hb.FourOverSix) and fields.get("fp4_max", 6.0) != 6.0)
@@ -238,20 +255,16 @@ def test_derived_facts(spec):
         assert spec.needs_sign_rng == (rotation is not None and rotation.signs == "fresh")
 
 
+def test_equal_signs_have_one_spelling():
+    assert hb.Hadamard(signs="++++") == hb.Hadamard(signs="none") and hb.Hadamard(signs="none").key == "none16"
+    assert hb.Hadamard(size=64, signs="+-" * 32).signs == "+-"
+    assert hb.Hadamard(size=64, signs="+++-+------+-+--" * 2) == hb.Hadamard(size=64)
+    assert hb.Hadamard(size=128, signs="+" * 127 + "-").key == "+" * 127 + "-128"
+
+
 def test_an_empty_gemm_is_bf16():
     assert hb.Recipe(fprop=hb.GemmSpec()) == hb.Recipe()
     assert hb.Recipe().key == "fprop=bf16;dgrad=bf16;wgrad=bf16;backward=original"
-
-
-def test_a_spec_without_defined_bytes_is_not_quantized():
-    x, rng = torch.ones(16, 16), hb.Philox(0)
-    eden = hb.NVFP4(scaling=hb.Eden())
-    with pytest.raises(ValueError, match=r"scaling=Eden\(\).*use hb.BlockMax\(\)"):
-        hb.quantize(x, eden, rng=rng)
-    with pytest.raises(ValueError, match=r"scaling=Eden\(\)"):
-        hb.quantize_row_col(x, None, eden, rng=rng)
-    with pytest.raises(ValueError, match=r"scaling=Eden\(\)"):
-        hb.linear(x, x, None, hb.Recipe(fprop=hb.GemmSpec(a=eden)), rng=rng)
 
 
 def test_equal_numbers_of_another_type_make_equal_keys():

@@ -149,7 +149,7 @@ def grouped_linear(
         ValueError: shapes do not fit, or the recipe draws and rng is None.
         TypeError: dtypes do not fit.
     """
-    recipe = resolve(recipe)
+    recipe = _of_experts(recipe)
     refuse_transforms((x, w_ENK), EXPERTS)
     refuse_foreign((("x", x), ("w_ENK", w_ENK)))
     is_covered = covers(cached_weight, recipe)
@@ -179,6 +179,21 @@ def grouped_linear(
     distinct = None if draw is None or signs is None or signs.base is draw.base else signs.base
     bases = None if draw is None else snapshot(draw.base), snapshot(distinct)
     return _GroupedLinear.apply((call, stream), x, w_ENK, offsets, main_grad, *bases, *buffers)
+
+
+def _of_experts(recipe: Recipe | str) -> Recipe:
+    """Return the recipe, of what experts can follow.
+
+    Raises:
+        ValueError: it splits a mean off.
+    """
+    recipe = resolve(recipe)
+    if recipe.splits_mean:
+        raise ValueError(
+            "recipe.activation_mean='split': experts do not split a mean off; use dataclasses.replace(recipe, "
+            "activation_mean='kept') for them, in hb.quantize_ by rules"
+        )
+    return recipe
 
 
 class _Call(NamedTuple):
@@ -250,10 +265,12 @@ def _backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]
     row, col = _both(dy, offsets, specs, _Place(*draws, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True)))
     dx = dw = None
     if need_dx:
-        right = _turned(w_col) if shares_tiles else _right(w_col, None, recipe, x_dtype)
+        place = _Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
+        right = _turned(w_col) if shares_tiles else _right(w_col, None, (recipe, dgrad.b, x_dtype), place)
         dx = ops.grouped_gemm_nt(row, right, offsets, out_dtype=x_dtype)
     if need_dw:
-        right = _right(x_col, offsets, recipe, x_dtype)
+        place = _Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
+        right = _right(x_col, offsets, (recipe, wgrad.b, x_dtype), place)
         if main_grad is None:
             dw = ops.grouped_gemm_nt(col, right, offsets, out_dtype=x_dtype).to(w_dtype)
         else:
@@ -322,13 +339,20 @@ def _turned(operand: ops.Operand) -> ops.Operand:
     return ops.Operand(blocks._replace(qdata=blocks.qdata.mT), operand.spec, blocks.qdata.shape[1])
 
 
-def _right(operand: Any, offsets: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> ops.Operand | Tensor:
-    """Return the right operand of a backward GEMM; a dequantized backward transposes what fprop saved."""
+def _right(
+    operand: Any, offsets: Tensor | None, how: tuple[Recipe, Spec | None, torch.dtype], place: _Place
+) -> ops.Operand | Tensor:
+    """Return the right operand of a backward GEMM, as `operands.right_operand`.
+
+    Args:
+        how: the recipe, how a dequantized backward quantizes the values again, and the dtype of the values.
+    """
+    recipe, spec, dtype = how
     if recipe.backward == "original":
         return operand
     if isinstance(operand, ops.Operand):
         operand = ops.grouped_dequantize(operand, offsets, dtype)
-    return operand.mT
+    return _both(operand, offsets, (None, spec), place)[1]
 
 
 def _check(x: Tensor, w: Tensor, offsets: Tensor, main_grad: Tensor | None) -> None:

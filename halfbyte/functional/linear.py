@@ -36,6 +36,7 @@ from halfbyte import ops
 from halfbyte.functional import whole
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
+from halfbyte.functional.mean import add_mean_gradient, bias_with_mean, both_without_mean
 from halfbyte.functional.operands import (
     BF16_GEMM,
     Place,
@@ -341,7 +342,10 @@ def backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
 def multiply(
     request: Request, needs: Sequence[bool], tensors: Sequence[Any], streams: Sequence[int]
 ) -> tuple[list[Tensor], list]:
-    """Return the outputs [M, N_i] and what the backward needs of x and of each weight; arguments as `forward_pass`."""
+    """Return the outputs [M, N_i], and what the backward needs of x, of each weight and of x's mean.
+
+    Arguments are those of `forward_pass`.
+    """
     n, recipe = request.count, request.recipe
     x, *tensors = tensors
     weights, biases, amaxes = (tensors[i * n : (i + 1) * n] for i in range(3))
@@ -354,16 +358,21 @@ def multiply(
     keep_x = any(need_dw)
     x_col_spec = wgrad.b if keep_x and not dequantized else None
     place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (not dequantized, False))
-    row, col = both(x_MK, fprop.a, x_col_spec, place, ops.Amaxes(*tensors[5 * n + 1 : 5 * n + 3]))
+    mean = None
+    if recipe.splits_mean:
+        row, col, mean = both_without_mean(x_MK, (fprop.a, x_col_spec), place)
+    else:
+        row, col = both(x_MK, fprop.a, x_col_spec, place, ops.Amaxes(*tensors[5 * n + 1 : 5 * n + 3]))
     kept_x = (row if dequantized else col) if keep_x else None
     outputs, kept_w = [], []
     for i, w in enumerate(weights):
         needed = fprop.b, dgrad.b if need_dx and not dequantized else None
         place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
         w_row, w_col = weight_operands(w, needed, cached[i], place, amaxes[request.amax_of[i]])
-        outputs.append(ops.gemm_nt(row, w_row, out_dtype=request.out_dtype, bias=biases[i]))
+        bias = biases[i] if mean is None or fprop.a is None else bias_with_mean(biases[i], mean, w, x.dtype)
+        outputs.append(ops.gemm_nt(row, w_row, out_dtype=request.out_dtype, bias=bias))
         kept_w.append((w_row if dequantized else w_col) if need_dx else None)
-    return outputs, [kept_x, *kept_w]
+    return outputs, [kept_x, *kept_w, mean if x_col_spec else None]
 
 
 def gradients_of(
@@ -382,8 +391,9 @@ def gradients_of(
         amaxes: of each dy, or None, as far as known.
         wanted: which of x, weights and biases need gradients, and the dtypes of `note`.
     """
-    n, ((x_col, *w_cols), (*draws, signs), main_grads) = request.count, state
+    n, ((x_col, *w_cols, mean), (*draws, signs), main_grads) = request.count, state
     needs, (x_dtype, w_dtypes, b_dtypes) = wanted
+    dgrad, wgrad = (gemm or BF16_GEMM for gemm in (request.recipe.dgrad, request.recipe.wgrad))
     need_dx, need_dw, need_db = needs[0], needs[1 : 1 + n], needs[1 + n : 1 + 2 * n]
     dx: Tensor | None = None
     dws: list[Tensor | None] = [None] * n
@@ -398,15 +408,23 @@ def gradients_of(
         place = Place(draws[i], signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
         row, col = both(dy_MN, row_spec, col_spec, place, amaxes[i])
         if need_dx:
-            dx = add_dx(dx, row, right_operand(w_cols[i], request.recipe, x_dtype), last=i == used[-1], dtype=x_dtype)
+            place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
+            right = right_operand(w_cols[i], request.recipe, dgrad.b, place, x_dtype)
+            dx = add_dx(dx, row, right, last=i == used[-1], dtype=x_dtype)
         if need_dw[i]:
             if x_right is None:
-                right = right_operand(x_col, request.recipe, x_dtype)
+                place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
+                right = right_operand(x_col, request.recipe, wgrad.b, place, x_dtype)
                 x_right = for_all(right, sum(need_dw[j] for j in used))
-            dws[i] = weight_gradient(col, x_right, (x_dtype, w_dtypes[i]), main_grads[i])
+            known = None if mean is None else add_mean_gradient(_token_sum(dy_MN), mean, main_grads[i])
+            dws[i] = weight_gradient(col, x_right, (x_dtype, w_dtypes[i]), main_grads[i], known)
         if need_db[i]:
-            dbs[i] = dy_MN.sum(0, dtype=torch.float32).to(b_dtypes[i])
+            dbs[i] = _token_sum(dy_MN).to(b_dtypes[i])
     return dx, *dws, *dbs
+
+
+def _token_sum(dy_MN: Tensor) -> Tensor:
+    return dy_MN.sum(0, dtype=torch.float32)
 
 
 def _forward_whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], streams: Sequence[int]) -> tuple:

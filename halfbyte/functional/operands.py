@@ -72,18 +72,29 @@ def weight_operands(
     return row, col
 
 
-def right_operand(operand: ops.Operand | Tensor, recipe: Recipe, dtype: torch.dtype) -> ops.Operand | Tensor:
-    """Return the right operand of a backward GEMM; a dequantized backward transposes what fprop saved."""
+def right_operand(
+    operand: ops.Operand | Tensor, recipe: Recipe, spec: Spec | None, place: Place, dtype: torch.dtype
+) -> ops.Operand | Tensor:
+    """Return the right operand of a backward GEMM.
+
+    Args:
+        operand: what was saved: the operand itself, or for a dequantized backward that of fprop.
+        recipe: of the call.
+        spec: how a dequantized backward quantizes the values again, transposed; None for not at all.
+        place: where that draws.
+        dtype: of the values.
+    """
     if recipe.backward == "original":
         return operand
     if isinstance(operand, ops.Operand):
         operand = ops.dequantize(operand.blocks, operand.spec, operand.cols, dtype, operand.scale_layout)
-    return operand.T
+    return both(operand, None, spec, place, ops.Amaxes())[1]
 
 
 def for_all(x_col: Any, wanted: int) -> Any:
     """Return the right operand of `wanted` weight gradients: decoded once if several read it."""
-    return ops.decode(x_col) if wanted > 1 and isinstance(x_col, ops.Operand) else x_col
+    is_code = isinstance(x_col, ops.Operand) and not x_col.blocks.qdata.is_floating_point()
+    return ops.decode(x_col) if wanted > 1 and is_code else x_col
 
 
 def add_dx(dx: Tensor | None, row: Any, right: Any, *, last: bool, dtype: torch.dtype) -> Tensor:
@@ -96,13 +107,20 @@ def add_dx(dx: Tensor | None, row: Any, right: Any, *, last: bool, dtype: torch.
 
 
 def weight_gradient(
-    col: Any, right: Any, dtypes: tuple[torch.dtype, torch.dtype], main_grad: Tensor | None
+    col: Any, right: Any, dtypes: tuple[torch.dtype, torch.dtype], main_grad: Tensor | None, existing: Tensor | None
 ) -> Tensor | None:
-    """Return the gradient in the dtype of the GEMMs, then in that of the weight: they differ under autocast."""
-    if main_grad is None:
-        return ops.gemm_nt(col, right, out_dtype=dtypes[0]).to(dtypes[1])
-    ops.gemm_nt(col, right, out=main_grad, accumulate=True)
-    return None
+    """Return the gradient in the dtype of the GEMMs, then in that of the weight: they differ under autocast.
+
+    Args:
+        main_grad: fp32, to which it is added instead; None is returned.
+        existing: fp32, a part of the gradient that is known; with a main_grad it is in there already.
+    """
+    if main_grad is not None:
+        ops.gemm_nt(col, right, out=main_grad, accumulate=True)
+        return None
+    if existing is not None:
+        return ops.gemm_nt_add(col, right, existing, out_dtype=dtypes[0]).to(dtypes[1])
+    return ops.gemm_nt(col, right, out_dtype=dtypes[0]).to(dtypes[1])
 
 
 Saved = tuple

@@ -17,7 +17,7 @@ from halfbyte.nn.linear import Linear, forward_shared, gather, hooked, run_share
 from halfbyte.nn.norm import LayerNorm, Norm, RMSNorm, from_norm, make_norm, to_norm
 from halfbyte.nn.shared_input import following
 from halfbyte.nn.streams import own_state
-from halfbyte.recipes import as_recipe
+from halfbyte.recipes import resolve
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
@@ -66,7 +66,7 @@ class LayerNormLinear(_OfLayers):
         self.norm = make_norm(norm, in_features)
         widths = {"linear": out_features} if isinstance(out_features, int) else dict(out_features)
         _check_names(widths)
-        state = own_state(as_recipe(recipe), state)
+        state = own_state(resolve(recipe), state)
         self.names = tuple(widths)
         for name, width in widths.items():
             self.add_module(name, Linear(in_features, width, bias, recipe=recipe, state=state))
@@ -139,7 +139,7 @@ class MLP(_OfLayers):
         super().__init__()
         self.activation = activation
         self.names = default_names(activation)
-        state = own_state(as_recipe(recipe), state)
+        state = own_state(resolve(recipe), state)
         for name in self.names[:-1]:
             self.add_module(name, Linear(width, hidden, bias, recipe=recipe, state=state))
         self.add_module(self.names[-1], Linear(hidden, width, bias, recipe=recipe, state=state))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -254,8 +253,15 @@ def describe(recipe: Recipe) -> str:
         if preset == recipe:
             return name
     forward = (name for name, preset in presets.items() if preset.fprop == recipe.fprop)
-    backward = (name for name, preset in presets.items() if dataclasses.replace(preset, fprop=recipe.fprop) == recipe)
+    backward = (name for name, preset in presets.items() if _has_backward(recipe, preset))
     try:
         return f"{next(forward)}/{next(backward)}"
     except StopIteration:
         return recipe.key
+
+
+def _has_backward(recipe: Recipe, preset: Recipe) -> bool:
+    """Whether `recipes.mixed` of the recipe's forward and the preset is the recipe."""
+    backward = "original" if recipe.fprop is None else preset.backward
+    found = preset.dgrad, preset.wgrad, backward, preset.activation_mean
+    return found == (recipe.dgrad, recipe.wgrad, recipe.backward, recipe.activation_mean)

@@ -26,7 +26,12 @@ _PLAIN_GEMM = GemmSpec()
 
 
 def input_specs(recipe: Recipe, need_dw: bool) -> tuple[Spec | None, Spec | None]:
-    """Return how a linear layer quantizes its input: for fprop and, if a weight gradient is needed, for wgrad."""
+    """Return how a linear layer quantizes its input: for fprop and, if a weight gradient is needed, for wgrad.
+
+    Nothing where the mean is split off first: of what remains nobody knows the amaxes.
+    """
+    if recipe.splits_mean:
+        return None, None
     fprop, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.wgrad))
     return fprop.a, wgrad.b if need_dw and recipe.backward == "original" else None
 

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from halfbyte.functional import STREAMS_PER_LINEAR
 from halfbyte.functional.weights import CachedWeight, cacheable
-from halfbyte.recipes import as_recipe
+from halfbyte.recipes import resolve
 from halfbyte.rng import StreamPhilox
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
@@ -97,7 +97,7 @@ class FollowsRecipe(_Base):
     """How many `hb.high_precision` contexts the layer is in."""
 
     def adopt(self, recipe: Recipe | str, state: RunState | None) -> None:
-        recipe = as_recipe(recipe)
+        recipe = resolve(recipe)
         state = own_state(recipe, state)
         self.weight_cache: ModuleCache | None = None
         self.recipe_before, self.kept = None, False
@@ -160,7 +160,7 @@ class FollowsRecipe(_Base):
 
     @recipe.setter
     def recipe(self, recipe: Recipe | str) -> None:
-        self._recipe = as_recipe(recipe)
+        self._recipe = resolve(recipe)
         self._note_draws()
         if self.weight_cache is not None:
             self.weight_cache.follow(self._recipe)

@@ -15,7 +15,16 @@ from halfbyte.ops.dispatch import (
 )
 from halfbyte.ops.explain import OPS as EXPLAINED
 from halfbyte.ops.explain import Explanation, Step, explain
-from halfbyte.ops.fused import Amaxes, Following, NormKind, activation, activation_backward, norm, norm_backward
+from halfbyte.ops.fused import (
+    Amaxes,
+    Following,
+    NormKind,
+    activation,
+    activation_backward,
+    norm,
+    norm_backward,
+    split_mean,
+)
 from halfbyte.ops.grouped import (
     check_offsets,
     emulates,
@@ -57,5 +66,6 @@ __all__ = [
     "quantize_row_col",
     "run",
     "selective_checkpoint_ops",
+    "split_mean",
     "transpose",
 ]

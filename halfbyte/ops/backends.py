@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 
 from halfbyte.kernels.target import HIP, find
+from halfbyte.spec import NVFP4, Eden, Spec
 
 REFERENCE, TRITON, NATIVE = "reference", "triton", "native"
 BACKENDS = (REFERENCE, TRITON, NATIVE)
@@ -140,6 +141,33 @@ def choose(device: torch.device, backend: str | None) -> str:
     if not status.available:
         raise ValueError(f"backend={backend!r}: {status.reason}; use backend=None to choose what runs here")
     return TRITON if backend == PORTABLE else backend
+
+
+def without_kernel(spec: Spec | None) -> str | None:
+    """Return what of a spec only the reference computes, or None."""
+    if isinstance(spec, NVFP4) and isinstance(spec.scaling, Eden):
+        return "scaling=Eden()"
+    if spec is not None and spec.rotation is not None and spec.rotation.signs not in ("fixed", "fresh"):
+        return f"rotation={spec.rotation!r}"
+    return None
+
+
+def check_kernels(specs: tuple[Spec | None, ...], device: torch.device, backend: str | None) -> None:
+    """Raise ValueError if the backend that would run on `device` has no kernel for a spec."""
+    for spec in specs:
+        missing = without_kernel(spec)
+        if missing is not None:
+            check_reference(missing, device, backend)
+
+
+def check_reference(missing: str, device: torch.device, backend: str | None) -> None:
+    """Raise ValueError unless the reference would run on `device`, which alone computes what is `missing`."""
+    chosen = choose(device, backend)
+    if chosen != REFERENCE:
+        raise ValueError(
+            f"{missing} has no kernel on backend {chosen!r}, which runs on {device}: quantize with "
+            "backend='reference', move the tensors to the CPU, or choose a spec with a kernel"
+        )
 
 
 @lru_cache(maxsize=256)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout, matrix_shape
 from halfbyte.ops import library as _library  # noqa: F401  defines torch.ops.halfbyte
-from halfbyte.ops.backends import NATIVE, choose
+from halfbyte.ops.backends import NATIVE, check_kernels, choose
 from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.ops.repeat import call_op
 from halfbyte.rng import Draw
-from halfbyte.spec import NVFP4, Eden, Spec
+from halfbyte.spec import Spec
 
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -51,6 +51,7 @@ def quantize(
     """
     _check_input(x)
     check_specs((spec,), draw, sign_draw)
+    check_kernels((spec,), x.device, backend)
     check_scale_layout(scale_layout)
     out = call_op(
         torch.ops.halfbyte.quantize, x, spec.key, *_draw_arguments(draw, sign_draw), amax, scale_layout, backend or ""
@@ -82,6 +83,7 @@ def quantize_row_col(
     """
     _check_input(x)
     check_specs((row_spec, col_spec), draw, sign_draw)
+    check_kernels((row_spec, col_spec), x.device, backend)
     if draw is not None and col_spec is not None and (draw.first_block or draw.blocks_per_row is not None):
         raise ValueError(
             f"rng.first_block={draw.first_block}: a shard starts elsewhere in x.T; quantize x and x.T apart"
@@ -115,12 +117,10 @@ def _draw_arguments(draw: Draw | None, sign_draw: Draw | None) -> tuple:
 
 
 def check_specs(specs: tuple[Spec | None, ...], draw: Draw | None, sign_draw: Draw | None) -> None:
-    """Raise ValueError if a spec has no defined bytes yet or needs a draw that is missing."""
+    """Raise ValueError if a spec needs a draw that is missing."""
     for spec in specs:
-        if isinstance(spec, NVFP4) and isinstance(spec.scaling, Eden):
-            raise ValueError("scaling=Eden(): its bytes are not defined yet; use hb.BlockMax() or hb.FourOverSix()")
         if spec is not None and spec.needs_rng and draw is None:
-            raise ValueError("rng=None: stochastic rounding draws random bits; pass rng=hb.Philox(seed, offset)")
+            raise ValueError("rng=None: the spec draws random bits; pass rng=hb.Philox(seed, offset)")
         if spec is not None and spec.needs_sign_rng and sign_draw is None:
             raise ValueError("sign_rng=None: fresh Hadamard signs are drawn; pass sign_rng=hb.Philox(seed, offset)")
 

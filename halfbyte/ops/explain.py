@@ -14,7 +14,7 @@ import torch
 
 from halfbyte import recipes
 from halfbyte.kernels.target import INTERPRETER, Target, assumed, find
-from halfbyte.ops.backends import REFERENCE, backends, choose
+from halfbyte.ops.backends import REFERENCE, backends, choose, without_kernel
 from halfbyte.spec import MXFP8, NVFP4, Spec, parse
 
 CPU = "cpu"
@@ -204,6 +204,9 @@ OPS: dict[str, tuple[int, Callable[[Call], None]]] = {
 }
 """By name, how many sizes its shape has, and the call that is rehearsed."""
 
+QUANTIZING = ("quantize", "amax", "grouped_quantize", "grouped_experts")
+"""Ops that need a kernel for the spec itself; the others need its format."""
+
 
 def _op(op: str | None, shape: Sequence[int], groups: int) -> str:
     """Return the op that is asked for: by default that of the shape."""
@@ -243,6 +246,9 @@ def explain(
     where, reason = _target(target)
     if where is None:
         return Explanation(op=op, target=CPU, steps=(Step(kernel="plain torch (halfbyte.reference)", why=reason),))
+    if op in QUANTIZING and (missing := next(filter(None, map(without_kernel, known)), None)) is not None:
+        why = f"{missing} has no kernel: plain torch computes it, on the CPU or with backend='reference'"
+        return Explanation(op=op, target=where.name, steps=(Step(kernel="none, the call is refused", why=why),))
     from halfbyte.kernels.launch import rehearsing
 
     with assumed(where), rehearsing() as events:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.ops import fused_library as _library  # noqa: F401  defines torch.ops.halfbyte.norm, …
+from halfbyte.ops.backends import check_reference
 from halfbyte.ops.repeat import call_op
 from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Spec
@@ -92,6 +93,16 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]; bias's is empty without one."""
     return call_op(torch.ops.halfbyte.norm_backward, dy, x, weight, *statistics, centered, has_bias, backend or "")
+
+
+def split_mean(x: Tensor, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """Return a matrix without the mean of each column, fp32 [M, K], and these means, fp32 [K].
+
+    Raises:
+        ValueError: a backend would run that has no kernel for it.
+    """
+    check_reference("activation_mean='split'", x.device, backend)
+    return call_op(torch.ops.halfbyte.split_mean, x, backend or "")
 
 
 def activation(

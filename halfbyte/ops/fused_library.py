@@ -23,6 +23,7 @@ _SCHEMAS = (
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool centered, bool has_bias, "
     "str backend) -> (Tensor, Tensor, Tensor)",
+    "split_mean(Tensor x, str backend) -> (Tensor, Tensor)",
     f"activation(Tensor x, Tensor? up, str function, {_WANTED}) -> (Tensor, Tensor, Tensor)",
     f"activation_backward(Tensor dh, Tensor x, Tensor? up, str function, {_WANTED}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -52,6 +53,11 @@ def norm(x, weight, bias, eps, centered, dtype, row, col_key, sign_rng, sign_str
 
 def norm_backward(dy, x, weight, mean, rstd, centered, has_bias, backend) -> tuple[Tensor, ...]:
     return _backend(x.device, backend).norm_backward(dy, x, weight, (mean, rstd), centered, has_bias)
+
+
+def split_mean(x, backend) -> tuple[Tensor, Tensor]:
+    residual, mean = reference.split_mean(x)
+    return residual, mean
 
 
 def activation(x, up, function, row, col_key, sign_rng, sign_stream, backend) -> tuple[Tensor, ...]:
@@ -103,9 +109,14 @@ def _fake_activation_backward(dh, x, up, function, row, col_key, *rest):
     return _contiguous_like(x), _contiguous_like(up), *amaxes, *_amaxes_like(x, row, col_key)
 
 
+def _fake_split_mean(x, backend):
+    return x.new_empty(x.shape, dtype=torch.float32), x.new_empty(x.shape[1], dtype=torch.float32)
+
+
 _FAKES = {
     norm: _fake_norm,
     norm_backward: _fake_norm_backward,
+    split_mean: _fake_split_mean,
     activation: _fake_activation,
     activation_backward: _fake_activation_backward,
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout
 from halfbyte.ops import grouped_library as _library  # noqa: F401  defines torch.ops.halfbyte.grouped_*
-from halfbyte.ops.backends import TRITON, choose
+from halfbyte.ops.backends import TRITON, check_kernels, choose
 from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.ops.dispatch import QUANTIZABLE, Operand, check_specs, operand_arguments
 from halfbyte.ops.repeat import call_op
@@ -70,6 +70,7 @@ def grouped_quantize_row_col(
     elif x.shape[0] == 0:
         raise ValueError(f"x.shape={tuple(x.shape)}: give the weights of at least one expert")
     check_specs((row_spec, col_spec), draw, sign_draw)
+    check_kernels((row_spec, col_spec), x.device, backend)
     for place in (draw, sign_draw):
         if place is not None and (place.first_block or place.blocks_per_row is not None):
             raise ValueError(f"rng.first_block={place.first_block}: a grouped operand is whole; quantize shards apart")

@@ -38,3 +38,12 @@ def block_maxima(x_RBL: Tensor) -> Tensor:
     in_rows = x_RBL.stride(0) > x_RBL.stride(1)
     maxima = bits.amax(2) if in_rows else bits.transpose(0, 1).amax(2).T
     return maxima.view(x_RBL.dtype).float()
+
+
+def ordered_sum(values_RBL: Tensor) -> Tensor:
+    """Return the sums over each block, elements 0, 1, ... added in this order, each sum rounded: [rows, blocks]."""
+    first, *others = values_RBL.unbind(2)
+    total = first.clone()
+    for element in others:
+        total += element
+    return total

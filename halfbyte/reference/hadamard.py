@@ -10,19 +10,18 @@ from halfbyte.formats import f32
 from halfbyte.layout import round_up
 from halfbyte.reference.blocks import elements_lead
 from halfbyte.reference.philox import sign_bits
-from halfbyte.rng import HADAMARD_SIGN_BITS, Draw
-from halfbyte.spec import Hadamard
+from halfbyte.rng import Draw
+from halfbyte.spec import HADAMARD_SIGNS, Hadamard
 
 
 def signs(rotation: Hadamard, sign_draw: Draw | None, device: torch.device) -> Tensor:
     """Return the +1 / -1 factors of one group, fp32 [size]."""
-    if rotation.signs == "fixed":
-        bit = torch.arange(rotation.size, device=device) % 16
-        negate = (torch.full_like(bit, HADAMARD_SIGN_BITS) >> bit) & 1
-    else:
+    if rotation.signs == "fresh":
         assert sign_draw is not None, "fresh signs need a draw"
-        negate = sign_bits(rotation.size, sign_draw)
-    return 1.0 - 2.0 * negate.float()
+        return 1.0 - 2.0 * sign_bits(rotation.size, sign_draw).float()
+    given = {"fixed": HADAMARD_SIGNS, "none": "+"}.get(rotation.signs, rotation.signs)
+    one = [-1.0 if sign == "-" else 1.0 for sign in given]
+    return torch.tensor(one, device=device).repeat(rotation.size // len(one))
 
 
 def rotate(x: Tensor, rotation: Hadamard, sign_draw: Draw | None = None) -> Tensor:

@@ -22,12 +22,12 @@ from halfbyte.layout import (
     swizzle,
     unpack,
 )
-from halfbyte.reference import mxfp8
-from halfbyte.reference.blocks import block_maxima, elements_lead, in_blocks
+from halfbyte.reference import eden, mxfp8
+from halfbyte.reference.blocks import block_maxima, elements_lead, in_blocks, ordered_sum
 from halfbyte.reference.cast import e2m1_codes, fp8_values, round_nearest, round_stochastic, with_sign
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import decode
-from halfbyte.reference.philox import block_bytes, bytes_of_both
+from halfbyte.reference.philox import block_bytes, block_numbers, bytes_of_both
 from halfbyte.reference.scale import (
     TensorFactors,
     block_scale,
@@ -37,7 +37,7 @@ from halfbyte.reference.scale import (
     tensor_factors,
 )
 from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Spec
+from halfbyte.spec import MXFP8, NVFP4, BlockMax, Eden, FourOverSix, Spec
 
 CHUNK_ELEMENTS = 1 << 18  # temporaries of a chunk stay in a cache, and an operation is longer than its call
 
@@ -200,8 +200,8 @@ def _quantize_nvfp4(
         assert amax is not None
         return Blocks(qdata, scale, amax)
     x_RB16 = in_blocks(x, NVFP4_BLOCK)
-    if isinstance(spec.scaling, FourOverSix) and x_RB16.stride(2) == 1:
-        x_RB16 = elements_lead(x_RB16)  # the errors of a block are summed element by element
+    if not isinstance(spec.scaling, BlockMax) and x_RB16.stride(2) == 1:
+        x_RB16 = elements_lead(x_RB16)  # sums over a block are made element by element
     step = max(NVFP4_BLOCK, CHUNK_ELEMENTS // cols // NVFP4_BLOCK * NVFP4_BLOCK)
     chunks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
     maxima = [block_maxima(x_RB16[chunk]) for chunk in chunks]
@@ -234,17 +234,19 @@ def _all_finite(magnitudes: Tensor) -> bool:
 
 
 def _random(draw: Draw | Tensor | None, spec: NVFP4, chunk: slice, x_RB16: Tensor) -> Tensor | None:
-    """Return the random bytes of some rows as fp32 in x's order, or None."""
-    if spec.rounding != "stochastic":
+    """Return the random bytes of some rows as fp32 in x's order, of Eden a number per block; or None."""
+    if not spec.needs_rng:
         return None
     if isinstance(draw, Tensor):
         return torch.empty_like(x_RB16[chunk], dtype=torch.float32).copy_(draw[chunk])
-    assert draw is not None, "stochastic rounding needs a draw"
+    assert draw is not None, "what is random needs a draw"
     blocks = x_RB16.shape[1]
     per_row = blocks if draw.blocks_per_row is None else draw.blocks_per_row
     device = draw.base.device
     first = torch.arange(chunk.start, chunk.stop, device=device) * per_row + draw.first_block
     block = torch.arange(blocks, device=device)
+    if isinstance(spec.scaling, Eden):
+        return block_numbers(first[:, None] + block, draw)
     if x_RB16.stride(2) == 1:
         drawn = block_bytes(first[:, None] + block, draw).movedim(0, 2)
     else:
@@ -260,7 +262,7 @@ def _round(
     Args:
         x: [rows, blocks, 16].
         maxima: `block_maxima` of x.
-        random: fp32 0 to 255 of x's shape, for stochastic rounding.
+        random: fp32 0 to 255 of x's shape for stochastic rounding, 0 to 2^24 - 1 [rows, blocks] for Eden.
     """
     x = x.float()
     # On a GPU, mask rather than ask.
@@ -276,12 +278,24 @@ def _round(
         scale = _choose_scale(x, block_amax, spec, spec.scaling, factors)
     else:
         scale = block_scale(block_amax, factors)
-    v = x * encode_scale(fp8_values(scale), factors)[..., None]
-    magnitude = round_nearest(v) if spec.rounding == "nearest" else round_stochastic(v, random)
+    if isinstance(spec.scaling, Eden):
+        assert random is not None
+        magnitude, v, scale = _round_eden(x, scale, factors, random)
+    else:
+        v = x * encode_scale(fp8_values(scale), factors)[..., None]
+        magnitude = round_nearest(v) if spec.rounding == "nearest" else round_stochastic(v, random)
     if poison is not None:
         magnitude = magnitude.masked_fill_(poison[..., None], 0.0)
         scale = scale.view(torch.uint8).masked_fill(poison, E4M3_NAN).view(scale.dtype)
     return magnitude, v, scale
+
+
+def _round_eden(x: Tensor, scale: Tensor, factors: TensorFactors, random: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """MS-EDEN: codes of nearest, and the scale that makes up for their error on average (section 5)."""
+    rounded_with = eden.code_scale(fp8_values(scale))
+    v = x * encode_scale(rounded_with, factors)[..., None]
+    magnitude = round_nearest(v)
+    return magnitude, v, eden.stored_scale(v, magnitude, rounded_with, random)
 
 
 def _choose_scale(x: Tensor, block_amax: Tensor, spec: NVFP4, scaling: FourOverSix, factors: TensorFactors) -> Tensor:
@@ -310,11 +324,7 @@ def _choose_scale(x: Tensor, block_amax: Tensor, spec: NVFP4, scaling: FourOverS
 
 def _error(d: Tensor, error_kind: str, is_tile: bool) -> Tensor:
     """Sum |d| or d*d over the 16 elements in order, then over the 16 rows of a tile as a tree: [rows, blocks]."""
-    d = d.abs_() if error_kind == "mae" else d.mul_(d)
-    first, *others = d.unbind(2)
-    error = first.clone()
-    for element in others:
-        error += element
+    error = ordered_sum(d.abs_() if error_kind == "mae" else d.mul_(d))
     return _over_tile(error, _tree_sum) if is_tile else error
 
 

@@ -59,6 +59,18 @@ def block_bytes(blocks: Tensor, draw: Draw, together: bool = True) -> Tensor:
     return _together(words) if together else _apart(words)
 
 
+def block_numbers(blocks: Tensor, draw: Draw) -> Tensor:
+    """Return one random number of each 1x16 block, the 24 high bits of its first word: fp32 of blocks' shape.
+
+    Args:
+        blocks: int64 [...], the linear index B of every block in its operand.
+        draw: the place in the random stream.
+    """
+    k0, k1, o0, o1 = _words(draw)
+    first, *_ = philox4x32((blocks & _LOW, (blocks >> 32) & _LOW, o0, o1), (k0, k1))
+    return (first >> 8).float()
+
+
 def bytes_of_both(rows: int, cols: int, draw: Draw) -> tuple[Tensor, Tensor]:
     """Return what `block_bytes` does of a matrix and of its transpose at the next offset, in one computation.
 

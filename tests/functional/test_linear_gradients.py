@@ -11,6 +11,7 @@ from halfbyte.functional.linear import Layers
 SUM = 2e-6  # fp32 accumulation and factors, relative to the sum of absolute products
 ROUND = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 RNG = hb.Philox(seed=2**63 + 5, offset=(7 << 32) + 48)
+EVERY = cases.RECIPES | cases.VARIANTS
 every_recipe = pytest.mark.parametrize("recipe", cases.RECIPES.values(), ids=cases.RECIPES.keys())
 
 
@@ -29,7 +30,7 @@ def run(x, w, bias, dy, recipe, **options):
     return (y.detach(), *(None if t is None else t.grad for t in leaves))
 
 
-@every_recipe
+@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_output_and_gradients(recipe, dtype):
     x, w, bias, dy = cases.tensors(dtype=dtype)

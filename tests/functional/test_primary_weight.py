@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import halfbyte as hb
+from halfbyte import ops
 from halfbyte.distributed import cast_master_weights_to_nvfp4, post_all_gather_processing
 from halfbyte.tensor import PrimaryWeight, QuantTensor
 
@@ -50,6 +51,15 @@ def test_a_gemm_in_high_precision_reads_the_values(recipe):
         plain.weight.copy_(primary.weight.dequantize())
     ours, theirs = outputs_and_gradients(primary), outputs_and_gradients(plain)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_split_mean_is_multiplied_by_what_the_weight_stands_for():
+    _, primary = layers(replace(NVFP4, activation_mean="split"), turned=False)
+    x = torch.randn(8, 48).bfloat16() + 4
+    rest, mean = ops.split_mean(x)
+    v = mean @ primary.weight.dequantize().float().T
+    expected = hb.gemm_nt(hb.quantize(rest, hb.NVFP4()), primary.weight, torch.float32) + v + primary.bias.float()
+    assert torch.allclose(primary(x).float(), expected, rtol=2.0**-8, atol=1e-5)
 
 
 def test_a_forward_in_another_dtype_is_told_which_weight_and_how_to_build_it():

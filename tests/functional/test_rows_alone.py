@@ -15,6 +15,7 @@ from halfbyte.train import model as models
 ALONE = {
     "bf16": recipes.bf16(),
     "mxfp8": recipes.mxfp8(),
+    "rl": recipes.rl(),
     "nvfp4": recipes.nvfp4(activation_outer="row"),
     "nvfp4_forward": recipes.nvfp4_forward(activation_outer="row"),
     "four_over_six": recipes.four_over_six(base=recipes.nvfp4(activation_outer="row")),

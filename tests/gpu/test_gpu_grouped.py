@@ -162,7 +162,7 @@ def test_products_are_those_of_each_group_alone(experts_by):
         start += size
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bf16"])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ("bf16", "quartet2")])
 def test_layer_follows_the_reference(recipe):
     sizes, padding, K, N = (70, 1, 0, 130, 33), 6, 200, 136
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ def test_values_are_the_decoded_codes(name, shape):
         checks.same(transient.qdata, backend.decode(stored, spec, shape[1 - side]).values)
 
 
-@pytest.mark.parametrize("recipe", [name for name in hb.recipes.PRESETS if name != "bf16"])
+@pytest.mark.parametrize("recipe", [name for name in hb.recipes.PRESETS if name not in ("bf16", "quartet2")])
 def test_layer_follows_the_reference(recipe):
     torch.manual_seed(0)
     x, w = (torch.randn(shape).bfloat16() for shape in ((264, 200), (136, 200)))

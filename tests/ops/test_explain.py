@@ -225,3 +225,13 @@ def test_the_command(capsys):
     assert cli.main(["explain", "64", "nvfp4"]) == 2
     assert cli.main(["explain", "64yy", "nvfp4"]) == 2
     assert "SHAPE '64yy': give sizes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spec", ["quartet2.dgrad.a", hb.NVFP4(rotation=hb.Hadamard(signs="none"))])
+def test_a_spec_without_a_kernel_is_said_to_be_refused(spec):
+    (step,) = hb.ops.explain((256, 256), spec, target="sm_90").steps
+    assert "refused" in step.kernel and "has no kernel" in step.why and not step.programs
+    assert hb.ops.explain((256, 256), hb.NVFP4(), spec, target="sm_90").steps == (step,)
+    assert hb.ops.explain((256, 256, 256), "nvfp4", "quartet2.fprop.b", target="sm_90").steps[-1].programs
+    (step,) = hb.ops.explain((256, 256), spec, target="cpu").steps
+    assert "plain torch" in step.kernel

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from strategies import DTYPES, OFFSETS, SEEDS, make, matrices, nvfp4_specs
+from strategies import DTYPES, OFFSETS, SEEDS, SIGNS, eden_specs, make, matrices, nvfp4_specs
 
 import halfbyte as hb
 from halfbyte import layout, reference
@@ -55,6 +55,14 @@ places = st.builds(
 def test_nvfp4(x, spec, place, sign_place):
     q = hb.quantize(x, spec, rng=hb.Philox(*place), sign_rng=hb.Philox(*sign_place))
     assert_equal(q, oracle.quantize(x.float().numpy(), spec, place, sign_place), x.shape[1])
+
+
+@settings(max_examples=100)
+@given(x=matrices(max_cols=24), spec=eden_specs(), place=places)
+def test_eden(x, spec, place):
+    """More of what `test_nvfp4` tries, with blocks whose scale would be 0 and blocks of zeros among them."""
+    q = hb.quantize(x, spec, rng=hb.Philox(*place), sign_rng=hb.Philox(1))
+    assert_equal(q, oracle.quantize(x.float().numpy(), spec, place, oracle.Place(1)), x.shape[1])
 
 
 GIVEN = (0.0, -0.0, 1e-45, 1e-30, 0.01, 1.0, 3.0, 1e30, 3.4028234663852886e38, float("nan"), float("inf"), -1.0)
@@ -142,7 +150,7 @@ def test_philox_known_answers(counter, key, answer):
 @given(
     x=matrices(max_rows=3, max_cols=150),
     size=st.sampled_from((16, 32, 64, 128)),
-    signs=st.sampled_from(("fixed", "fresh")),
+    signs=st.sampled_from(SIGNS),
     seed=SEEDS,
     offset=OFFSETS,
 )
