@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.convert import quantize_
 from halfbyte.policy import Keep
-from halfbyte.recipes import PRESETS, as_recipe
+from halfbyte.recipes import PRESETS, resolve
 from halfbyte.report import Report
 from halfbyte.spec import Recipe, parse_recipe
 from halfbyte.state import RunState
@@ -73,7 +73,7 @@ def read_recipe(text: str) -> Recipe:
     Raises:
         ValueError: it is neither.
     """
-    return parse_recipe(text) if "=" in text else as_recipe(text)
+    return parse_recipe(text) if "=" in text else resolve(text)
 
 
 def _written(recipe: Recipe | str) -> str:
@@ -81,7 +81,7 @@ def _written(recipe: Recipe | str) -> str:
     if isinstance(recipe, str):
         read_recipe(recipe)
         return recipe
-    as_recipe(recipe)
+    resolve(recipe)
     return next((name for name, preset in PRESETS.items() if preset() == recipe), recipe.key)
 
 
