@@ -3,6 +3,7 @@
 #   make test        tests that need no GPU; make test-full: with nine that take minutes        make test-gpu   the GPU tests, with this machine's own python3
 #   make test-targets   a sample of what the launchers launch, recorded and compiled for every GPU without one (some
 #                       minutes on two cores); make test-targets-full: all of it (hours)
+#   make test-integrations   packages of others read what this one writes (they are installed into .venv)
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
 #   make test-docs   every code block, example, link and figure of the documentation, and the site, strict
 #   make test-package   wheel and sdist: built, installed in an empty environment, run        make dist       into dist/
@@ -13,12 +14,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDER := $(VENV)/transformers-5.17
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 JOBS ?= 2
 REPOSITORY ?= pypi
 
 .DEFAULT_GOAL := setup
-.PHONY: setup train test test-full test-targets test-targets-full test-docs test-package test-gpu check bench docs figures dist publish clean
+.PHONY: setup train test test-full test-targets test-targets-full test-integrations test-docs test-package test-gpu check bench docs figures dist publish clean
 
 setup: $(VENV)/setup.stamp
 
@@ -33,20 +35,29 @@ $(VENV)/docs.stamp: $(VENV)/setup.stamp
 	$(INSTALL) --editable '.[docs]'
 	@touch $@
 
+$(VENV)/integrations.stamp: $(VENV)/setup.stamp tests/clients/transformers-5.17.txt
+	$(INSTALL) --editable '.[integrations]'
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDER) --requirement tests/clients/transformers-5.17.txt
+	@touch $@
+
 train: setup
 	$(BIN)/halfbyte compare $(TRAIN_ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/docs --ignore=tests/package -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/clients --ignore=tests/docs --ignore=tests/package -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q $(TEST_ARGS)
 
 test-full: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/docs --ignore=tests/package -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/clients --ignore=tests/docs --ignore=tests/package -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
 
 test-targets: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) $(TARGET_ARGS)
 
 test-targets-full: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) --all $(TARGET_ARGS)
+
+test-integrations: $(VENV)/integrations.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
+	PYTHONPATH=$(OLDER) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients/test_families.py tests/clients/test_trainer.py -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
 
 test-docs: $(VENV)/docs.stamp
 	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest tests/docs -n $(JOBS) --dist loadfile --timeout 300 -q $(TEST_ARGS)

@@ -3,7 +3,7 @@
 `import halfbyte as hb`, then `report = hb.quantize_(model, hb.recipes.nvfp4())` converts a model in place.
 """
 
-from halfbyte import distributed, layout, nn, recipes
+from halfbyte import distributed, export, layout, nn, recipes
 from halfbyte.convert import Keep, Report, high_precision, quantize_, set_recipe_
 from halfbyte.functional import gemm_nt, grouped_gemm_nt, grouped_linear, linear, linear_shared
 from halfbyte.memory import memory_report
@@ -36,6 +36,7 @@ __all__ = [
     "backends",
     "cache_weights",
     "distributed",
+    "export",
     "gemm_nt",
     "grouped_gemm_nt",
     "grouped_linear",

@@ -34,6 +34,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("halfbyte.train.commands", "train_command", "train a language model under one recipe"),
     "compare": Command("halfbyte.train.commands", "compare_command", "train several recipes alike: a table and a plot"),
+    "export": Command("halfbyte.integrations.export_command", "main", "a trained model as engines load it: its bytes"),
     "plan": Command("halfbyte.plan.command", "main", "memory, traffic and time of a run on any number of GPUs"),
     "verify": Command("halfbyte.verify.command", "main", "every kernel here against the reference, byte for byte"),
     "bench": Command("halfbyte.cli", "bench", "time every kernel beside this machine's ceilings (needs a checkout)"),

@@ -13,10 +13,20 @@ from __future__ import annotations
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from halfbyte.integrations.exported import load_exported
+from halfbyte.integrations.quantizer import HalfbyteConfig
 from halfbyte.integrations.trainer import HalfbyteCallback
 from halfbyte.nn.experts import IMPLEMENTATION, experts_forward, find_experts
 
-__all__ = ["ALL_EXPERTS_FUNCTIONS", "IMPLEMENTATION", "HalfbyteCallback", "experts_forward", "prepare_experts_"]
+__all__ = [
+    "ALL_EXPERTS_FUNCTIONS",
+    "IMPLEMENTATION",
+    "HalfbyteCallback",
+    "HalfbyteConfig",
+    "experts_forward",
+    "load_exported",
+    "prepare_experts_",
+]
 
 
 def prepare_experts_(model: nn.Module) -> tuple[str, ...]:

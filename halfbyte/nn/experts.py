@@ -137,7 +137,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     y = linear(hidden_states[order // k], UP, _up_weight(self), bias)
     y = self._apply_gate(y) if self.has_gate else self.act_fn(y)
     y = linear(y, DOWN, self.down_proj, "down_proj_bias")
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # before transformers 5.23 no experts have one
         y = self.post_expert_norm(y)
     weights = top_k_weights.flatten()[order].masked_fill(~local, 0.0)
     y = (y * weights[:, None])[order.argsort()]

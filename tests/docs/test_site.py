@@ -17,8 +17,14 @@ import halfbyte as hb
 
 FENCES = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-MODULES = {"halfbyte": hb, "halfbyte.nn": hb.nn, "halfbyte.distributed": hb.distributed, "halfbyte.tensor": hb.tensor}
-PAGES_OF_THEIR_OWN = {"__version__", "distributed", "layout", "nn"}
+MODULES = {
+    "halfbyte": hb,
+    "halfbyte.nn": hb.nn,
+    "halfbyte.distributed": hb.distributed,
+    "halfbyte.export": hb.export,
+    "halfbyte.tensor": hb.tensor,
+}
+PAGES_OF_THEIR_OWN = {"__version__", "distributed", "export", "layout", "nn"}
 """Public names that are a version or a module whose members are documented one by one."""
 
 

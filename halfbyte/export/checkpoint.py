@@ -1,0 +1,57 @@
+"""Checkpoint: what a folder of quantized weights holds, as QuantTensors and plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.export.contract import Contract
+from halfbyte.tensor import QuantTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What `hb.export.load` read.
+
+    Args:
+        folder: where from.
+        format: "modelopt" or "compressed-tensors".
+        config: of config.json, without `quantization_config`.
+        tensors: {key: tensor} as the architecture's checkpoints call them; a weight in NVFP4 is a QuantTensor, one in
+            FP8 has its values.
+        input_amaxes: {module: greatest magnitude of its input}, where engines were told one.
+        fp8: keys of weights that lie in FP8.
+        cache_scales: {key: tensor} of scales for the keys and values of attention.
+        contract: of training, if halfbyte wrote the folder.
+    """
+
+    folder: Path
+    format: str
+    config: Mapping[str, Any] = field(repr=False)
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    input_amaxes: Mapping[str, float] = field(repr=False)
+    fp8: tuple[str, ...] = ()
+    cache_scales: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
+    contract: Contract | None = field(repr=False, default=None)
+
+    @property
+    def quantized(self) -> dict[str, QuantTensor]:
+        """The weights in NVFP4."""
+        return {key: tensor for key, tensor in self.tensors.items() if isinstance(tensor, QuantTensor)}
+
+    def masters(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return plain tensors to train from: the values that the codes stand for, and the others as they are.
+
+        Args:
+            dtype: of all floating point tensors; None leaves every one's own, for codes what they were rounded to.
+        """
+        result = {}
+        for key, tensor in self.tensors.items():
+            value = tensor.dequantize(dtype) if isinstance(tensor, QuantTensor) else tensor
+            result[key] = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+        return result

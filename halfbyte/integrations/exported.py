@@ -1,0 +1,73 @@
+"""load_exported: a checkpoint of NVFP4 weights, ours or another's, as a model of transformers that trains on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from halfbyte.export import Checkpoint, load
+from halfbyte.integrations.quantizer import HalfbyteConfig
+
+
+def load_exported(
+    folder: str | Path, quantization_config: HalfbyteConfig | None = None, *, dtype: torch.dtype | None = None
+) -> Any:
+    """Return the model of a folder in ModelOpt's or compressed-tensors' form, with the values of its codes as masters.
+
+    Masters made of codes quantize to those codes again under the recipe that they were trained with, which the contract
+    of training says; moments of an optimizer begin anew.
+
+    Args:
+        folder: as `hb.export.load` reads it.
+        quantization_config: how to convert the model; None: as the contract of training says.
+        dtype: of the masters; None: that of the folder's config.
+
+    Returns:
+        A PreTrainedModel of the architecture that config.json names, in eval mode.
+
+    Raises:
+        ValueError: the folder is damaged, has no contract and nobody says how to convert, or is of an architecture
+            that transformers does not know, or lacks weights of it.
+    """
+    checkpoint = load(folder)
+    chosen = quantization_config or _of_contract(checkpoint)
+    config: Any = transformers.AutoConfig.from_pretrained(checkpoint.folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    dtype = config.dtype or torch.bfloat16 if dtype is None else dtype
+    cls = _architecture(checkpoint)
+    model, found = cls.from_pretrained(
+        None,
+        config=config,
+        state_dict=checkpoint.masters(dtype),
+        dtype=dtype,
+        quantization_config=chosen,
+        output_loading_info=True,
+    )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ValueError(f"{checkpoint.folder}: {missing[0]} is missing ({len(missing)} are); copy the folder again")
+    return model
+
+
+def _of_contract(checkpoint: Checkpoint) -> HalfbyteConfig:
+    if checkpoint.contract is None:
+        raise ValueError(
+            f"{checkpoint.folder} has no contract of training: say how it is to be trained, such as "
+            "quantization_config=HalfbyteConfig(recipe='nvfp4_forward')"
+        )
+    return HalfbyteConfig(rules={"*": None, **checkpoint.contract.recipes})
+
+
+def _architecture(checkpoint: Checkpoint) -> Any:
+    names = checkpoint.config.get("architectures") or []
+    cls = getattr(transformers, names[0], None) if names else None
+    if cls is None:
+        raise ValueError(
+            f"{checkpoint.folder}: architectures={names} in config.json; transformers {transformers.__version__} has "
+            "none of that name"
+        )
+    return cls

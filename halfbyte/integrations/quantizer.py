@@ -1,0 +1,144 @@
+"""HalfbyteConfig: models of transformers that train under a recipe, by `from_pretrained(…, quantization_config=…)`.
+
+A quantizer of transformers chooses what becomes of a model before its weights are loaded. This one converts its layers
+as `hb.quantize_` does; weights stay masters in high precision under their names, so checkpoints are those of the model,
+with the recipe in config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from halfbyte.convert import quantize_
+from halfbyte.policy import Keep
+from halfbyte.recipes import PRESETS, resolve
+from halfbyte.report import Report
+from halfbyte.spec import Recipe, parse_recipe
+from halfbyte.state import RunState
+
+METHOD = "halfbyte"
+
+
+@register_quantization_config(METHOD)
+class HalfbyteConfig(QuantizationConfigMixin):
+    """How a model of transformers is converted: the arguments of `hb.quantize_`, as config.json can hold them.
+
+    Args:
+        recipe: a Recipe, a preset's name or a recipe's key.
+        rules: {glob: recipe, or None for high precision}; the last match wins.
+        keep: what stays in high precision, an hb.Keep or a dict of its fields; None for its defaults.
+        seed: of the RunState that random operands draw from.
+        quant_method: "halfbyte", as config.json says it.
+
+    Raises:
+        ValueError, TypeError: an argument is none of these.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | str = "nvfp4",
+        rules: Mapping[str, Recipe | str | None] | None = None,
+        keep: Keep | Mapping[str, Any] | None = None,
+        seed: int = 0,
+        quant_method: str = METHOD,
+    ) -> None:
+        if quant_method != METHOD:
+            raise ValueError(f"quant_method={quant_method!r}: HalfbyteConfig is {METHOD!r}")
+        RunState(seed)  # refuses what is no seed
+        self.quant_method: Any = METHOD
+        self.recipe = _written(recipe)
+        self.rules = {glob: None if rule is None else _written(rule) for glob, rule in (rules or {}).items()}
+        self.keep = _kept(keep)
+        self.seed = seed
+
+    def convert_(self, model: nn.Module) -> Report:
+        """Convert a model as `hb.quantize_` does, and return its report."""
+        rules = {glob: None if rule is None else read_recipe(rule) for glob, rule in self.rules.items()}
+        keep = None if self.keep is None else Keep(**self.keep | {"names": tuple(self.keep["names"])})
+        with torch.device("cpu"):  # transformers builds models on the meta device, which holds no state
+            return quantize_(model, read_recipe(self.recipe), rules=rules, keep=keep, state=RunState(self.seed))
+
+
+def read_recipe(text: str) -> Recipe:
+    """Return the recipe of a preset's name or of a key.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    return parse_recipe(text) if "=" in text else resolve(text)
+
+
+def _written(recipe: Recipe | str) -> str:
+    """Return a recipe as text: the name that it was given by, else its key."""
+    if isinstance(recipe, str):
+        read_recipe(recipe)
+        return recipe
+    resolve(recipe)
+    return next((name for name, preset in PRESETS.items() if preset() == recipe), recipe.key)
+
+
+def _kept(keep: Keep | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if keep is None:
+        return None
+    if not isinstance(keep, Keep):
+        keep = Keep(**dict(keep))
+    fields = {"first_blocks": keep.first_blocks, "last_fraction": keep.last_fraction}
+    return {"names": list(keep.names), **fields}
+
+
+def _refuse_codes(files: Sequence[Any]) -> None:
+    """Raise ValueError for a folder of ModelOpt's form, which transformers does not know: codes are no values."""
+    for file in files:
+        folder = Path(file).parent
+        if (folder / "hf_quant_config.json").exists():
+            raise ValueError(
+                f"{folder}: its weights are codes in ModelOpt's form, which from_pretrained does not read; use "
+                "halfbyte.integrations.transformers.load_exported(folder, HalfbyteConfig(…))"
+            )
+
+
+@register_quantizer(METHOD)
+class HalfbyteQuantizer(HfQuantizer):
+    """What transformers calls while it loads a model with a HalfbyteConfig.
+
+    report: of the conversion; report.state is the RunState that `HalfbyteCallback` advances in a Trainer, and that a
+        loop of your own has to.
+    """
+
+    report: Report | None = None
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        _refuse_codes(kwargs.get("checkpoint_files") or ())
+        config: Any = self.quantization_config
+        self.report = config.convert_(model)
+        return model
+
+    def is_serializable(self) -> bool:
+        """Weights are plain parameters, which save_pretrained writes as they are."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        from halfbyte.unconvert import unquantize_
+
+        unquantize_(model)
+        return model

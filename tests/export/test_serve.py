@@ -1,0 +1,151 @@
+"""What engines cannot read is quantized once more and reported; all else keeps the trained bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import oracle
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.23")
+
+from export_decoder import E2M1, decoded, e4m3, nibbles, stored
+from export_models import llama, mixtral, qwen_moe, trained
+
+import halfbyte as hb
+from halfbyte.distributed import ZeroOptimizer
+
+PREFIX = "model.layers.0.self_attn."
+
+
+def by_name(report):
+    return {row.name: row for row in report.layers}
+
+
+@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
+def test_siblings_without_a_shared_amax_get_the_greatest(tmp_path, form):
+    model = trained(llama(), "nvfp4_forward", share_amax=())
+    report = hb.export.save(model, tmp_path / "out", format=form)
+    tensors = stored(tmp_path / "out")
+    weights = {n: model.get_parameter(f"{PREFIX}{n}.weight").detach().float().numpy() for n in ("q_proj", "v_proj")}
+    weights["k_proj"] = model.get_parameter(f"{PREFIX}k_proj.weight").detach().float().numpy()
+    amaxes = {name: np.abs(w).max() for name, w in weights.items()}
+    assert len(set(amaxes.values())) == 3
+    factor = "weight_scale_2" if form == "modelopt" else "weight_global_scale"
+    assert len({float(tensors[f"{PREFIX}{n}.{factor}"]) for n in weights}) == 1
+    for name, weight in weights.items():
+        own = oracle.quantize(weight, hb.NVFP4())
+        now = oracle.quantize(weight, hb.NVFP4(), amax=[max(amaxes.values())])
+        codes = tensors[f"{PREFIX}{name}.{'weight' if form == 'modelopt' else 'weight_packed'}"].numpy()
+        assert np.array_equal(nibbles(codes), np.array(now.codes))
+        packed = [np.array(r.codes)[:, ::2] | np.array(r.codes)[:, 1::2] << 4 for r in (own, now)]
+        changed = (packed[0] != packed[1]).sum() + (np.array(own.scales) != np.array(now.scales)).sum()
+        row = by_name(report)[f"{PREFIX}{name}"]
+        assert row.changed == pytest.approx(changed / (weight.size / 2 + weight.size / 16))
+        assert ("one global scale" in row.reason) == (amaxes[name] < max(amaxes.values()))
+    assert report.unfusable == () and "refuse" not in str(report)
+    assert 0 < report.share_changed < 1 and report.changed[1] == sum(
+        q.qdata.numel() + q.block_scale.numel() for q in hb.export.load(tmp_path / "out").quantized.values()
+    )
+
+
+def test_siblings_of_two_formats_get_one_factor(tmp_path):
+    """256 and 448 as the greatest scale: the stored factor is one, each amax follows from it."""
+    model = trained(llama(), "nvfp4_forward", rules={"*k_proj": hb.recipes.four_over_six()}, share_amax=())
+    hb.export.save(model, tmp_path / "out", format="modelopt")
+    tensors = stored(tmp_path / "out")
+    assert len({float(tensors[f"{PREFIX}{n}_proj.weight_scale_2"]) for n in "qkv"}) == 1
+    weight = model.get_parameter(f"{PREFIX}k_proj.weight").detach().float().numpy()
+    assert np.abs(decoded(tensors, f"{PREFIX}k_proj") - weight).mean() < 0.15 * np.abs(weight).mean()
+
+
+def test_rows_and_rotations_are_undone(tmp_path):
+    rows = dataclasses.replace(
+        hb.recipes.nvfp4_forward(), fprop=hb.GemmSpec(a=hb.NVFP4(outer="row"), b=hb.NVFP4(outer="row"))
+    )
+    turned = hb.NVFP4(rotation=hb.Hadamard())
+    rotated = dataclasses.replace(hb.recipes.nvfp4_forward(), fprop=hb.GemmSpec(a=turned, b=turned))
+    model = trained(llama(), rows, rules={"*o_proj": rotated, "*0*v_proj": None})
+    report = hb.export.save(model, tmp_path / "out")
+    assert report.unfusable == ("model.layers.0.self_attn.v_proj",)
+    assert "engines fuse model.layers.0.self_attn.v_proj with layers in NVFP4 and refuse" in str(report)
+    tensors, layers = stored(tmp_path / "out"), by_name(report)
+    for name, reason in (("down_proj", "an amax for every row"), ("o_proj", "a rotation")):
+        layer = next(n for n in layers if n.endswith(name))
+        weight = model.get_parameter(f"{layer}.weight").detach().float().numpy()
+        expected = oracle.quantize(weight, hb.NVFP4())
+        assert np.array_equal(nibbles(tensors[f"{layer}.weight_packed"].numpy()), np.array(expected.codes))
+        assert reason in layers[layer].reason and layers[layer].changed > 0
+
+
+def test_primary_weights_are_written_as_they_are(tmp_path):
+    """They exist only as codes; masters are elsewhere, and nothing here quantizes."""
+    model = llama()
+    report = hb.quantize_(model, "nvfp4", keep=hb.Keep(last_fraction=0))
+    optimizer = ZeroOptimizer(model, lambda groups: torch.optim.SGD(groups, lr=0.1))
+    tokens = torch.arange(12)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    report.state.advance()
+    hb.export.save(model, tmp_path / "out", format="modelopt")
+    tensors = stored(tmp_path / "out")
+    for name, weight in model.named_parameters():
+        if isinstance(weight, hb.tensor.PrimaryWeight):
+            prefix = name.removesuffix(".weight")
+            assert torch.equal(tensors[name], weight.qdata)
+            assert torch.equal(tensors[f"{prefix}.weight_scale"], weight.linear_scale().view(torch.uint8))
+            assert np.allclose(decoded(tensors, prefix), weight.dequantize(torch.float32).numpy(), rtol=4e-7, atol=0)
+
+
+@pytest.mark.parametrize(("build", "names"), [(mixtral, "w1 w3 w2"), (qwen_moe, "gate_proj up_proj down_proj")])
+def test_experts_lie_one_by_one_under_their_published_names(tmp_path, build, names):
+    """Gate and up of an expert are one weight in training and share its amax; 24 rows of each cut a 16x16 tile."""
+    size = {"intermediate_size": 24} if build is mixtral else {"moe_intermediate_size": 24}
+    model = trained(build(**size), "nvfp4", rules={"*down_recipe": None})
+    report = hb.export.save(model, tmp_path / "out", format="modelopt")
+    tensors = stored(tmp_path / "out")
+    path, experts = "model.layers.1.mlp.experts", model.model.layers[1].mlp.experts
+    folder = "model.layers.1.block_sparse_moe.experts" if build is mixtral else path
+    gate, up, down = (f"{folder}.2.{name}" for name in names.split())
+    whole = oracle.quantize(experts.gate_up_proj[2].detach().float().numpy(), hb.NVFP4(block=(16, 16)))
+    for prefix, rows in ((gate, slice(0, 24)), (up, slice(24, 48))):
+        assert np.array_equal(nibbles(tensors[f"{prefix}.weight"].numpy()), np.array(whole.codes)[rows])
+        assert np.array_equal(tensors[f"{prefix}.weight_scale"].numpy(), np.array(whole.scales)[rows])
+        assert float(tensors[f"{prefix}.weight_scale_2"]) == pytest.approx(float(whole.amax[0]) / 2688, rel=1e-6)
+    assert torch.equal(tensors[f"{down}.weight"], experts.down_proj[2]) and down in report.exclude
+    assert any(name.endswith("gate") for name in report.exclude)
+    checkpoint = hb.export.load(tmp_path / "out")
+    scale = np.repeat(e4m3(np.array(whole.scales)[24:]), 16, 1) * whole.amax[0] / 2688
+    quant = checkpoint.quantized[f"{up}.weight"]
+    assert np.allclose(quant.dequantize(torch.float32).numpy(), E2M1[np.array(whole.codes)[24:]] * scale, rtol=1e-6)
+    assert quant.spec.block == (1, 16)  # its first tile lies in two tensors of the checkpoint
+
+
+def test_what_has_no_form_is_refused_by_name(tmp_path):
+    def refused(model, match, **options):
+        with pytest.raises(ValueError, match=match):
+            hb.export.save(model, tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+
+    refused(torch.nn.Linear(16, 16), "model=Linear: engines load architectures of Hugging Face transformers")
+    refused(llama(), "no layer's forward reads its weight in NVFP4")
+    model = trained(llama(), "nvfp4", steps=0)
+    refused(model, "format='gguf': use one of 'modelopt', 'compressed-tensors'", format="gguf")
+    refused(model, "batches are given, and activations='none' needs none", batches=[torch.zeros(1, 1)])
+    refused(model, "activations='static': give batches", activations="static")
+    with hb.high_precision(model):
+        refused(model, "model is in hb.high_precision")
+    model.model.layers[0].mlp.up_proj.weight.data[3, 3] = torch.nan
+    refused(model, "model.layers.0.mlp.up_proj: its weight holds NaN or Inf")
+    refused(trained(llama(), "mxfp8", steps=0), "q_proj: its weight is mxfp8 e4m3.*rules={glob: None}")
+    stochastic = dataclasses.replace(
+        hb.recipes.nvfp4_forward(), fprop=hb.GemmSpec(a=hb.NVFP4(), b=hb.NVFP4(rounding="stochastic"))
+    )
+    refused(trained(llama(), stochastic, steps=0), "drawn anew in every forward")
+    refused(trained(llama(hidden_size=40, head_dim=20), "nvfp4", steps=0), "in_features=40 is no multiple of 16")
+    tied = llama(tie_word_embeddings=True)
+    refused(
+        trained(tied, "nvfp4", steps=0, rules={"lm_head": "nvfp4"}), "embed_tokens.weight: it is lm_head.weight too"
+    )

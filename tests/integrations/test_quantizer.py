@@ -1,0 +1,97 @@
+"""HalfbyteConfig: from_pretrained converts, trains, writes and reads again with the same bytes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+from export_models import NOTHING_KEPT, TOKENS, llama, loss, mixtral, trained  # noqa: E402
+
+import halfbyte as hb  # noqa: E402
+from halfbyte.integrations.transformers import HalfbyteConfig, load_exported  # noqa: E402
+
+BUILDERS = {"llama": llama, "mixtral": mixtral}  # more families: tests/clients/test_families.py
+AUTO = transformers.AutoModelForCausalLM
+
+
+@pytest.mark.parametrize("name", ["llama"])
+def test_round_trip_bit_for_bit(tmp_path, name):
+    """Loaded with a config, trained, saved, loaded without one: the same weights, recipes and loss."""
+    BUILDERS[name]().save_pretrained(tmp_path / "plain")
+    rules = {"*layers.0*down*": None}
+    wanted = HalfbyteConfig("nvfp4", rules=rules, keep=NOTHING_KEPT, seed=7)
+    model = AUTO.from_pretrained(tmp_path / "plain", quantization_config=wanted)
+    by_hand = BUILDERS[name]()
+    report = hb.quantize_(by_hand, "nvfp4", rules=rules, keep=NOTHING_KEPT, state=hb.RunState(7))
+    quantizer = model.hf_quantizer
+    assert quantizer.is_trainable and quantizer.is_qat_trainable and quantizer.is_serializable()
+    assert quantizer.report.converted == report.converted and quantizer.report.state.seed == 7
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, by_hand)]
+    for _ in range(2):
+        losses = [m.train()(input_ids=TOKENS, labels=TOKENS).loss for m in (model, by_hand)]
+        assert torch.equal(*losses)
+        for one, optimizer, state in zip(losses, optimizers, (quantizer.report.state, report.state), strict=True):
+            one.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state.advance()
+    model.save_pretrained(tmp_path / "trained")
+    again = AUTO.from_pretrained(tmp_path / "trained", device_map={"": "cpu"})
+    assert again.hf_quantizer.report.converted == report.converted
+    expected = model.state_dict()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in again.state_dict().items())
+    assert torch.equal(loss(again), loss(model))
+
+
+def test_config_is_json_and_says_recipes_by_name_or_key():
+    options = hb.recipes.nvfp4(hadamard=None)
+    config = HalfbyteConfig(hb.recipes.nvfp4(), rules={"*k_proj": options, "*v_proj": None}, keep={"first_blocks": 1})
+    values = json.loads(config.to_json_string())
+    assert values["recipe"] == "nvfp4" and values["rules"] == {"*k_proj": options.key, "*v_proj": None}
+    assert values["quant_method"] == "halfbyte" and values["keep"]["first_blocks"] == 1
+    assert HalfbyteConfig.from_dict(values).to_dict() == config.to_dict()
+    with pytest.raises(ValueError, match="recipe='nvpf4' is not a preset"):
+        HalfbyteConfig("nvpf4")
+    with pytest.raises(ValueError, match="quant_method='fp8'"):
+        HalfbyteConfig(quant_method="fp8")
+    with pytest.raises(TypeError, match="recipe=4"):
+        HalfbyteConfig(4)
+
+
+@pytest.mark.parametrize(("name", "form"), [("llama", "compressed-tensors"), ("mixtral", "modelopt")])
+def test_an_export_trains_on(tmp_path, name, form):
+    """Masters made of the codes give the loss of before, and the codes again when they are exported."""
+    model = trained(BUILDERS[name](), "nvfp4", rules={"*layers.0*down*": None})
+    hb.export.save(model, tmp_path / "out", format=form)
+    again = load_exported(tmp_path / "out")
+    assert torch.equal(loss(again), loss(model)) and again.dtype == torch.bfloat16
+    hb.export.save(again, tmp_path / "again", format=form)
+    first, second = (hb.export.load(tmp_path / folder).quantized for folder in ("out", "again"))
+    assert first.keys() == second.keys() and len(first) > 8
+    for key, quant in first.items():
+        assert torch.equal(quant.qdata, second[key].qdata) and torch.equal(quant.amax, second[key].amax)
+        assert torch.equal(quant.block_scale.view(torch.uint8), second[key].block_scale.view(torch.uint8))
+    again.train()(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert all(p.grad is not None for p in again.parameters())
+
+
+def test_an_export_of_others_needs_a_recipe(tmp_path):
+    model = trained(llama(), "nvfp4_forward")
+    hb.export.save(model, tmp_path / "out")
+    (tmp_path / "out" / "halfbyte.json").unlink()
+    with pytest.raises(ValueError, match="has no contract of training: say how it is to be trained"):
+        load_exported(tmp_path / "out")
+    hb.export.save(model, tmp_path / "modelopt", format="modelopt")
+    for folder, words in (("modelopt", "load_exported"), ("out", "CompressedTensorsConfig|compressed-tensors")):
+        with pytest.raises((ValueError, ImportError), match=words):
+            AUTO.from_pretrained(tmp_path / folder, quantization_config=HalfbyteConfig("nvfp4_forward"))
+    again = load_exported(tmp_path / "out", HalfbyteConfig("nvfp4_forward", keep=NOTHING_KEPT))
+    assert torch.equal(loss(again), loss(model))
+    path = tmp_path / "out" / "config.json"
+    path.write_text(path.read_text().replace("LlamaForCausalLM", "LlamaForNothing"))
+    with pytest.raises(ValueError, match=r"architectures=\['LlamaForNothing'\]"):
+        load_exported(tmp_path / "out", HalfbyteConfig())
