@@ -12,8 +12,9 @@ import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels import backend
 from halfbyte.kernels.amax import plain, route
-from halfbyte.kernels.quantize import both_route
-from halfbyte.kernels.quantize.one import quantize_side
+from halfbyte.kernels.quantize import both_route, lines
+from halfbyte.kernels.quantize.route import ONE, OneSide
+from halfbyte.kernels.route import choose_from
 from halfbyte.kernels.unpack.dequantize import dequantize
 from halfbyte.layout import Blocks
 from halfbyte.sides import Side, both_sides
@@ -93,6 +94,15 @@ def sample(kind: str, shape: tuple[int, int], dtype: torch.dtype, device: str) -
     return x.to(dtype)
 
 
+ANY_SIZE = [line for line in ONE if line.kernel not in ("quantize_small_kernel", "quantize_tiles_kernel")]
+
+
+def by_lines(x: Tensor, side: Side) -> Blocks:
+    """Quantize a tensor, however small, with the kernels that take any size."""
+    request = OneSide(x.reshape(layout.matrix_shape(x.shape)), side)
+    return lines.quantize_any(choose_from(ANY_SIZE, request)) if x.numel() else lines.without_values(request)
+
+
 def check_golden(case: golden.Case) -> None:
     """The kernels give a vector's bytes in both scale layouts."""
     entry, spec = case.entry, golden.spec_of(case.entry)
@@ -103,12 +113,12 @@ def check_golden(case: golden.Case) -> None:
     if case.has("given_amax"):
         given = case.tensor("given_amax")
         options["amax"] = given if spec.outer == "row" else given.reshape(())
-    blocks = quantize_side(x, Side(spec, **options))
+    blocks = by_lines(x, Side(spec, **options))
     golden.assert_same(blocks.qdata, case.array("qdata"), "qdata")
     golden.assert_same(blocks.block_scale, case.array("block_scale"), "block_scale")
     if case.has("amax"):
         golden.assert_same(blocks.amax, case.array("amax"), "amax")
-    swizzled = quantize_side(x, Side(spec, scale_layout=layout.SWIZZLED_32_4_4, **options))
+    swizzled = by_lines(x, Side(spec, scale_layout=layout.SWIZZLED_32_4_4, **options))
     checks.same(swizzled.block_scale, layout.swizzle(case.tensor("block_scale")))
     checks.same(swizzled.qdata, blocks.qdata)
 
@@ -126,7 +136,7 @@ def check_golden_row_col(case: golden.Case) -> None:
 
 def check_against_reference(x: Tensor, spec: hb.NVFP4 | hb.MXFP8, scale_layout: str) -> None:
     options = {**draws(x.device), "scale_layout": scale_layout}
-    same_blocks(quantize_side(x, Side(spec, **options)), reference.quantize(x, spec, **options))
+    same_blocks(by_lines(x, Side(spec, **options)), reference.quantize(x, spec, **options))
 
 
 NARROW = [hb.NVFP4(), hb.NVFP4(**SR), hb.NVFP4(**SR, rotation=hb.Hadamard()), hb.NVFP4(scaling=hb.FourOverSix())]
@@ -142,9 +152,9 @@ def check_narrow_rows(spec: hb.NVFP4 | hb.MXFP8, rows: int, device: str) -> None
         draw = hb.Philox(2**63 + 5, 2**62, first_block=2**32 - 70, blocks_per_row=per_row).on(x.device)
         options = {"draw": draw, "sign_draw": draws(device)["sign_draw"]}
         expected = reference.quantize(x, spec, **options)
-        same_blocks(quantize_side(x, Side(spec, **options)), expected)
-        same_blocks(quantize_side(torch.cat((x, x), 1)[:, : x.shape[1]], Side(spec, **options)), expected)
-    values = quantize_side(x, Side(spec, transient=True, **options)).qdata
+        same_blocks(by_lines(x, Side(spec, **options)), expected)
+        same_blocks(by_lines(torch.cat((x, x), 1)[:, : x.shape[1]], Side(spec, **options)), expected)
+    values = by_lines(x, Side(spec, transient=True, **options)).qdata
     checks.same(values, reference.decode(expected, spec, x.shape[1]).values.bfloat16())
     checks.same(dequantize(expected, spec, x.shape[1]), reference.dequantize(expected, spec, x.shape[1]))
 

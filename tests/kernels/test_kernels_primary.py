@@ -75,7 +75,7 @@ def test_the_number_of_launches_does_not_depend_on_the_list(monkeypatch):
     counts = {}
     for number in (1, 7):
         launched = []
-        for kernel in ("amax_kernel", "cast_kernel", "scale_kernel", "transpose_kernel"):
+        for kernel in ("amax_kernel", "cast_kernel", "scale_kernel", "transpose_weights_kernel"):
             monkeypatch.setattr(pk, kernel, Counting(kernel, launched))
         pieces, _, tiles = checks.make_pieces(
             [(32, 48)] * number, checks.TILE, FP32, checks.WHOLE[:1] * number, "cpu", blocks=True
@@ -87,7 +87,7 @@ def test_the_number_of_launches_does_not_depend_on_the_list(monkeypatch):
         caster.cast(amaxes, scales)
         finisher.transpose()
         counts[number] = launched
-    assert counts[1] == counts[7] == ["amax_kernel", "scale_kernel", "cast_kernel", "transpose_kernel"]
+    assert counts[1] == counts[7] == ["amax_kernel", "scale_kernel", "cast_kernel", "transpose_weights_kernel"]
 
 
 class Counting:
