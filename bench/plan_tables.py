@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from bench.markdown import percent, rows
 from bench.records import Record, counting, load
-from halfbyte.plan import Mesh, Plan, Request, plan, work
+from halfbyte.plan import Mesh, Plan, PlanRequest, plan, work
 from halfbyte.plan.architecture import Matrix
 from halfbyte.plan.assumptions import computed, constants
 from halfbyte.plan.hardware import HARDWARE
@@ -64,7 +64,7 @@ class Compared:
 
 
 @lru_cache(maxsize=256)
-def planned(request: Request) -> Plan:
+def planned(request: PlanRequest) -> Plan:
     """Return the plan of a measured run; several records are of one."""
     return plan(request)
 
@@ -100,7 +100,7 @@ def _of_step(record: Record) -> list[Compared]:
     graphed = case == "train"
     found = []
     for recipe, prefix in (("bf16", "bf16_"), ("nvfp4", "")):
-        request = Request(
+        request = PlanRequest(
             model=model,
             gpus=1,
             mesh="dp_shard=1",
@@ -131,7 +131,7 @@ def _of_zero(record: Record) -> Compared:
     sequences, sequence = values.get("tokens", TOKENS)
     world, vocabulary = values["world"], values.get("vocabulary", 32_000)
     gather = "nvfp4" if values["weights"] == "nvfp4" else "bf16"
-    request = Request(
+    request = PlanRequest(
         model=values["model"],
         gpus=world,
         mesh=f"dp_shard={world}",
@@ -196,8 +196,8 @@ def layers(records: Sequence[Record]) -> str:
 def layer_seconds(recipe: str, shape: Sequence[int]) -> float:
     """Return the seconds of one layer's kernels on an H200, from their own rates."""
     tokens, cols, out = shape
-    job = job_of(Request(gpus=1, recipe=f"{recipe}@all", sequence=tokens), Mesh(), "nothing")
-    parts = work.linear(job, Matrix(name="layer", rows=out, cols=cols), job.recipe).values()
+    job = job_of(PlanRequest(gpus=1, recipe=f"{recipe}@all", sequence=tokens), Mesh(), "nothing")
+    parts = work.linear_work(job, Matrix(name="layer", rows=out, cols=cols), job.recipe).values()
     return sum(sum(kernel_seconds(part, job.hardware, step_share=1.0).values()) for part in parts)
 
 
@@ -240,7 +240,7 @@ def scaling(model: str, cases: Sequence[tuple[str, int]]) -> Callable[[Sequence[
         lines = []
         for hardware, gpus in cases:
             for recipe in RECIPES:
-                request = Request(model=model, gpus=gpus, recipe=recipe, hardware=hardware)
+                request = PlanRequest(model=model, gpus=gpus, recipe=recipe, hardware=hardware)
                 try:
                     lines.append(line(plan(request)))
                 except ValueError as error:
@@ -259,7 +259,7 @@ def recipes_table(_: Sequence[Record]) -> str:
     lines = []
     for recipe in EVERY_RECIPE:
         found = [
-            plan(Request(model="llama3-8b", gpus=64, mesh="dp_shard=64", recipe=recipe, hardware=name))
+            plan(PlanRequest(model="llama3-8b", gpus=64, mesh="dp_shard=64", recipe=recipe, hardware=name))
             for name in HARDWARE
         ]
         first = found[0]

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(arguments: list[str] | None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     if not given:
-        print(welcome.text(welcome.look()))
+        print(welcome.welcome_text(welcome.look()))
         return 0
     name, *rest = given
     if name in HELP:

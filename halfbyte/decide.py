@@ -40,7 +40,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LayerPlan:
     """What will be done.
 
     Args:
@@ -58,7 +58,7 @@ class Plan:
     weights: tuple[int, int]
 
 
-def make_plan(model: nn.Module, wishes: Wishes) -> Plan:
+def make_plan(model: nn.Module, wishes: Wishes) -> LayerPlan:
     """Return what quantize_ will do, and change nothing.
 
     Raises:
@@ -73,7 +73,7 @@ def make_plan(model: nn.Module, wishes: Wishes) -> Plan:
     rows = tuple(_decide(name, layer, wishes, kept.get(name)) for name, layer in layers.items())
     _check_converted(model, rows, layers, others)
     weights = _count_weights(model, rows, layers, unreached)
-    return Plan(layers=layers, rows=rows, experts=experts, others=others, weights=weights)
+    return LayerPlan(layers=layers, rows=rows, experts=experts, others=others, weights=weights)
 
 
 def _layers(model: nn.Module, experts: FoundExperts) -> dict[str, nn.Module]:

@@ -39,7 +39,7 @@ def look() -> Here:
     )
 
 
-def text(here: Here) -> str:
+def welcome_text(here: Here) -> str:
     """Return what can be done on a machine: a sentence about it, then commands with what they give."""
     commands = [
         *_training(here),

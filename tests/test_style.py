@@ -43,6 +43,7 @@ OPERATIONS = {  # defined once in each room that has them: what a user calls, th
     "norm_backward",
     "quantize",
     "quantize_row_col",
+    "split_mean",
     "swizzle",  # layout.py specifies where bytes lie
     "transpose",
     "unswizzle",

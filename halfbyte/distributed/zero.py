@@ -424,7 +424,7 @@ class ZeroOptimizer:
         Raises:
             ValueError: on every rank: the optimizer has state that is not a number for each element or parameter.
         """
-        return zero_state.save(self)
+        return zero_state.save_zero_state(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the run that wrote `state`, with any number of ranks, and cast the weights anew.

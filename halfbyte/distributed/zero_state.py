@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CALL = "ZeroOptimizer.state_dict"
 
 
-def save(zero: ZeroOptimizer) -> dict[str, Any]:
+def save_zero_state(zero: ZeroOptimizer) -> dict[str, Any]:
     """See ZeroOptimizer.state_dict."""
     # All or none: one rank alone would wait for ever.
     problem = state_problem(zero.inner.state, zero.masters())

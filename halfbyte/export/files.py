@@ -11,7 +11,7 @@ from torch import Tensor
 from halfbyte.export.write import INDEX, WEIGHTS
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_folder_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
@@ -37,7 +37,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """
     if not (folder / INDEX).exists():
         return _read(folder / WEIGHTS)
-    where = read_json(folder / INDEX).get("weight_map")
+    where = read_folder_json(folder / INDEX).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise ValueError(f"{folder / INDEX}: has no weight_map of keys to files; copy the folder again")
     tensors: dict[str, Tensor] = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from halfbyte.export import forms
 from halfbyte.export.checkpoint import Checkpoint
 from halfbyte.export.contract import FILE, Contract, ContractLayer, digest
-from halfbyte.export.files import read_json, read_tensors
+from halfbyte.export.files import read_folder_json, read_tensors
 from halfbyte.export.serve import decode_factor, encode_factor, input_spec
 from halfbyte.layout import Blocks
 from halfbyte.spec import NVFP4, parse, parse_recipe
@@ -46,7 +46,7 @@ def load(folder: str | Path) -> Checkpoint:
         ImportError: the package safetensors is missing.
     """
     path = Path(folder)
-    config = read_json(path / "config.json")
+    config = read_folder_json(path / "config.json")
     form, described = _form(path, config)
     tensors = read_tensors(path)
     contract = _contract(path)
@@ -78,7 +78,7 @@ def _form(path: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the form and what describes it; older ModelOpt wrote only hf_quant_config.json."""
     described = config.get("quantization_config")
     if described is None and (path / "hf_quant_config.json").exists():
-        return forms.MODELOPT, read_json(path / "hf_quant_config.json").get("quantization") or {}
+        return forms.MODELOPT, read_folder_json(path / "hf_quant_config.json").get("quantization") or {}
     method = described.get("quant_method") if isinstance(described, dict) else None
     if method not in forms.FORMATS or not isinstance(described, dict):
         found = "no quantization_config" if described is None else f"quant_method={method!r}"

@@ -17,7 +17,7 @@ from halfbyte.export import forms, names, write
 from halfbyte.export.calibrate import input_amaxes
 from halfbyte.export.contract import FILE, Contract, ContractLayer, digest
 from halfbyte.export.serve import half_quantized, input_spec, servable, share_groups
-from halfbyte.export.trained import Trained, find
+from halfbyte.export.trained import Trained, find_trained
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.report import some
 from halfbyte.spec import NVFP4
@@ -116,7 +116,7 @@ def save(
     target = Path(folder).absolute()
     _check(model, format, activations, batches)
     write.refuse_taken(target)
-    trained = find(model, compute_dtype)
+    trained = find_trained(model, compute_dtype)
     names.check_tied(model, trained)
     trained, groups = servable(model, trained)
     amaxes = input_amaxes(model, list(trained), batches) if activations == forms.STATIC else {}
@@ -195,9 +195,9 @@ def _write_rest(place: Path, model: Any, contract: Contract, exclude: list[str])
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     config["quantization_config"] = forms.quantization_config(contract.format, contract.activations, exclude)
-    write.write_json(path, config)
+    write.write_folder_json(path, config)
     if contract.format == forms.MODELOPT:
-        write.write_json(place / "hf_quant_config.json", forms.modelopt_file(contract.activations, exclude))
+        write.write_folder_json(place / "hf_quant_config.json", forms.modelopt_file(contract.activations, exclude))
     if model.can_generate():
         model.generation_config.save_pretrained(place)
     (place / FILE).write_text(contract.to_json(), encoding="utf-8")

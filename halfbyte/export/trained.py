@@ -53,7 +53,7 @@ class Trained:
         return spec
 
 
-def find(model: nn.Module, compute_dtype: torch.dtype | None) -> dict[str, Trained]:
+def find_trained(model: nn.Module, compute_dtype: torch.dtype | None) -> dict[str, Trained]:
     """Return the weights that the model's forward reads in NVFP4, by the names of their layers.
 
     Args:

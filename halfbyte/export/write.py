@@ -98,7 +98,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> int:
     if len(shards) > 1:
         weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(folder / INDEX, index)
+        write_folder_json(folder / INDEX, index)
     return total
 
 
@@ -122,7 +122,7 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def write_json(path: Path, value: object) -> None:
+def write_folder_json(path: Path, value: object) -> None:
     """Write a value as indented JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 

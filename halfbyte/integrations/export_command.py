@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from halfbyte.export import forms, save, write
-from halfbyte.export.files import read_json
+from halfbyte.export.files import read_folder_json
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BATCHES, LENGTH = 8, 512
@@ -74,7 +74,7 @@ def _transformers() -> Any:
 
 def _model(source: Path, recipe: str | None) -> Any:
     """Return the model of a folder, converted to the recipe that it was trained under."""
-    config = read_json(source / "config.json")
+    config = read_folder_json(source / "config.json")
     transformers = _transformers()
     from safetensors import SafetensorError
 

@@ -6,6 +6,6 @@ found.peak.total, found.step.total, found.job.mesh, found.refused
 """
 
 from halfbyte.plan.mesh import Mesh
-from halfbyte.plan.planning import Plan, Request, plan
+from halfbyte.plan.planning import Plan, PlanRequest, plan
 
 __all__ = ["Mesh", "Plan", "Request", "plan"]

@@ -154,7 +154,7 @@ def _shapes(block: nn.Module) -> tuple[tuple[Matrix, ...], int]:
     return tuple(found), sum(p.numel() for p in block.parameters()) - sum(m.numel for m in found)
 
 
-def of(name: str, config: ModelConfig) -> Architecture:
+def architecture_of(name: str, config: ModelConfig) -> Architecture:
     """Return a model of halfbyte's own kind."""
     return Architecture(
         name=name, config=config, kinds=(Kind(count=config.layers, hidden=config.hidden, moe=config.moe),)
@@ -164,7 +164,7 @@ def of(name: str, config: ModelConfig) -> Architecture:
 def llama3_70b() -> Architecture:
     """70.6B parameters: the shape of Llama 3 70B (arXiv 2407.21783, table 3)."""
     shape = replace(models.llama_8b(), dim=8192, hidden=28_672, layers=80, heads=64)
-    return of("llama3-70b", shape)
+    return architecture_of("llama3-70b", shape)
 
 
 def deepseek_v3() -> Architecture:
@@ -180,7 +180,7 @@ def deepseek_v3() -> Architecture:
 
 
 LARGE: dict[str, Callable[[], Architecture]] = {
-    "llama3-8b": lambda: of("llama3-8b", models.llama_8b()),
+    "llama3-8b": lambda: architecture_of("llama3-8b", models.llama_8b()),
     "llama3-70b": llama3_70b,
     "deepseek-v3": deepseek_v3,
 }
@@ -191,7 +191,7 @@ def names() -> tuple[str, ...]:
     return (*LARGE, *models.PRESETS)
 
 
-def get(name: str, vocabulary: int | None = None) -> Architecture:
+def find_architecture(name: str, vocabulary: int | None = None) -> Architecture:
     """Return the model called `name`, with another vocabulary if one is given.
 
     Raises:
@@ -199,7 +199,7 @@ def get(name: str, vocabulary: int | None = None) -> Architecture:
     """
     if name not in names():
         raise ValueError(f"model={name!r} cannot be planned; use one of {', '.join(names())}")
-    found = LARGE[name]() if name in LARGE else of(name, models.model_preset(name))
+    found = LARGE[name]() if name in LARGE else architecture_of(name, models.model_preset(name))
     if vocabulary is None:
         return found
     return replace(found, config=replace(found.config, vocab_size=vocabulary))

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from halfbyte.plan.assumptions import assumptions
-from halfbyte.plan.planning import Plan, Request, plan
-from halfbyte.plan.show import as_json, heading, tables
+from halfbyte.plan.planning import Plan, PlanRequest, plan
+from halfbyte.plan.show import as_json, plan_heading, tables
 
 DESCRIPTION = """Say what a training run takes of every GPU before it runs: memory by kind, bytes of every collective,
 multiplications by precision, and the time of a step. Nothing is allocated and no GPU is needed. The exit status is 1 if
@@ -22,7 +22,7 @@ a given mesh does not fit."""
 class Options:
     """Plan a training run."""
 
-    request: Request = field(default_factory=Request)
+    request: PlanRequest = field(default_factory=PlanRequest)
     json: bool = False
     """Print JSON: bytes, seconds and flops of one GPU."""
 
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 def _print(found: Plan) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    console.print(heading(found), markup=False)
+    console.print(plan_heading(found), markup=False)
     for title, columns, lines in tables(found):
         table = Table(*columns, title=title, title_justify="left")
         for column in table.columns[1:] if title != "Meshes left out" else ():

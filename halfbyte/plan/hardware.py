@@ -84,7 +84,7 @@ GB300 = Hardware(
 HARDWARE = {hardware.name: hardware for hardware in (H100, H200, B200, GB300)}
 
 
-def get(name: str) -> Hardware:
+def find_hardware(name: str) -> Hardware:
     """Return the hardware called `name`.
 
     Raises:

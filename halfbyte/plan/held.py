@@ -35,7 +35,7 @@ KINDS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldBytes:
     """Bytes by kind at one moment."""
 
     moment: str
@@ -46,12 +46,12 @@ class Held:
         return sum(self.bytes.values())
 
 
-def peak(job: Job) -> Held:
+def peak(job: Job) -> HeldBytes:
     """Return the moment at which a GPU holds most."""
     return max(moments(job), key=lambda held: held.total)
 
 
-def moments(job: Job) -> tuple[Held, ...]:
+def moments(job: Job) -> tuple[HeldBytes, ...]:
     """Return what is held when the loss is differentiated, in a block's backward, and while the optimizer steps."""
     always = {"masters": FP32 * job.shard, "optimizer moments": 2 * FP32 * job.shard, "weights": _weights(job)}
     gradients = _gradients(job)
@@ -71,7 +71,7 @@ def moments(job: Job) -> tuple[Held, ...]:
     step = always | {"gradients": gradients}
     names = ("the loss", "the last block's backward", "the first block's backward", "the optimizer's step")
     found = zip(names, (loss, first, last, step), strict=True)
-    return tuple(Held(moment=name, bytes={k: held.get(k, 0.0) for k in KINDS}) for name, held in found)
+    return tuple(HeldBytes(moment=name, bytes={k: held.get(k, 0.0) for k in KINDS}) for name, held in found)
 
 
 def _weights(job: Job) -> float:

@@ -130,7 +130,7 @@ class Job:
 
     def check(self, gpus: int) -> None:
         """Raise unless the model can lie on the mesh, and the mesh is of so many GPUs."""
-        meshes.check(self.mesh, self.architecture, gpus)
+        meshes.check_mesh(self.mesh, self.architecture, gpus)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Mesh:
         return ",".join(part for part in parts if not part.endswith("=1")) or "dp_shard=1"
 
 
-def parse(text: str) -> Mesh:
+def parse_mesh(text: str) -> Mesh:
     """Return the mesh written as `dp_shard=64,tp=8`.
 
     Raises:
@@ -66,7 +66,7 @@ def parse(text: str) -> Mesh:
     return Mesh(**sizes)
 
 
-def check(mesh: Mesh, architecture: Architecture, gpus: int) -> None:
+def check_mesh(mesh: Mesh, architecture: Architecture, gpus: int) -> None:
     """Raise unless a model can lie on a mesh of so many GPUs.
 
     Raises:

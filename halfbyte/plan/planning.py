@@ -10,11 +10,11 @@ from typing import Literal
 from halfbyte.plan import architecture, hardware, held, seconds, traffic
 from halfbyte.plan import mesh as meshes
 from halfbyte.plan.assumptions import ROOM
-from halfbyte.plan.held import Held
+from halfbyte.plan.held import HeldBytes
 from halfbyte.plan.job import Gather, Job, Kernels, Sharding, gathers_codes, kept_blocks
 from halfbyte.plan.kept import Recompute
 from halfbyte.plan.mesh import Mesh
-from halfbyte.plan.seconds import Step
+from halfbyte.plan.seconds import PlannedStep
 from halfbyte.plan.traffic import Collective
 from halfbyte.train import treatment
 
@@ -23,7 +23,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class PlanRequest:
     """What to plan.
 
     Raises:
@@ -74,15 +74,15 @@ class Plan:
         refused: (mesh, recompute, reason) of those that `--mesh auto` left.
     """
 
-    request: Request
+    request: PlanRequest
     job: Job
-    moments: tuple[Held, ...]
+    moments: tuple[HeldBytes, ...]
     collectives: tuple[Collective, ...]
-    step: Step
+    step: PlannedStep
     refused: tuple[tuple[str, str, str], ...] = field(default=())
 
     @property
-    def peak(self) -> Held:
+    def peak(self) -> HeldBytes:
         """The moment at which most is held."""
         return max(self.moments, key=lambda moment: moment.total)
 
@@ -101,7 +101,7 @@ class Plan:
         return self.step.useful / self.step.total / self.job.hardware.flops["bf16"]
 
 
-def plan(request: Request) -> Plan:
+def plan(request: PlanRequest) -> Plan:
     """Return the plan of what is asked; with mesh="auto" that of the fastest mesh that fits.
 
     Raises:
@@ -111,11 +111,13 @@ def plan(request: Request) -> Plan:
         raise ValueError(f"gpus={request.gpus!r}: give a whole number, 1 or more")
     if request.mesh == AUTO:
         return _search(request)
-    job = job_of(request, meshes.parse(request.mesh), "nothing" if request.recompute == AUTO else request.recompute)
+    job = job_of(
+        request, meshes.parse_mesh(request.mesh), "nothing" if request.recompute == AUTO else request.recompute
+    )
     return _of(request, job)
 
 
-def job_of(request: Request, mesh: Mesh, recompute: Recompute) -> Job:
+def job_of(request: PlanRequest, mesh: Mesh, recompute: Recompute) -> Job:
     """Return the run on one mesh.
 
     Raises:
@@ -126,10 +128,10 @@ def job_of(request: Request, mesh: Mesh, recompute: Recompute) -> Job:
     follows_head = chosen.keep is not None
     coded = sharding != "none" and gathers_codes(chosen.recipe)
     gather: Gather = request.gather if request.gather != AUTO else "nvfp4" if coded else "bf16"
-    meshes.check(mesh, shape, request.gpus)
+    meshes.check_mesh(mesh, shape, request.gpus)
     return Job(
         architecture=shape,
-        hardware=hardware.get(request.hardware),
+        hardware=hardware.find_hardware(request.hardware),
         mesh=mesh,
         recipe=chosen.recipe,
         follows_head=follows_head and not shape.config.tie_embeddings,
@@ -147,10 +149,10 @@ def job_of(request: Request, mesh: Mesh, recompute: Recompute) -> Job:
 
 @lru_cache(maxsize=64)
 def _architecture(model: str, vocabulary: int | None) -> architecture.Architecture:
-    return architecture.get(model, vocabulary)
+    return architecture.find_architecture(model, vocabulary)
 
 
-def _of(request: Request, job: Job) -> Plan:
+def _of(request: PlanRequest, job: Job) -> Plan:
     sent = traffic.collectives(job)
     return Plan(
         request=request,
@@ -161,14 +163,14 @@ def _of(request: Request, job: Job) -> Plan:
     )
 
 
-def _search(request: Request) -> Plan:
+def _search(request: PlanRequest) -> Plan:
     """Return the plan with most tokens a second among those that fit.
 
     Raises:
         ValueError: none fits; the message has the smallest need and what takes it.
     """
     best: Plan | None = None
-    smallest: tuple[Held, Job] | None = None
+    smallest: tuple[HeldBytes, Job] | None = None
     refused: list[tuple[str, str, str]] = []
     fitting: set[Mesh] = set()
     for mesh, recompute in candidates(request):
@@ -193,7 +195,9 @@ def _search(request: Request) -> Plan:
     return replace(best, refused=tuple(refused))
 
 
-def _nothing_fits(request: Request, smallest: tuple[Held, Job] | None, refused: list[tuple[str, str, str]]) -> str:
+def _nothing_fits(
+    request: PlanRequest, smallest: tuple[HeldBytes, Job] | None, refused: list[tuple[str, str, str]]
+) -> str:
     if smallest is None:
         return f"gpus={request.gpus}: no mesh can be; {refused[-1][2]}"
     peak, job = smallest
@@ -204,7 +208,7 @@ def _nothing_fits(request: Request, smallest: tuple[Held, Job] | None, refused: 
     )
 
 
-def _too_much(peak: Held, job: Job) -> str:
+def _too_much(peak: HeldBytes, job: Job) -> str:
     """Say what does not fit."""
     most = sorted(peak.bytes.items(), key=lambda item: -item[1])[:2]
     parts = ", ".join(f"{kind} {count / GIB:,.0f}" for kind, count in most)
@@ -216,9 +220,9 @@ def room(job: Job) -> float:
     return ROOM * job.hardware.memory_GiB * GIB
 
 
-def candidates(request: Request) -> Iterator[tuple[Mesh, Recompute]]:
+def candidates(request: PlanRequest) -> Iterator[tuple[Mesh, Recompute]]:
     """Yield meshes of powers of two, tp within an NVLink domain, each with every recomputation asked for."""
-    shape, domain = _architecture(request.model, request.vocabulary), hardware.get(request.hardware).domain
+    shape, domain = _architecture(request.model, request.vocabulary), hardware.find_hardware(request.hardware).domain
     every: tuple[Recompute, ...] = (
         ("nothing", "full") if request.kernels == "compiled" else ("nothing", "selective", "full")
     )

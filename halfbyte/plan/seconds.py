@@ -15,7 +15,7 @@ EXPOSED = "exposed communication"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class PlannedStep:
     """A step of one GPU.
 
     Args:
@@ -61,14 +61,14 @@ def kernel_seconds(work: Work, hardware: Hardware, step_share: float = STEP_SHAR
 def passes(job: Job) -> dict[str, Work]:
     """Return the work of all micro-batches' forwards and backwards, and of the update."""
     found = {"forward": Work(), "backward": Work(), "step": works.update(job)}
-    for span, parts in works.blocks(job):
+    for span, parts in works.blocks_work(job):
         for name in ("forward", "backward"):
             found[name].add(parts[name], span.count * job.accumulate)
         again = _again(job, parts["forward"])
         found["backward"].add(again, span.count * job.accumulate)
     for name, part in works.head(job).items():
         found[name].add(part, job.accumulate)
-    found["forward"].add(works.casts(job), job.accumulate)
+    found["forward"].add(works.casts_work(job), job.accumulate)
     return found
 
 
@@ -82,7 +82,7 @@ def _again(job: Job, forward: Work) -> Work:
     return again
 
 
-def step(job: Job, collectives: tuple[Collective, ...]) -> Step:
+def step(job: Job, collectives: tuple[Collective, ...]) -> PlannedStep:
     """Return the seconds of a step of one GPU."""
     work = passes(job)
     seconds: dict[str, float] = {}
@@ -101,7 +101,7 @@ def step(job: Job, collectives: tuple[Collective, ...]) -> Step:
         flops[part.precision] = flops.get(part.precision, 0.0) + part.flops
     flops["bf16"] = flops.get("bf16", 0.0) + total.attention
     useful = 6 * job.step_tokens * (job.architecture.active_parameters - _words(job)) / job.mesh.gpus
-    return Step(seconds=seconds, flops=flops, useful=useful + _attention(job))
+    return PlannedStep(seconds=seconds, flops=flops, useful=useful + _attention(job))
 
 
 def _words(job: Job) -> int:

@@ -13,7 +13,7 @@ SHOWN = 6
 Table = tuple[str, tuple[str, ...], Sequence[tuple[str, ...]]]
 
 
-def heading(plan: Plan) -> str:
+def plan_heading(plan: Plan) -> str:
     """Return one line: what runs where, and whether it fits."""
     job = plan.job
     mark = "computed" if computed(job) else "of what halfbyte has"

@@ -106,13 +106,13 @@ def _weights(job: Job) -> Iterator[Collective]:
     edges = BF16 * job.architecture.edges / job.mesh.tp
     for phase, others in (("forward", edges), ("backward", 0.0)):
         for experts in (False, True):
-            message = job.accumulate * (block_bytes(job, experts) + (0.0 if experts else others))
+            message = job.accumulate * (bytes_of_block(job, experts) + (0.0 if experts else others))
             what = "weights of experts" if experts else "weights"
             group = _shards(job, experts)
             yield Collective(what=what, verb="all-gather", phase=phase, group=group, message=message, is_hidden=True)
 
 
-def block_bytes(job: Job, experts: bool) -> float:
+def bytes_of_block(job: Job, experts: bool) -> float:
     """Return what all blocks' weights, of experts or the others, take as they are gathered."""
     total = 0.0
     for span in job.spans:

@@ -89,7 +89,7 @@ def precision(gemm: GemmSpec | None, hardware: Hardware) -> str:
     return found if found in hardware.flops else "bf16"
 
 
-def linear(job: Job, matrix: Matrix, recipe: Recipe, shares_input: float = 1.0) -> dict[str, Work]:
+def linear_work(job: Job, matrix: Matrix, recipe: Recipe, shares_input: float = 1.0) -> dict[str, Work]:
     """Return the work of one weight in a micro-batch, forward and backward apart.
 
     Args:
@@ -157,14 +157,14 @@ def bits(spec: Spec) -> float:
     return 8 + 8 / MXFP8_BLOCK if isinstance(spec, MXFP8) else 4 + 8 / NVFP4_BLOCK
 
 
-def blocks(job: Job) -> Iterator[tuple[Span, dict[str, Work]]]:
+def blocks_work(job: Job) -> Iterator[tuple[Span, dict[str, Work]]]:
     """Yield the work of one block of every span."""
     for span in job.spans:
         matrices = job.architecture.matrices(span.kind)
         total = {"forward": Work(), "backward": Work()}
         for matrix in matrices:
             sharing = sum(m.cols == matrix.cols and _reads_alike(m, matrix) for m in matrices)
-            for name, work in linear(job, matrix, span.recipe, 1 / sharing).items():
+            for name, work in linear_work(job, matrix, span.recipe, 1 / sharing).items():
                 total[name].add(work)
         between(job, span.kind, total)
         yield span, total
@@ -204,7 +204,7 @@ def head(job: Job) -> dict[str, Work]:
     """Return the work of embedding, head and loss."""
     config = job.architecture.config
     matrix = Matrix(name="lm_head", rows=config.vocab_size, cols=config.dim)
-    work = linear(job, matrix, job.recipe if job.follows_head else bf16())
+    work = linear_work(job, matrix, job.recipe if job.follows_head else bf16())
     work["backward"].moved["loss"] += LOSS_BYTES * job.tokens * config.vocab_size / job.mesh.tp
     work["backward"].kernels += 8
     return work
@@ -221,7 +221,7 @@ def update(job: Job) -> Work:
     return work
 
 
-def casts(job: Job) -> Work:
+def casts_work(job: Job) -> Work:
     """Return what autocast moves for each micro-batch: fp32 weights to bf16, and bf16 gradients to fp32."""
     work = Work()
     if job.sharding == "none":

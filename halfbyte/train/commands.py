@@ -91,7 +91,7 @@ def _compare(options: Compare, interrupts: signals.Interrupts) -> int:
     print("\n" + "\n\n".join((comparison.table(results), *comparison.remarks(results))) + "\n")
     print(f"written to {out}: {comparison.TABLE}, {comparison.RESULTS}, {comparison.PLOT}\n")
     print("What this means, and what to do next:")
-    for line in meaning.lines(options.config, results):
+    for line in meaning.closing_lines(options.config, results):
         print(f"- {line}")
     return int(comparison.failed(results))
 

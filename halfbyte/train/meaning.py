@@ -16,7 +16,7 @@ CLEAR_PERCENT = 5.0
 """What a control has to lose at least for a comparison to tell: a third of what it loses in `make train`."""
 
 
-def lines(config: TrainConfig, results: Sequence[dict], has_gpu: bool | None = None) -> list[str]:
+def closing_lines(config: TrainConfig, results: Sequence[dict], has_gpu: bool | None = None) -> list[str]:
     """Return five lines about the results of a comparison; the first result is the baseline.
 
     Args:

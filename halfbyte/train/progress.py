@@ -105,7 +105,7 @@ class Board(AbstractContextManager["Board"]):
 
 
 @dataclass
-class Row:
+class ProgressRow:
     """What a live table shows of one run."""
 
     steps: str = ""
@@ -117,7 +117,7 @@ class Row:
 class RowDisplay:
     """The display of a run that is a row of a table."""
 
-    def __init__(self, row: Row, steps: int, refresh: Callable[[], None]) -> None:
+    def __init__(self, row: ProgressRow, steps: int, refresh: Callable[[], None]) -> None:
         self._row, self._steps, self._refresh = row, steps, refresh
 
     def update(self, step: int, text: str) -> None:
@@ -135,7 +135,7 @@ class LiveBoard(Board):
         from rich.live import Live
 
         super().__init__(names)
-        self.rows = {name: Row() for name in names}
+        self.rows = {name: ProgressRow() for name in names}
         self._live = Live(self.table(), console=console, refresh_per_second=4)
 
     def __enter__(self) -> LiveBoard:

@@ -25,14 +25,14 @@ def test_the_page_holds_what_the_command_prints(name):
 
 
 def test_one_line_of_each_slow_table_is_on_the_page():
-    from halfbyte.plan import Request, plan
+    from halfbyte.plan import PlanRequest, plan
 
     for model, mesh, hardware, gpus in (
         ("llama3-8b", "dp_shard=64", "h200", 64),
         ("llama3-70b", "dp_shard=512,tp=2", "h200", 1024),
         ("deepseek-v3", "dp_shard=512,tp=2,ep=32", "gb300", 1024),
     ):
-        found = plan(Request(model=model, gpus=gpus, mesh=mesh, hardware=hardware))
+        found = plan(PlanRequest(model=model, gpus=gpus, mesh=mesh, hardware=hardware))
         assert f"| {' | '.join(plan_tables.line(found))} |" in TEXT
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from halfbyte import recipes
-from halfbyte.plan import Request, held, kept, plan
+from halfbyte.plan import PlanRequest, held, kept, plan
 from halfbyte.plan import architecture as models
 
 GIB = 2**30
@@ -26,7 +26,7 @@ def compiled_block_by_hand(recipe: str, word: int) -> int:
 
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "nvfp4_mxfp8_bwd"])
 def test_a_compiled_block_keeps_what_adds_up_by_hand(recipe):
-    shape = models.model_preset("1b")
+    shape = models.find_architecture("1b")
     found = kept.kept(shape, shape.kinds[0], recipes.get(recipe), 128, "fp32")
     assert found.per_token == pytest.approx(compiled_block_by_hand(recipe, 4), abs=1)
     copies = {"bf16": 2, "nvfp4": 0.5625, "nvfp4_mxfp8_bwd": 1.03125}[recipe]
@@ -35,7 +35,7 @@ def test_a_compiled_block_keeps_what_adds_up_by_hand(recipe):
 
 
 def test_an_eager_block_keeps_what_activations_return_too():
-    shape = models.model_preset("1b")
+    shape = models.find_architecture("1b")
     arguments = (shape, shape.kinds[0], recipes.get("nvfp4"), 128, "bf16")
     compiled, eager = (kept.kept(*arguments, compiled=flag).per_token for flag in (True, False))
     assert compiled == pytest.approx(compiled_block_by_hand("nvfp4", 2), abs=1)
@@ -43,7 +43,7 @@ def test_an_eager_block_keeps_what_activations_return_too():
 
 
 def test_checkpoints_keep_inputs_and_hold_the_rest_of_one_block_again():
-    shape = models.model_preset("1b")
+    shape = models.find_architecture("1b")
     arguments = (shape, shape.kinds[0], recipes.get("nvfp4"), 128, "bf16")
     whole = kept.kept(*arguments, compiled=False)
     full = kept.kept(*arguments, recompute="full", compiled=False)
@@ -58,7 +58,7 @@ def test_checkpoints_keep_inputs_and_hold_the_rest_of_one_block_again():
 
 def test_a_sharded_run_holds_what_adds_up_by_hand():
     found = plan(
-        Request(model="llama3-70b", gpus=64, mesh="dp_replicate=2,dp_shard=8,tp=4", sequence=4096, sequences=2)
+        PlanRequest(model="llama3-70b", gpus=64, mesh="dp_replicate=2,dp_shard=8,tp=4", sequence=4096, sequences=2)
     )
     at = found.moments[0].bytes
     numel = 70_553_706_496
@@ -72,7 +72,7 @@ def test_a_sharded_run_holds_what_adds_up_by_hand():
     assert at["logits and loss"] == 12 * 2 * 4096 * 128_256 / 4
     assert at["weights"] == at["gradients"] == 0
     assert found.moments[3].bytes["gradients"] == pytest.approx(4 * own)
-    again = plan(Request(model="llama3-70b", gpus=64, mesh="dp_shard=16,tp=4", gather="bf16", accumulate=2))
+    again = plan(PlanRequest(model="llama3-70b", gpus=64, mesh="dp_shard=16,tp=4", gather="bf16", accumulate=2))
     assert again.moments[0].bytes["gathered layers"] == pytest.approx(4 * (block / 4 + 2 * 8192) + 2 * edges / 4)
     tables = 80 * 4 * 8192 * 128 * 2 / 4  # cosines and sines in bf16, for q and for k
     codes = 0.5625 * 68 * block / 4  # 12 blocks stay in bf16
@@ -81,10 +81,10 @@ def test_a_sharded_run_holds_what_adds_up_by_hand():
 
 
 def test_experts_are_split_by_ep_and_their_masters_by_all():
-    request = Request(model="deepseek-v3", gpus=256, mesh="dp_shard=256,ep=8", recompute="full", gather="bf16")
+    request = PlanRequest(model="deepseek-v3", gpus=256, mesh="dp_shard=256,ep=8", recompute="full", gather="bf16")
     found = plan(request).moments[0].bytes
     assert found["masters"] == pytest.approx(4 * 671_026_404_352 / 256, rel=1e-6)
-    shape = models.model_preset("deepseek-v3")
+    shape = models.find_architecture("deepseek-v3")
     sparse = shape.kinds[1]
     experts = sum(m.numel for m in shape.matrices(sparse) if m.experts > 1)
     others = sum(m.numel for m in shape.matrices(sparse) if m.experts == 1) + shape.small(sparse)
@@ -93,9 +93,9 @@ def test_experts_are_split_by_ep_and_their_masters_by_all():
 
 
 def test_the_peak_is_the_largest_moment_and_fits_only_below_the_room():
-    found = plan(Request(model="llama3-8b", gpus=1, mesh="dp_shard=1", recompute="full"))
+    found = plan(PlanRequest(model="llama3-8b", gpus=1, mesh="dp_shard=1", recompute="full"))
     totals = {moment.moment: moment.total for moment in found.moments}
     assert found.peak.total == max(totals.values()) and found.peak.moment == max(totals, key=totals.__getitem__)
     assert found.fits == (found.peak.total <= 0.92 * 139.8 * GIB) and found.fits
-    assert not plan(Request(model="llama3-8b", gpus=1, mesh="dp_shard=1", hardware="h100")).fits
+    assert not plan(PlanRequest(model="llama3-8b", gpus=1, mesh="dp_shard=1", hardware="h100")).fits
     assert all(set(moment.bytes) == set(held.KINDS) for moment in found.moments)

@@ -5,17 +5,19 @@ import json
 import pytest
 
 from halfbyte import cli
-from halfbyte.plan import Mesh, Plan, Request, plan
+from halfbyte.plan import Mesh, Plan, PlanRequest, plan
 from halfbyte.plan.assumptions import assumptions
 from halfbyte.plan.planning import candidates, job_of
 
 
-def every(request: Request) -> dict[tuple[str, str], Plan | str]:
+def every(request: PlanRequest) -> dict[tuple[str, str], Plan | str]:
     """Return the plan of each mesh, asked for by name, or why there is none."""
     found: dict[tuple[str, str], Plan | str] = {}
     for mesh, recompute in candidates(request):
         try:
-            found[str(mesh), recompute] = plan(Request(**{**vars(request), "mesh": str(mesh), "recompute": recompute}))
+            found[str(mesh), recompute] = plan(
+                PlanRequest(**{**vars(request), "mesh": str(mesh), "recompute": recompute})
+            )
         except ValueError as error:
             found[str(mesh), recompute] = str(error)
     return found
@@ -24,8 +26,8 @@ def every(request: Request) -> dict[tuple[str, str], Plan | str]:
 @pytest.mark.parametrize(
     "request_",
     [
-        Request(model="llama3-8b", gpus=8, hardware="h100", sequences=2),
-        Request(model="moe-1b", gpus=2, sequences=16),
+        PlanRequest(model="llama3-8b", gpus=8, hardware="h100", sequences=2),
+        PlanRequest(model="moe-1b", gpus=2, sequences=16),
     ],
     ids=lambda request: request.model,
 )
@@ -45,12 +47,12 @@ def test_auto_is_the_fastest_of_all_that_fit(request_):
 
 
 def test_all_ways_of_splitting_are_tried():
-    tried = list(candidates(Request(model="moe-1b", gpus=16)))
+    tried = list(candidates(PlanRequest(model="moe-1b", gpus=16)))
     sizes = {(m.dp_replicate, m.dp_shard, m.tp, m.ep) for m, _ in tried}
     assert {(1, 16, 1, 1), (1, 16, 1, 8), (16, 1, 1, 1), (2, 4, 2, 4), (1, 2, 8, 2)} <= sizes
     assert all(m.gpus == 16 and m.tp <= 8 and m.ep <= 8 for m, _ in tried) and len(set(tried)) == len(tried)
     assert {recompute for _, recompute in tried} == {"nothing", "full"}
-    odd = {str(m) for m, _ in candidates(Request(model="llama3-8b", gpus=12))}
+    odd = {str(m) for m, _ in candidates(PlanRequest(model="llama3-8b", gpus=12))}
     assert odd == {"dp_shard=12", "dp_replicate=2,dp_shard=6", "dp_replicate=4,dp_shard=3"} | {
         "dp_shard=6,tp=2",
         "dp_replicate=2,dp_shard=3,tp=2",
@@ -73,7 +75,7 @@ def test_json_holds_the_plan(capsys):
     ]
     assert cli.main(command) == 0
     said = json.loads(capsys.readouterr().out)
-    found = plan(Request(model="moe-1b", gpus=2, mesh="dp_shard=2,ep=2", recipe="nvfp4@all"))
+    found = plan(PlanRequest(model="moe-1b", gpus=2, mesh="dp_shard=2,ep=2", recipe="nvfp4@all"))
     assert said["peak_bytes"] == found.peak.total and said["step_seconds"] == found.step.total
     assert said["mesh"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 1, "ep": 2} and said["fits"] is True
     assert sum(said["seconds"].values()) == pytest.approx(said["step_seconds"])
@@ -111,7 +113,7 @@ def test_what_a_recipe_is_known_to_miss_is_said():
 
 
 def _said(recipe: str) -> str:
-    return "\n".join(assumptions(job_of(Request(gpus=1, recipe=recipe), Mesh(), "nothing")))
+    return "\n".join(assumptions(job_of(PlanRequest(gpus=1, recipe=recipe), Mesh(), "nothing")))
 
 
 def test_a_mistake_is_one_line(capsys):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfbyte.plan import Mesh, Request, plan
+from halfbyte.plan import Mesh, PlanRequest, plan
 from halfbyte.plan import architecture as models
 from halfbyte.plan import mesh as meshes
 from halfbyte.plan.hardware import get as hardware
@@ -27,21 +27,21 @@ def deepseek_by_hand() -> int:
     ],
 )
 def test_large_models_have_the_published_parameters(name, total, active):
-    shape = models.model_preset(name)
+    shape = models.find_architecture(name)
     assert (shape.parameters, shape.active_parameters) == (total, active)
     assert round(deepseek_by_hand() / 1e9) == 671
 
 
 @pytest.mark.parametrize("name", ["tiny", "300m", "1b", "moe-300m"])
 def test_presets_have_the_parameters_that_they_say(name):
-    shape = models.model_preset(name)
+    shape = models.find_architecture(name)
     assert shape.parameters == shape.config.parameters
     assert shape.active_parameters == shape.config.active_parameters
     assert shape.expert_parameters == (0 if shape.config.moe is None else 12 * 8 * 3 * 768 * 1024)
 
 
 def test_matrices_of_a_block_of_each_kind():
-    shape = models.model_preset("deepseek-v3")
+    shape = models.find_architecture("deepseek-v3")
     dense, sparse = (shape.matrices(kind) for kind in shape.kinds)
     sizes = {m.name: (m.rows, m.cols, m.experts, m.per_token) for m in sparse}
     assert sizes["mlp.gate_up_proj"] == (4096, 7168, 256, 8)
@@ -52,8 +52,8 @@ def test_matrices_of_a_block_of_each_kind():
 
 
 def test_a_mesh_is_read_and_written():
-    mesh = meshes.parse("dp_shard=64, tp=8,ep=4")
-    assert mesh == Mesh(dp_shard=64, tp=8, ep=4) and meshes.parse(str(mesh)) == mesh
+    mesh = meshes.parse_mesh("dp_shard=64, tp=8,ep=4")
+    assert mesh == Mesh(dp_shard=64, tp=8, ep=4) and meshes.parse_mesh(str(mesh)) == mesh
     assert (mesh.gpus, mesh.data_ranks) == (512, 64)
     assert str(Mesh()) == "dp_shard=1"
 
@@ -70,7 +70,7 @@ def test_a_mesh_is_read_and_written():
 )
 def test_what_is_no_mesh(text, message):
     with pytest.raises(ValueError) as error:
-        meshes.parse(text)
+        meshes.parse_mesh(text)
     assert message in str(error.value)
 
 
@@ -104,7 +104,7 @@ def test_what_is_no_mesh(text, message):
 )
 def test_what_cannot_be_planned_says_why(given, message):
     with pytest.raises(ValueError) as error:
-        plan(Request(**{"recompute": "nothing", **given}))
+        plan(PlanRequest(**{"recompute": "nothing", **given}))
     assert message in str(error.value)
 
 

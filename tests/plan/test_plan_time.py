@@ -10,7 +10,7 @@ import halfbyte as hb
 from bench.records import load
 from halfbyte import recipes
 from halfbyte.memory import fake_parameters
-from halfbyte.plan import Request, calibration, plan, seconds, work
+from halfbyte.plan import PlanRequest, calibration, plan, seconds, work
 from halfbyte.plan import architecture as models
 from halfbyte.plan.assumptions import constants
 from halfbyte.plan.hardware import B200, H200
@@ -56,7 +56,7 @@ def test_every_constant_is_what_its_record_says():
 
 def test_the_share_of_a_step_is_that_of_the_bf16_step_it_is_fitted_to():
     values = measured(calibration.STEP_SHARE.record, "train/1b", (8, 2048))
-    job = plan(Request(**SMALL, recipe="bf16", holds_logits=True)).job
+    job = plan(PlanRequest(**SMALL, recipe="bf16", holds_logits=True)).job
     parts = seconds.passes(job).values()
     kernels = sum(sum(seconds.kernel_seconds(part, H200, step_share=1.0).values()) for part in parts)
     assert calibration.STEP_SHARE.value == pytest.approx(kernels / values["bf16_us"] * 1e6, rel=5e-3)
@@ -70,18 +70,18 @@ def test_what_has_no_record_is_called_an_assumption():
             if constant.record
             else name in {"ATTENTION_SHARE", "NETWORK_SHARE", "EAGER_TRAFFIC"}
         )
-    lines = plan(Request(**SMALL)).job
+    lines = plan(PlanRequest(**SMALL)).job
     said = "\n".join(hb.plan.assumptions.assumptions(lines))
     assert all(f"{name} = " in said for name in constants()) and said.count("(not measured)") == 3
 
 
 def test_flops_are_six_for_each_weight_and_token_and_attention():
-    found = plan(Request(**{**SMALL, "accumulate": 2}, recipe="bf16")).step
+    found = plan(PlanRequest(**{**SMALL, "accumulate": 2}, recipe="bf16")).step
     linears = 1_235_814_400 - 33 * 2048
     attention = 3.5 * 16 * 4 * 2048 * 2048 / 2
     assert found.flops == {"bf16": pytest.approx(2 * 16_384 * (6 * linears + attention))}
     assert found.useful == pytest.approx(found.flops["bf16"], rel=1e-4)
-    full = plan(Request(**{**SMALL, "accumulate": 2}, recipe="bf16", recompute="full")).step
+    full = plan(PlanRequest(**{**SMALL, "accumulate": 2}, recipe="bf16", recompute="full")).step
     blocks = linears - 128_256 * 2048
     again = 2 * 16_384 * (2 * blocks + attention / 3.5)
     assert full.flops["bf16"] - found.flops["bf16"] == pytest.approx(again) and full.useful == found.useful
@@ -97,7 +97,7 @@ def test_operands_are_multiplied_in_the_precision_that_the_hardware_has():
     ]
     assert {work.precision(g, H200) for g in (nvfp4.fprop, mxfp8.dgrad, None)} == {"bf16"}
     assert work.precision(GemmSpec(a=NVFP4()), B200) == "bf16"
-    found = plan(Request(**SMALL, hardware="b200", recipe="nvfp4_mxfp8_bwd@all")).step.flops
+    found = plan(PlanRequest(**SMALL, hardware="b200", recipe="nvfp4_mxfp8_bwd@all")).step.flops
     linears = 1_235_814_400 - 33 * 2048 - 128_256 * 2048
     assert found["fp4"] == pytest.approx(2 * 16_384 * linears) and found["fp8"] == pytest.approx(4 * 16_384 * linears)
     assert (work.bits(NVFP4()), work.bits(MXFP8())) == (4.5, 8.25)
@@ -105,8 +105,8 @@ def test_operands_are_multiplied_in_the_precision_that_the_hardware_has():
 
 def test_tensor_parallelism_and_experts_divide_the_multiplications():
     base = {"model": "deepseek-v3", "gpus": 128}
-    whole = plan(Request(**base, mesh="dp_shard=128")).step
-    split = plan(Request(**base, mesh="dp_shard=32,tp=4,ep=16")).step
+    whole = plan(PlanRequest(**base, mesh="dp_shard=128")).step
+    split = plan(PlanRequest(**base, mesh="dp_shard=32,tp=4,ep=16")).step
     assert split.flops["bf16"] == pytest.approx(whole.flops["bf16"] / 4)
     expected = 6 * 8192 * (37_552_282_624 - 129_280 * 7168)
     attention = 3.5 * 61 * 2 * 8192 * (8192 / 2) * 128 * (192 + 128)
@@ -114,17 +114,17 @@ def test_tensor_parallelism_and_experts_divide_the_multiplications():
 
 
 def test_the_quantization_of_a_layer_moves_what_adds_up_by_hand():
-    job = plan(Request(**SMALL, recipe="nvfp4@all")).job
+    job = plan(PlanRequest(**SMALL, recipe="nvfp4@all")).job
     matrix = next(m for m in job.architecture.matrices(job.architecture.kinds[0]) if m.name == "mlp.down_proj")
-    parts = work.linear(job, matrix, job.recipe)
+    parts = work.linear_work(job, matrix, job.recipe)
     x, w, dy = 16_384 * 8192, 2048 * 8192, 16_384 * 2048
     assert parts["forward"].moved["quantization"] == 2 * x + 2 * w + (2 + 2 + 0.5625) * w
     assert parts["forward"].slow == [work.Slow(x, (2 + 2 + 0.5625) * x)]
     assert parts["backward"].slow == [work.Slow(dy, 6 * dy)]
     assert parts["backward"].moved["decoding"] == (0.5625 + 2) * (x + w)
-    native = work.linear(plan(Request(**SMALL, recipe="nvfp4@all", hardware="b200")).job, matrix, job.recipe)
+    native = work.linear_work(plan(PlanRequest(**SMALL, recipe="nvfp4@all", hardware="b200")).job, matrix, job.recipe)
     assert native["forward"].slow == [work.Slow(x, (2 + 2 * 0.5625) * x)] and not native["backward"].moved["decoding"]
-    assert not work.linear(job, matrix, recipes.bf16())["forward"].moved
+    assert not work.linear_work(job, matrix, recipes.bf16())["forward"].moved
 
 
 class Traffic(TorchDispatchMode):
@@ -148,7 +148,7 @@ class Traffic(TorchDispatchMode):
 
 
 def test_eager_code_moves_as_many_times_the_bytes_as_its_ops_say():
-    shape = models.model_preset("1b")
+    shape = models.find_architecture("1b")
     probe = Probe(shape.block(shape.kinds[0], compiled=False), 2048, 64).bfloat16()
     hb.quantize_(probe, "nvfp4", keep=hb.Keep(names=(), last_fraction=0), state=hb.RunState(0))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, fake_parameters(probe, mode):
@@ -157,7 +157,7 @@ def test_eager_code_moves_as_many_times_the_bytes_as_its_ops_say():
         with Traffic() as counted:
             y, _ = probe.block(x, table, table)
             y.backward(torch.empty_like(y))
-    compiled = plan(Request(**{**SMALL, "sharding": "zero1"})).job
+    compiled = plan(PlanRequest(**{**SMALL, "sharding": "zero1"})).job
     total = {"forward": work.Work(), "backward": work.Work()}
     work.between(compiled, compiled.spans[0].kind, total)
     moved = sum(part.moved["between GEMMs"] for part in total.values()) / compiled.tokens
@@ -165,10 +165,10 @@ def test_eager_code_moves_as_many_times_the_bytes_as_its_ops_say():
 
 
 def test_exposed_communication_is_what_outlasts_the_kernels_and_a_block():
-    found = plan(Request(model="llama3-8b", gpus=8, mesh="dp_shard=8", recipe="bf16"))
+    found = plan(PlanRequest(model="llama3-8b", gpus=8, mesh="dp_shard=8", recipe="bf16"))
     hidden = sum(c.seconds(H200) for c in found.collectives)
     assert found.step.seconds[seconds.EXPOSED] == pytest.approx(hidden / 32)
-    far = plan(Request(model="llama3-8b", gpus=512, mesh="dp_shard=512", recipe="bf16", sequence=512))
+    far = plan(PlanRequest(model="llama3-8b", gpus=512, mesh="dp_shard=512", recipe="bf16", sequence=512))
     busy = {name: sum(seconds.kernel_seconds(part, H200).values()) for name, part in seconds.passes(far.job).items()}
     gathers = {p: sum(c.seconds(H200) for c in far.collectives if c.phase == p) for p in busy}
     assert gathers["forward"] > busy["forward"]

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.records import load
-from halfbyte.plan import Request, plan
+from halfbyte.plan import PlanRequest, plan
 from halfbyte.plan.calibration import NETWORK_SHARE, NVLINK_SHARE
 from halfbyte.plan.hardware import H200
 from halfbyte.plan.traffic import Collective, Group
@@ -15,14 +15,14 @@ MEASURED = {
 }
 
 
-def sent(request: Request) -> dict[tuple[str, str], Collective]:
+def sent(request: PlanRequest) -> dict[tuple[str, str], Collective]:
     return {(c.what, c.phase): c for c in plan(request).collectives}
 
 
 @pytest.mark.parametrize("key", MEASURED, ids=lambda key: "-".join(map(str, key)))
 def test_zero_gathers_and_reduces_the_bytes_that_it_counted(key):
     model, world, vocabulary, weights = key
-    request = Request(
+    request = PlanRequest(
         model=model,
         gpus=world,
         mesh=f"dp_shard={world}",
@@ -46,7 +46,7 @@ def test_sharded_weights_travel_as_codes_and_one_byte_a_tile():
         "recipe": "nvfp4@all",
         "accumulate": 3,
     }
-    coded, plain = (sent(Request(**common, gather=gather)) for gather in ("nvfp4", "bf16"))
+    coded, plain = (sent(PlanRequest(**common, gather=gather)) for gather in ("nvfp4", "bf16"))
     block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
     edges, norms = 2 * 128_256 * 4096 + 4096, 32 * 2 * 4096
     assert plain["weights", "backward"].message == 3 * 2 * (32 * block + norms)
@@ -65,14 +65,14 @@ def test_sharded_weights_travel_as_codes_and_one_byte_a_tile():
 def test_blocks_in_high_precision_travel_in_bf16():
     common = {"model": "llama3-8b", "gpus": 8, "mesh": "dp_shard=8"}
     some, every = (
-        sent(Request(**common, recipe=recipe))["weights", "backward"].message for recipe in ("nvfp4", "nvfp4@all")
+        sent(PlanRequest(**common, recipe=recipe))["weights", "backward"].message for recipe in ("nvfp4", "nvfp4@all")
     )
     block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
     assert some - every == 5 * block * (2 - 1 / 2 - 1 / 256)  # 15 % of 32 blocks, rounded up
 
 
 def test_tensor_and_expert_parallelism_exchange_activations():
-    request = Request(model="deepseek-v3", gpus=64, mesh="dp_shard=32,tp=2,ep=8", accumulate=2)
+    request = PlanRequest(model="deepseek-v3", gpus=64, mesh="dp_shard=32,tp=2,ep=8", accumulate=2)
     found = sent(request)
     tokens = 8192
     assert found["activations", "forward"].message == 2 * 61 * 4 * tokens * 7168 * 2
@@ -81,7 +81,7 @@ def test_tensor_and_expert_parallelism_exchange_activations():
     assert experts.message == 2 * 58 * 2 * (tokens / 2) * 8 * 7168 * 2 and experts.group == Group(size=8, stride=2)
     assert found["weights of experts", "forward"].group == Group(size=4, stride=16)
     assert not experts.is_hidden and found["weights of experts", "forward"].is_hidden
-    full = sent(Request(**{**vars(request), "recompute": "full"}))
+    full = sent(PlanRequest(**{**vars(request), "recompute": "full"}))
     assert full["tokens of experts", "backward"].message == 2 * experts.message
     assert full["activations", "backward"].message == 2 * 61 * 10 * tokens * 7168 * 2
 
@@ -103,4 +103,4 @@ def test_a_collective_takes_its_slowest_link():
 
 
 def test_one_gpu_sends_nothing():
-    assert plan(Request(model="1b", gpus=1, mesh="dp_shard=1", sequence=128)).collectives == ()
+    assert plan(PlanRequest(model="1b", gpus=1, mesh="dp_shard=1", sequence=128)).collectives == ()

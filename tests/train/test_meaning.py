@@ -17,7 +17,7 @@ CONTROL = result("naive_fp4@all", 14.5)
 
 
 def lines(*results: dict, has_gpu: bool = False) -> list[str]:
-    return meaning.lines(CONFIG, results, has_gpu)
+    return meaning.closing_lines(CONFIG, results, has_gpu)
 
 
 def test_there_are_five_and_they_fit_a_terminal():
