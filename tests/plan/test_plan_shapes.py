@@ -5,7 +5,7 @@ import pytest
 from halfbyte.plan import Mesh, PlanRequest, plan
 from halfbyte.plan import architecture as models
 from halfbyte.plan import mesh as meshes
-from halfbyte.plan.hardware import get as hardware
+from halfbyte.plan.hardware import find_hardware as hardware
 
 
 def deepseek_by_hand() -> int:
