@@ -92,9 +92,12 @@ def right_operand(
 
 
 def for_all(x_col: Any, wanted: int) -> Any:
-    """Return the right operand of `wanted` weight gradients: decoded once if several read it."""
+    """Return the right operand of `wanted` weight gradients: decoded once if several read it.
+
+    Code that is traced op by op leaves that to each product: which backend decodes is no question for a tracer.
+    """
     is_code = isinstance(x_col, ops.Operand) and not x_col.blocks.qdata.is_floating_point()
-    return ops.decode(x_col) if wanted > 1 and is_code else x_col
+    return ops.decode(x_col) if wanted > 1 and is_code and not torch.compiler.is_compiling() else x_col
 
 
 def add_dx(dx: Tensor | None, row: Any, right: Any, *, last: bool, dtype: torch.dtype) -> Tensor:
