@@ -13,6 +13,7 @@ import halfbyte as hb
 
 # The package has functions of these names.
 linear, activation = (import_module(f"halfbyte.functional.{name}") for name in ("linear", "activation"))
+quantization, gemm, grouped = (import_module(f"halfbyte.ops.{name}") for name in ("quantization", "gemm", "grouped"))
 
 K, SIZES = 48, (32, 16, 32)
 PRESETS = ("nvfp4", "four_over_six", "nvfp4_mxfp8_bwd", "mxfp8", "nvfp4_forward")
@@ -108,6 +109,37 @@ def test_opcheck(recipe, monkeypatch):
     for op, given in calls.items():
         detached = [None if t is None else t.detach() for t in given[1]]
         opcheck(op, (given[0], detached, *given[2:]))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_mxfp8_bwd"])
+def test_traced_code_does_not_ask_which_backend_runs(recipe, monkeypatch):
+    """Where a pass is not one op, here with cached weights; on a GPU a tracer cannot follow the answer."""
+    torch._dynamo.reset()
+    asked = quantization.choose
+
+    def choose(*given):
+        torch._dynamo.graph_break()  # an error where it is traced, nothing where it runs
+        return asked(*given)
+
+    for module in (quantization, gemm, grouped):
+        monkeypatch.setattr(module, "choose", choose, raising=False)
+    model = torch.nn.ModuleList(torch.nn.Linear(K, n) for n in SIZES)
+    hb.quantize_(model, recipe, keep=hb.Keep(names=(), last_fraction=0))
+    hb.cache_weights(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.float32)
+
+    def run(x):
+        return torch.cat(hb.nn.forward_shared(x, tuple(model)), dim=-1)
+
+    found = []
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(0)
+        model.zero_grad()
+        x = torch.randn(18, K, requires_grad=True)
+        y = function(x)
+        y.square().sum().backward()
+        found.append([y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_selective_checkpointing_keeps_what_a_pass_made():
