@@ -1,4 +1,4 @@
-"""Which kernels a training step waits for: `python -m bench.exclusive 125m 60m` on a GPU (steps of `bench.cases.steps`).
+"""Which kernels a training step waits for: `python -m bench.exclusive 125m 60m` on a GPU, those of bench.cases.steps.
 
 Kernels overlap, so the sum of their times says little. Here each has the time from the end of everything before it to
 its own end: these times add up to that of the step without its gaps.
