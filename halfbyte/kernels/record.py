@@ -63,9 +63,6 @@ SPILLS = {
     ("activation_backward_kernel", "sm_120"): 8,
     ("packed_amax_kernel", "sm_100"): 48,
     ("packed_amax_kernel", "sm_103"): 48,
-    # Of 64 x 64 tiles of plain operands, for which ptxas takes 72 registers; codes are multiplied natively there.
-    ("gemm_tma_kernel", "sm_100"): 56,
-    ("gemm_tma_kernel", "sm_103"): 56,
 }
 """Bytes that tuned launches of a kernel are known to spill on a target, at most: never more, better fewer.
 

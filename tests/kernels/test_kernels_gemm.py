@@ -9,6 +9,7 @@ import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels.gemm import dense, route
 from halfbyte.kernels.target import amd, nvidia
+from halfbyte.kernels.target import nvidia
 from halfbyte.kernels.unpack.dequantize import Decoded
 
 torch.manual_seed(0)
@@ -132,6 +133,8 @@ def test_tiles_are_chosen_for_the_shape():
     small = (*tiles, *route.SMALL_TILES)
     assert route.choose_tile(small, 512, 1024, 1024, 132) == (route.SMALL_TILES[2], 1)
     assert route.choose_tile(small, 1024, 1024, 512, 132) == (route.SMALL_TILES[0], 1)
+    assert route.small_tiles(nvidia(90, 132)) == route.SMALL_TILES
+    assert all(tile.bn > 64 for tile in route.small_tiles(nvidia(100, 148)))  # those spill there
     assert route.choose_tile(small, 1024, 1024, 65536, 132) == (wgrad_tile, splits)
     assert (
         route.tma_tiles(nvidia(80, 108))

@@ -77,6 +77,11 @@ def tma_tiles(target: Target) -> tuple[GemmTile, ...]:
     return TMA_TILES if target.capability < 100 else TMA_TILES[1:]
 
 
+def small_tiles(target: Target) -> tuple[GemmTile, ...]:
+    """Return the tiles with deeper steps that the TMA kernel may use; on sm_100 those of 64 x 64 spill registers."""
+    return SMALL_TILES if target.capability < 100 else SMALL_TILES[:1]
+
+
 def _exact(a: Tensor, b: Tensor) -> bool:
     return a.dtype != b.dtype or a.dtype == torch.float32
 
@@ -189,7 +194,7 @@ def _tma(product: Product) -> Choice:
     # Plain stores of the largest tile's output spill registers.
     tiles = tuple(tile for tile in tiles if all_describable(product.ends) or tile.bn < 256)
     if ceil_div(M, SMALL_TILES[0].bm) * ceil_div(N, SMALL_TILES[0].bn) <= target.multiprocessors:
-        tiles += SMALL_TILES
+        tiles += small_tiles(target)
     return _planned("gemm_tma_kernel", product, _split(product, tiles, tma=True))
 
 
