@@ -9,7 +9,6 @@ import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels.gemm import dense, route
 from halfbyte.kernels.target import amd, nvidia
-from halfbyte.kernels.target import nvidia
 from halfbyte.kernels.unpack.dequantize import Decoded
 
 torch.manual_seed(0)
