@@ -7,12 +7,18 @@ sizes cannot compare them by a collective whose size they disagree about.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
+
+if dist.is_available():
+    # Its functions have the default group of their import as default argument. torch._dynamo, which optimizers import,
+    # imports it: after init_process_group that would keep the group past its end (see WeakGroup).
+    import torch.distributed.nn.functional  # noqa: F401
 
 AGREE_TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for the notes of the others."""
@@ -35,6 +41,35 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 def current_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the group that None stands for now; None if there is none."""
     return dist.group.WORLD if group is None and dist.is_available() else group
+
+
+class WeakGroup(NamedTuple):
+    """A process group that `torch.distributed` keeps alive, not this: it joins its threads when it is destroyed.
+
+    Gloo's threads take the interpreter's lock to let go of a tensor. Where a model or an optimizer kept its group past
+    `destroy_process_group`, one of them could meet an interpreter that had ended, and the process was aborted.
+    """
+
+    ref: weakref.ref[dist.ProcessGroup] | None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> WeakGroup:
+        """Return that of `group`, None for one process alone."""
+        return cls(None if group is None else weakref.ref(group))
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group; None for one process alone.
+
+        Raises:
+            RuntimeError: it was destroyed.
+        """
+        if self.ref is None:
+            return None
+        group = self.ref()
+        if group is None:
+            raise RuntimeError("the process group was destroyed: call destroy_process_group after the last step")
+        return group
 
 
 def exchange_notes(

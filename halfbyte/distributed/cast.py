@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from halfbyte.distributed.agree import WeakGroup
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.ops.primary import primary_stages
 from halfbyte.pieces import CastTarget, Piece, cut_tile_rows
@@ -79,7 +80,7 @@ class Cast:
         device: torch.device,
         backend: str | None = None,
     ) -> None:
-        self._group, self._layout = group, layout
+        self._ranks, self._layout = WeakGroup.of(group), layout
         self.is_alone = group is None
         self._expands = not local_scales
         tiles = layout.tiles
@@ -125,10 +126,10 @@ class Cast:
         assert self._declined is not None, "nobody waits"
         self._maxima.zero_()
         self._declined.set()
-        dist.all_reduce(self._maxima, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(self._maxima, dist.ReduceOp.MAX, group=self._ranks.group)
         if self._chooses and self._sent.numel():
             self._message.zero_()
-            dist.all_reduce(self._sent.view(torch.int32), group=self._group)
+            dist.all_reduce(self._sent.view(torch.int32), group=self._ranks.group)
 
     def agree(self) -> None:
         """First part of `run`: everything that ranks tell each other."""
@@ -157,12 +158,12 @@ class Cast:
         elif self._halves.numel():
             self._halves.fill_(-torch.inf)
         if self._index is None:
-            dist.all_reduce(self._maxima, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(self._maxima, dist.ReduceOp.MAX, group=self._ranks.group)
             if self._declined is not None:
                 self._declined.read()
         else:
             part = self.amaxes.index_select(0, self._index)
-            dist.all_reduce(part, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(part, dist.ReduceOp.MAX, group=self._ranks.group)
             self.amaxes.index_copy_(0, self._index, part)
 
     def _choose(self) -> None:
@@ -174,7 +175,7 @@ class Cast:
             torch._foreach_copy_(*self._stripe_copies)
         if self._sent.numel():
             # Each word has one contributor and zeros from the others: the sum is exact, NaN and all.
-            dist.all_reduce(self._sent.view(torch.int32), group=self._group)
+            dist.all_reduce(self._sent.view(torch.int32), group=self._ranks.group)
         if self._stripe_caster is not None:
             self._stripe_caster.choose(self.amaxes, self.scales)
 

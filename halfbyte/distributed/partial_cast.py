@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfbyte.distributed.agree import current_group, exchange_notes, rank_and_size
+from halfbyte.distributed.agree import WeakGroup, current_group, exchange_notes, rank_and_size
 from halfbyte.distributed.cast import Cast, CastLayout, Share
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.layout import SWIZZLED_32_4_4, Blocks
@@ -167,7 +167,7 @@ def _agreed_on(weights, masters, starts, call) -> tuple:
     else:
         sizes = tuple(m.numel() if isinstance(m, Tensor) else 0 for m in masters)
     return (
-        current_group(group),
+        WeakGroup.of(current_group(group)),
         manual,
         identities,
         sizes,
@@ -242,14 +242,14 @@ def _known(model_weights: Any) -> _Prepared | None:
 
 def _join(known: _Prepared | None, group: dist.ProcessGroup | None) -> None:
     """Take part in the cast that other ranks of the group run if nothing has changed for them, and call it void."""
-    if known is not None and known.agreed_on[0] == current_group(group) and not known.cast.is_alone:
+    if known is not None and known.agreed_on[0] == WeakGroup.of(current_group(group)) and not known.cast.is_alone:
         known.cast.decline()
 
 
 def _prepared(arguments: tuple, shares: list[list[Share | None]], agreed_on: tuple, memory: tuple) -> _Prepared | None:
     """Prepare a cast and keep it on the first weight; None if there is nothing to do."""
     weights = arguments[0]
-    cast = _prepare(arguments, shares, agreed_on[0])
+    cast = _prepare(arguments, shares, agreed_on[0].group)
     if cast is None:
         return None
     vars(weights[0])["_prepared_cast"] = _Prepared(agreed_on, memory, shares, cast, [w.block_scale for w in weights])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from halfbyte.distributed.agree import WeakGroup
 from halfbyte.distributed.cast import Cast
 from halfbyte.distributed.plan import BucketPlan, scale_room, scale_runs
 
@@ -18,9 +19,14 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class Ranks(NamedTuple):
     """The ranks that share buckets: the group, None for one process alone, and this process's place in it."""
 
-    group: dist.ProcessGroup | None
+    held: WeakGroup
     rank: int
     size: int
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group; None for one process alone."""
+        return self.held.group
 
 
 class ScaleGather:

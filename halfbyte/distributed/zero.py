@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfbyte.distributed import zero_state
-from halfbyte.distributed.agree import exchange_notes, rank_and_size, telling
+from halfbyte.distributed.agree import WeakGroup, exchange_notes, rank_and_size, telling
 from halfbyte.distributed.buckets import Bucket
 from halfbyte.distributed.cast import Cast, CastLayout
 from halfbyte.distributed.config import ZeroConfig
@@ -87,7 +87,7 @@ class ZeroOptimizer:
         param_options: Callable[[str, nn.Parameter], dict] | None = None,
         config: ZeroConfig = ZeroConfig(),
     ) -> None:
-        self.config, self.group = config, group
+        self.config, self._group = config, WeakGroup.of(group)
         _, self._size = rank_and_size(group)
         self.everyone = _ranks(group)
         with telling(group, CALL, getattr(config, "timeout", None), ("", [], [], {})):
@@ -120,6 +120,11 @@ class ZeroOptimizer:
         finalizer: Any = weakref.finalize(self, release, self.buckets, handles, list(self._params.values()))
         finalizer.atexit = False  # a process that ends waits for no other
         self._publish()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The data-parallel ranks, as given."""
+        return self._group.group
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: a copy would step masters that no model has."""
@@ -464,4 +469,4 @@ def _options_of(name: str, param: nn.Parameter, choose: Callable[[str, nn.Parame
 
 def _ranks(group: dist.ProcessGroup | None) -> Ranks:
     rank, size = rank_and_size(group)
-    return Ranks((group or dist.group.WORLD) if size > 1 else None, rank, size)
+    return Ranks(WeakGroup.of((group or dist.group.WORLD) if size > 1 else None), rank, size)
