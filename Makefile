@@ -3,6 +3,7 @@
 #   make test        tests that need no GPU; make test-full: with nine that take minutes        make test-gpu   the GPU tests, with this machine's own python3
 #   make test-targets   a sample of what the launchers launch, recorded and compiled for every GPU without one (some
 #                       minutes on two cores); make test-targets-full: all of it (hours)
+#   make test-distributed   several processes over gloo: FSDP2, torchrun; test-distributed-full: every case, every fault
 #   make test-integrations   packages of others read what this one writes (they are installed into .venv)
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
 #   make test-docs   every code block, example, link and figure of the documentation, and the site, strict
@@ -17,10 +18,11 @@ BIN := $(VENV)/bin
 OLDER := $(VENV)/transformers-5.17
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 JOBS ?= 2
+ELSEWHERE := $(addprefix --ignore=tests/,gpu clients docs package scale)
 REPOSITORY ?= pypi
 
 .DEFAULT_GOAL := setup
-.PHONY: setup train test test-full test-targets test-targets-full test-integrations test-docs test-package test-gpu check bench docs figures dist publish clean
+.PHONY: setup train test test-full test-distributed test-distributed-full test-targets test-targets-full test-integrations test-docs test-package test-gpu check bench docs figures dist publish clean
 
 setup: $(VENV)/setup.stamp
 
@@ -44,10 +46,16 @@ train: setup
 	$(BIN)/halfbyte compare $(TRAIN_ARGS)
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/clients --ignore=tests/docs --ignore=tests/package -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests $(ELSEWHERE) -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q $(TEST_ARGS)
 
 test-full: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/gpu --ignore=tests/clients --ignore=tests/docs --ignore=tests/package -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests $(ELSEWHERE) -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
+
+test-distributed: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale --timeout 300 -m "not full" -q $(TEST_ARGS)
+
+test-distributed-full: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale --timeout 1800 -q $(TEST_ARGS)
 
 test-targets: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) $(TARGET_ARGS)
