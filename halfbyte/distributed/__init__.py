@@ -1,14 +1,17 @@
 """Training on several ranks of torch.distributed: their random bits, and NVFP4 weights of sharded fp32 masters."""
 
+from halfbyte.distributed.fsdp import WeightGather, fsdp_gather_nvfp4_
 from halfbyte.distributed.partial_cast import cast_master_weights_to_nvfp4, post_all_gather_processing
 from halfbyte.distributed.placing import place_ranks_
 from halfbyte.distributed.plan import storage_plan
 from halfbyte.distributed.zero import ZeroConfig, ZeroOptimizer
 
 __all__ = [
+    "WeightGather",
     "ZeroConfig",
     "ZeroOptimizer",
     "cast_master_weights_to_nvfp4",
+    "fsdp_gather_nvfp4_",
     "place_ranks_",
     "post_all_gather_processing",
     "storage_plan",

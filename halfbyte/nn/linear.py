@@ -38,6 +38,9 @@ class LinearLayer(FollowsRecipe):
     before_use: Callable[[], None] | None = None
     """Called before the parameters are read, by modules above if compiled: a gather of them may still run."""
 
+    check_weight: Callable[[LinearLayer, Any], None] | None = None
+    """Raises where the weight that a forward is about to read is not as somebody promised: gathered in 4 bits."""
+
     def adopt(self, recipe: Recipe | str, state: RunState | None) -> None:
         super().adopt(recipe, state)
         self.amax_group: tuple[LinearLayer, ...] = ()
@@ -145,6 +148,8 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
             layer.before_use()
     weights = [layer.weight for layer in layers]  # once: a parametrization computes it
     for layer, weight in zip(layers, weights, strict=True):
+        if layer.check_weight is not None:
+            _check_weight(layer, weight)
         if layer.recipe.specs and (type(x) not in PLAIN or type(weight) not in PLAIN):
             refuse_foreign((("x", x), ("its weight", weight), ("its bias", layer.bias)), layer)
     places = [layer.place(call) for layer in layers]
@@ -164,6 +169,16 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
         cached_weights=cached,
         rng=[place for place in places if place is not None] or None,
     )
+
+
+def _check_weight(layer: LinearLayer, weight: Any) -> None:
+    assert layer.check_weight is not None, "its caller asked"
+    if torch.compiler.is_compiling():  # in which an error is a riddle
+        from halfbyte.functional.eager import eagerly
+
+        eagerly(layer.check_weight, (layer, weight), {})
+    else:
+        layer.check_weight(layer, weight)
 
 
 def _as_rows(layer: LinearLayer, tensor: Any) -> Any:

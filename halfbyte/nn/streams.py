@@ -54,8 +54,8 @@ def _unless_moved(parameters: dict[str, Any], fn: Callable[[Tensor], Tensor]) ->
 
 
 _OWN = (
-    *("_recipe", "_shift", "_stale", "_stream", "amax_group", "before_use", "called", "kept", "recipe_before"),
-    *("run_state", "shared_input", "times_aside", "weight_cache"),
+    *("_recipe", "_shift", "_stale", "_stream", "amax_group", "before_use", "called", "check_weight", "kept"),
+    *("recipe_before", "run_state", "shared_input", "times_aside", "weight_cache"),
 )
 """What layers with a recipe have on top of the modules that they were converted from."""
 
@@ -232,7 +232,12 @@ class FollowsRecipe(_Base):
             state.say_forgotten(f"{STALE_FORWARDS} training forwards drew the same random bits")
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_stale": (0, 0), "weight_cache": None, "times_aside": 0}  # no optimizer refills the cache of a copy
+        fresh = {
+            "_stale": (0, 0),
+            "weight_cache": None,
+            "times_aside": 0,
+            "check_weight": None,
+        }  # no optimizer refills the cache of a copy
         return {**self.__dict__, **fresh}
 
     def _load_from_state_dict(

@@ -71,7 +71,12 @@ def _as_strided(func, args, kwargs):
     q, shape, stride, offset = (*args, kwargs.get("storage_offset"))[:4]
     if offset or tuple(stride) != torch.empty(tuple(shape), device="meta").stride():
         return NotImplemented
-    return _regroup(aten.view.default, (q, shape), {}) if math.prod(shape) == q.numel() else NotImplemented
+    if math.prod(shape) != q.numel():
+        return NotImplemented
+    out = _regroup(aten.view.default, (q, shape), {})
+    if out is not NotImplemented and tuple(shape) == tuple(q.shape):  # so FSDP2 takes what an extension gathered
+        out.after_alias(q)
+    return out
 
 
 def _rows(q: QuantTensor, start: int, stop: int) -> QuantTensor:

@@ -1,0 +1,238 @@
+"""fsdp_gather_nvfp4_: FSDP2 gathers weights as NVFP4 codes and scales, which are the operands of the GEMMs.
+
+`fully_shard` leaves every rank some rows of each weight, and gathers the whole weight before the forward and again
+before the backward of the module that it wrapped. Here the ranks quantize their rows once after the weights changed,
+with one message for the amaxes of the whole model, and what FSDP2 gathers are codes and scale bytes: 0.252 of the bytes
+of bf16. Nothing is quantized again where they arrive, and the bytes are those of the whole weight's quantization.
+
+The weights know that they changed by the version counters of their shards, and by a hook on every optimizer's step,
+since fused optimizers leave the counters as they are. What sends codes hangs on the shards' tensors, which `.to()`,
+`load_state_dict(assign=True)` and others replace: it is put there again before every forward, and a layer refuses any
+other weight than one that arrived as codes.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from halfbyte.distributed.agree import refuse_together
+from halfbyte.distributed.fsdp_cast import ShardCast
+from halfbyte.distributed.fsdp_choice import (
+    CALL,
+    Home,
+    group_of,
+    homes_of,
+    is_wrapped,
+    param_dtype_of,
+    reason_against,
+    shards_of,
+    wrapping_problem,
+)
+from halfbyte.distributed.fsdp_report import GatherReport, GatherRow
+from halfbyte.distributed.fsdp_weight import GatheredWeight
+from halfbyte.functional.foreign import is_sharded
+from halfbyte.functional.weights import weight_specs
+from halfbyte.nn.linear import LinearLayer
+from halfbyte.spec import NVFP4
+
+
+def fsdp_gather_nvfp4_(model: nn.Module) -> WeightGather:
+    """Let FSDP2 gather the weights of quantized layers as NVFP4 codes, in home; their bytes are as without.
+
+    Call it after `hb.quantize_` and `torch.distributed.fsdp.fully_shard`, before the first forward, on every rank. It
+    takes weights in 16x16 tiles, rounded to nearest, that forward and backward read in that form alone; all others are
+    gathered in their values as before, and a warning and the report say why. `state_dict` stays plain, optimizers go on
+    stepping the sharded parameters, and gradients are reduced as FSDP2 does.
+
+    Args:
+        model: converted and wrapped; itself, or blocks in it.
+
+    Returns:
+        A handle with the `report`, the `traffic` and `mark_changed()`; the model keeps it alive.
+
+    Raises:
+        ValueError: on every rank: fully_shard wrapped nothing of it, no weight can be gathered so, it has run already,
+            FSDP2 offloads to the CPU or reshards to an integer.
+        RuntimeError: some rank does not make the call within `agree.AGREE_TIMEOUT`.
+        TypeError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: give a torch.nn.Module that fully_shard wrapped")
+    homes = homes_of(model)
+    chosen, reasons = _choose(homes)
+    refuse_together(_problem(model, chosen, reasons), None, CALL)
+    gather = WeightGather(model, homes, chosen, reasons)
+    if gather.report.kept:
+        texts = sorted({f"{name}: {reason}" for name, reason in gather.report.kept.items()})
+        rest = f" and {len(texts) - 1} more (see the report)" if len(texts) > 1 else ""
+        warnings.warn(f"{CALL}: gathered in their values: {texts[0]}{rest}")
+    return gather
+
+
+class WeightGather:
+    """What `fsdp_gather_nvfp4_` arranged in a model, which keeps it alive.
+
+    report: what travels, parameter by parameter.
+    """
+
+    def __init__(self, model: nn.Module, homes: list[Home], chosen: dict[str, NVFP4], reasons: dict[str, str]) -> None:
+        self._casts, wrapped = self._arrange(homes, chosen)
+        self.weights = [weight for cast in self._casts for weight in cast.weights]
+        self.report = _report(homes, {weight.name: weight for weight in self.weights}, reasons)
+        for weight in self.weights:
+            weight.layer.check_weight = weight.check_use
+        wrapped.setdefault(model, self.weights)
+        for module, weights in wrapped.items():
+            # FSDP2's own hook is the first; before it, every shard must have its message.
+            module.register_forward_pre_hook(partial(_before_forward, self, weights), prepend=True)
+        handle = register_optimizer_step_post_hook(partial(_after_step, weakref.ref(self)))
+        weakref.finalize(self, handle.remove)
+
+    def _arrange(
+        self, homes: list[Home], chosen: dict[str, NVFP4]
+    ) -> tuple[list[ShardCast], dict[nn.Module, list[GatheredWeight]]]:
+        """Return a cast for each group of ranks, and the weights of each wrapped module."""
+        groups: dict[dist.ProcessGroup, list[GatheredWeight]] = {}
+        slots: dict[dist.ProcessGroup, dict[int, int]] = {}
+        wrapped: dict[nn.Module, list[GatheredWeight]] = {}
+        refresh = partial(_refresh, weakref.ref(self))
+        for home in homes:
+            if home.name not in chosen:
+                continue
+            layer: Any = home.module
+            group = group_of(home)
+            own = slots.setdefault(group, {})
+            slot = own.setdefault(id(layer.amax_group[0]) if layer.amax_group else id(layer), len(own))
+            about = chosen[home.name], shards_of(home), param_dtype_of(home), slot
+            weight = GatheredWeight(home.name, layer, *about, refresh)
+            groups.setdefault(group, []).append(weight)
+            if home.wrapped is not None:
+                wrapped.setdefault(home.wrapped, []).append(weight)
+        return [ShardCast(weights, group) for group, weights in groups.items()], wrapped
+
+    @property
+    def traffic(self) -> dict[str, int]:
+        """Bytes of codes and scales that have reached this rank so far, and gathers of weights that they came in."""
+        gathered = sum(weight.bytes_gathered for weight in self.weights)
+        calls = sum(
+            weight.bytes_gathered // (weight.shards.message_bytes * weight.shards.world) for weight in self.weights
+        )
+        return {"gathered": gathered, "gathers": calls, "casts": sum(cast.runs for cast in self._casts)}
+
+    def mark_changed(self, params: Iterable[Tensor] | None = None) -> None:
+        """Say that weights changed in a way that neither an optimizer's step nor a version counter tells.
+
+        Call it on every rank: kernels of one's own that write parameters in home are such a way.
+
+        Args:
+            params: sharded parameters; None for all.
+        """
+        ids = None if params is None else {id(param) for param in params}
+        for weight in self.weights:
+            if ids is None or id(weight.param) in ids:
+                weight.is_dirty = True
+
+    def refresh(self, weights: list[GatheredWeight]) -> None:
+        """Look at the shards of some weights, and cast all if one of these has changed."""
+        if torch.compiler.is_compiling():
+            from halfbyte.functional.eager import eagerly
+
+            eagerly(self._refresh, (weights,), {})
+        else:
+            self._refresh(weights)
+
+    def _refresh(self, weights: list[GatheredWeight]) -> None:
+        stale = [weight.look() for weight in weights]  # all: each shard is given its hooks
+        if not any(stale):
+            return
+        if weights is not self.weights:
+            for weight in self.weights:
+                weight.look()
+        if any(weight.is_absent for weight in self.weights):
+            return  # on meta: FSDP2 refuses the forward
+        with torch.inference_mode(False):
+            for cast in self._casts:
+                cast.run()
+
+    def __reduce__(self) -> tuple:
+        """Leave copies of the model without it: a process group cannot be copied."""
+        return type(None), ()
+
+
+def _before_forward(gather: WeightGather, weights: list[GatheredWeight], module: nn.Module, arguments: Any) -> None:
+    gather.refresh(weights)
+
+
+def _refresh(gather: weakref.ref[WeightGather]) -> None:
+    alive = gather()
+    assert alive is not None, "the model's hooks keep it"
+    alive.refresh(alive.weights)
+
+
+def _after_step(gather: weakref.ref[WeightGather], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    alive = gather()
+    if alive is not None:
+        alive.mark_changed(param for group in optimizer.param_groups for param in group["params"])
+
+
+def _choose(homes: list[Home]) -> tuple[dict[str, NVFP4], dict[str, str]]:
+    """Return the spec of each weight that is gathered as codes, and why weights of other quantized layers are not."""
+    holders: dict[int, int] = {}
+    for module in {id(home.module): home.module for home in homes}.values():
+        for param in module._parameters.values():
+            holders[id(param)] = holders.get(id(param), 0) + 1
+    against = {home.name: reason_against(home, holders) for home in homes}
+    of = {home.module: home for home in homes if against[home.name] is None}
+    for home in list(of.values()):
+        siblings = getattr(home.module, "amax_group", ())
+        if any(sibling not in of or group_of(of[sibling]) is not group_of(home) for sibling in siblings):
+            against[home.name] = "a weight that shares its amax is not gathered as codes, or by other ranks"
+    specs: dict[str, NVFP4] = {}
+    for home in homes:
+        if against[home.name] is None:
+            assert isinstance(home.module, LinearLayer), "reason_against chose it"
+            spec, _ = weight_specs(home.module.recipe)
+            assert isinstance(spec, NVFP4), "reason_against chose it"
+            specs[home.name] = spec
+    return specs, {name: reason for name, reason in against.items() if reason}
+
+
+def _problem(model: nn.Module, chosen: dict[str, NVFP4], reasons: dict[str, str]) -> str | None:
+    wrapped = [module for module in model.modules() if is_wrapped(module)]
+    if not wrapped:
+        return "model: fully_shard has wrapped nothing of it; call torch.distributed.fsdp.fully_shard first"
+    if any(getattr(module, "check_weight", None) is not None for module in model.modules()):
+        return f"model: its weights are gathered as codes already; call {CALL} once"
+    problem = wrapping_problem(wrapped)
+    if problem is not None:
+        return f"model: {problem}"
+    if not chosen:
+        why = next((f"; {name}: {reason}" for name, reason in reasons.items()), "; none of its layers has a recipe")
+        return f"model: none of its weights can be gathered as NVFP4{why}. Convert it with hb.quantize_(model, 'nvfp4')"
+    return None
+
+
+def _report(homes: list[Home], weights: dict[str, GatheredWeight], reasons: dict[str, str]) -> GatherReport:
+    rows = []
+    for home in homes:
+        if not is_sharded(home.param):
+            continue
+        dtype = param_dtype_of(home) or home.param.dtype
+        mesh = home.param.device_mesh
+        first = home.param.shape[0] if home.param.dim() else 1
+        world = mesh.size(mesh.ndim - 1)
+        values = -(-first // world) * world * (home.param.numel() // max(1, first)) * dtype.itemsize
+        weight = weights.get(home.name)
+        sent = values if weight is None else weight.shards.message_bytes * weight.shards.world
+        form = str(dtype).removeprefix("torch.") if weight is None else weight.spec.key
+        rows.append(GatherRow(name=home.name, form=form, reason=reasons.get(home.name, ""), sent=sent, values=values))
+    return GatherReport(rows=tuple(rows))

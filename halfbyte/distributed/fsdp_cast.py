@@ -1,0 +1,100 @@
+"""The cast of the weights that FSDP2 gathers as NVFP4: each rank's rows to codes and scales, with one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfbyte.distributed.agree import WeakGroup
+from halfbyte.distributed.cast import Cast, CastLayout, Share
+from halfbyte.distributed.fsdp_weight import GatheredWeight
+from halfbyte.layout import Blocks
+from halfbyte.pieces import CastTarget, Piece
+
+
+class ShardCast:
+    """Casts weights whose shards the ranks of one group hold.
+
+    Args:
+        weights: the same on every rank, in one order.
+        group: of the shards.
+    """
+
+    def __init__(self, weights: Sequence[GatheredWeight], group: dist.ProcessGroup) -> None:
+        self.weights = list(weights)
+        self._ranks = WeakGroup.of(group if dist.get_world_size(group) > 1 else None)
+        self._slots = 1 + max(weight.slot for weight in weights)
+        self._amaxes = torch.empty(0)
+        self._prepared: tuple[Any, Cast] | None = None
+        self.runs = 0
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Write codes and scales of this rank's rows: those of the whole weights' quantization."""
+        for weight in self.weights:
+            weight.note()
+        cast = self._cast()
+        cast.agree()
+        cast.scale()
+        cast.write()
+        tiles = cast.amaxes.numel() - self._slots
+        self._amaxes.copy_(cast.amaxes[tiles:])
+        first = 0
+        for weight in self.weights:
+            tile_rows, tile_cols = weight.shards.tiles
+            start, stop = weight.shards.tile_rows_of(weight.shards.rank)
+            own = cast.scales[first + start * tile_cols : first + stop * tile_cols]
+            weight.scales[: stop - start].copy_(own.view(stop - start, tile_cols))
+            first += tile_rows * tile_cols
+        ready = _event(self._amaxes)
+        self.runs += 1
+        for weight in self.weights:
+            weight.has_cast(ready)
+
+    def _cast(self) -> Cast:
+        """Return the cast of the shards where they lie now; its tables hold their addresses."""
+        key = tuple((weight.local.data_ptr(), weight.local.device, weight.dtype) for weight in self.weights)
+        if self._prepared is None or self._prepared[0] != key:
+            device = self.weights[0].local.device
+            if self._amaxes.numel() != self._slots or self._amaxes.device != device:
+                self._amaxes = torch.zeros(self._slots, dtype=torch.float32, device=device)
+            for weight in self.weights:
+                weight.prepare(self._amaxes[weight.slot])
+            layout, pieces = self._layout()
+            self._prepared = key, Cast(layout, pieces, self._ranks.group, local_scales=True, device=device)
+        return self._prepared[1]
+
+    def _layout(self) -> tuple[CastLayout, list[Piece]]:
+        targets, shares, pieces, first_tile = [], [], [], 0
+        for weight in self.weights:
+            shards = weight.shards
+            # Codes and scales of the whole weight are nowhere: only stages that this cast does not run write them.
+            blocks = Blocks(weight.codes, weight.scales, weight.amax)
+            rows, cols = shards.rows, shards.cols
+            target = CastTarget(rows, cols, weight.spec, weight.dtype, blocks, False, first_tile, weight.slot)
+            targets.append(target)
+            first_tile += target.tile_count
+            shares.append([_share(shards.rows_of(rank), cols) for rank in range(shards.world)])
+            own = shares[-1][shards.rank]
+            if own is not None:
+                first_byte = own.start // cols * shards.row_bytes
+                values = weight.local.detach().view(-1)
+                pieces.append(Piece(target, values, own.start, cols, weight.codes.view(-1), first_byte))
+        return CastLayout(targets, [target.cols for target in targets], shares, self._slots), pieces
+
+
+def _share(rows: tuple[int, int], cols: int) -> Share | None:
+    return Share(rows[0] * cols, rows[1] * cols) if rows[0] < rows[1] else None
+
+
+def _event(tensor: Tensor) -> Any:
+    """Return when what was launched will be done: FSDP2 copies messages on a stream of its own."""
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event

@@ -1,0 +1,151 @@
+"""Which parameters of a model that FSDP2 wrapped can be gathered as NVFP4, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from halfbyte.distributed.fsdp_weight import RowShards, reads_codes_alone
+from halfbyte.functional.foreign import is_sharded
+from halfbyte.functional.weights import weight_specs
+from halfbyte.nn.linear import LinearLayer
+from halfbyte.spec import NVFP4
+from halfbyte.tensor.primary import check_primary_spec
+
+CALL = "fsdp_gather_nvfp4_"
+
+
+class Home(NamedTuple):
+    """A parameter: its name, the layer or other module that has it, and the module that `fully_shard` wrapped."""
+
+    name: str
+    module: nn.Module
+    own: str
+    wrapped: nn.Module | None
+
+    @property
+    def param(self) -> Any:
+        """The parameter as it is now."""
+        return self.module._parameters[self.own]
+
+
+def homes_of(model: nn.Module) -> list[Home]:
+    """Return every parameter once, in the model's order; tied ones under their first name."""
+    wrapped: dict[str, nn.Module | None] = {}
+    homes, seen = [], set()
+    for path, module in model.named_modules():
+        above = wrapped.get(path.rpartition(".")[0]) if path else None
+        wrapped[path] = module if is_wrapped(module) else above
+        for own, param in module._parameters.items():
+            if param is not None and id(param) not in seen:
+                seen.add(id(param))
+                homes.append(Home(f"{path}.{own}".lstrip("."), module, own, wrapped[path]))
+    return homes
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether `fully_shard` wrapped it, without importing FSDP2."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def state_of(module: Any) -> Any:
+    """Return FSDP2's state of a module that it wrapped."""
+    return module._get_fsdp_state()
+
+
+def groups_of(module: nn.Module) -> list[Any]:
+    """Return FSDP2's groups of parameters of a module that it wrapped; torch 2.11 has one at most."""
+    state = state_of(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+
+
+def param_dtype_of(home: Home) -> torch.dtype | None:
+    """Return the dtype that FSDP2's MixedPrecisionPolicy gathers a parameter in."""
+    return None if home.wrapped is None else state_of(home.wrapped)._mp_policy.param_dtype
+
+
+def group_of(home: Home) -> dist.ProcessGroup:
+    """Return the ranks that hold the shards of a DTensor."""
+    mesh = home.param.device_mesh
+    return mesh.get_group(mesh.ndim - 1)
+
+
+def shards_of(home: Home) -> RowShards:
+    """Return how a DTensor's rows are split."""
+    param = home.param
+    mesh, last = param.device_mesh, param.device_mesh.ndim - 1
+    return RowShards(param.shape[0], param.shape[1], mesh.size(last), mesh.get_local_rank(last))
+
+
+def wrapping_problem(modules: Iterable[nn.Module]) -> str | None:
+    """Return what keeps FSDP2's wrappers from gathering anything but values; None if nothing does."""
+    for module in modules:
+        if getattr(state_of(module), "_is_root", None) is not None:
+            return (
+                "the model has run already, and FSDP2 has the memory of its whole weights: call it after fully_shard "
+                "and before the first forward"
+            )
+        for group in groups_of(module):
+            if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
+                return (
+                    "offload_policy=CPUOffloadPolicy(…): FSDP2 copies shards to the device without the hooks that "
+                    "send codes; use fully_shard without it"
+                )
+            if group._use_post_forward_mesh:
+                return (
+                    "reshard_after_forward is an integer: FSDP2 splits whole weights among these ranks, which it "
+                    "cannot do with codes; use True or False"
+                )
+    return None
+
+
+def reason_against(home: Home, holders: dict[int, int]) -> str | None:
+    """Return why one parameter is gathered in its own values; "" for what is no weight of a layer with a recipe.
+
+    Args:
+        home: of the parameter.
+        holders: how many modules have it, by its id.
+    """
+    module, param = home.module, home.param
+    if not isinstance(module, LinearLayer) or home.own != "weight" or not module.recipe.specs:
+        return ""
+    checks = (
+        (not is_sharded(param), "fully_shard has not sharded it"),
+        (holders[id(param)] > 1, "other modules have it too"),
+        (not param.requires_grad, "it is frozen"),
+        (module.transposed, "it lies as [in_features, out_features], and rows of its transpose are split"),
+        (param.numel() == 0, "it is empty"),
+    )
+    known = next((reason for applies, reason in checks if applies), None)
+    return known or _reason_of_placement(param) or _reason_of_recipe(module)
+
+
+def _reason_of_placement(param: Any) -> str | None:
+    *before, last = param.placements
+    is_by_rows = type(last).__name__ == "Shard" and last.dim == 0
+    is_replicated = [type(placement).__name__ for placement in before] in ([], ["Replicate"])
+    return None if is_by_rows and is_replicated else f"it is sharded as {tuple(param.placements)}, not by rows alone"
+
+
+def _reason_of_recipe(layer: LinearLayer) -> str | None:
+    row, col = weight_specs(layer.recipe)
+    if not isinstance(row, NVFP4) or not row.is_tile:
+        what = "high precision" if row is None else row.key
+        return f"forward reads it as {what}, of which the backward's form cannot be made; 16x16 tiles have both"
+    try:
+        check_primary_spec(row)
+    except ValueError as error:
+        return str(error)
+    if layer.recipe.splits_mean:
+        return "activation_mean='split' multiplies its values too"
+    if not reads_codes_alone(layer, row):
+        return f"backward reads it as {'high precision' if col is None else col.key}, forward as {row.key}"
+    changes = () if layer.run_state is None or layer.run_state.schedule is None else layer.run_state.schedule.changes
+    if any(later != layer.recipe and weight_specs(later) != (row, col) for _, later in changes):
+        return "a later recipe of its schedule reads it in another form"
+    return None

@@ -1,0 +1,304 @@
+"""One weight that FSDP2 gathers as NVFP4: what its ranks hold and send, and the operand that arrives.
+
+FSDP2 splits a weight [N, K] along its rows: rank r of n holds the rows from r * ceil(N / n) on, the last ranks fewer or
+none. What it sends are the codes of these rows and one scale byte for each 16x16 tile that begins in them, both padded
+to the size of rank 0, since an all-gather takes messages of one size. FSDP2 asks a sharded tensor for its message
+(`fsdp_pre_all_gather`) and for the weight that the messages make (`fsdp_post_all_gather`): attributes of that tensor,
+which is why whatever replaces the tensor loses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.formats import NVFP4_BLOCK
+from halfbyte.layout import Blocks, ceil_div
+from halfbyte.nn.linear import LinearLayer
+from halfbyte.spec import NVFP4
+from halfbyte.tensor.primary import PrimaryWeight
+
+preserve_versions: Any = torch.autograd._unsafe_preserve_version_counter
+
+
+class RowShards(NamedTuple):
+    """How FSDP2 splits the rows of a weight [rows, cols] over `world` ranks, of which this is `rank`."""
+
+    rows: int
+    cols: int
+    world: int
+    rank: int
+
+    @property
+    def chunk(self) -> int:
+        """Rows of rank 0, the most that any rank has."""
+        return ceil_div(self.rows, self.world)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Rows and columns of tiles."""
+        return ceil_div(self.rows, NVFP4_BLOCK), ceil_div(self.cols, NVFP4_BLOCK)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's codes, padded to whole blocks."""
+        return self.tiles[1] * NVFP4_BLOCK // 2
+
+    def rows_of(self, rank: int) -> tuple[int, int]:
+        """Return the first row of a rank and the one past its last."""
+        return min(rank * self.chunk, self.rows), min((rank + 1) * self.chunk, self.rows)
+
+    def tile_rows_of(self, rank: int) -> tuple[int, int]:
+        """Return the first row of tiles that begins in a rank's rows and the one past the last."""
+        start, stop = self.rows_of(rank)
+        return ceil_div(start, NVFP4_BLOCK), ceil_div(stop, NVFP4_BLOCK)
+
+    @property
+    def sent_tile_rows(self) -> int:
+        """Rows of tiles in everybody's message: the most that any rank has."""
+        return max(stop - start for start, stop in map(self.tile_rows_of, range(self.world)))
+
+    @property
+    def message_bytes(self) -> int:
+        """What every rank sends."""
+        return self.chunk * self.row_bytes + self.sent_tile_rows * self.tiles[1]
+
+    def order(self) -> list[int]:
+        """Return where each row of tiles lies in the messages of all ranks, one after another."""
+        spans = [(rank, *self.tile_rows_of(rank)) for rank in range(self.world)]
+        return [rank * self.sent_tile_rows + i for rank, start, stop in spans for i in range(stop - start)]
+
+
+class ShardState(NamedTuple):
+    """Which memory a shard is, and how often it was written: all that tells a change."""
+
+    local: Tensor
+    address: int
+    dtype: torch.dtype
+    device: torch.device
+    version: int
+
+    @classmethod
+    def of(cls, local: Tensor) -> ShardState:
+        """Return that of a shard as it is now."""
+        version = 0 if local.is_inference() else local._version
+        return cls(local, local.data_ptr(), local.dtype, local.device, version)
+
+    def is_that_of(self, local: Tensor) -> bool:
+        """Whether nothing has happened to the shard since."""
+        return local is self.local and ShardState.of(local)[1:] == self[1:]
+
+
+class GatheredWeight:
+    """A weight whose codes travel.
+
+    Args:
+        name: of the parameter.
+        layer: whose `weight` it is.
+        spec: NVFP4 in 16x16 tiles.
+        shards: of its rows.
+        param_dtype: of FSDP2's MixedPrecisionPolicy; None for that of the shards.
+        slot: which amax is its own; weights that share an amax have the same.
+        refresh: casts all weights anew, on every rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layer: LinearLayer,
+        spec: NVFP4,
+        shards: RowShards,
+        param_dtype: torch.dtype | None,
+        slot: int,
+        refresh: Callable[[], None],
+    ) -> None:
+        self.name, self.layer, self.spec, self.shards, self.slot = name, layer, spec, shards, slot
+        self._param_dtype, self._refresh = param_dtype, refresh
+        self.param: Any = None
+        self.is_dirty = True
+        self.bytes_gathered = 0
+        self._seen: ShardState | None = None
+        self._arrived: PrimaryWeight | None = None
+        self._send, self._receive = _Send(self), _Receive(self)
+        self.codes = self.scales = self.amax = self._codes = self._order = torch.empty(0)
+        self._inner: tuple[Tensor, ...] = ()
+        self.ready: Any = None
+
+    # The shard
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows, as they were when they were last looked at."""
+        assert self._seen is not None, "nobody has looked yet"
+        return self._seen.local
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether its shard is on meta, without values."""
+        return self.param is None or self.param._local_tensor.is_meta
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the shards are rounded to before they are quantized."""
+        return self._param_dtype or self.local.dtype
+
+    def look(self) -> bool:
+        """Find the shard as it is now, let FSDP2 ask this weight for its message; return whether codes are stale."""
+        param: Any = self.layer._parameters.get("weight")
+        is_whole = isinstance(param, PrimaryWeight)
+        param = self.param if is_whole else param
+        local = getattr(param, "_local_tensor", None)
+        if local is None:
+            raise ValueError(
+                f"{self.name} is no longer sharded by FSDP2, but {type(param).__name__}: fsdp_gather_nvfp4_ cannot "
+                "gather it; give the layer its DTensor back (load into the model in place), or build and wrap it anew"
+            )
+        if local.is_meta:  # FSDP2 refuses the forward and says why
+            return False
+        if self._seen is None or not self._seen.is_that_of(local):
+            self._check(local)
+            self.is_dirty = True
+        if is_whole and self.is_dirty:
+            raise ValueError(
+                f"{self.name} was changed while its gathered codes were in use, which FSDP2 would go on using: call "
+                "reshard() on the module that fully_shard wrapped before changing its parameters"
+            )
+        self.param = param
+        # What replaces the tensor loses its attributes: they are set wherever a forward begins.
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._send, self._receive
+        return self.is_dirty
+
+    def _check(self, local: Tensor) -> None:
+        first, last = self.shards.rows_of(self.shards.rank)
+        if tuple(local.shape) != (last - first, self.shards.cols) or not local.is_contiguous():
+            raise ValueError(
+                f"{self.name}: this rank holds {list(local.shape)}, and its shard was [{last - first}, "
+                f"{self.shards.cols}], contiguous: build and wrap the model anew"
+            )
+        dtype = self._param_dtype or local.dtype
+        arrived = self._arrived
+        if arrived is not None and (arrived.dtype, arrived.device) != (dtype, local.device):
+            raise ValueError(
+                f"{self.name} is {dtype} on {local.device}, and FSDP2 has gathered it as {arrived.dtype} on "
+                f"{arrived.device}: change dtype or device before the first forward, or build and wrap the model anew"
+            )
+
+    def prepare(self, amax: Tensor) -> None:
+        """Make the memory of what is sent; amax: fp32 [], that the cast writes."""
+        shards, device = self.shards, self.local.device
+        self.amax = amax
+        self.codes = torch.zeros(shards.chunk, shards.row_bytes, dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(shards.sent_tile_rows, shards.tiles[1], dtype=torch.uint8, device=device)
+
+    def has_cast(self, ready: Any) -> None:
+        """Note that codes and scales are those of the shard as it is; ready: a CUDA event, or None."""
+        self._seen, self.ready, self.is_dirty = ShardState.of(self.local), ready, False
+
+    def note(self) -> None:
+        """Note the shard that a cast is about to read."""
+        self._seen = ShardState.of(self.param._local_tensor)
+
+    # What FSDP2 asks for
+
+    def message(self) -> tuple[Tensor, Tensor]:
+        """Return what this rank sends: codes [chunk, row bytes] and scales [tile rows, tile columns], uint8."""
+        if self.look():  # of unshard() without a forward
+            self._refresh()
+        if self.ready is not None:
+            torch.cuda.current_stream(self.codes.device).wait_event(self.ready)
+        self.bytes_gathered += self.shards.message_bytes * self.shards.world
+        return self.codes, self.scales
+
+    @torch.no_grad()
+    def arrive(self, codes: Tensor, scales: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Make the whole weight of everybody's messages, and return it with the tensors that FSDP2 frees and refills.
+
+        Args:
+            codes: uint8 [world * chunk, row bytes], memory that stays the weight's.
+            scales: uint8 [world * tile rows, tile columns].
+        """
+        rows, cols = self.shards.rows, self.shards.cols
+        tile_rows, tile_cols = self.shards.tiles
+        empty = {"dtype": torch.uint8, "device": codes.device}
+        scale = torch.empty(rows, tile_cols, **empty)
+        turned = torch.empty(cols, tile_rows * NVFP4_BLOCK // 2, **empty), torch.empty(cols, tile_rows, **empty)
+        weight = PrimaryWeight(Blocks(codes[:rows], scale, self.amax), self.spec, shape=(rows, cols), dtype=self.dtype)
+        weight.turned = Blocks(*turned, self.amax)
+        self._arrived, self._inner = weight, (scale, *turned)
+        self._order = torch.tensor(self.shards.order(), dtype=torch.int64, device=codes.device)
+        self._codes = codes[:rows]
+        self.refill(scales)
+        return weight, self._inner
+
+    @torch.no_grad()
+    def refill(self, scales: Tensor) -> None:
+        """Complete the weight's scales and other orientation from the messages; its codes are there."""
+        rows, cols = self.shards.rows, self.shards.cols
+        scale, *turned = self._inner
+        with preserve_versions(self._inner):  # autograd saved them in forward: the bytes are the same
+            compact = scales.index_select(0, self._order)
+            scale.copy_(compact.repeat_interleave(NVFP4_BLOCK, dim=0)[:rows])
+            for to, from_ in zip(turned, ops.transpose(self._codes, scale, rows, cols), strict=True):
+                to.copy_(from_)
+
+    def check_use(self, layer: LinearLayer, weight: Any) -> None:
+        """Raise ValueError unless a layer is about to multiply by gathered codes, as it would by its quantized weight.
+
+        Args:
+            layer: whose forward it is.
+            weight: what it has as its weight.
+        """
+        if not isinstance(weight, PrimaryWeight):
+            raise ValueError(
+                f"{layer.title}: its weight was to arrive as NVFP4 codes and arrived as {type(weight).__name__}, since "
+                "something replaced its shard between FSDP2's hooks: call the model through the module given to "
+                "fsdp_gather_nvfp4_ or one that fully_shard wrapped"
+            )
+        if not reads_codes_alone(layer, self.spec):
+            raise ValueError(
+                f"{layer.title}: its weight is gathered as {self.spec.key}, and its recipe now reads it in another "
+                "form: keep the recipe that it had when fsdp_gather_nvfp4_ was called; to train or evaluate in high "
+                "precision, wrap a model without it"
+            )
+
+
+def reads_codes_alone(layer: LinearLayer, spec: NVFP4) -> bool:
+    """Whether forward and backward of a layer read nothing of its weight but one quantization of it."""
+    recipe = layer.recipe
+    if recipe.fprop is None or recipe.fprop.b != spec or recipe.splits_mean:
+        return False
+    return recipe.backward == "dequantized" or (recipe.dgrad is not None and recipe.dgrad.b == spec)
+
+
+class _Hook:
+    """A callable that FSDP2 finds on a shard; copies and pickles of the shard have None."""
+
+    def __init__(self, weight: GatheredWeight) -> None:
+        self.weight = weight
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
+
+
+class _Send(_Hook):
+    """fsdp_pre_all_gather. With one parameter: of hooks with five, FSDP2 wants messages of the shard's padded shape."""
+
+    def __call__(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
+        return self.weight.message(), None
+
+
+class _Receive(_Hook):
+    """fsdp_post_all_gather."""
+
+    def __call__(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        # Of one rank alone FSDP2 copies the first tensor only.
+        codes, scales = outputs if len(outputs) > 1 else (outputs[0], self.weight.scales)
+        if out is None:
+            return self.weight.arrive(codes, scales)
+        return cast(None, self.weight.refill(scales))

@@ -1,0 +1,160 @@
+"""What a model does whose weights FSDP2 gathers as NVFP4, beside one that it gathers in bf16: for ranks.run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import halfbyte as hb
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+NOTHING_KEPT = hb.Keep(names=(), last_fraction=0)
+
+
+def two_layers(rows: int = 48, middle: int = 80, cols: int = 32) -> nn.Module:
+    """Two linear layers, named so that they share no amax."""
+    return nn.Sequential(nn.Linear(cols, middle), nn.GELU(), nn.Linear(middle, rows, bias=False))
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """With a rate that moves codes in every step."""
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How one model is built, wrapped and trained.
+
+    make: the model in fp32.
+    dtype: of its parameters.
+    wrap: model, mesh -> None.
+    shape: of an input of floats, whose first dimension is split over ranks by their number; tokens: a vocabulary.
+    step: model, inputs of micro-batches, after each -> losses.
+    """
+
+    make: Callable[[], nn.Module] = two_layers
+    dtype: torch.dtype = torch.bfloat16
+    recipe: Any = "nvfp4"
+    options: dict = field(default_factory=dict)
+    policy: MixedPrecisionPolicy | None = None
+    reshard: Any = True
+    blocks: Callable[[nn.Module], list[nn.Module]] = lambda model: []
+    mesh: tuple[int, ...] | None = None
+    shape: tuple[int, ...] = (6, 32)
+    tokens: int | None = None
+    micro_batches: int = 1
+    syncs_last_only: bool = False
+    optimizer: Callable = adamw
+    after_wrap: Callable[[nn.Module], nn.Module | None] = lambda model: None
+    after_gather: Callable[[nn.Module], nn.Module | None] = lambda model: None
+    before_step: Callable[[int, nn.Module], None] = lambda step, model: None
+    steps: int = 3
+    sees_weights: bool = True
+
+
+def mesh_of(case: Case, world: int) -> DeviceMesh:
+    """The mesh of a case: by default one dimension."""
+    shape = case.mesh or (world,)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def wrapped(case: Case, world: int) -> tuple[nn.Module, hb.RunState]:
+    """Build, convert and wrap the model of a case."""
+    torch.manual_seed(0)
+    model = case.make().to(case.dtype)
+    state = hb.quantize_(model, case.recipe, **{"keep": NOTHING_KEPT, **case.options}).state
+    mesh = mesh_of(case, world)
+    options = {"mesh": mesh, "reshard_after_forward": case.reshard}
+    if case.policy is not None:
+        options["mp_policy"] = case.policy
+    hb.distributed.place_ranks_(model)
+    for block in case.blocks(model):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return case.after_wrap(model) or model, state
+
+
+def batch(case: Case, rank: int, step: int, part: int) -> torch.Tensor:
+    """This rank's input of a micro-batch."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
+    if case.tokens is not None:
+        return torch.randint(case.tokens, case.shape, generator=generator)
+    dtype = case.dtype if case.policy is None else torch.bfloat16
+    return torch.randn(case.shape, generator=generator).to(dtype)
+
+
+def locals_of(model: nn.Module, of: Callable) -> list[torch.Tensor | None]:
+    """This rank's shards of parameters or gradients, copied."""
+    found = [of(param) for param in model.parameters()]
+    return [None if t is None else (t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in found]
+
+
+def train(case: Case, rank: int, model: nn.Module, state: hb.RunState) -> list:
+    """Losses, gradients and parameters of every step."""
+    seen = []
+    optimizer = case.optimizer(model.parameters())
+    for step in range(case.steps):
+        case.before_step(step, model)
+        for part in range(case.micro_batches):
+            if case.syncs_last_only:
+                model.set_requires_gradient_sync(part == case.micro_batches - 1)
+            y = model(batch(case, rank, step, part))
+            loss = y.float().square().mean()
+            loss.backward()
+            state.advance()
+            seen.append(loss.detach().clone())
+        seen.extend(locals_of(model, lambda param: param.grad))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.extend(locals_of(model, lambda param: param))
+    return seen
+
+
+def compared(case: Case, rank: int, world: int) -> dict[str, Any]:
+    """Train both ways; what differed, and what travelled."""
+    plain, state = wrapped(case, world)
+    expected = train(case, rank, plain, state)
+    model, state = wrapped(case, world)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        gather = hb.distributed.fsdp_gather_nvfp4_(model)
+    model = case.after_gather(model) or model
+    found = train(case, rank, model, state)
+    assert len(expected) == len(found) > 0
+    pairs = list(zip(expected, found, strict=True))
+    differs = [i for i, (a, b) in enumerate(pairs) if not same(a, b)]
+    return {
+        "differs": differs,
+        "traffic": gather.traffic,
+        "quantized": gather.report.quantized,
+        "kept": gather.report.kept,
+        "said": [str(one.message) for one in said if "fsdp_gather" in str(one.message)],
+        "ratio": gather.report.ratio,
+        "finite": all(t is None or bool(t.isfinite().all()) for t in found),
+        "moved": any(a is not None and bool(a.ne(0).any()) for a in found),
+    }
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor."""
+    return t.contiguous().view(-1).view(torch.uint8)
+
+
+def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two tensors have the same bits."""
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def simple(rank: int, world: int) -> dict[str, Any]:
+    """The thinnest case."""
+    return compared(Case(), rank, world)
