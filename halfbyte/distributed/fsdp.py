@@ -94,6 +94,8 @@ class WeightGather:
         for module, weights in wrapped.items():
             # FSDP2's own hook is the first; before it, every shard must have its message.
             module.register_forward_pre_hook(partial(_before_forward, self, weights), prepend=True)
+        for weight in self.weights:
+            weight.look()  # of unshard() before any forward
         handle = register_optimizer_step_post_hook(partial(_after_step, weakref.ref(self)))
         weakref.finalize(self, handle.remove)
 

@@ -117,7 +117,6 @@ def reason_against(home: Home, holders: dict[int, int]) -> str | None:
     checks = (
         (not is_sharded(param), "fully_shard has not sharded it"),
         (holders[id(param)] > 1, "other modules have it too"),
-        (not param.requires_grad, "it is frozen"),
         (module.transposed, "it lies as [in_features, out_features], and rows of its transpose are split"),
         (param.numel() == 0, "it is empty"),
     )

@@ -154,8 +154,9 @@ class GatheredWeight:
         local = getattr(param, "_local_tensor", None)
         if local is None:
             raise ValueError(
-                f"{self.name} is no longer sharded by FSDP2, but {type(param).__name__}: fsdp_gather_nvfp4_ cannot "
-                "gather it; give the layer its DTensor back (load into the model in place), or build and wrap it anew"
+                f"{self.name} is a {type(param).__name__}, no shard of FSDP2's and not gathered as NVFP4: something "
+                "replaced it, or unshard() was called after something had replaced its shard; call reshard() on the "
+                "module that fully_shard wrapped, or build and wrap the model anew"
             )
         if local.is_meta:  # FSDP2 refuses the forward and says why
             return False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfbyte as hb
 
@@ -36,8 +38,8 @@ class Case:
     make: the model in fp32.
     dtype: of its parameters.
     wrap: model, mesh -> None.
-    shape: of an input of floats, whose first dimension is split over ranks by their number; tokens: a vocabulary.
-    step: model, inputs of micro-batches, after each -> losses.
+    shape: of the input of one rank: floats, or tokens of a vocabulary.
+    finish: what is done to the model last, with and without the 4-bit gather.
     """
 
     make: Callable[[], nn.Module] = two_layers
@@ -53,11 +55,11 @@ class Case:
     micro_batches: int = 1
     syncs_last_only: bool = False
     optimizer: Callable = adamw
-    after_wrap: Callable[[nn.Module], nn.Module | None] = lambda model: None
-    after_gather: Callable[[nn.Module], nn.Module | None] = lambda model: None
+    before_wrap: Callable[[nn.Module], None] = lambda model: None
+    after_wrap: Callable[[nn.Module], None] = lambda model: None
+    finish: Callable[[nn.Module], None] = lambda model: None
     before_step: Callable[[int, nn.Module], None] = lambda step, model: None
     steps: int = 3
-    sees_weights: bool = True
 
 
 def mesh_of(case: Case, world: int) -> DeviceMesh:
@@ -76,10 +78,12 @@ def wrapped(case: Case, world: int) -> tuple[nn.Module, hb.RunState]:
     if case.policy is not None:
         options["mp_policy"] = case.policy
     hb.distributed.place_ranks_(model)
+    case.before_wrap(model)
     for block in case.blocks(model):
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return case.after_wrap(model) or model, state
+    case.after_wrap(model)
+    return model, state
 
 
 def batch(case: Case, rank: int, step: int, part: int) -> torch.Tensor:
@@ -121,12 +125,13 @@ def train(case: Case, rank: int, model: nn.Module, state: hb.RunState) -> list:
 def compared(case: Case, rank: int, world: int) -> dict[str, Any]:
     """Train both ways; what differed, and what travelled."""
     plain, state = wrapped(case, world)
+    case.finish(plain)
     expected = train(case, rank, plain, state)
     model, state = wrapped(case, world)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         gather = hb.distributed.fsdp_gather_nvfp4_(model)
-    model = case.after_gather(model) or model
+    case.finish(model)
     found = train(case, rank, model, state)
     assert len(expected) == len(found) > 0
     pairs = list(zip(expected, found, strict=True))
@@ -155,6 +160,50 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
-def simple(rank: int, world: int) -> dict[str, Any]:
-    """The thinnest case."""
-    return compared(Case(), rank, world)
+def arrived(rank: int, world: int, sizes: list[tuple[int, int]], recipe: str) -> dict[str, list]:
+    """Whether each gathered weight is its quantization, in both orientations; and what was quantized in a step."""
+    model = nn.Sequential(*(nn.Linear(cols, rows) for rows, cols in sizes)).bfloat16()
+    torch.manual_seed(1)
+    for param in model.parameters():  # magnitudes of their own in every row
+        param.data.copy_(torch.randn(param.shape) * torch.rand(len(param)).view(-1, *[1] * (param.dim() - 1)).exp())
+    state = hb.quantize_(model, recipe, keep=NOTHING_KEPT).state
+    hb.distributed.place_ranks_(model)
+    whole = [layer.weight.detach().clone() for layer in model]
+    fully_shard(model, reshard_after_forward=False)
+    hb.distributed.fsdp_gather_nvfp4_(model)
+    quantized = []
+    with watched(quantized):
+        model(torch.randn(5, sizes[0][1]).bfloat16()).float().square().mean().backward()
+    state.advance()
+    model.unshard()
+    found = []
+    for layer, w in zip(model, whole, strict=True):
+        spec = layer.recipe.fprop.b
+        for got, want in ((layer.weight, hb.quantize(w, spec)), (layer.weight.transpose(0, 1), hb.quantize(w.T, spec))):
+            pairs = ((got.qdata, want.qdata), (got.linear_scale(), want.linear_scale()), (got.amax, want.amax))
+            found.append(all(same(a, b) for a, b in pairs))
+        turned = hb.quantize(w.T.contiguous(), spec)
+        found.append(same(layer.weight.turned.qdata, turned.qdata))
+        found.append(same(layer.weight.turned.block_scale, turned.linear_scale().view(torch.uint8)))
+    return {"equal": found, "quantized": quantized, "shapes": [list(w.shape) for w in whole]}
+
+
+@contextmanager
+def watched(shapes: list) -> Iterator[None]:
+    """Note the shape of everything that is quantized."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "halfbyte" in str(func) and "quantize" in str(func):
+                shapes.extend(list(arg.shape) for arg in args if isinstance(arg, torch.Tensor))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        yield
+
+
+def cases(rank: int, world: int, names: list[str]) -> dict[str, dict[str, Any]]:
+    """What `compared` finds of some of fsdp_cases.CASES."""
+    from fsdp_cases import CASES
+
+    return {name: compared(CASES[name], rank, world) for name in names}

@@ -1,0 +1,140 @@
+"""The cases of tests/scale/test_fsdp.py, by name: a model, how it is wrapped, and how it is trained."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from fsdp_checks import BF16, Case, two_layers
+from small_models import Decoder
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+import halfbyte as hb
+from halfbyte.nn import Linear
+
+DIM = 24
+
+
+def decoder(dim: int = DIM) -> nn.Module:
+    """Two blocks of a Llama-like decoder, whose q/k/v and gate/up share their amaxes."""
+    return Decoder(2, dim)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The decoder's blocks."""
+    return list(model.layers)
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """Every quantized layer by itself."""
+    return [module for module in model.modules() if isinstance(module, Linear)]
+
+
+def two_groups(model: nn.Module) -> list[nn.Module]:
+    """The blocks and, below them, their MLPs."""
+    return [part for block in model.layers for part in (block.mlp, block)]
+
+
+class FusedBlock(nn.Module):
+    """Norms that hand their output to three layers that share an amax, and to a fused MLP."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.first = hb.nn.LayerNormLinear(dim, {"q_proj": dim, "k_proj": dim, "v_proj": dim}, bias=False)
+        self.mlp = hb.nn.LayerNormMLP(dim, 2 * dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.first(x)
+        return x + self.mlp(q * k.sigmoid() + v)
+
+
+def fused_blocks() -> nn.Module:
+    """Two blocks of fused layers."""
+    return nn.Sequential(FusedBlock(32), FusedBlock(32))
+
+
+def checkpointed(model: nn.Module) -> None:
+    """Recompute each block in backward."""
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__.endswith("Block"))
+
+
+def evaluated(step: int, model: nn.Module) -> None:
+    """A forward without gradients before every step."""
+    with torch.no_grad():
+        model(torch.arange(6).view(2, 3) % 11)
+
+
+def prefetched(model: nn.Module) -> None:
+    """Both gathers of a step before they are needed."""
+    first, second = model.layers
+    model.set_modules_to_forward_prefetch([first, second])
+    first.set_modules_to_forward_prefetch([second])
+    second.set_modules_to_backward_prefetch([first])
+
+
+def unsharded(step: int, model: nn.Module) -> None:
+    """Gathered by hand before the forward."""
+    for block in model.layers:
+        block.unshard()
+
+
+def compiled(model: nn.Module) -> None:
+    """Every block by itself."""
+    for block in model.layers:
+        block.compile(backend="eager")
+
+
+def frozen(model: nn.Module) -> None:
+    """No gradient for the first block."""
+    model.layers[0].requires_grad_(False)
+
+
+def written(step: int, model: nn.Module) -> None:
+    """Some masters changed by no optimizer, in place."""
+    with torch.no_grad():
+        next(iter(model.parameters())).mul_(1.5)
+        model.layers[1].mlp.up_proj.weight.add_(0.125)
+
+
+TOKENS = {"make": decoder, "tokens": 11, "shape": (2, 5), "blocks": blocks}
+TWO_MOMENTS = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
+
+CASES: dict[str, Case] = {
+    "even": Case(),
+    "uneven rows": Case(make=partial(two_layers, 37, 83, 40), shape=(6, 40)),
+    "empty shards": Case(make=partial(two_layers, 3, 18, 32), shape=(4, 32)),
+    "one row": Case(make=partial(two_layers, 1, 5, 16), shape=(4, 16)),
+    "fp32 masters": Case(dtype=torch.float32, policy=BF16, make=partial(two_layers, 33, 70, 32)),
+    "fp32": Case(dtype=torch.float32, make=partial(two_layers, 33, 70, 32)),
+    "fp16": Case(dtype=torch.float16, make=partial(two_layers, 33, 70, 32), optimizer=SGD),
+    "decoder": Case(**TOKENS),
+    "decoder, fp32 masters": Case(**TOKENS, dtype=torch.float32, policy=BF16, optimizer=TWO_MOMENTS),
+    "layer by layer": Case(**{**TOKENS, "blocks": layers}, options={"share_amax": ()}),
+    "MLPs in blocks": Case(**{**TOKENS, "blocks": two_groups}),
+    "kept in shards' reach": Case(**TOKENS, reshard=False),
+    "accumulated": Case(**TOKENS, micro_batches=3, dtype=torch.float32, policy=BF16),
+    "accumulated, synchronized once": Case(
+        **TOKENS, micro_batches=3, syncs_last_only=True, dtype=torch.float32, policy=BF16
+    ),
+    "four over six": Case(**TOKENS, recipe="four_over_six"),
+    "four over six, uneven": Case(make=partial(two_layers, 37, 83, 40), shape=(6, 40), recipe="four_over_six"),
+    "mixed with bf16 layers": Case(**TOKENS, options={"rules": {"*mlp*": None}}),
+    "mixed with 1x16 weights": Case(**TOKENS, options={"rules": {"*mlp*": "nvfp4_mxfp8_bwd"}}),
+    "HSDP": Case(**TOKENS, mesh=(2, 2)),
+    "HSDP, fp32 masters, accumulated": Case(
+        **TOKENS, mesh=(2, 2), micro_batches=2, syncs_last_only=True, dtype=torch.float32, policy=BF16
+    ),
+    "frozen block": Case(**TOKENS, before_wrap=frozen),
+    "checkpointed": Case(**TOKENS, before_wrap=checkpointed),
+    "evaluated between": Case(**TOKENS, before_step=evaluated),
+    "evaluated between, not resharded": Case(**TOKENS, reshard=False, before_step=evaluated),
+    "prefetched": Case(**TOKENS, after_wrap=prefetched),
+    "unsharded by hand": Case(**TOKENS, before_step=unsharded),
+    "compiled": Case(**TOKENS, finish=compiled),
+    "written in place": Case(**TOKENS, before_step=written),
+    "fused layers": Case(make=fused_blocks, shape=(6, 32), blocks=list),
+    "SGD, foreach": Case(**TOKENS, optimizer=SGD),
+}

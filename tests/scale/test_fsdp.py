@@ -1,0 +1,38 @@
+"""A 4-bit gather of FSDP2 and its bf16 gather: losses, gradients, masters and operands have the same bits."""
+
+from functools import cache
+
+import fsdp_cases
+import fsdp_checks
+import pytest
+import ranks
+
+HSDP = [name for name in fsdp_cases.CASES if name.startswith("HSDP")]
+ONE_DIMENSION = [name for name in fsdp_cases.CASES if name not in HSDP]
+SMALL = ["uneven rows", "empty shards", "one row", "fp32 masters", "four over six, uneven", "decoder"]
+CASES = {1: ["even", "decoder, fp32 masters"], 2: ONE_DIMENSION, 3: SMALL, 4: [*SMALL, "accumulated", *HSDP]}
+SIZES = [(37, 40), (83, 37), (3, 83), (1, 3), (48, 1), (16, 48)]
+
+
+@cache
+def found(world: int) -> list[dict]:
+    """What every rank found, all cases in one set of processes."""
+    return ranks.run(world, fsdp_checks.cases, CASES[world], seconds=200)
+
+
+@pytest.mark.parametrize("world, name", [(world, name) for world in CASES for name in CASES[world]])
+def test_4_bit_gather_is_bf16_gather_and_local_quantization(world, name):
+    for rank, all_cases in enumerate(found(world)):
+        case = all_cases[name]
+        assert case["differs"] == [], f"rank {rank}"
+        assert case["finite"] and case["moved"]
+        assert case["traffic"]["casts"] == 3, "once after each of three steps' changes"
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "four_over_six"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_what_arrives_is_the_quantized_weight_and_no_weight_is_quantized_again(world, recipe):
+    for rank in ranks.run(world, fsdp_checks.arrived, SIZES, recipe):
+        assert all(rank["equal"]) and len(rank["equal"]) == 4 * len(SIZES)
+        assert rank["quantized"], "activations and gradients are quantized"
+        assert not [shape for shape in rank["quantized"] if shape in rank["shapes"]]
