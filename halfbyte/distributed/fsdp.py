@@ -90,7 +90,7 @@ class WeightGather:
         self.report = _report(homes, {weight.name: weight for weight in self.weights}, reasons)
         for weight in self.weights:
             weight.layer.check_weight = weight.check_use
-        wrapped.setdefault(model, self.weights)
+        wrapped[model] = self.weights  # all at once: the codes of one forward are of one time
         for module, weights in wrapped.items():
             # FSDP2's own hook is the first; before it, every shard must have its message.
             module.register_forward_pre_hook(partial(_before_forward, self, weights), prepend=True)

@@ -74,23 +74,27 @@ class RowShards(NamedTuple):
 
 
 class ShardState(NamedTuple):
-    """Which memory a shard is, and how often it was written: all that tells a change."""
+    """Which memory a shard is, and how often it was written: all that tells a change.
 
+    Operators of the DTensor count in its own version alone, those of its local tensor in that one's.
+    """
+
+    param: Any
     local: Tensor
-    address: int
-    dtype: torch.dtype
-    device: torch.device
-    version: int
+    versions: tuple[int, ...]
+    memory: tuple[int, torch.dtype, torch.device]
 
     @classmethod
-    def of(cls, local: Tensor) -> ShardState:
-        """Return that of a shard as it is now."""
-        version = 0 if local.is_inference() else local._version
-        return cls(local, local.data_ptr(), local.dtype, local.device, version)
+    def of(cls, param: Any) -> ShardState:
+        """Return that of a DTensor as it is now."""
+        local = param._local_tensor
+        versions = tuple(0 if t.is_inference() else t._version for t in (param, local))
+        return cls(param, local, versions, (local.data_ptr(), local.dtype, local.device))
 
-    def is_that_of(self, local: Tensor) -> bool:
+    def is_that_of(self, param: Any) -> bool:
         """Whether nothing has happened to the shard since."""
-        return local is self.local and ShardState.of(local)[1:] == self[1:]
+        now = ShardState.of(param)
+        return param is self.param and now.local is self.local and now[2:] == self[2:]
 
 
 class GatheredWeight:
@@ -160,7 +164,7 @@ class GatheredWeight:
             )
         if local.is_meta:  # FSDP2 refuses the forward and says why
             return False
-        if self._seen is None or not self._seen.is_that_of(local):
+        if self._seen is None or not self._seen.is_that_of(param):
             self._check(local)
             self.is_dirty = True
         if is_whole and self.is_dirty:
@@ -196,12 +200,12 @@ class GatheredWeight:
         self.scales = torch.zeros(shards.sent_tile_rows, shards.tiles[1], dtype=torch.uint8, device=device)
 
     def has_cast(self, ready: Any) -> None:
-        """Note that codes and scales are those of the shard as it is; ready: a CUDA event, or None."""
-        self._seen, self.ready, self.is_dirty = ShardState.of(self.local), ready, False
+        """Note that codes and scales are those of the shard noted; ready: a CUDA event, or None."""
+        self.ready, self.is_dirty = ready, False
 
     def note(self) -> None:
         """Note the shard that a cast is about to read."""
-        self._seen = ShardState.of(self.param._local_tensor)
+        self._seen = ShardState.of(self.param)
 
     # What FSDP2 asks for
 

@@ -91,7 +91,8 @@ def frozen(model: nn.Module) -> None:
 
 
 def written(step: int, model: nn.Module) -> None:
-    """Some masters changed by no optimizer, in place."""
+    """Some masters changed by no optimizer, in place, and not before a forward has used those of the last step."""
+    evaluated(step, model)
     with torch.no_grad():
         next(iter(model.parameters())).mul_(1.5)
         model.layers[1].mlp.up_proj.weight.add_(0.125)
@@ -134,7 +135,7 @@ CASES: dict[str, Case] = {
     "prefetched": Case(**TOKENS, after_wrap=prefetched),
     "unsharded by hand": Case(**TOKENS, before_step=unsharded),
     "compiled": Case(**TOKENS, finish=compiled),
-    "written in place": Case(**TOKENS, before_step=written),
+    "written in place": Case(**TOKENS, before_step=written, casts=6),
     "fused layers": Case(make=fused_blocks, shape=(6, 32), blocks=list),
     "SGD, foreach": Case(**TOKENS, optimizer=SGD),
 }

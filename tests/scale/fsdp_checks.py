@@ -40,6 +40,7 @@ class Case:
     wrap: model, mesh -> None.
     shape: of the input of one rank: floats, or tokens of a vocabulary.
     finish: what is done to the model last, with and without the 4-bit gather.
+    casts: how often its weights change before they are used.
     """
 
     make: Callable[[], nn.Module] = two_layers
@@ -60,6 +61,7 @@ class Case:
     finish: Callable[[nn.Module], None] = lambda model: None
     before_step: Callable[[int, nn.Module], None] = lambda step, model: None
     steps: int = 3
+    casts: int = 3
 
 
 def mesh_of(case: Case, world: int) -> DeviceMesh:
@@ -139,6 +141,7 @@ def compared(case: Case, rank: int, world: int) -> dict[str, Any]:
     return {
         "differs": differs,
         "traffic": gather.traffic,
+        "casts": gather.traffic["casts"] - case.casts,
         "quantized": gather.report.quantized,
         "kept": gather.report.kept,
         "said": [str(one.message) for one in said if "fsdp_gather" in str(one.message)],
@@ -169,12 +172,14 @@ def arrived(rank: int, world: int, sizes: list[tuple[int, int]], recipe: str) ->
     state = hb.quantize_(model, recipe, keep=NOTHING_KEPT).state
     hb.distributed.place_ranks_(model)
     whole = [layer.weight.detach().clone() for layer in model]
-    fully_shard(model, reshard_after_forward=False)
-    hb.distributed.fsdp_gather_nvfp4_(model)
-    quantized = []
-    with watched(quantized):
-        model(torch.randn(5, sizes[0][1]).bfloat16()).float().square().mean().backward()
-    state.advance()
+    quantized = {}
+    for how in ("in bf16", "as codes"):
+        if how == "as codes":
+            fully_shard(model, reshard_after_forward=False)
+            hb.distributed.fsdp_gather_nvfp4_(model)
+        with watched(quantized.setdefault(how, [])):
+            model(torch.randn(5, sizes[0][1]).bfloat16()).float().square().mean().backward()
+        state.advance()
     model.unshard()
     found = []
     for layer, w in zip(model, whole, strict=True):
