@@ -152,8 +152,8 @@ def check_cached(
     if cached.dtype != dtype and primary:
         raise ValueError(
             f"w is a primary weight, rounded to {cached.dtype} before it was quantized, and this forward computes in "
-            f"{dtype}: compute in {cached.dtype} (under autocast, for instance), or build its ZeroOptimizer with "
-            f"ZeroConfig(weight_dtype={dtype})"
+            f"{dtype}: compute in {cached.dtype} (under autocast, for instance), build its ZeroOptimizer with "
+            f"ZeroConfig(weight_dtype={dtype}), or fully_shard the model with MixedPrecisionPolicy(param_dtype={dtype})"
         )
     if cached.dtype != dtype:
         raise ValueError(

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,8 +148,16 @@ def compared(case: Case, rank: int, world: int) -> dict[str, Any]:
         "said": [str(one.message) for one in said if "fsdp_gather" in str(one.message)],
         "ratio": gather.report.ratio,
         "finite": all(t is None or bool(t.isfinite().all()) for t in found),
+        "losses": [t.item() for t in found if t is not None and t.dim() == 0],
         "moved": any(a is not None and bool(a.ne(0).any()) for a in found),
     }
+
+
+def long_run(rank: int, world: int, steps: int) -> dict[str, Any]:
+    """fp32 masters for many steps; rows that no number of ranks divides."""
+    make = partial(two_layers, 37, 83, 40)
+    case = Case(make=make, shape=(16, 40), dtype=torch.float32, policy=BF16, steps=steps, casts=steps)
+    return compared(case, rank, world)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,287 @@
+"""What the 4-bit gather of FSDP2 goes with, and what it refuses: the table of docs/fsdp2.md.
+
+python tests/scale/fsdp_matrix.py --write     writes it, as tests/scale/test_fsdp_matrix.py finds it
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+import halfbyte as hb
+from halfbyte.distributed.fsdp_choice import groups_of
+
+TESTS = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[:0] = [str(TESTS / "distributed"), str(TESTS)]
+
+import ranks
+from fsdp_cases import CASES, TOKENS, SGD
+from fsdp_checks import Case, compared, mesh_of, two_layers, wrapped
+
+PAGE = TESTS.parent / "docs" / "fsdp2.md"
+BEGIN, END = "<!-- matrix: tests/scale/fsdp_matrix.py --write -->\n", "<!-- end of matrix -->"
+
+
+class Mixture(nn.Module):
+    """A linear layer, and two experts for halves of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 48)
+        self.experts = hb.nn.GroupedLinear(2, 48, 32, recipe="nvfp4")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(self.first(x), torch.tensor([2, len(x)], dtype=torch.int32))
+
+
+class Tied(nn.Module):
+    """A head that is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Embedding(11, 32), nn.Linear(32, 32), nn.Linear(32, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embedding(tokens)))
+
+
+def on_meta(model: nn.Module) -> None:
+    """Take the values away before fully_shard."""
+    model.to("meta")
+
+
+def with_values(model: nn.Module) -> None:
+    """Give it memory and values after it was wrapped."""
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for param in model.parameters():
+            whole = (torch.randn(param.shape, generator=generator) / 4).to(param.dtype)
+            param.copy_(distribute_tensor(whole, param.device_mesh, param.placements))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line: what is asked for, the model that trains so, or what refuses it with which words."""
+
+    name: str
+    case: Case | None = None
+    refusal: Callable[[int], None] | None = None
+    parts: tuple[str, ...] = ()
+    text: str = ""
+    world: int = 2
+
+
+def wrapped_with(world: int, **options: Any) -> nn.Module:
+    """A converted model, wrapped with other options than a case has."""
+    model = two_layers().bfloat16()
+    hb.quantize_(model, options.pop("recipe", "nvfp4"), keep=hb.Keep(names=(), last_fraction=0))
+    fully_shard(model, mesh=mesh_of(Case(), world), **options)
+    return model
+
+
+def gathered(world: int, **options: Any) -> nn.Module:
+    """The same with the 4-bit gather."""
+    model = wrapped_with(world, **options)
+    hb.distributed.fsdp_gather_nvfp4_(model)
+    return model
+
+
+X = torch.ones(4, 32, dtype=torch.bfloat16)
+
+
+def offloaded(world: int) -> None:
+    """fully_shard with CPU offload."""
+    gathered(world, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def to_an_integer(world: int) -> None:
+    """fully_shard that reshards to fewer ranks."""
+    gathered(world, reshard_after_forward=2)
+
+
+def cached(world: int) -> None:
+    """hb.cache_weights of a gathered model."""
+    model = gathered(world)
+    hb.cache_weights(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def late(world: int) -> None:
+    """After a forward."""
+    model = wrapped_with(world)
+    model(X)
+    hb.distributed.fsdp_gather_nvfp4_(model)
+
+
+def twice(world: int) -> None:
+    """Called two times."""
+    hb.distributed.fsdp_gather_nvfp4_(gathered(world))
+
+
+def nothing(world: int) -> None:
+    """No weight in 16x16 tiles."""
+    gathered(world, recipe="nvfp4_mxfp8_bwd")
+
+
+def in_high_precision(world: int) -> None:
+    """The values that were not gathered."""
+    model = gathered(world)
+    with hb.high_precision(model):
+        model(X)
+
+
+def other_recipe(world: int) -> None:
+    """Weights in another form than was gathered."""
+    model = gathered(world)
+    hb.set_recipe_(model, "four_over_six")
+    model(X)
+
+
+def autocast(world: int) -> None:
+    """Rounded to another dtype than the gathered codes were."""
+    model = two_layers()
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    fully_shard(model, mesh=mesh_of(Case(), world))
+    hb.distributed.fsdp_gather_nvfp4_(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(X.float())
+
+
+def lost(world: int) -> None:
+    """The hooks taken off a shard, and the weight gathered without them."""
+    model = gathered(world)
+    for param in model.parameters():
+        local = param._local_tensor
+        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+            vars(local).pop(name, None)
+    model.unshard()
+    model[2](torch.ones(4, 80, dtype=torch.bfloat16))
+
+
+def changed_while_whole(world: int) -> None:
+    """Masters written between two forwards that share one gather."""
+    model = gathered(world, reshard_after_forward=False)
+    with torch.no_grad():
+        model(X)
+        groups_of(model)[0].fsdp_params[0].sharded_param.mul_(2)
+        model(X)
+
+
+ROWS = (
+    Row(name="FSDP2 over one dimension, any rows, empty shards", case=CASES["uneven rows"]),
+    Row(name="HSDP", case=CASES["HSDP"], world=4),
+    Row(name="fp32 masters, `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`", case=CASES["fp32 masters"]),
+    Row(name="`reshard_after_forward=True`, `False`", case=CASES["kept in shards' reach"]),
+    Row(
+        name="`reshard_after_forward=` an integer",
+        refusal=to_an_integer,
+        parts=("reshard_after_forward is an integer", "use True or False"),
+        world=4,
+    ),
+    Row(name="CPU offload", refusal=offloaded, parts=("CPUOffloadPolicy", "use fully_shard without it")),
+    Row(name="meta init, `to_empty`, load", case=replace(CASES["decoder"], before_wrap=on_meta, finish=with_values)),
+    Row(name="`torch.compile`", case=CASES["compiled"]),
+    Row(name="gradient accumulation", case=CASES["accumulated"]),
+    Row(
+        name="gradient accumulation, `set_requires_gradient_sync(False)`",
+        case=CASES["accumulated, synchronized once"],
+    ),
+    Row(name="activation checkpointing", case=CASES["checkpointed"]),
+    Row(name="prefetching by hand, `unshard()`", case=CASES["prefetched"]),
+    Row(name="layers in bf16 among others", case=CASES["mixed with bf16 layers"]),
+    Row(name="frozen weights", case=CASES["frozen block"]),
+    Row(
+        name="weights in 1x16 blocks",
+        case=CASES["mixed with 1x16 weights"],
+        text="exact; gathered in their values, a warning and the report say so",
+    ),
+    Row(name="shared amaxes (q/k/v, gate/up)", case=CASES["decoder"]),
+    Row(name="fused layers (`hb.nn.LayerNormMLP`, …)", case=CASES["fused layers"]),
+    Row(
+        name="experts (`hb.nn.GroupedLinear`)",
+        case=Case(make=Mixture, shape=(6, 32)),
+        text="exact; gathered in their values",
+    ),
+    Row(
+        name="a head tied to the embedding",
+        case=Case(make=Tied, shape=(2, 5), tokens=11, optimizer=SGD),
+        text="exact; gathered in its values, a warning and the report say so",
+    ),
+    Row(name="`hb.cache_weights`", refusal=cached, parts=("sharded",)),
+    Row(name="`hb.high_precision`", refusal=in_high_precision, parts=("in another form", "wrap a model without it")),
+    Row(name="another recipe for weights, later", refusal=other_recipe, parts=("now reads it in another form",)),
+    Row(name="`torch.autocast` over fp32 parameters", refusal=autocast, parts=("MixedPrecisionPolicy(param_dtype",)),
+    Row(name="a call after the first forward", refusal=late, parts=("has run already", "before the first forward")),
+    Row(name="a second call", refusal=twice, parts=("gathered as codes already",)),
+    Row(name="a model without 16x16 weights", refusal=nothing, parts=("0.weight: forward reads it as", "hb.quantize_")),
+    Row(name="hooks taken off, `unshard()`", refusal=lost, parts=("was to arrive as NVFP4 codes",)),
+    Row(name="parameters changed between `unshard` and `reshard`", refusal=changed_while_whole, parts=("reshard()",)),
+)
+
+
+def row_found(rank: int, world: int, names: list[str]) -> dict[str, Any]:
+    """What some rows came to on one rank."""
+    found: dict[str, Any] = {}
+    for row in ROWS:
+        if row.name not in names:
+            continue
+        if row.case is not None:
+            case = compared(row.case, rank, world)
+            is_exact = not case["differs"] and case["finite"] and case["moved"] and case["traffic"]["gathers"] > 0
+            found[row.name] = "exact" if is_exact else f"differs: {case}"
+            continue
+        try:
+            assert row.refusal is not None
+            row.refusal(world)
+            found[row.name] = "not refused"
+        except ValueError as error:
+            missing = [part for part in row.parts if part not in str(error)]
+            found[row.name] = f"refused without {missing}: {error}" if missing else "refused"
+    return found
+
+
+def matrix() -> dict[str, list[str]]:
+    """What every row came to, of every rank."""
+    found: dict[str, list[str]] = {}
+    for world in sorted({row.world for row in ROWS}):
+        names = [row.name for row in ROWS if row.world == world]
+        for name in names:
+            found[name] = []
+        for rank in ranks.run(world, row_found, names, seconds=200):
+            for name in names:
+                found[name].append(rank[name])
+    return {row.name: found[row.name] for row in ROWS}
+
+
+def table() -> str:
+    """The table, as it should be."""
+    lines = ["| with | what happens |", "|---|---|"]
+    for row in ROWS:
+        what = "refused: a `ValueError` on every rank" if row.refusal is not None else row.text or "exact"
+        lines.append(f"| {row.name} | {what} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write the table into its page, if every row is so."""
+    wrong = {name: found for name, found in matrix().items() if not set(found) <= {"exact", "refused"}}
+    assert not wrong, wrong
+    page = PAGE.read_text(encoding="utf-8")
+    before, rest = page.split(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n" + table() + "\n" + END + rest.split(END)[1], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["--write"], __doc__
+    main()
