@@ -30,6 +30,7 @@ from halfbyte.distributed.fsdp_choice import (
     CALL,
     Home,
     group_of,
+    holders_of,
     homes_of,
     is_wrapped,
     param_dtype_of,
@@ -68,7 +69,7 @@ def fsdp_gather_nvfp4_(model: nn.Module) -> WeightGather:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: give a torch.nn.Module that fully_shard wrapped")
     homes = homes_of(model)
-    chosen, reasons = _choose(homes)
+    chosen, reasons = _choose(model, homes)
     refuse_together(_problem(model, chosen, reasons), None, CALL)
     gather = WeightGather(model, homes, chosen, reasons)
     if gather.report.kept:
@@ -186,13 +187,10 @@ def _after_step(gather: weakref.ref[WeightGather], optimizer: torch.optim.Optimi
         alive.mark_changed(param for group in optimizer.param_groups for param in group["params"])
 
 
-def _choose(homes: list[Home]) -> tuple[dict[str, NVFP4], dict[str, str]]:
+def _choose(model: nn.Module, homes: list[Home]) -> tuple[dict[str, NVFP4], dict[str, str]]:
     """Return the spec of each weight that is gathered as codes, and why weights of other quantized layers are not."""
-    holders: dict[int, int] = {}
-    for module in {id(home.module): home.module for home in homes}.values():
-        for param in module._parameters.values():
-            holders[id(param)] = holders.get(id(param), 0) + 1
-    against = {home.name: reason_against(home, holders) for home in homes}
+    holders = holders_of(model)
+    against = {home.name: reason_against(home, holders[id(home.param)]) for home in homes}
     of = {home.module: home for home in homes if against[home.name] is None}
     for home in list(of.values()):
         siblings = getattr(home.module, "amax_group", ())

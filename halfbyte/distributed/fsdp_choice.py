@@ -104,24 +104,34 @@ def wrapping_problem(modules: Iterable[nn.Module]) -> str | None:
     return None
 
 
-def reason_against(home: Home, holders: dict[int, int]) -> str | None:
+def holders_of(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """Return the modules that have each parameter, by its id."""
+    holders: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            holders.setdefault(id(param), []).append(module)
+    return holders
+
+
+def reason_against(home: Home, holders: list[nn.Module]) -> str | None:
     """Return why one parameter is gathered in its own values; "" for what is no weight of a layer with a recipe.
 
     Args:
         home: of the parameter.
-        holders: how many modules have it, by its id.
+        holders: all modules that have it.
     """
-    module, param = home.module, home.param
-    if not isinstance(module, LinearLayer) or home.own != "weight" or not module.recipe.specs:
+    param = home.param
+    layers = [m for m in holders if isinstance(m, LinearLayer) and m._parameters.get("weight") is param]
+    if not any(layer.recipe.specs for layer in layers):
         return ""
     checks = (
         (not is_sharded(param), "fully_shard has not sharded it"),
-        (holders[id(param)] > 1, "other modules have it too"),
-        (module.transposed, "it lies as [in_features, out_features], and rows of its transpose are split"),
+        (len(holders) > 1, "other modules have it too"),
+        (layers[0].transposed, "it lies as [in_features, out_features], and rows of its transpose are split"),
         (param.numel() == 0, "it is empty"),
     )
     known = next((reason for applies, reason in checks if applies), None)
-    return known or _reason_of_placement(param) or _reason_of_recipe(module)
+    return known or _reason_of_placement(param) or _reason_of_recipe(layers[0])
 
 
 def _reason_of_placement(param: Any) -> str | None:

@@ -57,10 +57,11 @@ class GatherReport:
         def key(row: GatherRow) -> tuple[str, str]:
             return row.form, row.reason
 
-        lines = [f"{'gathered as':34} {'parameters':>10} {'bytes':>14} {'of values':>9}"]
+        wide = max(len(text) for text in ("gathered as", *(row.form for row in self.rows)))
+        lines = [f"{'gathered as':{wide}} {'parameters':>10} {'bytes':>14} {'of values':>9}"]
         for (form, reason), group in groupby(sorted(self.rows, key=key), key):
             rows = list(group)
             sent, values = sum(row.sent for row in rows), sum(row.values for row in rows)
-            lines.append(f"{form:34} {len(rows):10} {sent:14,} {sent / max(1, values):9.3f}  {reason}".rstrip())
-        lines.append(f"{'all':34} {len(self.rows):10} {self.sent:14,} {self.ratio:9.3f}")
+            lines.append(f"{form:{wide}} {len(rows):10} {sent:14,} {sent / max(1, values):9.3f}  {reason}".rstrip())
+        lines.append(f"{'all':{wide}} {len(self.rows):10} {self.sent:14,} {self.ratio:9.3f}")
         return "\n".join(lines)
