@@ -221,3 +221,39 @@ def cases(rank: int, world: int, names: list[str]) -> dict[str, dict[str, Any]]:
     from fsdp_cases import CASES
 
     return {name: compared(CASES[name], rank, world) for name in names}
+
+
+def between(rank: int, world: int) -> dict[str, Any]:
+    """What is held between forward and backward, and what a state dict holds then and at the end."""
+    plain, _ = wrapped(Case(), world)
+    model, state = wrapped(Case(), world)
+    gather = hb.distributed.fsdp_gather_nvfp4_(model)
+    loss = model(batch(Case(), rank, 0, 0)).float().square().mean()
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    arrived = [weight._arrived for weight in gather.weights]
+    after_forward = [t.untyped_storage().size() for w in arrived for t in (*w.blocks[:2], *w.turned[:2])]
+    saved = model.state_dict()
+    loss.backward()
+    state.advance()
+    ours, theirs = model.state_dict(), plain.state_dict()
+    return {
+        "after forward": after_forward,
+        "sharded": all(isinstance(layer.weight, DTensor) for layer in layers),
+        "keys": list(ours) == list(theirs) == list(saved),
+        "values": all(same(ours[name].full_tensor(), t.full_tensor()) for name, t in theirs.items()),
+        "types": {type(t).__name__ for t in (*ours.values(), *(t._local_tensor for t in ours.values()))},
+        "attributes": [sorted(vars(t._local_tensor)) for t in ours.values()],
+        "gathers": gather.traffic["gathers"],
+    }
+
+
+def compiled_whole(rank: int, world: int) -> list[int]:
+    """Where torch.compile of the whole model differs from the same without the 4-bit gather."""
+    seen = []
+    for codes in (False, True):
+        model, state = wrapped(Case(), world)
+        if codes:
+            hb.distributed.fsdp_gather_nvfp4_(model)
+        torch._dynamo.reset()
+        seen.append(train(Case(), rank, torch.compile(model, backend="eager"), state))
+    return [i for i, (a, b) in enumerate(zip(*seen, strict=True)) if not same(a, b)]

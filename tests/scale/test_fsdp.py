@@ -47,3 +47,15 @@ def test_200_steps(world):
         assert rank["differs"] == [] and rank["finite"]
         assert rank["losses"][-1] < 0.5 * rank["losses"][0], "it trains"
         assert rank["traffic"]["casts"] == 200
+
+
+def test_nothing_whole_is_held_between_forward_and_backward_and_a_state_dict_is_plain():
+    for rank in ranks.run(2, fsdp_checks.between):
+        assert rank["after forward"] == [0] * 8 and rank["sharded"]
+        assert rank["gathers"] == 4, "each weight once for forward and once for backward"
+        assert rank["keys"] and rank["values"]
+        assert rank["types"] == {"DTensor", "Tensor"} and not any(rank["attributes"])
+
+
+def test_a_model_compiled_as_a_whole():
+    assert ranks.run(2, fsdp_checks.compiled_whole) == [[], []]
