@@ -12,10 +12,8 @@ def test_rows_and_rows_of_tiles(rows, world):
     shards = [RowShards(rows, 40, world, rank) for rank in range(world)]
     chunks = [len(chunk) for chunk in torch.arange(rows).chunk(world)]  # what FSDP2 calls
     assert [stop - start for start, stop in (s.rows_of(s.rank) for s in shards)] == chunks + [0] * (world - len(chunks))
-    begun = [
-        sum(start <= 16 * tile < stop for tile in range(-(-rows // 16)))
-        for start, stop in map(shards[0].rows_of, range(world))
-    ]
+    tiles = range(-(-rows // 16))
+    begun = [sum(start <= 16 * tile < stop for tile in tiles) for start, stop in map(shards[0].rows_of, range(world))]
     assert [stop - start for start, stop in map(shards[0].tile_rows_of, range(world))] == begun
     assert {s.sent_tile_rows for s in shards} == {max(begun)}
     messages = torch.full((world, max(begun)), -1)
