@@ -96,7 +96,7 @@ def wrapping_problem(modules: Iterable[nn.Module]) -> str | None:
                     "offload_policy=CPUOffloadPolicy(…): FSDP2 copies shards to the device without the hooks that "
                     "send codes; use fully_shard without it"
                 )
-            if group._use_post_forward_mesh:
+            if group.post_forward_mesh_info not in (None, group.mesh_info):
                 return (
                     "reshard_after_forward is an integer: FSDP2 splits whole weights among these ranks, which it "
                     "cannot do with codes; use True or False"

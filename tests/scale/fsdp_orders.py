@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
+import shutil
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -146,9 +147,16 @@ def load_dcp(run: Run) -> None:
     """From a sharded checkpoint, in place."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
-    dcp.save(scaled(run), checkpoint_id=folder[0])
-    state = run.model.state_dict()
-    dcp.load(state, checkpoint_id=folder[0])
+    try:
+        dcp.save(scaled(run), checkpoint_id=folder[0])
+        state = run.model.state_dict()
+        dcp.load(state, checkpoint_id=folder[0])
+    except dcp.api.CheckpointException as error:  # no Exception: of a model on meta, for one
+        raise RuntimeError("DCP saved or loaded nothing") from error
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder[0])
     run.model.load_state_dict(state)
 
 
