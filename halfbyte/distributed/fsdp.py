@@ -47,7 +47,7 @@ from halfbyte.spec import NVFP4
 
 
 def fsdp_gather_nvfp4_(model: nn.Module) -> WeightGather:
-    """Let FSDP2 gather the weights of quantized layers as NVFP4 codes, in home; their bytes are as without.
+    """Let FSDP2 gather the weights of quantized layers as NVFP4 codes, in place; their bytes are as without.
 
     Call it after `hb.quantize_` and `torch.distributed.fsdp.fully_shard`, before the first forward, on every rank. It
     takes weights in 16x16 tiles, rounded to nearest, that forward and backward read in that form alone; all others are
@@ -134,7 +134,8 @@ class WeightGather:
     def mark_changed(self, params: Iterable[Tensor] | None = None) -> None:
         """Say that weights changed in a way that neither an optimizer's step nor a version counter tells.
 
-        Call it on every rank: kernels of one's own that write parameters in home are such a way.
+        Call it on every rank. Such ways are writes through `param.data`, `torch._foreach_…` on parameters outside of an
+        optimizer, and kernels of one's own.
 
         Args:
             params: sharded parameters; None for all.

@@ -172,12 +172,28 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
-def arrived(rank: int, world: int, sizes: list[tuple[int, int]], recipe: str) -> dict[str, list]:
+def told(rank: int, world: int, tells: bool) -> bool:
+    """Whether a forward after a write that leaves no trace is that of FSDP2's bf16 gather."""
+    outputs = []
+    for codes in (False, True):
+        model, _ = wrapped(Case(), world)
+        gather = hb.distributed.fsdp_gather_nvfp4_(model) if codes else None
+        model(batch(Case(), rank, 0, 0))
+        model[0].weight.data.neg_()
+        if gather is not None and tells:
+            gather.mark_changed([model[0].weight])
+        outputs.append(model(batch(Case(), rank, 0, 0)))
+    return same(*outputs)
+
+
+def arrived(rank: int, world: int, sizes: list[tuple[int, int]], recipe: str, poison: bool = False) -> dict[str, list]:
     """Whether each gathered weight is its quantization, in both orientations; and what was quantized in a step."""
     model = nn.Sequential(*(nn.Linear(cols, rows) for rows, cols in sizes)).bfloat16()
     torch.manual_seed(1)
     for param in model.parameters():  # magnitudes of their own in every row
         param.data.copy_(torch.randn(param.shape) * torch.rand(len(param)).view(-1, *[1] * (param.dim() - 1)).exp())
+    if poison:
+        model[0].weight.data[20, 7], model[1].weight.data[-1, -1] = torch.nan, -torch.inf
     state = hb.quantize_(model, recipe, keep=NOTHING_KEPT).state
     hb.distributed.place_ranks_(model)
     whole = [layer.weight.detach().clone() for layer in model]

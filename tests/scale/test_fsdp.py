@@ -59,3 +59,14 @@ def test_nothing_whole_is_held_between_forward_and_backward_and_a_state_dict_is_
 
 def test_a_model_compiled_as_a_whole():
     assert ranks.run(2, fsdp_checks.compiled_whole) == [[], []]
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "four_over_six"])
+def test_nan_and_inf_arrive_as_they_are_quantized(recipe):
+    for rank in ranks.run(3, fsdp_checks.arrived, SIZES, recipe, True):
+        assert all(rank["equal"])
+
+
+def test_a_write_that_leaves_no_trace_is_told_by_mark_changed():
+    assert ranks.run(2, fsdp_checks.told, True) == [True, True]
+    assert ranks.run(2, fsdp_checks.told, False) == [False, False], "else mark_changed would not be needed"
