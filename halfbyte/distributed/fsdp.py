@@ -124,7 +124,7 @@ class WeightGather:
 
     @property
     def traffic(self) -> dict[str, int]:
-        """Bytes of codes and scales that have reached this rank so far, and gathers of weights that they came in."""
+        """Bytes of codes and scales that have come so far, this rank's own included; gathers of weights; casts."""
         gathered = sum(weight.bytes_gathered for weight in self.weights)
         calls = sum(
             weight.bytes_gathered // (weight.shards.message_bytes * weight.shards.world) for weight in self.weights
