@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from halfbyte.train import environment, extension, files
-from halfbyte.train.ranks import Ranks
+from halfbyte.train.ranks import World
 
 FORMAT = "halfbyte-checkpoint"
 VERSION = 1
@@ -41,8 +41,8 @@ class Checkpoints:
         ranks: who writes them; all must save together.
     """
 
-    def __init__(self, folder: Path, keep: int, ranks: Ranks | None = None) -> None:
-        self._folder, self._keep, self._ranks = folder, keep, ranks or Ranks()
+    def __init__(self, folder: Path, keep: int, ranks: World | None = None) -> None:
+        self._folder, self._keep, self._ranks = folder, keep, ranks or World()
 
     def save(self, content: dict) -> Path:
         """Write `content`, which has the keys of `KEYS`, point `latest` at it and delete the oldest."""
@@ -52,7 +52,7 @@ class Checkpoints:
         if self._ranks.size > 1:
             from halfbyte.train import sharded  # DCP takes a second to import
 
-            sharded.save(path, content, self._ranks)
+            sharded.save_sharded(path, content, self._ranks)
         else:
             path = path.with_suffix(".pt")
             with files.atomic(path) as file:
@@ -94,9 +94,14 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted((int(match[1]), path.name, path) for match, path in named if match)]
 
 
+def is_of_ranks(path: Path) -> bool:
+    """Return whether several ranks wrote a checkpoint, which is a folder then, as its name says."""
+    return not path.suffix
+
+
 def remove(path: Path) -> None:
     """Delete a checkpoint; a folder is moved aside first, so that one half deleted is not taken for a checkpoint."""
-    if not path.is_dir():
+    if not is_of_ranks(path):
         path.unlink()
         return
     with files.temporary_folder(path) as away:
@@ -121,7 +126,7 @@ def load_checkpoint(path: Path, identity: dict) -> dict:
         ValueError: the file cannot be read, is truncated, corrupt, not ours, or of another run; the message names it
             and the reason.
     """
-    path = path / FACTS if path.is_dir() else path
+    path = path / FACTS if is_of_ranks(path) else path
     content = _read(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path}: foreign (no format={FORMAT!r} in it); {REMEDY}")

@@ -15,7 +15,7 @@ import tyro
 from halfbyte.train import auto, data, divergence, launch, loop, meaning, measure, signals, treatment
 from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
-from halfbyte.train.ranks import Ranks, is_lost, joined
+from halfbyte.train.ranks import World, is_lost, joined
 
 Options = TypeVar("Options", "Train", "Compare")
 PRESET = "two_cores"
@@ -56,7 +56,7 @@ def compare_command(arguments: list[str]) -> int:
 
 
 def _command(
-    kind: type[Options], run: Callable[[Options, signals.Interrupts, Ranks], int], arguments: list[str], out: Path
+    kind: type[Options], run: Callable[[Options, signals.Interrupts, World], int], arguments: list[str], out: Path
 ) -> int:
     """Run a command on this rank, and end it with one line, of one rank, whatever ends it."""
     with joined(launch.launched()) as ranks:
@@ -75,10 +75,10 @@ def _asked(options: Options) -> dict:
     asked = asdict(options)
     asked |= asked.pop("config")
     del asked["run"]["cache"]
-    return asked | measure.versions()
+    return asked | measure.package_versions()
 
 
-def _until_stopped(run: Callable[[Options, signals.Interrupts, Ranks], int], options: Options, ranks: Ranks) -> int:
+def _until_stopped(run: Callable[[Options, signals.Interrupts, World], int], options: Options, ranks: World) -> int:
     """Run a command; ctrl-C and SIGTERM end it with one line and the status that shells expect."""
     name, overwrite = type(options).__name__.lower(), options.config.run.overwrite
     command = "the same command without --overwrite" if overwrite else "the same command"
@@ -107,7 +107,7 @@ def _until_stopped(run: Callable[[Options, signals.Interrupts, Ranks], int], opt
         return stopped.status
 
 
-def _train(options: Train, interrupts: signals.Interrupts, ranks: Ranks) -> int:
+def _train(options: Train, interrupts: signals.Interrupts, ranks: World) -> int:
     treatment.treatment_of(options.recipe)  # before the text is read
     config = ranks.first(lambda: loop.over(options.config, ranks))
     run = config.run
@@ -122,7 +122,7 @@ def _train(options: Train, interrupts: signals.Interrupts, ranks: Ranks) -> int:
     return 0
 
 
-def _compare(options: Compare, interrupts: signals.Interrupts, ranks: Ranks) -> int:
+def _compare(options: Compare, interrupts: signals.Interrupts, ranks: World) -> int:
     names = comparison.check_names(name.strip() for name in options.recipes.split(",") if name.strip())
     config = ranks.first(lambda: loop.over(options.config, ranks))
     results = comparison.compare(config, names, interrupts=interrupts, ranks=ranks)

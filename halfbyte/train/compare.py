@@ -17,7 +17,7 @@ import torch
 from halfbyte.train import auto, data, divergence, files, folder, loop, measure, plot, progress, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
-from halfbyte.train.ranks import Ranks
+from halfbyte.train.ranks import World
 from halfbyte.train.signals import Interrupts
 
 RESULTS, TABLE, PLOT = "results.json", "table.md", "losses.png"
@@ -48,7 +48,7 @@ def compare(
     names: tuple[str, ...] = DEFAULT,
     *,
     interrupts: Interrupts | None = None,
-    ranks: Ranks | None = None,
+    ranks: World | None = None,
 ) -> list[dict]:
     """Train every recipe and write results.json, table.md and losses.png to `config.run.out`.
 
@@ -68,7 +68,7 @@ def compare(
             to, or a schedule that none follows.
         Stopped: a signal came.
     """
-    names, ranks = check_names(names), ranks or Ranks()
+    names, ranks = check_names(names), ranks or World()
     schedules = {name: config.recipe_schedule if treatment.treatment_of(name).recipe.specs else "" for name in names}
     if config.recipe_schedule and not any(schedules.values()):
         raise ValueError(
@@ -101,7 +101,7 @@ def _compare_held(
     corpus: data.Data,
     title: str,
     interrupts: Interrupts | None,
-    ranks: Ranks,
+    ranks: World,
 ) -> list[dict]:
     """Train every run in turn for a caller whose first rank holds the locks of all folders."""
     results: list[dict] = []

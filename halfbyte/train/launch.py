@@ -10,7 +10,7 @@ NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launched:
+class ProcessPlace:
     """One of the processes that were started together.
 
     Args:
@@ -31,7 +31,7 @@ class Launched:
             )
 
 
-def launched() -> Launched:
+def launched() -> ProcessPlace:
     """Return the place of this process; one that nobody launched is alone.
 
     Raises:
@@ -39,7 +39,7 @@ def launched() -> Launched:
     """
     size = os.environ.get("WORLD_SIZE", "").strip()
     if not size.isdecimal() or int(size) < 2:
-        return Launched()
+        return ProcessPlace()
     missing = [name for name in NEEDED if not os.environ.get(name, "").strip()]
     if missing:
         raise ValueError(
@@ -50,4 +50,4 @@ def launched() -> Launched:
     for name, value in numbers.items():
         if not value.isdecimal():
             raise ValueError(f"{name}={value!r}: give the number of the process, as torchrun does")
-    return Launched(rank=int(numbers["RANK"]), size=int(size), local_rank=int(numbers["LOCAL_RANK"]))
+    return ProcessPlace(rank=int(numbers["RANK"]), size=int(size), local_rank=int(numbers["LOCAL_RANK"]))

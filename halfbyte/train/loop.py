@@ -42,7 +42,7 @@ from halfbyte.train.data import Batches, Data
 from halfbyte.train.divergence import Divergence
 from halfbyte.train.folder import CHECKPOINTS, CONFIG, LAYERS, RESULT, clear, finished, identity
 from halfbyte.train.log import Log, Silent
-from halfbyte.train.ranks import Ranks
+from halfbyte.train.ranks import World
 from halfbyte.train.signals import Interrupts
 
 __all__ = ["CHECKPOINTS", "Trainer", "clear", "finished", "identity", "train"]
@@ -95,9 +95,9 @@ class Trainer:
         *,
         show: progress.Show = progress.start,
         interrupts: Interrupts | None = None,
-        ranks: Ranks | None = None,
+        ranks: World | None = None,
     ) -> None:
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks or World()
         config, notes = self.ranks.first(lambda: folder.settled(over(config, self.ranks)))
         auto.say(notes)
         self.config, self.recipe, self.data = config, recipe, data
@@ -306,7 +306,7 @@ class Trainer:
         if path is None:
             return
         saved = self.ranks.together(lambda: checkpoint.load_checkpoint(path, self.identity))
-        if path.is_dir():
+        if checkpoint.is_of_ranks(path):
             from halfbyte.train import sharded  # DCP takes a second to import
 
             saved = sharded.load_tensors(path, saved, self.model, self.optimizer, self.ranks)
@@ -382,7 +382,7 @@ class History:
         self.held_out_loss: float | None = None
         self.diverged: Divergence | None = None
 
-    def flush(self, log: Log | Silent, tokens_per_step: int, ranks: Ranks) -> None:
+    def flush(self, log: Log | Silent, tokens_per_step: int, ranks: World) -> None:
         """Read the pending losses in one transfer and log their means, up to the first that is not finite."""
         numbers = ranks.mean(torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in self.pending]))
         for (step, lr, _, _), (loss, norm) in zip(self.pending, numbers.tolist(), strict=True):
@@ -401,7 +401,7 @@ def train(
     *,
     show: progress.Show = progress.start,
     interrupts: Interrupts | None = None,
-    ranks: Ranks | None = None,
+    ranks: World | None = None,
 ) -> dict:
     """Train, or go on with a run that was stopped or is to be longer, or return the result of one that ended.
 
@@ -415,7 +415,7 @@ def train(
         ValueError: unknown recipe, a folder with another run or that another process writes to, a broken checkpoint.
         Stopped: a signal came.
     """
-    ranks = ranks or Ranks()
+    ranks = ranks or World()
     config, notes = ranks.first(lambda: folder.settled(over(config, ranks)))
     kept = None if config.run.overwrite else ranks.first(lambda: finished(config, recipe, data))
     if kept is not None:  # needs no right to write there
@@ -425,7 +425,7 @@ def train(
         return train_held(config, recipe, data, show=show, interrupts=interrupts, ranks=ranks)
 
 
-def over(config: TrainConfig, ranks: Ranks) -> TrainConfig:
+def over(config: TrainConfig, ranks: World) -> TrainConfig:
     """Return the config with the mesh of these ranks.
 
     Raises:
@@ -435,7 +435,7 @@ def over(config: TrainConfig, ranks: Ranks) -> TrainConfig:
 
 
 @contextlib.contextmanager
-def held_by_first(ranks: Ranks, work: str, *folders: Path) -> Iterator[None]:
+def held_by_first(ranks: World, work: str, *folders: Path) -> Iterator[None]:
     """Let the first rank be the one process that writes to `folders` while the block runs; see lock.hold."""
     with contextlib.ExitStack() as held:
         ranks.first(lambda: held.enter_context(lock.hold(work, *folders)))
@@ -449,10 +449,10 @@ def train_held(
     *,
     show: progress.Show = progress.start,
     interrupts: Interrupts | None = None,
-    ranks: Ranks | None = None,
+    ranks: World | None = None,
 ) -> dict:
     """Do what `train` does for a caller whose first rank holds the lock of the folder."""
-    ranks = ranks or Ranks()
+    ranks = ranks or World()
 
     def prepare() -> dict | None:
         folder.clean_folder(config.run.out)

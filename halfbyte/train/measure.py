@@ -71,7 +71,7 @@ def saved_activation_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> i
     return total
 
 
-def versions() -> dict:
+def package_versions() -> dict:
     """Return the releases of what computes."""
     return {"python": platform.python_version(), "halfbyte": __version__, "torch": str(torch.__version__)}
 
@@ -79,7 +79,7 @@ def versions() -> dict:
 def environment(device: torch.device) -> dict:
     """Return the facts of the machine that a reader of the figures needs."""
     facts = {
-        **versions(),
+        **package_versions(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),

@@ -72,7 +72,8 @@ class Parallel:
             ddp = nn.parallel.DistributedDataParallel
             named = inspect.signature(ddp).parameters
             buffers = "forward_sync_buffers" if "forward_sync_buffers" in named else "broadcast_buffers"  # before 2.13
-            return ddp(model, gradient_as_bucket_view=True, **{buffers: False})  # they are equal everywhere
+            options: dict[str, Any] = {buffers: False}  # they are equal everywhere
+            return ddp(model, gradient_as_bucket_view=True, **options)
         from torch.distributed.fsdp import fully_shard
 
         # A mesh of two dimensions is HSDP: shards along the second, copies of them along the first.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfbyte.distributed import agree
-from halfbyte.train.launch import Launched
+from halfbyte.train.launch import ProcessPlace
 
 T = TypeVar("T")
 TOLD = "halfbyte/told"
@@ -35,7 +35,7 @@ class Elsewhere(Exception):
     """Another rank failed, and says why."""
 
 
-class Ranks:
+class World:
     """What this process knows of those that train with it.
 
     Args:
@@ -43,8 +43,8 @@ class Ranks:
         control: a gloo group of all of them, None for one process.
     """
 
-    def __init__(self, place: Launched | None = None, control: dist.ProcessGroup | None = None) -> None:
-        self.place = place or Launched()
+    def __init__(self, place: ProcessPlace | None = None, control: dist.ProcessGroup | None = None) -> None:
+        self.place = place or ProcessPlace()
         self.control = control
 
     @property
@@ -71,7 +71,7 @@ class Ranks:
                 answer = work()
             except Exception as error:
                 failure = error
-        box = [failure is not None, answer]
+        box: list[Any] = [failure is not None, answer]
         dist.broadcast_object_list(box, src=0, group=self.control)
         if failure is not None:
             raise failure
@@ -201,14 +201,14 @@ def is_lost(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def joined(place: Launched) -> Iterator[Ranks]:
+def joined(place: ProcessPlace) -> Iterator[World]:
     """Be one of the processes that were started together while the block runs; only the first of them prints.
 
     Standard error of the others stays for errors that end them. The process group is gone when the block ends: gloo's
     threads must not outlive the interpreter.
     """
     if place.size == 1:
-        yield Ranks(place)
+        yield World(place)
         return
     with contextlib.ExitStack() as stack:
         if place.rank:
@@ -227,7 +227,7 @@ def joined(place: Launched) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _join(place: Launched) -> Ranks:
+def _join(place: ProcessPlace) -> World:
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         count = torch.cuda.device_count()
@@ -237,7 +237,8 @@ def _join(place: Launched) -> Ranks:
             )
         torch.cuda.set_device(place.local_rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
-    return Ranks(place, dist.new_group(backend="gloo") if has_gpu else dist.group.WORLD)
+    control: Any = dist.new_group(backend="gloo") if has_gpu else dist.group.WORLD
+    return World(place, control)
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from halfbyte.train import checkpoint, files
 from halfbyte.train.checkpoint import FACTS, REMEDY
-from halfbyte.train.ranks import Elsewhere, Ranks
+from halfbyte.train.ranks import Elsewhere, World
 
 METADATA = ".metadata"
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -83,7 +83,7 @@ class _Reader(dcp.FileSystemReader):
         return metadata
 
 
-def save(path: Path, content: dict, ranks: Ranks) -> None:
+def save_sharded(path: Path, content: dict, ranks: World) -> None:
     """Write a checkpoint to the folder `path` together with the other ranks; it is there, on the disk, when this ends.
 
     Args:
@@ -118,19 +118,19 @@ def _finish(folder: Path, path: Path, facts: dict) -> None:
 
 
 @contextlib.contextmanager
-def _becoming(path: Path, ranks: Ranks) -> Iterator[Path]:
+def _becoming(path: Path, ranks: World) -> Iterator[Path]:
     """Yield the folder that is to become `path`, the same on all ranks; the first makes it and clears it away."""
     with contextlib.ExitStack() as held:
         yield ranks.first(lambda: held.enter_context(files.temporary_folder(path)))
 
 
-def _of_this_rank(error: Any, ranks: Ranks) -> BaseException:
+def _of_this_rank(error: Any, ranks: World) -> BaseException:
     """Return what a rank raises if DCP failed: its reason on the first rank that has one, Elsewhere on the others."""
     first = min(error.failures)
     return error.failures[first][0] if first == ranks.place.rank else Elsewhere()
 
 
-def load_tensors(path: Path, facts: dict, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict:
+def load_tensors(path: Path, facts: dict, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: World) -> dict:
     """Return `facts`, what `run.pt` holds, with the tensors of model and optimizer as this rank holds them.
 
     Those of the model are written into its own parameters.
@@ -141,7 +141,7 @@ def load_tensors(path: Path, facts: dict, model: nn.Module, optimizer: torch.opt
     """
     reader = _Reader(path)
     metadata = ranks.together(lambda: _checked_metadata(path, facts, reader, ranks))
-    own = {MODEL: model.state_dict(), OPTIMIZER: {}}
+    own: dict[str, dict[str, Any]] = {MODEL: model.state_dict(), OPTIMIZER: {}}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     ranks.together(lambda: _check_model(path, metadata, own[MODEL]))
     for name, entry in metadata.items():
@@ -162,7 +162,7 @@ def load_tensors(path: Path, facts: dict, model: nn.Module, optimizer: torch.opt
     return facts | {MODEL: own[MODEL], OPTIMIZER: facts[OPTIMIZER] | {"state": states}}
 
 
-def _checked_metadata(path: Path, facts: dict, reader: _Reader, ranks: Ranks) -> dict[str, TensorStorageMetadata]:
+def _checked_metadata(path: Path, facts: dict, reader: _Reader, ranks: World) -> dict[str, TensorStorageMetadata]:
     """Return what DCP says of every tensor; this rank's share of the files is compared with their hashes."""
     names = facts.get("files")
     if not isinstance(names, dict) or METADATA not in names or any(Path(str(name)).name != name for name in names):
@@ -177,10 +177,10 @@ def _checked_metadata(path: Path, facts: dict, reader: _Reader, ranks: Ranks) ->
         entries = reader.read_metadata().state_dict_metadata
     except Exception as error:  # a foreign pickle may fail in any way
         raise ValueError(f"checkpoint {path}: {METADATA} cannot be read ({error}); {REMEDY}") from error
-    for name, entry in entries.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(f"checkpoint {path}: {name!r} is no tensor; {REMEDY}")
-    return entries
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    for name in entries.keys() - tensors.keys():
+        raise ValueError(f"checkpoint {path}: {name!r} is no tensor; {REMEDY}")
+    return tensors
 
 
 def _check_model(path: Path, metadata: dict[str, TensorStorageMetadata], own: dict[str, Tensor]) -> None:
