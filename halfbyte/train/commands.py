@@ -15,7 +15,7 @@ import tyro
 from halfbyte.train import auto, data, divergence, launch, loop, meaning, measure, signals, treatment
 from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
-from halfbyte.train.ranks import World, is_lost, joined
+from halfbyte.train.ranks import World, is_lost, joined, lost_in_words
 
 Options = TypeVar("Options", "Train", "Compare")
 PRESET = "two_cores"
@@ -96,8 +96,7 @@ def _until_stopped(run: Callable[[Options, signals.Interrupts, World], int], opt
                 interrupts.defer()
                 if ranks.size > 1 and is_lost(error):
                     if ranks.speaks_of(error):
-                        rank, reason = ranks.place.rank, str(error).partition("\n")[0][:200]
-                        ranks.say(f"halfbyte {name}: rank {rank} lost another ({reason}); {command} goes on {LATEST}")
+                        ranks.say(f"halfbyte {name}: {lost_in_words(error, ranks)}; {command} goes on {LATEST}")
                     return FAILED
                 if ranks.speaks_of(error):
                     raise

@@ -53,7 +53,8 @@ def saved_activation_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> i
             owned.add(parallel.local(tensor).untyped_storage().data_ptr())
 
     own(model)
-    hooks = [m.register_forward_pre_hook(own) for m in model.modules() if parallel.is_gathered(m)]
+    # What FSDP2 gathers for a block has no bytes after its forward; what it gathers for the rest stays.
+    hooks = [model.register_forward_pre_hook(own)] if parallel.is_gathered(model) else []
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -200,6 +200,12 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
+def lost_in_words(error: BaseException, ranks: World) -> str:
+    """Return what happened to this rank if `is_lost(error)`, without the place in gloo's sources."""
+    reason = str(error).partition("\n")[0].rpartition(".cc:")[2].partition("] ")[2] or str(error)
+    return f"rank {ranks.place.rank} lost another ({reason.partition('. ')[0][:120]})"
+
+
 @contextlib.contextmanager
 def joined(place: ProcessPlace) -> Iterator[World]:
     """Be one of the processes that were started together while the block runs; only the first of them prints.

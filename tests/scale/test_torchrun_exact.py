@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,22 @@ def test_equal_batches_train_as_one_process(folder, world):
             if other == recipe:
                 assert checks.lines(many[index]) == checks.lines(one), name
                 assert all(end[index] == alone for end in ends), name
+
+
+def test_options_of_a_run_change_nothing_of_that(folder):
+    """Experts, accumulation, checkpointed activations, fused layers: one process, DDP and FSDP2 end alike."""
+    options = {"mesh_of": [(1, 1), (2, 1), (1, 2)], "accumulate": 2, "recompute": "full", **UNCLIPPED}
+    meshes = options.pop("mesh_of")
+    runs = [
+        replace(checks.tiny(folder, "equal", f"moe{m[0]}{m[1]}", mesh=m, batch=2 * m[0] * m[1], **options), fuse="on")
+        for m in meshes
+    ]
+    runs = [(replace(run, model="moe-tiny"), "nvfp4_forward") for run in runs]
+    (alone,) = checks.train_all(0, 1, runs[:1])
+    assert ranks.run(2, checks.train_all, runs[1:]) == [[alone, alone], [alone, alone]]
+    results = [json.loads((run.run.out / "result.json").read_text()) for run, _ in runs]
+    assert len({result["saved_activation_bytes"] for result in results}) == 1, "gathered weights are parameters"
+    assert [result["tokens"] for result in results] == [n * results[0]["tokens"] for n in (1, 2, 2)]
 
 
 def test_clipping_is_exact_under_ddp(folder):
