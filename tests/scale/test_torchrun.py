@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+for beside in ("distributed", "docs"):
+    sys.path.insert(0, str(Path(__file__).parent.parent / beside))
+import pages
 import ranks
 import train_checks as checks
 
@@ -42,9 +44,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
-def torchrun(*command: str, seconds: float = 120) -> subprocess.CompletedProcess:
-    """Run two ranks of a command under torchrun."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
+def torchrun(*command: str, ranks: int = 2, seconds: float = 120) -> subprocess.CompletedProcess:
+    """Run ranks of a command under torchrun."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command]
     return subprocess.run(start, env=environment(), cwd="/", capture_output=True, text=True, timeout=seconds)
 
 
@@ -78,6 +80,15 @@ def test_one_log_one_progress_line_one_folder(folder):
     assert result["tokens"] == 12 * config.data.tokens_per_step, "of all ranks together"
     assert result["tokens_per_second"] == pytest.approx(result["tokens"] / result["seconds"])
     assert result["environments"][0]["mesh"] == "dp_replicate=1, dp_shard=2"
+
+
+def test_the_page_runs_under_torchrun(tmp_path):
+    """Its code blocks as a script, on four ranks; `make test-docs` runs them on one."""
+    blocks = pages.blocks(ROOT / "docs" / "many_gpus.md")
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(block.text for block in blocks if block.language == "python"))
+    done = torchrun(str(script), ranks=4)
+    assert done.returncode == 0 and "terminate called" not in done.stderr, done.stderr
 
 
 def test_compare_writes_one_table(folder):
