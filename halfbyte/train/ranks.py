@@ -189,7 +189,7 @@ class World:
             while time.monotonic() < deadline and not store.check([TOLD]):
                 time.sleep(0.05)
             return store.add(TOLD, 1) == 1
-        return self.is_first
+        return self.is_first or is_lost(error)  # nobody can be asked: rather twice than not at all
 
 
 def is_lost(error: BaseException) -> bool:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-for beside in ("distributed", "docs"):
-    sys.path.insert(0, str(Path(__file__).parent.parent / beside))
+sys.path[:0] = [str(Path(__file__).parent.parent / beside) for beside in ("distributed", "docs")]
 import pages
 import ranks
 import train_checks as checks
@@ -147,8 +146,6 @@ def test_every_fault_leaves_the_last_checkpoint_and_the_rest_is_as_undisturbed(f
     assert saved_steps(run) == [3] and not list((run / "checkpoints").glob(".step-*"))
     faulty(folder, "faults", "save", 1, 6)
     assert saved_steps(run) == [3]
-    faulty(folder, "faults", "publish", 0, 9)
-    assert saved_steps(run) == [3, 6]
     done = torchrun("-m", "halfbyte", "train", *options(folder, "faults", *SAVED, "--recipe", "nvfp4"))
     assert done.returncode == 0, done.stderr
     assert saved_steps(run) == [9, 12] and not list((run / "checkpoints").glob(".*"))
@@ -166,16 +163,56 @@ def test_every_fault_leaves_the_last_checkpoint_and_the_rest_is_as_undisturbed(f
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("place", ["forward", "backward", "save", "publish"])
 def test_each_kill_of_each_rank_three_times(folder, place, rank):
+    """And what goes on in between, to the step that met it, has the bits of the run that met none."""
     if place == "publish" and rank:
         pytest.skip("the first rank renames the folder")
     out = f"{place}{rank}"
     for step in (3, 6, 9):
         faulty(folder, out, place, rank, step)
         assert saved_steps(folder / out)[-1:] == ([step - 3] if step > 3 else [])
-        checks_one = torchrun(
-            str(FAULTY), "signal", "1", str(step), "train", *options(folder, out, *SAVED, "--recipe", "nvfp4")
-        )
-        assert saved_steps(folder / out)[-1] == step, checks_one.stderr
+        stopped = faulty(folder, out, "signal", 1, step)
+        assert saved_steps(folder / out)[-1] == step, stopped.stderr
+    config = checks.tiny(str(folder), "mixed", f"{out}-undisturbed", mesh=(1, 2), checkpoint_every=3)
+    ranks.run(2, checks.train_all, [(checks.replace(config, eval_every=6), "nvfp4")])
+    resumed = checks.tiny(str(folder), "mixed", out, mesh=(1, 2))
+    assert checks.lines(resumed, "step") == [line for line in checks.lines(config, "step") if line[1] <= 9]
+
+
+def children(process: int) -> list[int]:
+    """Return a process and all that it started."""
+    found = subprocess.run(["ps", "--ppid", str(process), "-o", "pid="], capture_output=True, text=True).stdout.split()
+    return [process, *(other for child in found for other in children(int(child)))]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
+def test_of_two_nodes_one_is_killed(folder, victim):
+    """Two launchers that meet, as on two machines; the other ends by itself, and both go on together."""
+    run = folder / f"nodes{victim}"
+    command = ["train", *options(folder, run.name, "--recipe", "nvfp4", "--dp-shard", "2", "--checkpoint-every", "3")]
+
+    def start(more: list[str]) -> list[subprocess.Popen]:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            meet = ["--rdzv-backend", "c10d", "--rdzv-id", "7", "--rdzv-endpoint", f"localhost:{free.getsockname()[1]}"]
+        node = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meet]
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return [subprocess.Popen([*node, *more, *command], env=environment(), **pipes) for _ in range(2)]
+
+    nodes = start([str(ROOT / "tests" / "scale" / "slow.py"), "1.0"])
+    deadline = time.monotonic() + 120
+    while not (run / "checkpoints" / "latest").exists():
+        assert time.monotonic() < deadline and all(node.poll() is None for node in nodes)
+        time.sleep(0.05)
+    for process in children(nodes[victim].pid):
+        os.kill(process, signal.SIGKILL)
+    assert nodes[1 - victim].wait(HANG) != 0
+    assert saved_steps(run)
+    assert [node.wait(120) for node in start(["-m", "halfbyte"])] == [0, 0]
+    config = checks.tiny(str(folder), "mixed", f"nodes{victim}-undisturbed", mesh=(1, 2), checkpoint_every=3)
+    ranks.run(2, checks.train_all, [(config, "nvfp4")])
+    resumed = checks.tiny(str(folder), "mixed", run.name, mesh=(1, 2))
+    assert checks.lines(resumed) == checks.lines(config)
 
 
 def test_an_error_of_one_rank_is_shown_once(folder):

@@ -98,7 +98,7 @@ def test_validation_is_that_of_one_process(folder):
         assert losses == pytest.approx([alone, alone], rel=1e-6)
 
 
-CHAIN = [(1, 2), (2, 2), (1, 1), (2, 1), (1, 2), (1, 4), (2, 1), (1, 1)]
+CHAIN = [(1, 2), (2, 2), (1, 1), (2, 1), (1, 4), (1, 1)]
 """(dp_replicate, dp_shard), one after the other on one folder."""
 
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_any_mesh_goes_on_with_any_other(folder):
             assert end == ends[0][1] and end[:2] == (number + 1, number + 1)
         left = ends[0][1]
     kept = sorted(path.name for path in (config.run.out / "checkpoints").iterdir())
-    assert kept == ["latest", "step-00000007", "step-00000008.pt"]
+    assert kept == ["latest", "step-00000005", "step-00000006.pt"]
 
 
 @pytest.mark.parametrize("mesh", [(2, 1), (1, 2)])
