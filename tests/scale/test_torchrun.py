@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent.parent / beside) for beside in ("distributed", "docs")]
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
 import pages
 import ranks
 import train_checks as checks
