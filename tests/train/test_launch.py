@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from halfbyte import cli
-from halfbyte.train import config, launch
+from halfbyte.train import auto, config, environment, launch
 
 pytest.importorskip("tyro")
 LAUNCHED = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -115,6 +115,24 @@ def test_what_ranks_cannot_share_is_refused():
         replace(tiny, mesh=mesh, run=replace(tiny.run, graph="on"))
     with pytest.raises(ValueError, match="cache_weights=True with dp_shard=2: .* use --dp-shard 1"):
         replace(tiny, mesh=mesh, run=replace(tiny.run, cache_weights=True))
+
+
+def test_several_ranks_have_no_graph_and_say_so():
+    settled = replace(config.tiny(), mesh=config.MeshConfig(dp_shard=2), optim=config.OptimConfig(steps=1000))
+    facts = auto.Facts(device="cuda")
+    choices = auto.choose_options(settled, facts, {})
+    assert [option for option, choice in choices.items() if choice.is_on] == ["fuse", "compile"]
+    assert auto.lines(settled, facts, choices) == (
+        "graph: off, 2 ranks step together, and graphs with their communication are not captured; one process alone "
+        "has it",
+    )
+
+
+def test_another_mesh_than_before_is_said():
+    one, two = {"torch": "2.13"}, {"torch": "2.13", "mesh": "dp_replicate=2, dp_shard=1"}
+    assert environment.changes([one], one) == environment.changes([two], two) == ""
+    assert environment.changes([two], one) == "mesh dp_replicate=2, dp_shard=1 there, 1 process here"
+    assert environment.changes([one], two) == "mesh 1 process there, dp_replicate=2, dp_shard=1 here"
 
 
 def test_a_mesh_is_no_part_of_what_decides_a_run():
