@@ -144,6 +144,8 @@ def _no_compile(config: TrainConfig) -> str:
 
 
 def _no_graph(config: TrainConfig) -> str:
+    if config.mesh.size > 1:
+        return f"{config.mesh.size} ranks step together, and graphs with their communication are not captured"
     if config.optim.steps <= graphs.WARM_UP + 1:
         return f"a graph is captured after {graphs.WARM_UP} steps, and the run has {config.optim.steps}"
     return ""
@@ -158,6 +160,8 @@ def _recipes(config: TrainConfig) -> int:
 def _remedy(option: Option, choice: OptionChoice, config: TrainConfig) -> str:
     if choice.follows:
         return "--overwrite starts anew"
+    if option == "graph" and config.mesh.size > 1:  # with which it is refused
+        return "one process alone has it"
     if option == "compile" and config.run.recompute == "selective":  # with which it is refused
         return "--recompute full goes with it"
     return f"--{option} on overrides that"

@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent, and that are refused with a reason when they are not ours.
 
-A file is what `torch.save` writes for a dict with the keys of `KEYS`; loading runs no code from it. `latest` names the
-newest one.
+A file is what `torch.save` writes for a dict with the keys of `KEYS`; loading runs no code from it. Several ranks write
+a folder (train/sharded.py), of which the same file without tensors is a part. `latest` names the newest one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from typing import Any
 import torch
 
 from halfbyte.train import environment, extension, files
+from halfbyte.train.ranks import World
 
 FORMAT = "halfbyte-checkpoint"
 VERSION = 1
 KEYS = ("identity", "step", "position", "seconds", "model", "optimizer", "run_state")
 OPTIONAL = ("environments",)
 LATEST = "latest"
-NAME = re.compile(r"step-\d{8,}\.pt")
+NAME = re.compile(r"step-(\d{8,})(\.pt)?")
+FACTS = "run.pt"
+"""What of a folder is not in the files of torch.distributed.checkpoint."""
 REMEDY = "delete it to go on from the one before, or restore it from a copy"
 DEPTH = 16
 """Of an identity, with room: a schedule's changes are four deep."""
@@ -35,21 +38,32 @@ class Checkpoints:
     Args:
         folder: where they lie; made when the first is saved.
         keep: how many stay.
+        ranks: who writes them; all must save together.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: Path, keep: int, ranks: World | None = None) -> None:
+        self._folder, self._keep, self._ranks = folder, keep, ranks or World()
 
     def save(self, content: dict) -> Path:
         """Write `content`, which has the keys of `KEYS`, point `latest` at it and delete the oldest."""
         assert set(content) - set(OPTIONAL) == set(KEYS), sorted(content)
-        path = self._folder / f"step-{content['step']:08d}.pt"
-        with files.atomic(path) as file:
-            torch.save({"format": FORMAT, "version": VERSION, **content}, file)
+        content = {"format": FORMAT, "version": VERSION, **content}
+        path = self._folder / f"step-{content['step']:08d}"
+        if self._ranks.size > 1:
+            from halfbyte.train import sharded  # DCP takes a second to import
+
+            sharded.save_sharded(path, content, self._ranks)
+        else:
+            path = path.with_suffix(".pt")
+            with files.atomic(path) as file:
+                torch.save(content, file)
+        self._ranks.first(lambda: self._acknowledge(path))
+        return path
+
+    def _acknowledge(self, path: Path) -> None:
         files.write_text(self._folder / LATEST, path.name + "\n")
         for old in checkpoints_in(self._folder)[: -self._keep]:
-            old.unlink()
-        return path
+            remove(old)
 
     def latest(self) -> Path | None:
         """Return the checkpoint that `latest` names, the newest one if that is gone, None if there is none.
@@ -72,21 +86,38 @@ def checkpoints_in(folder: Path) -> list[Path]:
         ValueError: the folder cannot be read.
     """
     try:
-        found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
+        named = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ValueError(f"{folder}: cannot be read ({error.strerror}); check its rights") from error
-    return sorted(found, key=lambda path: (len(path.name), path.name))
+    return [path for _, _, path in sorted((int(match[1]), path.name, path) for match, path in named if match)]
+
+
+def is_of_ranks(path: Path) -> bool:
+    """Return whether several ranks wrote a checkpoint, which is a folder then, as its name says."""
+    return not path.suffix
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint; a folder is moved aside first, so that one half deleted is not taken for a checkpoint."""
+    if not is_of_ranks(path):
+        path.unlink()
+        return
+    with files.temporary_folder(path) as away:
+        path.rename(away)
 
 
 def remove_unfinished(folder: Path) -> None:
     """Delete what writers that were killed left in a folder of checkpoints."""
     files.remove_leftovers(folder, "step-*.pt", LATEST)
+    files.remove_leftover_folders(folder, "step-*")
 
 
 def load_checkpoint(path: Path, identity: dict) -> dict:
     """Return what `Checkpoints.save` wrote to `path`, on the CPU; what does not depend on the model is checked.
+
+    Of a folder that several ranks wrote it is all but the tensors of model and optimizer.
 
     Args:
         identity: of the run that wants to go on.
@@ -95,6 +126,7 @@ def load_checkpoint(path: Path, identity: dict) -> dict:
         ValueError: the file cannot be read, is truncated, corrupt, not ours, or of another run; the message names it
             and the reason.
     """
+    path = path / FACTS if is_of_ranks(path) else path
     content = _read(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path}: foreign (no format={FORMAT!r} in it); {REMEDY}")

@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar, get_args
 
 import tyro
 
-from halfbyte.train import allocator, auto, data, divergence, launch, loop, meaning, signals, treatment
+from halfbyte.train import allocator, auto, data, divergence, launch, loop, meaning, measure, signals, treatment
 from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
+from halfbyte.train.ranks import World, is_lost, joined, lost_in_words
 
 Options = TypeVar("Options", "Train", "Compare")
 PRESET = "two_cores"
+FAILED = 1
+LATEST = "from its last checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,38 +47,72 @@ class Compare:
 
 def train_command(arguments: list[str]) -> int:
     """Run `halfbyte train`; the exit status is 1 if the run diverged, 130 or 143 if a signal stopped it."""
-    return _until_stopped(_train, _parse(Train, arguments, out=Path("runs/train")))
+    return _command(Train, _train, arguments, out=Path("runs/train"))
 
 
 def compare_command(arguments: list[str]) -> int:
     """Run `halfbyte compare`; the exit status is 1 if the baseline or a recipe diverged that is no control."""
-    return _until_stopped(_compare, _parse(Compare, arguments, out=Path("runs/compare")))
+    return _command(Compare, _compare, arguments, out=Path("runs/compare"))
 
 
-def _until_stopped(run: Callable[[Options, signals.Interrupts], int], options: Options) -> int:
+def _command(
+    kind: type[Options], run: Callable[[Options, signals.Interrupts, World], int], arguments: list[str], out: Path
+) -> int:
+    """Run a command on this rank, and end it with one line, of one rank, whatever ends it."""
+    with joined(launch.launched()) as ranks:
+        try:
+            options = _parse(kind, arguments, out)
+            ranks.compare(_asked(options), configs.differences)
+        except Exception as error:
+            if ranks.speaks_of(error):
+                raise
+            return FAILED
+        return _until_stopped(run, options, ranks)
+
+
+def _asked(options: Options) -> dict:
+    """Return what ranks have to have in common: options, but for where each keeps tokens, and packages."""
+    asked = asdict(options)
+    asked |= asked.pop("config")
+    del asked["run"]["cache"]
+    return asked | measure.package_versions()
+
+
+def _until_stopped(run: Callable[[Options, signals.Interrupts, World], int], options: Options, ranks: World) -> int:
     """Run a command; ctrl-C and SIGTERM end it with one line and the status that shells expect."""
     name, overwrite = type(options).__name__.lower(), options.config.run.overwrite
-    launch.refuse_many(f"halfbyte {name}")
     allocator.keep_freed_memory()
     command = "the same command without --overwrite" if overwrite else "the same command"
 
     def say(stopped: signals.Stopped) -> None:
-        begin = "\n" if sys.stderr.isatty() else ""  # after the ^C that a terminal echoes
-        print(f"{begin}halfbyte {name}: {stopped}; {command} goes on {stopped.where}", file=sys.stderr, flush=True)
+        if ranks.is_first:
+            begin = "\n" if sys.stderr.isatty() else ""  # after the ^C that a terminal echoes
+            print(f"{begin}halfbyte {name}: {stopped}; {command} goes on {stopped.where}", file=sys.stderr, flush=True)
 
     try:
         with signals.watch(say) as interrupts:
-            return run(options, interrupts)
+            try:
+                return run(options, interrupts, ranks)
+            except Exception as error:
+                interrupts.defer()
+                if ranks.size > 1 and is_lost(error):
+                    if ranks.speaks_of(error):
+                        ranks.say(f"halfbyte {name}: {lost_in_words(error, ranks)}; {command} goes on {LATEST}")
+                    return FAILED
+                if ranks.speaks_of(error):
+                    raise
+                return FAILED
     except signals.Stopped as stopped:
         say(stopped)
         return stopped.status
 
 
-def _train(options: Train, interrupts: signals.Interrupts) -> int:
+def _train(options: Train, interrupts: signals.Interrupts, ranks: World) -> int:
     treatment.treatment_of(options.recipe)  # before the text is read
-    run = options.config.run
-    text = data.load_data(options.config.data, run.cache)
-    result = loop.train(options.config, options.recipe, text, interrupts=interrupts)
+    config = ranks.first(lambda: loop.over(options.config, ranks))
+    run = config.run
+    text = ranks.first_here(lambda: data.load_data(config.data, run.cache), "load_data")
+    result = loop.train(config, options.recipe, text, interrupts=interrupts, ranks=ranks)
     diverged = divergence.of(result)
     if diverged:
         print(f"{options.recipe} {diverged} ({diverged.what} not finite); the log is in {run.out}", file=sys.stderr)
@@ -85,9 +122,10 @@ def _train(options: Train, interrupts: signals.Interrupts) -> int:
     return 0
 
 
-def _compare(options: Compare, interrupts: signals.Interrupts) -> int:
+def _compare(options: Compare, interrupts: signals.Interrupts, ranks: World) -> int:
     names = comparison.check_names(name.strip() for name in options.recipes.split(",") if name.strip())
-    results = comparison.compare(options.config, names, interrupts=interrupts)
+    config = ranks.first(lambda: loop.over(options.config, ranks))
+    results = comparison.compare(config, names, interrupts=interrupts, ranks=ranks)
     out = options.config.run.out
     print("\n" + "\n\n".join((comparison.table(results), *comparison.remarks(results))) + "\n")
     print(f"written to {out}: {comparison.TABLE}, {comparison.RESULTS}, {comparison.PLOT}\n")

@@ -9,13 +9,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from halfbyte.train import auto, data, divergence, files, folder, lock, loop, measure, plot, progress, treatment
+from halfbyte.train import auto, data, divergence, files, folder, loop, measure, plot, progress, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
+from halfbyte.train.ranks import World
 from halfbyte.train.signals import Interrupts
 
 RESULTS, TABLE, PLOT = "results.json", "table.md", "losses.png"
@@ -42,7 +44,11 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def compare(
-    config: TrainConfig, names: tuple[str, ...] = DEFAULT, *, interrupts: Interrupts | None = None
+    config: TrainConfig,
+    names: tuple[str, ...] = DEFAULT,
+    *,
+    interrupts: Interrupts | None = None,
+    ranks: World | None = None,
 ) -> list[dict]:
     """Train every recipe and write results.json, table.md and losses.png to `config.run.out`.
 
@@ -51,7 +57,7 @@ def compare(
     Args:
         config: the run that all recipes share.
         names: recipes; gaps are measured against the first.
-        interrupts: who hears of signals, see loop.Trainer.
+        interrupts, ranks: who hears of signals, and with whom this process trains, see loop.Trainer.
 
     Returns:
         The results in the order of `names`, each with `gap_percent` to the first (None if either diverged) and
@@ -62,50 +68,58 @@ def compare(
             to, or a schedule that none follows.
         Stopped: a signal came.
     """
-    names = check_names(names)
+    names, ranks = check_names(names), ranks or World()
     schedules = {name: config.recipe_schedule if treatment.treatment_of(name).recipe.specs else "" for name in names}
     if config.recipe_schedule and not any(schedules.values()):
         raise ValueError(
             f"recipe_schedule={config.recipe_schedule!r}: it is for recipes that quantize a GEMM, and "
             f"recipes={','.join(names)!r} has none; name one, or use `halfbyte train`"
         )
-    corpus = data.load_data(config.data, config.run.cache)
-    config, notes = folder.settled(config, *(config.run.out / name for name in names))  # alike, or gaps mislead
+    corpus = ranks.first_here(lambda: data.load_data(config.data, config.run.cache), "load_data")
+    folders = [config.run.out / name for name in names]
+    config, notes = ranks.first(lambda: folder.settled(loop.over(config, ranks), *folders))  # alike, or gaps mislead
     runs = {
         name: replace(config, recipe_schedule=schedules[name], run=replace(config.run, out=config.run.out / name))
         for name in names
     }
-    unfinished = [
-        one.run.out for name, one in runs.items() if config.run.overwrite or not loop.finished(one, name, corpus)
-    ]
-    with lock.hold(f"compare {','.join(names)}", config.run.out, *unfinished):
+
+    def is_unfinished(name: str) -> bool:
+        return config.run.overwrite or not loop.finished(runs[name], name, corpus)
+
+    unfinished = ranks.first(lambda: [one.run.out for name, one in runs.items() if is_unfinished(name)])
+    with loop.held_by_first(ranks, f"compare {','.join(names)}", config.run.out, *unfinished):
         title = heading(config, corpus, schedules)
         print(title, flush=True)
         auto.say(notes if unfinished else ())
-        return _compare_held(config, runs, corpus, title, interrupts)
+        ranks.first(lambda: files.remove_leftovers(config.run.out, RESULTS, TABLE, PLOT))
+        return _compare_held(config, runs, corpus, title, interrupts, ranks)
 
 
 def _compare_held(
-    config: TrainConfig, runs: dict[str, TrainConfig], corpus: data.Data, title: str, interrupts: Interrupts | None
+    config: TrainConfig,
+    runs: dict[str, TrainConfig],
+    corpus: data.Data,
+    title: str,
+    interrupts: Interrupts | None,
+    ranks: World,
 ) -> list[dict]:
-    """Train every run in turn for a caller that holds the locks of all folders."""
-    files.remove_leftovers(config.run.out, RESULTS, TABLE, PLOT)
+    """Train every run in turn for a caller whose first rank holds the locks of all folders."""
     results: list[dict] = []
     with progress.board(tuple(runs)) as board:
         for number, (name, one) in enumerate(runs.items(), 1):
             title_of_run = f"[{number}/{len(runs)}] {name}"
-            before = None if config.run.overwrite else loop.finished(one, name, corpus)
+            before = None if config.run.overwrite else ranks.first(partial(loop.finished, one, name, corpus))
             if before:
                 print(f"{title_of_run}: finished before{_in_brackets(divergence.of(before))}, kept", flush=True)
             _forget_the_last_run(config)
-            result = loop.train_held(one, name, corpus, show=board.start, interrupts=interrupts)
+            result = loop.train_held(one, name, corpus, show=board.start, interrupts=interrupts, ranks=ranks)
             diverged = divergence.of(result)
             if diverged and not before:
                 print(f"{title_of_run}: {diverged} ({diverged.what} not finite)", flush=True)
             results.append(_without_loss(result, diverged) | {"recipe_schedule": one.recipe_schedule})
             with_gaps(results)
             board.finish(name, *_loss_and_gap(results[-1], results[0]["recipe"]))
-            _write(config.run.out, config, corpus, results, title)
+            ranks.first(partial(_write, config.run.out, config, corpus, results, title))
     return results
 
 
@@ -163,10 +177,11 @@ def heading(config: TrainConfig, corpus: data.Data, schedules: Mapping[str, str]
     dtype = str(loop.resolve_dtype(config, device)).removeprefix("torch.")
     following = [name for name, schedule in schedules.items() if schedule]
     others = ", ".join(name for name, schedule in schedules.items() if not schedule)
+    ranks = f", {config.mesh.size} ranks ({config.mesh.in_words()})" if config.mesh.size > 1 else ""
     changes = f"; recipe schedule {config.recipe_schedule} for {', '.join(following)}" if following else ""
     return (
         f"{shape.parameters / 1e6:.2f}M parameters, {config.tokens / 1e6:.2f}M tokens per recipe of "
-        f"{corpus.summary['corpus']} ({corpus.summary['tokenizer']}), {device.type}, GEMMs in {dtype}"
+        f"{corpus.summary['corpus']} ({corpus.summary['tokenizer']}), {device.type}{ranks}, GEMMs in {dtype}"
         f"{auto.in_words(config)}{changes}{f', not for {others}' if following and others else ''}"
     )
 

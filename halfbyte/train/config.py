@@ -56,7 +56,7 @@ class DataConfig:
     sequence: int = 256
     """Tokens of one sequence."""
     batch: int = 8
-    """Sequences of one micro-batch."""
+    """Sequences of one micro-batch, of all ranks together: each takes its part of them."""
     accumulate: int = 1
     """Micro-batches of one optimizer step."""
     held_out: float = 0.02
@@ -139,6 +139,50 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How the processes that torchrun started share a run. Batches, steps and learning rate are the same for any."""
+
+    dp_shard: int = 1
+    """Ranks that share every parameter, its gradient and its optimizer state (FSDP2). 1: each has them all (DDP)."""
+    dp_replicate: int | None = None
+    """Groups of such ranks, each with a whole model (HSDP where both are above 1). None: as many as there are."""
+    weights: Literal["plain", "nvfp4"] = "plain"
+    """How weights travel between ranks: in their dtype, or as the codes and scales that GEMMs read."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "dp_shard")
+        if self.dp_replicate is not None:
+            _positive(self, "dp_replicate")
+        if self.weights not in ("plain", "nvfp4"):
+            raise ValueError(f"weights={self.weights!r}: give 'plain' or 'nvfp4'")
+
+    @property
+    def size(self) -> int:
+        """Ranks of the mesh; those of one group of shards as long as the number of groups is open."""
+        return self.dp_shard * (self.dp_replicate or 1)
+
+    def over(self, ranks: int) -> MeshConfig:
+        """Return the mesh of so many ranks, with no number left open.
+
+        Raises:
+            ValueError: they do not fill it.
+        """
+        settled = replace(self, dp_replicate=self.dp_replicate or max(1, ranks // self.dp_shard))
+        if settled.size != ranks:
+            asked = f"dp_shard={self.dp_shard}"
+            asked += "" if self.dp_replicate is None else f", dp_replicate={self.dp_replicate}"
+            raise ValueError(
+                f"{asked}: the mesh has {settled.size} ranks, and {ranks} {'runs' if ranks == 1 else 'run'}; start "
+                f"torchrun --nproc-per-node {settled.size} -m halfbyte …, or give numbers whose product is {ranks}"
+            )
+        return settled
+
+    def in_words(self) -> str:
+        """Return the mesh as a reader of a record needs it, "1 process" for one."""
+        return "1 process" if self.size == 1 else f"dp_replicate={self.dp_replicate}, dp_shard={self.dp_shard}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run under any recipe. Equal `identity(recipe)` gives equal losses, on a CPU bit for bit."""
 
@@ -148,6 +192,7 @@ class TrainConfig:
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     run: RunConfig = RunConfig()
+    mesh: MeshConfig = MeshConfig()
     seed: int = 0
     """Of the initial weights, the data order and the random bits of quantization."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -178,6 +223,25 @@ class TrainConfig:
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed}: give 0 <= seed < 2**63")
         self.schedule()
+        self._check_mesh()
+
+    def _check_mesh(self) -> None:
+        ranks, shard = self.mesh.size, self.mesh.dp_shard
+        if self.data.batch % ranks:
+            raise ValueError(
+                f"batch={self.data.batch}: {ranks} ranks cannot share it; give a multiple, such as {ranks}, with "
+                "--accumulate for a larger step"
+            )
+        if ranks > 1 and self.run.graph == "on":
+            raise ValueError(
+                f"graph='on': {ranks} ranks step together, and graphs with their communication are not captured; leave "
+                "it out, or use one process"
+            )
+        if shard > 1 and self.run.cache_weights:
+            raise ValueError(
+                f"cache_weights=True with dp_shard={shard}: a rank holds no whole weight to quantize once; leave it "
+                "out, or use --dp-shard 1"
+            )
 
     def schedule(self) -> Schedule | None:
         """Return the changes of recipe, None if there are none."""
@@ -190,7 +254,7 @@ class TrainConfig:
             ValueError: no recipe has that name.
         """
         values = asdict(self)
-        del values["run"], values["recipe_schedule"]
+        del values["run"], values["mesh"], values["recipe_schedule"]
         del values["data"]["text_field"]  # the hash of the text, which is in a run's identity, holds what it chose
         for name in (
             "fuse",

@@ -78,13 +78,23 @@ class Batches:
         sequence, batch: T and B.
         seed: of the order; every epoch is a new permutation. None keeps the order of the stream.
         device: where batches go.
+        part: (rank, ranks): of every micro-batch only the part of one of so many ranks, in their order.
     """
 
     def __init__(
-        self, tokens: np.ndarray, *, sequence: int, batch: int, seed: int | None, device: torch.device
+        self,
+        tokens: np.ndarray,
+        *,
+        sequence: int,
+        batch: int,
+        seed: int | None,
+        device: torch.device,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         self._tokens, self._sequence, self._batch = tokens, sequence, batch
         self._seed, self._device = seed, device
+        rank, ranks = part
+        self._rows = range(rank * batch // ranks, (rank + 1) * batch // ranks)
         self._windows = (len(tokens) - 1) // sequence
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
@@ -94,9 +104,9 @@ class Batches:
         return self._windows
 
     def __getitem__(self, position: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of micro-batch `position`, int64 [B, T] each."""
+        """Return inputs and targets of micro-batch `position`, int64 [B, T] each, or of this rank's part of it."""
         first = position * self._batch
-        starts = [self._window(first + i) * self._sequence for i in range(self._batch)]
+        starts = [self._window(first + i) * self._sequence for i in self._rows]
         rows = np.stack([self._tokens[start : start + self._sequence + 1] for start in starts]).astype(np.int64)
         chunk = torch.from_numpy(rows)
         if self._device.type == "cuda":  # pinned memory lets the copy overlap the previous step

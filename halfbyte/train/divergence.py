@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from halfbyte.train import parallel
+
 LOSS, NORM, HELD_OUT, PARAMETERS = "training loss", "gradient norm", "held-out loss", "parameters"
 
 
@@ -28,8 +30,8 @@ class Divergence(NamedTuple):
 
 
 def finite_parameters(model: nn.Module) -> bool:
-    """Return whether every parameter of `model` is finite; waits for the device."""
-    return bool(torch.stack([p.detach().isfinite().all() for p in model.parameters()]).all())
+    """Return whether every parameter of `model`, as far as this rank holds it, is finite; waits for the device."""
+    return bool(torch.stack([parallel.local(p.detach()).isfinite().all() for p in model.parameters()]).all())
 
 
 def of(result: dict) -> Divergence | None:

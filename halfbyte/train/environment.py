@@ -8,14 +8,18 @@ from pathlib import Path
 import torch
 
 from halfbyte.train import measure
+from halfbyte.train.config import MeshConfig
 
-COMPARED = ("halfbyte", "torch", "machine", "device", "threads", "dtype")
-"""What losses may depend on in their last bits; threads on a CPU alone."""
+COMPARED = ("halfbyte", "torch", "machine", "device", "threads", "dtype", "mesh")
+"""What losses may depend on in their last bits; threads on a CPU alone, mesh only where several processes train."""
+ALONE = MeshConfig().in_words()
 
 
-def own(device: torch.device, dtype: torch.dtype) -> dict:
-    """Return what this process computes with."""
+def own(device: torch.device, dtype: torch.dtype, mesh: MeshConfig) -> dict:
+    """Return what this process computes with, and with how many others."""
     facts = measure.environment(device) | {"dtype": str(dtype).removeprefix("torch.")}
+    if mesh.size > 1:
+        facts["mesh"] = mesh.in_words()
     if device.type != "cpu":
         del facts["threads"]
     return {key: facts[key] for key in COMPARED if key in facts}
@@ -37,6 +41,8 @@ def changes(history: list[dict], now: dict) -> str:
     """Return what differs between the environments of a run, none if that is not known, and `now`; "" for nothing."""
     found: list[str] = []
     for entry in history or [{}]:
+        if "mesh" in entry.keys() | now.keys():
+            entry, now = ({"mesh": ALONE, **facts} for facts in (entry, now))
         for key, value in now.items():
             text = f"{key} {entry.get(key, 'of an unknown version' if key == 'halfbyte' else 'unknown')} there"
             if entry.get(key) != value and f"{text}, {value} here" not in found:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ def atomic(path: Path) -> Iterator[IO[bytes]]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
             raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 @contextlib.contextmanager
@@ -145,6 +146,52 @@ def remove_leftovers(folder: Path, *names: str) -> None:
                     os.close(descriptor)
 
 
+@contextlib.contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder beside `path`, which is gone when the block ends unless it was renamed.
+
+    Raises:
+        OSError: there is no room for it; the error names `path`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        while True:
+            with naming(path):
+                folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
+            with contextlib.suppress(OSError):  # no locks here, or the folder is gone
+                held.enter_context(_locked_folder(folder))
+            if folder.exists():  # else `remove_leftover_folders` was faster
+                break
+        os.chmod(folder, 0o755)  # mkdtemp's 0700 would hide it from the rest of the team
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftover_folders(folder: Path, *names: str) -> None:
+    """Do for those of `temporary_folder` what `remove_leftovers` does for files."""
+    for name in names:
+        for path in folder.glob(f".{name}.*.tmp"):
+            with contextlib.suppress(OSError), _locked_folder(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder.
+
+    Raises:
+        OSError: another process has it, the filesystem has no locks, or it is no folder.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _temporary(path: Path) -> tuple[int, str]:
     """Return descriptor and name of a new file beside `path`, locked where the filesystem has locks."""
     while True:
@@ -161,7 +208,8 @@ def _temporary(path: Path) -> tuple[int, str]:
         os.close(descriptor)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Let what was renamed within `folder` last, whatever happens to the machine."""
     if os.name == "posix":  # elsewhere a folder cannot be opened, and the rename is durable as it is
         descriptor = os.open(folder, os.O_RDONLY)
         try:

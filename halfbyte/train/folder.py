@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -178,21 +179,27 @@ def clear(folder: Path) -> None:
             "rights or choose another --out"
         ) from error
     for _, away in aside:
-        away.unlink()
+        shutil.rmtree(away) if away.is_dir() else away.unlink()
     for name in (CHECKPOINTS, TENSORBOARD):
         with contextlib.suppress(OSError):  # absent, or there are files of others in it
             (folder / name).rmdir()
 
 
 def _written(folder: Path) -> list[Path]:
-    """Return the files of a run, config.json last: what is left of a run half deleted must not go on as if whole."""
-    inner = []
+    """Return the files of a run, config.json last: what is left of a run half deleted must not go on as if whole.
+
+    A checkpoint of several ranks is a folder.
+    """
+    inner, saved = [], []
     if _is_there(folder / CHECKPOINTS, stat.S_ISDIR):
-        inner += [folder / CHECKPOINTS / checkpoint.LATEST, *checkpoint.checkpoints_in(folder / CHECKPOINTS)]
+        inner += [folder / CHECKPOINTS / checkpoint.LATEST]
+        saved += checkpoint.checkpoints_in(folder / CHECKPOINTS)
     if _is_there(folder / TENSORBOARD, stat.S_ISDIR):
         inner += sorted((folder / TENSORBOARD).glob(EVENTS))
     outer = [folder / name for name in (RESULT, LAYERS, log.NAME, CONFIG)]
-    return [path for path in (*inner, *outer) if _is_there(path, stat.S_ISREG)]
+    kinds = [(path, stat.S_ISREG if path.suffix else stat.S_ISDIR) for path in saved]
+    kinds += [(path, stat.S_ISREG) for path in (*inner, *outer)]
+    return [path for path, is_kind in kinds if _is_there(path, is_kind)]
 
 
 def _is_there(path: Path, is_kind) -> bool:

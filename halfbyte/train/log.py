@@ -63,6 +63,16 @@ class Log:
                 self._board.close()
 
 
+class Silent:
+    """The log of a rank that is not the first: nothing."""
+
+    def write(self, kind: str, step: int, values: dict[str, float | str]) -> None:
+        """Leave it to the first rank."""
+
+    def close(self) -> None:
+        """Leave it to the first rank."""
+
+
 def read_log(folder: Path) -> list[dict]:
     """Return the lines of a run's log; a last line cut in half by a kill is left out.
 

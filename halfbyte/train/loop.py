@@ -6,13 +6,16 @@ A run that was stopped, however hard, goes on from its newest checkpoint and giv
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.nn.linear import describe_recipe
@@ -28,16 +31,18 @@ from halfbyte.train import (
     lock,
     measure,
     optim,
+    parallel,
     progress,
     restore,
     treatment,
 )
 from halfbyte.train import model as models
-from halfbyte.train.config import TrainConfig
+from halfbyte.train.config import TrainConfig, differences
 from halfbyte.train.data import Batches, Data
 from halfbyte.train.divergence import Divergence
 from halfbyte.train.folder import CHECKPOINTS, CONFIG, LAYERS, RESULT, clear, finished, identity
-from halfbyte.train.log import Log
+from halfbyte.train.log import Log, Silent
+from halfbyte.train.ranks import World
 from halfbyte.train.signals import Interrupts
 
 __all__ = ["CHECKPOINTS", "Trainer", "clear", "finished", "identity", "train"]
@@ -66,7 +71,8 @@ def resolve_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
 class Trainer:
     """A run: model, optimizer, data position and random state, advanced step by step.
 
-    Whoever builds one holds the lock of its folder, as `train` does.
+    Whoever builds one holds the lock of its folder, as `train` does. Several ranks build and train it together; the
+    first writes and speaks.
 
     Args:
         config: what to train; `config.run.out` is the folder.
@@ -74,9 +80,11 @@ class Trainer:
         data: the tokenized corpus.
         show: makes the progress display of the run, called what its recipe is called.
         interrupts: who hears of signals; by default nobody, and ctrl-C is an exception wherever it meets the run.
+        ranks: with whom this process trains; by default alone.
 
     Raises:
         ValueError: the folder holds another run, or a broken checkpoint.
+        Elsewhere: another rank found something like that.
     """
 
     def __init__(
@@ -87,39 +95,47 @@ class Trainer:
         *,
         show: progress.Show = progress.start,
         interrupts: Interrupts | None = None,
+        ranks: World | None = None,
     ) -> None:
-        config, notes = folder.settled(config)
+        self.ranks = ranks or World()
+        config, notes = self.ranks.first(lambda: folder.settled(over(config, self.ranks)))
         auto.say(notes)
-        self.config, self.recipe, self.data, self.show = config, recipe, data, show
+        self.config, self.recipe, self.data = config, recipe, data
+        self.show = show if self.ranks.is_first else progress.silent
         self.interrupts = interrupts or Interrupts()
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
         self.folder = config.run.out
         self.identity = identity(config, recipe, data)
+        self.ranks.compare(self.identity, differences)
+        self.parallel = parallel.Parallel(config.mesh, self.device)
         shape = replace(models.model_preset(config.model), vocab_size=data.vocab_size)
         self.model = models.Decoder(shape)
         models.initialise_(self.model, config.seed)
-        self.model.to(self.device)
+        if not self.parallel.is_sharded:  # else blocks go there one by one, each with its part alone
+            self.model.to(self.device)
         self.run_state = hb.RunState(config.seed, config.schedule()).to(self.device)
         chosen = treatment.treatment_of(recipe)
         self.report = hb.quantize_(self.model, chosen.recipe, keep=chosen.keep, state=self.run_state)
         if config.fuse == "on":
             hb.nn.fuse_(self.model)
-        self.optimizer = optim.adamw(self.model, config.optim)
         self.model.recompute = config.run.recompute
         if config.compile == "on":
             torch._dynamo.config.recompile_limit = auto.MOST_GRAPHS
             for block in self.model.layers:  # one graph serves them all
                 block.compile(fullgraph=True)
+        self.parallel.place_(self.run_state)
+        self.trained = self.parallel.wrap(self.model, self.model.layers)
+        self.optimizer = optim.adamw(self.model, config.optim)
         self.compute = self._compute
         if config.run.graph != "off":
             self.compute = graphs.GraphedStep(self._compute, self.device, must_fit=config.run.graph == "auto")
         layout = {"sequence": config.data.sequence, "batch": config.data.batch, "device": self.device}
-        self.batches = Batches(data.train, seed=config.seed, **layout)
-        self.held_out = Batches(data.held_out, seed=HELD_OUT_SEED, **layout)
+        self.batches = Batches(data.train, seed=config.seed, part=self.parallel.part, **layout)
+        self.held_out = Batches(data.held_out, seed=HELD_OUT_SEED, part=self.parallel.part, **layout)
         self.step, self.position, self.seconds = 0, 0, 0.0
-        self.checkpoints = checkpoint.Checkpoints(self.folder / CHECKPOINTS, config.run.keep)
-        self.environments = [{"step": 0, **environment.own(self.device, self.dtype)}]
+        self.checkpoints = checkpoint.Checkpoints(self.folder / CHECKPOINTS, config.run.keep, self.ranks)
+        self.environments = [{"step": 0, **environment.own(self.device, self.dtype, config.mesh)}]
         self._resume()
         self.weight_cache = (
             hb.cache_weights(self.model, self.optimizer, dtype=self.dtype)
@@ -135,13 +151,14 @@ class Trainer:
         """
         with self.interrupts.deferred():
             result = self._train()
+            self._is_to_stop()
             self.interrupts.check(f"after {self.recipe}, which is finished")
         return result
 
     def _train(self) -> dict:
-        self._record_config()
+        self.ranks.first(self._record_config)
         measure.reset_peak_memory(self.device)
-        log = Log(self.folder, after=self.step, tensorboard=self.config.run.tensorboard)
+        log = self.ranks.together(self._open_log)
         display = self.show(self.recipe, self.config.optim.steps, self.step)
         try:
             history = self._steps(log, display)
@@ -149,19 +166,29 @@ class Trainer:
             display.close()
             log.close()
         result = self._result(history)
+        return self.ranks.first(lambda: self._keep_result(result))
+
+    def _open_log(self) -> Log | Silent:
+        return (
+            Log(self.folder, after=self.step, tensorboard=self.config.run.tensorboard)
+            if self.ranks.is_first
+            else Silent()
+        )
+
+    def _keep_result(self, result: dict) -> dict:
         files.write_json(self.folder / RESULT, result)
         return result
 
     def evaluate(self) -> float:
-        """Return the mean loss on the held-out sequences, in high precision."""
+        """Return the mean loss on the held-out sequences, in high precision; each rank takes its part of them."""
         count = max(1, min(self.config.eval_batches, self.held_out.windows // self.config.data.batch))
         total = torch.zeros((), device=self.device)
         with torch.no_grad(), hb.high_precision(self.model):
             for position in range(count):
                 total += self._loss(*self.held_out[position])
-        return (total / count).item()
+        return self.ranks.mean(total / count).item()
 
-    def _steps(self, log: Log, display: progress.Progress) -> History:
+    def _steps(self, log: Log | Silent, display: progress.Progress) -> History:
         run, history = self.config.run, History()
         start = time.perf_counter()
         while self.step < self.config.optim.steps and not history.diverged:
@@ -170,10 +197,12 @@ class Trainer:
             last = self.step == self.config.optim.steps
             to_evaluate = self.step % self.config.eval_every == 0 or last
             to_save = self.step % run.checkpoint_every == 0 or last
-            if not (self.step % run.log_every == 0 or to_evaluate or to_save or self.interrupts.requested):
+            if not (self.step % run.log_every == 0 or to_evaluate or to_save or self._is_to_stop()):
                 continue
             steps_read = len(history.pending)
-            history.flush(log, self.config.data.tokens_per_step)  # waits for the device: the clock is right after it
+            history.flush(
+                log, self.config.data.tokens_per_step, self.ranks
+            )  # waits for the device, then the clock is right
             now = time.perf_counter()
             self.seconds += now - start
             speed = steps_read * self.config.data.tokens_per_step / (now - start)
@@ -181,7 +210,7 @@ class Trainer:
             if to_evaluate and not history.diverged:
                 history.held_out_loss = self.evaluate()
                 log.write("eval", self.step, {"tokens": self._tokens(), "loss": history.held_out_loss})
-            to_stop = self.interrupts.requested and not last
+            to_stop = self._is_to_stop() and not last
             if (to_evaluate or to_save or to_stop) and not history.diverged:
                 self._check_what_a_step_left(history)
             if (to_save or to_stop) and not history.diverged:
@@ -194,14 +223,21 @@ class Trainer:
             log.write("diverged", step, {"loss": math.nan, "what": what})
         return history
 
+    def _is_to_stop(self) -> bool:
+        """Return whether a signal has come to any of the ranks, which stop after the same step."""
+        number = self.ranks.largest(self.interrupts.number or 0)
+        if number:
+            self.interrupts.number = number
+        return number > 0
+
     def _check_what_a_step_left(self, history: History) -> None:
         """Say that the run diverged if its last held-out loss or a parameter is not finite."""
         if history.held_out_loss is not None and not math.isfinite(history.held_out_loss):
             history.diverged = Divergence(self.step, divergence.HELD_OUT)
-        elif not divergence.finite_parameters(self.model):
+        elif self.ranks.largest(int(not divergence.finite_parameters(self.model))):
             history.diverged = Divergence(self.step, divergence.PARAMETERS)
 
-    def _follow_schedule(self, log: Log) -> None:
+    def _follow_schedule(self, log: Log | Silent) -> None:
         recipe, schedule = self.run_state.begin_step(self.model), self.run_state.schedule
         if recipe is None or schedule is None:
             return
@@ -229,22 +265,23 @@ class Trainer:
         count = self.config.data.accumulate
         total = torch.zeros((), device=self.device)
         for i in range(count):
-            loss, balance = self._losses(tokens[2 * i], tokens[2 * i + 1])
-            ((loss + balance) / count).backward()
+            with self.parallel.reducing(self.trained, i == count - 1):
+                loss, balance = self._losses(tokens[2 * i], tokens[2 * i + 1], self.trained)
+                ((loss + balance) / count).backward()
             total += loss.detach() / count
             self.run_state.advance()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return total, norm
+        return total, parallel.whole(norm)
 
     def _loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        return self._losses(inputs_BT, targets_BT)[0]
+        return self._losses(inputs_BT, targets_BT, self.model)[0]
 
-    def _losses(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def _losses(self, inputs_BT: Tensor, targets_BT: Tensor, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Return the cross entropy, which is what runs report, and the weighted load-balancing loss of experts."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            logits_BTV, balance = self.model(inputs_BT, balance=True)
+            logits_BTV, balance = model(inputs_BT, balance=True)
         return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten()), balance
 
     def _tokens(self) -> int:
@@ -265,12 +302,27 @@ class Trainer:
         )
 
     def _resume(self) -> None:
-        path = self.checkpoints.latest()
+        path = self.ranks.first(self.checkpoints.latest)
         if path is None:
             return
-        saved = checkpoint.load_checkpoint(path, self.identity)
+        saved = self.ranks.together(lambda: checkpoint.load_checkpoint(path, self.identity))
+        if checkpoint.is_of_ranks(path):
+            from halfbyte.train import sharded  # DCP takes a second to import
+
+            saved = sharded.load_tensors(path, saved, self.model, self.optimizer, self.ranks)
+        self.ranks.together(lambda: self._take_up(path, saved))
+        self.step, self.position, self.seconds = saved["step"], saved["position"], saved["seconds"]
+        self.environments = self.ranks.first(lambda: self._environments(saved))
+
+    def _environments(self, saved: dict) -> list[dict]:
+        before = folder.environments(self.folder, saved.get("environments", []))
+        return environment.resumed(self.folder, self.step, before, self.environments[0])
+
+    def _take_up(self, path: Path, saved: dict) -> None:
+        """Go on with what was saved, or raise and leave the run as it is."""
         try:
             restore.check(saved, self.config, self.model, self.optimizer, self.run_state)
+            saved = restore.as_shards(saved, self.model, self.optimizer) if self.parallel.is_sharded else saved
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(restore.optimizer_state(saved["optimizer"], self.optimizer))
             optim.place_learning_rate_(self.optimizer)
@@ -280,14 +332,12 @@ class Trainer:
             raise ValueError(
                 f"checkpoint {path}: does not fit this run ({reason}); delete it or use --overwrite"
             ) from error
-        self.step, self.position, self.seconds = saved["step"], saved["position"], saved["seconds"]
-        before = folder.environments(self.folder, saved.get("environments", []))
-        self.environments = environment.resumed(self.folder, self.step, before, self.environments[0])
 
     def _record_config(self) -> None:
         facts = {
             "identity": self.identity,
             "run": {name: str(value) for name, value in asdict(self.config.run).items()},
+            "mesh": asdict(self.config.mesh),
             "data": self.data.summary,
             "environment": measure.environment(self.device),
             "environments": self.environments,
@@ -303,7 +353,7 @@ class Trainer:
             history.held_out_loss = self.evaluate()  # resumed from the checkpoint of the last step
             self._check_what_a_step_left(history)
         diverged = history.diverged
-        peak = measure.peak_memory(self.device)  # before the measurement below adds to it
+        peak = self.ranks.largest(measure.peak_memory(self.device))  # before the measurement below adds to it
         self._forget_graph()  # which holds what a step takes
         saved = measure.saved_activation_bytes(self.model, lambda: self._loss(*self.batches[0]))
         return {
@@ -332,9 +382,9 @@ class History:
         self.held_out_loss: float | None = None
         self.diverged: Divergence | None = None
 
-    def flush(self, log: Log, tokens_per_step: int) -> None:
-        """Read the pending losses in one transfer and log them, up to the first that is not finite."""
-        numbers = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in self.pending])
+    def flush(self, log: Log | Silent, tokens_per_step: int, ranks: World) -> None:
+        """Read the pending losses in one transfer and log their means, up to the first that is not finite."""
+        numbers = ranks.mean(torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in self.pending]))
         for (step, lr, _, _), (loss, norm) in zip(self.pending, numbers.tolist(), strict=True):
             log.write("step", step, {"tokens": step * tokens_per_step, "loss": loss, "lr": lr, "grad_norm": norm})
             self.train_loss = loss
@@ -351,11 +401,12 @@ def train(
     *,
     show: progress.Show = progress.start,
     interrupts: Interrupts | None = None,
+    ranks: World | None = None,
 ) -> dict:
     """Train, or go on with a run that was stopped or is to be longer, or return the result of one that ended.
 
     Args:
-        config, recipe, data, show, interrupts: see Trainer.
+        config, recipe, data, show, interrupts, ranks: see Trainer.
 
     Returns:
         The result: held-out loss, speed, memory, and the identity of the run.
@@ -364,13 +415,31 @@ def train(
         ValueError: unknown recipe, a folder with another run or that another process writes to, a broken checkpoint.
         Stopped: a signal came.
     """
-    config, notes = folder.settled(config)
-    kept = None if config.run.overwrite else finished(config, recipe, data)
+    ranks = ranks or World()
+    config, notes = ranks.first(lambda: folder.settled(over(config, ranks)))
+    kept = None if config.run.overwrite else ranks.first(lambda: finished(config, recipe, data))
     if kept is not None:  # needs no right to write there
         return _keep(config, kept)
-    with lock.hold(f"train {recipe}", config.run.out):
+    with held_by_first(ranks, f"train {recipe}", config.run.out):
         auto.say(notes)
-        return train_held(config, recipe, data, show=show, interrupts=interrupts)
+        return train_held(config, recipe, data, show=show, interrupts=interrupts, ranks=ranks)
+
+
+def over(config: TrainConfig, ranks: World) -> TrainConfig:
+    """Return the config with the mesh of these ranks.
+
+    Raises:
+        ValueError: they do not fill it, or batches cannot be shared among them.
+    """
+    return replace(config, mesh=config.mesh.over(ranks.size))
+
+
+@contextlib.contextmanager
+def held_by_first(ranks: World, work: str, *folders: Path) -> Iterator[None]:
+    """Let the first rank be the one process that writes to `folders` while the block runs; see lock.hold."""
+    with contextlib.ExitStack() as held:
+        ranks.first(lambda: held.enter_context(lock.hold(work, *folders)))
+        yield
 
 
 def train_held(
@@ -380,20 +449,26 @@ def train_held(
     *,
     show: progress.Show = progress.start,
     interrupts: Interrupts | None = None,
+    ranks: World | None = None,
 ) -> dict:
-    """Do what `train` does for a caller that holds the lock of the folder."""
-    folder.clean_folder(config.run.out)
-    if config.run.overwrite:
-        clear(config.run.out)
-    kept = finished(config, recipe, data)
+    """Do what `train` does for a caller whose first rank holds the lock of the folder."""
+    ranks = ranks or World()
+
+    def prepare() -> dict | None:
+        folder.clean_folder(config.run.out)
+        if config.run.overwrite:
+            clear(config.run.out)
+        return finished(config, recipe, data)
+
+    kept = ranks.first(prepare)
     if kept is not None:
         return _keep(config, kept)
-    return Trainer(config, recipe, data, show=show, interrupts=interrupts).train()
+    return Trainer(config, recipe, data, show=show, interrupts=interrupts, ranks=ranks).train()
 
 
 def _keep(config: TrainConfig, result: dict) -> dict:
     device = auto.device_of(config)
-    now = environment.own(device, resolve_dtype(config, device))
+    now = environment.own(device, resolve_dtype(config, device), config.mesh)
     history = folder.environments(config.run.out, result.get("environments", []))
     environment.say_kept(config.run.out, history, now)
     return result

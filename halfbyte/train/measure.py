@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from halfbyte.train import parallel
 from halfbyte.version import __version__
 
 RESET_PEAK = "5"
@@ -42,9 +43,18 @@ def peak_memory(device: torch.device) -> int:
 def saved_activation_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     """Return the bytes that `forward` keeps for the backward pass, parameters and buffers not counted.
 
-    Every storage counts once and whole, however many saved tensors look at it.
+    Every storage counts once and whole, however many saved tensors look at it. Nor do parameters count that FSDP2
+    gathers for the forward of a module.
     """
-    owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    owned: set[int] = set()
+
+    def own(module: nn.Module, *inputs: object) -> None:
+        for tensor in (*module.parameters(), *module.buffers()):
+            owned.add(parallel.local(tensor).untyped_storage().data_ptr())
+
+    own(model)
+    # What FSDP2 gathers for a block has no bytes after its forward; what it gathers for the rest stays.
+    hooks = [model.register_forward_pre_hook(own)] if parallel.is_gathered(model) else []
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -55,17 +65,22 @@ def saved_activation_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> i
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = forward()
+    for hook in hooks:
+        hook.remove()
     total = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     del loss
     return total
 
 
+def package_versions() -> dict:
+    """Return the releases of what computes."""
+    return {"python": platform.python_version(), "halfbyte": __version__, "torch": str(torch.__version__)}
+
+
 def environment(device: torch.device) -> dict:
     """Return the facts of the machine that a reader of the figures needs."""
     facts = {
-        "python": platform.python_version(),
-        "halfbyte": __version__,
-        "torch": str(torch.__version__),
+        **package_versions(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),

@@ -83,6 +83,19 @@ def start(title: str, steps: int, done: int) -> Progress:
     return Plain(title, steps, done)
 
 
+class _Nothing:
+    def update(self, step: int, text: str) -> None:
+        """Another rank shows it."""
+
+    def close(self) -> None:
+        """Another rank does."""
+
+
+def silent(title: str, steps: int, done: int) -> Progress:
+    """Return the display of a rank that is not the first: none."""
+    return _Nothing()
+
+
 Show = Callable[[str, int, int], Progress]
 """Makes the display of a run of its title, its steps and how many are done, as `start` does."""
 

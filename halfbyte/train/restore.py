@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.functional.foreign import is_sharded
 from halfbyte.optimizer_state import check_optimizer_state
 from halfbyte.state import RunState
+from halfbyte.train import parallel
 from halfbyte.train.config import TrainConfig
 
 OF_THE_DEVICE = ("lr", "fused", "foreach", "capturable")
@@ -22,7 +24,8 @@ def check(
     """Raise ValueError unless all of `saved` fits; nothing changes.
 
     Args:
-        saved: what `checkpoint.load` returned.
+        saved: what `checkpoint.load_checkpoint` returned, or `sharded.load_tensors`: then with DTensors where this run
+            has them.
         config, model, optimizer, run_state: of the run that is to go on.
 
     Raises:
@@ -51,7 +54,9 @@ def _check_model(saved: Any, own: dict[str, Tensor]) -> None:
         raise ValueError(f"model: {str(name)[:80]!r} is on one side only, {'here' if name in own else 'there'}")
     for name, ours in own.items():
         theirs = saved[name]
-        if type(theirs) not in (Tensor, nn.Parameter) or theirs.layout != torch.strided or theirs.device.type != "cpu":
+        is_plain = type(theirs) in (Tensor, nn.Parameter) and theirs.layout == torch.strided
+        is_plain = is_plain and theirs.device.type in ("cpu", ours.device.type)
+        if not is_plain and not (type(theirs) is type(ours) and is_sharded(ours)):
             raise ValueError(f"model: {name!r} is no plain tensor")
         found, expected = ((t.dtype, list(t.shape)) for t in (theirs, ours))
         if found != expected:
@@ -74,12 +79,12 @@ def _check_optimizer(saved: Any, optimizer: torch.optim.Optimizer, step: int) ->
         if float(values["step"]) != min(step, 1 << 24):  # where a count in float32 ends
             raise ValueError(f"optimizer: parameter {index} has made {float(values['step'])} steps, the run {step}")
         _check_finite(f"optimizer: 'exp_avg' of parameter {index}", values["exp_avg"])
-        if not bool((values["exp_avg_sq"] >= 0).all()):  # NaN is not
+        if not bool((parallel.local(values["exp_avg_sq"]) >= 0).all()):  # NaN is not
             raise ValueError(f"optimizer: 'exp_avg_sq' of parameter {index} holds numbers below 0, or NaN")
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+    if tensor.is_floating_point() and not bool(torch.isfinite(parallel.local(tensor)).all()):
         raise ValueError(f"{name} holds numbers that are not finite: the run had diverged, or the file is damaged")
 
 
@@ -90,3 +95,24 @@ def _check_run_state(saved: Any, own: RunState, step: int, position: int) -> Non
     if (trial.seed, trial.position, trial.step) != (own.seed, position, begun):
         found = f"seed={trial.seed}, position={trial.position}, step={trial.step}"
         raise ValueError(f"run_state: {found}; expected are {own.seed}, {position}, {begun}")
+
+
+def as_shards(saved: dict, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Return what one process saved, and `check` has seen, as this rank holds it: tensors of DTensors' shape as theirs.
+
+    Args:
+        saved: with whole tensors or, already, with DTensors.
+        model, optimizer: of the run that is to go on.
+    """
+    own = model.state_dict()
+    tensors = {name: parallel.sharded_like(tensor, own[name]) for name, tensor in saved["model"].items()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [index for group in saved["optimizer"]["param_groups"] for index in group["params"]]
+    states = {
+        index: {
+            key: parallel.sharded_like(value, parameter) for key, value in saved["optimizer"]["state"][index].items()
+        }
+        for index, parameter in zip(numbers, parameters, strict=True)
+        if index in saved["optimizer"]["state"]
+    }
+    return saved | {"model": tensors, "optimizer": saved["optimizer"] | {"state": states}}

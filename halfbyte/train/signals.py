@@ -77,6 +77,10 @@ class Interrupts:
             self._is_deferring = False
         self.check()
 
+    def defer(self) -> None:
+        """Only note signals from now on: what is left to do is to say why the work failed."""
+        self._is_deferring = True
+
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: note the first; `listen` ends the process at the second."""
         if self.number is not None:

@@ -39,10 +39,9 @@ def test_freed_memory_is_kept():
 
 
 def test_the_commands_ask_for_it(monkeypatch):
-    from halfbyte.train import commands, launch
+    from halfbyte.train import commands
 
     asked = []
     monkeypatch.setattr(commands.allocator, "keep_freed_memory", lambda: asked.append(True))
-    monkeypatch.setattr(launch, "refuse_many", lambda name: None)
-    monkeypatch.setattr(commands, "_train", lambda options, interrupts: 0)
+    monkeypatch.setattr(commands, "_train", lambda options, interrupts, ranks: 0)
     assert commands.train_command(["--steps", "1"]) == 0 and asked == [True]

@@ -33,6 +33,16 @@ def test_targets_are_the_next_tokens():
     assert torch.equal(targets, inputs + 1)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_ranks_share_every_batch_in_their_order(ranks):
+    layout = {"sequence": 8, "batch": 6, "seed": 0, "device": CPU}
+    whole = data.Batches(np.arange(200), **layout)
+    parts = [data.Batches(np.arange(200), part=(rank, ranks), **layout) for rank in range(ranks)]
+    for position in (0, 5, 17):
+        for side in (0, 1):
+            assert torch.equal(torch.cat([part[position][side] for part in parts]), whole[position][side])
+
+
 def test_a_position_needs_none_of_those_before():
     tokens = np.arange(200)
     walked = batches(tokens)

@@ -1,0 +1,132 @@
+"""A model over several ranks on one DeviceMesh: DDP where each holds all of it, FSDP2 and HSDP where ranks share it.
+
+Torch's own engine does the work. Blocks are the units of FSDP2: layers of a block share quantized inputs and amaxes, so
+a block's weights are gathered together, and its forward sees plain ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import halfbyte as hb
+from halfbyte.functional.foreign import is_sharded
+from halfbyte.train.config import MeshConfig
+
+DIMS = ("dp_replicate", "dp_shard")
+"""Of the mesh, as torchtitan calls them: ranks see other data along both."""
+
+
+class Parallel:
+    """How a model trains on the ranks of a mesh; with one rank, as if there were none.
+
+    Args:
+        config: the mesh, settled.
+        device: of this rank.
+    """
+
+    def __init__(self, config: MeshConfig, device: torch.device) -> None:
+        self.config = config
+        self.rank = 0
+        self._mesh: Any = None
+        if config.size > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            assert config.dp_replicate is not None, "the config is settled"
+            self._mesh = init_device_mesh(device.type, (config.dp_replicate, config.dp_shard), mesh_dim_names=DIMS)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of every batch is this rank's, of how many."""
+        return self.rank, self.config.size
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks share parameters."""
+        return self.config.dp_shard > 1
+
+    def place_(self, state: hb.RunState) -> None:
+        """Let this rank draw random bits of its own; all ranks must call it."""
+        if self._mesh is not None:
+            self.rank = hb.distributed.place_ranks_(state, self._mesh)
+
+    def wrap(self, model: nn.Module, blocks: nn.ModuleList) -> nn.Module:
+        """Return what is called to train `model`; sharded, `model` itself, whose parameters are DTensors from now on.
+
+        Args:
+            model: converted, with equal weights on all ranks.
+            blocks: of it, each gathered as one.
+
+        Raises:
+            ValueError: weights cannot travel as the mesh asks.
+        """
+        if self._mesh is None:
+            return model
+        if not self.is_sharded:
+            _refuse_nvfp4(self.config, "dp_shard=1: every rank holds whole weights, and none are gathered")
+            ddp = nn.parallel.DistributedDataParallel
+            named = inspect.signature(ddp).parameters
+            buffers = "forward_sync_buffers" if "forward_sync_buffers" in named else "broadcast_buffers"  # before 2.13
+            options: dict[str, Any] = {buffers: False}  # they are equal everywhere
+            return ddp(model, gradient_as_bucket_view=True, **options)
+        from torch.distributed.fsdp import fully_shard
+
+        # A mesh of two dimensions is HSDP: shards along the second, copies of them along the first.
+        mesh = self._mesh if self.config.dp_replicate != 1 else self._mesh[DIMS[1]]
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        # Weights that travel as NVFP4 are chosen here, after fully_shard and before the first forward.
+        _refuse_nvfp4(self.config, "FSDP2 gathers weights in their dtype")
+        return model
+
+    @contextlib.contextmanager
+    def reducing(self, trained: nn.Module, is_last: bool) -> Iterator[None]:
+        """Let the backward in the block sum gradients over the ranks if it is the last of a step."""
+        if self._mesh is None:
+            yield
+        elif self.is_sharded:
+            trained.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+            yield
+        else:
+            with contextlib.nullcontext() if is_last else trained.no_sync():  # type: ignore[operator]
+                yield
+
+
+def _refuse_nvfp4(config: MeshConfig, reason: str) -> None:
+    if config.weights == "nvfp4":
+        raise ValueError(
+            f"weights='nvfp4': {reason}; leave --weights out, or train your own loop with "
+            "hb.distributed.ZeroOptimizer, whose weights travel as NVFP4 (docs/primary_weights.md)"
+        )
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """Return whether FSDP2 gathers the module's parameters for its forward."""
+    return hasattr(module, "set_requires_gradient_sync") and hasattr(module, "unshard")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds: all of a plain one."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor with the parts of all ranks, which must call this together; a plain one is whole."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def sharded_like(tensor: Any, like: Tensor) -> Any:
+    """Return the part of a whole tensor that this rank holds of `like`; anything for a plain one stays as it is."""
+    if not is_sharded(like) or not isinstance(tensor, Tensor) or tensor.shape != like.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    target: Any = like
+    # Every rank has read the whole tensor: none sends it.
+    return distribute_tensor(tensor.to(like.device), target.device_mesh, target.placements, src_data_rank=None)

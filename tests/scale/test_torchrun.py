@@ -1,0 +1,268 @@
+"""torchrun -m halfbyte: one log, one progress line, one folder; and what is left when a rank dies or a disk is full."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
+import pages
+import ranks
+import train_checks as checks
+
+pytest.importorskip("tyro")
+ROOT = Path(__file__).resolve().parent.parent.parent
+FAULTY = Path(__file__).parent / "faulty.py"
+HANG = 60
+"""Seconds in which torchrun has to end when a rank is dead."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("torchrun")
+    checks.write_corpus(folder)
+    checks.load(checks.tiny(str(folder), "mixed", "none"))
+    return folder
+
+
+def options(folder: Path, out: str, *more: str) -> list[str]:
+    """Return the options of what `checks.tiny` builds."""
+    fixed = ["--preset", "tiny", "--corpus", f"{folder}/mixed.txt", "--cache", f"{folder}/cache", "--log-every", "1"]
+    return [*fixed, "--out", str(folder / out), *more]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def torchrun(*command: str, ranks: int = 2, seconds: float = 120) -> subprocess.CompletedProcess:
+    """Run ranks of a command under torchrun."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command]
+    return subprocess.run(start, env=environment(), cwd="/", capture_output=True, text=True, timeout=seconds)
+
+
+def own_lines(text: str) -> list[str]:
+    """Return what halfbyte printed to standard error, without what torchrun did."""
+    return [line for line in text.splitlines() if line.startswith("halfbyte ")]
+
+
+def only_torchrun_traces(text: str) -> bool:
+    """Whether no rank left a traceback: torchrun itself leaves one when a rank has failed."""
+    return text.count("Traceback (most") == text.count("multiprocessing.errors.ChildFailedError")
+
+
+def test_one_log_one_progress_line_one_folder(folder):
+    config = checks.tiny(str(folder), "mixed", "plain", mesh=(1, 2))
+    done = torchrun("-m", "halfbyte", "train", *options(folder, "plain", "--recipe", "nvfp4", "--dp-shard", "2"))
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()
+    assert [line.split()[0] for line in printed] == ["nvfp4", "nvfp4:", "log,"] and "step 12/12" in printed[0]
+    assert "halfbyte" not in done.stderr and "Error" not in done.stderr and "terminate" not in done.stderr
+    names = sorted(path.name for path in (folder / "plain").iterdir() if path.name != ".lock")
+    assert names == ["checkpoints", "config.json", "layers.txt", "log.jsonl", "result.json"]
+    assert sorted(path.name for path in (folder / "plain" / "checkpoints" / "step-00000012").iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "run.pt",
+    ]
+    assert [step for kind, step, _ in checks.lines(config) if kind == "step"] == list(range(1, 13))
+    result = json.loads((folder / "plain" / "result.json").read_text())
+    assert result["tokens"] == 12 * config.data.tokens_per_step, "of all ranks together"
+    assert result["tokens_per_second"] == pytest.approx(result["tokens"] / result["seconds"])
+    assert result["environments"][0]["mesh"] == "dp_replicate=1, dp_shard=2"
+
+
+def test_the_page_runs_under_torchrun(tmp_path):
+    """Its code blocks as a script, on four ranks; `make test-docs` runs them on one."""
+    blocks = pages.blocks(ROOT / "docs" / "many_gpus.md")
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(block.text for block in blocks if block.language == "python"))
+    done = torchrun(str(script), ranks=4)
+    assert done.returncode == 0 and "terminate called" not in done.stderr, done.stderr
+
+
+def test_compare_writes_one_table(folder):
+    """And goes on, on one process, with what two began."""
+    command = ["compare", *options(folder, "table", "--recipes", "bf16,nvfp4", "--steps", "4")]
+    done = torchrun("-m", "halfbyte", *command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("written to") == 1 and done.stdout.count("| bf16 ") == 1
+    assert "2 ranks (dp_replicate=2, dp_shard=1)" in done.stdout.splitlines()[0]
+    table = json.loads((folder / "table" / "results.json").read_text())["results"]
+    assert [result["recipe"] for result in table] == ["bf16", "nvfp4"] and table[1]["gap_percent"]
+    alone = subprocess.run(
+        [sys.executable, "-m", "halfbyte", *command], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert alone.returncode == 0 and alone.stdout.count("finished before, kept") == 2, alone.stderr
+    assert "mesh dp_replicate=2, dp_shard=1 there, 1 process here" in alone.stderr
+
+
+SAVED = ["--checkpoint-every", "3", "--eval-every", "6", "--dp-shard", "2"]
+
+
+def faulty(folder: Path, out: str, place: str, rank: int, step: int) -> subprocess.CompletedProcess:
+    """Run into a fault; torchrun must end in time."""
+    command = ["train", *options(folder, out, *SAVED, "--recipe", "nvfp4")]
+    begin = time.monotonic()
+    done = torchrun(str(FAULTY), place, str(rank), str(step), *command)
+    assert done.returncode != 0 and time.monotonic() - begin < HANG, (place, done.stderr)
+    assert "terminate called" not in done.stderr
+    return done
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Return the steps of the whole checkpoints, after looking that the newest is acknowledged."""
+    found = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    assert not found or (run / "checkpoints" / "latest").read_text().strip() == found[-1]
+    return [int(name.removeprefix("step-")) for name in found]
+
+
+def test_every_fault_leaves_the_last_checkpoint_and_the_rest_is_as_undisturbed(folder):
+    """One run meets them all, one after the other, and ends with the bits of one that met none."""
+    run = folder / "faults"
+    killed = faulty(folder, "faults", "forward", 1, 5)
+    assert saved_steps(run) == [3] and "SIGKILL" in killed.stderr
+    (said,) = own_lines(killed.stderr)
+    assert said.startswith("halfbyte train: rank 0 lost another (") and said.endswith(
+        "goes on from its last checkpoint"
+    )
+    faulty(folder, "faults", "backward", 0, 6)
+    assert saved_steps(run) == [3]
+    full = faulty(folder, "faults", "disk", 1, 6)
+    target = run / "checkpoints" / "step-00000006"
+    expected = (
+        f"halfbyte train: {target}: File too large, what was saved before is whole; make room or choose another path"
+    )
+    assert own_lines(full.stderr) == [expected] and only_torchrun_traces(full.stderr)
+    assert saved_steps(run) == [3] and not list((run / "checkpoints").glob(".step-*"))
+    faulty(folder, "faults", "save", 1, 6)
+    assert saved_steps(run) == [3]
+    done = torchrun("-m", "halfbyte", "train", *options(folder, "faults", *SAVED, "--recipe", "nvfp4"))
+    assert done.returncode == 0, done.stderr
+    assert saved_steps(run) == [9, 12] and not list((run / "checkpoints").glob(".*"))
+
+    config = checks.tiny(str(folder), "mixed", "undisturbed", mesh=(1, 2), checkpoint_every=3)
+    config = checks.replace(config, eval_every=6)
+    ends = ranks.run(2, checks.train_all, [(config, "nvfp4")])
+    resumed = checks.tiny(str(folder), "mixed", "faults", mesh=(1, 2), checkpoint_every=3)
+    assert checks.lines(resumed) == checks.lines(config)
+    for begun, _ in ranks.run(2, checks.until, checks.replace(resumed, eval_every=6), "nvfp4", 12):
+        assert begun == (12, 12, ends[0][0])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", ["forward", "backward", "save", "publish"])
+def test_each_kill_of_each_rank_three_times(folder, place, rank):
+    """And what goes on in between, to the step that met it, has the bits of the run that met none."""
+    if place == "publish" and rank:
+        pytest.skip("the first rank renames the folder")
+    out = f"{place}{rank}"
+    for step in (3, 6, 9):
+        faulty(folder, out, place, rank, step)
+        assert saved_steps(folder / out)[-1:] == ([step - 3] if step > 3 else [])
+        stopped = faulty(folder, out, "signal", 1, step)
+        assert saved_steps(folder / out)[-1] == step, stopped.stderr
+    config = checks.tiny(str(folder), "mixed", f"{out}-undisturbed", mesh=(1, 2), checkpoint_every=3)
+    ranks.run(2, checks.train_all, [(checks.replace(config, eval_every=6), "nvfp4")])
+    resumed = checks.tiny(str(folder), "mixed", out, mesh=(1, 2))
+    assert checks.lines(resumed, "step") == [line for line in checks.lines(config, "step") if line[1] <= 9]
+
+
+def children(process: int) -> list[int]:
+    """Return a process and all that it started."""
+    found = subprocess.run(["ps", "--ppid", str(process), "-o", "pid="], capture_output=True, text=True).stdout.split()
+    return [process, *(other for child in found for other in children(int(child)))]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
+def test_of_two_nodes_one_is_killed(folder, victim):
+    """Two launchers that meet, as on two machines; the other ends by itself, and both go on together."""
+    run = folder / f"nodes{victim}"
+    command = ["train", *options(folder, run.name, "--recipe", "nvfp4", "--dp-shard", "2", "--checkpoint-every", "3")]
+
+    def start(more: list[str]) -> list[subprocess.Popen]:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            meet = ["--rdzv-backend", "c10d", "--rdzv-id", "7", "--rdzv-endpoint", f"localhost:{free.getsockname()[1]}"]
+        node = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meet]
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return [subprocess.Popen([*node, *more, *command], env=environment(), **pipes) for _ in range(2)]
+
+    nodes = start([str(ROOT / "tests" / "scale" / "slow.py"), "1.0"])
+    deadline = time.monotonic() + 120
+    while not (run / "checkpoints" / "latest").exists():
+        assert time.monotonic() < deadline and all(node.poll() is None for node in nodes)
+        time.sleep(0.05)
+    for process in children(nodes[victim].pid):
+        os.kill(process, signal.SIGKILL)
+    assert nodes[1 - victim].wait(HANG) != 0
+    assert saved_steps(run)
+    assert [node.wait(120) for node in start(["-m", "halfbyte"])] == [0, 0]
+    config = checks.tiny(str(folder), "mixed", f"nodes{victim}-undisturbed", mesh=(1, 2), checkpoint_every=3)
+    ranks.run(2, checks.train_all, [(config, "nvfp4")])
+    resumed = checks.tiny(str(folder), "mixed", run.name, mesh=(1, 2))
+    assert checks.lines(resumed) == checks.lines(config)
+
+
+def test_an_error_of_one_rank_is_shown_once(folder):
+    done = faulty(folder, "error", "error", 1, 2)
+    assert own_lines(done.stderr) == ["halfbyte train: rank 1 had enough"]
+    assert only_torchrun_traces(done.stderr)
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(folder):
+    done = faulty(folder, "signal", "signal", 1, 4)
+    assert own_lines(done.stderr) == [
+        f"halfbyte train: stopped by SIGTERM; the same command goes on with step 5 of 12 in {folder}/signal"
+    ]
+    assert saved_steps(folder / "signal") == [3, 4]
+
+
+def started(folder: Path, out: str, changes: list[list[str]]) -> list[tuple[int, str]]:
+    """Start a process for each rank, as a launcher on several nodes does; return status and standard error of each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(len(changes))}
+    command = [sys.executable, "-m", "halfbyte", "train", *options(folder, out)]
+    processes = [
+        subprocess.Popen(
+            [*command, *more],
+            env=environment(**place, RANK=str(rank), LOCAL_RANK=str(rank)),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, more in enumerate(changes)
+    ]
+    try:
+        return [(process.wait(HANG), process.stderr.read()) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+
+
+def test_ranks_of_other_commands_get_one_error_that_names_the_difference(folder):
+    ends = started(folder, "other", [["--recipe", "nvfp4"], ["--recipe", "bf16", "--seed", "3", "--lr", "0.001"]])
+    assert all(status for status, _ in ends)
+    (said,) = [line for _, error in ends for line in own_lines(error)]
+    assert said.startswith("halfbyte train: rank 1 was started otherwise than rank 0 (")
+    for difference in (
+        "optim.lr: 0.001 there, 0.005 here",
+        "recipe: 'bf16' there, 'nvfp4' here",
+        "seed: 3 there, 0 here",
+    ):
+        assert difference in said
+    assert not (folder / "other").exists()

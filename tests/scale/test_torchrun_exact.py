@@ -1,0 +1,132 @@
+"""Ranks against one process, bit for bit: what DDP, FSDP2 and HSDP train, and what a checkpoint of any mesh holds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+import ranks
+import train_checks as checks
+
+MESHES = {2: {"ddp": (2, 1), "fsdp2": (1, 2)}, 4: {"ddp": (4, 1), "fsdp2": (1, 4), "hsdp": (2, 2)}}
+
+UNCLIPPED = {"clip": float("inf"), "steps": 6}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("runs")
+    checks.write_corpus(folder)
+    for text in ("equal", "mixed"):
+        checks.load(checks.tiny(str(folder), text, "none"))  # tokenized once for all
+    return str(folder)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_equal_batches_train_as_one_process(folder, world):
+    """Every rank has what one process has; nothing is drawn at random, and a mean of equal gradients is exact."""
+    recipes = ["bf16", "nvfp4_forward"]
+    names = [(recipe, name) for recipe in recipes for name in MESHES[world]]
+    many = [
+        checks.tiny(folder, "equal", f"{r}-{n}{world}", mesh=MESHES[world][n], batch=2 * world, **UNCLIPPED)
+        for r, n in names
+    ]
+    ends = ranks.run(world, checks.train_all, list(zip(many, (r for r, _ in names), strict=True)))
+    for recipe in recipes:
+        one = checks.tiny(folder, "equal", f"{recipe}-one{world}", batch=2, **UNCLIPPED)
+        (alone,) = checks.train_all(0, 1, [(one, recipe)])
+        for index, (other, name) in enumerate(names):
+            if other == recipe:
+                assert checks.lines(many[index]) == checks.lines(one), name
+                assert all(end[index] == alone for end in ends), name
+
+
+def test_options_of_a_run_change_nothing_of_that(folder):
+    """Experts, accumulation, checkpointed activations, fused layers: one process, DDP and FSDP2 end alike."""
+    options = {"mesh_of": [(1, 1), (2, 1), (1, 2)], "accumulate": 2, "recompute": "full", **UNCLIPPED}
+    meshes = options.pop("mesh_of")
+    runs = [
+        replace(checks.tiny(folder, "equal", f"moe{m[0]}{m[1]}", mesh=m, batch=2 * m[0] * m[1], **options), fuse="on")
+        for m in meshes
+    ]
+    runs = [(replace(run, model="moe-tiny"), "nvfp4_forward") for run in runs]
+    (alone,) = checks.train_all(0, 1, runs[:1])
+    assert ranks.run(2, checks.train_all, runs[1:]) == [[alone, alone], [alone, alone]]
+    results = [json.loads((run.run.out / "result.json").read_text()) for run, _ in runs]
+    assert len({result["saved_activation_bytes"] for result in results}) == 1, "gathered weights are parameters"
+    assert [result["tokens"] for result in results] == [n * results[0]["tokens"] for n in (1, 2, 2)]
+
+
+def test_clipping_is_exact_under_ddp(folder):
+    """FSDP2 sums the norm of the gradient in another order; every step here is clipped."""
+    one, two = (checks.tiny(folder, "equal", f"clip{n}", mesh=(n, 1), batch=2 * n, clip=0.1) for n in (1, 2))
+    (alone,) = checks.train_all(0, 1, [(one, "bf16")])
+    assert ranks.run(2, checks.train_all, [(two, "bf16")]) == [[alone], [alone]]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_the_gradient_is_the_mean_of_the_ranks(folder, world):
+    """Each with the data and the random bits of its place."""
+    runs = [
+        (checks.tiny(folder, "mixed", f"mean-{n}{world}", mesh=m, batch=2 * world), "nvfp4@all")
+        for n, m in MESHES[world].items()
+    ]
+    own = [checks.gradients_alone(*runs[0], rank, world) for rank in range(world)]
+    assert any(not torch.equal(own[0][name], own[1][name]) for name in own[0])
+    mean = {name: torch.stack([gradient[name] for gradient in own]).double().mean(0) for name in own[0]}
+    for found in ranks.run(world, checks.first_gradients, runs):
+        for (config, _), bits in zip(runs, found, strict=True):
+            for name, expected in mean.items():
+                got = torch.frombuffer(bytearray(bits[name]), dtype=torch.float32).view_as(expected)
+                if world == 2:
+                    assert torch.equal(got, expected.float()), (config.run.out.name, name)
+                else:  # the sum of four depends on its order
+                    torch.testing.assert_close(got, expected.float(), rtol=1e-5, atol=1e-7)
+
+
+def test_validation_is_that_of_one_process(folder):
+    """The same held-out tokens; only the order of the sum differs."""
+    many = [checks.tiny(folder, "mixed", f"eval-{n}", mesh=m) for n, m in MESHES[2].items()]
+    (alone,) = checks.held_out(0, 1, [checks.tiny(folder, "mixed", "eval-one")])
+    for losses in ranks.run(2, checks.held_out, many):
+        assert losses == pytest.approx([alone, alone], rel=1e-6)
+
+
+CHAIN = [(1, 2), (2, 2), (1, 1), (2, 1), (1, 4), (1, 1)]
+"""(dp_replicate, dp_shard), one after the other on one folder."""
+
+
+def test_a_checkpoint_of_any_mesh_goes_on_with_any_other(folder):
+    """To and from one process, to more ranks and to fewer: what is loaded is what was saved, bit for bit."""
+    left = None
+    for number, mesh in enumerate(CHAIN):
+        world = mesh[0] * mesh[1]
+        config = checks.tiny(folder, "mixed", "chain", mesh=mesh)
+        config.run.out.mkdir(exist_ok=True)
+        arguments = (config, "nvfp4", number + 1)
+        ends = ranks.run(world, checks.until, *arguments) if world > 1 else [checks.until(0, 1, *arguments)]
+        for begun, end in ends:
+            assert begun == (left or (0, 0, {})), (number, mesh)
+            assert end == ends[0][1] and end[:2] == (number + 1, number + 1)
+        left = ends[0][1]
+    kept = sorted(path.name for path in (config.run.out / "checkpoints").iterdir())
+    assert kept == ["latest", "step-00000005", "step-00000006.pt"]
+
+
+@pytest.mark.parametrize("mesh", [(2, 1), (1, 2)])
+def test_resumed_is_undisturbed(folder, mesh):
+    """On the same mesh, stochastic rounding and gradient accumulation included."""
+    name = f"resumed{mesh[1]}"
+    whole = checks.tiny(folder, "mixed", f"{name}-whole", mesh=mesh, accumulate=2)
+    parts = replace(whole, run=replace(whole.run, out=Path(folder, f"{name}-parts")))
+    undisturbed = ranks.run(2, checks.train_all, [(whole, "nvfp4")])
+    parts.run.out.mkdir()
+    ranks.run(2, checks.until, parts, "nvfp4", 5)
+    assert ranks.run(2, checks.train_all, [(parts, "nvfp4")]) == undisturbed
+    assert checks.lines(parts) == [line for line in checks.lines(whole) if line[1] > 5]
