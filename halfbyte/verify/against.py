@@ -78,12 +78,13 @@ def reasons(agreement: Agreement) -> str:
 def agreement_table(comparison: Comparison) -> str:
     """Return the package's table of docs/agreement.md: what was called, its rules, and a row for every data set."""
     peer = comparison.peer
-    rules = "; ".join(f"`{rule}`: {says}" for rule, says in differing_rules(peer.profile))
     state = "equal on all data" if comparison.is_explained else "**not equal**: the table explains only a part"
     return "\n".join(
         [
             f"**{peer.distribution} {comparison.version}** on {comparison.day}, torch {torch.__version__}:",
-            f"`{peer.call}`. The profile's bytes and the package's: {state}. {rules}.",
+            f"`{peer.call}`. The profile's bytes and the package's: {state}.",
+            "",
+            *(f"- `{rule}`: {says}" for rule, says in differing_rules(peer.profile)),
             "",
             "| data | scales differ | codes differ | decoded values differ | because |",
             "|---|---|---|---|---|",

@@ -8,6 +8,7 @@ good. So every difference has one rule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -33,7 +34,7 @@ TEXTS: Mapping[str, str] = MappingProxyType(
         "stored": "of the tensor it stores {value}, not {definition}",
         "scale": "a block's scale is {value}, not {definition}",
         "scale_of_zeros": "a scale of 0 becomes {value:g} before the cast",
-        "scale_floor": "scales below {value:g} are raised to it before the cast",
+        "scale_floor": "scales below 2^{exponent:g} are raised to it before the cast",
         "scale_after_zero": "a scale that the cast made 0 becomes {value:g}",
         "encode": "it rounds {value}, not {definition}",
         "factor_of_zero": "where the scale is 0 it rounds x * {value:g}, not x * FLT_MAX",
@@ -241,4 +242,5 @@ def differing_rules(profile: Profile) -> list[tuple[str, str]]:
 
 
 def _text(rule: str, value: Any) -> str:
-    return TEXTS[rule].format(value=value, definition=getattr(DEFINITION, rule))
+    exponent = math.log2(value) if rule == "scale_floor" else 0
+    return TEXTS[rule].format(value=value, definition=getattr(DEFINITION, rule), exponent=exponent)
