@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
 
 FOLDER = Path(sys.prefix) / "peers" / "lightning"
 if str(FOLDER) not in sys.path:
@@ -16,27 +15,13 @@ if str(FOLDER) not in sys.path:
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # noqa: E402
+from plain_loop import ACCUMULATE, ALL, STEPS, batches, layers, loss_of  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import halfbyte as hb  # noqa: E402
 from halfbyte.integrations.lightning import NVFP4Precision  # noqa: E402
 
-ALL = hb.Keep(names=(), last_fraction=0)
-STEPS, ACCUMULATE, BATCH, WIDTH = 3, 2, 8, 32
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "barebones": False}
-
-
-def layers() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))
-
-
-def batches(count: int = STEPS * ACCUMULATE, seed: int = 5) -> torch.Tensor:
-    return torch.randn(count, BATCH, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return (model(x) - x).square().mean()
 
 
 class Loader:
@@ -80,27 +65,6 @@ class Module(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-
-def by_hand(model: nn.Module, state: hb.RunState, data: list[torch.Tensor], accumulate: int = ACCUMULATE):
-    """Train a converted model in a plain loop, on the ranks' data one after the other, and return its parameters."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        for micro in range(accumulate):
-            for rank, own in enumerate(data):
-                state.set_rank(rank)
-                (loss_of(model, own[step * accumulate + micro]) / (accumulate * len(data))).backward()
-            state.advance()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def expected(recipe="nvfp4", ranks: int = 1, accumulate: int = ACCUMULATE) -> list[torch.Tensor]:
-    model = layers()
-    state = hb.quantize_(model, recipe, keep=ALL).state
-    data = [batches(seed=5 + rank) for rank in range(ranks)]
-    return by_hand(model, state, data, accumulate)
 
 
 def fit(module: Module, plugin: NVFP4Precision, *, steps: int = STEPS, data=None, ckpt_path=None, **options) -> Trainer:
