@@ -16,6 +16,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDER := $(VENV)/transformers-5.17
+PEERS := $(VENV)/peers
+APART := --quiet --disable-pip-version-check --no-deps --upgrade
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 JOBS ?= 2
 ELSEWHERE := $(addprefix --ignore=tests/,gpu clients docs package scale)
@@ -37,9 +39,13 @@ $(VENV)/docs.stamp: $(VENV)/setup.stamp
 	$(INSTALL) --editable '.[docs]'
 	@touch $@
 
-$(VENV)/integrations.stamp: $(VENV)/setup.stamp tests/clients/transformers-5.17.txt
+# fouroversix's setup.py asks for CUDA even where it is told to build nothing for it; TransformerEngine's files are only read.
+$(VENV)/integrations.stamp: $(VENV)/setup.stamp $(wildcard tests/clients/*.txt)
 	$(INSTALL) --editable '.[integrations]'
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDER) --requirement tests/clients/transformers-5.17.txt
+	$(BIN)/python -m pip install $(APART) --target $(OLDER) --requirement tests/clients/transformers-5.17.txt
+	$(BIN)/python -m pip install $(APART) --target $(PEERS)/transformer-engine --requirement tests/clients/transformer-engine.txt
+	$(BIN)/python -m pip install $(APART) --target $(PEERS)/lightning --requirement tests/clients/lightning.txt
+	CUDA_HOME=/none SKIP_CUDA_BUILD=1 $(BIN)/python -m pip install $(APART) --no-build-isolation --target $(PEERS)/fouroversix --requirement tests/clients/fouroversix.txt
 	@touch $@
 
 train: setup

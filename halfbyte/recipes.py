@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, GemmSpec, Hadamard, Recipe, Spec
+from halfbyte.te import from_te as from_te
 
 Scope = Literal["weights", "activations", "all"]
 SCOPES = ("weights", "activations", "all")

@@ -17,19 +17,26 @@ import torch
 from halfbyte.kernels.target import find
 from halfbyte.ops.backends import BACKENDS, PORTABLE, REFERENCE, TRITON, backends, choose
 from halfbyte.verify import casts, plan, record, speed, timing
+from halfbyte.verify.against import against
 from halfbyte.verify.fingerprint import fingerprint
+from halfbyte.verify.peers import PEERS
 from halfbyte.verify.plan import Scope
 from halfbyte.verify.record import Check, Verification
 from halfbyte.version import __version__
 
 DESCRIPTION = """Compare every kernel on this machine's GPU with the reference, byte for byte, check GEMMs against fp64,
 and measure a few speeds beside the machine's ceilings. Without a GPU, check the reference itself.
-The exit status is 1 if anything differs."""
+The exit status is 1 if anything differs. With --against, compare the bytes of another package with ours and say which
+of its rules makes each difference; the exit status is 1 if a byte has no such rule."""
 
 
 def main(arguments: list[str]) -> int:
     """Run `halfbyte verify`; the exit status is 0, or 1 if a check failed."""
     options = _parse(arguments)
+    if options.against is not None:
+        return against(options)
+    if options.path is not None:
+        raise ValueError(f"--path {options.path}: says where a package of --against lies; give both")
     device = _device(options.device)
     if options.jobs is not None and options.jobs < 1:
         raise ValueError(f"--jobs {options.jobs}: give a number of processes, 1 or more")
@@ -62,6 +69,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="every spec on every input")
     parser.add_argument("--jobs", type=int, help="processes that share the work; by default up to 16 on a GPU")
     parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True, help="measure speeds too")
+    parser.add_argument(
+        "--against", choices=tuple(PEERS), help="compare with another package's bytes instead, on the CPU"
+    )
+    parser.add_argument("--path", help="of te and vllm: the folder that the wheel was unpacked into, or the file in it")
     return parser.parse_args(arguments)
 
 
