@@ -35,7 +35,7 @@ def page_faults(mode: str) -> int:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library frees in another way")
 def test_freed_memory_is_kept():
     given_back, kept = page_faults("given back"), page_faults("kept")
-    assert given_back > 20 * 256 and kept < 256  # pages of 4 KiB: 2,048 a step, if all come anew
+    assert kept < 256 and given_back > 4 * max(kept, 256)  # pages of 4 KiB: 2,048 a step, if all come anew
 
 
 def test_the_commands_ask_for_it(monkeypatch):
