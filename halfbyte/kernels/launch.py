@@ -366,7 +366,7 @@ class Launch:
         return f"{program.name(slot)}.data_ptr()" + (f" + {offset}" if offset else "")
 
     def _passed(self, name: str, argument: Any, program: Program) -> str:
-        """Return the text of an argument as the C function takes it; parts that never change are one tuple made before."""
+        """Return the text of an argument as the C function takes it; what never changes is one tuple, made before."""
         if name in self._pointers:
             return self._address(name, program)
         if self._moves(name, argument):

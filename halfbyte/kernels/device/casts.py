@@ -10,11 +10,14 @@ Triton says in several, it is inline assembly beside the portable form, which se
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from halfbyte import formats
 from halfbyte.kernels.device.ptx import has_ptx
+from halfbyte.layout import ceil_div
 from halfbyte.rng import HADAMARD_SIGN_BITS
 
 FLT_MAX = tl.constexpr(formats.FLT_MAX)
@@ -363,10 +366,24 @@ def quotient_by(x, d, r):
     return tl.fma(r, tl.fma(q, -d, x), q)
 
 
+class Divisor(NamedTuple):
+    """A number by which kernels divide: Granlund and Montgomery's multiplication, 30 bits wide."""
+
+    count: int
+    magic: int
+    shift: int
+
+    @classmethod
+    def of(cls, count: int) -> Divisor:
+        """Return what dividing by `count` takes."""
+        bits = (count - 1).bit_length()
+        return cls(count, ceil_div(1 << (30 + bits), count), 30 + bits)
+
+
 @triton.jit
-def divide(n, magic, shift):
-    """Return n // d for 0 <= n < 2^30, with (magic, shift) of `quantize.divisor(d)`."""
-    return ((n.to(tl.int64) * magic) >> shift).to(tl.int32)
+def divide(n, by):
+    """Return n // by.count for 0 <= n < 2^30; by: a Divisor."""
+    return ((n.to(tl.int64) * by.magic) >> by.shift).to(tl.int32)
 
 
 @triton.jit
