@@ -32,13 +32,13 @@ MAGIC_SEVEN = tl.constexpr(0x4B000007)  # the bits of 2^23 + 7
 PACK_BIAS = tl.constexpr(0xFB000000)  # what the exponents of 8 magic numbers add to a packed word: 0x4B000000 * 0x11
 
 # Four fp32 values to four bytes: two conversions, each of the upper and the lower operand, joined.
-FP8_CONVERSION = tl.constexpr(
-    tuple(
+E4M3_WORD, E5M2_WORD = (
+    tl.constexpr(
         "{.reg .b16 low, high;"
         f"cvt.rn.satfinite.{name}x2.f32 low, $2, $1; cvt.rn.satfinite.{name}x2.f32 high, $4, $3;"
         "mov.b32 $0, {low, high};}"
-        for name in ("e4m3", "e5m2")
     )
+    for name in ("e4m3", "e5m2")
 )
 
 WORDS = tl.constexpr((tl.uint32, tl.uint32, tl.uint32, tl.uint32))  # what inline assembly with four outputs returns
@@ -111,7 +111,7 @@ def e4m3_positive(code):
 def fp8_word(x0, x1, x2, x3, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
     """Return four E4M3 or E5M2 codes, nearest even and saturating, in a uint32 with x0 in the low byte."""
     if HARDWARE:
-        CONVERT: tl.constexpr = FP8_CONVERSION[0] if E4M3 else FP8_CONVERSION[1]
+        CONVERT: tl.constexpr = E4M3_WORD if E4M3 else E5M2_WORD
         return tl.inline_asm_elementwise(CONVERT, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1)
     xs = (x0, x1, x2, x3)
     word = x0.to(tl.uint32, bitcast=True) & 0

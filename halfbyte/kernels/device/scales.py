@@ -351,6 +351,14 @@ def quantize_block(
 
 
 @triton.jit
+def fp8_codes(xs, START: tl.constexpr, encode, RULE: tl.constexpr):
+    """Return the codes of four elements from START in the low half of an int64."""
+    x0, x1, x2, x3 = pm.part(xs, START, 4)
+    word = pm.fp8_word(x0 * encode, x1 * encode, x2 * encode, x3 * encode, RULE.element == "e4m3", RULE.hardware)
+    return word.to(tl.int64)
+
+
+@triton.jit
 def quantize_mxfp8_block(xs, block_amax, constants, RULE: tl.constexpr):
     """Quantize 32 elements (section 6): return four int64 words of element bytes and the E8M0 scale as uint8."""
     poison = (block_amax < pm.INF) == 0
@@ -361,17 +369,6 @@ def quantize_mxfp8_block(xs, block_amax, constants, RULE: tl.constexpr):
     encode = tl.where(inverse == 0, 0x00400000, inverse << 23).to(tl.float32, bitcast=True)
     words = ()
     for w in tl.static_range(4):
-        half = ()
-        for h in tl.static_range(2):
-            half = half + (
-                pm.fp8_word(
-                    xs[8 * w + 4 * h] * encode,
-                    xs[8 * w + 4 * h + 1] * encode,
-                    xs[8 * w + 4 * h + 2] * encode,
-                    xs[8 * w + 4 * h + 3] * encode,
-                    RULE.element == "e4m3",
-                    RULE.hardware,
-                ).to(tl.int64),
-            )
-        words = words + (tl.where(poison, 0, half[0] | (half[1] << 32)),)
+        low, high = fp8_codes(xs, 8 * w, encode, RULE), fp8_codes(xs, 8 * w + 4, encode, RULE)
+        words = words + (tl.where(poison, 0, low | (high << 32)),)
     return words, tl.where(poison, E8M0_NAN, exponent).to(tl.uint8)

@@ -14,7 +14,7 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.unpack.transpose import transpose_tile
+from halfbyte.kernels.unpack.transpose import Extent, Moved, Strides, transpose_tile
 
 # Columns of the table of pieces.
 VALUES, CODES, START, STOP, ROWS, COLS, PITCH, TILE_COLS, FIRST_TILE, SLOT, FIRST_PROGRAM, FIRST_ROW, CHUNKS = (
@@ -276,24 +276,21 @@ def transpose_weights_kernel(table, programs, WIDE: tl.constexpr, TILE_ROWS: tl.
     ALIGNMENT: tl.constexpr = 16 if WIDE else 8
     local = tl.program_id(0) - tl.load(weight + W_TURN_PROGRAM)
     tiles = tl.cdiv(tile_cols * 2, TILE_WORDS)
-    transpose_tile(
-        (local // tiles).to(tl.int32),
-        (local % tiles).to(tl.int32),
+    i_row, i_word = (local // tiles).to(tl.int32), (local % tiles).to(tl.int32)
+    moved = Moved(
         tl.multiple_of(tl.load(weight + W_CODES).to(tl.pointer_type(tl.int32)), ALIGNMENT),
         tl.load(weight + W_SCALE).to(tl.pointer_type(tl.uint8)),
         tl.multiple_of(tl.load(weight + W_TURNED).to(tl.pointer_type(tl.int32)), ALIGNMENT),
         tl.load(weight + W_TURNED_SCALE).to(tl.pointer_type(tl.uint8)),
+    )
+    extent = Extent(
         tl.load(weight + W_ROWS).to(tl.int32),
         tl.load(weight + W_COLS).to(tl.int32),
         (tile_cols * 2).to(tl.int32),
         (tile_rows * 2).to(tl.int32),
-        tile_cols * 2,
-        tile_cols,
-        tile_rows * 2,
-        tile_rows,
-        TILE_ROWS,
-        TILE_WORDS,
     )
+    strides = Strides(tile_cols * 2, tile_cols, tile_rows * 2, tile_rows)
+    transpose_tile(i_row, i_word, moved, extent, strides, TILE_ROWS, TILE_WORDS)
 
 
 @jit

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.amax.rotated import amax_rotated_kernel
+from halfbyte.kernels.amax.rotated import Split, amax_rotated_kernel
 from halfbyte.kernels.amax.route import RotatedTile, amax_rule
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import scales as sc
@@ -111,9 +111,7 @@ def _partial_amaxes(choice: Choice) -> Tensor:
         rows,
         cols,
         *x.stride(),
-        strips,
-        count // strips,
-        count,
+        Split(strips, count // strips, count),
         RULE=rule,
         BOTH=True,
         PACKED=True,

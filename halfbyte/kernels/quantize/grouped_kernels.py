@@ -16,7 +16,7 @@ from halfbyte.kernels.device.operands import Matrix, Places, Pointers, Written, 
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.groups import group_of_tile
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.unpack.transpose import transpose_tile
+from halfbyte.kernels.unpack.transpose import Extent, Moved, Strides, transpose_tile
 
 
 @triton.constexpr_function
@@ -261,21 +261,10 @@ def grouped_transpose_kernel(
     group, start, end, first = group_of_tile(tile, tile_group_ptr, table_ptr)
     storage = first * TILE_ROWS
     start64 = start.to(tl.int64)
-    transpose_tile(
-        tile - first,
-        i_word,
-        qdata_ptr + start64 * words,
-        scale_ptr + start64 * (words // 2),
-        out_ptr + storage,
-        out_scale_ptr + storage // 2,
-        tl.where(group == groups, 0, end - start),
-        cols,
-        words,
-        out_words - storage,
-        words,
-        words // 2,
-        out_words,
-        out_words // 2,
-        TILE_ROWS,
-        TILE_WORDS,
+    i_row = tile - first
+    moved = Moved(
+        qdata_ptr + start64 * words, scale_ptr + start64 * (words // 2), out_ptr + storage, out_scale_ptr + storage // 2
     )
+    extent = Extent(tl.where(group == groups, 0, end - start), cols, words, out_words - storage)
+    strides = Strides(words, words // 2, out_words, out_words // 2)
+    transpose_tile(i_row, i_word, moved, extent, strides, TILE_ROWS, TILE_WORDS)
