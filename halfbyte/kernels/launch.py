@@ -192,7 +192,8 @@ class Kernel(JITFunction):
         places = [(i, name) for i, name in enumerate(self.parameters) if name in inside]
 
         def bind_parts(*args: Any, **kwargs: Any) -> tuple:
-            bound, told, options = bind(*args, **kwargs)
+            named = dict(kwargs)  # options are among them
+            bound, told, options = bind(*args, **named)
             for i, name in places:
                 if is_compound(bound[name]):
                     told[i] = _unspecialized(name, bound[name], told[i], self.unspecialized)

@@ -1,6 +1,6 @@
 """What kernels that quantize take, grouped: a matrix that they read, and operands that they write.
 
-Heads take Pointers, Sizes, Places and constants, of which kernels make the Matrix and the Written of device functions.
+Heads take Pointers, Sizes, Places and constants, of which kernels make the StridedMatrix and the WrittenOperand of device functions.
 They do it in place: what a device function returns is no constant any more.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from halfbyte.kernels.device.scales import Constants
 
 
-class Matrix(NamedTuple):
+class StridedMatrix(NamedTuple):
     """What a kernel reads: [rows, cols] at `ptr`, strides in elements."""
 
     ptr: Any
@@ -48,7 +48,7 @@ class Places(NamedTuple):
     sign_stream: Any = None
 
 
-class Written(NamedTuple):
+class WrittenOperand(NamedTuple):
     """An operand that a kernel writes, in lines of `blocks`."""
 
     to: Pointers
@@ -74,7 +74,7 @@ class Both(NamedTuple):
     col: Any
 
 
-def head(x: Tensor, out: Written) -> tuple[Tensor, Pointers, Sizes, Places, Constants]:
+def arguments_of(x: Tensor, out: WrittenOperand) -> tuple[Tensor, Pointers, Sizes, Places, Constants]:
     """Return the first arguments of a kernel that writes one operand of x [rows, cols].
 
     Numbers keep the order in which kernels were tuned: the assembler allots registers by it.
@@ -82,9 +82,11 @@ def head(x: Tensor, out: Written) -> tuple[Tensor, Pointers, Sizes, Places, Cons
     return x, out.to, Sizes(*x.shape, out.blocks, *x.stride()), out.places, out.constants
 
 
-def head_of_both(x: Tensor, row: Written | None, col: Written | None) -> tuple[Tensor, Both, Sizes, Both, Both]:
+def arguments_of_both(
+    x: Tensor, row: WrittenOperand | None, col: WrittenOperand | None
+) -> tuple[Tensor, Both, Sizes, Both, Both]:
     """Return those of a kernel that writes both, or one of them."""
-    nothing = Written(None, None, None, None)
+    nothing = WrittenOperand(None, None, None, None)
     to, blocks, places, constants = map(Both, row or nothing, col or nothing)
     return x, to, Sizes(*x.shape, blocks, *x.stride()), places, constants
 

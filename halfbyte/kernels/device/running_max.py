@@ -69,18 +69,18 @@ def wanted_of(row: str, col: NVFP4 | None) -> Wanted:
     return Wanted(row, "rotated", size, f32(size**-0.5), col.needs_sign_rng)
 
 
-class Amaxes(NamedTuple):
+class AmaxPair(NamedTuple):
     """Of a tensor and of its transpose, fp32."""
 
     row: Tensor
     col: Tensor
 
 
-def allocate_amaxes(wanted: Wanted, rows: int, device: torch.device) -> Amaxes:
+def allocate_amaxes(wanted: Wanted, rows: int, device: torch.device) -> AmaxPair:
     """Return unwritten amaxes; empty where nothing is wanted, zero for a tensor without elements."""
     shapes = (rows,) if wanted.row == "row" else () if wanted.row else (0,), () if wanted.col else (0,)
     row, col = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
-    return Amaxes(row, col)
+    return AmaxPair(row, col)
 
 
 @lru_cache(maxsize=64)

@@ -162,6 +162,12 @@ def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr
 
 
 @triton.jit
+def first_block(places, i_line, i_group, RULE: tl.constexpr):
+    """Return where among random numbers a tile's first block lies, int64."""
+    return places.first_block + tl.cast(i_line, tl.int64) * places.blocks_per_row + i_group * (RULE.group // 16)
+
+
+@triton.jit
 def read_row_tile(i_row, i_group, x, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
     """Return what a thread reads of N groups of R rows: words of two values of a packed x, else fp32 values."""
     row = rows_of_tile(i_row, x.rows, RULE, R)
@@ -178,7 +184,7 @@ def quantize_row_tile(
     i_row, i_group, x, out, RULE: tl.constexpr, SWIZZLED: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     factors=None, loaded=None, draw=None,
 ):  # fmt: skip
-    """Quantize N groups of R rows along the rows of x, a Matrix; out: a Written.
+    """Quantize N groups of R rows along the rows of x, a StridedMatrix; out: a WrittenOperand.
 
     factors: of `operand_factors`, if a program has them already; loaded: of `read_row_tile`, draw: of `draw_words`,
     likewise.
@@ -207,10 +213,9 @@ def quantize_row_tile(
         amax = pm.abs_max(xs)
     block = 0
     if RULE.rounding == "stochastic":
-        per_row = out.places.blocks_per_row
-        base = out.places.first_block + tl.cast(i_row, tl.int64) * per_row + i_group * (RULE.group // 16)
-        base = base + (tl.arange(0, N) * (RULE.group // 16))[None, :]
-        block = pm.like(pm.wide_sum(base, lines_from(i_row, x.rows, RULE, R)[:, None], per_row), xs[0])
+        base = first_block(out.places, i_row, i_group, RULE) + (tl.arange(0, N) * (RULE.group // 16))[None, :]
+        line = lines_from(i_row, x.rows, RULE, R)[:, None]
+        block = pm.like(pm.wide_sum(base, line, out.places.blocks_per_row), xs[0])
         if draw is None:
             draw = philox.draw_words(out.to.draw_ptr, out.places.stream)
     pairs = None
@@ -246,7 +251,7 @@ def quantize_col_tile(
     i_group, i_col, x, out, RULE: tl.constexpr, SWIZZLED: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     factors=None, loaded=None, draw=None,
 ):  # fmt: skip
-    """Quantize N groups of C columns along the columns of x, a Matrix; out: a Written.
+    """Quantize N groups of C columns along the columns of x, a StridedMatrix; out: a WrittenOperand.
 
     A packed x is read in words of two columns, RULE.words of them a thread. factors, loaded, draw: of `operand_factors`
     and, for a packed x, of `load_col_pairs`, and of `draw_words`, if a program has them already.
@@ -287,11 +292,9 @@ def quantize_col_tile(
             amax = pm.abs_max(xs)
         block = 0
         if RULE.rounding == "stochastic":
-            per_col = out.places.blocks_per_row
-            base = out.places.first_block + tl.cast(i_col, tl.int64) * per_col + i_group * (RULE.group // 16)
-            base = base + (tl.arange(0, N) * (RULE.group // 16))[:, None]
+            base = first_block(out.places, i_col, i_group, RULE) + (tl.arange(0, N) * (RULE.group // 16))[:, None]
             local = (SHARE * tl.arange(0, C // SHARE) + k)[None, :]
-            block = pm.like(pm.wide_sum(base, local, per_col), xs[0])
+            block = pm.like(pm.wide_sum(base, local, out.places.blocks_per_row), xs[0])
         words, scales = quantize_group(xs, amax, factors, out.constants, draw, block, RULE, 1)
         if RULE.along:
             if RULE.decoded:

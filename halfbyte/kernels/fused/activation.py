@@ -102,6 +102,15 @@ def value_and_slope(x, FUNCTION: tl.constexpr):
     return value, slope
 
 
+@triton.jit
+def own_part(cols, spans, SPAN, WANTED: tl.constexpr):
+    """Return a program's first row and where it begins, int64, its first column and the one behind its last."""
+    row0 = tl.program_id(0) // spans * WANTED.group
+    first = row0.to(tl.int64) * cols
+    col0 = tl.program_id(0) % spans * SPAN
+    return row0, first, col0, tl.minimum(col0 + SPAN, cols)
+
+
 @jit(do_not_specialize=("sign_stream", "spans"))
 def activation_kernel(
     x_ptr, up_ptr, out_ptr, amaxes, space_ptr, sign_ptr, sign_stream, rows, cols, spans, SPAN,
@@ -112,14 +121,10 @@ def activation_kernel(
     FULL: whole groups of rows and whole tiles of C columns.
     """
     overlap.begin(OVERLAP)
-    row0 = tl.program_id(0) // spans * WANTED.group
-    first = row0.to(tl.int64) * cols
-    col0 = tl.program_id(0) % spans * SPAN
-    stop = tl.minimum(col0 + SPAN, cols)
+    row0, first, col0, stop = own_part(cols, spans, SPAN, WANTED)
     GROUP: tl.constexpr = WANTED.group
     words = rm.wanted_sign_words(sign_ptr, sign_stream, WANTED)
-    plain = tl.zeros((C,), tl.float32)
-    rotated = tl.zeros((C,), tl.float32)
+    plain, rotated = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     for c in range(col0, stop, C):
         col = c + tl.arange(0, C)
         xs = rm.load_group(x_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
@@ -150,16 +155,11 @@ def activation_backward_kernel(
 ):  # fmt: skip
     """dx, and dup if there is an `up`, and the wanted maxima of each."""
     overlap.begin(OVERLAP)
-    row0 = tl.program_id(0) // spans * WANTED.group
-    first = row0.to(tl.int64) * cols
-    col0 = tl.program_id(0) % spans * SPAN
-    stop = tl.minimum(col0 + SPAN, cols)
+    row0, first, col0, stop = own_part(cols, spans, SPAN, WANTED)
     GROUP: tl.constexpr = WANTED.group
     words = rm.wanted_sign_words(sign_ptr, sign_stream, WANTED)
-    plain = tl.zeros((C,), tl.float32)
-    rotated = tl.zeros((C,), tl.float32)
-    up_plain = tl.zeros((C,), tl.float32)
-    up_rotated = tl.zeros((C,), tl.float32)
+    plain, rotated = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    up_plain, up_rotated = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     for c in range(col0, stop, C):
         col = c + tl.arange(0, C)
         dhs = rm.load_group(dh_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)

@@ -29,8 +29,8 @@ from halfbyte.kernels.gemm.tile import (
     Divisors,
     FactorKinds,
     Products,
+    ProductStrides,
     Rows,
-    Strides,
     combine_kernel,
     divisors,
     gemm_pointer_kernel,
@@ -164,7 +164,7 @@ def _multiply(plan: GemmPlan, a: Tensor, b: Tensor, ends: Ends, ending: Ending) 
     programs, shape = plan.programs(M, N, target), Products(M, N, K)
     added = None if addend is None else Rows(addend, addend.stride(0))
     if not plan.tma:
-        strides = Strides(a.stride(0), b.stride(0), out.stride(0))
+        strides = ProductStrides(a.stride(0), b.stride(0), out.stride(0))
         gemm_pointer_kernel[(programs,)](a, b, out, strides, added, ending.applied, shape, ending.by, **options)
         return
     tma = all_describable(ends)

@@ -126,10 +126,9 @@ def contraction_range(group, table_ptr, first_step, STEPS: tl.constexpr, BK: tl.
 
 @jit(do_not_specialize=VARYING)
 def split_tma_kernel(
-    a_desc, b_desc, out_desc, out, amaxes, groups, shape, first_step, by,
-    FACTORS: tl.constexpr, ACCUMULATE: tl.constexpr, OUT_TMA: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    a_desc, b_desc, out_desc, out, amaxes, groups, shape, first_step, by, FACTORS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, OUT_TMA: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """a [M, columns], b [N, columns]; a group starts at a multiple of STEPS.stored columns, zeros behind it.
 

@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     stride: Any
 
 
-class Strides(NamedTuple):
+class ProductStrides(NamedTuple):
     """Of three matrices with contiguous rows."""
 
     a: int

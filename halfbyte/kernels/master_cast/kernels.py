@@ -14,7 +14,7 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.unpack.transpose import Extent, Moved, Strides, transpose_tile
+from halfbyte.kernels.unpack.transpose import Extent, Moved, MovedStrides, transpose_tile
 
 # Columns of the table of pieces.
 VALUES, CODES, START, STOP, ROWS, COLS, PITCH, TILE_COLS, FIRST_TILE, SLOT, FIRST_PROGRAM, FIRST_ROW, CHUNKS = (
@@ -289,7 +289,7 @@ def transpose_weights_kernel(table, programs, WIDE: tl.constexpr, TILE_ROWS: tl.
         (tile_cols * 2).to(tl.int32),
         (tile_rows * 2).to(tl.int32),
     )
-    strides = Strides(tile_cols * 2, tile_cols, tile_rows * 2, tile_rows)
+    strides = MovedStrides(tile_cols * 2, tile_cols, tile_rows * 2, tile_rows)
     transpose_tile(i_row, i_word, moved, extent, strides, TILE_ROWS, TILE_WORDS)
 
 

@@ -11,7 +11,7 @@ from halfbyte.kernels.amax.plain import row_col_amax
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import philox
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.device.operands import Matrix, Written, head_of_both, varying
+from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, arguments_of_both, varying
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.launch import jit
@@ -33,7 +33,7 @@ def quantize_both(
 ):  # fmt: skip
     """Quantize TR x TC values both ways, rows first where lanes lie along them: such a read asks for whole lines.
 
-    x: a Matrix. row, col: a Written each.
+    x: a StridedMatrix. row, col: a WrittenOperand each.
     row_known, col_known: what a program has already: factors, values and words of the draw, or None.
     """
     for part in tl.static_range(2):
@@ -41,6 +41,17 @@ def quantize_both(
             quantize_row_tile(i_row, i_col // ROW.group, x, row, ROW, SWIZZLED, TR, TC // ROW.group, *row_known)
         else:
             quantize_col_tile(i_row // COL.group, i_col, x, col, COL, SWIZZLED, TR // COL.group, TC, *col_known)
+
+
+@triton.jit
+def quantize_run(
+    i_row, i_col, x, row, col, row_known, col_known, ROW: tl.constexpr, COL: tl.constexpr, SWIZZLED: tl.constexpr,
+    TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """Quantize LOOP tiles beside each other both ways."""
+    for step in range(LOOP):
+        i_step = i_col + step * TC
+        quantize_both(i_row, i_step, x, row, col, row_known, col_known, ROW, COL, SWIZZLED, TR, TC)
 
 
 @jit(do_not_specialize=(*varying("places.row", "places.col"), "col_tiles"))
@@ -54,9 +65,9 @@ def quantize_row_col_kernel(
     keys and factors are computed once for all tiles, and the divisions are chosen once.
     """
     begin(ROW.hardware >= OVERLAP_CAPABILITY)
-    x = Matrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
-    row = Written(to.row, sizes.blocks.row, places.row, constants.row)
-    col = Written(to.col, sizes.blocks.col, places.col, constants.col)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    row = WrittenOperand(to.row, sizes.blocks.row, places.row, constants.row)
+    col = WrittenOperand(to.col, sizes.blocks.col, places.col, constants.col)
     outer = pm.divide(tl.program_id(0), col_tiles)
     i_row = outer * TR
     i_col = (tl.program_id(0) - outer * col_tiles.count) * (TC * LOOP)
@@ -67,17 +78,11 @@ def quantize_row_col_kernel(
         if sc.is_regular(row_amax) & sc.is_regular(col_amax):
             row_factors = sc.regular_factors(row_amax, row.constants)
             col_factors = sc.regular_factors(col_amax, col.constants)
-            for step in range(LOOP):
-                quantize_both(
-                    i_row, i_col + step * TC, x, row, col, (row_factors, None, row_draw), (col_factors, None, col_draw),
-                    ROW, COL, SWIZZLED, TR, TC,
-                )  # fmt: skip
+            row_known, col_known = (row_factors, None, row_draw), (col_factors, None, col_draw)
+            quantize_run(i_row, i_col, x, row, col, row_known, col_known, ROW, COL, SWIZZLED, TR, TC, LOOP)
         else:
-            for step in range(LOOP):
-                quantize_both(
-                    i_row, i_col + step * TC, x, row, col, (None, None, row_draw), (None, None, col_draw),
-                    ROW, COL, SWIZZLED, TR, TC,
-                )  # fmt: skip
+            row_known, col_known = (None, None, row_draw), (None, None, col_draw)
+            quantize_run(i_row, i_col, x, row, col, row_known, col_known, ROW, COL, SWIZZLED, TR, TC, LOOP)
     else:
         known = (None, None, None)
         quantize_both(i_row, i_col, x, row, col, known, known, ROW, COL, SWIZZLED, TR, TC)
@@ -137,7 +142,7 @@ def _with_amaxes(x: Tensor, row: Side, col: Side) -> tuple[Side, Side]:
 def _launch(choice: Choice, x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blocks]:
     outputs = output_of(x, row), output_of(x.T, col)
     quantize_row_col_kernel[choice.grid](
-        *head_of_both(x, *(written(side, out, side.amax) for side, out in zip((row, col), outputs, strict=True))),
+        *arguments_of_both(x, *(written(side, out, side.amax) for side, out in zip((row, col), outputs, strict=True))),
         pm.Divisor.of(choice.facts),
         **choice.constants,
         enable_fp_fusion=False,

@@ -18,7 +18,7 @@ from halfbyte.kernels.amax.route import RotatedTile, amax_rule
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.loads import load_col_pairs
-from halfbyte.kernels.device.operands import Matrix, Written, head_of_both, varying
+from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, arguments_of_both, varying
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.both_route import STRIP_LINES, Pair
@@ -48,9 +48,9 @@ def quantize_row_col_small_kernel(
     to: its amax_ptr are the maxima of the programs before.
     """
     overlap.begin(OVERLAP)
-    x = Matrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
-    row = Written(to.row, sizes.blocks.row, places.row, constants.row)
-    col = Written(to.col, sizes.blocks.col, places.col, constants.col)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    row = WrittenOperand(to.row, sizes.blocks.row, places.row, constants.row)
+    col = WrittenOperand(to.col, sizes.blocks.col, places.col, constants.col)
     beside = x.cols // C
     col_programs = x.rows // (CN * COL.group) * beside
     if tl.program_id(0) < col_programs:
@@ -79,7 +79,7 @@ def quantize_both_small(choice: Choice) -> tuple[Blocks, Blocks]:
     row_amax, col_amax = (torch.empty((), dtype=torch.float32, device=x.device) for _ in sides)
     outputs = output_of(x, row), output_of(x.T, col)
     operands = (written(*operand) for operand in zip(sides, outputs, partial, strict=True))
-    x, to, *numbers = head_of_both(x, *operands)
+    x, to, *numbers = arguments_of_both(x, *operands)
     quantize_row_col_small_kernel[choice.grid](
         x,
         to,

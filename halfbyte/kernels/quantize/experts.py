@@ -12,7 +12,7 @@ from torch import Tensor
 from halfbyte.kernels.amax.plain import operand_amax
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.device.operands import Matrix, Places, Pointers, Sizes, Written
+from halfbyte.kernels.device.operands import Places, Pointers, Sizes, StridedMatrix, WrittenOperand
 from halfbyte.kernels.device.tiles import quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import strips
@@ -27,8 +27,8 @@ def quantize_experts_kernel(
     x_ptr, to, sizes, constants, col_tiles, row_tiles, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr
 ):
     """One program quantizes N groups of R rows; row_tiles.count tiles are an expert."""
-    x = Matrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
-    out = Written(to, sizes.blocks, Places(), constants)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    out = WrittenOperand(to, sizes.blocks, Places(), constants)
     line = pm.divide(tl.program_id(0), col_tiles)
     i_row, i_group = line * R, (tl.program_id(0) - line * col_tiles.count) * N
     loaded = read_row_tile(i_row, i_group, x, RULE, R, N)

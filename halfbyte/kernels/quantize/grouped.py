@@ -12,7 +12,7 @@ from halfbyte.kernels.amax.grouped import grouped_amax
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.device.operands import Places, Pointers, Written, head_of_both
+from halfbyte.kernels.device.operands import Places, Pointers, WrittenOperand, arguments_of_both
 from halfbyte.kernels.groups import GroupPlan, plan_groups
 from halfbyte.kernels.quantize import grouped_wide as wide
 from halfbyte.kernels.quantize.experts import experts_amax, quantize_experts
@@ -239,7 +239,7 @@ def _quantize(grid: Grid, plan: GroupPlan, sides: list[GroupedOutput | None], am
             wide.quantize_wide(choice, outs[i])
             rules[i] = outs[i] = None
             continue
-        x, to, sizes, *numbers = head_of_both(grid.x, *outs)
+        x, to, sizes, *numbers = arguments_of_both(grid.x, *outs)
         grouped_quantize_kernel[choice.grid](
             x,
             to,
@@ -256,7 +256,7 @@ def _quantize(grid: Grid, plan: GroupPlan, sides: list[GroupedOutput | None], am
         return
 
 
-def _written(out: GroupedOutput, amax: Tensor, plan: GroupPlan) -> Written:
+def _written(out: GroupedOutput, amax: Tensor, plan: GroupPlan) -> WrittenOperand:
     """Return what kernels take of one orientation; a group's blocks are counted in the kernel."""
     spec, draw, sign_draw, *_ = out.side
     draws, signs = spec.needs_rng and draw is not None, spec.needs_sign_rng and sign_draw is not None
@@ -264,7 +264,7 @@ def _written(out: GroupedOutput, amax: Tensor, plan: GroupPlan) -> Written:
     bases = plan.draws if spec.needs_rng else None, plan.signs if spec.needs_sign_rng else None
     streams = {"stream": draw.stream if draws else 0, "sign_stream": sign_draw.stream if signs else 0}
     to = Pointers(qdata, out.block_scale, amax, *bases)
-    return Written(to, out.blocks, Places(**streams), sc.constants_of(spec))
+    return WrittenOperand(to, out.blocks, Places(**streams), sc.constants_of(spec))
 
 
 def _transposed(row: Blocks, x: Tensor, offsets: Tensor | None) -> Blocks:

@@ -12,11 +12,11 @@ import triton.language as tl
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import overlap, philox
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.device.operands import Matrix, Places, Pointers, Written, varying
+from halfbyte.kernels.device.operands import Places, Pointers, StridedMatrix, WrittenOperand, varying
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.groups import group_of_tile
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.unpack.transpose import Extent, Moved, Strides, transpose_tile
+from halfbyte.kernels.unpack.transpose import Extent, Moved, MovedStrides, transpose_tile
 
 
 @triton.constexpr_function
@@ -48,7 +48,7 @@ def clear_padding(scale_ptr, storage, own, i_block, i_col, cols, blocks, BLOCKS:
 def quantize_rows(
     group, start, end, local, i_col, x, side, groups, RULE: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, known
 ):
-    """Quantize TR x TC values, from row `local` of a group and column i_col on, along rows; side: a Written."""
+    """Quantize TR x TC values, from row `local` of a group and column i_col on, along rows; side: a WrittenOperand."""
     start64 = start.to(tl.int64)
     first = start64 * side.blocks
     UNITS: tl.constexpr = units_of_block(RULE.element, RULE.decoded)
@@ -62,8 +62,8 @@ def quantize_rows(
         None if side.to.sign_ptr is None else side.to.sign_ptr + group * 2,
     )
     places = Places(side.places.stream, 0, side.blocks, side.places.sign_stream)
-    out = Written(to, side.blocks, places, side.constants)
-    tokens = Matrix(p_x, end - start, tl.where(group == groups, 0, x.cols), x.stride_r, x.stride_c)
+    out = WrittenOperand(to, side.blocks, places, side.constants)
+    tokens = StridedMatrix(p_x, end - start, tl.where(group == groups, 0, x.cols), x.stride_r, x.stride_c)
     quantize_row_tile(local, i_group, tokens, out, RULE, False, TR, TC // RULE.group, *known)
 
 
@@ -89,7 +89,7 @@ def quantize_cols(
         own_cols = x.cols
         rows, per_row = storage + in_group, (in_group + RULE.group - 1) // RULE.group * (RULE.group // 16)
     i_group = (storage + local) // RULE.group
-    tokens = Matrix(x.ptr + (start64 - storage) * x.stride_r, rows, own_cols, x.stride_r, x.stride_c)
+    tokens = StridedMatrix(x.ptr + (start64 - storage) * x.stride_r, rows, own_cols, x.stride_r, x.stride_c)
     to = Pointers(
         p_q,
         p_scale,
@@ -98,7 +98,7 @@ def quantize_cols(
         None if side.to.sign_ptr is None else side.to.sign_ptr + group * 2,
     )
     places = Places(side.places.stream, (tl.zeros_like(start64) - storage) // 16, per_row, side.places.sign_stream)
-    out = Written(to, side.blocks, places, side.constants)
+    out = WrittenOperand(to, side.blocks, places, side.constants)
     quantize_col_tile(i_group, i_col, tokens, out, RULE, False, TR // RULE.group, TC, *known)
     if (RULE.clamped or not RULE.full) and not (STACKED or RULE.decoded or RULE.element != ""):
         clear_padding(p_scale, storage // 16, per_row, local // 16, i_col, x.cols, side.blocks, TR // 16, TC)
@@ -201,9 +201,9 @@ def grouped_quantize_kernel(
     ROW, COL: the rules for tiles with one.
     """
     overlap.begin(OVERLAP)
-    x = Matrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
-    row = Written(to.row, sizes.blocks.row, places.row, constants.row)
-    col = Written(to.col, sizes.blocks.col, places.col, constants.col)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    row = WrittenOperand(to.row, sizes.blocks.row, places.row, constants.row)
+    col = WrittenOperand(to.col, sizes.blocks.col, places.col, constants.col)
     PARTS: tl.constexpr = TILE_ROWS // TR
     FULL: tl.constexpr = FULL_ROW is not None or FULL_COL is not None
     line = pm.divide(tl.program_id(0), col_tiles)
@@ -266,5 +266,5 @@ def grouped_transpose_kernel(
         qdata_ptr + start64 * words, scale_ptr + start64 * (words // 2), out_ptr + storage, out_scale_ptr + storage // 2
     )
     extent = Extent(tl.where(group == groups, 0, end - start), cols, words, out_words - storage)
-    strides = Strides(words, words // 2, out_words, out_words // 2)
+    strides = MovedStrides(words, words // 2, out_words, out_words // 2)
     transpose_tile(i_row, i_word, moved, extent, strides, TILE_ROWS, TILE_WORDS)

@@ -16,7 +16,7 @@ from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.decode import cast
 from halfbyte.kernels.device.magnitudes import INF_BITS, finite_bits, magnitude_bits
-from halfbyte.kernels.device.operands import Matrix, Places, Pointers, Written, head, varying
+from halfbyte.kernels.device.operands import Places, Pointers, StridedMatrix, WrittenOperand, arguments_of, varying
 from halfbyte.kernels.groups import group_of_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.grouped_kernels import clear_padding
@@ -29,7 +29,7 @@ from halfbyte.kernels.route import Choice
 def load_lines(x, start, end, local, i_side, cols, SIZE: tl.constexpr, COLUMNS: tl.constexpr, T: tl.constexpr):
     """Return fp32 [T, SIZE], zeros outside the group: SIZE columns of T rows or, with COLUMNS, SIZE rows of T columns.
 
-    x: a Matrix. local, i_side: the first row, counted in the group, and the first column; cols: that count.
+    x: a StridedMatrix. local, i_side: the first row, counted in the group, and the first column; cols: that count.
     """
     if COLUMNS:
         col = i_side + tl.max_contiguous(tl.arange(0, T), 1)  # a thread holds whole groups
@@ -48,8 +48,8 @@ def grouped_wide_kernel(
     RULE: tl.constexpr, COLUMNS: tl.constexpr, STACKED: tl.constexpr, TILE_ROWS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Quantize T rotated groups of one group of tokens or one expert; the storage is that of `quantize_tile`."""
-    x = Matrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
-    out = Written(to, sizes.blocks, places, constants)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    out = WrittenOperand(to, sizes.blocks, places, constants)
     SIZE: tl.constexpr = RULE.group
     UNITS: tl.constexpr = 16 if RULE.decoded else 1
     PARTS: tl.constexpr = TILE_ROWS // SIZE if COLUMNS else 1
@@ -85,7 +85,7 @@ def grouped_wide_kernel(
         place = side.to(tl.int64) + tl.zeros((T,), tl.int64)
         first_block = -start64 * out.blocks
     places = Places(places.stream, first_block, per_row)
-    own = Written(Pointers(p_q, p_scale, p_amax, p_draw), sizes.blocks, places, constants)
+    own = WrittenOperand(Pointers(p_q, p_scale, p_amax, p_draw), sizes.blocks, places, constants)
     factors = sc.operand_factors(p_amax, out.constants, RULE)
     pairs = rw.rotated_pairs(narrowed(values, x.ptr.dtype.element_ty == tl.bfloat16), flips, RULE.norm)
     quantize_lines(pairs, line, place, own, lines, factors, RULE, False)
@@ -99,7 +99,7 @@ def grouped_wide_amax_kernel(
     RULE: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """amax of T rotated groups of one group of tokens or one expert, or of each of their rows; out zero before."""
-    x = Matrix(x_ptr, None, cols, stride_r, stride_c)
+    x = StridedMatrix(x_ptr, None, cols, stride_r, stride_c)
     SIZE: tl.constexpr = RULE.group
     NARROW: tl.constexpr = x.ptr.dtype.element_ty == tl.bfloat16
     PARTS: tl.constexpr = TILE_ROWS // SIZE if COLUMNS else 1
@@ -126,7 +126,7 @@ def grouped_wide_amax_kernel(
             tl.atomic_max(out_ptr + row, bits, mask=row < end, sem="relaxed")
 
 
-def quantize_wide(choice: Choice, out: Written) -> None:
+def quantize_wide(choice: Choice, out: WrittenOperand) -> None:
     """Quantize one orientation.
 
     Args:
@@ -135,7 +135,7 @@ def quantize_wide(choice: Choice, out: Written) -> None:
     """
     sides: PlannedSides = choice.request
     plan, (_, tiles) = sides.plan, choice.facts
-    x, to, sizes, *numbers = head(sides.x, out)
+    x, to, sizes, *numbers = arguments_of(sides.x, out)
     grouped_wide_kernel[choice.grid](
         x, to, plan.table, plan.tile_group, plan.groups, sizes._replace(rows=None), *numbers, tiles,
         **choice.constants, enable_fp_fusion=False,

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfbyte.kernels.amax.plain import operand_amax
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.device.operands import Matrix, Places, Pointers, Written, head, varying
+from halfbyte.kernels.device.operands import Places, Pointers, StridedMatrix, WrittenOperand, arguments_of, varying
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
@@ -31,8 +31,8 @@ def quantize_rows_kernel(
 ):  # fmt: skip
     """One program quantizes LOOP tiles of R rows and N groups, beside each other or, DOWN, below each other."""
     begin(RULE.hardware >= OVERLAP_CAPABILITY)
-    x = Matrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
-    out = Written(to, sizes.blocks, places, constants)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    out = WrittenOperand(to, sizes.blocks, places, constants)
     NEXT_ROW: tl.constexpr = R if DOWN else 0
     NEXT_GROUP: tl.constexpr = 0 if DOWN else N
     outer = pm.divide(tl.program_id(0), tiles)
@@ -57,8 +57,8 @@ def quantize_cols_kernel(
 ):  # fmt: skip
     """One program quantizes N groups of C columns."""
     begin(RULE.hardware >= OVERLAP_CAPABILITY)
-    x = Matrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
-    out = Written(to, sizes.blocks, places, constants)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    out = WrittenOperand(to, sizes.blocks, places, constants)
     tile = tl.program_id(0)
     outer = pm.divide(tile, tiles)
     quantize_col_tile(outer * N, (tile - outer * tiles.count) * C, x, out, RULE, SWIZZLED, N, C)
@@ -87,7 +87,7 @@ def output_of(x: Tensor, side: Side) -> Output:
     return Output(qdata, scale, rows, blocks, swizzled, False)
 
 
-def written(side: Side, out: Output, amax: Tensor) -> Written:
+def written(side: Side, out: Output, amax: Tensor) -> WrittenOperand:
     """Return what kernels take of one operand."""
     base = sign_base = None
     stream = first_block = blocks_per_row = sign_stream = 0
@@ -101,7 +101,7 @@ def written(side: Side, out: Output, amax: Tensor) -> Written:
     qdata = out.qdata if out.decoded else out.qdata.view(torch.int64)
     to = Pointers(qdata, out.block_scale, amax, base, sign_base)
     places = Places(stream, first_block, blocks_per_row, sign_stream)
-    return Written(to, out.blocks, places, sc.constants_of(side.spec))
+    return WrittenOperand(to, out.blocks, places, sc.constants_of(side.spec))
 
 
 def quantize_any(choice: Choice) -> Blocks:
@@ -140,7 +140,7 @@ def _in_rows_of(lines: Lines, out: Output) -> Output:
     return Output(qdata, scale, lines.rows, lines.blocks, False, out.decoded)
 
 
-def _launch(choice: Choice, out: Written) -> None:
+def _launch(choice: Choice, out: WrittenOperand) -> None:
     if choice.kernel == "quantize_wide_kernel":
         wide.launch(choice, out)
         return
@@ -148,6 +148,6 @@ def _launch(choice: Choice, out: Written) -> None:
     tiles = pm.Divisor.of(lines.beside)
     options = {**choice.constants, "enable_fp_fusion": False, **placed_early(choice.constants["RULE"].hardware)}
     if choice.kernel == "quantize_rows_kernel":
-        quantize_rows_kernel[choice.grid](*head(lines.x, out), tiles, **options)
+        quantize_rows_kernel[choice.grid](*arguments_of(lines.x, out), tiles, **options)
     else:
-        quantize_cols_kernel[choice.grid](*head(lines.x, out), tiles, **options)
+        quantize_cols_kernel[choice.grid](*arguments_of(lines.x, out), tiles, **options)

@@ -8,7 +8,7 @@ import triton.language as tl
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device.loads import load_row_groups
 from halfbyte.kernels.device.magnitudes import finite_max
-from halfbyte.kernels.device.operands import Matrix, Written, head, varying
+from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, arguments_of, varying
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import quantize_row_tile, rotate_group
 from halfbyte.kernels.launch import jit
@@ -21,10 +21,10 @@ from halfbyte.layout import Blocks, amax_shape
 def quantize_small_kernel(
     x_ptr, to, sizes, places, constants, RULE: tl.constexpr, SWIZZLED: tl.constexpr, R: tl.constexpr, N: tl.constexpr
 ):
-    """Write the amax of a Matrix and its codes and scales, a Written; one program covers everything."""
+    """Write the amax of a StridedMatrix and its codes and scales, a WrittenOperand; one program covers everything."""
     begin(RULE.hardware >= OVERLAP_CAPABILITY)
-    x = Matrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
-    out = Written(to, sizes.blocks, places, constants)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    out = WrittenOperand(to, sizes.blocks, places, constants)
     row, group = tl.arange(0, R), tl.arange(0, N)
     in_row = row < x.rows
     row64 = row.to(tl.int64)
@@ -47,7 +47,7 @@ def quantize_small(choice: Choice) -> Blocks:
     amax = torch.empty(amax_shape(x.shape[0], side.spec), dtype=torch.float32, device=x.device)
     out = output_of(x, side)
     quantize_small_kernel[choice.grid](
-        *head(x, written(side, out, amax)),
+        *arguments_of(x, written(side, out, amax)),
         **choice.constants,
         enable_fp_fusion=False,
         **placed_early(choice.constants["RULE"].hardware),

@@ -14,7 +14,7 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import philox
 from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.device.operands import Matrix, Written, head, varying
+from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, arguments_of, varying
 from halfbyte.kernels.device.tiles import store_decoded, store_scale
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.route import Lines
@@ -36,7 +36,7 @@ def split_blocks(x):
 
 @triton.jit
 def quantize_lines(pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWIZZLED: tl.constexpr):
-    """Quantize rotated groups, pairs [T, SIZE / 2], group [T] of rows row [T] of the operand; out: a Written.
+    """Quantize rotated groups, pairs [T, SIZE / 2], group [T] of rows row [T] of the operand; out: a WrittenOperand.
 
     Four blocks at a time: the values of all eight of a group of 128 are more than a thread's registers.
     """
@@ -80,13 +80,13 @@ def quantize_wide_kernel(
     x_ptr, to, sizes, places, constants, groups, tiles,
     RULE: tl.constexpr, SWIZZLED: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Quantize T groups of a [rows, cols] operand; groups: of a row; out: a Written.
+    """Quantize T groups of a [rows, cols] operand; groups: of a row; out: a WrittenOperand.
 
     COLUMNS: rows of the operand lie beside each other in memory, and T of them share a program; PACKED: in words of
     two bf16. Else a program takes T groups in the order of memory.
     """
-    x = Matrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
-    out = Written(to, sizes.blocks, places, constants)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    out = WrittenOperand(to, sizes.blocks, places, constants)
     SIZE: tl.constexpr = RULE.group
     NARROW: tl.constexpr = x.ptr.dtype.element_ty == tl.bfloat16
     factors = sc.operand_factors(out.to.amax_ptr, out.constants, RULE)
@@ -118,7 +118,7 @@ def quantize_wide_kernel(
     quantize_lines(pairs, row, group, out, x.rows, factors, RULE, SWIZZLED)
 
 
-def launch(choice: Choice, out: Written) -> None:
+def launch(choice: Choice, out: WrittenOperand) -> None:
     """Launch what `route.choose_one_side` chose.
 
     Args:
@@ -128,5 +128,5 @@ def launch(choice: Choice, out: Written) -> None:
     lines: Lines = choice.facts
     groups = lines.blocks * 16 // choice.constants["RULE"].group
     quantize_wide_kernel[choice.grid](
-        *head(lines.x, out), groups, lines.beside, **choice.constants, enable_fp_fusion=False
+        *arguments_of(lines.x, out), groups, lines.beside, **choice.constants, enable_fp_fusion=False
     )

@@ -52,7 +52,7 @@ class Extent(NamedTuple):
     out_words: Any
 
 
-class Strides(NamedTuple):
+class MovedStrides(NamedTuple):
     """Of the rows of what is Moved, in its elements."""
 
     qdata: Any
@@ -96,6 +96,15 @@ def load_row(qdata_ptr, qdata_stride, o_8r, row: tl.constexpr, o_word, rows, wor
 
 
 @triton.jit
+def load_eight(qdata_ptr, qdata_stride, o_8r, o_word, rows, words, FULL: tl.constexpr):
+    """Load all rows of each group of 8 as `load_row` does."""
+    loaded = ()
+    for row in tl.static_range(8):
+        loaded = loaded + (load_row(qdata_ptr, qdata_stride, o_8r, row, o_word, rows, words, FULL),)
+    return loaded
+
+
+@triton.jit
 def transpose_codes(
     i_row, i_word, moved, extent, strides, TILE_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr, FULL: tl.constexpr
 ):
@@ -106,26 +115,13 @@ def transpose_codes(
     o_8r = i_row * TILE_ROWS + tl.arange(0, TILE_ROWS)
     o_word = i_word * TILE_WORDS + tl.arange(0, TILE_WORDS)
     p_q, rows, words = moved.qdata_ptr, extent.rows, extent.words
-    r0 = load_row(p_q, strides.qdata, o_8r, 0, o_word, rows, words, FULL)
-    r1 = load_row(p_q, strides.qdata, o_8r, 1, o_word, rows, words, FULL)
-    r2 = load_row(p_q, strides.qdata, o_8r, 2, o_word, rows, words, FULL)
-    r3 = load_row(p_q, strides.qdata, o_8r, 3, o_word, rows, words, FULL)
-    r4 = load_row(p_q, strides.qdata, o_8r, 4, o_word, rows, words, FULL)
-    r5 = load_row(p_q, strides.qdata, o_8r, 5, o_word, rows, words, FULL)
-    r6 = load_row(p_q, strides.qdata, o_8r, 6, o_word, rows, words, FULL)
-    r7 = load_row(p_q, strides.qdata, o_8r, 7, o_word, rows, words, FULL)
-    r0, r1 = swap_nibbles(r0, r1)
-    r2, r3 = swap_nibbles(r2, r3)
-    r4, r5 = swap_nibbles(r4, r5)
-    r6, r7 = swap_nibbles(r6, r7)
-    r0, r2 = swap_bytes(r0, r2)
-    r1, r3 = swap_bytes(r1, r3)
-    r4, r6 = swap_bytes(r4, r6)
-    r5, r7 = swap_bytes(r5, r7)
-    r0, r4 = swap_halves(r0, r4)
-    r1, r5 = swap_halves(r1, r5)
-    r2, r6 = swap_halves(r2, r6)
-    r3, r7 = swap_halves(r3, r7)
+    r0, r1, r2, r3, r4, r5, r6, r7 = load_eight(p_q, strides.qdata, o_8r, o_word, rows, words, FULL)
+    (r0, r1), (r2, r3) = swap_nibbles(r0, r1), swap_nibbles(r2, r3)
+    (r4, r5), (r6, r7) = swap_nibbles(r4, r5), swap_nibbles(r6, r7)
+    (r0, r2), (r1, r3) = swap_bytes(r0, r2), swap_bytes(r1, r3)
+    (r4, r6), (r5, r7) = swap_bytes(r4, r6), swap_bytes(r5, r7)
+    (r0, r4), (r1, r5) = swap_halves(r0, r4), swap_halves(r1, r5)
+    (r2, r6), (r3, r7) = swap_halves(r2, r6), swap_halves(r3, r7)
     # One exchange through shared memory turns all eight words: [TILE_ROWS, TILE_WORDS, column].
     even, odd = tl.join(tl.join(r0, r4), tl.join(r2, r6)), tl.join(tl.join(r1, r5), tl.join(r3, r7))
     turned = tl.reshape(tl.join(even, odd), (TILE_ROWS, TILE_WORDS * 8))
@@ -251,7 +247,7 @@ def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple
     transpose_kernel[(tile_programs + scale_programs, *matrices)](
         Moved(words, scale, out_words, scale_words),
         Extent(rows, cols, words.shape[1], out_words.shape[1]),
-        Strides(*(t.stride(0) for t in (words, scale, out_words, scale_words))),
+        MovedStrides(*(t.stride(0) for t in (words, scale, out_words, scale_words))),
         scale_programs,
         TILE_ROWS=CODE_ROWS,
         TILE_WORDS=CODE_WORDS,
