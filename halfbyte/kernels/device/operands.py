@@ -1,7 +1,7 @@
 """What kernels that quantize take, grouped: a matrix that they read, and operands that they write.
 
-Heads take Pointers, Sizes, Places and constants, of which kernels make the StridedMatrix and the WrittenOperand of device functions.
-They do it in place: what a device function returns is no constant any more.
+Heads take Pointers, Sizes, Places and constants; of these kernels make the StridedMatrix and the WrittenOperand that
+device functions take. They do it in place: what a device function returns is no constant any more.
 """
 
 from __future__ import annotations
