@@ -15,6 +15,7 @@ from halfbyte.ops import (
     backends,  # noqa: F401  the module, which the package hides behind its function
     quantization,
 )
+from halfbyte.sides import both_sides
 from halfbyte.verify import fused, grouped, invariants, kernels, plan, primary, record
 
 CPU = torch.device("cpu")
@@ -110,7 +111,7 @@ def test_a_wrong_nibble_of_a_primary_weight_is_noticed(monkeypatch):
 
 def test_transient_values_are_compared(monkeypatch):
     def decoded(x, row, col, *, transient=(False, False), **options):
-        sides = quantization.quantize_row_col(x, row, col, **options)
+        sides = quantization.quantize_row_col(x, *both_sides(row, col, **options))
         if transient == (False, False):
             return sides
         return tuple(s and s._replace(qdata=torch.zeros(s.qdata.shape, dtype=torch.bfloat16)) for s in sides)

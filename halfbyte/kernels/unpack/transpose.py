@@ -116,12 +116,12 @@ def transpose_codes(
     o_word = i_word * TILE_WORDS + tl.arange(0, TILE_WORDS)
     p_q, rows, words = moved.qdata_ptr, extent.rows, extent.words
     r0, r1, r2, r3, r4, r5, r6, r7 = load_eight(p_q, strides.qdata, o_8r, o_word, rows, words, FULL)
-    (r0, r1), (r2, r3) = swap_nibbles(r0, r1), swap_nibbles(r2, r3)
-    (r4, r5), (r6, r7) = swap_nibbles(r4, r5), swap_nibbles(r6, r7)
-    (r0, r2), (r1, r3) = swap_bytes(r0, r2), swap_bytes(r1, r3)
-    (r4, r6), (r5, r7) = swap_bytes(r4, r6), swap_bytes(r5, r7)
-    (r0, r4), (r1, r5) = swap_halves(r0, r4), swap_halves(r1, r5)
-    (r2, r6), (r3, r7) = swap_halves(r2, r6), swap_halves(r3, r7)
+    r0, r1, r2, r3 = swap_nibbles(r0, r1) + swap_nibbles(r2, r3)
+    r4, r5, r6, r7 = swap_nibbles(r4, r5) + swap_nibbles(r6, r7)
+    r0, r2, r1, r3 = swap_bytes(r0, r2) + swap_bytes(r1, r3)
+    r4, r6, r5, r7 = swap_bytes(r4, r6) + swap_bytes(r5, r7)
+    r0, r4, r1, r5 = swap_halves(r0, r4) + swap_halves(r1, r5)
+    r2, r6, r3, r7 = swap_halves(r2, r6) + swap_halves(r3, r7)
     # One exchange through shared memory turns all eight words: [TILE_ROWS, TILE_WORDS, column].
     even, odd = tl.join(tl.join(r0, r4), tl.join(r2, r6)), tl.join(tl.join(r1, r5), tl.join(r3, r7))
     turned = tl.reshape(tl.join(even, odd), (TILE_ROWS, TILE_WORDS * 8))
