@@ -253,10 +253,11 @@ def _round(
     """
     x = x.float()
     # On a GPU, mask rather than ask.
-    any_poison = x.device.type != "cpu" or not _all_finite(maxima) or bool(factors.poison.any())
+    of_amax = factors.poison
+    any_poison = x.device.type != "cpu" or not _all_finite(maxima) or (of_amax is not None and bool(of_amax.any()))
     poison = None
     if any_poison:
-        poison = ~maxima.isfinite() | factors.poison
+        poison = ~maxima.isfinite() if of_amax is None else ~maxima.isfinite() | of_amax
         poison = _over_tile(poison, torch.any) if spec.is_tile else poison
         x = torch.where(poison[..., None], 0.0, x)
         maxima = torch.where(poison, 0.0, maxima)

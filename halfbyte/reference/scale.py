@@ -13,19 +13,23 @@ from halfbyte.spec import NVFP4, Spec
 
 
 class TensorFactors(NamedTuple):
-    """fp32, [] or [rows]: A, S, S / fp4_max and D of docs/numerics.md section 3; `poison`: amax is no valid maximum."""
+    """fp32, [] or [rows]: A, S, S / fp4_max and D of docs/numerics.md section 3.
+
+    poison: where amax is no valid maximum; None where that was asked and is nowhere.
+    """
 
     a: Tensor
     s: Tensor
     s_over_m4: Tensor
     d: Tensor
-    poison: Tensor
+    poison: Tensor | None
 
     def rows(self, start: int, stop: int) -> TensorFactors:
         """Return the factors of some rows, shaped to broadcast over blocks [16, rows, blocks]."""
         if self.a.dim() == 0:
             return self
-        return TensorFactors(*(t[start:stop, None] for t in self))
+        a, s, s_over_m4, d = (t[start:stop, None] for t in (self.a, self.s, self.s_over_m4, self.d))
+        return TensorFactors(a, s, s_over_m4, d, None if self.poison is None else self.poison[start:stop, None])
 
 
 def finite_amax(x: Tensor, dim: int | None = None) -> Tensor:
@@ -49,8 +53,10 @@ def clamped_amax(amax: Tensor, spec: Spec) -> Tensor:
 
 def tensor_factors(amax: Tensor, spec: NVFP4) -> TensorFactors:
     """Derive every fp32 factor of an operand from its amax ([] or [rows])."""
-    poison = ~((amax >= 0) & (amax <= FLT_MAX))
-    clean = torch.where(poison, 0.0, amax)
+    poison = None
+    if amax.dim() or amax.device.type != "cpu" or not 0 <= float(amax) <= FLT_MAX:
+        poison = ~((amax >= 0) & (amax <= FLT_MAX))
+    clean = amax if poison is None else torch.where(poison, 0.0, amax)
     a = clamped_amax(clean, spec)
     one = torch.ones_like(a)
     # Divide tensors, not scalars: CUDA torch turns division by a scalar into a multiplication.

@@ -12,7 +12,7 @@ from typing import TypeVar, get_args
 
 import tyro
 
-from halfbyte.train import auto, data, divergence, launch, loop, meaning, signals, treatment
+from halfbyte.train import allocator, auto, data, divergence, launch, loop, meaning, signals, treatment
 from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
 
@@ -56,6 +56,7 @@ def _until_stopped(run: Callable[[Options, signals.Interrupts], int], options: O
     """Run a command; ctrl-C and SIGTERM end it with one line and the status that shells expect."""
     name, overwrite = type(options).__name__.lower(), options.config.run.overwrite
     launch.refuse_many(f"halfbyte {name}")
+    allocator.keep_freed_memory()
     command = "the same command without --overwrite" if overwrite else "the same command"
 
     def say(stopped: signals.Stopped) -> None:

@@ -7,8 +7,9 @@ the same files reads the same stream; the records of one file (documents.py) sta
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def load_corpus(name: str, text_field: str = TEXT_FIELD) -> Corpus:
         raise ValueError("corpus='': use 'python' or a path to text")
     if name == PYTHON:
         root = Path(sysconfig.get_paths()["stdlib"])
-        paths = [p for p in _files(root) if p.suffix == ".py" and not set(p.relative_to(root).parts) & set(NOT_SOURCES)]
+        paths = [path for path in _files(root, NOT_SOURCES) if path.suffix == ".py"]
     else:
         root = Path(name)
         if root.is_file():
@@ -88,15 +89,18 @@ def load_corpus(name: str, text_field: str = TEXT_FIELD) -> Corpus:
     return _scan(name, root, paths, text_field, is_folder=True)
 
 
-def _files(root: Path) -> list[Path]:
-    try:
-        return [p for p in root.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(root))]
-    except OSError as error:
-        raise ValueError(f"corpus={str(root)!r}: cannot be listed ({error.strerror}); check its rights") from error
+def _files(root: Path, left_out: Collection[str] = ()) -> list[Path]:
+    """Return the files below root but hidden ones; folders that are hidden or in `left_out` are not even listed."""
 
+    def refuse(error: OSError) -> None:
+        where = f"corpus={str(root)!r}: {error.filename} cannot be listed"
+        raise ValueError(f"{where} ({error.strerror}); check its rights") from error
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+    found = []
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+        found += [path for name in names if not name.startswith(".") and (path := Path(folder, name)).is_file()]
+    return found
 
 
 def _scan(name: str, root: Path, paths: list[Path], text_field: str, *, is_folder: bool) -> Corpus:
