@@ -75,16 +75,20 @@ def shared_draws(both: Sides) -> tuple[Draw | None, Draw | None]:
 
 
 def _check_shared(row: Side, col: Side) -> None:
-    for name, mine, theirs in (("draw", row.draw, col.draw), ("sign_draw", row.sign_draw, col.sign_draw)):
-        if (mine is None) != (theirs is None) or (mine is not None and mine.base is not theirs.base):
-            raise ValueError(f"{name}: row and col draw at different places; make both with both_sides")
-    if row.draw is not None and type(row.draw.stream) is int and col.draw.stream != row.draw.stream + 1:
-        raise ValueError(
-            f"draw.stream={col.draw.stream} of col: it follows that of row, {row.draw.stream}; use both_sides"
-        )
     if row.scale_layout != col.scale_layout:
         raise ValueError(
             f"scale_layout={col.scale_layout!r} of col: that of row is {row.scale_layout!r}; give both one"
+        )
+    for name, mine, theirs in (("draw", row.draw, col.draw), ("sign_draw", row.sign_draw, col.sign_draw)):
+        bases = [None if place is None else place.base for place in (mine, theirs)]
+        if bases[0] is not bases[1]:
+            raise ValueError(f"{name}: row and col draw at different places; make both with both_sides")
+    if row.draw is None or col.draw is None:
+        return
+    follows = type(row.draw.stream) is not int or col.draw.stream == row.draw.stream + 1  # what varies is not compared
+    if not follows:
+        raise ValueError(
+            f"draw.stream={col.draw.stream} of col: it follows that of row, {row.draw.stream}; use both_sides"
         )
 
 

@@ -342,10 +342,7 @@ class Launch:
         flags = bool(launcher.launch_cooperative_grid), bool(launcher.launch_pdl)
         arguments = [*map(str, grid), "stream", str(compiled.function), *map(repr, flags), "None", "None"]
         hooks = _Hooks(compiled, grid, tuple(self._launched.arguments.values()))
-        arguments += [
-            program.constant(compiled.packed_metadata),
-            f"*({program.constant(hooks)}(stream) if watched else _3)",
-        ]
+        before, arguments = ", ".join([*arguments, program.constant(compiled.packed_metadata)]), []
         for name, argument in self._launched.arguments.items():
             if isinstance(argument, Shape):
                 tensor_maps = _Maps(argument, next(described))
@@ -354,7 +351,10 @@ class Launch:
             else:
                 is_constant = name in self._launched.kernel.constants
                 arguments.append("None" if is_constant else self._passed(name, argument, program))
-        return f"{program.constant(call)}({', '.join(arguments)})"
+        function, after = program.constant(call), ", ".join(arguments)
+        # Spelled out for either case: a call with a star makes a list and a tuple of all that it passes.
+        told = f"{function}({before}, *{program.constant(hooks)}(stream), {after})"
+        return f"{told} if watched else {function}({before}, None, None, None, {after})"
 
     def _moves(self, name: str, argument: Any) -> bool:
         """Whether an argument has parts that are not the same in every call."""

@@ -329,7 +329,7 @@ def _function(steps: list[Any], ends: tuple[int, list[int | None], Any], constan
     """
     given, returned, value = ends
     program = Program()
-    program.values.update({program.name(slot): tensor for slot, tensor in constants.items()}, _3=(None, None, None))
+    program.values.update({program.name(slot): tensor for slot, tensor in constants.items()})
     last: dict[int, int] = {}
     for i, step in enumerate(steps):
         last.update(dict.fromkeys((*step.used, *step.made), i))

@@ -91,7 +91,6 @@ class Compiled:
 def program_of(step: Launch):
     """Return step as a function of (slots, numbers, stream, watched)."""
     program = Program()
-    program.values["_3"] = (None, None, None)
     text = f"def repeat(slots, n0, stream, watched):\n    s0, s1 = slots\n    {step.line(program)}"
     exec(text, program.values)
     return program.values["repeat"]
