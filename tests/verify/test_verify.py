@@ -11,7 +11,6 @@ import torch
 
 from halfbyte import cli
 from halfbyte.ops import gemm, quantization
-from halfbyte.sides import Side
 from halfbyte.verify import kernels, plan, record
 from halfbyte.verify.compare import difference, relative_error
 from halfbyte.verify.fingerprint import EXPECTED, fingerprint
@@ -66,9 +65,9 @@ def test_copies_to_a_device_keep_their_strides():
     assert torch.equal(kernels.to_device(x, CPU), x)
 
 
-def one_wrong_nibble(x, spec, **options):
-    blocks = quantization.quantize(x, Side(spec, **options))
-    if options["backend"] != "reference" and blocks.qdata.numel():
+def one_wrong_nibble(x, side, backend):
+    blocks = quantization.quantize(x, side, backend)
+    if backend != "reference" and blocks.qdata.numel():
         blocks.qdata[0, 0] ^= 1
     return blocks
 
