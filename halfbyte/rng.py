@@ -48,6 +48,10 @@ class Draw(NamedTuple):
         """Return the draw of the second operand of `quantize_row_col`: one offset further."""
         return self._replace(stream=self.stream + 1)
 
+    def before(self) -> Draw:
+        """Return the draw of which this is the `next`."""
+        return self._replace(stream=self.stream + -1)
+
     def group(self, index: int) -> Draw:
         """Return the draw of one group of a grouped operand: another seed (docs/numerics.md section 8)."""
         step = torch.zeros_like(self.base)

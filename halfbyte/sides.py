@@ -58,6 +58,40 @@ def both_sides(
     return row, col
 
 
+def shared_draws(both: Sides) -> tuple[Draw | None, Draw | None]:
+    """Return draw and sign_draw of which `both_sides` made what is asked for.
+
+    Raises:
+        ValueError: row and col have other draws or scale layouts than those that `both_sides` gives them.
+    """
+    row, col = both
+    if row is not None and col is not None:
+        _check_shared(row, col)
+    if row is not None:
+        return row.draw, row.sign_draw
+    if col is None:
+        return None, None
+    return None if col.draw is None else col.draw.before(), col.sign_draw
+
+
+def _check_shared(row: Side, col: Side) -> None:
+    if row.scale_layout != col.scale_layout:
+        raise ValueError(
+            f"scale_layout={col.scale_layout!r} of col: that of row is {row.scale_layout!r}; give both one"
+        )
+    for name, mine, theirs in (("draw", row.draw, col.draw), ("sign_draw", row.sign_draw, col.sign_draw)):
+        bases = [None if place is None else place.base for place in (mine, theirs)]
+        if bases[0] is not bases[1]:
+            raise ValueError(f"{name}: row and col draw at different places; make both with both_sides")
+    if row.draw is None or col.draw is None:
+        return
+    follows = type(row.draw.stream) is not int or col.draw.stream == row.draw.stream + 1  # what varies is not compared
+    if not follows:
+        raise ValueError(
+            f"draw.stream={col.draw.stream} of col: it follows that of row, {row.draw.stream}; use both_sides"
+        )
+
+
 def of_group(both: Sides, index: int) -> Sides:
     """Return what is asked for of one group of a grouped operand, which draws with another seed; amaxes stay."""
     bases: dict[int, Tensor] = {}

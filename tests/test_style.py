@@ -18,6 +18,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
 MAX_PARAMETERS = 7
+MAX_KERNEL_PARAMETERS = 20
 HOME_OF_NUMBERS = "halfbyte/formats.py"
 HOME_OF_THE_LAUNCHER = "halfbyte/train/launch.py"  # what torchrun says is no configuration
 NUMBERS_WITH_ONE_HOME = {448, 2688, 57344}
@@ -119,6 +120,22 @@ def parameter_count(source: Source) -> Iterator[str]:
         count = len(parameters(function))
         if count > MAX_PARAMETERS and not is_kernel(function) and function.name not in LONG_SIGNATURES:
             yield f"{function.name}: {count} parameters, at most {MAX_PARAMETERS}: pass a value that groups them"
+
+
+def kernel_heads(source: Source) -> Iterator[str]:
+    for function in filter(is_kernel, source.functions):
+        count = len(parameters(function))
+        if count > MAX_KERNEL_PARAMETERS:
+            yield f"{function.name}: {count} parameters, at most {MAX_KERNEL_PARAMETERS}: pass NamedTuples of them"
+
+
+def parts_by_number(source: Source) -> Iterator[str]:
+    """Device code says what it takes of a tuple; [0] is what all of a tuple of equal things are like."""
+    for function in filter(is_kernel, source.functions):
+        for node in ast.walk(function):
+            is_part = isinstance(node, ast.Subscript) and not ast.unparse(node.value).endswith(".shape")
+            if is_part and re.fullmatch(r"-?\d+", ast.unparse(node.slice)) and ast.unparse(node.slice) != "0":
+                yield f"line {node.lineno}: {ast.unparse(node)}: name the parts of a NamedTuple, or unpack the tuple"
 
 
 def negative_names(source: Source) -> Iterator[str]:
@@ -250,6 +267,8 @@ Rule = Callable[[Source], Iterator[str]]
 EVERYWHERE: tuple[Rule, ...] = (file_size, function_size)
 IN_THE_PACKAGE: tuple[Rule, ...] = (
     parameter_count,
+    kernel_heads,
+    parts_by_number,
     negative_names,
     environment,
     passed_through,
@@ -266,6 +285,8 @@ BROKEN: dict[Rule, str] = {
     file_size: "x = 1\n" * (MAX_FILE_LINES + 1),
     function_size: "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES,
     parameter_count: "def f(a, b, c, d, *, e, f, g, h): ...\n",
+    kernel_heads: f"@triton.jit\ndef f({', '.join(f'a{i}' for i in range(MAX_KERNEL_PARAMETERS + 1))}): ...\n",
+    parts_by_number: "@jit\ndef copy_kernel(row):\n    tl.store(row[0], tl.load(row[1]))\n",
     negative_names: "def f(*, disable_rht=False): ...\n",
     environment: "import os\nif os.environ.get('FAST'): ...\n",
     passed_through: "def f(**kwargs):\n    return g(**kwargs)\n",
@@ -342,7 +363,7 @@ def device_code(a, b, c, d, e, f, g, h, i):
 
 @jit
 def some_kernel(a, b, c, d, e, f, g, h, i):
-    x = 1
+    x = a[0] + b.shape[1] + c.part + d[e]
 
 
 @jit(do_not_specialize=["a"])

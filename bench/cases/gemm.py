@@ -12,6 +12,7 @@ from torch import Tensor
 from bench.measure import against_bf16, random_matrix
 from bench.registry import Bar, Case, Outcome, Setting, Shape, Unequal
 from halfbyte import ops
+from halfbyte.sides import Side
 from halfbyte.spec import NVFP4
 from halfbyte.verify.compare import relative_error
 from halfbyte.verify.kernels import TOLERANCE
@@ -29,7 +30,8 @@ def product(setting: Setting, shape: Shape, *, decode_included: bool) -> Outcome
     x_MK, w_NK = (random_matrix((n, K), setting.device, seed) for seed, n in enumerate((M, N)))
     specs = NVFP4(), NVFP4(block=(16, 16))
     sides = [
-        ops.Operand(ops.quantize(t, s, backend="reference"), s, K) for t, s in zip((x_MK, w_NK), specs, strict=True)
+        ops.Operand(ops.quantize(t, Side(s), backend="reference"), s, K)
+        for t, s in zip((x_MK, w_NK), specs, strict=True)
     ]
     exact_MN = _exact(sides)
     checked = []

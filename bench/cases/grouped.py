@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from halfbyte import layout, ops, recipes
 from halfbyte.functional.weights import cacheable, quantize_weight
 from halfbyte.layout import Blocks, group_alignment, padded_groups
 from halfbyte.rng import Philox, StreamPhilox
+from halfbyte.sides import both_sides
 from halfbyte.spec import NVFP4, Hadamard, Spec
 from halfbyte.verify.compare import relative_error
 
@@ -88,8 +89,9 @@ class Quantization:
 
     def _quantize(self, inputs: Inputs, backend: str, amaxes: dict[str, Tensor]) -> tuple[Blocks, Blocks]:
         draw = Philox(7, 11).on(inputs.x.device) if self.row.needs_rng else None
-        options: dict[str, Any] = {"draw": draw, "backend": backend, **amaxes}
-        row, col = ops.grouped_quantize_row_col(*inputs, self.row, self.col, **options)
+        given = amaxes.get("row_amax"), amaxes.get("col_amax")
+        sides = both_sides(self.row, self.col, draw=draw, row_amax=given[0], col_amax=given[1])
+        row, col = ops.grouped_quantize_row_col(*inputs, *sides, backend=backend)
         assert row is not None and col is not None, "both orientations have a spec"
         return row, col
 
@@ -143,11 +145,11 @@ def product(setting: Setting, shape: Shape, *, gemm: str) -> Outcome:
     E, M, K, N = shape
     offsets, device = ends(E, M, setting.device), setting.device
     x, w, dy = (random_matrix(s, device, i) for i, s in enumerate(((M, K), (E, N, K), (M, N))))
-    grouped = partial(ops.grouped_quantize_row_col, transient=(True, True), backend=setting.backend)
     spec, tensors = NVFP4(), {"fprop": (x, w), "dgrad": (dy, w.mT), "wgrad": (dy, x)}[gemm]
-    left = grouped(tensors[0], offsets, *((None, spec) if gemm == "wgrad" else (spec, None)))
-    right = grouped(
-        tensors[1], offsets if gemm == "wgrad" else None, *((None, spec) if gemm == "wgrad" else (spec, None))
+    asked = both_sides(*((None, spec) if gemm == "wgrad" else (spec, None)), transient=(True, True))
+    left = ops.grouped_quantize_row_col(tensors[0], offsets, *asked, backend=setting.backend)
+    right = ops.grouped_quantize_row_col(
+        tensors[1], offsets if gemm == "wgrad" else None, *asked, backend=setting.backend
     )
     i = int(gemm == "wgrad")
     sides = [_operand(s[i], spec, M if i else t.shape[-1]) for s, t in zip((left, right), tensors, strict=True)]

@@ -22,7 +22,7 @@ from bench.registry import Bar, Case, Outcome, Setting, Shape
 from halfbyte import ops, reference
 from halfbyte.layout import LINEAR, SWIZZLED_32_4_4, Blocks
 from halfbyte.rng import Draw, Philox
-from halfbyte.sides import Sides, both_sides
+from halfbyte.sides import Side, Sides, both_sides
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
 from halfbyte.verify.timing import measure
 
@@ -87,10 +87,10 @@ class Quantization:
         draw = Philox(7, 11).on(x.device) if any(s.needs_rng for s in specs) else None
         sign_draw = Philox(8, 13).on(x.device) if any(s.needs_sign_rng for s in specs) else None
         if self.col is None:
-            row, col = ops.quantize(x, self.row, draw=draw, sign_draw=sign_draw, backend="reference"), None
+            row, col = ops.quantize(x, Side(self.row, draw=draw, sign_draw=sign_draw), backend="reference"), None
         else:
             draws = {"draw": draw, "sign_draw": sign_draw}
-            row, col = ops.quantize_row_col(x, self.row, self.col, **draws, backend="reference")
+            row, col = ops.quantize_row_col(x, *both_sides(self.row, self.col, **draws), backend="reference")
         return Given(_amax(row), _amax(col), draw, sign_draw)
 
     def run(self, x: Tensor, given: Given, backend: str) -> tuple[Tensor, ...]:
@@ -102,14 +102,12 @@ class Quantization:
         if module is reference:
             both = reference.quantize_row_col(x, *self._sides(given, self.scale_layout))
             return tuple(t for blocks in both if blocks is not None for t in blocks[:2])
-        options = {"draw": given.draw, "sign_draw": given.sign_draw, "scale_layout": self.scale_layout, **backend}
-        if self.as_layer:
-            return module.quantize_row_col(x, self.row, None, row_amax=given.row_amax, **options)[0][:2]
-        if self.col is None:
-            return module.quantize(x, self.row, amax=given.row_amax, **options)[:2]
-        amaxes = {"row_amax": given.row_amax, "col_amax": given.col_amax}
-        row, col = module.quantize_row_col(x, self.row, self.col, **amaxes, **options)
-        return *row[:2], *col[:2]
+        row, col = self._sides(given, self.scale_layout)
+        if self.col is None and not self.as_layer:
+            assert row is not None, "a case has a row"
+            return ops.quantize(x, row, **backend)[:2]
+        both = ops.quantize_row_col(x, row, col, **backend)
+        return tuple(t for blocks in both if blocks is not None for t in blocks[:2])
 
     def _check(self, setting: Setting, x: Tensor, given: Given) -> list[str]:
         """Compare with the reference, see the module's docstring."""

@@ -11,6 +11,7 @@ from bench.measure import bandwidth, matrices, over, places, require_equal
 from bench.registry import Bar, Case, Outcome, Setting, Shape
 from halfbyte import ops, reference
 from halfbyte.layout import LINEAR, SCALE_LAYOUTS, Blocks
+from halfbyte.sides import Side
 from halfbyte.spec import MXFP8, NVFP4, Spec
 
 SHAPES: tuple[Shape, ...] = ((8192, 8192), (16384, 8192))
@@ -22,7 +23,9 @@ BAR = Bar(least=0.88, aim=0.95)
 def dequantize(setting: Setting, shape: Shape, *, spec: Spec, scale_layout: str) -> Outcome:
     """Check and time decoding to bf16."""
     cols = shape[1]
-    operands = [ops.quantize(x, spec, scale_layout=scale_layout, backend="reference") for x in matrices(setting, shape)]
+    operands = [
+        ops.quantize(x, Side(spec, scale_layout=scale_layout), backend="reference") for x in matrices(setting, shape)
+    ]
     checked = []
     for device, where in places(setting):
         head = _head(operands[0], scale_layout) if where == "CPU" else operands[0]
@@ -57,7 +60,7 @@ def _head(blocks: Blocks, scale_layout: str) -> Blocks:
 def transpose(setting: Setting, shape: Shape) -> Outcome:
     """Check and time the transpose of packed 16x16 tiles."""
     spec = NVFP4(block=(16, 16))
-    operands = [ops.quantize(x, spec, backend="reference")[:2] for x in matrices(setting, shape)]
+    operands = [ops.quantize(x, Side(spec), backend="reference")[:2] for x in matrices(setting, shape)]
     actual = ops.transpose(*operands[0], *shape, backend=setting.backend)
     expected = ops.transpose(*operands[0], *shape, backend="reference")
     require_equal(actual, expected, "whole")

@@ -34,6 +34,7 @@ from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
 from halfbyte.recipes import resolve
 from halfbyte.rng import AnyPhilox, Draw
+from halfbyte.sides import both_sides
 from halfbyte.spec import GemmSpec, Recipe, Spec
 from halfbyte.tensor import QuantTensor
 from halfbyte.tensor.quant_tensor import check_value_dtype
@@ -306,11 +307,11 @@ def _both(
     row = col = None
     if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
         # Two GEMMs with signs of their own: two quantizations, at the offsets that one call would use.
-        row, _ = ops.grouped_quantize_row_col(t, offsets, row_spec, None, sign_draw=row_sign, **options)
-        _, col = ops.grouped_quantize_row_col(t, offsets, None, col_spec, sign_draw=col_sign, **options)
+        row, _ = ops.grouped_quantize_row_col(t, offsets, *both_sides(row_spec, None, sign_draw=row_sign, **options))
+        _, col = ops.grouped_quantize_row_col(t, offsets, *both_sides(None, col_spec, sign_draw=col_sign, **options))
     elif row_spec or col_spec:
         sign = col_sign if col_spec and col_spec.needs_sign_rng else row_sign
-        row, col = ops.grouped_quantize_row_col(t, offsets, row_spec, col_spec, sign_draw=sign, **options)
+        row, col = ops.grouped_quantize_row_col(t, offsets, *both_sides(row_spec, col_spec, sign_draw=sign, **options))
     return (
         t if row is None or row_spec is None else ops.Operand(row, row_spec, t.shape[-1]),
         t.mT if col is None or col_spec is None else ops.Operand(col, col_spec, t.shape[-2]),

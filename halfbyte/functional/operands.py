@@ -13,6 +13,7 @@ from halfbyte.functional.places import at_stream
 from halfbyte.functional.weights import takes_amax
 from halfbyte.layout import Blocks
 from halfbyte.rng import Draw
+from halfbyte.sides import both_sides
 from halfbyte.spec import GemmSpec, Recipe, Spec
 
 BF16_GEMM = GemmSpec()
@@ -48,12 +49,12 @@ def both(
     options = {"draw": own, "transient": place.transient}
     if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
         # Two GEMMs with signs of their own: two quantizations, at the offsets that one call would use.
-        row, _ = ops.quantize_row_col(t, row_spec, None, sign_draw=row_sign, row_amax=row_amax, **options)
-        _, col = ops.quantize_row_col(t, None, col_spec, sign_draw=col_sign, col_amax=col_amax, **options)
+        row, _ = ops.quantize_row_col(t, *both_sides(row_spec, None, sign_draw=row_sign, row_amax=row_amax, **options))
+        _, col = ops.quantize_row_col(t, *both_sides(None, col_spec, sign_draw=col_sign, col_amax=col_amax, **options))
     else:
         sign = col_sign if col_spec and col_spec.needs_sign_rng else row_sign
         row, col = ops.quantize_row_col(
-            t, row_spec, col_spec, sign_draw=sign, row_amax=row_amax, col_amax=col_amax, **options
+            t, *both_sides(row_spec, col_spec, sign_draw=sign, row_amax=row_amax, col_amax=col_amax, **options)
         )
     return (
         t if row is None or row_spec is None else ops.Operand(row, row_spec, cols),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.layout import Blocks
+from halfbyte.sides import both_sides
 from halfbyte.spec import GemmSpec, Recipe, Spec
 
 Specs = tuple[Spec | None, Spec | None]
@@ -83,11 +84,11 @@ def quantize_weight(
     row_spec, col_spec = specs
     w = w.detach().to(dtype)
     if w.dim() == 3:
-        row, col = ops.grouped_quantize_row_col(w, None, row_spec, col_spec, transient=(decoded, decoded))
+        row, col = ops.grouped_quantize_row_col(w, None, *both_sides(row_spec, col_spec, transient=(decoded, decoded)))
     else:
         row_amax, col_amax = (amax if takes_amax(spec) else None for spec in specs)
         options = {"row_amax": row_amax, "col_amax": col_amax, "transient": (decoded, decoded)}
-        row, col = ops.quantize_row_col(w, row_spec, col_spec, **options)
+        row, col = ops.quantize_row_col(w, *both_sides(row_spec, col_spec, **options))
     return CachedWeight(_operand(row, row_spec, w.shape[-1]), _operand(col, col_spec, w.shape[-2]), dtype)
 
 

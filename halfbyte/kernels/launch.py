@@ -3,6 +3,8 @@
 `jit` makes a kernel of a function as `triton.jit` does. Launched under `watching`, it also tells what was launched; a
 `Launch` repeats that with other pointers and numbers, past Triton's binding of arguments, which takes longer than the
 launch itself.
+
+Arguments that belong together are passed as one NamedTuple, whose parts have dotted names: "out.stream".
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, create_function_from_signature, mangle_type
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_MAPS = 64
@@ -132,7 +134,36 @@ def _launched(kernel: Any, compiled: Any, grid: Sequence[int], args: tuple, kwar
 
 def _plain(values: Iterable[Any]) -> list[Any]:
     """Return arguments as Triton knows them."""
-    return [value.value if type(value) is Varying else value for value in values]
+    return [with_parts("", value, _number) for value in values]
+
+
+def _number(name: str, value: Any) -> Any:
+    return value.value if type(value) is Varying else value
+
+
+def is_compound(argument: Any) -> bool:
+    """Whether an argument is a NamedTuple of arguments."""
+    return isinstance(argument, tuple) and hasattr(argument, "_fields")
+
+
+def with_parts(name: str, argument: Any, change: Callable[[str, Any], Any]) -> Any:
+    """Return an argument with change(dotted name, part) of all its parts; itself is its part if it has none."""
+    if is_compound(argument):
+        named = zip(argument._fields, argument, strict=True)
+        return type(argument)(*(with_parts(f"{name}.{field}", part, change) for field, part in named))
+    return change(name, argument)
+
+
+def _unspecialized(name: str, value: Any, told: tuple[Any, Any], names: frozenset[str]) -> tuple[Any, Any]:
+    """Return Triton's (type, specialization) of an argument, without those of its parts that are named."""
+    if not is_compound(value):
+        return (mangle_type(value), None) if name in names else told
+    kinds, keys = [], []
+    for field, part, kind, key in zip(value._fields, value, *told, strict=True):
+        inner = f"{name}.{field}"
+        kind, key = _unspecialized(inner, part, (kind, key), names | {inner} if name in names else names)
+        kinds.append(kind), keys.append(key)
+    return type(value)(*kinds), type(value)(*keys)
 
 
 def _names(fn: Callable) -> tuple[tuple[str, ...], frozenset[str]]:
@@ -148,6 +179,27 @@ class Kernel(JITFunction):
         super().__init__(fn, do_not_specialize=do_not_specialize)
         self.parameters, self.constants = _names(fn)
         self.unspecialized = frozenset(do_not_specialize)
+
+    def create_binder(self) -> tuple:
+        """Return what Triton keeps for a device, the binder of arguments last."""
+        *known, backend, _ = super().create_binder()
+        return *known, backend, self.binder(backend)
+
+    def binder(self, backend: Any) -> Callable[..., tuple]:
+        """Return Triton's binder, which specializes all parts of a tuple, without those of `do_not_specialize`."""
+        bind = create_function_from_signature(self.signature, self.params, backend)
+        inside = {name.split(".")[0] for name in self.unspecialized}
+        places = [(i, name) for i, name in enumerate(self.parameters) if name in inside]
+
+        def bind_parts(*args: Any, **kwargs: Any) -> tuple:
+            named = dict(kwargs)  # options are among them
+            bound, told, options = bind(*args, **named)
+            for i, name in places:
+                if is_compound(bound[name]):
+                    told[i] = _unspecialized(name, bound[name], told[i], self.unspecialized)
+            return bound, told, options
+
+        return bind_parts
 
     def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> Any:
         """Launch it, and tell who watches."""
@@ -187,7 +239,7 @@ def jit(fn: Callable | None = None, *, do_not_specialize: Sequence[str] = ()) ->
 
     Args:
         fn: the function, if there is nothing else to say.
-        do_not_specialize: parameters that one compilation serves with any value.
+        do_not_specialize: parameters, and parts of them ("out.stream"), that one compilation serves with any value.
     """
 
     def decorate(fn: Callable) -> Any:
@@ -229,7 +281,7 @@ class Launch:
 
     Args:
         launched: what is repeated.
-        pointers: of each argument that is a tensor or a tensor descriptor, its place.
+        pointers: of each argument or part of one that is a tensor or a tensor descriptor, its place.
     """
 
     def __init__(self, launched: Launched, pointers: dict[str, Pointer]) -> None:
@@ -245,8 +297,11 @@ class Launch:
 
     @property
     def numbers(self) -> list[Varying]:
-        """The arguments that vary."""
-        return [argument for argument in self._launched.arguments.values() if type(argument) is Varying]
+        """The arguments, and parts of arguments, that vary."""
+        found: list[Any] = []
+        for argument in self._launched.arguments.values():
+            with_parts("", argument, lambda _, part: found.append(part))
+        return [part for part in found if type(part) is Varying]
 
     @property
     def name(self) -> str:
@@ -258,15 +313,21 @@ class Launch:
         return self._interpreted(program) if self._launched.compiled is None else self._direct(program)
 
     def _interpreted(self, program: Program) -> str:
-        arguments = []
-        for name, argument in self._launched.arguments.items():
-            value = _varying(argument) or program.constant(argument)
-            if name in self._pointers:
-                slot, offset, dtype = self._pointers[name]
-                value = f"{program.constant(_tensor_at)}({program.name(slot)}, {offset}, {program.constant(dtype)})"
-                if isinstance(argument, Shape):
-                    value = f"{program.constant(argument.on)}({value})"
-            arguments.append(f"{name}={value}")
+
+        def text(name: str, argument: Any) -> str:
+            if isinstance(argument, Shape):
+                return f"{program.constant(argument.on)}({there(name)})"
+            if self._moves(name, argument):
+                named = zip(argument._fields, argument, strict=True)
+                parts = ", ".join(text(f"{name}.{field}", part) for field, part in named)
+                return f"{program.constant(type(argument))}({parts})"
+            return there(name) if name in self._pointers else _varying(argument) or program.constant(argument)
+
+        def there(name: str) -> str:
+            slot, offset, dtype = self._pointers[name]
+            return f"{program.constant(_tensor_at)}({program.name(slot)}, {offset}, {program.constant(dtype)})"
+
+        arguments = [f"{name}={text(name, argument)}" for name, argument in self._launched.arguments.items()]
         options = program.constant(self._launched.options)
         kernel = program.constant(self._launched.kernel[self._launched.grid])
         return f"{kernel}({', '.join(arguments)}, **{options})"
@@ -281,24 +342,40 @@ class Launch:
         flags = bool(launcher.launch_cooperative_grid), bool(launcher.launch_pdl)
         arguments = [*map(str, grid), "stream", str(compiled.function), *map(repr, flags), "None", "None"]
         hooks = _Hooks(compiled, grid, tuple(self._launched.arguments.values()))
-        arguments += [
-            program.constant(compiled.packed_metadata),
-            f"*({program.constant(hooks)}(stream) if watched else _3)",
-        ]
+        before, arguments = ", ".join([*arguments, program.constant(compiled.packed_metadata)]), []
         for name, argument in self._launched.arguments.items():
-            if name in self._pointers:
-                slot, offset, _ = self._pointers[name]
-                address = f"{program.name(slot)}.data_ptr()" + (f" + {offset}" if offset else "")
-                if isinstance(argument, Shape):
-                    tensor_maps = _Maps(argument, next(described))
-                    arguments += [f"{program.constant(tensor_maps)}({address})", *map(str, argument.shape)]
-                    arguments += map(str, argument.strides)
-                    continue
-                arguments.append(address)
+            if isinstance(argument, Shape):
+                tensor_maps = _Maps(argument, next(described))
+                arguments += [f"{program.constant(tensor_maps)}({self._address(name, program)})"]
+                arguments += map(str, (*argument.shape, *argument.strides))
             else:
-                is_number = type(argument) in (int, float, bool)
-                arguments.append(_varying(argument) or (program.constant(argument) if is_number else "None"))
-        return f"{program.constant(call)}({', '.join(arguments)})"
+                is_constant = name in self._launched.kernel.constants
+                arguments.append("None" if is_constant else self._passed(name, argument, program))
+        function, after = program.constant(call), ", ".join(arguments)
+        # Spelled out for either case: a call with a star makes a list and a tuple of all that it passes.
+        told = f"{function}({before}, *{program.constant(hooks)}(stream), {after})"
+        return f"{told} if watched else {function}({before}, None, None, None, {after})"
+
+    def _moves(self, name: str, argument: Any) -> bool:
+        """Whether an argument has parts that are not the same in every call."""
+        found: list[bool] = []
+        with_parts(name, argument, lambda n, part: found.append(n in self._pointers or type(part) is Varying))
+        return is_compound(argument) and any(found)
+
+    def _address(self, name: str, program: Program) -> str:
+        slot, offset, _ = self._pointers[name]
+        return f"{program.name(slot)}.data_ptr()" + (f" + {offset}" if offset else "")
+
+    def _passed(self, name: str, argument: Any, program: Program) -> str:
+        """Return the text of an argument as the C function takes it; what never changes is one tuple, made before."""
+        if name in self._pointers:
+            return self._address(name, program)
+        if self._moves(name, argument):
+            named = zip(argument._fields, argument, strict=True)
+            return f"({''.join(self._passed(f'{name}.{field}', part, program) + ', ' for field, part in named)})"
+        if is_compound(argument):
+            return program.constant(with_parts(name, argument, lambda _, part: _passable(part)))
+        return _varying(argument) or program.constant(_passable(argument))
 
 
 class _Hooks:
@@ -315,6 +392,11 @@ class _Hooks:
 def hooked() -> bool:
     """Whether a profiler hooks into Triton's launches."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
+def _passable(argument: Any) -> Any:
+    """Return a number; None for what is compiled in."""
+    return argument if type(argument) in (int, float, bool) else None
 
 
 def _varying(argument: Any) -> str | None:

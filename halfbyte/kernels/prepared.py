@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfbyte.kernels import launch
-from halfbyte.kernels.launch import Launch, Launched, Pointer, Program, Shape, TensorDescriptor, Varying
+from halfbyte.kernels.launch import Launch, Launched, Pointer, Program, Shape, TensorDescriptor, Varying, with_parts
 
 MAX_RECORDS = 4096
 """Requests that are kept, the latest; a model of 100 layers of ten shapes has some hundreds."""
@@ -151,6 +151,12 @@ def _tensors(value: Any) -> list[Tensor]:
     return _found(value, Tensor)
 
 
+def _names_of(part: str) -> list[str]:
+    """Return the dotted name of a part of an argument, and those of what it is a part of."""
+    words = part.split(".")
+    return [".".join(words[: i + 1]) for i in range(len(words))]
+
+
 def _depends_on_values(func: Any, used: list[Tensor]) -> bool:
     """Whether an op moves what a known tensor looks at, or makes a shape that follows from values."""
     if func is _aten.index.Tensor:  # by places, or by masks
@@ -255,25 +261,26 @@ class Recorder(TorchDispatchMode):
 
     def launched(self, launched: Launched) -> None:
         """Record a launch."""
-        pointers, arguments = {}, {}
-        for name, argument in launched.arguments.items():
+        pointers: dict[str, Pointer] = {}
+
+        def without_memory(name: str, argument: Any) -> Any:
             tensor = argument.base if isinstance(argument, TensorDescriptor) else argument
             if isinstance(tensor, Tensor):
                 slot = self.slot_of(tensor)
-                if slot is None:
-                    return
-                root, start = self._roots[slot]
-                offset = tensor.data_ptr() - start if tensor.numel() else 0  # nothing lies nowhere
-                pointers[name] = Pointer(root, offset, tensor.dtype)
-                argument = Shape.of(argument) if isinstance(argument, TensorDescriptor) else None
-            elif _tensors((argument,)):
-                self.refuse(f"{launched.kernel.__name__} takes a tuple of tensors, {name}")
-                return
-            elif type(argument) is Varying and name not in launched.kernel.unspecialized:
+                if slot is not None:
+                    root, start = self._roots[slot]
+                    offset = tensor.data_ptr() - start if tensor.numel() else 0  # nothing lies nowhere
+                    pointers[name] = Pointer(root, offset, tensor.dtype)
+                return Shape.of(argument) if isinstance(argument, TensorDescriptor) else None
+            if _tensors((argument,)):
+                self.refuse(f"{launched.kernel.__name__} takes a tuple of tensors without names, {name}")
+            elif type(argument) is Varying and not launched.kernel.unspecialized.intersection(_names_of(name)):
                 self.refuse(f"{launched.kernel.__name__} is compiled for the value of {name}")
-                return
-            arguments[name] = argument
-        self.steps.append(Launch(launched._replace(arguments=arguments), pointers))
+            return argument
+
+        arguments = {name: with_parts(name, given, without_memory) for name, given in launched.arguments.items()}
+        if self.refusal is None:
+            self.steps.append(Launch(launched._replace(arguments=arguments), pointers))
 
 
 class Record:
@@ -322,7 +329,7 @@ def _function(steps: list[Any], ends: tuple[int, list[int | None], Any], constan
     """
     given, returned, value = ends
     program = Program()
-    program.values.update({program.name(slot): tensor for slot, tensor in constants.items()}, _3=(None, None, None))
+    program.values.update({program.name(slot): tensor for slot, tensor in constants.items()})
     last: dict[int, int] = {}
     for i, step in enumerate(steps):
         last.update(dict.fromkeys((*step.used, *step.made), i))

@@ -25,8 +25,9 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import JITFunction
 
+from halfbyte.kernels.launch import Kernel
 from halfbyte.kernels.target import AMD, Target, amd, assumed, nvidia
 
 NVIDIA = {80: 108, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170}
@@ -76,14 +77,15 @@ class Specialized:
 
     Args:
         kernel: the @triton.jit function.
-        signature: the type of every parameter by name: "*bf16", "i32", "tensordesc<bf16[128,64]>", "constexpr".
+        signature: the type of every parameter by name: "*bf16", "i32", "tensordesc<bf16[128,64]>", "constexpr"; of a
+            NamedTuple those of its parts.
         constants: the values of the constexpr ones, by their place.
         attributes: what is known of others, by their place: divisibility by 16.
         options: num_warps and whatever else the compiler takes.
     """
 
-    kernel: JITFunction
-    signature: dict[str, str]
+    kernel: Kernel
+    signature: dict[str, Any]
     constants: dict[tuple[int, ...], Any]
     attributes: dict[tuple[int, ...], list]
     options: dict[str, Any]
@@ -100,11 +102,20 @@ class Specialized:
         names = list(self.signature)
         constants = [f"{names[place[0]]}={value!r}" for place, value in self.constants.items() if len(place) == 1]
         pointers = [
-            kind + (":16" if DIVISIBLE in self.attributes.get((i,), ()) else "")
-            for i, kind in enumerate(self.signature.values())
+            kind + (":16" if DIVISIBLE in self.attributes.get(place, ()) else "")
+            for place, kind in _placed(tuple(self.signature.values()))
             if kind[0] in "*t"
         ]
         return f"{self.kernel.fn.__name__}({', '.join(pointers + constants)}) warps={self.options['num_warps']}"
+
+
+def _placed(kinds: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield types of arguments with their places, those of a tuple's parts one by one."""
+    if isinstance(kinds, str):
+        yield place, kinds
+        return
+    for i, kind in enumerate(kinds):
+        yield from _placed(kind, (*place, i))
 
 
 @dataclass(frozen=True)
@@ -150,9 +161,9 @@ def recording(target: Target) -> Iterator[list[Specialized]]:
 
 
 @lru_cache(maxsize=1024)
-def _binder(kernel: JITFunction, target: Target) -> tuple[Any, Any]:
+def _binder(kernel: Kernel, target: Target) -> tuple[Any, Any]:
     backend = make_backend(gpu(target))
-    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
+    return backend, kernel.binder(backend)
 
 
 def _specialized(kernel: JITFunction, target: Target, args: tuple, kwargs: dict[str, Any]) -> Specialized:

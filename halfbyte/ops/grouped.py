@@ -10,15 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.layout import LINEAR, Blocks, Operand, check_scale_layout, grouped_shapes, stored_shapes
-from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, check_kernels, choose, warn_once
-from halfbyte.ops.checkpointing import outputs_are_kept
+from halfbyte.layout import LINEAR, Blocks, Operand, grouped_shapes, stored_shapes
+from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
 from halfbyte.ops.define import OPERANDS, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
 from halfbyte.ops.gemm import operand, operand_arguments
-from halfbyte.ops.quantization import QUANTIZABLE, both_blocks, check_specs, outputs
+from halfbyte.ops.quantization import QUANTIZABLE, both_blocks, check_sides, op_arguments, outputs
 from halfbyte.ops.repeat import call_op
-from halfbyte.rng import Draw
-from halfbyte.sides import both_sides, share_tiles
+from halfbyte.sides import Side, both_sides, share_tiles, shared_draws
 from halfbyte.spec import Spec, parse
 
 
@@ -40,25 +38,13 @@ def emulates(device: torch.device) -> bool:
 
 
 def grouped_quantize_row_col(
-    x: Tensor,
-    offsets: Tensor | None,
-    row_spec: Spec | None,
-    col_spec: Spec | None,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    row_amax: Tensor | None = None,
-    col_amax: Tensor | None = None,
-    scale_layout: str = LINEAR,
-    transient: tuple[bool, bool] = (False, False),
-    backend: str | None = None,
+    x: Tensor, offsets: Tensor | None, row: Side | None, col: Side | None, backend: str | None = None
 ) -> tuple[Blocks | None, Blocks | None]:
-    """Return (quantize(x_g), quantize(x_g.T)) of every group, joined; None where the spec is None.
+    """Return (quantize(x_g), quantize(x_g.T)) of every group, joined; None where nothing is asked for.
 
     Args:
         x: tokens [M, C] with offsets, or expert weights [E, N, K] without.
-        row_amax, col_amax: fp32 [E], used instead of the computed ones.
-        transient: whether row and col are meant for one grouped GEMM at once, as in `quantize_row_col`.
+        row, col: of `both_sides`, as in `quantize_row_col`; amaxes are fp32 [E].
 
     Raises:
         TypeError: x is not bf16, fp16 or fp32, or offsets no integer tensor.
@@ -72,18 +58,17 @@ def grouped_quantize_row_col(
         check_offsets(offsets, x)
     elif x.shape[0] == 0:
         raise ValueError(f"x.shape={tuple(x.shape)}: give the weights of at least one expert")
-    check_specs((row_spec, col_spec), draw, sign_draw)
-    check_kernels((row_spec, col_spec), x.device, backend)
+    check_sides((row, col), x.device, backend)
+    draw, sign_draw = shared_draws((row, col))
     for place in (draw, sign_draw):
         if place is not None and (place.first_block or place.blocks_per_row is not None):
             raise ValueError(f"rng.first_block={place.first_block}: a grouped operand is whole; quantize shards apart")
-    check_scale_layout(scale_layout)
-    transient = (False, False) if outputs_are_kept() else transient
-    keys = (row_spec.key if row_spec else "", col_spec.key if col_spec else "")
     places = (*place_arguments(draw), *place_arguments(sign_draw))
-    given = (x, offsets, *keys, *places, row_amax, col_amax, scale_layout, *transient, backend or "")
-    out = call_op(torch.ops.halfbyte.grouped_quantize_row_col, *given)
-    return both_blocks(out, (row_spec, col_spec), (row_amax, col_amax))
+    keys, amaxes, rest = op_arguments((row, col))
+    out = call_op(
+        torch.ops.halfbyte.grouped_quantize_row_col, x, offsets, *keys, *places, *amaxes, *rest, backend or ""
+    )
+    return both_blocks(out, (row, col))
 
 
 def _grouped_quantize_row_col(

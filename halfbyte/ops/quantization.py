@@ -14,8 +14,7 @@ from halfbyte.ops.backends import NATIVE, REFERENCE, check_kernels, choose
 from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.ops.define import DRAW, draw_of, empty_like, implementation, op, place_arguments, spec_of
 from halfbyte.ops.repeat import call_op
-from halfbyte.rng import Draw
-from halfbyte.sides import both_sides, share_tiles
+from halfbyte.sides import Side, Sides, both_sides, share_tiles, shared_draws
 from halfbyte.spec import Spec, parse
 
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
@@ -27,103 +26,83 @@ def _check_input(x: Tensor) -> None:
     matrix_shape(x.shape)
 
 
-def quantize(
-    x: Tensor,
-    spec: Spec,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    amax: Tensor | None = None,
-    scale_layout: str = LINEAR,
-    backend: str | None = None,
-) -> Blocks:
-    """Quantize along the last dimension; see `halfbyte.reference.quantize`.
+def quantize(x: Tensor, side: Side, backend: str | None = None) -> Blocks:
+    """Quantize along the last dimension as it is asked for; see `halfbyte.reference.quantize`. Codes, never values.
 
     Raises:
         TypeError: x is not bf16, fp16 or fp32.
         ValueError: x is 0-D, or a draw that the spec needs is missing.
     """
     _check_input(x)
-    check_specs((spec,), draw, sign_draw)
-    check_kernels((spec,), x.device, backend)
-    check_scale_layout(scale_layout)
-    out = call_op(
-        torch.ops.halfbyte.quantize, x, spec.key, *_draw_arguments(draw, sign_draw), amax, scale_layout, backend or ""
-    )
+    check_sides((side, None), x.device, backend)
+    spec, draw, sign_draw, amax, scale_layout, _ = side
+    places = *((None, 0, 0, None) if draw is None else draw), *place_arguments(sign_draw)
+    out = call_op(torch.ops.halfbyte.quantize, x, spec.key, *places, amax, scale_layout, backend or "")
     return Blocks(out[0], out[1], out[2] if amax is None else amax)
 
 
 def quantize_row_col(
-    x: Tensor,
-    row_spec: Spec | None,
-    col_spec: Spec | None,
-    *,
-    draw: Draw | None = None,
-    sign_draw: Draw | None = None,
-    row_amax: Tensor | None = None,
-    col_amax: Tensor | None = None,
-    scale_layout: str = LINEAR,
-    transient: tuple[bool, bool] = (False, False),
-    backend: str | None = None,
+    x: Tensor, row: Side | None, col: Side | None, backend: str | None = None
 ) -> tuple[Blocks | None, Blocks | None]:
-    """Return (quantize(x), quantize(x.T)) of a tensor flattened to a matrix; None where the spec is None.
+    """Return (quantize(x), quantize(x.T)) of a tensor flattened to a matrix; None where nothing is asked for.
 
-    A transient operand is meant for one GEMM at once: its Blocks may hold decoded values instead of codes, which only
-    `gemm_nt` reads.
+    Args:
+        x: any strides.
+        row, col: of `both_sides`, whose orientations share a draw. A transient one is meant for one GEMM at once: its
+            Blocks may hold decoded values instead of codes, which only `gemm_nt` reads.
 
     Raises:
         TypeError: x is not bf16, fp16 or fp32.
         ValueError: x is 0-D, a draw is missing, or it names a shard (whose two orientations differ in origin).
     """
     _check_input(x)
-    check_specs((row_spec, col_spec), draw, sign_draw)
-    check_kernels((row_spec, col_spec), x.device, backend)
-    if draw is not None and col_spec is not None and (draw.first_block or draw.blocks_per_row is not None):
+    check_sides((row, col), x.device, backend)
+    draw, sign_draw = shared_draws((row, col))
+    if draw is not None and col is not None and (draw.first_block or draw.blocks_per_row is not None):
         raise ValueError(
             f"rng.first_block={draw.first_block}: a shard starts elsewhere in x.T; quantize x and x.T apart"
         )
-    check_scale_layout(scale_layout)
-    transient = (False, False) if outputs_are_kept() else transient
-    out = call_op(
-        torch.ops.halfbyte.quantize_row_col,
-        x,
-        row_spec.key if row_spec else "",
-        col_spec.key if col_spec else "",
-        *_draw_arguments(draw, sign_draw),
-        row_amax,
-        col_amax,
-        scale_layout,
-        *transient,
-        backend or "",
-    )
-    return both_blocks(out, (row_spec, col_spec), (row_amax, col_amax))
+    places = *((None, 0, 0, None) if draw is None else draw), *place_arguments(sign_draw)
+    specs, amaxes, rest = op_arguments((row, col))
+    out = call_op(torch.ops.halfbyte.quantize_row_col, x, *specs, *places, *amaxes, *rest, backend or "")
+    return both_blocks(out, (row, col))
 
 
-def both_blocks(
-    out: tuple[Tensor, ...], specs: tuple[Spec | None, Spec | None], given: tuple[Tensor | None, Tensor | None]
-) -> tuple[Blocks | None, Blocks | None]:
+def op_arguments(sides: Sides) -> tuple[tuple[str, str], tuple[Tensor | None, Tensor | None], tuple]:
+    """Return keys, amaxes and (scale layout, transient of each) with which ops of both orientations are called."""
+    row, col = sides
+    first, decodes = row or col, not outputs_are_kept()
+    keys = "" if row is None else row.spec.key, "" if col is None else col.spec.key
+    amaxes = None if row is None else row.amax, None if col is None else col.amax
+    transient = row is not None and row.transient and decodes, col is not None and col.transient and decodes
+    return keys, amaxes, (LINEAR if first is None else first.scale_layout, *transient)
+
+
+def both_blocks(out: tuple[Tensor, ...], sides: Sides) -> tuple[Blocks | None, Blocks | None]:
     """Return both orientations from what an op returns, with the amaxes that it did not: given or shared."""
     row = col = None
-    if specs[0] is not None:
-        row = Blocks(out[0], out[1], out[2] if given[0] is None else given[0])
-    if specs[1] is not None:
-        shared = row is not None and share_tiles(*specs)
-        col = Blocks(out[3], out[4], row.amax if shared else out[5] if given[1] is None else given[1])
+    asked_row, asked_col = sides
+    if asked_row is not None:
+        row = Blocks(out[0], out[1], out[2] if asked_row.amax is None else asked_row.amax)
+    if asked_col is not None:
+        amax = out[5] if asked_col.amax is None else asked_col.amax
+        if row is not None and asked_row is not None and share_tiles(asked_row.spec, asked_col.spec):
+            amax = row.amax
+        col = Blocks(out[3], out[4], amax)
     return row, col
 
 
-def _draw_arguments(draw: Draw | None, sign_draw: Draw | None) -> tuple:
-    own = (None, 0, 0, None) if draw is None else tuple(draw)
-    return *own, *place_arguments(sign_draw)
-
-
-def check_specs(specs: tuple[Spec | None, ...], draw: Draw | None, sign_draw: Draw | None) -> None:
-    """Raise ValueError if a spec needs a draw that is missing."""
-    for spec in specs:
-        if spec is not None and spec.needs_rng and draw is None:
+def check_sides(sides: Sides, device: torch.device, backend: str | None) -> None:
+    """Raise ValueError if what is asked for lacks a draw that its spec needs, or cannot run on the device."""
+    for side in sides:
+        if side is None:
+            continue
+        if side.spec.needs_rng and side.draw is None:
             raise ValueError("rng=None: the spec draws random bits; pass rng=hb.Philox(seed, offset)")
-        if spec is not None and spec.needs_sign_rng and sign_draw is None:
+        if side.spec.needs_sign_rng and side.sign_draw is None:
             raise ValueError("sign_rng=None: fresh Hadamard signs are drawn; pass sign_rng=hb.Philox(seed, offset)")
+        check_scale_layout(side.scale_layout)
+    check_kernels(tuple(None if side is None else side.spec for side in sides), device, backend)
 
 
 def _quantize(

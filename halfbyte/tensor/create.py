@@ -11,6 +11,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.layout import LINEAR, Blocks, amax_shape, check_scale_layout, matrix_shape
 from halfbyte.rng import AnyPhilox, Draw
+from halfbyte.sides import Side, both_sides
 from halfbyte.spec import Spec
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES, QuantTensor, check_spec, describe
 
@@ -53,7 +54,7 @@ def quantize(
     draw = _draw("rng", rng, x, spec if spec.needs_rng else None)
     sign_draw = _draw("sign_rng", sign_rng, x, spec if spec.needs_sign_rng else None)
     blocks = ops.quantize(
-        x.detach(), spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout, backend=backend
+        x.detach(), Side(spec, draw=draw, sign_draw=sign_draw, amax=amax, scale_layout=scale_layout), backend=backend
     )
     return _wrap(blocks, spec, tuple(x.shape), x.dtype, scale_layout)
 
@@ -95,11 +96,7 @@ def quantize_row_col(
     sign_draw = _draw("sign_rng", sign_rng, x, next((spec for spec in specs if spec.needs_sign_rng), None))
     row, col = ops.quantize_row_col(
         x.detach().reshape(rows, x.shape[-1]),
-        row_spec,
-        col_spec,
-        draw=draw,
-        sign_draw=sign_draw,
-        scale_layout=scale_layout,
+        *both_sides(row_spec, col_spec, draw=draw, sign_draw=sign_draw, scale_layout=scale_layout),
         backend=backend,
     )
     return (

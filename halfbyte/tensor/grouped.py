@@ -8,6 +8,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.layout import LINEAR, Blocks
 from halfbyte.rng import AnyPhilox
+from halfbyte.sides import both_sides
 from halfbyte.spec import Spec
 from halfbyte.tensor.create import _draw
 from halfbyte.tensor.quant_tensor import QuantTensor, check_spec
@@ -49,11 +50,13 @@ def grouped_quantize_row_col(
     row, col = ops.grouped_quantize_row_col(
         x.detach(),
         offsets,
-        row_spec,
-        col_spec,
-        draw=_draw("rng", rng, x, next((spec for spec in specs if spec.needs_rng), None)),
-        sign_draw=_draw("sign_rng", sign_rng, x, next((spec for spec in specs if spec.needs_sign_rng), None)),
-        scale_layout=scale_layout,
+        *both_sides(
+            row_spec,
+            col_spec,
+            draw=_draw("rng", rng, x, next((spec for spec in specs if spec.needs_rng), None)),
+            sign_draw=_draw("sign_rng", sign_rng, x, next((spec for spec in specs if spec.needs_sign_rng), None)),
+            scale_layout=scale_layout,
+        ),
         backend=backend,
     )
     return (

@@ -13,6 +13,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.reference.philox import block_bytes
 from halfbyte.rng import Philox
+from halfbyte.sides import Side
 from halfbyte.verify.matrix import MAIN_SPECS, MORE_SPECS, draws
 
 EXPECTED = "c0d416607c60"
@@ -36,7 +37,7 @@ def fingerprint(device: torch.device, backend: str | None = None) -> str:
     x = fixed_input().to(device)
     digest = hashlib.sha256()
     for name, spec in (MAIN_SPECS | MORE_SPECS).items():
-        blocks = ops.quantize(x, spec, **draws(spec, None, device), backend=backend)
+        blocks = ops.quantize(x, Side(spec, **draws(spec, None, device)), backend=backend)
         digest.update(name.encode())
         for tensor in blocks:
             digest.update(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.layout import LINEAR, SCALE_LAYOUTS, Blocks
+from halfbyte.sides import both_sides
 from halfbyte.spec import MXFP8, NVFP4, Spec
 from halfbyte.verify.compare import difference, relative_error
 from halfbyte.verify.kernels import CPU, TOLERANCE, same_blocks, to_device
@@ -71,7 +72,10 @@ def _bytes(device, backend, x: Tensor, layout: str, specs: tuple[Spec | None, Sp
     for place, which in ((CPU, "reference"), (device, backend)):
         offsets = _offsets(place) if ends else None
         pair = ops.grouped_quantize_row_col(
-            to_device(x, place), offsets, *specs, **draws(*specs, place), scale_layout=layout, backend=which
+            to_device(x, place),
+            offsets,
+            *both_sides(*specs, **draws(*specs, place), scale_layout=layout),
+            backend=which,
         )
         decoded = None
         if pair[0] is not None and specs[0] is not None:
@@ -93,7 +97,7 @@ def _product(device, backend, spec: Spec, dtype: torch.dtype) -> str | None:
         sides = []
         for x, offsets, each in ((_random(TOKENS, COLS), _offsets(place), spec), (_random(4, OUT, COLS), None, weight)):
             pair = ops.grouped_quantize_row_col(
-                x.to(place), offsets, each, None, **draws(each, None, place), backend=which
+                x.to(place), offsets, *both_sides(each, None, **draws(each, None, place)), backend=which
             )
             assert pair[0] is not None
             sides.append(ops.Operand(pair[0], each, COLS, LINEAR))
@@ -109,7 +113,10 @@ def _split_product(device, backend, spec: Spec, dtype: torch.dtype) -> str | Non
         sides, offsets = [], _offsets(place)
         for columns in (OUT, COLS):
             pair = ops.grouped_quantize_row_col(
-                _random(TOKENS, columns).to(place), offsets, None, spec, **draws(None, spec, place), backend=which
+                _random(TOKENS, columns).to(place),
+                offsets,
+                *both_sides(None, spec, **draws(None, spec, place)),
+                backend=which,
             )
             assert pair[1] is not None
             sides.append(ops.Operand(pair[1], spec, TOKENS, LINEAR))

@@ -15,6 +15,7 @@ from halfbyte import layout, ops, reference
 from halfbyte.formats import E2M1, E4M3, NVFP4_BLOCK
 from halfbyte.reference.cast import e2m1_nearest, e2m1_stochastic, e4m3
 from halfbyte.reference.philox import philox4x32
+from halfbyte.sides import Side, both_sides
 from halfbyte.spec import MXFP8, NVFP4, Hadamard
 from halfbyte.verify.compare import difference
 from halfbyte.verify.fingerprint import EXPECTED, fingerprint
@@ -127,26 +128,26 @@ def _rotation() -> str | None:
 
 def _transpose(x: Tensor) -> str | None:
     spec = NVFP4(block=(16, 16))
-    _, col = ops.quantize_row_col(x, spec, spec, backend="reference")
-    direct = ops.quantize(x.T, spec, backend="reference")
+    _, col = ops.quantize_row_col(x, *both_sides(spec, spec), backend="reference")
+    direct = ops.quantize(x.T, Side(spec), backend="reference")
     return same_blocks(col, direct)
 
 
 def _swizzle(x: Tensor) -> str | None:
-    scale = ops.quantize(x, NVFP4(), backend="reference").block_scale
+    scale = ops.quantize(x, Side(NVFP4()), backend="reference").block_scale
     return difference(layout.unswizzle(layout.swizzle(scale), *scale.shape), scale)
 
 
 def _poison(x: Tensor) -> str | None:
     """A NaN scale marks exactly the blocks with a non-finite element; other blocks are what they are without it."""
-    blocks = ops.quantize(x, NVFP4(), backend="reference")
+    blocks = ops.quantize(x, Side(NVFP4()), backend="reference")
     count = blocks.block_scale.shape[1]
     padded = torch.nn.functional.pad(x.float(), (0, count * NVFP4_BLOCK - x.shape[1]))
     poisoned = ~padded.isfinite().unflatten(1, (count, NVFP4_BLOCK)).all(-1)
     nan = torch.tensor(E4M3.nan_code, dtype=torch.uint8)
     marked = torch.eq(blocks.block_scale & 0x7F, nan)
     clean = torch.where(poisoned.repeat_interleave(NVFP4_BLOCK, 1)[:, : x.shape[1]], 0.0, x.float()).to(x.dtype)
-    expected = ops.quantize(clean, NVFP4(), amax=blocks.amax, backend="reference")
+    expected = ops.quantize(clean, Side(NVFP4(), amax=blocks.amax), backend="reference")
     scale = torch.where(poisoned, nan, expected.block_scale)
     return (
         difference(marked, poisoned)
@@ -159,7 +160,7 @@ def _layouts(spec: NVFP4 | MXFP8) -> str | None:
     x = inputs()["ragged"]
     values = []
     for scale_layout in layout.SCALE_LAYOUTS:
-        blocks = ops.quantize(x, spec, **draws(spec, None, CPU), scale_layout=scale_layout, backend="reference")
+        blocks = ops.quantize(x, Side(spec, **draws(spec, None, CPU), scale_layout=scale_layout), backend="reference")
         values.append(ops.dequantize(blocks, spec, x.shape[1], scale_layout=scale_layout, backend="reference"))
     return difference(values[1], values[0])
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from halfbyte import ops, reference
 from halfbyte.formats import NVFP4_E2M1
 from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, amax_shape, matrix_shape
+from halfbyte.sides import Side, both_sides
 from halfbyte.spec import MXFP8, NVFP4, Hadamard, Spec
 from halfbyte.verify.compare import difference, relative_error
 from halfbyte.verify.matrix import ALL_SPECS, FEW, LONG_PAIRS, MAIN_SPECS, MANY, PAIRS, SEED, draws, inputs
@@ -58,14 +59,16 @@ def quantization(device: torch.device, backend: str | None, full: bool) -> Itera
         def check(x=x, spec=spec, layout: str = LINEAR, given: float | None = None) -> str | None:
             amax = _given_amax(x, spec, given)
             expected = ops.quantize(
-                x, spec, **draws(spec, None, CPU), amax=amax, scale_layout=layout, backend="reference"
+                x, Side(spec, **draws(spec, None, CPU), amax=amax, scale_layout=layout), backend="reference"
             )
             actual = ops.quantize(
                 to_device(x, device),
-                spec,
-                **draws(spec, None, device),
-                amax=None if amax is None else amax.to(device),
-                scale_layout=layout,
+                Side(
+                    spec,
+                    **draws(spec, None, device),
+                    amax=None if amax is None else amax.to(device),
+                    scale_layout=layout,
+                ),
                 backend=backend,
             )
             return same_blocks(actual, expected)
@@ -95,7 +98,9 @@ def row_col(device: torch.device, backend: str | None, full: bool) -> Iterator[F
             def check(x=x, row=row, col=col, layout: str = LINEAR) -> str | None:
                 expected, actual = (
                     ops.quantize_row_col(
-                        to_device(x, place), row, col, **draws(row, col, place), scale_layout=layout, backend=which
+                        to_device(x, place),
+                        *both_sides(row, col, **draws(row, col, place), scale_layout=layout),
+                        backend=which,
                     )
                     for place, which in ((CPU, "reference"), (device, backend))
                 )
@@ -116,9 +121,11 @@ def transient(device: torch.device, backend: str | None) -> Iterator[Finding]:
     for pair_name, specs in PAIRS.items():
 
         def check(row=specs[0], col=specs[1]) -> str | None:
-            codes = ops.quantize_row_col(x, row, col, **draws(row, col, CPU), backend="reference")
+            codes = ops.quantize_row_col(x, *both_sides(row, col, **draws(row, col, CPU)), backend="reference")
             values = ops.quantize_row_col(
-                to_device(x, device), row, col, **draws(row, col, device), transient=(True, True), backend=backend
+                to_device(x, device),
+                *both_sides(row, col, **draws(row, col, device), transient=(True, True)),
+                backend=backend,
             )
             for side, spec in enumerate((row, col)):
                 mine, stored = values[side], codes[side]
@@ -155,7 +162,7 @@ def decoding(device: torch.device, backend: str | None) -> Iterator[Finding]:
 
                     def check(x=x, spec=spec, layout=layout, dtype=dtype, cols=cols) -> str | None:
                         blocks = ops.quantize(
-                            x, spec, **draws(spec, None, CPU), scale_layout=layout, backend="reference"
+                            x, Side(spec, **draws(spec, None, CPU), scale_layout=layout), backend="reference"
                         )
                         expected = ops.dequantize(blocks, spec, cols, dtype, layout, backend="reference")
                         moved = Blocks(*(tensor.to(device) for tensor in blocks))
@@ -172,7 +179,7 @@ def transposition(device: torch.device, backend: str | None) -> Iterator[Finding
             continue
 
         def check(x=x) -> str | None:
-            blocks = ops.quantize(x, spec, backend="reference")
+            blocks = ops.quantize(x, Side(spec), backend="reference")
             expected = ops.transpose(blocks.qdata, blocks.block_scale, *x.shape, backend="reference")
             actual = ops.transpose(blocks.qdata.to(device), blocks.block_scale.to(device), *x.shape, backend=backend)
             return difference(actual[0], expected[0]) or difference(actual[1], expected[1])
@@ -226,7 +233,7 @@ def _product_error(device, backend, specs, shape, dtype, extra: str) -> float:
             sides.append(x.to(device))
             exact.append(x.double())
             continue
-        blocks = ops.quantize(x, spec, backend="reference")
+        blocks = ops.quantize(x, Side(spec), backend="reference")
         sides.append(ops.Operand(Blocks(*(t.to(device) for t in blocks)), spec, K))
         decoded = reference.decode(blocks, spec, K)
         values = decoded.values.double()

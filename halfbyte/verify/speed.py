@@ -9,6 +9,7 @@ import torch
 from halfbyte import ops
 from halfbyte.layout import Blocks
 from halfbyte.rng import Philox
+from halfbyte.sides import Side, both_sides
 from halfbyte.spec import NVFP4, Hadamard
 from halfbyte.verify.record import Speed
 from halfbyte.verify.timing import Ceilings, input_sets, measure, measure_alternately
@@ -30,22 +31,22 @@ def speeds(device: torch.device, limits: Ceilings, backend: str | None = None, s
     xs = [torch.randn(size, size, device=device).bfloat16() for _ in range(input_sets(device, 2 * size * size))]
     amax = ops.amax(xs[0], backend)
     stochastic, rotated = NVFP4(rounding="stochastic"), NVFP4(rounding="stochastic", rotation=Hadamard())
-    codes = [ops.quantize(x, NVFP4(), amax=amax, backend=backend) for x in xs]
+    codes = [ops.quantize(x, Side(NVFP4(), amax=amax), backend=backend) for x in xs]
     one = sum(t.numel() for t in codes[0][:2])
     read = 2 * size * size
     cases: tuple[tuple[str, int, Callable], ...] = (
         ("amax", read, lambda x, q: ops.amax(x, backend)),
-        ("quantize 1x16", read + one, lambda x, q: ops.quantize(x, NVFP4(), amax=amax, backend=backend)),
+        ("quantize 1x16", read + one, lambda x, q: ops.quantize(x, Side(NVFP4(), amax=amax), backend=backend)),
         (
             "quantize 1x16 SR",
             read + one,
-            lambda x, q: ops.quantize(x, stochastic, draw=draw, amax=amax, backend=backend),
+            lambda x, q: ops.quantize(x, Side(stochastic, draw=draw, amax=amax), backend=backend),
         ),
         (
             "row SR + col SR RHT16",
             read + 2 * one,
             lambda x, q: ops.quantize_row_col(
-                x, stochastic, rotated, draw=draw, row_amax=amax, col_amax=amax, backend=backend
+                x, *both_sides(stochastic, rotated, draw=draw, row_amax=amax, col_amax=amax), backend=backend
             ),
         ),
         (

@@ -10,6 +10,7 @@ from halfbyte import ops
 from halfbyte.arithmetic import FUNCTIONS
 from halfbyte.kernels.fused import activation, norm
 from halfbyte.nn import LayerNormMLP, forward_shared
+from halfbyte.sides import both_sides
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -64,12 +65,12 @@ def test_two_launches():
     def norm_and_quantize():
         how = following()
         y, _, amaxes = ops.norm(x, weight, None, ops.NormKind(1e-5, False), BF16, how)
-        return ops.quantize_row_col(y, how.row, how.col, row_amax=amaxes.row, col_amax=amaxes.col)
+        return ops.quantize_row_col(y, *both_sides(how.row, how.col, row_amax=amaxes.row, col_amax=amaxes.col))
 
     def activate_and_quantize():
         how = following()
         h, amaxes = ops.activation(x, x, "silu", how)
-        return ops.quantize_row_col(h, how.row, how.col, row_amax=amaxes.row, col_amax=amaxes.col)
+        return ops.quantize_row_col(h, *both_sides(how.row, how.col, row_amax=amaxes.row, col_amax=amaxes.col))
 
     for function in (norm_and_quantize, activate_and_quantize):
         function()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import triton.language as tl
 from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction
 
 from halfbyte.kernels import launch
@@ -88,19 +91,19 @@ class Compiled:
 def program_of(step: Launch):
     """Return step as a function of (slots, numbers, stream, watched)."""
     program = Program()
-    program.values["_3"] = (None, None, None)
     text = f"def repeat(slots, n0, stream, watched):\n    s0, s1 = slots\n    {step.line(program)}"
     exec(text, program.values)
     return program.values["repeat"]
 
 
+KERNEL = SimpleNamespace(__name__="k", constants={"KIND"})
 ARGUMENTS = {"x_ptr": None, "out_ptr": None, "number": Varying(0, 12, 3), "floor": 1e-30, "rows": 7, "KIND": "tensor"}
 
 
 def test_compiled_launch_gets_addresses_numbers_and_stream():
     compiled = Compiled(launch_pdl=True)
     step = Launch(
-        Launched(SimpleNamespace(__name__="k"), compiled, (5, 2), ARGUMENTS, {}),
+        Launched(KERNEL, compiled, (5, 2), ARGUMENTS, {}),
         {"x_ptr": Pointer(0, 0, torch.float32), "out_ptr": Pointer(1, -24, torch.int32)},
     )
     assert step.used == {0, 1} and step.name == "k" and [n.place for n in step.numbers] == [0]
@@ -113,9 +116,60 @@ def test_compiled_launch_gets_addresses_numbers_and_stream():
         assert compiled.calls.pop() == (*wanted, x.data_ptr(), out.data_ptr() - 24, number + 3, 1e-30, 7, None)
 
 
+class Inner(NamedTuple):
+    number: Any
+    other_ptr: Any
+    none: Any = None
+
+
+class Outer(NamedTuple):
+    x_ptr: Any
+    inner: Inner
+    floor: float = 0.5
+
+
+def test_parts_of_arguments_are_passed_like_arguments():
+    """Tuples go as they are nested; one that never changes is made once."""
+    compiled = Compiled()
+    fixed = Outer(2, Inner(3, None), 0.25)
+    arguments = {"moves": Outer(None, Inner(Varying(0, 12, 3), None)), "fixed": fixed, "KIND": Inner(1, 2)}
+    pointers = {"moves.x_ptr": Pointer(0, 8, torch.float32), "moves.inner.other_ptr": Pointer(1, 0, torch.int32)}
+    step = Launch(Launched(KERNEL, compiled, (1,), arguments, {}), pointers)
+    assert step.used == {0, 1} and [n.place for n in step.numbers] == [0]
+    repeat, seen = program_of(step), []
+    for number in (5, 6):
+        x, other = torch.zeros(3), torch.zeros(2)
+        repeat((x, other), number, 0, False)
+        moves, same, kind = compiled.calls.pop()[13:]
+        assert moves == (x.data_ptr() + 8, (number + 3, other.data_ptr(), None), 0.5)
+        assert same == fixed and kind is None
+        seen.append(same)
+    assert seen[0] is seen[1]
+
+
+def test_binder_specializes_no_part_that_is_named():
+    """A stream of 16 or of 1 is compiled as one of 7; other parts and those of another argument are not."""
+
+    def two_kernel(row, col, tiles, SIZE: tl.constexpr): ...
+
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = False
+        kernel = jit(do_not_specialize=["row.inner.number", "tiles"])(two_kernel)
+    backend, x = make_backend(GPUTarget("cuda", 90, 32)), torch.zeros(4)
+    bind = kernel.binder(backend)
+    for number in (1, 7, 16):
+        both = Outer(x, Inner(number, 16, None))
+        bound, told, _ = bind(both, both, Inner(1, 16), SIZE=2)
+        _, signature, constants, attributes = kernel._pack_args(backend, {}, bound, told, None)
+        assert signature["row"] == ("*fp32", ("i32", "i32", "constexpr"), "fp32")
+        assert (1, 1, 0) in attributes if number == 16 else ((1, 1, 0) in constants) == (number == 1)
+        assert (0, 1, 0) not in attributes and (0, 1, 0) not in constants and (0, 1, 1) in attributes
+        assert signature["tiles"][:2] == ("i32", "i32") and (2, 1) not in attributes
+
+
 def test_profiler_is_told_of_repeated_launches(monkeypatch):
     compiled = Compiled()
-    repeat = program_of(Launch(Launched(None, compiled, (5,), {"rows": 7}, {}), {}))
+    repeat = program_of(Launch(Launched(KERNEL, compiled, (5,), {"rows": 7}, {}), {}))
     assert not launch.hooked()
     monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
     assert launch.hooked()
@@ -125,7 +179,7 @@ def test_profiler_is_told_of_repeated_launches(monkeypatch):
 
 
 def test_kernel_that_asks_for_scratch_memory_is_refused():
-    step = Launch(Launched(None, Compiled(global_scratch_size=128), (1,), {}, {}), {})
+    step = Launch(Launched(KERNEL, Compiled(global_scratch_size=128), (1,), {}, {}), {})
     with pytest.raises(AssertionError, match="scratch"):
         program_of(step)
 
@@ -142,7 +196,7 @@ def test_tensor_maps_follow_the_address(monkeypatch):
     compiled.run.launch = wrapped(lambda *arguments: taken.append(arguments), meta)
     shape = Shape.of(TensorDescriptor(torch.zeros(6, 8), [6, 8], [8, 1], [2, 8]))
     arguments = {"desc": shape, "last": 3}
-    step = Launch(Launched(None, compiled, (1,), arguments, {}), {"desc": Pointer(1, 16, torch.float32)})
+    step = Launch(Launched(KERNEL, compiled, (1,), arguments, {}), {"desc": Pointer(1, 16, torch.float32)})
     repeat, kept = program_of(step), [torch.zeros(64) for _ in range(launch.MAX_MAPS + 1)]
     for tensor in (kept[0], kept[1], kept[0]):
         repeat((None, tensor), 0, 0, False)

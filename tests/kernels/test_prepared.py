@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
+import triton.language as tl
 from record_checks import SIZE, Counted, add, add_kernel, check, no_records, reason, values
 
 from halfbyte.kernels import launch, prepared
+from halfbyte.kernels.launch import jit
 
 pytestmark = pytest.mark.usefixtures("no_records")
 __all__ = ["no_records"]
@@ -25,6 +28,44 @@ def test_numbers_and_memory_of_the_call():
     assert reason() is None
     assert prepared.call(function, (), (values(),), (0, 0))[1] == "value"
     assert prepared.call(function, (), (values(),), (0, 0))[1] == "value"
+
+
+class Sum(NamedTuple):
+    x_ptr: torch.Tensor
+    number: int
+    more_ptr: torch.Tensor | None
+    fixed: int = 2
+
+
+@jit(do_not_specialize=["whole.number"])
+def sum_kernel(whole, out_ptr, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    total = tl.load(whole.x_ptr + i) + whole.number * whole.fixed
+    if whole.more_ptr is not None:
+        total += tl.load(whole.more_ptr + i)
+    tl.store(out_ptr + i, total)
+
+
+def test_parts_of_arguments_are_those_of_the_call():
+    def function(static, tensors, numbers):
+        x, more = tensors
+        outs = torch.empty(2, SIZE)
+        sum_kernel[(1,)](Sum(x[SIZE:], numbers[0] + 3, more), outs[1], SIZE=SIZE)
+        sum_kernel[(1,)](Sum(x, 5, None), outs[0], SIZE=SIZE)
+        return (outs,), None
+
+    check(function, *(((values(i, 2 * SIZE), values(-i)), (10 * i,)) for i in range(3)))
+    assert reason() is None
+
+
+def test_part_that_a_kernel_is_compiled_for():
+    def function(static, tensors, numbers):
+        out = torch.empty(SIZE)
+        sum_kernel[(1,)](Sum(tensors[0], 1, None, numbers[0]), out, SIZE=SIZE)
+        return (out,), None
+
+    check(function, ((values(),), (3,)), ((values(),), (4,)), runs=2)
+    assert "whole.fixed" in reason()
 
 
 def test_views_are_found_by_their_offset():

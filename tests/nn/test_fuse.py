@@ -80,9 +80,9 @@ def test_amaxes_and_the_quantization_are_shared(monkeypatch):
     seen = []
     original = ops.quantize_row_col
 
-    def spy(t, *specs, **options):
-        seen.append((tuple(t.shape), options["row_amax"] is not None, options["col_amax"] is not None))
-        return original(t, *specs, **options)
+    def spy(t, *sides, **options):
+        seen.append((tuple(t.shape), *(side is not None and side.amax is not None for side in sides)))
+        return original(t, *sides, **options)
 
     monkeypatch.setattr(ops, "quantize_row_col", spy)
     with torch.no_grad():
@@ -392,9 +392,9 @@ def test_of_two_norms_before_one_mlp_the_one_that_it_reads_is_fused(order, monke
     assert type(block.post_attention_layernorm) is nn.RMSNorm
     seen, original = [], ops.quantize_row_col
 
-    def spy(t, *specs, **options):
-        seen.append((t.shape[0], options["row_amax"] is not None))
-        return original(t, *specs, **options)
+    def spy(t, row, col, **options):
+        seen.append((t.shape[0], row is not None and row.amax is not None))
+        return original(t, row, col, **options)
 
     monkeypatch.setattr(ops, "quantize_row_col", spy)
     assert torch.allclose(block(x), expected, atol=1e-5)

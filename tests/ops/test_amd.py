@@ -13,6 +13,7 @@ from halfbyte import cli, ops
 from halfbyte.kernels.device.decode import INTERPRETED
 from halfbyte.kernels.target import INTERPRETER, amd, find, nvidia, target_of
 from halfbyte.ops.backends import _cached_status, choose
+from halfbyte.sides import Side
 from halfbyte.train import auto
 from halfbyte.verify import command, plan, record
 from halfbyte.verify.record import Verification
@@ -101,7 +102,7 @@ def test_force_is_a_value(machine):
 
 def test_there_is_nothing_to_force_elsewhere(machine):
     with pytest.raises(ValueError, match="backend='portable': Triton kernels need a CUDA GPU, not cpu; use backend="):
-        ops.quantize(torch.zeros(4, 16), hb.NVFP4(), backend="portable")
+        ops.quantize(torch.zeros(4, 16), Side(hb.NVFP4()), backend="portable")
     machine(H200)
     with pytest.raises(ValueError, match="backend='portable': the kernels of sm_90 run without it"):
         choose(GPU, "portable")

@@ -120,7 +120,9 @@ def test_weights_of_experts(spec, scale_layout):
 def test_an_amax_of_the_caller_is_used():
     x, offsets = tokens(RAGGED, 0), ends(RAGGED)
     amax = torch.arange(1.0, 6.0)
-    row, col = hb.ops.grouped_quantize_row_col(x, offsets, hb.NVFP4(), hb.NVFP4(), row_amax=amax, col_amax=2 * amax)
+    row, col = hb.ops.grouped_quantize_row_col(
+        x, offsets, *both_sides(hb.NVFP4(), hb.NVFP4(), row_amax=amax, col_amax=2 * amax)
+    )
     assert row.amax is amax
     for g, rows in enumerate(slices(RAGGED)):
         want_row, want_col = quantize_row_col(
@@ -184,7 +186,7 @@ class TestOps:
         opcheck(HB.grouped_dequantize, (*row.blocks, offsets, spec.key, COLS, torch.bfloat16, scale_layout, ""))
         w = torch.randn(5, 24, COLS)
         side = (*row.blocks, spec.key, scale_layout)
-        w_blocks = hb.ops.grouped_quantize_row_col(w, None, spec, None, scale_layout=scale_layout)[0]
+        w_blocks = hb.ops.grouped_quantize_row_col(w, None, *both_sides(spec, None, scale_layout=scale_layout))[0]
         experts = (*w_blocks, spec.key, scale_layout)
         opcheck(HB.grouped_dequantize, (*w_blocks, None, spec.key, COLS, torch.float32, scale_layout, ""))
         opcheck(HB.grouped_gemm_nt, (*side, *experts, COLS, offsets, torch.bfloat16, ""))

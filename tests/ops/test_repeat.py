@@ -15,7 +15,7 @@ import halfbyte as hb
 from halfbyte import ops, reference
 from halfbyte.kernels import prepared
 from halfbyte.ops import repeat
-from halfbyte.sides import both_sides
+from halfbyte.sides import Side, both_sides
 
 pytestmark = pytest.mark.usefixtures("kernels")
 __all__ = ["kernels"]
@@ -62,7 +62,7 @@ def test_quantize(spec):
     def call(given, i):
         amax = torch.tensor(20.0 + i) if spec == hb.NVFP4() and given else None
         layout = "swizzled_32_4_4" if given else "linear"
-        return ops.quantize(data(i, 20, 48), spec, **places(i), amax=amax, scale_layout=layout)
+        return ops.quantize(data(i, 20, 48), Side(spec, **places(i), amax=amax, scale_layout=layout))
 
     for given in (False, True):
         check_repeats(partial(call, given))
@@ -71,14 +71,17 @@ def test_quantize(spec):
 @pytest.mark.parametrize("transient", [False, True])
 @pytest.mark.parametrize("pair", list(dict.fromkeys(PAIRS)), ids=lambda p: " ".join(s.key if s else "-" for s in p))
 def test_quantize_row_col(pair, transient):
-    check_repeats(lambda i: ops.quantize_row_col(data(i, 17, 33), *pair, **places(i), transient=(transient,) * 2), (1,))
+    check_repeats(
+        lambda i: ops.quantize_row_col(data(i, 17, 33), *both_sides(*pair, **places(i), transient=(transient,) * 2)),
+        (1,),
+    )
 
 
 @pytest.mark.parametrize("pair", [(TILE, TILE), (hb.NVFP4(), RHT)], ids=["tiles", "rotated"])
 def test_quantize_row_col_with_amaxes_of_both(pair):
     def call(i):
         amaxes = {"row_amax": torch.tensor(9.0 + i), "col_amax": torch.tensor(9.0 + 2 * i)}
-        return ops.quantize_row_col(data(i, 32, 48), *pair, **amaxes, **places(i))
+        return ops.quantize_row_col(data(i, 32, 48), *both_sides(*pair, **amaxes, **places(i)))
 
     check_repeats(call)
 
@@ -90,8 +93,8 @@ def test_streams_beyond_32_bits(spec):
         prepared._RECORDS.clear()
         for stream in order:
             x, draws = data(1, 16, 64), {k: draw._replace(stream=stream) for k, draw in places(0).items()}
-            same(ops.quantize(x, spec, **draws), reference.quantize(x, spec, **draws))
-    check_repeats(lambda i: ops.quantize(data(i, 16, 64), spec, **places(i, LARGE)))
+            same(ops.quantize(x, Side(spec, **draws)), reference.quantize(x, spec, **draws))
+    check_repeats(lambda i: ops.quantize(data(i, 16, 64), Side(spec, **places(i, LARGE))))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -103,7 +106,7 @@ def test_amax(dtype):
 def test_dequantize(spec):
     def call(layout, i):
         with anew():
-            blocks = ops.quantize(data(i, 20, 40), spec, scale_layout=layout)
+            blocks = ops.quantize(data(i, 20, 40), Side(spec, scale_layout=layout))
         return ops.dequantize(blocks, spec, 40, torch.bfloat16, layout)
 
     for layout in ("linear", "swizzled_32_4_4"):
@@ -113,7 +116,7 @@ def test_dequantize(spec):
 def test_transpose():
     def call(i):
         with anew():
-            blocks = ops.quantize(data(i, 32, 48), TILE)
+            blocks = ops.quantize(data(i, 32, 48), Side(TILE))
         return ops.transpose(blocks.qdata, blocks.block_scale, 32, 48)
 
     check_repeats(call)
@@ -149,7 +152,7 @@ def test_gemm_nt(case, monkeypatch):
         for spec, rows, seed in ((specs[0], 20, i), (specs[1], 24, i + 7)):
             x = data(seed, rows, K)
             with anew():
-                blocks = None if spec is None else ops.quantize(x, spec)
+                blocks = None if spec is None else ops.quantize(x, Side(spec))
             sides.append(x if blocks is None else ops.Operand(blocks, spec, K))
         if "bias" in made:
             made["bias"] = data(i + 3, 24)
@@ -207,16 +210,18 @@ LONG = ((hb.NVFP4(), RHT), (SR, SR))
     ids=str,
 )
 def test_grouped_quantize_row_col(pair):
-    check_repeats(lambda i: ops.grouped_quantize_row_col(data(i, 32, 48), offsets(i), *pair, **places(i)))
-    check_repeats(lambda i: ops.grouped_quantize_row_col(data(i, 3, 16, 32), None, *pair, **places(i)), (1,))
+    check_repeats(lambda i: ops.grouped_quantize_row_col(data(i, 32, 48), offsets(i), *both_sides(*pair, **places(i))))
+    check_repeats(
+        lambda i: ops.grouped_quantize_row_col(data(i, 3, 16, 32), None, *both_sides(*pair, **places(i))), (1,)
+    )
 
 
 @lru_cache(maxsize=4)
 def grouped_operands(i: int):
     """Return tokens and experts, and both operands of a product whose groups split the contraction."""
-    tokens, tokens_col = ops.grouped_quantize_row_col(data(i, 32, 32), offsets(i), hb.NVFP4(), RHT)
-    experts, _ = ops.grouped_quantize_row_col(data(i + 1, 3, 16, 32), None, TILE, None)
-    _, dy = ops.grouped_quantize_row_col(data(i + 2, 32, 16), offsets(i), None, RHT)
+    tokens, tokens_col = ops.grouped_quantize_row_col(data(i, 32, 32), offsets(i), *both_sides(hb.NVFP4(), RHT))
+    experts, _ = ops.grouped_quantize_row_col(data(i + 1, 3, 16, 32), None, *both_sides(TILE, None))
+    _, dy = ops.grouped_quantize_row_col(data(i + 2, 32, 16), offsets(i), *both_sides(None, RHT))
     sides = (tokens, hb.NVFP4(), 32), (experts, TILE, 32), (dy, RHT, 32), (tokens_col, RHT, 32)
     return [ops.Operand(*side) for side in sides]
 
@@ -251,9 +256,9 @@ def test_empty_tensors(shape):
     for spec in (hb.NVFP4(), RHT, TILE, hb.MXFP8()):
         for pair in ((spec, spec), (spec, None), (None, spec)):
             for _ in range(2):
-                given = ops.quantize_row_col(torch.empty(shape), *pair)
+                given = ops.quantize_row_col(torch.empty(shape), *both_sides(*pair))
                 with anew():
-                    same(given, ops.quantize_row_col(torch.empty(shape), *pair))
+                    same(given, ops.quantize_row_col(torch.empty(shape), *both_sides(*pair)))
     a, b = torch.empty(shape, dtype=torch.bfloat16), data(0, 24, shape[1])
     for _ in range(2):
         for bias in (None, data(1, 24)):
@@ -293,7 +298,10 @@ def test_memory_of_other_kinds(order):
         for i in (0, 1):
             for kind in order:
                 x = data(i, 32, 48)
-                same(ops.quantize_row_col(kind(x), spec, spec), reference.quantize_row_col(x, *both_sides(spec, spec)))
+                same(
+                    ops.quantize_row_col(kind(x), *both_sides(spec, spec)),
+                    reference.quantize_row_col(x, *both_sides(spec, spec)),
+                )
 
 
 def test_one_tensor_in_several_places():

@@ -15,6 +15,7 @@ import halfbyte as hb
 from halfbyte import layout, ops
 from halfbyte.reference import cast, philox
 from halfbyte.reference import eden as eden_scales
+from halfbyte.sides import Side
 
 X = make("normal", (33, 80), torch.bfloat16, 9)
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -204,4 +205,4 @@ def test_a_rotation_without_its_kernel_is_refused_too(monkeypatch, signs):
 
 def test_a_draw_that_is_missing_is_named():
     with pytest.raises(ValueError, match=r"rng=None: .*rng=hb\.Philox"):
-        ops.quantize(X, EDEN)
+        ops.quantize(X, Side(EDEN))

@@ -41,8 +41,8 @@ def test_transient_values_are_the_decoded_codes(pair, shape):
     specs = PAIRS[pair]
     x = matrix(*shape) if shape[0] else torch.empty(shape)
     draw = hb.Philox(3, 8).on(torch.device("cpu"))
-    codes = ops.quantize_row_col(x, *specs, draw=draw)
-    values = ops.quantize_row_col(x, *specs, draw=draw, transient=(True, True))
+    codes = ops.quantize_row_col(x, *both_sides(*specs, draw=draw))
+    values = ops.quantize_row_col(x, *both_sides(*specs, draw=draw, transient=(True, True)))
     for mine, stored, spec, cols in zip(values, codes, specs, (shape[1], shape[0]), strict=True):
         expected = reference.decode(stored, spec, cols)
         assert mine.block_scale.numel() == 0

@@ -9,6 +9,7 @@ from tensor_cases import MX, ROW, SPECS, TILE, assert_same, make, values
 import halfbyte as hb
 from halfbyte import ops
 from halfbyte.layout import LINEAR, SWIZZLED_32_4_4
+from halfbyte.sides import Side
 from halfbyte.tensor.quant_tensor import describe
 
 
@@ -57,7 +58,7 @@ class TestQuantize:
         for spec, amax in ((ROW, torch.tensor(2.0)), (SPECS["row"], torch.linspace(1, 4, 40))):
             q = hb.quantize(x.view(4, 10, 72), spec, amax=amax)
             assert torch.equal(q.amax, amax)
-            expected = ops.quantize(x, spec, amax=amax)
+            expected = ops.quantize(x, Side(spec, amax=amax))
             assert torch.equal(q.qdata, expected.qdata)
         for spec, amax in ((ROW, torch.ones(1)), (SPECS["row"], torch.tensor(1.0)), (SPECS["row"], torch.ones(41))):
             with pytest.raises(ValueError, match=rf"amax.shape=.*outer='{spec.outer}'"):

@@ -25,6 +25,7 @@ from torch import Tensor
 import halfbyte as hb
 from halfbyte import layout, ops
 from halfbyte.layout import SWIZZLED_32_4_4
+from halfbyte.sides import Side
 from halfbyte.tensor import DequantizeWarning, QuantTensor
 from halfbyte.tensor.quant_tensor import describe
 
@@ -36,7 +37,7 @@ class TestWhatItHolds:
     def test_inner_tensors_are_the_ops_bytes(self, spec, scale_layout, shape):
         x = values(*shape)
         draw, sign_draw = hb.Philox(0, 1).on(x.device), hb.Philox(0, 2).on(x.device)
-        blocks = ops.quantize(x, spec, draw=draw, sign_draw=sign_draw, scale_layout=scale_layout)
+        blocks = ops.quantize(x, Side(spec, draw=draw, sign_draw=sign_draw, scale_layout=scale_layout))
         q = make(spec, *shape, scale_layout=scale_layout)
         assert q.shape == x.shape and q.dtype == x.dtype and q.spec == spec and q.scale_layout == scale_layout
         assert q.group_offsets is None and not q.requires_grad

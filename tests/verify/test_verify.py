@@ -65,9 +65,9 @@ def test_copies_to_a_device_keep_their_strides():
     assert torch.equal(kernels.to_device(x, CPU), x)
 
 
-def one_wrong_nibble(x, spec, **options):
-    blocks = quantization.quantize(x, spec, **options)
-    if options["backend"] != "reference" and blocks.qdata.numel():
+def one_wrong_nibble(x, side, backend):
+    blocks = quantization.quantize(x, side, backend)
+    if backend != "reference" and blocks.qdata.numel():
         blocks.qdata[0, 0] ^= 1
     return blocks
 

@@ -62,9 +62,9 @@ def packed_amax_kernel(
             if plain_ptr is not None:
                 plain = mg.raised(plain, mg.largest_pair(x))
             if rotated_ptr is not None:
-                halves = ra.column_halves(x, True)
-                top = rw.nan_max(top, rw.largest_rotated(halves[0], flips))
-                top = rw.nan_max(top, rw.largest_rotated(halves[1], flips))
+                low, high = ra.column_halves(x, True)
+                top = rw.nan_max(top, rw.largest_rotated(low, flips))
+                top = rw.nan_max(top, rw.largest_rotated(high, flips))
         # The factor and the rounding keep the order: they are applied to the maxima alone.
         bits = mg.magnitude_bits(dc.cast(tl.fma(top, RULE.norm, 0.0), tl.bfloat16))
         plain_bits = mg.larger_bits(plain)

@@ -5,6 +5,8 @@ A thread holds whole groups of values, of as many columns as fit into its regist
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -48,25 +50,33 @@ def narrowed(x, NARROW: tl.constexpr):
     return pm.to_fp32(cast(x, tl.bfloat16))
 
 
-@jit(do_not_specialize=("sign_stream", "strips", "parts", "programs"))
+class Split(NamedTuple):
+    """How programs share x: strips of columns, parts of the groups of rows in each, and how many there are together."""
+
+    strips: int
+    parts: int
+    programs: int
+
+
+@jit(do_not_specialize=("sign_stream", "split"))
 def amax_rotated_kernel(
-    x_ptr, out_ptr, plain_ptr, space_ptr, sign_ptr, sign_stream, rows, cols, stride_r, stride_c, strips, parts,
-    programs, RULE: tl.constexpr, BOTH: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr,
-    T: tl.constexpr, VEC: tl.constexpr, PARTIAL: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, out_ptr, plain_ptr, space_ptr, sign_ptr, sign_stream, rows, cols, stride_r, stride_c, split,
+    RULE: tl.constexpr, BOTH: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr, T: tl.constexpr,
+    VEC: tl.constexpr, PARTIAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """amax of x.T after a rotation along its rows, or of the rows of that (out zero before); with BOTH that of x too.
 
-    A program takes a strip of T columns (PACKED: words of two) and every parts-th group of rows in it. PARTIAL: what
-    each program finds is an output, out and plain [programs]; a program without a group finds 0. For a large x it is
-    not placed while the kernel before it drains: that cost 7 %.
+    A program takes a strip of T columns (PACKED: words of two) and, in it, every split.parts-th group of rows. PARTIAL:
+    what each program finds is an output, out and plain [programs]; a program without a group finds 0. For a large x it
+    is not placed while the kernel before it drains: that cost 7 %.
     """
     overlap.begin(OVERLAP)
     SIZE: tl.constexpr = RULE.group
     NARROW: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
     SHARE: tl.constexpr = 2 if PACKED else 1
-    strip = tl.program_id(0) % strips
-    first = (tl.program_id(0) // strips).to(tl.int64) * SIZE
-    step = tl.cast(parts, tl.int64) * SIZE
+    strip = tl.program_id(0) % split.strips
+    first = (tl.program_id(0) // split.strips).to(tl.int64) * SIZE
+    step = tl.cast(split.parts, tl.int64) * SIZE
     end = tl.cast(rows, tl.int64)
     # The hint keeps a thread's share of a row at VEC lines, so that it holds all rows of a group.
     line = strip.to(tl.int64) * T + tl.max_contiguous(tl.arange(0, T), VEC)
@@ -89,9 +99,12 @@ def amax_rotated_kernel(
                 plain = mg.raised(plain, mg.largest_pair(x))
             else:
                 plain = tl.maximum(plain, tl.max(mg.magnitude_bits(x), axis=1).to(tl.uint32))
-        top = rw.nan_max(top, rw.largest_rotated(narrowed(halves[0], NARROW), flips))
-        if PACKED:
-            second = rw.nan_max(second, rw.largest_rotated(narrowed(halves[1], NARROW), flips))
+        for k in tl.static_range(SHARE):
+            found = rw.largest_rotated(narrowed(halves[k], NARROW), flips)
+            if k == 0:
+                top = rw.nan_max(top, found)
+            else:
+                second = rw.nan_max(second, found)
     # The factor and the rounding keep the order: they are applied to the maxima alone.
     bits = mg.magnitude_bits(cast(tl.fma(top, RULE.norm, 0.0), tl.bfloat16))
     more = mg.magnitude_bits(cast(tl.fma(second, RULE.norm, 0.0), tl.bfloat16))
@@ -127,7 +140,7 @@ def amax_rotated_kernel(
         for i in tl.static_range(len(maxima)):
             tl.store(outs[i] + tl.program_id(0), maxima[i].to(tl.float32, bitcast=True))
     elif len(maxima) > 0:
-        rm.publish(maxima, outs, space_ptr, programs)
+        rm.publish(maxima, outs, space_ptr, split.programs)
 
 
 def launch_rotated(choice: Choice, sign_draw: Draw | None) -> tuple[Tensor, Tensor]:
@@ -154,9 +167,7 @@ def launch_rotated(choice: Choice, sign_draw: Draw | None) -> tuple[Tensor, Tens
         rows,
         cols,
         *x.stride(),
-        strips,
-        parts,
-        strips * parts,
+        Split(strips, parts, strips * parts),
         **choice.constants,
         enable_fp_fusion=False,
     )

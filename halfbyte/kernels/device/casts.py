@@ -10,11 +10,14 @@ Triton says in several, it is inline assembly beside the portable form, which se
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from halfbyte import formats
 from halfbyte.kernels.device.ptx import has_ptx
+from halfbyte.layout import ceil_div
 from halfbyte.rng import HADAMARD_SIGN_BITS
 
 FLT_MAX = tl.constexpr(formats.FLT_MAX)
@@ -29,13 +32,13 @@ MAGIC_SEVEN = tl.constexpr(0x4B000007)  # the bits of 2^23 + 7
 PACK_BIAS = tl.constexpr(0xFB000000)  # what the exponents of 8 magic numbers add to a packed word: 0x4B000000 * 0x11
 
 # Four fp32 values to four bytes: two conversions, each of the upper and the lower operand, joined.
-FP8_CONVERSION = tl.constexpr(
-    tuple(
+E4M3_WORD, E5M2_WORD = (
+    tl.constexpr(
         "{.reg .b16 low, high;"
         f"cvt.rn.satfinite.{name}x2.f32 low, $2, $1; cvt.rn.satfinite.{name}x2.f32 high, $4, $3;"
         "mov.b32 $0, {low, high};}"
-        for name in ("e4m3", "e5m2")
     )
+    for name in ("e4m3", "e5m2")
 )
 
 WORDS = tl.constexpr((tl.uint32, tl.uint32, tl.uint32, tl.uint32))  # what inline assembly with four outputs returns
@@ -108,7 +111,7 @@ def e4m3_positive(code):
 def fp8_word(x0, x1, x2, x3, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
     """Return four E4M3 or E5M2 codes, nearest even and saturating, in a uint32 with x0 in the low byte."""
     if HARDWARE:
-        CONVERT: tl.constexpr = FP8_CONVERSION[0] if E4M3 else FP8_CONVERSION[1]
+        CONVERT: tl.constexpr = E4M3_WORD if E4M3 else E5M2_WORD
         return tl.inline_asm_elementwise(CONVERT, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1)
     xs = (x0, x1, x2, x3)
     word = x0.to(tl.uint32, bitcast=True) & 0
@@ -363,10 +366,24 @@ def quotient_by(x, d, r):
     return tl.fma(r, tl.fma(q, -d, x), q)
 
 
+class Divisor(NamedTuple):
+    """A number by which kernels divide: Granlund and Montgomery's multiplication, 30 bits wide."""
+
+    count: int
+    magic: int
+    shift: int
+
+    @classmethod
+    def of(cls, count: int) -> Divisor:
+        """Return what dividing by `count` takes."""
+        bits = (count - 1).bit_length()
+        return cls(count, ceil_div(1 << (30 + bits), count), 30 + bits)
+
+
 @triton.jit
-def divide(n, magic, shift):
-    """Return n // d for 0 <= n < 2^30, with (magic, shift) of `quantize.divisor(d)`."""
-    return ((n.to(tl.int64) * magic) >> shift).to(tl.int32)
+def divide(n, by):
+    """Return n // by.count for 0 <= n < 2^30; by: a Divisor."""
+    return ((n.to(tl.int64) * by.magic) >> by.shift).to(tl.int32)
 
 
 @triton.jit

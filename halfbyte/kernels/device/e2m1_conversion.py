@@ -24,7 +24,7 @@ def converted_word(xs, START: tl.constexpr, encode):
     return tl.inline_asm_elementwise(
         E2M1_CONVERSION,
         "=r,f,f,f,f,f,f,f,f",
-        [vs[0], vs[1], vs[2], vs[3], vs[4], vs[5], vs[6], vs[7]],
+        vs,
         dtype=tl.uint32,
         is_pure=True,
         pack=1,

@@ -43,7 +43,7 @@ def e2m1_pair_kernel(x_ptr, random_ptr, ours_ptr, theirs_ptr, STOCHASTIC: tl.con
         theirs = tl.inline_asm_elementwise(
             STOCHASTIC_CONVERSION,
             "=r,f,f,f,f,f,f,f,f,r,r",
-            [xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], xs[6], xs[7], random[0], random[1]],
+            xs + random,
             dtype=tl.uint32,
             is_pure=True,
             pack=1,

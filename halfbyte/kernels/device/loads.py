@@ -44,12 +44,12 @@ def lines_from(i_row, rows, RULE: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def load_row_pairs(x_ptr, i_row, i_group, rows, cols, stride_r, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
+def load_row_pairs(x, i_row, i_group, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
     """Return RULE.group / 2 words [R, N], two bf16 values each, of N groups of R rows of a packed x."""
-    row = rows_of_tile(i_row, rows, RULE, R)
+    row = rows_of_tile(i_row, x.rows, RULE, R)
     o_word = (i_group + tl.arange(0, N)) * (RULE.group // 2)
-    word_ptr = (x_ptr + tl.cast(i_row, tl.int64) * stride_r).to(tl.pointer_type(tl.uint32))
-    o_row = lines_from(i_row, rows, RULE, R).to(tl.int64) * (stride_r // 2)
+    word_ptr = (x.ptr + tl.cast(i_row, tl.int64) * x.stride_r).to(tl.pointer_type(tl.uint32))
+    o_row = lines_from(i_row, x.rows, RULE, R).to(tl.int64) * (x.stride_r // 2)
     if RULE.along:  # groups lead: of dimensions that are not contiguous the compiler lays lanes along the first
         first = word_ptr + o_row[None, :, None]
     else:
@@ -59,18 +59,18 @@ def load_row_pairs(x_ptr, i_row, i_group, rows, cols, stride_r, RULE: tl.constex
         four = piece * 4 + tl.arange(0, 4)
         if RULE.along:
             word = o_word[:, None, None] + four[None, None, :]
-            inside = (row < rows)[None, :, None] & (word * 2 < cols)
+            inside = (row < x.rows)[None, :, None] & (word * 2 < x.cols)
             loaded = tl.permute(masked_load(first + word, inside, RULE.full), (1, 0, 2))
         else:
             word = o_word[None, :, None] + four[None, None, :]
-            inside = (row < rows)[:, None, None] & (word * 2 < cols)
+            inside = (row < x.rows)[:, None, None] & (word * 2 < x.cols)
             loaded = masked_load(first + word, inside, RULE.full)
         words = words + pm.split_four(loaded, R, N)
     return words
 
 
 @triton.jit
-def load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, RULE: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
+def load_col_pairs(x, i_group, i_col, RULE: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
     """Return RULE.group tuples of RULE.words words [N, C / words / 2], two columns each: a packed x by columns."""
     COUNT: tl.constexpr = RULE.words
     SHARE: tl.constexpr = C // (2 * COUNT)
@@ -79,19 +79,19 @@ def load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, RULE: tl.constex
     # Halved, columns hide from the compiler that single words lie together: its layout then keeps the groups of a
     # column in one warp, where scales need no shared memory.
     word = ((i_col + 2 * COUNT * tl.arange(0, SHARE)) // 2)[:, None] + tl.arange(0, COUNT)[None, :]
-    stride = tl.cast(stride_r, tl.int64) // 2
-    first = x_ptr.to(tl.pointer_type(tl.uint32)) + i_group * SIZE * stride
+    stride = tl.cast(x.stride_r, tl.int64) // 2
+    first = x.ptr.to(tl.pointer_type(tl.uint32)) + i_group * SIZE * stride
     first = first + row.to(tl.int64)[:, None, None] * stride + word[None, :, :]
-    left = (rows - i_group * SIZE - row)[:, None, None]
-    in_col = (word * 2 < cols)[None, :, :]
+    left = (x.rows - i_group * SIZE - row)[:, None, None]
+    in_col = (word * 2 < x.cols)[None, :, :]
     if RULE.clamped:
         # One branch of a program in place of a comparison for every row.
-        if i_group * SIZE + N * SIZE <= rows:
-            loaded = load_rows(first, stride_r, left, in_col, True, True, SIZE)
+        if i_group * SIZE + N * SIZE <= x.rows:
+            loaded = load_rows(first, x.stride_r, left, in_col, True, True, SIZE)
         else:
-            loaded = load_rows(first, stride_r, left, in_col, False, True, SIZE)
+            loaded = load_rows(first, x.stride_r, left, in_col, False, True, SIZE)
     else:
-        loaded = load_rows(first, stride_r, left, in_col, RULE.full, False, SIZE)
+        loaded = load_rows(first, x.stride_r, left, in_col, RULE.full, False, SIZE)
     out = ()
     for i in tl.static_range(SIZE):
         if COUNT == 4:

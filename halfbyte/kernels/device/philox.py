@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -35,17 +37,33 @@ def philox(c0, c1, c2, c3, k0, k1):
     return c0, c1, c2, c3
 
 
+class Base(NamedTuple):
+    """A Draw's base, int64."""
+
+    seed: Any
+    offset: Any
+
+
+class Key(NamedTuple):
+    """Words of a seed and an offset, uint32: half the counter and the key of what is drawn."""
+
+    seed_low: Any
+    seed_high: Any
+    offset_low: Any
+    offset_high: Any
+
+
 @triton.jit
 def load_base(base_ptr):
-    """Return (seed, offset) of a Draw's int64 [2] base."""
-    return tl.load(base_ptr), tl.load(base_ptr + 1)
+    """Return the Base at int64 [2]."""
+    return Base(tl.load(base_ptr), tl.load(base_ptr + 1))
 
 
 @triton.jit
 def words_of(base, stream):
-    """Return (seed lo, seed hi, offset lo, offset hi) as uint32 of `load_base` and a Draw's stream."""
-    offset = base[1] + stream
-    return low_word(base[0]), high_word(base[0]), low_word(offset), high_word(offset)
+    """Return the Key of a Base and a Draw's stream."""
+    offset = base.offset + stream
+    return Key(low_word(base.seed), high_word(base.seed), low_word(offset), high_word(offset))
 
 
 @triton.jit
@@ -67,11 +85,11 @@ def high_word(x):
 @triton.jit
 def block_words(block, key):
     """Return the four Philox words of each block; block int64, key from draw_words."""
-    return philox(low_word(block), high_word(block), key[2], key[3], key[0], key[1])
+    return philox(low_word(block), high_word(block), key.offset_low, key.offset_high, key.seed_low, key.seed_high)
 
 
 @triton.jit
 def sign_words(key):
     """Return the 128 sign bits of a fresh rotation as four uint32."""
-    zero = key[0] & 0
-    return philox(zero, zero, key[2], key[3] ^ 0x80000000, key[0], key[1])
+    zero = key.seed_low & 0
+    return philox(zero, zero, key.offset_low, key.offset_high ^ 0x80000000, key.seed_low, key.seed_high)

@@ -21,8 +21,8 @@ def sign_flips(sign_ptr, sign_stream, SIZE: tl.constexpr, FRESH: tl.constexpr):
     """Return uint32 [SIZE]: the sign bit where the Hadamard sign of an element is minus."""
     i = tl.arange(0, SIZE)
     if FRESH:
-        words = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
-        low, high = tl.where(i & 32 == 0, words[0], words[1]), tl.where(i & 32 == 0, words[2], words[3])
+        first, second, third, fourth = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
+        low, high = tl.where(i & 32 == 0, first, second), tl.where(i & 32 == 0, third, fourth)
         bit = tl.where(i & 64 == 0, low, high) >> (i & 31).to(tl.uint32)
     else:
         bit = tl.full((SIZE,), pm.SIGN_BITS, tl.uint32) >> (i & 15).to(tl.uint32)

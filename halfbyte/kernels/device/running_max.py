@@ -69,11 +69,18 @@ def wanted_of(row: str, col: NVFP4 | None) -> Wanted:
     return Wanted(row, "rotated", size, f32(size**-0.5), col.needs_sign_rng)
 
 
-def allocate_amaxes(wanted: Wanted, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return unwritten (row amax, col amax); empty where nothing is wanted, zero for a tensor without elements."""
+class AmaxPair(NamedTuple):
+    """Of a tensor and of its transpose, fp32."""
+
+    row: Tensor
+    col: Tensor
+
+
+def allocate_amaxes(wanted: Wanted, rows: int, device: torch.device) -> AmaxPair:
+    """Return unwritten amaxes; empty where nothing is wanted, zero for a tensor without elements."""
     shapes = (rows,) if wanted.row == "row" else () if wanted.row else (0,), () if wanted.col else (0,)
     row, col = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
-    return row, col
+    return AmaxPair(row, col)
 
 
 @lru_cache(maxsize=64)
@@ -239,18 +246,18 @@ def publish(maxima, outs, space_ptr, programs):
 
 
 @triton.jit
-def publish_wanted(m_plain, m_rotated, row_ptr, col_ptr, space_ptr, programs, WANTED: tl.constexpr):
+def publish_wanted(m_plain, m_rotated, amaxes, space_ptr, programs, WANTED: tl.constexpr):
     """Publish the maxima of one tensor that are wanted."""
     maxima = ()
     outs = ()
     if WANTED.row == "tensor":
         maxima = maxima + (m_plain,)
-        outs = outs + (row_ptr,)
+        outs = outs + (amaxes.row,)
     if WANTED.col == "plain":
         maxima = maxima + (m_plain,)
-        outs = outs + (col_ptr,)
+        outs = outs + (amaxes.col,)
     if WANTED.col == "rotated":
         maxima = maxima + (m_rotated,)
-        outs = outs + (col_ptr,)
+        outs = outs + (amaxes.col,)
     if len(maxima) > 0:
         publish(maxima, outs, space_ptr, programs)

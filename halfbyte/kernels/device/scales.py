@@ -6,7 +6,7 @@ where blocks lie along rows and [blocks, columns] where they lie along columns.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -71,6 +71,24 @@ class Constants(NamedTuple):
     unit: float
 
 
+class Factors(NamedTuple):
+    """What an amax gives (section 3), scalars or broadcasting over blocks.
+
+    amax, encode, decode: A, S and D. to_scale: S / fp4_max.
+    poison: whether the amax is no valid maximum.
+    regular: whether A lies between 2^-60 and 2^60.
+    inverse_unit: 1 / f(6 * m8).
+    """
+
+    amax: Any
+    encode: Any
+    to_scale: Any
+    decode: Any
+    poison: Any
+    regular: Any
+    inverse_unit: Any
+
+
 SIXTH = tl.constexpr(f32(1 / E2M1.max))
 
 
@@ -113,24 +131,21 @@ def constants_of(spec: Spec) -> Constants:
 
 @triton.jit
 def tensor_factors(amax, constants, SCALAR: tl.constexpr):
-    """Return what an amax gives: a tuple.
-
-    A, S, S / fp4_max, D, whether amax is no valid maximum, whether A lies between 2^-60 and 2^60, 1 / f(6 * m8).
-    """
+    """Return the `Factors` of an amax."""
     # One comparison for negative numbers, Inf and NaN; + 0 turns -0 into +0.
     poison = (amax + 0.0).to(tl.uint32, bitcast=True) >= 0x7F800000
     clean = tl.where(poison, 0.0, amax)
-    a = tl.maximum(clean, constants[1])
+    a = tl.maximum(clean, constants.floor)
     regular = (a > 8.673617379884035e-19) & (a < 1.152921504606847e18)
     if SCALAR:
         if regular:
-            s = pm.quotient(constants[0], a)
+            s = pm.quotient(constants.span, a)
             d = pm.regular_reciprocal(s)
         else:
             s, d = any_factors(clean, a, constants)
     else:
         s, d = any_factors(clean, a, constants)
-    return a, s, s * constants[2], d, poison, regular, pm.regular_reciprocal(constants[3])
+    return Factors(a, s, s * constants.inverse, d, poison, regular, pm.regular_reciprocal(constants.unit))
 
 
 @triton.jit
@@ -143,14 +158,14 @@ def is_regular(amax):
 @triton.jit
 def regular_factors(amax, constants):
     """Return `tensor_factors` of an amax that `is_regular`; what depends on that is decided when compiling."""
-    s = pm.quotient(constants[0], amax)
+    s = pm.quotient(constants.span, amax)
     d = pm.regular_reciprocal(s)
-    return amax, s, s * constants[2], d, False, True, d
+    return Factors(amax, s, s * constants.inverse, d, False, True, d)
 
 
 @triton.jit
 def any_factors(clean, a, constants):
-    s = tl.where(clean == 0, 1.0, tl.minimum(tl.div_rn(a * 0 + constants[0], a), pm.FLT_MAX))
+    s = tl.where(clean == 0, 1.0, tl.minimum(tl.div_rn(a * 0 + constants.span, a), pm.FLT_MAX))
     return s, pm.reciprocal(s)
 
 
@@ -197,11 +212,11 @@ def tree_sum(e, AXIS: tl.constexpr):
 @triton.jit
 def encode_scale(scale, factors, RULE: tl.constexpr):
     """Return min(1 / (scale * D), FLT_MAX) for an E4M3 scale that is no NaN."""
-    product = scale * factors[3]
+    product = scale * factors.decode
     if RULE.row_amax:
         return tl.minimum(pm.reciprocal(product), pm.FLT_MAX)
     else:
-        if factors[5]:  # one condition a program: no range to check in each block
+        if factors.regular:  # one condition a program: no range to check in each block
             encode = tl.minimum(pm.regular_reciprocal(product), pm.FLT_MAX)  # of NaN too, where the scale is 0
         else:
             encode = tl.minimum(pm.reciprocal(product), pm.FLT_MAX)
@@ -218,8 +233,8 @@ def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr
     """
     error = tl.zeros_like(scale)
     if not RULE.scaled and regular:
-        one = pm.quotient_by(scale * factors[0], constants[3], factors[6])
-        half_more = pm.quotient_by((scale * 1.5) * factors[0], constants[3], factors[6]) - one
+        one = pm.quotient_by(scale * factors.amax, constants.unit, factors.inverse_unit)
+        half_more = pm.quotient_by((scale * 1.5) * factors.amax, constants.unit, factors.inverse_unit) - one
         more = half_more * 2.0
         rest = one - more
     for i in tl.static_range(16):
@@ -229,7 +244,7 @@ def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr
         binade = (tl.maximum(a, 1.0).to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         q = tl.fma(binade, -4194304.0, tl.fma(binade, 4194304.0, a))
         if RULE.scaled:
-            d = tl.fma(q, scale, x * -factors[1])  # the product is exact
+            d = tl.fma(q, scale, x * -factors.encode)  # the product is exact
         elif regular:
             power = (q.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
             if INTERPRETED:  # its fma rounds twice
@@ -237,8 +252,8 @@ def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr
             else:
                 d = tl.fma(q, more, power * rest) - x
         else:
-            y = (q * scale) * factors[0]
-            d = tl.div_rn(y, tl.zeros_like(y) + constants[3]) - x  # y may be Inf: its product with 0 is NaN
+            y = (q * scale) * factors.amax
+            d = tl.div_rn(y, tl.zeros_like(y) + constants.unit) - x  # y may be Inf: its product with 0 is NaN
         if RULE.squares:
             error += d * d
         else:
@@ -249,8 +264,8 @@ def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr
 @triton.jit
 def errors_are_regular(factors, constants, RULE: tl.constexpr):
     """Say, for all factors of a program, whether nothing in the exact error of section 5 can leave the normal range."""
-    a = factors[0]
-    inside = (a > 8.077935669463161e-28) & (a < 1.2379400392853803e27) & (constants[3] >= 1.0)  # 2^-90, 2^90
+    a = factors.amax
+    inside = (a > 8.077935669463161e-28) & (a < 1.2379400392853803e27) & (constants.unit >= 1.0)  # 2^-90, 2^90
     if RULE.row_amax:
         return tl.min(tl.min(inside.to(tl.int32), axis=1), axis=0) != 0
     else:
@@ -261,9 +276,9 @@ def errors_are_regular(factors, constants, RULE: tl.constexpr):
 def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, RULE: tl.constexpr, AXIS: tl.constexpr):
     """Return (scale code, encode factor) of the candidate of least error, the first winning ties and NaN."""
     if RULE.packed:  # bf16: right for every value
-        base = pm.quotient_by(block_amax, pm.E2M1_MAX, SIXTH) * factors[1]
+        base = pm.quotient_by(block_amax, pm.E2M1_MAX, SIXTH) * factors.encode
     else:
-        base = tl.div_rn(block_amax, block_amax * 0 + pm.E2M1_MAX) * factors[1]
+        base = tl.div_rn(block_amax, block_amax * 0 + pm.E2M1_MAX) * factors.encode
     for i in tl.static_range(len(RULE.candidates)):
         code = pm.e4m3_code(base * RULE.candidates[i], RULE.hardware)
         scale = pm.e4m3_positive(code)
@@ -312,7 +327,7 @@ def quantize_block(
     Returns:
         The 16 codes as int64 and the E4M3 scale as uint8.
     """
-    poison = ((block_amax < pm.INF) == 0) | factors[4]
+    poison = ((block_amax < pm.INF) == 0) | factors.poison
     if RULE.tile:
         block_amax = over_tile(tl.where(poison, pm.INF, block_amax), AXIS)
         poison = block_amax == pm.INF
@@ -320,7 +335,7 @@ def quantize_block(
         block_amax = tl.where(poison, 0.0, block_amax)
     if len(RULE.candidates) == 0:
         # The conversion saturates; what poison makes of scale and codes is replaced.
-        code = pm.e4m3_code(block_amax * factors[2], RULE.hardware)
+        code = pm.e4m3_code(block_amax * factors.to_scale, RULE.hardware)
         encode = encode_scale(pm.e4m3_positive(code), factors, RULE)
     elif RULE.scaled:  # noqa: SIM114
         code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
@@ -336,27 +351,24 @@ def quantize_block(
 
 
 @triton.jit
+def fp8_codes(xs, START: tl.constexpr, encode, RULE: tl.constexpr):
+    """Return the codes of four elements from START in the low half of an int64."""
+    x0, x1, x2, x3 = pm.part(xs, START, 4)
+    word = pm.fp8_word(x0 * encode, x1 * encode, x2 * encode, x3 * encode, RULE.element == "e4m3", RULE.hardware)
+    return word.to(tl.int64)
+
+
+@triton.jit
 def quantize_mxfp8_block(xs, block_amax, constants, RULE: tl.constexpr):
     """Quantize 32 elements (section 6): return four int64 words of element bytes and the E8M0 scale as uint8."""
     poison = (block_amax < pm.INF) == 0
-    bits = (tl.where(poison, 0.0, block_amax) * constants[2]).to(tl.int32, bitcast=True)
+    bits = (tl.where(poison, 0.0, block_amax) * constants.inverse).to(tl.int32, bitcast=True)
     # The smallest exponent whose power of two is at least the value; up to 2^-127 it is 0.
     exponent = tl.where(bits <= 0x00400000, 0, (bits + 0x007FFFFF) >> 23)
     inverse = 254 - exponent
     encode = tl.where(inverse == 0, 0x00400000, inverse << 23).to(tl.float32, bitcast=True)
     words = ()
     for w in tl.static_range(4):
-        half = ()
-        for h in tl.static_range(2):
-            half = half + (
-                pm.fp8_word(
-                    xs[8 * w + 4 * h] * encode,
-                    xs[8 * w + 4 * h + 1] * encode,
-                    xs[8 * w + 4 * h + 2] * encode,
-                    xs[8 * w + 4 * h + 3] * encode,
-                    RULE.element == "e4m3",
-                    RULE.hardware,
-                ).to(tl.int64),
-            )
-        words = words + (tl.where(poison, 0, half[0] | (half[1] << 32)),)
+        low, high = fp8_codes(xs, 8 * w, encode, RULE), fp8_codes(xs, 8 * w + 4, encode, RULE)
+        words = words + (tl.where(poison, 0, low | (high << 32)),)
     return words, tl.where(poison, E8M0_NAN, exponent).to(tl.uint8)

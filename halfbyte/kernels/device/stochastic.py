@@ -103,11 +103,10 @@ def stochastic_word(xs, signs, START: tl.constexpr, encode, random, APART: tl.co
                     pack=1,
                 ),
             )
-    H: tl.constexpr = START // 2
     return tl.inline_asm_elementwise(
         JOIN[1 if APART else 0],
         "=r,r,r,r,r,r,r,r,r",
-        [pairs[0], pairs[1], pairs[2], pairs[3], signs[H], signs[H + 1], signs[H + 2], signs[H + 3]],
+        pairs + pm.part(signs, START // 2, 4),
         dtype=tl.uint32,
         is_pure=True,
         pack=1,

@@ -162,90 +162,72 @@ def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr
 
 
 @triton.jit
-def read_row_tile(
-    i_row, i_group, x_ptr, rows, cols, stride_r, stride_c, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr
-):
+def first_block(places, i_line, i_group, RULE: tl.constexpr):
+    """Return where among random numbers a tile's first block lies, int64."""
+    return places.first_block + tl.cast(i_line, tl.int64) * places.blocks_per_row + i_group * (RULE.group // 16)
+
+
+@triton.jit
+def read_row_tile(i_row, i_group, x, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
     """Return what a thread reads of N groups of R rows: words of two values of a packed x, else fp32 values."""
-    row = rows_of_tile(i_row, rows, RULE, R)
-    o_row = row.to(tl.int64) * stride_r
+    row = rows_of_tile(i_row, x.rows, RULE, R)
+    o_row = row.to(tl.int64) * x.stride_r
     o_col = (i_group + tl.arange(0, N)) * RULE.group
     if RULE.packed:
-        return load_row_pairs(x_ptr, i_row, i_group, rows, cols, stride_r, RULE, R, N)
+        return load_row_pairs(x, i_row, i_group, RULE, R, N)
     else:
-        return load_row_groups(x_ptr, o_row, row < rows, o_col, cols, stride_c, RULE.group)
+        return load_row_groups(x.ptr, o_row, row < x.rows, o_col, x.cols, x.stride_c, RULE.group)
 
 
 @triton.jit
 def quantize_row_tile(
-    i_row,
-    i_group,
-    x_ptr,
-    q_ptr,
-    scale_ptr,
-    amax_ptr,
-    draw_ptr,
-    sign_ptr,
-    rows,
-    cols,
-    blocks,
-    stride_r,
-    stride_c,
-    stream,
-    first_block,
-    blocks_per_row,
-    sign_stream,
-    constants,
-    RULE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    R: tl.constexpr,
-    N: tl.constexpr,
-    factors=None,
-    loaded=None,
-    draw=None,
-):
-    """Quantize N groups of R rows along the rows of x; outputs [rows, blocks].
+    i_row, i_group, x, out, RULE: tl.constexpr, SWIZZLED: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    factors=None, loaded=None, draw=None,
+):  # fmt: skip
+    """Quantize N groups of R rows along the rows of x, a StridedMatrix; out: a WrittenOperand.
 
     factors: of `operand_factors`, if a program has them already; loaded: of `read_row_tile`, draw: of `draw_words`,
     likewise.
     """
-    row = rows_of_tile(i_row, rows, RULE, R)
+    row = rows_of_tile(i_row, x.rows, RULE, R)
     group = i_group + tl.arange(0, N)
-    in_row = row < rows
+    in_row = row < x.rows
     row64 = row.to(tl.int64)
     # Before anything that waits for the amax: reads of x are what takes time.
     if loaded is None:
-        loaded = read_row_tile(i_row, i_group, x_ptr, rows, cols, stride_r, stride_c, RULE, R, N)
+        loaded = read_row_tile(i_row, i_group, x, RULE, R, N)
     if RULE.row_amax:
-        factors = sc.tensor_factors(masked_load(amax_ptr + row64, in_row, RULE.full)[:, None], constants, False)
+        amax_of_row = masked_load(out.to.amax_ptr + row64, in_row, RULE.full)
+        factors = sc.tensor_factors(amax_of_row[:, None], out.constants, False)
     elif factors is None:
-        factors = sc.operand_factors(amax_ptr, constants, RULE)
+        factors = sc.operand_factors(out.to.amax_ptr, out.constants, RULE)
     xs = loaded
     if RULE.packed:
         xs = pm.unpack_pairs(loaded, 0, RULE.group)
     amax = None
     if RULE.norm != 0.0:
-        xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
+        xs = rotate_group(xs, out.to.sign_ptr, out.places.sign_stream, x.ptr.dtype.element_ty == tl.bfloat16, RULE)
     elif RULE.packed:
         amax = pm.max_of_pairs(loaded, RULE.hardware)
     else:
         amax = pm.abs_max(xs)
     block = 0
     if RULE.rounding == "stochastic":
-        base = first_block + tl.cast(i_row, tl.int64) * blocks_per_row + i_group * (RULE.group // 16)
-        base = base + (tl.arange(0, N) * (RULE.group // 16))[None, :]
-        block = pm.like(pm.wide_sum(base, lines_from(i_row, rows, RULE, R)[:, None], blocks_per_row), xs[0])
+        base = first_block(out.places, i_row, i_group, RULE) + (tl.arange(0, N) * (RULE.group // 16))[None, :]
+        line = lines_from(i_row, x.rows, RULE, R)[:, None]
+        block = pm.like(pm.wide_sum(base, line, out.places.blocks_per_row), xs[0])
         if draw is None:
-            draw = philox.draw_words(draw_ptr, stream)
+            draw = philox.draw_words(out.to.draw_ptr, out.places.stream)
     pairs = None
     if RULE.packed:
         pairs = loaded
-    words, scales = quantize_group(xs, amax, factors, constants, draw, block, RULE, 0, pairs)
+    words, scales = quantize_group(xs, amax, factors, out.constants, draw, block, RULE, 0, pairs)
     if RULE.decoded:
         i_block = i_group * len(scales)
-        store_decoded_lines(q_ptr, words, scales, i_block, row64, blocks, in_row, RULE)
+        store_decoded_lines(out.to.q_ptr, words, scales, i_block, row64, out.blocks, in_row, RULE)
     elif RULE.along:
-        line = lines_from(i_row, rows, RULE, R)
-        store_blocks(q_ptr, scale_ptr, tl.trans(words[0]), tl.trans(scales[0]), i_row, line, i_group, blocks)
+        line = lines_from(i_row, x.rows, RULE, R)
+        store_blocks(out, tl.trans(words[0]), tl.trans(scales[0]), i_row, line, i_group)
     else:
         W: tl.constexpr = len(words)
         G: tl.constexpr = len(scales)
@@ -255,44 +237,21 @@ def quantize_row_tile(
             # that each stores two at once. With several rows it would then lay a warp along the rows.
             place = (i_group * 2 + 2 * tl.arange(0, N)) // 2
         word = place[None, :, None] * W + tl.arange(0, W)[None, None, :]
-        inside = in_row[:, None, None] & (word < blocks * (W // G))
-        pointers = q_ptr + row64[:, None, None] * (blocks * (W // G)) + word
+        inside = in_row[:, None, None] & (word < out.blocks * (W // G))
+        pointers = out.to.q_ptr + row64[:, None, None] * (out.blocks * (W // G)) + word
         masked_store(pointers, pm.join_group(words, R, N), inside, RULE.full)
         block = place[None, :, None] * G + tl.arange(0, G)[None, None, :]
-        inside = in_row[:, None, None] & (block < blocks)
+        inside = in_row[:, None, None] & (block < out.blocks)
         scale = pm.join_group(scales, R, N)
-        store_scale(scale_ptr, scale, row[:, None, None], block, inside, rows, blocks, SWIZZLED, RULE.full)
+        store_scale(out.to.scale_ptr, scale, row[:, None, None], block, inside, x.rows, out.blocks, SWIZZLED, RULE.full)
 
 
 @triton.jit
 def quantize_col_tile(
-    i_group,
-    i_col,
-    x_ptr,
-    q_ptr,
-    scale_ptr,
-    amax_ptr,
-    draw_ptr,
-    sign_ptr,
-    rows,
-    cols,
-    blocks,
-    stride_r,
-    stride_c,
-    stream,
-    first_block,
-    blocks_per_row,
-    sign_stream,
-    constants,
-    RULE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    N: tl.constexpr,
-    C: tl.constexpr,
-    factors=None,
-    loaded=None,
-    draw=None,
-):
-    """Quantize N groups of C columns along the columns of x; outputs [cols, blocks].
+    i_group, i_col, x, out, RULE: tl.constexpr, SWIZZLED: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    factors=None, loaded=None, draw=None,
+):  # fmt: skip
+    """Quantize N groups of C columns along the columns of x, a StridedMatrix; out: a WrittenOperand.
 
     A packed x is read in words of two columns, RULE.words of them a thread. factors, loaded, draw: of `operand_factors`
     and, for a packed x, of `load_col_pairs`, and of `draw_words`, if a program has them already.
@@ -302,27 +261,27 @@ def quantize_col_tile(
     first_col = i_col + SHARE * tl.arange(0, C // SHARE)
     if not RULE.packed:
         xs = load_col_groups(
-            x_ptr, group * RULE.group, rows, first_col, first_col < cols, stride_r, stride_c, RULE.group
+            x.ptr, group * RULE.group, x.rows, first_col, first_col < x.cols, x.stride_r, x.stride_c, RULE.group
         )
     elif loaded is None:
-        loaded = load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, RULE, N, C)
+        loaded = load_col_pairs(x, i_group, i_col, RULE, N, C)
     if factors is None:
-        factors = sc.operand_factors(amax_ptr, constants, RULE)
+        factors = sc.operand_factors(out.to.amax_ptr, out.constants, RULE)
     if RULE.rounding == "stochastic" and draw is None:
-        draw = philox.draw_words(draw_ptr, stream)
+        draw = philox.draw_words(out.to.draw_ptr, out.places.stream)
     columns_words = ()
     columns_scales = ()
     for k in tl.static_range(SHARE):
         col64 = (first_col + k).to(tl.int64)
         if RULE.row_amax:
-            amax = masked_load(amax_ptr + col64, col64 < cols, RULE.full)
-            factors = sc.tensor_factors(amax[None, :], constants, False)
+            amax = masked_load(out.to.amax_ptr + col64, col64 < x.cols, RULE.full)
+            factors = sc.tensor_factors(amax[None, :], out.constants, False)
         amax = None
         if RULE.packed:
             pairs = pm.nth(loaded, k // 2)
             xs = pm.unpack_halves(pairs, k % 2 == 1)
         if RULE.norm != 0.0:
-            xs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
+            xs = rotate_group(xs, out.to.sign_ptr, out.places.sign_stream, x.ptr.dtype.element_ty == tl.bfloat16, RULE)
         elif RULE.packed:
             if k % 2 == 0:
                 amax_pair = pm.pair_abs_max(pairs, RULE.hardware)
@@ -333,17 +292,16 @@ def quantize_col_tile(
             amax = pm.abs_max(xs)
         block = 0
         if RULE.rounding == "stochastic":
-            base = first_block + tl.cast(i_col, tl.int64) * blocks_per_row + i_group * (RULE.group // 16)
-            base = base + (tl.arange(0, N) * (RULE.group // 16))[:, None]
+            base = first_block(out.places, i_col, i_group, RULE) + (tl.arange(0, N) * (RULE.group // 16))[:, None]
             local = (SHARE * tl.arange(0, C // SHARE) + k)[None, :]
-            block = pm.like(pm.wide_sum(base, local, blocks_per_row), xs[0])
-        words, scales = quantize_group(xs, amax, factors, constants, draw, block, RULE, 1)
+            block = pm.like(pm.wide_sum(base, local, out.places.blocks_per_row), xs[0])
+        words, scales = quantize_group(xs, amax, factors, out.constants, draw, block, RULE, 1)
         if RULE.along:
             if RULE.decoded:
-                store_columns(q_ptr, scale_ptr, words, scales, i_group, first_col + k, cols, blocks, RULE, SWIZZLED)
+                store_columns(out, words, scales, i_group, first_col + k, x.cols, RULE, SWIZZLED)
             else:
                 line = SHARE * tl.arange(0, C // SHARE) + k
-                store_blocks(q_ptr, scale_ptr, words[0], scales[0], i_col, line, i_group, blocks)
+                store_blocks(out, words[0], scales[0], i_col, line, i_group)
         else:
             columns_words = columns_words + (words,)
             columns_scales = columns_scales + (scales,)
@@ -351,44 +309,42 @@ def quantize_col_tile(
         words = pm.interleave(columns_words, N, C)
         scales = pm.interleave(columns_scales, N, C)
         col = i_col + tl.arange(0, C)
-        store_columns(q_ptr, scale_ptr, words, scales, i_group, col, cols, blocks, RULE, SWIZZLED)
+        store_columns(out, words, scales, i_group, col, x.cols, RULE, SWIZZLED)
 
 
 @triton.jit
-def store_blocks(q_ptr, scale_ptr, word, scale, i_line, line, i_block, blocks):
+def store_blocks(out, word, scale, i_line, line, i_block):
     """Store a word of codes and a scale [N, L] for N blocks from i_block on of lines i_line + line [L].
 
     Addresses are numbers: the compiler, which does not see that blocks lie together, moves no word between threads.
     """
-    first = tl.cast(i_line, tl.int64) * blocks + i_block
+    first = tl.cast(i_line, tl.int64) * out.blocks + i_block
     block = tl.arange(0, word.shape[0])[:, None]
     line = line[None, :]
-    q_address = (q_ptr + first).to(tl.int64) + block * 8
-    tl.store(pm.wide_sum(q_address, line, blocks * 8).to(q_ptr.dtype), word)
-    scale_address = (scale_ptr + first).to(tl.int64) + block
-    tl.store(pm.wide_sum(scale_address, line, blocks).to(scale_ptr.dtype), scale)
+    q_address = (out.to.q_ptr + first).to(tl.int64) + block * 8
+    tl.store(pm.wide_sum(q_address, line, out.blocks * 8).to(out.to.q_ptr.dtype), word)
+    scale_address = (out.to.scale_ptr + first).to(tl.int64) + block
+    tl.store(pm.wide_sum(scale_address, line, out.blocks).to(out.to.scale_ptr.dtype), scale)
 
 
 @triton.jit
-def store_columns(
-    q_ptr, scale_ptr, words, scales, i_group, col, cols, blocks, RULE: tl.constexpr, SWIZZLED: tl.constexpr
-):
-    """Store the words and scales of N groups from i_group on of columns col [C], each [N, C], as [cols, blocks]."""
+def store_columns(out, words, scales, i_group, col, cols, RULE: tl.constexpr, SWIZZLED: tl.constexpr):
+    """Store the words and scales of N groups from i_group on of columns col [C], each [N, C], as lines."""
     N: tl.constexpr = scales[0].shape[0]
     C: tl.constexpr = col.shape[0]
     in_col = col < cols
     if RULE.decoded:
         i_block, col64 = i_group * len(scales), col.to(tl.int64)
-        store_decoded_lines(q_ptr, turned(words), turned(scales), i_block, col64, blocks, in_col, RULE)
+        store_decoded_lines(out.to.q_ptr, turned(words), turned(scales), i_block, col64, out.blocks, in_col, RULE)
     else:
         group = i_group + tl.arange(0, N)
         W: tl.constexpr = len(words)
         G: tl.constexpr = len(scales)
         word = group[:, None, None] * W + tl.arange(0, W)[None, None, :]
-        inside = in_col[None, :, None] & (word < blocks * (W // G))
-        pointers = q_ptr + col.to(tl.int64)[None, :, None] * (blocks * (W // G)) + word
+        inside = in_col[None, :, None] & (word < out.blocks * (W // G))
+        pointers = out.to.q_ptr + col.to(tl.int64)[None, :, None] * (out.blocks * (W // G)) + word
         masked_store(pointers, pm.join_group(words, N, C), inside, RULE.full)
         block = group[:, None, None] * G + tl.arange(0, G)[None, None, :]
-        inside = in_col[None, :, None] & (block < blocks)
+        inside = in_col[None, :, None] & (block < out.blocks)
         scale = pm.join_group(scales, N, C)
-        store_scale(scale_ptr, scale, col[None, :, None], block, inside, cols, blocks, SWIZZLED, RULE.full)
+        store_scale(out.to.scale_ptr, scale, col[None, :, None], block, inside, cols, out.blocks, SWIZZLED, RULE.full)

@@ -102,9 +102,18 @@ def value_and_slope(x, FUNCTION: tl.constexpr):
     return value, slope
 
 
+@triton.jit
+def own_part(cols, spans, SPAN, WANTED: tl.constexpr):
+    """Return a program's first row and where it begins, int64, its first column and the one behind its last."""
+    row0 = tl.program_id(0) // spans * WANTED.group
+    first = row0.to(tl.int64) * cols
+    col0 = tl.program_id(0) % spans * SPAN
+    return row0, first, col0, tl.minimum(col0 + SPAN, cols)
+
+
 @jit(do_not_specialize=("sign_stream", "spans"))
 def activation_kernel(
-    x_ptr, up_ptr, out_ptr, row_ptr, col_ptr, space_ptr, sign_ptr, sign_stream, rows, cols, spans, SPAN,
+    x_ptr, up_ptr, out_ptr, amaxes, space_ptr, sign_ptr, sign_stream, rows, cols, spans, SPAN,
     FUNCTION: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out [rows, cols] = f(x) or f(x) * up, `group` rows and SPAN columns a program, and the wanted maxima.
@@ -112,14 +121,10 @@ def activation_kernel(
     FULL: whole groups of rows and whole tiles of C columns.
     """
     overlap.begin(OVERLAP)
-    row0 = tl.program_id(0) // spans * WANTED.group
-    first = row0.to(tl.int64) * cols
-    col0 = tl.program_id(0) % spans * SPAN
-    stop = tl.minimum(col0 + SPAN, cols)
+    row0, first, col0, stop = own_part(cols, spans, SPAN, WANTED)
     GROUP: tl.constexpr = WANTED.group
     words = rm.wanted_sign_words(sign_ptr, sign_stream, WANTED)
-    plain = tl.zeros((C,), tl.float32)
-    rotated = tl.zeros((C,), tl.float32)
+    plain, rotated = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     for c in range(col0, stop, C):
         col = c + tl.arange(0, C)
         xs = rm.load_group(x_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
@@ -128,7 +133,7 @@ def activation_kernel(
         ys = ()
         for i in tl.static_range(GROUP):
             inside = (col < stop) & (row0 + i < rows)
-            y = value_and_slope(pm.to_fp32(xs[i]), FUNCTION)[0]
+            y, _slope = value_and_slope(pm.to_fp32(xs[i]), FUNCTION)
             if up_ptr is not None:
                 y = y * pm.to_fp32(ups[i])
             y = dc.cast(y, out_ptr.dtype.element_ty)
@@ -136,30 +141,25 @@ def activation_kernel(
             plain = rm.raise_plain(plain, pm.to_fp32(y), WANTED)
             ys = ys + (y,)
         rotated = rm.raise_rotated(rotated, ys, words, WANTED)
-    rm.store_row_maxima(row_ptr, out_ptr, row0, rows, cols, WANTED)
+    rm.store_row_maxima(amaxes.row, out_ptr, row0, rows, cols, WANTED)
     if WANTED.row == "tensor" or WANTED.col != "":
         m_plain, m_rotated = rm.settle(plain, rotated, out_ptr, row0, rows, col0, stop, cols, words, WANTED, C)
-        rm.publish_wanted(m_plain, m_rotated, row_ptr, col_ptr, space_ptr, tl.num_programs(0), WANTED)
+        rm.publish_wanted(m_plain, m_rotated, amaxes, space_ptr, tl.num_programs(0), WANTED)
 
 
 @jit(do_not_specialize=("sign_stream", "spans"))
 def activation_backward_kernel(
-    dh_ptr, x_ptr, up_ptr, dx_ptr, dup_ptr, row_ptr, col_ptr, up_row_ptr, up_col_ptr, space_ptr, up_space_ptr,
-    sign_ptr, sign_stream, rows, cols, spans, SPAN,
+    dh_ptr, x_ptr, up_ptr, dx_ptr, dup_ptr, amaxes, up_amaxes, space_ptr, up_space_ptr, sign_ptr, sign_stream,
+    rows, cols, spans, SPAN,
     FUNCTION: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dx, and dup if there is an `up`, and the wanted maxima of each."""
     overlap.begin(OVERLAP)
-    row0 = tl.program_id(0) // spans * WANTED.group
-    first = row0.to(tl.int64) * cols
-    col0 = tl.program_id(0) % spans * SPAN
-    stop = tl.minimum(col0 + SPAN, cols)
+    row0, first, col0, stop = own_part(cols, spans, SPAN, WANTED)
     GROUP: tl.constexpr = WANTED.group
     words = rm.wanted_sign_words(sign_ptr, sign_stream, WANTED)
-    plain = tl.zeros((C,), tl.float32)
-    rotated = tl.zeros((C,), tl.float32)
-    up_plain = tl.zeros((C,), tl.float32)
-    up_rotated = tl.zeros((C,), tl.float32)
+    plain, rotated = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    up_plain, up_rotated = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     for c in range(col0, stop, C):
         col = c + tl.arange(0, C)
         dhs = rm.load_group(dh_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
@@ -187,17 +187,17 @@ def activation_backward_kernel(
         if up_ptr is not None:
             up_rotated = rm.raise_rotated(up_rotated, dups, words, WANTED)
     programs = tl.num_programs(0)
-    rm.store_row_maxima(row_ptr, dx_ptr, row0, rows, cols, WANTED)
+    rm.store_row_maxima(amaxes.row, dx_ptr, row0, rows, cols, WANTED)
     if up_ptr is not None:
-        rm.store_row_maxima(up_row_ptr, dup_ptr, row0, rows, cols, WANTED)
+        rm.store_row_maxima(up_amaxes.row, dup_ptr, row0, rows, cols, WANTED)
     if WANTED.row == "tensor" or WANTED.col != "":
         m_plain, m_rotated = rm.settle(plain, rotated, dx_ptr, row0, rows, col0, stop, cols, words, WANTED, C)
-        rm.publish_wanted(m_plain, m_rotated, row_ptr, col_ptr, space_ptr, programs, WANTED)
+        rm.publish_wanted(m_plain, m_rotated, amaxes, space_ptr, programs, WANTED)
         if up_ptr is not None:
             m_plain, m_rotated = rm.settle(
                 up_plain, up_rotated, dup_ptr, row0, rows, col0, stop, cols, words, WANTED, C
             )
-            rm.publish_wanted(m_plain, m_rotated, up_row_ptr, up_col_ptr, up_space_ptr, programs, WANTED)
+            rm.publish_wanted(m_plain, m_rotated, up_amaxes, up_space_ptr, programs, WANTED)
 
 
 def activation_with_amaxes(
@@ -223,7 +223,7 @@ def activation_with_amaxes(
         x,
         up,
         out,
-        *amaxes,
+        amaxes,
         rm.workspace(wanted, x.device),
         *rm.fresh_signs(wanted, sign_draw),
         rows,
@@ -259,8 +259,8 @@ def activation_backward_with_amaxes(
         up,
         dx,
         dup,
-        *amaxes[0],
-        *(amaxes[1] if dup is not None else (None, None)),
+        amaxes[0],
+        amaxes[1] if dup is not None else None,
         space,
         None if space is None else space[rm.SLOTS // 2 :],
         *rm.fresh_signs(wanted, sign_draw),

@@ -126,7 +126,7 @@ def raise_plain_pairs(plain, pairs, WANTED: tl.constexpr):
 
 @jit(do_not_specialize=("eps", "sign_stream"))
 def norm_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, row_ptr, col_ptr, space_ptr, sign_ptr, sign_stream,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, amaxes, space_ptr, sign_ptr, sign_stream,
     rows, cols, eps, CENTERED: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
     FULL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -180,10 +180,10 @@ def norm_kernel(
             rotated = rm.raise_rotated(rotated, stored, words, WANTED)
     if PAIRED:
         plain = larger_bits(plain).to(tl.float32, bitcast=True)
-    rm.store_row_maxima(row_ptr, y_ptr, row0, rows, cols, WANTED)
+    rm.store_row_maxima(amaxes.row, y_ptr, row0, rows, cols, WANTED)
     if WANTED.row == "tensor" or WANTED.col != "":
         m_plain, m_rotated = rm.settle(plain, rotated, y_ptr, row0, rows, 0, cols, cols, words, WANTED, C)
-        rm.publish_wanted(m_plain, m_rotated, row_ptr, col_ptr, space_ptr, tl.num_programs(0), WANTED)
+        rm.publish_wanted(m_plain, m_rotated, amaxes, space_ptr, tl.num_programs(0), WANTED)
 
 
 @triton.jit
@@ -323,7 +323,7 @@ def norm_with_amaxes(
         y,
         mean,
         rstd,
-        *amaxes,
+        amaxes,
         rm.workspace(wanted, x.device),
         *rm.fresh_signs(wanted, sign_draw),
         rows,

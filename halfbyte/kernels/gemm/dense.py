@@ -6,11 +6,12 @@ up to summation order. Nothing here looks at the operands' bytes: `kernels.dequa
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.gemm.route import (
@@ -23,7 +24,18 @@ from halfbyte.kernels.gemm.route import (
     epilogue_parts,
     gemm_plan,
 )
-from halfbyte.kernels.gemm.tile import combine_kernel, gemm_pointer_kernel, gemm_tma_kernel
+from halfbyte.kernels.gemm.tile import (
+    Applied,
+    Divisors,
+    FactorKinds,
+    Products,
+    ProductStrides,
+    Rows,
+    combine_kernel,
+    divisors,
+    gemm_pointer_kernel,
+    gemm_tma_kernel,
+)
 from halfbyte.kernels.target import target_of
 from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.layout import ceil_div, round_up
@@ -101,14 +113,14 @@ def _run(
         length = round_up(ceil_div(K, chains), plan.tile.bk)
         for start in range(0, K, length):
             columns = slice(start, min(start + length, K))
-            factors = _factors(a, b, bias if start == 0 else None)
+            ending = _ending(a, b, bias if start == 0 else None)
             sides = a.values[:, columns], b.values[:, columns]
-            _multiply(plan, *sides, (out, out if start > 0 else addend), factors)
+            _multiply(plan, *sides, (out, out if start > 0 else addend), ending)
         return
     width = round_up(N, TMA_ALIGNMENT // 4)
     rows = plan.splits * round_up(M, plan.tile.bm)
     parts = torch.empty(rows, width, dtype=torch.float32, device=out.device)[:, :N]
-    raw = _factors(Decoded(a.values), Decoded(b.values), None)
+    raw = _ending(Decoded(a.values), Decoded(b.values), None)
     _multiply(plan, a.values[:, :K], b.values[:, :K], (parts, None), raw)
     combine(parts, plan.splits, a, b, out, bias=bias, addend=addend)
 
@@ -124,6 +136,7 @@ def combine(
         out, addend: [M, N] with contiguous rows; the addend may be `out`.
     """
     (M, N), (bm, bn) = out.shape, COMBINE_TILE
+    ending = _ending(a, b, bias)
     combine_kernel[(ceil_div(M, bm) * ceil_div(N, bn),)](
         parts,
         out,
@@ -132,10 +145,10 @@ def combine(
         out.stride(0),
         0 if addend is None else addend.stride(0),
         parts.shape[0] // splits,
-        M=M,
-        N=N,
-        **_factors(a, b, bias),
-        ACCUMULATE=addend is not None,
+        ending.applied,
+        Products(M, N),
+        ending.by,
+        FACTORS=ending.kinds,
         SPLITS=splits,
         BM=bm,
         BN=bn,
@@ -143,16 +156,16 @@ def combine(
     )
 
 
-def _multiply(plan: GemmPlan, a: Tensor, b: Tensor, ends: Ends, factors: dict) -> None:
+def _multiply(plan: GemmPlan, a: Tensor, b: Tensor, ends: Ends, ending: Ending) -> None:
     """Launch one kernel on a [M, K] and b [N, K]; ends [M, N], or out the partial sums if the plan splits."""
     (M, K), N, (out, addend) = a.shape, b.shape[0], ends
     tile, target = plan.tile, target_of(out.device)
-    options = {**factors, "ACCUMULATE": addend is not None, **plan.constants, **overlap.launch_options(out.device)}
-    programs = plan.programs(M, N, target)
+    options = {"FACTORS": ending.kinds, **plan.constants, **overlap.launch_options(out.device)}
+    programs, shape = plan.programs(M, N, target), Products(M, N, K)
+    added = None if addend is None else Rows(addend, addend.stride(0))
     if not plan.tma:
-        strides = a.stride(0), b.stride(0), out.stride(0)
-        added = addend, 0 if addend is None else addend.stride(0)
-        gemm_pointer_kernel[(programs,)](a, b, out, *strides, *added, M=M, N=N, K=K, **options)
+        strides = ProductStrides(a.stride(0), b.stride(0), out.stride(0))
+        gemm_pointer_kernel[(programs,)](a, b, out, strides, added, ending.applied, shape, ending.by, **options)
         return
     tma = all_describable(ends)
     parts = max(epilogue_parts(tile, end.dtype) for end in ends if end is not None)
@@ -164,14 +177,12 @@ def _multiply(plan: GemmPlan, a: Tensor, b: Tensor, ends: Ends, factors: dict) -
         TensorDescriptor.from_tensor(a, [tile.bm, tile.bk]),
         TensorDescriptor.from_tensor(b, [tile.bn, tile.bk]),
         out_desc,
-        out,
-        out.stride(0),
+        Rows(out, out.stride(0)),
         addend_desc,
-        addend,
-        0 if addend is None else addend.stride(0),
-        M=M,
-        N=N,
-        K=K,
+        added,
+        ending.applied,
+        shape,
+        ending.by,
         OUT_TMA=tma,
         PARTS=parts,
         PROGRAMS=programs,
@@ -179,15 +190,17 @@ def _multiply(plan: GemmPlan, a: Tensor, b: Tensor, ends: Ends, factors: dict) -
     )
 
 
-def _factors(a: Decoded, b: Decoded, bias: Tensor | None) -> dict:
-    """Return the keyword arguments of `finish`."""
-    arguments = {"bias_ptr": bias, "HAS_BIAS": bias is not None}
-    for name, side in (("a", a), ("b", b)):
-        arguments[f"{name}_amax_ptr"] = side.amax
-        arguments[f"{name}_floor"] = f32(side.divisor / FLT_MAX)
-        arguments[f"{name}_inverse"] = f32(1 / side.divisor)
-        arguments[f"{name.upper()}_FACTOR"] = _factor_kind(side)
-    return arguments
+class Ending(NamedTuple):
+    """What `finish` does to a product."""
+
+    applied: Applied
+    by: Divisors
+    kinds: FactorKinds
+
+
+def _ending(a: Decoded, b: Decoded, bias: Tensor | None) -> Ending:
+    kinds = FactorKinds(_factor_kind(a), _factor_kind(b))
+    return Ending(Applied(a.amax, b.amax, bias), divisors(a.divisor, b.divisor), kinds)
 
 
 def _factor_kind(side: Decoded) -> int:

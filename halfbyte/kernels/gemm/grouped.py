@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.gemm import route
 from halfbyte.kernels.gemm.grouped_tile import (
+    Groups,
+    GroupStrides,
+    Steps,
     clear_tail_kernel,
     grouped_pointer_kernel,
     rows_tma_kernel,
     split_tma_kernel,
 )
 from halfbyte.kernels.gemm.route import NO_LIMIT, Variant, epilogue_parts
+from halfbyte.kernels.gemm.tile import Applied, FactorKinds, Products, Rows, divisors
 from halfbyte.kernels.groups import GroupPlan, plan_groups
 from halfbyte.kernels.unpack.dequantize import decode, dequantize
 from halfbyte.kernels.unpack.grouped_swizzle import grouped_unswizzle
@@ -163,24 +166,20 @@ def _run_rows(
     how: route.GroupedPlan = choice.facts
     tile, (b_matrix, b_by_rows) = how.tile, how.matrix
     plan = plan_groups(offsets, groups, M, tile.bm, out.device)
-    options = {**_factors(a, b), **choice.constants}
+    options = {"FACTORS": _kinds(a, b), "ACCUMULATE": accumulate, **choice.constants}
     if not how.tma:
-        _launch_pointer(choice.grid, (a, b), plan, out, (M, N, K), options, accumulate=accumulate)
+        _launch_pointer(choice.grid, (a, b), plan, out, K, options)
         return
     parts = epilogue_parts(tile, out.dtype)
     rows_tma_kernel[choice.grid](
         TensorDescriptor.from_tensor(a.values[:, :K], [tile.bm, tile.bk]),
         TensorDescriptor.from_tensor(b_matrix, [tile.bk, tile.bn] if b_by_rows else [tile.bn, tile.bk]),
         TensorDescriptor.from_tensor(out, [tile.bm, tile.bn // parts]) if how.out_tma else None,
-        out,
-        out.stride(0),
-        table_ptr=plan.table,
-        tile_group_ptr=plan.tile_group,
-        groups=groups,
-        M=M,
-        N=N,
-        K=K,
-        ACCUMULATE=accumulate,
+        Rows(out, out.stride(0)),
+        Applied(a.amax, b.amax),
+        Groups(plan.table, plan.tile_group, groups),
+        Products(M, N, K),
+        divisors(a.divisor, b.divisor),
         OUT_TMA=how.out_tma,
         B_BY_ROWS=b_by_rows,
         PARTS=parts,
@@ -200,31 +199,28 @@ def _run_split(
     choice = route.choose_split(route.GroupProducts(a.values, b.values, out, groups, K, accumulate, variant, padded))
     how: route.GroupedPlan = choice.facts
     tile, chain = how.tile, how.chain
-    options = {**_factors(a, b), **choice.constants}
     longest = padded_groups(K, 1, stored)
     for first in range(0, max(longest, 1), min(chain * tile.bk, longest + 1)):
         later = first > 0
-        common = {"first_step": first // tile.bk, "LATER": later, "MOST": chain, "STORED": stored}
+        options = {"FACTORS": _kinds(a, b), "ACCUMULATE": accumulate or later, **choice.constants}
+        options |= {"first_step": first // tile.bk, "STEPS": Steps(stored, chain, later)}
         if not how.tma:
-            _launch_pointer(choice.grid, (a, b), plan, out, (M, N, K), options | common, accumulate=accumulate or later)
+            _launch_pointer(choice.grid, (a, b), plan, out, K, options)
             continue
         parts = epilogue_parts(tile, out.dtype)
         split_tma_kernel[choice.grid](
             TensorDescriptor.from_tensor(a.values, [tile.bm, tile.bk]),
             TensorDescriptor.from_tensor(b.values, [tile.bn, tile.bk]),
             TensorDescriptor.from_tensor(out, [1, tile.bm, tile.bn // parts]) if how.out_tma else None,
-            out,
-            out.stride(1),
-            table_ptr=plan.table,
-            groups=groups,
-            M=M,
-            N=N,
-            ACCUMULATE=accumulate or later,
+            Rows(out, out.stride(1)),
+            Applied(a.amax, b.amax),
+            Groups(plan.table, None, groups),
+            Products(M, N),
+            by=divisors(a.divisor, b.divisor),
             OUT_TMA=how.out_tma,
             PARTS=parts,
             PROGRAMS=choice.grid[0],
             **options,
-            **common,
         )
 
 
@@ -233,46 +229,38 @@ def _launch_pointer(
     sides: tuple[DecodedGroups, DecodedGroups],
     plan: GroupPlan,
     out: Tensor,
-    shape: tuple,
-    options: dict,
-    *,
-    accumulate: bool,
+    K: int,
+    options: dict[str, Any],
 ) -> None:
     a, b = sides
-    split = out.dim() == 3
-    (M, N, K), b_strides = shape, b.values.stride()
-    defaults = {"first_step": 0, "LATER": False, "MOST": NO_LIMIT, "STORED": GROUP_COLUMNS}
+    split, b_strides = out.dim() == 3, b.values.stride()
     grouped_pointer_kernel[grid](
         a.values,
         b.values,
         out,
-        *a.values.stride(),
-        *((0, *b_strides) if split else b_strides),
-        out.stride(0) if split else 0,
-        out.stride(-2),
-        table_ptr=plan.table,
-        tile_group_ptr=plan.tile_group,
-        groups=plan.groups,
-        M=M,
-        N=N,
-        K=K,
-        ACCUMULATE=accumulate,
+        GroupStrides(
+            *a.values.stride(),
+            *((0, *b_strides) if split else b_strides),
+            out.stride(0) if split else 0,
+            out.stride(-2),
+        ),
+        Applied(a.amax, b.amax),
+        Groups(plan.table, plan.tile_group, plan.groups),
+        Products(*out.shape[-2:], K),
+        by=divisors(a.divisor, b.divisor),
         SPLIT=split,
         A_STORED=a.stored > 0,
         B_STORED=b.stored > 0,
-        **(defaults | options),
+        **({"first_step": 0, "STEPS": Steps(GROUP_COLUMNS, NO_LIMIT)} | options),
     )
 
 
-def _factors(a: DecodedGroups, b: DecodedGroups) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    for name, side in (("a", a), ("b", b)):
-        kind = dc.NO_FACTOR if side.amax is None else dc.ROW_FACTOR if side.by_row else dc.TENSOR_FACTOR
-        arguments[f"{name}_amax_ptr"] = side.amax
-        arguments[f"{name}_floor"] = f32(side.divisor / FLT_MAX)
-        arguments[f"{name}_inverse"] = f32(1 / side.divisor)
-        arguments[f"{name.upper()}_FACTOR"] = kind.value
-    return arguments
+def _kinds(a: DecodedGroups, b: DecodedGroups) -> FactorKinds:
+    return FactorKinds(*(_factor_kind(side).value for side in (a, b)))
+
+
+def _factor_kind(side: DecodedGroups) -> Any:
+    return dc.NO_FACTOR if side.amax is None else dc.ROW_FACTOR if side.by_row else dc.TENSOR_FACTOR
 
 
 def plain_grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:

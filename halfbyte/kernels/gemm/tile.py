@@ -7,12 +7,67 @@ Shapes: a [M, K], b [N, K], out [M, N].
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from halfbyte.formats import FLT_MAX, f32
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.launch import jit
+
+
+class Rows(NamedTuple):
+    """A matrix with contiguous rows."""
+
+    ptr: Any
+    stride: Any
+
+
+class ProductStrides(NamedTuple):
+    """Of three matrices with contiguous rows."""
+
+    a: int
+    b: int
+    out: int
+
+
+class Products(NamedTuple):
+    """Sizes of a [M, K] @ [N, K].T."""
+
+    M: Any
+    N: Any
+    K: Any = None
+
+
+class Applied(NamedTuple):
+    """What ends a product: amaxes of the operands that have some, and a bias."""
+
+    a_amax_ptr: Any
+    b_amax_ptr: Any
+    bias_ptr: Any = None
+
+
+class Divisors(NamedTuple):
+    """What makes factors of amaxes: f(divisor / FLT_MAX) and f(1 / divisor) of each operand."""
+
+    a_floor: float
+    a_inverse: float
+    b_floor: float
+    b_inverse: float
+
+
+class FactorKinds(NamedTuple):
+    """Of each operand NO_FACTOR, TENSOR_FACTOR or ROW_FACTOR."""
+
+    a: int
+    b: int
+
+
+def divisors(a: float, b: float) -> Divisors:
+    """Return those of two operands, of which each is e4m3_max * fp4_max of its spec."""
+    return Divisors(f32(a / FLT_MAX), f32(1 / a), f32(b / FLT_MAX), f32(1 / b))
 
 
 @triton.jit
@@ -25,52 +80,38 @@ def tile_of(i_tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    acc,
-    o_m,
-    o_n,
-    M,
-    N,
-    a_amax_ptr,
-    b_amax_ptr,
-    bias_ptr,
-    a_floor,
-    a_inverse,
-    b_floor,
-    b_inverse,
-    A_FACTOR: tl.constexpr,
-    B_FACTOR: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+def finish(acc, o_m, o_n, M, N, applied, by, FACTORS: tl.constexpr):
     """Apply the scalar factors as one product (unless it overflows), then a's column, b's row, then the bias."""
-    if A_FACTOR == dc.TENSOR_FACTOR and B_FACTOR == dc.TENSOR_FACTOR:
-        ga = dc.clamped_amax(tl.load(a_amax_ptr), a_floor) * a_inverse
-        gb = dc.clamped_amax(tl.load(b_amax_ptr), b_floor) * b_inverse
+    if FACTORS.a == dc.TENSOR_FACTOR and FACTORS.b == dc.TENSOR_FACTOR:
+        ga = dc.clamped_amax(tl.load(applied.a_amax_ptr), by.a_floor) * by.a_inverse
+        gb = dc.clamped_amax(tl.load(applied.b_amax_ptr), by.b_floor) * by.b_inverse
         alpha = ga * gb
         overflows = alpha == float("inf")
         acc = (acc * tl.where(overflows, ga, alpha)) * tl.where(overflows, gb, 1.0)
-    elif A_FACTOR == dc.TENSOR_FACTOR:
-        acc = acc * (dc.clamped_amax(tl.load(a_amax_ptr), a_floor) * a_inverse)
-    elif B_FACTOR == dc.TENSOR_FACTOR:
-        acc = acc * (dc.clamped_amax(tl.load(b_amax_ptr), b_floor) * b_inverse)
-    if A_FACTOR == dc.ROW_FACTOR:
-        acc = acc * (dc.clamped_amax(tl.load(a_amax_ptr + o_m, mask=o_m < M, other=0.0), a_floor) * a_inverse)[:, None]
-    if B_FACTOR == dc.ROW_FACTOR:
-        acc = acc * (dc.clamped_amax(tl.load(b_amax_ptr + o_n, mask=o_n < N, other=0.0), b_floor) * b_inverse)[None, :]
-    if HAS_BIAS:
-        acc = acc + tl.load(bias_ptr + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
+    elif FACTORS.a == dc.TENSOR_FACTOR:
+        acc = acc * (dc.clamped_amax(tl.load(applied.a_amax_ptr), by.a_floor) * by.a_inverse)
+    elif FACTORS.b == dc.TENSOR_FACTOR:
+        acc = acc * (dc.clamped_amax(tl.load(applied.b_amax_ptr), by.b_floor) * by.b_inverse)
+    if FACTORS.a == dc.ROW_FACTOR:
+        amax = tl.load(applied.a_amax_ptr + o_m, mask=o_m < M, other=0.0)
+        acc = acc * (dc.clamped_amax(amax, by.a_floor) * by.a_inverse)[:, None]
+    if FACTORS.b == dc.ROW_FACTOR:
+        amax = tl.load(applied.b_amax_ptr + o_n, mask=o_n < N, other=0.0)
+        acc = acc * (dc.clamped_amax(amax, by.b_floor) * by.b_inverse)[None, :]
+    if applied.bias_ptr is not None:
+        acc = acc + tl.load(applied.bias_ptr + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
     return acc
 
 
 @triton.jit
-def store_tile(acc, out_ptr, out_stride, addend_ptr, addend_stride, o_m, o_n, M, N, ACCUMULATE: tl.constexpr):
-    """Round once and store, adding the addend first if accumulating."""
-    p_out = out_ptr + o_m.to(tl.int64)[:, None] * out_stride + o_n[None, :]
+def store_tile(acc, out, addend, o_m, o_n, M, N):
+    """Round once and store to Rows, adding the addend first, if there is one."""
+    p_out = out.ptr + o_m.to(tl.int64)[:, None] * out.stride + o_n[None, :]
     mask = (o_m < M)[:, None] & (o_n < N)[None, :]
-    if ACCUMULATE:
-        p_addend = addend_ptr + o_m.to(tl.int64)[:, None] * addend_stride + o_n[None, :]
+    if addend is not None:
+        p_addend = addend.ptr + o_m.to(tl.int64)[:, None] * addend.stride + o_n[None, :]
         acc = acc + tl.load(p_addend, mask=mask, other=0.0).to(tl.float32)
-    tl.store(p_out, dc.cast(acc, out_ptr.dtype.element_ty), mask=mask)
+    tl.store(p_out, dc.cast(acc, out.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -87,46 +128,19 @@ def split_columns(x, PARTS: tl.constexpr):
         return first, second, third, fourth
 
 
-@jit(do_not_specialize=("M", "N", "K"))
+@jit(do_not_specialize=("shape",))
 def gemm_tma_kernel(
-    a_desc,
-    b_desc,
-    out_desc,
-    out_ptr,
-    out_stride,
-    addend_desc,
-    addend_ptr,
-    addend_stride,
-    a_amax_ptr,
-    b_amax_ptr,
-    bias_ptr,
-    M,
-    N,
-    K,
-    a_floor,
-    a_inverse,
-    b_floor,
-    b_inverse,
-    A_FACTOR: tl.constexpr,
-    B_FACTOR: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    OUT_TMA: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    a_desc, b_desc, out_desc, out, addend_desc, addend, applied, shape, by,
+    FACTORS: tl.constexpr, OUT_TMA: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, UPCAST: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """PROGRAMS programs walk all tiles. SPLITS > 1: out holds the partial sums, [SPLITS * round_up(M, BM), N].
 
-    The addend [M, N], if ACCUMULATE, is out itself or lies elsewhere, in a dtype of its own.
+    The addend [M, N], if there is one, is out itself or lies elsewhere, in a dtype of its own.
     """
     overlap.begin(OVERLAP)
+    M, N, K = shape
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
     steps = tl.cdiv(tl.cdiv(K, BK), SPLITS)
@@ -151,53 +165,25 @@ def gemm_tma_kernel(
             i_col = i_n * BN + part * (BN // PARTS)
             o_m = i_m * BM + tl.arange(0, BM)
             o_n = i_col + tl.arange(0, BN // PARTS)
-            y = finish(
-                parts[part], o_m, o_n, M, N, a_amax_ptr, b_amax_ptr, bias_ptr, a_floor, a_inverse, b_floor, b_inverse,
-                A_FACTOR, B_FACTOR, HAS_BIAS,
-            )  # fmt: skip
+            y = finish(parts[part], o_m, o_n, M, N, applied, by, FACTORS)
             if OUT_TMA:
                 i_row = (i_split * tiles_m + i_m) * BM
-                if ACCUMULATE:
+                if addend is not None:
                     y = y + addend_desc.load([i_row, i_col]).to(tl.float32)
                 out_desc.store([i_row, i_col], dc.cast(y, out_desc.dtype))
             else:
-                store_tile(y, out_ptr, out_stride, addend_ptr, addend_stride, o_m, o_n, M, N, ACCUMULATE)
+                store_tile(y, out, addend, o_m, o_n, M, N)
 
 
-@jit(do_not_specialize=("M",))
+@jit(do_not_specialize=("shape.M",))
 def gemm_pointer_kernel(
-    a_ptr,
-    b_ptr,
-    out_ptr,
-    a_stride,
-    b_stride,
-    out_stride,
-    addend_ptr,
-    addend_stride,
-    a_amax_ptr,
-    b_amax_ptr,
-    bias_ptr,
-    M,
-    N,
-    K,
-    a_floor,
-    a_inverse,
-    b_floor,
-    b_inverse,
-    A_FACTOR: tl.constexpr,
-    B_FACTOR: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    UPCAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    a_ptr, b_ptr, out_ptr, strides, addend, applied, shape, by,
+    FACTORS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, UPCAST: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One program computes one tile of one split. SPLITS > 1: out as in gemm_tma_kernel."""
     overlap.begin(OVERLAP)
+    M, N, K = shape
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tiles = tiles_m * tiles_n
     steps = tl.cdiv(tl.cdiv(K, BK), SPLITS)
@@ -207,8 +193,8 @@ def gemm_pointer_kernel(
     o_n = i_n * BN + tl.arange(0, BN)
     o_k = i_split * steps * BK + tl.arange(0, BK)
     # Rows beyond the edge read some valid row instead of a mask: their results are never stored.
-    p_a = a_ptr + (o_m % M).to(tl.int64)[:, None] * a_stride + o_k[None, :]
-    p_b = b_ptr + (o_n % N).to(tl.int64)[:, None] * b_stride + o_k[None, :]
+    p_a = a_ptr + (o_m % M).to(tl.int64)[:, None] * strides.a + o_k[None, :]
+    p_b = b_ptr + (o_n % N).to(tl.int64)[:, None] * strides.b + o_k[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(steps):
         in_k = (o_k < K - k * BK)[None, :]
@@ -220,43 +206,19 @@ def gemm_pointer_kernel(
             acc = tl.dot(b_a, b_b.T, acc)
         p_a += BK
         p_b += BK
-    acc = finish(
-        acc, o_m, o_n, M, N, a_amax_ptr, b_amax_ptr, bias_ptr, a_floor, a_inverse, b_floor, b_inverse,
-        A_FACTOR, B_FACTOR, HAS_BIAS,
-    )  # fmt: skip
-    p_split = out_ptr + (i_split * tiles_m * BM).to(tl.int64) * out_stride
-    store_tile(acc, p_split, out_stride, addend_ptr, addend_stride, o_m, o_n, M, N, ACCUMULATE)
+    acc = finish(acc, o_m, o_n, M, N, applied, by, FACTORS)
+    p_split = out_ptr + (i_split * tiles_m * BM).to(tl.int64) * strides.out
+    store_tile(acc, Rows(p_split, strides.out), addend, o_m, o_n, M, N)
 
 
-@jit(do_not_specialize=("M", "split_rows"))
+@jit(do_not_specialize=("shape.M", "split_rows"))
 def combine_kernel(
-    parts_ptr,
-    out_ptr,
-    addend_ptr,
-    parts_stride,
-    out_stride,
-    addend_stride,
-    split_rows,
-    a_amax_ptr,
-    b_amax_ptr,
-    bias_ptr,
-    M,
-    N,
-    a_floor,
-    a_inverse,
-    b_floor,
-    b_inverse,
-    A_FACTOR: tl.constexpr,
-    B_FACTOR: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    parts_ptr, out_ptr, addend_ptr, parts_stride, out_stride, addend_stride, split_rows, applied, shape, by,
+    FACTORS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Sum the partial products of a split contraction in order, then finish as one GEMM would."""
     overlap.begin(OVERLAP)
+    M, N = shape.M, shape.N
     i_m, i_n = tile_of(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), 1)
     o_m = i_m * BM + tl.arange(0, BM)
     o_n = i_n * BN + tl.arange(0, BN)
@@ -265,8 +227,6 @@ def combine_kernel(
     for i_split in tl.static_range(SPLITS):
         o_row = (i_split * split_rows + o_m).to(tl.int64)
         acc += tl.load(parts_ptr + o_row[:, None] * parts_stride + o_n[None, :], mask=mask, other=0.0)
-    acc = finish(
-        acc, o_m, o_n, M, N, a_amax_ptr, b_amax_ptr, bias_ptr, a_floor, a_inverse, b_floor, b_inverse,
-        A_FACTOR, B_FACTOR, HAS_BIAS,
-    )  # fmt: skip
-    store_tile(acc, out_ptr, out_stride, addend_ptr, addend_stride, o_m, o_n, M, N, ACCUMULATE)
+    acc = finish(acc, o_m, o_n, M, N, applied, by, FACTORS)
+    addend = None if addend_ptr is None else Rows(addend_ptr, addend_stride)
+    store_tile(acc, Rows(out_ptr, out_stride), addend, o_m, o_n, M, N)

@@ -14,7 +14,7 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.unpack.transpose import transpose_tile
+from halfbyte.kernels.unpack.transpose import Extent, Moved, MovedStrides, transpose_tile
 
 # Columns of the table of pieces.
 VALUES, CODES, START, STOP, ROWS, COLS, PITCH, TILE_COLS, FIRST_TILE, SLOT, FIRST_PROGRAM, FIRST_ROW, CHUNKS = (
@@ -135,8 +135,10 @@ def piece_factors(piece, amax_ptr, tiles, constants):
 
 @triton.jit
 def load_constants(p_constants):
-    """Return span, floor, inverse and unit of a spec (sc.Constants)."""
-    return tl.load(p_constants), tl.load(p_constants + 1), tl.load(p_constants + 2), tl.load(p_constants + 3)
+    """Return the Constants of a spec."""
+    return sc.Constants(
+        tl.load(p_constants), tl.load(p_constants + 1), tl.load(p_constants + 2), tl.load(p_constants + 3)
+    )
 
 
 @jit(do_not_specialize=("tiles",))
@@ -199,7 +201,7 @@ def cast_kernel(
     p_scale = scale_ptr + tl.load(piece + FIRST_TILE) + tile_row * tile_cols + block
     scale = tl.load(p_scale, mask=block < tile_cols, other=0)
     poison = scale == dc.E4M3_NAN
-    product = pm.e4m3_positive(tl.where(poison, 0, scale).to(tl.uint8)) * factors[3]
+    product = pm.e4m3_positive(tl.where(poison, 0, scale).to(tl.uint8)) * factors.decode
     encode = tl.minimum(tl.div_rn(product * 0 + 1.0, product), pm.FLT_MAX)[None, :]
     low = pm.pack_word(xs, 0, pm.nearest_codes(xs, 0, encode)).to(tl.int64)
     high = pm.pack_word(xs, 8, pm.nearest_codes(xs, 8, encode)).to(tl.int64)
@@ -242,7 +244,7 @@ def scale_kernel(
             factors = sc.tensor_factors(amax, load_constants(constants_ptr + index * 4), False)
             m = tl.load(amax_ptr + o_tile, mask=inside, other=0.0)
             poison = m == pm.INF
-            code = pm.e4m3_code(tl.minimum(tl.where(poison, 0.0, m) * factors[2], pm.FLT_MAX), False)
+            code = pm.e4m3_code(tl.minimum(tl.where(poison, 0.0, m) * factors.to_scale, pm.FLT_MAX), False)
             code = tl.where(poison, dc.E4M3_NAN, code).to(tl.uint8)
             tl.store(scale_ptr + o_tile, code, mask=inside)
         elif EXPAND:
@@ -274,24 +276,21 @@ def transpose_weights_kernel(table, programs, WIDE: tl.constexpr, TILE_ROWS: tl.
     ALIGNMENT: tl.constexpr = 16 if WIDE else 8
     local = tl.program_id(0) - tl.load(weight + W_TURN_PROGRAM)
     tiles = tl.cdiv(tile_cols * 2, TILE_WORDS)
-    transpose_tile(
-        (local // tiles).to(tl.int32),
-        (local % tiles).to(tl.int32),
+    i_row, i_word = (local // tiles).to(tl.int32), (local % tiles).to(tl.int32)
+    moved = Moved(
         tl.multiple_of(tl.load(weight + W_CODES).to(tl.pointer_type(tl.int32)), ALIGNMENT),
         tl.load(weight + W_SCALE).to(tl.pointer_type(tl.uint8)),
         tl.multiple_of(tl.load(weight + W_TURNED).to(tl.pointer_type(tl.int32)), ALIGNMENT),
         tl.load(weight + W_TURNED_SCALE).to(tl.pointer_type(tl.uint8)),
+    )
+    extent = Extent(
         tl.load(weight + W_ROWS).to(tl.int32),
         tl.load(weight + W_COLS).to(tl.int32),
         (tile_cols * 2).to(tl.int32),
         (tile_rows * 2).to(tl.int32),
-        tile_cols * 2,
-        tile_cols,
-        tile_rows * 2,
-        tile_rows,
-        TILE_ROWS,
-        TILE_WORDS,
     )
+    strides = MovedStrides(tile_cols * 2, tile_cols, tile_rows * 2, tile_rows)
+    transpose_tile(i_row, i_word, moved, extent, strides, TILE_ROWS, TILE_WORDS)
 
 
 @jit

@@ -11,12 +11,13 @@ from halfbyte.kernels.amax.plain import row_col_amax
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import philox
 from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, arguments_of_both, varying
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import both_small, one
 from halfbyte.kernels.quantize.both_route import Pair, choose_pair
-from halfbyte.kernels.quantize.lines import divisor, kernel_arguments, output_of
+from halfbyte.kernels.quantize.lines import output_of, written
 from halfbyte.kernels.quantize.route import APART, SHARED
 from halfbyte.kernels.route import Choice
 from halfbyte.kernels.unpack.dequantize import decode
@@ -24,122 +25,67 @@ from halfbyte.kernels.unpack.transpose import transpose
 from halfbyte.layout import LINEAR, Blocks, check_scale_layout, matrix_shape, swizzle
 from halfbyte.sides import Side
 
-VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "first_block", "sign_stream")) + (
-    "col_tiles",
-    "magic",
-    "shift",
-)
-
 
 @triton.jit
 def quantize_both(
-    i_row, i_col, x_ptr, row, col, row_numbers, col_numbers, rows, cols, stride_r, stride_c, row_known, col_known,
-    ROW: tl.constexpr, COL: tl.constexpr, SWIZZLED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+    i_row, i_col, x, row, col, row_known, col_known, ROW: tl.constexpr, COL: tl.constexpr, SWIZZLED: tl.constexpr,
+    TR: tl.constexpr, TC: tl.constexpr,
 ):  # fmt: skip
     """Quantize TR x TC values both ways, rows first where lanes lie along them: such a read asks for whole lines.
 
-    row, col: pointers to codes, scales, amax, draw and signs.
-    row_numbers, col_numbers: blocks, stream, first_block, blocks_per_row, sign_stream and constants.
+    x: a StridedMatrix. row, col: a WrittenOperand each.
     row_known, col_known: what a program has already: factors, values and words of the draw, or None.
     """
     for part in tl.static_range(2):
         if (part == 0) == ROW.along:
-            quantize_row_tile(
-                i_row, i_col // ROW.group, x_ptr, *row, rows, cols, row_numbers[0], stride_r, stride_c,
-                row_numbers[1], row_numbers[2], row_numbers[3], row_numbers[4], row_numbers[5],
-                ROW, SWIZZLED, TR, TC // ROW.group, *row_known,
-            )  # fmt: skip
+            quantize_row_tile(i_row, i_col // ROW.group, x, row, ROW, SWIZZLED, TR, TC // ROW.group, *row_known)
         else:
-            quantize_col_tile(
-                i_row // COL.group, i_col, x_ptr, *col, rows, cols, col_numbers[0], stride_r, stride_c,
-                col_numbers[1], col_numbers[2], col_numbers[3], col_numbers[4], col_numbers[5],
-                COL, SWIZZLED, TR // COL.group, TC, *col_known,
-            )  # fmt: skip
+            quantize_col_tile(i_row // COL.group, i_col, x, col, COL, SWIZZLED, TR // COL.group, TC, *col_known)
 
 
-@jit(do_not_specialize=VARYING)
+@triton.jit
+def quantize_run(
+    i_row, i_col, x, row, col, row_known, col_known, ROW: tl.constexpr, COL: tl.constexpr, SWIZZLED: tl.constexpr,
+    TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """Quantize LOOP tiles beside each other both ways."""
+    for step in range(LOOP):
+        i_step = i_col + step * TC
+        quantize_both(i_row, i_step, x, row, col, row_known, col_known, ROW, COL, SWIZZLED, TR, TC)
+
+
+@jit(do_not_specialize=(*varying("places.row", "places.col"), "col_tiles"))
 def quantize_row_col_kernel(
-    x_ptr,
-    row_q_ptr,
-    row_scale_ptr,
-    row_amax_ptr,
-    row_draw_ptr,
-    row_sign_ptr,
-    col_q_ptr,
-    col_scale_ptr,
-    col_amax_ptr,
-    col_draw_ptr,
-    col_sign_ptr,
-    rows,
-    cols,
-    row_blocks,
-    col_blocks,
-    stride_r,
-    stride_c,
-    row_stream,
-    row_first_block,
-    row_blocks_per_row,
-    row_sign_stream,
-    col_stream,
-    col_first_block,
-    col_blocks_per_row,
-    col_sign_stream,
-    row_span,
-    row_floor,
-    row_inverse,
-    row_unit,
-    col_span,
-    col_floor,
-    col_inverse,
-    col_unit,
-    col_tiles,
-    magic,
-    shift,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    TR: tl.constexpr,
-    TC: tl.constexpr,
-    LOOP: tl.constexpr,
-):
+    x_ptr, to, sizes, places, constants, col_tiles, ROW: tl.constexpr, COL: tl.constexpr, SWIZZLED: tl.constexpr,
+    TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
     """One program quantizes LOOP tiles of TR x TC beside each other both ways, of which it reads each twice.
 
     The second read comes from the cache. Where both operands draw, as Draws with one base, and are stored as codes,
     keys and factors are computed once for all tiles, and the divisions are chosen once.
     """
     begin(ROW.hardware >= OVERLAP_CAPABILITY)
-    outer = pm.divide(tl.program_id(0), magic, shift)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    row = WrittenOperand(to.row, sizes.blocks.row, places.row, constants.row)
+    col = WrittenOperand(to.col, sizes.blocks.col, places.col, constants.col)
+    outer = pm.divide(tl.program_id(0), col_tiles)
     i_row = outer * TR
-    i_col = (tl.program_id(0) - outer * col_tiles) * (TC * LOOP)
-    row = (row_q_ptr, row_scale_ptr, row_amax_ptr, row_draw_ptr, row_sign_ptr)
-    col = (col_q_ptr, col_scale_ptr, col_amax_ptr, col_draw_ptr, col_sign_ptr)
-    row_constants = (row_span, row_floor, row_inverse, row_unit)
-    col_constants = (col_span, col_floor, col_inverse, col_unit)
-    row_numbers = (row_blocks, row_stream, row_first_block, row_blocks_per_row, row_sign_stream, row_constants)
-    col_numbers = (col_blocks, col_stream, col_first_block, col_blocks_per_row, col_sign_stream, col_constants)
+    i_col = (tl.program_id(0) - outer * col_tiles.count) * (TC * LOOP)
     DRAWN: tl.constexpr = ROW.rounding == "stochastic" and COL.rounding == "stochastic"
     if DRAWN and not (ROW.row_amax or COL.row_amax or ROW.decoded or COL.decoded):
-        base, row_amax, col_amax = philox.load_base(row_draw_ptr), tl.load(row_amax_ptr), tl.load(col_amax_ptr)
-        row_draw, col_draw = philox.words_of(base, row_stream), philox.words_of(base, col_stream)
+        base, row_amax, col_amax = philox.load_base(row.to.draw_ptr), tl.load(row.to.amax_ptr), tl.load(col.to.amax_ptr)
+        row_draw, col_draw = philox.words_of(base, row.places.stream), philox.words_of(base, col.places.stream)
         if sc.is_regular(row_amax) & sc.is_regular(col_amax):
-            row_factors = sc.regular_factors(row_amax, row_constants)
-            col_factors = sc.regular_factors(col_amax, col_constants)
-            for step in range(LOOP):
-                quantize_both(
-                    i_row, i_col + step * TC, x_ptr, row, col, row_numbers, col_numbers, rows, cols, stride_r, stride_c,
-                    (row_factors, None, row_draw), (col_factors, None, col_draw), ROW, COL, SWIZZLED, TR, TC,
-                )  # fmt: skip
+            row_factors = sc.regular_factors(row_amax, row.constants)
+            col_factors = sc.regular_factors(col_amax, col.constants)
+            row_known, col_known = (row_factors, None, row_draw), (col_factors, None, col_draw)
+            quantize_run(i_row, i_col, x, row, col, row_known, col_known, ROW, COL, SWIZZLED, TR, TC, LOOP)
         else:
-            for step in range(LOOP):
-                quantize_both(
-                    i_row, i_col + step * TC, x_ptr, row, col, row_numbers, col_numbers, rows, cols, stride_r, stride_c,
-                    (None, None, row_draw), (None, None, col_draw), ROW, COL, SWIZZLED, TR, TC,
-                )  # fmt: skip
+            row_known, col_known = (None, None, row_draw), (None, None, col_draw)
+            quantize_run(i_row, i_col, x, row, col, row_known, col_known, ROW, COL, SWIZZLED, TR, TC, LOOP)
     else:
-        quantize_both(
-            i_row, i_col, x_ptr, row, col, row_numbers, col_numbers, rows, cols, stride_r, stride_c,
-            (None, None, None), (None, None, None), ROW, COL, SWIZZLED, TR, TC,
-        )  # fmt: skip
+        known = (None, None, None)
+        quantize_both(i_row, i_col, x, row, col, known, known, ROW, COL, SWIZZLED, TR, TC)
 
 
 def quantize_rows_and_cols(x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blocks]:
@@ -195,21 +141,9 @@ def _with_amaxes(x: Tensor, row: Side, col: Side) -> tuple[Side, Side]:
 
 def _launch(choice: Choice, x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blocks]:
     outputs = output_of(x, row), output_of(x.T, col)
-    arguments = [kernel_arguments(side, out, side.amax) for side, out in zip((row, col), outputs, strict=True)]
-    pointers, numbers, constants = zip(*arguments, strict=True)
     quantize_row_col_kernel[choice.grid](
-        x,
-        *pointers[0],
-        *pointers[1],
-        *x.shape,
-        outputs[0].blocks,
-        outputs[1].blocks,
-        *x.stride(),
-        *numbers[0],
-        *numbers[1],
-        *constants[0],
-        *constants[1],
-        *divisor(choice.facts),
+        *arguments_of_both(x, *(written(side, out, side.amax) for side, out in zip((row, col), outputs, strict=True))),
+        pm.Divisor.of(choice.facts),
         **choice.constants,
         enable_fp_fusion=False,
         **placed_early(choice.constants["ROW"].hardware),

@@ -13,21 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.amax.rotated import amax_rotated_kernel
+from halfbyte.kernels.amax.rotated import Split, amax_rotated_kernel
 from halfbyte.kernels.amax.route import RotatedTile, amax_rule
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.loads import load_col_pairs
+from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, arguments_of_both, varying
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.both_route import STRIP_LINES, Pair
-from halfbyte.kernels.quantize.lines import kernel_arguments, output_of
+from halfbyte.kernels.quantize.lines import output_of, written
 from halfbyte.kernels.route import Choice
 from halfbyte.layout import Blocks
 
 STRIP = RotatedTile(lines=STRIP_LINES, vec=1, packed=True, num_warps=4, per_sm=0)  # of a program of the first launch
-
-VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "first_block", "sign_stream"))
 
 
 @triton.jit
@@ -39,69 +38,54 @@ def merged(partial_ptr, out_ptr, is_first, PROGRAMS: tl.constexpr):
     return amax
 
 
-@jit(do_not_specialize=VARYING)
+@jit(do_not_specialize=varying("places.row", "places.col"))
 def quantize_row_col_small_kernel(
-    x_ptr, row_q_ptr, row_scale_ptr, row_partial_ptr, row_draw_ptr, row_sign_ptr, col_q_ptr, col_scale_ptr,
-    col_partial_ptr, col_draw_ptr, col_sign_ptr, row_amax_ptr, col_amax_ptr, rows, cols, row_blocks, col_blocks,
-    stride_r, stride_c, row_stream, row_first_block, row_blocks_per_row, row_sign_stream, col_stream, col_first_block,
-    col_blocks_per_row, col_sign_stream, row_span, row_floor, row_inverse, row_unit, col_span, col_floor, col_inverse,
-    col_unit, ROW: tl.constexpr, COL: tl.constexpr, PROGRAMS: tl.constexpr, R: tl.constexpr, RN: tl.constexpr,
-    CN: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, to, row_amax_ptr, col_amax_ptr, sizes, places, constants, ROW: tl.constexpr, COL: tl.constexpr,
+    PROGRAMS: tl.constexpr, R: tl.constexpr, RN: tl.constexpr, CN: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program quantizes CN groups of C columns along columns, or, further on, RN groups of R rows along rows."""
+    """A program quantizes CN groups of C columns along columns, or, further on, RN groups of R rows along rows.
+
+    to: its amax_ptr are the maxima of the programs before.
+    """
     overlap.begin(OVERLAP)
-    beside = cols // C
-    col_programs = rows // (CN * COL.group) * beside
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    row = WrittenOperand(to.row, sizes.blocks.row, places.row, constants.row)
+    col = WrittenOperand(to.col, sizes.blocks.col, places.col, constants.col)
+    beside = x.cols // C
+    col_programs = x.rows // (CN * COL.group) * beside
     if tl.program_id(0) < col_programs:
-        constants = (col_span, col_floor, col_inverse, col_unit)
         i_group = tl.program_id(0) // beside * CN
         i_col = tl.program_id(0) % beside * C
-        columns = load_col_pairs(x_ptr, i_group, i_col, rows, cols, stride_r, COL, CN, C)
-        amax = merged(col_partial_ptr, col_amax_ptr, tl.program_id(0) == 0, PROGRAMS)
-        quantize_col_tile(
-            i_group, i_col, x_ptr, col_q_ptr, col_scale_ptr, col_partial_ptr, col_draw_ptr, col_sign_ptr, rows, cols,
-            col_blocks, stride_r, stride_c, col_stream, col_first_block, col_blocks_per_row, col_sign_stream,
-            constants, COL, False, CN, C, sc.tensor_factors(amax, constants, True), columns,
-        )  # fmt: skip
+        columns = load_col_pairs(x, i_group, i_col, COL, CN, C)
+        amax = merged(col.to.amax_ptr, col_amax_ptr, tl.program_id(0) == 0, PROGRAMS)
+        factors = sc.tensor_factors(amax, col.constants, True)
+        quantize_col_tile(i_group, i_col, x, col, COL, False, CN, C, factors, columns)
     else:
-        constants = (row_span, row_floor, row_inverse, row_unit)
         tile = tl.program_id(0) - col_programs
-        beside = cols // (RN * ROW.group)
+        beside = x.cols // (RN * ROW.group)
         i_row = tile // beside * R
         i_group = tile % beside * RN
-        words = read_row_tile(i_row, i_group, x_ptr, rows, cols, stride_r, stride_c, ROW, R, RN)
-        amax = merged(row_partial_ptr, row_amax_ptr, tile == 0, PROGRAMS)
-        quantize_row_tile(
-            i_row, i_group, x_ptr, row_q_ptr, row_scale_ptr, row_partial_ptr, row_draw_ptr, row_sign_ptr, rows, cols,
-            row_blocks, stride_r, stride_c, row_stream, row_first_block, row_blocks_per_row, row_sign_stream,
-            constants, ROW, False, R, RN, sc.tensor_factors(amax, constants, True), words,
-        )  # fmt: skip
+        words = read_row_tile(i_row, i_group, x, ROW, R, RN)
+        amax = merged(row.to.amax_ptr, row_amax_ptr, tile == 0, PROGRAMS)
+        factors = sc.tensor_factors(amax, row.constants, True)
+        quantize_row_tile(i_row, i_group, x, row, ROW, False, R, RN, factors, words)
 
 
 def quantize_both_small(choice: Choice) -> tuple[Blocks, Blocks]:
     """Return (quantize(x), quantize(x.T)); the bytes of `both.quantize_rows_and_cols`."""
     x, row, col = choice.request
-    (rows, cols), sides = x.shape, (row, col)
+    sides = row, col
     partial = _partial_amaxes(choice)
     row_amax, col_amax = (torch.empty((), dtype=torch.float32, device=x.device) for _ in sides)
     outputs = output_of(x, row), output_of(x.T, col)
-    arguments = (kernel_arguments(*operand) for operand in zip(sides, outputs, partial, strict=True))
-    pointers, numbers, constants = zip(*arguments, strict=True)
+    operands = (written(*operand) for operand in zip(sides, outputs, partial, strict=True))
+    x, to, *numbers = arguments_of_both(x, *operands)
     quantize_row_col_small_kernel[choice.grid](
         x,
-        *pointers[0],
-        *pointers[1],
+        to,
         row_amax,
         col_amax,
-        rows,
-        cols,
-        outputs[0].blocks,
-        outputs[1].blocks,
-        *x.stride(),
-        *numbers[0],
-        *numbers[1],
-        *constants[0],
-        *constants[1],
+        *numbers,
         **choice.constants,
         enable_fp_fusion=False,
         **overlap.launch_options(x.device),
@@ -127,9 +111,7 @@ def _partial_amaxes(choice: Choice) -> Tensor:
         rows,
         cols,
         *x.stride(),
-        strips,
-        count // strips,
-        count,
+        Split(strips, count // strips, count),
         RULE=rule,
         BOTH=True,
         PACKED=True,

@@ -12,53 +12,30 @@ from torch import Tensor
 from halfbyte.kernels.amax.plain import operand_amax
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.device.operands import Places, Pointers, Sizes, StridedMatrix, WrittenOperand
 from halfbyte.kernels.device.tiles import quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import strips
-from halfbyte.kernels.quantize.lines import divisor
 from halfbyte.kernels.route import Choice
 from halfbyte.layout import Blocks, row_bytes
 from halfbyte.sides import Side
 from halfbyte.spec import NVFP4, Spec
 
 
-@jit(do_not_specialize=("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"))
+@jit(do_not_specialize=("col_tiles", "row_tiles"))
 def quantize_experts_kernel(
-    x_ptr,
-    q_ptr,
-    scale_ptr,
-    amax_ptr,
-    rows,
-    cols,
-    blocks,
-    stride_r,
-    span,
-    floor,
-    inverse,
-    unit,
-    col_tiles,
-    magic,
-    shift,
-    row_tiles,
-    row_magic,
-    row_shift,
-    RULE: tl.constexpr,
-    R: tl.constexpr,
-    N: tl.constexpr,
+    x_ptr, to, sizes, constants, col_tiles, row_tiles, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr
 ):
-    """One program quantizes N groups of R rows; row_tiles tiles are an expert."""
-    constants = (span, floor, inverse, unit)
-    line = pm.divide(tl.program_id(0), magic, shift)
-    i_row, i_group = line * R, (tl.program_id(0) - line * col_tiles) * N
-    loaded = read_row_tile(i_row, i_group, x_ptr, rows, cols, stride_r, 1, RULE, R, N)
-    expert = pm.divide(line, row_magic, row_shift)
-    if not RULE.row_amax:
-        amax_ptr += expert
-    factors = sc.operand_factors(amax_ptr, constants, RULE)
-    quantize_row_tile(
-        i_row, i_group, x_ptr, q_ptr, scale_ptr, amax_ptr, None, None, rows, cols, blocks, stride_r, 1, 0, 0, 0, 0,
-        constants, RULE, False, R, N, factors, loaded,
-    )  # fmt: skip
+    """One program quantizes N groups of R rows; row_tiles.count tiles are an expert."""
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    out = WrittenOperand(to, sizes.blocks, Places(), constants)
+    line = pm.divide(tl.program_id(0), col_tiles)
+    i_row, i_group = line * R, (tl.program_id(0) - line * col_tiles.count) * N
+    loaded = read_row_tile(i_row, i_group, x, RULE, R, N)
+    expert = pm.divide(line, row_tiles)
+    p_amax = out.to.amax_ptr if RULE.row_amax else out.to.amax_ptr + expert
+    factors = sc.operand_factors(p_amax, out.constants, RULE)
+    quantize_row_tile(i_row, i_group, x, out, RULE, False, R, N, factors, loaded)
 
 
 def quantize_experts(choice: Choice, w: Tensor, side: Side) -> Blocks:
@@ -86,16 +63,11 @@ def quantize_experts(choice: Choice, w: Tensor, side: Side) -> Blocks:
     scale = w.new_empty(0 if decoded else (experts, rows, blocks), dtype=torch.uint8)
     quantize_experts_kernel[choice.grid](
         w,
-        qdata if decoded else qdata.view(torch.int64),
-        scale,
-        amax.contiguous(),
-        experts * rows,
-        cols,
-        blocks,
-        cols,
-        *sc.constants_of(spec),
-        *divisor(choice.facts),
-        *divisor(rows // choice.constants["R"]),
+        Pointers(qdata if decoded else qdata.view(torch.int64), scale, amax.contiguous()),
+        Sizes(experts * rows, cols, blocks, cols, 1),
+        sc.constants_of(spec),
+        pm.Divisor.of(choice.facts),
+        pm.Divisor.of(rows // choice.constants["R"]),
         **choice.constants,
         enable_fp_fusion=False,
     )

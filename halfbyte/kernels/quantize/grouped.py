@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from halfbyte.kernels.amax.grouped import grouped_amax
+from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.device.operands import Places, Pointers, WrittenOperand, arguments_of_both
 from halfbyte.kernels.groups import GroupPlan, plan_groups
 from halfbyte.kernels.quantize import grouped_wide as wide
 from halfbyte.kernels.quantize.experts import experts_amax, quantize_experts
@@ -22,9 +24,7 @@ from halfbyte.kernels.quantize.grouped_route import (
     choose_grouped,
     choose_next_side,
 )
-from halfbyte.kernels.quantize.lines import divisor
 from halfbyte.kernels.quantize.route import SHARED, is_packed
-from halfbyte.kernels.route import Choice
 from halfbyte.kernels.unpack.grouped_swizzle import grouped_swizzle
 from halfbyte.kernels.unpack.transpose import transpose
 from halfbyte.layout import (
@@ -223,7 +223,6 @@ def _fill_amaxes(
 
 
 def _quantize(grid: Grid, plan: GroupPlan, sides: list[GroupedOutput | None], amaxes: list[Tensor]) -> None:
-    row, col = sides
     if not any(side is not None and side.qdata.numel() for side in sides):
         return
     hardware, packed = sc.hardware_of(grid.x.device), is_packed(grid.x)
@@ -232,60 +231,40 @@ def _quantize(grid: Grid, plan: GroupPlan, sides: list[GroupedOutput | None], am
         rule = None if side is None else sc.rule_of(side.side.spec, hardware)
         # In words of two columns, the columns of a 16x16 tile would each take a maximum of their own.
         rules.append(rule and rule._replace(decoded=side.decoded, packed=packed and not (i and rule.tile)))
-    pointers = [_pointers(side, amax, plan) for side, amax in zip(sides, amaxes, strict=True)]
-    streams = [[0, 0] if side is None else _streams(side.side) for side in sides]
-    constants = [(0.0,) * 4 if side is None else sc.constants_of(side.side.spec) for side in sides]
+    outs = [None if side is None else _written(side, amax, plan) for side, amax in zip(sides, amaxes, strict=True)]
     while rules != [None, None]:
         choice = choose_next_side(PlannedSides(grid.x, plan, list(rules), grid.stacked))
         if choice.kernel == "grouped_wide_kernel":
             i, _ = choice.facts
-            wide.quantize_wide(choice, sides[i].blocks, (pointers[i], streams[i], constants[i]))
-            rules[i], pointers[i] = None, [None] * 5
+            wide.quantize_wide(choice, outs[i])
+            rules[i] = outs[i] = None
             continue
-        _launch(choice, grid, (row, col), (pointers, streams, constants))
+        x, to, sizes, *numbers = arguments_of_both(grid.x, *outs)
+        grouped_quantize_kernel[choice.grid](
+            x,
+            to,
+            plan.table,
+            plan.tile_group,
+            grid.groups,
+            sizes._replace(rows=None),  # a plan has them
+            *numbers,
+            pm.Divisor.of(choice.facts),
+            **choice.constants,
+            enable_fp_fusion=False,
+            **overlap.launch_options(grid.x.device),
+        )
         return
 
 
-def _launch(
-    choice: Choice, grid: Grid, sides: tuple[GroupedOutput | None, GroupedOutput | None], arguments: tuple
-) -> None:
-    plan, (row, col) = choice.request.plan, sides
-    pointers, streams, constants = arguments
-    grouped_quantize_kernel[choice.grid](
-        grid.x,
-        *pointers[0],
-        *pointers[1],
-        plan.table,
-        plan.tile_group,
-        grid.groups,
-        grid.x.shape[1],
-        0 if row is None else row.blocks,
-        0 if col is None else col.blocks,
-        *grid.x.stride(),
-        *streams[0],
-        *streams[1],
-        *constants[0],
-        *constants[1],
-        *divisor(choice.facts),
-        **choice.constants,
-        enable_fp_fusion=False,
-        **overlap.launch_options(grid.x.device),
-    )
-
-
-def _pointers(side: GroupedOutput | None, amax: Tensor, plan: GroupPlan) -> list[Tensor | None]:
-    if side is None:
-        return [None] * 5
-    qdata = side.qdata if side.decoded else side.qdata.view(torch.int64)
-    draws = plan.draws if side.side.spec.needs_rng else None
-    return [qdata, side.block_scale, amax, draws, plan.signs if side.side.spec.needs_sign_rng else None]
-
-
-def _streams(side: Side) -> list[int]:
-    return [
-        side.draw.stream if side.draw is not None and side.spec.needs_rng else 0,
-        side.sign_draw.stream if side.sign_draw is not None and side.spec.needs_sign_rng else 0,
-    ]
+def _written(out: GroupedOutput, amax: Tensor, plan: GroupPlan) -> WrittenOperand:
+    """Return what kernels take of one orientation; a group's blocks are counted in the kernel."""
+    spec, draw, sign_draw, *_ = out.side
+    draws, signs = spec.needs_rng and draw is not None, spec.needs_sign_rng and sign_draw is not None
+    qdata = out.qdata if out.decoded else out.qdata.view(torch.int64)
+    bases = plan.draws if spec.needs_rng else None, plan.signs if spec.needs_sign_rng else None
+    streams = {"stream": draw.stream if draws else 0, "sign_stream": sign_draw.stream if signs else 0}
+    to = Pointers(qdata, out.block_scale, amax, *bases)
+    return WrittenOperand(to, out.blocks, Places(**streams), sc.constants_of(spec))
 
 
 def _transposed(row: Blocks, x: Tensor, offsets: Tensor | None) -> Blocks:

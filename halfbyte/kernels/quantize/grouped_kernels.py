@@ -12,10 +12,11 @@ import triton.language as tl
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import overlap, philox
 from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.device.operands import Places, Pointers, StridedMatrix, WrittenOperand, varying
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.groups import group_of_tile
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.unpack.transpose import transpose_tile
+from halfbyte.kernels.unpack.transpose import Extent, Moved, MovedStrides, transpose_tile
 
 
 @triton.constexpr_function
@@ -45,98 +46,68 @@ def clear_padding(scale_ptr, storage, own, i_block, i_col, cols, blocks, BLOCKS:
 
 @triton.jit
 def quantize_rows(
-    group, start, end, local, i_col, x_ptr, side, constants, groups, cols, stride_r, stride_c,
-    RULE: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, known,
-):  # fmt: skip
-    """Quantize TR x TC values, from row `local` of a group and column i_col on, along rows.
-
-    side: of one orientation: qdata_ptr, scale_ptr, amax_ptr, draw_ptr, sign_ptr, blocks, stream, sign_stream.
-    """
+    group, start, end, local, i_col, x, side, groups, RULE: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, known
+):
+    """Quantize TR x TC values, from row `local` of a group and column i_col on, along rows; side: a WrittenOperand."""
     start64 = start.to(tl.int64)
-    first = start64 * side[5]
+    first = start64 * side.blocks
     UNITS: tl.constexpr = units_of_block(RULE.element, RULE.decoded)
-    quantize_row_tile(
-        local,
-        i_col // RULE.group,
-        x_ptr + start64 * stride_r,
-        side[0] + first * UNITS,
-        side[1] if RULE.decoded else side[1] + first,
-        side[2] + start if RULE.row_amax else side[2] + group,
-        None if side[3] is None else side[3] + group * 2,
-        None if side[4] is None else side[4] + group * 2,
-        end - start,
-        tl.where(group == groups, 0, cols),
-        side[5],
-        stride_r,
-        stride_c,
-        side[6],
-        0,
-        side[5],
-        side[7],
-        constants,
-        RULE,
-        False,
-        TR,
-        TC // RULE.group,
-        *known,
+    i_group = i_col // RULE.group
+    p_x = x.ptr + start64 * x.stride_r
+    to = Pointers(
+        side.to.q_ptr + first * UNITS,
+        side.to.scale_ptr if RULE.decoded else side.to.scale_ptr + first,
+        side.to.amax_ptr + start if RULE.row_amax else side.to.amax_ptr + group,
+        None if side.to.draw_ptr is None else side.to.draw_ptr + group * 2,
+        None if side.to.sign_ptr is None else side.to.sign_ptr + group * 2,
     )
+    places = Places(side.places.stream, 0, side.blocks, side.places.sign_stream)
+    out = WrittenOperand(to, side.blocks, places, side.constants)
+    tokens = StridedMatrix(p_x, end - start, tl.where(group == groups, 0, x.cols), x.stride_r, x.stride_c)
+    quantize_row_tile(local, i_group, tokens, out, RULE, False, TR, TC // RULE.group, *known)
 
 
 @triton.jit
 def quantize_cols(
-    group, start, end, local, i_col, x_ptr, side, constants, groups, cols, stride_r, stride_c, storage,
+    group, start, end, local, i_col, x, side, groups, storage,
     RULE: tl.constexpr, STACKED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, known,
 ):  # fmt: skip
     """Quantize the same along columns.
 
-    side: as in `quantize_rows`.
     storage: where the group's blocks start along the columns of the col orientation, unless STACKED.
     """
-    p_q, p_scale, amax_ptr, draw_ptr, sign_ptr, blocks, stream, sign_stream = side
+    p_q, p_scale = side.to.q_ptr, side.to.scale_ptr
     start64 = start.to(tl.int64)
     in_group = tl.where(group == groups, 0, end - start)
     if STACKED:
-        size = group.to(tl.int64) * cols * blocks
+        size = group.to(tl.int64) * x.cols * side.blocks
         UNITS: tl.constexpr = units_of_block(RULE.element, RULE.decoded)
         p_q, p_scale = p_q + size * UNITS, p_scale + size
-        rows, per_row = in_group, blocks
-        own_cols = tl.where(group == groups, 0, cols)  # there is nothing behind the last matrix
+        rows, per_row = in_group, side.blocks
+        own_cols = tl.where(group == groups, 0, x.cols)  # there is nothing behind the last matrix
     else:
-        own_cols = cols
+        own_cols = x.cols
         rows, per_row = storage + in_group, (in_group + RULE.group - 1) // RULE.group * (RULE.group // 16)
-    quantize_col_tile(
-        (storage + local) // RULE.group,
-        i_col,
-        x_ptr + (start64 - storage) * stride_r,
+    i_group = (storage + local) // RULE.group
+    tokens = StridedMatrix(x.ptr + (start64 - storage) * x.stride_r, rows, own_cols, x.stride_r, x.stride_c)
+    to = Pointers(
         p_q,
         p_scale,
-        amax_ptr + (group.to(tl.int64) * cols if RULE.row_amax else group),
-        None if draw_ptr is None else draw_ptr + group * 2,
-        None if sign_ptr is None else sign_ptr + group * 2,
-        rows,
-        own_cols,
-        blocks,
-        stride_r,
-        stride_c,
-        stream,
-        (tl.zeros_like(start64) - storage) // 16,
-        per_row,
-        sign_stream,
-        constants,
-        RULE,
-        False,
-        TR // RULE.group,
-        TC,
-        *known,
+        side.to.amax_ptr + (group.to(tl.int64) * x.cols if RULE.row_amax else group),
+        None if side.to.draw_ptr is None else side.to.draw_ptr + group * 2,
+        None if side.to.sign_ptr is None else side.to.sign_ptr + group * 2,
     )
+    places = Places(side.places.stream, (tl.zeros_like(start64) - storage) // 16, per_row, side.places.sign_stream)
+    out = WrittenOperand(to, side.blocks, places, side.constants)
+    quantize_col_tile(i_group, i_col, tokens, out, RULE, False, TR // RULE.group, TC, *known)
     if (RULE.clamped or not RULE.full) and not (STACKED or RULE.decoded or RULE.element != ""):
-        clear_padding(p_scale, storage // 16, per_row, local // 16, i_col, cols, blocks, TR // 16, TC)
+        clear_padding(p_scale, storage // 16, per_row, local // 16, i_col, x.cols, side.blocks, TR // 16, TC)
 
 
 @triton.jit
 def quantize_tile(
-    group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols, stride_r, stride_c,
-    storage, ROW: tl.constexpr, COL: tl.constexpr, STACKED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
+    group, start, end, local, i_col, x, row, col, groups, storage,
+    ROW: tl.constexpr, COL: tl.constexpr, STACKED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
     row_known, col_known,
 ):  # fmt: skip
     """Quantize a tile along columns, rows or both; the second read comes from the cache.
@@ -145,48 +116,37 @@ def quantize_tile(
     """
     ROWS_FIRST: tl.constexpr = ROW is not None and ROW.along
     if ROWS_FIRST:
-        quantize_rows(
-            group, start, end, local, i_col, x_ptr, row, row_constants, groups, cols, stride_r, stride_c, ROW, TR, TC,
-            row_known,
-        )  # fmt: skip
+        quantize_rows(group, start, end, local, i_col, x, row, groups, ROW, TR, TC, row_known)
     if COL is not None:
-        quantize_cols(
-            group, start, end, local, i_col, x_ptr, col, col_constants, groups, cols, stride_r, stride_c, storage,
-            COL, STACKED, TR, TC, col_known,
-        )  # fmt: skip
+        quantize_cols(group, start, end, local, i_col, x, col, groups, storage, COL, STACKED, TR, TC, col_known)
     if ROW is not None and not ROWS_FIRST:
-        quantize_rows(
-            group, start, end, local, i_col, x_ptr, row, row_constants, groups, cols, stride_r, stride_c, ROW, TR, TC,
-            row_known,
-        )  # fmt: skip
+        quantize_rows(group, start, end, local, i_col, x, row, groups, ROW, TR, TC, row_known)
 
 
 @triton.jit
 def quantize_drawn_tiles(
-    group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols, stride_r, stride_c,
-    storage, ROW: tl.constexpr, COL: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr,
+    group, start, end, local, i_col, x, row, col, groups, storage,
+    ROW: tl.constexpr, COL: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """Quantize LOOP tiles beside each other where both rules draw, as Draws with one base.
 
     Keys and factors are computed once for all tiles, and the divisions are chosen once.
     """
-    base = philox.load_base(row[3] + group * 2)
-    row_amax, col_amax = tl.load(row[2] + group), tl.load(col[2] + group)
-    row_draw, col_draw = philox.words_of(base, row[6]), philox.words_of(base, col[6])
+    base = philox.load_base(row.to.draw_ptr + group * 2)
+    row_amax, col_amax = tl.load(row.to.amax_ptr + group), tl.load(col.to.amax_ptr + group)
+    row_draw, col_draw = philox.words_of(base, row.places.stream), philox.words_of(base, col.places.stream)
     if sc.is_regular(row_amax) & sc.is_regular(col_amax):
-        row_factors = sc.regular_factors(row_amax, row_constants)
-        col_factors = sc.regular_factors(col_amax, col_constants)
+        row_factors = sc.regular_factors(row_amax, row.constants)
+        col_factors = sc.regular_factors(col_amax, col.constants)
         for step in range(LOOP):
             quantize_tile(
-                group, start, end, local, i_col + step * TC, x_ptr, row, col, row_constants, col_constants,
-                groups, cols, stride_r, stride_c, storage, ROW, COL, False, TR, TC,
+                group, start, end, local, i_col + step * TC, x, row, col, groups, storage, ROW, COL, False, TR, TC,
                 (row_factors, None, row_draw), (col_factors, None, col_draw),
             )  # fmt: skip
     else:
         for step in range(LOOP):
             quantize_tile(
-                group, start, end, local, i_col + step * TC, x_ptr, row, col, row_constants, col_constants,
-                groups, cols, stride_r, stride_c, storage, ROW, COL, False, TR, TC,
+                group, start, end, local, i_col + step * TC, x, row, col, groups, storage, ROW, COL, False, TR, TC,
                 (None, None, row_draw), (None, None, col_draw),
             )  # fmt: skip
 
@@ -215,70 +175,22 @@ def clear_tile(
         LENGTH: tl.constexpr = 16 if COL.element == "" else 32
         UNITS: tl.constexpr = LENGTH if COL.decoded else LENGTH // 16 * LENGTH // 16
         block = (storage + local) // LENGTH
-        clear_rows(col[0], None if COL.decoded else col[1], i_col, cols, block, col[5], UNITS, TC, TR // LENGTH)
+        scale_ptr = None if COL.decoded else col.to.scale_ptr
+        clear_rows(col.to.q_ptr, scale_ptr, i_col, cols, block, col.blocks, UNITS, TC, TR // LENGTH)
     if ROW is not None:
         WIDTH: tl.constexpr = 16 if ROW.element == "" else 32
         PARTS: tl.constexpr = WIDTH if ROW.decoded else WIDTH // 16 * WIDTH // 16
         last = tl.where(group == groups, end, start + local)
-        scale_ptr = None if ROW.decoded else row[1]
-        clear_rows(row[0], scale_ptr, start + local, last, i_col // WIDTH, row[5], PARTS, TR, TC // WIDTH)
+        scale_ptr = None if ROW.decoded else row.to.scale_ptr
+        clear_rows(row.to.q_ptr, scale_ptr, start + local, last, i_col // WIDTH, row.blocks, PARTS, TR, TC // WIDTH)
 
 
-VARYING = tuple(f"{side}_{name}" for side in ("row", "col") for name in ("stream", "sign_stream")) + (
-    "groups",
-    "col_tiles",
-    "magic",
-    "shift",
-)
-
-
-@jit(do_not_specialize=VARYING)
+@jit(do_not_specialize=(*varying("places.row", "places.col"), "groups", "col_tiles"))
 def grouped_quantize_kernel(
-    x_ptr,
-    row_q_ptr,
-    row_scale_ptr,
-    row_amax_ptr,
-    row_draw_ptr,
-    row_sign_ptr,
-    col_q_ptr,
-    col_scale_ptr,
-    col_amax_ptr,
-    col_draw_ptr,
-    col_sign_ptr,
-    table_ptr,
-    tile_group_ptr,
-    groups,
-    cols,
-    row_blocks,
-    col_blocks,
-    stride_r,
-    stride_c,
-    row_stream,
-    row_sign_stream,
-    col_stream,
-    col_sign_stream,
-    row_span,
-    row_floor,
-    row_inverse,
-    row_unit,
-    col_span,
-    col_floor,
-    col_inverse,
-    col_unit,
-    col_tiles,
-    magic,
-    shift,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    FULL_ROW: tl.constexpr,
-    FULL_COL: tl.constexpr,
-    STACKED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TR: tl.constexpr,
-    TC: tl.constexpr,
-    LOOP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    x_ptr, to, table_ptr, tile_group_ptr, groups, sizes, places, constants, col_tiles,
+    ROW: tl.constexpr, COL: tl.constexpr, FULL_ROW: tl.constexpr, FULL_COL: tl.constexpr, STACKED: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One program quantizes TR x TC values of one group along the rows, the columns or both; TR divides TILE_ROWS.
 
     LOOP: how many such tiles beside each other it quantizes, where both operands draw.
@@ -289,44 +201,42 @@ def grouped_quantize_kernel(
     ROW, COL: the rules for tiles with one.
     """
     overlap.begin(OVERLAP)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    row = WrittenOperand(to.row, sizes.blocks.row, places.row, constants.row)
+    col = WrittenOperand(to.col, sizes.blocks.col, places.col, constants.col)
     PARTS: tl.constexpr = TILE_ROWS // TR
     FULL: tl.constexpr = FULL_ROW is not None or FULL_COL is not None
-    line = pm.divide(tl.program_id(0), magic, shift)
-    i_col = (tl.program_id(0) - line * col_tiles) * (TC * LOOP)
+    line = pm.divide(tl.program_id(0), col_tiles)
+    i_col = (tl.program_id(0) - line * col_tiles.count) * (TC * LOOP)
     group, start, end, first = group_of_tile(line // PARTS, tile_group_ptr, table_ptr)
     local = (line // PARTS - first) * TILE_ROWS + line % PARTS * TR
     storage = 0 if STACKED else first * TILE_ROWS
-    row = (row_q_ptr, row_scale_ptr, row_amax_ptr, row_draw_ptr, row_sign_ptr, row_blocks, row_stream, row_sign_stream)
-    col = (col_q_ptr, col_scale_ptr, col_amax_ptr, col_draw_ptr, col_sign_ptr, col_blocks, col_stream, col_sign_stream)
-    row_constants = (row_span, row_floor, row_inverse, row_unit)
-    col_constants = (col_span, col_floor, col_inverse, col_unit)
     in_group = tl.where(group == groups, 0, end - start)
     BOTH: tl.constexpr = ROW is not None and COL is not None and not (STACKED or FULL)
     DRAWN: tl.constexpr = BOTH and ROW.rounding == "stochastic" and COL.rounding == "stochastic"
     ONCE: tl.constexpr = DRAWN and not (ROW.row_amax or COL.row_amax)
     is_full = FULL and local + TR <= in_group
+    known = (None, None, None)
     if FULL:  # noqa: SIM102  compiled one by one
         if is_full:
             quantize_tile(
-                group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols,
-                stride_r, stride_c, storage, FULL_ROW, FULL_COL, STACKED, TR, TC, (None, None, None),
-                (None, None, None),
+                group, start, end, local, i_col, x, row, col, groups, storage, FULL_ROW, FULL_COL, STACKED, TR, TC,
+                known, known,
             )  # fmt: skip
     if not is_full:
         if STACKED or local < in_group:
             if ONCE:
                 quantize_drawn_tiles(
-                    group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols,
-                    stride_r, stride_c, storage, ROW, COL, TR, TC, LOOP,
-                )  # fmt: skip
+                    group, start, end, local, i_col, x, row, col, groups, storage, ROW, COL, TR, TC, LOOP
+                )
             else:
                 quantize_tile(
-                    group, start, end, local, i_col, x_ptr, row, col, row_constants, col_constants, groups, cols,
-                    stride_r, stride_c, storage, ROW, COL, STACKED, TR, TC, (None, None, None), (None, None, None),
+                    group, start, end, local, i_col, x, row, col, groups, storage, ROW, COL, STACKED, TR, TC,
+                    known, known,
                 )  # fmt: skip
         else:
             CLEARED: tl.constexpr = power_of_two_from(TC * LOOP)  # what follows is as empty
-            clear_tile(group, start, end, local, i_col, row, col, groups, cols, storage, ROW, COL, TR, CLEARED)
+            clear_tile(group, start, end, local, i_col, row, col, groups, x.cols, storage, ROW, COL, TR, CLEARED)
 
 
 @jit(do_not_specialize=("groups", "word_tiles"))
@@ -351,21 +261,10 @@ def grouped_transpose_kernel(
     group, start, end, first = group_of_tile(tile, tile_group_ptr, table_ptr)
     storage = first * TILE_ROWS
     start64 = start.to(tl.int64)
-    transpose_tile(
-        tile - first,
-        i_word,
-        qdata_ptr + start64 * words,
-        scale_ptr + start64 * (words // 2),
-        out_ptr + storage,
-        out_scale_ptr + storage // 2,
-        tl.where(group == groups, 0, end - start),
-        cols,
-        words,
-        out_words - storage,
-        words,
-        words // 2,
-        out_words,
-        out_words // 2,
-        TILE_ROWS,
-        TILE_WORDS,
+    i_row = tile - first
+    moved = Moved(
+        qdata_ptr + start64 * words, scale_ptr + start64 * (words // 2), out_ptr + storage, out_scale_ptr + storage // 2
     )
+    extent = Extent(tl.where(group == groups, 0, end - start), cols, words, out_words - storage)
+    strides = MovedStrides(words, words // 2, out_words, out_words // 2)
+    transpose_tile(i_row, i_word, moved, extent, strides, TILE_ROWS, TILE_WORDS)

@@ -16,6 +16,7 @@ from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.decode import cast
 from halfbyte.kernels.device.magnitudes import INF_BITS, finite_bits, magnitude_bits
+from halfbyte.kernels.device.operands import Places, Pointers, StridedMatrix, WrittenOperand, arguments_of, varying
 from halfbyte.kernels.groups import group_of_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.grouped_kernels import clear_padding
@@ -25,33 +26,30 @@ from halfbyte.kernels.route import Choice
 
 
 @triton.jit
-def load_lines(
-    x_ptr, start, end, local, i_side, cols, stride_r, stride_c, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
-    T: tl.constexpr,
-):  # fmt: skip
+def load_lines(x, start, end, local, i_side, cols, SIZE: tl.constexpr, COLUMNS: tl.constexpr, T: tl.constexpr):
     """Return fp32 [T, SIZE], zeros outside the group: SIZE columns of T rows or, with COLUMNS, SIZE rows of T columns.
 
-    local, i_side: the first row, counted in the group, and the first column.
+    x: a StridedMatrix. local, i_side: the first row, counted in the group, and the first column; cols: that count.
     """
     if COLUMNS:
         col = i_side + tl.max_contiguous(tl.arange(0, T), 1)  # a thread holds whole groups
-        x = load_groups(x_ptr + start.to(tl.int64) * stride_r, local.to(tl.int64), end - start, col, cols,
-                        tl.cast(stride_r, tl.int64), stride_c, SIZE, False)  # fmt: skip
-        return pm.to_fp32(x)
+        p_x, stride = x.ptr + start.to(tl.int64) * x.stride_r, tl.cast(x.stride_r, tl.int64)
+        return pm.to_fp32(load_groups(p_x, local.to(tl.int64), end - start, col, cols, stride, x.stride_c, SIZE, False))
     else:
         row = start + local + tl.arange(0, T)
         col = i_side + tl.arange(0, SIZE)
-        pointers = x_ptr + row.to(tl.int64)[:, None] * stride_r + col[None, :] * stride_c
+        pointers = x.ptr + row.to(tl.int64)[:, None] * x.stride_r + col[None, :] * x.stride_c
         return pm.to_fp32(tl.load(pointers, mask=(row < end)[:, None] & (col < cols)[None, :], other=0))
 
 
-@jit(do_not_specialize=("stream", "sign_stream", "groups", "side_tiles"))
+@jit(do_not_specialize=(*varying("places"), "groups", "side_tiles"))
 def grouped_wide_kernel(
-    x_ptr, q_ptr, scale_ptr, amax_ptr, draw_ptr, sign_ptr, table_ptr, tile_group_ptr, groups, cols, blocks, stride_r,
-    stride_c, stream, sign_stream, span, floor, inverse, unit, side_tiles,
+    x_ptr, to, table_ptr, tile_group_ptr, groups, sizes, places, constants, side_tiles,
     RULE: tl.constexpr, COLUMNS: tl.constexpr, STACKED: tl.constexpr, TILE_ROWS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Quantize T rotated groups of one group of tokens or one expert; the storage is that of `quantize_tile`."""
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    out = WrittenOperand(to, sizes.blocks, places, constants)
     SIZE: tl.constexpr = RULE.group
     UNITS: tl.constexpr = 16 if RULE.decoded else 1
     PARTS: tl.constexpr = TILE_ROWS // SIZE if COLUMNS else 1
@@ -59,40 +57,40 @@ def grouped_wide_kernel(
     tile = tl.program_id(0) // (side_tiles * PARTS)
     group, start, end, first = group_of_tile(tile, tile_group_ptr, table_ptr)
     local = (tile - first) * TILE_ROWS + tl.program_id(0) // side_tiles % PARTS * SIZE
-    constants = (span, floor, inverse, unit)
     start64 = start.to(tl.int64)
-    p_draw = None if draw_ptr is None else draw_ptr + group * 2
-    flips = rw.sign_flips(None if sign_ptr is None else sign_ptr + group * 2, sign_stream, SIZE, RULE.fresh)
+    p_draw = None if out.to.draw_ptr is None else out.to.draw_ptr + group * 2
+    p_sign = None if out.to.sign_ptr is None else out.to.sign_ptr + group * 2
+    flips = rw.sign_flips(p_sign, out.places.sign_stream, SIZE, RULE.fresh)
     if COLUMNS:
-        p_amax = amax_ptr + (group.to(tl.int64) * cols if RULE.row_amax else group)
-        x = load_lines(x_ptr, start, tl.where(group == groups, start, end), local, side * T, cols, stride_r, stride_c,
-                       SIZE, True, T)  # fmt: skip
+        p_amax = out.to.amax_ptr + (group.to(tl.int64) * x.cols if RULE.row_amax else group)
+        inside = tl.where(group == groups, start, end)
+        values = load_lines(x, start, inside, local, side * T, x.cols, SIZE, True, T)
         if STACKED:
-            size = group.to(tl.int64) * cols * blocks
-            p_q, p_scale, storage, per_row = q_ptr + size * UNITS, scale_ptr + size, 0, blocks
-            lines = tl.where(group == groups, 0, cols)  # there is nothing behind the last matrix
+            size = group.to(tl.int64) * x.cols * out.blocks
+            p_q, p_scale, storage, per_row = out.to.q_ptr + size * UNITS, out.to.scale_ptr + size, 0, out.blocks
+            lines = tl.where(group == groups, 0, x.cols)  # there is nothing behind the last matrix
         else:
-            p_q, p_scale, storage, lines = q_ptr, scale_ptr, first * TILE_ROWS, cols
+            p_q, p_scale, storage, lines = out.to.q_ptr, out.to.scale_ptr, first * TILE_ROWS, x.cols
             per_row = (tl.where(group == groups, 0, end - start) + SIZE - 1) // SIZE * (SIZE // 16)
         line = (side * T + tl.max_contiguous(tl.arange(0, T), 1)).to(tl.int64)
         place = ((storage + local) // SIZE).to(tl.int64) + tl.zeros((T,), tl.int64)
         first_block = (tl.zeros_like(start64) - storage) // 16
     else:
-        p_amax = amax_ptr if RULE.row_amax else amax_ptr + group
-        x = load_lines(x_ptr, start, end, local, side * SIZE, tl.where(group == groups, 0, cols), stride_r, stride_c,
-                       SIZE, False, T)  # fmt: skip
-        p_q, p_scale, per_row, lines = q_ptr, scale_ptr, blocks, end
+        p_amax = out.to.amax_ptr if RULE.row_amax else out.to.amax_ptr + group
+        i_side = side * SIZE
+        own_cols = tl.where(group == groups, 0, x.cols)
+        values = load_lines(x, start, end, local, i_side, own_cols, SIZE, False, T)
+        p_q, p_scale, per_row, lines = out.to.q_ptr, out.to.scale_ptr, out.blocks, end
         line = start64 + local + tl.arange(0, T)
         place = side.to(tl.int64) + tl.zeros((T,), tl.int64)
-        first_block = -start64 * blocks
-    factors = sc.operand_factors(p_amax, constants, RULE)
-    pairs = rw.rotated_pairs(narrowed(x, x_ptr.dtype.element_ty == tl.bfloat16), flips, RULE.norm)
-    quantize_lines(
-        pairs, line, place, p_q, p_scale, p_amax, p_draw, stream, lines, blocks, first_block, per_row, constants,
-        factors, RULE, False,
-    )  # fmt: skip
+        first_block = -start64 * out.blocks
+    places = Places(places.stream, first_block, per_row)
+    own = WrittenOperand(Pointers(p_q, p_scale, p_amax, p_draw), sizes.blocks, places, constants)
+    factors = sc.operand_factors(p_amax, out.constants, RULE)
+    pairs = rw.rotated_pairs(narrowed(values, x.ptr.dtype.element_ty == tl.bfloat16), flips, RULE.norm)
+    quantize_lines(pairs, line, place, own, lines, factors, RULE, False)
     if COLUMNS and not (STACKED or RULE.decoded):
-        clear_padding(p_scale, storage // 16, per_row, local // 16, side * T, cols, blocks, SIZE // 16, T)
+        clear_padding(p_scale, storage // 16, per_row, local // 16, side * T, x.cols, out.blocks, SIZE // 16, T)
 
 
 @jit(do_not_specialize=("sign_stream", "groups", "side_tiles"))
@@ -101,8 +99,9 @@ def grouped_wide_amax_kernel(
     RULE: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """amax of T rotated groups of one group of tokens or one expert, or of each of their rows; out zero before."""
+    x = StridedMatrix(x_ptr, None, cols, stride_r, stride_c)
     SIZE: tl.constexpr = RULE.group
-    NARROW: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
+    NARROW: tl.constexpr = x.ptr.dtype.element_ty == tl.bfloat16
     PARTS: tl.constexpr = TILE_ROWS // SIZE if COLUMNS else 1
     side = tl.program_id(0) % side_tiles
     tile = tl.program_id(0) // (side_tiles * PARTS)
@@ -111,36 +110,35 @@ def grouped_wide_amax_kernel(
         local = (tile - first) * TILE_ROWS + tl.program_id(0) // side_tiles % PARTS * SIZE
         flips = rw.sign_flips(None if sign_ptr is None else sign_ptr + group * 2, sign_stream, SIZE, RULE.fresh)
         i_side = side * (T if COLUMNS else SIZE)
-        x = narrowed(load_lines(x_ptr, start, end, local, i_side, cols, stride_r, stride_c, SIZE, COLUMNS, T), NARROW)
+        values = narrowed(load_lines(x, start, end, local, i_side, x.cols, SIZE, COLUMNS, T), NARROW)
         # The factor and the rounding keep the order: they are applied to the maxima alone.
-        bits = magnitude_bits(cast(tl.fma(rw.largest_rotated(x, flips), RULE.norm, 0.0), tl.bfloat16))
+        bits = magnitude_bits(cast(tl.fma(rw.largest_rotated(values, flips), RULE.norm, 0.0), tl.bfloat16))
         if tl.max(bits, axis=0) >= INF_BITS:
-            y = rw.unpacked(rw.rotated_pairs(x, flips, RULE.norm))
+            y = rw.unpacked(rw.rotated_pairs(values, flips, RULE.norm))
             bits = tl.max(finite_bits(magnitude_bits(y)), axis=1)
         if not RULE.row_amax:
             tl.atomic_max(out_ptr + group, tl.max(bits, axis=0), sem="relaxed")
         elif COLUMNS:
             col = i_side + tl.arange(0, T)
-            tl.atomic_max(out_ptr + group.to(tl.int64) * cols + col, bits, mask=col < cols, sem="relaxed")
+            tl.atomic_max(out_ptr + group.to(tl.int64) * x.cols + col, bits, mask=col < x.cols, sem="relaxed")
         else:
             row = start + local + tl.arange(0, T)
             tl.atomic_max(out_ptr + row, bits, mask=row < end, sem="relaxed")
 
 
-def quantize_wide(choice: Choice, blocks: int, arguments: tuple[list, list, tuple]) -> None:
+def quantize_wide(choice: Choice, out: WrittenOperand) -> None:
     """Quantize one orientation.
 
     Args:
         choice: of `grouped_route.choose_next_side`.
-        blocks: of a row of the output.
-        arguments: pointers (qdata, scales, amax, draw, signs), streams (draw, signs) and constants of the operand.
+        out: of the operand.
     """
     sides: PlannedSides = choice.request
-    x, plan, (_, tiles) = sides.x, sides.plan, choice.facts
-    pointers, streams, constants = arguments
+    plan, (_, tiles) = sides.plan, choice.facts
+    x, to, sizes, *numbers = arguments_of(sides.x, out)
     grouped_wide_kernel[choice.grid](
-        x, *pointers, plan.table, plan.tile_group, plan.groups, x.shape[1], blocks, *x.stride(), *streams, *constants,
-        tiles, **choice.constants, enable_fp_fusion=False,
+        x, to, plan.table, plan.tile_group, plan.groups, sizes._replace(rows=None), *numbers, tiles,
+        **choice.constants, enable_fp_fusion=False,
     )  # fmt: skip
 
 

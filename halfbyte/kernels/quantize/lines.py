@@ -11,158 +11,57 @@ from torch import Tensor
 from halfbyte.kernels.amax.plain import operand_amax
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.device.operands import Places, Pointers, StridedMatrix, WrittenOperand, arguments_of, varying
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import wide
 from halfbyte.kernels.quantize.route import Lines, OneSide
 from halfbyte.kernels.route import Choice
-from halfbyte.layout import LINEAR, Blocks, ceil_div, round_up, stored_shapes
+from halfbyte.layout import LINEAR, Blocks, round_up, stored_shapes
 from halfbyte.sides import Side
 
-# Numbers that differ from call to call and decide no addressing: one compilation serves all.
-VARYING = ("stream", "first_block", "sign_stream", "tiles", "magic", "shift")
+VARYING = (*varying("places"), "tiles")
 
 
 @jit(do_not_specialize=VARYING)
 def quantize_rows_kernel(
-    x_ptr,
-    q_ptr,
-    scale_ptr,
-    amax_ptr,
-    draw_ptr,
-    sign_ptr,
-    rows,
-    cols,
-    blocks,
-    stride_r,
-    stride_c,
-    stream,
-    first_block,
-    blocks_per_row,
-    sign_stream,
-    span,
-    floor,
-    inverse,
-    unit,
-    tiles,
-    magic,
-    shift,
-    RULE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    R: tl.constexpr,
-    N: tl.constexpr,
-    LOOP: tl.constexpr,
-    DOWN: tl.constexpr,
-):
+    x_ptr, to, sizes, places, constants, tiles, RULE: tl.constexpr, SWIZZLED: tl.constexpr, R: tl.constexpr,
+    N: tl.constexpr, LOOP: tl.constexpr, DOWN: tl.constexpr,
+):  # fmt: skip
     """One program quantizes LOOP tiles of R rows and N groups, beside each other or, DOWN, below each other."""
     begin(RULE.hardware >= OVERLAP_CAPABILITY)
-    constants = (span, floor, inverse, unit)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    out = WrittenOperand(to, sizes.blocks, places, constants)
     NEXT_ROW: tl.constexpr = R if DOWN else 0
     NEXT_GROUP: tl.constexpr = 0 if DOWN else N
-    outer = pm.divide(tl.program_id(0), magic, shift)
+    outer = pm.divide(tl.program_id(0), tiles)
     i_row = outer * (R + (LOOP - 1) * NEXT_ROW)
-    i_group = (tl.program_id(0) - outer * tiles) * (N + (LOOP - 1) * NEXT_GROUP)
-    loaded = read_row_tile(i_row, i_group, x_ptr, rows, cols, stride_r, stride_c, RULE, R, N)
-    factors = sc.operand_factors(amax_ptr, constants, RULE)
+    i_group = (tl.program_id(0) - outer * tiles.count) * (N + (LOOP - 1) * NEXT_GROUP)
+    loaded = read_row_tile(i_row, i_group, x, RULE, R, N)
+    factors = sc.operand_factors(out.to.amax_ptr, constants, RULE)
     for step in range(LOOP):
         here = loaded
         if LOOP > 1:
             # The next tile is read before this one is quantized; the last reads itself again, from the cache.
             i_next = tl.minimum(step + 1, LOOP - 1)
-            i_next_row, i_next_group = i_row + i_next * NEXT_ROW, i_group + i_next * NEXT_GROUP
-            loaded = read_row_tile(i_next_row, i_next_group, x_ptr, rows, cols, stride_r, stride_c, RULE, R, N)
-        quantize_row_tile(
-            i_row + step * NEXT_ROW,
-            i_group + step * NEXT_GROUP,
-            x_ptr,
-            q_ptr,
-            scale_ptr,
-            amax_ptr,
-            draw_ptr,
-            sign_ptr,
-            rows,
-            cols,
-            blocks,
-            stride_r,
-            stride_c,
-            stream,
-            first_block,
-            blocks_per_row,
-            sign_stream,
-            constants,
-            RULE,
-            SWIZZLED,
-            R,
-            N,
-            factors,
-            here,
-        )
+            loaded = read_row_tile(i_row + i_next * NEXT_ROW, i_group + i_next * NEXT_GROUP, x, RULE, R, N)
+        i_here, i_group_here = i_row + step * NEXT_ROW, i_group + step * NEXT_GROUP
+        quantize_row_tile(i_here, i_group_here, x, out, RULE, SWIZZLED, R, N, factors, here)
 
 
 @jit(do_not_specialize=VARYING)
 def quantize_cols_kernel(
-    x_ptr,
-    q_ptr,
-    scale_ptr,
-    amax_ptr,
-    draw_ptr,
-    sign_ptr,
-    rows,
-    cols,
-    blocks,
-    stride_r,
-    stride_c,
-    stream,
-    first_block,
-    blocks_per_row,
-    sign_stream,
-    span,
-    floor,
-    inverse,
-    unit,
-    tiles,
-    magic,
-    shift,
-    RULE: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    N: tl.constexpr,
+    x_ptr, to, sizes, places, constants, tiles, RULE: tl.constexpr, SWIZZLED: tl.constexpr, N: tl.constexpr,
     C: tl.constexpr,
-):
+):  # fmt: skip
+    """One program quantizes N groups of C columns."""
     begin(RULE.hardware >= OVERLAP_CAPABILITY)
-    constants = (span, floor, inverse, unit)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    out = WrittenOperand(to, sizes.blocks, places, constants)
     tile = tl.program_id(0)
-    outer = pm.divide(tile, magic, shift)
-    quantize_col_tile(
-        outer * N,
-        (tile - outer * tiles) * C,
-        x_ptr,
-        q_ptr,
-        scale_ptr,
-        amax_ptr,
-        draw_ptr,
-        sign_ptr,
-        rows,
-        cols,
-        blocks,
-        stride_r,
-        stride_c,
-        stream,
-        first_block,
-        blocks_per_row,
-        sign_stream,
-        constants,
-        RULE,
-        SWIZZLED,
-        N,
-        C,
-    )
-
-
-def divisor(n: int) -> tuple[int, int, int]:
-    """Return n with (magic, shift) for `primitives.divide`: Granlund and Montgomery's multiplication, 30 bits wide."""
-    bits = (n - 1).bit_length()
-    return n, ceil_div(1 << (30 + bits), n), 30 + bits
+    outer = pm.divide(tile, tiles)
+    quantize_col_tile(outer * N, (tile - outer * tiles.count) * C, x, out, RULE, SWIZZLED, N, C)
 
 
 class Output(NamedTuple):
@@ -188,8 +87,8 @@ def output_of(x: Tensor, side: Side) -> Output:
     return Output(qdata, scale, rows, blocks, swizzled, False)
 
 
-def kernel_arguments(side: Side, out: Output, amax: Tensor) -> tuple:
-    """Return the kernels' arguments of one operand in three runs: pointers, numbers, constants."""
+def written(side: Side, out: Output, amax: Tensor) -> WrittenOperand:
+    """Return what kernels take of one operand."""
     base = sign_base = None
     stream = first_block = blocks_per_row = sign_stream = 0
     if side.spec.needs_rng:
@@ -200,8 +99,9 @@ def kernel_arguments(side: Side, out: Output, amax: Tensor) -> tuple:
         assert side.sign_draw is not None, "fresh signs need a draw"
         sign_base, sign_stream = side.sign_draw.base, side.sign_draw.stream
     qdata = out.qdata if out.decoded else out.qdata.view(torch.int64)
-    pointers = (qdata, out.block_scale, amax, base, sign_base)
-    return pointers, (stream, first_block, blocks_per_row, sign_stream), sc.constants_of(side.spec)
+    to = Pointers(qdata, out.block_scale, amax, base, sign_base)
+    places = Places(stream, first_block, blocks_per_row, sign_stream)
+    return WrittenOperand(to, out.blocks, places, sc.constants_of(side.spec))
 
 
 def quantize_any(choice: Choice) -> Blocks:
@@ -215,9 +115,7 @@ def quantize_any(choice: Choice) -> Blocks:
     """
     x, side, _ = choice.request
     lines, amax, out = choice.facts, _amax(x, side), output_of(x, side)
-    arguments = kernel_arguments(side._replace(draw=lines.draw), _in_rows_of(lines, out), amax)
-    launch = LAUNCHES[choice.kernel]
-    launch(choice, arguments)
+    _launch(choice, written(side._replace(draw=lines.draw), _in_rows_of(lines, out), amax))
     return Blocks(out.qdata, out.block_scale, amax)
 
 
@@ -242,44 +140,14 @@ def _in_rows_of(lines: Lines, out: Output) -> Output:
     return Output(qdata, scale, lines.rows, lines.blocks, False, out.decoded)
 
 
-def _launch_rows(choice: Choice, arguments: tuple) -> None:
+def _launch(choice: Choice, out: WrittenOperand) -> None:
+    if choice.kernel == "quantize_wide_kernel":
+        wide.launch(choice, out)
+        return
     lines: Lines = choice.facts
-    pointers, numbers, constants = arguments
-    quantize_rows_kernel[choice.grid](
-        lines.x,
-        *pointers,
-        *lines.x.shape,
-        lines.blocks,
-        *lines.x.stride(),
-        *numbers,
-        *constants,
-        *divisor(lines.beside),
-        **choice.constants,
-        enable_fp_fusion=False,
-        **placed_early(choice.constants["RULE"].hardware),
-    )
-
-
-def _launch_cols(choice: Choice, arguments: tuple) -> None:
-    lines: Lines = choice.facts
-    pointers, numbers, constants = arguments
-    quantize_cols_kernel[choice.grid](
-        lines.x,
-        *pointers,
-        *lines.x.shape,
-        lines.blocks,
-        *lines.x.stride(),
-        *numbers,
-        *constants,
-        *divisor(lines.beside),
-        **choice.constants,
-        enable_fp_fusion=False,
-        **placed_early(choice.constants["RULE"].hardware),
-    )
-
-
-LAUNCHES = {
-    "quantize_rows_kernel": _launch_rows,
-    "quantize_cols_kernel": _launch_cols,
-    "quantize_wide_kernel": wide.launch,
-}
+    tiles = pm.Divisor.of(lines.beside)
+    options = {**choice.constants, "enable_fp_fusion": False, **placed_early(choice.constants["RULE"].hardware)}
+    if choice.kernel == "quantize_rows_kernel":
+        quantize_rows_kernel[choice.grid](*arguments_of(lines.x, out), tiles, **options)
+    else:
+        quantize_cols_kernel[choice.grid](*arguments_of(lines.x, out), tiles, **options)

@@ -8,40 +8,37 @@ import triton.language as tl
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device.loads import load_row_groups
 from halfbyte.kernels.device.magnitudes import finite_max
+from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, arguments_of, varying
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import quantize_row_tile, rotate_group
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.quantize.lines import kernel_arguments, output_of
+from halfbyte.kernels.quantize.lines import output_of, written
 from halfbyte.kernels.route import Choice
 from halfbyte.layout import Blocks, amax_shape
 
 
-@jit(do_not_specialize=("stream", "first_block", "sign_stream"))
+@jit(do_not_specialize=varying("places"))
 def quantize_small_kernel(
-    x_ptr, q_ptr, scale_ptr, amax_ptr, draw_ptr, sign_ptr, rows, cols, blocks, stride_r, stride_c, stream, first_block,
-    blocks_per_row, sign_stream, span, floor, inverse, unit,
-    RULE: tl.constexpr, SWIZZLED: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Write the amax of x [rows, cols] and its codes and scales [rows, blocks]; one program covers everything."""
+    x_ptr, to, sizes, places, constants, RULE: tl.constexpr, SWIZZLED: tl.constexpr, R: tl.constexpr, N: tl.constexpr
+):
+    """Write the amax of a StridedMatrix and its codes and scales, a WrittenOperand; one program covers everything."""
     begin(RULE.hardware >= OVERLAP_CAPABILITY)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    out = WrittenOperand(to, sizes.blocks, places, constants)
     row, group = tl.arange(0, R), tl.arange(0, N)
-    in_row = row < rows
+    in_row = row < x.rows
     row64 = row.to(tl.int64)
-    xs = load_row_groups(x_ptr, row64 * stride_r, in_row, group * RULE.group, cols, stride_c, RULE.group)
+    xs = load_row_groups(x.ptr, row64 * x.stride_r, in_row, group * RULE.group, x.cols, x.stride_c, RULE.group)
     if RULE.norm != 0.0:
-        pairs = rotate_group(xs, sign_ptr, sign_stream, x_ptr.dtype.element_ty == tl.bfloat16, RULE)
+        pairs = rotate_group(xs, out.to.sign_ptr, out.places.sign_stream, x.ptr.dtype.element_ty == tl.bfloat16, RULE)
         xs = pm.unpack_pairs(pairs, 0, RULE.group)
     m = tl.max(finite_max(xs).to(tl.float32, bitcast=True), axis=1)
     if RULE.row_amax:
-        tl.store(amax_ptr + row64, m, mask=in_row)
+        tl.store(out.to.amax_ptr + row64, m, mask=in_row)
     else:
-        tl.store(amax_ptr, tl.max(m, axis=0))
+        tl.store(out.to.amax_ptr, tl.max(m, axis=0))
     tl.debug_barrier()  # every thread reads the amax below
-    constants = (span, floor, inverse, unit)
-    quantize_row_tile(
-        0, 0, x_ptr, q_ptr, scale_ptr, amax_ptr, draw_ptr, sign_ptr, rows, cols, blocks, stride_r, stride_c, stream,
-        first_block, blocks_per_row, sign_stream, constants, RULE, SWIZZLED, R, N,
-    )  # fmt: skip
+    quantize_row_tile(0, 0, x, out, RULE, SWIZZLED, R, N)
 
 
 def quantize_small(choice: Choice) -> Blocks:
@@ -49,15 +46,8 @@ def quantize_small(choice: Choice) -> Blocks:
     x, side, _ = choice.request
     amax = torch.empty(amax_shape(x.shape[0], side.spec), dtype=torch.float32, device=x.device)
     out = output_of(x, side)
-    pointers, numbers, constants = kernel_arguments(side, out, amax)
     quantize_small_kernel[choice.grid](
-        x,
-        *pointers,
-        *x.shape,
-        out.blocks,
-        *x.stride(),
-        *numbers,
-        *constants,
+        *arguments_of(x, written(side, out, amax)),
         **choice.constants,
         enable_fp_fusion=False,
         **placed_early(choice.constants["RULE"].hardware),

@@ -18,7 +18,6 @@ from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import store_values
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.quantize.lines import divisor
 from halfbyte.kernels.route import Choice
 from halfbyte.layout import Blocks
 from halfbyte.spec import Spec
@@ -30,38 +29,20 @@ def to_strips(m, W: tl.constexpr):
     return tl.reshape(tl.broadcast_to(m[:, :, None], (1, W // 2, 2)), (1, W))
 
 
-@jit(do_not_specialize=("col_tiles", "magic", "shift", "row_tiles", "row_magic", "row_shift"))
+@jit(do_not_specialize=("col_tiles", "row_tiles"))
 def quantize_tiles_kernel(
-    x_ptr,
-    q_ptr,
-    scale_ptr,
-    values_ptr,
-    amax_ptr,
-    cols,
-    span,
-    floor,
-    inverse,
-    unit,
-    col_tiles,
-    magic,
-    shift,
-    row_tiles,
-    row_magic,
-    row_shift,
-    RULE: tl.constexpr,
-    W: tl.constexpr,
-    MOVES: tl.constexpr,
-):
-    """One program quantizes W / 2 tiles side by side; row_tiles of them below each other are an expert.
+    x_ptr, q_ptr, scale_ptr, values_ptr, amax_ptr, cols, constants, col_tiles, row_tiles,
+    RULE: tl.constexpr, W: tl.constexpr, MOVES: tl.constexpr,
+):  # fmt: skip
+    """One program quantizes W / 2 tiles side by side; row_tiles.count of them below each other are an expert.
 
     Either q_ptr (int32, with scale_ptr) or values_ptr is None.
     MOVES: the last program of a row moves left until it is whole; what two programs quantize gets equal bytes.
     """
     begin(RULE.hardware >= OVERLAP_CAPABILITY)
-    constants = (span, floor, inverse, unit)
-    line = pm.divide(tl.program_id(0), magic, shift)
+    line = pm.divide(tl.program_id(0), col_tiles)
     per_row = cols // 8
-    i_strip = (tl.program_id(0) - line * col_tiles) * W
+    i_strip = (tl.program_id(0) - line * col_tiles.count) * W
     if MOVES:
         i_strip = tl.minimum(i_strip, per_row - W)
     first = line.to(tl.int64) * 16 * per_row + i_strip
@@ -70,13 +51,13 @@ def quantize_tiles_kernel(
     words = ()
     for r in tl.static_range(16):
         words = words + pm.split_four(tl.load(p_x + r * per_row * 4), 1, W)
-    factors = sc.operand_factors(amax_ptr + pm.divide(line, row_magic, row_shift), constants, RULE)
+    factors = sc.operand_factors(amax_ptr + pm.divide(line, row_tiles), constants, RULE)
     m = pm.max_of_pair(pm.pair_abs_max(words, RULE.hardware))
-    m = tl.where(((m < pm.INF) == 0) | factors[4], pm.INF, m)
+    m = tl.where(((m < pm.INF) == 0) | factors.poison, pm.INF, m)
     m = tl.max(tl.reshape(m, (1, W // 2, 2)), axis=2)
     poison = m == pm.INF
     # The conversion saturates; what poison makes of scale and codes is replaced.
-    code = pm.e4m3_code(m * factors[2], RULE.hardware)
+    code = pm.e4m3_code(m * factors.to_scale, RULE.hardware)
     encode = to_strips(sc.encode_scale(pm.e4m3_positive(code), factors, RULE), W)
     code = tl.where(poison, dc.E4M3_NAN, code).to(tl.int32)
     if scale_ptr is not None:
@@ -125,9 +106,9 @@ def quantize_tiles(choice: Choice, w: Tensor, spec: Spec, amax: Tensor, *, decod
         qdata if decoded else None,
         amax.contiguous(),
         cols,
-        *sc.constants_of(spec),
-        *divisor(choice.facts),
-        *divisor(rows // 16),
+        sc.constants_of(spec),
+        pm.Divisor.of(choice.facts),
+        pm.Divisor.of(rows // 16),
         **choice.constants,
         enable_fp_fusion=False,
         **placed_early(choice.constants["RULE"].hardware),

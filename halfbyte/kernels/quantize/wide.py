@@ -14,6 +14,7 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import philox
 from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device import scales as sc
+from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, arguments_of, varying
 from halfbyte.kernels.device.tiles import store_decoded, store_scale
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.route import Lines
@@ -34,126 +35,98 @@ def split_blocks(x):
 
 
 @triton.jit
-def quantize_lines(
-    pairs, row, group, q_ptr, scale_ptr, amax_ptr, draw_ptr, stream, rows, blocks, first_block,
-    blocks_per_row, constants, factors,
-    RULE: tl.constexpr, SWIZZLED: tl.constexpr,
-):  # fmt: skip
-    """Quantize rotated groups, pairs [T, SIZE / 2], group [T] of rows row [T] of the operand; outputs [rows, blocks].
+def quantize_lines(pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWIZZLED: tl.constexpr):
+    """Quantize rotated groups, pairs [T, SIZE / 2], group [T] of rows row [T] of the operand; out: a WrittenOperand.
 
     Four blocks at a time: the values of all eight of a group of 128 are more than a thread's registers.
     """
     if RULE.group == 128:
         T: tl.constexpr = pairs.shape[0]
         first, second = tl.split(tl.permute(tl.reshape(pairs, (T, 2, 32)), (0, 2, 1)))
-        quantize_part(
-            first, row, group * 2, q_ptr, scale_ptr, amax_ptr, draw_ptr, stream, rows, blocks, first_block,
-            blocks_per_row, constants, factors, RULE, SWIZZLED,
-        )  # fmt: skip
-        quantize_part(
-            second, row, group * 2 + 1, q_ptr, scale_ptr, amax_ptr, draw_ptr, stream, rows, blocks, first_block,
-            blocks_per_row, constants, factors, RULE, SWIZZLED,
-        )  # fmt: skip
+        quantize_part(first, row, group * 2, out, rows, factors, RULE, SWIZZLED)
+        quantize_part(second, row, group * 2 + 1, out, rows, factors, RULE, SWIZZLED)
     else:
-        quantize_part(
-            pairs, row, group, q_ptr, scale_ptr, amax_ptr, draw_ptr, stream, rows, blocks, first_block,
-            blocks_per_row, constants, factors, RULE, SWIZZLED,
-        )  # fmt: skip
+        quantize_part(pairs, row, group, out, rows, factors, RULE, SWIZZLED)
 
 
 @triton.jit
-def quantize_part(
-    pairs, row, group, q_ptr, scale_ptr, amax_ptr, draw_ptr, stream, rows, blocks, first_block,
-    blocks_per_row, constants, factors,
-    RULE: tl.constexpr, SWIZZLED: tl.constexpr,
-):  # fmt: skip
+def quantize_part(pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWIZZLED: tl.constexpr):
     """Quantize 64 values as `quantize_lines` does; group: in units of 64."""
     B: tl.constexpr = pairs.shape[1] // 8
     in_row = row < rows
     if RULE.row_amax:
-        factors = sc.tensor_factors(tl.load(amax_ptr + row, mask=in_row, other=0.0)[:, None], constants, False)
+        amax = tl.load(out.to.amax_ptr + row, mask=in_row, other=0.0)
+        factors = sc.tensor_factors(amax[:, None], out.constants, False)
     block = group[:, None] * B + tl.arange(0, B)[None, :]
     random = ()
     if RULE.rounding == "stochastic":
         random = philox.block_words(
-            first_block + row[:, None] * blocks_per_row + block, philox.draw_words(draw_ptr, stream)
+            out.places.first_block + row[:, None] * out.places.blocks_per_row + block,
+            philox.draw_words(out.to.draw_ptr, out.places.stream),
         )
     xs = split_blocks(rw.unpacked(pairs))
-    codes, scale = sc.quantize_block(xs, pm.abs_max(xs), factors, constants, random, RULE, 0, None, False)
-    inside = in_row[:, None] & (block < blocks)
-    place = row[:, None] * blocks + block
+    codes, scale = sc.quantize_block(xs, pm.abs_max(xs), factors, out.constants, random, RULE, 0, None, False)
+    inside = in_row[:, None] & (block < out.blocks)
+    place = row[:, None] * out.blocks + block
     if RULE.decoded:
-        store_decoded(q_ptr, (codes,), scale, place, inside, RULE)
+        store_decoded(out.to.q_ptr, (codes,), scale, place, inside, RULE)
     else:
-        tl.store(q_ptr + place, codes, mask=inside)
-        store_scale(scale_ptr, scale, row[:, None], block, inside, rows, blocks, SWIZZLED, False)
+        tl.store(out.to.q_ptr + place, codes, mask=inside)
+        store_scale(out.to.scale_ptr, scale, row[:, None], block, inside, rows, out.blocks, SWIZZLED, False)
 
 
-@jit(do_not_specialize=("stream", "first_block", "sign_stream", "tiles"))
+@jit(do_not_specialize=(*varying("places"), "tiles"))
 def quantize_wide_kernel(
-    x_ptr, q_ptr, scale_ptr, amax_ptr, draw_ptr, sign_ptr, rows, cols, blocks, stride_r, stride_c, stream, first_block,
-    blocks_per_row, sign_stream, span, floor, inverse, unit, groups, tiles,
+    x_ptr, to, sizes, places, constants, groups, tiles,
     RULE: tl.constexpr, SWIZZLED: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Quantize T groups of a [rows, cols] operand; groups: of a row; outputs [rows, blocks].
+    """Quantize T groups of a [rows, cols] operand; groups: of a row; out: a WrittenOperand.
 
     COLUMNS: rows of the operand lie beside each other in memory, and T of them share a program; PACKED: in words of
     two bf16. Else a program takes T groups in the order of memory.
     """
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    out = WrittenOperand(to, sizes.blocks, places, constants)
     SIZE: tl.constexpr = RULE.group
-    NARROW: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
-    constants = (span, floor, inverse, unit)
-    factors = sc.operand_factors(amax_ptr, constants, RULE)
-    flips = rw.sign_flips(sign_ptr, sign_stream, SIZE, RULE.fresh)
+    NARROW: tl.constexpr = x.ptr.dtype.element_ty == tl.bfloat16
+    factors = sc.operand_factors(out.to.amax_ptr, out.constants, RULE)
+    flips = rw.sign_flips(out.to.sign_ptr, out.places.sign_stream, SIZE, RULE.fresh)
     pid = tl.program_id(0).to(tl.int64)
     if COLUMNS:
         first = pid // tiles
         row = pid % tiles * T + tl.max_contiguous(tl.arange(0, T), 1)  # a thread holds whole groups
         group = first + tl.zeros((T,), tl.int64)
-        stride = tl.cast(stride_c, tl.int64)
-        x = pm.to_fp32(load_groups(x_ptr, first * SIZE, cols, row, rows, stride, 1, SIZE, False))
+        stride = tl.cast(x.stride_c, tl.int64)
+        values = pm.to_fp32(load_groups(x.ptr, first * SIZE, x.cols, row, x.rows, stride, 1, SIZE, False))
     else:
         place = tl.program_id(0) * T + tl.arange(0, T)
         line, group = place // groups, place % groups  # 2^31 groups are 2^37 values
         row = line.to(tl.int64)
         if PACKED:
             # Pieces of 16 bytes, the last dimension but one in registers: a thread reads whole groups.
-            word_ptr = x_ptr.to(tl.pointer_type(tl.uint32)) + row * (stride_r // 2)
+            word_ptr = x.ptr.to(tl.pointer_type(tl.uint32)) + row * (x.stride_r // 2)
             piece, j = tl.arange(0, SIZE // 8), tl.arange(0, 4)
             word = (group * (SIZE // 2))[:, None, None] + (piece[:, None] * 4 + j[None, :])[None, :, :]
-            inside = (row < rows)[:, None, None] & (word * 2 < cols)
-            x = rw.unpacked(tl.reshape(tl.load(word_ptr[:, None, None] + word, mask=inside, other=0), (T, SIZE // 2)))
+            inside = (row < x.rows)[:, None, None] & (word * 2 < x.cols)
+            words = tl.load(word_ptr[:, None, None] + word, mask=inside, other=0)
+            values = rw.unpacked(tl.reshape(words, (T, SIZE // 2)))
         else:
             col = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-            inside = (row < rows)[:, None] & (col < cols)
-            x = pm.to_fp32(tl.load(x_ptr + row[:, None] * stride_r + col * stride_c, mask=inside, other=0))
-    pairs = rw.rotated_pairs(narrowed(x, NARROW), flips, RULE.norm)
-    quantize_lines(
-        pairs, row, group, q_ptr, scale_ptr, amax_ptr, draw_ptr, stream, rows, blocks, first_block,
-    blocks_per_row, constants, factors,
-        RULE, SWIZZLED,
-    )  # fmt: skip
+            inside = (row < x.rows)[:, None] & (col < x.cols)
+            values = pm.to_fp32(tl.load(x.ptr + row[:, None] * x.stride_r + col * x.stride_c, mask=inside, other=0))
+    pairs = rw.rotated_pairs(narrowed(values, NARROW), flips, RULE.norm)
+    quantize_lines(pairs, row, group, out, x.rows, factors, RULE, SWIZZLED)
 
 
-def launch(choice: Choice, arguments: tuple) -> None:
+def launch(choice: Choice, out: WrittenOperand) -> None:
     """Launch what `route.choose_one_side` chose.
 
     Args:
         choice: of a wide rotation.
-        arguments: of `lines.kernel_arguments`.
+        out: of the operand.
     """
     lines: Lines = choice.facts
-    pointers, numbers, constants = arguments
+    groups = lines.blocks * 16 // choice.constants["RULE"].group
     quantize_wide_kernel[choice.grid](
-        lines.x,
-        *pointers,
-        *lines.x.shape,
-        lines.blocks,
-        *lines.x.stride(),
-        *numbers,
-        *constants,
-        lines.blocks * 16 // choice.constants["RULE"].group,
-        lines.beside,
-        **choice.constants,
-        enable_fp_fusion=False,
+        *arguments_of(lines.x, out), groups, lines.beside, **choice.constants, enable_fp_fusion=False
     )

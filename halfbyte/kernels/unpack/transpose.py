@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +32,33 @@ SCALE_COLUMNS = 8
 
 SWAP_BYTES = tl.constexpr("prmt.b32 $0, $2, $3, 0x6240; prmt.b32 $1, $2, $3, 0x7351;")
 SWAP_HALVES = tl.constexpr("prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;")
+
+
+class Moved(NamedTuple):
+    """Codes in words of 8 and scales, as they are and transposed."""
+
+    qdata_ptr: Any
+    scale_ptr: Any
+    out_ptr: Any
+    out_scale_ptr: Any
+
+
+class Extent(NamedTuple):
+    """The logical shape, and words of a row of codes, as they are and transposed."""
+
+    rows: Any
+    cols: Any
+    words: Any
+    out_words: Any
+
+
+class MovedStrides(NamedTuple):
+    """Of the rows of what is Moved, in its elements."""
+
+    qdata: Any
+    scale: Any
+    out: Any
+    out_scale: Any
 
 
 @triton.jit
@@ -67,20 +96,17 @@ def load_row(qdata_ptr, qdata_stride, o_8r, row: tl.constexpr, o_word, rows, wor
 
 
 @triton.jit
+def load_eight(qdata_ptr, qdata_stride, o_8r, o_word, rows, words, FULL: tl.constexpr):
+    """Load all rows of each group of 8 as `load_row` does."""
+    loaded = ()
+    for row in tl.static_range(8):
+        loaded = loaded + (load_row(qdata_ptr, qdata_stride, o_8r, row, o_word, rows, words, FULL),)
+    return loaded
+
+
+@triton.jit
 def transpose_codes(
-    i_row,
-    i_word,
-    qdata_ptr,
-    out_ptr,
-    rows,
-    cols,
-    words,
-    out_words,
-    qdata_stride,
-    out_stride,
-    TILE_ROWS: tl.constexpr,
-    TILE_WORDS: tl.constexpr,
-    FULL: tl.constexpr,
+    i_row, i_word, moved, extent, strides, TILE_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr, FULL: tl.constexpr
 ):
     """Each lane transposes 8x8 nibbles held in 8 words; the tile is turned when it is stored. Outside are zeros.
 
@@ -88,79 +114,37 @@ def transpose_codes(
     """
     o_8r = i_row * TILE_ROWS + tl.arange(0, TILE_ROWS)
     o_word = i_word * TILE_WORDS + tl.arange(0, TILE_WORDS)
-    r0 = load_row(qdata_ptr, qdata_stride, o_8r, 0, o_word, rows, words, FULL)
-    r1 = load_row(qdata_ptr, qdata_stride, o_8r, 1, o_word, rows, words, FULL)
-    r2 = load_row(qdata_ptr, qdata_stride, o_8r, 2, o_word, rows, words, FULL)
-    r3 = load_row(qdata_ptr, qdata_stride, o_8r, 3, o_word, rows, words, FULL)
-    r4 = load_row(qdata_ptr, qdata_stride, o_8r, 4, o_word, rows, words, FULL)
-    r5 = load_row(qdata_ptr, qdata_stride, o_8r, 5, o_word, rows, words, FULL)
-    r6 = load_row(qdata_ptr, qdata_stride, o_8r, 6, o_word, rows, words, FULL)
-    r7 = load_row(qdata_ptr, qdata_stride, o_8r, 7, o_word, rows, words, FULL)
-    r0, r1 = swap_nibbles(r0, r1)
-    r2, r3 = swap_nibbles(r2, r3)
-    r4, r5 = swap_nibbles(r4, r5)
-    r6, r7 = swap_nibbles(r6, r7)
-    r0, r2 = swap_bytes(r0, r2)
-    r1, r3 = swap_bytes(r1, r3)
-    r4, r6 = swap_bytes(r4, r6)
-    r5, r7 = swap_bytes(r5, r7)
-    r0, r4 = swap_halves(r0, r4)
-    r1, r5 = swap_halves(r1, r5)
-    r2, r6 = swap_halves(r2, r6)
-    r3, r7 = swap_halves(r3, r7)
+    p_q, rows, words = moved.qdata_ptr, extent.rows, extent.words
+    r0, r1, r2, r3, r4, r5, r6, r7 = load_eight(p_q, strides.qdata, o_8r, o_word, rows, words, FULL)
+    r0, r1, r2, r3 = swap_nibbles(r0, r1) + swap_nibbles(r2, r3)
+    r4, r5, r6, r7 = swap_nibbles(r4, r5) + swap_nibbles(r6, r7)
+    r0, r2, r1, r3 = swap_bytes(r0, r2) + swap_bytes(r1, r3)
+    r4, r6, r5, r7 = swap_bytes(r4, r6) + swap_bytes(r5, r7)
+    r0, r4, r1, r5 = swap_halves(r0, r4) + swap_halves(r1, r5)
+    r2, r6, r3, r7 = swap_halves(r2, r6) + swap_halves(r3, r7)
     # One exchange through shared memory turns all eight words: [TILE_ROWS, TILE_WORDS, column].
     even, odd = tl.join(tl.join(r0, r4), tl.join(r2, r6)), tl.join(tl.join(r1, r5), tl.join(r3, r7))
     turned = tl.reshape(tl.join(even, odd), (TILE_ROWS, TILE_WORDS * 8))
     o_col = i_word * (TILE_WORDS * 8) + tl.arange(0, TILE_WORDS * 8)
-    p_out = out_ptr + o_col.to(tl.int64)[None, :] * out_stride + o_8r[:, None]
-    masked_store(p_out, turned, (o_8r < out_words)[:, None] & (o_col < cols)[None, :], FULL)
+    p_out = moved.out_ptr + o_col.to(tl.int64)[None, :] * strides.out + o_8r[:, None]
+    masked_store(p_out, turned, (o_8r < extent.out_words)[:, None] & (o_col < extent.cols)[None, :], FULL)
 
 
 @triton.jit
-def transpose_tile(
-    i_row,
-    i_word,
-    qdata_ptr,
-    scale_ptr,
-    out_ptr,
-    out_scale_ptr,
-    rows,
-    cols,
-    words,
-    out_words,
-    qdata_stride,
-    scale_stride,
-    out_stride,
-    out_scale_stride,
-    TILE_ROWS: tl.constexpr,
-    TILE_WORDS: tl.constexpr,
-):
+def transpose_tile(i_row, i_word, moved, extent, strides, TILE_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr):
     """Transpose TILE_ROWS x TILE_WORDS words and their scales, which may start at any byte."""
-    transpose_codes(
-        i_row,
-        i_word,
-        qdata_ptr,
-        out_ptr,
-        rows,
-        cols,
-        words,
-        out_words,
-        qdata_stride,
-        out_stride,
-        TILE_ROWS,
-        TILE_WORDS,
-        False,
-    )
+    transpose_codes(i_row, i_word, moved, extent, strides, TILE_ROWS, TILE_WORDS, False)
     # Scales: the output's row c, block r is the input's row 16 r, block c // 16.
     o_col = i_word * (TILE_WORDS * 8) + tl.arange(0, TILE_WORDS * 8)
     o_tile = i_row * (TILE_ROWS // 2) + tl.arange(0, TILE_ROWS // 2)
     o_block = i_word * (TILE_WORDS // 2) + tl.arange(0, TILE_WORDS // 2)
-    p_scale = scale_ptr + (o_tile * 16).to(tl.int64)[None, :] * scale_stride + o_block[:, None]
-    scale = tl.load(p_scale, mask=(o_block * 2 < words)[:, None] & (o_tile * 16 < rows)[None, :], other=0)
+    p_scale = moved.scale_ptr + (o_tile * 16).to(tl.int64)[None, :] * strides.scale + o_block[:, None]
+    inside = (o_block * 2 < extent.words)[:, None] & (o_tile * 16 < extent.rows)[None, :]
+    scale = tl.load(p_scale, mask=inside, other=0)
     scale = tl.broadcast_to(scale[:, None, :], (TILE_WORDS // 2, 16, TILE_ROWS // 2))
     scale = tl.reshape(scale, (TILE_WORDS * 8, TILE_ROWS // 2))
-    p_out = out_scale_ptr + o_col.to(tl.int64)[:, None] * out_scale_stride + o_tile[None, :]
-    tl.store(p_out, scale, mask=(o_col < cols)[:, None] & (o_tile * 2 < out_words)[None, :])
+    p_out = moved.out_scale_ptr + o_col.to(tl.int64)[:, None] * strides.out_scale + o_tile[None, :]
+    tl.store(p_out, scale, mask=(o_col < extent.cols)[:, None] & (o_tile * 2 < extent.out_words)[None, :])
 
 
 @triton.jit
@@ -173,27 +157,18 @@ def load_scales(pointers, scale_stride, o_tile, k: tl.constexpr, in_blocks, rows
 
 @triton.jit
 def transpose_scales(
-    i_program,
-    scale_ptr,
-    out_ptr,
-    rows,
-    cols,
-    scale_stride,
-    out_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    UNIT: tl.constexpr,
-    FULL: tl.constexpr,
+    i_program, moved, extent, strides, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr
 ):
     """Transpose the scales of ROWS x COLUMNS units of UNIT x UNIT tiles, a word or a byte of one each.
 
     FULL: cols is a multiple of 16.
     """
+    rows, cols, scale_stride = extent.rows, extent.cols, strides.scale
     across = tl.cdiv(rows, 16 * UNIT * ROWS)
     o_tile = i_program % across * ROWS + tl.arange(0, ROWS)
     o_block = i_program // across * COLUMNS + tl.arange(0, COLUMNS)
     in_blocks = o_block * (16 * UNIT) < cols
-    p_scale = scale_ptr + o_block[None, :]
+    p_scale = moved.scale_ptr + o_block[None, :]
     r0 = load_scales(p_scale, scale_stride, o_tile, 0, in_blocks, rows, UNIT)
     units = (r0,)
     if UNIT == 4:
@@ -205,39 +180,21 @@ def transpose_scales(
         r0, r2 = swap_halves(r0, r2)
         r1, r3 = swap_halves(r1, r3)
         units = (r0, r1, r2, r3)
-    p_out = out_ptr + o_tile[:, None]
+    p_out = moved.out_scale_ptr + o_tile[:, None]
     inside = (o_tile * (16 * UNIT) < rows)[:, None] & in_blocks[None, :]
     for b in tl.static_range(UNIT):
         for c in tl.static_range(16):
             col = (o_block * UNIT + b) * 16 + c
             mask = inside if FULL else inside & (col < cols)[None, :]
-            tl.store(p_out + col.to(tl.int64)[None, :] * out_stride, units[b], mask=mask)
+            tl.store(p_out + col.to(tl.int64)[None, :] * strides.out_scale, units[b], mask=mask)
 
 
-@jit(do_not_specialize=("rows", "cols", "scale_stride", "out_scale_stride", "scale_programs"))
+@jit(do_not_specialize=("extent.rows", "extent.cols", "strides.scale", "strides.out_scale", "scale_programs"))
 def transpose_kernel(
-    qdata_ptr,
-    scale_ptr,
-    out_ptr,
-    out_scale_ptr,
-    rows,
-    cols,
-    words,
-    out_words,
-    qdata_stride,
-    scale_stride,
-    out_stride,
-    out_scale_stride,
-    scale_programs,
-    TILE_ROWS: tl.constexpr,
-    TILE_WORDS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    UNIT: tl.constexpr,
-    FULL: tl.constexpr,
-    STACKED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    moved, extent, strides, scale_programs,
+    TILE_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr, FULL: tl.constexpr, STACKED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One program transposes TILE_ROWS x TILE_WORDS words, or, spread among these, some scales.
 
     STACKED: of matrix program_id(1) of those that follow each other.
@@ -245,45 +202,21 @@ def transpose_kernel(
     overlap.begin(OVERLAP)
     if STACKED:
         matrix = tl.program_id(1).to(tl.int64)
-        qdata_ptr += matrix * rows * qdata_stride
-        scale_ptr += matrix * rows * scale_stride
-        out_ptr += matrix * cols * out_stride
-        out_scale_ptr += matrix * cols * out_scale_stride
+        moved = Moved(
+            moved.qdata_ptr + matrix * extent.rows * strides.qdata,
+            moved.scale_ptr + matrix * extent.rows * strides.scale,
+            moved.out_ptr + matrix * extent.cols * strides.out,
+            moved.out_scale_ptr + matrix * extent.cols * strides.out_scale,
+        )
     i_program = tl.program_id(0)
     every = tl.num_programs(0) // scale_programs
     i_scale = i_program // every
     if (i_program % every == every - 1) & (i_scale < scale_programs):
-        transpose_scales(
-            i_scale,
-            scale_ptr,
-            out_scale_ptr,
-            rows,
-            cols,
-            scale_stride,
-            out_scale_stride,
-            SCALE_ROWS,
-            SCALE_COLUMNS,
-            UNIT,
-            FULL,
-        )
+        transpose_scales(i_scale, moved, extent, strides, SCALE_ROWS, SCALE_COLUMNS, UNIT, FULL)
     else:
         i_tile = i_program - tl.minimum(i_scale, scale_programs)
-        tiles = tl.cdiv(words, TILE_WORDS)
-        transpose_codes(
-            i_tile // tiles,
-            i_tile % tiles,
-            qdata_ptr,
-            out_ptr,
-            rows,
-            cols,
-            words,
-            out_words,
-            qdata_stride,
-            out_stride,
-            TILE_ROWS,
-            TILE_WORDS,
-            FULL,
-        )
+        tiles = tl.cdiv(extent.words, TILE_WORDS)
+        transpose_codes(i_tile // tiles, i_tile % tiles, moved, extent, strides, TILE_ROWS, TILE_WORDS, FULL)
 
 
 def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
@@ -312,18 +245,9 @@ def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple
     scale_programs = ceil_div(tiles, unit * SCALE_ROWS) * ceil_div(blocks, unit * SCALE_COLUMNS)
     tile_programs = ceil_div(out_words.shape[1], CODE_ROWS) * ceil_div(words.shape[1], CODE_WORDS)
     transpose_kernel[(tile_programs + scale_programs, *matrices)](
-        words,
-        scale,
-        out_words,
-        scale_words,
-        rows,
-        cols,
-        words.shape[1],
-        out_words.shape[1],
-        words.stride(0),
-        scale.stride(0),
-        out_words.stride(0),
-        scale_words.stride(0),
+        Moved(words, scale, out_words, scale_words),
+        Extent(rows, cols, words.shape[1], out_words.shape[1]),
+        MovedStrides(*(t.stride(0) for t in (words, scale, out_words, scale_words))),
         scale_programs,
         TILE_ROWS=CODE_ROWS,
         TILE_WORDS=CODE_WORDS,

@@ -1,0 +1,48 @@
+"""What both orientations of an op are asked for: sides that `both_sides` made, and others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte import ops
+from halfbyte.layout import SWIZZLED_32_4_4
+from halfbyte.rng import Draw
+from halfbyte.sides import Side, both_sides, shared_draws
+
+SPECS = hb.NVFP4(rounding="stochastic"), hb.NVFP4(rotation=hb.Hadamard(signs="fresh"))
+DRAW = Draw(torch.tensor([3, 5]), 7)
+SIGNS = Draw(torch.tensor([4, 6]), 9)
+
+
+@pytest.mark.parametrize("asked", [(0, 1), (0, None), (None, 1), (None, None)])
+def test_sides_say_of_which_draws_they_were_made(asked):
+    specs = [None if i is None else SPECS[i] for i in asked]
+    draws = (DRAW, SIGNS) if any(specs) else (None, None)
+    assert shared_draws(both_sides(*specs, draw=DRAW, sign_draw=SIGNS)) == draws
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"draw": Draw(DRAW.base.clone(), 8)}, "draw: row and col draw at different places"),
+        ({"draw": None}, "draw: row and col draw at different places"),
+        ({"draw": DRAW}, "draw.stream=7 of col: it follows that of row, 7"),
+        ({"sign_draw": Draw(SIGNS.base.clone(), 9)}, "sign_draw: row and col draw at different places"),
+        ({"scale_layout": SWIZZLED_32_4_4}, "scale_layout='swizzled_32_4_4' of col"),
+    ],
+)
+def test_orientations_of_other_draws_are_refused(change, message):
+    row, col = both_sides(*SPECS, draw=DRAW, sign_draw=SIGNS)
+    with pytest.raises(ValueError, match=message):
+        ops.quantize_row_col(torch.zeros(16, 32), row, col._replace(**change))
+    with pytest.raises(ValueError, match=message):
+        ops.grouped_quantize_row_col(torch.zeros(2, 16, 32), None, row, col._replace(**change))
+
+
+def test_missing_draws_are_named():
+    with pytest.raises(ValueError, match="rng=None"):
+        ops.quantize(torch.zeros(4, 16), Side(SPECS[0]))
+    with pytest.raises(ValueError, match="sign_rng=None"):
+        ops.quantize_row_col(torch.zeros(16, 16), *both_sides(None, SPECS[1]))
