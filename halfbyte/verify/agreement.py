@@ -21,6 +21,7 @@ from torch import Tensor
 from halfbyte import layout, ops
 from halfbyte.formats import E2M1, NVFP4_BLOCK
 from halfbyte.reference.scale import global_scale
+from halfbyte.sides import Side
 from halfbyte.spec import NVFP4
 from halfbyte.verify.peers import Peer, Quantizer
 from halfbyte.verify.profiles import DEFINITION, STORED, PeerBytes, Profile, bytes_by, steps
@@ -157,7 +158,7 @@ def agree_on(name: str, x: Tensor, profile: Profile, quantize: Quantizer) -> Agr
         profile: the package's rules.
         quantize: the package.
     """
-    ours = PeerBytes(*ops.quantize(x, NVFP4(), backend="reference"))
+    ours = PeerBytes(*ops.quantize(x, Side(NVFP4()), backend="reference"))
     by_definition, by_profile = bytes_by(DEFINITION, x), bytes_by(profile, x)
     problems = (
         _unlike("halfbyte", ours, by_definition, "the definition"),
