@@ -33,7 +33,7 @@ class PeerBytes(NamedTuple):
     stored: Tensor
 
 
-class Factors(NamedTuple):
+class PeerFactors(NamedTuple):
     """fp32 []: what is stored of the tensor, what takes it to the range of codes times scales, and what brings back."""
 
     stored: Tensor
@@ -41,29 +41,29 @@ class Factors(NamedTuple):
     decode: Tensor
 
 
-def _amax(amax: Tensor, dtype: torch.dtype) -> Factors:
+def _amax(amax: Tensor, dtype: torch.dtype) -> PeerFactors:
     encode = _over(TOP, amax.clamp_min(f32(TOP / FLT_MAX))).clamp_max(FLT_MAX)
     encode = torch.where(amax == 0, 1.0, encode)
-    return Factors(amax, encode, _over(1, encode))
+    return PeerFactors(amax, encode, _over(1, encode))
 
 
-def _decode_factor(amax: Tensor, dtype: torch.dtype) -> Factors:
+def _decode_factor(amax: Tensor, dtype: torch.dtype) -> PeerFactors:
     decode = amax / TOP
-    return Factors(decode, _over(1, decode), decode)
+    return PeerFactors(decode, _over(1, decode), decode)
 
 
-def _encode_factor(amax: Tensor, dtype: torch.dtype) -> Factors:
+def _encode_factor(amax: Tensor, dtype: torch.dtype) -> PeerFactors:
     return _encode_factors(_over(TOP, amax.clamp_min(TINY)))
 
 
-def _encode_factor_in_dtype(amax: Tensor, dtype: torch.dtype) -> Factors:
+def _encode_factor_in_dtype(amax: Tensor, dtype: torch.dtype) -> PeerFactors:
     reciprocal = _over(1, amax.clamp_min(TINY)).to(dtype)  # torch takes number / tensor so
     return _encode_factors((reciprocal.float() * TOP).to(dtype).float())
 
 
-def _encode_factors(encode: Tensor) -> Factors:
+def _encode_factors(encode: Tensor) -> PeerFactors:
     encode = encode.nan_to_num(nan=1.0, posinf=1.0)
-    return Factors(encode, encode, _over(1, encode))
+    return PeerFactors(encode, encode, _over(1, encode))
 
 
 def _over(number: float, t: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def _over(number: float, t: Tensor) -> Tensor:
     return torch.full_like(t, number) / t
 
 
-STORED: Mapping[str, Callable[[Tensor, torch.dtype], Factors]] = MappingProxyType(
+STORED: Mapping[str, Callable[[Tensor, torch.dtype], PeerFactors]] = MappingProxyType(
     {
         "A": _amax,
         "A / 2688": _decode_factor,
@@ -81,7 +81,7 @@ STORED: Mapping[str, Callable[[Tensor, torch.dtype], Factors]] = MappingProxyTyp
 )
 """What is stored of the tensor, from amax fp32 [] and the dtype of x."""
 
-SCALE: Mapping[str, Callable[[Tensor, Factors, torch.dtype], Tensor]] = MappingProxyType(
+SCALE: Mapping[str, Callable[[Tensor, PeerFactors, torch.dtype], Tensor]] = MappingProxyType(
     {
         "m * (S * f(1/6))": lambda m, f, dtype: m * (f.encode * f32(1 / E2M1.max)),
         "(m * f(1/6)) * S": lambda m, f, dtype: m * f32(1 / E2M1.max) * f.encode,
@@ -93,7 +93,7 @@ SCALE: Mapping[str, Callable[[Tensor, Factors, torch.dtype], Tensor]] = MappingP
 )
 """A block's scale before it becomes E4M3, from maxima fp32 [M, K/16] and the dtype of x."""
 
-ENCODE: Mapping[str, Callable[[Tensor, Tensor, Factors], Tensor]] = MappingProxyType(
+ENCODE: Mapping[str, Callable[[Tensor, Tensor, PeerFactors], Tensor]] = MappingProxyType(
     {
         "x * (1 / (s * D))": lambda x, s, f: x * _over(1, s * f.decode).clamp_max(FLT_MAX),
         "x * (S / s)": lambda x, s, f: x * (f.encode / s),
