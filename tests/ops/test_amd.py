@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch._dynamo import utils
 import halfbyte as hb
 from halfbyte import cli, ops
 from halfbyte.kernels.device.decode import INTERPRETED
+from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.kernels.target import INTERPRETER, amd, find, nvidia, target_of
 from halfbyte.ops.backends import _cached_status, choose
 from halfbyte.sides import Side
@@ -55,6 +57,14 @@ def test_what_a_machine_has(machine):
     machine(H200)
     assert find(GPU) == nvidia(90, 132) and find(GPU).ptx
     assert amd("gfx1201", 64).warp == 32
+
+
+@pytest.mark.parametrize(("compiler", "has"), [("cuda", True), ("hip", False), ("xpu", False), (None, False)])
+def test_only_what_compiles_for_nvidia_has_ptx(compiler, has):
+    """AMD's assembler would meet PTX in the middle of a kernel; None is the interpreter, which compiles nothing."""
+    options = SimpleNamespace(backend_name=compiler)
+    semantic = compiler and SimpleNamespace(builder=SimpleNamespace(options=options))
+    assert has_ptx(_semantic=semantic).value is has
 
 
 @pytest.mark.parametrize(
