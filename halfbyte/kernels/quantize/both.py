@@ -78,11 +78,11 @@ def quantize_row_col_kernel(
         if sc.is_regular(row_amax) & sc.is_regular(col_amax):
             row_factors = sc.regular_factors(row_amax, row.constants)
             col_factors = sc.regular_factors(col_amax, col.constants)
-            row_known, col_known = (row_factors, None, row_draw), (col_factors, None, col_draw)
-            quantize_run(i_row, i_col, x, row, col, row_known, col_known, ROW, COL, SWIZZLED, TR, TC, LOOP)
-        else:
-            row_known, col_known = (None, None, row_draw), (None, None, col_draw)
-            quantize_run(i_row, i_col, x, row, col, row_known, col_known, ROW, COL, SWIZZLED, TR, TC, LOOP)
+            of_row, of_col = (row_factors, None, row_draw), (col_factors, None, col_draw)
+            quantize_run(i_row, i_col, x, row, col, of_row, of_col, ROW, COL, SWIZZLED, TR, TC, LOOP)
+        else:  # names of its own: a variable that both branches assign has one type
+            row_words, col_words = (None, None, row_draw), (None, None, col_draw)
+            quantize_run(i_row, i_col, x, row, col, row_words, col_words, ROW, COL, SWIZZLED, TR, TC, LOOP)
     else:
         known = (None, None, None)
         quantize_both(i_row, i_col, x, row, col, known, known, ROW, COL, SWIZZLED, TR, TC)
