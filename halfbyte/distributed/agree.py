@@ -6,11 +6,14 @@ sizes cannot compare them by a collective whose size they disagree about.
 
 from __future__ import annotations
 
+import atexit
 import json
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -19,6 +22,24 @@ if dist.is_available():
     # Its functions have the default group of their import as default argument. torch._dynamo, which optimizers import,
     # imports it: after init_process_group that would keep the group past its end (see WeakGroup).
     import torch.distributed.nn.functional  # noqa: F401
+
+LETTING_GO = 0.2
+"""Seconds of rest at the end of a process in which gloo's threads outlived their group."""
+
+
+def let_threads_go() -> None:
+    """Give gloo's threads, if there are any, Python's lock once more before the interpreter ends.
+
+    DDP, FSDP2 and meshes keep their groups past `destroy_process_group`. A thread of such a group that waits for the
+    lock to let go of the last message's tensor would meet an interpreter that has ended, and the process is aborted.
+    """
+    tasks = Path("/proc/self/task")
+    with suppress(OSError):  # no Linux, or a thread that ended meanwhile
+        if any(task.read_text().startswith("pt_gloo") for task in tasks.glob("*/comm")):
+            time.sleep(LETTING_GO)
+
+
+atexit.register(let_threads_go)
 
 AGREE_TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for the notes of the others."""

@@ -27,8 +27,6 @@ TOLD = "halfbyte/told"
 """In the launcher's store: how many ranks had something to say of their end. The first says it."""
 GRACE = 3.0
 """Seconds in which a rank that failed says so, before the others take it for killed."""
-LETTING_GO = 0.05
-"""Seconds of rest before the end: gloo's threads take Python's lock to let go of the last tensors they sent."""
 LONG = timedelta(hours=12)
 """How long ranks wait for the first to tokenize a corpus; a rank that died ends the wait."""
 
@@ -232,7 +230,6 @@ def joined(place: ProcessPlace) -> Iterator[World]:
         finally:
             ranks.control = None
             gc.collect()
-            time.sleep(LETTING_GO)
             dist.destroy_process_group()
 
 

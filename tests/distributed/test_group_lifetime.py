@@ -79,3 +79,26 @@ def test_the_default_group_ends_though_an_optimizer_was_built_while_it_was_there
     """In a process of its own: the modules that keep a group do so when they are imported."""
     done = subprocess.run([sys.executable, "-c", DEFAULT_GROUP], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "True", done.stderr
+
+
+KEPT_GROUP = """
+import sys, time
+import torch
+import halfbyte as hb
+from halfbyte.distributed import agree
+
+if sys.argv[1] == "group":
+    torch.distributed.init_process_group("gloo", init_method="tcp://localhost:0", rank=0, world_size=1)
+    kept = torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+start = time.perf_counter()
+agree.let_threads_go()
+print(time.perf_counter() - start >= agree.LETTING_GO)
+"""
+
+
+@pytest.mark.parametrize(("kept", "rests"), [("group", "True"), ("nothing", "False")])
+def test_the_end_waits_for_the_threads_of_a_group_that_somebody_keeps(kept, rests):
+    """As DDP does: torch 2.13 aborts a process whose thread asks for Python's lock after the interpreter's end."""
+    done = subprocess.run([sys.executable, "-c", KEPT_GROUP, kept], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == rests, done.stderr
