@@ -105,22 +105,15 @@ def test_primary_weights():
     assert losses["nvfp4"] == losses["plain"] and losses["plain"][-1] < 0.7 * losses["plain"][0]
 
 
-def test_primary_weights_on_two_ranks():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = str(ROOT / "examples" / "primary_weights.py")
-    done = subprocess.run([*command, script], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("equal bit for bit") == 2 and "DIFFERENT" not in done.stdout
-
-
 def test_fsdp2():
     losses = load("fsdp2")["main"](steps=8)
     assert losses["nvfp4"] == losses["bf16"] and losses["nvfp4"][-1] < 0.7 * losses["nvfp4"][0]
 
 
-def test_fsdp2_on_two_ranks():
+@pytest.mark.parametrize("example", ["primary_weights", "fsdp2"])
+def test_two_ranks(example):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = str(ROOT / "examples" / "fsdp2.py")
+    script = str(ROOT / "examples" / f"{example}.py")
     done = subprocess.run([*command, script], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal bit for bit") == 2 and "DIFFERENT" not in done.stdout
