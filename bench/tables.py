@@ -10,6 +10,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
@@ -100,7 +101,7 @@ HOST = (
     ("`GroupedLinear` of 8 experts, nvfp4", "host/grouped-nvfp4"),
 )
 STEPS = tuple((name, f"steps/{name}") for name in ("60m", "125m", "300m", "1b", "moe-60m", "moe-300m"))
-TRAINING = (("300M", "train/300m"), ("1B", "train/1b"))
+TRAINING = ("60m", "125m", "300m", "1b", "moe-60m", "moe-300m")
 
 
 def time(record: Record) -> str:
@@ -151,12 +152,15 @@ def training(records: Sequence[Record]) -> str:
     """Return the table of training steps."""
     chosen = counting(records)
     lines = []
-    for name, case in TRAINING:
-        record = chosen[case, (8, 2048)]
+    for name, shape in product(TRAINING, ((16, 2048), (8, 2048))):
+        record = chosen.get((f"train/{name}", shape))
+        if record is None:
+            continue
         v = record.values
         lines.append(
             [
                 f"{name}, {v['parameters'] / 1e9:.2f}B parameters",
+                f"{shape[0] * shape[1]:,}",
                 f"{v['bf16_us'] / 1000:.1f} ms",
                 f"{v['us'] / 1000:.1f} ms, {v['value']:.3f}×{record.mark}",
                 f"{v['peak_GiB']:.1f} against {v['bf16_peak_GiB']:.1f} GiB",
@@ -164,7 +168,7 @@ def training(records: Sequence[Record]) -> str:
                 record.stamp,
             ]
         )
-    return rows(["model", "bf16", "nvfp4", "peak memory", "saved inputs of linears", "record"], lines)
+    return rows(["model", "tokens", "bf16", "nvfp4", "peak memory", "saved inputs of linears", "record"], lines)
 
 
 def host(records: Sequence[Record]) -> str:
@@ -178,8 +182,10 @@ def host(records: Sequence[Record]) -> str:
         bf16 = f"{v['bf16_us'] / 1000:.1f} ms" if v["bf16_us"] >= 2000 else f"{v['bf16_us']:.0f} µs"
         busy = f"{v['busy']:.0%}" if "busy" in v else ""
         verdict = f"at least {v['least']:g}, aim {v['aim']:g}"
-        lines.append([title, bf16, time(record), f"{v['value']:.2f}×{record.mark}", busy, verdict, record.stamp])
-    return rows(["", "bf16", "ours", "times bf16", "GPU busy", "bar", "record"], lines)
+        ratio = f"{v['value']:.3f}×{record.mark}"
+        first = f"{v['bf16_first_step_s']:.1f} → {v['first_step_s']:.1f} s" if "first_step_s" in v else ""
+        lines.append([title, bf16, time(record), ratio, busy, first, verdict, record.stamp])
+    return rows(["", "bf16", "ours", "times bf16", "GPU busy", "first step", "bar", "record"], lines)
 
 
 def cast(records: Sequence[Record]) -> str:

@@ -116,7 +116,7 @@ def swizzle(setting: Setting, shape: Shape, *, along: str) -> Outcome:
     if setting.backend == "reference":
         return bandwidth(setting, [slow], 2 * scale.numel(), ["its own definition"])
     own, split = None if along == "experts" else offsets, along == "contraction"
-    kernel = importlib.import_module("halfbyte.kernels.unpack.grouped_swizzle").grouped_swizzle
+    kernel = importlib.import_module("halfbyte.kernels.unpack.swizzle").grouped_swizzle
     run = partial(kernel, scale, NVFP4(), own, contraction=split, total=M)
     expected = slow()
     require_equal([run().flatten()[: expected.numel()]], [expected], "whole")

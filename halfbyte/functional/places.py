@@ -51,5 +51,8 @@ def distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tup
     """Return the tensors with None for every repetition, and for each where it is first."""
     if len(tensors) == 1:
         return list(tensors), (0,)
+    if len(tensors) == 2:  # the place and the signs of one layer: spelled out, it is met in every call
+        one, other = tensors
+        return ([one, None], (0, 0)) if other is one else ([one, other], (0, 1))
     first = tuple(next(j for j, other in enumerate(tensors) if other is tensor) for tensor in tensors)
     return [tensor if first[i] == i else None for i, tensor in enumerate(tensors)], first

@@ -295,6 +295,14 @@ class Launch:
     made: tuple[int, ...] = ()
     pure = False
 
+    def moved(self, slot: int, places: dict[int, int]) -> Launch:
+        """Return it with the memory of some slots in another: `places` says how many bytes from its start."""
+        pointers = {
+            name: Pointer(slot, places[at.slot] + at.offset, at.dtype) if at.slot in places else at
+            for name, at in self._pointers.items()
+        }
+        return Launch(self._launched, pointers)
+
     @property
     def numbers(self) -> list[Varying]:
         """The arguments, and parts of arguments, that vary."""

@@ -27,6 +27,12 @@ MAX_RECORDS = 4096
 
 ALIGNMENT = 16
 LARGEST_INT32 = (1 << 31) - 1
+ONE_ALLOCATION = 2 << 20
+"""Bytes of what only launches use that a record allocates at once; more would live longer than it has to."""
+
+SECTOR = 512
+"""Alignment of memory, in bytes, as torch's allocator gives it."""
+
 MARGIN = 1 << 12
 """What a launcher may add to a number that varies."""
 
@@ -70,6 +76,12 @@ class Allocation:
     def made(self) -> tuple[int, ...]:
         """The slots that it fills."""
         return (self.slot,)
+
+    @property
+    def bytes(self) -> int:
+        """From its first element to its last."""
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize if 0 not in self.shape else 0
 
 
 class _Slot(int):
@@ -301,7 +313,8 @@ class Record:
         for step in recorder.steps:
             if isinstance(step, Allocation) and 0 in step.shape and step.slot not in wanted | viewed:
                 constants[step.slot] = step.constant()
-        self.steps = _needed(recorder.steps, wanted, set(constants))
+        steps = _needed(recorder.steps, wanted, set(constants))
+        self.steps = _together(steps, wanted | set(constants), recorder.count)
         self._repeat = _function(self.steps, (given, returned, value), constants)
 
     def __call__(self, tensors: Sequence[Tensor | None], numbers: Sequence[int], stream: int) -> tuple[tuple, Any]:
@@ -318,6 +331,33 @@ def _needed(steps: list[Any], wanted: set[int], constants: set[int]) -> list[Any
         wanted |= step.used
         kept.append(step)
     return kept[::-1]
+
+
+def _together(steps: list[Any], known: set[int], new_slot: int) -> list[Any]:
+    """Return the steps with one allocation for what is small, on the GPU and used by launches alone.
+
+    Args:
+        steps: in order.
+        known: slots that others see.
+        new_slot: of that allocation.
+    """
+    known = known.union(*(step.used for step in steps if isinstance(step, Op)))
+    places: dict[int, int] = {}
+    end = 0
+    for step in steps:
+        if isinstance(step, Allocation) and step.slot not in known and end + step.bytes <= ONE_ALLOCATION:
+            places[step.slot] = end
+            end += -(-step.bytes // SECTOR) * SECTOR
+    if len(places) < 2:
+        return steps
+    first = next(step for step in steps if step.made and step.made[0] in places)
+    found: list[Any] = [Allocation(new_slot, (end,), (1,), torch.uint8, first.device)]
+    for step in steps:
+        if isinstance(step, Launch):
+            found.append(step.moved(new_slot, places))
+        elif not (isinstance(step, Allocation) and step.slot in places):
+            found.append(step)
+    return found
 
 
 def _function(steps: list[Any], ends: tuple[int, list[int | None], Any], constants: dict[int, Tensor]) -> Callable:
@@ -355,10 +395,8 @@ _RECORDS: dict[Hashable, Record | str] = {}
 _LOCK = threading.Lock()
 
 
-def _place_of(tensor: Tensor | None) -> Hashable:
+def _place_of(tensor: Tensor) -> Hashable:
     """Return what of a tensor decides how a request is met."""
-    if tensor is None:
-        return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT
 
 
@@ -411,13 +449,15 @@ def _call(
     static, tensors, numbers = arguments
     if launch.watcher() is not None:
         return function(static, tensors, numbers)
-    ids = [id(tensor) for tensor in tensors if tensor is not None]
+    given = [tensor for tensor in tensors if tensor is not None]
+    ids = list(map(id, given))
     same = None if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
+    there = tuple([tensor is not None for tensor in tensors])
     widths = tuple([_width_of(number) for number in numbers])
     device, stream = where
     cast = _autocast(device)
     # Kernels of the default stream share a workspace, the others have their own.
-    key = function, static, tuple([_place_of(tensor) for tensor in tensors]), same, widths, cast, stream == 0
+    key = function, static, there, tuple(map(_place_of, given)), same, widths, cast, stream == 0
     record = _RECORDS.get(key)
     if type(record) is Record:
         if cast is None:

@@ -263,7 +263,8 @@ def test_steps_that_nobody_needs_are_left_out():
 
 
 def test_memory_goes_back_when_nobody_reads_it_any_more(monkeypatch):
-    """Of a chain of launches two tensors live at a time, as when the function itself runs."""
+    """Of a chain of launches two large tensors live at a time, as when the function itself runs."""
+    monkeypatch.setattr(prepared, "ONE_ALLOCATION", 4 * SIZE - 1)  # so that all of them are large
     alive, most, allocate = [], [], torch.empty_strided
 
     def spy(*arguments, **named):
@@ -281,6 +282,52 @@ def test_memory_goes_back_when_nobody_reads_it_any_more(monkeypatch):
     monkeypatch.setattr(torch, "empty_strided", spy)
     check(function, ((values(),),), ((values(1),),))
     assert len(most) == 6 and max(most) == 2
+
+
+def test_small_memory_is_allocated_at_once(monkeypatch):
+    """Each tensor keeps its own bytes, aligned as the allocator does; what is returned or viewed stays apart."""
+    sizes, allocate = [], torch.empty_strided
+
+    def function(static, tensors, numbers):
+        x = tensors[0]
+        first, second = add(x, 1), add(x, 10)
+        parts = torch.empty(3, SIZE)
+        add(second, 100, parts[0])
+        viewed = add(first, 1000)
+        total = torch.empty(SIZE)
+        sum_kernel[(1,)](Sum(first, 0, parts[0]), total, SIZE=SIZE)
+        return (add(total, 10_000), viewed.view(2, -1) + 1, second), None
+
+    def spy(shape, *arguments, **named):
+        sizes.append(shape)
+        return allocate(shape, *arguments, **named)
+
+    monkeypatch.setattr(torch, "empty_strided", spy)
+    prepared.call(function, (), (values(),), ())
+    sizes.clear()
+    x = values(3)
+    (total, viewed, second), _ = prepared.call(function, (), (x,), ())
+    assert torch.equal(total, 2 * x + 10_111)
+    assert torch.equal(viewed, (x + 1002).view(2, -1)) and torch.equal(second, x + 10)
+    assert sorted(sizes) == sorted([(3 * prepared.SECTOR,), (SIZE,), (SIZE,), (SIZE,)])
+
+
+@pytest.mark.parametrize("limit", (0, 600, 1200))
+def test_large_memory_is_not_kept_for_a_whole_call(limit, monkeypatch):
+    monkeypatch.setattr(prepared, "ONE_ALLOCATION", limit)
+
+    def function(static, tensors, numbers):
+        x = tensors[0]
+        for i in range(6):
+            x = add(x, i)
+        return (x,), None
+
+    check(function, *(((values(i),),) for i in range(3)))
+    (record,) = prepared._RECORDS.values()
+    small, *others = [step.bytes for step in record.steps if isinstance(step, prepared.Allocation)]
+    kept = {0: 0, 600: 2, 1200: 3}[limit]  # of five intermediates of 32 bytes, 512 apart
+    assert len(others) == (6 - kept if kept else 5)  # the others, and what is returned
+    assert small == (kept * prepared.SECTOR if kept else 4 * SIZE)
 
 
 def test_no_tensor_of_a_call_is_kept():

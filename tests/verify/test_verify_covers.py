@@ -20,7 +20,6 @@ from halfbyte.verify import fused, grouped, invariants, kernels, plan, primary, 
 CPU = torch.device("cpu")
 ELSEWHERE = {
     "clear_tail_kernel": "behind torch._grouped_mm, which takes CUDA tensors; tests/gpu/test_gpu_grouped.py",
-    "swizzle_kernel": "before scaled_mm, on FP4 tensor cores; tests/kernels/test_kernels_transpose.py",
     "e2m1_pair_kernel": "the self-test of sm_100's casts, which `verify` runs by itself (casts.py)",
 }
 

@@ -24,7 +24,7 @@ from halfbyte.kernels.gemm.route import NO_LIMIT, Variant, epilogue_parts
 from halfbyte.kernels.gemm.tile import Applied, FactorKinds, Products, Rows, divisors
 from halfbyte.kernels.groups import GroupPlan, plan_groups
 from halfbyte.kernels.unpack.dequantize import decode, dequantize
-from halfbyte.kernels.unpack.grouped_swizzle import grouped_unswizzle
+from halfbyte.kernels.unpack.swizzle import grouped_unswizzle
 from halfbyte.layout import (
     GROUP_COLUMNS,
     LINEAR,

@@ -19,7 +19,7 @@ from torch.nn.functional import (
 from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels.gemm import native
 from halfbyte.kernels.gemm.grouped import clear_tail
-from halfbyte.kernels.unpack.grouped_swizzle import grouped_swizzle
+from halfbyte.kernels.unpack.swizzle import grouped_swizzle
 from halfbyte.layout import LINEAR, Operand, blocks_per_row, group_alignment, group_ends, round_up
 
 ALIGNMENT = 16  # bytes along the contraction, and rows of each operand

@@ -25,7 +25,7 @@ from halfbyte.kernels.quantize.grouped_route import (
     choose_next_side,
 )
 from halfbyte.kernels.quantize.route import SHARED, is_packed
-from halfbyte.kernels.unpack.grouped_swizzle import grouped_swizzle
+from halfbyte.kernels.unpack.swizzle import grouped_swizzle
 from halfbyte.kernels.unpack.transpose import transpose
 from halfbyte.layout import (
     GROUP_COLUMNS,
