@@ -264,11 +264,11 @@ def hidden_share(events: list[dict[str, Any]], zero: ZeroOptimizer, steps: int) 
     kernels = [event for event in events if event.get("cat") == "kernel"]
     spans = [(event["name"], event["ts"], event["ts"] + event["dur"]) for event in kernels]
     gathers = sorted((s, e) for name, s, e in spans if "nccl" in name.lower() and "allgather" in name.lower())
-    others = _union([(s, e) for name, s, e in spans if "nccl" not in name.lower()])
+    others = union([(s, e) for name, s, e in spans if "nccl" not in name.lower()])
     total = sum(e - s for s, e in gathers)
     if not total:
         return {}
-    exposed = [e - s - _overlap((s, e), others) for s, e in gathers]
+    exposed = [e - s - overlap((s, e), others) for s, e in gathers]
     names = messages(zero)
     assert len(exposed) == steps * len(names), (len(exposed), len(names))
     of_step = [slice(i * len(names), (i + 1) * len(names)) for i in range(steps)]
@@ -292,7 +292,7 @@ def messages(zero: ZeroOptimizer) -> list[str]:
     return [*names[0], *("scales" for _ in zero.scales), *names[1]]
 
 
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -302,7 +302,7 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def _overlap(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
+def overlap(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
     return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in others)
 
 
@@ -323,7 +323,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--commit", help="what to record where the sources lie outside a git checkout")
     options = parser.parse_args(arguments)
     begun = time.perf_counter()
-    device = _start()
+    device = start()
     leads = dist.get_rank() == 0
     lines: list[dict[str, Any]] = []
 
@@ -354,7 +354,7 @@ def main(arguments: list[str]) -> int:
     return 0 if all(line.get("equal", True) for line in lines) else 1
 
 
-def _start() -> torch.device:
+def start() -> torch.device:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:

@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,44 +39,65 @@ from halfbyte.distributed.fsdp_choice import (
     wrapping_problem,
 )
 from halfbyte.distributed.fsdp_report import GatherReport, GatherRow
-from halfbyte.distributed.fsdp_weight import GatheredWeight
+from halfbyte.distributed.fsdp_weight import GatheredWeight, Precision
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.weights import weight_specs
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.spec import NVFP4
+from halfbyte.tensor.quant_tensor import check_value_dtype
 
 
-def fsdp_gather_nvfp4_(model: nn.Module) -> WeightGather:
+def fsdp_gather_nvfp4_(model: nn.Module, *, dtype: torch.dtype | None = None) -> WeightGather:
     """Let FSDP2 gather the weights of quantized layers as NVFP4 codes, in place; their bytes are as without.
 
     Call it after `hb.quantize_` and `torch.distributed.fsdp.fully_shard`, before the first forward, on every rank. It
     takes weights in 16x16 tiles, rounded to nearest, that forward and backward read in that form alone; all others are
     gathered in their values as before, and a warning and the report say why. `state_dict` stays plain, optimizers go on
-    stepping the sharded parameters, and gradients are reduced as FSDP2 does.
+    stepping the sharded parameters, and gradients are reduced as FSDP2 does. A forward under `hb.high_precision` also
+    gathers the values, layer by layer.
 
     Args:
         model: converted and wrapped; itself, or blocks in it.
+        dtype: what weights are rounded to before they are quantized, where forwards compute in another dtype than FSDP2
+            gathers: that of `torch.autocast`. None: what it gathers in, `MixedPrecisionPolicy.param_dtype` or the
+            parameters' own.
 
     Returns:
         A handle with the `report`, the `traffic` and `mark_changed()`; the model keeps it alive.
 
     Raises:
         ValueError: on every rank: fully_shard wrapped nothing of it, no weight can be gathered so, it has run already,
-            FSDP2 offloads to the CPU or reshards to an integer.
+            FSDP2 offloads to the CPU or reshards to an integer, or gathers in another dtype below fp32 than `dtype`.
         RuntimeError: some rank does not make the call within `agree.AGREE_TIMEOUT`.
-        TypeError: it is no module.
+        TypeError: it is no module, or dtype none of these.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: give a torch.nn.Module that fully_shard wrapped")
+    if dtype is not None:
+        check_value_dtype("dtype", dtype, "name that of autocast, or leave it out")
     homes = homes_of(model)
     chosen, reasons = _choose(model, homes)
-    refuse_together(_problem(model, chosen, reasons), None, CALL)
-    gather = WeightGather(model, homes, chosen, reasons)
+    refuse_together(_problem(model, chosen, reasons) or _twice_rounded(homes, dtype), None, CALL)
+    gather = WeightGather(model, homes, Choice(chosen, reasons, dtype))
     if gather.report.kept:
         texts = sorted({f"{name}: {reason}" for name, reason in gather.report.kept.items()})
         rest = f" and {len(texts) - 1} more (see the report)" if len(texts) > 1 else ""
         warnings.warn(f"{CALL}: gathered in their values: {texts[0]}{rest}")
     return gather
+
+
+def reason_for_values(model: nn.Module) -> str | None:
+    """Return why nothing of a model that fully_shard wrapped can be gathered as NVFP4; None if some weight can."""
+    chosen, reasons = _choose(model, homes_of(model))
+    return None if chosen else _first_reason(reasons)
+
+
+class Choice(NamedTuple):
+    """Specs of the weights that travel as codes, why others of quantized layers do not, what forwards compute in."""
+
+    specs: dict[str, NVFP4]
+    reasons: dict[str, str]
+    dtype: torch.dtype | None
 
 
 class WeightGather:
@@ -85,12 +106,12 @@ class WeightGather:
     report: what travels, parameter by parameter.
     """
 
-    def __init__(self, model: nn.Module, homes: list[Home], chosen: dict[str, NVFP4], reasons: dict[str, str]) -> None:
-        self._casts, wrapped = self._arrange(homes, chosen)
+    def __init__(self, model: nn.Module, homes: list[Home], choice: Choice) -> None:
+        self._casts, wrapped = self._arrange(homes, choice)
         self.weights = [weight for cast in self._casts for weight in cast.weights]
-        self.report = _report(homes, {weight.name: weight for weight in self.weights}, reasons)
+        self.report = _report(homes, {weight.name: weight for weight in self.weights}, choice.reasons)
         for weight in self.weights:
-            weight.layer.check_weight = weight.check_use
+            weight.layer.weight_to_read = weight.to_read
         wrapped[model] = self.weights  # all at once: the codes of one forward are of one time
         for module, weights in wrapped.items():
             # FSDP2's own hook is the first; before it, every shard must have its message.
@@ -101,7 +122,7 @@ class WeightGather:
         weakref.finalize(self, handle.remove)
 
     def _arrange(
-        self, homes: list[Home], chosen: dict[str, NVFP4]
+        self, homes: list[Home], choice: Choice
     ) -> tuple[list[ShardCast], dict[nn.Module, list[GatheredWeight]]]:
         """Return a cast for each group of ranks, and the weights of each wrapped module."""
         groups: dict[dist.ProcessGroup, list[GatheredWeight]] = {}
@@ -109,13 +130,14 @@ class WeightGather:
         wrapped: dict[nn.Module, list[GatheredWeight]] = {}
         refresh = partial(_refresh, weakref.ref(self))
         for home in homes:
-            if home.name not in chosen:
+            if home.name not in choice.specs:
                 continue
             layer: Any = home.module
             group = group_of(home)
             own = slots.setdefault(group, {})
             slot = own.setdefault(id(layer.amax_group[0]) if layer.amax_group else id(layer), len(own))
-            about = chosen[home.name], shards_of(home), param_dtype_of(home), slot
+            precision = Precision(param_dtype_of(home), choice.dtype)
+            about = choice.specs[home.name], shards_of(home), precision, slot
             weight = GatheredWeight(home.name, layer, *about, refresh)
             groups.setdefault(group, []).append(weight)
             if home.wrapped is not None:
@@ -124,12 +146,17 @@ class WeightGather:
 
     @property
     def traffic(self) -> dict[str, int]:
-        """Bytes of codes and scales that have come so far, this rank's own included; gathers of weights; casts."""
+        """Bytes of codes and scales that have come so far, this rank's own included; gathers of weights; casts.
+
+        values: bytes of values that came beside them, for forwards in high precision.
+        """
         gathered = sum(weight.bytes_gathered for weight in self.weights)
         calls = sum(
             weight.bytes_gathered // (weight.shards.message_bytes * weight.shards.world) for weight in self.weights
         )
-        return {"gathered": gathered, "gathers": calls, "casts": sum(cast.runs for cast in self._casts)}
+        values = sum(weight.bytes_of_values for weight in self.weights)
+        casts = sum(cast.runs for cast in self._casts)
+        return {"gathered": gathered, "gathers": calls, "casts": casts, "values": values}
 
     def mark_changed(self, params: Iterable[Tensor] | None = None) -> None:
         """Say that weights changed in a way that neither an optimizer's step nor a version counter tells.
@@ -207,19 +234,37 @@ def _choose(model: nn.Module, homes: list[Home]) -> tuple[dict[str, NVFP4], dict
     return specs, {name: reason for name, reason in against.items() if reason}
 
 
+def _twice_rounded(homes: list[Home], dtype: torch.dtype | None) -> str | None:
+    """Return why weights cannot be quantized from `dtype`; without codes they are first rounded to param_dtype."""
+    for home in homes:
+        gathered = param_dtype_of(home)
+        if dtype is not None and gathered not in (None, torch.float32, dtype):
+            return (
+                f"dtype={dtype}: FSDP2 gathers {home.name} in {gathered}, as its MixedPrecisionPolicy says; leave out "
+                "dtype, or param_dtype"
+            )
+    return None
+
+
 def _problem(model: nn.Module, chosen: dict[str, NVFP4], reasons: dict[str, str]) -> str | None:
     wrapped = [module for module in model.modules() if is_wrapped(module)]
     if not wrapped:
         return "model: fully_shard has wrapped nothing of it; call torch.distributed.fsdp.fully_shard first"
-    if any(getattr(module, "check_weight", None) is not None for module in model.modules()):
+    if any(getattr(module, "weight_to_read", None) is not None for module in model.modules()):
         return f"model: its weights are gathered as codes already; call {CALL} once"
     problem = wrapping_problem(wrapped)
     if problem is not None:
         return f"model: {problem}"
     if not chosen:
-        why = next((f"; {name}: {reason}" for name, reason in reasons.items()), "; none of its layers has a recipe")
-        return f"model: none of its weights can be gathered as NVFP4{why}. Convert it with hb.quantize_(model, 'nvfp4')"
+        return (
+            f"model: none of its weights can be gathered as NVFP4; {_first_reason(reasons)}. Convert it with "
+            "hb.quantize_(model, 'nvfp4')"
+        )
     return None
+
+
+def _first_reason(reasons: dict[str, str]) -> str:
+    return next((f"{name}: {reason}" for name, reason in reasons.items()), "none of its layers has a recipe")
 
 
 def _report(homes: list[Home], weights: dict[str, GatheredWeight], reasons: dict[str, str]) -> GatherReport:

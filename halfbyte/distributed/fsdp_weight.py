@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.distributed.scales import all_gather
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.layout import Blocks, ceil_div
 from halfbyte.nn.linear import LinearLayer
@@ -97,6 +98,17 @@ class ShardState(NamedTuple):
         return param is self.param and now.local is self.local and now[2:] == self[2:]
 
 
+class Precision(NamedTuple):
+    """What values of a weight are rounded to; None where nothing says it.
+
+    gathered: param_dtype of FSDP2's MixedPrecisionPolicy, that values are gathered in. None: the dtype of the shards.
+    computed: what forwards compute in, under autocast for instance. None: what values are gathered in.
+    """
+
+    gathered: torch.dtype | None
+    computed: torch.dtype | None
+
+
 class GatheredWeight:
     """A weight whose codes travel.
 
@@ -105,7 +117,7 @@ class GatheredWeight:
         layer: whose `weight` it is.
         spec: NVFP4 in 16x16 tiles.
         shards: of its rows.
-        param_dtype: of FSDP2's MixedPrecisionPolicy; None for that of the shards.
+        precision: what its values are rounded to.
         slot: which amax is its own; weights that share an amax have the same.
         refresh: casts all weights anew, on every rank.
     """
@@ -116,15 +128,15 @@ class GatheredWeight:
         layer: LinearLayer,
         spec: NVFP4,
         shards: RowShards,
-        param_dtype: torch.dtype | None,
+        precision: Precision,
         slot: int,
         refresh: Callable[[], None],
     ) -> None:
         self.name, self.layer, self.spec, self.shards, self.slot = name, layer, spec, shards, slot
-        self._param_dtype, self._refresh = param_dtype, refresh
+        self._precision, self._refresh = precision, refresh
         self.param: Any = None
         self.is_dirty = True
-        self.bytes_gathered = 0
+        self.bytes_gathered = self.bytes_of_values = 0
         self._seen: ShardState | None = None
         self._arrived: PrimaryWeight | None = None
         self._send, self._receive = _Send(self), _Receive(self)
@@ -148,7 +160,10 @@ class GatheredWeight:
     @property
     def dtype(self) -> torch.dtype:
         """What the shards are rounded to before they are quantized."""
-        return self._param_dtype or self.local.dtype
+        return self._precision.computed or self._nominal(self.local)
+
+    def _nominal(self, local: Tensor) -> torch.dtype:
+        return self._precision.gathered or local.dtype
 
     def look(self) -> bool:
         """Find the shard as it is now, let FSDP2 ask this weight for its message; return whether codes are stale."""
@@ -184,7 +199,7 @@ class GatheredWeight:
                 f"{self.name}: this rank holds {list(local.shape)}, and its shard was [{last - first}, "
                 f"{self.shards.cols}], contiguous: build and wrap the model anew"
             )
-        dtype = self._param_dtype or local.dtype
+        dtype = self._nominal(local)
         arrived = self._arrived
         if arrived is not None and (arrived.dtype, arrived.device) != (dtype, local.device):
             raise ValueError(
@@ -231,8 +246,9 @@ class GatheredWeight:
         empty = {"dtype": torch.uint8, "device": codes.device}
         scale = torch.empty(rows, tile_cols, **empty)
         turned = torch.empty(cols, tile_rows * NVFP4_BLOCK // 2, **empty), torch.empty(cols, tile_rows, **empty)
-        weight = PrimaryWeight(Blocks(codes[:rows], scale, self.amax), self.spec, shape=(rows, cols), dtype=self.dtype)
-        weight.turned = Blocks(*turned, self.amax)
+        options = {"shape": (rows, cols), "dtype": self._nominal(self.local)}
+        weight = PrimaryWeight(Blocks(codes[:rows], scale, self.amax), self.spec, **options)
+        weight.turned, weight.rounded = Blocks(*turned, self.amax), self.dtype
         self._arrived, self._inner = weight, (scale, *turned)
         self._order = torch.tensor(self.shards.order(), dtype=torch.int64, device=codes.device)
         self._codes = codes[:rows]
@@ -250,12 +266,17 @@ class GatheredWeight:
             for to, from_ in zip(turned, ops.transpose(self._codes, scale, rows, cols), strict=True):
                 to.copy_(from_)
 
-    def check_use(self, layer: LinearLayer, weight: Any) -> None:
-        """Raise ValueError unless a layer is about to multiply by gathered codes, as it would by its quantized weight.
+    # What the layer asks for
+
+    def to_read(self, layer: LinearLayer, weight: Any) -> Any:
+        """Return what a layer multiplies by: its gathered codes, or in high precision the values, gathered for this.
 
         Args:
             layer: whose forward it is.
             weight: what it has as its weight.
+
+        Raises:
+            ValueError: no codes have arrived, or they are not what the layer would make of its weight.
         """
         if not isinstance(weight, PrimaryWeight):
             raise ValueError(
@@ -263,12 +284,40 @@ class GatheredWeight:
                 "something replaced its shard between FSDP2's hooks: call the model through the module given to "
                 "fsdp_gather_nvfp4_ or one that fully_shard wrapped"
             )
+        if not layer.recipe.specs:
+            return _Values.apply(self, weight)
         if not reads_codes_alone(layer, self.spec):
             raise ValueError(
                 f"{layer.title}: its weight is gathered as {self.spec.key}, and its recipe now reads it in another "
-                "form: keep the recipe that it had when fsdp_gather_nvfp4_ was called; to train or evaluate in high "
-                "precision, wrap a model without it"
+                "form: keep the recipe that it had when fsdp_gather_nvfp4_ was called, or one without any quantization"
             )
+        return weight
+
+    @torch.no_grad()
+    def values(self) -> Tensor:
+        """Return the whole weight in its own values, as FSDP2 gathers them without codes; every rank must call it."""
+        shards, local = self.shards, self.local
+        sent = torch.zeros(shards.chunk, shards.cols, dtype=self._nominal(local), device=local.device)
+        sent[: len(local)].copy_(local)
+        whole = sent
+        if shards.world > 1:
+            whole = torch.empty(shards.world * shards.chunk, shards.cols, dtype=sent.dtype, device=sent.device)
+            mesh = self.param.device_mesh
+            all_gather(whole, sent, group=mesh.get_group(mesh.ndim - 1))
+        self.bytes_of_values += whole.nbytes
+        return whole[: shards.rows]
+
+
+class _Values(torch.autograd.Function):
+    """The values of a weight that arrived as codes; their gradient is the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: GatheredWeight, weight: PrimaryWeight) -> Tensor:
+        return gathered.values()
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> tuple[None, Tensor]:
+        return None, dw
 
 
 def reads_codes_alone(layer: LinearLayer, spec: NVFP4) -> bool:

@@ -56,7 +56,7 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
             )
     row = _row(w, row_spec)
     col = None if col_spec is None else _col(w)
-    cached = None if row is None and col is None else CachedWeight(row, col, w.dtype)
+    cached = None if row is None and col is None else CachedWeight(row, col, w.rounded or w.dtype)
     return (w if covers(cached, recipe) else _Values.apply(w)), cached
 
 

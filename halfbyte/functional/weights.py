@@ -154,7 +154,7 @@ def check_cached(
         raise ValueError(
             f"w is a primary weight, rounded to {cached.dtype} before it was quantized, and this forward computes in "
             f"{dtype}: compute in {cached.dtype} (under autocast, for instance), build its ZeroOptimizer with "
-            f"ZeroConfig(weight_dtype={dtype}), or fully_shard the model with MixedPrecisionPolicy(param_dtype={dtype})"
+            f"ZeroConfig(weight_dtype={dtype}), or gather it by fsdp_gather_nvfp4_(model, dtype={dtype})"
         )
     if cached.dtype != dtype:
         raise ValueError(

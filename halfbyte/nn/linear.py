@@ -38,8 +38,9 @@ class LinearLayer(FollowsRecipe):
     before_use: Callable[[], None] | None = None
     """Called before the parameters are read, by modules above if compiled: a gather of them may still run."""
 
-    check_weight: Callable[[LinearLayer, Any], None] | None = None
-    """Raises where the weight that a forward is about to read is not as somebody promised: gathered in 4 bits."""
+    weight_to_read: Callable[[LinearLayer, Any], Any] | None = None
+    """Returns what a forward multiplies by, given the parameter; raises where that is not as somebody promised: codes
+    that were gathered."""
 
     def adopt(self, recipe: Recipe | str, state: RunState | None) -> None:
         super().adopt(recipe, state)
@@ -146,10 +147,8 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
     for layer in layers:
         if layer.before_use is not None and not torch.compiler.is_compiling():
             layer.before_use()
-    weights = [layer.weight for layer in layers]  # once: a parametrization computes it
+    weights = [_weight_of(layer) for layer in layers]  # once: a parametrization computes it
     for layer, weight in zip(layers, weights, strict=True):
-        if layer.check_weight is not None:
-            _check_weight(layer, weight)
         if layer.recipe.specs and (type(x) not in PLAIN or type(weight) not in PLAIN):
             refuse_foreign((("x", x), ("its weight", weight), ("its bias", layer.bias)), layer)
     places = [layer.place(call) for layer in layers]
@@ -171,14 +170,16 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
     )
 
 
-def _check_weight(layer: LinearLayer, weight: Any) -> None:
-    assert layer.check_weight is not None, "its caller asked"
+def _weight_of(layer: LinearLayer) -> Any:
+    """Return what the forward of a layer reads as its weight."""
+    weight = layer.weight
+    if layer.weight_to_read is None:
+        return weight
     if torch.compiler.is_compiling():  # in which an error is a riddle
         from halfbyte.functional.eager import eagerly
 
-        eagerly(layer.check_weight, (layer, weight), {})
-    else:
-        layer.check_weight(layer, weight)
+        return eagerly(layer.weight_to_read, (layer, weight), {})
+    return layer.weight_to_read(layer, weight)
 
 
 def _as_rows(layer: LinearLayer, tensor: Any) -> Any:

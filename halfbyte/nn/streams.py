@@ -54,7 +54,7 @@ def _unless_moved(parameters: dict[str, Any], fn: Callable[[Tensor], Tensor]) ->
 
 
 _OWN = (
-    *("_recipe", "_shift", "_stale", "_stream", "amax_group", "before_use", "called", "check_weight", "kept"),
+    *("_recipe", "_shift", "_stale", "_stream", "amax_group", "before_use", "called", "kept", "weight_to_read"),
     *("recipe_before", "run_state", "shared_input", "times_aside", "weight_cache"),
 )
 """What layers with a recipe have on top of the modules that they were converted from."""
@@ -236,7 +236,7 @@ class FollowsRecipe(_Base):
             "_stale": (0, 0),
             "weight_cache": None,
             "times_aside": 0,
-            "check_weight": None,
+            "weight_to_read": None,
         }  # no optimizer refills the cache of a copy
         return {**self.__dict__, **fresh}
 

@@ -25,12 +25,15 @@ class PrimaryWeight(QuantTensor):
     turned: the other orientation, filled by `hb.distributed.post_all_gather_processing`; None until then, and
         `hb.linear` transposes in every forward.
     is_stale: whether codes were cast since `turned` was filled.
+    rounded: what values were rounded to before they were quantized, where that is not the nominal dtype: forwards under
+        autocast compute in it. None: the nominal dtype.
     shared_amax: the amax that other weights have too, so that this one is not quantized alone; None if it is its own.
     before_use: called by `hb.linear` before it reads the bytes: it waits for a gather that may still run.
     """
 
     turned: Blocks | None = None
     is_stale: bool = False
+    rounded: torch.dtype | None = None
     shared_amax: Tensor | None = None
     before_use: Callable[[], None] | None = None
 
@@ -114,12 +117,13 @@ class PrimaryWeight(QuantTensor):
     def as_parameter(self) -> PrimaryWeight:
         """Return this weight, its bytes shared, as a torch.nn.Parameter that requires a gradient."""
         parameter = cast(PrimaryWeight, torch.nn.Parameter(self))
-        parameter.turned, parameter.shared_amax = self.turned, self.shared_amax
+        parameter.turned, parameter.rounded, parameter.shared_amax = self.turned, self.rounded, self.shared_amax
         return parameter
 
     def after_alias(self, source: QuantTensor) -> None:
         if isinstance(source, PrimaryWeight):
             self.turned, self.is_stale, self.shared_amax = source.turned, source.is_stale, source.shared_amax
+            self.rounded = source.rounded
 
     def before_values(self, values: Tensor) -> Tensor:
         """Round values as masters are; refuse them where their amax would rescale other weights."""

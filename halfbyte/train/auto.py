@@ -28,6 +28,7 @@ STEPS_THAT_PAY = 100
 MOST_GRAPHS = 64
 """Of a block: training and validation of quantized and of kept blocks, once more for every recipe of a schedule."""
 GRAPHS_OF_A_RECIPE = 4
+WITH_CODES = "layers whose weights arrive as NVFP4 codes run eagerly"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +134,8 @@ def _no_compile(config: TrainConfig) -> str:
     steps, recipes = config.optim.steps, _recipes(config)
     if models.model_preset(config.model).moe is not None:
         return "compiled mixtures of experts have not been timed on a GPU"
+    if config.mesh.weights == "nvfp4" and config.mesh.dp_shard > 1:
+        return WITH_CODES
     if config.run.recompute == "selective":
         return "compiled blocks write over what recompute='selective' keeps"
     if recipes * GRAPHS_OF_A_RECIPE > MOST_GRAPHS:
@@ -162,6 +165,8 @@ def _remedy(option: Option, choice: OptionChoice, config: TrainConfig) -> str:
         return "--overwrite starts anew"
     if option == "graph" and config.mesh.size > 1:  # with which it is refused
         return "one process alone has it"
+    if option == "compile" and choice.reason == WITH_CODES:
+        return "it goes with --weights plain"
     if option == "compile" and config.run.recompute == "selective":  # with which it is refused
         return "--recompute full goes with it"
     return f"--{option} on overrides that"

@@ -147,7 +147,8 @@ class MeshConfig:
     dp_replicate: int | None = None
     """Groups of such ranks, each with a whole model (HSDP where both are above 1). None: as many as there are."""
     weights: Literal["plain", "nvfp4"] = "plain"
-    """How weights travel between ranks: in their dtype, or as the codes and scales that GEMMs read."""
+    """How sharded weights travel: in fp32, as they are stored, or as the codes and scales that GEMMs read (no bit of a
+    loss differs)."""
 
     def __post_init__(self) -> None:
         _positive(self, "dp_shard")
@@ -236,6 +237,11 @@ class TrainConfig:
             raise ValueError(
                 f"graph='on': {ranks} ranks step together, and graphs with their communication are not captured; leave "
                 "it out, or use one process"
+            )
+        if shard > 1 and self.mesh.weights == "nvfp4" and self.compile == "on":
+            raise ValueError(
+                "compile='on' with weights='nvfp4': layers whose weights arrive as codes run eagerly; leave one of "
+                "them out"
             )
         if shard > 1 and self.run.cache_weights:
             raise ValueError(

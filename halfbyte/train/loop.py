@@ -125,7 +125,7 @@ class Trainer:
             for block in self.model.layers:  # one graph serves them all
                 block.compile(fullgraph=True)
         self.parallel.place_(self.run_state)
-        self.trained = self.parallel.wrap(self.model, self.model.layers)
+        self.trained = self.parallel.wrap(self.model, self.model.layers, self.dtype)
         self.optimizer = optim.adamw(self.model, config.optim)
         self.compute = self._compute
         if config.run.graph != "off":
@@ -186,6 +186,7 @@ class Trainer:
         with torch.no_grad(), hb.high_precision(self.model):
             for position in range(count):
                 total += self._loss(*self.held_out[position])
+        self.parallel.let_go(self.model)
         return self.ranks.mean(total / count).item()
 
     def _steps(self, log: Log | Silent, display: progress.Progress) -> History:
@@ -346,7 +347,8 @@ class Trainer:
         }
         files.write_json(self.folder / CONFIG, facts)
         (self.folder / RESULT).unlink(missing_ok=True)  # of a run that is now extended
-        files.write_text(self.folder / LAYERS, f"{self.report}\n")
+        gathered = "" if self.parallel.gather is None else f"\n{self.parallel.gather.report}\n"
+        files.write_text(self.folder / LAYERS, f"{self.report}\n{gathered}")
 
     def _result(self, history: History) -> dict:
         if history.held_out_loss is None and not history.diverged:

@@ -50,7 +50,7 @@ def saved_activation_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> i
 
     def own(module: nn.Module, *inputs: object) -> None:
         for tensor in (*module.parameters(), *module.buffers()):
-            owned.add(parallel.local(tensor).untyped_storage().data_ptr())
+            owned.update(part.untyped_storage().data_ptr() for part in parallel.parts(tensor))
 
     own(model)
     # What FSDP2 gathers for a block has no bytes after its forward; what it gathers for the rest stays.

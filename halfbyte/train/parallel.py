@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.functional.foreign import is_sharded
+from halfbyte.tensor.primary import PrimaryWeight
 from halfbyte.train.config import MeshConfig
 
 DIMS = ("dp_replicate", "dp_shard")
@@ -33,6 +35,8 @@ class Parallel:
     def __init__(self, config: MeshConfig, device: torch.device) -> None:
         self.config = config
         self.rank = 0
+        self.gather: Any = None
+        """What lets weights travel as NVFP4; None if they travel in their dtype."""
         self._mesh: Any = None
         if config.size > 1:
             from torch.distributed.device_mesh import init_device_mesh
@@ -55,12 +59,13 @@ class Parallel:
         if self._mesh is not None:
             self.rank = hb.distributed.place_ranks_(state, self._mesh)
 
-    def wrap(self, model: nn.Module, blocks: nn.ModuleList) -> nn.Module:
+    def wrap(self, model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype) -> nn.Module:
         """Return what is called to train `model`; sharded, `model` itself, whose parameters are DTensors from now on.
 
         Args:
             model: converted, with equal weights on all ranks.
             blocks: of it, each gathered as one.
+            dtype: of the GEMMs.
 
         Raises:
             ValueError: weights cannot travel as the mesh asks.
@@ -68,7 +73,7 @@ class Parallel:
         if self._mesh is None:
             return model
         if not self.is_sharded:
-            _refuse_nvfp4(self.config, "dp_shard=1: every rank holds whole weights, and none are gathered")
+            _refuse_nvfp4(self.config)
             ddp = nn.parallel.DistributedDataParallel
             named = inspect.signature(ddp).parameters
             buffers = "forward_sync_buffers" if "forward_sync_buffers" in named else "broadcast_buffers"  # before 2.13
@@ -81,9 +86,24 @@ class Parallel:
         for block in blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        # Weights that travel as NVFP4 are chosen here, after fully_shard and before the first forward.
-        _refuse_nvfp4(self.config, "FSDP2 gathers weights in their dtype")
+        if self.config.weights == "nvfp4":
+            self._gather_nvfp4(model, dtype)
         return model
+
+    def _gather_nvfp4(self, model: nn.Module, dtype: torch.dtype) -> None:
+        from halfbyte.distributed.fsdp import reason_for_values
+
+        reason = reason_for_values(model)  # of a baseline in bf16, for one
+        if reason is not None:
+            print(f"weights='nvfp4': they travel in their dtype; {reason}", file=sys.stderr, flush=True)
+            return
+        self.gather = hb.distributed.fsdp_gather_nvfp4_(model, dtype=dtype)
+
+    def let_go(self, model: nn.Module) -> None:
+        """Free the weights that a forward without a backward has left whole."""
+        for module in model.modules() if self.is_sharded else ():
+            if is_gathered(module):
+                module.reshard()  # type: ignore[operator]
 
     @contextlib.contextmanager
     def reducing(self, trained: nn.Module, is_last: bool) -> Iterator[None]:
@@ -98,11 +118,11 @@ class Parallel:
                 yield
 
 
-def _refuse_nvfp4(config: MeshConfig, reason: str) -> None:
+def _refuse_nvfp4(config: MeshConfig) -> None:
     if config.weights == "nvfp4":
         raise ValueError(
-            f"weights='nvfp4': {reason}; leave --weights out, or train your own loop with "
-            "hb.distributed.ZeroOptimizer, whose weights travel as NVFP4 (docs/primary_weights.md)"
+            "weights='nvfp4': dp_shard=1, so that every rank holds whole weights and none are gathered; give "
+            "--dp-shard, leave --weights out, or train your own loop with hb.distributed.ZeroOptimizer (docs/primary_weights.md)"
         )
 
 
@@ -114,6 +134,13 @@ def is_gathered(module: nn.Module) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank holds: all of a plain one."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def parts(tensor: Tensor) -> Iterable[Tensor]:
+    """Return the plain tensors that this rank holds a tensor in: several of a weight that arrived as NVFP4."""
+    if not isinstance(tensor, PrimaryWeight):
+        return (local(tensor),)
+    return (*tensor.blocks, *(tensor.turned or ()))
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -65,6 +65,12 @@ def evaluated(step: int, model: nn.Module) -> None:
         model(torch.arange(6).view(2, 3) % 11)
 
 
+def in_high_precision(step: int, model: nn.Module) -> torch.Tensor:
+    """A forward without gradients and without recipes before every step."""
+    with torch.no_grad(), hb.high_precision(model):
+        return model(torch.arange(6).view(2, 3) % 11)
+
+
 def prefetched(model: nn.Module) -> None:
     """Both gathers of a step before they are needed."""
     first, second = model.layers
@@ -99,6 +105,7 @@ def written(step: int, model: nn.Module) -> None:
 
 
 TOKENS = {"make": decoder, "tokens": 11, "shape": (2, 5), "blocks": blocks}
+AUTOCAST = {**TOKENS, "dtype": torch.float32, "computes": torch.bfloat16}
 TWO_MOMENTS = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
@@ -132,6 +139,18 @@ CASES: dict[str, Case] = {
     "checkpointed": Case(**TOKENS, before_wrap=checkpointed),
     "evaluated between": Case(**TOKENS, before_step=evaluated),
     "evaluated between, not resharded": Case(**TOKENS, reshard=False, before_step=evaluated),
+    "validated in high precision": Case(**TOKENS, before_step=in_high_precision),
+    "trained in high precision for a step": Case(**TOKENS, aside=(1,), dtype=torch.float32, policy=BF16),
+    "uneven rows, some steps in high precision": Case(
+        make=partial(two_layers, 37, 83, 40), shape=(6, 40), aside=(0, 2)
+    ),
+    "under autocast": Case(**AUTOCAST, before_step=in_high_precision),
+    "under autocast, uneven rows, accumulated": Case(
+        **{**AUTOCAST, "make": partial(decoder, 40)}, micro_batches=2, recipe="four_over_six"
+    ),
+    "fused layers under autocast": Case(
+        make=fused_blocks, shape=(6, 32), blocks=list, computes=torch.bfloat16, dtype=torch.float32, aside=(1,)
+    ),
     "prefetched": Case(**TOKENS, after_wrap=prefetched),
     "unsharded by hand": Case(**TOKENS, before_step=unsharded),
     "compiled": Case(**TOKENS, finish=compiled),

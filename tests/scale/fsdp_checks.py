@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,6 +40,9 @@ class Case:
     dtype: of its parameters.
     wrap: model, mesh -> None.
     shape: of the input of one rank: floats, or tokens of a vocabulary.
+    before_step: what is done to it before a step; what it returns is compared too.
+    aside: the steps whose forward is in hb.high_precision.
+    computes: of torch.autocast, and what weights are rounded to before they are quantized.
     finish: what is done to the model last, with and without the 4-bit gather.
     casts: how often its weights change before they are used.
     """
@@ -60,7 +63,9 @@ class Case:
     before_wrap: Callable[[nn.Module], None] = lambda model: None
     after_wrap: Callable[[nn.Module], None] = lambda model: None
     finish: Callable[[nn.Module], None] = lambda model: None
-    before_step: Callable[[int, nn.Module], None] = lambda step, model: None
+    before_step: Callable[[int, nn.Module], torch.Tensor | None] = lambda step, model: None
+    aside: tuple[int, ...] = ()
+    computes: torch.dtype | None = None
     steps: int = 3
     casts: int = 3
 
@@ -98,6 +103,11 @@ def batch(case: Case, rank: int, step: int, part: int) -> torch.Tensor:
     return torch.randn(case.shape, generator=generator).to(dtype)
 
 
+def computing(case: Case) -> Any:
+    """The context of its forwards."""
+    return nullcontext() if case.computes is None else torch.autocast("cpu", case.computes)
+
+
 def locals_of(model: nn.Module, of: Callable) -> list[torch.Tensor | None]:
     """This rank's shards of parameters or gradients, copied."""
     found = [of(param) for param in model.parameters()]
@@ -109,11 +119,13 @@ def train(case: Case, rank: int, model: nn.Module, state: hb.RunState) -> list:
     seen = []
     optimizer = case.optimizer(model.parameters())
     for step in range(case.steps):
-        case.before_step(step, model)
+        found = case.before_step(step, model)
+        seen.extend([] if found is None else [found])
         for part in range(case.micro_batches):
             if case.syncs_last_only:
                 model.set_requires_gradient_sync(part == case.micro_batches - 1)
-            y = model(batch(case, rank, step, part))
+            with hb.high_precision(model) if step in case.aside else nullcontext(), computing(case):
+                y = model(batch(case, rank, step, part))
             loss = y.float().square().mean()
             loss.backward()
             state.advance()
@@ -133,7 +145,7 @@ def compared(case: Case, rank: int, world: int) -> dict[str, Any]:
     model, state = wrapped(case, world)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        gather = hb.distributed.fsdp_gather_nvfp4_(model)
+        gather = hb.distributed.fsdp_gather_nvfp4_(model, dtype=case.computes)
     case.finish(model)
     found = train(case, rank, model, state)
     assert len(expected) == len(found) > 0

@@ -16,7 +16,7 @@ import torch
 from fsdp_cases import CASES, SGD
 from fsdp_checks import Case, compared, mesh_of, two_layers
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import halfbyte as hb
@@ -128,13 +128,6 @@ def nothing(world: int) -> None:
     gathered(world, recipe="nvfp4_mxfp8_bwd")
 
 
-def in_high_precision(world: int) -> None:
-    """The values that were not gathered."""
-    model = gathered(world)
-    with hb.high_precision(model):
-        model(X)
-
-
 def other_recipe(world: int) -> None:
     """Weights in another form than was gathered."""
     model = gathered(world)
@@ -150,6 +143,12 @@ def autocast(world: int) -> None:
     hb.distributed.fsdp_gather_nvfp4_(model)
     with torch.autocast("cpu", torch.bfloat16):
         model(X.float())
+
+
+def two_roundings(world: int) -> None:
+    """Values that are rounded to fp16 as they travel, and to bf16 to be quantized."""
+    model = wrapped_with(world, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    hb.distributed.fsdp_gather_nvfp4_(model, dtype=torch.bfloat16)
 
 
 def lost(world: int) -> None:
@@ -213,9 +212,11 @@ ROWS = (
         text="exact; gathered in its values, a warning and the report say so",
     ),
     Row(name="`hb.cache_weights`", refusal=cached, parts=("sharded",)),
-    Row(name="`hb.high_precision`", refusal=in_high_precision, parts=("in another form", "wrap a model without it")),
+    Row(name="`hb.high_precision`, to validate or to train", case=CASES["trained in high precision for a step"]),
     Row(name="another recipe for weights, later", refusal=other_recipe, parts=("now reads it in another form",)),
-    Row(name="`torch.autocast` over fp32 parameters", refusal=autocast, parts=("MixedPrecisionPolicy(param_dtype",)),
+    Row(name="`torch.autocast` over fp32 parameters, `dtype=torch.bfloat16`", case=CASES["under autocast"]),
+    Row(name="`torch.autocast` over fp32 parameters without that", refusal=autocast, parts=("_nvfp4_(model,",)),
+    Row(name="`dtype` beside another `param_dtype`", refusal=two_roundings, parts=("dtype=torch.bfloat16: FSDP2",)),
     Row(name="a call after the first forward", refusal=late, parts=("has run already", "before the first forward")),
     Row(name="a second call", refusal=twice, parts=("gathered as codes already",)),
     Row(name="a model without 16x16 weights", refusal=nothing, parts=("0.weight: forward reads it as", "hb.quantize_")),

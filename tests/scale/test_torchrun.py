@@ -108,6 +108,17 @@ def test_compare_writes_one_table(folder):
     assert "mesh dp_replicate=2, dp_shard=1 there, 1 process here" in alone.stderr
 
 
+def test_compare_with_weights_as_nvfp4_says_once_what_travels_in_its_dtype(folder):
+    command = ["compare", *options(folder, "codes", "--recipes", "bf16,nvfp4,nvfp4_mxfp8_bwd", "--steps", "2")]
+    done = torchrun("-m", "halfbyte", *command, "--dp-shard", "2", "--weights", "nvfp4")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("weights='nvfp4'")]
+    assert len(said) == 2 and all("they travel in their dtype; " in line for line in said)
+    assert "none of its layers has a recipe" in said[0] and "forward reads it as" in said[1]
+    tables = [(folder / "codes" / name / "layers.txt").read_text() for name in ("bf16", "nvfp4", "nvfp4_mxfp8_bwd")]
+    assert ["gathered as" in table for table in tables] == [False, True, False]
+
+
 SAVED = ["--checkpoint-every", "3", "--eval-every", "6", "--dp-shard", "2"]
 
 

@@ -191,19 +191,24 @@ def test_a_full_disk_of_one_rank_leaves_no_trace(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def _with_codes(config, those) -> None:
+    config = replace(config, mesh=replace(config.mesh, weights="nvfp4"))
+    loop.Trainer(config, "nvfp4", checks.load(config), ranks=those)
+
+
 def _asked(rank: int, world: int, root: str) -> list[str]:
-    """Return how weights as NVFP4 are refused, under DDP and FSDP2."""
+    """Return how weights as NVFP4 are refused under DDP, and compiled under FSDP2."""
     said = []
-    for mesh in ((2, 1), (1, 2)):
+    for mesh, compiled in (((2, 1), "off"), ((1, 2), "on")):
         config = checks.tiny(root, "mixed", f"nvfp4{mesh[1]}", mesh=mesh)
-        config = replace(config, mesh=replace(config.mesh, weights="nvfp4"))
         with pytest.raises(ValueError) as error:
-            loop.Trainer(config, "nvfp4", checks.load(config), ranks=checks.world_of(rank, world))
+            _with_codes(replace(config, compile=compiled), checks.world_of(rank, world))
         said.append(str(error.value))
     return said
 
 
 def test_weights_that_cannot_travel_as_nvfp4_are_refused_by_name(made):
-    for said in ranks.run(2, _asked, str(made)):
-        for text in said:
-            assert text.startswith("weights='nvfp4': ") and "leave --weights out" in text and "ZeroOptimizer" in text
+    for ddp, compiled in ranks.run(2, _asked, str(made)):
+        assert ddp.startswith("weights='nvfp4': ") and "give --dp-shard, leave --weights out" in ddp
+        assert "ZeroOptimizer" in ddp
+        assert compiled.startswith("compile='on' with weights='nvfp4'") and "leave one of them out" in compiled

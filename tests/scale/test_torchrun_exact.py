@@ -98,6 +98,46 @@ def test_validation_is_that_of_one_process(folder):
         assert losses == pytest.approx([alone, alone], rel=1e-6)
 
 
+def as_codes(config):
+    """The run with weights that travel as NVFP4, in another folder."""
+    run = replace(config.run, out=config.run.out.with_name(f"{config.run.out.name}-codes"))
+    return replace(config, run=run, mesh=replace(config.mesh, weights="nvfp4"))
+
+
+@pytest.mark.parametrize("world, mesh", [(2, (1, 2)), pytest.param(4, (2, 2), marks=pytest.mark.full)])
+def test_weights_that_travel_as_nvfp4_change_no_bit(folder, world, mesh):
+    """Losses, held-out losses in high precision, weights and moments; layers in bf16 among them, autocast, experts."""
+    wide = {"mesh": mesh, "batch": 2 * world, "steps": 4}
+    runs = [
+        (checks.tiny(folder, "mixed", f"default{world}", **wide), "nvfp4"),
+        (checks.tiny(folder, "mixed", f"all{world}", accumulate=2, **wide), "nvfp4@all"),
+        (replace(checks.tiny(folder, "mixed", f"autocast{world}", **wide), dtype="bfloat16"), "four_over_six@all"),
+        (replace(checks.tiny(folder, "mixed", f"fused{world}", recompute="full", **wide), fuse="on"), "nvfp4@all"),
+        (replace(checks.tiny(folder, "mixed", f"moe{world}", **wide), model="moe-tiny", dtype="bfloat16"), "nvfp4"),
+    ]
+    runs = runs[: len(runs) if world == 2 else 2]
+    codes = [(as_codes(config), recipe) for config, recipe in runs]
+    plain, gathered = (ranks.run(world, checks.train_all, which, seconds=200) for which in (runs, codes))
+    assert gathered == plain
+    for (one, _), (other, _) in zip(runs, codes, strict=True):
+        assert checks.lines(other) == checks.lines(one) and len(checks.lines(one, "eval")) == 1, one.run.out.name
+        table = (other.run.out / "layers.txt").read_text().partition("gathered as")[2]
+        assert "nvfp4/16x16" in table and " 0.126\n" in table, "of fp32, that the others travel in"
+
+
+def test_a_run_goes_on_with_weights_that_travel_otherwise(folder):
+    """As NVFP4 after plain, plain after NVFP4: the identity of a run is not what travels."""
+    whole = checks.tiny(folder, "mixed", "travel-whole", mesh=(1, 2))
+    parts = checks.tiny(folder, "mixed", "travel-parts", mesh=(1, 2))
+    undisturbed = ranks.run(2, checks.train_all, [(whole, "nvfp4@all")])
+    parts.run.out.mkdir()
+    codes = replace(parts, mesh=replace(parts.mesh, weights="nvfp4"))
+    for config, steps in ((codes, 4), (parts, 6), (codes, 8)):
+        ranks.run(2, checks.until, config, "nvfp4@all", steps)
+    assert ranks.run(2, checks.train_all, [(parts, "nvfp4@all")]) == undisturbed
+    assert checks.lines(parts) == [line for line in checks.lines(whole) if line[1] > 8]
+
+
 CHAIN = [(1, 2), (2, 2), (1, 1), (2, 1), (1, 4), (1, 1)]
 """(dp_replicate, dp_shard), one after the other on one folder."""
 

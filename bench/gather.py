@@ -1,0 +1,319 @@
+"""FSDP2 on several GPUs, weights gathered as NVFP4 codes beside weights gathered in bf16.
+
+    torchrun --nproc-per-node=2 -m bench.gather --models 1b --layers 8 --bitwise 10m --seconds 140 --out bench/results
+
+Masters are fp32, MixedPrecisionPolicy gathers in bf16 and reduces in fp32, the layers compute in recipe nvfp4 either
+way. --bitwise trains a model for --steps steps both ways and compares every loss and norm, and the masters at the end.
+For each of --models and both ways: bytes that a step gathers, the time of a step, of its all-gathers, how much of that
+no other kernel hides, peak memory. Without GPUs it runs on gloo with small models: that shows that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import halfbyte as hb
+from bench import machine, results
+from bench.zero import overlap, release, start, synchronize, union
+from halfbyte.train import model as models
+from halfbyte.train.parallel import local
+
+VOCABULARY = 32_000
+WARM_UP, TIMED, TRACED = 3, 8, 3
+CHUNK = 25
+Way = Literal["codes", "bf16"]
+WAYS: tuple[Way, ...] = ("codes", "bf16")
+
+
+class Trainer:
+    """A decoder with fp32 masters that FSDP2 shards block by block, its layers in recipe nvfp4, and AdamW.
+
+    Args:
+        config: its shape.
+        way: how its weights are gathered.
+        tokens: sequences and their length on every rank.
+    """
+
+    def __init__(self, config: models.ModelConfig, way: Way, tokens: tuple[int, int], device: torch.device) -> None:
+        torch.manual_seed(0)
+        with device:
+            self.model = models.Decoder(config)
+            for parameter in self.model.parameters():
+                if parameter.dim() > 1:
+                    torch.nn.init.normal_(parameter, std=0.02)
+        keep = hb.Keep(names=("lm_head",), last_fraction=0)
+        self.state = hb.RunState(0).to(device)
+        hb.quantize_(self.model, "nvfp4", state=self.state, keep=keep)
+        hb.distributed.place_ranks_(self.model)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in self.model.layers:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        self.gather = hb.distributed.fsdp_gather_nvfp4_(self.model) if way == "codes" else None
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
+        self.tokens, self.device, self.vocabulary = tokens, device, config.vocab_size
+        self.count = 0
+
+    def step(self) -> torch.Tensor:
+        """Train one step on tokens that follow a rule that can be learned; return loss and norm, fp32 [2]."""
+        generator = torch.Generator().manual_seed(1000 * self.count + dist.get_rank())
+        first = torch.randint(self.vocabulary, (self.tokens[0], 1), generator=generator)
+        x = (first * (1 + torch.arange(self.tokens[1] + 1)) % 997 % self.vocabulary).to(self.device, non_blocking=True)
+        loss = F.cross_entropy(self.model(x[:, :-1]).float().flatten(0, 1), x[:, 1:].flatten())
+        loss.backward()
+        self.state.advance()
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.count += 1
+        return torch.stack((loss.detach(), norm.full_tensor()))
+
+
+def shape_of(name: str, layers: int | None = None, vocabulary: int = VOCABULARY) -> models.ModelConfig:
+    """Return the shape of a preset, with fewer blocks and words."""
+    config = models.model_preset(name)
+    return replace(config, layers=layers or config.layers, vocab_size=min(config.vocab_size, vocabulary))
+
+
+@contextlib.contextmanager
+def repeatable() -> Iterator[None]:
+    """Let attention and indexing add in one order: without this a run does not even repeat itself."""
+    options: Any = torch.utils.deterministic
+    fills, options.fill_uninitialized_memory = options.fill_uninitialized_memory, False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        options.fill_uninitialized_memory = fills
+
+
+def bitwise(
+    name: str, steps: int, tokens: tuple[int, int], device: torch.device, seconds: float = math.inf
+) -> dict[str, Any]:
+    """Train both ways in turn and compare every loss and norm, then the masters, bit for bit, on every rank.
+
+    Args:
+        seconds: no chunk of steps begins that would, like the one before, end later.
+    """
+    end, took = time.perf_counter() + seconds, 0.0
+    curves: dict[str, list[torch.Tensor]] = {way: [] for way in WAYS}
+    with repeatable():
+        trainers = {way: Trainer(shape_of(name), way, tokens, device) for way in WAYS}
+        while (done := len(curves[WAYS[-1]]) * CHUNK) < steps:
+            begun = time.perf_counter()
+            if _any(begun + took > end, device):  # ranks stop together
+                break
+            for way in WAYS:
+                own = [trainers[way].step() for _ in range(min(CHUNK, steps - done))]
+                curves[way].append(torch.stack(own).cpu())
+            took = time.perf_counter() - begun
+    ours, plain = (torch.cat(curves[way]).view(torch.int32) for way in WAYS)
+    differing = (ours != plain).any(1)
+    masters = zip(*(trainers[way].model.parameters() for way in WAYS), strict=True)
+    changed = sum(not torch.equal(local(a), local(b)) for a, b in masters)
+    losses = ours.view(torch.float32)[:, 0]
+    gather = trainers["codes"].gather
+    assert gather is not None, "it is the way of codes"
+    return {
+        "case": "gather/bitwise",
+        "model": name,
+        "steps": len(ours),
+        "equal": not _any(bool(differing.any()) or changed > 0 or not bool(losses.isfinite().all()), device),
+        "first_difference": int(differing.nonzero()[0]) if differing.any() else None,
+        "differing_masters": changed,
+        "first_loss": losses[0].item(),
+        "last_loss": losses[-1].item(),
+        "quantized": len(gather.report.quantized),
+        **gather.traffic,
+    }
+
+
+def _any(found: bool, device: torch.device) -> bool:
+    """Return whether it is so on some rank."""
+    flag = torch.tensor(float(found), device=device)
+    dist.all_reduce(flag)
+    return bool(flag)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Count all-gathers and the bytes that they return, this rank's own included, of FSDP2 and anybody else."""
+    counts = {"gathered_bytes": 0, "gather_calls": 0}
+    names = [name for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)]
+    own = {name: getattr(dist, name) for name in names}
+
+    def call(function: Callable, *args: Any, **options: Any) -> Any:
+        output = args[0] if args else options["output_tensor"]
+        counts["gathered_bytes"] += output.nbytes
+        counts["gather_calls"] += 1
+        return function(*args, **options)
+
+    for name, function in own.items():
+        setattr(dist, name, partial(call, function))
+    try:
+        yield counts
+    finally:
+        for name, function in own.items():
+            setattr(dist, name, function)
+
+
+def measure(config: models.ModelConfig, way: Way, tokens: tuple[int, int], device: torch.device) -> dict[str, Any]:
+    """Return traffic, times and memory of one model and way."""
+    begun = time.perf_counter()
+    trainer = Trainer(config, way, tokens, device)
+    for _ in range(WARM_UP):
+        trainer.step()
+    synchronize(device)
+    ready = time.perf_counter() - begun
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with counted() as counts:
+        trainer.step()
+    dist.barrier()
+    synchronize(device)
+    begun = time.perf_counter()
+    for _ in range(TIMED):
+        trainer.step()
+    synchronize(device)
+    outcome = {
+        "step_ms": 1e3 * (time.perf_counter() - begun) / TIMED,
+        **counts,
+        "parameters": config.parameters,
+        "peak_GiB": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0,
+        "until_warm_s": round(ready, 1),
+    }
+    if trainer.gather is not None:
+        outcome["of_bf16"] = trainer.gather.report.ratio
+    traced = exposed(traced_kernels(trainer, device), TRACED) if device.type == "cuda" else {}
+    del trainer
+    release()
+    return outcome | traced
+
+
+def traced_kernels(trainer: Trainer, device: torch.device) -> list[tuple[str, float, float]]:
+    """Return name, start and end of every kernel of TRACED steps, in µs."""
+    # Kernels alone: with the host's events a step is slower than its kernels, and there is little beside a gather.
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities):  # the first trace of a process stops the host to set itself up
+        trainer.step()
+        synchronize(device)
+    dist.barrier()
+    synchronize(device)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(TRACED):
+            trainer.step()
+        synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel"]
+
+
+def exposed(kernels: Sequence[tuple[str, float, float]], steps: int) -> dict[str, float]:
+    """Return the time of a step's all-gathers, and of that what no kernel but NCCL's ran beside."""
+    gathers = [(s, e) for name, s, e in kernels if "nccl" in name.lower() and "allgather" in name.lower()]
+    others = union([(s, e) for name, s, e in kernels if "nccl" not in name.lower()])
+    alone = [e - s - overlap((s, e), others) for s, e in gathers]
+    total = sum(e - s for s, e in gathers)
+    return {
+        "gather_kernels_ms": total / steps / 1e3,
+        "exposed_ms": sum(alone) / steps / 1e3,
+        "most_exposed_ms": max(alone, default=0.0) / 1e3,
+        "hidden_share": 1 - sum(alone) / total if total else 1.0,
+        "kernels_ms": sum(e - s for s, e in others) / steps / 1e3,
+    }
+
+
+COLUMNS = {
+    "step_ms": "step, ms",
+    "gathered_bytes": "gathered, MB",
+    "gather_kernels_ms": "gathers, ms",
+    "exposed_ms": "exposed, ms",
+    "peak_GiB": "peak, GiB",
+}
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Return the measured steps as a table, and what was compared bit for bit below it."""
+    rows = [f"{'model':<10}{'layers':>6} {'way':<6}" + "".join(f"{title:>14}" for title in COLUMNS.values())]
+    for line in lines:
+        if line["case"] == "gather/step":
+            values = [line.get(name, math.nan) / (1e6 if name == "gathered_bytes" else 1) for name in COLUMNS]
+            start_of_row = f"{line['model']:<10}{line['layers']:>6} {line['way']:<6}"
+            rows.append(start_of_row + "".join(f"{value:>14,.2f}" for value in values))
+    for line in lines:
+        if line["case"] == "gather/bitwise":
+            what = "equal, bit for bit" if line["equal"] else f"DIFFERENT from step {line['first_difference']}"
+            rows.append(f"{line['model']}: {line['steps']} steps {what}, loss {line['last_loss']:.4f}")
+    return "\n".join(rows)
+
+
+def main(arguments: list[str]) -> int:
+    """Run on every rank; rank 0 prints and writes."""
+    parser = argparse.ArgumentParser(
+        prog="bench.gather", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", nargs="*", default=[], metavar="PRESET")
+    parser.add_argument("--layers", type=int, help="blocks of a model of --models; by default all")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="the most words of a model of --models")
+    parser.add_argument("--tokens", nargs=2, type=int, default=[4, 2048], metavar=("SEQUENCES", "LENGTH"))
+    parser.add_argument("--bitwise", metavar="PRESET")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--bitwise-tokens", nargs=2, type=int, default=[2, 256])
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of the whole run; --bitwise stops then")
+    parser.add_argument("--out", type=Path, default=results.FOLDER)
+    parser.add_argument("--commit", help="what to record where the sources lie outside a git checkout")
+    options = parser.parse_args(arguments)
+    begun = time.perf_counter()
+    device = start()
+    leads = dist.get_rank() == 0
+    lines: list[dict[str, Any]] = []
+
+    def record(about: dict[str, Any], run: Callable[[], dict[str, Any]]) -> None:
+        at = time.perf_counter()
+        values = {"world": dist.get_world_size(), **about, **run(), "took_s": round(time.perf_counter() - at, 1)}
+        lines.append(values)
+        if leads:
+            print(json.dumps(values), flush=True)
+
+    for name in options.models:
+        config = shape_of(name, options.layers, options.vocabulary)
+        about = {"case": "gather/step", "model": name, "layers": config.layers, "tokens": options.tokens}
+        for way in WAYS:
+            record({**about, "way": way}, partial(measure, config, way, tuple(options.tokens), device))
+    if options.bitwise:
+        left = begun + options.seconds - time.perf_counter()
+        record({}, partial(bitwise, options.bitwise, options.steps, tuple(options.bitwise_tokens), device, left))
+    if leads:
+        facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
+        path = results.path_for(facts, options.out)
+        results.write(path.with_stem(f"gather-{path.stem}"), facts | {"world": dist.get_world_size()}, lines)
+        print(table(lines), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if all(line.get("equal", True) for line in lines) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
