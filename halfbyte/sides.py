@@ -1,9 +1,10 @@
-"""What is asked for when a tensor is quantized along its rows, its columns, or both."""
+"""What is asked for: when a tensor is quantized along its rows, its columns or both, and of a product."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from halfbyte.layout import LINEAR
@@ -31,6 +32,26 @@ class Side(NamedTuple):
 
 
 Sides = tuple[Side | None, Side | None]
+
+
+class Epilogue(NamedTuple):
+    """What follows the sum of a GEMM [M, N], in fp32, before the only rounding.
+
+    out_dtype: bf16, fp16 or fp32 of the result if `out` is None.
+    bias: [N] of any float dtype.
+    addend: [M, N] of any float dtype; `out` itself to accumulate.
+    out: [M, N] to write into.
+    """
+
+    out_dtype: torch.dtype = torch.bfloat16
+    bias: Tensor | None = None
+    addend: Tensor | None = None
+    out: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the result."""
+        return self.out_dtype if self.out is None else self.out.dtype
 
 
 def both_sides(

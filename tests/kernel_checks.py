@@ -13,6 +13,7 @@ from halfbyte.kernels.gemm import dense
 from halfbyte.kernels.unpack import dequantize as dq
 from halfbyte.kernels.unpack import swizzle, transpose
 from halfbyte.layout import Blocks
+from halfbyte.sides import Epilogue
 
 LAYOUTS = (layout.LINEAR, layout.SWIZZLED_32_4_4)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,7 +51,7 @@ def check_dequantize(case: golden.Case) -> None:
         swizzled = scale_layout != layout.LINEAR
         stored = blocks._replace(block_scale=layout.swizzle(blocks.block_scale)) if swizzled else blocks
         for dtype in DTYPES if swizzled else DTYPES[:1]:
-            actual = dq.dequantize(stored, spec, expected.shape[1], dtype, scale_layout)
+            actual = dq.dequantize(layout.Operand(stored, spec, expected.shape[1], scale_layout), dtype)
             same(actual, expected.to(dtype))
 
 
@@ -71,8 +72,8 @@ def decoded_pair(x: Tensor, spec: hb.NVFP4 | hb.MXFP8 | None) -> tuple[dq.Decode
     """Return an operand as the kernels and as the reference decode it; None leaves it as it is."""
     if spec is None:
         return dq.Decoded(x), reference.Decoded(x.float(), None)
-    blocks = reference.quantize(x, spec)
-    return dq.decode(blocks, spec, x.shape[1]), reference.decode(blocks, spec, x.shape[1])
+    stored = layout.Operand(reference.quantize(x, spec), spec, x.shape[1])
+    return dq.decode(stored), reference.decode(stored)
 
 
 def check_gemm(case: golden.Case, variant: dense.Variant) -> None:
@@ -87,17 +88,10 @@ def check_gemm(case: golden.Case, variant: dense.Variant) -> None:
             amax = amax.squeeze()
         draw = place.on(x.device)
         blocks = reference.quantize(x, spec, draw=draw, sign_draw=draw, amax=amax)
-        operands.append(dq.decode(blocks, spec, x.shape[1]))
+        operands.append(dq.decode(layout.Operand(blocks, spec, x.shape[1])))
     existing = case.tensor("existing") if case.has("existing") else None
     bias = case.tensor("bias") if case.has("bias") else None
-    y = dense.gemm_nt(
-        *operands,
-        out_dtype=torch.float32,
-        bias=bias,
-        out=existing,
-        accumulate=existing is not None,
-        variant=variant,
-    )
+    y = dense.gemm_nt(*operands, Epilogue(torch.float32, bias, existing, existing), variant=variant)
     got, want, bound = y.cpu().numpy(), case.array("out"), case.array("bound")
     assert np.array_equal(np.isnan(got), np.isnan(want)), "NaN elsewhere than expected"
     with np.errstate(invalid="ignore", over="ignore"):

@@ -16,7 +16,7 @@ from halfbyte.kernels.quantize import both_route, lines
 from halfbyte.kernels.quantize.route import ONE, OneSide
 from halfbyte.kernels.route import choose_from
 from halfbyte.kernels.unpack.dequantize import dequantize
-from halfbyte.layout import Blocks
+from halfbyte.layout import Blocks, Operand
 from halfbyte.sides import Side, both_sides
 
 QUANTIZED = [case for case in golden.cases(*golden.QUANTIZE_KINDS) if case.has("qdata")]
@@ -155,8 +155,9 @@ def check_narrow_rows(spec: hb.NVFP4 | hb.MXFP8, rows: int, device: str) -> None
         same_blocks(by_lines(x, Side(spec, **options)), expected)
         same_blocks(by_lines(torch.cat((x, x), 1)[:, : x.shape[1]], Side(spec, **options)), expected)
     values = by_lines(x, Side(spec, transient=True, **options)).qdata
-    checks.same(values, reference.decode(expected, spec, x.shape[1]).values.bfloat16())
-    checks.same(dequantize(expected, spec, x.shape[1]), reference.dequantize(expected, spec, x.shape[1]))
+    stored = Operand(expected, spec, x.shape[1])
+    checks.same(values, reference.decode(stored).values.bfloat16())
+    checks.same(dequantize(stored), reference.dequantize(stored))
 
 
 def check_rotated_amax(x: Tensor, col: hb.NVFP4, hardware: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,6 @@ OPERATIONS = {  # defined once in each room that has them: what a user calls, th
     "decode",
     "dequantize",
     "gemm_nt",
-    "gemm_nt_add",
     "grouped_dequantize",
     "grouped_gemm_nt",
     "grouped_quantize_row_col",

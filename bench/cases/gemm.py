@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.measure import against_bf16, random_matrix
 from bench.registry import Bar, Case, Outcome, Setting, Shape, Unequal
 from halfbyte import ops
-from halfbyte.sides import Side
+from halfbyte.sides import Epilogue, Side
 from halfbyte.spec import NVFP4
 from halfbyte.verify.compare import relative_error
 from halfbyte.verify.kernels import TOLERANCE
@@ -44,9 +44,7 @@ def product(setting: Setting, shape: Shape, *, decode_included: bool) -> Outcome
     del exact_MN
     run = (_from_codes if decode_included else _decoded)(sides, setting, torch.bfloat16)
     # The same values: numbers with short mantissas switch fewer gates, so a power-limited GPU multiplies them faster.
-    a, b = (
-        importlib.import_module("halfbyte.reference").decode(s.blocks, s.spec, s.cols).values.bfloat16() for s in sides
-    )
+    a, b = (importlib.import_module("halfbyte.reference").decode(s).values.bfloat16() for s in sides)
     del x_MK, w_NK
     return against_bf16(setting, [run], [lambda: a @ b.T], 2.0 * M * N * K, checked, "of bf16")
 
@@ -57,8 +55,8 @@ def _from_codes(sides: list[ops.Operand], setting: Setting, dtype: torch.dtype):
 
 def _decoded(sides: list[ops.Operand], setting: Setting, dtype: torch.dtype):
     module = _module(setting)
-    a, b = (module.decode(side.blocks, side.spec, side.cols, side.scale_layout) for side in sides)
-    return partial(module.gemm_nt, a, b, out_dtype=dtype)
+    a, b = map(module.decode, sides)
+    return partial(module.gemm_nt, a, b, Epilogue(dtype))
 
 
 def _module(setting: Setting) -> ModuleType:
@@ -72,7 +70,7 @@ def _exact(sides: list[ops.Operand]) -> Tensor:
     reference = importlib.import_module("halfbyte.reference")
     factors, product_MN = [], []
     for side in sides:
-        decoded = reference.decode(side.blocks, side.spec, side.cols, side.scale_layout)
+        decoded = reference.decode(side)
         product_MN.append(decoded.values.double())
         factors.append(decoded.factor.double())
     y = product_MN[0] @ product_MN[1].T

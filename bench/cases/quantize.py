@@ -20,7 +20,7 @@ from bench import peer_libraries, peers, plain
 from bench.measure import CPU, bandwidth, matrices, over, random_matrix, require_equal
 from bench.registry import Bar, Case, Outcome, Setting, Shape
 from halfbyte import ops, reference
-from halfbyte.layout import LINEAR, SWIZZLED_32_4_4, Blocks
+from halfbyte.layout import LINEAR, SWIZZLED_32_4_4, Blocks, Operand
 from halfbyte.rng import Draw, Philox
 from halfbyte.sides import Side, Sides, both_sides
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
@@ -161,7 +161,7 @@ class Quantization:
         both = reference.quantize_row_col(x, *self._sides(given, LINEAR))
         lengths = x.shape[1], x.shape[0]
         return [
-            reference.dequantize(blocks, spec, cols, torch.float32, LINEAR)
+            reference.dequantize(Operand(blocks, spec, cols))
             for blocks, spec, cols in zip(both, (self.row, self.col), lengths, strict=True)
             if blocks is not None and spec is not None
         ]

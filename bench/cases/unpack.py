@@ -23,6 +23,7 @@ BAR = Bar(least=0.88, aim=0.95)
 def dequantize(setting: Setting, shape: Shape, *, spec: Spec, scale_layout: str) -> Outcome:
     """Check and time decoding to bf16."""
     cols = shape[1]
+    stored = partial(ops.Operand, spec=spec, cols=cols, scale_layout=scale_layout)
     operands = [
         ops.quantize(x, Side(spec, scale_layout=scale_layout), backend="reference") for x in matrices(setting, shape)
     ]
@@ -31,16 +32,15 @@ def dequantize(setting: Setting, shape: Shape, *, spec: Spec, scale_layout: str)
         head = _head(operands[0], scale_layout) if where == "CPU" else operands[0]
         moved = Blocks(*(t.to(device) for t in head))
         for dtype in (torch.bfloat16, torch.float32):
-            actual = ops.dequantize(head, spec, cols, dtype, scale_layout, backend=setting.backend)
-            expected = ops.dequantize(moved, spec, cols, dtype, scale_layout, backend="reference")
+            actual = ops.dequantize(stored(head), dtype, backend=setting.backend)
+            expected = ops.dequantize(stored(moved), dtype, backend="reference")
             require_equal([actual], [expected], f"to {dtype}, {where}")
         checked.append(f"{len(head.qdata)} rows with the reference on the {where}")
-    run = partial(ops.dequantize, spec=spec, cols=cols, dtype=torch.bfloat16, scale_layout=scale_layout)
-    calls = over(operands, lambda q: run(q, backend=setting.backend))
+    calls = over(operands, lambda q: ops.dequantize(stored(q), torch.bfloat16, backend=setting.backend))
     first = operands[0]
     torch_calls = partial(
         plain.compiled,
-        lambda code: reference.dequantize(first._replace(qdata=code), spec, cols, torch.bfloat16, scale_layout),
+        lambda code: reference.dequantize(stored(first._replace(qdata=code)), torch.bfloat16),
         [q.qdata for q in operands],
     )
     moved = first.qdata.numel() + first.block_scale.numel() + 2 * shape[0] * cols

@@ -18,7 +18,6 @@ Shape suffixes: M tokens, E experts, N out_features, K in_features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +28,13 @@ from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import EXPERTS, first_order, refuse_transforms
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
-from halfbyte.functional.operands import Saved, flatten_operands, unflatten_operands
-from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, at_stream, snapshot
+from halfbyte.functional.operands import Place, Saved, both, flatten_operands, unflatten_operands
+from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, snapshot
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
+from halfbyte.layout import Blocks
 from halfbyte.recipes import resolve
 from halfbyte.rng import AnyPhilox, Draw
-from halfbyte.sides import both_sides
+from halfbyte.sides import Side
 from halfbyte.spec import GemmSpec, Recipe, Spec
 from halfbyte.tensor import QuantTensor
 from halfbyte.tensor.quant_tensor import check_value_dtype
@@ -239,12 +239,12 @@ def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
     transient = (recipe.backward == "original", False)
     keeps_col = recipe.backward == "original"
     specs = fprop.a, wgrad.b if need_dw and keeps_col else None
-    x_row, x_col = _both(x, offsets, specs, _Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), transient))
+    x_row, x_col = _both(x, offsets, specs, Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), transient))
     specs = fprop.b, dgrad.b if need_dx and keeps_col else None
     cached = unflatten([call.cached], buffers)[0]
     shares_tiles = cached[1] is None and _shares_tiles(specs, x.device)
     transient = (transient[0] and not shares_tiles, False)
-    place = _Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), transient)
+    place = Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), transient)
     w_row, w_col = _weight(w, (specs[0], None) if shares_tiles else specs, cached, place)
     y = ops.grouped_gemm_nt(x_row, w_row, offsets, out_dtype=call.out_dtype)
     kept = (
@@ -263,14 +263,14 @@ def _backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]
     dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.dgrad, recipe.wgrad))
     draws = _draws(base, sign_base, streams[0])
     specs = dgrad.a if need_dx else None, wgrad.a if need_dw else None
-    row, col = _both(dy, offsets, specs, _Place(*draws, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True)))
+    row, col = _both(dy, offsets, specs, Place(*draws, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True)))
     dx = dw = None
     if need_dx:
-        place = _Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
+        place = Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
         right = _turned(w_col) if shares_tiles else _right(w_col, None, (recipe, dgrad.b, x_dtype), place)
         dx = ops.grouped_gemm_nt(row, right, offsets, out_dtype=x_dtype)
     if need_dw:
-        place = _Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
+        place = Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
         right = _right(x_col, offsets, (recipe, wgrad.b, x_dtype), place)
         if main_grad is None:
             dw = ops.grouped_gemm_nt(col, right, offsets, out_dtype=x_dtype).to(w_dtype)
@@ -286,39 +286,18 @@ def _draws(base: Tensor | None, sign_base: Tensor | None, stream: int) -> tuple[
     return Draw(base, stream), Draw(base if sign_base is None else sign_base, stream)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor draws bits and signs, offsets within them, and which orientations serve one GEMM at once."""
-
-    draw: Draw | None
-    signs: Draw | None
-    stream: int
-    sign_streams: tuple[int, int]
-    transient: tuple[bool, bool]
-
-
 def _both(
-    t: Tensor, offsets: Tensor | None, specs: tuple[Spec | None, Spec | None], place: _Place
+    t: Tensor, offsets: Tensor | None, specs: tuple[Spec | None, Spec | None], place: Place
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
     """Return t and, group by group, t.T as GEMM operands, quantized where their spec is not None."""
-    row_spec, col_spec = specs
-    row_sign, col_sign = (at_stream(place.signs, stream) for stream in place.sign_streams)
-    options = {"draw": at_stream(place.draw, place.stream), "transient": place.transient}
-    row = col = None
-    if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
-        # Two GEMMs with signs of their own: two quantizations, at the offsets that one call would use.
-        row, _ = ops.grouped_quantize_row_col(t, offsets, *both_sides(row_spec, None, sign_draw=row_sign, **options))
-        _, col = ops.grouped_quantize_row_col(t, offsets, *both_sides(None, col_spec, sign_draw=col_sign, **options))
-    elif row_spec or col_spec:
-        sign = col_sign if col_spec and col_spec.needs_sign_rng else row_sign
-        row, col = ops.grouped_quantize_row_col(t, offsets, *both_sides(row_spec, col_spec, sign_draw=sign, **options))
-    return (
-        t if row is None or row_spec is None else ops.Operand(row, row_spec, t.shape[-1]),
-        t.mT if col is None or col_spec is None else ops.Operand(col, col_spec, t.shape[-2]),
-    )
+
+    def quantize(t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
+        return ops.grouped_quantize_row_col(t, offsets, row, col)
+
+    return both(t, *specs, place, ops.Amaxes(), quantize)
 
 
-def _weight(w: Tensor, specs: tuple[Spec | None, Spec | None], cached: tuple, place: _Place) -> tuple:
+def _weight(w: Tensor, specs: tuple[Spec | None, Spec | None], cached: tuple, place: Place) -> tuple:
     """Return w and w.mT as GEMM operands: those that were quantized before, and the others quantized now."""
     missing = [spec if operand is None else None for spec, operand in zip(specs, cached, strict=True)]
     now = _both(w, None, (missing[0], missing[1]), place)
@@ -341,7 +320,7 @@ def _turned(operand: ops.Operand) -> ops.Operand:
 
 
 def _right(
-    operand: Any, offsets: Tensor | None, how: tuple[Recipe, Spec | None, torch.dtype], place: _Place
+    operand: Any, offsets: Tensor | None, how: tuple[Recipe, Spec | None, torch.dtype], place: Place
 ) -> ops.Operand | Tensor:
     """Return the right operand of a backward GEMM, as `operands.right_operand`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from halfbyte.functional.places import at_stream
 from halfbyte.functional.weights import takes_amax
 from halfbyte.layout import Blocks
 from halfbyte.rng import Draw
-from halfbyte.sides import both_sides
+from halfbyte.sides import Side, both_sides
 from halfbyte.spec import GemmSpec, Recipe, Spec
 
 BF16_GEMM = GemmSpec()
@@ -38,27 +38,35 @@ class Place(NamedTuple):
     transient: tuple[bool, bool]
 
 
+def quantize_both(t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
+    """Quantize a matrix as it is asked for."""
+    return ops.quantize_row_col(t, row, col)
+
+
 def both(
-    t: Tensor, row_spec: Spec | None, col_spec: Spec | None, place: Place, amaxes: ops.Amaxes
+    t: Tensor,
+    row_spec: Spec | None,
+    col_spec: Spec | None,
+    place: Place,
+    amaxes: ops.Amaxes,
+    quantize: Callable[[Tensor, Side | None, Side | None], tuple[Blocks | None, Blocks | None]] = quantize_both,
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
-    """Return t and t.T as GEMM operands, quantized where their spec is not None."""
-    rows, cols = t.shape
-    own = at_stream(place.own, place.stream)
+    """Return t and t.mT as GEMM operands, `quantize`d where their spec is not None."""
     row_sign, col_sign = (at_stream(place.signs, stream) for stream in place.sign_streams)
     row_amax, col_amax = (amax if spec else None for amax, spec in zip(amaxes, (row_spec, col_spec), strict=True))
-    options = {"draw": own, "transient": place.transient}
+    options = {"draw": at_stream(place.own, place.stream), "transient": place.transient}
+    row = col = None
     if row_spec and col_spec and row_spec.needs_sign_rng and col_spec.needs_sign_rng:
         # Two GEMMs with signs of their own: two quantizations, at the offsets that one call would use.
-        row, _ = ops.quantize_row_col(t, *both_sides(row_spec, None, sign_draw=row_sign, row_amax=row_amax, **options))
-        _, col = ops.quantize_row_col(t, *both_sides(None, col_spec, sign_draw=col_sign, col_amax=col_amax, **options))
-    else:
+        row, _ = quantize(t, *both_sides(row_spec, None, sign_draw=row_sign, row_amax=row_amax, **options))
+        _, col = quantize(t, *both_sides(None, col_spec, sign_draw=col_sign, col_amax=col_amax, **options))
+    elif row_spec or col_spec:
         sign = col_sign if col_spec and col_spec.needs_sign_rng else row_sign
-        row, col = ops.quantize_row_col(
-            t, *both_sides(row_spec, col_spec, sign_draw=sign, row_amax=row_amax, col_amax=col_amax, **options)
-        )
+        sides = both_sides(row_spec, col_spec, sign_draw=sign, row_amax=row_amax, col_amax=col_amax, **options)
+        row, col = quantize(t, *sides)
     return (
-        t if row is None or row_spec is None else ops.Operand(row, row_spec, cols),
-        t.T if col is None or col_spec is None else ops.Operand(col, col_spec, rows),
+        t if row is None or row_spec is None else ops.Operand(row, row_spec, t.shape[-1]),
+        t.mT if col is None or col_spec is None else ops.Operand(col, col_spec, t.shape[-2]),
     )
 
 
@@ -88,7 +96,7 @@ def right_operand(
     if recipe.backward == "original":
         return operand
     if isinstance(operand, ops.Operand):
-        operand = ops.dequantize(operand.blocks, operand.spec, operand.cols, dtype, operand.scale_layout)
+        operand = ops.dequantize(operand, dtype)
     return both(operand, None, spec, place, ops.Amaxes())[1]
 
 

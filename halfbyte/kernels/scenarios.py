@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -43,7 +42,7 @@ from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Operand, swizzled_numel
 from halfbyte.pieces import CastTarget as Weight
 from halfbyte.pieces import Piece
-from halfbyte.sides import Side, both_sides
+from halfbyte.sides import Epilogue, Side, both_sides
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard
 
 
@@ -91,11 +90,11 @@ def bytes_to_values(_: Target) -> Iterator[Scenario]:
     for shape, spec, layout in product(
         (*WHOLE.values(), (3, 512), (300, 1100), (300, 83), (37, 40)), specs, SCALE_LAYOUTS
     ):
-        stored, what = blocks(*shape, spec, layout), f"{spec.key}, {shape}, {layout}"
+        stored, what = Operand(blocks(*shape, spec, layout), spec, shape[1], layout), f"{spec.key}, {shape}, {layout}"
         whole = shape in WHOLE.values()
-        yield Scenario(f"decode {what}", partial(backend.decode, stored, spec, shape[1], layout), whole)
+        yield Scenario(f"decode {what}", partial(backend.decode, stored), whole)
         for dtype in (BF16, FP16, FP32):
-            call = partial(backend.dequantize, stored, spec, shape[1], dtype, layout)
+            call = partial(backend.dequantize, stored, dtype)
             yield Scenario(f"dequantize {what} to {dtype}", call, whole and dtype == BF16)
     for rows, cols in ((512, 48), (300, 6)):
         scale, buffer = tensor(rows, cols, dtype=torch.uint8), tensor(swizzled_numel(rows, cols), dtype=torch.uint8)
@@ -130,15 +129,13 @@ def gemm_calls(_: Target) -> Iterator[Scenario]:
         for kind in ("plain", "tensor", "row"):
             a, b = (_decoded(n, K, kind) for n in (M, N))
             for extra in (False, True):
-                options: dict[str, Any] = {"out_dtype": dtype}
-                if extra:
-                    options |= {"bias": tensor(N, dtype=dtype), "out": tensor(M, N, dtype=dtype), "accumulate": True}
+                epilogue = _accumulated(M, N, dtype) if extra else Epilogue(dtype)
                 name = f"gemm {M}x{N}x{K} to {dtype}, {kind} factors{', bias, accumulated' if extra else ''}"
-                yield Scenario(name, partial(backend.gemm_nt, a, b, **options), K % 64 == 0 and dtype != FP16)
+                yield Scenario(name, partial(backend.gemm_nt, a, b, epilogue), K % 64 == 0 and dtype != FP16)
     for dtype in (FP16, FP32):
         a, b = Decoded(tensor(512, 768, dtype=dtype)), Decoded(tensor(256, 768, dtype=dtype))
         for out in (BF16, FP32):
-            call = partial(backend.gemm_nt, a, b, out_dtype=out)
+            call = partial(backend.gemm_nt, a, b, Epilogue(out))
             yield Scenario(f"gemm of {dtype} to {out}", call, tuned=dtype == out == FP32)
     yield from _products_of_views()
 
@@ -149,22 +146,23 @@ def _products_of_views() -> Iterator[Scenario]:
         for kind, dtype in (("tensor", BF16), ("row", FP32)):
             a, b = (_decoded(n, K, kind) for n in (M, N))
             cut = a._replace(values=tensor(M, K + 1)[:, :K])
-            options: dict[str, Any] = {"out_dtype": dtype}
-            if kind == "row":
-                options = {"bias": tensor(N, dtype=FP32), "out": tensor(M, N, dtype=FP32), "accumulate": True}
+            epilogue = _accumulated(M, N, FP32) if kind == "row" else Epilogue(dtype)
             name = f"{M}x{N}x{K} to {dtype}, {kind} factors"
-            yield Scenario(
-                f"gemm of rows without alignment, {name}", partial(backend.gemm_nt, cut, b, **options), tuned=True
-            )
+            call = partial(backend.gemm_nt, cut, b, epilogue)
+            yield Scenario(f"gemm of rows without alignment, {name}", call, tuned=True)
             out = tensor(M, N + 1, dtype=dtype)[:, :N]
-            call = partial(backend.gemm_nt, a, b, **{**options, "out": out})
+            addend = None if epilogue.addend is None else out
+            call = partial(backend.gemm_nt, a, b, epilogue._replace(addend=addend, out=out))
             # Plain stores of an fp32 tile with all that may follow spill up to 72 bytes.
             yield Scenario(f"gemm into rows without alignment, {name}", call, tuned=kind == "tensor")
     a, b = (_decoded(n, 768, "row")._replace(values=tensor(n, 768, dtype=FP32)) for n in (512, 256))
-    options = {"bias": tensor(256, dtype=FP32), "out": tensor(512, 256, dtype=FP32), "accumulate": True}
-    yield Scenario(
-        "gemm of fp32 with factors, bias, accumulated", partial(backend.gemm_nt, a, b, **options), tuned=True
-    )
+    call = partial(backend.gemm_nt, a, b, _accumulated(512, 256, FP32))
+    yield Scenario("gemm of fp32 with factors, bias, accumulated", call, tuned=True)
+
+
+def _accumulated(M: int, N: int, dtype: torch.dtype) -> Epilogue:
+    out = tensor(M, N, dtype=dtype)
+    return Epilogue(bias=tensor(N, dtype=dtype), addend=out, out=out)
 
 
 def _decoded(rows: int, cols: int, kind: str) -> Decoded:
@@ -183,9 +181,7 @@ def native_products(target: Target) -> Iterator[Scenario]:
     ):
         for layout, extra in product(SCALE_LAYOUTS, (False, True)):
             sides = [Operand(blocks(n, K, spec, layout), spec, K, layout) for n, spec in ((M, a), (N, b))]
-            out = tensor(M, N, dtype=FP32)
-            options = {"bias": tensor(N, dtype=FP32), "out": out, "accumulate": True} if extra else {}
-            call = partial(native.native_gemm_nt, *sides, **options)
+            call = partial(native.native_gemm_nt, *sides, _accumulated(M, N, FP32) if extra else Epilogue())
             yield Scenario(f"native gemm {a.key} x {b.key}, {M}x{N}x{K}, {layout}, {extra}", call, M == 512)
 
 

@@ -150,7 +150,7 @@ def _dequantize(call: RehearsedCall) -> None:
     if call.first is None:
         raise ValueError("spec=bf16: what is not quantized needs no dequantize; give the spec of the operand")
     rows, cols = call.shape
-    backend.dequantize(blocks(rows, cols, call.first), call.first, cols, torch.bfloat16)
+    backend.dequantize(Operand(blocks(rows, cols, call.first), call.first, cols), torch.bfloat16)
 
 
 def _gemm(call: RehearsedCall) -> None:
@@ -168,10 +168,12 @@ def _gemm(call: RehearsedCall) -> None:
         return
     decoded = []
     for n, spec in ((M, call.first), (N, call.second)):
-        decoded.append(backend.plain(tensor(n, K)) if spec is None else backend.decode(blocks(n, K, spec), spec, K))
+        stored = None if spec is None else Operand(blocks(n, K, spec), spec, K)
+        decoded.append(backend.plain(tensor(n, K)) if stored is None else backend.decode(stored))
     if None in (call.first, call.second):  # padding takes part only if both operands have it
         decoded = [side._replace(values=side.values[:, :K]) for side in decoded]
-    backend.gemm_nt(*decoded)
+    a, b = decoded
+    backend.gemm_nt(a, b)
 
 
 def _grouped(call: RehearsedCall) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from halfbyte.layout import LINEAR, Blocks, Operand
 from halfbyte.ops.backends import NATIVE, choose, warn_once
 from halfbyte.ops.define import OPERANDS, implementation, nothing, op
 from halfbyte.ops.repeat import call_op
+from halfbyte.sides import Epilogue
 from halfbyte.spec import Spec, parse
 
 
@@ -71,30 +72,18 @@ def operand(data: Tensor, scale: Tensor | None, amax: Tensor | None, key: str, s
     return Operand(Blocks(data, scale, amax), parse(key), cols, scale_layout)
 
 
-class _Epilogue(NamedTuple):
-    out_dtype: torch.dtype
-    bias: Tensor | None = None
-    out: Tensor | None = None
-    accumulate: bool = False
-    addend: Tensor | None = None
-
-
-def _gemm(a: Operand | Tensor, b: Operand | Tensor, K: int, backend: str, epilogue: _Epilogue) -> Tensor:
+def _gemm(a: Operand | Tensor, b: Operand | Tensor, K: int, backend: str, epilogue: Epilogue) -> Tensor:
     """Run gemm_nt on the backend of the operands; a GEMM that does not run natively is emulated, and says so once."""
-    device, (dtype, bias, out, accumulate, addend) = _data(a).device, epilogue
+    device = _data(a).device
     with torch.autocast(device.type, enabled=False):
         if choose(device, backend or None) == NATIVE and _runs_natively(a, b):
             from halfbyte.kernels.gemm import native
 
             assert isinstance(a, Operand) and isinstance(b, Operand), "tensor cores multiply codes"
-            if addend is not None:
-                return native.native_gemm_nt(a, b, out=addend.float().clone(), accumulate=True).to(dtype)
-            return native.native_gemm_nt(a, b, out_dtype=dtype, bias=bias, out=out, accumulate=accumulate)
+            return native.native_gemm_nt(a, b, epilogue)
         module = implementation(device, backend)
         decoded = (_decode(module, side, K, isinstance(other, Operand)) for side, other in ((a, b), (b, a)))
-        if addend is not None:
-            return module.gemm_nt_add(*decoded, addend, out_dtype=dtype)
-        return module.gemm_nt(*decoded, out_dtype=dtype, bias=bias, out=out, accumulate=accumulate)
+        return module.gemm_nt(*decoded, epilogue)
 
 
 def _data(operand: Operand | Tensor) -> Tensor:
@@ -121,11 +110,10 @@ def _decode(module: Any, side: Operand | Tensor, K: int, padded: bool) -> Any:
     """Return one operand as the backend's GEMM reads it; padding takes part only if both operands have it."""
     if isinstance(side, Tensor):
         return module.plain(side)
-    blocks, spec, _, scale_layout = side
-    if blocks.qdata.is_floating_point():
-        decoded = module.from_values(blocks.qdata, blocks.amax, spec)
+    if side.blocks.qdata.is_floating_point():
+        decoded = module.from_values(side.blocks.qdata, side.blocks.amax, side.spec)
     else:
-        decoded = module.decode(blocks, spec, K, scale_layout)
+        decoded = module.decode(side)
     return decoded if padded else decoded._replace(values=decoded.values[:, :K])
 
 
@@ -133,21 +121,21 @@ def _gemm_nt(
     a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, out_dtype, bias, backend
 ) -> Tensor:
     left, right = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
-    return _gemm(left, right, K, backend, _Epilogue(out_dtype, bias))
+    return _gemm(left, right, K, backend, Epilogue(out_dtype, bias))
 
 
 def _gemm_nt_out(
     a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, bias, out, accumulate, backend
 ) -> None:
     left, right = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
-    _gemm(left, right, K, backend, _Epilogue(out.dtype, bias, out, accumulate))
+    _gemm(left, right, K, backend, Epilogue(bias=bias, addend=out if accumulate else None, out=out))
 
 
 def _gemm_nt_add(
     a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, addend, out_dtype, backend
 ) -> Tensor:
     left, right = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
-    return _gemm(left, right, K, backend, _Epilogue(out_dtype, addend=addend))
+    return _gemm(left, right, K, backend, Epilogue(out_dtype, addend=addend))
 
 
 def _gemm_nt_fake(a, *rest):

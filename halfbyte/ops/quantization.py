@@ -108,14 +108,9 @@ def check_sides(sides: Sides, device: torch.device, backend: str | None) -> None
 def _quantize(
     x, key, rng, stream, first_block, blocks_per_row, sign_rng, sign_stream, amax, scale_layout, backend
 ) -> tuple[Tensor, Tensor, Tensor]:
-    blocks = implementation(x.device, backend).quantize(
-        x,
-        parse(key),
-        draw=draw_of(rng, stream, first_block, blocks_per_row),
-        sign_draw=draw_of(sign_rng, sign_stream),
-        amax=amax,
-        scale_layout=scale_layout,
-    )
+    draw, sign_draw = draw_of(rng, stream, first_block, blocks_per_row), draw_of(sign_rng, sign_stream)
+    side = Side(parse(key), draw, sign_draw, amax, scale_layout)
+    blocks, _ = implementation(x.device, backend).quantize_row_col(x, side, None)
     return blocks.qdata, blocks.block_scale, _fresh(blocks.amax, amax)
 
 
@@ -229,21 +224,15 @@ def _amax(x: Tensor, backend: str) -> Tensor:
 op("amax(Tensor x, str backend) -> Tensor", _amax, lambda x, backend: x.new_empty((), dtype=torch.float32))
 
 
-def dequantize(
-    blocks: Blocks,
-    spec: Spec,
-    cols: int,
-    dtype: torch.dtype = torch.float32,
-    scale_layout: str = LINEAR,
-    backend: str | None = None,
-) -> Tensor:
+def dequantize(operand: Operand, dtype: torch.dtype = torch.float32, backend: str | None = None) -> Tensor:
     """Return the values that the bytes stand for, dtype [rows, cols]."""
+    blocks, spec, cols, scale_layout = operand
     return call_op(torch.ops.halfbyte.dequantize, *blocks, spec.key, cols, dtype, scale_layout, backend or "")
 
 
 def _dequantize(qdata, block_scale, amax, key, cols, dtype, scale_layout, backend) -> Tensor:
-    blocks = Blocks(qdata, block_scale, amax)
-    return implementation(qdata.device, backend).dequantize(blocks, parse(key), cols, dtype, scale_layout)
+    stored = Operand(Blocks(qdata, block_scale, amax), parse(key), cols, scale_layout)
+    return implementation(qdata.device, backend).dequantize(stored, dtype)
 
 
 def _dequantize_fake(qdata, block_scale, amax, key, cols, dtype, scale_layout, backend):
@@ -278,8 +267,8 @@ def decode(operand: Operand, backend: str | None = None) -> Operand:
 
 
 def _decode(qdata, block_scale, amax, key, cols, scale_layout, backend) -> Tensor:
-    blocks = Blocks(qdata, block_scale, amax)
-    return implementation(qdata.device, backend).decode(blocks, parse(key), cols, scale_layout).values
+    stored = Operand(Blocks(qdata, block_scale, amax), parse(key), cols, scale_layout)
+    return implementation(qdata.device, backend).decode(stored).values
 
 
 def _decode_fake(qdata, block_scale, amax, key, cols, scale_layout, backend):

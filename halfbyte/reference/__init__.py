@@ -12,7 +12,7 @@ from halfbyte.reference.fused import (
 )
 from halfbyte.reference.grouped import grouped_dequantize, grouped_gemm_nt, grouped_quantize_row_col
 from halfbyte.reference.hadamard import rotate
-from halfbyte.reference.matmul import Decoded, decode, dequantize, from_values, gemm_nt, gemm_nt_add, plain
+from halfbyte.reference.matmul import Decoded, decode, dequantize, from_values, gemm_nt, plain
 from halfbyte.reference.norm import Statistics, norm, norm_backward, split_mean
 from halfbyte.reference.nvfp4 import quantize, quantize_row_col, transpose
 from halfbyte.reference.scale import finite_amax
@@ -29,7 +29,6 @@ __all__ = [
     "finite_amax",
     "from_values",
     "gemm_nt",
-    "gemm_nt_add",
     "grouped_dequantize",
     "grouped_gemm_nt",
     "grouped_quantize_row_col",

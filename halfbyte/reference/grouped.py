@@ -27,7 +27,7 @@ from halfbyte.layout import (
 )
 from halfbyte.reference.matmul import Decoded, decode, dequantize, gemm_nt, plain
 from halfbyte.reference.nvfp4 import quantize_row_col
-from halfbyte.sides import Side, of_group
+from halfbyte.sides import Epilogue, Side, of_group
 from halfbyte.spec import Spec
 
 Bounds = Sequence[tuple[int, int]]
@@ -168,13 +168,13 @@ def grouped_dequantize(operand: Operand, offsets: Tensor | None, dtype: torch.dt
     blocks, spec, cols, scale_layout = operand
     if offsets is None:
         experts = [expert_blocks(blocks, spec, g, scale_layout) for g in range(blocks.qdata.shape[0])]
-        return torch.stack([dequantize(expert, spec, cols, dtype) for expert in experts])
+        return torch.stack([dequantize(Operand(expert, spec, cols), dtype) for expert in experts])
     rows = blocks.qdata.shape[0]
     out = torch.zeros(rows, cols, dtype=dtype, device=blocks.qdata.device)
     bounds = group_bounds(offsets, rows)
     for g, (start, end) in enumerate(bounds):
         group = group_blocks(blocks, spec, bounds, g, scale_layout=scale_layout)
-        out[start:end] = dequantize(group, spec, cols, dtype)
+        out[start:end] = dequantize(Operand(group, spec, cols), dtype)
     return out
 
 
@@ -204,7 +204,8 @@ def grouped_gemm_nt(
         left, right = (_decoded(operand, bounds, g, length, contraction=contraction) for operand in (a, b))
         if isinstance(a, Tensor) or isinstance(b, Tensor):  # padding takes part only if both operands have it
             left, right = (t._replace(values=t.values[:, :length]) for t in (left, right))
-        gemm_nt(left, right, out=out[g] if contraction else out[start:end], accumulate=accumulate)
+        own = out[g] if contraction else out[start:end]
+        gemm_nt(left, right, Epilogue(addend=own if accumulate else None, out=own))
     if not contraction and not accumulate:
         out[bounds[-1][1] if bounds else 0 :] = 0
     return out
@@ -217,6 +218,6 @@ def _decoded(operand: Operand | Tensor, bounds: Bounds, g: int, cols: int, *, co
         return plain(operand[g] if operand.dim() == 3 else operand[own if contraction else own[1]])
     whole, spec, _, scale_layout = operand
     if whole.qdata.dim() == 3:
-        return decode(expert_blocks(whole, spec, g, scale_layout), spec, cols)
+        return decode(Operand(expert_blocks(whole, spec, g, scale_layout), spec, cols))
     blocks = group_blocks(whole, spec, bounds, g, scale_layout=scale_layout, contraction=contraction)
-    return decode(blocks, spec, cols)
+    return decode(Operand(blocks, spec, cols))

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats import NVFP4_BLOCK, f32
-from halfbyte.layout import LINEAR, Blocks, round_up, unswizzle
+from halfbyte.layout import LINEAR, Operand, round_up, unswizzle
 from halfbyte.reference import mxfp8
 from halfbyte.reference.cast import e2m1_values, fp8_values
 from halfbyte.reference.scale import clamped_amax, global_scale
+from halfbyte.sides import Epilogue
 from halfbyte.spec import MXFP8, Spec
 
 
@@ -22,30 +23,25 @@ class Decoded(NamedTuple):
     factor: Tensor | None
 
 
-def _linear_scale(blocks: Blocks, spec: Spec, cols: int, scale_layout: str) -> Tensor:
+def _linear_scale(operand: Operand) -> Tensor:
+    blocks, spec, cols, scale_layout = operand
     if scale_layout == LINEAR:
         return blocks.block_scale
     return unswizzle(blocks.block_scale, blocks.qdata.shape[0], round_up(cols, spec.alignment) // spec.block_length)
 
 
-def dequantize(
-    blocks: Blocks,
-    spec: Spec,
-    cols: int,
-    dtype: torch.dtype = torch.float32,
-    scale_layout: str = LINEAR,
-) -> Tensor:
+def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values that the bytes stand for, computed in fp32 and cast once.
 
     Args:
-        blocks: the operand's bytes.
-        cols: logical columns; padding is dropped.
+        operand: codes; padding beyond its logical columns is dropped.
         dtype: bf16, fp16 or fp32.
 
     Returns:
         dtype [rows, cols].
     """
-    scale = _linear_scale(blocks, spec, cols, scale_layout)
+    blocks, spec, cols, _ = operand
+    scale = _linear_scale(operand)
     if isinstance(spec, MXFP8):
         return mxfp8.decode_mxfp8(blocks.qdata, scale, spec)[:, :cols].to(dtype).contiguous()
     a = clamped_amax(blocks.amax, spec)
@@ -59,14 +55,14 @@ def dequantize(
     return (values * factor[..., None]).flatten(1)[:, :cols].to(dtype).contiguous()
 
 
-def decode(blocks: Blocks, spec: Spec, cols: int, scale_layout: str = LINEAR) -> Decoded:
+def decode(operand: Operand) -> Decoded:
     """Return q * block_scale (exact) and the factor that a GEMM applies to its sum.
 
     Args:
-        blocks: the operand's bytes.
-        cols: logical columns; the values keep the padding that takes part in the GEMM.
+        operand: codes; the values keep the padding that takes part in the GEMM.
     """
-    scale = _linear_scale(blocks, spec, cols, scale_layout)
+    blocks, spec, _, _ = operand
+    scale = _linear_scale(operand)
     if isinstance(spec, MXFP8):
         return Decoded(mxfp8.decode_mxfp8(blocks.qdata, scale, spec), None)
     values = e2m1_values(blocks.qdata).unflatten(1, (-1, NVFP4_BLOCK))
@@ -84,44 +80,21 @@ def plain(x: Tensor) -> Decoded:
     return Decoded(x.float(), None)
 
 
-def gemm_nt(
-    a: Decoded,
-    b: Decoded,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-) -> Tensor:
-    """Return a @ b.T with factors, bias and the existing output applied in fp32 before the only rounding.
+def gemm_nt(a: Decoded, b: Decoded, epilogue: Epilogue = Epilogue()) -> Tensor:
+    """Return a @ b.T [M, N], `epilogue.out` itself if given: factors, bias and addend in fp32 before the only rounding.
 
     Args:
         a: values [M, K].
         b: values [N, K].
-        out_dtype: dtype of the result if `out` is None.
-        bias: [N] or None.
-        out: [M, N] to write into.
-        accumulate: add to what `out` holds.
-
-    Returns:
-        [M, N], `out` itself if given.
+        epilogue: bias, addend and output.
     """
-    y = a.values @ b.values.T
-    y = _apply_factors(y, a.factor, b.factor)
+    out_dtype, bias, addend, out = epilogue
+    y = _apply_factors(a.values @ b.values.T, a.factor, b.factor)
     if bias is not None:
         y += bias.float()
-    if accumulate:
-        assert out is not None, "accumulate needs out"
-        y += out.float()
-    if out is None:
-        return y.to(out_dtype)
-    return out.copy_(y)
-
-
-def gemm_nt_add(a: Decoded, b: Decoded, addend: Tensor, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return a @ b.T + addend [M, N], added in fp32 before the only rounding."""
-    y = _apply_factors(a.values @ b.values.T, a.factor, b.factor)
-    return (y + addend.float()).to(out_dtype)
+    if addend is not None:
+        y += addend.float()
+    return y.to(out_dtype) if out is None else out.copy_(y)
 
 
 def _apply_factors(y: Tensor, ga: Tensor | None, gb: Tensor | None) -> Tensor:

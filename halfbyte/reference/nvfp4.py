@@ -14,6 +14,7 @@ from halfbyte.formats import E4M3_NAN, NVFP4_BLOCK, f32
 from halfbyte.layout import (
     LINEAR,
     Blocks,
+    Operand,
     ceil_div,
     check_scale_layout,
     matrix_shape,
@@ -143,7 +144,7 @@ def _tiles(x: Tensor, spec: NVFP4, row: Side, col: Side) -> tuple[Blocks, Blocks
     values = _values(x, spec) if row.transient else None
     codes = _quantize_nvfp4(x, spec, row.amax, row.draw, values)
     turned = Blocks(*transpose(codes.qdata, codes.block_scale, *x.shape), codes.amax)
-    turned_values = decode(turned, spec, x.shape[0]).values if col.transient else None
+    turned_values = decode(Operand(turned, spec, x.shape[0])).values if col.transient else None
     both = []
     for blocks, side, own in ((codes, row, values), (turned, col, turned_values)):
         if own is not None:

@@ -182,12 +182,11 @@ class QuantTensor(torch.Tensor):
         """
         dtype = self.dtype if dtype is None else dtype
         check_value_dtype("dtype", dtype, "dequantize to float32 and convert from there")
+        operand = ops.Operand(self.blocks, self.spec, self.shape[-1], self.scale_layout)
         if self.group_offsets is not None and not self.splits_columns:
-            operand = ops.Operand(self.blocks, self.spec, self.shape[-1], self.scale_layout)
             return ops.grouped_dequantize(operand, self.group_offsets, dtype).view(self.shape)
         self._refuse_groups("dequantize")
-        values = ops.dequantize(self.blocks, self.spec, self.shape[-1], dtype, self.scale_layout)
-        return values.view(self.shape)
+        return ops.dequantize(operand, dtype).view(self.shape)
 
     def transpose(self, dim0: int | None = None, dim1: int | None = None) -> Tensor:
         """Return the other orientation of a 2-D tensor of 16x16 tiles: nibbles and scales move, nothing is rounded.

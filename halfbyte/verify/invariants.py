@@ -161,7 +161,7 @@ def _layouts(spec: NVFP4 | MXFP8) -> str | None:
     values = []
     for scale_layout in layout.SCALE_LAYOUTS:
         blocks = ops.quantize(x, Side(spec, **draws(spec, None, CPU), scale_layout=scale_layout), backend="reference")
-        values.append(ops.dequantize(blocks, spec, x.shape[1], scale_layout=scale_layout, backend="reference"))
+        values.append(ops.dequantize(ops.Operand(blocks, spec, x.shape[1], scale_layout), backend="reference"))
     return difference(values[1], values[0])
 
 

@@ -131,7 +131,7 @@ def transient(device: torch.device, backend: str | None) -> Iterator[Finding]:
                 mine, stored = values[side], codes[side]
                 if spec is None or mine is None or stored is None or not mine.qdata.is_floating_point():
                     continue  # this backend multiplies codes
-                decoded = reference.decode(stored, spec, x.shape[1 - side]).values.to(mine.qdata.dtype)
+                decoded = reference.decode(ops.Operand(stored, spec, x.shape[1 - side])).values.to(mine.qdata.dtype)
                 problem = difference(mine.qdata, decoded) or difference(mine.amax, stored.amax)
                 if problem:
                     return f"{('row', 'col')[side]} {problem}"
@@ -164,9 +164,10 @@ def decoding(device: torch.device, backend: str | None) -> Iterator[Finding]:
                         blocks = ops.quantize(
                             x, Side(spec, **draws(spec, None, CPU), scale_layout=layout), backend="reference"
                         )
-                        expected = ops.dequantize(blocks, spec, cols, dtype, layout, backend="reference")
-                        moved = Blocks(*(tensor.to(device) for tensor in blocks))
-                        return difference(ops.dequantize(moved, spec, cols, dtype, layout, backend=backend), expected)
+                        stored = ops.Operand(blocks, spec, cols, layout)
+                        expected = ops.dequantize(stored, dtype, backend="reference")
+                        moved = stored._replace(blocks=Blocks(*(tensor.to(device) for tensor in blocks)))
+                        return difference(ops.dequantize(moved, dtype, backend=backend), expected)
 
                     yield "dequantize", f"{spec_name}, {name}, {layout} to {_short(dtype)}", check
 
@@ -235,7 +236,7 @@ def _product_error(device, backend, specs, shape, dtype, extra: str) -> float:
             continue
         blocks = ops.quantize(x, Side(spec), backend="reference")
         sides.append(ops.Operand(Blocks(*(t.to(device) for t in blocks)), spec, K))
-        decoded = reference.decode(blocks, spec, K)
+        decoded = reference.decode(ops.Operand(blocks, spec, K))
         values = decoded.values.double()
         factor = decoded.factor
         exact.append(values if factor is None else values * factor.double().reshape(-1, 1))

@@ -52,7 +52,7 @@ def speeds(device: torch.device, limits: Ceilings, backend: str | None = None, s
         (
             "dequantize to bf16",
             read + one,
-            lambda x, q: ops.dequantize(q, NVFP4(), size, torch.bfloat16, backend=backend),
+            lambda x, q: ops.dequantize(ops.Operand(q, NVFP4(), size), torch.bfloat16, backend=backend),
         ),
     )
     for name, moved, function in cases:

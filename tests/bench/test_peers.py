@@ -13,6 +13,7 @@ from bench.cases import quantize
 from bench.peers import Task, Way
 from bench.registry import Setting, all_cases, select
 from halfbyte import reference
+from halfbyte.layout import Operand
 from halfbyte.spec import MXFP8, NVFP4
 from halfbyte.verify.timing import Ceilings
 
@@ -143,10 +144,10 @@ def test_values_of_codes_are_decoded_as_the_formats_say():
     x = X[:, :32].bfloat16()
     blocks = reference.quantize(x, NVFP4())
     values = peer_libraries._decode(blocks.qdata, blocks.block_scale.view(torch.float8_e4m3fn), blocks.amax / (448 * 6))
-    assert peers.relative_error(values, reference.dequantize(blocks, NVFP4(), 32, torch.float32)) < 1e-6
+    assert peers.relative_error(values, reference.dequantize(Operand(blocks, NVFP4(), 32))) < 1e-6
     blocks = reference.quantize(x, MXFP8())
     values = peer_libraries._decode_mx(blocks.qdata.view(torch.float8_e4m3fn), blocks.block_scale)
-    assert torch.equal(values, reference.dequantize(blocks, MXFP8(), 32, torch.float32))
+    assert torch.equal(values, reference.dequantize(Operand(blocks, MXFP8(), 32)))
 
 
 @pytest.mark.parametrize("name", ["Quartet II", "TransformerEngine", "ModelOpt, values alone"])

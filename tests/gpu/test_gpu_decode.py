@@ -36,10 +36,11 @@ def test_large(spec, shape):
     blocks = reference.quantize(torch.randn(shape, device="cuda") * 3, spec)
     swizzled = blocks._replace(block_scale=layout.swizzle(blocks.block_scale))
     for dtype in checks.DTYPES:
-        expected = reference.dequantize(blocks, spec, shape[1], dtype)
-        checks.same(dq.dequantize(blocks, spec, shape[1], dtype), expected)
-        checks.same(dq.dequantize(swizzled, spec, shape[1], dtype, layout.SWIZZLED_32_4_4), expected)
-    checks.same(dq.decode(blocks, spec, shape[1]).values.float(), reference.decode(blocks, spec, shape[1]).values)
+        stored = layout.Operand(blocks, spec, shape[1])
+        expected = reference.dequantize(stored, dtype)
+        checks.same(dq.dequantize(stored, dtype), expected)
+        checks.same(dq.dequantize(layout.Operand(swizzled, spec, shape[1], layout.SWIZZLED_32_4_4), dtype), expected)
+    checks.same(dq.decode(stored).values.float(), reference.decode(stored).values)
 
 
 @pytest.mark.parametrize("shape", ((1, 1), (17, 33), (1000, 2000), (2000, 1000), (257, 4099), (4096, 8192)))
@@ -65,10 +66,10 @@ def test_every_element_is_written_and_offsets_are_64_bit():
     qdata = torch.randint(0, 256, (rows, cols // 2), dtype=torch.uint8, device="cuda")
     scale = torch.randint(0, 127, (rows, cols // 16), dtype=torch.uint8, device="cuda")
     blocks = layout.Blocks(qdata, scale, torch.tensor(3.0, device="cuda"))
-    y = dq.dequantize(blocks, hb.NVFP4(), cols, torch.bfloat16)
+    y = dq.dequantize(layout.Operand(blocks, hb.NVFP4(), cols), torch.bfloat16)
     for part in (slice(0, 8), slice(rows - 8, rows)):
         few = layout.Blocks(qdata[part], scale[part], blocks.amax)
-        checks.same(y[part], reference.dequantize(few, hb.NVFP4(), cols, torch.bfloat16))
+        checks.same(y[part], reference.dequantize(layout.Operand(few, hb.NVFP4(), cols), torch.bfloat16))
     turned, _ = transpose.transpose(qdata, scale, rows, cols)
     few = reference.transpose(qdata[:, -8:].contiguous(), scale[:, -1:].contiguous(), rows, 16)[0]
     checks.same(turned[-16:], few)
@@ -77,11 +78,11 @@ def test_every_element_is_written_and_offsets_are_64_bit():
 def test_a_captured_graph_replays_new_bytes():
     first, second = (reference.quantize(torch.randn(256, 512, device="cuda"), hb.NVFP4()) for _ in range(2))
     static = layout.Blocks(*(t.clone() for t in first))
-    dq.dequantize(static, hb.NVFP4(), 512, torch.bfloat16)
+    dq.dequantize(layout.Operand(static, hb.NVFP4(), 512), torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = dq.dequantize(static, hb.NVFP4(), 512, torch.bfloat16)
+        y = dq.dequantize(layout.Operand(static, hb.NVFP4(), 512), torch.bfloat16)
     for target, source in zip(static, second, strict=True):
         target.copy_(source)
     graph.replay()
-    checks.same(y, reference.dequantize(second, hb.NVFP4(), 512, torch.bfloat16))
+    checks.same(y, reference.dequantize(layout.Operand(second, hb.NVFP4(), 512), torch.bfloat16))

@@ -10,6 +10,8 @@ from halfbyte import reference
 from halfbyte.kernels.gemm import dense, route
 from halfbyte.kernels.target import target_of
 from halfbyte.kernels.unpack import dequantize as dq
+from halfbyte.layout import Operand
+from halfbyte.sides import Epilogue
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -28,7 +30,7 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-3, torch.float16: 5e-4}
 
 def operand(rows, K, spec):
     x = torch.randn(rows, K, device="cuda").bfloat16()
-    return dq.Decoded(x) if spec is None else dq.decode(reference.quantize(x, spec), spec, K)
+    return dq.Decoded(x) if spec is None else dq.decode(Operand(reference.quantize(x, spec), spec, K))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -50,11 +52,13 @@ def test_error(pair, shape, variant):
     width = min(a.values.shape[1], b.values.shape[1])
     narrow = [side._replace(values=side.values[:, :width]) for side in (a, b)]
     for dtype, bound in BOUNDS.items():
-        y = dense.gemm_nt(a, b, out=torch.full((M, N), float("nan"), dtype=dtype, device="cuda"), variant=variant)
+        y = torch.full((M, N), float("nan"), dtype=dtype, device="cuda")
+        dense.gemm_nt(a, b, Epilogue(out=y), variant=variant)
         if M * N > 1:  # the bound is one on the norm: a single number may be off by half a unit in the last place
             assert checks.relative_error(y, *narrow) <= bound
     bias, existing = torch.randn(N, device="cuda"), torch.randn(M, N, device="cuda")
-    y = dense.gemm_nt(a, b, bias=bias, out=existing.clone(), accumulate=True, variant=variant)
+    y = existing.clone()
+    dense.gemm_nt(a, b, Epilogue(bias=bias, addend=y, out=y), variant=variant)
     assert checks.relative_error(y, *narrow, plus=bias + existing) <= BOUNDS[torch.float32]
 
 
@@ -63,7 +67,7 @@ def test_error(pair, shape, variant):
 def test_error_of_long_contractions(variant, rows):
     """Dense bf16 operands, whose sums are never exact: tensor cores truncate, so a chain must not grow with K."""
     a, b = operand(rows, 40_000, None), operand(2048, 40_000, None)
-    y = dense.gemm_nt(a, b, out_dtype=torch.float32, variant=variant)
+    y = dense.gemm_nt(a, b, Epilogue(torch.float32), variant=variant)
     assert checks.relative_error(y, a, b) <= BOUNDS[torch.float32]
 
 
@@ -74,9 +78,9 @@ def test_split_contraction(variant, splits, monkeypatch):
     tile = (route.POINTER_TILES if variant == "pointer" or not HOPPER else route.TMA_TILES)[-1]
     plan = route.GemmPlan(tile in route.TMA_TILES, tile, splits, False)
     monkeypatch.setattr(dense, "gemm_plan", lambda *_: plan)
-    y = dense.gemm_nt(a, b, out_dtype=torch.float32)
+    y = dense.gemm_nt(a, b, Epilogue(torch.float32))
     assert checks.relative_error(y, a, b) <= BOUNDS[torch.float32]
-    assert torch.equal(y, dense.gemm_nt(a, b, out_dtype=torch.float32)), "the sum depends on the run"
+    assert torch.equal(y, dense.gemm_nt(a, b, Epilogue(torch.float32))), "the sum depends on the run"
 
 
 @pytest.mark.parametrize("tile", (HOPPER or ()) + route.POINTER_TILES, ids=str)
@@ -87,30 +91,31 @@ def test_every_tile(tile, monkeypatch):
         a, b = operand(700, 1100, checks.ROW), operand(N, 1100, checks.TILE)
         for dtype, bound in BOUNDS.items():
             out = torch.randn(700, N, device="cuda").to(dtype)
-            y = dense.gemm_nt(a, b, out=out.clone(), accumulate=True)
+            y = out.clone()
+            dense.gemm_nt(a, b, Epilogue(addend=y, out=y))
             assert checks.relative_error(y, a, b, plus=out) <= bound
         if tile.bn < 256:
             few = b._replace(values=b.values[: N - 3])
-            y = dense.gemm_nt(a, few, out_dtype=torch.float32)
+            y = dense.gemm_nt(a, few, Epilogue(torch.float32))
             assert checks.relative_error(y, a, few) <= BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 def test_plain_operands_of_other_dtypes(dtype):
     x, w = (torch.randn(n, 777, device="cuda").to(dtype) for n in (300, 200))
-    y = dense.gemm_nt(dq.Decoded(x), dq.Decoded(w), out_dtype=torch.float32)
+    y = dense.gemm_nt(dq.Decoded(x), dq.Decoded(w), Epilogue(torch.float32))
     assert checks.relative_error(y, dq.Decoded(x), dq.Decoded(w)) <= 1e-6
     mixed = operand(200, 777, hb.NVFP4())
-    y = dense.gemm_nt(dq.Decoded(x), mixed, out_dtype=torch.float32)
+    y = dense.gemm_nt(dq.Decoded(x), mixed, Epilogue(torch.float32))
     assert checks.relative_error(y, dq.Decoded(x), mixed._replace(values=mixed.values[:, :777])) <= 1e-6
 
 
 def test_a_captured_graph_replays_new_factors():
     a, b = operand(256, 512, hb.NVFP4()), operand(128, 512, hb.NVFP4())
-    expected = dense.gemm_nt(a, b, out_dtype=torch.float32) * 2
+    expected = dense.gemm_nt(a, b, Epilogue(torch.float32)) * 2
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = dense.gemm_nt(a, b, out_dtype=torch.float32)
+        y = dense.gemm_nt(a, b, Epilogue(torch.float32))
     a.amax.mul_(2)
     graph.replay()
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=0)

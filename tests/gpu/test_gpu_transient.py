@@ -6,6 +6,7 @@ import torch
 
 import halfbyte as hb
 from halfbyte.kernels import backend
+from halfbyte.layout import Operand
 from halfbyte.sides import both_sides
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -31,7 +32,7 @@ def test_values_are_the_decoded_codes(name, shape):
     codes = backend.quantize_row_col(x, *both_sides(*specs, draw=draw))
     values = backend.quantize_row_col(x, *both_sides(*specs, draw=draw, transient=(True, True)))
     for side, (stored, transient, spec) in enumerate(zip(codes, values, specs, strict=True)):
-        checks.same(transient.qdata, backend.decode(stored, spec, shape[1 - side]).values)
+        checks.same(transient.qdata, backend.decode(Operand(stored, spec, shape[1 - side])).values)
 
 
 @pytest.mark.parametrize("recipe", [name for name in hb.recipes.PRESETS if name not in ("bf16", "quartet2")])

@@ -11,11 +11,13 @@ from torch.library import opcheck
 import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels import backend
-from halfbyte.kernels.gemm.grouped import clear_tail, grouped_dequantize, grouped_gemm_nt
+from halfbyte.kernels.gemm.grouped import clear_tail, grouped_gemm_nt
 from halfbyte.kernels.quantize import grouped_route, route
+from halfbyte.kernels.quantize.one import quantize_side
+from halfbyte.kernels.unpack.grouped_dequantize import grouped_dequantize
 from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, Operand, group_alignment, group_ends
 from halfbyte.reference.scale import global_scale
-from halfbyte.sides import both_sides
+from halfbyte.sides import Side, both_sides
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels on a GPU")
 
@@ -61,7 +63,7 @@ def same_values(values, codes, specs, rows, offsets):
     """Compare transient values with decoded codes, as far as groups reach."""
     columns = int(group_ends(offsets, group_alignment(specs[1]))[-1])
     row, col = (
-        reference.decode(blocks, spec, blocks.qdata.shape[1] * 2).values.bfloat16()
+        reference.decode(Operand(blocks, spec, blocks.qdata.shape[1] * 2)).values.bfloat16()
         for blocks, spec in zip(codes, specs, strict=True)
     )
     checks.same(values[0].qdata[:rows], row[:rows, : values[0].qdata.shape[1]])
@@ -167,7 +169,7 @@ def transient(side):
     (qdata, scale, amax), spec, cols, _ = side
     length = 16 if isinstance(spec, hb.NVFP4) else 32
     flat = Blocks(qdata.flatten(0, -2), scale.flatten(0, -2), amax)
-    values = reference.decode(flat, spec, scale.shape[-1] * length).values.bfloat16()
+    values = reference.decode(Operand(flat, spec, scale.shape[-1] * length)).values.bfloat16()
     return Operand(Blocks(values.view(*qdata.shape[:-1], -1), scale.new_empty(0), amax), spec, cols)
 
 
@@ -286,7 +288,7 @@ def test_experts_in_whole_tiles(name, cols):
     codes, _ = backend.grouped_quantize_row_col(w, None, *both_sides(spec, None))
     same_blocks([codes], [expected])
     given = None if name == "mxfp8" else 2 * reference.quantize(w[0], spec).amax
-    same_blocks([backend.quantize(w[0], spec, amax=given)], [reference.quantize(w[0], spec, amax=given)])
+    same_blocks([quantize_side(w[0], Side(spec, amax=given))], [reference.quantize(w[0], spec, amax=given)])
     amax = None if codes.amax.numel() == 0 else codes.amax
     values, _ = backend.grouped_quantize_row_col(
         w, None, *both_sides(spec, None, row_amax=amax, transient=(True, False))

@@ -138,7 +138,7 @@ broken = replace(launch, constants={**constants, (names.index("BM"),): 63})
 found = [record.Recorded(one, record.TARGETS["sm_80"], "a call", True) for one in (launch, wide, broken)]
 for name in record.AMD:
     with record.recording(record.TARGETS[name]) as launches:
-        backend.quantize(tensor(256, 512), STOCHASTIC, **places(STOCHASTIC))
+        quantize_side(tensor(256, 512), Side(STOCHASTIC, **places(STOCHASTIC)))
     found += [record.Recorded(one, record.TARGETS[name], "a call", True) for one in launches]
 for one, outcome in record.compile_all(found, 2):
     print(found.index(one), one.problem(outcome), outcome if one.target.ptx else one.launch.options["backend_name"])

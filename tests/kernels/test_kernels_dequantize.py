@@ -8,7 +8,7 @@ import torch
 import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels.unpack import dequantize as dq
-from halfbyte.layout import Blocks
+from halfbyte.layout import Blocks, Operand
 
 torch.manual_seed(0)
 
@@ -28,8 +28,8 @@ def test_golden(case):
 def test_decode_gives_the_operand_of_the_gemm(spec):
     x = torch.randn(5, 70)
     blocks = reference.quantize(x, spec, scale_layout=layout.SWIZZLED_32_4_4)
-    ours = dq.decode(blocks, spec, 70, layout.SWIZZLED_32_4_4)
-    theirs = reference.decode(blocks, spec, 70, layout.SWIZZLED_32_4_4)
+    ours = dq.decode(Operand(blocks, spec, 70, layout.SWIZZLED_32_4_4))
+    theirs = reference.decode(Operand(blocks, spec, 70, layout.SWIZZLED_32_4_4))
     checks.same(ours.values.float(), theirs.values)
 
 
@@ -38,16 +38,16 @@ def test_decode_gives_the_operand_of_the_gemm(spec):
 @pytest.mark.parametrize("shape", ((4, 256), (128, 256), (36, 264)))
 def test_whole_and_ragged_tiles(shape, spec, scale_layout):
     blocks = reference.quantize(torch.randn(shape), spec, scale_layout=scale_layout)
-    expected = reference.dequantize(blocks, spec, shape[1], torch.bfloat16, scale_layout)
-    checks.same(dq.dequantize(blocks, spec, shape[1], torch.bfloat16, scale_layout), expected)
+    stored = Operand(blocks, spec, shape[1], scale_layout)
+    checks.same(dq.dequantize(stored, torch.bfloat16), reference.dequantize(stored, torch.bfloat16))
 
 
 def test_swizzled_scales_may_start_anywhere():
     spec = hb.NVFP4()
     blocks = reference.quantize(torch.randn(3, 48), spec, scale_layout=layout.SWIZZLED_32_4_4)
     moved = torch.cat((blocks.block_scale[:1], blocks.block_scale))[1:]
-    expected = reference.dequantize(blocks, spec, 48, scale_layout=layout.SWIZZLED_32_4_4)
-    ours = dq.dequantize(blocks._replace(block_scale=moved), spec, 48, scale_layout=layout.SWIZZLED_32_4_4)
+    expected = reference.dequantize(Operand(blocks, spec, 48, layout.SWIZZLED_32_4_4))
+    ours = dq.dequantize(Operand(blocks._replace(block_scale=moved), spec, 48, layout.SWIZZLED_32_4_4))
     checks.same(ours, expected)
 
 
@@ -68,13 +68,15 @@ def test_every_code_under_every_kind_of_scale(spec):
     blocks = every_code(spec)
     cols = 127 * 16 if isinstance(spec, hb.NVFP4) else 256
     for dtype in checks.DTYPES:
-        checks.same(dq.dequantize(blocks, spec, cols, dtype), reference.dequantize(blocks, spec, cols, dtype))
+        stored = Operand(blocks, spec, cols)
+        checks.same(dq.dequantize(stored, dtype), reference.dequantize(stored, dtype))
 
 
 @pytest.mark.parametrize("amax", (1e-45, 1e-35, 2.0**99.99, 2.0**100, 3.4e38))
 def test_the_branch_for_huge_amax(amax):
     blocks = every_code(hb.NVFP4())._replace(amax=torch.tensor(amax))
-    checks.same(dq.dequantize(blocks, hb.NVFP4(), 127 * 16), reference.dequantize(blocks, hb.NVFP4(), 127 * 16))
+    stored = Operand(blocks, hb.NVFP4(), 127 * 16)
+    checks.same(dq.dequantize(stored), reference.dequantize(stored))
 
 
 @pytest.mark.parametrize("shape", ((0, 32), (3, 0), (0, 0)))
@@ -82,8 +84,8 @@ def test_the_branch_for_huge_amax(amax):
 def test_empty_tensors_are_never_launched(shape, spec, monkeypatch):
     monkeypatch.setattr(dq, "dequantize_kernel", None)
     blocks = reference.quantize(torch.randn(shape), spec)
-    assert dq.dequantize(blocks, spec, shape[1], torch.bfloat16).shape == shape
-    assert dq.decode(blocks, spec, shape[1]).values.shape[0] == shape[0]
+    assert dq.dequantize(Operand(blocks, spec, shape[1]), torch.bfloat16).shape == shape
+    assert dq.decode(Operand(blocks, spec, shape[1])).values.shape[0] == shape[0]
 
 
 def test_rows_may_be_strided_and_start_anywhere():
@@ -91,15 +93,16 @@ def test_rows_may_be_strided_and_start_anywhere():
     blocks = reference.quantize(x, spec)
     wide = torch.zeros(6, 29, dtype=torch.uint8)
     wide[:, 1:25] = blocks.qdata
-    expected = reference.dequantize(blocks, spec, 48)
-    checks.same(dq.dequantize(blocks._replace(qdata=wide[:, 1:25]), spec, 48), expected)
+    expected = reference.dequantize(Operand(blocks, spec, 48))
+    checks.same(dq.dequantize(Operand(blocks._replace(qdata=wide[:, 1:25]), spec, 48)), expected)
     padded = torch.zeros(6, 32, dtype=torch.uint8)
     padded[:, :24] = blocks.qdata
-    checks.same(dq.dequantize(blocks._replace(qdata=padded[:, :24]), spec, 48), expected)
-    checks.same(dq.dequantize(Blocks(blocks.qdata[2:], blocks.block_scale[2:], blocks.amax), spec, 48), expected[2:])
+    checks.same(dq.dequantize(Operand(blocks._replace(qdata=padded[:, :24]), spec, 48)), expected)
+    last = Blocks(blocks.qdata[2:], blocks.block_scale[2:], blocks.amax)
+    checks.same(dq.dequantize(Operand(last, spec, 48)), expected[2:])
 
 
 def test_an_unknown_scale_layout_is_named():
     blocks = reference.quantize(torch.randn(2, 16), hb.NVFP4())
     with pytest.raises(ValueError, match="scale_layout='diagonal'"):
-        dq.dequantize(blocks, hb.NVFP4(), 16, scale_layout="diagonal")
+        dq.dequantize(Operand(blocks, hb.NVFP4(), 16, "diagonal"))

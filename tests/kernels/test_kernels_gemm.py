@@ -10,6 +10,7 @@ from halfbyte import reference
 from halfbyte.kernels.gemm import dense, route
 from halfbyte.kernels.target import amd, nvidia
 from halfbyte.kernels.unpack.dequantize import Decoded
+from halfbyte.sides import Epilogue
 
 torch.manual_seed(0)
 
@@ -32,6 +33,10 @@ def test_golden(index, case):
     checks.check_gemm(case, VARIANTS[index % 2])
 
 
+def into(out, bias=None, *, accumulate=True):
+    return Epilogue(bias=bias, addend=out if accumulate else None, out=out)
+
+
 def assert_like_reference(pair, shape, **options):
     M, N, K = shape
     xs = (torch.randn(rows, K).bfloat16() for rows in (M, N))
@@ -39,10 +44,10 @@ def assert_like_reference(pair, shape, **options):
     width = min(side.values.shape[1] for side in theirs)
     theirs = [side._replace(values=side.values[:, :width]) for side in theirs]
     bias, existing = torch.randn(N), torch.randn(M, N)
-    for accumulate in (False, True):
-        end = {"bias": bias if accumulate else None, "accumulate": accumulate}
-        y = dense.gemm_nt(*ours, out=existing.clone(), **end, **options)
-        expected = reference.gemm_nt(*theirs, out=existing.clone(), **end)
+    for extra in (False, True):
+        y, expected = existing.clone(), existing.clone()
+        dense.gemm_nt(*ours, into(y, bias if extra else None, accumulate=extra), **options)
+        reference.gemm_nt(*theirs, into(expected, bias if extra else None, accumulate=extra))
         assert (y - expected).norm() <= 1e-6 * expected.norm()
 
 
@@ -61,9 +66,9 @@ def test_ragged_shapes(shape, variant):
 def test_a_rotated_tail_takes_part():
     x, w = torch.randn(4, 40), torch.randn(6, 40)
     ours, theirs = zip(*(checks.decoded_pair(t, ROTATED) for t in (x, w)), strict=True)
-    y = dense.gemm_nt(*ours, out_dtype=torch.float32)
+    y = dense.gemm_nt(*ours, Epilogue(torch.float32))
     assert ours[0].values.shape[1] == 64 and ours[0].values[:, 40:].any()
-    torch.testing.assert_close(y, reference.gemm_nt(*theirs, out_dtype=torch.float32))
+    torch.testing.assert_close(y, reference.gemm_nt(*theirs, Epilogue(torch.float32)))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
@@ -71,11 +76,11 @@ def test_one_rounding_to_the_output_dtype(dtype):
     # Sums of at most 48 products of 6-bit numbers are exact in fp32: the result is rounded exactly once.
     ours, theirs = zip(*(checks.decoded_pair(torch.randn(n, 48), checks.ROW) for n in (7, 12)), strict=True)
     bias = torch.randn(12).to(dtype)
-    y = dense.gemm_nt(*ours, out_dtype=dtype, bias=bias)
-    checks.same(y, reference.gemm_nt(*theirs, out_dtype=dtype, bias=bias))
+    y = dense.gemm_nt(*ours, Epilogue(dtype, bias))
+    checks.same(y, reference.gemm_nt(*theirs, Epilogue(dtype, bias)))
     existing = torch.randn(7, 12).to(dtype)
-    summed = dense.gemm_nt(*ours, out=existing.clone(), accumulate=True)
-    checks.same(summed, reference.gemm_nt(*theirs, out=existing.clone(), accumulate=True))
+    summed = dense.gemm_nt(*ours, into(existing.clone()))
+    checks.same(summed, reference.gemm_nt(*theirs, into(existing.clone())))
 
 
 @pytest.mark.parametrize(("M", "N"), ((9, 16), (12, 37)))
@@ -83,25 +88,25 @@ def test_one_rounding_to_the_output_dtype(dtype):
 def test_an_addend_of_its_own_dtype_is_added_before_the_rounding(variant, M, N):
     ours, theirs = zip(*(checks.decoded_pair(torch.randn(n, 48), checks.ROW) for n in (M, N)), strict=True)
     addend = torch.randn(M, N)
-    y = dense.gemm_nt_add(*ours, addend, out_dtype=torch.bfloat16, variant=variant)
-    summed = dense.gemm_nt(*ours, out=addend.clone(), accumulate=True, variant=variant)
+    y = dense.gemm_nt(*ours, Epilogue(addend=addend), variant=variant)
+    summed = dense.gemm_nt(*ours, into(addend.clone()), variant=variant)
     checks.same(y, summed.bfloat16())
     factors = [side.factor.double() for side in theirs]
     exact = (theirs[0].values.double() @ theirs[1].values.double().T) * (factors[0][:, None] * factors[1][None, :])
     torch.testing.assert_close(y.double(), exact + addend, rtol=2**-8, atol=1e-5)
-    checks.same(reference.gemm_nt_add(*theirs, addend, out_dtype=torch.bfloat16), y)
+    checks.same(reference.gemm_nt(*theirs, Epilogue(addend=addend)), y)
 
 
 def test_an_addend_without_a_contraction():
     a, b, addend = torch.empty(3, 0), torch.empty(5, 0), torch.randn(3, 5)
-    y = dense.gemm_nt_add(Decoded(a), Decoded(b), addend, out_dtype=torch.bfloat16)
+    y = dense.gemm_nt(Decoded(a), Decoded(b), Epilogue(addend=addend))
     checks.same(y, addend.bfloat16())
 
 
 def test_scalar_factors_that_overflow_together():
     a, b = (Decoded(torch.full((2, 16), v).bfloat16(), torch.tensor(3e38), 2688.0) for v in (2.0**-9, 2.0**-10))
     assert torch.isinf((torch.tensor(3e38) / 2688) ** 2)
-    y = dense.gemm_nt(a._replace(amax=torch.tensor(1e30)), b, out_dtype=torch.float32)
+    y = dense.gemm_nt(a._replace(amax=torch.tensor(1e30)), b, Epilogue(torch.float32))
     expected = (a.values.double() * (1e30 / 2688)) @ (b.values.double() * (3e38 / 2688)).T
     torch.testing.assert_close(y, expected.float())
 
@@ -148,9 +153,9 @@ def test_nothing_to_multiply(shape, monkeypatch):
     monkeypatch.setattr(dense, "_run", None)
     M, N, K = shape
     a, b = Decoded(torch.randn(M, K).bfloat16()), Decoded(torch.randn(N, K).bfloat16())
-    assert torch.equal(dense.gemm_nt(a, b, out_dtype=torch.float32), torch.zeros(M, N))
+    assert torch.equal(dense.gemm_nt(a, b, Epilogue(torch.float32)), torch.zeros(M, N))
     bias, existing = torch.randn(N), torch.randn(M, N)
-    y = dense.gemm_nt(a, b, bias=bias, out=existing.clone(), accumulate=True)
+    y = dense.gemm_nt(a, b, into(existing.clone(), bias))
     assert torch.equal(y, existing + bias)
 
 
@@ -162,17 +167,17 @@ def test_plain_operands_of_any_dtype_and_stride():
         (torch.bfloat16, torch.float32),
     ):
         a, b = x.to(x_dtype), w.to(w_dtype)
-        y = dense.gemm_nt(Decoded(a), Decoded(b), out_dtype=torch.float32)
+        y = dense.gemm_nt(Decoded(a), Decoded(b), Epilogue(torch.float32))
         torch.testing.assert_close(y, a.float() @ b.float().T)
 
 
 def test_output_with_any_stride():
     ours, theirs = zip(*(checks.decoded_pair(torch.randn(n, 48), hb.NVFP4()) for n in (7, 12)), strict=True)
     out = torch.zeros(12, 7).T
-    assert dense.gemm_nt(*ours, out=out) is out
-    torch.testing.assert_close(out, reference.gemm_nt(*theirs, out_dtype=torch.float32))
+    assert dense.gemm_nt(*ours, Epilogue(out=out)) is out
+    torch.testing.assert_close(out, reference.gemm_nt(*theirs, Epilogue(torch.float32)))
     wide = torch.zeros(7, 20)
-    dense.gemm_nt(*ours, out=wide[:, 3:15])
+    dense.gemm_nt(*ours, Epilogue(out=wide[:, 3:15]))
     torch.testing.assert_close(wide[:, 3:15], out)
     assert not wide[:, :3].any() and not wide[:, 15:].any()
 
@@ -199,7 +204,7 @@ def test_a_long_contraction_is_summed_in_chains(accumulate, monkeypatch):
     monkeypatch.setattr(dense, "_multiply", lambda *args: (launches.append(args[1].shape[1]), multiply(*args)))
     ours, theirs = zip(*(checks.decoded_pair(torch.randn(n, 304), hb.NVFP4()) for n in (7, 12)), strict=True)
     bias, existing = torch.randn(12), torch.randn(7, 12)
-    y = dense.gemm_nt(*ours, bias=bias, out=existing.clone(), accumulate=accumulate)
-    expected = reference.gemm_nt(*theirs, bias=bias, out=existing.clone(), accumulate=accumulate)
+    y = dense.gemm_nt(*ours, into(existing.clone(), bias, accumulate=accumulate))
+    expected = reference.gemm_nt(*theirs, into(existing.clone(), bias, accumulate=accumulate))
     torch.testing.assert_close(y, expected)
     assert launches == [128, 128, 48]

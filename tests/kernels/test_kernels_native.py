@@ -13,6 +13,7 @@ import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels import record
 from halfbyte.kernels.gemm import native, native_route
+from halfbyte.sides import Epilogue
 
 torch.manual_seed(0)
 
@@ -100,18 +101,18 @@ def test_the_call_means_the_product(pair, shape, scale_layout, monkeypatch):
     monkeypatch.setattr(native, "scaled_mm", emulated_scaled_mm)
     M, N, K = shape
     a, b = packed(M, K, pair[0], scale_layout), packed(N, K, pair[1], scale_layout)
-    decoded = [reference.decode(side.blocks, side.spec, K, scale_layout) for side in (a, b)]
+    decoded = [reference.decode(side) for side in (a, b)]
     existing = torch.randn(M, N)
     for dtype in checks.DTYPES:
         for bias in (None, torch.randn(N).to(dtype), torch.randn(N)):
-            expected = reference.gemm_nt(*decoded, out_dtype=torch.float32, bias=bias)
-            y = native.native_gemm_nt(a, b, out_dtype=dtype, bias=bias)
+            expected = reference.gemm_nt(*decoded, Epilogue(torch.float32, bias))
+            y = native.native_gemm_nt(a, b, Epilogue(dtype, bias))
             assert y.dtype == dtype and y.shape == (M, N)
             tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
             torch.testing.assert_close(y.float(), expected, rtol=tolerance, atol=1e-5)
     out = existing.clone()
-    assert native.native_gemm_nt(a, b, out=out, accumulate=True) is out
-    torch.testing.assert_close(out, reference.gemm_nt(*decoded, out=existing.clone(), accumulate=True))
+    assert native.native_gemm_nt(a, b, Epilogue(addend=out, out=out)) is out
+    torch.testing.assert_close(out, reference.gemm_nt(*decoded, Epilogue(torch.float32, addend=existing)))
 
 
 def test_one_call_where_scaled_mm_can_finish(monkeypatch):
@@ -123,11 +124,12 @@ def test_one_call_where_scaled_mm_can_finish(monkeypatch):
 
     monkeypatch.setattr(native, "scaled_mm", record)
     a, b, row = packed(4, 32, hb.NVFP4()), packed(16, 32, hb.NVFP4()), packed(4, 32, checks.ROW)
-    native.native_gemm_nt(a, b, bias=torch.randn(16).bfloat16())
-    native.native_gemm_nt(a, b, out_dtype=torch.float32)
-    native.native_gemm_nt(a, b, bias=torch.randn(16))
+    native.native_gemm_nt(a, b, Epilogue(bias=torch.randn(16).bfloat16()))
+    native.native_gemm_nt(a, b, Epilogue(torch.float32))
+    native.native_gemm_nt(a, b, Epilogue(bias=torch.randn(16)))
     native.native_gemm_nt(row, b)
-    native.native_gemm_nt(a, b, out=torch.zeros(4, 16, dtype=torch.bfloat16), accumulate=True)
+    out = torch.zeros(4, 16, dtype=torch.bfloat16)
+    native.native_gemm_nt(a, b, Epilogue(addend=out, out=out))
     assert calls == [
         (2, torch.bfloat16, True),
         (2, torch.float32, False),
@@ -154,7 +156,7 @@ def test_nothing_to_multiply(shape, monkeypatch):
     monkeypatch.setattr(native, "scaled_mm", None)
     M, N, K = shape
     bias = torch.randn(N)
-    y = native.native_gemm_nt(packed(M, K, hb.NVFP4()), packed(N, K, hb.NVFP4()), out_dtype=torch.float32, bias=bias)
+    y = native.native_gemm_nt(packed(M, K, hb.NVFP4()), packed(N, K, hb.NVFP4()), Epilogue(torch.float32, bias))
     assert torch.equal(y, bias.expand(M, N))
 
 

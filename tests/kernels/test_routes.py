@@ -10,6 +10,7 @@ from triton.runtime.interpreter import InterpretedFunction
 import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels import backend
+from halfbyte.layout import Operand
 from halfbyte.sides import both_sides
 
 TILE, RHT, SR = hb.NVFP4(block=(16, 16)), {"rotation": hb.Hadamard()}, {"rounding": "stochastic"}
@@ -65,7 +66,7 @@ def test_route_and_bytes_of_one_orientation(name, shape, transient, side, launch
     own = {"draw": draw.next() if side else draw} if spec.needs_rng else {}
     expected = reference.quantize(x.T if side else x, spec, **own)
     if transient:
-        values = reference.decode(expected, spec, shape[1 - side]).values.bfloat16()
+        values = reference.decode(Operand(expected, spec, shape[1 - side])).values.bfloat16()
         assert torch.equal(sides[side].qdata, values) and torch.equal(sides[side].amax, expected.amax)
         assert sides[side].block_scale.numel() == 0
     else:

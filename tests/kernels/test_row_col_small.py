@@ -8,6 +8,7 @@ import halfbyte as hb
 from halfbyte import layout
 from halfbyte.kernels import backend
 from halfbyte.kernels.quantize import both, both_route, both_small
+from halfbyte.layout import Operand
 from halfbyte.sides import both_sides
 
 SR = {"rounding": "stochastic"}
@@ -42,7 +43,7 @@ def test_decoded_operands_hold_the_codes(transient, monkeypatch):
     sides = backend.quantize_row_col(x, *both_sides(*PAIRS[1], **checks.draws("cpu"), transient=transient))
     for i, (stored, side, spec, decoded) in enumerate(zip(codes, sides, PAIRS[1], transient, strict=True)):
         if decoded:
-            stored = stored._replace(qdata=backend.decode(stored, spec, x.shape[1 - i]).values)
+            stored = stored._replace(qdata=backend.decode(Operand(stored, spec, x.shape[1 - i])).values)
             stored = stored._replace(block_scale=side.block_scale)
             assert side.block_scale.numel() == 0
         checks.same_blocks(side, stored)

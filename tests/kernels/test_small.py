@@ -6,8 +6,8 @@ import torch
 
 import halfbyte as hb
 from halfbyte import layout, reference
-from halfbyte.kernels import backend
 from halfbyte.kernels.quantize import one, route
+from halfbyte.kernels.quantize.one import quantize_side
 from halfbyte.sides import Side
 
 WIDE = [
@@ -31,7 +31,7 @@ def test_one_launch(index, monkeypatch):
         monkeypatch.setattr(one.lines, "quantize_any", None)
     options = {**checks.draws("cpu"), "scale_layout": scale_layout}
     for view in (x, x.T):
-        checks.same_blocks(backend.quantize(view, spec, **options), reference.quantize(view, spec, **options))
+        checks.same_blocks(quantize_side(view, Side(spec, **options)), reference.quantize(view, spec, **options))
 
 
 def test_what_fits():

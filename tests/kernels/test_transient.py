@@ -8,6 +8,7 @@ import torch
 
 import halfbyte as hb
 from halfbyte.kernels import backend
+from halfbyte.layout import Operand
 from halfbyte.sides import both_sides
 
 SR, RHT = {"rounding": "stochastic"}, {"rotation": hb.Hadamard()}
@@ -31,7 +32,7 @@ def test_values_are_the_decoded_codes(name):
     codes = backend.quantize_row_col(x, *both_sides(*specs, draw=draw))
     values = backend.quantize_row_col(x, *both_sides(*specs, draw=draw, transient=(True, True)))
     for side, (stored, transient, spec) in enumerate(zip(codes, values, specs, strict=True)):
-        expected = backend.decode(stored, spec, shape[1 - side])
+        expected = backend.decode(Operand(stored, spec, shape[1 - side]))
         checks.same(transient.qdata, expected.values)
         checks.same(transient.amax, stored.amax)
         assert transient.block_scale.numel() == 0

@@ -13,6 +13,7 @@ import halfbyte as hb
 from halfbyte import cli
 from halfbyte.kernels import backend, launch
 from halfbyte.kernels.amax import plain
+from halfbyte.kernels.quantize.one import quantize_side
 from halfbyte.layout import Operand
 from halfbyte.ops.explain import read_spec
 from halfbyte.sides import Side, both_sides
@@ -44,18 +45,18 @@ def quantized(shape, *specs):
 
 
 def product():
-    a, b = (backend.quantize(x(n, 64), PLAIN) for n in (40, 24))
+    a, b = (quantize_side(x(n, 64), Side(PLAIN)) for n in (40, 24))
     recorder = Recorder()
     with launch.watching(recorder):
-        backend.gemm_nt(*(backend.decode(side, PLAIN, 64) for side in (a, b)))
+        backend.gemm_nt(*(backend.decode(Operand(side, PLAIN, 64)) for side in (a, b)))
     return recorder.launches
 
 
 def stored():
-    blocks = backend.quantize(x(48, 160), PLAIN)
+    blocks = quantize_side(x(48, 160), Side(PLAIN))
     recorder = Recorder()
     with launch.watching(recorder):
-        backend.dequantize(blocks, PLAIN, 160, torch.bfloat16)
+        backend.dequantize(Operand(blocks, PLAIN, 160), torch.bfloat16)
     return recorder.launches
 
 
@@ -171,13 +172,13 @@ def test_without_a_gpu_plain_torch_runs():
 def test_a_rehearsal_launches_nothing():
     kept = torch.zeros(32, 64, dtype=torch.bfloat16)
     with launch.rehearsing() as events:
-        blocks = backend.quantize(kept.fill_(3), PLAIN)
+        blocks = quantize_side(kept.fill_(3), Side(PLAIN))
         before = blocks.qdata.clone()
     assert len(events) == 2 and torch.equal(before, blocks.qdata)
     assert launch.rehearsal() is None
     recorder = Recorder()
     with launch.watching(recorder):
-        backend.quantize(kept, PLAIN)
+        quantize_side(kept, Side(PLAIN))
     assert len(recorder.launches) == 1
 
 

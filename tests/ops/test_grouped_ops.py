@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import halfbyte as hb
 from halfbyte import layout
+from halfbyte.layout import Operand
 from halfbyte.reference import dequantize, quantize_row_col
 from halfbyte.sides import both_sides
 
@@ -113,7 +114,7 @@ def test_weights_of_experts(spec, scale_layout):
             assert torch.equal(parts[0][g], want.qdata) and torch.equal(parts[1][g], want.block_scale)
             if q.amax is not None:
                 assert torch.equal(q.amax.unflatten(0, (3, -1))[g].view(want.amax.shape), want.amax)
-                values = dequantize(want, spec, shape[-1], torch.float32, scale_layout)
+                values = dequantize(Operand(want, spec, shape[-1], scale_layout))
                 assert torch.equal(q.dequantize()[g], values)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 import halfbyte as hb
 from halfbyte import ops, reference
 from halfbyte.kernels import prepared
+from halfbyte.layout import Operand
 from halfbyte.ops import repeat
 from halfbyte.sides import Side, both_sides
 
@@ -107,7 +108,7 @@ def test_dequantize(spec):
     def call(layout, i):
         with anew():
             blocks = ops.quantize(data(i, 20, 40), Side(spec, scale_layout=layout))
-        return ops.dequantize(blocks, spec, 40, torch.bfloat16, layout)
+        return ops.dequantize(Operand(blocks, spec, 40, layout), torch.bfloat16)
 
     for layout in ("linear", "swizzled_32_4_4"):
         check_repeats(partial(call, layout))

@@ -8,6 +8,7 @@ from strategies import EDEN, HEADROOM
 
 import halfbyte as hb
 from halfbyte import reference
+from halfbyte.layout import Operand
 from halfbyte.reference import hadamard
 
 MANY = (0.875, 1.0, 1.25, 1.5)
@@ -98,7 +99,7 @@ def test_rotated_with_fresh_signs_eden_is_unbiased_on_data_with_outliers():
         spec, values = dataclasses.replace(EDEN, rotation=rotation), []
         for place in (hb.Philox(8, i) for i in range(256)):
             q = hb.quantize(x, spec, rng=place, sign_rng=place)
-            rotated = reference.dequantize(q.blocks, spec, 128).double()
+            rotated = reference.dequantize(Operand(q.blocks, spec, 128)).double()
             values.append(rotated @ h * hadamard.signs(rotation, place.on(x.device), x.device))
         means = torch.stack(values).unflatten(0, (16, 16)).mean(1)
         return float((means - x).square().mean().sqrt() / (means.mean(0) - x).square().mean().sqrt())

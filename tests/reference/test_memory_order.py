@@ -7,6 +7,7 @@ import torch
 
 import halfbyte as hb
 from halfbyte import ops, reference
+from halfbyte.layout import Operand
 from halfbyte.reference import nvfp4
 from halfbyte.reference.cast import fp8_values
 from halfbyte.reference.philox import block_bytes, bytes_of_both
@@ -44,7 +45,7 @@ def test_transient_values_are_the_decoded_codes(pair, shape):
     codes = ops.quantize_row_col(x, *both_sides(*specs, draw=draw))
     values = ops.quantize_row_col(x, *both_sides(*specs, draw=draw, transient=(True, True)))
     for mine, stored, spec, cols in zip(values, codes, specs, (shape[1], shape[0]), strict=True):
-        expected = reference.decode(stored, spec, cols)
+        expected = reference.decode(Operand(stored, spec, cols))
         assert mine.block_scale.numel() == 0
         assert torch.equal(bits(mine.qdata), bits(expected.values))  # the sign of zero too
         assert torch.equal(bits(mine.amax), bits(stored.amax))

@@ -39,69 +39,47 @@ from halfbyte.kernels.gemm.tile import (
 from halfbyte.kernels.target import target_of
 from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.layout import ceil_div, round_up
+from halfbyte.sides import Epilogue
 
 COMBINE_TILE = (16, 128)
 
 
-def gemm_nt(
-    a: Decoded,
-    b: Decoded,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-    variant: Variant = "auto",
-) -> Tensor:
-    """Return a @ b.T with factors, bias and the existing output applied in fp32 before the only rounding.
+def gemm_nt(a: Decoded, b: Decoded, epilogue: Epilogue = Epilogue(), *, variant: Variant = "auto") -> Tensor:
+    """Return a @ b.T [M, N], `epilogue.out` itself if given: factors, bias and addend in fp32 before the only rounding.
 
     Args:
         a: values [M, K], see Decoded; a plain operand is `Decoded(x)`.
         b: values [N, K]. Columns beyond the narrower operand are padding and take no part.
-        out_dtype: bf16, fp16 or fp32 of the result if `out` is None.
-        bias: [N] of any float dtype, or None.
-        out: [M, N] to write into.
-        accumulate: add to what `out` holds.
+        epilogue: bias, addend and output.
         variant: "tma" and "pointer" force a kernel, "auto" chooses from the device and the strides.
-
-    Returns:
-        [M, N], `out` itself if given.
 
     Raises:
         ValueError: variant "tma" on strides that a tensor map cannot describe.
     """
-    y = _output(a, b, out_dtype) if out is None else out
-    assert out is not None or not accumulate, "accumulate needs out"
-    assert y.shape == (a.values.shape[0], b.values.shape[0]), "out has another shape"
-    return _into(y, a, b, bias, y if accumulate else None, variant)
-
-
-def gemm_nt_add(
-    a: Decoded, b: Decoded, addend: Tensor, *, out_dtype: torch.dtype = torch.bfloat16, variant: Variant = "auto"
-) -> Tensor:
-    """Return a @ b.T + addend, the addend [M, N] of any float dtype added in fp32 before the only rounding."""
-    return _into(_output(a, b, out_dtype), a, b, None, addend, variant)
-
-
-def _output(a: Decoded, b: Decoded, dtype: torch.dtype) -> Tensor:
-    return torch.empty(a.values.shape[0], b.values.shape[0], dtype=dtype, device=a.values.device)
-
-
-def _into(y: Tensor, a: Decoded, b: Decoded, bias: Tensor | None, addend: Tensor | None, variant: Variant) -> Tensor:
-    """Write a @ b.T with its ends into y; the addend may be y itself."""
-    a, b = (side._replace(values=_row_major(side.values)) for side in (a, b))
+    y = output(a.values, b.values, epilogue)
+    a, b = (side._replace(values=row_major(side.values)) for side in (a, b))
     if y.numel() == 0:
         return y
     K = min(a.values.shape[1], b.values.shape[1])
-    target = y if y.stride(1) == 1 else y.contiguous()
-    addend = target if addend is y else None if addend is None else _row_major(addend)
+    target, addend = ends(y, epilogue)
     if K == 0:
-        return bias_only(y, bias, addend)
+        return bias_only(y, epilogue.bias, addend)
     plan = gemm_plan(a.values, b.values, (target, addend), K, variant)
-    _run(plan, a, b, target, bias, addend, K)
-    if target is not y:
-        y.copy_(target)
-    return y
+    _run(plan, a, b, target, epilogue.bias, addend, K)
+    return y if target is y else y.copy_(target)
+
+
+def output(a: Tensor, b: Tensor, epilogue: Epilogue) -> Tensor:
+    """Return what a product of a's and b's rows is written to: what was given, or new memory."""
+    shape, (dtype, _, _, out) = (a.shape[0], b.shape[0]), epilogue
+    assert out is None or out.shape == shape, "out has another shape"
+    return torch.empty(shape, dtype=dtype, device=a.device) if out is None else out
+
+
+def ends(y: Tensor, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:
+    """Return (target, addend) with contiguous rows for a result y, whose copies they may be; one tensor if they are."""
+    target, addend = row_major(y), epilogue.addend
+    return target, target if addend is y else None if addend is None else row_major(addend)
 
 
 def _run(
@@ -217,5 +195,6 @@ def bias_only(y: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
     return y.copy_(total if bias is None else total + bias.float())
 
 
-def _row_major(x: Tensor) -> Tensor:
+def row_major(x: Tensor) -> Tensor:
+    """Return x with contiguous rows: itself, or a copy."""
     return x if x.stride(1) == 1 or x.shape[1] == 0 else x.contiguous()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,19 +23,14 @@ from halfbyte.kernels.gemm.grouped_tile import (
 from halfbyte.kernels.gemm.route import NO_LIMIT, Variant, epilogue_parts
 from halfbyte.kernels.gemm.tile import Applied, FactorKinds, Products, Rows, divisors
 from halfbyte.kernels.groups import GroupPlan, plan_groups
-from halfbyte.kernels.unpack.dequantize import decode, dequantize
-from halfbyte.kernels.unpack.swizzle import grouped_unswizzle
+from halfbyte.kernels.unpack.grouped_dequantize import grouped_values
 from halfbyte.layout import (
     GROUP_COLUMNS,
-    LINEAR,
-    Blocks,
     Operand,
-    blocks_per_row,
     ceil_div,
     group_alignment,
     padded_groups,
 )
-from halfbyte.spec import Spec
 
 CLEAR_TILE = (32, 512)
 
@@ -100,60 +95,6 @@ def decoded(operand: Operand | Tensor, offsets: Tensor, K: int, *, split: bool) 
         values = grouped_values(blocks, spec, offsets, K, scale_layout, split=split)
     amax, stored = blocks.amax if spec.format.has_amax else None, group_alignment(spec) if split else 0
     return DecodedGroups(values, amax, spec.divisor, spec.has_row_amax, stored, True)
-
-
-def grouped_values(
-    blocks: Blocks, spec: Spec, offsets: Tensor | None, K: int, scale_layout: str = LINEAR, *, split: bool = False
-) -> Tensor:
-    """Return element * block_scale of codes, bf16, with all the padding of the storage.
-
-    Args:
-        blocks: tokens, or the experts' [E, N, bytes].
-        offsets: None for experts.
-        K: logical columns.
-        split: whether the groups split the columns.
-    """
-    qdata = blocks.qdata.flatten(0, -2)
-    scale = linear_scale(blocks, spec, offsets, K, scale_layout, split=split).flatten(0, -2)
-    cols = blocks_per_row(qdata, spec) * spec.block_length
-    values = decode(Blocks(qdata, scale, blocks.amax), spec, cols if split else K).values
-    return values.view(*blocks.qdata.shape[:-1], -1)
-
-
-def linear_scale(
-    blocks: Blocks, spec: Spec, offsets: Tensor | None, K: int, scale_layout: str, *, split: bool = False
-) -> Tensor:
-    """Return LINEAR block scales."""
-    if scale_layout == LINEAR:
-        return blocks.block_scale
-    shape = (*blocks.qdata.shape[:-1], blocks_per_row(blocks.qdata, spec))
-    own = None if blocks.qdata.dim() == 3 else offsets
-    return grouped_unswizzle(blocks.block_scale, shape, spec, own, contraction=split, total=K)
-
-
-def grouped_dequantize(operand: Operand, offsets: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values of tokens in groups along the rows, zeros behind the last, or of expert weights (offsets None).
-
-    Args:
-        operand: quantized.
-
-    Returns:
-        dtype [M, cols] or [E, N, cols].
-    """
-    blocks, spec, cols, scale_layout = operand
-    scale = linear_scale(blocks, spec, offsets, cols, scale_layout).flatten(0, -2)
-    qdata = blocks.qdata.flatten(0, -2)
-    if not spec.format.has_amax:
-        return dequantize(Blocks(qdata, scale, blocks.amax), spec, cols, dtype).view(*blocks.qdata.shape[:-1], cols)
-    amax = blocks.amax.flatten()
-    if not spec.has_row_amax:  # the factor of its group for every row
-        rows = torch.arange(qdata.shape[0], device=qdata.device)
-        if offsets is None:
-            amax = amax[rows // blocks.qdata.shape[1]]
-        else:
-            amax = torch.cat((amax, amax.new_zeros(1)))[torch.bucketize(rows, offsets, right=True)]
-    by_row = replace(spec, block=(1, 16), outer="row")
-    return dequantize(Blocks(qdata, scale, amax), by_row, cols, dtype).view(*blocks.qdata.shape[:-1], cols)
 
 
 def _run_rows(

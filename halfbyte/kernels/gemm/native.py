@@ -1,6 +1,6 @@
 """gemm_nt on the FP4 and FP8 tensor cores of sm_100 and later: `torch.nn.functional.scaled_mm` on the stored bytes.
 
-What scaled_mm cannot do is done by one pass over its fp32 result: row factors, accumulation, a bias of another dtype.
+What scaled_mm cannot do is done by one pass over its fp32 result: row factors, an addend, a bias of another dtype.
 Checked against ATen's conditions on fake tensors, not run: no such GPU was at hand (docs/internals/gemm.md).
 """
 
@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from halfbyte.formats import FLT_MAX, f32
-from halfbyte.kernels.gemm.dense import bias_only, combine
+from halfbyte.kernels.gemm.dense import bias_only, combine, ends, output
 from halfbyte.kernels.unpack.dequantize import from_values
 from halfbyte.kernels.unpack.swizzle import swizzle
 from halfbyte.layout import LINEAR, Operand, blocks_per_row, round_up
+from halfbyte.sides import Epilogue
 
 ALIGNMENT = 16  # bytes along the contraction, and rows of b: what scaled_mm requires
 DTYPES = {
@@ -30,49 +31,36 @@ DTYPES = {
 SCALINGS = {16: ScalingType.BlockWise1x16, 32: ScalingType.BlockWise1x32}
 
 
-def native_gemm_nt(
-    a: Operand,
-    b: Operand,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-) -> Tensor:
-    """Return a @ b.T, rounded once.
+def native_gemm_nt(a: Operand, b: Operand, epilogue: Epilogue = Epilogue()) -> Tensor:
+    """Return a @ b.T [M, N], `epilogue.out` itself if given, rounded once.
+
+    Where the product of the two tensor factors overflows fp32, a result that scaled_mm finishes by itself is infinite.
 
     Args:
         a: NVFP4 or MXFP8 [M, K].
         b: the same format [N, K].
-        out_dtype: bf16, fp16 or fp32 of the result if `out` is None.
-        bias: [N] of any float dtype, or None.
-        out: [M, N] to write into.
-        accumulate: add to what `out` holds.
-
-    Returns:
-        [M, N], `out` itself if given. Where the product of the two tensor factors overflows fp32, a result that
-        scaled_mm finishes by itself is infinite.
+        epilogue: bias, addend and output.
     """
-    assert out is not None or not accumulate, "accumulate needs out"
-    M, N, dtype = a.blocks.qdata.shape[0], b.blocks.qdata.shape[0], out_dtype if out is None else out.dtype
-    if M == 0 or N == 0 or a.blocks.qdata.shape[1] == 0:
-        y = torch.empty(M, N, dtype=dtype, device=a.blocks.qdata.device) if out is None else out
-        return bias_only(y, bias, y if accumulate else None) if y.numel() else y
-    if _finishes_alone(a, b, dtype, bias, accumulate):
-        y = scaled_mm(**scaled_mm_arguments(a, b, dtype, bias))[:, :N]
+    left, right, out = a.blocks.qdata, b.blocks.qdata, epilogue.out
+    if 0 in (*left.shape, right.shape[0]):
+        y = output(left, right, epilogue)
+        return bias_only(y, epilogue.bias, epilogue.addend) if y.numel() else y
+    if _finishes_alone(a, b, epilogue):
+        y = scaled_mm(**scaled_mm_arguments(a, b, epilogue.dtype, epilogue.bias))[:, : right.shape[0]]
         return y if out is None else out.copy_(y)
     raw = scaled_mm(**scaled_mm_arguments(a, b, None, None))
-    y = torch.empty(M, N, dtype=dtype, device=raw.device) if out is None else out
-    target = y if y.stride(1) == 1 else y.contiguous()
     factors = (from_values(*side.blocks[::2], side.spec) for side in (a, b))
-    combine(raw, 1, *factors, target, bias=bias, addend=target if accumulate else None)
+    y = output(left, right, epilogue)
+    target, addend = ends(y, epilogue)
+    combine(raw, 1, *factors, target, bias=epilogue.bias, addend=addend)
     return y if target is y else y.copy_(target)
 
 
-def _finishes_alone(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, accumulate: bool) -> bool:
-    """Whether scaled_mm can do everything: tensor factors, no accumulation, a bias of the (half) output dtype."""
-    row = any(side.spec.has_row_amax for side in (a, b))
-    return not row and not accumulate and (bias is None or bias.dtype == dtype != torch.float32)
+def _finishes_alone(a: Operand, b: Operand, epilogue: Epilogue) -> bool:
+    """Whether scaled_mm can do everything: tensor factors, no addend, a bias of the (half) output dtype."""
+    if epilogue.addend is not None or any(side.spec.has_row_amax for side in (a, b)):
+        return False
+    return epilogue.bias is None or epilogue.bias.dtype == epilogue.dtype != torch.float32
 
 
 def scaled_mm_arguments(a: Operand, b: Operand, dtype: torch.dtype | None, bias: Tensor | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from halfbyte.kernels.quantize.route import APART, SHARED
 from halfbyte.kernels.route import Choice
 from halfbyte.kernels.unpack.dequantize import decode
 from halfbyte.kernels.unpack.transpose import transpose
-from halfbyte.layout import LINEAR, Blocks, check_scale_layout, matrix_shape, swizzle
+from halfbyte.layout import LINEAR, Blocks, Operand, check_scale_layout, matrix_shape, swizzle
 from halfbyte.sides import Side
 
 
@@ -88,6 +88,15 @@ def quantize_row_col_kernel(
         quantize_both(i_row, i_col, x, row, col, known, known, ROW, COL, SWIZZLED, TR, TC)
 
 
+def quantize_row_col(x: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
+    """Quantize both orientations; a transient one is returned decoded, as Blocks(values bf16, no scales, amax)."""
+    if row is not None and col is not None:
+        return quantize_rows_and_cols(x, row, col)
+    # What a forward that nobody differentiates asks for.
+    of_row = None if row is None else one.quantize_side(x, row)
+    return of_row, None if col is None else one.quantize_side(x.reshape(matrix_shape(x.shape)).T, col)
+
+
 def quantize_rows_and_cols(x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blocks]:
     """Return (quantize(x), quantize(x.T)); equal 16x16 specs share one quantization.
 
@@ -119,7 +128,8 @@ def _tiles(x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blocks]:
     both = []
     for blocks, side, cols in ((codes, row, x.shape[1]), (turned, col, x.shape[0])):
         if side.transient:
-            blocks = Blocks(decode(blocks, side.spec, cols).values, blocks.block_scale.new_empty(0), blocks.amax)
+            values = decode(Operand(blocks, side.spec, cols)).values
+            blocks = Blocks(values, blocks.block_scale.new_empty(0), blocks.amax)
         elif side.scale_layout != LINEAR:
             blocks = blocks._replace(block_scale=swizzle(blocks.block_scale))
         both.append(blocks)

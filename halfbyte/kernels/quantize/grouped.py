@@ -25,6 +25,7 @@ from halfbyte.kernels.quantize.grouped_route import (
     choose_next_side,
 )
 from halfbyte.kernels.quantize.route import SHARED, is_packed
+from halfbyte.kernels.unpack.grouped_dequantize import grouped_values
 from halfbyte.kernels.unpack.swizzle import grouped_swizzle
 from halfbyte.kernels.unpack.transpose import transpose
 from halfbyte.layout import (
@@ -39,7 +40,7 @@ from halfbyte.layout import (
     row_bytes,
 )
 from halfbyte.rng import Draw
-from halfbyte.sides import Side, Sides
+from halfbyte.sides import Side, Sides, share_tiles
 from halfbyte.spec import NVFP4, Spec
 
 TRANSPOSE_WORDS = 32
@@ -77,6 +78,24 @@ class GroupedOutput(NamedTuple):
     @property
     def decoded(self) -> bool:
         return self.side.transient
+
+
+def grouped_quantize_row_col(
+    x: Tensor, offsets: Tensor | None, row: Side | None, col: Side | None
+) -> tuple[Blocks | None, Blocks | None]:
+    """Quantize every group both ways; a transient side is returned decoded, as in `quantize_row_col`."""
+    if row is None or col is None or not share_tiles(row.spec, col.spec):
+        return quantize_groups(x, offsets, row, col)
+    codes = quantize_groups(x, offsets, row._replace(transient=False), col._replace(transient=False))
+    out = []
+    for i, (side, blocks) in enumerate(zip((row, col), codes, strict=True)):
+        if side.transient and blocks is not None:
+            total = x.shape[-2 if i else -1]
+            split = bool(i) and offsets is not None
+            values = grouped_values(blocks, side.spec, offsets, total, side.scale_layout, split=split)
+            blocks = Blocks(values, blocks.block_scale.new_empty(0), blocks.amax)
+        out.append(blocks)
+    return out[0], out[1]
 
 
 def quantize_groups(

@@ -15,7 +15,7 @@ from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device.loads import masked_load, masked_store
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.unpack import route
-from halfbyte.layout import LINEAR, Blocks, blocks_per_row, check_scale_layout
+from halfbyte.layout import LINEAR, Operand, blocks_per_row, check_scale_layout
 from halfbyte.spec import Spec
 
 FORMS = {"e2m1": dc.NVFP4, "e4m3": dc.MXFP8_E4M3, "e5m2": dc.MXFP8_E5M2}
@@ -129,53 +129,42 @@ def dequantize_kernel(
         masked_store(out_ptr + i.to(tl.int64) * out_stride + o_col, y, (o_col < cols) & (i < rows), FULL)
 
 
-def dequantize(
-    blocks: Blocks,
-    spec: Spec,
-    cols: int,
-    dtype: torch.dtype = torch.float32,
-    scale_layout: str = LINEAR,
-) -> Tensor:
+def dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values that the bytes stand for, computed in fp32 and rounded once.
 
     Args:
-        blocks: the operand's bytes, qdata [rows, bytes] with contiguous rows.
-        spec: NVFP4 or MXFP8.
-        cols: logical columns; padding is dropped.
+        operand: codes, qdata [rows, bytes] with contiguous rows; padding beyond its logical columns is dropped.
         dtype: bf16, fp16 or fp32.
-        scale_layout: "linear" or "swizzled_32_4_4".
 
     Returns:
         dtype [rows, cols].
 
     Raises:
-        ValueError: scale_layout is unknown.
+        ValueError: the scale layout is unknown.
     """
-    return _launch(blocks, spec, cols, dtype, scale_layout, with_factor=True)
+    return _launch(operand, operand.cols, dtype, with_factor=True)
 
 
-def decode(
-    blocks: Blocks,
-    spec: Spec,
-    cols: int,
-    scale_layout: str = LINEAR,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Decoded:
+def decode(operand: Operand, dtype: torch.dtype = torch.bfloat16) -> Decoded:
     """Return the operand as a GEMM reads it: element * block_scale, the fp32 factor still apart.
 
     Args:
-        blocks: the operand's bytes.
-        cols: logical columns; the values keep the padding that takes part in the GEMM.
+        operand: codes; the values keep the padding that takes part in the GEMM.
         dtype: bf16 and fp32 hold every NVFP4 product exactly, and so does fp16.
 
     Returns:
         values dtype [rows, padded columns].
     """
+    blocks, spec, cols, _ = operand
     length = spec.block_length
     padded = blocks_per_row(blocks.qdata, spec) * length
     assert padded - length < cols or spec.rotation is not None or cols == 0, "cols does not match qdata"
-    values = _launch(blocks, spec, padded, dtype, scale_layout, with_factor=False)
-    return from_values(values, blocks.amax, spec)
+    return from_values(_launch(operand, padded, dtype, with_factor=False), blocks.amax, spec)
+
+
+def plain(x: Tensor) -> Decoded:
+    """Return an unquantized matrix as a GEMM operand."""
+    return Decoded(x)
 
 
 def from_values(values: Tensor, amax: Tensor, spec: Spec) -> Decoded:
@@ -190,9 +179,8 @@ def as_words(qdata: Tensor, word: torch.dtype) -> Tensor:
     return qdata.view(word)
 
 
-def _launch(
-    blocks: Blocks, spec: Spec, cols: int, dtype: torch.dtype, scale_layout: str, *, with_factor: bool
-) -> Tensor:
+def _launch(operand: Operand, cols: int, dtype: torch.dtype, *, with_factor: bool) -> Tensor:
+    blocks, spec, _, scale_layout = operand
     check_scale_layout(scale_layout)
     rows, per_row = blocks.qdata.shape[0], blocks_per_row(blocks.qdata, spec)
     out = torch.empty(rows, cols, dtype=dtype, device=blocks.qdata.device)
