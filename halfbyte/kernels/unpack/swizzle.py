@@ -17,7 +17,7 @@ from halfbyte.kernels.launch import jit
 from halfbyte.layout import SWIZZLED_32_4_4, ceil_div, group_alignment, grouped_shapes, round_up, swizzled_numel
 from halfbyte.spec import Spec
 
-TILES = 16  # tiles of 128 x 4 scales that a program moves
+TILES, TILES_OF_BYTES = 16, 4  # tiles of 128 x 4 scales that a program moves, in words or byte by byte
 NUM_WARPS = 4
 
 
@@ -233,7 +233,8 @@ def _launch(
     aligned = stored % 4 == 0 if contraction else blocks % 4 == 0
     aligned = aligned and stride % 4 == linear.data_ptr() % 4 == 0
     swizzled = swizzled if swizzled.data_ptr() % 4 == 0 else swizzled.clone()
-    swizzle_kernel[(row_tiles * ceil_div(tile_columns, TILES),)](
+    tiles = TILES if aligned else TILES_OF_BYTES
+    swizzle_kernel[(row_tiles * ceil_div(tile_columns, tiles),)](
         linear.view(torch.int32) if aligned else linear,
         swizzled.view(torch.int32),
         None if contraction else offsets,
@@ -250,9 +251,9 @@ def _launch(
         CONTRACTION=contraction,
         INVERSE=inverse,
         ALIGNED=aligned,
-        WHOLE=tile_columns % TILES == 0,
+        WHOLE=tile_columns % tiles == 0,
         GROUPS=triton.next_power_of_2(groups + 1),
-        TILES=TILES,
+        TILES=tiles,
         num_warps=NUM_WARPS,
         **overlap.launch_options(linear.device),
     )
