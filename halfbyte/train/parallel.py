@@ -122,7 +122,8 @@ def _refuse_nvfp4(config: MeshConfig) -> None:
     if config.weights == "nvfp4":
         raise ValueError(
             "weights='nvfp4': dp_shard=1, so that every rank holds whole weights and none are gathered; give "
-            "--dp-shard, leave --weights out, or train your own loop with hb.distributed.ZeroOptimizer (docs/primary_weights.md)"
+            "--dp-shard, leave --weights out, or train your own loop with hb.distributed.ZeroOptimizer "
+            "(docs/primary_weights.md)"
         )
 
 
