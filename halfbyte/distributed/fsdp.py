@@ -78,7 +78,7 @@ def fsdp_gather_nvfp4_(model: nn.Module, *, dtype: torch.dtype | None = None) ->
     homes = homes_of(model)
     chosen, reasons = _choose(model, homes)
     refuse_together(_problem(model, chosen, reasons) or _twice_rounded(homes, dtype), None, CALL)
-    gather = WeightGather(model, homes, Choice(chosen, reasons, dtype))
+    gather = WeightGather(model, homes, GatherChoice(chosen, reasons, dtype))
     if gather.report.kept:
         texts = sorted({f"{name}: {reason}" for name, reason in gather.report.kept.items()})
         rest = f" and {len(texts) - 1} more (see the report)" if len(texts) > 1 else ""
@@ -92,7 +92,7 @@ def reason_for_values(model: nn.Module) -> str | None:
     return None if chosen else _first_reason(reasons)
 
 
-class Choice(NamedTuple):
+class GatherChoice(NamedTuple):
     """Specs of the weights that travel as codes, why others of quantized layers do not, what forwards compute in."""
 
     specs: dict[str, NVFP4]
@@ -106,7 +106,7 @@ class WeightGather:
     report: what travels, parameter by parameter.
     """
 
-    def __init__(self, model: nn.Module, homes: list[Home], choice: Choice) -> None:
+    def __init__(self, model: nn.Module, homes: list[Home], choice: GatherChoice) -> None:
         self._casts, wrapped = self._arrange(homes, choice)
         self.weights = [weight for cast in self._casts for weight in cast.weights]
         self.report = _report(homes, {weight.name: weight for weight in self.weights}, choice.reasons)
@@ -122,7 +122,7 @@ class WeightGather:
         weakref.finalize(self, handle.remove)
 
     def _arrange(
-        self, homes: list[Home], choice: Choice
+        self, homes: list[Home], choice: GatherChoice
     ) -> tuple[list[ShardCast], dict[nn.Module, list[GatheredWeight]]]:
         """Return a cast for each group of ranks, and the weights of each wrapped module."""
         groups: dict[dist.ProcessGroup, list[GatheredWeight]] = {}

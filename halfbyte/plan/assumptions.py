@@ -9,23 +9,33 @@ from halfbyte.plan.job import Job
 ROOM = 0.92
 """Of a GPU's memory for tensors: the rest is CUDA's context, NCCL's buffers and what the allocator cannot fill."""
 
-COMPUTED = {
-    "fsdp": "FSDP2 under `halfbyte train`",
-    "gather": "the 4-bit gather of FSDP2",
+UNMEASURED = {"fsdp": "FSDP2 that gathers bf16", "gather": "its 4-bit gather (docs/fsdp2.md)"}
+MISSING = {
+    "experts": "a 4-bit gather of experts",
     "tp": "tensor parallelism",
     "ep": "expert parallelism",
 }
 
 
-def computed(job: Job) -> tuple[str, ...]:
-    """Return what the run needs that halfbyte does not have yet: figures for it are computed, never measured."""
+def missing(job: Job) -> tuple[str, ...]:
+    """Return what the run needs that halfbyte does not have yet."""
     needs = {
-        "fsdp": job.sharding == "fsdp",
-        "gather": job.sharding == "fsdp" and job.gather == "nvfp4",
+        "experts": job.sharding == "fsdp" and job.gather == "nvfp4" and job.architecture.has_experts,
         "tp": job.mesh.tp > 1,
         "ep": job.mesh.ep > 1,
     }
-    return tuple(COMPUTED[name] for name, is_needed in needs.items() if is_needed)
+    return tuple(MISSING[name] for name, is_needed in needs.items() if is_needed)
+
+
+def unmeasured(job: Job) -> tuple[str, ...]:
+    """Return what the run needs that halfbyte has and no record is of."""
+    needs = {"fsdp": job.sharding == "fsdp", "gather": job.sharding == "fsdp" and job.gather == "nvfp4"}
+    return tuple(UNMEASURED[name] for name, is_needed in needs.items() if is_needed)
+
+
+def computed(job: Job) -> tuple[str, ...]:
+    """Return what the run needs that nobody measured: figures for it are computed."""
+    return (*unmeasured(job), *missing(job))
 
 
 def constants() -> dict[str, Constant]:
@@ -36,9 +46,10 @@ def constants() -> dict[str, Constant]:
 def assumptions(job: Job) -> tuple[str, ...]:
     """Return the lines, what is least certain first."""
     lines = []
-    missing = computed(job)
-    if missing:
-        lines.append(f"Not in halfbyte yet, so computed and never measured: {', '.join(missing)}.")
+    if missing(job):
+        lines.append(f"Not in halfbyte yet, so computed and never measured: {', '.join(missing(job))}.")
+    if unmeasured(job):
+        lines.append(f"In halfbyte and not measured yet, so computed: {', '.join(unmeasured(job))}.")
     gpu = job.hardware
     if gpu.name != "h200":
         lines.append(f"No {gpu.name} was measured: it is taken to reach of its peaks what an H200 reaches of its own.")

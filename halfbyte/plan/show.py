@@ -16,7 +16,7 @@ Table = tuple[str, tuple[str, ...], Sequence[tuple[str, ...]]]
 def plan_heading(plan: Plan) -> str:
     """Return one line: what runs where, and whether it fits."""
     job = plan.job
-    mark = "computed" if computed(job) else "of what halfbyte has"
+    mark = "computed" if computed(job) else "of what was measured"
     room = ROOM * job.hardware.memory_GiB
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     return (

@@ -103,13 +103,21 @@ def _weights(job: Job) -> Iterator[Collective]:
         )
     if job.sharding != "fsdp":
         return
-    edges = BF16 * job.architecture.edges / job.mesh.tp
-    for phase, others in (("forward", edges), ("backward", 0.0)):
+    for phase, others in (("forward", _edges(job)), ("backward", 0.0)):
         for experts in (False, True):
             message = job.accumulate * (bytes_of_block(job, experts) + (0.0 if experts else others))
             what = "weights of experts" if experts else "weights"
             group = _shards(job, experts)
             yield Collective(what=what, verb="all-gather", phase=phase, group=group, message=message, is_hidden=True)
+
+
+def _edges(job: Job) -> float:
+    """Return what embedding, last norm and head take as they are gathered; FSDP2 keeps them for the backward."""
+    config = job.architecture.config
+    head = Matrix(name="lm_head", rows=config.vocab_size, cols=config.dim)
+    if not job.follows_head:
+        return BF16 * job.architecture.edges / job.mesh.tp
+    return BF16 * (job.architecture.edges - head.numel) / job.mesh.tp + matrix_bytes(job, head, job.recipe)
 
 
 def bytes_of_block(job: Job, experts: bool) -> float:

@@ -81,8 +81,16 @@ def test_json_holds_the_plan(capsys):
     assert sum(said["seconds"].values()) == pytest.approx(said["step_seconds"])
     assert said["tokens_per_second"] == pytest.approx(2 * 8192 / said["step_seconds"])
     assert {(c["what"], c["wire_bytes"]) for c in said["collectives"]} == {(c.what, c.wire) for c in found.collectives}
-    assert said["computed"] == ["FSDP2 under `halfbyte train`", "the 4-bit gather of FSDP2", "expert parallelism"]
-    assert said["assumptions"][0].startswith("Not in halfbyte yet, so computed and never measured: FSDP2")
+    assert said["computed"] == [
+        "FSDP2 that gathers bf16",
+        "its 4-bit gather (docs/fsdp2.md)",
+        "a 4-bit gather of experts",
+        "expert parallelism",
+    ]
+    assert said["assumptions"][:2] == [
+        "Not in halfbyte yet, so computed and never measured: a 4-bit gather of experts, expert parallelism.",
+        "In halfbyte and not measured yet, so computed: FSDP2 that gathers bf16, its 4-bit gather (docs/fsdp2.md).",
+    ]
     assert any(line.startswith("Every expert gets equally many tokens") for line in said["assumptions"])
 
 

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfbyte as hb
+from halfbyte.train import model as models
+from halfbyte.train import treatment
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 NOTHING_KEPT = hb.Keep(names=(), last_fraction=0)
@@ -285,3 +287,14 @@ def compiled_whole(rank: int, world: int) -> list[int]:
         torch._dynamo.reset()
         seen.append(train(Case(), rank, torch.compile(model, backend="eager"), state))
     return [i for i, (a, b) in enumerate(zip(*seen, strict=True)) if not same(a, b)]
+
+
+def sent(rank: int, world: int, name: str, recipe: str) -> tuple[int, int]:
+    """What one gather of a preset's decoder takes, and of all that its blocks hold."""
+    chosen = treatment.treatment_of(recipe)
+    model = models.Decoder(models.model_preset(name))
+    hb.quantize_(model, chosen.recipe, keep=chosen.keep)
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh_of(Case(), world), mp_policy=BF16)
+    report = hb.distributed.fsdp_gather_nvfp4_(model).report
+    return report.sent, sum(row.sent for row in report.rows if row.name.startswith("layers."))

@@ -8,6 +8,8 @@ import fsdp_matrix
 import pytest
 import ranks
 
+from halfbyte.plan import PlanRequest, plan
+
 IN_THE_MATRIX = [row.case for row in fsdp_matrix.ROWS]  # test_fsdp_matrix.py runs them
 HSDP = [name for name in fsdp_cases.CASES if name.startswith("HSDP")]
 ONE_DIMENSION = [name for name, case in fsdp_cases.CASES.items() if name not in HSDP and case not in IN_THE_MATRIX]
@@ -70,3 +72,11 @@ def test_nan_and_inf_arrive_as_they_are_quantized(recipe):
 def test_a_write_that_leaves_no_trace_is_told_by_mark_changed():
     assert ranks.run(2, fsdp_checks.told, True) == [True, True]
     assert ranks.run(2, fsdp_checks.told, False) == [False, False], "else mark_changed would not be needed"
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4@all"])
+def test_a_plan_counts_what_travels(recipe):
+    """Embedding, last norm and head are gathered for the forward alone."""
+    request = PlanRequest(model="2m", gpus=2, mesh="dp_shard=2", recipe=recipe, sequence=64)
+    planned = {c.phase: c.message for c in plan(request).collectives if c.what == "weights"}
+    assert ranks.run(2, fsdp_checks.sent, "2m", recipe) == [(planned["forward"], planned["backward"])] * 2
