@@ -6,6 +6,7 @@ here. What it notes are the choices themselves (`kernels.route`), so that nothin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -214,6 +215,9 @@ OPS: dict[str, tuple[int, Callable[[RehearsedCall], None]]] = {
 }
 """By name, how many sizes its shape has, and the call that is rehearsed."""
 
+MOST = 1 << 48
+"""Elements of a tensor, far beyond any memory and far below where sizes in bytes overflow."""
+
 QUANTIZING = ("quantize", "amax", "grouped_quantize", "grouped_experts")
 """Ops that need a kernel for the spec itself; the others need its format."""
 
@@ -227,6 +231,8 @@ def _op(op: str | None, shape: Sequence[int], groups: int) -> str:
     if len(shape) != OPS[op][0] or any(type(n) is not int or n < 0 for n in shape):
         sizes = {2: "two, as in 16384x2880", 3: "three, as in 8192x4096x4096"}[OPS[op][0]]
         raise ValueError(f"shape={tuple(shape)}: {op} takes {sizes}")
+    if math.prod(sorted(shape)[-2:]) * (shape[0] if op == "grouped_experts" else max(1, groups)) > MOST:
+        raise ValueError(f"shape={tuple(shape)}, groups={groups}: more than 2**48 elements; give sizes of one device")
     if (op in ("grouped_quantize", "grouped_gemm")) != bool(groups) or groups < 0:
         raise ValueError(f"groups={groups}: {op} takes {'a number of groups, 1 or more' if not groups else 'none'}")
     return op

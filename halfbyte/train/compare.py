@@ -60,8 +60,9 @@ def compare(
         interrupts, ranks: who hears of signals, and with whom this process trains, see loop.Trainer.
 
     Returns:
-        The results in the order of `names`, each with `gap_percent` to the first (None if either diverged) and
-        `recipe_schedule`, that it followed ("" for none). One that diverged has no `held_out_loss` either.
+        The results in the order of `names`, each with `gap_percent` to the first (None if either diverged, or the
+        first's loss is 0) and `recipe_schedule`, that it followed ("" for none). One that diverged has no
+        `held_out_loss` either.
 
     Raises:
         ValueError: an unknown recipe, no text, a folder with runs of another config or one that another process writes
@@ -131,8 +132,8 @@ def _forget_the_last_run(config: TrainConfig) -> None:
 
 
 def with_gaps(results: list[dict]) -> None:
-    """Add to every result its gap to the first in percent of the held-out loss, None if either diverged."""
-    base = divergence.loss(results[0])
+    """Add to every result its gap to the first in percent of its held-out loss, None if either diverged or it is 0."""
+    base = divergence.loss(results[0]) or None  # of text without a surprise it is 0, of which nothing is a percentage
     for result in results:
         loss = divergence.loss(result)
         result["gap_percent"] = None if base is None or loss is None else 100 * (loss / base - 1)

@@ -42,11 +42,13 @@ def _baseline(base: dict) -> str:
     if diverged:
         return f"{base['recipe']} {diverged}, so there is nothing to measure against: lower --lr."
     loss = base["held_out_loss"]
+    if loss == 0:
+        return f"{base['recipe']} ends at a loss of 0, of which nothing is a percentage: give text that says something."
     return f"{base['recipe']} ends at {loss:.4f} nats per token of text that it has not seen; less is better."
 
 
 def _recipes(config: TrainConfig, base: dict, recipes: Sequence[dict]) -> str:
-    if not recipes or divergence.of(base):
+    if not recipes or base["gap_percent"] is None:
         return "No other recipe has a gap: name some, as in --recipes bf16,nvfp4,four_over_six."
     near = [r["recipe"] for r in recipes if r["gap_percent"] is not None and abs(r["gap_percent"]) <= NEAR_PERCENT]
     far = [f"{r['recipe']} ({_gap(r)})" for r in recipes if r["recipe"] not in near]
@@ -66,7 +68,7 @@ def _gap(result: dict) -> str:
 
 
 def _control(base: dict, controls: Sequence[dict]) -> str:
-    if not controls or divergence.of(base):
+    if not controls or base["gap_percent"] is None:
         return "No control was compared: with naive_fp4@all in --recipes you see whether the measure can tell."
     control = controls[0]
     name, gap = control["recipe"], control["gap_percent"]

@@ -206,6 +206,8 @@ def test_words_for_specs(word, spec):
         ((64, 64), ("nvfp4/3x3",), {}, "key='nvfp4/3x3"),
         ((64,), ("nvfp4",), {}, r"shape=\(64,\): quantize takes two"),
         ((64, -1), ("nvfp4",), {}, r"shape=\(64, -1\)"),
+        ((1 << 40, 1 << 40), ("nvfp4",), {"target": "sm_90"}, "more than 2\\*\\*48 elements"),
+        ((1 << 30, 8, 1 << 30), ("nvfp4", "nvfp4"), {"target": "sm_90"}, "more than 2\\*\\*48 elements"),
         ((64, 64, 64), ("nvfp4",), {}, "gemm takes two"),
         ((64, 64), (), {}, "one or two"),
         ((64, 64), ("nvfp4",), {"op": "sort"}, "op='sort': use one of quantize"),

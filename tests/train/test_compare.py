@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from halfbyte.train import compare, loop, plot
+from halfbyte.train import compare, loop, meaning, plot
+from halfbyte.train.config import two_cores
 
 pytest.importorskip("matplotlib")
 
@@ -89,6 +90,18 @@ def test_divergence_is_a_result():
     compare.with_gaps(results)
     text = compare.table(results)
     assert "diverged" in text and "3.00 GiB" in text and "5.0 MiB" in text
+
+
+def test_of_a_loss_of_zero_nothing_is_a_percentage():
+    """Text of one letter is learned without a rest."""
+    memory = {"peak_memory_bytes": 3 << 30, "saved_activation_bytes": 5 << 20, "tokens_per_second": 1e4}
+    losses = {"bf16": 0.0, "nvfp4": 0.25, "naive_fp4@all": 0.0}
+    results = [{"recipe": name, "held_out_loss": loss} | memory for name, loss in losses.items()]
+    compare.with_gaps(results)
+    assert [result["gap_percent"] for result in results] == [None] * 3
+    assert "| nvfp4         |        0.2500 |" in compare.table(results)
+    said = meaning.closing_lines(two_cores(), results, has_gpu=False)
+    assert "a loss of 0" in said[0] and "None" not in "".join(said)
 
 
 @pytest.mark.parametrize(
