@@ -69,9 +69,10 @@ class RowShards(NamedTuple):
         return self.chunk * self.row_bytes + self.sent_tile_rows * self.tiles[1]
 
     def order(self) -> list[int]:
-        """Return where each row of tiles lies in the messages of all ranks, one after another."""
+        """Return where the scales of each row lie in the messages of all ranks, one after another."""
         spans = [(rank, *self.tile_rows_of(rank)) for rank in range(self.world)]
-        return [rank * self.sent_tile_rows + i for rank, start, stop in spans for i in range(stop - start)]
+        tiles = [rank * self.sent_tile_rows + i for rank, start, stop in spans for i in range(stop - start)]
+        return [tile for tile in tiles for _ in range(NVFP4_BLOCK)][: self.rows]
 
 
 class ShardState(NamedTuple):
@@ -258,13 +259,10 @@ class GatheredWeight:
     @torch.no_grad()
     def refill(self, scales: Tensor) -> None:
         """Complete the weight's scales and other orientation from the messages; its codes are there."""
-        rows, cols = self.shards.rows, self.shards.cols
         scale, *turned = self._inner
         with preserve_versions(self._inner):  # autograd saved them in forward: the bytes are the same
-            compact = scales.index_select(0, self._order)
-            scale.copy_(compact.repeat_interleave(NVFP4_BLOCK, dim=0)[:rows])
-            for to, from_ in zip(turned, ops.transpose(self._codes, scale, rows, cols), strict=True):
-                to.copy_(from_)
+            torch.index_select(scales, 0, self._order, out=scale)
+            ops.transpose(self._codes, scale, self.shards.rows, self.shards.cols, into=(turned[0], turned[1]))
 
     # What the layer asks for
 

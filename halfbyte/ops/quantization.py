@@ -12,7 +12,7 @@ from torch import Tensor
 from halfbyte.layout import LINEAR, Blocks, Operand, ceil_div, check_scale_layout, matrix_shape, round_up, stored_shapes
 from halfbyte.ops.backends import NATIVE, REFERENCE, check_kernels, choose
 from halfbyte.ops.checkpointing import outputs_are_kept
-from halfbyte.ops.define import DRAW, draw_of, empty_like, implementation, op, place_arguments, spec_of
+from halfbyte.ops.define import DRAW, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
 from halfbyte.ops.repeat import call_op
 from halfbyte.sides import Side, Sides, both_sides, share_tiles, shared_draws
 from halfbyte.spec import Spec, parse
@@ -248,9 +248,36 @@ op(
 
 
 def transpose(
-    qdata: Tensor, block_scale: Tensor, rows: int, cols: int, backend: str | None = None
+    qdata: Tensor,
+    block_scale: Tensor,
+    rows: int,
+    cols: int,
+    backend: str | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Transpose packed 16x16 tiles and their LINEAR scales without rounding."""
+    """Transpose packed 16x16 tiles and their LINEAR scales without rounding.
+
+    Args:
+        qdata: uint8 [rows, ceil(cols/16) * 8].
+        block_scale: uint8 [rows, ceil(cols/16)], equal in the rows of a tile.
+        rows, cols: the logical shape.
+        into: contiguous memory for what is returned; None: new memory.
+
+    Returns:
+        qdata uint8 [cols, ceil(rows/16) * 8] and block_scale [cols, ceil(rows/16)].
+
+    Raises:
+        ValueError: `into` does not have these shapes and dtypes, or is not contiguous.
+    """
+    if into is not None:
+        shapes = (cols, ceil_div(rows, 16) * 8), (cols, ceil_div(rows, 16))
+        for tensor, shape, like in zip(into, shapes, (qdata, block_scale), strict=True):
+            if tuple(tensor.shape) != shape or tensor.dtype != like.dtype or not tensor.is_contiguous():
+                raise ValueError(
+                    f"into holds {tensor.dtype} {list(tensor.shape)}: give contiguous {like.dtype} {list(shape)}"
+                )
+        call_op(torch.ops.halfbyte.transpose_out, qdata, block_scale, rows, cols, *into, backend or "")
+        return into
     return call_op(torch.ops.halfbyte.transpose, qdata, block_scale, rows, cols, backend or "")
 
 
@@ -297,4 +324,16 @@ op(
     "transpose(Tensor qdata, Tensor block_scale, SymInt rows, SymInt cols, str backend) -> (Tensor, Tensor)",
     _transpose,
     _transpose_fake,
+)
+
+
+def _transpose_out(qdata, block_scale, rows, cols, out, out_scale, backend) -> None:
+    implementation(qdata.device, backend).transpose(qdata, block_scale, rows, cols, (out, out_scale))
+
+
+op(
+    "transpose_out(Tensor qdata, Tensor block_scale, SymInt rows, SymInt cols, Tensor(a!) out, Tensor(b!) out_scale, "
+    "str backend) -> ()",
+    _transpose_out,
+    nothing,
 )

@@ -155,13 +155,16 @@ def _tiles(x: Tensor, spec: NVFP4, row: Side, col: Side) -> tuple[Blocks, Blocks
     return both[0], both[1]
 
 
-def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+def transpose(
+    qdata: Tensor, block_scale: Tensor, rows: int, cols: int, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Transpose a tensor of 16x16 tiles without rounding.
 
     Args:
         qdata: uint8 [rows, ceil(cols/16) * 8].
         block_scale: uint8 [rows, ceil(cols/16)], LINEAR, equal in the rows of a tile.
         rows, cols: the logical shape.
+        into: what to write and return, of the shapes of what is returned; None: new memory.
 
     Returns:
         qdata uint8 [cols, ceil(rows/16) * 8] and block_scale uint8 [cols, ceil(rows/16)].
@@ -169,7 +172,10 @@ def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple
     codes = unpack(qdata)[:, :cols].T
     padded = pad(codes, (0, -rows % NVFP4_BLOCK)) if rows % NVFP4_BLOCK else codes
     scale = block_scale[::NVFP4_BLOCK].T.repeat_interleave(NVFP4_BLOCK, dim=0)[:cols]
-    return pack(padded).contiguous(), scale.contiguous()
+    turned = pack(padded), scale
+    if into is None:
+        return turned[0].contiguous(), turned[1].contiguous()
+    return into[0].copy_(turned[0]), into[1].copy_(turned[1])
 
 
 def _quantize_nvfp4(

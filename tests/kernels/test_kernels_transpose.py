@@ -30,6 +30,12 @@ def test_every_nibble_and_scale_moves(shape):
     ours, theirs = transpose.transpose(qdata, scale, *shape), reference.transpose(qdata, scale, *shape)
     checks.same(ours[0], theirs[0])
     checks.same(ours[1], theirs[1])
+    for ways in (transpose, reference):  # memory that is given, every byte of it written
+        given = torch.full_like(theirs[0], 0xA5), torch.full_like(theirs[1], 0xA5)
+        returned = ways.transpose(qdata, scale, *shape, given)
+        for made, own, expected in zip(returned, given, theirs, strict=True):
+            assert made is own
+            checks.same(own, expected)
 
 
 def test_strided_input_and_float8_scales():

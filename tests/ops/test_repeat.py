@@ -118,9 +118,21 @@ def test_transpose():
     def call(i):
         with anew():
             blocks = ops.quantize(data(i, 32, 48), Side(TILE))
-        return ops.transpose(blocks.qdata, blocks.block_scale, 32, 48)
+        given = torch.empty(48, 16, dtype=torch.uint8), torch.empty(48, 2, dtype=torch.uint8)
+        into = given if i % 2 else None
+        return ops.transpose(blocks.qdata, blocks.block_scale, 32, 48, into=into)
 
-    check_repeats(call)
+    check_repeats(call, (2, 4))
+    check_repeats(call, (3, 5), first=1)
+
+
+@pytest.mark.parametrize("wrong", ("shape", "dtype", "strides"))
+def test_transpose_refuses_other_memory(wrong):
+    qdata, scale = torch.empty(48, 16, dtype=torch.uint8), torch.empty(48, 2, dtype=torch.uint8)
+    into = {"shape": (qdata, scale[1:]), "dtype": (qdata.char(), scale), "strides": (qdata, scale.mT.contiguous().mT)}
+    blocks = ops.quantize(data(0, 32, 48), Side(TILE))
+    with pytest.raises(ValueError, match="give contiguous torch.uint8"):
+        ops.transpose(blocks.qdata, blocks.block_scale, 32, 48, into=into[wrong])
 
 
 GEMMS = {

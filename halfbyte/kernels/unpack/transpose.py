@@ -219,21 +219,27 @@ def transpose_kernel(
         transpose_codes(i_tile // tiles, i_tile % tiles, moved, extent, strides, TILE_ROWS, TILE_WORDS, FULL)
 
 
-def transpose(qdata: Tensor, block_scale: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+def transpose(
+    qdata: Tensor, block_scale: Tensor, rows: int, cols: int, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Transpose a tensor of 16x16 tiles without rounding, or several.
 
     Args:
         qdata: uint8 [rows, ceil(cols/16) * 8], or contiguous [E, rows, ceil(cols/16) * 8].
         block_scale: one byte each, [rows, ceil(cols/16)], LINEAR, equal in the rows of a tile; or [E, ...] likewise.
         rows, cols: the logical shape of a matrix.
+        into: what to write, contiguous, of the shapes and dtypes of what is returned; None: new memory.
 
     Returns:
         qdata uint8 [cols, ceil(rows/16) * 8] and block_scale [cols, ceil(rows/16)], or [E, ...].
     """
     tiles, blocks = ceil_div(rows, NVFP4_BLOCK), ceil_div(cols, NVFP4_BLOCK)
     matrices = qdata.shape[:-2]
-    out = torch.empty(*matrices, cols, tiles * 8, dtype=torch.uint8, device=qdata.device)
-    out_scale = torch.empty(*matrices, cols, tiles, dtype=block_scale.dtype, device=qdata.device)
+    if into is None:
+        out = torch.empty(*matrices, cols, tiles * 8, dtype=torch.uint8, device=qdata.device)
+        out_scale = torch.empty(*matrices, cols, tiles, dtype=block_scale.dtype, device=qdata.device)
+    else:
+        out, out_scale = into
     if out.numel() == 0:
         return out, out_scale
     words, out_words = as_words(qdata.flatten(0, -2), torch.int32), out.view(torch.int32).flatten(0, -2)
