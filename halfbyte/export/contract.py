@@ -84,7 +84,7 @@ class Contract:
             for key in set(values["recipes"].values()):
                 parse_recipe(key)
             return Contract(**values | {"layers": layers})
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"{FILE}: cannot be read as a contract of training: {error}") from error
 
 

@@ -88,9 +88,10 @@ def _model(source: Path, recipe: str | None) -> Any:
         raise ValueError(f"--recipe={recipe}: config.json of {source} says the recipe of its training; leave it out")
     if described is None and recipe is None:
         raise ValueError(f"{source}: config.json says no recipe; give that of its training, such as --recipe nvfp4")
-    names = config.get("architectures") or []
-    cls = getattr(transformers, names[0], None) if names else None
-    if cls is None:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    cls = getattr(transformers, name, None) if isinstance(name, str) else None
+    if cls is None or not hasattr(cls, "from_pretrained"):
         raise ValueError(
             f"{source}: architectures={names} in config.json is no model of transformers {transformers.__version__}"
         )
@@ -117,7 +118,11 @@ def _batches(tokenizer: Any, source: Path, options: argparse.Namespace) -> list[
     path = Path(options.calibrate)
     if not path.is_file():
         raise ValueError(f"--calibrate={path}: is no file; give a text")
-    ids = tokenizer(path.read_text(encoding="utf-8"))["input_ids"]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--calibrate={path}: is no UTF-8 text ({error.reason}); give a text") from error
+    ids = tokenizer(text)["input_ids"]
     parts = [ids[at : at + options.length] for at in range(0, options.length * options.batches, options.length)]
     found = [torch.tensor([part]) for part in parts if part]
     if not found:

@@ -23,9 +23,12 @@ def load_alone(path: Path, names: Sequence[str], given: Mapping[str, Any]) -> Ma
         name -> function or value.
 
     Raises:
-        ValueError: the file does not define one of them.
+        ValueError: the file is no Python, or does not define one of them.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:  # null bytes, where they are a ValueError
+        raise ValueError(f"{path}: is no Python ({error}); give the file that the wheel holds") from error
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
     found = {name: node for node in statements for name in _names(node) if name in names}
     missing = [name for name in names if name not in found]

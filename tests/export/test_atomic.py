@@ -130,3 +130,13 @@ def test_a_damaged_contract(tmp_path, model, text):
     Path(tmp_path / "out" / "halfbyte.json").write_text(text)
     with pytest.raises(ValueError, match=r"halfbyte.json: cannot be read as a contract of training"):
         hb.export.load(tmp_path / "out")
+
+
+def test_an_amax_beyond_every_float_is_a_damaged_contract(tmp_path, model):
+    hb.export.save(model, tmp_path / "out")
+    path = tmp_path / "out" / "halfbyte.json"
+    contract = json.loads(path.read_text())
+    next(iter(contract["layers"].values()))["amax"] = "0x1p5000"
+    path.write_text(json.dumps(contract))
+    with pytest.raises(ValueError, match=r"halfbyte.json: cannot be read as a contract of training"):
+        hb.export.load(tmp_path / "out")

@@ -90,9 +90,17 @@ def test_mistakes_are_one_line(tmp_path, source, capsys):
     assert "recipe='nvpf4' is not a preset" in fails(plain, target, "--recipe", "nvpf4")
     assert "says the recipe of its training; leave it out" in fails(folder, target, "--recipe", "nvfp4")
     assert "['GPT5ForNothing'] in config.json is no model of transformers" in fails(foreign, target)
+    for name in ("pipeline", 5):  # a function, and no name at all
+        (foreign / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+        assert f"architectures=[{name!r}] in config.json is no model" in fails(foreign, target)
+    (foreign / "config.json").write_text(json.dumps(config | {"architectures": 5}))
+    assert "architectures=5 in config.json is no model" in fails(foreign, target)
     assert "truncated" in fails(truncated, target)
     assert "go together" in fails(folder, target, "--activations", "static")
     assert "is no file; give a text" in fails(folder, target, "--activations", "static", "--calibrate", tmp_path / "no")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    error = fails(folder, target, "--activations", "static", "--calibrate", tmp_path / "binary")
+    assert f"--calibrate={tmp_path / 'binary'}: is no UTF-8 text" in error
     with files_of_at_most(10_000):
         error = fails(folder, target)
     assert error == f"halfbyte export: {target}: File too large, nothing was written; make room or choose another path"

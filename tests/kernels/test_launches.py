@@ -97,7 +97,15 @@ def program_of(step: Launch):
 
 
 KERNEL = SimpleNamespace(__name__="k", constants={"KIND"})
-ARGUMENTS = {"x_ptr": None, "out_ptr": None, "number": Varying(0, 12, 3), "floor": 1e-30, "rows": 7, "KIND": "tensor"}
+ARGUMENTS = {
+    "x_ptr": None,
+    "out_ptr": None,
+    "number": Varying(0, 12, 3),
+    "floor": 1e-30,
+    "rows": 7,
+    "full": True,
+    "KIND": "tensor",
+}
 
 
 def test_compiled_launch_gets_addresses_numbers_and_stream():
@@ -113,7 +121,7 @@ def test_compiled_launch_gets_addresses_numbers_and_stream():
         number = (1 << 31) + int(x.data_ptr() % 7)
         repeat((x, out), number, 99, False)
         wanted = (5, 2, 1, 99, 4711, False, True, None, None, (1, 4, 0), None, None, None)
-        assert compiled.calls.pop() == (*wanted, x.data_ptr(), out.data_ptr() - 24, number + 3, 1e-30, 7, None)
+        assert compiled.calls.pop() == (*wanted, x.data_ptr(), out.data_ptr() - 24, number + 3, 1e-30, 7, True, None)
 
 
 class Inner(NamedTuple):

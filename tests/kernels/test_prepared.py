@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -66,6 +68,22 @@ def test_part_that_a_kernel_is_compiled_for():
 
     check(function, ((values(),), (3,)), ((values(),), (4,)), runs=2)
     assert "whole.fixed" in reason()
+
+
+@jit(do_not_specialize=["whole"])
+def any_sum_kernel(whole, out_ptr, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out_ptr + i, tl.load(whole.x_ptr + i) + whole.number * whole.fixed)
+
+
+def test_part_of_an_argument_that_may_have_any_value():
+    def function(static, tensors, numbers):
+        out = torch.empty(SIZE)
+        any_sum_kernel[(1,)](Sum(tensors[0], numbers[0], None, numbers[1]), out, SIZE=SIZE)
+        return (out,), None
+
+    check(function, *(((values(i),), (3 * i, 5 - i)) for i in range(3)))
+    assert reason() is None
 
 
 def test_views_are_found_by_their_offset():
@@ -151,6 +169,38 @@ def test_requests_differ_in_the_device_of_any_tensor():
 
     for y in (values(), values().to("meta"), values()):
         assert prepared.call(function, (), (x, y))[0][0] == float(y.device.type == "meta")
+
+
+def test_requests_differ_in_the_default_stream_and_others():
+    """Of the default stream kernels keep a workspace, which those of others must not use beside it."""
+    counted = Counted(lambda static, tensors, numbers: ((add(tensors[0], 1),), None))
+    for stream in (0, 7, 0, 7, 8):
+        prepared._call(counted, ((), (values(),), ()), (torch.device("cpu"), stream), nullcontext)
+    assert counted.runs == 2 and len(prepared._RECORDS) == 2
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_kernels_run_on_the_gpu_of_the_tensors(monkeypatch, current):
+    """Whatever GPU is the current one: launches and allocations are those of it."""
+    entered, called, gpu = [], [], torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(entered.append(device)))
+    monkeypatch.setattr(prepared, "_stream", lambda device: 5)
+    monkeypatch.setattr(prepared, "_call", lambda *arguments: called.append((arguments[2], len(entered))))
+    prepared.call(add, (), (None, SimpleNamespace(device=gpu)))
+    assert entered == [gpu] * (current != 1) and called == [((gpu, 5), len(entered))]
+
+
+def test_a_detached_view_is_no_tensor_of_the_call():
+    def function(static, tensors, numbers):
+        return (tensors[0].detach(), add(tensors[0].detach(), 1)), None
+
+    for start in range(3):
+        x = values(start).requires_grad_()
+        with torch.no_grad():
+            (same, _), _ = prepared.call(function, (), (x,))
+        assert same is not x and not same.requires_grad and same.data_ptr() == x.data_ptr()
+    assert reason() is None
 
 
 def test_requests_differ_in_static_values_and_functions():
@@ -243,6 +293,7 @@ def test_autocast(before, after):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             wanted, _ = function((), (x,), ())
             given, _ = prepared.call(function, (), (x,))
+            assert torch.is_autocast_enabled("cpu") == enabled, "left as it was found"
         assert all(map(torch.equal, given, wanted)) and given[1].dtype == (torch.bfloat16 if enabled else torch.float32)
 
 

@@ -75,6 +75,8 @@ UNREPEATABLE = {
     "constant from the host": lambda x: x + torch.tensor([float(x[0])]),
     "shape that follows from values": lambda x: torch.zeros(torch.nonzero(x > 3).shape[0]),
     "mask": lambda x: x[x > 3] * 2,
+    "mask of bytes": lambda x: torch.ops.aten.index.Tensor(x, [(x > 3).to(torch.uint8)]) * 2,
+    "view moved": lambda x: add(torch.cat([x, x * 2]).as_strided_((SIZE,), (1,), SIZE), 1),
     "memory exchanged": lambda x: torch.empty(0).set_(x.clone().untyped_storage(), 4, (4,), (1,)).clone(),
     "tuple of tensors": lambda x: (out := torch.empty_like(x), pair_kernel[(1,)]((x, x), out, SIZE=SIZE))[0],
     "another device": lambda x: add(x, 1) + x.to("meta").numel(),

@@ -69,6 +69,22 @@ def test_checkpointed_is_bitwise_not_checkpointed(kind, is_compiled, monkeypatch
     assert again == once + (4 if kind == "full" else 0)
 
 
+def test_what_selective_checkpointing_keeps_are_codes(monkeypatch):
+    """It keeps every output of an op: an operand that one GEMM reads would else be kept as decoded values."""
+    model, x, run, asked = mlp(), torch.randn(40, 32), reference.quantize_row_col, []
+
+    def spy(t, row, col):
+        asked.extend(side.transient for side in (row, col) if side is not None)
+        return run(t, row, col)
+
+    monkeypatch.setattr(reference, "quantize_row_col", spy)
+    model(x)
+    assert any(asked)
+    asked.clear()
+    Checkpointed(model, context_fn=SELECTIVE)(x)
+    assert asked and not any(asked)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("name", ["tiny", "moe-tiny"])
 def test_the_trainers_model_recomputes_to_the_same_bits(name, recompute):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from repeating import kernels
 
 import halfbyte as hb
-from halfbyte import ops
+from halfbyte import ops, reference
 from halfbyte.layout import SWIZZLED_32_4_4
 from halfbyte.rng import Draw
 from halfbyte.sides import Side, both_sides, shared_draws
 
+__all__ = ["kernels"]
 SPECS = hb.NVFP4(rounding="stochastic"), hb.NVFP4(rotation=hb.Hadamard(signs="fresh"))
 DRAW = Draw(torch.tensor([3, 5]), 7)
 SIGNS = Draw(torch.tensor([4, 6]), 9)
@@ -46,3 +48,34 @@ def test_missing_draws_are_named():
         ops.quantize(torch.zeros(4, 16), Side(SPECS[0]))
     with pytest.raises(ValueError, match="sign_rng=None"):
         ops.quantize_row_col(torch.zeros(16, 16), *both_sides(None, SPECS[1]))
+
+
+def test_a_shard_has_no_two_orientations():
+    """Of which blocks of x.T would lie elsewhere, also where it begins with the first block of wider rows."""
+    for place in ({"first_block": 2}, {"blocks_per_row": 4}):
+        sides = both_sides(*SPECS, draw=DRAW._replace(**place), sign_draw=SIGNS)
+        with pytest.raises(ValueError, match="a shard starts elsewhere in x.T"):
+            ops.quantize_row_col(torch.zeros(16, 32), *sides)
+        ops.quantize_row_col(torch.zeros(16, 32), sides[0], None)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("specs", [(hb.NVFP4(), hb.NVFP4()), (hb.NVFP4(block=(16, 16)),) * 2, (hb.NVFP4(), SPECS[1])])
+def test_outputs_of_the_op_share_no_memory(specs, backend, kernels):
+    """As torch.library demands of what a compiler may reorder: also an amax that both orientations have."""
+    keys = [spec.key for spec in specs]
+    x = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
+    places = None, 0, 0, None, SIGNS.base, 0
+    for _ in range(2):  # the second time from a record
+        out = torch.ops.halfbyte.quantize_row_col(x, *keys, *places, None, None, "linear", False, False, backend)
+        addresses = [tensor.data_ptr() for tensor in (x, *out) if tensor.numel()]
+        assert len(set(addresses)) == len(addresses) >= 6
+
+
+def test_groups_of_the_reference_are_codes_of_transient_sides_too():
+    x, ends = torch.randn(32, 48, generator=torch.Generator().manual_seed(0)), torch.tensor([16, 32])
+    kept, transient = (
+        reference.grouped_quantize_row_col(x, ends, *both_sides(*[hb.NVFP4()] * 2, transient=(is_so, is_so)))
+        for is_so in (False, True)
+    )
+    assert all(map(torch.equal, (*kept[0], *kept[1]), (*transient[0], *transient[1])))

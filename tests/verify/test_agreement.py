@@ -216,6 +216,14 @@ def test_functions_of_a_file_alone(tmp_path):
         load_alone(path, ("scale", "quantize"), {})
 
 
+@pytest.mark.parametrize("content", [b"def f(:\n", b"\xff\xfe\x00", b"a\0b"])
+def test_a_file_that_is_no_python_is_named(tmp_path, content):
+    path = tmp_path / "theirs.py"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"theirs\.py: is no Python \(.*give the file"):
+        load_alone(path, ("scale",), {})
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
