@@ -17,13 +17,16 @@ from halfbyte.spec import Recipe, Spec
 from halfbyte.tensor.quant_tensor import QuantTensor, blocks_of, describe
 
 
-def frozen_operands(w: QuantTensor, recipe: Recipe, dtype: torch.dtype) -> CachedWeight:
+def frozen_operands(
+    w: QuantTensor, recipe: Recipe, dtype: torch.dtype, cached: CachedWeight | None = None
+) -> CachedWeight:
     """Return a quantized weight as `linear` takes cached ones: the codes as fprop's operand, and nothing for dgrad.
 
     Args:
         w: [N, K], not grouped, unrotated unless fprop rotates x alike.
         recipe: its fprop.b is w's spec, or None: a GEMM in high precision multiplies what the codes stand for.
         dtype: that the forward computes in.
+        cached: codes of w's spec that are multiplied in the place of w's, as this function returns them.
 
     Raises:
         ValueError: the recipe wants the weight quantized in another way, or w is no operand of a linear layer.
@@ -41,6 +44,10 @@ def frozen_operands(w: QuantTensor, recipe: Recipe, dtype: torch.dtype) -> Cache
             f"recipe.fprop.b={describe(spec)}: this weight exists only as {describe(w.spec)}; use a recipe with that "
             "spec for weights, or None for a GEMM in high precision"
         )
+    if cached is not None and not cached.is_frozen:
+        raise ValueError("cached_weight is given and w is quantized already: leave cached_weight out")
+    if cached is not None:
+        return cached
     row = ops.Operand(blocks_of(w), w.spec, w.shape[-1], w.scale_layout)
     return CachedWeight(row, None, dtype, is_frozen=True)
 
@@ -61,7 +68,7 @@ def frozen_right(
     if is_turned:
         return _turned(operand)
     values = ops.dequantize(operand.blocks, operand.spec, operand.cols, dtype, operand.scale_layout)
-    return both(values, None, spec, place, ops.Amaxes())[1]
+    return values.T if spec is None else both(values, None, spec, place, ops.Amaxes())[1]
 
 
 def _turned(operand: ops.Operand) -> ops.Operand:

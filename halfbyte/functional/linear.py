@@ -200,7 +200,7 @@ def prepare(
     is_frozen = [isinstance(w, QuantTensor) and not isinstance(w, PrimaryWeight) for w in weights]
     for i, w in enumerate(weights):
         if is_frozen[i]:
-            cached[i] = frozen_operands(w, recipe, dtype or x.dtype)
+            cached[i] = frozen_operands(w, recipe, dtype or x.dtype, cached[i])
     if dtype is not None:
         x, weights, biases = _autocast(dtype, x, weights, biases, [covers(c, recipe) for c in cached])
     is_more = any(is_frozen) or any(g is not None for g in grads)
