@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from halfbyte import layout
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.weights import takes_amax
@@ -21,6 +22,8 @@ from halfbyte.report import some
 from halfbyte.spec import Spec
 from halfbyte.tensor import PrimaryWeight, QuantTensor, quantize
 from halfbyte.tensor.quant_tensor import check_value_dtype, describe
+
+MAGNITUDE = 7  # the bits of an E2M1 code beside its sign
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,7 @@ class MergedLayer:
         error: of the merged weight against what the layer multiplied by in training, relative, Frobenius norms; 0 for
             merge_aware=True, whose forwards multiplied by the merged bytes.
         update_error: the same error relative to the adapter's product: the share of the update that rounding lost.
-        changed: share of the codes that are not those of the base, 0 to 1.
+        changed: share of the codes that stand for another number than those of the base, 0 to 1.
     """
 
     name: str
@@ -367,16 +370,16 @@ def _merge(name: str, layer: LoRALinear) -> tuple[QuantTensor, MergedLayer]:
     assert isinstance(base, QuantTensor), "merged_values asked"
     lost = 0.0 if layer.merge_aware else float(torch.linalg.norm(merged.dequantize(torch.float32) - values))
     update = float(torch.linalg.norm(values - base.dequantize(torch.float32)))
-    different = merged.qdata.view(torch.uint8) ^ base.qdata.view(torch.uint8)
-    changed = _changed(different, merged.spec) / max(base.numel(), 1)
+    changed = int((_codes(merged) != _codes(base)).sum()) / max(base.numel(), 1)
     ratios = (lost / total if total else 0.0 for total in (float(torch.linalg.norm(values)), update))
     error, update_error = ratios
     assert math.isfinite(error), "of finite values"
     return merged, MergedLayer(name=name, error=error, update_error=update_error, changed=changed)
 
 
-def _changed(different: Tensor, spec: Spec) -> int:
-    """Return how many codes differ, of bytes in which differing bits are set."""
-    if spec.format.codes_per_byte == 1:
-        return int((different != 0).sum())
-    return int(((different & 15) != 0).sum() + ((different >> 4) != 0).sum())
+def _codes(q: QuantTensor) -> Tensor:
+    """Return what a weight's elements are compared by: a sum with zero makes +0 of -0, which changes no value."""
+    if q.spec.format.codes_per_byte == 1:
+        return q.qdata.float()
+    codes = layout.unpack(q.qdata)
+    return torch.where((codes & MAGNITUDE) == 0, 0, codes)

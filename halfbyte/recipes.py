@@ -122,8 +122,8 @@ def weight_only(*, base: Recipe | str | None = None) -> Recipe:
     """A recipe that quantizes weights alone, with x and gradients in high precision: W4A16, for frozen weights.
 
     Args:
-        base: the recipe whose weights are quantized as there, or a preset's name; `nvfp4()` by default. A weight that it
-            rotates along with the other operand stays in high precision.
+        base: the recipe whose weights are quantized as there, or a preset's name; `nvfp4()` by default. A weight that
+            it rotates along with the other operand stays in high precision.
     """
 
     def change(spec, role: str):

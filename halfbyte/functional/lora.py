@@ -3,7 +3,7 @@
 With w = deq(codes) [N, K], A [R, K], B [N, R] and a factor f (arXiv 2106.09685 calls it alpha / r), M tokens:
 
     beside      y = nt(x, w) + f (x A.T) B.T                  w's operands are the codes
-    merged      y = nt(x, Q(w + f B A))                       Q quantizes as the codes were, with the amax of the sum
+    merged      y = nt(x, Q(w + f B A))                       Q rounds and quantizes as w was, with the amax of the sum
     gradients   dA = f (dy B).T x      dB = f dy.T (x A.T)    of both: straight through Q in the second
 
 Straight through Q, the gradient of the sum is dy.T x. What A and B receive of it is what they receive beside the GEMM,
@@ -50,7 +50,7 @@ def add_adapter(y: Tensor, x: Tensor, adapter: Adapter) -> Tensor:
 
 
 def merged_values(w: QuantTensor, adapter: Adapter) -> Tensor:
-    """Return what the codes stand for plus the adapter, fp32 [N, K]; of fp32 sums, whatever is computed around it."""
+    """Return what the codes stand for plus the adapter, fp32 [N, K], whatever is computed around it."""
     a, b, factor = adapter
     with torch.no_grad(), torch.autocast(w.device.type, enabled=False):
         values = ops.dequantize(blocks_of(w), w.spec, w.shape[-1], torch.float32, w.scale_layout)
@@ -62,12 +62,12 @@ def merged_weight(w: QuantTensor, values: Tensor, amax: Tensor | None, dtype: to
 
     Args:
         w: the codes.
-        values: what `merged_values` returned.
+        values: what `merged_values` returned; rounded to w's dtype first, as a master is.
         amax: fp32 [] that other weights share; None for the values' own.
         dtype: of the forward.
     """
     with torch.no_grad():
-        row, _ = ops.quantize_row_col(values, *both_sides(w.spec, None, row_amax=amax))
+        row, _ = ops.quantize_row_col(values.to(w.dtype), *both_sides(w.spec, None, row_amax=amax))
     assert row is not None, "a row was asked for"
     return CachedWeight(ops.Operand(row, w.spec, w.shape[-1], LINEAR_LAYOUT), None, dtype, is_frozen=True)
 

@@ -31,7 +31,8 @@ class LoRALinear(Linear):
         merge_aware=False   y = nt(x, w) + scaling * (x @ lora_A.T) @ lora_B.T
         merge_aware=True    y = nt(x, Q(w + scaling * lora_B @ lora_A))
 
-    In the second Q quantizes as the codes were, with the amax of the sum, and gradients go straight through it.
+    In the second Q rounds the sum to the dtype of w, as masters were, and quantizes it as they were, with its own amax;
+    gradients go straight through Q.
 
     lora_A: [rank, in_features], uniform as torch initializes linear layers.
     lora_B: [out_features, rank], zeros: the layer begins as the frozen one.
@@ -135,7 +136,9 @@ class LoRALinear(Linear):
         group = [layer for layer in self.amax_group if isinstance(layer, LoRALinear)]
         if len(group) < 2 or not takes_amax(self._codes().spec):
             return None
-        return torch.stack([ops.amax(values if one is self else one.merged_values()) for one in group]).amax()
+        amaxes = [ops.amax(values if one is self else one.merged_values()) for one in group]
+        # Rounding is monotone: the rounded maximum is the maximum of the rounded weights.
+        return torch.stack(amaxes).amax().to(self.weight.dtype).float()
 
     def merged_codes(self) -> QuantTensor:
         """Return the merged weight: the bytes that a forward with merge_aware=True multiplies by."""

@@ -1,4 +1,4 @@
-"""A weight that comes quantized: fprop multiplies its codes, dgrad what they stand for, nothing trains it. Bit for bit."""
+"""A weight that comes quantized: fprop multiplies its codes, dgrad what they stand for, nothing trains it."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_nan_and_inf_reach_the_output():
 
 
 def test_refusals_name_the_remedy():
-    x, w, bias, dy = tensors()
+    x, w, bias, _ = tensors()
     other = dataclasses.replace(TILE, e4m3_max=256.0)
     with pytest.raises(ValueError, match=r"recipe.fprop.b=nvfp4 16x16.*exists only as.*e4m3_max=256"):
         hb.linear(x, hb.quantize(w, other), bias, recipes.nvfp4(), rng=RNG)
