@@ -12,6 +12,7 @@ so that no product of N x K is made for them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +71,24 @@ def merged_weight(w: QuantTensor, values: Tensor, amax: Tensor | None, dtype: to
         row, _ = ops.quantize_row_col(values.to(w.dtype), *both_sides(w.spec, None, row_amax=amax))
     assert row is not None, "a row was asked for"
     return CachedWeight(ops.Operand(row, w.spec, w.shape[-1], LINEAR_LAYOUT), None, dtype, is_frozen=True)
+
+
+def merged_codes(w: QuantTensor, values: Tensor, amax: Tensor | None) -> QuantTensor:
+    """Return merged values as codes; arguments as for `merged_weight`."""
+    row = merged_weight(w, values, amax, w.dtype).row
+    assert row is not None, "quantized here"
+    return QuantTensor(row.blocks, w.spec, shape=tuple(w.shape), dtype=w.dtype)
+
+
+def common_amax(amaxes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the amax that merged weights share, fp32 [].
+
+    Args:
+        amaxes: of the values of each, fp32 [].
+        dtype: that these are rounded to before they are quantized.
+    """
+    # Rounding is monotone: the rounded maximum is the maximum of the rounded weights.
+    return torch.stack(list(amaxes)).amax().to(dtype).float()
 
 
 def straight_through(y: Tensor, x: Tensor, adapter: Adapter) -> Tensor:

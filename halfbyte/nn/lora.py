@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.linear import Layers, outputs_of
-from halfbyte.functional.lora import Adapter, add_adapter, merged_values, merged_weight, straight_through
+from halfbyte.functional.lora import (
+    Adapter,
+    add_adapter,
+    common_amax,
+    merged_codes,
+    merged_values,
+    merged_weight,
+    straight_through,
+)
 from halfbyte.functional.weights import takes_amax
 from halfbyte.nn.linear import Linear, run_alone
 from halfbyte.tensor import PrimaryWeight, QuantTensor
@@ -137,19 +145,12 @@ class LoRALinear(Linear):
         if len(group) < 2 or not takes_amax(self._codes().spec):
             return None
         amaxes = [ops.amax(values if one is self else one.merged_values()) for one in group]
-        # Rounding is monotone: the rounded maximum is the maximum of the rounded weights.
-        return torch.stack(amaxes).amax().to(self.weight.dtype).float()
+        return common_amax(amaxes, self.weight.dtype)
 
     def merged_codes(self) -> QuantTensor:
         """Return the merged weight: the bytes that a forward with merge_aware=True multiplies by."""
-        return self.quantize_merged(self.merged_values())
-
-    def quantize_merged(self, values: Tensor) -> QuantTensor:
-        """Return what `merged_values` returned, fp32 [out_features, in_features], as codes."""
-        codes = self._codes()
-        row = merged_weight(codes, values, self._shared_amax(values), codes.dtype).row
-        assert row is not None, "quantized here"
-        return QuantTensor(row.blocks, codes.spec, shape=tuple(codes.shape), dtype=codes.dtype)
+        values = self.merged_values()
+        return merged_codes(self._codes(), values, self._shared_amax(values))
 
     def merged_values(self) -> Tensor:
         """Return what the codes stand for plus the adapter, fp32 [out_features, in_features]."""
