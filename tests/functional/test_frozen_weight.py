@@ -43,21 +43,24 @@ def test_a_frozen_weight_is_the_layer_on_its_values(name):
     assert values.grad is not None and codes.grad is None
 
 
-TILED = {
-    name: recipe
-    for name, recipe in FROZEN.items()
-    if recipe.fprop.b.is_tile and recipe.backward == "original" and recipe.dgrad is not None
-    if recipe.dgrad.b == recipe.fprop.b and not recipe.splits_mean  # whose mean is multiplied by w, or its values
+def reads_the_codes(recipe):
+    """Whether the trained layer's backward, too, reads nothing of the weight but the operand of fprop."""
+    is_turned = recipe.fprop.b.is_tile and recipe.dgrad is not None and recipe.dgrad.b == recipe.fprop.b
+    return is_turned or recipe.backward == "dequantized"
+
+
+SAME = {  # a mean of x is multiplied by w itself, or by what the codes stand for
+    name: recipe for name, recipe in FROZEN.items() if reads_the_codes(recipe) and not recipe.splits_mean
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize("name", SAME)
 def test_tiles_give_the_bytes_of_the_trained_layer(name, dtype):
     """The transposed codes are the operand that dgrad quantizes from the master, of fp32 weights too."""
     x, w, bias, dy = tensors(dtype)
-    codes = hb.quantize(w, TILED[name].fprop.b)
-    for got, expected in zip(run(x, codes, bias, TILED[name], dy), run(x, w, bias, TILED[name], dy), strict=True):
+    codes = hb.quantize(w, SAME[name].fprop.b)
+    for got, expected in zip(run(x, codes, bias, SAME[name], dy), run(x, w, bias, SAME[name], dy), strict=True):
         assert torch.equal(got, expected)
 
 
