@@ -6,6 +6,7 @@
 from halfbyte import distributed, export, layout, nn, recipes
 from halfbyte.convert import Keep, Report, high_precision, quantize_, set_recipe_
 from halfbyte.functional import gemm_nt, grouped_gemm_nt, grouped_linear, linear, linear_shared
+from halfbyte.lora import freeze_, lora_, merge_lora_
 from halfbyte.memory import memory_report
 from halfbyte.nn import cache_weights
 from halfbyte.ops import backends, selective_checkpoint_ops
@@ -37,6 +38,7 @@ __all__ = [
     "cache_weights",
     "distributed",
     "export",
+    "freeze_",
     "gemm_nt",
     "grouped_gemm_nt",
     "grouped_linear",
@@ -45,7 +47,9 @@ __all__ = [
     "layout",
     "linear",
     "linear_shared",
+    "lora_",
     "memory_report",
+    "merge_lora_",
     "nn",
     "quantize",
     "quantize_",

@@ -204,4 +204,4 @@ def _draws_from(layer: Any, state: RunState) -> bool:
 
 
 def _holds(layer: Any, parameters: Iterable[int]) -> bool:
-    return any(id(layer._parameters.get(name)) in parameters for name in layer.weight_names)
+    return any(id(parameter) in parameters for parameter in layer._parameters.values())

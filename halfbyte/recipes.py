@@ -118,6 +118,21 @@ def four_over_six(
     return _changed(nvfp4() if base is None else resolve(base), change)
 
 
+def weight_only(*, base: Recipe | str | None = None) -> Recipe:
+    """A recipe that quantizes weights alone, with x and gradients in high precision: W4A16, for frozen weights.
+
+    Args:
+        base: the recipe whose weights are quantized as there, or a preset's name; `nvfp4()` by default. A weight that
+            it rotates along with the other operand stays in high precision.
+    """
+
+    def change(spec, role: str):
+        return spec if role == "weights" and spec is not None and spec.rotation is None else None
+
+    recipe = nvfp4() if base is None else resolve(base)
+    return _changed(dataclasses.replace(recipe, activation_mean="kept"), change)
+
+
 def _changed(recipe: Recipe, change: Callable[[Spec | None, str], Spec | None]) -> Recipe:
     """Return a recipe with change(spec, role) in the place of every operand; gradients belong to "all" alone."""
     gemms: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.linear import REPLACED_FORWARD
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.position import ModelHooks
-from halfbyte.tensor import QuantTensor
+from halfbyte.tensor import PrimaryWeight, QuantTensor
 
 _SHARDERS = ("FSDPModule", "FullyShardedDataParallel")
 
@@ -68,9 +68,10 @@ def _check(name: str, layer: FollowsRecipe) -> None:
     """Raise ValueError if a layer cannot be put back."""
     weights = [getattr(layer, weight, None) for weight in layer.weight_names]
     if any(isinstance(weight, QuantTensor) for weight in weights):
+        kind = "a primary weight" if any(isinstance(weight, PrimaryWeight) for weight in weights) else "frozen"
         raise ValueError(
-            f"{name}: its weight is a primary weight, which exists in NVFP4 only; put a Parameter of the masters, or "
-            "of weight.dequantize(), in its place first"
+            f"{name}: its weight is {kind}, which exists in codes only; put a Parameter of the masters, or of "
+            "weight.dequantize(), in its place first"
         )
     if any(is_sharded(weight) for weight in weights):
         raise ValueError(f"{name}: its weight is sharded (DTensor); call hb.unquantize_ before the model is sharded")

@@ -107,8 +107,8 @@ def _trained(model: nn.Module, name: str, layer: FollowsRecipe, compute_dtype: t
         raise ValueError(
             f"{name}: in_features={weight.shape[-1]} is no multiple of {NVFP4().block_length}, as engines need; {RULE}"
         )
-    if isinstance(weight, PrimaryWeight):
-        quants, dtype = (_primary(weight),), weight.dtype
+    if isinstance(weight, QuantTensor):
+        quants, dtype = (_held(weight),), weight.dtype
     else:
         dtype = _dtype(name, layer, weight, compute_dtype)
         quants = _quantized(layer, weight, dtype)
@@ -153,8 +153,9 @@ def _quantized(layer: Any, weight: Tensor, dtype: torch.dtype) -> tuple[QuantTen
     return (quantize(values, spec, amax=amax),)
 
 
-def _primary(weight: PrimaryWeight) -> QuantTensor:
-    if weight.before_use is not None:
+def _held(weight: QuantTensor) -> QuantTensor:
+    """Return a weight that exists in codes only: a primary weight or a frozen one."""
+    if isinstance(weight, PrimaryWeight) and weight.before_use is not None:
         weight.before_use()
     blocks = Blocks(weight.blocks.qdata.clone(), weight.linear_scale().view(torch.uint8).clone(), weight.blocks.amax)
     return QuantTensor(blocks, weight.spec, shape=tuple(weight.shape), dtype=weight.dtype)
@@ -172,7 +173,7 @@ def requantized(one: Trained, spec: NVFP4, amaxes: Mapping[int, Tensor], model: 
         one: as it was trained.
         spec: of the result.
         amaxes: {index of the expert, 0 for a layer: fp32 []}; those missing are the weight's own.
-        model: that holds the values; a PrimaryWeight has only those of its codes.
+        model: that holds the values; a weight that is codes has only theirs.
         reason: to report.
     """
     values = model.state_dict(keep_vars=True)[one.key].detach()

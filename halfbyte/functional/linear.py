@@ -36,6 +36,7 @@ from halfbyte import ops
 from halfbyte.functional import whole
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
+from halfbyte.functional.frozen import frozen_operands, frozen_right
 from halfbyte.functional.mean import add_mean_gradient, bias_with_mean, both_without_mean
 from halfbyte.functional.operands import (
     BF16_GEMM,
@@ -70,6 +71,7 @@ from halfbyte.recipes import resolve
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.spec import Recipe
 from halfbyte.tensor.primary import PrimaryWeight
+from halfbyte.tensor.quant_tensor import QuantTensor
 
 
 def linear(
@@ -88,7 +90,8 @@ def linear(
 
     Args:
         x: bf16, fp16 or fp32 [..., K].
-        w: [N, K] of x's dtype; under autocast both are cast. A PrimaryWeight is used as it is.
+        w: [N, K] of x's dtype; under autocast both are cast. A QuantTensor is used as it is: fprop multiplies by its
+            codes, dgrad by what they stand for, and it has no gradient, unless it is a PrimaryWeight.
         bias: [N] or None; its gradient is summed in fp32 and rounded once, to the bias's own dtype.
         recipe: how each operand is quantized; a Recipe or a preset's name.
         rng: the place in the random stream; needed if the recipe draws. It uses 16 offsets from there on.
@@ -198,9 +201,14 @@ def prepare(
         if isinstance(w, PrimaryWeight):
             weights[i], cached[i] = primary_operands(w, recipe)
     dtype = autocast_dtype(x.device)
+    is_frozen = [isinstance(w, QuantTensor) and not isinstance(w, PrimaryWeight) for w in weights]
+    for i, w in enumerate(weights):
+        if is_frozen[i]:
+            cached[i] = frozen_operands(w, recipe, dtype or x.dtype, cached[i])
     if dtype is not None:
         x, weights, biases = _autocast(dtype, x, weights, biases, [covers(c, recipe) for c in cached])
-    if not recipe.specs and out_dtype in (None, x.dtype) and not any(g is not None for g in grads):
+    is_more = any(is_frozen) or any(g is not None for g in grads)
+    if not recipe.specs and out_dtype in (None, x.dtype) and not is_more:
         check_call(x, weights, biases, recipe, grads, cached)
         places_of(rng, n, recipe)
         return None, (x, *weights, *biases)
@@ -372,10 +380,13 @@ def multiply(
     for i, w in enumerate(weights):
         needed = fprop.b, dgrad.b if need_dx and not dequantized else None
         place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
-        w_row, w_col = weight_operands(w, needed, cached[i], place, amaxes[request.amax_of[i]])
+        w_row, w_col = cached[i]
+        if not request.cached[i].is_frozen:
+            w_row, w_col = weight_operands(w, needed, cached[i], place, amaxes[request.amax_of[i]])
         bias = biases[i] if mean is None or fprop.a is None else bias_with_mean(biases[i], mean, w, x.dtype)
         outputs.append(ops.gemm_nt(row, w_row, out_dtype=request.out_dtype, bias=bias))
-        kept_w.append((w_row if dequantized else w_col) if need_dx else None)
+        is_fprops = dequantized or request.cached[i].is_frozen
+        kept_w.append((w_row if is_fprops else w_col) if need_dx else None)
     return outputs, [kept_x, *kept_w, mean if x_col_spec else None]
 
 
@@ -413,7 +424,8 @@ def gradients_of(
         row, col = both(dy_MN, row_spec, col_spec, place, amaxes[i])
         if need_dx:
             place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
-            right = right_operand(w_cols[i], request.recipe, dgrad.b, place, x_dtype)
+            make = frozen_right if request.cached[i].is_frozen else right_operand
+            right = make(w_cols[i], request.recipe, dgrad.b, place, x_dtype)
             dx = add_dx(dx, row, right, last=i == used[-1], dtype=x_dtype)
         if need_dw[i]:
             if x_right is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.functional.operands import Place, both
 from halfbyte.spec import Spec
-from halfbyte.tensor.primary import PrimaryWeight
+from halfbyte.tensor.quant_tensor import QuantTensor
 
 
 def both_without_mean(
@@ -30,10 +30,10 @@ def bias_with_mean(bias: Tensor | None, mean: Tensor, w: Tensor, dtype: torch.dt
     Args:
         bias: [N] or None.
         mean: fp32 [K].
-        w: [N, K], rounded to `dtype` first; of a PrimaryWeight the values that it stands for.
+        w: [N, K], rounded to `dtype` first; of a QuantTensor the values that it stands for.
         dtype: of x.
     """
-    values = w.dequantize() if isinstance(w, PrimaryWeight) else w
+    values = w.dequantize() if isinstance(w, QuantTensor) else w
     v = ops.gemm_nt(mean[None], values.detach().to(dtype), out_dtype=torch.float32)[0]
     return v if bias is None else bias.float() + v
 

@@ -123,11 +123,8 @@ def check_call(
         raise ValueError("weights=[]: give at least one weight")
     if x.dim() == 0:
         raise ValueError("x.shape=(): give at least one dimension, in_features")
-    for name, tensors in (("x", [x]), ("w", weights)):
-        if any(isinstance(t, QuantTensor) and not (name == "w" and isinstance(t, PrimaryWeight)) for t in tensors):
-            raise TypeError(
-                f"{name} is a QuantTensor: linear quantizes it itself; pass {name}.dequantize() or use gemm_nt"
-            )
+    if isinstance(x, QuantTensor):
+        raise TypeError("x is a QuantTensor: linear quantizes it itself; pass x.dequantize() or use gemm_nt")
     for w, bias, grad, one in zip(weights, biases, grads, cached, strict=True):
         check_cached(one, recipe, x.dtype, x.device, primary=isinstance(w, PrimaryWeight))
         if w.dim() != 2 or w.shape[1] != x.shape[-1]:

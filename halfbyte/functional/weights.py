@@ -29,11 +29,13 @@ class CachedWeight(NamedTuple):
     row, col: of fprop and of dgrad; None where the recipe leaves the weight in high precision, needs no such operand or
         draws bits for it.
     dtype: that the weight was rounded to before; the forward must compute in it.
+    is_frozen: whether row is all that there is of the weight, and the backward makes dgrad's operand of it.
     """
 
     row: ops.Operand | None
     col: ops.Operand | None
     dtype: torch.dtype
+    is_frozen: bool = False
 
     @property
     def specs(self) -> Specs:
@@ -66,7 +68,7 @@ def covers(cached: CachedWeight | None, recipe: Recipe) -> bool:
     """Whether forward and backward read nothing of the weight but the cached operands."""
     if cached is None or cached.row is None:
         return False
-    return cached.col is not None or recipe.backward == "dequantized"
+    return cached.col is not None or cached.is_frozen or recipe.backward == "dequantized"
 
 
 def quantize_weight(
@@ -106,6 +108,7 @@ class Layout(NamedTuple):
 
     row: tuple | None
     col: tuple | None
+    is_frozen: bool = False
 
 
 _NOTHING = Layout(None, None)
@@ -118,7 +121,8 @@ def flatten(cached: Sequence[CachedWeight | None]) -> tuple[tuple[Layout, ...], 
         if one is None:
             layouts.append(_NOTHING)
             continue
-        layouts.append(Layout(*(None if side is None else side[1:] for side in one[:2])))
+        row, col = (None if side is None else side[1:] for side in one[:2])
+        layouts.append(Layout(row, col, one.is_frozen))
         tensors += one.tensors
     return tuple(layouts), tensors
 
@@ -130,7 +134,7 @@ def unflatten(layouts: Sequence[Layout], tensors: Sequence[Tensor]) -> list[tupl
     for layout in layouts:
         sides = [
             None if static is None else ops.Operand(Blocks(*(left.pop(0) for _ in range(3))), *static)
-            for static in layout
+            for static in layout[:2]
         ]
         pairs.append(tuple(sides))
     assert not left, "cached tensors and their layouts disagree"
@@ -161,7 +165,7 @@ def check_cached(
             f"cached_weight holds a weight rounded to {cached.dtype} and this forward computes in {dtype}: use "
             f"hb.cache_weights(model, optimizer, dtype={dtype}), or release the cache first"
         )
-    if cached.specs != cacheable(recipe):
+    if not cached.is_frozen and cached.specs != cacheable(recipe):
         raise ValueError("cached_weight was quantized for another recipe: quantize it with the present one")
     for tensor in cached.tensors[:1]:
         if tensor.device != device:

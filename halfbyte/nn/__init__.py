@@ -5,6 +5,7 @@ from halfbyte.nn.fuse import FuseReport, fuse_, unfuse_
 from halfbyte.nn.fused import MLP, LayerNormLinear, LayerNormMLP
 from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
 from halfbyte.nn.linear import Linear, forward_shared
+from halfbyte.nn.lora import LoRALinear
 from halfbyte.nn.norm import LayerNorm, RMSNorm
 from halfbyte.nn.transposed import TransposedLinear
 
@@ -17,6 +18,7 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "LoRALinear",
     "RMSNorm",
     "TransposedLinear",
     "WeightCache",

@@ -16,7 +16,7 @@ from halfbyte.functional.weights import CachedWeight, weight_specs
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
-from halfbyte.tensor.primary import PrimaryWeight
+from halfbyte.tensor import QuantTensor
 
 if TYPE_CHECKING:
     from halfbyte.nn.shared_input import SharedInput
@@ -212,8 +212,8 @@ def _weight_amaxes(
         missing = weight_specs(module.recipe)
         if cached is not None:
             missing = tuple(None if kept else spec for kept, spec in zip(cached[:2], missing, strict=True))
-        is_primary = isinstance(module.weight, PrimaryWeight)
-        if is_primary or not module.amax_group or not any(spec and spec.format.has_amax for spec in missing):
+        is_quantized = isinstance(module.weight, QuantTensor)
+        if is_quantized or not module.amax_group or not any(spec and spec.format.has_amax for spec in missing):
             result.append(None)
             continue
         first = module.amax_group[0]
@@ -256,10 +256,15 @@ def shared_amax(module: LinearLayer, dtype: torch.dtype | None) -> Tensor:
         module: one of the group.
         dtype: that the weights are rounded to, None for their own.
     """
-    amaxes = [ops.amax(member.weight.detach()) for member in module.amax_group]
+    amaxes = [_amax(member.weight) for member in module.amax_group]
     amax = torch.stack(amaxes).amax()
     # Rounding is monotone: the rounded maximum is the maximum of the rounded weights.
     return amax if dtype is None else amax.to(dtype).float()
+
+
+def _amax(weight: Tensor) -> Tensor:
+    """Return the greatest magnitude of a weight, fp32 []; of codes that which they are scaled by."""
+    return weight.amax if isinstance(weight, QuantTensor) and weight.amax is not None else ops.amax(weight.detach())
 
 
 def describe_recipe(recipe: Recipe) -> str:

@@ -308,7 +308,10 @@ class QuantTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise TypeError("QuantTensor.data cannot be replaced: the bytes are in qdata and block_scale; use q.copy_()")
+        raise TypeError(
+            "QuantTensor.data cannot be replaced: the bytes are in qdata and block_scale; use q.copy_(), or to merge "
+            "adapters, as PEFT's merge would in high precision, hb.merge_lora_(model)"
+        )
 
     def share_memory_(self) -> QuantTensor:
         """Move the inner tensors to shared memory, in place."""

@@ -100,6 +100,13 @@ def test_the_mixture_is_a_sum_over_experts():
     assert torch.allclose(mixture(x), expected, rtol=1e-4, atol=1e-6)  # grouped_mm sums in fp32
 
 
+def test_lora():
+    beside, aware = load("lora")["main"](steps=24).values()
+    assert beside["base"] == aware["base"]
+    assert all(losses["trained"] < 0.97 * losses["base"] for losses in (beside, aware))
+    assert aware["merged"] == aware["trained"] and beside["merged"] != beside["trained"]
+
+
 def test_primary_weights():
     losses = load("primary_weights")["main"](steps=12)
     assert losses["nvfp4"] == losses["plain"] and losses["plain"][-1] < 0.7 * losses["plain"][0]

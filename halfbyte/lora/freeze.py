@@ -1,0 +1,172 @@
+"""freeze_: the weights of a trained model become the codes that its forwards read, and their masters are freed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.functional.autocast import autocast_dtype
+from halfbyte.functional.foreign import is_sharded
+from halfbyte.functional.weights import takes_amax
+from halfbyte.nn.linear import Linear, shared_amax
+from halfbyte.nn.lora import frozen_weight
+from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.spec import Spec
+from halfbyte.tensor import PrimaryWeight, quantize
+from halfbyte.tensor.quant_tensor import check_value_dtype, describe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frozen:
+    """What `freeze_` left; prints as a table.
+
+    Args:
+        layers: {name: its spec in words} of the layers whose weights are codes now.
+        kept: {name: reason} of linear layers whose weights stay as they are.
+        weights: elements of the frozen weights, each weight once.
+        nbytes: that their codes, scales and amaxes take.
+    """
+
+    layers: Mapping[str, str]
+    kept: Mapping[str, str]
+    weights: int
+    nbytes: int
+
+    @property
+    def bits(self) -> float:
+        """Bits a frozen weight."""
+        return 8 * self.nbytes / self.weights if self.weights else 0.0
+
+    def __str__(self) -> str:
+        lines = as_table(("layer", "weight"), [*self.layers.items(), *self.kept.items()])
+        total = f"{len(self.layers)} layers frozen, {self.weights:,} weights in {self.nbytes:,} bytes"
+        return "\n".join([*lines, f"{total}, {self.bits:.4g} bits each; {len(self.kept)} stay in high precision"])
+
+
+def as_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table."""
+    table = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def freeze_(model: nn.Module, *, dtype: torch.dtype | None = None) -> Frozen:
+    """Turn the weights of `model` whose forward reads codes into these codes, in place, and free the masters.
+
+    Every hb.nn.Linear then holds a QuantTensor in the place of its Parameter `weight`: 4.5 bits a weight in NVFP4, with
+    the bytes that its forward multiplied by before. Outputs stay as they are, and so does dx where the weight has 16x16
+    tiles; other blocks are dequantized in the backward, and quantized once more where dgrad wants it. No gradient
+    reaches a frozen weight. Other parameters stay as they are.
+
+    Args:
+        model: converted by `hb.quantize_`, or built of hb.nn layers.
+        dtype: that forwards compute in, to which weights are rounded first. None: autocast's if it is enabled now, else
+            each weight's own.
+
+    Returns:
+        Frozen, which prints as a table; layers that were frozen before are part of it.
+
+    Raises:
+        ValueError: nothing can be frozen, or the weight of a layer has no bytes of its own: drawn at random, rotated,
+            sharded, cached, parametrized, a primary weight, NaN or Inf. The model is unchanged then.
+    """
+    if dtype is not None:
+        check_value_dtype("dtype", dtype, "name the dtype that forwards compute in, such as torch.bfloat16")
+    specs, kept = plan_frozen(model)
+    amaxes: dict[tuple[int, torch.dtype], Tensor] = {}
+    todo = {
+        name: layer for name, layer in linear_layers(model).items() if name in specs and frozen_weight(layer) is None
+    }
+    dtypes = {name: dtype or autocast_dtype(layer.weight.device) or layer.weight.dtype for name, layer in todo.items()}
+    for name, layer in todo.items():
+        _check(name, layer, specs[name])
+        if layer.amax_group and takes_amax(specs[name]):
+            amaxes.setdefault((id(layer.amax_group[0]), dtypes[name]), shared_amax(layer, dtypes[name]))
+    made: dict[tuple, nn.Parameter] = {}
+    for name, layer in todo.items():
+        spec, group = specs[name], layer.amax_group
+        amax = amaxes.get((id(group[0]), dtypes[name])) if group else None
+        key = id(layer.weight), spec, dtypes[name], id(amax)
+        if key not in made:  # tied weights stay tied
+            codes = quantize(layer.weight.detach().to(dtypes[name]), spec, amax=amax)
+            made[key] = nn.Parameter(codes, requires_grad=False)
+        layer.weight = made[key]
+    return _frozen(model, kept)
+
+
+def linear_layers(model: nn.Module) -> dict[str, Linear]:
+    """Return the layers of a model that follow recipes and hold a weight [N, K], by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+
+
+def plan_frozen(model: nn.Module) -> tuple[dict[str, Spec], dict[str, str]]:
+    """Return the layers whose forward reads codes, each with their spec, and why other linear layers stay."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: give a torch.nn.Module")
+    specs: dict[str, Spec] = {}
+    kept: dict[str, str] = {}
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(module, Linear):
+                holders.setdefault(id(parameter), []).append(name)
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            fprop = module.recipe.fprop
+            codes = frozen_weight(module)
+            spec = codes.spec if codes is not None else None if fprop is None else fprop.b
+            tied = holders.get(id(module._parameters.get("weight")))
+            if spec is None:
+                kept[name] = "its forward reads the weight in high precision"
+            elif tied:
+                kept[name] = f"its weight is that of {tied[0]} too"
+            else:
+                specs[name] = spec
+        elif isinstance(module, FollowsRecipe) and module.recipe.specs:
+            kept[name] = f"a {type(module).__name__}, of which only hb.nn.Linear can be frozen"
+        elif isinstance(module, nn.Linear):
+            kept[name] = "in high precision"
+    if not specs:
+        raise ValueError(
+            f"model={type(model).__name__}: no hb.nn.Linear of it reads its weight as codes; convert it with "
+            "hb.quantize_ to a recipe that quantizes weights in fprop"
+        )
+    return specs, kept
+
+
+def _check(name: str, layer: Linear, spec: Spec) -> None:
+    """Raise ValueError where a layer's weight is not codes that forwards will go on reading."""
+    weight, title = layer._parameters.get("weight"), name or "the layer"
+    if weight is None:
+        raise ValueError(f"{title}: its weight is parametrized; take that out, torch.nn.utils.parametrize, first")
+    if isinstance(weight, PrimaryWeight) or layer.before_use is not None:
+        raise ValueError(f"{title}: an optimizer of hb.distributed trains its weight; let go of that optimizer first")
+    if is_sharded(weight):
+        raise ValueError(f"{title}: its weight is sharded (DTensor); freeze the model before it is sharded")
+    if layer.weight_cache is not None:
+        raise ValueError(f"{title}: hb.cache_weights holds its operands; release() that first, codes need no cache")
+    if layer.times_aside:
+        raise ValueError(f"{title}: the model is in hb.high_precision; freeze it outside of the context")
+    if spec.needs_rng or spec.needs_sign_rng or spec.rotation is not None:
+        raise ValueError(
+            f"{title}: its weight is {describe(spec)}, drawn anew in every forward or rotated, so no codes stand for "
+            "it; give it another recipe with hb.set_recipe_"
+        )
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError(f"{title}: its weight holds NaN or Inf; freeze a checkpoint of before the run diverged")
+
+
+def _frozen(model: nn.Module, kept: Mapping[str, str]) -> Frozen:
+    found = {name: frozen_weight(layer) for name, layer in linear_layers(model).items()}
+    layers = {name: weight for name, weight in found.items() if weight is not None}
+    weights = {id(weight): weight for weight in layers.values()}
+    return Frozen(
+        layers={name: describe(weight.spec) for name, weight in layers.items()},
+        kept=kept,
+        weights=sum(weight.numel() for weight in weights.values()),
+        nbytes=sum(weight.nbytes for weight in weights.values()),
+    )
