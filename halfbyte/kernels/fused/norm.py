@@ -394,7 +394,8 @@ def norm_with_amaxes(
 
 def added_to(x: Tensor, residual: Tensor) -> Added:
     """Return what is added to x, and room for the sum, of the dtype that torch gives it."""
-    dtype = torch.promote_types(x.dtype, residual.dtype)
+    # torch.promote_types of bf16, fp16 and fp32, which is an op and would keep the launch out of a record.
+    dtype = x.dtype if x.dtype == residual.dtype else torch.float32
     return Added(residual.contiguous(), torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
