@@ -245,9 +245,7 @@ class LayerNormMLP(MLP):
         """Return torch's norm and linear layers, by name, with this module's Parameters."""
         return to_norm(self.norm), {name: to_linear(getattr(self, name)) for name in self.names}
 
-    def forward(
-        self, x: Tensor, call: int = 0, residual: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, call: int = 0, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return the output [..., width].
 
         Args:

@@ -216,9 +216,7 @@ class Decoder(nn.Module):
         return logits_BTV, torch.stack(losses).mean() if losses else torch.zeros((), device=logits_BTV.device)
 
 
-def _run(
-    block: nn.Module, recompute: Recompute, *inputs: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _run(block: nn.Module, recompute: Recompute, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run a block, keeping for the backward pass what `recompute` leaves."""
     if recompute == "nothing" or not torch.is_grad_enabled():
         return block(*inputs)

@@ -167,8 +167,9 @@ def norm_kernel(
     rows, cols, eps, CENTERED: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
     FULL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, cols] = ((x - mean) * rstd) * weight + bias, its statistics and the wanted maxima; `added` goes to x first.
+    """y [rows, cols] = ((x - mean) * rstd) * weight + bias, its statistics and the wanted maxima.
 
+    added: what goes to x first, and where the sum goes, or None.
     FULL: whole groups of rows and whole tiles of C columns.
     """
     overlap.begin(OVERLAP)
