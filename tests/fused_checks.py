@@ -48,15 +48,48 @@ def check_norm(
     mine = [None if t is None else t.to(device) for t in (x, weight, bias, dy)]
     draw, draw_mine = (PLACE.on(torch.device(d)) for d in ("cpu", device))
     kind = (1e-5, centered, out_dtype)
-    y, statistics, amaxes = norm.norm_with_amaxes(mine[0], (mine[1], mine[2]), kind, *wish, draw_mine)
+    y, total, statistics, amaxes = norm.norm_with_amaxes(mine[0], (mine[1], mine[2]), kind, *wish, draw_mine)
     expected = reference.norm_with_amaxes(x, (weight, bias), kind, *wish, draw)
-    for actual, value in zip((y, *statistics, *amaxes), (expected[0], *expected[1], *expected[2]), strict=True):
+    assert total is expected[1] is None
+    for actual, value in zip((y, *statistics, *amaxes), (expected[0], *expected[2], *expected[3]), strict=True):
         same(actual, value)
     gradients = norm.norm_backward(mine[3], mine[0], mine[1], statistics, centered, centered)
     for actual, value in zip(
-        gradients, reference.norm_backward(dy, x, weight, expected[1], centered, centered), strict=True
+        gradients, reference.norm_backward(dy, x, weight, expected[2], centered, centered), strict=True
     ):
         same(actual, value.to(actual.dtype))
+
+
+def check_residual(
+    shape: tuple[int, int], device: str, wish: Wish, centered: bool,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], bad: bool = False,
+) -> None:  # fmt: skip
+    """With a residual kernel and reference give the bits of torch's sums around the norm without one.
+
+    Args:
+        dtypes: of x, of the residual, of the norm.
+        bad: NaN and Inf in what is added, and a sum that overflows.
+    """
+    dtype, added_dtype, out_dtype = dtypes
+    x, residual = random(shape, dtype, 0, 3), random(shape, added_dtype, 4)
+    if bad:
+        x[1, 1], residual[1, 2], x[0, 3], residual[0, 3] = float("nan"), float("-inf"), 65000.0, 65000.0
+    expected = x + residual
+    dy, dtotal = random(shape, out_dtype, 1), random(shape, expected.dtype, 5)
+    weight, bias = random(shape[1:], dtype, 2), random(shape[1:], dtype, 3) if centered else None
+    kind = (1e-5, centered, out_dtype)
+    y, _, statistics, amaxes = reference.norm_with_amaxes(
+        expected, (weight, bias), kind, *wish, PLACE.on(torch.device("cpu"))
+    )
+    dx, *sums = reference.norm_backward(dy, expected, weight, statistics, centered, centered)
+    values = [y, expected, *statistics, *amaxes, dx + dtotal, *sums]
+    for place, module in (("cpu", reference), (device, norm)):
+        mine = [None if t is None else t.to(place) for t in (x, residual, weight, bias, dy, dtotal)]
+        draw = PLACE.on(torch.device(place))
+        y, total, numbers, maxima = module.norm_with_amaxes(mine[0], (mine[2], mine[3]), kind, *wish, draw, mine[1])
+        back = module.norm_backward(mine[4], total, mine[2], numbers, centered, centered, mine[5])
+        for actual, value in zip((y, total, *numbers, *maxima, *back), values, strict=True):
+            same(actual, value)
 
 
 def check_activation(

@@ -33,6 +33,7 @@ LONG_SIGNATURES = {
 OPERATIONS = {  # defined once in each room that has them: what a user calls, the op, the specification, the kernels
     "activation",
     "activation_backward",
+    "add_norm",
     "decode",
     "dequantize",
     "gemm_nt",

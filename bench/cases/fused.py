@@ -54,6 +54,37 @@ def _norm(x: Tensor, weight: Tensor, dy: Tensor, backend: str | None) -> tuple[T
     return y, statistics[1], amaxes.row, amaxes.col, *gradients
 
 
+def add_norm(setting: Setting, shape: Shape, *, backward: bool = False) -> Outcome:
+    """Check, then time RMSNorm of a sum that it takes and writes, with both amaxes, or its backward."""
+    for rows, cols in (RAGGED, (SLICE, shape[1])):
+        small = [random_matrix((rows, cols), CPU, i) for i in range(4)]
+        weight = random_matrix((1, cols), CPU, 4)
+        results = [_add_norm(tensors, None) for tensors in _on_both(setting, [*small, weight])]
+        require_equal(results[1], results[0], f"norm of a sum of {rows}x{cols}")
+    sets = list(zip(*(matrices(setting, shape) for _ in range(3)), strict=True))
+    weight = torch.ones(shape[1], dtype=torch.bfloat16, device=setting.device)
+    statistics = ops.norm(sets[0][0], weight, None, RMS, weight.dtype, backend=setting.backend)[1]
+
+    def run(tensors: tuple[Tensor, Tensor, Tensor]) -> object:
+        x, other, total = tensors
+        if backward:
+            return ops.add_norm_backward((x, other), total, weight, statistics, False, False, setting.backend)
+        return ops.add_norm(x, other, (weight, None), RMS, x.dtype, FOLLOWING, setting.backend)
+
+    moved = 4 * sets[0][0].numel() * sets[0][0].element_size()
+    checked = ["sum, output, statistics, amaxes, gradients: the bytes of the reference on the CPU"]
+    return bandwidth(setting, over(sets, run), moved, checked)
+
+
+def _add_norm(tensors: list[Tensor], backend: str | None) -> tuple[Tensor, ...]:
+    x, residual, dy, dtotal, weight = tensors
+    parameters = weight[0], None
+    y, total, statistics, amaxes = ops.add_norm(x, residual, parameters, RMS, x.dtype, FOLLOWING, backend)
+    assert amaxes.row is not None and amaxes.col is not None, "both were asked for"
+    gradients = ops.add_norm_backward((dy, dtotal), total, weight[0], statistics, False, False, backend)[:2]
+    return y, total, statistics[1], amaxes.row, amaxes.col, *gradients
+
+
 def activation(setting: Setting, shape: Shape, *, backward: bool = False) -> Outcome:
     """Check, then time SwiGLU with both amaxes, or its backward with those of both gradients."""
     for rows, cols in (RAGGED, (SLICE, shape[1])):
@@ -128,6 +159,20 @@ CASES = (
         shapes={(8192, 4096): None, (16384, 8192): None},
         small=(64, 512),
         run=partial(norm, backward=True),
+    ),
+    Case(
+        name="fused/rmsnorm-residual",
+        about="RMSNorm of x + residual, the sum and the amaxes of row and rotated column",
+        shapes={(8192, 4096): None, (16384, 8192): None, (32768, 768): None},
+        small=(64, 512),
+        run=add_norm,
+    ),
+    Case(
+        name="fused/rmsnorm-residual-backward",
+        about="gradients of RMSNorm of a sum, that of the sum added",
+        shapes={(8192, 4096): None, (16384, 8192): None, (32768, 768): None},
+        small=(64, 512),
+        run=partial(add_norm, backward=True),
     ),
     Case(
         name="fused/swiglu",

@@ -202,9 +202,9 @@ def layers(_: Target) -> Iterator[Scenario]:
         whole = shape[1] % 512 == 0 and what != "amax of rows"
         for centered in (False, True):
             arguments = x, (weight, weight if centered else None), (1e-5, centered, dtype), row, col, sign
-            yield Scenario(
-                f"norm {centered}, {shape} {dtype}, {what}", partial(fused.norm_with_amaxes, *arguments), whole
-            )
+            name = f"norm {centered}, {shape} {dtype}, {what}"
+            yield Scenario(name, partial(fused.norm_with_amaxes, *arguments), whole)
+            yield Scenario(f"{name}, residual", partial(fused.norm_with_amaxes, *arguments, x), whole)
         for function, up in product(FUNCTIONS if what == "no amax" else ("silu",), (None, x)):
             name = f"{function}, {shape} {dtype}, {what}, gated {up is not None}"
             call = partial(fused.activation_with_amaxes, x, up, function, row, col, sign)
@@ -215,7 +215,9 @@ def layers(_: Target) -> Iterator[Scenario]:
         x, weight = tensor(*shape, dtype=dtype), tensor(shape[1], dtype=dtype)
         statistics = tensor(shape[0], dtype=FP32), tensor(shape[0], dtype=FP32)
         call = partial(fused.norm_backward, x, x, weight, statistics, centered, centered)
-        yield Scenario(f"gradient of a norm {centered}, {shape} {dtype}", call, shape[1] % 512 == 0)
+        name = f"gradient of a norm {centered}, {shape} {dtype}"
+        yield Scenario(name, call, shape[1] % 512 == 0)
+        yield Scenario(f"{name}, residual", partial(call, x), shape[1] % 512 == 0)
 
 
 def primary_casts(_: Target) -> Iterator[Scenario]:

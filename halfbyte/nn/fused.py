@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from halfbyte import ops
 from halfbyte.functional.activation import activate, find_activation, linear_activation
 from halfbyte.nn.linear import Linear, forward_shared, gather, has_hooks, run_shared, shareable
-from halfbyte.nn.norm import LayerNorm, Norm, RMSNorm, from_norm, make_norm, to_norm
+from halfbyte.nn.norm import LayerNorm, Norm, RMSNorm, add_then_norm, from_norm, make_norm, to_norm
 from halfbyte.nn.shared_input import following
 from halfbyte.nn.streams import own_state
 from halfbyte.recipes import resolve
@@ -97,17 +97,21 @@ class LayerNormLinear(_OfLayers):
         """Return torch's norm and linear layers, by name, with this module's Parameters."""
         return to_norm(self.norm), {name: to_linear(getattr(self, name)) for name in self.names}
 
-    def forward(self, x: Tensor, call: int = 0) -> Tensor | tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, call: int = 0, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor | tuple[Tensor, ...], ...]:
         """Return the output [..., N], or one per layer if there are several.
 
         Args:
             x: [..., K].
             call: as for `hb.nn.Linear.forward`.
+            residual: as x. With one, the norm reads x + residual, and what is returned is (outputs, that sum).
         """
         layers = tuple(getattr(self, name) for name in self.names)
-        y, amaxes = _normed(x, self.norm, layers, call)
+        y, total, amaxes = _normed((x, residual), self.norm, layers, call)
         outputs = _run(y, layers, call, amaxes)
-        return outputs[0] if self.names == ("linear",) else outputs
+        output = outputs[0] if self.names == ("linear",) else outputs
+        return output if total is None else (output, total)
 
 
 class MLP(_OfLayers):
@@ -241,10 +245,16 @@ class LayerNormMLP(MLP):
         """Return torch's norm and linear layers, by name, with this module's Parameters."""
         return to_norm(self.norm), {name: to_linear(getattr(self, name)) for name in self.names}
 
-    def forward(self, x: Tensor, call: int = 0) -> Tensor:
-        """Return the output [..., width]; arguments as for hb.nn.MLP."""
-        y, amaxes = _normed(x, self.norm, self._first, call)
-        return self._run(y, call, amaxes)
+    def forward(self, x: Tensor, call: int = 0, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the output [..., width].
+
+        Args:
+            x, call: as for hb.nn.MLP.
+            residual: as x. With one, the norm reads x + residual, and what is returned is (output, that sum).
+        """
+        y, total, amaxes = _normed((x, residual), self.norm, self._first, call)
+        output = self._run(y, call, amaxes)
+        return output if total is None else (output, total)
 
 
 def to_linear(module: nn.Linear) -> nn.Linear:
@@ -254,11 +264,18 @@ def to_linear(module: nn.Linear) -> nn.Linear:
     return new.train(module.training)
 
 
-def _normed(x: Tensor, norm: nn.Module, layers: tuple[nn.Module, ...], call: int) -> tuple[Tensor, ops.Amaxes]:
-    """Return the norm of x and the amaxes with which layers quantize it, none where the norm has to be called."""
+def _normed(
+    given: tuple[Tensor, Tensor | None], norm: nn.Module, layers: tuple[nn.Module, ...], call: int
+) -> tuple[Tensor, Tensor | None, ops.Amaxes]:
+    """Return the norm of x, or of x + residual, that sum, and the amaxes with which layers quantize the norm.
+
+    None of the latter where the norm has to be called.
+    """
+    x, residual = given
     if isinstance(norm, RMSNorm | LayerNorm) and not has_hooks(norm):
-        return norm.normalize(x, following(layers, x.device, call))
-    return norm(x), ops.Amaxes()
+        return norm.normalize(x, residual, following(layers, x.device, call))
+    y, total = add_then_norm(norm, x, residual)
+    return y, None if residual is None else total, ops.Amaxes()
 
 
 def _run(x: Tensor, layers: Sequence[nn.Module], call: int, amaxes: ops.Amaxes | None) -> tuple[Tensor, ...]:

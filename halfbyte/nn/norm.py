@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte import ops
-from halfbyte.functional.norm import norm
+from halfbyte.functional.norm import add_norm, norm
 from halfbyte.nn.shared_input import SharedInput, following
 
 
@@ -24,18 +24,28 @@ class _Norm(nn.Module):
     fused_from: tuple[nn.Module, ...] = ()
     """What `hb.nn.fuse_` replaced by this module; in a tuple, so that it is no submodule."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of x [..., K], of x's dtype; under autocast of autocast's."""
-        if self.feeds is None:
-            return self.normalize(x, ops.Following())[0]
-        how = following(self.feeds.layers, x.device)
-        y, amaxes = self.normalize(x, how)
-        self.feeds.give(y, amaxes, how)
-        return y
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the norm of x [..., K], of x's dtype; under autocast of autocast's.
 
-    def normalize(self, x: Tensor, how: ops.Following) -> tuple[Tensor, ops.Amaxes]:
-        """Return the norm of x and the amaxes with which it will be quantized."""
-        return norm(x, self.weight, self.bias, ops.NormKind(self.eps, self.centered), how)
+        Args:
+            x: [..., K].
+            residual: as x. With one, return the norm of x + residual and that sum, which is the next residual.
+        """
+        how = ops.Following() if self.feeds is None else following(self.feeds.layers, x.device)
+        y, total, amaxes = self.normalize(x, residual, how)
+        if self.feeds is not None:
+            self.feeds.give(y, amaxes, how)
+        return y if total is None else (y, total)
+
+    def normalize(
+        self, x: Tensor, residual: Tensor | None, how: ops.Following
+    ) -> tuple[Tensor, Tensor | None, ops.Amaxes]:
+        """Return the norm of x or of x + residual, the sum, if there is one, and the amaxes that quantize the norm."""
+        kind = ops.NormKind(self.eps, self.centered)
+        if residual is None:
+            y, amaxes = norm(x, self.weight, self.bias, kind, how)
+            return y, None, amaxes
+        return add_norm(x, residual, self.weight, self.bias, kind, how)
 
 
 class RMSNorm(_Norm):
@@ -98,6 +108,22 @@ class LayerNorm(_Norm):
 
 Norm = RMSNorm | LayerNorm
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
+
+
+def add_then_norm(norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return norm(x + residual) and the sum, in one kernel where the norm is one of this library's.
+
+    Args:
+        norm: any module that takes one tensor.
+        x: [..., K].
+        residual: as x; None for the norm of x, which is the sum then.
+    """
+    if residual is None:
+        return norm(x), x
+    if isinstance(norm, RMSNorm | LayerNorm):
+        return norm(x, residual)
+    total = x + residual
+    return norm(total), total
 
 
 def make_norm(norm: str | Norm, width: int) -> Norm:

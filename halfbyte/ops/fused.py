@@ -86,6 +86,28 @@ def norm(
     return y, (mean, rstd), following.known(*amaxes)
 
 
+def add_norm(
+    x: Tensor,
+    residual: Tensor,
+    parameters: tuple[Tensor, Tensor | None],
+    kind: NormKind,
+    dtype: torch.dtype,
+    following: Following = Following(),  # noqa: B008
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Amaxes]:
+    """Return the norm of x + residual, that sum, (mean, rstd) for the backward, and the amaxes of the norm.
+
+    Args:
+        x, residual: bf16, fp16 or fp32 [rows, cols]; the sum has the dtype and the bits that torch gives it.
+        parameters: weight and bias [cols]; bias may be None.
+        kind, dtype, following: as for `norm`.
+    """
+    y, total, mean, rstd, *amaxes = call_op(
+        torch.ops.halfbyte.add_norm, x, residual, *parameters, *kind, dtype, *following.arguments, backend or ""
+    )
+    return y, total, (mean, rstd), following.known(*amaxes)
+
+
 def norm_backward(
     dy: Tensor,
     x: Tensor,
@@ -97,6 +119,28 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]; bias's is empty without one."""
     return call_op(torch.ops.halfbyte.norm_backward, dy, x, weight, *statistics, centered, has_bias, backend or "")
+
+
+def add_norm_backward(
+    gradients: tuple[Tensor, Tensor],
+    total: Tensor,
+    weight: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    centered: bool,
+    has_bias: bool,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of the sum, of its dtype, and of weight and bias, fp32 [cols]; bias's is empty without one.
+
+    Args:
+        gradients: of the norm and of the sum; the latter is added once the norm's part is rounded, as autograd does.
+        total: the sum, as `add_norm` returned it.
+        weight, statistics, centered, has_bias: as for `norm_backward`.
+    """
+    dy, dtotal = gradients
+    return call_op(
+        torch.ops.halfbyte.add_norm_backward, dy, dtotal, total, weight, *statistics, centered, has_bias, backend or ""
+    )
 
 
 def split_mean(x: Tensor, backend: str | None = None) -> tuple[Tensor, Tensor]:
@@ -154,12 +198,27 @@ def _wanted(row, col_key, sign_rng, sign_stream) -> tuple:
 def _norm(x, weight, bias, eps, centered, dtype, row, col_key, sign_rng, sign_stream, backend) -> tuple[Tensor, ...]:
     wanted = _wanted(row, col_key, sign_rng, sign_stream)
     module = implementation(x.device, backend)
-    y, statistics, amaxes = module.norm_with_amaxes(x, (weight, bias), (eps, centered, dtype), *wanted)
+    y, _, statistics, amaxes = module.norm_with_amaxes(x, (weight, bias), (eps, centered, dtype), *wanted)
     return y, *statistics, *amaxes
+
+
+def _add_norm(
+    x, residual, weight, bias, eps, centered, dtype, row, col_key, sign_rng, sign_stream, backend
+) -> tuple[Tensor, ...]:
+    wanted = _wanted(row, col_key, sign_rng, sign_stream)
+    module = implementation(x.device, backend)
+    arguments = x, (weight, bias), (eps, centered, dtype), *wanted, residual
+    y, total, statistics, amaxes = module.norm_with_amaxes(*arguments)
+    return y, total, *statistics, *amaxes
 
 
 def _norm_backward(dy, x, weight, mean, rstd, centered, has_bias, backend) -> tuple[Tensor, ...]:
     return implementation(x.device, backend).norm_backward(dy, x, weight, (mean, rstd), centered, has_bias)
+
+
+def _add_norm_backward(dy, dtotal, total, weight, mean, rstd, centered, has_bias, backend) -> tuple[Tensor, ...]:
+    module = implementation(total.device, backend)
+    return module.norm_backward(dy, total, weight, (mean, rstd), centered, has_bias, dtotal)
 
 
 def _split_mean(x, backend) -> tuple[Tensor, Tensor]:
@@ -208,6 +267,15 @@ def _norm_backward_fake(dy, x, weight, mean, rstd, centered, has_bias, backend):
     return _contiguous_like(x), *sums
 
 
+def _add_norm_fake(x, residual, weight, bias, *rest):
+    y, *others = _norm_fake(x, weight, bias, *rest)
+    return y, _contiguous_like(x, torch.promote_types(x.dtype, residual.dtype)), *others
+
+
+def _add_norm_backward_fake(dy, dtotal, total, *rest):
+    return _norm_backward_fake(dy, total, *rest)
+
+
 def _activation_fake(x, up, function, row, col_key, *rest):
     return _contiguous_like(x), *_amaxes_like(x, row, col_key)
 
@@ -230,6 +298,18 @@ op(
     "str backend) -> (Tensor, Tensor, Tensor)",
     _norm_backward,
     _norm_backward_fake,
+)
+op(
+    "add_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, bool centered, ScalarType dtype, "
+    f"{_WANTED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _add_norm,
+    _add_norm_fake,
+)
+op(
+    "add_norm_backward(Tensor dy, Tensor dtotal, Tensor total, Tensor weight, Tensor mean, Tensor rstd, bool centered, "
+    "bool has_bias, str backend) -> (Tensor, Tensor, Tensor)",
+    _add_norm_backward,
+    _add_norm_backward_fake,
 )
 op("split_mean(Tensor x, str backend) -> (Tensor, Tensor)", _split_mean, _split_mean_fake)
 op(

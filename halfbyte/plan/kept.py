@@ -61,8 +61,8 @@ class Probe(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         table = torch.empty(tokens.shape[-1], self.head_dim)
-        y, balance = self.block(self.words(tokens), table, table)
-        return y if balance is None else y.sum() + balance
+        y, residual, balance = self.block(self.words(tokens), None, table, table)
+        return y + residual if balance is None else (y + residual).sum() + balance
 
 
 @lru_cache(maxsize=256)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.nn import RMSNorm
+from halfbyte.nn.norm import add_then_norm
 from halfbyte.train.model import FeedForward, ModelConfig, rotate_pairs
 from halfbyte.train.moe import MoE, MoEConfig
 
@@ -87,17 +88,20 @@ class LatentBlock(nn.Module):
             FeedForward(_with_hidden(config, shared * hidden)) if experts is not None and shared else None
         )
 
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the block's output and, with experts, their load-balancing loss."""
-        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_TD, sin_TD)
-        z_BTC, balance = self.post_attention_layernorm(x_BTC), None
+    def forward(
+        self, x_BTC: Tensor, residual_BTC: Tensor | None, cos_TD: Tensor, sin_TD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the two parts of the block's output and, with experts, their load-balancing loss; see `Block`."""
+        x_BTC, residual_BTC = add_then_norm(self.input_layernorm, x_BTC, residual_BTC)
+        x_BTC, balance = self.self_attn(x_BTC, cos_TD, sin_TD), None
+        z_BTC, residual_BTC = add_then_norm(self.post_attention_layernorm, x_BTC, residual_BTC)
         if isinstance(self.mlp, MoE):
             y_BTC, balance = self.mlp(z_BTC)
             if self.shared_expert is not None:
                 y_BTC = y_BTC + self.shared_expert(z_BTC)
         else:
             y_BTC = self.mlp(z_BTC)
-        return x_BTC + y_BTC, balance
+        return y_BTC, residual_BTC, balance
 
 
 def _with_hidden(config: ModelConfig, hidden: int) -> ModelConfig:

@@ -37,17 +37,21 @@ def norm_with_amaxes(
     row: str,
     col: NVFP4 | None,
     sign_draw: Draw | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return y, (mean, rstd) and `operand_amaxes` of y.
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return y, the sum, (mean, rstd) and `operand_amaxes` of y.
 
     Args:
         x: bf16, fp16 or fp32 [rows, cols].
         parameters: weight and bias [cols]; bias may be None.
         kind: eps, whether centered (LayerNorm), dtype of y.
         row, col, sign_draw: as for `operand_amaxes`.
+        residual: [rows, cols], what is added to x first; the norm is that of the sum, which torch rounds and returns.
+            None: of x, and there is no sum.
     """
-    y, statistics = norm(x, *parameters, *kind)
-    return y, statistics, operand_amaxes(y, row, col, sign_draw)
+    total = None if residual is None else (x + residual).contiguous()
+    y, statistics = norm(x if total is None else total, *parameters, *kind)
+    return y, total, statistics, operand_amaxes(y, row, col, sign_draw)
 
 
 def activation_with_amaxes(

@@ -46,12 +46,19 @@ def norm(
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, statistics: tuple[Tensor, Tensor], centered: bool, has_bias: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    centered: bool,
+    has_bias: bool,
+    dtotal: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]; bias's is empty without one.
 
     Args:
         statistics: mean (LayerNorm) and rstd, as `norm` returned them.
+        dtotal: another gradient of x, of its dtype, which is added to dx once that is rounded; or None.
     """
     dtype, mean, rstd = x.dtype, statistics[0], statistics[1][:, None]
     x, dy = x.float().contiguous(), dy.float().contiguous()
@@ -61,7 +68,8 @@ def norm_backward(
     along = (row_sum(g * normal) / count)[:, None]
     rest = g - (row_sum(g) / count)[:, None] if centered else g
     dx = (rest - normal * along) * rstd
-    return dx.to(dtype), column_sum(dy * normal), column_sum(dy) if has_bias else dy.new_empty(0)
+    dx = dx.to(dtype) if dtotal is None else dx.to(dtype) + dtotal
+    return dx.contiguous(), column_sum(dy * normal), column_sum(dy) if has_bias else dy.new_empty(0)
 
 
 def row_sum(values: Tensor) -> Tensor:

@@ -25,9 +25,9 @@ OF_THE_RESULT: tuple[Option, ...] = ("fuse", "compile")
 """Those in a run's identity."""
 STEPS_THAT_PAY = 100
 """Steps under one recipe from which on compiling its graphs, a minute or so, is earned back."""
-MOST_GRAPHS = 64
-"""Of a block: training and validation of quantized and of kept blocks, once more for every recipe of a schedule."""
-GRAPHS_OF_A_RECIPE = 4
+MOST_GRAPHS = 96
+"""Of a block: training and validation of the first, of quantized and of kept blocks, again for every recipe."""
+GRAPHS_OF_A_RECIPE = 6
 WITH_CODES = "layers whose weights arrive as NVFP4 codes run eagerly"
 
 

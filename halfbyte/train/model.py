@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from halfbyte import selective_checkpoint_ops
 from halfbyte.nn import forward_shared
+from halfbyte.nn.norm import add_then_norm
 from halfbyte.train.moe import MoE, MoEConfig
 
 WIDTH_MULTIPLE = 32
@@ -150,7 +151,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, or experts, with residual connections."""
+    """Pre-norm attention and MLP, or experts, with residual connections.
+
+    The stream between blocks travels as two tensors, what the last layer wrote and the stream before it: the norm that
+    reads their sum also takes it.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -159,15 +164,22 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = FeedForward(config) if config.moe is None else MoE(config.dim, config.hidden, config.moe)
 
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the block's output and, with experts, its load-balancing loss."""
-        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_TD, sin_TD)
-        y_BTC, balance = self.post_attention_layernorm(x_BTC), None
+    def forward(
+        self, x_BTC: Tensor, residual_BTC: Tensor | None, cos_TD: Tensor, sin_TD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the two parts of the block's output and, with experts, its load-balancing loss.
+
+        Args:
+            x_BTC, residual_BTC: the two parts of its input; one of None is left out.
+            cos_TD, sin_TD: what `Rotary` returns.
+        """
+        x_BTC, residual_BTC = add_then_norm(self.input_layernorm, x_BTC, residual_BTC)
+        x_BTC = self.self_attn(x_BTC, cos_TD, sin_TD)
+        x_BTC, residual_BTC = add_then_norm(self.post_attention_layernorm, x_BTC, residual_BTC)
         if isinstance(self.mlp, MoE):
-            y_BTC, balance = self.mlp(y_BTC)
-        else:
-            y_BTC = self.mlp(y_BTC)
-        return x_BTC + y_BTC, balance
+            x_BTC, balance = self.mlp(x_BTC)
+            return x_BTC, residual_BTC, balance
+        return self.mlp(x_BTC), residual_BTC, None
 
 
 class Decoder(nn.Module):
@@ -191,18 +203,20 @@ class Decoder(nn.Module):
         With `balance`, return the blocks' mean load-balancing loss too, already weighted; a dense model's is zero.
         """
         cos_TD, sin_TD = self.rotary(tokens_BT.shape[-1])
-        x_BTC = self.embed_tokens(tokens_BT)
+        x_BTC, residual_BTC = self.embed_tokens(tokens_BT), None
         losses = []
         for block in self.layers:
-            x_BTC, loss = _run(block, self.recompute, x_BTC, cos_TD, sin_TD)
+            if self.recompute != "nothing" and residual_BTC is not None:
+                x_BTC, residual_BTC = x_BTC + residual_BTC, None  # a checkpoint keeps what its block is given
+            x_BTC, residual_BTC, loss = _run(block, self.recompute, x_BTC, residual_BTC, cos_TD, sin_TD)
             losses += [] if loss is None else [loss]
-        logits_BTV = self.lm_head(self.norm(x_BTC))
+        logits_BTV = self.lm_head(add_then_norm(self.norm, x_BTC, residual_BTC)[0])
         if not balance:
             return logits_BTV
         return logits_BTV, torch.stack(losses).mean() if losses else torch.zeros((), device=logits_BTV.device)
 
 
-def _run(block: nn.Module, recompute: Recompute, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+def _run(block: nn.Module, recompute: Recompute, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run a block, keeping for the backward pass what `recompute` leaves."""
     if recompute == "nothing" or not torch.is_grad_enabled():
         return block(*inputs)

@@ -31,7 +31,7 @@ NEXT: dict[str, tuple[NVFP4 | None, NVFP4 | None]] = {
 
 
 def fused(device: torch.device, backend: str | None) -> Iterator[Finding]:
-    """norm, activation and their gradients, in two dtypes, whole and ragged, with every kind of amax."""
+    """norm, norm of a sum, activation and their gradients, in two dtypes, whole and ragged, with every kind of amax."""
     for shape in SHAPES:
         for name in NEXT:
             for dtype in DTYPES if shape == SHAPES[1] else DTYPES[:1]:
@@ -40,6 +40,7 @@ def fused(device: torch.device, backend: str | None) -> Iterator[Finding]:
                 for centered in (False, True):
                     kind = "LayerNorm" if centered else "RMSNorm"
                     yield GROUP, f"{kind}, {what}", lambda a=arguments, c=centered: _norm(*a, c)
+                    yield GROUP, f"{kind} of a sum, {what}", lambda a=arguments, c=centered: _add_norm(*a, c)
                 yield GROUP, f"silu gated, {what}", lambda a=arguments: _activation(*a, "silu", True)
     for function in FUNCTIONS:
         for gated in (False, True):
@@ -85,6 +86,21 @@ def _norm(device, backend, shape, dtype, name: str, centered: bool) -> str | Non
         gradients = ops.norm_backward(dys, xs, ws, statistics, centered, centered, which)
         results.append([y, *statistics, *amaxes, *gradients])
     return _first(("y", "mean", "rstd", "row amax", "column amax", "dx", "dweight", "dbias"), *results)
+
+
+def _add_norm(device, backend, shape, dtype, name: str, centered: bool) -> str | None:
+    x, residual, dy, dtotal = (_normal(shape, dtype, seed, 3) for seed in (0, 7, 1, 8))
+    weight, bias = _normal(shape[1:], dtype, 2), _normal(shape[1:], dtype, 3) if centered else None
+    kind = ops.NormKind(1e-5, centered)
+    results: list[list[Tensor | None]] = []
+    for place, which in ((device, backend), (CPU, "reference")):
+        xs, rs, dys, dts, ws = (t.to(place) for t in (x, residual, dy, dtotal, weight))
+        parameters = ws, None if bias is None else bias.to(place)
+        y, total, statistics, amaxes = ops.add_norm(xs, rs, parameters, kind, dtype, _following(name, place), which)
+        gradients = ops.add_norm_backward((dys, dts), total, ws, statistics, centered, centered, which)
+        results.append([y, total, *statistics, *amaxes, *gradients])
+    names = ("y", "sum", "mean", "rstd", "row amax", "column amax", "dx", "dweight", "dbias")
+    return _first(names, *results)
 
 
 def _activation(device, backend, shape, dtype, name: str, function: str, gated: bool) -> str | None:

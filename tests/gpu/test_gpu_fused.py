@@ -27,6 +27,29 @@ def test_norm(centered):
     checks.check_norm(RAGGED, "cuda", checks.PLAIN, centered, (FP32, BF16))
 
 
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+def test_norm_of_a_sum(centered):
+    """torch's sums before and after the kernels without a residual: on the CPU, bit for bit."""
+    for shape in (RAGGED, WHOLE, (64, 768)):
+        for bad in (False, True):
+            checks.check_residual(shape, "cuda", checks.ROTATED, centered, (BF16, BF16, BF16), bad)
+    checks.check_residual(RAGGED, "cuda", checks.PLAIN, centered, (BF16, FP32, BF16))
+    checks.check_residual(RAGGED, "cuda", checks.BY_ROW, centered, (FP16, FP16, FP16))
+
+
+def test_a_layer_with_a_residual_is_a_sum_and_a_layer():
+    torch.manual_seed(0)
+    m = LayerNormMLP(512, 768, recipe="nvfp4", state=hb.RunState(1)).to("cuda", BF16)
+    x, residual = (torch.randn(300, 512, device="cuda", dtype=BF16, requires_grad=True) for _ in range(2))
+    leaves, (dy, dtotal) = [x, residual, *m.parameters()], torch.randn(2, 300, 512, device="cuda", dtype=BF16)
+    total = x + residual
+    results = [
+        (y, s, *torch.autograd.grad((y, s), leaves, (dy, dtotal)))
+        for y, s in (m(x, residual=residual), (m(total), total))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("wish", ["nothing", "plain", "by_row"])
 def test_other_amaxes(wish):
     checks.check_norm(RAGGED, "cuda", checks.WISHES[wish], False, (FP16, FP16))

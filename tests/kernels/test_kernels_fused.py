@@ -7,7 +7,7 @@ import torch
 from halfbyte.arithmetic import FUNCTIONS
 from halfbyte.kernels.device import running_max as rm
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = ((BF16, BF16), (FP32, BF16), (FP32, FP32))
 
 
@@ -28,6 +28,31 @@ def test_norm_of_whole_tiles(centered):
     checks.check_norm((32, 1024), "cpu", checks.ROTATED, centered, (BF16, BF16))
     checks.check_norm((32, 3072), "cpu", checks.PLAIN, centered, (BF16, BF16))
     checks.check_norm((16, 5120), "cpu", checks.PLAIN, centered, (BF16, FP32))
+
+
+@pytest.mark.parametrize("wish", checks.WISHES)
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+def test_norm_of_a_sum(centered, wish):
+    for dtypes in ((BF16, BF16, BF16), (FP16, FP16, FP16), (FP32, FP32, BF16), (BF16, FP32, BF16)):
+        checks.check_residual((5, 40), "cpu", checks.WISHES[wish], centered, dtypes)
+
+
+def test_norm_of_a_sum_of_several_groups_and_lanes():
+    checks.check_residual((18, 530), "cpu", checks.ROTATED, True, (BF16, BF16, BF16))
+    checks.check_residual((33, 2600), "cpu", checks.PLAIN, False, (BF16, BF16, BF16))
+    checks.check_residual((33, 530), "cpu", checks.BY_ROW, False, (FP32, BF16, FP32))
+
+
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+def test_norm_of_a_sum_of_whole_tiles(centered):
+    checks.check_residual((32, 1024), "cpu", checks.ROTATED, centered, (BF16, BF16, BF16))
+    checks.check_residual((16, 5120), "cpu", checks.NOTHING, centered, (BF16, FP32, FP32))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+def test_norm_of_a_sum_that_is_not_finite(centered, dtype):
+    checks.check_residual((18, 40), "cpu", checks.ROTATED, centered, (dtype, dtype, dtype), bad=True)
 
 
 @pytest.mark.parametrize("wish", checks.WISHES)
@@ -64,9 +89,10 @@ def test_empty_tensors_are_never_launched(shape, monkeypatch):
     for module, name in ((checks.norm, "norm_kernel"), (checks.activation, "activation_kernel")):
         monkeypatch.setattr(module, name, None)
     x = torch.zeros(shape)
-    y, _, amaxes = checks.norm.norm_with_amaxes(
-        x, (torch.ones(shape[1]), None), (1e-5, False, FP32), "tensor", None, None
-    )
-    assert y.shape == shape and amaxes[0] == 0
+    arguments = x, (torch.ones(shape[1]), None), (1e-5, False, FP32), "tensor", None, None
+    y, total, _, amaxes = checks.norm.norm_with_amaxes(*arguments)
+    assert y.shape == shape and total is None and amaxes[0] == 0
+    y, total, _, amaxes = checks.norm.norm_with_amaxes(*arguments, x.bfloat16())
+    assert y.shape == total.shape == shape and total.dtype == FP32 and amaxes[0] == 0
     h, amaxes = checks.activation.activation_with_amaxes(x, x, "silu", "tensor", checks.RHT, None)
     assert h.shape == shape and amaxes[0] == amaxes[1] == 0

@@ -86,7 +86,7 @@ def test_amaxes_and_the_quantization_are_shared(monkeypatch):
 
     monkeypatch.setattr(ops, "quantize_row_col", spy)
     with torch.no_grad():
-        model.layers[0](torch.randn(2, 9, 64), *model.rotary(9))
+        model.layers[0](torch.randn(2, 9, 64), None, *model.rotary(9))
     tokens = [entry for entry in seen if entry[0][0] == 18]
     # The input of q, k and v, that of o_proj, of gate and up, of down_proj: only o_proj's comes from elsewhere.
     assert [row for _, row, _ in tokens] == [True, False, True, True]

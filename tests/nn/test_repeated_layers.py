@@ -38,6 +38,10 @@ KINDS = {
         lambda layers, x: torch.cat(hb.nn.forward_shared(x, list(layers)), -1),
     ),
     "LayerNormLinear": Kind(lambda state, recipe: hb.nn.LayerNormLinear(32, 32, recipe=recipe, state=state)),
+    "LayerNormLinear with a residual": Kind(
+        lambda state, recipe: hb.nn.LayerNormLinear(32, 32, recipe=recipe, state=state),
+        lambda layer, x: torch.cat(layer(x, residual=x * 2), -1),
+    ),
     "LayerNormMLP": Kind(lambda state, recipe: hb.nn.LayerNormMLP(32, 48, recipe=recipe, state=state)),
     "GroupedLinear": Kind(
         lambda state, recipe: hb.nn.GroupedLinear(3, 32, 32, recipe=recipe, state=state),

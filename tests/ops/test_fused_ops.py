@@ -20,6 +20,8 @@ def test_opcheck(wanted):
         opcheck(HB.norm, (x, w, w if centered else None, 1e-5, centered, torch.float32, *rest))
         y, mean, rstd, *_ = HB.norm(x, w, None, 1e-5, centered, torch.bfloat16, *rest)
         opcheck(HB.norm_backward, (y, x, w, mean, rstd, centered, centered, ""))
+        opcheck(HB.add_norm, (x, x.float(), w, w if centered else None, 1e-5, centered, torch.bfloat16, *rest))
+        opcheck(HB.add_norm_backward, (y, x, x, w, mean, rstd, centered, centered, ""))
     for up in (None, x.clone()):
         opcheck(HB.activation, (x, up, "relu2", *rest))
         opcheck(HB.activation_backward, (y, x, up, "relu2", *rest))
@@ -32,6 +34,9 @@ def test_outputs_of_strided_input_are_contiguous(centered):
     back = HB.norm_backward(x, x, w, mean, rstd, centered, True, "")
     expected = HB.norm(x.contiguous(), w, w, 1e-5, centered, torch.float32, *rest)[0]
     assert torch.equal(y, expected) and all(t.is_contiguous() for t in (y, mean, rstd, *back))
+    y, total, mean, rstd, *_ = HB.add_norm(x, x, w, w, 1e-5, centered, torch.float32, *rest)
+    back = HB.add_norm_backward(x, x, total, w, mean, rstd, centered, True, "")
+    assert torch.equal(total, 2 * x) and all(t.is_contiguous() for t in (y, total, mean, rstd, *back))
 
 
 @pytest.mark.parametrize("shape", [(0, 40), (3, 0)])
@@ -42,6 +47,10 @@ def test_empty_tensors(shape):
         y, statistics, amaxes = ops.norm(x, w, w, ops.NormKind(1e-5, centered), torch.bfloat16, how)
         assert y.shape == shape and y.dtype == torch.bfloat16 and amaxes.row == amaxes.col == 0
         dx, dw, db = ops.norm_backward(y, x, w, statistics, centered, True)
+        assert dx.shape == shape and not dw.any() and not db.any()
+        y, total, statistics, amaxes = ops.add_norm(x, x, (w, w), ops.NormKind(1e-5, centered), torch.bfloat16, how)
+        assert y.shape == total.shape == shape and total.dtype == x.dtype and amaxes.row == amaxes.col == 0
+        dx, dw, db = ops.add_norm_backward((y, total), total, w, statistics, centered, True)
         assert dx.shape == shape and not dw.any() and not db.any()
     h, amaxes = ops.activation(x, x, "silu", how)
     assert h.shape == shape and amaxes.row == amaxes.col == 0

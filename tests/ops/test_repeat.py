@@ -193,6 +193,13 @@ def test_norms_and_activations(following):
         y, statistics, amaxes = ops.norm(x, w, b, ops.NormKind(1e-5, centered), torch.bfloat16, how(i))
         return y, statistics, amaxes, ops.norm_backward(data(i + 3, 9, 40), x, w, statistics, centered, centered)
 
+    def add_norm(centered, i):
+        x, w, b = data(i, 9, 40), data(i + 1, 40), data(i + 2, 40) if centered else None
+        kind = ops.NormKind(1e-5, centered)
+        y, total, statistics, amaxes = ops.add_norm(x, data(i + 4, 9, 40), (w, b), kind, torch.bfloat16, how(i))
+        gradients = data(i + 3, 9, 40), data(i + 5, 9, 40)
+        return y, total, statistics, amaxes, ops.add_norm_backward(gradients, total, w, statistics, centered, centered)
+
     def activation(gated, i):
         x, up = data(i, 9, 40), data(i + 1, 9, 40) if gated else None
         h = ops.activation(x, up, "silu", how(i))
@@ -200,6 +207,7 @@ def test_norms_and_activations(following):
 
     for centered in (False, True):
         check_repeats(partial(norm, centered), (1,))
+        check_repeats(partial(add_norm, centered), (1,))
     for gated in (False, True):
         check_repeats(partial(activation, gated), (1,))
 

@@ -79,9 +79,9 @@ def test_each_case(config, facts, off, monkeypatch):
 
 def test_as_many_recipes_as_torch_keeps_compiled(monkeypatch):
     config = shape(400, **THERE_AND_BACK)
-    monkeypatch.setattr(auto, "MOST_GRAPHS", 12)
+    monkeypatch.setattr(auto, "MOST_GRAPHS", 18)
     assert auto.choose_options(config, GPU, {})["compile"].is_on
-    monkeypatch.setattr(auto, "MOST_GRAPHS", 11)
+    monkeypatch.setattr(auto, "MOST_GRAPHS", 17)
     assert (
         "the schedule has 3 recipes, of which torch keeps 2" in auto.choose_options(config, GPU, {})["compile"].reason
     )

@@ -1,10 +1,13 @@
 """RMSNorm and LayerNorm with the amaxes of their output, and their backward: the roundings of halfbyte/arithmetic.py.
 
 A program owns whole rows, as many as the column rotation is wide. It reads them for the mean, for the variance and for
-y; all but the first read come from the cache.
+y; all but the first read come from the cache. Where a residual is added to x first, the first read adds and writes the
+sum, which the others read.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,6 +40,13 @@ SUM_AHEAD = 8
 SUM_WARPS = 4
 
 
+class Added(NamedTuple):
+    """What is added to x before a norm, and where the sum goes, [rows, cols]; kernels take None where nothing is."""
+
+    residual: Any
+    total: Any
+
+
 @triton.jit
 def meet_lanes(x):
     """Sum [R, LANES] over lanes, neighbours first: [R]."""
@@ -63,10 +73,30 @@ def row_tiles(ptr, row0, rows, c, cols, COUNT: tl.constexpr, FULL: tl.constexpr)
 
 
 @triton.jit
+def add_tiles(x_ptr, added, row0, rows, c, cols, COUNT: tl.constexpr, FULL: tl.constexpr):
+    """Return `row_tiles` of x or, where something is added, of the sum, which is rounded and written."""
+    xs = row_tiles(x_ptr, row0, rows, c, cols, COUNT, FULL)
+    if added is None:
+        return xs
+    else:
+        i = tl.arange(0, ROW_GROUP)
+        residuals = row_tiles(added.residual, row0, rows, c, cols, COUNT, FULL)
+        totals = ()
+        for j in tl.static_range(COUNT):
+            total = dc.cast(pm.to_fp32(xs[j]) + pm.to_fp32(residuals[j]), added.total.dtype.element_ty)
+            col = tl.arange(0, LANES) + (c + j * LANES)
+            pointers = added.total + row0.to(tl.int64) * cols + (i[:, None] * cols + col[None, :])
+            tl.store(pointers, total, mask=(row0 + i < rows)[:, None] & (col < cols)[None, :])
+            totals = totals + (total,)
+        return totals
+
+
+@triton.jit
 def store_statistics(
-    x_ptr, mean_ptr, rstd_ptr, row0, rows, cols, eps, CENTERED: tl.constexpr, AHEAD: tl.constexpr, FULL: tl.constexpr
+    x_ptr, added, mean_ptr, rstd_ptr, row0, rows, cols, eps,
+    CENTERED: tl.constexpr, AHEAD: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Write mean (if CENTERED) and 1 / sqrt(variance + eps) of ROW_GROUP rows."""
+    """Write the sum (if one is wanted), mean (if CENTERED) and 1 / sqrt(variance + eps) of ROW_GROUP rows."""
     row = row0 + tl.arange(0, ROW_GROUP)
     lane = tl.arange(0, LANES)
     count = tl.zeros((ROW_GROUP,), tl.float32) + cols
@@ -74,14 +104,21 @@ def store_statistics(
     if CENTERED:
         total = tl.zeros((ROW_GROUP, LANES), tl.float32)
         for c in range(0, cols, LANES * AHEAD):
-            xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD, FULL)
+            xs = add_tiles(x_ptr, added, row0, rows, c, cols, AHEAD, FULL)
             for j in tl.static_range(AHEAD):
                 total += pm.to_fp32(xs[j])
         mean = tl.div_rn(meet_lanes(total), count)
         tl.store(mean_ptr + row, mean, mask=row < rows)
+        if added is not None:
+            tl.debug_barrier()  # what other threads added is read now
     squares = tl.zeros((ROW_GROUP, LANES), tl.float32)
     for c in range(0, cols, LANES * AHEAD):
-        xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD, FULL)
+        if not CENTERED:
+            xs = add_tiles(x_ptr, added, row0, rows, c, cols, AHEAD, FULL)
+        elif added is None:
+            xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD, FULL)
+        else:
+            xs = row_tiles(added.total, row0, rows, c, cols, AHEAD, FULL)
         for j in tl.static_range(AHEAD):
             d = pm.to_fp32(xs[j])
             if CENTERED:
@@ -126,20 +163,25 @@ def raise_plain_pairs(plain, pairs, WANTED: tl.constexpr):
 
 @jit(do_not_specialize=("eps", "sign_stream"))
 def norm_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, amaxes, space_ptr, sign_ptr, sign_stream,
+    x_ptr, added, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, amaxes, space_ptr, sign_ptr, sign_stream,
     rows, cols, eps, CENTERED: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
     FULL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """y [rows, cols] = ((x - mean) * rstd) * weight + bias, its statistics and the wanted maxima.
 
+    added: what goes to x first, and where the sum goes, or None.
     FULL: whole groups of rows and whole tiles of C columns.
     """
     overlap.begin(OVERLAP)
     row0 = tl.program_id(0) * WANTED.group
     first = row0.to(tl.int64) * cols
     for r in range(0, WANTED.group, ROW_GROUP):
-        store_statistics(x_ptr, mean_ptr, rstd_ptr, row0 + r, rows, cols, eps, CENTERED, AHEAD, FULL)
-    tl.debug_barrier()  # the statistics are read back, one row for all threads
+        store_statistics(x_ptr, added, mean_ptr, rstd_ptr, row0 + r, rows, cols, eps, CENTERED, AHEAD, FULL)
+    tl.debug_barrier()  # the statistics are read back, one row for all threads, and the sum
+    if added is None:
+        read_ptr = x_ptr
+    else:
+        read_ptr = added.total
     GROUP: tl.constexpr = WANTED.group
     words = rm.wanted_sign_words(sign_ptr, sign_stream, WANTED)
     rstds = rm.load_numbers(rstd_ptr, row0, rows, GROUP)
@@ -155,7 +197,7 @@ def norm_kernel(
         weight = pm.to_fp32(masked_load(weight_ptr + col, in_col, FULL))
         if bias_ptr is not None:
             bias = pm.to_fp32(masked_load(bias_ptr + col, in_col, FULL))
-        xs = rm.load_group(x_ptr + first, row0, rows, col, cols, cols, GROUP, FULL)
+        xs = rm.load_group(read_ptr + first, row0, rows, col, cols, cols, GROUP, FULL)
         ys = ()
         for i in tl.static_range(GROUP):
             d = pm.to_fp32(xs[i])
@@ -220,12 +262,13 @@ def store_row_means(
 
 @jit
 def norm_backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, means_ptr, partial_ptr,
+    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, means_ptr, partial_ptr,
     rows, cols, CENTERED: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
     FULL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dx of ROW_GROUP rows, their part of the gradients of weight and bias; means_ptr: fp32 [2, rows] to work in.
 
+    dtotal_ptr: another gradient of x, added to dx once that is rounded, or None.
     FULL: whole groups of rows and whole tiles of C columns.
     """
     overlap.begin(OVERLAP)
@@ -240,6 +283,8 @@ def norm_backward_kernel(
         weight = pm.to_fp32(masked_load(weight_ptr + col, in_col, FULL))
         xs = rm.load_group(x_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
         dys = rm.load_group(dy_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
+        if dtotal_ptr is not None:
+            dtotals = rm.load_group(dtotal_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
         dweight = tl.zeros((C,), tl.float32)
         dbias = tl.zeros((C,), tl.float32)
         for i in tl.static_range(ROW_GROUP):
@@ -256,6 +301,8 @@ def norm_backward_kernel(
             normal = normal * scale
             dx = (g - normal * masked_load(means_ptr + row, in_row, FULL)) * scale
             dx = dc.cast(dx, dx_ptr.dtype.element_ty)
+            if dtotal_ptr is not None:
+                dx = dc.cast(pm.to_fp32(dx) + pm.to_fp32(dtotals[i]), dx_ptr.dtype.element_ty)
             masked_store(dx_ptr + first + (i * cols + col), dx, in_col & in_row, FULL)
             dweight += dy * normal
             if BIAS:
@@ -296,28 +343,33 @@ def norm_with_amaxes(
     row: str,
     col: NVFP4 | None,
     sign_draw: Draw | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return y, (mean, rstd) and the amaxes with which y and y.T will be quantized, from one launch.
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return y, the sum, (mean, rstd) and the amaxes with which y and y.T will be quantized, from one launch.
 
     Args:
         x: bf16, fp16 or fp32 [rows, cols].
         parameters: weight and bias [cols]; bias may be None.
         kind: eps, whether centered (LayerNorm), dtype of y.
         row, col, sign_draw: as for `halfbyte.reference.operand_amaxes`.
+        residual: as for `halfbyte.reference.norm_with_amaxes`.
     """
     (weight, bias), (eps, centered, dtype) = parameters, kind
     x, weight = x.contiguous(), weight.contiguous()
     bias = None if bias is None else bias.contiguous()
+    added = None if residual is None else added_to(x, residual)
     rows, cols = x.shape
     y = torch.empty(rows, cols, dtype=dtype, device=x.device)
     mean, rstd = (torch.empty(n, dtype=torch.float32, device=x.device) for n in (rows if centered else 0, rows))
     wanted = rm.wanted_of(row, col)
     amaxes = rm.allocate_amaxes(wanted, rows, x.device)
+    total = None if added is None else added.total
     if not x.numel():
-        return y, (mean.zero_(), rstd.zero_()), (amaxes[0].zero_(), amaxes[1].zero_())
+        return y, total, (mean.zero_(), rstd.zero_()), (amaxes[0].zero_(), amaxes[1].zero_())
     tile, num_warps = norm_tile(wanted, cols, centered)
     norm_kernel[(ceil_div(rows, wanted.group),)](
         x,
+        added,
         weight,
         bias,
         y,
@@ -332,13 +384,20 @@ def norm_with_amaxes(
         CENTERED=centered,
         WANTED=wanted,
         C=tile,
-        AHEAD=AHEAD // 2 if centered else AHEAD,
+        AHEAD=AHEAD // 2 if centered or added is not None else AHEAD,
         FULL=rows % wanted.group == cols % tile == 0,
         **overlap.launch_options(x.device),
         num_warps=num_warps,
         enable_fp_fusion=False,
     )
-    return y, (mean, rstd), amaxes
+    return y, total, (mean, rstd), amaxes
+
+
+def added_to(x: Tensor, residual: Tensor) -> Added:
+    """Return what is added to x, and room for the sum, of the dtype that torch gives it."""
+    # torch.promote_types of bf16, fp16 and fp32, which is an op and would keep the launch out of a record.
+    dtype = x.dtype if x.dtype == residual.dtype else torch.float32
+    return Added(residual.contiguous(), torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
 def norm_tile(wanted: Wanted, cols: int, centered: bool) -> tuple[int, int]:
@@ -351,10 +410,21 @@ def norm_tile(wanted: Wanted, cols: int, centered: bool) -> tuple[int, int]:
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, statistics: tuple[Tensor, Tensor], centered: bool, has_bias: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    centered: bool,
+    has_bias: bool,
+    dtotal: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]; bias's empty without one."""
+    """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]; bias's empty without one.
+
+    Args:
+        dy, x, weight, statistics, centered, has_bias, dtotal: as for `halfbyte.reference.norm_backward`.
+    """
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
+    dtotal = None if dtotal is None else dtotal.contiguous()
     (rows, cols), (mean, rstd) = x.shape, statistics
     dx = torch.empty(rows, cols, dtype=x.dtype, device=x.device)
     sums = torch.empty(1 + has_bias, cols, dtype=torch.float32, device=x.device)
@@ -366,6 +436,7 @@ def norm_backward(
     options = overlap.launch_options(x.device)
     norm_backward_kernel[(groups,)](
         dy,
+        dtotal,
         x,
         weight,
         mean,
