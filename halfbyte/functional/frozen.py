@@ -67,7 +67,7 @@ def frozen_right(
     is_turned = operand.spec.is_tile and spec in (None, operand.spec) and recipe.backward == "original"
     if is_turned:
         return _turned(operand)
-    values = ops.dequantize(operand.blocks, operand.spec, operand.cols, dtype, operand.scale_layout)
+    values = ops.dequantize(operand, dtype)
     return values.T if spec is None else both(values, None, spec, place, ops.Amaxes())[1]
 
 

@@ -54,7 +54,7 @@ def merged_values(w: QuantTensor, adapter: Adapter) -> Tensor:
     """Return what the codes stand for plus the adapter, fp32 [N, K], whatever is computed around it."""
     a, b, factor = adapter
     with torch.no_grad(), torch.autocast(w.device.type, enabled=False):
-        values = ops.dequantize(blocks_of(w), w.spec, w.shape[-1], torch.float32, w.scale_layout)
+        values = ops.dequantize(ops.Operand(blocks_of(w), w.spec, w.shape[-1], w.scale_layout))
         return values.addmm_(b.detach().float(), a.detach().float(), alpha=factor)
 
 

@@ -143,7 +143,8 @@ def _tiles(x: Tensor, spec: NVFP4, row: Side, col: Side) -> tuple[Blocks, Blocks
     """Return one quantization of 16x16 tiles and its transpose."""
     values = _values(x, spec) if row.transient else None
     codes = _quantize_nvfp4(x, spec, row.amax, row.draw, values)
-    turned = Blocks(*transpose(codes.qdata, codes.block_scale, *x.shape), codes.amax)
+    rows, cols = x.shape
+    turned = Blocks(*transpose(codes.qdata, codes.block_scale, rows, cols), codes.amax)
     turned_values = decode(Operand(turned, spec, x.shape[0])).values if col.transient else None
     both = []
     for blocks, side, own in ((codes, row, values), (turned, col, turned_values)):
