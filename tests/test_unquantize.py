@@ -202,6 +202,23 @@ def test_what_cannot_be_put_back_is_refused_and_nothing_changes(make, message):
         hb.unquantize_("model")
 
 
+def test_who_checks_a_weight_stays_with_the_layer():
+    """As FSDP2's gather of codes does: copies, and the layer of before, have plain weights that nobody promised."""
+
+    def refuse(layer, weight):
+        raise ValueError(f"{layer.title}: not as promised")
+
+    model = nn.Sequential(nn.Linear(32, 32))
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
+    model[0].check_weight = refuse
+    x = torch.zeros(16, 32)
+    with pytest.raises(ValueError, match="not as promised"):
+        model(x)
+    assert copy.deepcopy(model)(x).shape == (16, 32)
+    hb.unquantize_(model)
+    assert no_attribute_is_left(model) and model(x).shape == (16, 32)
+
+
 def test_one_layer_goes_back_by_itself():
     torch.manual_seed(0)
     layer = hb.nn.Linear(16, 32)

@@ -47,3 +47,12 @@ def test_options_that_change_no_bit(run, folder, options):
     loop.train(other, "nvfp4", data)
     for kind in ("step", "eval"):
         assert log.curve(other.run.out, kind) == log.curve(config.run.out, kind)
+
+
+def test_a_graph_is_forgotten_where_the_recipe_changes(run, monkeypatch):
+    """It would go on replaying the kernels of the recipe before."""
+    config, data = run(recipe_schedule="4:bf16,8:mxfp8", graph="on")
+    trainer, forgotten = loop.Trainer(config, "nvfp4", data), []
+    monkeypatch.setattr(trainer.compute, "reset", lambda: forgotten.append(trainer.step))
+    trainer.train()
+    assert forgotten == [4, 8, 12]  # after the last step for its memory
