@@ -53,7 +53,6 @@ TWINS = {"reference", "kernels"}  # a specification and its kernel have one name
 DEFINED_AGAIN = {
     "main",  # where a command starts
     "post_all_gather_processing",  # Megatron's and TransformerEngine's name
-    "tiny",  # presets are called as their functions are: of a model, of a run
 }
 NEGATIVE_NAME = re.compile(r"^(disable|no|not|without|skip)_")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b")

@@ -38,7 +38,7 @@ class Place(NamedTuple):
     transient: tuple[bool, bool]
 
 
-def quantize_both(t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
+def _quantize(t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
     """Quantize a matrix as it is asked for."""
     return ops.quantize_row_col(t, row, col)
 
@@ -49,7 +49,7 @@ def both(
     col_spec: Spec | None,
     place: Place,
     amaxes: ops.Amaxes,
-    quantize: Callable[[Tensor, Side | None, Side | None], tuple[Blocks | None, Blocks | None]] = quantize_both,
+    quantize: Callable[[Tensor, Side | None, Side | None], tuple[Blocks | None, Blocks | None]] = _quantize,
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
     """Return t and t.mT as GEMM operands, `quantize`d where their spec is not None."""
     row_sign, col_sign = (at_stream(place.signs, stream) for stream in place.sign_streams)

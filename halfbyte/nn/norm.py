@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,6 @@ class _Norm(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    eps: float
     centered: bool
 
     feeds: SharedInput | None = None
@@ -23,6 +24,12 @@ class _Norm(nn.Module):
 
     fused_from: tuple[nn.Module, ...] = ()
     """What `hb.nn.fuse_` replaced by this module; in a tuple, so that it is no submodule."""
+
+    def __init__(self, width: int, eps: float, has_bias: bool, factory: dict[str, Any]) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.ones(width, **factory))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(width, **factory)) if has_bias else None)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return the norm of x [..., K], of x's dtype; under autocast of autocast's.
@@ -67,10 +74,7 @@ class RMSNorm(_Norm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.width, self.eps = width, eps
-        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
-        self.register_parameter("bias", None)
+        super().__init__(width, eps, False, {"device": device, "dtype": dtype})
 
     def extra_repr(self) -> str:
         return f"{self.width}, eps={self.eps}"
@@ -97,10 +101,7 @@ class LayerNorm(_Norm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.width, self.eps = width, eps
-        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
-        self.register_parameter("bias", nn.Parameter(torch.zeros(width, device=device, dtype=dtype)) if bias else None)
+        super().__init__(width, eps, bias, {"device": device, "dtype": dtype})
 
     def extra_repr(self) -> str:
         return f"{self.width}, eps={self.eps}, bias={self.bias is not None}"

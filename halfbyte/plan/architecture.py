@@ -163,7 +163,7 @@ def architecture_of(name: str, config: ModelConfig) -> Architecture:
 
 def llama3_70b() -> Architecture:
     """70.6B parameters: the shape of Llama 3 70B (arXiv 2407.21783, table 3)."""
-    shape = replace(models.llama_8b(), dim=8192, hidden=28_672, layers=80, heads=64)
+    shape = replace(models.model_preset("8b"), dim=8192, hidden=28_672, layers=80, heads=64)
     return architecture_of("llama3-70b", shape)
 
 
@@ -180,7 +180,7 @@ def deepseek_v3() -> Architecture:
 
 
 LARGE: dict[str, Callable[[], Architecture]] = {
-    "llama3-8b": lambda: architecture_of("llama3-8b", models.llama_8b()),
+    "llama3-8b": lambda: architecture_of("llama3-8b", models.model_preset("8b")),
     "llama3-70b": llama3_70b,
     "deepseek-v3": deepseek_v3,
 }

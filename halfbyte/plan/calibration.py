@@ -1,7 +1,7 @@
 """Measured constants of the step time: what of a GPU's peaks kernels reach, each with the record that says so.
 
 All come from one H200 (`bench/results`); other GPUs are assumed to reach the same shares of their own peaks.
-`tests/plan/test_calibration.py` computes every value from its records again.
+`tests/plan/test_plan_time.py` computes every value from its records again.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Constant:
     """A measured number.
 
     Args:
         value: as used, in units of the H200.
+        record: time and commit of the file in bench/results; ASSUMED for an assumption, which `means` then says.
         means: what it is.
-        record: time and commit of the file in bench/results; "" for an assumption, which `means` then says.
     """
 
     value: float
-    means: str
     record: str
+    means: str
 
     @property
     def date(self) -> str:
@@ -29,51 +29,17 @@ class Constant:
         return f"{self.record[:4]}-{self.record[4:6]}-{self.record[6:8]}" if self.record else ""
 
 
-BF16_SHARE = Constant(
-    value=0.8078,
-    means="of the dense bf16 peak in a GEMM of 8192 x 8192 x 8192; fp8 and fp4 are assumed to reach the same of theirs",
-    record="20261121T214910-1b13719473",
-)
-COPY_SHARE = Constant(
-    value=0.8836,
-    means="of the memory's bandwidth in a copy of 1 GiB; kernels that move bytes reach that, and have a tail",
-    record="20261121T214910-1b13719473",
-)
-TAIL = Constant(
-    value=4.2e-6,
-    means="seconds that a kernel takes beside its bytes: quantize/1x16 at 8192 x 8192 twice, less 16384 x 8192",
-    record="20261121T184154-b024189928",
-)
-STOCHASTIC = Constant(
-    value=7.09e11,
-    means="elements a second quantized stochastically or rotated (row_col/sr+sr-rht, 16384 x 8192)",
-    record="20261121T184154-b024189928",
-)
-GROUP_RAMP = Constant(
-    value=170.0,
-    means="tokens of an expert at which its GEMMs reach half of a dense one's rate (bf16 of grouped/linear)",
-    record="20261121T235123-a45ff07e79",
-)
-NVLINK_SHARE = Constant(
-    value=0.606,
-    means="of one direction of NVLink in a gather of 5.8 GB over 4 GPUs, nothing beside it",
-    record="20261121T153223-f5ecbed4af",
-)
-ATTENTION_SHARE = Constant(
-    value=0.35,
-    means="of the dense bf16 peak in causal attention, forward and backward: assumed",
-    record="",
-)
-NETWORK_SHARE = Constant(
-    value=0.8, means="of the network adapter's rate in collectives between nodes: assumed", record=""
-)
-EAGER_TRAFFIC = Constant(
-    value=1.6,
-    means="bytes between GEMMs run op by op, of those compiled: counted on the ops of a block of 1b, not timed",
-    record="",
-)
-STEP_SHARE = Constant(
-    value=0.864,
-    means="of a measured step (train/1b in bf16) that the above explains; clocks under load and gaps take the rest",
-    record="20261121T214910-1b13719473",
-)
+STEPS, KERNELS = "20261121T214910-1b13719473", "20261121T184154-b024189928"
+EXPERTS, SHARDED = "20261121T235123-a45ff07e79", "20261121T153223-f5ecbed4af"
+ASSUMED = ""
+
+BF16_SHARE = Constant(0.8078, STEPS, "of the dense bf16 peak, GEMM of 8192 x 8192 x 8192; fp8, fp4 of theirs: assumed")
+COPY_SHARE = Constant(0.8836, STEPS, "of the memory's bandwidth, copying 1 GiB; kernels that move bytes: and a tail")
+TAIL = Constant(4.2e-6, KERNELS, "seconds of a kernel beside its bytes: quantize/1x16, 8192 x 8192 twice less 16384")
+STOCHASTIC = Constant(7.09e11, KERNELS, "elements a second, drawn or rotated (row_col/sr+sr-rht, 16384 x 8192)")
+GROUP_RAMP = Constant(170.0, EXPERTS, "tokens of an expert at which its GEMMs reach half of a dense one's rate (bf16)")
+NVLINK_SHARE = Constant(0.606, SHARDED, "of one direction of NVLink, 5.8 GB gathered over 4 GPUs, nothing beside it")
+ATTENTION_SHARE = Constant(0.35, ASSUMED, "of the dense bf16 peak in causal attention, forward and backward: assumed")
+NETWORK_SHARE = Constant(0.8, ASSUMED, "of the network adapter's rate in collectives between nodes: assumed")
+EAGER_TRAFFIC = Constant(1.6, ASSUMED, "bytes between GEMMs op by op, of those compiled: counted for 1b, not timed")
+STEP_SHARE = Constant(0.864, STEPS, "of a step (train/1b, bf16) that the above explains; rest: clocks under load, gaps")

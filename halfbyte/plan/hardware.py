@@ -40,47 +40,29 @@ class Hardware:
         return "fp4" in self.flops
 
 
+SOURCES = {
+    "h100": "NVIDIA H100 datasheet, SXM5: 3.35 TB/s, 80 GB, NVLink 900 GB/s; DGX H100: 400 Gb/s a GPU",
+    "h200": "NVIDIA H200 datasheet, SXM: 4.8 TB/s, 141 GB, NVLink 900 GB/s; DGX H200: 400 Gb/s a GPU",
+    "b200": "NVIDIA Blackwell architecture technical brief, HGX B200: 8 TB/s, NVLink 1.8 TB/s; DGX B200: 400 Gb/s each",
+    "gb300": "NVIDIA GB300 NVL72 product page, a 72nd of the rack: 1,080 PFLOP/s dense FP4, 576 TB/s; 800 Gb/s a GPU",
+}
+
+
+def _gpu(
+    name: str, memory_GiB: float, hbm: float, tera: dict[str, float], domain: int, links: tuple[int, int]
+) -> Hardware:
+    """Return a GPU from figures as they are published: TB/s, TFLOP/s, GB/s of NVLink and of the network."""
+    nvlink, network = (rate * GIGA for rate in links)
+    flops = {precision: rate * TERA for precision, rate in tera.items()}
+    rates = {"hbm": hbm * TERA, "flops": flops, "nvlink": nvlink, "network": network}
+    return Hardware(name=name, memory_GiB=memory_GiB, domain=domain, source=SOURCES[name], **rates)
+
+
 # fp8 is absent on Hopper: halfbyte multiplies MXFP8 there as decoded bf16, as it does NVFP4.
-H100 = Hardware(
-    name="h100",
-    memory_GiB=79.1,
-    hbm=3.35 * TERA,
-    flops={"bf16": 989.4 * TERA},
-    domain=8,
-    nvlink=450 * GIGA,
-    network=50 * GIGA,
-    source="NVIDIA H100 datasheet, SXM5: 3.35 TB/s, 80 GB, NVLink 900 GB/s; DGX H100: 400 Gb/s a GPU",
-)
-H200 = Hardware(
-    name="h200",
-    memory_GiB=139.8,
-    hbm=4.8 * TERA,
-    flops={"bf16": 989.4 * TERA},
-    domain=8,
-    nvlink=450 * GIGA,
-    network=50 * GIGA,
-    source="NVIDIA H200 datasheet, SXM: 4.8 TB/s, 141 GB, NVLink 900 GB/s; DGX H200: 400 Gb/s a GPU",
-)
-B200 = Hardware(
-    name="b200",
-    memory_GiB=178.0,
-    hbm=8.0 * TERA,
-    flops={"bf16": 2250 * TERA, "fp8": 4500 * TERA, "fp4": 9000 * TERA},
-    domain=8,
-    nvlink=900 * GIGA,
-    network=50 * GIGA,
-    source="NVIDIA Blackwell architecture technical brief, HGX B200: 8 TB/s, NVLink 1.8 TB/s; DGX B200: 400 Gb/s a GPU",
-)
-GB300 = Hardware(
-    name="gb300",
-    memory_GiB=260.0,
-    hbm=8.0 * TERA,
-    flops={"bf16": 2500 * TERA, "fp8": 5000 * TERA, "fp4": 15_000 * TERA},
-    domain=72,
-    nvlink=900 * GIGA,
-    network=100 * GIGA,
-    source="NVIDIA GB300 NVL72 product page, a 72nd of the rack: 1,080 PFLOP/s dense FP4, 576 TB/s; 800 Gb/s a GPU",
-)
+H100 = _gpu("h100", 79.1, 3.35, {"bf16": 989.4}, 8, (450, 50))
+H200 = _gpu("h200", 139.8, 4.8, {"bf16": 989.4}, 8, (450, 50))
+B200 = _gpu("b200", 178.0, 8.0, {"bf16": 2250, "fp8": 4500, "fp4": 9000}, 8, (900, 50))
+GB300 = _gpu("gb300", 260.0, 8.0, {"bf16": 2500, "fp8": 5000, "fp4": 15_000}, 72, (900, 100))
 HARDWARE = {hardware.name: hardware for hardware in (H100, H200, B200, GB300)}
 
 

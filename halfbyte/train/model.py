@@ -8,7 +8,6 @@ G key/value heads, D head width, C model width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -255,113 +254,33 @@ def _initial_std(name: str, parameter: Tensor, config: ModelConfig) -> float:
     return std / math.sqrt(2 * config.layers) if is_residual else std
 
 
-def nano() -> ModelConfig:
-    """0.62M parameters with bytes: for two CPU cores."""
-    return ModelConfig(dim=128, hidden=352, layers=3, heads=4, kv_heads=2, vocab_size=256)
+def _shape(dim: int, hidden: int, layers: int, heads: int, kv_heads: int, vocab_size: int) -> ModelConfig:
+    return ModelConfig(dim=dim, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, vocab_size=vocab_size)
 
 
-def tiny() -> ModelConfig:
-    """0.09M parameters: for tests that run in seconds."""
-    return ModelConfig(dim=64, hidden=96, layers=2, heads=2, kv_heads=1, vocab_size=256)
-
-
-def llama_2m() -> ModelConfig:
-    """2M parameters with bytes."""
-    return ModelConfig(dim=192, hidden=512, layers=5, heads=6, kv_heads=2, vocab_size=256)
-
-
-def llama_10m() -> ModelConfig:
-    """10M parameters with 4,096 tokens."""
-    return ModelConfig(dim=320, hidden=864, layers=7, heads=5, kv_heads=1, vocab_size=4096)
-
-
-def llama_60m() -> ModelConfig:
-    """60M parameters with 32,000 tokens."""
-    return ModelConfig(dim=512, hidden=1376, layers=10, heads=8, kv_heads=4, vocab_size=32_000)
-
-
-def llama_125m() -> ModelConfig:
-    """125M parameters with 32,000 tokens."""
-    return ModelConfig(dim=768, hidden=2048, layers=12, heads=12, kv_heads=4, vocab_size=32_000)
-
-
-def llama_300m() -> ModelConfig:
-    """300M parameters with 32,000 tokens."""
-    return ModelConfig(dim=1024, hidden=2816, layers=21, heads=16, kv_heads=4, vocab_size=32_000)
-
-
-def llama_1b() -> ModelConfig:
-    """1.2B parameters: the shape of Llama 3.2 1B."""
-    return ModelConfig(
-        dim=2048,
-        hidden=8192,
-        layers=16,
-        heads=32,
-        kv_heads=8,
-        vocab_size=128_256,
-        rope_theta=500_000.0,
-        tie_embeddings=True,
-    )
-
-
-def llama_3b() -> ModelConfig:
-    """3.2B parameters: the shape of Llama 3.2 3B."""
-    return replace(llama_1b(), dim=3072, layers=28, heads=24)
-
-
-def llama_8b() -> ModelConfig:
-    """8.0B parameters: the shape of Llama 3.1 8B."""
-    return replace(llama_1b(), dim=4096, hidden=14_336, layers=32, tie_embeddings=False)
-
-
-def moe_tiny() -> ModelConfig:
-    """0.16M parameters, 8 experts, 2 per token: for tests that run in seconds."""
-    return replace(tiny(), hidden=32, layers=2, moe=MoEConfig())
-
-
-def moe_2m() -> ModelConfig:
-    """2.2M parameters with bytes, 0.8M of them active: for two CPU cores."""
-    return ModelConfig(dim=128, hidden=160, layers=4, heads=4, kv_heads=2, vocab_size=256, moe=MoEConfig())
-
-
-def moe_10m() -> ModelConfig:
-    """11M parameters with 4,096 tokens."""
-    return ModelConfig(dim=256, hidden=256, layers=5, heads=4, kv_heads=2, vocab_size=4096, moe=MoEConfig())
-
-
-def moe_60m() -> ModelConfig:
-    """60M parameters with 32,000 tokens."""
-    return ModelConfig(dim=384, hidden=512, layers=7, heads=6, kv_heads=2, vocab_size=32_000, moe=MoEConfig())
-
-
-def moe_300m() -> ModelConfig:
-    """294M parameters with 32,000 tokens."""
-    return ModelConfig(dim=768, hidden=1024, layers=12, heads=12, kv_heads=4, vocab_size=32_000, moe=MoEConfig())
-
-
-def moe_1b() -> ModelConfig:
-    """1.0B parameters with 32,000 tokens."""
-    return ModelConfig(dim=1280, hidden=1792, layers=16, heads=20, kv_heads=4, vocab_size=32_000, moe=MoEConfig())
-
-
-PRESETS: dict[str, Callable[[], ModelConfig]] = {
-    "tiny": tiny,
-    "nano": nano,
-    "2m": llama_2m,
-    "10m": llama_10m,
-    "60m": llama_60m,
-    "125m": llama_125m,
-    "300m": llama_300m,
-    "1b": llama_1b,
-    "3b": llama_3b,
-    "8b": llama_8b,
-    "moe-tiny": moe_tiny,
-    "moe-2m": moe_2m,
-    "moe-10m": moe_10m,
-    "moe-60m": moe_60m,
-    "moe-300m": moe_300m,
-    "moe-1b": moe_1b,
+_LLAMA_3 = replace(_shape(2048, 8192, 16, 32, 8, 128_256), rope_theta=500_000.0)
+DENSE = {
+    "tiny": _shape(64, 96, 2, 2, 1, 256),  # 0.09M parameters: for tests that run in seconds
+    "nano": _shape(128, 352, 3, 4, 2, 256),  # 0.62M with bytes: for two CPU cores
+    "2m": _shape(192, 512, 5, 6, 2, 256),
+    "10m": _shape(320, 864, 7, 5, 1, 4096),
+    "60m": _shape(512, 1376, 10, 8, 4, 32_000),
+    "125m": _shape(768, 2048, 12, 12, 4, 32_000),
+    "300m": _shape(1024, 2816, 21, 16, 4, 32_000),
+    # 1.2B, 3.2B and 8.0B: the shapes of Llama 3.2 1B and 3B and of Llama 3.1 8B
+    "1b": replace(_LLAMA_3, tie_embeddings=True),
+    "3b": replace(_LLAMA_3, tie_embeddings=True, dim=3072, layers=28, heads=24),
+    "8b": replace(_LLAMA_3, dim=4096, hidden=14_336, layers=32),
 }
+SPARSE = {  # 8 experts, 2 for each token
+    "moe-tiny": _shape(64, 32, 2, 2, 1, 256),  # 0.16M parameters: for tests that run in seconds
+    "moe-2m": _shape(128, 160, 4, 4, 2, 256),  # 2.2M with bytes, 0.8M of them active: for two CPU cores
+    "moe-10m": _shape(256, 256, 5, 4, 2, 4096),
+    "moe-60m": _shape(384, 512, 7, 6, 2, 32_000),
+    "moe-300m": _shape(768, 1024, 12, 12, 4, 32_000),
+    "moe-1b": _shape(1280, 1792, 16, 20, 4, 32_000),
+}
+PRESETS: dict[str, ModelConfig] = {**DENSE, **{name: replace(s, moe=MoEConfig()) for name, s in SPARSE.items()}}
 
 
 def model_preset(name: str) -> ModelConfig:
@@ -372,4 +291,4 @@ def model_preset(name: str) -> ModelConfig:
     """
     if name not in PRESETS:
         raise ValueError(f"model={name!r} is not a preset; use one of {', '.join(PRESETS)}")
-    return PRESETS[name]()
+    return PRESETS[name]

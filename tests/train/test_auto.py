@@ -188,7 +188,7 @@ def test_the_default_command_on_a_pretended_gpu(folder, run, pretended, capsys):
     pretended()
     assert command(folder) == 0
     assert not capsys.readouterr().err
-    assert len(pretended.compiled) == models.tiny().layers
+    assert len(pretended.compiled) == models.model_preset("tiny").layers
     found = identity(folder / "run")
     assert found["fuse"] is True and found["compile"] is True
     assert json.loads((folder / "run" / "config.json").read_text())["run"]["graph"] == "auto"

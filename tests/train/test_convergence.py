@@ -52,7 +52,7 @@ def final_loss(tmp_path_factory):
     folder = tmp_path_factory.mktemp("convergence")
     (folder / "chain.txt").write_text(chain(200_000))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(models.PRESETS, "one-block", lambda: replace(models.tiny(), layers=1))
+        patch.setitem(models.PRESETS, "one-block", replace(models.model_preset("tiny"), layers=1))
         run = config.TrainConfig(
             model="one-block",
             data=config.DataConfig(corpus=str(folder / "chain.txt"), sequence=64, batch=4),

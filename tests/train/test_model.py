@@ -58,7 +58,7 @@ def test_shapes_that_cannot_be_are_refused(wrong):
 
 @pytest.fixture
 def decoder():
-    made = model.Decoder(model.tiny())
+    made = model.Decoder(model.model_preset("tiny"))
     model.initialise_(made, 0)
     return made
 
@@ -113,7 +113,7 @@ def test_first_loss_is_that_of_a_uniform_guess(decoder):
 
 
 def test_initial_weights_follow_the_seed(decoder):
-    again, other = model.Decoder(model.tiny()), model.Decoder(model.tiny())
+    again, other = model.Decoder(model.model_preset("tiny")), model.Decoder(model.model_preset("tiny"))
     model.initialise_(again, 0)
     model.initialise_(other, 1)
     for name, weight in decoder.state_dict().items():

@@ -99,7 +99,7 @@ def test_the_router_computes_in_fp32_what_comes_in_bf16(x, weight, autocast):
 
 
 def test_decoder_returns_the_weighted_balance():
-    decoder = model.Decoder(model.moe_tiny())
+    decoder = model.Decoder(model.model_preset("moe-tiny"))
     model.initialise_(decoder, 0)
     tokens = torch.arange(24).view(2, 12)
     logits, balance = decoder(tokens, balance=True)
@@ -107,12 +107,12 @@ def test_decoder_returns_the_weighted_balance():
     assert CONFIG.balance * 0.9 < balance < CONFIG.balance * 8
     balance.backward()
     assert all(block.mlp.gate.weight.grad.abs().sum() > 0 for block in decoder.layers)
-    dense = model.Decoder(model.tiny())
+    dense = model.Decoder(model.model_preset("tiny"))
     assert dense(tokens, balance=True)[1] == 0
 
 
 def test_experts_of_the_kept_blocks_stay_in_high_precision():
-    decoder = model.Decoder(model.moe_2m())
+    decoder = model.Decoder(model.model_preset("moe-2m"))
     report = hb.quantize_(decoder, "nvfp4")
     assert "layers.2.mlp.down_proj" in report.converted and "layers.3.mlp.down_proj" in report.kept
 
@@ -141,7 +141,7 @@ def test_configs_that_cannot_be_are_refused(wrong):
 
 def learn(recipe: str, steps: int = 16) -> float:
     """Train a mixture on sequences that count by ones to threes; return the loss of the last steps."""
-    decoder = model.Decoder(replace(model.moe_tiny(), layers=1, moe=moe.MoEConfig(experts=4)))
+    decoder = model.Decoder(replace(model.model_preset("moe-tiny"), layers=1, moe=moe.MoEConfig(experts=4)))
     model.initialise_(decoder, 0)
     chosen = treatment.treatment_of(recipe)
     report = hb.quantize_(decoder, chosen.recipe, keep=chosen.keep)

@@ -36,7 +36,7 @@ def test_cosine_is_half_way_in_the_middle():
 
 
 def test_norms_do_not_decay():
-    decoder = model.Decoder(model.tiny())
+    decoder = model.Decoder(model.model_preset("tiny"))
     optimizer = optim.adamw(decoder, OptimConfig())
     decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
     for name, parameter in decoder.named_parameters():

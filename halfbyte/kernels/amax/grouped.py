@@ -14,6 +14,7 @@ from torch import Tensor
 
 from halfbyte.kernels.amax import rotated as ra
 from halfbyte.kernels.amax import route
+from halfbyte.kernels.amax.grouped_wide import wide_amax
 from halfbyte.kernels.amax.route import AmaxesOfGroups, amax_rule
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
@@ -24,7 +25,6 @@ from halfbyte.kernels.device.loads import load_col_groups, load_row_groups
 from halfbyte.kernels.device.tiles import rotate_group
 from halfbyte.kernels.groups import GroupPlan, group_of_tile
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.quantize import grouped_wide as wide
 from halfbyte.kernels.route import Choice
 from halfbyte.rng import Draw
 from halfbyte.spec import Spec
@@ -182,7 +182,7 @@ def grouped_amax(
         if choice.kernel == "grouped_amax_kernel":
             return _launch_tuples(choice, outs, stream)
         columns = choice.constants["COLUMNS"]
-        wide.wide_amax(choice, outs[columns], stream)
+        wide_amax(choice, outs[columns], stream)
         row, col, rest = (row, None, True) if columns else (None, col, True)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from halfbyte.kernels.device import magnitudes as mg
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.groups import GroupPlan
-from halfbyte.kernels.quantize.grouped_route import WideTile, is_wide, wide_tile
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import target_of
 from halfbyte.layout import ceil_div
@@ -241,10 +240,38 @@ def _packed(groups: AmaxesOfGroups) -> Choice:
     return Choice("packed_amax_kernel", (groups.plan.tiles * strips,), constants, strips)
 
 
+WIDE_OF_GROUPS = 32
+"""The least width of a rotation whose groups are rows of tensors, not tuples with masks; quantization does likewise."""
+WIDE_LINES = 128  # columns of a program where groups lie along the rows of x
+VALUES_PER_WARP = 2048  # 64 a thread: with 128, a thread's values do not fit into its registers
+
+
+def is_wide(rule: sc.Rule | None) -> bool:
+    """Say whether an operand's rotation is one of `WIDE_OF_GROUPS`."""
+    return rule is not None and rule.norm != 0.0 and rule.group >= WIDE_OF_GROUPS
+
+
+class WideTile(NamedTuple):
+    """Programs, tiles side by side, groups of a program, warps."""
+
+    programs: int
+    tiles: int
+    lines: int
+    num_warps: int
+
+
+def wide_tile(plan: GroupPlan, group: int, columns: bool, cols: int) -> WideTile:
+    """Return what a launch of rotated groups covers; columns: whether groups lie along the columns of x."""
+    lines = WIDE_LINES if columns else plan.tile_rows
+    beside = ceil_div(cols, lines if columns else group)
+    parts = plan.tile_rows // group if columns else 1
+    return WideTile(plan.tiles * beside * parts, beside, lines, lines * max(group, 64) // VALUES_PER_WARP)
+
+
 def _wide_problem(groups: AmaxesOfGroups) -> Reason | None:
     if is_wide(groups.row) or is_wide(groups.col):
         return None
-    return Reason("no side has a rotation of 32 or wider")
+    return Reason("no side has a rotation of {} or wider", (WIDE_OF_GROUPS,))
 
 
 def amax_warps(tile: WideTile, rule: sc.Rule, hardware: int) -> int:

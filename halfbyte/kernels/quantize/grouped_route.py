@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from halfbyte.kernels.amax.route import WIDE_OF_GROUPS, is_wide, wide_tile
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.groups import GroupPlan
 from halfbyte.kernels.quantize import route
@@ -112,38 +113,12 @@ def choose_grouped(call: GroupedCall) -> Choice:
 
 # What needs a plan.
 
-WIDE = 32
-"""The least width of a rotation whose groups are rows of tensors, not tuples with masks."""
-WIDE_LINES = 128  # columns of a program where groups lie along the rows of x
-VALUES_PER_WARP = 2048  # 64 a thread: with 128, a thread's values do not fit into its registers
 ROW_TILE = PairTile(16, 256, 4)
 DECODED_COLS = 64  # of a tile that is stored as values: more of them keep too few programs on a multiprocessor
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
 LOOPS = ((16384, 8), (8192, 4), (4096, 2))  # as those of `both_route`: about 2048 programs are left
 
 Rules = list[sc.Rule | None]
-
-
-def is_wide(rule: sc.Rule | None) -> bool:
-    """Say whether an operand's rotation is one of `WIDE`."""
-    return rule is not None and rule.norm != 0.0 and rule.group >= WIDE
-
-
-class WideTile(NamedTuple):
-    """Programs, tiles side by side, groups of a program, warps."""
-
-    programs: int
-    tiles: int
-    lines: int
-    num_warps: int
-
-
-def wide_tile(plan: GroupPlan, group: int, columns: bool, cols: int) -> WideTile:
-    """Return what a launch of rotated groups covers; columns: whether groups lie along the columns of x."""
-    lines = WIDE_LINES if columns else plan.tile_rows
-    beside = ceil_div(cols, lines if columns else group)
-    parts = plan.tile_rows // group if columns else 1
-    return WideTile(plan.tiles * beside * parts, beside, lines, lines * max(group, 64) // VALUES_PER_WARP)
 
 
 class PlannedSides(NamedTuple):
@@ -158,7 +133,7 @@ class PlannedSides(NamedTuple):
 def _wide_problem(sides: PlannedSides) -> Reason | None:
     if any(is_wide(rule) for rule in sides.rules):
         return None
-    return Reason("no side has a rotation of {} or wider", (WIDE,))
+    return Reason("no side has a rotation of {} or wider", (WIDE_OF_GROUPS,))
 
 
 def _wide(sides: PlannedSides) -> Choice:
