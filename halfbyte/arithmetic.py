@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 LANES = 512
 ROW_GROUP = 16
 GROUP_LANES = 32
@@ -43,6 +45,24 @@ TAIL_TERMS = (
 """The normal distribution's tail: P(Z > a) = e^(-a*a/2) * sum of these in t = 1 / (1 + TAIL_SLOPE * a), highest power
 first: relative minimax fit, error 1.5e-7 for 0 <= a <= 14."""
 DENSITY = 0.3989422804014327  # 1 / sqrt(2 pi)
+
+
+class Normed(NamedTuple):
+    """What the backward of a norm reads.
+
+    Args:
+        x: [rows, cols], that the norm was of: the sum where a residual was added.
+        weight: [cols].
+        statistics: mean (of LayerNorm, else empty) and 1 / sqrt(variance + eps), fp32 [rows].
+        centered: LayerNorm rather than RMSNorm.
+        has_bias: whether the gradient of a bias is wanted.
+    """
+
+    x: Tensor
+    weight: Tensor
+    statistics: tuple[Tensor, Tensor]
+    centered: bool
+    has_bias: bool
 
 
 class Activation(NamedTuple):

@@ -16,6 +16,7 @@ from bench.measure import CPU, against_bf16, bandwidth, matrices, over, random_m
 from bench.registry import Bar, Case, Outcome, Setting, Shape, Unequal
 from halfbyte import functional as HF
 from halfbyte import ops
+from halfbyte.arithmetic import Normed
 from halfbyte.nn import LayerNormMLP, forward_shared
 from halfbyte.spec import NVFP4, Hadamard
 
@@ -39,7 +40,7 @@ def norm(setting: Setting, shape: Shape, *, backward: bool = False) -> Outcome:
     def run(pair: tuple[Tensor, Tensor]) -> object:
         x, dy = pair
         if backward:
-            return ops.norm_backward(dy, x, weight, statistics, False, False, setting.backend)
+            return ops.norm_backward(dy, Normed(x, weight, statistics, False, False), backend=setting.backend)
         return ops.norm(x, weight, None, RMS, x.dtype, FOLLOWING, setting.backend)
 
     moved = (3 if backward else 2) * xs[0].numel() * xs[0].element_size()
@@ -50,7 +51,7 @@ def norm(setting: Setting, shape: Shape, *, backward: bool = False) -> Outcome:
 def _norm(x: Tensor, weight: Tensor, dy: Tensor, backend: str | None) -> tuple[Tensor, ...]:
     y, statistics, amaxes = ops.norm(x, weight, None, RMS, x.dtype, FOLLOWING, backend)
     assert amaxes.row is not None and amaxes.col is not None, "both were asked for"
-    gradients = ops.norm_backward(dy, x, weight, statistics, False, False, backend)[:2]
+    gradients = ops.norm_backward(dy, Normed(x, weight, statistics, False, False), backend=backend)[:2]
     return y, statistics[1], amaxes.row, amaxes.col, *gradients
 
 
@@ -68,7 +69,7 @@ def add_norm(setting: Setting, shape: Shape, *, backward: bool = False) -> Outco
     def run(tensors: tuple[Tensor, Tensor, Tensor]) -> object:
         x, other, total = tensors
         if backward:
-            return ops.add_norm_backward((x, other), total, weight, statistics, False, False, setting.backend)
+            return ops.norm_backward(x, Normed(total, weight, statistics, False, False), other, setting.backend)
         return ops.add_norm(x, other, (weight, None), RMS, x.dtype, FOLLOWING, setting.backend)
 
     moved = 4 * sets[0][0].numel() * sets[0][0].element_size()
@@ -81,7 +82,7 @@ def _add_norm(tensors: list[Tensor], backend: str | None) -> tuple[Tensor, ...]:
     parameters = weight[0], None
     y, total, statistics, amaxes = ops.add_norm(x, residual, parameters, RMS, x.dtype, FOLLOWING, backend)
     assert amaxes.row is not None and amaxes.col is not None, "both were asked for"
-    gradients = ops.add_norm_backward((dy, dtotal), total, weight[0], statistics, False, False, backend)[:2]
+    gradients = ops.norm_backward(dy, Normed(total, weight[0], statistics, False, False), dtotal, backend)[:2]
     return y, total, statistics[1], amaxes.row, amaxes.col, *gradients
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.arithmetic import Normed
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
 from halfbyte.functional.foreign import refuse_foreign
@@ -180,9 +181,6 @@ def _gradients(ctx: Any, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Ten
     """Return the gradients of what a norm read, of its weight and of its bias, None without one."""
     read, weight, mean, rstd = ctx.saved_tensors
     shape, has_bias = matrix_shape(read.shape), ctx.bias_dtype is not None
-    arguments = read.reshape(shape), weight, (mean, rstd), ctx.centered, has_bias
-    if dtotal is None:
-        dx, dw, db = ops.norm_backward(dy.reshape(shape), *arguments)
-    else:
-        dx, dw, db = ops.add_norm_backward((dy.reshape(shape), dtotal.reshape(shape)), *arguments)
+    normed = Normed(read.reshape(shape), weight, (mean, rstd), ctx.centered, has_bias)
+    dx, dw, db = ops.norm_backward(dy.reshape(shape), normed, None if dtotal is None else dtotal.reshape(shape))
     return dx.view(read.shape), dw.to(weight.dtype), db.to(ctx.bias_dtype) if has_bias else None

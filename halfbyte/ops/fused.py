@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import reference
+from halfbyte.arithmetic import Normed
 from halfbyte.ops.backends import check_reference
 from halfbyte.ops.define import draw_of, implementation, op, spec_of
 from halfbyte.ops.repeat import call_op
@@ -109,38 +110,19 @@ def add_norm(
 
 
 def norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    statistics: tuple[Tensor, Tensor],
-    centered: bool,
-    has_bias: bool,
-    backend: str | None = None,
+    dy: Tensor, normed: Normed, dtotal: Tensor | None = None, backend: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]; bias's is empty without one."""
-    return call_op(torch.ops.halfbyte.norm_backward, dy, x, weight, *statistics, centered, has_bias, backend or "")
-
-
-def add_norm_backward(
-    gradients: tuple[Tensor, Tensor],
-    total: Tensor,
-    weight: Tensor,
-    statistics: tuple[Tensor, Tensor],
-    centered: bool,
-    has_bias: bool,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of the sum, of its dtype, and of weight and bias, fp32 [cols]; bias's is empty without one.
+    """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]; bias's is empty without one.
 
     Args:
-        gradients: of the norm and of the sum; the latter is added once the norm's part is rounded, as autograd does.
-        total: the sum, as `add_norm` returned it.
-        weight, statistics, centered, has_bias: as for `norm_backward`.
+        dy: of the norm.
+        normed: statistics as `norm` or `add_norm` returned them; of `add_norm` x is the sum.
+        dtotal: of that sum; it is added once the norm's part is rounded, as autograd does. None: of `norm`.
     """
-    dy, dtotal = gradients
-    return call_op(
-        torch.ops.halfbyte.add_norm_backward, dy, dtotal, total, weight, *statistics, centered, has_bias, backend or ""
-    )
+    x, weight, statistics, *kind = normed
+    if dtotal is None:
+        return call_op(torch.ops.halfbyte.norm_backward, dy, x, weight, *statistics, *kind, backend or "")
+    return call_op(torch.ops.halfbyte.add_norm_backward, dy, dtotal, x, weight, *statistics, *kind, backend or "")
 
 
 def split_mean(x: Tensor, backend: str | None = None) -> tuple[Tensor, Tensor]:
@@ -213,12 +195,12 @@ def _add_norm(
 
 
 def _norm_backward(dy, x, weight, mean, rstd, centered, has_bias, backend) -> tuple[Tensor, ...]:
-    return implementation(x.device, backend).norm_backward(dy, x, weight, (mean, rstd), centered, has_bias)
+    return implementation(x.device, backend).norm_backward(dy, Normed(x, weight, (mean, rstd), centered, has_bias))
 
 
 def _add_norm_backward(dy, dtotal, total, weight, mean, rstd, centered, has_bias, backend) -> tuple[Tensor, ...]:
-    module = implementation(total.device, backend)
-    return module.norm_backward(dy, total, weight, (mean, rstd), centered, has_bias, dtotal)
+    normed = Normed(total, weight, (mean, rstd), centered, has_bias)
+    return implementation(total.device, backend).norm_backward(dy, normed, dtotal)
 
 
 def _split_mean(x, backend) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from halfbyte.arithmetic import GROUP_LANES, LANES, ROW_GROUP
+from halfbyte.arithmetic import GROUP_LANES, LANES, ROW_GROUP, Normed
 from halfbyte.formats import f32
 from halfbyte.layout import round_up
 
@@ -45,21 +45,15 @@ def norm(
     return y.to(dtype), Statistics(mean, rstd)
 
 
-def norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    statistics: tuple[Tensor, Tensor],
-    centered: bool,
-    has_bias: bool,
-    dtotal: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def norm_backward(dy: Tensor, normed: Normed, dtotal: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]; bias's is empty without one.
 
     Args:
-        statistics: mean (LayerNorm) and rstd, as `norm` returned them.
+        dy: of the norm, [rows, cols].
+        normed: statistics as `norm` returned them.
         dtotal: another gradient of x, of its dtype, which is added to dx once that is rounded; or None.
     """
+    x, weight, statistics, centered, has_bias = normed
     dtype, mean, rstd = x.dtype, statistics[0], statistics[1][:, None]
     x, dy = x.float().contiguous(), dy.float().contiguous()
     normal = (x - mean[:, None] if centered else x) * rstd

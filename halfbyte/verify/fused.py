@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from halfbyte.arithmetic import FUNCTIONS
+from halfbyte.arithmetic import FUNCTIONS, Normed
 from halfbyte.ops import fused as ops
 from halfbyte.rng import Philox
 from halfbyte.spec import NVFP4, Hadamard
@@ -83,7 +83,7 @@ def _norm(device, backend, shape, dtype, name: str, centered: bool) -> str | Non
         xs, ws, bs, dys = (None if t is None else t.to(place) for t in (x, weight, bias, dy))
         assert xs is not None and ws is not None and dys is not None
         y, statistics, amaxes = ops.norm(xs, ws, bs, kind, dtype, _following(name, place), which)
-        gradients = ops.norm_backward(dys, xs, ws, statistics, centered, centered, which)
+        gradients = ops.norm_backward(dys, Normed(xs, ws, statistics, centered, centered), None, which)
         results.append([y, *statistics, *amaxes, *gradients])
     return _first(("y", "mean", "rstd", "row amax", "column amax", "dx", "dweight", "dbias"), *results)
 
@@ -97,7 +97,7 @@ def _add_norm(device, backend, shape, dtype, name: str, centered: bool) -> str |
         xs, rs, dys, dts, ws = (t.to(place) for t in (x, residual, dy, dtotal, weight))
         parameters = ws, None if bias is None else bias.to(place)
         y, total, statistics, amaxes = ops.add_norm(xs, rs, parameters, kind, dtype, _following(name, place), which)
-        gradients = ops.add_norm_backward((dys, dts), total, ws, statistics, centered, centered, which)
+        gradients = ops.norm_backward(dys, Normed(total, ws, statistics, centered, centered), dts, which)
         results.append([y, total, *statistics, *amaxes, *gradients])
     names = ("y", "sum", "mean", "rstd", "row amax", "column amax", "dx", "dweight", "dbias")
     return _first(names, *results)

@@ -6,6 +6,7 @@ from torch.library import opcheck
 
 import halfbyte as hb
 from halfbyte import ops
+from halfbyte.arithmetic import Normed
 
 HB = torch.ops.halfbyte
 FRESH = hb.NVFP4(rotation=hb.Hadamard(size=32, signs="fresh")).key
@@ -46,11 +47,11 @@ def test_empty_tensors(shape):
     for centered in (False, True):
         y, statistics, amaxes = ops.norm(x, w, w, ops.NormKind(1e-5, centered), torch.bfloat16, how)
         assert y.shape == shape and y.dtype == torch.bfloat16 and amaxes.row == amaxes.col == 0
-        dx, dw, db = ops.norm_backward(y, x, w, statistics, centered, True)
+        dx, dw, db = ops.norm_backward(y, Normed(x, w, statistics, centered, True))
         assert dx.shape == shape and not dw.any() and not db.any()
         y, total, statistics, amaxes = ops.add_norm(x, x, (w, w), ops.NormKind(1e-5, centered), torch.bfloat16, how)
         assert y.shape == total.shape == shape and total.dtype == x.dtype and amaxes.row == amaxes.col == 0
-        dx, dw, db = ops.add_norm_backward((y, total), total, w, statistics, centered, True)
+        dx, dw, db = ops.norm_backward(y, Normed(total, w, statistics, centered, True), total)
         assert dx.shape == shape and not dw.any() and not db.any()
     h, amaxes = ops.activation(x, x, "silu", how)
     assert h.shape == shape and amaxes.row == amaxes.col == 0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte import ops, reference
+from halfbyte.arithmetic import Normed
 from halfbyte.kernels import prepared
 from halfbyte.layout import Operand
 from halfbyte.ops import repeat
@@ -191,14 +192,16 @@ def test_norms_and_activations(following):
     def norm(centered, i):
         x, w, b = data(i, 9, 40), data(i + 1, 40), data(i + 2, 40) if centered else None
         y, statistics, amaxes = ops.norm(x, w, b, ops.NormKind(1e-5, centered), torch.bfloat16, how(i))
-        return y, statistics, amaxes, ops.norm_backward(data(i + 3, 9, 40), x, w, statistics, centered, centered)
+        back = ops.norm_backward(data(i + 3, 9, 40), Normed(x, w, statistics, centered, centered))
+        return y, statistics, amaxes, back
 
     def add_norm(centered, i):
         x, w, b = data(i, 9, 40), data(i + 1, 40), data(i + 2, 40) if centered else None
         kind = ops.NormKind(1e-5, centered)
         y, total, statistics, amaxes = ops.add_norm(x, data(i + 4, 9, 40), (w, b), kind, torch.bfloat16, how(i))
         gradients = data(i + 3, 9, 40), data(i + 5, 9, 40)
-        return y, total, statistics, amaxes, ops.add_norm_backward(gradients, total, w, statistics, centered, centered)
+        normed = Normed(total, w, statistics, centered, centered)
+        return y, total, statistics, amaxes, ops.norm_backward(gradients[0], normed, gradients[1])
 
     def activation(gated, i):
         x, up = data(i, 9, 40), data(i + 1, 9, 40) if gated else None

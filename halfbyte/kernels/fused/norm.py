@@ -16,6 +16,7 @@ from torch import Tensor
 
 from halfbyte.arithmetic import GROUP_LANES as GROUP_LANES_
 from halfbyte.arithmetic import ROW_GROUP as ROW_GROUP_
+from halfbyte.arithmetic import Normed
 from halfbyte.formats import f32
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
@@ -409,21 +410,10 @@ def norm_tile(wanted: Wanted, cols: int, centered: bool) -> tuple[int, int]:
     return next((tile, warps) for most, tile, warps in CENTERED_TILES if most is None or cols <= most)
 
 
-def norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    statistics: tuple[Tensor, Tensor],
-    centered: bool,
-    has_bias: bool,
-    dtotal: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx of x's dtype and the gradients of weight and bias, fp32 [cols]; bias's empty without one.
-
-    Args:
-        dy, x, weight, statistics, centered, has_bias, dtotal: as for `halfbyte.reference.norm_backward`.
-    """
-    dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
+def norm_backward(dy: Tensor, normed: Normed, dtotal: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `halfbyte.reference.norm_backward` does, in two launches."""
+    _, _, statistics, centered, has_bias = normed
+    dy, x, weight = dy.contiguous(), normed.x.contiguous(), normed.weight.contiguous()
     dtotal = None if dtotal is None else dtotal.contiguous()
     (rows, cols), (mean, rstd) = x.shape, statistics
     dx = torch.empty(rows, cols, dtype=x.dtype, device=x.device)
