@@ -19,6 +19,7 @@ MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
 MAX_PARAMETERS = 7
 MAX_KERNEL_PARAMETERS = 20
+MAX_FORMAT_QUESTIONS = 30
 HOME_OF_NUMBERS = "halfbyte/formats.py"
 HOME_OF_THE_LAUNCHER = "halfbyte/train/launch.py"  # what torchrun says is no configuration
 NUMBERS_WITH_ONE_HOME = {448, 2688, 57344}
@@ -261,6 +262,17 @@ def defined_again(sources: list[Source]) -> Iterator[str]:
             yield f"{name} is defined once: take it off DEFINED_AGAIN"
 
 
+def format_questions(sources: list[Source]) -> list[str]:
+    """Return where a spec's class is asked for: mostly `spec.format` and its properties say what is wanted."""
+    found = []
+    for source in sources:
+        for node in ast.walk(source.tree):
+            is_question = isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
+            if is_question and re.search(r"\b(NVFP4|MXFP8)\b", ast.unparse(node.args[1])):
+                found.append(f"{source.path}: line {node.lineno}")
+    return found
+
+
 Rule = Callable[[Source], Iterator[str]]
 
 EVERYWHERE: tuple[Rule, ...] = (file_size, function_size)
@@ -323,6 +335,14 @@ def test_package_keeps_the_habits():
 def test_public_names_are_defined_once():
     found = list(defined_again([read(path) for path in python_files("halfbyte")]))
     assert not found, "\n".join(found)
+
+
+def test_few_places_ask_for_the_class_of_a_spec():
+    found = format_questions([read(path) for path in python_files("halfbyte")])
+    assert 0 < len(found) <= MAX_FORMAT_QUESTIONS, "\n".join(found)
+    assert format_questions([sample("isinstance(spec, NVFP4 | None)\nisinstance(spec, hb.MXFP8)\nisinstance(x, T)\n")])[
+        1:
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@
 
 Which kernel serves a request, with which tile and why, is chosen in tables: `route` says how, each room has its own
 (`route.py` and others that end so). A file holds a kernel and its launcher, which is handed the choice, allocates and
-launches. Launchers run once for each
-request: `prepared` records what they did, and repeats it (`launch` is one launch; docs/internals/host.md). `target` is
+launches. Rooms import one way only, a contract of `make check`: device serves all of them, amax and unpack serve the
+rest. Launchers run once for each request: `prepared` records what they did, and repeats it (`launch` is one
+launch; docs/internals/host.md). `target` is
 the GPU that kernels are launched for, `record` lists the launches for GPUs that are not here (`scenarios` has the
 calls), `groups` says where the tokens of experts lie. Kernels address in int64, divide with `tl.div_rn`, and are
 compiled with fusion off wherever a byte depends on a rounding.

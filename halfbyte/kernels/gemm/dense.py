@@ -1,7 +1,7 @@
 """gemm_nt on decoded operands: the launches of what `gemm.route` plans (docs/internals/gemm.md).
 
 The operands hold element * block_scale exactly, so a bf16 GEMM with fp32 accumulation equals the block-scaled product
-up to summation order. Nothing here looks at the operands' bytes: `kernels.dequantize.decode` makes them.
+up to summation order. Nothing here looks at the operands' bytes: `unpack.dequantize.decode` makes them.
 """
 
 from __future__ import annotations
