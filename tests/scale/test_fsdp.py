@@ -84,7 +84,7 @@ def test_a_write_that_leaves_no_trace_is_told_by_mark_changed():
     assert ranks.run(2, fsdp_checks.told, False) == [False, False], "else mark_changed would not be needed"
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4@all"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4@all", "rl@all"])
 def test_a_plan_counts_what_travels(recipe):
     """Embedding, last norm and head are gathered for the forward alone."""
     request = PlanRequest(model="2m", gpus=2, mesh="dp_shard=2", recipe=recipe, sequence=64)
