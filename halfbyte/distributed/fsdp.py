@@ -39,6 +39,7 @@ from halfbyte.distributed.fsdp_choice import (
     wrapping_problem,
 )
 from halfbyte.distributed.fsdp_report import GatherReport, GatherRow
+from halfbyte.distributed.fsdp_rows import RowCast
 from halfbyte.distributed.fsdp_weight import GatheredWeight, Precision
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.weights import weight_specs
@@ -51,10 +52,10 @@ def fsdp_gather_nvfp4_(model: nn.Module, *, dtype: torch.dtype | None = None) ->
     """Let FSDP2 gather the weights of quantized layers as NVFP4 codes, in place; their bytes are as without.
 
     Call it after `hb.quantize_` and `torch.distributed.fsdp.fully_shard`, before the first forward, on every rank. It
-    takes weights in 16x16 tiles, rounded to nearest, that forward and backward read in that form alone; all others are
-    gathered in their values as before, and a warning and the report say why. `state_dict` stays plain, optimizers go on
-    stepping the sharded parameters, and gradients are reduced as FSDP2 does. A forward under `hb.high_precision` also
-    gathers the values, layer by layer.
+    takes weights in 16x16 tiles or 1x16 blocks, rounded to nearest, that forward and backward read in that one form;
+    all others are gathered in their values as before, and a warning and the report say why. `state_dict` stays plain,
+    optimizers go on stepping the sharded parameters, and gradients are reduced as FSDP2 does. A forward under
+    `hb.high_precision` also gathers the values, layer by layer.
 
     Args:
         model: converted and wrapped; itself, or blocks in it.
@@ -123,8 +124,8 @@ class WeightGather:
 
     def _arrange(
         self, homes: list[Home], choice: GatherChoice
-    ) -> tuple[list[ShardCast], dict[nn.Module, list[GatheredWeight]]]:
-        """Return a cast for each group of ranks, and the weights of each wrapped module."""
+    ) -> tuple[list[ShardCast | RowCast], dict[nn.Module, list[GatheredWeight]]]:
+        """Return casts for each group of ranks, of tiles and of 1x16 blocks, and the weights of each wrapped module."""
         groups: dict[dist.ProcessGroup, list[GatheredWeight]] = {}
         slots: dict[dist.ProcessGroup, dict[int, int]] = {}
         wrapped: dict[nn.Module, list[GatheredWeight]] = {}
@@ -137,12 +138,19 @@ class WeightGather:
             own = slots.setdefault(group, {})
             slot = own.setdefault(id(layer.amax_group[0]) if layer.amax_group else id(layer), len(own))
             precision = Precision(param_dtype_of(home), choice.dtype)
-            about = choice.specs[home.name], shards_of(home), precision, slot
+            spec = choice.specs[home.name]
+            about = spec, shards_of(home, spec), precision, slot
             weight = GatheredWeight(home.name, layer, *about, refresh)
             groups.setdefault(group, []).append(weight)
             if home.wrapped is not None:
                 wrapped.setdefault(home.wrapped, []).append(weight)
-        return [ShardCast(weights, group) for group, weights in groups.items()], wrapped
+        kinds = [
+            (kind(own, group))
+            for group, weights in groups.items()
+            for kind, is_tile in ((ShardCast, True), (RowCast, False))
+            if (own := [weight for weight in weights if weight.spec.is_tile == is_tile])
+        ]
+        return kinds, wrapped
 
     @property
     def traffic(self) -> dict[str, int]:
@@ -155,7 +163,7 @@ class WeightGather:
             weight.bytes_gathered // (weight.shards.message_bytes * weight.shards.world) for weight in self.weights
         )
         values = sum(weight.bytes_of_values for weight in self.weights)
-        casts = sum(cast.runs for cast in self._casts)
+        casts = max(cast.runs for cast in self._casts)
         return {"gathered": gathered, "gathers": calls, "casts": casts, "values": values}
 
     def mark_changed(self, params: Iterable[Tensor] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The cast of the weights that FSDP2 gathers as NVFP4: each rank's rows to codes and scales, with one exchange."""
+"""The cast of weights in 16x16 tiles that FSDP2 gathers: each rank's rows to codes and scales, with one exchange."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from halfbyte.distributed.agree import WeakGroup
 from halfbyte.distributed.cast import Cast, CastLayout, Share
-from halfbyte.distributed.fsdp_weight import GatheredWeight
+from halfbyte.distributed.fsdp_weight import GatheredWeight, event_of
 from halfbyte.layout import Blocks
 from halfbyte.pieces import CastTarget, Piece
 
@@ -20,7 +19,7 @@ class ShardCast:
     """Casts weights whose shards the ranks of one group hold.
 
     Args:
-        weights: the same on every rank, in one order.
+        weights: in 16x16 tiles; the same on every rank, in one order.
         group: of the shards.
     """
 
@@ -50,7 +49,7 @@ class ShardCast:
             own = cast.scales[first + start * tile_cols : first + stop * tile_cols]
             weight.scales[: stop - start].copy_(own.view(stop - start, tile_cols))
             first += tile_rows * tile_cols
-        ready = _event(self._amaxes)
+        ready = event_of(self._amaxes)
         self.runs += 1
         for weight in self.weights:
             weight.has_cast(ready)
@@ -89,12 +88,3 @@ class ShardCast:
 
 def _share(rows: tuple[int, int], cols: int) -> Share | None:
     return Share(rows[0] * cols, rows[1] * cols) if rows[0] < rows[1] else None
-
-
-def _event(tensor: Tensor) -> Any:
-    """Return when what was launched will be done: FSDP2 copies messages on a stream of its own."""
-    if not tensor.is_cuda:
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(tensor.device))
-    return event

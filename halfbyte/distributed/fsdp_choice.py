@@ -13,7 +13,7 @@ from halfbyte.distributed.fsdp_weight import RowShards, reads_codes_alone
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.weights import weight_specs
 from halfbyte.nn.linear import LinearLayer
-from halfbyte.spec import NVFP4
+from halfbyte.spec import NVFP4, Eden
 from halfbyte.tensor.primary import check_primary_spec
 
 CALL = "fsdp_gather_nvfp4_"
@@ -75,11 +75,11 @@ def group_of(home: Home) -> dist.ProcessGroup:
     return mesh.get_group(mesh.ndim - 1)
 
 
-def shards_of(home: Home) -> RowShards:
-    """Return how a DTensor's rows are split."""
+def shards_of(home: Home, spec: NVFP4) -> RowShards:
+    """Return how a DTensor's rows, in blocks of a spec, are split."""
     param = home.param
     mesh, last = param.device_mesh, param.device_mesh.ndim - 1
-    return RowShards(param.shape[0], param.shape[1], mesh.size(last), mesh.get_local_rank(last))
+    return RowShards(param.shape[0], param.shape[1], mesh.size(last), mesh.get_local_rank(last), spec.block[0])
 
 
 def wrapping_problem(modules: Iterable[nn.Module]) -> str | None:
@@ -143,18 +143,33 @@ def _reason_of_placement(param: Any) -> str | None:
 
 def _reason_of_recipe(layer: LinearLayer) -> str | None:
     row, col = weight_specs(layer.recipe)
-    if not isinstance(row, NVFP4) or not row.is_tile:
+    if not isinstance(row, NVFP4):
         what = "high precision" if row is None else row.key
-        return f"forward reads it as {what}, of which the backward's form cannot be made; 16x16 tiles have both"
-    try:
-        check_primary_spec(row)
-    except ValueError as error:
-        return str(error)
+        return f"forward reads it as {what}, not as NVFP4"
+    known = _reason_of_spec(row)
+    if known is not None:
+        return known
     if layer.recipe.splits_mean:
         return "activation_mean='split' multiplies its values too"
     if not reads_codes_alone(layer, row):
-        return f"backward reads it as {'high precision' if col is None else col.key}, forward as {row.key}"
+        backward = "high precision" if col is None else col.key
+        return f"backward reads it as {backward}, which cannot be made of forward's {row.key}"
     changes = () if layer.run_state is None or layer.run_state.schedule is None else layer.run_state.schedule.changes
     if any(later != layer.recipe and weight_specs(later) != (row, col) for _, later in changes):
         return "a later recipe of its schedule reads it in another form"
+    return None
+
+
+def _reason_of_spec(spec: NVFP4) -> str | None:
+    """Return why rows cannot be quantized where they lie, to the bytes of the whole weight."""
+    if spec.is_tile:
+        try:
+            check_primary_spec(spec)
+        except ValueError as error:
+            return str(error)
+        return None
+    if spec.needs_rng or spec.needs_sign_rng or isinstance(spec.scaling, Eden):
+        return f"forward reads it as {spec.key}, for which every rank draws random bits of its own"
+    if spec.rotation is not None or not spec.has_tensor_amax:
+        return f"forward reads it as {spec.key}: only one amax of a whole, unrotated weight is found before it travels"
     return None

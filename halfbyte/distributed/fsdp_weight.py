@@ -1,10 +1,10 @@
 """One weight that FSDP2 gathers as NVFP4: what its ranks hold and send, and the operand that arrives.
 
 FSDP2 splits a weight [N, K] along its rows: rank r of n holds the rows from r * ceil(N / n) on, the last ranks fewer or
-none. What it sends are the codes of these rows and one scale byte for each 16x16 tile that begins in them, both padded
-to the size of rank 0, since an all-gather takes messages of one size. FSDP2 asks a sharded tensor for its message
-(`fsdp_pre_all_gather`) and for the weight that the messages make (`fsdp_post_all_gather`): attributes of that tensor,
-which is why whatever replaces the tensor loses them.
+none. What it sends are the codes of these rows and one scale byte for each 16x16 tile that begins in them, or for each
+1x16 block, both padded to the size of rank 0, since an all-gather takes messages of one size. FSDP2 asks a sharded
+tensor for its message (`fsdp_pre_all_gather`) and for the weight that the messages make (`fsdp_post_all_gather`):
+attributes of that tensor, which is why whatever replaces the tensor loses them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ preserve_versions: Any = torch.autograd._unsafe_preserve_version_counter
 
 
 class RowShards(NamedTuple):
-    """How FSDP2 splits the rows of a weight [rows, cols] over `world` ranks, of which this is `rank`."""
+    """How FSDP2 splits the rows of a weight [rows, cols] over `world` ranks, of which this is `rank`.
+
+    height: rows of a block, 16 or 1; blocks are called tiles here.
+    """
 
     rows: int
     cols: int
     world: int
     rank: int
+    height: int = NVFP4_BLOCK
 
     @property
     def chunk(self) -> int:
@@ -42,7 +46,7 @@ class RowShards(NamedTuple):
     @property
     def tiles(self) -> tuple[int, int]:
         """Rows and columns of tiles."""
-        return ceil_div(self.rows, NVFP4_BLOCK), ceil_div(self.cols, NVFP4_BLOCK)
+        return ceil_div(self.rows, self.height), ceil_div(self.cols, NVFP4_BLOCK)
 
     @property
     def row_bytes(self) -> int:
@@ -56,7 +60,7 @@ class RowShards(NamedTuple):
     def tile_rows_of(self, rank: int) -> tuple[int, int]:
         """Return the first row of tiles that begins in a rank's rows and the one past the last."""
         start, stop = self.rows_of(rank)
-        return ceil_div(start, NVFP4_BLOCK), ceil_div(stop, NVFP4_BLOCK)
+        return ceil_div(start, self.height), ceil_div(stop, self.height)
 
     @property
     def sent_tile_rows(self) -> int:
@@ -72,7 +76,7 @@ class RowShards(NamedTuple):
         """Return where the scales of each row lie in the messages of all ranks, one after another."""
         spans = [(rank, *self.tile_rows_of(rank)) for rank in range(self.world)]
         tiles = [rank * self.sent_tile_rows + i for rank, start, stop in spans for i in range(stop - start)]
-        return [tile for tile in tiles for _ in range(NVFP4_BLOCK)][: self.rows]
+        return [tile for tile in tiles for _ in range(self.height)][: self.rows]
 
 
 class ShardState(NamedTuple):
@@ -116,7 +120,7 @@ class GatheredWeight:
     Args:
         name: of the parameter.
         layer: whose `weight` it is.
-        spec: NVFP4 in 16x16 tiles.
+        spec: NVFP4 in 16x16 tiles or 1x16 blocks.
         shards: of its rows.
         precision: what its values are rounded to.
         slot: which amax is its own; weights that share an amax have the same.
@@ -245,24 +249,31 @@ class GatheredWeight:
         rows, cols = self.shards.rows, self.shards.cols
         tile_rows, tile_cols = self.shards.tiles
         empty = {"dtype": torch.uint8, "device": codes.device}
-        scale = torch.empty(rows, tile_cols, **empty)
-        turned = torch.empty(cols, tile_rows * NVFP4_BLOCK // 2, **empty), torch.empty(cols, tile_rows, **empty)
-        options = {"shape": (rows, cols), "dtype": self._nominal(self.local)}
-        weight = PrimaryWeight(Blocks(codes[:rows], scale, self.amax), self.spec, **options)
-        weight.turned, weight.rounded = Blocks(*turned, self.amax), self.dtype
-        self._arrived, self._inner = weight, (scale, *turned)
         self._order = torch.tensor(self.shards.order(), dtype=torch.int64, device=codes.device)
         self._codes = codes[:rows]
+        if self.spec.is_tile:
+            turned = torch.empty(cols, tile_rows * NVFP4_BLOCK // 2, **empty), torch.empty(cols, tile_rows, **empty)
+            self._inner = torch.empty(rows, tile_cols, **empty), *turned
+        else:  # messages are rows in their order; of one rank alone it is the memory of a cast, that moves
+            self._inner = () if self.shards.world > 1 else (torch.empty(rows, tile_cols, **empty),)
+        scale, *turned = self._inner or (scales[:rows],)
+        options = {"shape": (rows, cols), "dtype": self._nominal(self.local)}
+        weight = PrimaryWeight(Blocks(self._codes, scale, self.amax), self.spec, **options)
+        weight.turned, weight.rounded = Blocks(*turned, self.amax) if turned else None, self.dtype
+        self._arrived = weight
         self.refill(scales)
         return weight, self._inner
 
     @torch.no_grad()
     def refill(self, scales: Tensor) -> None:
         """Complete the weight's scales and other orientation from the messages; its codes are there."""
+        if not self._inner:
+            return
         scale, *turned = self._inner
         with preserve_versions(self._inner):  # autograd saved them in forward: the bytes are the same
             torch.index_select(scales, 0, self._order, out=scale)
-            ops.transpose(self._codes, scale, self.shards.rows, self.shards.cols, into=(turned[0], turned[1]))
+            if turned:
+                ops.transpose(self._codes, scale, self.shards.rows, self.shards.cols, into=(turned[0], turned[1]))
 
     # What the layer asks for
 
@@ -323,7 +334,18 @@ def reads_codes_alone(layer: LinearLayer, spec: NVFP4) -> bool:
     recipe = layer.recipe
     if recipe.fprop is None or recipe.fprop.b != spec or recipe.splits_mean:
         return False
-    return recipe.backward == "dequantized" or (recipe.dgrad is not None and recipe.dgrad.b == spec)
+    if recipe.backward == "dequantized":
+        return True
+    return spec.is_tile and recipe.dgrad is not None and recipe.dgrad.b == spec  # 1x16 blocks of w.T are others
+
+
+def event_of(tensor: Tensor) -> Any:
+    """Return when what was launched will be done: FSDP2 copies messages on a stream of its own."""
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
 
 
 class _Hook:

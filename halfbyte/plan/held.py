@@ -114,7 +114,9 @@ def _gathered(job: Job) -> float:
     """Weights that FSDP2 has gathered at a time: blocks as they come, embedding and head for the whole step."""
     if job.sharding != "fsdp":
         return 0.0
-    each = CODES + TILE_SCALE if job.gather == "nvfp4" else BF16
+    each = BF16
+    if job.gather == "nvfp4":  # scales of 1x16 blocks are read as they come
+        each = CODES + (TILE_SCALE if job.code_height > 1 else 0.0)
     return PREFETCHED * each * _largest_block(job) + BF16 * job.architecture.edges / job.mesh.tp
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import halfbyte as hb
-from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.plan import mesh as meshes
 from halfbyte.plan.architecture import Architecture, Kind, Matrix
 from halfbyte.plan.hardware import Hardware
@@ -62,10 +61,11 @@ class Job:
         if self.sequence % self.mesh.tp:
             raise ValueError(f"tp={self.mesh.tp} does not divide sequence={self.sequence}, which it splits; change one")
         self._check_sharding()
-        if self.gather == "nvfp4" and not gathers_codes(self.recipe):
+        if self.gather == "nvfp4" and not gathers_codes(self.recipe, self.sharding):
             raise ValueError(
-                "gather='nvfp4': the recipe's weights are not one set of 16x16 tiles for forward and backward; use "
-                "gather='bf16', or recipe nvfp4 or four_over_six"
+                "gather='nvfp4': the recipe's weights are not one set of 16x16 tiles for forward and backward (with "
+                "sharding='fsdp': or of 1x16 blocks, for rl and quartet2); use gather='bf16', or recipe nvfp4 or "
+                "four_over_six"
             )
         if self.recompute == "selective" and self.kernels == "compiled":
             raise ValueError(
@@ -91,6 +91,13 @@ class Job:
     def step_tokens(self) -> int:
         """Tokens of a step on all ranks."""
         return self.tokens * self.accumulate * self.mesh.data_ranks
+
+    @property
+    def code_height(self) -> int:
+        """Rows of a block of codes that travel, which has one scale byte: 16 or 1."""
+        weight = None if self.recipe.fprop is None else self.recipe.fprop.b
+        assert isinstance(weight, NVFP4), "only codes are asked for"
+        return weight.block[0]
 
     @property
     def masters(self) -> Masters:
@@ -142,11 +149,14 @@ class Span:
     count: int
 
 
-def gathers_codes(recipe: Recipe) -> bool:
-    """Whether one set of 16x16 codes serves forward and backward."""
-    weights = [gemm.b for gemm in (recipe.fprop, recipe.dgrad) if gemm is not None]
-    tile = (NVFP4_BLOCK, NVFP4_BLOCK)
-    return len(weights) == 2 and weights[0] == weights[1] and isinstance(weights[0], NVFP4) and weights[0].block == tile
+def gathers_codes(recipe: Recipe, sharding: Sharding) -> bool:
+    """Whether one set of codes serves forward and backward: 16x16, or where FSDP2 gathers them 1x16."""
+    weight = None if recipe.fprop is None else recipe.fprop.b
+    if not isinstance(weight, NVFP4):
+        return False
+    if weight.is_tile:
+        return recipe.dgrad is not None and recipe.dgrad.b == weight
+    return sharding == "fsdp" and recipe.backward == "dequantized" and weight.has_tensor_amax
 
 
 def kept_blocks(architecture: Architecture, share: float) -> int:

@@ -132,11 +132,12 @@ def bytes_of_block(job: Job, experts: bool) -> float:
 
 
 def matrix_bytes(job: Job, matrix: Matrix, recipe: Recipe) -> float:
-    """Return the bytes of one weight as it is gathered: codes and a scale byte a tile, or bf16."""
+    """Return the bytes of one weight as it is gathered: codes and a scale byte for each block, or bf16."""
     if job.gather == "bf16" or recipe is not job.recipe:
         return BF16 * job.local(matrix)
     codes = matrix.rows * round_up(matrix.cols, NVFP4_BLOCK) / 2
-    tiles = ceil_div(matrix.rows, NVFP4_BLOCK) * ceil_div(matrix.cols, NVFP4_BLOCK)
+    height = job.code_height
+    tiles = ceil_div(matrix.rows, height) * ceil_div(matrix.cols, NVFP4_BLOCK)
     return matrix.experts * (codes + tiles) * job.local(matrix) / matrix.numel
 
 

@@ -62,6 +62,18 @@ def test_sharded_weights_travel_as_codes_and_one_byte_a_tile():
     assert across.wire == across.message  # twice, and half of it is the rank's own
 
 
+def test_blocks_of_a_row_travel_as_codes_where_the_backward_reads_the_same():
+    common = {"model": "llama3-8b", "gpus": 8, "mesh": "dp_shard=8"}
+    block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
+    norms = 32 * 2 * 4096
+    found = {
+        recipe: sent(PlanRequest(**common, recipe=f"{recipe}@all"))["weights", "backward"].message
+        for recipe in ("rl", "quartet2", "nvfp4_mxfp8_bwd", "nvfp4_forward")
+    }
+    rows, values = 32 * block * (1 / 2 + 1 / 16) + 2 * norms, 2 * (32 * block + norms)
+    assert found == {"rl": rows, "quartet2": rows, "nvfp4_mxfp8_bwd": values, "nvfp4_forward": values}
+
+
 def test_blocks_in_high_precision_travel_in_bf16():
     common = {"model": "llama3-8b", "gpus": 8, "mesh": "dp_shard=8"}
     some, every = (

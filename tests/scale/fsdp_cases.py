@@ -108,6 +108,14 @@ TOKENS = {"make": decoder, "tokens": 11, "shape": (2, 5), "blocks": blocks}
 AUTOCAST = {**TOKENS, "dtype": torch.float32, "computes": torch.bfloat16}
 TWO_MOMENTS = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
+ROWS = {
+    "rl": "rl",
+    "quartet2": "quartet2",
+    "forward in 4 bits": hb.recipes.nvfp4_forward(backward="dequantized"),
+    "rl with gradients in 8 bits": hb.recipes.rl(gradients="mxfp8"),
+}
+"""Recipes whose backward reads what the forward multiplied: one set of codes with blocks along K."""
+
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
 
 CASES: dict[str, Case] = {
@@ -129,6 +137,13 @@ CASES: dict[str, Case] = {
     ),
     "four over six": Case(**TOKENS, recipe="four_over_six"),
     "four over six, uneven": Case(make=partial(two_layers, 37, 83, 40), shape=(6, 40), recipe="four_over_six"),
+    **{f"rows, {name}": Case(**TOKENS, recipe=recipe) for name, recipe in ROWS.items()},
+    "rows, uneven": Case(make=partial(two_layers, 37, 83, 40), shape=(6, 40), recipe="rl", aside=(1,)),
+    "rows, empty shards": Case(make=partial(two_layers, 3, 18, 32), shape=(4, 32), recipe="quartet2"),
+    "rows under autocast, accumulated": Case(**AUTOCAST, recipe="rl", micro_batches=2, before_step=in_high_precision),
+    "rows, fp32 masters, beside tiles": Case(
+        **TOKENS, options={"rules": {"*mlp*": "rl"}}, dtype=torch.float32, policy=BF16, optimizer=TWO_MOMENTS
+    ),
     "mixed with bf16 layers": Case(**TOKENS, options={"rules": {"*mlp*": None}}),
     "mixed with 1x16 weights": Case(**TOKENS, options={"rules": {"*mlp*": "nvfp4_mxfp8_bwd"}}),
     "HSDP": Case(**TOKENS, mesh=(2, 2)),

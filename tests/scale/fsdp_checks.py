@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfbyte as hb
+from halfbyte.distributed.fsdp import reason_for_values
 from halfbyte.train import model as models
 from halfbyte.train import treatment
 
@@ -219,17 +220,22 @@ def arrived(rank: int, world: int, sizes: list[tuple[int, int]], recipe: str, po
         with watched(quantized.setdefault(how, [])):
             model(torch.randn(5, sizes[0][1]).bfloat16()).float().square().mean().backward()
         state.advance()
+    held = [list(layer.weight.to_local().shape) for layer in model if layer.weight.to_local().numel()]
     model.unshard()
     found = []
     for layer, w in zip(model, whole, strict=True):
         spec = layer.recipe.fprop.b
-        for got, want in ((layer.weight, hb.quantize(w, spec)), (layer.weight.transpose(0, 1), hb.quantize(w.T, spec))):
+        both = [(layer.weight, hb.quantize(w, spec))]
+        both += [(layer.weight.transpose(0, 1), hb.quantize(w.T, spec))] if spec.is_tile else []
+        for got, want in both:
             pairs = ((got.qdata, want.qdata), (got.linear_scale(), want.linear_scale()), (got.amax, want.amax))
             found.append(all(same(a, b) for a, b in pairs))
+        if not spec.is_tile:
+            continue
         turned = hb.quantize(w.T.contiguous(), spec)
         found.append(same(layer.weight.turned.qdata, turned.qdata))
         found.append(same(layer.weight.turned.block_scale, turned.linear_scale().view(torch.uint8)))
-    return {"equal": found, "quantized": quantized, "shapes": [list(w.shape) for w in whole]}
+    return {"equal": found, "quantized": quantized, "shapes": [list(w.shape) for w in whole], "held": held}
 
 
 @contextmanager
@@ -238,7 +244,8 @@ def watched(shapes: list) -> Iterator[None]:
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if "halfbyte" in str(func) and "quantize" in str(func):
+            asks = "" if "row_col" not in str(func) else args[1:3]  # specs; nothing is quantized where both are empty
+            if "halfbyte.quantize" in str(func) and asks != ("", ""):
                 shapes.extend(list(arg.shape) for arg in args if isinstance(arg, torch.Tensor))
             return func(*args, **(kwargs or {}))
 
@@ -298,3 +305,18 @@ def sent(rank: int, world: int, name: str, recipe: str) -> tuple[int, int]:
         fully_shard(part, mesh=mesh_of(Case(), world), mp_policy=BF16)
     report = hb.distributed.fsdp_gather_nvfp4_(model).report
     return report.sent, sum(row.sent for row in report.rows if row.name.startswith("layers."))
+
+
+def ratios(rank: int, world: int, recipes: dict[str, Any]) -> dict[str, tuple[float, tuple[int, int]]]:
+    """What a [256, 256] weight's gather takes of bf16; bytes that came in a step as codes, and two gathers of them."""
+    found = {}
+    for name, recipe in recipes.items():
+        case = Case(make=lambda: nn.Sequential(nn.Linear(256, 256, bias=False)), recipe=recipe, shape=(4, 256))
+        model, _ = wrapped(case, world)
+        if reason_for_values(model) is not None:
+            found[name] = 1.0, (0, 0)
+            continue
+        gather = hb.distributed.fsdp_gather_nvfp4_(model)
+        model(batch(case, rank, 0, 0).requires_grad_()).float().sum().backward()
+        found[name] = gather.report.ratio, (gather.traffic["gathered"], 2 * gather.report.sent)
+    return found

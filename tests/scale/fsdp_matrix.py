@@ -124,7 +124,7 @@ def twice(world: int) -> None:
 
 
 def nothing(world: int) -> None:
-    """No weight in 16x16 tiles."""
+    """No weight that forward and backward read in one form."""
     gathered(world, recipe="nvfp4_mxfp8_bwd")
 
 
@@ -194,8 +194,10 @@ ROWS = (
     Row(name="prefetching by hand, `unshard()`", case=CASES["prefetched"]),
     Row(name="layers in bf16 among others", case=CASES["mixed with bf16 layers"]),
     Row(name="frozen weights", case=CASES["frozen block"]),
+    Row(name='weights in 1x16 blocks, `backward="dequantized"`', case=CASES["rows, rl"]),
+    Row(name="such weights beside 16x16 tiles", case=CASES["rows, fp32 masters, beside tiles"]),
     Row(
-        name="weights in 1x16 blocks",
+        name='weights in 1x16 blocks, `backward="original"`',
         case=CASES["mixed with 1x16 weights"],
         text="exact; gathered in their values, a warning and the report say so",
     ),
@@ -219,7 +221,11 @@ ROWS = (
     Row(name="`dtype` beside another `param_dtype`", refusal=two_roundings, parts=("dtype=torch.bfloat16: FSDP2",)),
     Row(name="a call after the first forward", refusal=late, parts=("has run already", "before the first forward")),
     Row(name="a second call", refusal=twice, parts=("gathered as codes already",)),
-    Row(name="a model without 16x16 weights", refusal=nothing, parts=("0.weight: forward reads it as", "hb.quantize_")),
+    Row(
+        name="a model of which forward and backward read all weights in two forms",
+        refusal=nothing,
+        parts=("0.weight: backward reads it as", "hb.quantize_"),
+    ),
     Row(name="hooks taken off, `unshard()`", refusal=lost, parts=("was to arrive as NVFP4 codes",)),
     Row(name="parameters changed between `unshard` and `reshard`", refusal=changed_while_whole, parts=("reshard()",)),
 )

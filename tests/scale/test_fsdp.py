@@ -8,12 +8,21 @@ import fsdp_matrix
 import pytest
 import ranks
 
+import halfbyte as hb
 from halfbyte.plan import PlanRequest, plan
 
 IN_THE_MATRIX = [row.case for row in fsdp_matrix.ROWS]  # test_fsdp_matrix.py runs them
 HSDP = [name for name in fsdp_cases.CASES if name.startswith("HSDP")]
 ONE_DIMENSION = [name for name, case in fsdp_cases.CASES.items() if name not in HSDP and case not in IN_THE_MATRIX]
-SMALL = ["uneven rows", "empty shards", "one row", "fp32 masters", "four over six, uneven", "decoder"]
+SMALL = [
+    "rows, uneven",
+    "uneven rows",
+    "empty shards",
+    "one row",
+    "fp32 masters",
+    "four over six, uneven",
+    "decoder",
+]
 CASES = {1: ["even", "decoder, fp32 masters"], 2: ONE_DIMENSION, 3: SMALL, 4: [*SMALL, "accumulated", HSDP[-1]]}
 SIZES = [(37, 40), (83, 37), (3, 83), (1, 3), (48, 1), (16, 48)]
 
@@ -33,14 +42,15 @@ def test_4_bit_gather_is_bf16_gather_and_local_quantization(world, name):
         assert case["casts"] == 0, "once after the weights changed, no more and no less"
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "four_over_six"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "four_over_six", "rl"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_what_arrives_is_the_quantized_weight_and_no_weight_is_quantized_again(world, recipe):
     for rank in ranks.run(world, fsdp_checks.arrived, SIZES, recipe):
-        assert all(rank["equal"]) and len(rank["equal"]) == 4 * len(SIZES)
+        assert all(rank["equal"]) and len(rank["equal"]) == (1 if recipe == "rl" else 4) * len(SIZES)
         in_bf16, as_codes = (rank["quantized"][how] for how in ("in bf16", "as codes"))
         assert all(shape in in_bf16 for shape in rank["shapes"])
-        assert as_codes and not any(shape in as_codes for shape in rank["shapes"])
+        cast = rank["held"] if recipe == "rl" else []  # 1x16 blocks: each rank's rows, once
+        assert as_codes and all(as_codes.count(s) == cast.count(s) for s in (*rank["shapes"], *rank["held"]))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -63,7 +73,7 @@ def test_a_model_compiled_as_a_whole():
     assert ranks.run(2, fsdp_checks.compiled_whole) == [[], []]
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "four_over_six"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "four_over_six", "rl"])
 def test_nan_and_inf_arrive_as_they_are_quantized(recipe):
     for rank in ranks.run(3, fsdp_checks.arrived, SIZES, recipe, True):
         assert all(rank["equal"])
@@ -74,9 +84,32 @@ def test_a_write_that_leaves_no_trace_is_told_by_mark_changed():
     assert ranks.run(2, fsdp_checks.told, False) == [False, False], "else mark_changed would not be needed"
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4@all"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4@all", "rl@all"])
 def test_a_plan_counts_what_travels(recipe):
     """Embedding, last norm and head are gathered for the forward alone."""
     request = PlanRequest(model="2m", gpus=2, mesh="dp_shard=2", recipe=recipe, sequence=64)
     planned = {c.phase: c.message for c in plan(request).collectives if c.what == "weights"}
     assert ranks.run(2, fsdp_checks.sent, "2m", recipe) == [(planned["forward"], planned["backward"])] * 2
+
+
+PRESETS = hb.recipes.PRESETS
+OPTIONS = {
+    'nvfp4_forward(backward="dequantized")': hb.recipes.nvfp4_forward(backward="dequantized"),
+    "nvfp4(weight_block=(1, 16))": hb.recipes.nvfp4(weight_block=(1, 16)),
+}
+CODES = {"nvfp4": "0.252", "four_over_six": "0.252", "rl": "0.281", "quartet2": "0.281", next(iter(OPTIONS)): "0.281"}
+"""The page's table: what a gather of a recipe's weight takes of bf16, forward or backward; 1.000 of all others."""
+
+
+def test_the_table_of_recipes_is_what_travels():
+    page = fsdp_matrix.PAGE.read_text(encoding="utf-8").partition("<!-- recipes")[2].partition("\n\n")[2]
+    said = {}
+    for line in page.partition("\n\n")[0].splitlines()[2:]:
+        names, _, _, forward, backward, exact = (cell.strip() for cell in line.strip("| ").split(" | "))
+        assert forward == backward and exact == "yes", "every row is one of test_4_bit_gather…'s or in values"
+        said |= {name.strip("`"): forward for name in names.split("`, `")}
+    assert said == {name: CODES.get(name, "1.000") for name in (*PRESETS, *OPTIONS)}
+    recipes = {**OPTIONS, **{name: preset() for name, preset in PRESETS.items()}}
+    for rank in ranks.run(2, fsdp_checks.ratios, recipes):
+        assert {name: f"{ratio:.3f}" for name, (ratio, _) in rank.items()} == said
+        assert all(counted == expected for _, (counted, expected) in rank.values())

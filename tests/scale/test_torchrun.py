@@ -114,7 +114,7 @@ def test_compare_with_weights_as_nvfp4_says_once_what_travels_in_its_dtype(folde
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("weights='nvfp4'")]
     assert len(said) == 2 and all("they travel in their dtype; " in line for line in said)
-    assert "none of its layers has a recipe" in said[0] and "forward reads it as" in said[1]
+    assert "none of its layers has a recipe" in said[0] and "backward reads it as" in said[1]
     tables = [(folder / "codes" / name / "layers.txt").read_text() for name in ("bf16", "nvfp4", "nvfp4_mxfp8_bwd")]
     assert ["gathered as" in table for table in tables] == [False, True, False]
 

@@ -115,14 +115,18 @@ def test_weights_that_travel_as_nvfp4_change_no_bit(folder, world, mesh):
         (replace(checks.tiny(folder, "mixed", f"fused{world}", recompute="full", **wide), fuse="on"), "nvfp4@all"),
         (replace(checks.tiny(folder, "mixed", f"moe{world}", **wide), model="moe-tiny", dtype="bfloat16"), "nvfp4"),
     ]
+    runs.append((checks.tiny(folder, "mixed", f"rows{world}", **wide), "rl"))
     runs = runs[: len(runs) if world == 2 else 2]
     codes = [(as_codes(config), recipe) for config, recipe in runs]
     plain, gathered = (ranks.run(world, checks.train_all, which, seconds=200) for which in (runs, codes))
     assert gathered == plain
-    for (one, _), (other, _) in zip(runs, codes, strict=True):
+    for (one, recipe), (other, _) in zip(runs, codes, strict=True):
         assert checks.lines(other) == checks.lines(one) and len(checks.lines(one, "eval")) == 1, one.run.out.name
         table = (other.run.out / "layers.txt").read_text().partition("gathered as")[2]
-        assert "nvfp4/16x16" in table and " 0.126\n" in table, "of fp32, that the others travel in"
+        kept = [json.loads((r.run.out / "result.json").read_text())["saved_activation_bytes"] for r in (other, one)]
+        assert kept[0] < kept[1], "what is gathered for a layer is no activation"
+        form, share = ("1x16", " 0.141\n") if recipe == "rl" else ("16x16", " 0.126\n")
+        assert f"nvfp4/{form}" in table and share in table, "of fp32, that the others travel in"
 
 
 def test_a_run_goes_on_with_weights_that_travel_otherwise(folder):

@@ -1,0 +1,80 @@
+"""The cast of weights in 1x16 blocks that FSDP2 gathers: each rank quantizes its rows, which hold whole blocks.
+
+Nothing but the amax is shared: no block lies on two ranks. So it is `quantize` of the rows with the amax of the whole
+weight, which one all-reduce (a maximum) completes for all weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.distributed.agree import WeakGroup
+from halfbyte.distributed.fsdp_weight import GatheredWeight, event_of
+from halfbyte.sides import both_sides
+
+
+class RowCast:
+    """Casts weights whose shards the ranks of one group hold.
+
+    Args:
+        weights: in 1x16 blocks; the same on every rank, in one order.
+        group: of the shards.
+    """
+
+    def __init__(self, weights: Sequence[GatheredWeight], group: dist.ProcessGroup) -> None:
+        self.weights = list(weights)
+        self._ranks = WeakGroup.of(group if dist.get_world_size(group) > 1 else None)
+        self._amaxes = torch.empty(0)
+        self._members = torch.empty(0)
+        self._prepared: Any = None
+        self.runs = 0
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Write codes and scales of this rank's rows: those of the whole weights' quantization."""
+        for weight in self.weights:
+            weight.note()
+        self._prepare()
+        rows = [weight.local.detach().to(weight.dtype) for weight in self.weights]
+        self._find_amaxes(rows)
+        for weight, own in zip(self.weights, rows, strict=True):
+            if own.numel():
+                blocks, _ = ops.quantize_row_col(own, *both_sides(weight.spec, None, row_amax=weight.amax))
+                assert blocks is not None, "the row was asked for"
+                weight.codes[: len(own)].copy_(blocks.qdata)
+                weight.scales[: len(own)].copy_(blocks.block_scale.view(torch.uint8))
+        ready = event_of(self._amaxes)
+        self.runs += 1
+        for weight in self.weights:
+            weight.has_cast(ready)
+
+    def _prepare(self) -> None:
+        """Make the memory of messages and amaxes, anew where a shard has moved to another device."""
+        key = tuple((weight.local.device, weight.dtype) for weight in self.weights)
+        if self._prepared != key:
+            slots = 1 + max(weight.slot for weight in self.weights)
+            device = self.weights[0].local.device
+            if self._amaxes.numel() != slots or self._amaxes.device != device:
+                self._amaxes = torch.zeros(slots, dtype=torch.float32, device=device)
+                members = [[i for i, weight in enumerate(self.weights) if weight.slot == n] for n in range(slots)]
+                most = max(map(len, members))
+                # A rectangle: the last member of a slot fills its line. Slots of weights in tiles have none here.
+                lines = [own + [(own or [0])[-1]] * (most - len(own)) for own in members]
+                self._members = torch.tensor(lines, device=device)
+            for weight in self.weights:
+                weight.prepare(self._amaxes[weight.slot])
+            self._prepared = key
+
+    def _find_amaxes(self, rows: Sequence[Tensor]) -> None:
+        """Write the greatest finite magnitude of each weight, or of those that share theirs."""
+        found = torch.stack([ops.amax(x) if x.numel() else self._amaxes.new_zeros(()) for x in rows])
+        own = found[self._members].amax(1)
+        if self._ranks.group is not None:
+            dist.all_reduce(own, dist.ReduceOp.MAX, group=self._ranks.group)
+        self._amaxes.copy_(own)
