@@ -77,6 +77,14 @@ def test_a_broken_archive_of_someone_else(saved):
     refuses(saved, "truncated or not a checkpoint|corrupt")
 
 
+def test_a_checkpoint_that_nobody_acknowledged_is_not_the_latest(saved):
+    """Killed between the two, some ranks may have seen it and others not."""
+    kept = checkpoint.Checkpoints(saved.parent, keep=2)
+    later = kept.save(content(9))
+    files.write_text(saved.parent / checkpoint.LATEST, f"{saved.name}\n")
+    assert kept.latest() == saved != later
+
+
 def test_an_unreadable_pointer_counts_as_gone(saved):
     (saved.parent / checkpoint.LATEST).write_bytes(b"\xff\xfe\n")
     assert checkpoint.Checkpoints(saved.parent, keep=2).latest() == saved

@@ -1,7 +1,9 @@
 """A disk that is full while a run saves: one line, a status, and everything saved before is as it was."""
 
 import contextlib
+import os
 import resource
+import stat
 import subprocess
 from dataclasses import replace
 
@@ -118,3 +120,15 @@ def test_tensorboard_names_its_folder(tmp_path, when):
     ):
         log.Log(tmp_path, after=0, tensorboard=True) if record is None else record.close()
     assert error.value.filename == str(tmp_path / "tensorboard")
+
+
+def test_what_is_renamed_into_place_is_on_the_disk_and_for_all_to_read(tmp_path, monkeypatch):
+    """A power cut after the rename would else leave a whole name with nothing behind it."""
+    done, fsync, replace_ = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (done.append(os.fstat(descriptor).st_size), fsync(descriptor)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append("renamed"), replace_(old, new)))
+    files.write_text(tmp_path / "a", "x" * 1000)
+    assert done[:2] == [1000, "renamed"] and len(done) == 3, "the file, its name, and the folder that holds the name"
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o644
+    with files.temporary_folder(tmp_path / "b") as folder:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o755

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,3 +69,14 @@ def test_a_line_of_something_else_is_named(tmp_path, line, reason):
     (tmp_path / "log.jsonl").write_text(line + '\n{"kind": "step", "step": 1, "loss": 1.0}\n')
     with pytest.raises(ValueError, match=rf"log\.jsonl line 1: .*{reason}"):
         log.Log(tmp_path, after=0, tensorboard=False)
+
+
+def test_a_line_is_whole_where_the_disk_takes_it_in_parts(tmp_path, monkeypatch):
+    record = log.Log(tmp_path, after=0, tensorboard=False)
+    file = record._file
+    monkeypatch.setattr(record, "_file", SimpleNamespace(write=lambda text: file.write(text[:7]), close=file.close))
+    for step in (1, 2):
+        record.write("step", step, {"loss": 2.5, "lr": 1e-3})
+    record.close()
+    assert [line["step"] for line in log.read_log(tmp_path)] == [1, 2]
+    assert (tmp_path / log.NAME).read_text().count("\n") == 2
