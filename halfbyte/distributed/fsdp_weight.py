@@ -259,7 +259,8 @@ class GatheredWeight:
         scale, *turned = self._inner or (scales[:rows],)
         options = {"shape": (rows, cols), "dtype": self._nominal(self.local)}
         weight = PrimaryWeight(Blocks(self._codes, scale, self.amax), self.spec, **options)
-        weight.turned, weight.rounded = Blocks(*turned, self.amax) if turned else None, self.dtype
+        weight.turned = Blocks(turned[0], turned[1], self.amax) if turned else None
+        weight.rounded = self.dtype
         self._arrived = weight
         self.refill(scales)
         return weight, self._inner

@@ -186,8 +186,9 @@ def _fuse_norm(model: nn.Module, name: str, module: nn.Module) -> FuseRow:
     except ValueError as error:
         return left(str(error))
     width = layers[0].in_features
-    reason = _more_than(module, [module]) or trial.own_difference(module, new, width)
-    reason = reason or trial.fresh_norm_difference(module, new, width)
+    reason = _more_than(module, [module])
+    if new is not module:
+        reason = reason or trial.own_difference(module, new, width) or trial.fresh_norm_difference(module, new, width)
     if reason is not None:
         return left(reason)
     if new is not module:

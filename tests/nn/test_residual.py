@@ -157,6 +157,26 @@ def test_a_norm_with_hooks_is_called():
     assert seen == [2]
 
 
+def test_fuse_takes_norms_that_may_be_given_a_residual():
+    """A norm of another library that may be given one is left alone: what it does with it nobody has tried."""
+    block = nn.Module()
+    block.input_layernorm, block.self_attn = RMSNorm(16), nn.Module()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        block.self_attn.add_module(name, hb.nn.Linear(16, 16, recipe="nvfp4", state=hb.RunState(1)))
+    norm = block.input_layernorm
+    assert hb.nn.fuse_(block).fused == ("input_layernorm",) and block.input_layernorm is norm
+    x, residual = values(0, FP32, (4, 16)), values(1, FP32, (4, 16))
+    y, total = norm(x, residual)
+    q, total = block.self_attn.q_proj(y), total + 0
+    assert torch.equal(q, block.self_attn.q_proj(RMSNorm(16)(total)))
+
+    class TheirRMSNorm(RMSNorm):
+        pass
+
+    block.input_layernorm = TheirRMSNorm(16)
+    assert "takes other arguments" in hb.nn.fuse_(block).left["input_layernorm"]
+
+
 def test_norms_that_add_nothing_get_the_sum():
     x, residual = values(0, FP32), values(1, FP32)
     for norm in (nn.RMSNorm(WIDTH), nn.LayerNorm(WIDTH)):
