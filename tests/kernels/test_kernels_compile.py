@@ -124,6 +124,7 @@ from dataclasses import replace
 from halfbyte.kernels import backend, record
 from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.kernels.scenario_values import places, tensor
+from halfbyte.sides import Side
 from halfbyte.spec import NVFP4
 from triton import knobs
 knobs.compilation.always_compile = True  # Triton's cache does not know what has_ptx answered
@@ -138,7 +139,7 @@ broken = replace(launch, constants={**constants, (names.index("BM"),): 63})
 found = [record.Recorded(one, record.TARGETS["sm_80"], "a call", True) for one in (launch, wide, broken)]
 for name in record.AMD:
     with record.recording(record.TARGETS[name]) as launches:
-        quantize_side(tensor(256, 512), Side(STOCHASTIC, **places(STOCHASTIC)))
+        backend.quantize_row_col(tensor(256, 512), Side(STOCHASTIC, **places(STOCHASTIC)), None)
     found += [record.Recorded(one, record.TARGETS[name], "a call", True) for one in launches]
 for one, outcome in record.compile_all(found, 2):
     print(found.index(one), one.problem(outcome), outcome if one.target.ptx else one.launch.options["backend_name"])
