@@ -176,7 +176,11 @@ def test_saved_bytes_count_each_storage_once_and_no_parameters():
 
     assert measure.saved_activation_bytes(layer, forward) == 4 * (4 * 8 + 4 * 16)
     layer.register_buffer("factor", torch.ones(4, 16))  # the model's, as a parameter is
-    assert measure.saved_activation_bytes(layer, lambda: (forward() * layer.factor).sum()) == 4 * (4 * 8 + 4 * 16)
+
+    def with_buffer():
+        return (forward() * layer.factor).sum()
+
+    assert measure.saved_activation_bytes(layer, with_buffer) == 4 * (4 * 8 + 4 * 16)
 
 
 def test_quantized_recipes_save_fewer_bytes_in_their_linear_layers():
