@@ -152,3 +152,23 @@ def test_other_objects_and_changed_operands_are_refused():
         from_te(SimpleNamespace(margin=0))
     with pytest.raises(ValueError, match=r"from_te\(\): give TransformerEngine's recipe, or env=os.environ"):
         from_te()
+
+
+@pytest.mark.parametrize("operand", ["fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad"])
+def test_every_field_of_an_operand_is_looked_at(operand):
+    """One that somebody replaced asks for other bytes; as the flags make it, it asks for nothing."""
+    own = {
+        "random_hadamard_transform": operand != "fp4_quant_fwd_weight",
+        "stochastic_rounding": operand == "fp4_quant_bwd_grad",
+        "fp4_2d_quantization": operand == "fp4_quant_fwd_weight",
+        "power_2_scale": False,
+        "amax_epsilon": 0.0,
+    }
+    recipe = Options()
+    setattr(recipe, operand, SimpleNamespace(**own))
+    assert from_te(recipe) == hb.recipes.nvfp4()
+    for field, value in own.items():
+        other = 1e-6 if field == "amax_epsilon" else not value
+        setattr(recipe, operand, SimpleNamespace(**own | {field: other}))
+        with pytest.raises(ValueError, match=rf"{operand}\.{field}={other}: its flags make it {value}"):
+            from_te(recipe)

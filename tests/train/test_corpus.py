@@ -1,6 +1,8 @@
 """Text that is there: order, hashes, and a clear word about everything that is not text."""
 
+import errno
 import gzip
+import os
 
 import pytest
 
@@ -91,3 +93,27 @@ def test_the_interpreters_sources(monkeypatch, tmp_path):
         (tmp_path / name).write_text("pass")
     monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     assert sorted(corpus.load_corpus("python").names) == ["json/__init__.py", "os.py"]
+
+
+def test_what_is_hidden_is_left_out(tmp_path):
+    for name in ("seen.txt", ".hidden.txt", ".git/config", "inner/.secret", "inner/seen.txt", "a.b/seen.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("words")
+    found = corpus.load_corpus(str(tmp_path))
+    assert sorted(found.names) == ["a.b/seen.txt", "inner/seen.txt", "seen.txt"] and not found.skipped
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    """Whatever is in it would be missing from the text in silence."""
+    (tmp_path / "seen.txt").write_text("words")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def scan(folder):
+        if str(folder).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(ValueError, match=r"closed cannot be listed \(Permission denied\); check its rights"):
+        corpus.load_corpus(str(tmp_path))

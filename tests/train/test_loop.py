@@ -175,6 +175,12 @@ def test_saved_bytes_count_each_storage_once_and_no_parameters():
         return (y[:2] * y).sum() if y.shape[0] == 2 else (y * y).sum()  # saves y, twice the same storage
 
     assert measure.saved_activation_bytes(layer, forward) == 4 * (4 * 8 + 4 * 16)
+    layer.register_buffer("factor", torch.ones(4, 16))  # the model's, as a parameter is
+
+    def with_buffer():
+        return (forward() * layer.factor).sum()
+
+    assert measure.saved_activation_bytes(layer, with_buffer) == 4 * (4 * 8 + 4 * 16)
 
 
 def test_quantized_recipes_save_fewer_bytes_in_their_linear_layers():
