@@ -77,6 +77,19 @@ def test_each_case(config, facts, off, monkeypatch):
     assert [done.fuse, done.compile, done.run.graph] == expected
 
 
+def test_layers_whose_weights_arrive_as_codes_are_not_compiled():
+    """Where shards are gathered; one process, or DDP, gathers none."""
+    codes = shape(mesh=configs.MeshConfig(dp_shard=2, dp_replicate=1, weights="nvfp4"))
+    choices = auto.choose_options(codes, GPU, {})
+    assert [choices[option].is_on for option in auto.OPTIONS] == [True, False, False]
+    line = auto.lines(codes, GPU, choices)[0]
+    assert line == f"compile: off, {auto.WITH_CODES}; it goes with --weights plain"
+    alone = replace(codes, mesh=configs.MeshConfig(weights="nvfp4"))
+    assert auto.choose_options(alone, GPU, {})["compile"].is_on
+    with pytest.raises(ValueError, match="compile='on' with weights='nvfp4'.*leave one of them out"):
+        replace(codes, compile="on")
+
+
 def test_as_many_recipes_as_torch_keeps_compiled(monkeypatch):
     config = shape(400, **THERE_AND_BACK)
     monkeypatch.setattr(auto, "MOST_GRAPHS", 18)
