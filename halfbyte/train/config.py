@@ -156,6 +156,12 @@ class MeshConfig:
             _positive(self, "dp_replicate")
         if self.weights not in ("plain", "nvfp4"):
             raise ValueError(f"weights={self.weights!r}: give 'plain' or 'nvfp4'")
+        if self.weights == "nvfp4" and self.dp_shard == 1:
+            raise ValueError(
+                "weights='nvfp4': dp_shard=1, so that every rank holds whole weights and none are gathered; give "
+                "--dp-shard, leave --weights out, or train your own loop with hb.distributed.ZeroOptimizer "
+                "(docs/primary_weights.md)"
+            )
 
     @property
     def size(self) -> int:
@@ -238,7 +244,7 @@ class TrainConfig:
                 f"graph='on': {ranks} ranks step together, and graphs with their communication are not captured; leave "
                 "it out, or use one process"
             )
-        if shard > 1 and self.mesh.weights == "nvfp4" and self.compile == "on":
+        if self.mesh.weights == "nvfp4" and self.compile == "on":
             raise ValueError(
                 "compile='on' with weights='nvfp4': layers whose weights arrive as codes run eagerly; leave one of "
                 "them out"

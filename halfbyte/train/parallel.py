@@ -73,7 +73,6 @@ class Parallel:
         if self._mesh is None:
             return model
         if not self.is_sharded:
-            _refuse_nvfp4(self.config)
             ddp = nn.parallel.DistributedDataParallel
             named = inspect.signature(ddp).parameters
             buffers = "forward_sync_buffers" if "forward_sync_buffers" in named else "broadcast_buffers"  # before 2.13
@@ -116,15 +115,6 @@ class Parallel:
         else:
             with contextlib.nullcontext() if is_last else trained.no_sync():  # type: ignore[operator]
                 yield
-
-
-def _refuse_nvfp4(config: MeshConfig) -> None:
-    if config.weights == "nvfp4":
-        raise ValueError(
-            "weights='nvfp4': dp_shard=1, so that every rank holds whole weights and none are gathered; give "
-            "--dp-shard, leave --weights out, or train your own loop with hb.distributed.ZeroOptimizer "
-            "(docs/primary_weights.md)"
-        )
 
 
 def is_gathered(module: nn.Module) -> bool:

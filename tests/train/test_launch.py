@@ -67,6 +67,14 @@ def test_one_process_of_a_launcher_trains(folder, launcher):
     assert (folder / "run" / "result.json").exists()
 
 
+def test_codes_that_nobody_would_gather_are_refused_before_anything_is_made(folder, tmp_path, capsys):
+    command = ["train", "--preset", "tiny", "--corpus", str(folder / "corpus"), "--out", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command, "--weights", "nvfp4"])
+    assert end.value.code == 2 and "weights='nvfp4': dp_shard=1" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "asked, ranks, found",
     [((1, None), 1, (1, 1)), ((1, None), 4, (1, 4)), ((2, None), 8, (2, 4)), ((4, 2), 8, (4, 2)), ((4, 1), 4, (4, 1))],
