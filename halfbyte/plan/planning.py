@@ -109,6 +109,9 @@ def plan(request: PlanRequest) -> Plan:
     """
     if isinstance(request.gpus, bool) or not isinstance(request.gpus, int) or request.gpus < 1:
         raise ValueError(f"gpus={request.gpus!r}: give a whole number, 1 or more")
+    # A name that is unknown is so on every mesh, and is no reason against one.
+    treatment.treatment_of(request.recipe), hardware.find_hardware(request.hardware)
+    _architecture(request.model, request.vocabulary)
     if request.mesh == AUTO:
         return _search(request)
     job = job_of(

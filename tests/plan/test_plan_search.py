@@ -23,6 +23,12 @@ def every(request: PlanRequest) -> dict[tuple[str, str], Plan | str]:
     return found
 
 
+@pytest.mark.parametrize("name", ("model", "recipe", "hardware"))
+def test_an_unknown_name_is_no_reason_against_meshes(name):
+    with pytest.raises(ValueError, match=f"^{name}='nope'"):
+        plan(PlanRequest(gpus=8, **{name: "nope"}))
+
+
 @pytest.mark.parametrize(
     "request_",
     [
