@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
-from bench import loss_tables, zero_tables
+from bench import gather_tables, loss_tables, zero_tables
 from bench.markdown import percent, rows
 from bench.records import Record, counting, failed, load
 from bench.registry import Shape
@@ -188,6 +188,30 @@ def host(records: Sequence[Record]) -> str:
     return rows(["", "bf16", "ours", "times bf16", "GPU busy", "first step", "bar", "record"], lines)
 
 
+def users(records: Sequence[Record]) -> str:
+    """Return what a user's own loop gets of every size, without CUDA graphs."""
+    chosen = {case: record for (case, _), record in counting(records).items()}
+    lines = []
+    for name, case in STEPS:
+        if case not in chosen:
+            continue
+        record, v = chosen[case], chosen[case].values
+        tokens = v["shape"][0] * v["shape"][1]
+        lines.append(
+            [
+                f"{name}, {v['parameters'] / 1e6:,.0f}M parameters",
+                f"{tokens:,}",
+                f"{tokens / v['bf16_us'] * 1e6:,.0f}",
+                f"{v['tokens_per_second']:,.0f}",
+                f"{v['value']:.2f}×{record.mark}",
+                f"{min(v['busy'], 1):.0%}",
+                record.stamp,
+            ]
+        )
+    columns = ["tokens a step", "bf16, tokens/s", "nvfp4, tokens/s", "time of a step", "GPU busy", "record"]
+    return rows(["model", *columns], lines)
+
+
 def cast(records: Sequence[Record]) -> str:
     """Return the table of casts of primary weights."""
     chosen = counting(records)
@@ -270,6 +294,8 @@ RENDERERS: Mapping[str, Renderer] = MappingProxyType(
         "host": host,
         "cast": cast,
         "slow": slow,
+        "users": users,
+        **gather_tables.RENDERERS,
         **zero_tables.RENDERERS,
         **loss_tables.RENDERERS,
     }

@@ -1,0 +1,54 @@
+"""Tables of `bench.gather`: FSDP2 with weights gathered as NVFP4 codes beside its bf16 gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from bench.markdown import percent, rows
+from bench.records import Record
+
+
+def steps(records: Sequence[Record]) -> str:
+    """Return every timed step, a line each."""
+    lines = [
+        [
+            f"{v['model']}, {v['layers']} blocks, {v['world']} GPUs, {v['tokens'][0] * v['tokens'][1]:,} tokens a rank",
+            v["way"],
+            f"{v['step_ms']:.0f}",
+            f"{v['gathered_bytes'] / 1e6:,.0f}",
+            f"{v['gather_kernels_ms']:.0f}",
+            f"{v['exposed_ms']:.0f}",
+            percent(v["hidden_share"], 0),
+            f"{v['kernels_ms']:.0f}",
+            f"{v['peak_GiB']:.1f}",
+            r.stamp,
+        ]
+        for r in records
+        for v in [r.values]
+        if v["case"] == "gather/step"
+    ]
+    measured = ["step, ms", "arrives, MB", "gathers, ms", "hidden by nothing, ms", "hidden", "other kernels, ms"]
+    return rows(["", "gathered as", *measured, "peak, GiB", "record"], lines)
+
+
+def bitwise(records: Sequence[Record]) -> str:
+    """Return every comparison of losses, norms and masters, bit for bit."""
+    lines = [
+        [
+            f"{v['model']}, {v['world']} GPUs",
+            f"{v['steps']}",
+            "every loss, norm and master equal" if v["equal"] else f"differ from step {v['first_difference']} on",
+            f"{v['first_loss']:.3f} → {v['last_loss']:.3f}",
+            r.stamp,
+        ]
+        for r in records
+        for v in [r.values]
+        if v["case"] == "gather/bitwise"
+    ]
+    return rows(["", "steps", "codes against bf16's gather", "loss", "record"], lines)
+
+
+RENDERERS: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
+    {"gather-steps": steps, "gather-bitwise": bitwise}
+)
