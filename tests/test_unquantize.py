@@ -202,7 +202,7 @@ def test_what_cannot_be_put_back_is_refused_and_nothing_changes(make, message):
         hb.unquantize_("model")
 
 
-def test_who_checks_a_weight_stays_with_the_layer():
+def test_who_gives_a_weight_stays_with_the_layer():
     """As FSDP2's gather of codes does: copies, and the layer of before, have plain weights that nobody promised."""
 
     def refuse(layer, weight):
@@ -210,7 +210,7 @@ def test_who_checks_a_weight_stays_with_the_layer():
 
     model = nn.Sequential(nn.Linear(32, 32))
     hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
-    model[0].check_weight = refuse
+    model[0].weight_to_read = refuse
     x = torch.zeros(16, 32)
     with pytest.raises(ValueError, match="not as promised"):
         model(x)

@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from halfbyte.arithmetic import FUNCTIONS
+from halfbyte.arithmetic import FUNCTIONS, Normed
 from halfbyte.kernels import backend, fused, scenarios_grouped
 from halfbyte.kernels.amax import plain
 from halfbyte.kernels.device import hardware_cast
@@ -214,7 +214,7 @@ def layers(_: Target) -> Iterator[Scenario]:
     for (shape, dtype), centered in product(sizes, (False, True)):
         x, weight = tensor(*shape, dtype=dtype), tensor(shape[1], dtype=dtype)
         statistics = tensor(shape[0], dtype=FP32), tensor(shape[0], dtype=FP32)
-        call = partial(fused.norm_backward, x, x, weight, statistics, centered, centered)
+        call = partial(fused.norm_backward, x, Normed(x, weight, statistics, centered, centered))
         name = f"gradient of a norm {centered}, {shape} {dtype}"
         yield Scenario(name, call, shape[1] % 512 == 0)
         yield Scenario(f"{name}, residual", partial(call, x), shape[1] % 512 == 0)

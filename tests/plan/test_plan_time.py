@@ -152,11 +152,11 @@ def test_eager_code_moves_as_many_times_the_bytes_as_its_ops_say():
     probe = Probe(shape.block(shape.kinds[0], compiled=False), 2048, 64).bfloat16()
     hb.quantize_(probe, "nvfp4", keep=hb.Keep(names=(), last_fraction=0), state=hb.RunState(0))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, fake_parameters(probe, mode):
-        x = torch.empty(4, 2048, 2048, dtype=torch.bfloat16, requires_grad=True)
+        x, residual = (torch.empty(4, 2048, 2048, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
         table = torch.empty(2048, 64)
         with Traffic() as counted:
-            y, _ = probe.block(x, table, table)
-            y.backward(torch.empty_like(y))
+            *parts, _ = probe.block(x, residual, table, table)
+            torch.autograd.backward(parts, [torch.empty_like(part) for part in parts])
     compiled = plan(PlanRequest(**{**SMALL, "sharding": "zero1"})).job
     total = {"forward": work.Work(), "backward": work.Work()}
     work.between(compiled, compiled.spans[0].kind, total)
