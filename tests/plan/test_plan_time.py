@@ -141,6 +141,7 @@ class Traffic(TorchDispatchMode):
         )
         storages = {t.untyped_storage()._cdata for t in read}
         is_view = written and all(t.untyped_storage()._cdata in storages for t in written)
+        is_view = is_view and not func._schema.is_mutable  # autograd adds gradients in place where it may
         ours = ("quantize" in str(func) or "gemm" in str(func) or "amax" in str(func)) and func.namespace == "halfbyte"
         if not (is_view or ours or "empty" in str(func) or "attention" in str(func) or func.namespace == "prim"):
             self.bytes += sum(t.numel() * t.element_size() for t in (*read, *written))
