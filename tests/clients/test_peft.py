@@ -7,29 +7,19 @@ import copy
 import peft
 import pytest
 import torch
-import transformers
+from llama_folder import TOKENS, folder, loaded
 
 import halfbyte as hb
-from halfbyte.integrations.transformers import HalfbyteConfig, load_exported
+from halfbyte.integrations.transformers import load_exported
 
-TOKENS = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+__all__ = ["folder"]
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("base")
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).to(torch.bfloat16).save_pretrained(path)
-    return path
-
-
 def frozen(folder):
-    config = HalfbyteConfig("nvfp4", keep=hb.Keep(last_fraction=0))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    model, state = loaded(folder)
     assert hb.freeze_(model).bits < 4.6
-    return model, model.hf_quantizer.report.state
+    return model, state
 
 
 def adapted(folder, steps=4, **options):

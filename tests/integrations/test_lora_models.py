@@ -9,24 +9,11 @@ import halfbyte as hb
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
-from halfbyte.integrations.transformers import HalfbyteConfig, load_exported  # noqa: E402
+from llama_folder import TOKENS, folder, loaded  # noqa: E402
 
-TOKENS = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+from halfbyte.integrations.transformers import load_exported  # noqa: E402
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("base")
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).to(torch.bfloat16).save_pretrained(path)
-    return path
-
-
-def loaded(folder):
-    config = HalfbyteConfig("nvfp4", keep=hb.Keep(last_fraction=0))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
-    return model, model.hf_quantizer.report.state
+__all__ = ["folder"]
 
 
 def train(model, state, steps=4):

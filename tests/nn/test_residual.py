@@ -1,7 +1,6 @@
 """Norms that add a residual: bits and gradients of torch's sum before them, whoever asks and however it is run."""
 
-from functools import partial
-
+import norm_calls
 import pytest
 import torch
 from torch import Tensor, nn
@@ -124,15 +123,7 @@ def test_compiled_and_recomputed(recipe):
 
 
 def test_one_kernel_adds_and_takes_the_norm(monkeypatch):
-    seen = []
-
-    def note(name, function, *arguments):
-        is_of_sum = name == "norm_backward" and arguments[2] is not None
-        seen.append(f"{name} of a sum" if is_of_sum else name)
-        return function(*arguments)
-
-    for name in ("norm", "norm_backward", "add_norm"):
-        monkeypatch.setattr(hb.ops, name, partial(note, name, getattr(hb.ops, name)))
+    seen = norm_calls.noted(monkeypatch)
     m = LayerNormLinear(WIDTH, 32, recipe="nvfp4")
     run(added(m), m, (FP32, FP32))
     assert seen == ["add_norm", "norm_backward of a sum"]

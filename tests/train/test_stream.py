@@ -1,8 +1,8 @@
 """The residual stream in two parts, summed by the norm that reads it: bits of a decoder whose blocks sum as written."""
 
 from dataclasses import replace
-from functools import partial
 
+import norm_calls
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,15 +100,7 @@ def test_compiled_blocks(recipe, recompute):
 
 def test_sums_are_in_the_norms(monkeypatch):
     """Of three blocks: all but the first norm read two tensors; the last one, torch's, reads a sum."""
-    model, seen = decoder("nvfp4"), []
-
-    def note(name, function, *arguments):
-        is_of_sum = name == "norm_backward" and arguments[2] is not None
-        seen.append(f"{name} of a sum" if is_of_sum else name)
-        return function(*arguments)
-
-    for name in ("norm", "add_norm", "norm_backward"):
-        monkeypatch.setattr(hb.ops, name, partial(note, name, getattr(hb.ops, name)))
+    model, seen = decoder("nvfp4"), norm_calls.noted(monkeypatch)
     results(model, model)
     assert seen == ["norm", *["add_norm"] * 5, *["norm_backward of a sum"] * 5, "norm_backward"]
 
