@@ -196,7 +196,8 @@ FOLLOWING: dict[str, tuple[str, NVFP4 | None]] = {
 
 def layers(_: Target) -> Iterator[Scenario]:
     """Norms and activations with their gradients."""
-    sizes = (((4096, 4096), BF16), ((4096, 8192), BF16), ((2048, 2880), BF16), ((37, 83), BF16), ((37, 83), FP32))
+    whole_ones = ((4096, 4096), (4096, 8192), (4096, 512), (4096, 1024), (4096, 768), (4096, 1408), (2048, 2880))
+    sizes = (*((shape, BF16) for shape in whole_ones), ((37, 83), BF16), ((37, 83), FP32))
     for (shape, dtype), (what, (row, col)) in product(sizes, FOLLOWING.items()):
         x, weight, sign = tensor(*shape, dtype=dtype), tensor(shape[1], dtype=dtype), places(col)["sign_draw"]
         whole = shape[1] % 512 == 0 and what != "amax of rows"

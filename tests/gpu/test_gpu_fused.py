@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 RAGGED, WHOLE = (333, 1001), (64, 4096)  # every other shape is another compilation
+NARROW = (64, 512), (64, 768), (48, 3000)  # tiles for narrow rows; a last tile that does columns again
 RECIPES = ("nvfp4", "nvfp4_mxfp8_bwd", "mxfp8", "nvfp4_forward", "bf16")
 
 
@@ -30,11 +31,12 @@ def test_norm(centered):
 @pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
 def test_norm_of_a_sum(centered):
     """torch's sums before and after the kernels without a residual: on the CPU, bit for bit."""
-    for shape in (RAGGED, WHOLE, (64, 768)):
+    for shape in (RAGGED, WHOLE, *NARROW):
         for bad in (False, True):
             checks.check_residual(shape, "cuda", checks.ROTATED, centered, (BF16, BF16, BF16), bad)
     checks.check_residual(RAGGED, "cuda", checks.PLAIN, centered, (BF16, FP32, BF16))
     checks.check_residual(RAGGED, "cuda", checks.BY_ROW, centered, (FP16, FP16, FP16))
+    checks.check_residual((64, 768), "cuda", checks.ROTATED, centered, (BF16, FP32, BF16))
 
 
 def test_a_layer_with_a_residual_is_a_sum_and_a_layer():
@@ -60,6 +62,7 @@ def test_other_amaxes(wish):
 def test_activation(function):
     for bad in (False, True):
         checks.check_activation(WHOLE, "cuda", checks.ROTATED, function, True, BF16, bad)
+        checks.check_activation((64, 1408), "cuda", checks.ROTATED, function, True, BF16, bad)
     checks.check_activation(RAGGED, "cuda", checks.PLAIN, function, True, BF16)
 
 

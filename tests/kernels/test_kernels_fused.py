@@ -49,6 +49,16 @@ def test_norm_of_a_sum_of_whole_tiles(centered):
     checks.check_residual((16, 5120), "cpu", checks.NOTHING, centered, (BF16, FP32, FP32))
 
 
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "not finite"])
+def test_last_tile_that_does_columns_again(bad):
+    """Whole groups of rows, and columns that are no multiple of a tile: it begins before the one before it ends."""
+    checks.check_residual((16, 600), "cpu", checks.ROTATED, False, (BF16, FP32, BF16), bad=bad)
+    checks.check_residual((16, 768), "cpu", checks.BY_ROW, True, (BF16, BF16, BF16), bad=bad)
+    checks.check_norm((16, 1100), "cpu", checks.ROTATED, False, (BF16, BF16), bad=bad)
+    checks.check_activation((16, 1290), "cpu", checks.ROTATED, "silu", True, BF16, bad=bad)
+    checks.check_activation((16, 650), "cpu", checks.BY_ROW, "relu2", False, FP32, bad=bad)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
 def test_norm_of_a_sum_that_is_not_finite(centered, dtype):

@@ -121,6 +121,14 @@ def wanted_sign_words(sign_ptr, sign_stream, WANTED: tl.constexpr):
 
 
 @triton.jit
+def tile_at(c, cols, C: tl.constexpr, FULL: tl.constexpr):
+    """Return the C columns of the tile at c; where tiles are FULL, one that would leave the row ends with it."""
+    if FULL:
+        c = tl.minimum(c, cols - C)
+    return c + tl.arange(0, C)
+
+
+@triton.jit
 def load_group(ptr, row0, rows, col, stop, cols, GROUP: tl.constexpr, FULL: tl.constexpr):
     """Return GROUP rows of columns `col` [C] as stored, zero outside: all loads before anything waits for one.
 

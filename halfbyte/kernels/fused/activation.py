@@ -118,7 +118,7 @@ def activation_kernel(
 ):  # fmt: skip
     """out [rows, cols] = f(x) or f(x) * up, `group` rows and SPAN columns a program, and the wanted maxima.
 
-    FULL: whole groups of rows and whole tiles of C columns.
+    FULL: whole groups of rows, of a tile of C columns at least; the last tile may do columns again.
     """
     overlap.begin(OVERLAP)
     row0, first, col0, stop = own_part(cols, spans, SPAN, WANTED)
@@ -126,7 +126,7 @@ def activation_kernel(
     words = rm.wanted_sign_words(sign_ptr, sign_stream, WANTED)
     plain, rotated = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     for c in range(col0, stop, C):
-        col = c + tl.arange(0, C)
+        col = rm.tile_at(c, cols, C, FULL)
         xs = rm.load_group(x_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
         if up_ptr is not None:
             ups = rm.load_group(up_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
@@ -161,7 +161,7 @@ def activation_backward_kernel(
     plain, rotated = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     up_plain, up_rotated = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     for c in range(col0, stop, C):
-        col = c + tl.arange(0, C)
+        col = rm.tile_at(c, cols, C, FULL)
         dhs = rm.load_group(dh_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
         xs = rm.load_group(x_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
         if up_ptr is not None:
@@ -280,7 +280,8 @@ def _launch_options(x: Tensor, function: str, wanted: Wanted) -> tuple[tuple[int
     rows, cols = x.shape
     tile = tile_columns(wanted)
     # Row maxima are written by the program that owns the whole row.
-    span = tile * (ceil_div(cols, tile) if wanted.row == "row" else TILES)
+    tiles = ceil_div(cols, tile)
+    span = tile * (tiles if wanted.row == "row" else ceil_div(tiles, ceil_div(tiles, TILES)))
     spans = ceil_div(cols, span)
     options = {
         "spans": spans,
@@ -288,7 +289,7 @@ def _launch_options(x: Tensor, function: str, wanted: Wanted) -> tuple[tuple[int
         "FUNCTION": function,
         "WANTED": wanted,
         "C": tile,
-        "FULL": rows % wanted.group == cols % tile == 0,
+        "FULL": rows % wanted.group == 0 and cols >= tile,
         **overlap.launch_options(x.device),
         "num_warps": NUM_WARPS,
         "enable_fp_fusion": False,

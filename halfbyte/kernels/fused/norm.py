@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.arithmetic import GROUP_LANES as GROUP_LANES_
+from halfbyte.arithmetic import LANES as LANES_
 from halfbyte.arithmetic import ROW_GROUP as ROW_GROUP_
 from halfbyte.arithmetic import Normed
 from halfbyte.formats import f32
@@ -31,11 +32,11 @@ from halfbyte.rng import Draw
 from halfbyte.spec import NVFP4, Hadamard
 
 GROUP_LANES = tl.constexpr(GROUP_LANES_)
+NARROW = 2 * LANES_  # columns up to which small programs are faster: more of them fit a multiprocessor at once
 TILE, NUM_WARPS = 1024, 8  # columns of all rows of a program, and its warps, where nothing is centered
 CENTERED_TILES = ((4096, 512, 8), (None, 1024, 16))  # (up to how many columns, columns of a tile, warps)
-BACKWARD_TILE, BACKWARD_WARPS = 1024, 16
 WIDE_WARPS = 8  # of a rotation wider than 16, whose rows need more registers a thread
-AHEAD = 4  # tiles of a row's lanes that are loaded before the first is used; for LayerNorm and gradients half of them
+AHEAD = 4  # tiles of a row's lanes that are loaded before the first is used; half where a pass needs more registers
 SUM_COLUMNS = 512 if dc.INTERPRETED else 8  # of a program that adds up the groups' partial sums: a sector
 SUM_AHEAD = 8
 SUM_WARPS = 4
@@ -58,12 +59,12 @@ def meet_lanes(x):
 
 
 @triton.jit
-def row_tiles(ptr, row0, rows, c, cols, COUNT: tl.constexpr, FULL: tl.constexpr):
-    """Return COUNT tiles [ROW_GROUP, LANES] as stored, from row row0 and column c on, zero outside: all loads first.
+def row_tiles(ptr, row0, rows, c, cols, PART: tl.constexpr, COUNT: tl.constexpr, FULL: tl.constexpr):
+    """Return COUNT tiles [PART, LANES] as stored, from row row0 and column c on, zero outside: all loads first.
 
     FULL: no row is outside.
     """
-    i = tl.arange(0, ROW_GROUP)
+    i = tl.arange(0, PART)
     tiles = ()
     for j in tl.static_range(COUNT):
         col = tl.arange(0, LANES) + (c + j * LANES)
@@ -74,14 +75,14 @@ def row_tiles(ptr, row0, rows, c, cols, COUNT: tl.constexpr, FULL: tl.constexpr)
 
 
 @triton.jit
-def add_tiles(x_ptr, added, row0, rows, c, cols, COUNT: tl.constexpr, FULL: tl.constexpr):
+def add_tiles(x_ptr, added, row0, rows, c, cols, PART: tl.constexpr, COUNT: tl.constexpr, FULL: tl.constexpr):
     """Return `row_tiles` of x or, where something is added, of the sum, which is rounded and written."""
-    xs = row_tiles(x_ptr, row0, rows, c, cols, COUNT, FULL)
+    xs = row_tiles(x_ptr, row0, rows, c, cols, PART, COUNT, FULL)
     if added is None:
         return xs
     else:
-        i = tl.arange(0, ROW_GROUP)
-        residuals = row_tiles(added.residual, row0, rows, c, cols, COUNT, FULL)
+        i = tl.arange(0, PART)
+        residuals = row_tiles(added.residual, row0, rows, c, cols, PART, COUNT, FULL)
         totals = ()
         for j in tl.static_range(COUNT):
             total = dc.cast(pm.to_fp32(xs[j]) + pm.to_fp32(residuals[j]), added.total.dtype.element_ty)
@@ -95,38 +96,38 @@ def add_tiles(x_ptr, added, row0, rows, c, cols, COUNT: tl.constexpr, FULL: tl.c
 @triton.jit
 def store_statistics(
     x_ptr, added, mean_ptr, rstd_ptr, row0, rows, cols, eps,
-    CENTERED: tl.constexpr, AHEAD: tl.constexpr, FULL: tl.constexpr,
+    CENTERED: tl.constexpr, PART: tl.constexpr, AHEAD: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum (if one is wanted), mean (if CENTERED) and 1 / sqrt(variance + eps) of ROW_GROUP rows."""
-    row = row0 + tl.arange(0, ROW_GROUP)
+    """Write the sum (if one is wanted), mean (if CENTERED) and 1 / sqrt(variance + eps) of PART rows."""
+    row = row0 + tl.arange(0, PART)
     lane = tl.arange(0, LANES)
-    count = tl.zeros((ROW_GROUP,), tl.float32) + cols
-    mean = tl.zeros((ROW_GROUP,), tl.float32)
+    count = tl.zeros((PART,), tl.float32) + cols
+    mean = tl.zeros((PART,), tl.float32)
     if CENTERED:
-        total = tl.zeros((ROW_GROUP, LANES), tl.float32)
+        total = tl.zeros((PART, LANES), tl.float32)
         for c in range(0, cols, LANES * AHEAD):
-            xs = add_tiles(x_ptr, added, row0, rows, c, cols, AHEAD, FULL)
+            xs = add_tiles(x_ptr, added, row0, rows, c, cols, PART, AHEAD, FULL)
             for j in tl.static_range(AHEAD):
                 total += pm.to_fp32(xs[j])
         mean = tl.div_rn(meet_lanes(total), count)
         tl.store(mean_ptr + row, mean, mask=row < rows)
         if added is not None:
             tl.debug_barrier()  # what other threads added is read now
-    squares = tl.zeros((ROW_GROUP, LANES), tl.float32)
+    squares = tl.zeros((PART, LANES), tl.float32)
     for c in range(0, cols, LANES * AHEAD):
         if not CENTERED:
-            xs = add_tiles(x_ptr, added, row0, rows, c, cols, AHEAD, FULL)
+            xs = add_tiles(x_ptr, added, row0, rows, c, cols, PART, AHEAD, FULL)
         elif added is None:
-            xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD, FULL)
+            xs = row_tiles(x_ptr, row0, rows, c, cols, PART, AHEAD, FULL)
         else:
-            xs = row_tiles(added.total, row0, rows, c, cols, AHEAD, FULL)
+            xs = row_tiles(added.total, row0, rows, c, cols, PART, AHEAD, FULL)
         for j in tl.static_range(AHEAD):
             d = pm.to_fp32(xs[j])
             if CENTERED:
                 d = tl.where((lane + (c + j * LANES) < cols)[None, :], d - mean[:, None], 0.0)
             squares += d * d
     variance = tl.div_rn(meet_lanes(squares), count)
-    rstd = tl.div_rn(tl.full((ROW_GROUP,), 1.0, tl.float32), tl.sqrt_rn(variance + eps))
+    rstd = tl.div_rn(tl.full((PART,), 1.0, tl.float32), tl.sqrt_rn(variance + eps))
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
@@ -166,18 +167,18 @@ def raise_plain_pairs(plain, pairs, WANTED: tl.constexpr):
 def norm_kernel(
     x_ptr, added, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, amaxes, space_ptr, sign_ptr, sign_stream,
     rows, cols, eps, CENTERED: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
-    FULL: tl.constexpr, OVERLAP: tl.constexpr,
+    PART: tl.constexpr, FULL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """y [rows, cols] = ((x - mean) * rstd) * weight + bias, its statistics and the wanted maxima.
 
     added: what goes to x first, and where the sum goes, or None.
-    FULL: whole groups of rows and whole tiles of C columns.
+    FULL: whole groups of rows, of a tile of C columns at least; the last tile may do columns again.
     """
     overlap.begin(OVERLAP)
     row0 = tl.program_id(0) * WANTED.group
     first = row0.to(tl.int64) * cols
-    for r in range(0, WANTED.group, ROW_GROUP):
-        store_statistics(x_ptr, added, mean_ptr, rstd_ptr, row0 + r, rows, cols, eps, CENTERED, AHEAD, FULL)
+    for r in range(0, WANTED.group, PART):
+        store_statistics(x_ptr, added, mean_ptr, rstd_ptr, row0 + r, rows, cols, eps, CENTERED, PART, AHEAD, FULL)
     tl.debug_barrier()  # the statistics are read back, one row for all threads, and the sum
     if added is None:
         read_ptr = x_ptr
@@ -193,7 +194,7 @@ def norm_kernel(
     rotated = tl.zeros((C,), tl.float32)
     # Backwards: what was read last is still in the cache of the multiprocessor.
     for i_tile in range(tl.cdiv(cols, C)):
-        col = (tl.cdiv(cols, C) - 1 - i_tile) * C + tl.arange(0, C)
+        col = rm.tile_at((tl.cdiv(cols, C) - 1 - i_tile) * C, cols, C, FULL)
         in_col = col < cols
         weight = pm.to_fp32(masked_load(weight_ptr + col, in_col, FULL))
         if bias_ptr is not None:
@@ -244,8 +245,8 @@ def store_row_means(
     along = tl.zeros((ROW_GROUP, LANES), tl.float32)
     total = tl.zeros((ROW_GROUP, LANES), tl.float32)
     for c in range(0, cols, LANES * AHEAD):
-        xs = row_tiles(x_ptr, row0, rows, c, cols, AHEAD, FULL)
-        dys = row_tiles(dy_ptr, row0, rows, c, cols, AHEAD, FULL)
+        xs = row_tiles(x_ptr, row0, rows, c, cols, ROW_GROUP, AHEAD, FULL)
+        dys = row_tiles(dy_ptr, row0, rows, c, cols, ROW_GROUP, AHEAD, FULL)
         for j in tl.static_range(AHEAD):
             col = tl.arange(0, LANES) + (c + j * LANES)
             weight = pm.to_fp32(tl.load(weight_ptr + col, mask=col < cols, other=0.0))[None, :]
@@ -270,7 +271,7 @@ def norm_backward_kernel(
     """dx of ROW_GROUP rows, their part of the gradients of weight and bias; means_ptr: fp32 [2, rows] to work in.
 
     dtotal_ptr: another gradient of x, added to dx once that is rounded, or None.
-    FULL: whole groups of rows and whole tiles of C columns.
+    FULL: whole groups of rows, of a tile of C columns at least; the last tile may do columns again.
     """
     overlap.begin(OVERLAP)
     row0 = tl.program_id(0) * ROW_GROUP
@@ -279,7 +280,7 @@ def norm_backward_kernel(
     tl.debug_barrier()
     group = tl.program_id(0).to(tl.int64)
     for i_tile in range(tl.cdiv(cols, C)):  # backwards, as above
-        col = (tl.cdiv(cols, C) - 1 - i_tile) * C + tl.arange(0, C)
+        col = rm.tile_at((tl.cdiv(cols, C) - 1 - i_tile) * C, cols, C, FULL)
         in_col = col < cols
         weight = pm.to_fp32(masked_load(weight_ptr + col, in_col, FULL))
         xs = rm.load_group(x_ptr + first, row0, rows, col, cols, cols, ROW_GROUP, FULL)
@@ -367,7 +368,7 @@ def norm_with_amaxes(
     total = None if added is None else added.total
     if not x.numel():
         return y, total, (mean.zero_(), rstd.zero_()), (amaxes[0].zero_(), amaxes[1].zero_())
-    tile, num_warps = norm_tile(wanted, cols, centered)
+    tile, num_warps, part = norm_tile(wanted, cols, centered)
     norm_kernel[(ceil_div(rows, wanted.group),)](
         x,
         added,
@@ -385,8 +386,9 @@ def norm_with_amaxes(
         CENTERED=centered,
         WANTED=wanted,
         C=tile,
-        AHEAD=AHEAD // 2 if centered or added is not None else AHEAD,
-        FULL=rows % wanted.group == cols % tile == 0,
+        AHEAD=lanes_ahead(cols, centered or added is not None),
+        PART=part,
+        FULL=rows % wanted.group == 0 and cols >= tile,
         **overlap.launch_options(x.device),
         num_warps=num_warps,
         enable_fp_fusion=False,
@@ -401,13 +403,25 @@ def added_to(x: Tensor, residual: Tensor) -> Added:
     return Added(residual.contiguous(), torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
-def norm_tile(wanted: Wanted, cols: int, centered: bool) -> tuple[int, int]:
-    """Return the columns of a tile of `group` rows, and warps."""
+def norm_tile(wanted: Wanted, cols: int, centered: bool) -> tuple[int, int, int]:
+    """Return the columns of a tile of `group` rows, warps, and how many rows' statistics are worked out at once."""
     if wanted.group != ROW_GROUP_:
-        return rm.TILE_ELEMENTS // wanted.group, WIDE_WARPS
+        return rm.TILE_ELEMENTS // wanted.group, WIDE_WARPS, ROW_GROUP_
+    if cols <= NARROW:
+        return LANES_ if centered or cols % LANES_ == 0 else LANES_ // 2, 4, ROW_GROUP_ // 2
     if not centered:
-        return TILE, NUM_WARPS
-    return next((tile, warps) for most, tile, warps in CENTERED_TILES if most is None or cols <= most)
+        return TILE, NUM_WARPS, ROW_GROUP_
+    return *next((tile, warps) for most, tile, warps in CENTERED_TILES if most is None or cols <= most), ROW_GROUP_
+
+
+def lanes_ahead(cols: int, halved: bool) -> int:
+    """Return how many tiles of a row's lanes a forward loads before the first is used: no more than are whole."""
+    return max(1, min(AHEAD // 2 if halved else AHEAD, cols // LANES_))
+
+
+def backward_tile(cols: int) -> tuple[int, int, int]:
+    """Return the columns of a tile of a backward program, its warps, and how many tiles of lanes are loaded ahead."""
+    return (LANES_, 4, 1) if cols <= LANES_ else (2 * LANES_, 8, AHEAD // 2)
 
 
 def norm_backward(dy: Tensor, normed: Normed, dtotal: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -424,6 +438,7 @@ def norm_backward(dy: Tensor, normed: Normed, dtotal: Tensor | None = None) -> t
     groups = ceil_div(rows, ROW_GROUP_)
     partial = sums.new_empty(1 + has_bias, groups, cols)
     options = overlap.launch_options(x.device)
+    tile, num_warps, ahead = backward_tile(cols)
     norm_backward_kernel[(groups,)](
         dy,
         dtotal,
@@ -438,11 +453,11 @@ def norm_backward(dy: Tensor, normed: Normed, dtotal: Tensor | None = None) -> t
         cols,
         CENTERED=centered,
         BIAS=has_bias,
-        C=BACKWARD_TILE,
-        AHEAD=AHEAD // 2,
-        FULL=rows % ROW_GROUP_ == cols % BACKWARD_TILE == 0,
+        C=tile,
+        AHEAD=ahead,
+        FULL=rows % ROW_GROUP_ == 0 and cols >= tile,
         **options,
-        num_warps=BACKWARD_WARPS,
+        num_warps=num_warps,
         enable_fp_fusion=False,
     )
     group_sum_kernel[(ceil_div(cols, SUM_COLUMNS), 1 + has_bias)](
