@@ -25,7 +25,7 @@ from halfbyte.layout import (
 )
 from halfbyte.reference import eden, mxfp8
 from halfbyte.reference.blocks import block_maxima, elements_lead, in_blocks, ordered_sum
-from halfbyte.reference.cast import e2m1_codes, fp8_values, round_nearest, round_stochastic, with_sign
+from halfbyte.reference.cast import e2m1_codes, round_nearest, round_stochastic, with_sign
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import decode
 from halfbyte.reference.philox import block_bytes, block_numbers, bytes_of_both
@@ -35,6 +35,7 @@ from halfbyte.reference.scale import (
     candidate_scale,
     encode_scale,
     finite_amax,
+    scale_bytes,
     tensor_factors,
 )
 from halfbyte.rng import Draw
@@ -208,10 +209,10 @@ def _quantize_nvfp4(
         magnitude, signs, scale_RB = _round(x_RB16[chunk], maxima_RB, spec, own, _random(draw, spec, chunk, x_RB16))
         if values is None or spec.is_tile:
             qdata.view(rows, blocks, 8)[chunk] = _pack(e2m1_codes(magnitude, signs))
-            scale[chunk] = scale_RB.view(torch.uint8)
+            scale[chunk] = scale_bytes(scale_RB)
         if values is not None:
             out = values.view(rows, blocks, NVFP4_BLOCK)[chunk]
-            torch.mul(with_sign(magnitude, signs), fp8_values(scale_RB)[..., None], out=out)
+            torch.mul(with_sign(magnitude, signs), scale_RB[..., None], out=out)
     return Blocks(qdata, scale, amax)
 
 
@@ -252,7 +253,7 @@ def _random(draw: Draw | Tensor | None, spec: NVFP4, chunk: slice, x_RB16: Tenso
 def _round(
     x: Tensor, maxima: Tensor, spec: NVFP4, factors: TensorFactors, random: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return E2M1 magnitudes fp32 and what has their signs [rows, blocks, 16], and scales float8 [rows, blocks].
+    """Return E2M1 magnitudes fp32 and what has their signs [rows, blocks, 16], and scales fp32 [rows, blocks].
 
     Args:
         x: [rows, blocks, 16].
@@ -278,20 +279,20 @@ def _round(
         assert random is not None
         magnitude, v, scale = _round_eden(x, scale, factors, random)
     else:
-        v = x * encode_scale(fp8_values(scale), factors)[..., None]
+        v = x * encode_scale(scale, factors)[..., None]
         magnitude = round_nearest(v) if spec.rounding == "nearest" else round_stochastic(v, random)
     if poison is not None:
         magnitude = magnitude.masked_fill_(poison[..., None], 0.0)
-        scale = scale.view(torch.uint8).masked_fill(poison, E4M3_NAN).view(scale.dtype)
+        scale = scale_bytes(scale).masked_fill_(poison, E4M3_NAN).view(torch.float8_e4m3fn).float()
     return magnitude, v, scale
 
 
 def _round_eden(x: Tensor, scale: Tensor, factors: TensorFactors, random: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """MS-EDEN: codes of nearest, and the scale that makes up for their error on average (section 5)."""
-    rounded_with = eden.code_scale(fp8_values(scale))
+    rounded_with = eden.code_scale(scale)
     v = x * encode_scale(rounded_with, factors)[..., None]
     magnitude = round_nearest(v)
-    return magnitude, v, eden.stored_scale(v, magnitude, rounded_with, random)
+    return magnitude, v, eden.stored_scale(v, magnitude, rounded_with, random).float()
 
 
 def _choose_scale(x: Tensor, block_amax: Tensor, spec: NVFP4, scaling: FourOverSix, factors: TensorFactors) -> Tensor:
@@ -301,12 +302,11 @@ def _choose_scale(x: Tensor, block_amax: Tensor, spec: NVFP4, scaling: FourOverS
 
     def attempt(ratio: float) -> tuple[Tensor, Tensor]:
         scale = candidate_scale(block_amax, factors, ratio)
-        scale_f32 = fp8_values(scale)
-        v = x * encode_scale(scale_f32, factors)[..., None]
-        decoded = with_sign(round_nearest(v), v).mul_(scale_f32[..., None])
+        v = x * encode_scale(scale, factors)[..., None]
+        decoded = with_sign(round_nearest(v), v).mul_(scale[..., None])
         if exact:
             decoded.mul_(factors.a[..., None]).div_(torch.full_like(factors.a, f32(6 * spec.e4m3_max))[..., None])
-        return scale.view(torch.uint8), _error(decoded.sub_(target), scaling.error, spec.is_tile)
+        return scale, _error(decoded.sub_(target), scaling.error, spec.is_tile)
 
     first, *others = scaling.candidates
     best_scale, best_error = attempt(first)
@@ -315,7 +315,7 @@ def _choose_scale(x: Tensor, block_amax: Tensor, spec: NVFP4, scaling: FourOverS
         better = error < best_error
         best_scale = torch.where(better, scale, best_scale)
         best_error = torch.where(better, error, best_error)
-    return best_scale.view(torch.float8_e4m3fn)
+    return best_scale
 
 
 def _error(d: Tensor, error_kind: str, is_tile: bool) -> Tensor:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.formats import E2M1, E4M3, FLT_MAX, f32
-from halfbyte.reference.cast import e4m3
+from halfbyte.formats import E2M1, FLT_MAX, f32
+from halfbyte.reference.cast import e4m3_nearest
 from halfbyte.spec import NVFP4, Spec
 
 
@@ -71,15 +71,20 @@ def _at_most_flt_max(t: Tensor) -> Tensor:
 
 
 def block_scale(block_amax: Tensor, factors: TensorFactors) -> Tensor:
-    """Return the E4M3 scale that maps the block maximum to fp4_max: float8 of block_amax's shape."""
-    return e4m3(_at_most_flt_max(block_amax * factors.s_over_m4))
+    """Return the E4M3 scale that maps the block maximum to fp4_max: fp32 of block_amax's shape."""
+    return e4m3_nearest(_at_most_flt_max(block_amax * factors.s_over_m4))
 
 
 def candidate_scale(block_amax: Tensor, factors: TensorFactors, ratio: float) -> Tensor:
-    """Return the E4M3 scale of one 4over6 candidate: `ratio` times the standard scale."""
+    """Return the E4M3 scale of one 4over6 candidate, fp32: `ratio` times the standard scale."""
     six = torch.full_like(factors.s, E2M1.max)
     base = (block_amax / six) * factors.s
-    return e4m3((base * f32(ratio)).clamp_max(E4M3.max))
+    return e4m3_nearest(base * f32(ratio))
+
+
+def scale_bytes(scale: Tensor) -> Tensor:
+    """Return the uint8 that hold a scale, fp32 values of E4M3 or NaN."""
+    return scale.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def encode_scale(scale: Tensor, factors: TensorFactors) -> Tensor:

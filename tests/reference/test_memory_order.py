@@ -9,8 +9,9 @@ import halfbyte as hb
 from halfbyte import ops, reference
 from halfbyte.layout import Operand
 from halfbyte.reference import nvfp4
-from halfbyte.reference.cast import fp8_values
+from halfbyte.reference.cast import e4m3_nearest, fp8_values
 from halfbyte.reference.philox import block_bytes, bytes_of_both
+from halfbyte.reference.scale import scale_bytes
 from halfbyte.sides import both_sides
 
 SR, RHT = hb.NVFP4(rounding="stochastic"), hb.NVFP4(rounding="stochastic", rotation=hb.Hadamard())
@@ -98,6 +99,18 @@ def test_tables_hold_every_float8(dtype):
         values, expected = fp8_values(t), t.float()
         assert torch.equal(values.isnan(), expected.isnan()) and values.shape == t.shape
         assert torch.equal(bits(values.nan_to_num(nan=-1.0)), bits(expected.nan_to_num(nan=-1.0)))
+
+
+def test_scales_in_fp32_are_torchs_float8():
+    exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halfway = (exact[1:] + exact[:-1]) / 2
+    edges = [
+        torch.nextafter(t, towards) for t in (exact, halfway) for towards in (torch.tensor(0.0), torch.tensor(1e9))
+    ]
+    x = torch.cat([exact, halfway, *edges, torch.tensor([1e-45, 464.0, 1e38, torch.inf])])
+    expected = x.clamp_max(448.0).to(torch.float8_e4m3fn)
+    assert torch.equal(bits(e4m3_nearest(x)), bits(expected.float()))
+    assert torch.equal(bits(scale_bytes(e4m3_nearest(x))), bits(expected))
 
 
 def test_a_tensor_with_a_gradient_is_quantized():
