@@ -143,9 +143,10 @@ def _turned_values(x: Tensor, spec: Spec) -> Tensor:
 def _tiles(x: Tensor, spec: NVFP4, row: Side, col: Side) -> tuple[Blocks, Blocks]:
     """Return one quantization of 16x16 tiles and its transpose."""
     values = _values(x, spec) if row.transient else None
-    codes = _quantize_nvfp4(x, spec, row.amax, row.draw, values)
     rows, cols = x.shape
-    turned = Blocks(*transpose(codes.qdata, codes.block_scale, rows, cols), codes.amax)
+    turned_codes = torch.empty(cols, ceil_div(rows, NVFP4_BLOCK) * 8, dtype=torch.uint8, device=x.device)
+    codes = _quantize_nvfp4(x, spec, row.amax, row.draw, values, turned_codes)
+    turned = Blocks(turned_codes, _turned_scale(codes.block_scale, cols).contiguous(), codes.amax)
     turned_values = decode(Operand(turned, spec, x.shape[0])).values if col.transient else None
     both = []
     for blocks, side, own in ((codes, row, values), (turned, col, turned_values)):
@@ -171,20 +172,36 @@ def transpose(
     Returns:
         qdata uint8 [cols, ceil(rows/16) * 8] and block_scale uint8 [cols, ceil(rows/16)].
     """
-    codes = unpack(qdata)[:, :cols].T
-    padded = pad(codes, (0, -rows % NVFP4_BLOCK)) if rows % NVFP4_BLOCK else codes
-    scale = block_scale[::NVFP4_BLOCK].T.repeat_interleave(NVFP4_BLOCK, dim=0)[:cols]
-    turned = pack(padded), scale
+    turned = _turned_codes(unpack(qdata), cols), _turned_scale(block_scale, cols)
     if into is None:
         return turned[0].contiguous(), turned[1].contiguous()
     return into[0].copy_(turned[0]), into[1].copy_(turned[1])
 
 
+def _turned_codes(codes: Tensor, cols: int) -> Tensor:
+    """Return the packed codes of the transpose: codes [rows, padded columns] -> uint8 [cols, ceil(rows/16) * 8]."""
+    if codes.shape[0] % NVFP4_BLOCK:
+        codes = pad(codes, (0, 0, 0, -codes.shape[0] % NVFP4_BLOCK))
+    even, odd = codes.unflatten(0, (-1, 2)).unbind(1)  # of the transpose, columns
+    return (even | (odd << 4)).T[:cols]
+
+
+def _turned_scale(block_scale: Tensor, cols: int) -> Tensor:
+    """Return the block scales of the transpose of tiles, uint8 [cols, ceil(rows/16)]."""
+    return block_scale[::NVFP4_BLOCK].T.repeat_interleave(NVFP4_BLOCK, dim=0)[:cols]
+
+
 def _quantize_nvfp4(
-    x: Tensor, spec: NVFP4, amax: Tensor | None, draw: Draw | Tensor | None, values: Tensor | None
+    x: Tensor,
+    spec: NVFP4,
+    amax: Tensor | None,
+    draw: Draw | Tensor | None,
+    values: Tensor | None,
+    turned: Tensor | None = None,
 ) -> Blocks:
-    """Return codes, scales and amax; or fill `values` [rows, padded columns] with element * scale, and then codes of
-    tiles only, which the transpose needs.
+    """Return codes, scales and amax; or no codes, and fill `values` [rows, padded columns] with element * scale.
+
+    `turned`, uint8 [cols, ceil(rows/16) * 8], is filled with the codes of the transpose: of tiles.
     """
     rows, cols = x.shape
     blocks = ceil_div(cols, NVFP4_BLOCK)
@@ -201,32 +218,39 @@ def _quantize_nvfp4(
     step = max(NVFP4_BLOCK, CHUNK_ELEMENTS // cols // NVFP4_BLOCK * NVFP4_BLOCK)
     chunks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
     maxima = [block_maxima(x_RB16[chunk]) for chunk in chunks]
+    is_finite = False
     if amax is None:
-        amax = _outer_amax(x, maxima, spec)
+        amax, is_finite = _outer_amax(x, maxima, spec)
     factors = tensor_factors(amax, spec)
     for chunk, maxima_RB in zip(chunks, maxima, strict=True):
-        own = factors.rows(chunk.start, chunk.stop)
-        magnitude, signs, scale_RB = _round(x_RB16[chunk], maxima_RB, spec, own, _random(draw, spec, chunk, x_RB16))
-        if values is None or spec.is_tile:
-            qdata.view(rows, blocks, 8)[chunk] = _pack(e2m1_codes(magnitude, signs))
+        own, random = factors.rows(chunk.start, chunk.stop), _random(draw, spec, chunk, x_RB16)
+        magnitude, signs, scale_RB = _round(x_RB16[chunk], maxima_RB, spec, own, random, is_finite)
+        if values is None or turned is not None:
+            codes = e2m1_codes(magnitude, signs)
             scale[chunk] = scale_bytes(scale_RB)
+            if values is None:
+                qdata.view(rows, blocks, 8)[chunk] = _pack(codes)
+            if turned is not None:
+                first, stop = chunk.start // 2, round_up(chunk.stop, NVFP4_BLOCK) // 2
+                turned[:, first:stop] = _turned_codes(codes.flatten(1), cols)
         if values is not None:
             out = values.view(rows, blocks, NVFP4_BLOCK)[chunk]
             torch.mul(with_sign(magnitude, signs), scale_RB[..., None], out=out)
     return Blocks(qdata, scale, amax)
 
 
-def _outer_amax(x: Tensor, maxima: list[Tensor], spec: NVFP4) -> Tensor:
-    """Return finite_amax of x, [] or [rows], given the maxima of its blocks."""
+def _outer_amax(x: Tensor, maxima: list[Tensor], spec: NVFP4) -> tuple[Tensor, bool]:
+    """Return finite_amax of x, [] or [rows], given the maxima of its blocks; and whether x is known to be finite."""
     by_row = spec.has_row_amax
-    amax = torch.cat([t.amax(1) for t in maxima]) if by_row else torch.stack([t.amax() for t in maxima]).amax()
+    each = [t.amax(1) if by_row else t.amax() for t in maxima]
+    amax = each[0] if len(each) == 1 else torch.cat(each) if by_row else torch.stack(each).amax()
     if x.device.type == "cpu" and _all_finite(amax):
-        return amax
-    return finite_amax(x, dim=-1 if by_row else None)
+        return amax, True
+    return finite_amax(x, dim=-1 if by_row else None), False
 
 
 def _all_finite(magnitudes: Tensor) -> bool:
-    return bool(magnitudes.amax() < torch.inf)
+    return float(magnitudes.amax() if magnitudes.dim() else magnitudes) < torch.inf
 
 
 def _random(draw: Draw | Tensor | None, spec: NVFP4, chunk: slice, x_RB16: Tensor) -> Tensor | None:
@@ -251,7 +275,7 @@ def _random(draw: Draw | Tensor | None, spec: NVFP4, chunk: slice, x_RB16: Tenso
 
 
 def _round(
-    x: Tensor, maxima: Tensor, spec: NVFP4, factors: TensorFactors, random: Tensor | None
+    x: Tensor, maxima: Tensor, spec: NVFP4, factors: TensorFactors, random: Tensor | None, is_finite: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return E2M1 magnitudes fp32 and what has their signs [rows, blocks, 16], and scales fp32 [rows, blocks].
 
@@ -259,11 +283,13 @@ def _round(
         x: [rows, blocks, 16].
         maxima: `block_maxima` of x.
         random: fp32 0 to 255 of x's shape for stochastic rounding, 0 to 2^24 - 1 [rows, blocks] for Eden.
+        is_finite: whether that is known of x.
     """
     x = x.float()
     # On a GPU, mask rather than ask.
     of_amax = factors.poison
-    any_poison = x.device.type != "cpu" or not _all_finite(maxima) or (of_amax is not None and bool(of_amax.any()))
+    any_poison = x.device.type != "cpu" or not (is_finite or _all_finite(maxima))
+    any_poison = any_poison or (of_amax is not None and bool(of_amax.any()))
     poison = None
     if any_poison:
         poison = ~maxima.isfinite() if of_amax is None else ~maxima.isfinite() | of_amax

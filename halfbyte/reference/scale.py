@@ -53,16 +53,17 @@ def clamped_amax(amax: Tensor, spec: Spec) -> Tensor:
 
 def tensor_factors(amax: Tensor, spec: NVFP4) -> TensorFactors:
     """Derive every fp32 factor of an operand from its amax ([] or [rows])."""
+    known = None if amax.dim() or amax.device.type != "cpu" else float(amax)  # on a GPU, mask rather than ask
     poison = None
-    if amax.dim() or amax.device.type != "cpu" or not 0 <= float(amax) <= FLT_MAX:
+    if known is None or not 0 <= known <= FLT_MAX:
         poison = ~((amax >= 0) & (amax <= FLT_MAX))
     clean = amax if poison is None else torch.where(poison, 0.0, amax)
     a = clamped_amax(clean, spec)
-    one = torch.ones_like(a)
     # Divide tensors, not scalars: CUDA torch turns division by a scalar into a multiplication.
-    s = (torch.full_like(a, f32(spec.divisor)) / a).clamp_max(FLT_MAX)
-    s = torch.where(clean == 0, one, s)
-    return TensorFactors(a, s, s * f32(1 / spec.fp4_max), one / s, poison)
+    s = (torch.full_like(a, f32(spec.divisor)) / a).clamp_max_(FLT_MAX)
+    if poison is not None or known == 0:
+        s = torch.where(clean == 0, 1.0, s)
+    return TensorFactors(a, s, s * f32(1 / spec.fp4_max), s.reciprocal(), poison)
 
 
 def _at_most_flt_max(t: Tensor) -> Tensor:
@@ -89,8 +90,7 @@ def scale_bytes(scale: Tensor) -> Tensor:
 
 def encode_scale(scale: Tensor, factors: TensorFactors) -> Tensor:
     """Return what multiplies x before the cast: 1 / (scale * D), saturating; `scale` is fp32."""
-    product = scale * factors.d
-    return _at_most_flt_max(torch.ones_like(product) / product)
+    return _at_most_flt_max((scale * factors.d).reciprocal_())
 
 
 def global_scale(amax: Tensor, spec: Spec) -> Tensor:

@@ -86,6 +86,20 @@ def test_both_orientations_draw_what_each_would_alone(monkeypatch):
         assert torch.equal(mine.qdata, theirs.qdata)
 
 
+@pytest.mark.parametrize("shape", [(64, 96), (50, 41), (7, 130)])
+@pytest.mark.parametrize("transient", [(False, False), (True, False), (True, True)])
+def test_tiles_of_several_chunks_are_turned_like_those_of_one(monkeypatch, shape, transient):
+    x = matrix(*shape)
+    expected = reference.quantize(x, TILE), reference.quantize(x.T.contiguous(), TILE)
+    monkeypatch.setattr(nvfp4, "CHUNK_ELEMENTS", 1024)
+    both = reference.quantize_row_col(x, *both_sides(TILE, TILE, transient=transient))
+    for mine, codes, is_value, cols in zip(both, expected, transient, (shape[1], shape[0]), strict=True):
+        if is_value:
+            assert torch.equal(bits(mine.qdata), bits(reference.decode(Operand(codes, TILE, cols)).values))
+        else:
+            assert torch.equal(mine.qdata, codes.qdata) and torch.equal(mine.block_scale, codes.block_scale)
+
+
 def test_a_shard_is_not_drawn_with_its_transpose():
     x, draw = matrix(64, 96), hb.Philox(3, 8, first_block=12).on(torch.device("cpu"))
     row, _ = reference.quantize_row_col(x, *both_sides(SR, dataclasses.replace(SR), draw=draw))
