@@ -65,9 +65,9 @@ def round_stochastic(v: Tensor, random: Tensor | None) -> Tensor:
     t = v.abs().clamp_max_(E2M1.max)
     if random is not None:
         t.add_(_binade(t).mul_(random), alpha=0.5 / 256)  # an exact product: fused or not, one rounding
-    # Truncating the mantissa rounds to E2M1's steps from 1 on, below they are those between 1 and 2.
-    above, bits = _masked(t, _ONE_BIT_MASK).view(torch.int32), t.mul_(2.0).floor_().mul_(0.5).view(torch.int32)
-    return torch.minimum(above, bits, out=bits).view(torch.float32)  # magnitudes order as their bits
+    # Truncating the mantissa rounds to E2M1's steps from 1 on; below they are halves, which what is left stands above.
+    t.view(torch.int32).bitwise_and_(_ONE_BIT_MASK)
+    return t.mul_(2.0).floor_().mul_(0.5)
 
 
 def with_sign(magnitude: Tensor, v: Tensor) -> Tensor:

@@ -32,6 +32,12 @@ def _known_signs(name: str, size: int, device: torch.device) -> Tensor:
     return torch.tensor(one, device=device).repeat(size // len(one))
 
 
+@lru_cache(maxsize=8)
+def _both(device: torch.device) -> Tensor:
+    """Return the signs of b in a + b and in a - b, [2, 1]."""
+    return torch.tensor([[1.0], [-1.0]], device=device)
+
+
 def rotate(x: Tensor, rotation: Hadamard, sign_draw: Draw | None = None) -> Tensor:
     """Rotate groups of `rotation.size` along the last dimension.
 
@@ -54,13 +60,13 @@ def rotate(x: Tensor, rotation: Hadamard, sign_draw: Draw | None = None) -> Tens
     if y.stride(2) == 1:
         y = elements_lead(y)
     y = y.float() * signs(rotation, sign_draw, x.device, is_traced)
+    both = (_both.__wrapped__ if is_traced else _both)(x.device)
     other = torch.empty_like(y)
     stride = 1
     while stride < n:
-        pairs = rows, groups, n // (2 * stride), 2
-        (a, b), (total, difference) = (t.view(*pairs, stride).unbind(3) for t in (y, other))
-        torch.add(a, b, out=total)
-        torch.sub(a, b, out=difference)
+        pairs = rows, groups, n // (2 * stride), 2, stride
+        a, b = y.view(pairs).chunk(2, dim=3)
+        torch.addcmul(a, b, both, out=other.view(pairs))  # a + b and a - b: a product with 1 or -1 rounds nothing
         y, other = other, y
         stride *= 2
     # 0 + x turns -0 into +0 and rounds nothing; an underflow in the bf16 rounding keeps its sign.

@@ -31,6 +31,7 @@ from halfbyte.reference.matmul import decode
 from halfbyte.reference.philox import block_bytes, block_numbers, bytes_of_both
 from halfbyte.reference.scale import (
     TensorFactors,
+    all_finite,
     block_scale,
     candidate_scale,
     encode_scale,
@@ -244,13 +245,9 @@ def _outer_amax(x: Tensor, maxima: list[Tensor], spec: NVFP4) -> tuple[Tensor, b
     by_row = spec.has_row_amax
     each = [t.amax(1) if by_row else t.amax() for t in maxima]
     amax = each[0] if len(each) == 1 else torch.cat(each) if by_row else torch.stack(each).amax()
-    if x.device.type == "cpu" and _all_finite(amax):
+    if x.device.type == "cpu" and all_finite(amax):
         return amax, True
     return finite_amax(x, dim=-1 if by_row else None), False
-
-
-def _all_finite(magnitudes: Tensor) -> bool:
-    return float(magnitudes.amax() if magnitudes.dim() else magnitudes) < torch.inf
 
 
 def _random(draw: Draw | Tensor | None, spec: NVFP4, chunk: slice, x_RB16: Tensor) -> Tensor | None:
@@ -288,7 +285,7 @@ def _round(
     x = x.float()
     # On a GPU, mask rather than ask.
     of_amax = factors.poison
-    any_poison = x.device.type != "cpu" or not (is_finite or _all_finite(maxima))
+    any_poison = x.device.type != "cpu" or not (is_finite or all_finite(maxima))
     any_poison = any_poison or (of_amax is not None and bool(of_amax.any()))
     poison = None
     if any_poison:

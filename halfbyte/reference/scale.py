@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats import E2M1, FLT_MAX, f32
+from halfbyte.reference.blocks import magnitude_bits
 from halfbyte.reference.cast import e4m3_nearest
 from halfbyte.spec import NVFP4, Spec
 
@@ -37,13 +38,18 @@ def finite_amax(x: Tensor, dim: int | None = None) -> Tensor:
     if x.numel() == 0:
         shape = x.shape[:-1] if dim is not None else ()
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
-    low, high = torch.aminmax(x, dim=dim)
-    amax = torch.maximum(high, -low).abs().float()  # abs: the maximum of zeros is +0
-    if x.device.type == "cpu" and bool(amax.isfinite().all()):
+    bits = magnitude_bits(x)
+    amax = (bits.amax() if dim is None else bits.amax(dim)).view(x.dtype).float()
+    if x.device.type == "cpu" and all_finite(amax):
         return amax
     a = x.float().abs()
     a = torch.where(a.isfinite(), a, 0.0)
     return a.amax() if dim is None else a.amax(dim)
+
+
+def all_finite(magnitudes: Tensor) -> bool:
+    """Return whether magnitudes, at least one, are finite: on the host."""
+    return float(magnitudes.amax() if magnitudes.dim() else magnitudes) < torch.inf
 
 
 def clamped_amax(amax: Tensor, spec: Spec) -> Tensor:
