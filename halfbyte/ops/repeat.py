@@ -1,4 +1,7 @@
-"""Ops whose kernels are launched from a record of the first equal call (`halfbyte.kernels.prepared`)."""
+"""Ops whose kernels are launched from a record of the first equal call (`halfbyte.kernels.prepared`).
+
+Where nobody watches, what a pass does is no op: a record repeats it, and the reference calls the bodies of its ops.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +39,27 @@ _THREAD = threading.local()
 
 
 @contextmanager
-def _recording() -> Iterator[None]:
-    before, _THREAD.records = getattr(_THREAD, "records", False), True
+def _past_ops() -> Iterator[None]:
+    before, _THREAD.is_past_ops = getattr(_THREAD, "is_past_ops", False), True
     try:
         yield
     finally:
-        _THREAD.records = before
+        _THREAD.is_past_ops = before
 
 
 def call_op(op: Any, *arguments: Any) -> Any:
-    """Return op(*arguments); a record sees what the op does, not the op."""
-    if not torch.compiler.is_compiling() and getattr(_THREAD, "records", False):
+    """Return op(*arguments), or what its body does: a record sees that, and a dispatch takes 10 µs on a CPU."""
+    if not torch.compiler.is_compiling() and getattr(_THREAD, "is_past_ops", False):
         return BODIES[op](*arguments)
     return op(*arguments)
+
+
+def _by_reference(function: Callable, device: torch.device, *arguments: Any) -> tuple:
+    """Return function(*arguments), computed in plain torch; of meta tensors ops compute shapes alone."""
+    if device.type == "meta":
+        return function(*arguments)
+    with _past_ops():
+        return function(*arguments)
 
 
 def run(function: Callable, static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) -> tuple[tuple, Any]:
@@ -67,9 +78,11 @@ def run(function: Callable, static: tuple, tensors: Sequence[Any], numbers: Sequ
     if torch.compiler.is_compiling() or not _is_plain(tensors):
         return function(static, tensors, numbers)
     device = next(tensor.device for tensor in tensors if tensor is not None)
-    if choose(device, None) == REFERENCE or (prepared := _prepared()) is None:
+    if choose(device, None) == REFERENCE:
+        return _by_reference(function, device, static, tensors, numbers)
+    if (prepared := _prepared()) is None:
         return function(static, tensors, numbers)
-    return prepared.call(function, static, tensors, numbers, _recording)
+    return prepared.call(function, static, tensors, numbers, _past_ops)
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
@@ -98,7 +111,7 @@ def repeat_pass(function: Callable, static: tuple, tensors: Sequence[Any], numbe
     watched = torch._C._len_torch_dispatch_stack()
     if choose(device, None) == REFERENCE or watched or (prepared := _prepared()) is None:
         return function(static, tensors, numbers)[0]
-    return prepared.call(function, static, tensors, numbers, _recording)[0]
+    return prepared.call(function, static, tensors, numbers, _past_ops)[0]
 
 
 def repeated(function: Callable, schema: str) -> Callable:
@@ -133,7 +146,7 @@ def repeated(function: Callable, schema: str) -> Callable:
         if torch._C._len_torch_dispatch_stack():  # a mode that watches itself
             return function(*arguments)
         values = [tuple([arguments[i] for i in places]) for places in (static, tensors, numbers)]
-        out, _ = prepared.call(body, *values, _recording)
+        out, _ = prepared.call(body, *values, _past_ops)
         return out if returned > 1 else out[0] if returned else None
 
     return implementation

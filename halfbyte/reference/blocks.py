@@ -31,10 +31,15 @@ def elements_lead(x_RBL: Tensor) -> Tensor:
     return x_RBL.permute(2, 0, 1).contiguous().permute(1, 2, 0)
 
 
+def magnitude_bits(x: Tensor) -> Tensor:
+    """Return the bits of |x|: they order as the magnitudes, Inf and NaN above all, and integers reduce faster."""
+    integer, mask = MAGNITUDE[x.dtype]
+    return x.view(integer) & mask
+
+
 def block_maxima(x_RBL: Tensor) -> Tensor:
     """Return the greatest magnitude of each block, Inf or NaN where it holds one: fp32 [rows, blocks] in x's order."""
-    integer, mask = MAGNITUDE[x_RBL.dtype]
-    bits = x_RBL.view(integer) & mask  # magnitudes order as their bits, Inf and NaN above all; integers reduce faster
+    bits = magnitude_bits(x_RBL)
     in_rows = x_RBL.stride(0) > x_RBL.stride(1)
     maxima = bits.amax(2) if in_rows else bits.transpose(0, 1).amax(2).T
     return maxima.view(x_RBL.dtype).float()

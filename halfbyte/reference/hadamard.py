@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -14,14 +16,26 @@ from halfbyte.rng import Draw
 from halfbyte.spec import HADAMARD_SIGNS, Hadamard
 
 
-def signs(rotation: Hadamard, sign_draw: Draw | None, device: torch.device) -> Tensor:
-    """Return the +1 / -1 factors of one group, fp32 [size]."""
+def signs(rotation: Hadamard, sign_draw: Draw | None, device: torch.device, is_traced: bool = False) -> Tensor:
+    """Return the +1 / -1 factors of one group, fp32 [size]; `is_traced` keeps them out of a cache."""
     if rotation.signs == "fresh":
         assert sign_draw is not None, "fresh signs need a draw"
         return 1.0 - 2.0 * sign_bits(rotation.size, sign_draw).float()
-    given = {"fixed": HADAMARD_SIGNS, "none": "+"}.get(rotation.signs, rotation.signs)
+    known = _known_signs.__wrapped__ if is_traced else _known_signs
+    return known(rotation.signs, rotation.size, device)
+
+
+@lru_cache(maxsize=32)
+def _known_signs(name: str, size: int, device: torch.device) -> Tensor:
+    given = {"fixed": HADAMARD_SIGNS, "none": "+"}.get(name, name)
     one = [-1.0 if sign == "-" else 1.0 for sign in given]
-    return torch.tensor(one, device=device).repeat(rotation.size // len(one))
+    return torch.tensor(one, device=device).repeat(size // len(one))
+
+
+@lru_cache(maxsize=8)
+def _both(device: torch.device) -> Tensor:
+    """Return the signs of b in a + b and in a - b, [2, 1]."""
+    return torch.tensor([[1.0], [-1.0]], device=device)
 
 
 def rotate(x: Tensor, rotation: Hadamard, sign_draw: Draw | None = None) -> Tensor:
@@ -37,6 +51,7 @@ def rotate(x: Tensor, rotation: Hadamard, sign_draw: Draw | None = None) -> Tens
     """
     n = rotation.size
     rows, cols = x.shape
+    is_traced = type(x) is not Tensor  # a fake tensor must not stay in the cache for eager calls
     x = x.to(torch.bfloat16)
     if cols % n:
         x = pad(x, (0, round_up(cols, n) - cols))
@@ -44,16 +59,16 @@ def rotate(x: Tensor, rotation: Hadamard, sign_draw: Draw | None = None) -> Tens
     y = x.view(rows, groups, n)
     if y.stride(2) == 1:
         y = elements_lead(y)
-    y = y.float() * signs(rotation, sign_draw, x.device)
+    y = y.float() * signs(rotation, sign_draw, x.device, is_traced)
+    both = (_both.__wrapped__ if is_traced else _both)(x.device)
     other = torch.empty_like(y)
     stride = 1
     while stride < n:
-        pairs = rows, groups, n // (2 * stride), 2
-        (a, b), (total, difference) = (t.view(*pairs, stride).unbind(3) for t in (y, other))
-        torch.add(a, b, out=total)
-        torch.sub(a, b, out=difference)
+        pairs = rows, groups, n // (2 * stride), 2, stride
+        a, b = y.view(pairs).chunk(2, dim=3)
+        torch.addcmul(a, b, both, out=other.view(pairs))  # a + b and a - b: a product with 1 or -1 rounds nothing
         y, other = other, y
         stride *= 2
-    # x + 0 turns -0 into +0; an underflow in the bf16 rounding keeps its sign.
-    y = y.mul_(f32(n**-0.5)).add_(0.0)
+    # 0 + x turns -0 into +0 and rounds nothing; an underflow in the bf16 rounding keeps its sign.
+    y = torch.add(y.new_zeros(()), y, alpha=f32(n**-0.5), out=other)
     return y.to(torch.bfloat16).reshape(rows, groups * n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -103,10 +104,10 @@ def _apply_factors(y: Tensor, ga: Tensor | None, gb: Tensor | None) -> Tensor:
     if len(scalars) == 2:
         first, second = scalars
         product = first * second
-        overflows = product.isinf()
-        if y.device.type == "cpu" and not bool(overflows):
+        if y.device.type == "cpu" and not math.isinf(float(product)):
             scalars = [product]
         else:
+            overflows = product.isinf()
             scalars = [torch.where(overflows, first, product), torch.where(overflows, second, torch.ones_like(second))]
     for scalar in scalars:
         y.mul_(scalar)

@@ -25,16 +25,18 @@ from halfbyte.layout import (
 )
 from halfbyte.reference import eden, mxfp8
 from halfbyte.reference.blocks import block_maxima, elements_lead, in_blocks, ordered_sum
-from halfbyte.reference.cast import e2m1_codes, fp8_values, round_nearest, round_stochastic, with_sign
+from halfbyte.reference.cast import e2m1_codes, round_nearest, round_stochastic, with_sign
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import decode
 from halfbyte.reference.philox import block_bytes, block_numbers, bytes_of_both
 from halfbyte.reference.scale import (
     TensorFactors,
+    all_finite,
     block_scale,
     candidate_scale,
     encode_scale,
     finite_amax,
+    scale_bytes,
     tensor_factors,
 )
 from halfbyte.rng import Draw
@@ -142,9 +144,10 @@ def _turned_values(x: Tensor, spec: Spec) -> Tensor:
 def _tiles(x: Tensor, spec: NVFP4, row: Side, col: Side) -> tuple[Blocks, Blocks]:
     """Return one quantization of 16x16 tiles and its transpose."""
     values = _values(x, spec) if row.transient else None
-    codes = _quantize_nvfp4(x, spec, row.amax, row.draw, values)
     rows, cols = x.shape
-    turned = Blocks(*transpose(codes.qdata, codes.block_scale, rows, cols), codes.amax)
+    turned_codes = torch.empty(cols, ceil_div(rows, NVFP4_BLOCK) * 8, dtype=torch.uint8, device=x.device)
+    codes = _quantize_nvfp4(x, spec, row.amax, row.draw, values, turned_codes)
+    turned = Blocks(turned_codes, _turned_scale(codes.block_scale, cols).contiguous(), codes.amax)
     turned_values = decode(Operand(turned, spec, x.shape[0])).values if col.transient else None
     both = []
     for blocks, side, own in ((codes, row, values), (turned, col, turned_values)):
@@ -170,20 +173,36 @@ def transpose(
     Returns:
         qdata uint8 [cols, ceil(rows/16) * 8] and block_scale uint8 [cols, ceil(rows/16)].
     """
-    codes = unpack(qdata)[:, :cols].T
-    padded = pad(codes, (0, -rows % NVFP4_BLOCK)) if rows % NVFP4_BLOCK else codes
-    scale = block_scale[::NVFP4_BLOCK].T.repeat_interleave(NVFP4_BLOCK, dim=0)[:cols]
-    turned = pack(padded), scale
+    turned = _turned_codes(unpack(qdata), cols), _turned_scale(block_scale, cols)
     if into is None:
         return turned[0].contiguous(), turned[1].contiguous()
     return into[0].copy_(turned[0]), into[1].copy_(turned[1])
 
 
+def _turned_codes(codes: Tensor, cols: int) -> Tensor:
+    """Return the packed codes of the transpose: codes [rows, padded columns] -> uint8 [cols, ceil(rows/16) * 8]."""
+    if codes.shape[0] % NVFP4_BLOCK:
+        codes = pad(codes, (0, 0, 0, -codes.shape[0] % NVFP4_BLOCK))
+    even, odd = codes.unflatten(0, (-1, 2)).unbind(1)  # of the transpose, columns
+    return (even | (odd << 4)).T[:cols]
+
+
+def _turned_scale(block_scale: Tensor, cols: int) -> Tensor:
+    """Return the block scales of the transpose of tiles, uint8 [cols, ceil(rows/16)]."""
+    return block_scale[::NVFP4_BLOCK].T.repeat_interleave(NVFP4_BLOCK, dim=0)[:cols]
+
+
 def _quantize_nvfp4(
-    x: Tensor, spec: NVFP4, amax: Tensor | None, draw: Draw | Tensor | None, values: Tensor | None
+    x: Tensor,
+    spec: NVFP4,
+    amax: Tensor | None,
+    draw: Draw | Tensor | None,
+    values: Tensor | None,
+    turned: Tensor | None = None,
 ) -> Blocks:
-    """Return codes, scales and amax; or fill `values` [rows, padded columns] with element * scale, and then codes of
-    tiles only, which the transpose needs.
+    """Return codes, scales and amax; or no codes, and fill `values` [rows, padded columns] with element * scale.
+
+    `turned`, uint8 [cols, ceil(rows/16) * 8], is filled with the codes of the transpose: of tiles.
     """
     rows, cols = x.shape
     blocks = ceil_div(cols, NVFP4_BLOCK)
@@ -200,32 +219,35 @@ def _quantize_nvfp4(
     step = max(NVFP4_BLOCK, CHUNK_ELEMENTS // cols // NVFP4_BLOCK * NVFP4_BLOCK)
     chunks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
     maxima = [block_maxima(x_RB16[chunk]) for chunk in chunks]
+    is_finite = False
     if amax is None:
-        amax = _outer_amax(x, maxima, spec)
+        amax, is_finite = _outer_amax(x, maxima, spec)
     factors = tensor_factors(amax, spec)
     for chunk, maxima_RB in zip(chunks, maxima, strict=True):
-        own = factors.rows(chunk.start, chunk.stop)
-        magnitude, signs, scale_RB = _round(x_RB16[chunk], maxima_RB, spec, own, _random(draw, spec, chunk, x_RB16))
-        if values is None or spec.is_tile:
-            qdata.view(rows, blocks, 8)[chunk] = _pack(e2m1_codes(magnitude, signs))
-            scale[chunk] = scale_RB.view(torch.uint8)
+        own, random = factors.rows(chunk.start, chunk.stop), _random(draw, spec, chunk, x_RB16)
+        magnitude, signs, scale_RB = _round(x_RB16[chunk], maxima_RB, spec, own, random, is_finite)
+        if values is None or turned is not None:
+            codes = e2m1_codes(magnitude, signs)
+            scale[chunk] = scale_bytes(scale_RB)
+            if values is None:
+                qdata.view(rows, blocks, 8)[chunk] = _pack(codes)
+            if turned is not None:
+                first, stop = chunk.start // 2, round_up(chunk.stop, NVFP4_BLOCK) // 2
+                turned[:, first:stop] = _turned_codes(codes.flatten(1), cols)
         if values is not None:
             out = values.view(rows, blocks, NVFP4_BLOCK)[chunk]
-            torch.mul(with_sign(magnitude, signs), fp8_values(scale_RB)[..., None], out=out)
+            torch.mul(with_sign(magnitude, signs), scale_RB[..., None], out=out)
     return Blocks(qdata, scale, amax)
 
 
-def _outer_amax(x: Tensor, maxima: list[Tensor], spec: NVFP4) -> Tensor:
-    """Return finite_amax of x, [] or [rows], given the maxima of its blocks."""
+def _outer_amax(x: Tensor, maxima: list[Tensor], spec: NVFP4) -> tuple[Tensor, bool]:
+    """Return finite_amax of x, [] or [rows], given the maxima of its blocks; and whether x is known to be finite."""
     by_row = spec.has_row_amax
-    amax = torch.cat([t.amax(1) for t in maxima]) if by_row else torch.stack([t.amax() for t in maxima]).amax()
-    if x.device.type == "cpu" and _all_finite(amax):
-        return amax
-    return finite_amax(x, dim=-1 if by_row else None)
-
-
-def _all_finite(magnitudes: Tensor) -> bool:
-    return bool(magnitudes.amax() < torch.inf)
+    each = [t.amax(1) if by_row else t.amax() for t in maxima]
+    amax = each[0] if len(each) == 1 else torch.cat(each) if by_row else torch.stack(each).amax()
+    if x.device.type == "cpu" and all_finite(amax):
+        return amax, True
+    return finite_amax(x, dim=-1 if by_row else None), False
 
 
 def _random(draw: Draw | Tensor | None, spec: NVFP4, chunk: slice, x_RB16: Tensor) -> Tensor | None:
@@ -250,19 +272,21 @@ def _random(draw: Draw | Tensor | None, spec: NVFP4, chunk: slice, x_RB16: Tenso
 
 
 def _round(
-    x: Tensor, maxima: Tensor, spec: NVFP4, factors: TensorFactors, random: Tensor | None
+    x: Tensor, maxima: Tensor, spec: NVFP4, factors: TensorFactors, random: Tensor | None, is_finite: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return E2M1 magnitudes fp32 and what has their signs [rows, blocks, 16], and scales float8 [rows, blocks].
+    """Return E2M1 magnitudes fp32 and what has their signs [rows, blocks, 16], and scales fp32 [rows, blocks].
 
     Args:
         x: [rows, blocks, 16].
         maxima: `block_maxima` of x.
         random: fp32 0 to 255 of x's shape for stochastic rounding, 0 to 2^24 - 1 [rows, blocks] for Eden.
+        is_finite: whether that is known of x.
     """
     x = x.float()
     # On a GPU, mask rather than ask.
     of_amax = factors.poison
-    any_poison = x.device.type != "cpu" or not _all_finite(maxima) or (of_amax is not None and bool(of_amax.any()))
+    any_poison = x.device.type != "cpu" or not (is_finite or all_finite(maxima))
+    any_poison = any_poison or (of_amax is not None and bool(of_amax.any()))
     poison = None
     if any_poison:
         poison = ~maxima.isfinite() if of_amax is None else ~maxima.isfinite() | of_amax
@@ -278,20 +302,20 @@ def _round(
         assert random is not None
         magnitude, v, scale = _round_eden(x, scale, factors, random)
     else:
-        v = x * encode_scale(fp8_values(scale), factors)[..., None]
+        v = x * encode_scale(scale, factors)[..., None]
         magnitude = round_nearest(v) if spec.rounding == "nearest" else round_stochastic(v, random)
     if poison is not None:
         magnitude = magnitude.masked_fill_(poison[..., None], 0.0)
-        scale = scale.view(torch.uint8).masked_fill(poison, E4M3_NAN).view(scale.dtype)
+        scale = scale_bytes(scale).masked_fill_(poison, E4M3_NAN).view(torch.float8_e4m3fn).float()
     return magnitude, v, scale
 
 
 def _round_eden(x: Tensor, scale: Tensor, factors: TensorFactors, random: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """MS-EDEN: codes of nearest, and the scale that makes up for their error on average (section 5)."""
-    rounded_with = eden.code_scale(fp8_values(scale))
+    rounded_with = eden.code_scale(scale)
     v = x * encode_scale(rounded_with, factors)[..., None]
     magnitude = round_nearest(v)
-    return magnitude, v, eden.stored_scale(v, magnitude, rounded_with, random)
+    return magnitude, v, eden.stored_scale(v, magnitude, rounded_with, random).float()
 
 
 def _choose_scale(x: Tensor, block_amax: Tensor, spec: NVFP4, scaling: FourOverSix, factors: TensorFactors) -> Tensor:
@@ -301,12 +325,11 @@ def _choose_scale(x: Tensor, block_amax: Tensor, spec: NVFP4, scaling: FourOverS
 
     def attempt(ratio: float) -> tuple[Tensor, Tensor]:
         scale = candidate_scale(block_amax, factors, ratio)
-        scale_f32 = fp8_values(scale)
-        v = x * encode_scale(scale_f32, factors)[..., None]
-        decoded = with_sign(round_nearest(v), v).mul_(scale_f32[..., None])
+        v = x * encode_scale(scale, factors)[..., None]
+        decoded = with_sign(round_nearest(v), v).mul_(scale[..., None])
         if exact:
             decoded.mul_(factors.a[..., None]).div_(torch.full_like(factors.a, f32(6 * spec.e4m3_max))[..., None])
-        return scale.view(torch.uint8), _error(decoded.sub_(target), scaling.error, spec.is_tile)
+        return scale, _error(decoded.sub_(target), scaling.error, spec.is_tile)
 
     first, *others = scaling.candidates
     best_scale, best_error = attempt(first)
@@ -315,7 +338,7 @@ def _choose_scale(x: Tensor, block_amax: Tensor, spec: NVFP4, scaling: FourOverS
         better = error < best_error
         best_scale = torch.where(better, scale, best_scale)
         best_error = torch.where(better, error, best_error)
-    return best_scale.view(torch.float8_e4m3fn)
+    return best_scale
 
 
 def _error(d: Tensor, error_kind: str, is_tile: bool) -> Tensor:

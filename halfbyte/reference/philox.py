@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,19 +22,26 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple
         counter: four int64 tensors that broadcast, each holding a 32-bit word.
         key: two int64 scalars on the same device, each holding a 32-bit word.
     """
+    c0, c1, c2, c3 = _ten_rounds(counter, key)
+    return tuple(torch.broadcast_tensors(c0, c1 & _LOW, c2, c3 & _LOW))
+
+
+def _ten_rounds(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Return the four words, the second and the last with junk above their 32 bits."""
     c0, c1, c2, c3 = counter
     # Tensors: every operation with a Python number would make one.
     m0, m1, low, half = (torch.full((), n, device=key[0].device) for n in (_M0, _M1, _LOW, 32))
     rounds = torch.arange(10, device=key[0].device)
-    keys = zip(*((k + rounds * step).unbind() for k, step in zip(key, (_W0, _W1), strict=True)), strict=True)
-    for k0, k1 in keys:
+    keys = [(k + rounds * step).unbind() for k, step in zip(key, (_W0, _W1), strict=True)]
+    for i, (k0, k1) in enumerate(zip(*keys, strict=True)):
         # The low 64 bits of a product are right even where int64 wraps. Words 1 and 3 carry junk above 32 bits, and so
         # may keys, which the mask after the exclusive or removes.
         p0, p1 = c0 * m0, c2 * m1
-        c0 = (p1 >> half).bitwise_xor(c1).bitwise_xor_(k0).bitwise_and_(low)
-        c2 = (p0 >> half).bitwise_xor(c3).bitwise_xor_(k1).bitwise_and_(low)
+        mixed = Tensor.bitwise_xor if i < 3 else Tensor.bitwise_xor_  # three rounds give all words the whole shape
+        c0 = mixed(p1 >> half, c1).bitwise_xor_(k0).bitwise_and_(low)
+        c2 = mixed(p0 >> half, c3).bitwise_xor_(k1).bitwise_and_(low)
         c1, c3 = p1, p0
-    return tuple(torch.broadcast_tensors(c0, c1 & low, c2, c3 & low))
+    return c0, c1, c2, c3
 
 
 def _words(draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -55,7 +63,7 @@ def block_bytes(blocks: Tensor, draw: Draw, together: bool = True) -> Tensor:
         uint8 [16, ...]: byte i belongs to element i of the block.
     """
     k0, k1, o0, o1 = _words(draw)
-    words = philox4x32((blocks & _LOW, (blocks >> 32) & _LOW, o0, o1), (k0, k1))
+    words = _ten_rounds((blocks & _LOW, (blocks >> 32) & _LOW, o0, o1), (k0, k1))
     return _together(words) if together else _apart(words)
 
 
@@ -82,22 +90,35 @@ def bytes_of_both(rows: int, cols: int, draw: Draw) -> tuple[Tensor, Tensor]:
         uint8 [16, rows, cols / 16], its bytes together, and [16, cols, rows / 16], its bytes apart in x's order.
     """
     device = draw.base.device
-    own = torch.arange(rows * cols // 16, device=device)
-    turned = torch.arange(rows // 16, device=device)[:, None] + torch.arange(cols, device=device) * (rows // 16)
+    # Under a tracer they are a fake tensor, which must not stay in the cache for eager calls.
+    blocks = (_blocks_of_both if type(draw.base) is Tensor else _blocks_of_both.__wrapped__)(rows, cols, device)
     k0, k1, _, _ = _words(draw)
     offset = draw.base[1] + (torch.arange(2, device=device)[:, None] + draw.stream)
-    counter = (torch.stack((own, turned.view(-1))), torch.zeros_like(k0), offset & _LOW, (offset >> 32) & _LOW)
-    words = philox4x32(counter, (k0, k1))
+    words = _ten_rounds((blocks, torch.zeros_like(k0), offset & _LOW, (offset >> 32) & _LOW), (k0, k1))
     row = _together([word[0].view(rows, cols // 16) for word in words])
     return row, _apart([word[1].view(rows // 16, cols) for word in words]).transpose(1, 2)
 
 
+@lru_cache(maxsize=32)
+def _blocks_of_both(rows: int, cols: int, device: torch.device) -> Tensor:
+    """Return the indices of a matrix's blocks, and of its transpose's in the order of the matrix, int64 [2, B]."""
+    own = torch.arange(rows * cols // 16, device=device)
+    turned = torch.arange(rows // 16, device=device)[:, None] + torch.arange(cols, device=device) * (rows // 16)
+    return torch.stack((own, turned.view(-1)))
+
+
 def _together(words: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of four words, [16, ...]; little-endian: byte i of a word is its i-th in memory."""
-    return torch.stack(tuple(words), dim=-1).to(torch.int32).view(torch.uint8).movedim(-1, 0)
+    """Return the bytes of four words, [16, ...]; little-endian: byte i of a word is its i-th in memory.
+
+    Args:
+        words: int64; the second and the last may have junk above their 32 bits.
+    """
+    c0, c1, c2, c3 = words
+    return torch.stack(((c1 << 32).bitwise_or_(c0), (c3 << 32).bitwise_or_(c2)), -1).view(torch.uint8).movedim(-1, 0)
 
 
 def _apart(words: Sequence[Tensor]) -> Tensor:
+    """Return the same bytes, the first ones of all words first in memory."""
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=words[0].device).view(4, *[1] * words[0].dim())
     return torch.cat([(word.to(torch.int32) >> shifts).to(torch.uint8) for word in words])
 

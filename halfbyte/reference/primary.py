@@ -18,7 +18,7 @@ from halfbyte.layout import ceil_div, swizzle, unswizzle
 from halfbyte.pieces import CastTarget, Piece
 from halfbyte.reference.cast import e2m1_nearest
 from halfbyte.reference.nvfp4 import quantize, transpose
-from halfbyte.reference.scale import block_scale, encode_scale, tensor_factors
+from halfbyte.reference.scale import block_scale, encode_scale, scale_bytes, tensor_factors
 
 CHUNK = 1 << 18
 
@@ -140,7 +140,7 @@ class Finisher:
             own = slice(target.first_tile, target.first_tile + target.tile_count)
             poison = amaxes[own].isinf()
             factors = tensor_factors(amaxes[self._tiles + target.slot], target.spec)
-            codes = block_scale(torch.where(poison, 0.0, amaxes[own]), factors).view(torch.uint8)
+            codes = scale_bytes(block_scale(torch.where(poison, 0.0, amaxes[own]), factors))
             scales[own] = codes.masked_fill(poison, E4M3_NAN)
         if expand:
             self.expand(amaxes, scales)

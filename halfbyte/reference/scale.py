@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.formats import E2M1, E4M3, FLT_MAX, f32
-from halfbyte.reference.cast import e4m3
+from halfbyte.formats import E2M1, FLT_MAX, f32
+from halfbyte.reference.blocks import magnitude_bits
+from halfbyte.reference.cast import e4m3_nearest
 from halfbyte.spec import NVFP4, Spec
 
 
@@ -37,13 +38,18 @@ def finite_amax(x: Tensor, dim: int | None = None) -> Tensor:
     if x.numel() == 0:
         shape = x.shape[:-1] if dim is not None else ()
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
-    low, high = torch.aminmax(x, dim=dim)
-    amax = torch.maximum(high, -low).abs().float()  # abs: the maximum of zeros is +0
-    if x.device.type == "cpu" and bool(amax.isfinite().all()):
+    bits = magnitude_bits(x)
+    amax = (bits.amax() if dim is None else bits.amax(dim)).view(x.dtype).float()
+    if x.device.type == "cpu" and all_finite(amax):
         return amax
     a = x.float().abs()
     a = torch.where(a.isfinite(), a, 0.0)
     return a.amax() if dim is None else a.amax(dim)
+
+
+def all_finite(magnitudes: Tensor) -> bool:
+    """Return whether magnitudes, at least one, are finite: on the host."""
+    return float(magnitudes.amax() if magnitudes.dim() else magnitudes) < torch.inf
 
 
 def clamped_amax(amax: Tensor, spec: Spec) -> Tensor:
@@ -53,16 +59,17 @@ def clamped_amax(amax: Tensor, spec: Spec) -> Tensor:
 
 def tensor_factors(amax: Tensor, spec: NVFP4) -> TensorFactors:
     """Derive every fp32 factor of an operand from its amax ([] or [rows])."""
+    known = None if amax.dim() or amax.device.type != "cpu" else float(amax)  # on a GPU, mask rather than ask
     poison = None
-    if amax.dim() or amax.device.type != "cpu" or not 0 <= float(amax) <= FLT_MAX:
+    if known is None or not 0 <= known <= FLT_MAX:
         poison = ~((amax >= 0) & (amax <= FLT_MAX))
     clean = amax if poison is None else torch.where(poison, 0.0, amax)
     a = clamped_amax(clean, spec)
-    one = torch.ones_like(a)
     # Divide tensors, not scalars: CUDA torch turns division by a scalar into a multiplication.
-    s = (torch.full_like(a, f32(spec.divisor)) / a).clamp_max(FLT_MAX)
-    s = torch.where(clean == 0, one, s)
-    return TensorFactors(a, s, s * f32(1 / spec.fp4_max), one / s, poison)
+    s = (torch.full_like(a, f32(spec.divisor)) / a).clamp_max_(FLT_MAX)
+    if poison is not None or known == 0:
+        s = torch.where(clean == 0, 1.0, s)
+    return TensorFactors(a, s, s * f32(1 / spec.fp4_max), s.reciprocal(), poison)
 
 
 def _at_most_flt_max(t: Tensor) -> Tensor:
@@ -71,21 +78,25 @@ def _at_most_flt_max(t: Tensor) -> Tensor:
 
 
 def block_scale(block_amax: Tensor, factors: TensorFactors) -> Tensor:
-    """Return the E4M3 scale that maps the block maximum to fp4_max: float8 of block_amax's shape."""
-    return e4m3(_at_most_flt_max(block_amax * factors.s_over_m4))
+    """Return the E4M3 scale that maps the block maximum to fp4_max: fp32 of block_amax's shape."""
+    return e4m3_nearest(_at_most_flt_max(block_amax * factors.s_over_m4))
 
 
 def candidate_scale(block_amax: Tensor, factors: TensorFactors, ratio: float) -> Tensor:
-    """Return the E4M3 scale of one 4over6 candidate: `ratio` times the standard scale."""
+    """Return the E4M3 scale of one 4over6 candidate, fp32: `ratio` times the standard scale."""
     six = torch.full_like(factors.s, E2M1.max)
     base = (block_amax / six) * factors.s
-    return e4m3((base * f32(ratio)).clamp_max(E4M3.max))
+    return e4m3_nearest(base * f32(ratio))
+
+
+def scale_bytes(scale: Tensor) -> Tensor:
+    """Return the uint8 that hold a scale, fp32 values of E4M3 or NaN."""
+    return scale.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def encode_scale(scale: Tensor, factors: TensorFactors) -> Tensor:
     """Return what multiplies x before the cast: 1 / (scale * D), saturating; `scale` is fp32."""
-    product = scale * factors.d
-    return _at_most_flt_max(torch.ones_like(product) / product)
+    return _at_most_flt_max((scale * factors.d).reciprocal_())
 
 
 def global_scale(amax: Tensor, spec: Spec) -> Tensor:

@@ -9,8 +9,9 @@ import halfbyte as hb
 from halfbyte import ops, reference
 from halfbyte.layout import Operand
 from halfbyte.reference import nvfp4
-from halfbyte.reference.cast import fp8_values
+from halfbyte.reference.cast import e4m3_nearest, fp8_values
 from halfbyte.reference.philox import block_bytes, bytes_of_both
+from halfbyte.reference.scale import scale_bytes
 from halfbyte.sides import both_sides
 
 SR, RHT = hb.NVFP4(rounding="stochastic"), hb.NVFP4(rounding="stochastic", rotation=hb.Hadamard())
@@ -85,6 +86,20 @@ def test_both_orientations_draw_what_each_would_alone(monkeypatch):
         assert torch.equal(mine.qdata, theirs.qdata)
 
 
+@pytest.mark.parametrize("shape", [(64, 96), (50, 41), (7, 130)])
+@pytest.mark.parametrize("transient", [(False, False), (True, False), (True, True)])
+def test_tiles_of_several_chunks_are_turned_like_those_of_one(monkeypatch, shape, transient):
+    x = matrix(*shape)
+    expected = reference.quantize(x, TILE), reference.quantize(x.T.contiguous(), TILE)
+    monkeypatch.setattr(nvfp4, "CHUNK_ELEMENTS", 1024)
+    both = reference.quantize_row_col(x, *both_sides(TILE, TILE, transient=transient))
+    for mine, codes, is_value, cols in zip(both, expected, transient, (shape[1], shape[0]), strict=True):
+        if is_value:
+            assert torch.equal(bits(mine.qdata), bits(reference.decode(Operand(codes, TILE, cols)).values))
+        else:
+            assert torch.equal(mine.qdata, codes.qdata) and torch.equal(mine.block_scale, codes.block_scale)
+
+
 def test_a_shard_is_not_drawn_with_its_transpose():
     x, draw = matrix(64, 96), hb.Philox(3, 8, first_block=12).on(torch.device("cpu"))
     row, _ = reference.quantize_row_col(x, *both_sides(SR, dataclasses.replace(SR), draw=draw))
@@ -98,6 +113,18 @@ def test_tables_hold_every_float8(dtype):
         values, expected = fp8_values(t), t.float()
         assert torch.equal(values.isnan(), expected.isnan()) and values.shape == t.shape
         assert torch.equal(bits(values.nan_to_num(nan=-1.0)), bits(expected.nan_to_num(nan=-1.0)))
+
+
+def test_scales_in_fp32_are_torchs_float8():
+    exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halfway = (exact[1:] + exact[:-1]) / 2
+    edges = [
+        torch.nextafter(t, towards) for t in (exact, halfway) for towards in (torch.tensor(0.0), torch.tensor(1e9))
+    ]
+    x = torch.cat([exact, halfway, *edges, torch.tensor([1e-45, 464.0, 1e38, torch.inf])])
+    expected = x.clamp_max(448.0).to(torch.float8_e4m3fn)
+    assert torch.equal(bits(e4m3_nearest(x)), bits(expected.float()))
+    assert torch.equal(bits(scale_bytes(e4m3_nearest(x))), bits(expected))
 
 
 def test_a_tensor_with_a_gradient_is_quantized():
