@@ -56,7 +56,8 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
             )
     row = _row(w, row_spec)
     col = None if col_spec is None else _col(w)
-    cached = None if row is None and col is None else CachedWeight(row, col, w.rounded or w.dtype)
+    late = w.turn if col is not None else None
+    cached = None if row is None and col is None else CachedWeight(row, col, w.rounded or w.dtype, False, late)
     return (w if covers(cached, recipe) else _Values.apply(w)), cached
 
 

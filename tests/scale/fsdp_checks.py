@@ -233,6 +233,7 @@ def arrived(rank: int, world: int, sizes: list[tuple[int, int]], recipe: str, po
         if not spec.is_tile:
             continue
         turned = hb.quantize(w.T.contiguous(), spec)
+        layer.weight.turn()
         found.append(same(layer.weight.turned.qdata, turned.qdata))
         found.append(same(layer.weight.turned.block_scale, turned.linear_scale().view(torch.uint8)))
     return {"equal": found, "quantized": quantized, "shapes": [list(w.shape) for w in whole], "held": held}
@@ -267,7 +268,7 @@ def between(rank: int, world: int) -> dict[str, Any]:
     gather = hb.distributed.fsdp_gather_nvfp4_(model)
     loss = model(batch(Case(), rank, 0, 0)).float().square().mean()
     layers = [layer for layer in model if isinstance(layer, nn.Linear)]
-    arrived = [weight._arrived for weight in gather.weights]
+    arrived = [weight.arrived for weight in gather.weights]
     after_forward = [t.untyped_storage().size() for w in arrived for t in (*w.blocks[:2], *w.turned[:2])]
     saved = model.state_dict()
     loss.backward()
