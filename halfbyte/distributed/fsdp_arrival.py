@@ -69,6 +69,14 @@ class ScaleRoom(NamedTuple):
         return order.to(torch.int32) if is_small else order
 
 
+class Words(NamedTuple):
+    """Scales as they were received, and in the widest words that they fill, as they lie there and as they arrive."""
+
+    received: Tensor
+    sent: Tensor
+    arrived: Tensor
+
+
 class Arrival:
     """What arrives together.
 
@@ -88,6 +96,7 @@ class Arrival:
         self._sent = self._received = self._scales = self._turned = torch.empty(0)
         self._order = torch.empty(0)
         self._outputs: tuple[Tensor, ...] = ()
+        self._words: Words | None = None
         self._inner: list[Tensor] = []
         self._copies: dict[GatheredWeight, Tensor] = {}
         self._turned_blocks: list[Blocks] = []
@@ -136,7 +145,6 @@ class Arrival:
 
     # What arrives
 
-    @torch.no_grad()
     def receive(self, weight: GatheredWeight, outputs: tuple[Tensor, ...], *, is_first: bool) -> Any:
         """Complete what has come; at first return the weight and the tensors that FSDP2 frees and allocates.
 
@@ -144,11 +152,10 @@ class Arrival:
             outputs: uint8 [world * chunk, …] of each message, memory that stays FSDP2's.
         """
         if weight is self.leader:
-            if is_first and not self._is_alone:
-                self._outputs = outputs
-            assert self._is_alone or outputs[0].data_ptr() == self._outputs[0].data_ptr(), "FSDP2 keeps its memory"
             if is_first:
+                self._outputs = outputs
                 self._allocate(outputs[0].device)
+            assert outputs[0].data_ptr() == self._outputs[0].data_ptr(), "FSDP2 keeps its memory"
             self._complete()
         own = self._inner if weight is self.leader else []
         if self._is_alone and not weight.spec.is_tile:  # what is sent is the memory of a cast, that may move
@@ -177,13 +184,16 @@ class Arrival:
 
     def _complete(self) -> None:
         """Write the scales of all rows."""
-        if self._tiles:
-            received = self._sent if self._is_alone else self._outputs[-1]
-            word = next(size for size in _WORDS if received.shape[1] % size == 0)
-            words = received.view(_WORDS[word]), self._scales.view(_WORDS[word])
-            with preserve_versions((self._scales,)):  # autograd saved them in forward: the bytes are the same
-                torch.index_select(words[0], 0, self._order, out=words[1])
+        if not self._tiles:
+            return
+        received = self._sent if self._is_alone else self._outputs[-1]
+        if self._words is None or self._words.received is not received:
+            word = next(dtype for size, dtype in _WORDS if received.shape[1] % size == 0)
+            self._words = Words(received, received.view(word), self._scales.view(word))
+        with preserve_versions((self._scales,)):  # autograd saved them in forward: the bytes are the same
+            torch.index_select(self._words.sent, 0, self._order, out=self._words.arrived)
 
+    @torch.no_grad()
     def _weight_of(self, weight: GatheredWeight, outputs: tuple[Tensor, ...]) -> Tensor:
         shards, at = weight.shards, self.weights.index(weight)
         codes = outputs[0] if self._is_alone else self._outputs[at]
@@ -229,7 +239,7 @@ class Arrival:
         self._is_turned = True
 
 
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
 def _turned_sizes(shards: RowShards) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from halfbyte.distributed.scales import all_gather
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.layout import Blocks, ceil_div
 from halfbyte.nn.linear import LinearLayer
-from halfbyte.spec import NVFP4
+from halfbyte.spec import NVFP4, Recipe
 from halfbyte.tensor.primary import PrimaryWeight
 
 
@@ -143,6 +143,7 @@ class GatheredWeight:
         self.bytes_gathered = self.bytes_of_values = 0
         self._seen: ShardState | None = None
         self._bytes_of_gather = shards.message_bytes * shards.world
+        self._reads_codes: Recipe | None = None
         self.arrival: Arrival
         self.arrived: PrimaryWeight | None = None
         self._send, self._receive = _Send(self), _Receive(self)
@@ -270,6 +271,8 @@ class GatheredWeight:
                 "something replaced its shard between FSDP2's hooks: call the model through the module given to "
                 "fsdp_gather_nvfp4_ or one that fully_shard wrapped"
             )
+        if layer.recipe is self._reads_codes:
+            return weight
         if not layer.recipe.specs:
             return _Values.apply(self, weight)
         if not reads_codes_alone(layer, self.spec):
@@ -277,6 +280,7 @@ class GatheredWeight:
                 f"{layer.title}: its weight is gathered as {self.spec.key}, and its recipe now reads it in another "
                 "form: keep the recipe that it had when fsdp_gather_nvfp4_ was called, or one without any quantization"
             )
+        self._reads_codes = layer.recipe
         return weight
 
     @torch.no_grad()

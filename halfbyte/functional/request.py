@@ -50,7 +50,7 @@ class Request:
 class Call(NamedTuple):
     """One call: its request, and the stream of every weight, then that of the signs.
 
-    late: for every weight, its CachedWeight if dgrad's operand is made before the backward, None if not; empty: for all.
+    late: for every weight, its CachedWeight if dgrad's operand is made before the backward, else None; empty: none is.
     """
 
     request: Request

@@ -21,7 +21,7 @@ class MasterStages(Protocol):
     def cast(self, amaxes: Tensor, scales: Tensor) -> None: ...
 
 
-class Turner(Protocol):
+class TurnStage(Protocol):
     """What fills the other orientation of whole weights."""
 
     def transpose(self) -> None: ...
@@ -58,7 +58,7 @@ def primary_stages(
     return kernels.Caster(pieces, tiles), kernels.Finisher(targets, tiles)
 
 
-def turner(targets: Sequence[CastTarget], device: torch.device, backend: str | None = None) -> Turner:
+def turner(targets: Sequence[CastTarget], device: torch.device, backend: str | None = None) -> TurnStage:
     """Return what fills the other orientation of whole weights whose memory may be another in every run.
 
     Args:
