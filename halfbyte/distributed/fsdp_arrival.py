@@ -216,15 +216,18 @@ class Arrival:
         codes = self._turned[first : first + cols * width].view(cols, width)
         return Blocks(codes, self._turned[second : second + cols * tile_rows].view(cols, tile_rows), weight.amax)
 
-    @torch.no_grad()
     def turn(self) -> None:
         """Make the other orientation of all tiles, unless it is there.
 
         Raises:
             RuntimeError: FSDP2 has freed the weights.
         """
-        if self._is_turned:
-            return
+        if not self._is_turned:
+            self.fill_turned()
+
+    @torch.no_grad()
+    def fill_turned(self) -> None:
+        """Make the other orientation of all tiles."""
         if not self._scales.untyped_storage().size():
             raise RuntimeError(
                 f"{self.leader.name} was freed by FSDP2 before the backward read it: call the backward through the "
