@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ class Parallel:
                 yield
 
 
-def prefetch_(blocks: Sequence[nn.Module], ahead: int = 1) -> None:
+def prefetch_(blocks: Iterable[nn.Module], ahead: int = 1) -> None:
     """Let FSDP2 gather blocks before it launches the forward of the one before them, and not after.
 
     Of itself it does so in backward alone: in forward a gather is hidden only as far as the host is ahead of the device.
@@ -127,8 +127,9 @@ def prefetch_(blocks: Sequence[nn.Module], ahead: int = 1) -> None:
         blocks: wrapped by `fully_shard`, in their order.
         ahead: how many at once.
     """
-    for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(list(blocks[i + 1 : i + 1 + ahead]))  # type: ignore[operator]
+    units: list[Any] = list(blocks)
+    for i, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
 
 
 def is_gathered(module: nn.Module) -> bool:
