@@ -32,8 +32,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import halfbyte as hb
 from bench import machine, results
 from bench.zero import overlap, release, start, synchronize, union
+from halfbyte.distributed.fsdp_choice import groups_of, is_wrapped
 from halfbyte.train import model as models
-from halfbyte.train.parallel import local
+from halfbyte.train.parallel import local, prefetch_
 
 VOCABULARY = 32_000
 WARM_UP, TIMED, TRACED = 3, 8, 3
@@ -49,9 +50,12 @@ class Trainer:
         config: its shape.
         way: how its weights are gathered.
         tokens: sequences and their length on every rank.
+        ahead: how many blocks are gathered before the forward of one is launched, beside its own.
     """
 
-    def __init__(self, config: models.ModelConfig, way: Way, tokens: tuple[int, int], device: torch.device) -> None:
+    def __init__(
+        self, config: models.ModelConfig, way: Way, tokens: tuple[int, int], device: torch.device, ahead: int = 1
+    ) -> None:
         torch.manual_seed(0)
         with device:
             self.model = models.Decoder(config)
@@ -67,6 +71,7 @@ class Trainer:
         for block in self.model.layers:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        prefetch_(self.model.layers, ahead)
         self.gather = hb.distributed.fsdp_gather_nvfp4_(self.model) if way == "codes" else None
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self.tokens, self.device, self.vocabulary = tokens, device, config.vocab_size
@@ -177,10 +182,12 @@ def counted() -> Iterator[dict[str, int]]:
             setattr(dist, name, function)
 
 
-def measure(config: models.ModelConfig, way: Way, tokens: tuple[int, int], device: torch.device) -> dict[str, Any]:
+def measure(
+    config: models.ModelConfig, way: Way, tokens: tuple[int, int], device: torch.device, ahead: int = 1
+) -> dict[str, Any]:
     """Return traffic, times and memory of one model and way."""
     begun = time.perf_counter()
-    trainer = Trainer(config, way, tokens, device)
+    trainer = Trainer(config, way, tokens, device, ahead)
     for _ in range(WARM_UP):
         trainer.step()
     synchronize(device)
@@ -204,10 +211,59 @@ def measure(config: models.ModelConfig, way: Way, tokens: tuple[int, int], devic
     }
     if trainer.gather is not None:
         outcome["of_bf16"] = trainer.gather.report.ratio
+    outcome |= host_times(trainer, device)
     traced = exposed(traced_kernels(trainer, device), TRACED) if device.type == "cuda" else {}
     del trainer
     release()
     return outcome | traced
+
+
+HOST = {
+    "unshard": "host_send_ms",
+    "wait_for_unshard": "host_arrive_ms",
+    "reshard": "host_free_ms",
+}
+"""FSDP2's methods in which a gather takes the host's time; hooks are called inside them."""
+
+
+@contextlib.contextmanager
+def timed_on_host(trainer: Trainer) -> Iterator[dict[str, float]]:
+    """Sum the host's milliseconds in gathers: sending, arriving, freeing, and of codes the casts and turns."""
+    spent = dict.fromkeys((*HOST.values(), "host_cast_ms", "host_turn_ms"), 0.0)
+    groups = {id(group): group for part in trainer.model.modules() if is_wrapped(part) for group in groups_of(part)}
+    owners: list[tuple[Any, str, str]] = [(one, name, key) for one in groups.values() for name, key in HOST.items()]
+    if trainer.gather is not None:
+        owners.append((trainer.gather, "_refresh", "host_cast_ms"))
+        arrivals = {id(weight.arrival): weight.arrival for weight in trainer.gather.weights}
+        owners += [(arrival, "fill_turned", "host_turn_ms") for arrival in arrivals.values()]
+
+    def call(function: Callable, key: str, *args: Any, **options: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return function(*args, **options)
+        finally:
+            spent[key] += 1e3 * (time.perf_counter() - begun)
+
+    for owner, name, key in owners:
+        setattr(owner, name, partial(call, getattr(owner, name), key))
+    try:
+        yield spent
+    finally:
+        for owner, name, _ in owners:
+            delattr(owner, name)
+
+
+def host_times(trainer: Trainer, device: torch.device) -> dict[str, float]:
+    """Return the host's milliseconds of a step, and of its gathers; a step that takes it as long waits for nothing."""
+    dist.barrier()
+    synchronize(device)
+    with timed_on_host(trainer) as spent:
+        begun = time.perf_counter()
+        for _ in range(TRACED):
+            trainer.step()
+        launched = 1e3 * (time.perf_counter() - begun)
+        synchronize(device)
+    return {"host_step_ms": launched / TRACED} | {key: value / TRACED for key, value in spent.items()}
 
 
 def traced_kernels(trainer: Trainer, device: torch.device) -> list[tuple[str, float, float]]:
@@ -250,6 +306,11 @@ COLUMNS = {
     "gathered_bytes": "gathered, MB",
     "gather_kernels_ms": "gathers, ms",
     "exposed_ms": "exposed, ms",
+    "host_step_ms": "host, ms",
+    "host_send_ms": "send, ms",
+    "host_arrive_ms": "arrive, ms",
+    "host_cast_ms": "cast, ms",
+    "host_turn_ms": "turn, ms",
     "peak_GiB": "peak, GiB",
 }
 
@@ -278,6 +339,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--layers", type=int, help="blocks of a model of --models; by default all")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="the most words of a model of --models")
     parser.add_argument("--tokens", nargs=2, type=int, default=[4, 2048], metavar=("SEQUENCES", "LENGTH"))
+    parser.add_argument("--prefetch", type=int, default=1, help="blocks gathered before the one whose forward runs")
     parser.add_argument("--bitwise", metavar="PRESET")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--bitwise-tokens", nargs=2, type=int, default=[2, 256])
@@ -301,7 +363,8 @@ def main(arguments: list[str]) -> int:
         config = shape_of(name, options.layers, options.vocabulary)
         about = {"case": "gather/step", "model": name, "layers": config.layers, "tokens": options.tokens}
         for way in WAYS:
-            record({**about, "way": way}, partial(measure, config, way, tuple(options.tokens), device))
+            run = partial(measure, config, way, tuple(options.tokens), device, options.prefetch)
+            record({**about, "way": way, "ahead": options.prefetch}, run)
     if options.bitwise:
         left = begun + options.seconds - time.perf_counter()
         record({}, partial(bitwise, options.bitwise, options.steps, tuple(options.bitwise_tokens), device, left))

@@ -25,10 +25,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfbyte.distributed.agree import refuse_together
+from halfbyte.distributed.fsdp_arrival import Arrival, Orders
 from halfbyte.distributed.fsdp_cast import ShardCast
 from halfbyte.distributed.fsdp_choice import (
     CALL,
     Home,
+    gathered_together,
     group_of,
     holders_of,
     homes_of,
@@ -144,6 +146,10 @@ class WeightGather:
             groups.setdefault(group, []).append(weight)
             if home.wrapped is not None:
                 wrapped.setdefault(home.wrapped, []).append(weight)
+        orders: Orders = {}
+        everything = [weight for weights in groups.values() for weight in weights]
+        for together in gathered_together([home.wrapped for home in homes], everything):
+            Arrival(together, orders)
         kinds = [
             (kind(own, group))
             for group, weights in groups.items()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from halfbyte.distributed.agree import WeakGroup
 from halfbyte.distributed.cast import Cast, CastLayout, Share
@@ -29,6 +30,7 @@ class ShardCast:
         self._slots = 1 + max(weight.slot for weight in weights)
         self._amaxes = torch.empty(0)
         self._prepared: tuple[Any, Cast] | None = None
+        self._own_scales: tuple[list[Tensor], list[Tensor]] = [], []
         self.runs = 0
 
     @torch.no_grad()
@@ -42,13 +44,8 @@ class ShardCast:
         cast.write()
         tiles = cast.amaxes.numel() - self._slots
         self._amaxes.copy_(cast.amaxes[tiles:])
-        first = 0
-        for weight in self.weights:
-            tile_rows, tile_cols = weight.shards.tiles
-            start, stop = weight.shards.tile_rows_of(weight.shards.rank)
-            own = cast.scales[first + start * tile_cols : first + stop * tile_cols]
-            weight.scales[: stop - start].copy_(own.view(stop - start, tile_cols))
-            first += tile_rows * tile_cols
+        if self._own_scales[0]:
+            torch._foreach_copy_(*self._own_scales)
         ready = event_of(self._amaxes)
         self.runs += 1
         for weight in self.weights:
@@ -64,8 +61,22 @@ class ShardCast:
             for weight in self.weights:
                 weight.prepare(self._amaxes[weight.slot])
             layout, pieces = self._layout()
-            self._prepared = key, Cast(layout, pieces, self._ranks.group, local_scales=True, device=device)
+            cast = Cast(layout, pieces, self._ranks.group, local_scales=True, device=device)
+            self._prepared, self._own_scales = (key, cast), self._scales_to_send(cast)
         return self._prepared[1]
+
+    def _scales_to_send(self, cast: Cast) -> tuple[list[Tensor], list[Tensor]]:
+        """Return where the scales of this rank's tiles go, and where they come from."""
+        to, from_, first = [], [], 0
+        for weight in self.weights:
+            tile_rows, tile_cols = weight.shards.tiles
+            start, stop = weight.shards.tile_rows_of(weight.shards.rank)
+            if stop > start:
+                own = cast.scales[first + start * tile_cols : first + stop * tile_cols]
+                to.append(weight.scales[: stop - start])
+                from_.append(own.view(stop - start, tile_cols))
+            first += tile_rows * tile_cols
+        return to, from_
 
     def _layout(self) -> tuple[CastLayout, list[Piece]]:
         targets, shares, pieces, first_tile = [], [], [], 0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from halfbyte.distributed.fsdp_weight import RowShards, reads_codes_alone
+from halfbyte.distributed.fsdp_weight import GatheredWeight, RowShards, reads_codes_alone
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.weights import weight_specs
 from halfbyte.nn.linear import LinearLayer
@@ -62,6 +62,24 @@ def groups_of(module: nn.Module) -> list[Any]:
     state = state_of(module)
     groups = getattr(state, "_fsdp_param_groups", None)
     return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+
+
+def gathered_together(
+    wrapped: Iterable[nn.Module | None], weights: Sequence[GatheredWeight]
+) -> list[list[GatheredWeight]]:
+    """Return the weights of each of FSDP2's groups, in its order, which one all-gather brings.
+
+    Args:
+        wrapped: modules that `fully_shard` wrapped, any number of times, or None.
+        weights: of their parameters; one that is in no group comes alone.
+    """
+    own = {(weight.layer, "weight"): weight for weight in weights}
+    found = []
+    for module in dict.fromkeys(module for module in wrapped if module is not None):
+        for group in groups_of(module):
+            places = [(param._module_info.module, param._module_info.param_name) for param in group.fsdp_params]
+            found.append([own.pop(place) for place in places if place in own])
+    return [together for together in found if together] + [[weight] for weight in own.values()]
 
 
 def param_dtype_of(home: Home) -> torch.dtype | None:

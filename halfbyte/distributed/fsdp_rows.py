@@ -43,12 +43,15 @@ class RowCast:
         self._prepare()
         rows = [weight.local.detach().to(weight.dtype) for weight in self.weights]
         self._find_amaxes(rows)
+        to, from_ = [], []
         for weight, own in zip(self.weights, rows, strict=True):
             if own.numel():
                 blocks, _ = ops.quantize_row_col(own, *both_sides(weight.spec, None, row_amax=weight.amax))
                 assert blocks is not None, "the row was asked for"
-                weight.codes[: len(own)].copy_(blocks.qdata)
-                weight.scales[: len(own)].copy_(blocks.block_scale.view(torch.uint8))
+                to += weight.codes[: len(own)], weight.scales[: len(own)]
+                from_ += blocks.qdata, blocks.block_scale.view(torch.uint8)
+        if to:
+            torch._foreach_copy_(to, from_)
         ready = event_of(self._amaxes)
         self.runs += 1
         for weight in self.weights:

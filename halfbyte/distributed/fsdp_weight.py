@@ -9,21 +9,20 @@ attributes of that tensor, which is why whatever replaces the tensor loses them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfbyte import ops
+from halfbyte.distributed.fsdp_arrival import Arrival
 from halfbyte.distributed.scales import all_gather
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.layout import Blocks, ceil_div
 from halfbyte.nn.linear import LinearLayer
-from halfbyte.spec import NVFP4
+from halfbyte.spec import NVFP4, Recipe
 from halfbyte.tensor.primary import PrimaryWeight
-
-preserve_versions: Any = torch.autograd._unsafe_preserve_version_counter
 
 
 class RowShards(NamedTuple):
@@ -143,10 +142,12 @@ class GatheredWeight:
         self.is_dirty = True
         self.bytes_gathered = self.bytes_of_values = 0
         self._seen: ShardState | None = None
-        self._arrived: PrimaryWeight | None = None
+        self._bytes_of_gather = shards.message_bytes * shards.world
+        self._reads_codes: Recipe | None = None
+        self.arrival: Arrival
+        self.arrived: PrimaryWeight | None = None
         self._send, self._receive = _Send(self), _Receive(self)
-        self.codes = self.scales = self.amax = self._codes = self._order = torch.empty(0)
-        self._inner: tuple[Tensor, ...] = ()
+        self.codes = self.scales = self.amax = torch.empty(0)
         self.ready: Any = None
 
     # The shard
@@ -205,7 +206,7 @@ class GatheredWeight:
                 f"{self.shards.cols}], contiguous: build and wrap the model anew"
             )
         dtype = self._nominal(local)
-        arrived = self._arrived
+        arrived = self.arrived
         if arrived is not None and (arrived.dtype, arrived.device) != (dtype, local.device):
             raise ValueError(
                 f"{self.name} is {dtype} on {local.device}, and FSDP2 has gathered it as {arrived.dtype} on "
@@ -217,7 +218,7 @@ class GatheredWeight:
         shards, device = self.shards, self.local.device
         self.amax = amax
         self.codes = torch.zeros(shards.chunk, shards.row_bytes, dtype=torch.uint8, device=device)
-        self.scales = torch.zeros(shards.sent_tile_rows, shards.tiles[1], dtype=torch.uint8, device=device)
+        self.scales = self.arrival.scale_room(self, device)
 
     def has_cast(self, ready: Any) -> None:
         """Note that codes and scales are those of the shard noted; ready: a CUDA event, or None."""
@@ -229,52 +230,28 @@ class GatheredWeight:
 
     # What FSDP2 asks for
 
-    def message(self) -> tuple[Tensor, Tensor]:
-        """Return what this rank sends: codes [chunk, row bytes] and scales [tile rows, tile columns], uint8."""
+    def before_sending(self) -> None:
+        """Let codes and scales be those of the shard as it is, and count them."""
         if self.look():  # of unshard() without a forward
             self._refresh()
-        if self.ready is not None:
-            torch.cuda.current_stream(self.codes.device).wait_event(self.ready)
-        self.bytes_gathered += self.shards.message_bytes * self.shards.world
-        return self.codes, self.scales
+        self.bytes_gathered += self._bytes_of_gather
 
-    @torch.no_grad()
-    def arrive(self, codes: Tensor, scales: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Make the whole weight of everybody's messages, and return it with the tensors that FSDP2 frees and refills.
+    def arrive(
+        self, codes: Tensor, scales: Tensor, turned: Blocks | None, turn: Callable[[], None] | None
+    ) -> PrimaryWeight:
+        """Return the weight that lies in memory which its arrival fills again and again.
 
         Args:
-            codes: uint8 [world * chunk, row bytes], memory that stays the weight's.
-            scales: uint8 [world * tile rows, tile columns].
+            codes: uint8 [N, row bytes].
+            scales: uint8 [N, blocks].
+            turned: of the other orientation; None of 1x16 blocks.
+            turn: fills that.
         """
-        rows, cols = self.shards.rows, self.shards.cols
-        tile_rows, tile_cols = self.shards.tiles
-        empty = {"dtype": torch.uint8, "device": codes.device}
-        self._order = torch.tensor(self.shards.order(), dtype=torch.int64, device=codes.device)
-        self._codes = codes[:rows]
-        if self.spec.is_tile:
-            turned = torch.empty(cols, tile_rows * NVFP4_BLOCK // 2, **empty), torch.empty(cols, tile_rows, **empty)
-            self._inner = torch.empty(rows, tile_cols, **empty), *turned
-        else:  # messages are rows in their order; of one rank alone it is the memory of a cast, that moves
-            self._inner = () if self.shards.world > 1 else (torch.empty(rows, tile_cols, **empty),)
-        scale, *turned = self._inner or (scales[:rows],)
-        options = {"shape": (rows, cols), "dtype": self._nominal(self.local)}
-        weight = PrimaryWeight(Blocks(self._codes, scale, self.amax), self.spec, **options)
-        weight.turned = Blocks(turned[0], turned[1], self.amax) if turned else None
-        weight.rounded = self.dtype
-        self._arrived = weight
-        self.refill(scales)
-        return weight, self._inner
-
-    @torch.no_grad()
-    def refill(self, scales: Tensor) -> None:
-        """Complete the weight's scales and other orientation from the messages; its codes are there."""
-        if not self._inner:
-            return
-        scale, *turned = self._inner
-        with preserve_versions(self._inner):  # autograd saved them in forward: the bytes are the same
-            torch.index_select(scales, 0, self._order, out=scale)
-            if turned:
-                ops.transpose(self._codes, scale, self.shards.rows, self.shards.cols, into=(turned[0], turned[1]))
+        options = {"shape": (self.shards.rows, self.shards.cols), "dtype": self._nominal(self.local)}
+        weight = PrimaryWeight(Blocks(codes, scales, self.amax), self.spec, **options)
+        weight.turned, weight.turn, weight.rounded = turned, turn, self.dtype
+        self.arrived = weight
+        return weight
 
     # What the layer asks for
 
@@ -294,6 +271,8 @@ class GatheredWeight:
                 "something replaced its shard between FSDP2's hooks: call the model through the module given to "
                 "fsdp_gather_nvfp4_ or one that fully_shard wrapped"
             )
+        if layer.recipe is self._reads_codes:
+            return weight
         if not layer.recipe.specs:
             return _Values.apply(self, weight)
         if not reads_codes_alone(layer, self.spec):
@@ -301,6 +280,7 @@ class GatheredWeight:
                 f"{layer.title}: its weight is gathered as {self.spec.key}, and its recipe now reads it in another "
                 "form: keep the recipe that it had when fsdp_gather_nvfp4_ was called, or one without any quantization"
             )
+        self._reads_codes = layer.recipe
         return weight
 
     @torch.no_grad()
@@ -362,8 +342,11 @@ class _Hook:
 class _Send(_Hook):
     """fsdp_pre_all_gather. With one parameter: of hooks with five, FSDP2 wants messages of the shard's padded shape."""
 
+    # FSDP2 asks for the signature in every gather; worked out anew it takes longer than all that the hook does.
+    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+
     def __call__(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-        return self.weight.message(), None
+        return self.weight.arrival.message(self.weight), None
 
 
 class _Receive(_Hook):
@@ -371,9 +354,5 @@ class _Receive(_Hook):
 
     def __call__(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        # Of one rank alone FSDP2 copies the first tensor only.
-        codes, scales = outputs if len(outputs) > 1 else (outputs[0], self.weight.scales)
-        if out is None:
-            return self.weight.arrive(codes, scales)
-        return cast(None, self.weight.refill(scales))
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        return self.weight.arrival.receive(self.weight, outputs, is_first=out is None)

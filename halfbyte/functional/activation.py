@@ -29,7 +29,7 @@ from halfbyte.functional.linear import (
     note,
     prepare,
 )
-from halfbyte.functional.operands import Saved, flatten_operands, gradient_specs, unflatten_operands
+from halfbyte.functional.operands import Saved, flatten_operands, gradient_specs, unflatten_operands, with_late
 from halfbyte.functional.places import sign_place
 from halfbyte.functional.primary import runs_eagerly
 from halfbyte.functional.request import Call, draws_of
@@ -204,8 +204,11 @@ class _ActivatedLinear(torch.autograd.Function):
     def backward(ctx: Any, dh: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.layout is None:
             return as_gradients(ctx, backward_op(_BACKWARD, ctx, ctx.saved_tensors, [dh], ctx.function))
-        static = ctx.call.request, ctx.layout, ctx.needs_input_grad[1:], ctx.dtypes, ctx.function
-        given = *ctx.saved_tensors, dh, *ctx.main_grads
+        layout, saved = ctx.layout, ctx.saved_tensors
+        if ctx.call.late:
+            layout, saved = with_late(ctx.call.late, layout, saved, ctx.needs_input_grad[1])
+        static = ctx.call.request, layout, ctx.needs_input_grad[1:], ctx.dtypes, ctx.function
+        given = *saved, dh, *ctx.main_grads
         gradients, _ = ops.run(_activated_backward, static, given, ctx.call.streams[:-1])
         return as_gradients(ctx, gradients)
 

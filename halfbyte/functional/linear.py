@@ -51,6 +51,7 @@ from halfbyte.functional.operands import (
     unflatten_operands,
     weight_gradient,
     weight_operands,
+    with_late,
 )
 from halfbyte.functional.places import (
     DGRAD_SIGNS,
@@ -221,7 +222,8 @@ def prepare(
     shards = tuple([None if d is None else d[2:] for d in draws])
     request = Request(recipe, n, base_of, amax_of, shards, out_dtype or x.dtype, torch.is_grad_enabled(), layouts)
     request = checked(request, x, (weights, biases, amaxes, grads, cached), out_dtype)
-    call = Call(request, tuple([0 if d is None else d.stream for d in draws]))
+    late = tuple([None if c is None or c.before_backward is None else c for c in cached])
+    call = Call(request, tuple([0 if d is None else d.stream for d in draws]), late if any(late) else ())
     if request.save:
         bases = [snapshot(base) for base in bases]
     return call, (x, *weights, *biases, *amaxes, *grads, *bases, *(x_amaxes or _NO_AMAXES), *buffers)
@@ -268,8 +270,11 @@ class _SharedLinear(torch.autograd.Function):
         if ctx.layout is None:
             gradients = backward_op(_BACKWARD, ctx, ctx.saved_tensors, dys)
             return as_gradients(ctx, gradients)
-        static = ctx.call.request, ctx.layout, ctx.needs_input_grad[1:], ctx.dtypes
-        given = *ctx.saved_tensors, *dys, *ctx.main_grads
+        layout, saved = ctx.layout, ctx.saved_tensors
+        if ctx.call.late:
+            layout, saved = with_late(ctx.call.late, layout, saved, ctx.needs_input_grad[1])
+        static = ctx.call.request, layout, ctx.needs_input_grad[1:], ctx.dtypes
+        given = *saved, *dys, *ctx.main_grads
         gradients, _ = ops.run(backward_pass, static, given, ctx.call.streams)
         return as_gradients(ctx, gradients)
 
@@ -381,7 +386,7 @@ def multiply(
         needed = fprop.b, dgrad.b if need_dx and not dequantized else None
         place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
         w_row, w_col = cached[i]
-        if not request.cached[i].is_frozen:
+        if not (request.cached[i].is_frozen or request.cached[i].is_late):
             w_row, w_col = weight_operands(w, needed, cached[i], place, amaxes[request.amax_of[i]])
         bias = biases[i] if mean is None or fprop.a is None else bias_with_mean(biases[i], mean, w, x.dtype)
         outputs.append(ops.gemm_nt(row, w_row, out_dtype=request.out_dtype, bias=bias))

@@ -152,6 +152,32 @@ def flatten_operands(operands: Sequence[Any]) -> tuple[list[Tensor], Saved]:
     return tensors, tuple(layout)
 
 
+def with_late(late: Sequence[Any], layout: Saved, saved: Sequence[Any], needs_dx: bool) -> tuple[Saved, list[Any]]:
+    """Return layout and tensors of what a forward kept, and of the weights that are made now.
+
+    Args:
+        late: of the call.
+        layout: of x, of each weight and of what else was kept.
+        saved: the tensors.
+        needs_dx: whether anybody reads weights.
+    """
+    entries, tensors, left = [layout[0]], [], list(saved)
+    tensors += [left.pop(0) for _ in range(_count(layout[0]))]
+    for entry, one in zip(layout[1:], late, strict=False):
+        if one is None or not needs_dx:
+            tensors += [left.pop(0) for _ in range(_count(entry))]
+        else:
+            one.before_backward()
+            tensors += one.col.blocks
+        entries.append(entry if one is None or not needs_dx else one.col[1:])
+    return (*entries, *layout[1 + len(late) :]), tensors + left
+
+
+def _count(entry: tuple | bool | None) -> int:
+    """Return how many tensors an operand has."""
+    return 0 if entry is None else 1 if entry is True else 3
+
+
 def unflatten_operands(layout: Saved, saved: Sequence[Any]) -> tuple[list, list]:
     """Return the operands, and the tensors behind theirs."""
     operands, tensors = [], list(saved)

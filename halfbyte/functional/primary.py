@@ -49,14 +49,15 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
         w.before_use()
     row_spec, col_spec = weight_specs(recipe)
     for name, spec in (("fprop.b", row_spec), ("dgrad.b", col_spec)):
-        if spec is not None and spec != w.spec:
+        if spec is not None and spec is not w.spec and spec != w.spec:
             raise ValueError(
                 f"recipe.{name}={describe(spec)}: this weight exists only as {describe(w.spec)}; use a recipe with "
                 "that spec for weights, or None for a GEMM in high precision"
             )
     row = _row(w, row_spec)
     col = None if col_spec is None else _col(w)
-    cached = None if row is None and col is None else CachedWeight(row, col, w.rounded or w.dtype)
+    late = w.turn if col is not None else None
+    cached = None if row is None and col is None else CachedWeight(row, col, w.rounded or w.dtype, False, late)
     return (w if covers(cached, recipe) else _Values.apply(w)), cached
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.functional.foreign import refuse_foreign
-from halfbyte.functional.weights import Layout, check_cached, covers
+from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers
 from halfbyte.rng import Draw
 from halfbyte.spec import Recipe
 from halfbyte.tensor import QuantTensor
@@ -48,10 +48,14 @@ class Request:
 
 
 class Call(NamedTuple):
-    """One call: its request, and the stream of every weight, then that of the signs."""
+    """One call: its request, and the stream of every weight, then that of the signs.
+
+    late: for every weight, its CachedWeight if dgrad's operand is made before the backward, else None; empty: none is.
+    """
 
     request: Request
     streams: tuple[int, ...]
+    late: tuple[CachedWeight | None, ...] = ()
 
 
 def draws_of(request: Request, bases: Sequence[Tensor | None], streams: Sequence[int]) -> list[Draw | None]:

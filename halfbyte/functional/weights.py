@@ -7,7 +7,7 @@ every forward, cache or no cache: the bits of a step do not depend on whether th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,12 +30,14 @@ class CachedWeight(NamedTuple):
         draws bits for it.
     dtype: that the weight was rounded to before; the forward must compute in it.
     is_frozen: whether row is all that there is of the weight, and the backward makes dgrad's operand of it.
+    before_backward: fills col, which is empty until then; None: it is there.
     """
 
     row: ops.Operand | None
     col: ops.Operand | None
     dtype: torch.dtype
     is_frozen: bool = False
+    before_backward: Callable[[], None] | None = None
 
     @property
     def specs(self) -> Specs:
@@ -44,8 +46,9 @@ class CachedWeight(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The buffers, without those of operands that are None."""
-        return [t for operand in self[:2] if operand is not None for t in operand.blocks]
+        """The buffers that a forward reads, without those of operands that are None."""
+        sides = self[:2] if self.before_backward is None else self[:1]
+        return [t for operand in sides if operand is not None for t in operand.blocks]
 
 
 def weight_specs(recipe: Recipe) -> Specs:
@@ -104,11 +107,15 @@ def takes_amax(spec: Spec | None) -> bool:
 
 
 class Layout(NamedTuple):
-    """What of a CachedWeight is static: of row and col each what follows the blocks in an Operand, or None."""
+    """What of a CachedWeight is static: of row and col each what follows the blocks in an Operand, or None.
+
+    is_late: whether col is made before the backward, whose forward keeps nothing of the weight.
+    """
 
     row: tuple | None
     col: tuple | None
     is_frozen: bool = False
+    is_late: bool = False
 
 
 _NOTHING = Layout(None, None)
@@ -122,7 +129,8 @@ def flatten(cached: Sequence[CachedWeight | None]) -> tuple[tuple[Layout, ...], 
             layouts.append(_NOTHING)
             continue
         row, col = (None if side is None else side[1:] for side in one[:2])
-        layouts.append(Layout(row, col, one.is_frozen))
+        is_late = one.before_backward is not None
+        layouts.append(Layout(row, None if is_late else col, one.is_frozen, is_late))
         tensors += one.tensors
     return tuple(layouts), tensors
 

@@ -21,6 +21,12 @@ class MasterStages(Protocol):
     def cast(self, amaxes: Tensor, scales: Tensor) -> None: ...
 
 
+class TurnStage(Protocol):
+    """What fills the other orientation of whole weights."""
+
+    def transpose(self) -> None: ...
+
+
 class WeightStages(Protocol):
     """The stages that work on whole weights; see `halfbyte.reference.primary.Finisher`."""
 
@@ -50,3 +56,18 @@ def primary_stages(
     from halfbyte.kernels.master_cast import launch as kernels  # imports Triton, so only where it runs
 
     return kernels.Caster(pieces, tiles), kernels.Finisher(targets, tiles)
+
+
+def turner(targets: Sequence[CastTarget], device: torch.device, backend: str | None = None) -> TurnStage:
+    """Return what fills the other orientation of whole weights whose memory may be another in every run.
+
+    Args:
+        targets: the weights, with what is to be filled.
+        device: where everything is.
+        backend: None chooses one.
+    """
+    if choose(device, backend) == REFERENCE:
+        return reference.Finisher(targets, 0)
+    from halfbyte.kernels.master_cast import launch as kernels  # imports Triton, so only where it runs
+
+    return kernels.Turner(targets)

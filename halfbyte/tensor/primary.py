@@ -24,6 +24,8 @@ class PrimaryWeight(QuantTensor):
 
     turned: the other orientation, filled by `hb.distributed.post_all_gather_processing`; None until then, and
         `hb.linear` transposes in every forward.
+    turn: fills `turned`, whose memory is released with the weight's and filled again when a backward reads it. None: it
+        is filled as soon as the codes are complete.
     is_stale: whether codes were cast since `turned` was filled.
     rounded: what values were rounded to before they were quantized, where that is not the nominal dtype: forwards under
         autocast compute in it. None: the nominal dtype.
@@ -32,6 +34,7 @@ class PrimaryWeight(QuantTensor):
     """
 
     turned: Blocks | None = None
+    turn: Callable[[], None] | None = None
     is_stale: bool = False
     rounded: torch.dtype | None = None
     shared_amax: Tensor | None = None
@@ -118,12 +121,13 @@ class PrimaryWeight(QuantTensor):
         """Return this weight, its bytes shared, as a torch.nn.Parameter that requires a gradient."""
         parameter = cast(PrimaryWeight, torch.nn.Parameter(self))
         parameter.turned, parameter.rounded, parameter.shared_amax = self.turned, self.rounded, self.shared_amax
+        parameter.turn = self.turn
         return parameter
 
     def after_alias(self, source: QuantTensor) -> None:
         if isinstance(source, PrimaryWeight):
             self.turned, self.is_stale, self.shared_amax = source.turned, source.is_stale, source.shared_amax
-            self.rounded = source.rounded
+            self.rounded, self.turn = source.rounded, source.turn
 
     def before_values(self, values: Tensor) -> Tensor:
         """Round values as masters are; refuse them where their amax would rescale other weights."""

@@ -8,6 +8,7 @@ import halfbyte as hb
 from halfbyte.distributed.partial_cast import cast_target_of
 from halfbyte.kernels.master_cast import kernels as pk
 from halfbyte.kernels.master_cast import launch
+from halfbyte.reference import primary as reference
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -69,6 +70,43 @@ def test_weights_of_both_scale_layouts_are_turned_in_one_list():
         expected = weight.transpose()
         assert torch.equal(weight.turned.qdata, expected.qdata)
         assert torch.equal(weight.turned.block_scale, expected.linear_scale().view(torch.uint8))
+
+
+@pytest.mark.parametrize("kernels", (launch, reference), ids=("kernels", "reference"))
+def test_weights_whose_memory_moves_are_turned_by_one_launch_each_time(kernels, monkeypatch):
+    made = turner_of(kernels)
+    wholes = [hb.quantize(torch.randn(shape).bfloat16(), checks.TILE) for shape in ((33, 40), (16, 16), (1, 70))]
+    weights = [hb.tensor.PrimaryWeight.empty(tuple(whole.shape)) for whole in wholes]
+    targets = [cast_target_of(weight, 0, 0, turned=weight.allocate_turned()) for weight in weights]
+    memory = [t for weight in weights for t in (*weight.blocks[:2], *weight.turned[:2])]
+    stages = made(targets)
+    held = []
+    for _ in range(3):
+        for tensor in memory:
+            storage = tensor.untyped_storage()
+            size = storage.size()
+            storage.resize_(0)
+            held.append(torch.empty(size, dtype=torch.uint8))  # what was freed is taken
+            storage.resize_(size)
+            tensor.fill_(255)
+        for weight, whole in zip(weights, wholes, strict=True):
+            weight.qdata.copy_(whole.qdata)
+            weight.blocks.block_scale.copy_(whole.linear_scale().view(torch.uint8))
+        stages.transpose()
+        for weight, whole in zip(weights, wholes, strict=True):
+            expected = whole.transpose()
+            assert torch.equal(weight.turned.qdata, expected.qdata)
+            assert torch.equal(weight.turned.block_scale, expected.linear_scale().view(torch.uint8))
+    if kernels is launch:
+        launched = []
+        monkeypatch.setattr(pk, "transpose_weights_kernel", Counting("turned", launched))
+        stages.transpose()
+        assert launched == ["turned"]
+
+
+def turner_of(kernels):
+    """What fills the other orientation, of kernels and of the reference."""
+    return kernels.Turner if kernels is launch else lambda targets: kernels.Finisher(targets, 0)
 
 
 def test_the_number_of_launches_does_not_depend_on_the_list(monkeypatch):

@@ -8,7 +8,10 @@ import torch
 from fsdp_checks import BF16, Case, two_layers
 from small_models import Decoder
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 
 import halfbyte as hb
 from halfbyte.nn import Linear
@@ -57,6 +60,23 @@ def fused_blocks() -> nn.Module:
 def checkpointed(model: nn.Module) -> None:
     """Recompute each block in backward."""
     apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__.endswith("Block"))
+
+
+def recomputed_around(model: nn.Module) -> None:
+    """Recompute each block in backward, FSDP2's hooks included."""
+    for i, block in enumerate(model.layers):
+        model.layers[i] = checkpoint_wrapper(block)
+
+
+def offloaded(model: nn.Module) -> None:
+    """What forward saves for backward lies in the CPU's memory until then."""
+    inner = model.forward
+
+    def forward(*arguments: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return inner(*arguments)
+
+    model.forward = forward
 
 
 def evaluated(step: int, model: nn.Module) -> None:
@@ -152,6 +172,8 @@ CASES: dict[str, Case] = {
     ),
     "frozen block": Case(**TOKENS, before_wrap=frozen),
     "checkpointed": Case(**TOKENS, before_wrap=checkpointed),
+    "checkpointed around FSDP2's hooks": Case(**TOKENS, after_wrap=recomputed_around),
+    "saved tensors offloaded": Case(**TOKENS, before_wrap=offloaded),
     "evaluated between": Case(**TOKENS, before_step=evaluated),
     "evaluated between, not resharded": Case(**TOKENS, reshard=False, before_step=evaluated),
     "validated in high precision": Case(**TOKENS, before_step=in_high_precision),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import halfbyte as hb
 from halfbyte.distributed.fsdp import reason_for_values
@@ -233,6 +234,7 @@ def arrived(rank: int, world: int, sizes: list[tuple[int, int]], recipe: str, po
         if not spec.is_tile:
             continue
         turned = hb.quantize(w.T.contiguous(), spec)
+        layer.weight.turn()
         found.append(same(layer.weight.turned.qdata, turned.qdata))
         found.append(same(layer.weight.turned.block_scale, turned.linear_scale().view(torch.uint8)))
     return {"equal": found, "quantized": quantized, "shapes": [list(w.shape) for w in whole], "held": held}
@@ -260,6 +262,67 @@ def cases(rank: int, world: int, names: list[str]) -> dict[str, dict[str, Any]]:
     return {name: compared(CASES[name], rank, world) for name in names}
 
 
+def launched(rank: int, world: int, layers: int) -> dict[str, Any]:
+    """What the gathers of one wrapped module and its backward do on the device: torch's ops, and turns."""
+    case = Case(make=lambda: nn.Sequential(*(nn.Linear(32 + 16 * (i % 2), 48 - 16 * (i % 2)) for i in range(layers))))
+    model, _ = wrapped(case, world)
+    gather = hb.distributed.fsdp_gather_nvfp4_(model)
+    model.set_reshard_after_forward(True)  # of the root it is not the default
+    model(batch(case, rank, 0, 0)).float().sum().backward()
+    arrival = gather.weights[0].arrival
+    assert all(weight.arrival is arrival for weight in gather.weights)
+    found: dict[str, Any] = {}
+    turns: list[int] = []
+    inner = arrival._turner.transpose
+
+    def turn() -> None:
+        turns.append(len(arrival.weights))
+        with _disable_current_modes():  # one launch where kernels run
+            inner()
+
+    arrival._turner.transpose = turn
+    message = gather.weights[0].arrival.message(gather.weights[0])
+    for phase in ("forward", "backward"):
+        with noted_ops(found.setdefault(phase, [])):
+            if phase == "forward":
+                y = model(batch(case, rank, 0, 0))
+                found["turned after forward"] = len(turns), arrival._turned.untyped_storage().size()
+            else:
+                y.float().sum().backward()
+        found[phase] = [op for op in found[phase] if op.split(".")[0] not in (*VIEWS, *OF_FSDP2)]
+    return found | {"turns": turns, "messages": len(message)}
+
+
+VIEWS = ("view", "detach", "split_with_sizes", "narrow", "as_strided", "_record_function_enter_new")
+OF_FSDP2 = (
+    *("all_gather_copy_in", "_foreach_copy_", "_allgather_base_", "split_with_sizes_copy", "empty"),
+    "_record_function_exit",
+)
+"""What a gather of FSDP2 takes, of values too, however many parameters there are."""
+
+
+@contextmanager
+def noted_ops(names: list) -> Iterator[None]:
+    """Note every op that a gather of FSDP2 runs, by its name."""
+
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(frame.f_code.co_name in ("unshard", "wait_for_unshard", "turn") for frame in frames()):
+                names.append(func.__name__.removesuffix(".default"))
+            return func(*args, **(kwargs or {}))
+
+    with Note():
+        yield
+
+
+def frames() -> Iterator[Any]:
+    """The frames of this thread, the innermost first."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def between(rank: int, world: int) -> dict[str, Any]:
     """What is held between forward and backward, and what a state dict holds then and at the end."""
     plain, _ = wrapped(Case(), world)
@@ -267,7 +330,7 @@ def between(rank: int, world: int) -> dict[str, Any]:
     gather = hb.distributed.fsdp_gather_nvfp4_(model)
     loss = model(batch(Case(), rank, 0, 0)).float().square().mean()
     layers = [layer for layer in model if isinstance(layer, nn.Linear)]
-    arrived = [weight._arrived for weight in gather.weights]
+    arrived = [weight.arrived for weight in gather.weights]
     after_forward = [t.untyped_storage().size() for w in arrived for t in (*w.blocks[:2], *w.turned[:2])]
     saved = model.state_dict()
     loss.backward()

@@ -69,6 +69,15 @@ def test_nothing_whole_is_held_between_forward_and_backward_and_a_state_dict_is_
         assert rank["types"] == {"DTensor", "Tensor"} and not any(rank["attributes"])
 
 
+@pytest.mark.parametrize("layers", [2, 9])
+def test_what_a_gather_launches_does_not_depend_on_the_number_of_weights(layers):
+    for rank in ranks.run(2, fsdp_checks.launched, layers):
+        assert rank["messages"] == layers + 1, "scales of all weights are one"
+        assert rank["forward"] == rank["backward"] == ["index_select.out"], "the scales of all weights"
+        assert rank["turned after forward"] == (0, 0), "a forward reads one orientation"
+        assert rank["turns"] == [layers], "all weights at once"
+
+
 def test_a_model_compiled_as_a_whole():
     assert ranks.run(2, fsdp_checks.compiled_whole) == [[], []]
 

@@ -165,8 +165,9 @@ class Finisher:
         device = targets[0].blocks.qdata.device
         scale_counts = [target.tiles[0] * ceil_div(target.tiles[1], SCALE_TILES) for target in targets]
         turns = [0 if t.turned is None else _turn_programs(t) for t in targets]
-        table = [_weight_row(target, sum(scale_counts[:i]), sum(turns[:i])) for i, target in enumerate(targets)]
-        self._table = torch.tensor(table, dtype=torch.int64).to(device)
+        firsts = [(sum(scale_counts[:i]), sum(turns[:i])) for i in range(len(targets))]
+        self._rows = list(zip(targets, firsts, strict=True))
+        self.look_up()
         constants = [tuple(sc.constants_of(target.spec)) for target in targets]
         self._constants = torch.tensor(constants, dtype=torch.float32).to(device)
         self._scale_programs = _owners(scale_counts).to(device)
@@ -174,6 +175,12 @@ class Finisher:
         turned = [target for target in targets if target.turned is not None]
         self._wide = all(_is_wide(target) for target in turned)
         self._turns_swizzled = any(target.swizzled for target in turned)
+
+    def look_up(self) -> None:
+        """Find where the memory of all weights is now; the host does not wait for the device."""
+        table = torch.tensor([_weight_row(target, *first) for target, first in self._rows], dtype=torch.int64)
+        device = self._rows[0][0].blocks.qdata.device
+        self._table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
     def scale(self, amaxes: Tensor, scales: Tensor, expand: bool = False) -> None:
         """See the reference."""
@@ -218,6 +225,36 @@ class Finisher:
         if self._turns_swizzled:
             grid = (self._scale_programs.numel(),)
             pk.turn_swizzled_kernel[grid](self._table, self._scale_programs, N=SCALE_TILES, num_warps=NUM_WARPS)
+
+
+class Turner:
+    """The other orientation of weights, in one launch, wherever their memory is in each run.
+
+    Args:
+        targets: the weights, all on one device, whose scales are LINEAR.
+    """
+
+    def __init__(self, targets: Sequence[CastTarget]) -> None:
+        self._targets = [target for target in targets if target.tile_count]
+        self._places: list[int] = []
+        self._finisher: Finisher | None = None
+
+    def transpose(self) -> None:
+        """Fill the other orientation of every weight."""
+        places = [tensor.data_ptr() for target in self._targets for tensor in _turned_tensors(target)]
+        if not places:
+            return
+        if self._finisher is None:
+            self._finisher = Finisher(self._targets, 0)
+        elif places != self._places:
+            self._finisher.look_up()
+        self._places = places
+        self._finisher.transpose()
+
+
+def _turned_tensors(target: CastTarget) -> tuple[Tensor, ...]:
+    assert target.turned is not None, "it is to be filled"
+    return *target.blocks[:2], *target.turned[:2]
 
 
 def _is_wide(target: CastTarget) -> bool:
