@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, GemmSpec, Hadamard, Recipe, Spec
+from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, GemmSpec, Hadamard, Recipe, Spec, parse_recipe
 from halfbyte.te import from_te as from_te
 
 Scope = Literal["weights", "activations", "all"]
@@ -272,6 +272,15 @@ def resolve(recipe: Recipe | str) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4(), or the name of a preset")
     return recipe
+
+
+def read_recipe(text: str) -> Recipe:
+    """Return the recipe of a preset's name or of a key.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    return parse_recipe(text) if "=" in text else resolve(text)
 
 
 def _check_scope(field: str, value: str) -> None:

@@ -1,13 +1,15 @@
 """torchtitan 0.3: linear layers and experts that follow a recipe, as overrides of its configs.
 
 torchtitan builds a model from a tree of configs, on the meta device, and shards what was built; so what is replaced are
-configs, before anything is built. `nvfp4(config)` does it by the rules of `hb.quantize_`; `linear`, `experts`,
-`checkpoint` and `selective_ac` are overrides that a command line names by `--override.imports`.
+configs, before anything is built. `quantize_config_` does it by the rules of `hb.quantize_`; `recipe_linear`,
+`recipe_experts`, `recipe_checkpoint` and `recipe_selective_ac` are overrides that a command line names by
+`--override.imports`.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.config import derive, override
+from torchtitan.config import CompileConfig, derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.llama3 import config_registry
 from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -30,10 +33,10 @@ from halfbyte.convert import high_precision
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.streams import FollowsRecipe, name_layers
 from halfbyte.policy import Keep, kept_layers, matches, plain_name, unmatched_names
-from halfbyte.recipes import resolve
+from halfbyte.recipes import read_recipe, resolve
 from halfbyte.report import Report, Row
 from halfbyte.schedule import parse_schedule
-from halfbyte.spec import Recipe, parse_recipe
+from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
 SHARE_AMAX = (("wq", "wk", "wv"), ("w1", "w3"))
@@ -46,8 +49,8 @@ EVALUATIONS = ("high_precision", "as_trained")
 
 _HERE = __name__
 _NO_STATE = (
-    f"the layer has no RunState to draw random bits from: let {_HERE}.nvfp4(config) convert the config, or add "
-    f"{_HERE}.checkpoint to --override.imports"
+    f"the layer has no RunState to draw random bits from: let {_HERE}.quantize_config_ convert the config, or add "
+    f"{_HERE}.recipe_checkpoint to --override.imports"
 )
 _ALONE = "tensor_parallel_degree", "pipeline_parallel_degree"
 
@@ -60,10 +63,17 @@ class RecipeLinear(hb_nn.Linear, Linear):
         recipe: str = "nvfp4"
         """A preset's name or a recipe's key."""
 
+        origin: str = ""
+        """Where the tree of configs held this one; layers of one origin follow one recipe."""
+
     def __init__(self, config: Config) -> None:
         Linear.__init__(self, config)
+        self.origin = config.origin
         self.adopt("bf16", None)  # a state of its own would draw its seed where nobody asked for it
         self.recipe = read_recipe(config.recipe)
+
+    def forward(self, input: Tensor) -> Tensor:  # torchtitan wraps it and hands over every argument that it names
+        return super().forward(input)
 
     def place(self, call: int = 0, device: torch.device | None = None) -> Any:
         _check_state(self)
@@ -90,8 +100,12 @@ class RecipeExperts(GroupedExperts):
         recipe: str = "nvfp4"
         """A preset's name or a recipe's key."""
 
+        origin: str = ""
+        """As of RecipeLinear."""
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self.origin = config.origin
         experts, recipe = config.num_experts, read_recipe(config.recipe)
         self.w1_recipe = _Products(experts, config.dim, config.hidden_dim)
         self.w3_recipe = _Products(experts, config.dim, config.hidden_dim)
@@ -135,12 +149,22 @@ class RunStateCheckpoints(CheckpointManager):
         """Of the RunState."""
 
         schedule: str = ""
-        """Changes of recipe, "WHEN:RECIPE,…", as of `halfbyte train`: "0.9:bf16/nvfp4" runs the forward in bf16 at the end."""
+        """Changes of recipe, "WHEN:RECIPE,…", as of `halfbyte train`."""
 
         evaluation: str = "high_precision"
         """What the model computes in eval mode: "high_precision" or "as_trained"."""
 
-    def __init__(self, config: Config, *, model_parts: list[nn.Module], states: dict[str, Any], **others: Any) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        **form: Any,
+    ) -> None:
         if config.evaluation not in EVALUATIONS:
             raise ValueError(f"evaluation={config.evaluation!r}: use one of {', '.join(map(repr, EVALUATIONS))}")
         trainer = states["train_state"]
@@ -152,7 +176,17 @@ class RunStateCheckpoints(CheckpointManager):
         _join(self._model, self.run_state)
         if config.evaluation == EVALUATIONS[0]:
             _Evaluation(self._model)
-        CheckpointManager.__init__(self, config, model_parts=model_parts, states=states, **others)
+        super().__init__(
+            config,
+            dataloader=dataloader,
+            model_parts=model_parts,
+            optimizers=optimizers,
+            lr_schedulers=lr_schedulers,
+            states=states,
+            sd_adapter=form.pop("sd_adapter"),
+            base_folder=form.pop("base_folder", ""),
+        )
+        assert not form, "torchtitan 0.3 hands over no more"
         if self.enable:
             self.states[STATE] = _Saved(self._model, self.run_state)
 
@@ -185,32 +219,32 @@ class RecipeSelectiveAC(SelectiveAC):
     fqns=["*.attention.*", "*.feed_forward.*", "*.shared_experts.*"],
     description="linear layers of blocks follow a recipe of halfbyte",
 )
-def linear(cfg: Linear.Config, recipe: str = "nvfp4") -> RecipeLinear.Config:
+def recipe_linear(cfg: Linear.Config, recipe: str = "nvfp4") -> RecipeLinear.Config:
     """Replace a linear layer of attention or a feed-forward network; heads and routers are none."""
     return _linear(cfg, recipe)
 
 
 @override(target=GroupedExperts.Config, exact=True, description="experts follow a recipe of halfbyte")
-def experts(cfg: GroupedExperts.Config, recipe: str = "nvfp4") -> RecipeExperts.Config:
+def recipe_experts(cfg: GroupedExperts.Config, recipe: str = "nvfp4") -> RecipeExperts.Config:
     """Replace the routed experts of a block."""
     return _experts(cfg, recipe)
 
 
 @override(target=CheckpointManager.Config, exact=True, description="checkpoints hold the RunState of halfbyte")
-def checkpoint(
+def recipe_checkpoint(
     cfg: CheckpointManager.Config, seed: int = 0, schedule: str = "", evaluation: str = "high_precision"
 ) -> RunStateCheckpoints.Config:
-    """Let the checkpoint manager carry the RunState, which layers draw from; always named beside `linear`."""
+    """Let the checkpoint manager carry the RunState, which layers draw from; always named beside `recipe_linear`."""
     return derive(cfg, RunStateCheckpoints.Config, seed=seed, schedule=schedule, evaluation=evaluation)
 
 
 @override(target=SelectiveAC.Config, exact=True, description="selective checkpointing keeps ops of halfbyte")
-def selective_ac(cfg: SelectiveAC.Config) -> RecipeSelectiveAC.Config:
+def recipe_selective_ac(cfg: SelectiveAC.Config) -> RecipeSelectiveAC.Config:
     """Let selective activation checkpointing keep quantized operands and the outputs of our GEMMs."""
     return derive(cfg, RecipeSelectiveAC.Config)
 
 
-def nvfp4(
+def quantize_config_(
     config: Trainer.Config,
     recipe: Recipe | str = "nvfp4",
     *,
@@ -248,9 +282,9 @@ def nvfp4(
     spec.model = copy.deepcopy(spec.model)
     report = _convert(spec.model, resolve(recipe), rules or {}, keep, RunState(seed))
     own: dict[str, Any] = {"seed": seed, "schedule": schedule, "evaluation": evaluation}
-    config.override.imports = [*config.override.imports, (f"{_HERE}.checkpoint", own)]
+    config.override.imports = [*config.override.imports, (f"{_HERE}.recipe_checkpoint", own)]
     if type(config.activation_checkpoint) is SelectiveAC.Config:
-        config.override.imports.append(f"{_HERE}.selective_ac")
+        config.override.imports.append(f"{_HERE}.recipe_selective_ac")
     logger.info("%s", report)
     return config
 
@@ -271,24 +305,33 @@ def _convert(
     tree: Any, recipe: Recipe, rules: Mapping[str, Recipe | str | None], keep: Keep | None, state: RunState
 ) -> Report:
     """Replace configs of layers in a model's tree, and return what was done."""
-    found = {name: (cfg, parent, key) for name, cfg, parent, key in tree.traverse(Linear.Config)}
-    found |= {name: (cfg, parent, key) for name, cfg, parent, key in tree.traverse(GroupedExperts.Config)}
+    found = {name: place for name, *place in (*tree.traverse(Linear.Config), *tree.traverse(GroupedExperts.Config))}
+    for name, (cfg, parent, key) in found.items():
+        if type(cfg) in _MAKE:
+            _put(parent, key, _MAKE[type(cfg)](cfg, "bf16", name))
     with torch.device("meta"):
-        model = tree.build()  # the policy reads modules; nothing of it stays
-    names = {name: module for name, module in model.named_modules() if name in found}
+        model = tree.build()  # what the policy reads: one config may build several layers
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear | GroupedExperts)}
     resolved = {glob: None if rule is None else resolve(rule) for glob, rule in rules.items()}
-    _check_globs(model, names, resolved, keep)
-    kept = kept_layers(model, names, keep or Keep())
-    rows = tuple(_decide(name, found[name][0], recipe, resolved, kept.get(name)) for name in names)
-    if not any(row.recipe is not None for row in rows):
-        reasons = "; ".join(sorted({row.reason for row in rows})) or "it has no linear layer"
+    _check_globs(model, layers, resolved, keep)
+    kept = kept_layers(model, layers, keep or Keep())
+    rows = {name: _decide(name, layer, recipe, resolved, kept.get(name)) for name, layer in layers.items()}
+    if not any(row.recipe is not None for row in rows.values()):
+        reasons = "; ".join(sorted({row.reason for row in rows.values()})) or "it has no linear layer"
         raise ValueError(f"config: nothing would be converted of {len(rows)} layers: {reasons}. Change rules or keep")
-    for row in rows:
-        cfg, parent, key = found[row.name]
-        if row.recipe is not None:
-            make = _linear if type(cfg) is Linear.Config else _experts
-            _put(parent, key, make(cfg, row.recipe.key))
-    return Report(rows=rows, state=state)
+    for origin, (cfg, parent, key) in found.items():
+        own = {name: rows[name] for name, layer in layers.items() if getattr(layer, "origin", None) == origin}
+        wanted = _one(own)
+        _put(parent, key, cfg if wanted is None else _MAKE[type(cfg)](cfg, wanted.key, origin))
+    return Report(rows=tuple(rows.values()), state=state)
+
+
+def _one(rows: Mapping[str, Row]) -> Recipe | None:
+    """Return the recipe of the layers that one config builds."""
+    if len({row.recipe for row in rows.values()}) > 1:
+        words = ", ".join(f"{name} ({row.reason})" for name, row in rows.items())
+        raise ValueError(f"rules: torchtitan builds {words} from one config; give them one recipe")
+    return next((row.recipe for row in rows.values()), None)
 
 
 def _check_globs(
@@ -300,28 +343,24 @@ def _check_globs(
     }
     for argument, globs in unmatched.items():
         if globs:
-            raise ValueError(
-                f"{argument}: {globs[0]!r} matches no layer; names look like {', '.join(list(names)[:4])}"
-            )
+            raise ValueError(f"{argument}: {globs[0]!r} matches no layer; names look like {', '.join(list(names)[:4])}")
 
 
-def _decide(
-    name: str, cfg: Any, recipe: Recipe, rules: Mapping[str, Recipe | None], kept: str | None
-) -> Row:
+def _decide(name: str, layer: Any, recipe: Recipe, rules: Mapping[str, Recipe | None], kept: str | None) -> Row:
     """Return the recipe of one layer and the reason, as quantize_ decides."""
-    if isinstance(cfg, Linear.Config):
-        shape: tuple[int, ...] = cfg.out_features, cfg.in_features
+    if isinstance(layer, Linear):
+        shape: tuple[int, ...] = layer.out_features, layer.in_features
     else:
-        shape = cfg.num_experts, cfg.hidden_dim, cfg.dim
-    if type(cfg) not in (Linear.Config, GroupedExperts.Config):
-        reason = f"{type(cfg).__qualname__} has a forward of its own"
-        return Row(name=name, shape=shape, recipe=None, reason=reason)
+        shape = tuple(layer.w1_EFD.shape) if hasattr(layer, "w1_EFD") else ()
     matching = [glob for glob in rules if matches(name, glob)]
-    if matching:
-        return Row(name=name, shape=shape, recipe=rules[matching[-1]], reason=f"rule {matching[-1]!r}")
-    if kept is not None:
-        return Row(name=name, shape=shape, recipe=None, reason=f"kept: {kept}")
-    return Row(name=name, shape=shape, recipe=recipe, reason="recipe")
+    wanted, reason = recipe, "recipe"
+    if not isinstance(layer, RecipeLinear | RecipeExperts):
+        wanted, reason = None, f"{type(layer).__name__} has a forward of its own"
+    elif matching:
+        wanted, reason = rules[matching[-1]], f"rule {matching[-1]!r}"
+    elif kept is not None:
+        wanted, reason = None, f"kept: {kept}"
+    return Row(name=name, shape=shape, recipe=wanted, reason=reason)
 
 
 def _put(parent: Any, key: Any, cfg: Any) -> None:
@@ -331,23 +370,17 @@ def _put(parent: Any, key: Any, cfg: Any) -> None:
         setattr(parent, key, cfg)
 
 
-def _linear(cfg: Linear.Config, recipe: str) -> RecipeLinear.Config:
+def _linear(cfg: Linear.Config, recipe: str, origin: str = "") -> RecipeLinear.Config:
     read_recipe(recipe)
-    return derive(cfg, RecipeLinear.Config, recipe=recipe)
+    return derive(cfg, RecipeLinear.Config, recipe=recipe, origin=origin)
 
 
-def _experts(cfg: GroupedExperts.Config, recipe: str) -> RecipeExperts.Config:
+def _experts(cfg: GroupedExperts.Config, recipe: str, origin: str = "") -> RecipeExperts.Config:
     read_recipe(recipe)
-    return derive(cfg, RecipeExperts.Config, recipe=recipe)
+    return derive(cfg, RecipeExperts.Config, recipe=recipe, origin=origin)
 
 
-def read_recipe(text: str) -> Recipe:
-    """Return the recipe of a preset's name or of a key.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    return parse_recipe(text) if "=" in text else resolve(text)
+_MAKE: dict[type, Any] = {Linear.Config: _linear, GroupedExperts.Config: _experts}
 
 
 def _check_state(layer: FollowsRecipe) -> None:
@@ -363,6 +396,11 @@ def _refuse(parallel_dims: Any) -> None:
                 f"parallelism.{name}={degree}: layers with a recipe train with torchtitan's data, context and expert "
                 "parallelism alone; set it to 1 and shard with data_parallel_shard_degree"
             )
+    if parallel_dims.spmd_backend == "full_dtensor":
+        raise ValueError(
+            "parallelism.spmd_backend='full_dtensor': layers with a recipe multiply plain tensors, which it turns into "
+            "DTensors; use 'spmd_types' or 'partial_dtensor'"
+        )
 
 
 def _join(model: nn.Module, state: RunState) -> None:
@@ -370,8 +408,8 @@ def _join(model: nn.Module, state: RunState) -> None:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, FollowsRecipe)}
     if not layers:
         raise ValueError(
-            f"model={type(model).__name__}: no layer follows a recipe; let {_HERE}.nvfp4(config) convert the config, or "
-            f"add {_HERE}.linear to --override.imports"
+            f"model={type(model).__name__}: no layer follows a recipe; let {_HERE}.quantize_config_ convert the "
+            f"config, or add {_HERE}.recipe_linear to --override.imports"
         )
     state.to(next(model.parameters()).device)
     for layer in layers.values():
@@ -405,16 +443,21 @@ class _Evaluation:
 
 
 class _Saved:
-    """What a checkpoint holds of a run: its RunState, and which layers follow which recipe."""
+    """What a checkpoint holds of a run: its RunState, and which layers follow which recipe.
+
+    In one text: torch's distributed checkpoints restore the keys that a new run has, and a RunState has few at first.
+    """
 
     def __init__(self, model: nn.Module, state: RunState) -> None:
         self._model, self._state = model, state
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": 1, "state": self._state.state_dict(), "recipes": self._recipes()}
+        saved = {"version": 1, "state": self._state.state_dict(), "recipes": self._recipes()}
+        return {"text": json.dumps(saved)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        now, then = self._recipes(), state_dict["recipes"]
+        saved = json.loads(state_dict["text"])
+        now, then = self._recipes(), saved["recipes"]
         other = sorted(name for name in now | then if now.get(name) != then.get(name))
         if other:
             raise ValueError(
@@ -422,9 +465,27 @@ class _Saved:
                 f"{now.get(other[0], 'high precision')} there ({len(other)} layers differ): convert the config with "
                 "the recipe, rules and keep of that run"
             )
-        self._state.load_state_dict(state_dict["state"])
+        self._state.load_state_dict(saved["state"])
 
     def _recipes(self) -> dict[str, str]:
         """Return name -> key of the recipe that a layer was converted to, whatever a schedule changed since."""
         layers = [(name, m) for name, m in self._model.named_modules() if isinstance(m, FollowsRecipe)]
         return {plain_name(n): (m.recipe if m.recipe_before is None else m.recipe_before).key for n, m in layers}
+
+
+def llama3_debugmodel_first_85_pct_layers_nvfp4() -> Trainer.Config:
+    """Return torchtitan's config of this name, in the recipe "nvfp4" on any hardware."""
+    config = config_registry.llama3_debugmodel()
+    config.parallelism.spmd_backend = "spmd_types"
+    return quantize_config_(config)
+
+
+def llama3_8b_first_85_pct_layers_nvfp4() -> Trainer.Config:
+    """Return torchtitan's config of this name, in the recipe "nvfp4" on any hardware.
+
+    torchtitan's own refuses GPUs before Blackwell.
+    """
+    config = config_registry.llama3_8b()
+    config.parallelism.spmd_backend = "spmd_types"
+    config.compile = CompileConfig(enable=True, components=["model"])
+    return quantize_config_(config)

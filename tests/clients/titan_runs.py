@@ -1,14 +1,16 @@
 """torchtitan's Trainer on a CPU for test_torchtitan.py, importable on every rank: device, attention, tokenizer, text.
 
 A CPU lacks what torchtitan asks of a device, and backward of compiled FlexAttention: `_Device` answers for it, and
-attention is torch's own. torch 2.13 lacks torch.distributed.set_timeout. Everything else is torchtitan's: its configs,
-meta init, parallelize functions, FSDP2, optimizer, loss, checkpoints and loop.
+attention is torch's own. torch 2.13 lacks torch.distributed.set_timeout, gloo a sum with a factor: FSDP2 divides beside
+it. Everything else is torchtitan's: its configs, meta init, parallelize functions, FSDP2, optimizer, loss, checkpoints
+and loop.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +63,8 @@ utils.device_type, utils.device_module = "cpu", _Device()
 if not hasattr(torch.distributed, "set_timeout"):  # torchtitan 0.3.0 is ahead of torch 2.13, in which it is private
     torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout
 
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
@@ -141,9 +145,25 @@ def alone(rank: int = 0, world: int = 1, port: str = "29761") -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
 
-def run(config: Trainer.Config) -> tuple[Trainer, list[float]]:
-    """Train, and return the trainer and the losses of all steps."""
+def _fill(model: torch.nn.Module) -> None:
+    """Give every parameter values that depend on its name alone: torch draws others on several ranks than on one."""
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.replace("_checkpoint_wrapped_module.", "").encode()))
+        full = torch.randn(parameter.shape, generator=generator) * 0.05 + (parameter.dim() == 1)
+        if isinstance(parameter, DTensor):
+            full = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+        with torch.no_grad():
+            parameter.copy_(full)
+
+
+def run(config: Trainer.Config, *, weights: bool = False) -> tuple[Trainer, list[float]]:
+    """Train, and return the trainer and the losses of all steps; weights: fill them by name."""
     trainer = config.build()
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    if weights:
+        _fill(trainer.model_parts[0])
     losses: list[float] = []
     log = trainer.metrics_processor.log
 
