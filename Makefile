@@ -45,6 +45,7 @@ $(VENV)/integrations.stamp: $(VENV)/setup.stamp $(wildcard tests/clients/*.txt)
 	$(BIN)/python -m pip install $(APART) --target $(OLDER) --requirement tests/clients/transformers-5.17.txt
 	$(BIN)/python -m pip install $(APART) --target $(PEERS)/transformer-engine --requirement tests/clients/transformer-engine.txt
 	$(BIN)/python -m pip install $(APART) --target $(PEERS)/lightning --requirement tests/clients/lightning.txt
+	$(BIN)/python -m pip install $(APART) --target $(PEERS)/torchtitan --requirement tests/clients/torchtitan.txt
 	CUDA_HOME=/none SKIP_CUDA_BUILD=1 $(BIN)/python -m pip install $(APART) --no-build-isolation --target $(PEERS)/fouroversix --requirement tests/clients/fouroversix.txt
 	@touch $@
 

@@ -8,8 +8,9 @@
 | quartet2        | 1x16 4over6 | 1x16 EDEN RHT        | 1x16 EDEN RHT         | Quartet II, arXiv 2601.22813 |
 | rl              | 1x16 4over6 | bf16                 | bf16                  | what rollout engines compute |
 | mxfp8           | MXFP8       | MXFP8                | MXFP8                 | OCP MX v1.0                  |
-| nvfp4_forward   | 1x16, 1x16  | bf16                 | bf16                  | quantization-aware training  |
+| nvfp4_forward   | 1x16, 1x16  | bf16                 | bf16                  | NVFP4 in the forward alone   |
 | bf16            | bf16        | bf16                 | bf16                  |                              |
+| qat             | 1x16, 1x16  | bf16, w as in fprop  | bf16, x as in fprop   | for serving in NVFP4         |
 | naive_fp4       | 1x16, 1x16  | 1x16 truncated, 1x16 | 1x16 truncated, 1x16  | a control that should fail   |
 """
 
@@ -19,11 +20,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, GemmSpec, Hadamard, Recipe, Spec
+from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, GemmSpec, Hadamard, Recipe, Spec, parse_recipe
 from halfbyte.te import from_te as from_te
 
 Scope = Literal["weights", "activations", "all"]
 SCOPES = ("weights", "activations", "all")
+Activations = Literal["static", "per-token", "none"]
+ACTIVATIONS = ("static", "per-token", "none")
 FOUR_OVER_SIX_E4M3_MAX = 256.0  # arXiv 2512.02010: leaves room for a scale 1.5 times the standard one
 EDEN_FP4_MAX = 6 / (17 / 16 * 0.93)  # Quartet II's code: the block maximum that gives MS-EDEN the least error
 EDEN_E4M3_MAX = 255.99  # likewise: leaves room for scales that the correction makes larger
@@ -221,6 +224,22 @@ def nvfp4_forward(
     return Recipe(fprop=GemmSpec(a=NVFP4(outer=activation_outer), b=NVFP4()), backward=backward)
 
 
+def qat(*, activations: Activations = "static") -> Recipe:
+    """Quantization-aware training: the forward that engines serve, the backward in high precision through its operands.
+
+    Rounding passes gradients on as they are (straight-through), so dgrad multiplies by the weight that was served and
+    wgrad by the activations that it met.
+
+    Args:
+        activations: as hb.export.save names what is served: "static" has one amax for all tokens of a call, which an
+            export fixes by calibration; "per-token" one for every token; "none" leaves activations in high precision.
+    """
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations={activations!r}: use one of {', '.join(map(repr, ACTIVATIONS))}")
+    x = None if activations == "none" else NVFP4(outer="row" if activations == "per-token" else "tensor")
+    return Recipe(fprop=GemmSpec(a=x, b=NVFP4()), backward="dequantized")
+
+
 def naive_fp4() -> Recipe:
     """A control that should fail: NVFP4 with gradients rounded toward zero and no rotation."""
     operand, gradient = NVFP4(), NVFP4(rounding="toward_zero")
@@ -233,7 +252,7 @@ def naive_fp4() -> Recipe:
 
 PRESETS: dict[str, Callable[..., Recipe]] = {
     function.__name__: function
-    for function in (bf16, nvfp4, nvfp4_mxfp8_bwd, four_over_six, quartet2, rl, mxfp8, nvfp4_forward, naive_fp4)
+    for function in (bf16, nvfp4, nvfp4_mxfp8_bwd, four_over_six, quartet2, rl, mxfp8, nvfp4_forward, qat, naive_fp4)
 }
 
 
@@ -272,6 +291,15 @@ def resolve(recipe: Recipe | str) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe={recipe!r}: give a Recipe, such as hb.recipes.nvfp4(), or the name of a preset")
     return recipe
+
+
+def read_recipe(text: str) -> Recipe:
+    """Return the recipe of a preset's name or of a key.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    return parse_recipe(text) if "=" in text else resolve(text)
 
 
 def _check_scope(field: str, value: str) -> None:

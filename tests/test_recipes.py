@@ -53,6 +53,7 @@ TABLE = {
     "rl": (RL_X, RL_W, None, None, None, None),
     "mxfp8": (E4M3,) * 6,
     "nvfp4_forward": (ROW, ROW, None, None, None, None),
+    "qat": (ROW, ROW, None, None, None, None),
 }
 
 
@@ -191,10 +192,20 @@ def test_quartet2_takes_another_rotation_or_none():
         assert recipe.dgrad == recipe.wgrad and recipe.wgrad.b == dataclasses.replace(EDEN, rotation=rotation)
 
 
-@pytest.mark.parametrize("name", ["quartet2", "rl"])
+@pytest.mark.parametrize("name", ["quartet2", "rl", "qat"])
 def test_presets_that_differentiate_what_the_forward_multiplied(name):
-    assert [n for n in PRESETS if hb.recipes.get(n).backward == "dequantized"] == ["quartet2", "rl"]
+    assert [n for n in PRESETS if hb.recipes.get(n).backward == "dequantized"] == ["quartet2", "rl", "qat"]
     assert hb.recipes.get(name).backward == "dequantized"
+
+
+def test_qat_is_the_forward_that_is_served():
+    served = {name: hb.recipes.qat(activations=name).fprop for name in ("static", "per-token", "none")}
+    rows = dataclasses.replace(ROW, outer="row")
+    assert {name: gemm.a for name, gemm in served.items()} == {"static": ROW, "per-token": rows, "none": None}
+    assert all(gemm.b == ROW for gemm in served.values())
+    assert hb.recipes.qat() == hb.recipes.nvfp4_forward(backward="dequantized")
+    with pytest.raises(ValueError, match="activations='dynamic': use one of 'static', 'per-token', 'none'"):
+        hb.recipes.qat(activations="dynamic")
 
 
 def test_quartet2_can_differentiate_the_original():

@@ -11,6 +11,7 @@ import torch
 
 from halfbyte.export import forms, save, write
 from halfbyte.export.files import read_folder_json
+from halfbyte.recipes import read_recipe
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BATCHES, LENGTH = 8, 512
@@ -78,7 +79,7 @@ def _model(source: Path, recipe: str | None) -> Any:
     transformers = _transformers()
     from safetensors import SafetensorError
 
-    from halfbyte.integrations.quantizer import METHOD, HalfbyteConfig, read_recipe
+    from halfbyte.integrations.quantizer import METHOD, HalfbyteConfig
 
     described = config.get("quantization_config")
     method = described.get("quant_method") if isinstance(described, dict) else None

@@ -19,9 +19,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.convert import quantize_
 from halfbyte.policy import Keep
-from halfbyte.recipes import PRESETS, resolve
+from halfbyte.recipes import PRESETS, read_recipe, resolve
 from halfbyte.report import Report
-from halfbyte.spec import Recipe, parse_recipe
+from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
 METHOD = "halfbyte"
@@ -65,15 +65,6 @@ class HalfbyteConfig(QuantizationConfigMixin):
         keep = None if self.keep is None else Keep(**self.keep | {"names": tuple(self.keep["names"])})
         with torch.device("cpu"):  # transformers builds models on the meta device, which holds no state
             return quantize_(model, read_recipe(self.recipe), rules=rules, keep=keep, state=RunState(self.seed))
-
-
-def read_recipe(text: str) -> Recipe:
-    """Return the recipe of a preset's name or of a key.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    return parse_recipe(text) if "=" in text else resolve(text)
 
 
 def _written(recipe: Recipe | str) -> str:

@@ -117,7 +117,12 @@ def _train(options: Train, interrupts: signals.Interrupts, ranks: World) -> int:
     if diverged:
         print(f"{options.recipe} {diverged} ({diverged.what} not finite); the log is in {run.out}", file=sys.stderr)
         return 1
-    print(f"{options.recipe}: held-out loss {result['held_out_loss']:.4f}, {result['tokens_per_second']:,.0f} tokens/s")
+    served = result.get("held_out_loss_as_trained")
+    also = "" if served is None else f" in high precision, {served:.4f} in the recipe"
+    print(
+        f"{options.recipe}: held-out loss {result['held_out_loss']:.4f}{also}, "
+        f"{result['tokens_per_second']:,.0f} tokens/s"
+    )
     print(f"log, checkpoints and result are in {run.out}")
     return 0
 

@@ -190,6 +190,24 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """Where a run's weights and targets come from, where not from a seed and the text: QAT and QAD (docs/qat.md)."""
+
+    begin: Path | None = None
+    """Folder of a run with whose last weights this one begins; shape and tokenizer are the same, all else is free."""
+    teacher: Path | None = None
+    """Folder of a run that is distilled: the loss is T² KL(teacher ‖ student), the teacher in high precision."""
+    temperature: float = 1.0
+    """T of the distillation."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "temperature")
+        _finite(self, "temperature")
+        if self.temperature != 1.0 and self.teacher is None:
+            raise ValueError(f"temperature={self.temperature}: it is the teacher's; give --teacher FOLDER too")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run under any recipe. Equal `identity(recipe)` gives equal losses, on a CPU bit for bit."""
 
@@ -200,6 +218,7 @@ class TrainConfig:
     optim: OptimConfig = OptimConfig()
     run: RunConfig = RunConfig()
     mesh: MeshConfig = MeshConfig()
+    tune: TuneConfig = TuneConfig()
     seed: int = 0
     """Of the initial weights, the data order and the random bits of quantization."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -262,11 +281,13 @@ class TrainConfig:
     def identity(self, recipe: str) -> dict:
         """Return everything that decides the result of training under the recipe of that name, as JSON values.
 
+        What other runs give to it is not here: tune.identity reads their folders.
+
         Raises:
             ValueError: no recipe has that name.
         """
         values = asdict(self)
-        del values["run"], values["mesh"], values["recipe_schedule"]
+        del values["run"], values["mesh"], values["tune"], values["recipe_schedule"]
         del values["data"]["text_field"]  # the hash of the text, which is in a run's identity, holds what it chose
         for name in (
             "fuse",

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfbyte as hb
+from halfbyte.functional import distillation_loss
 from halfbyte.nn.linear import describe_recipe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.train import (
@@ -35,6 +36,7 @@ from halfbyte.train import (
     progress,
     restore,
     treatment,
+    tune,
 )
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig, differences
@@ -112,6 +114,8 @@ class Trainer:
         shape = replace(models.model_preset(config.model), vocab_size=data.vocab_size)
         self.model = models.Decoder(shape)
         models.initialise_(self.model, config.seed)
+        self.ranks.together(lambda: tune.begin_(self.model, config, data))
+        self.teacher = self.ranks.together(lambda: tune.teacher_of(config, data, self.device))
         if not self.parallel.is_sharded:  # else blocks go there one by one, each with its part alone
             self.model.to(self.device)
         self.run_state = hb.RunState(config.seed, config.schedule()).to(self.device)
@@ -179,11 +183,16 @@ class Trainer:
         files.write_json(self.folder / RESULT, result)
         return result
 
-    def evaluate(self) -> float:
-        """Return the mean loss on the held-out sequences, in high precision; each rank takes its part of them."""
+    def evaluate(self, *, as_trained: bool = False) -> float:
+        """Return the mean loss on the held-out sequences, in high precision; each rank takes its part of them.
+
+        Args:
+            as_trained: compute it in the recipes, as a model is served that was tuned for it.
+        """
         count = max(1, min(self.config.eval_batches, self.held_out.windows // self.config.data.batch))
         total = torch.zeros((), device=self.device)
-        with torch.no_grad(), hb.high_precision(self.model):
+        aside = contextlib.nullcontext() if as_trained else hb.high_precision(self.model)
+        with torch.no_grad(), aside:
             for position in range(count):
                 total += self._loss(*self.held_out[position])
         self.parallel.let_go(self.model)
@@ -267,7 +276,7 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for i in range(count):
             with self.parallel.reducing(self.trained, i == count - 1):
-                loss, balance = self._losses(tokens[2 * i], tokens[2 * i + 1], self.trained)
+                loss, balance = self._losses(tokens[2 * i], tokens[2 * i + 1], self.trained, self.teacher)
                 ((loss + balance) / count).backward()
             total += loss.detach() / count
             self.run_state.advance()
@@ -279,10 +288,17 @@ class Trainer:
     def _loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         return self._losses(inputs_BT, targets_BT, self.model)[0]
 
-    def _losses(self, inputs_BT: Tensor, targets_BT: Tensor, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Return the cross entropy, which is what runs report, and the weighted load-balancing loss of experts."""
+    def _losses(
+        self, inputs_BT: Tensor, targets_BT: Tensor, model: nn.Module, teacher: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the cross entropy, or the divergence from a teacher, and the weighted balancing loss of experts."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             logits_BTV, balance = model(inputs_BT, balance=True)
+            if teacher is not None:
+                with torch.no_grad():
+                    wanted_BTV = teacher(inputs_BT)
+                per_token = distillation_loss(logits_BTV, wanted_BTV, temperature=self.config.tune.temperature)
+                return per_token.mean(), balance
         return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten()), balance
 
     def _tokens(self) -> int:
@@ -355,6 +371,7 @@ class Trainer:
             history.held_out_loss = self.evaluate()  # resumed from the checkpoint of the last step
             self._check_what_a_step_left(history)
         diverged = history.diverged
+        tuned = {} if self.config.tune.begin is None else {"held_out_loss_as_trained": self.evaluate(as_trained=True)}
         peak = self.ranks.largest(measure.peak_memory(self.device))  # before the measurement below adds to it
         self._forget_graph()  # which holds what a step takes
         saved = measure.saved_activation_bytes(self.model, lambda: self._loss(*self.batches[0]))
@@ -365,6 +382,7 @@ class Trainer:
             "steps": self.step,
             "tokens": self._tokens(),
             "held_out_loss": None if diverged else history.held_out_loss,
+            **(dict.fromkeys(tuned) if diverged else tuned),
             "is_diverged": diverged is not None,
             "diverged_at": diverged and diverged.step,
             "diverged_in": diverged and diverged.what,

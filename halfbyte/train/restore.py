@@ -36,7 +36,7 @@ def check(
         raise ValueError(f"step={step}: the run has {config.optim.steps} steps")
     if position != step * config.data.accumulate:
         raise ValueError(f"position={position}: after {step} steps it is {step * config.data.accumulate}")
-    _check_model(saved["model"], model.state_dict())
+    check_model(saved["model"], model.state_dict())
     _check_optimizer(saved["optimizer"], optimizer, step)
     _check_run_state(saved["run_state"], run_state, step, position)
 
@@ -47,7 +47,12 @@ def optimizer_state(saved: Any, optimizer: torch.optim.Optimizer) -> dict:
     return {**saved, "param_groups": [theirs | {key: ours[key] for key in OF_THE_DEVICE} for ours, theirs in groups]}
 
 
-def _check_model(saved: Any, own: dict[str, Tensor]) -> None:
+def check_model(saved: Any, own: dict[str, Tensor]) -> None:
+    """Raise ValueError unless `saved` has the tensors of a model's state, all plain or sharded as its own.
+
+    Raises:
+        ValueError: a name, kind, shape or dtype differs, and is named.
+    """
     if not isinstance(saved, dict):
         raise ValueError(f"model: a {type(saved).__name__}, not a dict of tensors")
     for name in sorted({*own} ^ {*saved}, key=str):

@@ -106,7 +106,8 @@ OPTIONS = {
     'nvfp4_forward(backward="dequantized")': hb.recipes.nvfp4_forward(backward="dequantized"),
     "nvfp4(weight_block=(1, 16))": hb.recipes.nvfp4(weight_block=(1, 16)),
 }
-CODES = {"nvfp4": "0.252", "four_over_six": "0.252", "rl": "0.281", "quartet2": "0.281", next(iter(OPTIONS)): "0.281"}
+CODES = {"nvfp4": "0.252", "four_over_six": "0.252", "rl": "0.281", "quartet2": "0.281", "qat": "0.281"}
+CODES[next(iter(OPTIONS))] = "0.281"
 """The page's table: what a gather of a recipe's weight takes of bf16, forward or backward; 1.000 of all others."""
 
 

@@ -1,0 +1,177 @@
+"""torchtitan's Trainer on a CPU for test_torchtitan.py, importable on every rank: device, attention, tokenizer, text.
+
+A CPU lacks what torchtitan asks of a device, and backward of compiled FlexAttention: `_Device` answers for it, and
+attention is torch's own. torch 2.13 lacks torch.distributed.set_timeout, gloo a sum with a factor: FSDP2 divides beside
+it. Everything else is torchtitan's: its configs, meta init, parallelize functions, FSDP2, optimizer, loss, checkpoints
+and loop.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+FOLDER = Path(sys.prefix) / "peers" / "torchtitan"
+if str(FOLDER) not in sys.path:
+    sys.path.append(str(FOLDER))
+
+from torchtitan.tools import utils  # noqa: E402
+
+
+class _Device:
+    """What torchtitan asks torch.cuda for."""
+
+    memory = torch.cpu
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def set_device(self, device: Any) -> None:
+        """There is one."""
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_name(self, device: Any) -> str:
+        return "CPU"
+
+    def get_device_properties(self, device: Any) -> Any:
+        return SimpleNamespace(total_memory=1 << 30)
+
+    def memory_stats(self, device: Any) -> dict[str, int]:
+        return {}
+
+    def reset_peak_memory_stats(self) -> None:
+        """Nobody counts."""
+
+    def empty_cache(self) -> None:
+        """There is none."""
+
+
+utils.device_type, utils.device_module = "cpu", _Device()
+if not hasattr(torch.distributed, "set_timeout"):  # torchtitan 0.3.0 is ahead of torch 2.13, in which it is private
+    torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout
+
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
+from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
+from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
+from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.config.configs import DebugConfig  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
+
+TEXT = Path(torch.__file__).with_name("functional.py").read_bytes()
+"""What the debug models learn: Python that every machine with this torch has."""
+
+
+class Bytes(BaseTokenizer):
+    """Tokens are bytes."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Config, *, tokenizer_path: str) -> None:
+        super().__init__()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    def get_vocab_size(self) -> int:
+        return 256
+
+
+class Windows(BaseDataLoader):
+    """Pieces of TEXT in order, every data-parallel rank its own."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        pass
+
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_):
+        self.world, self.rank, self.length, self.batch, self.next = dp_world_size, dp_rank, seq_len, local_batch_size, 0
+        self.tokens = torch.tensor(list(TEXT))
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        while True:
+            first = (self.next * self.world + self.rank) * self.batch
+            starts = [(first + i) * self.length % (len(self.tokens) - self.length - 1) for i in range(self.batch)]
+            rows = torch.stack([self.tokens[start : start + self.length + 1] for start in starts])
+            self.next += 1
+            positions = torch.arange(self.length, dtype=torch.int32).expand(self.batch, -1)
+            yield {"input": rows[:, :-1], "positions": positions.contiguous()}, rows[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.next = state_dict["next"]
+
+
+def small(config: Trainer.Config, folder: Path | str, *, steps: int = 20, accumulate: int = 1) -> Trainer.Config:
+    """Let a config of a debug model run here: two sequences of 64 tokens, our text, a fixed seed."""
+    for _, _, parent, attribute in list(config.model_spec.model.traverse(FlexAttention.Config)):
+        setattr(parent, attribute, ScaledDotProductAttention.Config())
+    config.dump_folder, config.hf_assets_path = str(folder), str(folder)
+    config.tokenizer, config.dataloader = Bytes.Config(), Windows.Config()
+    training = config.training
+    training.local_batch_size, training.seq_len, training.steps = 2, 64, steps
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    training.global_batch_size = 2 * accumulate * world
+    config.debug = DebugConfig(seed=3)
+    config.checkpoint = CheckpointManager.Config()
+    config.parallelism.pipeline_parallel_schedule = "1F1B"
+    return config
+
+
+def alone(rank: int = 0, world: int = 1, port: str = "29761") -> None:
+    """Be one of torchrun's processes."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+
+
+def _fill(model: torch.nn.Module) -> None:
+    """Give every parameter values that depend on its name alone: torch draws others on several ranks than on one."""
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.replace("_checkpoint_wrapped_module.", "").encode()))
+        full = torch.randn(parameter.shape, generator=generator) * 0.05 + (parameter.dim() == 1)
+        if isinstance(parameter, DTensor):
+            full = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+        with torch.no_grad():
+            parameter.copy_(full)
+
+
+def run(config: Trainer.Config, *, weights: bool = False) -> tuple[Trainer, list[float]]:
+    """Train, and return the trainer and the losses of all steps; weights: fill them by name."""
+    trainer = config.build()
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    if weights:
+        _fill(trainer.model_parts[0])
+    losses: list[float] = []
+    log = trainer.metrics_processor.log
+
+    def note(step: int, loss: float, *others: Any, **more: Any) -> None:
+        losses.append(loss)
+        log(step, loss, *others, **more)
+
+    trainer.metrics_processor.log = note
+    trainer.train()
+    trainer.close()
+    return trainer, losses
