@@ -1,20 +1,20 @@
 """What quantization does to a model while it trains: statistics of sampled steps (docs/statistics.md)."""
 
-from halfbyte.stats.collect import Statistics, collect_stats
-from halfbyte.stats.figures import LayerStatistics, Product, Quantized, Spread
+from halfbyte.stats.collect import StatsCollector, collect_stats
+from halfbyte.stats.figures import LayerStatistics, OperandStatistics, ProductStatistics, TensorStatistics
 from halfbyte.stats.sinks import JSONL, Table, TensorBoard, WandB
 from halfbyte.stats.table import StepStatistics
 
 __all__ = [
     "JSONL",
     "LayerStatistics",
-    "Product",
-    "Quantized",
-    "Spread",
-    "Statistics",
+    "OperandStatistics",
+    "ProductStatistics",
+    "StatsCollector",
     "StepStatistics",
     "Table",
     "TensorBoard",
+    "TensorStatistics",
     "WandB",
     "collect_stats",
 ]

@@ -31,11 +31,11 @@ class Sink(Protocol):
         ...
 
 
-class Statistics:
+class StatsCollector:
     """Measures the layers of a model in sampled steps; `hb.collect_stats` makes one.
 
-    The first step is sampled, and every step whose number `every` divides. `advance()`, called after each optimizer step, or
-    `follow(optimizer)`, called once, tells where a step ends.
+    The first step is sampled, and every step whose number `every` divides. `advance()`, called after each optimizer
+    step, or `follow(optimizer)`, called once, tells where a step ends.
 
     Attributes:
         last: of the latest sampled step, a StepStatistics, None before there is one.
@@ -57,20 +57,20 @@ class Statistics:
     @property
     def is_sampling(self) -> bool:
         """Whether the step that runs now is measured."""
-        return self.samples(self.step + 1)
+        return bool(self._layers) and self.samples(self.step + 1)
 
     def samples(self, step: int) -> bool:
         """Whether a step is measured: the first has the number 1."""
         return step == 1 or step % self.every == 0
 
-    def start_at(self, step: int) -> Statistics:
+    def start_at(self, step: int) -> StatsCollector:
         """Go on behind `step` steps, as a resumed run does, and return self."""
         self._end()
         self.step = step
         self._begin()
         return self
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> Statistics:
+    def follow(self, optimizer: torch.optim.Optimizer) -> StatsCollector:
         """Let every step of `optimizer` end one here, and return self.
 
         Raises:
@@ -78,7 +78,7 @@ class Statistics:
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer={type(optimizer).__name__}: give a torch.optim.Optimizer, or call advance()")
-        self._handles.append(optimizer.register_step_post_hook(lambda *arguments: self.advance()))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
         return self
 
     def advance(self) -> StepStatistics | None:
@@ -101,15 +101,18 @@ class Statistics:
         self._begin()
         return found
 
+    def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+        self.advance()
+
     def remove(self) -> None:
         """Measure nothing any more: the layers are as they were before."""
         self._end()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._layers = {}
+        self._layers, self._ledgers = {}, {}
 
-    def __enter__(self) -> Statistics:
+    def __enter__(self) -> StatsCollector:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -183,9 +186,9 @@ class Statistics:
             named = ", ".join(f"{row.name} {row.dw_noise_ratio:.2f}" for row in loudest)
             warn_user(
                 f"step {found.step}: quantization noise is {found.noise_ratio:.2f} of the weight gradients of a "
-                f"micro-batch, beyond 1/√3 = {NOISE_LIMIT:.2f}, where training in FP4 stalls (arXiv 2505.19115); most in "
-                f"{named}. Larger batches, a recipe with less noise in wgrad, or a high-precision backward at the end "
-                "(hb.Schedule) help"
+                f"micro-batch, beyond 1/√3 = {NOISE_LIMIT:.2f}, where training in FP4 stalls (arXiv 2505.19115), most "
+                f"in {named}; larger batches, a recipe with less noise in wgrad, or a high-precision backward at the "
+                "end (hb.Schedule) help"
             )
 
 
@@ -232,22 +235,22 @@ def collect_stats(
     to: Sequence[Sink] = (),
     names: Sequence[str] = ("*",),
     group: Any = None,
-) -> Statistics:
+) -> StatsCollector:
     """Measure what quantization does to the layers of `model`, in the first optimizer step and in every n-th.
 
-    No bit of the model, its gradients or its random places changes. In a sampled step x and the weights are kept until the
-    backward, as training in bf16 does; in the others nothing is done.
+    No bit of the model, its gradients or its random places changes. In a sampled step x and the weights are kept until
+    the backward, as training in bf16 does; in the others nothing is done.
 
     Args:
         model: converted by `hb.quantize_`. Layers that it kept in high precision are not measured.
         every: optimizer steps from one sampled step to the next.
         to: where the statistics go, such as hb.stats.JSONL(path); `statistics.last` has them anyway.
         names: globs of the layers to measure.
-        group: the torch.distributed group over which ranks are added up: those that train the same layers on other data.
-            None: all ranks.
+        group: the torch.distributed group over which ranks are added up: those that train the same layers on other
+            data. None: all ranks.
 
     Returns:
-        Statistics; call its `advance()` after each optimizer step, or its `follow(optimizer)` once.
+        StatsCollector; call its `advance()` after each optimizer step, or its `follow(optimizer)` once.
 
     Raises:
         ValueError: no layer that follows a recipe matches, or `every` is no number of steps.
@@ -263,7 +266,7 @@ def collect_stats(
         raise TypeError(f"names={names!r}: give a tuple of globs")
     if isinstance(to, str) or not all(callable(getattr(sink, "write", None)) for sink in to):
         raise TypeError(f"to={to!r}: give a list of sinks, such as [hb.stats.JSONL(path)]")
-    statistics = Statistics(model, every, to, names, group)
+    statistics = StatsCollector(model, every, to, names, group)
     if not statistics._layers:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(statistics.unobserved.items())[:4])
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What statistics consist of: sums and maxima that ranks and micro-batches add up, and the figures that follow from them.
+"""What statistics consist of: sums and maxima that ranks and micro-batches add up, and the figures made of them.
 
 A ledger is one fp64 tensor of a layer: maxima first, then sums, then a count of outliers for every channel of x, w and
 dy. Nothing in it is a mean or a share, so that adding ledgers is exact, and the figures of several ranks or
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfbyte.spec import parse
+
 TENSORS = ("x", "w", "dy")
 SIDES = ("x.row", "w.row", "dy.row", "w.col", "dy.col", "x.col")
 """The six operands in the order of the GEMMs: fprop, dgrad, wgrad."""
@@ -21,9 +23,9 @@ PRODUCTS = ("y", "dx", "dw")
 
 SIDE_SUMS = (
     *("elements", "signal", "noise", "magnitude", "deviation", "nonzero", "underflow", "saturated"),
-    *("blocks", "scale_underflow", "chosen", "other_noise", "rotates"),
+    *("blocks", "scale_underflow", "chosen", "other_noise"),
 )
-"""Of one operand, see `Quantized`; `chosen`, `other_noise` are NaN where the spec has no such figure."""
+"""Of one operand, see `OperandStatistics`; `chosen`, `other_noise` are NaN where the spec has no such figure."""
 PRODUCT_SUMS = ("elements", "wanted", "got", "noise")
 TENSOR_SUMS = ("elements", "outliers")
 MAXIMA = len(SIDES) + len(TENSORS)
@@ -81,8 +83,8 @@ def _decibel(ratio: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantized:
-    """One operand of a GEMM: v are the values that are quantized, rotated where the spec rotates, q what codes stand for.
+class OperandStatistics:
+    """One operand of a GEMM: v are the values that are quantized, rotated if the spec rotates, q what codes stand for.
 
     Args:
         name: of `SIDES`.
@@ -96,7 +98,6 @@ class Quantized:
         blocks, scale_underflow: blocks that are not all 0, and those of them whose scale is.
         chosen: blocks with another scale than the standard one, of `blocks`; NaN where no candidates are tried.
         other_noise: the noise with a rotation where the spec has none, without where it has one; NaN if not measured.
-        rotates: whether the spec has one.
     """
 
     name: str
@@ -114,7 +115,6 @@ class Quantized:
     scale_underflow: float
     chosen: float
     other_noise: float
-    rotates: float
 
     @property
     def snr_db(self) -> float:
@@ -149,12 +149,14 @@ class Quantized:
     @property
     def rht_gain_db(self) -> float:
         """How much larger the SNR is with a Hadamard transform than without; NaN where that was not measured."""
-        without, rotated = (self.other_noise, self.noise) if self.rotates else (self.noise, self.other_noise)
+        without, rotated = (
+            (self.other_noise, self.noise) if parse(self.spec).rotation else (self.noise, self.other_noise)
+        )
         return _decibel(_ratio(without, rotated))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class TensorStatistics:
     """One tensor before it is quantized: its largest magnitude, and how many outliers each channel holds.
 
     Args:
@@ -193,7 +195,7 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
+class ProductStatistics:
     """What a GEMM returned, beside the product of its unquantized operands.
 
     Args:
@@ -226,16 +228,16 @@ class LayerStatistics:
     Args:
         name: of the layer.
         recipe: its name or key.
-        operands: {x.row, …: Quantized}, those that the recipe quantizes.
-        tensors: {x, w, dy: Spread}.
-        products: {y, dx, dw: Product}, those that were computed.
+        operands: {x.row, …: OperandStatistics}, those that the recipe quantizes.
+        tensors: {x, w, dy: TensorStatistics}.
+        products: {y, dx, dw: ProductStatistics}, those that were computed.
     """
 
     name: str
     recipe: str
-    operands: dict[str, Quantized]
-    tensors: dict[str, Spread]
-    products: dict[str, Product]
+    operands: dict[str, OperandStatistics]
+    tensors: dict[str, TensorStatistics]
+    products: dict[str, ProductStatistics]
 
     @property
     def dw_noise_ratio(self) -> float:
@@ -262,18 +264,20 @@ def read_ledger(
     """
     parts = entries(ledger, *features)
     operands = {
-        name: Quantized(name=name, spec=spec, amax=amax, **dict(zip(SIDE_SUMS, sums, strict=True)))
+        name: OperandStatistics(name=name, spec=spec, amax=amax, **dict(zip(SIDE_SUMS, sums, strict=True)))
         for name, spec, amax, sums in zip(SIDES, specs, parts.amaxes.tolist(), parts.sides.tolist(), strict=False)
         if spec is not None and sums[0]
     }
     amaxes = parts.amaxes[len(SIDES) :].tolist()
     tensors = {
-        name: Spread(name=name, amax=amax, elements=sums[0], outliers=sums[1], channels=tuple(channels.tolist()))
+        name: TensorStatistics(
+            name=name, amax=amax, elements=sums[0], outliers=sums[1], channels=tuple(channels.tolist())
+        )
         for name, amax, sums, channels in zip(TENSORS, amaxes, parts.tensors.tolist(), parts.channels, strict=True)
         if sums[0]
     }
     products = {
-        name: Product(name=name, **dict(zip(PRODUCT_SUMS, sums, strict=True)))
+        name: ProductStatistics(name=name, **dict(zip(PRODUCT_SUMS, sums, strict=True)))
         for name, sums in zip(PRODUCTS, parts.products.tolist(), strict=True)
         if sums[0]
     }

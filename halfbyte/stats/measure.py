@@ -25,7 +25,7 @@ CHUNK_ELEMENTS = 1 << 24
 """Of a chunk: 64 MiB in fp32."""
 
 TILE = 16
-"""Rows that share scales in 16×16 tiles: chunks start at multiples of it."""
+"""Rows that share scales in tiles: chunks start at multiples of it."""
 
 
 def _chunks(t: Tensor) -> Iterator[slice]:
@@ -45,7 +45,7 @@ def values_of(t: Tensor, side: Side) -> Tensor:
     return pad(t.float(), (0, -t.shape[1] % side.spec.alignment))
 
 
-def decoded(blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
+def values_of_codes(blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
     """Return what the codes of some rows stand for, fp32, padding included."""
     amax = blocks.amax[rows] if spec.has_row_amax else blocks.amax
     part = Blocks(blocks.qdata[rows], blocks.block_scale[rows], amax)
@@ -65,7 +65,7 @@ def side_sums(t: Tensor, side: Side, blocks: Blocks) -> tuple[Tensor, Tensor]:
     total = torch.zeros(len(SIDE_SUMS), dtype=torch.float64, device=t.device)
     largest = torch.zeros((), dtype=torch.float64, device=t.device)
     for rows in _chunks(t):
-        v, q = values_of(t[rows], side), decoded(blocks, side.spec, rows)
+        v, q = values_of(t[rows], side), values_of_codes(blocks, side.spec, rows)
         d = q - v
         limit = _limits(blocks, side.spec, rows)
         magnitudes = v.abs().unflatten(1, (-1, side.spec.block_length))
@@ -86,7 +86,6 @@ def side_sums(t: Tensor, side: Side, blocks: Blocks) -> tuple[Tensor, Tensor]:
             "scale_underflow": torch.count_nonzero(filled & empty_scale),
             "chosen": _chosen(maxima, blocks, side.spec, rows),
             "other_noise": _other_noise(t, other, rows),
-            "rotates": torch.full((), side.spec.rotation is not None, device=t.device),
         }
         total += torch.stack([sums[name].double() for name in SIDE_SUMS])
         largest = torch.maximum(largest, maxima.amax().double())
@@ -143,11 +142,11 @@ def _other_noise(t: Tensor, other: tuple[Side, Blocks] | None, rows: slice) -> T
     if other is None:
         return _nothing(t.device)
     side, blocks = other
-    return _norm(decoded(blocks, side.spec, rows) - values_of(t[rows], side)).square()
+    return _norm(values_of_codes(blocks, side.spec, rows) - values_of(t[rows], side)).square()
 
 
 def tensor_sums(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of elements and of outliers, fp64 [2], the outliers of each column [C], and the largest magnitude.
+    """Return the numbers of elements and outliers, fp64 [2], the outliers of each column [C], the largest magnitude.
 
     Args:
         t: [R, C].

@@ -79,7 +79,8 @@ class _ObservedLinear(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         request, streams = ctx.call
         n = request.count
-        kept, (x, *given) = ctx.saved_tensors[: ctx.kept_count], ctx.saved_tensors[ctx.kept_count :]
+        saved = ctx.saved_tensors  # once: checkpointing refuses to be asked again
+        kept, (x, *given) = saved[: ctx.kept_count], saved[ctx.kept_count :]
         weights, amaxes, ledgers = given[:n], given[n : 2 * n], given[2 * n :]
         gradients = run_backward(ctx, kept, dys)
         needs = ctx.needs_input_grad[1 : 2 + n]
@@ -112,7 +113,7 @@ class Observed:
 
 def observe(seen: Observed, ledgers: dict[int, Tensor]) -> None:
     """Add what was seen to the ledgers of the layers with these numbers."""
-    request, recipe = seen.request, seen.request.recipe
+    recipe = seen.request.recipe
     x_parts, x_tensor = _sides_of_x(seen), tensor_sums(seen.x)
     for i, ledger in ledgers.items():
         w, dy = seen.weights[i], seen.dys[i].reshape(matrix_shape(seen.dys[i].shape))
@@ -188,7 +189,7 @@ def _products(seen: Observed, i: int, dy: Tensor) -> dict[str, Tensor]:
     made = {"y": outputs[i]}
     dys = [dy if mine else None for mine in own]
     dtypes = seen.x.dtype, [seen.x.dtype] * n, nothing
-    state = kept, (*seen.draws, seen.signs), nothing
+    state = kept, [*seen.draws, seen.signs], nothing
     dx, *dws = gradients_of(request, state, dys, [ops.Amaxes()] * n, ((*needs, *[False] * n), dtypes))
     return made | {name: t for name, t in (("dx", dx), ("dw", dws[i])) if t is not None}
 
