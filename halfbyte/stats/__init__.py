@@ -2,7 +2,7 @@
 
 from halfbyte.stats.collect import StatsCollector, collect_stats
 from halfbyte.stats.figures import LayerStatistics, OperandStatistics, ProductStatistics, TensorStatistics
-from halfbyte.stats.sinks import JSONL, Table, TensorBoard, WandB
+from halfbyte.stats.sinks import JSONL, Table, TensorBoard, WandB, as_lines, read_records
 from halfbyte.stats.table import StepStatistics
 
 __all__ = [
@@ -16,5 +16,7 @@ __all__ = [
     "TensorBoard",
     "TensorStatistics",
     "WandB",
+    "as_lines",
     "collect_stats",
+    "read_records",
 ]

@@ -29,14 +29,20 @@ class JSONL:
     def __init__(self, path: str | Path, *, after: int | None = None) -> None:
         self.path = Path(path)
         if after is not None and self.path.exists():
-            lines = [record for record in read_records(self.path) if record["step"] <= after]
-            self.path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            kept = [record for record in read_records(self.path) if record["step"] <= after]
+            aside = self.path.with_name(f".{self.path.name}.tmp")
+            aside.write_text(as_lines(kept), encoding="utf-8")
+            aside.replace(self.path)
 
     def write(self, statistics: StepStatistics) -> None:
         """Append the records of a step."""
-        text = "".join(json.dumps(record) + "\n" for record in statistics.records())
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(text)
+            file.write(as_lines(statistics.records()))
+
+
+def as_lines(records: list[dict[str, Any]]) -> str:
+    """Return records as JSON lines."""
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
