@@ -3,7 +3,7 @@
 `import halfbyte as hb`, then `report = hb.quantize_(model, hb.recipes.nvfp4())` converts a model in place.
 """
 
-from halfbyte import distributed, export, layout, nn, recipes
+from halfbyte import distributed, export, layout, nn, recipes, stats
 from halfbyte.convert import Keep, Report, high_precision, quantize_, set_recipe_
 from halfbyte.functional import gemm_nt, grouped_gemm_nt, grouped_linear, linear, linear_shared
 from halfbyte.lora import freeze_, lora_, merge_lora_
@@ -14,6 +14,7 @@ from halfbyte.rng import Philox
 from halfbyte.schedule import Schedule
 from halfbyte.spec import MXFP8, NVFP4, BlockMax, Eden, FourOverSix, GemmSpec, Hadamard, Recipe
 from halfbyte.state import RunState
+from halfbyte.stats import collect_stats
 from halfbyte.tensor import QuantTensor, grouped_quantize_row_col, quantize, quantize_row_col
 from halfbyte.unconvert import unquantize_
 from halfbyte.version import __version__
@@ -36,6 +37,7 @@ __all__ = [
     "__version__",
     "backends",
     "cache_weights",
+    "collect_stats",
     "distributed",
     "export",
     "freeze_",
@@ -57,5 +59,6 @@ __all__ = [
     "recipes",
     "selective_checkpoint_ops",
     "set_recipe_",
+    "stats",
     "unquantize_",
 ]

@@ -252,31 +252,42 @@ class _SharedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        if not torch.compiler.is_compiling():  # compiled backward passes see zeros
-            ctx.set_materialize_grads(False)  # of an output that nobody used, a weight has no gradient
-        note(ctx, call, x, tensors)
-        needs = ctx.needs_input_grad[1 : 2 + call.request.count]
-        n = call.request.count
-        if whole.fits(call.request, needs, ctx.main_grads):
-            made, ctx.layout = forward_op(call.request, needs, (x, *tensors), call.streams), None
-        else:
-            made, ctx.layout = ops.run(forward_pass, (call.request, needs), (x, *tensors), call.streams)
-        ctx.save_for_backward(*made[n:], *bases_of(call, tensors))
-        return made[:n]
+        outputs, kept = run_forward(ctx, call, x, tensors)
+        ctx.save_for_backward(*kept)
+        return outputs
 
     @staticmethod
     @first_order(LINEAR)
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.layout is None:
-            gradients = backward_op(_BACKWARD, ctx, ctx.saved_tensors, dys)
-            return as_gradients(ctx, gradients)
-        layout, saved = ctx.layout, ctx.saved_tensors
-        if ctx.call.late:
-            layout, saved = with_late(ctx.call.late, layout, saved, ctx.needs_input_grad[1])
-        static = ctx.call.request, layout, ctx.needs_input_grad[1:], ctx.dtypes
-        given = *saved, *dys, *ctx.main_grads
-        gradients, _ = ops.run(backward_pass, static, given, ctx.call.streams)
-        return as_gradients(ctx, gradients)
+        return run_backward(ctx, ctx.saved_tensors, dys)
+
+
+def run_forward(
+    ctx: Any, call: Call, x: Tensor, tensors: Sequence[Any]
+) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
+    """Return the outputs [M, N_i] of an autograd function's forward, and what `run_backward` needs saved."""
+    if not torch.compiler.is_compiling():  # compiled backward passes see zeros
+        ctx.set_materialize_grads(False)  # of an output that nobody used, a weight has no gradient
+    note(ctx, call, x, tensors)
+    needs = ctx.needs_input_grad[1 : 2 + call.request.count]
+    n = call.request.count
+    if whole.fits(call.request, needs, ctx.main_grads):
+        made, ctx.layout = forward_op(call.request, needs, (x, *tensors), call.streams), None
+    else:
+        made, ctx.layout = ops.run(forward_pass, (call.request, needs), (x, *tensors), call.streams)
+    return made[:n], (*made[n:], *bases_of(call, tensors))
+
+
+def run_backward(ctx: Any, kept: Sequence[Tensor | None], dys: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of an autograd function whose forward called `run_forward` and saved `kept`."""
+    if ctx.layout is None:
+        return as_gradients(ctx, backward_op(_BACKWARD, ctx, kept, dys))
+    layout, saved = ctx.layout, kept
+    if ctx.call.late:
+        layout, saved = with_late(ctx.call.late, layout, saved, ctx.needs_input_grad[1])
+    static = ctx.call.request, layout, ctx.needs_input_grad[1 : 2 + 2 * ctx.call.request.count], ctx.dtypes
+    gradients, _ = ops.run(backward_pass, static, (*saved, *dys, *ctx.main_grads), ctx.call.streams)
+    return as_gradients(ctx, gradients)
 
 
 def note(ctx: Any, call: Call, x: Tensor, tensors: Sequence[Any]) -> None:

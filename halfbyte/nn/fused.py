@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.functional.activation import activate, find_activation, linear_activation
-from halfbyte.nn.linear import Linear, forward_shared, gather, has_hooks, run_shared, shareable
+from halfbyte.nn.linear import Linear, forward_shared, gather, has_hooks, run_shared, shareable, stand_in
 from halfbyte.nn.norm import LayerNorm, Norm, RMSNorm, add_then_norm, from_norm, make_norm, to_norm
 from halfbyte.nn.shared_input import following
 from halfbyte.nn.streams import own_state
@@ -194,7 +194,7 @@ class MLP(_OfLayers):
     def _run(self, x: Tensor, call: int, amaxes: ops.Amaxes | None) -> Tensor:
         first, down = self._first, (getattr(self, self.names[-1]),)
         how = following(down, x.device, call)
-        if shareable(first) and isinstance(first[0], Linear):
+        if shareable(first) and isinstance(first[0], Linear) and stand_in(first) is None:
             layers = gather(x, first, call)
             h, h_amaxes = linear_activation(x, layers, self.activation, first[0].recipe, how, amaxes)
         else:

@@ -139,7 +139,18 @@ def _handed_over(x: Tensor, layer: LinearLayer, call: int) -> ops.Amaxes | None:
 
 def run_shared(x: Tensor, layers: Sequence[LinearLayer], call: int, x_amaxes: ops.Amaxes | None) -> tuple[Tensor, ...]:
     """Return the outputs of layers that share a recipe; x_amaxes: those of x, where known."""
+    instead = stand_in(layers)
+    if instead is not None:
+        return instead(x, layers, call, x_amaxes)
     return outputs_of(x, gather(x, layers, call), layers[0].recipe, None, x_amaxes)
+
+
+def stand_in(layers: Sequence[Any]) -> Callable[..., Any] | None:
+    """Return what runs in the place of the GEMMs of layers that share one input, None for nothing."""
+    for layer in layers:
+        if layer.instead is not None:
+            return layer.instead
+    return None
 
 
 def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:

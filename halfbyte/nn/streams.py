@@ -55,7 +55,7 @@ def _unless_moved(parameters: dict[str, Any], fn: Callable[[Tensor], Tensor]) ->
 
 _OWN = (
     *("_recipe", "_shift", "_stale", "_stream", "amax_group", "before_use", "called", "kept", "weight_to_read"),
-    *("recipe_before", "run_state", "shared_input", "times_aside", "weight_cache"),
+    *("instead", "ledger", "recipe_before", "run_state", "shared_input", "times_aside", "weight_cache"),
 )
 """What layers with a recipe have on top of the modules that they were converted from."""
 
@@ -95,6 +95,13 @@ class FollowsRecipe(_Base):
 
     times_aside: int = 0
     """How many `hb.high_precision` contexts the layer is in."""
+
+    instead: Callable[..., Any] | None = None
+    """Called in the place of the layer's GEMMs, by modules above that watch a step or try another arithmetic; of layers
+    that share one input with (x, layers, call, amaxes of x), of experts as their functional is."""
+
+    ledger: Tensor | None = None
+    """What those that watch a step add up, on the weight's device."""
 
     def adopt(self, recipe: Recipe | str, state: RunState | None) -> None:
         recipe = resolve(recipe)
@@ -237,6 +244,8 @@ class FollowsRecipe(_Base):
             "weight_cache": None,
             "times_aside": 0,
             "weight_to_read": None,
+            "instead": None,
+            "ledger": None,
         }  # no optimizer refills the cache of a copy
         return {**self.__dict__, **fresh}
 

@@ -132,9 +132,13 @@ class RunConfig:
     """Activation checkpointing of every block: `selective` keeps what quantization and GEMMs returned."""
     tensorboard: bool = False
     """Write TensorBoard files too (extra `train`)."""
+    stats_every: int = 0
+    """Steps between two in which every layer's quantization is measured, into stats.jsonl; 0: never."""
 
     def __post_init__(self) -> None:
         _positive(self, "log_every", "checkpoint_every", "keep")
+        if self.stats_every < 0:
+            raise ValueError(f"stats_every={self.stats_every}: give a number of steps, or 0 for no statistics")
         _switch(self, "graph")
 
 

@@ -8,7 +8,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from halfbyte.train import auto, checkpoint, environment, extension, files, log, tune
+from halfbyte.train import auto, checkpoint, environment, extension, files, log, sampled, tune
 from halfbyte.train.config import TrainConfig, differences
 from halfbyte.train.data import Data
 from halfbyte.train.recorded import CHECKPOINTS, CONFIG, LAYERS, RESULT, TENSORBOARD, read_result, recorded_config
@@ -107,7 +107,7 @@ def environments(folder: Path, history: list[dict]) -> list[dict]:
 
 def clean_folder(folder: Path) -> None:
     """Delete what writers that were killed left in the folder of a run."""
-    files.remove_leftovers(folder, CONFIG, RESULT, LAYERS, log.NAME)
+    files.remove_leftovers(folder, CONFIG, RESULT, LAYERS, log.NAME, sampled.NAME)
     files.remove_leftovers(folder / TENSORBOARD, EVENTS)
     checkpoint.remove_unfinished(folder / CHECKPOINTS)
 
@@ -149,7 +149,7 @@ def _written(folder: Path) -> list[Path]:
         saved += checkpoint.checkpoints_in(folder / CHECKPOINTS)
     if _is_there(folder / TENSORBOARD, stat.S_ISDIR):
         inner += sorted((folder / TENSORBOARD).glob(EVENTS))
-    outer = [folder / name for name in (RESULT, LAYERS, log.NAME, CONFIG)]
+    outer = [folder / name for name in (RESULT, LAYERS, log.NAME, sampled.NAME, CONFIG)]
     kinds = [(path, stat.S_ISREG if path.suffix else stat.S_ISDIR) for path in saved]
     kinds += [(path, stat.S_ISREG) for path in (*inner, *outer)]
     return [path for path, is_kind in kinds if _is_there(path, is_kind)]

@@ -88,6 +88,10 @@ class GraphedStep:
         self._graph.replay()
         return tuple(output.clone() for output in self._outputs)
 
+    def eagerly(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return what `compute` returns, without a graph: a step that does more than the others."""
+        return self._compute(*inputs) if self._stream is None else self._aside(self._stream, inputs)
+
     def _aside(self, stream: torch.cuda.Stream, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run eagerly on the stream of the capture, as allocations of autograd have to be made there."""
         stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -51,6 +51,11 @@ class Log:
                     add = self._board.add_text if isinstance(value, str) else self._board.add_scalar
                     add(f"{kind}/{name}", value, step)
 
+    @property
+    def board(self):
+        """The writer of TensorBoard files, None if there is none."""
+        return self._board
+
     def close(self) -> None:
         """Finish both files.
 

@@ -35,6 +35,7 @@ from halfbyte.train import (
     parallel,
     progress,
     restore,
+    sampled,
     treatment,
     tune,
 )
@@ -138,6 +139,7 @@ class Trainer:
         self.batches = Batches(data.train, seed=config.seed, part=self.parallel.part, **layout)
         self.held_out = Batches(data.held_out, seed=HELD_OUT_SEED, part=self.parallel.part, **layout)
         self.step, self.position, self.seconds = 0, 0, 0.0
+        self.stats: hb.stats.StatsCollector | None = None
         self.checkpoints = checkpoint.Checkpoints(self.folder / CHECKPOINTS, config.run.keep, self.ranks)
         self.environments = [{"step": 0, **environment.own(self.device, self.dtype, config.mesh)}]
         self._resume()
@@ -163,12 +165,15 @@ class Trainer:
         self.ranks.first(self._record_config)
         measure.reset_peak_memory(self.device)
         log = self.ranks.together(self._open_log)
+        self.stats = self.ranks.together(lambda: self._watch(log))
         display = self.show(self.recipe, self.config.optim.steps, self.step)
         try:
             history = self._steps(log, display)
         finally:
             display.close()
             log.close()
+            if self.stats is not None:
+                self.stats.remove()
         result = self._result(history)
         return self.ranks.first(lambda: self._keep_result(result))
 
@@ -178,6 +183,9 @@ class Trainer:
             if self.ranks.is_first
             else Silent()
         )
+
+    def _watch(self, log: Log | Silent) -> hb.stats.StatsCollector | None:
+        return sampled.collector(self.model, self.config.run.stats_every, log, self.folder, (self.step, self.ranks))
 
     def _keep_result(self, result: dict) -> dict:
         files.write_json(self.folder / RESULT, result)
@@ -265,7 +273,12 @@ class Trainer:
         lr = optim.learning_rate(self.config.optim, self.step)
         optim.set_learning_rate_(self.optimizer, lr)
         batches = [self.batches[self.position + i] for i in range(count)]
-        total, norm = self.compute(*(tokens for batch in batches for tokens in batch))
+        compute = self.compute
+        if isinstance(compute, graphs.GraphedStep) and self.stats is not None and self.stats.is_sampling:
+            compute = compute.eagerly
+        total, norm = compute(*(tokens for batch in batches for tokens in batch))
+        if self.stats is not None:
+            self.stats.advance()
         self.position += count
         self.step += 1
         return lr, total, norm

@@ -1,0 +1,22 @@
+"""What quantization does to a model while it trains: statistics of sampled steps (docs/statistics.md)."""
+
+from halfbyte.stats.collect import StatsCollector, collect_stats
+from halfbyte.stats.figures import LayerStatistics, OperandStatistics, ProductStatistics, TensorStatistics
+from halfbyte.stats.sinks import JSONL, Table, TensorBoard, WandB, as_lines, read_records
+from halfbyte.stats.table import StepStatistics
+
+__all__ = [
+    "JSONL",
+    "LayerStatistics",
+    "OperandStatistics",
+    "ProductStatistics",
+    "StatsCollector",
+    "StepStatistics",
+    "Table",
+    "TensorBoard",
+    "TensorStatistics",
+    "WandB",
+    "as_lines",
+    "collect_stats",
+    "read_records",
+]

@@ -1,0 +1,29 @@
+"""The statistics of two ranks are those of one process that sees the data of both."""
+
+from __future__ import annotations
+
+import pytest
+import ranks
+import stats_checks
+
+import halfbyte as hb
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_two_ranks_are_one_process(wrap):
+    found = ranks.run(2, stats_checks.of_a_rank, wrap)
+    assert found[0] == found[1]
+    model, _ = stats_checks.converted()
+    statistics = hb.collect_stats(model)
+    for rank in range(2):
+        model(stats_checks.data(rank)).square().mean().backward()
+    wanted = statistics.advance().records()
+    assert len(wanted) == len(found[0]) == 15
+    for one, other in zip(found[0], wanted, strict=True):
+        numbers = {key: value for key, value in other.items() if isinstance(value, float)}
+        assert {key: one[key] for key in numbers} == pytest.approx(numbers, rel=1e-12)
+        assert {key: one[key] for key in one if key not in numbers} == {k: other[k] for k in other if k not in numbers}
+
+
+def test_ranks_with_other_layers_are_refused():
+    assert all("group=None" in message for message in ranks.run(2, stats_checks.of_other_layers))
