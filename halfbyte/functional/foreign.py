@@ -45,6 +45,11 @@ def is_sharded(tensor: object) -> bool:
     return is_foreign(tensor) and hasattr(type(tensor), "device_mesh")
 
 
+def are_sharded(*tensors: object) -> bool:
+    """Whether all of these are DTensors, but for those that are None."""
+    return all(tensor is None or is_sharded(tensor) for tensor in tensors)
+
+
 def refuse_foreign(tensors: Sequence[tuple[str, Any]], layer: Titled | str = "") -> None:
     """Raise ValueError for the first tensor that no quantized GEMM takes.
 
