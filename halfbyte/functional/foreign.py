@@ -17,9 +17,10 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))
 """Tensors of no class of their own."""
 
 SHARDED = (
-    "tensors of torch.distributed.tensor have no quantized GEMM. parallelize_module: leave these layers out of its "
-    "plan, or keep them in high precision (rules={glob: None} of hb.quantize_), in which they run sharded. FSDP2: "
-    "apply fully_shard to the module that calls the layer, such as its block, whose forward gathers whole weights"
+    "hb.nn.Linear multiplies tensors of torch.distributed.tensor where x and the weight both are such, as "
+    "ColwiseParallel and RowwiseParallel of parallelize_module make them; leave other layers out of its plan, or keep "
+    "them in high precision (rules={glob: None} of hb.quantize_), in which they run sharded. FSDP2: apply fully_shard "
+    "to the module that calls the layer, such as its block, whose forward gathers whole weights"
 )
 
 

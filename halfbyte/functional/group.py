@@ -41,4 +41,4 @@ def gathered(t: Tensor, axis: int, borders: tuple[int, ...], group: str) -> Tens
 
 def waited(t: Tensor) -> Tensor:
     """Return a tensor that a collective is still filling (AsyncCollectiveTensor) once it is there."""
-    return t.wait() if hasattr(type(t), "trigger_wait") else t
+    return t.wait() if hasattr(type(t), "trigger_wait") else t  # type: ignore[attr-defined]

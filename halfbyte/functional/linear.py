@@ -66,7 +66,7 @@ from halfbyte.functional.places import (
 )
 from halfbyte.functional.primary import primary_operands, runs_eagerly
 from halfbyte.functional.request import Call, Request, check_call, checked, draws_of
-from halfbyte.functional.split import Split
+from halfbyte.functional.split import LayerSplit
 from halfbyte.functional.weights import CachedWeight, covers, flatten, unflatten
 from halfbyte.layout import from_rows, matrix_shape
 from halfbyte.recipes import resolve
@@ -210,7 +210,7 @@ def prepare(
     recipe: Recipe,
     out_dtype: torch.dtype | None,
     x_amaxes: ops.Amaxes | None,
-    splits: tuple[Split | None, ...] | None = None,
+    splits: tuple[LayerSplit | None, ...] | None = None,
 ) -> tuple[Call | None, tuple]:
     """Return the static part of a call and its tensors: x first, as `run_forward` takes them.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.functional.foreign import refuse_foreign
-from halfbyte.functional.split import Split, maker
+from halfbyte.functional.split import LayerSplit, maker
 from halfbyte.functional.weights import Layout, check_cached, covers
 from halfbyte.rng import Draw
 from halfbyte.spec import Recipe
@@ -40,7 +40,7 @@ class Request:
     out_dtype: torch.dtype
     save: bool
     cached: tuple[Layout, ...]
-    splits: tuple[Split | None, ...] | None = None
+    splits: tuple[LayerSplit | None, ...] | None = None
 
     def __hash__(self) -> int:
         return self._hash

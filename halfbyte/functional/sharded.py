@@ -24,12 +24,12 @@ from halfbyte import ops
 from halfbyte.functional.foreign import PLAIN
 from halfbyte.functional.group import all_max, waited
 from halfbyte.functional.linear import Layers, prepare, run_call
-from halfbyte.functional.split import Split, chunks
+from halfbyte.functional.split import LayerSplit, chunks
 from halfbyte.spec import Recipe
 
 REMEDY = (
-    "use torch.distributed.tensor.parallel's ColwiseParallel or RowwiseParallel for the layer, redistribute x first, or "
-    "keep the layer in high precision (rules={glob: None} of hb.quantize_)"
+    "use torch.distributed.tensor.parallel's ColwiseParallel or RowwiseParallel for the layer, redistribute x first, "
+    "or keep the layer in high precision (rules={glob: None} of hb.quantize_)"
 )
 
 
@@ -43,9 +43,7 @@ class Shared(NamedTuple):
     db: Placement
 
 
-def outputs_of_parts(
-    x: Any, layers: Layers, recipe: Recipe, out_dtype: torch.dtype | None
-) -> tuple[Tensor, ...]:
+def outputs_of_parts(x: Any, layers: Layers, recipe: Recipe, out_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     """Return what `linear.outputs_of` does, of DTensors.
 
     Raises:
@@ -54,9 +52,7 @@ def outputs_of_parts(
     shared = [_shared(x, w, bias) for w, bias in zip(layers.weights, layers.biases, strict=True)]
     _refuse_unsupported(layers, recipe, shared)
     mesh, last = x.device_mesh, x.dim() - 1
-    splits = tuple(
-        [_split(one.dim, x, w, recipe) for one, w in zip(shared, layers.weights, strict=True)]
-    )
+    splits = tuple([_split(one.dim, x, w, recipe) for one, w in zip(shared, layers.weights, strict=True)])
     local = layers._replace(
         weights=[w.to_local(grad_placements=(one.dw,)) for one, w in zip(shared, layers.weights, strict=True)],
         biases=[
@@ -118,7 +114,7 @@ def _shared(x: Any, w: Any, bias: Any) -> Shared:
     return found
 
 
-def _split(dim: str | None, x: Any, w: Any, recipe: Recipe) -> Split | None:
+def _split(dim: str | None, x: Any, w: Any, recipe: Recipe) -> LayerSplit | None:
     """Return what says which part of a layer is here."""
     mesh = x.device_mesh
     if dim is None or mesh.size() == 1:
@@ -130,7 +126,7 @@ def _split(dim: str | None, x: Any, w: Any, recipe: Recipe) -> Split | None:
     here = {"M": _here(x).shape[axis] * times, "N": _here(w).shape[0], "K": _here(w).shape[1]}[dim]
     if borders[rank + 1] - borders[rank] != here:
         raise ValueError(f"{dim} of {size} has {here} here, not {borders[rank + 1] - borders[rank]}: {REMEDY}")
-    return Split.of(dim, borders, rank, mesh.get_group().group_name, recipe)
+    return LayerSplit.of(dim, borders, rank, mesh.get_group().group_name, recipe)
 
 
 def _here(t: Any) -> Tensor:
@@ -151,7 +147,9 @@ def _refuse_unsupported(layers: Layers, recipe: Recipe, shared: list[Shared]) ->
     if len({one.dim for one in shared}) > 1:
         raise ValueError("weights that share x lie in parts in different ways: give them equal placements")
     if recipe.splits_mean and any(one.dim == "M" for one in shared):
-        raise ValueError("activation_mean='split' and tokens in parts: their mean takes all of them; redistribute x first")
+        raise ValueError(
+            "activation_mean='split' and tokens in parts: their mean takes all of them; redistribute x first"
+        )
 
 
 def whole_amax(weight: Any) -> Tensor:

@@ -37,7 +37,7 @@ NAMES = {"M": "tokens", "N": "out_features", "K": "in_features"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class LayerSplit:
     """How the ranks of a group share one linear layer.
 
     dim: "M", "N" or "K": the dimension that lies in parts.
@@ -53,11 +53,11 @@ class Split:
     group: str
 
     @staticmethod
-    def of(dim: str, borders: tuple[int, ...], rank: int, group: str, recipe: Recipe) -> Split:
+    def of(dim: str, borders: tuple[int, ...], rank: int, group: str, recipe: Recipe) -> LayerSplit:
         """Return how ranks with these borders share a layer of `recipe`."""
         block = summed_block(recipe, dim)
         cuts = tuple([min(round_up(border, block), borders[-1]) for border in borders])
-        return Split(dim=dim, borders=borders, cuts=cuts, rank=rank, group=group)
+        return LayerSplit(dim=dim, borders=borders, cuts=cuts, rank=rank, group=group)
 
 
 def summed_block(recipe: Recipe, dim: str) -> int:
@@ -70,7 +70,7 @@ def summed_block(recipe: Recipe, dim: str) -> int:
 class Part(NamedTuple):
     """A matrix of which ranks hold parts of rows (axis 0) or columns (axis 1), by `held`."""
 
-    split: Split
+    split: LayerSplit
     axis: int
     held: tuple[int, ...]
 
@@ -98,7 +98,7 @@ Make = Callable[..., tuple[Any, Any]]
 """How a tensor becomes operands: `operands.both` or what has its head."""
 
 
-def maker(split: Split | None, letters: str, moved: bool = False) -> Make:
+def maker(split: LayerSplit | None, letters: str, moved: bool = False) -> Make:
     """Return what makes both operands of a tensor.
 
     Args:
@@ -145,7 +145,7 @@ def _quantize_part(part: Part, t: Tensor, row: Side | None, col: Side | None) ->
     if row is not None and col is not None and share_tiles(row.spec, col.spec):
         tiles, _ = ops.quantize_row_col(t, _placed(part, t, 0, row._replace(transient=False)), None)
         assert tiles is not None, "a row was asked for"
-        return tiles, Blocks(*ops.transpose(*tiles[:2], *t.shape), tiles.amax)
+        return tiles, Blocks(*ops.transpose(tiles.qdata, tiles.block_scale, t.shape[0], t.shape[1]), tiles.amax)
     of_row = of_col = None
     if row is not None:
         of_row, _ = ops.quantize_row_col(t, _placed(part, t, 0, row), None)
@@ -165,7 +165,7 @@ def _with_whole_amaxes(part: Part, t: Tensor, row: Side | None, col: Side | None
     if specs == [None, None]:
         return row, col
     sign_draw = next((side.sign_draw for side in (row, col) if side is not None and side.sign_draw is not None), None)
-    own = ops.row_col_amax(t, *specs, sign_draw)
+    own = ops.row_col_amax(t, specs[0], specs[1], sign_draw)
     found = all_max(torch.cat([amax.reshape(-1) for amax in own]), part.split.group)
     sizes = [amax.numel() for amax in own]
     amaxes = [one.view(amax.shape) for one, amax in zip(found.split(sizes), own, strict=True)]
