@@ -45,6 +45,7 @@ OPERATIONS = {  # defined once in each room that has them: what a user calls, th
     "norm_backward",
     "quantize",
     "quantize_row_col",
+    "row_col_amax",
     "split_mean",
     "swizzle",  # layout.py specifies where bytes lie
     "transpose",

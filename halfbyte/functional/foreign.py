@@ -17,9 +17,10 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))
 """Tensors of no class of their own."""
 
 SHARDED = (
-    "tensors of torch.distributed.tensor have no quantized GEMM. parallelize_module: leave these layers out of its "
-    "plan, or keep them in high precision (rules={glob: None} of hb.quantize_), in which they run sharded. FSDP2: "
-    "apply fully_shard to the module that calls the layer, such as its block, whose forward gathers whole weights"
+    "hb.nn.Linear multiplies tensors of torch.distributed.tensor where x and the weight both are such, as "
+    "ColwiseParallel and RowwiseParallel of parallelize_module make them; leave other layers out of its plan, or keep "
+    "them in high precision (rules={glob: None} of hb.quantize_), in which they run sharded. FSDP2: apply fully_shard "
+    "to the module that calls the layer, such as its block, whose forward gathers whole weights"
 )
 
 
@@ -43,6 +44,11 @@ def is_foreign(tensor: object) -> bool:
 def is_sharded(tensor: object) -> bool:
     """Whether this is a DTensor, without the seconds that importing its class takes."""
     return is_foreign(tensor) and hasattr(type(tensor), "device_mesh")
+
+
+def are_sharded(*tensors: object) -> bool:
+    """Whether all of these are DTensors, but for those that are None."""
+    return all(tensor is None or is_sharded(tensor) for tensor in tensors)
 
 
 def refuse_foreign(tensors: Sequence[tuple[str, Any]], layer: Titled | str = "") -> None:

@@ -34,16 +34,17 @@ from torch.nn import functional as F
 
 from halfbyte import ops
 from halfbyte.functional import whole
-from halfbyte.functional.autocast import autocast_dtype
+from halfbyte.functional.autocast import autocast_dtype, cast_inputs
 from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
+from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.frozen import frozen_operands, frozen_right
+from halfbyte.functional.group import waited
 from halfbyte.functional.mean import add_mean_gradient, bias_with_mean, both_without_mean
 from halfbyte.functional.operands import (
     BF16_GEMM,
     Place,
     Saved,
     add_dx,
-    both,
     flatten_operands,
     for_all,
     gradient_specs,
@@ -66,6 +67,7 @@ from halfbyte.functional.places import (
 )
 from halfbyte.functional.primary import primary_operands, runs_eagerly
 from halfbyte.functional.request import Call, Request, check_call, checked, draws_of
+from halfbyte.functional.split import LayerSplit
 from halfbyte.functional.weights import CachedWeight, covers, flatten, unflatten
 from halfbyte.layout import from_rows, matrix_shape
 from halfbyte.recipes import resolve
@@ -177,20 +179,39 @@ def outputs_of(
         from halfbyte.functional.eager import eagerly
 
         return eagerly(outputs_of, (x, layers, recipe, out_dtype, x_amaxes), {})
+    if is_sharded(x) and recipe.specs:
+        from halfbyte.functional.sharded import outputs_of_parts
+
+        return outputs_of_parts(x, layers, recipe, out_dtype)
     call, tensors = prepare(x, layers, recipe, out_dtype, x_amaxes)
+    return run_call(call, tensors, x.shape, len(layers.weights))
+
+
+def run_call(call: Call | None, tensors: tuple, x_shape: torch.Size, n: int) -> tuple[Tensor, ...]:
+    """Return the outputs of what `prepare` returned for x of this shape and n weights."""
     if call is None:
-        n = len(layers.weights)
         return tuple(F.linear(tensors[0], w, b) for w, b in zip(tensors[1 : n + 1], tensors[n + 1 :], strict=True))
     if call.request.save or torch.compiler.is_compiling():
         outputs = _SharedLinear.apply(call, *tensors)
     else:  # nothing is differentiated, and an autograd function costs the host as much as three launches
-        n = call.request.count
-        outputs = ops.run(forward_pass, (call.request, (False,) * (n + 1)), tensors, call.streams)[0][:n]
-    return outputs if x.dim() == 2 else tuple([from_rows(y, x.shape) for y in outputs])
+        outputs = _run(forward_pass, (call.request, (False,) * (n + 1)), tensors, call.streams)[0][:n]
+    return outputs if len(x_shape) == 2 else tuple([from_rows(y, x_shape) for y in outputs])
+
+
+def _run(function: Any, static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, Any]:
+    """Return what a pass returns; one that asks other ranks is no record of launches."""
+    if static[0].splits is not None:
+        return function(static, tensors, streams)
+    return ops.run(function, static, tensors, streams)
 
 
 def prepare(
-    x: Tensor, layers: Layers, recipe: Recipe, out_dtype: torch.dtype | None, x_amaxes: ops.Amaxes | None
+    x: Tensor,
+    layers: Layers,
+    recipe: Recipe,
+    out_dtype: torch.dtype | None,
+    x_amaxes: ops.Amaxes | None,
+    splits: tuple[LayerSplit | None, ...] | None = None,
 ) -> tuple[Call | None, tuple]:
     """Return the static part of a call and its tensors: x first, as `run_forward` takes them.
 
@@ -207,7 +228,7 @@ def prepare(
         if is_frozen[i]:
             cached[i] = frozen_operands(w, recipe, dtype or x.dtype, cached[i])
     if dtype is not None:
-        x, weights, biases = _autocast(dtype, x, weights, biases, [covers(c, recipe) for c in cached])
+        x, weights, biases = cast_inputs(dtype, x, weights, biases, [covers(c, recipe) for c in cached])
     is_more = any(is_frozen) or any(g is not None for g in grads)
     if not recipe.specs and out_dtype in (None, x.dtype) and not is_more:
         check_call(x, weights, biases, recipe, grads, cached)
@@ -220,7 +241,9 @@ def prepare(
     amaxes, amax_of = distinct(amaxes)
     layouts, buffers = flatten(cached)
     shards = tuple([None if d is None else d[2:] for d in draws])
-    request = Request(recipe, n, base_of, amax_of, shards, out_dtype or x.dtype, torch.is_grad_enabled(), layouts)
+    request = Request(
+        recipe, n, base_of, amax_of, shards, out_dtype or x.dtype, torch.is_grad_enabled(), layouts, splits
+    )
     request = checked(request, x, (weights, biases, amaxes, grads, cached), out_dtype)
     late = tuple([None if c is None or c.before_backward is None else c for c in cached])
     call = Call(request, tuple([0 if d is None else d.stream for d in draws]), late if any(late) else ())
@@ -274,7 +297,7 @@ def run_forward(
     if whole.fits(call.request, needs, ctx.main_grads):
         made, ctx.layout = forward_op(call.request, needs, (x, *tensors), call.streams), None
     else:
-        made, ctx.layout = ops.run(forward_pass, (call.request, needs), (x, *tensors), call.streams)
+        made, ctx.layout = _run(forward_pass, (call.request, needs), (x, *tensors), call.streams)
     return made[:n], (*made[n:], *bases_of(call, tensors))
 
 
@@ -286,7 +309,7 @@ def run_backward(ctx: Any, kept: Sequence[Tensor | None], dys: Sequence[Tensor |
     if ctx.call.late:
         layout, saved = with_late(ctx.call.late, layout, saved, ctx.needs_input_grad[1])
     static = ctx.call.request, layout, ctx.needs_input_grad[1 : 2 + 2 * ctx.call.request.count], ctx.dtypes
-    gradients, _ = ops.run(backward_pass, static, (*saved, *dys, *ctx.main_grads), ctx.call.streams)
+    gradients, _ = _run(backward_pass, static, (*saved, *dys, *ctx.main_grads), ctx.call.streams)
     return as_gradients(ctx, gradients)
 
 
@@ -381,16 +404,17 @@ def multiply(
     fprop, dgrad, wgrad = (gemm or BF16_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
     dequantized = recipe.backward == "dequantized"
     cached = unflatten(request.cached, tensors[5 * n + 3 :])
-    x_MK = x.reshape(matrix_shape(x.shape))
+    x_MK = waited(x).reshape(matrix_shape(x.shape))
     *draws, signs = draws_of(request, tensors[4 * n : 5 * n + 1], streams)
     keep_x = any(need_dw)
     x_col_spec = wgrad.b if keep_x and not dequantized else None
     place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (not dequantized, False))
     mean = None
     if recipe.splits_mean:
-        row, col, mean = both_without_mean(x_MK, (fprop.a, x_col_spec), place)
+        row, col, mean = both_without_mean(x_MK, (fprop.a, x_col_spec), place, request.maker(0, "MK"))
     else:
-        row, col = both(x_MK, fprop.a, x_col_spec, place, ops.Amaxes(*tensors[5 * n + 1 : 5 * n + 3]))
+        amaxes_of_x = ops.Amaxes(*tensors[5 * n + 1 : 5 * n + 3])
+        row, col = request.maker(0, "MK")(x_MK, fprop.a, x_col_spec, place, amaxes_of_x)
     kept_x = (row if dequantized else col) if keep_x else None
     outputs, kept_w = [], []
     for i, w in enumerate(weights):
@@ -398,8 +422,10 @@ def multiply(
         place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
         w_row, w_col = cached[i]
         if not (request.cached[i].is_frozen or request.cached[i].is_late):
-            w_row, w_col = weight_operands(w, needed, cached[i], place, amaxes[request.amax_of[i]])
-        bias = biases[i] if mean is None or fprop.a is None else bias_with_mean(biases[i], mean, w, x.dtype)
+            amax, make = amaxes[request.amax_of[i]], request.maker(i, "NK")
+            w_row, w_col = weight_operands(w, needed, cached[i], place, amax, make)
+        bias = biases[i] if request.adds_bias(i) else None
+        bias = bias if mean is None or fprop.a is None else bias_with_mean(bias, mean, w, x.dtype)
         outputs.append(ops.gemm_nt(row, w_row, out_dtype=request.out_dtype, bias=bias))
         is_fprops = dequantized or request.cached[i].is_frozen
         kept_w.append((w_row if is_fprops else w_col) if need_dx else None)
@@ -434,19 +460,23 @@ def gradients_of(
     for i, dy in enumerate(dys):
         if dy is None:
             continue
-        dy_MN = dy.reshape(matrix_shape(dy.shape))
+        dy_MN = waited(dy).reshape(matrix_shape(dy.shape))
         row_spec, col_spec = gradient_specs(request.recipe, need_dx, need_dw[i])
         place = Place(draws[i], signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
-        row, col = both(dy_MN, row_spec, col_spec, place, amaxes[i])
+        row, col = request.maker(i, "MN")(dy_MN, row_spec, col_spec, place, amaxes[i])
         if need_dx:
             place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
-            make = frozen_right if request.cached[i].is_frozen else right_operand
-            right = make(w_cols[i], request.recipe, dgrad.b, place, x_dtype)
+            if request.cached[i].is_frozen:
+                right = frozen_right(w_cols[i], request.recipe, dgrad.b, place, x_dtype)
+            else:
+                make = request.maker(i, "NK", moved=True)
+                right = right_operand(w_cols[i], request.recipe, dgrad.b, place, x_dtype, make)
             dx = add_dx(dx, row, right, last=i == used[-1], dtype=x_dtype)
         if need_dw[i]:
             if x_right is None:
                 place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
-                right = right_operand(x_col, request.recipe, wgrad.b, place, x_dtype)
+                make = request.maker(0, "MK", moved=True)
+                right = right_operand(x_col, request.recipe, wgrad.b, place, x_dtype, make)
                 x_right = for_all(right, sum(need_dw[j] for j in used))
             known = None if mean is None else add_mean_gradient(_token_sum(dy_MN), mean, main_grads[i])
             dws[i] = weight_gradient(col, x_right, (x_dtype, w_dtypes[i]), main_grads[i], known)
@@ -476,15 +506,3 @@ def _backward_whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], str
 
 _FORWARD = ops.define_pass("linear_forward", _forward_whole)
 _BACKWARD = ops.define_pass("linear_backward", _backward_whole)
-
-
-def _autocast(
-    dtype: torch.dtype,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    covered: Sequence[bool],
-) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-    """Cast what the GEMMs will read; of a covered weight they read nothing."""
-    weights = [w if is_covered else w.to(dtype) for w, is_covered in zip(weights, covered, strict=True)]
-    return x.to(dtype), weights, [None if b is None else b.to(dtype) for b in biases]

@@ -6,6 +6,9 @@ with s the sum of dy over tokens: a bias more, and an outer product to which the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,12 +19,16 @@ from halfbyte.tensor.quant_tensor import QuantTensor
 
 
 def both_without_mean(
-    x_MK: Tensor, specs: tuple[Spec | None, Spec | None], place: Place
+    x_MK: Tensor,
+    specs: tuple[Spec | None, Spec | None],
+    place: Place,
+    make: Callable[..., tuple[Any, Any]] = both,
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor, Tensor]:
     """Return x and x.T as GEMM operands, the mean taken out of those that are quantized; and the mean, fp32 [K]."""
     residual, mean = ops.split_mean(x_MK)
-    row, col = both(residual, *specs, place, ops.Amaxes())
-    return row if specs[0] else x_MK, col if specs[1] else x_MK.T, mean
+    row, col = make(residual, *specs, place, ops.Amaxes())
+    plain_row, plain_col = make(x_MK, None, None, place, ops.Amaxes())
+    return row if specs[0] else plain_row, col if specs[1] else plain_col, mean
 
 
 def bias_with_mean(bias: Tensor | None, mean: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:

@@ -71,18 +71,28 @@ def both(
 
 
 def weight_operands(
-    w: Tensor, specs: tuple[Spec | None, Spec | None], cached: tuple, place: Place, amax: Tensor | None
+    w: Tensor,
+    specs: tuple[Spec | None, Spec | None],
+    cached: tuple,
+    place: Place,
+    amax: Tensor | None,
+    make: Callable[..., tuple[Any, Any]] = both,
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
-    """Return w and w.T as GEMM operands: those that were quantized before, and the others quantized now."""
+    """Return w and w.T as GEMM operands: those that were quantized before, and the others that `make` makes now."""
     missing = [spec if operand is None else None for spec, operand in zip(specs, cached, strict=True)]
     amaxes = ops.Amaxes(*(amax if takes_amax(spec) else None for spec in missing))
-    now = both(w, missing[0], missing[1], place, amaxes) if missing != [None, None] else (w, w.T)
+    now = make(w, missing[0], missing[1], place, amaxes) if missing != [None, None] or make is not both else (w, w.T)
     row, col = (operand if kept is None else kept for kept, operand in zip(cached, now, strict=True))
     return row, col
 
 
 def right_operand(
-    operand: ops.Operand | Tensor, recipe: Recipe, spec: Spec | None, place: Place, dtype: torch.dtype
+    operand: ops.Operand | Tensor,
+    recipe: Recipe,
+    spec: Spec | None,
+    place: Place,
+    dtype: torch.dtype,
+    make: Callable[..., tuple[Any, Any]] = both,
 ) -> ops.Operand | Tensor:
     """Return the right operand of a backward GEMM.
 
@@ -92,12 +102,13 @@ def right_operand(
         spec: how a dequantized backward quantizes the values again, transposed; None for not at all.
         place: where that draws.
         dtype: of the values.
+        make: makes operands of a tensor with the parts of fprop's.
     """
     if recipe.backward == "original":
         return operand
     if isinstance(operand, ops.Operand):
         operand = ops.dequantize(operand, dtype)
-    return both(operand, None, spec, place, ops.Amaxes())[1]
+    return make(operand, None, spec, place, ops.Amaxes())[1]
 
 
 def for_all(x_col: Any, wanted: int) -> Any:

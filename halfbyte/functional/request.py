@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.functional.foreign import refuse_foreign
+from halfbyte.functional.split import LayerSplit, maker
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers
 from halfbyte.rng import Draw
 from halfbyte.spec import Recipe
@@ -28,6 +29,7 @@ class Request:
     amax_of: for every weight, which of the amaxes is its own.
     save: whether gradients are recorded.
     cached: for every weight, which operands of it come along quantized.
+    splits: for every weight, how ranks share the layer; None where no rank shares anything.
     """
 
     recipe: Recipe
@@ -38,9 +40,20 @@ class Request:
     out_dtype: torch.dtype
     save: bool
     cached: tuple[Layout, ...]
+    splits: tuple[LayerSplit | None, ...] | None = None
 
     def __hash__(self) -> int:
         return self._hash
+
+    def maker(self, index: int, letters: str, moved: bool = False) -> Any:
+        """Return what makes operands of a tensor of one layer; see `split.maker`."""
+        split = None if self.splits is None else self.splits[index]
+        return maker(split, letters, moved and split is not None and split.dim == "K")
+
+    def adds_bias(self, index: int) -> bool:
+        """Whether this rank adds the bias of a layer: of partial sums the first rank alone."""
+        split = None if self.splits is None else self.splits[index]
+        return split is None or split.dim != "K" or split.rank == 0
 
     @cached_property
     def _hash(self) -> int:
@@ -88,7 +101,7 @@ def checked(request: Request, x: Tensor, given: tuple, out_dtype: torch.dtype | 
         looks += [None if c is None else (c.dtype, *[t.device for t in c.tensors]) for c in cached]
         # Of the request's fields those that no tensor shows; comparing strings is what costs least.
         key = (request.recipe.key, request.out_dtype, out_dtype, request.save, request.base_of, request.amax_of)
-        key = (*key, request.shards, request.cached, *looks)
+        key = (*key, request.shards, request.cached, request.splits, *looks)
         passed = _CHECKED.get(key)
         if passed is not None:
             return passed

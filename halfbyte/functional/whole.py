@@ -3,8 +3,8 @@
 A compiled block would call an op for each quantization and each GEMM: sixteen for a layer's forward and backward, whose
 dispatch costs the host more than their launches. Where everything that the backward needs is made in the forward, the
 pass is one op, repeated from the same record as in eager code (`ops.run`). Elsewhere (weights that come quantized,
-main_grads, plain operands that the backward reads, a mean of x, shards) `fits` says no, and compiled code calls the
-ops inside.
+main_grads, plain operands that the backward reads, a mean of x, shards, layers that ranks share) `fits` says no, and
+compiled code calls the ops inside.
 
 An op takes tensors, numbers and a text, so what is static about a call travels as the text that `request_text` writes.
 Its outputs alias nothing: an amax that was given comes back empty, and `saved` puts the given one in its place.
@@ -52,7 +52,7 @@ def fits(request: Request, needs: Sequence[bool], main_grads: Sequence[Tensor | 
     """Whether a call is one op each way in compiled code; arguments as for `kept_specs`."""
     if not torch.compiler.is_compiling() or any(grad is not None for grad in main_grads):
         return False
-    if request.recipe.splits_mean:
+    if request.recipe.splits_mean or request.splits is not None:
         return False
     if any(cached != Layout(None, None) for cached in request.cached):
         return False

@@ -1,6 +1,7 @@
 """What ops calls where Triton runs: functions of `halfbyte.reference`, under the same names."""
 
 from halfbyte.kernels.amax.plain import finite_amax as finite_amax
+from halfbyte.kernels.amax.plain import row_col_amax as row_col_amax
 from halfbyte.kernels.fused import activation_backward_with_amaxes as activation_backward_with_amaxes
 from halfbyte.kernels.fused import activation_with_amaxes as activation_with_amaxes
 from halfbyte.kernels.fused import norm_backward as norm_backward

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfbyte import ops, recipes
 from halfbyte.functional.autocast import autocast_dtype
-from halfbyte.functional.foreign import PLAIN, is_sharded, refuse_foreign
+from halfbyte.functional.foreign import PLAIN, are_sharded, is_sharded, refuse_foreign
 from halfbyte.functional.linear import Layers, outputs_of
 from halfbyte.functional.weights import CachedWeight, weight_specs
 from halfbyte.nn.streams import FollowsRecipe
@@ -160,7 +160,8 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
             layer.before_use()
     weights = [_weight_of(layer) for layer in layers]  # once: a parametrization computes it
     for layer, weight in zip(layers, weights, strict=True):
-        if layer.recipe.specs and (type(x) not in PLAIN or type(weight) not in PLAIN):
+        is_plain = type(x) in PLAIN and type(weight) in PLAIN
+        if layer.recipe.specs and not is_plain and not are_sharded(x, weight, layer.bias):
             refuse_foreign((("x", x), ("its weight", weight), ("its bias", layer.bias)), layer)
     places = [layer.place(call) for layer in layers]
     rows = [
@@ -242,7 +243,7 @@ def _check_siblings(module: LinearLayer) -> None:
     for member in module.amax_group:
         if not is_sharded(member.weight):
             refuse_foreign((("its weight", member.weight),), member)
-    absent = [member.title for member in module.amax_group if is_sharded(member.weight)]
+    absent = [member.title for member in module.amax_group if not _is_held_alike(member.weight, module.weight)]
     if absent:
         raise ValueError(
             f"{module.title} shares its weight amax with {', '.join(absent)}, of which this rank holds a part only: "
@@ -260,6 +261,13 @@ def _check_siblings(module: LinearLayer) -> None:
         )
 
 
+def _is_held_alike(theirs: Any, ours: Any) -> bool:
+    """Whether a rank that has all, or its tensor-parallel part, of one weight has as much of the other."""
+    if not is_sharded(theirs):
+        return True
+    return is_sharded(ours) and theirs.device_mesh == ours.device_mesh
+
+
 def shared_amax(module: LinearLayer, dtype: torch.dtype | None) -> Tensor:
     """Return the greatest magnitude in the weights of `module.amax_group`, fp32 [].
 
@@ -275,6 +283,10 @@ def shared_amax(module: LinearLayer, dtype: torch.dtype | None) -> Tensor:
 
 def _amax(weight: Tensor) -> Tensor:
     """Return the greatest magnitude of a weight, fp32 []; of codes that which they are scaled by."""
+    if is_sharded(weight):
+        from halfbyte.functional.sharded import whole_amax
+
+        return whole_amax(weight)
     return weight.amax if isinstance(weight, QuantTensor) and weight.amax is not None else ops.amax(weight.detach())
 
 

@@ -26,7 +26,7 @@ from halfbyte.ops.grouped import (
     grouped_gemm_nt,
     grouped_quantize_row_col,
 )
-from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, transpose
+from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, row_col_amax, transpose
 from halfbyte.ops.repeat import run
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "norm_backward",
     "quantize",
     "quantize_row_col",
+    "row_col_amax",
     "run",
     "selective_checkpoint_ops",
     "split_mean",

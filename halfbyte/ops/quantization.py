@@ -14,6 +14,7 @@ from halfbyte.ops.backends import NATIVE, REFERENCE, check_kernels, choose
 from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.ops.define import DRAW, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
 from halfbyte.ops.repeat import call_op
+from halfbyte.rng import Draw
 from halfbyte.sides import Side, Sides, both_sides, share_tiles, shared_draws
 from halfbyte.spec import Spec, parse
 
@@ -222,6 +223,45 @@ def _amax(x: Tensor, backend: str) -> Tensor:
 
 
 op("amax(Tensor x, str backend) -> Tensor", _amax, lambda x, backend: x.new_empty((), dtype=torch.float32))
+
+
+def row_col_amax(
+    x: Tensor, row_spec: Spec | None, col_spec: Spec | None, sign_draw: Draw | None, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the amaxes that x [rows, cols] and x.T are quantized with: fp32 [] or [rows], empty where there is none.
+
+    Args:
+        x: a matrix, any strides.
+        row_spec, col_spec: of both orientations; None and formats without an amax have none.
+        sign_draw: the place of fresh signs.
+    """
+    _check_input(x)
+    keys = [spec.key if spec is not None and spec.format.has_amax else "" for spec in (row_spec, col_spec)]
+    return call_op(torch.ops.halfbyte.row_col_amax, x, *keys, *place_arguments(sign_draw), backend or "")
+
+
+def _row_col_amax(x, row_key, col_key, sign_rng, sign_stream, backend) -> tuple[Tensor, Tensor]:
+    specs, sign_draw = (spec_of(row_key), spec_of(col_key)), draw_of(sign_rng, sign_stream)
+    row, col = implementation(x.device, backend).row_col_amax(x, *specs, sign_draw)
+    none = x.new_empty(0, dtype=torch.float32)
+    return none if row is None else row, none if col is None else col.clone() if col is row else col
+
+
+def _row_col_amax_fake(x, row_key, col_key, *rest):
+    amaxes = []
+    for key, rows in zip((row_key, col_key), x.shape, strict=True):
+        spec = spec_of(key)
+        shape = (0,) if spec is None else (rows,) if spec.has_row_amax else ()
+        amaxes.append(x.new_empty(shape, dtype=torch.float32))
+    return tuple(amaxes)
+
+
+op(
+    "row_col_amax(Tensor x, str row_key, str col_key, Tensor? sign_rng, int sign_stream, str backend) "
+    "-> (Tensor, Tensor)",
+    _row_col_amax,
+    _row_col_amax_fake,
+)
 
 
 def dequantize(operand: Operand, dtype: torch.dtype = torch.float32, backend: str | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from halfbyte.reference.grouped import grouped_dequantize, grouped_gemm_nt, grou
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import Decoded, decode, dequantize, from_values, gemm_nt, plain
 from halfbyte.reference.norm import Statistics, norm, norm_backward, split_mean
-from halfbyte.reference.nvfp4 import quantize, quantize_row_col, transpose
+from halfbyte.reference.nvfp4 import quantize, quantize_row_col, row_col_amax, transpose
 from halfbyte.reference.scale import finite_amax
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "quantize",
     "quantize_row_col",
     "rotate",
+    "row_col_amax",
     "split_mean",
     "transpose",
 ]

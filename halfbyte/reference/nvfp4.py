@@ -159,6 +159,24 @@ def _tiles(x: Tensor, spec: NVFP4, row: Side, col: Side) -> tuple[Blocks, Blocks
     return both[0], both[1]
 
 
+def row_col_amax(
+    x: Tensor, row_spec: Spec | None, col_spec: Spec | None, sign_draw: Draw | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the amaxes with which x [rows, cols] and x.T are quantized: fp32 [] or [rows], after the rotation.
+
+    Args:
+        x: bf16, fp16 or fp32, any strides.
+        row_spec, col_spec: NVFP4, or None for none.
+        sign_draw: the place of fresh signs.
+    """
+    amaxes = []
+    for t, spec in ((x, row_spec), (x.T, col_spec)):
+        if spec is not None and spec.rotation is not None:
+            t = rotate(t, spec.rotation, sign_draw)
+        amaxes.append(None if spec is None else finite_amax(t, dim=-1 if spec.has_row_amax else None))
+    return amaxes[0], amaxes[1]
+
+
 def transpose(
     qdata: Tensor, block_scale: Tensor, rows: int, cols: int, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:

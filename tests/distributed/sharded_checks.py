@@ -59,7 +59,7 @@ def refusals(rank, world):
     expected = kept(TOKENS)
     parallelize_module(kept.layers[0].mlp, mesh, MLP_PLAN)
     assert torch.allclose(kept(TOKENS), expected, atol=1e-5), "in high precision layers run sharded"
-    cases = (one_by_one, tensor_parallel, tensor_parallel_compiled, fused_linears, fused_norm, experts, plain_function)
+    cases = (one_by_one, fused_norm, experts, plain_function)
     return {case.__name__: message_of(case, mesh) for case in (*cases, unquantized, unquantized_while_whole)}
 
 
@@ -77,22 +77,6 @@ def one_by_one(mesh):
         if isinstance(module, hb.nn.Linear):
             fully_shard(module, mesh=mesh)
     model(TOKENS)
-
-
-def tensor_parallel(mesh, compiled=False):
-    model, _ = converted()
-    parallelize_module(model.layers[0].mlp, mesh, MLP_PLAN)
-    (torch.compile(model, backend="eager") if compiled else model)(TOKENS)
-
-
-def tensor_parallel_compiled(mesh):
-    tensor_parallel(mesh, compiled=True)
-
-
-def fused_linears(mesh):
-    layer = hb.nn.LayerNormMLP(16, 32)
-    parallelize_module(layer, mesh, {"down_proj": RowwiseParallel()})
-    layer(torch.ones(4, 16))
 
 
 def fused_norm(mesh):

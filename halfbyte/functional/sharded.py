@@ -1,0 +1,159 @@
+"""Linear layers on DTensors, as torch's ColwiseParallel and RowwiseParallel make them: local tensors in, DTensors out.
+
+| x          | w         | dim in parts | y          | gradient of x | of w      | of the bias |
+|------------|-----------|--------------|------------|---------------|-----------|-------------|
+| Replicate  | Shard(0)  | N            | Shard(-1)  | Partial       | Shard(0)  | Shard(0)    |
+| Shard(-1)  | Shard(1)  | K            | Partial    | Shard(-1)     | Shard(1)  | Replicate   |
+| Shard(0)   | Replicate | M            | Shard(0)   | Shard(0)      | Partial   | Partial     |
+| Replicate  | Replicate | none         | Replicate  | Replicate     | Replicate | Replicate   |
+
+What is partial is summed where torch does that for its own layers: where the placements change. Only code that has met
+a DTensor imports this module: torch.distributed.tensor takes its time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from halfbyte import ops
+from halfbyte.functional.foreign import PLAIN
+from halfbyte.functional.group import all_max, waited
+from halfbyte.functional.linear import Layers, prepare, run_call
+from halfbyte.functional.split import LayerSplit, chunks
+from halfbyte.spec import Recipe
+
+REMEDY = (
+    "use torch.distributed.tensor.parallel's ColwiseParallel or RowwiseParallel for the layer, redistribute x first, "
+    "or keep the layer in high precision (rules={glob: None} of hb.quantize_)"
+)
+
+
+class Shared(NamedTuple):
+    """How one layer lies on a mesh of one dimension: placements of its tensors, and the dimension that is in parts."""
+
+    dim: str | None
+    y: Placement
+    dx: Placement
+    dw: Placement
+    db: Placement
+
+
+def outputs_of_parts(x: Any, layers: Layers, recipe: Recipe, out_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    """Return what `linear.outputs_of` does, of DTensors.
+
+    Raises:
+        ValueError: the placements of x and of a weight do not go together, or something is not supported on DTensors.
+    """
+    shared = [_shared(x, w, bias) for w, bias in zip(layers.weights, layers.biases, strict=True)]
+    _refuse_unsupported(layers, recipe, shared)
+    mesh, last = x.device_mesh, x.dim() - 1
+    splits = tuple([_split(one.dim, x, w, recipe) for one, w in zip(shared, layers.weights, strict=True)])
+    local = layers._replace(
+        weights=[w.to_local(grad_placements=(one.dw,)) for one, w in zip(shared, layers.weights, strict=True)],
+        biases=[
+            None if bias is None else bias.to_local(grad_placements=(one.db,))
+            for one, bias in zip(shared, layers.biases, strict=True)
+        ],
+    )
+    x_here = x.to_local(grad_placements=(shared[0].dx,))
+    call, tensors = prepare(x_here, local, recipe, out_dtype, None, splits if any(splits) else None)
+    outputs = run_call(call, tensors, x_here.shape, len(local.weights))
+    made = []
+    for y, w, one in zip(outputs, layers.weights, shared, strict=True):
+        shape = torch.Size((*x.shape[:-1], w.shape[0]))
+        stride = tuple([math.prod(shape[i + 1 :]) for i in range(len(shape))])
+        place = Shard(last) if one.y == Shard(-1) else one.y
+        made.append(DTensor.from_local(y, mesh, (place,), run_check=False, shape=shape, stride=stride))
+    return tuple(made)
+
+
+def _shared(x: Any, w: Any, bias: Any) -> Shared:
+    """Return how x and a weight lie; raise ValueError where no linear layer of torch's styles has them so."""
+    for name, t in (("w", w), ("bias", bias)):
+        if t is not None and not isinstance(t, DTensor):
+            raise ValueError(f"{name} is a plain tensor and x a DTensor, {x.placements}: {REMEDY}")
+        if t is not None and t.device_mesh != x.device_mesh:
+            raise ValueError(f"{name} lies on {t.device_mesh}, x on {x.device_mesh}: give both one mesh")
+    if x.device_mesh.ndim != 1:
+        raise ValueError(
+            f"x lies on a mesh of {x.device_mesh.ndim} dimensions, {x.device_mesh}: quantized layers share one "
+            "dimension; use a slice of the mesh, such as mesh['tp'], for the plan of parallelize_module"
+        )
+    if w.dim() != 2 or w.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"w.shape={tuple(w.shape)}: x.shape={tuple(x.shape)} needs [out_features, {x.shape[-1]}]. Parts of unequal "
+            "sizes must stay DTensors from layer to layer, or torch takes all for as large as this one: give the style "
+            "before it use_local_output=False"
+        )
+    (of_x,), (of_w,) = x.placements, w.placements
+    of_bias = None if bias is None else bias.placements[0]
+    last = x.dim() - 1
+    found = None
+    if of_x == Replicate() and of_w == Shard(0) and of_bias in (None, Shard(0)):
+        found = Shared("N", Shard(-1), Partial(), Shard(0), Shard(0))
+    elif of_x == Shard(last) and of_w == Shard(1) and of_bias in (None, Replicate()):
+        found = Shared("K", Partial(), of_x, of_w, Replicate())
+    elif of_w == Replicate() and of_bias in (None, Replicate()) and of_x == Replicate():
+        found = Shared(None, of_x, of_x, of_w, Replicate())
+    elif of_w == Replicate() and of_bias in (None, Replicate()) and type(of_x) is Shard and of_x.dim < last:
+        before = math.prod(x.shape[: of_x.dim])
+        if before != 1:
+            raise ValueError(
+                f"x is Shard({of_x.dim}) of shape {tuple(x.shape)} and w is whole: the tokens that a rank has are no "
+                f"neighbours among all, as blocks of the sum over tokens want them; shard dimension 0, or {REMEDY}"
+            )
+        found = Shared("M", of_x, of_x, Partial(), Partial())
+    if found is None:
+        which = f"x {of_x}, w {of_w}" + ("" if of_bias is None else f", bias {of_bias}")
+        raise ValueError(f"{which}: these placements do not make a linear layer; {REMEDY}")
+    return found
+
+
+def _split(dim: str | None, x: Any, w: Any, recipe: Recipe) -> LayerSplit | None:
+    """Return what says which part of a layer is here."""
+    mesh = x.device_mesh
+    if dim is None or mesh.size() == 1:
+        return None
+    axis = x.placements[0].dim if dim == "M" else 0
+    size = {"M": x.shape[axis], "N": w.shape[0], "K": w.shape[1]}[dim]
+    times = math.prod(x.shape[axis + 1 : -1]) if dim == "M" else 1
+    borders, rank = chunks(size, mesh.size(), times), mesh.get_local_rank()
+    here = {"M": _here(x).shape[axis] * times, "N": _here(w).shape[0], "K": _here(w).shape[1]}[dim]
+    if borders[rank + 1] - borders[rank] != here:
+        raise ValueError(f"{dim} of {size} has {here} here, not {borders[rank + 1] - borders[rank]}: {REMEDY}")
+    return LayerSplit.of(dim, borders, rank, mesh.get_group().group_name, recipe)
+
+
+def _here(t: Any) -> Tensor:
+    """Return what this rank holds, for a look."""
+    return t.detach().to_local()
+
+
+def _refuse_unsupported(layers: Layers, recipe: Recipe, shared: list[Shared]) -> None:
+    """Raise ValueError for what linear layers do with plain tensors alone."""
+    for w, grad, cached in zip(layers.weights, layers.main_grads, layers.cached_weights, strict=True):
+        kind = type(_here(w))
+        if kind not in PLAIN and not hasattr(kind, "trigger_wait"):
+            raise ValueError(f"w is a DTensor of {kind.__name__}: shard weights in high precision")
+        if grad is not None:
+            raise ValueError("main_grad is given and w is a DTensor: leave it out, so that autograd receives a DTensor")
+        if cached is not None:
+            raise ValueError("cached_weight is given and w is a DTensor: do not cache weights that ranks share")
+    if len({one.dim for one in shared}) > 1:
+        raise ValueError("weights that share x lie in parts in different ways: give them equal placements")
+    if recipe.splits_mean and any(one.dim == "M" for one in shared):
+        raise ValueError(
+            "activation_mean='split' and tokens in parts: their mean takes all of them; redistribute x first"
+        )
+
+
+def whole_amax(weight: Any) -> Tensor:
+    """Return the greatest magnitude in a DTensor of which ranks hold parts, fp32 []."""
+    own = ops.amax(waited(weight.detach().to_local()))
+    (place,) = weight.placements
+    return own if place == Replicate() else all_max(own, weight.device_mesh.get_group().group_name)

@@ -1,0 +1,45 @@
+"""Every operand of layers that 2 and 4 ranks share has the bytes of one process: recipes, shapes, any borders."""
+
+import pytest
+import ranks
+import tensor_parallel_checks as checks
+import tensor_parallel_models as models
+import torch
+from tensor_parallel_checks import Case
+
+SIZES = [(64, 128, 64), (37, 40, 72), (33, 100, 19), (5, 3, 2), (130, 17, 48)]
+MANY = [(m, n, k) for m in (1, 16, 34, 64) for n in (1, 31, 48, 80) for k in (4, 33, 96, 160)]
+
+
+def cases(names, sizes, dtype=torch.float32):
+    every = [Case(name, style, size, dtype) for name in names for style in checks.STYLES for size in sizes]
+    return [case for case in every if case.style != "tokens" or not checks.ALL[case.recipe].splits_mean]  # refused
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_recipe(world):
+    names = list(checks.ALL)[::2] if world == 2 else list(checks.ALL)[1::2]
+    assert ranks.run(world, checks.operands, cases(names, SIZES[1:2]), seconds=280)[0] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_recipe_in_every_shape(world):
+    assert ranks.run(world, checks.operands, cases(checks.ALL, SIZES), seconds=900)[0] == []
+
+
+def test_bf16():
+    assert ranks.run(2, checks.operands, cases(("nvfp4", "rl", "bf16"), SIZES[:2], torch.bfloat16))[0] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["nvfp4_mxfp8_bwd", "four_over_six", "rl", "quartet2", "bf16"])
+def test_a_llama_block_under_torchs_own_plan(name, dtype):
+    assert ranks.run(4, models.block_operands, name, dtype)[0] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "rl", "quartet2", "row_scaled"])
+def test_many_shapes(world, name):
+    assert ranks.run(world, checks.operands, cases((name,), MANY), seconds=900)[0] == []
