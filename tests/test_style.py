@@ -44,9 +44,12 @@ OPERATIONS = {  # defined once in each room that has them: what a user calls, th
     "norm",
     "norm_backward",
     "quantize",
+    "quantize_residual",
     "quantize_row_col",
-    "split_mean",
+    "residual_of",
     "swizzle",  # layout.py specifies where bytes lie
+    "token_mean",
+    "token_sum",
     "transpose",
     "unswizzle",
 }
