@@ -46,12 +46,18 @@ def check_mean(x: Tensor, device: str) -> None:
     same(residual.residual_of(mine, mean.to(device)), reference.residual_of(x, mean))
 
 
-def check_quantized(x: Tensor, pair: tuple, device: str, **options: object) -> None:
-    """Both orientations have the bytes of the reference."""
-    mean, got = reference.token_mean(x), []
-    for place in ("cpu", device):
-        module = reference if place == "cpu" and not got else backend
-        sides = both_sides(*pair, **draws(place), **options)
-        got.append(module.quantize_residual(x.to(place), mean.to(place), *sides))
-    for actual, expected in zip(got[1], got[0], strict=True):
-        same_blocks(actual, expected)
+def check_quantized(x: Tensor, pair: tuple, device: str) -> None:
+    """Both orientations have the bytes of the reference; decoded for one GEMM they are what is decoded of the rest."""
+    mean, mine = reference.token_mean(x), x.to(device)
+    expected = reference.quantize_residual(x, mean, *both_sides(*pair, **draws("cpu")))
+    actual = backend.quantize_residual(mine, mean.to(device), *both_sides(*pair, **draws(device)))
+    for got, want in zip(actual, expected, strict=True):
+        same_blocks(got, want)
+
+
+def check_transient(x: Tensor, pair: tuple, device: str) -> None:
+    """Decoded for one GEMM, the row is what is decoded of x without its mean."""
+    mean, sides = reference.token_mean(x), both_sides(*pair, **draws(device), transient=(True, False))
+    expected = backend.quantize_row_col(reference.residual_of(x, mean).to(device), *sides)
+    for got, want in zip(backend.quantize_residual(x.to(device), mean.to(device), *sides), expected, strict=True):
+        same_blocks(got, want)

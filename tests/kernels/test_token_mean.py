@@ -7,6 +7,7 @@ import torch
 from halfbyte.kernels import backend
 from halfbyte.kernels.fused import token_sum
 from halfbyte.kernels.gemm import dense
+from halfbyte.kernels.quantize import both_route, residual
 from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.sides import Epilogue
 
@@ -47,6 +48,28 @@ def test_quantized(pair):
     for shape, dtype in (((48, 80), BF16), ((20, 40), FP16)):
         checks.check_quantized(checks.values(shape, dtype), pair, "cpu")
     checks.check_quantized(checks.values((40, 48), BF16, bad=True), pair, "cpu")
+
+
+def full(*case: object):
+    return pytest.param(*case, marks=pytest.mark.full)
+
+
+WHOLE, CUT = (64, 128), (40, 72)
+ON_LOAD = (
+    (checks.PAIRS[0], CUT, True),
+    (checks.PAIRS[1], WHOLE, False),
+    full(checks.PAIRS[0], WHOLE, True),
+    full(checks.PAIRS[1], CUT, False),
+)
+
+
+@pytest.mark.parametrize("pair, shape, bad", ON_LOAD)
+def test_a_mean_subtracted_on_load(pair, shape, bad, monkeypatch):
+    """As large tensors have it: whole tiles, and tiles with rows and columns that are not there."""
+    monkeypatch.setattr(both_route, "SMALL_PAIR_VALUES", 0)
+    monkeypatch.setattr(residual, "residual_of", None)
+    checks.check_quantized(checks.values(shape, BF16, bad=bad), pair, "cpu")
+    checks.check_transient(checks.values(shape, BF16), pair, "cpu")
 
 
 @pytest.mark.parametrize("variant", ["tma", "pointer"])

@@ -8,12 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.arithmetic import residual_dtype
+from halfbyte.kernels.amax.rotated import launch_rotated
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device.loads import masked_load, masked_store
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.quantize.both import quantize_row_col
+from halfbyte.kernels.quantize.both import launch_both, quantize_row_col
+from halfbyte.kernels.quantize.both_route import WRITTEN, Residual, choose_residual
 from halfbyte.layout import Blocks, ceil_div, matrix_shape
 from halfbyte.sides import Side
 
@@ -69,4 +71,10 @@ def quantize_residual(
     x: Tensor, mean: Tensor, row: Side | None, col: Side | None
 ) -> tuple[Blocks | None, Blocks | None]:
     """Return what `quantize_row_col` does of x [M, K] without its mean [K]."""
-    return quantize_row_col(residual_of(x.reshape(matrix_shape(x.shape)), mean), row, col)
+    x = x.reshape(matrix_shape(x.shape))
+    choice = choose_residual(Residual(x, row, col))
+    if choice.kernel == WRITTEN or row is None or col is None:
+        return quantize_row_col(residual_of(x, mean), row, col)
+    amaxes, both = choice.facts
+    col_amax, row_amax = launch_rotated(amaxes, col.sign_draw, mean)
+    return launch_both(both, x, mean, row._replace(amax=row_amax), col._replace(amax=col_amax))
