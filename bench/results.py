@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.registry import Bar, Outcome, Shape
+from bench.registry import MULTIPLES, Bar, Outcome, Shape
 
 FOLDER = Path(__file__).resolve().parent / "results"
 FIELD_BAR = 0.80
@@ -33,7 +33,7 @@ class Result:
             return ""
         if self.outcome.facts.get("peak_GiB", 0.0) > self.outcome.facts.get("bf16_peak_GiB", 0.0):
             return "missed"  # a training step must also need less memory than bf16's
-        sign = -1 if self.outcome.metric == "x bf16" else 1
+        sign = -1 if self.outcome.metric in MULTIPLES else 1
         value, least, aim = (sign * v for v in (self.outcome.value, self.bar.least, self.bar.aim))
         return "aim" if value >= aim else "least" if value >= least else "missed"
 
@@ -109,14 +109,14 @@ def line(result: Result) -> str:
 def _value(out: Outcome) -> str:
     if out.metric == "us":
         return ""
-    return f"{out.value:.3f} {out.metric}" if out.metric == "x bf16" else f"{out.value:.1%} {out.metric}"
+    return f"{out.value:.3f} {out.metric}" if out.metric in MULTIPLES else f"{out.value:.1%} {out.metric}"
 
 
 def _bar(result: Result) -> str:
     if result.bar is None:
         return ""
     words = {"aim": "aim met", "least": "least met", "missed": "MISSED"}[result.verdict]
-    if result.outcome is not None and result.outcome.metric == "x bf16":
+    if result.outcome is not None and result.outcome.metric in MULTIPLES:
         return f"{words} {result.bar.least:g}/{result.bar.aim:g}"
     return f"{words} {result.bar.least:.0%}/{result.bar.aim:.0%}"
 

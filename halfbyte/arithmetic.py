@@ -5,8 +5,8 @@ approximate division or exponential. The reference and the kernels take their co
 
 - Sum of a row: `LANES` partial sums, lane l adding columns l, l + LANES, ... in order from +0; then neighbours meet:
   lanes (0, 1), (2, 3), ..., until one is left.
-- Sum of a column, for gradients of norm weights: rows in groups of `ROW_GROUP`, each added in order from +0; the group
-  sums in `GROUP_LANES` lanes as above.
+- Sum of a column, for gradients of norm weights and means over tokens: rows in groups of `ROW_GROUP`, each added in
+  order from +0; the group sums in `GROUP_LANES` lanes as above.
 - e^x: t = x * LOG2_E, clamped; k = t rounded to an integer, to even; f = t - k; then Horner's rule over EXP2_TERMS and
   a multiplication by 2^k. Relative error below 2e-6 for |x| < 20.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 LANES = 512
@@ -63,6 +64,11 @@ class Normed(NamedTuple):
     statistics: tuple[Tensor, Tensor]
     centered: bool
     has_bias: bool
+
+
+def residual_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of x without its mean over tokens, and of that mean, for x of `dtype`."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 class Activation(NamedTuple):

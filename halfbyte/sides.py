@@ -41,12 +41,14 @@ class Epilogue(NamedTuple):
     bias: [N] of any float dtype.
     addend: [M, N] of any float dtype; `out` itself to accumulate.
     out: [M, N] to write into.
+    outer: vectors [M] and [N] of any float dtype whose outer product is added, after the bias and before the addend.
     """
 
     out_dtype: torch.dtype = torch.bfloat16
     bias: Tensor | None = None
     addend: Tensor | None = None
     out: Tensor | None = None
+    outer: tuple[Tensor, Tensor] | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -138,9 +138,11 @@ def expected(
     places = rng if isinstance(rng, Places) else Places(rng, rng)
     fprop, dgrad, wgrad = (gemm or hb.GemmSpec() for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
     mean, quantized = None, x
-    if recipe.activation_mean == "split":  # what is quantized is what remains, in fp32
-        mean = torch.from_numpy(oracle.token_mean(x.float().numpy()))
-        quantized = x.float() - mean
+    if recipe.activation_mean == "split":  # what is quantized is what remains
+        narrow = x.dtype == torch.bfloat16
+        values = oracle.token_mean(x.float().numpy(), narrow)
+        rest = torch.from_numpy(oracle.residual(x.float().numpy(), values, narrow))
+        mean, quantized = torch.from_numpy(values), rest.to(x.dtype) if narrow else rest
     x_row, x_col = _both(quantized, fprop.a, wgrad.b, places, X, (FPROP_SIGNS, WGRAD_SIGNS))
     x_row, x_col = x_row if fprop.a else x.double(), x_col if wgrad.b else x.double().T
     w_row, w_col = _both(w, fprop.b, dgrad.b, places, W, (FPROP_SIGNS, DGRAD_SIGNS))

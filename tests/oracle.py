@@ -185,8 +185,8 @@ def _amaxes(rows, spec, given) -> list[np.float32]:
     return [_finite_max(v for row in rows for v in row)]
 
 
-def token_mean(x: np.ndarray) -> np.ndarray:
-    """The mean of each column, in the order of section 2: fp32 [cols]."""
+def token_mean(x: np.ndarray, narrow: bool = False) -> np.ndarray:
+    """The mean of each column, in the order of section 2: fp32 [cols]. narrow: x holds bf16 values."""
     rows, cols = x.shape
     out = np.zeros(cols, F)
     with np.errstate(all="ignore"):
@@ -202,7 +202,18 @@ def token_mean(x: np.ndarray) -> np.ndarray:
             while len(lanes) > 1:
                 lanes = [lanes[i] + lanes[i + 1] for i in range(0, len(lanes), 2)]
             mean = lanes[0] / F(rows) if rows else F(0)
+            mean = bf16(mean) if narrow and math.isfinite(mean) else mean
             out[c] = mean if math.isfinite(mean) else F(0)
+    return out
+
+
+def residual(x: np.ndarray, mean: np.ndarray, narrow: bool = False) -> np.ndarray:
+    """x [rows, cols] without its mean: fp32, or bf16 values where x holds such."""
+    out = np.zeros(x.shape, F)
+    with np.errstate(all="ignore"):
+        for r, c in np.ndindex(*x.shape):
+            d = F(x[r, c]) - mean[c]
+            out[r, c] = bf16(d) if narrow and math.isfinite(d) else d
     return out
 
 

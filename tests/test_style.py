@@ -44,10 +44,13 @@ OPERATIONS = {  # defined once in each room that has them: what a user calls, th
     "norm",
     "norm_backward",
     "quantize",
+    "quantize_residual",
     "quantize_row_col",
+    "residual_of",
     "row_col_amax",
-    "split_mean",
     "swizzle",  # layout.py specifies where bytes lie
+    "token_mean",
+    "token_sum",
     "transpose",
     "unswizzle",
 }

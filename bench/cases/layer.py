@@ -60,6 +60,19 @@ def cached_layer(setting: Setting, shape: Shape, *, recipe: str, decoded: bool) 
     return replace(outcome, facts={**outcome.facts, **facts})
 
 
+def split_layer(setting: Setting, shape: Shape, *, recipe: str) -> Outcome:
+    """Time forward plus backward with the mean over tokens split off x, beside the same recipe that keeps it."""
+    M, K, N = shape
+    checked = _check(setting, recipe, split=True)
+    x_MK, w_NK, dy_MN = (random_matrix(s, setting.device, i) for i, s in enumerate(((M, K), (N, K), (M, N))))
+    w_NK *= K**-0.5
+    variants = _linear(recipe, setting.device, split=True), _linear(recipe, setting.device)
+    split, kept = (partial(_forward_backward, forward, x_MK, w_NK, dy_MN) for forward in variants)
+    outcome = against_bf16(setting, [split], [kept], 6.0 * M * N * K, checked, "x kept")
+    facts = {"kept_us": outcome.facts["bf16_us"], "launches": float(launches(split, setting))}
+    return replace(outcome, facts=facts | {"kept_launches": float(launches(kept, setting))})
+
+
 def launches(call: Callable[[], object], setting: Setting) -> int:
     """Return how many kernels, copies and fills one call puts on the GPU; 0 without one."""
     if not setting.on_gpu:
@@ -71,9 +84,10 @@ def launches(call: Callable[[], object], setting: Setting) -> int:
 
 
 def _linear(
-    recipe: str, device: torch.device, cached: CachedWeight | None = None
+    recipe: str, device: torch.device, cached: CachedWeight | None = None, *, split: bool = False
 ) -> Callable[[Tensor, Tensor], Tensor]:
     values, place = recipes.get(recipe), StreamPhilox(hb.Philox(5).on(device).base, 0)
+    values = replace(values, activation_mean="split") if split else values
     return lambda x, w: hb.linear(x, w, None, values, rng=place, cached_weight=cached)
 
 
@@ -85,13 +99,13 @@ def _forward_backward(
     return (y.detach(), *torch.autograd.grad(y, (x, w), dy))
 
 
-def _check(setting: Setting, recipe: str) -> list[str]:
+def _check(setting: Setting, recipe: str, *, split: bool = False) -> list[str]:
     M, K, N = RAGGED
     tensors = [random_matrix(s, CPU, i) for i, s in enumerate(((M, K), (N, K), (M, N)))]
     results = []
     for device in (CPU, setting.device):
         moved = [t.to(device) for t in tensors]
-        results.append(_forward_backward(_linear(recipe, device), *moved))
+        results.append(_forward_backward(_linear(recipe, device, split=split), *moved))
     checked = []
     for name, expected, actual in zip(("y", "dx", "dw"), *results, strict=True):
         error = relative_error(actual, expected.double())
@@ -118,6 +132,13 @@ CASES = (
             run=partial(layer, recipe=name),
         )
         for name in ("nvfp4_mxfp8_bwd", "four_over_six", "mxfp8", "nvfp4_forward")
+    ),
+    Case(
+        name="linear/mean-split",
+        about="forward + backward, recipe nvfp4, the mean over tokens split off x, beside nvfp4 itself",
+        shapes=dict.fromkeys(((8192, 4096, 4096), *SHAPES), Bar(least=1.022, aim=1.015)),
+        small=SMALL,
+        run=partial(split_layer, recipe="nvfp4"),
     ),
     Case(
         name="linear/nvfp4-small",

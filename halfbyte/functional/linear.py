@@ -39,7 +39,7 @@ from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transfor
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.frozen import frozen_operands, frozen_right
 from halfbyte.functional.group import waited
-from halfbyte.functional.mean import add_mean_gradient, bias_with_mean, both_without_mean
+from halfbyte.functional.mean import bias_with_mean, both_without_mean
 from halfbyte.functional.operands import (
     BF16_GEMM,
     Place,
@@ -464,6 +464,7 @@ def gradients_of(
         row_spec, col_spec = gradient_specs(request.recipe, need_dx, need_dw[i])
         place = Place(draws[i], signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
         row, col = request.maker(i, "MN")(dy_MN, row_spec, col_spec, place, amaxes[i])
+        outer = None
         if need_dx:
             place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
             if request.cached[i].is_frozen:
@@ -478,15 +479,12 @@ def gradients_of(
                 make = request.maker(0, "MK", moved=True)
                 right = right_operand(x_col, request.recipe, wgrad.b, place, x_dtype, make)
                 x_right = for_all(right, sum(need_dw[j] for j in used))
-            known = None if mean is None else add_mean_gradient(_token_sum(dy_MN), mean, main_grads[i])
-            dws[i] = weight_gradient(col, x_right, (x_dtype, w_dtypes[i]), main_grads[i], known)
+            outer = None if mean is None else (ops.token_sum(dy_MN), mean)
+            dws[i] = weight_gradient(col, x_right, (x_dtype, w_dtypes[i]), main_grads[i], outer)
         if need_db[i]:
-            dbs[i] = _token_sum(dy_MN).to(b_dtypes[i])
+            s_N = dy_MN.sum(0, dtype=torch.float32) if outer is None else outer[0]
+            dbs[i] = s_N.to(b_dtypes[i])
     return dx, *dws, *dbs
-
-
-def _token_sum(dy_MN: Tensor) -> Tensor:
-    return dy_MN.sum(0, dtype=torch.float32)
 
 
 def _forward_whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], streams: Sequence[int]) -> tuple:

@@ -1,7 +1,7 @@
 """The mean of x over tokens, split off before x is quantized and multiplied in high precision (numerics.md section 2).
 
 With x = r + 1 mean, a linear layer is y = nt(r, w) + 1 v with v = nt(mean, w), and dw = nt(dy.T, r.T) + nt(s, mean)
-with s the sum of dy over tokens: a bias more, and an outer product to which the GEMM adds.
+with s the sum of dy over tokens: a bias more, and an outer product that the GEMM adds at its end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.arithmetic import residual_dtype
 from halfbyte.functional.operands import Place, both
+from halfbyte.layout import Blocks
+from halfbyte.sides import Side
 from halfbyte.spec import Spec
 from halfbyte.tensor.quant_tensor import QuantTensor
 
@@ -24,29 +27,37 @@ def both_without_mean(
     place: Place,
     make: Callable[..., tuple[Any, Any]] = both,
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor, Tensor]:
-    """Return x and x.T as GEMM operands, the mean taken out of those that are quantized; and the mean, fp32 [K]."""
-    residual, mean = ops.split_mean(x_MK)
-    row, col = make(residual, *specs, place, ops.Amaxes())
-    plain_row, plain_col = make(x_MK, None, None, place, ops.Amaxes())
-    return row if specs[0] else plain_row, col if specs[1] else plain_col, mean
+    """Return x and x.T as GEMM operands, the mean taken out of those that are quantized; and the mean [K].
+
+    Args:
+        make: what makes operands of a tensor; other than `both` of parts, which it may have to gather.
+    """
+    mean = ops.token_mean(x_MK)
+    if make is not both:
+        row, col = make(without_mean(x_MK, mean), *specs, place, ops.Amaxes())
+        plain_row, plain_col = make(x_MK, None, None, place, ops.Amaxes())
+        return row if specs[0] else plain_row, col if specs[1] else plain_col, mean
+
+    def quantize(t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
+        return ops.quantize_residual(t, mean, row, col)
+
+    row, col = both(x_MK, *specs, place, ops.Amaxes(), quantize)
+    return row, col, mean
+
+
+def without_mean(x: Tensor, mean: Tensor) -> Tensor:
+    """Return x [M, K] without its mean [K], rounded once, as `ops.quantize_residual` quantizes it."""
+    return (x.float() - mean.float()).to(residual_dtype(x.dtype))
 
 
 def bias_with_mean(bias: Tensor | None, mean: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what fprop adds to every row: bias + nt(mean, w), fp32 [N].
+    """Return what fprop adds to every row: nt(mean, w) + bias, fp32 [N].
 
     Args:
         bias: [N] or None.
-        mean: fp32 [K].
+        mean: [K].
         w: [N, K], rounded to `dtype` first; of a QuantTensor the values that it stands for.
         dtype: of x.
     """
     values = w.dequantize() if isinstance(w, QuantTensor) else w
-    v = ops.gemm_nt(mean[None], values.detach().to(dtype), out_dtype=torch.float32)[0]
-    return v if bias is None else bias.float() + v
-
-
-def add_mean_gradient(s: Tensor, mean: Tensor, main_grad: Tensor | None) -> Tensor:
-    """Return nt(s, mean), fp32 [N, K], or `main_grad` with it added."""
-    if main_grad is None:
-        return ops.gemm_nt(s[:, None], mean[:, None], out_dtype=torch.float32)
-    return ops.gemm_nt(s[:, None], mean[:, None], out=main_grad, accumulate=True)
+    return ops.gemm_nt(mean[None], values.detach().to(dtype), out_dtype=torch.float32, bias=bias)[0]

@@ -130,19 +130,24 @@ def add_dx(dx: Tensor | None, row: Any, right: Any, *, last: bool, dtype: torch.
 
 
 def weight_gradient(
-    col: Any, right: Any, dtypes: tuple[torch.dtype, torch.dtype], main_grad: Tensor | None, existing: Tensor | None
+    col: Any,
+    right: Any,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    main_grad: Tensor | None,
+    outer: tuple[Tensor, Tensor] | None,
 ) -> Tensor | None:
     """Return the gradient in the dtype of the GEMMs, then in that of the weight: they differ under autocast.
 
     Args:
         main_grad: fp32, to which it is added instead; None is returned.
-        existing: fp32, a part of the gradient that is known; with a main_grad it is in there already.
+        outer: vectors whose outer product is a part of the gradient, or None.
     """
+    if outer is not None:
+        dw = ops.gemm_nt_outer(col, right, outer, out_dtype=dtypes[0], out=main_grad)
+        return None if main_grad is not None else dw.to(dtypes[1])
     if main_grad is not None:
         ops.gemm_nt(col, right, out=main_grad, accumulate=True)
         return None
-    if existing is not None:
-        return ops.gemm_nt_add(col, right, existing, out_dtype=dtypes[0]).to(dtypes[1])
     return ops.gemm_nt(col, right, out_dtype=dtypes[0]).to(dtypes[1])
 
 

@@ -3,7 +3,7 @@
 A compiled block would call an op for each quantization and each GEMM: sixteen for a layer's forward and backward, whose
 dispatch costs the host more than their launches. Where everything that the backward needs is made in the forward, the
 pass is one op, repeated from the same record as in eager code (`ops.run`). Elsewhere (weights that come quantized,
-main_grads, plain operands that the backward reads, a mean of x, shards, layers that ranks share) `fits` says no, and
+main_grads, plain operands that the backward reads, shards, layers that ranks share) `fits` says no, and
 compiled code calls the ops inside.
 
 An op takes tensors, numbers and a text, so what is static about a call travels as the text that `request_text` writes.
@@ -52,7 +52,7 @@ def fits(request: Request, needs: Sequence[bool], main_grads: Sequence[Tensor | 
     """Whether a call is one op each way in compiled code; arguments as for `kept_specs`."""
     if not torch.compiler.is_compiling() or any(grad is not None for grad in main_grads):
         return False
-    if request.recipe.splits_mean or request.splits is not None:
+    if request.splits is not None:
         return False
     if any(cached != Layout(None, None) for cached in request.cached):
         return False
@@ -143,7 +143,7 @@ def layout_of(request: Request, needs: Sequence[bool], dys: Sequence[Tensor | No
         rows = next(dy.shape[0] for dy in dys if dy is not None)
         cols = [rows, *[0 if dy is None else dy.shape[1] for dy in dys]]
     operands = [None if spec is None else (spec, n, LINEAR) for spec, n in zip(specs, cols, strict=True)]
-    return *operands, None  # no mean of x
+    return *operands, True if request.recipe.splits_mean and specs[0] is not None else None
 
 
 def present(gradients: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:

@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from halfbyte.arithmetic import FUNCTIONS, Normed
+from halfbyte.arithmetic import FUNCTIONS, Normed, residual_dtype
 from halfbyte.kernels import backend, fused, scenarios_grouped
 from halfbyte.kernels.amax import plain
 from halfbyte.kernels.device import hardware_cast
@@ -137,6 +137,11 @@ def gemm_calls(_: Target) -> Iterator[Scenario]:
         for out in (BF16, FP32):
             call = partial(backend.gemm_nt, a, b, Epilogue(out))
             yield Scenario(f"gemm of {dtype} to {out}", call, tuned=dtype == out == FP32)
+    for (M, N, K), out in product((*GEMM_SHAPES, (37, 53, 83)), (BF16, FP32)):
+        a, b, outer = *(_decoded(n, K, "tensor") for n in (M, N)), (tensor(M, dtype=FP32), tensor(N, dtype=BF16))
+        for name, epilogue in (("", Epilogue(out, outer=outer)), (", accumulated", _accumulated(M, N, out, outer))):
+            call = partial(backend.gemm_nt, a, b, epilogue)
+            yield Scenario(f"gemm {M}x{N}x{K} to {out}, outer product{name}", call, K % 64 == 0)
     yield from _products_of_views()
 
 
@@ -160,9 +165,9 @@ def _products_of_views() -> Iterator[Scenario]:
     yield Scenario("gemm of fp32 with factors, bias, accumulated", call, tuned=True)
 
 
-def _accumulated(M: int, N: int, dtype: torch.dtype) -> Epilogue:
+def _accumulated(M: int, N: int, dtype: torch.dtype, outer: tuple | None = None) -> Epilogue:
     out = tensor(M, N, dtype=dtype)
-    return Epilogue(bias=tensor(N, dtype=dtype), addend=out, out=out)
+    return Epilogue(bias=tensor(N, dtype=dtype), addend=out, out=out, outer=outer)
 
 
 def _decoded(rows: int, cols: int, kind: str) -> Decoded:
@@ -221,6 +226,20 @@ def layers(_: Target) -> Iterator[Scenario]:
         yield Scenario(f"{name}, residual", partial(call, x), shape[1] % 512 == 0)
 
 
+def means(_: Target) -> Iterator[Scenario]:
+    """Sums and means over tokens, and both orientations of x without its mean."""
+    for name, x, whole in whole_and_ragged():
+        if x.dim() != 2:
+            continue
+        yield Scenario(f"sum over tokens, {name}", partial(backend.token_sum, x), whole)
+        yield Scenario(f"mean over tokens, {name}", partial(backend.token_mean, x), whole)
+        mean = tensor(x.shape[1], dtype=residual_dtype(x.dtype))
+        for pair in TUNED_PAIRS:
+            call = partial(backend.quantize_residual, x, mean, *both_sides(*pair, **places(*pair)))
+            keys = " + ".join(spec.key if spec else "none" for spec in pair)
+            yield Scenario(f"without its mean, {keys}, {name}", call, whole)
+
+
 def primary_casts(_: Target) -> Iterator[Scenario]:
     """Every stage of the cast of primary weights: whole masters and parts of them."""
     four = NVFP4(block=(16, 16), scaling=FourOverSix(), e4m3_max=256.0)
@@ -274,6 +293,7 @@ FAMILIES = (
     scenarios_grouped.operands,
     scenarios_grouped.grouped_gemm_calls,
     layers,
+    means,
     primary_casts,
     conversion_calls,
 )

@@ -15,9 +15,8 @@ from halfbyte.ops.fused import (
     add_norm,
     norm,
     norm_backward,
-    split_mean,
 )
-from halfbyte.ops.gemm import gemm_nt, gemm_nt_add
+from halfbyte.ops.gemm import gemm_nt, gemm_nt_add, gemm_nt_outer
 from halfbyte.ops.grouped import (
     check_offsets,
     emulates,
@@ -26,6 +25,7 @@ from halfbyte.ops.grouped import (
     grouped_gemm_nt,
     grouped_quantize_row_col,
 )
+from halfbyte.ops.mean import quantize_residual, token_mean, token_sum
 from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, row_col_amax, transpose
 from halfbyte.ops.repeat import run
 
@@ -51,6 +51,7 @@ __all__ = [
     "explain",
     "gemm_nt",
     "gemm_nt_add",
+    "gemm_nt_outer",
     "grouped_decode",
     "grouped_dequantize",
     "grouped_gemm_nt",
@@ -58,10 +59,12 @@ __all__ = [
     "norm",
     "norm_backward",
     "quantize",
+    "quantize_residual",
     "quantize_row_col",
     "row_col_amax",
     "run",
     "selective_checkpoint_ops",
-    "split_mean",
+    "token_mean",
+    "token_sum",
     "transpose",
 ]

@@ -7,7 +7,16 @@ from torch.utils import checkpoint
 
 from halfbyte.ops.define import PASSES
 
-KEPT = ("quantize", "quantize_row_col", "grouped_quantize_row_col", "amax", "gemm_nt", "grouped_gemm_nt")
+KEPT = (
+    "quantize",
+    "quantize_row_col",
+    "quantize_residual",
+    "grouped_quantize_row_col",
+    "amax",
+    "token_mean",
+    "gemm_nt",
+    "grouped_gemm_nt",
+)
 
 
 def selective_checkpoint_ops() -> list[torch._ops.OpOverload]:

@@ -11,9 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte import reference
 from halfbyte.arithmetic import Normed
-from halfbyte.ops.backends import check_reference
 from halfbyte.ops.define import draw_of, implementation, op, spec_of
 from halfbyte.ops.repeat import call_op
 from halfbyte.rng import Draw
@@ -125,16 +123,6 @@ def norm_backward(
     return call_op(torch.ops.halfbyte.add_norm_backward, dy, dtotal, x, weight, *statistics, *kind, backend or "")
 
 
-def split_mean(x: Tensor, backend: str | None = None) -> tuple[Tensor, Tensor]:
-    """Return a matrix without the mean of each column, fp32 [M, K], and these means, fp32 [K].
-
-    Raises:
-        ValueError: a backend would run that has no kernel for it.
-    """
-    check_reference("activation_mean='split'", x.device, backend)
-    return call_op(torch.ops.halfbyte.split_mean, x, backend or "")
-
-
 def activation(
     x: Tensor,
     up: Tensor | None,
@@ -201,14 +189,6 @@ def _norm_backward(dy, x, weight, mean, rstd, centered, has_bias, backend) -> tu
 def _add_norm_backward(dy, dtotal, total, weight, mean, rstd, centered, has_bias, backend) -> tuple[Tensor, ...]:
     normed = Normed(total, weight, (mean, rstd), centered, has_bias)
     return implementation(total.device, backend).norm_backward(dy, normed, dtotal)
-
-
-def _split_mean(x, backend) -> tuple[Tensor, Tensor]:
-    return reference.split_mean(x)
-
-
-def _split_mean_fake(x, backend):
-    return x.new_empty(x.shape, dtype=torch.float32), x.new_empty(x.shape[1], dtype=torch.float32)
 
 
 def _activation(x, up, function, row, col_key, sign_rng, sign_stream, backend) -> tuple[Tensor, ...]:
@@ -293,7 +273,6 @@ op(
     _add_norm_backward,
     _add_norm_backward_fake,
 )
-op("split_mean(Tensor x, str backend) -> (Tensor, Tensor)", _split_mean, _split_mean_fake)
 op(
     f"activation(Tensor x, Tensor? up, str function, {_WANTED}) -> (Tensor, Tensor, Tensor)",
     _activation,

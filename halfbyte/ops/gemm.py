@@ -57,6 +57,31 @@ def gemm_nt_add(
     return call_op(torch.ops.halfbyte.gemm_nt_add, *operands, addend, out_dtype, backend or "")
 
 
+def gemm_nt_outer(
+    a: Operand | Tensor,
+    b: Operand | Tensor,
+    outer: tuple[Tensor, Tensor],
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Return a @ b.T + left[:, None] * right [M, N], all in fp32 before the only rounding.
+
+    Args:
+        a, b: as for `gemm_nt`.
+        outer: left [M] and right [N], of any float dtype.
+        out_dtype: of the result if `out` is None.
+        out: [M, N] to add it to.
+    """
+    K = a.cols if isinstance(a, Operand) else a.shape[1]
+    operands = (*operand_arguments(a), *operand_arguments(b), K)
+    if out is None:
+        return call_op(torch.ops.halfbyte.gemm_nt_outer, *operands, *outer, out_dtype, backend or "")
+    call_op(torch.ops.halfbyte.gemm_nt_outer_add, *operands, *outer, out, backend or "")
+    return out
+
+
 def operand_arguments(operand: Operand | Tensor) -> tuple:
     """Return an operand as the ops take it: data, block_scale, amax, key, scale layout."""
     if isinstance(operand, Operand):
@@ -140,6 +165,20 @@ def _gemm_nt_add(
     return _gemm(left, right, K, backend, Epilogue(out_dtype, addend=addend))
 
 
+def _gemm_nt_outer(
+    a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, left, right, out_dtype, backend
+) -> Tensor:
+    mine, other = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
+    return _gemm(mine, other, K, backend, Epilogue(out_dtype, outer=(left, right)))
+
+
+def _gemm_nt_outer_add(
+    a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, left, right, out, backend
+) -> None:
+    mine, other = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
+    _gemm(mine, other, K, backend, Epilogue(addend=out, out=out, outer=(left, right)))
+
+
 def _gemm_nt_fake(a, *rest):
     b, out_dtype = rest[4], rest[10]
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
@@ -147,6 +186,11 @@ def _gemm_nt_fake(a, *rest):
 
 def _gemm_nt_add_fake(a, *rest):
     b, out_dtype = rest[4], rest[11]
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def _gemm_nt_outer_fake(a, *rest):
+    b, out_dtype = rest[4], rest[12]
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
@@ -166,5 +210,17 @@ op(
     f"gemm_nt_add({OPERANDS}, Tensor addend, ScalarType out_dtype, str backend) -> Tensor",
     _gemm_nt_add,
     _gemm_nt_add_fake,
+    _flops,
+)
+op(
+    f"gemm_nt_outer({OPERANDS}, Tensor left, Tensor right, ScalarType out_dtype, str backend) -> Tensor",
+    _gemm_nt_outer,
+    _gemm_nt_outer_fake,
+    _flops,
+)
+op(
+    f"gemm_nt_outer_add({OPERANDS}, Tensor left, Tensor right, Tensor(z!) out, str backend) -> ()",
+    _gemm_nt_outer_add,
+    nothing,
     _flops,
 )

@@ -56,17 +56,22 @@ def quantize_row_col(
         TypeError: x is not bf16, fp16 or fp32.
         ValueError: x is 0-D, a draw is missing, or it names a shard (whose two orientations differ in origin).
     """
+    arguments = checked_arguments(x, (row, col), backend)
+    return both_blocks(call_op(torch.ops.halfbyte.quantize_row_col, x, *arguments), (row, col))
+
+
+def checked_arguments(x: Tensor, sides: Sides, backend: str | None) -> tuple:
+    """Return what an op of both orientations takes after its tensors, checked as `quantize_row_col` says."""
     _check_input(x)
-    check_sides((row, col), x.device, backend)
-    draw, sign_draw = shared_draws((row, col))
-    if draw is not None and col is not None and (draw.first_block or draw.blocks_per_row is not None):
+    check_sides(sides, x.device, backend)
+    draw, sign_draw = shared_draws(sides)
+    if draw is not None and sides[1] is not None and (draw.first_block or draw.blocks_per_row is not None):
         raise ValueError(
             f"rng.first_block={draw.first_block}: a shard starts elsewhere in x.T; quantize x and x.T apart"
         )
     places = *((None, 0, 0, None) if draw is None else draw), *place_arguments(sign_draw)
-    specs, amaxes, rest = op_arguments((row, col))
-    out = call_op(torch.ops.halfbyte.quantize_row_col, x, *specs, *places, *amaxes, *rest, backend or "")
-    return both_blocks(out, (row, col))
+    specs, amaxes, rest = op_arguments(sides)
+    return *specs, *places, *amaxes, *rest, backend or ""
 
 
 def op_arguments(sides: Sides) -> tuple[tuple[str, str], tuple[Tensor | None, Tensor | None], tuple]:
@@ -138,10 +143,15 @@ op(
 )
 
 
-def _quantize_row_col(
-    x, row_key, col_key, rng, stream, first_block, blocks_per_row, sign_rng, sign_stream, row_amax, col_amax,
-    scale_layout, row_transient, col_transient, backend,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _quantize_row_col(x, *arguments) -> tuple[Tensor, ...]:
+    asked, given, shared = asked_of(x, arguments)
+    return outputs(x, implementation(x.device, arguments[-1]).quantize_row_col(x, *asked), given, shared)
+
+
+def asked_of(x: Tensor, arguments: tuple) -> tuple[Sides, tuple[Tensor | None, Tensor | None], bool]:
+    """Return both sides, the amaxes that were given, and whether the sides share tiles, of `checked_arguments`."""
+    row_key, col_key, rng, stream, first_block, blocks_per_row, sign_rng, sign_stream, *rest = arguments
+    row_amax, col_amax, scale_layout, row_transient, col_transient, backend = rest
     specs = spec_of(row_key), spec_of(col_key)
     decodes = choose(x.device, backend or None) != NATIVE
     asked = both_sides(
@@ -153,8 +163,7 @@ def _quantize_row_col(
         scale_layout=scale_layout,
         transient=(decodes and row_transient, decodes and col_transient),
     )
-    both = implementation(x.device, backend).quantize_row_col(x, *asked)
-    return outputs(x, both, (row_amax, col_amax), share_tiles(*specs))
+    return asked, (row_amax, col_amax), share_tiles(*specs)
 
 
 def outputs(x: Tensor, both: tuple, given: tuple, shared: bool) -> tuple[Tensor, ...]:
@@ -172,7 +181,8 @@ def outputs(x: Tensor, both: tuple, given: tuple, shared: bool) -> tuple[Tensor,
     return tuple(out)
 
 
-def _quantize_row_col_fake(x, row_key, col_key, *rest):
+def row_col_fake(x, row_key, col_key, *rest):
+    """Return outputs of the shapes and dtypes of those of both orientations; arguments as of the op."""
     row_amax, col_amax, scale_layout, *transient, backend = rest[-6:]
     chosen, specs = choose(x.device, backend or None), (spec_of(row_key), spec_of(col_key))
     shared = share_tiles(*specs)
@@ -208,7 +218,7 @@ op(
     "str scale_layout, bool row_transient, bool col_transient, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantize_row_col,
-    _quantize_row_col_fake,
+    row_col_fake,
 )
 
 

@@ -13,7 +13,8 @@ from halfbyte.reference.fused import (
 from halfbyte.reference.grouped import grouped_dequantize, grouped_gemm_nt, grouped_quantize_row_col
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import Decoded, decode, dequantize, from_values, gemm_nt, plain
-from halfbyte.reference.norm import Statistics, norm, norm_backward, split_mean
+from halfbyte.reference.mean import quantize_residual, residual_of, token_mean, token_sum
+from halfbyte.reference.norm import Statistics, norm, norm_backward
 from halfbyte.reference.nvfp4 import quantize, quantize_row_col, row_col_amax, transpose
 from halfbyte.reference.scale import finite_amax
 
@@ -38,9 +39,12 @@ __all__ = [
     "operand_amaxes",
     "plain",
     "quantize",
+    "quantize_residual",
     "quantize_row_col",
+    "residual_of",
     "rotate",
     "row_col_amax",
-    "split_mean",
+    "token_mean",
+    "token_sum",
     "transpose",
 ]

@@ -89,10 +89,12 @@ def gemm_nt(a: Decoded, b: Decoded, epilogue: Epilogue = Epilogue()) -> Tensor:
         b: values [N, K].
         epilogue: bias, addend and output.
     """
-    out_dtype, bias, addend, out = epilogue
+    out_dtype, bias, addend, out, outer = epilogue
     y = _apply_factors(a.values @ b.values.T, a.factor, b.factor)
     if bias is not None:
         y += bias.float()
+    if outer is not None:
+        y += outer[0].float()[:, None] * outer[1].float()
     if addend is not None:
         y += addend.float()
     return y.to(out_dtype) if out is None else out.copy_(y)

@@ -83,21 +83,6 @@ def column_sum(values: Tensor) -> Tensor:
     return _meet(_in_order(lanes, 0), 0).view(cols)
 
 
-def split_mean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a matrix without the mean of each column, and these means (docs/numerics.md section 2).
-
-    Args:
-        x: [M, K].
-
-    Returns:
-        fp32 [M, K] and [K]; the mean of a column is 0 if it is not finite, or if there is no row.
-    """
-    values = x.float()
-    mean = column_sum(values) / torch.full((), float(x.shape[0]), device=x.device)
-    mean = torch.where(mean.isfinite(), mean, 0.0)
-    return values - mean, mean
-
-
 def _in_order(terms: Tensor, dim: int) -> Tensor:
     total = terms.new_zeros([size for d, size in enumerate(terms.shape) if d != dim])
     for term in terms.unbind(dim):

@@ -28,6 +28,7 @@ from halfbyte.functional.linear import (
     run_backward,
     run_forward,
 )
+from halfbyte.functional.mean import without_mean
 from halfbyte.functional.operands import BF16_GEMM, Place, both, gradient_specs
 from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X
 from halfbyte.functional.request import Call, Request, draws_of
@@ -148,7 +149,7 @@ def _sides_of_x(seen: Observed) -> dict:
     fprop, wgrad = (gemm or BF16_GEMM for gemm in (recipe.fprop, recipe.wgrad))
     names, specs = ("x.row", "x.col"), (fprop.a, wgrad.b if any(seen.needs[1:]) else None)
     place = seen.place(seen.draws[0], X, (FPROP_SIGNS, WGRAD_SIGNS))
-    x = ops.split_mean(seen.x)[0] if recipe.splits_mean else seen.x
+    x = without_mean(seen.x, ops.token_mean(seen.x)) if recipe.splits_mean else seen.x
     if recipe.backward == "original":
         return measured(names, x, specs, place, ops.Amaxes())
     row = measured(names, x, (specs[0], None), place, ops.Amaxes())

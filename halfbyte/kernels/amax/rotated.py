@@ -18,6 +18,7 @@ from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device import running_max as rm
 from halfbyte.kernels.device.decode import cast
+from halfbyte.kernels.device.loads import pairs_without
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.route import Choice
 from halfbyte.rng import Draw
@@ -31,6 +32,19 @@ def load_groups(x_ptr, g, rows, line, lines, stride_r, stride_l, SIZE: tl.conste
     if FULL:
         return tl.load(pointers)
     return tl.load(pointers, mask=(line < lines)[:, None] & (row < rows)[None, :], other=0)
+
+
+@triton.jit
+def load_rest(x_ptr, mean, g, rows, line, lines, stride_r, stride_l, SIZE: tl.constexpr, FULL: tl.constexpr):
+    """Return `load_groups` less mean [T] of each line, words of two of both; None: as loaded."""
+    x = load_groups(x_ptr, g, rows, line, lines, stride_r, stride_l, SIZE, FULL)
+    if mean is None:
+        return x
+    else:
+        rest = pairs_without(x, mean[:, None])
+        if FULL:
+            return rest
+        return tl.where((g + tl.arange(0, SIZE) < rows)[None, :], rest, 0)
 
 
 @triton.jit
@@ -60,12 +74,13 @@ class Split(NamedTuple):
 
 @jit(do_not_specialize=("sign_stream", "split"))
 def amax_rotated_kernel(
-    x_ptr, out_ptr, plain_ptr, space_ptr, sign_ptr, sign_stream, rows, cols, stride_r, stride_c, split,
+    x_ptr, mean_ptr, out_ptr, plain_ptr, space_ptr, sign_ptr, sign_stream, rows, cols, stride_r, stride_c, split,
     RULE: tl.constexpr, BOTH: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr, T: tl.constexpr,
     VEC: tl.constexpr, PARTIAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """amax of x.T after a rotation along its rows, or of the rows of that (out zero before); with BOTH that of x too.
 
+    mean_ptr: bf16 [cols] that is taken off PACKED x first, or None.
     A program takes a strip of T columns (PACKED: words of two) and, in it, every split.parts-th group of rows. PARTIAL:
     what each program finds is an output, out and plain [programs]; a program without a group finds 0. For a large x it
     is not placed while the kernel before it drains: that cost 7 %.
@@ -87,12 +102,16 @@ def amax_rotated_kernel(
     else:
         src_ptr = x_ptr
         stride = tl.cast(stride_r, tl.int64)
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr.to(tl.pointer_type(tl.uint32)) + line, mask=line < lines, other=0)
+    else:
+        mean = None
     flips = rw.sign_flips(sign_ptr, sign_stream, SIZE, RULE.fresh)
     plain = tl.zeros((T,), tl.uint32)
     top = tl.zeros((T,), tl.float32)
     second = tl.zeros((T,), tl.float32)
     for g in range(first, end, step):
-        x = load_groups(src_ptr, g, end, line, lines, stride, stride_c, SIZE, FULL)
+        x = load_rest(src_ptr, mean, g, end, line, lines, stride, stride_c, SIZE, FULL)
         halves = column_halves(x, PACKED)
         if BOTH:
             if PACKED:
@@ -114,7 +133,8 @@ def amax_rotated_kernel(
         more = tl.zeros((T,), tl.int32)
         plain_bits = tl.zeros((T,), tl.int32)
         for g in range(first, end, step):
-            halves = column_halves(load_groups(src_ptr, g, end, line, lines, stride, stride_c, SIZE, FULL), PACKED)
+            x = load_rest(src_ptr, mean, g, end, line, lines, stride, stride_c, SIZE, FULL)
+            halves = column_halves(x, PACKED)
             for k in tl.static_range(SHARE):
                 plain_bits = tl.maximum(plain_bits, tl.max(mg.finite_bits(mg.magnitude_bits(halves[k])), axis=1))
                 y = rw.unpacked(rw.rotated_pairs(narrowed(halves[k], NARROW), flips, RULE.norm))
@@ -143,12 +163,13 @@ def amax_rotated_kernel(
         rm.publish(maxima, outs, space_ptr, split.programs)
 
 
-def launch_rotated(choice: Choice, sign_draw: Draw | None) -> tuple[Tensor, Tensor]:
+def launch_rotated(choice: Choice, sign_draw: Draw | None, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the amax of rotated x.T, fp32 [] or [cols], and with BOTH that of x [], else nothing.
 
     Args:
         choice: of a rotation.
         sign_draw: the place of fresh signs.
+        mean: bf16 [cols], taken off x first where it is read in words of two.
     """
     x, strips, parts = choice.facts
     rule, both = choice.constants["RULE"], choice.constants["BOTH"]
@@ -159,6 +180,7 @@ def launch_rotated(choice: Choice, sign_draw: Draw | None) -> tuple[Tensor, Tens
     plain = torch.empty((), dtype=torch.float32, device=x.device)
     amax_rotated_kernel[choice.grid](
         x,
+        mean,
         out,
         plain if both else None,
         None if rule.row_amax and not both else rm.workspace(rm.Wanted("tensor"), x.device),

@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device.ptx import has_ptx
+
+SUBTRACT_PAIR = tl.constexpr("{.reg .b32 n; mov.b32 n, 0xBF80BF80; fma.rn.bf16x2 $0, $2, n, $1;}")  # x + mean * -1
 
 
 @triton.jit
@@ -23,6 +26,22 @@ def masked_store(pointers, values, mask, FULL: tl.constexpr):
         tl.store(pointers, values)
     else:
         tl.store(pointers, values, mask=mask)
+
+
+@triton.jit
+def pairs_without(words, mean):
+    """Return words of two bf16 values less those of `mean`, which broadcasts, each rounded once."""
+    if not has_ptx():
+        low = (words << 16).to(tl.float32, bitcast=True) - (mean << 16).to(tl.float32, bitcast=True)
+        high = (words & 0xFFFF0000).to(tl.float32, bitcast=True) - (mean & 0xFFFF0000).to(tl.float32, bitcast=True)
+        return pm.bf16_pairs((low, high))[0]
+    return tl.inline_asm_elementwise(SUBTRACT_PAIR, "=r,r,r", [words, mean], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def mean_words(x, word, FULL: tl.constexpr):
+    """Return the means of the columns of words `word` of a packed x, two in a word, 0 where there is none."""
+    return masked_load(x.mean_ptr.to(tl.pointer_type(tl.uint32)) + word, word * 2 < x.cols, FULL)
 
 
 @triton.jit
@@ -60,11 +79,16 @@ def load_row_pairs(x, i_row, i_group, RULE: tl.constexpr, R: tl.constexpr, N: tl
         if RULE.along:
             word = o_word[:, None, None] + four[None, None, :]
             inside = (row < x.rows)[None, :, None] & (word * 2 < x.cols)
-            loaded = tl.permute(masked_load(first + word, inside, RULE.full), (1, 0, 2))
+            loaded = masked_load(first + word, inside, RULE.full)
+            if x.mean_ptr is not None:
+                loaded = pairs_without(loaded, mean_words(x, word, RULE.full))
+            loaded = tl.permute(loaded, (1, 0, 2))
         else:
             word = o_word[None, :, None] + four[None, None, :]
             inside = (row < x.rows)[:, None, None] & (word * 2 < x.cols)
             loaded = masked_load(first + word, inside, RULE.full)
+            if x.mean_ptr is not None:
+                loaded = pairs_without(loaded, mean_words(x, word, RULE.full))
         words = words + pm.split_four(loaded, R, N)
     return words
 
@@ -92,6 +116,8 @@ def load_col_pairs(x, i_group, i_col, RULE: tl.constexpr, N: tl.constexpr, C: tl
             loaded = load_rows(first, x.stride_r, left, in_col, False, True, SIZE)
     else:
         loaded = load_rows(first, x.stride_r, left, in_col, RULE.full, False, SIZE)
+    if x.mean_ptr is not None:
+        loaded = rows_without(loaded, mean_words(x, word, RULE.full)[None, :, :], left, RULE.full)
     out = ()
     for i in tl.static_range(SIZE):
         if COUNT == 4:
@@ -100,6 +126,18 @@ def load_col_pairs(x, i_group, i_col, RULE: tl.constexpr, N: tl.constexpr, C: tl
             out = out + (tl.split(loaded[i]),)
         else:
             out = out + ((tl.reshape(loaded[i], (N, SHARE)),),)
+    return out
+
+
+@triton.jit
+def rows_without(rows, mean, left, FULL: tl.constexpr):
+    """Return rows of words less `mean`; 0 in those that do not exist, of which there are `left`, unless FULL."""
+    out = ()
+    for i in tl.static_range(len(rows)):
+        rest = pairs_without(rows[i], mean)
+        if not FULL:
+            rest = tl.where(left > i, rest, 0)
+        out = out + (rest,)
     return out
 
 

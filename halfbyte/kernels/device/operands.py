@@ -14,13 +14,14 @@ from halfbyte.kernels.device.scales import Constants
 
 
 class StridedMatrix(NamedTuple):
-    """What a kernel reads: [rows, cols] at `ptr`, strides in elements."""
+    """What a kernel reads: [rows, cols] at `ptr`, strides in elements, less the mean of each column if any."""
 
     ptr: Any
     rows: Any
     cols: Any
     stride_r: Any
     stride_c: Any
+    mean_ptr: Any = None
 
 
 class Pointers(NamedTuple):

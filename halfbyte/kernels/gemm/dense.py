@@ -63,15 +63,15 @@ def gemm_nt(a: Decoded, b: Decoded, epilogue: Epilogue = Epilogue(), *, variant:
     K = min(a.values.shape[1], b.values.shape[1])
     target, addend = ends(y, epilogue)
     if K == 0:
-        return bias_only(y, epilogue.bias, addend)
+        return without_products(y, epilogue._replace(addend=addend))
     plan = gemm_plan(a.values, b.values, (target, addend), K, variant)
-    _run(plan, a, b, target, epilogue.bias, addend, K)
+    _run(plan, a, b, epilogue._replace(out=target, addend=addend), K)
     return y if target is y else y.copy_(target)
 
 
 def output(a: Tensor, b: Tensor, epilogue: Epilogue) -> Tensor:
     """Return what a product of a's and b's rows is written to: what was given, or new memory."""
-    shape, (dtype, _, _, out) = (a.shape[0], b.shape[0]), epilogue
+    shape, dtype, out = (a.shape[0], b.shape[0]), epilogue.out_dtype, epilogue.out
     assert out is None or out.shape == shape, "out has another shape"
     return torch.empty(shape, dtype=dtype, device=a.device) if out is None else out
 
@@ -82,39 +82,39 @@ def ends(y: Tensor, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:
     return target, target if addend is y else None if addend is None else row_major(addend)
 
 
-def _run(
-    plan: GemmPlan, a: Decoded, b: Decoded, out: Tensor, bias: Tensor | None, addend: Tensor | None, K: int
-) -> None:
+def _run(plan: GemmPlan, a: Decoded, b: Decoded, epilogue: Epilogue, K: int) -> None:
+    out, addend = epilogue.out, epilogue.addend
+    assert out is not None, "a product is written somewhere"
     M, N = out.shape
     if plan.splits == 1:
         chains = ceil_div(K, MAX_CHAIN) if out.dtype == torch.float32 else 1
         length = round_up(ceil_div(K, chains), plan.tile.bk)
         for start in range(0, K, length):
             columns = slice(start, min(start + length, K))
-            ending = _ending(a, b, bias if start == 0 else None)
+            ending = _ending(a, b, epilogue if start == 0 else Epilogue())
             sides = a.values[:, columns], b.values[:, columns]
             _multiply(plan, *sides, (out, out if start > 0 else addend), ending)
         return
     width = round_up(N, TMA_ALIGNMENT // 4)
     rows = plan.splits * round_up(M, plan.tile.bm)
     parts = torch.empty(rows, width, dtype=torch.float32, device=out.device)[:, :N]
-    raw = _ending(Decoded(a.values), Decoded(b.values), None)
+    raw = _ending(Decoded(a.values), Decoded(b.values), Epilogue())
     _multiply(plan, a.values[:, :K], b.values[:, :K], (parts, None), raw)
-    combine(parts, plan.splits, a, b, out, bias=bias, addend=addend)
+    combine(parts, plan.splits, a, b, epilogue)
 
 
-def combine(
-    parts: Tensor, splits: int, a: Decoded, b: Decoded, out: Tensor, *, bias: Tensor | None, addend: Tensor | None
-) -> None:
-    """Sum partial products and finish them as a GEMM would: factors, bias, addend, one rounding.
+def combine(parts: Tensor, splits: int, a: Decoded, b: Decoded, epilogue: Epilogue) -> None:
+    """Sum partial products and finish them as a GEMM would: factors, bias, outer product, addend, one rounding.
 
     Args:
         parts: fp32 [splits * rows, N], rows >= M: one product after another.
         a, b: whose amax and divisor give the factors; of their values only the number of rows counts.
-        out, addend: [M, N] with contiguous rows; the addend may be `out`.
+        epilogue: its out and addend [M, N] with contiguous rows; the addend may be `out`.
     """
+    out, addend = epilogue.out, epilogue.addend
+    assert out is not None, "a product is written somewhere"
     (M, N), (bm, bn) = out.shape, COMBINE_TILE
-    ending = _ending(a, b, bias)
+    ending = _ending(a, b, epilogue)
     combine_kernel[(ceil_div(M, bm) * ceil_div(N, bn),)](
         parts,
         out,
@@ -176,9 +176,10 @@ class Ending(NamedTuple):
     kinds: FactorKinds
 
 
-def _ending(a: Decoded, b: Decoded, bias: Tensor | None) -> Ending:
+def _ending(a: Decoded, b: Decoded, epilogue: Epilogue) -> Ending:
     kinds = FactorKinds(_factor_kind(a), _factor_kind(b))
-    return Ending(Applied(a.amax, b.amax, bias), divisors(a.divisor, b.divisor), kinds)
+    outer = () if epilogue.outer is None else (vector.contiguous() for vector in epilogue.outer)
+    return Ending(Applied(a.amax, b.amax, epilogue.bias, *outer), divisors(a.divisor, b.divisor), kinds)
 
 
 def _factor_kind(side: Decoded) -> int:
@@ -189,10 +190,15 @@ def _factor_kind(side: Decoded) -> int:
     return dc.ROW_FACTOR.value if side.amax.dim() and side.amax.numel() == rows else dc.TENSOR_FACTOR.value
 
 
-def bias_only(y: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
+def without_products(y: Tensor, epilogue: Epilogue) -> Tensor:
     """K = 0: the product is zero."""
-    total = torch.zeros(y.shape, device=y.device) if addend is None else addend.float()
-    return y.copy_(total if bias is None else total + bias.float())
+    total = torch.zeros(y.shape, device=y.device)
+    if epilogue.bias is not None:
+        total += epilogue.bias.float()
+    if epilogue.outer is not None:
+        left, right = epilogue.outer
+        total += left.float()[:, None] * right.float()
+    return y.copy_(total if epilogue.addend is None else total + epilogue.addend.float())
 
 
 def row_major(x: Tensor) -> Tensor:

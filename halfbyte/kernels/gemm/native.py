@@ -1,6 +1,7 @@
 """gemm_nt on the FP4 and FP8 tensor cores of sm_100 and later: `torch.nn.functional.scaled_mm` on the stored bytes.
 
-What scaled_mm cannot do is done by one pass over its fp32 result: row factors, an addend, a bias of another dtype.
+What scaled_mm cannot do is done by one pass over its fp32 result: row factors, an addend, an outer product, a bias of
+another dtype.
 Checked against ATen's conditions on fake tensors, not run: no such GPU was at hand (docs/internals/gemm.md).
 """
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from halfbyte.formats import FLT_MAX, f32
-from halfbyte.kernels.gemm.dense import bias_only, combine, ends, output
+from halfbyte.kernels.gemm.dense import combine, ends, output, without_products
 from halfbyte.kernels.unpack.dequantize import from_values
 from halfbyte.kernels.unpack.swizzle import swizzle
 from halfbyte.layout import LINEAR, Operand, blocks_per_row, round_up
@@ -44,7 +45,7 @@ def native_gemm_nt(a: Operand, b: Operand, epilogue: Epilogue = Epilogue()) -> T
     left, right, out = a.blocks.qdata, b.blocks.qdata, epilogue.out
     if 0 in (*left.shape, right.shape[0]):
         y = output(left, right, epilogue)
-        return bias_only(y, epilogue.bias, epilogue.addend) if y.numel() else y
+        return without_products(y, epilogue) if y.numel() else y
     if _finishes_alone(a, b, epilogue):
         y = scaled_mm(**scaled_mm_arguments(a, b, epilogue.dtype, epilogue.bias))[:, : right.shape[0]]
         return y if out is None else out.copy_(y)
@@ -52,13 +53,14 @@ def native_gemm_nt(a: Operand, b: Operand, epilogue: Epilogue = Epilogue()) -> T
     factors = (from_values(*side.blocks[::2], side.spec) for side in (a, b))
     y = output(left, right, epilogue)
     target, addend = ends(y, epilogue)
-    combine(raw, 1, *factors, target, bias=epilogue.bias, addend=addend)
+    combine(raw, 1, *factors, epilogue._replace(out=target, addend=addend))
     return y if target is y else y.copy_(target)
 
 
 def _finishes_alone(a: Operand, b: Operand, epilogue: Epilogue) -> bool:
-    """Whether scaled_mm can do everything: tensor factors, no addend, a bias of the (half) output dtype."""
-    if epilogue.addend is not None or any(side.spec.has_row_amax for side in (a, b)):
+    """Whether scaled_mm can do everything: tensor factors, nothing added, a bias of the (half) output dtype."""
+    added = epilogue.addend is not None or epilogue.outer is not None
+    if added or any(side.spec.has_row_amax for side in (a, b)):
         return False
     return epilogue.bias is None or epilogue.bias.dtype == epilogue.dtype != torch.float32
 

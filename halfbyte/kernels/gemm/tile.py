@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.formats import FLT_MAX, f32
+from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.launch import jit
@@ -42,11 +43,13 @@ class Products(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """What ends a product: amaxes of the operands that have some, and a bias."""
+    """What ends a product: amaxes of operands that have some, a bias, and two vectors whose outer product is added."""
 
     a_amax_ptr: Any
     b_amax_ptr: Any
     bias_ptr: Any = None
+    left_ptr: Any = None
+    right_ptr: Any = None
 
 
 class Divisors(NamedTuple):
@@ -81,7 +84,7 @@ def tile_of(i_tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def finish(acc, o_m, o_n, M, N, applied, by, FACTORS: tl.constexpr):
-    """Apply the scalar factors as one product (unless it overflows), then a's column, b's row, then the bias."""
+    """Apply the scalar factors as one product (unless it overflows), a's column, b's row, bias and outer product."""
     if FACTORS.a == dc.TENSOR_FACTOR and FACTORS.b == dc.TENSOR_FACTOR:
         ga = dc.clamped_amax(tl.load(applied.a_amax_ptr), by.a_floor) * by.a_inverse
         gb = dc.clamped_amax(tl.load(applied.b_amax_ptr), by.b_floor) * by.b_inverse
@@ -100,6 +103,10 @@ def finish(acc, o_m, o_n, M, N, applied, by, FACTORS: tl.constexpr):
         acc = acc * (dc.clamped_amax(amax, by.b_floor) * by.b_inverse)[None, :]
     if applied.bias_ptr is not None:
         acc = acc + tl.load(applied.bias_ptr + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
+    if applied.left_ptr is not None:
+        left = pm.to_fp32(tl.load(applied.left_ptr + o_m, mask=o_m < M, other=0.0))
+        right = pm.to_fp32(tl.load(applied.right_ptr + o_n, mask=o_n < N, other=0.0))
+        acc = acc + left[:, None] * right[None, :]
     return acc
 
 

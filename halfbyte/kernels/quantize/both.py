@@ -56,16 +56,17 @@ def quantize_run(
 
 @jit(do_not_specialize=(*varying("places.row", "places.col"), "col_tiles"))
 def quantize_row_col_kernel(
-    x_ptr, to, sizes, places, constants, col_tiles, ROW: tl.constexpr, COL: tl.constexpr, SWIZZLED: tl.constexpr,
-    TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr,
+    x_ptr, mean_ptr, to, sizes, places, constants, col_tiles, ROW: tl.constexpr, COL: tl.constexpr,
+    SWIZZLED: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """One program quantizes LOOP tiles of TR x TC beside each other both ways, of which it reads each twice.
 
+    mean_ptr: bf16 [cols] that is taken off a packed x first, or None.
     The second read comes from the cache. Where both operands draw, as Draws with one base, and are stored as codes,
     keys and factors are computed once for all tiles, and the divisions are chosen once.
     """
     begin(ROW.hardware >= OVERLAP_CAPABILITY)
-    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
+    x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c, mean_ptr)
     row = WrittenOperand(to.row, sizes.blocks.row, places.row, constants.row)
     col = WrittenOperand(to.col, sizes.blocks.col, places.col, constants.col)
     outer = pm.divide(tl.program_id(0), col_tiles)
@@ -119,7 +120,7 @@ def quantize_rows_and_cols(x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blo
     row, col = _with_amaxes(x, row, col)
     if choice.kernel == APART:
         return one.quantize_side(x, row, APART), one.quantize_side(x.T, col, APART)
-    return _launch(choice, x, row, col)
+    return launch_both(choice, x, None, row, col)
 
 
 def _tiles(x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blocks]:
@@ -149,10 +150,15 @@ def _with_amaxes(x: Tensor, row: Side, col: Side) -> tuple[Side, Side]:
     return known[0], known[1]
 
 
-def _launch(choice: Choice, x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blocks]:
+def launch_both(choice: Choice, x: Tensor, mean: Tensor | None, row: Side, col: Side) -> tuple[Blocks, Blocks]:
+    """Quantize both ways by one kernel, with the amaxes that the sides hold; mean: as the kernel takes it."""
     outputs = output_of(x, row), output_of(x.T, col)
+    operands = (written(side, out, side.amax) for side, out in zip((row, col), outputs, strict=True))
+    x, *numbers = arguments_of_both(x, *operands)
     quantize_row_col_kernel[choice.grid](
-        *arguments_of_both(x, *(written(side, out, side.amax) for side, out in zip((row, col), outputs, strict=True))),
+        x,
+        mean,
+        *numbers,
         pm.Divisor.of(choice.facts),
         **choice.constants,
         enable_fp_fusion=False,

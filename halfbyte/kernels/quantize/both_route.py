@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from halfbyte.formats import SWIZZLE_ROWS
+from halfbyte.kernels.amax.route import AmaxesOfPair, choose_amaxes
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.quantize.route import APART, SHARED, WIDE, OneSide, is_full, is_packed
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
@@ -187,6 +188,53 @@ PAIR = (
     Candidate(APART, _apart_problem, lambda _: Choice(APART), "a wide rotation, or rows that are not contiguous"),
     Candidate("quantize_row_col_kernel", fits_all, _both, "one read of x serves both orientations"),
 )
+
+
+class Residual(NamedTuple):
+    """Quantize x [rows, cols] without its mean over rows by `row` and x.T by `col`; None where nothing is asked for."""
+
+    x: Tensor
+    row: Side | None
+    col: Side | None
+
+    @property
+    def amaxes(self) -> AmaxesOfPair:
+        """The amaxes that have to be found."""
+        needed = (side.spec if side is not None and side.amax is None else None for side in (self.row, self.col))
+        return AmaxesOfPair(self.x, *needed)
+
+
+def _on_load_problem(residual: Residual) -> Reason | None:
+    """Say why a mean is not subtracted by the kernels that find both amaxes and quantize both ways."""
+    if residual.row is None or residual.col is None:
+        return Reason("one orientation alone is asked for")
+    pair = Pair(*residual)
+    if choose_pair(pair).kernel != "quantize_row_col_kernel":
+        return Reason("other kernels than one that reads x once quantize it")
+    if not is_packed(pair.x) or pair.row.spec.is_tile or pair.col.spec.is_tile:
+        return Reason("x is not read in aligned words of two bf16")
+    amaxes = choose_amaxes(residual.amaxes)
+    if amaxes.kernel != "amax_rotated_kernel" or not amaxes.constants["PACKED"]:
+        return Reason("no kernel finds both amaxes from one read of words of two bf16")
+    return None
+
+
+def _on_load(residual: Residual) -> Choice:
+    assert residual.row is not None and residual.col is not None, "both orientations are asked for"
+    return Choice(ON_LOAD, facts=(choose_amaxes(residual.amaxes), choose_pair(Pair(*residual))))
+
+
+ON_LOAD, WRITTEN = "the mean is subtracted where x is read", "x without its mean is written once, and quantized"
+
+RESIDUAL = (
+    Candidate(ON_LOAD, _on_load_problem, _on_load, "nothing is written but the operands"),
+    Candidate(WRITTEN, fits_all, lambda _: Choice(WRITTEN), "any dtype, specs and strides"),
+)
+
+
+def choose_residual(request: Residual) -> Choice:
+    """Choose for x without its mean."""
+    return choose_from(RESIDUAL, request)
 
 
 def choose_pair(request: Pair) -> Choice:

@@ -103,6 +103,7 @@ def _partial_amaxes(choice: Choice) -> Tensor:
     out = torch.empty(2, count, dtype=torch.float32, device=x.device)
     amax_rotated_kernel[(count,)](
         x,
+        None,
         out[1],
         out[0],
         None,

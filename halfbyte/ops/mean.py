@@ -1,0 +1,73 @@
+"""Sums and means over tokens, and x quantized without its mean (docs/numerics.md section 2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfbyte.arithmetic import residual_dtype
+from halfbyte.layout import Blocks
+from halfbyte.ops.define import DRAW, implementation, op
+from halfbyte.ops.quantization import asked_of, both_blocks, checked_arguments, outputs, row_col_fake
+from halfbyte.ops.repeat import call_op
+from halfbyte.sides import Side
+
+
+def token_sum(x: Tensor, backend: str | None = None) -> Tensor:
+    """Return the sum of each column of x [M, K], fp32 [K]."""
+    return call_op(torch.ops.halfbyte.token_sum, x, backend or "")
+
+
+def token_mean(x: Tensor, backend: str | None = None) -> Tensor:
+    """Return the mean of each column of x [M, K]: [K], bf16 if x is bf16, else fp32."""
+    return call_op(torch.ops.halfbyte.token_mean, x, backend or "")
+
+
+def quantize_residual(
+    x: Tensor, mean: Tensor, row: Side | None, col: Side | None, backend: str | None = None
+) -> tuple[Blocks | None, Blocks | None]:
+    """Return what `quantize_row_col` does of x without its mean.
+
+    Args:
+        x: [M, K].
+        mean: [K], of `token_mean`.
+        row, col: as for `quantize_row_col`.
+
+    Raises:
+        TypeError, ValueError: as `quantize_row_col` does.
+    """
+    arguments = checked_arguments(x, (row, col), backend)
+    return both_blocks(call_op(torch.ops.halfbyte.quantize_residual, x, mean, *arguments), (row, col))
+
+
+def _token_sum(x, backend) -> Tensor:
+    return implementation(x.device, backend).token_sum(x)
+
+
+def _token_mean(x, backend) -> Tensor:
+    return implementation(x.device, backend).token_mean(x)
+
+
+def _quantize_residual(x, mean, *arguments) -> tuple[Tensor, ...]:
+    asked, given, shared = asked_of(x, arguments)
+    both = implementation(x.device, arguments[-1]).quantize_residual(x, mean, *asked)
+    return outputs(x, both, given, shared)
+
+
+op(
+    "token_sum(Tensor x, str backend) -> Tensor",
+    _token_sum,
+    lambda x, backend: x.new_empty(x.shape[1], dtype=torch.float32),
+)
+op(
+    "token_mean(Tensor x, str backend) -> Tensor",
+    _token_mean,
+    lambda x, backend: x.new_empty(x.shape[1], dtype=residual_dtype(x.dtype)),
+)
+op(
+    f"quantize_residual(Tensor x, Tensor mean, str row_key, str col_key, {DRAW}, Tensor? row_amax, Tensor? col_amax, "
+    "str scale_layout, bool row_transient, bool col_transient, str backend) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantize_residual,
+    lambda x, mean, *arguments: row_col_fake(x, *arguments),
+)
