@@ -132,19 +132,24 @@ def scaled_magnitude(x, encode):
 
 
 @triton.jit
-def nearest_codes(xs, START: tl.constexpr, encode):
-    """Return the bits of 2^23 + code for the E2M1 codes nearest to |x| * encode, 8 elements from START.
+def nearest_code(a):
+    """Return the bits of 2^23 + code for the E2M1 code nearest to a >= 0.
 
     The code is the rounded minimum of 2a, a + 2 and a / 2 + 4, the three slopes of E2M1; rounding is monotone, so each
     line may be rounded first, to even in the code as in the value.
     """
+    low = tl.fma(a, 2.0, MAGIC).to(tl.uint32, bitcast=True)
+    middle = (a + (MAGIC + 2.0)).to(tl.uint32, bitcast=True)
+    high = tl.fma(a, 0.5, MAGIC + 4.0).to(tl.uint32, bitcast=True)
+    return tl.minimum(tl.minimum(tl.minimum(low, middle), high), MAGIC_SEVEN)
+
+
+@triton.jit
+def nearest_codes(xs, START: tl.constexpr, encode):
+    """Return `nearest_code` of |x| * encode, 8 elements from START."""
     out = ()
     for i in tl.static_range(START, START + 8):
-        a = scaled_magnitude(xs[i], encode)
-        low = tl.fma(a, 2.0, MAGIC).to(tl.uint32, bitcast=True)
-        middle = (a + (MAGIC + 2.0)).to(tl.uint32, bitcast=True)
-        high = tl.fma(a, 0.5, MAGIC + 4.0).to(tl.uint32, bitcast=True)
-        out = out + (tl.minimum(tl.minimum(tl.minimum(low, middle), high), MAGIC_SEVEN),)
+        out = out + (nearest_code(scaled_magnitude(xs[i], encode)),)
     return out
 
 

@@ -1,0 +1,58 @@
+"""Device functions of MS-EDEN: codes with the sums of their projection, and the corrected scale (docs/numerics.md section 5)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device.ptx import has_ptx
+
+REGULAR_SQUARES = tl.constexpr(2.0**100)  # a larger sum of squares holds a y of 2^47: its scale is beyond E4M3
+LEAST_NORMAL = tl.constexpr(2.0**-6)
+LEAST_NORMAL_BITS = tl.constexpr(0x3C000000)  # those of 2^-7, one binade below: E4M3 codes of normals begin at 8
+
+
+@triton.jit
+def projected_codes(xs, encode):
+    """Return the 16 nearest codes as two words, the sum of y * y and that of y * q over elements 0 to 15 in order.
+
+    y = x * encode, and q is what its code stands for: every product and every sum is rounded.
+    """
+    words = ()
+    for start in tl.static_range(0, 16, 8):
+        codes = ()
+        for i in tl.static_range(start, start + 8):
+            y = pm.scaled_magnitude(xs[i], encode)
+            bits = pm.nearest_code(y)
+            # What stands above the code leaves the word; E2M1's exponent bias is 1, fp32's 127.
+            q = (bits << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
+            if i == 0:
+                squares, products = y * y, y * q
+            else:
+                squares += y * y
+                products += y * q
+            codes = codes + (bits,)
+        words = words + (pm.pack_word(xs, start, codes),)
+    return words[0], words[1], squares, products
+
+
+@triton.jit
+def stored_code(scale, squares, products, word):
+    """Return the E4M3 code (uint32) of scale * (squares / products), rounded up or down as a random word decides."""
+    if has_ptx():
+        r = pm.regular_reciprocal(products)
+        ratio = pm.quotient_by(squares, products, r)
+        # Once more: its first result may be two units off before it is corrected.
+        ratio = tl.fma(r, tl.fma(ratio, -products, squares), ratio)
+    else:
+        ratio = tl.div_rn(squares, tl.where(products == 0, 1.0, products))
+    t = scale * ratio
+    t = tl.where((squares < REGULAR_SQUARES) & (t < pm.E4M3_MAX), t, pm.E4M3_MAX)
+    # In units of 2^-24 of the distance between neighbours; below 2^-10 t may have a bit more, which rounds up as it does.
+    normal = (t.to(tl.int32, bitcast=True) - LEAST_NORMAL_BITS) << 4
+    subnormal = tl.ceil(tl.minimum(t, LEAST_NORMAL) * 8589934592.0).to(tl.int32)  # 2^33
+    steps = tl.where(t < LEAST_NORMAL, subnormal, normal).to(tl.uint32)
+    # Up where the fraction exceeds u: both are integers, so adding 2^24 - 1 - u carries.
+    code = (steps + 0xFFFFFF - (word >> 8)) >> 24
+    return tl.where(products == 0, 0, code)
