@@ -1,4 +1,4 @@
-"""Device functions of MS-EDEN: codes with the sums of their projection, and the corrected scale (docs/numerics.md section 5)."""
+"""Device functions of MS-EDEN (docs/numerics.md section 5): codes, sums of their projection, the corrected scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from halfbyte.kernels.device.ptx import has_ptx
 
 REGULAR_SQUARES = tl.constexpr(2.0**100)  # a larger sum of squares holds a y of 2^47: its scale is beyond E4M3
 LEAST_NORMAL = tl.constexpr(2.0**-6)
-LEAST_NORMAL_BITS = tl.constexpr(0x3C000000)  # those of 2^-7, one binade below: E4M3 codes of normals begin at 8
+CODE_ZERO = tl.constexpr(0x3C000000)  # the bits of fp32 that would be code 0 were E4M3 without subnormals: 2^-7
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def projected_codes(xs, encode):
                 products += y * q
             codes = codes + (bits,)
         words = words + (pm.pack_word(xs, start, codes),)
-    return words[0], words[1], squares, products
+    return words, squares, products
 
 
 @triton.jit
@@ -49,8 +49,9 @@ def stored_code(scale, squares, products, word):
         ratio = tl.div_rn(squares, tl.where(products == 0, 1.0, products))
     t = scale * ratio
     t = tl.where((squares < REGULAR_SQUARES) & (t < pm.E4M3_MAX), t, pm.E4M3_MAX)
-    # In units of 2^-24 of the distance between neighbours; below 2^-10 t may have a bit more, which rounds up as it does.
-    normal = (t.to(tl.int32, bitcast=True) - LEAST_NORMAL_BITS) << 4
+    # In units of 2^-24 of the distance between neighbours. Below 2^-10 t may hold half a unit: rounded up it still lies
+    # above the same draws.
+    normal = (t.to(tl.int32, bitcast=True) - CODE_ZERO) << 4
     subnormal = tl.ceil(tl.minimum(t, LEAST_NORMAL) * 8589934592.0).to(tl.int32)  # 2^33
     steps = tl.where(t < LEAST_NORMAL, subnormal, normal).to(tl.uint32)
     # Up where the fraction exceeds u: both are integers, so adding 2^24 - 1 - u carries.

@@ -355,7 +355,8 @@ def quantize_block(
     if RULE.rounding == "stochastic" and signs is None:
         signs = upper_halves(xs)
     if RULE.eden:
-        low, high, squares, products = eden.projected_codes(xs, encode)
+        words, squares, products = eden.projected_codes(xs, encode)
+        low, high = words
         code = eden.stored_code(pm.e4m3_positive(code), squares, products, random[0])
         low, high = low.to(tl.int64), high.to(tl.int64)
     else:
