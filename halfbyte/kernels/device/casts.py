@@ -132,25 +132,29 @@ def scaled_magnitude(x, encode):
 
 
 @triton.jit
-def nearest_code(a):
-    """Return the bits of 2^23 + code for the E2M1 code nearest to a >= 0.
+def nearest_codes(xs, START: tl.constexpr, encode):
+    """Return the bits of 2^23 + code for the E2M1 codes nearest to |x| * encode, 8 elements from START.
 
     The code is the rounded minimum of 2a, a + 2 and a / 2 + 4, the three slopes of E2M1; rounding is monotone, so each
     line may be rounded first, to even in the code as in the value.
     """
-    low = tl.fma(a, 2.0, MAGIC).to(tl.uint32, bitcast=True)
-    middle = (a + (MAGIC + 2.0)).to(tl.uint32, bitcast=True)
-    high = tl.fma(a, 0.5, MAGIC + 4.0).to(tl.uint32, bitcast=True)
-    return tl.minimum(tl.minimum(tl.minimum(low, middle), high), MAGIC_SEVEN)
+    out = ()
+    for i in tl.static_range(START, START + 8):
+        a = scaled_magnitude(xs[i], encode)
+        low = tl.fma(a, 2.0, MAGIC).to(tl.uint32, bitcast=True)
+        middle = (a + (MAGIC + 2.0)).to(tl.uint32, bitcast=True)
+        high = tl.fma(a, 0.5, MAGIC + 4.0).to(tl.uint32, bitcast=True)
+        out = out + (tl.minimum(tl.minimum(tl.minimum(low, middle), high), MAGIC_SEVEN),)
+    return out
 
 
 @triton.jit
-def nearest_codes(xs, START: tl.constexpr, encode):
-    """Return `nearest_code` of |x| * encode, 8 elements from START."""
-    out = ()
-    for i in tl.static_range(START, START + 8):
-        out = out + (nearest_code(scaled_magnitude(xs[i], encode)),)
-    return out
+def nearest_value(a):
+    """Return the number that the E2M1 code nearest to a >= 0 stands for."""
+    a = tl.minimum(a, E2M1_MAX)
+    # The last bit of binade * 2^22 is half the binade: the distance of E2M1 values there.
+    binade = (tl.maximum(a, 1.0).to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.fma(binade, -4194304.0, tl.fma(binade, 4194304.0, a))
 
 
 @triton.jit

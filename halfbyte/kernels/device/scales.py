@@ -246,10 +246,7 @@ def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr
         rest = one - more
     for i in tl.static_range(16):
         x = tl.abs(xs[i])
-        a = tl.minimum(x * encode, pm.E2M1_MAX)
-        # The last bit of binade * 2^22 is half the binade: the distance of E2M1 values there.
-        binade = (tl.maximum(a, 1.0).to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        q = tl.fma(binade, -4194304.0, tl.fma(binade, 4194304.0, a))
+        q = pm.nearest_value(x * encode)
         if RULE.scaled:
             d = tl.fma(q, scale, x * -factors.encode)  # the product is exact
         elif regular:
@@ -352,10 +349,10 @@ def quantize_block(
         code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
     else:
         code, encode = choose_candidate(xs, block_amax, factors, constants, False, RULE, AXIS)
-    if RULE.rounding == "stochastic" and signs is None:
+    if RULE.drawn and signs is None:
         signs = upper_halves(xs)
     if RULE.eden:
-        words, squares, products = eden.projected_codes(xs, encode)
+        words, squares, products = eden.projected_codes(xs, signs, encode, RULE, APART)
         low, high = words
         code = eden.stored_code(pm.e4m3_positive(code), squares, products, random[0])
         low, high = low.to(tl.int64), high.to(tl.int64)

@@ -36,7 +36,7 @@ def rotate_group(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.const
     words = ()
     if RULE.fresh:
         words = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
-    return pm.rotate(xs, RULE.norm, RULE.group, RULE.fresh, words, RULE.rounding == "stochastic")
+    return pm.rotate(xs, RULE.norm, RULE.group, RULE.fresh, words, RULE.drawn)
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr
                 signs = pm.part(xs, g * 8, 8)
                 amax = pm.max_of_pairs(signs, RULE.hardware)
                 block_xs = pm.unpack_pairs(xs, g * 16, 16)
-                if RULE.rounding == "stochastic":
+                if RULE.drawn:
                     block_xs = pm.apart(block_xs)
             codes, scale = sc.quantize_block(
                 block_xs, amax, factors, constants, random, RULE, AXIS, signs, RULE.norm != 0.0
