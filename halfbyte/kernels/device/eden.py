@@ -86,12 +86,12 @@ def stored_code(scale, squares, products, word):
     steps = tl.where(t < LEAST_NORMAL, subnormal, normal).to(tl.uint32)
     # Up where the fraction exceeds u: both are integers, so adding 2^24 - 1 - u carries.
     code = (steps + 0xFFFFFF - (word >> 8)) >> 24
-    return settled(tl.where(products == 0, 0, code))
+    return computed_here(tl.where(products == 0, 0, code))
 
 
 @triton.jit
-def settled(x):
-    """Return uint32 x, computed here: else the compiler puts off what is stored last, and keeps all that it is made of."""
+def computed_here(x):
+    """Return uint32 x, computed here: else the compiler puts it off until it is stored and keeps its parts."""
     if not has_ptx():
         return x
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.uint32, is_pure=False, pack=1)
