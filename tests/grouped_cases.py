@@ -21,6 +21,7 @@ GROUPS = {
 """Name: sizes of the groups and tokens of padding behind the last."""
 
 FRESH = hb.Hadamard(size=32, signs="fresh")
+EDEN = hb.NVFP4(scaling=hb.Eden(), fp4_max=hb.recipes.EDEN_FP4_MAX, e4m3_max=hb.recipes.EDEN_E4M3_MAX)
 SPECS = {
     "standard": hb.NVFP4(),
     "tile": hb.NVFP4(block=(16, 16)),
@@ -32,6 +33,8 @@ SPECS = {
     "rotated_fresh": hb.NVFP4(rounding="stochastic", rotation=hb.Hadamard(size=128, signs="fresh")),
     "4over6": hb.NVFP4(scaling=hb.FourOverSix(error="mse"), e4m3_max=256.0),
     "mxfp8": hb.MXFP8(),
+    "eden": dataclasses.replace(EDEN, rotation=hb.Hadamard(signs="fresh")),
+    "eden_rotated_fresh": dataclasses.replace(EDEN, rotation=hb.Hadamard(size=128, signs="fresh")),
 }
 
 

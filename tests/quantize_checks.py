@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import golden_vectors as golden
 import kernel_checks as checks
 import pytest
@@ -17,12 +19,16 @@ from halfbyte.kernels.quantize.route import ONE, OneSide
 from halfbyte.kernels.route import choose_from
 from halfbyte.kernels.unpack.dequantize import dequantize
 from halfbyte.layout import Blocks, Operand
+from halfbyte.ops.backends import without_kernel
 from halfbyte.sides import Side, both_sides
 
 QUANTIZED = [case for case in golden.cases(*golden.QUANTIZE_KINDS) if case.has("qdata")]
+EDEN_VECTORS = [case for case in golden.cases("reference_nvfp4") if without_kernel(golden.spec_of(case.entry)) is None]
+QUANTIZED += EDEN_VECTORS
 ROW_COL = golden.cases("edge_row_col")
 
 SR = {"rounding": "stochastic"}
+EDEN = hb.NVFP4(scaling=hb.Eden(), fp4_max=hb.recipes.EDEN_FP4_MAX, e4m3_max=hb.recipes.EDEN_E4M3_MAX)
 SPECS = (
     hb.NVFP4(),
     hb.NVFP4(outer="row"),
@@ -44,6 +50,9 @@ SPECS = (
     hb.NVFP4(rotation=hb.Hadamard(size=128, signs="fresh")),
     hb.MXFP8(),
     hb.MXFP8(element="e5m2"),
+    EDEN,
+    replace(EDEN, outer="row", rotation=hb.Hadamard()),
+    replace(EDEN, rotation=hb.Hadamard(size=128, signs="fresh")),
 )
 PAIRS = (
     (hb.NVFP4(), hb.NVFP4(rotation=hb.Hadamard())),
@@ -55,6 +64,8 @@ PAIRS = (
     (hb.MXFP8(), hb.MXFP8(element="e5m2")),
     (None, hb.NVFP4(rotation=hb.Hadamard())),
     (hb.NVFP4(), None),
+    (EDEN, replace(EDEN, rotation=hb.Hadamard(signs="fresh"))),
+    (SPECS[-1], SPECS[-1]),
 )
 WIDE = [
     hb.NVFP4(rotation=hb.Hadamard(size=size, signs=signs), outer=outer)
@@ -140,7 +151,7 @@ def check_against_reference(x: Tensor, spec: hb.NVFP4 | hb.MXFP8, scale_layout: 
 
 
 NARROW = [hb.NVFP4(), hb.NVFP4(**SR), hb.NVFP4(**SR, rotation=hb.Hadamard()), hb.NVFP4(scaling=hb.FourOverSix())]
-NARROW += [hb.NVFP4(outer="row"), hb.NVFP4(block=(16, 16)), hb.MXFP8(), hb.NVFP4(rotation=hb.Hadamard(size=32))]
+NARROW += [EDEN, hb.NVFP4(outer="row"), hb.NVFP4(block=(16, 16)), hb.MXFP8(), hb.NVFP4(rotation=hb.Hadamard(size=32))]
 """Of tensors whose rows are no power of two, and may be read as if they were."""
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import halfbyte as hb
+from bench.cases.quantize import eden
 from bench.measure import CPU, against_bf16, bandwidth, random_matrix, require_equal
 from bench.registry import Bar, Case, Outcome, Setting, Shape, Unequal
 from halfbyte import layout, ops, recipes
@@ -89,15 +90,16 @@ class Quantization:
 
     def _quantize(self, inputs: Inputs, backend: str, amaxes: dict[str, Tensor]) -> tuple[Blocks, Blocks]:
         draw = Philox(7, 11).on(inputs.x.device) if self.row.needs_rng else None
+        signs = Philox(8, 13).on(inputs.x.device) if self.row.needs_sign_rng else None
         given = amaxes.get("row_amax"), amaxes.get("col_amax")
-        sides = both_sides(self.row, self.col, draw=draw, row_amax=given[0], col_amax=given[1])
+        sides = both_sides(self.row, self.col, draw=draw, sign_draw=signs, row_amax=given[0], col_amax=given[1])
         row, col = ops.grouped_quantize_row_col(*inputs, *sides, backend=backend)
         assert row is not None and col is not None, "both orientations have a spec"
         return row, col
 
     def _amaxes(self, inputs: Inputs, backend: str) -> dict[str, Tensor]:
         row, col = self._quantize(inputs, backend, {})
-        shared = self.row == self.col
+        shared = self.row == self.col and self.row.is_tile
         return {"row_amax": row.amax} if shared else {"row_amax": row.amax, "col_amax": col.amax}
 
     def _run(self, inputs: Inputs, backend: str, amaxes: dict | None = None) -> tuple[Tensor, ...]:
@@ -240,12 +242,16 @@ def _check_layer(setting: Setting, recipe: str) -> list[str]:
     return checked
 
 
-BANDWIDTH = Bar(least=0.50, aim=0.80)
+BANDWIDTH, EDEN_BANDWIDTH = Bar(least=0.50, aim=0.80), Bar(least=0.40, aim=0.60)
 OPERANDS = {
     "tokens": (Quantization(row=NVFP4(), col=NVFP4(rotation=RHT), operand="tokens"), "1x16 and its rotated transpose"),
     "gradient": (
         Quantization(row=SR, col=NVFP4(rounding="stochastic", rotation=RHT), operand="gradient"),
         "stochastic 1x16 and its rotated transpose",
+    ),
+    "eden": (
+        Quantization(row=eden(128), col=eden(128), operand="gradient"),
+        "MS-EDEN in both orientations, as in quartet2",
     ),
     "experts": (Quantization(row=TILE, col=TILE, operand="experts"), "16x16 of every expert and its transpose"),
 }
@@ -259,7 +265,11 @@ LAYERS = {
 CASES = (
     *(
         Case(
-            name=f"grouped/quantize-{name}", about=about, shapes=dict.fromkeys(SHAPES, BANDWIDTH), small=SMALL, run=run
+            name=f"grouped/quantize-{name}",
+            about=about,
+            shapes=dict.fromkeys(SHAPES, EDEN_BANDWIDTH if name == "eden" else BANDWIDTH),
+            small=SMALL,
+            run=run,
         )
         for name, (run, about) in OPERANDS.items()
     ),

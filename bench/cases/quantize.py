@@ -19,7 +19,7 @@ from torch import Tensor
 from bench import peer_libraries, peers, plain
 from bench.measure import CPU, bandwidth, matrices, over, random_matrix, require_equal
 from bench.registry import Bar, Case, Outcome, Setting, Shape
-from halfbyte import ops, reference
+from halfbyte import ops, recipes, reference
 from halfbyte.layout import LINEAR, SWIZZLED_32_4_4, Blocks, Operand
 from halfbyte.rng import Draw, Philox
 from halfbyte.sides import Side, Sides, both_sides
@@ -60,18 +60,20 @@ class Quantization:
     """One operation: the specs of both orientations (None leaves one out) and the layout of the scales.
 
     as_layer: one orientation asked for as a forward without gradients asks, by quantize_row_col.
+    turned: x.T is quantized, of an x that is contiguous.
     """
 
     row: Spec
     col: Spec | None = None
     scale_layout: str = LINEAR
     as_layer: bool = False
+    turned: bool = False
     peer: str = ""
     graph: bool = False
 
     def __call__(self, setting: Setting, shape: Shape) -> Outcome:
         """Check, then time."""
-        xs = matrices(setting, shape)
+        xs = [self._turned(x) for x in matrices(setting, shape)]
         given = self.given(xs[0])
         checked = self._check(setting, xs[0], given)
         calls = over(xs, lambda x: self.run(x, given, setting.backend))
@@ -80,6 +82,9 @@ class Quantization:
         torch_calls = partial(plain.compiled, lambda x: self._run(reference, x, given), xs)
         outcome = bandwidth(setting, calls, moved, checked, torch_calls, self.graph)
         return self._with_peers(setting, xs, given, outcome) if setting.peers and self.peer else outcome
+
+    def _turned(self, x: Tensor) -> Tensor:
+        return x.T if self.turned else x
 
     def given(self, x: Tensor) -> Given:
         """Return amaxes, by the reference, and draws for `x`."""
@@ -111,7 +116,7 @@ class Quantization:
 
     def _check(self, setting: Setting, x: Tensor, given: Given) -> list[str]:
         """Compare with the reference, see the module's docstring."""
-        ragged = random_matrix(RAGGED, CPU, seed=99)
+        ragged = self._turned(random_matrix(RAGGED, CPU, seed=99))
         own = self.given(ragged)
         actual = self.run(ragged.to(setting.device), own.on(setting.device), setting.backend)
         require_equal(actual, self.run(ragged, own, "reference"), f"ragged {RAGGED}")
@@ -196,6 +201,14 @@ def _rotated(size: int) -> NVFP4:
     return NVFP4(rotation=Hadamard(size=size))
 
 
+def eden(size: int | None) -> NVFP4:
+    """Return a gradient's spec of `quartet2`, rotated by `size`, or not at all."""
+    rotation = None if size is None else Hadamard(size=size, signs="fresh")
+    spec = recipes.quartet2(hadamard=rotation).dgrad
+    assert spec is not None and isinstance(spec.a, NVFP4), "the recipe quantizes gradients"
+    return spec.a
+
+
 def amax(setting: Setting, shape: Shape) -> Outcome:
     """Check and time max |x|."""
     xs = matrices(setting, shape)
@@ -262,6 +275,13 @@ CASES = (
     _case("quantize/4over6-scaled", "MAE, scaled", Quantization(row=_four_over_six("scaled")), 0.50, 0.80),
     _case("quantize/rht16", "rotated", Quantization(row=_rotated(16))),
     *(_case(f"quantize/rht{n}", "rotated", Quantization(row=_rotated(n)), 0.45, 0.75) for n in (32, 64, 128)),
+    _case("quantize/eden", "MS-EDEN, unrotated", Quantization(row=eden(None)), 0.40, 0.60),
+    _case("quantize/eden-rht128", "MS-EDEN as in quartet2", Quantization(row=eden(128)), 0.40, 0.60),
+    _case("quantize/eden-rht128-col", "the same of x.T", Quantization(row=eden(128), turned=True), 0.40, 0.60),
+    _case(
+        "row_col/eden+eden-rht", "MS-EDEN, col rotated by 16", Quantization(row=eden(None), col=eden(16)), 0.40, 0.60
+    ),
+    _case("row_col/eden-rht128", "quartet2's gradient", Quantization(row=eden(128), col=eden(128)), 0.40, 0.60),
     _case("row_col/1x16+rht", "row, rotated col", Quantization(row=NEAREST, col=_rotated(16)), 0.50, 0.80),
     _case(
         "row_col/sr+sr-rht",

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from halfbyte import recipes
 from halfbyte.layout import (
     LINEAR,
     SWIZZLED_32_4_4,
@@ -19,7 +20,7 @@ from halfbyte.layout import (
     stored_shapes,
 )
 from halfbyte.rng import Draw
-from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
+from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, Hadamard, Spec
 
 META = torch.device("meta")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -38,7 +39,16 @@ def rotated_spec(
     return NVFP4(rotation=Hadamard(size=size, signs="fresh"), rounding=rounding, outer=outer)
 
 
-TUNED = (PLAIN, TILE, SR, FOUR, RHT, SR_RHT, MXFP8(), rotated_spec(32, outer="row"))
+def eden_spec(size: int | None = None, outer: Literal["tensor", "row"] = "tensor") -> NVFP4:
+    """Return MS-EDEN with the constants of `quartet2`, after a rotation with fresh signs or, with None, without one."""
+    rotation = None if size is None else Hadamard(size=size, signs="fresh")
+    maxima = {"fp4_max": recipes.EDEN_FP4_MAX, "e4m3_max": recipes.EDEN_E4M3_MAX}
+    return NVFP4(scaling=Eden(), outer=outer, rotation=rotation, **maxima)
+
+
+EDEN, EDEN_RHT, EDEN_RHT128 = eden_spec(), eden_spec(16), eden_spec(128)
+
+TUNED = (PLAIN, TILE, SR, FOUR, RHT, SR_RHT, MXFP8(), rotated_spec(32, outer="row"), EDEN, EDEN_RHT128)
 """Specs of the presets, and what else must not spill on bf16 of whole blocks."""
 
 OTHERS = (
@@ -58,9 +68,12 @@ OTHERS = (
     NVFP4(block=(16, 16), scaling=FourOverSix(), e4m3_max=256.0),
     NVFP4(scaling=FourOverSix(candidates=(0.875, 1.0, 1.25, 1.5))),
     MXFP8(element="e5m2"),
+    EDEN_RHT,
+    eden_spec(32, outer="row"),
+    eden_spec(64),
 )
 
-TUNED_PAIRS = ((PLAIN, RHT), (SR, SR_RHT), (PLAIN, MXFP8()), (TILE, TILE))
+TUNED_PAIRS = ((PLAIN, RHT), (SR, SR_RHT), (PLAIN, MXFP8()), (TILE, TILE), (EDEN_RHT128, EDEN_RHT128))
 """(row, col) of the presets' activations, gradients and weights."""
 
 OTHER_PAIRS: tuple[tuple[Spec | None, Spec | None], ...] = (
@@ -72,6 +85,7 @@ OTHER_PAIRS: tuple[tuple[Spec | None, Spec | None], ...] = (
     (None, rotated_spec(32, rounding="stochastic")),
     (MXFP8(element="e5m2"), None),
     (PLAIN, rotated_spec(128, rounding="stochastic")),
+    (EDEN, EDEN_RHT),
 )
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 
 from halfbyte.kernels.target import HIP, find
-from halfbyte.spec import NVFP4, Eden, Spec
+from halfbyte.spec import Spec
 
 REFERENCE, TRITON, NATIVE = "reference", "triton", "native"
 BACKENDS = (REFERENCE, TRITON, NATIVE)
@@ -145,8 +145,6 @@ def choose(device: torch.device, backend: str | None) -> str:
 
 def without_kernel(spec: Spec | None) -> str | None:
     """Return what of a spec only the reference computes, or None."""
-    if isinstance(spec, NVFP4) and isinstance(spec.scaling, Eden):
-        return "scaling=Eden()"
     if spec is not None and spec.rotation is not None and spec.rotation.signs not in ("fixed", "fresh"):
         return f"rotation={spec.rotation!r}"
     return None

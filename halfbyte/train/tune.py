@@ -10,6 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,10 +56,10 @@ class Source:
         Raises:
             ValueError: its identity says none.
         """
-        values = self.identity.get("shape")
+        values: Any = self.identity.get("shape")
         try:
             moe = values["moe"]
-            return models.ModelConfig(**values | {"moe": None if moe is None else MoEConfig(**moe)})
+            return models.ModelConfig(**{**values, "moe": None if moe is None else MoEConfig(**moe)})
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"{self.option}: config.json says no shape of a model ({error})") from error
 

@@ -20,8 +20,8 @@ GROUP = "grouped operands and GEMMs"
 ENDS = (20, 20, 53, 64)
 TOKENS, COLS, OUT = 70, 96, 80  # the rows behind the last group belong to none
 USED = ("1x16 + RHT16", "SR + SR RHT16", "16x16 + 16x16", "MXFP8 + MXFP8", "row-scaled + RHT16", "e5m2 + none")
-LONG = ("none + SR RHT32 fresh", "1x16 + SR RHT128 fresh")
-"""Rotations that kernels of their own turn."""
+LONG = ("none + SR RHT32 fresh", "1x16 + SR RHT128 fresh", "EDEN + EDEN RHT16 fresh", "EDEN RHT128 fresh, both")
+"""Rotations that kernels of their own turn, and scales that are drawn."""
 EXPERTS = (3, 128, 256)
 """Whole tiles, which the kernel of stacked experts wants."""
 STACKED: dict[str, Spec] = {"1x16": NVFP4(), "row-scaled": NVFP4(outer="row"), "MXFP8": MXFP8()}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from halfbyte import recipes
 from halfbyte.rng import Draw, Philox
-from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
+from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, Hadamard, Spec
 
 SCALED = FourOverSix(error_math="scaled")
+EDEN = NVFP4(scaling=Eden(), fp4_max=recipes.EDEN_FP4_MAX, e4m3_max=recipes.EDEN_E4M3_MAX)
 
 MAIN_SPECS: dict[str, Spec] = {
     "1x16": NVFP4(),
@@ -43,6 +46,8 @@ MORE_SPECS: dict[str, Spec] = {
 LONG_SPECS: dict[str, Spec] = {
     "1x16 RHT128": NVFP4(rotation=Hadamard(size=128)),
     "1x16 SR RHT128 fresh": NVFP4(rounding="stochastic", rotation=Hadamard(size=128, signs="fresh")),
+    "1x16 EDEN": EDEN,
+    "1x16 EDEN RHT128 fresh": replace(EDEN, rotation=Hadamard(size=128, signs="fresh")),
 }
 """Run on the inputs of `FEW`, and no part of the fingerprint."""
 
@@ -66,7 +71,9 @@ PAIRS: dict[str, tuple[Spec | None, Spec | None]] = {
 """(row, col) of quantize_row_col."""
 
 LONG_PAIRS: dict[str, tuple[Spec | None, Spec | None]] = {
-    "1x16 + SR RHT128 fresh": (NVFP4(), ALL_SPECS["1x16 SR RHT128 fresh"])
+    "1x16 + SR RHT128 fresh": (NVFP4(), ALL_SPECS["1x16 SR RHT128 fresh"]),
+    "EDEN + EDEN RHT16 fresh": (EDEN, replace(EDEN, rotation=Hadamard(signs="fresh"))),
+    "EDEN RHT128 fresh, both": (ALL_SPECS["1x16 EDEN RHT128 fresh"],) * 2,
 }
 
 FEW = ("regular", "ragged", "non-finite")

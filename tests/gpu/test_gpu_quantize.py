@@ -1,5 +1,6 @@
 """The quantization kernels on a GPU: every golden vector, and every spec against the reference, bit for bit."""
 
+import eden_checks
 import golden_vectors as golden
 import pytest
 import quantize_checks as checks
@@ -28,6 +29,10 @@ for case in checks.QUANTIZED:
 def test_golden(vectors):
     for case in GOLDEN[vectors]:
         checks.check_golden(case._replace(device="cuda"))
+
+
+def test_eden_scales_beside_their_thresholds():
+    eden_checks.check_stored_codes("cuda")
 
 
 def test_golden_row_col():

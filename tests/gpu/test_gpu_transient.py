@@ -18,6 +18,8 @@ PAIRS = {
     "weight": (checks.TILE, checks.TILE),
     "four_over_six": (hb.NVFP4(**SIX), hb.NVFP4(**SIX, **RHT)),
     "mixed": (hb.NVFP4(), hb.MXFP8()),
+    "eden": (hb.recipes.quartet2().fprop.a, hb.recipes.quartet2().wgrad.b),
+    "eden_gradient": (hb.recipes.quartet2().dgrad.a, hb.recipes.quartet2().wgrad.a),
     "mxfp8": (hb.MXFP8(), hb.MXFP8(element="e5m2")),
 }
 
@@ -28,14 +30,14 @@ def test_values_are_the_decoded_codes(name, shape):
     specs = PAIRS[name]
     x = torch.randn(shape, device="cuda").bfloat16()
     x[0, 0] = float("nan")
-    draw = hb.Philox(7, 3).on(x.device)
-    codes = backend.quantize_row_col(x, *both_sides(*specs, draw=draw))
-    values = backend.quantize_row_col(x, *both_sides(*specs, draw=draw, transient=(True, True)))
+    draws = {"draw": hb.Philox(7, 3).on(x.device), "sign_draw": hb.Philox(8, 3).on(x.device)}
+    codes = backend.quantize_row_col(x, *both_sides(*specs, **draws))
+    values = backend.quantize_row_col(x, *both_sides(*specs, **draws, transient=(True, True)))
     for side, (stored, transient, spec) in enumerate(zip(codes, values, specs, strict=True)):
         checks.same(transient.qdata, backend.decode(Operand(stored, spec, shape[1 - side])).values)
 
 
-@pytest.mark.parametrize("recipe", [name for name in hb.recipes.PRESETS if name not in ("bf16", "quartet2")])
+@pytest.mark.parametrize("recipe", [name for name in hb.recipes.PRESETS if name != "bf16"])
 def test_layer_follows_the_reference(recipe):
     torch.manual_seed(0)
     x, w = (torch.randn(shape).bfloat16() for shape in ((264, 200), (136, 200)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import kernel_checks as checks
 import pytest
 import torch
-from grouped_cases import GROUPS, SPECS, ends
+from grouped_cases import EDEN, GROUPS, SPECS, ends
 from torch.library import opcheck
 
 import halfbyte as hb
@@ -31,6 +31,8 @@ PAIRS = {
     "widest": (hb.NVFP4(rotation=hb.Hadamard(size=64)), SPECS["rotated_fresh"]),
     "half_wide": (hb.NVFP4(), hb.NVFP4(rotation=hb.Hadamard(size=64), outer="row", **SR)),
     "mixed": (SPECS["4over6"], hb.MXFP8()),
+    "eden": (EDEN, SPECS["eden"]),
+    "eden_wide": (SPECS["eden_rotated_fresh"], SPECS["eden_rotated_fresh"]),
 }
 """Together every rounding, outer scale, rotation and choice of scales."""
 

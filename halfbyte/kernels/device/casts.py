@@ -149,6 +149,15 @@ def nearest_codes(xs, START: tl.constexpr, encode):
 
 
 @triton.jit
+def nearest_value(a):
+    """Return the number that the E2M1 code nearest to a >= 0 stands for."""
+    a = tl.minimum(a, E2M1_MAX)
+    # The last bit of binade * 2^22 is half the binade: the distance of E2M1 values there.
+    binade = (tl.maximum(a, 1.0).to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.fma(binade, -4194304.0, tl.fma(binade, 4194304.0, a))
+
+
+@triton.jit
 def truncated_codes(xs, START: tl.constexpr, encode):
     """Return the bits of 2^23 + code of |x| * encode rounded toward zero, 8 elements from START."""
     out = ()

@@ -14,11 +14,12 @@ import triton.language as tl
 
 from halfbyte.formats import E2M1, FLT_MAX, f32
 from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device import eden
 from halfbyte.kernels.device.decode import E4M3_NAN, E8M0_NAN, INTERPRETED
 from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY, converted_word
 from halfbyte.kernels.device.stochastic import stochastic_word, upper_halves
 from halfbyte.kernels.target import Target, target_of
-from halfbyte.spec import MXFP8, Spec
+from halfbyte.spec import MXFP8, Eden, FourOverSix, Spec
 
 
 class Rule(NamedTuple):
@@ -26,7 +27,9 @@ class Rule(NamedTuple):
 
     group: values that are quantized together: 16, or the width of the rotation.
     norm: f(1 / sqrt(group)) of a rotation, 0 without one.
-    candidates: empty for BlockMax.
+    candidates: of FourOverSix, else empty.
+    eden: MS-EDEN corrects the scale.
+    drawn: every block draws random words, for its elements or, with eden, for its scale.
     hardware: 0, or from which capability on there is what the target has: 89 conversions to FP8, 90 launches that
         overlap (`overlap`), 100 conversions to E2M1 (`hardware_level`).
     element: "e4m3" or "e5m2" for MXFP8, whose other fields but group do not count; empty for NVFP4.
@@ -56,6 +59,8 @@ class Rule(NamedTuple):
     full: bool = False
     along: bool = False
     clamped: bool = False
+    eden: bool = False
+    drawn: bool = False
 
 
 class Constants(NamedTuple):
@@ -106,7 +111,7 @@ def rule_of(spec: Spec, hardware: int) -> Rule:
     """Return what kernels are compiled for; hardware: as in `Rule`."""
     if isinstance(spec, MXFP8):
         return Rule("nearest", False, False, spec.block_length, 0.0, False, (), False, False, hardware, spec.element)
-    chosen = spec.tries_candidates
+    chosen = isinstance(spec.scaling, FourOverSix)
     return Rule(
         rounding=spec.rounding,
         tile=spec.is_tile,
@@ -118,6 +123,8 @@ def rule_of(spec: Spec, hardware: int) -> Rule:
         squares=chosen and spec.scaling.error == "mse",
         scaled=chosen and spec.scaling.error_math == "scaled",
         hardware=hardware,
+        eden=isinstance(spec.scaling, Eden),
+        drawn=spec.needs_rng,
     )
 
 
@@ -239,10 +246,7 @@ def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr
         rest = one - more
     for i in tl.static_range(16):
         x = tl.abs(xs[i])
-        a = tl.minimum(x * encode, pm.E2M1_MAX)
-        # The last bit of binade * 2^22 is half the binade: the distance of E2M1 values there.
-        binade = (tl.maximum(a, 1.0).to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        q = tl.fma(binade, -4194304.0, tl.fma(binade, 4194304.0, a))
+        q = pm.nearest_value(x * encode)
         if RULE.scaled:
             d = tl.fma(q, scale, x * -factors.encode)  # the product is exact
         elif regular:
@@ -319,7 +323,7 @@ def quantize_block(
     Args:
         block_amax: max |x| of each block, NaN if one is NaN.
         factors: of `tensor_factors`, scalars or broadcasting over blocks.
-        random: four Philox words of each block, if rounding is stochastic.
+        random: four Philox words of each block, if RULE.drawn.
         AXIS: along which the 16 blocks of a tile lie.
         signs: 8 words whose halves begin with the signs of xs, if there are such: a packed x, or rotated pairs.
         APART: whether these are of elements two apart.
@@ -336,6 +340,8 @@ def quantize_block(
     if len(RULE.candidates) == 0:
         # The conversion saturates; what poison makes of scale and codes is replaced.
         code = pm.e4m3_code(block_amax * factors.to_scale, RULE.hardware)
+        if RULE.eden:
+            code = tl.maximum(code, 1)  # no correction would lead away from 0
         encode = encode_scale(pm.e4m3_positive(code), factors, RULE)
     elif RULE.scaled:  # noqa: SIM114
         code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
@@ -343,10 +349,16 @@ def quantize_block(
         code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
     else:
         code, encode = choose_candidate(xs, block_amax, factors, constants, False, RULE, AXIS)
-    if RULE.rounding == "stochastic" and signs is None:
+    if RULE.drawn and signs is None:
         signs = upper_halves(xs)
-    low = pack_codes(xs, signs, 0, encode, random, RULE, APART).to(tl.int64)
-    high = pack_codes(xs, signs, 8, encode, random, RULE, APART).to(tl.int64)
+    if RULE.eden:
+        words, squares, products = eden.projected_codes(xs, signs, encode, RULE, APART)
+        low, high = words
+        code = eden.stored_code(pm.e4m3_positive(code), squares, products, random[0])
+        low, high = low.to(tl.int64), high.to(tl.int64)
+    else:
+        low = pack_codes(xs, signs, 0, encode, random, RULE, APART).to(tl.int64)
+        high = pack_codes(xs, signs, 8, encode, random, RULE, APART).to(tl.int64)
     return tl.where(poison, 0, low | (high << 32)), tl.where(poison, E4M3_NAN, code).to(tl.uint8)
 
 

@@ -103,11 +103,15 @@ def stochastic_word(xs, signs, START: tl.constexpr, encode, random, APART: tl.co
                     pack=1,
                 ),
             )
+    return joined_word(pairs, pm.part(signs, START // 2, 4), APART)
+
+
+@triton.jit
+def joined_word(pairs, signs, APART: tl.constexpr):
+    """Return 8 codes from four words with two each, 512 times a code and less than 512 more, and four words of signs.
+
+    The words hold elements 0 and 2, 1 and 3, 4 and 6, 5 and 7; signs, APART: as in `stochastic_word`.
+    """
     return tl.inline_asm_elementwise(
-        JOIN[1 if APART else 0],
-        "=r,r,r,r,r,r,r,r,r",
-        pairs + pm.part(signs, START // 2, 4),
-        dtype=tl.uint32,
-        is_pure=True,
-        pack=1,
+        JOIN[1 if APART else 0], "=r,r,r,r,r,r,r,r,r", pairs + signs, dtype=tl.uint32, is_pure=True, pack=1
     )

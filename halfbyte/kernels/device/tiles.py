@@ -36,7 +36,7 @@ def rotate_group(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.const
     words = ()
     if RULE.fresh:
         words = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
-    return pm.rotate(xs, RULE.norm, RULE.group, RULE.fresh, words, RULE.rounding == "stochastic")
+    return pm.rotate(xs, RULE.norm, RULE.group, RULE.fresh, words, RULE.drawn)
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr
     Args:
         xs: RULE.group fp32 tensors, or half as many `bf16_pairs` after a rotation.
         amax: max |x| of the group's only block, before a rotation; None after one.
-        draw: of `draw_words`, if rounding is stochastic.
+        draw: of `draw_words`, if RULE.drawn.
         block: int64, the position of the group's first block among random numbers.
         pairs: the words of a packed x whose unrotated values xs are, if they lie along its rows.
     """
@@ -143,7 +143,7 @@ def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr
     else:
         random = ()
         for g in tl.static_range(RULE.group // 16):
-            if RULE.rounding == "stochastic":
+            if RULE.drawn:
                 random = philox.block_words(block + g, draw)
             block_xs = xs
             signs = pairs
@@ -151,7 +151,7 @@ def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr
                 signs = pm.part(xs, g * 8, 8)
                 amax = pm.max_of_pairs(signs, RULE.hardware)
                 block_xs = pm.unpack_pairs(xs, g * 16, 16)
-                if RULE.rounding == "stochastic":
+                if RULE.drawn:
                     block_xs = pm.apart(block_xs)
             codes, scale = sc.quantize_block(
                 block_xs, amax, factors, constants, random, RULE, AXIS, signs, RULE.norm != 0.0
@@ -212,7 +212,7 @@ def quantize_row_tile(
     else:
         amax = pm.abs_max(xs)
     block = 0
-    if RULE.rounding == "stochastic":
+    if RULE.drawn:
         base = first_block(out.places, i_row, i_group, RULE) + (tl.arange(0, N) * (RULE.group // 16))[None, :]
         line = lines_from(i_row, x.rows, RULE, R)[:, None]
         block = pm.like(pm.wide_sum(base, line, out.places.blocks_per_row), xs[0])
@@ -267,7 +267,7 @@ def quantize_col_tile(
         loaded = load_col_pairs(x, i_group, i_col, RULE, N, C)
     if factors is None:
         factors = sc.operand_factors(out.to.amax_ptr, out.constants, RULE)
-    if RULE.rounding == "stochastic" and draw is None:
+    if RULE.drawn and draw is None:
         draw = philox.draw_words(out.to.draw_ptr, out.places.stream)
     columns_words = ()
     columns_scales = ()
@@ -291,7 +291,7 @@ def quantize_col_tile(
         else:
             amax = pm.abs_max(xs)
         block = 0
-        if RULE.rounding == "stochastic":
+        if RULE.drawn:
             base = first_block(out.places, i_col, i_group, RULE) + (tl.arange(0, N) * (RULE.group // 16))[:, None]
             local = (SHARE * tl.arange(0, C // SHARE) + k)[None, :]
             block = pm.like(pm.wide_sum(base, local, out.places.blocks_per_row), xs[0])

@@ -112,7 +112,7 @@ class PairTile(NamedTuple):
 
 def tile_for(row: sc.Rule, col: sc.Rule) -> PairTile:
     """Return the tile that was fastest on an H200 for a pair of rules, grown to whole groups both ways."""
-    if "stochastic" in (row.rounding, col.rounding) or col.group > 16:
+    if row.drawn or col.drawn or col.group > 16:
         best = PairTile(64, 64, 4, 1) if not col.element else PairTile(64, 64, 2, 1)
     else:
         best = PairTile(64, 64, 2, 2)
@@ -126,7 +126,7 @@ def runs_along(row: sc.Rule, col: sc.Rule) -> bool:
 
 def row_runs_along(row: sc.Rule, col: sc.Rule) -> bool:
     """Say whether `Rule.along` was faster for the rows of whole tiles; MXFP8 columns go through shared memory."""
-    plain = all(not (r.candidates or r.row_amax or r.decoded) for r in (row, col)) and not row.element
+    plain = all(not (r.candidates or r.eden or r.row_amax or r.decoded) for r in (row, col)) and not row.element
     return plain and row.group == 16 and (col.group == 16 or col.element != "") and row.packed and row.full
 
 

@@ -205,7 +205,7 @@ def _row_tile(lines: Lines, groups: int, rule: sc.Rule, interpreted: bool) -> Li
         best = SWIZZLED_TILE
     elif rule.element:
         best = MXFP8_TILE
-    elif rule.rounding == "stochastic" and rule.group == 16:
+    elif rule.drawn and rule.group == 16:
         best = STOCHASTIC_TILE
     elif rule.candidates:
         best = CANDIDATE_TILE

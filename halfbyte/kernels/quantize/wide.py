@@ -59,7 +59,7 @@ def quantize_part(pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWI
         factors = sc.tensor_factors(amax[:, None], out.constants, False)
     block = group[:, None] * B + tl.arange(0, B)[None, :]
     random = ()
-    if RULE.rounding == "stochastic":
+    if RULE.drawn:
         random = philox.block_words(
             out.places.first_block + row[:, None] * out.places.blocks_per_row + block,
             philox.draw_words(out.to.draw_ptr, out.places.stream),
