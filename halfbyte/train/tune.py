@@ -59,7 +59,8 @@ class Source:
         values: Any = self.identity.get("shape")
         try:
             moe = values["moe"]
-            return models.ModelConfig(**{**values, "moe": None if moe is None else MoEConfig(**moe)})
+            shape: dict[str, Any] = {**values, "moe": None if moe is None else MoEConfig(**moe)}
+            return models.ModelConfig(**shape)
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"{self.option}: config.json says no shape of a model ({error})") from error
 
