@@ -87,7 +87,7 @@ def amax_rotated_kernel(
     else:
         src_ptr = x_ptr
         stride = tl.cast(stride_r, tl.int64)
-    flips = rw.sign_flips(sign_ptr, sign_stream, SIZE, RULE.fresh)
+    flips = rw.sign_flips(sign_ptr, sign_stream, RULE)
     plain = tl.zeros((T,), tl.uint32)
     top = tl.zeros((T,), tl.float32)
     second = tl.zeros((T,), tl.float32)
