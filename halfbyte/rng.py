@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.spec import HADAMARD_SIGNS
+from halfbyte.spec import HADAMARD_SIGNS, Hadamard
 
 SEED_LIMIT = 1 << 64
 OFFSET_LIMIT = 1 << 63
 BLOCK_LIMIT = 1 << 63  # an op takes them as int64
 
-HADAMARD_SIGN_BITS = sum(1 << i for i, sign in enumerate(HADAMARD_SIGNS) if sign == "-")
-"""The published 16 signs, bit i set = element i is negated: + + + - + - - - - - - + - + - - (numerics.md section 7)."""
+SIGN_PERIOD = 128
+"""Every string of signs divides it, as it divides a rotation's width."""
 
 GROUP_SEED_STEP = 0x9E3779B97F4A7C15
 """Group g of a grouped operand draws with seed + g * this, modulo 2**64 (numerics.md section 8)."""
@@ -163,3 +163,11 @@ class StreamPhilox:
 
 
 AnyPhilox = Philox | StreamPhilox
+
+
+def given_sign_bits(rotation: Hadamard | None) -> int:
+    """Return 128 bits, bit i set where a rotation negates element i (numerics.md section 7); 0 if signs are drawn."""
+    if rotation is None or rotation.signs in ("fresh", "none"):
+        return 0
+    signs = HADAMARD_SIGNS if rotation.signs == "fixed" else rotation.signs
+    return sum(1 << i for i in range(SIGN_PERIOD) if signs[i % len(signs)] == "-")

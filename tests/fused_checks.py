@@ -26,6 +26,7 @@ class Wish(NamedTuple):
 
 
 NOTHING, PLAIN, ROTATED, BY_ROW = Wish("", None), Wish("tensor", hb.NVFP4()), Wish("tensor", RHT), Wish("row", FRESH)
+GIVEN = Wish("tensor", hb.NVFP4(rotation=hb.Hadamard(signs="-++-+---")))
 WISHES = {"nothing": NOTHING, "plain": PLAIN, "rotated": ROTATED, "by_row": BY_ROW}
 
 

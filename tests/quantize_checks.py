@@ -19,11 +19,10 @@ from halfbyte.kernels.quantize.route import ONE, OneSide
 from halfbyte.kernels.route import choose_from
 from halfbyte.kernels.unpack.dequantize import dequantize
 from halfbyte.layout import Blocks, Operand
-from halfbyte.ops.backends import without_kernel
 from halfbyte.sides import Side, both_sides
 
 QUANTIZED = [case for case in golden.cases(*golden.QUANTIZE_KINDS) if case.has("qdata")]
-EDEN_VECTORS = [case for case in golden.cases("reference_nvfp4") if without_kernel(golden.spec_of(case.entry)) is None]
+EDEN_VECTORS = golden.cases("reference_nvfp4")
 QUANTIZED += EDEN_VECTORS
 ROW_COL = golden.cases("edge_row_col")
 
@@ -52,6 +51,8 @@ SPECS = (
     hb.MXFP8(element="e5m2"),
     EDEN,
     replace(EDEN, outer="row", rotation=hb.Hadamard()),
+    hb.NVFP4(**SR, rotation=hb.Hadamard(size=32, signs="-++-+---")),
+    hb.NVFP4(rotation=hb.Hadamard(size=64, signs=16 * "-+" + 15 * "+-" + "--"), outer="row"),
     replace(EDEN, rotation=hb.Hadamard(size=128, signs="fresh")),
 )
 PAIRS = (
@@ -70,7 +71,7 @@ PAIRS = (
 WIDE = [
     hb.NVFP4(rotation=hb.Hadamard(size=size, signs=signs), outer=outer)
     for size in (32, 64, 128)
-    for signs, outer in (("fresh", "tensor"), ("fixed", "row"))
+    for signs, outer in (("fresh", "tensor"), ("fixed", "row"), ("-+++" * (size // 8) + "+" * (size // 2), "tensor"))
 ]
 AMAXES = ((4.0, 3.0), (1e-30, 4.0), (4.0, 3e38), (torch.nan, 0.0))
 """Of row and col: what a program divides by without checks, and what it does not."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import halfbyte as hb
 from halfbyte.reference.hadamard import signs
 from halfbyte.reference.philox import block_bytes, philox4x32, sign_bits
-from halfbyte.rng import HADAMARD_SIGN_BITS, OFFSET_LIMIT, SEED_LIMIT, Draw, Philox, StreamPhilox, as_signed64
+from halfbyte.rng import OFFSET_LIMIT, SEED_LIMIT, Draw, Philox, StreamPhilox, as_signed64, given_sign_bits
 
 CPU = torch.device("cpu")
 FIXED_SIGNS = "+++-+------+-+--"
@@ -84,7 +84,14 @@ def test_fresh_signs(seed, offset):
 def test_fixed_signs_repeat_every_16(width):
     expected = [1.0 if sign == "+" else -1.0 for sign in FIXED_SIGNS] * (width // 16)
     assert signs(hb.Hadamard(size=width), None, CPU).tolist() == expected
-    assert sum(1 << i for i, sign in enumerate(FIXED_SIGNS) if sign == "-") == HADAMARD_SIGN_BITS
+
+
+@pytest.mark.parametrize("given", ["fixed", "none", "-", "-+++", "+" * 100 + "-" * 28])
+def test_sign_bits_are_those_of_the_reference(given):
+    rotation = hb.Hadamard(size=128, signs=given)
+    bits = [given_sign_bits(rotation) >> i & 1 for i in range(128)]
+    assert signs(rotation, None, CPU).tolist() == [1.0 - 2.0 * bit for bit in bits]
+    assert given_sign_bits(None) == given_sign_bits(hb.Hadamard(signs="fresh")) == 0
 
 
 SR = hb.NVFP4(rounding="stochastic")

@@ -69,6 +69,8 @@ OTHERS = (
     NVFP4(scaling=FourOverSix(candidates=(0.875, 1.0, 1.25, 1.5))),
     MXFP8(element="e5m2"),
     EDEN_RHT,
+    NVFP4(rotation=Hadamard(size=32, signs="-++-+---")),
+    NVFP4(rotation=Hadamard(size=64, signs="none")),
     eden_spec(32, outer="row"),
     eden_spec(64),
 )

@@ -144,9 +144,7 @@ def choose(device: torch.device, backend: str | None) -> str:
 
 
 def without_kernel(spec: Spec | None) -> str | None:
-    """Return what of a spec only the reference computes, or None."""
-    if spec is not None and spec.rotation is not None and spec.rotation.signs not in ("fixed", "fresh"):
-        return f"rotation={spec.rotation!r}"
+    """Return what of a spec only the reference computes, or None; what is added without kernels is named here."""
     return None
 
 

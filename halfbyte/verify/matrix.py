@@ -47,6 +47,8 @@ LONG_SPECS: dict[str, Spec] = {
     "1x16 RHT128": NVFP4(rotation=Hadamard(size=128)),
     "1x16 SR RHT128 fresh": NVFP4(rounding="stochastic", rotation=Hadamard(size=128, signs="fresh")),
     "1x16 EDEN": EDEN,
+    "1x16 RHT32 given signs": NVFP4(rotation=Hadamard(size=32, signs="-++-+---")),
+    "1x16 RHT64 no signs": NVFP4(rotation=Hadamard(size=64, signs="none")),
     "1x16 EDEN RHT128 fresh": replace(EDEN, rotation=Hadamard(size=128, signs="fresh")),
 }
 """Run on the inputs of `FEW`, and no part of the fingerprint."""

@@ -66,6 +66,10 @@ def test_activation(function):
     checks.check_activation(RAGGED, "cuda", checks.PLAIN, function, True, BF16)
 
 
+def test_signs_that_are_given():
+    checks.check_norm((257, 1032), "cuda", checks.GIVEN, False, (torch.bfloat16, torch.bfloat16), bad=True)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fused_is_unfused(recipe):
     """Output and every gradient of an MLP, stochastic rounding included."""

@@ -18,6 +18,11 @@ def test_norm(centered, wish):
         checks.check_norm((5, 40), "cpu", checks.WISHES[wish], centered, dtypes)
 
 
+def test_signs_that_are_given():
+    checks.check_norm((18, 40), "cpu", checks.GIVEN, False, (BF16, BF16), bad=True)
+    checks.check_norm((5, 40), "cpu", checks.GIVEN, True, (FP32, BF16))
+
+
 def test_norm_of_several_groups_and_lanes():
     checks.check_norm((18, 530), "cpu", checks.ROTATED, True, (BF16, BF16))
     checks.check_norm((33, 530), "cpu", checks.BY_ROW, False, (FP32, FP32))

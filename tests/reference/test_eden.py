@@ -1,7 +1,6 @@
 """MS-EDEN: which scales it stores and where its random bits come from. Its error is in test_error_figures.py."""
 
 import math
-import re
 import sys
 
 import numpy as np
@@ -178,23 +177,28 @@ def test_no_draw_of_a_training_step_is_made_twice(monkeypatch):
 # What has no kernel is refused by name
 
 
-@pytest.mark.parametrize("signs", ["none", "+-"])
 @pytest.mark.parametrize(
     "call",
     [
-        lambda spec: hb.quantize(X, spec),
-        lambda spec: hb.quantize_row_col(X, None, spec),
-        lambda spec: hb.grouped_quantize_row_col(X, torch.tensor([33], dtype=torch.int32), spec, None),
-        lambda spec: hb.linear(X, X, None, hb.Recipe(fprop=hb.GemmSpec(a=spec, b=spec))),
+        lambda: eden(X),
+        lambda: hb.quantize_row_col(X, None, EDEN, rng=hb.Philox(1)),
+        lambda: hb.grouped_quantize_row_col(X, torch.tensor([33], dtype=torch.int32), EDEN, None, rng=hb.Philox(1)),
+        lambda: hb.linear(X, X, None, hb.Recipe(fprop=hb.GemmSpec(a=EDEN)), rng=hb.Philox(1)),
     ],
 )
-def test_a_backend_without_its_kernel_refuses_it(monkeypatch, call, signs):
-    spec = hb.NVFP4(rotation=hb.Hadamard(signs=signs))
-    call(spec)
-    monkeypatch.setattr(sys.modules["halfbyte.ops.backends"], "choose", lambda device, backend: "triton")
-    known = rf"rotation=Hadamard\(size=16, signs='{re.escape(signs)}'\) has no kernel on backend 'triton'.*reference"
-    with pytest.raises(ValueError, match=known):
-        call(spec)
+def test_what_a_backend_has_no_kernel_for_is_refused(monkeypatch, call):
+    call()
+    backends = sys.modules["halfbyte.ops.backends"]
+    monkeypatch.setattr(backends, "choose", lambda device, backend: "triton")
+    monkeypatch.setattr(backends, "without_kernel", lambda spec: "scaling=Eden()" if spec == EDEN else None)
+    with pytest.raises(ValueError, match=r"scaling=Eden\(\) has no kernel on backend 'triton'.*backend='reference'"):
+        call()
+
+
+def test_every_spec_has_a_kernel():
+    given = hb.NVFP4(rotation=hb.Hadamard(signs="+-"))
+    for spec in (None, EDEN, given, *hb.recipes.quartet2().specs):
+        assert sys.modules["halfbyte.ops.backends"].without_kernel(spec) is None
 
 
 def test_a_draw_that_is_missing_is_named():

@@ -56,7 +56,7 @@ def packed_amax_kernel(
         plain = tl.zeros((T,), tl.uint32)
         top = tl.zeros((T,), tl.float32)
         if rotated_ptr is not None:
-            flips = rw.sign_flips(None if sign_ptr is None else sign_ptr + group * 2, sign_stream, SIZE, RULE.fresh)
+            flips = rw.sign_flips(None if sign_ptr is None else sign_ptr + group * 2, sign_stream, RULE)
         for g in range(first, last, SIZE):
             x = load_words(words_ptr, g, last, line < lines, stride, SIZE, FULL)
             if plain_ptr is not None:

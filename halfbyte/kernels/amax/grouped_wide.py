@@ -52,7 +52,7 @@ def grouped_wide_amax_kernel(
     group, start, end, first = group_of_tile(tile, tile_group_ptr, table_ptr)
     if group < groups:
         local = (tile - first) * TILE_ROWS + tl.program_id(0) // side_tiles % PARTS * SIZE
-        flips = rw.sign_flips(None if sign_ptr is None else sign_ptr + group * 2, sign_stream, SIZE, RULE.fresh)
+        flips = rw.sign_flips(None if sign_ptr is None else sign_ptr + group * 2, sign_stream, RULE)
         i_side = side * (T if COLUMNS else SIZE)
         values = narrowed(load_lines(x, start, end, local, i_side, x.cols, SIZE, COLUMNS, T), NARROW)
         # The factor and the rounding keep the order: they are applied to the maxima alone.

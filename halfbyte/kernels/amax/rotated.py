@@ -106,7 +106,7 @@ def amax_rotated_kernel(
         mean = tl.load(mean_ptr.to(tl.pointer_type(tl.uint32)) + line, mask=line < lines, other=0)
     else:
         mean = None
-    flips = rw.sign_flips(sign_ptr, sign_stream, SIZE, RULE.fresh)
+    flips = rw.sign_flips(sign_ptr, sign_stream, RULE)
     plain = tl.zeros((T,), tl.uint32)
     top = tl.zeros((T,), tl.float32)
     second = tl.zeros((T,), tl.float32)

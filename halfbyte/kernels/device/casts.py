@@ -1,4 +1,4 @@
-"""Device functions from values to codes: casts, packing, rotation (docs/numerics.md sections 1 and 7).
+"""Device functions from values to codes: casts and packing (docs/numerics.md section 1).
 
 A block is a tuple of 16 tensors (MXFP8: 32, a rotated group: up to 128), element i of every block in tensor i, so that
 a thread owns whole blocks: maxima, sums, butterflies and packing are arithmetic between registers, without shuffles or
@@ -18,14 +18,12 @@ import triton.language as tl
 from halfbyte import formats
 from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.layout import ceil_div
-from halfbyte.rng import HADAMARD_SIGN_BITS
 
 FLT_MAX = tl.constexpr(formats.FLT_MAX)
 E2M1_MAX = tl.constexpr(formats.E2M1.max)
 E4M3_MAX = tl.constexpr(formats.E4M3.max)
 E5M2_MAX = tl.constexpr(formats.E5M2.max)
 INF = tl.constexpr(float("inf"))
-SIGN_BITS = tl.constexpr(HADAMARD_SIGN_BITS)
 
 MAGIC = tl.constexpr(8388608.0)  # 2^23: from here to 2^24 a float's low bits are an integer
 MAGIC_SEVEN = tl.constexpr(0x4B000007)  # the bits of 2^23 + 7
@@ -182,72 +180,6 @@ def pack_word(xs, START: tl.constexpr, codes):
                 SHIFT_IN_NIBBLE, "=r,r,r,r", [word, bits, codes[7 - j]], dtype=tl.uint32, is_pure=True, pack=1
             )
     return word - PACK_BIAS
-
-
-@triton.jit
-def flip_signs(xs, words):
-    """Multiply a group by fresh Hadamard signs: the bits of `words`."""
-    out = ()
-    for i in tl.static_range(len(xs)):
-        flip = (words[i // 32] << (31 - i % 32)) & 0x80000000
-        out = out + ((xs[i].to(tl.uint32, bitcast=True) ^ flip).to(tl.float32, bitcast=True),)
-    return out
-
-
-@triton.jit
-def butterfly(xs, STRIDE: tl.constexpr, SIGNS: tl.constexpr):
-    """One stage of the transform: (a, b) -> (a + b, a - b), b the element STRIDE further on.
-
-    SIGNS: the signs of elements before the first stage, 16 bits, left to the stages: a sum carries the sign of its
-    first element, and b is added or subtracted as its sign differs from a's.
-    """
-    out = ()
-    for i in tl.static_range(len(xs)):
-        a, b = xs[i & ~STRIDE], xs[i | STRIDE]
-        # Bits 0: whether this is the difference of a pair, and the signs at the starts of its two runs of STRIDE.
-        if (i // STRIDE + (SIGNS >> (i & -2 * STRIDE) % 16) + (SIGNS >> ((i & -2 * STRIDE) + STRIDE) % 16)) % 2 == 0:
-            out = out + (a + b,)
-        else:
-            out = out + (a - b,)
-    return out
-
-
-@triton.jit
-def transform(xs, SIZE: tl.constexpr, FRESH: tl.constexpr, words):
-    """Return the Hadamard transform of groups, without its factor, before which elements take their signs.
-
-    The signs are bits of `words` if FRESH, else the published 16, repeated, of which the first is positive.
-    """
-    SIGNS: tl.constexpr = 0 if FRESH else SIGN_BITS
-    if FRESH:
-        xs = flip_signs(xs, words)
-    for stage in tl.static_range(7):
-        if (1 << stage) < SIZE:
-            xs = butterfly(xs, 1 << stage, SIGNS)
-    return xs
-
-
-@triton.jit
-def apart(xs):
-    """Exchange the middle two of every four members: neighbours are then two elements apart, and after it again not."""
-    out = ()
-    for i in tl.static_range(0, len(xs), 4):
-        out = out + (xs[i], xs[i + 2], xs[i + 1], xs[i + 3])
-    return out
-
-
-@triton.jit
-def rotate(xs, norm, SIZE: tl.constexpr, FRESH: tl.constexpr, words, APART: tl.constexpr):
-    """Rotate groups, SIZE fp32 tensors holding bf16 values; norm = f(1 / sqrt(SIZE)). Returns `bf16_pairs`.
-
-    APART: of elements two apart (`apart`).
-    """
-    ys = transform(xs, SIZE, FRESH, words)
-    scaled = ()
-    for i in tl.static_range(SIZE):
-        # + 0 turns -0 into +0; sums of bf16 values are multiples of 2^-133, so the product cannot underflow.
-        scaled = scaled + (tl.fma(ys[i], norm, 0.0),)
-    return bf16_pairs(apart(scaled) if APART else scaled)
 
 
 @triton.jit

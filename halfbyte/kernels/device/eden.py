@@ -28,43 +28,45 @@ def projected_codes(xs, signs, encode, RULE: tl.constexpr, APART: tl.constexpr):
     y = x * encode, and q is what its code stands for: every product and every sum is rounded. signs, APART: as in
     `scales.quantize_block`.
     """
-    qs = ()
-    for i in tl.static_range(16):
-        y = tl.abs(xs[i] * encode)
-        q = pm.nearest_value(y)
-        if i == 0:
-            squares, products = y * y, y * q
-        else:
-            squares += y * y
-            products += y * q
-        qs = qs + (q,)
     words = ()
     for start in tl.static_range(0, 16, 8):
+        codes = ()
+        for first in tl.static_range(start, start + 8, 4):
+            qs = ()
+            for i in tl.static_range(first, first + 4):
+                y = tl.abs(xs[i] * encode)
+                q = pm.nearest_value(y)
+                if i == 0:
+                    squares, products = y * y, y * q
+                else:
+                    squares += y * y
+                    products += y * q
+                qs = qs + (q,)
+            codes = codes + codes_of_values(qs)  # at once: two words in place of four registers
         if RULE.hardware >= E2M1_CAPABILITY:
             words = words + (converted_word(xs, start, encode),)
+        elif has_ptx():
+            words = words + (joined_word(codes, pm.part(signs, start // 2, 4), APART),)
         else:
-            words = words + (word_of_values(xs, signs, start, qs, APART),)
+            words = words + (pm.pack_word(xs, start, codes),)
     return words, squares, products
 
 
 @triton.jit
-def word_of_values(xs, signs, START: tl.constexpr, qs, APART: tl.constexpr):
-    """Return the codes of 8 elements from START by the numbers q >= 0 that they stand for, with the signs of xs."""
-    if not has_ptx():
-        codes = ()
-        for i in tl.static_range(START, START + 8):  # E2M1's exponent bias is 1, fp32's 127
-            bits = (qs[i] * 1.1754943508222875e-38).to(tl.uint32, bitcast=True) >> 22
-            codes = codes + (bits + MAGIC_BITS,)
-        return pm.pack_word(xs, START, codes)
-    pairs = ()
-    for i in tl.static_range(START, START + 8, 4):
-        for k in tl.static_range(2):
-            pairs = pairs + (
-                tl.inline_asm_elementwise(
-                    CODE_PAIR, "=r,f,f", [qs[i + k], qs[i + k + 2]], dtype=tl.uint32, is_pure=True, pack=1
-                ),
+def codes_of_values(qs):
+    """Return the codes of four numbers q >= 0 as `joined_word` takes them, or without PTX as `pack_word` does."""
+    out = ()
+    if has_ptx():
+        for i in tl.static_range(2):
+            pair = tl.inline_asm_elementwise(
+                CODE_PAIR, "=r,f,f", [qs[i], qs[i + 2]], dtype=tl.uint32, is_pure=True, pack=1
             )
-    return joined_word(pairs, pm.part(signs, START // 2, 4), APART)
+            out = out + (pair,)
+    else:
+        for i in tl.static_range(4):  # E2M1's exponent bias is 1, fp32's 127
+            bits = (qs[i] * 1.1754943508222875e-38).to(tl.uint32, bitcast=True) >> 22
+            out = out + (bits + MAGIC_BITS,)
+    return out
 
 
 @triton.jit

@@ -16,16 +16,29 @@ from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import philox
 
 
+@triton.constexpr_function
+def repeats_after_16(signs):
+    """Return whether 128 bits are eight times the same 16."""
+    return signs == (signs & 0xFFFF) * ((1 << 128) // 0xFFFF)
+
+
 @triton.jit
-def sign_flips(sign_ptr, sign_stream, SIZE: tl.constexpr, FRESH: tl.constexpr):
-    """Return uint32 [SIZE]: the sign bit where the Hadamard sign of an element is minus."""
+def sign_flips(sign_ptr, sign_stream, RULE: tl.constexpr):
+    """Return uint32 [RULE.group]: the sign bit where the Hadamard sign of an element is minus."""
+    SIZE: tl.constexpr = RULE.group
+    SHORT: tl.constexpr = repeats_after_16(RULE.signs)
     i = tl.arange(0, SIZE)
-    if FRESH:
+    if RULE.fresh:
         first, second, third, fourth = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
         low, high = tl.where(i & 32 == 0, first, second), tl.where(i & 32 == 0, third, fourth)
         bit = tl.where(i & 64 == 0, low, high) >> (i & 31).to(tl.uint32)
+    elif SHORT:
+        bit = tl.full((SIZE,), RULE.signs & 0xFFFF, tl.uint32) >> (i & 15).to(tl.uint32)
     else:
-        bit = tl.full((SIZE,), pm.SIGN_BITS, tl.uint32) >> (i & 15).to(tl.uint32)
+        word = tl.full((SIZE,), RULE.signs & 0xFFFFFFFF, tl.uint32)
+        for k in tl.static_range(1, 4):
+            word = tl.where(i // 32 == k, tl.full((SIZE,), (RULE.signs >> 32 * k) & 0xFFFFFFFF, tl.uint32), word)
+        bit = word >> (i & 31).to(tl.uint32)
     return (bit & 1) << 31
 
 

@@ -24,10 +24,10 @@ from halfbyte.arithmetic import ROW_GROUP as ROW_GROUP_
 from halfbyte.formats import f32
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
-from halfbyte.kernels.device import philox
+from halfbyte.kernels.device import philox, rotate
 from halfbyte.kernels.device.loads import masked_load
 from halfbyte.kernels.prepared import keep
-from halfbyte.rng import Draw
+from halfbyte.rng import Draw, given_sign_bits
 from halfbyte.spec import NVFP4
 
 LANES = tl.constexpr(LANES_)
@@ -44,7 +44,7 @@ class Wanted(NamedTuple):
     row: "", "tensor" for one, "row" for one of each row.
     col: "", "plain" for max |y| again, "rotated" for that of y.T after its rotation.
     group: rows of a program: the width of the rotation, or 16.
-    norm, fresh: of the rotation, as in scaling.Rule.
+    norm, fresh, signs: of the rotation, as in scaling.Rule.
     """
 
     row: str = ""
@@ -52,6 +52,7 @@ class Wanted(NamedTuple):
     group: int = ROW_GROUP_
     norm: float = 0.0
     fresh: bool = False
+    signs: int = 0
 
     @property
     def meets(self) -> bool:
@@ -66,7 +67,7 @@ def wanted_of(row: str, col: NVFP4 | None) -> Wanted:
     if col.rotation is None:
         return Wanted(row, "plain")
     size = col.rotation.size
-    return Wanted(row, "rotated", size, f32(size**-0.5), col.needs_sign_rng)
+    return Wanted(row, "rotated", size, f32(size**-0.5), col.needs_sign_rng, given_sign_bits(col.rotation))
 
 
 class AmaxPair(NamedTuple):
@@ -174,7 +175,7 @@ def raise_rotated(rotated, stored, words, WANTED: tl.constexpr):
 def raise_transformed(rotated, ys, words, WANTED: tl.constexpr):
     """Raise max |H y| [C] by `group` rows of bf16 values, in fp32."""
     if WANTED.col == "rotated":
-        ys = pm.transform(ys, WANTED.group, WANTED.fresh, words)
+        ys = rotate.transform(ys, WANTED, words)
         for i in tl.static_range(len(ys)):
             rotated = tl.maximum(rotated, tl.abs(ys[i]), propagate_nan=tl.PropagateNan.ALL)
     return rotated
@@ -216,7 +217,7 @@ def settle(
                     ys = ys + (pm.to_fp32(stored[i]),)
                 if not NARROW:
                     ys = pm.unpack_pairs(pm.bf16_pairs(ys), 0, GROUP)
-                ys = pm.unpack_pairs(pm.rotate(ys, WANTED.norm, GROUP, WANTED.fresh, words, False), 0, GROUP)
+                ys = pm.unpack_pairs(rotate.rotate(ys, WANTED, words, False), 0, GROUP)
                 for i in tl.static_range(GROUP):
                     bits_rotated = tl.maximum(bits_rotated, finite_magnitude_bits(ys[i]))
         m_plain = tl.max(bits_plain, axis=0)

@@ -19,6 +19,7 @@ from halfbyte.kernels.device.decode import E4M3_NAN, E8M0_NAN, INTERPRETED
 from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY, converted_word
 from halfbyte.kernels.device.stochastic import stochastic_word, upper_halves
 from halfbyte.kernels.target import Target, target_of
+from halfbyte.rng import given_sign_bits
 from halfbyte.spec import MXFP8, Eden, FourOverSix, Spec
 
 
@@ -27,6 +28,7 @@ class Rule(NamedTuple):
 
     group: values that are quantized together: 16, or the width of the rotation.
     norm: f(1 / sqrt(group)) of a rotation, 0 without one.
+    signs: where a rotation that does not draw them negates (`rng.given_sign_bits`).
     candidates: of FourOverSix, else empty.
     eden: MS-EDEN corrects the scale.
     drawn: every block draws random words, for its elements or, with eden, for its scale.
@@ -61,6 +63,7 @@ class Rule(NamedTuple):
     clamped: bool = False
     eden: bool = False
     drawn: bool = False
+    signs: int = 0
 
 
 class Constants(NamedTuple):
@@ -125,6 +128,7 @@ def rule_of(spec: Spec, hardware: int) -> Rule:
         hardware=hardware,
         eden=isinstance(spec.scaling, Eden),
         drawn=spec.needs_rng,
+        signs=given_sign_bits(spec.rotation),
     )
 
 

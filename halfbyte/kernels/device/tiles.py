@@ -11,7 +11,7 @@ import triton.language as tl
 
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
-from halfbyte.kernels.device import philox
+from halfbyte.kernels.device import philox, rotate
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.decode import swizzled_offset
 from halfbyte.kernels.device.e2m1_values import decoded_pairs
@@ -36,7 +36,14 @@ def rotate_group(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.const
     words = ()
     if RULE.fresh:
         words = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
-    return pm.rotate(xs, RULE.norm, RULE.group, RULE.fresh, words, RULE.drawn)
+    return rotate.rotate(xs, RULE, words, RULE.drawn)
+
+
+@triton.jit
+def rotate_packed_group(pairs, sign_ptr, sign_stream, RULE: tl.constexpr):
+    """Rotate groups of a packed x whose signs are drawn: return `bf16_pairs`."""
+    pairs = rotate.flip_pairs(pairs, philox.sign_words(philox.draw_words(sign_ptr, sign_stream)))
+    return rotate.rotate(pm.unpack_pairs(pairs, 0, RULE.group), RULE, (), RULE.drawn)
 
 
 @triton.jit
@@ -152,7 +159,7 @@ def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr
                 amax = pm.max_of_pairs(signs, RULE.hardware)
                 block_xs = pm.unpack_pairs(xs, g * 16, 16)
                 if RULE.drawn:
-                    block_xs = pm.apart(block_xs)
+                    block_xs = rotate.apart(block_xs)
             codes, scale = sc.quantize_block(
                 block_xs, amax, factors, constants, random, RULE, AXIS, signs, RULE.norm != 0.0
             )
@@ -205,7 +212,9 @@ def quantize_row_tile(
     if RULE.packed:
         xs = pm.unpack_pairs(loaded, 0, RULE.group)
     amax = None
-    if RULE.norm != 0.0:
+    if RULE.fresh and RULE.packed:
+        xs = rotate_packed_group(loaded, out.to.sign_ptr, out.places.sign_stream, RULE)
+    elif RULE.norm != 0.0:
         xs = rotate_group(xs, out.to.sign_ptr, out.places.sign_stream, x.ptr.dtype.element_ty == tl.bfloat16, RULE)
     elif RULE.packed:
         amax = pm.max_of_pairs(loaded, RULE.hardware)

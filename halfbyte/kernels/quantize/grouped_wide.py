@@ -39,7 +39,7 @@ def grouped_wide_kernel(
     start64 = start.to(tl.int64)
     p_draw = None if out.to.draw_ptr is None else out.to.draw_ptr + group * 2
     p_sign = None if out.to.sign_ptr is None else out.to.sign_ptr + group * 2
-    flips = rw.sign_flips(p_sign, out.places.sign_stream, SIZE, RULE.fresh)
+    flips = rw.sign_flips(p_sign, out.places.sign_stream, RULE)
     if COLUMNS:
         p_amax = out.to.amax_ptr + (group.to(tl.int64) * x.cols if RULE.row_amax else group)
         inside = tl.where(group == groups, start, end)

@@ -64,8 +64,13 @@ def quantize_part(pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWI
             out.places.first_block + row[:, None] * out.places.blocks_per_row + block,
             philox.draw_words(out.to.draw_ptr, out.places.stream),
         )
-    xs = split_blocks(rw.unpacked(pairs))
-    codes, scale = sc.quantize_block(xs, pm.abs_max(xs), factors, out.constants, random, RULE, 0, None, False)
+    if RULE.eden:
+        signs = pm.split_eight(tl.reshape(pairs, (pairs.shape[0], B, 8)), pairs.shape[0], B)
+        xs, amax = pm.unpack_pairs(signs, 0, 16), pm.max_of_pairs(signs, RULE.hardware)
+        codes, scale = sc.quantize_block(xs, amax, factors, out.constants, random, RULE, 0, signs, False)
+    else:
+        xs = split_blocks(rw.unpacked(pairs))
+        codes, scale = sc.quantize_block(xs, pm.abs_max(xs), factors, out.constants, random, RULE, 0, None, False)
     inside = in_row[:, None] & (block < out.blocks)
     place = row[:, None] * out.blocks + block
     if RULE.decoded:
@@ -90,7 +95,7 @@ def quantize_wide_kernel(
     SIZE: tl.constexpr = RULE.group
     NARROW: tl.constexpr = x.ptr.dtype.element_ty == tl.bfloat16
     factors = sc.operand_factors(out.to.amax_ptr, out.constants, RULE)
-    flips = rw.sign_flips(out.to.sign_ptr, out.places.sign_stream, SIZE, RULE.fresh)
+    flips = rw.sign_flips(out.to.sign_ptr, out.places.sign_stream, RULE)
     pid = tl.program_id(0).to(tl.int64)
     if COLUMNS:
         first = pid // tiles
