@@ -121,7 +121,7 @@ def against_bf16(
     metric: Metric,
     graph: bool = False,
 ) -> Outcome:
-    """Time an operation and its bf16 counterpart in turn; the value is the ratio that `metric` names."""
+    """Time an operation and its counterpart, bf16's or another, in turn; the value is the ratio that `metric` names."""
     variants = {"ours": calls, "bf16": bf16}
     times = measure_alternately(variants, setting.device, budget=setting.budget, graph=graph)
     ours, theirs = times["ours"], times["bf16"]
@@ -129,7 +129,7 @@ def against_bf16(
         seconds=ours.seconds,
         spread=ours.spread,
         metric=metric,
-        value=theirs.seconds / ours.seconds if metric == "of bf16" else ours.seconds / theirs.seconds,
+        value=theirs.seconds / ours.seconds if metric.startswith("of ") else ours.seconds / theirs.seconds,
         work=work,
         unit="TFLOP/s",
         checked=tuple(checked),

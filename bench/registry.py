@@ -16,7 +16,7 @@ import torch
 from halfbyte.verify.timing import Ceilings
 
 Shape = tuple[int, ...]
-Metric = Literal["of copy", "of bf16", "x bf16", "x kept", "us"]
+Metric = Literal["of copy", "of bf16", "of free", "x bf16", "x kept", "us"]
 MULTIPLES = ("x bf16", "x kept")  # of a time, less is better; the others are shares
 """Share of the copy bandwidth or of the bf16 GEMM's rate (more is better); time as a multiple of bf16's; only time."""
 

@@ -147,12 +147,14 @@ def explain_command(arguments: list[str]) -> int:
     parser.add_argument("--op", help=f"{', '.join(ops.EXPLAINED)}; by default quantize for two sizes, gemm for three")
     parser.add_argument("--groups", type=int, default=0, help="groups of tokens")
     parser.add_argument("--target", help="sm_90, gfx942, interpreter, cpu, …; by default this machine")
+    parser.add_argument("--batch-invariant", action="store_true", help="a product whose rows are alike in every batch")
     options = parser.parse_args(arguments)
     try:
         shape = [int(size) for size in options.shape.split("x")]
     except ValueError:
         raise ValueError(f"SHAPE {options.shape!r}: give sizes with x between them, as in 16384x2880") from None
-    print(ops.explain(shape, *options.specs, op=options.op, groups=options.groups, target=options.target))
+    named = {"op": options.op, "groups": options.groups, "target": options.target}
+    print(ops.explain(shape, *options.specs, **named, batch_invariant=options.batch_invariant))
     return 0
 
 

@@ -146,7 +146,9 @@ def _changed(recipe: Recipe, change: Callable[[Spec | None, str], Spec | None]) 
     ):
         gemm = getattr(recipe, name)
         if gemm is not None:
-            gemms[name] = GemmSpec(a=change(gemm.a, role_a), b=change(gemm.b, role_b))
+            a, b = change(gemm.a, role_a), change(gemm.b, role_b)
+            keeps = gemm.batch_invariant and a is not None and b is not None
+            gemms[name] = GemmSpec(a=a, b=b, batch_invariant=keeps)
     return dataclasses.replace(recipe, **gemms)
 
 
@@ -182,21 +184,28 @@ def quartet2(
     return Recipe(fprop=GemmSpec(a=operand, b=operand), dgrad=both, wgrad=both, backward=backward)
 
 
-def rl(*, gradients: Recipe | str | None = None, weight_block: tuple[int, int] = (1, 16)) -> Recipe:
+def rl(
+    *,
+    gradients: Recipe | str | None = None,
+    weight_block: tuple[int, int] = (1, 16),
+    batch_invariant: bool = True,
+) -> Recipe:
     """The forward that rollout engines compute, for training on what they generate, and a backward from its operands.
 
-    Every token has an amax of its own and nothing is rotated or random, so a token's operands do not depend on others.
+    Every token has an amax of its own and nothing is rotated or random, so a token's operands do not depend on others,
+    and its output does not either.
 
     Args:
         gradients: the recipe, or a preset's name, whose dgrad and wgrad quantize gradients and, again, what fprop
             multiplied: "mxfp8" in 8 bits; None leaves the backward in high precision.
         weight_block: (1, 16), or (16, 16).
+        batch_invariant: whether the order of the forward's sums is that of every batch; False is as fast as others.
     """
     scaling = FourOverSix()
     activation = NVFP4(outer="row", scaling=scaling, e4m3_max=FOUR_OVER_SIX_E4M3_MAX)
     weight = NVFP4(block=weight_block, scaling=scaling, e4m3_max=FOUR_OVER_SIX_E4M3_MAX)
     rest = bf16() if gradients is None else resolve(gradients)
-    fprop = GemmSpec(a=activation, b=weight)
+    fprop = GemmSpec(a=activation, b=weight, batch_invariant=batch_invariant)
     return Recipe(fprop=fprop, dgrad=rest.dgrad, wgrad=rest.wgrad, backward="dequantized")
 
 

@@ -42,6 +42,7 @@ class Epilogue(NamedTuple):
     addend: [M, N] of any float dtype; `out` itself to accumulate.
     out: [M, N] to write into.
     outer: vectors [M] and [N] of any float dtype whose outer product is added, after the bias and before the addend.
+    batch_invariant: whether the order of the sum of a row may depend on N and K alone, of operands that are quantized.
     """
 
     out_dtype: torch.dtype = torch.bfloat16
@@ -49,6 +50,7 @@ class Epilogue(NamedTuple):
     addend: Tensor | None = None
     out: Tensor | None = None
     outer: tuple[Tensor, Tensor] | None = None
+    batch_invariant: bool = False
 
     @property
     def dtype(self) -> torch.dtype:

@@ -368,12 +368,18 @@ def _show(spec: Spec | None) -> str:
 class GemmSpec:
     """How the two operands of one GEMM `gemm_nt(a, b)` are quantized; None leaves an operand in bf16.
 
+    Args:
+        a, b: of the left and the right operand.
+        batch_invariant: a row of the product has the same bits whatever other rows of `a` there are: its bytes depend
+            on it alone, and the order of its sums on the sizes of b alone (docs/exactness.md).
+
     Raises:
-        ValueError: the operands cannot meet in one GEMM.
+        ValueError: the operands cannot meet in one GEMM, or a row cannot be independent of the others.
     """
 
     a: Spec | None = None
     b: Spec | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name in ("a", "b"):
@@ -393,6 +399,24 @@ class GemmSpec:
                 f"block lengths {a.block_length} and {b.block_length} along one contraction; "
                 "use NVFP4 with NVFP4 or MXFP8 with MXFP8",
             )
+        if self.batch_invariant is not False:
+            self._check_rows_alone()
+
+    def _check_rows_alone(self) -> None:
+        a, b = self.a, self.b
+        if self.batch_invariant is not True:
+            raise _refuse("batch_invariant", self.batch_invariant, "use True or False")
+        if a is None or b is None:
+            raise _refuse(
+                "batch_invariant", True, f"a={_show(a)}, b={_show(b)}; give both operands a spec, or use False"
+            )
+        if "e5m2" in [spec.element for spec in (a, b) if isinstance(spec, MXFP8)]:
+            raise _refuse("batch_invariant", True, "sums of e5m2 have no order-free form; use MXFP8(element='e4m3')")
+        if a.rounding == "stochastic":
+            raise _refuse("batch_invariant", True, "a draws bits by its place in the batch; use rounding='nearest'")
+        if a.is_tile or a.has_tensor_amax:
+            shared = "a shares 16x16 tiles" if a.is_tile else "a shares one amax"
+            raise _refuse("batch_invariant", True, f"{shared} among its rows; use block=(1, 16) and outer='row'")
 
     @property
     def specs(self) -> tuple[Spec, ...]:
@@ -444,6 +468,10 @@ class Recipe(_EqualByKey):
                 raise _refuse("backward", "dequantized", "fprop is bf16, nothing is dequantized; use 'original'")
             if any(spec.rotation for spec in self.fprop.specs):
                 raise _refuse("backward", "dequantized", "rotated operands do not dequantize to x and w; drop rotation")
+        for name in ("dgrad", "wgrad"):
+            gemm = getattr(self, name)
+            if gemm is not None and gemm.batch_invariant:
+                raise _refuse(f"{name}.batch_invariant", True, "it is the forward's; use False")
         self._check_mean()
         parts = [f"{n}={_gemm_key(getattr(self, n))}" for n in ("fprop", "dgrad", "wgrad")]
         parts += [f"backward={self.backward}", *(["activation_mean=split"] if self.splits_mean else [])]
@@ -459,6 +487,8 @@ class Recipe(_EqualByKey):
             return
         if self.backward == "dequantized":
             raise _refuse("activation_mean", "split", "a dequantized backward would lack the mean; use 'kept'")
+        if self.fprop is not None and self.fprop.batch_invariant:
+            raise _refuse("activation_mean", "split", "a mean over tokens depends on the batch; use 'kept'")
         if not (self.fprop and self.fprop.a) and not (self.wgrad and self.wgrad.b):
             raise _refuse("activation_mean", "split", "no GEMM quantizes x, so nothing is split; use 'kept'")
 
@@ -489,11 +519,15 @@ def parse_recipe(key: str) -> Recipe:
 def _parse_gemm(text: str) -> GemmSpec | None:
     if text == "bf16":
         return None
-    a, b = (None if side == "bf16" else parse(side) for side in text.split("|"))
-    return GemmSpec(a=a, b=b)
+    left, right, *more = text.split("|")
+    if more not in ([], ["batch_invariant"]):
+        raise ValueError(f"{more} behind the operands of a GEMM")
+    a, b = (None if side == "bf16" else parse(side) for side in (left, right))
+    return GemmSpec(a=a, b=b, batch_invariant=bool(more))
 
 
 def _gemm_key(gemm: GemmSpec | None) -> str:
     if gemm is None:
         return "bf16"
-    return "|".join(spec.key if spec else "bf16" for spec in (gemm.a, gemm.b))
+    operands = (spec.key if spec else "bf16" for spec in (gemm.a, gemm.b))
+    return "|".join((*operands, *(["batch_invariant"] if gemm.batch_invariant else [])))

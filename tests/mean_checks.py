@@ -27,11 +27,15 @@ PAIRS = (
 )
 
 
-def values(shape: tuple[int, int], dtype: torch.dtype, *, bad: bool = False) -> Tensor:
-    """Return tokens around a mean that is large beside them, with outliers; bad: with NaN and Inf, in few columns."""
+def values(shape: tuple[int, int], dtype: torch.dtype, *, bad: bool = False, calm: bool = False) -> Tensor:
+    """Return tokens around a mean that is large beside them; with outliers, which hide it, unless `calm`.
+
+    bad: with NaN and Inf, in few columns.
+    """
     g = torch.Generator().manual_seed(sum(shape))
     x = torch.randn(shape, generator=g) + 10 * torch.randn(shape[1], generator=g)
-    x.view(-1)[:: max(1, x.numel() // 5)] *= 30
+    if not calm:
+        x.view(-1)[:: max(1, x.numel() // 5)] *= 30
     if bad:
         x[shape[0] // 2, 1], x[shape[0] // 3, 5] = float("nan"), float("inf")
         x[:, 7] = torch.finfo(dtype).max  # whose sum overflows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from bench.measure import against_bf16, random_matrix
 from bench.registry import Bar, Case, Outcome, Setting, Shape, Unequal
 from halfbyte import ops
+from halfbyte.layout import Blocks
 from halfbyte.sides import Epilogue, Side
 from halfbyte.spec import NVFP4
 from halfbyte.verify.compare import relative_error
@@ -49,6 +51,34 @@ def product(setting: Setting, shape: Shape, *, decode_included: bool) -> Outcome
     return against_bf16(setting, [run], [lambda: a @ b.T], 2.0 * M * N * K, checked, "of bf16")
 
 
+def batch_invariant(setting: Setting, shape: Shape) -> Outcome:
+    """Check that rows are those of another batch, then time the product beside the one that sums as it likes."""
+    M, N, K = shape
+    x_MK, w_NK = (random_matrix((n, K), setting.device, seed) for seed, n in enumerate((M + 1, N)))
+    specs = NVFP4(outer="row"), NVFP4()
+    x, w = (
+        ops.Operand(ops.quantize(t, Side(s), backend="reference"), s, K)
+        for t, s in zip((x_MK, w_NK), specs, strict=True)
+    )
+    few = x._replace(blocks=Blocks(*(part[1:] for part in x.blocks)))
+    alone, free = (partial(_rows, setting, few, w, flag) for flag in (True, False))
+    if not torch.equal(alone(), _rows(setting, x, w, True)[1:]):
+        raise Unequal(f"{M} rows are not those of {M + 1}")
+    error = relative_error(alone(), free().double())
+    if not error <= TOLERANCE[torch.bfloat16]:
+        raise Unequal(f"relative error {error:.2e} beside the free order, at most {TOLERANCE[torch.bfloat16]:g}")
+    checked = [f"{M} rows bitwise those of {M + 1}", f"relative error {error:.1e} beside the free order"]
+    module = _module(setting)
+    a, b = module.decode(few), module.decode(w)
+    ours, theirs = (partial(module.gemm_nt, a, b, Epilogue(batch_invariant=flag)) for flag in (True, False))
+    outcome = against_bf16(setting, [ours], [theirs], 2.0 * M * N * K, checked, "of free", graph=True)
+    return replace(outcome, facts={"free_us": outcome.facts["bf16_us"]})
+
+
+def _rows(setting: Setting, x: ops.Operand, w: ops.Operand, batch_invariant: bool) -> Tensor:
+    return ops.gemm_nt(x, w, batch_invariant=batch_invariant, backend=setting.backend)
+
+
 def _from_codes(sides: list[ops.Operand], setting: Setting, dtype: torch.dtype):
     return partial(ops.gemm_nt, *sides, out_dtype=dtype, backend=setting.backend)
 
@@ -77,7 +107,17 @@ def _exact(sides: list[ops.Operand]) -> Tensor:
     return y.mul_(factors[0] * factors[1])
 
 
+FEW, MANY = Bar(least=0.5, aim=0.9), Bar(least=0.9, aim=0.97)
+BATCHES = {16: FEW, 64: FEW, 128: FEW, 1024: MANY, 8192: MANY}
+
 CASES = (
+    Case(
+        name="gemm/batch-invariant",
+        about="rows summed alike in every batch, operands decoded before, beside the order that is fastest",
+        shapes={(M, N, K): bar for N, K in ((4096, 4096), (14336, 4096)) for M, bar in BATCHES.items()},
+        small=SMALL,
+        run=batch_invariant,
+    ),
     Case(
         name="gemm/decoded",
         about="operands decoded before: the cost of alpha and of emulation",

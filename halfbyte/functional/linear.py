@@ -426,7 +426,8 @@ def multiply(
             w_row, w_col = weight_operands(w, needed, cached[i], place, amax, make)
         bias = biases[i] if request.adds_bias(i) else None
         bias = bias if mean is None or fprop.a is None else bias_with_mean(bias, mean, w, x.dtype)
-        outputs.append(ops.gemm_nt(row, w_row, out_dtype=request.out_dtype, bias=bias))
+        how = {"out_dtype": request.out_dtype, "batch_invariant": fprop.batch_invariant}
+        outputs.append(ops.gemm_nt(row, w_row, bias=bias, **how))
         is_fprops = dequantized or request.cached[i].is_frozen
         kept_w.append((w_row if is_fprops else w_col) if need_dx else None)
     return outputs, [kept_x, *kept_w, mean if x_col_spec else None]

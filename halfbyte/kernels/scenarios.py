@@ -137,6 +137,10 @@ def gemm_calls(_: Target) -> Iterator[Scenario]:
         for out in (BF16, FP32):
             call = partial(backend.gemm_nt, a, b, Epilogue(out))
             yield Scenario(f"gemm of {dtype} to {out}", call, tuned=dtype == out == FP32)
+    for (M, N, K), out in product((*GEMM_SHAPES, (16, 4096, 4096)), (BF16, FP32)):
+        a, b = _decoded(M, K, "row"), _decoded(N, K, "tensor")
+        call = partial(backend.gemm_nt, a, b, Epilogue(out, tensor(N, dtype=FP32), batch_invariant=True))
+        yield Scenario(f"gemm {M}x{N}x{K} to {out}, batch-invariant", call, tuned=True)
     for (M, N, K), out in product((*GEMM_SHAPES, (37, 53, 83)), (BF16, FP32)):
         a, b, outer = *(_decoded(n, K, "tensor") for n in (M, N)), (tensor(M, dtype=FP32), tensor(N, dtype=BF16))
         for name, epilogue in (("", Epilogue(out, outer=outer)), (", accumulated", _accumulated(M, N, out, outer))):

@@ -15,7 +15,9 @@ KEPT = (
     "amax",
     "token_mean",
     "gemm_nt",
+    "gemm_nt_batch_invariant",
     "grouped_gemm_nt",
+    "grouped_gemm_nt_batch_invariant",
 )
 
 

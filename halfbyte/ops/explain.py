@@ -17,8 +17,8 @@ from halfbyte import recipes
 from halfbyte.kernels.target import INTERPRETER, Target, assumed, find
 from halfbyte.layout import Operand
 from halfbyte.ops.backends import REFERENCE, backends, choose, without_kernel
-from halfbyte.sides import Sides, both_sides
-from halfbyte.spec import MXFP8, NVFP4, Spec, parse
+from halfbyte.sides import Epilogue, Sides, both_sides
+from halfbyte.spec import MXFP8, NVFP4, GemmSpec, Spec, parse
 
 CPU = "cpu"
 PLAIN = ("bf16", "-")
@@ -114,12 +114,13 @@ def _target(name: str | None) -> tuple[Target | None, str]:
 
 
 class RehearsedCall(NamedTuple):
-    """What is rehearsed: sizes, the specs of rows and columns or of a and b, and groups of tokens."""
+    """What is rehearsed: sizes, the specs of rows and columns or of a and b, groups of tokens, how rows are summed."""
 
     shape: tuple[int, ...]
     first: Spec | None
     second: Spec | None
     groups: int
+    batch_invariant: bool = False
 
 
 def _quantize(call: RehearsedCall) -> None:
@@ -160,7 +161,7 @@ def _gemm(call: RehearsedCall) -> None:
     from halfbyte.kernels.scenario_values import META, blocks, tensor
 
     M, N, K = call.shape
-    way = native_route.choose_way(call.first, call.second, META)
+    way = native_route.choose_way(call.first, call.second, META, call.batch_invariant)
     if way.kernel == native_route.NATIVE:
         assert call.first is not None and call.second is not None, "tensor cores read codes"
         sides = (M, call.first), (N, call.second)
@@ -174,7 +175,7 @@ def _gemm(call: RehearsedCall) -> None:
     if None in (call.first, call.second):  # padding takes part only if both operands have it
         decoded = [side._replace(values=side.values[:, :K]) for side in decoded]
     a, b = decoded
-    backend.gemm_nt(a, b)
+    backend.gemm_nt(a, b, Epilogue(batch_invariant=call.batch_invariant))
 
 
 def _grouped(call: RehearsedCall) -> None:
@@ -192,16 +193,16 @@ def _grouped_gemm(call: RehearsedCall) -> None:
     from halfbyte.kernels.scenario_values import tensor
     from halfbyte.kernels.scenarios_grouped import blocks_of_experts, grouped_blocks, offsets_of
 
-    (M, N, K), a, b, groups = call
+    (M, N, K), a, b, groups, batch_invariant = call
     offsets = offsets_of(groups)
     left = tensor(M, K) if a is None else Operand(grouped_blocks((M, K), groups, a), a, K)
     right = tensor(groups, N, K) if b is None else Operand(blocks_of_experts(groups, N, K, b), b, K)
-    way = native_route.choose_grouped_way(left, right, offsets, torch.bfloat16)
+    way = native_route.choose_grouped_way(left, right, offsets, torch.bfloat16, batch_invariant)
     if way.kernel == native_route.GROUPED_NATIVE:
         assert isinstance(left, Operand) and isinstance(right, Operand), "tensor cores multiply codes"
         grouped_native.scaled_grouped_mm_arguments(left, right, offsets, K)
     elif way.kernel != native_route.GROUPED_TORCH:
-        backend.grouped_gemm_nt(left, right, offsets, K, tensor(M, N))
+        backend.grouped_gemm_nt(left, right, offsets, K, tensor(M, N), batch_invariant=batch_invariant)
 
 
 OPS: dict[str, tuple[int, Callable[[RehearsedCall], None]]] = {
@@ -239,7 +240,12 @@ def _op(op: str | None, shape: Sequence[int], groups: int) -> str:
 
 
 def explain(
-    shape: Sequence[int], *specs: Spec | str | None, op: str | None = None, groups: int = 0, target: str | None = None
+    shape: Sequence[int],
+    *specs: Spec | str | None,
+    op: str | None = None,
+    groups: int = 0,
+    target: str | None = None,
+    batch_invariant: bool = False,
 ) -> Explanation:
     """Say which kernels a call on bf16 of this shape launches, with which tiles, why, and why not the others.
 
@@ -251,14 +257,19 @@ def explain(
             quantize for two sizes, gemm for three.
         groups: groups of tokens.
         target: "sm_90", "gfx942", "interpreter", "cpu", …; this machine by default.
+        batch_invariant: of a product, as in `GemmSpec`.
 
     Raises:
-        ValueError: an argument names nothing that there is.
+        ValueError: an argument names nothing that there is, or a product cannot be batch-invariant.
     """
     op = _op(op, shape, groups)
     if not 1 <= len(specs) <= 2 or (op.endswith("gemm") and len(specs) != 2):
         raise ValueError(f"specs={specs}: {op} takes {'two' if op.endswith('gemm') else 'one or two'}")
     known = [read_spec(spec) for spec in specs]
+    if batch_invariant:
+        if not op.endswith("gemm"):
+            raise ValueError(f"batch_invariant=True: {op} is no product; leave it out")
+        GemmSpec(a=known[0], b=known[1], batch_invariant=True)  # refuses what depends on the batch
     where, reason = _target(target)
     if where is None:
         return Explanation(op=op, target=CPU, steps=(Step(kernel="plain torch (halfbyte.reference)", why=reason),))
@@ -268,7 +279,8 @@ def explain(
     from halfbyte.kernels.launch import rehearsing
 
     with assumed(where), rehearsing() as events:
-        OPS[op][1](RehearsedCall(tuple(shape), known[0], known[1] if len(known) == 2 else None, groups))
+        second = known[1] if len(known) == 2 else None
+        OPS[op][1](RehearsedCall(tuple(shape), known[0], second, groups, batch_invariant))
     return Explanation(op=op, target=where.name, steps=tuple(steps_of(events)))
 
 

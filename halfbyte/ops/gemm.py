@@ -24,6 +24,7 @@ def gemm_nt(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
+    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Return a @ b.T for a [M, K] and b [N, K], each quantized or plain, rounded once to the output dtype.
@@ -34,9 +35,14 @@ def gemm_nt(
         bias: [N] or None, added in fp32.
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
+        batch_invariant: sum every row in an order that depends on b alone, see `GemmSpec`; of operands that are
+            quantized, to new memory.
     """
     K = a.cols if isinstance(a, Operand) else a.shape[1]
     operands = (*operand_arguments(a), *operand_arguments(b), K)
+    if batch_invariant:
+        assert out is None, "a product whose rows stand alone is written to new memory"
+        return call_op(torch.ops.halfbyte.gemm_nt_batch_invariant, *operands, out_dtype, bias, backend or "")
     if out is None:
         return call_op(torch.ops.halfbyte.gemm_nt, *operands, out_dtype, bias, backend or "")
     call_op(torch.ops.halfbyte.gemm_nt_out, *operands, bias, out, accumulate, backend or "")
@@ -103,7 +109,7 @@ def _gemm(a: Operand | Tensor, b: Operand | Tensor, K: int, backend: str, epilog
     device = _data(a).device
     is_cast = device.type != "meta" and torch.is_autocast_enabled(device.type)
     with torch.autocast(device.type, enabled=False) if is_cast else nullcontext():
-        if choose(device, backend or None) == NATIVE and _runs_natively(a, b):
+        if choose(device, backend or None) == NATIVE and _runs_natively(a, b, epilogue.batch_invariant):
             from halfbyte.kernels.gemm import native
 
             assert isinstance(a, Operand) and isinstance(b, Operand), "tensor cores multiply codes"
@@ -124,10 +130,10 @@ def _spec(operand: Operand | Tensor) -> Spec | None:
     return operand.spec
 
 
-def _runs_natively(a: Operand | Tensor, b: Operand | Tensor) -> bool:
+def _runs_natively(a: Operand | Tensor, b: Operand | Tensor, batch_invariant: bool) -> bool:
     from halfbyte.kernels.gemm import native_route
 
-    way = native_route.choose_way(_spec(a), _spec(b), _data(a).device)
+    way = native_route.choose_way(_spec(a), _spec(b), _data(a).device, batch_invariant)
     for _, reason in way.instead:
         warn_once(f"a GEMM is emulated in bf16: {reason}")
     return way.kernel == native_route.NATIVE
@@ -149,6 +155,13 @@ def _gemm_nt(
 ) -> Tensor:
     left, right = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
     return _gemm(left, right, K, backend, Epilogue(out_dtype, bias))
+
+
+def _gemm_nt_batch_invariant(
+    a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, out_dtype, bias, backend
+) -> Tensor:
+    left, right = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
+    return _gemm(left, right, K, backend, Epilogue(out_dtype, bias, batch_invariant=True))
 
 
 def _gemm_nt_out(
@@ -200,6 +213,12 @@ def _flops(a_shape, a_scale, a_amax, a_key, a_layout, b_shape, *rest, out_shape=
 
 
 op(f"gemm_nt({OPERANDS}, ScalarType out_dtype, Tensor? bias, str backend) -> Tensor", _gemm_nt, _gemm_nt_fake, _flops)
+op(
+    f"gemm_nt_batch_invariant({OPERANDS}, ScalarType out_dtype, Tensor? bias, str backend) -> Tensor",
+    _gemm_nt_batch_invariant,
+    _gemm_nt_fake,
+    _flops,
+)
 op(
     f"gemm_nt_out({OPERANDS}, Tensor? bias, Tensor(z!) out, bool accumulate, str backend) -> ()",
     _gemm_nt_out,

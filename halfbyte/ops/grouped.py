@@ -198,6 +198,7 @@ def grouped_gemm_nt(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
     accumulate: bool = False,
+    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Return a_g @ b_g.T of every group, each rounded once to the output dtype.
@@ -207,12 +208,16 @@ def grouped_gemm_nt(
         b: experts [E, N, K]; or [C, K] with the groups along K.
         out: [M, N] or [E, R, C] to write into.
         accumulate: add to what `out` holds.
+        batch_invariant: as for `gemm_nt`, of tokens and experts.
 
     Returns:
         [M, N], rows behind the last group zero; or [E, R, C], zero for an empty group.
     """
     K = a.cols if isinstance(a, Operand) else a.shape[1]
     operands = (*operand_arguments(a), *operand_arguments(b), K, offsets)
+    if batch_invariant:
+        assert out is None, "a product whose rows stand alone is written to new memory"
+        return call_op(torch.ops.halfbyte.grouped_gemm_nt_batch_invariant, *operands, out_dtype, backend or "")
     if out is None:
         return call_op(torch.ops.halfbyte.grouped_gemm_nt, *operands, out_dtype, backend or "")
     call_op(torch.ops.halfbyte.grouped_gemm_nt_out, *operands, out, accumulate, backend or "")
@@ -220,7 +225,12 @@ def grouped_gemm_nt(
 
 
 def _by_torch(
-    a: Operand | Tensor, b: Operand | Tensor, offsets: Tensor, out_dtype: torch.dtype, backend: str
+    a: Operand | Tensor,
+    b: Operand | Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    backend: str,
+    batch_invariant: bool,
 ) -> Tensor | None:
     """Return the product where torch has it, or None where it is emulated; on FP4 tensor cores codes say why, once."""
     chosen, is_plain = choose(offsets.device, backend or None), isinstance(a, Tensor) and isinstance(b, Tensor)
@@ -228,7 +238,7 @@ def _by_torch(
         return None
     from halfbyte.kernels.gemm import grouped, grouped_native, native_route
 
-    way = native_route.choose_grouped_way(a, b, offsets, out_dtype)
+    way = native_route.choose_grouped_way(a, b, offsets, out_dtype, batch_invariant)
     if way.kernel == native_route.GROUPED_NATIVE:
         assert isinstance(a, Operand) and isinstance(b, Operand), "tensor cores multiply codes"
         return grouped_native.native_grouped_gemm_nt(a, b, offsets, a.cols)
@@ -243,15 +253,34 @@ def _by_torch(
 def _grouped_gemm_nt(
     a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, offsets, out_dtype, backend
 ) -> Tensor:
-    operands = (a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout)
-    left, right = operand(*operands[:5], K), operand(*operands[5:], K)
-    with torch.autocast(a.device.type, enabled=False):
-        product = _by_torch(left, right, offsets, out_dtype, backend)
-    if product is not None:
-        return product
-    out = a.new_empty(_product_shape(a, b, offsets), dtype=out_dtype)
-    _grouped_gemm_nt_out(*operands, K, offsets, out, False, backend)
-    return out
+    left, right = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
+    return _grouped_product(left, right, offsets, K, out_dtype, backend, False)
+
+
+def _grouped_gemm_nt_batch_invariant(
+    a, a_scale, a_amax, a_key, a_layout, b, b_scale, b_amax, b_key, b_layout, K, offsets, out_dtype, backend
+) -> Tensor:
+    left, right = operand(a, a_scale, a_amax, a_key, a_layout, K), operand(b, b_scale, b_amax, b_key, b_layout, K)
+    return _grouped_product(left, right, offsets, K, out_dtype, backend, True)
+
+
+def _grouped_product(
+    a: Operand | Tensor,
+    b: Operand | Tensor,
+    offsets: Tensor,
+    K: int,
+    out_dtype: torch.dtype,
+    backend: str,
+    batch_invariant: bool,
+) -> Tensor:
+    with torch.autocast(offsets.device.type, enabled=False):
+        product = _by_torch(a, b, offsets, out_dtype, backend, batch_invariant)
+        if product is not None:
+            return product
+        left, right = (side.blocks.qdata if isinstance(side, Operand) else side for side in (a, b))
+        out = left.new_empty(_product_shape(left, right, offsets), dtype=out_dtype)
+        options = {"accumulate": False, "batch_invariant": batch_invariant}
+        return implementation(offsets.device, backend).grouped_gemm_nt(a, b, offsets, K, out, **options)
 
 
 def _grouped_gemm_nt_out(
@@ -282,6 +311,12 @@ def _flops(a_shape, a_scale, a_amax, a_key, a_layout, b_shape, *rest, out_shape=
 op(
     f"grouped_gemm_nt({OPERANDS}, Tensor offsets, ScalarType out_dtype, str backend) -> Tensor",
     _grouped_gemm_nt,
+    _grouped_gemm_nt_fake,
+    _flops,
+)
+op(
+    f"grouped_gemm_nt_batch_invariant({OPERANDS}, Tensor offsets, ScalarType out_dtype, str backend) -> Tensor",
+    _grouped_gemm_nt_batch_invariant,
     _grouped_gemm_nt_fake,
     _flops,
 )

@@ -186,6 +186,7 @@ def grouped_gemm_nt(
     out: Tensor,
     *,
     accumulate: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Write gemm_nt of every group to `out`; without `accumulate`, rows behind the last group become zero.
 
@@ -196,6 +197,7 @@ def grouped_gemm_nt(
         K: the logical contraction length, of all groups together if they split it.
         out: [M, N] or [E, R, C].
         accumulate: add to what `out` holds.
+        batch_invariant: as in `Epilogue`.
     """
     contraction = out.dim() == 3
     bounds = group_bounds(offsets, K if contraction else out.shape[0])
@@ -205,7 +207,8 @@ def grouped_gemm_nt(
         if isinstance(a, Tensor) or isinstance(b, Tensor):  # padding takes part only if both operands have it
             left, right = (t._replace(values=t.values[:, :length]) for t in (left, right))
         own = out[g] if contraction else out[start:end]
-        gemm_nt(left, right, Epilogue(addend=own if accumulate else None, out=own))
+        addend = own if accumulate else None
+        gemm_nt(left, right, Epilogue(addend=addend, out=own, batch_invariant=batch_invariant))
     if not contraction and not accumulate:
         out[bounds[-1][1] if bounds else 0 :] = 0
     return out

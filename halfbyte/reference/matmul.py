@@ -16,6 +16,11 @@ from halfbyte.reference.scale import clamped_amax, global_scale
 from halfbyte.sides import Epilogue
 from halfbyte.spec import MXFP8, Spec
 
+NVFP4_SEGMENT = 1024
+"""Of products that are summed exactly in fp64: multiples of 2^-20 below 2^23, so that 2^10 of them have 53 bits."""
+MXFP8_SEGMENT = 32
+"""A block, whose products share a power of two: multiples of 2^-18 below 2^18, of which 2^5 have 41 bits."""
+
 
 class Decoded(NamedTuple):
     """A GEMM operand: fp32 values [rows, K] and the fp32 factor g, [] or [rows], applied after the sum."""
@@ -89,8 +94,8 @@ def gemm_nt(a: Decoded, b: Decoded, epilogue: Epilogue = Epilogue()) -> Tensor:
         b: values [N, K].
         epilogue: bias, addend and output.
     """
-    out_dtype, bias, addend, out, outer = epilogue
-    y = _apply_factors(a.values @ b.values.T, a.factor, b.factor)
+    out_dtype, bias, addend, out, outer, batch_invariant = epilogue
+    y = _apply_factors(_sum_alone(a, b) if batch_invariant else a.values @ b.values.T, a.factor, b.factor)
     if bias is not None:
         y += bias.float()
     if outer is not None:
@@ -98,6 +103,19 @@ def gemm_nt(a: Decoded, b: Decoded, epilogue: Epilogue = Epilogue()) -> Tensor:
     if addend is not None:
         y += addend.float()
     return y.to(out_dtype) if out is None else out.copy_(y)
+
+
+def _sum_alone(a: Decoded, b: Decoded) -> Tensor:
+    """Return a.values @ b.values.T of quantized operands, fp32, a row the same whatever other rows of a there are.
+
+    Sums of a segment are exact in fp64, so that nobody sees their order; those of segments are added in order.
+    """
+    length = NVFP4_SEGMENT if a.factor is not None else MXFP8_SEGMENT
+    total = torch.zeros(a.values.shape[0], b.values.shape[0], dtype=torch.float64, device=a.values.device)
+    for start in range(0, a.values.shape[1], length):
+        columns = slice(start, start + length)
+        total = total + a.values[:, columns].double() @ b.values[:, columns].double().T
+    return total.float()
 
 
 def _apply_factors(y: Tensor, ga: Tensor | None, gb: Tensor | None) -> Tensor:

@@ -36,6 +36,7 @@ def test_a_mean_subtracted_on_load(pair, shape, monkeypatch):
     monkeypatch.setattr(residual, "residual_of", None)
     for bad in (False, True):
         checks.check_quantized(checks.values(shape, BF16, bad=bad), pair, "cuda")
+    checks.check_quantized(checks.values(shape, BF16, calm=True), pair, "cuda")
     checks.check_transient(checks.values(shape, BF16), pair, "cuda")
 
 

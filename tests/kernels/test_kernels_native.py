@@ -113,6 +113,8 @@ def test_the_call_means_the_product(pair, shape, scale_layout, monkeypatch):
     out = existing.clone()
     assert native.native_gemm_nt(a, b, Epilogue(addend=out, out=out)) is out
     torch.testing.assert_close(out, reference.gemm_nt(*decoded, Epilogue(torch.float32, addend=existing)))
+    with_outer = Epilogue(torch.float32, outer=(torch.randn(M), torch.randn(N)))
+    torch.testing.assert_close(native.native_gemm_nt(a, b, with_outer), reference.gemm_nt(*decoded, with_outer))
 
 
 def test_one_call_where_scaled_mm_can_finish(monkeypatch):

@@ -66,7 +66,7 @@ def gemm_nt(a: Decoded, b: Decoded, epilogue: Epilogue = Epilogue(), *, variant:
     target, addend = ends(y, epilogue)
     if K == 0:
         return without_products(y, epilogue._replace(addend=addend))
-    plan = gemm_plan(a.values, b.values, (target, addend), K, variant)
+    plan = gemm_plan(a.values, b.values, (target, addend), K, variant, epilogue.batch_invariant)
     _run(plan, a, b, epilogue._replace(out=target, addend=addend), K)
     return y if target is y else y.copy_(target)
 

@@ -38,15 +38,21 @@ def unsupported(a: Spec | None, b: Spec | None, target: Target) -> str | None:
     return None
 
 
+ORDER = Reason("its order of summation may depend on how many rows there are, and batch_invariant=True is asked for")
+
+
 class Way(NamedTuple):
     """Multiply operands of these specs; None is plain."""
 
     a: Spec | None
     b: Spec | None
     device: torch.device
+    batch_invariant: bool = False
 
 
 def _native_problem(way: Way) -> Reason | None:
+    if way.batch_invariant and target_of(way.device).fp4_products:
+        return ORDER
     reason = unsupported(way.a, way.b, target_of(way.device))
     return None if reason is None else Reason("{}", (reason,))
 
@@ -57,9 +63,9 @@ WAYS = (
 )
 
 
-def choose_way(a: Spec | None, b: Spec | None, device: torch.device) -> Choice:
+def choose_way(a: Spec | None, b: Spec | None, device: torch.device, batch_invariant: bool = False) -> Choice:
     """Choose between tensor cores that read codes and the product of decoded operands."""
-    return choose_from(WAYS, Way(a, b, device))
+    return choose_from(WAYS, Way(a, b, device, batch_invariant))
 
 
 def grouped_unsupported(
@@ -99,9 +105,12 @@ class GroupedWay(NamedTuple):
     b: Operand | Tensor
     offsets: Tensor
     out_dtype: torch.dtype
+    batch_invariant: bool = False
 
 
 def _grouped_native_problem(way: GroupedWay) -> Reason | None:
+    if way.batch_invariant and target_of(way.offsets.device).fp4_products:
+        return ORDER
     reason = grouped_unsupported(way.a, way.b, way.out_dtype, False, target_of(way.offsets.device))
     return None if reason is None else Reason("{}", (reason,))
 
@@ -138,6 +147,8 @@ GROUPED_WAYS = (
 )
 
 
-def choose_grouped_way(a: Operand | Tensor, b: Operand | Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Choice:
+def choose_grouped_way(
+    a: Operand | Tensor, b: Operand | Tensor, offsets: Tensor, out_dtype: torch.dtype, batch_invariant: bool = False
+) -> Choice:
     """Choose between torch's grouped GEMMs and that of decoded operands."""
-    return choose_from(GROUPED_WAYS, GroupedWay(a, b, offsets, out_dtype))
+    return choose_from(GROUPED_WAYS, GroupedWay(a, b, offsets, out_dtype, batch_invariant))

@@ -1,6 +1,7 @@
 """Which kernel multiplies, with which tile and splits, and why (docs/internals/gemm.md, docs/internals/grouped.md).
 
-`DENSE` is the table of one product, `ROWS` that of tokens in groups with experts, `SPLIT` that of products over tokens.
+`DENSE` is the table of one product, `INVARIANT` of one whose rows are summed alike in every batch, `ROWS` that of
+tokens in groups with experts, `SPLIT` that of products over tokens.
 """
 
 from __future__ import annotations
@@ -246,7 +247,47 @@ DENSE = (
 )
 
 
-def gemm_plan(a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto") -> GemmPlan:
+# Products of which each row is summed alike in every batch.
+
+NARROW_TILE = GemmTile(64, 64, 64, 4, 6, 2.6)  # for few rows: as many programs as there are without splits
+BATCH_INVARIANT = "no splits, one step for all tiles: M chooses which elements a program has, not the order of a sum"
+
+
+def _unsplit(product: Product, tiles: tuple[GemmTile, ...], *, tma: bool) -> GemmPlan:
+    """Return the tile of least estimated time, see `choose_tile`; all of `tiles` have one step and 64 rows or more."""
+    (M, N), target = product.ends[0].shape, target_of(product.a.device)
+    assert len({tile.bk for tile in tiles}) == 1, "the step would depend on M"
+
+    def time(tile: GemmTile) -> float:
+        waves = ceil_div(ceil_div(M, tile.bm) * ceil_div(N, tile.bn), target.multiprocessors)
+        return waves * (product.K + TILE_OVERHEAD) * tile.bm * tile.bn * tile.cost
+
+    return GemmPlan(tma, min(tiles, key=time), 1, target.interpreter)
+
+
+def _invariant_tma(product: Product) -> Choice:
+    target = target_of(product.a.device)
+    tiles = tma_tiles(target) or TMA_TILES[1:]
+    if target.capability < 100:
+        tiles += (NARROW_TILE,)
+    tiles = tuple(tile for tile in tiles if all_describable(product.ends) or tile.bn < 256)
+    return _planned("gemm_tma_kernel", product, _unsplit(product, tiles, tma=True))
+
+
+def _invariant_pointer(product: Product) -> Choice:
+    assert not _exact(product.a, product.b), "quantized operands are decoded to bf16"
+    return _planned("gemm_pointer_kernel", product, _unsplit(product, POINTER_TILES, tma=False))
+
+
+INVARIANT = (
+    Candidate("gemm_tma_kernel", _tma_problem, _invariant_tma, BATCH_INVARIANT),
+    Candidate("gemm_pointer_kernel", fits_all, _invariant_pointer, BATCH_INVARIANT),
+)
+
+
+def gemm_plan(
+    a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto", batch_invariant: bool = False
+) -> GemmPlan:
     """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and ends [M, N].
 
     Raises:
@@ -257,7 +298,7 @@ def gemm_plan(a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto
             f"variant='tma': operands with strides {a.stride()} and {b.stride()} are not {TMA_ALIGNMENT}-byte aligned; "
             "use 'auto'"
         )
-    return choose_from(DENSE, Product(a, b, ends, K, variant)).facts
+    return choose_from(INVARIANT if batch_invariant else DENSE, Product(a, b, ends, K, variant)).facts
 
 
 # Products of groups.
