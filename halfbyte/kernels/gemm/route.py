@@ -196,7 +196,7 @@ def _streamed(product: Product, tile: GemmTile, splits: int) -> GemmPlan | None:
     (M, N), target, K = product.ends[0].shape, target_of(product.a.device), product.K
     programs = target.multiprocessors
     tiles, steps = ceil_div(M, tile.bm) * ceil_div(N, tile.bn), ceil_div(K, tile.bk)
-    if tile not in TMA_TILES or tiles >= programs or product.ends[0].dtype == torch.float32:
+    if tiles >= programs or steps < 2 * MIN_SPLIT_STEPS or product.ends[0].dtype == torch.float32:
         return None
     each, most = shared_steps(tile, (M, N, K), programs)
     if each < MIN_SPLIT_STEPS or most > MAX_SPLITS:
