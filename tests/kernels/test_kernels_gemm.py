@@ -1,7 +1,5 @@
 """The emulated GEMM: golden products, every kind of operand and epilogue, both kernels, splits, edges."""
 
-import functools
-
 import golden_vectors as golden
 import kernel_checks as checks
 import pytest
@@ -10,7 +8,7 @@ import torch
 import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels.gemm import dense, route
-from halfbyte.kernels.target import amd, assumed, nvidia
+from halfbyte.kernels.target import amd, nvidia
 from halfbyte.kernels.unpack.dequantize import Decoded
 from halfbyte.sides import Epilogue
 
@@ -124,41 +122,6 @@ def test_split_contraction(variant, splits, monkeypatch):
     monkeypatch.setattr(dense, "gemm_plan", plan)
     assert_like_reference(PAIRS[splits - 2], (70, 37, 160))
     assert plans
-
-
-@pytest.mark.parametrize("each", [2, 3, 40])
-def test_programs_that_share_steps_out(each, monkeypatch):
-    """Parts of tiles, several tiles of a program, programs without a step."""
-    tile, (M, N, K) = route.GemmTile(64, 128, 64, 4, 4), (130, 200, 450)
-    most = -(-(8 - 1) // each) + 1
-    plans = []
-
-    def plan(*_):
-        plans.append(route.GemmPlan(True, tile, most, True, each))
-        return plans[-1]
-
-    monkeypatch.setattr(dense, "gemm_plan", plan)
-    monkeypatch.setattr(route.GemmPlan, "programs", lambda *_: -(-3 * 2 * 8 // each) + 1)
-    assert_like_reference(PAIRS[1], (M, N, K))
-    assert plans
-
-
-def test_steps_are_shared_out_where_whole_tiles_leave_programs_idle():
-    tile = route.TMA_TILES[0]
-    assert route.shared_steps(tile, (2048, 768, 32768), 132) == (187, 4)
-    product = functools.partial(route.Product, K=32768, variant="auto")
-
-    def planned(M, N, dtype=torch.bfloat16):
-        a, b, y = (
-            torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((M, 32768), (N, 32768), (M, N))
-        )
-        with assumed(nvidia(90, 132)):
-            return route.choose_from(route.DENSE, product(a, b, (y.to(dtype), None)))
-
-    assert planned(2048, 768).kernel == planned(768, 2048).kernel == "gemm_stream_kernel"
-    assert planned(2048, 768).facts == route.GemmPlan(True, tile, 4, False, 187)
-    assert planned(2048, 768, torch.float32).kernel == "gemm_tma_kernel"  # chains of sums would be too long
-    assert planned(1024, 1024).kernel == planned(8192, 8192).kernel == "gemm_tma_kernel"
 
 
 def test_tiles_are_chosen_for_the_shape():

@@ -31,11 +31,9 @@ from halfbyte.kernels.gemm.tile import (
     Products,
     ProductStrides,
     Rows,
-    Shared,
     combine_kernel,
     divisors,
     gemm_pointer_kernel,
-    gemm_stream_kernel,
     gemm_tma_kernel,
 )
 from halfbyte.kernels.target import target_of
@@ -100,27 +98,18 @@ def _run(plan: GemmPlan, a: Decoded, b: Decoded, epilogue: Epilogue, K: int) -> 
     width = round_up(N, TMA_ALIGNMENT // 4)
     rows = plan.splits * round_up(M, plan.tile.bm)
     parts = torch.empty(rows, width, dtype=torch.float32, device=out.device)[:, :N]
-    sides = a.values[:, :K], b.values[:, :K]
-    if plan.steps_each:
-        _stream(plan, *sides, parts)
-        shared = Shared(ceil_div(K, plan.tile.bk), plan.steps_each, plan.tile.bm, plan.tile.bn)
-        combine(parts, plan.splits, a, b, epilogue, shared)
-        return
     raw = _ending(Decoded(a.values), Decoded(b.values), Epilogue())
-    _multiply(plan, *sides, (parts, None), raw)
+    _multiply(plan, a.values[:, :K], b.values[:, :K], (parts, None), raw)
     combine(parts, plan.splits, a, b, epilogue)
 
 
-def combine(
-    parts: Tensor, splits: int, a: Decoded, b: Decoded, epilogue: Epilogue, shared: Shared | None = None
-) -> None:
+def combine(parts: Tensor, splits: int, a: Decoded, b: Decoded, epilogue: Epilogue) -> None:
     """Sum partial products and finish them as a GEMM would: factors, bias, outer product, addend, one rounding.
 
     Args:
         parts: fp32 [splits * rows, N], rows >= M: one product after another.
         a, b: whose amax and divisor give the factors; of their values only the number of rows counts.
         epilogue: its out and addend [M, N] with contiguous rows; the addend may be `out`.
-        shared: how programs shared a tile, of which then there are up to `splits` products; None: all `splits`.
     """
     out, addend = epilogue.out, epilogue.addend
     assert out is not None, "a product is written somewhere"
@@ -134,7 +123,6 @@ def combine(
         out.stride(0),
         0 if addend is None else addend.stride(0),
         parts.shape[0] // splits,
-        shared,
         ending.applied,
         Products(M, N),
         ending.by,
@@ -143,27 +131,6 @@ def combine(
         BM=bm,
         BN=bn,
         **overlap.launch_options(out.device),
-    )
-
-
-def _stream(plan: GemmPlan, a: Tensor, b: Tensor, parts: Tensor) -> None:
-    """Launch the kernel whose programs share the steps of all tiles out; parts: [plan.splits * rows, N]."""
-    (M, K), N, tile = a.shape, b.shape[0], plan.tile
-    target, count = target_of(parts.device), epilogue_parts(tile, parts.dtype)
-    gemm_stream_kernel[(plan.programs(M, N, target),)](
-        TensorDescriptor.from_tensor(a, [tile.bm, tile.bk]),
-        TensorDescriptor.from_tensor(b, [tile.bn, tile.bk]),
-        TensorDescriptor.from_tensor(parts, [tile.bm, tile.bn // count]),
-        Products(M, N, K),
-        plan.steps_each,
-        PARTS=count,
-        BM=tile.bm,
-        BN=tile.bn,
-        BK=tile.bk,
-        UPCAST=plan.upcast,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **overlap.launch_options(parts.device),
     )
 
 

@@ -30,8 +30,6 @@ LAUNCH_COST = 8e6  # of combine_kernel, and COMBINE_COST per partial sum: in mul
 COMBINE_COST = 300
 WAVES = 320, 760, 1.1
 """TILE_OVERHEAD, COMBINE_COST and a margin where the parts of a product fill several waves and their sums not L2."""
-STREAM_COST = 1.1
-"""Of a step where programs share steps out evenly: what they read at one time has less in common."""
 
 
 @dataclass(frozen=True)
@@ -112,17 +110,12 @@ def _maps_problem(variant: Variant, target: Target, *maps: Tensor) -> Reason | N
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """How one GEMM runs.
-
-    splits: parts of the contraction, of a tile at most where programs share steps out.
-    steps_each: of the contraction that each program takes, of one tile and the next; 0: tiles and splits are whole.
-    """
+    """How one GEMM runs."""
 
     tma: bool
     tile: GemmTile
     splits: int
     upcast: bool
-    steps_each: int = 0
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -183,31 +176,6 @@ def choose_tile(tiles: tuple[GemmTile, ...], M: int, N: int, K: int, programs: i
     return best[1], best[2]
 
 
-def shared_steps(tile: GemmTile, shape: tuple[int, int, int], programs: int) -> tuple[int, int]:
-    """Return how many steps each of `programs` takes of all tiles' steps, and how many programs a tile has at most."""
-    M, N, K = shape
-    steps = ceil_div(K, tile.bk)
-    each = ceil_div(ceil_div(M, tile.bm) * ceil_div(N, tile.bn) * steps, programs)
-    return each, ceil_div(steps - 1, each) + 1
-
-
-def _streamed(product: Product, tile: GemmTile, splits: int) -> GemmPlan | None:
-    """Return a plan whose programs share steps out evenly, where that is faster than whole tiles and splits."""
-    (M, N), target, K = product.ends[0].shape, target_of(product.a.device), product.K
-    programs = target.multiprocessors
-    tiles, steps = ceil_div(M, tile.bm) * ceil_div(N, tile.bn), ceil_div(K, tile.bk)
-    if tiles >= programs or steps < 2 * MIN_SPLIT_STEPS or product.ends[0].dtype == torch.float32:
-        return None
-    each, most = shared_steps(tile, (M, N, K), programs)
-    if each < MIN_SPLIT_STEPS or most > MAX_SPLITS:
-        return None
-    combine = COMBINE_COST * M * N / programs / tile.bm / tile.bn
-    waves = ceil_div(tiles * splits, programs)
-    whole = waves * (ceil_div(steps, splits) * tile.bk + TILE_OVERHEAD) + combine * splits
-    shared = each * tile.bk * STREAM_COST + 2 * TILE_OVERHEAD + combine * (1 + steps / each)
-    return GemmPlan(True, tile, most, target.interpreter, each) if shared < whole else None
-
-
 def _planned(kernel: str, product: Product, plan: GemmPlan) -> Choice:
     grid = (plan.programs(*product.ends[0].shape, target_of(product.a.device)),)
     return Choice(kernel, grid, plan.constants, plan)
@@ -228,9 +196,7 @@ def _tma(product: Product) -> Choice:
     tiles = tuple(tile for tile in tiles if all_describable(product.ends) or tile.bn < 256)
     if ceil_div(M, SMALL_TILES[0].bm) * ceil_div(N, SMALL_TILES[0].bn) <= target.multiprocessors:
         tiles += small_tiles(target)
-    plan = _split(product, tiles, tma=True)
-    stream = _streamed(product, plan.tile, plan.splits) if plan.splits > 1 else None
-    return _planned("gemm_stream_kernel", product, stream) if stream else _planned("gemm_tma_kernel", product, plan)
+    return _planned("gemm_tma_kernel", product, _split(product, tiles, tma=True))
 
 
 def _pointer(product: Product) -> Choice:

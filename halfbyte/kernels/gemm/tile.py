@@ -1,8 +1,7 @@
 """The emulated GEMM: bf16 products with fp32 accumulation, everything else in fp32 before the only rounding.
 
-Kernels compute tiles of a @ b.T: `gemm_tma_kernel` (persistent, tensor-map loads, sm_90 and later), its like
-`gemm_stream_kernel`, whose programs share the contraction out evenly, and `gemm_pointer_kernel` (plain loads, sm_80 and
-later). `combine_kernel` ends a GEMM whose contraction was split.
+Two kernels compute tiles of a @ b.T: `gemm_tma_kernel` (persistent, tensor-map loads, sm_90 and later) and
+`gemm_pointer_kernel` (plain loads, sm_80 and later). `combine_kernel` ends a GEMM whose contraction was split.
 Shapes: a [M, K], b [N, K], out [M, N].
 """
 
@@ -41,15 +40,6 @@ class Products(NamedTuple):
     M: Any
     N: Any
     K: Any = None
-
-
-class Shared(NamedTuple):
-    """How programs share steps of the contraction out: of a tile, of a program, and what a tile is [BM, BN]."""
-
-    steps: Any
-    per: Any
-    bm: int
-    bn: int
 
 
 class Applied(NamedTuple):
@@ -192,38 +182,6 @@ def gemm_tma_kernel(
                 store_tile(y, out, addend, o_m, o_n, M, N)
 
 
-@jit(do_not_specialize=("shape", "per"))
-def gemm_stream_kernel(
-    a_desc, b_desc, out_desc, shape, per,
-    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UPCAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Partial sums of products: each program takes `per` steps of the contraction, of one tile and on into the next.
-
-    Tiles go down columns. Those that take part of a tile write its sums below each other, in order: fp32
-    [parts * round_up(M, BM), N].
-    """
-    overlap.begin(OVERLAP)
-    M, N, K = shape
-    tiles_m, steps = tl.cdiv(M, BM), tl.cdiv(K, BK)
-    begin = tl.program_id(0) * per
-    end = tl.minimum(begin + per, tiles_m * tl.cdiv(N, BN) * steps)
-    for i in range(begin // steps, tl.cdiv(end, steps)):
-        i_m, i_n = i % tiles_m, i // tiles_m
-        acc = tl.zeros((BM, BN), tl.float32)
-        for k in range(tl.maximum(begin - i * steps, 0), tl.minimum(end - i * steps, steps)):
-            b_a = a_desc.load([i_m * BM, k * BK])
-            b_b = b_desc.load([i_n * BN, k * BK])
-            if UPCAST:
-                acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32).T, acc, input_precision="ieee")
-            else:
-                acc = tl.dot(b_a, b_b.T, acc)
-        i_row = ((tl.program_id(0) - i * steps // per) * tiles_m + i_m) * BM
-        parts = split_columns(acc, PARTS)
-        for part in tl.static_range(PARTS):
-            out_desc.store([i_row, i_n * BN + part * (BN // PARTS)], parts[part])
-
-
 @jit(do_not_specialize=("shape.M",))
 def gemm_pointer_kernel(
     a_ptr, b_ptr, out_ptr, strides, addend, applied, shape, by,
@@ -260,15 +218,12 @@ def gemm_pointer_kernel(
     store_tile(acc, Rows(p_split, strides.out), addend, o_m, o_n, M, N)
 
 
-@jit(do_not_specialize=("shape.M", "split_rows", "shared.steps", "shared.per"))
+@jit(do_not_specialize=("shape.M", "split_rows"))
 def combine_kernel(
-    parts_ptr, out_ptr, addend_ptr, parts_stride, out_stride, addend_stride, split_rows, shared, applied, shape, by,
+    parts_ptr, out_ptr, addend_ptr, parts_stride, out_stride, addend_stride, split_rows, applied, shape, by,
     FACTORS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Sum the partial products of a split contraction in order, then finish as one GEMM would.
-
-    shared: how gemm_stream_kernel made them, SPLITS at most of a tile, or None.
-    """
+    """Sum the partial products of a split contraction in order, then finish as one GEMM would."""
     overlap.begin(OVERLAP)
     M, N = shape.M, shape.N
     i_m, i_n = tile_of(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), 1)
@@ -276,15 +231,9 @@ def combine_kernel(
     o_n = i_n * BN + tl.arange(0, BN)
     mask = (o_m < M)[:, None] & (o_n < N)[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
-    if shared is not None:
-        tile = i_n * BN // shared.bn * tl.cdiv(M, shared.bm) + i_m * BM // shared.bm
-        count = ((tile + 1) * shared.steps - 1) // shared.per - tile * shared.steps // shared.per + 1
     for i_split in tl.static_range(SPLITS):
         o_row = (i_split * split_rows + o_m).to(tl.int64)
-        inside = mask
-        if shared is not None:
-            inside = mask & (i_split < count)
-        acc += tl.load(parts_ptr + o_row[:, None] * parts_stride + o_n[None, :], mask=inside, other=0.0)
+        acc += tl.load(parts_ptr + o_row[:, None] * parts_stride + o_n[None, :], mask=mask, other=0.0)
     acc = finish(acc, o_m, o_n, M, N, applied, by, FACTORS)
     addend = None if addend_ptr is None else Rows(addend_ptr, addend_stride)
     store_tile(acc, Rows(out_ptr, out_stride), addend, o_m, o_n, M, N)
