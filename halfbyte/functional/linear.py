@@ -191,7 +191,7 @@ def outputs_of(
 def prepare(
     x: Tensor, layers: Layers, recipe: Recipe, out_dtype: torch.dtype | None, x_amaxes: ops.Amaxes | None
 ) -> tuple[Call | None, tuple]:
-    """Return the static part of a call and its tensors: x first, as `run_forward` takes them.
+    """Return the static part of a call and its tensors: x first, as `_SharedLinear` takes them; no frozen weight.
 
     Returns None and (x, *weights, *biases) where everything stays in high precision.
     """
@@ -224,6 +224,8 @@ def prepare(
     call = Call(request, tuple([0 if d is None else d.stream for d in draws]))
     if request.save:
         bases = [snapshot(base) for base in bases]
+    # Of a frozen weight the codes are all that is read: tensors of a class would keep a pass from being repeated.
+    weights = [None if frozen else w for w, frozen in zip(weights, is_frozen, strict=True)]
     return call, (x, *weights, *biases, *amaxes, *grads, *bases, *(x_amaxes or _NO_AMAXES), *buffers)
 
 
@@ -244,8 +246,8 @@ def _draws(
 class _SharedLinear(torch.autograd.Function):
     """x [..., K] and n weights in, n outputs [M, N_i] out: a view from here would refuse changes in place.
 
-    `tensors` is n each of weights, biases, amaxes, main_grads, n + 1 rng bases, the last of the signs, then two amaxes
-    of x, then the tensors of cached weights.
+    `tensors` is n each of weights (None where frozen), biases, amaxes, main_grads, n + 1 rng bases, the last of the
+    signs, then two amaxes of x, then the tensors of cached weights.
     """
 
     @staticmethod
@@ -279,7 +281,7 @@ def note(ctx: Any, call: Call, x: Tensor, tensors: Sequence[Any]) -> None:
     n = call.request.count
     ctx.call, ctx.x_shape, ctx.main_grads = call, x.shape, tensors[3 * n : 4 * n]
     biases = tuple([None if b is None else b.dtype for b in tensors[n : 2 * n]])
-    ctx.dtypes = x.dtype, tuple([w.dtype for w in tensors[:n]]), biases
+    ctx.dtypes = x.dtype, tuple([None if w is None else w.dtype for w in tensors[:n]]), biases
 
 
 def as_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -383,7 +385,9 @@ def multiply(
         w_row, w_col = cached[i]
         if not request.cached[i].is_frozen:
             w_row, w_col = weight_operands(w, needed, cached[i], place, amaxes[request.amax_of[i]])
-        bias = biases[i] if mean is None or fprop.a is None else bias_with_mean(biases[i], mean, w, x.dtype)
+        bias = biases[i]
+        if mean is not None and fprop.a is not None:
+            bias = bias_with_mean(bias, mean, w_row if w is None else w, x.dtype)
         outputs.append(ops.gemm_nt(row, w_row, out_dtype=request.out_dtype, bias=bias))
         is_fprops = dequantized or request.cached[i].is_frozen
         kept_w.append((w_row if is_fprops else w_col) if need_dx else None)

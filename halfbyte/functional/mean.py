@@ -12,7 +12,6 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.functional.operands import Place, both
 from halfbyte.spec import Spec
-from halfbyte.tensor.quant_tensor import QuantTensor
 
 
 def both_without_mean(
@@ -24,17 +23,17 @@ def both_without_mean(
     return row if specs[0] else x_MK, col if specs[1] else x_MK.T, mean
 
 
-def bias_with_mean(bias: Tensor | None, mean: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+def bias_with_mean(bias: Tensor | None, mean: Tensor, w: Tensor | ops.Operand, dtype: torch.dtype) -> Tensor:
     """Return what fprop adds to every row: bias + nt(mean, w), fp32 [N].
 
     Args:
         bias: [N] or None.
         mean: fp32 [K].
-        w: [N, K], rounded to `dtype` first; of a QuantTensor the values that it stands for.
+        w: [N, K], rounded to `dtype` first; of codes the values that they stand for.
         dtype: of x.
     """
-    values = w.dequantize() if isinstance(w, QuantTensor) else w
-    v = ops.gemm_nt(mean[None], values.detach().to(dtype), out_dtype=torch.float32)[0]
+    values = w.detach().to(dtype) if isinstance(w, Tensor) else ops.dequantize(w, dtype)
+    v = ops.gemm_nt(mean[None], values, out_dtype=torch.float32)[0]
     return v if bias is None else bias.float() + v
 
 
