@@ -260,6 +260,9 @@ def explain(
         raise ValueError(f"specs={specs}: {op} takes {'two' if op.endswith('gemm') else 'one or two'}")
     known = [read_spec(spec) for spec in specs]
     where, reason = _target(target)
+    if op in QUANTIZING and not any(known):
+        why = "bf16 stays as it is; give the spec of rows, of columns or of both, such as nvfp4"
+        return Explanation(op=op, target=CPU if where is None else where.name, steps=(Step(kernel="nothing", why=why),))
     if where is None:
         return Explanation(op=op, target=CPU, steps=(Step(kernel="plain torch (halfbyte.reference)", why=reason),))
     if op in QUANTIZING and (missing := next(filter(None, map(without_kernel, known)), None)) is not None:
