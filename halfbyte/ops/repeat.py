@@ -48,7 +48,7 @@ def _past_ops() -> Iterator[None]:
 
 
 def call_op(op: Any, *arguments: Any) -> Any:
-    """Return op(*arguments), or what its body does: a record sees that, and a dispatch takes 10 µs on a CPU."""
+    """Return op(*arguments), or what its body does: a record sees that, and a dispatch takes 6 µs."""
     if not torch.compiler.is_compiling() and getattr(_THREAD, "is_past_ops", False):
         return BODIES[op](*arguments)
     return op(*arguments)
