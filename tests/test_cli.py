@@ -131,7 +131,7 @@ def test_a_path_that_cannot_be_a_folder_is_named(tmp_path, capsys):
     assert "text.txt: File exists" in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", (["--help"], ["train", "--help"]))
+@pytest.mark.parametrize("arguments", (["--help"], ["train", "--help"], ["plan", "--model", "tiny"]))
 def test_a_reader_that_leaves_ends_it_without_a_traceback(arguments):
     reader, writer = os.pipe()
     os.close(reader)

@@ -213,7 +213,7 @@ def prepare(
     x_amaxes: ops.Amaxes | None,
     splits: tuple[LayerSplit | None, ...] | None = None,
 ) -> tuple[Call | None, tuple]:
-    """Return the static part of a call and its tensors: x first, as `run_forward` takes them.
+    """Return the static part of a call and its tensors: x first, as `_SharedLinear` takes them; no frozen weight.
 
     Returns None and (x, *weights, *biases) where everything stays in high precision.
     """
@@ -249,6 +249,8 @@ def prepare(
     call = Call(request, tuple([0 if d is None else d.stream for d in draws]), late if any(late) else ())
     if request.save:
         bases = [snapshot(base) for base in bases]
+    # Of a frozen weight the codes are all that is read: tensors of a class would keep a pass from being repeated.
+    weights = [None if frozen else w for w, frozen in zip(weights, is_frozen, strict=True)]
     return call, (x, *weights, *biases, *amaxes, *grads, *bases, *(x_amaxes or _NO_AMAXES), *buffers)
 
 
@@ -269,8 +271,8 @@ def _draws(
 class _SharedLinear(torch.autograd.Function):
     """x [..., K] and n weights in, n outputs [M, N_i] out: a view from here would refuse changes in place.
 
-    `tensors` is n each of weights, biases, amaxes, main_grads, n + 1 rng bases, the last of the signs, then two amaxes
-    of x, then the tensors of cached weights.
+    `tensors` is n each of weights (None where frozen), biases, amaxes, main_grads, n + 1 rng bases, the last of the
+    signs, then two amaxes of x, then the tensors of cached weights.
     """
 
     @staticmethod
@@ -318,7 +320,7 @@ def note(ctx: Any, call: Call, x: Tensor, tensors: Sequence[Any]) -> None:
     n = call.request.count
     ctx.call, ctx.x_shape, ctx.main_grads = call, x.shape, tensors[3 * n : 4 * n]
     biases = tuple([None if b is None else b.dtype for b in tensors[n : 2 * n]])
-    ctx.dtypes = x.dtype, tuple([w.dtype for w in tensors[:n]]), biases
+    ctx.dtypes = x.dtype, tuple([None if w is None else w.dtype for w in tensors[:n]]), biases
 
 
 def as_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -425,7 +427,8 @@ def multiply(
             amax, make = amaxes[request.amax_of[i]], request.maker(i, "NK")
             w_row, w_col = weight_operands(w, needed, cached[i], place, amax, make)
         bias = biases[i] if request.adds_bias(i) else None
-        bias = bias if mean is None or fprop.a is None else bias_with_mean(bias, mean, w, x.dtype)
+        if mean is not None and fprop.a is not None:
+            bias = bias_with_mean(bias, mean, w_row if w is None else w, x.dtype)
         how = {"out_dtype": request.out_dtype, "batch_invariant": fprop.batch_invariant}
         outputs.append(ops.gemm_nt(row, w_row, bias=bias, **how))
         is_fprops = dequantized or request.cached[i].is_frozen

@@ -50,14 +50,17 @@ def without_mean(x: Tensor, mean: Tensor) -> Tensor:
     return (x.float() - mean.float()).to(residual_dtype(x.dtype))
 
 
-def bias_with_mean(bias: Tensor | None, mean: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+def bias_with_mean(bias: Tensor | None, mean: Tensor, w: Tensor | ops.Operand, dtype: torch.dtype) -> Tensor:
     """Return what fprop adds to every row: nt(mean, w) + bias, fp32 [N].
 
     Args:
         bias: [N] or None.
         mean: [K].
-        w: [N, K], rounded to `dtype` first; of a QuantTensor the values that it stands for.
+        w: [N, K], rounded to `dtype` first; of codes the values that they stand for.
         dtype: of x.
     """
-    values = w.dequantize() if isinstance(w, QuantTensor) else w
-    return ops.gemm_nt(mean[None], values.detach().to(dtype), out_dtype=torch.float32, bias=bias)[0]
+    if isinstance(w, ops.Operand):
+        values = ops.dequantize(w, dtype)
+    else:
+        values = (w.dequantize() if isinstance(w, QuantTensor) else w).detach().to(dtype)
+    return ops.gemm_nt(mean[None], values, out_dtype=torch.float32, bias=bias)[0]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from halfbyte.functional.weights import takes_amax
-from halfbyte.lora.freeze import Frozen, freeze_, linear_layers, plan_frozen
+from halfbyte.lora.freeze import Frozen, conv1d_as_linear, exchange, freeze_, linear_layers, plan_frozen
 from halfbyte.nn.fused import MLP, LayerNormLinear
-from halfbyte.nn.linear import Linear, LinearLayer
+from halfbyte.nn.linear import Linear
 from halfbyte.nn.lora import LoRALinear, check_adapter
 from halfbyte.policy import matches
 from halfbyte.report import some
@@ -42,6 +43,7 @@ def lora_(
     *,
     rank: int = 16,
     alpha: float = 32.0,
+    dropout: float = 0.0,
     targets: Sequence[str] = ("*",),
     merge_aware: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -55,6 +57,7 @@ def lora_(
         model: converted by `hb.quantize_`; whether x and dy are quantized too is what its recipe says.
         rank: of the adapters.
         alpha: they are multiplied by alpha / rank.
+        dropout: share of x that they do not see in training; not with merge_aware.
         targets: globs of the layers' names.
         merge_aware: whether every forward multiplies by the merged weight, quantized, so that merging changes nothing.
         dtype: of the adapters; they are cast to what the forward computes in.
@@ -70,18 +73,23 @@ def lora_(
     if isinstance(targets, str):
         raise TypeError(f"targets={targets!r}: give a tuple of globs, such as ('*q_proj', '*v_proj')")
     check_value_dtype("dtype", dtype, "name the dtype of lora_A and lora_B, such as torch.float32")
-    check_adapter(rank, alpha)
+    check_adapter(rank, alpha, dropout, merge_aware)
+    options = {"rank": rank, "alpha": alpha, "dropout": dropout, "merge_aware": merge_aware, "dtype": dtype}
+    with conv1d_as_linear(model):
+        return _adapt(model, targets, options)
+
+
+def _adapt(model: nn.Module, targets: Sequence[str], options: dict[str, Any]) -> Adapted:
     specs, _ = plan_frozen(model)
     _check_targets(targets, tuple(specs))
     linears = linear_layers(model)
     chosen = {n: linears[n] for n in specs if any(matches(n, glob) for glob in targets)}
     _check_places(model, chosen)
-    if merge_aware:
+    if options["merge_aware"]:
         _check_groups(chosen, specs)
     frozen = freeze_(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    options = {"rank": rank, "alpha": alpha, "merge_aware": merge_aware, "dtype": dtype}
     new = {id(layer): LoRALinear.from_linear(layer, **options) for layer in chosen.values()}
     exchange(model, new)
     return Adapted(
@@ -124,14 +132,3 @@ def _check_groups(chosen: Mapping[str, Linear], specs: Mapping[str, Spec]) -> No
                 "merge_aware=True the amax is that of the merged weights; name all of them or none, or convert with "
                 "hb.quantize_(…, share_amax=())"
             )
-
-
-def exchange(model: nn.Module, new: Mapping[int, Linear]) -> None:
-    """Put new layers wherever the model holds those whose ids are given, and into the groups that share an amax."""
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            parent._modules[name] = new.get(id(child), child)
-    for layer in model.modules():
-        if isinstance(layer, LinearLayer):
-            group: tuple[LinearLayer, ...] = tuple(new.get(id(member), member) for member in layer.amax_group)
-            layer.amax_group = group

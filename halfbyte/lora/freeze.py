@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.weights import takes_amax
-from halfbyte.nn.linear import Linear, shared_amax
+from halfbyte.nn.linear import Linear, LinearLayer, shared_amax
 from halfbyte.nn.lora import frozen_weight
 from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.nn.transposed import TransposedLinear
 from halfbyte.spec import Spec
 from halfbyte.tensor import PrimaryWeight, quantize
 from halfbyte.tensor.quant_tensor import check_value_dtype, describe
@@ -57,10 +59,11 @@ def as_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def freeze_(model: nn.Module, *, dtype: torch.dtype | None = None) -> Frozen:
     """Turn the weights of `model` whose forward reads codes into these codes, in place, and free the masters.
 
-    Every hb.nn.Linear then holds a QuantTensor in the place of its Parameter `weight`: 4.5 bits a weight in NVFP4, with
-    the bytes that its forward multiplied by before. Outputs stay as they are, and so does dx where the weight has 16x16
-    tiles; other blocks are dequantized in the backward, and quantized once more where dgrad wants it. No gradient
-    reaches a frozen weight. Other parameters stay as they are.
+    Every hb.nn.Linear, which a Conv1D under a recipe becomes too, then holds a QuantTensor in the place of its
+    Parameter `weight`: 4.5 bits a weight in NVFP4, with the bytes that its forward multiplied by before. Outputs
+    stay as they are, and so does dx where the weight has 16x16 tiles; other blocks are dequantized in the backward,
+    and quantized once more where dgrad wants it. No gradient reaches a frozen weight. Other parameters stay as they
+    are.
 
     Args:
         model: converted by `hb.quantize_`, or built of hb.nn layers.
@@ -76,6 +79,11 @@ def freeze_(model: nn.Module, *, dtype: torch.dtype | None = None) -> Frozen:
     """
     if dtype is not None:
         check_value_dtype("dtype", dtype, "name the dtype that forwards compute in, such as torch.bfloat16")
+    with conv1d_as_linear(model):
+        return _freeze(model, dtype)
+
+
+def _freeze(model: nn.Module, dtype: torch.dtype | None) -> Frozen:
     specs, kept = plan_frozen(model)
     amaxes: dict[tuple[int, torch.dtype], Tensor] = {}
     todo = {
@@ -98,6 +106,52 @@ def freeze_(model: nn.Module, *, dtype: torch.dtype | None = None) -> Frozen:
     return _frozen(model, kept)
 
 
+@contextmanager
+def conv1d_as_linear(model: nn.Module) -> Iterator[None]:
+    """Put an hb.nn.Linear of the transposed weight in the place of every Conv1D that can be frozen.
+
+    Codes exist of [N, K] alone. If the block raises, the model is as it was.
+    """
+    old = _conv1d_layers(model)
+    weights = {id(layer.weight): nn.Parameter(layer.weight.detach().mT, requires_grad=False) for layer in old}
+    new = {id(layer): layer.to_linear(weights[id(layer.weight)]) for layer in old}  # tied weights stay tied
+    exchange(model, new)
+    try:
+        yield
+    except BaseException:
+        exchange(model, {id(new[id(layer)]): layer for layer in old})
+        raise
+
+
+def _conv1d_layers(model: nn.Module) -> list[TransposedLinear]:
+    """Return the Conv1D under a recipe that reads codes, whose weight is their own."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: give a torch.nn.Module")
+    if isinstance(model, TransposedLinear):
+        raise ValueError("model is itself a Conv1D and cannot be replaced in place; give the module that holds it")
+    found = [layer for layer in model.modules() if isinstance(layer, TransposedLinear)]
+    others = {id(p) for m in model.modules() if not isinstance(m, TransposedLinear) for p in m._parameters.values()}
+    return [
+        layer
+        for layer in found
+        if layer.recipe.fprop is not None
+        and layer.recipe.fprop.b is not None
+        and layer._parameters.get("weight") is not None
+        and id(layer.weight) not in others
+    ]
+
+
+def exchange(model: nn.Module, new: Mapping[int, LinearLayer]) -> None:
+    """Put new layers wherever the model holds those whose ids are given, and into the groups that share an amax."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            parent._modules[name] = new.get(id(child), child)
+    for layer in model.modules():
+        if isinstance(layer, LinearLayer):
+            group: tuple[LinearLayer, ...] = tuple(new.get(id(member), member) for member in layer.amax_group)
+            layer.amax_group = group
+
+
 def linear_layers(model: nn.Module) -> dict[str, Linear]:
     """Return the layers of a model that follow recipes and hold a weight [N, K], by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
@@ -105,8 +159,6 @@ def linear_layers(model: nn.Module) -> dict[str, Linear]:
 
 def plan_frozen(model: nn.Module) -> tuple[dict[str, Spec], dict[str, str]]:
     """Return the layers whose forward reads codes, each with their spec, and why other linear layers stay."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={type(model).__name__}: give a torch.nn.Module")
     specs: dict[str, Spec] = {}
     kept: dict[str, str] = {}
     holders: dict[int, list[str]] = {}

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from halfbyte import layout, ops
 from halfbyte.functional.lora import common_amax, merged_codes
 from halfbyte.functional.weights import takes_amax
-from halfbyte.lora.adapt import exchange
-from halfbyte.lora.freeze import as_table
+from halfbyte.lora.freeze import as_table, exchange
 from halfbyte.nn.linear import Linear
 from halfbyte.nn.lora import LoRALinear, frozen_weight
 from halfbyte.tensor import QuantTensor

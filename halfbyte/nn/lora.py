@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
@@ -36,7 +37,7 @@ class LoRALinear(Linear):
 
     With w the values of the codes, scaling = alpha / rank, and both GEMMs of the base as the recipe says:
 
-        merge_aware=False   y = nt(x, w) + scaling * (x @ lora_A.T) @ lora_B.T
+        merge_aware=False   y = nt(x, w) + scaling * (dropout(x) @ lora_A.T) @ lora_B.T
         merge_aware=True    y = nt(x, Q(w + scaling * lora_B @ lora_A))
 
     In the second Q rounds the sum to the dtype of w, as masters were, and quantizes it as they were, with its own amax;
@@ -50,6 +51,7 @@ class LoRALinear(Linear):
     lora_B: nn.Parameter
     alpha: float
     merge_aware: bool
+    dropout: float = 0.0  # of layers pickled before there was one
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         raise TypeError("LoRALinear(…): an adapter needs a frozen layer; use LoRALinear.from_linear(layer) or hb.lora_")
@@ -61,6 +63,7 @@ class LoRALinear(Linear):
         *,
         rank: int = 16,
         alpha: float = 32.0,
+        dropout: float = 0.0,
         merge_aware: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> LoRALinear:
@@ -70,22 +73,24 @@ class LoRALinear(Linear):
             module: an hb.nn.Linear that `hb.freeze_` froze.
             rank: of the adapter, R.
             alpha: the adapter is multiplied by alpha / rank.
+            dropout: share of x that the adapter does not see in training, drawn by torch; not with merge_aware.
             merge_aware: whether every forward multiplies by the merged weight, quantized.
             dtype: of the adapter's parameters.
 
         Raises:
-            TypeError: it is none, or alpha is no number.
-            ValueError: its weight is not frozen, it has an adapter already, a fused module runs it, or rank or alpha
-                are out of range.
+            TypeError: it is none, or alpha or dropout are no numbers.
+            ValueError: its weight is not frozen, it has an adapter already, a fused module runs it, or rank, alpha or
+                dropout are out of range.
         """
         if not isinstance(module, Linear):
             raise TypeError(f"module={type(module).__name__}: give an hb.nn.Linear, as hb.quantize_ makes them")
-        _check(module, rank, alpha)
+        _check(module)
+        check_adapter(rank, alpha, dropout, merge_aware)
         new = cls.__new__(cls)
         new.__dict__.update(module.__dict__)
         new._parameters = dict(module._parameters)
         new._compiled_call_impl = None  # of module.compile(): it calls `module`
-        new.alpha, new.merge_aware = float(alpha), merge_aware
+        new.alpha, new.dropout, new.merge_aware = float(alpha), float(dropout), merge_aware
         where = {"device": module.weight.device, "dtype": dtype}
         new.lora_A = nn.Parameter(torch.empty(rank, module.in_features, **where))
         new.lora_B = nn.Parameter(torch.zeros(module.out_features, rank, **where))
@@ -97,7 +102,7 @@ class LoRALinear(Linear):
     def to_linear(self) -> Linear:
         """Return an hb.nn.Linear with this one's weight as it is now, bias, recipe, hooks and random stream."""
         new = Linear.__new__(Linear)
-        own = ("alpha", "merge_aware")
+        own = ("alpha", "dropout", "merge_aware")
         new.__dict__.update({name: value for name, value in self.__dict__.items() if name not in own})
         new._parameters = {name: p for name, p in self._parameters.items() if not name.startswith("lora_")}
         new._compiled_call_impl = None
@@ -126,7 +131,8 @@ class LoRALinear(Linear):
         """
         codes = self._codes()
         if not self.merge_aware:
-            return add_adapter(run_alone(input, self, call), input, self.adapter)
+            seen = functional.dropout(input, self.dropout, self.training) if self.dropout else input
+            return add_adapter(run_alone(input, self, call), seen, self.adapter)
         place = self.place(call)
         dtype = autocast_dtype(input.device) or input.dtype
         values = self.merged_values()
@@ -166,10 +172,12 @@ class LoRALinear(Linear):
         return weight
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha:g}, merge_aware={self.merge_aware}"
+        dropout = f", dropout={self.dropout:g}" if self.dropout else ""
+        own = f"rank={self.rank}, alpha={self.alpha:g}{dropout}, merge_aware={self.merge_aware}"
+        return f"{super().extra_repr()}, {own}"
 
 
-def _check(module: Linear, rank: int, alpha: float) -> None:
+def _check(module: Linear) -> None:
     if isinstance(module, LoRALinear):
         raise ValueError(f"module={module.title}: it has an adapter already; merge that first, hb.merge_lora_(model)")
     codes = frozen_weight(module)
@@ -180,14 +188,22 @@ def _check(module: Linear, rank: int, alpha: float) -> None:
         raise ValueError(f"module={module.title}: its codes were drawn at random, so a merged weight has no bytes")
     if module.shared_input is not None:
         raise ValueError(f"module={module.title}: a fused norm feeds it; call hb.nn.unfuse_(model) before")
-    check_adapter(rank, alpha)
 
 
-def check_adapter(rank: int, alpha: float) -> None:
-    """Raise TypeError or ValueError unless rank and alpha are those of an adapter."""
+def check_adapter(rank: int, alpha: float, dropout: float, merge_aware: bool) -> None:
+    """Raise TypeError or ValueError unless these are of an adapter."""
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank={rank!r}: give a whole number of at least 1, such as 16")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise TypeError(f"alpha={alpha!r}: give a number, such as 2 * rank")
     if not 0 < alpha < math.inf:
         raise ValueError(f"alpha={alpha!r}: give a finite number above 0, such as 2 * rank")
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
+        raise TypeError(f"dropout={dropout!r}: give a number, such as 0.05")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout!r}: give 0 <= dropout < 1, such as 0.05")
+    if dropout and merge_aware:
+        raise ValueError(
+            f"dropout={dropout!r} with merge_aware=True: one weight multiplies x, so the adapter sees all of it or "
+            "nothing; leave one of the two out"
+        )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.nn.linear import REPLACED_FORWARD, LinearLayer, describe_recipe, run_alone
+from halfbyte.nn.linear import REPLACED_FORWARD, Linear, LinearLayer, describe_recipe, run_alone
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
@@ -66,6 +66,21 @@ class TransposedLinear(LinearLayer, nn.Module):
             new: Any = self.converted_from(self.out_features, self.in_features)
         new.weight, new.bias = self.weight, self.bias
         return new.train(self.training)
+
+    def to_linear(self, weight: nn.Parameter) -> Linear:
+        """Return an hb.nn.Linear with this module's recipe, random stream, bias, hooks and mode.
+
+        Args:
+            weight: what it holds, [out_features, in_features].
+        """
+        new = Linear.__new__(Linear)
+        new.__dict__.update(self.__dict__)
+        new._parameters = {**self._parameters, "weight": weight}
+        new._compiled_call_impl = None  # of compile(): it calls this module
+        new.in_features, new.out_features = self.in_features, self.out_features
+        if new.run_state is not None:
+            new.run_state.watch(new)
+        return new
 
     @property
     def in_features(self) -> int:

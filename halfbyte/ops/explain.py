@@ -271,6 +271,9 @@ def explain(
             raise ValueError(f"batch_invariant=True: {op} is no product; leave it out")
         GemmSpec(a=known[0], b=known[1], batch_invariant=True)  # refuses what depends on the batch
     where, reason = _target(target)
+    if op in QUANTIZING and not any(known):
+        why = "bf16 stays as it is; give the spec of rows, of columns or of both, such as nvfp4"
+        return Explanation(op=op, target=CPU if where is None else where.name, steps=(Step(kernel="nothing", why=why),))
     if where is None:
         return Explanation(op=op, target=CPU, steps=(Step(kernel="plain torch (halfbyte.reference)", why=reason),))
     if op in QUANTIZING and (missing := next(filter(None, map(without_kernel, known)), None)) is not None:

@@ -48,7 +48,7 @@ def _past_ops() -> Iterator[None]:
 
 
 def call_op(op: Any, *arguments: Any) -> Any:
-    """Return op(*arguments), or what its body does: a record sees that, and a dispatch takes 10 µs on a CPU."""
+    """Return op(*arguments), or what its body does: a record sees that, and a dispatch takes 6 µs."""
     if not torch.compiler.is_compiling() and getattr(_THREAD, "is_past_ops", False):
         return BODIES[op](*arguments)
     return op(*arguments)
@@ -85,6 +85,9 @@ def run(function: Callable, static: tuple, tensors: Sequence[Any], numbers: Sequ
     return prepared.call(function, static, tensors, numbers, _past_ops)
 
 
+_BATCHED = torch._C._parse_dispatch_key("VmapMode")
+"""Gradients come in batches (is_grads_batched=True), of which torch runs an op for each."""
+
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
@@ -95,6 +98,7 @@ def _is_plain(tensors: Sequence[Any]) -> bool:
     return not (
         torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED)
         or (torch._C._len_torch_function_stack() and _functions_are_watched())
     )
 

@@ -18,6 +18,13 @@ multiplications by precision, and the time of a step. Nothing is allocated and n
 a given mesh does not fit."""
 
 
+class _Console(Console):
+    """Rich's, but for a reader that leaves: rich would end the process with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # cli.main ends as other commands do
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Plan a training run."""
@@ -45,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _print(found: Plan) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = _Console(highlight=False, soft_wrap=True)
     console.print(plan_heading(found), markup=False)
     for title, columns, lines in tables(found):
         table = Table(*columns, title=title, title_justify="left")

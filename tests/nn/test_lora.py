@@ -439,3 +439,41 @@ def test_a_second_adapter_and_what_trains_weights_are_refused():
     hb.set_recipe_(model, "nvfp4_forward")
     with pytest.raises(ValueError, match=r"this weight exists only as nvfp4 16x16"):
         model(TOKENS)
+
+
+def test_dropout_hides_inputs_from_the_adapter_alone():
+    layer = one_layer(merge_aware=False, dtype=torch.float32)
+    x = torch.randn(6, 64)
+    without, base = layer(x), layer.to_linear()(x)
+    dropped = hb.nn.LoRALinear.from_linear(layer.to_linear(), rank=4, alpha=8, dropout=0.25)
+    dropped.lora_A, dropped.lora_B = layer.lora_A, layer.lora_B
+    assert "dropout=0.25" in repr(dropped) and "dropout" not in repr(layer)
+    assert torch.equal(dropped.eval()(x), without)
+    torch.manual_seed(11)
+    y = dropped.train()(x)
+    torch.manual_seed(11)
+    seen = x * torch.empty_like(x).bernoulli_(0.75) / 0.75
+    expected = base + 2.0 * (seen @ layer.lora_A.T) @ layer.lora_B.T
+    torch.testing.assert_close(y, expected)
+    assert not torch.equal(y, without)
+    assert torch.equal(dropped.to_linear()(x), base) and "dropout" not in vars(dropped.to_linear())
+    model, _ = converted()
+    hb.lora_(model, rank=2, dropout=0.5)
+    assert {m.dropout for m in model.modules() if isinstance(m, hb.nn.LoRALinear)} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dropout": 1.0}, ValueError, "dropout=1.0: give 0 <= dropout < 1"),
+        ({"dropout": -0.1}, ValueError, "dropout=-0.1"),
+        ({"dropout": float("nan")}, ValueError, "dropout=nan"),
+        ({"dropout": "0.1"}, TypeError, "dropout='0.1': give a number"),
+        ({"dropout": 0.1, "merge_aware": True}, ValueError, "dropout=0.1 with merge_aware=True"),
+    ],
+)
+def test_dropout_out_of_range(options, error, message):
+    model, _ = converted()
+    with pytest.raises(error, match=message):
+        hb.lora_(model, **options)
+    assert not codes_of(model)

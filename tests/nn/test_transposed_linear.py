@@ -47,6 +47,9 @@ def with_linear_layers(model: nn.Module) -> nn.Module:
     return twin
 
 
+ATTENTION = ("attn.c_attn", "attn.c_proj")
+
+
 def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     loss = model(input_ids=TOKENS, labels=TOKENS).loss
@@ -205,3 +208,55 @@ def test_classes_derived_from_it_keep_their_forward():
     plain.forward = lambda x: x
     with pytest.raises(ValueError, match="replaced on the instance"):
         hb.nn.TransposedLinear.from_conv1d(plain, "nvfp4")
+
+
+@pytest.mark.parametrize("merge_aware", [False, True])
+def test_adapters_of_gpt2_equal_those_of_its_twin(merge_aware):
+    model = gpt2()
+    twin = with_linear_layers(model)
+    outputs = []
+    for m in (model, twin):
+        state = hb.quantize_(m, "nvfp4").state
+        before, asked = step(m)[0], []
+        m.transformer.h[0].mlp.c_fc.register_forward_hook(lambda *_, asked=asked: asked.append(1))
+        torch.manual_seed(3)
+        adapted = hb.lora_(m, rank=2, merge_aware=merge_aware)
+        assert adapted.layers == tuple(f"transformer.h.0.{n}" for n in (*ATTENTION, "mlp.c_fc", "mlp.c_proj"))
+        first, grads = step(m)
+        assert torch.equal(first, before) and asked == [1] and state.seed == 0
+        assert all((grad is not None) == (".lora_" in name) for name, grad in grads.items())
+        for name, p in m.named_parameters():
+            if name.endswith("lora_B"):
+                p.data.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        with torch.no_grad():
+            loss = m(input_ids=TOKENS, labels=TOKENS).loss
+            outputs.append((loss, str(hb.merge_lora_(m)), m(input_ids=TOKENS, labels=TOKENS).loss))
+        assert type(m.transformer.h[0].mlp.c_fc) is hb.nn.Linear
+    (y, table, merged), (same_y, same_table, same_merged) = outputs
+    assert torch.equal(y, same_y) and table == same_table and torch.equal(merged, same_merged)
+    assert not torch.equal(y, before) and torch.equal(y, merged) == merge_aware
+
+
+def test_what_cannot_be_frozen_stays_a_conv1d():
+    model = gpt2()
+    hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT)
+    layers = [m for m in model.modules() if isinstance(m, hb.nn.TransposedLinear)]
+    held = dict(model.named_parameters())
+    with torch.no_grad():
+        layers[-1].weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        hb.lora_(model)
+    assert [m for m in model.modules() if isinstance(m, hb.nn.TransposedLinear)] == layers
+    assert all(p is held[name] for name, p in model.named_parameters())
+    with torch.no_grad():
+        layers[-1].weight[0, 0] = 1.0
+    layers[0].recipe = "bf16"
+    layers[1].weight = layers[3].weight = nn.Parameter(torch.randn(32, 32))
+    frozen = hb.freeze_(model)
+    kept = [m for m in model.modules() if isinstance(m, hb.nn.TransposedLinear)]
+    assert kept == [layers[0]] and len(frozen.layers) == 7
+    one, other = model.transformer.h[0].attn.c_proj, model.transformer.h[0].mlp.c_proj
+    expected = hb.quantize(layers[1].weight.detach().T.contiguous(), one.weight.spec)
+    assert one.weight is other.weight and torch.equal(one.weight.qdata, expected.qdata)
+    with pytest.raises(ValueError, match="itself a Conv1D"):
+        hb.freeze_(layers[0])

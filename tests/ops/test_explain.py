@@ -231,6 +231,15 @@ def test_the_command(capsys):
     assert "SHAPE '64yy': give sizes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("op", ["quantize", "amax"])
+@pytest.mark.parametrize("target", ["sm_90", "cpu"])
+def test_what_is_not_quantized_launches_nothing_and_says_so(op, target):
+    for specs in (("bf16",), (None, "bf16")):
+        said = hb.ops.explain((16, 16), *specs, op=op, target=target)
+        assert said.target == target and [step.kernel for step in said.steps] == ["nothing"]
+        assert "bf16 stays as it is; give the spec of rows" in str(said)
+
+
 def test_a_spec_without_a_kernel_is_said_to_be_refused(monkeypatch):
     spec = hb.NVFP4(rotation=hb.Hadamard(signs="none"))
     module = sys.modules["halfbyte.ops.explain"]
