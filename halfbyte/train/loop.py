@@ -125,7 +125,8 @@ class Trainer:
             for block in self.model.layers:  # one graph serves them all
                 block.compile(fullgraph=True)
         self.parallel.place_(self.run_state)
-        self.trained = self.parallel.wrap(self.model, self.model.layers, self.dtype)
+        tokens = config.data.sequence * config.data.batch
+        self.trained = self.parallel.wrap(self.model, self.model.layers, self.dtype, tokens)
         self.optimizer = optim.adamw(self.model, config.optim)
         self.compute = self._compute
         if config.run.graph != "off":
@@ -347,7 +348,7 @@ class Trainer:
         }
         files.write_json(self.folder / CONFIG, facts)
         (self.folder / RESULT).unlink(missing_ok=True)  # of a run that is now extended
-        gathered = "" if self.parallel.gather is None else f"\n{self.parallel.gather.report}\n"
+        gathered = f"\n{self.parallel.travels}\n" if self.parallel.travels else ""
         files.write_text(self.folder / LAYERS, f"{self.report}\n{gathered}")
 
     def _result(self, history: History) -> dict:

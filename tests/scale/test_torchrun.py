@@ -150,6 +150,8 @@ def test_every_fault_leaves_the_last_checkpoint_and_the_rest_is_as_undisturbed(f
     )
     faulty(folder, "faults", "backward", 0, 6)
     assert saved_steps(run) == [3]
+    faulty(folder, "faults", "gather", 1, 5)
+    assert saved_steps(run) == [3]
     full = faulty(folder, "faults", "disk", 1, 6)
     target = run / "checkpoints" / "step-00000006"
     expected = (
@@ -175,7 +177,7 @@ def test_every_fault_leaves_the_last_checkpoint_and_the_rest_is_as_undisturbed(f
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("place", "rank"),
-    [*product(("forward", "backward", "save"), (0, 1)), ("publish", 0)],  # the first rank renames the folder
+    [*product(("forward", "backward", "gather", "save"), (0, 1)), ("publish", 0)],  # the first rank renames the folder
 )
 def test_each_kill_of_each_rank_three_times(folder, place, rank):
     """And what goes on in between, to the step that met it, has the bits of the run that met none."""
