@@ -143,8 +143,8 @@ def model_problem(model: nn.Module, params: Mapping[str, Tensor], replaced: Iter
             return f"model: {name} is on {param.device}, {first} on {device}; move all of it to one device"
         if is_sharded(param):
             return (
-                f"model: {name} is sharded already, as fully_shard leaves it, and a ZeroOptimizer shards whole parameters "
-                "itself: build it for the model without fully_shard; or keep fully_shard, call "
+                f"model: {name} is sharded already, as fully_shard leaves it, and a ZeroOptimizer shards whole "
+                "parameters itself: build it for the model without fully_shard; or keep fully_shard, call "
                 "hb.distributed.fsdp_gather_nvfp4_(model) and step it by any torch optimizer"
             )
         if isinstance(param, PrimaryWeight):

@@ -37,6 +37,7 @@ from halfbyte.train import (
     treatment,
 )
 from halfbyte.train import model as models
+from halfbyte.train.background import Background
 from halfbyte.train.config import TrainConfig, differences
 from halfbyte.train.data import Batches, Data
 from halfbyte.train.divergence import Divergence
@@ -135,7 +136,8 @@ class Trainer:
         self.batches = Batches(data.train, seed=config.seed, part=self.parallel.part, **layout)
         self.held_out = Batches(data.held_out, seed=HELD_OUT_SEED, part=self.parallel.part, **layout)
         self.step, self.position, self.seconds = 0, 0, 0.0
-        self.checkpoints = checkpoint.Checkpoints(self.folder / CHECKPOINTS, config.run.keep, self.ranks)
+        background = _background(config, self.ranks)
+        self.checkpoints = checkpoint.Checkpoints(self.folder / CHECKPOINTS, config.run.keep, self.ranks, background)
         self.environments = [{"step": 0, **environment.own(self.device, self.dtype, config.mesh)}]
         self._resume()
         self.weight_cache = (
@@ -163,7 +165,9 @@ class Trainer:
         display = self.show(self.recipe, self.config.optim.steps, self.step)
         try:
             history = self._steps(log, display)
+            self.checkpoints.wait()
         finally:
+            self.checkpoints.give_up()
             display.close()
             log.close()
         result = self._result(history)
@@ -218,6 +222,7 @@ class Trainer:
             if (to_save or to_stop) and not history.diverged:
                 self._save()
             if to_stop and not history.diverged:
+                self.checkpoints.wait()
                 self.interrupts.check(f"with step {self.step + 1} of {self.config.optim.steps} in {self.folder}")
             start = time.perf_counter()
         if history.diverged:
@@ -395,6 +400,15 @@ class History:
                 self.diverged = Divergence(step, divergence.NORM if math.isfinite(loss) else divergence.LOSS)
                 break
         self.pending.clear()
+
+
+def _background(config: TrainConfig, ranks: World) -> Background | None:
+    """Return what ends saves behind the steps that follow, if that is asked for."""
+    if not config.run.async_save:
+        return None
+    if ranks.size == 1:
+        raise ValueError("async_save=True: one process writes its checkpoints at once; start several, or leave it out")
+    return Background(ranks)
 
 
 def train(

@@ -135,7 +135,7 @@ class Parallel:
 def prefetch_(blocks: Iterable[nn.Module], ahead: int = 1) -> None:
     """Let FSDP2 gather blocks before it launches the forward of the one before them, and not after.
 
-    Of itself it does so in backward alone: in forward a gather is hidden only as far as the host is ahead of the device.
+    By itself it does so in backward alone; in forward a gather is hidden as far as the host is ahead of the device.
 
     Args:
         blocks: wrapped by `fully_shard`, in their order.

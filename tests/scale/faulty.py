@@ -1,9 +1,8 @@
 """`halfbyte`, run by torchrun, with a fault built in: `faulty.py PLACE RANK STEP COMMAND …`.
 
-In step STEP, counted from 1, rank RANK is killed in `forward`, in `backward`, in the first `gather` of weights after the
-forward has begun, or as it saves (`save`; `publish`: when
-all shards are written and the folder is about to be renamed); `disk`: it has no room left to write to when it saves;
-`error`: it raises in the forward; `signal`: it gets SIGTERM.
+In step STEP, counted from 1, rank RANK is killed in `forward`, in `backward`, in a `gather` of the forward, or as it
+saves (`save`; `publish`: when all shards are written and the folder is about to be renamed); `disk`: it has no
+room left to write to when it saves; `error`: it raises in the forward; `signal`: it gets SIGTERM.
 """
 
 from __future__ import annotations
