@@ -3,7 +3,8 @@
 #   make test        tests that need no GPU; make test-full: with nine that take minutes        make test-gpu   the GPU tests, with this machine's own python3
 #   make test-targets   a sample of what the launchers launch, recorded and compiled for every GPU without one (some
 #                       minutes on two cores); make test-targets-full: all of it (hours)
-#   make test-distributed   several processes over gloo: FSDP2, torchrun; test-distributed-full: every case, every fault
+#   make test-distributed   several processes over gloo: FSDP2, torchrun; test-distributed-full: every case, every fault,
+#                       and test-distributed-next: FSDP2 with torch 2.15, in an environment of its own (5 GB)
 #   make test-integrations   packages of others read what this one writes (they are installed into .venv)
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
 #   make test-docs   every code block, example, link and figure of the documentation, and the site, strict
@@ -17,6 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDER := $(VENV)/transformers-5.17
 PEERS := $(VENV)/peers
+NEXT := $(VENV)/torch-2.15
 APART := --quiet --disable-pip-version-check --no-deps --upgrade
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 JOBS ?= 2
@@ -24,7 +26,7 @@ ELSEWHERE := $(addprefix --ignore=tests/,gpu clients docs package scale)
 REPOSITORY ?= pypi
 
 .DEFAULT_GOAL := setup
-.PHONY: setup train test test-full test-distributed test-distributed-full test-targets test-targets-full test-integrations test-docs test-package test-gpu check bench docs figures dist publish clean
+.PHONY: setup train test test-full test-distributed test-distributed-full test-distributed-next test-targets test-targets-full test-integrations test-docs test-package test-gpu check bench docs figures dist publish clean
 
 setup: $(VENV)/setup.stamp
 
@@ -61,8 +63,18 @@ test-full: setup
 test-distributed: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale --timeout 300 -m "not full" -q $(TEST_ARGS)
 
-test-distributed-full: setup
+test-distributed-full: setup test-distributed-next
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale --timeout 1800 -q $(TEST_ARGS)
+
+# What rests on FSDP2, with the torch that rewrote it; with the Triton whose interpreter the tests need.
+$(VENV)/torch-2.15.stamp: $(VENV)/setup.stamp
+	$(PYTHON) -m venv $(NEXT)
+	$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.15.*' 'numpy<2.4' pytest pytest-timeout psutil
+	$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'triton==3.6.*'
+	@touch $@
+
+test-distributed-next: $(VENV)/torch-2.15.stamp
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(NEXT)/bin/python -m pytest tests/scale/test_fsdp.py tests/scale/test_fsdp_matrix.py tests/scale/test_embedding.py --timeout 300 -q $(TEST_ARGS)
 
 test-targets: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) $(TARGET_ARGS)

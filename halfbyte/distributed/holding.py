@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from halfbyte.distributed.weights import transposed_tiles
+from halfbyte.functional.foreign import is_sharded
 from halfbyte.tensor.primary import PrimaryWeight
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES
 
@@ -140,6 +141,12 @@ def model_problem(model: nn.Module, params: Mapping[str, Tensor], replaced: Iter
     for name, param in params.items():
         if param.device != device:
             return f"model: {name} is on {param.device}, {first} on {device}; move all of it to one device"
+        if is_sharded(param):
+            return (
+                f"model: {name} is sharded already, as fully_shard leaves it, and a ZeroOptimizer shards whole "
+                "parameters itself: build it for the model without fully_shard; or keep fully_shard, call "
+                "hb.distributed.fsdp_gather_nvfp4_(model) and step it by any torch optimizer"
+            )
         if isinstance(param, PrimaryWeight):
             return f"model: {name} exists in NVFP4 only, of an earlier ZeroOptimizer for instance; build the model anew"
         if param.dtype not in VALUE_DTYPES:

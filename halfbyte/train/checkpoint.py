@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from halfbyte.train import environment, extension, files
+from halfbyte.train.background import Background
 from halfbyte.train.ranks import World
 
 FORMAT = "halfbyte-checkpoint"
@@ -39,16 +40,31 @@ class Checkpoints:
         folder: where they lie; made when the first is saved.
         keep: how many stay.
         ranks: who writes them; all must save together.
+        background: ends the saves of several ranks, behind the steps that follow; None: they wait.
     """
 
-    def __init__(self, folder: Path, keep: int, ranks: World | None = None) -> None:
+    def __init__(
+        self, folder: Path, keep: int, ranks: World | None = None, background: Background | None = None
+    ) -> None:
         self._folder, self._keep, self._ranks = folder, keep, ranks or World()
+        self._background = background
 
     def save(self, content: dict) -> Path:
-        """Write `content`, which has the keys of `KEYS`, point `latest` at it and delete the oldest."""
+        """Write `content`, which has the keys of `KEYS`, point `latest` at it and delete the oldest.
+
+        In the background that has happened when `wait` returns; the save before has happened when this does.
+        """
         assert set(content) - set(OPTIONAL) == set(KEYS), sorted(content)
         content = {"format": FORMAT, "version": VERSION, **content}
         path = self._folder / f"step-{content['step']:08d}"
+        if self._background is not None:
+            from halfbyte.train import sharded
+
+            self._background.wait()
+            together = self._background.ranks
+            finish = sharded.start_saving(path, content, together)
+            self._background.start(lambda: (finish(), together.first(lambda: self._acknowledge(path))))
+            return path
         if self._ranks.size > 1:
             from halfbyte.train import sharded  # DCP takes a second to import
 
@@ -59,6 +75,16 @@ class Checkpoints:
                 torch.save(content, file)
         self._ranks.first(lambda: self._acknowledge(path))
         return path
+
+    def wait(self) -> None:
+        """Wait for a save in the background, and raise what it raised."""
+        if self._background is not None:
+            self._background.wait()
+
+    def give_up(self) -> None:
+        """Leave a save in the background a little time, for the run has failed."""
+        if self._background is not None:
+            self._background.give_up()
 
     def _acknowledge(self, path: Path) -> None:
         files.write_text(self._folder / LATEST, path.name + "\n")

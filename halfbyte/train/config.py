@@ -124,6 +124,8 @@ class RunConfig:
     """Steps between two checkpoints."""
     keep: int = 2
     """Checkpoints kept."""
+    async_save: bool = False
+    """Let several ranks write checkpoints behind the steps that follow; it takes a copy in the CPU's memory."""
     cache_weights: bool = False
     """Quantize weights once per optimizer step: pays with accumulate > 1, costs 1.125 bytes a weight."""
     graph: Switch = "auto"

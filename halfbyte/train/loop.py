@@ -40,6 +40,7 @@ from halfbyte.train import (
     tune,
 )
 from halfbyte.train import model as models
+from halfbyte.train.background import Background
 from halfbyte.train.config import TrainConfig, differences
 from halfbyte.train.data import Batches, Data
 from halfbyte.train.divergence import Divergence
@@ -130,7 +131,8 @@ class Trainer:
             for block in self.model.layers:  # one graph serves them all
                 block.compile(fullgraph=True)
         self.parallel.place_(self.run_state)
-        self.trained = self.parallel.wrap(self.model, self.model.layers, self.dtype)
+        tokens = config.data.sequence * config.data.batch
+        self.trained = self.parallel.wrap(self.model, self.model.layers, self.dtype, tokens)
         self.optimizer = optim.adamw(self.model, config.optim)
         self.compute = self._compute
         if config.run.graph != "off":
@@ -140,7 +142,8 @@ class Trainer:
         self.held_out = Batches(data.held_out, seed=HELD_OUT_SEED, part=self.parallel.part, **layout)
         self.step, self.position, self.seconds = 0, 0, 0.0
         self.stats: hb.stats.StatsCollector | None = None
-        self.checkpoints = checkpoint.Checkpoints(self.folder / CHECKPOINTS, config.run.keep, self.ranks)
+        background = _background(config, self.ranks)
+        self.checkpoints = checkpoint.Checkpoints(self.folder / CHECKPOINTS, config.run.keep, self.ranks, background)
         self.environments = [{"step": 0, **environment.own(self.device, self.dtype, config.mesh)}]
         self._resume()
         self.weight_cache = (
@@ -169,7 +172,9 @@ class Trainer:
         display = self.show(self.recipe, self.config.optim.steps, self.step)
         try:
             history = self._steps(log, display)
+            self.checkpoints.wait()
         finally:
+            self.checkpoints.give_up()
             display.close()
             log.close()
             if self.stats is not None:
@@ -234,6 +239,7 @@ class Trainer:
             if (to_save or to_stop) and not history.diverged:
                 self._save()
             if to_stop and not history.diverged:
+                self.checkpoints.wait()
                 self.interrupts.check(f"with step {self.step + 1} of {self.config.optim.steps} in {self.folder}")
             start = time.perf_counter()
         if history.diverged:
@@ -376,7 +382,7 @@ class Trainer:
         }
         files.write_json(self.folder / CONFIG, facts)
         (self.folder / RESULT).unlink(missing_ok=True)  # of a run that is now extended
-        gathered = "" if self.parallel.gather is None else f"\n{self.parallel.gather.report}\n"
+        gathered = f"\n{self.parallel.travels}\n" if self.parallel.travels else ""
         files.write_text(self.folder / LAYERS, f"{self.report}\n{gathered}")
 
     def _result(self, history: History) -> dict:
@@ -425,6 +431,15 @@ class History:
                 self.diverged = Divergence(step, divergence.NORM if math.isfinite(loss) else divergence.LOSS)
                 break
         self.pending.clear()
+
+
+def _background(config: TrainConfig, ranks: World) -> Background | None:
+    """Return what ends saves behind the steps that follow, if that is asked for."""
+    if not config.run.async_save:
+        return None
+    if ranks.size == 1:
+        raise ValueError("async_save=True: one process writes its checkpoints at once; start several, or leave it out")
+    return Background(ranks)
 
 
 def train(

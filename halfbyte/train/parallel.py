@@ -37,6 +37,8 @@ class Parallel:
         self.rank = 0
         self.gather: Any = None
         """What lets weights travel as NVFP4; None if they travel in their dtype."""
+        self.exchange: Any = None
+        """What lets rows of the embedding travel; None if FSDP2 gathers it whole."""
         self._mesh: Any = None
         if config.size > 1:
             from torch.distributed.device_mesh import init_device_mesh
@@ -59,13 +61,14 @@ class Parallel:
         if self._mesh is not None:
             self.rank = hb.distributed.place_ranks_(state, self._mesh)
 
-    def wrap(self, model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype) -> nn.Module:
+    def wrap(self, model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype, tokens: int) -> nn.Module:
         """Return what is called to train `model`; sharded, `model` itself, whose parameters are DTensors from now on.
 
         Args:
             model: converted, with equal weights on all ranks.
             blocks: of it, each gathered as one.
             dtype: of the GEMMs.
+            tokens: of a micro-batch, of all ranks.
 
         Raises:
             ValueError: weights cannot travel as the mesh asks.
@@ -84,7 +87,10 @@ class Parallel:
         mesh = self._mesh if self.config.dp_replicate != 1 else self._mesh[DIMS[1]]
         for block in blocks:
             fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        if self.config.weights == "nvfp4":
+            exchange = hb.distributed.shard_embedding_(model, mesh, tokens=max(1, tokens // self.config.size))
+            self.exchange = exchange
+        fully_shard(model, mesh=mesh, ignored_params=None if self.exchange is None else self.exchange.params)
         prefetch_(blocks)
         if self.config.weights == "nvfp4":
             self._gather_nvfp4(model, dtype)
@@ -105,6 +111,12 @@ class Parallel:
             if is_gathered(module):
                 module.reshard()  # type: ignore[operator]
 
+    @property
+    def travels(self) -> str:
+        """What of the weights travels how, as a table; "" if all of them travel in their dtype."""
+        parts = [str(self.gather.report)] if self.gather is not None else []
+        return "\n".join([*parts, *([str(self.exchange)] if self.exchange is not None else [])])
+
     @contextlib.contextmanager
     def reducing(self, trained: nn.Module, is_last: bool) -> Iterator[None]:
         """Let the backward in the block sum gradients over the ranks if it is the last of a step."""
@@ -112,6 +124,8 @@ class Parallel:
             yield
         elif self.is_sharded:
             trained.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+            if self.exchange is not None:
+                self.exchange.set_requires_gradient_sync(is_last)
             yield
         else:
             with contextlib.nullcontext() if is_last else trained.no_sync():  # type: ignore[operator]
@@ -121,7 +135,7 @@ class Parallel:
 def prefetch_(blocks: Iterable[nn.Module], ahead: int = 1) -> None:
     """Let FSDP2 gather blocks before it launches the forward of the one before them, and not after.
 
-    Of itself it does so in backward alone: in forward a gather is hidden only as far as the host is ahead of the GPU.
+    By itself it does so in backward alone; in forward a gather is hidden as far as the host is ahead of the device.
 
     Args:
         blocks: wrapped by `fully_shard`, in their order.

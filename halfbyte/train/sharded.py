@@ -8,10 +8,11 @@ file. Any mesh loads it, one process too; loading runs no code from it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +95,56 @@ def save_sharded(path: Path, content: dict, ranks: World) -> None:
         Elsewhere: it was another one.
     """
     with _becoming(path, ranks) as folder:
-        states = content[OPTIMIZER]["state"]
-        tensors = {MODEL: content[MODEL], OPTIMIZER: {str(index): state for index, state in states.items()}}
         try:
-            dcp.save(tensors, storage_writer=_Writer(folder, path), process_group=ranks.control)
+            dcp.save(_tensors(content), storage_writer=_Writer(folder, path), process_group=ranks.control)
         except dcp.api.CheckpointException as error:
             raise _of_this_rank(error, ranks) from error
-        written = ranks.gather({file.name: files.sha256(file) for file in folder.glob(f"__{ranks.place.rank}_*")})
-        facts = content | {MODEL: {}, OPTIMIZER: content[OPTIMIZER] | {"state": {}}}
-        facts["files"] = {name: digest for one in written for name, digest in one.items()}
-        ranks.first(lambda: _finish(folder, path, facts))
+        _publish(folder, path, _facts(content), ranks)
+
+
+def start_saving(path: Path, content: dict, ranks: World) -> Callable[[], None]:
+    """Copy what `save_sharded` writes, and return what ends the save, for another thread: steps may change tensors now.
+
+    Args:
+        ranks: with a group that nobody else uses until then.
+
+    Raises:
+        OSError, Elsewhere: as `save_sharded`, here or as the save ends.
+    """
+    held = contextlib.ExitStack()
+    folder = held.enter_context(_becoming(path, ranks))
+    with contextlib.ExitStack() as failing:
+        failing.push(held.__exit__)
+        facts = copy.deepcopy(_facts(content))
+        writer = _Writer(folder, path)
+        written: Any = dcp.async_save(_tensors(content), storage_writer=writer, process_group=ranks.control)
+        failing.pop_all()
+
+    def finish() -> None:
+        with held:
+            try:
+                written.result()
+            except dcp.api.CheckpointException as error:
+                raise _of_this_rank(error, ranks) from error
+            _publish(folder, path, facts, ranks)
+
+    return finish
+
+
+def _tensors(content: dict) -> dict:
+    states = content[OPTIMIZER]["state"]
+    return {MODEL: content[MODEL], OPTIMIZER: {str(index): state for index, state in states.items()}}
+
+
+def _facts(content: dict) -> dict:
+    return content | {MODEL: {}, OPTIMIZER: content[OPTIMIZER] | {"state": {}}}
+
+
+def _publish(folder: Path, path: Path, facts: dict, ranks: World) -> None:
+    """Give the folder, to which all ranks have written, its name."""
+    written = ranks.gather({file.name: files.sha256(file) for file in folder.glob(f"__{ranks.place.rank}_*")})
+    facts = facts | {"files": {name: digest for one in written for name, digest in one.items()}}
+    ranks.first(lambda: _finish(folder, path, facts))
 
 
 def _finish(folder: Path, path: Path, facts: dict) -> None:

@@ -1,8 +1,8 @@
 """`halfbyte`, run by torchrun, with a fault built in: `faulty.py PLACE RANK STEP COMMAND …`.
 
-In step STEP, counted from 1, rank RANK is killed in `forward`, in `backward` or as it saves (`save`; `publish`: when
-all shards are written and the folder is about to be renamed); `disk`: it has no room left to write to when it saves;
-`error`: it raises in the forward; `signal`: it gets SIGTERM.
+In step STEP, counted from 1, rank RANK is killed in `forward`, in `backward`, in a `gather` of the forward, or as it
+saves (`save`; `publish`: when all shards are written and the folder is about to be renamed); `disk`: it has no
+room left to write to when it saves; `error`: it raises in the forward; `signal`: it gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from halfbyte import cli
 from halfbyte.train import loop, sharded
@@ -34,6 +35,11 @@ def signalled() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def in_gather() -> None:
+    """Let FSDP2's next all-gather send nothing."""
+    _fsdp_param_group.foreach_all_gather = lambda *arguments, **options: kill()
+
+
 def install(place: str, rank: int, step: int) -> None:
     """Let the fault happen where it should."""
     losses, save, write = loop.Trainer._losses, loop.Trainer._save, sharded._Writer.write_data
@@ -43,7 +49,7 @@ def install(place: str, rank: int, step: int) -> None:
 
     def in_forward(trainer, inputs, targets, model):
         if dist.get_rank() == rank and trainer.step == step - 1 and model is trainer.trained:
-            {"forward": kill, "error": fail, "signal": signalled}.get(place, lambda: None)()
+            {"forward": kill, "error": fail, "signal": signalled, "gather": in_gather}.get(place, lambda: None)()
             loss, balance = losses(trainer, inputs, targets, model)
             if place == "backward":
                 loss.register_hook(lambda gradient: kill())

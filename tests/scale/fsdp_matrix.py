@@ -171,6 +171,11 @@ def changed_while_whole(world: int) -> None:
         model(X)
 
 
+def zero(world: int) -> None:
+    """A ZeroOptimizer over parameters that FSDP2 has split."""
+    hb.distributed.ZeroOptimizer(wrapped_with(world))
+
+
 ROWS = (
     Row(name="FSDP2 over one dimension, any rows, empty shards", case=CASES["uneven rows"]),
     Row(name="HSDP", case=CASES["HSDP"], world=4),
@@ -191,6 +196,8 @@ ROWS = (
         case=CASES["accumulated, synchronized once"],
     ),
     Row(name="activation checkpointing", case=CASES["checkpointed"]),
+    Row(name="activation checkpointing around what FSDP2 wrapped", case=CASES["checkpointed around FSDP2's hooks"]),
+    Row(name="`torch.autograd.graph.save_on_cpu`", case=CASES["saved tensors offloaded"]),
     Row(name="prefetching by hand, `unshard()`", case=CASES["prefetched"]),
     Row(name="layers in bf16 among others", case=CASES["mixed with bf16 layers"]),
     Row(name="frozen weights", case=CASES["frozen block"]),
@@ -212,6 +219,11 @@ ROWS = (
         name="a head tied to the embedding",
         case=Case(make=Tied, shape=(2, 5), tokens=11, optimizer=SGD),
         text="exact; gathered in its values, a warning and the report say so",
+    ),
+    Row(
+        name="`hb.distributed.ZeroOptimizer` over what FSDP2 wrapped",
+        refusal=zero,
+        parts=("0.weight is sharded already", "without fully_shard", "fsdp_gather_nvfp4_"),
     ),
     Row(name="`hb.cache_weights`", refusal=cached, parts=("sharded",)),
     Row(name="`hb.high_precision`, to validate or to train", case=CASES["trained in high precision for a step"]),

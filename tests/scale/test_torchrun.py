@@ -122,9 +122,9 @@ def test_compare_with_weights_as_nvfp4_says_once_what_travels_in_its_dtype(folde
 SAVED = ["--checkpoint-every", "3", "--eval-every", "6", "--dp-shard", "2"]
 
 
-def faulty(folder: Path, out: str, place: str, rank: int, step: int) -> subprocess.CompletedProcess:
+def faulty(folder: Path, out: str, place: str, rank: int, step: int, *more: str) -> subprocess.CompletedProcess:
     """Run into a fault; torchrun must end in time."""
-    command = ["train", *options(folder, out, *SAVED, "--recipe", "nvfp4")]
+    command = ["train", *options(folder, out, *SAVED, "--recipe", "nvfp4", *more)]
     begin = time.monotonic()
     done = torchrun(str(FAULTY), place, str(rank), str(step), *command)
     assert done.returncode != 0 and time.monotonic() - begin < HANG, (place, done.stderr)
@@ -150,6 +150,8 @@ def test_every_fault_leaves_the_last_checkpoint_and_the_rest_is_as_undisturbed(f
     )
     faulty(folder, "faults", "backward", 0, 6)
     assert saved_steps(run) == [3]
+    faulty(folder, "faults", "gather", 1, 5)
+    assert saved_steps(run) == [3]
     full = faulty(folder, "faults", "disk", 1, 6)
     target = run / "checkpoints" / "step-00000006"
     expected = (
@@ -172,10 +174,40 @@ def test_every_fault_leaves_the_last_checkpoint_and_the_rest_is_as_undisturbed(f
         assert begun == (12, 12, ends[0][0])
 
 
+def test_steps_go_on_while_a_save_is_under_way(folder):
+    config = checks.tiny(str(folder), "mixed", "while", mesh=(1, 2), checkpoint_every=4, async_save=True)
+    assert ranks.run(2, checks.saves_behind, config) == [3, 3]
+    assert saved_steps(folder / "while") == [8, 12]
+    alone = checks.tiny(str(folder), "mixed", "alone", async_save=True)
+    with pytest.raises(ValueError, match="async_save=True: one process writes its checkpoints at once; start several"):
+        checks.loop.train(alone, "nvfp4", checks.load(alone))
+
+
+def test_a_save_behind_the_steps_is_whole_or_absent_and_changes_no_bit(folder):
+    """Killed as a rank writes in the background, out of room there, and undisturbed."""
+    run = folder / "behind"
+    faulty(folder, "behind", "save", 1, 6, "--async-save")
+    assert saved_steps(run) == [3]
+    full = faulty(folder, "behind", "disk", 1, 6, "--async-save")
+    (said,) = own_lines(full.stderr)
+    assert said.startswith(f"halfbyte train: {run / 'checkpoints' / 'step-00000006'}: File too large")
+    assert saved_steps(run) == [3] and not list((run / "checkpoints").glob(".step-*"))
+    done = torchrun("-m", "halfbyte", "train", *options(folder, "behind", *SAVED, "--recipe", "nvfp4", "--async-save"))
+    assert done.returncode == 0, done.stderr
+    assert saved_steps(run) == [9, 12] and not list((run / "checkpoints").glob(".*"))
+    config = checks.tiny(str(folder), "mixed", "behind-undisturbed", mesh=(1, 2), checkpoint_every=3)
+    config = checks.replace(config, eval_every=6)
+    ends = ranks.run(2, checks.train_all, [(config, "nvfp4")])
+    resumed = checks.tiny(str(folder), "mixed", "behind", mesh=(1, 2), checkpoint_every=3)
+    assert checks.lines(resumed) == checks.lines(config)
+    for begun, _ in ranks.run(2, checks.until, checks.replace(resumed, eval_every=6), "nvfp4", 12):
+        assert begun == (12, 12, ends[0][0])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("place", "rank"),
-    [*product(("forward", "backward", "save"), (0, 1)), ("publish", 0)],  # the first rank renames the folder
+    [*product(("forward", "backward", "gather", "save"), (0, 1)), ("publish", 0)],  # the first rank renames the folder
 )
 def test_each_kill_of_each_rank_three_times(folder, place, rank):
     """And what goes on in between, to the step that met it, has the bits of the run that met none."""

@@ -127,6 +127,7 @@ def test_weights_that_travel_as_nvfp4_change_no_bit(folder, world, mesh):
         assert kept[0] < kept[1], "what is gathered for a layer is no activation"
         form, share = ("1x16", " 0.141\n") if recipe == "rl" else ("16x16", " 0.126\n")
         assert f"nvfp4/{form}" in table and share in table, "of fp32, that the others travel in"
+        assert "embed_tokens.weight: rows exchanged" in table
 
 
 def test_a_run_goes_on_with_weights_that_travel_otherwise(folder):

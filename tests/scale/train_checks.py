@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from halfbyte.train import config as configs
-from halfbyte.train import data, loop, parallel
+from halfbyte.train import data, loop, parallel, sharded
 from halfbyte.train.launch import ProcessPlace
 from halfbyte.train.ranks import World
 
@@ -38,6 +39,26 @@ def tiny(folder: str, text: str, out: str, *, mesh: tuple[int, int] = (1, 1), **
         (part,) = (name for name, values in parts.items() if hasattr(values, field))
         parts[part] = replace(parts[part], **{field: value})
     return replace(whole, mesh=configs.MeshConfig(dp_replicate=mesh[0], dp_shard=mesh[1]), **parts)
+
+
+def saves_behind(rank: int, world: int, config: configs.TrainConfig) -> int:
+    """Train a run whose first save writes only when a later step has begun; return how many saves there were."""
+    later, saves = threading.Event(), []
+    losses, write = loop.Trainer._losses, sharded._Writer.write_data
+
+    def writes(*arguments):
+        assert later.wait(60), "the steps wait for the save"
+        saves.append(arguments)
+        return write(*arguments)
+
+    def steps(trainer, inputs, targets, model):
+        if trainer.step >= config.run.checkpoint_every and model is trainer.trained:
+            later.set()
+        return losses(trainer, inputs, targets, model)
+
+    loop.Trainer._losses, sharded._Writer.write_data = steps, writes
+    loop.train(config, "nvfp4", load(config), ranks=world_of(rank, world))
+    return len(saves)
 
 
 def load(config: configs.TrainConfig) -> data.Data:

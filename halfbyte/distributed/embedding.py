@@ -1,0 +1,280 @@
+"""Embeddings of which every rank keeps some rows: ranks exchange the rows that their tokens name, and their gradients.
+
+FSDP2 gathers all rows for the few thousand that a batch names, and reduces a gradient that is zero elsewhere. Of a
+model with a large vocabulary that is most of what travels. Here a rank asks the owners for the rows that it needs, each
+once, and sends them the sums of their gradients, made as `torch.nn.Embedding` makes them, so that on two ranks nothing
+differs from a gathered embedding by a bit; on more, only the order of the ranks' sum. Where the batch names more rows
+than there are, or others read the whole weight, FSDP2 goes on gathering it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfbyte.layout import ceil_div
+
+CALL = "shard_embedding_"
+ID_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingRow:
+    """One embedding: what of it travels in a micro-batch, in bytes that reach every rank.
+
+    name: of the weight.
+    reason: why it is gathered; "" if rows are exchanged.
+    gathered: bytes of its gather and of the reduction of its gradient.
+    exchanged: bytes of rows and their gradients at most, if every token were another.
+    """
+
+    name: str
+    reason: str
+    gathered: int
+    exchanged: int
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"{self.name}: gathered, {self.gathered:,} bytes a micro-batch: {self.reason}"
+        return (
+            f"{self.name}: rows exchanged, at most {self.exchanged:,} bytes a micro-batch; gathered {self.gathered:,}"
+        )
+
+
+class RowExchange:
+    """What `shard_embedding_` arranged.
+
+    rows: one for each embedding of the model.
+    params: weights of which rows are exchanged, for `fully_shard(…, ignored_params=params)`.
+    """
+
+    def __init__(self, rows: list[EmbeddingRow], modules: list[ShardedEmbedding]) -> None:
+        self.rows, self._modules = tuple(rows), modules
+
+    @property
+    def params(self) -> set[nn.Parameter]:
+        """The weights as they are now."""
+        return {module.weight for module in self._modules}
+
+    @property
+    def traffic(self) -> dict[str, int]:
+        """Bytes that have reached this rank so far: ids and rows in forward, gradients in backward; exchanges."""
+        counted = [module.traffic for module in self._modules]
+        return {key: sum(one[key] for one in counted) for key in ("rows", "gradients", "exchanges")}
+
+    def set_requires_gradient_sync(self, is_last: bool) -> None:
+        """Let the next backward send gradients, or keep them for the one that does, as FSDP2 does with others."""
+        for module in self._modules:
+            module.sends_gradients = is_last
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.rows))
+
+
+def shard_embedding_(model: nn.Module, mesh: Any, *, tokens: int, policy: Any = None) -> RowExchange:
+    """Let every rank keep some rows of each embedding, in place, and exchange rows where that is fewer bytes.
+
+    Call it before `torch.distributed.fsdp.fully_shard`, on every rank, with equal weights, and hand `params` of what it
+    returns to `fully_shard(…, ignored_params=)` of the module that holds the embedding. Parameters keep their names and
+    become DTensors, sharded by rows as FSDP2's, whose gradients are averaged over the ranks.
+
+    Args:
+        model: whose torch.nn.Embedding are looked at.
+        mesh: of FSDP2: one dimension, or two of HSDP.
+        tokens: of a rank in a micro-batch, by which rows or a gather are chosen.
+        policy: FSDP2's MixedPrecisionPolicy; None if there is none.
+
+    Returns:
+        A handle with `params`, the choice of every embedding in `rows`, and the `traffic`.
+
+    Raises:
+        ValueError: tokens is not positive, the mesh has more than two dimensions, or a weight is sharded already.
+    """
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise ValueError(f"tokens={tokens!r}: give how many tokens a rank has in a micro-batch, at least 1")
+    if mesh.ndim > 2:
+        raise ValueError(f"mesh has the dimensions {mesh.mesh_dim_names}: give that of fully_shard, one or two")
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            holders[id(param)] = holders.get(id(param), 0) + 1
+    rows, sharded = [], []
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, nn.Embedding):
+            continue
+        precision = _Precision.of(module.weight, policy)
+        row = _choose(f"{name}.weight".lstrip("."), module, precision, (tokens, holders[id(module.weight)]))
+        rows.append(row)
+        if not row.reason:
+            sharded.append(ShardedEmbedding(module, mesh, precision))
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, sharded[-1])
+    return RowExchange(rows, sharded)
+
+
+class _Precision(NamedTuple):
+    """What rows travel in, and what their gradients are summed in."""
+
+    rows: torch.dtype
+    gradients: torch.dtype
+
+    @classmethod
+    def of(cls, weight: Tensor, policy: Any) -> _Precision:
+        rows = getattr(policy, "param_dtype", None) or weight.dtype
+        return cls(rows, getattr(policy, "reduce_dtype", None) or rows)
+
+
+def _choose(name: str, module: nn.Embedding, precision: _Precision, sizes: tuple[int, int]) -> EmbeddingRow:
+    tokens, holders = sizes
+    if hasattr(module.weight, "device_mesh"):
+        raise ValueError(f"{name} is a DTensor: call {CALL} before fully_shard, on weights that every rank holds")
+    size = module.embedding_dim * (precision.rows.itemsize + precision.gradients.itemsize)
+    gathered, exchanged = module.num_embeddings * size, tokens * (size + ID_BYTES)
+    checks = (
+        (type(module) is not nn.Embedding, f"it is a {type(module).__name__}, no torch.nn.Embedding"),
+        (holders > 1, "other modules have it too, such as a head tied to it"),
+        (module.max_norm is not None, "max_norm changes rows in forward"),
+        (module.padding_idx is not None, "padding_idx leaves a row without a gradient"),
+        (module.scale_grad_by_freq or module.sparse, "its gradients are scaled by frequency, or sparse"),
+        (module.weight.is_meta, "it is on the meta device, without values"),
+        (exchanged >= gathered, f"{tokens:,} tokens may name as many bytes as its {module.num_embeddings:,} rows have"),
+    )
+    reason = next((text for applies, text in checks if applies), "")
+    return EmbeddingRow(name=name, reason=reason, gathered=gathered, exchanged=exchanged)
+
+
+class ShardedEmbedding(nn.Module):
+    """An embedding of which this rank keeps the rows that FSDP2 would leave it.
+
+    sends_gradients: whether the next backward sends gradients to their owners, with those that were kept before.
+    """
+
+    def __init__(self, whole: nn.Embedding, mesh: Any, precision: _Precision) -> None:
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        # Every rank has the whole weight: none sends it.
+        weight = distribute_tensor(whole.weight.detach(), mesh, placements, src_data_rank=None)
+        self.weight = nn.Parameter(weight, requires_grad=whole.weight.requires_grad)
+        self.train(whole.training)
+        self._mesh, self._precision = mesh, precision
+        self.sends_gradients = True
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.traffic = {"rows": 0, "gradients": 0, "exchanges": 0}
+
+    def extra_repr(self) -> str:
+        """Return what nn.Embedding shows, and who keeps what."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, rows of {self._mesh.size(self._mesh.ndim - 1)} ranks"
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows [..., dim] of int64 ids [...]; every rank must call it.
+
+        Raises:
+            IndexError: an id names no row.
+        """
+        if torch.compiler.is_compiling():
+            from halfbyte.functional.eager import eagerly
+
+            return eagerly(self._rows_of, (ids,), {})
+        return self._rows_of(ids)
+
+    def _rows_of(self, ids: Tensor) -> Tensor:
+        local: Any = self.weight
+        return _Rows.apply(self, ids, local.to_local()).view(*ids.shape, self.embedding_dim)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share the rows."""
+        return self._mesh.get_group(self._mesh.ndim - 1)
+
+    @torch.no_grad()
+    def ask(self, named: Tensor) -> _Asked:
+        """Tell the owners of distinct rows, ascending, that this rank needs them."""
+        group, world = self.group, dist.get_world_size(self.group)
+        chunk = ceil_div(self.num_embeddings, world)
+        counts = torch.bincount(named // chunk, minlength=world)
+        if counts.numel() > world:
+            raise IndexError(f"ids: the embedding has {self.num_embeddings} rows, and one of {int(named[-1])} is asked")
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=group)
+        needs, gives = torch.stack((counts, theirs)).tolist()
+        asked = named.new_empty(sum(gives))
+        dist.all_to_all_single(asked, named, gives, needs, group=group)
+        self.traffic["rows"] += self._foreign(gives, ID_BYTES)
+        return _Asked(asked - chunk * dist.get_rank(group), gives, needs)
+
+    def _foreign(self, counts: list[int], size: int) -> int:
+        """Return the bytes of what others send, of so many things of everybody."""
+        return (sum(counts) - counts[dist.get_rank(self.group)]) * size
+
+    @torch.no_grad()
+    def fetch(self, asked: _Asked, local: Tensor) -> Tensor:
+        """Return the rows that this rank asked for, in its order."""
+        own = local.index_select(0, asked.rows).to(self._precision.rows)
+        found = own.new_empty(sum(asked.needs), self.embedding_dim)
+        dist.all_to_all_single(found, own, asked.needs, asked.gives, group=self.group)
+        self.traffic["rows"] += self._foreign(asked.needs, self.embedding_dim * own.element_size())
+        self.traffic["exchanges"] += 1
+        return found
+
+    @torch.no_grad()
+    def send(self, named: Tensor, gradients: Tensor, asked: _Asked, local: Tensor) -> Tensor:
+        """Return the gradient of this rank's rows: the mean over the ranks of what they have kept and make now."""
+        gradients = gradients.to(self._precision.gradients)
+        if self.kept or not self.sends_gradients:
+            self.kept.append((named, gradients))
+        if not self.sends_gradients:
+            return torch.zeros_like(local)
+        if self.kept:  # summed as they came, as FSDP2 does
+            named = torch.cat([ids for ids, _ in self.kept]).unique()
+            total = gradients.new_zeros(len(named), self.embedding_dim)
+            for ids, one in self.kept:
+                total.index_add_(0, torch.searchsorted(named, ids), one)
+            self.kept.clear()
+            gradients, asked = total, self.ask(named)
+        come = gradients.new_empty(sum(asked.gives), self.embedding_dim)
+        dist.all_to_all_single(come, gradients.contiguous(), asked.gives, asked.needs, group=self.group)
+        self.traffic["gradients"] += self._foreign(asked.gives, self.embedding_dim * come.element_size())
+        total = come.new_zeros(local.shape)
+        total.index_put_((asked.rows,), come, accumulate=True)  # sorted by row, in the order of ranks, on a GPU too
+        count = dist.get_world_size(self.group)
+        if self._mesh.ndim > 1:
+            dist.all_reduce(total, group=self._mesh.get_group(0))
+            count *= self._mesh.size(0)
+        return (total / count).to(local.dtype)
+
+
+class _Asked(NamedTuple):
+    """Rows of this rank that others need, and how many rows each of them needs of it and it of each."""
+
+    rows: Tensor
+    gives: list[int]
+    needs: list[int]
+
+
+class _Rows(torch.autograd.Function):
+    """The rows [ids, dim] of a batch; their gradients reach those that keep them."""
+
+    @staticmethod
+    def forward(ctx: Any, embedding: ShardedEmbedding, ids: Tensor, local: Tensor) -> Tensor:
+        named, place = torch.unique(ids.reshape(-1), return_inverse=True)
+        if named.numel() and int(named[0]) < 0:
+            raise IndexError(f"ids: {int(named[0])} names no row")
+        ctx.embedding, ctx.asked = embedding, embedding.ask(named)
+        ctx.save_for_backward(named, place, local)
+        return F.embedding(place, embedding.fetch(ctx.asked, local))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, Tensor]:
+        named, place, local = ctx.saved_tensors
+        # As torch.nn.Embedding makes them: every row sums its tokens in their order.
+        gradients = torch.ops.aten.embedding_dense_backward(dy, place, len(named), -1, False)
+        return None, None, ctx.embedding.send(named, gradients, ctx.asked, local)
