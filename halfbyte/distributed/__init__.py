@@ -1,5 +1,6 @@
 """Training on several ranks of torch.distributed: their random bits, and NVFP4 weights of sharded fp32 masters."""
 
+from halfbyte.distributed.adopt import primary_weights_
 from halfbyte.distributed.fsdp import WeightGather, fsdp_gather_nvfp4_
 from halfbyte.distributed.partial_cast import cast_master_weights_to_nvfp4, post_all_gather_processing
 from halfbyte.distributed.placing import place_ranks_
@@ -14,5 +15,6 @@ __all__ = [
     "fsdp_gather_nvfp4_",
     "place_ranks_",
     "post_all_gather_processing",
+    "primary_weights_",
     "storage_plan",
 ]

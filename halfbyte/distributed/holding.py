@@ -140,7 +140,7 @@ def model_problem(model: nn.Module, params: Mapping[str, Tensor], replaced: Iter
     for name, param in params.items():
         if param.device != device:
             return f"model: {name} is on {param.device}, {first} on {device}; move all of it to one device"
-        if isinstance(param, PrimaryWeight):
+        if isinstance(param, PrimaryWeight) and not param.without_masters:
             return f"model: {name} exists in NVFP4 only, of an earlier ZeroOptimizer for instance; build the model anew"
         if param.dtype not in VALUE_DTYPES:
             return f"model: {name} is {param.dtype}, the masters are float32; use bfloat16, float16 or float32"
