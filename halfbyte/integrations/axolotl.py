@@ -1,6 +1,6 @@
 """An Axolotl plugin that trains in a recipe: `plugins: [halfbyte.integrations.axolotl.NVFP4Plugin]` in its YAML.
 
-Axolotl builds a model and hands it to its plugins before adapters are put in, then builds transformers' Trainer: the one
+Axolotl builds a model and hands it to its plugins before adapters are put in, then builds transformers' Trainer: one
 is where the model is converted, the other where HalfbyteCallback comes in.
 """
 
