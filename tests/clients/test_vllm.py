@@ -1,4 +1,4 @@
-"""What vLLM makes of an export: its loaders' rule for fused siblings, and its own CPU functions where its file is."""
+"""What vLLM makes of an export: its loaders' rule for fused siblings, and its own CPU functions where its file is.
 
 vLLM cannot be imported without a build for a GPU, and its wheel is 336 MB, so that `make test-integrations` does not
 fetch it. Put `vllm/model_executor/layers/quantization/utils/nvfp4_emulation_utils.py` of 0.33.0 under .venv/peers/vllm,
