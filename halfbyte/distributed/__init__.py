@@ -1,5 +1,6 @@
 """Training on several ranks of torch.distributed: their random bits, and NVFP4 weights of sharded fp32 masters."""
 
+from halfbyte.distributed.adopt import primary_weights_
 from halfbyte.distributed.embedding import RowExchange, shard_embedding_
 from halfbyte.distributed.fsdp import WeightGather, fsdp_gather_nvfp4_
 from halfbyte.distributed.partial_cast import cast_master_weights_to_nvfp4, post_all_gather_processing
@@ -16,6 +17,7 @@ __all__ = [
     "fsdp_gather_nvfp4_",
     "place_ranks_",
     "post_all_gather_processing",
+    "primary_weights_",
     "shard_embedding_",
     "storage_plan",
 ]

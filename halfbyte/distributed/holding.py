@@ -147,7 +147,7 @@ def model_problem(model: nn.Module, params: Mapping[str, Tensor], replaced: Iter
                 "parameters itself: build it for the model without fully_shard; or keep fully_shard, call "
                 "hb.distributed.fsdp_gather_nvfp4_(model) and step it by any torch optimizer"
             )
-        if isinstance(param, PrimaryWeight):
+        if isinstance(param, PrimaryWeight) and not param.without_masters:
             return f"model: {name} exists in NVFP4 only, of an earlier ZeroOptimizer for instance; build the model anew"
         if param.dtype not in VALUE_DTYPES:
             return f"model: {name} is {param.dtype}, the masters are float32; use bfloat16, float16 or float32"

@@ -88,6 +88,7 @@ def make_primary(
     parameter = weight.as_parameter()
     for key, value in vars(old).items():  # such as marks that a framework leaves on parameters
         vars(parameter).setdefault(key, value)
+    parameter.without_masters = False
     table: dict[str, Any] = module._parameters
     table["weight"] = parameter
     return parameter

@@ -45,6 +45,7 @@ from halfbyte.distributed.weights import (
     tiled_parameters,
 )
 from halfbyte.pieces import Piece
+from halfbyte.tensor import PrimaryWeight
 
 
 class ZeroOptimizer:
@@ -238,7 +239,8 @@ class ZeroOptimizer:
     def _fill_masters(self, bucket: Bucket) -> None:
         """Give masters the values of the parameters on the group's first rank."""
         for place in bucket.plan.places:
-            param = self._params[place.item.name].detach().contiguous()
+            held = self._params[place.item.name].detach()
+            param = held.dequantize(torch.float32) if isinstance(held, PrimaryWeight) else held.contiguous()
             if bucket.ranks.group is not None:
                 dist.broadcast(param, dist.get_global_rank(bucket.ranks.group, 0), group=bucket.ranks.group)
             flat = torch.zeros(place.numel, dtype=torch.float32, device=param.device)

@@ -11,6 +11,7 @@ import torch
 
 from halfbyte.export import forms, save, write
 from halfbyte.export.files import read_folder_json
+from halfbyte.integrations.run_folder import is_run, load_run
 from halfbyte.recipes import read_recipe
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -24,7 +25,8 @@ def main(arguments: Sequence[str]) -> int:
     write.refuse_taken(target.absolute())
     if (options.calibrate is not None) != (options.activations == forms.STATIC):
         raise ValueError("--activations static and --calibrate TEXTFILE go together: factors are found in its text")
-    model = _model(source, options.recipe)
+    model, dtype = _model(source, options.recipe)
+    dtype = dtype if options.compute_dtype is None else DTYPES[options.compute_dtype]
     tokenizer = _tokenizer(source)
     batches = () if options.calibrate is None else _batches(tokenizer, source, options)
     report = save(
@@ -33,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         format=options.format,
         activations=options.activations,
         batches=batches,
-        compute_dtype=None if options.compute_dtype is None else DTYPES[options.compute_dtype],
+        compute_dtype=dtype,
         tokenizer=tokenizer,
     )
     print(report)
@@ -47,7 +49,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "compressed-tensors load.",
         allow_abbrev=False,
     )
-    parser.add_argument("source", help="a folder that save_pretrained or a Trainer wrote")
+    parser.add_argument(
+        "source", help="a folder that save_pretrained or a Trainer wrote, or of a run of halfbyte train"
+    )
     parser.add_argument("target", help="a folder that is not there yet")
     parser.add_argument("--format", choices=forms.FORMATS, default=forms.COMPRESSED_TENSORS)
     parser.add_argument(
@@ -73,10 +77,19 @@ def _transformers() -> Any:
     return transformers
 
 
-def _model(source: Path, recipe: str | None) -> Any:
-    """Return the model of a folder, converted to the recipe that it was trained under."""
+def _model(source: Path, recipe: str | None) -> tuple[Any, torch.dtype | None]:
+    """Return the model of a folder, converted to the recipe that it was trained under, and what GEMMs computed in.
+
+    None: the weights say it, or the user.
+    """
     config = read_folder_json(source / "config.json")
     transformers = _transformers()
+    if is_run(config):
+        if recipe is not None:
+            raise ValueError(
+                f"--recipe={recipe}: {source} is a run of halfbyte train, which says its own; leave it out"
+            )
+        return load_run(source, config)
     from safetensors import SafetensorError
 
     from halfbyte.integrations.quantizer import METHOD, HalfbyteConfig
@@ -100,7 +113,7 @@ def _model(source: Path, recipe: str | None) -> Any:
         read_recipe(recipe)  # before the weights are read
     options = {} if recipe is None else {"quantization_config": HalfbyteConfig(recipe)}
     try:
-        return cls.from_pretrained(source, dtype="auto", local_files_only=True, **options)
+        return cls.from_pretrained(source, dtype="auto", local_files_only=True, **options), None
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{source}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from error
 

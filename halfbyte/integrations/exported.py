@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
 
+from halfbyte.distributed import primary_weights_
 from halfbyte.export import Checkpoint, load
-from halfbyte.integrations.quantizer import HalfbyteConfig
+from halfbyte.integrations.quantizer import HalfbyteConfig, Weights
 
 
 def load_exported(
-    folder: str | Path, quantization_config: HalfbyteConfig | None = None, *, dtype: torch.dtype | None = None
+    folder: str | Path,
+    quantization_config: HalfbyteConfig | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    weights: Weights = "plain",
 ) -> Any:
     """Return the model of a folder in ModelOpt's or compressed-tensors' form, with the values of its codes as masters.
 
@@ -24,6 +29,8 @@ def load_exported(
         folder: as `hb.export.load` reads it.
         quantization_config: how to convert the model; None: as the contract of training says.
         dtype: of the masters; None: that of the folder's config.
+        weights: "plain" makes masters of all codes; "nvfp4" keeps those of weights in 16x16 tiles as they are, as
+            PrimaryWeights, which a ZeroOptimizer trains.
 
     Returns:
         A PreTrainedModel of the architecture that config.json names, in eval mode.
@@ -32,6 +39,8 @@ def load_exported(
         ValueError: the folder is damaged, has no contract and nobody says how to convert, or is of an architecture
             that transformers does not know, or lacks weights of it.
     """
+    if weights not in get_args(Weights):
+        raise ValueError(f"weights={weights!r}: give 'plain' or 'nvfp4'")
     checkpoint = load(folder)
     chosen = quantization_config or _of_contract(checkpoint)
     config: Any = transformers.AutoConfig.from_pretrained(checkpoint.folder)
@@ -50,6 +59,8 @@ def load_exported(
     missing = sorted(found["missing_keys"])
     if missing:
         raise ValueError(f"{checkpoint.folder}: {missing[0]} is missing ({len(missing)} are); copy the folder again")
+    if weights == "nvfp4":
+        primary_weights_(model, checkpoint.quantized)
     return model
 
 

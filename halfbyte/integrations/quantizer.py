@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.convert import quantize_
+from halfbyte.distributed import primary_weights_
 from halfbyte.policy import Keep
 from halfbyte.recipes import PRESETS, read_recipe, resolve
 from halfbyte.report import Report
@@ -25,6 +26,7 @@ from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
 METHOD = "halfbyte"
+Weights = Literal["plain", "nvfp4"]
 
 
 @register_quantization_config(METHOD)
@@ -36,6 +38,8 @@ class HalfbyteConfig(QuantizationConfigMixin):
         rules: {glob: recipe, or None for high precision}; the last match wins.
         keep: what stays in high precision, an hb.Keep or a dict of its fields; None for its defaults.
         seed: of the RunState that random operands draw from.
+        weights: "plain" keeps masters in high precision; "nvfp4" keeps, once loaded, the codes alone of every weight
+            that the recipes allow (hb.distributed.primary_weights_), which a ZeroOptimizer trains.
         quant_method: "halfbyte", as config.json says it.
 
     Raises:
@@ -48,16 +52,19 @@ class HalfbyteConfig(QuantizationConfigMixin):
         rules: Mapping[str, Recipe | str | None] | None = None,
         keep: Keep | Mapping[str, Any] | None = None,
         seed: int = 0,
+        weights: Weights = "plain",
         quant_method: str = METHOD,
     ) -> None:
         if quant_method != METHOD:
             raise ValueError(f"quant_method={quant_method!r}: HalfbyteConfig is {METHOD!r}")
         RunState(seed)  # refuses what is no seed
+        if weights not in get_args(Weights):
+            raise ValueError(f"weights={weights!r}: give 'plain' or 'nvfp4'")
         self.quant_method: Any = METHOD
         self.recipe = _written(recipe)
         self.rules = {glob: None if rule is None else _written(rule) for glob, rule in (rules or {}).items()}
         self.keep = _kept(keep)
-        self.seed = seed
+        self.seed, self.weights = seed, weights
 
     def convert_(self, model: nn.Module) -> Report:
         """Convert a model as `hb.quantize_` does, and return its report."""
@@ -112,9 +119,14 @@ class HalfbyteQuantizer(HfQuantizer):
         self.report = config.convert_(model)
         return model
 
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if getattr(self.quantization_config, "weights", "plain") == "nvfp4":
+            primary_weights_(model)
+        return model
+
     def is_serializable(self) -> bool:
-        """Weights are plain parameters, which save_pretrained writes as they are."""
-        return True
+        """Return whether save_pretrained writes the model: plain parameters; codes are hb.export.save's."""
+        return getattr(self.quantization_config, "weights", "plain") == "plain"
 
     @property
     def is_trainable(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from halfbyte.integrations.distill import Distillation
 from halfbyte.integrations.exported import load_exported
 from halfbyte.integrations.quantizer import HalfbyteConfig
 from halfbyte.integrations.trainer import HalfbyteCallback
@@ -21,6 +22,7 @@ from halfbyte.nn.experts import IMPLEMENTATION, experts_forward, find_experts
 __all__ = [
     "ALL_EXPERTS_FUNCTIONS",
     "IMPLEMENTATION",
+    "Distillation",
     "HalfbyteCallback",
     "HalfbyteConfig",
     "experts_forward",

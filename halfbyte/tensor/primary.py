@@ -30,6 +30,8 @@ class PrimaryWeight(QuantTensor):
     rounded: what values were rounded to before they were quantized, where that is not the nominal dtype: forwards under
         autocast compute in it. None: the nominal dtype.
     shared_amax: the amax that other weights have too, so that this one is not quantized alone; None if it is its own.
+    without_masters: whether these bytes were loaded, or made on purpose: no masters were lost, and new ones may begin
+        with their values.
     before_use: called by `hb.linear` before it reads the bytes: it waits for a gather that may still run.
     """
 
@@ -38,6 +40,7 @@ class PrimaryWeight(QuantTensor):
     is_stale: bool = False
     rounded: torch.dtype | None = None
     shared_amax: Tensor | None = None
+    without_masters: bool = False
     before_use: Callable[[], None] | None = None
 
     @staticmethod

@@ -287,7 +287,7 @@ class TrainConfig:
     def identity(self, recipe: str) -> dict:
         """Return everything that decides the result of training under the recipe of that name, as JSON values.
 
-        What other runs give to it is not here: tune.identity reads their folders.
+        What other runs give to it is not here: tune.tune_identity reads their folders.
 
         Raises:
             ValueError: no recipe has that name.

@@ -18,7 +18,7 @@ EVENTS = "events.out.tfevents.*"
 
 def identity(config: TrainConfig, recipe: str, data: Data) -> dict:
     """Return everything that decides the result: the config, the recipe's values and the hash of the text."""
-    of_sources = tune.identity(config.tune)
+    of_sources = tune.tune_identity(config.tune)
     return settled(config)[0].identity(recipe) | {"corpus_sha256": data.summary["sha256"]} | of_sources
 
 

@@ -36,7 +36,7 @@ def check(
         raise ValueError(f"step={step}: the run has {config.optim.steps} steps")
     if position != step * config.data.accumulate:
         raise ValueError(f"position={position}: after {step} steps it is {step * config.data.accumulate}")
-    check_model(saved["model"], model.state_dict())
+    check_weights(saved["model"], model.state_dict())
     _check_optimizer(saved["optimizer"], optimizer, step)
     _check_run_state(saved["run_state"], run_state, step, position)
 
@@ -47,7 +47,7 @@ def optimizer_state(saved: Any, optimizer: torch.optim.Optimizer) -> dict:
     return {**saved, "param_groups": [theirs | {key: ours[key] for key in OF_THE_DEVICE} for ours, theirs in groups]}
 
 
-def check_model(saved: Any, own: dict[str, Tensor]) -> None:
+def check_weights(saved: Any, own: dict[str, Tensor]) -> None:
     """Raise ValueError unless `saved` has the tensors of a model's state, all plain or sharded as its own.
 
     Raises:

@@ -25,7 +25,7 @@ TOKENS = "tokenizer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class FoundRun:
     """A run whose weights are read.
 
     Args:
@@ -65,7 +65,7 @@ class Source:
             raise ValueError(f"{self.option}: config.json says no shape of a model ({error})") from error
 
 
-def find(run: Path, option: str) -> Source:
+def find_run(run: Path, option: str) -> FoundRun:
     """Return the newest checkpoint of a folder of `halfbyte train`.
 
     Raises:
@@ -77,10 +77,10 @@ def find(run: Path, option: str) -> Source:
     found = checkpoint.checkpoints_in(run / recorded.CHECKPOINTS)
     if not found:
         raise ValueError(f"{label}: no checkpoint there; let that run reach one")
-    return Source(option=label, path=found[-1], identity=recorded.recorded_config(run)["identity"])
+    return FoundRun(option=label, path=found[-1], identity=recorded.recorded_config(run)["identity"])
 
 
-def identity(tune: TuneConfig) -> dict:
+def tune_identity(tune: TuneConfig) -> dict:
     """Return what of a run's identity follows from where its weights and its targets come from, {} for neither.
 
     Raises:
@@ -88,9 +88,9 @@ def identity(tune: TuneConfig) -> dict:
     """
     facts: dict = {}
     if tune.begin is not None:
-        facts["begin"] = find(tune.begin, "begin").facts()
+        facts["begin"] = find_run(tune.begin, "begin").facts()
     if tune.teacher is not None:
-        facts["teacher"] = find(tune.teacher, "teacher").facts() | {"temperature": tune.temperature}
+        facts["teacher"] = find_run(tune.teacher, "teacher").facts() | {"temperature": tune.temperature}
     return {"tune": facts} if facts else {}
 
 
@@ -102,7 +102,7 @@ def begin_(model: models.Decoder, config: TrainConfig, data: Data) -> None:
     """
     if config.tune.begin is None:
         return
-    source = find(config.tune.begin, "begin")
+    source = find_run(config.tune.begin, "begin")
     _check_tokens(source, config, data)
     _load(model, source)
 
@@ -115,14 +115,14 @@ def teacher_of(config: TrainConfig, data: Data, device: torch.device) -> nn.Modu
     """
     if config.tune.teacher is None:
         return None
-    source = find(config.tune.teacher, "teacher")
+    source = find_run(config.tune.teacher, "teacher")
     _check_tokens(source, config, data)
     model = models.Decoder(source.shape())
     _load(model, source)
     return model.to(device).eval().requires_grad_(False)
 
 
-def _check_tokens(source: Source, config: TrainConfig, data: Data) -> None:
+def _check_tokens(source: FoundRun, config: TrainConfig, data: Data) -> None:
     theirs = source.identity.get("data")
     theirs = theirs.get(TOKENS) if isinstance(theirs, dict) else None
     if theirs != config.data.tokenizer:
@@ -135,7 +135,7 @@ def _check_tokens(source: Source, config: TrainConfig, data: Data) -> None:
         )
 
 
-def _load(model: models.Decoder, source: Source) -> None:
+def _load(model: models.Decoder, source: FoundRun) -> None:
     saved = checkpoint.load_checkpoint(source.path, source.identity)
     if checkpoint.is_of_ranks(source.path):
         from halfbyte.train import sharded  # DCP takes a second to import
@@ -144,7 +144,7 @@ def _load(model: models.Decoder, source: Source) -> None:
         none = torch.optim.SGD([torch.zeros(1)])  # of the optimizer's state nothing stays
         saved = sharded.load_tensors(source.path, saved, model, none, World())
     try:
-        restore.check_model(saved["model"], model.state_dict())
+        restore.check_weights(saved["model"], model.state_dict())
     except ValueError as error:
         raise ValueError(f"{source.option}: does not fit this run ({error})") from error
     model.load_state_dict(saved["model"])

@@ -95,3 +95,31 @@ def test_an_export_of_others_needs_a_recipe(tmp_path):
     path.write_text(path.read_text().replace("LlamaForCausalLM", "LlamaForNothing"))
     with pytest.raises(ValueError, match=r"architectures=\['LlamaForNothing'\]"):
         load_exported(tmp_path / "out", HalfbyteConfig())
+
+
+def test_weights_that_exist_in_nvfp4_only(tmp_path):
+    """From values by from_pretrained, and from an export's codes: what each forward multiplies is what it was."""
+    llama().save_pretrained(tmp_path / "plain")
+    wanted = HalfbyteConfig("nvfp4", keep=NOTHING_KEPT, weights="nvfp4")
+    assert HalfbyteConfig.from_dict(json.loads(wanted.to_json_string())).weights == "nvfp4"
+    model = AUTO.from_pretrained(tmp_path / "plain", quantization_config=wanted)
+    twin = AUTO.from_pretrained(tmp_path / "plain", quantization_config=HalfbyteConfig("nvfp4", keep=NOTHING_KEPT))
+    kinds = {n: type(p) for n, p in model.named_parameters()}
+    assert [n for n, kind in kinds.items() if kind is hb.tensor.PrimaryWeight] == [
+        f"{name}.weight" for name in twin.hf_quantizer.report.converted
+    ]
+    assert torch.equal(loss(model), loss(twin))
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "no")
+    hb.export.save(model, tmp_path / "out")
+    again = load_exported(tmp_path / "out", weights="nvfp4")
+    assert torch.equal(loss(again.train()), loss(twin))
+    for name, kind in kinds.items():
+        own = again.get_parameter(name)
+        assert type(own) is kind
+        if kind is hb.tensor.PrimaryWeight:
+            assert torch.equal(own.qdata, model.get_parameter(name).qdata)
+            assert torch.equal(own.amax, model.get_parameter(name).amax)
+    for call in (lambda: HalfbyteConfig(weights="codes"), lambda: load_exported(tmp_path / "out", weights="codes")):
+        with pytest.raises(ValueError, match="weights='codes': give 'plain' or 'nvfp4'"):
+            call()

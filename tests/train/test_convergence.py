@@ -36,7 +36,7 @@ def chain(length: int) -> str:
     return "".join(letters)
 
 
-LATER = ("quartet2", "rl")
+LATER = ("quartet2", "rl", "qat")
 """Presets that `make test-full` trains."""
 
 

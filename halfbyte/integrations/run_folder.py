@@ -1,0 +1,86 @@
+"""A folder of `halfbyte train` as a model of transformers: its decoder is Llama's, parameter by parameter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from halfbyte.convert import quantize_
+from halfbyte.policy import Keep
+from halfbyte.spec import parse_recipe
+
+CHECKPOINTS = "checkpoints"
+NAME = re.compile(r"step-(\d{8,})(\.pt)?")
+EVERYWHERE = "@all"
+
+
+class RunModel(NamedTuple):
+    """The model of a run, converted to its recipe, and what its GEMMs computed in."""
+
+    model: Any
+    compute_dtype: torch.dtype
+
+
+def is_run(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a run of `halfbyte train`, which names no architecture."""
+    return isinstance(config.get("identity"), Mapping) and "shape" in config["identity"]
+
+
+def load_run(source: Path, config: Mapping[str, Any]) -> RunModel:
+    """Return the newest checkpoint of a run as LlamaForCausalLM, under the recipe of the run.
+
+    Raises:
+        ValueError: its model has experts, there is no checkpoint of one process, or it cannot be read.
+    """
+    import transformers
+
+    identity = config["identity"]
+    shape = identity["shape"]
+    if shape.get("moe") is not None:
+        raise ValueError(
+            f"{source}: a run of halfbyte train with experts, whose blocks no architecture of transformers has; dense "
+            "models are exported"
+        )
+    llama = transformers.LlamaConfig(
+        hidden_size=shape["dim"],
+        intermediate_size=shape["hidden"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        vocab_size=shape["vocab_size"],
+        rms_norm_eps=shape["norm_eps"],
+        rope_parameters={"rope_type": "default", "rope_theta": shape["rope_theta"]},
+        tie_word_embeddings=shape["tie_embeddings"],
+        max_position_embeddings=identity["data"]["sequence"],
+        architectures=["LlamaForCausalLM"],
+    )
+    model = transformers.LlamaForCausalLM(llama)
+    weights = _weights(source)
+    model.load_state_dict({name if name.startswith("lm_head.") else f"model.{name}": w for name, w in weights.items()})
+    recipe = parse_recipe(identity["recipe_key"])
+    if not recipe.specs:
+        raise ValueError(f"{source}: the run trained in {identity['recipe']}, so there are no bytes of NVFP4 to export")
+    keep = Keep(names=(), last_fraction=0.0) if identity["recipe"].endswith(EVERYWHERE) else None
+    quantize_(model, recipe, keep=keep)
+    return RunModel(model.eval(), getattr(torch, config["dtype"]))
+
+
+def _weights(source: Path) -> dict[str, torch.Tensor]:
+    folder = source / CHECKPOINTS
+    found = sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name)) if folder.is_dir() else []
+    if not found:
+        raise ValueError(f"{source}: a run of halfbyte train without a checkpoint; let it reach one")
+    if not found[-1].suffix:
+        raise ValueError(
+            f"{found[-1]}: a checkpoint of several ranks; go on with one process (the same command without torchrun, "
+            "--dp-shard and --dp-replicate, and more --steps), whose checkpoint is one file"
+        )
+    try:
+        return torch.load(found[-1], map_location="cpu", weights_only=True)["model"]
+    except Exception as error:  # a damaged file may fail in any way
+        line = str(error).partition("\n")[0]
+        raise ValueError(f"{found[-1]}: cannot be read ({line}); restore it from a copy") from error

@@ -1,0 +1,87 @@
+"""`halfbyte export` of a folder of `halfbyte train`: the run's bytes, in a Llama that computes what its model does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.23")
+
+from export_decoder import stored
+
+import halfbyte as hb
+from halfbyte import cli
+from halfbyte.train import config as configs
+from halfbyte.train import data, loop
+from halfbyte.train import model as models
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run")
+    (path / "text.txt").write_text("def f(x): return x + 1  # the same line again\n" * 400)
+    tiny = configs.tiny()
+    text = replace(tiny.data, corpus=str(path / "text.txt"))
+    run = replace(tiny.run, out=path / "run", cache=path / "cache")
+    one = replace(tiny, data=text, run=run, optim=replace(tiny.optim, steps=3))
+    loop.train(one, "nvfp4@all", data.load_data(one.data, run.cache))
+    return path / "run"
+
+
+def weights(folder):
+    return torch.load(sorted((folder / "checkpoints").glob("*.pt"))[-1], weights_only=True)["model"]
+
+
+def test_bytes_and_logits_are_those_of_the_run(folder, tmp_path, capsys):
+    assert cli.main(["export", str(folder), str(tmp_path / "out")]) == 0
+    assert "0 % of the quantized bytes differ" in capsys.readouterr().out
+    tensors = stored(tmp_path / "out")
+    decoder = models.Decoder(models.model_preset("tiny"))
+    decoder.load_state_dict(weights(folder))
+    hb.quantize_(decoder, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    assert len([name for name in tensors if name.endswith("weight_packed")]) == 15  # 14, and the head
+    for name, layer in decoder.named_modules():
+        if isinstance(layer, hb.nn.Linear):
+            amax = hb.nn.linear.shared_amax(layer, None) if layer.amax_group else None
+            own = hb.quantize(layer.weight.detach(), hb.NVFP4(block=(16, 16)), amax=amax)
+            key = name if name == "lm_head" else f"model.{name}"
+            assert torch.equal(tensors[f"{key}.weight_packed"], own.qdata), name
+    tokens = torch.arange(24).view(1, 24)
+    from halfbyte.integrations.run_folder import load_run
+
+    llama = load_run(folder, json.loads((folder / "config.json").read_text())).model
+    with torch.no_grad(), hb.high_precision(decoder), hb.high_precision(llama):
+        torch.testing.assert_close(llama(input_ids=tokens).logits, decoder(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_refusals(folder, tmp_path, capsys):
+    def fails(source, *options) -> str:
+        assert cli.main(["export", str(source), str(tmp_path / "out"), *options]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and not (tmp_path / "out").exists()
+        return error
+
+    assert "--recipe=nvfp4: " in (said := fails(folder, "--recipe", "nvfp4")) and "says its own; leave it out" in said
+    config = json.loads((folder / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    for change, words in (
+        ({"recipe": "bf16", "recipe_key": hb.recipes.bf16().key}, "the run trained in bf16, so there are no bytes"),
+        ({"shape": config["identity"]["shape"] | {"moe": {"experts": 8}}}, "a run of halfbyte train with experts"),
+    ):
+        (other / "config.json").write_text(json.dumps(config | {"identity": config["identity"] | change}))
+        (other / "checkpoints").mkdir(exist_ok=True)
+        saved = sorted((folder / "checkpoints").glob("*.pt"))[-1]
+        (other / "checkpoints" / saved.name).write_bytes(saved.read_bytes())
+        assert words in fails(other)
+    (other / "config.json").write_text(json.dumps(config))
+    (other / "checkpoints" / saved.name).write_bytes(b"PK")
+    assert "cannot be read" in fails(other)
+    (other / "checkpoints" / "step-99999999").mkdir()
+    assert "a checkpoint of several ranks; go on with one process" in fails(other)
+    for path in sorted((other / "checkpoints").iterdir()):
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert "a run of halfbyte train without a checkpoint" in fails(other)
