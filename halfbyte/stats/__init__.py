@@ -2,6 +2,7 @@
 
 from halfbyte.stats.collect import StatsCollector, collect_stats
 from halfbyte.stats.figures import LayerStatistics, OperandStatistics, ProductStatistics, TensorStatistics
+from halfbyte.stats.sensitivity import Proposal, SensitivityReport, Trial, sensitivity
 from halfbyte.stats.sinks import JSONL, Table, TensorBoard, WandB, as_lines, read_records
 from halfbyte.stats.table import StepStatistics
 
@@ -10,13 +11,17 @@ __all__ = [
     "LayerStatistics",
     "OperandStatistics",
     "ProductStatistics",
+    "Proposal",
+    "SensitivityReport",
     "StatsCollector",
     "StepStatistics",
     "Table",
     "TensorBoard",
     "TensorStatistics",
+    "Trial",
     "WandB",
     "as_lines",
     "collect_stats",
     "read_records",
+    "sensitivity",
 ]
