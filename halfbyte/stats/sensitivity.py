@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from halfbyte.spec import Recipe
 from halfbyte.stats.collect import spec_keys
 from halfbyte.stats.counterfactual import Counterfactual
 from halfbyte.stats.figures import SIDES
+from halfbyte.stats.pictures import heat_map
 from halfbyte.stats.table import aligned_table, html_table
 
 ALL = "all six"
@@ -164,6 +166,21 @@ class SensitivityReport:
         writer.writerow(("target", "operand", "cosine", "gain", "loss", "share"))
         writer.writerows((c.target, c.operand, c.cosine, c.gain, c.loss, c.share) for c in self.candidates)
         return text.getvalue()
+
+    def draw(self, folder: str | Path) -> list[Path]:
+        """Draw the gains as a heat-map, PNG and SVG, into a folder, and return the paths.
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"sensitivity.{end}" for end in ("png", "svg")]
+        gains = {(one.target, one.operand): one.gain for one in self.candidates}
+        tried = [operand for operand in (ALL, *SIDES) if any(one.operand == operand for one in self.candidates)]
+        values = [[gains.get((target, operand), math.nan) for operand in tried] for target in self.targets]
+        heat_map(paths, self.targets, tried, values, "gain in gradient cosine with this operand in high precision")
+        return paths
 
     def closing_lines(self) -> list[str]:
         """Return what is said under the table."""
