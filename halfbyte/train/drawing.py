@@ -8,7 +8,7 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 640, 260
-LEFT, RIGHT, TOP, BOTTOM = 64, 10, 10, 34
+LEFT, RIGHT, TOP, BOTTOM = 64, 22, 10, 34
 SERIES = 8
 """Colours of the style sheet."""
 

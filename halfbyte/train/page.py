@@ -23,8 +23,9 @@ CURVES = 8
 """Layers whose curves are drawn at once."""
 
 STYLE = """
-:root { color-scheme: light dark; --text: #1d1d1f; --back: #fcfcfb; --soft: #6b6b70; --line: #dcdcd8; --heat-colour: #d55e00;
-  --s0: #222222; --s1: #0072b2; --s2: #009e73; --s3: #b07800; --s4: #d55e00; --s5: #a8578a; --s6: #2a7fa8; --s7: #8b6f47; }
+:root { color-scheme: light dark; --text: #1d1d1f; --back: #fcfcfb; --soft: #6b6b70; --line: #dcdcd8;
+  --heat-colour: #d55e00; --s0: #222222; --s1: #0072b2; --s2: #009e73; --s3: #b07800; --s4: #d55e00; --s5: #a8578a;
+  --s6: #2a7fa8; --s7: #8b6f47; }
 @media (prefers-color-scheme: dark) { :root { --text: #e8e8e6; --back: #17181a; --soft: #a3a3a8; --line: #3a3b3e;
   --heat-colour: #ff8a3d; --s0: #f2f2f2; --s1: #56b4e9; --s2: #3fd0a4; --s3: #e6b84d; --s4: #ff8a3d; --s5: #e39ac6;
   --s6: #8fd3f4; --s7: #c9ab7c; } }
@@ -35,26 +36,26 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } .unit, .
 a { color: var(--s1); } :focus-visible { outline: 3px solid var(--s1); outline-offset: 2px; }
 nav ul, .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; padding: 0; list-style: none; }
 .skip { position: absolute; left: -99rem; } .skip:focus { left: 1rem; background: var(--back); padding: .4rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem; }
+.charts { display: grid; margin-top: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem; }
 figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; display: block; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; } .grid { stroke: var(--line); }
-polyline { fill: none; stroke: currentColor; stroke-width: 2; } circle { fill: currentColor; }
+polyline { fill: none; stroke: var(--mark); stroke-width: 2; } circle { fill: var(--mark); }
 .legend li::before { content: ""; display: inline-block; width: 1rem; height: .2rem; margin-right: .4rem;
-  vertical-align: middle; background: currentColor; }
+  vertical-align: middle; background: var(--mark); }
 .scroll { overflow-x: auto; max-width: 100%; } table { border-collapse: collapse; font-size: .875rem; }
 th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 .heat td { background: color-mix(in srgb, var(--heat-colour) var(--heat, 0%), transparent); }
 pre { font-size: .8rem; margin: 0; } details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
-""" + "".join(f".s{i} {{ color: var(--s{i}); }}\n" for i in range(8))
+""" + "".join(f".s{i} {{ --mark: var(--s{i}); }}\n" for i in range(8))
 
 
 def main(arguments: list[str]) -> int:
     """Run `halfbyte report`; returns 0."""
     parser = argparse.ArgumentParser(
         prog="halfbyte report",
-        description="Write a run, or a comparison, as one HTML page: losses, gaps, statistics over steps, layers, where "
-        "it ran.",
+        description="Write a run, or a comparison, as one HTML page: losses, gaps, statistics over steps, layers, "
+        "where it ran.",
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, help="the folder of `halfbyte train` or `halfbyte compare`")
@@ -87,8 +88,8 @@ def page(source: Path) -> str:
     body = "".join(f'<section id="{_anchor(title)}"><h2>{title}</h2>{text}</section>' for title, text in shown.items())
     title = escape(f"{source.resolve().name}: {', '.join(runs)}")
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
-        f'initial-scale=1"><title>{title}</title><style>{STYLE}</style></head><body>'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        f'content="width=device-width, initial-scale=1"><title>{title}</title><style>{STYLE}</style></head><body>'
         f'<a class="skip" href="#losses">to the losses</a><header><h1>{title}</h1>'
         f'<nav aria-label="sections"><ul>{links}</ul></nav></header><main>{body}</main></body></html>\n'
     )
@@ -106,7 +107,8 @@ def _runs(source: Path) -> dict[str, Path]:
     if not found:
         raise ValueError(f"{source}: holds no run; give the folder of `halfbyte train` or `halfbyte compare`")
     if (source / RESULTS).exists():
-        ordered = [str(result.get("recipe")) for result in files.read_json_list(source / RESULTS)]
+        results = files.read_json(source / RESULTS).get("results", [])
+        ordered = [str(result.get("recipe")) for result in results]
         return {name: found[name] for name in ordered if name in found} | found
     return found
 
