@@ -36,7 +36,8 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } .unit, .
 a { color: var(--s1); } :focus-visible { outline: 3px solid var(--s1); outline-offset: 2px; }
 nav ul, .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; padding: 0; list-style: none; }
 .skip { position: absolute; left: -99rem; } .skip:focus { left: 1rem; background: var(--back); padding: .4rem; }
-.charts { display: grid; margin-top: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem; }
+.charts { display: grid; margin-top: 1rem; gap: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
 figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; display: block; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; } .grid { stroke: var(--line); }
 polyline { fill: none; stroke: var(--mark); stroke-width: 2; } circle { fill: var(--mark); }

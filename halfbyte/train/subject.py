@@ -143,7 +143,8 @@ def _of_transformers(source: Path, device: torch.device) -> Subject:
         raise ValueError(f"{source}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from error
 
     def encode(text: str) -> list[int]:
-        return transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)(text)["input_ids"]
+        coder: Any = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
+        return coder(text)["input_ids"]
 
     def loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(model(inputs).logits.float().flatten(0, 1), targets.flatten())

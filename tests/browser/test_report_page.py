@@ -22,7 +22,7 @@ ASK = """
 <script>
 const root = document.documentElement, inside = e => e.closest('.scroll') !== null;
 for (const one of document.querySelectorAll('details')) one.open = true;
-const parse = c => { const m = c.match(/[\\d.]+/g).map(Number); return m.length > 3 && m[3] === 0 ? null : m.slice(0, 3); };
+const parse = c => c.match(/[\\d.]+/g).map(Number).slice(0, 3);
 const light = c => c.map(v => v / 255).map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
   .reduce((s, v, i) => s + v * [0.2126, 0.7152, 0.0722][i], 0);
 const back = parse(getComputedStyle(document.body).backgroundColor);
@@ -32,8 +32,8 @@ const contrast = e => { const a = light(parse(getComputedStyle(e).fill !== 'rgb(
 const texts = [...document.querySelectorAll('h1,h2,p,li,figcaption,summary,text,th,pre,a')];
 root.dataset.answer = JSON.stringify({
   overflow: root.scrollWidth - root.clientWidth,
-  wide: [...document.body.querySelectorAll('*')].filter(e => !inside(e) && e.getBoundingClientRect().right > innerWidth + 1
-    && !e.classList.contains('skip')).map(e => e.tagName),
+  wide: [...document.body.querySelectorAll('*')].filter(e => !inside(e)
+    && e.getBoundingClientRect().right > innerWidth + 1 && !e.classList.contains('skip')).map(e => e.tagName),
   back, contrast: Math.min(...texts.map(contrast)), width: innerWidth,
   fetched: performance.getEntriesByType('resource').map(e => e.name),
   reached: [...document.querySelectorAll('a[href],summary,[tabindex="0"]')].filter(e => { e.focus();
@@ -90,7 +90,7 @@ def chromium(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def answers(source, tmp_path_factory) -> dict:
-    """Return what Chromium says of the page, by theme and width; a frame sets the width, windows have a smallest one."""
+    """Return what Chromium says of the page, by theme and width; a frame sets it, for windows have a smallest one."""
     folder = tmp_path_factory.mktemp("asked")
     (folder / "page.html").write_text(page.page(source).replace("</body>", ASK + "</body>"))
     found = {}
