@@ -8,6 +8,7 @@
 #   make test-integrations   packages of others read what this one writes (they are installed into .venv)
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
 #   make test-docs   every code block, example, link and figure of the documentation, and the site, strict
+#   make test-browser   pages of `halfbyte report` in Chromium (apt-get install -y chromium)
 #   make test-package   wheel and sdist: built, installed in an empty environment, run        make dist       into dist/
 #   make figures     the figures of docs/concepts.md, drawn again
 #   make bench       benchmarks on this machine's GPU, with its own python3
@@ -22,11 +23,11 @@ NEXT := $(VENV)/torch-2.15
 APART := --quiet --disable-pip-version-check --no-deps --upgrade
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 JOBS ?= 2
-ELSEWHERE := $(addprefix --ignore=tests/,gpu clients docs package scale)
+ELSEWHERE := $(addprefix --ignore=tests/,browser gpu clients docs package scale)
 REPOSITORY ?= pypi
 
 .DEFAULT_GOAL := setup
-.PHONY: setup train test test-full test-distributed test-distributed-full test-distributed-next test-targets test-targets-full test-integrations test-docs test-package test-gpu check bench docs figures dist publish clean
+.PHONY: setup train test test-browser test-full test-distributed test-distributed-full test-distributed-next test-targets test-targets-full test-integrations test-docs test-package test-gpu check bench docs figures dist publish clean
 
 setup: $(VENV)/setup.stamp
 
@@ -88,6 +89,9 @@ test-integrations: $(VENV)/integrations.stamp
 
 test-docs: $(VENV)/docs.stamp
 	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest tests/docs -n $(JOBS) --dist loadfile --timeout 300 -q $(TEST_ARGS)
+
+test-browser: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser --timeout 300 -q $(TEST_ARGS)
 
 test-package: setup
 	$(BIN)/python -m pytest tests/package --timeout 300 -q $(TEST_ARGS)

@@ -14,7 +14,7 @@ from halfbyte.rng import Philox
 from halfbyte.schedule import Schedule
 from halfbyte.spec import MXFP8, NVFP4, BlockMax, Eden, FourOverSix, GemmSpec, Hadamard, Recipe
 from halfbyte.state import RunState
-from halfbyte.stats import collect_stats
+from halfbyte.stats import collect_stats, inspect
 from halfbyte.tensor import QuantTensor, grouped_quantize_row_col, quantize, quantize_row_col
 from halfbyte.unconvert import unquantize_
 from halfbyte.version import __version__
@@ -46,6 +46,7 @@ __all__ = [
     "grouped_linear",
     "grouped_quantize_row_col",
     "high_precision",
+    "inspect",
     "layout",
     "linear",
     "linear_shared",

@@ -2,21 +2,29 @@
 
 from halfbyte.stats.collect import StatsCollector, collect_stats
 from halfbyte.stats.figures import LayerStatistics, OperandStatistics, ProductStatistics, TensorStatistics
-from halfbyte.stats.sinks import JSONL, Table, TensorBoard, WandB, as_lines, read_records
+from halfbyte.stats.inspection import Finding, InspectReport, inspect
+from halfbyte.stats.sensitivity import Proposal, SensitivityReport, Trial, sensitivity
+from halfbyte.stats.sinks import JSONL, Table, TensorBoard, WandB, read_records
 from halfbyte.stats.table import StepStatistics
 
 __all__ = [
     "JSONL",
+    "Finding",
+    "InspectReport",
     "LayerStatistics",
     "OperandStatistics",
     "ProductStatistics",
+    "Proposal",
+    "SensitivityReport",
     "StatsCollector",
     "StepStatistics",
     "Table",
     "TensorBoard",
     "TensorStatistics",
+    "Trial",
     "WandB",
-    "as_lines",
     "collect_stats",
+    "inspect",
     "read_records",
+    "sensitivity",
 ]

@@ -106,6 +106,9 @@ class Observed:
         self.weights = [w.detach().to(x.dtype) for w in rest[:n]]
         self.amaxes, self.bases, self.dys = rest[n : 2 * n], rest[2 * n : 3 * n + 1], rest[3 * n + 1 :]
         *self.draws, self.signs = draws_of(request, self.bases, streams)
+        self.recipe = request.recipe
+        gemms = self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad
+        self.fprop, self.dgrad, self.wgrad = (gemm or BF16_GEMM for gemm in gemms)
 
     def place(self, draw: Draw | None, stream: int, signs: tuple[int, int]) -> Place:
         """Return where an operand draws; its codes are kept."""
@@ -114,7 +117,7 @@ class Observed:
 
 def observe(seen: Observed, ledgers: dict[int, Tensor]) -> None:
     """Add what was seen to the ledgers of the layers with these numbers."""
-    recipe = seen.request.recipe
+    recipe = seen.recipe
     x_parts, x_tensor = _sides_of_x(seen), tensor_sums(seen.x)
     for i, ledger in ledgers.items():
         w, dy = seen.weights[i], seen.dys[i].reshape(matrix_shape(seen.dys[i].shape))
@@ -131,9 +134,8 @@ def observe(seen: Observed, ledgers: dict[int, Tensor]) -> None:
 
 def _sides_of_w(w: Tensor, seen: Observed, i: int) -> dict:
     """Measure a weight as fprop and dgrad multiply by it."""
-    recipe, names = seen.request.recipe, ("w.row", "w.col")
-    fprop, dgrad = (gemm or BF16_GEMM for gemm in (recipe.fprop, recipe.dgrad))
-    specs = fprop.b, dgrad.b if seen.needs[0] else None
+    recipe, names = seen.recipe, ("w.row", "w.col")
+    specs = seen.fprop.b, seen.dgrad.b if seen.needs[0] else None
     amax = seen.amaxes[seen.request.amax_of[i]]
     amaxes = ops.Amaxes(*(amax if takes_amax(spec) else None for spec in specs))
     place = seen.place(seen.draws[i], W, (FPROP_SIGNS, DGRAD_SIGNS))
@@ -145,9 +147,8 @@ def _sides_of_w(w: Tensor, seen: Observed, i: int) -> dict:
 
 
 def _sides_of_x(seen: Observed) -> dict:
-    recipe = seen.request.recipe
-    fprop, wgrad = (gemm or BF16_GEMM for gemm in (recipe.fprop, recipe.wgrad))
-    names, specs = ("x.row", "x.col"), (fprop.a, wgrad.b if any(seen.needs[1:]) else None)
+    recipe = seen.recipe
+    names, specs = ("x.row", "x.col"), (seen.fprop.a, seen.wgrad.b if any(seen.needs[1:]) else None)
     place = seen.place(seen.draws[0], X, (FPROP_SIGNS, WGRAD_SIGNS))
     x = without_mean(seen.x, ops.token_mean(seen.x)) if recipe.splits_mean else seen.x
     if recipe.backward == "original":

@@ -90,8 +90,8 @@ class StepStatistics:
         return lines + [f"not measured: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
     def __str__(self) -> str:
-        parts = [f"step {self.step}", *_aligned(HEAD, self.operand_rows()), ""]
-        parts += [*_aligned(PRODUCT_HEAD, self.product_rows()), "", *self.closing_lines()]
+        parts = [f"step {self.step}", *aligned_table(HEAD, self.operand_rows()), ""]
+        parts += [*aligned_table(PRODUCT_HEAD, self.product_rows()), "", *self.closing_lines()]
         return "\n".join(parts)
 
     def _repr_html_(self) -> str:
@@ -147,7 +147,7 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f} %"
 
 
-def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table, names to the left and numbers to the right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     return [

@@ -9,6 +9,7 @@ from torch import nn
 
 from halfbyte import stats
 from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.stats.sinks import as_lines
 from halfbyte.train import files
 from halfbyte.train.log import Log, Silent
 from halfbyte.train.ranks import World
@@ -23,7 +24,7 @@ class RunSink:
         path = folder / NAME
         with files.naming(path):
             kept = [record for record in read_statistics(folder) if record["step"] <= after]
-            files.write_text(path, stats.as_lines(kept))
+            files.write_text(path, as_lines(kept))
         self._path, self._lines = path, stats.JSONL(path)
 
     def write(self, statistics: stats.StepStatistics) -> None:

@@ -100,6 +100,11 @@ def test_the_mixture_is_a_sum_over_experts():
     assert torch.allclose(mixture(x), expected, rtol=1e-4, atol=1e-6)  # grouped_mm sums in fp32
 
 
+def test_watch_training():
+    found = load("watch_training")["main"](steps=10)
+    assert found["step"] == 10 and found["finding"].layer == "1.down" and found["keep"] == ("1.down",)
+
+
 def test_lora():
     beside, aware = load("lora")["main"](steps=24).values()
     assert beside["base"] == aware["base"]

@@ -22,9 +22,10 @@ MODULES = {
     "halfbyte.nn": hb.nn,
     "halfbyte.distributed": hb.distributed,
     "halfbyte.export": hb.export,
+    "halfbyte.stats": hb.stats,
     "halfbyte.tensor": hb.tensor,
 }
-PAGES_OF_THEIR_OWN = {"__version__", "distributed", "export", "layout", "nn"}
+PAGES_OF_THEIR_OWN = {"__version__", "distributed", "export", "layout", "nn", "stats"}
 """Public names that are a version or a module whose members are documented one by one."""
 
 
@@ -87,7 +88,7 @@ def test_every_public_name_is_documented(site):
     documented = {line.split(" ")[0] for line in zlib.decompress(inventory).decode().splitlines()}
     public = {f"{path}.{item}" for path, module in MODULES.items() for item in module.__all__}
     same = {"halfbyte.tensor.QuantTensor": "halfbyte.QuantTensor"}  # one object under two names
-    for path in ("tensor", "nn"):
+    for path in ("tensor", "nn", "stats"):
         same |= {
             f"halfbyte.{path}.{item}": f"halfbyte.{item}"
             for item in MODULES[f"halfbyte.{path}"].__all__

@@ -1,0 +1,356 @@
+"""hb.inspect: which layers and operands lose most under which recipe, what is wrong with them, and what to keep.
+
+Weights are measured under every recipe as they are. With a batch, one step is run under the first recipe: activations
+and gradients are measured as `hb.collect_stats` does it, and layers are ranked by `hb.stats.sensitivity`.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import html
+import io
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte import ops
+from halfbyte.convert import quantize_
+from halfbyte.functional.foreign import PLAIN
+from halfbyte.nn.linear import Linear, describe_recipe
+from halfbyte.policy import Keep, plain_name
+from halfbyte.recipes import resolve
+from halfbyte.rng import Philox
+from halfbyte.sides import Side
+from halfbyte.spec import Recipe
+from halfbyte.stats import pictures
+from halfbyte.stats.collect import collect_stats, spec_keys
+from halfbyte.stats.figures import (
+    SIDE_SUMS,
+    SIDES,
+    LayerStatistics,
+    OperandStatistics,
+    TensorStatistics,
+)
+from halfbyte.stats.measure import side_sums, tensor_sums
+from halfbyte.stats.sensitivity import BUDGET, Proposal, SensitivityReport, sensitivity
+from halfbyte.stats.table import HEAD, StepStatistics, aligned_table, html_table
+
+RECIPES = ("nvfp4", "four_over_six", "mxfp8")
+CHANNEL_SHARE, CHANNEL_TIMES = 0.1, 10.0
+"""A channel is an outlier if this share of its values are outliers, this many times the share of the whole tensor."""
+TINY = 1e-4
+"""Times the median of the other layers' gradients: below, a layer hardly learns."""
+WEIGHT_HEAD = (
+    "layer",
+    "recipe",
+    "operand",
+    "SNR dB",
+    "rel. error",
+    "underflow",
+    "saturated",
+    "RHT gain dB",
+    "outliers",
+)
+WORST = 6
+"""Layers of which histograms are drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something about one layer that a user should look at.
+
+    Args:
+        layer: its name.
+        kind: "dead", "outlier channel", "tiny gradients" or "noise".
+        text: what was seen.
+    """
+
+    layer: str
+    kind: Literal["dead", "outlier channel", "tiny gradients", "noise"]
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightLoss:
+    """A weight under one recipe: what its operands lose.
+
+    Args:
+        layer, recipe: names.
+        operands: {w.row, w.col: OperandStatistics}, as far as the recipe quantizes them.
+    """
+
+    layer: str
+    recipe: str
+    operands: Mapping[str, OperandStatistics]
+
+    @property
+    def snr_db(self) -> float:
+        """Of the operand that loses most; infinite where none is quantized."""
+        return min((one.snr_db for one in self.operands.values()), default=math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectReport:
+    """What `hb.inspect` found; prints what is wrong, then the tables, the worst layers first.
+
+    Args:
+        weights: of every layer under every recipe.
+        spreads: {layer: outliers of its weight}.
+        histograms: {layer: `pictures.magnitudes` of its weight}.
+        step: of the batch, None without one.
+        ranking: of the batch, None without one.
+        budget: share of the FLOPs that the proposal may cost.
+    """
+
+    weights: tuple[WeightLoss, ...]
+    spreads: Mapping[str, TensorStatistics]
+    histograms: Mapping[str, Sequence[float]]
+    step: StepStatistics | None
+    ranking: SensitivityReport | None
+    budget: float
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is wrong: dead layers first, then outlier channels, tiny gradients, noise."""
+        layers = {row.name: row for row in self.step.layers} if self.step else {}
+        found = [*_dead(self.spreads, layers), *_channels(self.spreads, layers), *_tiny(layers), *_noisy(layers)]
+        return tuple(found)
+
+    @property
+    def proposal(self) -> Proposal | None:
+        """What to keep in high precision within the budget; None without a batch."""
+        return None if self.ranking is None else self.ranking.propose(self.budget)
+
+    @property
+    def worst(self) -> tuple[WeightLoss, ...]:
+        """The weights, the lowest SNR first."""
+        return tuple(sorted(self.weights, key=lambda one: one.snr_db))
+
+    def weight_rows(self) -> list[tuple[str, ...]]:
+        """Return the cells of the table of weights, under `WEIGHT_HEAD`."""
+        return [
+            (
+                *(loss.layer, loss.recipe, name, f"{one.snr_db:.2f}", f"{one.relative_error:.4f}"),
+                *(f"{100 * share:.2f} %" for share in (one.underflow_share, one.saturation_share)),
+                "-" if math.isnan(one.rht_gain_db) else f"{one.rht_gain_db:+.2f}",
+                f"{100 * self.spreads[loss.layer].outlier_share:.3f} %",
+            )
+            for loss in self.worst
+            for name, one in loss.operands.items()
+        ]
+
+    def csv(self) -> str:
+        """Return everything that was measured as CSV: one line for each operand, of weights for each recipe."""
+        text = io.StringIO()
+        names = ("layer", "recipe", "operand", "spec", "amax", "snr_db", "relative_error", "underflow", "saturation")
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow((*names, "scale_underflow", "four_over_six", "rht_gain_db"))
+        measured = [(loss.layer, loss.recipe, one) for loss in self.weights for one in loss.operands.values()]
+        if self.step is not None:
+            measured += [
+                (row.name, f"{row.recipe} (step)", one) for row in self.step.layers for one in row.operands.values()
+            ]
+        for layer, recipe, one in measured:
+            shares = (one.underflow_share, one.saturation_share, one.scale_underflow_share, one.four_over_six_share)
+            figures = (one.amax, one.snr_db, one.relative_error, *shares, one.rht_gain_db)
+            writer.writerow((layer, recipe, one.name, one.spec, *figures))
+        return text.getvalue()
+
+    def draw(self, folder: str | Path) -> list[Path]:
+        """Draw heat-map and histograms as PNG and SVG into a folder, and return the paths.
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        maps, bars = ([folder / f"{name}.{end}" for end in ("png", "svg")] for name in ("heatmap", "histograms"))
+        if self.step is not None:
+            names = [row.name for row in self.step.layers]
+            values = [[_snr(row.operands.get(side)) for side in SIDES] for row in self.step.layers]
+            pictures.heat_map(maps, names, SIDES, values, f"SNR in dB of every operand, {self.step.layers[0].recipe}")
+        else:
+            recipes = list(dict.fromkeys(loss.recipe for loss in self.weights))
+            names = list(self.spreads)
+            snr = {(loss.layer, loss.recipe): loss.snr_db for loss in self.weights}
+            values = [[snr.get((name, recipe), math.nan) for recipe in recipes] for name in names]
+            pictures.heat_map(maps, names, recipes, values, "SNR in dB of weights")
+        worst = list(dict.fromkeys(loss.layer for loss in self.worst))[:WORST]
+        pictures.histograms(bars, {name: self.histograms[name] for name in worst}, "weights that lose most")
+        return [*maps, *bars]
+
+    def closing_lines(self) -> list[str]:
+        """Return findings and proposal."""
+        said = [f"{one.kind}: {one.layer}: {one.text}" for one in self.findings] or ["nothing stands out"]
+        return said + (str(self.proposal).split("\n") if self.proposal is not None else [])
+
+    def __str__(self) -> str:
+        parts = [*self.closing_lines(), "", *aligned_table(WEIGHT_HEAD, self.weight_rows())]
+        if self.step is not None:
+            parts += ["", *aligned_table(HEAD, self.step.operand_rows())]
+        return "\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        said = html.escape("\n".join(self.closing_lines()))
+        step = "" if self.step is None else self.step._repr_html_()
+        ranking = "" if self.ranking is None else self.ranking._repr_html_()
+        return f"<pre>{said}</pre>{html_table(WEIGHT_HEAD, self.weight_rows())}{step}{ranking}"
+
+
+def _snr(one: OperandStatistics | None) -> float:
+    return math.nan if one is None else one.snr_db
+
+
+def _dead(spreads: Mapping[str, TensorStatistics], layers: Mapping[str, LayerStatistics]) -> list[Finding]:
+    words = {"x": "its input is 0", "w": "its weight is 0", "dy": "no gradient reaches it"}
+    found = []
+    for name, spread in spreads.items():
+        tensors = layers[name].tensors if name in layers else {"w": spread}
+        said = [words[key] for key, one in tensors.items() if one.amax == 0]
+        if said:
+            found.append(Finding(layer=name, kind="dead", text=", ".join(said)))
+    return found
+
+
+def _channels(spreads: Mapping[str, TensorStatistics], layers: Mapping[str, LayerStatistics]) -> list[Finding]:
+    found: list[tuple[float, Finding]] = []
+    for name, spread in spreads.items():
+        for key, one in (layers[name].tensors if name in layers else {"w": spread}).items():
+            share = one.top_channel_share
+            if share > CHANNEL_SHARE and share > CHANNEL_TIMES * one.outlier_share:
+                text = f"{100 * share:.0f} % of channel {one.top_channel} of {key} lie beyond 6 times its rms"
+                found.append((share, Finding(layer=name, kind="outlier channel", text=text)))
+    return [one for _, one in sorted(found, key=lambda pair: -pair[0])]
+
+
+def _tiny(layers: Mapping[str, LayerStatistics]) -> list[Finding]:
+    sizes = {name: row.tensors["dy"].amax for name, row in layers.items() if row.tensors["dy"].amax > 0}
+    if len(sizes) < 2:
+        return []
+    middle = statistics.median(sizes.values())
+    small = sorted((size, name) for name, size in sizes.items() if size < TINY * middle)
+    return [
+        Finding(
+            layer=name, kind="tiny gradients", text=f"max |dy| is {size:.1e}, the median of all layers {middle:.1e}"
+        )
+        for size, name in small
+    ]
+
+
+def _noisy(layers: Mapping[str, LayerStatistics]) -> list[Finding]:
+    noisy = sorted((row for row in layers.values() if row.is_noisy), key=lambda row: -row.dw_noise_ratio)
+    text = "the noise of its weight gradient is {:.2f} of the gradient, beyond 1/√3"
+    return [Finding(layer=row.name, kind="noise", text=text.format(row.dw_noise_ratio)) for row in noisy]
+
+
+def weight_loss(name: str, weight: Tensor, recipe: Recipe) -> WeightLoss:
+    """Return what a weight [N, K] loses as the operand of fprop and of dgrad; random bits draw at place 0."""
+    keys = dict(zip(SIDES, spec_keys(recipe), strict=True))
+    gemms = {"w.row": recipe.fprop, "w.col": recipe.dgrad}
+    operands = {}
+    for side_name, gemm in gemms.items():
+        spec = None if gemm is None else gemm.b
+        if spec is None or (side_name == "w.col" and recipe.backward == "dequantized"):
+            continue
+        place = Philox(0).on(weight.device)
+        t = weight.detach() if side_name == "w.row" else weight.detach().T
+        side = Side(spec, draw=place, sign_draw=place)
+        sums, amax = side_sums(t, side, ops.quantize(t, side))
+        values = dict(zip(SIDE_SUMS, sums.tolist(), strict=True))
+        key = keys[side_name] or ""
+        operands[side_name] = OperandStatistics(name=side_name, spec=key, amax=float(amax), **values)
+    return WeightLoss(layer=name, recipe=describe_recipe(recipe), operands=operands)
+
+
+def _spread(weight: Tensor) -> TensorStatistics:
+    (elements, outliers), channels, amax = tensor_sums(weight.detach())
+    return TensorStatistics(
+        name="w",
+        amax=float(amax),
+        elements=float(elements),
+        outliers=float(outliers),
+        channels=tuple(channels.tolist()),
+    )
+
+
+def inspect(
+    model: nn.Module,
+    batch: Callable[[nn.Module], Tensor] | Mapping[str, Any] | None = None,
+    *,
+    recipes: Sequence[Recipe | str] = RECIPES,
+    budget: float = BUDGET,
+    by: Literal["layer", "kind"] = "layer",
+) -> InspectReport:
+    """Say which layers and operands of a model lose most under which recipe, and what to keep in high precision.
+
+    The model itself stays as it is: the step of a batch runs on a copy.
+
+    Args:
+        model: with linear layers, converted or not.
+        batch: a function of the model that returns the loss of one batch; or a dict of arguments for a model that
+            returns an object with a `loss`, as those of transformers do; None for weights alone.
+        recipes: to measure weights under; the step runs under the first.
+        budget: share of the linear layers' FLOPs that the proposal may put in high precision.
+        by: as for `hb.stats.sensitivity`.
+
+    Returns:
+        InspectReport.
+
+    Raises:
+        ValueError: the model has no linear layer with a weight in high precision.
+        TypeError: batch is neither, or `recipes` no list.
+    """
+    if isinstance(recipes, str | Recipe):
+        raise TypeError(f"recipes={recipes!r}: give a list, such as recipes=['nvfp4', 'mxfp8']")
+    if not (batch is None or callable(batch) or isinstance(batch, Mapping)):
+        raise TypeError(f"batch={type(batch).__name__}: give a function of the model that returns a loss, or a dict")
+    chosen = [resolve(recipe) for recipe in recipes]
+    weights = {
+        plain_name(name): module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module.weight) in PLAIN
+    }
+    if not weights:
+        raise ValueError(f"model={type(model).__name__}: no linear layer holds a weight in high precision")
+    losses = [weight_loss(name, weight, recipe) for recipe in chosen for name, weight in weights.items()]
+    step = ranking = None
+    if batch is not None:
+        step, ranking = _step(model, batch, chosen[0], by)
+    return InspectReport(
+        weights=tuple(loss for loss in losses if loss.operands),
+        spreads={name: _spread(weight) for name, weight in weights.items()},
+        histograms={name: pictures.magnitudes(weight) for name, weight in weights.items()},
+        step=step,
+        ranking=ranking,
+        budget=budget,
+    )
+
+
+def _step(
+    model: nn.Module, batch: Any, recipe: Recipe, by: Literal["layer", "kind"]
+) -> tuple[StepStatistics, SensitivityReport]:
+    """Run one step of a copy of the model under a recipe in all layers but heads, routers and adapters."""
+    twin = copy.deepcopy(model)
+    layers = [module for module in twin.modules() if isinstance(module, Linear)]
+    if layers:
+        for layer in layers:
+            layer.recipe = recipe
+    else:
+        quantize_(twin, recipe, keep=Keep(last_fraction=0))
+
+    def run() -> Tensor:
+        return batch(twin) if callable(batch) else twin(**batch).loss
+
+    with torch.enable_grad(), collect_stats(twin, every=1) as collector:
+        run().backward()
+        step = collector.advance()
+    assert step is not None, "every step is sampled"
+    twin.zero_grad()
+    return step, sensitivity(twin, run, by=by, operands=False)

@@ -1,0 +1,152 @@
+"""What `halfbyte inspect` and `halfbyte sensitivity` look at: the model of a run, a checkpoint, or transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfbyte.train import checkpoint, files, folder, tokenizer
+from halfbyte.train import model as models
+from halfbyte.train.moe import MoEConfig
+
+CONFIG = "config.json"
+Loss = Callable[[nn.Module], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model in high precision, and how it reads text.
+
+    Args:
+        name: of the folder or file.
+        model: on the device that it is to run on.
+        encode: text to token ids.
+        loss: (model, inputs [B, T], targets [B, T]) to the loss.
+        recipe: that it was trained under, "" if nobody says.
+    """
+
+    name: str
+    model: nn.Module
+    encode: Callable[[str], list[int]]
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    recipe: str = ""
+
+    def batch(self, text: Path, batch: int, sequence: int) -> Loss:
+        """Return a function from a model like this one to its loss on the first sequences of a text.
+
+        Args:
+            text: a UTF-8 file.
+            batch, sequence: sequences, and tokens of each.
+
+        Raises:
+            ValueError: there is no such file, or too little text in it.
+        """
+        if not text.is_file():
+            raise ValueError(f"--text={text}: is no file; give a text")
+        ids = self.encode(files.read_text(text))
+        needed = batch * sequence + 1
+        if len(ids) < needed:
+            raise ValueError(
+                f"--text={text}: {len(ids)} tokens, {needed} are needed; give more, or less --batch --sequence"
+            )
+        device = next(self.model.parameters()).device
+        tokens = torch.tensor(ids[:needed], device=device)
+        inputs, targets = (part.view(batch, sequence) for part in (tokens[:-1], tokens[1:]))
+        return lambda model: self.loss(model, inputs, targets)
+
+
+def load_subject(source: Path) -> Subject:
+    """Return the model of a run's folder, of one of its checkpoints, or of a folder of transformers.
+
+    Raises:
+        ValueError: it is none of these, or damaged.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if source.is_file():
+        return _of_checkpoint(source, source.parent.parent, device)
+    if not source.is_dir():
+        raise ValueError(
+            f"{source}: is not there; give the folder of a run, a checkpoint of it, or one of transformers"
+        )
+    if not (source / CONFIG).exists():
+        raise ValueError(f"{source}: holds no {CONFIG}; give the folder of a run or one that save_pretrained wrote")
+    if "identity" in files.read_json(source / CONFIG):
+        latest = checkpoint.Checkpoints(source / folder.CHECKPOINTS, keep=1).latest()
+        if latest is None:
+            raise ValueError(f"{source}: the run has no checkpoint yet; train it until it wrote one")
+        return _of_checkpoint(latest, source, device)
+    return _of_transformers(source, device)
+
+
+def _of_checkpoint(path: Path, run: Path, device: torch.device) -> Subject:
+    if checkpoint.is_of_ranks(path):
+        raise ValueError(
+            f"{path}: several ranks wrote it; resume it on one process, whose checkpoint holds whole tensors"
+        )
+    if not (run / CONFIG).exists():
+        raise ValueError(
+            f"{path}: there is no {run / CONFIG} of its run, which says the model's shape; keep them together"
+        )
+    recorded = folder.recorded_config(run)
+    identity = recorded["identity"]
+    saved = checkpoint.load_checkpoint(path, identity)
+    shape = dict(identity["shape"]) | {"vocab_size": recorded["data"]["vocab_size"]}
+    if shape.get("moe"):
+        shape["moe"] = MoEConfig(**shape["moe"])
+    model = models.Decoder(models.ModelConfig(**shape))
+    model.load_state_dict(saved["model"])
+    coder = _tokenizer(run, recorded)
+
+    def encode(text: str) -> list[int]:
+        return [int(token) for part in coder.encode(iter([text.encode()])) for token in part]
+
+    def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        logits, balance = model(inputs, balance=True)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) + balance
+
+    recipe = str(identity["recipe"])
+    return Subject(name=str(path), model=model.to(device), encode=encode, loss=loss, recipe=recipe)
+
+
+def _tokenizer(run: Path, recorded: dict) -> tokenizer.Tokenizer:
+    """Return the tokenizer of a run, from the cache that it used."""
+    name = recorded["identity"]["data"]["tokenizer"]
+    if name == tokenizer.Bytes.key:
+        return tokenizer.Bytes()
+    key = recorded["data"]["tokenizer"]
+    path = Path(recorded["run"]["cache"]) / f"{recorded['identity']['corpus_sha256'][:16]}-{key}.json"
+    if not path.exists():
+        raise ValueError(
+            f"{path}: the tokenizer of {run} is gone; the run's command with --steps unchanged makes it again"
+        )
+    return tokenizer.BPE(path, key, "")
+
+
+def _of_transformers(source: Path, device: torch.device) -> Subject:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error}; models of transformers need it: pip install 'halfbyte[transformers]'") from error
+    config = files.read_json(source / CONFIG)
+    if config.get("quantization_config") is not None:
+        raise ValueError(f"{source}: its weights are quantized already; give the folder that was trained")
+    options: dict[str, Any] = {"local_files_only": True, "dtype": "auto"}
+    try:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{source}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from error
+
+    def encode(text: str) -> list[int]:
+        coder: Any = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
+        return coder(text)["input_ids"]
+
+    def loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model(inputs).logits.float().flatten(0, 1), targets.flatten())
+
+    return Subject(name=str(source), model=model.to(device), encode=encode, loss=loss)

@@ -1,0 +1,182 @@
+"""Counterfactuals of single operands against fp64 products, and what is made of them."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import warnings
+
+import linear_cases
+import oracle
+import pytest
+import torch
+from linear_cases import DGRAD_SIGNS, DY, FPROP_SIGNS, RECIPES, VARIANTS, WGRAD_SIGNS, W, X
+from torch import nn
+from torch.nn.functional import pad
+
+import halfbyte as hb
+from halfbyte.stats import counterfactual
+from halfbyte.stats.figures import SIDES
+from halfbyte.stats.sensitivity import ALL
+
+SEED = 5
+STREAMS = {"x.row": X, "x.col": X + 1, "w.row": W, "w.col": W + 1, "dy.row": DY, "dy.col": DY + 1}
+SIGNS = {
+    "x.row": FPROP_SIGNS,
+    "w.row": FPROP_SIGNS,
+    "dy.row": DGRAD_SIGNS,
+    "w.col": DGRAD_SIGNS,
+    "dy.col": WGRAD_SIGNS,
+    "x.col": WGRAD_SIGNS,
+}
+CASES = ["nvfp4", "fresh32", "mxfp8", "rotated_everywhere", "half_of_each", "stochastic_tiles"]
+
+
+def layer_of(recipe, exact=()):
+    x, w, bias, dy = linear_cases.tensors()
+    layer = hb.nn.Linear(w.shape[1], w.shape[0], recipe=recipe, state=hb.RunState(SEED))
+    with torch.no_grad():
+        layer.weight.copy_(w)
+        layer.bias.copy_(bias)
+    if exact is not None:
+        layer.instead = counterfactual.Counterfactual({id(layer): frozenset(exact)})
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+
+@pytest.mark.parametrize(
+    "name", ["nvfp4", "quartet2", "rl", "mean_split", "requantized", "half_of_each", "mxfp8", "rl_mxfp8"]
+)
+def test_with_nothing_in_high_precision_the_bits_are_those_of_the_layer(name):
+    recipe = (RECIPES | VARIANTS)[name]
+    for ours, plain in zip(layer_of(recipe), layer_of(recipe, None), strict=True):
+        assert torch.equal(ours, plain)
+
+
+def values(t, spec, side, exact):
+    """Return an operand in fp64: quantized, or as it is; rotated where its spec rotates."""
+    if spec is None:
+        return t.double()
+    place, signs = hb.Philox(SEED, STREAMS[side]), hb.Philox(SEED, SIGNS[side])
+    t = pad(t, (0, -t.shape[1] % spec.alignment))
+    if side in exact:
+        rows = oracle.rotated(t.numpy(), spec.rotation, oracle.Place(SEED, SIGNS[side]))
+        return torch.tensor([[float(v) for v in row] for row in rows], dtype=torch.float64)
+    return hb.quantize(t, spec, rng=place, sign_rng=signs).dequantize(torch.float32).double()
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", CASES)
+def test_one_operand_in_high_precision(name, side):
+    recipe = RECIPES[name]
+    x, w, bias, dy = linear_cases.tensors()
+    gemms = [gemm or hb.GemmSpec() for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)]
+    specs = dict(zip(SIDES, (spec for gemm in gemms for spec in (gemm.a, gemm.b)), strict=True))
+    given = {"x.row": x, "x.col": x.T, "w.row": w, "w.col": w.T, "dy.row": dy, "dy.col": dy.T}
+    if name == "stochastic_tiles":  # whose columns are rows turned
+        given["w.col"] = given["w.row"]
+    at = {
+        key: values(t, specs[key], key if key != "w.col" or name != "stochastic_tiles" else "w.row", ())
+        for key, t in given.items()
+    }
+    at[side] = values(given[side], specs[side], side, (side,))
+    if name == "stochastic_tiles":
+        at["w.col"] = at["w.col"].T
+    wanted = [
+        linear_cases.product(at[a], at[b]).value
+        for a, b in (("x.row", "w.row"), ("dy.row", "w.col"), ("dy.col", "x.col"))
+    ]
+    shapes = (dy.shape, x.shape, w.shape)
+    wanted = [t[: shape[0], : shape[1]] for t, shape in zip(wanted, shapes, strict=True)]
+    wanted[0] = wanted[0] + bias.double()
+    for ours, exact in zip(layer_of(recipe, (side,)), wanted, strict=False):
+        torch.testing.assert_close(ours.double(), exact, rtol=2e-5, atol=2e-6 * float(exact.abs().max()))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def model_and_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    report = hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0))
+    report.state.follow(model)
+    x = torch.randn(40, 32)
+    with torch.no_grad():  # a channel that nobody needs, for which the others of its block pay
+        model[1].up.bias[3] = 300
+        model[1].down.weight[:, 3] = 0
+    return model, report.state, lambda: model(x).square().mean()
+
+
+def test_the_layer_with_the_outlier_is_first_and_the_model_is_left_alone():
+    model, state, step = model_and_step()
+    step().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = hb.stats.sensitivity(model, step, by="layer")
+    assert found.targets[0] == "1.down"
+    assert len(found.candidates) == 6 * 7 and found.cosine < 1
+    assert found.gain("1.down") > found.gain("1.down", "x.row") > 0
+    assert state.next_position == 1 and all(
+        torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True)
+    )
+    assert all(layer.instead is None for layer in model.modules() if isinstance(layer, hb.nn.Linear))
+    again = hb.stats.sensitivity(model, step, by="layer", operands=False)
+    assert again.targets == found.targets and again.cosine == found.cosine
+
+
+def test_a_layer_in_high_precision_is_what_a_rule_of_none_makes():
+    model, _, step = model_and_step()
+    found = hb.stats.sensitivity(model, step, by="layer", operands=False)
+    gradients = []
+    for recipe in ("bf16", "nvfp4"):
+        one, _, own_step = model_and_step()
+        one[1].down.recipe = "bf16"
+        for module in one.modules():
+            if isinstance(module, hb.nn.Linear) and recipe == "bf16":
+                module.recipe = "bf16"
+        loss = own_step()
+        gradients.append(torch.cat([g.flatten().double() for g in torch.autograd.grad(loss, list(one.parameters()))]))
+    cosine = torch.nn.functional.cosine_similarity(*gradients, dim=0).item()
+    whole = next(c for c in found.candidates if (c.target, c.operand) == ("1.down", ALL))
+    assert whole.cosine == pytest.approx(cosine, abs=1e-6) and whole.loss == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_kinds_and_a_proposal_within_its_budget(tmp_path):
+    model, _, step = model_and_step()
+    found = hb.stats.sensitivity(model, step, operands=False)
+    assert set(found.targets) == {"*.up", "*.down"} and {c.share for c in found.candidates} == {0.5}
+    each = hb.stats.sensitivity(model, step, by="layer", operands=False)
+    proposal = each.propose(0.2)
+    assert proposal.targets == ("1.down",) and proposal.share == pytest.approx(1 / 6)
+    assert each.propose(0.1).targets == () and "no layer within" in str(each.propose(0.1))
+    namespace = {"hb": hb}
+    exec(str(proposal), namespace)  # ready to paste
+    fresh = nn.Sequential(*(Block() for _ in range(3)))
+    report = hb.quantize_(fresh, "nvfp4", rules=namespace["rules"], keep=hb.Keep(last_fraction=0))
+    assert set(report.kept) == {"1.down"} and namespace["keep"] == proposal.keep
+    rows = list(csv.DictReader(each.csv().splitlines()))
+    assert [row["target"] for row in rows] == list(each.targets)
+    assert all(text in str(each) and text in each._repr_html_() for text in ("1.down", "gradient cosine"))
+    with pytest.raises(ValueError, match="budget=0"):
+        each.propose(0)
+
+
+def test_refusals():
+    model, _, step = model_and_step()
+    with pytest.raises(ValueError, match="by='block'"):
+        hb.stats.sensitivity(model, step, by="block")
+    with pytest.raises(ValueError, match="return the loss"):
+        hb.stats.sensitivity(model, lambda: torch.ones(2))
+    with pytest.raises(ValueError, match="hb.quantize_ first"):
+        hb.stats.sensitivity(nn.Sequential(nn.Linear(2, 2)), step)
+    assert dataclasses.is_dataclass(hb.stats.sensitivity(model, step, operands=False))

@@ -1,0 +1,58 @@
+"""halfbyte inspect, sensitivity and report on the folder of one run."""
+
+import csv
+
+import pytest
+
+from halfbyte import cli
+from halfbyte.train import loop
+
+
+@pytest.fixture
+def folder(run):
+    config, data = run(steps=2, stats_every=1, checkpoint_every=2)
+    loop.train(config, "nvfp4@all", data)
+    return config.run.out
+
+
+def test_the_three_commands(folder, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("the model reads a block of sixteen values and keeps one scale for them " * 4)
+    step = ["--text", str(text), "--batch", "1", "--sequence", "32", "--budget", "0.3"]
+    out = tmp_path / "inspect"
+    assert cli.main(["inspect", str(folder), *step, "--recipes", "nvfp4", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "layers.1.mlp.down_proj" in said and "rules = {" in said and "dy.col" in said
+    assert {path.suffix for path in out.iterdir()} == {".csv", ".png", ".svg"}
+
+    out = tmp_path / "sensitivity"
+    (checkpoint,) = (folder / "checkpoints").glob("*.pt")
+    assert cli.main(["sensitivity", str(checkpoint), *step, "--no-operands", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    rows = list(csv.DictReader((out / "sensitivity.csv").read_text().splitlines()))
+    assert len(rows) == 7 and {row["target"] for row in rows} >= {"layers.*.mlp.up_proj"}
+    assert "gradient cosine" in said and "keep = hb.Keep" in said
+
+    assert cli.main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    for part in ("Held-out loss", "layers.0.self_attn.q_proj", "held-out loss", "Where it ran", "dy.col", "torch"):
+        assert part in page
+    assert "<script" not in page and "http" not in page
+    assert sum(name in page for name in ("<svg", "<details", 'tabindex="0"')) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["inspect", "absent"], "is not there"),
+        (["inspect", "."], "holds no config.json"),
+        (["sensitivity", ".", "--text", "x", "--budget", "2"], "budget=2.0"),
+        (["report", "."], "holds no run"),
+        (["inspect", ".", "--recipes", "fp3"], "not a preset"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
