@@ -14,6 +14,7 @@ def test_operands_have_the_bytes_of_one_process():
     sizes = (WHOLE_BLOCKS, CUT_BLOCKS)
     cases = [Case(name, style, size) for name in RECIPES for style in checks.STYLES for size in sizes]
     cases += [Case("rl_tiles", "colwise", CUT_BLOCKS), Case("four_over_six", "rowwise", (5, 3, 33))]
+    cases += [Case(name, style, (64, 48, 33), sequences=2) for name in ("nvfp4", "rl") for style in checks.TRAVELLING]
     assert ranks.run(2, checks.operands, cases)[0] == []
 
 
