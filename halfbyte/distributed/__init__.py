@@ -1,5 +1,7 @@
 """Training on several ranks of torch.distributed: their random bits, and NVFP4 weights of sharded fp32 masters."""
 
+from typing import TYPE_CHECKING, Any
+
 from halfbyte.distributed.adopt import primary_weights_
 from halfbyte.distributed.embedding import RowExchange, shard_embedding_
 from halfbyte.distributed.fsdp import WeightGather, fsdp_gather_nvfp4_
@@ -8,7 +10,12 @@ from halfbyte.distributed.placing import place_ranks_
 from halfbyte.distributed.plan import storage_plan
 from halfbyte.distributed.zero import ZeroConfig, ZeroOptimizer
 
+if TYPE_CHECKING:
+    from halfbyte.distributed.tp_styles import NVFP4Colwise, NVFP4Rowwise
+
 __all__ = [
+    "NVFP4Colwise",
+    "NVFP4Rowwise",
     "RowExchange",
     "WeightGather",
     "ZeroConfig",
@@ -21,3 +28,12 @@ __all__ = [
     "shard_embedding_",
     "storage_plan",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch's styles, which take a while, for those who name ours."""
+    if name not in ("NVFP4Colwise", "NVFP4Rowwise"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from halfbyte.distributed import tp_styles
+
+    return getattr(tp_styles, name)

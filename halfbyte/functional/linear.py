@@ -68,6 +68,7 @@ from halfbyte.functional.places import (
 from halfbyte.functional.primary import primary_operands, runs_eagerly
 from halfbyte.functional.request import Call, Request, check_call, checked, draws_of
 from halfbyte.functional.split import LayerSplit
+from halfbyte.functional.tokens import Tokens, added, arrived_sum, received, sent, token_sum
 from halfbyte.functional.weights import CachedWeight, covers, flatten, unflatten
 from halfbyte.layout import from_rows, matrix_shape
 from halfbyte.recipes import resolve
@@ -200,7 +201,7 @@ def run_call(call: Call | None, tensors: tuple, x_shape: torch.Size, n: int) -> 
 
 def _run(function: Any, static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, Any]:
     """Return what a pass returns; one that asks other ranks is no record of launches."""
-    if static[0].splits is not None:
+    if static[0].splits is not None or static[0].tokens is not None:
         return function(static, tensors, streams)
     return ops.run(function, static, tensors, streams)
 
@@ -211,7 +212,7 @@ def prepare(
     recipe: Recipe,
     out_dtype: torch.dtype | None,
     x_amaxes: ops.Amaxes | None,
-    splits: tuple[LayerSplit | None, ...] | None = None,
+    shared: tuple[tuple[LayerSplit | None, ...] | None, Tokens | None] = (None, None),
 ) -> tuple[Call | None, tuple]:
     """Return the static part of a call and its tensors: x first, as `_SharedLinear` takes them; no frozen weight.
 
@@ -242,7 +243,7 @@ def prepare(
     layouts, buffers = flatten(cached)
     shards = tuple([None if d is None else d[2:] for d in draws])
     request = Request(
-        recipe, n, base_of, amax_of, shards, out_dtype or x.dtype, torch.is_grad_enabled(), layouts, splits
+        recipe, n, base_of, amax_of, shards, out_dtype or x.dtype, torch.is_grad_enabled(), layouts, *shared
     )
     request = checked(request, x, (weights, biases, amaxes, grads, cached), out_dtype)
     late = tuple([None if c is None or c.before_backward is None else c for c in cached])
@@ -418,7 +419,7 @@ def multiply(
         amaxes_of_x = ops.Amaxes(*tensors[5 * n + 1 : 5 * n + 3])
         row, col = request.maker(0, "MK")(x_MK, fprop.a, x_col_spec, place, amaxes_of_x)
     kept_x = (row if dequantized else col) if keep_x else None
-    outputs, kept_w = [], []
+    row, outputs, kept_w = sent(request.tokens, "x", row, 0), [], []
     for i, w in enumerate(weights):
         needed = fprop.b, dgrad.b if need_dx and not dequantized else None
         place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
@@ -430,7 +431,9 @@ def multiply(
         if mean is not None and fprop.a is not None:
             bias = bias_with_mean(bias, mean, w_row if w is None else w, x.dtype)
         how = {"out_dtype": request.out_dtype, "batch_invariant": fprop.batch_invariant}
-        outputs.append(ops.gemm_nt(row, w_row, bias=bias, **how))
+        row = received(row)
+        y = added(request.tokens, "y", ops.gemm_nt(row, w_row, bias=bias, **how))
+        outputs.append(y if request.tokens is None else arrived_sum(y))
         is_fprops = dequantized or request.cached[i].is_frozen
         kept_w.append((w_row if is_fprops else w_col) if need_dx else None)
     return outputs, [kept_x, *kept_w, mean if x_col_spec else None]
@@ -460,7 +463,8 @@ def gradients_of(
     dws: list[Tensor | None] = [None] * n
     dbs: list[Tensor | None] = [None] * n
     used = [i for i, dy in enumerate(dys) if dy is not None]
-    x_right = None
+    tokens, dequantized = request.tokens, request.recipe.backward == "dequantized"
+    x_right, x_col = None, sent(tokens, "x", x_col, 0 if dequantized else 1)
     for i, dy in enumerate(dys):
         if dy is None:
             continue
@@ -469,6 +473,7 @@ def gradients_of(
         place = Place(draws[i], signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
         row, col = request.maker(i, "MN")(dy_MN, row_spec, col_spec, place, amaxes[i])
         outer = None
+        row, col = sent(tokens, "y", row if need_dx else None, 0), sent(tokens, "y", col if need_dw[i] else None, 1)
         if need_dx:
             place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
             if request.cached[i].is_frozen:
@@ -476,19 +481,20 @@ def gradients_of(
             else:
                 make = request.maker(i, "NK", moved=True)
                 right = right_operand(w_cols[i], request.recipe, dgrad.b, place, x_dtype, make)
-            dx = add_dx(dx, row, right, last=i == used[-1], dtype=x_dtype)
+            dx = add_dx(dx, received(row), right, last=i == used[-1], dtype=x_dtype)
+            dx = added(tokens, "x", dx) if i == used[-1] else dx
         if need_dw[i]:
             if x_right is None:
                 place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
                 make = request.maker(0, "MK", moved=True)
-                right = right_operand(x_col, request.recipe, wgrad.b, place, x_dtype, make)
+                right = right_operand(received(x_col), request.recipe, wgrad.b, place, x_dtype, make)
                 x_right = for_all(right, sum(need_dw[j] for j in used))
             outer = None if mean is None else (ops.token_sum(dy_MN), mean)
-            dws[i] = weight_gradient(col, x_right, (x_dtype, w_dtypes[i]), main_grads[i], outer)
+            dws[i] = weight_gradient(received(col), x_right, (x_dtype, w_dtypes[i]), main_grads[i], outer)
         if need_db[i]:
-            s_N = dy_MN.sum(0, dtype=torch.float32) if outer is None else outer[0]
+            s_N = token_sum(tokens, dy_MN) if outer is None else outer[0]
             dbs[i] = s_N.to(b_dtypes[i])
-    return dx, *dws, *dbs
+    return (dx if dx is None or tokens is None else arrived_sum(dx)), *dws, *dbs
 
 
 def _forward_whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], streams: Sequence[int]) -> tuple:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.split import LayerSplit, maker
+from halfbyte.functional.tokens import Tokens
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers
 from halfbyte.rng import Draw
 from halfbyte.spec import Recipe
@@ -30,6 +31,7 @@ class Request:
     save: whether gradients are recorded.
     cached: for every weight, which operands of it come along quantized.
     splits: for every weight, how ranks share the layer; None where no rank shares anything.
+    tokens: how ranks share the tokens of x or of y, which travel as codes; None where each has all or sums its own.
     """
 
     recipe: Recipe
@@ -41,12 +43,15 @@ class Request:
     save: bool
     cached: tuple[Layout, ...]
     splits: tuple[LayerSplit | None, ...] | None = None
+    tokens: Tokens | None = None
 
     def __hash__(self) -> int:
         return self._hash
 
     def maker(self, index: int, letters: str, moved: bool = False) -> Any:
         """Return what makes operands of a tensor of one layer; see `split.maker`."""
+        if self.tokens is not None and not moved and letters == {"x": "MK", "y": "MN"}[self.tokens.of]:
+            return self.tokens.maker()
         split = None if self.splits is None else self.splits[index]
         return maker(split, letters, moved and split is not None and split.dim == "K")
 
@@ -101,7 +106,7 @@ def checked(request: Request, x: Tensor, given: tuple, out_dtype: torch.dtype | 
         looks += [None if c is None else (c.dtype, *[t.device for t in c.tensors]) for c in cached]
         # Of the request's fields those that no tensor shows; comparing strings is what costs least.
         key = (request.recipe.key, request.out_dtype, out_dtype, request.save, request.base_of, request.amax_of)
-        key = (*key, request.shards, request.cached, request.splits, *looks)
+        key = (*key, request.shards, request.cached, request.splits, request.tokens, *looks)
         passed = _CHECKED.get(key)
         if passed is not None:
             return passed

@@ -3,6 +3,7 @@
 | x          | w         | dim in parts | y          | gradient of x | of w      | of the bias |
 |------------|-----------|--------------|------------|---------------|-----------|-------------|
 | Replicate  | Shard(0)  | N            | Shard(-1)  | Partial       | Shard(0)  | Shard(0)    |
+| Shard(0..) | Shard(0)  | N, M of x    | Shard(-1)  | Shard(0..)    | Shard(0)  | Shard(0)    |
 | Shard(-1)  | Shard(1)  | K            | Partial    | Shard(-1)     | Shard(1)  | Replicate   |
 | Shard(0)   | Replicate | M            | Shard(0)   | Shard(0)      | Partial   | Partial     |
 | Replicate  | Replicate | none         | Replicate  | Replicate     | Replicate | Replicate   |
@@ -24,7 +25,10 @@ from halfbyte import ops
 from halfbyte.functional.foreign import PLAIN
 from halfbyte.functional.group import all_max, waited
 from halfbyte.functional.linear import Layers, prepare, run_call
+from halfbyte.functional.operands import BF16_GEMM
 from halfbyte.functional.split import LayerSplit, chunks
+from halfbyte.functional.tokens import Tokens, block_problem
+from halfbyte.ops.backends import warn_once
 from halfbyte.spec import Recipe
 
 REMEDY = (
@@ -43,8 +47,16 @@ class Shared(NamedTuple):
     db: Placement
 
 
-def outputs_of_parts(x: Any, layers: Layers, recipe: Recipe, out_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+def outputs_of_parts(
+    x: Any, layers: Layers, recipe: Recipe, out_dtype: torch.dtype | None, y_tokens: int | None = None
+) -> tuple[Tensor, ...]:
     """Return what `linear.outputs_of` does, of DTensors.
+
+    Args:
+        x, layers, recipe, out_dtype: as for `linear.outputs_of`; an x whose tokens lie in parts before a weight whose
+            rows do travels as codes.
+        y_tokens: the dimension of y that is to lie in parts where x has its features in parts; the gradient of y then
+            travels as codes. None: y is a partial sum.
 
     Raises:
         ValueError: the placements of x and of a weight do not go together, or something is not supported on DTensors.
@@ -52,6 +64,10 @@ def outputs_of_parts(x: Any, layers: Layers, recipe: Recipe, out_dtype: torch.dt
     shared = [_shared(x, w, bias) for w, bias in zip(layers.weights, layers.biases, strict=True)]
     _refuse_unsupported(layers, recipe, shared)
     mesh, last = x.device_mesh, x.dim() - 1
+    tokens = _tokens(x, shared[0], y_tokens, recipe)
+    if tokens is None and _has_tokens_in_parts(x, shared[0]) and mesh.size() > 1:
+        x = x.redistribute(placements=(Replicate(),))
+        shared = [one._replace(dx=Partial()) for one in shared]
     splits = tuple([_split(one.dim, x, w, recipe) for one, w in zip(shared, layers.weights, strict=True)])
     local = layers._replace(
         weights=[w.to_local(grad_placements=(one.dw,)) for one, w in zip(shared, layers.weights, strict=True)],
@@ -61,15 +77,50 @@ def outputs_of_parts(x: Any, layers: Layers, recipe: Recipe, out_dtype: torch.dt
         ],
     )
     x_here = x.to_local(grad_placements=(shared[0].dx,))
-    call, tensors = prepare(x_here, local, recipe, out_dtype, None, splits if any(splits) else None)
-    outputs = run_call(call, tensors, x_here.shape, len(local.weights))
+    call, tensors = prepare(x_here, local, recipe, out_dtype, None, (splits if any(splits) else None, tokens))
+    given_y = Shard(y_tokens) if tokens is not None and tokens.of == "y" and y_tokens is not None else None
+    lines = list(x_here.shape if tokens is None or tokens.of == "y" else x.shape)
+    if tokens is not None and given_y is not None:
+        lines[given_y.dim] //= tokens.world
+    outputs = run_call(call, tensors, torch.Size(lines), len(local.weights))
     made = []
     for y, w, one in zip(outputs, layers.weights, shared, strict=True):
         shape = torch.Size((*x.shape[:-1], w.shape[0]))
         stride = tuple([math.prod(shape[i + 1 :]) for i in range(len(shape))])
-        place = Shard(last) if one.y == Shard(-1) else one.y
-        made.append(DTensor.from_local(y, mesh, (place,), run_check=False, shape=shape, stride=stride))
+        place = given_y or (Shard(last) if one.y == Shard(-1) else one.y)
+        part = DTensor.from_local(y, mesh, (place,), run_check=False, shape=shape, stride=stride)
+        made.append(part if y_tokens is None else part.redistribute(placements=(Shard(y_tokens),)))
     return tuple(made)
+
+
+def _has_tokens_in_parts(x: Any, shared: Shared) -> bool:
+    return shared.dim == "N" and type(x.placements[0]) is Shard
+
+
+def _tokens(x: Any, shared: Shared, y_tokens: int | None, recipe: Recipe) -> Tokens | None:
+    """Return how the tokens of x or y lie in parts, None where they do not or where they cannot travel as codes."""
+    mesh = x.device_mesh
+    if _has_tokens_in_parts(x, shared):
+        of, axis = "x", x.placements[0].dim
+        specs = (recipe.fprop or BF16_GEMM).a, (recipe.wgrad or BF16_GEMM).b
+    elif shared.dim == "K" and y_tokens is not None:
+        of, axis = "y", y_tokens
+        specs = (recipe.dgrad or BF16_GEMM).a, (recipe.wgrad or BF16_GEMM).a
+    else:
+        return None
+    if mesh.size() == 1:
+        return None
+    size, after = x.shape[axis], math.prod(x.shape[axis + 1 : -1])
+    reason = f"{size} tokens on {mesh.size()} ranks are not equal parts" if size % mesh.size() else None
+    each = size // mesh.size() * after
+    reason = reason or block_problem(recipe, each, specs)
+    reason = reason or (None if any(specs) else "the recipe quantizes no activation there")
+    if reason is not None:
+        what = "x" if of == "x" else "the gradient of y"
+        warn_once(f"tokens in parts: {what} is gathered in its values, not as codes; {reason}")
+        return None
+    sequences, group = math.prod(x.shape[:axis]), mesh.get_group().group_name
+    return Tokens(of=of, sequences=sequences, each=each, world=mesh.size(), rank=mesh.get_local_rank(), group=group)
 
 
 def _shared(x: Any, w: Any, bias: Any) -> Shared:
@@ -96,6 +147,8 @@ def _shared(x: Any, w: Any, bias: Any) -> Shared:
     found = None
     if of_x == Replicate() and of_w == Shard(0) and of_bias in (None, Shard(0)):
         found = Shared("N", Shard(-1), Partial(), Shard(0), Shard(0))
+    elif type(of_x) is Shard and of_x.dim < last and of_w == Shard(0) and of_bias in (None, Shard(0)):
+        found = Shared("N", Shard(-1), of_x, Shard(0), Shard(0))
     elif of_x == Shard(last) and of_w == Shard(1) and of_bias in (None, Replicate()):
         found = Shared("K", Partial(), of_x, of_w, Replicate())
     elif of_w == Replicate() and of_bias in (None, Replicate()) and of_x == Replicate():

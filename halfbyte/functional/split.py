@@ -117,7 +117,7 @@ def _both_of_part(
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
     """Return t and t.mT as GEMM operands with the bytes that they have as parts of the whole operands."""
     if part.is_local(0, row_spec) and part.is_local(1, col_spec):
-        return both(t, row_spec, col_spec, place, amaxes, partial(_quantize_part, part))
+        return both(t, row_spec, col_spec, place, amaxes, partial(quantize_share, part))
     _report(part, row_spec, col_spec)
     whole = gathered(t, part.axis, part.held, part.split.group)
     made = both(whole, row_spec, col_spec, place, amaxes)
@@ -136,9 +136,9 @@ def _report(part: Part, row_spec: Spec | None, col_spec: Spec | None) -> None:
     )
 
 
-def _quantize_part(part: Part, t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
+def quantize_share(part: Part, t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
     """Quantize the part of a matrix that is here, whose borders cut no block."""
-    row, col = _with_whole_amaxes(part, t, row, col)
+    row, col = with_whole_amaxes(part, t, row, col)
     draws = [side is not None and side.spec.needs_rng for side in (row, col)]
     if not any(draws):
         return ops.quantize_row_col(t, row, col)
@@ -154,7 +154,7 @@ def _quantize_part(part: Part, t: Tensor, row: Side | None, col: Side | None) ->
     return of_row, of_col
 
 
-def _with_whole_amaxes(part: Part, t: Tensor, row: Side | None, col: Side | None) -> tuple[Side | None, Side | None]:
+def with_whole_amaxes(part: Part, t: Tensor, row: Side | None, col: Side | None) -> tuple[Side | None, Side | None]:
     """Return what is asked for with the amaxes of the whole operands, where other parts have a say in them."""
     specs: list[Spec | None] = [None, None]
     for i, side in enumerate((row, col)):

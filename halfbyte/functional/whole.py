@@ -52,7 +52,7 @@ def fits(request: Request, needs: Sequence[bool], main_grads: Sequence[Tensor | 
     """Whether a call is one op each way in compiled code; arguments as for `kept_specs`."""
     if not torch.compiler.is_compiling() or any(grad is not None for grad in main_grads):
         return False
-    if request.splits is not None:
+    if request.splits is not None or request.tokens is not None:
         return False
     if any(cached != Layout(None, None) for cached in request.cached):
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 REPLACED_FORWARD = "replaced on the instance, as accelerate does; convert first"
 
 
+class Entry(Protocol):
+    """What runs layers that ranks share."""
+
+    def outputs(self, x: Tensor, layers: Sequence[LinearLayer], call: int) -> tuple[Tensor, ...]: ...
+
+
 class LinearLayer(FollowsRecipe):
     """What linear layers share, however they hold their weight."""
 
@@ -37,6 +43,9 @@ class LinearLayer(FollowsRecipe):
 
     before_use: Callable[[], None] | None = None
     """Called before the parameters are read, by modules above if compiled: a gather of them may still run."""
+
+    entry: Entry | None = None
+    """How x comes in and the output goes out where ranks share the layer, as a style of `hb.distributed` has it."""
 
     weight_to_read: Callable[[LinearLayer, Any], Any] | None = None
     """Returns what a forward multiplies by, given the parameter; raises where that is not as somebody promised: codes
@@ -139,6 +148,9 @@ def _handed_over(x: Tensor, layer: LinearLayer, call: int) -> ops.Amaxes | None:
 
 def run_shared(x: Tensor, layers: Sequence[LinearLayer], call: int, x_amaxes: ops.Amaxes | None) -> tuple[Tensor, ...]:
     """Return the outputs of layers that share a recipe; x_amaxes: those of x, where known."""
+    entry = layers[0].entry
+    if entry is not None:
+        return entry.outputs(x, layers, call)
     instead = stand_in(layers)
     if instead is not None:
         return instead(x, layers, call, x_amaxes)

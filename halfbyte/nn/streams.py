@@ -54,8 +54,8 @@ def _unless_moved(parameters: dict[str, Any], fn: Callable[[Tensor], Tensor]) ->
 
 
 _OWN = (
-    *("_recipe", "_shift", "_stale", "_stream", "amax_group", "before_use", "called", "kept", "weight_to_read"),
-    *("instead", "ledger", "recipe_before", "run_state", "shared_input", "times_aside", "weight_cache"),
+    *("_recipe", "_shift", "_stale", "_stream", "amax_group", "before_use", "called", "entry", "instead", "kept"),
+    *("ledger", "recipe_before", "run_state", "shared_input", "times_aside", "weight_cache", "weight_to_read"),
 )
 """What layers with a recipe have on top of the modules that they were converted from."""
 

@@ -28,6 +28,7 @@ STEPS_THAT_PAY = 100
 MOST_GRAPHS = 96
 """Of a block: training and validation of the first, of quantized and of kept blocks, again for every recipe."""
 GRAPHS_OF_A_RECIPE = 6
+WITH_TP = "layers that ranks share (--tp) run neither fused nor compiled, and no graph captures their communication"
 WITH_CODES = "layers whose weights arrive as NVFP4 codes run eagerly"
 
 
@@ -117,6 +118,8 @@ def in_words(config: TrainConfig) -> str:
 
 def _by_itself(option: Option, config: TrainConfig, facts: Facts) -> OptionChoice:
     reason = _no_gpu(facts)
+    if not reason and config.mesh.tp > 1:
+        reason = WITH_TP
     if not reason and option == "compile":
         reason = _no_compile(config)
     if not reason and option == "graph":
@@ -163,6 +166,8 @@ def _recipes(config: TrainConfig) -> int:
 def _remedy(option: Option, choice: OptionChoice, config: TrainConfig) -> str:
     if choice.follows:
         return "--overwrite starts anew"
+    if choice.reason == WITH_TP:
+        return "it goes with --tp 1"
     if option == "graph" and config.mesh.size > 1:  # with which it is refused
         return "one process alone has it"
     if option == "compile" and choice.reason == WITH_CODES:

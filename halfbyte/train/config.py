@@ -152,12 +152,14 @@ class MeshConfig:
     """Ranks that share every parameter, its gradient and its optimizer state (FSDP2). 1: each has them all (DDP)."""
     dp_replicate: int | None = None
     """Groups of such ranks, each with a whole model (HSDP where both are above 1). None: as many as there are."""
+    tp: int = 1
+    """Ranks that share every layer of a block, and see the same tokens (tensor parallel); of dense models."""
     weights: Literal["plain", "nvfp4"] = "plain"
     """How sharded weights travel: in fp32, as they are stored, or as the codes and scales that GEMMs read (no bit of a
     loss differs)."""
 
     def __post_init__(self) -> None:
-        _positive(self, "dp_shard")
+        _positive(self, "dp_shard", "tp")
         if self.dp_replicate is not None:
             _positive(self, "dp_replicate")
         if self.weights not in ("plain", "nvfp4"):
@@ -169,9 +171,24 @@ class MeshConfig:
                 "(docs/primary_weights.md)"
             )
 
+        if self.weights == "nvfp4" and self.tp > 1:
+            raise ValueError(
+                f"weights='nvfp4': tp={self.tp}, and parts of tensor-parallel weights travel in their values; leave "
+                "one of --weights and --tp out"
+            )
+        if self.tp > 1 and self.dp_shard == 1 and (self.dp_replicate or 1) > 1:
+            raise ValueError(
+                f"dp_replicate={self.dp_replicate}: tp={self.tp} goes with FSDP2, not with DDP; give --dp-shard"
+            )
+
     @property
     def size(self) -> int:
         """Ranks of the mesh; those of one group of shards as long as the number of groups is open."""
+        return self.parts * self.tp
+
+    @property
+    def parts(self) -> int:
+        """In how many parts ranks share a batch."""
         return self.dp_shard * (self.dp_replicate or 1)
 
     def over(self, ranks: int) -> MeshConfig:
@@ -180,10 +197,12 @@ class MeshConfig:
         Raises:
             ValueError: they do not fill it.
         """
-        settled = replace(self, dp_replicate=self.dp_replicate or max(1, ranks // self.dp_shard))
+        groups = 1 if self.tp > 1 and self.dp_shard == 1 else max(1, ranks // (self.dp_shard * self.tp))
+        settled = replace(self, dp_replicate=self.dp_replicate or groups)
         if settled.size != ranks:
             asked = f"dp_shard={self.dp_shard}"
             asked += "" if self.dp_replicate is None else f", dp_replicate={self.dp_replicate}"
+            asked += "" if self.tp == 1 else f", tp={self.tp}"
             raise ValueError(
                 f"{asked}: the mesh has {settled.size} ranks, and {ranks} {'runs' if ranks == 1 else 'run'}; start "
                 f"torchrun --nproc-per-node {settled.size} -m halfbyte …, or give numbers whose product is {ranks}"
@@ -192,7 +211,10 @@ class MeshConfig:
 
     def in_words(self) -> str:
         """Return the mesh as a reader of a record needs it, "1 process" for one."""
-        return "1 process" if self.size == 1 else f"dp_replicate={self.dp_replicate}, dp_shard={self.dp_shard}"
+        if self.size == 1:
+            return "1 process"
+        tp = "" if self.tp == 1 else f", tp={self.tp}"
+        return f"dp_replicate={self.dp_replicate}, dp_shard={self.dp_shard}{tp}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,9 +281,10 @@ class TrainConfig:
 
     def _check_mesh(self) -> None:
         ranks, shard = self.mesh.size, self.mesh.dp_shard
-        if self.data.batch % ranks:
+        if self.data.batch % self.mesh.parts:
+            parts = self.mesh.parts
             raise ValueError(
-                f"batch={self.data.batch}: {ranks} ranks cannot share it; give a multiple, such as {ranks}, with "
+                f"batch={self.data.batch}: {parts} ranks cannot share it; give a multiple, such as {parts}, with "
                 "--accumulate for a larger step"
             )
         if ranks > 1 and self.run.graph == "on":
@@ -279,6 +302,27 @@ class TrainConfig:
                 f"cache_weights=True with dp_shard={shard}: a rank holds no whole weight to quantize once; leave it "
                 "out, or use --dp-shard 1"
             )
+
+        self._check_tensor_parallel()
+
+    def _check_tensor_parallel(self) -> None:
+        shape, tp = models.model_preset(self.model), self.mesh.tp
+        if tp == 1:
+            return
+        problems = [
+            (shape.moe is not None, f"model={self.model!r}", "its experts are not shared so; use a dense model"),
+            (
+                shape.kv_heads % tp != 0,
+                f"model={self.model!r}",
+                f"its {shape.kv_heads} key/value heads are no multiple of it; use another model, or --dp-shard",
+            ),
+            (self.fuse == "on", "fuse='on'", "fused layers read whole tensors; leave --fuse out"),
+            (self.compile == "on", "compile='on'", "compiled blocks are not shared so; leave --compile out"),
+            (self.run.cache_weights, "cache_weights=True", "a rank holds no whole weight; leave --cache-weights out"),
+        ]
+        for is_met, what, remedy in problems:
+            if is_met:
+                raise ValueError(f"{what} with tp={tp}: {remedy}")
 
     def schedule(self) -> Schedule | None:
         """Return the changes of recipe, None if there are none."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from halfbyte.functional.group import waited
 from halfbyte.train import parallel
 from halfbyte.version import __version__
 
@@ -58,9 +59,10 @@ def saved_activation_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> i
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        pointer = tensor.untyped_storage().data_ptr()
+        here = waited(parallel.local(tensor.detach()))
+        pointer = here.untyped_storage().data_ptr()
         if pointer not in owned:
-            saved[pointer] = tensor.detach()  # keeps the storage alive, so that no other takes its address
+            saved[pointer] = here  # keeps the storage alive, so that no other takes its address
         return tensor.detach()  # with its history, the graph would hold itself
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,8 +21,8 @@ from halfbyte.functional.foreign import is_sharded
 from halfbyte.tensor.primary import PrimaryWeight
 from halfbyte.train.config import MeshConfig
 
-DIMS = ("dp_replicate", "dp_shard")
-"""Of the mesh, as torchtitan calls them: ranks see other data along both."""
+DIMS = ("dp_replicate", "dp_shard", "tp")
+"""Of the mesh, as torchtitan calls them: ranks see other data along the first two, the same along the last."""
 
 
 class Parallel:
@@ -44,17 +45,21 @@ class Parallel:
             from torch.distributed.device_mesh import init_device_mesh
 
             assert config.dp_replicate is not None, "the config is settled"
-            self._mesh = init_device_mesh(device.type, (config.dp_replicate, config.dp_shard), mesh_dim_names=DIMS)
+            sizes = config.dp_replicate, config.dp_shard, config.tp
+            self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=DIMS)
+            if config.tp > 1 and config.dp_shard > 1 and config.dp_replicate == 1:
+                self._mesh[DIMS[1:]]._flatten()  # norms of gradients are summed over both at once
+        self._device = device
 
     @property
     def part(self) -> tuple[int, int]:
         """Which part of every batch is this rank's, of how many."""
-        return self.rank, self.config.size
+        return self.rank, self.config.parts
 
     @property
     def is_sharded(self) -> bool:
         """Whether ranks share parameters."""
-        return self.config.dp_shard > 1
+        return self.config.dp_shard > 1 or self.config.tp > 1
 
     def place_(self, state: hb.RunState) -> None:
         """Let this rank draw random bits of its own; all ranks must call it."""
@@ -75,6 +80,14 @@ class Parallel:
         """
         if self._mesh is None:
             return model
+        if self.config.tp > 1:
+            from halfbyte.train.tensor_parallel import share_  # torch's styles take a while to import
+
+            share_(model, self._mesh["tp"])
+            if self.config.dp_shard == 1:
+                return model.to(self._device)
+            # What DTensors hand out is a view, and nothing is changed in place.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         if not self.is_sharded:
             ddp = nn.parallel.DistributedDataParallel
             named = inspect.signature(ddp).parameters
@@ -84,7 +97,7 @@ class Parallel:
         from torch.distributed.fsdp import fully_shard
 
         # A mesh of two dimensions is HSDP: shards along the second, copies of them along the first.
-        mesh = self._mesh if self.config.dp_replicate != 1 else self._mesh[DIMS[1]]
+        mesh = self._mesh[DIMS[:2]] if self.config.dp_replicate != 1 else self._mesh[DIMS[1]]
         for block in blocks:
             fully_shard(block, mesh=mesh)
         if self.config.weights == "nvfp4":
@@ -120,7 +133,7 @@ class Parallel:
     @contextlib.contextmanager
     def reducing(self, trained: nn.Module, is_last: bool) -> Iterator[None]:
         """Let the backward in the block sum gradients over the ranks if it is the last of a step."""
-        if self._mesh is None:
+        if self._mesh is None or (self.config.dp_shard == 1 and self.config.tp > 1):
             yield
         elif self.is_sharded:
             trained.set_requires_gradient_sync(is_last)  # type: ignore[operator]

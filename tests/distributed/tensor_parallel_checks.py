@@ -15,10 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import halfbyte as hb
 from halfbyte import ops
+from halfbyte.functional.linear import Layers
+from halfbyte.functional.sharded import outputs_of_parts
 from halfbyte.ops import quantization
 
 ALL = {**RECIPES, **VARIANTS, "rl_tiles": hb.recipes.rl(weight_block=(16, 16))}
 STYLES = ("colwise", "rowwise", "tokens")
+TRAVELLING = ("x in codes", "dy in codes")
 
 
 class Case(NamedTuple):
@@ -28,6 +31,7 @@ class Case(NamedTuple):
     style: str
     sizes: tuple[int, int, int]
     dtype: torch.dtype = torch.float32
+    sequences: int = 1
 
 
 class Made(NamedTuple):
@@ -71,6 +75,8 @@ def inputs(case: Case) -> tuple[Tensor, ...]:
     made = [torch.randn(*shape, generator=generator) for shape in ((m, k), (n, k), (n,), (m, n))]
     for t in made:
         t.view(-1)[:: max(7, t.numel() // 3)] *= 50
+    if case.sequences > 1:
+        made[0], made[3] = (t.unflatten(0, (case.sequences, -1)) for t in (made[0], made[3]))
     return tuple(t.to(case.dtype) for t in made)
 
 
@@ -91,13 +97,21 @@ def in_parts(case: Case, mesh) -> Made:
         "colwise": (Replicate(), Shard(0), Shard(0)),
         "rowwise": (Shard(1), Shard(1), Replicate()),
         "tokens": (Shard(0), Replicate(), Replicate()),
+        "x in codes": (Shard(1 if case.sequences > 1 else 0), Shard(0), Shard(0)),
+        "dy in codes": (Shard(2 if case.sequences > 1 else 1), Shard(1), Replicate()),
     }[case.style]
     leaves = [
         distribute_tensor(t, mesh, [place], src_data_rank=None).requires_grad_()
         for t, place in ((x, of_x), (w, of_w), (bias, of_bias))
     ]
+    rng = hb.Philox(5, 1 << 40)
     with recorded() as found:
-        y = hb.linear(*leaves, ALL[case.recipe], rng=hb.Philox(5, 1 << 40))
+        if case.style == "dy in codes":
+            layers = Layers([leaves[1]], [leaves[2]], [None], [None], [None], rng)
+            (y,) = outputs_of_parts(leaves[0], layers, ALL[case.recipe], None, dy.dim() - 2)
+            assert y.placements == (Shard(dy.dim() - 2),)
+        else:
+            y = hb.linear(*leaves, ALL[case.recipe], rng=rng)
         y.backward(distribute_tensor(dy, mesh, [Replicate() if y.placements[0].is_partial() else y.placements[0]]))
     for leaf, grad in zip(leaves, (t.grad for t in leaves), strict=True):
         assert isinstance(grad, DTensor) and grad.shape == leaf.shape

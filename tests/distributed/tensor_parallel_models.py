@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from tensor_parallel_checks import ALL, differing_operands, recorded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -18,8 +20,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfbyte as hb
+from halfbyte.distributed import tp_styles
+from halfbyte.nn.linear import forward_shared
 
 
 class Attention(nn.Module):
@@ -83,7 +88,7 @@ def converted(recipe: str, dtype: torch.dtype = torch.float32, blocks: int = 1, 
     for p in model.parameters():
         if p.dim() == 2:
             p.data.view(-1)[:: p.numel() // 5] *= 20  # each sibling has another amax
-    state = hb.RunState(7)
+    state = hb.RunState(7, rank=0)  # ranks that share layers draw alike
     hb.quantize_(model, ALL[recipe], keep=hb.Keep(names=(), last_fraction=0), state=state)
     return model, state
 
@@ -145,3 +150,108 @@ def block_operands(rank: int, world: int, recipe: str, dtype: torch.dtype) -> li
             y.backward(dy)
         found += [f"{name}: {line}" for line in differing_operands(expected, [one[name] for one in every])]
     return found
+
+
+def each(rank: int, world: int, function, every: list) -> list[str]:
+    """Return what differs in any of several calls."""
+    return [line for arguments in every for line in function(rank, world, *arguments)]
+
+
+def codes_plan() -> dict:
+    """Return the plan whose activations travel as codes."""
+    rowwise = {"use_local_output": False}
+    return {
+        "input_layernorm": SequenceParallel(),
+        "post_attention_layernorm": SequenceParallel(),
+        "self_attn": hb.distributed.NVFP4Colwise("q_proj", "k_proj", "v_proj"),
+        "self_attn.o_proj": hb.distributed.NVFP4Rowwise(**rowwise),
+        "mlp": hb.distributed.NVFP4Colwise("gate_proj", "up_proj"),
+        "mlp.down_proj": hb.distributed.NVFP4Rowwise(**rowwise),
+    }
+
+
+@contextmanager
+def watched_styles(model: nn.Module):
+    """Note of every call of layers by our styles: their names, x, and the gradients of their outputs, made whole."""
+    names = {id(module.weight): name for name, module in model.named_modules() if isinstance(module, hb.nn.Linear)}
+    calls, running, run = {}, [""], tp_styles.outputs_of_parts
+
+    def noted(x, layers, *rest):
+        called = tuple(names[id(weight)] for weight in layers.weights)
+        running[0] = called[0]
+        outputs = run(x, layers, *rest)
+        calls[called] = [x.full_tensor().detach().clone(), *[None] * len(called)]
+        for i, y in enumerate(outputs):
+            y.register_hook(partial(of_gradient, called, i))
+        return outputs
+
+    def of_gradient(called, i, dy):
+        running[0], calls[called][1 + i] = called[0], dy.full_tensor().detach().clone()
+
+    tp_styles.outputs_of_parts = noted
+    try:
+        with recorded(lambda: running[0]) as found:
+            yield calls, found
+    finally:
+        tp_styles.outputs_of_parts = run
+
+
+def codes_operands(rank: int, world: int, recipe: str, dtype: torch.dtype, sequences: int) -> list[str]:
+    """Return what differs between a block whose activations travel as codes and whole layers, on rank 0."""
+    warnings.simplefilter("error", UserWarning)  # nothing is gathered in its values
+    warnings.filterwarnings("ignore", message=".*cut blocks.*")  # weights may be
+    mesh = init_device_mesh("cpu", (world,))
+    model, _ = converted(recipe, dtype)
+    alone = copy.deepcopy(model)
+    parallelize_module(model[0], mesh, codes_plan())
+    x = torch.randn(sequences, 128 * world, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with watched_styles(model) as (calls, here):
+        y = model(distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None).requires_grad_())
+        y.backward(torch.ones_like(y).mul_(0.01))
+    every: list = [None] * world
+    dist.all_gather_object(every, here)
+    if rank:
+        return []
+    found = [] if [len(names) for names in calls] == [3, 1, 2, 1] else [f"{list(calls)}"]
+    for names, (layer_x, *dys) in calls.items():
+        with recorded() as expected:
+            outputs = forward_shared(layer_x.requires_grad_(), [alone.get_submodule(name) for name in names])
+            torch.autograd.backward(outputs, dys)
+        parts = [[one for one in made if one[2] == names[0]] for made in every]
+        found += [f"{names}: {line}" for line in differing_operands(expected, parts)]
+    return found
+
+
+class Traffic(TorchDispatchMode):
+    """Adds up the bytes that this rank receives from others, by collective, pass and dtype."""
+
+    def __init__(self, world: int):
+        super().__init__()
+        self.world, self.stage, self.bytes = world, "forward", {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind is DTensor for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        name = func.name().split("::")[-1].split(".")[0]
+        if func.namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+            whole = out if name == "all_gather_into_tensor" else args[0]
+            sent = whole.numel() * whole.element_size() * (self.world - 1) // self.world * (1 + (name == "all_reduce"))
+            key = self.stage, name, str(whole.dtype).removeprefix("torch.")
+            self.bytes[key] = self.bytes.get(key, 0) + sent
+        return out
+
+
+def traffic(rank: int, world: int, recipe: str, codes: bool, dim: int) -> dict:
+    """Return the bytes that arrive in one forward and backward of a block in bf16."""
+    mesh = init_device_mesh("cpu", (world,))
+    model, _ = converted(recipe, torch.bfloat16, dim=dim, hidden=2 * dim)
+    parallelize_module(model[0], mesh, codes_plan() if codes else sequence_plan())
+    x = torch.randn(1, 128 * world, dim).bfloat16()
+    x = distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None).requires_grad_()
+    model(x).float().sum()  # what DTensors learn once
+    with Traffic(world) as counted:
+        y = model(x)
+        counted.stage = "backward"
+        y.backward(torch.ones_like(y))
+    return counted.bytes

@@ -14,8 +14,24 @@ def test_operands_have_the_bytes_of_one_process():
     sizes = (WHOLE_BLOCKS, CUT_BLOCKS)
     cases = [Case(name, style, size) for name in RECIPES for style in checks.STYLES for size in sizes]
     cases += [Case("rl_tiles", "colwise", CUT_BLOCKS), Case("four_over_six", "rowwise", (5, 3, 33))]
+    cases += [Case(name, style, (64, 48, 33), sequences=2) for name in ("nvfp4", "rl") for style in checks.TRAVELLING]
     assert ranks.run(2, checks.operands, cases)[0] == []
 
 
 def test_a_llama_block_under_torchs_own_plan():
     assert ranks.run(2, models.block_operands, "nvfp4", torch.float32)[0] == []
+
+
+def test_a_llama_block_whose_activations_travel_as_codes():
+    assert ranks.run(2, models.codes_operands, "nvfp4", torch.bfloat16, 1)[0] == []
+
+
+def test_operands_that_travel_as_codes_take_at_most_0_29_of_the_bytes_of_bf16():
+    gathered = 2 * 128 * 256 * 2  # for q/k/v and for gate/up 128 tokens of the other rank, 256 wide, in bf16
+    plain, codes = (ranks.run(2, models.traffic, "row_scaled", as_codes, 256)[0] for as_codes in (False, True))
+    for stage, times in (("forward", 1), ("backward", 3)):
+        assert plain[stage, "reduce_scatter_tensor", "bfloat16"] == codes[stage, "reduce_scatter_tensor", "bfloat16"]
+        assert plain[stage, "all_gather_into_tensor", "bfloat16"] == gathered
+        assert (stage, "all_gather_into_tensor", "bfloat16") not in codes
+        assert codes[stage, "all_gather_into_tensor", "uint8"] <= 0.29 * times * gathered
+        assert codes[stage, "all_reduce", "float32"] < 0.1 * gathered

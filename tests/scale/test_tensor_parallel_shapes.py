@@ -32,10 +32,26 @@ def test_bf16():
     assert ranks.run(2, checks.operands, cases(("nvfp4", "rl", "bf16"), SIZES[:2], torch.bfloat16))[0] == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["nvfp4_mxfp8_bwd", "four_over_six", "rl", "quartet2", "bf16"])
-def test_a_llama_block_under_torchs_own_plan(name, dtype):
-    assert ranks.run(4, models.block_operands, name, dtype)[0] == []
+def test_a_llama_block_under_torchs_own_plan():
+    every = [("nvfp4_mxfp8_bwd", torch.float32), ("quartet2", torch.float32)]
+    every += [(name, torch.bfloat16) for name in ("four_over_six", "rl", "bf16")]
+    assert ranks.run(4, models.each, models.block_operands, every)[0] == []
+
+
+@pytest.mark.parametrize("world, sequences", [(2, 3), pytest.param(4, 2, marks=pytest.mark.full)])
+def test_operands_that_travel_as_codes(world, sequences):
+    """Random places of several sequences; parts that blocks do not fit travel in their values."""
+    names = ("nvfp4", "nvfp4_mxfp8_bwd", "rl", "rl_mxfp8", "quartet2", "row_scaled", "requantized", "saved_sr")
+    sizes = [(128 * world * sequences, 40, 33), (3 * world * sequences, 64, 96)]
+    every = [
+        Case(name, style, size, sequences=sequences) for name in names for style in checks.TRAVELLING for size in sizes
+    ]
+    assert ranks.run(world, checks.operands, every, seconds=280)[0] == []
+
+
+def test_a_llama_block_whose_activations_travel_as_codes():
+    every = [(name, torch.float32, 2) for name in ("nvfp4_mxfp8_bwd", "quartet2", "row_scaled")]
+    assert ranks.run(4, models.each, models.codes_operands, every)[0] == []
 
 
 @pytest.mark.full
