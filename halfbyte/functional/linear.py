@@ -37,7 +37,7 @@ from halfbyte.functional import whole
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
 from halfbyte.functional.frozen import frozen_operands, frozen_right
-from halfbyte.functional.mean import bias_with_mean, both_without_mean
+from halfbyte.functional.mean import bias_with_mean, both_with_sum, both_without_mean
 from halfbyte.functional.operands import (
     BF16_GEMM,
     Place,
@@ -384,8 +384,8 @@ def multiply(
         if not request.cached[i].is_frozen:
             w_row, w_col = weight_operands(w, needed, cached[i], place, amaxes[request.amax_of[i]])
         bias = biases[i] if mean is None or fprop.a is None else bias_with_mean(biases[i], mean, w, x.dtype)
-        how = {"out_dtype": request.out_dtype, "batch_invariant": fprop.batch_invariant}
-        outputs.append(ops.gemm_nt(row, w_row, bias=bias, **how))
+        product = ops.gemm_nt_batch_invariant if fprop.batch_invariant else ops.gemm_nt
+        outputs.append(product(row, w_row, out_dtype=request.out_dtype, bias=bias))
         is_fprops = dequantized or request.cached[i].is_frozen
         kept_w.append((w_row if is_fprops else w_col) if need_dx else None)
     return outputs, [kept_x, *kept_w, mean if x_col_spec else None]
@@ -422,8 +422,12 @@ def gradients_of(
         dy_MN = dy.reshape(matrix_shape(dy.shape))
         row_spec, col_spec = gradient_specs(request.recipe, need_dx, need_dw[i])
         place = Place(draws[i], signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
-        row, col = both(dy_MN, row_spec, col_spec, place, amaxes[i])
         outer = None
+        if mean is None or not need_dw[i]:
+            row, col = both(dy_MN, row_spec, col_spec, place, amaxes[i])
+        else:
+            row, col, s_N = both_with_sum(dy_MN, (row_spec, col_spec), place, amaxes[i])
+            outer = s_N, mean
         if need_dx:
             place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
             make = frozen_right if request.cached[i].is_frozen else right_operand
@@ -434,7 +438,6 @@ def gradients_of(
                 place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
                 right = right_operand(x_col, request.recipe, wgrad.b, place, x_dtype)
                 x_right = for_all(right, sum(need_dw[j] for j in used))
-            outer = None if mean is None else (ops.token_sum(dy_MN), mean)
             dws[i] = weight_gradient(col, x_right, (x_dtype, w_dtypes[i]), main_grads[i], outer)
         if need_db[i]:
             s_N = dy_MN.sum(0, dtype=torch.float32) if outer is None else outer[0]
