@@ -23,6 +23,10 @@ from halfbyte.formats import (
     ElementFormat,
     f32,
 )
+from halfbyte.values import EqualByKey as _EqualByKey
+from halfbyte.values import check_choice as _choose
+from halfbyte.values import refused as _refuse
+from halfbyte.values import rows_problem
 
 HADAMARD_SIGNS = "+++-+------+-+--"
 """The published 16 signs (docs/numerics.md section 7)."""
@@ -31,31 +35,6 @@ HADAMARD_SIZES = (16, 32, 64, 128)
 BLOCKS = ((1, NVFP4_BLOCK), (NVFP4_BLOCK, NVFP4_BLOCK))
 EDEN_FP4_MAX_LIMIT = 8.0  # beyond E2M1's largest value: the corrected scale makes up for what saturates
 ROUNDINGS = ("nearest", "stochastic", "toward_zero")
-
-
-def _refuse(field: str, value: object, remedy: str) -> ValueError:
-    return ValueError(f"{field}={value!r}: {remedy}")
-
-
-def _choose(field: str, value: object, allowed: tuple) -> None:
-    if value not in allowed:
-        raise _refuse(field, value, f"use one of {', '.join(map(repr, allowed))}")
-
-
-class _EqualByKey:
-    """Values with a key are equal if their keys are.
-
-    Compiled code compares values too, and after a switch between recipes that differ in a float it takes that float for
-    a variable, which it cannot compare; strings it compares at once.
-    """
-
-    key: str
-
-    def __eq__(self, other: object) -> bool:
-        return self.key == other.key if isinstance(other, _EqualByKey) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self.key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,24 +378,10 @@ class GemmSpec:
                 f"block lengths {a.block_length} and {b.block_length} along one contraction; "
                 "use NVFP4 with NVFP4 or MXFP8 with MXFP8",
             )
-        if self.batch_invariant is not False:
-            self._check_rows_alone()
-
-    def _check_rows_alone(self) -> None:
-        a, b = self.a, self.b
-        if self.batch_invariant is not True:
-            raise _refuse("batch_invariant", self.batch_invariant, "use True or False")
-        if a is None or b is None:
-            raise _refuse(
-                "batch_invariant", True, f"a={_show(a)}, b={_show(b)}; give both operands a spec, or use False"
-            )
-        if "e5m2" in [spec.element for spec in (a, b) if isinstance(spec, MXFP8)]:
-            raise _refuse("batch_invariant", True, "sums of e5m2 have no order-free form; use MXFP8(element='e4m3')")
-        if a.rounding == "stochastic":
-            raise _refuse("batch_invariant", True, "a draws bits by its place in the batch; use rounding='nearest'")
-        if a.is_tile or a.has_tensor_amax:
-            shared = "a shares 16x16 tiles" if a.is_tile else "a shares one amax"
-            raise _refuse("batch_invariant", True, f"{shared} among its rows; use block=(1, 16) and outer='row'")
+        _choose("batch_invariant", self.batch_invariant, (False, True))
+        problem = rows_problem(a, b) if self.batch_invariant else None
+        if problem is not None:
+            raise _refuse("batch_invariant", True, problem)
 
     @property
     def specs(self) -> tuple[Spec, ...]:

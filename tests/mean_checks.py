@@ -65,3 +65,14 @@ def check_transient(x: Tensor, pair: tuple, device: str) -> None:
     expected = backend.quantize_row_col(reference.residual_of(x, mean).to(device), *sides)
     for got, want in zip(backend.quantize_residual(x.to(device), mean.to(device), *sides), expected, strict=True):
         same_blocks(got, want)
+
+
+def check_with_sum(x: Tensor, pair: tuple, device: str) -> None:
+    """Both orientations have the bytes of the reference, and the sum is that of fp64 up to the order of its terms."""
+    expected = reference.quantize_with_sum(x, *both_sides(*pair, **draws("cpu")))
+    actual = backend.quantize_with_sum(x.to(device), *both_sides(*pair, **draws(device)))
+    for got, want in zip(actual[:2], expected[:2], strict=True):
+        same_blocks(got, want)
+    values = x.double()
+    error = (actual[2].cpu().double() - values.sum(0)).abs()
+    assert (error <= 1e-6 * values.abs().sum(0)).all()

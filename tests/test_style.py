@@ -46,6 +46,7 @@ OPERATIONS = {  # defined once in each room that has them: what a user calls, th
     "quantize",
     "quantize_residual",
     "quantize_row_col",
+    "quantize_with_sum",
     "residual_of",
     "row_col_amax",
     "swizzle",  # layout.py specifies where bytes lie

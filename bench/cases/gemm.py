@@ -76,7 +76,7 @@ def batch_invariant(setting: Setting, shape: Shape) -> Outcome:
 
 
 def _rows(setting: Setting, x: ops.Operand, w: ops.Operand, batch_invariant: bool) -> Tensor:
-    return ops.gemm_nt(x, w, batch_invariant=batch_invariant, backend=setting.backend)
+    return (ops.gemm_nt_batch_invariant if batch_invariant else ops.gemm_nt)(x, w, backend=setting.backend)
 
 
 def _from_codes(sides: list[ops.Operand], setting: Setting, dtype: torch.dtype):

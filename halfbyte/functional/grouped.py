@@ -246,8 +246,8 @@ def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
     transient = (transient[0] and not shares_tiles, False)
     place = Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), transient)
     w_row, w_col = _weight(w, (specs[0], None) if shares_tiles else specs, cached, place)
-    how = {"out_dtype": call.out_dtype, "batch_invariant": fprop.batch_invariant}
-    y = ops.grouped_gemm_nt(x_row, w_row, offsets, **how)
+    product = ops.grouped_gemm_nt_batch_invariant if fprop.batch_invariant else ops.grouped_gemm_nt
+    y = product(x_row, w_row, offsets, out_dtype=call.out_dtype)
     kept = (
         (x_col if keeps_col else x_row) if need_dw else None,
         (w_col if keeps_col and not shares_tiles else w_row) if need_dx else None,

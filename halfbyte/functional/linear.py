@@ -39,7 +39,7 @@ from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transfor
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.frozen import frozen_operands, frozen_right
 from halfbyte.functional.group import waited
-from halfbyte.functional.mean import bias_with_mean, both_without_mean
+from halfbyte.functional.mean import bias_with_mean, both_with_sum, both_without_mean
 from halfbyte.functional.operands import (
     BF16_GEMM,
     Place,
@@ -430,9 +430,8 @@ def multiply(
         bias = biases[i] if request.adds_bias(i) else None
         if mean is not None and fprop.a is not None:
             bias = bias_with_mean(bias, mean, w_row if w is None else w, x.dtype)
-        how = {"out_dtype": request.out_dtype, "batch_invariant": fprop.batch_invariant}
-        row = received(row)
-        y = added(request.tokens, "y", ops.gemm_nt(row, w_row, bias=bias, **how))
+        row, product = received(row), ops.gemm_nt_batch_invariant if fprop.batch_invariant else ops.gemm_nt
+        y = added(request.tokens, "y", product(row, w_row, out_dtype=request.out_dtype, bias=bias))
         outputs.append(y if request.tokens is None else arrived_sum(y))
         is_fprops = dequantized or request.cached[i].is_frozen
         kept_w.append((w_row if is_fprops else w_col) if need_dx else None)
@@ -471,8 +470,12 @@ def gradients_of(
         dy_MN = waited(dy).reshape(matrix_shape(dy.shape))
         row_spec, col_spec = gradient_specs(request.recipe, need_dx, need_dw[i])
         place = Place(draws[i], signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
-        row, col = request.maker(i, "MN")(dy_MN, row_spec, col_spec, place, amaxes[i])
-        outer = None
+        outer, make = None, request.maker(i, "MN")
+        if mean is None or not need_dw[i]:
+            row, col = make(dy_MN, row_spec, col_spec, place, amaxes[i])
+        else:
+            row, col, s_N = both_with_sum(dy_MN, (row_spec, col_spec), place, amaxes[i], make)
+            outer = s_N, mean
         row, col = sent(tokens, "y", row if need_dx else None, 0), sent(tokens, "y", col if need_dw[i] else None, 1)
         if need_dx:
             place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
@@ -489,7 +492,6 @@ def gradients_of(
                 make = request.maker(0, "MK", moved=True)
                 right = right_operand(received(x_col), request.recipe, wgrad.b, place, x_dtype, make)
                 x_right = for_all(right, sum(need_dw[j] for j in used))
-            outer = None if mean is None else (ops.token_sum(dy_MN), mean)
             dws[i] = weight_gradient(received(col), x_right, (x_dtype, w_dtypes[i]), main_grads[i], outer)
         if need_db[i]:
             s_N = token_sum(tokens, dy_MN) if outer is None else outer[0]

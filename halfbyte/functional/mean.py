@@ -50,6 +50,33 @@ def without_mean(x: Tensor, mean: Tensor) -> Tensor:
     return (x.float() - mean.float()).to(residual_dtype(x.dtype))
 
 
+def both_with_sum(
+    dy_MN: Tensor,
+    specs: tuple[Spec | None, Spec | None],
+    place: Place,
+    amaxes: ops.Amaxes,
+    make: Callable[..., tuple[Any, Any]] = both,
+) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor, Tensor]:
+    """Return dy and dy.T as GEMM operands, quantized where their spec is not None; and s, fp32 [N].
+
+    Args:
+        make: as for `both_without_mean`.
+    """
+    if make is not both:
+        return *make(dy_MN, *specs, place, amaxes), ops.token_sum(dy_MN)
+    sums: list[Tensor] = []
+
+    def quantize(t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
+        if col is None:
+            return ops.quantize_row_col(t, row, col)
+        *operands, s_N = ops.quantize_with_sum(t, row, col)
+        sums.append(s_N)
+        return operands[0], operands[1]
+
+    row, col = both(dy_MN, *specs, place, amaxes, quantize)
+    return row, col, sums[0] if sums else ops.token_sum(dy_MN)
+
+
 def bias_with_mean(bias: Tensor | None, mean: Tensor, w: Tensor | ops.Operand, dtype: torch.dtype) -> Tensor:
     """Return what fprop adds to every row: nt(mean, w) + bias, fp32 [N].
 

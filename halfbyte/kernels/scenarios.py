@@ -231,7 +231,7 @@ def layers(_: Target) -> Iterator[Scenario]:
 
 
 def means(_: Target) -> Iterator[Scenario]:
-    """Sums and means over tokens, and both orientations of x without its mean."""
+    """Sums and means over tokens, both orientations of x without its mean, and of dy with its sum."""
     for name, x, whole in whole_and_ragged():
         if x.dim() != 2:
             continue
@@ -242,6 +242,8 @@ def means(_: Target) -> Iterator[Scenario]:
             call = partial(backend.quantize_residual, x, mean, *both_sides(*pair, **places(*pair)))
             keys = " + ".join(spec.key if spec else "none" for spec in pair)
             yield Scenario(f"without its mean, {keys}, {name}", call, whole)
+            call = partial(backend.quantize_with_sum, x, *both_sides(*pair, **places(*pair)))
+            yield Scenario(f"with its sum, {keys}, {name}", call, whole)
 
 
 def primary_casts(_: Target) -> Iterator[Scenario]:

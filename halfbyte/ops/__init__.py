@@ -16,16 +16,17 @@ from halfbyte.ops.fused import (
     norm,
     norm_backward,
 )
-from halfbyte.ops.gemm import gemm_nt, gemm_nt_add, gemm_nt_outer
+from halfbyte.ops.gemm import gemm_nt, gemm_nt_add, gemm_nt_batch_invariant, gemm_nt_outer
 from halfbyte.ops.grouped import (
     check_offsets,
     emulates,
     grouped_decode,
     grouped_dequantize,
     grouped_gemm_nt,
+    grouped_gemm_nt_batch_invariant,
     grouped_quantize_row_col,
 )
-from halfbyte.ops.mean import quantize_residual, token_mean, token_sum
+from halfbyte.ops.mean import quantize_residual, quantize_with_sum, token_mean, token_sum
 from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, row_col_amax, transpose
 from halfbyte.ops.repeat import run
 
@@ -51,16 +52,19 @@ __all__ = [
     "explain",
     "gemm_nt",
     "gemm_nt_add",
+    "gemm_nt_batch_invariant",
     "gemm_nt_outer",
     "grouped_decode",
     "grouped_dequantize",
     "grouped_gemm_nt",
+    "grouped_gemm_nt_batch_invariant",
     "grouped_quantize_row_col",
     "norm",
     "norm_backward",
     "quantize",
     "quantize_residual",
     "quantize_row_col",
+    "quantize_with_sum",
     "row_col_amax",
     "run",
     "selective_checkpoint_ops",

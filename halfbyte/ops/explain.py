@@ -202,7 +202,7 @@ def _grouped_gemm(call: RehearsedCall) -> None:
         assert isinstance(left, Operand) and isinstance(right, Operand), "tensor cores multiply codes"
         grouped_native.scaled_grouped_mm_arguments(left, right, offsets, K)
     elif way.kernel != native_route.GROUPED_TORCH:
-        backend.grouped_gemm_nt(left, right, offsets, K, tensor(M, N), batch_invariant=batch_invariant)
+        backend.grouped_gemm_nt(left, right, offsets, K, tensor(M, N))
 
 
 OPS: dict[str, tuple[int, Callable[[RehearsedCall], None]]] = {

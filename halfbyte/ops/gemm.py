@@ -24,7 +24,6 @@ def gemm_nt(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
-    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Return a @ b.T for a [M, K] and b [N, K], each quantized or plain, rounded once to the output dtype.
@@ -35,18 +34,27 @@ def gemm_nt(
         bias: [N] or None, added in fp32.
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
-        batch_invariant: sum every row in an order that depends on b alone, see `GemmSpec`; of operands that are
-            quantized, to new memory.
     """
     K = a.cols if isinstance(a, Operand) else a.shape[1]
     operands = (*operand_arguments(a), *operand_arguments(b), K)
-    if batch_invariant:
-        assert out is None, "a product whose rows stand alone is written to new memory"
-        return call_op(torch.ops.halfbyte.gemm_nt_batch_invariant, *operands, out_dtype, bias, backend or "")
     if out is None:
         return call_op(torch.ops.halfbyte.gemm_nt, *operands, out_dtype, bias, backend or "")
     call_op(torch.ops.halfbyte.gemm_nt_out, *operands, bias, out, accumulate, backend or "")
     return out
+
+
+def gemm_nt_batch_invariant(
+    a: Operand | Tensor,
+    b: Operand | Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Return a @ b.T of quantized operands, every row summed in an order that depends on b alone, see `GemmSpec`."""
+    K = a.cols if isinstance(a, Operand) else a.shape[1]
+    operands = (*operand_arguments(a), *operand_arguments(b), K)
+    return call_op(torch.ops.halfbyte.gemm_nt_batch_invariant, *operands, out_dtype, bias, backend or "")
 
 
 def gemm_nt_add(

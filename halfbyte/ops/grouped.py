@@ -198,7 +198,6 @@ def grouped_gemm_nt(
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
     accumulate: bool = False,
-    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Return a_g @ b_g.T of every group, each rounded once to the output dtype.
@@ -208,20 +207,30 @@ def grouped_gemm_nt(
         b: experts [E, N, K]; or [C, K] with the groups along K.
         out: [M, N] or [E, R, C] to write into.
         accumulate: add to what `out` holds.
-        batch_invariant: as for `gemm_nt`, of tokens and experts.
 
     Returns:
         [M, N], rows behind the last group zero; or [E, R, C], zero for an empty group.
     """
     K = a.cols if isinstance(a, Operand) else a.shape[1]
     operands = (*operand_arguments(a), *operand_arguments(b), K, offsets)
-    if batch_invariant:
-        assert out is None, "a product whose rows stand alone is written to new memory"
-        return call_op(torch.ops.halfbyte.grouped_gemm_nt_batch_invariant, *operands, out_dtype, backend or "")
     if out is None:
         return call_op(torch.ops.halfbyte.grouped_gemm_nt, *operands, out_dtype, backend or "")
     call_op(torch.ops.halfbyte.grouped_gemm_nt_out, *operands, out, accumulate, backend or "")
     return out
+
+
+def grouped_gemm_nt_batch_invariant(
+    a: Operand | Tensor,
+    b: Operand | Tensor,
+    offsets: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+) -> Tensor:
+    """Return a_g @ b_g.T of quantized tokens [M, K] and experts [E, N, K] as `gemm_nt_batch_invariant` multiplies."""
+    K = a.cols if isinstance(a, Operand) else a.shape[1]
+    operands = (*operand_arguments(a), *operand_arguments(b), K, offsets)
+    return call_op(torch.ops.halfbyte.grouped_gemm_nt_batch_invariant, *operands, out_dtype, backend or "")
 
 
 def _by_torch(
@@ -279,7 +288,9 @@ def _grouped_product(
             return product
         left, right = (side.blocks.qdata if isinstance(side, Operand) else side for side in (a, b))
         out = left.new_empty(_product_shape(left, right, offsets), dtype=out_dtype)
-        options = {"accumulate": False, "batch_invariant": batch_invariant}
+        # Kernels of groups have one step and no split, whatever the groups are: there is nothing to ask for.
+        alone = batch_invariant and choose(offsets.device, backend or None) == REFERENCE
+        options = {"batch_invariant": True} if alone else {}
         return implementation(offsets.device, backend).grouped_gemm_nt(a, b, offsets, K, out, **options)
 
 

@@ -40,6 +40,19 @@ def quantize_residual(
     return both_blocks(call_op(torch.ops.halfbyte.quantize_residual, x, mean, *arguments), (row, col))
 
 
+def quantize_with_sum(
+    x: Tensor, row: Side | None, col: Side | None, backend: str | None = None
+) -> tuple[Blocks | None, Blocks | None, Tensor]:
+    """Return what `quantize_row_col` does of x [M, K], and the sum of its columns, fp32 [K].
+
+    Raises:
+        TypeError, ValueError: as `quantize_row_col` does.
+    """
+    arguments = checked_arguments(x, (row, col), backend)
+    *made, total = call_op(torch.ops.halfbyte.quantize_with_sum, x, *arguments)
+    return *both_blocks(tuple(made), (row, col)), total
+
+
 def _token_sum(x, backend) -> Tensor:
     return implementation(x.device, backend).token_sum(x)
 
@@ -54,6 +67,12 @@ def _quantize_residual(x, mean, *arguments) -> tuple[Tensor, ...]:
     return outputs(x, both, given, shared)
 
 
+def _quantize_with_sum(x, *arguments) -> tuple[Tensor, ...]:
+    asked, given, shared = asked_of(x, arguments)
+    *both, total = implementation(x.device, arguments[-1]).quantize_with_sum(x, *asked)
+    return *outputs(x, tuple(both), given, shared), total
+
+
 op(
     "token_sum(Tensor x, str backend) -> Tensor",
     _token_sum,
@@ -64,10 +83,17 @@ op(
     _token_mean,
     lambda x, backend: x.new_empty(x.shape[1], dtype=residual_dtype(x.dtype)),
 )
+_BOTH = (
+    f"str row_key, str col_key, {DRAW}, Tensor? row_amax, Tensor? col_amax, str scale_layout, bool row_transient, "
+    "bool col_transient, str backend"
+)
 op(
-    f"quantize_residual(Tensor x, Tensor mean, str row_key, str col_key, {DRAW}, Tensor? row_amax, Tensor? col_amax, "
-    "str scale_layout, bool row_transient, bool col_transient, str backend) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"quantize_residual(Tensor x, Tensor mean, {_BOTH}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantize_residual,
     lambda x, mean, *arguments: row_col_fake(x, *arguments),
+)
+op(
+    f"quantize_with_sum(Tensor x, {_BOTH}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantize_with_sum,
+    lambda x, *arguments: (*row_col_fake(x, *arguments), x.new_empty(x.shape[1], dtype=torch.float32)),
 )

@@ -13,7 +13,7 @@ from halfbyte.reference.fused import (
 from halfbyte.reference.grouped import grouped_dequantize, grouped_gemm_nt, grouped_quantize_row_col
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import Decoded, decode, dequantize, from_values, gemm_nt, plain
-from halfbyte.reference.mean import quantize_residual, residual_of, token_mean, token_sum
+from halfbyte.reference.mean import quantize_residual, quantize_with_sum, residual_of, token_mean, token_sum
 from halfbyte.reference.norm import Statistics, norm, norm_backward
 from halfbyte.reference.nvfp4 import quantize, quantize_row_col, row_col_amax, transpose
 from halfbyte.reference.scale import finite_amax
@@ -41,6 +41,7 @@ __all__ = [
     "quantize",
     "quantize_residual",
     "quantize_row_col",
+    "quantize_with_sum",
     "residual_of",
     "rotate",
     "row_col_amax",

@@ -40,3 +40,8 @@ def quantize_residual(
 ) -> tuple[Blocks | None, Blocks | None]:
     """Return what `quantize_row_col` does of x [M, K] without its mean [K]."""
     return quantize_row_col(residual_of(x.reshape(matrix_shape(x.shape)), mean), row, col)
+
+
+def quantize_with_sum(x: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None, Tensor]:
+    """Return what `quantize_row_col` does of x [M, K], and the sum of its columns, fp32 [K]."""
+    return *quantize_row_col(x, row, col), token_sum(x)

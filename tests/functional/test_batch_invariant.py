@@ -134,8 +134,8 @@ def test_other_refusals():
     whole = hb.GemmSpec(a=NVFP4_ROWS, b=hb.NVFP4(), batch_invariant=True)
     with pytest.raises(ValueError, match="e5m2.*element='e4m3'"):
         hb.GemmSpec(a=hb.MXFP8(element="e5m2"), b=hb.MXFP8(), batch_invariant=True)
-    with pytest.raises(ValueError, match=r"batch_invariant=1: use True or False"):
-        hb.GemmSpec(a=NVFP4_ROWS, b=hb.NVFP4(), batch_invariant=1)
+    with pytest.raises(ValueError, match=r"batch_invariant='yes': use one of False, True"):
+        hb.GemmSpec(a=NVFP4_ROWS, b=hb.NVFP4(), batch_invariant="yes")
     with pytest.raises(ValueError, match=r"wgrad.batch_invariant=True.*use False"):
         hb.Recipe(wgrad=whole)
     with pytest.raises(ValueError, match="activation_mean='split': a mean over tokens depends on the batch"):

@@ -53,6 +53,7 @@ def test_opcheck(dtype):
     opcheck(HB.token_sum, (x, ""), **some)
     keys, draw = (hb.NVFP4().key, hb.NVFP4().key), (None, 0, 0, None, None, 0)
     opcheck(HB.quantize_residual, (x, ops.token_mean(x), *keys, *draw, None, None, "linear", True, False, ""), **some)
+    opcheck(HB.quantize_with_sum, (x, *keys, *draw, None, None, "linear", True, True, ""), **some)
     products = x, None, None, "", "linear", x, None, None, "", "linear", 32, torch.randn(20), torch.randn(20)
     opcheck(HB.gemm_nt_outer, (*products, torch.bfloat16, ""), **some)
     opcheck(HB.gemm_nt_outer_add, (*products, torch.ones(20, 20), ""), **some)

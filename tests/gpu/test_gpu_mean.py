@@ -38,6 +38,8 @@ def test_a_mean_subtracted_on_load(pair, shape, monkeypatch):
         checks.check_quantized(checks.values(shape, BF16, bad=bad), pair, "cuda")
     checks.check_quantized(checks.values(shape, BF16, calm=True), pair, "cuda")
     checks.check_transient(checks.values(shape, BF16), pair, "cuda")
+    monkeypatch.setattr(residual, "token_sum", None)
+    checks.check_with_sum(checks.values(shape, BF16), pair, "cuda")
 
 
 def gradients(device: str, bias: bool, main_grad: bool) -> list[torch.Tensor]:

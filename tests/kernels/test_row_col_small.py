@@ -21,14 +21,14 @@ PAIRS = (
 
 @pytest.mark.parametrize(("pair", "kind"), tuple(zip(PAIRS, ("heavy", "nonfinite", "tiny"), strict=True)))
 def test_bytes_are_those_of_the_reference(pair, kind, monkeypatch):
-    monkeypatch.setattr(both, "_launch", None)
+    monkeypatch.setattr(both, "launch_both", None)
     x = checks.sample(kind, (128, 256), torch.bfloat16, "cpu")
     x[:, 7] *= 3  # neither the first nor the last program finds the maximum
     checks.check_row_col(x, pair, layout.LINEAR)
 
 
 def test_few_programs_take_many_strips_and_groups(monkeypatch):
-    monkeypatch.setattr(both, "_launch", None)
+    monkeypatch.setattr(both, "launch_both", None)
     monkeypatch.setattr(both_route, "MAX_PROGRAMS", 4)
     x = checks.sample("ties", (128, 768), torch.bfloat16, "cpu")
     x[127, 767] = 1000.0
@@ -37,7 +37,7 @@ def test_few_programs_take_many_strips_and_groups(monkeypatch):
 
 @pytest.mark.parametrize("transient", ((True, False), (True, True)))
 def test_decoded_operands_hold_the_codes(transient, monkeypatch):
-    monkeypatch.setattr(both, "_launch", None)
+    monkeypatch.setattr(both, "launch_both", None)
     x = checks.sample("nonfinite", (64, 256), torch.bfloat16, "cpu")
     codes = backend.quantize_row_col(x, *both_sides(*PAIRS[1], **checks.draws("cpu")))
     sides = backend.quantize_row_col(x, *both_sides(*PAIRS[1], **checks.draws("cpu"), transient=transient))

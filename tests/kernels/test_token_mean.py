@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from halfbyte.kernels import backend
-from halfbyte.kernels.fused import token_sum
+from halfbyte.kernels.amax import token_sum
 from halfbyte.kernels.gemm import dense
 from halfbyte.kernels.quantize import both_route, residual
 from halfbyte.kernels.unpack.dequantize import Decoded
@@ -70,6 +70,8 @@ def test_a_mean_subtracted_on_load(pair, shape, bad, monkeypatch):
     monkeypatch.setattr(residual, "residual_of", None)
     checks.check_quantized(checks.values(shape, BF16, bad=bad), pair, "cpu")
     checks.check_transient(checks.values(shape, BF16, calm=True), pair, "cpu")
+    monkeypatch.setattr(residual, "token_sum", None)
+    checks.check_with_sum(checks.values(shape, BF16), pair, "cpu")
 
 
 @pytest.mark.parametrize("variant", ["tma", "pointer"])

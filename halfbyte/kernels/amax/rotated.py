@@ -5,7 +5,7 @@ A thread holds whole groups of values, of as many columns as fit into its regist
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -72,15 +72,26 @@ class Split(NamedTuple):
     programs: int
 
 
+class Tokens(NamedTuple):
+    """What else is done with x [rows, cols].
+
+    mean_ptr: bf16 [cols] that is taken off PACKED x first, or None.
+    sums_ptr: fp32 [split.parts, cols], where programs write the sums of their columns, or None.
+    """
+
+    mean_ptr: Any = None
+    sums_ptr: Any = None
+
+
 @jit(do_not_specialize=("sign_stream", "split"))
 def amax_rotated_kernel(
-    x_ptr, mean_ptr, out_ptr, plain_ptr, space_ptr, sign_ptr, sign_stream, rows, cols, stride_r, stride_c, split,
+    x_ptr, tokens, out_ptr, plain_ptr, space_ptr, sign_ptr, sign_stream, rows, cols, stride_r, stride_c, split,
     RULE: tl.constexpr, BOTH: tl.constexpr, PACKED: tl.constexpr, FULL: tl.constexpr, T: tl.constexpr,
     VEC: tl.constexpr, PARTIAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """amax of x.T after a rotation along its rows, or of the rows of that (out zero before); with BOTH that of x too.
 
-    mean_ptr: bf16 [cols] that is taken off PACKED x first, or None.
+    tokens: a Tokens.
     A program takes a strip of T columns (PACKED: words of two) and, in it, every split.parts-th group of rows. PARTIAL:
     what each program finds is an output, out and plain [programs]; a program without a group finds 0. For a large x it
     is not placed while the kernel before it drains: that cost 7 %.
@@ -102,14 +113,16 @@ def amax_rotated_kernel(
     else:
         src_ptr = x_ptr
         stride = tl.cast(stride_r, tl.int64)
-    if mean_ptr is not None:
-        mean = tl.load(mean_ptr.to(tl.pointer_type(tl.uint32)) + line, mask=line < lines, other=0)
+    if tokens.mean_ptr is not None:
+        mean = tl.load(tokens.mean_ptr.to(tl.pointer_type(tl.uint32)) + line, mask=line < lines, other=0)
     else:
         mean = None
     flips = rw.sign_flips(sign_ptr, sign_stream, RULE)
     plain = tl.zeros((T,), tl.uint32)
     top = tl.zeros((T,), tl.float32)
     second = tl.zeros((T,), tl.float32)
+    total = tl.zeros((T,), tl.float32)
+    second_total = tl.zeros((T,), tl.float32)
     for g in range(first, end, step):
         x = load_rest(src_ptr, mean, g, end, line, lines, stride, stride_c, SIZE, FULL)
         halves = column_halves(x, PACKED)
@@ -124,6 +137,17 @@ def amax_rotated_kernel(
                 top = rw.nan_max(top, found)
             else:
                 second = rw.nan_max(second, found)
+            if tokens.sums_ptr is not None:
+                if k == 0:
+                    total += tl.sum(halves[k], axis=1)
+                else:
+                    second_total += tl.sum(halves[k], axis=1)
+    if tokens.sums_ptr is not None:
+        part = (tl.program_id(0) // split.strips).to(tl.int64)
+        sum_ptr = tokens.sums_ptr + part * cols + line * SHARE
+        tl.store(sum_ptr, total, mask=line < lines)
+        if PACKED:
+            tl.store(sum_ptr + 1, second_total, mask=line < lines)
     # The factor and the rounding keep the order: they are applied to the maxima alone.
     bits = mg.magnitude_bits(cast(tl.fma(top, RULE.norm, 0.0), tl.bfloat16))
     more = mg.magnitude_bits(cast(tl.fma(second, RULE.norm, 0.0), tl.bfloat16))
@@ -163,13 +187,16 @@ def amax_rotated_kernel(
         rm.publish(maxima, outs, space_ptr, split.programs)
 
 
-def launch_rotated(choice: Choice, sign_draw: Draw | None, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def launch_rotated(
+    choice: Choice, sign_draw: Draw | None, mean: Tensor | None = None, sums: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the amax of rotated x.T, fp32 [] or [cols], and with BOTH that of x [], else nothing.
 
     Args:
         choice: of a rotation.
         sign_draw: the place of fresh signs.
         mean: bf16 [cols], taken off x first where it is read in words of two.
+        sums: fp32 [parts, cols] for the sums of columns that each part of the rows finds; None: they are not wanted.
     """
     x, strips, parts = choice.facts
     rule, both = choice.constants["RULE"], choice.constants["BOTH"]
@@ -180,7 +207,7 @@ def launch_rotated(choice: Choice, sign_draw: Draw | None, mean: Tensor | None =
     plain = torch.empty((), dtype=torch.float32, device=x.device)
     amax_rotated_kernel[choice.grid](
         x,
-        mean,
+        Tokens(mean, sums),
         out,
         plain if both else None,
         None if rule.row_amax and not both else rm.workspace(rm.Wanted("tensor"), x.device),

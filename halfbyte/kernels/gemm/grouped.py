@@ -61,7 +61,6 @@ def grouped_gemm_nt(
     out: Tensor,
     *,
     accumulate: bool = False,
-    batch_invariant: bool = False,
     variant: Variant = "auto",
 ) -> Tensor:
     """Write a_g @ b_g.T of every group to `out`: factors and what `out` holds in fp32, before the only rounding.
@@ -73,10 +72,8 @@ def grouped_gemm_nt(
         K: the logical contraction length, of all groups together if they split it.
         out: [M, N] or [E, R, C]; without `accumulate`, rows behind the last group become zero.
         accumulate: add to what `out` holds.
-        batch_invariant: of tokens and quantized operands; every plan has one step and no split, so nothing changes.
         variant: "tma" and "pointer" force a kernel, "auto" chooses from the device and the strides.
     """
-    assert not batch_invariant or out.dim() == 2, "tokens are summed over"
     split = out.dim() == 3
     if out.numel() == 0:
         return out

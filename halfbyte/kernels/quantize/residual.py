@@ -1,4 +1,4 @@
-"""x quantized without its mean over tokens (docs/numerics.md section 2)."""
+"""x quantized without its mean over tokens, and dy with its sum over them (docs/numerics.md section 2)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halfbyte.arithmetic import residual_dtype
 from halfbyte.kernels.amax.rotated import launch_rotated
+from halfbyte.kernels.amax.token_sum import token_sum
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
@@ -78,3 +79,16 @@ def quantize_residual(
     amaxes, both = choice.facts
     col_amax, row_amax = launch_rotated(amaxes, col.sign_draw, mean)
     return launch_both(both, x, mean, row._replace(amax=row_amax), col._replace(amax=col_amax))
+
+
+def quantize_with_sum(x: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None, Tensor]:
+    """Do what `halfbyte.reference.quantize_with_sum` does; the kernel that finds the amaxes sums, if there is one."""
+    choice = choose_residual(Residual(x, row, col))
+    if choice.kernel == WRITTEN or row is None or col is None:
+        return *quantize_row_col(x, row, col), token_sum(x)
+    amaxes, both = choice.facts
+    _, _, parts = amaxes.facts
+    sums = torch.empty(parts, x.shape[1], dtype=torch.float32, device=x.device)
+    col_amax, row_amax = launch_rotated(amaxes, col.sign_draw, None, sums)
+    operands = launch_both(both, x, None, row._replace(amax=row_amax), col._replace(amax=col_amax))
+    return *operands, sums.sum(0)
