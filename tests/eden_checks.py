@@ -52,9 +52,11 @@ def code_of_the_definition(scale: float, squares: float, products: float, word: 
 
 def edges() -> list[tuple[float, float, float, int]]:
     """Return (scale, sum of squares, sum of products, word): draws beside the threshold, all binades, no number."""
-    found = [(1.0, 0.0, 0.0, 0), (448.0, np.inf, np.inf, 0), (2.0**-9, 3e38, 1e-3, 0xFFFFFFFF)]
+    found = [(1.0, 0.0, 0.0, 0), (448.0, 4.0, 0.0, 0), (448.0, np.inf, np.inf, 0), (2.0**-9, 3e38, 1e-3, 0xFFFFFFFF)]
     found += [(2.0**-9, 2.0**100, 2.0**53, 0), (2.0**-9, np.nextafter(np.float32(2.0**100), 0), 2.0**97, 7)]
     found += [(2.0**-9, 0.5 * (1 - 2.0**-23), 1 + 2.0**-23, word << 8) for word in (0, 1, 2, (1 << 24) - 1)]
+    # Half a unit of the draw below 2^-10.
+    found += [(2.0**-9, (2.0**24 - 1) * 2.0**-25, 1.0, word << 8) for word in (8388606, 8388607, 8388608)]
     random = np.random.default_rng(3)
     for scale in E4M3[1:]:
         for _ in range(3):

@@ -183,6 +183,7 @@ COL_TILES = {16: LineTile(64, 4, 2, words=2), 32: LineTile(64, 4, 4), 64: LineTi
 LONGEST_ROW = 8192
 INTERPRETED_BLOCKS = 1024  # the interpreter pays by the operation: large tiles
 WIDE_GROUPS, WIDE_WARPS = 128, 4
+EDEN_GROUPS, EDEN_WARPS = 64, 2  # ten warps on a multiprocessor of sm_90 in place of eight: 178 registers
 
 
 class Lines(NamedTuple):
@@ -281,16 +282,17 @@ def _wide(one: OneSide) -> Choice:
     lines = in_long_rows(one)
     rule = sc.rule_of(one.spec, sc.hardware_of(one.x.device))._replace(decoded=one.side.transient)
     groups, columns = lines.blocks * 16 // rule.group, _by_columns(lines.x)
+    count, num_warps = (EDEN_GROUPS, EDEN_WARPS) if rule.eden else (WIDE_GROUPS, WIDE_WARPS)
     covered = round_up(lines.rows, SWIZZLE_ROWS) if lines.swizzled else lines.rows
-    tiles = ceil_div(covered, WIDE_GROUPS) if columns else 1
-    programs = tiles * groups if columns else ceil_div(covered * groups, WIDE_GROUPS)
+    tiles = ceil_div(covered, count) if columns else 1
+    programs = tiles * groups if columns else ceil_div(covered * groups, count)
     constants = {
         "RULE": rule,
         "SWIZZLED": lines.swizzled,
         "COLUMNS": columns,
         "PACKED": not columns and mg.reads_pairs(lines.x),
-        "T": WIDE_GROUPS,
-        "num_warps": WIDE_WARPS,
+        "T": count,
+        "num_warps": num_warps,
     }
     return Choice("quantize_wide_kernel", (programs,), constants, lines._replace(beside=tiles))
 
