@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from halfbyte.functional.sharded import outputs_of_parts
+from halfbyte.functional.sharded import run_parts
 from halfbyte.nn.linear import Linear, LinearLayer, gather
 from halfbyte.nn.shared_input import SharedInput
 
@@ -34,7 +34,7 @@ class _Entry:
     y_dim: int | None
     use_local_output: bool
 
-    def outputs(self, x: Tensor, layers: Sequence[LinearLayer], call: int) -> tuple[Tensor, ...]:
+    def outputs(self, x: Any, layers: Sequence[LinearLayer], call: int) -> tuple[Tensor, ...]:
         """Return the outputs of layers that read x: a DTensor, or what this rank holds of it."""
         place = Shard(x.dim() - 1 if self.x_dim == -1 else self.x_dim)
         if not isinstance(x, DTensor):
@@ -43,13 +43,14 @@ class _Entry:
             x = x.redistribute(placements=(place,))
         read, recipe = gather(x, layers, call), layers[0].recipe
         if recipe.specs:
-            outputs: tuple[Any, ...] = outputs_of_parts(x, read, recipe, None, self.y_dim)
+            outputs: tuple[Any, ...] = run_parts(x, read, recipe, None, self.y_dim)
         else:
             whole = x if self.y_dim is not None else x.redistribute(placements=(Replicate(),))
-            outputs = tuple([nn.functional.linear(whole, w, b) for w, b in zip(read.weights, read.biases, strict=True)])
+            pairs = zip(read.weights, read.biases, strict=True)
+            outputs = tuple([nn.functional.linear(whole, w, b) for w, b in pairs])
             if self.y_dim is not None:
-                outputs = tuple([y.redistribute(placements=(Shard(self.y_dim),)) for y in outputs])
-        return tuple([y.to_local() if self.use_local_output else y for y in outputs])
+                outputs = tuple([cast(DTensor, y).redistribute(placements=(Shard(self.y_dim),)) for y in outputs])
+        return tuple([cast(DTensor, y).to_local() if self.use_local_output else y for y in outputs])
 
 
 class NVFP4Colwise(ParallelStyle):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 REASON = (
-    "halfbyte: layers with primary weights run eagerly, as do errors and weights that are quantized anew; compile "
-    "without fullgraph=True"
+    "halfbyte: layers with primary weights and those that ranks share run eagerly, as do errors and weights that are "
+    "quantized anew; compile without fullgraph=True"
 )
 
 

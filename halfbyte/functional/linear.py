@@ -181,9 +181,9 @@ def outputs_of(
 
         return eagerly(outputs_of, (x, layers, recipe, out_dtype, x_amaxes), {})
     if is_sharded(x) and recipe.specs:
-        from halfbyte.functional.sharded import outputs_of_parts
+        from halfbyte.functional.sharded import run_parts
 
-        return outputs_of_parts(x, layers, recipe, out_dtype)
+        return run_parts(x, layers, recipe, out_dtype)
     call, tensors = prepare(x, layers, recipe, out_dtype, x_amaxes)
     return run_call(call, tensors, x.shape, len(layers.weights))
 

@@ -47,6 +47,17 @@ class Shared(NamedTuple):
     db: Placement
 
 
+def run_parts(
+    x: Any, layers: Layers, recipe: Recipe, out_dtype: torch.dtype | None, y_tokens: int | None = None
+) -> tuple[Tensor, ...]:
+    """Return what `outputs_of_parts` does, outside of compiled code, which would trace what ranks ask each other."""
+    if torch.compiler.is_compiling():
+        from halfbyte.functional.eager import eagerly
+
+        return eagerly(outputs_of_parts, (x, layers, recipe, out_dtype, y_tokens), {})
+    return outputs_of_parts(x, layers, recipe, out_dtype, y_tokens)
+
+
 def outputs_of_parts(
     x: Any, layers: Layers, recipe: Recipe, out_dtype: torch.dtype | None, y_tokens: int | None = None
 ) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from halfbyte import ops, reference
 from halfbyte.functional.derivatives import LINEAR, first_order
 from halfbyte.functional.foreign import PLAIN
 from halfbyte.functional.linear import as_gradients, note, outputs_of, prepare
-from halfbyte.functional.mean import add_mean_gradient, bias_with_mean
+from halfbyte.functional.mean import bias_with_mean, without_mean
 from halfbyte.functional.operands import (
     Place,
     add_dx,
@@ -113,6 +113,7 @@ class _CounterfactualLinear(torch.autograd.Function):
         for i in used:
             dy = dys[i]
             assert dy is not None, "filtered above"
+            outer: tuple[Tensor, Tensor] | None = None
             dy_MN, exact = dy.reshape(matrix_shape(dy.shape)), ctx.exact[i]
             place = seen.place(seen.draws[i], DY, (DGRAD_SIGNS, WGRAD_SIGNS))
             specs = gradient_specs(seen.recipe, seen.needs[0], seen.needs[1 + i])
@@ -122,12 +123,12 @@ class _CounterfactualLinear(torch.autograd.Function):
                 dx = add_dx(dx, *_meeting(row, right), last=i == used[-1], dtype=x_dtype)
             if seen.needs[1 + i]:
                 _, right, mean = _x_operands(seen, exact)
-                known = None
                 if mean is not None and seen.wgrad.b is not None:
-                    known = add_mean_gradient(dy_MN.sum(0, dtype=torch.float32), mean, None)
-                dws[i] = weight_gradient(*_meeting(col, right), (x_dtype, w_dtypes[i]), None, known)
+                    outer = ops.token_sum(dy_MN), mean
+                dws[i] = weight_gradient(*_meeting(col, right), (x_dtype, w_dtypes[i]), None, outer)
             if ctx.needs_input_grad[2 + n + i]:
-                dbs[i] = dy_MN.sum(0, dtype=torch.float32).to(b_dtypes[i])
+                s_N = dy_MN.sum(0, dtype=torch.float32) if outer is None else outer[0]
+                dbs[i] = s_N.to(b_dtypes[i])
         return as_gradients(ctx, (dx, *dws, *dbs))
 
 
@@ -162,8 +163,8 @@ def _x_operands(seen: Observed, exact: Exact) -> tuple[Any, Any, Tensor | None]:
     place = seen.place(seen.draws[0], X, (FPROP_SIGNS, WGRAD_SIGNS))
     if not seen.recipe.splits_mean:
         return *_chosen(seen.x, specs, (place, ops.Amaxes()), _flags(exact, "x"), seen.recipe), None
-    residual, mean = ops.split_mean(seen.x)
-    row, col = _chosen(residual, specs, (place, ops.Amaxes()), _flags(exact, "x"), seen.recipe)
+    mean = ops.token_mean(seen.x)
+    row, col = _chosen(without_mean(seen.x, mean), specs, (place, ops.Amaxes()), _flags(exact, "x"), seen.recipe)
     return row if specs[0] else seen.x, col if specs[1] else seen.x.T, mean
 
 

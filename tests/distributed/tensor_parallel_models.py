@@ -174,7 +174,7 @@ def codes_plan() -> dict:
 def watched_styles(model: nn.Module):
     """Note of every call of layers by our styles: their names, x, and the gradients of their outputs, made whole."""
     names = {id(module.weight): name for name, module in model.named_modules() if isinstance(module, hb.nn.Linear)}
-    calls, running, run = {}, [""], tp_styles.outputs_of_parts
+    calls, running, run = {}, [""], tp_styles.run_parts
 
     def noted(x, layers, *rest):
         called = tuple(names[id(weight)] for weight in layers.weights)
@@ -188,12 +188,12 @@ def watched_styles(model: nn.Module):
     def of_gradient(called, i, dy):
         running[0], calls[called][1 + i] = called[0], dy.full_tensor().detach().clone()
 
-    tp_styles.outputs_of_parts = noted
+    tp_styles.run_parts = noted
     try:
         with recorded(lambda: running[0]) as found:
             yield calls, found
     finally:
-        tp_styles.outputs_of_parts = run
+        tp_styles.run_parts = run
 
 
 def codes_operands(rank: int, world: int, recipe: str, dtype: torch.dtype, sequences: int) -> list[str]:
@@ -255,3 +255,34 @@ def traffic(rank: int, world: int, recipe: str, codes: bool, dim: int) -> dict:
         counted.stage = "backward"
         y.backward(torch.ones_like(y))
     return counted.bytes
+
+
+def compiled_block(rank: int, world: int, codes: bool) -> list[str]:
+    """Return which results of a compiled parallel block are not those of the eager one, bit for bit."""
+    mesh, ends = init_device_mesh("cpu", (world,)), []
+    for compiled in (False, True):
+        model, _ = converted("nvfp4")
+        parallelize_module(model[0], mesh, codes_plan() if codes else sequence_plan())
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        x = torch.randn(1, 16 * world, 64, generator=torch.Generator().manual_seed(1))
+        y = run(distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None).requires_grad_())
+        y.backward(torch.ones_like(y).mul_(0.01))
+        ends.append({"y": y.to_local()} | {n: p.grad.to_local() for n, p in model.named_parameters()})
+    return [name for name, t in ends[0].items() if not torch.equal(t, ends[1][name])]
+
+
+def fused_mlp(rank: int, world: int) -> list[str]:
+    """Return which results of a fused MLP under torch's styles are not those of one process."""
+    mesh, ends = init_device_mesh("cpu", (world,)), []
+    for shared in (False, True):
+        torch.manual_seed(0)
+        model = hb.nn.LayerNormMLP(64, 96, state=hb.RunState(1, rank=0))
+        if shared:
+            first = {name: ColwiseParallel() for name in ("gate_proj", "up_proj")}
+            parallelize_module(model, mesh, {**first, "down_proj": RowwiseParallel()})
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = model(x)
+        y.backward(torch.ones_like(y))
+        ends.append({"y": y, "dx": x.grad} | {n: p.grad for n, p in model.named_parameters()})
+    own = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in ends[1].items()}
+    return [name for name, t in ends[0].items() if (own[name] - t).norm() > 1e-5 * t.norm()]

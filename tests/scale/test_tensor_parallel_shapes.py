@@ -59,3 +59,13 @@ def test_a_llama_block_whose_activations_travel_as_codes():
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "rl", "quartet2", "row_scaled"])
 def test_many_shapes(world, name):
     assert ranks.run(world, checks.operands, cases((name,), MANY), seconds=900)[0] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_compiled_block_has_the_bits_of_the_eager_one(codes):
+    assert ranks.run(2, models.compiled_block, codes) == [[], []]
+
+
+def test_a_fused_mlp_under_torchs_styles():
+    assert ranks.run(2, models.fused_mlp) == [[], []]
