@@ -132,7 +132,7 @@ class _CounterfactualLinear(torch.autograd.Function):
         return as_gradients(ctx, (dx, *dws, *dbs))
 
 
-class Treatment(NamedTuple):
+class Handling(NamedTuple):
     """Of one operand: whether it stays in high precision, and whether it is rotated then."""
 
     is_exact: bool
@@ -150,9 +150,9 @@ _BESIDE = {
 """The other operand of each GEMM."""
 
 
-def _flags(exact: Exact, tensor: str) -> tuple[Treatment, Treatment]:
+def _flags(exact: Exact, tensor: str) -> tuple[Handling, Handling]:
     """Return what becomes of both orientations; two operands in high precision meet as they are."""
-    row, col = (Treatment(side in exact, _BESIDE[side] not in exact) for side in (f"{tensor}.row", f"{tensor}.col"))
+    row, col = (Handling(side in exact, _BESIDE[side] not in exact) for side in (f"{tensor}.row", f"{tensor}.col"))
     return row, col
 
 
@@ -178,7 +178,7 @@ def _w_operands(seen: Observed, i: int, exact: Exact) -> tuple[Any, Any]:
 
 
 def _chosen(
-    t: Tensor, specs: Specs, how: tuple[Place, ops.Amaxes], exact: tuple[Treatment, Treatment], recipe: Recipe
+    t: Tensor, specs: Specs, how: tuple[Place, ops.Amaxes], exact: tuple[Handling, Handling], recipe: Recipe
 ) -> tuple[Any, Any]:
     """Return both orientations of x or a weight; a dequantized backward reads what fprop multiplied."""
     place, amaxes = how
@@ -190,7 +190,7 @@ def _chosen(
 
 
 def _picked(
-    t: Tensor, specs: Specs, place: Place, amaxes: ops.Amaxes, exact: tuple[Treatment, Treatment]
+    t: Tensor, specs: Specs, place: Place, amaxes: ops.Amaxes, exact: tuple[Handling, Handling]
 ) -> tuple[Any, Any]:
     """Return t and t.T as operands, quantized as a layer does or in high precision."""
     sides: list[Side | None] = [None, None]

@@ -93,7 +93,7 @@ def heat_table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, Seq
     return scrolled(title, f'<table class="heat"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>')
 
 
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def text_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table of texts."""
     top = "".join(f"<th scope=col>{escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)

@@ -15,7 +15,7 @@ from typing import Any
 from halfbyte.stats.figures import NOISE_LIMIT, PRODUCTS, SIDES
 from halfbyte.train import files, folder, log, sampled
 from halfbyte.train.compare import RESULTS
-from halfbyte.train.drawing import Series, chart, heat_table, scrolled, table
+from halfbyte.train.drawing import Series, chart, heat_table, scrolled, text_table
 
 NAME = "report.html"
 OPERAND_FIGURES = (("snr_db", "SNR", "dB"), ("underflow", "values that become 0", "share"))
@@ -141,7 +141,7 @@ def _results(runs: dict[str, Path]) -> str:
         memory = f"{found['peak_memory_bytes'] / 2**20:,.0f} MiB"
         shown = "diverged" if found["is_diverged"] else f"{loss:.4f}"
         rows.append((name, shown, str(found["steps"]), f"{found['tokens_per_second']:,.0f}", memory))
-    return table("results", ("recipe", "held-out loss", "steps", "tokens/s", "peak memory"), rows)
+    return text_table("results", ("recipe", "held-out loss", "steps", "tokens/s", "peak memory"), rows)
 
 
 def _statistics(name: str, path: Path, is_one_of_several: bool) -> str:
@@ -208,7 +208,7 @@ def _environment(name: str, path: Path) -> str:
     for one in recorded.get("environments", [])[1:]:
         rows.append((f"from step {one['step']}", _words({k: v for k, v in one.items() if k != "step"})))
     summary = f"<summary>{escape(name)}</summary>"
-    return f"<details open>{summary}{table(f'environment of {name}', ('what', 'value'), rows)}</details>"
+    return f"<details open>{summary}{text_table(f'environment of {name}', ('what', 'value'), rows)}</details>"
 
 
 def _words(value: object) -> str:
