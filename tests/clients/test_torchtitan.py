@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import sys
 from collections import Counter
@@ -42,6 +43,8 @@ def _one_process(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "0")
     runs.alone()
     yield
+    gc.enable()  # torchtitan collects by itself, and keeps backwards in one thread
+    torch.autograd.set_multithreading_enabled(True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
