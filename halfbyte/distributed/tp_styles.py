@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,14 +43,16 @@ class _Entry:
             x = x.redistribute(placements=(place,))
         read, recipe = gather(x, layers, call), layers[0].recipe
         if recipe.specs:
-            outputs: tuple[Any, ...] = run_parts(x, read, recipe, None, self.y_dim)
+            outputs: Any = run_parts(x, read, recipe, None, self.y_dim)
         else:
             whole = x if self.y_dim is not None else x.redistribute(placements=(Replicate(),))
-            pairs = zip(read.weights, read.biases, strict=True)
-            outputs = tuple([nn.functional.linear(whole, w, b) for w, b in pairs])
+            made: list[Any] = [
+                nn.functional.linear(whole, w, b) for w, b in zip(read.weights, read.biases, strict=True)
+            ]
             if self.y_dim is not None:
-                outputs = tuple([cast(DTensor, y).redistribute(placements=(Shard(self.y_dim),)) for y in outputs])
-        return tuple([cast(DTensor, y).to_local() if self.use_local_output else y for y in outputs])
+                made = [y.redistribute(placements=(Shard(self.y_dim),)) for y in made]
+            outputs = tuple(made)
+        return tuple([y.to_local() if self.use_local_output else y for y in outputs])
 
 
 class NVFP4Colwise(ParallelStyle):

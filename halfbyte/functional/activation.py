@@ -19,19 +19,11 @@ from halfbyte.arithmetic import ACTIVATIONS, Activation
 from halfbyte.functional import whole
 from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
 from halfbyte.functional.foreign import refuse_foreign
-from halfbyte.functional.linear import (
-    Layers,
-    as_gradients,
-    backward_op,
-    bases_of,
-    gradients_of,
-    multiply,
-    note,
-    prepare,
-)
+from halfbyte.functional.linear import Layers, as_gradients, backward_op, bases_of, note, prepare
 from halfbyte.functional.operands import Saved, flatten_operands, gradient_specs, unflatten_operands, with_late
 from halfbyte.functional.places import sign_place
 from halfbyte.functional.primary import runs_eagerly
+from halfbyte.functional.products import gradients_of, multiply
 from halfbyte.functional.request import Call, draws_of
 from halfbyte.layout import from_rows, matrix_shape
 from halfbyte.recipes import resolve

@@ -37,40 +37,25 @@ from halfbyte.functional import whole
 from halfbyte.functional.autocast import autocast_dtype, cast_inputs
 from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
 from halfbyte.functional.foreign import is_sharded
-from halfbyte.functional.frozen import frozen_operands, frozen_right
-from halfbyte.functional.group import waited
-from halfbyte.functional.mean import bias_with_mean, both_with_sum, both_without_mean
+from halfbyte.functional.frozen import frozen_operands
 from halfbyte.functional.operands import (
-    BF16_GEMM,
-    Place,
     Saved,
-    add_dx,
     flatten_operands,
-    for_all,
-    gradient_specs,
-    right_operand,
     unflatten_operands,
-    weight_gradient,
-    weight_operands,
     with_late,
 )
 from halfbyte.functional.places import (
-    DGRAD_SIGNS,
-    DY,
-    FPROP_SIGNS,
-    WGRAD_SIGNS,
-    W,
-    X,
     distinct,
     places_of,
     snapshot,
 )
 from halfbyte.functional.primary import primary_operands, runs_eagerly
+from halfbyte.functional.products import gradients_of, multiply
 from halfbyte.functional.request import Call, Request, check_call, checked, draws_of
 from halfbyte.functional.split import LayerSplit
-from halfbyte.functional.tokens import Tokens, added, arrived_sum, received, sent, token_sum
-from halfbyte.functional.weights import CachedWeight, covers, flatten, unflatten
-from halfbyte.layout import from_rows, matrix_shape
+from halfbyte.functional.tokens import Tokens
+from halfbyte.functional.weights import CachedWeight, covers, flatten
+from halfbyte.layout import from_rows
 from halfbyte.recipes import resolve
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.spec import Recipe
@@ -391,112 +376,6 @@ def backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
     bases, dys, grads = rest[: n + 1], rest[n + 1 : 2 * n + 1], rest[2 * n + 1 :]
     draws = draws_of(request, bases, streams)
     return gradients_of(request, (kept, draws, grads), dys, [ops.Amaxes()] * n, (needs, dtypes)), None
-
-
-def multiply(
-    request: Request, needs: Sequence[bool], tensors: Sequence[Any], streams: Sequence[int]
-) -> tuple[list[Tensor], list]:
-    """Return the outputs [M, N_i], and what the backward needs of x, of each weight and of x's mean.
-
-    Arguments are those of `forward_pass`.
-    """
-    n, recipe = request.count, request.recipe
-    x, *tensors = tensors
-    weights, biases, amaxes = (tensors[i * n : (i + 1) * n] for i in range(3))
-    need_dx, *need_dw = [request.save and need for need in needs]
-    fprop, dgrad, wgrad = (gemm or BF16_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
-    dequantized = recipe.backward == "dequantized"
-    cached = unflatten(request.cached, tensors[5 * n + 3 :])
-    x_MK = waited(x).reshape(matrix_shape(x.shape))
-    *draws, signs = draws_of(request, tensors[4 * n : 5 * n + 1], streams)
-    keep_x = any(need_dw)
-    x_col_spec = wgrad.b if keep_x and not dequantized else None
-    place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (not dequantized, False))
-    mean = None
-    if recipe.splits_mean:
-        row, col, mean = both_without_mean(x_MK, (fprop.a, x_col_spec), place, request.maker(0, "MK"))
-    else:
-        amaxes_of_x = ops.Amaxes(*tensors[5 * n + 1 : 5 * n + 3])
-        row, col = request.maker(0, "MK")(x_MK, fprop.a, x_col_spec, place, amaxes_of_x)
-    kept_x = (row if dequantized else col) if keep_x else None
-    row, outputs, kept_w = sent(request.tokens, "x", row, 0), [], []
-    for i, w in enumerate(weights):
-        needed = fprop.b, dgrad.b if need_dx and not dequantized else None
-        place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
-        w_row, w_col = cached[i]
-        if not (request.cached[i].is_frozen or request.cached[i].is_late):
-            amax, make = amaxes[request.amax_of[i]], request.maker(i, "NK")
-            w_row, w_col = weight_operands(w, needed, cached[i], place, amax, make)
-        bias = biases[i] if request.adds_bias(i) else None
-        if mean is not None and fprop.a is not None:
-            bias = bias_with_mean(bias, mean, w_row if w is None else w, x.dtype)
-        row, product = received(row), ops.gemm_nt_batch_invariant if fprop.batch_invariant else ops.gemm_nt
-        y = added(request.tokens, "y", product(row, w_row, out_dtype=request.out_dtype, bias=bias))
-        outputs.append(y if request.tokens is None else arrived_sum(y))
-        is_fprops = dequantized or request.cached[i].is_frozen
-        kept_w.append((w_row if is_fprops else w_col) if need_dx else None)
-    return outputs, [kept_x, *kept_w, mean if x_col_spec else None]
-
-
-def gradients_of(
-    request: Request,
-    state: tuple[list, list, Sequence[Tensor | None]],
-    dys: Sequence[Tensor | None],
-    amaxes: Sequence[ops.Amaxes],
-    wanted: tuple[Sequence[bool], tuple],
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x [M, K], of each weight and of each bias.
-
-    Args:
-        request: of the call.
-        state: what `multiply` kept, the draws, the main_grads.
-        dys: of each output, or None.
-        amaxes: of each dy, or None, as far as known.
-        wanted: which of x, weights and biases need gradients, and the dtypes of `note`.
-    """
-    n, ((x_col, *w_cols, mean), (*draws, signs), main_grads) = request.count, state
-    needs, (x_dtype, w_dtypes, b_dtypes) = wanted
-    dgrad, wgrad = (gemm or BF16_GEMM for gemm in (request.recipe.dgrad, request.recipe.wgrad))
-    need_dx, need_dw, need_db = needs[0], needs[1 : 1 + n], needs[1 + n : 1 + 2 * n]
-    dx: Tensor | None = None
-    dws: list[Tensor | None] = [None] * n
-    dbs: list[Tensor | None] = [None] * n
-    used = [i for i, dy in enumerate(dys) if dy is not None]
-    tokens, dequantized = request.tokens, request.recipe.backward == "dequantized"
-    x_right, x_col = None, sent(tokens, "x", x_col, 0 if dequantized else 1)
-    for i, dy in enumerate(dys):
-        if dy is None:
-            continue
-        dy_MN = waited(dy).reshape(matrix_shape(dy.shape))
-        row_spec, col_spec = gradient_specs(request.recipe, need_dx, need_dw[i])
-        place = Place(draws[i], signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
-        outer, make = None, request.maker(i, "MN")
-        if mean is None or not need_dw[i]:
-            row, col = make(dy_MN, row_spec, col_spec, place, amaxes[i])
-        else:
-            row, col, s_N = both_with_sum(dy_MN, (row_spec, col_spec), place, amaxes[i], make)
-            outer = s_N, mean
-        row, col = sent(tokens, "y", row if need_dx else None, 0), sent(tokens, "y", col if need_dw[i] else None, 1)
-        if need_dx:
-            place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
-            if request.cached[i].is_frozen:
-                right = frozen_right(w_cols[i], request.recipe, dgrad.b, place, x_dtype)
-            else:
-                make = request.maker(i, "NK", moved=True)
-                right = right_operand(w_cols[i], request.recipe, dgrad.b, place, x_dtype, make)
-            dx = add_dx(dx, received(row), right, last=i == used[-1], dtype=x_dtype)
-            dx = added(tokens, "x", dx) if i == used[-1] else dx
-        if need_dw[i]:
-            if x_right is None:
-                place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
-                make = request.maker(0, "MK", moved=True)
-                right = right_operand(received(x_col), request.recipe, wgrad.b, place, x_dtype, make)
-                x_right = for_all(right, sum(need_dw[j] for j in used))
-            dws[i] = weight_gradient(received(col), x_right, (x_dtype, w_dtypes[i]), main_grads[i], outer)
-        if need_db[i]:
-            s_N = token_sum(tokens, dy_MN) if outer is None else outer[0]
-            dbs[i] = s_N.to(b_dtypes[i])
-    return (dx if dx is None or tokens is None else arrived_sum(dx)), *dws, *dbs
 
 
 def _forward_whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], streams: Sequence[int]) -> tuple:

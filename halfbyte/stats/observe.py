@@ -20,17 +20,11 @@ from halfbyte import ops
 from halfbyte.functional import whole
 from halfbyte.functional.derivatives import LINEAR, first_order
 from halfbyte.functional.foreign import PLAIN
-from halfbyte.functional.linear import (
-    gradients_of,
-    multiply,
-    outputs_of,
-    prepare,
-    run_backward,
-    run_forward,
-)
+from halfbyte.functional.linear import outputs_of, prepare, run_backward, run_forward
 from halfbyte.functional.mean import without_mean
 from halfbyte.functional.operands import BF16_GEMM, Place, both, gradient_specs
 from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X
+from halfbyte.functional.products import gradients_of, multiply
 from halfbyte.functional.request import Call, Request, draws_of
 from halfbyte.functional.weights import takes_amax
 from halfbyte.layout import Blocks, from_rows, matrix_shape

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from halfbyte.train.config import TrainConfig
 from halfbyte.train.ranks import World
 
 PATIENCE = 10.0
@@ -62,3 +63,12 @@ class Background:
         if self._thread is not None:
             self._thread.join(PATIENCE)
         self.ranks.control = None
+
+
+def background_of(config: TrainConfig, ranks: World) -> Background | None:
+    """Return what ends saves behind the steps that follow, if that is asked for."""
+    if not config.run.async_save:
+        return None
+    if ranks.size == 1:
+        raise ValueError("async_save=True: one process writes its checkpoints at once; start several, or leave it out")
+    return Background(ranks)

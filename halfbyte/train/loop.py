@@ -40,11 +40,12 @@ from halfbyte.train import (
     tune,
 )
 from halfbyte.train import model as models
-from halfbyte.train.background import Background
+from halfbyte.train.background import background_of
 from halfbyte.train.config import TrainConfig, differences
 from halfbyte.train.data import Batches, Data
 from halfbyte.train.divergence import Divergence
 from halfbyte.train.folder import CHECKPOINTS, CONFIG, LAYERS, RESULT, clear, finished, identity
+from halfbyte.train.history import History
 from halfbyte.train.log import Log, Silent
 from halfbyte.train.ranks import World
 from halfbyte.train.signals import Interrupts
@@ -142,7 +143,7 @@ class Trainer:
         self.held_out = Batches(data.held_out, seed=HELD_OUT_SEED, part=self.parallel.part, **layout)
         self.step, self.position, self.seconds = 0, 0, 0.0
         self.stats: hb.stats.StatsCollector | None = None
-        background = _background(config, self.ranks)
+        background = background_of(config, self.ranks)
         self.checkpoints = checkpoint.Checkpoints(self.folder / CHECKPOINTS, config.run.keep, self.ranks, background)
         self.environments = [{"step": 0, **environment.own(self.device, self.dtype, config.mesh)}]
         self._resume()
@@ -410,36 +411,6 @@ class Trainer:
             "peak_memory_bytes": peak,
             "saved_activation_bytes": saved,
         }
-
-
-class History:
-    """Losses on their way from the device to the log."""
-
-    def __init__(self) -> None:
-        self.pending: list[tuple[int, float, Tensor, Tensor]] = []
-        self.train_loss = float("nan")
-        self.held_out_loss: float | None = None
-        self.diverged: Divergence | None = None
-
-    def flush(self, log: Log | Silent, tokens_per_step: int, ranks: World) -> None:
-        """Read the pending losses in one transfer and log their means, up to the first that is not finite."""
-        numbers = ranks.mean(torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in self.pending]))
-        for (step, lr, _, _), (loss, norm) in zip(self.pending, numbers.tolist(), strict=True):
-            log.write("step", step, {"tokens": step * tokens_per_step, "loss": loss, "lr": lr, "grad_norm": norm})
-            self.train_loss = loss
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                self.diverged = Divergence(step, divergence.NORM if math.isfinite(loss) else divergence.LOSS)
-                break
-        self.pending.clear()
-
-
-def _background(config: TrainConfig, ranks: World) -> Background | None:
-    """Return what ends saves behind the steps that follow, if that is asked for."""
-    if not config.run.async_save:
-        return None
-    if ranks.size == 1:
-        raise ValueError("async_save=True: one process writes its checkpoints at once; start several, or leave it out")
-    return Background(ranks)
 
 
 def train(

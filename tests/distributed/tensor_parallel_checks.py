@@ -160,7 +160,7 @@ def differing(case: Case, alone: Made, every: list[Made]) -> list[str]:
     splits = ALL[case.recipe].splits_mean
     found = differing_operands(alone.operands, [made.operands for made in every], splits)
     found = [f"{case}: {line}" for line in found]
-    tolerance = 1e-5 if case.dtype == torch.float32 else 2e-2
+    tolerance = 1e-5 if every[0].results[0].dtype == torch.float32 else 2e-2
     for name, ours, theirs in zip(("y", "dx", "dw", "db"), every[0].results, alone.results, strict=True):
         error = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-30)
         if not error <= tolerance:
@@ -178,3 +178,8 @@ def operands(rank: int, world: int, cases: list[Case]) -> list[str]:
     if rank:
         return []
     return [line for i, case in enumerate(cases) for line in differing(case, whole(case), [made[i] for made in every])]
+
+
+def operands_under_autocast(rank: int, world: int, cases: list[Case]) -> list[str]:
+    with torch.autocast("cpu", torch.bfloat16):
+        return operands(rank, world, cases)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tensor_parallel_checks import ALL, differing_operands, recorded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import halfbyte as hb
 from halfbyte.distributed import tp_styles
@@ -130,13 +132,19 @@ def layers_in(model: nn.Module, x: Tensor) -> tuple[dict, dict]:
     return watch.given, {name: [one for one in found if one[2] == name] for name in watch.given}
 
 
-def block_operands(rank: int, world: int, recipe: str, dtype: torch.dtype) -> list[str]:
-    """Return what differs between the layers of a parallel block and whole ones with the same inputs, on rank 0."""
+def block_operands(rank: int, world: int, recipe: str, dtype: torch.dtype, shards: int = 1) -> list[str]:
+    """Return what differs between the layers of a parallel block and whole ones with the same inputs, on rank 0.
+
+    shards: ranks of FSDP2, which see the same tokens here.
+    """
     warnings.simplefilter("ignore", UserWarning)
-    mesh = init_device_mesh("cpu", (world,))
+    meshes = init_device_mesh("cpu", (shards, world // shards), mesh_dim_names=("dp", "tp"))
+    mesh = meshes["tp"]
     model, _ = converted(recipe, dtype)
     alone = copy.deepcopy(model)
     parallelize_module(model[0], mesh, sequence_plan())
+    if shards > 1:
+        fully_shard(model[0], mesh=meshes["dp"])
     x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     given, here = layers_in(model, distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None).requires_grad_())
     every: list = [None] * world
@@ -148,8 +156,23 @@ def block_operands(rank: int, world: int, recipe: str, dtype: torch.dtype) -> li
         with recorded() as expected:
             y = alone.get_submodule(name)(layer_x.requires_grad_())
             y.backward(dy)
-        found += [f"{name}: {line}" for line in differing_operands(expected, [one[name] for one in every])]
+        parts = [one[name] for one in every[: world // shards]]
+        found += [f"{name}: {line}" for line in differing_operands(expected, parts)]
     return found
+
+
+def recomputed_block(rank: int, world: int) -> list[str]:
+    """Return which results of a parallel block differ, bit for bit, when its activations are computed again."""
+    mesh, ends = init_device_mesh("cpu", (world,)), []
+    for again in (False, True):
+        model, _ = converted("nvfp4")
+        parallelize_module(model[0], mesh, sequence_plan())
+        x = torch.randn(1, 16 * world, 64, generator=torch.Generator().manual_seed(1))
+        x = distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None).requires_grad_()
+        y = checkpoint(model, x, use_reentrant=False) if again else model(x)
+        y.backward(torch.ones_like(y).mul_(0.01))
+        ends.append({"y": y.to_local()} | {n: p.grad.to_local() for n, p in model.named_parameters()})
+    return [name for name, t in ends[0].items() if not torch.equal(t, ends[1][name])]
 
 
 def each(rank: int, world: int, function, every: list) -> list[str]:

@@ -67,5 +67,14 @@ def test_a_compiled_block_has_the_bits_of_the_eager_one(codes):
     assert ranks.run(2, models.compiled_block, codes) == [[], []]
 
 
+def test_operands_under_autocast_and_over_weights_that_fsdp2_shards():
+    assert ranks.run(2, checks.operands_under_autocast, cases(("nvfp4",), SIZES[:2]))[0] == []
+    assert ranks.run(4, models.block_operands, "nvfp4", torch.float32, 2)[0] == []
+
+
+def test_a_recomputed_block_has_the_bits_of_the_kept_one():
+    assert ranks.run(2, models.recomputed_block) == [[], []]
+
+
 def test_a_fused_mlp_under_torchs_styles():
     assert ranks.run(2, models.fused_mlp) == [[], []]

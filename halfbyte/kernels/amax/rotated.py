@@ -72,7 +72,7 @@ class Split(NamedTuple):
     programs: int
 
 
-class Tokens(NamedTuple):
+class MeanAndSums(NamedTuple):
     """What else is done with x [rows, cols].
 
     mean_ptr: bf16 [cols] that is taken off PACKED x first, or None.
@@ -91,7 +91,7 @@ def amax_rotated_kernel(
 ):  # fmt: skip
     """amax of x.T after a rotation along its rows, or of the rows of that (out zero before); with BOTH that of x too.
 
-    tokens: a Tokens.
+    tokens: a MeanAndSums.
     A program takes a strip of T columns (PACKED: words of two) and, in it, every split.parts-th group of rows. PARTIAL:
     what each program finds is an output, out and plain [programs]; a program without a group finds 0. For a large x it
     is not placed while the kernel before it drains: that cost 7 %.
@@ -207,7 +207,7 @@ def launch_rotated(
     plain = torch.empty((), dtype=torch.float32, device=x.device)
     amax_rotated_kernel[choice.grid](
         x,
-        Tokens(mean, sums),
+        MeanAndSums(mean, sums),
         out,
         plain if both else None,
         None if rule.row_amax and not both else rm.workspace(rm.Wanted("tensor"), x.device),

@@ -49,6 +49,13 @@ class Added(NamedTuple):
     total: Any
 
 
+class Pass(NamedTuple):
+    """How statistics are worked out: of how many rows at once, and how many tiles of lanes are loaded ahead."""
+
+    part: int
+    ahead: int
+
+
 @triton.jit
 def meet_lanes(x):
     """Sum [R, LANES] over lanes, neighbours first: [R]."""
@@ -96,9 +103,11 @@ def add_tiles(x_ptr, added, row0, rows, c, cols, PART: tl.constexpr, COUNT: tl.c
 @triton.jit
 def store_statistics(
     x_ptr, added, mean_ptr, rstd_ptr, row0, rows, cols, eps,
-    CENTERED: tl.constexpr, PART: tl.constexpr, AHEAD: tl.constexpr, FULL: tl.constexpr,
+    CENTERED: tl.constexpr, PASS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum (if one is wanted), mean (if CENTERED) and 1 / sqrt(variance + eps) of PART rows."""
+    """Write the sum (if one is wanted), mean (if CENTERED) and 1 / sqrt(variance + eps) of PASS.part rows."""
+    PART: tl.constexpr = PASS.part
+    AHEAD: tl.constexpr = PASS.ahead
     row = row0 + tl.arange(0, PART)
     lane = tl.arange(0, LANES)
     count = tl.zeros((PART,), tl.float32) + cols
@@ -166,8 +175,8 @@ def raise_plain_pairs(plain, pairs, WANTED: tl.constexpr):
 @jit(do_not_specialize=("eps", "sign_stream"))
 def norm_kernel(
     x_ptr, added, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, amaxes, space_ptr, sign_ptr, sign_stream,
-    rows, cols, eps, CENTERED: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr,
-    PART: tl.constexpr, FULL: tl.constexpr, OVERLAP: tl.constexpr,
+    rows, cols, eps, CENTERED: tl.constexpr, WANTED: tl.constexpr, C: tl.constexpr, PASS: tl.constexpr,
+    FULL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """y [rows, cols] = ((x - mean) * rstd) * weight + bias, its statistics and the wanted maxima.
 
@@ -177,8 +186,8 @@ def norm_kernel(
     overlap.begin(OVERLAP)
     row0 = tl.program_id(0) * WANTED.group
     first = row0.to(tl.int64) * cols
-    for r in range(0, WANTED.group, PART):
-        store_statistics(x_ptr, added, mean_ptr, rstd_ptr, row0 + r, rows, cols, eps, CENTERED, PART, AHEAD, FULL)
+    for r in range(0, WANTED.group, PASS.part):
+        store_statistics(x_ptr, added, mean_ptr, rstd_ptr, row0 + r, rows, cols, eps, CENTERED, PASS, FULL)
     tl.debug_barrier()  # the statistics are read back, one row for all threads, and the sum
     if added is None:
         read_ptr = x_ptr
@@ -386,8 +395,7 @@ def norm_with_amaxes(
         CENTERED=centered,
         WANTED=wanted,
         C=tile,
-        AHEAD=lanes_ahead(cols, centered or added is not None),
-        PART=part,
+        PASS=Pass(part, lanes_ahead(cols, centered or added is not None)),
         FULL=rows % wanted.group == 0 and cols >= tile,
         **overlap.launch_options(x.device),
         num_warps=num_warps,

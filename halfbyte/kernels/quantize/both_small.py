@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.amax.rotated import Split, Tokens, amax_rotated_kernel
+from halfbyte.kernels.amax.rotated import MeanAndSums, Split, amax_rotated_kernel
 from halfbyte.kernels.amax.route import RotatedTile, amax_rule
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import scales as sc
@@ -103,7 +103,7 @@ def _partial_amaxes(choice: Choice) -> Tensor:
     out = torch.empty(2, count, dtype=torch.float32, device=x.device)
     amax_rotated_kernel[(count,)](
         x,
-        Tokens(),
+        MeanAndSums(),
         out[1],
         out[0],
         None,
