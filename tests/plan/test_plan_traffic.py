@@ -83,6 +83,21 @@ def test_blocks_in_high_precision_travel_in_bf16():
     assert some - every == 5 * block * (2 - 1 / 2 - 1 / 256)  # 15 % of 32 blocks, rounded up
 
 
+@pytest.mark.parametrize("gather", ["bf16", "nvfp4"])
+def test_embedding_and_head_travel_once_in_each_forward(gather):
+    head = 128_256 * 4096
+    expected = {  # (recipe, tp): a head that follows no recipe travels in bf16
+        ("nvfp4", 1): 2 * (2 * head + 4096),
+        ("nvfp4", 2): 2 * (2 * head + 4096) / 2,
+        ("nvfp4@all", 1): 2 * (head + 4096) + head * (2 if gather == "bf16" else 1 / 2 + 1 / 256),
+    }
+    for (recipe, tp), edges in expected.items():
+        mesh = f"dp_shard={8 // tp},tp={tp}"
+        found = sent(PlanRequest(model="llama3-8b", gpus=8, mesh=mesh, recipe=recipe, gather=gather, accumulate=3))
+        forward, backward = (found["weights", phase].message for phase in ("forward", "backward"))
+        assert forward - backward == 3 * edges
+
+
 def test_tensor_and_expert_parallelism_exchange_activations():
     request = PlanRequest(model="deepseek-v3", gpus=64, mesh="dp_shard=32,tp=2,ep=8", accumulate=2)
     found = sent(request)

@@ -10,7 +10,7 @@ from halfbyte import ops, reference
 from halfbyte.layout import Operand
 from halfbyte.reference import nvfp4
 from halfbyte.reference.cast import e4m3_nearest, fp8_values
-from halfbyte.reference.philox import block_bytes, bytes_of_both
+from halfbyte.reference.philox import block_bytes, block_numbers, bytes_of_both
 from halfbyte.reference.scale import scale_bytes
 from halfbyte.sides import both_sides
 
@@ -79,6 +79,9 @@ def test_both_orientations_draw_what_each_would_alone(monkeypatch):
         index = torch.arange(96).view(shape)
         assert torch.equal(mine, block_bytes(index, place))
         assert torch.equal(mine, block_bytes(index, place, together=False))
+    far = torch.tensor([5, (7 << 32) + 5, (1 << 62) + 3])
+    first = block_bytes(far, draw)[1:4].long()  # the 24 high bits of the first word
+    assert block_numbers(far, draw).long().tolist() == (first[0] + (first[1] << 8) + (first[2] << 16)).tolist()
     x = matrix(64, 96)
     together = reference.quantize_row_col(x, *both_sides(SR, RHT, draw=draw))
     monkeypatch.setattr(nvfp4, "CHUNK_ELEMENTS", 1024)  # of several chunks, every one draws its own
