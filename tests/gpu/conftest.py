@@ -12,6 +12,7 @@ NEEDS_GPU = "needs a CUDA GPU, and torch sees none"
 RAN = pytest.StashKey[bool]()
 SLOW_FIRST = ("auto", "grouped", "graphs", "fused", "transient", "quantize")
 """Files in the order of what their kernels take to compile; the others follow."""
+LONGEST = 200  # characters of the name of a file that claims a test; file systems take 255
 SAME_KERNELS = ("shape", "groups")
 """Parameters that choose no other kernels: tests that differ in these alone run in one process."""
 
@@ -26,7 +27,8 @@ def _work(item: pytest.Function) -> str:
     for parameter in SAME_KERNELS:
         value = getattr(item, "callspec", None) and item.callspec.params.get(parameter)
         name = re.sub(rf"(?<=[\[-]){value if isinstance(value, str) else parameter + '[0-9]+'}(?=[\]-])", "", name)
-    return quote(name, safe="")
+    name = quote(name, safe="")
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{crc32(name.encode()):08x}"
 
 
 def pytest_collection_modifyitems(config, items):
