@@ -72,7 +72,7 @@ class _ObservedLinear(torch.autograd.Function):
     @staticmethod
     @first_order(LINEAR)
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        request, streams = ctx.call
+        request, streams = ctx.call.request, ctx.call.streams
         n = request.count
         saved = ctx.saved_tensors  # once: checkpointing refuses to be asked again
         kept, (x, *given) = saved[: ctx.kept_count], saved[ctx.kept_count :]
