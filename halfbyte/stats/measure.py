@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from halfbyte import ops, reference
 from halfbyte.layout import Blocks, Operand
-from halfbyte.reference.scale import candidate_scale, global_scale, tensor_factors
+from halfbyte.reference.scale import candidate_scale, global_scale, scale_bytes, tensor_factors
 from halfbyte.sides import Side
 from halfbyte.spec import FourOverSix, Hadamard, Spec
 from halfbyte.stats.figures import CLIPPED, OUTLIER, SIDE_SUMS
@@ -117,7 +117,7 @@ def _chosen(maxima: Tensor, blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
     if spec.is_tile:
         tiles = pad(maxima, (0, 0, 0, -maxima.shape[0] % TILE)).unflatten(0, (-1, TILE)).amax(1)
         of_block = tiles.repeat_interleave(TILE, 0)[: maxima.shape[0]]
-    standard = candidate_scale(of_block, factors, 1.0).view(torch.uint8)
+    standard = scale_bytes(candidate_scale(of_block, factors, 1.0))
     return torch.count_nonzero((blocks.block_scale[rows] != standard) & (maxima > 0))
 
 
