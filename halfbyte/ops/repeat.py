@@ -85,7 +85,7 @@ def run(function: Callable, static: tuple, tensors: Sequence[Any], numbers: Sequ
     return prepared.call(function, static, tensors, numbers, _past_ops)
 
 
-_BATCHED = torch._C._parse_dispatch_key("VmapMode")
+_BATCHED: Any = torch._C._parse_dispatch_key("VmapMode")
 """Gradients come in batches (is_grads_batched=True), of which torch runs an op for each."""
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
