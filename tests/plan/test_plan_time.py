@@ -175,3 +175,14 @@ def test_exposed_communication_is_what_outlasts_the_kernels_and_a_block():
     assert gathers["forward"] > busy["forward"]
     beyond = sum(max(0, gathers[p] - busy[p]) + min(gathers[p], busy[p]) / 32 for p in busy)
     assert far.step.seconds[seconds.EXPOSED] == pytest.approx(beyond)
+
+
+def test_experts_of_few_tokens_multiply_more_slowly():
+    def rate(tokens: float) -> float:
+        one = work.Work(grouped=[work.Grouped("bf16", 1e15, tokens)])
+        return 1e15 / seconds.kernel_seconds(one, H200, 1.0)["GEMMs in bf16"]
+
+    dense = H200.flops["bf16"] * calibration.BF16_SHARE.value
+    ramp = calibration.GROUP_RAMP.value
+    assert rate(ramp) == pytest.approx(dense / 2) and rate(3 * ramp) == pytest.approx(dense * 3 / 4)
+    assert rate(1e12) == pytest.approx(dense)
