@@ -9,10 +9,13 @@ from halfbyte.plan.job import Job
 ROOM = 0.92
 """Of a GPU's memory for tensors: the rest is CUDA's context, NCCL's buffers and what the allocator cannot fill."""
 
-UNMEASURED = {"fsdp": "FSDP2 that gathers bf16", "gather": "its 4-bit gather (docs/fsdp2.md)"}
+UNMEASURED = {
+    "fsdp": "FSDP2 that gathers bf16",
+    "gather": "its 4-bit gather (docs/fsdp2.md)",
+    "tp": "tensor parallelism (docs/tensor_parallel.md)",
+}
 MISSING = {
     "experts": "a 4-bit gather of experts",
-    "tp": "tensor parallelism",
     "ep": "expert parallelism",
 }
 
@@ -21,7 +24,6 @@ def missing(job: Job) -> tuple[str, ...]:
     """Return what the run needs that halfbyte does not have yet."""
     needs = {
         "experts": job.sharding == "fsdp" and job.gather == "nvfp4" and job.architecture.has_experts,
-        "tp": job.mesh.tp > 1,
         "ep": job.mesh.ep > 1,
     }
     return tuple(MISSING[name] for name, is_needed in needs.items() if is_needed)
@@ -29,7 +31,8 @@ def missing(job: Job) -> tuple[str, ...]:
 
 def unmeasured(job: Job) -> tuple[str, ...]:
     """Return what the run needs that halfbyte has and no record is of."""
-    needs = {"fsdp": job.sharding == "fsdp", "gather": job.sharding == "fsdp" and job.gather == "nvfp4"}
+    fsdp = job.sharding == "fsdp"
+    needs = {"fsdp": fsdp, "gather": fsdp and job.gather == "nvfp4", "tp": job.mesh.tp > 1}
     return tuple(UNMEASURED[name] for name, is_needed in needs.items() if is_needed)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from halfbyte import cli
 from halfbyte.plan import Mesh, Plan, PlanRequest, plan
-from halfbyte.plan.assumptions import assumptions
+from halfbyte.plan.assumptions import assumptions, missing, unmeasured
 from halfbyte.plan.planning import candidates, job_of
 
 
@@ -135,3 +135,12 @@ def test_a_mistake_is_one_line(capsys):
     assert capsys.readouterr().err.startswith(
         "halfbyte plan: mesh=tp=3: dp_replicate x dp_shard x tp = 3 GPUs, and gpus=8"
     )
+
+
+def test_what_exists_and_was_not_measured_is_told_from_what_does_not_exist():
+    def of(mesh, **options):
+        job = job_of(PlanRequest(gpus=mesh.tp * mesh.ep, recipe="nvfp4", **options), mesh, "nothing")
+        return missing(job), unmeasured(job)
+
+    assert of(Mesh()) == ((), ())
+    assert of(Mesh(tp=2)) == ((), ("tensor parallelism (docs/tensor_parallel.md)",))
