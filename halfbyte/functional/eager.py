@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 REASON = (
-    "halfbyte: layers with primary weights and those that ranks share run eagerly, as do errors and weights that are "
+    "halfbyte: layers with primary weights run eagerly, as do those that ranks share, errors, and weights that are "
     "quantized anew; compile without fullgraph=True"
 )
 

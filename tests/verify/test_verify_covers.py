@@ -15,7 +15,7 @@ from halfbyte.ops import (
     backends,  # noqa: F401  the module, which the package hides behind its function
     quantization,
 )
-from halfbyte.verify import fused, grouped, invariants, kernels, plan, primary, record
+from halfbyte.verify import fused, grouped, invariants, kernels, mean, plan, primary, record
 
 CPU = torch.device("cpu")
 ELSEWHERE = {
@@ -90,6 +90,13 @@ def test_a_wrong_bit_of_an_activation_is_noticed(monkeypatch, triton_on_the_cpu)
     finding = next(f for f in fused.fused(CPU, "triton") if f[1] == "gelu gated")
     (check,) = record.run_checks([finding])
     assert check.outcome == record.FAILED and check.detail.startswith("h: 1 of")
+
+
+def test_a_wrong_bit_of_a_mean_is_noticed(monkeypatch, triton_on_the_cpu):
+    checks = {what: check for _, what, check in mean.mean(CPU, "triton") if "37x83 bfloat16" in what}
+    assert len(checks) == 4 and not any(check() for check in checks.values())
+    monkeypatch.setattr(mean.ops, "token_mean", altered(mean.ops.token_mean, 0))
+    assert "result 1" in checks["token_sum and token_mean, 37x83 bfloat16"]()
 
 
 def test_a_wrong_nibble_of_a_primary_weight_is_noticed(monkeypatch):

@@ -61,6 +61,7 @@ def grouped_gemm_nt(
     out: Tensor,
     *,
     accumulate: bool = False,
+    batch_invariant: bool = False,
     variant: Variant = "auto",
 ) -> Tensor:
     """Write a_g @ b_g.T of every group to `out`: factors and what `out` holds in fp32, before the only rounding.
@@ -72,6 +73,7 @@ def grouped_gemm_nt(
         K: the logical contraction length, of all groups together if they split it.
         out: [M, N] or [E, R, C]; without `accumulate`, rows behind the last group become zero.
         accumulate: add to what `out` holds.
+        batch_invariant: whether a row's bits may not depend on the batch, which they never do here.
         variant: "tma" and "pointer" force a kernel, "auto" chooses from the device and the strides.
     """
     split = out.dim() == 3
