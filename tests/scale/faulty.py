@@ -47,14 +47,14 @@ def install(place: str, rank: int, step: int) -> None:
     def is_due(trainer: loop.Trainer) -> bool:
         return dist.get_rank() == rank and trainer.step == step
 
-    def in_forward(trainer, inputs, targets, model):
+    def in_forward(trainer, inputs, targets, model, *teacher):
         if dist.get_rank() == rank and trainer.step == step - 1 and model is trainer.trained:
             {"forward": kill, "error": fail, "signal": signalled, "gather": in_gather}.get(place, lambda: None)()
-            loss, balance = losses(trainer, inputs, targets, model)
+            loss, balance = losses(trainer, inputs, targets, model, *teacher)
             if place == "backward":
                 loss.register_hook(lambda gradient: kill())
             return loss, balance
-        return losses(trainer, inputs, targets, model)
+        return losses(trainer, inputs, targets, model, *teacher)
 
     def in_save(trainer):
         if is_due(trainer) and place == "disk":

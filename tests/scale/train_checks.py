@@ -51,10 +51,10 @@ def saves_behind(rank: int, world: int, config: configs.TrainConfig) -> int:
         saves.append(arguments)
         return write(*arguments)
 
-    def steps(trainer, inputs, targets, model):
+    def steps(trainer, inputs, targets, model, *teacher):
         if trainer.step >= config.run.checkpoint_every and model is trainer.trained:
             later.set()
-        return losses(trainer, inputs, targets, model)
+        return losses(trainer, inputs, targets, model, *teacher)
 
     loop.Trainer._losses, sharded._Writer.write_data = steps, writes
     loop.train(config, "nvfp4", load(config), ranks=world_of(rank, world))
