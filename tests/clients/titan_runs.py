@@ -139,8 +139,9 @@ def small(config: Trainer.Config, folder: Path | str, *, steps: int = 20, accumu
     return config
 
 
-def alone(rank: int = 0, world: int = 1, port: str = "29761") -> None:
-    """Be one of torchrun's processes."""
+def alone(rank: int = 0, world: int = 1, port: str = "") -> None:
+    """Be one of torchrun's processes; alone, at a port that is free."""
+    port = port or ("0" if world == 1 else "29761")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
