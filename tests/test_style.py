@@ -40,6 +40,7 @@ OPERATIONS = {  # defined once in each room that has them: what a user calls, th
     "gemm_nt",
     "grouped_dequantize",
     "grouped_gemm_nt",
+    "grouped_gemm_nt_batch_invariant",
     "grouped_quantize_row_col",
     "norm",
     "norm_backward",

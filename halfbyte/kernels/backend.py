@@ -10,6 +10,7 @@ from halfbyte.kernels.fused import norm_backward as norm_backward
 from halfbyte.kernels.fused import norm_with_amaxes as norm_with_amaxes
 from halfbyte.kernels.gemm.dense import gemm_nt as gemm_nt
 from halfbyte.kernels.gemm.grouped import grouped_gemm_nt as grouped_gemm_nt
+from halfbyte.kernels.gemm.grouped import grouped_gemm_nt_batch_invariant as grouped_gemm_nt_batch_invariant
 from halfbyte.kernels.quantize.both import quantize_row_col as quantize_row_col
 from halfbyte.kernels.quantize.grouped import grouped_quantize_row_col as grouped_quantize_row_col
 from halfbyte.kernels.quantize.residual import quantize_residual as quantize_residual

@@ -288,10 +288,9 @@ def _grouped_product(
             return product
         left, right = (side.blocks.qdata if isinstance(side, Operand) else side for side in (a, b))
         out = left.new_empty(_product_shape(left, right, offsets), dtype=out_dtype)
-        # Kernels of groups have one step and no split, whatever the groups are: there is nothing to ask for.
-        alone = batch_invariant and choose(offsets.device, backend or None) == REFERENCE
-        options = {"batch_invariant": True} if alone else {}
-        return implementation(offsets.device, backend).grouped_gemm_nt(a, b, offsets, K, out, **options)
+        module = implementation(offsets.device, backend)
+        run = module.grouped_gemm_nt_batch_invariant if batch_invariant else module.grouped_gemm_nt
+        return run(a, b, offsets, K, out)
 
 
 def _grouped_gemm_nt_out(

@@ -10,7 +10,12 @@ from halfbyte.reference.fused import (
     norm_with_amaxes,
     operand_amaxes,
 )
-from halfbyte.reference.grouped import grouped_dequantize, grouped_gemm_nt, grouped_quantize_row_col
+from halfbyte.reference.grouped import (
+    grouped_dequantize,
+    grouped_gemm_nt,
+    grouped_gemm_nt_batch_invariant,
+    grouped_quantize_row_col,
+)
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import Decoded, decode, dequantize, from_values, gemm_nt, plain
 from halfbyte.reference.mean import quantize_residual, quantize_with_sum, residual_of, token_mean, token_sum
@@ -32,6 +37,7 @@ __all__ = [
     "gemm_nt",
     "grouped_dequantize",
     "grouped_gemm_nt",
+    "grouped_gemm_nt_batch_invariant",
     "grouped_quantize_row_col",
     "norm",
     "norm_backward",

@@ -186,7 +186,6 @@ def grouped_gemm_nt(
     out: Tensor,
     *,
     accumulate: bool = False,
-    batch_invariant: bool = False,
 ) -> Tensor:
     """Write gemm_nt of every group to `out`; without `accumulate`, rows behind the last group become zero.
 
@@ -197,8 +196,27 @@ def grouped_gemm_nt(
         K: the logical contraction length, of all groups together if they split it.
         out: [M, N] or [E, R, C].
         accumulate: add to what `out` holds.
-        batch_invariant: as in `Epilogue`.
     """
+    return _products(a, b, offsets, K, out, Epilogue(), accumulate=accumulate)
+
+
+def grouped_gemm_nt_batch_invariant(
+    a: Operand | Tensor, b: Operand | Tensor, offsets: Tensor, K: int, out: Tensor
+) -> Tensor:
+    """Do what `grouped_gemm_nt` does, with the bits of a row that it has in every batch, as `Epilogue` says."""
+    return _products(a, b, offsets, K, out, Epilogue(batch_invariant=True), accumulate=False)
+
+
+def _products(
+    a: Operand | Tensor,
+    b: Operand | Tensor,
+    offsets: Tensor,
+    K: int,
+    out: Tensor,
+    epilogue: Epilogue,
+    *,
+    accumulate: bool,
+) -> Tensor:
     contraction = out.dim() == 3
     bounds = group_bounds(offsets, K if contraction else out.shape[0])
     for g, (start, end) in enumerate(bounds):
@@ -208,7 +226,7 @@ def grouped_gemm_nt(
             left, right = (t._replace(values=t.values[:, :length]) for t in (left, right))
         own = out[g] if contraction else out[start:end]
         addend = own if accumulate else None
-        gemm_nt(left, right, Epilogue(addend=addend, out=own, batch_invariant=batch_invariant))
+        gemm_nt(left, right, epilogue._replace(addend=addend, out=own))
     if not contraction and not accumulate:
         out[bounds[-1][1] if bounds else 0 :] = 0
     return out

@@ -61,7 +61,6 @@ def grouped_gemm_nt(
     out: Tensor,
     *,
     accumulate: bool = False,
-    batch_invariant: bool = False,
     variant: Variant = "auto",
 ) -> Tensor:
     """Write a_g @ b_g.T of every group to `out`: factors and what `out` holds in fp32, before the only rounding.
@@ -73,7 +72,6 @@ def grouped_gemm_nt(
         K: the logical contraction length, of all groups together if they split it.
         out: [M, N] or [E, R, C]; without `accumulate`, rows behind the last group become zero.
         accumulate: add to what `out` holds.
-        batch_invariant: whether a row's bits may not depend on the batch, which they never do here.
         variant: "tma" and "pointer" force a kernel, "auto" chooses from the device and the strides.
     """
     split = out.dim() == 3
@@ -85,6 +83,13 @@ def grouped_gemm_nt(
     run = _run_split if split else _run_rows
     run(left, right, offsets, K, y, accumulate, variant)
     return out if y is out else out.copy_(y)
+
+
+def grouped_gemm_nt_batch_invariant(
+    a: Operand | Tensor, b: Operand | Tensor, offsets: Tensor, K: int, out: Tensor
+) -> Tensor:
+    """Do what `grouped_gemm_nt` does: kernels of groups have one step and no split, whatever the groups are."""
+    return grouped_gemm_nt(a, b, offsets, K, out)
 
 
 def decoded(operand: Operand | Tensor, offsets: Tensor, K: int, *, split: bool) -> DecodedGroups:
