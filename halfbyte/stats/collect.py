@@ -212,6 +212,8 @@ def _obstacle(layer: Any) -> str:
         return "experts are not measured"
     if not isinstance(layer, LinearLayer):
         return f"a {type(layer).__name__} has GEMMs of its own"
+    if layer.entry is not None:
+        return "ranks share it: NVFP4Colwise and NVFP4Rowwise have passes of their own"
     if type(layer.weight) not in PLAIN and not hasattr(layer.weight, "placements"):
         return f"its weight is a {type(layer.weight).__name__}: no values to compare codes with"
     return ""

@@ -179,3 +179,11 @@ def test_frozen_codes_are_named_not_measured():
     hb.freeze_(model)
     with pytest.raises(ValueError, match="QuantTensor: no values to compare"):
         hb.collect_stats(model)
+
+
+def test_layers_that_ranks_share_are_left_out_with_the_reason():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(last_fraction=0.0), state=hb.RunState(0))
+    model[0].entry = object()
+    collector = hb.collect_stats(model, every=1)
+    assert list(collector._layers) == ["1"] and "ranks share it" in collector.unobserved["0"]
