@@ -205,7 +205,35 @@ def _pointer(product: Product) -> Choice:
     return _planned("gemm_pointer_kernel", product, _split(product, POINTER_TILES, tma=False))
 
 
+LIBRARY = "torch.mm"
+LIBRARY_CAPABILITY = 90  # where it was timed beside our kernels
+LIBRARY_ROWS, LIBRARY_COLUMNS = 512, 8192  # of both operands, and of the contraction, from where it was
+
+
+def _library_problem(product: Product) -> Reason | None:
+    """Say why cuBLAS, whose tiles lie between ours, does not make the products that `combine_kernel` ends."""
+    (M, N), target = product.ends[0].shape, target_of(product.a.device)
+    if product.variant != "auto":
+        return Reason("variant={!r} is asked for", (product.variant,))
+    if target.capability != LIBRARY_CAPABILITY:
+        return Reason("cuBLAS was not timed on {}", (target.name,))
+    if product.ends[0].dtype == torch.float32:
+        return Reason("an fp32 sum is made of chains of at most {} products", (MAX_CHAIN,))
+    if min(M, N) < LIBRARY_ROWS or product.K < LIBRARY_COLUMNS:
+        size = LIBRARY_ROWS, LIBRARY_ROWS, LIBRARY_COLUMNS
+        return Reason("{}x{}x{} is smaller than {}x{}x{}", (M, N, product.K, *size))
+    reason = _tma_problem(product)
+    if reason is None and _tma(product).facts.splits == 1:
+        return Reason("whole tiles fill the GPU")
+    return reason
+
+
+def _library(_: Product) -> Choice:
+    return Choice(LIBRARY)
+
+
 DENSE = (
+    Candidate(LIBRARY, _library_problem, _library, "cuBLAS has tiles that fill the GPU; one pass then scales its sums"),
     Candidate(
         "gemm_tma_kernel", _tma_problem, _tma, "tensor maps, persistent programs; tile and splits by a cost model"
     ),
@@ -253,8 +281,8 @@ INVARIANT = (
 
 def gemm_plan(
     a: Tensor, b: Tensor, ends: Ends, K: int, variant: Variant = "auto", batch_invariant: bool = False
-) -> GemmPlan:
-    """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and ends [M, N].
+) -> GemmPlan | None:
+    """Choose kernel, tile and number of splits for a [M, >=K], b [N, >=K] and ends [M, N]; None: torch.mm multiplies.
 
     Raises:
         ValueError: variant "tma" on strides that a tensor map cannot describe.

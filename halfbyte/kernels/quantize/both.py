@@ -15,7 +15,7 @@ from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, argu
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile
 from halfbyte.kernels.launch import jit
-from halfbyte.kernels.quantize import both_small, one
+from halfbyte.kernels.quantize import both_small, both_tiles, one
 from halfbyte.kernels.quantize.both_route import Pair, choose_pair
 from halfbyte.kernels.quantize.lines import output_of, written
 from halfbyte.kernels.quantize.route import APART, SHARED
@@ -113,6 +113,8 @@ def quantize_rows_and_cols(x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blo
     assert row.scale_layout == col.scale_layout, "one kernel stores scales in one layout"
     x = x.reshape(matrix_shape(x.shape))
     choice = choose_pair(Pair(x, row, col))
+    if choice.kernel == "quantize_tiles_both_kernel":
+        return both_tiles.quantize_tiles_both(choice)
     if choice.kernel == SHARED:
         return _tiles(x, row, col)
     if choice.kernel == "quantize_row_col_small_kernel":

@@ -11,7 +11,16 @@ from torch import Tensor
 from halfbyte.formats import SWIZZLE_ROWS
 from halfbyte.kernels.amax.route import AmaxesOfPair, choose_amaxes
 from halfbyte.kernels.device import scales as sc
-from halfbyte.kernels.quantize.route import APART, SHARED, WIDE, OneSide, is_full, is_packed
+from halfbyte.kernels.quantize.route import (
+    APART,
+    SHARED,
+    WIDE,
+    OneSide,
+    choose_strips,
+    is_full,
+    is_packed,
+    strips_problem,
+)
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import target_of
 from halfbyte.layout import LINEAR, ceil_div, round_up
@@ -177,7 +186,39 @@ def _both(pair: Pair) -> Choice:
     return Choice("quantize_row_col_kernel", (row_tiles * beside,), constants | {"num_warps": tile.num_warps}, beside)
 
 
+BOTH_VALUES = 1 << 24  # of a weight and its values, which then fit the L2 cache: sectors are put together there
+MAXIMA = 256
+"""Programs that each store the maximum of a part of a weight."""
+
+
+def _both_tiles_problem(pair: Pair) -> Reason | None:
+    reason = _tiles_problem(pair) or strips_problem(pair.x[None], pair.row.spec)
+    if reason is not None:
+        return reason
+    if pair.row.scale_layout != LINEAR:
+        return Reason("strips store scales in rows")
+    if pair.col.transient:
+        return Reason("values of the transpose are decoded from its codes")
+    if pair.x.numel() > BOTH_VALUES:
+        return Reason("{} values are more than {}", (pair.x.numel(), BOTH_VALUES))
+    return None
+
+
+def _both_tiles(pair: Pair) -> Choice:
+    x, amax = pair.x, pair.row.amax
+    strips = choose_strips(x[None], pair.row.spec)
+    few = amax is None and x.numel() <= SMALL_PAIR_VALUES and x.numel() % (8 * MAXIMA) == 0
+    constants = strips.constants | {"KNOWN": MAXIMA if few else 1}
+    return strips._replace(kernel="quantize_tiles_both_kernel", constants=constants)
+
+
 PAIR = (
+    Candidate(
+        "quantize_tiles_both_kernel",
+        _both_tiles_problem,
+        _both_tiles,
+        "the tiles of a weight are turned in registers: one launch writes rows, as codes or values, and columns",
+    ),
     Candidate(SHARED, _tiles_problem, lambda _: Choice(SHARED), "both orientations are the same 16x16 tiles"),
     Candidate(
         "quantize_row_col_small_kernel",

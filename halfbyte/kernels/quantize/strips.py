@@ -29,29 +29,33 @@ def to_strips(m, W: tl.constexpr):
     return tl.reshape(tl.broadcast_to(m[:, :, None], (1, W // 2, 2)), (1, W))
 
 
-@jit(do_not_specialize=("col_tiles", "row_tiles"))
-def quantize_tiles_kernel(
-    x_ptr, q_ptr, scale_ptr, values_ptr, amax_ptr, cols, constants, col_tiles, row_tiles,
-    RULE: tl.constexpr, W: tl.constexpr, MOVES: tl.constexpr,
-):  # fmt: skip
-    """One program quantizes W / 2 tiles side by side; row_tiles.count of them below each other are an expert.
+@triton.jit
+def strip_at(cols, col_tiles, W: tl.constexpr, MOVES: tl.constexpr):
+    """Return a program's line of tiles and the first of its W strips.
 
-    Either q_ptr (int32, with scale_ptr) or values_ptr is None.
-    MOVES: the last program of a row moves left until it is whole; what two programs quantize gets equal bytes.
+    MOVES: the last program of a line moves left until it is whole; what two programs quantize gets equal bytes.
     """
-    begin(RULE.hardware >= OVERLAP_CAPABILITY)
     line = pm.divide(tl.program_id(0), col_tiles)
-    per_row = cols // 8
     i_strip = (tl.program_id(0) - line * col_tiles.count) * W
     if MOVES:
-        i_strip = tl.minimum(i_strip, per_row - W)
-    first = line.to(tl.int64) * 16 * per_row + i_strip
+        i_strip = tl.minimum(i_strip, cols // 8 - W)
+    return line, i_strip
+
+
+@triton.jit
+def load_strips(x_ptr, first, per_row, W: tl.constexpr):
+    """Return 16 rows of W strips from strip `first` of memory as words of two values, a tuple of [1, W]."""
     strip = tl.arange(0, W)[None, :]
     p_x = x_ptr.to(tl.pointer_type(tl.uint32)) + first * 4 + (strip * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
     words = ()
     for r in tl.static_range(16):
         words = words + pm.split_four(tl.load(p_x + r * per_row * 4), 1, W)
-    factors = sc.operand_factors(amax_ptr + pm.divide(line, row_tiles), constants, RULE)
+    return words
+
+
+@triton.jit
+def quantize_loaded(words, factors, RULE: tl.constexpr, W: tl.constexpr):
+    """Return the codes of 16 rows, a tuple of int32 [1, W], and the scale bytes of the tiles [1, W // 2]."""
     m = pm.max_of_pair(pm.pair_abs_max(words, RULE.hardware))
     m = tl.where(((m < pm.INF) == 0) | factors.poison, pm.INF, m)
     m = tl.max(tl.reshape(m, (1, W // 2, 2)), axis=2)
@@ -60,19 +64,46 @@ def quantize_tiles_kernel(
     code = pm.e4m3_code(m * factors.to_scale, RULE.hardware)
     encode = to_strips(sc.encode_scale(pm.e4m3_positive(code), factors, RULE), W)
     code = tl.where(poison, dc.E4M3_NAN, code).to(tl.int32)
+    poison = to_strips(poison.to(tl.int32), W) != 0
+    codes = ()
+    for r in tl.static_range(16):
+        xs = pm.unpack_pairs(pm.part(words, r * 4, 4), 0, 8)
+        codes = codes + (tl.where(poison, 0, sc.pack_codes(xs, None, 0, encode, (), RULE, False)).to(tl.int32),)
+    return codes, code
+
+
+@triton.jit
+def store_strips(codes, code, first, per_row, q_ptr, scale_ptr, values_ptr, W: tl.constexpr):
+    """Store codes and scales, or values where q_ptr is None, of 16 rows from strip `first` of memory on."""
     if scale_ptr is not None:
         o_scale = (tl.arange(0, 16) * (per_row // 2))[:, None] + tl.arange(0, W // 2)[None, :]
         tl.store(scale_ptr + first // 2 + o_scale, tl.broadcast_to(code.to(tl.uint8), (16, W // 2)))
-    poison = to_strips(poison.to(tl.int32), W) != 0
     scale = to_strips(dc.e4m3_value(code), W)
     for r in tl.static_range(16):
-        xs = pm.unpack_pairs(pm.part(words, r * 4, 4), 0, 8)
-        codes = tl.where(poison, 0, sc.pack_codes(xs, None, 0, encode, (), RULE, False)).to(tl.int32)
         if q_ptr is not None:
-            tl.store(q_ptr + first + strip + r * per_row, codes)
+            tl.store(q_ptr + first + tl.arange(0, W)[None, :] + r * per_row, codes[r])
         if values_ptr is not None:
             p_values = values_ptr + (first + r * per_row) * 8 + tl.zeros((1,), tl.int32)
-            store_values(p_values, codes, scale, 0, W, tl.full((1,), True, tl.int1), True)
+            store_values(p_values, codes[r], scale, 0, W, tl.full((1,), True, tl.int1), True)
+
+
+@jit(do_not_specialize=("col_tiles", "row_tiles"))
+def quantize_tiles_kernel(
+    x_ptr, q_ptr, scale_ptr, values_ptr, amax_ptr, cols, constants, col_tiles, row_tiles,
+    RULE: tl.constexpr, W: tl.constexpr, MOVES: tl.constexpr,
+):  # fmt: skip
+    """One program quantizes W / 2 tiles side by side; row_tiles.count of them below each other are an expert.
+
+    Either q_ptr (int32, with scale_ptr) or values_ptr is None. MOVES: as in `strip_at`.
+    """
+    begin(RULE.hardware >= OVERLAP_CAPABILITY)
+    line, i_strip = strip_at(cols, col_tiles, W, MOVES)
+    per_row = cols // 8
+    first = line.to(tl.int64) * 16 * per_row + i_strip
+    words = load_strips(x_ptr, first, per_row, W)
+    factors = sc.operand_factors(amax_ptr + pm.divide(line, row_tiles), constants, RULE)
+    codes, code = quantize_loaded(words, factors, RULE, W)
+    store_strips(codes, code, first, per_row, q_ptr, scale_ptr, values_ptr, W)
 
 
 def quantize_strips(choice: Choice) -> Blocks:

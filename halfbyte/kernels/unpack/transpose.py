@@ -105,6 +105,19 @@ def load_eight(qdata_ptr, qdata_stride, o_8r, o_word, rows, words, FULL: tl.cons
 
 
 @triton.jit
+def transpose_eight(rows):
+    """Return columns of 8 nibbles as words, of a tuple of 8 rows likewise."""
+    r0, r1, r2, r3, r4, r5, r6, r7 = rows
+    r0, r1, r2, r3 = swap_nibbles(r0, r1) + swap_nibbles(r2, r3)
+    r4, r5, r6, r7 = swap_nibbles(r4, r5) + swap_nibbles(r6, r7)
+    r0, r2, r1, r3 = swap_bytes(r0, r2) + swap_bytes(r1, r3)
+    r4, r6, r5, r7 = swap_bytes(r4, r6) + swap_bytes(r5, r7)
+    r0, r4, r1, r5 = swap_halves(r0, r4) + swap_halves(r1, r5)
+    r2, r6, r3, r7 = swap_halves(r2, r6) + swap_halves(r3, r7)
+    return r0, r1, r2, r3, r4, r5, r6, r7
+
+
+@triton.jit
 def transpose_codes(
     i_row, i_word, moved, extent, strides, TILE_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr, FULL: tl.constexpr
 ):
@@ -115,13 +128,8 @@ def transpose_codes(
     o_8r = i_row * TILE_ROWS + tl.arange(0, TILE_ROWS)
     o_word = i_word * TILE_WORDS + tl.arange(0, TILE_WORDS)
     p_q, rows, words = moved.qdata_ptr, extent.rows, extent.words
-    r0, r1, r2, r3, r4, r5, r6, r7 = load_eight(p_q, strides.qdata, o_8r, o_word, rows, words, FULL)
-    r0, r1, r2, r3 = swap_nibbles(r0, r1) + swap_nibbles(r2, r3)
-    r4, r5, r6, r7 = swap_nibbles(r4, r5) + swap_nibbles(r6, r7)
-    r0, r2, r1, r3 = swap_bytes(r0, r2) + swap_bytes(r1, r3)
-    r4, r6, r5, r7 = swap_bytes(r4, r6) + swap_bytes(r5, r7)
-    r0, r4, r1, r5 = swap_halves(r0, r4) + swap_halves(r1, r5)
-    r2, r6, r3, r7 = swap_halves(r2, r6) + swap_halves(r3, r7)
+    loaded = load_eight(p_q, strides.qdata, o_8r, o_word, rows, words, FULL)
+    r0, r1, r2, r3, r4, r5, r6, r7 = transpose_eight(loaded)
     # One exchange through shared memory turns all eight words: [TILE_ROWS, TILE_WORDS, column].
     even, odd = tl.join(tl.join(r0, r4), tl.join(r2, r6)), tl.join(tl.join(r1, r5), tl.join(r3, r7))
     turned = tl.reshape(tl.join(even, odd), (TILE_ROWS, TILE_WORDS * 8))
