@@ -208,10 +208,13 @@ def _pointer(product: Product) -> Choice:
 LIBRARY = "torch.mm"
 LIBRARY_CAPABILITY = 90  # where it was timed beside our kernels
 LIBRARY_ROWS, LIBRARY_COLUMNS = 512, 8192  # of both operands, and of the contraction, from where it was
+LIBRARY_OUTPUT = 1 << 22  # elements: its sums are written and read in fp32, which costs larger ones more than it saves
+LIBRARY_SHARE, LIBRARY_SPLITS = 0.9, 5
+"""Where tiles of ours fill less of the GPU, or take that many parts, cuBLAS is the faster one."""
 
 
 def _library_problem(product: Product) -> Reason | None:
-    """Say why cuBLAS, whose tiles lie between ours, does not make the products that `combine_kernel` ends."""
+    """Say why cuBLAS, whose tiles lie between ours, does not make the sums that `combine_kernel` then ends."""
     (M, N), target = product.ends[0].shape, target_of(product.a.device)
     if product.variant != "auto":
         return Reason("variant={!r} is asked for", (product.variant,))
@@ -219,13 +222,17 @@ def _library_problem(product: Product) -> Reason | None:
         return Reason("cuBLAS was not timed on {}", (target.name,))
     if product.ends[0].dtype == torch.float32:
         return Reason("an fp32 sum is made of chains of at most {} products", (MAX_CHAIN,))
-    if min(M, N) < LIBRARY_ROWS or product.K < LIBRARY_COLUMNS:
-        size = LIBRARY_ROWS, LIBRARY_ROWS, LIBRARY_COLUMNS
-        return Reason("{}x{}x{} is smaller than {}x{}x{}", (M, N, product.K, *size))
+    if min(M, N) < LIBRARY_ROWS or product.K < LIBRARY_COLUMNS or M * N > LIBRARY_OUTPUT:
+        return Reason("{}x{}x{} has few products, or many sums", (M, N, product.K))
     reason = _tma_problem(product)
-    if reason is None and _tma(product).facts.splits == 1:
-        return Reason("whole tiles fill the GPU")
-    return reason
+    if reason is not None:
+        return reason
+    plan: GemmPlan = _tma(product).facts
+    work = ceil_div(M, plan.tile.bm) * ceil_div(N, plan.tile.bn) * plan.splits
+    share = work / (ceil_div(work, target.multiprocessors) * target.multiprocessors)
+    if plan.splits < LIBRARY_SPLITS and share >= LIBRARY_SHARE:
+        return Reason("tiles of ours fill {:.0%} of the GPU", (share,))
+    return None
 
 
 def _library(_: Product) -> Choice:

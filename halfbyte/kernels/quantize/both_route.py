@@ -16,7 +16,6 @@ from halfbyte.kernels.quantize.route import (
     SHARED,
     WIDE,
     OneSide,
-    choose_strips,
     is_full,
     is_packed,
     strips_problem,
@@ -186,9 +185,7 @@ def _both(pair: Pair) -> Choice:
     return Choice("quantize_row_col_kernel", (row_tiles * beside,), constants | {"num_warps": tile.num_warps}, beside)
 
 
-BOTH_VALUES = 1 << 24  # of a weight and its values, which then fit the L2 cache: sectors are put together there
-MAXIMA = 256
-"""Programs that each store the maximum of a part of a weight."""
+BOTH_LINES, BOTH_STRIPS = 4, 8  # of a warp: lines of 16x16 tiles, and strips of 8 columns
 
 
 def _both_tiles_problem(pair: Pair) -> Reason | None:
@@ -199,17 +196,17 @@ def _both_tiles_problem(pair: Pair) -> Reason | None:
         return Reason("strips store scales in rows")
     if pair.col.transient:
         return Reason("values of the transpose are decoded from its codes")
-    if pair.x.numel() > BOTH_VALUES:
-        return Reason("{} values are more than {}", (pair.x.numel(), BOTH_VALUES))
+    if pair.x.shape[0] < 16 * BOTH_LINES:
+        return Reason("{} rows are fewer than {}", (pair.x.shape[0], 16 * BOTH_LINES))
     return None
 
 
 def _both_tiles(pair: Pair) -> Choice:
-    x, amax = pair.x, pair.row.amax
-    strips = choose_strips(x[None], pair.row.spec)
-    few = amax is None and x.numel() <= SMALL_PAIR_VALUES and x.numel() % (8 * MAXIMA) == 0
-    constants = strips.constants | {"KNOWN": MAXIMA if few else 1}
-    return strips._replace(kernel="quantize_tiles_both_kernel", constants=constants)
+    rows, cols = pair.x.shape
+    beside = ceil_div(cols, 8 * BOTH_STRIPS)
+    rule = sc.rule_of(pair.row.spec, sc.hardware_of(pair.x.device))._replace(packed=True, full=True)
+    constants = {"RULE": rule, "L": BOTH_LINES, "W": BOTH_STRIPS, "num_warps": 1}
+    return Choice("quantize_tiles_both_kernel", (ceil_div(rows, 16 * BOTH_LINES) * beside,), constants, beside)
 
 
 PAIR = (

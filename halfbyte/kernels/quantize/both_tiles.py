@@ -1,9 +1,8 @@
 """Both orientations of a weight in 16x16 tiles from one launch: bytes move within a tile, so a program has all it needs.
 
-A thread holds 8 columns of a tile's 16 rows, which are two blocks of 8x8 nibbles: it turns them in registers and stores
-the 8 bytes of each column. Four programs fill a sector of the transpose, and the L2 cache puts it together: that serves
-weights, which fit there. The maximum of a small weight comes from programs that each store their own, so that there is
-no workspace of zeros to fill; every program here reads all of them while it waits for its tile.
+A thread holds 8 columns of a tile's 16 rows, which are two blocks of 8x8 nibbles: it turns them in registers. A warp
+holds four tiles below each other and four side by side: its loads fill sectors along rows, and its stores of the
+transpose, 8 bytes of each of four tiles, fill them along columns.
 """
 
 from __future__ import annotations
@@ -21,17 +20,16 @@ from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.both_route import Pair
-from halfbyte.kernels.quantize.strips import load_strips, quantize_loaded, store_strips, strip_at
+from halfbyte.kernels.quantize.strips import load_strips, quantize_loaded, store_strips
 from halfbyte.kernels.route import Choice
 from halfbyte.kernels.unpack.transpose import transpose_eight
 from halfbyte.layout import Blocks
-from halfbyte.spec import NVFP4
 
 
 class TilePointers(NamedTuple):
-    """What is written: codes int32 and scales, or values, of rows; codes int64 and scales of columns; the amax.
+    """What is written: codes int32 and scales, or values, of rows; codes int64 and scales of columns.
 
-    Of rows, q_ptr and scale_ptr are None or values_ptr is; amax_ptr is None where the amax is given.
+    Of rows, q_ptr and scale_ptr are None or values_ptr is.
     """
 
     q_ptr: Any
@@ -39,18 +37,19 @@ class TilePointers(NamedTuple):
     values_ptr: Any
     col_q_ptr: Any
     col_scale_ptr: Any
-    amax_ptr: Any
 
 
 @triton.jit
-def store_turned(codes, code, to, line, lines, i_strip, W: tl.constexpr):
+def store_turned(codes, code, to, line, lines, i_strip):
     """Store codes of 16 rows and the scales of their tiles as columns, of which each has `lines` blocks."""
+    L: tl.constexpr = codes[0].shape[0]
+    W: tl.constexpr = codes[0].shape[1]
     above = transpose_eight(pm.part(codes, 0, 8))
     below = transpose_eight(pm.part(codes, 8, 8))
-    scale = tl.reshape(tl.broadcast_to(code.to(tl.uint8)[:, :, None], (1, W // 2, 2)), (1, W))
+    scale = tl.reshape(tl.broadcast_to(code.to(tl.uint8)[:, :, None], (L, W // 2, 2)), (L, W))
     column = (i_strip + tl.arange(0, W)[None, :]).to(tl.int64) * 8
     for j in tl.static_range(8):
-        place = (column + j) * lines + line
+        place = (column + j) * lines + line + tl.arange(0, L)[:, None]
         low = above[j].to(tl.uint32, bitcast=True).to(tl.uint64)
         both = low | (below[j].to(tl.uint32, bitcast=True).to(tl.uint64) << 32)
         tl.store(to.col_q_ptr + place, both.to(tl.int64, bitcast=True))
@@ -59,53 +58,45 @@ def store_turned(codes, code, to, line, lines, i_strip, W: tl.constexpr):
 
 @jit(do_not_specialize=("col_tiles", "lines"))
 def quantize_tiles_both_kernel(
-    x_ptr, to, known_ptr, cols, constants, col_tiles, lines,
-    RULE: tl.constexpr, W: tl.constexpr, MOVES: tl.constexpr, KNOWN: tl.constexpr,
-):  # fmt: skip
-    """One program quantizes W / 2 tiles side by side, both ways.
+    x_ptr, to, amax_ptr, cols, constants, col_tiles, lines, RULE: tl.constexpr, L: tl.constexpr, W: tl.constexpr
+):
+    """One program quantizes L tiles below each other and W / 2 side by side, both ways.
 
-    known_ptr: fp32 [KNOWN], whose maximum is the amax. MOVES: as in `strip_at`.
+    The last programs move left and up until they are whole; what two programs quantize gets equal bytes.
     """
     begin(RULE.hardware >= OVERLAP_CAPABILITY)
-    line, i_strip = strip_at(cols, col_tiles, W, MOVES)
+    i_line = pm.divide(tl.program_id(0), col_tiles)
     per_row = cols // 8
+    i_strip = tl.minimum((tl.program_id(0) - i_line * col_tiles.count) * W, per_row - W)
+    line = tl.minimum(i_line * L, lines - L)
     first = line.to(tl.int64) * 16 * per_row + i_strip
-    words = load_strips(x_ptr, first, per_row, W)
-    if KNOWN == 1:
-        amax = tl.load(known_ptr)
-    else:
-        amax = tl.max(tl.load(known_ptr + tl.arange(0, KNOWN)), axis=0)
-    if to.amax_ptr is not None:
-        if tl.program_id(0) == 0:
-            tl.store(to.amax_ptr, amax)
-    codes, code = quantize_loaded(words, sc.tensor_factors(amax, constants, True), RULE, W)
-    store_strips(codes, code, first, per_row, to.q_ptr, to.scale_ptr, to.values_ptr, W)
-    store_turned(codes, code, to, line, lines, i_strip, W)
+    words = load_strips(x_ptr, first, per_row, L, W)
+    codes, code = quantize_loaded(words, sc.operand_factors(amax_ptr, constants, RULE), RULE)
+    store_strips(codes, code, first, per_row, to.q_ptr, to.scale_ptr, to.values_ptr)
+    store_turned(codes, code, to, line, lines, i_strip)
 
 
 def quantize_tiles_both(choice: Choice) -> tuple[Blocks, Blocks]:
     """Return (quantize(x), quantize(x.T)), the former decoded if it is transient."""
     pair: Pair = choice.request
-    x, row, known = pair.x, pair.row, choice.constants["KNOWN"]
+    x, row = pair.x, pair.row
     rows, cols = x.shape
-    given = row.amax if row.amax is not None else operand_amax(x, row.spec, None) if known == 1 else _maxima(x, known)
-    amax = given if known == 1 else torch.empty((), dtype=torch.float32, device=x.device)
-    q, q_col = (x.new_empty((n, width // 2), dtype=torch.uint8) for n, width in ((rows, cols), (cols, rows)))
-    scale, scale_col = (x.new_empty((n, width // 16), dtype=torch.uint8) for n, width in ((rows, cols), (cols, rows)))
-    if row.transient:
-        q, scale = torch.empty_like(x), x.new_empty(0, dtype=torch.uint8)
+    amax = operand_amax(x, row.spec, None) if row.amax is None else row.amax
+    size, dtype = (cols, torch.bfloat16) if row.transient else (cols // 2, torch.uint8)
+    qdata = x.new_empty((rows, size), dtype=dtype)
+    scale = x.new_empty(0 if row.transient else (rows, cols // 16), dtype=torch.uint8)
+    turned, turned_scale = (x.new_empty((cols, rows // n), dtype=torch.uint8) for n in (2, 16))
     to = TilePointers(
-        None if row.transient else q.view(torch.int32),
+        None if row.transient else qdata.view(torch.int32),
         None if row.transient else scale,
-        q if row.transient else None,
-        q_col.view(torch.int64),
-        scale_col,
-        None if known == 1 else amax,
+        qdata if row.transient else None,
+        turned.view(torch.int64),
+        turned_scale,
     )
     quantize_tiles_both_kernel[choice.grid](
         x,
         to,
-        given,
+        amax,
         cols,
         sc.constants_of(row.spec),
         pm.Divisor.of(choice.facts),
@@ -114,9 +105,4 @@ def quantize_tiles_both(choice: Choice) -> tuple[Blocks, Blocks]:
         enable_fp_fusion=False,
         **placed_early(choice.constants["RULE"].hardware),
     )
-    return Blocks(q, scale, amax), Blocks(q_col, scale_col, amax)
-
-
-def _maxima(x: Tensor, count: int) -> Tensor:
-    """Return fp32 [count]: the largest finite magnitude of each of as many parts of x."""
-    return operand_amax(x.view(count, -1), NVFP4(outer="row"), None)
+    return Blocks(qdata, scale, amax), Blocks(turned, turned_scale, amax)

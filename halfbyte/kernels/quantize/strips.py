@@ -24,47 +24,38 @@ from halfbyte.spec import Spec
 
 
 @triton.jit
-def to_strips(m, W: tl.constexpr):
-    """Give every strip [1, W] the number of its tile [1, W // 2]."""
-    return tl.reshape(tl.broadcast_to(m[:, :, None], (1, W // 2, 2)), (1, W))
+def to_strips(m):
+    """Give every strip [L, W] the number of its tile [L, W // 2]."""
+    L: tl.constexpr = m.shape[0]
+    T: tl.constexpr = m.shape[1]
+    return tl.reshape(tl.broadcast_to(m[:, :, None], (L, T, 2)), (L, 2 * T))
 
 
 @triton.jit
-def strip_at(cols, col_tiles, W: tl.constexpr, MOVES: tl.constexpr):
-    """Return a program's line of tiles and the first of its W strips.
-
-    MOVES: the last program of a line moves left until it is whole; what two programs quantize gets equal bytes.
-    """
-    line = pm.divide(tl.program_id(0), col_tiles)
-    i_strip = (tl.program_id(0) - line * col_tiles.count) * W
-    if MOVES:
-        i_strip = tl.minimum(i_strip, cols // 8 - W)
-    return line, i_strip
-
-
-@triton.jit
-def load_strips(x_ptr, first, per_row, W: tl.constexpr):
-    """Return 16 rows of W strips from strip `first` of memory as words of two values, a tuple of [1, W]."""
-    strip = tl.arange(0, W)[None, :]
-    p_x = x_ptr.to(tl.pointer_type(tl.uint32)) + first * 4 + (strip * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
+def load_strips(x_ptr, first, per_row, L: tl.constexpr, W: tl.constexpr):
+    """Return 16 rows of W strips, words of two values, of L lines of tiles from strip `first` of memory: [L, W] each."""
+    strip = first + (tl.arange(0, L) * 16)[:, None] * per_row + tl.arange(0, W)[None, :]
+    p_x = x_ptr.to(tl.pointer_type(tl.uint32)) + (strip * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
     words = ()
     for r in tl.static_range(16):
-        words = words + pm.split_four(tl.load(p_x + r * per_row * 4), 1, W)
+        words = words + pm.split_four(tl.load(p_x + r * per_row * 4), L, W)
     return words
 
 
 @triton.jit
-def quantize_loaded(words, factors, RULE: tl.constexpr, W: tl.constexpr):
-    """Return the codes of 16 rows, a tuple of int32 [1, W], and the scale bytes of the tiles [1, W // 2]."""
+def quantize_loaded(words, factors, RULE: tl.constexpr):
+    """Return the codes of 16 rows, a tuple of int32 [L, W], and the scale bytes of the tiles [L, W // 2]."""
+    L: tl.constexpr = words[0].shape[0]
+    W: tl.constexpr = words[0].shape[1]
     m = pm.max_of_pair(pm.pair_abs_max(words, RULE.hardware))
     m = tl.where(((m < pm.INF) == 0) | factors.poison, pm.INF, m)
-    m = tl.max(tl.reshape(m, (1, W // 2, 2)), axis=2)
+    m = tl.max(tl.reshape(m, (L, W // 2, 2)), axis=2)
     poison = m == pm.INF
     # The conversion saturates; what poison makes of scale and codes is replaced.
     code = pm.e4m3_code(m * factors.to_scale, RULE.hardware)
-    encode = to_strips(sc.encode_scale(pm.e4m3_positive(code), factors, RULE), W)
+    encode = to_strips(sc.encode_scale(pm.e4m3_positive(code), factors, RULE))
     code = tl.where(poison, dc.E4M3_NAN, code).to(tl.int32)
-    poison = to_strips(poison.to(tl.int32), W) != 0
+    poison = to_strips(poison.to(tl.int32)) != 0
     codes = ()
     for r in tl.static_range(16):
         xs = pm.unpack_pairs(pm.part(words, r * 4, 4), 0, 8)
@@ -73,18 +64,22 @@ def quantize_loaded(words, factors, RULE: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def store_strips(codes, code, first, per_row, q_ptr, scale_ptr, values_ptr, W: tl.constexpr):
+def store_strips(codes, code, first, per_row, q_ptr, scale_ptr, values_ptr):
     """Store codes and scales, or values where q_ptr is None, of 16 rows from strip `first` of memory on."""
+    L: tl.constexpr = codes[0].shape[0]
+    W: tl.constexpr = codes[0].shape[1]
+    line = tl.arange(0, L) * 16 * per_row
     if scale_ptr is not None:
-        o_scale = (tl.arange(0, 16) * (per_row // 2))[:, None] + tl.arange(0, W // 2)[None, :]
-        tl.store(scale_ptr + first // 2 + o_scale, tl.broadcast_to(code.to(tl.uint8), (16, W // 2)))
-    scale = to_strips(dc.e4m3_value(code), W)
+        o_scale = (tl.arange(0, 16) * (per_row // 2))[None, :, None] + tl.arange(0, W // 2)[None, None, :]
+        o_scale = (line // 2)[:, None, None] + o_scale
+        tl.store(scale_ptr + first // 2 + o_scale, tl.broadcast_to(code.to(tl.uint8)[:, None, :], (L, 16, W // 2)))
+    scale = to_strips(dc.e4m3_value(code))
     for r in tl.static_range(16):
         if q_ptr is not None:
-            tl.store(q_ptr + first + tl.arange(0, W)[None, :] + r * per_row, codes[r])
+            tl.store(q_ptr + first + line[:, None] + tl.arange(0, W)[None, :] + r * per_row, codes[r])
         if values_ptr is not None:
-            p_values = values_ptr + (first + r * per_row) * 8 + tl.zeros((1,), tl.int32)
-            store_values(p_values, codes[r], scale, 0, W, tl.full((1,), True, tl.int1), True)
+            p_values = values_ptr + (first + line + r * per_row) * 8
+            store_values(p_values, codes[r], scale, 0, W, tl.full((L,), True, tl.int1), True)
 
 
 @jit(do_not_specialize=("col_tiles", "row_tiles"))
@@ -94,16 +89,20 @@ def quantize_tiles_kernel(
 ):  # fmt: skip
     """One program quantizes W / 2 tiles side by side; row_tiles.count of them below each other are an expert.
 
-    Either q_ptr (int32, with scale_ptr) or values_ptr is None. MOVES: as in `strip_at`.
+    Either q_ptr (int32, with scale_ptr) or values_ptr is None.
+    MOVES: the last program of a row moves left until it is whole; what two programs quantize gets equal bytes.
     """
     begin(RULE.hardware >= OVERLAP_CAPABILITY)
-    line, i_strip = strip_at(cols, col_tiles, W, MOVES)
+    line = pm.divide(tl.program_id(0), col_tiles)
     per_row = cols // 8
+    i_strip = (tl.program_id(0) - line * col_tiles.count) * W
+    if MOVES:
+        i_strip = tl.minimum(i_strip, per_row - W)
     first = line.to(tl.int64) * 16 * per_row + i_strip
-    words = load_strips(x_ptr, first, per_row, W)
+    words = load_strips(x_ptr, first, per_row, 1, W)
     factors = sc.operand_factors(amax_ptr + pm.divide(line, row_tiles), constants, RULE)
-    codes, code = quantize_loaded(words, factors, RULE, W)
-    store_strips(codes, code, first, per_row, q_ptr, scale_ptr, values_ptr, W)
+    codes, code = quantize_loaded(words, factors, RULE)
+    store_strips(codes, code, first, per_row, q_ptr, scale_ptr, values_ptr)
 
 
 def quantize_strips(choice: Choice) -> Blocks:
