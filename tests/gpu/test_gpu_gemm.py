@@ -119,3 +119,21 @@ def test_a_captured_graph_replays_new_factors():
     a.amax.mul_(2)
     graph.replay()
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.skipif(not HOPPER, reason="cuBLAS is asked on sm_90 alone")
+@pytest.mark.parametrize("shape", ((768, 2048, 16384), (768, 768, 9000)))
+def test_products_of_cublas(shape):
+    """A weight gradient that torch.mm makes: as near to fp64 as ours, equal in every run, in a graph and in a thread."""
+    M, N, K = shape
+    a, b = operand(M, K, hb.NVFP4()), operand(N, K, checks.ROW)
+    out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
+    assert route.gemm_plan(a.values, b.values, (out, None), a.values.shape[1]) is None
+    y = dense.gemm_nt(a, b)
+    assert checks.relative_error(y, a, b) <= BOUNDS[torch.bfloat16]
+    assert torch.equal(y, dense.gemm_nt(a, b)), "the sum depends on the run"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = dense.gemm_nt(a, b)
+    graph.replay()
+    assert torch.equal(y, captured), "the sum depends on the graph"

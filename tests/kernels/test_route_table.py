@@ -58,7 +58,8 @@ PAIRS = {
     **{("1x16", "MXFP8", shape): ["amax_rows", BOTH] for shape in SHAPES},
     **{("MXFP8", "MXFP8", shape): [BOTH] for shape in SHAPES},
     **{("row-scaled", "RHT", shape): ["amax_rows", "amax_rotated", BOTH] for shape in SHAPES},
-    **{("16x16", "16x16", shape): ["amax_rows", "quantize_tiles", "transpose"] for shape in ("layer", "wide", "large")},
+    **{("16x16", "16x16", shape): ["amax_rows", "quantize_tiles_both"] for shape in ("layer", "wide")},
+    ("16x16", "16x16", "large"): ["amax_rows", "quantize_tiles", "transpose"],  # codes of many values
     **{("16x16", "16x16", shape): [*ROWS, "transpose"] for shape in ("tiny", "cut")},
     # A wide rotation is quantized by itself.
     ("1x16", "RHT 64", "layer"): [*ROTATED_ROWS, "quantize_wide"],

@@ -210,7 +210,7 @@ LIBRARY_CAPABILITY = 90  # where it was timed beside our kernels
 LIBRARY_ROWS, LIBRARY_COLUMNS = 512, 8192  # of both operands, and of the contraction, from where it was
 LIBRARY_OUTPUT = 1 << 22  # elements: its sums are written and read in fp32, which costs larger ones more than it saves
 LIBRARY_SHARE, LIBRARY_SPLITS = 0.9, 5
-"""Where tiles of ours fill less of the GPU, or take that many parts, cuBLAS is the faster one."""
+"""Where large tiles of ours fill less of the GPU, or take that many parts, cuBLAS is the faster one."""
 
 
 def _library_problem(product: Product) -> Reason | None:
@@ -230,8 +230,8 @@ def _library_problem(product: Product) -> Reason | None:
     plan: GemmPlan = _tma(product).facts
     work = ceil_div(M, plan.tile.bm) * ceil_div(N, plan.tile.bn) * plan.splits
     share = work / (ceil_div(work, target.multiprocessors) * target.multiprocessors)
-    if plan.splits < LIBRARY_SPLITS and share >= LIBRARY_SHARE:
-        return Reason("tiles of ours fill {:.0%} of the GPU", (share,))
+    if plan.splits < LIBRARY_SPLITS and share >= LIBRARY_SHARE and plan.tile == TMA_TILES[0]:
+        return Reason("large tiles of ours fill {:.0%} of the GPU", (share,))
     return None
 
 

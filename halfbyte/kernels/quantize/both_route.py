@@ -186,6 +186,7 @@ def _both(pair: Pair) -> Choice:
 
 
 BOTH_LINES, BOTH_STRIPS = 4, 8  # of a warp: lines of 16x16 tiles, and strips of 8 columns
+BOTH_CODES = 3 << 22  # values up to which both codes from one launch take no longer than a transpose of one; an H200
 
 
 def _both_tiles_problem(pair: Pair) -> Reason | None:
@@ -196,6 +197,8 @@ def _both_tiles_problem(pair: Pair) -> Reason | None:
         return Reason("strips store scales in rows")
     if pair.col.transient:
         return Reason("values of the transpose are decoded from its codes")
+    if not pair.row.transient and pair.x.numel() > BOTH_CODES:
+        return Reason("a transpose of {} codes is the faster one", (pair.x.numel(),))
     if pair.x.shape[0] < 16 * BOTH_LINES:
         return Reason("{} rows are fewer than {}", (pair.x.shape[0], 16 * BOTH_LINES))
     return None

@@ -1,4 +1,4 @@
-"""Both orientations of a weight in 16x16 tiles from one launch: bytes move within a tile, so a program has all it needs.
+"""Both orientations of a weight in 16x16 tiles from one launch: what is turned stays within a tile.
 
 A thread holds 8 columns of a tile's 16 rows, which are two blocks of 8x8 nibbles: it turns them in registers. A warp
 holds four tiles below each other and four side by side: its loads fill sectors along rows, and its stores of the
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from halfbyte.kernels.amax.plain import operand_amax
 from halfbyte.kernels.device import casts as pm

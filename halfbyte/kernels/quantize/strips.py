@@ -33,7 +33,7 @@ def to_strips(m):
 
 @triton.jit
 def load_strips(x_ptr, first, per_row, L: tl.constexpr, W: tl.constexpr):
-    """Return 16 rows of W strips, words of two values, of L lines of tiles from strip `first` of memory: [L, W] each."""
+    """Return 16 rows of W strips of L lines of tiles from strip `first` of memory, as words of two values [L, W]."""
     strip = first + (tl.arange(0, L) * 16)[:, None] * per_row + tl.arange(0, W)[None, :]
     p_x = x_ptr.to(tl.pointer_type(tl.uint32)) + (strip * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
     words = ()
