@@ -26,7 +26,6 @@ NUMBERS_WITH_ONE_HOME = {448, 2688, 57344}
 LONG_SIGNATURES = {
     "quantize_row_col",  # both orientations of what quantize takes
     "grouped_quantize_row_col",
-    "grouped_token_sum",
     "both_sides",
     "linear",  # every tensor of a layer's contract: x, w, bias, shared amax, main_grad
     "linear_shared",
@@ -43,6 +42,7 @@ OPERATIONS = {  # defined once in each room that has them: what a user calls, th
     "grouped_gemm_nt",
     "grouped_gemm_nt_batch_invariant",
     "grouped_quantize_row_col",
+    "grouped_token_sum",
     "norm",
     "norm_backward",
     "quantize",

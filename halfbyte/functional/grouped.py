@@ -169,16 +169,7 @@ def grouped_linear(
     if w_ENK.dtype != x.dtype and not is_covered:
         raise TypeError(f"w_ENK.dtype={w_ENK.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
     check_cached(cached_weight, recipe, x.dtype, x.device)
-    draw = signs = None
-    if recipe.needs_rng:
-        if rng is None:
-            raise ValueError(
-                "rng=None: the recipe draws random bits; pass rng=hb.Philox(seed, offset) or a RunState's place"
-            )
-        draw = rng.on(x.device)
-        if draw.first_block or draw.blocks_per_row is not None:
-            raise ValueError(f"rng.first_block={draw.first_block}: tokens and experts are whole; leave it out")
-        signs = rng.signs_on(x.device) if recipe.needs_sign_rng else None
+    draw, signs = _places(recipe, rng, x.device)
     (layout,), buffers = flatten([cached_weight])
     call = _Call(recipe, out_dtype or x.dtype, torch.is_grad_enabled(), layout)
     stream = 0 if draw is None else draw.stream
@@ -201,6 +192,20 @@ def _of_experts(recipe: Recipe | str) -> Recipe:
             "activation_mean='kept') for them, in hb.quantize_ by rules"
         )
     return recipe
+
+
+def _places(recipe: Recipe, rng: AnyPhilox | None, device: torch.device) -> tuple[Draw | None, Draw | None]:
+    """Return where a layer draws rounding bits and where signs, as far as the recipe does."""
+    if not recipe.needs_rng:
+        return None, None
+    if rng is None:
+        raise ValueError(
+            "rng=None: the recipe draws random bits; pass rng=hb.Philox(seed, offset) or a RunState's place"
+        )
+    draw = rng.on(device)
+    if draw.first_block or draw.blocks_per_row is not None:
+        raise ValueError(f"rng.first_block={draw.first_block}: tokens and experts are whole; leave it out")
+    return draw, rng.signs_on(device) if recipe.needs_sign_rng else None
 
 
 class _Call(NamedTuple):

@@ -74,12 +74,11 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
 
 
 class GroupedLinear(GroupedRecipe):
-    """The linear layers of several experts as one weight [experts, out_features, in_features].
+    """The linear layers of several experts as one weight [experts, out_features, in_features]; a bias by `add_bias_`.
 
     Args:
         experts, in_features, out_features: E, K and N.
-        bias: whether there is one, [experts, out_features]; without it `bias` is None.
-        device, dtype: of the parameters.
+        device, dtype: of the weight.
         recipe: a Recipe or a preset's name; changed by `hb.set_recipe_` or assignment.
         state: the RunState that random operands draw from, shared by all layers of a model. None makes a private one,
             seeded from torch's default generator, if the recipe draws.
@@ -91,24 +90,30 @@ class GroupedLinear(GroupedRecipe):
         in_features: int,
         out_features: int,
         *,
-        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | str = "nvfp4",
         state: RunState | None = None,
     ) -> None:
         super().__init__(experts, in_features, out_features, recipe=recipe, state=state)
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, **factory))
-        own = nn.Parameter(torch.empty(experts, out_features, **factory)) if bias else None
-        self.register_parameter("bias", own)
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
         self.reset_parameters()
+
+    def add_bias_(self) -> GroupedLinear:
+        """Give every expert a bias, [experts, out_features] of the weight's dtype and device; return self."""
+        self.bias = nn.Parameter(self.weight.new_empty(self.experts, self.out_features))
+        self._fill(self.bias)
+        return self
 
     def reset_parameters(self) -> None:
         """Fill weight and bias as torch.nn.Linear does: uniform within 1 / sqrt(in_features)."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         for parameter in self.parameters():
-            nn.init.uniform_(parameter, -bound, bound)
+            self._fill(parameter)
+
+    def _fill(self, parameter: Tensor) -> None:
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x: Tensor, offsets: Tensor, call: int = 0) -> Tensor:
         """Return x_g @ w_g.T + bias_g of every group of tokens, [M, out_features].

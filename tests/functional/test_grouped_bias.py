@@ -1,4 +1,4 @@
-"""The bias of grouped_linear: a loop of hb.linear over the groups, bit for bit; its gradient is a sum of defined order."""
+"""The bias of grouped_linear: a loop of hb.linear over the groups, bit for bit; its gradient is a defined sum."""
 
 from __future__ import annotations
 
@@ -125,7 +125,9 @@ def test_autocast_casts_it_and_out_dtype_rounds_it():
     expected = grouped(halves, ends((5, 7)), hb.recipes.nvfp4(), rng=hb.Philox(0))
     assert torch.equal(y, expected[0]) and bias.grad.dtype == torch.float32
     assert torch.equal(bias.grad, expected[3].float())
-    wide = grouped([*halves[:3], tensors[3]], ends((5, 7)), hb.recipes.nvfp4(), rng=hb.Philox(0), out_dtype=torch.float32)
+    wide = grouped(
+        [*halves[:3], tensors[3]], ends((5, 7)), hb.recipes.nvfp4(), rng=hb.Philox(0), out_dtype=torch.float32
+    )
     assert wide[0].dtype == torch.float32 and torch.equal(wide[0].bfloat16(), expected[0])
 
 

@@ -144,9 +144,15 @@ def test_a_recipe_for_weights_of_another_module():
 
 def test_a_bias_is_the_functions():
     state = hb.RunState(3)
-    layer = hb.nn.GroupedLinear(5, 40, 24, bias=True, state=state)
-    assert list(layer.state_dict()) == ["weight", "bias"] and list(hb.nn.GroupedLinear(5, 40, 24).state_dict()) == ["weight"]
-    assert layer.bias.shape == (5, 24) and 0 < layer.bias.abs().max() <= 40**-0.5 and "recipe=nvfp4, bias=True" in repr(layer)
+    layer = hb.nn.GroupedLinear(5, 40, 24, state=state).add_bias_()
+    assert list(layer.state_dict()) == ["weight", "bias"] and list(hb.nn.GroupedLinear(5, 40, 24).state_dict()) == [
+        "weight"
+    ]
+    assert (
+        layer.bias.shape == (5, 24)
+        and 0 < layer.bias.abs().max() <= 40**-0.5
+        and "recipe=nvfp4, bias=True" in repr(layer)
+    )
     leaves = [p.detach().clone().requires_grad_() for p in layer.parameters()]
     y = hb.grouped_linear(X, leaves[0], OFFSETS, "nvfp4", bias_EN=leaves[1], rng=layer.run_state.philox(layer.stream))
     y.square().sum().backward()
