@@ -50,6 +50,7 @@ $(VENV)/integrations.stamp: $(VENV)/setup.stamp $(wildcard tests/clients/*.txt)
 	$(BIN)/python -m pip install $(APART) --target $(PEERS)/transformer-engine --requirement tests/clients/transformer-engine.txt
 	$(BIN)/python -m pip install $(APART) --target $(PEERS)/lightning --requirement tests/clients/lightning.txt
 	$(BIN)/python -m pip install $(APART) --target $(PEERS)/torchtitan --requirement tests/clients/torchtitan.txt
+	$(BIN)/python -m pip install $(APART) --target $(PEERS)/trl --requirement tests/clients/trl.txt
 	CUDA_HOME=/none SKIP_CUDA_BUILD=1 $(BIN)/python -m pip install $(APART) --no-build-isolation --target $(PEERS)/fouroversix --requirement tests/clients/fouroversix.txt
 	@touch $@
 
