@@ -5,7 +5,8 @@
 #                       minutes on two cores); make test-targets-full: all of it (hours)
 #   make test-distributed   several processes over gloo: FSDP2, torchrun; test-distributed-full: every case, every fault,
 #                       and test-distributed-next: FSDP2 with torch 2.15, in an environment of its own (5 GB)
-#   make test-integrations   packages of others read what this one writes (they are installed into .venv)
+#   make test-integrations   packages of others read what this one writes (they are installed into .venv);
+#                       test-integrations-full: with 200 steps of torchtitan on two ranks
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
 #   make test-docs   every code block, example, link and figure of the documentation, and the site, strict
 #   make test-browser   pages of `halfbyte report` in Chromium (apt-get install -y chromium)
@@ -27,7 +28,7 @@ ELSEWHERE := $(addprefix --ignore=tests/,browser gpu clients docs package scale)
 REPOSITORY ?= pypi
 
 .DEFAULT_GOAL := setup
-.PHONY: setup train test test-browser test-full test-distributed test-distributed-full test-distributed-next test-targets test-targets-full test-integrations test-docs test-package test-gpu check bench docs figures dist publish clean
+.PHONY: setup train test test-browser test-full test-distributed test-distributed-full test-distributed-next test-targets test-targets-full test-integrations test-integrations-full test-docs test-package test-gpu check bench docs figures dist publish clean
 
 setup: $(VENV)/setup.stamp
 
@@ -49,6 +50,7 @@ $(VENV)/integrations.stamp: $(VENV)/setup.stamp $(wildcard tests/clients/*.txt)
 	$(BIN)/python -m pip install $(APART) --target $(PEERS)/transformer-engine --requirement tests/clients/transformer-engine.txt
 	$(BIN)/python -m pip install $(APART) --target $(PEERS)/lightning --requirement tests/clients/lightning.txt
 	$(BIN)/python -m pip install $(APART) --target $(PEERS)/torchtitan --requirement tests/clients/torchtitan.txt
+	$(BIN)/python -m pip install $(APART) --target $(PEERS)/trl --requirement tests/clients/trl.txt
 	CUDA_HOME=/none SKIP_CUDA_BUILD=1 $(BIN)/python -m pip install $(APART) --no-build-isolation --target $(PEERS)/fouroversix --requirement tests/clients/fouroversix.txt
 	@touch $@
 
@@ -84,8 +86,12 @@ test-targets-full: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) --all $(TARGET_ARGS)
 
 test-integrations: $(VENV)/integrations.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q $(TEST_ARGS)
 	PYTHONPATH=$(OLDER) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients/test_families.py tests/clients/test_trainer.py -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
+
+# What takes minutes, one after another, with what it measured.
+test-integrations-full: test-integrations
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -m full -rP --show-capture=stdout -q $(TEST_ARGS)
 
 test-docs: $(VENV)/docs.stamp
 	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest tests/docs -n $(JOBS) --dist loadfile --timeout 300 -q $(TEST_ARGS)

@@ -50,6 +50,13 @@ def check_mean(x: Tensor, device: str) -> None:
     same(residual.residual_of(mine, mean.to(device)), reference.residual_of(x, mean))
 
 
+def check_grouped_sum(x: Tensor, sizes: tuple[int, ...], device: str, dtype: torch.dtype = torch.int32) -> None:
+    """The sums of groups of x have the bits of the reference; rows behind the last group are in none."""
+    offsets = torch.tensor(sizes).cumsum(0).to(dtype)
+    got = backend.grouped_token_sum(x.to(device), offsets.to(device))
+    same(got, reference.grouped_token_sum(x, offsets))
+
+
 def check_quantized(x: Tensor, pair: tuple, device: str) -> None:
     """Both orientations have the bytes of the reference; decoded for one GEMM they are what is decoded of the rest."""
     mean, mine = reference.token_mean(x), x.to(device)

@@ -42,6 +42,7 @@ OPERATIONS = {  # defined once in each room that has them: what a user calls, th
     "grouped_gemm_nt",
     "grouped_gemm_nt_batch_invariant",
     "grouped_quantize_row_col",
+    "grouped_token_sum",
     "norm",
     "norm_backward",
     "quantize",

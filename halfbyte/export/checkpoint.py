@@ -26,6 +26,7 @@ class Checkpoint:
             FP8 has its values.
         input_amaxes: {module: greatest magnitude of its input}, where engines were told one.
         fp8: keys of weights that lie in FP8.
+        transposed: keys of experts that the architecture holds as [E, K, N]; their QuantTensors are [E, N, K].
         cache_scales: {key: tensor} of scales for the keys and values of attention.
         contract: of training, if halfbyte wrote the folder.
     """
@@ -36,6 +37,7 @@ class Checkpoint:
     tensors: Mapping[str, Tensor] = field(repr=False)
     input_amaxes: Mapping[str, float] = field(repr=False)
     fp8: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
     cache_scales: Mapping[str, Tensor] = field(repr=False, default_factory=dict)
     contract: Contract | None = field(repr=False, default=None)
 
@@ -53,5 +55,6 @@ class Checkpoint:
         result = {}
         for key, tensor in self.tensors.items():
             value = tensor.dequantize(dtype) if isinstance(tensor, QuantTensor) else tensor
+            value = value.mT.contiguous() if key in self.transposed else value
             result[key] = value.to(dtype) if dtype is not None and value.is_floating_point() else value
         return result

@@ -18,6 +18,7 @@ from halfbyte.version import __version__
 
 MODELOPT, COMPRESSED_TENSORS = "modelopt", "compressed-tensors"
 FORMATS = (MODELOPT, COMPRESSED_TENSORS)
+INPUTS = {MODELOPT: "input_scale", COMPRESSED_TENSORS: "input_global_scale"}
 STATIC, PER_TOKEN, NONE = "static", "per-token", "none"
 ACTIVATIONS = (STATIC, PER_TOKEN, NONE)
 PACKED = "nvfp4-pack-quantized"
@@ -44,12 +45,10 @@ def weight_tensors(prefix: str, form: str, planes: tuple[Tensor, Tensor, Tensor]
     return {f"{prefix}.{name}": value for name, value in zip(names, values, strict=True)}
 
 
-def input_tensors(prefix: str, form: str, amax: float, spec: NVFP4) -> dict[str, Tensor]:
+def input_factor(form: str, amax: float, spec: NVFP4) -> Tensor:
     """Return the tensor that says the fp32 factor of a module's input, from the greatest magnitude that it saw."""
     value = torch.tensor(amax, dtype=torch.float32)
-    if form == MODELOPT:
-        return {f"{prefix}.input_scale": decode_factor(spec, value)}
-    return {f"{prefix}.input_global_scale": encode_factor(spec, value).reshape(1)}
+    return decode_factor(spec, value) if form == MODELOPT else encode_factor(spec, value).reshape(1)
 
 
 def quantization_config(form: str, activations: str, exclude: Sequence[str]) -> dict[str, Any]:

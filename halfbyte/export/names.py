@@ -90,6 +90,8 @@ def planes(model: nn.Module, trained: Mapping[str, Trained]) -> tuple[Planes, di
     """
     codes, scales, amaxes, origins = {}, {}, {}, {}
     for number, one in enumerate(trained.values()):
+        if one.transposed:  # checkpoints hold it as the model does: export/stacked.py
+            continue
         parts = [(q.qdata, q.block_scale.view(torch.uint8), _column(q)) for q in one.quants]
         stacked = [torch.stack(plane) if one.per_expert else plane[0] for plane in zip(*parts, strict=True)]
         codes[one.key], scales[one.key], amaxes[one.key] = stacked

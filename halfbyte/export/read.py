@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.export import forms
+from halfbyte.export import forms, stacked
 from halfbyte.export.checkpoint import Checkpoint
 from halfbyte.export.contract import FILE, Contract, ContractLayer, digest
 from halfbyte.export.files import read_folder_json, read_tensors
@@ -50,7 +50,9 @@ def load(folder: str | Path) -> Checkpoint:
     form, described = _form(path, config)
     tensors = read_tensors(path)
     contract = _contract(path)
-    weights, fp8 = _weights(path, form, tensors), _fp8(path, tensors)
+    experts = stacked.find_stacked(path, form, tensors)
+    rest = {key: tensor for key, tensor in tensors.items() if key not in experts}
+    weights, fp8 = _weights(path, form, rest) | experts, _fp8(path, tensors)
     _check_described(path, form, described, weights, fp8)
     if contract is not None:
         _check_contract(path, contract, form, weights)
@@ -59,7 +61,9 @@ def load(folder: str | Path) -> Checkpoint:
     quants = {key: _quant(path, key, form, weight, (layers.get(key), dtype)) for key, weight in weights.items()}
     values = {key: _fp8_values(path, key, tensors, dtype) for key in fp8}
     quantized = (*weights, *fp8)
-    used = {f"{key.removesuffix('.weight')}.{part}" for key in quantized for part in (*PARTS, "weight", "weight_shape")}
+    used = {stacked.part_key(key, part) for key in quantized for part in (*PARTS, "weight", "weight_shape")} | set(
+        experts
+    )
     rest = {key: tensor for key, tensor in tensors.items() if key not in used}
     cache = {key: tensor for key, tensor in rest.items() if key.endswith(CACHE)}
     return Checkpoint(
@@ -69,6 +73,7 @@ def load(folder: str | Path) -> Checkpoint:
         tensors={key: tensor for key, tensor in rest.items() if key not in cache} | quants | values,
         input_amaxes=_input_amaxes(path, form, {key: _input_spec(contract, key) for key in quants}, tensors),
         fp8=tuple(fp8),
+        transposed=tuple(experts),
         cache_scales=cache,
         contract=contract,
     )
@@ -233,8 +238,8 @@ def _quant(
         spec, amax = NVFP4(), _amax(form, NVFP4(), factor)
     else:
         spec, amax, dtype = _spec(layer), torch.tensor(float.fromhex(layer.amax)), DTYPES[layer.compute_dtype]
-    blocks = Blocks(codes, scale.view(torch.uint8), amax)
-    return QuantTensor(blocks, spec, shape=(codes.shape[0], codes.shape[1] * 2), dtype=dtype)
+    blocks = Blocks(codes.flatten(0, -2), scale.view(torch.uint8).flatten(0, -2), amax)
+    return QuantTensor(blocks, spec, shape=(*codes.shape[:-1], codes.shape[-1] * 2), dtype=dtype)
 
 
 def _amax(form: str, spec: NVFP4, factor: Tensor) -> Tensor:
@@ -250,13 +255,12 @@ def _amax(form: str, spec: NVFP4, factor: Tensor) -> Tensor:
 
 def _input_amaxes(path: Path, form: str, specs: Mapping[str, NVFP4], tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Return what engines were told of inputs, as amaxes."""
-    name = "input_scale" if form == forms.MODELOPT else "input_global_scale"
     found = {}
     for key, spec in specs.items():
-        prefix = key.removesuffix(".weight")
-        factor = tensors.get(f"{prefix}.{name}")
+        name = stacked.part_key(key, forms.INPUTS[form])
+        factor = tensors.get(name)
         if factor is not None:
             if factor.numel() != 1:
-                raise ValueError(f"{path}: {prefix}.{name} is {list(factor.shape)}; one number is")
-            found[prefix] = float(_amax(form, spec, factor.reshape(()).float()))
+                raise ValueError(f"{path}: {name} is {list(factor.shape)}; one number is")
+            found[key.removesuffix(".weight")] = float(_amax(form, spec, factor.reshape(()).float()))
     return found

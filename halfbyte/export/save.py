@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.export import forms, names, write
+from halfbyte.export import forms, names, stacked, write
 from halfbyte.export.calibrate import input_amaxes
 from halfbyte.export.contract import FILE, Contract, ContractLayer, digest
 from halfbyte.export.serve import half_quantized, input_spec, servable, share_groups
@@ -118,6 +118,7 @@ def save(
     write.refuse_taken(target)
     trained = find_trained(model, compute_dtype)
     names.check_tied(model, trained)
+    stacked.check_stacked(trained, format)
     trained, groups = servable(model, trained)
     amaxes = input_amaxes(model, list(trained), batches) if activations == forms.STATIC else {}
     tensors, layers, exclude = _tensors(model, trained, format, amaxes, share_groups(groups))
@@ -164,15 +165,21 @@ def _tensors(
     stored = names.in_checkpoint(model, plain)
     exclude = names.high_precision_modules(model, plain, stored)
     planes, owners = names.planes(model, trained)
+    planes.update({one.key: stacked.stacked_planes(one) for one in trained.values() if one.transposed})
+    owners |= {one.key: name for name, one in trained.items() if one.transposed}
     tensors, layers = write.same_memory(stored), {}
     for key, values in planes.items():
         one, prefix = trained[owners[key]], key.removesuffix(".weight")
-        tensors |= forms.weight_tensors(prefix, form, values, one.spec)
+        if one.transposed:
+            tensors |= stacked.stacked_tensors(key, values, one.spec)
+        else:
+            tensors |= forms.weight_tensors(prefix, form, values, one.spec)
         if amaxes:
-            tensors |= forms.input_tensors(prefix, form, amaxes[one.layer], input_spec(one.recipe))
+            factor = forms.input_factor(form, amaxes[one.layer], input_spec(one.recipe))
+            tensors[stacked.part_key(key, forms.INPUTS[form])] = factor
         layers[key] = ContractLayer(
             layer=one.layer,
-            spec=_stored_spec(one.spec, values[1]).key,
+            spec=_stored_spec(one.spec, values[1].flatten(0, -2)).key,
             amax=float(values[2]).hex(),
             compute_dtype=str(one.compute_dtype).removeprefix("torch."),
             sha256=digest(values[0], values[1]),

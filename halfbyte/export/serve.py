@@ -24,7 +24,7 @@ def servable(model: nn.Module, trained: Mapping[str, Trained]) -> tuple[dict[str
 
     Engines know neither an amax per row nor a rotation, and take one global scale for layers that they fuse.
     """
-    plain = {name: _without_rows_and_rotation(model, one) for name, one in trained.items()}
+    plain = {name: _with_one_factor(model, _without_rows_and_rotation(model, one)) for name, one in trained.items()}
     groups = _groups(plain)
     for names in groups:
         plain |= _united(model, {name: plain[name] for name in names})
@@ -37,6 +37,17 @@ def _without_rows_and_rotation(model: nn.Module, one: Trained) -> Trained:
         return one
     what = "an amax for every row" if one.spec.rotation is None else "a rotation"
     return requantized(one, spec, {}, model, f"no engine knows {what} of weights")
+
+
+def _with_one_factor(model: nn.Module, one: Trained) -> Trained:
+    """Give experts that lie in one tensor [E, K, N] the greatest amax of them: ModelOpt stores one factor."""
+    amaxes = [q.amax for q in one.quants if q.amax is not None]
+    if not one.transposed or all(torch.equal(amax, amaxes[0]) for amax in amaxes):
+        return one
+    greatest = torch.stack(amaxes).amax()
+    return requantized(
+        one, one.spec, dict.fromkeys(range(len(amaxes)), greatest), model, "one global scale for all experts"
+    )
 
 
 def _groups(trained: Mapping[str, Trained]) -> list[tuple[str, ...]]:

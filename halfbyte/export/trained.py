@@ -34,7 +34,8 @@ class Trained:
         compute_dtype: that the weight was rounded to before it was quantized.
         changed: bytes of codes and scales that differ from the trained ones, and all of them.
         reason: why some may differ; empty where nothing was quantized again.
-        per_expert: whether the state dict holds [E, N, K].
+        per_expert: whether the state dict holds [E, N, K], or [E, K, N].
+        transposed: whether it holds [E, K, N].
     """
 
     layer: str
@@ -45,6 +46,7 @@ class Trained:
     changed: tuple[int, int]
     reason: str = ""
     per_expert: bool = False
+    transposed: bool = False
 
     @property
     def spec(self) -> NVFP4:
@@ -92,8 +94,9 @@ def _weight_spec(name: str, layer: FollowsRecipe) -> NVFP4 | None:
 
 
 def _trained(model: nn.Module, name: str, layer: FollowsRecipe, compute_dtype: torch.dtype | None) -> Trained:
+    transposed = False
     if isinstance(layer, ExpertsRecipe):
-        key, weight = _experts(model, name, layer)
+        key, weight, transposed = _experts(model, name, layer)
     elif type(layer) is Linear:
         key, weight = (f"{name}.weight" if name else "weight"), layer.weight
     else:
@@ -115,18 +118,16 @@ def _trained(model: nn.Module, name: str, layer: FollowsRecipe, compute_dtype: t
     _check_finite(name, quants)
     sizes = (0, sum(q.qdata.numel() + q.block_scale.numel() for q in quants))
     own = {"quants": quants, "compute_dtype": dtype, "changed": sizes, "per_expert": weight.dim() == 3}
-    return Trained(layer=name, key=key, recipe=layer.recipe, **own)
+    return Trained(layer=name, key=key, recipe=layer.recipe, transposed=transposed, **own)
 
 
-def _experts(model: nn.Module, name: str, layer: ExpertsRecipe) -> tuple[str, Tensor]:
+def _experts(model: nn.Module, name: str, layer: ExpertsRecipe) -> tuple[str, Tensor, bool]:
+    """Return the key of the experts' weight, the weight as [E, N, K], and whether it lies as [E, K, N]."""
     assert layer.held_as is not None, "found by hb.quantize_ in a module that holds the weights"
     own, transposed = layer.held_as
     path = name.rpartition(".")[0]
-    if transposed:
-        raise ValueError(
-            f"{path}.{own}: experts held as [E, K, N], as gpt-oss has them, have no published NVFP4 layout; {RULE}"
-        )
-    return f"{path}.{own}", getattr(model.get_submodule(path), own)
+    weight = getattr(model.get_submodule(path), own)
+    return f"{path}.{own}", weight.mT if transposed else weight, transposed
 
 
 def _dtype(name: str, layer: FollowsRecipe, weight: Tensor, asked: torch.dtype | None) -> torch.dtype:
@@ -178,6 +179,7 @@ def requantized(one: Trained, spec: NVFP4, amaxes: Mapping[int, Tensor], model: 
     """
     values = model.state_dict(keep_vars=True)[one.key].detach()
     wide = values.dequantize(torch.float32) if isinstance(values, QuantTensor) else values.to(one.compute_dtype)
+    wide = wide.mT if one.transposed else wide
     parts = wide if wide.dim() == 3 else wide[None]
     quants = tuple(quantize(part, spec, amax=amaxes.get(i)) for i, part in enumerate(parts))
     changed = sum(_differences(a, b) for a, b in zip(one.quants, quants, strict=True))

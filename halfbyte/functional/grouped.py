@@ -28,6 +28,7 @@ from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import EXPERTS, first_order, refuse_transforms
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
+from halfbyte.functional.group_bias import check_bias, with_bias
 from halfbyte.functional.operands import Place, Saved, both, flatten_operands, unflatten_operands
 from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, snapshot
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
@@ -126,18 +127,21 @@ def grouped_linear(
     offsets: Tensor,
     recipe: Recipe | str = Recipe(),  # noqa: B008  a frozen value
     *,
+    bias_EN: Tensor | None = None,
     rng: AnyPhilox | None = None,
     out_dtype: torch.dtype | None = None,
     main_grad: Tensor | None = None,
     cached_weight: CachedWeight | None = None,
 ) -> Tensor:
-    """Return x_g @ w_g.T of every group of tokens with the three GEMMs of `recipe`.
+    """Return x_g @ w_g.T + bias_g of every group of tokens with the three GEMMs of `recipe`.
 
     Args:
         x: bf16, fp16 or fp32 [M, K], sorted by expert.
         w_ENK: [E, N, K] of x's dtype; under autocast both are cast.
         offsets: int32 [E] on x's device, cumulative ends of the groups; tokens behind the last one are padding.
         recipe: how each operand is quantized; a Recipe or a preset's name.
+        bias_EN: [E, N] or None; added in fp32 before the product is rounded. Its gradient is the sum of dy over each
+            group's tokens in fp32, zero for a group without, rounded once to the bias's own dtype.
         rng: the place in the random stream; needed if the recipe draws. It uses 16 offsets from there on.
         out_dtype: dtype of the result, by default x's.
         main_grad: fp32 [E, N, K]; the weight gradient is added to it in fp32 and autograd receives none for w.
@@ -151,35 +155,28 @@ def grouped_linear(
         TypeError: dtypes do not fit.
     """
     recipe = _of_experts(recipe)
-    refuse_transforms((x, w_ENK), EXPERTS)
-    refuse_foreign((("x", x), ("w_ENK", w_ENK)))
+    refuse_transforms((x, w_ENK, bias_EN), EXPERTS)
+    refuse_foreign((("x", x), ("w_ENK", w_ENK), ("bias_EN", bias_EN)))
     is_covered = covers(cached_weight, recipe)
     dtype = autocast_dtype(x.device)
     if dtype is not None:
         x, w_ENK = x.to(dtype), w_ENK if is_covered else w_ENK.to(dtype)
+        bias_EN = None if bias_EN is None else bias_EN.to(dtype)
     _check(x, w_ENK, offsets, main_grad)
+    check_bias(bias_EN, w_ENK)
     if out_dtype is not None:
         check_value_dtype("out_dtype", out_dtype, "name one of these and convert the result")
     if w_ENK.dtype != x.dtype and not is_covered:
         raise TypeError(f"w_ENK.dtype={w_ENK.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
     check_cached(cached_weight, recipe, x.dtype, x.device)
-    draw = signs = None
-    if recipe.needs_rng:
-        if rng is None:
-            raise ValueError(
-                "rng=None: the recipe draws random bits; pass rng=hb.Philox(seed, offset) or a RunState's place"
-            )
-        draw = rng.on(x.device)
-        if draw.first_block or draw.blocks_per_row is not None:
-            raise ValueError(f"rng.first_block={draw.first_block}: tokens and experts are whole; leave it out")
-        signs = rng.signs_on(x.device) if recipe.needs_sign_rng else None
+    draw, signs = _places(recipe, rng, x.device)
     (layout,), buffers = flatten([cached_weight])
     call = _Call(recipe, out_dtype or x.dtype, torch.is_grad_enabled(), layout)
     stream = 0 if draw is None else draw.stream
     # A tensor is passed once: torch.compile refuses repeated inputs.
     distinct = None if draw is None or signs is None or signs.base is draw.base else signs.base
     bases = None if draw is None else snapshot(draw.base), snapshot(distinct)
-    return _GroupedLinear.apply((call, stream), x, w_ENK, offsets, main_grad, *bases, *buffers)
+    return _GroupedLinear.apply((call, stream), x, w_ENK, bias_EN, offsets, main_grad, *bases, *buffers)
 
 
 def _of_experts(recipe: Recipe | str) -> Recipe:
@@ -197,6 +194,20 @@ def _of_experts(recipe: Recipe | str) -> Recipe:
     return recipe
 
 
+def _places(recipe: Recipe, rng: AnyPhilox | None, device: torch.device) -> tuple[Draw | None, Draw | None]:
+    """Return where a layer draws rounding bits and where signs, as far as the recipe does."""
+    if not recipe.needs_rng:
+        return None, None
+    if rng is None:
+        raise ValueError(
+            "rng=None: the recipe draws random bits; pass rng=hb.Philox(seed, offset) or a RunState's place"
+        )
+    draw = rng.on(device)
+    if draw.first_block or draw.blocks_per_row is not None:
+        raise ValueError(f"rng.first_block={draw.first_block}: tokens and experts are whole; leave it out")
+    return draw, rng.signs_on(device) if recipe.needs_sign_rng else None
+
+
 class _Call(NamedTuple):
     """What is static about one call: everything that is no tensor, but the stream."""
 
@@ -207,26 +218,32 @@ class _Call(NamedTuple):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x, w, offsets, main_grad, the rng's base, that of its signs if another, a cached weight's tensors in, y out."""
+    """x, w, bias, offsets, main_grad, the rng's base, that of its signs if another, a cached weight's tensors in, y
+    out.
+    """
 
     @staticmethod
-    def forward(ctx: Any, how: tuple[_Call, int], x: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, how: tuple[_Call, int], x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         # torch.compile without gradients drops ctx where there are as many arguments as parameters; here, never.
         offsets, main_grad, base, sign_base, *_ = rest
         (call, ctx.stream), ctx.recipe = how, how[0].recipe
+        product = call if bias is None else call._replace(out_dtype=torch.float32)  # rounded with its bias, once
         needs = tuple([call.save and need for need in ctx.needs_input_grad[1:3]])
-        (y, *kept), ctx.layout = ops.run(_forward_pass, (call, needs), (x, w, *rest), (ctx.stream,))
+        (y, *kept), ctx.layout = ops.run(_forward_pass, (product, needs), (x, w, *rest), (ctx.stream,))
         ctx.dtypes, ctx.main_grad = (x.dtype, w.dtype), main_grad
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*kept, offsets, base, sign_base)
-        return y
+        return y if bias is None else with_bias(y, bias, offsets).to(call.out_dtype)
 
     @staticmethod
     @first_order(EXPERTS)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         static = ctx.recipe, ctx.layout, ctx.needs_input_grad[1:3], ctx.dtypes
-        given = *ctx.saved_tensors, dy, ctx.main_grad
+        saved = ctx.saved_tensors  # once: checkpointing refuses a second time
+        given = *saved, dy, ctx.main_grad
         (dx, dw), _ = ops.run(_backward_pass, static, given, (ctx.stream,))
-        return None, dx, dw, *[None] * (len(ctx.needs_input_grad) - 3)
+        db = ops.grouped_token_sum(dy, saved[-3]).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+        return None, dx, dw, db, *[None] * (len(ctx.needs_input_grad) - 4)
 
 
 def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, tuple[Saved, bool]]:

@@ -52,7 +52,6 @@ _NO_STATE = (
     f"the layer has no RunState to draw random bits from: let {_HERE}.quantize_config_ convert the config, or add "
     f"{_HERE}.recipe_checkpoint to --override.imports"
 )
-_ALONE = "tensor_parallel_degree", "pipeline_parallel_degree"
 
 
 class RecipeLinear(hb_nn.Linear, Linear):
@@ -132,6 +131,12 @@ class RecipeExperts(GroupedExperts):
 
     def parallelize(self, parallel_dims: Any) -> None:
         _refuse(parallel_dims)
+        if parallel_dims.tp > 1 and any(product.recipe.specs for product in self._products):
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree={parallel_dims.tp}: routed experts multiply this rank's part of "
+                "each weight, whose amax is not the whole one's; keep them in high precision, "
+                "rules={'*.inner_experts': None}, or set it to 1 and shard with expert_parallel_degree"
+            )
         super().parallelize(parallel_dims)
 
 
@@ -171,8 +176,8 @@ class RunStateCheckpoints(CheckpointManager):
         _refuse(trainer.parallel_dims)
         self._model = model_parts[0]
         self.run_state = RunState(config.seed, parse_schedule(config.schedule, trainer.config.training.steps))
-        if dist.is_initialized():
-            self.run_state.set_rank(dist.get_rank())
+        if dist.is_initialized():  # the last dimension of torchtitan's meshes is that of ranks that share layers
+            self.run_state.set_rank(dist.get_rank() // trainer.parallel_dims.tp)
         _join(self._model, self.run_state)
         if config.evaluation == EVALUATIONS[0]:
             _Evaluation(self._model)
@@ -258,8 +263,9 @@ def quantize_config_(
 
     The linear layers and routed experts of the model are replaced by the rules of `hb.quantize_`: by default all but
     heads, routers and the last 15 % of the blocks. The RunState advances with every micro-batch, each rank draws bits
-    of its own, checkpoints hold it; selective activation checkpointing keeps what is quantized. FSDP2, HSDP, context
-    and expert parallelism are torchtitan's; tensor and pipeline parallelism are refused.
+    of its own, checkpoints hold it; selective activation checkpointing keeps what is quantized. FSDP2, HSDP, context,
+    expert and tensor parallelism are torchtitan's (the last with spmd_backend="partial_dtensor" and no routed experts
+    in a recipe); pipeline parallelism is refused.
 
     Args:
         config: what a function such as llama3_8b() returned; it is changed, its model config is replaced by a copy.
@@ -389,13 +395,18 @@ def _check_state(layer: FollowsRecipe) -> None:
 
 
 def _refuse(parallel_dims: Any) -> None:
-    for name in _ALONE:
-        degree = getattr(parallel_dims, {"tensor": "tp", "pipeline": "pp"}[name.partition("_")[0]])
-        if degree > 1:
-            raise ValueError(
-                f"parallelism.{name}={degree}: layers with a recipe train with torchtitan's data, context and expert "
-                "parallelism alone; set it to 1 and shard with data_parallel_shard_degree"
-            )
+    if parallel_dims.pp > 1:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree={parallel_dims.pp}: a stage runs several micro-batches before the "
+            "first one's backward, each at a place of its own in the random stream, and nobody moves the RunState "
+            "between them; set it to 1 and shard with data_parallel_shard_degree or tensor_parallel_degree"
+        )
+    if parallel_dims.tp > 1 and parallel_dims.spmd_backend == "spmd_types":
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree={parallel_dims.tp} with spmd_backend='spmd_types': layers would see "
+            "this rank's part of a weight as if it were whole, and quantize it with an amax of its own; use "
+            "'partial_dtensor', which says what is a part"
+        )
     if parallel_dims.spmd_backend == "full_dtensor":
         raise ValueError(
             "parallelism.spmd_backend='full_dtensor': layers with a recipe multiply plain tensors, which it turns into "

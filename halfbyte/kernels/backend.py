@@ -1,5 +1,6 @@
 """What ops calls where Triton runs: functions of `halfbyte.reference`, under the same names."""
 
+from halfbyte.kernels.amax.grouped_sum import grouped_token_sum as grouped_token_sum
 from halfbyte.kernels.amax.plain import finite_amax as finite_amax
 from halfbyte.kernels.amax.plain import row_col_amax as row_col_amax
 from halfbyte.kernels.amax.token_sum import token_mean as token_mean

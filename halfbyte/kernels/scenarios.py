@@ -297,6 +297,7 @@ FAMILIES = (
     gemm_calls,
     native_products,
     scenarios_grouped.operands,
+    scenarios_grouped.sums,
     scenarios_grouped.grouped_gemm_calls,
     layers,
     means,

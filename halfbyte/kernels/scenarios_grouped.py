@@ -103,6 +103,13 @@ def operands(_: Target) -> Iterator[Scenario]:
         yield Scenario(f"grouped dequantize {spec.key}, {name}, {layout}", call, tuned=False)
 
 
+def sums(_: Target) -> Iterator[Scenario]:
+    """The sums over the tokens of each group."""
+    for name, x, offsets, whole in tokens_and_experts():
+        if offsets is not None:
+            yield Scenario(f"sums over tokens, {name}", partial(backend.grouped_token_sum, x, offsets), whole)
+
+
 def grouped_blocks(
     shape: tuple[int, int], groups: int, spec: Spec, layout: str = LINEAR, contraction: bool = False
 ) -> Blocks:

@@ -127,11 +127,10 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     known = torch.arange(self.num_experts, device=experts.device, dtype=experts.dtype)
     offsets = torch.searchsorted(experts, known, right=True, out_int32=True)
     local = experts < self.num_experts
-    experts = experts.clamp(max=self.num_experts - 1)
 
     def linear(x: Tensor, name: str, weight: Tensor, bias_name: str) -> Tensor:
-        y = getattr(self, name)(x.to(weight.dtype), _weight(self, weight), offsets)
-        return y + getattr(self, bias_name)[experts] if self.has_bias else y
+        bias = getattr(self, bias_name) if self.has_bias else None
+        return getattr(self, name)(x.to(weight.dtype), _weight(self, weight), offsets, bias_EN=bias)
 
     bias = "gate_up_proj_bias" if self.has_gate else "up_proj_bias"
     y = linear(hidden_states[order // k], UP, _up_weight(self), bias)

@@ -50,20 +50,23 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         self.adopt(recipe, state)
 
-    def forward(self, x: Tensor, w_ENK: Tensor, offsets: Tensor, call: int = 0) -> Tensor:
-        """Return x_g @ w_g.T of every group, [M, out_features].
+    def forward(
+        self, x: Tensor, w_ENK: Tensor, offsets: Tensor, call: int = 0, bias_EN: Tensor | None = None
+    ) -> Tensor:
+        """Return x_g @ w_g.T + bias_g of every group, [M, out_features].
 
         Args:
             x: [M, in_features], sorted by expert.
             w_ENK: [experts, out_features, in_features], any strides.
             offsets: int32 [experts], cumulative ends of the groups.
             call: as for `hb.nn.Linear.forward`.
+            bias_EN: [experts, out_features] or None.
         """
-        refuse_foreign((("x", x), ("its weight", w_ENK)), self)
+        refuse_foreign((("x", x), ("its weight", w_ENK), ("its bias", bias_EN)), self)
         place = self.place(call, w_ENK.device)
         main_grad = getattr(w_ENK, "main_grad", None)
         options = {"main_grad": main_grad, "cached_weight": self.cached_weight(w_ENK)}
-        return grouped_linear(x, w_ENK, offsets, self.recipe, rng=place, **options)
+        return grouped_linear(x, w_ENK, offsets, self.recipe, bias_EN=bias_EN, rng=place, **options)
 
     def extra_repr(self) -> str:
         sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
@@ -71,7 +74,7 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
 
 
 class GroupedLinear(GroupedRecipe):
-    """The linear layers of several experts, without bias, as one weight [experts, out_features, in_features].
+    """The linear layers of several experts as one weight [experts, out_features, in_features]; a bias by `add_bias_`.
 
     Args:
         experts, in_features, out_features: E, K and N.
@@ -94,15 +97,26 @@ class GroupedLinear(GroupedRecipe):
     ) -> None:
         super().__init__(experts, in_features, out_features, recipe=recipe, state=state)
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
         self.reset_parameters()
 
+    def add_bias_(self) -> GroupedLinear:
+        """Give every expert a bias, [experts, out_features] of the weight's dtype and device; return self."""
+        self.bias = nn.Parameter(self.weight.new_empty(self.experts, self.out_features))
+        self._fill(self.bias)
+        return self
+
     def reset_parameters(self) -> None:
-        """Fill the weight as torch.nn.Linear does: uniform within 1 / sqrt(in_features)."""
+        """Fill weight and bias as torch.nn.Linear does: uniform within 1 / sqrt(in_features)."""
+        for parameter in self.parameters():
+            self._fill(parameter)
+
+    def _fill(self, parameter: Tensor) -> None:
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x: Tensor, offsets: Tensor, call: int = 0) -> Tensor:
-        """Return x_g @ w_g.T of every group of tokens, [M, out_features].
+        """Return x_g @ w_g.T + bias_g of every group of tokens, [M, out_features].
 
         Args:
             x: [M, in_features], sorted by expert.
@@ -110,4 +124,7 @@ class GroupedLinear(GroupedRecipe):
                 padding, with zero outputs and gradients.
             call: 0, 1, … for the first, second, … run of this module within one micro-batch.
         """
-        return super().forward(x, self.weight, offsets, call)
+        return super().forward(x, self.weight, offsets, call, self.bias)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.bias is None else ", bias=True")

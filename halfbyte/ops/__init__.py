@@ -26,7 +26,7 @@ from halfbyte.ops.grouped import (
     grouped_gemm_nt_batch_invariant,
     grouped_quantize_row_col,
 )
-from halfbyte.ops.mean import quantize_residual, quantize_with_sum, token_mean, token_sum
+from halfbyte.ops.mean import grouped_token_sum, quantize_residual, quantize_with_sum, token_mean, token_sum
 from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, row_col_amax, transpose
 from halfbyte.ops.repeat import run
 
@@ -59,6 +59,7 @@ __all__ = [
     "grouped_gemm_nt",
     "grouped_gemm_nt_batch_invariant",
     "grouped_quantize_row_col",
+    "grouped_token_sum",
     "norm",
     "norm_backward",
     "quantize",

@@ -8,6 +8,7 @@ from torch import Tensor
 from halfbyte.arithmetic import residual_dtype
 from halfbyte.layout import Blocks
 from halfbyte.ops.define import DRAW, implementation, op
+from halfbyte.ops.grouped import check_offsets
 from halfbyte.ops.quantization import asked_of, both_blocks, checked_arguments, outputs, row_col_fake
 from halfbyte.ops.repeat import call_op
 from halfbyte.sides import Side
@@ -21,6 +22,16 @@ def token_sum(x: Tensor, backend: str | None = None) -> Tensor:
 def token_mean(x: Tensor, backend: str | None = None) -> Tensor:
     """Return the mean of each column of x [M, K]: [K], bf16 if x is bf16, else fp32."""
     return call_op(torch.ops.halfbyte.token_mean, x, backend or "")
+
+
+def grouped_token_sum(x: Tensor, offsets: Tensor, backend: str | None = None) -> Tensor:
+    """Return the sum of each column of every group of tokens x [M, N]: fp32 [E, N], +0 for a group without tokens.
+
+    Raises:
+        TypeError, ValueError: offsets is no integer tensor [E] on x's device.
+    """
+    check_offsets(offsets, x)
+    return call_op(torch.ops.halfbyte.grouped_token_sum, x, offsets, backend or "")
 
 
 def quantize_residual(
@@ -57,6 +68,10 @@ def _token_sum(x, backend) -> Tensor:
     return implementation(x.device, backend).token_sum(x)
 
 
+def _grouped_token_sum(x, offsets, backend) -> Tensor:
+    return implementation(x.device, backend).grouped_token_sum(x, offsets)
+
+
 def _token_mean(x, backend) -> Tensor:
     return implementation(x.device, backend).token_mean(x)
 
@@ -82,6 +97,11 @@ op(
     "token_mean(Tensor x, str backend) -> Tensor",
     _token_mean,
     lambda x, backend: x.new_empty(x.shape[1], dtype=residual_dtype(x.dtype)),
+)
+op(
+    "grouped_token_sum(Tensor x, Tensor offsets, str backend) -> Tensor",
+    _grouped_token_sum,
+    lambda x, offsets, backend: x.new_empty(offsets.shape[0], x.shape[1], dtype=torch.float32),
 )
 _BOTH = (
     f"str row_key, str col_key, {DRAW}, Tensor? row_amax, Tensor? col_amax, str scale_layout, bool row_transient, "

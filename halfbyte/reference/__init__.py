@@ -15,6 +15,7 @@ from halfbyte.reference.grouped import (
     grouped_gemm_nt,
     grouped_gemm_nt_batch_invariant,
     grouped_quantize_row_col,
+    grouped_token_sum,
 )
 from halfbyte.reference.hadamard import rotate
 from halfbyte.reference.matmul import Decoded, decode, dequantize, from_values, gemm_nt, plain
@@ -39,6 +40,7 @@ __all__ = [
     "grouped_gemm_nt",
     "grouped_gemm_nt_batch_invariant",
     "grouped_quantize_row_col",
+    "grouped_token_sum",
     "norm",
     "norm_backward",
     "norm_with_amaxes",

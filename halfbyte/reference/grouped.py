@@ -26,6 +26,7 @@ from halfbyte.layout import (
     unswizzle,
 )
 from halfbyte.reference.matmul import Decoded, decode, dequantize, gemm_nt, plain
+from halfbyte.reference.norm import column_sum
 from halfbyte.reference.nvfp4 import quantize_row_col
 from halfbyte.sides import Epilogue, Side, of_group
 from halfbyte.spec import Spec
@@ -242,3 +243,8 @@ def _decoded(operand: Operand | Tensor, bounds: Bounds, g: int, cols: int, *, co
         return decode(Operand(expert_blocks(whole, spec, g, scale_layout), spec, cols))
     blocks = group_blocks(whole, spec, bounds, g, scale_layout=scale_layout, contraction=contraction)
     return decode(Operand(blocks, spec, cols))
+
+
+def grouped_token_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    """Return the sum of each column of every group of tokens x [M, N]: fp32 [E, N], each as `token_sum` adds."""
+    return torch.stack([column_sum(x[start:end].float()) for start, end in group_bounds(offsets, x.shape[0])])

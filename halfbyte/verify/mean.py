@@ -27,7 +27,7 @@ PAIRS: dict[str, tuple[Spec, Spec]] = {"nvfp4": (NVFP4(), RHT), "mxfp8 column": 
 
 
 def mean(device: torch.device, backend: str | None) -> Iterator[Finding]:
-    """token_sum, token_mean, quantize_residual and quantize_with_sum, whole and ragged."""
+    """token_sum, token_mean, quantize_residual, quantize_with_sum and grouped_token_sum, whole and ragged."""
     for shape in SHAPES:
         for dtype in DTYPES:
             what = f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
@@ -36,6 +36,7 @@ def mean(device: torch.device, backend: str | None) -> Iterator[Finding]:
             for name, pair in PAIRS.items():
                 yield GROUP, f"quantize_residual, {what}, {name}", lambda w=where, p=pair: _residual(*w, p)
             yield GROUP, f"quantize_with_sum, {what}", lambda w=where: _with_sum(*w)
+            yield GROUP, f"grouped_token_sum, {what}", lambda w=where: _sums_of_groups(*w)
 
 
 def _x(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -84,4 +85,14 @@ def _with_sum(device, backend, shape, dtype) -> str | None:
         sides = both_sides(NVFP4(rounding="stochastic"), STOCHASTIC, draw=Philox(SEED, 5).on(place))
         *operands, total = ops.quantize_with_sum(x.to(place), *sides, backend=which)
         results.append([*_tensors(*operands), total])
+    return _first(*results)
+
+
+def _sums_of_groups(device, backend, shape, dtype) -> str | None:
+    x, rows = _x(shape, dtype), shape[0]
+    offsets = torch.tensor([rows // 3, rows // 3, rows - 2], dtype=torch.int32)
+    results = [
+        [ops.grouped_token_sum(x.to(place), offsets.to(place), which)]
+        for place, which in ((device, backend), (CPU, "reference"))
+    ]
     return _first(*results)

@@ -6,6 +6,7 @@ import copy
 import gc
 import re
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from torchtitan.models.qwen3.config_registry import qwen3_debugmodel_non_fused_q
 
 import halfbyte as hb
 from halfbyte.integrations import torchtitan as ours
+from halfbyte.policy import plain_name
 
 PAGE = Path(__file__).parents[2] / "docs" / "torchtitan.md"
 HERE = "halfbyte.integrations.torchtitan"
@@ -306,14 +308,115 @@ def test_the_layers_of_their_config_and_siblings_of_one_config():
     assert kv["layers.0.attention.qkv_linear.wq"] == hb.recipes.nvfp4()
 
 
-@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
-def test_tensor_and_pipeline_parallelism_are_refused(kind, monkeypatch):
+PARALLEL = {
+    "a pipeline": (short, {"pipeline_parallel_degree": 2}, "pipeline_parallel_degree=2: a stage runs several micro-"),
+    "types": (
+        short,
+        {"tensor_parallel_degree": 2, "spmd_backend": "spmd_types"},
+        "tensor_parallel_degree=2 with spmd_backend='spmd_types': .*; use 'partial_dtensor'",
+    ),
+    "experts": (
+        lambda: moe(steps=1),
+        {"tensor_parallel_degree": 2, "spmd_backend": "partial_dtensor"},
+        "tensor_parallel_degree=2: routed experts .*rules={'\\*.inner_experts': None}, or set it to 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARALLEL)
+def test_parallelism_that_would_give_other_bytes_is_refused(case, monkeypatch):
+    make, parallelism, message = PARALLEL[case]
     monkeypatch.setenv("NGPU", "2")
-    config = ours.quantize_config_(short())
+    config = ours.quantize_config_(make(), keep=hb.Keep(last_fraction=0))
     config.comm.mode, config.training.disable_cuda_graphs = "fake_backend", True
-    setattr(config.parallelism, f"{kind}_parallel_degree", 2)
-    with pytest.raises(ValueError, match=f"parallelism.{kind}_parallel_degree=2: .*; set it to 1 and shard with data_"):
+    for name, value in parallelism.items():
+        setattr(config.parallelism, name, value)
+    with pytest.raises(ValueError, match=message):
         config.build()
+
+
+def tensor_parallel_on_a_rank(rank: int, world: int, folder: str, is_sequence_parallel: bool):
+    """Train a step with ranks that share layers; return its place, and of every layer which results are those of
+    hb.linear on the whole tensors, bit for bit.
+    """
+    runs.alone(rank, world)
+    config = short(layers=1, steps=1)
+    config.dump_folder, config.training.global_batch_size = folder, 2
+    config.training.max_norm = 1e9
+    config.parallelism.spmd_backend, config.parallelism.tensor_parallel_degree = "partial_dtensor", world
+    config.parallelism.enable_sequence_parallel = is_sequence_parallel
+    calls, forward = {}, ours.RecipeLinear.forward
+
+    def watched(self, input):
+        y = forward(self, input)
+        seen = calls.setdefault(plain_name(self.title.split("(")[0]), {"layer": self, "x": input, "y": y})
+        seen["weights"] = whole(member.weight for member in self.amax_group or (self,))
+        seen["w"], seen["place"] = whole([self.weight])[0], self.peek(0, input.device)
+        y.register_hook(lambda dy: seen.update(dy=dy.full_tensor()))
+        if input.requires_grad:
+            input.register_hook(lambda dx: seen.update(dx=dx.full_tensor()))
+        return y
+
+    ours.RecipeLinear.forward = watched
+    trainer, losses = runs.run(ours.quantize_config_(config, "nvfp4", keep=hb.Keep(last_fraction=0)), weights=True)
+    found = {}
+    for name, seen in calls.items():
+        x, w = (t.requires_grad_() for t in (*whole([seen["x"]]), seen["w"]))
+        amax = torch.stack([weight.abs().max() for weight in seen["weights"]]).amax().float()
+        y = hb.linear(x, w, None, "nvfp4", rng=seen["place"], weight_amax=amax)
+        y.backward(seen["dy"])
+        gradient = seen["layer"].weight.grad.full_tensor()
+        near = torch.allclose(y.float(), seen["y"].full_tensor().float(), rtol=2e-2, atol=2e-2)
+        same_y, same_dw = torch.equal(y, seen["y"].full_tensor()), torch.equal(w.grad.float(), gradient)
+        found[name] = (str(seen["y"].placements[0]), near, same_y, torch.equal(x.grad, seen["dx"]), same_dw)
+    return trainer.checkpointer.run_state.rank, losses, found
+
+
+@pytest.mark.parametrize("is_sequence_parallel", [False, True], ids=["tokens whole", "tokens in parts"])
+def test_ranks_that_share_layers_have_the_operands_of_one_process(tmp_path, is_sequence_parallel):
+    """Of three GEMMs one sums over what lies in parts: its result is near, those of the other two have every bit."""
+    results = ranks.run(2, tensor_parallel_on_a_rank, str(tmp_path), is_sequence_parallel, seconds=200)
+    assert results[0] == results[1] and results[0][0] == 0  # both draw alike
+    _, losses, found = results[0]
+    print(found)
+    assert len(found) == 5
+    for place, near, same_y, same_dx, same_dw in found.values():
+        assert near and same_dw and same_y is place.startswith("S") and (same_dx or place.startswith("S"))
+    config = short(layers=1, steps=1)
+    config.parallelism.spmd_backend, config.training.max_norm = "partial_dtensor", 1e9
+    _, alone = runs.run(ours.quantize_config_(config, "nvfp4", keep=hb.Keep(last_fraction=0)), weights=True)
+    assert losses == pytest.approx(alone, rel=1e-3)
+
+
+STEPS = 200
+
+
+def many_steps_on_a_rank(rank: int, world: int, folder: str, recipe: str, tensor_parallel: int):
+    """Train, in bf16 for no recipe; return the losses and the tokens a second of all ranks."""
+    runs.alone(rank, world)
+    config = short(steps=STEPS)
+    config.dump_folder, config.parallelism.spmd_backend = folder, "partial_dtensor"
+    config.parallelism.tensor_parallel_degree = tensor_parallel
+    if recipe:
+        config = ours.quantize_config_(config, recipe, keep=hb.Keep(last_fraction=0))
+    begin = time.perf_counter()
+    _, losses = runs.run(config, weights=True)
+    tokens = STEPS * config.training.global_batch_size * config.training.seq_len
+    return losses, tokens / (time.perf_counter() - begin)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["FSDP2", "tensor parallel"])
+def test_two_hundred_steps_on_two_ranks_beside_their_bf16(tmp_path, tensor_parallel):
+    ends = {}
+    for recipe in ("", "nvfp4"):
+        given = str(tmp_path / f"{recipe or 'bf16'}"), recipe, tensor_parallel
+        (losses, rate), (others, _) = ranks.run(2, many_steps_on_a_rank, *given, seconds=800)
+        assert losses == others and len(losses) == STEPS and losses[-1] < 0.5 * losses[0]
+        ends[recipe] = sum(losses[-20:]) / 20
+        print(f"{recipe or 'bf16'}: loss of the last 20 of {STEPS} steps {ends[recipe]:.4f}, {rate:.0f} tokens/s")
+    assert ends["nvfp4"] == pytest.approx(ends[""], rel=0.03) and ends["nvfp4"] != ends[""]
 
 
 def test_refusals():

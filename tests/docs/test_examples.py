@@ -112,6 +112,15 @@ def test_lora():
     assert aware["merged"] == aware["trained"] and beside["merged"] != beside["trained"]
 
 
+def test_finetune_transformers(tmp_path):
+    found = load("finetune_transformers")["main"](steps=10, out=str(tmp_path))
+    assert found["after"] < found["before"] - 1 and found["loaded"] == found["after"] and found["changed"] == 0
+    assert found["wrote"].startswith("def main(") and len(found["wrote"]) > len("def main(")
+    assert {"config.json", "halfbyte.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in (tmp_path / "served").iterdir()
+    }
+
+
 def test_primary_weights():
     losses = load("primary_weights")["main"](steps=12)
     assert losses["nvfp4"] == losses["plain"] and losses["plain"][-1] < 0.7 * losses["plain"][0]

@@ -147,6 +147,32 @@ def test_several_files_and_only_hf_quant_config(tmp_path):
 
 
 SCALE = SCALES.view(torch.float8_e4m3fn)
+EXPERTS = {
+    "e.up": CODES.view(2, 8, 32).mT.contiguous(),  # [E, K/2, N]
+    "e.up_weight_scale": SCALE.view(2, 8, 4).mT.contiguous(),
+    "e.up_weight_scale_2": torch.tensor(0.015),
+    "e.up_input_scale": torch.tensor(0.001),
+    "e.up_bias": torch.ones(2, 8),
+}
+"""Two experts [E, K, N] of 64 and 8 as ModelOpt lays them: the rows of `modelopt()`, turned."""
+
+
+def test_experts_in_one_tensor_by_hand(tmp_path):
+    checkpoint = hb.export.load(write(tmp_path, modelopt() | EXPERTS, MODELOPT))
+    assert checkpoint.transposed == ("e.up",) and checkpoint.quantized["e.up"].shape == (2, 8, 64)
+    expected = E2M1[nibbles(CODES)] * np.repeat(e4m3(SCALES), 16, 1) * np.float32(0.015)
+    masters = checkpoint.masters(torch.float32)
+    assert masters.keys() == {"a.weight", "e.up", "e.up_bias", "lm_head.weight"}
+    assert masters["e.up"].shape == (2, 64, 8) and masters["e.up"].is_contiguous()
+    got = masters["e.up"].mT.reshape(16, 64).numpy()
+    assert np.allclose(got, expected, rtol=4e-7, atol=0)
+    assert checkpoint.input_amaxes == {"a": pytest.approx(2.688, rel=1e-6), "e.up": pytest.approx(2.688, rel=1e-6)}
+    with pytest.raises(
+        ValueError, match=r"e.up is uint8, and weights of 'compressed-tensors' are called ….weight_packed"
+    ):
+        hb.export.load(write(tmp_path, packed() | EXPERTS, PACKED))
+
+
 DAMAGED = {
     "no scale": ({"a.weight_scale": None}, "a.weight_scale is missing beside a.weight"),
     "no factor": ({"a.weight_scale_2": None}, "a.weight_scale_2 is missing beside a.weight"),
@@ -154,7 +180,20 @@ DAMAGED = {
     "swizzled": ({"a.weight_scale": SCALE.view(4, 16)}, r"its block scale torch.float8_e4m3fn \[4, 16\]; NVFP4 has"),
     "another scale": ({"a.weight_scale": SCALES}, "its block scale torch.uint8"),
     "zero factor": ({"a.weight_scale_2": torch.tensor(0.0)}, r"the fp32 factor of a.weight is \[0.0\]; one positive"),
-    "experts in one": ({"e.gate_up_proj": CODES.view(2, 8, 32).clone()}, "e.gate_up_proj is uint8"),
+    "experts without scales": (
+        EXPERTS | {"e.up_weight_scale": None},
+        "e.up_weight_scale is missing beside e.up, which is",
+    ),
+    "experts without factor": (EXPERTS | {"e.up_weight_scale_2": None}, "e.up_weight_scale_2 is missing beside e.up,"),
+    "no experts": (EXPERTS | {"e.up": None}, "e.up_weight_scale_2 is of experts that are missing or not packed"),
+    "experts of whole K": (
+        EXPERTS | {"e.up": EXPERTS["e.up"].mT.contiguous()},
+        r"e.up is uint8 \[2, 8, 32\] and its block scale .*; experts in NVFP4 have float8_e4m3fn \[2, 1, 32\]",
+    ),
+    "experts of two factors": (
+        EXPERTS | {"e.up_weight_scale_2": torch.tensor([0.1, 0.2])},
+        r"e.up_weight_scale_2 is \[0.1\S*, 0.2\S*\]; one positive number for all experts is read",
+    ),
     "fp8 alone": ({"b.weight": SCALE.clone()}, "b.weight_scale is missing beside b.weight"),
 }
 

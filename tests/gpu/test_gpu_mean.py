@@ -22,6 +22,13 @@ def test_mean(shape):
         checks.check_mean(checks.values(shape, BF16, bad=True), "cuda")
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_sums_of_groups(dtype):
+    checks.check_grouped_sum(checks.values((4096, 2880), dtype), (1030, 0, 17, 3000), "cuda")
+    checks.check_grouped_sum(checks.values((40, 130), dtype, bad=True), (3, 30), "cuda", torch.int64)
+    checks.check_grouped_sum(checks.values((6, 50), dtype).T, (0, 50), "cuda")
+
+
 @pytest.mark.parametrize("pair", checks.PAIRS)
 def test_quantized(pair):
     for shape, dtype in (((256, 512), BF16), ((37, 83), BF16), ((64, 80), FP32)):

@@ -142,6 +142,36 @@ def test_a_recipe_for_weights_of_another_module():
     assert torch.equal(layer(X, weight, OFFSETS), expected)
 
 
+def test_a_bias_is_the_functions():
+    state = hb.RunState(3)
+    layer = hb.nn.GroupedLinear(5, 40, 24, state=state).add_bias_()
+    assert list(layer.state_dict()) == ["weight", "bias"] and list(hb.nn.GroupedLinear(5, 40, 24).state_dict()) == [
+        "weight"
+    ]
+    assert (
+        layer.bias.shape == (5, 24)
+        and 0 < layer.bias.abs().max() <= 40**-0.5
+        and "recipe=nvfp4, bias=True" in repr(layer)
+    )
+    leaves = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+    y = hb.grouped_linear(X, leaves[0], OFFSETS, "nvfp4", bias_EN=leaves[1], rng=layer.run_state.philox(layer.stream))
+    y.square().sum().backward()
+
+    def gradients(forward):
+        layer.zero_grad()
+        out = forward(X, OFFSETS)
+        out.square().sum().backward()
+        return out.detach(), layer.weight.grad, layer.bias.grad
+
+    for found in (gradients(layer), gradients(lambda *x: checkpoint(layer, *x, use_reentrant=False))):
+        assert all(torch.equal(a, b) for a, b in zip(found, (y, *(leaf.grad for leaf in leaves)), strict=True))
+    hb.cache_weights(layer)
+    assert torch.equal(gradients(layer)[2], leaves[1].grad) and torch.equal(layer(X, OFFSETS), y)
+    with hb.high_precision(layer):
+        rows = slices(RAGGED)[3]
+        assert torch.allclose(layer(X, OFFSETS)[rows], X[rows] @ layer.weight[3].T + layer.bias[3], atol=1e-5)
+
+
 def test_missing_state_and_call_out_of_range_are_refused():
     model = Experts()
     with pytest.raises(ValueError, match="state=None"):

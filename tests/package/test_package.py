@@ -128,6 +128,17 @@ def test_the_extra_trains(core, built):
     assert (core.folder / "compared" / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_newcomers_path(core, built):
+    """The wheel with transformers: a model is converted, trained for 50 steps, exported, loaded, and writes."""
+    core.install(only(built, "*.whl"), "[transformers]")
+    script = core.folder / "finetune_transformers.py"
+    shutil.copy(ROOT / "examples" / script.name, script)
+    printed = core.python(script)
+    before, after, loaded = map(float, re.search(r"loss before (\S+), after (\S+), loaded (\S+)\n", printed).groups())
+    assert loaded == after < before - 1.5 and "\ndef main(" in printed
+    assert ": 0 % of the quantized bytes differ from the trained ones" in printed
+
+
 def test_its_types_are_seen_by_a_checker(core):
     """The checker reads the installed package, finds `py.typed` and knows what a function returns."""
     source = core.folder / "typed.py"
