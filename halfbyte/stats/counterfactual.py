@@ -38,7 +38,7 @@ from halfbyte.nn.linear import LinearLayer, gather
 from halfbyte.rng import StreamPhilox
 from halfbyte.sides import Side
 from halfbyte.spec import Recipe, Spec
-from halfbyte.stats.experts import Run, groups_of, place_of_group, where_drawn
+from halfbyte.stats.experts import Run, filled_groups, place_of_group, where_drawn
 from halfbyte.stats.observe import Observed
 
 Exact = frozenset[str]
@@ -92,7 +92,7 @@ class Counterfactual:
         exact = (self.exact.get(id(layer), frozenset()),)
         base, sign_base, stream = where_drawn(layer.recipe, place, x.device)
         bias, parts, end = getattr(layer, "bias", None), [], 0
-        for index, rows in groups_of(offsets, x.shape[0]):
+        for index, rows in filled_groups(offsets, x.shape[0]):
             bases = place_of_group(base, index), place_of_group(sign_base, index)
             rng = None if bases[0] is None else [StreamPhilox(bases[0], stream, None, bases[1])]
             own = Layers([w[index]], [None if bias is None else bias[index]], [None], [None], [None], rng)

@@ -80,7 +80,7 @@ class _Watched(torch.autograd.Function):
         return None, None, dy, *[None] * 6
 
 
-def groups_of(offsets: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
+def filled_groups(offsets: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
     """Yield the number and the rows of each group that has tokens; offsets are read."""
     for index, (start, end) in enumerate(group_bounds(offsets, tokens)):
         if end > start:
@@ -100,7 +100,7 @@ def _observe_experts(ledger: Tensor, text: str, tensors: Sequence[Tensor | None]
     draws = (None, None) if base is None else ((0, None), (0, None))
     request = Request(parse_recipe(key), 1, (0, 1), (0,), draws, x.dtype, True, (Layout(None, None),))
     with torch.no_grad():
-        for index, rows in groups_of(offsets, x.shape[0]):
+        for index, rows in filled_groups(offsets, x.shape[0]):
             bases = place_of_group(base, index), place_of_group(sign_base, index)
             seen = Observed(request, needs, [x[rows], w[index], None, *bases, dy[rows]], [stream, stream])
             observe(seen, {0: ledger})

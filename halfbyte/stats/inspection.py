@@ -26,6 +26,7 @@ from halfbyte.functional.foreign import PLAIN
 from halfbyte.nn.experts import expert_weights
 from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
 from halfbyte.nn.linear import Linear, describe_recipe
+from halfbyte.notebook import html_table
 from halfbyte.policy import Keep, plain_name
 from halfbyte.recipes import resolve
 from halfbyte.rng import Philox
@@ -42,7 +43,7 @@ from halfbyte.stats.figures import (
 )
 from halfbyte.stats.measure import side_sums, tensor_sums
 from halfbyte.stats.sensitivity import BUDGET, Proposal, SensitivityReport, sensitivity
-from halfbyte.stats.table import HEAD, StepStatistics, aligned_table, html_table
+from halfbyte.stats.table import HEAD, StepStatistics, aligned_table
 
 RECIPES = ("nvfp4", "four_over_six", "mxfp8")
 CHANNEL_SHARE, CHANNEL_TIMES = 0.1, 10.0

@@ -26,13 +26,14 @@ from halfbyte.functional.foreign import PLAIN
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.notebook import html_table
 from halfbyte.policy import Keep, plain_name
 from halfbyte.spec import Recipe
 from halfbyte.stats.collect import spec_keys
 from halfbyte.stats.counterfactual import Counterfactual
 from halfbyte.stats.figures import SIDES
 from halfbyte.stats.pictures import heat_map, paths_in
-from halfbyte.stats.table import aligned_table, html_table
+from halfbyte.stats.table import aligned_table
 
 ALL = "all six"
 """The candidate that leaves a layer in high precision altogether: what a rule of None does."""
