@@ -172,7 +172,7 @@ def table(found: Mapping[str, Any]) -> str:
                 f"{one['nvfp4']:.4f}, {100 * one['gap']:+.1f} %",
                 f"{', '.join(f'`{name}`' for name in proposed['layers'])}, {100 * one['share']:.1f} %",
                 f"{proposed['loss']:.4f}, {100 * proposed['recovered']:.0f} %",
-                ", ".join(f"{share:.0f} %" for share in others).replace("-", MINUS),
+                ", ".join(f"{round(share)} %" for share in others).replace("-", MINUS),
             ]
         )
     head = ["seed", "bf16", "nvfp4, gap", "proposal, share of FLOPs", "loss with it, of the gap recovered"]
