@@ -8,7 +8,7 @@
 #   make test-integrations   packages of others read what this one writes (they are installed into .venv)
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
 #   make test-docs   every code block, example, link and figure of the documentation, and the site, strict
-#   make test-browser   pages of `halfbyte report` in Chromium (apt-get install -y chromium)
+#   make test-browser   pages of `halfbyte report` and of the documentation in Chromium (apt-get install -y chromium)
 #   make test-package   wheel and sdist: built, installed in an empty environment, run        make dist       into dist/
 #   make figures     the figures of docs/concepts.md, drawn again
 #   make bench       benchmarks on this machine's GPU, with its own python3
@@ -90,7 +90,7 @@ test-integrations: $(VENV)/integrations.stamp
 test-docs: $(VENV)/docs.stamp
 	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest tests/docs -n $(JOBS) --dist loadfile --timeout 300 -q $(TEST_ARGS)
 
-test-browser: setup
+test-browser: $(VENV)/docs.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser --timeout 300 -q $(TEST_ARGS)
 
 test-package: setup
