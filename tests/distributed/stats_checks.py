@@ -65,9 +65,14 @@ def tokens(rank):
     return data(rank), torch.tensor([[4, 4, 20], [0, 11, 17]][rank], dtype=torch.int32)
 
 
-def experts_of_a_rank(rank, world):
+def experts_of_a_rank(rank, world, wrap):
     model = experts()
     hb.distributed.place_ranks_(model)
+    if wrap:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in (model.up, model.down, model):
+            fully_shard(layer)
     statistics = hb.collect_stats(model, every=1)
     model(*tokens(rank)).square().mean().backward()
     return statistics.advance().records()

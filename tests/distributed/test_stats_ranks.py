@@ -31,8 +31,9 @@ def compare(found, model, batches):
         assert {key: one[key] for key in one if key not in numbers} == {k: other[k] for k in other if k not in numbers}
 
 
-def test_experts_whose_tokens_lie_on_two_ranks():
-    found = ranks.run(2, stats_checks.experts_of_a_rank)
+@pytest.mark.parametrize("wrap", [False, True])
+def test_experts_whose_tokens_lie_on_two_ranks(wrap):
+    found = ranks.run(2, stats_checks.experts_of_a_rank, wrap)
     assert found[0] == found[1] and len(found[0]) == 15
     compare(found[0], stats_checks.experts(), [stats_checks.tokens(rank) for rank in range(2)])
 
