@@ -9,9 +9,9 @@
 #                       test-integrations-full: with 200 steps of torchtitan on two ranks
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
 #   make test-docs   every code block, example, link and figure of the documentation, and the site, strict
-#   make test-browser   pages of `halfbyte report` in Chromium (apt-get install -y chromium)
+#   make test-browser   pages of `halfbyte report` and of the documentation in Chromium (apt-get install -y chromium)
 #   make test-package   wheel and sdist: built, installed in an empty environment, run        make dist       into dist/
-#   make figures     the figures of docs/concepts.md, drawn again
+#   make figures     the figures of docs/concepts.md and every table that quotes bench/results, made again
 #   make bench       benchmarks on this machine's GPU, with its own python3
 # PYTHON=python3.12 make setup chooses the interpreter. TRAIN_ARGS, TEST_ARGS, TARGET_ARGS and BENCH_ARGS reach the command.
 
@@ -96,7 +96,7 @@ test-integrations-full: test-integrations
 test-docs: $(VENV)/docs.stamp
 	OMP_NUM_THREADS=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest tests/docs -n $(JOBS) --dist loadfile --timeout 300 -q $(TEST_ARGS)
 
-test-browser: setup
+test-browser: $(VENV)/docs.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser --timeout 300 -q $(TEST_ARGS)
 
 test-package: setup
@@ -119,6 +119,8 @@ docs: $(VENV)/docs.stamp
 
 figures: setup
 	$(BIN)/python docs/figures/draw.py
+	$(BIN)/python -m bench.tables --write
+	$(BIN)/python -m bench.plan_tables --write
 
 dist: setup
 	rm -rf dist build *.egg-info # of before, which setuptools would believe

@@ -14,7 +14,6 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from bench import machine, results
+from bench.measure import timed
 from halfbyte.functional.lora import Adapter, add_adapter
 from halfbyte.train import model as models
 
@@ -114,8 +114,7 @@ def measure(
     losses = [_loss(model, shape, device)]
     for number in range(WARM_UP):
         step(number)
-    seconds = _time(lambda: [step(WARM_UP + number) for number in range(TIMED)], device)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    seconds, peak = timed(lambda: [step(WARM_UP + number) for number in range(TIMED)], device)
     losses.append(_loss(model, shape, device))
     outcome = {
         "case": "lora/step",
@@ -129,7 +128,7 @@ def measure(
         "base_bits": 8 * held / numel,
         "trained_parameters": sum(p.numel() for p in trained),
         "at_rest_GiB": at_rest / 2**30,
-        "peak_GiB": peak / 2**30,
+        "peak_GiB": peak,
         "step_ms": 1e3 * seconds / TIMED,
         "tokens_per_s": shape[0] * shape[1] * TIMED / seconds,
         "losses": losses,
@@ -170,17 +169,6 @@ def merging(model: models.Decoder, way: str, shape: tuple[int, int], device: tor
         "codes_changed": sum(row.changed for row in merged.rows) / len(merged.rows),
         "logits_changed": float(difference),
     }
-
-
-def _time(function: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    start = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def main(arguments: list[str]) -> int:

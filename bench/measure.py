@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -84,6 +85,19 @@ def bandwidth(
         rivals=rivals,
         left_out=left_out,
     )
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """Return the seconds that some work takes once, launches waited for, and the peak GiB of a GPU meanwhile."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    begun = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    return time.perf_counter() - begun, peak
 
 
 @contextmanager

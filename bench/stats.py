@@ -14,8 +14,6 @@ import argparse
 import gc
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from torch import Tensor
 
 import halfbyte as hb
 from bench import machine, results
+from bench.measure import timed
 from halfbyte.train import model as models
 
 WARM_UP, TIMED, SAMPLED = 3, 10, 3
@@ -62,19 +61,6 @@ class Run:
         return loss.detach()
 
 
-def _seconds(work: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Return seconds and peak GiB."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    begun = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-    return time.perf_counter() - begun, peak
-
-
 def losses(name: str, shape: tuple[int, int], device: torch.device, compiles: bool, sampled: bool) -> list[float]:
     """Return the losses of some steps, every second of them sampled if asked for."""
     run = Run(name, shape, device, compiles)
@@ -91,18 +77,18 @@ def measure(name: str, shape: tuple[int, int], every: int, device: torch.device,
     run = Run(name, shape, device, compiles)
     for _ in range(WARM_UP):
         run.step()
-    plain, peak = _seconds(lambda: [run.step() for _ in range(TIMED)], device)
+    plain, peak = timed(lambda: [run.step() for _ in range(TIMED)], device)
     stats = hb.collect_stats(run.model, every=1)
 
     def sampled() -> None:
         run.step()
         stats.advance()
 
-    first, _ = _seconds(sampled, device)  # compiles, and makes ledgers
-    watched, watched_peak = _seconds(lambda: [sampled() for _ in range(SAMPLED)], device)
+    first, _ = timed(sampled, device)  # compiles, and makes ledgers
+    watched, watched_peak = timed(lambda: [sampled() for _ in range(SAMPLED)], device)
     stats.every = 10**9
     stats.start_at(1)
-    attached, _ = _seconds(lambda: [(run.step(), stats.advance()) for _ in range(TIMED)], device)
+    attached, _ = timed(lambda: [(run.step(), stats.advance()) for _ in range(TIMED)], device)
     stats.remove()
     one, between, each = plain / TIMED, attached / TIMED, watched / SAMPLED
     return {

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
-from bench import gather_tables, loss_tables, qat, zero_tables
+from bench import computed_tables, gather_tables, keep, loss_tables, machines, qat, zero_tables
 from bench.markdown import percent, rows
 from bench.records import Record, counting, failed, load
 from bench.registry import Shape
@@ -299,6 +299,9 @@ RENDERERS: Mapping[str, Renderer] = MappingProxyType(
         **zero_tables.RENDERERS,
         **loss_tables.RENDERERS,
         "qat": qat.render,
+        "keep": keep.render,
+        "machines": machines.render,
+        "computed": computed_tables.render,
     }
 )
 

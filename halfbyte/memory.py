@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from halfbyte import recipes as presets
 from halfbyte.nn.linear import describe_recipe
 from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.notebook import ShowsText
 from halfbyte.recipes import resolve
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
@@ -51,7 +52,7 @@ class KeptBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryReport:
+class MemoryReport(ShowsText):
     """What `hb.memory_report` found; prints as a table.
 
     Args:

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from halfbyte.nn.linear import describe_recipe
+from halfbyte.notebook import html_lines, html_table
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
+
+HEAD = ("layer", "out x in", "recipe", "why")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,21 +64,32 @@ class Report:
         )
         return done / total if total else 0.0
 
-    def __str__(self) -> str:
-        table = [("layer", "out x in", "recipe", "why")]
-        for row in self.rows:
-            follows = row.recipe or row.present
-            recipe = "high precision" if follows is None else describe_recipe(follows)
-            table.append((row.name, " x ".join(map(str, row.shape)), recipe, row.reason))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        lines += [f"{text}: no torch.nn.Linear, stays as it is" for text in describe_others(self.others)]
+    def table_rows(self) -> list[tuple[str, ...]]:
+        """Return the cells of the table, under `HEAD`."""
+        follows = [row.recipe or row.present for row in self.rows]
+        recipes = ["high precision" if recipe is None else describe_recipe(recipe) for recipe in follows]
+        return [
+            (row.name, " x ".join(map(str, row.shape)), recipe, row.reason)
+            for row, recipe in zip(self.rows, recipes, strict=True)
+        ]
+
+    def closing_lines(self) -> list[str]:
+        """Return what is said under the table."""
+        lines = [f"{text}: no torch.nn.Linear, stays as it is" for text in describe_others(self.others)]
         of = "all weights of the model that are multiplied" if self.others else "their weights"
         words = f"{len(self.converted)} of {len(self.rows)} linear layers converted"
         percent = f"{100 * self.share:.1f}"
-        lines.append(f"{words}, {'99.9' if percent == '100.0' and self.share < 1 else percent} % of {of}")
-        return "\n".join(lines)
+        return [*lines, f"{words}, {'99.9' if percent == '100.0' and self.share < 1 else percent} % of {of}"]
+
+    def __str__(self) -> str:
+        table = [HEAD, *self.table_rows()]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([*lines, *self.closing_lines()])
+
+    def _repr_html_(self) -> str:
+        return html_table(HEAD, self.table_rows()) + html_lines(self.closing_lines())
 
 
 def describe_others(others: Mapping[str, tuple[str, ...]]) -> list[str]:

@@ -23,6 +23,7 @@ from halfbyte.formats import (
     ElementFormat,
     f32,
 )
+from halfbyte.notebook import ShowsGemms as _ShowsGemms
 from halfbyte.values import EqualByKey as _EqualByKey
 from halfbyte.values import check_choice as _choose
 from halfbyte.values import refused as _refuse
@@ -389,7 +390,7 @@ class GemmSpec:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Recipe(_EqualByKey):
+class Recipe(_EqualByKey, _ShowsGemms):
     """The three GEMMs of a linear layer; None leaves a GEMM in high precision (bf16).
 
     fprop `y = nt(x, w)`, dgrad `dx = nt(dy, w.T)`, wgrad `dw = nt(dy.T, x.T)`: `a` and `b` of each GemmSpec are its

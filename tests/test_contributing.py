@@ -41,3 +41,13 @@ def test_no_rule_names_a_module_that_is_not_there():
         for name in (*contract.get("source_modules", ()), *contract.get("modules", ())):
             path = ROOT / name.replace(".", "/")
             assert path.with_suffix(".py").is_file() or path.is_dir(), name
+
+
+def test_every_folder_of_kernels_has_a_page_that_says_so():
+    kernels, pages = ROOT / "halfbyte" / "kernels", ROOT / "docs" / "internals"
+    texts = {page.stem: page.read_text(encoding="utf-8") for page in pages.glob("*.md")}
+    for folder in sorted(path.parent for path in kernels.glob("*/__init__.py")):
+        (page,) = (name for name, text in texts.items() if f"he folder `kernels/{folder.name}`" in text)
+        assert f"internals/{page}.md" in (ROOT / "mkdocs.yml").read_text()
+    named = re.findall(r"`(\w+\.py)`", texts["device"])
+    assert sorted(named) == sorted(path.name for path in (kernels / "device").glob("*.py") if path.stem != "__init__")

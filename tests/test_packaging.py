@@ -44,6 +44,16 @@ def test_the_citation_is_of_this_version():
     assert citation["cff-version"] == "1.2.0" and citation["title"] and citation["authors"] and citation["message"]
 
 
+def test_the_page_on_citing_says_what_the_file_says():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    page = (ROOT / "docs" / "citing.md").read_text(encoding="utf-8")
+    entry = dict(re.findall(r"^  (\w+) += \{+(.*?)\}+,?$", page, re.MULTILINE))
+    assert (entry["title"], entry["version"], entry["license"]) == tuple(
+        citation[key] for key in ("title", "version", "license")
+    )
+    assert entry["author"] == citation["authors"][0]["name"]
+
+
 def test_the_changelog_begins_with_this_version():
     heading = re.search(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE).group(1)
     assert re.fullmatch(rf"{re.escape(__version__)} \((unreleased|\d{{4}}-\d\d-\d\d)\)", heading)

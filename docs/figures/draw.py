@@ -252,7 +252,31 @@ def gemms() -> Drawing:
     return drawing
 
 
-FIGURES = (grid, block, two_levels, rotation, rounding, tiles, four_over_six, gemms)
+def orientations() -> Drawing:
+    """Which values of an activation become zero in blocks along features, and in blocks along tokens."""
+    x, rows, cols, side, top = TENSORS["x"], 32, 48, 7, 48
+    loudest = int(x.double().square().sum(0).argmax())
+    first = min(max(0, loudest // 16 * 16 - 16), x.shape[1] - cols)
+    lost = [(kept == 0) & (x != 0) for kept in (values(x), values(x.T.contiguous()).T)]
+    drawing = Drawing(324, "Values of an activation that become zero in blocks along features and along tokens")
+    for left, gone, (tall, wide), title, note in (
+        (20, lost[0], (1, 16), "row: blocks along features", "for fprop"),
+        (390, lost[1], (16, 1), "col: blocks along tokens", "for wgrad"),
+    ):
+        drawing.text(left, 20, title, "bold")
+        drawing.text(left, 37, f"{note}; {100 * float(gone.double().mean()):.0f} % of all values become zero", "small")
+        for i in range(0, rows, tall):
+            for j in range(0, cols, wide):
+                drawing.box(left + side * j, top + side * i, side * wide - 1, side * tall - 1, "pale")
+        for i, j in gone[:rows, first : first + cols].nonzero().tolist():
+            drawing.box(left + side * j + 1, top + side * i + 1, side - 3, side - 3, "b")
+        at = left + side * (loudest - first) + side / 2
+        drawing.text(at, top + side * rows + 16, f"feature {loudest}, the loudest", "small", "middle")
+    drawing.text(20, 314, f"{rows} tokens, one a line, and {cols} features; a block is grey in one piece", "small")
+    return drawing
+
+
+FIGURES = (grid, block, two_levels, rotation, rounding, tiles, four_over_six, gemms, orientations)
 
 
 def main(out: Path = OUT) -> None:

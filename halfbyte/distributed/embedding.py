@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfbyte.layout import ceil_div
+from halfbyte.notebook import ShowsText
 
 CALL = "shard_embedding_"
 ID_BYTES = 8
@@ -46,7 +47,7 @@ class EmbeddingRow:
         )
 
 
-class RowExchange:
+class RowExchange(ShowsText):
     """What `shard_embedding_` arranged.
 
     rows: one for each embedding of the model.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
+from halfbyte.notebook import ShowsText
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatherRow:
@@ -25,7 +27,7 @@ class GatherRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatherReport:
+class GatherReport(ShowsText):
     """What `fsdp_gather_nvfp4_` arranged; prints as a table.
 
     rows: one for each sharded parameter, in the model's order.

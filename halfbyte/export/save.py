@@ -19,6 +19,7 @@ from halfbyte.export.contract import FILE, Contract, ContractLayer, digest
 from halfbyte.export.serve import half_quantized, input_spec, servable, share_groups
 from halfbyte.export.trained import Trained, find_trained
 from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.notebook import ShowsText
 from halfbyte.report import some
 from halfbyte.spec import NVFP4
 from halfbyte.tensor.quant_tensor import describe
@@ -36,7 +37,7 @@ class ExportedLayer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
+class Exported(ShowsText):
     """What `save` wrote; prints as a table.
 
     Args:

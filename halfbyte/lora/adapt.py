@@ -14,6 +14,7 @@ from halfbyte.lora.freeze import Frozen, conv1d_as_linear, exchange, freeze_, li
 from halfbyte.nn.fused import MLP, LayerNormLinear
 from halfbyte.nn.linear import Linear
 from halfbyte.nn.lora import LoRALinear, check_adapter
+from halfbyte.notebook import ShowsText
 from halfbyte.policy import matches
 from halfbyte.report import some
 from halfbyte.spec import Spec
@@ -21,7 +22,7 @@ from halfbyte.tensor.quant_tensor import check_value_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapted:
+class Adapted(ShowsText):
     """What `lora_` did; prints as a table.
 
     Args:

@@ -16,13 +16,14 @@ from halfbyte.nn.linear import Linear, LinearLayer, shared_amax
 from halfbyte.nn.lora import frozen_weight
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.nn.transposed import TransposedLinear
+from halfbyte.notebook import ShowsText
 from halfbyte.spec import Spec
 from halfbyte.tensor import PrimaryWeight, quantize
 from halfbyte.tensor.quant_tensor import check_value_dtype, describe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frozen:
+class Frozen(ShowsText):
     """What `freeze_` left; prints as a table.
 
     Args:

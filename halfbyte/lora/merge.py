@@ -17,6 +17,7 @@ from halfbyte.functional.weights import takes_amax
 from halfbyte.lora.freeze import as_table, exchange
 from halfbyte.nn.linear import Linear
 from halfbyte.nn.lora import LoRALinear, frozen_weight
+from halfbyte.notebook import ShowsText
 from halfbyte.tensor import QuantTensor
 
 MAGNITUDE = 7  # the bits of an E2M1 code beside its sign
@@ -46,7 +47,7 @@ class MergedLayer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merged:
+class Merged(ShowsText):
     """What `merge_lora_` did; prints as a table."""
 
     rows: tuple[MergedLayer, ...]

@@ -78,6 +78,17 @@ def find_experts(model: nn.Module) -> FoundExperts:
     return FoundExperts(model=model, modules=modules, recipes=recipes)
 
 
+def expert_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return {name of the submodule that carries a recipe: weight [E, N, K]} of what transformers dispatches."""
+    modules = find_experts(model).modules
+    pairs = [(path, m, ((UP, _up_weight(m)), (DOWN, m.down_proj))) for path, m in modules.items()]
+    return {
+        f"{path}.{name}" if path else name: _weight(module, weight)
+        for path, module, own in pairs
+        for name, weight in own
+    }
+
+
 def _register() -> None:
     moe: Any = sys.modules.get("transformers.integrations.moe")
     if moe is not None:

@@ -19,6 +19,7 @@ from halfbyte.nn.fused import MLP, LayerNormLinear
 from halfbyte.nn.linear import REPLACED_FORWARD
 from halfbyte.nn.norm import LayerNorm, RMSNorm, from_norm
 from halfbyte.nn.shared_input import SharedInput
+from halfbyte.notebook import ShowsText
 
 NORMS_BEFORE = (
     ("input_layernorm", "self_attn"),
@@ -55,7 +56,7 @@ class FuseRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FuseReport:
+class FuseReport(ShowsText):
     """What fuse_ did; prints as a table.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,10 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
         place = self.place(call, w_ENK.device)
         main_grad = getattr(w_ENK, "main_grad", None)
         options = {"main_grad": main_grad, "cached_weight": self.cached_weight(w_ENK)}
-        return grouped_linear(x, w_ENK, offsets, self.recipe, bias_EN=bias_EN, rng=place, **options)
+        run = partial(grouped_linear, recipe=self.recipe, bias_EN=bias_EN, rng=place, **options)
+        if self.instead is not None:
+            return self.instead(run, (x, w_ENK, offsets), self, place)
+        return run(x, w_ENK, offsets)
 
     def extra_repr(self) -> str:
         sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"

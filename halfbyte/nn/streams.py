@@ -98,7 +98,8 @@ class FollowsRecipe(_Base):
 
     instead: Callable[..., Any] | None = None
     """Called in the place of the layer's GEMMs, by modules above that watch a step or try another arithmetic; of layers
-    that share one input with (x, layers, call, amaxes of x), of experts as their functional is."""
+    that share one input with (x, layers, call, amaxes of x), of experts with (their work, (x, weight, offsets), layer,
+    place)."""
 
     ledger: Tensor | None = None
     """What those that watch a step add up, on the weight's device."""

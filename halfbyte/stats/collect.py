@@ -16,6 +16,7 @@ from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.policy import matches
 from halfbyte.position import warn_user
 from halfbyte.spec import GemmSpec, Recipe
+from halfbyte.stats.experts import observed_experts
 from halfbyte.stats.figures import MAXIMA, NOISE_LIMIT, LayerStatistics, empty_ledger, read_ledger
 from halfbyte.stats.observe import observed_outputs
 from halfbyte.stats.table import StepStatistics
@@ -127,7 +128,7 @@ class StatsCollector:
             if ledger is None or ledger.device != device:
                 ledger = self._ledgers[name] = empty_ledger(layer.in_features, layer.out_features, device)
             layer.ledger = ledger.zero_()
-            layer.instead = observed_outputs
+            layer.instead = observed_experts if isinstance(layer, GroupedRecipe) else observed_outputs
 
     def _end(self) -> None:
         for layer in self._layers.values():
@@ -208,14 +209,13 @@ def _observable(followers: dict[str, FollowsRecipe], names: tuple[str, ...]) -> 
 
 
 def _obstacle(layer: Any) -> str:
-    if isinstance(layer, GroupedRecipe):
-        return "experts are not measured"
-    if not isinstance(layer, LinearLayer):
+    if not isinstance(layer, LinearLayer | GroupedRecipe):
         return f"a {type(layer).__name__} has GEMMs of its own"
-    if layer.entry is not None:
+    if isinstance(layer, LinearLayer) and layer.entry is not None:
         return "ranks share it: NVFP4Colwise and NVFP4Rowwise have passes of their own"
-    if type(layer.weight) not in PLAIN and not hasattr(layer.weight, "placements"):
-        return f"its weight is a {type(layer.weight).__name__}: no values to compare codes with"
+    weight = getattr(layer, "weight", None)  # experts of transformers hold theirs elsewhere
+    if weight is not None and type(weight) not in PLAIN and not hasattr(weight, "placements"):
+        return f"its weight is a {type(weight).__name__}: no values to compare codes with"
     return ""
 
 

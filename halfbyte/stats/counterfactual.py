@@ -10,16 +10,18 @@ With nothing in high precision the bits are those of the layers themselves.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from halfbyte import ops, reference
 from halfbyte.functional.derivatives import LINEAR, first_order
 from halfbyte.functional.foreign import PLAIN
-from halfbyte.functional.linear import as_gradients, note, outputs_of, prepare
+from halfbyte.functional.linear import Layers, as_gradients, note, outputs_of, prepare, run_call
 from halfbyte.functional.mean import bias_with_mean, without_mean
 from halfbyte.functional.operands import (
     Place,
@@ -31,9 +33,12 @@ from halfbyte.functional.operands import (
 from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X
 from halfbyte.functional.weights import takes_amax
 from halfbyte.layout import Blocks, from_rows, matrix_shape
+from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.linear import LinearLayer, gather
+from halfbyte.rng import StreamPhilox
 from halfbyte.sides import Side
 from halfbyte.spec import Recipe, Spec
+from halfbyte.stats.experts import Run, filled_groups, place_of_group, where_drawn
 from halfbyte.stats.observe import Observed
 
 Exact = frozenset[str]
@@ -47,10 +52,14 @@ class Counterfactual:
 
     Args:
         exact: {id of a layer: its operands in high precision}; of the others none.
+
+    Attributes:
+        rows: {id of a layer: tokens that it multiplied}.
     """
 
     def __init__(self, exact: Mapping[int, Exact]) -> None:
         self.exact = dict(exact)
+        self.rows: Counter[int] = Counter()
 
     def __call__(
         self, x: Tensor, modules: Sequence[LinearLayer], call: int, x_amaxes: ops.Amaxes | None
@@ -70,9 +79,35 @@ class Counterfactual:
         made, tensors = prepare(x, layers, recipe, None, x_amaxes)
         if made is None:
             return outputs_of(x, layers, recipe, None, x_amaxes)
+        self.rows.update({id(module): x.numel() // x.shape[-1] for module in modules})
         exact = tuple([self.exact.get(id(module), frozenset()) for module in modules])
         outputs = _CounterfactualLinear.apply((made, exact), *tensors)
         return outputs if x.dim() == 2 else tuple([from_rows(y, x.shape) for y in outputs])
+
+    def of_experts(
+        self, run: Run, tensors: tuple[Tensor, Tensor, Tensor], layer: GroupedRecipe, place: StreamPhilox | None
+    ) -> Tensor:
+        """Return the outputs of experts, group by group; arguments as for `experts.observed_experts`."""
+        x, w, offsets = tensors
+        exact = (self.exact.get(id(layer), frozenset()),)
+        base, sign_base, stream = where_drawn(layer.recipe, place, x.device)
+        bias, parts, end = getattr(layer, "bias", None), [], 0
+        for index, rows in filled_groups(offsets, x.shape[0]):
+            bases = place_of_group(base, index), place_of_group(sign_base, index)
+            rng = None if bases[0] is None else [StreamPhilox(bases[0], stream, None, bases[1])]
+            own = Layers([w[index]], [None if bias is None else bias[index]], [None], [None], [None], rng)
+            made, given = prepare(x[rows], own, layer.recipe, None, None)
+            parts.append(run_call(None, given, x[rows].shape, 1) if made is None else _run_group((made, exact), given))
+            end = rows.stop
+        self.rows.update({id(layer): end})
+        if not parts:
+            return run(x, w, offsets)
+        y = torch.cat([y for (y,) in parts])
+        return pad(y, (0, 0, 0, x.shape[0] - end))
+
+
+def _run_group(how: tuple, tensors: tuple) -> tuple[Tensor, ...]:
+    return _CounterfactualLinear.apply(how, *tensors)
 
 
 class _CounterfactualLinear(torch.autograd.Function):

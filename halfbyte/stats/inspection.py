@@ -23,7 +23,10 @@ from torch import Tensor, nn
 from halfbyte import ops
 from halfbyte.convert import quantize_
 from halfbyte.functional.foreign import PLAIN
+from halfbyte.nn.experts import expert_weights
+from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
 from halfbyte.nn.linear import Linear, describe_recipe
+from halfbyte.notebook import html_table
 from halfbyte.policy import Keep, plain_name
 from halfbyte.recipes import resolve
 from halfbyte.rng import Philox
@@ -40,7 +43,7 @@ from halfbyte.stats.figures import (
 )
 from halfbyte.stats.measure import side_sums, tensor_sums
 from halfbyte.stats.sensitivity import BUDGET, Proposal, SensitivityReport, sensitivity
-from halfbyte.stats.table import HEAD, StepStatistics, aligned_table, html_table
+from halfbyte.stats.table import HEAD, StepStatistics, aligned_table
 
 RECIPES = ("nvfp4", "four_over_six", "mxfp8")
 CHANNEL_SHARE, CHANNEL_TIMES = 0.1, 10.0
@@ -169,9 +172,7 @@ class InspectReport:
         Raises:
             ImportError: matplotlib is missing.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        maps, bars = ([folder / f"{name}.{end}" for end in ("png", "svg")] for name in ("heatmap", "histograms"))
+        maps, bars = pictures.paths_in(folder, "heatmap", "histograms")
         if self.step is not None:
             names = [row.name for row in self.step.layers]
             values = [[_snr(row.operands.get(side)) for side in SIDES] for row in self.step.layers]
@@ -251,7 +252,10 @@ def _noisy(layers: Mapping[str, LayerStatistics]) -> list[Finding]:
 
 
 def weight_loss(name: str, weight: Tensor, recipe: Recipe) -> WeightLoss:
-    """Return what a weight [N, K] loses as the operand of fprop and of dgrad; random bits draw at place 0."""
+    """Return what a weight [N, K], or those of experts [E, N, K], loses as the operand of fprop and of dgrad.
+
+    Random bits draw at place 0; sums are over all experts.
+    """
     keys = dict(zip(SIDES, spec_keys(recipe), strict=True))
     gemms = {"w.row": recipe.fprop, "w.col": recipe.dgrad}
     operands = {}
@@ -259,25 +263,35 @@ def weight_loss(name: str, weight: Tensor, recipe: Recipe) -> WeightLoss:
         spec = None if gemm is None else gemm.b
         if spec is None or (side_name == "w.col" and recipe.backward == "dequantized"):
             continue
-        place = Philox(0).on(weight.device)
-        t = weight.detach() if side_name == "w.row" else weight.detach().T
-        side = Side(spec, draw=place, sign_draw=place)
-        sums, amax = side_sums(t, side, ops.quantize(t, side))
+        found = []
+        for index, w in enumerate(_matrices(weight)):
+            place = Philox(0).on(w.device).group(index)
+            t = w if side_name == "w.row" else w.T
+            side = Side(spec, draw=place, sign_draw=place)
+            found.append(side_sums(t, side, ops.quantize(t, side)))
+        sums, amax = torch.stack([sums for sums, _ in found]).sum(0), max(float(amax) for _, amax in found)
         values = dict(zip(SIDE_SUMS, sums.tolist(), strict=True))
-        key = keys[side_name] or ""
-        operands[side_name] = OperandStatistics(name=side_name, spec=key, amax=float(amax), **values)
+        operands[side_name] = OperandStatistics(name=side_name, spec=keys[side_name] or "", amax=amax, **values)
     return WeightLoss(layer=name, recipe=describe_recipe(recipe), operands=operands)
 
 
+def _matrices(weight: Tensor) -> Sequence[Tensor]:
+    return weight.detach().unbind(0) if weight.dim() == 3 else (weight.detach(),)
+
+
 def _spread(weight: Tensor) -> TensorStatistics:
-    (elements, outliers), channels, amax = tensor_sums(weight.detach())
-    return TensorStatistics(
-        name="w",
-        amax=float(amax),
-        elements=float(elements),
-        outliers=float(outliers),
-        channels=tuple(channels.tolist()),
-    )
+    counts, columns, amaxes = zip(*map(tensor_sums, _matrices(weight)), strict=True)
+    elements, outliers = torch.stack(counts).sum(0).tolist()
+    channels = tuple(torch.stack(columns).sum(0).tolist())
+    amax = max(float(amax) for amax in amaxes)
+    return TensorStatistics(name="w", amax=amax, elements=elements, outliers=outliers, channels=channels)
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights in high precision of linear layers, and of experts as [E, N, K]."""
+    held = {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear | GroupedLinear)}
+    held = {name: weight for name, weight in held.items() if type(weight) in PLAIN} | expert_weights(model)
+    return {plain_name(name): weight for name, weight in held.items()}
 
 
 def inspect(
@@ -312,11 +326,7 @@ def inspect(
     if not (batch is None or callable(batch) or isinstance(batch, Mapping)):
         raise TypeError(f"batch={type(batch).__name__}: give a function of the model that returns a loss, or a dict")
     chosen = [resolve(recipe) for recipe in recipes]
-    weights = {
-        plain_name(name): module.weight
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and type(module.weight) in PLAIN
-    }
+    weights = _weights(model)
     if not weights:
         raise ValueError(f"model={type(model).__name__}: no linear layer holds a weight in high precision")
     losses = [weight_loss(name, weight, recipe) for recipe in chosen for name, weight in weights.items()]
@@ -338,7 +348,8 @@ def _step(
 ) -> tuple[StepStatistics, SensitivityReport]:
     """Run one step of a copy of the model under a recipe in all layers but heads, routers and adapters."""
     twin = copy.deepcopy(model)
-    layers = [module for module in twin.modules() if isinstance(module, Linear)]
+    experts = [module for module in twin.modules() if isinstance(module, GroupedRecipe) and module.recipe.specs]
+    layers = [module for module in twin.modules() if isinstance(module, Linear)] + experts
     if layers:
         for layer in layers:
             layer.recipe = recipe

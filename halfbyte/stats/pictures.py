@@ -26,6 +26,13 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
+def paths_in(folder: str | Path, *names: str) -> list[list[Path]]:
+    """Make a folder and return where each picture goes, as PNG and SVG."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return [[folder / f"{name}.{end}" for end in ("png", "svg")] for name in names]
+
+
 def short_name(name: str) -> str:
     """Return a layer's name, its beginning left out where it is long."""
     return name if len(name) <= NAME_WIDTH else "…" + name[1 - NAME_WIDTH :]

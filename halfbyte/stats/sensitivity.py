@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 import torch
@@ -22,15 +23,17 @@ from torch import Tensor, nn
 
 from halfbyte.convert import high_precision
 from halfbyte.functional.foreign import PLAIN
+from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.notebook import html_table
 from halfbyte.policy import Keep, plain_name
 from halfbyte.spec import Recipe
 from halfbyte.stats.collect import spec_keys
 from halfbyte.stats.counterfactual import Counterfactual
 from halfbyte.stats.figures import SIDES
-from halfbyte.stats.pictures import heat_map
-from halfbyte.stats.table import aligned_table, html_table
+from halfbyte.stats.pictures import heat_map, paths_in
+from halfbyte.stats.table import aligned_table
 
 ALL = "all six"
 """The candidate that leaves a layer in high precision altogether: what a rule of None does."""
@@ -173,9 +176,7 @@ class SensitivityReport:
         Raises:
             ImportError: matplotlib is missing.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"sensitivity.{end}" for end in ("png", "svg")]
+        (paths,) = paths_in(folder, "sensitivity")
         gains = {(one.target, one.operand): one.gain for one in self.candidates}
         tried = [operand for operand in (ALL, *SIDES) if any(one.operand == operand for one in self.candidates)]
         values = [[gains.get((target, operand), math.nan) for operand in tried] for target in self.targets]
@@ -226,22 +227,22 @@ def sensitivity(
         raise ValueError(f"by={by!r}: use 'layer' or 'kind'")
     layers = _layers(model)
     targets = {name: [name] for name in layers} if by == "layer" else _kinds(layers)
-    costs = {name: layer.in_features * layer.out_features for name, layer in layers.items()}
-    total = sum(costs.values())
     with _left_as_found(model) as again:
         with high_precision(model):
             plain_loss, wanted = _gradient(again, step, model)
-        quantized_loss, found = _with(layers, {}, lambda: _gradient(again, step, model))
+        nothing = Counterfactual({})
+        quantized_loss, found = _with(layers, nothing, lambda: _gradient(again, step, model))
+        costs = _costs(layers, nothing)
         base = _cosine(found, wanted)
         candidates = []
         for target, names in targets.items():
             sides = _sides(layers[names[0]].recipe)
             tried = {ALL: frozenset(sides)} | ({side: frozenset((side,)) for side in sides} if operands else {})
             for operand, exact in tried.items():
-                chosen = {id(layers[name]): exact for name in names}
+                chosen = Counterfactual({id(layers[name]): exact for name in names})
                 loss, gradient = _with(layers, chosen, lambda: _gradient(again, step, model))
                 cosine = _cosine(gradient, wanted)
-                share = sum(costs[name] for name in names) / total
+                share = sum(costs[name] for name in names)
                 candidates.append(
                     Trial(target=target, operand=operand, cosine=cosine, gain=cosine - base, loss=loss, share=share)
                 )
@@ -254,7 +255,9 @@ def _layers(model: nn.Module) -> dict[str, Any]:
     found = {
         plain_name(name): module
         for name, module in model.named_modules()
-        if isinstance(module, LinearLayer) and module.recipe.specs and type(module.weight) in PLAIN
+        if isinstance(module, LinearLayer | GroupedRecipe)
+        and module.recipe.specs
+        and type(getattr(module, "weight", None)) in (*PLAIN, NoneType)
     }
     if not found:
         raise ValueError(
@@ -277,13 +280,19 @@ def _sides(recipe: Recipe) -> list[str]:
     return [side for side, key in zip(SIDES, spec_keys(recipe), strict=True) if key is not None]
 
 
-def _with(layers: dict[str, Any], exact: dict[int, frozenset[str]], run: Callable[[], Any]) -> Any:
-    """Return what `run` does with these operands in high precision."""
-    instead = Counterfactual(exact)
+def _costs(layers: dict[str, Any], ran: Counterfactual) -> dict[str, float]:
+    """Return each layer's share of the multiplications of a step: experts multiply the tokens that came to them."""
+    costs = {name: ran.rows[id(layer)] * layer.in_features * layer.out_features for name, layer in layers.items()}
+    total = max(1, sum(costs.values()))
+    return {name: cost / total for name, cost in costs.items()}
+
+
+def _with(layers: dict[str, Any], instead: Counterfactual, run: Callable[[], Any]) -> Any:
+    """Return what `run` does with what a counterfactual leaves in high precision."""
     before = {name: layer.instead for name, layer in layers.items()}
     try:
         for layer in layers.values():
-            layer.instead = instead
+            layer.instead = instead.of_experts if isinstance(layer, GroupedRecipe) else instead
         return run()
     finally:
         for name, layer in layers.items():

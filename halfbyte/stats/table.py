@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from halfbyte.notebook import html_lines, html_table
 from halfbyte.stats.figures import NOISE_LIMIT, LayerStatistics
 
 HEAD = (
@@ -96,8 +96,7 @@ class StepStatistics:
 
     def _repr_html_(self) -> str:
         tables = html_table(HEAD, self.operand_rows()) + html_table(PRODUCT_HEAD, self.product_rows())
-        said = "".join(f"<p>{html.escape(line)}</p>" for line in self.closing_lines())
-        return f"<p><b>step {self.step}</b></p>{tables}{said}"
+        return f"<p><b>step {self.step}</b></p>{tables}{html_lines(self.closing_lines())}"
 
 
 def _finite(value: float) -> float | None:
@@ -156,10 +155,3 @@ def aligned_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
         )
         for row in (head, *rows)
     ]
-
-
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in HTML, without styles."""
-    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"

@@ -10,7 +10,9 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -33,6 +35,8 @@ of its rules makes each difference; the exit status is 1 if a byte has no such r
 def main(arguments: list[str]) -> int:
     """Run `halfbyte verify`; the exit status is 0, or 1 if a check failed."""
     options = _parse(arguments)
+    if options.report is not None:
+        _check_report(options)
     if options.against is not None:
         return against(options)
     if options.path is not None:
@@ -45,6 +49,9 @@ def main(arguments: list[str]) -> int:
     report = verify(scope, jobs=jobs, with_speed=options.speed, after=_count if sys.stderr.isatty() else None)
     if sys.stderr.isatty():
         print(file=sys.stderr)  # ends the line that counted
+    if options.report is not None:
+        written = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **report.as_json()}
+        options.report.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     if options.json:
         print(json.dumps(report.as_json(), indent=1))
     elif options.row:
@@ -63,6 +70,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="halfbyte verify", description=DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--row", action="store_true", help="print this machine's row of docs/hardware.md")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the report there too, as JSON, to send")
     parser.add_argument("--device", help="cuda, cuda:1 or cpu; by default the first GPU if there is one")
     parser.add_argument("--backend", choices=BACKENDS, help="by default what runs there")
     parser.add_argument("--force", action="store_true", help="run the kernels on an AMD GPU, whose bytes are not known")
@@ -74,6 +82,16 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--path", help="of te and vllm: the folder that the wheel was unpacked into, or the file in it")
     return parser.parse_args(arguments)
+
+
+def _check_report(options: argparse.Namespace) -> None:
+    """Raise ValueError where a report could not be written, before minutes of work."""
+    if options.against is not None:
+        raise ValueError(
+            f"--report {options.report}: is about this machine, not about --against; leave one of them out"
+        )
+    if not options.report.parent.is_dir() or options.report.is_dir():
+        raise ValueError(f"--report {options.report}: give a file in a folder that is there")
 
 
 def _device(asked: str | None) -> torch.device:

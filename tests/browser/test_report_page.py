@@ -5,17 +5,13 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from chromium import THEMES, WIDTHS, answers_of_frames, chromium
 
 from halfbyte.train import page
 
-WIDTHS = (390, 1280)
-THEMES = {"dark": 0, "light": 1}
-MISSING = "no chromium here; on Debian: apt-get install -y chromium"
 STEPS = range(50, 401, 50)
 
 ASK = """
@@ -80,28 +76,17 @@ def source(tmp_path_factory) -> Path:
     return folder
 
 
-def chromium(*arguments: str) -> str:
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if program is None:
-        pytest.fail(MISSING)
-    command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-
-
 @pytest.fixture(scope="module")
 def answers(source, tmp_path_factory) -> dict:
     """Return what Chromium says of the page, by theme and width; a frame sets it, for windows have a smallest one."""
     folder = tmp_path_factory.mktemp("asked")
     (folder / "page.html").write_text(page.page(source).replace("</body>", ASK + "</body>"))
     found = {}
-    for theme, number in THEMES.items():
-        for width in WIDTHS:
-            frame = f"<iframe src=page.html style='border:0;width:{width}px;height:2000px'></iframe>"
-            take = "<script>onload=()=>{document.title=frames[0].document.documentElement.dataset.answer}</script>"
-            (folder / "frame.html").write_text(f"<!doctype html><body style='margin:0'>{frame}{take}")
-            options = f"--blink-settings=preferredColorScheme={number}", "--allow-file-access-from-files"
-            dom = chromium(*options, "--window-size=1400,2000", "--dump-dom", (folder / "frame.html").as_uri())
-            found[theme, width] = json.loads(html.unescape(re.search("<title>(.*)</title>", dom)[1]))
+    for theme in THEMES:
+        frames = [f"<iframe src=page.html style='border:0;width:{width}px;height:2000px'></iframe>" for width in WIDTHS]
+        (folder / "frame.html").write_text(f"<!doctype html><body style='margin:0'>{''.join(frames)}")
+        answers = answers_of_frames(folder / "frame.html", theme)
+        found |= {(theme, width): answer for width, answer in zip(WIDTHS, answers, strict=True)}
     return found
 
 

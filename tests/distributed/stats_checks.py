@@ -42,3 +42,37 @@ def of_other_layers(rank, world):
         statistics.advance()
     except ValueError as error:
         return str(error)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (hb.nn.GroupedLinear(3, *shape, recipe="bf16") for shape in ((32, 24), (24, 32)))
+
+    def forward(self, x, offsets):
+        return self.down(torch.relu(self.up(x, offsets)), offsets)
+
+
+def experts():
+    torch.manual_seed(0)
+    model = Experts()
+    hb.quantize_(model, hb.recipes.four_over_six(base=hb.recipes.nvfp4(stochastic_rounding=False)))
+    return model
+
+
+def tokens(rank):
+    """Return tokens and the ends of their groups, other ones on each rank."""
+    return data(rank), torch.tensor([[4, 4, 20], [0, 11, 17]][rank], dtype=torch.int32)
+
+
+def experts_of_a_rank(rank, world, wrap):
+    model = experts()
+    hb.distributed.place_ranks_(model)
+    if wrap:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in (model.up, model.down, model):
+            fully_shard(layer)
+    statistics = hb.collect_stats(model, every=1)
+    model(*tokens(rank)).square().mean().backward()
+    return statistics.advance().records()

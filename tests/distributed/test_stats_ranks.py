@@ -14,15 +14,28 @@ def test_two_ranks_are_one_process(wrap):
     found = ranks.run(2, stats_checks.of_a_rank, wrap)
     assert found[0] == found[1]
     model, _ = stats_checks.converted()
+    assert len(found[0]) == 15
+    compare(found[0], model, [(stats_checks.data(rank),) for rank in range(2)])
+
+
+def compare(found, model, batches):
+    """Compare records of ranks with those of one process that sees what each of them saw."""
     statistics = hb.collect_stats(model)
-    for rank in range(2):
-        model(stats_checks.data(rank)).square().mean().backward()
+    for batch in batches:
+        model(*batch).square().mean().backward()
     wanted = statistics.advance().records()
-    assert len(wanted) == len(found[0]) == 15
-    for one, other in zip(found[0], wanted, strict=True):
+    assert len(wanted) == len(found)
+    for one, other in zip(found, wanted, strict=True):
         numbers = {key: value for key, value in other.items() if isinstance(value, float)}
         assert {key: one[key] for key in numbers} == pytest.approx(numbers, rel=1e-12)
         assert {key: one[key] for key in one if key not in numbers} == {k: other[k] for k in other if k not in numbers}
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_experts_whose_tokens_lie_on_two_ranks(wrap):
+    found = ranks.run(2, stats_checks.experts_of_a_rank, wrap)
+    assert found[0] == found[1] and len(found[0]) == 15
+    compare(found[0], stats_checks.experts(), [stats_checks.tokens(rank) for rank in range(2)])
 
 
 def test_ranks_with_other_layers_are_refused():

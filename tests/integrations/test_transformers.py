@@ -227,6 +227,19 @@ def test_quantize_prepares_experts_itself(name):
     assert text == printed and weights == counted
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_statistics_know_experts_of_a_model(name):
+    model = build(name)
+    found = hb.inspect(model, {"input_ids": TOKENS, "labels": TOKENS}, recipes=["nvfp4"])
+    experts = [f"model.layers.0.mlp.experts.{side}_recipe" for side in ("up", "down")]
+    measured = {row.name: row for row in found.step.layers}
+    assert {loss.layer for loss in found.weights} >= {*experts} <= {*measured} & {*found.ranking.targets}
+    inner = found.spreads[experts[1]]
+    assert inner.elements == model.get_parameter("model.layers.0.mlp.experts.down_proj").numel()
+    assert measured[experts[0]].tensors["x"].elements == TOKENS.numel() * 2 * SMALL["hidden_size"]
+    assert not hasattr(model.model.layers[0].mlp.experts, "up_recipe")  # the copy has it
+
+
 def test_experts_that_no_recipe_reaches_stay_as_they_are_and_count():
     model = build("mixtral")
     torch.manual_seed(0)

@@ -139,6 +139,16 @@ def test_json_report(capsys):
     assert report["row"].count("|") == record.ROW_HEAD.splitlines()[0].count("|")
 
 
+def test_a_report_in_a_file_is_what_json_prints(capsys, tmp_path):
+    path = tmp_path / "machine.json"
+    assert cli.main(["verify", "--device", "cpu", "--json", "--report", str(path)]) == 0
+    printed, written = json.loads(capsys.readouterr().out), json.loads(path.read_text())
+    assert written.pop("time")[:2] == "20" and written == printed and written["row"].startswith("| ")
+    for options in (["--report", str(tmp_path / "none" / "a.json")], ["--report", str(path), "--against", "torchao"]):
+        assert cli.main(["verify", *options]) == cli.USER_ERROR
+        assert "--report" in capsys.readouterr().err
+
+
 def test_a_failure_is_the_exit_status_and_in_every_form(capsys, monkeypatch):
     monkeypatch.setattr("halfbyte.verify.invariants.EXPECTED", "000000000000")
     assert cli.main(["verify", "--device", "cpu"]) == 1

@@ -1,0 +1,191 @@
+"""Statistics of experts: sums over groups in numpy's fp64, and not a bit of a step is another for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from grouped_cases import ends, slices
+from linear_cases import expected
+from operand_figures import figures_of, inputs, sums_of
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import halfbyte as hb
+
+SEED, K, N = 2**64 - 5, 40, 24  # the seeds of later groups wrap
+SIZES, PADDING = (17, 0, 1, 20), 3
+RECIPES = {
+    "nvfp4": hb.recipes.nvfp4(),
+    "fresh": hb.recipes.nvfp4(hadamard=hb.Hadamard(size=32, signs="fresh"), weight_block=(1, 16)),
+    "four_over_six": hb.recipes.four_over_six(error="mse"),
+    "requantized": dataclasses.replace(hb.recipes.nvfp4_mxfp8_bwd(element="e5m2"), backward="dequantized"),
+    "forward": hb.recipes.nvfp4_forward(),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:step 1. quantization noise")
+
+
+def tensors():
+    g = torch.Generator().manual_seed(3)
+    M = sum(SIZES) + PADDING
+    x, w, dy = (torch.randn(*shape, generator=g) for shape in ((M, K), (len(SIZES), N, K), (M, N)))
+    x[:, 5] *= 200
+    x[20:30] *= 1e-3
+    w[3] *= 50
+    x[-PADDING:] = torch.nan  # nobody reads it
+    dy[-PADDING:] = torch.inf
+    return x, w / 8, dy / 1000
+
+
+def layer_of(recipe):
+    x, w, dy = tensors()
+    layer = hb.nn.GroupedLinear(len(SIZES), K, N, recipe=recipe, state=hb.RunState(SEED))
+    with torch.no_grad():
+        layer.weight.copy_(w)
+    return layer, (x, w, dy)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_figure_is_that_of_all_groups_together(name):
+    recipe = RECIPES[name]
+    layer, (x, w, dy) = layer_of(recipe)
+    statistics = hb.collect_stats(nn.ModuleDict({"experts": layer}))
+    layer(x.clone().requires_grad_(), ends(SIZES)).backward(dy)
+    found = statistics.advance()["experts"]
+    total, specs, products = {}, {}, {"y": np.zeros(3), "dx": np.zeros(3), "dw": np.zeros(3)}
+    for g, rows in enumerate(slices(SIZES)):
+        if not SIZES[g]:
+            continue
+        place = hb.Philox(SEED).group(g)
+        for side, (t, spec) in inputs(recipe, (x[rows].numpy(), w[g].numpy(), dy[rows].numpy()), place.seed).items():
+            sums, specs[side] = sums_of(t, spec, side, place.seed), spec
+            before = total.setdefault(side, dict.fromkeys(sums, 0.0))
+            for key, value in sums.items():
+                before[key] = max(before[key], value) if key == "amax" else before[key] + value
+        quantized = expected(x[rows], w[g], None, dy[rows], recipe, place)
+        exact = (
+            x[rows].double() @ w[g].double().T,
+            dy[rows].double() @ w[g].double(),
+            dy[rows].double().T @ x[rows].double(),
+        )
+        for product, reference in zip(products, exact, strict=True):
+            got = getattr(quantized, product).value
+            products[product] += [t.square().sum().item() for t in (reference, got, got - reference)]
+    assert set(found.operands) == set(total)
+    for side, sums in total.items():
+        for figure, value in figures_of(sums, specs[side]).items():
+            got = getattr(found.operands[side], figure)
+            assert got == pytest.approx(value, rel=2e-5, abs=1e-9, nan_ok=True), f"{side} {figure}"
+    for product, (wanted, got, noise) in products.items():
+        one = found.products[product]
+        assert one.noise_ratio == pytest.approx(math.sqrt(noise / wanted), rel=1e-3, abs=1e-6), product
+        assert one.cosine == pytest.approx((wanted + got - noise) / 2 / math.sqrt(wanted * got), abs=1e-5), product
+
+
+def test_outliers_are_those_of_each_group():
+    layer, given = layer_of("nvfp4")
+    statistics = hb.collect_stats(nn.ModuleDict({"experts": layer}))
+    layer(given[0].clone().requires_grad_(), ends(SIZES)).backward(given[2])
+    found = statistics.advance()["experts"].tensors
+    for name, t in zip(("x", "w", "dy"), given, strict=True):
+        counts, elements = 0, 0
+        for g, rows in enumerate(slices(SIZES)):
+            part = (t[g] if name == "w" else t[rows]).double().numpy()
+            if SIZES[g]:
+                counts = counts + (np.abs(part) > 6 * np.sqrt((part**2).mean())).sum(0)
+                elements += part.size
+        assert np.array_equal(found[name].channels, counts) and found[name].elements == elements, name
+    assert found["x"].top_channel == 5
+
+
+def test_one_group_is_a_linear_layer():
+    torch.manual_seed(0)
+    x, dy = torch.randn(20, K), torch.randn(20, N)
+    state = hb.RunState(SEED)
+    grouped = hb.nn.GroupedLinear(1, K, N, state=state)
+    linear = hb.nn.Linear(K, N, bias=False, state=hb.RunState(SEED))
+    with torch.no_grad():
+        linear.weight.copy_(grouped.weight[0])
+    rows = []
+    for layer, more in ((grouped, (ends((20,)),)), (linear, ())):
+        statistics = hb.collect_stats(nn.ModuleDict({"one": layer}))
+        layer(x.clone().requires_grad_(), *more).backward(dy)
+        rows.append(statistics.advance())
+    assert rows[0].records() == rows[1].records() and rows[0]["one"].tensors == rows[1]["one"].tensors
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(K, 4)
+        self.up, self.down = (hb.nn.GroupedLinear(4, *shape, recipe="bf16") for shape in ((K, 32), (32, K)))
+
+    def forward(self, x, offsets):
+        h = self.up(x, offsets)
+        h.mul_(0.5)  # in place: a copy of the output may be changed
+        y = self.down(torch.relu(h), offsets)
+        x.mul_(2)  # and so may the input, of which the statistics hold a copy
+        return y * self.gate(x).softmax(-1).amax(-1, keepdim=True)
+
+
+def train(*, every=0, recompute=False, backend="", dtype=torch.float32):
+    torch.manual_seed(0)
+    model = Block()
+    report = hb.quantize_(model, "nvfp4", keep=hb.Keep(names=("gate",), last_fraction=0))
+    counter = CompileCounterWithBackend(backend)
+    if backend:
+        torch._dynamo.reset()
+        model.compile(fullgraph=True, backend=counter)
+    statistics = hb.collect_stats(model, every=every) if every else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    found, losses, generator = [], [], torch.Generator().manual_seed(1)
+    for _ in range(4):
+        for sizes in ((3, 0, 20, 5), (10, 10, 0, 10)):
+            x = (1 * torch.randn(30, K, generator=generator).requires_grad_()).clone()
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                y = checkpoint(model, x, ends(sizes), use_reentrant=False) if recompute else model(x, ends(sizes))
+            loss = y.float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            report.state.advance()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(statistics and statistics.advance())
+    weights = [p.detach().clone() for p in model.parameters()]
+    return (weights, losses, report.state.next_position), found, counter.frame_count
+
+
+@pytest.mark.parametrize("how", [{}, {"dtype": torch.bfloat16}, {"backend": "aot_eager"}], ids=str)
+def test_no_bit_of_a_step_is_another(how):
+    (weights, losses, position), _, graphs = train(**how)
+    (others, other_losses, other_position), found, more = train(every=3, **how)
+    assert losses == other_losses and position == other_position
+    assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+    assert [one is not None for one in found] == [True, False, True, False]
+    assert [row.name for row in found[0].layers] == ["up", "down"] and not found[0].unobserved
+    assert found[0]["up"].tensors["x"].elements == (28 + 30) * K  # padding is none of it
+    if how.get("backend"):
+        assert (graphs, more) == (1, 2)
+        assert found[0].records() == train(every=3)[1][0].records()
+
+
+def test_checkpointed_experts_count_once():
+    class Pure(Block):
+        def forward(self, x, offsets):
+            return self.down(torch.relu(self.up(x, offsets)), offsets)
+
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = Pure()
+        hb.quantize_(model, "nvfp4", keep=hb.Keep(names=("gate",), last_fraction=0), state=hb.RunState(1))
+        statistics = hb.collect_stats(model)
+        x = torch.randn(41, K, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        y = checkpoint(model, x, ends(SIZES), use_reentrant=False) if recompute else model(x, ends(SIZES))
+        y[:38].square().mean().backward()
+        found.append(statistics.advance().records())
+    assert found[0] == found[1]
