@@ -34,6 +34,7 @@ from halfbyte.distributed.fsdp_choice import (
     group_of,
     holders_of,
     homes_of,
+    is_exchanged,
     is_wrapped,
     param_dtype_of,
     reason_against,
@@ -264,7 +265,9 @@ def _problem(model: nn.Module, chosen: dict[str, NVFP4], reasons: dict[str, str]
     wrapped = [module for module in model.modules() if is_wrapped(module)]
     if not wrapped:
         return "model: fully_shard has wrapped nothing of it; call torch.distributed.fsdp.fully_shard first"
-    if any(getattr(module, "weight_to_read", None) is not None for module in model.modules()):
+    if any(
+        getattr(module, "weight_to_read", None) is not None for module in model.modules() if not is_exchanged(module)
+    ):
         return f"model: its weights are gathered as codes already; call {CALL} once"
     problem = wrapping_problem(wrapped)
     if problem is not None:

@@ -1,0 +1,112 @@
+"""A head of which ranks exchange activations: its loss to the bit on any number of ranks, and what a model learns."""
+
+import head_checks
+import pytest
+import ranks
+import torch
+import torch.nn.functional as F
+from head_checks import DIM, TOKENS
+
+
+def test_the_loss_has_one_value_however_ranks_share_the_rows():
+    """And it is the cross entropy, NaN and infinities included, as torch has it in 64 bits."""
+    alone, by_world = in_64_bits(), []
+    for world in (1, 2, 3, 4):
+        every = ranks.run(world, head_checks.losses)
+        by_world.append(every[0])
+        for rank, found in enumerate(every):
+            for (kind, _), (loss, gradient), (expected, exact) in zip(
+                head_checks.KINDS, found, alone[rank], strict=True
+            ):
+                said = f"{kind} on rank {rank} of {world}: "
+                close_to(loss, expected, rtol=3e-7, atol=0.0, said=said)
+                close_to(gradient, exact * (rank + 2), rtol=2e-5, atol=1e-6, said=said)
+    for one in by_world[1:]:
+        for (loss, gradient), (first, its) in zip(one, by_world[0], strict=True):
+            assert bits(loss) == bits(first) and bits(gradient) == bits(its)
+
+
+def close_to(found, expected: torch.Tensor, *, rtol: float, atol: float, said: str) -> None:
+    options = {"rtol": rtol, "atol": atol, "equal_nan": True}
+    torch.testing.assert_close(torch.tensor(found).double(), expected, **options, msg=lambda text: said + text)
+
+
+def bits(found) -> bytes:
+    return torch.tensor(found).nan_to_num(nan=1e30).numpy().tobytes()
+
+
+def in_64_bits() -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Loss and gradient of each rank's tokens, by torch in fp64."""
+    found = []
+    for shift in range(4):
+        own = []
+        for kind, rows in head_checks.KINDS:
+            logits, targets = head_checks.logits_of(kind, rows, 6, shift)
+            logits = logits.double().requires_grad_()
+            loss = F.cross_entropy(logits, targets)
+            loss.backward()
+            own.append((loss.detach(), logits.grad))
+        found.append(own)
+    return found
+
+
+def close(found: list, expected: list, name: str, rough: bool) -> None:
+    assert len(found) == len(expected)
+    options = {"rtol": 2e-2, "atol": 2e-3} if rough else {"rtol": 1e-4, "atol": 1e-6}
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        torch.testing.assert_close(
+            torch.tensor(a), torch.as_tensor(b), **options, msg=lambda text, i=i: f"{name}, tensor {i}: {text}"
+        )
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_model_learns_what_it_learns_from_a_gathered_head(world):
+    """Losses, gradients and weights of three steps; only the order of sums differs."""
+    names = [
+        name for name, case in head_checks.CASES.items() if not case.quantized and (case.mesh is None or world == 4)
+    ]
+    names = names if world == 2 else ["fp32", "a rank that keeps none", *(["HSDP"] if world == 4 else [])]
+    gathered, exchanged = (ranks.run(world, head_checks.trained, names, flag, seconds=200) for flag in (False, True))
+    for one, other in zip(gathered, exchanged, strict=True):
+        for name in names:
+            case = head_checks.CASES[name]
+            close(other[name][0], one[name][0], name, case.policy is not None or case.autocast)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_quantized_head_is_one_process_that_has_all_tokens(world):
+    names = ["quantized", "quantized, tied"]
+    for rank, found in enumerate(ranks.run(world, head_checks.trained, names, True, seconds=200)):
+        for name in names:
+            expected, seen = head_checks.alone(name, world), list(found[name][0][:-1])
+            width = len(expected) // head_checks.CASES[name].steps
+            for step in range(head_checks.CASES[name].steps):
+                expected[step * width] = expected[step * width][rank]
+            close(seen, expected, name, rough=False)
+
+
+def test_bytes_are_those_of_activations_and_a_little():
+    """Forward and backward of three steps and a last forward; no rank is sent a row of the head."""
+    tokens = TOKENS[0] * TOKENS[1]
+    for world in (2, 4):
+        for found in ranks.run(world, head_checks.trained, ["fp32"], True):
+            _, traffic = found["fp32"]
+            each = tokens * (4 * DIM + 4 + 2 * (4 + 8 + 8)), tokens * 4 * DIM
+            assert traffic["activations"] == (world - 1) * (4 * each[0] + 3 * each[1])
+
+
+def test_a_gather_is_chosen_where_it_is_fewer_bytes_or_activations_cannot_be():
+    for few, tied, biased, kept in ranks.run(2, head_checks.choices):
+        assert few == "activations of all ranks are as many bytes as its 8 rows"
+        assert tied == "rows and the activations of the head tied to it are as many bytes as its rows"
+        assert biased == "it has a bias" and kept == "other modules have it too"
+
+
+def test_what_cannot_be_is_refused():
+    for rank in ranks.run(2, head_checks.refusals):
+        assert rank == [
+            "ValueError: head='head': the model has no such layer with a weight; name the one that makes logits",
+            "ValueError: targets: 1, and this rank has 2 tokens; give one for each",
+            "IndexError: targets: 40 names no row of a head of 40",
+            "RuntimeError: cross_entropy: its logits were used up by a backward before; call it anew",
+        ]
