@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfbyte.distributed.head import HeadShards, exchanged_bytes, problem_of, shard_head
+from halfbyte.distributed.same import agree_on
 from halfbyte.layout import ceil_div
 
 CALL = "shard_embedding_"
@@ -109,8 +110,9 @@ def shard_embedding_(
         A handle with `params`, the choice of every embedding in `rows`, and the `traffic`.
 
     Raises:
-        ValueError: tokens is not positive, the mesh has more than two dimensions, a weight is sharded already, or the
-            model has no such head.
+        ValueError: tokens is not positive, the mesh has more than two dimensions, a weight is sharded already, the
+            model has no such head, or, on every rank, ranks differ in shapes or tokens.
+        RuntimeError: some rank of the mesh does not make the call within `agree.AGREE_TIMEOUT`.
     """
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"tokens={tokens!r}: give how many tokens a rank has in a micro-batch, at least 1")
@@ -135,6 +137,7 @@ def shard_embedding_(
         tied = [row for row, module in zip(chosen, embeddings.values(), strict=True) if module in others]
         rows.append(making.row(tied, len(others)))
         making = None if rows[-1].reason else making
+    agree_on(CALL, mesh.mesh.flatten().tolist(), None, [(row.name, str(row)) for row in rows])
     sharded: list[ShardedEmbedding] = []
     weights: dict[int, nn.Parameter] = {}
     for row, (name, module) in zip(chosen, embeddings.items(), strict=True):
