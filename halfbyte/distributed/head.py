@@ -253,17 +253,18 @@ class _CrossEntropy(torch.autograd.Function):
         mine = slice(rank * own.numel(), (rank + 1) * own.numel())
         counted = own >= 0
         losses = statistics.log_sum[mine] - statistics.target[mine]
-        ctx.shards, ctx.statistics, ctx.logits, ctx.targets = shards, statistics, logits, targets
-        ctx.tokens = counted.sum()
+        ctx.shards, ctx.statistics, ctx.targets = shards, statistics, targets
+        ctx.tokens, ctx.is_used = counted.sum(), False
+        ctx.save_for_backward(logits)
         return torch.where(counted, losses, 0.0).sum() / ctx.tokens
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[None, None, Tensor]:
-        shards, logits, targets = ctx.shards, ctx.logits, ctx.targets
-        if logits is None:
+        (logits,), shards, targets = ctx.saved_tensors, ctx.shards, ctx.targets
+        if ctx.is_used:
             raise RuntimeError("cross_entropy: its logits were used up by a backward before; call it anew")
-        ctx.logits = None
+        ctx.is_used = True
         each = (dloss.float() / ctx.tokens).reshape(1)
         scales = each.new_empty(shards.world)
         all_gather(scales, each, group=shards.group)

@@ -157,6 +157,9 @@ class MeshConfig:
     weights: Literal["plain", "nvfp4"] = "plain"
     """How sharded weights travel: in fp32, as they are stored, or as the codes and scales that GEMMs read (no bit of a
     loss differs)."""
+    head: Literal["gathered", "shared"] = "gathered"
+    """Whether lm_head is gathered, or its rows stay where they are and activations travel if that is fewer bytes. Last
+    bits of losses differ. Rows of the embedding travel then, too."""
 
     def __post_init__(self) -> None:
         _positive(self, "dp_shard", "tp")
@@ -164,6 +167,13 @@ class MeshConfig:
             _positive(self, "dp_replicate")
         if self.weights not in ("plain", "nvfp4"):
             raise ValueError(f"weights={self.weights!r}: give 'plain' or 'nvfp4'")
+        if self.head not in ("gathered", "shared"):
+            raise ValueError(f"head={self.head!r}: give 'gathered' or 'shared'")
+        if self.head == "shared" and (self.dp_shard == 1 or self.tp > 1):
+            raise ValueError(
+                f"head='shared': dp_shard={self.dp_shard}, tp={self.tp}, and it is for ranks that share weights as "
+                "FSDP2 does; give --dp-shard and no --tp, or leave --head out"
+            )
         if self.weights == "nvfp4" and self.dp_shard == 1:
             raise ValueError(
                 "weights='nvfp4': dp_shard=1, so that every rank holds whole weights and none are gathered; give "
@@ -291,6 +301,11 @@ class TrainConfig:
             raise ValueError(
                 f"graph='on': {ranks} ranks step together, and graphs with their communication are not captured; leave "
                 "it out, or use one process"
+            )
+        if self.mesh.head == "shared" and self.tune.teacher is not None:
+            raise ValueError(
+                f"head='shared' with teacher={self.tune.teacher}: a teacher is compared with all logits of a token, "
+                "which no rank has then; leave one of them out"
             )
         if self.mesh.weights == "nvfp4" and self.compile == "on":
             raise ValueError(

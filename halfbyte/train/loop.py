@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfbyte as hb
@@ -319,7 +318,7 @@ class Trainer:
                     wanted_BTV = teacher(inputs_BT)
                 per_token = distillation_loss(logits_BTV, wanted_BTV, temperature=self.config.tune.temperature)
                 return per_token.mean(), balance
-        return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten()), balance
+        return parallel.cross_entropy(logits_BTV, targets_BT), balance
 
     def _tokens(self) -> int:
         return self.step * self.config.data.tokens_per_step

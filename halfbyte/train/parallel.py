@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfbyte as hb
@@ -23,6 +24,8 @@ from halfbyte.train.config import MeshConfig
 
 DIMS = ("dp_replicate", "dp_shard", "tp")
 """Of the mesh, as torchtitan calls them: ranks see other data along the first two, the same along the last."""
+
+HEAD = "lm_head"
 
 
 class Parallel:
@@ -39,7 +42,7 @@ class Parallel:
         self.gather: Any = None
         """What lets weights travel as NVFP4; None if they travel in their dtype."""
         self.exchange: Any = None
-        """What lets rows of the embedding travel; None if FSDP2 gathers it whole."""
+        """What lets rows of the embedding and activations of the head travel; None if FSDP2 gathers them whole."""
         self._mesh: Any = None
         if config.size > 1:
             from torch.distributed.device_mesh import init_device_mesh
@@ -100,9 +103,9 @@ class Parallel:
         mesh = self._mesh[DIMS[:2]] if self.config.dp_replicate != 1 else self._mesh[DIMS[1]]
         for block in blocks:
             fully_shard(block, mesh=mesh)
-        if self.config.weights == "nvfp4":
-            exchange = hb.distributed.shard_embedding_(model, mesh, tokens=max(1, tokens // self.config.size))
-            self.exchange = exchange
+        if self.config.weights == "nvfp4" or self.config.head == "shared":
+            each, head = max(1, tokens // self.config.size), HEAD if self.config.head == "shared" else None
+            self.exchange = hb.distributed.shard_embedding_(model, mesh, tokens=each, head=head)
         fully_shard(model, mesh=mesh, ignored_params=None if self.exchange is None else self.exchange.params)
         prefetch_(blocks)
         if self.config.weights == "nvfp4":
@@ -162,6 +165,13 @@ def prefetch_(blocks: Iterable[nn.Module], ahead: int = 1) -> None:
 def is_gathered(module: nn.Module) -> bool:
     """Return whether FSDP2 gathers the module's parameters for its forward."""
     return hasattr(module, "set_requires_gradient_sync") and hasattr(module, "unshard")
+
+
+def cross_entropy(logits_BTV: Any, targets_BT: Tensor) -> Tensor:
+    """Return the mean loss of this rank's tokens, of logits or of the parts of them that ranks share."""
+    if isinstance(logits_BTV, Tensor):
+        return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
+    return logits_BTV.cross_entropy(targets_BT)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ def test_what_a_plan_is_of_where_nothing_is_said():
         "kernels": "compiled",
         "vocabulary": None,
         "high_precision_blocks": 0.15,
+        "head": "gathered",
         "holds_logits": False,
     }
     job = plan(PlanRequest(mesh="dp_shard=8")).job

@@ -1,11 +1,17 @@
 """A head of which ranks exchange activations: its loss to the bit on any number of ranks, and what a model learns."""
 
+import json
+from dataclasses import replace
+
 import head_checks
 import pytest
 import ranks
 import torch
 import torch.nn.functional as F
+import train_checks
 from head_checks import DIM, TOKENS
+
+from halfbyte.train.config import MeshConfig
 
 
 def test_the_loss_has_one_value_however_ranks_share_the_rows():
@@ -110,3 +116,48 @@ def test_what_cannot_be_is_refused():
             "IndexError: targets: 40 names no row of a head of 40",
             "RuntimeError: cross_entropy: its logits were used up by a backward before; call it anew",
         ]
+
+
+def shared(config, name: str):
+    """The run with a head whose activations travel, in another folder."""
+    run = replace(config.run, out=config.run.out.with_name(name))
+    return replace(config, run=run, mesh=replace(config.mesh, weights="nvfp4", head="shared"))
+
+
+def test_halfbyte_train_learns_the_same_and_goes_on_either_way(tmp_path):
+    train_checks.write_corpus(tmp_path)
+    wide = {"mesh": (1, 2), "batch": 2, "steps": 6, "checkpoint_every": 3}
+    plain = train_checks.tiny(str(tmp_path), "mixed", "plain", **wide)
+    runs = [(plain, "nvfp4_forward"), (shared(plain, "shared"), "nvfp4_forward"), (shared(plain, "all"), "nvfp4@all")]
+    ranks.run(2, train_checks.train_all, runs)
+    lines = [train_checks.lines(config) for config, _ in runs]
+    for (kind, step, loss), (_, _, other), (_, _, quantized) in zip(*lines, strict=True):
+        assert other == pytest.approx(loss, rel=2e-6), (kind, step)
+        assert quantized == pytest.approx(loss, rel=0.02), (kind, step)
+    for config, _ in runs[1:]:
+        table = (config.run.out / "layers.txt").read_text()
+        assert "embed_tokens.weight: rows exchanged" in table and "lm_head.weight: activations exchanged" in table
+        assert json.loads((config.run.out / "result.json").read_text())["is_diverged"] is False
+    resumed = shared(plain, "resumed")
+    resumed.run.out.mkdir()
+    left = None
+    for config, steps, world in ((resumed, 2, 2), (replace(resumed, mesh=plain.mesh), 3, 2), (resumed, 4, 2)):
+        (begun, left_now), _ = ranks.run(world, train_checks.until, config, "nvfp4", steps)
+        assert left is None or begun == left
+        left = left_now
+    alone = replace(resumed, mesh=MeshConfig())
+    begun, _ = train_checks.until(0, 1, alone, "nvfp4", 5)
+    assert begun == left
+
+
+@pytest.mark.parametrize(
+    "mesh, said",
+    [
+        ({"head": "split"}, "head='split': give 'gathered' or 'shared'"),
+        ({"head": "shared"}, "head='shared': dp_shard=1, tp=1, and it is for ranks that share weights"),
+        ({"head": "shared", "dp_shard": 2, "tp": 2}, "head='shared': dp_shard=2, tp=2"),
+    ],
+)
+def test_a_mesh_that_cannot_share_a_head_is_refused(mesh, said):
+    with pytest.raises(ValueError, match=said):
+        MeshConfig(**mesh)
