@@ -198,7 +198,7 @@ class _Head:
     @property
     def reason(self) -> str:
         """Why its activations cannot be exchanged, whatever that takes; "" if they can."""
-        return "it is on the meta device, without values" if self.module.weight.is_meta else problem_of(self.module)  # type: ignore[union-attr]
+        return problem_of(self.module, self._mesh.size(self._mesh.ndim - 1))
 
     def row(self, tied: list[EmbeddingRow], others: int) -> EmbeddingRow:
         """Return the choice.

@@ -8,7 +8,7 @@ integers, so that no bit of a loss depends on how many ranks share the rows, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfbyte.distributed.scales import all_gather
+from halfbyte.formats import MXFP8_BLOCK, NVFP4_BLOCK
 from halfbyte.functional.autocast import autocast_dtype
+from halfbyte.functional.split import summed_block
 from halfbyte.layout import ceil_div
 from halfbyte.nn.linear import Linear, LinearLayer
+from halfbyte.spec import NVFP4, Recipe
 
 TARGET_BYTES = 4
 STATISTIC_BYTES = 4 + 8 + 8
@@ -197,16 +200,18 @@ class HeadEntry:
 
     Args:
         shards: of its rows.
+        dtype: what x and rows are rounded to before they are quantized; None for their own.
     """
 
-    def __init__(self, shards: HeadShards) -> None:
-        self.shards = shards
+    def __init__(self, shards: HeadShards, dtype: torch.dtype | None) -> None:
+        self.shards, self._dtype = shards, dtype
 
     def read(self, layer: LinearLayer, weight: Any) -> Any:
         """Return the weight whose gradient is the mean over the ranks."""
         from torch.distributed.tensor import DTensor, Shard
 
         rows = self.shards.averaged(weight.to_local())
+        rows = rows.to(self._dtype or rows.dtype)
         options: dict[str, Any] = {"run_check": False, "shape": weight.shape, "stride": (weight.shape[1], 1)}
         return DTensor.from_local(rows, self.shards.line, (Shard(0),), **options)
 
@@ -216,11 +221,20 @@ class HeadEntry:
 
         entry = _Entry(self.shards.line, 0, None, True)
         tokens = x.reshape(-1, x.shape[-1])
-        dtype = autocast_dtype(x.device) or x.dtype
-        # Codes and scales of x in forward, values of its gradient in backward.
-        self.shards.count(tokens.shape[0] * tokens.shape[1] * dtype.itemsize)
+        tokens = tokens.to(self._dtype or tokens.dtype)
+        dtype = autocast_dtype(x.device) or tokens.dtype
+        self.shards.count(_sent_bytes(tokens.numel(), dtype, layers[0].recipe))
+        if tokens.requires_grad:
+            tokens.register_hook(lambda gradient: self.shards.count(gradient.nbytes))
         (logits,) = entry.outputs(tokens, layers, call)
         return (LogitShards(logits, self.shards),)
+
+
+def _sent_bytes(numel: int, dtype: torch.dtype, recipe: Recipe) -> int:
+    """Return the bytes of x as it travels: the operands that two GEMMs read, values where one of them reads these."""
+    specs = [spec for spec in ((recipe.fprop and recipe.fprop.a), (recipe.wgrad and recipe.wgrad.b)) if spec]
+    coded = [numel // 2 + numel // NVFP4_BLOCK if isinstance(s, NVFP4) else numel + numel // MXFP8_BLOCK for s in specs]
+    return sum(coded) + (numel * dtype.itemsize if len(specs) < 2 else 0)
 
 
 def cross_entropy(given: LogitShards, targets: Tensor, ignore_index: int) -> Tensor:
@@ -274,10 +288,8 @@ class _CrossEntropy(torch.autograd.Function):
             own, column = _targets_here(targets[part], logits.shape[1], shards.first)
             if logits.shape[1]:
                 gradient.scatter_add_(1, column[:, None], torch.where(own, -1.0, 0.0)[:, None])
-            # A token that does not count has no gradient, whatever its logits are.
-            gradient = torch.where(targets[part, None] >= 0, gradient * scale[part, None], 0.0)
             with torch.autograd._unsafe_preserve_version_counter((logits,)):
-                logits[part] = gradient.to(logits.dtype)
+                logits[part] = gradient.mul_(scale[part, None]).to(logits.dtype)  # NaN stays, of any token
         return None, None, logits.detach()
 
 
@@ -344,15 +356,22 @@ def exchanged_bytes(tokens: int, world: int, dim: int, sizes: tuple[int, int]) -
     return (world - 1) * tokens * (dim * sum(sizes) + TARGET_BYTES + 2 * STATISTIC_BYTES)
 
 
-def problem_of(head: nn.Module) -> str:
-    """Return why activations of a head cannot be exchanged; "" if they can."""
-    checks: tuple[tuple[bool, Callable[[], str]], ...] = (
-        (type(head) not in (nn.Linear, Linear), lambda: f"it is a {type(head).__name__}"),
-        (getattr(head, "bias", None) is not None, lambda: "it has a bias"),
-        (getattr(head, "shared_input", None) is not None, lambda: "it shares its input in a fused module"),
-        (bool(getattr(head, "amax_group", ())), lambda: "it shares its amax with other layers"),
+def problem_of(head: nn.Module, world: int) -> str:
+    """Return why activations of a head cannot be exchanged among so many ranks; "" if they can."""
+    weight: Any = head.weight
+    chunk = ceil_div(weight.shape[0], world)
+    is_quantized = isinstance(head, LinearLayer) and bool(head.recipe.specs)
+    block = max(NVFP4_BLOCK, summed_block(head.recipe, "N")) if isinstance(head, LinearLayer) else 1
+    cut = f"its rows in parts of {chunk} cut blocks of {block}, whose gradients would be gathered whole"
+    checks = (
+        (weight.is_meta, "it is on the meta device, without values"),
+        (type(head) not in (nn.Linear, Linear), f"it is a {type(head).__name__}"),
+        (getattr(head, "bias", None) is not None, "it has a bias"),
+        (getattr(head, "shared_input", None) is not None, "it shares its input in a fused module"),
+        (bool(getattr(head, "amax_group", ())), "it shares its amax with other layers"),
+        (is_quantized and world > 1 and chunk % block != 0, cut),
     )
-    return next((text() for applies, text in checks if applies), "")
+    return next((text for applies, text in checks if applies), "")
 
 
 def shard_head(head: nn.Linear, weight: nn.Parameter, shards: HeadShards, dtype: torch.dtype | None) -> nn.Module:
@@ -361,10 +380,11 @@ def shard_head(head: nn.Linear, weight: nn.Parameter, shards: HeadShards, dtype:
     Args:
         head: whole.
         weight: its weight as a DTensor parameter.
-        shards, dtype: as for `ShardedHead`.
+        shards: of its rows.
+        dtype: what activations and rows are rounded to; None for their own.
     """
     if isinstance(head, Linear):
-        entry = HeadEntry(shards)
+        entry = HeadEntry(shards, dtype)
         head.weight, head.entry, head.weight_to_read = weight, entry, entry.read
         return head
     return ShardedHead(head, weight, shards, dtype)

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import halfbyte as hb
 from halfbyte.distributed.head import HeadShards, LogitShards
+from halfbyte.train.model import Decoder, ModelConfig
 
 DIM, TOKENS = 32, (2, 8)
 
@@ -57,8 +60,8 @@ CASES = {
     "synchronized once": Case(tied=True, micro_batches=3),
     "some do not count": Case(ignored=3),
     "HSDP": Case(tied=True, mesh=(2, 2), micro_batches=2),
-    "quantized": Case(quantized=True),
-    "quantized, tied": Case(quantized=True, tied=True, rows=93),
+    "quantized": Case(quantized=True, rows=96),
+    "quantized, tied": Case(quantized=True, tied=True, rows=96),
     "a rank that keeps none": Case(rows=5, tied=True),
 }
 RECIPE = "nvfp4_forward"
@@ -166,7 +169,9 @@ def logits_of(kind: str, rows: int, tokens: int, shift: int) -> tuple[Tensor, Te
     if kind == "ignored":
         targets[::3] = -100
     elif kind == "nan":
-        logits[1, rows - 1] = torch.nan
+        logits[1, rows - 1] = logits[2, 0] = logits[3, rows // 2] = torch.nan
+    elif kind == "nan, ignored":
+        logits[1, rows - 1], targets[1] = torch.nan, -100
     elif kind == "inf":
         logits[0, 0], logits[2, 0] = torch.inf, -torch.inf
         targets[2] = 0
@@ -175,7 +180,16 @@ def logits_of(kind: str, rows: int, tokens: int, shift: int) -> tuple[Tensor, Te
     return logits, targets
 
 
-KINDS = [("plain", 41), ("plain", 3), ("ignored", 41), ("nan", 41), ("inf", 41), ("low", 41)]
+KINDS = [
+    ("plain", 5001),
+    ("nan, ignored", 41),
+    ("plain", 41),
+    ("plain", 3),
+    ("ignored", 41),
+    ("nan", 41),
+    ("inf", 41),
+    ("low", 41),
+]
 
 
 def losses(rank: int, world: int) -> list[list]:
@@ -203,11 +217,13 @@ def choices(rank: int, world: int) -> list[str]:
     """Why heads are gathered."""
     mesh = init_device_mesh("cpu", (world,))
     few, tied, biased, kept = Model(8, False), Model(30, True), Model(400, False), Model(60, True)
+    cut = Model(400, False)
+    hb.quantize_(cut, "nvfp4", keep=hb.Keep(names=("layer",), last_fraction=0), state=hb.RunState(0))
     biased.lm_head = nn.Linear(DIM, 400)
     kept.other = nn.Linear(DIM, 60)
     kept.other.weight = kept.embed.weight
     found = []
-    for model, tokens in ((few, 16), (tied, 16), (biased, 1), (kept, 1)):
+    for model, tokens in ((few, 16), (tied, 16), (biased, 1), (kept, 1), (cut, 1)):
         handle = hb.distributed.shard_embedding_(model, mesh, tokens=tokens, head="lm_head")
         found.append(handle.rows[-1].reason)
         assert isinstance(model.lm_head, nn.Linear) and (model.lm_head.weight not in handle.params)
@@ -240,3 +256,59 @@ def refusals(rank: int, world: int) -> list[str]:
         except (ValueError, IndexError, RuntimeError) as error:
             said.append(f"{type(error).__name__}: {error}")
     return said
+
+
+class Collectives(TorchDispatchMode):
+    """Counts bytes of collectives by kind: of all ranks' messages together, of what is reduced as it is before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = dict.fromkeys(("gather", "reduce_scatter", "reduce", "to_all"), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
+            name = func.name().partition("::")[2].replace("_", "")
+            (kind,) = (k for k, part in KINDS_OF_COLLECTIVES.items() if part in name)
+            given = args[1] if kind == "reduce_scatter" and func.namespace == "c10d" else args[0]
+            given = found if kind == "gather" and func.namespace != "c10d" else given
+            self.bytes[kind] += sum(t.nbytes for t in tree_leaves(given) if isinstance(t, Tensor))
+        return found
+
+
+KINDS_OF_COLLECTIVES = {
+    "gather": "allgather",
+    "reduce_scatter": "reducescatter",
+    "reduce": "allreduce",
+    "to_all": "alltoall",
+}
+
+
+def whole_model(rank: int, world: int, tied: bool, head: str | None) -> dict[str, Any]:
+    """What a step of a decoder brings, every kind of collective counted where it is called."""
+    shape = ModelConfig(dim=128, hidden=384, layers=3, heads=4, kv_heads=2, vocab_size=6016, tie_embeddings=tied)
+    torch.manual_seed(0)
+    model = Decoder(shape)
+    hb.quantize_(model, "nvfp4", keep=hb.Keep(names=(), last_fraction=0), state=hb.RunState(0))
+    hb.distributed.place_ranks_(model)
+    mesh, each = init_device_mesh("cpu", (world,)), 2 * 32
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": BF16}
+    for block in model.layers:
+        fully_shard(block, **options)
+    if head is not None:
+        handle = hb.distributed.shard_embedding_(model, mesh, tokens=each, policy=BF16, head=head)
+        options["ignored_params"] = handle.params
+    fully_shard(model, **options)
+    gather = hb.distributed.fsdp_gather_nvfp4_(model)
+    ids = torch.randint(6016, (2, 32), generator=torch.Generator().manual_seed(rank))
+    with Collectives() as counted:
+        logits = model(ids)
+        if isinstance(logits, LogitShards):
+            loss = logits.cross_entropy(ids)
+        else:
+            loss = F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+        loss.backward()
+    matrices = sum(p.numel() for n, p in model.layers.named_parameters() if p.dim() == 2)
+    small = sum(p.numel() for n, p in model.layers.named_parameters() if p.dim() == 1)
+    traffic = 0 if head is None else handle.traffic["activations"]
+    return counted.bytes | {"matrices": matrices, "small": small, "sent": gather.report.sent, "activations": traffic}

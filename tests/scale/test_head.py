@@ -101,11 +101,28 @@ def test_bytes_are_those_of_activations_and_a_little():
             assert traffic["activations"] == (world - 1) * (4 * each[0] + 3 * each[1])
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_of_a_whole_model_quantized_weights_travel_and_little_else(tied):
+    """Every collective is counted as torch launches it; plan has the sums of large models."""
+    tokens, dim, words = 2 * 2 * 32, 128, 6016
+    (without, _), (found, _) = (ranks.run(2, head_checks.whole_model, tied, head) for head in (None, "lm_head"))
+    codes = 2 * tokens * dim * 9 // 16
+    others = codes + 4 * tokens + 2 * 4  # targets, and the scale of each rank's loss
+    gathered = found["gather"] - others
+    assert gathered == pytest.approx(2 * 2 * (0.252 * found["matrices"] + found["small"]) + 2 * dim, rel=0.01)
+    assert gathered == 2 * found["sent"] - 2 * dim, "of the last norm once; of embedding and head nothing"
+    assert without["gather"] - gathered >= words * dim * 2
+    small = found["matrices"] + found["small"] + dim
+    assert found["reduce_scatter"] == 4 * small + 2 * tokens * dim, "gradients of blocks, and of activations in bf16"
+    assert found["activations"] == (codes + 4 * tokens + 2 * tokens * dim) // 2 + 40 * tokens // 2
+
+
 def test_a_gather_is_chosen_where_it_is_fewer_bytes_or_activations_cannot_be():
-    for few, tied, biased, kept in ranks.run(2, head_checks.choices):
+    for few, tied, biased, kept, cut in ranks.run(2, head_checks.choices):
         assert few == "activations of all ranks are as many bytes as its 8 rows"
         assert tied == "rows and the activations of the head tied to it are as many bytes as its rows"
         assert biased == "it has a bias" and kept == "other modules have it too"
+        assert cut == "its rows in parts of 200 cut blocks of 16, whose gradients would be gathered whole"
 
 
 def test_what_cannot_be_is_refused():
