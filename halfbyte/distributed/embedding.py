@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfbyte.distributed.head import HeadShards, exchanged_bytes, problem_of, shard_head
-from halfbyte.distributed.same import agree_on
+from halfbyte.distributed.head import HeadShards, exchanged_bytes, head_problem, shard_head
+from halfbyte.distributed.same import agree_to_gather
 from halfbyte.layout import ceil_div
 
 CALL = "shard_embedding_"
@@ -122,25 +122,13 @@ def shard_embedding_(
     if head is not None and (not head or not isinstance(getattr(named.get(head), "weight", None), Tensor)):
         raise ValueError(f"head={head!r}: the model has no such layer with a weight; name the one that makes logits")
     making = _Head.of(head, named[head], mesh, policy, tokens) if head else None
-    holders: dict[int, list[nn.Module]] = {}
-    for module in named.values():
-        for param in module._parameters.values():
-            holders.setdefault(id(param), []).append(module)
     embeddings = {name: module for name, module in named.items() if isinstance(module, nn.Embedding)}
-    chosen = [
-        _choose(f"{name}.weight".lstrip("."), module, (policy, tokens), holders[id(module.weight)], making)
-        for name, module in embeddings.items()
-    ]
-    rows = list(chosen)
-    if making is not None:
-        others = [m for m in holders[id(making.module.weight)] if m is not making.module]
-        tied = [row for row, module in zip(chosen, embeddings.values(), strict=True) if module in others]
-        rows.append(making.row(tied, len(others)))
-        making = None if rows[-1].reason else making
-    agree_on(CALL, mesh.mesh.flatten().tolist(), None, [(row.name, str(row)) for row in rows])
+    rows = _choices(named, embeddings, (policy, tokens), making)
+    agree_to_gather(CALL, mesh.mesh.flatten().tolist(), None, [(row.name, str(row)) for row in rows])
+    making = None if making is None or rows[-1].reason else making
     sharded: list[ShardedEmbedding] = []
     weights: dict[int, nn.Parameter] = {}
-    for row, (name, module) in zip(chosen, embeddings.items(), strict=True):
+    for row, (name, module) in zip(rows, embeddings.items(), strict=False):  # behind them may be the head's
         if not row.reason:
             weight = _sharded(module.weight, mesh, weights)
             sharded.append(ShardedEmbedding(module, weight, mesh, _Precision.of(module.weight, policy)))
@@ -148,6 +136,32 @@ def shard_embedding_(
     if making is not None:
         making.shard_(model, _sharded(making.module.weight, mesh, weights))
     return RowExchange(rows, sharded, making)
+
+
+def _choices(
+    named: dict[str, nn.Module], embeddings: dict[str, nn.Embedding], options: tuple[Any, int], head: _Head | None
+) -> list[EmbeddingRow]:
+    """Return the choice of every embedding, and behind them that of the head.
+
+    Args:
+        named: all modules of the model.
+        embeddings: those among them.
+        options: policy and tokens.
+        head: that was named.
+    """
+    holders: dict[int, list[nn.Module]] = {}
+    for module in named.values():
+        for param in module._parameters.values():
+            holders.setdefault(id(param), []).append(module)
+    rows = [
+        _choose(f"{name}.weight".lstrip("."), module, options, holders[id(module.weight)], head)
+        for name, module in embeddings.items()
+    ]
+    if head is None:
+        return rows
+    others = [m for m in holders[id(head.module.weight)] if m is not head.module]
+    tied = [row for row, module in zip(rows, embeddings.values(), strict=True) if module in others]
+    return [*rows, head.row(tied, len(others))]
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -198,7 +212,7 @@ class _Head:
     @property
     def reason(self) -> str:
         """Why its activations cannot be exchanged, whatever that takes; "" if they can."""
-        return problem_of(self.module, self._mesh.size(self._mesh.ndim - 1))
+        return head_problem(self.module, self._mesh.size(self._mesh.ndim - 1))
 
     def row(self, tied: list[EmbeddingRow], others: int) -> EmbeddingRow:
         """Return the choice.

@@ -44,7 +44,7 @@ from halfbyte.distributed.fsdp_choice import (
 from halfbyte.distributed.fsdp_report import GatherReport, GatherRow
 from halfbyte.distributed.fsdp_rows import RowCast
 from halfbyte.distributed.fsdp_weight import GatheredWeight, Precision
-from halfbyte.distributed.same import agree_on
+from halfbyte.distributed.same import agree_to_gather
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.weights import weight_specs
 from halfbyte.nn.linear import LinearLayer
@@ -84,7 +84,7 @@ def fsdp_gather_nvfp4_(model: nn.Module, *, dtype: torch.dtype | None = None) ->
     homes = homes_of(model)
     chosen, reasons = _choose(model, homes)
     problem = _problem(model, chosen, reasons) or _twice_rounded(homes, dtype)
-    agree_on(CALL, members_of(None), problem, _facts(homes, chosen, reasons, dtype))
+    agree_to_gather(CALL, members_of(None), problem, _facts(homes, chosen, reasons, dtype))
     gather = WeightGather(model, homes, GatherChoice(chosen, reasons, dtype))
     if gather.report.kept:
         texts = sorted({f"{name}: {reason}" for name, reason in gather.report.kept.items()})

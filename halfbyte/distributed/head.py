@@ -53,7 +53,7 @@ class LogitShards(NamedTuple):
             ValueError: there are more or fewer targets than tokens.
             IndexError: a target names no row, on a CPU; on a GPU the device reports it.
         """
-        return cross_entropy(self, targets, ignore_index)
+        return shared_cross_entropy(self, targets, ignore_index)
 
 
 class HeadShards:
@@ -215,8 +215,8 @@ class HeadEntry:
         options: dict[str, Any] = {"run_check": False, "shape": weight.shape, "stride": (weight.shape[1], 1)}
         return DTensor.from_local(rows, self.shards.line, (Shard(0),), **options)
 
-    def outputs(self, x: Tensor, layers: Sequence[LinearLayer], call: int) -> tuple[LogitShards, ...]:
-        """Return the logits; see `nn.linear.run_shared`."""
+    def outputs(self, x: Tensor, layers: Sequence[LinearLayer], call: int) -> tuple[Any, ...]:
+        """Return `LogitShards` of the one layer; see `nn.linear.run_shared`."""
         from halfbyte.distributed.tp_styles import _Entry
 
         entry = _Entry(self.shards.line, 0, None, True)
@@ -237,7 +237,7 @@ def _sent_bytes(numel: int, dtype: torch.dtype, recipe: Recipe) -> int:
     return sum(coded) + (numel * dtype.itemsize if len(specs) < 2 else 0)
 
 
-def cross_entropy(given: LogitShards, targets: Tensor, ignore_index: int) -> Tensor:
+def shared_cross_entropy(given: LogitShards, targets: Tensor, ignore_index: int) -> Tensor:
     """See `LogitShards.cross_entropy`."""
     logits, shards = given
     targets = targets.reshape(-1)
@@ -356,7 +356,7 @@ def exchanged_bytes(tokens: int, world: int, dim: int, sizes: tuple[int, int]) -
     return (world - 1) * tokens * (dim * sum(sizes) + TARGET_BYTES + 2 * STATISTIC_BYTES)
 
 
-def problem_of(head: nn.Module, world: int) -> str:
+def head_problem(head: nn.Module, world: int) -> str:
     """Return why activations of a head cannot be exchanged among so many ranks; "" if they can."""
     weight: Any = head.weight
     chunk = ceil_div(weight.shape[0], world)

@@ -44,7 +44,7 @@ def check_same_experts(notes: list[dict[tuple[int, ...], list]], group: dist.Pro
                 )
 
 
-def agree_on(call: str, members: Sequence[int], problem: str | None, facts: Sequence[tuple[str, str]]) -> None:
+def agree_to_gather(call: str, members: Sequence[int], problem: str | None, facts: Sequence[tuple[str, str]]) -> None:
     """Raise ValueError on every rank if one of them has a problem, or if they are about to do different things.
 
     Args:
