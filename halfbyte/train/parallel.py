@@ -43,6 +43,8 @@ class Parallel:
         """What lets weights travel as NVFP4; None if they travel in their dtype."""
         self.exchange: Any = None
         """What lets rows of the embedding and activations of the head travel; None if FSDP2 gathers them whole."""
+        self.primary: Any = None
+        """What keeps weights in NVFP4 on ranks that do not shard them; None if they are in fp32."""
         self._mesh: Any = None
         if config.size > 1:
             from torch.distributed.device_mesh import init_device_mesh
@@ -63,6 +65,38 @@ class Parallel:
     def is_sharded(self) -> bool:
         """Whether ranks share parameters."""
         return self.config.dp_shard > 1 or self.config.tp > 1
+
+    @property
+    def keeps_nvfp4(self) -> bool:
+        """Whether every rank holds all weights, those of quantized layers in NVFP4 alone."""
+        return self.config.weights == "nvfp4" and not self.is_sharded
+
+    def stepping(self, model: nn.Module, optimizer: Any, clip: float, dtype: torch.dtype) -> Any:
+        """Return what steps a model that has been built and has resumed: its optimizer, or PrimaryTraining."""
+        if not self.keeps_nvfp4:
+            return optimizer
+        from halfbyte.train.primary import PrimaryTraining
+
+        self.primary = PrimaryTraining(model, optimizer, clip, dtype)
+        return self.primary
+
+    def step(self, model: nn.Module, optimizer: Any, clip: float) -> Tensor:
+        """Make an optimizer step; return the norm of the gradient before clipping."""
+        if self.primary is not None:
+            return self.primary.step()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return whole(norm)
+
+    def state(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        """Return the states of model and optimizer that a checkpoint holds; all ranks must call it."""
+        states = (model.state_dict(), optimizer.state_dict()) if self.primary is None else self.primary.state()
+        return dict(zip(("model", "optimizer"), states, strict=True))
+
+    def trained(self, model: nn.Module) -> Iterable[Tensor]:
+        """Return the tensors that steps change, as far as this rank holds them."""
+        return model.parameters() if self.primary is None else self.primary.masters()
 
     def place_(self, state: hb.RunState) -> None:
         """Let this rank draw random bits of its own; all ranks must call it."""
@@ -91,6 +125,8 @@ class Parallel:
                 return model.to(self._device)
             # What DTensors hand out is a view, and nothing is changed in place.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        if self.keeps_nvfp4:
+            return model
         if not self.is_sharded:
             ddp = nn.parallel.DistributedDataParallel
             named = inspect.signature(ddp).parameters
@@ -123,6 +159,8 @@ class Parallel:
 
     def let_go(self, model: nn.Module) -> None:
         """Free the weights that a forward without a backward has left whole."""
+        if self.primary is not None:
+            self.primary.forget_values()
         for module in model.modules() if self.is_sharded else ():
             if is_gathered(module):
                 module.reshard()  # type: ignore[operator]
@@ -130,13 +168,18 @@ class Parallel:
     @property
     def travels(self) -> str:
         """What of the weights travels how, as a table; "" if all of them travel in their dtype."""
+        if self.primary is not None:
+            return self.primary.travels
         parts = [str(self.gather.report)] if self.gather is not None else []
         return "\n".join([*parts, *([str(self.exchange)] if self.exchange is not None else [])])
 
     @contextlib.contextmanager
     def reducing(self, trained: nn.Module, is_last: bool) -> Iterator[None]:
         """Let the backward in the block sum gradients over the ranks if it is the last of a step."""
-        if self._mesh is None or (self.config.dp_shard == 1 and self.config.tp > 1):
+        if self.primary is not None:
+            with self.primary.reducing(is_last):
+                yield
+        elif self._mesh is None or (self.config.dp_shard == 1 and self.config.tp > 1):
             yield
         elif self.is_sharded:
             trained.set_requires_gradient_sync(is_last)  # type: ignore[operator]
