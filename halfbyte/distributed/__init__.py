@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from halfbyte.distributed.adopt import primary_weights_
 from halfbyte.distributed.embedding import RowExchange, shard_embedding_
 from halfbyte.distributed.fsdp import WeightGather, fsdp_gather_nvfp4_
+from halfbyte.distributed.head import LogitShards
 from halfbyte.distributed.partial_cast import cast_master_weights_to_nvfp4, post_all_gather_processing
 from halfbyte.distributed.placing import place_ranks_
 from halfbyte.distributed.plan import storage_plan
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from halfbyte.distributed.tp_styles import NVFP4Colwise, NVFP4Rowwise
 
 __all__ = [
+    "LogitShards",
     "NVFP4Colwise",
     "NVFP4Rowwise",
     "RowExchange",

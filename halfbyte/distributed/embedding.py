@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halfbyte.distributed.head import HeadShards, exchanged_bytes, head_problem, shard_head
+from halfbyte.distributed.same import agree_to_gather
 from halfbyte.layout import ceil_div
 from halfbyte.notebook import ShowsText
 
@@ -26,96 +28,222 @@ ID_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingRow:
-    """One embedding: what of it travels in a micro-batch, in bytes that reach every rank.
+    """One embedding or head: what of it travels in a micro-batch, in bytes that reach every rank.
 
     name: of the weight.
-    reason: why it is gathered; "" if rows are exchanged.
-    gathered: bytes of its gather and of the reduction of its gradient.
-    exchanged: bytes of rows and their gradients at most, if every token were another.
+    reason: why it is gathered; "" if rows or activations are exchanged.
+    gathered: bytes of its gather and of the reduction of its gradient; of a head tied to an embedding the same ones.
+    exchanged: bytes of rows and their gradients at most, if every token were another; of a head, of activations.
+    what: is exchanged, "rows" or "activations".
     """
 
     name: str
     reason: str
     gathered: int
     exchanged: int
+    what: str = "rows"
 
     def __str__(self) -> str:
         if self.reason:
             return f"{self.name}: gathered, {self.gathered:,} bytes a micro-batch: {self.reason}"
+        most = "at most " if self.what == "rows" else ""
         return (
-            f"{self.name}: rows exchanged, at most {self.exchanged:,} bytes a micro-batch; gathered {self.gathered:,}"
+            f"{self.name}: {self.what} exchanged, {most}{self.exchanged:,} bytes a micro-batch; gathered "
+            f"{self.gathered:,}"
         )
 
 
 class RowExchange(ShowsText):
     """What `shard_embedding_` arranged.
 
-    rows: one for each embedding of the model.
-    params: weights of which rows are exchanged, for `fully_shard(…, ignored_params=params)`.
+    rows: one for each embedding of the model, and one for its head if it was named.
+    params: weights of which rows or activations are exchanged, for `fully_shard(…, ignored_params=params)`.
     """
 
-    def __init__(self, rows: list[EmbeddingRow], modules: list[ShardedEmbedding]) -> None:
-        self.rows, self._modules = tuple(rows), modules
+    def __init__(self, rows: list[EmbeddingRow], modules: list[ShardedEmbedding], head: _Head | None = None) -> None:
+        self.rows, self._modules, self._head = tuple(rows), modules, head
 
     @property
     def params(self) -> set[nn.Parameter]:
         """The weights as they are now."""
-        return {module.weight for module in self._modules}
+        heads = [] if self._head is None else [self._head.module]
+        return {module.weight for module in (*self._modules, *heads)}  # type: ignore[misc]
 
     @property
     def traffic(self) -> dict[str, int]:
-        """Bytes that have reached this rank so far: ids and rows in forward, gradients in backward; exchanges."""
+        """Bytes that have reached this rank so far: ids and rows in forward, gradients in backward; exchanges.
+
+        activations: those of a head, its targets and the parts of its loss, and gradients of activations.
+        """
         counted = [module.traffic for module in self._modules]
-        return {key: sum(one[key] for one in counted) for key in ("rows", "gradients", "exchanges")}
+        found = {key: sum(one[key] for one in counted) for key in ("rows", "gradients", "exchanges")}
+        return found | ({"activations": 0} if self._head is None else self._head.shards.traffic)
 
     def set_requires_gradient_sync(self, is_last: bool) -> None:
         """Let the next backward send gradients, or keep them for the one that does, as FSDP2 does with others."""
-        for module in self._modules:
+        for module in (*self._modules, *([] if self._head is None else [self._head.shards])):
             module.sends_gradients = is_last
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.rows))
 
 
-def shard_embedding_(model: nn.Module, mesh: Any, *, tokens: int, policy: Any = None) -> RowExchange:
+def shard_embedding_(
+    model: nn.Module, mesh: Any, *, tokens: int, policy: Any = None, head: str | None = None
+) -> RowExchange:
     """Let every rank keep some rows of each embedding, in place, and exchange rows where that is fewer bytes.
 
     Call it before `torch.distributed.fsdp.fully_shard`, on every rank, with equal weights, and hand `params` of what it
     returns to `fully_shard(…, ignored_params=)` of the module that holds the embedding. Parameters keep their names and
     become DTensors, sharded by rows as FSDP2's, whose gradients are averaged over the ranks.
 
+    Of a head that is named, tied to an embedding or not, ranks then exchange activations where that is fewer bytes. It
+    returns `LogitShards`, whose `cross_entropy(targets)` stands for that of logits; all ranks must have as many tokens.
+
     Args:
         model: whose torch.nn.Embedding are looked at.
         mesh: of FSDP2: one dimension, or two of HSDP.
         tokens: of a rank in a micro-batch, by which rows or a gather are chosen.
         policy: FSDP2's MixedPrecisionPolicy; None if there is none.
+        head: the name of the layer that makes logits, such as "lm_head". None: FSDP2 gathers it.
 
     Returns:
         A handle with `params`, the choice of every embedding in `rows`, and the `traffic`.
 
     Raises:
-        ValueError: tokens is not positive, the mesh has more than two dimensions, or a weight is sharded already.
+        ValueError: tokens is not positive, the mesh has more than two dimensions, a weight is sharded already, the
+            model has no such head, or, on every rank, ranks differ in shapes or tokens.
+        RuntimeError: some rank of the mesh does not make the call within `agree.AGREE_TIMEOUT`.
     """
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"tokens={tokens!r}: give how many tokens a rank has in a micro-batch, at least 1")
     if mesh.ndim > 2:
         raise ValueError(f"mesh has the dimensions {mesh.mesh_dim_names}: give that of fully_shard, one or two")
-    holders: dict[int, int] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
-            holders[id(param)] = holders.get(id(param), 0) + 1
-    rows, sharded = [], []
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Embedding):
-            continue
-        precision = _Precision.of(module.weight, policy)
-        row = _choose(f"{name}.weight".lstrip("."), module, precision, (tokens, holders[id(module.weight)]))
-        rows.append(row)
+    named = dict(model.named_modules())
+    if head is not None and (not head or not isinstance(getattr(named.get(head), "weight", None), Tensor)):
+        raise ValueError(f"head={head!r}: the model has no such layer with a weight; name the one that makes logits")
+    making = _Head.of(head, named[head], mesh, policy, tokens) if head else None
+    embeddings = {name: module for name, module in named.items() if isinstance(module, nn.Embedding)}
+    rows = _choices(named, embeddings, (policy, tokens), making)
+    agree_to_gather(CALL, mesh.mesh.flatten().tolist(), None, [(row.name, str(row)) for row in rows])
+    making = None if making is None or rows[-1].reason else making
+    sharded: list[ShardedEmbedding] = []
+    weights: dict[int, nn.Parameter] = {}
+    for row, (name, module) in zip(rows, embeddings.items(), strict=False):  # behind them may be the head's
         if not row.reason:
-            sharded.append(ShardedEmbedding(module, mesh, precision))
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, sharded[-1])
-    return RowExchange(rows, sharded)
+            weight = _sharded(module.weight, mesh, weights)
+            sharded.append(ShardedEmbedding(module, weight, mesh, _Precision.of(module.weight, policy)))
+            _put(model, name, sharded[-1])
+    if making is not None:
+        making.shard_(model, _sharded(making.module.weight, mesh, weights))
+    return RowExchange(rows, sharded, making)
+
+
+def _choices(
+    named: dict[str, nn.Module], embeddings: dict[str, nn.Embedding], options: tuple[Any, int], head: _Head | None
+) -> list[EmbeddingRow]:
+    """Return the choice of every embedding, and behind them that of the head.
+
+    Args:
+        named: all modules of the model.
+        embeddings: those among them.
+        options: policy and tokens.
+        head: that was named.
+    """
+    holders: dict[int, list[nn.Module]] = {}
+    for module in named.values():
+        for param in module._parameters.values():
+            holders.setdefault(id(param), []).append(module)
+    rows = [
+        _choose(f"{name}.weight".lstrip("."), module, options, holders[id(module.weight)], head)
+        for name, module in embeddings.items()
+    ]
+    if head is None:
+        return rows
+    others = [m for m in holders[id(head.module.weight)] if m is not head.module]
+    tied = [row for row, module in zip(rows, embeddings.values(), strict=True) if module in others]
+    return [*rows, head.row(tied, len(others))]
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
+
+
+def _sharded(whole: Any, mesh: Any, made: dict[int, nn.Parameter]) -> nn.Parameter:
+    """Return a parameter of which this rank keeps the rows that FSDP2 would leave it; made: those of before."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    if id(whole) not in made:
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        # Every rank has the whole weight: none sends it.
+        weight = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
+        made[id(whole)] = nn.Parameter(weight, requires_grad=whole.requires_grad)
+    return made[id(whole)]
+
+
+class _Head:
+    """A head that was named, and what its activations take.
+
+    name: of the layer.
+    module: it; once sharded, what stands in its place.
+    """
+
+    def __init__(self, name: str, module: nn.Module, precision: _Precision, policy: Any, exchanged: int) -> None:
+        self.name, self.module, self._precision = name, module, precision
+        self._policy, self._exchanged = policy, exchanged
+        self.shards: Any = None
+        self._mesh: Any = None
+
+    @classmethod
+    def of(cls, name: str, module: Any, mesh: Any, policy: Any, tokens: int) -> _Head:
+        """Return that of a layer before it is sharded."""
+        precision = _Precision.of(module.weight, policy)
+        sizes = precision.rows.itemsize, precision.rows.itemsize
+        exchanged = exchanged_bytes(tokens, mesh.size(mesh.ndim - 1), module.weight.shape[-1], sizes)
+        found = cls(name, module, precision, policy, exchanged)
+        found._mesh = mesh
+        return found
+
+    @property
+    def exchanged(self) -> int:
+        """Bytes of activations and their gradients."""
+        return self._exchanged
+
+    @property
+    def reason(self) -> str:
+        """Why its activations cannot be exchanged, whatever that takes; "" if they can."""
+        return head_problem(self.module, self._mesh.size(self._mesh.ndim - 1))
+
+    def row(self, tied: list[EmbeddingRow], others: int) -> EmbeddingRow:
+        """Return the choice.
+
+        Args:
+            tied: embeddings that have the weight too, as they were chosen.
+            others: how many modules have it too.
+        """
+        weight: Any = self.module.weight
+        if hasattr(weight, "device_mesh"):
+            raise ValueError(f"{self.name}.weight is a DTensor: call {CALL} before fully_shard, on whole weights")
+        gathered = self._precision.size_of(weight)
+        reason = self.reason
+        if not reason and others > len(tied):
+            reason = "other modules have it too"
+        if not reason:
+            reason = next((row.reason for row in tied if row.reason), "")
+        if not reason and not tied and self._exchanged >= gathered:
+            reason = f"activations of all ranks are as many bytes as its {weight.shape[0]:,} rows"
+        name = f"{self.name}.weight"
+        exchanged = self._exchanged
+        return EmbeddingRow(name=name, reason=reason, gathered=gathered, exchanged=exchanged, what="activations")
+
+    def shard_(self, model: nn.Module, weight: nn.Parameter) -> None:
+        """Let ranks exchange its activations."""
+        self.shards = HeadShards(weight, self._mesh, self._precision.gradients)
+        head: Any = self.module
+        self.module = shard_head(head, weight, self.shards, getattr(self._policy, "param_dtype", None))
+        if self.module is not head:
+            _put(model, self.name, self.module)
 
 
 class _Precision(NamedTuple):
@@ -129,21 +257,41 @@ class _Precision(NamedTuple):
         rows = getattr(policy, "param_dtype", None) or weight.dtype
         return cls(rows, getattr(policy, "reduce_dtype", None) or rows)
 
+    def size_of(self, weight: Tensor) -> int:
+        """Return the bytes of a weight's gather and of the reduction of its gradient."""
+        return weight.numel() * (self.rows.itemsize + self.gradients.itemsize)
 
-def _choose(name: str, module: nn.Embedding, precision: _Precision, sizes: tuple[int, int]) -> EmbeddingRow:
-    tokens, holders = sizes
+
+def _choose(
+    name: str, module: nn.Embedding, options: tuple[Any, int], holders: list[nn.Module], head: _Head | None
+) -> EmbeddingRow:
+    """Return the choice for one embedding.
+
+    Args:
+        name: of its weight.
+        options: policy and tokens.
+        holders: modules that have its weight.
+        head: that was named, which may be one of them.
+    """
+    policy, tokens = options
     if hasattr(module.weight, "device_mesh"):
         raise ValueError(f"{name} is a DTensor: call {CALL} before fully_shard, on weights that every rank holds")
+    precision = _Precision.of(module.weight, policy)
     size = module.embedding_dim * (precision.rows.itemsize + precision.gradients.itemsize)
-    gathered, exchanged = module.num_embeddings * size, tokens * (size + ID_BYTES)
+    gathered, exchanged = precision.size_of(module.weight), tokens * (size + ID_BYTES)
+    others = [holder for holder in holders if holder is not module]
+    is_tied = head is not None and len(others) == 1 and others[0] is head.module
+    both = exchanged + (head.exchanged if is_tied and head is not None else 0)
     checks = (
         (type(module) is not nn.Embedding, f"it is a {type(module).__name__}, no torch.nn.Embedding"),
-        (holders > 1, "other modules have it too, such as a head tied to it"),
+        (bool(others) and not is_tied, "other modules have it too, such as a head tied to it"),
+        (is_tied and head is not None and bool(head.reason), f"of the head tied to it: {head and head.reason}"),
         (module.max_norm is not None, "max_norm changes rows in forward"),
         (module.padding_idx is not None, "padding_idx leaves a row without a gradient"),
         (module.scale_grad_by_freq or module.sparse, "its gradients are scaled by frequency, or sparse"),
         (module.weight.is_meta, "it is on the meta device, without values"),
         (exchanged >= gathered, f"{tokens:,} tokens may name as many bytes as its {module.num_embeddings:,} rows have"),
+        (both >= gathered, "rows and the activations of the head tied to it are as many bytes as its rows"),
     )
     reason = next((text for applies, text in checks if applies), "")
     return EmbeddingRow(name=name, reason=reason, gathered=gathered, exchanged=exchanged)
@@ -155,15 +303,10 @@ class ShardedEmbedding(nn.Module):
     sends_gradients: whether the next backward sends gradients to their owners, with those that were kept before.
     """
 
-    def __init__(self, whole: nn.Embedding, mesh: Any, precision: _Precision) -> None:
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
+    def __init__(self, whole: nn.Embedding, weight: nn.Parameter, mesh: Any, precision: _Precision) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
-        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-        # Every rank has the whole weight: none sends it.
-        weight = distribute_tensor(whole.weight.detach(), mesh, placements, src_data_rank=None)
-        self.weight = nn.Parameter(weight, requires_grad=whole.weight.requires_grad)
+        self.weight = weight
         self.train(whole.training)
         self._mesh, self._precision = mesh, precision
         self.sends_gradients = True

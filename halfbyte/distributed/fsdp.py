@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from halfbyte.distributed.agree import refuse_together
+from halfbyte.distributed.agree import members_of
 from halfbyte.distributed.fsdp_arrival import Arrival, Orders
 from halfbyte.distributed.fsdp_cast import ShardCast
 from halfbyte.distributed.fsdp_choice import (
@@ -34,6 +34,7 @@ from halfbyte.distributed.fsdp_choice import (
     group_of,
     holders_of,
     homes_of,
+    is_exchanged,
     is_wrapped,
     param_dtype_of,
     reason_against,
@@ -43,6 +44,7 @@ from halfbyte.distributed.fsdp_choice import (
 from halfbyte.distributed.fsdp_report import GatherReport, GatherRow
 from halfbyte.distributed.fsdp_rows import RowCast
 from halfbyte.distributed.fsdp_weight import GatheredWeight, Precision
+from halfbyte.distributed.same import agree_to_gather
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.weights import weight_specs
 from halfbyte.nn.linear import LinearLayer
@@ -70,7 +72,8 @@ def fsdp_gather_nvfp4_(model: nn.Module, *, dtype: torch.dtype | None = None) ->
 
     Raises:
         ValueError: on every rank: fully_shard wrapped nothing of it, no weight can be gathered so, it has run already,
-            FSDP2 offloads to the CPU or reshards to an integer, or gathers in another dtype below fp32 than `dtype`.
+            FSDP2 offloads to the CPU or reshards to an integer, or gathers in another dtype below fp32 than `dtype`, or
+            ranks differ in shapes, recipes or `dtype`.
         RuntimeError: some rank does not make the call within `agree.AGREE_TIMEOUT`.
         TypeError: it is no module, or dtype none of these.
     """
@@ -80,7 +83,8 @@ def fsdp_gather_nvfp4_(model: nn.Module, *, dtype: torch.dtype | None = None) ->
         check_value_dtype("dtype", dtype, "name that of autocast, or leave it out")
     homes = homes_of(model)
     chosen, reasons = _choose(model, homes)
-    refuse_together(_problem(model, chosen, reasons) or _twice_rounded(homes, dtype), None, CALL)
+    problem = _problem(model, chosen, reasons) or _twice_rounded(homes, dtype)
+    agree_to_gather(CALL, members_of(None), problem, _facts(homes, chosen, reasons, dtype))
     gather = WeightGather(model, homes, GatherChoice(chosen, reasons, dtype))
     if gather.report.kept:
         texts = sorted({f"{name}: {reason}" for name, reason in gather.report.kept.items()})
@@ -248,6 +252,18 @@ def _choose(model: nn.Module, homes: list[Home]) -> tuple[dict[str, NVFP4], dict
     return specs, {name: reason for name, reason in against.items() if reason}
 
 
+def _facts(
+    homes: list[Home], chosen: dict[str, NVFP4], reasons: dict[str, str], dtype: torch.dtype | None
+) -> list[tuple[str, str]]:
+    """Return what ranks compare: of every parameter its shape, and how it travels."""
+    found = []
+    for home in homes:
+        spec = chosen.get(home.name)
+        form = f"{param_dtype_of(home) or home.param.dtype}" if spec is None else f"{spec.key} of {dtype}"
+        found.append((home.name, f"{tuple(home.param.shape)} as {form}, {reasons.get(home.name, '')}".rstrip(", ")))
+    return found
+
+
 def _twice_rounded(homes: list[Home], dtype: torch.dtype | None) -> str | None:
     """Return why weights cannot be quantized from `dtype`; without codes they are first rounded to param_dtype."""
     for home in homes:
@@ -264,7 +280,9 @@ def _problem(model: nn.Module, chosen: dict[str, NVFP4], reasons: dict[str, str]
     wrapped = [module for module in model.modules() if is_wrapped(module)]
     if not wrapped:
         return "model: fully_shard has wrapped nothing of it; call torch.distributed.fsdp.fully_shard first"
-    if any(getattr(module, "weight_to_read", None) is not None for module in model.modules()):
+    if any(
+        getattr(module, "weight_to_read", None) is not None for module in model.modules() if not is_exchanged(module)
+    ):
         return f"model: its weights are gathered as codes already; call {CALL} once"
     problem = wrapping_problem(wrapped)
     if problem is not None:

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from halfbyte.distributed.embedding import ShardedEmbedding
 from halfbyte.distributed.fsdp_weight import GatheredWeight, RowShards, reads_codes_alone
+from halfbyte.distributed.head import HeadEntry, ShardedHead
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.weights import weight_specs
 from halfbyte.nn.linear import LinearLayer
@@ -43,8 +45,15 @@ def homes_of(model: nn.Module) -> list[Home]:
         for own, param in module._parameters.items():
             if param is not None and id(param) not in seen:
                 seen.add(id(param))
+                if is_exchanged(module):
+                    continue
                 homes.append(Home(f"{path}.{own}".lstrip("."), module, own, wrapped[path]))
     return homes
+
+
+def is_exchanged(module: Any) -> bool:
+    """Whether ranks exchange rows or activations of a module's weight, which `fully_shard` was told to leave alone."""
+    return isinstance(module, ShardedEmbedding | ShardedHead) or isinstance(getattr(module, "entry", None), HeadEntry)
 
 
 def is_wrapped(module: nn.Module) -> bool:

@@ -1,8 +1,12 @@
-"""Whether the ranks of a ZeroOptimizer have the same parameters, and those that share experts the same experts."""
+"""Whether ranks have the same parameters: those of a ZeroOptimizer, of a gather, and those that share experts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
+
+from halfbyte.distributed.agree import exchange_among
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
@@ -38,3 +42,20 @@ def check_same_experts(notes: list[dict[tuple[int, ...], list]], group: dist.Pro
                 check_same_parameters(
                     items, theirs, f"expert_groups: the parameters of ranks {list(members)}", (rank, other)
                 )
+
+
+def agree_to_gather(call: str, members: Sequence[int], problem: str | None, facts: Sequence[tuple[str, str]]) -> None:
+    """Raise ValueError on every rank if one of them has a problem, or if they are about to do different things.
+
+    Args:
+        call: the function in whose name they meet.
+        members: global ranks.
+        problem: what is wrong on this rank, or None.
+        facts: (name, what is done with it) of every parameter, in order.
+    """
+    notes = exchange_among(members, [problem, [list(fact) for fact in facts]], call)
+    for rank, (text, _) in zip(members, notes, strict=True):
+        if text is not None:
+            raise ValueError(text if len(notes) == 1 else f"rank {rank}: {text}")
+    for rank, (_, theirs) in zip(members, notes, strict=True):
+        check_same_parameters(notes[0][1], theirs, f"{call}: the parameters", (members[0], rank))

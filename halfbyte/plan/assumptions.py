@@ -13,6 +13,7 @@ UNMEASURED = {
     "fsdp": "FSDP2 that gathers bf16",
     "gather": "its 4-bit gather (docs/fsdp2.md)",
     "tp": "tensor parallelism (docs/tensor_parallel.md)",
+    "head": "a head that ranks share (docs/fsdp2.md)",
 }
 MISSING = {
     "experts": "a 4-bit gather of experts",
@@ -33,6 +34,7 @@ def unmeasured(job: Job) -> tuple[str, ...]:
     """Return what the run needs that halfbyte has and no record is of."""
     fsdp = job.sharding == "fsdp"
     needs = {"fsdp": fsdp, "gather": fsdp and job.gather == "nvfp4", "tp": job.mesh.tp > 1}
+    needs["head"] = job.head == "shared"
     return tuple(UNMEASURED[name] for name, is_needed in needs.items() if is_needed)
 
 

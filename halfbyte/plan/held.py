@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from halfbyte.distributed.head import WORK
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.plan.job import Job
 from halfbyte.plan.kept import WORD, BlockKept, kept
+from halfbyte.plan.shared_edges import shared_edges
 
 FP32, BF16 = 4, 2
 CODES = 0.5 + 1 / NVFP4_BLOCK
@@ -19,6 +21,8 @@ TILE_SCALE = 1 / NVFP4_BLOCK**2
 LOSS_WORDS = 3
 """fp32 tensors of the logits' size at once: log-softmax, its gradient, and the gradient of the logits (torch's
 `cross_entropy`, not chunked)."""
+SHARED_WORDS = 4 + 4 + 8
+"""Bytes of a logit among the few at once whose exponentials a shared head adds up: twice in fp32, once in 64 bits."""
 PREFETCHED = 2
 """Blocks whose weights FSDP2 holds gathered: the one that computes and the next."""
 
@@ -117,7 +121,8 @@ def _gathered(job: Job) -> float:
     each = BF16
     if job.gather == "nvfp4":  # scales of 1x16 blocks are read as they come
         each = CODES + (TILE_SCALE if job.code_height > 1 else 0.0)
-    return PREFETCHED * each * _largest_block(job) + BF16 * job.architecture.edges / job.mesh.tp
+    edges = job.architecture.edges - shared_edges(job).gathered(job)[1]
+    return PREFETCHED * each * _largest_block(job) + BF16 * edges / job.mesh.tp
 
 
 def _whole_gradients(job: Job) -> float:
@@ -155,6 +160,10 @@ def _again(job: Job) -> float:
 
 
 def _loss(job: Job) -> float:
+    if shared_edges(job).head:  # logits become their gradient; activations of all ranks, and the gradient of these
+        config = job.architecture.config
+        every = 2 * BF16 * job.mesh.dp_shard * job.tokens * config.dim
+        return BF16 * job.tokens * config.vocab_size + every + SHARED_WORDS * WORK
     each = LOSS_WORDS * FP32 + (BF16 if job.holds_logits else 0)
     return each * job.tokens * job.architecture.config.vocab_size / job.mesh.tp
 

@@ -19,6 +19,7 @@ Sharding = Literal["none", "zero1", "fsdp"]
 `hb.distributed.ZeroOptimizer` around a bf16 model. fsdp: FSDP2 with fp32 shards, computing in bf16."""
 Gather = Literal["bf16", "nvfp4"]
 Kernels = Literal["compiled", "eager"]
+Head = Literal["gathered", "shared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class Job:
             micro-batches of a step.
         sharding, gather: see Sharding; in what form weights travel.
         kernels: whether what lies between GEMMs is compiled, or fused, or runs op by op.
+        head: whether FSDP2 gathers embedding and head, or ranks share them where that is fewer bytes.
         holds_logits: the loop keeps a reference to the bf16 logits while the backward runs.
 
     Raises:
@@ -52,6 +54,7 @@ class Job:
     gather: Gather
     recompute: Recompute = "nothing"
     kernels: Kernels = "compiled"
+    head: Head = "gathered"
     holds_logits: bool = False
 
     def __post_init__(self) -> None:
@@ -77,6 +80,11 @@ class Job:
         mesh = self.mesh
         if self.sharding == "none" and mesh.dp_shard > 1:
             raise ValueError(f"dp_shard={mesh.dp_shard} with sharding='none': use dp_replicate, or sharding='fsdp'")
+        if self.head == "shared" and (self.sharding != "fsdp" or mesh.tp > 1):
+            raise ValueError(
+                f"head='shared' with sharding={self.sharding!r}, tp={mesh.tp}: ranks that share weights as FSDP2 does "
+                "share it; use sharding='fsdp' and tp=1, or head='gathered'"
+            )
         if self.sharding == "none" and self.gather == "nvfp4":
             raise ValueError("gather='nvfp4' with sharding='none': no weight travels; use gather='bf16'")
         if self.sharding == "zero1" and (mesh.tp, mesh.ep, mesh.dp_replicate) != (1, 1, 1):

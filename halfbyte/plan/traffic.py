@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from halfbyte.distributed.config import ZeroConfig
+from halfbyte.distributed.embedding import ID_BYTES
+from halfbyte.distributed.head import STATISTIC_BYTES, TARGET_BYTES
 from halfbyte.distributed.plan import Item, scale_room, storage_plan
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.layout import ceil_div, round_up
@@ -18,6 +20,7 @@ from halfbyte.plan.calibration import NETWORK_SHARE, NVLINK_SHARE
 from halfbyte.plan.hardware import Hardware
 from halfbyte.plan.held import BF16, FP32
 from halfbyte.plan.job import Job
+from halfbyte.plan.shared_edges import shared_edges
 from halfbyte.spec import Recipe
 
 Verb = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
@@ -80,7 +83,7 @@ class Collective:
 
 def collectives(job: Job) -> tuple[Collective, ...]:
     """Return the collectives of a step; none on one GPU."""
-    found = [*_weights(job), *_gradients(job), *_activations(job)]
+    found = [*_weights(job), *_gradients(job), *_activations(job), *_of_edges(job)]
     return tuple(c for c in found if c.group.size > 1 and c.message)
 
 
@@ -114,9 +117,12 @@ def _weights(job: Job) -> Iterator[Collective]:
 def _edges(job: Job) -> float:
     """Return what embedding, last norm and head take as they are gathered; FSDP2 keeps them for the backward."""
     config = job.architecture.config
+    shared = shared_edges(job)
     head = Matrix(name="lm_head", rows=config.vocab_size, cols=config.dim)
-    if not job.follows_head:
-        return BF16 * job.architecture.edges / job.mesh.tp
+    if not job.follows_head or shared.head:
+        return BF16 * (job.architecture.edges - shared.gathered(job)[1]) / job.mesh.tp
+    if shared.embedding:
+        return BF16 * config.dim + matrix_bytes(job, head, job.recipe)
     return BF16 * (job.architecture.edges - head.numel) / job.mesh.tp + matrix_bytes(job, head, job.recipe)
 
 
@@ -185,13 +191,32 @@ def _gradients(job: Job) -> Iterator[Collective]:
         yield _reduction("gradients", "reduce-scatter", _shards(job, False), BF16 * job.numel)
         return
     experts = job.architecture.expert_parameters / mesh.tp / mesh.ep
-    for what, numel, is_expert in (("gradients", job.numel - experts, False), ("gradients of experts", experts, True)):
+    others = job.numel - experts - shared_edges(job).gathered(job)[1]
+    for what, numel, is_expert in (("gradients", others, False), ("gradients of experts", experts, True)):
         yield _reduction(what, "reduce-scatter", _shards(job, is_expert), BF16 * numel * job.accumulate)
     yield _reduction("gradients of shards", "all-reduce", across, BF16 * job.shard)
 
 
 def _reduction(what: str, verb: Verb, group: Group, message: float) -> Collective:
     return Collective(what=what, verb=verb, phase="backward", group=group, message=message, is_hidden=True)
+
+
+def _of_edges(job: Job) -> Iterator[Collective]:
+    """Yield what ranks exchange that share embedding and head, of every micro-batch."""
+    config, group, shared = job.architecture.config, _shards(job, False), shared_edges(job)
+    row = BF16 * config.dim
+    each: list[tuple[str, Verb, Phase, float]] = []
+    if shared.embedding:
+        each.append(("rows of the embedding", "all-to-all", "forward", job.tokens * (row + ID_BYTES)))
+        each.append(("gradients of rows", "all-to-all", "backward", job.tokens * row))
+    if shared.head:
+        tokens = group.size * job.tokens
+        loss = tokens * (TARGET_BYTES + 2 * STATISTIC_BYTES)
+        each.append(("activations of the head", "all-gather", "forward", tokens * row + loss))
+        each.append(("gradients of activations", "all-to-all", "backward", tokens * row))
+    for what, verb, phase, message in each:
+        message *= job.accumulate
+        yield Collective(what=what, verb=verb, phase=phase, group=group, message=message, is_hidden=False)
 
 
 def _activations(job: Job) -> Iterator[Collective]:

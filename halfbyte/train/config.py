@@ -155,8 +155,11 @@ class MeshConfig:
     tp: int = 1
     """Ranks that share every layer of a block, and see the same tokens (tensor parallel); of dense models."""
     weights: Literal["plain", "nvfp4"] = "plain"
-    """How sharded weights travel: in fp32, as they are stored, or as the codes and scales that GEMMs read (no bit of a
-    loss differs)."""
+    """How weights travel: in fp32, as they are stored, or as the codes and scales that GEMMs read (no bit of a loss
+    differs). With dp_shard=1 every rank then holds those of quantized layers as codes alone (ZeroOptimizer)."""
+    head: Literal["gathered", "shared"] = "gathered"
+    """Whether lm_head is gathered, or its rows stay where they are and activations travel if that is fewer bytes. Last
+    bits of losses differ. Rows of the embedding travel then, too."""
 
     def __post_init__(self) -> None:
         _positive(self, "dp_shard", "tp")
@@ -164,13 +167,13 @@ class MeshConfig:
             _positive(self, "dp_replicate")
         if self.weights not in ("plain", "nvfp4"):
             raise ValueError(f"weights={self.weights!r}: give 'plain' or 'nvfp4'")
-        if self.weights == "nvfp4" and self.dp_shard == 1:
+        if self.head not in ("gathered", "shared"):
+            raise ValueError(f"head={self.head!r}: give 'gathered' or 'shared'")
+        if self.head == "shared" and (self.dp_shard == 1 or self.tp > 1):
             raise ValueError(
-                "weights='nvfp4': dp_shard=1, so that every rank holds whole weights and none are gathered; give "
-                "--dp-shard, leave --weights out, or train your own loop with hb.distributed.ZeroOptimizer "
-                "(docs/primary_weights.md)"
+                f"head='shared': dp_shard={self.dp_shard}, tp={self.tp}, and it is for ranks that share weights as "
+                "FSDP2 does; give --dp-shard and no --tp, or leave --head out"
             )
-
         if self.weights == "nvfp4" and self.tp > 1:
             raise ValueError(
                 f"weights='nvfp4': tp={self.tp}, and parts of tensor-parallel weights travel in their values; leave "
@@ -206,6 +209,11 @@ class MeshConfig:
             raise ValueError(
                 f"{asked}: the mesh has {settled.size} ranks, and {ranks} {'runs' if ranks == 1 else 'run'}; start "
                 f"torchrun --nproc-per-node {settled.size} -m halfbyte …, or give numbers whose product is {ranks}"
+            )
+        if settled.weights == "nvfp4" and settled.parts == 1:
+            raise ValueError(
+                "weights='nvfp4': one process has whole weights, and none travel; start several with torchrun, leave "
+                "--weights out, or train your own loop with hb.distributed.ZeroOptimizer (docs/primary_weights.md)"
             )
         return settled
 
@@ -291,6 +299,16 @@ class TrainConfig:
             raise ValueError(
                 f"graph='on': {ranks} ranks step together, and graphs with their communication are not captured; leave "
                 "it out, or use one process"
+            )
+        if self.mesh.weights == "nvfp4" and shard == 1 and self.run.cache_weights:
+            raise ValueError(
+                "cache_weights=True with weights='nvfp4' and dp_shard=1: weights are there in NVFP4 alone, and nothing "
+                "is cached; leave one of them out"
+            )
+        if self.mesh.head == "shared" and self.tune.teacher is not None:
+            raise ValueError(
+                f"head='shared' with teacher={self.tune.teacher}: a teacher is compared with all logits of a token, "
+                "which no rank has then; leave one of them out"
             )
         if self.mesh.weights == "nvfp4" and self.compile == "on":
             raise ValueError(

@@ -9,10 +9,11 @@ the losses that follow are not those of the recipe.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from halfbyte.train import parallel
 
@@ -29,9 +30,10 @@ class Divergence(NamedTuple):
         return f"diverged at step {self.step}" if self.step else "diverged"
 
 
-def finite_parameters(model: nn.Module) -> bool:
-    """Return whether every parameter of `model`, as far as this rank holds it, is finite; waits for the device."""
-    return bool(torch.stack([parallel.local(p.detach()).isfinite().all() for p in model.parameters()]).all())
+def finite_parameters(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all tensors, as far as this rank holds them, are finite; waits for the device."""
+    found = [parallel.local(t.detach()).isfinite().all() for t in tensors]
+    return not found or bool(torch.stack(found).all())
 
 
 def of(result: dict) -> Divergence | None:

@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfbyte as hb
@@ -147,6 +146,7 @@ class Trainer:
         self.checkpoints = checkpoint.Checkpoints(self.folder / CHECKPOINTS, config.run.keep, self.ranks, background)
         self.environments = [{"step": 0, **environment.own(self.device, self.dtype, config.mesh)}]
         self._resume()
+        self.optimizer = self.parallel.stepping(self.model, self.optimizer, config.optim.clip, self.dtype)
         self.weight_cache = (
             hb.cache_weights(self.model, self.optimizer, dtype=self.dtype)
             if config.run.cache_weights and any(isinstance(m, FollowsRecipe) for m in self.model.modules())
@@ -259,7 +259,7 @@ class Trainer:
         """Say that the run diverged if its last held-out loss or a parameter is not finite."""
         if history.held_out_loss is not None and not math.isfinite(history.held_out_loss):
             history.diverged = Divergence(self.step, divergence.HELD_OUT)
-        elif self.ranks.largest(int(not divergence.finite_parameters(self.model))):
+        elif self.ranks.largest(int(not divergence.finite_parameters(self.parallel.trained(self.model)))):
             history.diverged = Divergence(self.step, divergence.PARAMETERS)
 
     def _follow_schedule(self, log: Log | Silent) -> None:
@@ -300,10 +300,7 @@ class Trainer:
                 ((loss + balance) / count).backward()
             total += loss.detach() / count
             self.run_state.advance()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total, parallel.whole(norm)
+        return total, self.parallel.step(self.model, self.optimizer, self.config.optim.clip)
 
     def _loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         return self._losses(inputs_BT, targets_BT, self.model)[0]
@@ -319,7 +316,7 @@ class Trainer:
                     wanted_BTV = teacher(inputs_BT)
                 per_token = distillation_loss(logits_BTV, wanted_BTV, temperature=self.config.tune.temperature)
                 return per_token.mean(), balance
-        return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten()), balance
+        return parallel.cross_entropy(logits_BTV, targets_BT), balance
 
     def _tokens(self) -> int:
         return self.step * self.config.data.tokens_per_step
@@ -331,8 +328,7 @@ class Trainer:
                 "step": self.step,
                 "position": self.position,
                 "seconds": self.seconds,
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
+                **self.parallel.state(self.model, self.optimizer),
                 "run_state": self.run_state.state_dict(),
                 "environments": self.environments,
             }

@@ -212,7 +212,7 @@ class Decoder(nn.Module):
         logits_BTV = self.lm_head(add_then_norm(self.norm, x_BTC, residual_BTC)[0])
         if not balance:
             return logits_BTV
-        return logits_BTV, torch.stack(losses).mean() if losses else torch.zeros((), device=logits_BTV.device)
+        return logits_BTV, torch.stack(losses).mean() if losses else torch.zeros((), device=tokens_BT.device)
 
 
 def _run(block: nn.Module, recompute: Recompute, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

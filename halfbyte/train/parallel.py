@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfbyte as hb
@@ -23,6 +24,8 @@ from halfbyte.train.config import MeshConfig
 
 DIMS = ("dp_replicate", "dp_shard", "tp")
 """Of the mesh, as torchtitan calls them: ranks see other data along the first two, the same along the last."""
+
+HEAD = "lm_head"
 
 
 class Parallel:
@@ -39,7 +42,9 @@ class Parallel:
         self.gather: Any = None
         """What lets weights travel as NVFP4; None if they travel in their dtype."""
         self.exchange: Any = None
-        """What lets rows of the embedding travel; None if FSDP2 gathers it whole."""
+        """What lets rows of the embedding and activations of the head travel; None if FSDP2 gathers them whole."""
+        self.primary: Any = None
+        """What keeps weights in NVFP4 on ranks that do not shard them; None if they are in fp32."""
         self._mesh: Any = None
         if config.size > 1:
             from torch.distributed.device_mesh import init_device_mesh
@@ -60,6 +65,38 @@ class Parallel:
     def is_sharded(self) -> bool:
         """Whether ranks share parameters."""
         return self.config.dp_shard > 1 or self.config.tp > 1
+
+    @property
+    def keeps_nvfp4(self) -> bool:
+        """Whether every rank holds all weights, those of quantized layers in NVFP4 alone."""
+        return self.config.weights == "nvfp4" and not self.is_sharded
+
+    def stepping(self, model: nn.Module, optimizer: Any, clip: float, dtype: torch.dtype) -> Any:
+        """Return what steps a model that has been built and has resumed: its optimizer, or PrimaryTraining."""
+        if not self.keeps_nvfp4:
+            return optimizer
+        from halfbyte.train.primary import PrimaryTraining
+
+        self.primary = PrimaryTraining(model, optimizer, clip, dtype)
+        return self.primary
+
+    def step(self, model: nn.Module, optimizer: Any, clip: float) -> Tensor:
+        """Make an optimizer step; return the norm of the gradient before clipping."""
+        if self.primary is not None:
+            return self.primary.step()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return whole(norm)
+
+    def state(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        """Return the states of model and optimizer that a checkpoint holds; all ranks must call it."""
+        states = (model.state_dict(), optimizer.state_dict()) if self.primary is None else self.primary.state()
+        return dict(zip(("model", "optimizer"), states, strict=True))
+
+    def trained(self, model: nn.Module) -> Iterable[Tensor]:
+        """Return the tensors that steps change, as far as this rank holds them."""
+        return model.parameters() if self.primary is None else self.primary.masters()
 
     def place_(self, state: hb.RunState) -> None:
         """Let this rank draw random bits of its own; all ranks must call it."""
@@ -88,6 +125,8 @@ class Parallel:
                 return model.to(self._device)
             # What DTensors hand out is a view, and nothing is changed in place.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        if self.keeps_nvfp4:
+            return model
         if not self.is_sharded:
             ddp = nn.parallel.DistributedDataParallel
             named = inspect.signature(ddp).parameters
@@ -100,9 +139,9 @@ class Parallel:
         mesh = self._mesh[DIMS[:2]] if self.config.dp_replicate != 1 else self._mesh[DIMS[1]]
         for block in blocks:
             fully_shard(block, mesh=mesh)
-        if self.config.weights == "nvfp4":
-            exchange = hb.distributed.shard_embedding_(model, mesh, tokens=max(1, tokens // self.config.size))
-            self.exchange = exchange
+        if self.config.weights == "nvfp4" or self.config.head == "shared":
+            each, head = max(1, tokens // self.config.size), HEAD if self.config.head == "shared" else None
+            self.exchange = hb.distributed.shard_embedding_(model, mesh, tokens=each, head=head)
         fully_shard(model, mesh=mesh, ignored_params=None if self.exchange is None else self.exchange.params)
         prefetch_(blocks)
         if self.config.weights == "nvfp4":
@@ -120,6 +159,8 @@ class Parallel:
 
     def let_go(self, model: nn.Module) -> None:
         """Free the weights that a forward without a backward has left whole."""
+        if self.primary is not None:
+            self.primary.forget_values()
         for module in model.modules() if self.is_sharded else ():
             if is_gathered(module):
                 module.reshard()  # type: ignore[operator]
@@ -127,13 +168,18 @@ class Parallel:
     @property
     def travels(self) -> str:
         """What of the weights travels how, as a table; "" if all of them travel in their dtype."""
+        if self.primary is not None:
+            return self.primary.travels
         parts = [str(self.gather.report)] if self.gather is not None else []
         return "\n".join([*parts, *([str(self.exchange)] if self.exchange is not None else [])])
 
     @contextlib.contextmanager
     def reducing(self, trained: nn.Module, is_last: bool) -> Iterator[None]:
         """Let the backward in the block sum gradients over the ranks if it is the last of a step."""
-        if self._mesh is None or (self.config.dp_shard == 1 and self.config.tp > 1):
+        if self.primary is not None:
+            with self.primary.reducing(is_last):
+                yield
+        elif self._mesh is None or (self.config.dp_shard == 1 and self.config.tp > 1):
             yield
         elif self.is_sharded:
             trained.set_requires_gradient_sync(is_last)  # type: ignore[operator]
@@ -162,6 +208,13 @@ def prefetch_(blocks: Iterable[nn.Module], ahead: int = 1) -> None:
 def is_gathered(module: nn.Module) -> bool:
     """Return whether FSDP2 gathers the module's parameters for its forward."""
     return hasattr(module, "set_requires_gradient_sync") and hasattr(module, "unshard")
+
+
+def cross_entropy(logits_BTV: Any, targets_BT: Tensor) -> Tensor:
+    """Return the mean loss of this rank's tokens, of logits or of the parts of them that ranks share."""
+    if isinstance(logits_BTV, Tensor):
+        return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
+    return logits_BTV.cross_entropy(targets_BT)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import warnings
 from functools import partial
 
 import pytest
+import ranks
 import small_models
 import torch
 import zero_checks as checks
@@ -89,6 +90,20 @@ def test_a_learning_rate_that_is_a_tensor_is_copied():
     zeros[1].load_state_dict(saved)
     zeros[1].param_groups[0]["lr"].fill_(2.0)
     assert saved["groups"][0]["lr"] == torch.tensor(0.01)
+
+
+def bytes_kept(rank: int, world: int) -> list[tuple[int, int]]:
+    """Elements of what each master's state is, and of the memory that it holds on to."""
+    run, other = build(ADAMW), build(ADAMW)
+    checks.train(rank, *run, range(1))
+    other[2].load_state_dict(run[2].state_dict())
+    values = [v for state in other[2].inner.state.values() for v in state.values() if v.dim()]
+    return [(v.numel(), v.untyped_storage().nbytes() // v.element_size()) for v in values]
+
+
+def test_loaded_state_holds_on_to_no_more_than_the_part_of_its_rank():
+    for sizes in ranks.run(2, bytes_kept):
+        assert sizes and all(held == own for own, held in sizes)
 
 
 def test_a_checkpoint_repairs_a_run_whose_gradients_were_nan():

@@ -10,6 +10,31 @@ from halfbyte.plan.assumptions import assumptions, missing, unmeasured
 from halfbyte.plan.planning import candidates, job_of
 
 
+def test_what_a_plan_is_of_where_nothing_is_said():
+    """The figures of docs/scaling.md leave most of it out."""
+    assert vars(PlanRequest()) == {
+        "model": "llama3-8b",
+        "gpus": 8,
+        "mesh": "auto",
+        "recipe": "nvfp4",
+        "hardware": "h200",
+        "sequences": 1,
+        "sequence": 8192,
+        "accumulate": 1,
+        "sharding": "auto",
+        "gather": "auto",
+        "recompute": "auto",
+        "kernels": "compiled",
+        "vocabulary": None,
+        "high_precision_blocks": 0.15,
+        "head": "gathered",
+        "holds_logits": False,
+    }
+    job = plan(PlanRequest(mesh="dp_shard=8")).job
+    assert (job.sharding, job.gather, job.recompute, job.kept_blocks) == ("fsdp", "nvfp4", "nothing", 5)
+    assert plan(PlanRequest(mesh="dp_replicate=8")).job.sharding == "none"
+
+
 def every(request: PlanRequest) -> dict[tuple[str, str], Plan | str]:
     """Return the plan of each mesh, asked for by name, or why there is none."""
     found: dict[tuple[str, str], Plan | str] = {}

@@ -98,6 +98,45 @@ def test_embedding_and_head_travel_once_in_each_forward(gather):
         assert forward - backward == 3 * edges
 
 
+SHAPES = {"1b": (16, 2048, 8192, 32), "3b": (28, 3072, 8192, 24), "8b": (32, 4096, 14_336, 32)}
+"""Blocks, width, width of the MLP, heads, of which 8 are of keys and values; a vocabulary of 128,256."""
+
+
+@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize("tokens", [8192, 16_384])
+def test_of_a_whole_model_a_quarter_travels_where_ranks_share_embedding_and_head(model, tokens):
+    blocks, dim, hidden, heads = SHAPES[model]
+    matrices = blocks * (2 * dim**2 + 2 * dim * 8 * dim // heads + 3 * dim * hidden)
+    norms, table = blocks * 2 * dim, 128_256 * dim
+    common = {"model": model, "gpus": 4, "mesh": "dp_shard=4", "sequence": tokens, "recipe": "nvfp4@all"}
+    coded, plain = sent(PlanRequest(**common, head="shared")), sent(PlanRequest(**common, gather="bf16"))
+    gathered, values = (
+        sum(found["weights", phase].message for phase in ("forward", "backward")) for found in (coded, plain)
+    )
+    assert gathered == 2 * (0.25 + 1 / 512) * 2 * matrices + 2 * 2 * norms + 2 * dim, "embedding and head: nothing"
+    assert gathered / values <= 0.27
+    rows, activations = coded["rows of the embedding", "forward"], coded["activations of the head", "forward"]
+    assert (
+        rows.wire == 3 / 4 * tokens * (2 * dim + 8)
+        and coded["gradients of rows", "backward"].message == tokens * 2 * dim
+    )
+    assert activations.wire == 3 * tokens * (2 * dim + 44)
+    assert coded["gradients of activations", "backward"].wire == 3 * tokens * 2 * dim
+    tables = table if model != "8b" else 2 * table
+    assert plain["gradients", "backward"].message - coded["gradients", "backward"].message == 2 * tables
+
+
+def test_embedding_and_head_are_gathered_where_that_is_fewer_bytes():
+    """8,192 tokens of 32 ranks are more than the rows of a head, and those of one rank more than 4,096 words."""
+    common = {"recipe": "nvfp4@all", "head": "shared", "sequence": 8192}
+    many = sent(PlanRequest(model="8b", gpus=32, mesh="dp_shard=32", **common))
+    assert ("rows of the embedding", "forward") in many and ("activations of the head", "forward") not in many
+    small = sent(PlanRequest(model="10m", gpus=2, mesh="dp_shard=2", **common))
+    assert not {what for what, _ in small} & {"rows of the embedding", "activations of the head"}
+    with pytest.raises(ValueError, match="head='shared' with sharding='none', tp=1: ranks that share weights"):
+        plan(PlanRequest(model="8b", gpus=2, mesh="dp_replicate=2", head="shared"))
+
+
 def test_tensor_and_expert_parallelism_exchange_activations():
     request = PlanRequest(model="deepseek-v3", gpus=64, mesh="dp_shard=32,tp=2,ep=8", accumulate=2)
     found = sent(request)

@@ -383,3 +383,32 @@ def ratios(rank: int, world: int, recipes: dict[str, Any]) -> dict[str, tuple[fl
         model(batch(case, rank, 0, 0).requires_grad_()).float().sum().backward()
         found[name] = gather.report.ratio, (gather.traffic["gathered"], 2 * gather.report.sent)
     return found
+
+
+def disagreements(rank: int, world: int) -> list[str]:
+    """What each rank is told where ranks are about to gather different things."""
+    mesh, said = init_device_mesh("cpu", (world,)), []
+
+    def gather(width: int, recipe: str, dtype: torch.dtype | None) -> None:
+        model = nn.Sequential(nn.Linear(32, width), nn.Linear(width, 32))
+        hb.quantize_(model, recipe, keep=hb.Keep(names=(), last_fraction=0), state=hb.RunState(0))
+        fully_shard(model, mesh=mesh)
+        hb.distributed.fsdp_gather_nvfp4_(model, dtype=dtype)
+
+    def exchange(tokens: int) -> None:
+        hb.distributed.shard_embedding_(nn.Sequential(nn.Embedding(40, 8)), mesh, tokens=tokens)
+
+    bf16 = torch.bfloat16
+    calls = (
+        lambda: gather(48 if rank else 64, "nvfp4", None),
+        lambda: gather(64, "rl" if rank else "nvfp4", None),
+        lambda: gather(64, "nvfp4", bf16 if rank else None),
+        lambda: gather(64, "bf16" if rank else "nvfp4", None),
+        lambda: exchange(4 if rank else 5),
+    )
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
+    return said

@@ -123,3 +123,17 @@ def test_the_table_of_recipes_is_what_travels():
     for rank in ranks.run(2, fsdp_checks.ratios, recipes):
         assert {name: f"{ratio:.3f}" for name, (ratio, _) in rank.items()} == said
         assert all(counted == expected for _, (counted, expected) in rank.values())
+
+
+def test_ranks_that_differ_are_told_the_difference():
+    first, second = ranks.run(2, fsdp_checks.disagreements)
+    assert first == second and len(first) == 5
+    shapes, recipes, dtypes, nothing, tokens = first
+    assert (
+        shapes.startswith("fsdp_gather_nvfp4_: the parameters differ: ['0.weight', '(64, 32) as nvfp4/16x16")
+        and "['0.weight', '(48, 32) as nvfp4/16x16" in shapes
+    )
+    assert "nvfp4/16x16" in recipes and "nvfp4/1x16" in recipes and "on rank 1" in recipes
+    assert "of None'] on rank 0" in dtypes and "of torch.bfloat16'] on rank 1" in dtypes
+    assert nothing.startswith("rank 1: model: none of its weights can be gathered as NVFP4; none of its layers")
+    assert tokens.startswith("shard_embedding_: the parameters differ: ['0.weight'") and "on rank 1" in tokens

@@ -274,12 +274,14 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(folder):
     assert saved_steps(folder / "signal") == [3, 4]
 
 
-def started(folder: Path, out: str, changes: list[list[str]]) -> list[tuple[int, str]]:
+def started(
+    folder: Path, out: str, changes: list[list[str]], program: tuple[str, ...] = ("-m", "halfbyte")
+) -> list[tuple[int, str]]:
     """Start a process for each rank, as a launcher on several nodes does; return status and standard error of each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(len(changes))}
-    command = [sys.executable, "-m", "halfbyte", "train", *options(folder, out)]
+    command = [sys.executable, *program, "train", *options(folder, out)]
     processes = [
         subprocess.Popen(
             [*command, *more],
@@ -298,15 +300,29 @@ def started(folder: Path, out: str, changes: list[list[str]]) -> list[tuple[int,
                 process.send_signal(signal.SIGKILL)
 
 
+OTHERWISE = ["--recipe", "bf16", "--seed", "3", "--lr", "0.001", "--model", "2m"]
+
+
 def test_ranks_of_other_commands_get_one_error_that_names_the_difference(folder):
-    ends = started(folder, "other", [["--recipe", "nvfp4"], ["--recipe", "bf16", "--seed", "3", "--lr", "0.001"]])
+    ends = started(folder, "other", [["--recipe", "nvfp4"], OTHERWISE])
     assert all(status for status, _ in ends)
     (said,) = [line for _, error in ends for line in own_lines(error)]
     assert said.startswith("halfbyte train: rank 1 was started otherwise than rank 0 (")
     for difference in (
+        "model: '2m' there, 'tiny' here",
         "optim.lr: 0.001 there, 0.005 here",
         "recipe: 'bf16' there, 'nvfp4' here",
         "seed: 3 there, 0 here",
     ):
         assert difference in said
     assert not (folder / "other").exists()
+
+
+def test_a_rank_of_another_release_gets_one_error_that_names_it(folder):
+    faulty_rank = str(FAULTY), "version", "1", "0"
+    ends = started(folder, "release", [["--recipe", "nvfp4"]] * 2, faulty_rank)
+    assert all(status for status, _ in ends)
+    (said,) = [line for _, error in ends for line in own_lines(error)]
+    here = checks.loop.measure.package_versions()["halfbyte"]
+    assert f"rank 1 was started otherwise than rank 0 (halfbyte: '0.0.1' there, {here!r} here, where" in said
+    assert not (folder / "release").exists()

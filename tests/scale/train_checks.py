@@ -71,9 +71,10 @@ def world_of(rank: int, world: int) -> World:
 
 def state_of(trainer: loop.Trainer) -> dict[str, torch.Tensor]:
     """Return weights and moments, whole."""
-    states = trainer.optimizer.state_dict()["state"]
-    found = {f"{index}.{key}": value for index, state in states.items() for key, value in state.items()}
-    found |= trainer.model.state_dict()
+    states = trainer.parallel.state(trainer.model, trainer.optimizer)
+    numbered = states["optimizer"]["state"].items()
+    found = {f"{index}.{key}": value for index, state in numbered for key, value in state.items()}
+    found |= states["model"]
     return {name: parallel.whole(tensor).clone() for name, tensor in found.items()}
 
 

@@ -78,14 +78,16 @@ def test_each_case(config, facts, off, monkeypatch):
 
 
 def test_layers_whose_weights_arrive_as_codes_are_not_compiled():
-    """Where shards are gathered; for one process, or DDP, which gather none, they are refused."""
+    """Where shards are gathered, or ranks hold codes alone; for one process they are refused."""
     codes = shape(mesh=configs.MeshConfig(dp_shard=2, dp_replicate=1, weights="nvfp4"))
     choices = auto.choose_options(codes, GPU, {})
     assert [choices[option].is_on for option in auto.OPTIONS] == [True, False, False]
     line = auto.lines(codes, GPU, choices)[0]
     assert line == f"compile: off, {auto.WITH_CODES}; it goes with --weights plain"
-    with pytest.raises(ValueError, match="weights='nvfp4': dp_shard=1.*give --dp-shard"):
-        configs.MeshConfig(weights="nvfp4")
+    with pytest.raises(ValueError, match="weights='nvfp4': one process has whole weights.*leave --weights out"):
+        configs.MeshConfig(weights="nvfp4").over(1)
+    both = configs.MeshConfig(weights="nvfp4").over(2)
+    assert (both.dp_replicate, both.dp_shard) == (2, 1)
     with pytest.raises(ValueError, match="compile='on' with weights='nvfp4'.*leave one of them out"):
         replace(codes, compile="on")
 

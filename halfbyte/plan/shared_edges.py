@@ -1,0 +1,39 @@
+"""Embedding and head whose rows stay with their ranks: what travels instead, by the rule of `shard_embedding_`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from halfbyte.distributed.embedding import ID_BYTES
+from halfbyte.distributed.head import exchanged_bytes
+from halfbyte.plan.job import Job
+
+BF16 = 2
+
+
+class SharedEdges(NamedTuple):
+    """Which of both ranks share."""
+
+    embedding: bool
+    head: bool
+
+    def gathered(self, job: Job) -> tuple[int, int]:
+        """Return how many parameters of embedding and head FSDP2 gathers and reduces, and how many it leaves."""
+        config = job.architecture.config
+        each = config.vocab_size * config.dim
+        copies = (self.head,) if config.tie_embeddings else (self.embedding, self.head)
+        return each * (len(copies) - sum(copies)), each * sum(copies)
+
+
+def shared_edges(job: Job) -> SharedEdges:
+    """Return what ranks share: what takes fewer bytes of exchanges than of gathers; of one weight for both, both."""
+    if job.head != "shared":
+        return SharedEdges(False, False)
+    config = job.architecture.config
+    gathered = config.vocab_size * config.dim * 2 * BF16
+    rows = job.tokens * (config.dim * 2 * BF16 + ID_BYTES)
+    activations = exchanged_bytes(job.tokens, job.mesh.dp_shard, config.dim, (BF16, BF16))
+    if config.tie_embeddings:
+        is_less = rows + activations < gathered
+        return SharedEdges(is_less, is_less)
+    return SharedEdges(rows < gathered, activations < gathered)
