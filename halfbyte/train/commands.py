@@ -16,6 +16,7 @@ from halfbyte.train import allocator, auto, data, divergence, launch, loop, mean
 from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
 from halfbyte.train.ranks import World, is_lost, joined, lost_in_words
+from halfbyte.values import split_outside
 
 Options = TypeVar("Options", "Train", "Compare")
 PRESET = "two_cores"
@@ -28,7 +29,8 @@ class Train:
     """Train a language model under one recipe. A run found in --out goes on where it stopped."""
 
     recipe: str = "nvfp4"
-    """A recipe of `halfbyte.recipes`; with `@all` behind it no layer stays in high precision."""
+    """A recipe of `halfbyte.recipes`, with options as in `nvfp4(rht=64,sr=off)`; with `@all` behind it no layer stays
+    in high precision; with `+late(0.2)`, `+schedule(…)`, `+bits(1)` or `+order` the run is changed (docs/studies.md)."""
     preset: str = PRESET
     """Where the defaults below come from: two_cores, two_cores_moe, one_gpu, tiny."""
     config: configs.TrainConfig = field(default_factory=configs.two_cores)
@@ -108,8 +110,8 @@ def _until_stopped(run: Callable[[Options, signals.Interrupts, World], int], opt
 
 
 def _train(options: Train, interrupts: signals.Interrupts, ranks: World) -> int:
-    treatment.treatment_of(options.recipe)  # before the text is read
-    config = ranks.first(lambda: loop.over(options.config, ranks))
+    config = treatment.applied(options.config, options.recipe)  # refused before the text is read
+    config = ranks.first(lambda: loop.over(config, ranks))
     run = config.run
     text = ranks.first_here(lambda: data.load_data(config.data, run.cache), "load_data")
     result = loop.train(config, options.recipe, text, interrupts=interrupts, ranks=ranks)
@@ -128,7 +130,7 @@ def _train(options: Train, interrupts: signals.Interrupts, ranks: World) -> int:
 
 
 def _compare(options: Compare, interrupts: signals.Interrupts, ranks: World) -> int:
-    names = comparison.check_names(name.strip() for name in options.recipes.split(",") if name.strip())
+    names = comparison.check_names(filter(None, split_outside(options.recipes, ",")))
     config = ranks.first(lambda: loop.over(options.config, ranks))
     results = comparison.compare(config, names, interrupts=interrupts, ranks=ranks)
     out = options.config.run.out

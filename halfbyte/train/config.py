@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from halfbyte.schedule import Schedule, parse_schedule
 from halfbyte.train import model as models
-from halfbyte.train import treatment
+from halfbyte.train import options, treatment
 from halfbyte.train.documents import TEXT_FIELD
 
 Switch = Literal["auto", "on", "off"]
@@ -61,6 +61,8 @@ class DataConfig:
     """Micro-batches of one optimizer step."""
     held_out: float = 0.02
     """Share of the tokens kept for validation."""
+    held_out_corpus: str = ""
+    """A file or folder whose text is kept for validation instead; `corpus` is then trained on whole."""
 
     def __post_init__(self) -> None:
         if not self.text_field:
@@ -249,6 +251,8 @@ class TrainConfig:
     tune: TuneConfig = TuneConfig()
     seed: int = 0
     """Of the initial weights, the data order and the random bits of quantization."""
+    bits: int = 0
+    """Other random bits of quantization, with the same weights and data; 0: those of the seed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the GEMMs; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU."""
@@ -276,6 +280,8 @@ class TrainConfig:
             )
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed}: give 0 <= seed < 2**63")
+        if not 0 <= self.bits < 1 << 15:
+            raise ValueError(f"bits={self.bits}: give 0 <= bits < 32768")
         self.schedule()
         self._check_mesh()
 
@@ -326,7 +332,12 @@ class TrainConfig:
 
     def schedule(self) -> Schedule | None:
         """Return the changes of recipe, None if there are none."""
-        return parse_schedule(self.recipe_schedule, self.optim.steps)
+        return parse_schedule(self.recipe_schedule, self.optim.steps, options.read)
+
+    @property
+    def quantization_seed(self) -> int:
+        """The seed of quantization's random bits."""
+        return self.seed + (self.bits << 32)
 
     def identity(self, recipe: str) -> dict:
         """Return everything that decides the result of training under the recipe of that name, as JSON values.
@@ -338,6 +349,12 @@ class TrainConfig:
         """
         values = asdict(self)
         del values["run"], values["mesh"], values["tune"], values["recipe_schedule"]
+        for part, name in (
+            (values, "bits"),
+            (values["data"], "held_out_corpus"),
+        ):  # as in runs from before they were there
+            if not part[name]:
+                del part[name]
         del values["data"]["text_field"]  # the hash of the text, which is in a run's identity, holds what it chose
         for name in (
             "fuse",

@@ -121,7 +121,7 @@ class Trainer:
         self.teacher = self.ranks.together(lambda: tune.teacher_of(config, data, self.device))
         if not self.parallel.is_sharded:  # else blocks go there one by one, each with its part alone
             self.model.to(self.device)
-        self.run_state = hb.RunState(config.seed, config.schedule()).to(self.device)
+        self.run_state = hb.RunState(config.quantization_seed, config.schedule()).to(self.device)
         chosen = treatment.treatment_of(recipe)
         self.report = hb.quantize_(self.model, chosen.recipe, keep=chosen.keep, state=self.run_state)
         if config.fuse == "on":
