@@ -249,6 +249,21 @@ def record(study: Study, folder: Path) -> int:
     return count
 
 
+def restore(study: Study, folder: Path) -> int:
+    """Copy recorded runs that are not in the study's folder back there; return how many.
+
+    So a piece that is trained on another machine, another day, finds the runs that others ended.
+    """
+    count = 0
+    for recipe in study.recipes:
+        for seed in study.seeds:
+            source, target = (league.run_folder(root, recipe, seed) for root in (folder, study.config.run.out))
+            if (source / RESULT).exists() and not (target / CONFIG).exists():
+                count += 1
+                _copy(source, target, RECORDED)
+    return count
+
+
 def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -265,7 +280,7 @@ def study_command(arguments: list[str]) -> int:
     parser.add_argument("--workers", type=int, default=0, help="runs at a time; by default one for every GPU")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which runs stop with a checkpoint")
     parser.add_argument("--out", type=Path, default=None, help="folder of the runs; runs/NAME by default")
-    parser.add_argument("--record", type=Path, default=None, help="folder to copy configs, logs and results to")
+    parser.add_argument("--record", type=Path, default=None, help="folder that keeps configs, logs and results")
     parser.add_argument(
         "--plan", action="store_true", help="print the runs and how much of each is in 4 bits; run none"
     )
@@ -297,7 +312,9 @@ def run_and_print(
     kept: Path | None = None,
     interrupts: Interrupts,
 ) -> int:
-    """Do what `run_study` does, print the league, copy small files to `kept`; return the exit status of the command."""
+    """Do what `run_study` does, print the league, keep small files in `kept`; return the exit status of the command."""
+    if kept is not None and restore(study, kept):
+        print(f"runs that ended before come from {kept}")
     found, outcome = run_study(study, pieces, workers=workers, minutes=minutes, interrupts=interrupts)
     print("\n" + league.table(found) + "\n")
     print(f"written to {study.config.run.out}: {league.TABLE}, {league.VALUES}, {league.FIGURE}")

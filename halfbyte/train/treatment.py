@@ -7,6 +7,7 @@ behind it, with a plus before each, may stand what is changed about the run:
 - `schedule` or `schedule(0.8:bf16/nvfp4)`: this run follows the command's schedule of recipes, or one of its own;
 - `late(0.2)`: the forward of the last 20 % of the steps is in high precision;
 - `bits(1)`: quantization draws other random bits, all else stays: what is left between two runs is their noise;
+- `lr(0.002)`: the learning rate is that;
 - `order`: the same step in twice as many micro-batches of half the size, whose sums have another order: noise too.
 """
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 EVERYWHERE = "all"
 CONTROL = "naive_fp4"
 """The recipe that is meant to lose."""
-CHANGES = "schedule, schedule(WHEN:RECIPE,…), late(SHARE), bits(N), order"
+CHANGES = "schedule, schedule(WHEN:RECIPE,…), late(SHARE), bits(N), lr(RATE), order"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class Treatment:
         schedule: of recipes, as `--recipe-schedule` takes it; "" that of the command, None nobody says.
         bits: which random bits quantization draws; 0 those of the seed.
         halves: how often micro-batches are halved.
+        lr: the peak learning rate, None that of the command.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Treatment:
     schedule: str | None = None
     bits: int = 0
     halves: int = 0
+    lr: float | None = None
 
     @property
     def is_control(self) -> bool:
@@ -89,6 +92,8 @@ def _change(name: str, recipe: str, change: str) -> dict[str, Any]:
             return {"schedule": f"{1 - float(value):.6g}:bf16/{recipe}"}
         if word == "bits" and 0 < int(value) < 1 << 15:
             return {"bits": int(value)}
+        if word == "lr" and 0 < float(value) < 10:
+            return {"lr": float(value)}
         if word == "order" and not bracket:
             return {"halves": 1}
     except ValueError as error:
@@ -111,6 +116,8 @@ def applied(config: TrainConfig, name: str) -> TrainConfig:
         config = replace(config, recipe_schedule=chosen.schedule or config.recipe_schedule)
     if chosen.bits:
         config = replace(config, bits=chosen.bits)
+    if chosen.lr is not None:
+        config = replace(config, optim=replace(config.optim, lr=chosen.lr))
     if chosen.halves:
         times, data = 1 << chosen.halves, config.data
         if data.batch % times:

@@ -62,6 +62,7 @@ def test_a_word_is_its_call(text, recipe):
         ("nvfp4(outer=rows)", "outer"),
         ("nvfp4+late(2)", r"'late\(2\)' is no change of a run; use schedule"),
         ("nvfp4+late(much)", r"could not convert"),
+        ("nvfp4+lr(0)", "no change of a run"),
         ("nvfp4+order(2)", "no change of a run"),
         ("nvfp4+bits(0)", "no change of a run"),
         ("nvfp4+schedule(0.5:bf16", r"the last \) is missing"),
@@ -85,6 +86,7 @@ def test_changes_of_a_run():
     assert own.at(6) == recipes.bf16()
     bits = applied(config, "nvfp4+bits(2)")
     assert (config.quantization_seed, bits.quantization_seed, bits.seed) == (3, 3 + (2 << 32), 3)
+    assert applied(config, "bf16+lr(4e-3)").optim == dataclasses.replace(config.optim, lr=4e-3)
     halves = applied(config, "bf16+order")
     assert (halves.data.batch, halves.data.accumulate, halves.eval_batches) == (2, 2, 4)
     assert halves.tokens == config.tokens
