@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from halfbyte.schedule import Schedule, parse_schedule
+from halfbyte.spec import Recipe
 from halfbyte.train import model as models
 from halfbyte.train import options, treatment
 from halfbyte.train.documents import TEXT_FIELD
 
 Switch = Literal["auto", "on", "off"]
+AUTO = "auto"
+"""When a run changes its recipe that decides so itself."""
 LONGEST = 120
 """Characters of a value in a message; a damaged file may hold any."""
 
@@ -262,8 +265,9 @@ class TrainConfig:
     """Run every block through torch.compile; they share one graph. auto: dense models on a GPU, from 100 steps on."""
     recipe_schedule: str = ""
     """Changes of recipe in mid-run: `WHEN:RECIPE,…`, WHEN a step or, with a point, a share of the steps. RECIPE may be
-    `FORWARD/BACKWARD`: `0.9:bf16/nvfp4` runs the last tenth with a high-precision forward. In `compare` it is for the
-    recipes that quantize a GEMM: bf16 stays bf16."""
+    `FORWARD/BACKWARD`: `0.9:bf16/nvfp4` runs the last tenth with a high-precision forward. `auto:RECIPE` changes once
+    rounding drowns the gradient, looked at where the run validates. In `compare` it is for the recipes that quantize a
+    GEMM: bf16 stays bf16."""
     eval_every: int = 50
     """Steps between two validations, in high precision."""
     eval_batches: int = 16
@@ -309,6 +313,11 @@ class TrainConfig:
                 "out, or use --dp-shard 1"
             )
 
+        if self.switch() is not None and (shard > 1 or self.mesh.tp > 1):
+            raise ValueError(
+                f"recipe_schedule={self.recipe_schedule!r}: ranks that share parameters (dp_shard={shard}, "
+                f"tp={self.mesh.tp}) do not measure the noise of gradients; name the step instead of auto"
+            )
         self._check_tensor_parallel()
 
     def _check_tensor_parallel(self) -> None:
@@ -331,8 +340,15 @@ class TrainConfig:
                 raise ValueError(f"{what} with tp={tp}: {remedy}")
 
     def schedule(self) -> Schedule | None:
-        """Return the changes of recipe, None if there are none."""
-        return parse_schedule(self.recipe_schedule, self.optim.steps, options.read)
+        """Return the changes of recipe, None if there are none or the run decides about them itself."""
+        return (
+            None if self.switch() is not None else parse_schedule(self.recipe_schedule, self.optim.steps, options.read)
+        )
+
+    def switch(self) -> Recipe | None:
+        """Return the recipe that the run changes to when rounding drowns its gradients, None if it does not."""
+        when, _, recipe = self.recipe_schedule.strip().partition(":")
+        return options.read(recipe) if when == AUTO else None
 
     @property
     def quantization_seed(self) -> int:
@@ -366,6 +382,9 @@ class TrainConfig:
         schedule = self.schedule()
         if schedule is not None:  # else the identity of runs from before there were schedules
             values["recipe_schedule"] = schedule.state_dict()
+        switch = self.switch()
+        if switch is not None:
+            values["switch"] = switch.key
         values["shape"] = asdict(models.model_preset(self.model))
         return values | {"recipe": recipe, "recipe_key": treatment.treatment_of(recipe).recipe.key}
 

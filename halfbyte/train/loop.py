@@ -36,6 +36,7 @@ from halfbyte.train import (
     progress,
     restore,
     sampled,
+    switch,
     treatment,
     tune,
 )
@@ -216,6 +217,7 @@ class Trainer:
         run, history = self.config.run, History()
         start = time.perf_counter()
         while self.step < self.config.optim.steps and not history.diverged:
+            switch.look(self, log)
             self._follow_schedule(log)
             history.pending.append((self.step + 1, *self._one_step()))
             last = self.step == self.config.optim.steps
