@@ -34,6 +34,13 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("halfbyte.train.commands", "train_command", "train a language model under one recipe"),
     "compare": Command("halfbyte.train.commands", "compare_command", "train several recipes alike: a table and a plot"),
+    "study": Command(
+        "halfbyte.train.study", "study_command", "many recipes and seeds side by side, in pieces: a league"
+    ),
+    "generate": Command("halfbyte.train.answers", "generate_command", "a trained model continues a text"),
+    "evaluate": Command(
+        "halfbyte.train.answers", "evaluate_command", "its loss on a text, and its choices among several"
+    ),
     "export": Command("halfbyte.integrations.export_command", "main", "a trained model as engines load it: its bytes"),
     "inspect": Command("halfbyte.train.studies", "inspect_command", "what layers lose under which recipe, and why"),
     "sensitivity": Command("halfbyte.train.studies", "sensitivity_command", "which operands hurt most; what to keep"),

@@ -20,6 +20,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+from halfbyte.channels import Channels
 from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, GemmSpec, Hadamard, Recipe, Spec, parse_recipe
 from halfbyte.te import from_te as from_te
 
@@ -133,7 +134,7 @@ def weight_only(*, base: Recipe | str | None = None) -> Recipe:
         return spec if role == "weights" and spec is not None and spec.rotation is None else None
 
     recipe = nvfp4() if base is None else resolve(base)
-    return _changed(dataclasses.replace(recipe, activation_mean="kept"), change)
+    return _changed(dataclasses.replace(recipe, activation_mean="kept", channels=None), change)
 
 
 def _changed(recipe: Recipe, change: Callable[[Spec | None, str], Spec | None]) -> Recipe:
@@ -165,6 +166,30 @@ def row_scaled(*, scope: Scope = "all", base: Recipe | str | None = None) -> Rec
         return dataclasses.replace(spec, outer="row") if isinstance(spec, NVFP4) and scope in (role, "all") else spec
 
     return _changed(nvfp4(weight_block=(1, 16)) if base is None else resolve(base), change)
+
+
+def outlier_channels(*, share: float = 0.05, base: Recipe | str | None = None) -> Recipe:
+    """A recipe that multiplies the channels of x with the largest norm in MXFP8 (after TetraJet-v2, arXiv 2510.27527).
+
+    They are chosen anew from every x; the authors fix them after some steps.
+
+    Args:
+        share: of the channels, rounded up to whole groups of 32.
+        base: the recipe to change, or a preset's name; `nvfp4()` by default.
+    """
+    recipe = nvfp4() if base is None else resolve(base)
+    return dataclasses.replace(recipe, channels=Channels(kind="mxfp8", share=share))
+
+
+def hot_channels(*, share: float = 0.05, base: Recipe | str | None = None) -> Recipe:
+    """A recipe whose forward makes up for rounding errors where they are largest (after CHON, arXiv 2602.02047).
+
+    Args:
+        share: of the channels, rounded up to whole groups of 32; chosen anew from every x and w.
+        base: the recipe to change, or a preset's name; `nvfp4()` by default.
+    """
+    recipe = nvfp4() if base is None else resolve(base)
+    return dataclasses.replace(recipe, channels=Channels(kind="patch", share=share))
 
 
 def quartet2(
@@ -270,8 +295,12 @@ def mixed(forward: Recipe | str, backward: Recipe | str) -> Recipe:
 
     Behind a forward in high precision there is nothing to dequantize: such a backward reads x and w themselves.
     """
-    fprop, rest = resolve(forward).fprop, resolve(backward)
-    return dataclasses.replace(rest, fprop=fprop, backward="original" if fprop is None else rest.backward)
+    first, rest = resolve(forward), resolve(backward)
+    channels = rest.channels if rest.channels is not None and rest.channels.kind == "mxfp8" else None
+    if channels is None and first.channels is not None and first.channels.kind == "patch":
+        channels = first.channels  # which the forward alone has
+    mode = "original" if first.fprop is None else rest.backward
+    return dataclasses.replace(rest, fprop=first.fprop, backward=mode, channels=channels)
 
 
 def get(name: str) -> Recipe:

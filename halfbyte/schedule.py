@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from halfbyte import recipes
 from halfbyte.spec import Recipe, parse_recipe
+from halfbyte.values import split_outside
 
 Start = int | float
 
@@ -76,18 +77,19 @@ class Schedule:
         return cls([(when, parse_recipe(key)) for when, key in state["changes"]], state["steps"])
 
 
-def parse_schedule(text: str, steps: int) -> Schedule | None:
+def parse_schedule(text: str, steps: int, read: Callable[[str], Recipe] = recipes.get) -> Schedule | None:
     """Return the schedule that a user wrote in one line, None for an empty one.
 
     Args:
         text: "WHEN:RECIPE,…", such as "0.85:bf16/nvfp4,1900:bf16"; with a point WHEN is a share of the steps.
         steps: optimizer steps of the whole run.
+        read: returns the recipe of a name.
 
     Raises:
         ValueError: the text does not have this form, or means what Schedule refuses.
     """
     changes: list[tuple[Start, Recipe]] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in filter(None, split_outside(text, ",")):
         when, _, recipe = part.partition(":")
         words = f"schedule={text!r}: {part!r} is not WHEN:RECIPE, such as 0.9:bf16/nvfp4 or 1800:bf16"
         try:
@@ -96,7 +98,7 @@ def parse_schedule(text: str, steps: int) -> Schedule | None:
             raise ValueError(words) from error
         if not recipe:
             raise ValueError(words)
-        changes.append((start, recipes.get(recipe)))
+        changes.append((start, read(recipe)))
     return Schedule(changes, steps) if changes else None
 
 

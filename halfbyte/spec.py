@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
+from halfbyte.channels import Channels, check_treatment_of_x, parse_channels
 from halfbyte.formats import (
     E2M1,
     E4M3,
@@ -402,6 +403,7 @@ class Recipe(_EqualByKey, _ShowsGemms):
             that is saved, in high precision or quantized again as dgrad and wgrad say.
         activation_mean: "split" subtracts the mean over tokens from x before it is quantized, and adds that mean's
             share of y and dw in high precision (Averis, arXiv 2603.10444; docs/numerics.md section 2).
+        channels: of x that get more than four bits, None for none; see `recipes.outlier_channels`, `hot_channels`.
 
     Raises:
         ValueError: the three do not form one training step.
@@ -412,6 +414,7 @@ class Recipe(_EqualByKey, _ShowsGemms):
     wgrad: GemmSpec | None = None
     backward: Literal["original", "dequantized"] = "original"
     activation_mean: Literal["kept", "split"] = "kept"
+    channels: Channels | None = None
     key: str = field(init=False, repr=False)
     specs: tuple[Spec, ...] = field(init=False, repr=False)
     """Every spec in the recipe, operand by operand."""
@@ -438,9 +441,12 @@ class Recipe(_EqualByKey, _ShowsGemms):
             gemm = getattr(self, name)
             if gemm is not None and gemm.batch_invariant:
                 raise _refuse(f"{name}.batch_invariant", True, "it is the forward's; use False")
-        self._check_mean()
+        if self.channels is not None and not isinstance(self.channels, Channels):
+            raise _refuse("channels", self.channels, "use None, or what hb.recipes.outlier_channels() has")
+        check_treatment_of_x(self)
         parts = [f"{n}={_gemm_key(getattr(self, n))}" for n in ("fprop", "dgrad", "wgrad")]
         parts += [f"backward={self.backward}", *(["activation_mean=split"] if self.splits_mean else [])]
+        parts += [] if self.channels is None else [f"channels={self.channels.key}"]
         object.__setattr__(self, "key", ";".join(parts))
         specs = tuple(spec for gemm in (self.fprop, self.dgrad, self.wgrad) if gemm for spec in gemm.specs)
         object.__setattr__(self, "specs", specs)
@@ -448,23 +454,13 @@ class Recipe(_EqualByKey, _ShowsGemms):
         object.__setattr__(self, "needs_sign_rng", fresh)
         object.__setattr__(self, "needs_rng", fresh or any(spec.needs_rng for spec in specs))
 
-    def _check_mean(self) -> None:
-        if not self.splits_mean:
-            return
-        if self.backward == "dequantized":
-            raise _refuse("activation_mean", "split", "a dequantized backward would lack the mean; use 'kept'")
-        if self.fprop is not None and self.fprop.batch_invariant:
-            raise _refuse("activation_mean", "split", "a mean over tokens depends on the batch; use 'kept'")
-        if not (self.fprop and self.fprop.a) and not (self.wgrad and self.wgrad.b):
-            raise _refuse("activation_mean", "split", "no GEMM quantizes x, so nothing is split; use 'kept'")
-
     @property
     def splits_mean(self) -> bool:
         """Whether x is quantized without its mean over tokens."""
         return self.activation_mean == "split"
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # pickles of before lack what is computed, or newer fields
-        names = ("fprop", "dgrad", "wgrad", "backward", "activation_mean")
+        names = ("fprop", "dgrad", "wgrad", "backward", "activation_mean", "channels")
         self.__init__(**{name: state[name] for name in names if name in state})
 
 
@@ -477,6 +473,8 @@ def parse_recipe(key: str) -> Recipe:
     try:
         parts: dict[str, Any] = dict(part.split("=", 1) for part in key.split(";"))
         fprop, dgrad, wgrad = (_parse_gemm(parts.pop(name)) for name in ("fprop", "dgrad", "wgrad"))
+        if "channels" in parts:
+            parts["channels"] = parse_channels(parts["channels"])
         return Recipe(fprop=fprop, dgrad=dgrad, wgrad=wgrad, **parts)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"key={key!r}: not a recipe's key ({error}); pass what Recipe.key says") from error

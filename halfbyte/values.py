@@ -1,4 +1,4 @@
-"""What frozen values of options share: refusals, equality by key, and whether rows of a product can stand alone."""
+"""What frozen values of options share: refusals, equality by key, splitting, whether rows of a product stand alone."""
 
 from __future__ import annotations
 
@@ -44,3 +44,15 @@ def rows_problem(a: Any, b: Any) -> str | None:
         shared = "16x16 tiles" if a.is_tile else "one amax"
         return f"a shares {shared} among its rows; use block=(1, 16) and outer='row'"
     return None
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """Return the parts of a text between separators that stand in no parentheses, without spaces around them."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]

@@ -81,6 +81,13 @@ VARIANTS: dict[str, hb.Recipe] = {
     "mean_split_no_rht": recipes.nvfp4(hadamard=None, activation_mean="split"),
     "mean_split_forward": hb.Recipe(fprop=recipes.nvfp4_forward().fprop, activation_mean="split"),
     "mean_split_wgrad": hb.Recipe(wgrad=recipes.nvfp4().wgrad, activation_mean="split"),
+    "outliers": recipes.outlier_channels(),
+    "outliers_forward": recipes.outlier_channels(base="nvfp4_forward"),
+    "outliers_wgrad": hb.Recipe(wgrad=recipes.nvfp4().wgrad, channels=recipes.outlier_channels().channels),
+    "outliers_no_tiles": recipes.outlier_channels(base=recipes.nvfp4(weight_block=(1, 16))),
+    "hot": recipes.hot_channels(),
+    "hot_forward": recipes.hot_channels(base="nvfp4_forward"),
+    "hot_four_over_six": recipes.hot_channels(base="four_over_six"),
     "mean_split_mxfp8": dataclasses.replace(recipes.mxfp8(), activation_mean="split"),
 }
 """Recipes that differ from one of RECIPES in what is computed, not in how it is called."""
@@ -131,6 +138,43 @@ def _both(t: Tensor, row, col, places: Places, stream: int, signs: tuple[int, in
     return values, _values(t.T, col, places, stream + 1, signs[1])
 
 
+def greatest(scores, count: int) -> list[int]:
+    """Return the columns with the greatest scores in ascending order; of equal ones the first."""
+    return sorted(sorted(range(len(scores)), key=lambda k: (-scores[k], k))[:count])
+
+
+def outlier_index(x: Tensor, recipe: hb.Recipe) -> list[int]:
+    """Return the channels that section 2 takes out of x."""
+    values = x.float().numpy()
+    return greatest(oracle.token_mean(values * values), recipe.channels.count(x.shape[1]))
+
+
+def patch_of(x: Tensor, w: Tensor, X: Tensor, W: Tensor, recipe: hb.Recipe) -> Product:
+    """Return what a patch adds to y: X and W are what the codes stand for."""
+    X, W = X[:, : x.shape[1]].float(), W[:, : w.shape[1]].float()
+    dX, dW = x.float() - X, w.float() - W
+    scores = [oracle.token_mean(t.abs().numpy()) for t in (dX, dW)]
+    index = greatest(scores[0] + scores[1], recipe.channels.count(x.shape[1]))
+    parts = [t[:, index].to(x.dtype) for t in (dX, W, X, dW)]
+    one, two = product(*parts[:2]), product(*parts[2:])
+    return Product(one.value + two.value, one.bound + two.bound)
+
+
+def with_outliers(y: Product, dw: Product, tensors: tuple, recipe: hb.Recipe, index: list[int]) -> tuple:
+    """Return y and dw with the products of outlier channels in MXFP8."""
+    x, w, dy = tensors
+    nowhere, mx = Places(hb.Philox(0), hb.Philox(0)), hb.MXFP8()
+    x_I, w_I, dy_T, x_IT = (_values(t, mx, nowhere, 0, 0) for t in (x[:, index], w[:, index], dy.T, x[:, index].T))
+    if recipe.fprop is not None and recipe.fprop.a is not None:
+        own = product(x_I, w_I)
+        y = Product(y.value + own.value, y.bound + own.bound)
+    if recipe.wgrad is not None and recipe.wgrad.b is not None:
+        own, dw = product(dy_T, x_IT), Product(*(t.clone() for t in dw))
+        assert not dw.value[:, index].any(), "zeros stay zeros"
+        dw.value[:, index], dw.bound[:, index] = own.value, own.bound
+    return y, dw
+
+
 def expected(
     x: Tensor, w: Tensor, bias: Tensor | None, dy: Tensor, recipe: hb.Recipe, rng: hb.Philox | Places
 ) -> Expected:
@@ -143,6 +187,10 @@ def expected(
         values = oracle.token_mean(x.float().numpy(), narrow)
         rest = torch.from_numpy(oracle.residual(x.float().numpy(), values, narrow))
         mean, quantized = torch.from_numpy(values), rest.to(x.dtype) if narrow else rest
+    index = []
+    if recipe.channels is not None and recipe.channels.kind == "mxfp8":
+        index, quantized = outlier_index(x, recipe), x.clone()
+        quantized[:, index] = 0
     x_row, x_col = _both(quantized, fprop.a, wgrad.b, places, X, (FPROP_SIGNS, WGRAD_SIGNS))
     x_row, x_col = x_row if fprop.a else x.double(), x_col if wgrad.b else x.double().T
     w_row, w_col = _both(w, fprop.b, dgrad.b, places, W, (FPROP_SIGNS, DGRAD_SIGNS))
@@ -155,6 +203,9 @@ def expected(
     if mean is not None and fprop.a is not None:
         v = product(mean[None], w)
         y = Product(y.value + v.value, y.bound + v.bound)
+    if recipe.channels is not None and recipe.channels.kind == "patch":
+        patch = patch_of(x, w, x_row, w_row, recipe)
+        y = Product(y.value + patch.value, y.bound + patch.bound)
     if bias is not None:
         y = Product(y.value + bias.double(), y.bound + bias.double().abs())
     dw, dx = product(dy_col, x_col), product(dy_row, w_col)
@@ -164,6 +215,8 @@ def expected(
         dw = Product(dw.value[:rows] + outer.value, dw.bound[:rows] + outer.bound)
     dx = Product(*(t[:, :cols] for t in dx))
     dw = Product(*(t[:rows, :cols] for t in dw))
+    if index:
+        y, dw = with_outliers(y, dw, (x, w, dy), recipe, index)
     return Expected(y, dx, dw, dy.double().sum(0))
 
 

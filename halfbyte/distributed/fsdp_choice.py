@@ -178,6 +178,8 @@ def _reason_of_recipe(layer: LinearLayer) -> str | None:
         return known
     if layer.recipe.splits_mean:
         return "activation_mean='split' multiplies its values too"
+    if layer.recipe.channels is not None:
+        return "channels of it are multiplied in its values too"
     if not reads_codes_alone(layer, row):
         backward = "high precision" if col is None else col.key
         return f"backward reads it as {backward}, which cannot be made of forward's {row.key}"

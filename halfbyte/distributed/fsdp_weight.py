@@ -313,7 +313,7 @@ class _Values(torch.autograd.Function):
 def reads_codes_alone(layer: LinearLayer, spec: NVFP4) -> bool:
     """Whether forward and backward of a layer read nothing of its weight but one quantization of it."""
     recipe = layer.recipe
-    if recipe.fprop is None or recipe.fprop.b != spec or recipe.splits_mean:
+    if recipe.fprop is None or recipe.fprop.b != spec or recipe.splits_mean or recipe.channels is not None:
         return False
     if recipe.backward == "dequantized":
         return True

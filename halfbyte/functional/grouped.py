@@ -183,9 +183,14 @@ def _of_experts(recipe: Recipe | str) -> Recipe:
     """Return the recipe, of what experts can follow.
 
     Raises:
-        ValueError: it splits a mean off.
+        ValueError: it splits a mean off, or takes channels apart.
     """
     recipe = resolve(recipe)
+    if recipe.channels is not None:
+        raise ValueError(
+            f"recipe.channels={recipe.channels}: experts do not take channels apart; use dataclasses.replace(recipe, "
+            "channels=None) for them, in hb.quantize_ by rules"
+        )
     if recipe.splits_mean:
         raise ValueError(
             "recipe.activation_mean='split': experts do not split a mean off; use dataclasses.replace(recipe, "

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.functional.channels import Apart, kept_for_backward, outliers_apart, product_with_channels, with_outliers
 from halfbyte.functional.frozen import frozen_right
 from halfbyte.functional.group import waited
 from halfbyte.functional.mean import bias_with_mean, both_with_sum, both_without_mean
@@ -38,7 +39,7 @@ from halfbyte.layout import matrix_shape
 def multiply(
     request: Request, needs: Sequence[bool], tensors: Sequence[Any], streams: Sequence[int]
 ) -> tuple[list[Tensor], list]:
-    """Return the outputs [M, N_i], and what the backward needs of x, of each weight and of x's mean.
+    """Return the outputs [M, N_i], and what the backward needs of x, of each weight, of x's mean and of channels.
 
     Arguments are those of `forward_pass`.
     """
@@ -53,10 +54,13 @@ def multiply(
     *draws, signs = draws_of(request, tensors[4 * n : 5 * n + 1], streams)
     keep_x = any(need_dw)
     x_col_spec = wgrad.b if keep_x and not dequantized else None
-    place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (not dequantized, False))
-    mean = None
+    is_transient = not dequantized and recipe.channels is None
+    place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (is_transient, False))
+    mean, apart = None, Apart()
     if recipe.splits_mean:
         row, col, mean = both_without_mean(x_MK, (fprop.a, x_col_spec), place, request.maker(0, "MK"))
+    elif recipe.channels is not None and recipe.channels.kind == "mxfp8":
+        row, col, apart = outliers_apart(x_MK, recipe.channels, (fprop.a, x_col_spec), place)
     else:
         amaxes_of_x = ops.Amaxes(*tensors[5 * n + 1 : 5 * n + 3])
         row, col = request.maker(0, "MK")(x_MK, fprop.a, x_col_spec, place, amaxes_of_x)
@@ -64,7 +68,7 @@ def multiply(
     row, outputs, kept_w = sent(request.tokens, "x", row, 0), [], []
     for i, w in enumerate(weights):
         needed = fprop.b, dgrad.b if need_dx and not dequantized else None
-        place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (not dequantized, False))
+        place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (is_transient, False))
         w_row, w_col = cached[i]
         if not (request.cached[i].is_frozen or request.cached[i].is_late):
             amax, make = amaxes[request.amax_of[i]], request.maker(i, "NK")
@@ -72,12 +76,22 @@ def multiply(
         bias = biases[i] if request.adds_bias(i) else None
         if mean is not None and fprop.a is not None:
             bias = bias_with_mean(bias, mean, w_row if w is None else w, x.dtype)
-        row, product = received(row), ops.gemm_nt_batch_invariant if fprop.batch_invariant else ops.gemm_nt
-        y = added(request.tokens, "y", product(row, w_row, out_dtype=request.out_dtype, bias=bias))
+        row = received(row)
+        y = added(request.tokens, "y", _product(request, (x_MK, row, apart), (w, w_row), bias))
         outputs.append(y if request.tokens is None else arrived_sum(y))
         is_fprops = dequantized or request.cached[i].is_frozen
         kept_w.append((w_row if is_fprops else w_col) if need_dx else None)
-    return outputs, [kept_x, *kept_w, mean if x_col_spec else None]
+    return outputs, [kept_x, *kept_w, mean if x_col_spec else None, *kept_for_backward(apart)]
+
+
+def _product(request: Request, x: tuple, w: tuple, bias: Tensor | None) -> Tensor:
+    """Return fprop's output of x, its operand and what is apart of it, and of a weight and its operand."""
+    recipe = request.recipe
+    if recipe.channels is not None:
+        return product_with_channels(x, w, recipe, bias, request.out_dtype)
+    batch_invariant = recipe.fprop is not None and recipe.fprop.batch_invariant
+    product = ops.gemm_nt_batch_invariant if batch_invariant else ops.gemm_nt
+    return product(x[1], w[1], out_dtype=request.out_dtype, bias=bias)
 
 
 def gradients_of(
@@ -96,7 +110,7 @@ def gradients_of(
         amaxes: of each dy, or None, as far as known.
         wanted: which of x, weights and biases need gradients, and the dtypes of `note`.
     """
-    n, ((x_col, *w_cols, mean), (*draws, signs), main_grads) = request.count, state
+    n, ((x_col, *w_cols, mean, index, x_I), (*draws, signs), main_grads) = request.count, state
     needs, (x_dtype, w_dtypes, b_dtypes) = wanted
     dgrad, wgrad = (gemm or BF16_GEMM for gemm in (request.recipe.dgrad, request.recipe.wgrad))
     need_dx, need_dw, need_db = needs[0], needs[1 : 1 + n], needs[1 + n : 1 + 2 * n]
@@ -134,7 +148,8 @@ def gradients_of(
                 make = request.maker(0, "MK", moved=True)
                 right = right_operand(received(x_col), request.recipe, wgrad.b, place, x_dtype, make)
                 x_right = for_all(right, sum(need_dw[j] for j in used))
-            dws[i] = weight_gradient(received(col), x_right, (x_dtype, w_dtypes[i]), main_grads[i], outer)
+            dw = weight_gradient(received(col), x_right, (x_dtype, w_dtypes[i]), main_grads[i], outer)
+            dws[i] = with_outliers(dw, dy_MN, (index, x_I), x_dtype, main_grads[i])
         if need_db[i]:
             s_N = token_sum(tokens, dy_MN) if outer is None else outer[0]
             dbs[i] = s_N.to(b_dtypes[i])

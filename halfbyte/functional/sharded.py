@@ -210,6 +210,11 @@ def _refuse_unsupported(layers: Layers, recipe: Recipe, shared: list[Shared]) ->
             raise ValueError("cached_weight is given and w is a DTensor: do not cache weights that ranks share")
     if len({one.dim for one in shared}) > 1:
         raise ValueError("weights that share x lie in parts in different ways: give them equal placements")
+    if recipe.channels is not None:
+        raise ValueError(
+            f"recipe.channels={recipe.channels} and layers that ranks share: which channels they are takes all of x "
+            "and w; use dataclasses.replace(recipe, channels=None)"
+        )
     if recipe.splits_mean and any(one.dim == "M" for one in shared):
         raise ValueError(
             "activation_mean='split' and tokens in parts: their mean takes all of them; redistribute x first"

@@ -52,7 +52,7 @@ def fits(request: Request, needs: Sequence[bool], main_grads: Sequence[Tensor | 
     """Whether a call is one op each way in compiled code; arguments as for `kept_specs`."""
     if not torch.compiler.is_compiling() or any(grad is not None for grad in main_grads):
         return False
-    if request.splits is not None or request.tokens is not None:
+    if request.splits is not None or request.tokens is not None or request.recipe.channels is not None:
         return False
     if any(cached != Layout(None, None) for cached in request.cached):
         return False
@@ -143,7 +143,8 @@ def layout_of(request: Request, needs: Sequence[bool], dys: Sequence[Tensor | No
         rows = next(dy.shape[0] for dy in dys if dy is not None)
         cols = [rows, *[0 if dy is None else dy.shape[1] for dy in dys]]
     operands = [None if spec is None else (spec, n, LINEAR) for spec, n in zip(specs, cols, strict=True)]
-    return *operands, True if request.recipe.splits_mean and specs[0] is not None else None
+    has_mean = request.recipe.splits_mean and specs[0] is not None
+    return *operands, True if has_mean else None, None, None
 
 
 def present(gradients: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:

@@ -166,7 +166,8 @@ class ModuleCache:
         return tuple(Source(member, "weight") for member in getattr(self._module, "amax_group", ()))
 
     def _is_decoded(self, recipe: Recipe) -> bool:
-        return self.owner.decoded and recipe.backward == "original"
+        reads_codes = recipe.backward == "dequantized" or recipe.channels is not None
+        return self.owner.decoded and not reads_codes
 
     def _quantize(self, weight: Tensor, amaxes: dict[tuple, Tensor]) -> CachedWeight:
         amax = None

@@ -323,5 +323,5 @@ def describe_recipe(recipe: Recipe) -> str:
 def _has_backward(recipe: Recipe, preset: Recipe) -> bool:
     """Whether `recipes.mixed` of the recipe's forward and the preset is the recipe."""
     backward = "original" if recipe.fprop is None else preset.backward
-    found = preset.dgrad, preset.wgrad, backward, preset.activation_mean
-    return found == (recipe.dgrad, recipe.wgrad, recipe.backward, recipe.activation_mean)
+    found = preset.dgrad, preset.wgrad, backward, preset.activation_mean, preset.channels
+    return found == (recipe.dgrad, recipe.wgrad, recipe.backward, recipe.activation_mean, recipe.channels)

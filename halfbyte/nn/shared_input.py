@@ -28,9 +28,9 @@ _PLAIN_GEMM = GemmSpec()
 def input_specs(recipe: Recipe, need_dw: bool) -> tuple[Spec | None, Spec | None]:
     """Return how a linear layer quantizes its input: for fprop and, if a weight gradient is needed, for wgrad.
 
-    Nothing where the mean is split off first: of what remains nobody knows the amaxes.
+    Nothing where the mean is split off first, or channels are taken out: of what remains nobody knows the amaxes.
     """
-    if recipe.splits_mean:
+    if recipe.splits_mean or recipe.channels is not None:
         return None, None
     fprop, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.wgrad))
     return fprop.a, wgrad.b if need_dw and recipe.backward == "original" else None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.functional import whole
+from halfbyte.functional.channels import outlier_index
 from halfbyte.functional.derivatives import LINEAR, first_order
 from halfbyte.functional.foreign import PLAIN
 from halfbyte.functional.linear import outputs_of, prepare, run_backward, run_forward
@@ -145,6 +146,8 @@ def _sides_of_x(seen: Observed) -> dict:
     names, specs = ("x.row", "x.col"), (seen.fprop.a, seen.wgrad.b if any(seen.needs[1:]) else None)
     place = seen.place(seen.draws[0], X, (FPROP_SIGNS, WGRAD_SIGNS))
     x = without_mean(seen.x, ops.token_mean(seen.x)) if recipe.splits_mean else seen.x
+    if recipe.channels is not None and recipe.channels.kind == "mxfp8":
+        x = x.index_fill(1, outlier_index(x, recipe.channels), 0)
     if recipe.backward == "original":
         return measured(names, x, specs, place, ops.Amaxes())
     row = measured(names, x, (specs[0], None), place, ops.Amaxes())

@@ -264,6 +264,12 @@ def _layers(model: nn.Module) -> dict[str, Any]:
             f"model={type(model).__name__}: no layer quantizes an operand and holds its weight in high precision; call "
             "hb.quantize_ first"
         )
+    apart = next((name for name, layer in found.items() if layer.recipe.channels is not None), None)
+    if apart is not None:
+        raise ValueError(
+            f"{apart}: recipe.channels={found[apart].recipe.channels}: operands of a product with channels apart are "
+            "not told from each other; give the layers dataclasses.replace(recipe, channels=None)"
+        )
     return found
 
 

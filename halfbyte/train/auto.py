@@ -160,6 +160,8 @@ def _no_graph(config: TrainConfig) -> str:
 def _recipes(config: TrainConfig) -> int:
     """Return how many recipes a run follows; changing back compiles nothing."""
     schedule = config.schedule()
+    if config.switch() is not None:
+        return 2
     return 1 if schedule is None else 1 + len({recipe for _, recipe in schedule.changes})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -16,6 +16,7 @@ from halfbyte.train import allocator, auto, data, divergence, launch, loop, mean
 from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
 from halfbyte.train.ranks import World, is_lost, joined, lost_in_words
+from halfbyte.values import split_outside
 
 Options = TypeVar("Options", "Train", "Compare")
 PRESET = "two_cores"
@@ -28,7 +29,8 @@ class Train:
     """Train a language model under one recipe. A run found in --out goes on where it stopped."""
 
     recipe: str = "nvfp4"
-    """A recipe of `halfbyte.recipes`; with `@all` behind it no layer stays in high precision."""
+    """A recipe of `halfbyte.recipes`, with options as in `nvfp4(rht=64,sr=off)`; with `@all` behind it no layer stays
+    in high precision; `+late(0.2)`, `+schedule(…)`, `+bits(1)` and `+order` change the run (docs/studies.md)."""
     preset: str = PRESET
     """Where the defaults below come from: two_cores, two_cores_moe, one_gpu, tiny."""
     config: configs.TrainConfig = field(default_factory=configs.two_cores)
@@ -39,7 +41,12 @@ class Compare:
     """Train several recipes alike and write a table and a plot. What finished before is kept."""
 
     recipes: str = ",".join(comparison.DEFAULT)
-    """Recipes, separated by commas, each with or without `@all`; gaps are measured against the first."""
+    """Recipes, separated by commas, each with or without options and `@all`, as for `train`; gaps are measured against
+    the first."""
+    seeds: str = ""
+    """Several seeds, as in `0,1,2`: every recipe is trained with each, and gaps are paired by seed, with intervals."""
+    workers: int = 1
+    """Runs side by side, each a process with a GPU of its own; 0: as many as there are GPUs."""
     preset: str = PRESET
     """Where the defaults below come from: two_cores, two_cores_moe, one_gpu, tiny."""
     config: configs.TrainConfig = field(default_factory=configs.two_cores)
@@ -81,6 +88,26 @@ def _asked(options: Options) -> dict:
 def _until_stopped(run: Callable[[Options, signals.Interrupts, World], int], options: Options, ranks: World) -> int:
     """Run a command; ctrl-C and SIGTERM end it with one line and the status that shells expect."""
     name, overwrite = type(options).__name__.lower(), options.config.run.overwrite
+    return until_stopped(name, overwrite, lambda interrupts: run(options, interrupts, ranks), ranks)
+
+
+def train_alone(recipe: str, config: configs.TrainConfig) -> int:
+    """Do what `halfbyte train` does with a recipe and a config, in one process."""
+    return _until_stopped(_train, Train(recipe=recipe, config=config), World())
+
+
+def until_stopped(
+    name: str, overwrite: bool, run: Callable[[signals.Interrupts], int], ranks: World | None = None
+) -> int:
+    """Run what a command does; ctrl-C and SIGTERM end it with one line and the status that shells expect.
+
+    Args:
+        name: of the command.
+        overwrite: whether it began with --overwrite.
+        run: does it.
+        ranks: with whom; by default alone.
+    """
+    ranks = ranks or World()
     allocator.keep_freed_memory()
     command = "the same command without --overwrite" if overwrite else "the same command"
 
@@ -92,7 +119,7 @@ def _until_stopped(run: Callable[[Options, signals.Interrupts, World], int], opt
     try:
         with signals.watch(say) as interrupts:
             try:
-                return run(options, interrupts, ranks)
+                return run(interrupts)
             except Exception as error:
                 interrupts.defer()
                 if ranks.size > 1 and is_lost(error):
@@ -108,8 +135,8 @@ def _until_stopped(run: Callable[[Options, signals.Interrupts, World], int], opt
 
 
 def _train(options: Train, interrupts: signals.Interrupts, ranks: World) -> int:
-    treatment.treatment_of(options.recipe)  # before the text is read
-    config = ranks.first(lambda: loop.over(options.config, ranks))
+    config = treatment.applied(options.config, options.recipe)  # refused before the text is read
+    config = ranks.first(lambda: loop.over(config, ranks))
     run = config.run
     text = ranks.first_here(lambda: data.load_data(config.data, run.cache), "load_data")
     result = loop.train(config, options.recipe, text, interrupts=interrupts, ranks=ranks)
@@ -128,7 +155,9 @@ def _train(options: Train, interrupts: signals.Interrupts, ranks: World) -> int:
 
 
 def _compare(options: Compare, interrupts: signals.Interrupts, ranks: World) -> int:
-    names = comparison.check_names(name.strip() for name in options.recipes.split(",") if name.strip())
+    names = comparison.check_names(filter(None, split_outside(options.recipes, ",")))
+    if options.seeds or options.workers != 1:
+        return _compare_side_by_side(options, names, interrupts, ranks)
     config = ranks.first(lambda: loop.over(options.config, ranks))
     results = comparison.compare(config, names, interrupts=interrupts, ranks=ranks)
     out = options.config.run.out
@@ -138,6 +167,23 @@ def _compare(options: Compare, interrupts: signals.Interrupts, ranks: World) -> 
     for line in meaning.closing_lines(options.config, results):
         print(f"- {line}")
     return int(comparison.failed(results))
+
+
+def _compare_side_by_side(
+    options: Compare, names: tuple[str, ...], interrupts: signals.Interrupts, ranks: World
+) -> int:
+    """Train recipes with several seeds, or several at a time, and print their league."""
+    from halfbyte.train import study  # which asks for this module too
+
+    if ranks.size > 1:
+        raise ValueError(f"seeds, workers: {ranks.size} ranks train one run; start `halfbyte compare` without torchrun")
+    seeds = options.seeds or str(options.config.seed)
+    if not all(seed.strip().isdecimal() for seed in seeds.split(",")):
+        raise ValueError(f"seeds={options.seeds!r}: give numbers with commas between, as in 0,1,2")
+    piece = study.Piece(recipes=names, seeds=tuple(int(seed) for seed in seeds.split(",")))
+    title = f"{options.config.model}, {options.config.optim.steps} steps"
+    whole = study.Study(title=title, config=options.config, pieces=(piece,))
+    return study.run_and_print(whole, whole.pieces, workers=options.workers, interrupts=interrupts)
 
 
 def _with_values(arguments: list[str]) -> list[str]:
@@ -152,6 +198,30 @@ def _with_values(arguments: list[str]) -> list[str]:
         else:
             plain += [argument] if after in get_args(configs.Switch) else [argument, "on"]
     return plain
+
+
+def config_of_options(
+    arguments: Sequence[str], out: Path, preset: configs.TrainConfig | None = None
+) -> configs.TrainConfig:
+    """Return the config that options of `halfbyte train` stand for, `--recipe` and `--out` left out.
+
+    Args:
+        arguments: the options.
+        out: folder of the run.
+        preset: where values come from that are not given; by default that of `--preset`.
+
+    Raises:
+        ValueError: an option names a recipe, which belongs elsewhere.
+    """
+    named = [one for one in arguments if one.partition("=")[0] in ("--recipe", "--out", "--seed")]
+    if named:
+        raise ValueError(f"options: {named[0]!r} is said for each run; leave it out")
+    if preset is None:
+        return _parse(Train, list(arguments), out).config
+    given = Train(config=replace(preset, run=replace(preset.run, out=out)))
+    return tyro.cli(
+        Train, args=_with_values(list(arguments)), default=given, config=(tyro.conf.OmitArgPrefixes,)
+    ).config
 
 
 def _parse(kind: type[Options], arguments: list[str], out: Path) -> Options:

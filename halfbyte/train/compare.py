@@ -70,7 +70,7 @@ def compare(
         Stopped: a signal came.
     """
     names, ranks = check_names(names), ranks or World()
-    schedules = {name: config.recipe_schedule if treatment.treatment_of(name).recipe.specs else "" for name in names}
+    schedules = treatment.schedules_of(config, names)
     if config.recipe_schedule and not any(schedules.values()):
         raise ValueError(
             f"recipe_schedule={config.recipe_schedule!r}: it is for recipes that quantize a GEMM, and "
@@ -80,7 +80,9 @@ def compare(
     folders = [config.run.out / name for name in names]
     config, notes = ranks.first(lambda: folder.settled(loop.over(config, ranks), *folders))  # alike, or gaps mislead
     runs = {
-        name: replace(config, recipe_schedule=schedules[name], run=replace(config.run, out=config.run.out / name))
+        name: treatment.applied(
+            replace(config, recipe_schedule=schedules[name], run=replace(config.run, out=config.run.out / name)), name
+        )
         for name in names
     }
 
@@ -179,7 +181,8 @@ def heading(config: TrainConfig, corpus: data.Data, schedules: Mapping[str, str]
     following = [name for name, schedule in schedules.items() if schedule]
     others = ", ".join(name for name, schedule in schedules.items() if not schedule)
     ranks = f", {config.mesh.size} ranks ({config.mesh.in_words()})" if config.mesh.size > 1 else ""
-    changes = f"; recipe schedule {config.recipe_schedule} for {', '.join(following)}" if following else ""
+    texts = dict.fromkeys(schedules[name] for name in following)
+    changes = f"; recipe schedule {' and '.join(texts)} for {', '.join(following)}" if following else ""
     return (
         f"{shape.parameters / 1e6:.2f}M parameters, {config.tokens / 1e6:.2f}M tokens per recipe of "
         f"{corpus.summary['corpus']} ({corpus.summary['tokenizer']}), {device.type}{ranks}, GEMMs in {dtype}"

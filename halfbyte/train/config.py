@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from halfbyte.schedule import Schedule, parse_schedule
+from halfbyte.spec import Recipe
 from halfbyte.train import model as models
-from halfbyte.train import treatment
+from halfbyte.train import options, treatment
 from halfbyte.train.documents import TEXT_FIELD
 
 Switch = Literal["auto", "on", "off"]
+AUTO = "auto"
+"""When a run changes its recipe that decides so itself."""
 LONGEST = 120
 """Characters of a value in a message; a damaged file may hold any."""
 
@@ -61,6 +64,8 @@ class DataConfig:
     """Micro-batches of one optimizer step."""
     held_out: float = 0.02
     """Share of the tokens kept for validation."""
+    held_out_corpus: str = ""
+    """A file or folder whose text is kept for validation instead; `corpus` is then trained on whole."""
 
     def __post_init__(self) -> None:
         if not self.text_field:
@@ -257,6 +262,8 @@ class TrainConfig:
     tune: TuneConfig = TuneConfig()
     seed: int = 0
     """Of the initial weights, the data order and the random bits of quantization."""
+    bits: int = 0
+    """Other random bits of quantization, with the same weights and data; 0: those of the seed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the GEMMs; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU."""
@@ -266,8 +273,9 @@ class TrainConfig:
     """Run every block through torch.compile; they share one graph. auto: dense models on a GPU, from 100 steps on."""
     recipe_schedule: str = ""
     """Changes of recipe in mid-run: `WHEN:RECIPE,…`, WHEN a step or, with a point, a share of the steps. RECIPE may be
-    `FORWARD/BACKWARD`: `0.9:bf16/nvfp4` runs the last tenth with a high-precision forward. In `compare` it is for the
-    recipes that quantize a GEMM: bf16 stays bf16."""
+    `FORWARD/BACKWARD`: `0.9:bf16/nvfp4` runs the last tenth with a high-precision forward. `auto:RECIPE` changes once
+    rounding drowns the gradient, looked at where the run validates. In `compare` it is for the recipes that quantize a
+    GEMM: bf16 stays bf16."""
     eval_every: int = 50
     """Steps between two validations, in high precision."""
     eval_batches: int = 16
@@ -284,6 +292,8 @@ class TrainConfig:
             )
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed={self.seed}: give 0 <= seed < 2**63")
+        if not 0 <= self.bits < 1 << 15:
+            raise ValueError(f"bits={self.bits}: give 0 <= bits < 32768")
         self.schedule()
         self._check_mesh()
 
@@ -321,6 +331,11 @@ class TrainConfig:
                 "out, or use --dp-shard 1"
             )
 
+        if self.switch() is not None and (shard > 1 or self.mesh.tp > 1):
+            raise ValueError(
+                f"recipe_schedule={self.recipe_schedule!r}: ranks that share parameters (dp_shard={shard}, "
+                f"tp={self.mesh.tp}) do not measure the noise of gradients; name the step instead of auto"
+            )
         self._check_tensor_parallel()
 
     def _check_tensor_parallel(self) -> None:
@@ -343,8 +358,20 @@ class TrainConfig:
                 raise ValueError(f"{what} with tp={tp}: {remedy}")
 
     def schedule(self) -> Schedule | None:
-        """Return the changes of recipe, None if there are none."""
-        return parse_schedule(self.recipe_schedule, self.optim.steps)
+        """Return the changes of recipe, None if there are none or the run decides about them itself."""
+        return (
+            None if self.switch() is not None else parse_schedule(self.recipe_schedule, self.optim.steps, options.read)
+        )
+
+    def switch(self) -> Recipe | None:
+        """Return the recipe that the run changes to when rounding drowns its gradients, None if it does not."""
+        when, _, recipe = self.recipe_schedule.strip().partition(":")
+        return options.read(recipe) if when == AUTO else None
+
+    @property
+    def quantization_seed(self) -> int:
+        """The seed of quantization's random bits."""
+        return self.seed + (self.bits << 32)
 
     def identity(self, recipe: str) -> dict:
         """Return everything that decides the result of training under the recipe of that name, as JSON values.
@@ -356,6 +383,12 @@ class TrainConfig:
         """
         values = asdict(self)
         del values["run"], values["mesh"], values["tune"], values["recipe_schedule"]
+        for part, name in (
+            (values, "bits"),
+            (values["data"], "held_out_corpus"),
+        ):  # as in runs from before they were there
+            if not part[name]:
+                del part[name]
         del values["data"]["text_field"]  # the hash of the text, which is in a run's identity, holds what it chose
         for name in (
             "fuse",
@@ -367,6 +400,9 @@ class TrainConfig:
         schedule = self.schedule()
         if schedule is not None:  # else the identity of runs from before there were schedules
             values["recipe_schedule"] = schedule.state_dict()
+        switch = self.switch()
+        if switch is not None:
+            values["switch"] = switch.key
         values["shape"] = asdict(models.model_preset(self.model))
         return values | {"recipe": recipe, "recipe_key": treatment.treatment_of(recipe).recipe.key}
 

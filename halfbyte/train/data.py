@@ -41,8 +41,14 @@ def load_data(config: DataConfig, cache: Path) -> Data:
     corpus = corpora.load_corpus(config.corpus, config.text_field)
     coder = tokenizer.load_tokenizer(config.tokenizer, corpus, cache)
     tokens, sha256 = _cached_tokens(corpus, coder, cache)
-    split = len(tokens) - max(1, round(len(tokens) * config.held_out))
-    train, held_out = tokens[:split], tokens[split:]
+    apart = {}
+    if config.held_out_corpus:
+        other = corpora.load_corpus(config.held_out_corpus, config.text_field)
+        train, (held_out, _) = tokens, _cached_tokens(other, coder, cache)
+        apart = {"held_out_corpus": other.name, "held_out_sha256": other.sha256}
+    else:
+        split = len(tokens) - max(1, round(len(tokens) * config.held_out))
+        train, held_out = tokens[:split], tokens[split:]
     for part, name in ((train, "training"), (held_out, "held-out")):
         if len(part) <= config.sequence:
             raise ValueError(
@@ -56,6 +62,7 @@ def load_data(config: DataConfig, cache: Path) -> Data:
         "train_tokens": len(train),
         "held_out_tokens": len(held_out),
         "bytes_per_token": corpus.size / len(tokens),
+        **apart,
     }
     return Data(train=train, held_out=held_out, vocab_size=coder.vocab_size, summary=summary)
 

@@ -19,7 +19,10 @@ EVENTS = "events.out.tfevents.*"
 def identity(config: TrainConfig, recipe: str, data: Data) -> dict:
     """Return everything that decides the result: the config, the recipe's values and the hash of the text."""
     of_sources = tune.tune_identity(config.tune)
-    return settled(config)[0].identity(recipe) | {"corpus_sha256": data.summary["sha256"]} | of_sources
+    texts = {"corpus_sha256": data.summary["sha256"]}
+    if "held_out_sha256" in data.summary:
+        texts["held_out_sha256"] = data.summary["held_out_sha256"]
+    return settled(config)[0].identity(recipe) | texts | of_sources
 
 
 def settled(config: TrainConfig, *folders: Path) -> tuple[TrainConfig, tuple[str, ...]]:

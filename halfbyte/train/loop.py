@@ -35,6 +35,7 @@ from halfbyte.train import (
     progress,
     restore,
     sampled,
+    switch,
     treatment,
     tune,
 )
@@ -120,7 +121,7 @@ class Trainer:
         self.teacher = self.ranks.together(lambda: tune.teacher_of(config, data, self.device))
         if not self.parallel.is_sharded:  # else blocks go there one by one, each with its part alone
             self.model.to(self.device)
-        self.run_state = hb.RunState(config.seed, config.schedule()).to(self.device)
+        self.run_state = hb.RunState(config.quantization_seed, config.schedule()).to(self.device)
         chosen = treatment.treatment_of(recipe)
         self.report = hb.quantize_(self.model, chosen.recipe, keep=chosen.keep, state=self.run_state)
         if config.fuse == "on":
@@ -216,6 +217,7 @@ class Trainer:
         run, history = self.config.run, History()
         start = time.perf_counter()
         while self.step < self.config.optim.steps and not history.diverged:
+            switch.look(self, log)
             self._follow_schedule(log)
             history.pending.append((self.step + 1, *self._one_step()))
             last = self.step == self.config.optim.steps

@@ -131,3 +131,41 @@ def _label(result: dict) -> str:
 def _tidy(axes) -> None:
     axes.grid(alpha=0.2)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def gap_lines(path: Path, lines: list[tuple[str, list[tuple[float, float]]]], *, base: str, title: str) -> None:
+    """Draw the gaps of many recipes to `path`, named at the end of each line.
+
+    Args:
+        path: of the picture, a PNG.
+        lines: for every recipe, points (millions of tokens, gap in percent).
+        base: what gaps are measured against.
+        title: one line above.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the plot needs the package `matplotlib`: pip install 'halfbyte[train]'") from error
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.axhline(0, color=COLOURS[0], linewidth=1)
+    ends = []
+    for i, (name, points) in enumerate(lines):
+        colour, style = COLOURS[1 + i % (len(COLOURS) - 1)], ("-", "--", ":")[i // (len(COLOURS) - 1) % 3]
+        tokens, gaps = zip(*points, strict=True)
+        axes.plot(tokens, gaps, style, color=colour, marker="o", markersize=3)
+        ends.append((gaps[-1], f"{name} {gaps[-1]:+.2f} %", colour))
+    axes.set(xlabel="tokens (millions)", ylabel=f"gap to {base} (%)", title=title)
+    axes.set_yscale("symlog", linthresh=BAND, linscale=1.5)
+    axes.minorticks_off()
+    _label_ends(axes, ends)
+    _tidy(axes)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=140)
+    with files.atomic(path) as file:
+        file.write(buffer.getvalue())

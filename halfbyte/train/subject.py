@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,19 @@ class Subject:
         name: of the folder or file.
         model: on the device that it is to run on.
         encode: text to token ids.
+        decode: these back to text.
         loss: (model, inputs [B, T], targets [B, T]) to the loss.
         recipe: that it was trained under, "" if nobody says.
+        end: the token that ends a document, if `encode` adds one.
     """
 
     name: str
     model: nn.Module
     encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
     recipe: str = ""
+    end: int | None = None
 
     def batch(self, text: Path, batch: int, sequence: int) -> Loss:
         """Return a function from a model like this one to its loss on the first sequences of a text.
@@ -111,7 +115,8 @@ def _of_checkpoint(path: Path, run: Path, device: torch.device) -> Subject:
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()) + balance
 
     recipe = str(identity["recipe"])
-    return Subject(name=str(path), model=model.to(device), encode=encode, loss=loss, recipe=recipe)
+    model = model.to(device)
+    return Subject(name=str(path), model=model, encode=encode, decode=coder.decode, loss=loss, recipe=recipe, end=0)
 
 
 def _tokenizer(run: Path, recorded: dict) -> tokenizer.Tokenizer:
@@ -142,11 +147,16 @@ def _of_transformers(source: Path, device: torch.device) -> Subject:
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"{source}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from error
 
+    def coder() -> Any:
+        return transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
+
     def encode(text: str) -> list[int]:
-        coder: Any = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
-        return coder(text)["input_ids"]
+        return coder()(text)["input_ids"]
+
+    def decode(tokens: Sequence[int]) -> str:
+        return coder().decode(list(tokens))
 
     def loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(model(inputs).logits.float().flatten(0, 1), targets.flatten())
 
-    return Subject(name=str(source), model=model.to(device), encode=encode, loss=loss)
+    return Subject(name=str(source), model=model.to(device), encode=encode, decode=decode, loss=loss)

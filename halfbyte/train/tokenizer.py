@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +26,10 @@ class Tokenizer(Protocol):
         """Yield the tokens of each document, ending with 0."""
         ...
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, with a mark for bytes that are no text."""
+        ...
+
 
 class Bytes:
     """Every byte is a token; text holds no NUL, so byte 0 ends a document."""
@@ -37,6 +41,9 @@ class Bytes:
     def encode(self, documents: Iterator[bytes]) -> Iterator[np.ndarray]:
         for document in documents:
             yield np.frombuffer(document + b"\0", dtype=np.uint8)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
 
 
 class BPE:
@@ -56,6 +63,9 @@ class BPE:
         for document in documents:
             ids = self._tokenizer.encode(document.decode(), add_special_tokens=False).ids
             yield np.array([*ids, 0], dtype=np.uint32)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens))
 
 
 def load_tokenizer(name: str, corpus: Corpus, cache: Path) -> Tokenizer:

@@ -1,49 +1,144 @@
 """What a run does to the model: a recipe, and which layers follow it, written as one word.
 
 `nvfp4` follows hb.quantize_'s default policy: lm_head and the last 15 % of the blocks stay in high precision.
-`nvfp4@all` puts every linear layer under the recipe.
+`nvfp4@all` puts every linear layer under the recipe. A recipe may have options, `nvfp4(rht=64)` (options.py), and
+behind it, with a plus before each, may stand what is changed about the run:
+
+- `schedule` or `schedule(0.8:bf16/nvfp4)`: this run follows the command's schedule of recipes, or one of its own;
+- `late(0.2)`: the forward of the last 20 % of the steps is in high precision;
+- `bits(1)`: quantization draws other random bits, all else stays: what is left between two runs is their noise;
+- `lr(0.002)`: the learning rate is that;
+- `order`: the same step in twice as many micro-batches of half the size, whose sums have another order: noise too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import halfbyte as hb
-from halfbyte import recipes
+from halfbyte.train import options
+from halfbyte.values import split_outside
+
+if TYPE_CHECKING:
+    from halfbyte.train.config import TrainConfig
 
 EVERYWHERE = "all"
 CONTROL = "naive_fp4"
 """The recipe that is meant to lose."""
+CHANGES = "schedule, schedule(WHEN:RECIPE,…), late(SHARE), bits(N), lr(RATE), order"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
-    """A recipe and the layers it leaves alone.
+    """A recipe and the layers it leaves alone, and what is changed about the run.
 
     Args:
         name: as the user writes it.
         recipe: for the layers that follow it.
         keep: the layers that do not; None is hb.quantize_'s default.
+        schedule: of recipes, as `--recipe-schedule` takes it; "" that of the command, None nobody says.
+        bits: which random bits quantization draws; 0 those of the seed.
+        halves: how often micro-batches are halved.
+        lr: the peak learning rate, None that of the command.
     """
 
     name: str
     recipe: hb.Recipe
     keep: hb.Keep | None
+    schedule: str | None = None
+    bits: int = 0
+    halves: int = 0
+    lr: float | None = None
 
     @property
     def is_control(self) -> bool:
         """Whether the recipe, its forward or its backward is there to show what failing looks like."""
-        return CONTROL in self.name.partition("@")[0].split("/")
+        head = split_outside(self.name, "+")[0].partition("@")[0]
+        return CONTROL in [word.partition("(")[0] for word in split_outside(head, "/")]
 
 
 def treatment_of(name: str) -> Treatment:
-    """Return the treatment called `name`: a recipe's name, with `@all` behind it or without.
+    """Return the treatment called `name`: a recipe, with `@all` and changes of the run behind it or without.
 
     Raises:
-        ValueError: no recipe has that name, or something else than `all` follows the `@`.
+        ValueError: no recipe has that name or option, something else than `all` follows the `@`, or there is no such
+            change.
     """
-    recipe, at, layers = name.partition("@")
+    head, *changes = split_outside(name, "+")
+    recipe, at, layers = head.partition("@")
     if at and layers != EVERYWHERE:
         raise ValueError(f"recipe={name!r}: {layers!r} after the @; use {recipe}@{EVERYWHERE} or {recipe}")
     keep = hb.Keep(names=(), last_fraction=0.0) if at else None
-    return Treatment(name=name, recipe=recipes.get(recipe), keep=keep)
+    changed: dict[str, Any] = {}
+    for change in changes:
+        found = _change(name, recipe, change)
+        if set(found) & set(changed):
+            raise ValueError(f"recipe={name!r}: {change!r} says again what another change says; keep one of them")
+        changed |= found
+    return Treatment(name=name, recipe=options.read(recipe), keep=keep, **changed)
+
+
+def _change(name: str, recipe: str, change: str) -> dict[str, Any]:
+    """Return the fields of a Treatment that a change of the run stands for."""
+    word, bracket, rest = change.partition("(")
+    value = rest.removesuffix(")")
+    try:
+        if bracket and not rest.endswith(")"):
+            raise ValueError("the last ) is missing")
+        if word == "schedule":
+            return {"schedule": value}
+        if word == "late" and 0 < float(value) < 1:
+            return {"schedule": f"{1 - float(value):.6g}:bf16/{recipe}"}
+        if word == "bits" and 0 < int(value) < 1 << 15:
+            return {"bits": int(value)}
+        if word == "lr" and 0 < float(value) < 10:
+            return {"lr": float(value)}
+        if word == "order" and not bracket:
+            return {"halves": 1}
+    except ValueError as error:
+        raise ValueError(f"recipe={name!r}: {change!r} ({error}); use {CHANGES}") from error
+    raise ValueError(f"recipe={name!r}: {change!r} is no change of a run; use {CHANGES}")
+
+
+def applied(config: TrainConfig, name: str) -> TrainConfig:
+    """Return the config of the run under a treatment, which changes more than its recipe.
+
+    Raises:
+        ValueError: it asks for a schedule and there is none, or for halves of micro-batches of an odd number.
+    """
+    chosen = treatment_of(name)
+    if chosen.schedule is not None:
+        if not (chosen.schedule or config.recipe_schedule):
+            raise ValueError(
+                f"recipe={name!r}: there is no schedule; give --recipe-schedule, or schedule(WHEN:RECIPE,…)"
+            )
+        config = replace(config, recipe_schedule=chosen.schedule or config.recipe_schedule)
+    if chosen.bits:
+        config = replace(config, bits=chosen.bits)
+    if chosen.lr is not None:
+        config = replace(config, optim=replace(config.optim, lr=chosen.lr))
+    if chosen.halves:
+        times, data = 1 << chosen.halves, config.data
+        if data.batch % times:
+            raise ValueError(f"recipe={name!r}: batch={data.batch} has no halves; give an even --batch")
+        data = replace(data, batch=data.batch // times, accumulate=data.accumulate * times)
+        config = replace(config, data=data, eval_batches=config.eval_batches * times)
+    return config
+
+
+def schedules_of(config: TrainConfig, names: tuple[str, ...]) -> dict[str, str]:
+    """Return the schedule of every run of a comparison, "" for none.
+
+    Where no name asks for it, the command's is for all recipes that quantize a GEMM.
+    """
+    chosen = {name: treatment_of(name) for name in names}
+    asked = any(one.schedule == "" for one in chosen.values())
+    return {
+        name: applied(config, name).recipe_schedule
+        if one.schedule is not None
+        else config.recipe_schedule
+        if one.recipe.specs and not asked
+        else ""
+        for name, one in chosen.items()
+    }

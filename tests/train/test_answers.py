@@ -1,0 +1,147 @@
+"""halfbyte generate and evaluate: what a model continues, and which continuation it finds likeliest."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfbyte import cli
+from halfbyte.train import answers, loop
+from halfbyte.train.answers import Item, accuracy, generate, likelihood, read_items, text_loss
+from halfbyte.train.subject import Subject, load_subject
+
+SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "choices.py"
+
+
+class Counting(torch.nn.Module):
+    """After byte n comes byte n + 1 with probability e / (e + 255 * e ** 0), whatever came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens):
+        return torch.nn.functional.one_hot((tokens + 1) % 256, 256).float() * self.size
+
+
+def counting() -> Subject:
+    def encode(text):
+        return [*text.encode(), 0]
+
+    return Subject(
+        name="counting",
+        model=Counting(),
+        encode=encode,
+        decode=lambda ids: bytes(ids).decode(),
+        loss=lambda *_: torch.zeros(()),
+        end=0,
+    )
+
+
+def test_the_likeliest_continuation():
+    assert bytes(generate(counting(), "abc", tokens=5)) == b"defgh"
+    one, two = (generate(counting(), "a", tokens=40, temperature=0.1, seed=seed) for seed in (0, 1))
+    assert one == generate(counting(), "a", tokens=40, temperature=0.1, seed=0) and len(one) <= 40
+    assert two != []
+    hot = [generate(counting(), "a", tokens=20, temperature=5.0, seed=seed) for seed in (0, 1)]
+    assert hot[0] != hot[1]
+
+
+def test_the_end_of_a_document_ends_it():
+    assert generate(counting(), chr(127), tokens=200) == list(range(128, 256))
+    subject = counting()
+    subject.model.forward = lambda tokens: torch.nn.functional.one_hot(torch.zeros_like(tokens), 256).float()
+    assert generate(subject, "abc", tokens=7) == []
+
+
+def test_log_probabilities_are_those_of_the_continuation_alone():
+    hit, miss = (
+        torch.log_softmax(torch.nn.functional.one_hot(torch.tensor(0), 256).float(), 0)[i].item() for i in (0, 1)
+    )
+    assert likelihood(counting(), "ab", "cd", 100) == pytest.approx(hit)
+    assert likelihood(counting(), "zz", "cd", 100) == pytest.approx((miss + hit) / 2)
+    assert likelihood(counting(), "zzzzzzzzzzzzab", "cd", 3) == pytest.approx(hit)
+    assert likelihood(counting(), "", "ab", 100) == pytest.approx(hit), "a lone first token has nothing before it"
+
+
+def test_the_right_one_is_found():
+    items = [
+        Item(context="ab", choices=("xx", "cd", "dc"), answer=1),
+        Item(context="kl", choices=("mn", "ml"), answer=0),
+        Item(context="kl", choices=("mn", "ml"), answer=1),
+    ]
+    assert accuracy(counting(), items, 64) == pytest.approx(2 / 3)
+
+
+def test_loss_of_a_text():
+    text = "".join(chr(33 + i % 90) for i in range(181))
+    loss, count = text_loss(counting(), text, 90)
+    hit, miss = (
+        torch.log_softmax(torch.nn.functional.one_hot(torch.tensor(0), 256).float(), 0)[i].item() for i in (0, 1)
+    )
+    assert count == 180 and loss == pytest.approx(-(178 * hit + 2 * miss) / 180, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("{", "line 1: not JSON"),
+        ('{"context": "a", "choices": ["b", "c"]}', "no object with context, choices and answer"),
+        ('{"context": "a", "choices": ["b"], "answer": 0}', "at least two choices"),
+        ('{"context": "a", "choices": ["b", ""], "answer": 0}', "not empty"),
+        ('{"context": "a", "choices": "bc", "answer": 0}', "at least two choices"),
+        ('{"context": "a", "choices": ["b", "c"], "answer": 2}', "answer=2: give the index of a choice, 0 to 1"),
+        ('{"context": "a", "choices": ["b", "c"], "answer": true}', "answer=True"),
+    ],
+)
+def test_broken_items(tmp_path, line, words):
+    path = tmp_path / "items.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ValueError, match=words):
+        list(read_items(path))
+
+
+def test_items_of_held_out_text(tmp_path):
+    spec = importlib.util.spec_from_file_location("choices", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    texts = ["\n".join(f"    line {i} of the text number {t}" for i in range(60)) for t in range(10)]
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in [*texts, "short"]))
+    assert script.main([str(tmp_path), "--out", str(tmp_path / "items"), "--count", "25"]) == 0
+    items = list(read_items(tmp_path / "items"))
+    assert len(items) == 25
+    for item in items:
+        (text,) = [text for text in texts if item.context in text]
+        assert item.context + item.choices[item.answer] in text and len(set(item.choices)) == 4
+    assert {item.answer for item in items} == {0, 1, 2, 3}
+    before = (tmp_path / "items").read_text()
+    script.main([str(tmp_path), "--out", str(tmp_path / "items"), "--count", "25"])
+    assert (tmp_path / "items").read_text() == before
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_the_commands_on_a_run(run, tmp_path, capsys, tokenizer):
+    config, data = run(steps=2, checkpoint_every=2, tokenizer=tokenizer)
+    loop.train(config, "nvfp4@all", data)
+    capsys.readouterr()
+    source = str(config.run.out)
+    assert cli.main(["generate", source, "--prompt", "the model reads", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("the model reads")
+    subject = load_subject(config.run.out)
+    assert subject.decode(answers.prompt_ids(subject, "keeps one scale")) == "keeps one scale"
+    items = tmp_path / "items.jsonl"
+    items.write_text('{"context": "the model ", "choices": ["reads a", "of values"], "answer": 0}\n')
+    text = tmp_path / "text.txt"
+    text.write_text("the model reads a block of sixteen values " * 30)
+    command = ["evaluate", source, "--text", str(text), "--choices", str(items), "--sequence", "32"]
+    assert cli.main(command) == 0
+    said = capsys.readouterr().out
+    assert "nats per token" in said and "of 1 right (50.0 % by guessing)" in said
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", source])
+    items.write_text("")
+    assert cli.main(["evaluate", source, "--choices", str(items)]) == 2

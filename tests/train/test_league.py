@@ -1,0 +1,130 @@
+"""The league of a study: quantiles, paired gaps, pooled scatter, places, and who goes on to the next study."""
+
+import math
+import statistics
+
+import pytest
+
+from halfbyte.train import league
+from halfbyte.train.league import t_quantile
+
+
+@pytest.mark.parametrize(
+    "freedom, quantile",  # tables of Student's t, two-sided 5 %
+    [
+        (1, 12.7062),
+        (2, 4.3027),
+        (3, 3.1824),
+        (4, 2.7764),
+        (5, 2.5706),
+        (10, 2.2281),
+        (17, 2.1098),
+        (30, 2.0423),
+        (120, 1.9799),
+    ],
+)
+def test_quantiles_are_those_of_tables(freedom, quantile):
+    assert t_quantile(freedom) == pytest.approx(quantile, abs=1e-4)
+
+
+def test_another_level_and_no_freedom():
+    assert t_quantile(4, 0.99) == pytest.approx(4.6041, abs=1e-4)
+    with pytest.raises(ValueError, match="freedom=0"):
+        t_quantile(0)
+
+
+def result(loss, speed=100.0, memory=10):
+    lost = loss is None
+    return {
+        "held_out_loss": loss,
+        "is_diverged": lost,
+        "diverged_at": 3 if lost else None,
+        "diverged_in": "training loss" if lost else None,
+        "steps": 3,
+        "tokens_per_second": speed,
+        "peak_memory_bytes": memory,
+    }
+
+
+LOSSES = {
+    "bf16": (3.00, 3.10, 3.05),
+    "nvfp4": (3.03, 3.14, 3.08),
+    "mxfp8": (3.003, 3.101, 3.055),
+    "rl": (3.031, 3.139, 3.082),
+    "naive_fp4@all": (3.5, 4.0, 5.0),
+}
+
+
+def made(losses=LOSSES, **options):
+    results = {
+        (name, seed): result(loss, 80.0 if name == "nvfp4" else 100.0)
+        for name, own in losses.items()
+        for seed, loss in enumerate(own)
+    }
+    return league.league(results, list(losses), dict.fromkeys(losses, 0.5), **options)
+
+
+def gaps(name):
+    return [100 * (own / base - 1) for own, base in zip(LOSSES[name], LOSSES["bf16"], strict=True)]
+
+
+def test_gaps_are_paired_and_their_scatter_pooled_without_controls():
+    found = made()
+    names = ("nvfp4", "mxfp8", "rl")
+    pooled = math.sqrt(statistics.mean(statistics.variance(gaps(name)) for name in names))
+    assert found.deviation == pytest.approx(pooled) and found.freedom == 6
+    rows = {row.recipe: row for row in found.rows}
+    for name in (*names, "naive_fp4@all"):
+        assert rows[name].gap == pytest.approx(statistics.mean(gaps(name)))
+        assert rows[name].half == pytest.approx(2.446912 * pooled / math.sqrt(3), rel=1e-5)
+    assert rows["bf16"].half is None and rows["bf16"].gap == 0
+    assert rows["nvfp4"].speed == pytest.approx(0.8) and rows["nvfp4"].memory == 1
+
+
+def test_rows_that_intervals_do_not_tell_apart_share_a_place():
+    found = made()
+    assert [(row.recipe, row.place) for row in found.rows] == [
+        ("bf16", None),
+        ("mxfp8", 1),
+        ("nvfp4", 2),
+        ("rl", 2),
+        ("naive_fp4@all", None),
+    ]
+    text = league.table(found)
+    assert "| 2 | `rl` | 3 |" in text and "6 degrees of freedom" in text
+
+
+def test_one_seed_takes_the_scatter_of_another_study():
+    single = {name: losses[:1] for name, losses in LOSSES.items()}
+    alone = made(single)
+    assert alone.deviation is None and all(row.half is None for row in alone.rows)
+    assert "no intervals" in league.table(alone)
+    found = made(single, pooled=(0.1, 4, "Final"))
+    assert {row.recipe: row.half for row in found.rows}["nvfp4"] == pytest.approx(0.1 * 2.7764, abs=1e-4)
+    assert "from Final" in league.table(found)
+
+
+def test_a_run_that_diverged_has_no_gap_and_no_place():
+    found = made(LOSSES | {"rl": (3.03, None, 3.1)})
+    row = next(row for row in found.rows if row.recipe == "rl")
+    assert (row.loss, row.gap, row.half, row.place, row.diverged) == (None, None, None, None, 1)
+    assert "1 of 3 diverged" in league.table(found)
+
+
+def test_missing_runs_leave_the_others():
+    results = {("bf16", 0): result(3.0), ("nvfp4", 1): result(3.1)}
+    found = league.league(results, ["bf16", "nvfp4", "rl"], dict.fromkeys(["bf16", "nvfp4", "rl"], 0.0))
+    assert [row.gap for row in found.rows] == [0, None, None]
+
+
+def test_the_best_are_no_control_no_noise_and_new(tmp_path):
+    losses = {"bf16": (3.0,), "bf16+order": (2.9,), "nvfp4+bits(1)": (2.95,), "rl": (3.02,), "mxfp8": (3.01,),
+              "nvfp4": (3.03,), "naive_fp4@all": (2.0,), "quartet2": (None,)}  # fmt: skip
+    league.write(tmp_path, made(losses), "A study")
+    values = league.read_values(tmp_path)
+    assert league.best(values, 2, ["nvfp4"]) == ["mxfp8", "rl"]
+    assert league.best(values, 1, ["mxfp8", "rl"]) == ["nvfp4"]
+    with pytest.raises(ValueError, match=r"best\(4\): the study 'A study' has 3 such recipes"):
+        league.best(values, 4, [])
+    with pytest.raises(ValueError, match="run that study first"):
+        league.read_values(tmp_path / "none")

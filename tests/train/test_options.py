@@ -1,0 +1,138 @@
+"""Recipes with options in one word, and changes of a run behind them: what they stand for, what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import halfbyte as hb
+from halfbyte import recipes
+from halfbyte.train import config as configs
+from halfbyte.train import loop, options
+from halfbyte.train.treatment import applied, schedules_of, treatment_of
+
+NVFP4 = recipes.nvfp4
+
+
+@pytest.mark.parametrize(
+    "text, recipe",
+    [
+        *((name, preset()) for name, preset in recipes.PRESETS.items()),
+        ("nvfp4()", NVFP4()),
+        ("nvfp4(sr=off)", NVFP4(stochastic_rounding=False)),
+        ("nvfp4( rht = none , tiles=1x16 )", NVFP4(hadamard=None, weight_block=(1, 16))),
+        ("nvfp4(rht=64)", NVFP4(hadamard=hb.Hadamard(size=64))),
+        ("nvfp4(rht=fresh128)", NVFP4(hadamard=hb.Hadamard(size=128, signs="fresh"))),
+        ("nvfp4(rht=+--+16)", NVFP4(hadamard=hb.Hadamard(size=16, signs="+--+"))),
+        ("nvfp4(headroom=on,outer=row)", NVFP4(fp4_max_gradient=6 * 16 / 17, activation_outer="row")),
+        ("nvfp4(mean=split,saved=stochastic)", NVFP4(activation_mean="split", saved_rounding="stochastic")),
+        ("nvfp4(stochastic_rounding=off)", NVFP4(stochastic_rounding=False)),
+        ("four_over_six(scope=weights)", recipes.four_over_six(scope="weights")),
+        (
+            "four_over_six(error=mse,candidates=0.875:1:1.25:1.5,base=nvfp4(tiles=1x16,sr=off))",
+            recipes.four_over_six(
+                error="mse",
+                candidates=(0.875, 1, 1.25, 1.5),
+                base=NVFP4(weight_block=(1, 16), stochastic_rounding=False),
+            ),
+        ),
+        ("rl(gradients=mxfp8,batch_invariant=off)", recipes.rl(gradients="mxfp8", batch_invariant=False)),
+        ("rl(gradients=none)", recipes.rl()),
+        ("row_scaled(scope=activations,base=nvfp4)", recipes.row_scaled(scope="activations", base="nvfp4")),
+        ("outlier_channels(share=0.1)", recipes.outlier_channels(share=0.1)),
+        ("hot_channels(base=four_over_six)", recipes.hot_channels(base="four_over_six")),
+        ("bf16/nvfp4(rht=none)", recipes.mixed("bf16", NVFP4(hadamard=None))),
+    ],
+)
+def test_a_word_is_its_call(text, recipe):
+    assert options.read(text) == recipe
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("fp4", "is not a preset; use one of bf16, .*row_scaled"),
+        ("nvfp4(rht=3)", "rht='3'; write none, 16, 64"),
+        ("nvfp4(tile=1x16)", "no option 'tile'; it has sr, rht, tiles"),
+        ("bf16(sr=on)", "no option 'sr'; it has none"),
+        ("nvfp4(sr=maybe)", "sr='maybe'; write on, off"),
+        ("nvfp4(rht=64", r"the last \) is missing"),
+        ("four_over_six(base=fp4)", "recipe='fp4' is not a preset"),
+        ("bf16/nvfp4/mxfp8", "is not a preset"),
+        ("nvfp4(outer=rows)", "outer"),
+        ("nvfp4+late(2)", r"'late\(2\)' is no change of a run; use schedule"),
+        ("nvfp4+late(much)", r"could not convert"),
+        ("nvfp4+lr(0)", "no change of a run"),
+        ("nvfp4+order(2)", "no change of a run"),
+        ("nvfp4+bits(0)", "no change of a run"),
+        ("nvfp4+schedule(0.5:bf16", r"the last \) is missing"),
+        ("nvfp4+late(0.1)+schedule", "'schedule' says again"),
+        ("nvfp4+bits(1)+bits(2)", "says again"),
+    ],
+)
+def test_refused(text, words):
+    with pytest.raises(ValueError, match=words):
+        treatment_of(text)
+
+
+def test_changes_of_a_run():
+    config = dataclasses.replace(configs.tiny(), seed=3)
+    assert applied(config, "nvfp4") == config
+    late = applied(config, "nvfp4(rht=64)+late(0.25)")
+    assert late.schedule().starts == (9,)
+    assert late.schedule().at(11) == recipes.mixed("bf16", NVFP4(hadamard=hb.Hadamard(size=64)))
+    own = applied(config, "nvfp4+schedule(3:bf16/nvfp4(sr=off,rht=none),6:bf16)").schedule()
+    assert own.at(4) == recipes.mixed("bf16", NVFP4(hadamard=None, stochastic_rounding=False))
+    assert own.at(6) == recipes.bf16()
+    bits = applied(config, "nvfp4+bits(2)")
+    assert (config.quantization_seed, bits.quantization_seed, bits.seed) == (3, 3 + (2 << 32), 3)
+    assert applied(config, "bf16+lr(4e-3)").optim == dataclasses.replace(config.optim, lr=4e-3)
+    halves = applied(config, "bf16+order")
+    assert (halves.data.batch, halves.data.accumulate, halves.eval_batches) == (2, 2, 4)
+    assert halves.tokens == config.tokens
+    with pytest.raises(ValueError, match="there is no schedule; give --recipe-schedule"):
+        applied(config, "nvfp4+schedule")
+    with pytest.raises(ValueError, match="batch=3 has no halves"):
+        applied(dataclasses.replace(config, data=configs.DataConfig(batch=3)), "nvfp4+order")
+
+
+def test_who_follows_the_schedule_of_a_comparison():
+    config = dataclasses.replace(configs.tiny(), recipe_schedule="0.5:bf16")
+    assert schedules_of(config, ("bf16", "nvfp4")) == {"bf16": "", "nvfp4": "0.5:bf16"}
+    asked = schedules_of(config, ("bf16", "nvfp4", "nvfp4+schedule", "mxfp8+late(0.5)"))
+    assert asked == {"bf16": "", "nvfp4": "", "nvfp4+schedule": "0.5:bf16", "mxfp8+late(0.5)": "0.5:bf16/mxfp8"}
+
+
+def test_identities_of_before_are_unchanged_and_others_differ():
+    config = configs.tiny()
+    plain = config.identity("nvfp4")
+    assert "bits" not in plain and "held_out_corpus" not in plain["data"]
+    for name in ("nvfp4+bits(1)", "nvfp4+order", "nvfp4+late(0.5)"):
+        changed = applied(config, name).identity(name)
+        assert {**changed, "recipe": "nvfp4"} != plain, name
+        assert changed["recipe_key"] == plain["recipe_key"]
+
+
+def test_controls_with_options_are_controls():
+    names = ("naive_fp4+order@all", "naive_fp4+order", "nvfp4/naive_fp4", "nvfp4(rht=none)+late(0.1)")
+    with pytest.raises(ValueError, match="no change of a run"):
+        treatment_of(names[0])
+    assert [treatment_of(name).is_control for name in names[1:]] == [True, True, False]
+
+
+def trained(run, name: str) -> tuple[torch.Tensor, float]:
+    """Return weights and held-out loss of three steps of a treatment."""
+    config, data = run(steps=3)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, out=config.run.out / name))
+    trainer = loop.Trainer(applied(config, name), name, data)
+    result = trainer.train()
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]), result["held_out_loss"]
+
+
+def test_noise_rows_differ_in_noise_alone(run):
+    """The same batches in another order of summation: losses equal but for rounding; other bits: more than that."""
+    whole, halves = (trained(run, name) for name in ("bf16", "bf16+order"))
+    assert not torch.equal(whole[0], halves[0])
+    assert abs(whole[1] - halves[1]) < 1e-4
+    one, two = (trained(run, name) for name in ("nvfp4@all", "nvfp4@all+bits(1)"))
+    assert 0 < abs(one[1] - two[1]) < 0.1

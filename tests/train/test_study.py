@@ -1,0 +1,187 @@
+"""Studies: what a file means, runs side by side that stop and go on, what is recorded and found again."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from halfbyte import cli
+from halfbyte.train import config as configs
+from halfbyte.train import jobs, league, loop, study
+from halfbyte.train.signals import Interrupts
+from halfbyte.train.treatment import applied
+
+pytest.importorskip("matplotlib")
+FILE = """
+title = "A study"
+options = ["--preset", "tiny", "--corpus", "{corpus}", "--cache", "{cache}", "--steps", "4", "--eval-every", "2"]
+[[pieces]]
+recipes = ["bf16", "nvfp4(rht=none)+late(0.5)"]
+seeds = [0]
+[[pieces]]
+recipes = ["bf16", "nvfp4(rht=none)+late(0.5)"]
+seeds = [1]
+"""
+
+
+@pytest.fixture
+def file(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    path = folder / "some.toml"
+    path.write_text(FILE.format(corpus=folder / "corpus", cache=folder / "cache"))
+    return path
+
+
+def change(path: Path, old: str, new: str) -> Path:
+    path.write_text(path.read_text().replace(old, new))
+    return path
+
+
+def test_a_file_is_a_study(file):
+    found = study.read_study(file)
+    assert found.recipes == ("bf16", "nvfp4(rht=none)+late(0.5)") and found.seeds == (0, 1)
+    assert found.config.optim.steps == 4 and found.config.run.out == Path("runs/some")
+    (first, second) = found.jobs(found.pieces[1])
+    assert first.config.run.out == Path("runs/some/seed-1/bf16") and first.config.seed == 1
+    assert applied(second.config, second.recipe).schedule().starts == (2,)
+
+
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        ('title = "A study"', "", "title, options or pieces is missing"),
+        ('title = "A study"', 'title = "A study"\ntile = 3', "'tile' is no field"),
+        ("seeds = [1]", "", "a piece has recipes and seeds"),
+        ('"nvfp4(rht=none)+late(0.5)"', '"nvfp5"', "is not a preset"),
+        ('"nvfp4(rht=none)+late(0.5)"', '"best(1)"', "no best_of"),
+        ('"--steps", "4"', '"--seed", "4"', "'--seed' is said for each run"),
+        ("seeds = [0]", "seeds = []", "each with recipes and seeds"),
+        ("[[pieces]]", "[[pieces", "not TOML"),
+    ],
+)
+def test_what_is_no_study(file, old, new, words):
+    with pytest.raises(ValueError, match=words):
+        study.read_study(change(file, old, new))
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(ValueError, match="give the TOML file of a study"):
+        study.read_study(tmp_path / "none.toml")
+
+
+def test_a_config_survives_being_written():
+    config = replace(
+        configs.one_gpu(),
+        optim=configs.OptimConfig(clip=math.inf),
+        tune=configs.TuneConfig(teacher=Path("a"), temperature=2.0),
+        bits=3,
+    )
+    again = jobs.config_of(json.loads(json.dumps(jobs.values_of_config(config))))
+    assert again == config and isinstance(again.run.out, Path) and isinstance(again.tune.teacher, Path)
+
+
+@pytest.mark.slow
+def test_pieces_stop_go_on_and_are_found_again(file, capfd):
+    """The whole command: no time at all, then a piece, then the rest from what was recorded elsewhere."""
+    command = ["study", str(file), "--workers", "2"]
+    assert cli.main([*command, "--piece", "1", "--minutes", "0"]) == 3
+    assert "left: bf16, seed 0, nvfp4(rht=none)+late(0.5), seed 0" in capfd.readouterr().out
+    assert cli.main([*command, "--piece", "1", "--record", "kept"]) == 0
+    assert "no intervals" in capfd.readouterr().out
+    alone = applied(replace(study.read_study(file).config, seed=0), "nvfp4(rht=none)+late(0.5)")
+    alone = replace(alone, run=replace(alone.run, out=Path("alone")))
+    wanted = loop.train(alone, "nvfp4(rht=none)+late(0.5)", loop_data(alone))
+    result = json.loads(Path("kept/seed-0/nvfp4(rht=none)+late(0.5)/result.json").read_text())
+    assert result["held_out_loss"] == wanted["held_out_loss"], "a run beside others is a run of `halfbyte train`"
+    assert cli.main([*command, "--out", "elsewhere", "--record", "kept"]) == 0
+    said = capfd.readouterr().out
+    assert "4 runs, 2 of them ended before" in said and "runs that ended before come from kept" in said
+    values = json.loads(Path("kept/league.json").read_text())
+    assert [row["seeds"] for row in values["rows"]] == [[0, 1], [0, 1]] and values["freedom"] == 1
+    assert Path("kept/league.png").read_bytes().startswith(b"\x89PNG")
+    assert "epochs of" in Path("kept/league.md").read_text()
+
+
+def loop_data(config):
+    from halfbyte.train import data
+
+    return data.load_data(config.data, config.run.cache)
+
+
+@pytest.mark.slow
+def test_compare_with_seeds(folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    options = ["--preset", "tiny", "--corpus", "corpus", "--cache", "cache", "--steps", "3", "--out", "runs/both"]
+    assert (
+        cli.main(["compare", "--recipes", "bf16,nvfp4(rht=none,sr=off)", "--seeds", "3,4", "--workers", "2", *options])
+        == 0
+    )
+    said = capfd.readouterr().out
+    assert "| `nvfp4(rht=none,sr=off)` | 2 |" in said and "±" in said
+    assert Path("runs/both/seed-4/bf16/result.json").exists()
+    assert cli.main(["compare", "--recipes", "bf16", "--seeds", "3,x", *options]) == 2
+    assert "seeds='3,x'" in capfd.readouterr().err
+
+
+def test_a_run_that_cannot_train_is_named(file, capfd):
+    """And the others go on."""
+    found = study.read_study(file)
+    broken = replace(found.jobs(found.pieces[0])[0].config, device="cuda")
+    bad = jobs.Job(name="broken", recipe="bf16", config=broken)
+    said = []
+    outcome = jobs.run_side_by_side(
+        [bad], [None], Path("jobs"), seconds=math.inf, interrupts=Interrupts(), say=said.append
+    )
+    assert outcome.ended == [] and "device='cuda'" in outcome.failed["broken"]
+    assert said[-1].startswith("broken: failed, exit status 2")
+
+
+def test_plan_trains_nothing(file, capsys):
+    assert cli.main(["study", str(file), "--plan", "--row", "bf16", "--piece", "2", "--", "--steps", "9"]) == 0
+    said = capsys.readouterr().out
+    assert "bf16, seed 1" in said and "nvfp4" not in said
+    assert not Path("runs").exists()
+    assert cli.main(["study", str(file), "--piece", "3"]) == 2
+    assert cli.main(["study", str(file), "--row", "mxfp8"]) == 2
+
+
+def test_more_workers_than_gpus(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert jobs.places("auto", 0) == [0, 1] and jobs.places("cuda", 1) == [0] and jobs.places("cpu", 3) == [None] * 3
+    with pytest.raises(ValueError, match="workers=3: this machine has 2 GPUs"):
+        jobs.places("auto", 3)
+
+
+@pytest.mark.parametrize(
+    "name, share",
+    [
+        ("bf16", 0.0),
+        ("nvfp4@all", 1.0),
+        ("nvfp4", 0.8),  # 10 blocks, two of which are kept
+        ("nvfp4+late(0.25)", 0.8 * (0.75 + 0.25 * 2 / 3)),
+        ("nvfp4_mxfp8_bwd@all", 1 / 3),
+        ("nvfp4_forward@all", 1 / 3),
+        ("mxfp8", 0.0),
+    ],
+)
+def test_share_of_four_bits(name, share):
+    config = replace(configs.one_gpu(), optim=configs.OptimConfig(steps=400))
+    assert study.four_bit_share(config, name) == pytest.approx(share)
+
+
+def test_channels_in_more_bits_count_against_it():
+    config = replace(configs.one_gpu(), optim=configs.OptimConfig(steps=400))
+    outliers, hot = (study.four_bit_share(config, name) for name in ("outlier_channels@all", "hot_channels@all"))
+    C, H = 512, 1376
+    weights = {C: C * (C + 2 * C // 2 + C + 2 * H), H: C * H}  # q, k and v of half the width, o, gate and up; down
+    extra = sum(2 * size * (32 * math.ceil(0.05 * K / 32) / K) for K, size in weights.items()) / sum(weights.values())
+    assert outliers == pytest.approx(hot) and hot == pytest.approx(3 / (3 + extra))
+
+
+def test_league_of_nothing(file):
+    found = study.write_league(study.read_study(file))
+    assert all(row.gap is None for row in found.rows) and league.read_values(Path("runs/some"))["freedom"] == 0
