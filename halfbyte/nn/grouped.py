@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,12 @@ from halfbyte.nn.linear import describe_recipe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
+
+
+class ExpertEntry(Protocol):
+    """What runs experts that lie on several ranks."""
+
+    def outputs(self, layer: GroupedRecipe, x: Tensor, w_ENK: Tensor, offsets: Tensor, call: int) -> Tensor: ...
 
 
 class GroupedRecipe(FollowsRecipe, nn.Module):
@@ -29,6 +35,9 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
     """
 
     held_as: tuple[str, bool] | None = None
+
+    entry: ExpertEntry | None = None
+    """How the experts that are here run where ranks share them, as `hb.distributed.shard_experts_` has it."""
 
     config_before: Any = None
     """The config of the experts of transformers before they had this recipe; it names their implementation."""
@@ -59,6 +68,8 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
             offsets: int32 [experts], cumulative ends of the groups.
             call: as for `hb.nn.Linear.forward`.
         """
+        if self.entry is not None:
+            return self.entry.outputs(self, x, w_ENK, offsets, call)
         refuse_foreign((("x", x), ("its weight", w_ENK)), self)
         place = self.place(call, w_ENK.device)
         main_grad = getattr(w_ENK, "main_grad", None)
