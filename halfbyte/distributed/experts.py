@@ -33,6 +33,9 @@ from halfbyte.tensor import QuantTensor
 Dispatch = Literal["plain", "nvfp4"]
 
 
+Reduce = Literal["sum", "mean"]
+
+
 class Arrived(NamedTuple):
     """Tokens of all ranks for the experts that are here.
 
@@ -152,9 +155,10 @@ class ExpertExchange:
 
 @dataclass(frozen=True)
 class _Part:
-    """How a layer runs the experts that are here."""
+    """How a layer runs the experts that are here, and whether their gradients are those of the ranks' mean loss."""
 
     exchange: ExpertExchange
+    reduce: Reduce
 
     def outputs(self, layer: GroupedRecipe, x: Tensor, w_ENK: Tensor, offsets: Tensor, call: int) -> Tensor:
         if torch.compiler.is_compiling():
@@ -173,6 +177,8 @@ class _Part:
                 "what ExpertExchange.send returned"
             )
         w = w_ENK.to_local(grad_placements=(Shard(0),)) if isinstance(w_ENK, DTensor) else w_ENK
+        if self.reduce == "mean" and w.requires_grad and torch.is_grad_enabled():
+            w = _ShareOfGradient.apply(w, ranks.world)
         refuse_foreign((("x", x), ("its weight", w)), layer)
         row = self.exchange.row_of(x, self._spec_of(layer), layer)
         place = self._place(layer, call, w.device)
@@ -192,6 +198,19 @@ class _Part:
         return StreamPhilox(bases[0], place.stream, place.shift, bases[1])
 
 
+class _ShareOfGradient(torch.autograd.Function):
+    """w as it is, and its gradient divided."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, by: int) -> Tensor:
+        ctx.by = by
+        return w.view_as(w)
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor, None]:
+        return dw / ctx.by, None
+
+
 def _moved(base: Tensor, by: int) -> Tensor:
     moved = base.clone()
     moved[0].add_(as_signed64(by % SEED_LIMIT))  # int64 wraps, as seeds do
@@ -204,6 +223,7 @@ def shard_experts_(
     *readers: str,
     dispatch: Dispatch = "plain",
     capacity: int | None = None,
+    reduce: Reduce = "sum",
     src_data_rank: int | None = 0,
 ) -> ExpertExchange:
     """Let the ranks of a mesh share the experts of every hb.nn.GroupedLinear of a module, in place.
@@ -219,6 +239,8 @@ def shard_experts_(
             bf16; every token has its own amax, and wgrad reads what the codes stand for.
         capacity: tokens that one rank sends another in a forward. The host then never waits for counts, and tokens
             beyond it get zeros. None: as many as choose its experts, of which the host asks once.
+        reduce: the gradients of experts are those of the "sum" of the ranks' losses, or of their "mean", as DDP and FSDP2
+            make them for all other weights: use it where `fully_shard` follows.
         src_data_rank: whose weights count, None for each rank's own.
 
     Returns:
@@ -231,6 +253,8 @@ def shard_experts_(
     experts = next(iter(layers.values())).experts
     ranks = _ranks(mesh, experts)
     _check_options(dispatch, capacity, readers, layers)
+    if reduce not in get_args(Reduce):
+        raise ValueError(f"reduce={reduce!r}: give 'sum' or 'mean'")
     for name, layer in layers.items():
         _check_layer(name, layer, experts)
     reading = [layers[name] for name in readers]
@@ -241,7 +265,7 @@ def shard_experts_(
         weight = layer.weight
         data = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
         layer.weight = nn.Parameter(data, requires_grad=weight.requires_grad)
-        layer.entry = _Part(exchange)
+        layer.entry = _Part(exchange, reduce)
     return exchange
 
 
@@ -323,15 +347,17 @@ class ExpertParallel(ParallelStyle):
     a row for each token, as without it; its forward sees the tokens of all ranks for the experts that are here.
 
     Args:
-        readers, dispatch, capacity: as for `shard_experts_`.
+        readers, dispatch, capacity, reduce: as for `shard_experts_`.
     """
 
-    def __init__(self, *readers: str, dispatch: Dispatch = "plain", capacity: int | None = None) -> None:
+    def __init__(
+        self, *readers: str, dispatch: Dispatch = "plain", capacity: int | None = None, reduce: Reduce = "sum"
+    ) -> None:
         super().__init__()
-        self.readers, self.dispatch, self.capacity = readers, dispatch, capacity
+        self.readers, self.dispatch, self.capacity, self.reduce = readers, dispatch, capacity, reduce
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        options: dict[str, Any] = {"dispatch": self.dispatch, "capacity": self.capacity}
+        options: dict[str, Any] = {"dispatch": self.dispatch, "capacity": self.capacity, "reduce": self.reduce}
         exchange = shard_experts_(module, device_mesh, *self.readers, src_data_rank=self.src_data_rank, **options)
         under_way: list[Arrived] = []
 

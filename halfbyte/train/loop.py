@@ -300,10 +300,10 @@ class Trainer:
                 ((loss + balance) / count).backward()
             total += loss.detach() / count
             self.run_state.advance()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip)
+        norm = self.parallel.clip_(self.model, self.config.optim.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return total, parallel.whole(norm)
+        return total, norm
 
     def _loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         return self._losses(inputs_BT, targets_BT, self.model)[0]

@@ -46,7 +46,12 @@ class Parallel:
 
             assert config.dp_replicate is not None, "the config is settled"
             sizes = config.dp_replicate, config.dp_shard, config.tp
-            self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=DIMS)
+            if config.ep > 1:
+                from halfbyte.train import expert_parallel  # torch's DTensor takes a while to import
+
+                self._mesh = expert_parallel.mesh_of(config, device)
+            else:
+                self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=DIMS)
             if config.tp > 1 and config.dp_shard > 1 and config.dp_replicate == 1:
                 self._mesh[DIMS[1:]]._flatten()  # norms of gradients are summed over both at once
         self._device = device
@@ -96,6 +101,10 @@ class Parallel:
             return ddp(model, gradient_as_bucket_view=True, **options)
         from torch.distributed.fsdp import fully_shard
 
+        if self.config.ep > 1:
+            from halfbyte.train import expert_parallel
+
+            expert_parallel.share_experts_(blocks, self._mesh, self.config)
         # A mesh of two dimensions is HSDP: shards along the second, copies of them along the first.
         mesh = self._mesh[DIMS[:2]] if self.config.dp_replicate != 1 else self._mesh[DIMS[1]]
         for block in blocks:
@@ -129,6 +138,14 @@ class Parallel:
         """What of the weights travels how, as a table; "" if all of them travel in their dtype."""
         parts = [str(self.gather.report)] if self.gather is not None else []
         return "\n".join([*parts, *([str(self.exchange)] if self.exchange is not None else [])])
+
+    def clip_(self, model: nn.Module, limit: float) -> Tensor:
+        """Scale gradients down to a norm of `limit` over all of them, in place; return the norm that they had."""
+        if self.config.ep == 1:
+            return whole(nn.utils.clip_grad_norm_(model.parameters(), limit))
+        from halfbyte.train import expert_parallel
+
+        return expert_parallel.clip_(model.parameters(), limit)
 
     @contextlib.contextmanager
     def reducing(self, trained: nn.Module, is_last: bool) -> Iterator[None]:
