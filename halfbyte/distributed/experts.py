@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfbyte.distributed.journey import CodesToExperts, Journey, Ranks, ToExperts, ToTokens, journey
 from halfbyte.functional import grouped_linear
@@ -49,6 +48,19 @@ class Arrived(NamedTuple):
     journey: Journey
 
 
+class _Held(NamedTuple):
+    """What arrived, until it is on its way back: its memory is not given to another tensor before."""
+
+    values: Tensor
+    row: QuantTensor
+    version: int
+
+    def is_read_as(self, x: Tensor) -> bool:
+        """Whether x is the values: FSDP2 hands a module another tensor of the same memory."""
+        same = x.shape == self.values.shape and x.dtype == self.values.dtype and x.stride() == self.values.stride()
+        return same and x.data_ptr() == self.values.data_ptr() and x._version == self.version
+
+
 class ExpertExchange:
     """The way of tokens to the ranks that hold their experts and back; made by `shard_experts_`.
 
@@ -68,7 +80,7 @@ class ExpertExchange:
         self.ranks, self.dispatch, self.capacity = ranks, dispatch, capacity
         self.dropped: Tensor | None = None
         self._readers = tuple(readers)
-        self._rows: Any = WeakTensorKeyDictionary()
+        self._held: _Held | None = None
 
     def send(self, x: Tensor, offsets: Tensor) -> Arrived:
         """Return the tokens of all ranks for the experts that are here; all ranks must call it together.
@@ -99,6 +111,7 @@ class ExpertExchange:
         """
         if y.shape[0] != arrived.x.shape[0]:
             raise ValueError(f"y.shape={tuple(y.shape)}: {arrived.x.shape[0]} tokens arrived; give a row for each")
+        self._held = None
         if torch.compiler.is_compiling():
             from halfbyte.functional.eager import eagerly
 
@@ -113,12 +126,11 @@ class ExpertExchange:
         """
         if spec is None or self.dispatch == "plain" or layer not in self._readers:
             return None
-        row = self._rows.get(x)
-        if row is None:
+        if self._held is None or not self._held.is_read_as(x):
             raise ValueError(
                 f"{layer.title}: x is not what arrived as codes; hand it send(...).x unchanged, or use dispatch='plain'"
             )
-        return row
+        return self._held.row
 
     def _send(self, x: Tensor, offsets: Tensor) -> Arrived:
         refuse_foreign((("x", x), ("offsets", offsets)), "tokens")
@@ -136,7 +148,8 @@ class ExpertExchange:
             return Arrived(ToExperts.apply(x, how), how.offsets, how)
         values, *blocks = CodesToExperts.apply(x, how, spec)
         shape, groups = tuple(values.shape), how.offsets
-        self._rows[values] = QuantTensor(Blocks(*blocks), spec, shape=shape, dtype=x.dtype, group_offsets=groups)
+        row = QuantTensor(Blocks(*blocks), spec, shape=shape, dtype=x.dtype, group_offsets=groups)
+        self._held = _Held(values.detach(), row, values._version)
         return Arrived(values, groups, how)
 
     def _spec(self) -> NVFP4 | None:
@@ -150,7 +163,7 @@ class ExpertExchange:
         return first
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_rows": WeakTensorKeyDictionary()}
+        return self.__dict__ | {"_held": None}
 
 
 @dataclass(frozen=True)

@@ -23,26 +23,18 @@ GROUPS, RANKS = "dp_shard_mod_ep", "ep"
 """Dimensions of the mesh that make up dp_shard, as torchtitan calls them."""
 
 
-def mesh_of(config: MeshConfig, device: torch.device) -> DeviceMesh:
-    """Return the mesh of a config, which also knows "dp_shard" as one dimension."""
-    assert config.dp_replicate is not None, "the config is settled"
-    sizes = config.dp_replicate, config.dp_shard // config.ep, config.ep
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", GROUPS, RANKS))
-    mesh[GROUPS, RANKS]._flatten("dp_shard")
-    return mesh
-
-
-def share_experts_(blocks: Iterable[nn.Module], mesh: DeviceMesh, config: MeshConfig) -> None:
+def share_experts_(blocks: Iterable[nn.Module], config: MeshConfig, device: torch.device) -> None:
     """Let ranks share the experts of blocks, in place; `fully_shard` of the blocks leaves them as they are.
 
     Args:
         blocks: converted, with equal weights on all ranks.
-        mesh: of `mesh_of`.
-        config: of the mesh.
+        config: settled.
+        device: of this rank.
 
     Raises:
         ValueError: the recipe's tokens cannot travel as codes.
     """
+    mesh = _mesh(config, device)
     groups = mesh["dp_replicate", GROUPS] if config.dp_replicate != 1 else mesh[GROUPS]
     for block in blocks:
         for module in block.modules():
@@ -54,6 +46,15 @@ def share_experts_(blocks: Iterable[nn.Module], mesh: DeviceMesh, config: MeshCo
                 fully_shard(layer, mesh=groups, shard_placement_fn=lambda weight: _shard(weight, config))
 
 
+def _mesh(config: MeshConfig, device: torch.device) -> DeviceMesh:
+    assert config.dp_replicate is not None, "the config is settled"
+    sizes = config.dp_replicate, config.dp_shard // config.ep, config.ep
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", GROUPS, RANKS))
+    if config.dp_replicate == 1:
+        mesh[GROUPS, RANKS]._flatten()  # norms of gradients are summed over both at once
+    return mesh
+
+
 def _shard(weight: Tensor, config: MeshConfig) -> Shard:
     """Return along which dimension FSDP2 shares experts: not along theirs, of which a rank may hold a single one."""
     groups = config.dp_shard // config.ep
@@ -61,7 +62,7 @@ def _shard(weight: Tensor, config: MeshConfig) -> Shard:
     return Shard(dims[0] if dims else 0)
 
 
-def clip_(parameters: Iterable[Tensor], limit: float) -> Tensor:
+def clip_by_mesh_(parameters: Iterable[Tensor], limit: float) -> Tensor:
     """Do what torch's `clip_grad_norm_` does, for parameters of several meshes; return the norm, a plain tensor."""
     by_mesh: dict[Any, list[Any]] = {}
     for parameter in parameters:

@@ -46,12 +46,7 @@ class Parallel:
 
             assert config.dp_replicate is not None, "the config is settled"
             sizes = config.dp_replicate, config.dp_shard, config.tp
-            if config.ep > 1:
-                from halfbyte.train import expert_parallel  # torch's DTensor takes a while to import
-
-                self._mesh = expert_parallel.mesh_of(config, device)
-            else:
-                self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=DIMS)
+            self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=DIMS)
             if config.tp > 1 and config.dp_shard > 1 and config.dp_replicate == 1:
                 self._mesh[DIMS[1:]]._flatten()  # norms of gradients are summed over both at once
         self._device = device
@@ -102,9 +97,9 @@ class Parallel:
         from torch.distributed.fsdp import fully_shard
 
         if self.config.ep > 1:
-            from halfbyte.train import expert_parallel
+            from halfbyte.train.expert_parallel import share_experts_
 
-            expert_parallel.share_experts_(blocks, self._mesh, self.config)
+            share_experts_(blocks, self.config, self._device)
         # A mesh of two dimensions is HSDP: shards along the second, copies of them along the first.
         mesh = self._mesh[DIMS[:2]] if self.config.dp_replicate != 1 else self._mesh[DIMS[1]]
         for block in blocks:
@@ -143,9 +138,9 @@ class Parallel:
         """Scale gradients down to a norm of `limit` over all of them, in place; return the norm that they had."""
         if self.config.ep == 1:
             return whole(nn.utils.clip_grad_norm_(model.parameters(), limit))
-        from halfbyte.train import expert_parallel
+        from halfbyte.train.expert_parallel import clip_by_mesh_
 
-        return expert_parallel.clip_(model.parameters(), limit)
+        return clip_by_mesh_(model.parameters(), limit)
 
     @contextlib.contextmanager
     def reducing(self, trained: nn.Module, is_last: bool) -> Iterator[None]:
