@@ -231,5 +231,5 @@ def packed(blocks: Blocks) -> Tensor:
 def unpacked(rows: Tensor, like: Blocks) -> Blocks:
     """Return what `packed` put together, of other rows than those of `like`."""
     widths = like.qdata.shape[1], like.block_scale.shape[1], like.amax.element_size()
-    qdata, scale, amax = (part.contiguous() for part in rows.split(widths, 1))
+    qdata, scale, amax = (part.clone(memory_format=torch.contiguous_format) for part in rows.split(widths, 1))
     return Blocks(qdata, scale, amax.view(torch.float32).flatten())

@@ -50,8 +50,7 @@ def _mesh(config: MeshConfig, device: torch.device) -> DeviceMesh:
     assert config.dp_replicate is not None, "the config is settled"
     sizes = config.dp_replicate, config.dp_shard // config.ep, config.ep
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", GROUPS, RANKS))
-    if config.dp_replicate == 1:
-        mesh[GROUPS, RANKS]._flatten()  # norms of gradients are summed over both at once
+    mesh[GROUPS, RANKS]._flatten()  # norms of gradients are summed over both at once
     return mesh
 
 
