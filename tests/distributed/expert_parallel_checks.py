@@ -31,6 +31,7 @@ class Case(NamedTuple):
     sizes: of the groups, of every rank.
     padding: tokens of every rank behind its last group.
     shape: N, K.
+    first: the data-parallel rank of the first of the ranks.
     """
 
     recipe: str
@@ -40,6 +41,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     dispatch: str = "plain"
     capacity: int | None = None
+    first: int = 0
 
 
 class Tokens(NamedTuple):
@@ -83,9 +85,9 @@ def all_tokens(case: Case) -> Tokens:
     return Tokens(x, dy, grouped_cases.ends(sizes))
 
 
-def layer_of(case: Case) -> hb.nn.GroupedLinear:
+def layer_of(case: Case, rank: int) -> hb.nn.GroupedLinear:
     torch.manual_seed(5)
-    state = hb.RunState(SEED, rank=0)
+    state = hb.RunState(SEED, rank=rank)
     hb.nn.GroupedLinear(1, 1, 1, state=state)  # the layer's streams do not begin at 0
     options = {"dtype": case.dtype, "recipe": ALL[case.recipe], "state": state}
     layer = hb.nn.GroupedLinear(len(case.sizes[0]), case.shape[1], case.shape[0], **options)
@@ -140,7 +142,7 @@ def operands_of(found: list, first: int, count: int) -> dict[int, list]:
 
 def whole(case: Case) -> Made:
     """Run the layer in one process with the tokens of all ranks."""
-    tokens, layer = all_tokens(case), layer_of(case)
+    tokens, layer = all_tokens(case), layer_of(case, case.first)
     x = tokens.x.requires_grad_()
     with recorded() as found:
         y = layer(x, tokens.offsets)
@@ -150,7 +152,8 @@ def whole(case: Case) -> Made:
 
 def shared(case: Case, mesh) -> Made:
     """Run it on the ranks of a mesh; the results are those of this rank's tokens, and the whole gradient of w."""
-    tokens, layer = tokens_of(case, mesh.get_local_rank()), layer_of(case)
+    rank = mesh.get_local_rank()
+    tokens, layer = tokens_of(case, rank), layer_of(case, case.first + rank)
     module = torch.nn.ModuleDict({"up": layer})
     exchange = hb.distributed.shard_experts_(module, mesh, "up", dispatch=case.dispatch, capacity=case.capacity)
     x = tokens.x.requires_grad_()
@@ -168,7 +171,8 @@ def shared(case: Case, mesh) -> Made:
 
 def travelled(case: Case, alone: Made) -> Made:
     """Return what one process has that applies the rule of tokens in codes; its results are not looked at."""
-    tokens, recipe, layer = all_tokens(case), ALL[case.recipe], layer_of(case)
+    assert case.first == 0, "the seed below is that of rank 0"
+    tokens, recipe, layer = all_tokens(case), ALL[case.recipe], layer_of(case, 0)
     rng = hb.Philox(SEED, (POSITION << 32) + layer.stream)
     spec, made = replace(recipe.fprop.a, outer="row"), {}
     for g, rows in enumerate(grouped_cases.slices(tuple(tokens.offsets.diff(prepend=torch.zeros(1)).int().tolist()))):
@@ -219,3 +223,15 @@ def operands(rank: int, world: int, cases: list[Case]) -> list[str]:
     every = [None] * world
     dist.all_gather_object(every, mine)
     return [] if rank else [line for i, case in enumerate(cases) for line in differing(case, [m[i] for m in every])]
+
+
+def operands_of_two_groups(rank: int, world: int, recipe: str) -> list[str]:
+    """Return what differs in either of two groups of ranks that see other data, as `place_ranks_` has them draw."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "ep"))
+    state = hb.RunState(SEED)
+    assert hb.distributed.place_ranks_(state, mesh) == rank
+    first = rank // (world // 2) * (world // 2)
+    case = Case(recipe, ((3, 17, 0, 5), (40, 0, 1, 2)), first=first)
+    every = [None] * world
+    dist.all_gather_object(every, shared(case, mesh["ep"]))
+    return differing(case, every[first : first + world // 2])

@@ -12,6 +12,8 @@ from expert_parallel_checks import by_expert, same, tokens_of
 from expert_parallel_checks import Case as Layer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -95,20 +97,19 @@ def _within(context: str, module: nn.Module):
         yield
 
 
-def in_other_ways(rank: int, world: int) -> list[str]:
-    """Recomputed, compiled, with room for all: the same bits, whatever the tokens travel as."""
+def in_other_ways(rank: int, world: int, compiled: bool) -> list[str]:
+    """Recomputed and with room for all, or compiled: the same bits, whatever the tokens travel as."""
     found = []
-    for options in ({"dispatch": "plain"}, {"dispatch": "nvfp4"}):
+    for dispatch in ("plain", "nvfp4"):
         x, dy, offsets = given(rank, world)
-        module = shared(world, "gate_up_proj", **options)
+        module, roomy = (shared(world, "gate_up_proj", dispatch=dispatch, capacity=room) for room in (None, 64))
         want = step(module, x, dy, offsets)
-        ways = {
-            "recomputed": lambda module=module: step(module, x, dy, offsets, recompute=True),
-            "capacity": lambda options=options: step(shared(world, "gate_up_proj", capacity=64, **options), x, dy, offsets),
-            "compiled": lambda module=module: step(torch.compile(module, backend="aot_eager"), x, dy, offsets),
-        }
-        for way, run in ways.items():
-            found += [f"{way} {options}: {i}" for i, (a, b) in enumerate(zip(run(), want, strict=True)) if not same(a, b)]
+        if compiled:
+            runs = {"compiled": step(torch.compile(module, backend="aot_eager"), x, dy, offsets)}
+        else:
+            runs = {"recomputed": step(module, x, dy, offsets, recompute=True), "capacity": step(roomy, x, dy, offsets)}
+        for way, made in runs.items():
+            found += [f"{way} {dispatch}: {i}" for i, (a, b) in enumerate(zip(made, want, strict=True)) if not same(a, b)]
     return found
 
 
@@ -190,3 +191,83 @@ def waits(rank: int, world: int, dispatch: str, capacity: int | None) -> int:
         for name, method in kept.items():
             setattr(Tensor, name, method)
     return len(asked)
+
+
+def refusals(rank: int, world: int) -> dict[str, str]:
+    """Return what every misuse is answered with."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    share, found = hb.distributed.shard_experts_, {}
+
+    def ask(name: str, call) -> None:
+        try:
+            call()
+            found[name] = "nothing"
+        except (ValueError, TypeError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    def changed(change, **options) -> Experts:
+        module = Experts(**options)
+        change(module)
+        return module
+
+    ask("no experts", lambda: share(nn.Linear(4, 4), mesh))
+    ask("weights of another", lambda: share(nn.ModuleList([hb.nn.GroupedRecipe(4, 8, 8)]), mesh))
+    ask("mesh of two", lambda: share(Experts(), init_device_mesh("cpu", (1, world))))
+    ask("few experts", lambda: share(Experts(experts=1), mesh))
+    ask("other numbers", lambda: share(nn.ModuleList([Experts(), Experts(experts=2)]), mesh))
+    ask("dispatch", lambda: share(Experts(), mesh, dispatch="fp8"))
+    ask("capacity", lambda: share(Experts(), mesh, capacity=0))
+    ask("type of capacity", lambda: share(Experts(), mesh, capacity=1.5))
+    ask("reduce", lambda: share(Experts(), mesh, reduce="avg"))
+    ask("nobody reads", lambda: share(Experts(), mesh, dispatch="nvfp4"))
+    ask("reader", lambda: share(Experts(), mesh, "up_proj", dispatch="nvfp4"))
+    ask("mxfp8", lambda: share(Experts(recipe="mxfp8"), mesh, "gate_up_proj", dispatch="nvfp4"))
+    weights_alone = hb.recipes.weight_only()
+    ask("weight only", lambda: share(Experts(recipe=weights_alone), mesh, "gate_up_proj", dispatch="nvfp4"))
+    ask("shared twice", lambda: share(shared(world), mesh))
+    sharded = changed(lambda m: fully_shard(m, mesh=mesh))
+    ask("fsdp2 first", lambda: share(sharded, mesh))
+    in_parts = Experts()
+    in_parts.down_proj.weight = nn.Parameter(distribute_tensor(in_parts.down_proj.weight.detach(), mesh, [Shard(1)]))
+    ask("tensor parallel", lambda: share(in_parts, mesh))
+    ask("tensor parallel after", lambda: parallelize_module(shared(world), mesh, {"gate_up_proj": hb.distributed.NVFP4Colwise()}))
+    cached = Experts()
+    kept = hb.cache_weights(cached)
+    ask("cached", lambda: share(cached, mesh))
+    kept.release()
+    ask("cached after", lambda: hb.cache_weights(shared(world)))
+    ask("main_grad", lambda: share(changed(lambda m: setattr(m.down_proj.weight, "main_grad", torch.zeros(4, K, HIDDEN))), mesh))
+    ask("bias", lambda: share(changed(lambda m: setattr(m.down_proj, "bias", nn.Parameter(torch.zeros(4, K)))), mesh))
+    ask("zero", lambda: hb.distributed.ZeroOptimizer(shared(world), torch.optim.AdamW))
+    x, _, offsets = given(rank, world)
+    ask("offsets", lambda: shared(world)(x, offsets[:2]))
+    ask("not what arrived", lambda: changed_tokens(world, x, offsets))
+    mixed = shared(world, "gate_up_proj", dispatch="nvfp4")
+    hb.set_recipe_(mixed, "mxfp8")
+    ask("mxfp8 later", lambda: mixed(x, offsets))
+    late = shared(world)
+    late.down_proj.weight.main_grad = torch.zeros(4, K, HIDDEN)
+    ask("main_grad later", lambda: late(x, offsets))
+    twice = shared(world)
+    ask("second derivative", lambda: torch.autograd.grad(torch.autograd.grad(twice(x, offsets).square().sum(), x, create_graph=True)[0].sum(), x))
+    return found
+
+
+def changed_tokens(world: int, x: Tensor, offsets: Tensor) -> None:
+    class Scaled(Experts):
+        def forward(self, x, offsets):
+            return super().forward(x * 2, offsets)
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    style = hb.distributed.ExpertParallel("gate_up_proj", dispatch="nvfp4")
+    parallelize_module(Scaled(), mesh, style)(x, offsets)
+
+
+def unlike_neighbours(rank: int, world: int) -> str:
+    """Return what a mesh is answered with whose ranks are no neighbours."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "dp"))
+    try:
+        hb.distributed.shard_experts_(Experts(), mesh["ep"])
+    except ValueError as error:
+        return str(error)
+    return ""
