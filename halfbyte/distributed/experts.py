@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from halfbyte.distributed.journey import CodesToExperts, Journey, Ranks, ToExperts, ToTokens, journey
+from halfbyte.distributed.journey import CodesToExperts, Holders, Journey, ToExperts, ToTokens, journey
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.dispatch import dispatch_problem, dispatch_spec
@@ -75,7 +75,7 @@ class ExpertExchange:
     """
 
     def __init__(
-        self, ranks: Ranks, readers: Sequence[GroupedLinear], dispatch: Dispatch, capacity: int | None
+        self, ranks: Holders, readers: Sequence[GroupedLinear], dispatch: Dispatch, capacity: int | None
     ) -> None:
         self.ranks, self.dispatch, self.capacity = ranks, dispatch, capacity
         self.dropped: Tensor | None = None
@@ -252,8 +252,8 @@ def shard_experts_(
             bf16; every token has its own amax, and wgrad reads what the codes stand for.
         capacity: tokens that one rank sends another in a forward. The host then never waits for counts, and tokens
             beyond it get zeros. None: as many as choose its experts, of which the host asks once.
-        reduce: the gradients of experts are those of the "sum" of the ranks' losses, or of their "mean", as DDP and FSDP2
-            make them for all other weights: use it where `fully_shard` follows.
+        reduce: the gradients of experts are those of the "sum" of the ranks' losses, or of their "mean", as DDP and
+            FSDP2 make them for all other weights: use it where `fully_shard` follows.
         src_data_rank: whose weights count, None for each rank's own.
 
     Returns:
@@ -287,15 +287,17 @@ def _layers(module: nn.Module) -> dict[str, GroupedLinear]:
     for name, layer in found.items():
         if not isinstance(layer, GroupedLinear):
             raise TypeError(
-                f"{name or 'module'}={type(layer).__name__}: its weights belong to another module; ranks share those of "
-                "hb.nn.GroupedLinear"
+                f"{name or 'module'}={type(layer).__name__}: its weights belong to another module; ranks share those "
+                "of hb.nn.GroupedLinear"
             )
     if not found:
-        raise ValueError(f"module={type(module).__name__}: it has no hb.nn.GroupedLinear, whose experts ranks could share")
+        raise ValueError(
+            f"module={type(module).__name__}: it has no hb.nn.GroupedLinear, whose experts ranks could share"
+        )
     return found  # type: ignore[return-value]
 
 
-def _ranks(mesh: DeviceMesh, experts: int) -> Ranks:
+def _ranks(mesh: DeviceMesh, experts: int) -> Holders:
     if mesh.ndim != 1:
         raise ValueError(f"mesh={mesh}: give a mesh of one dimension, such as mesh['ep']")
     members = mesh.mesh.flatten().tolist()
@@ -305,7 +307,7 @@ def _ranks(mesh: DeviceMesh, experts: int) -> Ranks:
             f"mesh={mesh}: ranks that share experts are neighbours and draw as the first of them; let 'ep' be the last "
             "dimension of the mesh that it is taken from"
         )
-    ranks = Ranks(experts=experts, world=world, rank=mesh.get_local_rank(), group=mesh.get_group().group_name)
+    ranks = Holders(experts=experts, world=world, rank=mesh.get_local_rank(), group=mesh.get_group().group_name)
     if min(ranks.counts) < 1:
         raise ValueError(f"mesh: {world} ranks cannot share {experts} experts, some would have none; use fewer")
     return ranks
@@ -356,8 +358,8 @@ def _check_recipes(readers: dict[str, GroupedLinear]) -> None:
 class ExpertParallel(ParallelStyle):
     """A style for torch's parallelize_module: ranks share the experts of a module whose forward takes (x, offsets).
 
-    The module is called with this rank's tokens, sorted by expert, and the ends of the groups of all experts, and returns
-    a row for each token, as without it; its forward sees the tokens of all ranks for the experts that are here.
+    The module is called with this rank's tokens, sorted by expert, and the ends of the groups of all experts, and
+    returns a row for each token, as without it; its forward sees the tokens of all ranks for the experts that are here.
 
     Args:
         readers, dispatch, capacity, reduce: as for `shard_experts_`.

@@ -1,14 +1,15 @@
 """Tokens on their way to the ranks that hold their experts, and back.
 
 A rank has tokens sorted by expert, of all experts; it ends up with the tokens of all ranks for the experts that it
-holds, sorted by expert and within one by rank: the order that they have in one process whose tokens are those of rank 0,
-then those of rank 1 and so on. Everything here moves rows and rounds nothing.
+holds, sorted by expert and within one by rank: the order that they have in one process whose tokens are those of rank
+0, then those of rank 1 and so on. Everything here moves rows and rounds nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ TRAVEL = refusals("the way of tokens to their experts", "run the experts in one 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class Holders:
     """Who holds which experts: rank r those from r * each to (r + 1) * each, as torch shards a dimension.
 
     experts: of all ranks.
@@ -50,7 +51,7 @@ class Ranks:
     def counts(self) -> list[int]:
         """How many experts each rank holds."""
         borders = [min(rank * self.each, self.experts) for rank in range(self.world + 1)]
-        return [stop - start for start, stop in zip(borders, borders[1:], strict=False)]
+        return [stop - start for start, stop in pairwise(borders)]
 
     @property
     def here(self) -> int:
@@ -58,7 +59,7 @@ class Ranks:
         return self.counts[self.rank]
 
     def exchange(self, t: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        """Return the rows that ranks send each other: `sent[r]` of t go to rank r, in turn, `received[r]` come of it."""
+        """Return the rows that come: `received[r]` from rank r, to which go `sent[r]` of t, in turn."""
         if self.world == 1:
             return t
         collectives = torch.ops._c10d_functional
@@ -80,7 +81,7 @@ class Journey:
     dropped: int64 [], tokens of this rank beyond the capacity; None without one.
     """
 
-    ranks: Ranks
+    ranks: Holders
     tokens: int
     sent: list[int]
     received: list[int]
@@ -113,7 +114,7 @@ def _with_zeros(t: Tensor) -> Tensor:
     return torch.cat((t, t.new_zeros(1, *t.shape[1:])))
 
 
-def journey(ranks: Ranks, offsets: Tensor, tokens: int, capacity: int | None) -> Journey:
+def journey(ranks: Holders, offsets: Tensor, tokens: int, capacity: int | None) -> Journey:
     """Return how the tokens of all ranks travel; all of them must call this together.
 
     Args:
@@ -130,7 +131,7 @@ def journey(ranks: Ranks, offsets: Tensor, tokens: int, capacity: int | None) ->
     return _within_capacity(ranks, sizes, tokens, capacity)
 
 
-def _as_counted(ranks: Ranks, sizes: Tensor, tokens: int) -> Journey:
+def _as_counted(ranks: Holders, sizes: Tensor, tokens: int) -> Journey:
     received = ranks.exchange(sizes, [ranks.here] * ranks.world, ranks.counts).view(ranks.world, ranks.here)
     to_ranks = _of_ranks(ranks, sizes).sum(1)
     counted = torch.cat((to_ranks, received.sum(1))).tolist()  # the one time that the host waits
@@ -141,7 +142,7 @@ def _as_counted(ranks: Ranks, sizes: Tensor, tokens: int) -> Journey:
     return Journey(ranks, tokens, sent, came, None, None, order, _ends(received), None)
 
 
-def _within_capacity(ranks: Ranks, sizes: Tensor, tokens: int, capacity: int) -> Journey:
+def _within_capacity(ranks: Holders, sizes: Tensor, tokens: int, capacity: int) -> Journey:
     by_rank = _of_ranks(ranks, sizes)
     kept = by_rank.cumsum(1).clamp(max=capacity).diff(dim=1, prepend=by_rank.new_zeros(ranks.world, 1))
     parts = [row[:count] for row, count in zip(kept, ranks.counts, strict=True)]
@@ -162,7 +163,7 @@ def _within_capacity(ranks: Ranks, sizes: Tensor, tokens: int, capacity: int) ->
     return Journey(ranks, tokens, rows, rows, picked, placed, order, _ends(received), (all_to - kept_to).sum())
 
 
-def _of_ranks(ranks: Ranks, sizes: Tensor) -> Tensor:
+def _of_ranks(ranks: Holders, sizes: Tensor) -> Tensor:
     """Return the sizes of groups as [world, each], zeros for experts that there are not."""
     missing = ranks.world * ranks.each - ranks.experts
     return torch.cat((sizes, sizes.new_zeros(missing))).view(ranks.world, ranks.each)
@@ -212,7 +213,7 @@ class CodesToExperts(torch.autograd.Function):
         ctx.how = how
         blocks, _ = ops.quantize_row_col(x, Side(spec), None)
         assert blocks is not None, "a row is asked for"
-        here = unpacked(how.to_experts(packed(blocks)), blocks)
+        here = _unpacked(how.to_experts(_packed(blocks)), blocks)
         values = ops.dequantize(Operand(here, spec, x.shape[1]), x.dtype)
         ctx.mark_non_differentiable(*here)
         return values, *here
@@ -223,13 +224,13 @@ class CodesToExperts(torch.autograd.Function):
         return ctx.how.to_tokens(dx), None, None
 
 
-def packed(blocks: Blocks) -> Tensor:
+def _packed(blocks: Blocks) -> Tensor:
     """Return codes, scales and amax of every row as one row of bytes."""
     return torch.cat((blocks.qdata, blocks.block_scale, blocks.amax[:, None].view(torch.uint8)), 1)
 
 
-def unpacked(rows: Tensor, like: Blocks) -> Blocks:
-    """Return what `packed` put together, of other rows than those of `like`."""
+def _unpacked(rows: Tensor, like: Blocks) -> Blocks:
+    """Return what `_packed` put together, of other rows than those of `like`."""
     widths = like.qdata.shape[1], like.block_scale.shape[1], like.amax.element_size()
     qdata, scale, amax = (part.clone(memory_format=torch.contiguous_format) for part in rows.split(widths, 1))
     return Blocks(qdata, scale, amax.view(torch.float32).flatten())

@@ -62,6 +62,7 @@ def check_row(x_row: Any, x: Tensor, recipe: Recipe) -> ops.Operand | None:
         raise ValueError(f"x_row.spec={x_row.spec.key}: the recipe reads {wanted}; quantize x so, or leave x_row out")
     if tuple(x_row.shape) != tuple(x.shape) or x_row.device != x.device or x_row.splits_columns:
         raise ValueError(
-            f"x_row has shape {tuple(x_row.shape)} on {x_row.device}: x is {tuple(x.shape)} on {x.device}; give its rows"
+            f"x_row has shape {tuple(x_row.shape)} on {x_row.device}: x is {tuple(x.shape)} on {x.device}; give its "
+            "rows, quantized"
         )
     return ops.Operand(x_row.blocks, spec, x.shape[1], x_row.scale_layout)

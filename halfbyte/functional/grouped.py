@@ -144,8 +144,8 @@ def grouped_linear(
         out_dtype: dtype of the result, by default x's.
         main_grad: fp32 [E, N, K]; the weight gradient is added to it in fp32 and autograd receives none for w.
         cached_weight: w_ENK quantized before, as `hb.cache_weights` keeps it; it is then only differentiated.
-        x_row: x quantized along its rows before, each with its own amax, as tokens arrive that travelled as codes; fprop
-            reads it, and x is what it stands for.
+        x_row: x quantized along its rows before, each with its own amax, as tokens arrive that travelled as codes;
+            fprop reads it, and x is what it stands for.
 
     Returns:
         out_dtype [M, N]; rows of padding are zero, and so are their gradients.
@@ -168,16 +168,7 @@ def grouped_linear(
         raise TypeError(f"w_ENK.dtype={w_ENK.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
     check_cached(cached_weight, recipe, x.dtype, x.device)
     row = check_row(x_row, x, recipe)
-    draw = signs = None
-    if recipe.needs_rng:
-        if rng is None:
-            raise ValueError(
-                "rng=None: the recipe draws random bits; pass rng=hb.Philox(seed, offset) or a RunState's place"
-            )
-        draw = rng.on(x.device)
-        if draw.first_block or draw.blocks_per_row is not None:
-            raise ValueError(f"rng.first_block={draw.first_block}: tokens and experts are whole; leave it out")
-        signs = rng.signs_on(x.device) if recipe.needs_sign_rng else None
+    draw, signs = _places(rng, recipe, x.device)
     (layout,), buffers = flatten([cached_weight])
     call = _Call(recipe, out_dtype or x.dtype, torch.is_grad_enabled(), layout, row and row[1:])
     buffers = [*(row.blocks if row else ()), *buffers]
@@ -186,6 +177,20 @@ def grouped_linear(
     distinct = None if draw is None or signs is None or signs.base is draw.base else signs.base
     bases = None if draw is None else snapshot(draw.base), snapshot(distinct)
     return _GroupedLinear.apply((call, stream), x, w_ENK, offsets, main_grad, *bases, *buffers)
+
+
+def _places(rng: AnyPhilox | None, recipe: Recipe, device: torch.device) -> tuple[Draw | None, Draw | None]:
+    """Return where a call draws rounding bits and where signs, None for what its recipe does not draw."""
+    if not recipe.needs_rng:
+        return None, None
+    if rng is None:
+        raise ValueError(
+            "rng=None: the recipe draws random bits; pass rng=hb.Philox(seed, offset) or a RunState's place"
+        )
+    draw = rng.on(device)
+    if draw.first_block or draw.blocks_per_row is not None:
+        raise ValueError(f"rng.first_block={draw.first_block}: tokens and experts are whole; leave it out")
+    return draw, rng.signs_on(device) if recipe.needs_sign_rng else None
 
 
 def _of_experts(recipe: Recipe | str) -> Recipe:
@@ -217,8 +222,8 @@ class _Call(NamedTuple):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x, w, offsets, main_grad, bases of the rng and, if another, of its signs, tensors of x_row and a cached weight in,
-    y out.
+    """x, w, offsets, main_grad, the rng's base, that of its signs if another, tensors of x_row and of a cached weight
+    in, y out.
     """
 
     @staticmethod

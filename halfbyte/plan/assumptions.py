@@ -13,10 +13,11 @@ UNMEASURED = {
     "fsdp": "FSDP2 that gathers bf16",
     "gather": "its 4-bit gather (docs/fsdp2.md)",
     "tp": "tensor parallelism (docs/tensor_parallel.md)",
+    "ep": "expert parallelism (docs/expert_parallel.md)",
 }
 MISSING = {
     "experts": "a 4-bit gather of experts",
-    "ep": "expert parallelism",
+    "ep": "expert parallelism with tensor parallelism",
 }
 
 
@@ -24,7 +25,7 @@ def missing(job: Job) -> tuple[str, ...]:
     """Return what the run needs that halfbyte does not have yet."""
     needs = {
         "experts": job.sharding == "fsdp" and job.gather == "nvfp4" and job.architecture.has_experts,
-        "ep": job.mesh.ep > 1,
+        "ep": job.mesh.ep > 1 and job.mesh.tp > 1,
     }
     return tuple(MISSING[name] for name, is_needed in needs.items() if is_needed)
 
@@ -32,7 +33,8 @@ def missing(job: Job) -> tuple[str, ...]:
 def unmeasured(job: Job) -> tuple[str, ...]:
     """Return what the run needs that halfbyte has and no record is of."""
     fsdp = job.sharding == "fsdp"
-    needs = {"fsdp": fsdp, "gather": fsdp and job.gather == "nvfp4", "tp": job.mesh.tp > 1}
+    has_experts_apart = job.mesh.ep > 1
+    needs = {"fsdp": fsdp, "gather": fsdp and job.gather == "nvfp4", "tp": job.mesh.tp > 1, "ep": has_experts_apart}
     return tuple(UNMEASURED[name] for name, is_needed in needs.items() if is_needed)
 
 

@@ -155,8 +155,8 @@ class MeshConfig:
     tp: int = 1
     """Ranks that share every layer of a block, and see the same tokens (tensor parallel); of dense models."""
     ep: int = 1
-    """Ranks of dp_shard that share the experts of a mixture, to which tokens travel (expert parallel). Alone: dp_shard is
-    as large."""
+    """Ranks of dp_shard that share the experts of a mixture, to which tokens travel (expert parallel). Alone, dp_shard
+    is as large."""
     dispatch: Literal["plain", "nvfp4"] = "plain"
     """How tokens travel to experts of other ranks: in their values, or as codes, each token with its own amax: other
     losses than those of "plain"."""
@@ -193,12 +193,16 @@ class MeshConfig:
             raise ValueError(f"dispatch={self.dispatch!r}: give 'plain' or 'nvfp4'")
         if self.ep == 1:
             if self.dispatch != "plain":
-                raise ValueError(f"dispatch={self.dispatch!r}: ep=1, so that no token travels; give --ep, or leave it out")
+                raise ValueError(
+                    f"dispatch={self.dispatch!r}: ep=1, so that no token travels; give --ep, or leave it out"
+                )
             return
         if self.dp_shard == 1:
             object.__setattr__(self, "dp_shard", self.ep)
         if self.dp_shard % self.ep:
-            raise ValueError(f"ep={self.ep}: it does not divide dp_shard={self.dp_shard}, whose ranks share the experts")
+            raise ValueError(
+                f"ep={self.ep}: it does not divide dp_shard={self.dp_shard}, whose ranks share the experts"
+            )
         if self.tp > 1:
             raise ValueError(f"ep={self.ep} with tp={self.tp}: no layer is shared in both ways; leave one of them out")
         if self.weights != "plain":
@@ -339,7 +343,9 @@ class TrainConfig:
         if ep == 1:
             return
         if moe is None:
-            raise ValueError(f"model={self.model!r} with ep={ep}: it has no experts; use one of moe-…, or leave --ep out")
+            raise ValueError(
+                f"model={self.model!r} with ep={ep}: it has no experts; use one of moe-…, or leave --ep out"
+            )
         if moe.experts % ep:
             raise ValueError(f"model={self.model!r} with ep={ep}: its {moe.experts} experts are no multiple of it")
         if self.compile == "on":

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from expert_parallel_checks import by_expert, same, tokens_of
 from expert_parallel_checks import Case as Layer
+from expert_parallel_checks import by_expert, same, tokens_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -58,7 +58,9 @@ def step(module: nn.Module, x: Tensor, dy: Tensor, offsets: Tensor, recompute: b
 
 def shared(world: int, *readers: str, **options) -> nn.Module:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    return parallelize_module(Experts(**options.pop("sizes", {})), mesh, hb.distributed.ExpertParallel(*readers, **options))
+    return parallelize_module(
+        Experts(**options.pop("sizes", {})), mesh, hb.distributed.ExpertParallel(*readers, **options)
+    )
 
 
 def under_the_style(rank: int, world: int) -> list[str]:
@@ -81,7 +83,9 @@ def under_the_style(rank: int, world: int) -> list[str]:
         for name, got, whole in zip(("y", "dx"), mine, want, strict=False):
             if not same(got, whole[places == rank]):
                 found.append(f"{context}: {name}")
-        found += [f"{context}: dw{i}" for i, (a, b) in enumerate(zip(mine[2:], want[2:], strict=True)) if not same(a, b)]
+        found += [
+            f"{context}: dw{i}" for i, (a, b) in enumerate(zip(mine[2:], want[2:], strict=True)) if not same(a, b)
+        ]
     return found
 
 
@@ -109,12 +113,14 @@ def in_other_ways(rank: int, world: int, compiled: bool) -> list[str]:
         else:
             runs = {"recomputed": step(module, x, dy, offsets, recompute=True), "capacity": step(roomy, x, dy, offsets)}
         for way, made in runs.items():
-            found += [f"{way} {dispatch}: {i}" for i, (a, b) in enumerate(zip(made, want, strict=True)) if not same(a, b)]
+            found += [
+                f"{way} {dispatch}: {i}" for i, (a, b) in enumerate(zip(made, want, strict=True)) if not same(a, b)
+            ]
     return found
 
 
 def beyond_the_capacity(rank: int, world: int, dispatch: str) -> tuple[int, list[int]]:
-    """Return how many tokens were dropped, and which rows of y are zeros; the others are those of a run without them."""
+    """Return how many tokens were dropped, and which rows of y are zeros; the others are as in a run without them."""
     room, capacity = 3, shared(world, "gate_up_proj", dispatch=dispatch, capacity=3)
     x, dy, offsets = given(rank, world)
     y = capacity(x, offsets)
@@ -128,10 +134,16 @@ def beyond_the_capacity(rank: int, world: int, dispatch: str) -> tuple[int, list
         for size in of_rank.tolist():
             kept.append(min(size, left))
             left -= kept[-1]
-    rows = [i for start, count in zip((sizes.cumsum(0) - sizes).tolist(), kept, strict=True) for i in range(start, start + count)]
+    rows = [
+        i
+        for start, count in zip((sizes.cumsum(0) - sizes).tolist(), kept, strict=True)
+        for i in range(start, start + count)
+    ]
     assert zeros == sorted(set(range(len(x))) - set(rows))
     less = x.detach()[rows]
-    alone = shared(world, "gate_up_proj", dispatch=dispatch)(less, torch.tensor(kept, dtype=torch.int32).cumsum(0, dtype=torch.int32))
+    alone = shared(world, "gate_up_proj", dispatch=dispatch)(
+        less, torch.tensor(kept, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    )
     assert same(y[rows].detach(), alone.detach())
     return int(exchange.dropped), zeros
 
@@ -168,7 +180,7 @@ def traffic(rank: int, world: int, dispatch: str, dim: int) -> dict:
 def waits(rank: int, world: int, dispatch: str, capacity: int | None) -> int:
     """Return how often the host asked for a value of a tensor between the tokens and their experts, and back."""
     module = shared(world, "gate_up_proj", dispatch=dispatch, capacity=capacity)
-    x, dy, offsets = given(rank, world)
+    x, _, offsets = given(rank, world)
     asked, kept = [], {name: getattr(Tensor, name) for name in ("item", "tolist", "__bool__", "__int__", "nonzero")}
 
     def asking(name):
@@ -195,8 +207,7 @@ def waits(rank: int, world: int, dispatch: str, capacity: int | None) -> int:
 
 def refusals(rank: int, world: int) -> dict[str, str]:
     """Return what every misuse is answered with."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    share, found = hb.distributed.shard_experts_, {}
+    found: dict[str, str] = {}
 
     def ask(name: str, call) -> None:
         try:
@@ -205,11 +216,15 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         except (ValueError, TypeError, RuntimeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
 
-    def changed(change, **options) -> Experts:
-        module = Experts(**options)
-        change(module)
-        return module
+    _ask_of_arguments(ask, world)
+    _ask_of_layers(ask, world)
+    _ask_of_forwards(ask, world, *given(rank, world)[::2])
+    return found
 
+
+def _ask_of_arguments(ask, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    share = hb.distributed.shard_experts_
     ask("no experts", lambda: share(nn.Linear(4, 4), mesh))
     ask("weights of another", lambda: share(nn.ModuleList([hb.nn.GroupedRecipe(4, 8, 8)]), mesh))
     ask("mesh of two", lambda: share(Experts(), init_device_mesh("cpu", (1, world))))
@@ -224,22 +239,41 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     ask("mxfp8", lambda: share(Experts(recipe="mxfp8"), mesh, "gate_up_proj", dispatch="nvfp4"))
     weights_alone = hb.recipes.weight_only()
     ask("weight only", lambda: share(Experts(recipe=weights_alone), mesh, "gate_up_proj", dispatch="nvfp4"))
+
+
+def _ask_of_layers(ask, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    share = hb.distributed.shard_experts_
+
+    def changed(change, **options) -> Experts:
+        module = Experts(**options)
+        change(module)
+        return module
+
     ask("shared twice", lambda: share(shared(world), mesh))
     sharded = changed(lambda m: fully_shard(m, mesh=mesh))
     ask("fsdp2 first", lambda: share(sharded, mesh))
     in_parts = Experts()
     in_parts.down_proj.weight = nn.Parameter(distribute_tensor(in_parts.down_proj.weight.detach(), mesh, [Shard(1)]))
     ask("tensor parallel", lambda: share(in_parts, mesh))
-    ask("tensor parallel after", lambda: parallelize_module(shared(world), mesh, {"gate_up_proj": hb.distributed.NVFP4Colwise()}))
+    ask(
+        "tensor parallel after",
+        lambda: parallelize_module(shared(world), mesh, {"gate_up_proj": hb.distributed.NVFP4Colwise()}),
+    )
     cached = Experts()
     kept = hb.cache_weights(cached)
     ask("cached", lambda: share(cached, mesh))
     kept.release()
     ask("cached after", lambda: hb.cache_weights(shared(world)))
-    ask("main_grad", lambda: share(changed(lambda m: setattr(m.down_proj.weight, "main_grad", torch.zeros(4, K, HIDDEN))), mesh))
+    ask(
+        "main_grad",
+        lambda: share(changed(lambda m: setattr(m.down_proj.weight, "main_grad", torch.zeros(4, K, HIDDEN))), mesh),
+    )
     ask("bias", lambda: share(changed(lambda m: setattr(m.down_proj, "bias", nn.Parameter(torch.zeros(4, K)))), mesh))
     ask("zero", lambda: hb.distributed.ZeroOptimizer(shared(world), torch.optim.AdamW))
-    x, _, offsets = given(rank, world)
+
+
+def _ask_of_forwards(ask, world: int, x: Tensor, offsets: Tensor) -> None:
     ask("offsets", lambda: shared(world)(x, offsets[:2]))
     ask("not what arrived", lambda: changed_tokens(world, x, offsets))
     mixed = shared(world, "gate_up_proj", dispatch="nvfp4")
@@ -249,8 +283,12 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     late.down_proj.weight.main_grad = torch.zeros(4, K, HIDDEN)
     ask("main_grad later", lambda: late(x, offsets))
     twice = shared(world)
-    ask("second derivative", lambda: torch.autograd.grad(torch.autograd.grad(twice(x, offsets).square().sum(), x, create_graph=True)[0].sum(), x))
-    return found
+    ask(
+        "second derivative",
+        lambda: torch.autograd.grad(
+            torch.autograd.grad(twice(x, offsets).square().sum(), x, create_graph=True)[0].sum(), x
+        ),
+    )
 
 
 def changed_tokens(world: int, x: Tensor, offsets: Tensor) -> None:

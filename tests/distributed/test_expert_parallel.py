@@ -59,7 +59,14 @@ def test_every_small_shape():
     every = [((a, b), (c, d)) for a in few for b in few for c in few for d in few]
     shapes = ((1, 1), (5, 33), (17, 16))
     cases = [
-        Case("nvfp4", sizes, shapes[i % 3], padding=i % 2, dispatch=("plain", "nvfp4")[i // 3 % 2], capacity=(None, 34)[i % 5 == 0])
+        Case(
+            "nvfp4",
+            sizes,
+            shapes[i % 3],
+            padding=i % 2,
+            dispatch=("plain", "nvfp4")[i // 3 % 2],
+            capacity=(None, 34)[i % 5 == 0],
+        )
         for i, sizes in enumerate(every)
     ]
     assert ranks.run(2, checks.operands, cases)[0] == []

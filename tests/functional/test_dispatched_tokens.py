@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import grouped_cases
 import linear_cases
@@ -67,7 +69,9 @@ def test_the_definition(recipe, dtype, monkeypatch):
     """Row, values and column of the reference are what GEMMs read."""
     x, w, dy = inputs(dtype)
     found, product = [], ops.grouped_gemm_nt
-    monkeypatch.setattr(ops, "grouped_gemm_nt", lambda a, b, *o, **named: found.append((a, b)) or product(a, b, *o, **named))
+    monkeypatch.setattr(
+        ops, "grouped_gemm_nt", lambda a, b, *o, **named: found.append((a, b)) or product(a, b, *o, **named)
+    )
     monkeypatch.setattr(ops, "grouped_gemm_nt_batch_invariant", ops.grouped_gemm_nt)
     wgrad = recipe.wgrad or hb.GemmSpec()
     draws = {"draw": RNG.on(x.device), "sign_draw": RNG.at(linear_cases.WGRAD_SIGNS).on(x.device)}
@@ -125,3 +129,43 @@ def test_what_is_refused():
         hb.grouped_linear(x, w, offsets, hb.recipes.four_over_six(), rng=RNG, x_row=row)
     with pytest.raises(ValueError, match=r"x_row has shape \(55, 40\).*x is \(54, 40\)"):
         hb.grouped_linear(x[:-1], w, offsets, recipe, rng=RNG, x_row=row)
+
+
+def relative(got, want) -> float:
+    return float((got.double() - want).square().sum() / want.square().sum())
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "four_over_six", "nvfp4_mxfp8_bwd", "nvfp4_forward"])
+def test_the_error_that_the_page_states(recipe):
+    page = (Path(__file__).parents[2] / "docs" / "expert_parallel.md").read_text()
+    stated = [float(word) for word in re.search(rf"^\| `{recipe}` \| (.*) \|$", page, re.M).group(1).split(" | ")]
+    torch.manual_seed(0)
+    tokens, offsets = 2048, torch.tensor([2048], dtype=torch.int32)
+    x, w, dy = (torch.randn(*s).bfloat16() for s in ((tokens, 256), (1, 256, 256), (tokens, 256)))
+    row, _ = hb.grouped_quantize_row_col(x, offsets, dispatch_spec(hb.recipes.get(recipe)), None)
+    found = {"y": [], "dw": []}
+    for given, x_row in ((x, None), (row.dequantize(), row)):
+        leaf = w.clone().requires_grad_()
+        y = hb.grouped_linear(given, leaf, offsets, recipe, rng=hb.Philox(1), out_dtype=torch.float32, x_row=x_row)
+        y.backward(dy.float())
+        found["y"].append(relative(y.detach(), x.double() @ w[0].double().T))
+        found["dw"].append(relative(leaf.grad[0], dy.double().T @ x.double()))
+    assert [*found["y"], *found["dw"]] == pytest.approx(stated, rel=0.02, abs=6e-5)
+
+
+@pytest.mark.parametrize(
+    "spec, once, twice",
+    [
+        (hb.NVFP4(), 0.0090, 0.0180),
+        (hb.NVFP4(scaling=hb.FourOverSix(), e4m3_max=256.0), 0.0078, 0.0168),
+        (hb.MXFP8(), 0.0007, 0.0097),
+    ],
+    ids=str,
+)
+def test_the_error_of_a_column_that_is_rounded_twice(spec, once, twice):
+    x = torch.randn(2048, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    arrived = hb.quantize(x, hb.NVFP4(outer="row")).dequantize()
+    errors = [
+        relative(hb.quantize(t.T.contiguous(), spec).dequantize(torch.float32), x.T.double()) for t in (x, arrived)
+    ]
+    assert errors == pytest.approx([once, twice], rel=0.02)
