@@ -12,9 +12,12 @@ from halfbyte.distributed.plan import storage_plan
 from halfbyte.distributed.zero import ZeroConfig, ZeroOptimizer
 
 if TYPE_CHECKING:
+    from halfbyte.distributed.experts import ExpertExchange, ExpertParallel, shard_experts_
     from halfbyte.distributed.tp_styles import NVFP4Colwise, NVFP4Rowwise
 
 __all__ = [
+    "ExpertExchange",
+    "ExpertParallel",
     "LogitShards",
     "NVFP4Colwise",
     "NVFP4Rowwise",
@@ -28,14 +31,19 @@ __all__ = [
     "post_all_gather_processing",
     "primary_weights_",
     "shard_embedding_",
+    "shard_experts_",
     "storage_plan",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import torch's styles, which take a while, for those who name ours."""
-    if name not in ("NVFP4Colwise", "NVFP4Rowwise"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from halfbyte.distributed import tp_styles
+    if name in ("NVFP4Colwise", "NVFP4Rowwise"):
+        from halfbyte.distributed import tp_styles
 
-    return getattr(tp_styles, name)
+        return getattr(tp_styles, name)
+    if name in ("ExpertExchange", "ExpertParallel", "shard_experts_"):
+        from halfbyte.distributed import experts
+
+        return getattr(experts, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,6 +26,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import EXPERTS, first_order, refuse_transforms
+from halfbyte.functional.dispatch import check_row
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
 from halfbyte.functional.group_bias import check_bias, with_bias
@@ -132,6 +133,7 @@ def grouped_linear(
     out_dtype: torch.dtype | None = None,
     main_grad: Tensor | None = None,
     cached_weight: CachedWeight | None = None,
+    x_row: QuantTensor | None = None,
 ) -> Tensor:
     """Return x_g @ w_g.T + bias_g of every group of tokens with the three GEMMs of `recipe`.
 
@@ -146,6 +148,8 @@ def grouped_linear(
         out_dtype: dtype of the result, by default x's.
         main_grad: fp32 [E, N, K]; the weight gradient is added to it in fp32 and autograd receives none for w.
         cached_weight: w_ENK quantized before, as `hb.cache_weights` keeps it; it is then only differentiated.
+        x_row: x quantized along its rows before, each with its own amax, as tokens arrive that travelled as codes;
+            fprop reads it, and x is what it stands for.
 
     Returns:
         out_dtype [M, N]; rows of padding are zero, and so are their gradients.
@@ -169,9 +173,11 @@ def grouped_linear(
     if w_ENK.dtype != x.dtype and not is_covered:
         raise TypeError(f"w_ENK.dtype={w_ENK.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
     check_cached(cached_weight, recipe, x.dtype, x.device)
+    row = check_row(x_row, x, recipe)
     draw, signs = _places(recipe, rng, x.device)
     (layout,), buffers = flatten([cached_weight])
-    call = _Call(recipe, out_dtype or x.dtype, torch.is_grad_enabled(), layout)
+    call = _Call(recipe, out_dtype or x.dtype, torch.is_grad_enabled(), layout, row and row[1:])
+    buffers = [*(row.blocks if row else ()), *buffers]
     stream = 0 if draw is None else draw.stream
     # A tensor is passed once: torch.compile refuses repeated inputs.
     distinct = None if draw is None or signs is None or signs.base is draw.base else signs.base
@@ -214,17 +220,21 @@ def _places(recipe: Recipe, rng: AnyPhilox | None, device: torch.device) -> tupl
 
 
 class _Call(NamedTuple):
-    """What is static about one call: everything that is no tensor, but the stream."""
+    """What is static about one call: everything that is no tensor, but the stream.
+
+    row: of an operand of x that came along, what follows its blocks; None where x is quantized here.
+    """
 
     recipe: Recipe
     out_dtype: torch.dtype
     save: bool
     cached: Layout
+    row: tuple | None = None
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x, w, bias, offsets, main_grad, the rng's base, that of its signs if another, a cached weight's tensors in, y
-    out.
+    """x, w, bias, offsets, main_grad, the rng's base, that of its signs if another, tensors of x_row and of a cached
+    weight in, y out.
     """
 
     @staticmethod
@@ -260,8 +270,10 @@ def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
     draws = _draws(base, sign_base, streams[0])
     transient = (recipe.backward == "original", False)
     keeps_col = recipe.backward == "original"
-    specs = fprop.a, wgrad.b if need_dw and keeps_col else None
+    given, buffers = _given_row(call.row, buffers)
+    specs = None if given else fprop.a, wgrad.b if need_dw and keeps_col else None
     x_row, x_col = _both(x, offsets, specs, Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), transient))
+    x_row = given or x_row
     specs = fprop.b, dgrad.b if need_dx and keeps_col else None
     cached = unflatten([call.cached], buffers)[0]
     shares_tiles = cached[1] is None and _shares_tiles(specs, x.device)
@@ -276,6 +288,11 @@ def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
     )
     flat, layout = flatten_operands(kept)
     return (y, *flat), (layout, shares_tiles)
+
+
+def _given_row(static: tuple | None, buffers: Sequence[Tensor]) -> tuple[ops.Operand | None, Sequence[Tensor]]:
+    """Return the operand of x that came along, or None, and the buffers behind its own."""
+    return (None, buffers) if static is None else (ops.Operand(Blocks(*buffers[:3]), *static), buffers[3:])
 
 
 def _backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, None]:

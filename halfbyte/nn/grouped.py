@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,12 @@ from halfbyte.nn.linear import describe_recipe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
+
+
+class ExpertEntry(Protocol):
+    """What runs experts that lie on several ranks."""
+
+    def outputs(self, layer: GroupedRecipe, x: Tensor, w_ENK: Tensor, offsets: Tensor, call: int) -> Tensor: ...
 
 
 class GroupedRecipe(FollowsRecipe, nn.Module):
@@ -30,6 +36,9 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
     """
 
     held_as: tuple[str, bool] | None = None
+
+    entry: ExpertEntry | None = None
+    """How the experts that are here run where ranks share them, as `hb.distributed.shard_experts_` has it."""
 
     config_before: Any = None
     """The config of the experts of transformers before they had this recipe; it names their implementation."""
@@ -63,6 +72,10 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
             call: as for `hb.nn.Linear.forward`.
             bias_EN: [experts, out_features] or None.
         """
+        if self.entry is not None:
+            if bias_EN is not None:
+                raise ValueError(f"{self.title}: experts that ranks share add no bias; build them without one")
+            return self.entry.outputs(self, x, w_ENK, offsets, call)
         refuse_foreign((("x", x), ("its weight", w_ENK), ("its bias", bias_EN)), self)
         place = self.place(call, w_ENK.device)
         main_grad = getattr(w_ENK, "main_grad", None)

@@ -14,10 +14,11 @@ UNMEASURED = {
     "gather": "its 4-bit gather (docs/fsdp2.md)",
     "tp": "tensor parallelism (docs/tensor_parallel.md)",
     "head": "a head that ranks share (docs/fsdp2.md)",
+    "ep": "expert parallelism (docs/expert_parallel.md)",
 }
 MISSING = {
     "experts": "a 4-bit gather of experts",
-    "ep": "expert parallelism",
+    "ep": "expert parallelism with tensor parallelism",
 }
 
 
@@ -25,7 +26,7 @@ def missing(job: Job) -> tuple[str, ...]:
     """Return what the run needs that halfbyte does not have yet."""
     needs = {
         "experts": job.sharding == "fsdp" and job.gather == "nvfp4" and job.architecture.has_experts,
-        "ep": job.mesh.ep > 1,
+        "ep": job.mesh.ep > 1 and job.mesh.tp > 1,
     }
     return tuple(MISSING[name] for name, is_needed in needs.items() if is_needed)
 
@@ -35,6 +36,7 @@ def unmeasured(job: Job) -> tuple[str, ...]:
     fsdp = job.sharding == "fsdp"
     needs = {"fsdp": fsdp, "gather": fsdp and job.gather == "nvfp4", "tp": job.mesh.tp > 1}
     needs["head"] = job.head == "shared"
+    needs["ep"] = job.mesh.ep > 1
     return tuple(UNMEASURED[name] for name, is_needed in needs.items() if is_needed)
 
 

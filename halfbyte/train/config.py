@@ -159,6 +159,12 @@ class MeshConfig:
     """Groups of such ranks, each with a whole model (HSDP where both are above 1). None: as many as there are."""
     tp: int = 1
     """Ranks that share every layer of a block, and see the same tokens (tensor parallel); of dense models."""
+    ep: int = 1
+    """Ranks of dp_shard that share the experts of a mixture, to which tokens travel (expert parallel). Alone, dp_shard
+    is as large."""
+    dispatch: Literal["plain", "nvfp4"] = "plain"
+    """How tokens travel to experts of other ranks: in their values, or as codes, each token with its own amax: other
+    losses than those of "plain"."""
     weights: Literal["plain", "nvfp4"] = "plain"
     """How weights travel: in fp32, as they are stored, or as the codes and scales that GEMMs read (no bit of a loss
     differs). With dp_shard=1 every rank then holds those of quantized layers as codes alone (ZeroOptimizer)."""
@@ -167,7 +173,8 @@ class MeshConfig:
     bits of losses differ. Rows of the embedding travel then, too."""
 
     def __post_init__(self) -> None:
-        _positive(self, "dp_shard", "tp")
+        _positive(self, "dp_shard", "tp", "ep")
+        self._check_experts()
         if self.dp_replicate is not None:
             _positive(self, "dp_replicate")
         if self.weights not in ("plain", "nvfp4"):
@@ -187,6 +194,34 @@ class MeshConfig:
         if self.tp > 1 and self.dp_shard == 1 and (self.dp_replicate or 1) > 1:
             raise ValueError(
                 f"dp_replicate={self.dp_replicate}: tp={self.tp} goes with FSDP2, not with DDP; give --dp-shard"
+            )
+
+    def _check_experts(self) -> None:
+        if self.dispatch not in ("plain", "nvfp4"):
+            raise ValueError(f"dispatch={self.dispatch!r}: give 'plain' or 'nvfp4'")
+        if self.ep == 1:
+            if self.dispatch != "plain":
+                raise ValueError(
+                    f"dispatch={self.dispatch!r}: ep=1, so that no token travels; give --ep, or leave it out"
+                )
+            return
+        if self.dp_shard == 1:
+            object.__setattr__(self, "dp_shard", self.ep)
+        if self.dp_shard % self.ep:
+            raise ValueError(
+                f"ep={self.ep}: it does not divide dp_shard={self.dp_shard}, whose ranks share the experts"
+            )
+        if self.tp > 1:
+            raise ValueError(f"ep={self.ep} with tp={self.tp}: no layer is shared in both ways; leave one of them out")
+        if self.weights != "plain":
+            raise ValueError(
+                f"weights={self.weights!r} with ep={self.ep}: parts of experts travel in their values; leave one of "
+                "--weights and --ep out"
+            )
+        if self.head != "gathered":
+            raise ValueError(
+                f"head={self.head!r} with ep={self.ep}: nobody has trained both at once; leave one of --head and --ep "
+                "out"
             )
 
     @property
@@ -227,7 +262,9 @@ class MeshConfig:
         if self.size == 1:
             return "1 process"
         tp = "" if self.tp == 1 else f", tp={self.tp}"
-        return f"dp_replicate={self.dp_replicate}, dp_shard={self.dp_shard}{tp}"
+        ep = "" if self.ep == 1 else f", ep={self.ep}"
+        dispatch = "" if self.dispatch == "plain" else f", dispatch={self.dispatch}"
+        return f"dp_replicate={self.dp_replicate}, dp_shard={self.dp_shard}{tp}{ep}{dispatch}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,6 +374,20 @@ class TrainConfig:
                 f"tp={self.mesh.tp}) do not measure the noise of gradients; name the step instead of auto"
             )
         self._check_tensor_parallel()
+        self._check_expert_parallel()
+
+    def _check_expert_parallel(self) -> None:
+        moe, ep = models.model_preset(self.model).moe, self.mesh.ep
+        if ep == 1:
+            return
+        if moe is None:
+            raise ValueError(
+                f"model={self.model!r} with ep={ep}: it has no experts; use one of moe-…, or leave --ep out"
+            )
+        if moe.experts % ep:
+            raise ValueError(f"model={self.model!r} with ep={ep}: its {moe.experts} experts are no multiple of it")
+        if self.compile == "on":
+            raise ValueError(f"compile='on' with ep={ep}: compiled blocks do not wait for tokens; leave --compile out")
 
     def _check_tensor_parallel(self) -> None:
         shape, tp = models.model_preset(self.model), self.mesh.tp
@@ -389,6 +440,8 @@ class TrainConfig:
         ):  # as in runs from before they were there
             if not part[name]:
                 del part[name]
+        if self.mesh.dispatch != "plain":  # else the identity of runs from before experts were shared
+            values["dispatch"] = self.mesh.dispatch
         del values["data"]["text_field"]  # the hash of the text, which is in a run's identity, holds what it chose
         for name in (
             "fuse",

@@ -8,13 +8,16 @@ experts of a token, E experts, C model width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfbyte.nn import GroupedLinear
+
+if TYPE_CHECKING:
+    from halfbyte.distributed import ExpertExchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +91,15 @@ class MoE(nn.Module):
         dim: C.
         hidden: the width of one expert.
         config: the experts.
+
+    Attributes:
+        exchange: what sends tokens to experts of other ranks; None where all are here.
     """
 
     def __init__(self, dim: int, hidden: int, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
+        self.exchange: ExpertExchange | None = None
         self.gate = Router(dim, config)
         self.gate_up_proj = GroupedLinear(config.experts, dim, 2 * hidden, recipe="bf16")
         self.down_proj = GroupedLinear(config.experts, hidden, dim, recipe="bf16")
@@ -102,9 +109,19 @@ class MoE(nn.Module):
         x_SC = x.flatten(0, -2)
         routes = self.gate(x_SC)
         k = self.config.per_token
-        gate, up = self.gate_up_proj(x_SC[routes.order // k], routes.offsets).chunk(2, dim=-1)
-        y = self.down_proj(F.silu(gate) * up, routes.offsets)
+        y = self._sent(x_SC[routes.order // k], routes.offsets)
         # Gathering by the inverse order and summing over k is deterministic; adding into rows by index is not.
         y_SkC = y[routes.order.argsort()].unflatten(0, (-1, k))
         y_SC = (y_SkC * routes.weights[..., None].to(y.dtype)).sum(1)
         return y_SC.view_as(x), self.config.balance * routes.balance
+
+    def _sent(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """Return the experts' outputs of tokens that are sorted by expert, wherever the experts are."""
+        if self.exchange is None:
+            return self._experts(x, offsets)
+        arrived = self.exchange.send(x, offsets)
+        return self.exchange.back(self._experts(arrived.x, arrived.offsets), arrived)
+
+    def _experts(self, x: Tensor, offsets: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x, offsets).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up, offsets)

@@ -84,10 +84,10 @@ class Parallel:
         """Make an optimizer step; return the norm of the gradient before clipping."""
         if self.primary is not None:
             return self.primary.step()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+        norm = self._clip(model, clip)
         optimizer.step()
         optimizer.zero_grad()
-        return whole(norm)
+        return norm
 
     def state(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
         """Return the states of model and optimizer that a checkpoint holds; all ranks must call it."""
@@ -135,6 +135,10 @@ class Parallel:
             return ddp(model, gradient_as_bucket_view=True, **options)
         from torch.distributed.fsdp import fully_shard
 
+        if self.config.ep > 1:
+            from halfbyte.train.expert_parallel import share_experts_
+
+            share_experts_(blocks, self.config, self._device)
         # A mesh of two dimensions is HSDP: shards along the second, copies of them along the first.
         mesh = self._mesh[DIMS[:2]] if self.config.dp_replicate != 1 else self._mesh[DIMS[1]]
         for block in blocks:
@@ -172,6 +176,14 @@ class Parallel:
             return self.primary.travels
         parts = [str(self.gather.report)] if self.gather is not None else []
         return "\n".join([*parts, *([str(self.exchange)] if self.exchange is not None else [])])
+
+    def _clip(self, model: nn.Module, limit: float) -> Tensor:
+        """Scale gradients down to a norm of `limit` over all of them, in place; return the norm that they had."""
+        if self.config.ep == 1:
+            return whole(nn.utils.clip_grad_norm_(model.parameters(), limit))
+        from halfbyte.train.expert_parallel import clip_by_mesh_
+
+        return clip_by_mesh_(model.parameters(), limit)
 
     @contextlib.contextmanager
     def reducing(self, trained: nn.Module, is_last: bool) -> Iterator[None]:

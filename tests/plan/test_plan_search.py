@@ -115,8 +115,8 @@ def test_json_holds_the_plan(capsys):
     assert said["computed"] == [
         "FSDP2 that gathers bf16",
         "its 4-bit gather (docs/fsdp2.md)",
+        "expert parallelism (docs/expert_parallel.md)",
         "a 4-bit gather of experts",
-        "expert parallelism",
     ]
     assert said["assumptions"][:2] == [
         "Not in halfbyte yet, so computed and never measured: a 4-bit gather of experts, expert parallelism.",
@@ -168,4 +168,8 @@ def test_what_exists_and_was_not_measured_is_told_from_what_does_not_exist():
         return missing(job), unmeasured(job)
 
     assert of(Mesh()) == ((), ())
-    assert of(Mesh(tp=2)) == ((), ("tensor parallelism (docs/tensor_parallel.md)",))
+    tensor, experts = (f"{kind} parallelism (docs/{kind}_parallel.md)" for kind in ("tensor", "expert"))
+    assert of(Mesh(tp=2)) == ((), (tensor,))
+    both, (absent, present) = "expert parallelism with tensor parallelism", of(Mesh(dp_shard=2, ep=2), model="moe-1b")
+    assert both not in absent and experts in present
+    assert both in of(Mesh(dp_shard=2, ep=2, tp=2), model="moe-1b")[0]

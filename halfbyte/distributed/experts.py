@@ -1,0 +1,389 @@
+"""Expert parallel: ranks hold other experts of a layer, and tokens travel to them and back.
+
+Operands are those of one process with the tokens of all ranks: an expert sees the same tokens in the same order, so its
+amaxes, blocks and rotations are the same, and it draws as the group that it is among all experts. What tokens travel as
+is a choice: their values, or the codes that fprop reads (docs/numerics.md section 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from halfbyte.distributed.journey import CodesToExperts, Holders, Journey, ToExperts, ToTokens, journey
+from halfbyte.functional import grouped_linear
+from halfbyte.functional.autocast import autocast_dtype
+from halfbyte.functional.dispatch import dispatch_problem, dispatch_spec
+from halfbyte.functional.foreign import is_foreign, refuse_foreign
+from halfbyte.layout import Blocks
+from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
+from halfbyte.ops import check_offsets
+from halfbyte.rng import GROUP_SEED_STEP, RANK_SEED_STEP, SEED_LIMIT, StreamPhilox, as_signed64
+from halfbyte.spec import NVFP4
+from halfbyte.tensor import QuantTensor
+
+Dispatch = Literal["plain", "nvfp4"]
+
+
+Reduce = Literal["sum", "mean"]
+
+
+class Arrived(NamedTuple):
+    """Tokens of all ranks for the experts that are here.
+
+    x: [M', K], sorted by expert.
+    offsets: int32, cumulative ends of the experts that are here; behind them lies padding.
+    journey: how they came, for the way back.
+    """
+
+    x: Tensor
+    offsets: Tensor
+    journey: Journey
+
+
+class _Held(NamedTuple):
+    """What arrived, until it is on its way back: its memory is not given to another tensor before."""
+
+    values: Tensor
+    row: QuantTensor
+    version: int
+
+    def is_read_as(self, x: Tensor) -> bool:
+        """Whether x is the values: FSDP2 hands a module another tensor of the same memory."""
+        same = x.shape == self.values.shape and x.dtype == self.values.dtype and x.stride() == self.values.stride()
+        return same and x.data_ptr() == self.values.data_ptr() and x._version == self.version
+
+
+class ExpertExchange:
+    """The way of tokens to the ranks that hold their experts and back; made by `shard_experts_`.
+
+    Args:
+        ranks: that share the experts.
+        readers: the layers that read what arrives.
+        dispatch: "plain", or "nvfp4" for tokens that travel as codes.
+        capacity: tokens that one rank sends another, None for as many as there are.
+
+    Attributes:
+        dropped: int64 [], this rank's tokens beyond the capacity in the last forward; None without one.
+    """
+
+    def __init__(
+        self, ranks: Holders, readers: Sequence[GroupedLinear], dispatch: Dispatch, capacity: int | None
+    ) -> None:
+        self.ranks, self.dispatch, self.capacity = ranks, dispatch, capacity
+        self.dropped: Tensor | None = None
+        self._readers = tuple(readers)
+        self._held: _Held | None = None
+
+    def send(self, x: Tensor, offsets: Tensor) -> Arrived:
+        """Return the tokens of all ranks for the experts that are here; all ranks must call it together.
+
+        Args:
+            x: bf16, fp16 or fp32 [M, K], sorted by expert; cast first under autocast.
+            offsets: int32 [experts] of all ranks, cumulative ends of the groups; tokens behind the last are padding.
+
+        Raises:
+            ValueError: shapes do not fit, or the recipe of a reader cannot be dispatched as codes.
+            TypeError: offsets is no integer tensor.
+        """
+        if torch.compiler.is_compiling():
+            from halfbyte.functional.eager import eagerly
+
+            return eagerly(self._send, (x, offsets), {})
+        return self._send(x, offsets)
+
+    def back(self, y: Tensor, arrived: Arrived) -> Tensor:
+        """Return the outputs of this rank's tokens [M, N]; zeros for padding and beyond the capacity.
+
+        Args:
+            y: [M', N], rows as those of `arrived.x`.
+            arrived: what `send` returned.
+
+        Raises:
+            ValueError: y has other rows.
+        """
+        if y.shape[0] != arrived.x.shape[0]:
+            raise ValueError(f"y.shape={tuple(y.shape)}: {arrived.x.shape[0]} tokens arrived; give a row for each")
+        self._held = None
+        if torch.compiler.is_compiling():
+            from halfbyte.functional.eager import eagerly
+
+            return eagerly(ToTokens.apply, (y, arrived.journey), {})
+        return ToTokens.apply(y, arrived.journey)
+
+    def row_of(self, x: Tensor, spec: NVFP4 | None, layer: GroupedRecipe) -> QuantTensor | None:
+        """Return the codes as which x arrived, None for tokens that came in their values.
+
+        Raises:
+            ValueError: codes arrived, and x is not what they stand for.
+        """
+        if spec is None or self.dispatch == "plain" or layer not in self._readers:
+            return None
+        if self._held is None or not self._held.is_read_as(x):
+            raise ValueError(
+                f"{layer.title}: x is not what arrived as codes; hand it send(...).x unchanged, or use dispatch='plain'"
+            )
+        return self._held.row
+
+    def _send(self, x: Tensor, offsets: Tensor) -> Arrived:
+        refuse_foreign((("x", x), ("offsets", offsets)), "tokens")
+        check_offsets(offsets, x)
+        if x.dim() != 2 or offsets.shape[0] != self.ranks.experts:
+            raise ValueError(
+                f"x.shape={tuple(x.shape)}, offsets.shape={tuple(offsets.shape)}: give tokens [M, K] and the ends of "
+                f"the groups of all {self.ranks.experts} experts"
+            )
+        x = x.to(autocast_dtype(x.device) or x.dtype)
+        how = journey(self.ranks, offsets.detach(), x.shape[0], self.capacity)
+        self.dropped = how.dropped
+        spec = self._spec()
+        if spec is None:
+            return Arrived(ToExperts.apply(x, how), how.offsets, how)
+        values, *blocks = CodesToExperts.apply(x, how, spec)
+        shape, groups = tuple(values.shape), how.offsets
+        row = QuantTensor(Blocks(*blocks), spec, shape=shape, dtype=x.dtype, group_offsets=groups)
+        self._held = _Held(values.detach(), row, values._version)
+        return Arrived(values, groups, how)
+
+    def _spec(self) -> NVFP4 | None:
+        if self.dispatch == "plain":
+            return None
+        specs = {layer.title: dispatch_spec(layer.recipe) for layer in self._readers}
+        first, *others = specs.values()
+        if any(spec != first for spec in others):
+            found = ", ".join(f"{title} {spec and spec.key}" for title, spec in specs.items())
+            raise ValueError(f"{found}: layers that read one x as codes quantize it alike; give them one recipe")
+        return first
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_held": None}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """How a layer runs the experts that are here, and whether their gradients are those of the ranks' mean loss."""
+
+    exchange: ExpertExchange
+    reduce: Reduce
+
+    def outputs(self, layer: GroupedRecipe, x: Tensor, w_ENK: Tensor, offsets: Tensor, call: int) -> Tensor:
+        if torch.compiler.is_compiling():
+            from halfbyte.functional.eager import eagerly
+
+            return eagerly(self._outputs, (layer, x, w_ENK, offsets, call), {})
+        return self._outputs(layer, x, w_ENK, offsets, call)
+
+    def _outputs(self, layer: GroupedRecipe, x: Tensor, w_ENK: Any, offsets: Tensor, call: int) -> Tensor:
+        ranks = self.exchange.ranks
+        if getattr(w_ENK, "main_grad", None) is not None:
+            raise ValueError(f"{layer.title}: its weight has a main_grad, which experts of several ranks do not add to")
+        if offsets.dim() == 1 and offsets.shape[0] != ranks.here:
+            raise ValueError(
+                f"{layer.title}: offsets has {offsets.shape[0]} groups and {ranks.here} experts are here; hand it "
+                "what ExpertExchange.send returned"
+            )
+        w = w_ENK.to_local(grad_placements=(Shard(0),)) if isinstance(w_ENK, DTensor) else w_ENK
+        if self.reduce == "mean" and w.requires_grad and torch.is_grad_enabled():
+            w = _ShareOfGradient.apply(w, ranks.world)
+        refuse_foreign((("x", x), ("its weight", w)), layer)
+        row = self.exchange.row_of(x, self._spec_of(layer), layer)
+        place = self._place(layer, call, w.device)
+        return grouped_linear(x, w, offsets, layer.recipe, rng=place, x_row=row)
+
+    def _spec_of(self, layer: GroupedRecipe) -> NVFP4 | None:
+        return None if self.exchange.dispatch == "plain" else dispatch_spec(layer.recipe)
+
+    def _place(self, layer: GroupedRecipe, call: int, device: torch.device) -> StreamPhilox | None:
+        """Return where the experts that are here draw: as the groups that they are among all, for the first rank."""
+        place, ranks = layer.place(call, device), self.exchange.ranks
+        if place is None or layer.run_state is None:
+            return None
+        groups, behind = ranks.first * GROUP_SEED_STEP, layer.run_state.rank % ranks.world * RANK_SEED_STEP
+        signs = place.base if place.sign_base is None else place.sign_base
+        bases = [_moved(base.to(device), by) for base, by in ((place.base, groups - behind), (signs, groups))]
+        return StreamPhilox(bases[0], place.stream, place.shift, bases[1])
+
+
+class _ShareOfGradient(torch.autograd.Function):
+    """w as it is, and its gradient divided."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, by: int) -> Tensor:
+        ctx.by = by
+        return w.view_as(w)
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor, None]:
+        return dw / ctx.by, None
+
+
+def _moved(base: Tensor, by: int) -> Tensor:
+    moved = base.clone()
+    moved[0].add_(as_signed64(by % SEED_LIMIT))  # int64 wraps, as seeds do
+    return moved
+
+
+def shard_experts_(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *readers: str,
+    dispatch: Dispatch = "plain",
+    capacity: int | None = None,
+    reduce: Reduce = "sum",
+    src_data_rank: int | None = 0,
+) -> ExpertExchange:
+    """Let the ranks of a mesh share the experts of every hb.nn.GroupedLinear of a module, in place.
+
+    Weights become DTensors, `Shard(0)`, with equal shapes and state_dict keys. The layers then take what `send` of the
+    exchange returns; a module whose forward takes (x, offsets) needs no change: `hb.distributed.ExpertParallel`.
+
+    Args:
+        module: converted or about to be; of one or more GroupedLinear with equally many experts.
+        mesh: of one dimension, of ranks that are neighbours, such as mesh["ep"].
+        readers: names of the layers that read the tokens which arrive, such as "gate_up_proj"; needed for "nvfp4".
+        dispatch: "plain": tokens travel in their values. "nvfp4": as the codes that fprop reads, 0.29 of the bytes of
+            bf16; every token has its own amax, and wgrad reads what the codes stand for.
+        capacity: tokens that one rank sends another in a forward. The host then never waits for counts, and tokens
+            beyond it get zeros. None: as many as choose its experts, of which the host asks once.
+        reduce: the gradients of experts are those of the "sum" of the ranks' losses, or of their "mean", as DDP and
+            FSDP2 make them for all other weights: use it where `fully_shard` follows.
+        src_data_rank: whose weights count, None for each rank's own.
+
+    Returns:
+        What sends tokens to their experts and back.
+
+    Raises:
+        ValueError, TypeError: something of the module does not go with it, by name.
+    """
+    layers = _layers(module)
+    experts = next(iter(layers.values())).experts
+    ranks = _ranks(mesh, experts)
+    _check_options(dispatch, capacity, readers, layers)
+    if reduce not in get_args(Reduce):
+        raise ValueError(f"reduce={reduce!r}: give 'sum' or 'mean'")
+    for name, layer in layers.items():
+        _check_layer(name, layer, experts)
+    reading = [layers[name] for name in readers]
+    if dispatch == "nvfp4":
+        _check_recipes(dict(zip(readers, reading, strict=True)))
+    exchange = ExpertExchange(ranks, reading, dispatch, capacity)
+    for layer in layers.values():
+        weight = layer.weight
+        data = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
+        layer.weight = nn.Parameter(data, requires_grad=weight.requires_grad)
+        layer.entry = _Part(exchange, reduce)
+    return exchange
+
+
+def _layers(module: nn.Module) -> dict[str, GroupedLinear]:
+    found = {name: layer for name, layer in module.named_modules() if isinstance(layer, GroupedRecipe)}
+    for name, layer in found.items():
+        if not isinstance(layer, GroupedLinear):
+            raise TypeError(
+                f"{name or 'module'}={type(layer).__name__}: its weights belong to another module; ranks share those "
+                "of hb.nn.GroupedLinear"
+            )
+    if not found:
+        raise ValueError(
+            f"module={type(module).__name__}: it has no hb.nn.GroupedLinear, whose experts ranks could share"
+        )
+    return found  # type: ignore[return-value]
+
+
+def _ranks(mesh: DeviceMesh, experts: int) -> Holders:
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh={mesh}: give a mesh of one dimension, such as mesh['ep']")
+    members = mesh.mesh.flatten().tolist()
+    world, first = len(members), members[0]
+    if members != list(range(first, first + world)) or first % world:
+        raise ValueError(
+            f"mesh={mesh}: ranks that share experts are neighbours and draw as the first of them; let 'ep' be the last "
+            "dimension of the mesh that it is taken from"
+        )
+    ranks = Holders(experts=experts, world=world, rank=mesh.get_local_rank(), group=mesh.get_group().group_name)
+    if min(ranks.counts) < 1:
+        raise ValueError(f"mesh: {world} ranks cannot share {experts} experts, some would have none; use fewer")
+    return ranks
+
+
+def _check_options(
+    dispatch: str, capacity: int | None, readers: Sequence[str], layers: dict[str, GroupedLinear]
+) -> None:
+    if dispatch not in get_args(Dispatch):
+        raise ValueError(f"dispatch={dispatch!r}: give 'plain' or 'nvfp4'")
+    if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int)):
+        raise TypeError(f"capacity={capacity!r}: give an int, or None")
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"capacity={capacity}: give at least one token, or None for as many as there are")
+    for name in readers:
+        if name not in layers:
+            raise ValueError(f"readers: {name!r} is no hb.nn.GroupedLinear of the module; use some of {list(layers)}")
+    if dispatch == "nvfp4" and not readers:
+        raise ValueError(f"dispatch='nvfp4': name the layers that read the tokens, some of {list(layers)}")
+
+
+def _check_layer(name: str, layer: Any, experts: int) -> None:
+    weight, what = layer.weight, name or "module"
+    if layer.experts != experts:
+        raise ValueError(f"{what} has {layer.experts} experts, another layer {experts}: share them in two calls")
+    if is_foreign(weight) or layer.entry is not None:
+        raise ValueError(
+            f"{what}: its weight is shared already, as tensor parallel, fully_shard or another library leave it; share "
+            "experts of whole plain weights, then apply fully_shard"
+        )
+    if isinstance(weight, QuantTensor) or type(weight) is not nn.Parameter:
+        raise ValueError(f"{what}: its weight is a {type(weight).__name__}; ranks share experts of plain weights")
+    if layer.weight_cache is not None:
+        raise ValueError(f"{what} has a cached weight: call release() on the cache first")
+    if getattr(layer, "bias", None) is not None:
+        raise ValueError(f"{what} has a bias, which ranks do not share; add it outside of the layer")
+    if getattr(weight, "main_grad", None) is not None:
+        raise ValueError(f"{what}: its weight has a main_grad, which experts of several ranks do not add to")
+
+
+def _check_recipes(readers: dict[str, GroupedLinear]) -> None:
+    for name, layer in readers.items():
+        problem = dispatch_problem(layer.recipe) if layer.recipe.specs else None
+        if problem is not None:
+            raise ValueError(f"{name}: {problem}, so that tokens cannot travel as codes; use dispatch='plain'")
+
+
+class ExpertParallel(ParallelStyle):
+    """A style for torch's parallelize_module: ranks share the experts of a module whose forward takes (x, offsets).
+
+    The module is called with this rank's tokens, sorted by expert, and the ends of the groups of all experts, and
+    returns a row for each token, as without it; its forward sees the tokens of all ranks for the experts that are here.
+
+    Args:
+        readers, dispatch, capacity, reduce: as for `shard_experts_`.
+    """
+
+    def __init__(
+        self, *readers: str, dispatch: Dispatch = "plain", capacity: int | None = None, reduce: Reduce = "sum"
+    ) -> None:
+        super().__init__()
+        self.readers, self.dispatch, self.capacity, self.reduce = readers, dispatch, capacity, reduce
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        options: dict[str, Any] = {"dispatch": self.dispatch, "capacity": self.capacity, "reduce": self.reduce}
+        exchange = shard_experts_(module, device_mesh, *self.readers, src_data_rank=self.src_data_rank, **options)
+        under_way: list[Arrived] = []
+
+        def enter(_: nn.Module, inputs: tuple) -> tuple:
+            x, offsets, *others = inputs
+            under_way[:] = [exchange.send(x, offsets)]
+            return under_way[0].x, under_way[0].offsets, *others
+
+        def leave(_: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+            return exchange.back(output, under_way.pop())
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+        return module

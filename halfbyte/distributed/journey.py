@@ -1,0 +1,236 @@
+"""Tokens on their way to the ranks that hold their experts, and back.
+
+A rank has tokens sorted by expert, of all experts; it ends up with the tokens of all ranks for the experts that it
+holds, sorted by expert and within one by rank: the order that they have in one process whose tokens are those of rank
+0, then those of rank 1 and so on. Everything here moves rows and rounds nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.functional.derivatives import first_order, refusals
+from halfbyte.layout import Blocks, Operand
+from halfbyte.sides import Side
+from halfbyte.spec import NVFP4
+
+TRAVEL = refusals("the way of tokens to their experts", "run the experts in one process")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holders:
+    """Who holds which experts: rank r those from r * each to (r + 1) * each, as torch shards a dimension.
+
+    experts: of all ranks.
+    world, rank, group: of this process, and the name of the process group.
+    """
+
+    experts: int
+    world: int
+    rank: int
+    group: str
+
+    @property
+    def each(self) -> int:
+        """Experts of every rank but, where they do not divide, the last ones."""
+        return -(-self.experts // self.world)
+
+    @property
+    def first(self) -> int:
+        """The first expert that is here."""
+        return min(self.rank * self.each, self.experts)
+
+    @property
+    def counts(self) -> list[int]:
+        """How many experts each rank holds."""
+        borders = [min(rank * self.each, self.experts) for rank in range(self.world + 1)]
+        return [stop - start for start, stop in pairwise(borders)]
+
+    @property
+    def here(self) -> int:
+        """How many experts are here."""
+        return self.counts[self.rank]
+
+    def exchange(self, t: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        """Return the rows that come: `received[r]` from rank r, to which go `sent[r]` of t, in turn."""
+        if self.world == 1:
+            return t
+        collectives = torch.ops._c10d_functional
+        return collectives.wait_tensor(collectives.all_to_all_single(t.contiguous(), received, sent, self.group))
+
+
+@dataclass(frozen=True, eq=False)
+class Journey:
+    """How the tokens of one forward travel.
+
+    ranks: that share the experts.
+    tokens: rows of x, of which padding stays where it is.
+    sent, received: rows to and from every rank.
+    picked: int64, which rows of x are sent, `tokens` for a row of zeros; None: the first ones, in their order.
+    placed: int64 [tokens], of every row of x its place among those that are sent, or one behind them if it is not;
+        None: as picked.
+    order: int64, of every row that is here its place among those that were received.
+    offsets: int32, cumulative ends of the groups of experts that are here.
+    dropped: int64 [], tokens of this rank beyond the capacity; None without one.
+    """
+
+    ranks: Holders
+    tokens: int
+    sent: list[int]
+    received: list[int]
+    picked: Tensor | None
+    placed: Tensor | None
+    order: Tensor
+    offsets: Tensor
+    dropped: Tensor | None
+
+    @cached_property
+    def back(self) -> Tensor:
+        """int64: of every row that was received, its place among those that are here."""
+        return self.order.argsort()
+
+    def to_experts(self, t: Tensor) -> Tensor:
+        """Return rows of this rank's tokens [tokens, ...] as rows of the experts that are here."""
+        leaving = t[: sum(self.sent)] if self.picked is None else _with_zeros(t)[self.picked]
+        return self.ranks.exchange(leaving, self.received, self.sent)[self.order]
+
+    def to_tokens(self, t: Tensor) -> Tensor:
+        """Return rows of the experts that are here as rows of this rank's tokens; zeros for those that stayed."""
+        arrived = self.ranks.exchange(t[self.back], self.sent, self.received)
+        if self.placed is not None:
+            return _with_zeros(arrived)[self.placed]
+        behind = self.tokens - arrived.shape[0]
+        return torch.cat((arrived, arrived.new_zeros(behind, *arrived.shape[1:]))) if behind else arrived
+
+
+def _with_zeros(t: Tensor) -> Tensor:
+    return torch.cat((t, t.new_zeros(1, *t.shape[1:])))
+
+
+def journey(ranks: Holders, offsets: Tensor, tokens: int, capacity: int | None) -> Journey:
+    """Return how the tokens of all ranks travel; all of them must call this together.
+
+    Args:
+        ranks: that share the experts.
+        offsets: integer [experts], cumulative ends of the groups of this rank's tokens.
+        tokens: how many there are, padding included.
+        capacity: rows that one rank sends another, whatever the tokens choose; None: as many as there are, which the
+            host has to know.
+    """
+    ends = offsets.long()
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    if capacity is None:
+        return _as_counted(ranks, sizes, tokens)
+    return _within_capacity(ranks, sizes, tokens, capacity)
+
+
+def _as_counted(ranks: Holders, sizes: Tensor, tokens: int) -> Journey:
+    received = ranks.exchange(sizes, [ranks.here] * ranks.world, ranks.counts).view(ranks.world, ranks.here)
+    to_ranks = _of_ranks(ranks, sizes).sum(1)
+    counted = torch.cat((to_ranks, received.sum(1))).tolist()  # the one time that the host waits
+    sent, came = counted[: ranks.world], counted[ranks.world :]
+    experts = torch.arange(ranks.here, device=sizes.device).repeat(ranks.world)
+    of_rows = experts.repeat_interleave(received.flatten(), output_size=sum(came))
+    order = of_rows.argsort(stable=True)
+    return Journey(ranks, tokens, sent, came, None, None, order, _ends(received), None)
+
+
+def _within_capacity(ranks: Holders, sizes: Tensor, tokens: int, capacity: int) -> Journey:
+    by_rank = _of_ranks(ranks, sizes)
+    kept = by_rank.cumsum(1).clamp(max=capacity).diff(dim=1, prepend=by_rank.new_zeros(ranks.world, 1))
+    parts = [row[:count] for row, count in zip(kept, ranks.counts, strict=True)]
+    received = ranks.exchange(torch.cat(parts), [ranks.here] * ranks.world, ranks.counts)
+    received = received.view(ranks.world, ranks.here)
+    all_to, kept_to = by_rank.sum(1), kept.sum(1)
+    place = torch.arange(capacity, device=sizes.device)
+    starts = all_to.cumsum(0) - all_to
+    picked = torch.where(place < kept_to[:, None], starts[:, None] + place, tokens).flatten()
+    row = torch.arange(tokens, device=sizes.device)
+    rank = (row[:, None] >= all_to.cumsum(0)).sum(1)  # `world` for padding
+    within = row - torch.cat((starts, starts.new_zeros(1)))[rank]
+    is_sent = (rank < ranks.world) & (within < capacity)
+    placed = torch.where(is_sent, rank * capacity + within, ranks.world * capacity)
+    # Of every row that comes its expert; `here` for zeros, which sort behind the last group.
+    of_rows = (place[None, :, None] >= received.cumsum(1)[:, None, :]).sum(2).flatten()
+    order, rows = of_rows.argsort(stable=True), [capacity] * ranks.world
+    return Journey(ranks, tokens, rows, rows, picked, placed, order, _ends(received), (all_to - kept_to).sum())
+
+
+def _of_ranks(ranks: Holders, sizes: Tensor) -> Tensor:
+    """Return the sizes of groups as [world, each], zeros for experts that there are not."""
+    missing = ranks.world * ranks.each - ranks.experts
+    return torch.cat((sizes, sizes.new_zeros(missing))).view(ranks.world, ranks.each)
+
+
+def _ends(received: Tensor) -> Tensor:
+    return received.sum(0).cumsum(0).to(torch.int32)
+
+
+class ToExperts(torch.autograd.Function):
+    """Rows of tokens as rows of experts; their gradients travel back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: Journey) -> Tensor:
+        ctx.how = how
+        return how.to_experts(x)
+
+    @staticmethod
+    @first_order(TRAVEL)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.how.to_tokens(dy), None
+
+
+class ToTokens(torch.autograd.Function):
+    """Rows of experts as rows of tokens; their gradients travel to the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, how: Journey) -> Tensor:
+        ctx.how = how
+        return how.to_tokens(y)
+
+    @staticmethod
+    @first_order(TRAVEL)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.how.to_experts(dy), None
+
+
+class CodesToExperts(torch.autograd.Function):
+    """Tokens quantized here, dequantized where their experts are; gradients travel back in their values.
+
+    Returns:
+        The values, and codes, scales and amaxes, which have no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: Journey, spec: NVFP4) -> tuple[Tensor, ...]:
+        ctx.how = how
+        blocks, _ = ops.quantize_row_col(x, Side(spec), None)
+        assert blocks is not None, "a row is asked for"
+        here = _unpacked(how.to_experts(_packed(blocks)), blocks)
+        values = ops.dequantize(Operand(here, spec, x.shape[1]), x.dtype)
+        ctx.mark_non_differentiable(*here)
+        return values, *here
+
+    @staticmethod
+    @first_order(TRAVEL)
+    def backward(ctx: Any, dx: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+        return ctx.how.to_tokens(dx), None, None
+
+
+def _packed(blocks: Blocks) -> Tensor:
+    """Return codes, scales and amax of every row as one row of bytes."""
+    return torch.cat((blocks.qdata, blocks.block_scale, blocks.amax[:, None].view(torch.uint8)), 1)
+
+
+def _unpacked(rows: Tensor, like: Blocks) -> Blocks:
+    """Return what `_packed` put together, of other rows than those of `like`."""
+    widths = like.qdata.shape[1], like.block_scale.shape[1], like.amax.element_size()
+    qdata, scale, amax = (part.clone(memory_format=torch.contiguous_format) for part in rows.split(widths, 1))
+    return Blocks(qdata, scale, amax.view(torch.float32).flatten())

@@ -1,0 +1,75 @@
+"""A mixture of experts over ranks that see other tokens: experts by rank, all else as FSDP2 shares it.
+
+The ranks of `dp_shard` fall into groups of `ep` neighbours. Those of a group hold other experts; what an expert has is
+shared once more by FSDP2 over the groups, and copied over `dp_replicate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from halfbyte.distributed import shard_experts_
+from halfbyte.train.config import MeshConfig
+from halfbyte.train.moe import MoE
+
+GROUPS, RANKS = "dp_shard_mod_ep", "ep"
+"""Dimensions of the mesh that make up dp_shard, as torchtitan calls them."""
+
+
+def share_experts_(blocks: Iterable[nn.Module], config: MeshConfig, device: torch.device) -> None:
+    """Let ranks share the experts of blocks, in place; `fully_shard` of the blocks leaves them as they are.
+
+    Args:
+        blocks: converted, with equal weights on all ranks.
+        config: settled.
+        device: of this rank.
+
+    Raises:
+        ValueError: the recipe's tokens cannot travel as codes.
+    """
+    mesh = _mesh(config, device)
+    groups = mesh["dp_replicate", GROUPS] if config.dp_replicate != 1 else mesh[GROUPS]
+    for block in blocks:
+        for module in block.modules():
+            if not isinstance(module, MoE):
+                continue
+            options: dict[str, Any] = {"dispatch": config.dispatch, "reduce": "mean", "src_data_rank": None}
+            module.exchange = shard_experts_(module, mesh[RANKS], "gate_up_proj", **options)
+            for layer in (module.gate_up_proj, module.down_proj):
+                fully_shard(layer, mesh=groups, shard_placement_fn=lambda weight: _shard(weight, config))
+
+
+def _mesh(config: MeshConfig, device: torch.device) -> DeviceMesh:
+    assert config.dp_replicate is not None, "the config is settled"
+    sizes = config.dp_replicate, config.dp_shard // config.ep, config.ep
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", GROUPS, RANKS))
+    mesh[GROUPS, RANKS]._flatten()  # norms of gradients are summed over both at once
+    return mesh
+
+
+def _shard(weight: Tensor, config: MeshConfig) -> Shard:
+    """Return along which dimension FSDP2 shares experts: not along theirs, of which a rank may hold a single one."""
+    groups = config.dp_shard // config.ep
+    dims = [dim for dim in (1, 2) if weight.shape[dim] % groups == 0]
+    return Shard(dims[0] if dims else 0)
+
+
+def clip_by_mesh_(parameters: Iterable[Tensor], limit: float) -> Tensor:
+    """Do what torch's `clip_grad_norm_` does, for parameters of several meshes; return the norm, a plain tensor."""
+    by_mesh: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        if isinstance(parameter, DTensor) and parameter.grad is not None:
+            by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+    norms = [nn.utils.get_total_norm([p.grad for p in held]).full_tensor() for held in by_mesh.values()]  # type: ignore[attr-defined]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for mesh, held in by_mesh.items():
+        everywhere: Any = DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        nn.utils.clip_grads_with_norm_(held, limit, everywhere)
+    return norm

@@ -1,0 +1,311 @@
+"""A module of experts under the style ExpertParallel, and what travels between its ranks."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from expert_parallel_checks import Case as Layer
+from expert_parallel_checks import by_expert, same, tokens_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import halfbyte as hb
+
+SIZES = ((5, 0, 17, 2), (0, 0, 30, 1), (9, 3, 0, 0), (1, 1, 1, 1))
+K, HIDDEN = 48, 32
+
+
+class Experts(nn.Module):
+    """SwiGLU experts, as docs/moe.md has them."""
+
+    def __init__(self, dim: int = K, hidden: int = HIDDEN, experts: int = 4, recipe: str = "nvfp4"):
+        super().__init__()
+        torch.manual_seed(3)
+        state = hb.RunState(7, rank=0)
+        self.gate_up_proj = hb.nn.GroupedLinear(experts, dim, 2 * hidden, recipe=recipe, state=state)
+        self.down_proj = hb.nn.GroupedLinear(experts, hidden, dim, recipe=recipe, state=state)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x, offsets).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up, offsets)
+
+
+def given(rank: int, world: int, dtype: torch.dtype = torch.float32):
+    """Return x, dy and offsets of a rank."""
+    tokens = tokens_of(Layer("nvfp4", SIZES[:world], (K, K), dtype=dtype), rank)
+    return tokens.x.requires_grad_(), tokens.dy, tokens.offsets
+
+
+def step(module: nn.Module, x: Tensor, dy: Tensor, offsets: Tensor, recompute: bool = False) -> list[Tensor]:
+    """Return y and the gradients of x and of both weights, whole."""
+    x = x.detach().requires_grad_()
+    for p in module.parameters():
+        p.grad = None
+    y = checkpoint(module, x, offsets, use_reentrant=False) if recompute else module(x, offsets)
+    y.backward(dy.to(y.dtype))
+    grads = [p.grad for p in module.parameters()]
+    return [y.detach(), x.grad, *[g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]]
+
+
+def shared(world: int, *readers: str, **options) -> nn.Module:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    return parallelize_module(
+        Experts(**options.pop("sizes", {})), mesh, hb.distributed.ExpertParallel(*readers, **options)
+    )
+
+
+def under_the_style(rank: int, world: int) -> list[str]:
+    """Return what differs from one process with the tokens of all ranks, on this rank; all but dw by its own tokens."""
+    found = []
+    for context in ("plain", "autocast", "high precision", "bf16"):
+        module, alone = shared(world), Experts()
+        x, dy, offsets = given(rank, world)
+        case = Layer("nvfp4", SIZES[:world])
+        every = [given(r, world) for r in range(world)]
+        all_x, all_dy = (by_expert(case, [one[i].detach() for one in every]) for i in range(2))
+        ends = sum(one[2].diff(prepend=torch.zeros(1, dtype=torch.int32)) for one in every).cumsum(0, dtype=torch.int32)
+        if context == "bf16":
+            hb.set_recipe_(module, "bf16"), hb.set_recipe_(alone, "bf16")
+        with _within(context, module):
+            mine = step(module, x, dy, offsets)
+        with _within(context, alone):
+            want = step(alone, all_x, all_dy, ends)
+        places = by_expert(case, [torch.full((len(one[0]),), r) for r, one in enumerate(every)])
+        for name, got, whole in zip(("y", "dx"), mine, want, strict=False):
+            if not same(got, whole[places == rank]):
+                found.append(f"{context}: {name}")
+        found += [
+            f"{context}: dw{i}" for i, (a, b) in enumerate(zip(mine[2:], want[2:], strict=True)) if not same(a, b)
+        ]
+    return found
+
+
+@contextmanager
+def _within(context: str, module: nn.Module):
+    if context == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+    elif context == "high precision":
+        with hb.high_precision(module):
+            yield
+    else:
+        yield
+
+
+def in_other_ways(rank: int, world: int, compiled: bool) -> list[str]:
+    """Recomputed and with room for all, or compiled: the same bits, whatever the tokens travel as."""
+    found = []
+    for dispatch in ("plain", "nvfp4"):
+        x, dy, offsets = given(rank, world)
+        module, roomy = (shared(world, "gate_up_proj", dispatch=dispatch, capacity=room) for room in (None, 64))
+        want = step(module, x, dy, offsets)
+        if compiled:
+            runs = {"compiled": step(torch.compile(module, backend="aot_eager"), x, dy, offsets)}
+        else:
+            runs = {"recomputed": step(module, x, dy, offsets, recompute=True), "capacity": step(roomy, x, dy, offsets)}
+        for way, made in runs.items():
+            found += [
+                f"{way} {dispatch}: {i}" for i, (a, b) in enumerate(zip(made, want, strict=True)) if not same(a, b)
+            ]
+    return found
+
+
+def beyond_the_capacity(rank: int, world: int, dispatch: str) -> tuple[int, list[int]]:
+    """Return how many tokens were dropped, and which rows of y are zeros; the others are as in a run without them."""
+    room, capacity = 3, shared(world, "gate_up_proj", dispatch=dispatch, capacity=3)
+    x, dy, offsets = given(rank, world)
+    y = capacity(x, offsets)
+    exchange = capacity.gate_up_proj.entry.exchange
+    y.backward(dy)
+    zeros = (~y.any(1)).nonzero().flatten().tolist()
+    assert (~x.grad.any(1)).nonzero().flatten().tolist() == zeros
+    sizes, kept = torch.tensor(SIZES[rank]), []
+    for of_rank in sizes.view(world, -1):  # the first tokens for every rank's experts
+        left = room
+        for size in of_rank.tolist():
+            kept.append(min(size, left))
+            left -= kept[-1]
+    rows = [
+        i
+        for start, count in zip((sizes.cumsum(0) - sizes).tolist(), kept, strict=True)
+        for i in range(start, start + count)
+    ]
+    assert zeros == sorted(set(range(len(x))) - set(rows))
+    less = x.detach()[rows]
+    alone = shared(world, "gate_up_proj", dispatch=dispatch)(
+        less, torch.tensor(kept, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    )
+    assert same(y[rows].detach(), alone.detach())
+    return int(exchange.dropped), zeros
+
+
+class _Traffic(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found, self.stage = Counter(), ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
+            tensor = args[0]
+            key = self.stage, func.__name__.partition(".")[0], str(tensor.dtype).removeprefix("torch.")
+            self.found[key] += tensor.numel() * tensor.element_size()
+        return func(*args, **kwargs or {})
+
+
+def traffic(rank: int, world: int, dispatch: str, dim: int) -> dict:
+    """Return the bytes that this rank gives away in forward and backward, by direction and dtype; in bf16."""
+    module = shared(world, "gate_up_proj", dispatch=dispatch, sizes={"dim": dim})
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(96, dim, generator=generator).bfloat16().requires_grad_()
+    module.bfloat16()
+    offsets = torch.tensor([16, 40, 40, 96], dtype=torch.int32)
+    watch = _Traffic()
+    with watch:
+        watch.stage = "forward"
+        y = module(x, offsets)
+        watch.stage = "backward"
+        y.backward(torch.ones_like(y))
+    return dict(watch.found)
+
+
+def waits(rank: int, world: int, dispatch: str, capacity: int | None) -> int:
+    """Return how often the host asked for a value of a tensor between the tokens and their experts, and back."""
+    module = shared(world, "gate_up_proj", dispatch=dispatch, capacity=capacity)
+    x, _, offsets = given(rank, world)
+    asked, kept = [], {name: getattr(Tensor, name) for name in ("item", "tolist", "__bool__", "__int__", "nonzero")}
+
+    def asking(name):
+        def ask(self, *arguments):
+            if not any("/reference/" in frame.filename for frame in traceback.extract_stack(limit=12)):
+                asked.append(name)  # the specification of quantization may
+            return kept[name](self, *arguments)
+
+        return ask
+
+    exchange = module.gate_up_proj.entry.exchange
+    x = x.detach().requires_grad_()
+    try:
+        for name in kept:
+            setattr(Tensor, name, asking(name))
+        arrived = exchange.send(x, offsets)
+        y = exchange.back(arrived.x * 2, arrived)
+        y.backward(torch.ones_like(y))
+    finally:
+        for name, method in kept.items():
+            setattr(Tensor, name, method)
+    return len(asked)
+
+
+def refusals(rank: int, world: int) -> dict[str, str]:
+    """Return what every misuse is answered with."""
+    found: dict[str, str] = {}
+
+    def ask(name: str, call) -> None:
+        try:
+            call()
+            found[name] = "nothing"
+        except (ValueError, TypeError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    _ask_of_arguments(ask, world)
+    _ask_of_layers(ask, world)
+    _ask_of_forwards(ask, world, *given(rank, world)[::2])
+    return found
+
+
+def _ask_of_arguments(ask, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    share = hb.distributed.shard_experts_
+    ask("no experts", lambda: share(nn.Linear(4, 4), mesh))
+    ask("weights of another", lambda: share(nn.ModuleList([hb.nn.GroupedRecipe(4, 8, 8)]), mesh))
+    ask("mesh of two", lambda: share(Experts(), init_device_mesh("cpu", (1, world))))
+    ask("few experts", lambda: share(Experts(experts=1), mesh))
+    ask("other numbers", lambda: share(nn.ModuleList([Experts(), Experts(experts=2)]), mesh))
+    ask("dispatch", lambda: share(Experts(), mesh, dispatch="fp8"))
+    ask("capacity", lambda: share(Experts(), mesh, capacity=0))
+    ask("type of capacity", lambda: share(Experts(), mesh, capacity=1.5))
+    ask("reduce", lambda: share(Experts(), mesh, reduce="avg"))
+    ask("nobody reads", lambda: share(Experts(), mesh, dispatch="nvfp4"))
+    ask("reader", lambda: share(Experts(), mesh, "up_proj", dispatch="nvfp4"))
+    ask("mxfp8", lambda: share(Experts(recipe="mxfp8"), mesh, "gate_up_proj", dispatch="nvfp4"))
+    weights_alone = hb.recipes.weight_only()
+    ask("weight only", lambda: share(Experts(recipe=weights_alone), mesh, "gate_up_proj", dispatch="nvfp4"))
+
+
+def _ask_of_layers(ask, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    share = hb.distributed.shard_experts_
+
+    def changed(change, **options) -> Experts:
+        module = Experts(**options)
+        change(module)
+        return module
+
+    ask("shared twice", lambda: share(shared(world), mesh))
+    sharded = changed(lambda m: fully_shard(m, mesh=mesh))
+    ask("fsdp2 first", lambda: share(sharded, mesh))
+    in_parts = Experts()
+    in_parts.down_proj.weight = nn.Parameter(distribute_tensor(in_parts.down_proj.weight.detach(), mesh, [Shard(1)]))
+    ask("tensor parallel", lambda: share(in_parts, mesh))
+    ask(
+        "tensor parallel after",
+        lambda: parallelize_module(shared(world), mesh, {"gate_up_proj": hb.distributed.NVFP4Colwise()}),
+    )
+    cached = Experts()
+    kept = hb.cache_weights(cached)
+    ask("cached", lambda: share(cached, mesh))
+    kept.release()
+    ask("cached after", lambda: hb.cache_weights(shared(world)))
+    ask(
+        "main_grad",
+        lambda: share(changed(lambda m: setattr(m.down_proj.weight, "main_grad", torch.zeros(4, K, HIDDEN))), mesh),
+    )
+    ask("bias", lambda: share(changed(lambda m: setattr(m.down_proj, "bias", nn.Parameter(torch.zeros(4, K)))), mesh))
+    ask("zero", lambda: hb.distributed.ZeroOptimizer(shared(world), torch.optim.AdamW))
+
+
+def _ask_of_forwards(ask, world: int, x: Tensor, offsets: Tensor) -> None:
+    ask("offsets", lambda: shared(world)(x, offsets[:2]))
+    ask("not what arrived", lambda: changed_tokens(world, x, offsets))
+    mixed = shared(world, "gate_up_proj", dispatch="nvfp4")
+    hb.set_recipe_(mixed, "mxfp8")
+    ask("mxfp8 later", lambda: mixed(x, offsets))
+    late = shared(world)
+    late.down_proj.weight.main_grad = torch.zeros(4, K, HIDDEN)
+    ask("main_grad later", lambda: late(x, offsets))
+    twice = shared(world)
+    ask(
+        "second derivative",
+        lambda: torch.autograd.grad(
+            torch.autograd.grad(twice(x, offsets).square().sum(), x, create_graph=True)[0].sum(), x
+        ),
+    )
+
+
+def changed_tokens(world: int, x: Tensor, offsets: Tensor) -> None:
+    class Scaled(Experts):
+        def forward(self, x, offsets):
+            return super().forward(x * 2, offsets)
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    style = hb.distributed.ExpertParallel("gate_up_proj", dispatch="nvfp4")
+    parallelize_module(Scaled(), mesh, style)(x, offsets)
+
+
+def unlike_neighbours(rank: int, world: int) -> str:
+    """Return what a mesh is answered with whose ranks are no neighbours."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "dp"))
+    try:
+        hb.distributed.shard_experts_(Experts(), mesh["ep"])
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,116 @@
+"""Experts that ranks share multiply the bytes that one process multiplies; more in tests/scale."""
+
+import re
+
+import expert_parallel_checks as checks
+import expert_parallel_models as models
+import pytest
+import ranks
+from expert_parallel_checks import Case
+
+UNEVEN = ((17, 0, 3), (1, 0, 34))
+RECIPES = ("bf16", "nvfp4", "nvfp4_mxfp8_bwd", "rl", "quartet2", "fresh_everywhere", "dequantized")
+REFUSED = {
+    "no experts": "ValueError: module=Linear: it has no hb.nn.GroupedLinear",
+    "weights of another": "TypeError: 0=GroupedRecipe: its weights belong to another module",
+    "mesh of two": r"ValueError: mesh=.*one dimension, such as mesh\['ep'\]",
+    "few experts": "ValueError: mesh: 2 ranks cannot share 1 experts",
+    "other numbers": "ValueError: 1.gate_up_proj has 2 experts, another layer 4",
+    "dispatch": "ValueError: dispatch='fp8': give 'plain' or 'nvfp4'",
+    "capacity": "ValueError: capacity=0: give at least one token",
+    "type of capacity": "TypeError: capacity=1.5: give an int",
+    "reduce": "ValueError: reduce='avg': give 'sum' or 'mean'",
+    "nobody reads": "ValueError: dispatch='nvfp4': name the layers that read the tokens",
+    "reader": "ValueError: readers: 'up_proj' is no hb.nn.GroupedLinear",
+    "mxfp8": "ValueError: gate_up_proj: fprop.a=MXFP8.*use dispatch='plain'",
+    "weight only": "ValueError: gate_up_proj: fprop.a=None.*use dispatch='plain'",
+    "shared twice": "ValueError: gate_up_proj: its weight is shared already",
+    "fsdp2 first": "ValueError: gate_up_proj: its weight is shared already.*then apply fully_shard",
+    "tensor parallel": "ValueError: down_proj: its weight is shared already",
+    "tensor parallel after": "TypeError: module=GroupedLinear: the style is for hb.nn.Linear",
+    "cached": r"ValueError: gate_up_proj has a cached weight: call release\(\)",
+    "cached after": "ValueError: model: its weights are sharded",
+    "main_grad": "ValueError: down_proj: its weight has a main_grad",
+    "bias": "ValueError: down_proj has a bias",
+    "zero": "ValueError: rank 0: model: .* is sharded already",
+    "offsets": r"ValueError: x.shape=\(.*offsets.shape=\(2,\).*all 4 experts",
+    "not what arrived": "ValueError: .*x is not what arrived as codes",
+    "mxfp8 later": "ValueError: fprop.a=MXFP8.*tokens cannot travel so",
+    "main_grad later": "ValueError: .*its weight has a main_grad",
+    "second derivative": "RuntimeError: .*cannot be differentiated twice",
+}
+
+
+def test_operands_have_the_bytes_of_one_process():
+    cases = [Case(name, UNEVEN, padding=2) for name in RECIPES]
+    cases += [Case("nvfp4", UNEVEN, capacity=40), Case("nvfp4", ((0, 0, 0), (0, 5, 0)))]
+    assert ranks.run(2, checks.operands, cases)[0] == []
+
+
+def test_tokens_that_travel_as_codes_have_the_bytes_of_one_process_with_that_rule():
+    cases = [Case(name, UNEVEN, padding=2, dispatch="nvfp4") for name in RECIPES if name in checks.TRAVELLING]
+    cases += [Case("nvfp4", UNEVEN, capacity=40, dispatch="nvfp4")]
+    assert ranks.run(2, checks.operands, cases)[0] == []
+
+
+def test_every_small_shape():
+    """All sizes of two groups on two ranks, with codes and without; odd numbers of features."""
+    few = (0, 1, 17)
+    every = [((a, b), (c, d)) for a in few for b in few for c in few for d in few]
+    shapes = ((1, 1), (5, 33), (17, 16))
+    cases = [
+        Case(
+            "nvfp4",
+            sizes,
+            shapes[i % 3],
+            padding=i % 2,
+            dispatch=("plain", "nvfp4")[i // 3 % 2],
+            capacity=(None, 34)[i % 5 == 0],
+        )
+        for i, sizes in enumerate(every)
+    ]
+    assert ranks.run(2, checks.operands, cases)[0] == []
+
+
+def test_under_the_style():
+    assert ranks.run(2, models.under_the_style) == [[], []]
+
+
+def test_recomputed_and_with_room_for_all():
+    assert ranks.run(2, models.in_other_ways, False) == [[], []]
+
+
+def test_what_is_refused():
+    found, again = ranks.run(2, models.refusals)
+    for name, message in REFUSED.items():
+        assert re.search(message, found[name]), (name, found[name])
+    assert found.keys() == REFUSED.keys() and found == again, "on all ranks alike, so that none waits for another"
+
+
+@pytest.mark.parametrize("dispatch", ["plain", "nvfp4"])
+def test_tokens_beyond_the_capacity_get_zeros(dispatch):
+    found = ranks.run(2, models.beyond_the_capacity, dispatch)
+    assert found == [(18, [*range(3, 5), *range(8, 24)]), (28, [*range(3, 31)])]
+
+
+def test_codes_take_at_most_0_29_of_the_bytes_of_bf16():
+    plain, codes = (ranks.run(2, models.traffic, dispatch, 256)[0] for dispatch in ("plain", "nvfp4"))
+    way, sent, back = "all_to_all_single", 96 * 256 * 2, 80 * 256 * 2
+    sizes = {("forward", way, "int64"): 4 * 8}  # of the groups, of every expert
+    gradients = {("backward", way, "bfloat16"): sent + back}
+    assert plain == sizes | {("forward", way, "bfloat16"): sent + back} | gradients
+    as_codes = 96 * (128 + 16 + 4)
+    assert as_codes <= 0.29 * sent
+    assert codes == sizes | {("forward", way, "uint8"): as_codes, ("forward", way, "bfloat16"): back} | gradients
+
+
+@pytest.mark.parametrize("dispatch", ["plain", "nvfp4"])
+def test_the_host_asks_for_counts_once_and_not_where_a_capacity_is_given(dispatch):
+    assert ranks.run(2, models.waits, dispatch, None) == [1, 1]
+    assert ranks.run(2, models.waits, dispatch, 40) == [0, 0]
+
+
+def test_ranks_that_see_other_data_and_experts_of_other_ranks():
+    """2 x 2 ranks as `place_ranks_` places them: a group of experts draws with its first rank."""
+    assert ranks.run(4, checks.operands_of_two_groups, "nvfp4") == [[]] * 4
+    assert all("ranks that share experts are neighbours" in text for text in ranks.run(4, models.unlike_neighbours))
