@@ -124,7 +124,7 @@ def test_a_captured_graph_replays_new_factors():
 @pytest.mark.skipif(not HOPPER, reason="cuBLAS is asked on sm_90 alone")
 @pytest.mark.parametrize("shape", ((768, 2048, 16384), (768, 768, 9000)))
 def test_products_of_cublas(shape):
-    """A weight gradient that torch.mm makes: as near to fp64 as ours, equal in every run, in a graph and in a thread."""
+    """A weight gradient that torch.mm makes: as near to fp64 as ours, equal in every run and in a graph."""
     M, N, K = shape
     a, b = operand(M, K, hb.NVFP4()), operand(N, K, checks.ROW)
     out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
