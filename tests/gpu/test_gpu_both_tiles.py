@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_both_tiles import check_both
+from tile_checks import check_both
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
