@@ -42,7 +42,7 @@ KERNELS = (
     ("row + rotated column, nearest", "row_col/1x16+rht"),
     ("row + rotated column, stochastic", "row_col/sr+sr-rht"),
     ("NVFP4 row + MXFP8 column", "row_col/1x16+mxfp8"),
-    ("16×16 in both orientations (two launches)", "row_col/16x16"),
+    ("16×16 in both orientations, codes", "row_col/16x16"),
     ("amax", "amax/tensor"),
     ("amax of x and of the rotated columns, one pass", "amax/tensor+rht"),
     ("dequantize", "dequantize/linear"),
