@@ -36,6 +36,8 @@ REFUSED = {
     "offsets": r"ValueError: x.shape=\(.*offsets.shape=\(2,\).*all 4 experts",
     "not what arrived": "ValueError: .*x is not what arrived as codes",
     "mxfp8 later": "ValueError: fprop.a=MXFP8.*tokens cannot travel so",
+    "two recipes": "ValueError: .* read nvfp4/.* and nvfp4/.*need one recipe",
+    "ends behind the tokens": "ValueError: offsets: they end at .* give the cumulative ends of the groups",
     "main_grad later": "ValueError: .*its weight has a main_grad",
     "second derivative": "RuntimeError: .*cannot be differentiated twice",
 }
