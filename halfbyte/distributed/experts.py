@@ -30,8 +30,6 @@ from halfbyte.spec import NVFP4
 from halfbyte.tensor import QuantTensor
 
 Dispatch = Literal["plain", "nvfp4"]
-
-
 Reduce = Literal["sum", "mean"]
 
 
@@ -58,7 +56,12 @@ class _Held(NamedTuple):
     def is_read_as(self, x: Tensor) -> bool:
         """Whether x is the values: FSDP2 hands a module another tensor of the same memory."""
         same = x.shape == self.values.shape and x.dtype == self.values.dtype and x.stride() == self.values.stride()
-        return same and x.data_ptr() == self.values.data_ptr() and x._version == self.version
+        return same and x.data_ptr() == self.values.data_ptr() and _version(x) == self.version
+
+
+def _version(x: Tensor) -> int:
+    """Return how often x was changed in place; tensors of inference mode do not count."""
+    return 0 if x.is_inference() else x._version
 
 
 class ExpertExchange:
@@ -149,18 +152,18 @@ class ExpertExchange:
         values, *blocks = CodesToExperts.apply(x, how, spec)
         shape, groups = tuple(values.shape), how.offsets
         row = QuantTensor(Blocks(*blocks), spec, shape=shape, dtype=x.dtype, group_offsets=groups)
-        self._held = _Held(values.detach(), row, values._version)
+        self._held = _Held(values.detach(), row, _version(values))
         return Arrived(values, groups, how)
 
     def _spec(self) -> NVFP4 | None:
         if self.dispatch == "plain":
             return None
-        specs = {layer.title: dispatch_spec(layer.recipe) for layer in self._readers}
-        first, *others = specs.values()
-        if any(spec != first for spec in others):
-            found = ", ".join(f"{title} {spec and spec.key}" for title, spec in specs.items())
-            raise ValueError(f"{found}: layers that read one x as codes quantize it alike; give them one recipe")
-        return first
+        specs = [dispatch_spec(layer.recipe) for layer in self._readers]
+        if any(spec != specs[0] for spec in specs):
+            titles = ", ".join(layer.title for layer in self._readers)
+            found = " and ".join(sorted({"nothing" if spec is None else spec.key for spec in specs}))
+            raise ValueError(f"{titles} read {found}: layers that read one x as codes need one recipe for it")
+        return specs[0]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_held": None}

@@ -136,6 +136,8 @@ def _as_counted(ranks: Holders, sizes: Tensor, tokens: int) -> Journey:
     to_ranks = _of_ranks(ranks, sizes).sum(1)
     counted = torch.cat((to_ranks, received.sum(1))).tolist()  # the one time that the host waits
     sent, came = counted[: ranks.world], counted[ranks.world :]
+    if min(counted) < 0 or sum(sent) > tokens:
+        raise ValueError(f"offsets: they end at {sum(sent)} of {tokens} tokens; give the cumulative ends of the groups")
     experts = torch.arange(ranks.here, device=sizes.device).repeat(ranks.world)
     of_rows = experts.repeat_interleave(received.flatten(), output_size=sum(came))
     order = of_rows.argsort(stable=True)

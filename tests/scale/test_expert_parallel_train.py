@@ -46,7 +46,10 @@ def first_gradients(config: configs.TrainConfig, recipe: str) -> dict[str, torch
     return {name: torch.frombuffer(bytearray(raw), dtype=torch.float32) for name, raw in found.items()}
 
 
-@pytest.mark.parametrize("like, meshes", [("fsdp2", ["ep"]), ("fsdp4", ["ep x fsdp2", "ep x hsdp"])])
+@pytest.mark.parametrize(
+    "like, meshes",
+    [pytest.param("fsdp2", ["ep"], marks=pytest.mark.full), ("fsdp4", ["ep x fsdp2", "ep x hsdp"])],
+)
 def test_gradients_are_those_of_fsdp2(folder, like, meshes):
     """The mean over all ranks, of experts too, in high precision: no bit is drawn, no amax depends on the ranks."""
     expected = first_gradients(run_on(folder, like, f"gradients {like}"), "bf16")
@@ -71,7 +74,7 @@ def losses(config: configs.TrainConfig, recipe: str, steps: int) -> list[float]:
 @pytest.mark.parametrize(
     "mesh, steps, recipe",
     [
-        ("ep", 8, "nvfp4@all"),
+        pytest.param("ep", 8, "nvfp4@all", marks=pytest.mark.full),
         ("codes", 8, "nvfp4@all"),
         pytest.param("ep x fsdp2", 50, "nvfp4@all", marks=pytest.mark.full),
         pytest.param("codes x fsdp2", 50, "nvfp4@all", marks=pytest.mark.full),
@@ -104,13 +107,18 @@ def until(config: configs.TrainConfig, steps: int) -> tuple:
     return checks.until(0, 1, config, "nvfp4", steps)
 
 
-def test_a_checkpoint_goes_on_on_any_mesh(folder):
-    _, undisturbed = until(run_on(folder, "ep", "undisturbed"), 8)
-    parts = run_on(folder, "ep", "parts")
+@pytest.mark.parametrize(
+    "meshes",
+    [("one", "ep x fsdp2", "ep"), pytest.param(("fsdp2", "ep x hsdp", "fsdp4", "ep"), marks=pytest.mark.full)],
+    ids=len,
+)
+def test_a_checkpoint_goes_on_on_any_mesh(folder, meshes):
+    _, undisturbed = until(run_on(folder, "ep", f"undisturbed {len(meshes)}"), 8)
+    parts = run_on(folder, "ep", f"parts {len(meshes)}")
     _, left = until(parts, 4)
     begun, ended = until(parts, 8)
     assert begun == left and ended == undisturbed, "killed and resumed, as if nothing had happened"
-    for mesh in ("one", "ep x fsdp2", "fsdp2", "ep x hsdp", "ep"):
+    for mesh in meshes:
         begun, _ = until(replace(parts, mesh=MESHES[mesh]), 8)
         assert begun == ended, mesh
 
