@@ -22,6 +22,10 @@ from halfbyte.tensor.quant_tensor import VALUE_DTYPES, describe
 RULE = "keep it in high precision, hb.quantize_(…, rules={glob: None}), and train it so"
 
 
+TURNED = ("GptOssExperts", "Llama4TextExperts")
+"""Classes of transformers whose experts [E, K, N] ModelOpt writes as they lie (its export/unified_export_hf.py)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """One weight of a layer that computes in NVFP4, or one for each expert.
@@ -126,7 +130,13 @@ def _experts(model: nn.Module, name: str, layer: ExpertsRecipe) -> tuple[str, Te
     assert layer.held_as is not None, "found by hb.quantize_ in a module that holds the weights"
     own, transposed = layer.held_as
     path = name.rpartition(".")[0]
-    weight = getattr(model.get_submodule(path), own)
+    module = model.get_submodule(path)
+    if transposed and type(module).__name__ not in TURNED:
+        raise ValueError(
+            f"{path}.{own}: experts of {type(module).__name__} lie as [E, K, N], and have no published NVFP4 layout "
+            f"({', '.join(TURNED)} have ModelOpt's); {RULE}"
+        )
+    weight = getattr(module, own)
     return f"{path}.{own}", weight.mT if transposed else weight, transposed
 
 

@@ -37,7 +37,7 @@ def load_exported(
 
     Raises:
         ValueError: the folder is damaged, has no contract and nobody says how to convert, or is of an architecture
-            that transformers does not know, or lacks weights of it.
+            that transformers does not know, or lacks weights of it, or has some of another shape.
     """
     if weights not in get_args(Weights):
         raise ValueError(f"weights={weights!r}: give 'plain' or 'nvfp4'")
@@ -55,7 +55,15 @@ def load_exported(
         dtype=dtype,
         quantization_config=chosen,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # named below; transformers' own error names none
     )
+    other = sorted((key, list(stored), list(wanted)) for key, stored, wanted in found["mismatched_keys"])
+    if other:
+        key, stored, wanted = other[0]
+        raise ValueError(
+            f"{checkpoint.folder}: {key} is {stored} and its config.json makes it {wanted} ({len(other)} differ): the "
+            "files are of another model; copy the folder again"
+        )
     missing = sorted(found["missing_keys"])
     if missing:
         raise ValueError(f"{checkpoint.folder}: {missing[0]} is missing ({len(missing)} are); copy the folder again")

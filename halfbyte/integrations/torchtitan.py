@@ -30,6 +30,7 @@ from torchtitan.trainer import Trainer
 import halfbyte.nn as hb_nn
 from halfbyte import ops
 from halfbyte.convert import high_precision
+from halfbyte.integrations.titan_limits import refuse_experts, refuse_parallelism
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.streams import FollowsRecipe, name_layers
 from halfbyte.policy import Keep, kept_layers, matches, plain_name, unmatched_names
@@ -79,7 +80,7 @@ class RecipeLinear(hb_nn.Linear, Linear):
         return super().place(call, device)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        _refuse(parallel_dims)
+        refuse_parallelism(parallel_dims)
         super().parallelize(parallel_dims)
 
 
@@ -130,13 +131,8 @@ class RecipeExperts(GroupedExperts):
         return product(A, B_t.transpose(-2, -1), offs)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        _refuse(parallel_dims)
-        if parallel_dims.tp > 1 and any(product.recipe.specs for product in self._products):
-            raise ValueError(
-                f"parallelism.tensor_parallel_degree={parallel_dims.tp}: routed experts multiply this rank's part of "
-                "each weight, whose amax is not the whole one's; keep them in high precision, "
-                "rules={'*.inner_experts': None}, or set it to 1 and shard with expert_parallel_degree"
-            )
+        refuse_parallelism(parallel_dims)
+        refuse_experts(parallel_dims, [product.recipe for product in self._products])
         super().parallelize(parallel_dims)
 
 
@@ -173,7 +169,7 @@ class RunStateCheckpoints(CheckpointManager):
         if config.evaluation not in EVALUATIONS:
             raise ValueError(f"evaluation={config.evaluation!r}: use one of {', '.join(map(repr, EVALUATIONS))}")
         trainer = states["train_state"]
-        _refuse(trainer.parallel_dims)
+        refuse_parallelism(trainer.parallel_dims)
         self._model = model_parts[0]
         self.run_state = RunState(config.seed, parse_schedule(config.schedule, trainer.config.training.steps))
         if dist.is_initialized():  # the last dimension of torchtitan's meshes is that of ranks that share layers
@@ -392,26 +388,6 @@ _MAKE: dict[type, Any] = {Linear.Config: _linear, GroupedExperts.Config: _expert
 def _check_state(layer: FollowsRecipe) -> None:
     if layer.run_state is None and layer.recipe.needs_rng:
         raise ValueError(f"{layer.title}: {_NO_STATE}")
-
-
-def _refuse(parallel_dims: Any) -> None:
-    if parallel_dims.pp > 1:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_degree={parallel_dims.pp}: a stage runs several micro-batches before the "
-            "first one's backward, each at a place of its own in the random stream, and nobody moves the RunState "
-            "between them; set it to 1 and shard with data_parallel_shard_degree or tensor_parallel_degree"
-        )
-    if parallel_dims.tp > 1 and parallel_dims.spmd_backend == "spmd_types":
-        raise ValueError(
-            f"parallelism.tensor_parallel_degree={parallel_dims.tp} with spmd_backend='spmd_types': layers would see "
-            "this rank's part of a weight as if it were whole, and quantize it with an amax of its own; use "
-            "'partial_dtensor', which says what is a part"
-        )
-    if parallel_dims.spmd_backend == "full_dtensor":
-        raise ValueError(
-            "parallelism.spmd_backend='full_dtensor': layers with a recipe multiply plain tensors, which it turns into "
-            "DTensors; use 'spmd_types' or 'partial_dtensor'"
-        )
 
 
 def _join(model: nn.Module, state: RunState) -> None:

@@ -116,3 +116,14 @@ def test_a_bias_of_experts_learns_and_the_gate_is_the_models_own():
     assert torch.allclose(seen["y"], expected, rtol=1e-6) and report.converted
     for bias in (experts.gate_up_proj_bias, experts.down_proj_bias):
         assert bias.grad.isfinite().all() and bias.grad.any()
+
+
+def test_experts_of_a_class_that_modelopt_does_not_turn_are_refused(tmp_path):
+    model = trained(gpt_oss(), "nvfp4", steps=0)
+    experts = model.model.layers[0].mlp.experts
+    experts.__class__ = type("AriaExperts", (type(experts),), {})
+    with pytest.raises(
+        ValueError, match=r"gate_up_proj: experts of AriaExperts lie as \[E, K, N\], and have no published"
+    ):
+        hb.export.save(model, tmp_path / "out", format="modelopt")
+    assert not (tmp_path / "out").exists()

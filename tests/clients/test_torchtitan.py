@@ -394,7 +394,7 @@ STEPS = 200
 def many_steps_on_a_rank(rank: int, world: int, folder: str, recipe: str, tensor_parallel: int):
     """Train, in bf16 for no recipe; return the losses and the tokens a second of all ranks."""
     runs.alone(rank, world)
-    config = short(steps=STEPS)
+    config = short(layers=1, steps=STEPS)
     config.dump_folder, config.parallelism.spmd_backend = folder, "partial_dtensor"
     config.parallelism.tensor_parallel_degree = tensor_parallel
     if recipe:
@@ -406,13 +406,13 @@ def many_steps_on_a_rank(rank: int, world: int, folder: str, recipe: str, tensor
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("tensor_parallel", [1, 2], ids=["FSDP2", "tensor parallel"])
 def test_two_hundred_steps_on_two_ranks_beside_their_bf16(tmp_path, tensor_parallel):
     ends = {}
     for recipe in ("", "nvfp4"):
         given = str(tmp_path / f"{recipe or 'bf16'}"), recipe, tensor_parallel
-        (losses, rate), (others, _) = ranks.run(2, many_steps_on_a_rank, *given, seconds=800)
+        (losses, rate), (others, _) = ranks.run(2, many_steps_on_a_rank, *given, seconds=3000)
         assert losses == others and len(losses) == STEPS and losses[-1] < 0.5 * losses[0]
         ends[recipe] = sum(losses[-20:]) / 20
         print(f"{recipe or 'bf16'}: loss of the last 20 of {STEPS} steps {ends[recipe]:.4f}, {rate:.0f} tokens/s")

@@ -1,0 +1,39 @@
+"""What layers with a recipe cannot do under torchtitan's parallelisms, refused by name before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from halfbyte.spec import Recipe
+
+
+def refuse_parallelism(parallel_dims: Any) -> None:
+    """Raise ValueError for parallelisms of torchtitan under which a layer would quantize other bytes."""
+    if parallel_dims.pp > 1:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree={parallel_dims.pp}: a stage runs several micro-batches before the "
+            "first one's backward, each at a place of its own in the random stream, and nobody moves the RunState "
+            "between them; set it to 1 and shard with data_parallel_shard_degree or tensor_parallel_degree"
+        )
+    if parallel_dims.tp > 1 and parallel_dims.spmd_backend == "spmd_types":
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree={parallel_dims.tp} with spmd_backend='spmd_types': layers would see "
+            "this rank's part of a weight as if it were whole, and quantize it with an amax of its own; use "
+            "'partial_dtensor', which says what is a part"
+        )
+    if parallel_dims.spmd_backend == "full_dtensor":
+        raise ValueError(
+            "parallelism.spmd_backend='full_dtensor': layers with a recipe multiply plain tensors, which it turns into "
+            "DTensors; use 'spmd_types' or 'partial_dtensor'"
+        )
+
+
+def refuse_experts(parallel_dims: Any, recipes: Sequence[Recipe]) -> None:
+    """Raise ValueError where ranks that share layers would share routed experts that follow a recipe."""
+    if parallel_dims.tp > 1 and any(recipe.specs for recipe in recipes):
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree={parallel_dims.tp}: routed experts multiply this rank's part of each "
+            "weight, whose amax is not the whole one's; keep them in high precision, rules={'*.inner_experts': None}, "
+            "or set it to 1 and shard with expert_parallel_degree"
+        )
