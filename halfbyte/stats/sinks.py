@@ -14,7 +14,7 @@ from halfbyte.stats.table import HEAD, PRODUCT_HEAD, StepStatistics
 
 FIGURES = ("amax", "snr_db", "relative_error", "underflow", "saturation", "scale_underflow", "rht_gain_db", "outliers")
 """Of every operand, as curves."""
-WIDTH = 150
+WIDTH = 230
 """Columns that a table takes."""
 
 
