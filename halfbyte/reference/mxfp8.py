@@ -35,7 +35,8 @@ def quantize_mxfp8(x: Tensor, spec: MXFP8, values: Tensor | None = None) -> Bloc
         torch.mul(fp8_values(codes), e8m0_value(exponent)[..., None], out=values.view(rows, blocks, MXFP8_BLOCK))
     else:
         qdata.view(rows, blocks, MXFP8_BLOCK).copy_(codes.view(torch.uint8))
-    return Blocks(qdata, exponent.to(torch.uint8), no_amax)
+    # Of a transposed x the exponents lie in its order, and compiled code asks for rows.
+    return Blocks(qdata, exponent.to(torch.uint8, memory_format=torch.contiguous_format), no_amax)
 
 
 def decode_mxfp8(qdata: Tensor, block_scale: Tensor, spec: MXFP8) -> Tensor:

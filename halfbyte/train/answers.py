@@ -101,7 +101,7 @@ def generate(subject: Subject, prompt: str, *, tokens: int, temperature: float =
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class Question:
     """A question: a text, continuations of it, and which of these is right."""
 
     context: str
@@ -109,7 +109,7 @@ class Item:
     answer: int
 
 
-def read_items(path: Path) -> Iterator[Item]:
+def read_items(path: Path) -> Iterator[Question]:
     """Yield the items of JSON Lines.
 
     Raises:
@@ -131,7 +131,7 @@ def read_items(path: Path) -> Iterator[Item]:
             raise ValueError(f"{where}: context and at least two choices have to be texts, choices not empty")
         if type(answer) is not int or not 0 <= answer < len(choices):
             raise ValueError(f"{where}: answer={answer!r}: give the index of a choice, 0 to {len(choices) - 1}")
-        yield Item(context=value["context"], choices=tuple(choices), answer=answer)
+        yield Question(context=value["context"], choices=tuple(choices), answer=answer)
 
 
 @torch.no_grad()
@@ -154,7 +154,7 @@ def likelihood(subject: Subject, context: str, continuation: str, sequence: int)
     return float(own.mean())
 
 
-def accuracy(subject: Subject, items: Sequence[Item], sequence: int) -> float:
+def accuracy(subject: Subject, items: Sequence[Question], sequence: int) -> float:
     """Return how often the right continuation is the likeliest, token by token."""
     right = 0
     for item in items:

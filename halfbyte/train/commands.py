@@ -180,7 +180,7 @@ def _compare_side_by_side(
     seeds = options.seeds or str(options.config.seed)
     if not all(seed.strip().isdecimal() for seed in seeds.split(",")):
         raise ValueError(f"seeds={options.seeds!r}: give numbers with commas between, as in 0,1,2")
-    piece = study.Piece(recipes=names, seeds=tuple(int(seed) for seed in seeds.split(",")))
+    piece = study.StudyPiece(recipes=names, seeds=tuple(int(seed) for seed in seeds.split(",")))
     title = f"{options.config.model}, {options.config.optim.steps} steps"
     whole = study.Study(title=title, config=options.config, pieces=(piece,))
     return study.run_and_print(whole, whole.pieces, workers=options.workers, interrupts=interrupts)

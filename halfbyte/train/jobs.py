@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RunJob:
     """A run that is to be trained: what it is called where it is spoken of, its treatment, its config."""
 
     name: str
@@ -49,13 +49,13 @@ class Outcome:
 
 
 class _Running(NamedTuple):
-    job: Job
+    job: RunJob
     process: subprocess.Popen
     output: Path
     since: float
 
 
-def places(device: str, workers: int) -> list[int | None]:
+def workplaces(device: str, workers: int) -> list[int | None]:
     """Return where runs go side by side: numbers of GPUs, or None for this machine's CPU.
 
     Args:
@@ -76,13 +76,19 @@ def places(device: str, workers: int) -> list[int | None]:
 
 
 def run_side_by_side(
-    jobs: Sequence[Job], where: Sequence[int | None], folder: Path, *, seconds: float, interrupts: Interrupts, say: Say
+    jobs: Sequence[RunJob],
+    where: Sequence[int | None],
+    folder: Path,
+    *,
+    seconds: float,
+    interrupts: Interrupts,
+    say: Say,
 ) -> Outcome:
     """Train all jobs, as many at a time as there are places, and wait until they ended or time is up.
 
     Args:
         jobs: of different folders.
-        where: see `places`.
+        where: see `workplaces`.
         folder: for what each job is and what it prints.
         seconds: after which no run is begun and those that train stop with a checkpoint.
         interrupts: of the caller; a signal stops all runs likewise.
@@ -120,7 +126,7 @@ def run_side_by_side(
     return outcome
 
 
-def _begin(job: Job, place: int | None, folder: Path) -> _Running:
+def _begin(job: RunJob, place: int | None, folder: Path) -> _Running:
     stem = folder / job.name.replace("/", "_").replace(" ", "_")
     folder.mkdir(parents=True, exist_ok=True)
     description, output = stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.txt")
@@ -183,7 +189,9 @@ def config_of(values: dict[str, Any]) -> TrainConfig:
     kinds = {"data": DataConfig, "optim": OptimConfig, "run": RunConfig, "mesh": MeshConfig, "tune": TuneConfig}
     parts: dict[str, Any] = dict(values)
     for name, kind in kinds.items():
-        fields = {key: Path(one) if key in PATHS and one is not None else one for key, one in parts[name].items()}
+        fields: dict[str, Any] = dict(parts[name])
+        for key in fields.keys() & set(PATHS):
+            fields[key] = None if fields[key] is None else Path(fields[key])
         parts[name] = kind(**fields)
     return TrainConfig(**parts)
 

@@ -20,7 +20,7 @@ LEVEL = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LeagueRow:
     """A recipe of a study.
 
     Args:
@@ -51,7 +51,7 @@ class Row:
 class League:
     """The rows, baseline first, then by gap, controls last; `deviation` of gaps in percent with its `freedom`."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[LeagueRow, ...]
     deviation: float | None
     freedom: int
     pooled_from: str
@@ -112,7 +112,7 @@ def league(
     Args:
         results: of the runs that ended, by recipe and seed.
         recipes: the baseline first.
-        shares: for every recipe, see `Row.four_bit`.
+        shares: for every recipe, see `LeagueRow.four_bit`.
         pooled: the deviation of gaps, its degrees of freedom and where it is from, for a study whose own runs are one
             of each.
     """
@@ -158,7 +158,7 @@ def _row(
     gaps: list[float],
     scatter: tuple[float | None, int],
     share: float,
-) -> Row:
+) -> LeagueRow:
     seeds = tuple(seed for name, seed in results if name == recipe)
     own = [results[recipe, seed] for seed in seeds]
     losses = [divergence.loss(result) for result in own]
@@ -168,7 +168,7 @@ def _row(
     half = None
     if whole and gaps and deviation is not None and recipe != base:
         half = t_quantile(freedom) * deviation / math.sqrt(len(gaps))
-    return Row(
+    return LeagueRow(
         recipe=recipe,
         seeds=seeds,
         loss=sum(finite) / len(finite) if whole else None,
@@ -192,9 +192,9 @@ def _relative(results: Mapping[tuple[str, int], dict], recipe: str, base: str, f
     return sum(ratios) / len(ratios) if ratios else None
 
 
-def _placed(rows: list[Row]) -> list[Row]:
+def _placed(rows: list[LeagueRow]) -> list[LeagueRow]:
     """Give places: a row whose interval contains the next row's mean shares its place with it."""
-    placed: list[Row] = []
+    placed: list[LeagueRow] = []
     place = 1
     for i, row in enumerate(rows):
         if row.gap is None or _control(row.recipe):
@@ -203,11 +203,11 @@ def _placed(rows: list[Row]) -> list[Row]:
         before = rows[i - 1] if i else None
         is_apart = before is None or before.half is None or before.gap is None or row.gap > before.gap + before.half
         place = i + 1 if is_apart else place
-        placed.append(Row(**{**asdict(row), "place": place}))
+        placed.append(LeagueRow(**{**asdict(row), "place": place}))
     return placed
 
 
-def table(found: League) -> str:
+def league_table(found: League) -> str:
     """Return the league as a Markdown table, with a sentence on its intervals."""
     base = found.rows[0].recipe
     lines = [
@@ -240,7 +240,7 @@ def intervals_in_words(found: League) -> str:
 
 def write(folder: Path, found: League, title: str) -> None:
     """Write table and values to `folder`."""
-    files.write_text(folder / TABLE, f"{title}\n\n{table(found)}\n")
+    files.write_text(folder / TABLE, f"{title}\n\n{league_table(found)}\n")
     files.write_json(folder / VALUES, {"title": title, **asdict(found)})
 
 
@@ -279,7 +279,7 @@ def best(values: dict[str, Any], count: int, but: Sequence[str]) -> list[str]:
     return chosen[:count]
 
 
-def curves(folder: Path, found: League, *, tokens_per_step: int, title: str) -> None:
+def draw_league(folder: Path, found: League, *, tokens_per_step: int, title: str) -> None:
     """Draw gap over tokens of every recipe, the mean of its seeds, to `folder`/league.png.
 
     Raises:

@@ -217,7 +217,7 @@ class Trainer:
         run, history = self.config.run, History()
         start = time.perf_counter()
         while self.step < self.config.optim.steps and not history.diverged:
-            switch.look(self, log)
+            switch.look_at_noise(self, log)
             self._follow_schedule(log)
             history.pending.append((self.step + 1, *self._one_step()))
             last = self.step == self.config.optim.steps

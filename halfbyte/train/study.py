@@ -37,7 +37,7 @@ RECORDED = (CONFIG, RESULT, LAYERS, "log.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class StudyPiece:
     """Runs that are trained in one go: every recipe with every seed."""
 
     recipes: tuple[str, ...]
@@ -57,7 +57,7 @@ class Study:
 
     title: str
     config: TrainConfig
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StudyPiece, ...]
     noise_of: Path | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Study:
     def seeds(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(seed for piece in self.pieces for seed in piece.seeds))
 
-    def jobs(self, piece: Piece) -> list[jobs.Job]:
+    def jobs(self, piece: StudyPiece) -> list[jobs.RunJob]:
         """Return the runs of a piece: recipes in turn, the baseline's first."""
         schedules = treatment.schedules_of(self.config, self.recipes)
         found = []
@@ -84,7 +84,7 @@ class Study:
                 out = league.run_folder(self.config.run.out, name, seed)
                 run = replace(self.config.run, out=out)
                 config = replace(self.config, seed=seed, recipe_schedule=schedules[name], run=run)
-                found.append(jobs.Job(name=f"{name}, seed {seed}", recipe=name, config=config))
+                found.append(jobs.RunJob(name=f"{name}, seed {seed}", recipe=name, config=config))
         return found
 
 
@@ -115,7 +115,7 @@ def read_study(path: Path, out: Path | None = None) -> Study:
     return Study(title=values["title"], config=config, pieces=pieces, noise_of=noise)
 
 
-def _piece(path: Path, values: Any, best_of: Path | None) -> Piece:
+def _piece(path: Path, values: Any, best_of: Path | None) -> StudyPiece:
     if not isinstance(values, dict) or set(values) != {"recipes", "seeds"}:
         raise ValueError(f"{path}: a piece has recipes and seeds, two lists, and nothing else")
     names: list[str] = []
@@ -127,7 +127,7 @@ def _piece(path: Path, values: Any, best_of: Path | None) -> Piece:
             names += league.best(league.read_values(best_of), int(found[1]), names)
         else:
             names.append(name)
-    return Piece(recipes=tuple(names), seeds=tuple(values["seeds"]))
+    return StudyPiece(recipes=tuple(names), seeds=tuple(values["seeds"]))
 
 
 def four_bit_share(config: TrainConfig, name: str) -> float:
@@ -174,14 +174,14 @@ def _flops(recipe: Recipe, K: int) -> tuple[float, float]:
 
 
 def run_study(
-    study: Study, pieces: Sequence[Piece], *, workers: int, minutes: float, interrupts: Interrupts
+    study: Study, pieces: Sequence[StudyPiece], *, workers: int, minutes: float, interrupts: Interrupts
 ) -> tuple[league.League, jobs.Outcome]:
     """Train the runs of some pieces, or go on with them, and write table, values and figure of all that ended.
 
     Args:
         study: as a whole.
         pieces: of it.
-        workers: runs at a time, see `jobs.places`.
+        workers: runs at a time, see `jobs.workplaces`.
         minutes: after which runs stop with a checkpoint.
         interrupts: of the caller.
 
@@ -189,7 +189,7 @@ def run_study(
         ValueError: no text, or too few GPUs.
         Stopped: a signal came.
     """
-    where, config = jobs.places(study.config.device, workers), study.config
+    where, config = jobs.workplaces(study.config.device, workers), study.config
     found = [job for piece in pieces for job in study.jobs(piece)]
     corpus = data.load_data(config.data, config.run.cache)  # here, once; the runs map it
     ready = [job for job in found if not (job.config.run.out / RESULT).exists() or config.run.overwrite]
@@ -226,7 +226,7 @@ def write_league(study: Study, corpus: data.Data | None = None) -> league.League
     title = f"{study.title}: {study.config.tokens / 1e6:.1f}M tokens a run{epochs}"
     league.write(folder, found, title)
     if results:
-        league.curves(folder, found, tokens_per_step=study.config.data.tokens_per_step, title=study.title)
+        league.draw_league(folder, found, tokens_per_step=study.config.data.tokens_per_step, title=study.title)
     return found
 
 
@@ -305,7 +305,7 @@ def study_command(arguments: list[str]) -> int:
 
 def run_and_print(
     study: Study,
-    pieces: Sequence[Piece],
+    pieces: Sequence[StudyPiece],
     *,
     workers: int,
     minutes: float = math.inf,
@@ -316,7 +316,7 @@ def run_and_print(
     if kept is not None and restore(study, kept):
         print(f"runs that ended before come from {kept}")
     found, outcome = run_study(study, pieces, workers=workers, minutes=minutes, interrupts=interrupts)
-    print("\n" + league.table(found) + "\n")
+    print("\n" + league.league_table(found) + "\n")
     print(f"written to {study.config.run.out}: {league.TABLE}, {league.VALUES}, {league.FIGURE}")
     if kept is not None:
         print(f"{record(study, kept)} runs recorded in {kept}")
@@ -327,7 +327,7 @@ def run_and_print(
     return 1 if outcome.failed else 3 if outcome.left else 0
 
 
-def _chosen(study: Study, piece: int, row: str) -> tuple[Piece, ...]:
+def _chosen(study: Study, piece: int, row: str) -> tuple[StudyPiece, ...]:
     """Return the pieces, or the row, that were asked for.
 
     Raises:
@@ -343,7 +343,7 @@ def _chosen(study: Study, piece: int, row: str) -> tuple[Piece, ...]:
     return tuple(replace(one, recipes=(row,)) for one in pieces if row in one.recipes)
 
 
-def _print_plan(study: Study, pieces: Sequence[Piece]) -> int:
+def _print_plan(study: Study, pieces: Sequence[StudyPiece]) -> int:
     for number, piece in enumerate(pieces, 1):
         for job in study.jobs(piece):
             share = four_bit_share(study.config, job.recipe)

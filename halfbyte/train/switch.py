@@ -7,9 +7,12 @@ from that step on. The switch is a schedule that the run writes itself: checkpoi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from halfbyte.nn.linear import describe_recipe
 from halfbyte.schedule import Schedule
@@ -20,14 +23,14 @@ if TYPE_CHECKING:
     from halfbyte.train.loop import Trainer
 
 
-def look(trainer: Trainer, log: Log | Silent) -> None:
+def look_at_noise(trainer: Trainer, log: Log | Silent) -> None:
     """Switch the recipe of the step that now begins, where the run asks for that and its gradients say so."""
     target = trainer.config.switch()
     step, state = trainer.step, trainer.run_state
     if target is None or state.schedule is not None or not step or step % trainer.config.eval_every:
         return
     found = _measure(trainer)
-    facts = {"norm": found.norm, "noise": found.noise}
+    facts: dict[str, float | str] = {"norm": found.norm, "noise": found.noise}
     log.write("noise", step + 1, facts)
     if found.is_drowned:
         state.schedule = Schedule([(step, target)])
@@ -40,8 +43,8 @@ def _measure(trainer: Trainer) -> GradientNoise:
     place = state.state_dict()
     batches = [trainer.batches[trainer.position + i] for i in range(count)]
 
-    def loss(inputs, targets):
-        return lambda: sum(trainer._losses(inputs, targets, trainer.model, trainer.teacher))
+    def loss(inputs: Tensor, targets: Tensor) -> Callable[[], Tensor]:
+        return lambda: torch.add(*trainer._losses(inputs, targets, trainer.model, trainer.teacher))
 
     try:
         return gradient_noise(

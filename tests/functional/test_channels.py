@@ -18,6 +18,7 @@ from halfbyte.channels import Channels
 from halfbyte.functional.channels import outliers_apart
 from halfbyte.functional.operands import Place
 from halfbyte.nn.shared_input import input_specs
+from halfbyte.sides import both_sides
 from halfbyte.spec import parse_recipe
 
 __all__ = ["kernels"]
@@ -259,6 +260,12 @@ def test_operands_of_such_layers_are_not_told_apart():
     hb.quantize_(model, OUTLIERS, keep=hb.Keep(names=(), last_fraction=0), state=hb.RunState(1))
     with pytest.raises(ValueError, match=r"channels=.*not told from each other.*channels=None"):
         hb.stats.sensitivity(model, lambda: model(torch.ones(4, 64)).sum())
+
+
+def test_mxfp8_scales_of_a_transposed_tensor_lie_in_rows():
+    """As the op's shape function says, which Inductor holds it to."""
+    made = ops.quantize_row_col(torch.randn(128, 32), *both_sides(None, hb.MXFP8()))[1]
+    assert made.block_scale.shape == (32, 4) and made.block_scale.is_contiguous() and made.qdata.is_contiguous()
 
 
 def test_ops_are_those_that_others_use():

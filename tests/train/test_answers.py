@@ -11,7 +11,7 @@ import torch
 
 from halfbyte import cli
 from halfbyte.train import answers, loop
-from halfbyte.train.answers import Item, accuracy, generate, likelihood, read_items, text_loss
+from halfbyte.train.answers import Question, accuracy, generate, likelihood, read_items, text_loss
 from halfbyte.train.subject import Subject, load_subject
 
 SCRIPT = Path(__file__).resolve().parents[2] / "experiments" / "choices.py"
@@ -70,9 +70,9 @@ def test_log_probabilities_are_those_of_the_continuation_alone():
 
 def test_the_right_one_is_found():
     items = [
-        Item(context="ab", choices=("xx", "cd", "dc"), answer=1),
-        Item(context="kl", choices=("mn", "ml"), answer=0),
-        Item(context="kl", choices=("mn", "ml"), answer=1),
+        Question(context="ab", choices=("xx", "cd", "dc"), answer=1),
+        Question(context="kl", choices=("mn", "ml"), answer=0),
+        Question(context="kl", choices=("mn", "ml"), answer=1),
     ]
     assert accuracy(counting(), items, 64) == pytest.approx(2 / 3)
 

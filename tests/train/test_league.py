@@ -90,7 +90,7 @@ def test_rows_that_intervals_do_not_tell_apart_share_a_place():
         ("rl", 2),
         ("naive_fp4@all", None),
     ]
-    text = league.table(found)
+    text = league.league_table(found)
     assert "| 2 | `rl` | 3 |" in text and "6 degrees of freedom" in text
 
 
@@ -98,17 +98,17 @@ def test_one_seed_takes_the_scatter_of_another_study():
     single = {name: losses[:1] for name, losses in LOSSES.items()}
     alone = made(single)
     assert alone.deviation is None and all(row.half is None for row in alone.rows)
-    assert "no intervals" in league.table(alone)
+    assert "no intervals" in league.league_table(alone)
     found = made(single, pooled=(0.1, 4, "Final"))
     assert {row.recipe: row.half for row in found.rows}["nvfp4"] == pytest.approx(0.1 * 2.7764, abs=1e-4)
-    assert "from Final" in league.table(found)
+    assert "from Final" in league.league_table(found)
 
 
 def test_a_run_that_diverged_has_no_gap_and_no_place():
     found = made(LOSSES | {"rl": (3.03, None, 3.1)})
     row = next(row for row in found.rows if row.recipe == "rl")
     assert (row.loss, row.gap, row.half, row.place, row.diverged) == (None, None, None, None, 1)
-    assert "1 of 3 diverged" in league.table(found)
+    assert "1 of 3 diverged" in league.league_table(found)
 
 
 def test_missing_runs_leave_the_others():

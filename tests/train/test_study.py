@@ -112,7 +112,7 @@ def loop_data(config):
     return data.load_data(config.data, config.run.cache)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compare_with_seeds(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     options = ["--preset", "tiny", "--corpus", "corpus", "--cache", "cache", "--steps", "3", "--out", "runs/both"]
@@ -131,7 +131,7 @@ def test_a_run_that_cannot_train_is_named(file, capfd):
     """And the others go on."""
     found = study.read_study(file)
     broken = replace(found.jobs(found.pieces[0])[0].config, device="cuda")
-    bad = jobs.Job(name="broken", recipe="bf16", config=broken)
+    bad = jobs.RunJob(name="broken", recipe="bf16", config=broken)
     said = []
     outcome = jobs.run_side_by_side(
         [bad], [None], Path("jobs"), seconds=math.inf, interrupts=Interrupts(), say=said.append
@@ -151,9 +151,13 @@ def test_plan_trains_nothing(file, capsys):
 
 def test_more_workers_than_gpus(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert jobs.places("auto", 0) == [0, 1] and jobs.places("cuda", 1) == [0] and jobs.places("cpu", 3) == [None] * 3
+    assert (
+        jobs.workplaces("auto", 0) == [0, 1]
+        and jobs.workplaces("cuda", 1) == [0]
+        and jobs.workplaces("cpu", 3) == [None] * 3
+    )
     with pytest.raises(ValueError, match="workers=3: this machine has 2 GPUs"):
-        jobs.places("auto", 3)
+        jobs.workplaces("auto", 3)
 
 
 @pytest.mark.parametrize(
