@@ -77,7 +77,7 @@ $(VENV)/torch-2.15.stamp: $(VENV)/setup.stamp
 	@touch $@
 
 test-distributed-next: $(VENV)/torch-2.15.stamp
-	PYTHONPATH=. OMP_NUM_THREADS=1 $(NEXT)/bin/python -m pytest tests/scale/test_fsdp.py tests/scale/test_fsdp_matrix.py tests/scale/test_embedding.py --timeout 300 -q $(TEST_ARGS)
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(NEXT)/bin/python -m pytest tests/scale/test_fsdp.py tests/scale/test_fsdp_matrix.py tests/scale/test_embedding.py tests/scale/test_head.py --timeout 300 -q $(TEST_ARGS)
 
 test-targets: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) $(TARGET_ARGS)

@@ -25,7 +25,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -34,13 +33,14 @@ from bench import machine, results
 from bench.zero import overlap, release, start, synchronize, union
 from halfbyte.distributed.fsdp_choice import groups_of, is_wrapped
 from halfbyte.train import model as models
-from halfbyte.train.parallel import local, prefetch_
+from halfbyte.train.parallel import cross_entropy, local, prefetch_
 
 VOCABULARY = 32_000
 WARM_UP, TIMED, TRACED = 3, 8, 3
 CHUNK = 25
-Way = Literal["codes", "bf16"]
+Way = Literal["codes", "shared", "bf16"]
 WAYS: tuple[Way, ...] = ("codes", "bf16")
+"""What gives the same bits; "shared" is codes, with embedding and head that ranks share (`--head shared`)."""
 
 
 class Trainer:
@@ -70,9 +70,13 @@ class Trainer:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in self.model.layers:
             fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        ignored = None
+        if way == "shared":
+            options = {"tokens": tokens[0] * tokens[1], "policy": policy, "head": "lm_head"}
+            ignored = hb.distributed.shard_embedding_(self.model, mesh, **options).params
+        fully_shard(self.model, mesh=mesh, mp_policy=policy, ignored_params=ignored)
         prefetch_(self.model.layers, ahead)
-        self.gather = hb.distributed.fsdp_gather_nvfp4_(self.model) if way == "codes" else None
+        self.gather = None if way == "bf16" else hb.distributed.fsdp_gather_nvfp4_(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self.tokens, self.device, self.vocabulary = tokens, device, config.vocab_size
         self.count = 0
@@ -82,7 +86,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(1000 * self.count + dist.get_rank())
         first = torch.randint(self.vocabulary, (self.tokens[0], 1), generator=generator)
         x = (first * (1 + torch.arange(self.tokens[1] + 1)) % 997 % self.vocabulary).to(self.device, non_blocking=True)
-        loss = F.cross_entropy(self.model(x[:, :-1]).float().flatten(0, 1), x[:, 1:].flatten())
+        loss = cross_entropy(self.model(x[:, :-1]), x[:, 1:])
         loss.backward()
         self.state.advance()
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -340,6 +344,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="the most words of a model of --models")
     parser.add_argument("--tokens", nargs=2, type=int, default=[4, 2048], metavar=("SEQUENCES", "LENGTH"))
     parser.add_argument("--prefetch", type=int, default=1, help="blocks gathered before the one whose forward runs")
+    parser.add_argument("--head", choices=("gathered", "shared"), default="gathered", help="shared: a third way")
     parser.add_argument("--bitwise", metavar="PRESET")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--bitwise-tokens", nargs=2, type=int, default=[2, 256])
@@ -362,7 +367,8 @@ def main(arguments: list[str]) -> int:
     for name in options.models:
         config = shape_of(name, options.layers, options.vocabulary)
         about = {"case": "gather/step", "model": name, "layers": config.layers, "tokens": options.tokens}
-        for way in WAYS:
+        ways: tuple[Way, ...] = WAYS if options.head == "gathered" else (WAYS[0], "shared", *WAYS[1:])
+        for way in ways:
             run = partial(measure, config, way, tuple(options.tokens), device, options.prefetch)
             record({**about, "way": way, "ahead": options.prefetch}, run)
     if options.bitwise:

@@ -186,6 +186,13 @@ class ShardedHead(nn.Module):
         Args:
             x: [..., in_features], this rank's.
         """
+        if torch.compiler.is_compiling():
+            from halfbyte.functional.eager import eagerly
+
+            return eagerly(self._logits, (x,), {})
+        return self._logits(x)
+
+    def _logits(self, x: Tensor) -> LogitShards:
         local: Any = self.weight
         rows = self.shards.averaged(local.to_local())
         dtype = autocast_dtype(x.device) or self._dtype or x.dtype

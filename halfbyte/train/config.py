@@ -77,8 +77,12 @@ class DataConfig:
             raise ValueError(f"tokenizer={self.tokenizer!r}: use 'bytes' or 'bpe:N' with 257 <= N <= 1048576")
 
     @property
+    def micro_batch_tokens(self) -> int:
+        return self.sequence * self.batch
+
+    @property
     def tokens_per_step(self) -> int:
-        return self.sequence * self.batch * self.accumulate
+        return self.micro_batch_tokens * self.accumulate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,8 +132,7 @@ class Trainer:
             for block in self.model.layers:  # one graph serves them all
                 block.compile(fullgraph=True)
         self.parallel.place_(self.run_state)
-        tokens = config.data.sequence * config.data.batch
-        self.trained = self.parallel.wrap(self.model, self.model.layers, self.dtype, tokens)
+        self.trained = self.parallel.wrap(self.model, self.model.layers, self.dtype, config.data.micro_batch_tokens)
         self.optimizer = optim.adamw(self.model, config.optim)
         self.compute = self._compute
         if config.run.graph != "off":

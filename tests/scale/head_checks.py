@@ -312,3 +312,21 @@ def whole_model(rank: int, world: int, tied: bool, head: str | None) -> dict[str
     small = sum(p.numel() for n, p in model.layers.named_parameters() if p.dim() == 1)
     traffic = 0 if head is None else handle.traffic["activations"]
     return counted.bytes | {"matrices": matrices, "small": small, "sent": gather.report.sent, "activations": traffic}
+
+
+def compiled(rank: int, world: int) -> list[bool]:
+    """Whether a model that is compiled as a whole has the loss and gradients that it has eagerly."""
+    found = []
+    for name in ("tied", "quantized"):
+        seen = []
+        for is_compiled in (False, True):
+            case = CASES[name]
+            model, mesh = model_of(case), init_device_mesh("cpu", (world,))
+            handle = hb.distributed.shard_embedding_(model, mesh, tokens=1, head="lm_head")
+            fully_shard(model, mesh=mesh, ignored_params=handle.params)
+            called = torch.compile(model, backend="aot_eager") if is_compiled else model
+            loss = loss_of(case, called, batch(case, rank, 0, 0))
+            loss.backward()
+            seen.append([loss.detach(), *(whole(param.grad) for param in model.parameters())])
+        found.append(all(torch.equal(a, b) for a, b in zip(*seen, strict=True)))
+    return found

@@ -101,6 +101,10 @@ def test_bytes_are_those_of_activations_and_a_little():
             assert traffic["activations"] == (world - 1) * (4 * each[0] + 3 * each[1])
 
 
+def test_a_model_compiled_as_a_whole_has_the_same_bits():
+    assert ranks.run(2, head_checks.compiled, seconds=300) == [[True, True], [True, True]]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_of_a_whole_model_quantized_weights_travel_and_little_else(tied):
     """Every collective is counted as torch launches it; plan has the sums of large models."""

@@ -119,6 +119,21 @@ def test_compare_with_weights_as_nvfp4_says_once_what_travels_in_its_dtype(folde
     assert ["gathered as" in table for table in tables] == [False, True, False]
 
 
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (["--weights", "nvfp4"], "parameters travel as NVFP4 and exist only so"),
+        (["--weights", "nvfp4", "--dp-shard", "2", "--head", "shared"], "lm_head.weight: activations exchanged, "),
+    ],
+)
+def test_what_travels_is_an_option_of_the_command(folder, more, said):
+    out = f"travels{len(more)}"
+    command = ["train", *options(folder, out, "--recipe", "nvfp4@all", "--steps", "2", "--batch", "2", *more)]
+    done = torchrun("-m", "halfbyte", *command)
+    assert done.returncode == 0 and "terminate called" not in done.stderr, done.stderr
+    assert said in (folder / out / "layers.txt").read_text()
+
+
 SAVED = ["--checkpoint-every", "3", "--eval-every", "6", "--dp-shard", "2"]
 
 
@@ -221,6 +236,21 @@ def test_each_kill_of_each_rank_three_times(folder, place, rank):
     ranks.run(2, checks.train_all, [(checks.replace(config, eval_every=6), "nvfp4")])
     resumed = checks.tiny(str(folder), "mixed", out, mesh=(1, 2))
     assert checks.lines(resumed, "step") == [line for line in checks.lines(config, "step") if line[1] <= 9]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("place", ["forward", "backward", "save"])
+def test_a_kill_among_ranks_that_hold_codes_alone(folder, place):
+    """ZeroOptimizer in the place of DDP; the rest is as of the run that met none."""
+    out, codes = f"codes-{place}", ["--dp-shard", "1", "--weights", "nvfp4"]
+    faulty(folder, out, place, 1, 6, *codes)
+    assert saved_steps(folder / out) == [3]
+    done = torchrun("-m", "halfbyte", "train", *options(folder, out, *SAVED, "--recipe", "nvfp4", *codes))
+    assert done.returncode == 0, done.stderr
+    config = checks.tiny(str(folder), "mixed", f"{out}-undisturbed", mesh=(2, 1), checkpoint_every=3)
+    config = checks.replace(config, eval_every=6, mesh=checks.replace(config.mesh, weights="nvfp4"))
+    ranks.run(2, checks.train_all, [(config, "nvfp4")])
+    assert checks.lines(checks.tiny(str(folder), "mixed", out, mesh=(2, 1))) == checks.lines(config)
 
 
 def children(process: int) -> list[int]:

@@ -69,7 +69,7 @@ def test_one_process_of_a_launcher_trains(folder, launcher):
 
 def test_codes_that_nobody_would_gather_are_refused_before_anything_is_made(folder, tmp_path, capsys):
     command = ["train", "--preset", "tiny", "--corpus", str(folder / "corpus"), "--out", str(tmp_path / "run")]
-    assert cli.main([*command, "--weights", "nvfp4"]) == 1
+    assert cli.main([*command, "--weights", "nvfp4"]) == 2
     assert "weights='nvfp4': one process has whole weights, and none travel" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
