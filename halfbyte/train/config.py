@@ -6,43 +6,20 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from halfbyte.schedule import Schedule, parse_schedule
 from halfbyte.spec import Recipe
 from halfbyte.train import model as models
 from halfbyte.train import options, treatment
 from halfbyte.train.documents import TEXT_FIELD
+from halfbyte.train.fields import Switch, check_finite, check_fraction, check_positive, check_switch
+from halfbyte.train.mesh_config import MeshConfig
 
-Switch = Literal["auto", "on", "off"]
 AUTO = "auto"
 """When a run changes its recipe that decides so itself."""
 LONGEST = 120
 """Characters of a value in a message; a damaged file may hold any."""
-
-
-def _positive(values: object, *names: str) -> None:
-    for name in names:
-        if not getattr(values, name) > 0:
-            raise ValueError(f"{name}={getattr(values, name)}: give a number above 0")
-
-
-def _finite(values: object, *names: str) -> None:
-    for name in names:
-        if math.isinf(getattr(values, name)):
-            raise ValueError(f"{name}={getattr(values, name)}: give a finite number")
-
-
-def _fraction(values: object, *names: str) -> None:
-    for name in names:
-        if not 0 <= getattr(values, name) < 1:
-            raise ValueError(f"{name}={getattr(values, name)}: give 0 <= {name} < 1")
-
-
-def _switch(values: object, *names: str) -> None:
-    for name in names:
-        if getattr(values, name) not in get_args(Switch):
-            raise ValueError(f"{name}={getattr(values, name)!r}: give 'auto', 'on' or 'off'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +47,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.text_field:
             raise ValueError("text_field='': name the field of a record that holds its text")
-        _positive(self, "sequence", "batch", "accumulate", "held_out")
-        _fraction(self, "held_out")
+        check_positive(self, "sequence", "batch", "accumulate", "held_out")
+        check_fraction(self, "held_out")
         kind, _, size = self.tokenizer.partition(":")
         if self.tokenizer != "bytes" and not (kind == "bpe" and size.isdecimal() and 257 <= int(size) <= 1 << 20):
             raise ValueError(f"tokenizer={self.tokenizer!r}: use 'bytes' or 'bpe:N' with 257 <= N <= 1048576")
@@ -110,9 +87,9 @@ class OptimConfig:
     """Largest norm of the whole gradient; `inf` clips nothing."""
 
     def __post_init__(self) -> None:
-        _positive(self, "steps", "lr", "eps", "clip")
-        _finite(self, "lr", "eps")
-        _fraction(self, "warmup", "decay", "final_lr", "beta1", "beta2", "weight_decay")
+        check_positive(self, "steps", "lr", "eps", "clip")
+        check_finite(self, "lr", "eps")
+        check_fraction(self, "warmup", "decay", "final_lr", "beta1", "beta2", "weight_decay")
         if self.warmup + self.decay > 1:
             raise ValueError(f"decay={self.decay}: warmup={self.warmup} and decay overlap; give a sum of at most 1")
 
@@ -147,128 +124,10 @@ class RunConfig:
     """Steps between two in which every layer's quantization is measured, into stats.jsonl; 0: never."""
 
     def __post_init__(self) -> None:
-        _positive(self, "log_every", "checkpoint_every", "keep")
+        check_positive(self, "log_every", "checkpoint_every", "keep")
         if self.stats_every < 0:
             raise ValueError(f"stats_every={self.stats_every}: give a number of steps, or 0 for no statistics")
-        _switch(self, "graph")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """How the processes that torchrun started share a run. Batches, steps and learning rate are the same for any."""
-
-    dp_shard: int = 1
-    """Ranks that share every parameter, its gradient and its optimizer state (FSDP2). 1: each has them all (DDP)."""
-    dp_replicate: int | None = None
-    """Groups of such ranks, each with a whole model (HSDP where both are above 1). None: as many as there are."""
-    tp: int = 1
-    """Ranks that share every layer of a block, and see the same tokens (tensor parallel); of dense models."""
-    ep: int = 1
-    """Ranks of dp_shard that share the experts of a mixture, to which tokens travel (expert parallel). Alone, dp_shard
-    is as large."""
-    dispatch: Literal["plain", "nvfp4"] = "plain"
-    """How tokens travel to experts of other ranks: in their values, or as codes, each token with its own amax: other
-    losses than those of "plain"."""
-    weights: Literal["plain", "nvfp4"] = "plain"
-    """How weights travel: in fp32, as they are stored, or as the codes and scales that GEMMs read (no bit of a loss
-    differs). With dp_shard=1 every rank then holds those of quantized layers as codes alone (ZeroOptimizer)."""
-    head: Literal["gathered", "shared"] = "gathered"
-    """Whether lm_head is gathered, or its rows stay where they are and activations travel if that is fewer bytes. Last
-    bits of losses differ. Rows of the embedding travel then, too."""
-
-    def __post_init__(self) -> None:
-        _positive(self, "dp_shard", "tp", "ep")
-        self._check_experts()
-        if self.dp_replicate is not None:
-            _positive(self, "dp_replicate")
-        if self.weights not in ("plain", "nvfp4"):
-            raise ValueError(f"weights={self.weights!r}: give 'plain' or 'nvfp4'")
-        if self.head not in ("gathered", "shared"):
-            raise ValueError(f"head={self.head!r}: give 'gathered' or 'shared'")
-        if self.head == "shared" and (self.dp_shard == 1 or self.tp > 1):
-            raise ValueError(
-                f"head='shared': dp_shard={self.dp_shard}, tp={self.tp}, and it is for ranks that share weights as "
-                "FSDP2 does; give --dp-shard and no --tp, or leave --head out"
-            )
-        if self.weights == "nvfp4" and self.tp > 1:
-            raise ValueError(
-                f"weights='nvfp4': tp={self.tp}, and parts of tensor-parallel weights travel in their values; leave "
-                "one of --weights and --tp out"
-            )
-        if self.tp > 1 and self.dp_shard == 1 and (self.dp_replicate or 1) > 1:
-            raise ValueError(
-                f"dp_replicate={self.dp_replicate}: tp={self.tp} goes with FSDP2, not with DDP; give --dp-shard"
-            )
-
-    def _check_experts(self) -> None:
-        if self.dispatch not in ("plain", "nvfp4"):
-            raise ValueError(f"dispatch={self.dispatch!r}: give 'plain' or 'nvfp4'")
-        if self.ep == 1:
-            if self.dispatch != "plain":
-                raise ValueError(
-                    f"dispatch={self.dispatch!r}: ep=1, so that no token travels; give --ep, or leave it out"
-                )
-            return
-        if self.dp_shard == 1:
-            object.__setattr__(self, "dp_shard", self.ep)
-        if self.dp_shard % self.ep:
-            raise ValueError(
-                f"ep={self.ep}: it does not divide dp_shard={self.dp_shard}, whose ranks share the experts"
-            )
-        if self.tp > 1:
-            raise ValueError(f"ep={self.ep} with tp={self.tp}: no layer is shared in both ways; leave one of them out")
-        if self.weights != "plain":
-            raise ValueError(
-                f"weights={self.weights!r} with ep={self.ep}: parts of experts travel in their values; leave one of "
-                "--weights and --ep out"
-            )
-        if self.head != "gathered":
-            raise ValueError(
-                f"head={self.head!r} with ep={self.ep}: nobody has trained both at once; leave one of --head and --ep "
-                "out"
-            )
-
-    @property
-    def size(self) -> int:
-        """Ranks of the mesh; those of one group of shards as long as the number of groups is open."""
-        return self.parts * self.tp
-
-    @property
-    def parts(self) -> int:
-        """In how many parts ranks share a batch."""
-        return self.dp_shard * (self.dp_replicate or 1)
-
-    def over(self, ranks: int) -> MeshConfig:
-        """Return the mesh of so many ranks, with no number left open.
-
-        Raises:
-            ValueError: they do not fill it.
-        """
-        groups = 1 if self.tp > 1 and self.dp_shard == 1 else max(1, ranks // (self.dp_shard * self.tp))
-        settled = replace(self, dp_replicate=self.dp_replicate or groups)
-        if settled.size != ranks:
-            asked = f"dp_shard={self.dp_shard}"
-            asked += "" if self.dp_replicate is None else f", dp_replicate={self.dp_replicate}"
-            asked += "" if self.tp == 1 else f", tp={self.tp}"
-            raise ValueError(
-                f"{asked}: the mesh has {settled.size} ranks, and {ranks} {'runs' if ranks == 1 else 'run'}; start "
-                f"torchrun --nproc-per-node {settled.size} -m halfbyte …, or give numbers whose product is {ranks}"
-            )
-        if settled.weights == "nvfp4" and settled.parts == 1:
-            raise ValueError(
-                "weights='nvfp4': one process has whole weights, and none travel; start several with torchrun, leave "
-                "--weights out, or train your own loop with hb.distributed.ZeroOptimizer (docs/primary_weights.md)"
-            )
-        return settled
-
-    def in_words(self) -> str:
-        """Return the mesh as a reader of a record needs it, "1 process" for one."""
-        if self.size == 1:
-            return "1 process"
-        tp = "" if self.tp == 1 else f", tp={self.tp}"
-        ep = "" if self.ep == 1 else f", ep={self.ep}"
-        dispatch = "" if self.dispatch == "plain" else f", dispatch={self.dispatch}"
-        return f"dp_replicate={self.dp_replicate}, dp_shard={self.dp_shard}{tp}{ep}{dispatch}"
+        check_switch(self, "graph")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,8 +142,8 @@ class TuneConfig:
     """T of the distillation."""
 
     def __post_init__(self) -> None:
-        _positive(self, "temperature")
-        _finite(self, "temperature")
+        check_positive(self, "temperature")
+        check_finite(self, "temperature")
         if self.temperature != 1.0 and self.teacher is None:
             raise ValueError(f"temperature={self.temperature}: it is the teacher's; give --teacher FOLDER too")
 
@@ -299,7 +158,7 @@ class TrainConfig:
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     run: RunConfig = RunConfig()
-    mesh: MeshConfig = MeshConfig()
+    mesh: MeshConfig = MeshConfig()  # noqa: RUF009  a frozen value
     tune: TuneConfig = TuneConfig()
     seed: int = 0
     """Of the initial weights, the data order and the random bits of quantization."""
@@ -324,8 +183,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         models.model_preset(self.model)
-        _positive(self, "eval_every", "eval_batches")
-        _switch(self, "fuse", "compile")
+        check_positive(self, "eval_every", "eval_batches")
+        check_switch(self, "fuse", "compile")
         if self.compile == "on" and self.run.recompute == "selective":  # Inductor reuses the outputs of GEMMs in place
             raise ValueError(
                 "recompute='selective' with compile='on': compiled blocks write over what it keeps, so that gradients "

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from halfbyte.train import measure
-from halfbyte.train.config import MeshConfig
+from halfbyte.train.mesh_config import MeshConfig
 
 COMPARED = ("halfbyte", "torch", "machine", "device", "threads", "dtype", "mesh")
 """What losses may depend on in their last bits; threads on a CPU alone, mesh only where several processes train."""

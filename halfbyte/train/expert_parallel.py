@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from halfbyte.distributed import shard_experts_
-from halfbyte.train.config import MeshConfig
+from halfbyte.train.mesh_config import MeshConfig
 from halfbyte.train.moe import MoE
 
 GROUPS, RANKS = "dp_shard_mod_ep", "ep"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import halfbyte as hb
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.tensor.primary import PrimaryWeight
-from halfbyte.train.config import MeshConfig
+from halfbyte.train.mesh_config import MeshConfig
 
 DIMS = ("dp_replicate", "dp_shard", "tp")
 """Of the mesh, as torchtitan calls them: ranks see other data along the first two, the same along the last."""

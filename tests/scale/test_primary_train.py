@@ -10,7 +10,7 @@ import pytest
 import ranks
 import train_checks as checks
 
-from halfbyte.train.config import MeshConfig
+from halfbyte.train.mesh_config import MeshConfig
 
 UNCLIPPED = {"clip": float("inf"), "steps": 6}
 
