@@ -176,13 +176,15 @@ def grouped_linear(
     row = check_row(x_row, x, recipe)
     draw, signs = _places(recipe, rng, x.device)
     (layout,), buffers = flatten([cached_weight])
-    call = _Call(recipe, out_dtype or x.dtype, torch.is_grad_enabled(), layout, row and row[1:])
     buffers = [*(row.blocks if row else ()), *buffers]
-    stream = 0 if draw is None else draw.stream
-    # A tensor is passed once: torch.compile refuses repeated inputs.
-    distinct = None if draw is None or signs is None or signs.base is draw.base else signs.base
-    bases = None if draw is None else snapshot(draw.base), snapshot(distinct)
+    call = _Call(recipe, out_dtype or x.dtype, torch.is_grad_enabled(), layout, row and row[1:])
+    stream, bases = (0, (None, None)) if draw is None else (draw.stream, _bases(draw, signs))
     return _GroupedLinear.apply((call, stream), x, w_ENK, bias_EN, offsets, main_grad, *bases, *buffers)
+
+
+def _bases(draw: Draw, signs: Draw | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the bases of rounding bits and of signs; each once, since torch.compile refuses repeated inputs."""
+    return snapshot(draw.base), snapshot(None if signs is None or signs.base is draw.base else signs.base)
 
 
 def _of_experts(recipe: Recipe | str) -> Recipe:
