@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfbyte.distributed.scales import all_gather
-from halfbyte.formats import MXFP8_BLOCK, NVFP4_BLOCK
+from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.split import summed_block
-from halfbyte.layout import ceil_div
+from halfbyte.layout import ceil_div, row_bytes
 from halfbyte.nn.linear import Linear, LinearLayer
-from halfbyte.spec import NVFP4, Recipe
+from halfbyte.spec import Recipe
 
 TARGET_BYTES = 4
 STATISTIC_BYTES = 4 + 8 + 8
@@ -240,7 +240,7 @@ class HeadEntry:
 def _sent_bytes(numel: int, dtype: torch.dtype, recipe: Recipe) -> int:
     """Return the bytes of x as it travels: the operands that two GEMMs read, values where one of them reads these."""
     specs = [spec for spec in ((recipe.fprop and recipe.fprop.a), (recipe.wgrad and recipe.wgrad.b)) if spec]
-    coded = [numel // 2 + numel // NVFP4_BLOCK if isinstance(s, NVFP4) else numel + numel // MXFP8_BLOCK for s in specs]
+    coded = [row_bytes(numel, spec) + numel // spec.block_length for spec in specs]
     return sum(coded) + (numel * dtype.itemsize if len(specs) < 2 else 0)
 
 

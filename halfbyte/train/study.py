@@ -23,7 +23,7 @@ from torch import nn
 import halfbyte as hb
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.nn.streams import FollowsRecipe
-from halfbyte.spec import NVFP4, GemmSpec, Recipe
+from halfbyte.spec import GemmSpec, Recipe
 from halfbyte.train import commands, data, jobs, league, loop, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
@@ -165,7 +165,8 @@ def _width(module: nn.Module) -> int:
 def _flops(recipe: Recipe, K: int) -> tuple[float, float]:
     """Return how many GEMMs of a training step are in four bits, and how many there are, what is added counted too."""
     gemms = [recipe.fprop, recipe.dgrad, recipe.wgrad]
-    four = sum(isinstance((g or GemmSpec()).a, NVFP4) and isinstance((g or GemmSpec()).b, NVFP4) for g in gemms)
+    sides = [((g or GemmSpec()).a, (g or GemmSpec()).b) for g in gemms]
+    four = sum(all(side is not None and side.format.element.name == "e2m1" for side in both) for both in sides)
     if recipe.channels is None or not K:
         return float(four), 3.0
     share = recipe.channels.count(K) / K
