@@ -239,7 +239,8 @@ class HeadEntry:
 
 def _sent_bytes(numel: int, dtype: torch.dtype, recipe: Recipe) -> int:
     """Return the bytes of x as it travels: the operands that two GEMMs read, values where one of them reads these."""
-    specs = [spec for spec in ((recipe.fprop and recipe.fprop.a), (recipe.wgrad and recipe.wgrad.b)) if spec]
+    sides = recipe.fprop.a if recipe.fprop else None, recipe.wgrad.b if recipe.wgrad else None
+    specs = [spec for spec in sides if spec is not None]
     coded = [row_bytes(numel, spec) + numel // spec.block_length for spec in specs]
     return sum(coded) + (numel * dtype.itemsize if len(specs) < 2 else 0)
 

@@ -119,8 +119,9 @@ def test_json_holds_the_plan(capsys):
         "a 4-bit gather of experts",
     ]
     assert said["assumptions"][:2] == [
-        "Not in halfbyte yet, so computed and never measured: a 4-bit gather of experts, expert parallelism.",
-        "In halfbyte and not measured yet, so computed: FSDP2 that gathers bf16, its 4-bit gather (docs/fsdp2.md).",
+        "Not in halfbyte yet, so computed and never measured: a 4-bit gather of experts.",
+        "In halfbyte and not measured yet, so computed: FSDP2 that gathers bf16, its 4-bit gather (docs/fsdp2.md), "
+        "expert parallelism (docs/expert_parallel.md).",
     ]
     assert any(line.startswith("Every expert gets equally many tokens") for line in said["assumptions"])
 
