@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 from halfbyte.train import divergence, files, log
 
@@ -14,6 +15,18 @@ BAND = 2.0
 """Percent of the baseline's loss that a recipe may lose."""
 LABEL_PITCH = 0.045
 """Height of a label as a share of the panel."""
+
+
+def _figure(width: float, height: float) -> Any:
+    """Return an empty figure of so many inches, which needs no display."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the plot needs the package `matplotlib`: pip install 'halfbyte[train]'") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def curves(path: Path, results: list[dict], *, tokens_per_step: int, title: str) -> None:
@@ -28,13 +41,7 @@ def curves(path: Path, results: list[dict], *, tokens_per_step: int, title: str)
     Raises:
         ImportError: matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the plot needs the package `matplotlib`: pip install 'halfbyte[train]'") from error
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(12, 4.8)
     figure.suptitle(title, fontsize=11)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1))
     _losses(left, path.parent, results, tokens_per_step)
@@ -145,13 +152,7 @@ def gap_lines(path: Path, lines: list[tuple[str, list[tuple[float, float]]]], *,
     Raises:
         ImportError: matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the plot needs the package `matplotlib`: pip install 'halfbyte[train]'") from error
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(11, 6.5)
     axes = figure.subplots()
     axes.axhline(0, color=COLOURS[0], linewidth=1)
     ends = []
