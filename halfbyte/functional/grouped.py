@@ -158,7 +158,7 @@ def grouped_linear(
         ValueError: shapes do not fit, or the recipe draws and rng is None.
         TypeError: dtypes do not fit.
     """
-    recipe = _of_experts(recipe)
+    recipe = recipe_of_experts(recipe)
     refuse_transforms((x, w_ENK, bias_EN), EXPERTS)
     refuse_foreign((("x", x), ("w_ENK", w_ENK), ("bias_EN", bias_EN)))
     is_covered = covers(cached_weight, recipe)
@@ -187,7 +187,7 @@ def _bases(draw: Draw, signs: Draw | None) -> tuple[Tensor | None, Tensor | None
     return snapshot(draw.base), snapshot(None if signs is None or signs.base is draw.base else signs.base)
 
 
-def _of_experts(recipe: Recipe | str) -> Recipe:
+def recipe_of_experts(recipe: Recipe | str) -> Recipe:
     """Return the recipe, of what experts can follow.
 
     Raises:

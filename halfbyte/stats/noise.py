@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfbyte.convert import high_precision
+from halfbyte.tensor import QuantTensor
 
 THRESHOLD = math.sqrt(3)
 """Gradient norm over noise norm below which quantized steps stop to pay (arXiv 2505.19115)."""
@@ -62,11 +63,17 @@ def gradient_noise(
         The same on all ranks.
 
     Raises:
-        ValueError: there are no steps, or no parameter requires a gradient.
+        ValueError: there are no steps, no parameter requires a gradient, or one exists in NVFP4 alone.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not steps or not parameters:
         raise ValueError(f"steps={list(steps)}: give a function for each micro-batch of a model that trains")
+
+    coded = [name for name, p in model.named_parameters() if p.requires_grad and isinstance(p, QuantTensor)]
+    if coded:
+        raise ValueError(
+            f"model: {coded[0]} exists in NVFP4 alone, and high precision reads other values; measure plain weights"
+        )
 
     def gradient() -> list[Tensor]:
         if again is not None:

@@ -230,7 +230,11 @@ class TrainConfig:
                 f"cache_weights=True with dp_shard={shard}: a rank holds no whole weight to quantize once; leave it "
                 "out, or use --dp-shard 1"
             )
-
+        if self.switch() is not None and self.mesh.weights == "nvfp4":
+            raise ValueError(
+                f"recipe_schedule={self.recipe_schedule!r} with weights='nvfp4': weights that are codes alone have no "
+                "gradient in high precision to compare with; leave --weights out, or name the step instead of auto"
+            )
         if self.switch() is not None and (shard > 1 or self.mesh.tp > 1):
             raise ValueError(
                 f"recipe_schedule={self.recipe_schedule!r}: ranks that share parameters (dp_shard={shard}, "

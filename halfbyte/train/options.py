@@ -93,7 +93,11 @@ def read(text: str) -> Recipe:
     if bracket and not rest.endswith(")"):
         raise ValueError(f"recipe={text!r}: the last ) is missing; write {name}(OPTION=VALUE,…)")
     given = split_outside(rest.removesuffix(")"), ",") if bracket else []
-    return FUNCTIONS[name](**dict(_option(text, name, one) for one in given if one))
+    pairs = [_option(text, name, one) for one in given if one]
+    chosen = dict(pairs)
+    if len(chosen) < len(pairs):
+        raise ValueError(f"recipe={text!r}: it gives one option twice; keep one of them")
+    return FUNCTIONS[name](**chosen)
 
 
 def _option(text: str, name: str, given: str) -> tuple[str, Any]:

@@ -13,12 +13,16 @@ from rich.table import Table
 
 from halfbyte import convert, recipes, stats
 from halfbyte.policy import Keep
+from halfbyte.spec import Recipe
 from halfbyte.stats.inspection import RECIPES, WEIGHT_HEAD
 from halfbyte.stats.sensitivity import BUDGET, HEAD
 from halfbyte.stats.sinks import WIDTH
 from halfbyte.stats.table import HEAD as STEP_HEAD
 from halfbyte.train import files
+from halfbyte.train import options as words
 from halfbyte.train.subject import Subject, load_subject
+from halfbyte.train.treatment import treatment_of
+from halfbyte.values import split_outside
 
 SHOWN = 40
 """Rows of a table; the CSV has all."""
@@ -111,8 +115,7 @@ def _print(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> No
 def inspect_command(arguments: list[str]) -> int:
     """Run `halfbyte inspect`; returns 0."""
     options: InspectOptions = _parse(InspectOptions, "inspect", arguments)
-    names = [name.strip() for name in options.recipes.split(",") if name.strip()]
-    chosen = [recipes.get(name) for name in names]
+    chosen = [words.read(word) for word in split_outside(options.recipes, ",") if word]
     if not chosen:
         raise ValueError("recipes='': name at least one")
     subject = load_subject(options.source)
@@ -140,7 +143,7 @@ def sensitivity_command(arguments: list[str]) -> int:
     """Run `halfbyte sensitivity`; returns 0."""
     options: SensitivityOptions = _parse(SensitivityOptions, "sensitivity", arguments)
     subject = load_subject(options.source)
-    recipe = recipes.get(options.recipe or _own_recipe(subject))
+    recipe = words.read(options.recipe) if options.recipe else _own_recipe(subject)
     loss = _in_dtype(subject.batch(options.text, options.step.batch, options.step.sequence), options.step.dtype)
     convert.quantize_(subject.model, recipe, keep=Keep(last_fraction=0))
     report = stats.sensitivity(subject.model, lambda: loss(subject.model), by=options.by, operands=options.operands)
@@ -156,6 +159,7 @@ def sensitivity_command(arguments: list[str]) -> int:
     return 0
 
 
-def _own_recipe(subject: Subject) -> str:
-    name = subject.recipe.partition("@")[0]
-    return name if name and recipes.get(name).specs else "nvfp4"
+def _own_recipe(subject: Subject) -> Recipe:
+    """Return the recipe that a run began with, nvfp4 where it quantized nothing or nobody says."""
+    own = treatment_of(subject.recipe).recipe if subject.recipe else None
+    return own if own is not None and own.specs else recipes.nvfp4()

@@ -17,6 +17,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import halfbyte as hb
+from halfbyte.functional.dispatch import dispatch_problem
+from halfbyte.functional.grouped import recipe_of_experts
+from halfbyte.train import model as models
 from halfbyte.train import options
 from halfbyte.values import split_outside
 
@@ -105,7 +108,8 @@ def applied(config: TrainConfig, name: str) -> TrainConfig:
     """Return the config of the run under a treatment, which changes more than its recipe.
 
     Raises:
-        ValueError: it asks for a schedule and there is none, or for halves of micro-batches of an odd number.
+        ValueError: it asks for a schedule and there is none, for halves of micro-batches of an odd number, or for a
+            recipe, now or later, that experts of the model cannot follow.
     """
     chosen = treatment_of(name)
     if chosen.schedule is not None:
@@ -124,7 +128,24 @@ def applied(config: TrainConfig, name: str) -> TrainConfig:
             raise ValueError(f"recipe={name!r}: batch={data.batch} has no halves; give an even --batch")
         data = replace(data, batch=data.batch // times, accumulate=data.accumulate * times)
         config = replace(config, data=data, eval_batches=config.eval_batches * times)
+    _check_experts(config, chosen.recipe)
     return config
+
+
+def _check_experts(config: TrainConfig, recipe: hb.Recipe) -> None:
+    """Raise ValueError where a run would come to a recipe that its experts cannot follow, however late."""
+    if models.model_preset(config.model).moe is None:
+        return
+    schedule, switch = config.schedule(), config.switch()
+    later = [one for _, one in schedule.changes] if schedule else [switch] if switch else []
+    for one in (recipe, *later):
+        recipe_of_experts(one)
+        problem = dispatch_problem(one) if config.mesh.dispatch != "plain" and one.fprop and one.fprop.a else None
+        if problem is not None:
+            raise ValueError(
+                f"dispatch={config.mesh.dispatch!r}: {problem}, so that tokens cannot travel as codes once the run has "
+                "that recipe; use --dispatch plain"
+            )
 
 
 def schedules_of(config: TrainConfig, names: tuple[str, ...]) -> dict[str, str]:

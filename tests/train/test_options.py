@@ -1,12 +1,13 @@
 """Recipes with options in one word, and changes of a run behind them: what they stand for, what is refused."""
 
+import csv
 import dataclasses
 
 import pytest
 import torch
 
 import halfbyte as hb
-from halfbyte import recipes
+from halfbyte import cli, recipes
 from halfbyte.train import config as configs
 from halfbyte.train import loop, options
 from halfbyte.train.treatment import applied, schedules_of, treatment_of
@@ -57,6 +58,7 @@ def test_a_word_is_its_call(text, recipe):
         ("bf16(sr=on)", "no option 'sr'; it has none"),
         ("nvfp4(sr=maybe)", "sr='maybe'; write on, off"),
         ("nvfp4(rht=64", r"the last \) is missing"),
+        ("nvfp4(rht=64,sr=off,hadamard=none)", "gives one option twice"),
         ("four_over_six(base=fp4)", "recipe='fp4' is not a preset"),
         ("bf16/nvfp4/mxfp8", "is not a preset"),
         ("nvfp4(outer=rows)", "outer"),
@@ -94,6 +96,25 @@ def test_changes_of_a_run():
         applied(config, "nvfp4+schedule")
     with pytest.raises(ValueError, match="batch=3 has no halves"):
         applied(dataclasses.replace(config, data=configs.DataConfig(batch=3)), "nvfp4+order")
+
+
+@pytest.mark.parametrize(
+    "name, changes, words",
+    [
+        ("outlier_channels", {}, "experts do not take channels apart"),
+        ("nvfp4+schedule(0.5:hot_channels(share=0.1))", {}, "experts do not take channels apart"),
+        ("nvfp4", {"recipe_schedule": "auto:nvfp4(mean=split)"}, "experts do not split a mean off"),
+        ("nvfp4", {"recipe_schedule": "0.5:mxfp8", "dispatch": "nvfp4"}, "dispatch='nvfp4': .*; use --dispatch plain"),
+    ],
+)
+def test_experts_that_could_not_follow_in_mid_run_are_refused_before_it(name, changes, words):
+    mesh = configs.MeshConfig(ep=2, dispatch=changes.pop("dispatch")) if "dispatch" in changes else configs.MeshConfig()
+    config = dataclasses.replace(configs.tiny(), model="moe-tiny", mesh=mesh, **changes)
+    with pytest.raises(ValueError, match=words):
+        applied(config, name)
+    late = dataclasses.replace(config, recipe_schedule="")
+    assert applied(late, "nvfp4+late(0.5)").schedule() is not None
+    assert applied(dataclasses.replace(config, model="tiny", mesh=configs.MeshConfig()), name).model == "tiny"
 
 
 def test_who_follows_the_schedule_of_a_comparison():
@@ -136,3 +157,22 @@ def test_noise_rows_differ_in_noise_alone(run):
     assert abs(whole[1] - halves[1]) < 1e-4
     one, two = (trained(run, name) for name in ("nvfp4@all", "nvfp4@all+bits(1)"))
     assert 0 < abs(one[1] - two[1]) < 0.1
+
+
+def test_inspect_and_sensitivity_read_options(run, tmp_path, capsys):
+    config, data = run(steps=2)
+    loop.train(config, "nvfp4(rht=none,sr=off)@all+bits(1)", data)
+    source, text = str(config.run.out), tmp_path / "text.txt"
+    text.write_text("the model reads a block of sixteen values and keeps one scale for them " * 4)
+    step = ["--text", str(text), "--batch", "1", "--sequence", "32", "--no-operands"]
+
+    def rows(name, *more):
+        assert cli.main(["sensitivity", source, *step, *more, "--out", str(tmp_path / name)]) == 0
+        return (tmp_path / name / "sensitivity.csv").read_text()
+
+    own = rows("own")  # that of the run, whose word has options and a change behind it
+    assert own == rows("same", "--recipe", "nvfp4(sr=off,rht=none)") != rows("other", "--recipe", "nvfp4(sr=off)")
+    words = ["--recipes", "nvfp4(rht=none,sr=off),nvfp4(tiles=1x16)"]
+    assert cli.main(["inspect", source, *words, "--out", str(tmp_path / "inspect")]) == 0
+    found = {row["recipe"] for row in csv.DictReader((tmp_path / "inspect" / "inspect.csv").read_text().splitlines())}
+    assert len(found) == 2, found

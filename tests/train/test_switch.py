@@ -132,3 +132,13 @@ def test_identity_and_refusals():
         replace(config, recipe_schedule="auto:bf17")
     with pytest.raises(ValueError, match="name the step instead of auto"):
         replace(config, mesh=configs.MeshConfig(dp_shard=2))
+    with pytest.raises(ValueError, match="weights='nvfp4': .* name the step instead of auto"):
+        replace(config, mesh=configs.MeshConfig(weights="nvfp4"))
+
+
+def test_weights_that_are_codes_alone_are_not_measured():
+    model, _ = linear_model()
+    hb.distributed.primary_weights_(model)
+    x = torch.randn(16, 64)
+    with pytest.raises(ValueError, match=r"0\.weight exists in NVFP4 alone"):
+        gradient_noise(model, [lambda: model(x).square().mean()])
