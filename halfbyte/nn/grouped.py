@@ -82,7 +82,7 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
         options = {"main_grad": main_grad, "cached_weight": self.cached_weight(w_ENK)}
         run = partial(grouped_linear, recipe=self.recipe, bias_EN=bias_EN, rng=place, **options)
         if self.instead is not None:
-            return self.instead(run, (x, w_ENK, offsets), self, place)
+            return self.instead(run, (x, w_ENK, offsets, bias_EN), self, place)
         return run(x, w_ENK, offsets)
 
     def extra_repr(self) -> str:

@@ -85,13 +85,13 @@ class Counterfactual:
         return outputs if x.dim() == 2 else tuple([from_rows(y, x.shape) for y in outputs])
 
     def of_experts(
-        self, run: Run, tensors: tuple[Tensor, Tensor, Tensor], layer: GroupedRecipe, place: StreamPhilox | None
+        self, run: Run, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], layer: GroupedRecipe, place: StreamPhilox | None
     ) -> Tensor:
         """Return the outputs of experts, group by group; arguments as for `experts.observed_experts`."""
-        x, w, offsets = tensors
+        x, w, offsets, bias = tensors
         exact = (self.exact.get(id(layer), frozenset()),)
         base, sign_base, stream = where_drawn(layer.recipe, place, x.device)
-        bias, parts, end = getattr(layer, "bias", None), [], 0
+        parts, end = [], 0
         for index, rows in filled_groups(offsets, x.shape[0]):
             bases = place_of_group(base, index), place_of_group(sign_base, index)
             rng = None if bases[0] is None else [StreamPhilox(bases[0], stream, None, bases[1])]

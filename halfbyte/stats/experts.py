@@ -30,17 +30,17 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def observed_experts(
-    run: Run, tensors: tuple[Tensor, Tensor, Tensor], layer: GroupedRecipe, place: StreamPhilox | None
+    run: Run, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], layer: GroupedRecipe, place: StreamPhilox | None
 ) -> Tensor:
     """Return what a layer of experts returns; its backward adds to the layer's ledger.
 
     Args:
         run: the layer's own work.
-        tensors: x [M, K], the weight [E, N, K], offsets [E].
+        tensors: x [M, K], the weight [E, N, K], offsets [E], a bias [E, N] or None.
         layer: whose recipe and ledger count.
         place: where it draws.
     """
-    x, w, offsets = tensors
+    x, w, offsets, _ = tensors
     y = run(x, w, offsets)
     is_plain = type(x) in PLAIN and type(w) in PLAIN
     if layer.ledger is None or not layer.recipe.specs or not is_plain or not y.requires_grad:

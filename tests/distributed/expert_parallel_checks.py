@@ -20,7 +20,7 @@ from halfbyte.functional.dispatch import dispatch_problem
 from halfbyte.reference.grouped import expert_blocks, group_blocks, group_bounds
 
 EVERY = {**grouped_cases.RECIPES, **RECIPES, **VARIANTS}
-ALL = {name: recipe for name, recipe in EVERY.items() if not recipe.splits_mean}
+ALL = {name: recipe for name, recipe in EVERY.items() if not recipe.splits_mean and recipe.channels is None}
 TRAVELLING = tuple(name for name, recipe in ALL.items() if dispatch_problem(recipe) is None)
 SEED, POSITION = 7, 3
 

@@ -19,7 +19,8 @@ from halfbyte.functional.linear import Layers
 from halfbyte.functional.sharded import outputs_of_parts
 from halfbyte.ops import quantization
 
-ALL = {**RECIPES, **VARIANTS, "rl_tiles": hb.recipes.rl(weight_block=(16, 16))}
+EVERY = {**RECIPES, **VARIANTS, "rl_tiles": hb.recipes.rl(weight_block=(16, 16))}
+ALL = {name: recipe for name, recipe in EVERY.items() if recipe.channels is None}
 STYLES = ("colwise", "rowwise", "tokens")
 TRAVELLING = ("x in codes", "dy in codes")
 

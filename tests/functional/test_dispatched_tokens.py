@@ -19,7 +19,7 @@ from halfbyte.reference.dispatch import dispatched_row_col
 from halfbyte.sides import both_sides
 
 EVERY = {**grouped_cases.RECIPES, **linear_cases.RECIPES, **linear_cases.VARIANTS}
-ALL = {name: recipe for name, recipe in EVERY.items() if not recipe.splits_mean}
+ALL = {name: recipe for name, recipe in EVERY.items() if not recipe.splits_mean and recipe.channels is None}
 TRAVELLING = {name: recipe for name, recipe in ALL.items() if dispatch_problem(recipe) is None}
 SIZES, PADDING, N, K = (17, 0, 1, 33), 4, 24, 40
 RNG = hb.Philox(12, 16)

@@ -39,7 +39,13 @@ def test_a_frozen_weight_is_the_layer_on_its_values(name):
     y, dx = run(x, codes, bias, recipe, dy)
     values = codes.dequantize().requires_grad_()
     same_y, same_dx = run(x, values, bias, recipe, dy)
-    assert torch.equal(y, same_y) and torch.equal(dx, same_dx)
+    if recipe.channels is not None and recipe.channels.kind == "patch":
+        # Values in bf16 differ from what the codes stand for by a rounding, which is their error: channels of nearly
+        # equal errors change places. Codes have none. Without patches, x's rounding alone is 6 % of y.
+        assert (y - same_y).norm() <= 0.02 * same_y.norm()
+    else:
+        assert torch.equal(y, same_y)
+    assert torch.equal(dx, same_dx)
     assert values.grad is not None and codes.grad is None
 
 
@@ -49,8 +55,10 @@ def reads_the_codes(recipe):
     return is_turned or recipe.backward == "dequantized"
 
 
-SAME = {  # a mean of x is multiplied by w itself, or by what the codes stand for
-    name: recipe for name, recipe in FROZEN.items() if reads_the_codes(recipe) and not recipe.splits_mean
+SAME = {  # a mean of x, and channels that are apart, are multiplied by w itself, or by what the codes stand for
+    name: recipe
+    for name, recipe in FROZEN.items()
+    if reads_the_codes(recipe) and not recipe.splits_mean and recipe.channels is None
 }
 
 
