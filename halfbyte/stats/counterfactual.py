@@ -85,7 +85,11 @@ class Counterfactual:
         return outputs if x.dim() == 2 else tuple([from_rows(y, x.shape) for y in outputs])
 
     def of_experts(
-        self, run: Run, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], layer: GroupedRecipe, place: StreamPhilox | None
+        self,
+        run: Run,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        layer: GroupedRecipe,
+        place: StreamPhilox | None,
     ) -> Tensor:
         """Return the outputs of experts, group by group; arguments as for `experts.observed_experts`."""
         x, w, offsets, bias = tensors
