@@ -12,6 +12,8 @@ from halfbyte.train import cache as caches
 from halfbyte.train.corpus import Corpus
 
 END = "<|endoftext|>"
+TOGETHER = 1 << 23
+"""Bytes of documents that are encoded in one call."""
 
 
 class Tokenizer(Protocol):
@@ -60,12 +62,25 @@ class BPE:
         self.vocab_size = self._tokenizer.get_vocab_size()
 
     def encode(self, documents: Iterator[bytes]) -> Iterator[np.ndarray]:
-        for document in documents:
-            ids = self._tokenizer.encode(document.decode(), add_special_tokens=False).ids
-            yield np.array([*ids, 0], dtype=np.uint32)
+        for some in _together(documents):
+            for encoded in self._tokenizer.encode_batch_fast(some, add_special_tokens=False):
+                yield np.array([*encoded.ids, 0], dtype=np.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens))
+
+
+def _together(documents: Iterator[bytes]) -> Iterator[list[str]]:
+    """Yield documents in lists of about TOGETHER bytes, which the package encodes on all cores."""
+    some, size = [], 0
+    for document in documents:
+        some.append(document.decode())
+        size += len(document)
+        if size >= TOGETHER:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
 
 
 def load_tokenizer(name: str, corpus: Corpus, cache: Path) -> Tokenizer:

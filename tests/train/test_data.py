@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 from halfbyte.train import corpus, data, tokenizer
@@ -94,6 +95,20 @@ def test_bpe_restores_the_text_and_trains_alike(folder):
         assert a.tolist() == b.tolist() and a[-1] == 0 and 0 not in a[:-1]
         assert first._tokenizer.decode(a[:-1].tolist()).encode() == text
     assert first.vocab_size == 300
+
+
+@pytest.mark.parametrize("together", [1, 60, 1 << 23])
+def test_bpe_of_documents_together_is_that_of_each(folder, monkeypatch, together):
+    """In their order, each with its end: what the package itself makes of one document is what is expected."""
+    found = corpus.load_corpus(str(folder / "corpus"), "text")
+    coder = tokenizer.load_tokenizer("bpe:300", found, folder / "cache")
+    (path,) = (folder / "cache").glob("*-bpe300.json")
+    alone = tokenizers.Tokenizer.from_file(str(path))
+    documents = [b"one two three", b"", *found.documents(), "größer".encode()]
+    monkeypatch.setattr(tokenizer, "TOGETHER", together)
+    encoded = [tokens.tolist() for tokens in coder.encode(iter(documents))]
+    assert encoded == [[*alone.encode(text.decode(), add_special_tokens=False).ids, 0] for text in documents]
+    assert list(coder.encode(iter(()))) == []
 
 
 def test_bpe_of_a_whole_run(folder):
