@@ -12,7 +12,19 @@ from typing import TypeVar, get_args
 
 import tyro
 
-from halfbyte.train import allocator, auto, data, divergence, launch, loop, meaning, measure, signals, treatment
+from halfbyte.train import (
+    allocator,
+    auto,
+    data,
+    divergence,
+    launch,
+    loop,
+    meaning,
+    measure,
+    recorded,
+    signals,
+    treatment,
+)
 from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
 from halfbyte.train.ranks import World, is_lost, joined, lost_in_words
@@ -147,8 +159,7 @@ def _train(options: Train, interrupts: signals.Interrupts, ranks: World) -> int:
     served = result.get("held_out_loss_as_trained")
     also = "" if served is None else f" in high precision, {served:.4f} in the recipe"
     print(
-        f"{options.recipe}: held-out loss {result['held_out_loss']:.4f}{also}, "
-        f"{result['tokens_per_second']:,.0f} tokens/s"
+        f"{options.recipe}: held-out loss {result['held_out_loss']:.4f}{also}, {recorded.speed(result):,.0f} tokens/s"
     )
     print(f"log, checkpoints and result are in {run.out}")
     return 0

@@ -18,6 +18,7 @@ from halfbyte.train import auto, data, divergence, files, folder, loop, measure,
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
 from halfbyte.train.ranks import World
+from halfbyte.train.recorded import speed
 from halfbyte.train.signals import Interrupts
 
 RESULTS, TABLE, PLOT = "results.json", "table.md", "losses.png"
@@ -202,7 +203,7 @@ def table(results: list[dict]) -> str:
             (
                 _followed(result),
                 *_loss_and_gap(result, base),
-                f"{result['tokens_per_second']:,.0f}",
+                f"{speed(result):,.0f}",
                 _bytes(result["peak_memory_bytes"]),
                 _bytes(result["saved_activation_bytes"]),
             )

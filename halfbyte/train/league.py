@@ -7,13 +7,13 @@ scatter from seed to seed is pooled over all recipes but controls, so that two o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from halfbyte.train import divergence, files, log, treatment
-from halfbyte.train.recorded import RESULT, read_result
+from halfbyte.train.recorded import RESULT, read_result, speed
 
 TABLE, VALUES, FIGURE = "league.md", "league.json", "league.png"
 LEVEL = 0.95
@@ -175,16 +175,22 @@ def _row(
         gap=sum(gaps) / len(gaps) if whole and gaps else None,
         half=half,
         place=None,
-        speed=_relative(results, recipe, base, "tokens_per_second"),
-        memory=_relative(results, recipe, base, "peak_memory_bytes"),
+        speed=_relative(results, recipe, base, speed),
+        memory=_relative(results, recipe, base, _peak),
         four_bit=share,
         diverged=len(losses) - len(finite),
     )
 
 
-def _relative(results: Mapping[tuple[str, int], dict], recipe: str, base: str, field: str) -> float | None:
+def _peak(result: dict) -> float:
+    return result["peak_memory_bytes"]
+
+
+def _relative(
+    results: Mapping[tuple[str, int], dict], recipe: str, base: str, figure: Callable[[dict], float]
+) -> float | None:
     pairs = [
-        (results[key][field], results[base, key[1]][field])
+        (figure(results[key]), figure(results[base, key[1]]))
         for key in results
         if key[0] == recipe and (base, key[1]) in results
     ]

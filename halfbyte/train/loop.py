@@ -140,7 +140,7 @@ class Trainer:
         layout = {"sequence": config.data.sequence, "batch": config.data.batch, "device": self.device}
         self.batches = Batches(data.train, seed=config.seed, part=self.parallel.part, **layout)
         self.held_out = Batches(data.held_out, seed=HELD_OUT_SEED, part=self.parallel.part, **layout)
-        self.step, self.position, self.seconds = 0, 0, 0.0
+        self.step, self.position, self.seconds, self.pace = 0, 0, 0.0, measure.Pace()
         self.stats: hb.stats.StatsCollector | None = None
         background = background_of(config, self.ranks)
         self.checkpoints = checkpoint.Checkpoints(self.folder / CHECKPOINTS, config.run.keep, self.ranks, background)
@@ -230,6 +230,7 @@ class Trainer:
             )  # waits for the device, then the clock is right
             now = time.perf_counter()
             self.seconds += now - start
+            self.pace.add(steps_read * self.config.data.tokens_per_step, now - start)
             speed = steps_read * self.config.data.tokens_per_step / (now - start)
             display.update(self.step, f"loss {history.train_loss:.3f}  {speed:,.0f} tok/s")
             if to_evaluate and not history.diverged:
@@ -405,6 +406,7 @@ class Trainer:
             "diverged_in": diverged and diverged.what,
             "seconds": self.seconds,
             "tokens_per_second": self._tokens() / self.seconds,
+            "steady_tokens_per_second": self.pace.median(),
             "peak_memory_bytes": peak,
             "saved_activation_bytes": saved,
         }

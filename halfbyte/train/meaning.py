@@ -8,6 +8,7 @@ import torch
 
 from halfbyte.train import divergence, treatment
 from halfbyte.train.config import TrainConfig
+from halfbyte.train.recorded import speed
 
 NEAR_PERCENT = 1.0
 """How far one recipe's gaps were apart on three CPUs, in `make train` (README.md)."""
@@ -81,7 +82,7 @@ def _price(base: dict, recipes: Sequence[dict]) -> str:
     if not recipes:
         return "Time and memory of a recipe are compared when one is named."
     one = recipes[0]
-    time = base["tokens_per_second"] / one["tokens_per_second"]
+    time = speed(base) / speed(one)
     kept = one["saved_activation_bytes"] / max(1, base["saved_activation_bytes"])
     why = " (GEMMs are emulated here)" if time > 1 and not _is_native() else ""
     took = f"{one['recipe']} took {time:.2f} times {base['recipe']}'s time{why}"

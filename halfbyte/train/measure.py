@@ -20,6 +20,29 @@ RESET_PEAK = "5"
 """Written to /proc/self/clear_refs, Linux sets the process's peak resident size back to the present one (proc(5))."""
 
 
+class Pace:
+    """Speeds of a process between readings of the loss.
+
+    Their median leaves out what happens once: compiling, capturing a graph, first pages of the data.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, int]] = []
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Note that `tokens` of all ranks took `seconds`."""
+        self._spans.append((tokens / seconds, tokens))
+
+    def median(self) -> float | None:
+        """Return the speed, in tokens a second, below which half of the tokens were trained; None if none was."""
+        half, below = sum(tokens for _, tokens in self._spans) / 2, 0
+        for speed, tokens in sorted(self._spans):
+            below += tokens
+            if below >= half:
+                return speed
+        return None
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Start a new measurement of `peak_memory`; on a CPU only where Linux allows it."""
     if device.type == "cuda":

@@ -16,6 +16,7 @@ from halfbyte.stats.figures import NOISE_LIMIT, PRODUCTS, SIDES
 from halfbyte.train import files, folder, log, sampled
 from halfbyte.train.compare import RESULTS
 from halfbyte.train.drawing import Series, chart, heat_table, scrolled, text_table
+from halfbyte.train.recorded import speed
 
 NAME = "report.html"
 OPERAND_FIGURES = (("snr_db", "SNR", "dB"), ("underflow", "values that become 0", "share"))
@@ -140,7 +141,7 @@ def _results(runs: dict[str, Path]) -> str:
         loss = found["held_out_loss"]
         memory = f"{found['peak_memory_bytes'] / 2**20:,.0f} MiB"
         shown = "diverged" if found["is_diverged"] else f"{loss:.4f}"
-        rows.append((name, shown, str(found["steps"]), f"{found['tokens_per_second']:,.0f}", memory))
+        rows.append((name, shown, str(found["steps"]), f"{speed(found):,.0f}", memory))
     return text_table("results", ("recipe", "held-out loss", "steps", "tokens/s", "peak memory"), rows)
 
 

@@ -9,6 +9,7 @@ from halfbyte.train import environment, files
 CONFIG, RESULT, LAYERS = "config.json", "result.json", "layers.txt"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 NUMBERS = ("tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "saved_activation_bytes")
+STEADY = "steady_tokens_per_second"
 LARGEST = 1e300
 
 
@@ -39,6 +40,8 @@ def read_result(path: Path) -> dict:
     _check(path, type(result.get("is_diverged")) is bool, "is_diverged is neither true nor false")
     for name in NUMBERS:
         _check(path, _is_number(result.get(name)), f"{name} is no number")
+    steady = result.get(STEADY)
+    _check(path, steady is None or (_is_number(steady) and steady > 0), f"{STEADY} is no speed")
     loss = result.get("held_out_loss", "")
     _check(path, loss is None or type(loss) is float or _is_number(loss), "held_out_loss is neither a number nor null")
     for name, kind in (("diverged_at", int), ("diverged_in", str)):
@@ -46,6 +49,11 @@ def read_result(path: Path) -> dict:
     reason = environment.problem(result.get("environments", []))
     _check(path, not reason, reason)
     return result
+
+
+def speed(result: dict) -> float:
+    """Return the tokens a second of a result: at its pace, or, where no step was timed, those of the whole run."""
+    return result.get(STEADY) or result["tokens_per_second"]
 
 
 def _is_number(value: object) -> bool:

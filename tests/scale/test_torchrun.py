@@ -80,6 +80,7 @@ def test_one_log_one_progress_line_one_folder(folder):
     result = json.loads((folder / "plain" / "result.json").read_text())
     assert result["tokens"] == 12 * config.data.tokens_per_step, "of all ranks together"
     assert result["tokens_per_second"] == pytest.approx(result["tokens"] / result["seconds"])
+    assert result["steady_tokens_per_second"] > 0
     assert result["environments"][0]["mesh"] == "dp_replicate=1, dp_shard=2"
 
 
