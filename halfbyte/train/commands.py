@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar, get_args
@@ -103,9 +104,15 @@ def _until_stopped(run: Callable[[Options, signals.Interrupts, World], int], opt
     return until_stopped(name, overwrite, lambda interrupts: run(options, interrupts, ranks), ranks)
 
 
-def train_alone(recipe: str, config: configs.TrainConfig) -> int:
-    """Do what `halfbyte train` does with a recipe and a config, in one process."""
-    return _until_stopped(_train, Train(recipe=recipe, config=config), World())
+def train_alone(recipe: str, config: configs.TrainConfig, wait: Callable[[], None] | None = None) -> int:
+    """Do what `halfbyte train` does with a recipe and a config, in one process.
+
+    Args:
+        recipe, config: of the run.
+        wait: called when the text is read and before anything touches the GPU.
+    """
+    run = partial(_train, wait=wait)
+    return _until_stopped(run, Train(recipe=recipe, config=config), World())
 
 
 def until_stopped(
@@ -146,11 +153,15 @@ def until_stopped(
         return stopped.status
 
 
-def _train(options: Train, interrupts: signals.Interrupts, ranks: World) -> int:
+def _train(
+    options: Train, interrupts: signals.Interrupts, ranks: World, *, wait: Callable[[], None] | None = None
+) -> int:
     config = treatment.applied(options.config, options.recipe)  # refused before the text is read
     config = ranks.first(lambda: loop.over(config, ranks))
     run = config.run
     text = ranks.first_here(lambda: data.load_data(config.data, run.cache), "load_data")
+    if wait is not None:
+        wait()
     result = loop.train(config, options.recipe, text, interrupts=interrupts, ranks=ranks)
     diverged = divergence.of(result)
     if diverged:

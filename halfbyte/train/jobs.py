@@ -1,10 +1,12 @@
 """Runs side by side: a process for each, each on a GPU of its own, which go on where they stopped.
 
-`python -m halfbyte.train.jobs FILE` trains the one run that a file describes, as `halfbyte train` would.
+`python -m halfbyte.train.jobs FILE` trains the one run that a file describes, as `halfbyte train` would. While a run
+has a GPU, the next one imports and reads its text, and then waits for a line that says that the GPU is its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -27,6 +29,8 @@ NAP = 0.2
 DIVERGED, STOPPED = 1, (130, 143)
 REFUSED = 2
 """Exit statuses of a run; others say that something is wrong."""
+TURN = "--in-turn"
+"""Behind the file: wait for a line on the standard input before anything touches the GPU."""
 PATHS = ("out", "cache", "begin", "teacher")
 Say = Callable[[str], None]
 
@@ -54,6 +58,7 @@ class _Running(NamedTuple):
     process: subprocess.Popen
     output: Path
     since: float
+    has_turn: bool = False
 
 
 def workplaces(device: str, workers: int) -> list[int | None]:
@@ -89,7 +94,7 @@ def run_side_by_side(
 
     Args:
         jobs: of different folders.
-        where: see `workplaces`.
+        where: see `workplaces`. On a GPU the next run gets ready while one trains.
         folder: for what each job is and what it prints.
         seconds: after which no run is begun and those that train stop with a checkpoint.
         interrupts: of the caller; a signal stops all runs likewise.
@@ -99,6 +104,7 @@ def run_side_by_side(
         Stopped: a signal came; every run has a checkpoint.
     """
     waiting, outcome, start = list(jobs), Outcome(), time.monotonic()
+    slots = [*where, *(place for place in where if place is not None)]
     running: dict[int, _Running] = {}
     with interrupts.deferred():
         try:
@@ -107,10 +113,12 @@ def run_side_by_side(
                 if is_over and waiting:
                     outcome.left.extend(job.name for job in waiting)
                     waiting.clear()
-                for slot, place in enumerate(where):
+                for slot, place in enumerate(slots):
                     if waiting and slot not in running:
                         running[slot] = _begin(waiting.pop(0), place, folder)
-                        say(f"{running[slot].job.name}: begun" + ("" if place is None else f" on GPU {place}"))
+                for slot in _next_turns(running, slots):
+                    running[slot] = _give_turn(running[slot])
+                    say(f"{running[slot].job.name}: begun" + ("" if slots[slot] is None else f" on GPU {slots[slot]}"))
                 if is_over:
                     _stop(running)
                     is_over = False
@@ -132,14 +140,34 @@ def _begin(job: RunJob, place: int | None, folder: Path) -> _Running:
     folder.mkdir(parents=True, exist_ok=True)
     description, output = stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.txt")
     files.write_text(description, json.dumps({"recipe": job.recipe, "config": values_of_config(job.config)}, indent=2))
-    command = [sys.executable, "-m", "halfbyte.train.jobs", str(description)]
+    command = [sys.executable, "-m", "halfbyte.train.jobs", str(description), TURN]
     if place is not None:
         command = ["env", f"CUDA_VISIBLE_DEVICES={place}", *command]
     with output.open("ab") as file:  # a session of its own: ctrl-C reaches this process, which passes it on
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.PIPE, start_new_session=True
         )
     return _Running(job, process, output, time.monotonic())
+
+
+def _next_turns(running: dict[int, _Running], slots: Sequence[int | None]) -> list[int]:
+    """Return the slots whose runs may train now: on every GPU one, the first that was begun; on a CPU all."""
+    taken = {slots[slot] for slot, one in running.items() if one.has_turn}
+    found = []
+    for slot, one in sorted(running.items(), key=lambda item: item[1].since):
+        place = slots[slot]
+        if not one.has_turn and one.since >= 0 and (place is None or place not in taken):
+            found.append(slot)
+            taken.add(place)
+    return found
+
+
+def _give_turn(one: _Running) -> _Running:
+    with contextlib.suppress(BrokenPipeError):  # it ended before: what it said of that is read elsewhere
+        assert one.process.stdin is not None
+        one.process.stdin.write(b"\n")
+        one.process.stdin.close()
+    return one._replace(has_turn=True)
 
 
 def _stop(running: dict[int, _Running]) -> None:
@@ -153,6 +181,8 @@ def _stop(running: dict[int, _Running]) -> None:
 def _note(one: _Running, outcome: Outcome, say: Say) -> None:
     """Write down how a run ended."""
     status, name = one.process.returncode, one.job.name
+    if not one.has_turn:
+        _give_turn(one)  # which closes its pipe
     if status in (0, DIVERGED) and (one.job.config.run.out / "result.json").exists():
         outcome.ended.append(name)
         say(f"{name}: {_last_line(one.output, 'halfbyte' if status else 'held-out')}")
@@ -197,13 +227,20 @@ def config_of(values: dict[str, Any]) -> TrainConfig:
     return TrainConfig(**parts)
 
 
+def _await_turn() -> None:
+    """Wait for a line on the standard input; without one, whoever would have written it is gone."""
+    if not sys.stdin.buffer.readline():
+        print("whoever began this run has ended; it was not trained", file=sys.stderr)
+        sys.exit(STOPPED[1])
+
+
 def main(arguments: list[str]) -> int:
     """Train the run that a file describes; the exit status is that of `halfbyte train`."""
     from halfbyte.train import commands  # which asks for this module too
 
-    described = files.read_json(Path(arguments[0]))
+    described, wait = files.read_json(Path(arguments[0])), _await_turn if TURN in arguments else None
     try:
-        return commands.train_alone(described["recipe"], config_of(described["config"]))
+        return commands.train_alone(described["recipe"], config_of(described["config"]), wait)
     except (ValueError, ImportError) as error:
         print(f"{described['recipe']}: {error}", file=sys.stderr)
         return REFUSED

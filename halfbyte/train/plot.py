@@ -13,6 +13,8 @@ COLOURS = ("#222222", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#5
 SMOOTHING = 0.95
 BAND = 2.0
 """Percent of the baseline's loss that a recipe may lose."""
+LEAGUE_BAND = 1.5
+"""Percent up to which the gaps of many recipes are drawn to scale."""
 LABEL_PITCH = 0.045
 """Height of a label as a share of the panel."""
 
@@ -92,15 +94,17 @@ def _gaps(axes, folder: Path, results: list[dict], tokens_per_step: int) -> None
     )
     axes.set_xlim(left=0)
     axes.set_yscale("symlog", linthresh=BAND, linscale=1.5)  # a control that fails must not flatten the others
-    ticks = [t for t in (-30, -10, -5, -2, -1, 0, 1, 2, 5, 10, 30, 100) if _within(t, axes.get_ylim())]
-    axes.set_yticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks])
-    axes.minorticks_off()
+    _set_ticks(axes, (-30, -10, -5, -2, -1, 0, 1, 2, 5, 10, 30, 100))
     _label_ends(axes, ends)
     _tidy(axes)
 
 
-def _within(value: float, limits: tuple[float, float]) -> bool:
-    return limits[0] <= value <= limits[1]
+def _set_ticks(axes, values: tuple[float, ...]) -> None:
+    """Mark those of some gaps that the panel shows."""
+    low, high = axes.get_ylim()
+    ticks = [value for value in values if low <= value <= high]
+    axes.set_yticks(ticks, [f"{tick:+g}" if tick else "0" for tick in ticks])
+    axes.minorticks_off()
 
 
 def _label_ends(axes, ends: list[tuple[float, str, str]]) -> None:
@@ -141,7 +145,7 @@ def _tidy(axes) -> None:
 
 
 def gap_lines(path: Path, lines: list[tuple[str, list[tuple[float, float]]]], *, base: str, title: str) -> None:
-    """Draw the gaps of many recipes to `path`, named at the end of each line.
+    """Draw the gaps of many recipes to `path`, named beside it in the order of their last gaps.
 
     Args:
         path: of the picture, a PNG.
@@ -159,13 +163,16 @@ def gap_lines(path: Path, lines: list[tuple[str, list[tuple[float, float]]]], *,
     for i, (name, points) in enumerate(lines):
         colour, style = COLOURS[1 + i % (len(COLOURS) - 1)], ("-", "--", ":")[i // (len(COLOURS) - 1) % 3]
         tokens, gaps = zip(*points, strict=True)
-        axes.plot(tokens, gaps, style, color=colour, marker="o", markersize=3)
-        ends.append((gaps[-1], f"{name} {gaps[-1]:+.2f} %", colour))
+        (line,) = axes.plot(tokens, gaps, style, color=colour, marker="o", markersize=3)
+        line.set_label(f"{gaps[-1]:+.2f} %  {name}")
+        ends.append((gaps[-1], line))
     axes.set(xlabel="tokens (millions)", ylabel=f"gap to {base} (%)", title=title)
-    axes.set_yscale("symlog", linthresh=BAND, linscale=1.5)
-    axes.minorticks_off()
-    _label_ends(axes, ends)
+    axes.set_yscale("symlog", linthresh=LEAGUE_BAND, linscale=3.0)  # a control that fails must not flatten the others
+    _set_ticks(axes, (-10, -3, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 5, 10, 20, 50, 100))
     _tidy(axes)
+    if ends:
+        found = [line for _, line in sorted(ends, key=lambda end: -end[0])]
+        figure.legend(handles=found, loc="outside right center", frameon=False, fontsize=9)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=140)
     with files.atomic(path) as file:

@@ -140,6 +140,37 @@ def test_a_run_that_cannot_train_is_named(file, capfd):
     assert said[-1].startswith("broken: failed, exit status 2")
 
 
+@pytest.mark.slow
+def test_the_next_run_gets_ready_and_waits_for_its_turn(file):
+    """On one GPU, here a number: what is written as training begins is younger than what the run before wrote."""
+    found, said = study.read_study(file), []
+    three = [*found.jobs(found.pieces[0]), *found.jobs(found.pieces[1])][:3]
+    begun, begin = [], jobs._begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "_begin", lambda job, *rest: begun.append((job.name, list(said))) or begin(job, *rest))
+        outcome = jobs.run_side_by_side(
+            three, [0], Path("jobs"), seconds=math.inf, interrupts=Interrupts(), say=said.append
+        )
+    names = [job.name for job in three]
+    assert outcome.ended == names
+    assert [line.partition(":")[0] for line in said] == [name for name in names for _ in range(2)]
+    assert begun[1] == (names[1], []), "the second gets ready while the first trains"
+    written = [
+        (job.config.run.out / name).stat().st_mtime_ns for job in three for name in ("config.json", "result.json")
+    ]
+    assert written == sorted(written)
+
+
+@pytest.mark.slow
+def test_a_run_whose_turn_never_comes_trains_nothing(file):
+    found = study.read_study(file)
+    job = found.jobs(found.pieces[0])[0]
+    running = jobs._begin(job, None, Path("jobs"))
+    running.process.stdin.close()  # as when the process that began it is killed
+    assert running.process.wait(60) == 143 and "it was not trained" in running.output.read_text()
+    assert not (job.config.run.out / "config.json").exists()
+
+
 def test_plan_trains_nothing(file, capsys):
     assert cli.main(["study", str(file), "--plan", "--row", "bf16", "--piece", "2", "--", "--steps", "9"]) == 0
     said = capsys.readouterr().out
