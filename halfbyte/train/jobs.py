@@ -89,6 +89,7 @@ def run_side_by_side(
     seconds: float,
     interrupts: Interrupts,
     say: Say,
+    done: Callable[[RunJob], None] | None = None,
 ) -> Outcome:
     """Train all jobs, as many at a time as there are places, and wait until they ended or time is up.
 
@@ -99,6 +100,7 @@ def run_side_by_side(
         seconds: after which no run is begun and those that train stop with a checkpoint.
         interrupts: of the caller; a signal stops all runs likewise.
         say: prints a line.
+        done: called with every job that ended, at once: what it keeps of it, nothing that comes later can lose.
 
     Raises:
         Stopped: a signal came; every run has a checkpoint.
@@ -125,7 +127,8 @@ def run_side_by_side(
                 for slot, one in list(running.items()):
                     if one.process.poll() is not None:
                         del running[slot]
-                        _note(one, outcome, say)
+                        if _note(one, outcome, say) and done is not None:
+                            done(one.job)
                 time.sleep(NAP if running else 0)
         finally:
             _stop(running)
@@ -178,8 +181,8 @@ def _stop(running: dict[int, _Running]) -> None:
         running[slot] = one._replace(since=-1.0)
 
 
-def _note(one: _Running, outcome: Outcome, say: Say) -> None:
-    """Write down how a run ended."""
+def _note(one: _Running, outcome: Outcome, say: Say) -> bool:
+    """Write down how a run stopped, and return whether it ended."""
     status, name = one.process.returncode, one.job.name
     if not one.has_turn:
         _give_turn(one)  # which closes its pipe
@@ -192,6 +195,7 @@ def _note(one: _Running, outcome: Outcome, say: Say) -> None:
     else:
         outcome.failed[name] = f"exit status {status}: {_last_line(one.output, '')} ({one.output})"
         say(f"{name}: failed, {outcome.failed[name]}")
+    return name in outcome.ended
 
 
 def _last_line(path: Path, word: str) -> str:

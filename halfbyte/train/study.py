@@ -7,9 +7,9 @@ was cut off goes on where it stopped, and one that ended is not trained again.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
-import shutil
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ import halfbyte as hb
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import GemmSpec, Recipe
-from halfbyte.train import commands, data, jobs, league, loop, treatment
+from halfbyte.train import commands, data, files, jobs, league, log, loop, treatment
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
 from halfbyte.train.recorded import CONFIG, LAYERS, RESULT
@@ -32,8 +32,9 @@ from halfbyte.train.signals import Interrupts
 
 BEST = re.compile(r"best\((\d+)\)")
 FIELDS = {"title", "options", "pieces", "noise_of", "best_of"}
-RECORDED = (CONFIG, RESULT, LAYERS, "log.jsonl")
+RECORDED = (CONFIG, RESULT, LAYERS, log.NAME)
 """Files of a run that are small enough to be kept with the source."""
+KEPT_STEPS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +176,13 @@ def _flops(recipe: Recipe, K: int) -> tuple[float, float]:
 
 
 def run_study(
-    study: Study, pieces: Sequence[StudyPiece], *, workers: int, minutes: float, interrupts: Interrupts
+    study: Study,
+    pieces: Sequence[StudyPiece],
+    *,
+    workers: int,
+    minutes: float,
+    interrupts: Interrupts,
+    kept: Path | None = None,
 ) -> tuple[league.League, jobs.Outcome]:
     """Train the runs of some pieces, or go on with them, and write table, values and figure of all that ended.
 
@@ -185,6 +192,7 @@ def run_study(
         workers: runs at a time, see `jobs.workplaces`.
         minutes: after which runs stop with a checkpoint.
         interrupts: of the caller.
+        kept: folder that keeps the small files of a run as soon as it ended.
 
     Raises:
         ValueError: no text, or too few GPUs.
@@ -195,8 +203,19 @@ def run_study(
     corpus = data.load_data(config.data, config.run.cache)  # here, once; the runs map it
     ready = [job for job in found if not (job.config.run.out / RESULT).exists() or config.run.overwrite]
     print(f"{study.title}: {len(found)} runs, {len(found) - len(ready)} of them ended before; {len(where)} at a time")
+
+    def keep(_: jobs.RunJob) -> None:
+        if kept is not None:
+            record(study, kept)
+
     outcome = jobs.run_side_by_side(
-        ready, where, config.run.out / "jobs", seconds=60 * minutes, interrupts=interrupts, say=_say
+        ready,
+        where,
+        config.run.out / "jobs",
+        seconds=60 * minutes,
+        interrupts=interrupts,
+        say=_say,
+        done=keep,
     )
     made = write_league(study, corpus)
     return made, outcome
@@ -266,10 +285,22 @@ def restore(study: Study, folder: Path) -> int:
 
 
 def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
+    """Copy files whole or not at all, the result of a run last; of a log every tenth step."""
     target.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        if (source / name).exists():
-            shutil.copyfile(source / name, target / name)
+    for name in sorted((name for name in names if (source / name).exists()), key=lambda name: name == RESULT):
+        content = (source / name).read_bytes()
+        with files.atomic(target / name) as file:
+            file.write(_thinned(content) if name == log.NAME else content)
+
+
+def _thinned(content: bytes) -> bytes:
+    lines = content.splitlines(keepends=True)
+    found = [json.loads(line) for line in lines]
+    return b"".join(
+        line
+        for line, said in zip(lines, found, strict=True)
+        if said["kind"] != "step" or said["step"] == 1 or said["step"] % KEPT_STEPS == 0
+    )
 
 
 def study_command(arguments: list[str]) -> int:
@@ -316,7 +347,7 @@ def run_and_print(
     """Do what `run_study` does, print the league, keep small files in `kept`; return the exit status of the command."""
     if kept is not None and restore(study, kept):
         print(f"runs that ended before come from {kept}")
-    found, outcome = run_study(study, pieces, workers=workers, minutes=minutes, interrupts=interrupts)
+    found, outcome = run_study(study, pieces, workers=workers, minutes=minutes, interrupts=interrupts, kept=kept)
     print("\n" + league.league_table(found) + "\n")
     print(f"written to {study.config.run.out}: {league.TABLE}, {league.VALUES}, {league.FIGURE}")
     if kept is not None:

@@ -145,14 +145,20 @@ def test_the_next_run_gets_ready_and_waits_for_its_turn(file):
     """On one GPU, here a number: what is written as training begins is younger than what the run before wrote."""
     found, said = study.read_study(file), []
     three = [*found.jobs(found.pieces[0]), *found.jobs(found.pieces[1])][:3]
-    begun, begin = [], jobs._begin
+    begun, begin, done = [], jobs._begin, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs, "_begin", lambda job, *rest: begun.append((job.name, list(said))) or begin(job, *rest))
         outcome = jobs.run_side_by_side(
-            three, [0], Path("jobs"), seconds=math.inf, interrupts=Interrupts(), say=said.append
+            three,
+            [0],
+            Path("jobs"),
+            seconds=math.inf,
+            interrupts=Interrupts(),
+            say=said.append,
+            done=lambda job: done.append(job.name),
         )
     names = [job.name for job in three]
-    assert outcome.ended == names
+    assert outcome.ended == names == done
     assert [line.partition(":")[0] for line in said] == [name for name in names for _ in range(2)]
     assert begun[1] == (names[1], []), "the second gets ready while the first trains"
     written = [
@@ -169,6 +175,30 @@ def test_a_run_whose_turn_never_comes_trains_nothing(file):
     running.process.stdin.close()  # as when the process that began it is killed
     assert running.process.wait(60) == 143 and "it was not trained" in running.output.read_text()
     assert not (job.config.run.out / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_what_ended_is_kept_at_once(file):
+    """Whatever ends the study in the run behind it."""
+    found = study.read_study(change(file, '"--steps", "4"', '"--steps", "24", "--log-every", "6"'))
+    kept, run = Path("kept"), jobs.run_side_by_side
+
+    def cut_off(*arguments, done, **rest):
+        def end(job):
+            done(job)
+            raise RuntimeError("the machine is gone")
+
+        return run(*arguments, done=end, **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "run_side_by_side", cut_off)
+        with pytest.raises(RuntimeError, match="the machine is gone"):
+            study.run_study(found, found.pieces[:1], workers=1, minutes=9, interrupts=Interrupts(), kept=kept)
+    assert sorted(path.name for path in (kept / "seed-0").iterdir()) == ["bf16"]
+    whole, thin = (root / "seed-0" / "bf16" / "log.jsonl" for root in (found.config.run.out, kept))
+    steps = [said["step"] for said in map(json.loads, thin.read_text().splitlines()) if said["kind"] == "step"]
+    assert steps == [1, 10, 20] and len(whole.read_text().splitlines()) > 24
+    assert league.read_results(kept, found.recipes, found.seeds).keys() == {("bf16", 0)}
 
 
 def test_plan_trains_nothing(file, capsys):
