@@ -220,7 +220,7 @@ def league_table(found: League) -> str:
         f"| | recipe | seeds | held-out loss | gap to {base} | tokens/s | memory | 4-bit FLOPs |",
         "|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in found.rows:
+    for row in filter(lambda row: row.seeds, found.rows):
         loss = "-" if row.loss is None else f"{row.loss:.4f}"
         if row.diverged:
             loss = f"{row.diverged} of {len(row.seeds)} diverged"
@@ -229,7 +229,9 @@ def league_table(found: League) -> str:
         ratios = ("-" if one is None else f"{one:.2f}x" for one in (row.speed, row.memory))
         cells = ("" if row.place is None else str(row.place), f"`{row.recipe}`", str(len(row.seeds)), loss, gap)
         lines.append("| " + " | ".join((*cells, *ratios, f"{100 * row.four_bit:.0f} %")) + " |")
-    return "\n".join((*lines, "", intervals_in_words(found)))
+    missing = [f"`{row.recipe}`" for row in found.rows if not row.seeds]
+    said = [f"Not trained yet: {', '.join(missing)}."] if missing else []
+    return "\n".join((*lines, "", *said, intervals_in_words(found)))
 
 
 def intervals_in_words(found: League) -> str:

@@ -128,3 +128,11 @@ def test_the_best_are_no_control_no_noise_and_new(tmp_path):
         league.best(values, 4, [])
     with pytest.raises(ValueError, match="run that study first"):
         league.read_values(tmp_path / "none")
+
+
+def test_what_was_not_trained_is_named_below():
+    results = {(name, 0): result(LOSSES[name][0]) for name in ("bf16", "nvfp4")}
+    found = league.league(results, list(LOSSES), dict.fromkeys(LOSSES, 0.5))
+    table = league.league_table(found)
+    assert "| `nvfp4` |" in table and "| `rl` |" not in table
+    assert "Not trained yet: `mxfp8`, `rl`, `naive_fp4@all`." in table
