@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
-from bench import computed_tables, gather_tables, keep, loss_tables, machines, qat, zero_tables
+from bench import computed_tables, gather_tables, keep, loss_tables, machines, qat, study_tables, zero_tables
 from bench.markdown import percent, rows
 from bench.records import Record, counting, failed, load
 from bench.registry import Shape
@@ -298,6 +298,7 @@ RENDERERS: Mapping[str, Renderer] = MappingProxyType(
         **gather_tables.RENDERERS,
         **zero_tables.RENDERERS,
         **loss_tables.RENDERERS,
+        **study_tables.RENDERERS,
         "qat": qat.render,
         "keep": keep.render,
         "machines": machines.render,
