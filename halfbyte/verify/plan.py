@@ -1,16 +1,16 @@
 """Which checks belong to a verification, and how several processes share them.
 
-Most of the time goes into compiling kernels, so checks that run the same kernels go to the same process.
+Most of the time goes into compiling kernels, so checks that run the same kernels are one task.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
-from zlib import crc32
+from functools import lru_cache, partial
 
 import torch
 
@@ -78,13 +78,20 @@ def run_all(scope: Scope, jobs: int, after: Callable[[int], None] | None = None)
         jobs: processes to share them; 1 runs them in this one.
         after: called with the number of checks done so far, now and then.
     """
-    if jobs <= 1:
-        return [check for _, check in _share(scope, 0, 1, after)]
     checks: list[tuple[int, Check]] = []
-    # A CUDA context does not survive a fork.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for share in as_completed([pool.submit(_share, scope, index, jobs) for index in range(jobs)]):
-            checks += share.result()
+    with contextlib.ExitStack() as stack:
+        if jobs <= 1:
+            done: Iterator[list[tuple[int, Check]]] = (_run(scope, task) for task in _tasks(scope))
+        else:  # a CUDA context does not survive a fork
+            spawn = multiprocessing.get_context("spawn")
+            threads = max(1, torch.get_num_threads() // jobs)
+            pool = ProcessPoolExecutor(jobs, mp_context=spawn, initializer=torch.set_num_threads, initargs=(threads,))
+            stack.enter_context(pool)
+            # Whoever is free takes the next: how long a kernel compiles is not known before.
+            futures = [pool.submit(_run, scope, task) for task in _tasks(scope)]
+            done = (future.result() for future in as_completed(futures))
+        for some in done:
+            checks += some
             if after is not None:
                 after(len(checks))
     return [check for _, check in sorted(checks, key=lambda pair: pair[0])]
@@ -97,14 +104,16 @@ def _compiled_as(name: str) -> str:
     return name
 
 
-def _share(scope: Scope, index: int, jobs: int, after: Callable[[int], None] | None = None) -> list[tuple[int, Check]]:
-    """Run every check whose group and spec fall to share `index`; return them with their places in the whole."""
-    torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
-    done = []
+@lru_cache(maxsize=1)
+def _tasks(scope: Scope) -> dict[str, list[tuple[int, Finding]]]:
+    """Return the checks that run the same compiled kernels, with their places in the whole."""
+    found: dict[str, list[tuple[int, Finding]]] = {}
     for place, finding in enumerate(findings(scope)):
         group, name, _ = finding
-        if crc32(f"{group}/{_compiled_as(name)}".encode()) % jobs == index:
-            done.append((place, record.run_checks([finding])[0]))
-            if after is not None:
-                after(len(done))
-    return done
+        found.setdefault(f"{group}/{_compiled_as(name)}", []).append((place, finding))
+    return found
+
+
+def _run(scope: Scope, task: str) -> list[tuple[int, Check]]:
+    """Run the checks of one task."""
+    return [(place, record.run_checks([finding])[0]) for place, finding in _tasks(scope)[task]]

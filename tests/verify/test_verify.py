@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
+from itertools import islice
 
 import pytest
 import torch
@@ -160,18 +160,22 @@ def test_a_failure_is_the_exit_status_and_in_every_form(capsys, monkeypatch):
 
 def test_processes_share_the_same_checks(monkeypatch):
     # Threads stand in for processes, which would take seconds to import torch.
-    monkeypatch.setattr(plan, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs))
+    monkeypatch.setattr(plan, "ProcessPoolExecutor", lambda jobs, **_: ThreadPoolExecutor(jobs))
     scope = plan.Scope(device=CPU, backend=None)
     alone, shared = plan.run_all(scope, jobs=1), plan.run_all(scope, jobs=3)
     assert alone == shared and len(alone) > 15
 
 
-def test_shares_of_a_full_verification_are_disjoint_and_complete(monkeypatch):
-    monkeypatch.setattr(record, "run_checks", lambda found: [f"{found[0][0]}: {found[0][1]}"])
+def test_tasks_of_a_full_verification_are_disjoint_and_complete():
     scope = plan.Scope(device=CPU, backend="reference")
-    places = [[place for place, _ in plan._share(scope, index, 5)] for index in range(5)]
-    assert sorted(chain.from_iterable(places)) == list(range(len(plan.findings(scope))))
-    assert min(map(len, places)) > 50
+    found, tasks = plan.findings(scope), plan._tasks(scope)
+    assert sorted(place for task in tasks.values() for place, _ in task) == list(range(len(found)))
+    assert len(tasks) > 300
+    for task in tasks.values():
+        places = {f"{found[place][0]}: {found[place][1]}" for place, _ in task}
+        assert places == {f"{group}: {name}" for _, (group, name, _) in task}
+    (maxima,) = [task for task in tasks.values() if any(finding[:2] == ("amax", "regular") for _, finding in task)]
+    assert {finding[1] for _, finding in maxima} == {"regular", "non-finite", "zeros"}, "one kernel, compiled once"
 
 
 def test_timing_tells_slow_from_fast():
