@@ -463,12 +463,11 @@ def train_held(
     recipe: str,
     data: Data,
     *,
-    show: progress.Show = progress.start,
-    interrupts: Interrupts | None = None,
-    ranks: World | None = None,
+    show: progress.Show,
+    interrupts: Interrupts | None,
+    ranks: World,
 ) -> dict:
     """Do what `train` does for a caller whose first rank holds the lock of the folder."""
-    ranks = ranks or World()
 
     def prepare() -> dict | None:
         folder.clean_folder(config.run.out)
