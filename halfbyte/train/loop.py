@@ -415,14 +415,13 @@ def train(
     recipe: str,
     data: Data,
     *,
-    show: progress.Show = progress.start,
     interrupts: Interrupts | None = None,
     ranks: World | None = None,
 ) -> dict:
     """Train, or go on with a run that was stopped or is to be longer, or return the result of one that ended.
 
     Args:
-        config, recipe, data, show, interrupts, ranks: see Trainer.
+        config, recipe, data, interrupts, ranks: see Trainer.
 
     Returns:
         The result: held-out loss, speed, memory, and the identity of the run.
@@ -438,7 +437,7 @@ def train(
         return _keep(config, kept)
     with held_by_first(ranks, f"train {recipe}", config.run.out):
         auto.say(notes)
-        return train_held(config, recipe, data, show=show, interrupts=interrupts, ranks=ranks)
+        return train_held(config, recipe, data, show=progress.start, interrupts=interrupts, ranks=ranks)
 
 
 def over(config: TrainConfig, ranks: World) -> TrainConfig:
