@@ -5,6 +5,11 @@
 For each model and both ways: bytes that a step gathers and reduces, the time of a gather alone, of a step, peak memory,
 and how much of the gathers' time a trace shows beside other kernels. --bitwise trains a model for --steps steps both
 ways and compares every loss and norm. Without GPUs it runs on gloo with small models: that shows that it works.
+
+    torchrun --nproc-per-node=2 -m bench.zero --one-gpu --bitwise 10m
+
+runs every rank on the first GPU, over gloo, which carries messages through the host: the kernels and bits of several
+GPUs where there is one, and no time that says anything.
 """
 
 from __future__ import annotations
@@ -319,17 +324,27 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--bitwise-tokens", nargs=2, type=int, default=[2, 256])
     parser.add_argument("--seconds", type=float, default=math.inf, help="of the whole run; --bitwise stops then")
+    parser.add_argument(
+        "--one-gpu", action="store_true", help="every rank on the first GPU, over gloo; measures no time"
+    )
     parser.add_argument("--out", type=Path, default=results.FOLDER)
     parser.add_argument("--commit", help="what to record where the sources lie outside a git checkout")
     options = parser.parse_args(arguments)
+    if options.one_gpu and options.models:
+        parser.error(
+            "--one-gpu: ranks that share a GPU wait for each other, and --models measures time: leave out either"
+        )
+    if options.one_gpu and not torch.cuda.is_available():
+        parser.error("--one-gpu: torch sees no GPU; without it ranks on the CPU use gloo too")
     begun = time.perf_counter()
-    device = start()
+    device = start(one_gpu=options.one_gpu)
     leads = dist.get_rank() == 0
     lines: list[dict[str, Any]] = []
 
     def record(run: Callable[[], dict[str, Any]]) -> None:
         start = time.perf_counter()
-        values = {"world": dist.get_world_size(), **run(), "took_s": round(time.perf_counter() - start, 1)}
+        shared = {"one_gpu": True} if options.one_gpu else {}
+        values = {"world": dist.get_world_size(), **shared, **run(), "took_s": round(time.perf_counter() - start, 1)}
         lines.append(values)
         if leads:
             print(json.dumps(values), flush=True)
@@ -354,13 +369,15 @@ def main(arguments: list[str]) -> int:
     return 0 if all(line.get("equal", True) for line in lines) else 1
 
 
-def start() -> torch.device:
+def start(*, one_gpu: bool = False) -> torch.device:
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    number = 0 if one_gpu else int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", number) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+        nccl = on_gpu and not one_gpu  # which refuses two ranks on one GPU
+        dist.init_process_group("nccl" if nccl else "gloo", device_id=device if nccl else None)
     return device
 
 

@@ -65,7 +65,7 @@ def bitwise(records: Sequence[Record]) -> str:
     lines = [
         [
             r.stamp,
-            f"{r.values['model']}, {r.values['world']} GPUs",
+            f"{r.values['model']}, {r.values['world']} {'ranks on one GPU' if r.values.get('one_gpu') else 'GPUs'}",
             f"{r.values['steps']}",
             "every loss and norm equal" if r.values["equal"] else f"differ from step {r.values['first_difference']} on",
             f"{r.values['first_loss']:.3f} → {r.values['last_loss']:.3f}",

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from halfbyte.distributed.journey import CodesToExperts, Holders, Journey, ToExperts, ToTokens, journey
+from halfbyte.distributed.journey import CodesToExperts, Holders, Journey, Travel, journey
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.dispatch import dispatch_problem, dispatch_spec
@@ -115,11 +115,12 @@ class ExpertExchange:
         if y.shape[0] != arrived.x.shape[0]:
             raise ValueError(f"y.shape={tuple(y.shape)}: {arrived.x.shape[0]} tokens arrived; give a row for each")
         self._held = None
+        way = y, arrived.journey.to_tokens, arrived.journey.to_experts
         if torch.compiler.is_compiling():
             from halfbyte.functional.eager import eagerly
 
-            return eagerly(ToTokens.apply, (y, arrived.journey), {})
-        return ToTokens.apply(y, arrived.journey)
+            return eagerly(Travel.apply, way, {})
+        return Travel.apply(*way)
 
     def row_of(self, x: Tensor, spec: NVFP4 | None, layer: GroupedRecipe) -> QuantTensor | None:
         """Return the codes as which x arrived, None for tokens that came in their values.
@@ -148,7 +149,7 @@ class ExpertExchange:
         self.dropped = how.dropped
         spec = self._spec()
         if spec is None:
-            return Arrived(ToExperts.apply(x, how), how.offsets, how)
+            return Arrived(Travel.apply(x, how.to_experts, how.to_tokens), how.offsets, how)
         values, *blocks = CodesToExperts.apply(x, how, spec)
         shape, groups = tuple(values.shape), how.offsets
         row = QuantTensor(Blocks(*blocks), spec, shape=shape, dtype=x.dtype, group_offsets=groups)

@@ -9,35 +9,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfbyte.distributed.agree import WeakGroup
 from halfbyte.distributed.cast import Cast, CastLayout, Share
-from halfbyte.distributed.fsdp_weight import GatheredWeight, event_of
+from halfbyte.distributed.fsdp_group_cast import GroupCast
+from halfbyte.distributed.fsdp_weight import GatheredWeight
 from halfbyte.layout import Blocks
 from halfbyte.pieces import CastTarget, Piece
 
 
-class ShardCast:
-    """Casts weights whose shards the ranks of one group hold.
-
-    Args:
-        weights: in 16x16 tiles; the same on every rank, in one order.
-        group: of the shards.
-    """
+class ShardCast(GroupCast):
+    """A GroupCast of weights in 16x16 tiles."""
 
     def __init__(self, weights: Sequence[GatheredWeight], group: dist.ProcessGroup) -> None:
-        self.weights = list(weights)
-        self._ranks = WeakGroup.of(group if dist.get_world_size(group) > 1 else None)
-        self._slots = 1 + max(weight.slot for weight in weights)
-        self._amaxes = torch.empty(0)
+        super().__init__(weights, group)
         self._prepared: tuple[Any, Cast] | None = None
         self._own_scales: tuple[list[Tensor], list[Tensor]] = [], []
-        self.runs = 0
 
-    @torch.no_grad()
-    def run(self) -> None:
-        """Write codes and scales of this rank's rows: those of the whole weights' quantization."""
-        for weight in self.weights:
-            weight.note()
+    def _write(self) -> None:
         cast = self._cast()
         cast.agree()
         cast.scale()
@@ -46,22 +33,14 @@ class ShardCast:
         self._amaxes.copy_(cast.amaxes[tiles:])
         if self._own_scales[0]:
             torch._foreach_copy_(*self._own_scales)
-        ready = event_of(self._amaxes)
-        self.runs += 1
-        for weight in self.weights:
-            weight.has_cast(ready)
 
     def _cast(self) -> Cast:
         """Return the cast of the shards where they lie now; its tables hold their addresses."""
         key = tuple((weight.local.data_ptr(), weight.local.device, weight.dtype) for weight in self.weights)
         if self._prepared is None or self._prepared[0] != key:
-            device = self.weights[0].local.device
-            if self._amaxes.numel() != self._slots or self._amaxes.device != device:
-                self._amaxes = torch.zeros(self._slots, dtype=torch.float32, device=device)
-            for weight in self.weights:
-                weight.prepare(self._amaxes[weight.slot])
+            self._prepare_weights()
             layout, pieces = self._layout()
-            cast = Cast(layout, pieces, self._ranks.group, local_scales=True, device=device)
+            cast = Cast(layout, pieces, self._ranks.group, local_scales=True, device=self._amaxes.device)
             self._prepared, self._own_scales = (key, cast), self._scales_to_send(cast)
         return self._prepared[1]
 

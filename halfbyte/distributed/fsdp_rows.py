@@ -14,32 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.distributed.agree import WeakGroup
-from halfbyte.distributed.fsdp_weight import GatheredWeight, event_of
+from halfbyte.distributed.fsdp_group_cast import GroupCast
+from halfbyte.distributed.fsdp_weight import GatheredWeight
 from halfbyte.sides import both_sides
 
 
-class RowCast:
-    """Casts weights whose shards the ranks of one group hold.
-
-    Args:
-        weights: in 1x16 blocks; the same on every rank, in one order.
-        group: of the shards.
-    """
+class RowCast(GroupCast):
+    """A GroupCast of weights in 1x16 blocks."""
 
     def __init__(self, weights: Sequence[GatheredWeight], group: dist.ProcessGroup) -> None:
-        self.weights = list(weights)
-        self._ranks = WeakGroup.of(group if dist.get_world_size(group) > 1 else None)
-        self._amaxes = torch.empty(0)
+        super().__init__(weights, group)
         self._members = torch.empty(0)
         self._prepared: Any = None
-        self.runs = 0
 
-    @torch.no_grad()
-    def run(self) -> None:
-        """Write codes and scales of this rank's rows: those of the whole weights' quantization."""
-        for weight in self.weights:
-            weight.note()
+    def _write(self) -> None:
         self._prepare()
         rows = [weight.local.detach().to(weight.dtype) for weight in self.weights]
         self._find_amaxes(rows)
@@ -52,26 +40,17 @@ class RowCast:
                 from_ += blocks.qdata, blocks.block_scale.view(torch.uint8)
         if to:
             torch._foreach_copy_(to, from_)
-        ready = event_of(self._amaxes)
-        self.runs += 1
-        for weight in self.weights:
-            weight.has_cast(ready)
 
     def _prepare(self) -> None:
         """Make the memory of messages and amaxes, anew where a shard has moved to another device."""
         key = tuple((weight.local.device, weight.dtype) for weight in self.weights)
         if self._prepared != key:
-            slots = 1 + max(weight.slot for weight in self.weights)
-            device = self.weights[0].local.device
-            if self._amaxes.numel() != slots or self._amaxes.device != device:
-                self._amaxes = torch.zeros(slots, dtype=torch.float32, device=device)
-                members = [[i for i, weight in enumerate(self.weights) if weight.slot == n] for n in range(slots)]
-                most = max(map(len, members))
-                # A rectangle: the last member of a slot fills its line. Slots of weights in tiles have none here.
-                lines = [own + [(own or [0])[-1]] * (most - len(own)) for own in members]
-                self._members = torch.tensor(lines, device=device)
-            for weight in self.weights:
-                weight.prepare(self._amaxes[weight.slot])
+            self._prepare_weights()
+            members = [[i for i, weight in enumerate(self.weights) if weight.slot == n] for n in range(self._slots)]
+            most = max(map(len, members))
+            # A rectangle: the last member of a slot fills its line. Slots of weights in tiles have none here.
+            lines = [own + [(own or [0])[-1]] * (most - len(own)) for own in members]
+            self._members = torch.tensor(lines, device=self._amaxes.device)
             self._prepared = key
 
     def _find_amaxes(self, rows: Sequence[Tensor]) -> None:

@@ -7,6 +7,7 @@ holds, sorted by expert and within one by rank: the order that they have in one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -22,6 +23,7 @@ from halfbyte.sides import Side
 from halfbyte.spec import NVFP4
 
 TRAVEL = refusals("the way of tokens to their experts", "run the experts in one process")
+Way = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,32 +177,18 @@ def _ends(received: Tensor) -> Tensor:
     return received.sum(0).cumsum(0).to(torch.int32)
 
 
-class ToExperts(torch.autograd.Function):
-    """Rows of tokens as rows of experts; their gradients travel back."""
+class Travel(torch.autograd.Function):
+    """Rows of tokens as rows of experts, or the other way; their gradients travel back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: Journey) -> Tensor:
-        ctx.how = how
-        return how.to_experts(x)
-
-    @staticmethod
-    @first_order(TRAVEL)
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.how.to_tokens(dy), None
-
-
-class ToTokens(torch.autograd.Function):
-    """Rows of experts as rows of tokens; their gradients travel to the experts."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, how: Journey) -> Tensor:
-        ctx.how = how
-        return how.to_tokens(y)
+    def forward(ctx: Any, rows: Tensor, there: Way, back: Way) -> Tensor:
+        ctx.back = back
+        return there(rows)
 
     @staticmethod
     @first_order(TRAVEL)
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.how.to_experts(dy), None
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(gradients), None, None
 
 
 class CodesToExperts(torch.autograd.Function):

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from halfbyte.convert import high_precision, quantize_
 from halfbyte.distributed import place_ranks_
+from halfbyte.integrations.other_recipes import recipe_difference
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.policy import Keep
 from halfbyte.recipes import resolve
@@ -115,14 +116,9 @@ class _Converts:
         Raises:
             ValueError: the model follows other recipes than the checkpoint's did.
         """
-        now, then = _keys(self._converted()), state_dict["recipes"]
-        other = sorted(name for name in now | then if now.get(name) != then.get(name))
+        other = recipe_difference(_keys(self._converted()), state_dict["recipes"])
         if other:
-            raise ValueError(
-                f"the checkpoint's run trained {other[0]} in {then.get(other[0], 'high precision')}, this model has "
-                f"{now.get(other[0], 'high precision')} there ({len(other)} layers differ): give the plugin the "
-                "recipe, rules and keep of that run"
-            )
+            raise ValueError(f"{other}: give the plugin the recipe, rules and keep of that run")
         for state, values in zip(self._states(), state_dict["states"], strict=True):
             state.load_state_dict(values)
 

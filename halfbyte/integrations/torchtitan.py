@@ -30,6 +30,7 @@ from torchtitan.trainer import Trainer
 import halfbyte.nn as hb_nn
 from halfbyte import ops
 from halfbyte.convert import high_precision
+from halfbyte.integrations.other_recipes import recipe_difference
 from halfbyte.integrations.titan_limits import refuse_experts, refuse_parallelism
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.streams import FollowsRecipe, name_layers
@@ -444,14 +445,9 @@ class _Saved:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = json.loads(state_dict["text"])
-        now, then = self._recipes(), saved["recipes"]
-        other = sorted(name for name in now | then if now.get(name) != then.get(name))
+        other = recipe_difference(self._recipes(), saved["recipes"])
         if other:
-            raise ValueError(
-                f"the checkpoint's run trained {other[0]} in {then.get(other[0], 'high precision')}, this model has "
-                f"{now.get(other[0], 'high precision')} there ({len(other)} layers differ): convert the config with "
-                "the recipe, rules and keep of that run"
-            )
+            raise ValueError(f"{other}: convert the config with the recipe, rules and keep of that run")
         self._state.load_state_dict(saved["state"])
 
     def _recipes(self) -> dict[str, str]:

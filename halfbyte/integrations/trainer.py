@@ -13,6 +13,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from halfbyte.convert import high_precision
 from halfbyte.distributed import place_ranks_
+from halfbyte.integrations.other_recipes import recipe_difference
 from halfbyte.nn.linear import describe_recipe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import parse_recipe
@@ -183,13 +184,11 @@ class HalfbyteCallback(TrainerCallback, ExportableState):
             self._go_on_from(state.global_step, args.gradient_accumulation_steps)
             return
         now, then = _recipes_by_name(_names_by_recipe(model)), _recipes_by_name(saved["recipes"])
-        other = [layer for layer in now | then if now.get(layer) != then.get(layer)]
+        other = recipe_difference(now, then, _called)
         if other:
             self._complain(
-                f"the checkpoint's run trained {other[0]} in {_called(then.get(other[0]))}, this model has "
-                f"{_called(now.get(other[0]))} there ({len(other)} layers differ): convert the model with the recipe, "
-                "rules and keep of that run, change recipes by hb.Schedule, or say HalfbyteCallback(is_strict=False) "
-                "to go on with those of the model"
+                f"{other}: convert the model with the recipe, rules and keep of that run, change recipes by "
+                "hb.Schedule, or say HalfbyteCallback(is_strict=False) to go on with those of the model"
             )
         for run_state, values in zip(self._states, saved["states"], strict=True):
             run_state.load_state_dict(values)

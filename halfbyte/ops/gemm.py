@@ -35,8 +35,7 @@ def gemm_nt(
         out: [M, N] to write into.
         accumulate: add to what `out` holds.
     """
-    K = a.cols if isinstance(a, Operand) else a.shape[1]
-    operands = (*operand_arguments(a), *operand_arguments(b), K)
+    operands = pair_arguments(a, b)
     if out is None:
         return call_op(torch.ops.halfbyte.gemm_nt, *operands, out_dtype, bias, backend or "")
     call_op(torch.ops.halfbyte.gemm_nt_out, *operands, bias, out, accumulate, backend or "")
@@ -51,10 +50,14 @@ def gemm_nt_batch_invariant(
     bias: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Return a @ b.T of quantized operands, every row summed in an order that depends on b alone, see `GemmSpec`."""
-    K = a.cols if isinstance(a, Operand) else a.shape[1]
-    operands = (*operand_arguments(a), *operand_arguments(b), K)
-    return call_op(torch.ops.halfbyte.gemm_nt_batch_invariant, *operands, out_dtype, bias, backend or "")
+    """Return a @ b.T of quantized operands, every row summed in an order that depends on b alone, see `GemmSpec`.
+
+    Args:
+        a, b: quantized, [M, K] and [N, K].
+        out_dtype: of the result.
+        bias: [N] or None, added in fp32.
+    """
+    return call_op(torch.ops.halfbyte.gemm_nt_batch_invariant, *pair_arguments(a, b), out_dtype, bias, backend or "")
 
 
 def gemm_nt_add(
@@ -66,9 +69,7 @@ def gemm_nt_add(
     backend: str | None = None,
 ) -> Tensor:
     """Return a @ b.T + addend [M, N], added in fp32 and rounded once to `out_dtype`; a and b as for `gemm_nt`."""
-    K = a.cols if isinstance(a, Operand) else a.shape[1]
-    operands = (*operand_arguments(a), *operand_arguments(b), K)
-    return call_op(torch.ops.halfbyte.gemm_nt_add, *operands, addend, out_dtype, backend or "")
+    return call_op(torch.ops.halfbyte.gemm_nt_add, *pair_arguments(a, b), addend, out_dtype, backend or "")
 
 
 def gemm_nt_outer(
@@ -88,8 +89,7 @@ def gemm_nt_outer(
         out_dtype: of the result if `out` is None.
         out: [M, N] to add it to.
     """
-    K = a.cols if isinstance(a, Operand) else a.shape[1]
-    operands = (*operand_arguments(a), *operand_arguments(b), K)
+    operands = pair_arguments(a, b)
     if out is None:
         return call_op(torch.ops.halfbyte.gemm_nt_outer, *operands, *outer, out_dtype, backend or "")
     call_op(torch.ops.halfbyte.gemm_nt_outer_add, *operands, *outer, out, backend or "")
@@ -102,6 +102,11 @@ def operand_arguments(operand: Operand | Tensor) -> tuple:
         blocks = operand.blocks
         return blocks.qdata, blocks.block_scale, blocks.amax, operand.spec.key, operand.scale_layout
     return operand, None, None, "", LINEAR
+
+
+def pair_arguments(a: Operand | Tensor, b: Operand | Tensor) -> tuple:
+    """Return both operands of a product as the ops take them, and K, along which they are multiplied."""
+    return *operand_arguments(a), *operand_arguments(b), a.cols if isinstance(a, Operand) else a.shape[1]
 
 
 def operand(data: Tensor, scale: Tensor | None, amax: Tensor | None, key: str, scale_layout: str, cols: int):

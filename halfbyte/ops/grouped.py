@@ -13,7 +13,7 @@ from torch import Tensor
 from halfbyte.layout import LINEAR, Blocks, Operand, grouped_shapes, stored_shapes
 from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
 from halfbyte.ops.define import OPERANDS, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
-from halfbyte.ops.gemm import operand, operand_arguments
+from halfbyte.ops.gemm import operand, pair_arguments
 from halfbyte.ops.quantization import QUANTIZABLE, both_blocks, check_sides, op_arguments, outputs
 from halfbyte.ops.repeat import call_op
 from halfbyte.sides import Side, both_sides, share_tiles, shared_draws
@@ -211,8 +211,7 @@ def grouped_gemm_nt(
     Returns:
         [M, N], rows behind the last group zero; or [E, R, C], zero for an empty group.
     """
-    K = a.cols if isinstance(a, Operand) else a.shape[1]
-    operands = (*operand_arguments(a), *operand_arguments(b), K, offsets)
+    operands = (*pair_arguments(a, b), offsets)
     if out is None:
         return call_op(torch.ops.halfbyte.grouped_gemm_nt, *operands, out_dtype, backend or "")
     call_op(torch.ops.halfbyte.grouped_gemm_nt_out, *operands, out, accumulate, backend or "")
@@ -228,8 +227,7 @@ def grouped_gemm_nt_batch_invariant(
     backend: str | None = None,
 ) -> Tensor:
     """Return a_g @ b_g.T of quantized tokens [M, K] and experts [E, N, K] as `gemm_nt_batch_invariant` multiplies."""
-    K = a.cols if isinstance(a, Operand) else a.shape[1]
-    operands = (*operand_arguments(a), *operand_arguments(b), K, offsets)
+    operands = (*pair_arguments(a, b), offsets)
     return call_op(torch.ops.halfbyte.grouped_gemm_nt_batch_invariant, *operands, out_dtype, backend or "")
 
 

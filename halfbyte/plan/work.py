@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from halfbyte.formats import MXFP8_BLOCK, NVFP4_BLOCK
 from halfbyte.plan.architecture import Kind, Matrix
 from halfbyte.plan.calibration import EAGER_TRAFFIC
 from halfbyte.plan.hardware import Hardware
@@ -22,7 +21,7 @@ from halfbyte.plan.held import BF16, FP32
 from halfbyte.plan.job import Job, Span
 from halfbyte.plan.kept import WORD
 from halfbyte.recipes import bf16
-from halfbyte.spec import MXFP8, NVFP4, FourOverSix, GemmSpec, Recipe, Spec
+from halfbyte.spec import FourOverSix, GemmSpec, Recipe, Spec
 
 PASSES = ("fprop", "dgrad", "wgrad")
 LOSS_BYTES = 36
@@ -85,7 +84,7 @@ def precision(gemm: GemmSpec | None, hardware: Hardware) -> str:
     """Return in which precision the operands of a GEMM are multiplied."""
     if gemm is None or len(gemm.specs) < 2:
         return "bf16"
-    found = "fp4" if isinstance(gemm.a, NVFP4) else "fp8"  # both alike: a GemmSpec has one length of blocks
+    found = f"fp{gemm.specs[0].format.element.bits}"  # both alike: a GemmSpec has one length of blocks
     return found if found in hardware.flops else "bf16"
 
 
@@ -123,7 +122,7 @@ def _quantize(job: Job, recipe: Recipe, sizes: dict[str, float], forward: Work, 
         wanted = [spec for spec in specs if spec is not None]
         if not wanted:
             continue
-        if any(isinstance(spec, NVFP4) for spec in wanted):
+        if any(spec.format.has_amax for spec in wanted):
             into.moved["quantization"] += BF16 * size
             into.kernels += 1
         into.kernels += 1
@@ -148,13 +147,13 @@ def _spec(recipe: Recipe, place: str) -> Spec | None:
 
 def _is_slow(spec: Spec) -> bool:
     """Whether a kernel may compute longer than it moves bytes: random bits, a rotation, several candidate scales."""
-    draws = isinstance(spec, NVFP4) and (spec.rounding == "stochastic" or isinstance(spec.scaling, FourOverSix))
-    return draws or (isinstance(spec, NVFP4) and spec.rotation is not None)
+    chooses = spec.rounding == "stochastic" or isinstance(spec.scaling, FourOverSix)
+    return chooses or spec.rotation is not None
 
 
 def bits(spec: Spec) -> float:
     """Return bits of an element with its share of the block's scale."""
-    return 8 + 8 / MXFP8_BLOCK if isinstance(spec, MXFP8) else 4 + 8 / NVFP4_BLOCK
+    return spec.format.element.bits + spec.format.scale.bits / spec.format.length
 
 
 def blocks_work(job: Job) -> Iterator[tuple[Span, dict[str, Work]]]:

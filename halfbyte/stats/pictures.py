@@ -15,7 +15,12 @@ SMALLEST = -20
 NAME_WIDTH = 46
 
 
-def _figure(width: float, height: float) -> Any:
+def empty_figure(width: float, height: float) -> Any:
+    """Return an empty figure of so many inches, which needs no display.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -52,7 +57,7 @@ def heat_map(
     Raises:
         ImportError: matplotlib is missing.
     """
-    figure = _figure(3.6 + 0.62 * len(columns) + 0.06 * max(map(len, rows)), 1.6 + 0.26 * len(rows))
+    figure = empty_figure(3.6 + 0.62 * len(columns) + 0.06 * max(map(len, rows)), 1.6 + 0.26 * len(rows))
     axes = figure.subplots()
     numbers = [[value if math.isfinite(value) else math.nan for value in row] for row in values]
     axes.set_facecolor("#d9d9d9")
@@ -81,7 +86,7 @@ def histograms(paths: Sequence[Path], shares: Mapping[str, Sequence[float]], tit
     """
     columns = min(3, len(shares))
     rows = math.ceil(len(shares) / columns)
-    figure = _figure(3.8 * columns, 2.3 * rows + 0.4)
+    figure = empty_figure(3.8 * columns, 2.3 * rows + 0.4)
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True).flatten()
     for axes, (name, values) in zip(panels, shares.items(), strict=False):
         axes.bar(range(SMALLEST, 0), values, width=0.9, color="#0072B2")

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.layout import LINEAR, Blocks, amax_shape, check_scale_layout, matrix_shape
 from halfbyte.rng import AnyPhilox, Draw
-from halfbyte.sides import Side, both_sides
+from halfbyte.sides import Side, Sides, both_sides
 from halfbyte.spec import Spec
 from halfbyte.tensor.quant_tensor import VALUE_DTYPES, QuantTensor, check_spec, describe
 
@@ -87,18 +87,8 @@ def quantize_row_col(
     """
     rows = _check_input(x)
     check_scale_layout(scale_layout)
-    specs = []
-    for name, spec in (("row_spec", row_spec), ("col_spec", col_spec)):
-        if spec is not None:
-            check_spec(name, spec)
-            specs.append(spec)
-    draw = _draw("rng", rng, x, next((spec for spec in specs if spec.needs_rng), None))
-    sign_draw = _draw("sign_rng", sign_rng, x, next((spec for spec in specs if spec.needs_sign_rng), None))
-    row, col = ops.quantize_row_col(
-        x.detach().reshape(rows, x.shape[-1]),
-        *both_sides(row_spec, col_spec, draw=draw, sign_draw=sign_draw, scale_layout=scale_layout),
-        backend=backend,
-    )
+    sides = sides_of(x, (row_spec, col_spec), rng, sign_rng, scale_layout)
+    row, col = ops.quantize_row_col(x.detach().reshape(rows, x.shape[-1]), *sides, backend=backend)
     return (
         None if row is None or row_spec is None else _wrap(row, row_spec, tuple(x.shape), x.dtype, scale_layout),
         None if col is None or col_spec is None else _wrap(col, col_spec, (x.shape[-1], rows), x.dtype, scale_layout),
@@ -134,6 +124,22 @@ def _check_amax(amax: Tensor | None, spec: Spec, x: Tensor, rows: int) -> None:
         raise ValueError(f"amax.shape={tuple(amax.shape)}: outer={spec.outer!r} needs {expected}; use amax.reshape")
     if amax.device != x.device:
         raise ValueError(f"amax.device={amax.device}: x is on {x.device}; use amax.to(x.device)")
+
+
+def sides_of(
+    x: Tensor,
+    specs: tuple[Spec | None, Spec | None],
+    rng: AnyPhilox | None,
+    sign_rng: AnyPhilox | None,
+    scale_layout: str,
+) -> Sides:
+    """Return what a user asks for of x and x.T, its arguments checked."""
+    given = [(name, spec) for name, spec in zip(("row_spec", "col_spec"), specs, strict=True) if spec is not None]
+    for name, spec in given:
+        check_spec(name, spec)
+    draw = _draw("rng", rng, x, next((spec for _, spec in given if spec.needs_rng), None))
+    sign_draw = _draw("sign_rng", sign_rng, x, next((spec for _, spec in given if spec.needs_sign_rng), None))
+    return both_sides(*specs, draw=draw, sign_draw=sign_draw, scale_layout=scale_layout)
 
 
 def _draw(name: str, rng: AnyPhilox | None, x: Tensor, needed_by: Spec | None) -> Draw | None:

@@ -8,10 +8,9 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.layout import LINEAR, Blocks
 from halfbyte.rng import AnyPhilox
-from halfbyte.sides import both_sides
 from halfbyte.spec import Spec
-from halfbyte.tensor.create import _draw
-from halfbyte.tensor.quant_tensor import QuantTensor, check_spec
+from halfbyte.tensor.create import sides_of
+from halfbyte.tensor.quant_tensor import QuantTensor
 
 
 def grouped_quantize_row_col(
@@ -42,23 +41,8 @@ def grouped_quantize_row_col(
     Raises:
         TypeError, ValueError: as for `quantize`, or x and offsets do not fit.
     """
-    specs = []
-    for name, spec in (("row_spec", row_spec), ("col_spec", col_spec)):
-        if spec is not None:
-            check_spec(name, spec)
-            specs.append(spec)
-    row, col = ops.grouped_quantize_row_col(
-        x.detach(),
-        offsets,
-        *both_sides(
-            row_spec,
-            col_spec,
-            draw=_draw("rng", rng, x, next((spec for spec in specs if spec.needs_rng), None)),
-            sign_draw=_draw("sign_rng", sign_rng, x, next((spec for spec in specs if spec.needs_sign_rng), None)),
-            scale_layout=scale_layout,
-        ),
-        backend=backend,
-    )
+    sides = sides_of(x, (row_spec, col_spec), rng, sign_rng, scale_layout)
+    row, col = ops.grouped_quantize_row_col(x.detach(), offsets, *sides, backend=backend)
     return (
         None if row is None or row_spec is None else _wrap(row, row_spec, x, offsets, scale_layout, False),
         None if col is None or col_spec is None else _wrap(col, col_spec, x, offsets, scale_layout, True),

@@ -417,14 +417,13 @@ def train(
     recipe: str,
     data: Data,
     *,
-    show: progress.Show = progress.start,
     interrupts: Interrupts | None = None,
     ranks: World | None = None,
 ) -> dict:
     """Train, or go on with a run that was stopped or is to be longer, or return the result of one that ended.
 
     Args:
-        config, recipe, data, show, interrupts, ranks: see Trainer.
+        config, recipe, data, interrupts, ranks: see Trainer.
 
     Returns:
         The result: held-out loss, speed, memory, and the identity of the run.
@@ -440,7 +439,7 @@ def train(
         return _keep(config, kept)
     with held_by_first(ranks, f"train {recipe}", config.run.out):
         auto.say(notes)
-        return train_held(config, recipe, data, show=show, interrupts=interrupts, ranks=ranks)
+        return train_held(config, recipe, data, show=progress.start, interrupts=interrupts, ranks=ranks)
 
 
 def over(config: TrainConfig, ranks: World) -> TrainConfig:
@@ -465,12 +464,11 @@ def train_held(
     recipe: str,
     data: Data,
     *,
-    show: progress.Show = progress.start,
-    interrupts: Interrupts | None = None,
-    ranks: World | None = None,
+    show: progress.Show,
+    interrupts: Interrupts | None,
+    ranks: World,
 ) -> dict:
     """Do what `train` does for a caller whose first rank holds the lock of the folder."""
-    ranks = ranks or World()
 
     def prepare() -> dict | None:
         folder.clean_folder(config.run.out)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 
+from halfbyte.stats.pictures import empty_figure
 from halfbyte.train import divergence, files, log
 
 COLOURS = ("#222222", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#8B6F47")
@@ -17,18 +17,6 @@ LEAGUE_BAND = 1.5
 """Percent up to which the gaps of many recipes are drawn to scale."""
 LABEL_PITCH = 0.045
 """Height of a label as a share of the panel."""
-
-
-def _figure(width: float, height: float) -> Any:
-    """Return an empty figure of so many inches, which needs no display."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the plot needs the package `matplotlib`: pip install 'halfbyte[train]'") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def curves(path: Path, results: list[dict], *, tokens_per_step: int, title: str) -> None:
@@ -43,7 +31,7 @@ def curves(path: Path, results: list[dict], *, tokens_per_step: int, title: str)
     Raises:
         ImportError: matplotlib is missing.
     """
-    figure = _figure(12, 4.8)
+    figure = empty_figure(12, 4.8)
     figure.suptitle(title, fontsize=11)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1))
     _losses(left, path.parent, results, tokens_per_step)
@@ -156,7 +144,7 @@ def gap_lines(path: Path, lines: list[tuple[str, list[tuple[float, float]]]], *,
     Raises:
         ImportError: matplotlib is missing.
     """
-    figure = _figure(11, 6.5)
+    figure = empty_figure(11, 6.5)
     axes = figure.subplots()
     axes.axhline(0, color=COLOURS[0], linewidth=1)
     ends = []

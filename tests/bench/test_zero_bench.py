@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import zero
+from bench import zero, zero_tables
+from bench.records import Record
 
 
 @pytest.mark.parametrize("name, whole", (("1b", 0.2992), ("3b", 0.2772), ("8b", 0.2658)))
@@ -63,11 +64,73 @@ def test_one_late_host_does_not_decide_the_hidden_share():
     assert values["hidden_shares"] == [0.9, 0.9, 0.0] and values["hidden_share"] == pytest.approx(0.9)
 
 
-def test_a_measured_step_names_what_it_was_measured_with(tmp_path):
-    """Two runs can be compared only where these are equal."""
+@pytest.fixture
+def one_process(tmp_path):
+    """A process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        values = zero.measure("tiny", "nvfp4", (2, 24), torch.device("cpu"), vocabulary=64)
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_measured_step_names_what_it_was_measured_with(one_process):
+    """Two runs can be compared only where these are equal."""
+    values = zero.measure("tiny", "nvfp4", (2, 24), torch.device("cpu"), vocabulary=64)
     assert values["tokens"] == [2, 24] and values["vocabulary"] == 64 and values["step_ms"] > 0
+
+
+@pytest.mark.parametrize("wrong", (None, 1))
+def test_losses_are_compared_bit_for_bit(one_process, monkeypatch, wrong):
+    step = zero.Trainer.step
+
+    def differing(self):
+        loss, norm = step(self)
+        is_wrong = self.count - 1 == wrong and self.zero.config.weights == "plain"
+        return (loss.nextafter(loss + 1) if is_wrong else loss), norm
+
+    monkeypatch.setattr(zero.Trainer, "step", differing)
+    values = zero.bitwise("tiny", 3, (1, 16), torch.device("cpu"))
+    assert (values["steps"], values["equal"], values["first_difference"]) == (3, wrong is None, wrong)
+
+
+@pytest.mark.parametrize(
+    "one_gpu, device, backend", ((True, "cuda:0", ("gloo", None)), (False, "cuda:1", ("nccl", "cuda:1")))
+)
+def test_where_a_rank_runs(monkeypatch, one_gpu, device, backend):
+    """NCCL refuses two ranks on one GPU."""
+    begun = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: begun.append(str(device)))
+    monkeypatch.setattr(dist, "init_process_group", lambda name, device_id: begun.append((name, device_id)))
+    assert zero.start(one_gpu=one_gpu) == torch.device(device)
+    assert begun[0] == device and begun[1] == (backend[0], backend[1] and torch.device(backend[1]))
+
+
+@pytest.mark.parametrize(
+    "more, has_gpu, message",
+    (
+        (("--models", "tiny"), True, "--one-gpu: ranks that share a GPU wait for each other"),
+        (("--bitwise", "tiny"), False, "--one-gpu: torch sees no GPU"),
+    ),
+)
+def test_one_gpu_is_for_bits(monkeypatch, capsys, more, has_gpu, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    with pytest.raises(SystemExit):
+        zero.main(["--one-gpu", *more])
+    assert message in capsys.readouterr().err
+
+
+def test_tables_tell_ranks_that_shared_a_gpu_from_gpus():
+    line = {"case": "zero/bitwise", "model": "10m", "world": 2, "steps": 500, "equal": True}
+    line |= {"first_loss": 10.0, "last_loss": 6.0}
+    records = [
+        Record(
+            key=("zero/bitwise", ()),
+            run={"commit": "abcdef0", "time": "2026"},
+            values=values,
+            file="zero-gpu-20260101T000000-abcdef0.jsonl",
+        )
+        for values in (line, line | {"one_gpu": True})
+    ]
+    several, shared = zero_tables.bitwise(records).splitlines()[-2:]
+    assert "| 10m, 2 GPUs |" in several and "| 10m, 2 ranks on one GPU |" in shared
