@@ -434,6 +434,12 @@ def test_refusals():
     config.override.imports = [f"{HERE}.recipe_checkpoint"]
     with pytest.raises(ValueError, match="Llama3Model: no layer follows a recipe; let .*recipe_linear to --override"):
         config.build()
+    config = ours.quantize_config_(short(), schedule="1:bf16/nvfp4")
+    assert config.training.disable_cuda_graphs and not short().training.disable_cuda_graphs
+    config.training.disable_cuda_graphs = False
+    with pytest.raises(ValueError, match="disable_cuda_graphs=False with schedule='1:bf16/nvfp4': .*replay them in"):
+        config.build()
+    torch.distributed.destroy_process_group()
     config = ours.quantize_config_(short())
     config.parallelism.spmd_backend = "full_dtensor"
     with pytest.raises(ValueError, match="spmd_backend='full_dtensor': .*; use 'spmd_types' or 'partial_dtensor'"):
