@@ -1,4 +1,4 @@
-"""Expert and context parallelism of torchtitan 0.3.0 on two gloo ranks: what experts and linear layers compute there."""
+"""Expert and context parallelism of torchtitan 0.3.0 on two gloo ranks: what experts and layers compute there."""
 
 from __future__ import annotations
 
