@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
-from bench import computed_tables, gather_tables, keep, loss_tables, machines, qat, zero_tables
+from bench import computed_tables, gather_tables, keep, loss_tables, machines, qat, several_tables, zero_tables
 from bench.markdown import percent, recorded, rows
 from bench.records import Record, counting, failed, load
 from bench.registry import Shape
@@ -294,6 +294,7 @@ RENDERERS: Mapping[str, Renderer] = MappingProxyType(
         "users": users,
         **gather_tables.RENDERERS,
         **zero_tables.RENDERERS,
+        **several_tables.RENDERERS,
         **loss_tables.RENDERERS,
         "qat": qat.render,
         "keep": keep.render,
