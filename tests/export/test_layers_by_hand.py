@@ -1,4 +1,4 @@
-"""What an engine computes from an export, written here in numpy from the published layouts: layers and logits are ours."""
+"""What an engine computes from an export, in numpy from the published layouts: layers and logits are ours."""
 
 from __future__ import annotations
 
