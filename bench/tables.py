@@ -14,7 +14,17 @@ from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
-from bench import computed_tables, gather_tables, keep, loss_tables, machines, qat, several_tables, zero_tables
+from bench import (
+    computed_tables,
+    gather_tables,
+    keep,
+    lora_tables,
+    loss_tables,
+    machines,
+    qat,
+    several_tables,
+    zero_tables,
+)
 from bench.markdown import percent, recorded, rows
 from bench.records import Record, counting, failed, load
 from bench.registry import Shape
@@ -295,6 +305,7 @@ RENDERERS: Mapping[str, Renderer] = MappingProxyType(
         **gather_tables.RENDERERS,
         **zero_tables.RENDERERS,
         **several_tables.RENDERERS,
+        **lora_tables.RENDERERS,
         **loss_tables.RENDERERS,
         "qat": qat.render,
         "keep": keep.render,
