@@ -11,7 +11,8 @@
 #   make test-docs   every code block, example, link and figure of the documentation, and the site, strict
 #   make test-browser   pages of `halfbyte report` and of the documentation in Chromium (apt-get install -y chromium)
 #   make test-package   wheel and sdist: built, installed in an empty environment, run        make dist       into dist/
-#   make figures     the figures of docs/concepts.md and every table that quotes bench/results, made again
+#   make figures     the figures of docs/concepts.md, every table that quotes bench/results, and those of docs/agreement.md
+#                       whose packages `make test-integrations` has installed, made again
 #   make bench       benchmarks on this machine's GPU, with its own python3
 # PYTHON=python3.12 make setup chooses the interpreter. TRAIN_ARGS, TEST_ARGS, TARGET_ARGS and BENCH_ARGS reach the command.
 
@@ -87,7 +88,7 @@ test-targets-full: setup
 
 test-integrations: $(VENV)/integrations.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q $(TEST_ARGS)
-	PYTHONPATH=$(OLDER) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients/test_families.py tests/clients/test_trainer.py -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
+	PYTHONPATH=$(OLDER) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients/test_families.py tests/clients/test_trainer.py tests/integrations/test_device_map.py -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
 
 # What takes minutes, one after another, with what it measured.
 test-integrations-full: test-integrations
@@ -121,6 +122,7 @@ figures: setup
 	$(BIN)/python docs/figures/draw.py
 	$(BIN)/python -m bench.tables --write
 	$(BIN)/python -m bench.plan_tables --write
+	PYTHONPATH=$(PEERS)/fouroversix $(BIN)/python -m bench.agreement --write --te $(PEERS)/transformer-engine
 
 dist: setup
 	rm -rf dist build *.egg-info # of before, which setuptools would believe

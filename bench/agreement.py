@@ -18,6 +18,7 @@ from halfbyte.verify.agreement import compare_with
 from halfbyte.verify.peers import PEERS, quantizer
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "agreement.md"
+DAY = re.compile(r" on \d{4}-\d\d-\d\d")
 BLOCK = re.compile(r"<!-- agreement: ([\w-]+) -->\n(.*?)<!-- /agreement -->", re.DOTALL)
 
 
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def renewed(page: str, tables: Mapping[str, str]) -> str:
-    """Return the page with the tables that there are.
+    """Return the page with the tables that there are; one of which the day alone is new stays as it is.
 
     Raises:
         ValueError: the page has no place for one.
@@ -59,6 +60,8 @@ def renewed(page: str, tables: Mapping[str, str]) -> str:
 
     def one(match: re.Match[str]) -> str:
         body = f"{tables[match.group(1)]}\n" if match.group(1) in tables else match.group(2)
+        if DAY.sub("", body) == DAY.sub("", match.group(2)):
+            body = match.group(2)
         return f"<!-- agreement: {match.group(1)} -->\n{body}<!-- /agreement -->"
 
     return BLOCK.sub(one, page)

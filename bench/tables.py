@@ -14,8 +14,19 @@ from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
-from bench import computed_tables, gather_tables, keep, loss_tables, machines, qat, study_tables, zero_tables
-from bench.markdown import percent, rows
+from bench import (
+    computed_tables,
+    gather_tables,
+    keep,
+    lora_tables,
+    loss_tables,
+    machines,
+    qat,
+    several_tables,
+    study_tables,
+    zero_tables,
+)
+from bench.markdown import percent, recorded, rows
 from bench.records import Record, counting, failed, load
 from bench.registry import Shape
 
@@ -86,11 +97,11 @@ FUSED = (
 LAYERS = (
     ("GEMM, operands decoded before, of cuBLAS's bf16 rate", "gemm/decoded"),
     ("GEMM, decoding included, likewise", "gemm/from-codes"),
-    ("linear layer, forward and backward, recipe `nvfp4`, times bf16", "linear/nvfp4"),
+    ("linear layer, forward + backward, `nvfp4`, times bf16", "linear/nvfp4"),
     ("the same, recipe `nvfp4_mxfp8_bwd`", "linear/nvfp4_mxfp8_bwd"),
     ("the same, recipe `nvfp4_forward`", "linear/nvfp4_forward"),
-    ("small layer under a CUDA graph, codes of its weight cached, times bf16", "linear/small-cached"),
-    ("the same, its weight cached as the values GEMMs multiply", "linear/small-decoded"),
+    ("small layer, CUDA graph, codes of w cached, times bf16", "linear/small-cached"),
+    ("the same, cached as values", "linear/small-decoded"),
 )
 HOST = (
     ("`hb.nn.Linear` nvfp4, forward + backward", "host/linear-nvfp4"),
@@ -125,9 +136,9 @@ def by_shape(names: Sequence[tuple[str, str]], shapes: Sequence[Shape], columns:
         lines = []
         for title, case in names:
             found = [chosen.get((case, shape)) for shape in shapes]
-            stamps = dict.fromkeys(record.stamp for record in found if record)
-            lines.append([title, *(value(r) if r else "" for r in found), ", ".join(stamps)])
-        return rows(["", *columns, "record"], lines)
+            stamps = [record.stamp for record in found if record]
+            lines.append(([title, *(value(r) if r else "" for r in found)], stamps))
+        return recorded(["", *columns], lines)
 
     return render
 
@@ -138,12 +149,12 @@ def of_any_shape(names: Sequence[tuple[str, str]], shape_name: str) -> Renderer:
     def render(records: Sequence[Record]) -> str:
         chosen = counting(records)
         lines = [
-            [title, ", ".join(map(str, key[1])), value(record), record.stamp]
+            ([title, ", ".join(map(str, key[1])), value(record)], [record.stamp])
             for title, case in names
             for key, record in sorted(chosen.items(), key=lambda item: -item[1].values.get("us", 0))
             if key[0] == case and record.is_clean
         ]
-        return rows(["", shape_name, "", "record"], lines)
+        return recorded(["", shape_name, ""], lines)
 
     return render
 
@@ -157,18 +168,16 @@ def training(records: Sequence[Record]) -> str:
         if record is None:
             continue
         v = record.values
-        lines.append(
-            [
-                f"{name}, {v['parameters'] / 1e9:.2f}B parameters",
-                f"{shape[0] * shape[1]:,}",
-                f"{v['bf16_us'] / 1000:.1f} ms",
-                f"{v['us'] / 1000:.1f} ms, {v['value']:.3f}×{record.mark}",
-                f"{v['peak_GiB']:.1f} against {v['bf16_peak_GiB']:.1f} GiB",
-                f"{v['linears_kept_of_bf16']:.3f}×",
-                record.stamp,
-            ]
-        )
-    return rows(["model", "tokens", "bf16", "nvfp4", "peak memory", "saved inputs of linears", "record"], lines)
+        cells = [
+            f"{name}, {v['parameters'] / 1e9:.2f}B",
+            f"{shape[0] * shape[1]:,}",
+            f"{v['bf16_us'] / 1000:.1f} ms",
+            f"{v['us'] / 1000:.1f} ms, {v['value']:.3f}×{record.mark}",
+            f"{v['peak_GiB']:.1f} against {v['bf16_peak_GiB']:.1f} GiB",
+            f"{v['linears_kept_of_bf16']:.3f}×",
+        ]
+        lines.append((cells, [record.stamp]))
+    return recorded(["parameters", "tokens", "bf16", "nvfp4", "peak memory", "saved x of linears"], lines)
 
 
 def host(records: Sequence[Record]) -> str:
@@ -181,11 +190,11 @@ def host(records: Sequence[Record]) -> str:
         record, v = chosen[case], chosen[case].values
         bf16 = f"{v['bf16_us'] / 1000:.1f} ms" if v["bf16_us"] >= 2000 else f"{v['bf16_us']:.0f} µs"
         busy = f"{v['busy']:.0%}" if "busy" in v else ""
-        verdict = f"at least {v['least']:g}, aim {v['aim']:g}"
+        bar = f"{v['least']:g}; {v['aim']:g}"
         ratio = f"{v['value']:.3f}×{record.mark}"
         first = f"{v['bf16_first_step_s']:.1f} → {v['first_step_s']:.1f} s" if "first_step_s" in v else ""
-        lines.append([title, bf16, time(record), ratio, busy, first, verdict, record.stamp])
-    return rows(["", "bf16", "ours", "times bf16", "GPU busy", "first step", "bar", "record"], lines)
+        lines.append(([title, bf16, time(record), ratio, busy, first, bar], [record.stamp]))
+    return recorded(["", "bf16", "ours", "times bf16", "GPU busy", "first step", "bar; aim"], lines)
 
 
 def users(records: Sequence[Record]) -> str:
@@ -197,35 +206,31 @@ def users(records: Sequence[Record]) -> str:
             continue
         record, v = chosen[case], chosen[case].values
         tokens = v["shape"][0] * v["shape"][1]
-        lines.append(
-            [
-                f"{name}, {v['parameters'] / 1e6:,.0f}M parameters",
-                f"{tokens:,}",
-                f"{tokens / v['bf16_us'] * 1e6:,.0f}",
-                f"{v['tokens_per_second']:,.0f}",
-                f"{v['value']:.2f}×{record.mark}",
-                f"{min(v['busy'], 1):.0%}",
-                record.stamp,
-            ]
-        )
-    columns = ["tokens a step", "bf16, tokens/s", "nvfp4, tokens/s", "time of a step", "GPU busy", "record"]
-    return rows(["model", *columns], lines)
+        cells = [
+            f"{name}, {v['parameters'] / 1e6:,.0f}M parameters",
+            f"{tokens:,}",
+            f"{tokens / v['bf16_us'] * 1e6:,.0f}",
+            f"{v['tokens_per_second']:,.0f}",
+            f"{v['value']:.2f}×{record.mark}",
+            f"{min(v['busy'], 1):.0%}",
+        ]
+        lines.append((cells, [record.stamp]))
+    columns = ["tokens a step", "bf16, tokens/s", "nvfp4, tokens/s", "time of a step", "GPU busy"]
+    return recorded(["model", *columns], lines)
 
 
 def cast(records: Sequence[Record]) -> str:
     """Return the table of casts of primary weights."""
     chosen = counting(records)
     lines = [
-        [
-            f"{shape[0]} weights [{shape[1]}, {shape[2]}]",
-            value(record),
-            f"{record.values['rate']:.2f} TB/s",
-            record.stamp,
-        ]
+        (
+            [f"{shape[0]} weights [{shape[1]}, {shape[2]}]", value(record), f"{record.values['rate']:.2f} TB/s"],
+            [record.stamp],
+        )
         for (case, shape), record in chosen.items()
         if case == "primary/cast"
     ]
-    return rows(["", "time, of copy", "rate", "record"], lines)
+    return recorded(["", "time, of copy", "rate"], lines)
 
 
 PEERS = (
@@ -246,16 +251,19 @@ def peers(records: Sequence[Record]) -> str:
     for title, case in PEERS:
         record = chosen.get((case, WIDE[0]))
         if record is None or "us_with_amax" not in record.values:
-            lines.append([title, "no record", "", "", ""])
+            lines.append(([f"{title}, ours", "no record", ""], []))
             continue
         us, rivals = record.values["us_with_amax"], dict(record.values["rivals"])
         plain = rivals.pop("plain torch, compiled", None)
-        others = "; ".join(f"{name} {us * ratio:.0f} µs, {ratio:.2f}×" for name, ratio in rivals.items()) or "none"
-        compiled = f"{record.values['us'] * plain:.0f} µs, {plain:.2f}×" if plain else "no figure"
-        lines.append([title, f"{us:.0f} µs{record.mark}", others, compiled, record.stamp])
+        lines.append(([f"{title}, ours", f"{us:.0f} µs{record.mark}", ""], [record.stamp]))
+        lines += [([f"· {name}", f"{us * ratio:.0f} µs", f"{ratio:.2f}×"], []) for name, ratio in rivals.items()]
+        if plain:
+            lines.append(
+                (["· plain torch, compiled, amax given", f"{record.values['us'] * plain:.0f} µs", f"{plain:.2f}×"], [])
+            )
         for name, why in record.values["left_out"].items():
             reasons.setdefault((name, why), []).append(title)
-    table = rows(["8192×8192", "ours, amax included", "others", "plain torch, compiled, amax given", "record"], lines)
+    table = recorded(["8192×8192, amax included", "time", "times ours"], lines)
     notes = [f"- {name}, {', '.join(titles)}: {why}." for (name, why), titles in reasons.items()]
     return "\n".join([table, "", "Left out:", "", *notes]) if notes else table
 
@@ -297,6 +305,8 @@ RENDERERS: Mapping[str, Renderer] = MappingProxyType(
         "users": users,
         **gather_tables.RENDERERS,
         **zero_tables.RENDERERS,
+        **several_tables.RENDERERS,
+        **lora_tables.RENDERERS,
         **loss_tables.RENDERERS,
         **study_tables.RENDERERS,
         "qat": qat.render,

@@ -4,6 +4,7 @@
 """
 
 from halfbyte import distributed, export, layout, nn, recipes, stats
+from halfbyte import integrations as integrations  # imports the package of each when it is asked for
 from halfbyte.convert import Keep, Report, high_precision, quantize_, set_recipe_
 from halfbyte.functional import gemm_nt, grouped_gemm_nt, grouped_linear, linear, linear_shared
 from halfbyte.lora import freeze_, lora_, merge_lora_

@@ -17,6 +17,8 @@ from halfbyte.reference.philox import block_bytes
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEST_NAME = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+)(?:::(\w+))?)?`")
+INTERNALS = [page for page in PAGES if page.parent.name == "internals"]
+WIDEST = 100
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -47,6 +49,13 @@ def test_named_tests_exist(page):
 def test_links_lead_somewhere(page):
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", INTERNALS, ids=name)
+def test_tables_of_internals_fit_a_screen(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    wide = [line for line in text.splitlines() if line.startswith("|") and len(line) > WIDEST]
+    assert not wide, f"{len(wide)} lines of more than {WIDEST} columns; the first: {wide[0]}"
 
 
 def test_documented_options_exist(capsys):

@@ -63,3 +63,21 @@ def test_public_names_are_there(name):
     import halfbyte
 
     assert hasattr(halfbyte, name)
+
+
+def test_integrations_are_imported_when_they_are_asked_for():
+    code = """
+import sys, halfbyte as hb
+assert "transformers" not in sys.modules
+print(hb.integrations.transformers.HalfbyteConfig(recipe="nvfp4").recipe, hb.integrations.megatron.__name__)
+try:
+    hb.integrations.transformer
+except AttributeError as error:
+    print(error)
+"""
+    first, second = run(code).splitlines()
+    assert first == "nvfp4 halfbyte.integrations.megatron"
+    assert (
+        second
+        == "halfbyte.integrations has no 'transformer'; it has axolotl, lightning, megatron, torchtitan, transformers"
+    )

@@ -11,6 +11,7 @@ from torch import nn
 
 import halfbyte as hb
 from halfbyte.notebook import spec_words
+from halfbyte.plan import PlanRequest, plan
 
 
 class Cells(HTMLParser):
@@ -64,6 +65,18 @@ def test_fields_that_are_not_the_default_are_said():
     assert "activation_mean=&#x27;split&#x27;" in split
     assert "rows do not depend on their batch" in hb.recipes.rl()._repr_html_()
     assert "backward=&#x27;dequantized&#x27;" in hb.recipes.rl()._repr_html_()
+
+
+def test_a_plan_has_the_tables_of_the_command():
+    made = plan(PlanRequest(model="1b", gpus=8, mesh="dp_shard=8"))
+    found = Cells(made._repr_html_())
+    by_name = {row[0]: row[1:] for row in found.rows}
+    assert by_name["GiB a GPU"] == [moment.moment for moment in made.moments]
+    assert by_name["in all"] == [f"{moment.total / 2**30:.2f}" for moment in made.moments]
+    shares = [by_name[what] for what in made.step.seconds]
+    assert shares == [[f"{s * 1000:,.1f}", f"{s / made.step.total:.0%}"] for s in made.step.seconds.values()]
+    assert [c.what for c in made.collectives] == [row[0] for row in found.rows if len(row) == 7][1:]
+    assert "1b, 1.2B parameters, recipe nvfp4, 8 x h200" in found.text and "fits" in found.text
 
 
 def model():

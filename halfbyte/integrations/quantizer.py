@@ -103,6 +103,24 @@ def _refuse_codes(files: Sequence[Any]) -> None:
             )
 
 
+def _refuse_offload(device_map: Any, layers: Sequence[str]) -> None:
+    """Raise ValueError where converted layers would live on a disk or, beside a GPU, in the host's memory."""
+    if not isinstance(device_map, Mapping):
+        return
+    kinds = {place: str(device).partition(":")[0] for place, device in device_map.items()}  # GPUs may be numbers
+    away = {"disk", "cpu"} if set(kinds.values()) - {"cpu", "disk"} else {"disk"}
+    for layer in layers:
+        parts = layer.split(".")
+        homes = [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+        home = next((home for home in homes if home in kinds), None)
+        if home is not None and kinds[home] in away:
+            raise ValueError(
+                f"device_map puts {layer} on {kinds[home]!r}: accelerate would bring back one layer at a time, without "
+                "gradients and without the siblings that share its amax; give room for all converted layers "
+                f"(max_memory, more GPUs), or keep it in high precision, rules={{{layer!r}: None}}"
+            )
+
+
 @register_quantizer(METHOD)
 class HalfbyteQuantizer(HfQuantizer):
     """What transformers calls while it loads a model with a HalfbyteConfig.
@@ -113,10 +131,15 @@ class HalfbyteQuantizer(HfQuantizer):
 
     report: Report | None = None
 
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse places of converted layers; transformers calls it before and once "auto" has become a map."""
+        _refuse_offload(kwargs.get("device_map"), () if self.report is None else self.report.converted)
+
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         _refuse_codes(kwargs.get("checkpoint_files") or ())
         config: Any = self.quantization_config
         self.report = config.convert_(model)
+        _refuse_offload(kwargs.get("device_map"), self.report.converted)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

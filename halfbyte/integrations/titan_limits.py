@@ -37,3 +37,12 @@ def refuse_experts(parallel_dims: Any, recipes: Sequence[Recipe]) -> None:
             "weight, whose amax is not the whole one's; keep them in high precision, rules={'*.inner_experts': None}, "
             "or set it to 1 and shard with expert_parallel_degree"
         )
+
+
+def refuse_graphs(schedule: str, training: Any) -> None:
+    """Raise ValueError where a CUDA graph would go on in the recipe in which it was captured."""
+    if schedule and not training.disable_cuda_graphs:
+        raise ValueError(
+            f"training.disable_cuda_graphs=False with schedule={schedule!r}: torchtitan captures forward and backward "
+            "once and would replay them in the first recipe for the whole run; set training.disable_cuda_graphs=True"
+        )

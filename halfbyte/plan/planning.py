@@ -102,6 +102,11 @@ class Plan:
         """Share of the dense bf16 peak that the model's own multiplications take."""
         return self.step.useful / self.step.total / self.job.hardware.flops["bf16"]
 
+    def _repr_html_(self) -> str:
+        from halfbyte.plan.show import as_html  # it reads plans
+
+        return as_html(self)
+
 
 def plan(request: PlanRequest) -> Plan:
     """Return the plan of what is asked; with mesh="auto" that of the fastest mesh that fits.

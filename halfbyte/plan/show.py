@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from halfbyte.notebook import html_lines, html_table
 from halfbyte.plan.assumptions import ROOM, assumptions, computed
 from halfbyte.plan.planning import GIB, Plan
 
@@ -38,6 +39,12 @@ def tables(plan: Plan) -> list[Table]:
     if plan.refused:
         found.append(_refused(plan))
     return found
+
+
+def as_html(plan: Plan) -> str:
+    """Return what the command prints, for a notebook."""
+    found = [html_lines([title]) + html_table(columns, lines) for title, columns, lines in tables(plan)]
+    return "".join([html_lines(plan_heading(plan).split("\n")), *found, html_lines(assumptions(plan.job))])
 
 
 def _memory(plan: Plan) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +17,9 @@ from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.policy import matches
 from halfbyte.position import warn_user
 from halfbyte.spec import GemmSpec, Recipe
+from halfbyte.stats.each_expert import is_maximum, ledger_of_experts, read_experts
 from halfbyte.stats.experts import observed_experts
-from halfbyte.stats.figures import MAXIMA, NOISE_LIMIT, LayerStatistics, empty_ledger, read_ledger
+from halfbyte.stats.figures import NOISE_LIMIT, LayerStatistics, read_ledger
 from halfbyte.stats.observe import observed_outputs
 from halfbyte.stats.table import StepStatistics
 
@@ -126,7 +128,8 @@ class StatsCollector:
             device = _device_of(layer, self._model)
             ledger = self._ledgers.get(name)
             if ledger is None or ledger.device != device:
-                ledger = self._ledgers[name] = empty_ledger(layer.in_features, layer.out_features, device)
+                experts = layer.experts if isinstance(layer, GroupedRecipe) else 0
+                ledger = self._ledgers[name] = ledger_of_experts(_features(layer), experts, device)
             layer.ledger = ledger.zero_()
             layer.instead = observed_experts if isinstance(layer, GroupedRecipe) else observed_outputs
 
@@ -143,8 +146,10 @@ class StatsCollector:
             for (name, layer), ledger in zip(
                 self._layers.items(), together.split([len(ledger) for ledger in ledgers]), strict=True
             ):
-                about, features = (name, describe_recipe(layer.recipe)), (layer.in_features, layer.out_features)
-                rows.append(read_ledger(ledger, about, features, spec_keys(layer.recipe)))
+                about, features = (name, describe_recipe(layer.recipe)), _features(layer)
+                own, experts = read_experts(ledger, about, features, spec_keys(layer.recipe))
+                row = read_ledger(own, about, features, spec_keys(layer.recipe))
+                rows.append(replace(row, experts=experts))
         silent = {row.name: "nothing ran forward and backward" for row in rows if not row.tensors}
         return StepStatistics(
             step=self.step + 1,
@@ -156,13 +161,12 @@ class StatsCollector:
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self._group) == 1:
             return together
         self._agree(list(self._layers))
-        is_maximum = torch.cat(
-            [torch.arange(len(ledger), device=together.device) < MAXIMA for ledger in self._ledgers.values()]
-        )
-        maxima = torch.where(is_maximum, together, 0.0)
+        masks = [is_maximum(ledger, _features(self._layers[name])) for name, ledger in self._ledgers.items()]
+        largest = torch.cat([mask.to(together.device) for mask in masks])
+        maxima = torch.where(largest, together, 0.0)
         dist.all_reduce(together, dist.ReduceOp.SUM, self._group)
         dist.all_reduce(maxima, dist.ReduceOp.MAX, self._group)
-        return torch.where(is_maximum, maxima, together)
+        return torch.where(largest, maxima, together)
 
     def _agree(self, names: list[str]) -> None:
         """Raise on every rank where ranks hold other layers, whose ledgers do not add up."""
@@ -213,10 +217,16 @@ def _obstacle(layer: Any) -> str:
         return f"a {type(layer).__name__} has GEMMs of its own"
     if isinstance(layer, LinearLayer) and layer.entry is not None:
         return "ranks share it: NVFP4Colwise and NVFP4Rowwise have passes of their own"
+    if isinstance(layer, GroupedRecipe) and layer.entry is not None:
+        return "ranks share its experts: ExpertParallel has passes of its own"
     weight = getattr(layer, "weight", None)  # experts of transformers hold theirs elsewhere
     if weight is not None and type(weight) not in PLAIN and not hasattr(weight, "placements"):
         return f"its weight is a {type(weight).__name__}: no values to compare codes with"
     return ""
+
+
+def _features(layer: Any) -> tuple[int, int]:
+    return layer.in_features, layer.out_features
 
 
 def _device_of(layer: Any, model: nn.Module) -> torch.device:

@@ -1,8 +1,9 @@
 """Experts in a sampled step: each group of tokens with its expert's weight is measured as a linear layer of its own.
 
 That is what it is by definition (docs/numerics.md, section 8): a place in the random stream, an amax and blocks of its
-own. So the sums of all groups go into one ledger. The layer itself runs as always; behind it an op of its backward
-measures what it computes a second time. Tokens behind the last group and experts without tokens add nothing.
+own. So the sums of all groups go into one ledger, and those of each into a short one of its expert behind it. The layer
+itself runs as always; behind it an op of its backward measures what it computes a second time. Tokens behind the last
+group and experts without tokens add nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.reference.grouped import group_bounds
 from halfbyte.rng import Draw, StreamPhilox
 from halfbyte.spec import Recipe, parse_recipe
+from halfbyte.stats.each_expert import add_group, ledger_of_experts
 from halfbyte.stats.observe import Observed, observe
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -99,11 +101,14 @@ def _observe_experts(ledger: Tensor, text: str, tensors: Sequence[Tensor | None]
     assert x is not None and w is not None and offsets is not None and dy is not None, "only places may be missing"
     draws = (None, None) if base is None else ((0, None), (0, None))
     request = Request(parse_recipe(key), 1, (0, 1), (0,), draws, x.dtype, True, (Layout(None, None),))
+    features, groups = (w.shape[2], w.shape[1]), len(offsets)
     with torch.no_grad():
         for index, rows in filled_groups(offsets, x.shape[0]):
+            own = ledger_of_experts(features, 0, ledger.device)
             bases = place_of_group(base, index), place_of_group(sign_base, index)
             seen = Observed(request, needs, [x[rows], w[index], None, *bases, dy[rows]], [stream, stream])
-            observe(seen, {0: ledger})
+            observe(seen, {0: own})
+            add_group(ledger, features, own, index, groups)
 
 
 def _nothing(*arguments: Any) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from halfbyte.spec import parse
@@ -38,10 +37,13 @@ NOISE_LIMIT = 1 / math.sqrt(3)
 """Noise of the weight gradient over the gradient: beyond, training in FP4 stalls (arXiv 2505.19115, section 4)."""
 
 
+FIXED = MAXIMA + len(SIDES) * len(SIDE_SUMS) + len(PRODUCTS) * len(PRODUCT_SUMS) + len(TENSORS) * len(TENSOR_SUMS)
+"""Entries that do not depend on a layer's features: those before the counts of channels."""
+
+
 def ledger_size(in_features: int, out_features: int) -> int:
     """Return the number of entries of a layer's ledger."""
-    fixed = len(SIDES) * len(SIDE_SUMS) + len(PRODUCTS) * len(PRODUCT_SUMS) + len(TENSORS) * len(TENSOR_SUMS)
-    return MAXIMA + fixed + 2 * in_features + out_features
+    return FIXED + 2 * in_features + out_features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,13 +187,13 @@ class TensorStatistics:
 
     @property
     def top_channel(self) -> int:
-        """The channel with the largest share of outliers."""
-        return max(range(len(self.channels)), key=self.channels.__getitem__)
+        """The channel with the largest share of outliers; of one expert none is counted, and it is 0."""
+        return max(range(len(self.channels)), key=self.channels.__getitem__, default=0)
 
     @property
     def top_channel_share(self) -> float:
         """Outliers among the values of that channel."""
-        return self.channel_shares[self.top_channel]
+        return self.channel_shares[self.top_channel] if self.channels else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +225,7 @@ class ProductStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStatistics:
-    """What one layer did in one sampled step.
+    """What one layer did in one sampled step, or one expert of it.
 
     Args:
         name: of the layer.
@@ -231,6 +233,7 @@ class LayerStatistics:
         operands: {x.row, …: OperandStatistics}, those that the recipe quantizes.
         tensors: {x, w, dy: TensorStatistics}.
         products: {y, dx, dw: ProductStatistics}, those that were computed.
+        experts: of a layer of experts, {index: the same of one}, those that got tokens; their tensors have no channels.
     """
 
     name: str
@@ -238,6 +241,7 @@ class LayerStatistics:
     operands: dict[str, OperandStatistics]
     tensors: dict[str, TensorStatistics]
     products: dict[str, ProductStatistics]
+    experts: dict[int, LayerStatistics] = field(default_factory=dict)
 
     @property
     def dw_noise_ratio(self) -> float:
@@ -282,8 +286,3 @@ def read_ledger(
         if sums[0]
     }
     return LayerStatistics(name=about[0], recipe=about[1], operands=operands, tensors=tensors, products=products)
-
-
-def empty_ledger(in_features: int, out_features: int, device: torch.device) -> Tensor:
-    """Return a ledger of nothing."""
-    return torch.zeros(ledger_size(in_features, out_features), dtype=torch.float64, device=device)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from halfbyte.notebook import html_lines, html_table
+from halfbyte.stats.each_expert import EXPERT_HEAD, expert_row
 from halfbyte.stats.figures import NOISE_LIMIT, LayerStatistics
 
 HEAD = (
@@ -78,6 +79,10 @@ class StepStatistics:
             for name, p in layer.products.items()
         ]
 
+    def expert_rows(self) -> list[tuple[str, ...]]:
+        """Return the cells of the table of experts: of each layer those with most and fewest tokens, the noisiest."""
+        return [expert_row(layer) for layer in self.layers if layer.experts]
+
     def closing_lines(self) -> list[str]:
         """Return what is said under the tables."""
         side = "beyond" if self.is_noisy else "within"
@@ -91,11 +96,15 @@ class StepStatistics:
 
     def __str__(self) -> str:
         parts = [f"step {self.step}", *aligned_table(HEAD, self.operand_rows()), ""]
-        parts += [*aligned_table(PRODUCT_HEAD, self.product_rows()), "", *self.closing_lines()]
+        parts += [*aligned_table(PRODUCT_HEAD, self.product_rows()), ""]
+        if experts := self.expert_rows():
+            parts += [*aligned_table(EXPERT_HEAD, experts), ""]
+        parts += self.closing_lines()
         return "\n".join(parts)
 
     def _repr_html_(self) -> str:
         tables = html_table(HEAD, self.operand_rows()) + html_table(PRODUCT_HEAD, self.product_rows())
+        tables += html_table(EXPERT_HEAD, experts) if (experts := self.expert_rows()) else ""
         return f"<p><b>step {self.step}</b></p>{tables}{html_lines(self.closing_lines())}"
 
 

@@ -3,7 +3,9 @@
 import json
 import math
 
-from bench import lora
+import pytest
+
+from bench import lora, lora_tables
 
 
 def test_both_kinds_beside_high_precision(tmp_path, capsys, monkeypatch):
@@ -20,3 +22,14 @@ def test_both_kinds_beside_high_precision(tmp_path, capsys, monkeypatch):
     assert aware["merged_equals_trained"] and aware["merge_error"] == aware["logits_changed"] == 0
     (path,) = tmp_path.glob("lora-*.jsonl")
     assert len(path.read_text().splitlines()) == 3
+
+
+def test_the_table_is_of_the_newest_listing(tmp_path):
+    line = {"case": "lora/step", "way": "bf16", "tokens_per_s": 1.0}
+    for name, rate in (("gpu-20260101-a.txt", 1.0), ("gpu-20260102-b.txt", 2.0)):
+        (tmp_path / name).write_text(f"# a heading\n{json.dumps(line | {'tokens_per_s': rate})}\n")
+    (tmp_path / "gpu-20260103-c.txt").write_text('{"case": "another"}\n')
+    name, lines = lora_tables.listed(tmp_path)
+    assert name == "gpu-20260102-b.txt" and [found["tokens_per_s"] for found in lines] == [2.0]
+    with pytest.raises(ValueError, match="no listing has lines of lora/step; run python -m bench.lora"):
+        lora_tables.listed(tmp_path / "none")

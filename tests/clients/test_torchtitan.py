@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 import ranks
 import titan_runs as runs
 from torchtitan.components.quantization.nvfp4 import nvfp4_bf16_tail_fqns
+from torchtitan.config import CompileConfig
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -114,6 +115,19 @@ def test_forward_and_gradients_are_those_of_quantize():
     assert len(results[0][1]) > 10 and same(results[0][1], results[1][1])
 
 
+def test_blocks_that_torchtitan_compiles_compute_the_same_bits():
+    """Up to what Inductor rounds otherwise: the graph is run as it was traced."""
+    losses = {}
+    for backend in ("", "aot_eager"):
+        config = short()
+        if backend:
+            config.compile = CompileConfig(enable=True, components=["model"], backend=backend)
+        trainer, losses[backend] = runs.run(ours.quantize_config_(config, keep=hb.Keep(last_fraction=0)))
+        torch.distributed.destroy_process_group()
+        assert trainer.checkpointer.run_state.next_position == 2
+    assert losses["aot_eager"] == losses[""]
+
+
 def test_the_block_of_the_page_is_a_config():
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     namespace = {}
@@ -124,24 +138,25 @@ def test_the_block_of_the_page_is_a_config():
     assert config.override.imports[0][1]["schedule"] == "0.9:bf16/nvfp4"
 
 
-def fsdp_on_a_rank(rank: int, world: int, folder: str, recipe: str, backend: str):
+def fsdp_on_a_rank(rank: int, world: int, folder: str, recipe: str, backend: str, replicas: int):
     """Train two steps on this rank, and return its place and the whole weights."""
     runs.alone(rank, world)
     config = short()
     config.dump_folder = folder
     config.training.max_norm = 1e9  # norms of shards add in another order
-    config.parallelism.spmd_backend = backend
+    config.parallelism.spmd_backend, config.parallelism.data_parallel_replicate_degree = backend, replicas
     trainer, losses = runs.run(ours.quantize_config_(config, recipe, keep=hb.Keep(last_fraction=0)), weights=True)
     state = trainer.checkpointer.run_state
     return state.rank, state.next_position, losses, [p.tolist() for p in whole(trainer.model_parts[0].parameters())]
 
 
-def test_two_ranks_of_fsdp2_are_one_process_that_takes_them_in_turn(tmp_path):
+@pytest.mark.parametrize("replicas", [1, 2], ids=["FSDP2", "replicas"])
+def test_two_ranks_of_fsdp2_are_one_process_that_takes_them_in_turn(tmp_path, replicas):
     backend = (
         "partial_dtensor"  # with spmd_types, torchtitan 0.3.0's own model needs a torch after 2.13 on several ranks
     )
     recipe = "naive_fp4"  # all three GEMMs, and nothing drawn
-    results = ranks.run(2, fsdp_on_a_rank, str(tmp_path), recipe, backend, seconds=200)
+    results = ranks.run(2, fsdp_on_a_rank, str(tmp_path), recipe, backend, replicas, seconds=200)
     assert [result[:2] for result in results] == [(0, 2), (1, 2)]
     assert results[0][3] == results[1][3]
     config = short(accumulate=2)
@@ -434,6 +449,12 @@ def test_refusals():
     config.override.imports = [f"{HERE}.recipe_checkpoint"]
     with pytest.raises(ValueError, match="Llama3Model: no layer follows a recipe; let .*recipe_linear to --override"):
         config.build()
+    config = ours.quantize_config_(short(), schedule="1:bf16/nvfp4")
+    assert config.training.disable_cuda_graphs and not short().training.disable_cuda_graphs
+    config.training.disable_cuda_graphs = False
+    with pytest.raises(ValueError, match="disable_cuda_graphs=False with schedule='1:bf16/nvfp4': .*replay them in"):
+        config.build()
+    torch.distributed.destroy_process_group()
     config = ours.quantize_config_(short())
     config.parallelism.spmd_backend = "full_dtensor"
     with pytest.raises(ValueError, match="spmd_backend='full_dtensor': .*; use 'spmd_types' or 'partial_dtensor'"):

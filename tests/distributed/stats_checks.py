@@ -75,4 +75,15 @@ def experts_of_a_rank(rank, world, wrap):
             fully_shard(layer)
     statistics = hb.collect_stats(model, every=1)
     model(*tokens(rank)).square().mean().backward()
-    return statistics.advance().records()
+    found = statistics.advance()
+    return found.records(), of_each(found)
+
+
+def of_each(step):
+    """Return {"layer[expert] operand": largest magnitude and noise}."""
+    return {
+        f"{one.name} {side}": (operand.amax, operand.noise)
+        for layer in step.layers
+        for one in layer.experts.values()
+        for side, operand in one.operands.items()
+    }

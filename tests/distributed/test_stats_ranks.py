@@ -23,19 +23,25 @@ def compare(found, model, batches):
     statistics = hb.collect_stats(model)
     for batch in batches:
         model(*batch).square().mean().backward()
-    wanted = statistics.advance().records()
+    step = statistics.advance()
+    wanted = step.records()
     assert len(wanted) == len(found)
     for one, other in zip(found, wanted, strict=True):
         numbers = {key: value for key, value in other.items() if isinstance(value, float)}
         assert {key: one[key] for key in numbers} == pytest.approx(numbers, rel=1e-12)
         assert {key: one[key] for key in one if key not in numbers} == {k: other[k] for k in other if k not in numbers}
+    return step
 
 
 @pytest.mark.parametrize("wrap", [False, True])
 def test_experts_whose_tokens_lie_on_two_ranks(wrap):
     found = ranks.run(2, stats_checks.experts_of_a_rank, wrap)
-    assert found[0] == found[1] and len(found[0]) == 15
-    compare(found[0], stats_checks.experts(), [stats_checks.tokens(rank) for rank in range(2)])
+    records, each = found[0]
+    assert found[0] == found[1] and len(records) == 15 and len(each) == 3 * len([r for r in records if "operand" in r])
+    whole = compare(records, stats_checks.experts(), [stats_checks.tokens(rank) for rank in range(2)])
+    wanted = stats_checks.of_each(whole)
+    assert each.keys() == wanted.keys()
+    assert all(each[name] == pytest.approx(values, rel=1e-12) for name, values in wanted.items())
 
 
 def test_ranks_with_other_layers_are_refused():

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 PACKAGE = Path(hb.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "internals" / "kernels.md"
-ROW = re.compile(r"^\| `(\w+)` \| (.+) \| (.+) \|$", re.MULTILINE)
+TABLE = re.compile(r"^`(\w+)`:\n\n((?:\|.*\n)+)", re.MULTILINE)
+ROW = re.compile(r"^\| `(.+)` \| (`.+`) \|$", re.MULTILINE)
 NAME = re.compile(r"`([\w/]+)`")
 
 PLAIN, TILE, MX = hb.NVFP4(), hb.NVFP4(block=(16, 16)), hb.MXFP8()
@@ -143,9 +144,19 @@ CALLS: dict[str, Callable[[], Iterator[Callable]]] = {
 def listed() -> dict[str, set[tuple[str, Way]]]:
     text = PAGE.read_text(encoding="utf-8")
     table: dict[str, set[tuple[str, Way]]] = {}
-    for call, way, names in ROW.findall(text[text.index("## The way of x") : text.index("## Heads")]):
-        table.setdefault(call, set()).update((name, tuple(NAME.findall(way))) for name in NAME.findall(names))
+    for call, rows in TABLE.findall(text[text.index("## The way of x") : text.index("## Heads")]):
+        lines = ROW.findall(rows)
+        table[call] = {(name, whole(way.split(" → "))) for way, names in lines for name in NAME.findall(names)}
     return table
+
+
+def whole(files: list[str]) -> Way:
+    """Give a file that is named alone the folder of the one before, as the page does; but for those beside folders."""
+    way: list[str] = []
+    for file in files:
+        is_there = (PACKAGE / "kernels" / f"{file}.py").is_file()
+        way.append(file if is_there else f"{way[-1].rpartition('/')[0]}/{file}")
+    return tuple(way)
 
 
 def rooms(way: Way) -> list[str]:

@@ -66,6 +66,9 @@ def test_every_figure_is_that_of_all_groups_together(name):
             before = total.setdefault(side, dict.fromkeys(sums, 0.0))
             for key, value in sums.items():
                 before[key] = max(before[key], value) if key == "amax" else before[key] + value
+            for figure, value in figures_of(sums, spec).items():
+                got = getattr(found.experts[g].operands[side], figure)
+                assert got == pytest.approx(value, rel=2e-5, abs=1e-9, nan_ok=True), f"expert {g} {side} {figure}"
         quantized = expected(x[rows], w[g], None, dy[rows], recipe, place)
         exact = (
             x[rows].double() @ w[g].double().T,
@@ -74,8 +77,11 @@ def test_every_figure_is_that_of_all_groups_together(name):
         )
         for product, reference in zip(products, exact, strict=True):
             got = getattr(quantized, product).value
-            products[product] += [t.square().sum().item() for t in (reference, got, got - reference)]
-    assert set(found.operands) == set(total)
+            own = [t.square().sum().item() for t in (reference, got, got - reference)]
+            products[product] += own
+            one = found.experts[g].products[product]
+            assert one.noise_ratio == pytest.approx(math.sqrt(own[2] / own[0]), rel=1e-3, abs=1e-6), (g, product)
+    assert set(found.operands) == set(total) and list(found.experts) == [g for g, size in enumerate(SIZES) if size]
     for side, sums in total.items():
         for figure, value in figures_of(sums, specs[side]).items():
             got = getattr(found.operands[side], figure)
@@ -102,6 +108,31 @@ def test_outliers_are_those_of_each_group():
     assert found["x"].top_channel == 5
 
 
+def test_the_table_says_who_got_tokens_and_is_noisiest():
+    layer, (x, _, dy) = layer_of("nvfp4")
+    statistics = hb.collect_stats(nn.ModuleDict({"experts": layer}))
+    layer(x.clone().requires_grad_(), ends(SIZES)).backward(dy)
+    step = statistics.advance()
+    experts = step["experts"].experts
+    noisiest = [max(experts, key=lambda g, p=p: experts[g].products[p].noise_ratio) for p in ("y", "dx", "dw")]
+    (row,) = step.expert_rows()
+    assert row[:4] == ("experts", "3", "3: 52.6%", "2: 2.6%")  # 20 and 1 of 38 tokens
+    assert [int(cell.partition(":")[0]) for cell in row[4:]] == noisiest
+    assert "experts with tokens" in str(step) and "experts with tokens" in step._repr_html_()
+    assert {record["layer"] for record in step.records()} == {"experts"}  # files have a row a layer
+
+
+def test_ranks_with_some_of_the_experts_each_have_no_rows_of_them():
+    """Their groups are fewer than the layer's experts, and have other numbers."""
+    layer, (x, w, dy) = layer_of("nvfp4")
+    with torch.no_grad():
+        layer.weight = nn.Parameter(w[:2].clone())
+    statistics = hb.collect_stats(nn.ModuleDict({"experts": layer}))
+    layer(x[:18].clone().requires_grad_(), ends((17, 1))).backward(dy[:18])
+    step = statistics.advance()
+    assert step["experts"].tensors["x"].elements == 18 * K and not step["experts"].experts and not step.expert_rows()
+
+
 def test_one_group_is_a_linear_layer():
     torch.manual_seed(0)
     x, dy = torch.randn(20, K), torch.randn(20, N)
@@ -116,6 +147,8 @@ def test_one_group_is_a_linear_layer():
         layer(x.clone().requires_grad_(), *more).backward(dy)
         rows.append(statistics.advance())
     assert rows[0].records() == rows[1].records() and rows[0]["one"].tensors == rows[1]["one"].tensors
+    assert str(rows[0]["one"].experts[0].operands) == str(rows[1]["one"].operands)  # of which some figures are NaN
+    assert not rows[1]["one"].experts
 
 
 class Block(nn.Module):

@@ -1,0 +1,50 @@
+"""Steps on several GPUs with weights that travel in bf16 and as NVFP4: a table of docs/performance.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from bench.markdown import recorded
+from bench.records import Record
+
+PLAIN, CODES = ("plain", "bf16"), ("nvfp4", "codes")
+"""What `bench.zero` and `bench.gather` call weights that travel in bf16, and in 4 bits."""
+
+
+def several(records: Sequence[Record]) -> str:
+    """Return the newest run of every model, sharding and number of GPUs with both kinds of weights, a line each."""
+    pairs: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for record in records:
+        v = record.values
+        if v["case"] in ("zero/step", "gather/step") and record.is_clean and v.get("vocabulary", 32_000) == 32_000:
+            kind = "bf16" if v.get("weights", v.get("way")) in PLAIN else "nvfp4"
+            assert kind == "bf16" or v.get("weights", v.get("way")) in CODES, v
+            key = v["case"], v["model"], v.get("layers"), v["world"]
+            pairs.setdefault(key, {})[kind] = record  # oldest first
+    lines = []
+    for (case, model, layers, world), pair in sorted(pairs.items(), key=lambda item: (item[0][0] < "z", item[0][3])):
+        before, after = pair["bf16"], pair["nvfp4"]
+        lines.append(
+            (
+                [
+                    ("ZeRO-1, " if case == "zero/step" else "FSDP2, ")
+                    + (f"{layers} blocks of {model}" if layers else model),
+                    str(world),
+                    f"{_ratio(before, after, 'step_ms', 1, '.0f')}",
+                    f"{_ratio(before, after, 'peak_GiB', 1, '.1f')}",
+                    f"{_ratio(before, after, 'gathered_bytes', 1e-6, ',.0f')}",
+                ],
+                [before.stamp, after.stamp],
+            )
+        )
+    return recorded(["", "GPUs", "step, ms", "peak, GiB", "gathered, MB"], lines)
+
+
+def _ratio(before: Record, after: Record, name: str, factor: float, form: str) -> str:
+    old, new = before.values[name] * factor, after.values[name] * factor
+    return f"{old:{form}} → {new:{form}}, {new / old:.2f}×"
+
+
+RENDERERS: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType({"several": several})
