@@ -189,10 +189,9 @@ def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | Non
             "set_recipe_ before or after the context"
         )
     for module in modules:
-        if module.run_state is None and state is None and recipe.needs_rng:
-            raise ValueError(
-                "state=None: the recipe draws random bits and a layer has no RunState; pass state=hb.RunState(seed)"
-            )
+        if module.run_state is None and state is None and (recipe.needs_rng or recipe.amax is not None):
+            what = "draws random bits" if recipe.needs_rng else "delays amaxes"
+            raise ValueError(f"state=None: the recipe {what} and a layer has no RunState; pass state=hb.RunState(seed)")
     for module in modules:
         if state is not None:
             module.join(state.share())

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from halfbyte.channels import Channels
+from halfbyte.delayed import Delayed
 from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, GemmSpec, Hadamard, Recipe, Spec, parse_recipe
 from halfbyte.te import from_te as from_te
 
@@ -134,7 +135,7 @@ def weight_only(*, base: Recipe | str | None = None) -> Recipe:
         return spec if role == "weights" and spec is not None and spec.rotation is None else None
 
     recipe = nvfp4() if base is None else resolve(base)
-    return _changed(dataclasses.replace(recipe, activation_mean="kept", channels=None), change)
+    return _changed(dataclasses.replace(recipe, activation_mean="kept", channels=None, amax=None), change)
 
 
 def _changed(recipe: Recipe, change: Callable[[Spec | None, str], Spec | None]) -> Recipe:
@@ -190,6 +191,20 @@ def hot_channels(*, share: float = 0.05, base: Recipe | str | None = None) -> Re
     """
     recipe = nvfp4() if base is None else resolve(base)
     return dataclasses.replace(recipe, channels=Channels(kind="patch", share=share))
+
+
+def delayed_amax(*, every: int = 1, margin: float = 1.0, base: Recipe | str | None = None) -> Recipe:
+    """A recipe that quantizes x and gradients with their amax of an earlier step; weights keep their own.
+
+    Every optimizer step begins with `begin_step(model)` of the RunState, which hands the amaxes on.
+
+    Args:
+        every: they are measured in one step of so many.
+        margin: what they are multiplied by, 1 or more: room for values that grow.
+        base: the recipe to change, or a preset's name; `nvfp4()` by default.
+    """
+    recipe = nvfp4() if base is None else resolve(base)
+    return dataclasses.replace(recipe, amax=Delayed(every=every, margin=margin))
 
 
 def quartet2(

@@ -264,7 +264,10 @@ class Trainer:
             history.diverged = Divergence(self.step, divergence.PARAMETERS)
 
     def _follow_schedule(self, log: Log | Silent) -> None:
-        recipe, schedule = self.run_state.begin_step(self.model), self.run_state.schedule
+        amaxes, schedule = self.run_state.amaxes, self.run_state.schedule
+        before, recipe = amaxes.changes, self.run_state.begin_step(self.model)
+        if amaxes.changes != before:
+            self._forget_graph()
         if recipe is None or schedule is None:
             return
         if self.step in schedule.starts:  # else layers of a resumed run take up what changed before
@@ -282,7 +285,8 @@ class Trainer:
         optim.set_learning_rate_(self.optimizer, lr)
         batches = [self.batches[self.position + i] for i in range(count)]
         compute = self.compute
-        if isinstance(compute, graphs.GraphedStep) and self.stats is not None and self.stats.is_sampling:
+        does_more = self.run_state.amaxes.measures_now_and_then or (self.stats is not None and self.stats.is_sampling)
+        if isinstance(compute, graphs.GraphedStep) and does_more:
             compute = compute.eagerly
         total, norm = compute(*(tokens for batch in batches for tokens in batch))
         if self.stats is not None:
@@ -407,6 +411,7 @@ class Trainer:
             "tokens_per_second": self._tokens() / self.seconds,
             "peak_memory_bytes": peak,
             "saved_activation_bytes": saved,
+            **({"amaxes_exceeded": self.run_state.amaxes.exceeded} if self.run_state.amaxes.layers else {}),
         }
 
 
