@@ -24,7 +24,7 @@ X, DY = 0, 2
 """Where those of x begin, and those of dy."""
 
 _COUNT = len(OPERANDS)
-_FIELDS = ("held", "seen", "exceeded")
+_FIELDS = ("held", "is_held", "seen", "exceeded")
 
 
 class LayerAmaxes:
@@ -89,7 +89,7 @@ class LayerAmaxes:
             for tensor, value in zip(tensors, values[name], strict=True):
                 tensor.fill_(value)
         self.exceeded.copy_(torch.tensor(values["exceeded"]))
-        self.is_held = [value > 0 for value in values["held"]]
+        self.is_held = list(map(bool, values["is_held"]))
         self.measures = self.is_followed and step > 0 and (step - 1) % self.how.every == 0
 
 
@@ -101,10 +101,16 @@ class DelayedAmaxes:
         self.changes = 0
         """How often operands have begun to use what is held: code that was recorded before does not."""
         self._unread: _Unread | None = None
+        self._loaded: dict[str, Any] = {}
+        self._loaded_at: int | None = None  # after so many steps; None once a step has begun since
 
     def of(self, stream: int, how: Delayed, device: torch.device) -> LayerAmaxes:
         """Return those of the layer with this stream, whose recipe says `how`."""
-        layer = self.layers.setdefault(stream, LayerAmaxes(how, device))
+        layer = self.layers.get(stream)
+        if layer is None:
+            layer = self.layers[stream] = LayerAmaxes(how, device)
+            if self._loaded_at is not None and str(stream) in self._loaded:
+                layer.load(self._loaded[str(stream)], self._loaded_at)
         layer.how, layer.is_followed = how, True
         return layer
 
@@ -117,8 +123,8 @@ class DelayedAmaxes:
         """Raise ValueError if a layer waits for amaxes of earlier steps, which nobody tells apart."""
         if any(layer.is_followed for layer in self.layers.values()):
             raise ValueError(
-                "a recipe delays its amaxes and begin_step was never called, so that none would ever be handed on: call "
-                "begin_step(model) of the RunState before the first micro-batch of every optimizer step"
+                "a recipe delays its amaxes and begin_step was never called, so that none would ever be handed on: "
+                "call begin_step(model) of the RunState before the first micro-batch of every optimizer step"
             )
 
     def begin(self, step: int) -> None:
@@ -127,11 +133,12 @@ class DelayedAmaxes:
         Args:
             step: 0, 1, …, the number of the step that begins; all ranks begin it together.
         """
-        if self._unread is not None:
-            self.changes += self._unread.tell()
+        unread = self._unread if self._loaded_at is None else _Unread(list(self.layers.values()))
+        self._loaded, self._loaded_at = {}, None
         ended = [layer for _, layer in sorted(self.layers.items()) if layer.measures]
         if ended:
             _hold(ended)
+        self.changes += 0 if unread is None else unread.tell()
         for layer in self.layers.values():
             layer.measures = layer.is_followed and step % layer.how.every == 0
         waiting = [layer for layer in ended if not all(layer.is_held)]
@@ -139,7 +146,7 @@ class DelayedAmaxes:
 
     @property
     def exceeded(self) -> int:
-        """How often a step that measured met a greater amax than it quantized with, over all operands; reads devices."""
+        """How often a step that measured met a greater amax than it quantized with, of all operands; reads devices."""
         return sum(int(layer.exceeded.sum()) for layer in self.layers.values())
 
     def state_dict(self) -> dict[str, dict[str, list[float]]]:
@@ -151,6 +158,7 @@ class DelayedAmaxes:
         rows = zip(
             sorted(self.layers),
             held.view(-1, _COUNT).tolist(),
+            [list(layer.is_held) for layer in layers],
             greatest_of_ranks(seen).view(-1, _COUNT).tolist(),
             [layer.exceeded.tolist() for layer in layers],
             strict=True,
@@ -164,10 +172,11 @@ class DelayedAmaxes:
             ValueError: it is nothing that `state_dict` returns, or of other layers; nothing has changed then.
         """
         _check(state, self.layers)
-        self._unread, self.changes = None, self.changes + 1
+        self.changes += 1
         nothing = {name: [0] * _COUNT for name in _FIELDS}
         for stream, layer in self.layers.items():
             layer.load(state.get(str(stream), nothing), step)
+        self._loaded, self._loaded_at, self._unread = state, step, None
 
 
 def _check(state: Any, layers: dict[int, LayerAmaxes]) -> None:
@@ -188,7 +197,7 @@ def _is_row(values: Any) -> bool:
     """Whether these are the four numbers of a layer."""
     if not isinstance(values, list) or len(values) != _COUNT:
         return False
-    return all(type(value) in (int, float) and 0 <= value <= FLT_MAX and math.isfinite(value) for value in values)
+    return all(type(value) in (int, float, bool) and 0 <= value <= FLT_MAX and math.isfinite(value) for value in values)
 
 
 def _together(layers: list[LayerAmaxes], name: str) -> Tensor:
@@ -214,7 +223,7 @@ class _Unread:
 
     def __init__(self, layers: list[LayerAmaxes]) -> None:
         self._layers = layers
-        found = _together(layers, "held") > 0
+        found = _together(layers, "held") > 0 if layers else torch.zeros(0, dtype=torch.bool)
         self._event = None
         if found.device.type != "cuda":
             self._found = found.cpu()

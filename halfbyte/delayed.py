@@ -56,16 +56,22 @@ def waits(spec: Any) -> bool:
 def check_delayed(recipe: Any) -> None:
     """Raise ValueError where a recipe has a value for `amax` that its operands cannot follow."""
     delayed = recipe.amax
-    if delayed is None:
-        return
-    if not isinstance(delayed, Delayed):
+    if delayed is not None and not isinstance(delayed, Delayed):
         raise refused("amax", delayed, "use None, or what hb.recipes.delayed_amax() has")
+    problem = None if delayed is None else delay_problem(recipe)
+    if problem is not None:
+        raise refused("amax", delayed, problem)
+
+
+def delay_problem(recipe: Any) -> str | None:
+    """Say why a recipe's operands cannot be quantized with an earlier amax, and what to do, or None."""
     if recipe.activation_mean == "split":
-        raise refused("amax", delayed, "x without its mean has another amax in every call; use activation_mean='kept'")
+        return "x without its mean has another amax in every call; use activation_mean='kept'"
     if recipe.channels is not None:
-        raise refused("amax", delayed, "channels of x are taken apart anew in every call; use channels=None")
+        return "channels of x are taken apart anew in every call; use channels=None"
     operands = [gemm and gemm.a for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad)]
     if recipe.backward == "original":
         operands.append(recipe.wgrad and recipe.wgrad.b)
     if not any(waits(spec) for spec in operands):
-        raise refused("amax", delayed, "no operand of x or dy is NVFP4 with outer='tensor', so none has one; use None")
+        return "no operand of x or dy is NVFP4 with outer='tensor', so none has one; use None"
+    return None

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from halfbyte.channels import Channels
-from halfbyte.delayed import Delayed
+from halfbyte.delayed import Delayed, delay_problem
 from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, GemmSpec, Hadamard, Recipe, Spec, parse_recipe
 from halfbyte.te import from_te as from_te
 
@@ -246,7 +246,8 @@ def rl(
     weight = NVFP4(block=weight_block, scaling=scaling, e4m3_max=FOUR_OVER_SIX_E4M3_MAX)
     rest = bf16() if gradients is None else resolve(gradients)
     fprop = GemmSpec(a=activation, b=weight, batch_invariant=batch_invariant)
-    return Recipe(fprop=fprop, dgrad=rest.dgrad, wgrad=rest.wgrad, backward="dequantized")
+    made = Recipe(fprop=fprop, dgrad=rest.dgrad, wgrad=rest.wgrad, backward="dequantized")
+    return made if rest.amax is None or delay_problem(made) else dataclasses.replace(made, amax=rest.amax)
 
 
 def mxfp8(*, element: Literal["e4m3", "e5m2"] = "e4m3") -> Recipe:
@@ -308,14 +309,17 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 def mixed(forward: Recipe | str, backward: Recipe | str) -> Recipe:
     """Return the forward GEMM of one recipe with the backward GEMMs of another: what a run's last steps may want.
 
-    Behind a forward in high precision there is nothing to dequantize: such a backward reads x and w themselves.
+    Behind a forward in high precision there is nothing to dequantize: such a backward reads x and w themselves. Amaxes
+    are delayed if one of the two delays them, as the backward says if both do.
     """
     first, rest = resolve(forward), resolve(backward)
     channels = rest.channels if rest.channels is not None and rest.channels.kind == "mxfp8" else None
     if channels is None and first.channels is not None and first.channels.kind == "patch":
         channels = first.channels  # which the forward alone has
     mode = "original" if first.fprop is None else rest.backward
-    return dataclasses.replace(rest, fprop=first.fprop, backward=mode, channels=channels)
+    made = dataclasses.replace(rest, fprop=first.fprop, backward=mode, channels=channels, amax=None)
+    amax = rest.amax or first.amax
+    return made if amax is None or delay_problem(made) else dataclasses.replace(made, amax=amax)
 
 
 def get(name: str) -> Recipe:

@@ -1,4 +1,4 @@
-"""Amaxes of earlier steps in linear layers: those that a step finds are noted, others are used (numerics.md section 3)."""
+"""Amaxes of earlier steps in linear layers: what a step finds is noted, what is held used (numerics.md section 3)."""
 
 from __future__ import annotations
 

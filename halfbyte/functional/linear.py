@@ -148,7 +148,7 @@ def linear_shared(
 
 
 class Layers(NamedTuple):
-    """Linear layers that read one input: lists of one entry per layer, the rng of `linear_shared`, and amaxes of each dy."""
+    """Linear layers that read one input: lists of one entry per layer, and the rng of `linear_shared`."""
 
     weights: list
     biases: list
@@ -235,9 +235,7 @@ def prepare(
     request = checked(request, x, (weights, biases, amaxes, grads, cached), out_dtype)
     late = tuple([None if c is None or c.before_backward is None else c for c in cached])
     earlier = [t for one in dy_amaxes for t in one or GradientAmaxes()] if request.save and any(dy_amaxes) else []
-    call = Call(
-        request, tuple([0 if d is None else d.stream for d in draws]), late if any(late) else (), len(earlier)
-    )
+    call = Call(request, tuple([0 if d is None else d.stream for d in draws]), late if any(late) else (), len(earlier))
     if request.save:
         bases = [snapshot(base) for base in bases]
     # Of a frozen weight the codes are all that is read: tensors of a class would keep a pass from being repeated.

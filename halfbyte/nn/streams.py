@@ -32,7 +32,7 @@ STALE_FORWARDS = 64
 
 
 def own_state(recipe: Recipe, state: RunState | None) -> RunState | None:
-    """Return the RunState for layers built with these arguments: a private one if it is None and the recipe needs it."""
+    """Return the RunState for layers built with these: a private one if it is None and the recipe needs one."""
     needs_one = recipe.needs_rng or recipe.amax is not None
     return RunState.private() if state is None and needs_one else state
 
