@@ -11,7 +11,8 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.amaxes import DY, X
 from halfbyte.functional.autocast import autocast_dtype
-from halfbyte.functional.earlier import GradientAmaxes, Specs, own_amaxes, waiting
+from halfbyte.functional.earlier import GradientAmaxes, Specs, own_amaxes, refuse_delayed, waiting
+from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.operands import gradient_specs
 from halfbyte.functional.places import FPROP_SIGNS, WGRAD_SIGNS, at_stream
 from halfbyte.layout import matrix_shape
@@ -37,6 +38,8 @@ def input_amaxes(x: Tensor, layers: Sequence[Any], call: int, given: ops.Amaxes 
     first = layers[0]
     if not _is_delayed(first) or x.is_meta:
         return given
+    if is_sharded(x):
+        refuse_delayed(first.recipe, "layers that ranks share")
     first.run_state.watch_steps()
     records = torch.is_grad_enabled()
     specs = waiting(_input_specs(first.recipe, records and any(layer.weight.requires_grad for layer in layers)))
