@@ -149,7 +149,7 @@ class DelayedAmaxes:
         """How often a step that measured met a greater amax than it quantized with, of all operands; reads devices."""
         return sum(int(layer.exceeded.sum()) for layer in self.layers.values())
 
-    def state_dict(self) -> dict[str, dict[str, list[float]]]:
+    def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return what a checkpoint needs, plain values by stream; several ranks call it together."""
         layers = [self.layers[stream] for stream in sorted(self.layers)]
         if not layers:

@@ -26,7 +26,7 @@ def _is_delayed(layer: Any) -> bool:
     return layer.recipe.amax is not None and layer.amaxes is not None and layer.training
 
 
-def input_amaxes(x: Tensor, layers: Sequence[Any], call: int, given: ops.Amaxes | None) -> ops.Amaxes | None:
+def amaxes_of_x(x: Tensor, layers: Sequence[Any], call: int, given: ops.Amaxes | None) -> ops.Amaxes | None:
     """Return the amaxes with which layers that share one input quantize it; the first layer's, as random bits are.
 
     Args:

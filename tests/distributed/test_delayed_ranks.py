@@ -38,7 +38,9 @@ def test_outputs_are_those_of_the_amax_of_both(found):
         layer.amaxes.is_held = [True] * 4
         layer.train()
         got = layer(x.requires_grad_()).detach().double()
-        w = oracle.dequantize(oracle.quantize(layer.weight.detach().numpy(), checks.recipe().fprop.b), checks.recipe().fprop.b)
+        w = oracle.dequantize(
+            oracle.quantize(layer.weight.detach().numpy(), checks.recipe().fprop.b), checks.recipe().fprop.b
+        )
         bound = torch.from_numpy(np.abs(later).astype(np.float64) @ np.abs(w.T).astype(np.float64)) * 2e-6
         want = torch.from_numpy(later.astype(np.float64) @ w.T.astype(np.float64))
         assert ((got - want).abs() <= bound).all() and not np.array_equal(later, own)

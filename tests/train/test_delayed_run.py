@@ -72,8 +72,6 @@ def test_what_a_graph_has_recorded_is_forgotten_once_amaxes_are_used(run, monkey
     trainer = loop.Trainer(config, "nvfp4(amax=delayed:4)@all", data)
     monkeypatch.setattr(graphs.GraphedStep, "reset", lambda self: (resets.append(trainer.step), own(self)))
     eagerly = graphs.GraphedStep.eagerly
-    monkeypatch.setattr(
-        graphs.GraphedStep, "eagerly", lambda self, *t: aside.append(trainer.step) or eagerly(self, *t)
-    )
+    monkeypatch.setattr(graphs.GraphedStep, "eagerly", lambda self, *t: aside.append(trainer.step) or eagerly(self, *t))
     trainer.train()
     assert aside == [0, 4] and resets[0] == 2 and set(resets[1:]) <= {8}
