@@ -474,6 +474,7 @@ def train_held(
 ) -> dict:
     """Do what `train` does for a caller whose first rank holds the lock of the folder."""
     ranks = ranks or World()
+    treatment.check_experts(config, treatment.treatment_of(recipe).recipe)
 
     def prepare() -> dict | None:
         folder.clean_folder(config.run.out)

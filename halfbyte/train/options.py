@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from halfbyte import recipes
 from halfbyte.delayed import Delayed
-from halfbyte.spec import Hadamard, Recipe
+from halfbyte.spec import Hadamard, Recipe, Spec
 from halfbyte.values import split_outside
 
 MORE: dict[str, Callable[..., Recipe]] = {
@@ -118,6 +118,21 @@ def read(text: str) -> Recipe:
         return recipe if amax is None else replace(recipe, amax=amax)
     except ValueError as error:
         raise ValueError(f"recipe={text!r}: {error}") from error
+
+
+def operand(word: str) -> Spec | str | None:
+    """Return the spec of an operand of a recipe with options, `nvfp4(rht=64).wgrad.a`; other words as they are.
+
+    Raises:
+        ValueError: the recipe is none, or no operand is named behind it.
+    """
+    if "(" not in word:
+        return word
+    recipe, *place = word.rsplit(".", 2)
+    if len(place) < 2 or place[0] not in ("fprop", "dgrad", "wgrad") or place[1] not in ("a", "b"):
+        raise ValueError(f"spec={word!r}: name an operand of the recipe, as in nvfp4(rht=64).wgrad.a")
+    product = getattr(read(recipe), place[0])
+    return product and getattr(product, place[1])
 
 
 def _option(text: str, name: str, given: str) -> tuple[str, Any]:

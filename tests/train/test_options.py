@@ -127,6 +127,17 @@ def test_experts_that_could_not_follow_in_mid_run_are_refused_before_it(name, ch
     assert applied(dataclasses.replace(config, model="tiny", mesh=configs.MeshConfig()), name).model == "tiny"
 
 
+@pytest.mark.parametrize("name", ["outlier_channels", "nvfp4(amax=delayed)"])
+def test_python_refuses_them_as_the_command_does(run, name):
+    """And a run that is there already is still there."""
+    config, data = run(steps=2, model="moe-tiny", overwrite=True)
+    config.run.out.mkdir()
+    (config.run.out / "result.json").write_text("{}")
+    with pytest.raises(ValueError, match="experts"):
+        loop.train(config, name, data)
+    assert (config.run.out / "result.json").exists()
+
+
 def test_who_follows_the_schedule_of_a_comparison():
     config = dataclasses.replace(configs.tiny(), recipe_schedule="0.5:bf16")
     assert schedules_of(config, ("bf16", "nvfp4")) == {"bf16": "", "nvfp4": "0.5:bf16"}
