@@ -98,7 +98,7 @@ def test_experts_that_were_kept_follow_no_schedule_though_they_have_its_state():
     ],
 )
 def test_recipes_that_experts_cannot_follow_are_refused_by_name_and_nothing_changes(recipe, words):
-    model = nn.Sequential(nn.Linear(40, 40), hb.nn.GroupedLinear(5, 40, 24))
+    model = nn.Sequential(nn.Linear(40, 40), hb.nn.GroupedLinear(5, 40, 24, recipe="bf16"))
     keep = hb.Keep(names=(), last_fraction=0)
     with pytest.raises(ValueError, match=rf"^1: .*experts.*{words}"):
         hb.quantize_(model, recipe, keep=keep)
