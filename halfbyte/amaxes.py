@@ -103,6 +103,7 @@ class DelayedAmaxes:
         self._unread: _Unread | None = None
         self._loaded: dict[str, Any] = {}
         self._loaded_at: int | None = None  # after so many steps; None once a step has begun since
+        self._is_settled = False
 
     def of(self, stream: int, how: Delayed, device: torch.device) -> LayerAmaxes:
         """Return those of the layer with this stream, whose recipe says `how`."""
@@ -135,7 +136,8 @@ class DelayedAmaxes:
         """
         unread = self._unread if self._loaded_at is None else _Unread(list(self.layers.values()))
         self._loaded, self._loaded_at = {}, None
-        ended = [layer for _, layer in sorted(self.layers.items()) if layer.measures]
+        self._is_settled = False
+        ended = self._measuring()
         if ended:
             _hold(ended)
         self.changes += 0 if unread is None else unread.tell()
@@ -144,22 +146,35 @@ class DelayedAmaxes:
         waiting = [layer for layer in ended if not all(layer.is_held)]
         self._unread = _Unread(waiting) if waiting else None
 
+    def _measuring(self) -> list[LayerAmaxes]:
+        return [layer for _, layer in sorted(self.layers.items()) if layer.measures]
+
+    def settle(self) -> None:
+        """Give all ranks, which call it together at a step's end, the greatest of what each has seen in it."""
+        layers = self._measuring()
+        if layers and not self._is_settled and _has_ranks():
+            seen = greatest_of_ranks(_together(layers, "seen"))
+            for layer, own in zip(layers, seen.split(_COUNT), strict=True):
+                torch._foreach_copy_(layer.seen, list(own.to(layer.device).unbind()))
+        self._is_settled = True
+
     @property
     def exceeded(self) -> int:
         """How often a step that measured met a greater amax than it quantized with, of all operands; reads devices."""
         return sum(int(layer.exceeded.sum()) for layer in self.layers.values())
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return what a checkpoint needs, plain values by stream; several ranks call it together."""
+        """Return what a checkpoint needs, plain values by stream; ranks that have not settled call it together."""
         layers = [self.layers[stream] for stream in sorted(self.layers)]
         if not layers:
             return {}
+        self.settle()
         seen, held = (_together(layers, name) for name in ("seen", "held"))
         rows = zip(
             sorted(self.layers),
             held.view(-1, _COUNT).tolist(),
             [list(layer.is_held) for layer in layers],
-            greatest_of_ranks(seen).view(-1, _COUNT).tolist(),
+            seen.view(-1, _COUNT).tolist(),
             [layer.exceeded.tolist() for layer in layers],
             strict=True,
         )
@@ -172,7 +187,7 @@ class DelayedAmaxes:
             ValueError: it is nothing that `state_dict` returns, or of other layers; nothing has changed then.
         """
         _check(state, self.layers)
-        self.changes += 1
+        self.changes, self._is_settled = self.changes + 1, False
         nothing = {name: [0] * _COUNT for name in _FIELDS}
         for stream, layer in self.layers.items():
             layer.load(state.get(str(stream), nothing), step)
@@ -248,8 +263,12 @@ class _Unread:
         return {"_layers": self._layers, "_found": self._found.clone(), "_event": None}
 
 
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def greatest_of_ranks(amaxes: Tensor) -> Tensor:
     """Return the greatest of all ranks, element by element; of one process its own."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if _has_ranks():
         dist.all_reduce(amaxes, dist.ReduceOp.MAX)
     return amaxes

@@ -175,6 +175,11 @@ class RunState:
         self._amaxes = self._amaxes or DelayedAmaxes()
         return self._amaxes
 
+    def settle_amaxes(self) -> None:
+        """Ask all ranks, at a step's end and together, for what they have seen in it, so that one may write it down."""
+        if self._amaxes is not None:
+            self._amaxes.settle()
+
     def amaxes_of(self, stream: int, how: Delayed) -> LayerAmaxes:
         """Return those of the layer whose first stream is `stream`."""
         return self.amaxes.of(stream, how, self._places.device)
@@ -369,7 +374,7 @@ class RunState:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs, on all ranks the same: plain values; a schedule only where there is one.
 
-        With a recipe whose amaxes are delayed all ranks call it together: it asks them for the greatest.
+        With a recipe whose amaxes are delayed all ranks call it together, unless they have called `settle_amaxes`.
         """
         state: dict[str, Any] = {"version": 1, "seed": self.seed, "position": self.next_position}
         state["streams"] = self._streams

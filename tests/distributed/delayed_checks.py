@@ -62,6 +62,16 @@ def trained(rank: int, world: int, sharded: bool) -> tuple[dict, list]:
     return state.state_dict(), outputs
 
 
+def written_by_one(rank: int, world: int) -> dict | None:
+    """Return what the first rank writes down alone, after a step of both."""
+    model, state = converted(rank)
+    state.begin_step(model)
+    model(batch(0, rank)).sum().backward()
+    state.advance()
+    state.settle_amaxes()
+    return state.state_dict() if rank == 0 else None
+
+
 def of_a_rank(rank: int, world: int) -> tuple:
     return trained(rank, world, sharded=False), trained(rank, world, sharded=True)
 
