@@ -357,6 +357,36 @@ def test_fused_modules_have_the_bits_of_their_parts(activation):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()))
 
 
+@pytest.mark.parametrize("kind", ["primary", "cached", "observed", "main_grad"])
+def test_whatever_holds_the_weight_the_bits_are_the_same(kind):
+    def run(changed):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(K, N, bias=False)).bfloat16()
+        keep = hb.Keep(names=(), last_fraction=0)
+        state = hb.quantize_(model, RECIPES["nvfp4"], keep=keep, state=hb.RunState(SEED)).state
+        if changed and kind == "primary":
+            hb.distributed.primary_weights_(model)
+        if changed and kind == "cached":
+            hb.cache_weights(model)
+        if changed and kind == "observed":
+            hb.collect_stats(model)
+        if changed and kind == "main_grad":
+            model[0].weight.main_grad = torch.zeros(N, K)
+        found = []
+        for step in range(4):
+            state.begin_step(model)
+            x, dy = batch(step)
+            x = x.bfloat16().requires_grad_()
+            y = model(x)
+            y.backward(dy.bfloat16())
+            found += [y.detach(), x.grad]
+            state.advance()
+        return found, state.state_dict()["amaxes"]
+
+    (one, amaxes), (other, same) = run(True), run(False)
+    assert equal(one, other) and amaxes == same
+
+
 def test_weights_keep_their_own_amax(monkeypatch):
     layer, spy = layer_of(RECIPES["nvfp4"]), Spy(monkeypatch)
     state = layer.run_state
