@@ -183,6 +183,22 @@ def test_a_resumed_run_goes_on_bit_for_bit(name):
         assert equal(first + rest, whole), stop
 
 
+def test_a_step_may_be_taken_back_in_its_middle():
+    """As who measures a gradient's noise does: the step is what it would have been."""
+    whole, _ = steps(RECIPES["nvfp4"], 5)
+    layer = layer_of(RECIPES["nvfp4"])
+    state = layer.run_state
+
+    def run(x):
+        before = state.state_dict()
+        layer(100 * x.detach()).sum().backward()
+        layer.weight.grad = None
+        state.load_state_dict(before)
+        return layer(x)
+
+    assert equal(steps(None, 5, model=layer, run=run)[0], whole)
+
+
 def test_a_state_may_be_loaded_before_there_are_layers():
     whole, _ = steps(RECIPES["nvfp4"], 5)
     _, layer = steps(RECIPES["nvfp4"], 3)
