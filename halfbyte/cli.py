@@ -140,9 +140,9 @@ def bench(arguments: list[str]) -> int:
 
 def _operand(word: str) -> Any:
     """Return the operand of a recipe with options, which `halfbyte.train` reads."""
-    from halfbyte.train.options import operand
+    from halfbyte.train.options import read_operand
 
-    return operand(word)
+    return read_operand(word)
 
 
 def explain_command(arguments: list[str]) -> int:

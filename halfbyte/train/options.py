@@ -120,7 +120,7 @@ def read(text: str) -> Recipe:
         raise ValueError(f"recipe={text!r}: {error}") from error
 
 
-def operand(word: str) -> Spec | str | None:
+def read_operand(word: str) -> Spec | str | None:
     """Return the spec of an operand of a recipe with options, `nvfp4(rht=64).wgrad.a`; other words as they are.
 
     Raises:

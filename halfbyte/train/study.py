@@ -31,7 +31,7 @@ from halfbyte.train.recorded import CONFIG, LAYERS, RESULT
 from halfbyte.train.signals import Interrupts
 
 
-class Kind(NamedTuple):
+class KeyKind(NamedTuple):
     """What a key of a study's file takes: whether a value fits, and how one is written."""
 
     fits: Callable[[Any], bool]
@@ -51,15 +51,15 @@ def _all(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 KINDS = {
-    "title": Kind(_is_text, 'a text, as in title = "A study"'),
-    "options": Kind(_all(lambda value: isinstance(value, str)), 'a list of texts, as in options = ["--steps", "400"]'),
-    "pieces": Kind(lambda value: isinstance(value, list), "tables, each under a line [[pieces]]"),
-    "noise_of": Kind(_is_text, "the folder of a study, as a text"),
-    "best_of": Kind(_is_text, "the folder of a study, as a text"),
+    "title": KeyKind(_is_text, 'a text, as in title = "A study"'),
+    "options": KeyKind(_all(lambda value: isinstance(value, str)), 'a list of texts, as in options = ["--steps", "400"]'),
+    "pieces": KeyKind(lambda value: isinstance(value, list), "tables, each under a line [[pieces]]"),
+    "noise_of": KeyKind(_is_text, "the folder of a study, as a text"),
+    "best_of": KeyKind(_is_text, "the folder of a study, as a text"),
 }
 KINDS_OF_A_PIECE = {
-    "recipes": Kind(_all(_is_text), 'a list of texts, as in recipes = ["bf16", "nvfp4"]'),
-    "seeds": Kind(_all(_is_seed), "a list of whole numbers, 0 or more, as in seeds = [0, 1, 2]"),
+    "recipes": KeyKind(_all(_is_text), 'a list of texts, as in recipes = ["bf16", "nvfp4"]'),
+    "seeds": KeyKind(_all(_is_seed), "a list of whole numbers, 0 or more, as in seeds = [0, 1, 2]"),
 }
 BEST = re.compile(r"best\((\d+)\)")
 FIELDS = set(KINDS)
@@ -147,7 +147,7 @@ def read_study(path: Path, out: Path | None = None) -> Study:
     return Study(title=values["title"], config=config, pieces=pieces, noise_of=noise)
 
 
-def _check_types(path: Path, values: dict[str, Any], kinds: dict[str, Kind]) -> None:
+def _check_types(path: Path, values: dict[str, Any], kinds: dict[str, KeyKind]) -> None:
     """Raise ValueError where a key of a file has a value of another type than it should."""
     for key, value in values.items():
         if not kinds[key].fits(value):
