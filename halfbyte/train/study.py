@@ -52,7 +52,9 @@ def _all(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 KINDS = {
     "title": KeyKind(_is_text, 'a text, as in title = "A study"'),
-    "options": KeyKind(_all(lambda value: isinstance(value, str)), 'a list of texts, as in options = ["--steps", "400"]'),
+    "options": KeyKind(
+        _all(lambda value: isinstance(value, str)), 'a list of texts, as in options = ["--steps", "400"]'
+    ),
     "pieces": KeyKind(lambda value: isinstance(value, list), "tables, each under a line [[pieces]]"),
     "noise_of": KeyKind(_is_text, "the folder of a study, as a text"),
     "best_of": KeyKind(_is_text, "the folder of a study, as a text"),
