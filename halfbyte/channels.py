@@ -57,6 +57,8 @@ def parse_channels(text: str) -> Channels:
 
 def check_treatment_of_x(recipe: Any) -> None:
     """Raise ValueError where a recipe takes a mean or channels of x apart that its GEMMs need together."""
+    if recipe.channels is not None and not isinstance(recipe.channels, Channels):
+        raise refused("channels", recipe.channels, "use None, or what hb.recipes.outlier_channels() has")
     fprop, wgrad = recipe.fprop, recipe.wgrad
     reads_x = (fprop and fprop.a) or (wgrad and wgrad.b)
     for field, none in (("activation_mean", "kept"), ("channels", None)):

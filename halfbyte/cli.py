@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from halfbyte import welcome
 from halfbyte.version import __version__
@@ -138,6 +138,13 @@ def bench(arguments: list[str]) -> int:
     return importlib.import_module("bench.run").main(arguments)
 
 
+def _operand(word: str) -> Any:
+    """Return the operand of a recipe with options, which `halfbyte.train` reads."""
+    from halfbyte.train.options import read_operand
+
+    return read_operand(word)
+
+
 def explain_command(arguments: list[str]) -> int:
     """Print which kernels a call launches, with which tiles, and why."""
     from halfbyte import ops
@@ -152,7 +159,7 @@ def explain_command(arguments: list[str]) -> int:
         metavar="SPEC",
         nargs="+",
         help="of rows and of columns, or of a and b: a key whose last parts may be left out (nvfp4, nvfp4/16x16, "
-        "mxfp8), an operand of a preset (nvfp4.dgrad.a), or bf16 for none",
+        "mxfp8), an operand of a preset, with options or without (nvfp4.dgrad.a, nvfp4(rht=64).wgrad.a), or bf16",
     )
     parser.add_argument("--op", help=f"{', '.join(ops.EXPLAINED)}; by default quantize for two sizes, gemm for three")
     parser.add_argument("--groups", type=int, default=0, help="groups of tokens")
@@ -164,7 +171,8 @@ def explain_command(arguments: list[str]) -> int:
     except ValueError:
         raise ValueError(f"SHAPE {options.shape!r}: give sizes with x between them, as in 16384x2880") from None
     named = {"op": options.op, "groups": options.groups, "target": options.target}
-    print(ops.explain(shape, *options.specs, **named, batch_invariant=options.batch_invariant))
+    specs = [word if "(" not in word else _operand(word) for word in options.specs]
+    print(ops.explain(shape, *specs, **named, batch_invariant=options.batch_invariant))
     return 0
 
 

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from halfbyte import recipes
 from halfbyte.decide import SHARE_AMAX, FilterFn, Wishes, make_plan
+from halfbyte.functional.grouped import recipe_of_experts
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.linear import Linear, LinearLayer
 from halfbyte.nn.streams import FollowsRecipe, name_layers
@@ -64,6 +65,7 @@ def quantize_(
     resolved = {glob: None if rule is None else resolve(rule) for glob, rule in (rules or {}).items()}
     groups = tuple(tuple(group) for group in share_amax)
     plan = make_plan(model, Wishes(recipe=default, filter_fn=filter_fn, rules=resolved, keep=keep, share_amax=groups))
+    _check_experts({row.name: (plan.layers[row.name], row.recipe) for row in plan.rows})
     followers = [layer for layer in _quantized(model) if layer.recipe.specs or layer.run_state is not None]
     if any(row.recipe is not None for row in plan.rows if row.name in plan.experts.recipes):
         plan.experts.prepare()
@@ -74,6 +76,17 @@ def quantize_(
     _leave_fast_paths(model)
     name_layers(model)
     return Report(rows=plan.rows, state=state, others=plan.others, weights=plan.weights)
+
+
+def _check_experts(wanted: Mapping[str, tuple[nn.Module, Recipe | None]]) -> None:
+    """Raise ValueError where experts are to have a recipe that they cannot follow: nothing has changed then."""
+    for name, (layer, recipe) in wanted.items():
+        if recipe is None or not isinstance(layer, GroupedRecipe):
+            continue
+        try:
+            recipe_of_experts(recipe)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
 
 def _convert(model: nn.Module, decided: Sequence[tuple[nn.Module, Row]], state: RunState) -> None:
@@ -188,11 +201,11 @@ def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | Non
             "model is in hb.high_precision, which puts the recipes back that it found and would undo the change; call "
             "set_recipe_ before or after the context"
         )
+    _check_experts({module.title: (module, recipe) for module in modules})
     for module in modules:
-        if module.run_state is None and state is None and recipe.needs_rng:
-            raise ValueError(
-                "state=None: the recipe draws random bits and a layer has no RunState; pass state=hb.RunState(seed)"
-            )
+        if module.run_state is None and state is None and (recipe.needs_rng or recipe.amax is not None):
+            what = "draws random bits" if recipe.needs_rng else "delays amaxes"
+            raise ValueError(f"state=None: the recipe {what} and a layer has no RunState; pass state=hb.RunState(seed)")
     for module in modules:
         if state is not None:
             module.join(state.share())

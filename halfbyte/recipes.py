@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from halfbyte.channels import Channels
+from halfbyte.delayed import Delayed, delay_problem
 from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, GemmSpec, Hadamard, Recipe, Spec, parse_recipe
 from halfbyte.te import from_te as from_te
 
@@ -134,7 +135,7 @@ def weight_only(*, base: Recipe | str | None = None) -> Recipe:
         return spec if role == "weights" and spec is not None and spec.rotation is None else None
 
     recipe = nvfp4() if base is None else resolve(base)
-    return _changed(dataclasses.replace(recipe, activation_mean="kept", channels=None), change)
+    return _changed(dataclasses.replace(recipe, activation_mean="kept", channels=None, amax=None), change)
 
 
 def _changed(recipe: Recipe, change: Callable[[Spec | None, str], Spec | None]) -> Recipe:
@@ -192,6 +193,20 @@ def hot_channels(*, share: float = 0.05, base: Recipe | str | None = None) -> Re
     return dataclasses.replace(recipe, channels=Channels(kind="patch", share=share))
 
 
+def delayed_amax(*, every: int = 1, margin: float = 1.0, base: Recipe | str | None = None) -> Recipe:
+    """A recipe that quantizes x and gradients with their amax of an earlier step; weights keep their own.
+
+    Every optimizer step begins with `begin_step(model)` of the RunState, which hands the amaxes on.
+
+    Args:
+        every: they are measured in one step of so many.
+        margin: what they are multiplied by, 1 or more: room for values that grow.
+        base: the recipe to change, or a preset's name; `nvfp4()` by default.
+    """
+    recipe = nvfp4() if base is None else resolve(base)
+    return dataclasses.replace(recipe, amax=Delayed(every=every, margin=margin))
+
+
 def quartet2(
     *,
     hadamard: Hadamard | None = Hadamard(size=128, signs="fresh"),
@@ -231,7 +246,8 @@ def rl(
     weight = NVFP4(block=weight_block, scaling=scaling, e4m3_max=FOUR_OVER_SIX_E4M3_MAX)
     rest = bf16() if gradients is None else resolve(gradients)
     fprop = GemmSpec(a=activation, b=weight, batch_invariant=batch_invariant)
-    return Recipe(fprop=fprop, dgrad=rest.dgrad, wgrad=rest.wgrad, backward="dequantized")
+    made = Recipe(fprop=fprop, dgrad=rest.dgrad, wgrad=rest.wgrad, backward="dequantized")
+    return made if rest.amax is None or delay_problem(made) else dataclasses.replace(made, amax=rest.amax)
 
 
 def mxfp8(*, element: Literal["e4m3", "e5m2"] = "e4m3") -> Recipe:
@@ -293,14 +309,17 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 def mixed(forward: Recipe | str, backward: Recipe | str) -> Recipe:
     """Return the forward GEMM of one recipe with the backward GEMMs of another: what a run's last steps may want.
 
-    Behind a forward in high precision there is nothing to dequantize: such a backward reads x and w themselves.
+    Behind a forward in high precision there is nothing to dequantize: such a backward reads x and w themselves. Amaxes
+    are delayed if one of the two delays them, as the backward says if both do.
     """
     first, rest = resolve(forward), resolve(backward)
     channels = rest.channels if rest.channels is not None and rest.channels.kind == "mxfp8" else None
     if channels is None and first.channels is not None and first.channels.kind == "patch":
         channels = first.channels  # which the forward alone has
     mode = "original" if first.fprop is None else rest.backward
-    return dataclasses.replace(rest, fprop=first.fprop, backward=mode, channels=channels)
+    made = dataclasses.replace(rest, fprop=first.fprop, backward=mode, channels=channels, amax=None)
+    amax = rest.amax or first.amax
+    return made if amax is None or delay_problem(made) else dataclasses.replace(made, amax=amax)
 
 
 def get(name: str) -> Recipe:

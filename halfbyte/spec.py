@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from halfbyte.channels import Channels, check_treatment_of_x, parse_channels
+from halfbyte.delayed import Delayed, check_delayed, parse_delayed
 from halfbyte.formats import (
     E2M1,
     E4M3,
@@ -404,6 +405,7 @@ class Recipe(_EqualByKey, _ShowsGemms):
         activation_mean: "split" subtracts the mean over tokens from x before it is quantized, and adds that mean's
             share of y and dw in high precision (Averis, arXiv 2603.10444; docs/numerics.md section 2).
         channels: of x that get more than four bits, None for none; see `recipes.outlier_channels`, `hot_channels`.
+        amax: None quantizes x and gradients with their own amax, `recipes.delayed_amax` with that of an earlier step.
 
     Raises:
         ValueError: the three do not form one training step.
@@ -415,6 +417,7 @@ class Recipe(_EqualByKey, _ShowsGemms):
     backward: Literal["original", "dequantized"] = "original"
     activation_mean: Literal["kept", "split"] = "kept"
     channels: Channels | None = None
+    amax: Delayed | None = None
     key: str = field(init=False, repr=False)
     specs: tuple[Spec, ...] = field(init=False, repr=False)
     """Every spec in the recipe, operand by operand."""
@@ -441,12 +444,12 @@ class Recipe(_EqualByKey, _ShowsGemms):
             gemm = getattr(self, name)
             if gemm is not None and gemm.batch_invariant:
                 raise _refuse(f"{name}.batch_invariant", True, "it is the forward's; use False")
-        if self.channels is not None and not isinstance(self.channels, Channels):
-            raise _refuse("channels", self.channels, "use None, or what hb.recipes.outlier_channels() has")
         check_treatment_of_x(self)
+        check_delayed(self)
         parts = [f"{n}={_gemm_key(getattr(self, n))}" for n in ("fprop", "dgrad", "wgrad")]
         parts += [f"backward={self.backward}", *(["activation_mean=split"] if self.splits_mean else [])]
-        parts += [] if self.channels is None else [f"channels={self.channels.key}"]
+        values = ((name, getattr(self, name)) for name in ("channels", "amax"))
+        parts += [f"{name}={value.key}" for name, value in values if value is not None]
         object.__setattr__(self, "key", ";".join(parts))
         specs = tuple(spec for gemm in (self.fprop, self.dgrad, self.wgrad) if gemm for spec in gemm.specs)
         object.__setattr__(self, "specs", specs)
@@ -460,7 +463,7 @@ class Recipe(_EqualByKey, _ShowsGemms):
         return self.activation_mean == "split"
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # pickles of before lack what is computed, or newer fields
-        names = ("fprop", "dgrad", "wgrad", "backward", "activation_mean", "channels")
+        names = ("fprop", "dgrad", "wgrad", "backward", "activation_mean", "channels", "amax")
         self.__init__(**{name: state[name] for name in names if name in state})
 
 
@@ -473,8 +476,8 @@ def parse_recipe(key: str) -> Recipe:
     try:
         parts: dict[str, Any] = dict(part.split("=", 1) for part in key.split(";"))
         fprop, dgrad, wgrad = (_parse_gemm(parts.pop(name)) for name in ("fprop", "dgrad", "wgrad"))
-        if "channels" in parts:
-            parts["channels"] = parse_channels(parts["channels"])
+        readers = {"channels": parse_channels, "amax": parse_delayed}
+        parts |= {name: read(parts[name]) for name, read in readers.items() if name in parts}
         return Recipe(fprop=fprop, dgrad=dgrad, wgrad=wgrad, **parts)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"key={key!r}: not a recipe's key ({error}); pass what Recipe.key says") from error

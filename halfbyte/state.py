@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from halfbyte.amaxes import DelayedAmaxes, LayerAmaxes
+from halfbyte.delayed import Delayed
 from halfbyte.position import FORGOTTEN, FORGOTTEN_PRIVATE, ModelHooks, OptimizerHook, Watch, warn_user
 from halfbyte.rng import SEED_LIMIT, StreamPhilox, as_signed64, rank_seed
 from halfbyte.schedule import Schedule
@@ -17,6 +19,8 @@ from halfbyte.spec import Recipe
 POSITION_SHIFT = 32  # offset = position << 32 | stream
 STREAM_LIMIT = 1 << POSITION_SHIFT
 POSITION_LIMIT = 1 << (63 - POSITION_SHIFT)
+FORWARDS_UNBEGUN = 4096
+"""Training forwards of layers before the first `begin_step` after which the caller has surely forgotten it."""
 _LIMITS = {"seed": SEED_LIMIT, "position": POSITION_LIMIT, "streams": STREAM_LIMIT + 1}
 
 
@@ -48,6 +52,8 @@ class RunState:
     _owed = False  # a backward came by a followed model since the position moved
     _moved = False  # since the last step of a followed optimizer
     _ahead = False  # such a step moved it last: an advance() that comes now would say the same
+    _amaxes: DelayedAmaxes | None = None
+    _unbegun = 0  # training forwards with delayed amaxes before the first step
 
     def __init__(self, seed: int = 0, schedule: Schedule | None = None, rank: int | None = None) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
@@ -157,9 +163,33 @@ class RunState:
             self._move()
 
     def _move(self) -> None:
+        if self._amaxes is not None and not self.step:
+            self._amaxes.refuse_unbegun()
         self._places[:, 1].add_(1 << POSITION_SHIFT)
         self.advances += 1
         self.ask_for_rank()
+
+    @property
+    def amaxes(self) -> DelayedAmaxes:
+        """Those of earlier steps, for layers whose recipe says so; `begin_step` hands them on."""
+        self._amaxes = self._amaxes or DelayedAmaxes()
+        return self._amaxes
+
+    def settle_amaxes(self) -> None:
+        """Ask all ranks, at a step's end and together, for what they have seen in it, so that one may write it down."""
+        if self._amaxes is not None:
+            self._amaxes.settle()
+
+    def amaxes_of(self, stream: int, how: Delayed) -> LayerAmaxes:
+        """Return those of the layer whose first stream is `stream`."""
+        return self.amaxes.of(stream, how, self._places.device)
+
+    def watch_steps(self) -> None:
+        """Take note of a training forward with delayed amaxes; without any `begin_step` many of them are refused."""
+        if not self.step and not torch.compiler.is_compiling():
+            self._unbegun += 1
+            if self._unbegun > FORWARDS_UNBEGUN:
+                self.amaxes.refuse_unbegun()
 
     def note_draws(self) -> None:
         """Take note that a layer with a recipe that draws random bits follows this RunState."""
@@ -263,9 +293,15 @@ class RunState:
         Warns:
             UserWarning: there is a schedule, and layers that follow a recipe, but not this RunState; said once.
         """
-        step = self.step
+        changed = self._follow_schedule(model)
+        if self._amaxes is not None:
+            self._amaxes.begin(self.step)
+        self.step += 1
+        return changed
+
+    def _follow_schedule(self, model: nn.Module) -> Recipe | None:
+        """Give layers the recipe of the step that begins; return it, None where nothing changes."""
         if self.schedule is None:
-            self.step += 1
             return None
         named: list[tuple[str, Any]] = list(model.named_modules())
         candidates = [(name, m) for name, m in named if hasattr(m, "recipe_before") and not m.kept]
@@ -281,8 +317,7 @@ class RunState:
                 "the schedule; call begin_step before or after the context"
             )
         self._name_others([(name, layer) for name, layer in candidates if layer.run_state is not self])
-        self.step += 1
-        recipe, changed = self.schedule.at(step), None
+        recipe, changed = self.schedule.at(self.step), None
         for layer in layers:
             own = layer.recipe if layer.recipe_before is None else layer.recipe_before
             layer.recipe_before = None if recipe is None else own
@@ -337,13 +372,18 @@ class RunState:
         return StreamPhilox(self._base, stream, shift, self._sign_base)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, on all ranks the same: plain values; a schedule only where there is one."""
+        """Return what a checkpoint needs, on all ranks the same: plain values; a schedule only where there is one.
+
+        With a recipe whose amaxes are delayed all ranks call it together, unless they have called `settle_amaxes`.
+        """
         state: dict[str, Any] = {"version": 1, "seed": self.seed, "position": self.next_position}
         state["streams"] = self._streams
         if self.step:
             state["step"] = self.step
         if self.schedule is not None:
             state["schedule"] = self.schedule.state_dict()
+        if self._amaxes is not None and self._amaxes.layers:
+            state["amaxes"] = self._amaxes.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -368,6 +408,8 @@ class RunState:
         step, schedule = state.get("step", 0), state.get("schedule")
         if type(step) is not int or step < 0:
             raise ValueError(f"state['step']={step!r}: not an int with 0 <= step; {remedy}")
+        if self._amaxes is not None or state.get("amaxes"):
+            self.amaxes.load_state_dict(state.get("amaxes", {}), step)
         if self.schedule is None and schedule is not None:
             self.schedule = Schedule.from_state_dict(schedule)
         self.seed, self.step = state["seed"], step

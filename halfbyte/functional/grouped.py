@@ -27,6 +27,7 @@ from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import EXPERTS, first_order, refuse_transforms
 from halfbyte.functional.dispatch import check_row
+from halfbyte.functional.earlier import refuse_delayed
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
 from halfbyte.functional.group_bias import check_bias, with_bias
@@ -191,7 +192,7 @@ def recipe_of_experts(recipe: Recipe | str) -> Recipe:
     """Return the recipe, of what experts can follow.
 
     Raises:
-        ValueError: it splits a mean off, or takes channels apart.
+        ValueError: it splits a mean off, takes channels apart, or delays its amaxes.
     """
     recipe = resolve(recipe)
     if recipe.channels is not None:
@@ -204,6 +205,7 @@ def recipe_of_experts(recipe: Recipe | str) -> Recipe:
             "recipe.activation_mean='split': experts do not split a mean off; use dataclasses.replace(recipe, "
             "activation_mean='kept') for them, in hb.quantize_ by rules"
         )
+    refuse_delayed(recipe, "experts")
     return recipe
 
 

@@ -36,6 +36,7 @@ from halfbyte import ops
 from halfbyte.functional import whole
 from halfbyte.functional.autocast import autocast_dtype, cast_inputs
 from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
+from halfbyte.functional.earlier import GradientAmaxes, in_pairs, of_gradients
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.frozen import frozen_operands
 from halfbyte.functional.operands import (
@@ -155,6 +156,7 @@ class Layers(NamedTuple):
     main_grads: list
     cached_weights: list
     rng: AnyPhilox | Sequence[AnyPhilox] | None
+    dy_amaxes: Sequence[GradientAmaxes | None] = ()
 
 
 def outputs_of(
@@ -203,7 +205,7 @@ def prepare(
 
     Returns None and (x, *weights, *biases) where everything stays in high precision.
     """
-    weights, biases, amaxes, grads, cached, rng = layers
+    weights, biases, amaxes, grads, cached, rng, dy_amaxes = layers
     n = len(weights)
     for i, w in enumerate(weights):
         if isinstance(w, PrimaryWeight):
@@ -232,12 +234,13 @@ def prepare(
     )
     request = checked(request, x, (weights, biases, amaxes, grads, cached), out_dtype)
     late = tuple([None if c is None or c.before_backward is None else c for c in cached])
-    call = Call(request, tuple([0 if d is None else d.stream for d in draws]), late if any(late) else ())
+    earlier = [t for one in dy_amaxes for t in one or GradientAmaxes()] if request.save and any(dy_amaxes) else []
+    call = Call(request, tuple([0 if d is None else d.stream for d in draws]), late if any(late) else (), len(earlier))
     if request.save:
         bases = [snapshot(base) for base in bases]
     # Of a frozen weight the codes are all that is read: tensors of a class would keep a pass from being repeated.
     weights = [None if frozen else w for w, frozen in zip(weights, is_frozen, strict=True)]
-    return call, (x, *weights, *biases, *amaxes, *grads, *bases, *(x_amaxes or _NO_AMAXES), *buffers)
+    return call, (x, *weights, *biases, *amaxes, *grads, *bases, *(x_amaxes or _NO_AMAXES), *buffers, *earlier)
 
 
 _NO_AMAXES = ops.Amaxes()
@@ -258,7 +261,7 @@ class _SharedLinear(torch.autograd.Function):
     """x [..., K] and n weights in, n outputs [M, N_i] out: a view from here would refuse changes in place.
 
     `tensors` is n each of weights (None where frozen), biases, amaxes, main_grads, n + 1 rng bases, the last of the
-    signs, then two amaxes of x, then the tensors of cached weights.
+    signs, then two amaxes of x, then the tensors of cached weights, then those of GradientAmaxes where there are any.
     """
 
     @staticmethod
@@ -282,7 +285,8 @@ def run_forward(
     note(ctx, call, x, tensors)
     needs = ctx.needs_input_grad[1 : 2 + call.request.count]
     n = call.request.count
-    if whole.fits(call.request, needs, ctx.main_grads):
+    tensors = tensors[: len(tensors) - call.earlier]
+    if not call.earlier and whole.fits(call.request, needs, ctx.main_grads):
         made, ctx.layout = forward_op(call.request, needs, (x, *tensors), call.streams), None
     else:
         made, ctx.layout = _run(forward_pass, (call.request, needs), (x, *tensors), call.streams)
@@ -296,8 +300,12 @@ def run_backward(ctx: Any, kept: Sequence[Tensor | None], dys: Sequence[Tensor |
     layout, saved = ctx.layout, kept
     if ctx.call.late:
         layout, saved = with_late(ctx.call.late, layout, saved, ctx.needs_input_grad[1])
-    static = ctx.call.request, layout, ctx.needs_input_grad[1 : 2 + 2 * ctx.call.request.count], ctx.dtypes
-    gradients, _ = _run(backward_pass, static, (*saved, *dys, *ctx.main_grads), ctx.call.streams)
+    request, n = ctx.call.request, ctx.call.request.count
+    needs, amaxes = ctx.needs_input_grad[1 : 2 + 2 * n], []
+    if ctx.earlier:
+        amaxes = of_gradients(request, ctx.earlier, dys, needs, (saved[len(saved) - n - 1 :], ctx.call.streams))
+    static = request, layout, needs, ctx.dtypes
+    gradients, _ = _run(backward_pass, static, (*saved, *dys, *ctx.main_grads, *amaxes), ctx.call.streams)
     return as_gradients(ctx, gradients)
 
 
@@ -305,6 +313,7 @@ def note(ctx: Any, call: Call, x: Tensor, tensors: Sequence[Any]) -> None:
     """Note on ctx what the backward needs beside saved tensors."""
     n = call.request.count
     ctx.call, ctx.x_shape, ctx.main_grads = call, x.shape, tensors[3 * n : 4 * n]
+    ctx.earlier = tensors[len(tensors) - call.earlier :]
     biases = tuple([None if b is None else b.dtype for b in tensors[n : 2 * n]])
     ctx.dtypes = x.dtype, tuple([None if w is None else w.dtype for w in tensors[:n]]), biases
 
@@ -367,15 +376,15 @@ def backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
 
     Args:
         static: the request, the layout of what was saved, which inputs need gradients, and the dtypes of `note`.
-        tensors: what was saved, the bases, dy of each weight, main_grad of each weight.
+        tensors: what was saved, the bases, dy of each weight, main_grad of each weight, two amaxes of each dy or none.
         streams: of the call.
     """
     request, layout, needs, dtypes = static
     n = request.count
     kept, rest = unflatten_operands(layout, tensors)
-    bases, dys, grads = rest[: n + 1], rest[n + 1 : 2 * n + 1], rest[2 * n + 1 :]
-    draws = draws_of(request, bases, streams)
-    return gradients_of(request, (kept, draws, grads), dys, [ops.Amaxes()] * n, (needs, dtypes)), None
+    bases, dys, grads = rest[: n + 1], rest[n + 1 : 2 * n + 1], rest[2 * n + 1 : 3 * n + 1]
+    draws, amaxes = draws_of(request, bases, streams), in_pairs(rest[3 * n + 1 :], n)
+    return gradients_of(request, (kept, draws, grads), dys, amaxes, (needs, dtypes)), None
 
 
 def _forward_whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], streams: Sequence[int]) -> tuple:

@@ -69,11 +69,13 @@ class Call(NamedTuple):
     """One call: its request, and the stream of every weight, then that of the signs.
 
     late: for every weight, its CachedWeight if dgrad's operand is made before the backward, else None; empty: none is.
+    earlier: how many of its tensors, the last ones, are those of GradientAmaxes.
     """
 
     request: Request
     streams: tuple[int, ...]
     late: tuple[CachedWeight | None, ...] = ()
+    earlier: int = 0
 
 
 def draws_of(request: Request, bases: Sequence[Tensor | None], streams: Sequence[int]) -> list[Draw | None]:

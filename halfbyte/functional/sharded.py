@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from halfbyte import ops
+from halfbyte.functional.earlier import refuse_delayed
 from halfbyte.functional.foreign import PLAIN
 from halfbyte.functional.group import all_max, waited
 from halfbyte.functional.linear import Layers, prepare, run_call
@@ -215,6 +216,7 @@ def _refuse_unsupported(layers: Layers, recipe: Recipe, shared: list[Shared]) ->
             f"recipe.channels={recipe.channels} and layers that ranks share: which channels they are takes all of x "
             "and w; use dataclasses.replace(recipe, channels=None)"
         )
+    refuse_delayed(recipe, "layers that ranks share")
     if recipe.splits_mean and any(one.dim == "M" for one in shared):
         raise ValueError(
             "activation_mean='split' and tokens in parts: their mean takes all of them; redistribute x first"

@@ -390,7 +390,7 @@ _MAKE: dict[type, Any] = {Linear.Config: _linear, GroupedExperts.Config: _expert
 
 
 def _check_state(layer: FollowsRecipe) -> None:
-    if layer.run_state is None and layer.recipe.needs_rng:
+    if layer.run_state is None and (layer.recipe.needs_rng or layer.recipe.amax is not None):
         raise ValueError(f"{layer.title}: {_NO_STATE}")
 
 

@@ -109,6 +109,8 @@ class HalfbyteCallback(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._advance()
+        for run_state in self._states:
+            run_state.settle_amaxes()  # of a checkpoint the first rank alone writes the states
         if args.torch_compile:
             self._put_aside()
 

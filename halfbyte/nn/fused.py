@@ -194,7 +194,9 @@ class MLP(_OfLayers):
     def _run(self, x: Tensor, call: int, amaxes: ops.Amaxes | None) -> Tensor:
         first, down = self._first, (getattr(self, self.names[-1]),)
         how = following(down, x.device, call)
-        if shareable(first) and isinstance(first[0], Linear) and stand_in(first) is None:
+        # The activation's backward hands amaxes on and notes none: layers that want earlier ones run by themselves.
+        is_one = shareable(first) and stand_in(first) is None
+        if is_one and isinstance(first[0], Linear) and first[0].recipe.amax is None:
             layers = gather(x, first, call)
             h, h_amaxes = linear_activation(x, layers, self.activation, first[0].recipe, how, amaxes)
         else:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.foreign import refuse_foreign
+from halfbyte.functional.grouped import recipe_of_experts
 from halfbyte.nn.linear import describe_recipe
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
@@ -58,6 +59,7 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
         if experts < 1:
             raise ValueError(f"experts={experts}: give at least one")
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        recipe_of_experts(recipe)
         self.adopt(recipe, state)
 
     def forward(

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from halfbyte import ops, recipes
 from halfbyte.functional.autocast import autocast_dtype
+from halfbyte.functional.earlier import refuse_delayed
 from halfbyte.functional.foreign import PLAIN, are_sharded, is_sharded, refuse_foreign
 from halfbyte.functional.linear import Layers, outputs_of
 from halfbyte.functional.weights import CachedWeight, weight_specs
+from halfbyte.nn.earlier import amaxes_of_x, gradient_amaxes
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
@@ -149,13 +151,15 @@ def _handed_over(x: Tensor, layer: LinearLayer, call: int) -> ops.Amaxes | None:
 def run_shared(x: Tensor, layers: Sequence[LinearLayer], call: int, x_amaxes: ops.Amaxes | None) -> tuple[Tensor, ...]:
     """Return the outputs of layers that share a recipe; x_amaxes: those of x, where known."""
     entry = layers[0].entry
+    if entry is not None:
+        refuse_delayed(layers[0].recipe, "layers that ranks share")
     if entry is not None and torch.compiler.is_compiling():
         from halfbyte.functional.eager import eagerly
 
         return eagerly(entry.outputs, (x, layers, call), {})
     if entry is not None:
         return entry.outputs(x, layers, call)
-    instead = stand_in(layers)
+    x_amaxes, instead = amaxes_of_x(x, layers, call, x_amaxes), stand_in(layers)
     if instead is not None:
         return instead(x, layers, call, x_amaxes)
     return outputs_of(x, gather(x, layers, call), layers[0].recipe, None, x_amaxes)
@@ -195,6 +199,7 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
         main_grads=[None if grad is None else _as_rows(layer, grad) for layer, grad in zip(layers, grads, strict=True)],
         cached_weights=cached,
         rng=[place for place in places if place is not None] or None,
+        dy_amaxes=[gradient_amaxes(x, layer) for layer in layers],
     )
 
 
@@ -323,5 +328,6 @@ def describe_recipe(recipe: Recipe) -> str:
 def _has_backward(recipe: Recipe, preset: Recipe) -> bool:
     """Whether `recipes.mixed` of the recipe's forward and the preset is the recipe."""
     backward = "original" if recipe.fprop is None else preset.backward
-    found = preset.dgrad, preset.wgrad, backward, preset.activation_mean, preset.channels
-    return found == (recipe.dgrad, recipe.wgrad, recipe.backward, recipe.activation_mean, recipe.channels)
+    found = preset.dgrad, preset.wgrad, backward, preset.activation_mean, preset.channels, preset.amax
+    wanted = recipe.dgrad, recipe.wgrad, recipe.backward, recipe.activation_mean, recipe.channels, recipe.amax
+    return found == wanted

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
+from halfbyte.functional.earlier import refuse_delayed
 from halfbyte.functional.linear import Layers, outputs_of
 from halfbyte.functional.lora import (
     Adapter,
@@ -133,6 +134,7 @@ class LoRALinear(Linear):
         if not self.merge_aware:
             seen = functional.dropout(input, self.dropout, self.training) if self.dropout else input
             return add_adapter(run_alone(input, self, call), seen, self.adapter)
+        refuse_delayed(self.recipe, "merge-aware adapters")
         place = self.place(call)
         dtype = autocast_dtype(input.device) or input.dtype
         values = self.merged_values()

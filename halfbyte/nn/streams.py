@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 
+from halfbyte.amaxes import LayerAmaxes
 from halfbyte.functional import STREAMS_PER_LINEAR
 from halfbyte.functional.weights import CachedWeight, cacheable
 from halfbyte.recipes import resolve
@@ -31,8 +32,9 @@ STALE_FORWARDS = 64
 
 
 def own_state(recipe: Recipe, state: RunState | None) -> RunState | None:
-    """Return the RunState for layers built with these arguments: a private one if it is None and the recipe draws."""
-    return RunState.private() if state is None and recipe.needs_rng else state
+    """Return the RunState for layers built with these: a private one if it is None and the recipe needs one."""
+    needs_one = recipe.needs_rng or recipe.amax is not None
+    return RunState.private() if state is None and needs_one else state
 
 
 _Base: Any = torch.nn.Module if TYPE_CHECKING else object
@@ -54,8 +56,8 @@ def _unless_moved(parameters: dict[str, Any], fn: Callable[[Tensor], Tensor]) ->
 
 
 _OWN = (
-    *("_recipe", "_shift", "_stale", "_stream", "amax_group", "before_use", "called", "entry", "instead", "kept"),
-    *("ledger", "recipe_before", "run_state", "shared_input", "times_aside", "weight_cache", "weight_to_read"),
+    *("_recipe", "_shift", "_stale", "_stream", "amax_group", "amaxes", "before_use", "called", "entry", "instead"),
+    *("kept", "ledger", "recipe_before", "run_state", "shared_input", "times_aside", "weight_cache", "weight_to_read"),
 )
 """What layers with a recipe have on top of the modules that they were converted from."""
 
@@ -104,6 +106,9 @@ class FollowsRecipe(_Base):
     ledger: Tensor | None = None
     """What those that watch a step add up, on the weight's device."""
 
+    amaxes: LayerAmaxes | None = None
+    """Those of earlier steps, where the recipe says so."""
+
     def adopt(self, recipe: Recipe | str, state: RunState | None) -> None:
         recipe = resolve(recipe)
         state = own_state(recipe, state)
@@ -117,6 +122,7 @@ class FollowsRecipe(_Base):
         self._note_draws()
         self.stream = 0 if state is None else state.reserve_streams(STREAMS_PER_MODULE, late=late)
         self._stale = (0, 0)  # RunState.advances when last seen, training forwards since
+        self._keep_amaxes()
         if state is not None:
             state.watch(self)
 
@@ -124,6 +130,12 @@ class FollowsRecipe(_Base):
         state = getattr(self, "run_state", None)
         if state is not None and self._recipe.needs_rng:
             state.note_draws()
+
+    def _keep_amaxes(self) -> None:
+        state, how = self.run_state, self._recipe.amax
+        if self.amaxes is not None:
+            self.amaxes.is_followed = False
+        self.amaxes = None if state is None or how is None else state.amaxes_of(self.stream, how)
 
     def join(self, state: RunState) -> None:
         """Draw from `state`, with fresh streams, unless somebody chose this layer's RunState."""
@@ -170,6 +182,8 @@ class FollowsRecipe(_Base):
     def recipe(self, recipe: Recipe | str) -> None:
         self._recipe = resolve(recipe)
         self._note_draws()
+        if hasattr(self, "run_state"):
+            self._keep_amaxes()
         if self.weight_cache is not None:
             self.weight_cache.follow(self._recipe)
 

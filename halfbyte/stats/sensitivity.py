@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.convert import high_precision
+from halfbyte.functional.earlier import refuse_delayed
 from halfbyte.functional.foreign import PLAIN
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.linear import LinearLayer
@@ -270,6 +271,8 @@ def _layers(model: nn.Module) -> dict[str, Any]:
             f"{apart}: recipe.channels={found[apart].recipe.channels}: operands of a product with channels apart are "
             "not told from each other; give the layers dataclasses.replace(recipe, channels=None)"
         )
+    for name, layer in found.items():
+        refuse_delayed(layer.recipe, f"the trial steps of {name}")
     return found
 
 

@@ -69,8 +69,10 @@ def workplaces(device: str, workers: int) -> list[int | None]:
         workers: how many at a time; 0: one for every GPU, one on a CPU.
 
     Raises:
-        ValueError: there are fewer GPUs.
+        ValueError: there are fewer GPUs, or it is no number of them.
     """
+    if workers < 0:
+        raise ValueError(f"workers={workers}: give a number of runs at a time, or 0 for one on every GPU")
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if not gpus:
         return [None] * max(1, workers)

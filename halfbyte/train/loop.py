@@ -265,7 +265,10 @@ class Trainer:
             history.diverged = Divergence(self.step, divergence.PARAMETERS)
 
     def _follow_schedule(self, log: Log | Silent) -> None:
-        recipe, schedule = self.run_state.begin_step(self.model), self.run_state.schedule
+        amaxes, schedule = self.run_state.amaxes, self.run_state.schedule
+        before, recipe = amaxes.changes, self.run_state.begin_step(self.model)
+        if amaxes.changes != before:
+            self._forget_graph()
         if recipe is None or schedule is None:
             return
         if self.step in schedule.starts:  # else layers of a resumed run take up what changed before
@@ -283,7 +286,8 @@ class Trainer:
         optim.set_learning_rate_(self.optimizer, lr)
         batches = [self.batches[self.position + i] for i in range(count)]
         compute = self.compute
-        if isinstance(compute, graphs.GraphedStep) and self.stats is not None and self.stats.is_sampling:
+        does_more = self.run_state.amaxes.measures_now_and_then or (self.stats is not None and self.stats.is_sampling)
+        if isinstance(compute, graphs.GraphedStep) and does_more:
             compute = compute.eagerly
         total, norm = compute(*(tokens for batch in batches for tokens in batch))
         if self.stats is not None:
@@ -409,6 +413,7 @@ class Trainer:
             "steady_tokens_per_second": self.pace.median(),
             "peak_memory_bytes": peak,
             "saved_activation_bytes": saved,
+            **({"amaxes_exceeded": self.run_state.amaxes.exceeded} if self.run_state.amaxes.layers else {}),
         }
 
 
@@ -469,6 +474,7 @@ def train_held(
     ranks: World,
 ) -> dict:
     """Do what `train` does for a caller whose first rank holds the lock of the folder."""
+    treatment.check_experts(config, treatment.treatment_of(recipe).recipe)
 
     def prepare() -> dict | None:
         folder.clean_folder(config.run.out)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from halfbyte import recipes
-from halfbyte.spec import Hadamard, Recipe
+from halfbyte.delayed import Delayed
+from halfbyte.spec import Hadamard, Recipe, Spec
 from halfbyte.values import split_outside
 
 MORE: dict[str, Callable[..., Recipe]] = {
@@ -59,6 +61,16 @@ def _recipe(text: str) -> Recipe:
     return read(text)
 
 
+def _amax(text: str) -> Delayed | None:
+    if text == "current":
+        return None
+    word, *numbers = text.split(":")
+    if word != "delayed" or len(numbers) > 2:
+        raise ValueError(text)
+    every, margin = (*numbers, *("1", "1.0")[len(numbers) :])
+    return Delayed(every=int(every), margin=float(margin))
+
+
 OPTIONS: dict[str, Option] = {
     "stochastic_rounding": Option("sr", "on, off", _switch),
     "hadamard": Option("rht", "none, 16, 64, fresh64, …", _hadamard),
@@ -75,6 +87,9 @@ OPTIONS: dict[str, Option] = {
     "base": Option("base", "a recipe", _recipe),
 }
 """By parameter; others take their value as it is written."""
+
+AMAX = Option("amax", "current, delayed, delayed:16 (measured in one step of 16), delayed:16:1.5 (a margin)", _amax)
+"""An option of all of them."""
 
 
 @lru_cache(maxsize=1024)
@@ -97,7 +112,27 @@ def read(text: str) -> Recipe:
     chosen = dict(pairs)
     if len(chosen) < len(pairs):
         raise ValueError(f"recipe={text!r}: it gives one option twice; keep one of them")
-    return FUNCTIONS[name](**chosen)
+    amax = chosen.pop(AMAX.short, None)
+    recipe = FUNCTIONS[name](**chosen)
+    try:
+        return recipe if amax is None else replace(recipe, amax=amax)
+    except ValueError as error:
+        raise ValueError(f"recipe={text!r}: {error}") from error
+
+
+def read_operand(word: str) -> Spec | str | None:
+    """Return the spec of an operand of a recipe with options, `nvfp4(rht=64).wgrad.a`; other words as they are.
+
+    Raises:
+        ValueError: the recipe is none, or no operand is named behind it.
+    """
+    if "(" not in word:
+        return word
+    recipe, *place = word.rsplit(".", 2)
+    if len(place) < 2 or place[0] not in ("fprop", "dgrad", "wgrad") or place[1] not in ("a", "b"):
+        raise ValueError(f"spec={word!r}: name an operand of the recipe, as in nvfp4(rht=64).wgrad.a")
+    product = getattr(read(recipe), place[0])
+    return product and getattr(product, place[1])
 
 
 def _option(text: str, name: str, given: str) -> tuple[str, Any]:
@@ -106,10 +141,10 @@ def _option(text: str, name: str, given: str) -> tuple[str, Any]:
     parameters = inspect.signature(FUNCTIONS[name]).parameters
     shorts = {OPTIONS[parameter].short: parameter for parameter in parameters if parameter in OPTIONS}
     parameter = shorts.get(word, word)
-    if parameter not in parameters:
-        known = ", ".join(OPTIONS[one].short if one in OPTIONS else one for one in parameters) or "none"
+    if parameter not in parameters and parameter != AMAX.short:
+        known = ", ".join([OPTIONS[one].short if one in OPTIONS else one for one in parameters] + [AMAX.short])
         raise ValueError(f"recipe={text!r}: {name} has no option {word!r}; it has {known}")
-    option = OPTIONS.get(parameter, Option(parameter, "", str))
+    option = AMAX if word == AMAX.short else OPTIONS.get(parameter, Option(parameter, "", str))
     try:
         return parameter, option.read(value)
     except (KeyError, ValueError) as error:

@@ -12,10 +12,10 @@ import math
 import re
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,8 +30,41 @@ from halfbyte.train.config import TrainConfig
 from halfbyte.train.recorded import CONFIG, LAYERS, RESULT
 from halfbyte.train.signals import Interrupts
 
+
+class KeyKind(NamedTuple):
+    """What a key of a study's file takes: whether a value fits, and how one is written."""
+
+    fits: Callable[[Any], bool]
+    remedy: str
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_seed(value: Any) -> bool:
+    return type(value) is int and value >= 0  # True is an int, too
+
+
+def _all(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+KINDS = {
+    "title": KeyKind(_is_text, 'a text, as in title = "A study"'),
+    "options": KeyKind(
+        _all(lambda value: isinstance(value, str)), 'a list of texts, as in options = ["--steps", "400"]'
+    ),
+    "pieces": KeyKind(lambda value: isinstance(value, list), "tables, each under a line [[pieces]]"),
+    "noise_of": KeyKind(_is_text, "the folder of a study, as a text"),
+    "best_of": KeyKind(_is_text, "the folder of a study, as a text"),
+}
+KINDS_OF_A_PIECE = {
+    "recipes": KeyKind(_all(_is_text), 'a list of texts, as in recipes = ["bf16", "nvfp4"]'),
+    "seeds": KeyKind(_all(_is_seed), "a list of whole numbers, 0 or more, as in seeds = [0, 1, 2]"),
+}
 BEST = re.compile(r"best\((\d+)\)")
-FIELDS = {"title", "options", "pieces", "noise_of", "best_of"}
+FIELDS = set(KINDS)
 RECORDED = (CONFIG, RESULT, LAYERS, log.NAME)
 """Files of a run that are small enough to be kept with the source."""
 KEPT_STEPS = 10
@@ -109,6 +142,7 @@ def read_study(path: Path, out: Path | None = None) -> Study:
     if unknown or not {"title", "options", "pieces"} <= set(values):
         what = f"{unknown[0]!r} is no field" if unknown else "title, options or pieces is missing"
         raise ValueError(f"{path}: {what}; a study has {', '.join(sorted(FIELDS))}")
+    _check_types(path, values, KINDS)
     config = commands.config_of_options(values["options"], out or Path("runs") / path.stem)
     best_of = None if "best_of" not in values else Path(values["best_of"])
     pieces = tuple(_piece(path, piece, best_of) for piece in values["pieces"])
@@ -116,9 +150,17 @@ def read_study(path: Path, out: Path | None = None) -> Study:
     return Study(title=values["title"], config=config, pieces=pieces, noise_of=noise)
 
 
+def _check_types(path: Path, values: dict[str, Any], kinds: dict[str, KeyKind]) -> None:
+    """Raise ValueError where a key of a file has a value of another type than it should."""
+    for key, value in values.items():
+        if not kinds[key].fits(value):
+            raise ValueError(f"{path}: {key}={value!r}; give {kinds[key].remedy}")
+
+
 def _piece(path: Path, values: Any, best_of: Path | None) -> StudyPiece:
     if not isinstance(values, dict) or set(values) != {"recipes", "seeds"}:
         raise ValueError(f"{path}: a piece has recipes and seeds, two lists, and nothing else")
+    _check_types(path, values, KINDS_OF_A_PIECE)
     names: list[str] = []
     for name in values["recipes"]:
         found = BEST.fullmatch(name)
@@ -195,9 +237,11 @@ def run_study(
         kept: folder that keeps the small files of a run as soon as it ended.
 
     Raises:
-        ValueError: no text, or too few GPUs.
+        ValueError: no text, too few GPUs, or a number of workers or minutes below 0.
         Stopped: a signal came.
     """
+    if not minutes >= 0:  # NaN is not
+        raise ValueError(f"minutes={minutes}: give 0 or more; 0 begins no run, inf ends none")
     where, config = jobs.workplaces(study.config.device, workers), study.config
     found = [job for piece in pieces for job in study.jobs(piece)]
     corpus = data.load_data(config.data, config.run.cache)  # here, once; the runs map it

@@ -128,11 +128,11 @@ def applied(config: TrainConfig, name: str) -> TrainConfig:
             raise ValueError(f"recipe={name!r}: batch={data.batch} has no halves; give an even --batch")
         data = replace(data, batch=data.batch // times, accumulate=data.accumulate * times)
         config = replace(config, data=data, eval_batches=config.eval_batches * times)
-    _check_experts(config, chosen.recipe)
+    check_experts(config, chosen.recipe)
     return config
 
 
-def _check_experts(config: TrainConfig, recipe: hb.Recipe) -> None:
+def check_experts(config: TrainConfig, recipe: hb.Recipe) -> None:
     """Raise ValueError where a run would come to a recipe that its experts cannot follow, however late."""
     if models.model_preset(config.model).moe is None:
         return

@@ -89,6 +89,29 @@ def test_experts_that_were_kept_follow_no_schedule_though_they_have_its_state():
     assert report.weights == model["followed"].weight.numel() and model["kept"].recipe == hb.Recipe()
 
 
+@pytest.mark.parametrize(
+    "recipe, words",
+    [
+        (hb.recipes.outlier_channels(), "channels=None"),
+        (hb.recipes.nvfp4(activation_mean="split"), "activation_mean='kept'"),
+        (hb.recipes.delayed_amax(), "amax=None"),
+    ],
+)
+def test_recipes_that_experts_cannot_follow_are_refused_by_name_and_nothing_changes(recipe, words):
+    model = nn.Sequential(nn.Linear(40, 40), hb.nn.GroupedLinear(5, 40, 24, recipe="bf16"))
+    keep = hb.Keep(names=(), last_fraction=0)
+    with pytest.raises(ValueError, match=rf"^1: .*experts.*{words}"):
+        hb.quantize_(model, recipe, keep=keep)
+    assert type(model[0]) is nn.Linear and model[1].recipe == hb.recipes.bf16()
+    hb.quantize_(model, recipe, keep=keep, rules={"1": "nvfp4"})
+    assert model[0].recipe == recipe and model[1].recipe == hb.recipes.nvfp4()
+    with pytest.raises(ValueError, match=rf"hb.nn.GroupedLinear.*experts.*{words}"):
+        hb.set_recipe_(model, recipe)
+    assert model[1].recipe == hb.recipes.nvfp4()
+    with pytest.raises(ValueError, match=rf"experts.*{words}"):
+        hb.nn.GroupedLinear(5, 40, 24, recipe=recipe)
+
+
 def test_rules_and_filters_decide_about_experts_too():
     model = Experts()
     report = hb.quantize_(model, "nvfp4", rules={"down": "mxfp8"}, filter_fn=lambda module, name: name != "up")

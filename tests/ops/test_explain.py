@@ -226,6 +226,15 @@ def test_the_command(capsys):
     assert cli.main(["explain", "64x256", "nvfp4", "nvfp4.wgrad.a", "--target", "sm_90"]) == 0
     out = capsys.readouterr().out
     assert out == f"{hb.ops.explain((64, 256), 'nvfp4', 'nvfp4.wgrad.a', target='sm_90')}\n"
+    words = ["nvfp4(rht=64,sr=off).wgrad.a", "four_over_six(scope=weights).dgrad.b"]
+    assert cli.main(["explain", "64x256", *words, "--target", "sm_90"]) == 0
+    own = hb.recipes.nvfp4(hadamard=hb.Hadamard(size=64), stochastic_rounding=False).wgrad.a
+    other = hb.recipes.four_over_six(scope="weights").dgrad.b
+    assert capsys.readouterr().out == f"{hb.ops.explain((64, 256), own, other, target='sm_90')}\n"
+    assert cli.main(["explain", "64x256", "nvfp4(rht=64)"]) == 2
+    assert "spec='nvfp4(rht=64)': name an operand of the recipe" in capsys.readouterr().err
+    assert cli.main(["explain", "64x256", "nvfp4(rht=3).wgrad.a"]) == 2
+    assert "rht='3'; write none, 16" in capsys.readouterr().err
     assert cli.main(["explain", "64", "nvfp4"]) == 2
     assert cli.main(["explain", "64yy", "nvfp4"]) == 2
     assert "SHAPE '64yy': give sizes" in capsys.readouterr().err

@@ -92,6 +92,11 @@ def test_a_four_bit_recipe_stays_within_two_percent_of_bf16(final_loss, name):
 
 
 @pytest.mark.slow
+def test_amaxes_of_the_step_before_lose_no_more(final_loss):
+    assert abs(gap(final_loss, "nvfp4(amax=delayed)@all")) < BAR
+
+
+@pytest.mark.slow
 def test_the_control_does_not(final_loss):
     """In the same layers, with the same optimizer: what fails is the rounding of its gradients."""
     assert gap(final_loss, "naive_fp4@all") > 4 * BAR

@@ -13,6 +13,7 @@ from halfbyte.train import loop, options
 from halfbyte.train.treatment import applied, schedules_of, treatment_of
 
 NVFP4 = recipes.nvfp4
+WEIGHTS = recipes.four_over_six(scope="weights")
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ NVFP4 = recipes.nvfp4
         ("nvfp4(headroom=on,outer=row)", NVFP4(fp4_max_gradient=6 * 16 / 17, activation_outer="row")),
         ("nvfp4(mean=split,saved=stochastic)", NVFP4(activation_mean="split", saved_rounding="stochastic")),
         ("nvfp4(stochastic_rounding=off)", NVFP4(stochastic_rounding=False)),
-        ("four_over_six(scope=weights)", recipes.four_over_six(scope="weights")),
+        ("four_over_six(scope=weights)", WEIGHTS),
         (
             "four_over_six(error=mse,candidates=0.875:1:1.25:1.5,base=nvfp4(tiles=1x16,sr=off))",
             recipes.four_over_six(
@@ -42,6 +43,10 @@ NVFP4 = recipes.nvfp4
         ("row_scaled(scope=activations,base=nvfp4)", recipes.row_scaled(scope="activations", base="nvfp4")),
         ("outlier_channels(share=0.1)", recipes.outlier_channels(share=0.1)),
         ("hot_channels(base=four_over_six)", recipes.hot_channels(base="four_over_six")),
+        ("nvfp4(amax=delayed)", recipes.delayed_amax()),
+        ("four_over_six(amax=delayed:16,scope=weights)", recipes.delayed_amax(every=16, base=WEIGHTS)),
+        ("nvfp4(amax=delayed:16:1.5)", recipes.delayed_amax(every=16, margin=1.5)),
+        ("mxfp8(amax=current)", recipes.mxfp8()),
         ("bf16/nvfp4(rht=none)", recipes.mixed("bf16", NVFP4(hadamard=None))),
     ],
 )
@@ -55,7 +60,12 @@ def test_a_word_is_its_call(text, recipe):
         ("fp4", "is not a preset; use one of bf16, .*row_scaled"),
         ("nvfp4(rht=3)", "rht='3'; write none, 16, 64"),
         ("nvfp4(tile=1x16)", "no option 'tile'; it has sr, rht, tiles"),
-        ("bf16(sr=on)", "no option 'sr'; it has none"),
+        ("bf16(sr=on)", "no option 'sr'; it has amax"),
+        ("nvfp4(amax=earlier)", "amax='earlier'; write current, delayed, delayed:16"),
+        ("nvfp4(amax=delayed:0)", "amax='delayed:0'; write"),
+        ("nvfp4(amax=delayed:1:2:3)", "amax='delayed:1:2:3'; write"),
+        ("mxfp8(amax=delayed)", r"recipe='mxfp8\(amax=delayed\)': amax=Delayed.*none has one"),
+        ("nvfp4(amax=delayed,mean=split)", "amax=Delayed.*activation_mean='kept'"),
         ("nvfp4(sr=maybe)", "sr='maybe'; write on, off"),
         ("nvfp4(rht=64", r"the last \) is missing"),
         ("nvfp4(rht=64,sr=off,hadamard=none)", "gives one option twice"),
@@ -115,6 +125,17 @@ def test_experts_that_could_not_follow_in_mid_run_are_refused_before_it(name, ch
     late = dataclasses.replace(config, recipe_schedule="")
     assert applied(late, "nvfp4+late(0.5)").schedule() is not None
     assert applied(dataclasses.replace(config, model="tiny", mesh=configs.MeshConfig()), name).model == "tiny"
+
+
+@pytest.mark.parametrize("name", ["outlier_channels", "nvfp4(amax=delayed)"])
+def test_python_refuses_them_as_the_command_does(run, name):
+    """And a run that is there already is still there."""
+    config, data = run(steps=2, model="moe-tiny", overwrite=True)
+    config.run.out.mkdir()
+    (config.run.out / "result.json").write_text("{}")
+    with pytest.raises(ValueError, match="experts"):
+        loop.train(config, name, data)
+    assert (config.run.out / "result.json").exists()
 
 
 def test_who_follows_the_schedule_of_a_comparison():

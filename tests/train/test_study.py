@@ -61,11 +61,43 @@ def test_a_file_is_a_study(file):
         ('"--steps", "4"', '"--seed", "4"', "'--seed' is said for each run"),
         ("seeds = [0]", "seeds = []", "each with recipes and seeds"),
         ("[[pieces]]", "[[pieces", "not TOML"),
+        ('title = "A study"', "title = 3", r"title=3; give a text, as in title ="),
+        ('title = "A study"', 'title = ""', r"title=''; give a text"),
+        ('"--steps", "4"', '"--steps", 4', r"options=\['--preset', .*4, .*; give a list of texts"),
+        ('title = "A study"', 'title = "A study"\nnoise_of = 3', "noise_of=3; give the folder"),
+        ('title = "A study"', 'title = "A study"\nbest_of = ["a"]', r"best_of=\['a'\]; give the folder"),
+        ("seeds = [0]", "seeds = 0", "seeds=0; give a list of whole numbers"),
+        ("seeds = [0]", "seeds = [0.5]", r"seeds=\[0.5\]; give a list of whole numbers"),
+        ("seeds = [0]", "seeds = [true]", r"seeds=\[True\]; give a list of whole numbers"),
+        ("seeds = [0]", "seeds = [-1]", r"seeds=\[-1\]; give a list of whole numbers, 0 or more"),
+        ('["bf16", "nvfp4(rht=none)+late(0.5)"]', '"bf16"', "recipes='bf16'; give a list of texts"),
+        ('["bf16", "nvfp4(rht=none)+late(0.5)"]', "[3]", r"recipes=\[3\]; give a list of texts"),
     ],
 )
 def test_what_is_no_study(file, old, new, words):
     with pytest.raises(ValueError, match=words):
         study.read_study(change(file, old, new))
+
+
+def test_pieces_are_tables(tmp_path):
+    path = tmp_path / "some.toml"
+    for pieces in ("3", "{recipes = ['bf16'], seeds = [0]}"):
+        path.write_text(f"title = 'A study'\noptions = []\npieces = {pieces}\n")
+        with pytest.raises(ValueError, match=r"some.toml: pieces=.*; give tables, each under a line \[\[pieces\]\]"):
+            study.read_study(path)
+
+
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        (["--minutes", "-1"], "minutes=-1.0: give 0 or more"),
+        (["--minutes", "nan"], "minutes=nan: give 0 or more"),
+        (["--workers", "-3"], "workers=-3: give a number of runs"),
+    ],
+)
+def test_numbers_below_zero_are_refused_before_anything_runs(file, option, words, capfd):
+    assert cli.main(["study", str(file), *option]) == 2
+    assert words in capfd.readouterr().err and not Path("runs").exists()
 
 
 def test_no_file(tmp_path):

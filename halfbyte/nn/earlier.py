@@ -1,0 +1,94 @@
+"""Layers whose x and dy are quantized with the amaxes of an earlier step, and which note those that they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.amaxes import DY, X
+from halfbyte.functional.autocast import autocast_dtype
+from halfbyte.functional.earlier import GradientAmaxes, Specs, own_amaxes, refuse_delayed, waiting
+from halfbyte.functional.foreign import is_sharded
+from halfbyte.functional.operands import gradient_specs
+from halfbyte.functional.places import FPROP_SIGNS, WGRAD_SIGNS, at_stream
+from halfbyte.layout import matrix_shape
+from halfbyte.rng import Draw
+from halfbyte.spec import GemmSpec, Recipe
+
+_PLAIN_GEMM = GemmSpec()
+
+
+def _is_delayed(layer: Any) -> bool:
+    return layer.recipe.amax is not None and layer.amaxes is not None and layer.training
+
+
+def amaxes_of_x(x: Tensor, layers: Sequence[Any], call: int, given: ops.Amaxes | None) -> ops.Amaxes | None:
+    """Return the amaxes with which layers that share one input quantize it; the first layer's, as random bits are.
+
+    Args:
+        x: [..., K].
+        layers: of one recipe.
+        call: as for `hb.nn.Linear.forward`.
+        given: those of x, as far as the norm that made it knows them.
+    """
+    first = layers[0]
+    if not _is_delayed(first) or x.is_meta:
+        return given
+    if is_sharded(x):
+        refuse_delayed(first.recipe, "layers that ranks share")
+    first.run_state.watch_steps()
+    records = torch.is_grad_enabled()
+    specs = waiting(_input_specs(first.recipe, records and any(layer.weight.requires_grad for layer in layers)))
+    amaxes, known = first.amaxes.to(x.device), given or ops.Amaxes()
+    if amaxes.measures and records:
+        missing = [None if amax is not None else spec for spec, amax in zip(specs, known, strict=True)]
+        found = _found(x, (missing[0], missing[1]), _signs(first, call, x.device))
+        known = ops.Amaxes(*(own if amax is None else amax for own, amax in zip(found, known, strict=True)))
+    used: list[Tensor | None] = []
+    for i, (spec, own) in enumerate(zip(specs, known, strict=True)):
+        held = None if spec is None else amaxes.known(X + i)
+        if amaxes.measures and records and spec is not None and own is not None:
+            amaxes.note(X + i, own)
+        used.append(own if held is None else held)
+    return ops.Amaxes(*used)
+
+
+def _input_specs(recipe: Recipe, need_dw: bool) -> Specs:
+    """Return how x is quantized for fprop, and for wgrad in the forward."""
+    fprop, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.wgrad))
+    return fprop.a, wgrad.b if need_dw and recipe.backward == "original" else None
+
+
+def _found(x: Tensor, specs: Specs, signs: tuple[Draw | None, Draw | None]) -> ops.Amaxes:
+    if specs == (None, None):
+        return ops.Amaxes()
+    dtype = autocast_dtype(x.device)
+    x_MK = x.detach().reshape(matrix_shape(x.shape))
+    return own_amaxes(x_MK if dtype is None else x_MK.to(dtype), specs, signs)
+
+
+def _signs(layer: Any, call: int, device: torch.device) -> tuple[Draw | None, Draw | None]:
+    """Return where the fresh signs of x are drawn in fprop and in wgrad."""
+    place = layer.peek(call, device) if layer.recipe.needs_sign_rng else None
+    signs = None if place is None else place.signs_on(device)
+    return at_stream(signs, FPROP_SIGNS), at_stream(signs, WGRAD_SIGNS)
+
+
+def gradient_amaxes(x: Tensor, layer: Any) -> GradientAmaxes | None:
+    """Return what a layer does with the amaxes of the gradient of its output, None for nothing.
+
+    Args:
+        x: that the layer reads.
+        layer: with or without a recipe that delays amaxes.
+    """
+    if not _is_delayed(layer) or not torch.is_grad_enabled() or x.is_meta:
+        return None
+    row, col = waiting(gradient_specs(layer.recipe, x.requires_grad, layer.weight.requires_grad))
+    amaxes = layer.amaxes.to(x.device)
+    held = [None if spec is None else amaxes.known(DY + i) for i, spec in enumerate((row, col))]
+    seen = [amaxes.seen[DY + i] if spec and amaxes.measures else None for i, spec in enumerate((row, col))]
+    return GradientAmaxes(*held, *seen)
