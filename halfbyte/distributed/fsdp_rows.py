@@ -1,7 +1,7 @@
 """The cast of weights in 1x16 blocks that FSDP2 gathers: each rank quantizes its rows, which hold whole blocks.
 
-Nothing but the amax is shared: no block lies on two ranks. So it is `quantize` of the rows with the amax of the whole
-weight, which one all-reduce (a maximum) completes for all weights.
+Nothing but the amax is shared: no block of a row lies on two ranks, though those of w.T may (fsdp_columns.py). So it is
+`quantize` of the rows with the amax of the whole weight, which one all-reduce (a maximum) completes for all weights.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.distributed.agree import WeakGroup
+from halfbyte.distributed.fsdp_columns import ColumnCast
 from halfbyte.distributed.fsdp_weight import GatheredWeight, event_of
 from halfbyte.sides import both_sides
 
@@ -33,6 +34,8 @@ class RowCast:
         self._amaxes = torch.empty(0)
         self._members = torch.empty(0)
         self._prepared: Any = None
+        self._apart = [i for i, weight in enumerate(weights) if weight.columns is not None]
+        self._columns = ColumnCast([self.weights[i] for i in self._apart], group) if self._apart else None
         self.runs = 0
 
     @torch.no_grad()
@@ -52,6 +55,8 @@ class RowCast:
                 from_ += blocks.qdata, blocks.block_scale.view(torch.uint8)
         if to:
             torch._foreach_copy_(to, from_)
+        if self._columns is not None:
+            self._columns.run([rows[i] for i in self._apart])
         ready = event_of(self._amaxes)
         self.runs += 1
         for weight in self.weights:

@@ -48,6 +48,8 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
     if w.before_use is not None:
         w.before_use()
     row_spec, col_spec = weight_specs(recipe)
+    if w.dgrad is not None:
+        return w, CachedWeight(_row(w, row_spec), w.dgrad, w.rounded or w.dtype, False, w.turn)
     for name, spec in (("fprop.b", row_spec), ("dgrad.b", col_spec)):
         if spec is not None and spec is not w.spec and spec != w.spec:
             raise ValueError(

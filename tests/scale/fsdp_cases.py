@@ -136,6 +136,16 @@ ROWS = {
 }
 """Recipes whose backward reads what the forward multiplied: one set of codes with blocks along K."""
 
+APART = {
+    "gradients in 8 bits": "nvfp4_mxfp8_bwd",
+    "columns": "naive_fp4",
+    "1x16 both ways": hb.recipes.nvfp4(weight_block=(1, 16)),
+    "gradients in high precision": "nvfp4_forward",
+}
+"""Recipes whose backward reads what cannot be made of the forward's codes."""
+
+UNEVEN = {"make": partial(two_layers, 37, 83, 40), "shape": (6, 40)}
+
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
 
 CASES: dict[str, Case] = {
@@ -164,6 +174,12 @@ CASES: dict[str, Case] = {
     "rows, fp32 masters, beside tiles": Case(
         **TOKENS, options={"rules": {"*mlp*": "rl"}}, dtype=torch.float32, policy=BF16, optimizer=TWO_MOMENTS
     ),
+    **{f"apart, {name}": Case(**TOKENS, recipe=recipe) for name, recipe in APART.items()},
+    **{f"apart, uneven, {name}": Case(**UNEVEN, recipe=recipe, aside=(1,)) for name, recipe in APART.items()},
+    **{
+        f"apart, empty shards, {name}": Case(make=partial(two_layers, 3, 18, 32), shape=(4, 32), recipe=recipe)
+        for name, recipe in APART.items()
+    },
     "mixed with bf16 layers": Case(**TOKENS, options={"rules": {"*mlp*": None}}),
     "mixed with 1x16 weights": Case(**TOKENS, options={"rules": {"*mlp*": "nvfp4_mxfp8_bwd"}}),
     "HSDP": Case(**TOKENS, mesh=(2, 2)),
