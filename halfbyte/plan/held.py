@@ -119,8 +119,13 @@ def _gathered(job: Job) -> float:
     if job.sharding != "fsdp":
         return 0.0
     each = BF16
-    if job.gather == "nvfp4":  # scales of 1x16 blocks are read as they come
-        each = CODES + (TILE_SCALE if job.code_height > 1 else 0.0)
+    if job.gather == "nvfp4":
+        reading = job.reading
+        each = CODES + (TILE_SCALE if reading.spec.is_tile else 0.0)  # scales of 1x16 blocks are read as they come
+        if reading.columns is not None:
+            each = max(each, (reading.columns.format.block_bytes + 1) / reading.columns.block_length)
+        elif reading.is_in_values:
+            each = BF16
     edges = job.architecture.edges - shared_edges(job).gathered(job)[1]
     return PREFETCHED * each * _largest_block(job) + BF16 * edges / job.mesh.tp
 

@@ -143,6 +143,7 @@ APART = {
     "gradients in high precision": "nvfp4_forward",
 }
 """Recipes whose backward reads what cannot be made of the forward's codes."""
+FORMS = ("gradients in 8 bits", "columns", "gradients in high precision")
 
 UNEVEN = {"make": partial(two_layers, 37, 83, 40), "shape": (6, 40)}
 
@@ -175,11 +176,26 @@ CASES: dict[str, Case] = {
         **TOKENS, options={"rules": {"*mlp*": "rl"}}, dtype=torch.float32, policy=BF16, optimizer=TWO_MOMENTS
     ),
     **{f"apart, {name}": Case(**TOKENS, recipe=recipe) for name, recipe in APART.items()},
-    **{f"apart, uneven, {name}": Case(**UNEVEN, recipe=recipe, aside=(1,)) for name, recipe in APART.items()},
+    **{f"apart, uneven, {name}": Case(**UNEVEN, recipe=APART[name], aside=(1,)) for name in FORMS},
     **{
-        f"apart, empty shards, {name}": Case(make=partial(two_layers, 3, 18, 32), shape=(4, 32), recipe=recipe)
-        for name, recipe in APART.items()
+        f"apart, empty shards, {name}": Case(make=partial(two_layers, 3, 18, 32), shape=(4, 32), recipe=APART[name])
+        for name in FORMS
     },
+    "apart, checkpointed": Case(**TOKENS, recipe="nvfp4_mxfp8_bwd", before_wrap=checkpointed),
+    "apart, checkpointed around FSDP2's hooks": Case(**TOKENS, recipe="naive_fp4", after_wrap=recomputed_around),
+    "apart, not resharded, evaluated between": Case(
+        **TOKENS, recipe="nvfp4_mxfp8_bwd", reshard=False, before_step=evaluated
+    ),
+    "apart, under autocast, accumulated": Case(**AUTOCAST, recipe="nvfp4_forward", micro_batches=2),
+    "apart, compiled": Case(**TOKENS, recipe="nvfp4_mxfp8_bwd", finish=compiled),
+    "apart, fp32 masters, beside rows and tiles": Case(
+        **TOKENS,
+        recipe="nvfp4_mxfp8_bwd",
+        options={"rules": {"*up_proj*": "nvfp4", "*gate_proj*": "nvfp4", "*down_proj*": "rl"}},
+        dtype=torch.float32,
+        policy=BF16,
+        optimizer=TWO_MOMENTS,
+    ),
     "mixed with bf16 layers": Case(**TOKENS, options={"rules": {"*mlp*": None}}),
     "mixed with 1x16 weights": Case(**TOKENS, options={"rules": {"*mlp*": "nvfp4_mxfp8_bwd"}}),
     "HSDP": Case(**TOKENS, mesh=(2, 2)),
