@@ -41,6 +41,7 @@ from halfbyte.distributed.fsdp_choice import (
     shards_of,
     wrapping_problem,
 )
+from halfbyte.distributed.fsdp_experts import ExpertCast, GatheredExperts
 from halfbyte.distributed.fsdp_phase import BACKWARD, FORWARD, Mode, Phase
 from halfbyte.distributed.fsdp_reading import Reading, reading_of
 from halfbyte.distributed.fsdp_report import GatherReport, GatherRow
@@ -48,6 +49,7 @@ from halfbyte.distributed.fsdp_rows import RowCast
 from halfbyte.distributed.fsdp_weight import GatheredWeight, Precision
 from halfbyte.distributed.same import agree_to_gather
 from halfbyte.functional.foreign import is_sharded
+from halfbyte.nn.grouped import GroupedLinear
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.tensor.quant_tensor import check_value_dtype
 
@@ -133,7 +135,7 @@ class WeightGather:
 
     def _arrange(
         self, homes: list[Home], choice: GatherChoice
-    ) -> tuple[list[ShardCast | RowCast], dict[nn.Module, list[GatheredWeight]]]:
+    ) -> tuple[list[ShardCast | RowCast | ExpertCast], dict[nn.Module, list[GatheredWeight]]]:
         """Return casts for each group of ranks, of tiles and of 1x16 blocks, and the weights of each wrapped module."""
         groups: dict[dist.ProcessGroup, list[GatheredWeight]] = {}
         slots: dict[dist.ProcessGroup, dict[int, int]] = {}
@@ -145,11 +147,13 @@ class WeightGather:
             layer: Any = home.module
             group = group_of(home)
             own = slots.setdefault(group, {})
-            slot = own.setdefault(id(layer.amax_group[0]) if layer.amax_group else id(layer), len(own))
+            siblings = getattr(layer, "amax_group", ())
+            slot = own.setdefault(id(siblings[0]) if siblings else id(layer), len(own))
             precision = Precision(param_dtype_of(home), choice.dtype)
             reading = choice.readings[home.name]
             about = reading, shards_of(home, reading.spec), precision, slot
-            weight = GatheredWeight(home.name, layer, *about, refresh)
+            kind = GatheredExperts if home.param.dim() == 3 else GatheredWeight
+            weight = kind(home.name, layer, *about, refresh)
             groups.setdefault(group, []).append(weight)
             if home.wrapped is not None:
                 wrapped.setdefault(home.wrapped, []).append(weight)
@@ -160,8 +164,8 @@ class WeightGather:
         kinds = [
             (kind(own, group))
             for group, weights in groups.items()
-            for kind, is_tile in ((ShardCast, True), (RowCast, False))
-            if (own := [weight for weight in weights if weight.spec.is_tile == is_tile])
+            for kind in (ShardCast, RowCast, ExpertCast)
+            if (own := [weight for weight in weights if _cast_of(weight) is kind])
         ]
         return kinds, wrapped
 
@@ -218,6 +222,13 @@ class WeightGather:
         return type(None), ()
 
 
+def _cast_of(weight: GatheredWeight) -> type:
+    """Return what casts a weight."""
+    if isinstance(weight, GatheredExperts):
+        return ExpertCast
+    return ShardCast if weight.spec.is_tile else RowCast
+
+
 def _before_forward(gather: WeightGather, weights: list[GatheredWeight], module: nn.Module, arguments: Any) -> None:
     gather._mode.has_gradients = torch.is_grad_enabled()
     gather.refresh(weights)
@@ -247,7 +258,7 @@ def _choose(model: nn.Module, homes: list[Home]) -> tuple[dict[str, Reading], di
     readings: dict[str, Reading] = {}
     for home in homes:
         if against[home.name] is None:
-            assert isinstance(home.module, LinearLayer), "reason_against chose it"
+            assert isinstance(home.module, LinearLayer | GroupedLinear), "reason_against chose it"
             reading = reading_of(home.module.recipe)
             assert isinstance(reading, Reading), "reason_against chose it"
             readings[home.name] = reading

@@ -80,7 +80,7 @@ class Words(NamedTuple):
     arrived: Tensor
 
 
-class Part(NamedTuple):
+class Message(NamedTuple):
     """What FSDP2 sends in one message.
 
     weight: whose it is; None for the scales of all weights in tiles.
@@ -102,7 +102,7 @@ class Arrival:
 
     def __init__(self, weights: Sequence[GatheredWeight], orders: Orders, phase: Phase) -> None:
         self.weights, self.leader = list(weights), weights[0]
-        self._tiles = [weight for weight in weights if weight.spec.is_tile]
+        self._tiles = [weight for weight in weights if weight.is_tiled]
         self._apart = [weight for weight in weights if not weight.reading.is_one]
         self._phase = phase
         self._is_alone = weights[0].shards.world == 1
@@ -112,12 +112,11 @@ class Arrival:
         self._orders = orders
         self._sent = self._scales = self._turned = torch.empty(0)
         self._order = torch.empty(0)
-        self._messages: dict[Part, Tensor] = {}
-        self._joined: dict[Part, Tensor] = {}
+        self._messages: dict[Message, Tensor] = {}
+        self._joined: dict[Message, Tensor] = {}
         self._held = self._wanted = EVERYTHING
         self._words: Words | None = None
         self._inner: list[Tensor] = []
-        self._copies: dict[Part, Tensor] = {}
         self._turned_blocks: list[Blocks] = []
         self._is_turned = False
         self._turner: Any = None
@@ -129,7 +128,7 @@ class Arrival:
     def scale_room(self, weight: GatheredWeight, device: torch.device) -> Tensor:
         """Return memory for the scales that a weight sends, uint8 [tile rows, tile columns], zeros where none are."""
         shape = weight.shards.sent_tile_rows, weight.shards.tiles[1]
-        if not weight.spec.is_tile:
+        if not weight.is_tiled:
             return torch.zeros(shape, dtype=torch.uint8, device=device)
         assert self._room is not None, "there are tiles"
         if self._sent.device != device or not self._sent.numel():
@@ -158,16 +157,16 @@ class Arrival:
             self._inner[:] = [*self._always(), *self._joined_now()]
         return messages
 
-    def _parts(self, wanted: frozenset[str]) -> list[Part]:
+    def _parts(self, wanted: frozenset[str]) -> list[Message]:
         """Return what is sent where `wanted` is needed: by the forward, by the backward."""
         own = [weight for weight in self.weights if weight.reading.is_one or FORWARD in wanted]
-        parts = [Part(weight, "codes") for weight in own]
-        parts += [Part(weight, "scales") for weight in own if not weight.spec.is_tile]
+        parts = [Message(weight, "codes") for weight in own]
+        parts += [Message(weight, what) for weight in own for what in weight.forward_parts[1:]]
         for weight in self._apart if BACKWARD in wanted else ():
-            parts += [Part(weight, what) for what in weight.backward_parts]
-        return parts + ([Part(None, "scales")] if self._tiles else [])
+            parts += [Message(weight, what) for what in weight.backward_parts]
+        return parts + ([Message(None, "scales")] if self._tiles else [])
 
-    def _of(self, part: Part) -> Tensor:
+    def _of(self, part: Message) -> Tensor:
         return self._sent if part.weight is None else part.weight.part(part.what)
 
     def _prepare_to_send(self, weights: Sequence[GatheredWeight]) -> None:
@@ -176,10 +175,9 @@ class Arrival:
         if self._is_turned:  # FSDP2 allocates what is in there as soon as the messages have come
             self._inner.pop()
             self._is_turned = False
-        for is_tile in (True, False):  # each kind is cast at once
-            kind = [weight for weight in self.weights if weight.spec.is_tile == is_tile]
-            if kind and kind[0].ready is not None:
-                torch.cuda.current_stream(kind[0].codes.device).wait_event(kind[0].ready)
+        for weight in {id(weight.ready): weight for weight in self.weights}.values():  # each kind is cast at once
+            if weight.ready is not None:
+                torch.cuda.current_stream(weight.codes.device).wait_event(weight.ready)
 
     # What arrives
 
@@ -194,14 +192,13 @@ class Arrival:
                 self._allocate(outputs)
             self._complete()
         own = self._inner if weight is self.leader else []
-        if self._is_alone and not weight.spec.is_tile:  # what is sent is the memory of a cast, that may move
-            for what in ("scales", *weight.backward_parts):
-                part = Part(weight, what)
-                if is_first:
-                    self._copies[part] = torch.empty_like(self._of(part))
-                    own.append(self._copies[part])
-                with preserve_versions((self._copies[part],)):
-                    self._copies[part].copy_(self._of(part))
+        if self._is_alone and not weight.is_tiled:  # what is sent is the memory of a cast, that may move
+            for what in (*weight.forward_parts[1:], *weight.backward_parts):
+                to = _allocated(self._memory(Message(weight, what)))
+                own += [to] if is_first else []
+                with preserve_versions((to,)):
+                    to.copy_(self._of(Message(weight, what)))
+            self._join([weight])
         return (self._weight_of(weight, outputs), own) if is_first else None
 
     def _allocate(self, outputs: tuple[Tensor, ...]) -> None:
@@ -209,11 +206,9 @@ class Arrival:
         device = outputs[0].device
         if not self._is_split and not self._is_alone:  # else gathers bring now these, now those
             self._messages = dict(zip(self._parts(EVERYTHING), outputs, strict=True))
-        for weight in () if self._is_alone else self._apart:
-            columns = weight.columns
-            shapes = () if columns is None else zip(weight.backward_parts, columns.whole(), strict=True)
-            for what, shape in shapes:
-                self._joined[Part(weight, what)] = _emptied(torch.empty(shape, dtype=torch.uint8, device=device))
+        for weight in self.weights:
+            for what, shape in weight.joined.items():
+                self._joined[Message(weight, what)] = _emptied(torch.empty(shape, dtype=torch.uint8, device=device))
         if self._room is not None:
             self._allocate_tiles(self._room, device)
         for tensor in self._joined_now():
@@ -234,45 +229,47 @@ class Arrival:
 
     def _always(self) -> list[Tensor]:
         """Return what FSDP2 frees and allocates beside messages, whatever came."""
-        own = [self._copies[part] for part in self._copies if part.weight is self.leader]
-        return own + ([self._scales] if self._tiles else [])
+        return [self._scales] if self._tiles else []
 
     def _joined_now(self) -> list[Tensor]:
-        return list(self._joined.values()) if BACKWARD in self._held else []
+        return [self._joined[part] for part in self._parts(self._held) if part in self._joined]
 
     def _complete(self) -> None:
         """Write the scales of all rows of tiles, and the columns of all ranks beside each other."""
         if self._tiles:
-            received = self._sent if self._is_alone else self._messages[Part(None, "scales")]
+            received = self._sent if self._is_alone else self._messages[Message(None, "scales")]
             if self._words is None or self._words.received is not received:
                 word = next(dtype for size, dtype in _WORDS if received.shape[1] % size == 0)
                 self._words = Words(received, received.view(word), self._scales.view(word))
             with preserve_versions((self._scales,)):  # autograd saved them in forward: the bytes are the same
                 torch.index_select(self._words.sent, 0, self._order, out=self._words.arrived)
-        if BACKWARD in self._held:
-            self._join()
+        if not self._is_alone:
+            self._join(self.weights)
 
-    def _join(self) -> None:
+    def _join(self, weights: Sequence[GatheredWeight]) -> None:
+        here = self._parts(self._held)
         for part, out in self._joined.items():
-            assert part.weight is not None and part.weight.columns is not None, "it has columns"
-            with preserve_versions((out,)):
-                part.weight.columns.join(self._messages[part], out)
-            self._messages[part].untyped_storage().resize_(0)
+            weight, received = part.weight, self._messages.get(part)
+            if weight is None or weight not in weights or part not in here or received is None:
+                continue
+            if received.untyped_storage().size():
+                with preserve_versions((out,)):
+                    weight.join(part.what, received, out)
+                _emptied(received)
 
     @torch.no_grad()
     def _weight_of(self, weight: GatheredWeight, outputs: tuple[Tensor, ...]) -> Tensor:
         shards = weight.shards
-        codes = outputs[0] if self._is_alone else self._messages[Part(weight, "codes")]
-        if not weight.spec.is_tile:
-            # Messages are rows in their order.
-            scales = self._whole(Part(weight, "scales"))
-            if weight.reading.is_one:
-                return weight.arrive((codes[: shards.rows], scales[: shards.rows]), None, None)
-            parts = [self._whole(Part(weight, what)) for what in weight.backward_parts]
-            dgrad, turn = weight.dgrad_of(list(map(_allocated, parts))), self.need_backward  # no memory has no views
-            for part in () if BACKWARD in self._held else parts:
+        codes = outputs[0] if self._is_alone else self._messages[Message(weight, "codes")]
+        if not weight.is_tiled:
+            forward = [codes, *(self._whole(Message(weight, what)) for what in weight.forward_parts[1:])]
+            backward = [self._whole(Message(weight, what)) for what in weight.backward_parts]
+            absent = [t for t in (*forward, *backward) if not t.untyped_storage().size()]
+            turn = None if weight.reading.is_one else self.need_backward
+            whole = weight.arrive_as(forward, list(map(_allocated, backward)), turn)  # no memory has no views
+            for part in absent:
                 _emptied(part)
-            return weight.arrive((codes[: shards.rows], scales[: shards.rows]), None, turn, dgrad)
+            return whole
         index = self._tiles.index(weight)
         assert self._room is not None, "there are tiles"
         first, stop = (self._room.arrived[index + i] * self._room.width for i in (0, 1))
@@ -280,13 +277,11 @@ class Arrival:
         scales = own.view(shards.rows, shards.tiles[1])
         return weight.arrive((codes[: shards.rows], scales), self._turned_blocks[index], self.turn)
 
-    def _whole(self, part: Part) -> Tensor:
+    def _whole(self, part: Message) -> Tensor:
         """Return where a part lies once it has come."""
-        if self._is_alone:
-            return self._copies[part]
         return self._joined[part] if part in self._joined else self._memory(part)
 
-    def _memory(self, part: Part) -> Tensor:
+    def _memory(self, part: Message) -> Tensor:
         """Return where FSDP2 copies a message of all ranks, which it frees and allocates."""
         if part not in self._messages:
             sent = self._of(part)
@@ -315,8 +310,7 @@ class Arrival:
             RuntimeError: FSDP2 has freed the weights.
         """
         parts = [part for part in self._parts(self._held) if part not in self._joined]
-        held = [self._copies.get(part, self._messages.get(part)) for part in parts]
-        held += self._joined_now()
+        held = [self._messages.get(part) for part in parts] + self._joined_now()
         if not any(one is not None and one.untyped_storage().size() for one in held):
             raise self._freed()
         if BACKWARD not in self._held:
@@ -338,9 +332,8 @@ class Arrival:
                 to.view(shards.world, -1).view(torch.uint8).copy_(bytes_of_part)
             self._inner.append(to)  # FSDP2 frees it with the weights
         self._held |= {what}
-        if what == BACKWARD:
-            self._inner += [_allocated(tensor) for tensor in self._joined_now()]
-            self._join()
+        self._inner += [_allocated(self._joined[part]) for part in parts if part in self._joined]
+        self._join(self.weights)
 
     def turn(self) -> None:
         """Make the other orientation of all tiles, unless it is there.

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from halfbyte.distributed.embedding import ShardedEmbedding
+from halfbyte.distributed.fsdp_experts import ExpertShards
 from halfbyte.distributed.fsdp_reading import reading_of
 from halfbyte.distributed.fsdp_shards import RowShards
 from halfbyte.distributed.fsdp_weight import GatheredWeight
 from halfbyte.distributed.head import HeadEntry, ShardedHead
 from halfbyte.functional.foreign import is_sharded
+from halfbyte.nn.grouped import GroupedLinear
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.spec import NVFP4
 
@@ -102,10 +104,13 @@ def group_of(home: Home) -> dist.ProcessGroup:
     return mesh.get_group(mesh.ndim - 1)
 
 
-def shards_of(home: Home, spec: NVFP4) -> RowShards:
-    """Return how a DTensor's rows, in blocks of a spec, are split."""
+def shards_of(home: Home, spec: NVFP4) -> RowShards | ExpertShards:
+    """Return how a DTensor's rows, in blocks of a spec, or its experts are split."""
     param = home.param
     mesh, last = param.device_mesh, param.device_mesh.ndim - 1
+    if param.dim() == 3:
+        matrix = param.shape[1], param.shape[2]
+        return ExpertShards(param.shape[0], matrix, mesh.size(last), mesh.get_local_rank(last), spec.block[0])
     return RowShards(param.shape[0], param.shape[1], mesh.size(last), mesh.get_local_rank(last), spec.block[0])
 
 
@@ -148,13 +153,18 @@ def reason_against(home: Home, holders: list[nn.Module]) -> str | None:
         holders: all modules that have it.
     """
     param = home.param
-    layers = [m for m in holders if isinstance(m, LinearLayer) and m._parameters.get("weight") is param]
+    kinds = LinearLayer, GroupedLinear
+    layers = [m for m in holders if isinstance(m, kinds) and m._parameters.get("weight") is param]
     if not any(layer.recipe.specs for layer in layers):
         return ""
     checks = (
         (not is_sharded(param), "fully_shard has not sharded it"),
         (len(holders) > 1, "other modules have it too"),
-        (layers[0].transposed, "it lies as [in_features, out_features], and rows of its transpose are split"),
+        (getattr(layers[0], "entry", None) is not None and param.dim() == 3, "ranks share its experts"),
+        (
+            getattr(layers[0], "transposed", False),
+            "it lies as [in_features, out_features], and rows of its transpose are split",
+        ),
         (param.numel() == 0, "it is empty"),
     )
     known = next((reason for applies, reason in checks if applies), None)
@@ -168,7 +178,7 @@ def _reason_of_placement(param: Any) -> str | None:
     return None if is_by_rows and is_replicated else f"it is sharded as {tuple(param.placements)}, not by rows alone"
 
 
-def _reason_of_recipe(layer: LinearLayer) -> str | None:
+def _reason_of_recipe(layer: LinearLayer | GroupedLinear) -> str | None:
     reading = reading_of(layer.recipe)
     if isinstance(reading, str):
         return reading

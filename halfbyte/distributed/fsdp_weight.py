@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from halfbyte.distributed.fsdp_reading import Reading, reading_of
 from halfbyte.distributed.fsdp_shards import RowShards
 from halfbyte.distributed.scales import all_gather
 from halfbyte.layout import Blocks, Operand
+from halfbyte.nn.grouped import GroupedLinear
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.spec import Recipe
 from halfbyte.tensor.primary import PrimaryWeight
@@ -71,7 +73,7 @@ class GatheredWeight:
         name: of the parameter.
         layer: whose `weight` it is.
         reading: in which forms forward and backward read it.
-        shards: of its rows.
+        shards: of its rows, a RowShards; of experts, ExpertShards.
         precision: what its values are rounded to.
         slot: which amax is its own; weights that share an amax have the same.
         refresh: casts all weights anew, on every rank.
@@ -80,16 +82,17 @@ class GatheredWeight:
     def __init__(
         self,
         name: str,
-        layer: LinearLayer,
+        layer: LinearLayer | GroupedLinear,
         reading: Reading,
-        shards: RowShards,
+        shards: Any,
         precision: Precision,
         slot: int,
         refresh: Callable[[], None],
     ) -> None:
         self.name, self.layer, self.shards, self.slot = name, layer, shards, slot
         self.reading, self.spec = reading, reading.spec
-        self.columns = None if reading.columns is None else Columns.of(reading.columns, shards)
+        is_matrix = isinstance(shards, RowShards)  # experts have no blocks that lie on two ranks
+        self.columns = Columns.of(reading.columns, shards) if reading.columns is not None and is_matrix else None
         self._precision, self._refresh = precision, refresh
         self.param: Any = None
         self.is_dirty = True
@@ -103,6 +106,16 @@ class GatheredWeight:
         self.ready: Any = None
 
     # The shard
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether it is a matrix in 16x16 tiles, of which one scale for each travels."""
+        return self.spec.is_tile
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """The shape of what lies in each of the rows that are split."""
+        return (self.shards.cols,)
 
     @property
     def local(self) -> Tensor:
@@ -152,10 +165,11 @@ class GatheredWeight:
 
     def _check(self, local: Tensor) -> None:
         first, last = self.shards.rows_of(self.shards.rank)
-        if tuple(local.shape) != (last - first, self.shards.cols) or not local.is_contiguous():
+        shape = (last - first, *self.tail)
+        if tuple(local.shape) != shape or not local.is_contiguous():
             raise ValueError(
-                f"{self.name}: this rank holds {list(local.shape)}, and its shard was [{last - first}, "
-                f"{self.shards.cols}], contiguous: build and wrap the model anew"
+                f"{self.name}: this rank holds {list(local.shape)}, and its shard was {list(shape)}, contiguous: build "
+                "and wrap the model anew"
             )
         dtype = self._nominal(local)
         arrived = self.arrived
@@ -200,14 +214,33 @@ class GatheredWeight:
         """Return what every rank sends for a forward, a backward or both."""
         if self.reading.is_one:
             return self.shards.message_bytes
-        back = self.shards.chunk * self.shards.cols * self.values_dtype.itemsize
-        back = back if self.columns is None else self.columns.message_bytes
-        return (self.shards.message_bytes if FORWARD in wanted else 0) + (back if BACKWARD in wanted else 0)
+        back = self.backward_bytes() if BACKWARD in wanted else 0
+        return (self.shards.message_bytes if FORWARD in wanted else 0) + back
+
+    def backward_bytes(self) -> int:
+        """Return what every rank sends for a backward that reads another form than the forward."""
+        values = self.shards.chunk * prod(self.tail) * self.values_dtype.itemsize
+        return values if self.columns is None else self.columns.message_bytes
 
     @property
     def values_dtype(self) -> torch.dtype:
         """What a backward in high precision computes in."""
         return self._precision.computed or self._precision.gathered or self.layer.weight.dtype
+
+    @property
+    def forward_parts(self) -> tuple[str, ...]:
+        """What a forward is sent of it alone, codes first; scales of tiles come with those of others."""
+        return ("codes",) if self.is_tiled else ("codes", "scales")
+
+    @property
+    def joined(self) -> dict[str, tuple[int, int]]:
+        """The shapes of parts that do not lie as they arrive, in bytes; `join` writes them."""
+        return {} if self.columns is None else dict(zip(self.backward_parts, self.columns.whole(), strict=True))
+
+    def join(self, what: str, received: Tensor, out: Tensor) -> None:
+        """Write a part that does not lie as it arrived; received: uint8 [world * rows, bytes]."""
+        assert self.columns is not None, "nothing else is joined"
+        self.columns.join(received, out)
 
     @property
     def backward_parts(self) -> tuple[str, ...]:
@@ -223,11 +256,15 @@ class GatheredWeight:
         parts = {"codes": self.codes, "scales": self.scales}
         return (parts | {"column codes": self.column_codes, "column scales": self.column_scales})[what]
 
-    def dgrad_of(self, parts: Sequence[Tensor]) -> Operand | Tensor:
-        """Return dgrad's operand, which lies where the messages for backwards arrive."""
-        if self.columns is None:
-            return parts[0][: self.shards.rows].mT
-        return self.columns.operand(parts[0], parts[1], self.amax)
+    def arrive_as(
+        self, forward: Sequence[Tensor], backward: Sequence[Tensor], turn: Callable[[], None] | None
+    ) -> PrimaryWeight:
+        """Return the weight in 1x16 blocks whose parts arrive there; turn: lets those of the backward be there."""
+        rows, dgrad = self.shards.rows, None
+        if not self.reading.is_one:
+            columns = self.columns
+            dgrad = backward[0][:rows].mT if columns is None else columns.operand(backward[0], backward[1], self.amax)
+        return self.arrive((forward[0][:rows], forward[1][:rows]), None, turn, dgrad)
 
     def arrive(
         self,
@@ -252,7 +289,7 @@ class GatheredWeight:
 
     # What the layer asks for
 
-    def to_read(self, layer: LinearLayer, weight: Any) -> Any:
+    def to_read(self, layer: LinearLayer | GroupedLinear, weight: Any) -> Any:
         """Return what a layer multiplies by: its gathered codes, or in high precision the values, gathered for this.
 
         Args:
@@ -268,7 +305,7 @@ class GatheredWeight:
                 "something replaced its shard between FSDP2's hooks: call the model through the module given to "
                 "fsdp_gather_nvfp4_ or one that fully_shard wrapped"
             )
-        if not layer.recipe.specs:
+        if not layer.recipe.specs or (self.tail[1:] and layer.instead is not None):  # experts that are being looked at
             return _Values.apply(self, weight)
         self.arrival.need_forward()
         if layer.recipe is self._reads_codes:
@@ -286,7 +323,7 @@ class GatheredWeight:
         """Return the whole weight in its own values, as FSDP2 gathers them without codes; every rank must call it."""
         shards = self.shards
         sent = self._sent_values(self._nominal(self.local))
-        whole = torch.empty(shards.world * shards.chunk, shards.cols, dtype=sent.dtype, device=sent.device)
+        whole = torch.empty(shards.world * shards.chunk, *self.tail, dtype=sent.dtype, device=sent.device)
         if shards.world > 1:
             all_gather(whole, sent, group=self.group)
         else:
@@ -299,7 +336,7 @@ class GatheredWeight:
         local = self.local.detach()
         if len(local) == self.shards.chunk:
             return local.to(dtype)
-        sent = torch.zeros(self.shards.chunk, self.shards.cols, dtype=dtype, device=local.device)
+        sent = torch.zeros(self.shards.chunk, *self.tail, dtype=dtype, device=local.device)
         sent[: len(local)].copy_(local)
         return sent
 

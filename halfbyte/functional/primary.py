@@ -63,6 +63,36 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
     return (w if covers(cached, recipe) else _Values.apply(w)), cached
 
 
+def primary_experts(w: PrimaryWeight, recipe: Recipe) -> CachedWeight:
+    """Return primary weights of experts [E, N, K] as operands; of tiles the backward turns the row's own.
+
+    Raises:
+        ValueError: the recipe wants the weights quantized in another way.
+    """
+    row_spec, col_spec = weight_specs(recipe)
+    dgrad = w.dgrad.spec if isinstance(w.dgrad, ops.Operand) else None
+    is_one = w.dgrad is None and (recipe.backward == "dequantized" or col_spec == w.spec)
+    if row_spec != w.spec or not (is_one or (w.dgrad is not None and col_spec == dgrad)):
+        raise ValueError(
+            f"recipe={recipe.key}: these experts exist only as {describe(w.spec)}; use a recipe with that spec for "
+            "weights, in forward and backward"
+        )
+    experts, rows, cols = w.shape
+    codes, scales = (t.view(experts, rows, -1) for t in (w.blocks.qdata, w.linear_scale().view(torch.uint8)))
+    row = ops.Operand(Blocks(codes, scales, w.blocks.amax), w.spec, cols)
+    late = None if w.dgrad is None else w.turn
+    return CachedWeight(row, w.dgrad, w.rounded or w.dtype, False, late)
+
+
+def turned_experts(row: ops.Operand) -> ops.Operand:
+    """Return experts in tiles [E, N, K] as the operand [E, K, N] of dgrad, without rounding."""
+    rows = row.blocks.qdata.shape[1]
+    pairs = zip(row.blocks.qdata, row.blocks.block_scale, strict=True)
+    turned = [ops.transpose(codes, scales, rows, row.cols) for codes, scales in pairs]
+    codes, scales = (torch.stack(parts) for parts in zip(*turned, strict=True))
+    return ops.Operand(Blocks(codes, scales, row.blocks.amax), row.spec, rows)
+
+
 def _row(w: PrimaryWeight, spec: Spec | None) -> ops.Operand | None:
     return None if spec is None else ops.Operand(w.blocks, w.spec, w.shape[1], w.scale_layout)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.foreign import refuse_foreign
-from halfbyte.nn.linear import describe_recipe
+from halfbyte.nn.linear import describe_recipe, weight_of
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
@@ -36,6 +37,9 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
     """
 
     held_as: tuple[str, bool] | None = None
+
+    weight_to_read: Callable[[Any, Any], Any] | None = None
+    """Returns what a forward multiplies by, given the parameter, as for hb.nn.Linear."""
 
     entry: ExpertEntry | None = None
     """How the experts that are here run where ranks share them, as `hb.distributed.shard_experts_` has it."""
@@ -141,7 +145,7 @@ class GroupedLinear(GroupedRecipe):
                 padding, with zero outputs and gradients.
             call: 0, 1, … for the first, second, … run of this module within one micro-batch.
         """
-        return super().forward(x, self.weight, offsets, call, self.bias)
+        return super().forward(x, weight_of(self), offsets, call, self.bias)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.bias is None else ", bias=True")

@@ -148,7 +148,8 @@ def matrix_bytes(job: Job, matrix: Matrix, recipe: Recipe, phase: Phase = "forwa
     else:
         codes = matrix.rows * round_up(matrix.cols, NVFP4_BLOCK) / 2
         each = codes + ceil_div(matrix.rows, job.reading.spec.block[0]) * ceil_div(matrix.cols, NVFP4_BLOCK)
-    return matrix.experts * each * job.local(matrix) / matrix.numel
+    amax = FP32 if matrix.experts > 1 and (columns is None or columns.format.has_amax) else 0
+    return matrix.experts * (each + amax) * job.local(matrix) / matrix.numel
 
 
 def zero_gather(job: Job) -> tuple[int, int]:

@@ -26,18 +26,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "fsdp2.md"
 BEGIN, END = "<!-- matrix: tests/scale/fsdp_matrix.py --write -->\n", "<!-- end of matrix -->"
 
 
-class Mixture(nn.Module):
-    """A linear layer, and two experts for halves of the tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 48)
-        self.experts = hb.nn.GroupedLinear(2, 48, 32, recipe="nvfp4")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts(self.first(x), torch.tensor([2, len(x)], dtype=torch.int32))
-
-
 class Tied(nn.Module):
     """A head that is the embedding."""
 
@@ -220,8 +208,7 @@ ROWS = (
     Row(name="fused layers (`hb.nn.LayerNormMLP`, …)", case=CASES["fused layers"]),
     Row(
         name="experts (`hb.nn.GroupedLinear`)",
-        case=Case(make=Mixture, shape=(6, 32)),
-        text="exact; gathered in their values",
+        case=CASES["experts, nvfp4"],
     ),
     Row(
         name="a head tied to the embedding",
