@@ -163,12 +163,12 @@ def grouped_linear(
     if runs_eagerly([w_ENK]):
         from halfbyte.functional.eager import eagerly
 
-        named = {"bias_EN": bias_EN, "rng": rng, "out_dtype": out_dtype, "main_grad": main_grad, "x_row": x_row}
-        return eagerly(grouped_linear, (x, w_ENK, offsets, recipe), named)
+        more = {"bias_EN": bias_EN, "rng": rng, "out_dtype": out_dtype, "main_grad": main_grad, "x_row": x_row}
+        return eagerly(grouped_linear, (x, w_ENK, offsets, recipe), more)
     recipe = recipe_of_experts(recipe)
+    if isinstance(w_ENK, PrimaryWeight):
+        w_ENK, cached_weight = primary_experts(w_ENK, recipe)
     is_primary = isinstance(w_ENK, PrimaryWeight)
-    if is_primary:
-        cached_weight = primary_experts(w_ENK, recipe)
     refuse_transforms((x, w_ENK, bias_EN), EXPERTS)
     refuse_foreign((("x", x), ("w_ENK", w_ENK), ("bias_EN", bias_EN)))
     is_covered = is_primary or covers(cached_weight, recipe)
@@ -178,8 +178,7 @@ def grouped_linear(
         bias_EN = None if bias_EN is None else bias_EN.to(dtype)
     _check(x, w_ENK, offsets, main_grad)
     check_bias(bias_EN, w_ENK)
-    if out_dtype is not None:
-        check_value_dtype("out_dtype", out_dtype, "name one of these and convert the result")
+    check_value_dtype("out_dtype", out_dtype or x.dtype, "name one of these and convert the result")
     if w_ENK.dtype != x.dtype and not is_covered:
         raise TypeError(f"w_ENK.dtype={w_ENK.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
     _check_cached(cached_weight, recipe, x, is_primary)

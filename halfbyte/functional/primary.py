@@ -63,12 +63,20 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
     return (w if covers(cached, recipe) else _Values.apply(w)), cached
 
 
-def primary_experts(w: PrimaryWeight, recipe: Recipe) -> CachedWeight:
-    """Return primary weights of experts [E, N, K] as operands; of tiles the backward turns the row's own.
+def primary_experts(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWeight | None]:
+    """Return primary weights of experts as `grouped_linear` takes weights; of tiles the backward turns the row's own.
+
+    Args:
+        w: [E, N, K].
+        recipe: its fprop.b and dgrad.b are w's own specs, or it quantizes nothing.
 
     Raises:
         ValueError: the recipe wants the weights quantized in another way.
     """
+    if w.before_use is not None:
+        w.before_use()
+    if not recipe.specs:
+        return _Values.apply(w), None
     row_spec, col_spec = weight_specs(recipe)
     dgrad = w.dgrad.spec if isinstance(w.dgrad, ops.Operand) else None
     is_one = w.dgrad is None and (recipe.backward == "dequantized" or col_spec == w.spec)
@@ -81,7 +89,7 @@ def primary_experts(w: PrimaryWeight, recipe: Recipe) -> CachedWeight:
     codes, scales = (t.view(experts, rows, -1) for t in (w.blocks.qdata, w.linear_scale().view(torch.uint8)))
     row = ops.Operand(Blocks(codes, scales, w.blocks.amax), w.spec, cols)
     late = None if w.dgrad is None else w.turn
-    return CachedWeight(row, w.dgrad, w.rounded or w.dtype, False, late)
+    return w, CachedWeight(row, w.dgrad, w.rounded or w.dtype, False, late)
 
 
 def turned_experts(row: ops.Operand) -> ops.Operand:

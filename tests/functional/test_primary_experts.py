@@ -48,7 +48,13 @@ def test_tiles_of_experts_are_turned_without_rounding():
     assert torch.equal(turned.blocks.block_scale.flatten(0, 1), want.block_scale.view(torch.uint8))
 
 
-@pytest.mark.parametrize("recipe", ["rl", "mxfp8", "bf16", "nvfp4_mxfp8_bwd"])
+def test_without_quantization_experts_multiply_as_their_values():
+    w, ends = experts(TILES, torch.randn(2, 32, 32).bfloat16()), torch.tensor([2, 4], dtype=torch.int32)
+    x, values = torch.randn(4, 32).bfloat16(), w.dequantize()
+    assert torch.equal(hb.grouped_linear(x, w, ends, "bf16"), hb.grouped_linear(x, values, ends, "bf16"))
+
+
+@pytest.mark.parametrize("recipe", ["rl", "mxfp8", "nvfp4_mxfp8_bwd"])
 def test_another_recipe_than_the_codes_are_for_is_refused(recipe):
     weight, ends = experts(TILES, torch.randn(2, 32, 32).bfloat16()), torch.tensor([2, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"these experts exist only as .*16.*use a recipe with that spec for weights"):
