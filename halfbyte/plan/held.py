@@ -96,7 +96,8 @@ def tiled_numel(job: Job) -> float:
     for span in job.spans:
         if span.recipe is job.recipe:
             matrices = job.architecture.matrices(span.kind)
-            total += span.count * sum(job.local(m) for m in matrices if m.experts == 1 or job.sharding == "fsdp")
+            own = [m for m in matrices if m.experts == 1 or job.sharding == "fsdp" or m.rows % NVFP4_BLOCK == 0]
+            total += span.count * sum(map(job.local, own))
     config = job.architecture.config
     if job.follows_head and not config.tie_embeddings:
         total += config.vocab_size * config.dim / job.mesh.tp

@@ -176,11 +176,13 @@ def items(job: Job) -> list[Item]:
 
 def _block_items(job: Job, kind: Kind, recipe: Recipe) -> list[Item]:
     is_tiled = recipe is job.recipe and recipe.fprop is not None
-    dense = {f"{m.name}.weight" for m in job.architecture.matrices(kind) if m.experts == 1}
+    matrices = job.architecture.matrices(kind)
+    coded = {f"{m.name}.weight" for m in matrices if m.experts == 1 or m.rows % NVFP4_BLOCK == 0}
     found = []
     for name, parameter in job.architecture.block(kind, compiled=False).named_parameters():
-        tiled = is_tiled and name in dense
-        size = (parameter.shape[0], parameter.shape[1]) if tiled else (1, parameter.numel())
+        tiled = is_tiled and name in coded
+        cols = parameter.shape[-1] if tiled else parameter.numel()  # experts as one matrix
+        size = parameter.numel() // cols, cols
         found.append(Item(name, *size, tiled))
     return found
 
