@@ -21,7 +21,9 @@ from halfbyte.state import RunState
 class ExpertEntry(Protocol):
     """What runs experts that lie on several ranks."""
 
-    def outputs(self, layer: GroupedRecipe, x: Tensor, w_ENK: Tensor, offsets: Tensor, call: int) -> Tensor: ...
+    def outputs(
+        self, layer: GroupedRecipe, x: Tensor, experts: tuple[Tensor, Tensor | None], offsets: Tensor, call: int
+    ) -> Tensor: ...
 
 
 class GroupedRecipe(FollowsRecipe, nn.Module):
@@ -77,9 +79,7 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
             bias_EN: [experts, out_features] or None.
         """
         if self.entry is not None:
-            if bias_EN is not None:
-                raise ValueError(f"{self.title}: experts that ranks share add no bias; build them without one")
-            return self.entry.outputs(self, x, w_ENK, offsets, call)
+            return self.entry.outputs(self, x, (w_ENK, bias_EN), offsets, call)
         refuse_foreign((("x", x), ("its weight", w_ENK), ("its bias", bias_EN)), self)
         place = self.place(call, w_ENK.device)
         main_grad = getattr(w_ENK, "main_grad", None)

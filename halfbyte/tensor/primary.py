@@ -17,7 +17,7 @@ _requires_grad: Any = torch._C.TensorBase.requires_grad
 
 
 class PrimaryWeight(QuantTensor):
-    """A QuantTensor [N, K] in 16x16 tiles that is a model's parameter: it may require a gradient.
+    """A QuantTensor [N, K] in 16x16 tiles, or of experts [E, N, K], that is a parameter: it may require a gradient.
 
     Its gradient is a plain tensor [N, K] of the nominal dtype in `.grad`, that of the values it stands for. No
     optimizer can step it; `hb.distributed.cast_master_weights_to_nvfp4` writes new bytes into it in place.
@@ -109,7 +109,7 @@ class PrimaryWeight(QuantTensor):
     @staticmethod
     def __tensor_unflatten__(inner, header, outer_size, outer_stride):
         blocks = inner["qdata"], inner["block_scale"], inner["amax"]
-        return PrimaryWeight._wrap(blocks, header, outer_size, None, outer_stride)
+        return PrimaryWeight._wrap(blocks, header, outer_size, inner.get("group_offsets"), outer_stride)
 
     def allocate_turned(self) -> Blocks:
         """Return the memory of the other orientation, LINEAR [K, N], allocated once, with this weight's amax."""
@@ -171,7 +171,7 @@ def rebuild_primary(state: tuple, requires_grad: bool) -> PrimaryWeight:
     quant = cast(QuantTensor, rebuild(qdata, block_scale, amax, group_offsets, key, as_tensor, shape))
     check_primary_spec(quant.spec)
     options = {"shape": shape, "dtype": quant.dtype, "scale_layout": quant.scale_layout}
-    out = PrimaryWeight(quant.blocks, quant.spec, **options)
+    out = PrimaryWeight(quant.blocks, quant.spec, **options, group_offsets=quant.group_offsets)
     return out.as_parameter().requires_grad_(requires_grad) if rest[3] else out
 
 
