@@ -194,7 +194,7 @@ class _Part:
                 f"{layer.title}: offsets has {offsets.shape[0]} groups and {ranks.here} experts are here; hand it "
                 "what ExpertExchange.send returned"
             )
-        w, bias = (None if t is None else self._own(t) for t in experts)
+        w, bias = self._own(w_ENK), None if experts[1] is None else self._own(experts[1])
         refuse_foreign((("x", x), ("its weight", w), ("its bias", bias)), layer)
         row = self.exchange.row_of(x, self._spec_of(layer), layer)
         place = self._place(layer, call, w.device)

@@ -43,7 +43,7 @@ from halfbyte.distributed.weights import (
     memory_of,
     tiled_parameters,
 )
-from halfbyte.distributed.zero_parts import StoredPart, parts_of
+from halfbyte.distributed.zero_parts import StoredPart, stored_parts
 from halfbyte.tensor import PrimaryWeight
 
 
@@ -217,7 +217,7 @@ class ZeroOptimizer:
                 weight = make_primary(model, name, (self._tiled[name], dtype), bucket.codes(place), amaxes)
                 weight.before_use = bucket.finish_gathering
                 self._params[name] = cast_type(nn.Parameter, weight)
-                of[name] = parts_of(weight, place, first_tile, slots)
+                of[name] = stored_parts(weight, place, first_tile, slots)
                 stored += of[name]
                 wholes = [plan.part(place, rank) for rank in range(ranks.size)]
                 shares += [[part.share(whole) for whole in wholes] for part in of[name]]

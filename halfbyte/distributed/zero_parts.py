@@ -53,7 +53,7 @@ class StoredPart(NamedTuple):
         return Piece(self.target, values, own.start, self.pitch, self.target.blocks.qdata.view(-1))
 
 
-def parts_of(weight: PrimaryWeight, place: BucketPlace, first_tile: int, slots: dict[int, int]) -> list[StoredPart]:
+def stored_parts(weight: PrimaryWeight, place: BucketPlace, first_tile: int, slots: dict[int, int]) -> list[StoredPart]:
     """Return what the cast fills of a parameter.
 
     Args:

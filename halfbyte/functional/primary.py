@@ -68,7 +68,7 @@ def primary_experts(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWei
 
     Args:
         w: [E, N, K].
-        recipe: its fprop.b and dgrad.b are w's own specs, or it quantizes nothing.
+        recipe: its fprop.b and dgrad.b are w's own specs or None.
 
     Raises:
         ValueError: the recipe wants the weights quantized in another way.
@@ -78,18 +78,23 @@ def primary_experts(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWei
     if not recipe.specs:
         return _Values.apply(w), None
     row_spec, col_spec = weight_specs(recipe)
-    dgrad = w.dgrad.spec if isinstance(w.dgrad, ops.Operand) else None
-    is_one = w.dgrad is None and (recipe.backward == "dequantized" or col_spec == w.spec)
-    if row_spec != w.spec or not (is_one or (w.dgrad is not None and col_spec == dgrad)):
+    other = w.dgrad.spec if isinstance(w.dgrad, ops.Operand) else None if w.dgrad is not None else w.spec
+    fits_apart = w.dgrad is None or (row_spec == w.spec and col_spec == other and recipe.backward == "original")
+    if row_spec not in (None, w.spec) or col_spec not in (None, other) or not fits_apart:
         raise ValueError(
             f"recipe={recipe.key}: these experts exist only as {describe(w.spec)}; use a recipe with that spec for "
-            "weights, in forward and backward"
+            "weights, in forward and backward, or None for a GEMM in high precision"
         )
     experts, rows, cols = w.shape
     codes, scales = (t.view(experts, rows, -1) for t in (w.blocks.qdata, w.linear_scale().view(torch.uint8)))
-    row = ops.Operand(Blocks(codes, scales, w.blocks.amax), w.spec, cols)
-    late = None if w.dgrad is None else w.turn
-    return w, CachedWeight(row, w.dgrad, w.rounded or w.dtype, False, late)
+    row, dtype = ops.Operand(Blocks(codes, scales, w.blocks.amax), w.spec, cols), w.rounded or w.dtype
+    if w.dgrad is not None:
+        return w, CachedWeight(row, w.dgrad, dtype, False, w.turn)
+    if row_spec is not None and (col_spec is not None or recipe.backward == "dequantized"):
+        return w, CachedWeight(row, None, dtype)
+    col = None if col_spec is None else turned_experts(row)
+    row = None if row_spec is None else row
+    return _Values.apply(w), None if row is None and col is None else CachedWeight(row, col, dtype)
 
 
 def turned_experts(row: ops.Operand) -> ops.Operand:

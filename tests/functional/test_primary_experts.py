@@ -54,6 +54,36 @@ def test_without_quantization_experts_multiply_as_their_values():
     assert torch.equal(hb.grouped_linear(x, w, ends, "bf16"), hb.grouped_linear(x, values, ends, "bf16"))
 
 
+def test_a_product_in_high_precision_reads_what_the_codes_stand_for():
+    """Forward or backward alone, as a schedule may come to it: the other one goes on reading codes."""
+    w, ends = torch.randn(2, 40, 24).bfloat16(), torch.tensor([3, 7], dtype=torch.int32)
+    decoded = experts(TILES, w).dequantize()
+    runs = {
+        name: products(weight, ends, recipe)
+        for name, weight, recipe in (
+            ("codes", w, "nvfp4"),
+            ("values", decoded, "bf16"),
+            ("codes, then values", experts(TILES, w), hb.recipes.mixed("nvfp4", "bf16")),
+            ("values, then codes", experts(TILES, w), hb.recipes.mixed("bf16", "nvfp4")),
+        )
+    }
+    for (first, second), name in (
+        (("codes", "values"), "codes, then values"),
+        (("values", "codes"), "values, then codes"),
+    ):
+        assert torch.equal(runs[name][0], runs[first][0]) and torch.equal(runs[name][1], runs[second][1]), name
+        assert torch.equal(runs[name][2], runs[second][2]), name
+
+
+def products(weight: torch.Tensor, ends: torch.Tensor, recipe: hb.Recipe | str) -> list[torch.Tensor]:
+    """Output and gradients."""
+    weight = weight if isinstance(weight, PrimaryWeight) else weight.clone().requires_grad_()
+    x = torch.randn(7, weight.shape[2], generator=torch.Generator().manual_seed(4)).bfloat16().requires_grad_()
+    y = hb.grouped_linear(x, weight, ends, recipe, rng=hb.Philox(5, 0))
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(6)).bfloat16())
+    return [y.detach(), x.grad, weight.grad]
+
+
 @pytest.mark.parametrize("recipe", ["rl", "mxfp8", "nvfp4_mxfp8_bwd"])
 def test_another_recipe_than_the_codes_are_for_is_refused(recipe):
     weight, ends = experts(TILES, torch.randn(2, 32, 32).bfloat16()), torch.tensor([2, 4], dtype=torch.int32)
