@@ -25,6 +25,7 @@ SMALL = [
     "fp32 masters",
     "four over six, uneven",
     "decoder",
+    "experts, fp32 masters, more ranks than experts",
 ]
 CASES = {
     1: ["even", "decoder, fp32 masters", *UNEVEN[:3]],
