@@ -32,7 +32,8 @@ def primary_weights_(
     Raises:
         ValueError: no weight can be one, or codes of siblings that share an amax have different ones.
     """
-    chosen = tiled_parameters(model)
+    tiled = tiled_parameters(model)
+    chosen = {name: spec for name, spec in tiled.items() if model.get_parameter(name).dim() == 2}
     if not chosen:
         raise ValueError(
             f"model={type(model).__name__}: no weight has a recipe with one 16x16 spec for forward and backward, such "

@@ -177,15 +177,17 @@ class _Part:
     exchange: ExpertExchange
     reduce: Reduce
 
-    def outputs(self, layer: GroupedRecipe, x: Tensor, w_ENK: Tensor, offsets: Tensor, call: int) -> Tensor:
+    def outputs(
+        self, layer: GroupedRecipe, x: Tensor, experts: tuple[Tensor, Tensor | None], offsets: Tensor, call: int
+    ) -> Tensor:
         if torch.compiler.is_compiling():
             from halfbyte.functional.eager import eagerly
 
-            return eagerly(self._outputs, (layer, x, w_ENK, offsets, call), {})
-        return self._outputs(layer, x, w_ENK, offsets, call)
+            return eagerly(self._outputs, (layer, x, experts, offsets, call), {})
+        return self._outputs(layer, x, experts, offsets, call)
 
-    def _outputs(self, layer: GroupedRecipe, x: Tensor, w_ENK: Any, offsets: Tensor, call: int) -> Tensor:
-        ranks = self.exchange.ranks
+    def _outputs(self, layer: GroupedRecipe, x: Tensor, experts: tuple[Any, Any], offsets: Tensor, call: int) -> Tensor:
+        ranks, w_ENK = self.exchange.ranks, experts[0]
         if getattr(w_ENK, "main_grad", None) is not None:
             raise ValueError(f"{layer.title}: its weight has a main_grad, which experts of several ranks do not add to")
         if offsets.dim() == 1 and offsets.shape[0] != ranks.here:
@@ -193,13 +195,17 @@ class _Part:
                 f"{layer.title}: offsets has {offsets.shape[0]} groups and {ranks.here} experts are here; hand it "
                 "what ExpertExchange.send returned"
             )
-        w = w_ENK.to_local(grad_placements=(Shard(0),)) if isinstance(w_ENK, DTensor) else w_ENK
-        if self.reduce == "mean" and w.requires_grad and torch.is_grad_enabled():
-            w = _ShareOfGradient.apply(w, ranks.world)
-        refuse_foreign((("x", x), ("its weight", w)), layer)
+        w, bias = self._own(w_ENK), None if experts[1] is None else self._own(experts[1])
+        refuse_foreign((("x", x), ("its weight", w), ("its bias", bias)), layer)
         row = self.exchange.row_of(x, self._spec_of(layer), layer)
         place = self._place(layer, call, w.device)
-        return grouped_linear(x, w, offsets, layer.recipe, rng=place, x_row=row)
+        return grouped_linear(x, w, offsets, layer.recipe, bias_EN=bias, rng=place, x_row=row)
+
+    def _own(self, t: Any) -> Any:
+        """Return what is here of a weight or a bias, whose gradient is that of the ranks' loss."""
+        t = t.to_local(grad_placements=(Shard(0),)) if isinstance(t, DTensor) else t
+        is_share = self.reduce == "mean" and t.requires_grad and torch.is_grad_enabled()
+        return _ShareOfGradient.apply(t, self.exchange.ranks.world) if is_share else t
 
     def _spec_of(self, layer: GroupedRecipe) -> NVFP4 | None:
         return None if self.exchange.dispatch == "plain" else dispatch_spec(layer.recipe)
@@ -245,8 +251,8 @@ def shard_experts_(
 ) -> ExpertExchange:
     """Let the ranks of a mesh share the experts of every hb.nn.GroupedLinear of a module, in place.
 
-    Weights become DTensors, `Shard(0)`, with equal shapes and state_dict keys. The layers then take what `send` of the
-    exchange returns; a module whose forward takes (x, offsets) needs no change: `hb.distributed.ExpertParallel`.
+    Weights and biases become DTensors, `Shard(0)`; shapes and state_dict keys stay. The layers then take what `send` of
+    the exchange returns; a module whose forward takes (x, offsets) needs no change: `hb.distributed.ExpertParallel`.
 
     Args:
         module: converted or about to be; of one or more GroupedLinear with equally many experts.
@@ -279,9 +285,9 @@ def shard_experts_(
         _check_recipes(dict(zip(readers, reading, strict=True)))
     exchange = ExpertExchange(ranks, reading, dispatch, capacity)
     for layer in layers.values():
-        weight = layer.weight
-        data = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
-        layer.weight = nn.Parameter(data, requires_grad=weight.requires_grad)
+        for own, param in list(layer.named_parameters(recurse=False)):
+            data = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
+            setattr(layer, own, nn.Parameter(data, requires_grad=param.requires_grad))
         layer.entry = _Part(exchange, reduce)
     return exchange
 
@@ -334,7 +340,7 @@ def _check_options(
 
 
 def _check_layer(name: str, layer: Any, experts: int) -> None:
-    weight, what = layer.weight, name or "module"
+    weight, bias, what = layer.weight, layer.bias, name or "module"
     if layer.experts != experts:
         raise ValueError(f"{what} has {layer.experts} experts, another layer {experts}: share them in two calls")
     if is_foreign(weight) or layer.entry is not None:
@@ -344,10 +350,10 @@ def _check_layer(name: str, layer: Any, experts: int) -> None:
         )
     if isinstance(weight, QuantTensor) or type(weight) is not nn.Parameter:
         raise ValueError(f"{what}: its weight is a {type(weight).__name__}; ranks share experts of plain weights")
+    if bias is not None and type(bias) is not nn.Parameter:
+        raise ValueError(f"{what}: its bias is a {type(bias).__name__}; ranks share plain biases")
     if layer.weight_cache is not None:
         raise ValueError(f"{what} has a cached weight: call release() on the cache first")
-    if getattr(layer, "bias", None) is not None:
-        raise ValueError(f"{what} has a bias, which ranks do not share; add it outside of the layer")
     if getattr(weight, "main_grad", None) is not None:
         raise ValueError(f"{what}: its weight has a main_grad, which experts of several ranks do not add to")
 

@@ -41,14 +41,16 @@ from halfbyte.distributed.fsdp_choice import (
     shards_of,
     wrapping_problem,
 )
+from halfbyte.distributed.fsdp_experts import ExpertCast, GatheredExperts
+from halfbyte.distributed.fsdp_phase import BACKWARD, FORWARD, Mode, Phase
+from halfbyte.distributed.fsdp_reading import Reading, reading_of
 from halfbyte.distributed.fsdp_report import GatherReport, GatherRow
 from halfbyte.distributed.fsdp_rows import RowCast
 from halfbyte.distributed.fsdp_weight import GatheredWeight, Precision
 from halfbyte.distributed.same import agree_to_gather
 from halfbyte.functional.foreign import is_sharded
-from halfbyte.functional.weights import weight_specs
+from halfbyte.nn.grouped import GroupedLinear
 from halfbyte.nn.linear import LinearLayer
-from halfbyte.spec import NVFP4
 from halfbyte.tensor.quant_tensor import check_value_dtype
 
 
@@ -86,10 +88,12 @@ def fsdp_gather_nvfp4_(model: nn.Module, *, dtype: torch.dtype | None = None) ->
     problem = _problem(model, chosen, reasons) or _twice_rounded(homes, dtype)
     agree_to_gather(CALL, members_of(None), problem, _facts(homes, chosen, reasons, dtype))
     gather = WeightGather(model, homes, GatherChoice(chosen, reasons, dtype))
-    if gather.report.kept:
-        texts = sorted({f"{name}: {reason}" for name, reason in gather.report.kept.items()})
-        rest = f" and {len(texts) - 1} more (see the report)" if len(texts) > 1 else ""
-        warnings.warn(f"{CALL}: gathered in their values: {texts[0]}{rest}")
+    report = gather.report
+    for what, kept in (("values", report.kept), ("values for the backward", report.kept_in_backward)):
+        if kept:
+            texts = sorted({f"{name}: {reason}" for name, reason in kept.items()})
+            rest = f" and {len(texts) - 1} more (see the report)" if len(texts) > 1 else ""
+            warnings.warn(f"{CALL}: gathered in their {what}: {texts[0]}{rest}")
     return gather
 
 
@@ -100,9 +104,9 @@ def reason_for_values(model: nn.Module) -> str | None:
 
 
 class GatherChoice(NamedTuple):
-    """Specs of the weights that travel as codes, why others of quantized layers do not, what forwards compute in."""
+    """How weights that travel as codes are read, why others of quantized layers do not, what forwards compute in."""
 
-    specs: dict[str, NVFP4]
+    readings: dict[str, Reading]
     reasons: dict[str, str]
     dtype: torch.dtype | None
 
@@ -114,6 +118,7 @@ class WeightGather:
     """
 
     def __init__(self, model: nn.Module, homes: list[Home], choice: GatherChoice) -> None:
+        self._mode = Mode()
         self._casts, wrapped = self._arrange(homes, choice)
         self.weights = [weight for cast in self._casts for weight in cast.weights]
         self.report = _report(homes, {weight.name: weight for weight in self.weights}, choice.reasons)
@@ -130,35 +135,37 @@ class WeightGather:
 
     def _arrange(
         self, homes: list[Home], choice: GatherChoice
-    ) -> tuple[list[ShardCast | RowCast], dict[nn.Module, list[GatheredWeight]]]:
+    ) -> tuple[list[ShardCast | RowCast | ExpertCast], dict[nn.Module, list[GatheredWeight]]]:
         """Return casts for each group of ranks, of tiles and of 1x16 blocks, and the weights of each wrapped module."""
         groups: dict[dist.ProcessGroup, list[GatheredWeight]] = {}
         slots: dict[dist.ProcessGroup, dict[int, int]] = {}
         wrapped: dict[nn.Module, list[GatheredWeight]] = {}
         refresh = partial(_refresh, weakref.ref(self))
         for home in homes:
-            if home.name not in choice.specs:
+            if home.name not in choice.readings:
                 continue
             layer: Any = home.module
             group = group_of(home)
             own = slots.setdefault(group, {})
-            slot = own.setdefault(id(layer.amax_group[0]) if layer.amax_group else id(layer), len(own))
+            siblings = getattr(layer, "amax_group", ())
+            slot = own.setdefault(id(siblings[0]) if siblings else id(layer), len(own))
             precision = Precision(param_dtype_of(home), choice.dtype)
-            spec = choice.specs[home.name]
-            about = spec, shards_of(home, spec), precision, slot
-            weight = GatheredWeight(home.name, layer, *about, refresh)
+            reading = choice.readings[home.name]
+            about = reading, shards_of(home, reading.spec), precision, slot
+            kind = GatheredExperts if home.param.dim() == 3 else GatheredWeight
+            weight = kind(home.name, layer, *about, refresh)
             groups.setdefault(group, []).append(weight)
             if home.wrapped is not None:
                 wrapped.setdefault(home.wrapped, []).append(weight)
         orders: Orders = {}
         everything = [weight for weights in groups.values() for weight in weights]
-        for together in gathered_together([home.wrapped for home in homes], everything):
-            Arrival(together, orders)
+        for fsdp_group, together in gathered_together([home.wrapped for home in homes], everything):
+            Arrival(together, orders, Phase(fsdp_group, (together[0].layer, "weight"), self._mode))
         kinds = [
             (kind(own, group))
             for group, weights in groups.items()
-            for kind, is_tile in ((ShardCast, True), (RowCast, False))
-            if (own := [weight for weight in weights if weight.spec.is_tile == is_tile])
+            for kind in (ShardCast, RowCast, ExpertCast)
+            if (own := [weight for weight in weights if _cast_of(weight) is kind])
         ]
         return kinds, wrapped
 
@@ -169,9 +176,7 @@ class WeightGather:
         values: bytes of values that came beside them, for forwards in high precision.
         """
         gathered = sum(weight.bytes_gathered for weight in self.weights)
-        calls = sum(
-            weight.bytes_gathered // (weight.shards.message_bytes * weight.shards.world) for weight in self.weights
-        )
+        calls = sum(weight.gathers for weight in self.weights)
         values = sum(weight.bytes_of_values for weight in self.weights)
         casts = max(cast.runs for cast in self._casts)
         return {"gathered": gathered, "gathers": calls, "casts": casts, "values": values}
@@ -217,7 +222,15 @@ class WeightGather:
         return type(None), ()
 
 
+def _cast_of(weight: GatheredWeight) -> type:
+    """Return what casts a weight."""
+    if isinstance(weight, GatheredExperts):
+        return ExpertCast
+    return ShardCast if weight.spec.is_tile else RowCast
+
+
 def _before_forward(gather: WeightGather, weights: list[GatheredWeight], module: nn.Module, arguments: Any) -> None:
+    gather._mode.has_gradients = torch.is_grad_enabled()
     gather.refresh(weights)
 
 
@@ -233,8 +246,8 @@ def _after_step(gather: weakref.ref[WeightGather], optimizer: torch.optim.Optimi
         alive.mark_changed(param for group in optimizer.param_groups for param in group["params"])
 
 
-def _choose(model: nn.Module, homes: list[Home]) -> tuple[dict[str, NVFP4], dict[str, str]]:
-    """Return the spec of each weight that is gathered as codes, and why weights of other quantized layers are not."""
+def _choose(model: nn.Module, homes: list[Home]) -> tuple[dict[str, Reading], dict[str, str]]:
+    """Return how each weight that is gathered as codes is read, and why those of other quantized layers are not."""
     holders = holders_of(model)
     against = {home.name: reason_against(home, holders[id(home.param)]) for home in homes}
     of = {home.module: home for home in homes if against[home.name] is None}
@@ -242,24 +255,25 @@ def _choose(model: nn.Module, homes: list[Home]) -> tuple[dict[str, NVFP4], dict
         siblings = getattr(home.module, "amax_group", ())
         if any(sibling not in of or group_of(of[sibling]) is not group_of(home) for sibling in siblings):
             against[home.name] = "a weight that shares its amax is not gathered as codes, or by other ranks"
-    specs: dict[str, NVFP4] = {}
+    readings: dict[str, Reading] = {}
     for home in homes:
         if against[home.name] is None:
-            assert isinstance(home.module, LinearLayer), "reason_against chose it"
-            spec, _ = weight_specs(home.module.recipe)
-            assert isinstance(spec, NVFP4), "reason_against chose it"
-            specs[home.name] = spec
-    return specs, {name: reason for name, reason in against.items() if reason}
+            assert isinstance(home.module, LinearLayer | GroupedLinear), "reason_against chose it"
+            reading = reading_of(home.module.recipe)
+            assert isinstance(reading, Reading), "reason_against chose it"
+            readings[home.name] = reading
+    return readings, {name: reason for name, reason in against.items() if reason}
 
 
 def _facts(
-    homes: list[Home], chosen: dict[str, NVFP4], reasons: dict[str, str], dtype: torch.dtype | None
+    homes: list[Home], chosen: dict[str, Reading], reasons: dict[str, str], dtype: torch.dtype | None
 ) -> list[tuple[str, str]]:
     """Return what ranks compare: of every parameter its shape, and how it travels."""
     found = []
     for home in homes:
-        spec = chosen.get(home.name)
-        form = f"{param_dtype_of(home) or home.param.dtype}" if spec is None else f"{spec.key} of {dtype}"
+        reading, values = chosen.get(home.name), f"{param_dtype_of(home) or home.param.dtype}"
+        forms = (values,) if reading is None else _forms(reading, "values")[0]
+        form = values if reading is None else f"{' and '.join(dict.fromkeys(forms))} of {dtype}"
         found.append((home.name, f"{tuple(home.param.shape)} as {form}, {reasons.get(home.name, '')}".rstrip(", ")))
     return found
 
@@ -276,7 +290,7 @@ def _twice_rounded(homes: list[Home], dtype: torch.dtype | None) -> str | None:
     return None
 
 
-def _problem(model: nn.Module, chosen: dict[str, NVFP4], reasons: dict[str, str]) -> str | None:
+def _problem(model: nn.Module, chosen: dict[str, Reading], reasons: dict[str, str]) -> str | None:
     wrapped = [module for module in model.modules() if is_wrapped(module)]
     if not wrapped:
         return "model: fully_shard has wrapped nothing of it; call torch.distributed.fsdp.fully_shard first"
@@ -310,7 +324,35 @@ def _report(homes: list[Home], weights: dict[str, GatheredWeight], reasons: dict
         world = mesh.size(mesh.ndim - 1)
         values = -(-first // world) * world * (home.param.numel() // max(1, first)) * dtype.itemsize
         weight = weights.get(home.name)
-        sent = values if weight is None else weight.shards.message_bytes * weight.shards.world
-        form = str(dtype).removeprefix("torch.") if weight is None else weight.spec.key
-        rows.append(GatherRow(name=home.name, form=form, reason=reasons.get(home.name, ""), sent=sent, values=values))
+        form = str(dtype).removeprefix("torch.")
+        if weight is None:
+            forms, sent, reason = (form, form), (values, values), ""
+        else:
+            sent = [world * weight.message_bytes(frozenset((what,))) for what in (FORWARD, BACKWARD)]
+            forms, reason = _forms(weight.reading, str(weight.values_dtype).removeprefix("torch."))
+        rows.append(
+            GatherRow(
+                name=home.name,
+                form=forms[0],
+                reason=reasons.get(home.name, ""),
+                sent=sent[0],
+                values=values,
+                backward=forms[1],
+                backward_sent=sent[1],
+                backward_reason=reason,
+            )
+        )
     return GatherReport(rows=tuple(rows))
+
+
+def _forms(reading: Reading, values: str) -> tuple[tuple[str, str], str]:
+    """Return how a weight is gathered for forward and backward, and why in its values for the backward, or "".
+
+    values: their dtype.
+    """
+    key = reading.spec.key
+    if reading.is_one:
+        return (key, key), ""
+    if reading.columns is not None:
+        return (key, reading.columns.key), ""
+    return (key, values), f"backward reads it in high precision, not as forward's {key}"

@@ -10,13 +10,15 @@ import torch.distributed as dist
 from torch import nn
 
 from halfbyte.distributed.embedding import ShardedEmbedding
-from halfbyte.distributed.fsdp_weight import GatheredWeight, RowShards, reads_codes_alone
+from halfbyte.distributed.fsdp_experts import ExpertShards
+from halfbyte.distributed.fsdp_reading import reading_of
+from halfbyte.distributed.fsdp_shards import RowShards
+from halfbyte.distributed.fsdp_weight import GatheredWeight
 from halfbyte.distributed.head import HeadEntry, ShardedHead
 from halfbyte.functional.foreign import is_sharded
-from halfbyte.functional.weights import weight_specs
+from halfbyte.nn.grouped import GroupedLinear
 from halfbyte.nn.linear import LinearLayer
-from halfbyte.spec import NVFP4, Eden
-from halfbyte.tensor.primary import check_primary_spec
+from halfbyte.spec import NVFP4
 
 CALL = "fsdp_gather_nvfp4_"
 
@@ -75,8 +77,8 @@ def groups_of(module: nn.Module) -> list[Any]:
 
 def gathered_together(
     wrapped: Iterable[nn.Module | None], weights: Sequence[GatheredWeight]
-) -> list[list[GatheredWeight]]:
-    """Return the weights of each of FSDP2's groups, in its order, which one all-gather brings.
+) -> list[tuple[Any, list[GatheredWeight]]]:
+    """Return each of FSDP2's groups with its weights, in its order, which one all-gather brings; None for no group.
 
     Args:
         wrapped: modules that `fully_shard` wrapped, any number of times, or None.
@@ -87,8 +89,8 @@ def gathered_together(
     for module in dict.fromkeys(module for module in wrapped if module is not None):
         for group in groups_of(module):
             places = [(param._module_info.module, param._module_info.param_name) for param in group.fsdp_params]
-            found.append([own.pop(place) for place in places if place in own])
-    return [together for together in found if together] + [[weight] for weight in own.values()]
+            found.append((group, [own.pop(place) for place in places if place in own]))
+    return [one for one in found if one[1]] + [(None, [weight]) for weight in own.values()]
 
 
 def param_dtype_of(home: Home) -> torch.dtype | None:
@@ -102,10 +104,13 @@ def group_of(home: Home) -> dist.ProcessGroup:
     return mesh.get_group(mesh.ndim - 1)
 
 
-def shards_of(home: Home, spec: NVFP4) -> RowShards:
-    """Return how a DTensor's rows, in blocks of a spec, are split."""
+def shards_of(home: Home, spec: NVFP4) -> RowShards | ExpertShards:
+    """Return how a DTensor's rows, in blocks of a spec, or its experts are split."""
     param = home.param
     mesh, last = param.device_mesh, param.device_mesh.ndim - 1
+    if param.dim() == 3:
+        matrix = param.shape[1], param.shape[2]
+        return ExpertShards(param.shape[0], matrix, mesh.size(last), mesh.get_local_rank(last), spec.block[0])
     return RowShards(param.shape[0], param.shape[1], mesh.size(last), mesh.get_local_rank(last), spec.block[0])
 
 
@@ -148,13 +153,18 @@ def reason_against(home: Home, holders: list[nn.Module]) -> str | None:
         holders: all modules that have it.
     """
     param = home.param
-    layers = [m for m in holders if isinstance(m, LinearLayer) and m._parameters.get("weight") is param]
+    kinds = LinearLayer, GroupedLinear
+    layers = [m for m in holders if isinstance(m, kinds) and m._parameters.get("weight") is param]
     if not any(layer.recipe.specs for layer in layers):
         return ""
     checks = (
         (not is_sharded(param), "fully_shard has not sharded it"),
         (len(holders) > 1, "other modules have it too"),
-        (layers[0].transposed, "it lies as [in_features, out_features], and rows of its transpose are split"),
+        (getattr(layers[0], "entry", None) is not None and param.dim() == 3, "ranks share its experts"),
+        (
+            getattr(layers[0], "transposed", False),
+            "it lies as [in_features, out_features], and rows of its transpose are split",
+        ),
         (param.numel() == 0, "it is empty"),
     )
     known = next((reason for applies, reason in checks if applies), None)
@@ -168,37 +178,11 @@ def _reason_of_placement(param: Any) -> str | None:
     return None if is_by_rows and is_replicated else f"it is sharded as {tuple(param.placements)}, not by rows alone"
 
 
-def _reason_of_recipe(layer: LinearLayer) -> str | None:
-    row, col = weight_specs(layer.recipe)
-    if not isinstance(row, NVFP4):
-        what = "high precision" if row is None else row.key
-        return f"forward reads it as {what}, not as NVFP4"
-    known = _reason_of_spec(row)
-    if known is not None:
-        return known
-    if layer.recipe.splits_mean:
-        return "activation_mean='split' multiplies its values too"
-    if layer.recipe.channels is not None:
-        return "channels of it are multiplied in its values too"
-    if not reads_codes_alone(layer, row):
-        backward = "high precision" if col is None else col.key
-        return f"backward reads it as {backward}, which cannot be made of forward's {row.key}"
+def _reason_of_recipe(layer: LinearLayer | GroupedLinear) -> str | None:
+    reading = reading_of(layer.recipe)
+    if isinstance(reading, str):
+        return reading
     changes = () if layer.run_state is None or layer.run_state.schedule is None else layer.run_state.schedule.changes
-    if any(later != layer.recipe and weight_specs(later) != (row, col) for _, later in changes):
+    if any(reading_of(later) != reading for _, later in changes):
         return "a later recipe of its schedule reads it in another form"
-    return None
-
-
-def _reason_of_spec(spec: NVFP4) -> str | None:
-    """Return why rows cannot be quantized where they lie, to the bytes of the whole weight."""
-    if spec.is_tile:
-        try:
-            check_primary_spec(spec)
-        except ValueError as error:
-            return str(error)
-        return None
-    if spec.needs_rng or spec.needs_sign_rng or isinstance(spec.scaling, Eden):
-        return f"forward reads it as {spec.key}, for which every rank draws random bits of its own"
-    if spec.rotation is not None or not spec.has_tensor_amax:
-        return f"forward reads it as {spec.key}: only one amax of a whole, unrotated weight is found before it travels"
     return None

@@ -1,7 +1,7 @@
 """The cast of weights in 1x16 blocks that FSDP2 gathers: each rank quantizes its rows, which hold whole blocks.
 
-Nothing but the amax is shared: no block lies on two ranks. So it is `quantize` of the rows with the amax of the whole
-weight, which one all-reduce (a maximum) completes for all weights.
+Nothing but the amax is shared: no block of a row lies on two ranks, though those of w.T may (fsdp_columns.py). So it is
+`quantize` of the rows with the amax of the whole weight, which one all-reduce (a maximum) completes for all weights.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.distributed.fsdp_columns import ColumnCast
 from halfbyte.distributed.fsdp_group_cast import GroupCast
 from halfbyte.distributed.fsdp_weight import GatheredWeight
 from halfbyte.sides import both_sides
@@ -26,6 +27,8 @@ class RowCast(GroupCast):
         super().__init__(weights, group)
         self._members = torch.empty(0)
         self._prepared: Any = None
+        self._apart = [i for i, weight in enumerate(weights) if weight.columns is not None]
+        self._columns = ColumnCast([self.weights[i] for i in self._apart], group) if self._apart else None
 
     def _write(self) -> None:
         self._prepare()
@@ -40,6 +43,8 @@ class RowCast(GroupCast):
                 from_ += blocks.qdata, blocks.block_scale.view(torch.uint8)
         if to:
             torch._foreach_copy_(to, from_)
+        if self._columns is not None:
+            self._columns.run([rows[i] for i in self._apart])
 
     def _prepare(self) -> None:
         """Make the memory of messages and amaxes, anew where a shard has moved to another device."""

@@ -10,72 +10,25 @@ attributes of that tensor, which is why whatever replaces the tensor loses them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from halfbyte.distributed.fsdp_arrival import Arrival
+from halfbyte.distributed.fsdp_columns import Columns
+from halfbyte.distributed.fsdp_phase import BACKWARD, FORWARD
+from halfbyte.distributed.fsdp_reading import Reading, reading_of
+from halfbyte.distributed.fsdp_shards import RowShards
 from halfbyte.distributed.scales import all_gather
-from halfbyte.formats import NVFP4_BLOCK
-from halfbyte.layout import Blocks, ceil_div
+from halfbyte.layout import Blocks, Operand
+from halfbyte.nn.grouped import GroupedLinear
 from halfbyte.nn.linear import LinearLayer
-from halfbyte.spec import NVFP4, Recipe
+from halfbyte.spec import Recipe
 from halfbyte.tensor.primary import PrimaryWeight
-
-
-class RowShards(NamedTuple):
-    """How FSDP2 splits the rows of a weight [rows, cols] over `world` ranks, of which this is `rank`.
-
-    height: rows of a block, 16 or 1; blocks are called tiles here.
-    """
-
-    rows: int
-    cols: int
-    world: int
-    rank: int
-    height: int = NVFP4_BLOCK
-
-    @property
-    def chunk(self) -> int:
-        """Rows of rank 0, the most that any rank has."""
-        return ceil_div(self.rows, self.world)
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        """Rows and columns of tiles."""
-        return ceil_div(self.rows, self.height), ceil_div(self.cols, NVFP4_BLOCK)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row's codes, padded to whole blocks."""
-        return self.tiles[1] * NVFP4_BLOCK // 2
-
-    def rows_of(self, rank: int) -> tuple[int, int]:
-        """Return the first row of a rank and the one past its last."""
-        return min(rank * self.chunk, self.rows), min((rank + 1) * self.chunk, self.rows)
-
-    def tile_rows_of(self, rank: int) -> tuple[int, int]:
-        """Return the first row of tiles that begins in a rank's rows and the one past the last."""
-        start, stop = self.rows_of(rank)
-        return ceil_div(start, self.height), ceil_div(stop, self.height)
-
-    @property
-    def sent_tile_rows(self) -> int:
-        """Rows of tiles in everybody's message: the most that any rank has."""
-        return max(stop - start for start, stop in map(self.tile_rows_of, range(self.world)))
-
-    @property
-    def message_bytes(self) -> int:
-        """What every rank sends."""
-        return self.chunk * self.row_bytes + self.sent_tile_rows * self.tiles[1]
-
-    def order(self) -> list[int]:
-        """Return where the scales of each row lie in the messages of all ranks, one after another."""
-        spans = [(rank, *self.tile_rows_of(rank)) for rank in range(self.world)]
-        tiles = [rank * self.sent_tile_rows + i for rank, start, stop in spans for i in range(stop - start)]
-        return [tile for tile in tiles for _ in range(self.height)][: self.rows]
 
 
 class ShardState(NamedTuple):
@@ -119,8 +72,8 @@ class GatheredWeight:
     Args:
         name: of the parameter.
         layer: whose `weight` it is.
-        spec: NVFP4 in 16x16 tiles or 1x16 blocks.
-        shards: of its rows.
+        reading: in which forms forward and backward read it.
+        shards: of its rows, a RowShards; of experts, ExpertShards.
         precision: what its values are rounded to.
         slot: which amax is its own; weights that share an amax have the same.
         refresh: casts all weights anew, on every rank.
@@ -129,28 +82,40 @@ class GatheredWeight:
     def __init__(
         self,
         name: str,
-        layer: LinearLayer,
-        spec: NVFP4,
-        shards: RowShards,
+        layer: LinearLayer | GroupedLinear,
+        reading: Reading,
+        shards: Any,
         precision: Precision,
         slot: int,
         refresh: Callable[[], None],
     ) -> None:
-        self.name, self.layer, self.spec, self.shards, self.slot = name, layer, spec, shards, slot
+        self.name, self.layer, self.shards, self.slot = name, layer, shards, slot
+        self.reading, self.spec = reading, reading.spec
+        is_matrix = isinstance(shards, RowShards)  # experts have no blocks that lie on two ranks
+        self.columns = Columns.of(reading.columns, shards) if reading.columns is not None and is_matrix else None
         self._precision, self._refresh = precision, refresh
         self.param: Any = None
         self.is_dirty = True
-        self.bytes_gathered = self.bytes_of_values = 0
+        self.bytes_gathered = self.bytes_of_values = self.gathers = 0
         self._seen: ShardState | None = None
-        self._bytes_of_gather = shards.message_bytes * shards.world
         self._reads_codes: Recipe | None = None
         self.arrival: Arrival
         self.arrived: PrimaryWeight | None = None
         self._send, self._receive = _Send(self), _Receive(self)
-        self.codes = self.scales = self.amax = torch.empty(0)
+        self.codes = self.scales = self.amax = self.column_codes = self.column_scales = torch.empty(0)
         self.ready: Any = None
 
     # The shard
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether it is a matrix in 16x16 tiles, of which one scale for each travels."""
+        return self.spec.is_tile
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """The shape of what lies in each of the rows that are split."""
+        return (self.shards.cols,)
 
     @property
     def local(self) -> Tensor:
@@ -200,10 +165,11 @@ class GatheredWeight:
 
     def _check(self, local: Tensor) -> None:
         first, last = self.shards.rows_of(self.shards.rank)
-        if tuple(local.shape) != (last - first, self.shards.cols) or not local.is_contiguous():
+        shape = (last - first, *self.tail)
+        if tuple(local.shape) != shape or not local.is_contiguous():
             raise ValueError(
-                f"{self.name}: this rank holds {list(local.shape)}, and its shard was [{last - first}, "
-                f"{self.shards.cols}], contiguous: build and wrap the model anew"
+                f"{self.name}: this rank holds {list(local.shape)}, and its shard was {list(shape)}, contiguous: build "
+                "and wrap the model anew"
             )
         dtype = self._nominal(local)
         arrived = self.arrived
@@ -219,6 +185,9 @@ class GatheredWeight:
         self.amax = amax
         self.codes = torch.zeros(shards.chunk, shards.row_bytes, dtype=torch.uint8, device=device)
         self.scales = self.arrival.scale_room(self, device)
+        if self.columns is not None:
+            shapes = self.columns.shapes
+            self.column_codes, self.column_scales = (torch.zeros(s, dtype=torch.uint8, device=device) for s in shapes)
 
     def has_cast(self, ready: Any) -> None:
         """Note that codes and scales are those of the shard noted; ready: a CUDA event, or None."""
@@ -230,32 +199,97 @@ class GatheredWeight:
 
     # What FSDP2 asks for
 
-    def before_sending(self) -> None:
-        """Let codes and scales be those of the shard as it is, and count them."""
+    def before_sending(self, wanted: frozenset[str]) -> None:
+        """Let codes and scales be those of the shard as it is, and count what is sent.
+
+        Args:
+            wanted: what the gather is for.
+        """
         if self.look():  # of unshard() without a forward
             self._refresh()
-        self.bytes_gathered += self._bytes_of_gather
+        self.bytes_gathered += self.message_bytes(wanted) * self.shards.world
+        self.gathers += 1
+
+    def message_bytes(self, wanted: frozenset[str]) -> int:
+        """Return what every rank sends for a forward, a backward or both."""
+        if self.reading.is_one:
+            return self.shards.message_bytes
+        back = self.backward_bytes() if BACKWARD in wanted else 0
+        return (self.shards.message_bytes if FORWARD in wanted else 0) + back
+
+    def backward_bytes(self) -> int:
+        """Return what every rank sends for a backward that reads another form than the forward."""
+        values = self.shards.chunk * prod(self.tail) * self.values_dtype.itemsize
+        return values if self.columns is None else self.columns.message_bytes
+
+    @property
+    def values_dtype(self) -> torch.dtype:
+        """What a backward in high precision computes in."""
+        return self._precision.computed or self._precision.gathered or self.layer.weight.dtype
+
+    @property
+    def forward_parts(self) -> tuple[str, ...]:
+        """What a forward is sent of it alone, codes first; scales of tiles come with those of others."""
+        return ("codes",) if self.is_tiled else ("codes", "scales")
+
+    @property
+    def joined(self) -> dict[str, tuple[int, int]]:
+        """The shapes of parts that do not lie as they arrive, in bytes; `join` writes them."""
+        return {} if self.columns is None else dict(zip(self.backward_parts, self.columns.whole(), strict=True))
+
+    def join(self, what: str, received: Tensor, out: Tensor) -> None:
+        """Write a part that does not lie as it arrived; received: uint8 [world * rows, bytes]."""
+        assert self.columns is not None, "nothing else is joined"
+        self.columns.join(received, out)
+
+    @property
+    def backward_parts(self) -> tuple[str, ...]:
+        """What a backward is sent, where that is not what the forward is sent."""
+        if self.reading.is_one:
+            return ()
+        return ("values",) if self.columns is None else ("column codes", "column scales")
+
+    def part(self, what: str) -> Tensor:
+        """Return a message: "codes" or "scales", or one of `backward_parts`."""
+        if what == "values":
+            return self._sent_values(self.values_dtype)
+        parts = {"codes": self.codes, "scales": self.scales}
+        return (parts | {"column codes": self.column_codes, "column scales": self.column_scales})[what]
+
+    def arrive_as(
+        self, forward: Sequence[Tensor], backward: Sequence[Tensor], turn: Callable[[], None] | None
+    ) -> PrimaryWeight:
+        """Return the weight in 1x16 blocks whose parts arrive there; turn: lets those of the backward be there."""
+        rows, dgrad = self.shards.rows, None
+        if not self.reading.is_one:
+            columns = self.columns
+            dgrad = backward[0][:rows].mT if columns is None else columns.operand(backward[0], backward[1], self.amax)
+        return self.arrive((forward[0][:rows], forward[1][:rows]), None, turn, dgrad)
 
     def arrive(
-        self, codes: Tensor, scales: Tensor, turned: Blocks | None, turn: Callable[[], None] | None
+        self,
+        row: tuple[Tensor, Tensor],
+        turned: Blocks | None,
+        turn: Callable[[], None] | None,
+        dgrad: Operand | Tensor | None = None,
     ) -> PrimaryWeight:
         """Return the weight that lies in memory which its arrival fills again and again.
 
         Args:
-            codes: uint8 [N, row bytes].
-            scales: uint8 [N, blocks].
+            row: codes, uint8 [N, row bytes], and scales, uint8 [N, blocks].
             turned: of the other orientation; None of 1x16 blocks.
-            turn: fills that.
+            turn: fills that, or `dgrad`.
+            dgrad: its operand, where that is not the other orientation.
         """
         options = {"shape": (self.shards.rows, self.shards.cols), "dtype": self._nominal(self.local)}
-        weight = PrimaryWeight(Blocks(codes, scales, self.amax), self.spec, **options)
-        weight.turned, weight.turn, weight.rounded = turned, turn, self.dtype
+        weight = PrimaryWeight(Blocks(*row, self.amax), self.spec, **options)
+        weight.turned, weight.turn, weight.rounded, weight.dgrad = turned, turn, self.dtype, dgrad
         self.arrived = weight
         return weight
 
     # What the layer asks for
 
-    def to_read(self, layer: LinearLayer, weight: Any) -> Any:
+    def to_read(self, layer: LinearLayer | GroupedLinear, weight: Any) -> Any:
         """Return what a layer multiplies by: its gathered codes, or in high precision the values, gathered for this.
 
         Args:
@@ -271,11 +305,12 @@ class GatheredWeight:
                 "something replaced its shard between FSDP2's hooks: call the model through the module given to "
                 "fsdp_gather_nvfp4_ or one that fully_shard wrapped"
             )
+        if not layer.recipe.specs or (self.tail[1:] and layer.instead is not None):  # experts that are being looked at
+            return _Values.apply(self, weight)
+        self.arrival.need_forward()
         if layer.recipe is self._reads_codes:
             return weight
-        if not layer.recipe.specs:
-            return _Values.apply(self, weight)
-        if not reads_codes_alone(layer, self.spec):
+        if reading_of(layer.recipe) != self.reading:
             raise ValueError(
                 f"{layer.title}: its weight is gathered as {self.spec.key}, and its recipe now reads it in another "
                 "form: keep the recipe that it had when fsdp_gather_nvfp4_ was called, or one without any quantization"
@@ -286,16 +321,30 @@ class GatheredWeight:
     @torch.no_grad()
     def values(self) -> Tensor:
         """Return the whole weight in its own values, as FSDP2 gathers them without codes; every rank must call it."""
-        shards, local = self.shards, self.local
-        sent = torch.zeros(shards.chunk, shards.cols, dtype=self._nominal(local), device=local.device)
-        sent[: len(local)].copy_(local)
-        whole = sent
+        shards = self.shards
+        sent = self._sent_values(self._nominal(self.local))
+        whole = torch.empty(shards.world * shards.chunk, *self.tail, dtype=sent.dtype, device=sent.device)
         if shards.world > 1:
-            whole = torch.empty(shards.world * shards.chunk, shards.cols, dtype=sent.dtype, device=sent.device)
-            mesh = self.param.device_mesh
-            all_gather(whole, sent, group=mesh.get_group(mesh.ndim - 1))
+            all_gather(whole, sent, group=self.group)
+        else:
+            whole.copy_(sent)
         self.bytes_of_values += whole.nbytes
         return whole[: shards.rows]
+
+    def _sent_values(self, dtype: torch.dtype) -> Tensor:
+        """Return this rank's rows in a dtype, with zeros where rank 0 has more."""
+        local = self.local.detach()
+        if len(local) == self.shards.chunk:
+            return local.to(dtype)
+        sent = torch.zeros(self.shards.chunk, *self.tail, dtype=dtype, device=local.device)
+        sent[: len(local)].copy_(local)
+        return sent
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that hold its rows."""
+        mesh = self.param.device_mesh
+        return mesh.get_group(mesh.ndim - 1)
 
 
 class _Values(torch.autograd.Function):
@@ -308,16 +357,6 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dw: Tensor) -> tuple[None, Tensor]:
         return None, dw
-
-
-def reads_codes_alone(layer: LinearLayer, spec: NVFP4) -> bool:
-    """Whether forward and backward of a layer read nothing of its weight but one quantization of it."""
-    recipe = layer.recipe
-    if recipe.fprop is None or recipe.fprop.b != spec or recipe.splits_mean or recipe.channels is not None:
-        return False
-    if recipe.backward == "dequantized":
-        return True
-    return spec.is_tile and recipe.dgrad is not None and recipe.dgrad.b == spec  # 1x16 blocks of w.T are others
 
 
 def event_of(tensor: Tensor) -> Any:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.functional.weights import weight_specs
-from halfbyte.nn import Linear
+from halfbyte.layout import Blocks, ceil_div
+from halfbyte.nn import GroupedLinear, Linear
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.recipes import Recipe
 from halfbyte.spec import NVFP4
@@ -21,8 +23,9 @@ HIDDEN = (LinearLayer, nn.modules.linear.NonDynamicallyQuantizableLinear)
 def tiled_parameters(model: nn.Module, groups: Iterable[Iterable[str]] = ()) -> dict[str, NVFP4]:
     """Return {name: spec} of the weights that their recipes want in one NVFP4 form in forward and backward.
 
-    A parameter that any other module holds too, such as a tied embedding, is not among them, nor one that shares its
-    amax with a weight that is not, or with one of another of the `groups` of names, which are cast apart.
+    Experts [E, N, K] are among them if N is a multiple of 16. A parameter that any other module holds too, such as a
+    tied embedding, is not, nor one that shares its amax with a weight that is not, or with one of another of the
+    `groups` of names, which are cast apart.
     """
     part = {name: i for i, names in enumerate(groups) for name in names}
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -35,7 +38,8 @@ def tiled_parameters(model: nn.Module, groups: Iterable[Iterable[str]] = ()) -> 
         is_candidate = (
             own == "weight" and not others and param.requires_grad and not getattr(module, "transposed", False)
         )
-        spec = _spec_of(module) if is_candidate else None
+        is_apart = param.dim() < 3 or param.shape[1] % NVFP4_BLOCK == 0  # no tile has rows of two experts
+        spec = _spec_of(module) if is_candidate and is_apart else None
         if spec is not None:
             found[name] = module, spec
     chosen = {module: part.get(name) for name, (module, _) in found.items()}
@@ -52,7 +56,7 @@ def transposed_tiles(model: nn.Module) -> list[str]:
 
 
 def _spec_of(module: nn.Module) -> NVFP4 | None:
-    if not isinstance(module, LinearLayer):
+    if not isinstance(module, LinearLayer | GroupedLinear):
         return None
     row, col = weight_specs(module.recipe)
     reads_values = col is None and module.recipe.backward == "original"  # of the weight before it was rounded
@@ -79,12 +83,15 @@ def make_primary(
     """
     old = model.get_parameter(name)
     module = model.get_submodule(name.rpartition(".")[0])
-    assert isinstance(module, Linear), "tiled_parameters chose it"
-    amax = None
-    if module.amax_group:
-        amax = amaxes.setdefault(id(module.amax_group[0]), torch.zeros((), dtype=torch.float32, device=old.device))
-    weight = PrimaryWeight.empty((old.shape[0], old.shape[1]), form[0], dtype=form[1], qdata=qdata, amax=amax)
-    weight.allocate_turned()
+    assert isinstance(module, Linear | GroupedLinear), "tiled_parameters chose it"
+    siblings, amax = getattr(module, "amax_group", ()), None
+    if siblings:
+        amax = amaxes.setdefault(id(siblings[0]), torch.zeros((), dtype=torch.float32, device=old.device))
+    if old.dim() == 3:
+        weight = _experts(old, form, qdata)
+    else:
+        weight = PrimaryWeight.empty((old.shape[0], old.shape[1]), form[0], dtype=form[1], qdata=qdata, amax=amax)
+        weight.allocate_turned()
     parameter = weight.as_parameter()
     for key, value in vars(old).items():  # such as marks that a framework leaves on parameters
         vars(parameter).setdefault(key, value)
@@ -92,6 +99,16 @@ def make_primary(
     table: dict[str, Any] = module._parameters
     table["weight"] = parameter
     return parameter
+
+
+def _experts(old: Tensor, form: tuple[NVFP4, torch.dtype], qdata: Tensor) -> PrimaryWeight:
+    """Return zeros of the shape of experts [E, N, K], whose amaxes are their own; the backward turns their tiles."""
+    (experts, rows, cols), device = old.shape, qdata.device
+    scale = torch.zeros(experts * rows, ceil_div(cols, NVFP4_BLOCK), dtype=torch.uint8, device=device)
+    amaxes = torch.zeros(experts, dtype=torch.float32, device=device)
+    offsets = torch.arange(1, experts + 1, dtype=torch.int32, device=device) * rows
+    options = {"shape": tuple(old.shape), "dtype": form[1], "group_offsets": offsets}
+    return PrimaryWeight(Blocks(qdata, scale, amaxes), form[0], **options)
 
 
 def memory_of(param: Tensor) -> list[Tensor]:

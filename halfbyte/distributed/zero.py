@@ -31,7 +31,6 @@ from halfbyte.distributed.config import ZeroConfig
 from halfbyte.distributed.holding import UNPICKLABLE, Holding, model_problem
 from halfbyte.distributed.hooks import LayerWaits, after_gradient, before_forward, release
 from halfbyte.distributed.inner import CALL, build_inner, warn_of_state
-from halfbyte.distributed.partial_cast import cast_target_of
 from halfbyte.distributed.placing import place_in_group
 from halfbyte.distributed.plan import Item, storage_plan
 from halfbyte.distributed.same import check_globs, check_same_experts, check_same_parameters, ranks_of
@@ -44,7 +43,7 @@ from halfbyte.distributed.weights import (
     memory_of,
     tiled_parameters,
 )
-from halfbyte.pieces import Piece
+from halfbyte.distributed.zero_parts import StoredPart, stored_parts
 from halfbyte.tensor import PrimaryWeight
 
 
@@ -153,8 +152,8 @@ class ZeroOptimizer:
     def _item(self, name: str) -> Item:
         param = self._params[name]
         dtype = str(param.dtype).removeprefix("torch.")
-        if name in self._tiled:
-            return Item(name, param.shape[0], param.shape[1], True, dtype)
+        if name in self._tiled:  # experts as one matrix
+            return Item(name, param.numel() // param.shape[-1], param.shape[-1], True, dtype)
         return Item(name, 1, param.numel(), False, dtype)
 
     def _agree(
@@ -194,7 +193,8 @@ class ZeroOptimizer:
     def _store(self, model: nn.Module, ranks: Ranks, names: list[str], amaxes: dict[int, Tensor]) -> None:
         """Make the buckets of some parameters, fill their masters and put the model's parameters into them."""
         plans = storage_plan([self._item(name) for name in names], ranks.size, self.config.bucket_numel)
-        targets, shares, pieces, attached = [], [], [], []
+        stored: list[StoredPart] = []
+        shares, pieces, attached = [], [], []
         slots: dict[int, int] = {}
         first_tile = 0
         for plan in plans:
@@ -205,7 +205,8 @@ class ZeroOptimizer:
             )
             self.buckets.append(bucket)
             self._fill_masters(bucket)
-            start = len(targets)
+            start = len(stored)
+            of: dict[str, list[StoredPart]] = {}
             for index, place in enumerate(plan.places):
                 name = place.item.name
                 self._home[name] = bucket, index
@@ -216,21 +217,19 @@ class ZeroOptimizer:
                 weight = make_primary(model, name, (self._tiled[name], dtype), bucket.codes(place), amaxes)
                 weight.before_use = bucket.finish_gathering
                 self._params[name] = cast_type(nn.Parameter, weight)
-                slot = slots.setdefault(weight.blocks.amax.data_ptr(), len(slots))
-                turned = weight.allocate_turned()
-                targets.append(cast_target_of(weight, first_tile + place.first_tile, slot, turned=turned))
-                shares.append([plan.part(place, rank) for rank in range(ranks.size)])
+                of[name] = stored_parts(weight, place, first_tile, slots)
+                stored += of[name]
+                wholes = [plan.part(place, rank) for rank in range(ranks.size)]
+                shares += [[part.share(whole) for whole in wholes] for part in of[name]]
             if quantized:
-                of = {place.item.name: target for place, target in zip(plan.places, targets[start:], strict=True)}
                 for fragment in bucket.fragments:
-                    target = of[fragment.place.item.name]
-                    codes = target.blocks.qdata.view(-1)
-                    pieces.append(Piece(target, fragment.master.detach(), fragment.start, fragment.place.pitch, codes))
-                attached.append((bucket, targets[start:]))
+                    own = [part.piece(fragment) for part in of[fragment.place.item.name]]
+                    pieces += [piece for piece in own if piece is not None]
+                attached.append((bucket, [part.target for part in stored[start:]]))
                 first_tile += plan.tile_runs[-1]
-        if targets:
-            pitches = [place.pitch for plan in plans if plan.tiled for place in plan.places]
-            layout = CastLayout(targets, pitches, shares, len(slots))
+        if stored:
+            targets = [part.target for part in stored]
+            layout = CastLayout(targets, [part.pitch for part in stored], shares, len(slots))
             cast = Cast(layout, pieces, ranks.group, local_scales=True, device=targets[0].blocks.qdata.device)
             self.scales.append(ScaleGather(cast, [bucket.plan for bucket, _ in attached], ranks))
             for bucket, own in attached:

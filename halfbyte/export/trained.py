@@ -115,7 +115,7 @@ def _trained(model: nn.Module, name: str, layer: FollowsRecipe, compute_dtype: t
             f"{name}: in_features={weight.shape[-1]} is no multiple of {NVFP4().block_length}, as engines need; {RULE}"
         )
     if isinstance(weight, QuantTensor):
-        quants, dtype = (_held(weight),), weight.dtype
+        quants, dtype = _held(weight), weight.dtype
     else:
         dtype = _dtype(name, layer, weight, compute_dtype)
         quants = _quantized(layer, weight, dtype)
@@ -164,12 +164,16 @@ def _quantized(layer: Any, weight: Tensor, dtype: torch.dtype) -> tuple[QuantTen
     return (quantize(values, spec, amax=amax),)
 
 
-def _held(weight: QuantTensor) -> QuantTensor:
-    """Return a weight that exists in codes only: a primary weight or a frozen one."""
+def _held(weight: QuantTensor) -> tuple[QuantTensor, ...]:
+    """Return a weight that exists in codes only, a primary one or a frozen one; of experts each."""
     if isinstance(weight, PrimaryWeight) and weight.before_use is not None:
         weight.before_use()
     blocks = Blocks(weight.blocks.qdata.clone(), weight.linear_scale().view(torch.uint8).clone(), weight.blocks.amax)
-    return QuantTensor(blocks, weight.spec, shape=tuple(weight.shape), dtype=weight.dtype)
+    parts, shape = [blocks], tuple(weight.shape[-2:])
+    if weight.dim() == 3:
+        codes, scales = (t.unflatten(0, (weight.shape[0], -1)) for t in blocks[:2])
+        parts = [Blocks(*one) for one in zip(codes, scales, blocks.amax.clone(), strict=True)]
+    return tuple(QuantTensor(part, weight.spec, shape=shape, dtype=weight.dtype) for part in parts)
 
 
 def _check_finite(name: str, quants: tuple[QuantTensor, ...]) -> None:

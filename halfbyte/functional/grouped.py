@@ -31,8 +31,9 @@ from halfbyte.functional.earlier import refuse_delayed
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
 from halfbyte.functional.group_bias import check_bias, with_bias
-from halfbyte.functional.operands import Place, Saved, both, flatten_operands, unflatten_operands
+from halfbyte.functional.operands import Place, Saved, both, flatten_operands, unflatten_operands, with_late
 from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, snapshot
+from halfbyte.functional.primary import primary_experts, runs_eagerly, turned_experts
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
 from halfbyte.layout import Blocks
 from halfbyte.recipes import resolve
@@ -40,6 +41,7 @@ from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.sides import Side
 from halfbyte.spec import GemmSpec, Recipe, Spec
 from halfbyte.tensor import QuantTensor
+from halfbyte.tensor.primary import PrimaryWeight
 from halfbyte.tensor.quant_tensor import check_value_dtype
 
 _PLAIN_GEMM = GemmSpec()
@@ -159,28 +161,48 @@ def grouped_linear(
         ValueError: shapes do not fit, or the recipe draws and rng is None.
         TypeError: dtypes do not fit.
     """
+    if runs_eagerly([w_ENK]):
+        from halfbyte.functional.eager import eagerly
+
+        more = {"bias_EN": bias_EN, "rng": rng, "out_dtype": out_dtype, "main_grad": main_grad, "x_row": x_row}
+        return eagerly(grouped_linear, (x, w_ENK, offsets, recipe), more)
     recipe = recipe_of_experts(recipe)
+    if isinstance(w_ENK, PrimaryWeight):
+        w_ENK, cached_weight = primary_experts(w_ENK, recipe)
+    is_primary = isinstance(w_ENK, PrimaryWeight)
     refuse_transforms((x, w_ENK, bias_EN), EXPERTS)
     refuse_foreign((("x", x), ("w_ENK", w_ENK), ("bias_EN", bias_EN)))
-    is_covered = covers(cached_weight, recipe)
+    is_covered = is_primary or covers(cached_weight, recipe)
     dtype = autocast_dtype(x.device)
     if dtype is not None:
         x, w_ENK = x.to(dtype), w_ENK if is_covered else w_ENK.to(dtype)
         bias_EN = None if bias_EN is None else bias_EN.to(dtype)
     _check(x, w_ENK, offsets, main_grad)
     check_bias(bias_EN, w_ENK)
-    if out_dtype is not None:
-        check_value_dtype("out_dtype", out_dtype, "name one of these and convert the result")
+    check_value_dtype("out_dtype", out_dtype or x.dtype, "name one of these and convert the result")
     if w_ENK.dtype != x.dtype and not is_covered:
         raise TypeError(f"w_ENK.dtype={w_ENK.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
-    check_cached(cached_weight, recipe, x.dtype, x.device)
-    row = check_row(x_row, x, recipe)
-    draw, signs = _places(recipe, rng, x.device)
-    (layout,), buffers = flatten([cached_weight])
+    _check_cached(cached_weight, recipe, x, is_primary)
+    operands = check_row(x_row, x, recipe), cached_weight
+    return _outputs(recipe, out_dtype or x.dtype, rng, (x, w_ENK, bias_EN, offsets, main_grad), operands)
+
+
+def _outputs(
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    rng: AnyPhilox | None,
+    tensors: tuple,
+    operands: tuple[ops.Operand | None, CachedWeight | None],
+) -> Tensor:
+    """Return what `grouped_linear` does, of checked tensors and of operands of x and w that came along."""
+    row, cached = operands
+    draw, signs = _places(recipe, rng, tensors[0].device)
+    (layout,), buffers = flatten([cached])
+    late = cached if layout.is_late else None
     buffers = [*(row.blocks if row else ()), *buffers]
-    call = _Call(recipe, out_dtype or x.dtype, torch.is_grad_enabled(), layout, row and row[1:])
+    call = _Call(recipe, out_dtype, torch.is_grad_enabled(), layout, row and row[1:])
     stream, bases = (0, (None, None)) if draw is None else (draw.stream, _bases(draw, signs))
-    return _GroupedLinear.apply((call, stream), x, w_ENK, bias_EN, offsets, main_grad, *bases, *buffers)
+    return _GroupedLinear.apply((call, stream, late), *tensors, *bases, *buffers)
 
 
 def _bases(draw: Draw, signs: Draw | None) -> tuple[Tensor | None, Tensor | None]:
@@ -242,13 +264,14 @@ class _GroupedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, how: tuple[_Call, int], x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    def forward(ctx: Any, how: tuple, x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         # torch.compile without gradients drops ctx where there are as many arguments as parameters; here, never.
         offsets, main_grad, base, sign_base, *_ = rest
-        (call, ctx.stream), ctx.recipe = how, how[0].recipe
+        (call, ctx.stream, ctx.late), ctx.recipe = how, how[0].recipe
         product = call if bias is None else call._replace(out_dtype=torch.float32)  # rounded with its bias, once
         needs = tuple([call.save and need for need in ctx.needs_input_grad[1:3]])
-        (y, *kept), ctx.layout = ops.run(_forward_pass, (product, needs), (x, w, *rest), (ctx.stream,))
+        values = None if isinstance(w, PrimaryWeight) else w  # of whose class nothing is recorded
+        (y, *kept), ctx.layout = ops.run(_forward_pass, (product, needs), (x, values, *rest), (ctx.stream,))
         ctx.dtypes, ctx.main_grad = (x.dtype, w.dtype), main_grad
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*kept, offsets, base, sign_base)
@@ -257,8 +280,11 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @first_order(EXPERTS)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        static = ctx.recipe, ctx.layout, ctx.needs_input_grad[1:3], ctx.dtypes
-        saved = ctx.saved_tensors  # once: checkpointing refuses a second time
+        layout, saved = ctx.layout, ctx.saved_tensors  # once: checkpointing refuses a second time
+        if ctx.late is not None:
+            entries, saved = with_late((ctx.late,), layout[0], saved, ctx.needs_input_grad[1])
+            layout = entries, layout[1]
+        static = ctx.recipe, layout, ctx.needs_input_grad[1:3], ctx.dtypes
         given = *saved, dy, ctx.main_grad
         (dx, dw), _ = ops.run(_backward_pass, static, given, (ctx.stream,))
         db = ops.grouped_token_sum(dy, saved[-3]).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
@@ -280,10 +306,11 @@ def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
     x_row = given or x_row
     specs = fprop.b, dgrad.b if need_dx and keeps_col else None
     cached = unflatten([call.cached], buffers)[0]
-    shares_tiles = cached[1] is None and _shares_tiles(specs, x.device)
+    shares_tiles = cached[1] is None and _shares_tiles(specs, x.device if w is not None else None)
     transient = (transient[0] and not shares_tiles, False)
     place = Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), transient)
-    w_row, w_col = _weight(w, (specs[0], None) if shares_tiles else specs, cached, place)
+    specs = (specs[0], None) if shares_tiles else specs
+    w_row, w_col = cached if w is None else _weight(w, specs, cached, place)
     product = ops.grouped_gemm_nt_batch_invariant if fprop.batch_invariant else ops.grouped_gemm_nt
     y = product(x_row, w_row, offsets, out_dtype=call.out_dtype)
     kept = (
@@ -348,16 +375,18 @@ def _weight(w: Tensor, specs: tuple[Spec | None, Spec | None], cached: tuple, pl
     return tuple(operand if kept is None else kept for kept, operand in zip(cached, now, strict=True))
 
 
-def _shares_tiles(specs: tuple[Spec | None, Spec | None], device: torch.device) -> bool:
+def _shares_tiles(specs: tuple[Spec | None, Spec | None], device: torch.device | None) -> bool:
     """Whether one quantization of the experts serves both GEMMs: tiles whose decoded values an emulated GEMM reads
-    in either orientation.
+    in either orientation; or that is all there is of them, which `device=None` says.
     """
     spec = specs[0]
-    return spec is not None and spec == specs[1] and spec.is_tile and ops.emulates(device)
+    return spec is not None and spec == specs[1] and spec.is_tile and (device is None or ops.emulates(device))
 
 
 def _turned(operand: ops.Operand) -> ops.Operand:
     """Return row-oriented tiles of experts [E, N, K] as the operand [E, K, N] of dgrad."""
+    if not ops.emulates(operand.blocks.qdata.device):
+        return turned_experts(operand)
     decoded = ops.grouped_decode(operand)
     blocks = decoded.blocks
     return ops.Operand(blocks._replace(qdata=blocks.qdata.mT), operand.spec, blocks.qdata.shape[1])
@@ -379,9 +408,15 @@ def _right(
     return _both(operand, offsets, (None, spec), place)[1]
 
 
+def _check_cached(cached: CachedWeight | None, recipe: Recipe, x: Tensor, is_primary: bool) -> None:
+    if cached is not None and is_primary and cached.row is not None:  # `primary_experts` compared the specs
+        cached = cached._replace(col=None, is_frozen=True)
+    check_cached(cached, recipe, x.dtype, x.device, primary=is_primary)
+
+
 def _check(x: Tensor, w: Tensor, offsets: Tensor, main_grad: Tensor | None) -> None:
     for name, tensor in (("x", x), ("w_ENK", w)):
-        if isinstance(tensor, QuantTensor):
+        if isinstance(tensor, QuantTensor) and not isinstance(tensor, PrimaryWeight):
             raise TypeError(
                 f"{name} is a QuantTensor: grouped_linear quantizes it itself; pass {name}.dequantize() or use "
                 "grouped_gemm_nt"

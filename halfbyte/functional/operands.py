@@ -184,8 +184,10 @@ def with_late(late: Sequence[Any], layout: Saved, saved: Sequence[Any], needs_dx
             tensors += [left.pop(0) for _ in range(_count(entry))]
         else:
             one.before_backward()
-            tensors += one.col.blocks
-        entries.append(entry if one is None or not needs_dx else one.col[1:])
+            is_plain = isinstance(one.col, Tensor)
+            tensors += [one.col] if is_plain else one.col.blocks
+            entry = True if is_plain else one.col[1:]
+        entries.append(entry)
     return (*entries, *layout[1 + len(late) :]), tensors + left
 
 

@@ -48,6 +48,8 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
     if w.before_use is not None:
         w.before_use()
     row_spec, col_spec = weight_specs(recipe)
+    if w.dgrad is not None:
+        return w, CachedWeight(_row(w, row_spec), w.dgrad, w.rounded or w.dtype, False, w.turn)
     for name, spec in (("fprop.b", row_spec), ("dgrad.b", col_spec)):
         if spec is not None and spec is not w.spec and spec != w.spec:
             raise ValueError(
@@ -59,6 +61,49 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
     late = w.turn if col is not None else None
     cached = None if row is None and col is None else CachedWeight(row, col, w.rounded or w.dtype, False, late)
     return (w if covers(cached, recipe) else _Values.apply(w)), cached
+
+
+def primary_experts(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWeight | None]:
+    """Return primary weights of experts as `grouped_linear` takes weights; of tiles the backward turns the row's own.
+
+    Args:
+        w: [E, N, K].
+        recipe: its fprop.b and dgrad.b are w's own specs or None.
+
+    Raises:
+        ValueError: the recipe wants the weights quantized in another way.
+    """
+    if w.before_use is not None:
+        w.before_use()
+    if not recipe.specs:
+        return _Values.apply(w), None
+    row_spec, col_spec = weight_specs(recipe)
+    other = w.dgrad.spec if isinstance(w.dgrad, ops.Operand) else None if w.dgrad is not None else w.spec
+    fits_apart = w.dgrad is None or (row_spec == w.spec and col_spec == other and recipe.backward == "original")
+    if row_spec not in (None, w.spec) or col_spec not in (None, other) or not fits_apart:
+        raise ValueError(
+            f"recipe={recipe.key}: these experts exist only as {describe(w.spec)}; use a recipe with that spec for "
+            "weights, in forward and backward, or None for a GEMM in high precision"
+        )
+    experts, rows, cols = w.shape
+    codes, scales = (t.view(experts, rows, -1) for t in (w.blocks.qdata, w.linear_scale().view(torch.uint8)))
+    row, dtype = ops.Operand(Blocks(codes, scales, w.blocks.amax), w.spec, cols), w.rounded or w.dtype
+    if w.dgrad is not None:
+        return w, CachedWeight(row, w.dgrad, dtype, False, w.turn)
+    if row_spec is not None and (col_spec is not None or recipe.backward == "dequantized"):
+        return w, CachedWeight(row, None, dtype)
+    col = None if col_spec is None else turned_experts(row)
+    row = None if row_spec is None else row
+    return _Values.apply(w), None if row is None and col is None else CachedWeight(row, col, dtype)
+
+
+def turned_experts(row: ops.Operand) -> ops.Operand:
+    """Return experts in tiles [E, N, K] as the operand [E, K, N] of dgrad, without rounding."""
+    rows = row.blocks.qdata.shape[1]
+    pairs = zip(row.blocks.qdata, row.blocks.block_scale, strict=True)
+    turned = [ops.transpose(codes, scales, rows, row.cols) for codes, scales in pairs]
+    codes, scales = (torch.stack(parts) for parts in zip(*turned, strict=True))
+    return ops.Operand(Blocks(codes, scales, row.blocks.amax), row.spec, rows)
 
 
 def _row(w: PrimaryWeight, spec: Spec | None) -> ops.Operand | None:

@@ -27,28 +27,28 @@ class CachedWeight(NamedTuple):
     """A weight as the operands that no random bits enter.
 
     row, col: of fprop and of dgrad; None where the recipe leaves the weight in high precision, needs no such operand or
-        draws bits for it.
+        draws bits for it. Values of w.T stand for col where they come late.
     dtype: that the weight was rounded to before; the forward must compute in it.
     is_frozen: whether row is all that there is of the weight, and the backward makes dgrad's operand of it.
     before_backward: fills col, which is empty until then; None: it is there.
     """
 
     row: ops.Operand | None
-    col: ops.Operand | None
+    col: ops.Operand | Tensor | None
     dtype: torch.dtype
     is_frozen: bool = False
     before_backward: Callable[[], None] | None = None
 
     @property
     def specs(self) -> Specs:
-        row, col = (None if operand is None else operand.spec for operand in self[:2])
+        row, col = (operand.spec if isinstance(operand, ops.Operand) else None for operand in self[:2])
         return row, col
 
     @property
     def tensors(self) -> list[Tensor]:
         """The buffers that a forward reads, without those of operands that are None."""
         sides = self[:2] if self.before_backward is None else self[:1]
-        return [t for operand in sides if operand is not None for t in operand.blocks]
+        return [t for operand in sides if isinstance(operand, ops.Operand) for t in operand.blocks]
 
 
 def weight_specs(recipe: Recipe) -> Specs:
@@ -128,7 +128,7 @@ def flatten(cached: Sequence[CachedWeight | None]) -> tuple[tuple[Layout, ...], 
         if one is None:
             layouts.append(_NOTHING)
             continue
-        row, col = (None if side is None else side[1:] for side in one[:2])
+        row, col = (side[1:] if isinstance(side, ops.Operand) else None for side in one[:2])
         is_late = one.before_backward is not None
         layouts.append(Layout(row, None if is_late else col, one.is_frozen, is_late))
         tensors += one.tensors

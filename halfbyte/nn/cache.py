@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.weights import CachedWeight, Specs, cacheable, quantize_weight, takes_amax
+from halfbyte.layout import Operand
 from halfbyte.nn.linear import LinearLayer, shared_amax
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.nn.whereabouts import Whereabouts, Written
@@ -392,8 +393,9 @@ def _into(old: CachedWeight | None, new: CachedWeight) -> CachedWeight:
             for a, b in pairs:
                 a.copy_(b)
             return old
-    sides = []
+    sides: list[Operand | None] = []
     for operand in new[:2]:
+        assert not isinstance(operand, Tensor), "values are never cached"
         if operand is not None:
             # Siblings and orientations share an amax; compiled code wants every input once.
             blocks = operand.blocks._replace(amax=operand.blocks.amax.clone())

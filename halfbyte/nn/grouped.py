@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.grouped import recipe_of_experts
-from halfbyte.nn.linear import describe_recipe
+from halfbyte.nn.linear import describe_recipe, weight_of
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
@@ -21,7 +22,9 @@ from halfbyte.state import RunState
 class ExpertEntry(Protocol):
     """What runs experts that lie on several ranks."""
 
-    def outputs(self, layer: GroupedRecipe, x: Tensor, w_ENK: Tensor, offsets: Tensor, call: int) -> Tensor: ...
+    def outputs(
+        self, layer: GroupedRecipe, x: Tensor, experts: tuple[Tensor, Tensor | None], offsets: Tensor, call: int
+    ) -> Tensor: ...
 
 
 class GroupedRecipe(FollowsRecipe, nn.Module):
@@ -37,6 +40,9 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
     """
 
     held_as: tuple[str, bool] | None = None
+
+    weight_to_read: Callable[[Any, Any], Any] | None = None
+    """Returns what a forward multiplies by, given the parameter, as for hb.nn.Linear."""
 
     entry: ExpertEntry | None = None
     """How the experts that are here run where ranks share them, as `hb.distributed.shard_experts_` has it."""
@@ -75,9 +81,7 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
             bias_EN: [experts, out_features] or None.
         """
         if self.entry is not None:
-            if bias_EN is not None:
-                raise ValueError(f"{self.title}: experts that ranks share add no bias; build them without one")
-            return self.entry.outputs(self, x, w_ENK, offsets, call)
+            return self.entry.outputs(self, x, (w_ENK, bias_EN), offsets, call)
         refuse_foreign((("x", x), ("its weight", w_ENK), ("its bias", bias_EN)), self)
         place = self.place(call, w_ENK.device)
         main_grad = getattr(w_ENK, "main_grad", None)
@@ -143,7 +147,7 @@ class GroupedLinear(GroupedRecipe):
                 padding, with zero outputs and gradients.
             call: 0, 1, … for the first, second, … run of this module within one micro-batch.
         """
-        return super().forward(x, self.weight, offsets, call, self.bias)
+        return super().forward(x, weight_of(self), offsets, call, self.bias)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.bias is None else ", bias=True")

@@ -178,7 +178,7 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
     for layer in layers:
         if layer.before_use is not None and not torch.compiler.is_compiling():
             layer.before_use()
-    weights = [_weight_of(layer) for layer in layers]  # once: a parametrization computes it
+    weights = [weight_of(layer) for layer in layers]  # once: a parametrization computes it
     for layer, weight in zip(layers, weights, strict=True):
         is_plain = type(x) in PLAIN and type(weight) in PLAIN
         if layer.recipe.specs and not is_plain and not are_sharded(x, weight, layer.bias):
@@ -203,7 +203,7 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
     )
 
 
-def _weight_of(layer: LinearLayer) -> Any:
+def weight_of(layer: Any) -> Any:
     """Return what the forward of a layer reads as its weight."""
     weight = layer.weight
     if layer.weight_to_read is None:

@@ -17,7 +17,7 @@ UNMEASURED = {
     "ep": "expert parallelism (docs/expert_parallel.md)",
 }
 MISSING = {
-    "experts": "a 4-bit gather of experts",
+    "experts": "a 4-bit gather of experts that ranks share",
     "ep": "expert parallelism with tensor parallelism",
 }
 
@@ -25,7 +25,7 @@ MISSING = {
 def missing(job: Job) -> tuple[str, ...]:
     """Return what the run needs that halfbyte does not have yet."""
     needs = {
-        "experts": job.sharding == "fsdp" and job.gather == "nvfp4" and job.architecture.has_experts,
+        "experts": job.sharding == "fsdp" and job.gather == "nvfp4" and job.mesh.ep > 1,
         "ep": job.mesh.ep > 1 and job.mesh.tp > 1,
     }
     return tuple(MISSING[name] for name, is_needed in needs.items() if is_needed)

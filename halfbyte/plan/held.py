@@ -96,7 +96,8 @@ def tiled_numel(job: Job) -> float:
     for span in job.spans:
         if span.recipe is job.recipe:
             matrices = job.architecture.matrices(span.kind)
-            total += span.count * sum(job.local(m) for m in matrices if m.experts == 1 or job.sharding == "fsdp")
+            own = [m for m in matrices if m.experts == 1 or job.sharding == "fsdp" or m.rows % NVFP4_BLOCK == 0]
+            total += span.count * sum(map(job.local, own))
     config = job.architecture.config
     if job.follows_head and not config.tie_embeddings:
         total += config.vocab_size * config.dim / job.mesh.tp
@@ -119,8 +120,13 @@ def _gathered(job: Job) -> float:
     if job.sharding != "fsdp":
         return 0.0
     each = BF16
-    if job.gather == "nvfp4":  # scales of 1x16 blocks are read as they come
-        each = CODES + (TILE_SCALE if job.code_height > 1 else 0.0)
+    if job.gather == "nvfp4":
+        reading = job.reading
+        each = CODES + (TILE_SCALE if reading.spec.is_tile else 0.0)  # scales of 1x16 blocks are read as they come
+        if reading.columns is not None:
+            each = max(each, (reading.columns.format.block_bytes + 1) / reading.columns.block_length)
+        elif reading.is_in_values:
+            each = BF16
     edges = job.architecture.edges - shared_edges(job).gathered(job)[1]
     return PREFETCHED * each * _largest_block(job) + BF16 * edges / job.mesh.tp
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import halfbyte as hb
+from halfbyte.distributed.fsdp_reading import Reading, reading_of
 from halfbyte.plan import mesh as meshes
 from halfbyte.plan.architecture import Architecture, Kind, Matrix
 from halfbyte.plan.hardware import Hardware
 from halfbyte.plan.kept import Masters, Recompute
 from halfbyte.plan.mesh import Mesh
 from halfbyte.recipes import bf16
-from halfbyte.spec import NVFP4, Recipe
+from halfbyte.spec import Recipe
 
 Sharding = Literal["none", "zero1", "fsdp"]
 """none: whole fp32 parameters on every data-parallel rank under bf16 autocast, as `halfbyte train` runs. zero1:
@@ -67,8 +68,7 @@ class Job:
         if self.gather == "nvfp4" and not gathers_codes(self.recipe, self.sharding):
             raise ValueError(
                 "gather='nvfp4': the recipe's weights are not one set of 16x16 tiles for forward and backward (with "
-                "sharding='fsdp': or of 1x16 blocks, for rl and quartet2); use gather='bf16', or recipe nvfp4 or "
-                "four_over_six"
+                "sharding='fsdp': or 1x16 blocks in forward); use gather='bf16', or recipe nvfp4 or four_over_six"
             )
         if self.recompute == "selective" and self.kernels == "compiled":
             raise ValueError(
@@ -101,11 +101,11 @@ class Job:
         return self.tokens * self.accumulate * self.mesh.data_ranks
 
     @property
-    def code_height(self) -> int:
-        """Rows of a block of codes that travel, which has one scale byte: 16 or 1."""
-        weight = None if self.recipe.fprop is None else self.recipe.fprop.b
-        assert isinstance(weight, NVFP4), "only codes are asked for"
-        return weight.block[0]
+    def reading(self) -> Reading:
+        """In which forms forward and backward read a weight that FSDP2 gathers as codes."""
+        found = reading_of(self.recipe)
+        assert isinstance(found, Reading), "only codes are asked for"
+        return found
 
     @property
     def masters(self) -> Masters:
@@ -158,13 +158,11 @@ class Span:
 
 
 def gathers_codes(recipe: Recipe, sharding: Sharding) -> bool:
-    """Whether one set of codes serves forward and backward: 16x16, or where FSDP2 gathers them 1x16."""
-    weight = None if recipe.fprop is None else recipe.fprop.b
-    if not isinstance(weight, NVFP4):
+    """Whether weights travel as codes: 16x16 that serve forward and backward, or where FSDP2 gathers them 1x16."""
+    reading = reading_of(recipe)
+    if isinstance(reading, str):
         return False
-    if weight.is_tile:
-        return recipe.dgrad is not None and recipe.dgrad.b == weight
-    return sharding == "fsdp" and recipe.backward == "dequantized" and weight.has_tensor_amax
+    return sharding == "fsdp" or (reading.spec.is_tile and recipe.backward == "original")
 
 
 def kept_blocks(architecture: Architecture, share: float) -> int:

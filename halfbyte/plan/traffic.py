@@ -108,7 +108,7 @@ def _weights(job: Job) -> Iterator[Collective]:
         return
     for phase, others in (("forward", _edges(job)), ("backward", 0.0)):
         for experts in (False, True):
-            message = job.accumulate * (bytes_of_block(job, experts) + (0.0 if experts else others))
+            message = job.accumulate * (bytes_of_block(job, experts, phase) + (0.0 if experts else others))
             what = "weights of experts" if experts else "weights"
             group = _shards(job, experts)
             yield Collective(what=what, verb="all-gather", phase=phase, group=group, message=message, is_hidden=True)
@@ -126,25 +126,30 @@ def _edges(job: Job) -> float:
     return BF16 * (job.architecture.edges - head.numel) / job.mesh.tp + matrix_bytes(job, head, job.recipe)
 
 
-def bytes_of_block(job: Job, experts: bool) -> float:
-    """Return what all blocks' weights, of experts or the others, take as they are gathered."""
+def bytes_of_block(job: Job, experts: bool, phase: Phase) -> float:
+    """Return what all blocks' weights, of experts or the others, take as they are gathered for one phase."""
     total = 0.0
     for span in job.spans:
         chosen = [m for m in job.architecture.matrices(span.kind) if (m.experts > 1) == experts]
-        sizes = [matrix_bytes(job, matrix, span.recipe) for matrix in chosen]
+        sizes = [matrix_bytes(job, matrix, span.recipe, phase) for matrix in chosen]
         small = 0.0 if experts else BF16 * job.architecture.small(span.kind)
         total += span.count * (sum(sizes) + small)
     return total
 
 
-def matrix_bytes(job: Job, matrix: Matrix, recipe: Recipe) -> float:
+def matrix_bytes(job: Job, matrix: Matrix, recipe: Recipe, phase: Phase = "forward") -> float:
     """Return the bytes of one weight as it is gathered: codes and a scale byte for each block, or bf16."""
-    if job.gather == "bf16" or recipe is not job.recipe:
+    is_backward = phase == "backward"
+    if job.gather == "bf16" or recipe is not job.recipe or (is_backward and job.reading.is_in_values):
         return BF16 * job.local(matrix)
-    codes = matrix.rows * round_up(matrix.cols, NVFP4_BLOCK) / 2
-    height = job.code_height
-    tiles = ceil_div(matrix.rows, height) * ceil_div(matrix.cols, NVFP4_BLOCK)
-    return matrix.experts * (codes + tiles) * job.local(matrix) / matrix.numel
+    columns = job.reading.columns if is_backward else None
+    if columns is not None:
+        each = matrix.cols * ceil_div(matrix.rows, columns.block_length) * (columns.format.block_bytes + 1)
+    else:
+        codes = matrix.rows * round_up(matrix.cols, NVFP4_BLOCK) / 2
+        each = codes + ceil_div(matrix.rows, job.reading.spec.block[0]) * ceil_div(matrix.cols, NVFP4_BLOCK)
+    amax = FP32 if matrix.experts > 1 and (columns is None or columns.format.has_amax) else 0
+    return matrix.experts * (each + amax) * job.local(matrix) / matrix.numel
 
 
 def zero_gather(job: Job) -> tuple[int, int]:
@@ -171,11 +176,13 @@ def items(job: Job) -> list[Item]:
 
 def _block_items(job: Job, kind: Kind, recipe: Recipe) -> list[Item]:
     is_tiled = recipe is job.recipe and recipe.fprop is not None
-    dense = {f"{m.name}.weight" for m in job.architecture.matrices(kind) if m.experts == 1}
+    matrices = job.architecture.matrices(kind)
+    coded = {f"{m.name}.weight" for m in matrices if m.experts == 1 or m.rows % NVFP4_BLOCK == 0}
     found = []
     for name, parameter in job.architecture.block(kind, compiled=False).named_parameters():
-        tiled = is_tiled and name in dense
-        size = (parameter.shape[0], parameter.shape[1]) if tiled else (1, parameter.numel())
+        tiled = is_tiled and name in coded
+        cols = parameter.shape[-1] if tiled else parameter.numel()  # experts as one matrix
+        size = parameter.numel() // cols, cols
         found.append(Item(name, *size, tiled))
     return found
 

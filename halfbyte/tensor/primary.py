@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.layout import LINEAR, SWIZZLED_32_4_4, Blocks, ceil_div, check_scale_layout, swizzled_numel
+from halfbyte.layout import LINEAR, SWIZZLED_32_4_4, Blocks, Operand, ceil_div, check_scale_layout, swizzled_numel
 from halfbyte.spec import NVFP4, Eden
 from halfbyte.tensor.quant_tensor import QuantTensor, check_value_dtype, describe, rebuild
 
@@ -17,7 +17,7 @@ _requires_grad: Any = torch._C.TensorBase.requires_grad
 
 
 class PrimaryWeight(QuantTensor):
-    """A QuantTensor [N, K] in 16x16 tiles that is a model's parameter: it may require a gradient.
+    """A QuantTensor [N, K] in 16x16 tiles, or of experts [E, N, K], that is a parameter: it may require a gradient.
 
     Its gradient is a plain tensor [N, K] of the nominal dtype in `.grad`, that of the values it stands for. No
     optimizer can step it; `hb.distributed.cast_master_weights_to_nvfp4` writes new bytes into it in place.
@@ -27,6 +27,8 @@ class PrimaryWeight(QuantTensor):
     turn: fills `turned`, whose memory is released with the weight's and filled again when a backward reads it. None: it
         is filled as soon as the codes are complete.
     is_stale: whether codes were cast since `turned` was filled.
+    dgrad: what `hb.linear` multiplies by in dgrad where that cannot be made of these codes: an operand of w.T, or its
+        values; `turn` fills it. None: the codes, transposed or decoded.
     rounded: what values were rounded to before they were quantized, where that is not the nominal dtype: forwards under
         autocast compute in it. None: the nominal dtype.
     shared_amax: the amax that other weights have too, so that this one is not quantized alone; None if it is its own.
@@ -38,6 +40,7 @@ class PrimaryWeight(QuantTensor):
     turned: Blocks | None = None
     turn: Callable[[], None] | None = None
     is_stale: bool = False
+    dgrad: Operand | Tensor | None = None
     rounded: torch.dtype | None = None
     shared_amax: Tensor | None = None
     without_masters: bool = False
@@ -106,7 +109,7 @@ class PrimaryWeight(QuantTensor):
     @staticmethod
     def __tensor_unflatten__(inner, header, outer_size, outer_stride):
         blocks = inner["qdata"], inner["block_scale"], inner["amax"]
-        return PrimaryWeight._wrap(blocks, header, outer_size, None, outer_stride)
+        return PrimaryWeight._wrap(blocks, header, outer_size, inner.get("group_offsets"), outer_stride)
 
     def allocate_turned(self) -> Blocks:
         """Return the memory of the other orientation, LINEAR [K, N], allocated once, with this weight's amax."""
@@ -124,13 +127,13 @@ class PrimaryWeight(QuantTensor):
         """Return this weight, its bytes shared, as a torch.nn.Parameter that requires a gradient."""
         parameter = cast(PrimaryWeight, torch.nn.Parameter(self))
         parameter.turned, parameter.rounded, parameter.shared_amax = self.turned, self.rounded, self.shared_amax
-        parameter.turn = self.turn
+        parameter.turn, parameter.dgrad = self.turn, self.dgrad
         return parameter
 
     def after_alias(self, source: QuantTensor) -> None:
         if isinstance(source, PrimaryWeight):
             self.turned, self.is_stale, self.shared_amax = source.turned, source.is_stale, source.shared_amax
-            self.rounded, self.turn = source.rounded, source.turn
+            self.rounded, self.turn, self.dgrad = source.rounded, source.turn, source.dgrad
 
     def before_values(self, values: Tensor) -> Tensor:
         """Round values as masters are; refuse them where their amax would rescale other weights."""
@@ -168,7 +171,7 @@ def rebuild_primary(state: tuple, requires_grad: bool) -> PrimaryWeight:
     quant = cast(QuantTensor, rebuild(qdata, block_scale, amax, group_offsets, key, as_tensor, shape))
     check_primary_spec(quant.spec)
     options = {"shape": shape, "dtype": quant.dtype, "scale_layout": quant.scale_layout}
-    out = PrimaryWeight(quant.blocks, quant.spec, **options)
+    out = PrimaryWeight(quant.blocks, quant.spec, **options, group_offsets=quant.group_offsets)
     return out.as_parameter().requires_grad_(requires_grad) if rest[3] else out
 
 

@@ -309,6 +309,8 @@ class TrainConfig:
                 del part[name]
         if self.mesh.dispatch != "plain":  # else the identity of runs from before experts were shared
             values["dispatch"] = self.mesh.dispatch
+        if self.mesh.capacity is not None:
+            values["capacity"] = self.mesh.capacity
         del values["data"]["text_field"]  # the hash of the text, which is in a run's identity, holds what it chose
         for name in (
             "fuse",

@@ -16,8 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from halfbyte.distributed import shard_experts_
+from halfbyte.train.log import Log, Silent
 from halfbyte.train.mesh_config import MeshConfig
 from halfbyte.train.moe import MoE
+from halfbyte.train.ranks import World
 
 GROUPS, RANKS = "dp_shard_mod_ep", "ep"
 """Dimensions of the mesh that make up dp_shard, as torchtitan calls them."""
@@ -41,9 +43,20 @@ def share_experts_(blocks: Iterable[nn.Module], config: MeshConfig, device: torc
             if not isinstance(module, MoE):
                 continue
             options: dict[str, Any] = {"dispatch": config.dispatch, "reduce": "mean", "src_data_rank": None}
+            options["capacity"] = config.capacity
             module.exchange = shard_experts_(module, mesh[RANKS], "gate_up_proj", **options)
             for layer in (module.gate_up_proj, module.down_proj):
                 fully_shard(layer, mesh=groups, shard_placement_fn=lambda weight: _shard(weight, config))
+
+
+def log_dropped(model: nn.Module, log: Log | Silent, step: int, ranks: World) -> None:
+    """Log how many copies of tokens a capacity has left out since the last time, on all ranks; nothing without one."""
+    found = [module.dropped for module in model.modules() if isinstance(module, MoE) and module.dropped is not None]
+    if found:
+        dropped = ranks.mean(torch.stack(found).sum().double()) * ranks.size
+        log.write("dropped", step, {"copies": round(dropped.item())})
+        for count in found:
+            count.zero_()
 
 
 def _mesh(config: MeshConfig, device: torch.device) -> DeviceMesh:

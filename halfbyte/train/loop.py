@@ -228,6 +228,7 @@ class Trainer:
             history.flush(
                 log, self.config.data.tokens_per_step, self.ranks
             )  # waits for the device, then the clock is right
+            self.parallel.log_dropped(self.model, log, self.step, self.ranks)
             now = time.perf_counter()
             self.seconds += now - start
             self.pace.add(steps_read * self.config.data.tokens_per_step, now - start)

@@ -24,6 +24,9 @@ class MeshConfig:
     dispatch: Literal["plain", "nvfp4"] = "plain"
     """How tokens travel to experts of other ranks: in their values, or as codes, each token with its own amax: other
     losses than those of "plain"."""
+    capacity: int | None = None
+    """Copies of tokens that one rank sends another for its experts in a forward of a layer. The host then never waits
+    for counts; those beyond it get zeros, and the log counts them. None: all of them."""
     weights: Literal["plain", "nvfp4"] = "plain"
     """How weights travel: in fp32, as they are stored, or as the codes and scales that GEMMs read (no bit of a loss
     differs). With dp_shard=1 every rank then holds those of quantized layers as codes alone (ZeroOptimizer)."""
@@ -63,7 +66,13 @@ class MeshConfig:
                 raise ValueError(
                     f"dispatch={self.dispatch!r}: ep=1, so that no token travels; give --ep, or leave it out"
                 )
+            if self.capacity is not None:
+                raise ValueError(
+                    f"capacity={self.capacity}: ep=1, so that no token travels; give --ep, or leave it out"
+                )
             return
+        if self.capacity is not None:
+            check_positive(self, "capacity")
         if self.dp_shard == 1:
             object.__setattr__(self, "dp_shard", self.ep)
         if self.dp_shard % self.ep:
@@ -123,4 +132,5 @@ class MeshConfig:
         tp = "" if self.tp == 1 else f", tp={self.tp}"
         ep = "" if self.ep == 1 else f", ep={self.ep}"
         dispatch = "" if self.dispatch == "plain" else f", dispatch={self.dispatch}"
-        return f"dp_replicate={self.dp_replicate}, dp_shard={self.dp_shard}{tp}{ep}{dispatch}"
+        room = "" if self.capacity is None else f", capacity={self.capacity}"
+        return f"dp_replicate={self.dp_replicate}, dp_shard={self.dp_shard}{tp}{ep}{dispatch}{room}"

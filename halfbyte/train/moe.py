@@ -94,12 +94,14 @@ class MoE(nn.Module):
 
     Attributes:
         exchange: what sends tokens to experts of other ranks; None where all are here.
+        dropped: int64 [], copies of tokens that went beyond its capacity while the model trained; None without one.
     """
 
     def __init__(self, dim: int, hidden: int, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
         self.exchange: ExpertExchange | None = None
+        self.dropped: Tensor | None = None
         self.gate = Router(dim, config)
         self.gate_up_proj = GroupedLinear(config.experts, dim, 2 * hidden, recipe="bf16")
         self.down_proj = GroupedLinear(config.experts, hidden, dim, recipe="bf16")
@@ -120,6 +122,9 @@ class MoE(nn.Module):
         if self.exchange is None:
             return self._experts(x, offsets)
         arrived = self.exchange.send(x, offsets)
+        dropped, is_again = self.exchange.dropped, torch._C._current_graph_task_id() != -1  # the backward runs it again
+        if dropped is not None and torch.is_grad_enabled() and not is_again:
+            self.dropped = dropped.clone() if self.dropped is None else self.dropped.add_(dropped)
         return self.exchange.back(self._experts(arrived.x, arrived.offsets), arrived)
 
     def _experts(self, x: Tensor, offsets: Tensor) -> Tensor:

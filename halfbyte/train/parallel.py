@@ -169,6 +169,13 @@ class Parallel:
             if is_gathered(module):
                 module.reshard()  # type: ignore[operator]
 
+    def log_dropped(self, model: nn.Module, log: Any, step: int, ranks: Any) -> None:
+        """Log how many copies of tokens a capacity has left out since the last time; nothing without one."""
+        if self.config.capacity is not None:
+            from halfbyte.train.expert_parallel import log_dropped
+
+            log_dropped(model, log, step, ranks)
+
     @property
     def travels(self) -> str:
         """What of the weights travels how, as a table; "" if all of them travel in their dtype."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from halfbyte.distributed import ZeroConfig, ZeroOptimizer
 from halfbyte.distributed.buckets import Bucket
 from halfbyte.distributed.scales import all_gather
+from halfbyte.nn.grouped import GroupedLinear
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.tensor.primary import PrimaryWeight
 
@@ -56,7 +57,7 @@ class PrimaryTraining:
             self._take_up(states)
         self._values = _MasterValues(self.zero)
         for name, module in model.named_modules():
-            if isinstance(module, LinearLayer) and isinstance(module.weight, PrimaryWeight):
+            if isinstance(module, LinearLayer | GroupedLinear) and isinstance(module.weight, PrimaryWeight):
                 module.weight_to_read = partial(self._values.to_read, self._homes[f"{name}.weight"])
 
     @property
@@ -123,7 +124,7 @@ class _MasterValues:
         self._bucket: Bucket | None = None
         self._whole = torch.empty(0)
 
-    def to_read(self, name: str, layer: LinearLayer, weight: Any) -> Any:
+    def to_read(self, name: str, layer: LinearLayer | GroupedLinear, weight: Any) -> Any:
         """Return what a layer multiplies by: its codes, or in high precision its masters' values."""
         if layer.recipe.specs:
             return weight
@@ -131,7 +132,7 @@ class _MasterValues:
         if bucket is not self._bucket:
             self._bucket, self._whole = bucket, _gathered(bucket)
         place = bucket.plan.places[index]
-        return bucket.matrix(self._whole, place).reshape(place.item.rows, place.item.cols)
+        return bucket.matrix(self._whole, place).reshape(weight.shape)
 
     def forget(self) -> None:
         self._bucket, self._whole = None, torch.empty(0)

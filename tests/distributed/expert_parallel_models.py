@@ -27,12 +27,17 @@ K, HIDDEN = 48, 32
 class Experts(nn.Module):
     """SwiGLU experts, as docs/moe.md has them."""
 
-    def __init__(self, dim: int = K, hidden: int = HIDDEN, experts: int = 4, recipe: str = "nvfp4"):
+    def __init__(
+        self, dim: int = K, hidden: int = HIDDEN, experts: int = 4, recipe: str = "nvfp4", biased: bool = False
+    ):
         super().__init__()
         torch.manual_seed(3)
         state = hb.RunState(7, rank=0)
         self.gate_up_proj = hb.nn.GroupedLinear(experts, dim, 2 * hidden, recipe=recipe, state=state)
         self.down_proj = hb.nn.GroupedLinear(experts, hidden, dim, recipe=recipe, state=state)
+        if biased:
+            self.gate_up_proj.add_bias_()
+            self.down_proj.add_bias_()
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x, offsets).chunk(2, dim=-1)
@@ -66,8 +71,9 @@ def shared(world: int, *readers: str, **options) -> nn.Module:
 def under_the_style(rank: int, world: int) -> list[str]:
     """Return what differs from one process with the tokens of all ranks, on this rank; all but dw by its own tokens."""
     found = []
-    for context in ("plain", "autocast", "high precision", "bf16"):
-        module, alone = shared(world), Experts()
+    for context in ("plain", "autocast", "high precision", "bf16", "with bias"):
+        sizes = {"biased": context == "with bias"}
+        module, alone = shared(world, sizes=sizes), Experts(**sizes)
         x, dy, offsets = given(rank, world)
         case = Layer("nvfp4", SIZES[:world])
         every = [given(r, world) for r in range(world)]
@@ -270,7 +276,6 @@ def _ask_of_layers(ask, world: int) -> None:
         "main_grad",
         lambda: share(changed(lambda m: setattr(m.down_proj.weight, "main_grad", torch.zeros(4, K, HIDDEN))), mesh),
     )
-    ask("bias", lambda: share(changed(lambda m: setattr(m.down_proj, "bias", nn.Parameter(torch.zeros(4, K)))), mesh))
     ask("zero", lambda: hb.distributed.ZeroOptimizer(shared(world), torch.optim.AdamW))
 
 

@@ -31,7 +31,6 @@ REFUSED = {
     "cached": r"ValueError: gate_up_proj has a cached weight: call release\(\)",
     "cached after": "ValueError: model: its weights are sharded",
     "main_grad": "ValueError: down_proj: its weight has a main_grad",
-    "bias": "ValueError: down_proj has a bias",
     "zero": "ValueError: rank 0: model: .* is sharded already",
     "offsets": r"ValueError: x.shape=\(.*offsets.shape=\(2,\).*all 4 experts",
     "not what arrived": "ValueError: .*x is not what arrived as codes",

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from halfbyte.distributed.fsdp_weight import RowShards
+from halfbyte.distributed.fsdp_columns import Columns
+from halfbyte.distributed.fsdp_shards import RowShards
+from halfbyte.spec import MXFP8, NVFP4
 
 
 @pytest.mark.parametrize("rows", [1, 3, 15, 16, 17, 37, 64, 83, 160])
@@ -26,3 +28,34 @@ def test_bytes_of_a_message():
     assert RowShards(4096, 4096, 8, 3).message_bytes == 512 * 2048 + 32 * 256
     assert RowShards(37, 40, 4, 0).message_bytes == 10 * 24 + 1 * 3  # 10 rows of 3 blocks, one row of tiles at most
     assert 8 * RowShards(4096, 4096, 8, 0).message_bytes <= 0.255 * 4096 * 4096 * 2
+
+
+@pytest.mark.parametrize("spec", [NVFP4(), MXFP8()], ids=["NVFP4", "MXFP8"])
+@pytest.mark.parametrize("rows", [1, 3, 15, 16, 17, 33, 37, 64, 83, 160])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8])
+def test_every_block_of_columns_is_whole_on_one_rank(spec, rows, world):
+    length = 16 if isinstance(spec, NVFP4) else 32
+    ranks = [Columns.of(spec, RowShards(rows, 40, world, rank)) for rank in range(world)]
+    held = [list(range(*one.shards.rows_of(one.shards.rank))) for one in ranks]
+    leading = [one.leading(rank) for rank, one in enumerate(ranks)]
+    complete = [own[count:] for own, count in zip(held, leading, strict=True)]
+    for rank, (own, count) in enumerate(zip(held, leading, strict=True)):
+        if count:
+            complete[ranks[rank].owner(rank)] += own[:count]  # in the order of ranks, as they arrive
+    begun = [[row for row in own if row % length == 0] for own in held]
+    assert complete == [[r for b in own for r in range(b, min(b + length, rows))] for own in begun]
+    assert {one.shapes for one in ranks} == {
+        ((40, max(map(len, begun)) * length * (1 if length == 32 else 0.5)), (40, max(map(len, begun))))
+    }
+    received = torch.full((world, 40, max(map(len, begun))), 255, dtype=torch.uint8)
+    for rank, own in enumerate(begun):
+        received[rank, :, : len(own)] = torch.tensor([row // length for row in own], dtype=torch.uint8)
+    out = torch.empty(40, -(-rows // length), dtype=torch.uint8)
+    ranks[0].join(received.view(world * 40, -1), out)
+    assert out.tolist() == [list(range(-(-rows // length)))] * 40
+
+
+def test_bytes_of_columns():
+    shards = RowShards(4096, 4096, 8, 3)
+    assert Columns.of(NVFP4(), shards).message_bytes == 4096 * (512 // 16) * 9 == 0.28125 * 512 * 4096 * 2
+    assert Columns.of(MXFP8(), shards).message_bytes == 4096 * (512 // 32) * 33 == 0.515625 * 512 * 4096 * 2

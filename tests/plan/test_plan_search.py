@@ -116,10 +116,10 @@ def test_json_holds_the_plan(capsys):
         "FSDP2 that gathers bf16",
         "its 4-bit gather (docs/fsdp2.md)",
         "expert parallelism (docs/expert_parallel.md)",
-        "a 4-bit gather of experts",
+        "a 4-bit gather of experts that ranks share",
     ]
     assert said["assumptions"][:2] == [
-        "Not in halfbyte yet, so computed and never measured: a 4-bit gather of experts.",
+        "Not in halfbyte yet, so computed and never measured: a 4-bit gather of experts that ranks share.",
         "In halfbyte and not measured yet, so computed: FSDP2 that gathers bf16, its 4-bit gather (docs/fsdp2.md), "
         "expert parallelism (docs/expert_parallel.md).",
     ]

@@ -62,16 +62,19 @@ def test_sharded_weights_travel_as_codes_and_one_byte_a_tile():
     assert across.wire == across.message  # twice, and half of it is the rank's own
 
 
-def test_blocks_of_a_row_travel_as_codes_where_the_backward_reads_the_same():
+def test_blocks_of_a_row_travel_as_codes_and_before_the_backward_as_it_reads_them():
     common = {"model": "llama3-8b", "gpus": 8, "mesh": "dp_shard=8"}
     block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
     norms = 32 * 2 * 4096
-    found = {
-        recipe: sent(PlanRequest(**common, recipe=f"{recipe}@all"))["weights", "backward"].message
-        for recipe in ("rl", "quartet2", "nvfp4_mxfp8_bwd", "nvfp4_forward")
-    }
     rows, values = 32 * block * (1 / 2 + 1 / 16) + 2 * norms, 2 * (32 * block + norms)
-    assert found == {"rl": rows, "quartet2": rows, "nvfp4_mxfp8_bwd": values, "nvfp4_forward": values}
+    bytes_of_mxfp8 = 32 * block * (1 + 1 / 32) + 2 * norms
+    backward = {"rl": rows, "quartet2": rows, "naive_fp4": rows, "nvfp4_forward": values, "mxfp8": values}
+    for recipe, expected in (backward | {"nvfp4_mxfp8_bwd": bytes_of_mxfp8}).items():
+        found = sent(PlanRequest(**common, recipe=f"{recipe}@all"))
+        assert found["weights", "backward"].message == expected, recipe
+        each = 2 if recipe == "mxfp8" else 1 / 2 + 1 / 16
+        edges = 128_256 * 4096 * (2 + each) + 2 * 4096  # the head follows the recipe
+        assert found["weights", "forward"].message - edges == 32 * block * each + 2 * norms, recipe
 
 
 def test_blocks_in_high_precision_travel_in_bf16():

@@ -57,6 +57,26 @@ def fused_blocks() -> nn.Module:
     return nn.Sequential(FusedBlock(32), FusedBlock(32))
 
 
+class Mixture(nn.Module):
+    """A linear layer, and experts of which one has no token."""
+
+    def __init__(self, experts: int, rows: int, cols: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, cols)
+        self.up = hb.nn.GroupedLinear(experts, cols, rows, recipe="bf16").add_bias_()
+        self.down = hb.nn.GroupedLinear(experts, rows, 32, recipe="bf16")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.linspace(1, len(x), self.up.experts).int()
+        ends[0] = 0
+        return self.down(self.up(self.first(x), ends).relu(), ends)
+
+
+def experts(count: int = 3, rows: int = 40, cols: int = 48) -> nn.Module:
+    """Rows that cut tiles; of two ranks one has more experts than the other."""
+    return Mixture(count, rows, cols)
+
+
 def checkpointed(model: nn.Module) -> None:
     """Recompute each block in backward."""
     apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__.endswith("Block"))
@@ -136,6 +156,19 @@ ROWS = {
 }
 """Recipes whose backward reads what the forward multiplied: one set of codes with blocks along K."""
 
+APART = {
+    "gradients in 8 bits": "nvfp4_mxfp8_bwd",
+    "columns": "naive_fp4",
+    "1x16 both ways": hb.recipes.nvfp4(weight_block=(1, 16)),
+    "gradients in high precision": "nvfp4_forward",
+}
+"""Recipes whose backward reads what cannot be made of the forward's codes."""
+FORMS = ("gradients in 8 bits", "columns", "gradients in high precision")
+
+EXPERTS = ("nvfp4", "four_over_six", "rl", "quartet2", "nvfp4_mxfp8_bwd", "naive_fp4", "nvfp4_forward")
+
+UNEVEN = {"make": partial(two_layers, 37, 83, 40), "shape": (6, 40)}
+
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
 
 CASES: dict[str, Case] = {
@@ -164,6 +197,41 @@ CASES: dict[str, Case] = {
     "rows, fp32 masters, beside tiles": Case(
         **TOKENS, options={"rules": {"*mlp*": "rl"}}, dtype=torch.float32, policy=BF16, optimizer=TWO_MOMENTS
     ),
+    **{f"apart, {name}": Case(**TOKENS, recipe=recipe) for name, recipe in APART.items()},
+    **{f"apart, uneven, {name}": Case(**UNEVEN, recipe=APART[name], aside=(1,)) for name in FORMS},
+    **{
+        f"apart, empty shards, {name}": Case(make=partial(two_layers, 3, 18, 32), shape=(4, 32), recipe=APART[name])
+        for name in FORMS
+    },
+    "apart, checkpointed": Case(**TOKENS, recipe="nvfp4_mxfp8_bwd", before_wrap=checkpointed),
+    "apart, checkpointed around FSDP2's hooks": Case(**TOKENS, recipe="naive_fp4", after_wrap=recomputed_around),
+    "apart, not resharded, evaluated between": Case(
+        **TOKENS, recipe="nvfp4_mxfp8_bwd", reshard=False, before_step=evaluated
+    ),
+    "apart, under autocast, accumulated": Case(**AUTOCAST, recipe="nvfp4_forward", micro_batches=2),
+    "apart, compiled": Case(**TOKENS, recipe="nvfp4_mxfp8_bwd", finish=compiled),
+    "apart, fp32 masters, beside rows and tiles": Case(
+        **TOKENS,
+        recipe="nvfp4_mxfp8_bwd",
+        options={"rules": {"*up_proj*": "nvfp4", "*gate_proj*": "nvfp4", "*down_proj*": "rl"}},
+        dtype=torch.float32,
+        policy=BF16,
+        optimizer=TWO_MOMENTS,
+    ),
+    **{f"experts, {recipe}": Case(make=experts, shape=(9, 32), recipe=recipe) for recipe in EXPERTS},
+    "experts, fp32 masters, more ranks than experts": Case(
+        make=partial(experts, 2, 37, 24), shape=(9, 32), dtype=torch.float32, policy=BF16, aside=(1,)
+    ),
+    "experts, fp32, checkpointed, accumulated": Case(
+        make=experts,
+        shape=(9, 32),
+        dtype=torch.float32,
+        recipe="nvfp4_mxfp8_bwd",
+        micro_batches=2,
+        before_wrap=partial(apply_activation_checkpointing, check_fn=lambda module: isinstance(module, Mixture)),
+    ),
+    "experts, under autocast": Case(make=experts, shape=(9, 32), dtype=torch.float32, computes=torch.bfloat16),
+    "experts, compiled": Case(make=experts, shape=(9, 32), finish=lambda model: model.compile(backend="eager")),
     "mixed with bf16 layers": Case(**TOKENS, options={"rules": {"*mlp*": None}}),
     "mixed with 1x16 weights": Case(**TOKENS, options={"rules": {"*mlp*": "nvfp4_mxfp8_bwd"}}),
     "HSDP": Case(**TOKENS, mesh=(2, 2)),

@@ -161,6 +161,7 @@ def compared(case: Case, rank: int, world: int) -> dict[str, Any]:
         "casts": gather.traffic["casts"] - case.casts,
         "quantized": gather.report.quantized,
         "kept": gather.report.kept,
+        "kept in backward": gather.report.kept_in_backward,
         "said": [str(one.message) for one in said if "fsdp_gather" in str(one.message)],
         "ratio": gather.report.ratio,
         "finite": all(t is None or bool(t.isfinite().all()) for t in found),
@@ -238,6 +239,32 @@ def arrived(rank: int, world: int, sizes: list[tuple[int, int]], recipe: str, po
         found.append(same(layer.weight.turned.qdata, turned.qdata))
         found.append(same(layer.weight.turned.block_scale, turned.linear_scale().view(torch.uint8)))
     return {"equal": found, "quantized": quantized, "shapes": [list(w.shape) for w in whole], "held": held}
+
+
+def columns_arrived(rank: int, world: int, sizes: list[tuple[int, int]], recipe: str) -> dict[str, list]:
+    """Whether what dgrad multiplies by is the quantization of each whole w.T; and what travelled."""
+    model = nn.Sequential(*(nn.Linear(cols, rows, bias=False) for rows, cols in sizes)).bfloat16()
+    torch.manual_seed(1)
+    for param in model.parameters():
+        param.data.copy_(torch.randn(param.shape) * torch.rand(len(param), 1).exp())
+    model[0].weight.data[20, 7], model[1].weight.data[-1, -1] = torch.nan, -torch.inf
+    hb.quantize_(model, recipe, keep=NOTHING_KEPT)
+    whole = [layer.weight.detach().clone() for layer in model]
+    fully_shard(model, reshard_after_forward=True)
+    gather = hb.distributed.fsdp_gather_nvfp4_(model)
+    found = []
+    model.unshard()
+    forward = gather.traffic["gathered"]
+    gather.weights[0].arrival.need_backward()  # nobody said that a backward follows
+    for layer, w in zip(model, whole, strict=True):
+        got, spec = layer.weight.dgrad, layer.recipe.dgrad.b
+        want = hb.quantize(w.T.contiguous(), spec)
+        found.append(same(got.blocks.qdata, want.qdata.view(torch.uint8)) and got.spec == spec and got.cols == len(w))
+        found.append(same(got.blocks.block_scale, want.linear_scale().view(torch.uint8)))
+        found.append(want.amax is None or same(got.blocks.amax, want.amax))
+    report = gather.report
+    moved = forward == report.sent and gather.traffic["gathered"] == report.sent + report.backward_sent
+    return {"equal": found, "moved": moved}
 
 
 @contextmanager
@@ -370,18 +397,19 @@ def sent(rank: int, world: int, name: str, recipe: str) -> tuple[int, int]:
     return report.sent, sum(row.sent for row in report.rows if row.name.startswith("layers."))
 
 
-def ratios(rank: int, world: int, recipes: dict[str, Any]) -> dict[str, tuple[float, tuple[int, int]]]:
-    """What a [256, 256] weight's gather takes of bf16; bytes that came in a step as codes, and two gathers of them."""
+def ratios(rank: int, world: int, recipes: dict[str, Any]) -> dict[str, tuple[tuple[float, float], tuple[int, int]]]:
+    """What a [256, 256] weight's gathers take of bf16; bytes that came in a step, and those that the report says."""
     found = {}
     for name, recipe in recipes.items():
         case = Case(make=lambda: nn.Sequential(nn.Linear(256, 256, bias=False)), recipe=recipe, shape=(4, 256))
         model, _ = wrapped(case, world)
         if reason_for_values(model) is not None:
-            found[name] = 1.0, (0, 0)
+            found[name] = (1.0, 1.0), (0, 0)
             continue
         gather = hb.distributed.fsdp_gather_nvfp4_(model)
         model(batch(case, rank, 0, 0).requires_grad_()).float().sum().backward()
-        found[name] = gather.report.ratio, (gather.traffic["gathered"], 2 * gather.report.sent)
+        said = gather.report
+        found[name] = (said.ratio, said.backward_ratio), (gather.traffic["gathered"], said.sent + said.backward_sent)
     return found
 
 

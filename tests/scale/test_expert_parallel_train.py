@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import train_checks as checks
 
 from halfbyte.train import config as configs
+from halfbyte.train.moe import MoEConfig
 
 MESHES = {
     "one": configs.MeshConfig(),
@@ -148,12 +150,35 @@ def test_what_it_refuses():
         "weights='nvfp4' with ep=2": {"ep": 2, "weights": "nvfp4"},
         "dispatch='nvfp4': ep=1": {"dispatch": "nvfp4"},
         "dispatch='fp8': give": {"ep": 2, "dispatch": "fp8"},
+        "capacity=8: ep=1": {"capacity": 8},
+        "capacity=0": {"ep": 2, "capacity": 0},
     }.items():
         with pytest.raises(ValueError, match=problem):
             configs.MeshConfig(**numbers)
     with pytest.raises(ValueError, match="the mesh has 2 ranks, and 3 run"):
         configs.MeshConfig(ep=2).over(3)
     assert configs.MeshConfig(ep=2).over(4).in_words() == "dp_replicate=2, dp_shard=2, ep=2"
+
+
+def test_a_capacity_with_room_for_all_changes_no_bit_and_one_without_counts_what_it_leaves_out(folder):
+    without = run_on(folder, "ep", "any", steps=4)
+    roomy, tight = (run_on(folder, "ep", f"room{n}", steps=4) for n in (1 << 12, 20))
+    roomy, tight = (
+        replace(config, mesh=replace(config.mesh, capacity=n)) for config, n in ((roomy, 1 << 12), (tight, 20))
+    )
+    assert roomy.mesh.over(2).in_words() == "dp_replicate=1, dp_shard=2, ep=2, capacity=4096"
+    assert losses(roomy, "nvfp4", 4) == losses(without, "nvfp4", 4)
+    few = losses(tight, "nvfp4", 4)
+    assert few != losses(without, "nvfp4", 4) and all(0 < loss < 10 for loss in few)
+    for config, is_dropping in ((without, None), (roomy, False), (tight, True)):
+        lines = [json.loads(line) for line in (config.run.out / "log.jsonl").read_text().splitlines()]
+        found = [line["copies"] for line in lines if line["kind"] == "dropped"]
+        assert bool(found) == (is_dropping is not None)
+        assert all(bool(count) == is_dropping for count in found)
+    layers, copies = 2, MoEConfig().per_token * tight.data.tokens_per_step
+    room = tight.data.accumulate * 2 * 2 * 20  # of two ranks, each to two
+    assert layers * 4 * (copies - room) <= sum(found) < layers * 4 * copies
+    assert configs.differences(without.identity("nvfp4"), tight.identity("nvfp4")) == ["capacity: 20 there, None here"]
 
 
 def test_a_recipe_that_cannot_be_dispatched_in_codes_is_refused_before_the_first_step(folder):

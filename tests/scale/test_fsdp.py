@@ -13,7 +13,10 @@ from halfbyte.plan import PlanRequest, plan
 
 IN_THE_MATRIX = [row.case for row in fsdp_matrix.ROWS]  # test_fsdp_matrix.py runs them
 HSDP = [name for name in fsdp_cases.CASES if name.startswith("HSDP")]
-ONE_DIMENSION = [name for name, case in fsdp_cases.CASES.items() if name not in HSDP and case not in IN_THE_MATRIX]
+APART = [name for name in fsdp_cases.CASES if name.startswith("apart, ")]
+UNEVEN = [name for name in APART if "uneven" in name or "empty" in name]
+ELSEWHERE = [*HSDP, *UNEVEN[3:]]
+ONE_DIMENSION = [n for n, case in fsdp_cases.CASES.items() if n not in ELSEWHERE and case not in IN_THE_MATRIX]
 SMALL = [
     "rows, uneven",
     "uneven rows",
@@ -22,15 +25,21 @@ SMALL = [
     "fp32 masters",
     "four over six, uneven",
     "decoder",
+    "experts, fp32 masters, more ranks than experts",
 ]
-CASES = {1: ["even", "decoder, fp32 masters"], 2: ONE_DIMENSION, 3: SMALL, 4: [*SMALL, "accumulated", HSDP[-1]]}
+CASES = {
+    1: ["even", "decoder, fp32 masters", *UNEVEN[:3]],
+    2: ONE_DIMENSION,
+    3: [*SMALL, *UNEVEN],
+    4: [*SMALL, *UNEVEN, "accumulated", HSDP[-1]],
+}
 SIZES = [(37, 40), (83, 37), (3, 83), (1, 3), (48, 1), (16, 48)]
 
 
 @cache
 def found(world: int) -> list[dict]:
     """What every rank found, all cases in one set of processes."""
-    return ranks.run(world, fsdp_checks.cases, CASES[world], seconds=200)
+    return ranks.run(world, fsdp_checks.cases, CASES[world], seconds=300)
 
 
 @pytest.mark.parametrize("world, name", [(world, name) for world in CASES for name in CASES[world]])
@@ -51,6 +60,14 @@ def test_what_arrives_is_the_quantized_weight_and_no_weight_is_quantized_again(w
         assert all(shape in in_bf16 for shape in rank["shapes"])
         cast = rank["held"] if recipe == "rl" else []  # 1x16 blocks: each rank's rows, once
         assert as_codes and all(as_codes.count(s) == cast.count(s) for s in (*rank["shapes"], *rank["held"]))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_mxfp8_bwd", "naive_fp4"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_what_a_backward_is_sent_is_the_quantized_transpose(world, recipe):
+    for rank in ranks.run(world, fsdp_checks.columns_arrived, SIZES, recipe):
+        assert all(rank["equal"]) and len(rank["equal"]) == 3 * len(SIZES)
+        assert rank["moved"] or world == 1, "forward's message, then backward's"
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -106,9 +123,10 @@ OPTIONS = {
     'nvfp4_forward(backward="dequantized")': hb.recipes.nvfp4_forward(backward="dequantized"),
     "nvfp4(weight_block=(1, 16))": hb.recipes.nvfp4(weight_block=(1, 16)),
 }
-CODES = {"nvfp4": "0.252", "four_over_six": "0.252", "rl": "0.281", "quartet2": "0.281", "qat": "0.281"}
-CODES[next(iter(OPTIONS))] = "0.281"
-"""The page's table: what a gather of a recipe's weight takes of bf16, forward or backward; 1.000 of all others."""
+CODES = {"nvfp4": ("0.252", "0.252"), "four_over_six": ("0.252", "0.252"), "nvfp4_mxfp8_bwd": ("0.281", "0.516")}
+CODES |= dict.fromkeys(("rl", "quartet2", "qat", "naive_fp4", *OPTIONS), ("0.281", "0.281"))
+CODES["nvfp4_forward"] = ("0.281", "1.000")
+"""The page's table: what a gather of a recipe's weight takes of bf16, forward and backward; 1.000 of all others."""
 
 
 def test_the_table_of_recipes_is_what_travels():
@@ -116,12 +134,12 @@ def test_the_table_of_recipes_is_what_travels():
     said = {}
     for line in page.partition("\n\n")[0].splitlines()[2:]:
         names, _, _, forward, backward, exact = (cell.strip() for cell in line.strip("| ").split(" | "))
-        assert forward == backward and exact == "yes", "every row is one of test_4_bit_gather…'s or in values"
-        said |= {name.strip("`"): forward for name in names.split("`, `")}
-    assert said == {name: CODES.get(name, "1.000") for name in (*PRESETS, *OPTIONS)}
+        assert exact == "yes", "every row is one of test_4_bit_gather…'s or in values"
+        said |= {name.strip("`"): (forward, backward) for name in names.split("`, `")}
+    assert said == {name: CODES.get(name, ("1.000", "1.000")) for name in (*PRESETS, *OPTIONS)}
     recipes = {**OPTIONS, **{name: preset() for name, preset in PRESETS.items()}}
     for rank in ranks.run(2, fsdp_checks.ratios, recipes):
-        assert {name: f"{ratio:.3f}" for name, (ratio, _) in rank.items()} == said
+        assert {name: tuple(f"{ratio:.3f}" for ratio in both) for name, (both, _) in rank.items()} == said
         assert all(counted == expected for _, (counted, expected) in rank.values())
 
 

@@ -110,13 +110,13 @@ def test_compare_writes_one_table(folder):
 
 
 def test_compare_with_weights_as_nvfp4_says_once_what_travels_in_its_dtype(folder):
-    command = ["compare", *options(folder, "codes", "--recipes", "bf16,nvfp4,nvfp4_mxfp8_bwd", "--steps", "2")]
+    command = ["compare", *options(folder, "codes", "--recipes", "bf16,nvfp4,mxfp8", "--steps", "2")]
     done = torchrun("-m", "halfbyte", *command, "--dp-shard", "2", "--weights", "nvfp4")
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("weights='nvfp4'")]
     assert len(said) == 2 and all("they travel in their dtype; " in line for line in said)
-    assert "none of its layers has a recipe" in said[0] and "backward reads it as" in said[1]
-    tables = [(folder / "codes" / name / "layers.txt").read_text() for name in ("bf16", "nvfp4", "nvfp4_mxfp8_bwd")]
+    assert "none of its layers has a recipe" in said[0] and "forward reads it as mxfp8" in said[1]
+    tables = [(folder / "codes" / name / "layers.txt").read_text() for name in ("bf16", "nvfp4", "mxfp8")]
     assert ["gathered as" in table for table in tables] == [False, True, False]
 
 
