@@ -101,3 +101,11 @@ def test_compiled_code_is_made_for_what_a_step_does_and_not_for_its_number(every
         compiled(torch.ones(4, 32)).sum().backward()
         state.advance()
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_transforms_are_refused_by_name_and_note_nothing():
+    model, state = built(None, recipes.delayed_amax())
+    state.begin_step(model)
+    with pytest.raises(RuntimeError, match="halfbyte|hb\\."):
+        torch.func.grad(lambda x: model(x).sum())(torch.ones(4, 32))
+    assert not any(map(float, model[0].amaxes.seen))
