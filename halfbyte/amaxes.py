@@ -84,13 +84,24 @@ class LayerAmaxes:
         self.exceeded += exceeded.to(self.device)
 
     def load(self, values: dict[str, Any], step: int) -> None:
-        """Take what `DelayedAmaxes.state_dict` said of this layer after so many steps."""
+        """Take what `DelayedAmaxes.state_dict` said of this layer after so many steps.
+
+        Whoever has seen something has measured, whatever the recipe says before a schedule is asked.
+        """
         for name, tensors in (("held", self.held), ("seen", self.seen)):
             for tensor, value in zip(tensors, values[name], strict=True):
                 tensor.fill_(value)
         self.exceeded.copy_(torch.tensor(values["exceeded"]))
         self.is_held = list(map(bool, values["is_held"]))
-        self.measures = self.is_followed and step > 0 and (step - 1) % self.how.every == 0
+        measured = self.is_followed and step > 0 and (step - 1) % self.how.every == 0
+        self.measures = measured or any(values["seen"])
+
+    def load_late(self, values: dict[str, Any]) -> None:
+        """Take the same where steps have begun since: what was seen then is held, and known to be."""
+        self.load(values, 0)
+        if self.measures:
+            _hold([self], _together([self], "seen"))
+        self.is_held, self.measures = [float(held) > 0 for held in self.held], False
 
 
 class DelayedAmaxes:
@@ -101,7 +112,7 @@ class DelayedAmaxes:
         self.changes = 0
         """How often operands have begun to use what is held: code that was recorded before does not."""
         self._unread: _Unread | None = None
-        self._loaded: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}  # of layers that do not delay theirs yet, which a schedule may change
         self._loaded_at: int | None = None  # after so many steps; None once a step has begun since
         self._is_settled = False
 
@@ -110,8 +121,11 @@ class DelayedAmaxes:
         layer = self.layers.get(stream)
         if layer is None:
             layer = self.layers[stream] = LayerAmaxes(how, device)
-            if self._loaded_at is not None and str(stream) in self._loaded:
-                layer.load(self._loaded[str(stream)], self._loaded_at)
+            values = self._loaded.pop(str(stream), None)
+            if values is not None and self._loaded_at is not None:
+                layer.load(values, self._loaded_at)
+            elif values is not None:
+                layer.load_late(values)
         layer.how, layer.is_followed = how, True
         return layer
 
@@ -135,11 +149,12 @@ class DelayedAmaxes:
             step: 0, 1, …, the number of the step that begins; all ranks begin it together.
         """
         unread = self._unread if self._loaded_at is None else _Unread(list(self.layers.values()))
-        self._loaded, self._loaded_at = {}, None
+        self._loaded_at = None
         self._is_settled = False
         ended = self._measuring()
         if ended:
-            _hold(ended)
+            with torch.inference_mode(False):
+                _hold(ended, greatest_of_ranks(_together(ended, "seen")))
         self.changes += 0 if unread is None else unread.tell()
         for layer in self.layers.values():
             layer.measures = layer.is_followed and step % layer.how.every == 0
@@ -167,7 +182,7 @@ class DelayedAmaxes:
         """Return what a checkpoint needs, plain values by stream; ranks that have not settled call it together."""
         layers = [self.layers[stream] for stream in sorted(self.layers)]
         if not layers:
-            return {}
+            return dict(self._loaded)
         self.settle()
         seen, held = (_together(layers, name) for name in ("seen", "held"))
         rows = zip(
@@ -178,20 +193,28 @@ class DelayedAmaxes:
             [layer.exceeded.tolist() for layer in layers],
             strict=True,
         )
-        return {str(stream): dict(zip(_FIELDS, values, strict=True)) for stream, *values in rows}
+        own = {str(stream): dict(zip(_FIELDS, values, strict=True)) for stream, *values in rows}
+        return self._loaded | own
 
-    def load_state_dict(self, state: Any, step: int) -> None:
+    def load_state_dict(self, state: Any, step: int, *, is_scheduled: bool = False) -> None:
         """Take what a run kept after so many steps; layers that it does not name begin anew.
+
+        Args:
+            state: of `state_dict`.
+            step: 0, 1, …, how many have begun.
+            is_scheduled: whether layers that do not delay theirs yet may come to it.
 
         Raises:
             ValueError: it is nothing that `state_dict` returns, or of other layers; nothing has changed then.
         """
-        _check(state, self.layers)
+        _check(state, {} if is_scheduled else self.layers)
         self.changes, self._is_settled = self.changes + 1, False
         nothing = {name: [0] * _COUNT for name in _FIELDS}
         for stream, layer in self.layers.items():
             layer.load(state.get(str(stream), nothing), step)
-        self._loaded, self._loaded_at, self._unread = state, step, None
+        own = set(map(str, self.layers))
+        self._loaded = {stream: values for stream, values in state.items() if stream not in own}
+        self._loaded_at, self._unread = step, None
 
 
 def _check(state: Any, layers: dict[int, LayerAmaxes]) -> None:
@@ -221,10 +244,10 @@ def _together(layers: list[LayerAmaxes], name: str) -> Tensor:
     return torch.stack([tensor.to(where) for layer in layers for tensor in getattr(layer, name)])
 
 
-def _hold(layers: list[LayerAmaxes]) -> None:
-    """Move what layers have seen to where they hold it."""
+def _hold(layers: list[LayerAmaxes], seen: Tensor) -> None:
+    """Move what layers of all ranks have seen, fp32 [4 * layers], to where they hold it."""
     with torch.no_grad(), torch.inference_mode(False):
-        seen, held = greatest_of_ranks(_together(layers, "seen")), _together(layers, "held")
+        held = _together(layers, "held")
         margins = torch.tensor([layer.how.margin for layer in layers for _ in OPERANDS], dtype=torch.float32)
         used = torch.tensor([is_held for layer in layers for is_held in layer.is_held])
         later = (seen * margins.to(seen.device)).clamp(max=FLT_MAX)

@@ -186,7 +186,7 @@ class RunState:
 
     def watch_steps(self) -> None:
         """Take note of a training forward with delayed amaxes; without any `begin_step` many of them are refused."""
-        if not self.step and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not self.step:  # compiled code that read the step would be of one step
             self._unbegun += 1
             if self._unbegun > FORWARDS_UNBEGUN:
                 self.amaxes.refuse_unbegun()
@@ -382,8 +382,8 @@ class RunState:
             state["step"] = self.step
         if self.schedule is not None:
             state["schedule"] = self.schedule.state_dict()
-        if self._amaxes is not None and self._amaxes.layers:
-            state["amaxes"] = self._amaxes.state_dict()
+        if self._amaxes is not None and (amaxes := self._amaxes.state_dict()):
+            state["amaxes"] = amaxes
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -408,10 +408,12 @@ class RunState:
         step, schedule = state.get("step", 0), state.get("schedule")
         if type(step) is not int or step < 0:
             raise ValueError(f"state['step']={step!r}: not an int with 0 <= step; {remedy}")
+        followed = self.schedule
+        if followed is None and schedule is not None:
+            followed = Schedule.from_state_dict(schedule)
         if self._amaxes is not None or state.get("amaxes"):
-            self.amaxes.load_state_dict(state.get("amaxes", {}), step)
-        if self.schedule is None and schedule is not None:
-            self.schedule = Schedule.from_state_dict(schedule)
+            self.amaxes.load_state_dict(state.get("amaxes", {}), step, is_scheduled=followed is not None)
+        self.schedule = followed
         self.seed, self.step = state["seed"], step
         self._owed = self._moved = self._ahead = False
         self._streams = max(self._streams, state["streams"])

@@ -53,6 +53,7 @@ def unquantize_(model: nn.Module) -> tuple[str, ...]:
     _release_caches(layers.values())
     unfuse_(model)
     for layer in layers.values():
+        layer.stop_delaying()
         if not isinstance(layer, GroupedRecipe):
             _replace(model, layer, layer.to_module())
         elif layer.held_as is None:

@@ -83,7 +83,8 @@ def linear(
         w: [N, K] of x's dtype; under autocast both are cast. A QuantTensor is used as it is: fprop multiplies by its
             codes, dgrad by what they stand for, and it has no gradient, unless it is a PrimaryWeight.
         bias: [N] or None; its gradient is summed in fp32 and rounded once, to the bias's own dtype.
-        recipe: how each operand is quantized; a Recipe or a preset's name.
+        recipe: how each operand is quantized; a Recipe or a preset's name. Amaxes of earlier steps are kept for layers
+            (`hb.nn.Linear`): here x and gradients are quantized with their own, whatever `recipe.amax` says.
         rng: the place in the random stream; needed if the recipe draws. It uses 16 offsets from there on.
         out_dtype: dtype of the result, by default x's.
         weight_amax: fp32 [] shared by sibling weights, used where w is NVFP4 with one amax per tensor, unrotated.

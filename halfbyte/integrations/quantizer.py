@@ -112,10 +112,12 @@ def _refuse_offload(device_map: Any, layers: Sequence[str]) -> None:
     for layer in layers:
         parts = layer.split(".")
         homes = [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
-        home = next((home for home in homes if home in kinds), None)
-        if home is not None and kinds[home] in away:
+        home = next(([kinds[home]] for home in homes if home in kinds), [])
+        own = [kind for place, kind in kinds.items() if place.startswith(f"{layer}.")]  # of its weight alone
+        kind = next((kind for kind in own + home if kind in away), None)
+        if kind is not None:
             raise ValueError(
-                f"device_map puts {layer} on {kinds[home]!r}: accelerate would bring back one layer at a time, without "
+                f"device_map puts {layer} on {kind!r}: accelerate would bring back one layer at a time, without "
                 "gradients and without the siblings that share its amax; give room for all converted layers "
                 f"(max_memory, more GPUs), or keep it in high precision, rules={{{layer!r}: None}}"
             )

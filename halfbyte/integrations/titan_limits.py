@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from halfbyte.spec import Recipe
@@ -39,10 +39,20 @@ def refuse_experts(parallel_dims: Any, recipes: Sequence[Recipe]) -> None:
         )
 
 
-def refuse_graphs(schedule: str, training: Any) -> None:
-    """Raise ValueError where a CUDA graph would go on in the recipe in which it was captured."""
-    if schedule and not training.disable_cuda_graphs:
+def changes_by_step(schedule: str, recipes: Iterable[Recipe | None]) -> str:
+    """Say what of a run a captured CUDA graph would replay in later steps as it was in the first, "" for nothing."""
+    if schedule:
+        return f"schedule={schedule!r}"
+    delayed = (recipe.amax for recipe in recipes if recipe is not None and recipe.amax is not None)
+    return next((f"recipe.amax={amax}" for amax in delayed), "")
+
+
+def refuse_graphs(schedule: str, recipes: Iterable[Recipe | None], training: Any) -> None:
+    """Raise ValueError where a CUDA graph would go on with what the step did in which it was captured."""
+    changing = changes_by_step(schedule, recipes)
+    if changing and not training.disable_cuda_graphs:
         raise ValueError(
-            f"training.disable_cuda_graphs=False with schedule={schedule!r}: torchtitan captures forward and backward "
-            "once and would replay them in the first recipe for the whole run; set training.disable_cuda_graphs=True"
+            f"training.disable_cuda_graphs=False with {changing}: torchtitan captures forward and backward once and "
+            "would replay the first recipe, with its own amaxes, for the whole run; set "
+            "training.disable_cuda_graphs=True"
         )

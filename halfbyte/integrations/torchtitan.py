@@ -31,7 +31,7 @@ import halfbyte.nn as hb_nn
 from halfbyte import ops
 from halfbyte.convert import high_precision
 from halfbyte.integrations.other_recipes import recipe_difference
-from halfbyte.integrations.titan_limits import refuse_experts, refuse_graphs, refuse_parallelism
+from halfbyte.integrations.titan_limits import changes_by_step, refuse_experts, refuse_graphs, refuse_parallelism
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.streams import FollowsRecipe, name_layers
 from halfbyte.policy import Keep, kept_layers, matches, plain_name, unmatched_names
@@ -171,8 +171,9 @@ class RunStateCheckpoints(CheckpointManager):
             raise ValueError(f"evaluation={config.evaluation!r}: use one of {', '.join(map(repr, EVALUATIONS))}")
         trainer = states["train_state"]
         refuse_parallelism(trainer.parallel_dims)
-        refuse_graphs(config.schedule, trainer.config.training)
         self._model = model_parts[0]
+        recipes = [layer.recipe for layer in self._model.modules() if isinstance(layer, FollowsRecipe)]
+        refuse_graphs(config.schedule, recipes, trainer.config.training)
         self.run_state = RunState(config.seed, parse_schedule(config.schedule, trainer.config.training.steps))
         if dist.is_initialized():  # the last dimension of torchtitan's meshes is that of ranks that share layers
             self.run_state.set_rank(dist.get_rank() // trainer.parallel_dims.tp)
@@ -270,8 +271,8 @@ def quantize_config_(
         recipe, rules, keep: as of `hb.quantize_`, with torchtitan's names: "layers.0.feed_forward.w1"; experts have one
             name, "layers.0.moe.routed_experts.inner_experts".
         seed: of the RunState, the same on all ranks.
-        schedule: "WHEN:RECIPE,…" as of `halfbyte train`, such as "0.9:bf16/nvfp4"; sets disable_cuda_graphs, because
-            a captured graph would go on in the recipe before.
+        schedule: "WHEN:RECIPE,…" as of `halfbyte train`, such as "0.9:bf16/nvfp4"; sets disable_cuda_graphs, as
+            recipes with amaxes of earlier steps do, because a captured graph would go on as it was captured.
         evaluation: "high_precision", or "as_trained" to validate in the recipes.
 
     Returns:
@@ -286,7 +287,7 @@ def quantize_config_(
     spec: Any = config.model_spec
     spec.model = copy.deepcopy(spec.model)
     report = _convert(spec.model, resolve(recipe), rules or {}, keep, RunState(seed))
-    config.training.disable_cuda_graphs |= bool(schedule)
+    config.training.disable_cuda_graphs |= bool(changes_by_step(schedule, [row.recipe for row in report.rows]))
     own: dict[str, Any] = {"seed": seed, "schedule": schedule, "evaluation": evaluation}
     config.override.imports = [*config.override.imports, (f"{_HERE}.recipe_checkpoint", own)]
     if type(config.activation_checkpoint) is SelectiveAC.Config:

@@ -11,6 +11,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.amaxes import DY, X
 from halfbyte.functional.autocast import autocast_dtype
+from halfbyte.functional.derivatives import LINEAR, refuse_transforms
 from halfbyte.functional.earlier import GradientAmaxes, Specs, own_amaxes, refuse_delayed, waiting
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.operands import gradient_specs
@@ -40,6 +41,7 @@ def amaxes_of_x(x: Tensor, layers: Sequence[Any], call: int, given: ops.Amaxes |
         return given
     if is_sharded(x):
         refuse_delayed(first.recipe, "layers that ranks share")
+    refuse_transforms((x,), LINEAR)  # before anything is noted
     first.run_state.watch_steps()
     records = torch.is_grad_enabled()
     specs = waiting(_input_specs(first.recipe, records and any(layer.weight.requires_grad for layer in layers)))

@@ -131,10 +131,14 @@ class FollowsRecipe(_Base):
         if state is not None and self._recipe.needs_rng:
             state.note_draws()
 
-    def _keep_amaxes(self) -> None:
-        state, how = self.run_state, self._recipe.amax
+    def stop_delaying(self) -> None:
+        """Let the RunState wait for this layer's amaxes no longer."""
         if self.amaxes is not None:
             self.amaxes.is_followed = False
+
+    def _keep_amaxes(self) -> None:
+        state, how = self.run_state, self._recipe.amax
+        self.stop_delaying()
         self.amaxes = None if state is None or how is None else state.amaxes_of(self.stream, how)
 
     def join(self, state: RunState) -> None:

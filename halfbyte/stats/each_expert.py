@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -74,6 +76,6 @@ def expert_row(layer: LayerStatistics) -> tuple[str, ...]:
     cells = [layer.name, f"{len(tokens)}", *shares]
     for product in ("y", "dx", "dw"):
         ratios = {i: one.products[product].noise_ratio for i, one in layer.experts.items() if product in one.products}
-        worst = max(ratios, key=ratios.__getitem__, default=None)
+        worst = max(ratios, key=lambda i: (math.isnan(ratios[i]), ratios[i]), default=None)
         cells.append("-" if worst is None else f"{worst}: {ratios[worst]:.3f}")
     return tuple(cells)

@@ -85,10 +85,10 @@ class StepStatistics:
 
     def closing_lines(self) -> list[str]:
         """Return what is said under the tables."""
-        side = "beyond" if self.is_noisy else "within"
-        lines = [
-            f"noise of the weight gradients: {self.noise_ratio:.3f} of their norm, {side} 1/√3 = {NOISE_LIMIT:.3f}"
-        ]
+        side = f"{'beyond' if self.is_noisy else 'within'} 1/√3 = {NOISE_LIMIT:.3f}"
+        if math.isnan(self.noise_ratio):
+            side = "for none was measured, or one is not finite"
+        lines = [f"noise of the weight gradients: {self.noise_ratio:.3f} of their norm, {side}"]
         reasons: dict[str, list[str]] = {}
         for name, reason in self.unobserved.items():
             reasons.setdefault(reason, []).append(name)

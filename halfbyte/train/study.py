@@ -24,10 +24,11 @@ import halfbyte as hb
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import GemmSpec, Recipe
-from halfbyte.train import commands, data, files, jobs, league, log, loop, treatment
+from halfbyte.train import commands, data, files, folder, jobs, league, log, loop, treatment
+from halfbyte.train import config as configs
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
-from halfbyte.train.recorded import CONFIG, LAYERS, RESULT
+from halfbyte.train.recorded import CONFIG, LAYERS, RESULT, read_result
 from halfbyte.train.signals import Interrupts
 
 
@@ -68,6 +69,9 @@ FIELDS = set(KINDS)
 RECORDED = (CONFIG, RESULT, LAYERS, log.NAME)
 """Files of a run that are small enough to be kept with the source."""
 KEPT_STEPS = 10
+OF_THE_MACHINE = ("device", "dtype", "fuse", "compile")
+PLACES_OF_TEXTS = ("corpus", "held_out_corpus")
+"""What of a run's identity may differ where its pieces are trained on several machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +241,8 @@ def run_study(
         kept: folder that keeps the small files of a run as soon as it ended.
 
     Raises:
-        ValueError: no text, too few GPUs, or a number of workers or minutes below 0.
+        ValueError: no text, too few GPUs, a number of workers or minutes below 0, or a folder holds results of other
+            options or text.
         Stopped: a signal came.
     """
     if not minutes >= 0:  # NaN is not
@@ -245,12 +250,21 @@ def run_study(
     where, config = jobs.workplaces(study.config.device, workers), study.config
     found = [job for piece in pieces for job in study.jobs(piece)]
     corpus = data.load_data(config.data, config.run.cache)  # here, once; the runs map it
+    begun_anew = found if config.run.overwrite else []
+    _refuse_other_runs(study, corpus, kept, {job.config.run.out for job in begun_anew})
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)  # now, not when the first run has ended
+        if restore(study, kept):
+            print(f"runs that ended before come from {kept}")
     ready = [job for job in found if not (job.config.run.out / RESULT).exists() or config.run.overwrite]
     print(f"{study.title}: {len(found)} runs, {len(found) - len(ready)} of them ended before; {len(where)} at a time")
 
-    def keep(_: jobs.RunJob) -> None:
+    def keep(job: jobs.RunJob) -> None:
         if kept is not None:
-            record(study, kept)
+            try:
+                record(study, kept)
+            except OSError as error:  # the others train on; at the end it is tried again
+                _say(f"{job.name}: not kept in {kept} ({error.strerror}); it is in {job.config.run.out}")
 
     outcome = jobs.run_side_by_side(
         ready,
@@ -263,6 +277,33 @@ def run_study(
     )
     made = write_league(study, corpus)
     return made, outcome
+
+
+def _refuse_other_runs(study: Study, corpus: data.Data, kept: Path | None, anew: set[Path]) -> None:
+    """Raise ValueError if a result of the study's folder, or of `kept`, is not of this config; `anew` are not asked."""
+    for job in (job for piece in study.pieces for job in study.jobs(piece)):
+        out = job.config.run.out
+        places = [out, *([] if kept is None else [kept / out.relative_to(study.config.run.out)])]
+        for place in places:
+            if out in anew or not (place / RESULT).exists():
+                continue
+            config = treatment.applied(job.config, job.recipe)
+            ours = folder.identity(config, job.recipe, corpus)
+            found = configs.differences(_wherever(ours), _wherever(read_result(place / RESULT)["identity"]))
+            if found:
+                option = "--out" if place is out else "--record"
+                raise ValueError(
+                    f"{place} holds the result of another run ({'; '.join(found)}); choose another {option}, or give "
+                    "the options of that run"
+                )
+
+
+def _wherever(identity: dict) -> dict:
+    """Return what of a run's identity is the same on every machine; hashes stand for the places of texts."""
+    rest = {name: value for name, value in identity.items() if name not in OF_THE_MACHINE}
+    if isinstance(rest.get("data"), dict):
+        rest["data"] = {name: value for name, value in rest["data"].items() if name not in PLACES_OF_TEXTS}
+    return rest
 
 
 def _say(line: str) -> None:
@@ -338,13 +379,16 @@ def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
 
 
 def _thinned(content: bytes) -> bytes:
-    lines = content.splitlines(keepends=True)
-    found = [json.loads(line) for line in lines]
-    return b"".join(
-        line
-        for line, said in zip(lines, found, strict=True)
-        if said["kind"] != "step" or said["step"] == 1 or said["step"] % KEPT_STEPS == 0
-    )
+    return b"".join(line for line in content.splitlines(keepends=True) if not _is_between(line))
+
+
+def _is_between(line: bytes) -> bool:
+    """Whether a line of a log is a step that is left out; what is no such line stays as it is."""
+    try:
+        said = json.loads(line)
+        return said["kind"] == "step" and said["step"] != 1 and said["step"] % KEPT_STEPS != 0
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def study_command(arguments: list[str]) -> int:
@@ -389,8 +433,6 @@ def run_and_print(
     interrupts: Interrupts,
 ) -> int:
     """Do what `run_study` does, print the league, keep small files in `kept`; return the exit status of the command."""
-    if kept is not None and restore(study, kept):
-        print(f"runs that ended before come from {kept}")
     found, outcome = run_study(study, pieces, workers=workers, minutes=minutes, interrupts=interrupts, kept=kept)
     print("\n" + league.league_table(found) + "\n")
     print(f"written to {study.config.run.out}: {league.TABLE}, {league.VALUES}, {league.FIGURE}")

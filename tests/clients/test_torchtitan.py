@@ -452,7 +452,13 @@ def test_refusals():
     config = ours.quantize_config_(short(), schedule="1:bf16/nvfp4")
     assert config.training.disable_cuda_graphs and not short().training.disable_cuda_graphs
     config.training.disable_cuda_graphs = False
-    with pytest.raises(ValueError, match="disable_cuda_graphs=False with schedule='1:bf16/nvfp4': .*replay them in"):
+    with pytest.raises(ValueError, match="disable_cuda_graphs=False with schedule='1:bf16/nvfp4': .*replay the first"):
+        config.build()
+    torch.distributed.destroy_process_group()
+    config = ours.quantize_config_(short(), hb.recipes.delayed_amax(every=2))
+    assert config.training.disable_cuda_graphs
+    config.training.disable_cuda_graphs = False
+    with pytest.raises(ValueError, match=r"disable_cuda_graphs=False with recipe.amax=Delayed\(every=2"):
         config.build()
     torch.distributed.destroy_process_group()
     config = ours.quantize_config_(short())

@@ -67,5 +67,8 @@ def test_beside_a_gpu_the_hosts_memory_is_none_of_a_layer(gpu):
     with pytest.raises(ValueError, match=f"device_map puts {FIRST} on 'cpu'"):
         _refuse_offload(places, ["model.layers.1.mlp.up_proj", FIRST])
     _refuse_offload(places, ["model.layers.1.mlp.up_proj"])  # the longest name decides
+    with pytest.raises(ValueError, match=f"device_map puts {FIRST} on 'disk'"):
+        _refuse_offload({"": gpu, f"{FIRST}.weight": "disk"}, [FIRST])  # accelerate cuts layers, too
+    _refuse_offload({"": gpu, f"{FIRST}_other.weight": "disk"}, [FIRST])
     _refuse_offload({"": "cpu"}, [FIRST])
     _refuse_offload("auto", [FIRST])  # becomes a map later

@@ -108,6 +108,18 @@ def test_outliers_are_those_of_each_group():
     assert found["x"].top_channel == 5
 
 
+@pytest.mark.parametrize("expert", [0, 3])
+def test_what_is_not_finite_is_the_noisiest_and_within_no_limit(expert):
+    layer, (x, _, dy) = layer_of("nvfp4")
+    statistics = hb.collect_stats(nn.ModuleDict({"experts": layer}))
+    x[0 if expert == 0 else sum(SIZES) - 1, 2] = torch.nan
+    layer(x.requires_grad_(), ends(SIZES)).backward(dy)
+    step = statistics.advance()
+    _, _, _, _, y, dx, dw = step.expert_rows()[0]
+    assert y == dw == f"{expert}: nan" and "nan" not in dx
+    assert step.closing_lines()[0].endswith("nan of their norm, for none was measured, or one is not finite")
+
+
 def test_the_table_says_who_got_tokens_and_is_noisiest():
     layer, (x, _, dy) = layer_of("nvfp4")
     statistics = hb.collect_stats(nn.ModuleDict({"experts": layer}))

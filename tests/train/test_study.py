@@ -233,6 +233,54 @@ def test_what_ended_is_kept_at_once(file):
     assert league.read_results(kept, found.recipes, found.seeds).keys() == {("bf16", 0)}
 
 
+@pytest.mark.slow
+def test_results_of_another_run_are_no_results_of_this_study(file, capfd):
+    """Neither in its own folder nor in one that keeps them; what another machine decided about itself may differ."""
+    command = ["study", str(file), "--piece", "1", "--row", "bf16"]
+    assert cli.main([*command, "--record", "kept"]) == 0
+    (result,) = (Path(root) / "seed-0/bf16/result.json" for root in ["kept"])
+    result.write_text(result.read_text().replace('"device": "cpu"', '"device": "cuda"'))
+    assert cli.main([*command, "--record", "kept", "--out", "elsewhere"]) == 0
+    capfd.readouterr()
+    for more, place in (
+        (["--", "--steps", "6"], "runs/some"),
+        (["--record", "kept", "--out", "third", "--", "--steps", "6"], "kept"),
+        (["--record", "kept", "--out", "third", "--", "--corpus", __file__], "kept"),
+    ):
+        assert cli.main([*command, *more]) == 2
+        said = capfd.readouterr().err
+        option, what = "--record" if place == "kept" else "--out", "corpus_sha256: " if __file__ in more else "steps: 4"
+        assert f"{place}/seed-0/bf16 holds the result of another run" in said and f"another {option}" in said
+        assert what in said and not Path("third").exists()
+    assert cli.main([*command, "--", "--steps", "6", "--overwrite"]) == 0
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_keep_is_named_before_training_and_ends_no_run_behind_it(file, capfd, monkeypatch):
+    Path("taken").write_text("")
+    command = ["study", str(file), "--piece", "1"]
+    assert cli.main([*command, "--record", "taken"]) == 2
+    assert "taken" in capfd.readouterr().err and not Path("runs").exists()
+    own, calls = study.record, []
+
+    def full(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        return own(*arguments)
+
+    monkeypatch.setattr(study, "record", full)
+    assert cli.main([*command, "--record", "kept"]) == 0
+    assert "bf16, seed 0: not kept in kept (No space left on device)" in capfd.readouterr().out
+    assert len(league.read_results(Path("kept"), ("bf16", "nvfp4(rht=none)+late(0.5)"), (0,))) == 2
+
+
+def test_a_log_keeps_what_is_no_step_as_it_is():
+    lines = [b'{"kind": "step", "step": %d}\n' % step for step in (1, 2, 10)]
+    other = [b'{"kind": "step"}\n', b"[3]\n", b'{"kind": "evaluation", "step": 3}\n', b'{"kind": "st']
+    assert study._thinned(b"".join([*lines, *other])) == b"".join([lines[0], lines[2], *other])
+
+
 def test_plan_trains_nothing(file, capsys):
     assert cli.main(["study", str(file), "--plan", "--row", "bf16", "--piece", "2", "--", "--steps", "9"]) == 0
     said = capsys.readouterr().out
