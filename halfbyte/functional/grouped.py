@@ -179,7 +179,7 @@ def grouped_linear(
         bias_EN = None if bias_EN is None else bias_EN.to(dtype)
     _check(x, w_ENK, offsets, main_grad)
     check_bias(bias_EN, w_ENK)
-    check_value_dtype("out_dtype", out_dtype or x.dtype, "name one of these and convert the result")
+    check_value_dtype("out_dtype", out_dtype or torch.float32, "name one of these and convert the result")
     if w_ENK.dtype != x.dtype and not is_covered:
         raise TypeError(f"w_ENK.dtype={w_ENK.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
     _check_cached(cached_weight, recipe, x, is_primary)

@@ -17,17 +17,8 @@ from halfbyte.distributed import ZeroConfig
 from halfbyte.distributed.weights import first_users
 
 
-def test_four_ranks():
-    ranks.run(4, checks.four_ranks)
-
-
 def test_two_ranks():
     ranks.run(2, checks.two_ranks)
-
-
-@pytest.mark.slow
-def test_500_steps_have_the_same_losses():
-    ranks.run(2, checks.same_losses, 500, checks.LEAN, {"blocks": 0}, seconds=600)
 
 
 def test_one_process_needs_no_group():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from functools import partial
 
+import ranks
 import torch
 from small_models import NOTHING_KEPT
 from torch import nn
@@ -12,6 +13,8 @@ from torch import nn
 import halfbyte as hb
 from halfbyte.distributed import ZeroConfig, ZeroOptimizer
 from halfbyte.tensor import PrimaryWeight
+
+ALL = ["first.weight", "up.weight", "down.weight"]
 
 
 class Mixture(nn.Module):
@@ -83,3 +86,13 @@ def _quantized(weight: PrimaryWeight, name: str, zero: ZeroOptimizer) -> bool:
         want = hb.quantize(whole, weight.spec)
     pairs = zip(weight.blocks, want.blocks, strict=True)
     return all(torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)) for a, b in pairs)
+
+
+def train_alike(world: int) -> None:
+    """Experts and rows of tiles whose shards are cut anywhere; one bucket, and several."""
+    for recipe, sizes, bucket in (("nvfp4", (3, 48), 1 << 20), ("four_over_six", (5, 16), 2000)):
+        for rank in ranks.run(world, trained, recipe, sizes, bucket):
+            assert rank["equal"] and rank["codes"] == [True] * 3
+            assert rank["forms"]["nvfp4"][0] == ALL and rank["forms"]["plain"][0] == []
+            coded, plain = (rank["forms"][weights][1] for weights in ("nvfp4", "plain"))
+            assert world == 1 or coded < 0.4 * plain, "codes and scales travel, and biases in bf16"

@@ -58,6 +58,14 @@ def test_equals_a_loop_over_experts(recipe, groups):
         assert torch.equal(got, expected), name
 
 
+def test_what_is_not_quantized_may_be_fp64():
+    x, w, dy = inputs((5, 3), 0, torch.float64)
+    y, dx, dw = grouped(x, w, dy, torch.tensor([5, 8], dtype=torch.int32), "bf16", None)
+    assert y.dtype == dx.dtype == dw.dtype == torch.float64
+    for i, rows in enumerate((slice(0, 5), slice(5, 8))):
+        assert torch.allclose(y[rows], x[rows] @ w[i].T, rtol=1e-5, atol=1e-5), "sums are in fp32"
+
+
 @pytest.mark.parametrize("recipe", EXPERTS.values(), ids=EXPERTS)
 def test_gradients_against_fp64_of_the_dequantized_operands(recipe):
     sizes, padding = (17, 0, 1, 33), 4

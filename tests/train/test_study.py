@@ -138,6 +138,15 @@ def test_pieces_stop_go_on_and_are_found_again(file, capfd):
     assert "epochs of" in Path("kept/league.md").read_text()
 
 
+def run_here(jobs_, where, folder, *, seconds, interrupts, say, done=None):
+    """Stands in for `jobs.run_side_by_side` where processes, which take seconds to import torch, are not tested."""
+    for job in jobs_:
+        loop.train(applied(job.config, job.recipe), job.recipe, loop_data(job.config))
+        done(job)
+        say(f"{job.name}: ended")
+    return jobs.Outcome(ended=[job.name for job in jobs_])
+
+
 def loop_data(config):
     from halfbyte.train import data
 
@@ -233,9 +242,9 @@ def test_what_ended_is_kept_at_once(file):
     assert league.read_results(kept, found.recipes, found.seeds).keys() == {("bf16", 0)}
 
 
-@pytest.mark.slow
-def test_results_of_another_run_are_no_results_of_this_study(file, capfd):
+def test_results_of_another_run_are_no_results_of_this_study(file, capfd, monkeypatch):
     """Neither in its own folder nor in one that keeps them; what another machine decided about itself may differ."""
+    monkeypatch.setattr(jobs, "run_side_by_side", run_here)
     command = ["study", str(file), "--piece", "1", "--row", "bf16"]
     assert cli.main([*command, "--record", "kept"]) == 0
     (result,) = (Path(root) / "seed-0/bf16/result.json" for root in ["kept"])
@@ -255,7 +264,6 @@ def test_results_of_another_run_are_no_results_of_this_study(file, capfd):
     assert cli.main([*command, "--", "--steps", "6", "--overwrite"]) == 0
 
 
-@pytest.mark.slow
 def test_a_folder_that_cannot_keep_is_named_before_training_and_ends_no_run_behind_it(file, capfd, monkeypatch):
     Path("taken").write_text("")
     command = ["study", str(file), "--piece", "1"]
@@ -270,6 +278,7 @@ def test_a_folder_that_cannot_keep_is_named_before_training_and_ends_no_run_behi
         return own(*arguments)
 
     monkeypatch.setattr(study, "record", full)
+    monkeypatch.setattr(jobs, "run_side_by_side", run_here)
     assert cli.main([*command, "--record", "kept"]) == 0
     assert "bf16, seed 0: not kept in kept (No space left on device)" in capfd.readouterr().out
     assert len(league.read_results(Path("kept"), ("bf16", "nvfp4(rht=none)+late(0.5)"), (0,))) == 2
