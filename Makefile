@@ -82,6 +82,7 @@ test-distributed-next: $(VENV)/torch-2.15.stamp
 
 test-targets: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) $(TARGET_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_kernels_compile.py -m full -q
 
 test-targets-full: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) --all $(TARGET_ARGS)

@@ -64,7 +64,7 @@ for name, target in record.TARGETS.items():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full  # `make test-targets` runs it
 def test_every_kernel_is_recorded_on_every_target_where_it_may_run():
     found, defined = launched()
     entries = {(module, name) for module, name in defined if name in found}
