@@ -61,6 +61,7 @@ class Quantization:
 
     as_layer: one orientation asked for as a forward without gradients asks, by quantize_row_col.
     turned: x.T is quantized, of an x that is contiguous.
+    transient: which orientations are stored as the values that GEMMs multiply.
     """
 
     row: Spec
@@ -68,6 +69,7 @@ class Quantization:
     scale_layout: str = LINEAR
     as_layer: bool = False
     turned: bool = False
+    transient: tuple[bool, bool] = (False, False)
     peer: str = ""
     graph: bool = False
 
@@ -78,7 +80,7 @@ class Quantization:
         checked = self._check(setting, xs[0], given)
         calls = over(xs, lambda x: self.run(x, given, setting.backend))
         outputs = [t for t in calls[0]() if t is not None]
-        moved = xs[0].numel() * xs[0].element_size() + sum(t.numel() for t in outputs)
+        moved = xs[0].numel() * xs[0].element_size() + sum(t.nbytes for t in outputs)
         torch_calls = partial(plain.compiled, lambda x: self._run(reference, x, given), xs)
         outcome = bandwidth(setting, calls, moved, checked, torch_calls, self.graph)
         return self._with_peers(setting, xs, given, outcome) if setting.peers and self.peer else outcome
@@ -99,7 +101,7 @@ class Quantization:
         return Given(_amax(row), _amax(col), draw, sign_draw)
 
     def run(self, x: Tensor, given: Given, backend: str) -> tuple[Tensor, ...]:
-        """Return codes and scales of each orientation, amax left out."""
+        """Return codes and scales, or values, of each orientation, amax left out."""
         return self._run(ops, x, given, backend=backend)
 
     def _run(self, module: ModuleType, x: Tensor, given: Given, **backend: str) -> tuple[Tensor, ...]:
@@ -118,9 +120,9 @@ class Quantization:
         """Compare with the reference, see the module's docstring."""
         ragged = self._turned(random_matrix(RAGGED, CPU, seed=99))
         own = self.given(ragged)
-        actual = self.run(ragged.to(setting.device), own.on(setting.device), setting.backend)
+        actual = _wide(self.run(ragged.to(setting.device), own.on(setting.device), setting.backend))
         require_equal(actual, self.run(ragged, own, "reference"), f"ragged {RAGGED}")
-        actual = self.run(x, given, setting.backend)
+        actual = _wide(self.run(x, given, setting.backend))
         self._check_slice(x, given, actual)
         checked = [
             f"{RAGGED[0]}x{RAGGED[1]} with the reference on the CPU",
@@ -172,8 +174,15 @@ class Quantization:
         ]
 
     def _sides(self, given: Given, scale_layout: str) -> Sides:
-        draws, amaxes = given[2:], {"row_amax": given.row_amax, "col_amax": given.col_amax}
-        return both_sides(self.row, self.col, draw=draws[0], sign_draw=draws[1], scale_layout=scale_layout, **amaxes)
+        amaxes = {"row_amax": given.row_amax, "col_amax": given.col_amax}
+        draw, sign_draw = given.draw, given.sign_draw
+        options = {"scale_layout": scale_layout, "transient": self.transient}
+        return both_sides(self.row, self.col, draw=draw, sign_draw=sign_draw, **options, **amaxes)
+
+
+def _wide(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return outputs with values in fp32, as the reference has them: bf16 holds each exactly."""
+    return tuple(t.float() if t.is_floating_point() else t for t in outputs)
 
 
 def _draw_on(draw: Draw | None, device: torch.device) -> Draw | None:
@@ -289,6 +298,16 @@ CASES = (
         Quantization(row=STOCHASTIC, col=STOCHASTIC_ROTATED, peer="row_col-sr"),
         0.40,
         0.80,
+    ),
+    _case(
+        "row_col/1x16+rht-values",
+        "a layer's x: rows as values, rotated col",
+        Quantization(row=NEAREST, col=_rotated(16), transient=(True, False)),
+    ),
+    _case(
+        "row_col/sr+sr-rht-values",
+        "an output gradient as both GEMMs read it",
+        Quantization(row=STOCHASTIC, col=STOCHASTIC_ROTATED, transient=(True, True)),
     ),
     _case("row_col/1x16+mxfp8", "NVFP4 row, MXFP8 col", Quantization(row=NEAREST, col=MXFP8()), 0.60, 0.80),
     _case(

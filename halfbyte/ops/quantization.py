@@ -194,13 +194,19 @@ def row_col_fake(x, row_key, col_key, *rest):
         blocks = empty_like(x, _shapes(x, spec, scale_layout, given, is_col))
         if is_transient and chosen != NATIVE:
             size = _padded(x, spec, is_col)
-            turned = is_col and chosen == REFERENCE and not shared  # whose values of x.T lie in memory as x does
+            turned = is_col and not shared and (chosen == REFERENCE or _lies_as_x(x, *specs, scale_layout))
             values = x.new_empty(size[::-1] if turned else size, dtype=_VALUES.get(chosen, torch.bfloat16))
             blocks[:2] = [values.T if turned else values, x.new_empty(0, dtype=torch.uint8)]
         out += blocks
     if shared:
         out[5] = x.new_empty(0, dtype=torch.float32)
     return tuple(out)
+
+
+def _lies_as_x(x: Tensor, row: Spec | None, col: Spec | None, scale_layout: str) -> bool:
+    from halfbyte.kernels.quantize.both_route import lies_as_x
+
+    return lies_as_x(x, row, col, scale_layout)
 
 
 _VALUES = {REFERENCE: torch.float32}

@@ -37,6 +37,18 @@ def test_values_are_the_decoded_codes(name, shape):
         checks.same(transient.qdata, backend.decode(Operand(stored, spec, shape[1 - side])).values)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-25])
+def test_values_of_programs_with_several_tiles(size):
+    """One decision about divisions and one seed for two tiles, whichever way the decision falls."""
+    specs, shape = PAIRS["gradient"], (4096, 4608)
+    x = (torch.randn(shape, device="cuda") * size).bfloat16()
+    draw = hb.Philox(7, 3).on(x.device)
+    codes = backend.quantize_row_col(x, *both_sides(*specs, draw=draw))
+    values = backend.quantize_row_col(x, *both_sides(*specs, draw=draw, transient=(True, True)))
+    for side, (stored, transient, spec) in enumerate(zip(codes, values, specs, strict=True)):
+        checks.same(transient.qdata, backend.decode(Operand(stored, spec, shape[1 - side])).values)
+
+
 @pytest.mark.parametrize("recipe", [name for name in hb.recipes.PRESETS if name != "bf16"])
 def test_layer_follows_the_reference(recipe):
     torch.manual_seed(0)

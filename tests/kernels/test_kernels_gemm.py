@@ -190,10 +190,40 @@ def test_nan_blocks_poison_only_what_reads_them():
     assert y[2].isnan().all() and not y[[0, 1, 3, 4, 5]].isnan().any()
 
 
+def turned(side):
+    """The same values, columns together."""
+    return side._replace(values=side.values.T.contiguous().T)
+
+
+@pytest.mark.parametrize("shape", ((24, 40, 100), (8, 16, 33), (70, 5, 64)), ids=str)
+@pytest.mark.parametrize("variant", ("auto", "pointer"))
+def test_operands_whose_columns_lie_together(shape, variant):
+    M, N, K = shape
+    bias, existing = torch.randn(N), torch.randn(M, N)
+    xs = (torch.randn(rows, K).bfloat16() for rows in (M, N))
+    (a, b), theirs = zip(*map(checks.decoded_pair, xs, PAIRS[0]), strict=True)
+    expected = reference.gemm_nt(*theirs, into(existing.clone(), bias))
+    for mine in ((turned(a), b), (a, turned(b)), (turned(a), turned(b))):
+        y = dense.gemm_nt(*mine, into(existing.clone(), bias), variant=variant)
+        assert (y - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_turned_operands_are_read_by_tensor_maps_where_their_columns_begin_at_16_bytes(monkeypatch):
+    plans, multiply = [], dense._multiply
+    monkeypatch.setattr(dense, "_multiply", lambda *args: (plans.append((args[0].tma, *args[1:3])), multiply(*args)))
+    for rows, tma in ((24, True), (20, False)):
+        a, b = (turned(Decoded(torch.randn(rows, 64).bfloat16())) for _ in range(2))
+        dense.gemm_nt(a, b)
+        is_tma, *operands = plans.pop()
+        assert is_tma is tma and all((x.stride(0) == 1) is tma for x in operands)
+
+
 def test_tma_refuses_strides_it_cannot_describe():
     a, b = Decoded(torch.randn(4, 9).bfloat16()), Decoded(torch.randn(4, 9).bfloat16())
     with pytest.raises(ValueError, match="variant='tma'.*use 'auto'"):
         dense.gemm_nt(a, b, variant="tma")
+    with pytest.raises(ValueError, match="variant='tma'.*use 'auto'"):
+        dense.gemm_nt(turned(a), turned(b), variant="tma")
 
 
 @pytest.mark.parametrize("accumulate", (False, True))

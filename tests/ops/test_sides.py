@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from repeating import kernels
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import halfbyte as hb
 from halfbyte import ops, reference
@@ -79,3 +81,26 @@ def test_groups_of_the_reference_are_codes_of_transient_sides_too():
         for is_so in (False, True)
     )
     assert all(map(torch.equal, (*kept[0], *kept[1]), (*transient[0], *transient[1])))
+
+
+@pytest.mark.parametrize("shape", [(48, 160), (40, 72), (40, 70), (3, 16, 24), (0, 64), (32, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("pair", [(0, 1), (2, 2), (0, 3), (3, 0)], ids=str)
+def test_a_compiler_is_told_where_values_lie(kernels, shape, dtype, pair):
+    specs = (*SPECS, hb.NVFP4(block=(16, 16)), hb.NVFP4(rotation=hb.Hadamard(size=64)))
+    sides = both_sides(*(specs[i] for i in pair), draw=DRAW, sign_draw=SIGNS, transient=(True, True))
+    x = torch.randn(shape).to(dtype)
+    found = [blocks.qdata for blocks in ops.quantize_row_col(x, *sides)]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        told = [blocks.qdata for blocks in ops.quantize_row_col(mode.from_tensor(x), *sides)]
+    assert [(t.shape, t.stride(), t.dtype) for t in told] == [(t.shape, t.stride(), t.dtype) for t in found]
+
+
+def test_a_compiler_need_not_know_how_many_rows_there_are(kernels):
+    """Tokens that a mask chooses: nobody can say before they are counted whether there is one."""
+    sides = both_sides(hb.NVFP4(), hb.NVFP4(rotation=hb.Hadamard()), transient=(True, True))
+    environment = ShapeEnv()
+    with FakeTensorMode(shape_env=environment):
+        x = torch.empty(environment.create_unbacked_symint(), 64, dtype=torch.bfloat16)
+        told = ops.quantize_row_col(x, *sides)[1].qdata
+    assert told.shape[0] == 64 and told.stride() == (1, 64)

@@ -17,6 +17,7 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import eden
 from halfbyte.kernels.device.decode import E4M3_NAN, E8M0_NAN, INTERPRETED
 from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY, converted_word
+from halfbyte.kernels.device.e2m1_values import value_pairs
 from halfbyte.kernels.device.stochastic import stochastic_word, upper_halves
 from halfbyte.kernels.target import Target, target_of
 from halfbyte.rng import given_sign_bits
@@ -36,6 +37,8 @@ class Rule(NamedTuple):
         overlap (`overlap`), 100 conversions to E2M1 (`hardware_level`).
     element: "e4m3" or "e5m2" for MXFP8, whose other fields but group do not count; empty for NVFP4.
     decoded: store element * block_scale in bf16 instead of codes and scales.
+    values: of a packed x that is stored decoded: no codes are packed on the way. Where blocks lie along columns, what
+        is stored lies as x does, [rows, cols] in place of its transpose.
     packed: x is bf16, its columns lie together, and 8 of them are 16 aligned bytes.
     words: how many words of two columns a thread reads where blocks lie along columns of a packed x.
     full: tiles have no ragged edge, so that nothing needs a mask.
@@ -64,6 +67,7 @@ class Rule(NamedTuple):
     eden: bool = False
     drawn: bool = False
     signs: int = 0
+    values: bool = False
 
 
 class Constants(NamedTuple):
@@ -318,22 +322,10 @@ def pack_codes(xs, signs, START: tl.constexpr, encode, random, RULE: tl.constexp
 
 
 @triton.jit
-def quantize_block(
-    xs, block_amax, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr, signs,
-    APART: tl.constexpr,
-):  # fmt: skip
-    """Quantize 16 elements.
+def scale_of_block(xs, block_amax, factors, constants, RULE: tl.constexpr, AXIS: tl.constexpr):
+    """Return the E4M3 code of a block's scale, its encode factor, and whether NaN stands for the block.
 
-    Args:
-        block_amax: max |x| of each block, NaN if one is NaN.
-        factors: of `tensor_factors`, scalars or broadcasting over blocks.
-        random: four Philox words of each block, if RULE.drawn.
-        AXIS: along which the 16 blocks of a tile lie.
-        signs: 8 words whose halves begin with the signs of xs, if there are such: a packed x, or rotated pairs.
-        APART: whether these are of elements two apart.
-
-    Returns:
-        The 16 codes as int64 and the E4M3 scale as uint8.
+    The arguments are those of `quantize_block`.
     """
     poison = ((block_amax < pm.INF) == 0) | factors.poison
     if RULE.tile:
@@ -353,6 +345,28 @@ def quantize_block(
         code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
     else:
         code, encode = choose_candidate(xs, block_amax, factors, constants, False, RULE, AXIS)
+    return code, encode, poison
+
+
+@triton.jit
+def quantize_block(
+    xs, block_amax, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr, signs,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """Quantize 16 elements.
+
+    Args:
+        block_amax: max |x| of each block, NaN if one is NaN.
+        factors: of `tensor_factors`, scalars or broadcasting over blocks.
+        random: four Philox words of each block, if RULE.drawn.
+        AXIS: along which the 16 blocks of a tile lie.
+        signs: 8 words whose halves begin with the signs of xs, if there are such: a packed x, or rotated pairs.
+        APART: whether these are of elements two apart.
+
+    Returns:
+        The 16 codes as int64 and the E4M3 scale as uint8.
+    """
+    code, encode, poison = scale_of_block(xs, block_amax, factors, constants, RULE, AXIS)
     if RULE.drawn and signs is None:
         signs = upper_halves(xs)
     if RULE.eden:
@@ -364,6 +378,16 @@ def quantize_block(
         low = pack_codes(xs, signs, 0, encode, random, RULE, APART).to(tl.int64)
         high = pack_codes(xs, signs, 8, encode, random, RULE, APART).to(tl.int64)
     return tl.where(poison, 0, low | (high << 32)), tl.where(poison, E4M3_NAN, code).to(tl.uint8)
+
+
+@triton.jit
+def block_values(xs, block_amax, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr, signs):
+    """Return what 16 elements become, decoded, as 8 `bf16_pairs`; arguments as of `quantize_block`, none apart."""
+    code, encode, poison = scale_of_block(xs, block_amax, factors, constants, RULE, AXIS)
+    if signs is None:
+        signs = upper_halves(xs)
+    scale = tl.where(poison, float("nan"), pm.e4m3_positive(code))
+    return value_pairs(xs, signs, encode, scale, random, RULE.rounding == "stochastic")
 
 
 @triton.jit

@@ -17,17 +17,20 @@ import triton.language as tl
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device.ptx import has_ptx
 
-# 512 * line of |x| * encode, at most 7, plus twice a random byte: values $1 and $2 in the halves of a word, with bytes
-# 0 and 2, or 1 and 3, of the random word $4.
-CUT_PAIR = tl.constexpr(
-    tuple(
-        "{.reg .f32 a, b; .reg .b32 h, r, seven;"
-        "abs.f32 a, $1; abs.f32 b, $2; mul.rn.f32 a, a, $3; mul.rn.f32 b, b, $3;"
-        "fma.rz.f32 a, a, 0f38800000, 0f2B800000; fma.rz.f32 b, b, 0f38800000, 0f2B800000;"  # 2^-14, 2^-40
-        "cvt.rz.f16x2.f32 h, b, a; mov.b32 seven, 0x0E000E00; min.f16x2 h, h, seven;"
-        f"prmt.b32 r, $4, 0, {select}; mad.lo.u32 $0, r, 2, h;}}"
-        for select in ("0x4240", "0x4341")
+# 512 * line of |x| * encode, at most 7, plus twice a random byte: values $1 and $2 in the halves of a word, with two
+# bytes of the random word $4: 0 and 2, or 1 and 3; then 0 and 1, or 2 and 3.
+CUT_PAIR, CUT_NEIGHBORS = (
+    tl.constexpr(
+        tuple(
+            "{.reg .f32 a, b; .reg .b32 h, r, seven;"
+            "abs.f32 a, $1; abs.f32 b, $2; mul.rn.f32 a, a, $3; mul.rn.f32 b, b, $3;"
+            "fma.rz.f32 a, a, 0f38800000, 0f2B800000; fma.rz.f32 b, b, 0f38800000, 0f2B800000;"  # 2^-14, 2^-40
+            "cvt.rz.f16x2.f32 h, b, a; mov.b32 seven, 0x0E000E00; min.f16x2 h, h, seven;"
+            f"prmt.b32 r, $4, 0, {select}; mad.lo.u32 $0, r, 2, h;}}"
+            for select in selects
+        )
     )
+    for selects in (("0x4240", "0x4341"), ("0x4140", "0x4342"))
 )
 # Bytes 1 and 3 of $1 to $4 are the codes of elements 0 and 2, 1 and 3, 4 and 6, 5 and 7, shifted by one, over four zero
 # bits: gathered, the odd ones are added over the even ones without a carry, and signs replace what else is in bits 3.

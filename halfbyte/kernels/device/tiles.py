@@ -14,7 +14,7 @@ from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import philox, rotate
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.decode import swizzled_offset
-from halfbyte.kernels.device.e2m1_values import decoded_pairs
+from halfbyte.kernels.device.e2m1_values import decoded_pairs, side_by_side
 from halfbyte.kernels.device.loads import (
     lines_from,
     load_col_groups,
@@ -36,14 +36,14 @@ def rotate_group(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.const
     words = ()
     if RULE.fresh:
         words = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
-    return rotate.rotate(xs, RULE, words, RULE.drawn)
+    return rotate.rotate(xs, RULE, words, RULE.drawn and not RULE.values)
 
 
 @triton.jit
 def rotate_packed_group(pairs, sign_ptr, sign_stream, RULE: tl.constexpr):
     """Rotate groups of a packed x whose signs are drawn: return `bf16_pairs`."""
     pairs = rotate.flip_pairs(pairs, philox.sign_words(philox.draw_words(sign_ptr, sign_stream)))
-    return rotate.rotate(pm.unpack_pairs(pairs, 0, RULE.group), RULE, (), RULE.drawn)
+    return rotate.rotate(pm.unpack_pairs(pairs, 0, RULE.group), RULE, (), RULE.drawn and not RULE.values)
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def store_decoded_lines(out_ptr, words, scales, i_block, line64, blocks, in_line
 
 @triton.jit
 def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr, AXIS: tl.constexpr, pairs=None):
-    """Quantize a group: return the words of its codes and its scales.
+    """Quantize a group: return the words of its codes and its scales; if RULE.values `bf16_pairs` and no scales.
 
     Args:
         xs: RULE.group fp32 tensors, or half as many `bf16_pairs` after a rotation.
@@ -158,14 +158,70 @@ def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr
                 signs = pm.part(xs, g * 8, 8)
                 amax = pm.max_of_pairs(signs, RULE.hardware)
                 block_xs = pm.unpack_pairs(xs, g * 16, 16)
-                if RULE.drawn:
+                if RULE.drawn and not RULE.values:
                     block_xs = rotate.apart(block_xs)
-            codes, scale = sc.quantize_block(
-                block_xs, amax, factors, constants, random, RULE, AXIS, signs, RULE.norm != 0.0
-            )
-            words = words + (codes,)
-            scales = scales + (scale,)
+            if RULE.values:
+                words = words + sc.block_values(block_xs, amax, factors, constants, random, RULE, AXIS, signs)
+            else:
+                codes, scale = sc.quantize_block(
+                    block_xs, amax, factors, constants, random, RULE, AXIS, signs, RULE.norm != 0.0
+                )
+                words = words + (codes,)
+                scales = scales + (scale,)
     return words, scales
+
+
+@triton.jit
+def store_row_values(out, words, row64, i_group, in_row, RULE: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
+    """Store the values of N groups of R rows; words change threads, so that the stores fill whole sectors."""
+    LENGTH: tl.constexpr = N * RULE.group // 2
+    values = tl.reshape(join_words(words, R, N), (R, LENGTH))
+    word = i_group * (RULE.group // 2) + tl.arange(0, LENGTH)
+    line_ptr = out.to.q_ptr.to(tl.pointer_type(tl.uint32)) + row64 * (out.blocks * 8)
+    inside = in_row[:, None] & (word < out.blocks * 8)[None, :]
+    masked_store(line_ptr[:, None] + word[None, :], values, inside, RULE.full)
+
+
+@triton.jit
+def join_words(words, R: tl.constexpr, N: tl.constexpr):
+    """Join 8 or 16 tensors [R, N] into [R, N, count], in one thread."""
+    if len(words) == 8:
+        return pm.join_group(words, R, N)
+    else:
+        even, odd = (), ()
+        for i in tl.static_range(len(words) // 2):
+            even = even + (words[2 * i],)
+            odd = odd + (words[2 * i + 1],)
+        return tl.reshape(tl.join(pm.join_group(even, R, N), pm.join_group(odd, R, N)), (R, N, len(words)))
+
+
+@triton.jit
+def store_column_values(out, columns, i_group, i_col, cols, RULE: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
+    """Store the values of neighbouring columns as x lies; columns: of each one that a thread has.
+
+    out.blocks: of a column, so that there are RULE.group rows for each group.
+    """
+    COUNT: tl.constexpr = len(columns) // 2
+    SHARE: tl.constexpr = C // (2 * COUNT)
+    SIZE: tl.constexpr = RULE.group
+    word = ((i_col + 2 * COUNT * tl.arange(0, SHARE)) // 2)[:, None] + tl.arange(0, COUNT)[None, :]
+    row = tl.arange(0, N) * SIZE
+    stride = tl.cast(cols, tl.int64) // 2
+    to = out.to.q_ptr.to(tl.pointer_type(tl.uint32)) + i_group * SIZE * stride
+    to = to + row.to(tl.int64)[:, None, None] * stride + word[None, :, :]
+    inside = (i_group + tl.arange(0, N) < out.blocks * 16 // SIZE)[:, None, None] & (word * 2 < cols)[None, :, :]
+    step = tl.cast(pm.unaligned(cols // 2), tl.int64)
+    if COUNT > 1:
+        step = stride
+    rows = ()
+    for k in tl.static_range(COUNT):
+        rows = rows + (side_by_side(columns[2 * k], columns[2 * k + 1]),)
+    for i in tl.static_range(SIZE):
+        words = ()
+        for k in tl.static_range(COUNT):
+            words = words + (rows[k][i],)
+        masked_store(to, pm.join_group(words, N, SHARE), inside, RULE.full)
+        to = to + step
 
 
 @triton.jit
@@ -197,7 +253,6 @@ def quantize_row_tile(
     likewise.
     """
     row = rows_of_tile(i_row, x.rows, RULE, R)
-    group = i_group + tl.arange(0, N)
     in_row = row < x.rows
     row64 = row.to(tl.int64)
     # Before anything that waits for the amax: reads of x are what takes time.
@@ -231,16 +286,29 @@ def quantize_row_tile(
     if RULE.packed:
         pairs = loaded
     words, scales = quantize_group(xs, amax, factors, out.constants, draw, block, RULE, 0, pairs)
+    if RULE.values:
+        store_row_values(out, words, row64, i_group, in_row, RULE, R, N)
+    else:
+        store_rows(out, words, scales, i_row, i_group, x.rows, RULE, SWIZZLED)
+
+
+@triton.jit
+def store_rows(out, words, scales, i_row, i_group, rows, RULE: tl.constexpr, SWIZZLED: tl.constexpr):
+    """Store the words and scales of groups from i_group on of rows from i_row on, each [R, N]."""
+    R: tl.constexpr = scales[0].shape[0]
+    N: tl.constexpr = scales[0].shape[1]
+    row = rows_of_tile(i_row, rows, RULE, R)
+    in_row, row64 = row < rows, row.to(tl.int64)
     if RULE.decoded:
         i_block = i_group * len(scales)
         store_decoded_lines(out.to.q_ptr, words, scales, i_block, row64, out.blocks, in_row, RULE)
     elif RULE.along:
-        line = lines_from(i_row, x.rows, RULE, R)
+        line = lines_from(i_row, rows, RULE, R)
         store_blocks(out, tl.trans(words[0]), tl.trans(scales[0]), i_row, line, i_group)
     else:
         W: tl.constexpr = len(words)
         G: tl.constexpr = len(scales)
-        place = group
+        place = i_group + tl.arange(0, N)
         if R == 1 and W == 1:
             # Halved, groups hide from the compiler that they lie together: it would move words between threads, so
             # that each stores two at once. With several rows it would then lay a warp along the rows.
@@ -252,7 +320,7 @@ def quantize_row_tile(
         block = place[None, :, None] * G + tl.arange(0, G)[None, None, :]
         inside = in_row[:, None, None] & (block < out.blocks)
         scale = pm.join_group(scales, R, N)
-        store_scale(out.to.scale_ptr, scale, row[:, None, None], block, inside, x.rows, out.blocks, SWIZZLED, RULE.full)
+        store_scale(out.to.scale_ptr, scale, row[:, None, None], block, inside, rows, out.blocks, SWIZZLED, RULE.full)
 
 
 @triton.jit
@@ -305,7 +373,9 @@ def quantize_col_tile(
             local = (SHARE * tl.arange(0, C // SHARE) + k)[None, :]
             block = pm.like(pm.wide_sum(base, local, out.places.blocks_per_row), xs[0])
         words, scales = quantize_group(xs, amax, factors, out.constants, draw, block, RULE, 1)
-        if RULE.along:
+        if RULE.values:
+            columns_words = columns_words + (words,)
+        elif RULE.along:
             if RULE.decoded:
                 store_columns(out, words, scales, i_group, first_col + k, x.cols, RULE, SWIZZLED)
             else:
@@ -314,7 +384,9 @@ def quantize_col_tile(
         else:
             columns_words = columns_words + (words,)
             columns_scales = columns_scales + (scales,)
-    if not RULE.along:
+    if RULE.values:
+        store_column_values(out, columns_words, i_group, i_col, x.cols, RULE, N, C)
+    elif not RULE.along:
         words = pm.interleave(columns_words, N, C)
         scales = pm.interleave(columns_scales, N, C)
         col = i_col + tl.arange(0, C)

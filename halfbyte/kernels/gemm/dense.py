@@ -23,6 +23,8 @@ from halfbyte.kernels.gemm.route import (
     all_describable,
     epilogue_parts,
     gemm_plan,
+    is_turned,
+    mapped,
 )
 from halfbyte.kernels.gemm.tile import (
     Applied,
@@ -31,6 +33,7 @@ from halfbyte.kernels.gemm.tile import (
     Products,
     ProductStrides,
     Rows,
+    Turned,
     combine_kernel,
     divisors,
     gemm_pointer_kernel,
@@ -48,7 +51,8 @@ def gemm_nt(a: Decoded, b: Decoded, epilogue: Epilogue = Epilogue(), *, variant:
     """Return a @ b.T [M, N], `epilogue.out` itself if given: factors, bias and addend in fp32 before the only rounding.
 
     Args:
-        a: values [M, K], see Decoded; a plain operand is `Decoded(x)`.
+        a: values [M, K], see Decoded; a plain operand is `Decoded(x)`. Of strides without a contiguous dimension, or
+            columns that are contiguous where tensor maps do not serve, a copy is multiplied.
         b: values [N, K]. Columns beyond the narrower operand are padding and take no part.
         epilogue: bias, addend and output.
         variant: "tma" and "pointer" force a kernel, "auto" chooses from the device and the strides.
@@ -57,7 +61,7 @@ def gemm_nt(a: Decoded, b: Decoded, epilogue: Epilogue = Epilogue(), *, variant:
         ValueError: variant "tma" on strides that a tensor map cannot describe.
     """
     y = output(a.values, b.values, epilogue)
-    a, b = (side._replace(values=row_major(side.values)) for side in (a, b))
+    a, b = (side if is_turned(side.values) else side._replace(values=row_major(side.values)) for side in (a, b))
     if y.numel() == 0:
         return y
     K = min(a.values.shape[1], b.values.shape[1])
@@ -70,6 +74,8 @@ def gemm_nt(a: Decoded, b: Decoded, epilogue: Epilogue = Epilogue(), *, variant:
         products = torch.mm(a.values[:, :K], b.values[:, :K].T, out_dtype=torch.float32)
         combine(products, 1, a, b, epilogue)
     else:
+        if not plan.tma:
+            a, b = (side._replace(values=row_major(side.values)) for side in (a, b))
         _run(plan, a, b, epilogue, K)
     return y if target is y else y.copy_(target)
 
@@ -157,8 +163,8 @@ def _multiply(plan: GemmPlan, a: Tensor, b: Tensor, ends: Ends, ending: Ending) 
         TensorDescriptor.from_tensor(end, part) if tma and end is not None else None for end in ends
     )
     gemm_tma_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a, [tile.bm, tile.bk]),
-        TensorDescriptor.from_tensor(b, [tile.bn, tile.bk]),
+        _operand_map(a, tile.bm, tile.bk),
+        _operand_map(b, tile.bn, tile.bk),
         out_desc,
         Rows(out, out.stride(0)),
         addend_desc,
@@ -166,11 +172,15 @@ def _multiply(plan: GemmPlan, a: Tensor, b: Tensor, ends: Ends, ending: Ending) 
         ending.applied,
         shape,
         ending.by,
-        OUT_TMA=tma,
+        TURNED=Turned(is_turned(a), is_turned(b)),
         PARTS=parts,
         PROGRAMS=programs,
         **options,
     )
+
+
+def _operand_map(x: Tensor, rows: int, step: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(mapped(x), [step, rows] if is_turned(x) else [rows, step])
 
 
 class Ending(NamedTuple):

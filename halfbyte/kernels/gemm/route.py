@@ -63,6 +63,16 @@ def describable(x: Tensor) -> bool:
     return x.stride(1) == 1 and x.data_ptr() % TMA_ALIGNMENT == 0 and row % TMA_ALIGNMENT == 0 and row > 0
 
 
+def is_turned(x: Tensor) -> bool:
+    """Whether the columns of an operand are contiguous in place of its rows."""
+    return x.stride(0) == 1 and x.stride(1) != 1
+
+
+def mapped(x: Tensor) -> Tensor:
+    """Return an operand as a tensor map describes it: x, or x.T if it is turned."""
+    return x.T if is_turned(x) else x
+
+
 def epilogue_parts(tile: GemmTile, dtype: torch.dtype) -> int:
     """Return how many column ranges of the tile are finished one after another: at most 32 KiB each."""
     return 4 if tile.bm * tile.bn // 2 * dtype.itemsize > EPILOGUE_BYTES else 2
@@ -149,7 +159,7 @@ class Product(NamedTuple):
 
 def _tma_problem(product: Product) -> Reason | None:
     reason = _exact_problem(product.a, product.b)
-    return reason or _maps_problem(product.variant, target_of(product.a.device), product.a, product.b)
+    return reason or _maps_problem(product.variant, target_of(product.a.device), mapped(product.a), mapped(product.b))
 
 
 @lru_cache(maxsize=4096)
@@ -294,7 +304,7 @@ def gemm_plan(
     Raises:
         ValueError: variant "tma" on strides that a tensor map cannot describe.
     """
-    if variant == "tma" and not (describable(a) and describable(b)):
+    if variant == "tma" and not (describable(mapped(a)) and describable(mapped(b))):
         raise ValueError(
             f"variant='tma': operands with strides {a.stride()} and {b.stride()} are not {TMA_ALIGNMENT}-byte aligned; "
             "use 'auto'"

@@ -61,6 +61,13 @@ class Divisors(NamedTuple):
     b_inverse: float
 
 
+class Turned(NamedTuple):
+    """Of each operand, whether its columns are contiguous in place of its rows: the tensor map is that of x.T."""
+
+    a: bool
+    b: bool
+
+
 class FactorKinds(NamedTuple):
     """Of each operand NO_FACTOR, TENSOR_FACTOR or ROW_FACTOR."""
 
@@ -135,16 +142,26 @@ def split_columns(x, PARTS: tl.constexpr):
         return first, second, third, fourth
 
 
+@triton.jit
+def load_step(desc, i_row, i_k, TURNED: tl.constexpr):
+    """Return rows of an operand from i_row on, columns from i_k on."""
+    if TURNED:
+        return desc.load([i_k, i_row]).T
+    else:
+        return desc.load([i_row, i_k])
+
+
 @jit(do_not_specialize=("shape",))
 def gemm_tma_kernel(
     a_desc, b_desc, out_desc, out, addend_desc, addend, applied, shape, by,
-    FACTORS: tl.constexpr, OUT_TMA: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr,
+    FACTORS: tl.constexpr, TURNED: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, UPCAST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """PROGRAMS programs walk all tiles. SPLITS > 1: out holds the partial sums, [SPLITS * round_up(M, BM), N].
 
-    The addend [M, N], if there is one, is out itself or lies elsewhere, in a dtype of its own.
+    Without out_desc out is written by plain stores. TURNED: a `Turned`. The addend [M, N], if there is one, is out
+    itself or lies elsewhere, in a dtype of its own.
     """
     overlap.begin(OVERLAP)
     M, N, K = shape
@@ -157,8 +174,8 @@ def gemm_tma_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(steps):
             i_k = (i_split * steps + k) * BK
-            b_a = a_desc.load([i_m * BM, i_k])
-            b_b = b_desc.load([i_n * BN, i_k])
+            b_a = load_step(a_desc, i_m * BM, i_k, TURNED.a)
+            b_b = load_step(b_desc, i_n * BN, i_k, TURNED.b)
             if UPCAST:
                 acc = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32).T, acc, input_precision="ieee")
             else:
@@ -173,7 +190,7 @@ def gemm_tma_kernel(
             o_m = i_m * BM + tl.arange(0, BM)
             o_n = i_col + tl.arange(0, BN // PARTS)
             y = finish(parts[part], o_m, o_n, M, N, applied, by, FACTORS)
-            if OUT_TMA:
+            if out_desc is not None:
                 i_row = (i_split * tiles_m + i_m) * BM
                 if addend is not None:
                     y = y + addend_desc.load([i_row, i_col]).to(tl.float32)

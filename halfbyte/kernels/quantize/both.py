@@ -18,7 +18,7 @@ from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import both_small, both_tiles, one
 from halfbyte.kernels.quantize.both_route import Pair, choose_pair
 from halfbyte.kernels.quantize.lines import output_of, written
-from halfbyte.kernels.quantize.route import APART, SHARED
+from halfbyte.kernels.quantize.route import APART, SHARED, is_packed
 from halfbyte.kernels.route import Choice
 from halfbyte.kernels.unpack.dequantize import decode
 from halfbyte.kernels.unpack.transpose import transpose
@@ -73,7 +73,8 @@ def quantize_row_col_kernel(
     i_row = outer * TR
     i_col = (tl.program_id(0) - outer * col_tiles.count) * (TC * LOOP)
     DRAWN: tl.constexpr = ROW.rounding == "stochastic" and COL.rounding == "stochastic"
-    if DRAWN and not (ROW.row_amax or COL.row_amax or ROW.decoded or COL.decoded):
+    CODES: tl.constexpr = ROW.decoded == ROW.values and COL.decoded == COL.values  # or their values, made in registers
+    if DRAWN and CODES and not (ROW.row_amax or COL.row_amax):
         base, row_amax, col_amax = philox.load_base(row.to.draw_ptr), tl.load(row.to.amax_ptr), tl.load(col.to.amax_ptr)
         row_draw, col_draw = philox.words_of(base, row.places.stream), philox.words_of(base, col.places.stream)
         if sc.is_regular(row_amax) & sc.is_regular(col_amax):
@@ -107,11 +108,13 @@ def quantize_rows_and_cols(x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blo
             element * block_scale as qdata, and no scales.
 
     Returns:
-        Blocks of [rows, K] and of [K, rows].
+        Blocks of [rows, K] and of [K, rows]; the values of the latter lie as x does where `lies_as_x` says so.
     """
     check_scale_layout(row.scale_layout)
     assert row.scale_layout == col.scale_layout, "one kernel stores scales in one layout"
     x = x.reshape(matrix_shape(x.shape))
+    if Pair(x, row, col).col_lies_as_x and not is_packed(x):  # what it returns is promised by the shape alone
+        x = x.clone(memory_format=torch.contiguous_format)
     choice = choose_pair(Pair(x, row, col))
     if choice.kernel == "quantize_tiles_both_kernel":
         return both_tiles.quantize_tiles_both(choice)
@@ -121,7 +124,10 @@ def quantize_rows_and_cols(x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blo
         return both_small.quantize_both_small(choice)
     row, col = _with_amaxes(x, row, col)
     if choice.kernel == APART:
-        return one.quantize_side(x, row, APART), one.quantize_side(x.T, col, APART)
+        of_row, of_col = one.quantize_side(x, row, APART), one.quantize_side(x.T, col, APART)
+        if Pair(x, row, col).col_lies_as_x:  # as promised, though there are none
+            of_col = of_col._replace(qdata=of_col.qdata.new_empty(of_col.qdata.shape[::-1]).T)
+        return of_row, of_col
     return launch_both(choice, x, None, row, col)
 
 
@@ -154,7 +160,7 @@ def _with_amaxes(x: Tensor, row: Side, col: Side) -> tuple[Side, Side]:
 
 def launch_both(choice: Choice, x: Tensor, mean: Tensor | None, row: Side, col: Side) -> tuple[Blocks, Blocks]:
     """Quantize both ways by one kernel, with the amaxes that the sides hold; mean: as the kernel takes it."""
-    outputs = output_of(x, row), output_of(x.T, col)
+    outputs = output_of(x, row), output_of(x.T, col, turned=choice.constants["COL"].values)
     operands = (written(side, out, side.amax) for side, out in zip((row, col), outputs, strict=True))
     x, *numbers = arguments_of_both(x, *operands)
     quantize_row_col_kernel[choice.grid](

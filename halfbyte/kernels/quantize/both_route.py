@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
@@ -13,17 +14,20 @@ from halfbyte.kernels.amax.route import AmaxesOfPair, choose_amaxes
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.quantize.route import (
     APART,
+    MAX_STRIDE,
     SHARED,
     WIDE,
     OneSide,
     is_full,
     is_packed,
+    makes_values,
     strips_problem,
 )
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
 from halfbyte.kernels.target import target_of
 from halfbyte.layout import LINEAR, ceil_div, round_up
 from halfbyte.sides import Side, share_tiles
+from halfbyte.spec import Spec
 
 
 class Pair(NamedTuple):
@@ -37,6 +41,29 @@ class Pair(NamedTuple):
     def apart(self) -> tuple[OneSide, OneSide]:
         """What the row and the column ask for by themselves."""
         return OneSide(self.x, self.row, APART), OneSide(self.x.T, self.col, APART)
+
+    @property
+    def col_lies_as_x(self) -> bool:
+        """Whether `lies_as_x` holds of what is asked for."""
+        return self.col.transient and lies_as_x(self.x, self.row.spec, self.col.spec, self.col.scale_layout)
+
+    def with_values(self, row: sc.Rule, col: sc.Rule) -> tuple[sc.Rule, sc.Rule]:
+        """Return the rules of kernels that read x in words, with what is made without codes."""
+        linear = self.row.scale_layout == LINEAR
+        values = row.packed and row.decoded and linear and makes_values(self.row.spec)
+        return row._replace(values=values), col._replace(values=col.packed and self.col_lies_as_x)
+
+
+def lies_as_x(x: Tensor, row: Spec | None, col: Spec | None, scale_layout: str) -> bool:
+    """Whether the values of a transient col lie in memory as x [rows, cols] does; only dtype and columns of x count.
+
+    Tensor maps then read the transpose, and nothing changes threads before it is stored. A compiler that asks may not
+    know how many rows there are, nor whether there are any.
+    """
+    if row is None or col is None or scale_layout != LINEAR or not makes_values(col):
+        return False
+    read = x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 and x.shape[-1] < MAX_STRIDE
+    return read and max(row.alignment, col.alignment) < WIDE and target_of(x.device).tma
 
 
 SMALL_PAIR_VALUES = 1 << 22  # an H200 takes as long both ways between 4 and 8 million
@@ -94,6 +121,7 @@ def _small_pair(pair: Pair) -> Choice:
         sc.rule_of(side.spec, hardware)._replace(packed=True, full=True, decoded=side.transient)
         for side in (pair.row, pair.col)
     )
+    row, col = pair.with_values(row, col)
     strips = ceil_div(cols, 2 * STRIP_LINES)
     found = min(MAX_PROGRAMS, triton.next_power_of_2(strips * ceil_div(rows, col.group)))
     along_cols = rows // (tiles.col_groups * 16) * (cols // tiles.cols)
@@ -120,7 +148,9 @@ class PairTile(NamedTuple):
 
 def tile_for(row: sc.Rule, col: sc.Rule) -> PairTile:
     """Return the tile that was fastest on an H200 for a pair of rules, grown to whole groups both ways."""
-    if row.drawn or col.drawn or col.group > 16:
+    if row.values and col.values:
+        best = PairTile(16, 128, 2, 1) if row.drawn or col.drawn else PairTile(16, 128, 1, 2)
+    elif row.values or col.values or row.drawn or col.drawn or col.group > 16:
         best = PairTile(64, 64, 4, 1) if not col.element else PairTile(64, 64, 2, 1)
     else:
         best = PairTile(64, 64, 2, 2)
@@ -128,32 +158,38 @@ def tile_for(row: sc.Rule, col: sc.Rule) -> PairTile:
 
 
 def runs_along(row: sc.Rule, col: sc.Rule) -> bool:
-    """Say whether `Rule.along` was faster for both of a pair of rules; others were not timed."""
+    """Say whether `Rule.along` was faster for the columns of a pair of rules; others were not timed."""
+    if row.values:
+        return col.packed and col.full and not (col.decoded or col.row_amax or col.eden) and col.group == 16
     return row_runs_along(row, col) and col.group == 16
 
 
 def row_runs_along(row: sc.Rule, col: sc.Rule) -> bool:
     """Say whether `Rule.along` was faster for the rows of whole tiles; MXFP8 columns go through shared memory."""
-    plain = all(not (r.candidates or r.eden or r.row_amax or r.decoded) for r in (row, col)) and not row.element
-    return plain and row.group == 16 and (col.group == 16 or col.element != "") and row.packed and row.full
+    plain = all(not (r.candidates or r.eden or r.row_amax or r.decoded != r.values) for r in (row, col))
+    if not plain or row.element or row.group != 16 or not (row.packed and row.full):
+        return False
+    if row.values and col.values:
+        return row.drawn
+    return row.values or col.group == 16 or col.element != ""
 
 
 def widened(tile: PairTile, row: sc.Rule, col: sc.Rule, cols: int) -> PairTile:
     """Return `tile` with twice the columns and warps where that was faster: a store then fills more of a line."""
     timed = row_runs_along(row._replace(full=True), col) and row.rounding == col.rounding == "nearest"
-    if not timed or cols % (2 * tile.cols):
+    if not timed or row.decoded or col.decoded or cols % (2 * tile.cols):
         return tile
     return tile._replace(cols=2 * tile.cols, num_warps=2 * tile.num_warps)
 
 
 LOOPS = ((8192, 2),)
-"""(from how many tiles on, tiles of one program at most), where both operands draw and are stored as codes."""
+"""(from how many tiles on, tiles of one program at most), where both draw: codes, or values made at once."""
 
 
 def loop_of(loops: tuple[tuple[int, int], ...], rules: Sequence[sc.Rule | None], row_tiles: int, col_tiles: int) -> int:
     """Return how many tiles beside each other are a program, a divisor of col_tiles; loops: as `LOOPS`, most first."""
     for rule in rules:
-        if rule is None or rule.rounding != "stochastic" or rule.row_amax or rule.decoded:
+        if rule is None or rule.rounding != "stochastic" or rule.row_amax or rule.decoded != rule.values:
             return 1
     most = next((loop for least, loop in loops if row_tiles * col_tiles >= least), 1)
     return next(loop for loop in range(most, 0, -1) if col_tiles % loop == 0)
@@ -167,6 +203,7 @@ def _both(pair: Pair) -> Choice:
         rule._replace(decoded=one.side.transient, packed=is_packed(x) and not rule.tile)
         for rule, one in ((sc.rule_of(one.spec, hardware), one) for one in sides)
     )
+    row, col = pair.with_values(row, col)
     tile = tile_for(row, col) if swizzled else widened(tile_for(row, col), row, col, x.shape[1])
     # Swizzled scales have padding that is zeroed: up to 128 rows, or four blocks of at most 32.
     rows, cols = (round_up(n, SWIZZLE_ROWS) if swizzled else n for n in x.shape)

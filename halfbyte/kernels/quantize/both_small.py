@@ -77,7 +77,7 @@ def quantize_both_small(choice: Choice) -> tuple[Blocks, Blocks]:
     sides = row, col
     partial = _partial_amaxes(choice)
     row_amax, col_amax = (torch.empty((), dtype=torch.float32, device=x.device) for _ in sides)
-    outputs = output_of(x, row), output_of(x.T, col)
+    outputs = output_of(x, row), output_of(x.T, col, turned=choice.constants["COL"].values)
     operands = (written(*operand) for operand in zip(sides, outputs, partial, strict=True))
     x, to, *numbers = arguments_of_both(x, *operands)
     quantize_row_col_small_kernel[choice.grid](

@@ -75,12 +75,14 @@ class Output(NamedTuple):
     decoded: bool
 
 
-def output_of(x: Tensor, side: Side) -> Output:
-    """Return unwritten qdata and block_scale of what is asked for of x."""
+def output_of(x: Tensor, side: Side, *, turned: bool = False) -> Output:
+    """Return unwritten qdata and block_scale of what is asked for of x; turned: decoded values lie as those of x.T."""
     (rows, cols), (spec, _, _, _, scale_layout, decoded), device = x.shape, side, x.device
     blocks = round_up(cols, spec.alignment) // spec.block_length
     if decoded:
-        values = torch.empty(rows, blocks * spec.block_length, dtype=torch.bfloat16, device=device)
+        shape = (rows, blocks * spec.block_length)
+        values = torch.empty(shape[::-1] if turned else shape, dtype=torch.bfloat16, device=device)
+        values = values.T if turned else values
         return Output(values, torch.empty(0, dtype=torch.uint8, device=device), rows, blocks, False, True)
     shapes, swizzled = stored_shapes(rows, cols, spec, scale_layout), scale_layout != LINEAR
     qdata, scale = (torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes[:2])

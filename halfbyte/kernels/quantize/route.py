@@ -19,11 +19,12 @@ from halfbyte.kernels.target import target_of
 from halfbyte.layout import LINEAR, ceil_div, round_up
 from halfbyte.rng import Draw
 from halfbyte.sides import Side
-from halfbyte.spec import Spec
+from halfbyte.spec import NVFP4, Eden, Spec
 
 WIDE = 64
 """The least width of a rotation whose groups are rows of tensors, not tuples."""
 
+MAX_STRIDE = 1 << 23  # of rows that are read in words
 
 ALONE, SHARED, APART = "alone", "one orientation, transposed", "one orientation after the other"
 
@@ -55,8 +56,18 @@ class OneSide(NamedTuple):
 
 def is_packed(x: Tensor) -> bool:
     """Say whether kernels may read x [R, C] in words of two bf16: `Rule.packed`."""
-    aligned = x.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.stride(0) < 1 << 23
+    aligned = x.data_ptr() % 16 == 0 and x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.stride(0) < MAX_STRIDE
     return x.dtype == torch.bfloat16 and x.stride(1) == 1 and aligned
+
+
+ROUNDED = ("nearest", "stochastic")  # by kernels that need no code for it
+
+
+def makes_values(spec: Spec) -> bool:
+    """Whether kernels make a decoded operand's values in registers: `Rule.values`."""
+    if not isinstance(spec, NVFP4) or spec.is_tile or spec.alignment >= WIDE:
+        return False
+    return spec.rounding in ROUNDED and not isinstance(spec.scaling, Eden)
 
 
 # One launch for amax and codes.
@@ -329,6 +340,7 @@ def _rows(one: OneSide) -> Choice:
     lines, target = in_long_rows(one), target_of(one.x.device)
     rule = sc.rule_of(one.spec, sc.hardware_level(target))
     rule = rule._replace(decoded=one.side.transient, packed=is_packed(lines.x))
+    rule = rule._replace(values=rule.decoded and rule.packed and makes_values(one.spec))
     groups, rows = _tiled(lines, one.spec, rule)
     tile = _row_tile(lines, groups, rule, target.interpreter)
     rule = rule._replace(full=is_full(lines.x, lines.blocks, lines.swizzled, rule, (tile.outer, tile.groups)))
