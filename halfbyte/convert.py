@@ -25,8 +25,8 @@ from halfbyte.state import RunState
 def quantize_(
     model: nn.Module,
     recipe: Recipe | str,
-    *,
     filter_fn: FilterFn | None = None,
+    *,
     rules: Mapping[str, Recipe | str | None] | None = None,
     keep: Keep | None = None,
     share_amax: Sequence[Sequence[str]] = SHARE_AMAX,
@@ -43,7 +43,7 @@ def quantize_(
     Args:
         model: any module that contains linear layers.
         recipe: for every layer that nothing else decides.
-        filter_fn: (module, fully qualified name) -> whether to convert.
+        filter_fn: (module, fully qualified name) -> whether to convert; third, as in torchao's quantize_.
         rules: {glob: recipe, preset name, or None for high precision}; an explicit rule wins over `keep`.
         keep: what stays in high precision; Keep() by default, Keep(names=(), last_fraction=0) for nothing.
         share_amax: groups of globs; sibling layers of one parent that match a group share one weight amax.
@@ -58,7 +58,7 @@ def quantize_(
             seen its first input, or nothing would be converted; a second call may convert nothing, and so may rules
             that say None to every layer. The model is unchanged then.
     """
-    _check_kinds(model, rules, share_amax)
+    _check_kinds(model, filter_fn, rules, share_amax)
     _check_initialized(model)
     default = resolve(recipe)
     state = _run_state(model) if state is None else state
@@ -115,7 +115,13 @@ def _run_state(model: nn.Module) -> RunState:
     return next((state for state in states if not state.is_private), states[0] if states else RunState(0))
 
 
-def _check_kinds(model: object, rules: object, share_amax: Sequence[Sequence[str]]) -> None:
+def check_share_amax(share_amax: Sequence[Sequence[str]]) -> None:
+    """Raise TypeError unless these are groups of globs."""
+    if isinstance(share_amax, str) or any(isinstance(group, str) for group in share_amax):
+        raise TypeError(f"share_amax={share_amax!r}: give groups of globs, such as (('*q_proj', '*k_proj'),)")
+
+
+def _check_kinds(model: object, filter_fn: object, rules: object, share_amax: Sequence[Sequence[str]]) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: give a torch.nn.Module")
     if isinstance(model, nn.Linear):
@@ -126,8 +132,9 @@ def _check_kinds(model: object, rules: object, share_amax: Sequence[Sequence[str
         raise ValueError(
             "model is itself a Conv1D and cannot be replaced in place; use hb.nn.TransposedLinear.from_conv1d(model, …)"
         )
-    if isinstance(share_amax, str) or any(isinstance(group, str) for group in share_amax):
-        raise TypeError(f"share_amax={share_amax!r}: give groups of globs, such as (('*q_proj', '*k_proj'),)")
+    check_share_amax(share_amax)
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"filter_fn={filter_fn!r}: give a function of (module, name); a dict of recipes is rules=")
     if rules is not None and not isinstance(rules, Mapping):
         raise TypeError(f"rules={rules!r}: give a dict of glob to recipe, preset name or None")
 

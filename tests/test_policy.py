@@ -212,3 +212,13 @@ def test_the_names_of_other_wrappers_do_not_count():
     assert "lm_head._orig_mod" in report.kept
     rows = {row.name: row.recipe for row in report.rows}
     assert rows["layers.0.attn.q_proj._orig_mod"] == hb.recipes.mxfp8()
+
+
+def test_arguments_have_the_order_of_torchaos_quantize():
+    def filter_fn(module, name):
+        return name.endswith("q_proj")
+
+    report = hb.quantize_(decoder(2), "nvfp4", filter_fn)
+    assert report.converted and all(name.endswith("q_proj") for name in report.converted)
+    with pytest.raises(TypeError, match=r"filter_fn=\{'\*': None\}: give a function .* a dict of recipes is rules="):
+        hb.quantize_(decoder(2), "nvfp4", {"*": None})

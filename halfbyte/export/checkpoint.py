@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.export.contract import Contract
+from halfbyte.export.masters import decoded_values, quantizable_values
 from halfbyte.tensor import QuantTensor
+from halfbyte.tensor.quant_tensor import check_value_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +51,24 @@ class Checkpoint:
     def masters(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return plain tensors to train from: the values that the codes stand for, and the others as they are.
 
+        The greatest value of a weight is its amax itself. Where the contract of training names the spec, values are
+        those that quantize to the bytes again (export/masters.py): few differ, all within what rounds to their code.
+
         Args:
             dtype: of all floating point tensors; None leaves every one's own, for codes what they were rounded to.
+
+        Raises:
+            TypeError: dtype is none that layers compute in.
         """
+        if dtype is not None:
+            check_value_dtype("dtype", dtype, "take float32 and convert from there")
         result = {}
         for key, tensor in self.tensors.items():
-            value = tensor.dequantize(dtype) if isinstance(tensor, QuantTensor) else tensor
+            value = self._value(key, tensor, dtype) if isinstance(tensor, QuantTensor) else tensor
             value = value.mT.contiguous() if key in self.transposed else value
             result[key] = value.to(dtype) if dtype is not None and value.is_floating_point() else value
         return result
+
+    def _value(self, key: str, quant: QuantTensor, dtype: torch.dtype | None) -> Tensor:
+        is_ours = self.contract is not None and key in self.contract.layers
+        return (quantizable_values(quant) if is_ours else decoded_values(quant)).to(dtype or quant.dtype)

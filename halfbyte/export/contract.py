@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from halfbyte.spec import NVFP4, parse, parse_recipe
+from halfbyte.tensor.quant_tensor import VALUE_DTYPES
 
 FILE = "halfbyte.json"
 VERSION = 1
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in VALUE_DTYPES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ class Contract:
                 float.fromhex(layer.amax)
                 if not isinstance(parse(layer.spec), NVFP4):
                     raise ValueError(f"spec={layer.spec!r} is not NVFP4")
+                if layer.compute_dtype not in DTYPES:
+                    raise ValueError(f"compute_dtype={layer.compute_dtype!r} is none of {', '.join(DTYPES)}")
             for key in set(values["recipes"].values()):
                 parse_recipe(key)
             return Contract(**values | {"layers": layers})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,24 @@ def read_folder_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise ValueError(f"{path}: is not there; give a Hugging Face folder with config.json and safetensors") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: is no JSON ({error}); copy the folder again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds {type(value).__name__}, not an object; copy the folder again")
+    return value
+
+
+def inner_object(path: Path, owner: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the object that `owner` has under a name, empty where it has none.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    value = owner.get(name) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: {name} is {value!r:.60}, and an object is read; copy the folder again")
     return value
 
 
@@ -56,7 +69,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"{path}: is not there; give a folder with {WEIGHTS} or {INDEX}")
     try:
         return load_file(path)

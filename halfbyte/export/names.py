@@ -129,7 +129,13 @@ def high_precision_modules(model: nn.Module, plain: Mapping[str, Tensor], stored
         key.removesuffix(".weight"): None
         for state in (stored, plain)
         for key, tensor in state.items()
-        if key.endswith(".weight") and tensor.dim() == 2 and tensor.data_ptr() not in tables
+        if key.endswith(".weight") and tensor.dim() > 1 and tensor.data_ptr() not in tables
     }
     heads = {name: None for name, m in model.named_modules() if type(m) is nn.Linear}
-    return list(heads | found)
+    experts = {key.rpartition(".")[0]: None for key in stored if _holds_experts(key, stored[key])}
+    return list(heads | found | experts)
+
+
+def _holds_experts(key: str, tensor: Tensor) -> bool:
+    """Whether a tensor [E, ...] is the experts of a layer under a name of their own, such as gate_up_proj."""
+    return tensor.dim() == 3 and "expert" in key and not key.endswith(".weight")

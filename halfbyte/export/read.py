@@ -12,8 +12,8 @@ from torch import Tensor
 
 from halfbyte.export import forms, stacked
 from halfbyte.export.checkpoint import Checkpoint
-from halfbyte.export.contract import FILE, Contract, ContractLayer, digest
-from halfbyte.export.files import read_folder_json, read_tensors
+from halfbyte.export.contract import DTYPES, FILE, Contract, ContractLayer, digest
+from halfbyte.export.files import inner_object, read_folder_json, read_tensors
 from halfbyte.export.serve import decode_factor, encode_factor, input_spec
 from halfbyte.layout import Blocks
 from halfbyte.spec import NVFP4, parse, parse_recipe
@@ -23,7 +23,6 @@ ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION", "FP8")
 FP8_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 PARTS = ("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale")
 CACHE = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ULPS = (0, 1, -1, 2, -2)
 NAMES = {
     forms.MODELOPT: ("weight", "weight_scale_2"),
@@ -142,6 +141,7 @@ def _check_parts(path: Path, key: str, parts: Stored) -> None:
         )
     if factor.numel() != 1 or not bool(torch.isfinite(factor.float()).all() & (factor.float() > 0).all()):
         raise ValueError(f"{path}: the fp32 factor of {key} is {factor.flatten().tolist()[:4]}; one positive number is")
+    stacked.check_scales(path, key, scale)
 
 
 def _fp8(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -168,10 +168,12 @@ def _check_described(
         algorithm = described.get("quant_algo")
         if algorithm not in ALGORITHMS:
             raise ValueError(f"{path}: quant_algo={algorithm!r}; {', '.join(ALGORITHMS)} are read")
-        for name, layer in (described.get("quantized_layers") or {}).items():
-            _check_layer(path, name, layer.get("quant_algo"), weights, fp8)
-    for name, group in (described.get("config_groups") or {}).items():
-        scheme = group.get("weights") or {}
+        for name, layer in inner_object(path, described, "quantized_layers").items():
+            said = inner_object(path, {name: layer}, name)
+            _check_layer(path, name, said.get("quant_algo"), weights, fp8)
+    groups = inner_object(path, described, "config_groups")
+    for name in groups:
+        scheme = inner_object(path, inner_object(path, groups, name), "weights")
         bits, kind, size = scheme.get("num_bits"), scheme.get("type"), scheme.get("group_size")
         if (bits, kind) != (8, "float") and (bits, kind, size) != (4, "float", NVFP4().block_length):
             raise ValueError(
@@ -260,7 +262,10 @@ def _input_amaxes(path: Path, form: str, specs: Mapping[str, NVFP4], tensors: Ma
         name = stacked.part_key(key, forms.INPUTS[form])
         factor = tensors.get(name)
         if factor is not None:
-            if factor.numel() != 1:
-                raise ValueError(f"{path}: {name} is {list(factor.shape)}; one number is")
+            if factor.numel() != 1 or not 0 < float(factor) < float("inf"):
+                raise ValueError(
+                    f"{path}: {name} is {factor.flatten().tolist()[:4]}; one positive number is: no batch reached that "
+                    "layer when it was calibrated; calibrate again, or remove the factor to read the weights"
+                )
             found[key.removesuffix(".weight")] = float(_amax(form, spec, factor.reshape(()).float()))
     return found

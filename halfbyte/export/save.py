@@ -122,7 +122,7 @@ def save(
     stacked.check_stacked(trained, format)
     trained, groups = servable(model, trained)
     amaxes = input_amaxes(model, list(trained), batches) if activations == forms.STATIC else {}
-    tensors, layers, exclude = _tensors(model, trained, format, amaxes, share_groups(groups))
+    tensors, layers, exclude = _tensors(model, trained, format, amaxes, share_groups(model, trained, groups))
     contract = Contract(
         version=__version__,
         format=format,

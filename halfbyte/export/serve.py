@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halfbyte.decide import SHARE_AMAX
 from halfbyte.export.trained import Trained, requantized
+from halfbyte.nn.linear import LinearLayer
 from halfbyte.policy import matches
 from halfbyte.spec import NVFP4, Recipe
 
@@ -116,6 +117,28 @@ def input_spec(recipe: Recipe | None) -> NVFP4:
     return spec if isinstance(spec, NVFP4) else NVFP4()
 
 
-def share_groups(groups: Sequence[tuple[str, ...]]) -> dict[str, int]:
-    """Return {layer: number of its group}."""
-    return {name: i for i, names in enumerate(groups) for name in names}
+def share_groups(model: nn.Module, trained: Mapping[str, Trained], fused: Sequence[tuple[str, ...]]) -> dict[str, int]:
+    """Return {layer: number of its group}: families of engines, and layers that have shared an amax since training.
+
+    Args:
+        model: the model.
+        trained: its weights as they are stored.
+        fused: the families.
+    """
+    names = {id(model.get_submodule(name)): name for name in trained}
+    groups: dict[str, set[str]] = {}
+    for family in (*fused, *(_shares_with(model, name, names) for name in trained)):
+        for name in family:
+            same = {n for n in family if trained[n].spec == trained[name].spec}
+            alike = {n for n in same if torch.equal(_amax(trained[n]), _amax(trained[name]))}
+            whole = set().union(*(groups.get(n, {n}) for n in alike))
+            groups |= dict.fromkeys(whole, whole)
+    numbers: dict[frozenset[str], int] = {}
+    return {n: numbers.setdefault(frozenset(group), len(numbers)) for n, group in groups.items() if len(group) > 1}
+
+
+def _shares_with(model: nn.Module, name: str, names: Mapping[int, str]) -> tuple[str, ...]:
+    """Return the exported layers that share a layer's amax in training, itself included."""
+    layer = model.get_submodule(name)
+    members = layer.amax_group if isinstance(layer, LinearLayer) else ()
+    return tuple(names[id(member)] for member in members if id(member) in names)

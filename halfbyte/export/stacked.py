@@ -52,6 +52,15 @@ def part_key(key: str, part: str) -> str:
     return f"{key.removesuffix('.weight')}.{part}" if key.endswith(".weight") else f"{key}_{part}"
 
 
+def check_scales(path: Path, key: str, scale: Tensor) -> None:
+    """Raise ValueError where block scales E4M3 are none: NaN or negative, as bytes of another layout are."""
+    data = scale.view(torch.uint8)
+    if bool((data >= 0x7F).any()):  # NaN is 0x7F, and the sign is the highest bit
+        raise ValueError(
+            f"{path}: block scales of {key} are NaN or negative, so they are none of NVFP4; copy the folder again"
+        )
+
+
 def find_stacked(path: Path, form: str, found: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Return codes, scales E4M3 and the fp32 factor of every tensor of experts, turned.
 
@@ -77,6 +86,7 @@ def find_stacked(path: Path, form: str, found: Mapping[str, Tensor]) -> dict[str
         if factor.numel() != 1 or not bool(torch.isfinite(factor.float()).all() & (factor.float() > 0).all()):
             values = factor.flatten().tolist()[:4]
             raise ValueError(f"{path}: {key}_{FACTOR} is {values}; one positive number for all experts is read")
+        check_scales(path, key, scale)
         turned = scale.view(torch.uint8).mT.contiguous().view(torch.float8_e4m3fn)
         result[key] = (codes.mT.contiguous(), turned, factor.reshape(()).float())
     if form != forms.MODELOPT:

@@ -25,7 +25,7 @@ from halfbyte.functional.weights import CachedWeight
 from halfbyte.layout import LINEAR as LINEAR_LAYOUT
 from halfbyte.layout import matrix_shape
 from halfbyte.sides import both_sides
-from halfbyte.tensor.quant_tensor import QuantTensor, blocks_of
+from halfbyte.tensor.quant_tensor import QuantTensor, blocks_of, exact_amax
 
 
 class Adapter(NamedTuple):
@@ -55,6 +55,8 @@ def merged_values(w: QuantTensor, adapter: Adapter) -> Tensor:
     a, b, factor = adapter
     with torch.no_grad(), torch.autocast(w.device.type, enabled=False):
         values = ops.dequantize(ops.Operand(blocks_of(w), w.spec, w.shape[-1], w.scale_layout))
+        if w.dtype == torch.float32 and w.amax is not None:  # rounding to another dtype gives the amax back
+            values = exact_amax(values, w.amax)
         return values.addmm_(b.detach().float(), a.detach().float(), alpha=factor)
 
 

@@ -43,11 +43,11 @@ def load_exported(
         raise ValueError(f"weights={weights!r}: give 'plain' or 'nvfp4'")
     checkpoint = load(folder)
     chosen = quantization_config or _of_contract(checkpoint)
-    config: Any = transformers.AutoConfig.from_pretrained(checkpoint.folder)
+    cls = _architecture(checkpoint)
+    config = _config(checkpoint.folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     dtype = config.dtype or torch.bfloat16 if dtype is None else dtype
-    cls = _architecture(checkpoint)
     model, found = cls.from_pretrained(
         None,
         config=config,
@@ -78,15 +78,29 @@ def _of_contract(checkpoint: Checkpoint) -> HalfbyteConfig:
             f"{checkpoint.folder} has no contract of training: say how it is to be trained, such as "
             "quantization_config=HalfbyteConfig(recipe='nvfp4_forward')"
         )
-    return HalfbyteConfig(rules={"*": None, **checkpoint.contract.recipes})
+    groups: dict[int, dict[str, None]] = {}
+    for weight in checkpoint.contract.layers.values():
+        if weight.shares is not None:
+            groups.setdefault(weight.shares, {})[weight.layer] = None
+    shares = [list(group) for group in groups.values()]
+    return HalfbyteConfig(rules={"*": None, **checkpoint.contract.recipes}, share_amax=shares)
 
 
 def _architecture(checkpoint: Checkpoint) -> Any:
-    names = checkpoint.config.get("architectures") or []
-    cls = getattr(transformers, names[0], None) if names else None
-    if cls is None:
+    names = checkpoint.config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    cls = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
         raise ValueError(
             f"{checkpoint.folder}: architectures={names} in config.json; transformers {transformers.__version__} has "
-            "none of that name"
+            "no model of that name"
         )
     return cls
+
+
+def _config(folder: Path) -> Any:
+    """Return config.json as transformers reads it; its errors do not name the folder."""
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # its strict dataclasses have errors of their own
+        raise ValueError(f"{folder / 'config.json'}: transformers cannot read it: {error}") from error

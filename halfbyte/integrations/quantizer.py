@@ -17,7 +17,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from halfbyte.convert import quantize_
+from halfbyte.convert import check_share_amax, quantize_
+from halfbyte.decide import SHARE_AMAX
 from halfbyte.distributed import primary_weights_
 from halfbyte.policy import Keep
 from halfbyte.recipes import PRESETS, read_recipe, resolve
@@ -40,6 +41,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         seed: of the RunState that random operands draw from.
         weights: "plain" keeps masters in high precision; "nvfp4" keeps, once loaded, the codes alone of every weight
             that the recipes allow (hb.distributed.primary_weights_), which a ZeroOptimizer trains.
+        share_amax: groups of globs, as for hb.quantize_; None for its default.
         quant_method: "halfbyte", as config.json says it.
 
     Raises:
@@ -53,6 +55,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         keep: Keep | Mapping[str, Any] | None = None,
         seed: int = 0,
         weights: Weights = "plain",
+        share_amax: Sequence[Sequence[str]] | None = None,
         quant_method: str = METHOD,
     ) -> None:
         if quant_method != METHOD:
@@ -64,6 +67,8 @@ class HalfbyteConfig(QuantizationConfigMixin):
         self.recipe = _written(recipe)
         self.rules = {glob: None if rule is None else _written(rule) for glob, rule in (rules or {}).items()}
         self.keep = _kept(keep)
+        check_share_amax(share_amax or ())
+        self.share_amax = None if share_amax is None else [list(group) for group in share_amax]
         self.seed, self.weights = seed, weights
 
     def convert_(self, model: nn.Module) -> Report:
@@ -71,7 +76,9 @@ class HalfbyteConfig(QuantizationConfigMixin):
         rules = {glob: None if rule is None else read_recipe(rule) for glob, rule in self.rules.items()}
         keep = None if self.keep is None else Keep(**self.keep | {"names": tuple(self.keep["names"])})
         with torch.device("cpu"):  # transformers builds models on the meta device, which holds no state
-            return quantize_(model, read_recipe(self.recipe), rules=rules, keep=keep, state=RunState(self.seed))
+            groups = SHARE_AMAX if self.share_amax is None else self.share_amax
+            chosen = {"rules": rules, "keep": keep, "share_amax": groups}
+            return quantize_(model, read_recipe(self.recipe), **chosen, state=RunState(self.seed))
 
 
 def _written(recipe: Recipe | str) -> str:

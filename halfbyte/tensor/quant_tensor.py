@@ -19,6 +19,9 @@ from halfbyte.spec import MXFP8, NVFP4, Spec, parse
 VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What is quantized and dequantized to; fp64 and integers are refused (docs/numerics.md section 2)."""
 
+ROUNDING = 2.0**-22
+"""How far the product of a code, a scale and a factor is from the exact one, relative; the next ones are 6 % away."""
+
 TORCH_DTYPES = {
     "e2m1": torch.uint8,
     "e4m3": torch.float8_e4m3fn,
@@ -376,6 +379,19 @@ def check_value_dtype(name: str, dtype: object, remedy: str) -> None:
     """Raise TypeError unless `dtype` is one that values are quantized from and dequantized to."""
     if dtype not in VALUE_DTYPES:
         raise TypeError(f"{name}={dtype}: only bfloat16, float16 and float32 are supported; {remedy}")
+
+
+def exact_amax(values: Tensor, amax: Tensor) -> Tensor:
+    """Return decoded values [N, K] with the amax itself where three fp32 factors came to a neighbour of it.
+
+    Quantized again, they find that amax and so the fp32 factor of their tensor.
+
+    Args:
+        values: fp32, of codes whose tensor had `amax`.
+        amax: fp32 [], or [N] of rows.
+    """
+    greatest = amax if amax.dim() == 0 else amax.reshape(-1, 1)
+    return torch.where((values.abs() - greatest).abs() <= greatest * ROUNDING, greatest.copysign(values), values)
 
 
 Inner = tuple[Tensor, Tensor, Tensor | None]

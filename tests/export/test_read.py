@@ -173,6 +173,8 @@ def test_experts_in_one_tensor_by_hand(tmp_path):
         hb.export.load(write(tmp_path, packed() | EXPERTS, PACKED))
 
 
+WRONG = {byte: SCALES.clone().fill_(byte).view(torch.float8_e4m3fn) for byte in (0x7F, 0x81, 0xFF)}
+
 DAMAGED = {
     "no scale": ({"a.weight_scale": None}, "a.weight_scale is missing beside a.weight"),
     "no factor": ({"a.weight_scale_2": None}, "a.weight_scale_2 is missing beside a.weight"),
@@ -195,6 +197,14 @@ DAMAGED = {
         r"e.up_weight_scale_2 is \[0.1\S*, 0.2\S*\]; one positive number for all experts is read",
     ),
     "fp8 alone": ({"b.weight": SCALE.clone()}, "b.weight_scale is missing beside b.weight"),
+    "a scale of NaN": ({"a.weight_scale": WRONG[0x7F]}, "block scales of a.weight are NaN or negative"),
+    "a scale below zero": ({"a.weight_scale": WRONG[0x81]}, "block scales of a.weight are NaN or negative"),
+    "experts with a scale of NaN": (
+        EXPERTS | {"e.up_weight_scale": WRONG[0xFF].view(2, 8, 4).mT.contiguous()},
+        "block scales of e.up are NaN or negative",
+    ),
+    "an input of NaN": ({"a.input_scale": torch.tensor(torch.nan)}, r"input_scale is \[nan\]; one positive number is"),
+    "an input of zeros": ({"a.input_scale": torch.tensor(0.0)}, r"a.input_scale is \[0.0\]; one positive number is"),
 }
 
 
@@ -239,3 +249,44 @@ def test_forms_that_are_not_read(tmp_path):
     plain = {"a.weight": torch.ones(4, 16)}
     with pytest.raises(ValueError, match="no tensor of it is a weight in NVFP4"):
         hb.export.load(write(tmp_path, plain, MODELOPT))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config_groups": ["x"]}, r"config_groups is \['x'\], and an object is read"),
+        ({"config_groups": {"g": "x"}}, "g is 'x', and an object is read"),
+        ({"config_groups": {"g": {"weights": [4]}}}, r"weights is \[4\], and an object is read"),
+        ({"quantized_layers": ["a"]}, r"quantized_layers is \['a'\], and an object is read"),
+        ({"quantized_layers": {"a": "NVFP4"}}, "a is 'NVFP4', and an object is read"),
+    ],
+)
+def test_a_config_of_another_structure(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        hb.export.load(write(tmp_path, modelopt(), MODELOPT | change))
+
+
+def test_folders_in_the_place_of_files(tmp_path):
+    write(tmp_path, modelopt(), MODELOPT)
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).unlink()
+        (tmp_path / name).mkdir()
+        with pytest.raises(ValueError, match=f"{name}: is not there"):
+            hb.export.load(tmp_path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_masters_in_fp32_have_the_amax(tmp_path, form):
+    """Quantized again they find the amax of the file, not a neighbour of it: the loss depends on that bit."""
+    make, described = FORMS[form]
+    codes = torch.full((16, 32), 0xF7, dtype=torch.uint8)  # 6 and -6
+    scale = torch.full((16, 4), 448.0).to(torch.float8_e4m3fn)
+    name = "a.weight" if form == "modelopt" else "a.weight_packed"
+    for number in range(50):
+        factor = (1 + number / 71) * (0.01 if form == "modelopt" else 100)
+        tensors = make(factor) | {name: codes, "a.weight_scale": scale}
+        checkpoint = hb.export.load(write(tmp_path, tensors, described))
+        quant, master = checkpoint.quantized["a.weight"], checkpoint.masters(torch.float32)["a.weight"]
+        assert torch.equal(master.abs(), quant.amax.expand(16, 64)), factor
+        again = hb.quantize(master, quant.spec)
+        assert torch.equal(again.qdata, codes) and torch.equal(again.amax, quant.amax)

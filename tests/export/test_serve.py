@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.23")
 
+import transformers
 from export_decoder import E2M1, decoded, e4m3, nibbles, stored
-from export_models import llama, mixtral, qwen_moe, trained
+from export_models import SMALL, build, llama, mixtral, qwen_moe, trained
 
 import halfbyte as hb
 from halfbyte.distributed import ZeroOptimizer
@@ -149,3 +150,19 @@ def test_what_has_no_form_is_refused_by_name(tmp_path):
     refused(
         trained(tied, "nvfp4", steps=0, rules={"lm_head": "nvfp4"}), "embed_tokens.weight: it is lm_head.weight too"
     )
+
+
+def test_experts_and_convolutions_in_high_precision_are_excluded(tmp_path):
+    """Engines take an architecture's experts for quantized ones unless they are named."""
+    options = {"num_local_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0}
+    for name, more in (("GptOss", {}), ("Llama4", {"interleave_moe_layer_step": 1, "intermediate_size_mlp": 48})):
+        make = getattr(transformers, "Llama4TextConfig" if name == "Llama4" else f"{name}Config")
+        config = make(**SMALL | options | more)
+        model = build(getattr(transformers, f"{name}ForCausalLM"), torch.bfloat16, config)
+        trained(model, "nvfp4", steps=0, rules={"*experts*": None} if name == "GptOss" else None)
+        report = hb.export.save(model, tmp_path / name)
+        layers = {key.removesuffix(".router") for key in report.exclude if key.endswith(".router")}
+        assert len(layers) == 2 and {f"{layer}.experts" for layer in layers} < set(report.exclude)
+    config = transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"])
+    model = trained(build(transformers.Lfm2ForCausalLM, torch.bfloat16, config), "nvfp4", steps=0)
+    assert "model.layers.0.conv.conv" in hb.export.save(model, tmp_path / "lfm2").exclude

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -90,4 +92,28 @@ def test_a_truncated_file(folder):
     with pytest.raises(
         ValueError, match=r"model.safetensors: is truncated or no safetensors file \(.*\); copy it again"
     ):
+        load_exported(folder)
+
+
+@pytest.mark.parametrize(
+    ("change_", "message"),
+    [
+        ({"model_type": "foo"}, r"config.json: transformers cannot read it: .*foo"),
+        ({"num_attention_heads": 3.5}, r"config.json: transformers cannot read it: "),
+        ({"architectures": ["LlamaConfig"]}, r"architectures=\['LlamaConfig'\] .* no model of that name"),
+        ({"architectures": [3]}, r"architectures=\[3\] .* no model of that name"),
+        ({"architectures": ["NobodysForCausalLM"]}, "no model of that name"),
+    ],
+)
+def test_a_config_that_transformers_cannot_build(folder, change_, message):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change_))
+    with pytest.raises(ValueError, match=f"{folder}.*{message}"):
+        load_exported(folder)
+
+
+def test_a_contract_with_a_dtype_of_nothing(folder):
+    path = folder / "halfbyte.json"
+    path.write_text(path.read_text().replace('"compute_dtype": "bfloat16"', '"compute_dtype": "int8"'))
+    with pytest.raises(ValueError, match="compute_dtype='int8' is none of bfloat16, float16, float32"):
         load_exported(folder)

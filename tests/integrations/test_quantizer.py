@@ -47,6 +47,68 @@ def test_round_trip_bit_for_bit(tmp_path, name):
     assert torch.equal(loss(again), loss(model))
 
 
+GROUPS = (("*q_proj", "*k_proj", "*v_proj"), ("*gate_proj", "*up_proj", "*down_proj"))
+"""The usual families, one of them larger."""
+
+
+def test_layers_that_shared_an_amax_in_training_do_so_again(tmp_path):
+    """Another amax is another fp32 factor and other codes."""
+    model = trained(llama(), "nvfp4", share_amax=GROUPS)
+    assert hb.export.save(model, tmp_path / "out").share_changed == 0
+    again = load_exported(tmp_path / "out")
+    assert torch.equal(loss(again), loss(model))
+    assert len(again.model.layers[1].mlp.down_proj.amax_group) == 3
+    hb.export.save(again, tmp_path / "again")
+    ours, theirs = (hb.export.load(tmp_path / name).contract for name in ("out", "again"))
+    assert ours == theirs and len({layer.shares for layer in ours.layers.values()}) == 2 * 2 + 1  # o_proj has its own
+
+
+def test_a_layer_of_an_engines_family_and_of_another_group_joins_both(tmp_path):
+    """The values that engines fuse with queries and keys have the amax that they share with the output."""
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data *= 4
+    model = trained(model, "nvfp4", steps=0, share_amax=(("*v_proj", "*o_proj"),))
+    hb.export.save(model, tmp_path / "out")
+    layers = hb.export.load(tmp_path / "out").contract.layers.values()
+    for i in range(2):
+        assert len({layer.shares for layer in layers if f"layers.{i}.self_attn" in layer.layer}) == 1
+    again = hb.export.save(load_exported(tmp_path / "out"), tmp_path / "again")
+    assert again.share_changed == 0
+    first, second = (hb.export.load(tmp_path / name).contract.layers for name in ("out", "again"))
+    assert {key: one.sha256 for key, one in first.items()} == {key: one.sha256 for key, one in second.items()}
+
+
+def test_layers_that_had_amaxes_of_their_own_share_none(tmp_path):
+    model = trained(llama(), "nvfp4", share_amax=(), rules={"*k_proj": None, "*v_proj": None, "*up_proj": None})
+    hb.export.save(model, tmp_path / "out")
+    again = load_exported(tmp_path / "out")
+    assert torch.equal(loss(again), loss(model)) and not again.model.layers[0].self_attn.q_proj.amax_group
+
+
+def test_siblings_that_the_export_united_stay_so(tmp_path):
+    """Codes of the export are those that the loaded model multiplies by."""
+    model = trained(llama(), "nvfp4", share_amax=())
+    assert hb.export.save(model, tmp_path / "out").share_changed > 0
+    again = hb.export.save(load_exported(tmp_path / "out"), tmp_path / "again")
+    assert again.share_changed == 0
+    first, second = (hb.export.load(tmp_path / name).contract.layers for name in ("out", "again"))
+    assert {key: one.sha256 for key, one in first.items()} == {key: one.sha256 for key, one in second.items()}
+
+
+def test_a_config_says_who_shares_an_amax(tmp_path):
+    llama().save_pretrained(tmp_path / "plain")
+    wanted = HalfbyteConfig("nvfp4", keep=NOTHING_KEPT, share_amax=GROUPS)
+    model = AUTO.from_pretrained(tmp_path / "plain", quantization_config=wanted)
+    model.save_pretrained(tmp_path / "trained")
+    again = AUTO.from_pretrained(tmp_path / "trained")
+    for one in (model, again):
+        assert len(one.model.layers[0].mlp.up_proj.amax_group) == 3
+    assert torch.equal(loss(again), loss(trained(llama(), "nvfp4", steps=0, share_amax=GROUPS)))
+    with pytest.raises(TypeError, match=r"share_amax=\('\*q_proj',\): give groups of globs"):
+        HalfbyteConfig(share_amax=("*q_proj",))
+
+
 def test_config_is_json_and_says_recipes_by_name_or_key():
     options = hb.recipes.nvfp4(hadamard=None)
     config = HalfbyteConfig(hb.recipes.nvfp4(), rules={"*k_proj": options, "*v_proj": None}, keep={"first_blocks": 1})

@@ -205,6 +205,19 @@ def test_it_begins_as_the_frozen_layer(recipe, merge_aware):
     assert torch.equal(y, expected[0]) and torch.equal(dx, expected[1]) and len(rest) == 3  # bias, A and B
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4_forward", "four_over_six", recipes.row_scaled(scope="weights")])
+def test_it_begins_as_the_frozen_layer_in_fp32(recipe):
+    """Of half of all amaxes the decoded maximum is a neighbour in fp32, and every output would be another."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        layer = hb.nn.Linear(64, 48, recipe=recipe, state=hb.RunState(3))
+        hb.freeze_(layer)
+        x = torch.randn(9, 64)
+        expected = layer(x)
+        lora = hb.nn.LoRALinear.from_linear(layer, merge_aware=True)
+        assert torch.equal(lora(x), expected) and torch.equal(lora.merged_codes().amax, layer.weight.amax)
+
+
 def test_dx_and_y_of_the_base_are_those_of_the_trained_layer():
     """With the adapter at zero the trained layer's own dgrad, random bits included, is dx."""
     torch.manual_seed(0)
