@@ -1,9 +1,9 @@
 """torchtitan's Trainer on a CPU for test_torchtitan.py, importable on every rank: device, attention, tokenizer, text.
 
 A CPU lacks what torchtitan asks of a device, and backward of compiled FlexAttention: `_Device` answers for it, and
-attention is torch's own. torch 2.13 lacks torch.distributed.set_timeout, gloo a sum with a factor: FSDP2 divides beside
-it. Everything else is torchtitan's: its configs, meta init, parallelize functions, FSDP2, optimizer, loss, checkpoints
-and loop.
+attention is torch's own. gloo lacks a sum with a factor: FSDP2 divides beside it. Tokenizer, text and what torchtitan
+wants of a later torch come from bench/titan.py. Everything else is torchtitan's: its configs, meta init, parallelize
+functions, FSDP2, optimizer, loss, checkpoints and loop.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,67 +58,18 @@ class _Device:
 
 
 utils.device_type, utils.device_module = "cpu", _Device()
-if not hasattr(torch.distributed, "set_timeout"):  # torchtitan 0.3.0 is ahead of torch 2.13, in which it is private
-    torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout
+
+from bench.titan import Bytes, Windows  # noqa: E402 - first: it completes torch
+
+TEXT = str(Path(torch.__file__).with_name("functional.py"))
+"""What the debug models learn: Python that every machine with this torch has."""
 
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config.configs import DebugConfig  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
-
-TEXT = Path(torch.__file__).with_name("functional.py").read_bytes()
-"""What the debug models learn: Python that every machine with this torch has."""
-
-
-class Bytes(BaseTokenizer):
-    """Tokens are bytes."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        pass
-
-    def __init__(self, config: Config, *, tokenizer_path: str) -> None:
-        super().__init__()
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
-
-    def get_vocab_size(self) -> int:
-        return 256
-
-
-class Windows(BaseDataLoader):
-    """Pieces of TEXT in order, every data-parallel rank its own."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
-        pass
-
-    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_):
-        self.world, self.rank, self.length, self.batch, self.next = dp_world_size, dp_rank, seq_len, local_batch_size, 0
-        self.tokens = torch.tensor(list(TEXT))
-
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        while True:
-            first = (self.next * self.world + self.rank) * self.batch
-            starts = [(first + i) * self.length % (len(self.tokens) - self.length - 1) for i in range(self.batch)]
-            rows = torch.stack([self.tokens[start : start + self.length + 1] for start in starts])
-            self.next += 1
-            positions = torch.arange(self.length, dtype=torch.int32).expand(self.batch, -1)
-            yield {"input": rows[:, :-1], "positions": positions.contiguous()}, rows[:, 1:].contiguous()
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.next = state_dict["next"]
 
 
 def small(config: Trainer.Config, folder: Path | str, *, steps: int = 20, accumulate: int = 1) -> Trainer.Config:
@@ -128,7 +77,7 @@ def small(config: Trainer.Config, folder: Path | str, *, steps: int = 20, accumu
     for _, _, parent, attribute in list(config.model_spec.model.traverse(FlexAttention.Config)):
         setattr(parent, attribute, ScaledDotProductAttention.Config())
     config.dump_folder, config.hf_assets_path = str(folder), str(folder)
-    config.tokenizer, config.dataloader = Bytes.Config(), Windows.Config()
+    config.tokenizer, config.dataloader = Bytes.Config(), Windows.Config(corpus=TEXT)
     training = config.training
     training.local_batch_size, training.seq_len, training.steps = 2, 64, steps
     world = int(os.environ.get("WORLD_SIZE", "1"))
