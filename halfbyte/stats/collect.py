@@ -24,6 +24,8 @@ from halfbyte.stats.observe import observed_outputs
 from halfbyte.stats.table import StepStatistics
 
 _PLAIN_GEMM = GemmSpec()
+SILENT = "nothing ran forward and backward"
+"""Of a layer that a sampled step did not reach."""
 
 
 class Sink(Protocol):
@@ -150,7 +152,7 @@ class StatsCollector:
                 own, experts = read_experts(ledger, about, features, spec_keys(layer.recipe))
                 row = read_ledger(own, about, features, spec_keys(layer.recipe))
                 rows.append(replace(row, experts=experts))
-        silent = {row.name: "nothing ran forward and backward" for row in rows if not row.tensors}
+        silent = {row.name: SILENT for row in rows if not row.tensors}
         return StepStatistics(
             step=self.step + 1,
             layers=tuple(row for row in rows if row.tensors),

@@ -102,6 +102,7 @@ def _observe_experts(ledger: Tensor, text: str, tensors: Sequence[Tensor | None]
     draws = (None, None) if base is None else ((0, None), (0, None))
     request = Request(parse_recipe(key), 1, (0, 1), (0,), draws, x.dtype, True, (Layout(None, None),))
     features, groups = (w.shape[2], w.shape[1]), len(offsets)
+    ledger = ledger.data  # no new version: another call of the layer has saved its ledger too
     with torch.no_grad():
         for index, rows in filled_groups(offsets, x.shape[0]):
             own = ledger_of_experts(features, 0, ledger.device)

@@ -33,7 +33,7 @@ from halfbyte.rng import Philox
 from halfbyte.sides import Side
 from halfbyte.spec import Recipe
 from halfbyte.stats import pictures
-from halfbyte.stats.collect import collect_stats, spec_keys
+from halfbyte.stats.collect import SILENT, collect_stats, spec_keys
 from halfbyte.stats.figures import (
     SIDE_SUMS,
     SIDES,
@@ -42,7 +42,15 @@ from halfbyte.stats.figures import (
     TensorStatistics,
 )
 from halfbyte.stats.measure import side_sums, tensor_sums
-from halfbyte.stats.sensitivity import BUDGET, Proposal, SensitivityReport, sensitivity
+from halfbyte.stats.sensitivity import (
+    BUDGET,
+    Proposal,
+    SensitivityReport,
+    check_budget,
+    check_by,
+    scalar_loss,
+    sensitivity,
+)
 from halfbyte.stats.table import HEAD, StepStatistics, aligned_table
 
 RECIPES = ("nvfp4", "four_over_six", "mxfp8")
@@ -71,12 +79,12 @@ class Finding:
 
     Args:
         layer: its name.
-        kind: "dead", "outlier channel", "tiny gradients" or "noise".
+        kind: "not finite", "dead", "outlier channel", "tiny gradients" or "noise".
         text: what was seen.
     """
 
     layer: str
-    kind: Literal["dead", "outlier channel", "tiny gradients", "noise"]
+    kind: Literal["not finite", "dead", "outlier channel", "tiny gradients", "noise"]
     text: str
 
 
@@ -121,9 +129,16 @@ class InspectReport:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What is wrong: dead layers first, then outlier channels, tiny gradients, noise."""
+        """What is wrong: NaN and Inf first, then dead layers, outlier channels, tiny gradients, noise."""
         layers = {row.name: row for row in self.step.layers} if self.step else {}
-        found = [*_dead(self.spreads, layers), *_channels(self.spreads, layers), *_tiny(layers), *_noisy(layers)]
+        silent = [name for name, why in self.step.unobserved.items() if why == SILENT] if self.step else []
+        found = [
+            *_not_finite(self.spreads, layers),
+            *_dead(self.spreads, layers, silent),
+            *_channels(self.spreads, layers),
+            *_tiny(layers),
+            *_noisy(layers),
+        ]
         return tuple(found)
 
     @property
@@ -133,8 +148,8 @@ class InspectReport:
 
     @property
     def worst(self) -> tuple[WeightLoss, ...]:
-        """The weights, the lowest SNR first."""
-        return tuple(sorted(self.weights, key=lambda one: one.snr_db))
+        """The weights, the lowest SNR first, before it those with NaN or Inf, last those of zeros: none has an SNR."""
+        return tuple(sorted(self.weights, key=_kept))
 
     def weight_rows(self) -> list[tuple[str, ...]]:
         """Return the cells of the table of weights, under `WEIGHT_HEAD`."""
@@ -209,12 +224,35 @@ def _snr(one: OperandStatistics | None) -> float:
     return math.nan if one is None else one.snr_db
 
 
-def _dead(spreads: Mapping[str, TensorStatistics], layers: Mapping[str, LayerStatistics]) -> list[Finding]:
+def _kept(loss: WeightLoss) -> float:
+    """Return the SNR by which weights are sorted."""
+    if not all(math.isfinite(one.amax) for one in loss.operands.values()):
+        return -math.inf
+    return math.inf if math.isnan(loss.snr_db) else loss.snr_db
+
+
+def _not_finite(spreads: Mapping[str, TensorStatistics], layers: Mapping[str, LayerStatistics]) -> list[Finding]:
+    """Return layers with NaN or Inf, those with some in their weight first: from there they reach the others."""
+    bad = {}
+    for name, spread in spreads.items():
+        tensors = layers[name].tensors if name in layers else {"w": spread}
+        bad[name] = [key for key, one in tensors.items() if not math.isfinite(one.amax)]
+    return [
+        Finding(layer=name, kind="not finite", text=f"NaN or Inf in {', '.join(said)}")
+        for name, said in sorted(bad.items(), key=lambda item: "w" not in item[1])
+        if said
+    ]
+
+
+def _dead(
+    spreads: Mapping[str, TensorStatistics], layers: Mapping[str, LayerStatistics], silent: Sequence[str]
+) -> list[Finding]:
     words = {"x": "its input is 0", "w": "its weight is 0", "dy": "no gradient reaches it"}
     found = []
     for name, spread in spreads.items():
         tensors = layers[name].tensors if name in layers else {"w": spread}
         said = [words[key] for key, one in tensors.items() if one.amax == 0]
+        said += [f"{SILENT} through it"] if name in silent else []
         if said:
             found.append(Finding(layer=name, kind="dead", text=", ".join(said)))
     return found
@@ -318,17 +356,18 @@ def inspect(
         InspectReport.
 
     Raises:
-        ValueError: the model has no linear layer with a weight in high precision.
-        TypeError: batch is neither, or `recipes` no list.
+        ValueError: the model has no linear layer with a weight in high precision, or weights without values;
+            there is no recipe, or the first quantizes nothing beside a batch; the batch gives no loss; `budget`, `by`.
+        TypeError: the model is no module, batch is neither, or `recipes` no list.
     """
-    if isinstance(recipes, str | Recipe):
-        raise TypeError(f"recipes={recipes!r}: give a list, such as recipes=['nvfp4', 'mxfp8']")
-    if not (batch is None or callable(batch) or isinstance(batch, Mapping)):
-        raise TypeError(f"batch={type(batch).__name__}: give a function of the model that returns a loss, or a dict")
-    chosen = [resolve(recipe) for recipe in recipes]
+    chosen = _checked(model, batch, recipes)
+    check_budget(budget)
+    check_by(by)
     weights = _weights(model)
     if not weights:
         raise ValueError(f"model={type(model).__name__}: no linear layer holds a weight in high precision")
+    if empty := [name for name, weight in weights.items() if weight.is_meta]:
+        raise ValueError(f"model={type(model).__name__}: the weight of {empty[0]} is on the meta device; load it first")
     losses = [weight_loss(name, weight, recipe) for recipe in chosen for name, weight in weights.items()]
     step = ranking = None
     if batch is not None:
@@ -341,6 +380,25 @@ def inspect(
         ranking=ranking,
         budget=budget,
     )
+
+
+def _checked(model: Any, batch: Any, recipes: Any) -> list[Recipe]:
+    """Return the recipes of `inspect`; refuse what is no model, batch or list of them."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__}: give a torch.nn.Module")
+    if isinstance(recipes, str | Recipe):
+        raise TypeError(f"recipes={recipes!r}: give a list, such as recipes=['nvfp4', 'mxfp8']")
+    if not (batch is None or callable(batch) or isinstance(batch, Mapping)):
+        raise TypeError(f"batch={type(batch).__name__}: give a function of the model that returns a loss, or a dict")
+    chosen = [resolve(recipe) for recipe in recipes]
+    if not chosen:
+        raise ValueError(f"recipes={recipes!r}: give at least one, such as recipes=['nvfp4']")
+    if batch is not None and not chosen[0].specs:
+        raise ValueError(
+            f"recipes[0]={describe_recipe(chosen[0])!r} quantizes nothing, and the step of the batch runs under it; "
+            "put one in front that quantizes"
+        )
+    return chosen
 
 
 def _step(
@@ -357,7 +415,9 @@ def _step(
         quantize_(twin, recipe, keep=Keep(last_fraction=0))
 
     def run() -> Tensor:
-        return batch(twin) if callable(batch) else twin(**batch).loss
+        if callable(batch):
+            return scalar_loss(batch(twin), "batch(model)")
+        return scalar_loss(getattr(twin(**batch), "loss", None), "model(**batch).loss")
 
     with torch.enable_grad(), collect_stats(twin, every=1) as collector:
         run().backward()

@@ -64,7 +64,7 @@ def side_sums(t: Tensor, side: Side, blocks: Blocks) -> tuple[Tensor, Tensor]:
     other = _other(t, side)
     total = torch.zeros(len(SIDE_SUMS), dtype=torch.float64, device=t.device)
     largest = torch.zeros((), dtype=torch.float64, device=t.device)
-    for rows in _chunks(t):
+    for rows in _chunks(t) if t.numel() else ():
         v, q = values_of(t[rows], side), values_of_codes(blocks, side.spec, rows)
         d = q - v
         limit = _limits(blocks, side.spec, rows)
@@ -155,7 +155,7 @@ def tensor_sums(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     limit = OUTLIER * _norm(t) / max(1, t.numel()) ** 0.5
     columns = torch.zeros(cols, dtype=torch.float64, device=t.device)
     for part in _chunks(t):
-        columns += (t[part].abs() > limit).sum(0)
+        columns += (t[part].abs().double() > limit).sum(0)  # beside bf16 the limit would be rounded to bf16
     amax = _norm(t, torch.inf) if t.numel() else torch.zeros((), dtype=torch.float64, device=t.device)
     return torch.stack((torch.full_like(amax, rows * cols), columns.sum())), columns, amax
 

@@ -220,6 +220,7 @@ def _observe_linear(
 ) -> None:
     request, needs, (flags,) = whole.parse_request(text)
     which = [i for i, flag in enumerate(flags.split(",")) if flag == "1"]
+    ledgers = [ledger.data for ledger in ledgers]  # no new version: another call of the layer has saved its ledger too
     with torch.no_grad():
         seen = Observed(replace(request, save=True), needs, tensors, list(streams))
         observe(seen, dict(zip(which, ledgers, strict=True)))

@@ -71,9 +71,10 @@ def heat_map(
 
 
 def magnitudes(t: Tensor) -> list[float]:
-    """Return which share of the values lies in every power of 2 below the largest magnitude, the lowest first."""
+    """Return which share of the values lies in every power of 2 below the largest finite one, the lowest first."""
     size = t.detach().float().abs()
-    exponents = torch.floor(torch.log2(size[size > 0] / size.max().clamp_min(1e-45))).clamp(SMALLEST, -1)
+    filled = size[(size > 0) & size.isfinite()]
+    exponents = torch.floor(torch.log2(filled / filled.max())).clamp(SMALLEST, -1) if filled.numel() else filled
     counts = torch.bincount((exponents - SMALLEST).long(), minlength=-SMALLEST)
     return (counts / max(1, size.numel())).tolist()
 

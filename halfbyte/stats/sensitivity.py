@@ -145,8 +145,7 @@ class SensitivityReport:
         Raises:
             ValueError: it is no share.
         """
-        if not 0 < budget <= 1:
-            raise ValueError(f"budget={budget}: give a share of the linear layers' FLOPs, 0 < budget <= 1")
+        check_budget(budget)
         whole = [one for one in self.candidates if one.operand == ALL and one.gain > 0]
         chosen: list[str] = []
         spent = 0.0
@@ -200,6 +199,18 @@ class SensitivityReport:
         return html_table(HEAD, self.rows()) + f"<pre>{said}</pre>"
 
 
+def check_budget(budget: float) -> None:
+    """Refuse what is no share."""
+    if not isinstance(budget, int | float) or not 0 < budget <= 1:
+        raise ValueError(f"budget={budget!r}: give a share of the linear layers' FLOPs, 0 < budget <= 1")
+
+
+def check_by(by: str) -> None:
+    """Refuse what layers are not tried by."""
+    if by not in ("layer", "kind"):
+        raise ValueError(f"by={by!r}: use 'layer' or 'kind'")
+
+
 def sensitivity(
     model: nn.Module,
     step: Callable[[], Tensor],
@@ -224,8 +235,7 @@ def sensitivity(
     Raises:
         ValueError: no layer quantizes anything, `by` is neither, or the loss is no scalar with a gradient.
     """
-    if by not in ("layer", "kind"):
-        raise ValueError(f"by={by!r}: use 'layer' or 'kind'")
+    check_by(by)
     layers = _layers(model)
     targets = {name: [name] for name in layers} if by == "layer" else _kinds(layers)
     with _left_as_found(model) as again:
@@ -312,11 +322,28 @@ def _gradient(again: Callable[[], None], step: Callable[[], Tensor], model: nn.M
     """Return the loss of the step and its gradient, of each parameter that requires one."""
     again()
     parameters = [p for p in model.parameters() if p.requires_grad]
-    loss = step()
-    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-        raise ValueError(f"step() returned {type(loss).__name__}: return the loss, a scalar that depends on parameters")
+    loss = scalar_loss(step(), "step()")
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     return loss.item(), [g.detach() for g in gradients if g is not None]
+
+
+def scalar_loss(loss: Any, name: str) -> Tensor:
+    """Return a loss that can be differentiated.
+
+    Args:
+        loss: what a user's function returned.
+        name: of that function, for the message.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(loss, Tensor) and not loss.dim() and loss.requires_grad:
+        return loss
+    shape = f" of shape {list(loss.shape)}, requires_grad={loss.requires_grad}" if isinstance(loss, Tensor) else ""
+    raise ValueError(
+        f"{name} returned {type(loss).__name__}{shape}: return the loss, a scalar that depends on parameters which "
+        "require gradients"
+    )
 
 
 def _cosine(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:

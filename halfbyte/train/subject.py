@@ -148,7 +148,14 @@ def _of_transformers(source: Path, device: torch.device) -> Subject:
         raise ValueError(f"{source}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from error
 
     def coder() -> Any:
-        return transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
+        try:
+            return transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
+        except (OSError, ValueError, ImportError) as error:
+            why = str(error).strip().splitlines()[0].rstrip(" :")
+            raise ValueError(
+                f"{source}: transformers cannot load its tokenizer ({why}); put its files there with "
+                "tokenizer.save_pretrained, a text needs them"
+            ) from error
 
     def encode(text: str) -> list[int]:
         return coder()(text)["input_ids"]

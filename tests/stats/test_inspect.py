@@ -102,6 +102,59 @@ def test_weights_alone_and_the_model_stay_as_they_are():
     assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), before, strict=True))
 
 
+class Aside(nn.Module):
+    """A layer that no loss depends on, and one that is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.aside, self.unused = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        return self.two(torch.relu(self.one(x))) + self.aside(x).detach()
+
+
+def test_layers_that_no_gradient_reaches_are_dead():
+    found = hb.inspect(Aside(), loss)
+    assert [(one.kind, one.layer) for one in found.findings] == [("dead", "aside"), ("dead", "unused")]
+    assert "nothing ran forward and backward through it" in found.findings[0].text
+    assert not hb.inspect(Aside()).findings  # weights alone: nobody knows
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_named_before_all_else(bad, tmp_path):
+    model = planted()
+    with torch.no_grad():
+        model[4].up.weight[3, 5] = bad
+    alone = hb.inspect(model)
+    assert [(one.kind, one.layer) for one in alone.findings] == [("not finite", "4.up")]
+    assert {one.layer for one in alone.worst[:3]} == {"4.up"} and math.isnan(alone.worst[0].snr_db)
+    assert sum(alone.histograms["4.up"]) == pytest.approx(1 - 1 / (64 * 32)) and alone.draw(tmp_path)
+    found = hb.inspect(model, loss).findings
+    assert (found[0].kind, found[0].layer) == ("not finite", "4.up") and "w" in found[0].text
+    assert [one.layer for one in found if one.kind == "outlier channel"][:1] == ["1.down"]
+
+
+def test_a_weight_of_zeros_loses_nothing():
+    model = planted()
+    torch.nn.init.zeros_(model[0].up.weight)
+    found = hb.inspect(model, recipes=["nvfp4"])
+    assert found.worst[-1].layer == "0.up" and math.isnan(found.worst[-1].snr_db)
+    assert [one.layer for one in found.findings] == ["0.up"] and found.findings[0].text == "its weight is 0"
+
+
+def test_a_layer_that_is_called_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.one(torch.relu(self.one(x)))
+
+    row = hb.inspect(Twice(), loss).step["one"]
+    assert row.tensors["x"].elements == 2 * 40 * 32 and math.isfinite(row.operands["dy.col"].snr_db)
+
+
 def test_refusals():
     with pytest.raises(TypeError, match="recipes='nvfp4'"):
         hb.inspect(planted(), recipes="nvfp4")
@@ -109,3 +162,25 @@ def test_refusals():
         hb.inspect(planted(), torch.ones(2))
     with pytest.raises(ValueError, match="no linear layer"):
         hb.inspect(nn.ReLU())
+    with pytest.raises(TypeError, match=r"model=NoneType: give a torch.nn.Module"):
+        hb.inspect(None)
+    with torch.device("meta"), pytest.raises(ValueError, match=r"weight of 0.up is on the meta device; load it first"):
+        hb.inspect(nn.Sequential(Block()))
+
+
+@pytest.mark.parametrize(
+    "batch, options, message",
+    [
+        (None, {"recipes": []}, r"recipes=\[\]: give at least one"),
+        (loss, {"recipes": ["bf16", "nvfp4"]}, r"recipes\[0\]='bf16' quantizes nothing"),
+        (None, {"budget": 0}, r"budget=0: give a share"),
+        (None, {"by": "operand"}, r"by='operand': use 'layer' or 'kind'"),
+        (lambda model: 3.0, {}, r"batch\(model\) returned float: return the loss"),
+        (lambda model: model(torch.ones(2, 32)), {}, r"returned Tensor of shape \[2, 32\], requires_grad=True"),
+        (lambda model: loss(model).detach(), {}, r"shape \[\], requires_grad=False: .* which require gradients"),
+        ({"input": torch.ones(2, 32)}, {}, r"model\(\*\*batch\).loss returned NoneType: return the loss"),
+    ],
+)
+def test_refusals_by_value(batch, options, message):
+    with pytest.raises(ValueError, match=message):
+        hb.inspect(planted(), batch, **options)

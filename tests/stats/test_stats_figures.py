@@ -11,6 +11,7 @@ import torch
 from operand_figures import figures_of, inputs, sums_of
 
 import halfbyte as hb
+from halfbyte.stats.measure import tensor_sums
 
 SEED = 7
 M, K, N = 34, 52, 40
@@ -84,6 +85,18 @@ def test_outliers_of_every_channel():
         assert spread.amax == np.abs(array).max()
     assert layer.tensors["x"].top_channel == 5 and layer.tensors["dy"].top_channel == 7
     assert layer.tensors["x"].outlier_share > 0.005
+
+
+def test_outliers_of_bf16_are_those_beyond_a_limit_that_is_not_rounded():
+    """6 times the root mean square lies between two bf16 numbers; rounded up to the greater, that is no outlier."""
+    g = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        t = torch.randn(64, 32, generator=g).bfloat16()
+        t[:8] *= 4.5
+        array = t.double().numpy()
+        beyond = np.abs(array) > 6 * np.sqrt((array**2).mean())
+        (elements, outliers), channels, _ = tensor_sums(t)
+        assert (elements, outliers) == (array.size, beyond.sum()) and np.array_equal(channels, beyond.sum(0))
 
 
 def test_the_cases_reach_what_they_are_about():
