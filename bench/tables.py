@@ -18,6 +18,7 @@ from bench import (
     computed_tables,
     gather_tables,
     keep,
+    listing_tables,
     lora_tables,
     loss_tables,
     machines,
@@ -52,6 +53,8 @@ KERNELS = (
     ("rotation of 128", "quantize/rht128"),
     ("row + rotated column, nearest", "row_col/1x16+rht"),
     ("row + rotated column, stochastic", "row_col/sr+sr-rht"),
+    ("row as values + rotated column, nearest", "row_col/1x16+rht-values"),
+    ("row + rotated column, both as values, stochastic", "row_col/sr+sr-rht-values"),
     ("NVFP4 row + MXFP8 column", "row_col/1x16+mxfp8"),
     ("16×16 in both orientations, codes", "row_col/16x16"),
     ("amax", "amax/tensor"),
@@ -61,6 +64,9 @@ KERNELS = (
     ("dequantize MXFP8", "dequantize/mxfp8"),
     ("packed transpose", "transpose/16x16"),
 )
+UNPACK = tuple(line for line in KERNELS if line[1].startswith(("dequantize/", "transpose/")))
+MAXIMA = tuple(line for line in KERNELS if line[1].startswith("amax/"))
+WIDE_ROTATIONS = tuple(line for line in KERNELS if line[1] in ("quantize/rht64", "quantize/rht128"))
 WIDTHS = (
     ("1×16 nearest", "quantize/1x16"),
     ("16×16 nearest", "quantize/16x16"),
@@ -289,11 +295,22 @@ def slow(records: Sequence[Record]) -> str:
     return f"{min(shares):.0f} to {max(shares):.0f} %"
 
 
+def share_of_1b(records: Sequence[Record]) -> str:
+    """Return how many times bf16's time a step of 1b takes as a CUDA graph."""
+    record = counting(records)["train/1b", (8, 2048)]
+    return f"{record.values['value']:.3f}{record.mark}"
+
+
 RENDERERS: Mapping[str, Renderer] = MappingProxyType(
     {
         "kernels": by_shape(KERNELS, WIDE, ["8192×8192", "16384×8192"]),
         "peers": peers,
         "layers": of_any_shape(LAYERS, "M, N, K of a GEMM; M, K, N of a layer"),
+        "maxima": by_shape(MAXIMA, WIDE, ["8192×8192", "16384×8192"]),
+        "wide-rotations": by_shape(WIDE_ROTATIONS, WIDE, ["8192×8192", "16384×8192"]),
+        "unpack": by_shape(UNPACK, WIDE, ["8192×8192", "16384×8192"]),
+        "gemm": of_any_shape(LAYERS[:2], "M, N, K"),
+        "norms": of_any_shape(FUSED[:4], "shape"),
         "widths": by_shape(WIDTHS, [(16384, 2880), (65536, 896)], ["16384×2880", "65536×896"]),
         "failures": failures,
         "grouped": by_shape(GROUPED, EXPERTS, ["8 experts", "64 experts"]),
@@ -302,7 +319,9 @@ RENDERERS: Mapping[str, Renderer] = MappingProxyType(
         "host": host,
         "cast": cast,
         "slow": slow,
+        "share-1b": share_of_1b,
         "users": users,
+        **listing_tables.RENDERERS,
         **gather_tables.RENDERERS,
         **zero_tables.RENDERERS,
         **several_tables.RENDERERS,
