@@ -68,13 +68,15 @@ class Interrupts:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within the block signals are noted and raise nothing; one that nobody looked for raises at its end."""
+        """Within the block signals are noted and raise nothing; one that nobody looked for raises at its end.
+
+        A block that fails goes on deferring: a launcher signals the ranks that are left as one dies, and what ends them
+        is the loss of it, which they still have to say.
+        """
         self.check()
         self._is_deferring = True
-        try:
-            yield
-        finally:
-            self._is_deferring = False
+        yield
+        self._is_deferring = False
         self.check()
 
     def defer(self) -> None:

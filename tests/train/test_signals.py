@@ -8,11 +8,12 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import test_kill
 
-from halfbyte.train import checkpoint, log, loop, signals
+from halfbyte.train import checkpoint, commands, log, loop, signals
 
 STEPS, STOP_AT = 7, 3
 CHANGES = {"steps": STEPS, "checkpoint_every": 1000, "log_every": 5, "eval_every": 2, "accumulate": 2}
@@ -222,6 +223,23 @@ def test_handlers_are_put_back_and_what_is_ignored_stays_so():
     thread.start()
     thread.join()
     assert found == [False]
+
+
+def test_a_signal_that_follows_a_failure_does_not_take_its_place(capfd):
+    """As of torchrun, which ends the ranks that are left when one dies: here, as locks and logs are given back."""
+    ranks = SimpleNamespace(size=2, is_first=True, speaks_of=lambda error: True, say=lambda text: print(text))
+    ranks.place = SimpleNamespace(rank=0)
+
+    def run(interrupts):
+        try:
+            with interrupts.deferred():
+                raise RuntimeError("[transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242")
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+
+    assert commands.until_stopped("train", False, run, ranks) == commands.FAILED
+    output, error = capfd.readouterr()
+    assert output.startswith("halfbyte train: rank 0 lost another (Connection closed by peer") and not error
 
 
 def test_work_that_is_deferred_after_a_signal_does_not_begin():
