@@ -164,6 +164,13 @@ class DelayedAmaxes:
     def _measuring(self) -> list[LayerAmaxes]:
         return [layer for _, layer in sorted(self.layers.items()) if layer.measures]
 
+    def pause(self) -> list[LayerAmaxes]:
+        """Let no layer note what it meets, and return those that did; they go on when their `measures` is set again."""
+        layers = self._measuring()
+        for layer in layers:
+            layer.measures = False
+        return layers
+
     def settle(self) -> None:
         """Give all ranks, which call it together at a step's end, the greatest of what each has seen in it."""
         layers = self._measuring()

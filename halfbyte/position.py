@@ -130,6 +130,43 @@ class OptimizerHook:
         self._state.after_step()
 
 
+class Interleaved:
+    """Micro-batches whose forwards and backwards take turns, as in a pipeline: each has a position of its own.
+
+    Before the first turn layers note no amaxes for later steps: pipelines learn shapes from tensors that nobody filled.
+
+    Args:
+        state: that stands where the micro-batch whose turn it is draws.
+        places: int64 [2, 2] of each, in memory of its own: compiled code may keep that of a forward for its backward.
+    """
+
+    def __init__(self, state: RunState, places: list[Tensor]) -> None:
+        self._state, self._places = state, places
+        self._waiting = state.pause_amaxes()
+
+    def turn(self, index: int) -> None:
+        """Let the forward or backward of a micro-batch run, or a part of either.
+
+        Raises:
+            ValueError: there is no such micro-batch.
+        """
+        if not 0 <= index < len(self._places):
+            count = len(self._places)
+            raise ValueError(f"index={index}: give 0 <= index < {count}, or call interleave with more than {count}")
+        self._resume()
+        self._state.stand_at(self._places[index])
+
+    def end(self) -> None:
+        """Let the position behind the last one be the next that anybody draws at."""
+        self._resume()
+        self._state.stand_at(self._places[-1])
+        self._state.owe()
+
+    def _resume(self) -> None:
+        while self._waiting:
+            self._waiting.pop().measures = True
+
+
 class Watch:
     """Looks once, after the second step of the optimizer of a RunState's layers, whether the position moved."""
 

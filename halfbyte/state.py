@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from halfbyte.amaxes import DelayedAmaxes, LayerAmaxes
 from halfbyte.delayed import Delayed
-from halfbyte.position import FORGOTTEN, FORGOTTEN_PRIVATE, ModelHooks, OptimizerHook, Watch, warn_user
+from halfbyte.position import (
+    FORGOTTEN,
+    FORGOTTEN_PRIVATE,
+    Interleaved,
+    ModelHooks,
+    OptimizerHook,
+    Watch,
+    warn_user,
+)
 from halfbyte.rng import SEED_LIMIT, StreamPhilox, as_signed64, rank_seed
 from halfbyte.schedule import Schedule
 from halfbyte.spec import Recipe
@@ -244,6 +252,39 @@ class RunState:
                 "follow the optimizer, or what torch.compile(model) returns"
             )
         return ModelHooks(self, leader)
+
+    def interleave(self, count: int) -> Interleaved:
+        """Return the next `count` micro-batches, for a loop that runs forwards of some before backwards of others.
+
+        Each draws what it would if all were run one after the other. A pipeline calls `turn(index)` before the forward
+        and before the backward of each, in which it may be recomputed, and `end()` behind the last one.
+
+        Raises:
+            TypeError, ValueError: count is no int above 0.
+        """
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"count={count!r}: give an int, that of the micro-batches")
+        if count < 1:
+            raise ValueError(f"count={count}: give the number of micro-batches, an int above 0")
+        if self._amaxes is not None and not self.step:
+            self._amaxes.refuse_unbegun()
+        self.ask_for_rank()
+        first, self._owed, self._ahead, self._moved = int(self._owed), False, False, True
+        with torch.inference_mode(False):
+            places = [self._places.clone() for _ in range(count)]
+            for index, place in enumerate(places):
+                place[:, 1].add_((first + index) << POSITION_SHIFT)
+        return Interleaved(self, places)
+
+    def stand_at(self, places: Tensor) -> None:
+        """Draw at places, int64 [2, 2]: of rounding bits and of fresh signs."""
+        with torch.inference_mode(False):
+            self._hold(places)
+        self.advances += 1
+
+    def pause_amaxes(self) -> list[LayerAmaxes]:
+        """Let no layer note amaxes, and return those that did."""
+        return [] if self._amaxes is None else self._amaxes.pause()
 
     def owe(self) -> None:
         """Take note that a backward came by: the next forward is another micro-batch's."""

@@ -10,12 +10,6 @@ from halfbyte.spec import Recipe
 
 def refuse_parallelism(parallel_dims: Any) -> None:
     """Raise ValueError for parallelisms of torchtitan under which a layer would quantize other bytes."""
-    if parallel_dims.pp > 1:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_degree={parallel_dims.pp}: a stage runs several micro-batches before the "
-            "first one's backward, each at a place of its own in the random stream, and nobody moves the RunState "
-            "between them; set it to 1 and shard with data_parallel_shard_degree or tensor_parallel_degree"
-        )
     if parallel_dims.tp > 1 and parallel_dims.spmd_backend == "spmd_types":
         raise ValueError(
             f"parallelism.tensor_parallel_degree={parallel_dims.tp} with spmd_backend='spmd_types': layers would see "

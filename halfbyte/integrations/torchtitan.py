@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,10 @@ from halfbyte import ops
 from halfbyte.convert import high_precision
 from halfbyte.integrations.other_recipes import recipe_difference
 from halfbyte.integrations.titan_limits import changes_by_step, refuse_experts, refuse_graphs, refuse_parallelism
+from halfbyte.integrations.titan_pipeline import data_rank, follow_pipeline, layers_of_run
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.streams import FollowsRecipe, name_layers
-from halfbyte.policy import Keep, kept_layers, matches, plain_name, unmatched_names
+from halfbyte.policy import Keep, kept_layers, matches, unmatched_names
 from halfbyte.recipes import read_recipe, resolve
 from halfbyte.report import Report, Row
 from halfbyte.schedule import parse_schedule
@@ -170,16 +171,22 @@ class RunStateCheckpoints(CheckpointManager):
         if config.evaluation not in EVALUATIONS:
             raise ValueError(f"evaluation={config.evaluation!r}: use one of {', '.join(map(repr, EVALUATIONS))}")
         trainer = states["train_state"]
-        refuse_parallelism(trainer.parallel_dims)
-        self._model = model_parts[0]
-        recipes = [layer.recipe for layer in self._model.modules() if isinstance(layer, FollowsRecipe)]
-        refuse_graphs(config.schedule, recipes, trainer.config.training)
+        dims = trainer.parallel_dims
+        refuse_parallelism(dims)
+        layers = layers_of_run(model_parts, trainer.model_config, dims.pp)
+        refuse_graphs(config.schedule, [layer.recipe for layer in layers.values()], trainer.config.training)
         self.run_state = RunState(config.seed, parse_schedule(config.schedule, trainer.config.training.steps))
-        if dist.is_initialized():  # the last dimension of torchtitan's meshes is that of ranks that share layers
-            self.run_state.set_rank(dist.get_rank() // trainer.parallel_dims.tp)
-        _join(self._model, self.run_state)
+        if dist.is_initialized():
+            self.run_state.set_rank(data_rank(dims))
+        _join(model_parts, layers, self.run_state)
+        if dims.pp > 1:
+            follow_pipeline(trainer.pp_schedule, self.run_state, trainer.num_pipeline_parallel_microbatches)
+        else:
+            self.run_state.follow(model_parts[0])
+        self._layers = nn.ModuleList(layers.values())
         if config.evaluation == EVALUATIONS[0]:
-            _Evaluation(self._model)
+            for part in model_parts:
+                _Evaluation(part)
         super().__init__(
             config,
             dataloader=dataloader,
@@ -192,17 +199,17 @@ class RunStateCheckpoints(CheckpointManager):
         )
         assert not form, "torchtitan 0.3 hands over no more"
         if self.enable:
-            self.states[STATE] = _Saved(self._model, self.run_state)
+            self.states[STATE] = _Saved(layers, self.run_state)
 
     def load(self, step: int = -1) -> bool:
         found = super().load(step)
-        self.run_state.begin_step(self._model)
+        self.run_state.begin_step(self._layers)
         return found
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
         saved = super().save(curr_step, last_step)
         if not last_step:
-            self.run_state.begin_step(self._model)
+            self.run_state.begin_step(self._layers)
         return saved
 
 
@@ -262,9 +269,9 @@ def quantize_config_(
 
     The linear layers and routed experts of the model are replaced by the rules of `hb.quantize_`: by default all but
     heads, routers and the last 15 % of the blocks. The RunState advances with every micro-batch, each rank draws bits
-    of its own, checkpoints hold it; selective activation checkpointing keeps what is quantized. FSDP2, HSDP, context,
-    expert and tensor parallelism are torchtitan's (the last with spmd_backend="partial_dtensor" and no routed experts
-    in a recipe); pipeline parallelism is refused.
+    of its own, checkpoints hold it; selective activation checkpointing keeps what is quantized. FSDP2, HSDP, pipelines,
+    context, expert and tensor parallelism are torchtitan's (the last with spmd_backend="partial_dtensor" and no routed
+    experts in a recipe).
 
     Args:
         config: what a function such as llama3_8b() returned; it is changed, its model config is replaced by a copy.
@@ -395,24 +402,23 @@ def _check_state(layer: FollowsRecipe) -> None:
         raise ValueError(f"{layer.title}: {_NO_STATE}")
 
 
-def _join(model: nn.Module, state: RunState) -> None:
-    """Let the layers of a model draw from one RunState, which moves on by itself, and siblings share their amax."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, FollowsRecipe)}
+def _join(parts: Sequence[nn.Module], layers: Mapping[str, FollowsRecipe], state: RunState) -> None:
+    """Let the layers of a run draw from one RunState, and siblings share their amax."""
     if not layers:
         raise ValueError(
-            f"model={type(model).__name__}: no layer follows a recipe; let {_HERE}.quantize_config_ convert the "
+            f"model={type(parts[0]).__name__}: no layer follows a recipe; let {_HERE}.quantize_config_ convert the "
             f"config, or add {_HERE}.recipe_linear to --override.imports"
         )
-    state.to(next(model.parameters()).device)
+    state.to(next(parts[0].parameters()).device)
     for layer in layers.values():
         layer.join(state)
-    name_layers(model)
-    for parent in model.modules():
+    for part in parts:
+        name_layers(part)
+    for parent in (module for part in parts for module in part.modules()):
         for group in SHARE_AMAX:
             family = tuple(c for n, c in parent.named_children() if n in group and isinstance(c, RecipeLinear))
             for layer in family if len(family) > 1 else ():
                 layer.amax_group = family
-    state.follow(model)
 
 
 class _Evaluation:
@@ -440,8 +446,8 @@ class _Saved:
     In one text: torch's distributed checkpoints restore the keys that a new run has, and a RunState has few at first.
     """
 
-    def __init__(self, model: nn.Module, state: RunState) -> None:
-        self._model, self._state = model, state
+    def __init__(self, layers: Mapping[str, FollowsRecipe], state: RunState) -> None:
+        self._layers, self._state = layers, state
 
     def state_dict(self) -> dict[str, Any]:
         saved = {"version": 1, "state": self._state.state_dict(), "recipes": self._recipes()}
@@ -456,8 +462,8 @@ class _Saved:
 
     def _recipes(self) -> dict[str, str]:
         """Return name -> key of the recipe that a layer was converted to, whatever a schedule changed since."""
-        layers = [(name, m) for name, m in self._model.named_modules() if isinstance(m, FollowsRecipe)]
-        return {plain_name(n): (m.recipe if m.recipe_before is None else m.recipe_before).key for n, m in layers}
+        layers = self._layers.items()
+        return {name: (m.recipe if m.recipe_before is None else m.recipe_before).key for name, m in layers}
 
 
 def llama3_debugmodel_first_85_pct_layers_nvfp4() -> Trainer.Config:

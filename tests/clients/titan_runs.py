@@ -1,13 +1,15 @@
 """torchtitan's Trainer on a CPU for test_torchtitan.py, importable on every rank: device, attention, tokenizer, text.
 
 A CPU lacks what torchtitan asks of a device, and backward of compiled FlexAttention: `_Device` answers for it, and
-attention is torch's own. gloo lacks a sum with a factor: FSDP2 divides beside it. Tokenizer, text and what torchtitan
-wants of a later torch come from bench/titan.py. Everything else is torchtitan's: its configs, meta init, parallelize
-functions, FSDP2, optimizer, loss, checkpoints and loop.
+attention is torch's own. gloo lacks a sum with a factor: FSDP2 divides beside it. Schedules of torch 2.13 take whole
+batches: `_step` hands over the micro-batches that torchtitan has. Tokenizer, text and what torchtitan
+wants of a later torch besides come from bench/titan.py. Everything else is torchtitan's: its configs, meta init,
+parallelize functions, FSDP2, pipelines, optimizer, loss, checkpoints and loop.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import zlib
@@ -65,11 +67,28 @@ TEXT = str(Path(torch.__file__).with_name("functional.py"))
 """What the debug models learn: Python that every machine with this torch has."""
 
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle  # noqa: E402
 from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.config.configs import DebugConfig  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
+
+
+def _step(schedule: Any, *, return_outputs: bool = True, target: Any = None, **micro_batches: Any) -> None:
+    """Be `step` of a schedule for torchtitan, which has cut its batch and wants no outputs."""
+    assert target is None
+    assert not return_outputs or not schedule._has_backward
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    for stage in stages:
+        stage.has_backward = schedule._has_backward
+        stage.clear_runtime_states()
+    schedule._step_microbatches(return_outputs=return_outputs, **micro_batches)
+
+
+for _schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
+    if "arg_mbs" not in inspect.signature(_schedule.step).parameters:
+        _schedule.step = _step
 
 
 def small(config: Trainer.Config, folder: Path | str, *, steps: int = 20, accumulate: int = 1) -> Trainer.Config:
@@ -109,11 +128,12 @@ def _fill(model: torch.nn.Module) -> None:
 def run(config: Trainer.Config, *, weights: bool = False) -> tuple[Trainer, list[float]]:
     """Train, and return the trainer and the losses of all steps; weights: fill them by name."""
     trainer = config.build()
-    for module in trainer.model_parts[0].modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-    if weights:
-        _fill(trainer.model_parts[0])
+    for part in trainer.model_parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        if weights:
+            _fill(part)
     losses: list[float] = []
     log = trainer.metrics_processor.log
 
