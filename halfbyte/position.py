@@ -160,7 +160,7 @@ class Interleaved:
         """Let the position behind the last one be the next that anybody draws at."""
         self._resume()
         self._state.stand_at(self._places[-1])
-        self._state.owe()
+        self._state.end_turns()
 
     def _resume(self) -> None:
         while self._waiting:

@@ -60,6 +60,7 @@ class RunState:
     _owed = False  # a backward came by a followed model since the position moved
     _moved = False  # since the last step of a followed optimizer
     _ahead = False  # such a step moved it last: an advance() that comes now would say the same
+    _takes_turns = False  # micro-batches are interleaved: whoever does it says where each draws
     _amaxes: DelayedAmaxes | None = None
     _unbegun = 0  # training forwards with delayed amaxes before the first step
 
@@ -270,6 +271,7 @@ class RunState:
             self._amaxes.refuse_unbegun()
         self.ask_for_rank()
         first, self._owed, self._ahead, self._moved = int(self._owed), False, False, True
+        self._takes_turns = True
         with torch.inference_mode(False):
             places = [self._places.clone() for _ in range(count)]
             for index, place in enumerate(places):
@@ -282,13 +284,18 @@ class RunState:
             self._hold(places)
         self.advances += 1
 
+    def end_turns(self) -> None:
+        """Let backwards that come by count again, as those of interleaved micro-batches have not."""
+        self._takes_turns = False
+        self.owe()
+
     def pause_amaxes(self) -> list[LayerAmaxes]:
         """Let no layer note amaxes, and return those that did."""
         return [] if self._amaxes is None else self._amaxes.pause()
 
     def owe(self) -> None:
         """Take note that a backward came by: the next forward is another micro-batch's."""
-        self._owed = True
+        self._owed = not self._takes_turns
 
     def catch_up(self, always: bool = False) -> None:
         """Begin the micro-batch of a forward of a followed model."""

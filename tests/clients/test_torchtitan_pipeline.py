@@ -221,4 +221,3 @@ def test_pipelines_of_ranks_that_share_data_or_layers(tmp_path):
             print(case, max(gaps.values()), different(both, wanted[rank].arrays))
             assert max(gaps.values()) < 1e-6
         assert case.data == 1 or not found[0].places & found[1].places
-

@@ -1,0 +1,127 @@
+"""RunState.interleave: micro-batches whose forwards and backwards take turns draw what they do one after the other."""
+
+import pytest
+import torch
+from test_following import ALL, Net, build, data, same
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfbyte as hb
+
+COUNT = 4
+ORDERS = {
+    "all forwards first": [("f", 0), ("f", 1), ("f", 2), ("f", 3), ("b", 0), ("b", 1), ("b", 2), ("b", 3)],
+    "one and one": [("f", 0), ("f", 1), ("b", 0), ("f", 2), ("b", 1), ("f", 3), ("b", 2), ("b", 3)],
+}
+
+
+def turns_of(state, model, order, forward):
+    """Run micro-batches in an order; model gathers their gradients."""
+    turns, losses = state.interleave(COUNT), {}
+    for kind, index in order:
+        turns.turn(index)
+        if kind == "f":
+            losses[index] = forward(model, data(index)).square().mean()
+        else:
+            losses.pop(index).backward()
+    turns.end()
+
+
+def gradients(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def one_after_the_other(steps=2):
+    model, state = build()
+    found = []
+    for _ in range(steps):
+        for index in range(COUNT):
+            model(data(index)).square().mean().backward()
+            state.advance()
+        found.append(gradients(model))
+        model.zero_grad()
+    return found, state
+
+
+def call(model, x):
+    return model(x)
+
+
+def recomputed(model, x):
+    return checkpoint(model, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("forward", [call, recomputed])
+@pytest.mark.parametrize("order", ORDERS)
+def test_in_turns_they_draw_what_they_do_one_after_the_other(order, forward):
+    (first, second), alone = one_after_the_other()
+    model, state = build()
+    turns_of(state, model, ORDERS[order], forward)
+    assert same(gradients(model), first) and state.next_position == state.state_dict()["position"] == COUNT
+    model.zero_grad()
+    turns_of(state, model, ORDERS[order], forward)
+    assert same(gradients(model), second) and not same(first, second)
+    assert state.state_dict() == alone.state_dict()
+
+
+def test_whoever_moves_the_position_besides_moves_nothing_twice():
+    (first, _), _ = one_after_the_other()
+    model, state = build()
+    state.follow(model)  # sees backwards between these forwards
+    turns_of(state, model, ORDERS["one and one"], call)
+    assert same(gradients(model), first) and (state.position, state.next_position) == (COUNT - 1, COUNT)
+    state.advance()
+    assert state.position == state.next_position == COUNT
+    model(data(0)).square().mean().backward()
+    assert (state.position, state.next_position) == (COUNT, COUNT + 1)
+    turns = state.interleave(2)
+    turns.turn(1)
+    assert state.position == COUNT + 2
+
+
+def test_compiled_code_keeps_the_place_of_its_forward():
+    (first, _), _ = one_after_the_other()
+    model, state = build()
+    for block in model:
+        block.compile(backend="aot_eager")
+    turns_of(state, model, ORDERS["all forwards first"], call)
+    assert same(gradients(model), first)
+
+
+def test_amaxes_for_later_steps_are_noted_in_turns_alone():
+    models = []
+    for is_interleaved in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Net(), Net())
+        state = hb.quantize_(model, hb.recipes.delayed_amax(), keep=ALL, state=hb.RunState(1)).state
+        for _ in range(3):
+            state.begin_step(model)
+            if is_interleaved:
+                turns = state.interleave(1)
+                model(1e6 * data(8)).sum().backward()  # as a pipeline learns shapes
+                turns.turn(0)
+            model.zero_grad()
+            model(data(0)).square().mean().backward()
+            turns.end() if is_interleaved else state.advance()
+        models.append((gradients(model), state.state_dict()))
+    assert same(models[0][0], models[1][0]) and models[0][1] == models[1][1]
+    assert len(models[0][1]["amaxes"]) == 4
+
+
+def test_refusals():
+    model, state = build()
+    for count in (0, -1):
+        with pytest.raises(ValueError, match=f"count={count}: give the number of micro-batches, an int above 0"):
+            state.interleave(count)
+    for count in (True, 2.0):
+        with pytest.raises(TypeError, match=f"count={count}: give an int"):
+            state.interleave(count)
+    turns = state.interleave(2)
+    for index in (-1, 2):
+        with pytest.raises(
+            ValueError, match=f"index={index}: give 0 <= index < 2, or call interleave with more"
+        ):
+            turns.turn(index)
+    hb.set_recipe_(model, hb.recipes.delayed_amax())
+    with pytest.raises(ValueError, match="begin_step was never called"):
+        state.interleave(2)
