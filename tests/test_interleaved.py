@@ -118,9 +118,7 @@ def test_refusals():
             state.interleave(count)
     turns = state.interleave(2)
     for index in (-1, 2):
-        with pytest.raises(
-            ValueError, match=f"index={index}: give 0 <= index < 2, or call interleave with more"
-        ):
+        with pytest.raises(ValueError, match=f"index={index}: give 0 <= index < 2, or call interleave with more"):
             turns.turn(index)
     hb.set_recipe_(model, hb.recipes.delayed_amax())
     with pytest.raises(ValueError, match="begin_step was never called"):

@@ -324,7 +324,6 @@ def test_the_layers_of_their_config_and_siblings_of_one_config():
 
 
 PARALLEL = {
-    "a pipeline": (short, {"pipeline_parallel_degree": 2}, "pipeline_parallel_degree=2: a stage runs several micro-"),
     "types": (
         short,
         {"tensor_parallel_degree": 2, "spmd_backend": "spmd_types"},
