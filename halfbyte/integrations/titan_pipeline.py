@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def layers_of_run(parts: Sequence[nn.Module], model_config: Any, degree: int) ->
     if degree == 1:
         return own
     with torch.device("meta"):
-        whole = model_config.build()
+        whole: nn.Module = model_config.build()
     for part in parts:
         _refuse_other_names(part, whole, degree)
     name_layers(whole)
@@ -48,8 +49,9 @@ def layers_of_run(parts: Sequence[nn.Module], model_config: Any, degree: int) ->
 
 def _refuse_other_names(part: nn.Module, whole: nn.Module, degree: int) -> None:
     """Raise ValueError where torchtitan's cut has numbered the layers of a list again."""
+    lengths = {name: len(module) for name, module in whole.named_modules() if isinstance(module, nn.ModuleList)}
     for name, module in part.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) not in (0, len(whole.get_submodule(plain_name(name)))):
+        if isinstance(module, nn.ModuleList) and len(module) not in (0, lengths[plain_name(name)]):
             raise ValueError(
                 f"parallelism.pipeline_parallel_degree={degree}: {name} is an nn.ModuleList, of which a stage numbers "
                 "its layers from 0, so that nobody knows which of the model's they are; hold them in an nn.ModuleDict, "
@@ -76,10 +78,9 @@ def follow_pipeline(schedule: Any, state: RunState, count: int) -> None:
             "torch's as it is, such as '1F1B' or 'Interleaved1F1B'"
         )
     turns = _Turns(state, count)
-    schedule.step = turns.of_all(schedule.step)
+    schedule.step = turns.of_all()(schedule.step)
     for stage in stages:
-        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-            setattr(stage, name, turns.of_one(getattr(stage, name)))
+        turns.of_stage(stage)
 
 
 class _Turns:
@@ -92,29 +93,43 @@ class _Turns:
         self._state, self._count = state, count
         self._present: Interleaved | None = None
 
-    def of_all(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `step` of a schedule, whose micro-batches are the next ones."""
+    @contextlib.contextmanager
+    def of_all(self) -> Iterator[None]:
+        """Let the micro-batches of a `step` of the schedule be the next ones; validation moves nothing."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        present = self._present = self._state.interleave(self._count)
+        try:
+            yield
+        finally:
+            self._present = None
+            present.end()
 
-        @functools.wraps(step)
-        def in_turns(*arguments: Any, **options: Any) -> Any:
-            if not torch.is_grad_enabled():  # validation, which moves nothing
-                return step(*arguments, **options)
-            present = self._present = self._state.interleave(self._count)
-            try:
-                return step(*arguments, **options)
-            finally:
-                self._present = None
-                present.end()
+    def of_stage(self, stage: Any) -> None:
+        """Let every function of a stage that runs a micro-batch say whose turn it is."""
+        forward, backward, weights = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
 
-        return in_turns
+        @functools.wraps(forward)
+        def forward_one_chunk(index: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
+            self._turn(index)
+            return forward(index, args, kwargs, save_forward_output=save_forward_output)
 
-    def of_one(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of a stage that takes the number of a micro-batch first."""
+        @functools.wraps(backward)
+        def backward_one_chunk(
+            index: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        ) -> Any:
+            self._turn(index)
+            return backward(index, loss=loss, full_backward=full_backward, last_backward=last_backward)
 
-        @functools.wraps(run)
-        def in_turn(index: int, *arguments: Any, **options: Any) -> Any:
-            if self._present is not None:
-                self._present.turn(index)
-            return run(index, *arguments, **options)
+        @functools.wraps(weights)
+        def backward_weight_one_chunk(index: int, last_backward: bool = False) -> Any:
+            self._turn(index)
+            return weights(index, last_backward=last_backward)
 
-        return in_turn
+        stage.forward_one_chunk, stage.backward_one_chunk = forward_one_chunk, backward_one_chunk
+        stage.backward_weight_one_chunk = backward_weight_one_chunk
+
+    def _turn(self, index: int) -> None:
+        if self._present is not None:
+            self._present.turn(index)
