@@ -80,12 +80,16 @@ def test_whoever_moves_the_position_besides_moves_nothing_twice():
 
 
 def test_compiled_code_keeps_the_place_of_its_forward():
-    (first, _), _ = one_after_the_other()
+    (first, second), _ = one_after_the_other()
     model, state = build()
     for block in model:
         block.compile(backend="aot_eager")
     turns_of(state, model, ORDERS["all forwards first"], call)
     assert same(gradients(model), first)
+    model.zero_grad()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        turns_of(state, model, ORDERS["one and one"], call)
+    assert same(gradients(model), second)
 
 
 def test_amaxes_for_later_steps_are_noted_in_turns_alone():
