@@ -41,6 +41,7 @@ class Case(NamedTuple):
     recipe: hb.Recipe | str = "nvfp4"
     checkpointing: str = "selective"
     backend: str = ""
+    spmd: str = "partial_dtensor"
     steps: int = STEPS
     is_plain_loss: bool = False
     is_moe: bool = False
@@ -74,7 +75,7 @@ def config_of(case: Case, folder: str):
     config.training.local_batch_size = MICRO_BATCHES if case.schedule else 1
     config.training.global_batch_size = MICRO_BATCHES * case.data
     parallelism = config.parallelism
-    parallelism.spmd_backend, parallelism.tensor_parallel_degree = "partial_dtensor", case.tensor
+    parallelism.spmd_backend, parallelism.tensor_parallel_degree = case.spmd, case.tensor
     if case.schedule:
         parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule = 2, case.schedule
         parallelism.pipeline_parallel_microbatch_size = 1
@@ -161,6 +162,7 @@ LONG = [
     Case("1F1B", "naive_fp4"),
     Case("Interleaved1F1B", "naive_fp4", checkpointing="none"),
     Case("Interleaved1F1B", checkpointing="full"),
+    Case("1F1B", spmd="spmd_types"),
     Case("1F1B", backend="aot_eager"),
     Case("Interleaved1F1B", checkpointing="none", backend="aot_eager"),
     Case("Interleaved1F1B", hb.recipes.delayed_amax(every=2), steps=3, checkpointing="full"),
@@ -291,7 +293,7 @@ def validated(case: Case, folder: str, evaluation: str) -> tuple[Run, list[float
 
 def validated_on_a_rank(rank: int, world: int, folder: str) -> list[tuple[Run, list[float]]]:
     runs.alone(rank, world)
-    return [validated(Case("1F1B"), folder, evaluation) for evaluation in ours.EVALUATIONS]
+    return [validated(Case("Interleaved1F1B"), folder, evaluation) for evaluation in ours.EVALUATIONS]
 
 
 @pytest.mark.full
