@@ -20,6 +20,14 @@ STEPS, STOP_AT = 7, 3
 CHANGES = {"steps": STEPS, "checkpoint_every": 1000, "log_every": 5, "eval_every": 2, "accumulate": 2}
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Not ignored, as it is where a shell runs the tests in the background: so are then the processes that they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def at(place, trainer, call):
     """Have `call` called once, when the run is at a place of its step STOP_AT + 1."""
     pending = [call]
@@ -188,6 +196,7 @@ with signals.watch(print) as interrupts, interrupts.deferred():
 DEAF = """
 import hashlib, threading
 from halfbyte.train import signals
+signals.PATIENCE = 0.5
 with signals.watch(lambda stopped: print(stopped, flush=True)):
     threading.Timer(1.0, lambda: print("ready", flush=True)).start()  # once the line below runs
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)  # other threads run, but no instruction of this one
@@ -199,7 +208,7 @@ def test_foreign_code_that_does_not_answer_is_ended(tmp_path):
     process = start(tmp_path, "-c", DEAF)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=signals.PATIENCE + 20)
+    output, _ = process.communicate(timeout=60)
     assert (process.returncode, output) == (143, "stopped by SIGTERM\n")
 
 
