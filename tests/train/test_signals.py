@@ -22,7 +22,7 @@ CHANGES = {"steps": STEPS, "checkpoint_every": 1000, "log_every": 5, "eval_every
 
 @pytest.fixture(autouse=True)
 def ctrl_c():
-    """Not ignored, as it is where a shell runs the tests in the background: so are then the processes that they start."""
+    """Not ignored, as a shell has it for what runs in the background, and for the processes that it starts."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
