@@ -301,6 +301,7 @@ def test_a_signal_that_follows_a_failure_does_not_take_its_place(capfd):
 def test_a_rank_that_failed_says_why_though_a_launcher_ends_it():
     """Its error is printed when its groups are gone; ranks that had nothing to say are gone before, and noticed."""
     ranks = SimpleNamespace(size=2, is_first=True, speaks_of=lambda error: True)
+    usual = signal.getsignal(signal.SIGTERM)
 
     def run(interrupts):
         raise ValueError("rank 0 had enough")
@@ -312,7 +313,7 @@ def test_a_rank_that_failed_says_why_though_a_launcher_ends_it():
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "ctrl-C still ends it"
     with pytest.raises(ValueError, match="had enough"):
         commands.until_stopped("train", False, run)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "of one process alone"
+    assert signal.getsignal(signal.SIGTERM) == usual, "of one process alone"
 
 
 def test_work_that_is_deferred_after_a_signal_does_not_begin():
