@@ -38,6 +38,7 @@ $(VENV)/setup.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV); this takes a few minutes"
 	$(INSTALL) --editable '.[train,test,dev]'
+	@$(BIN)/python -m compileall -q halfbyte # pip compiles what it installs, not this; tests start many processes
 	@touch $@
 
 $(VENV)/docs.stamp: $(VENV)/setup.stamp

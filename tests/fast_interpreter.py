@@ -11,11 +11,13 @@ import math
 from functools import wraps
 
 import triton.language as tl
-from triton.language import core
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 MOST = 4096
 """Types that are kept; pointers are types of their own in every launch."""
+MOST_CONSTANTS, LARGEST = 1024, 4096
+"""Constants that are kept, each in the shape of its neighbour, and elements of the largest: 32 MiB at most."""
 
 
 def install() -> None:
@@ -26,6 +28,10 @@ def install() -> None:
     core.tensor.__init__ = _tensors(core.tensor.__init__)
     core.tuple.__eq__ = _equal_tuples(core.tuple.__eq__)
     core.dtype.__eq__ = _equal_types(core.dtype.__eq__)
+    interpreter._validate_np_data_size = _known_sizes(interpreter._validate_np_data_size)
+    rules = semantic.TritonSemantic
+    rules.binary_op_type_checking_impl = _operands(rules.binary_op_type_checking_impl)
+    rules.binary_op_sanitize_overflow_impl = _asserted(rules.binary_op_sanitize_overflow_impl)
 
 
 def _replace_once(replace):
@@ -116,3 +122,66 @@ def _equal_types(equal):
         return other is self or equal(self, other)
 
     return compare
+
+
+def _known_sizes(fits):
+    known = {}
+
+    @wraps(fits)
+    def look_up(np_array, tl_dtype):
+        if type(tl_dtype) is not core.dtype:
+            return fits(np_array, tl_dtype)
+        key = np_array.itemsize, tl_dtype.name
+        if key not in known:
+            known[key] = fits(np_array, tl_dtype)
+        return known[key]
+
+    return look_up
+
+
+def _asserted(sanitize):
+    """What looks for overflow computes in 64 bits what it asserts, and without `debug` asserts nothing."""
+
+    @wraps(sanitize)
+    def sanitize_in_debug(self, lhs, rhs, binary_op):
+        if self.builder.options.debug:
+            sanitize(self, lhs, rhs, binary_op)
+
+    return sanitize_in_debug
+
+
+def _operands(check):
+    """Of operands of one type nothing is to be cast, and a number beside a tensor is the same constant every time."""
+    constants = {}
+
+    def constant_beside(self, tensor, number, is_left, options):
+        """Return what `check` makes of both; a constant that leaves the tensor as it is is kept."""
+        kind, shape = tensor.dtype, tensor.type.shape if tensor.type.is_block() else None
+        key = id(kind), type(number), number, is_left, options, shape and builtins.tuple(shape.values)
+        found = constants.get(key)
+        if found is None:
+            left, right = check(self, number, tensor, *options) if is_left else check(self, tensor, number, *options)
+            same, constant = (right, left) if is_left else (left, right)
+            if same is not tensor or constant.handle.data.size > LARGEST:
+                return left, right
+            constant.handle.data.flags.writeable = False
+            if len(constants) >= MOST_CONSTANTS:
+                constants.clear()
+            found = constants[key] = constant, kind  # whose id is not given away meanwhile
+        return (found[0], tensor) if is_left else (tensor, found[0])
+
+    @wraps(check)
+    def look_up(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
+        options = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        left, right = type(lhs), type(rhs)
+        if left is core.tensor and type(lhs.dtype) is core.dtype:  # no pointer
+            if right is core.tensor and lhs.dtype is rhs.dtype and not (div_or_mod and lhs.dtype.is_floating()):
+                shapes = [t.type.shape.values if t.type.is_block() else None for t in (lhs, rhs)]
+                return (lhs, rhs) if shapes[0] == shapes[1] else self.broadcast_impl_value(lhs, rhs)
+            if right is int or right is float or right is bool:
+                return constant_beside(self, lhs, rhs, False, options)
+        elif right is core.tensor and type(rhs.dtype) is core.dtype and (left is int or left is float or left is bool):
+            return constant_beside(self, rhs, lhs, True, options)
+        return check(self, lhs, rhs, *options)
+
+    return look_up

@@ -84,6 +84,8 @@ def _command(
             options = _parse(kind, arguments, out)
             ranks.compare(_asked(options), configs.differences)
         except Exception as error:
+            if ranks.size > 1:
+                signals.ignore_launcher()
             if ranks.speaks_of(error):
                 raise
             return FAILED
@@ -141,6 +143,8 @@ def until_stopped(
                 return run(interrupts)
             except Exception as error:
                 interrupts.defer()
+                if ranks.size > 1:
+                    signals.ignore_launcher()
                 if ranks.size > 1 and is_lost(error):
                     if ranks.speaks_of(error):
                         ranks.say(f"halfbyte {name}: {lost_in_words(error, ranks)}; {command} goes on {LATEST}")

@@ -113,9 +113,18 @@ class Interrupts:
                     os._exit(128 + number)
 
 
+def ignore_launcher() -> None:
+    """Ignore SIGTERM from now on: a rank that failed ends by itself, when it has said why.
+
+    Ranks with nothing to say of the failure may end before it, and then the launcher ends those that are left.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 @contextlib.contextmanager
 def watch(say: Callable[[Stopped], None]) -> Iterator[Interrupts]:
-    """Yield Interrupts that hear of ctrl-C and SIGTERM until the block ends.
+    """Yield Interrupts that hear of ctrl-C and SIGTERM until the block ends, or has a handler of its own.
 
     Args:
         say: what prints where the work goes on, called before a process ends whose main thread does not answer.
@@ -137,8 +146,9 @@ def watch(say: Callable[[Stopped], None]) -> Iterator[Interrupts]:
     finally:
         signal.set_wakeup_fd(outer)
         for number, handler in before.items():
-            # None: not installed from Python, and so not to be put back from there
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            if signal.getsignal(number) == interrupts.receive:  # what the block itself chose stays
+                # None: not installed from Python, and so not to be put back from there
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
         os.close(writing)
         thread.join()
         os.close(reading)

@@ -40,8 +40,8 @@ def library(*ways: Way):
 
 
 def test_the_fastest_way_that_is_right_is_timed():
-    found = peers.time_all(task(), SETTING, {"lib": library(way("slow", seconds=0.01), way("fast"), way("off", 0.5))})
-    assert list(found.seconds) == ["lib (fast)"] and found.seconds["lib (fast)"] < 0.005
+    found = peers.time_all(task(), SETTING, {"lib": library(way("slow", seconds=0.2), way("fast"), way("off", 0.5))})
+    assert list(found.seconds) == ["lib (fast)"] and found.seconds["lib (fast)"] < 0.1
     assert found.left_out == {"lib (off)": "is another operation: relative error 0.5000, ours 0.1000"}
 
 
@@ -53,11 +53,11 @@ def test_the_fastest_way_that_is_right_is_timed():
         (way("", shape=(64, 32)), r"decodes to \(64, 32\), not \(32, 64\)"),
         (Way(name="", run=lambda x: x, values=lambda y: [y, y]), "gives 2 orientations, not 1"),
         (Way(name="", run=lambda x: x.no_such_thing, values=lambda y: [y]), "AttributeError"),
-        (way("", seconds=60.0), "took longer than 0.2 s"),
+        (way("", seconds=60.0), "took longer than 1 s"),
     ],
 )
 def test_a_way_that_is_wrong_or_does_not_run_has_a_reason_and_no_time(bad, why):
-    setting = replace(SETTING, limit=0.2)
+    setting = replace(SETTING, limit=1.0)  # which the other way needs no hundredth of, but on a busy machine
     found = peers.time_all(task(), setting, {"lib": library(bad), "other": library(way("x"))})
     assert list(found.seconds) == ["other (x)"]
     with pytest.raises(AssertionError, match=why):
@@ -84,7 +84,7 @@ def test_a_time_limit_that_a_compiler_wrapped_comes_again(monkeypatch):
     alarms = []
     right = measure.signal.setitimer
     monkeypatch.setattr(
-        measure.signal, "setitimer", lambda which, *t: alarms.append(t) or right(which, *(v / 10 for v in t))
+        measure.signal, "setitimer", lambda which, *t: alarms.append(t) or right(which, *(v / 5 for v in t))
     )
 
     def swallow(x):
@@ -100,9 +100,11 @@ def test_a_time_limit_that_a_compiler_wrapped_comes_again(monkeypatch):
 
 
 def test_a_time_limit_leaves_no_alarm_behind():
-    with measure.limit(0.05):
-        pass
-    time.sleep(0.1)
+    before = measure.signal.getsignal(measure.signal.SIGALRM)
+    with measure.limit(60.0):
+        assert 0 < measure.signal.getitimer(measure.signal.ITIMER_REAL)[0] <= 60
+    assert measure.signal.getitimer(measure.signal.ITIMER_REAL) == (0.0, 0.0)
+    assert measure.signal.getsignal(measure.signal.SIGALRM) is before
 
 
 def test_peers_are_compared_with_our_whole_operation_and_our_error(monkeypatch):

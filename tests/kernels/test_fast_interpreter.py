@@ -1,11 +1,13 @@
 """What the tests' interpreter looks up is what Triton makes; that kernels' bytes are right all tests of kernels say."""
 
 import os
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import triton.language as tl
-from triton.language import core
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -13,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 DTYPES = [dtype for dtype in vars(tl).values() if isinstance(dtype, tl.dtype) and dtype.name not in ("void", "uint1")]
 POINTERS = [tl.pointer_type(tl.float32), tl.pointer_type(tl.pointer_type(tl.int8))]
+RULES = semantic.TritonSemantic
 SHAPES = [[1], [16], [4, 8], [1, 1, 2], [core.constexpr(4), 2], core.tuple([8, 2]), core.tuple([core.constexpr(2)])]
 
 
@@ -34,6 +37,8 @@ def test_it_is_installed():
         interpreter._get_np_dtype,
         core.block_type.__init__,
         core.tensor.__init__,
+        RULES.binary_op_type_checking_impl,
+        RULES.binary_op_sanitize_overflow_impl,
     ):
         assert function.__wrapped__ is not function
 
@@ -88,3 +93,67 @@ def test_equal_types():
     for one in DTYPES:
         assert [one == other for other in DTYPES] == [one.name == other.name for other in DTYPES]
     assert tl.int8 == core.constexpr(tl.int8) and tl.int8 != 8
+
+
+NUMBERS = (0, 1, True, False, 1.0, -0.0, 0.0, 0.5, -3, 255, 256, -(2**31), 2**31, 2**63, 1e-40, float("inf"))
+OPERANDS = [(), (1,), (4,), (2, 4), (1, 4)]
+
+
+def rules() -> semantic.TritonSemantic:
+    return RULES(interpreter.interpreter_builder)
+
+
+def tensor(dtype, shape: tuple) -> tl.tensor:
+    data = np.ones(shape or 1, interpreter._get_np_dtype(dtype))
+    return tl.tensor(interpreter.TensorHandle(data, dtype), tl.block_type(dtype, list(shape)) if shape else dtype)
+
+
+def outcome(check, *operands, **options):
+    """Return what both operands are made: which it is, or its type and bytes; or the error."""
+    try:
+        made = check(rules(), *operands, **options)
+    except Exception as error:
+        return type(error), str(error)
+    which = [[one is operand for operand in operands] for one in made]
+    return [
+        (
+            same
+            if any(same)
+            else (str(one.type), str(one.handle.dtype), one.handle.data.dtype, one.handle.data.tobytes())
+        )
+        for one, same in zip(made, which, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operands(dtype):
+    """Every type beside others and numbers, in every shape; a second time, when constants are there."""
+    check = RULES.binary_op_type_checking_impl
+    others = [dtype, tl.int32, tl.float32, tl.bfloat16, POINTERS[0]]
+    for options in (
+        {},
+        {"div_or_mod": True},
+        {"allow_lhs_ptr": True, "allow_rhs_ptr": True},
+        {"arithmetic_check": False},
+    ):
+        for shape in OPERANDS:
+            one = tensor(dtype, shape)
+            pairs = [(one, tensor(other, size)) for other, size in product(others, OPERANDS)]
+            pairs += [(one, number) for number in NUMBERS]
+            for pair in (*pairs, *[pair[::-1] for pair in pairs]):
+                wanted = outcome(check.__wrapped__, *pair, **options)
+                assert [outcome(check, *pair, **options) for _ in range(2)] == [wanted] * 2, (pair, options)
+
+
+def test_overflow_is_looked_for_where_it_is_asserted():
+    one, found = tensor(tl.int32, (4,)), []
+
+    class Asserting(type(interpreter.interpreter_builder)):
+        def create_assert(self, condition, message):
+            found.append((bool(condition.data.all()), message))
+
+    for debug in (False, True):
+        builder = Asserting()
+        builder.options = replace(interpreter.interpreter_builder.options, debug=debug)
+        RULES(builder).add(one, tensor(tl.int32, (4,)), True)
+    assert found == [(True, "int32 overflow detected for operation add")]

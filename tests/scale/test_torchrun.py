@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import product
 from pathlib import Path
@@ -16,6 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
+import launch
 import pages
 import ranks
 import train_checks as checks
@@ -45,10 +49,29 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
-def torchrun(*command: str, ranks: int = 2, seconds: float = 120) -> subprocess.CompletedProcess:
-    """Run ranks of a command under torchrun."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command]
-    return subprocess.run(start, env=environment(), cwd="/", capture_output=True, text=True, timeout=seconds)
+def torchrun(*command: str, count: int = 2, seconds: float = 120) -> subprocess.CompletedProcess:
+    """Run ranks of a command under torchrun, forked from a server that has imported torch: a second less for each."""
+    arguments = ["torchrun", "--standalone", "--nproc-per-node", str(count), *command]
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(folder, name) for name in ("output", "error")]
+        launcher = ranks.CONTEXT.Process(target=launch.torchrun, args=(arguments, environment(), *map(str, streams)))
+        launcher.start()
+        launcher.join(seconds)
+        if launcher.is_alive():
+            launcher.kill()
+            raise subprocess.TimeoutExpired(arguments, seconds)
+        return subprocess.CompletedProcess(arguments, launcher.exitcode, *[stream.read_text() for stream in streams])
+
+
+def free_port() -> int:
+    """Return a port that nobody has, of those that no connection is given before the ranks listen to it."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    others = [*range(10_000, first), *range(last + 1, 65_536)]
+    for port in random.sample(others, len(others)):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("localhost", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def own_lines(text: str) -> list[str]:
@@ -89,7 +112,7 @@ def test_the_page_runs_under_torchrun(tmp_path):
     blocks = pages.blocks(ROOT / "docs" / "many_gpus.md")
     script = tmp_path / "page.py"
     script.write_text("\n".join(block.text for block in blocks if block.language == "python"))
-    done = torchrun(str(script), ranks=4)
+    done = torchrun(str(script), count=4)
     assert done.returncode == 0 and "terminate called" not in done.stderr, done.stderr
 
 
@@ -268,9 +291,7 @@ def test_of_two_nodes_one_is_killed(folder, victim):
     command = ["train", *options(folder, run.name, "--recipe", "nvfp4", "--dp-shard", "2", "--checkpoint-every", "3")]
 
     def start(more: list[str]) -> list[subprocess.Popen]:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            meet = ["--rdzv-backend", "c10d", "--rdzv-id", "7", "--rdzv-endpoint", f"localhost:{free.getsockname()[1]}"]
+        meet = ["--rdzv-backend", "c10d", "--rdzv-id", "7", "--rdzv-endpoint", f"localhost:{free_port()}"]
         node = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meet]
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         return [subprocess.Popen([*node, *more, *command], env=environment(), **pipes) for _ in range(2)]
@@ -309,9 +330,7 @@ def started(
     folder: Path, out: str, changes: list[list[str]], program: tuple[str, ...] = ("-m", "halfbyte")
 ) -> list[tuple[int, str]]:
     """Start a process for each rank, as a launcher on several nodes does; return status and standard error of each."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(len(changes))}
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(changes))}
     command = [sys.executable, *program, "train", *options(folder, out)]
     processes = [
         subprocess.Popen(

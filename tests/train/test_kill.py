@@ -14,24 +14,27 @@ import pytest
 from halfbyte.train import checkpoint, log, loop
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-KILL_AT = 5
+HELD = Path(__file__).parent / "held.py"
+KILL_AT, HELD_AT = 5, 8
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 def test_killed_and_resumed_equals_undisturbed(run, folder):
     config, data = run(steps=10, checkpoint_every=4, log_every=1, eval_every=5, device="cpu")
-    command = [sys.executable, "-m", "halfbyte.cli", "train", "--preset", "tiny", "--recipe", "nvfp4"]
+    command = ["train", "--preset", "tiny", "--recipe", "nvfp4"]
     command += ["--corpus", config.data.corpus, "--out", str(folder / "killed"), "--cache", str(config.run.cache)]
     command += ["--steps", "10", "--checkpoint-every", "4", "--log-every", "1", "--eval-every", "5"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.DEVNULL)
+    program = [sys.executable, str(HELD), str(HELD_AT)]
+    process = subprocess.Popen([*program, *command], env=environment, cwd=folder, stdout=subprocess.DEVNULL)
     try:
         _wait_for_step(folder / "killed", KILL_AT, process)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert not (folder / "killed" / "result.json").exists()
-    subprocess.run(command, env=environment, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    program = [sys.executable, "-m", "halfbyte.cli"]
+    subprocess.run([*program, *command], env=environment, cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
     undisturbed = replace(config, run=replace(config.run, out=folder / "undisturbed"))
     expected = loop.train(undisturbed, "nvfp4", data)

@@ -60,23 +60,24 @@ def test_two_trainings_in_one_folder_at_once(folder, capsys):
     assert (out / lock.NAME).read_text() == "" and not capsys.readouterr().err
 
 
-def _try(folder, start, found):
+def _try(folder, start, found, all_tried):
     start.wait()
     try:
         with lock.hold("one of many", folder):
             found.put("in")
-            time.sleep(1.0)
+            all_tried.wait(30)
     except ValueError as error:
         found.put(str(error))
 
 
 def test_of_many_at_the_same_moment_one_gets_in(tmp_path):
     context = multiprocessing.get_context("fork")
-    start, found = context.Barrier(5), context.Queue()
-    many = [context.Process(target=_try, args=(tmp_path, start, found)) for _ in range(5)]
+    start, found, all_tried = context.Barrier(5), context.Queue(), context.Event()
+    many = [context.Process(target=_try, args=(tmp_path, start, found, all_tried)) for _ in range(5)]
     for process in many:
         process.start()
     answers = [found.get(timeout=30) for _ in many]
+    all_tried.set()
     for process in many:
         process.join()
     assert answers.count("in") == 1
