@@ -227,7 +227,7 @@ def test_handlers_are_put_back_and_what_is_ignored_stays_so():
 
 def test_a_signal_that_follows_a_failure_does_not_take_its_place(capfd):
     """As of torchrun, which ends the ranks that are left when one dies: here, as locks and logs are given back."""
-    ranks = SimpleNamespace(size=2, is_first=True, speaks_of=lambda error: True, say=lambda text: print(text))
+    ranks = SimpleNamespace(size=2, is_first=True, speaks_of=lambda error: True, say=print)
     ranks.place = SimpleNamespace(rank=0)
 
     def run(interrupts):
