@@ -33,26 +33,26 @@ from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
 RESULT = Path(__file__).parent / "results" / "instructions.json"
 TARGET = "sm_90"
 SHAPE = (8192, 8192)
-SR = {"rounding": "stochastic"}
+DRAWN, DRAWN_ROTATED = (NVFP4(rounding="stochastic", rotation=rotation) for rotation in (None, Hadamard()))
 SIX = NVFP4(scaling=FourOverSix(), e4m3_max=256.0)
 ROTATED = {size: NVFP4(rotation=Hadamard(size=size)) for size in (16, 64, 128)}
 CASES: dict[str, tuple[Spec, Spec | None, tuple[bool, bool]]] = {
     "1x16 nearest": (NVFP4(), None, (False, False)),
-    "1x16 stochastic": (NVFP4(**SR), None, (False, False)),
+    "1x16 stochastic": (DRAWN, None, (False, False)),
     "4over6 MAE, exact error": (SIX, None, (False, False)),
     "4over6 MAE, scaled error": (NVFP4(scaling=FourOverSix(error_math="scaled")), None, (False, False)),
     **{f"rotation of {size}": (spec, None, (False, False)) for size, spec in ROTATED.items()},
     "row + rotated column, nearest": (NVFP4(), ROTATED[16], (False, False)),
-    "row + rotated column, stochastic": (NVFP4(**SR), NVFP4(**SR, rotation=Hadamard()), (False, False)),
+    "row + rotated column, stochastic": (DRAWN, DRAWN_ROTATED, (False, False)),
     "row as values + rotated column, nearest": (NVFP4(), ROTATED[16], (True, False)),
     "both as values, nearest": (NVFP4(), ROTATED[16], (True, True)),
-    "both as values, stochastic": (NVFP4(**SR), NVFP4(**SR, rotation=Hadamard()), (True, True)),
+    "both as values, stochastic": (DRAWN, DRAWN_ROTATED, (True, True)),
     "4over6 row as values + rotated column": (SIX, ROTATED[16], (True, True)),
     "4over6, both as values": (SIX, SIX, (True, True)),
     "NVFP4 row + MXFP8 column": (NVFP4(), MXFP8(), (False, False)),
 }
-INTEGER_PIPE = set("FMNMX FSEL FSETP HMNMX2 IADD3 ISETP LEA LOP3 P2R PLOP3 PRMT R2P".split())
-INTEGER_PIPE |= set("SEL SGXT SHF VIADD VIMNMX VIMNMX3".split())
+INTEGER_PIPE = {"FMNMX", "FSEL", "FSETP", "HMNMX2", "IADD3", "ISETP", "LEA", "LOP3", "P2R", "PLOP3", "PRMT", "R2P"}
+INTEGER_PIPE |= {"SEL", "SGXT", "SHF", "VIADD", "VIMNMX", "VIMNMX3"}
 LINE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(.*?)\s*;")
 LABEL = re.compile(r"(\.L_x_\d+):")
 JUMP = re.compile(r"(?P<guard>@!?U?P\w+ )?BRA.*\((?P<label>\.L_x_\d+)\)")
