@@ -17,6 +17,7 @@ from types import MappingProxyType
 from bench import (
     computed_tables,
     gather_tables,
+    instructions,
     keep,
     listing_tables,
     lora_tables,
@@ -329,6 +330,7 @@ RENDERERS: Mapping[str, Renderer] = MappingProxyType(
         **loss_tables.RENDERERS,
         **study_tables.RENDERERS,
         "qat": qat.render,
+        "instructions": instructions.render,
         "keep": keep.render,
         "machines": machines.render,
         "computed": computed_tables.render,

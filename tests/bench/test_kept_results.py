@@ -47,7 +47,7 @@ def test_training_logs_are_printed_and_the_rest_is_read():
     wanted = {"make-train", "moe"} | {name for name in logs if name.startswith("ablation-")}
     assert logs == wanted and {"make-train-losses", "moe-losses", "ablation"} <= set(loss_tables.RENDERERS)
     others = {path.name for path in results.FOLDER.iterdir() if path.suffix != ".jsonl"}
-    assert others == {"keep.json", "machines", "profiles", "qat.json", "training"}
+    assert others == {"instructions.json", "keep.json", "machines", "profiles", "qat.json", "training"}
 
 
 def test_a_stale_file_is_seen(tmp_path):

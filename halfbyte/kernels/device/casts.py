@@ -137,19 +137,34 @@ def nearest_codes(xs, START: tl.constexpr, encode):
     line may be rounded first, to even in the code as in the value.
     """
     out = ()
+    lines = least_lines(xs, START, encode)
+    for i in tl.static_range(8):
+        out = out + (tl.minimum(lines[i], MAGIC_SEVEN),)
+    return out
+
+
+@triton.jit
+def least_lines(xs, START: tl.constexpr, encode):
+    """Return `nearest_codes` of what rounds to a code of E2M1, 8 elements from START."""
+    out = ()
     for i in tl.static_range(START, START + 8):
         a = scaled_magnitude(xs[i], encode)
         low = tl.fma(a, 2.0, MAGIC).to(tl.uint32, bitcast=True)
         middle = (a + (MAGIC + 2.0)).to(tl.uint32, bitcast=True)
         high = tl.fma(a, 0.5, MAGIC + 4.0).to(tl.uint32, bitcast=True)
-        out = out + (tl.minimum(tl.minimum(tl.minimum(low, middle), high), MAGIC_SEVEN),)
+        out = out + (tl.minimum(tl.minimum(low, middle), high),)
     return out
 
 
 @triton.jit
 def nearest_value(a):
     """Return the number that the E2M1 code nearest to a >= 0 stands for."""
-    a = tl.minimum(a, E2M1_MAX)
+    return rounded_value(tl.minimum(a, E2M1_MAX))
+
+
+@triton.jit
+def rounded_value(a):
+    """Return `nearest_value` of what rounds to a code of E2M1."""
     # The last bit of binade * 2^22 is half the binade: the distance of E2M1 values there.
     binade = (tl.maximum(a, 1.0).to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.fma(binade, -4194304.0, tl.fma(binade, 4194304.0, a))
@@ -229,21 +244,26 @@ def pair_abs_max(pairs, HARDWARE: tl.constexpr):
     """
     if not has_ptx():
         return pair_of(abs_max(unpack_halves(pairs, False)), abs_max(unpack_halves(pairs, True)))
-    XORSIGN: tl.constexpr = 1 if HARDWARE else 0
+    return pair_max(pairs, HARDWARE) & 0x7FFF7FFF
+
+
+@triton.jit
+def pair_max(pairs, HARDWARE: tl.constexpr):
+    """Return `pair_abs_max` with signs that mean nothing; where there is PTX."""
     m = pairs[0]
     for i in tl.static_range(1, len(pairs)):
         m = tl.inline_asm_elementwise(
-            PAIR_ABS_MAX[XORSIGN], "=r,r,r", [m, pairs[i]], dtype=tl.uint32, is_pure=True, pack=1
+            PAIR_ABS_MAX[1 if HARDWARE else 0], "=r,r,r", [m, pairs[i]], dtype=tl.uint32, is_pure=True, pack=1
         )
-    return m & 0x7FFF7FFF
+    return m
 
 
 @triton.jit
 def max_of_pairs(pairs, HARDWARE: tl.constexpr):
     """Return max |x| over all values of `bf16_pairs` as fp32; NaN if one is NaN. HARDWARE: as in `pair_abs_max`."""
-    m = pair_abs_max(pairs, HARDWARE)
     if not has_ptx() or not HARDWARE:
-        return max_of_pair(m)
+        return max_of_pair(pair_abs_max(pairs, HARDWARE))
+    m = pair_max(pairs, HARDWARE)
     m = tl.inline_asm_elementwise(MAX_OF_HALVES, "=r,r", [m], dtype=tl.uint32, is_pure=True, pack=1)
     return (m & 0x7FFF0000).to(tl.float32, bitcast=True)
 

@@ -14,14 +14,25 @@ import triton.language as tl
 
 from halfbyte.formats import E2M1, FLT_MAX, f32
 from halfbyte.kernels.device import casts as pm
-from halfbyte.kernels.device import eden
+from halfbyte.kernels.device import eden, rotate
 from halfbyte.kernels.device.decode import E4M3_NAN, E8M0_NAN, INTERPRETED
 from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY, converted_word
 from halfbyte.kernels.device.e2m1_values import value_pairs
+from halfbyte.kernels.device.nearest import (
+    codes_of_numbers,
+    limited_pairs,
+    nearest_numbers,
+    nearest_word,
+    signed_values,
+    with_signs,
+)
 from halfbyte.kernels.device.stochastic import stochastic_word, upper_halves
 from halfbyte.kernels.target import Target, target_of
 from halfbyte.rng import given_sign_bits
 from halfbyte.spec import MXFP8, Eden, FourOverSix, Spec
+
+XORSIGN_LEVEL = 89
+"""The first `Rule.hardware` with minima of magnitudes that keep signs; GPUs have them from sm_86 on."""
 
 
 class Rule(NamedTuple):
@@ -68,6 +79,17 @@ class Rule(NamedTuple):
     drawn: bool = False
     signs: int = 0
     values: bool = False
+
+    @property
+    def joined(self) -> bool:
+        """Whether codes to nearest are joined with signs that lie in pairs; else nibble after nibble is shifted in."""
+        fits = XORSIGN_LEVEL <= self.hardware < E2M1_CAPABILITY.value
+        return fits and self.rounding == "nearest" and not self.element
+
+    @property
+    def apart(self) -> bool:
+        """Whether the pairs that a rotation gives hold elements two apart: their signs are joined in fewer steps."""
+        return (self.drawn or self.joined) and not self.values
 
 
 class Constants(NamedTuple):
@@ -240,7 +262,9 @@ def encode_scale(scale, factors, RULE: tl.constexpr):
 
 @triton.jit
 def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr, RULE: tl.constexpr):
-    """Return the error of one block scale: section 5's sum over elements 0 to 15, in order.
+    """Return the error of one block scale, section 5's sum over elements 0 to 15 in order, and what they round to.
+
+    That is two words of codes without signs, or 8 `bf16_pairs` if RULE.values; none unless RULE.joined.
 
     regular: with error_math="exact", whether a power of two scales (q * scale) * A / f(6 * m8) exactly. Then the
     quotients of q = 1 and q = 1.5 give all others: for the binade p of q, p * y1 + (q - p) * more with
@@ -252,9 +276,13 @@ def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr
         half_more = pm.quotient_by((scale * 1.5) * factors.amax, constants.unit, factors.inverse_unit) - one
         more = half_more * 2.0
         rest = one - more
+    qs = ()
+    words = ()
     for i in tl.static_range(16):
         x = tl.abs(xs[i])
         q = pm.nearest_value(x * encode)
+        if RULE.joined:
+            qs = qs + (q,)
         if RULE.scaled:
             d = tl.fma(q, scale, x * -factors.encode)  # the product is exact
         elif regular:
@@ -270,7 +298,12 @@ def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr
             error += d * d
         else:
             error += tl.abs(d)
-    return error
+        if RULE.joined and i % 8 == 7:  # at once: few registers in place of eight
+            if RULE.values:
+                words = words + pm.bf16_pairs(pm.part(qs, i - 7, 8))
+            else:
+                words = words + (codes_of_numbers(pm.part(qs, i - 7, 8)),)
+    return error, words
 
 
 @triton.jit
@@ -286,7 +319,10 @@ def errors_are_regular(factors, constants, RULE: tl.constexpr):
 
 @triton.jit
 def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, RULE: tl.constexpr, AXIS: tl.constexpr):
-    """Return (scale code, encode factor) of the candidate of least error, the first winning ties and NaN."""
+    """Return scale code, encode factor and what elements round to, of the candidate of least error.
+
+    The first wins ties and NaN. What they round to: as `candidate_error` returns it.
+    """
     if RULE.packed:  # bf16: right for every value
         base = pm.quotient_by(block_amax, pm.E2M1_MAX, SIXTH) * factors.encode
     else:
@@ -295,17 +331,27 @@ def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, 
         code = pm.e4m3_code(base * RULE.candidates[i], RULE.hardware)
         scale = pm.e4m3_positive(code)
         encode = encode_scale(scale, factors, RULE)
-        error = candidate_error(xs, scale, encode, factors, constants, regular, RULE)
+        error, words = candidate_error(xs, scale, encode, factors, constants, regular, RULE)
         if RULE.tile:
             error = tree_sum(error, AXIS)
         if i == 0:
-            best_code, best_encode, best_error = code, encode, error
+            best_code, best_encode, best_error, best_words = code, encode, error, words
         else:
             better = error < best_error
             best_code = tl.where(better, code, best_code)
             best_encode = tl.where(better, encode, best_encode)
             best_error = tl.where(better, error, best_error)
-    return best_code, best_encode
+            best_words = chosen(better, words, best_words)
+    return best_code, best_encode, best_words
+
+
+@triton.jit
+def chosen(condition, xs, ys):
+    """Return members of xs where `condition`, else those of ys."""
+    out = ()
+    for i in tl.static_range(len(xs)):
+        out = out + (tl.where(condition, xs[i], ys[i]),)
+    return out
 
 
 @triton.jit
@@ -313,6 +359,8 @@ def pack_codes(xs, signs, START: tl.constexpr, encode, random, RULE: tl.constexp
     """Return the 8 codes from element START as a uint32, the first in the low nibble; for the rest `quantize_block`."""
     if RULE.rounding == "nearest" and RULE.hardware >= E2M1_CAPABILITY:
         return converted_word(xs, START, encode)
+    elif RULE.joined and signs is not None:
+        return nearest_word(xs, signs, START, encode, APART)
     elif RULE.rounding == "nearest":
         return pm.pack_word(xs, START, pm.nearest_codes(xs, START, encode))
     elif RULE.rounding == "stochastic":
@@ -323,9 +371,9 @@ def pack_codes(xs, signs, START: tl.constexpr, encode, random, RULE: tl.constexp
 
 @triton.jit
 def scale_of_block(xs, block_amax, factors, constants, RULE: tl.constexpr, AXIS: tl.constexpr):
-    """Return the E4M3 code of a block's scale, its encode factor, and whether NaN stands for the block.
+    """Return the E4M3 code of a block's scale, its encode factor, whether NaN stands for it, and what it rounds to.
 
-    The arguments are those of `quantize_block`.
+    The last is that of `choose_candidate`, or nothing; the arguments are those of `quantize_block`.
     """
     poison = ((block_amax < pm.INF) == 0) | factors.poison
     if RULE.tile:
@@ -334,18 +382,19 @@ def scale_of_block(xs, block_amax, factors, constants, RULE: tl.constexpr, AXIS:
     if len(RULE.candidates) > 0:
         block_amax = tl.where(poison, 0.0, block_amax)
     if len(RULE.candidates) == 0:
+        rounded = ()
         # The conversion saturates; what poison makes of scale and codes is replaced.
         code = pm.e4m3_code(block_amax * factors.to_scale, RULE.hardware)
         if RULE.eden:
             code = tl.maximum(code, 1)  # no correction would lead away from 0
         encode = encode_scale(pm.e4m3_positive(code), factors, RULE)
     elif RULE.scaled:  # noqa: SIM114
-        code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
+        code, encode, rounded = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
     elif errors_are_regular(factors, constants, RULE):
-        code, encode = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
+        code, encode, rounded = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
     else:
-        code, encode = choose_candidate(xs, block_amax, factors, constants, False, RULE, AXIS)
-    return code, encode, poison
+        code, encode, rounded = choose_candidate(xs, block_amax, factors, constants, False, RULE, AXIS)
+    return code, encode, poison, rounded
 
 
 @triton.jit
@@ -366,15 +415,24 @@ def quantize_block(
     Returns:
         The 16 codes as int64 and the E4M3 scale as uint8.
     """
-    code, encode, poison = scale_of_block(xs, block_amax, factors, constants, RULE, AXIS)
-    if RULE.drawn and signs is None:
+    code, encode, poison, rounded = scale_of_block(xs, block_amax, factors, constants, RULE, AXIS)
+    if (RULE.drawn or len(rounded) > 0) and signs is None:
         signs = upper_halves(xs)
     if RULE.eden:
         words, squares, products = eden.projected_codes(xs, signs, encode, RULE, APART)
         low, high = words
         code = eden.stored_code(pm.e4m3_positive(code), squares, products, random[0])
         low, high = low.to(tl.int64), high.to(tl.int64)
+    elif len(rounded) > 0:
+        low, high = rounded
+        low = with_signs(low, pm.part(signs, 0, 4), APART).to(tl.int64)
+        high = with_signs(high, pm.part(signs, 4, 4), APART).to(tl.int64)
     else:
+        if RULE.joined and signs is not None:
+            signs = limited_pairs(signs, pm.e4m3_positive(code) * factors.decode)
+            xs = pm.unpack_pairs(signs, 0, 16)
+            if APART:
+                xs = rotate.apart(xs)
         low = pack_codes(xs, signs, 0, encode, random, RULE, APART).to(tl.int64)
         high = pack_codes(xs, signs, 8, encode, random, RULE, APART).to(tl.int64)
     return tl.where(poison, 0, low | (high << 32)), tl.where(poison, E4M3_NAN, code).to(tl.uint8)
@@ -383,10 +441,14 @@ def quantize_block(
 @triton.jit
 def block_values(xs, block_amax, factors, constants, random, RULE: tl.constexpr, AXIS: tl.constexpr, signs):
     """Return what 16 elements become, decoded, as 8 `bf16_pairs`; arguments as of `quantize_block`, none apart."""
-    code, encode, poison = scale_of_block(xs, block_amax, factors, constants, RULE, AXIS)
+    code, encode, poison, rounded = scale_of_block(xs, block_amax, factors, constants, RULE, AXIS)
     if signs is None:
         signs = upper_halves(xs)
     scale = tl.where(poison, float("nan"), pm.e4m3_positive(code))
+    if RULE.joined:
+        if len(rounded) == 0:
+            rounded = nearest_numbers(limited_pairs(signs, pm.e4m3_positive(code) * factors.decode), encode)
+        return signed_values(rounded, signs, scale)
     return value_pairs(xs, signs, encode, scale, random, RULE.rounding == "stochastic")
 
 

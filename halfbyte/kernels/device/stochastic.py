@@ -32,21 +32,24 @@ CUT_PAIR, CUT_NEIGHBORS = (
     )
     for selects in (("0x4240", "0x4341"), ("0x4140", "0x4342"))
 )
-# Bytes 1 and 3 of $1 to $4 are the codes of elements 0 and 2, 1 and 3, 4 and 6, 5 and 7, shifted by one, over four zero
-# bits: gathered, the odd ones are added over the even ones without a carry, and signs replace what else is in bits 3.
-# The sign of element i is the upper bit of half i % 2 of operand 5 + i / 2; where operands hold elements two apart
-# instead, (0, 2), (1, 3) and so on, signs are gathered in half as many steps.
+# The signs of 8 elements for bits 3 of the nibbles of w, which they replace. That of element i is the upper bit of half
+# i % 2 of operand 1 + i / 2; where operands hold elements two apart instead, (0, 2), (1, 3) and so on, it takes half as
+# many steps to gather them. Of even elements a sign fills its byte.
+JOIN_SIGNS = tuple(
+    f"{gather} lop3.b32 a, even, odd, 0x0F0F0F0F, 0xE4; lop3.b32 $0, a, w, 0x88888888, 0xE4;"
+    for gather in (
+        "prmt.b32 a, $1, $2, 0x7351; prmt.b32 b, $3, $4, 0x7351;"
+        "prmt.b32 even, a, b, 0xDC98; prmt.b32 odd, a, b, 0x7632;",
+        "prmt.b32 even, $1, $3, 0xFDB9; prmt.b32 odd, $2, $4, 0x7531;",
+    )
+)
+# Bytes 1 and 3 of $5 to $8 are the codes of elements 0 and 2, 1 and 3, 4 and 6, 5 and 7, shifted by one, over four zero
+# bits: gathered, the odd ones are added over the even ones without a carry.
 JOIN = tl.constexpr(
     tuple(
-        "{.reg .b32 w, a, b, even, odd; prmt.b32 even, $1, $3, 0x7531; prmt.b32 odd, $2, $4, 0x7531;"
-        "shr.u32 even, even, 1; mad.lo.u32 w, odd, 8, even;"
-        f"{gather}"  # even: a sign fills its byte
-        "lop3.b32 a, even, odd, 0x0F0F0F0F, 0xE4; lop3.b32 $0, a, w, 0x88888888, 0xE4;}"
-        for gather in (
-            "prmt.b32 a, $5, $6, 0x7351; prmt.b32 b, $7, $8, 0x7351;"
-            "prmt.b32 even, a, b, 0xDC98; prmt.b32 odd, a, b, 0x7632;",
-            "prmt.b32 even, $5, $7, 0xFDB9; prmt.b32 odd, $6, $8, 0x7531;",
-        )
+        "{.reg .b32 w, a, b, even, odd; prmt.b32 even, $5, $7, 0x7531; prmt.b32 odd, $6, $8, 0x7531;"
+        f"shr.u32 even, even, 1; mad.lo.u32 w, odd, 8, even; {signs}}}"
+        for signs in JOIN_SIGNS
     )
 )
 UPPER_HALVES = tl.constexpr("prmt.b32 $0, $1, $2, 0x7632;")
@@ -116,5 +119,5 @@ def joined_word(pairs, signs, APART: tl.constexpr):
     The words hold elements 0 and 2, 1 and 3, 4 and 6, 5 and 7; signs, APART: as in `stochastic_word`.
     """
     return tl.inline_asm_elementwise(
-        JOIN[1 if APART else 0], "=r,r,r,r,r,r,r,r,r", pairs + signs, dtype=tl.uint32, is_pure=True, pack=1
+        JOIN[1 if APART else 0], "=r,r,r,r,r,r,r,r,r", signs + pairs, dtype=tl.uint32, is_pure=True, pack=1
     )

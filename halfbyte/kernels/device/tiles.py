@@ -36,14 +36,14 @@ def rotate_group(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.const
     words = ()
     if RULE.fresh:
         words = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
-    return rotate.rotate(xs, RULE, words, RULE.drawn and not RULE.values)
+    return rotate.rotate(xs, RULE, words, RULE.apart)
 
 
 @triton.jit
 def rotate_packed_group(pairs, sign_ptr, sign_stream, RULE: tl.constexpr):
     """Rotate groups of a packed x whose signs are drawn: return `bf16_pairs`."""
     pairs = rotate.flip_pairs(pairs, philox.sign_words(philox.draw_words(sign_ptr, sign_stream)))
-    return rotate.rotate(pm.unpack_pairs(pairs, 0, RULE.group), RULE, (), RULE.drawn and not RULE.values)
+    return rotate.rotate(pm.unpack_pairs(pairs, 0, RULE.group), RULE, (), RULE.apart)
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr
                 signs = pm.part(xs, g * 8, 8)
                 amax = pm.max_of_pairs(signs, RULE.hardware)
                 block_xs = pm.unpack_pairs(xs, g * 16, 16)
-                if RULE.drawn and not RULE.values:
+                if RULE.apart:
                     block_xs = rotate.apart(block_xs)
             if RULE.values:
                 words = words + sc.block_values(block_xs, amax, factors, constants, random, RULE, AXIS, signs)

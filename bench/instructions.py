@@ -1,0 +1,190 @@
+"""Machine instructions per element of quantization kernels, counted in what is compiled for sm_90: no GPU is needed.
+
+`python -m bench.instructions` prints a table, `--write` keeps it for docs. Counted is the way through a whole tile if
+nothing needs a range check: of a branch not the side that divides slowly, loops as often as a program takes them. At
+copy bandwidth an H200 has about 22 issue slots for an element, half as many on the pipe of integer operations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.compiler import ASTSource
+
+from bench.machine import commit
+from bench.markdown import rows
+from bench.records import Record
+from halfbyte.kernels import record
+from halfbyte.kernels.quantize import both, one
+from halfbyte.rng import Philox
+from halfbyte.sides import Side, both_sides
+from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
+
+RESULT = Path(__file__).parent / "results" / "instructions.json"
+TARGET = "sm_90"
+SHAPE = (8192, 8192)
+DRAWN, DRAWN_ROTATED = (NVFP4(rounding="stochastic", rotation=rotation) for rotation in (None, Hadamard()))
+SIX = NVFP4(scaling=FourOverSix(), e4m3_max=256.0)
+ROTATED = {size: NVFP4(rotation=Hadamard(size=size)) for size in (16, 64, 128)}
+CASES: dict[str, tuple[Spec, Spec | None, tuple[bool, bool]]] = {
+    "1x16 nearest": (NVFP4(), None, (False, False)),
+    "1x16 stochastic": (DRAWN, None, (False, False)),
+    "4over6 MAE, exact error": (SIX, None, (False, False)),
+    "4over6 MAE, scaled error": (NVFP4(scaling=FourOverSix(error_math="scaled")), None, (False, False)),
+    **{f"rotation of {size}": (spec, None, (False, False)) for size, spec in ROTATED.items()},
+    "row + rotated column, nearest": (NVFP4(), ROTATED[16], (False, False)),
+    "row + rotated column, stochastic": (DRAWN, DRAWN_ROTATED, (False, False)),
+    "row as values + rotated column, nearest": (NVFP4(), ROTATED[16], (True, False)),
+    "both as values, nearest": (NVFP4(), ROTATED[16], (True, True)),
+    "both as values, stochastic": (DRAWN, DRAWN_ROTATED, (True, True)),
+    "4over6 row as values + rotated column": (SIX, ROTATED[16], (True, True)),
+    "4over6, both as values": (SIX, SIX, (True, True)),
+    "NVFP4 row + MXFP8 column": (NVFP4(), MXFP8(), (False, False)),
+}
+INTEGER_PIPE = {"FMNMX", "FSEL", "FSETP", "HMNMX2", "IADD3", "ISETP", "LEA", "LOP3", "P2R", "PLOP3", "PRMT", "R2P"}
+INTEGER_PIPE |= {"SEL", "SGXT", "SHF", "VIADD", "VIMNMX", "VIMNMX3"}
+LINE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(.*?)\s*;")
+LABEL = re.compile(r"(\.L_x_\d+):")
+JUMP = re.compile(r"(?P<guard>@!?U?P\w+ )?BRA.*\((?P<label>\.L_x_\d+)\)")
+
+
+class Counted(NamedTuple):
+    """Of one kernel: registers of a thread, instructions and those on the integer pipe, for an element."""
+
+    kernel: str
+    registers: int
+    instructions: float
+    integer: float
+
+
+def counted(row: Spec, col: Spec | None, transient: tuple[bool, bool]) -> Iterator[Counted]:
+    """Yield what each kernel takes that quantizes a matrix so."""
+    meta = torch.device("meta")
+    x, amax = torch.empty(SHAPE, dtype=torch.bfloat16, device=meta), torch.empty((), device=meta)
+    draw = Philox(7, 11).on(meta)
+    with record.recording(record.TARGETS[TARGET]) as launches:
+        if col is None:
+            one.quantize_side(x, Side(row, draw=draw if row.needs_rng else None, amax=amax))
+        else:
+            sides = both_sides(row, col, draw=draw, transient=transient)
+            both.quantize_row_col(x, *(side and side._replace(amax=amax) for side in sides))
+    for launch in launches:
+        yield _count(launch)
+
+
+def _count(launch: record.Specialized) -> Counted:
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+    compiled = triton.compile(source, target=record.gpu(record.TARGETS[TARGET]), options=launch.options)
+    names = list(launch.signature)
+    constants = {names[place[0]]: value for place, value in launch.constants.items() if len(place) == 1}
+    loop = constants.get("LOOP", 1)
+    operations = [text.split()[0].partition(".")[0] for text in taken(disassembled(compiled.asm["cubin"]), loop)]
+    threads = 32 * launch.options["num_warps"]
+    per = threads / (_tile(constants) * loop)
+    integer = sum(name in INTEGER_PIPE for name in operations)
+    registers, _ = record._resources(compiled.asm["cubin"])
+    return Counted(launch.kernel.fn.__name__, registers, len(operations) * per, integer * per)
+
+
+def _tile(constants: Mapping[str, Any]) -> int:
+    """Return the elements that a program quantizes at once."""
+    if "TR" in constants:
+        return constants["TR"] * constants["TC"]
+    return constants["RULE"].group * constants["N"] * constants.get("R", 1) * constants.get("C", 1)
+
+
+def disassembled(cubin: bytes) -> list[str]:
+    """Return instructions, without guards, and labels."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        tool = triton.knobs.nvidia.nvdisasm.path
+        text = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+    found = []
+    for line in text.splitlines():
+        match = LINE.match(line) or LABEL.match(line)
+        if match:
+            found.append(match.group(1))
+    return found
+
+
+def taken(lines: Sequence[str], loop: int) -> list[str]:
+    """Return the instructions on the way that nothing irregular lies on; jumps back are taken loop - 1 times."""
+    places = {line: i for i, line in enumerate(lines) if line.startswith(".L_x_")}
+    out, i, left = [], 0, loop - 1
+    while i < len(lines):
+        line = lines[i]
+        i += 1
+        if line.startswith(".L_x_"):
+            continue
+        plain = re.sub(r"^@!?U?P\w+ ", "", line)
+        out.append(plain)
+        if plain.startswith("EXIT") and (plain == line or (loop > 1 and not left)):
+            return out
+        jump = JUMP.match(line)
+        if jump is None:
+            continue
+        goal = places[jump["label"]]
+        if goal < i:
+            if not left and not jump["guard"]:
+                return out
+            left, i = (left - 1, goal) if left else (left, i)
+        elif not jump["guard"] or _is_slow(lines[i:goal]):
+            i = goal
+    return out
+
+
+def _is_slow(lines: Sequence[str]) -> bool:
+    """Whether these divide with checks of their range, which is what they are there for."""
+    return 25 * sum("CALL" in line or "FCHK" in line for line in lines) > len(lines)
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return the counts as docs print them."""
+    body = [
+        [name, str(one["registers"]), f"{one['instructions']:.1f}", f"{one['integer']:.1f}"]
+        for name, kernels in found["cases"].items()
+        for one in kernels
+    ]
+    return rows(["", "registers", "instructions an element", "of them on the integer pipe"], body)
+
+
+def render(records: Sequence[Record]) -> str:
+    """Return the table of the kept counts, for bench.tables."""
+    return table(json.loads(RESULT.read_text(encoding="utf-8")))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Count, print the table and, with --write, keep it."""
+    parser = argparse.ArgumentParser(prog="python -m bench.instructions", description=__doc__.partition("\n")[0])
+    parser.add_argument("cases", nargs="*", help="parts of names of cases; by default all")
+    parser.add_argument("--write", action="store_true", help=f"keep the counts in {RESULT.name}")
+    options = parser.parse_args(arguments)
+    if options.write and options.cases:
+        parser.error("--write keeps all cases; name none")
+    found = {
+        "environment": {"triton": triton.__version__, "target": TARGET, "commit": commit()},
+        "cases": {
+            name: [kernel._asdict() for kernel in counted(*case)]
+            for name, case in CASES.items()
+            if not options.cases or any(part in name for part in options.cases)
+        },
+    }
+    print(table(found))
+    if options.write:
+        RESULT.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

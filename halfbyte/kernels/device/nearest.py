@@ -1,0 +1,118 @@
+"""Device functions to the nearest codes of E2M1, or to what these stand for, where a `scales.Rule` is joined.
+
+Values come in pairs, as they are read or as a rotation leaves them, and so do their signs: they are joined with 8 codes
+at once. What is beyond the largest code is moved there in pairs too, before it is taken apart.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device.e2m1_values import SAME_PAIR
+from halfbyte.kernels.device.stochastic import JOIN_SIGNS
+
+# 6 / FLT_MAX: the limit where a scale is so small that encode is FLT_MAX.
+LEAST_LIMIT = tl.constexpr(1.763241526233431e-38)
+LIMIT_PAIR = tl.constexpr("min.xorsign.abs.bf16x2 $0, $1, $2;")
+# Signs $1 to $4 and the bits of 2^23 + code, $5 to $12, element i a nibble further up; the first two exponents reach
+# into the word.
+JOIN_CODES = tl.constexpr(
+    tuple(
+        "{.reg .b32 w, a, b, even, odd; mad.lo.u32 w, $12, 0x10000000, 0x05000000;"
+        + "".join(f"mad.lo.u32 w, ${5 + i}, {16**i:#x}, w;" for i in range(6, -1, -1))
+        + f"{signs}}}"
+        for signs in JOIN_SIGNS
+    )
+)
+# Signs $1 to $4 and a word of codes, $5, whose bits 3 are anything.
+JOIN_WORD = tl.constexpr(tuple(f"{{.reg .b32 w, a, b, even, odd; mov.b32 w, $5; {signs}}}" for signs in JOIN_SIGNS))
+# Numbers of E2M1, 8 of them, to a word of codes: 2^-14 times two of them in fp16 are 512 codes in the halves of a word,
+# elements 0 and 2, 1 and 3, 4 and 6, 5 and 7. Gathered, the odd ones are added over the even ones.
+CODES_OF_NUMBERS = tl.constexpr(
+    "{.reg .b32 unit, even, odd, h0, h1, h2, h3; mov.b32 unit, 0x04000400;"
+    + "".join(
+        f"cvt.rn.f16x2.f32 h{i}, ${high}, ${low}; mul.rn.f16x2 h{i}, h{i}, unit;"
+        for i, (low, high) in enumerate(((1, 3), (2, 4), (5, 7), (6, 8)))
+    )
+    + "prmt.b32 even, h0, h2, 0x7531; prmt.b32 odd, h1, h3, 0x7531;"
+    "shr.u32 even, even, 1; mad.lo.u32 $0, odd, 8, even;}"
+)
+# A pair of numbers $1 with the signs of the pair $2, times a pair of scales; -0 keeps its sign.
+SIGNED_VALUES = tl.constexpr(
+    "{.reg .b32 p, z; mov.b32 z, 0x80008000; lop3.b32 p, $1, $2, z, 0xF8; fma.rn.bf16x2 $0, p, $3, z;}"
+)
+
+
+@triton.jit
+def limited_pairs(pairs, unit):
+    """Return `bf16_pairs` with what is beyond 6 * unit, fp32 of each block, moved there; NaN becomes a number.
+
+    unit: scale * D, of which encode is the reciprocal. Rounded to bf16 the limit stays between 5 and 7 units, all of
+    which have the last code.
+    """
+    limit = tl.maximum(unit * 6.0, LEAST_LIMIT)
+    limit = tl.inline_asm_elementwise(SAME_PAIR, "=r,f", [limit], dtype=tl.uint32, is_pure=True, pack=1)
+    out = ()
+    for i in tl.static_range(len(pairs)):
+        out = out + (
+            tl.inline_asm_elementwise(LIMIT_PAIR, "=r,r,r", [pairs[i], limit], dtype=tl.uint32, is_pure=True, pack=1),
+        )
+    return out
+
+
+@triton.jit
+def nearest_word(xs, signs, START: tl.constexpr, encode, APART: tl.constexpr):
+    """Return the codes nearest to x * encode as uint32, 8 elements from START, the first in the low nibble.
+
+    Args:
+        xs: 16 fp32 tensors, of which none rounds beyond the last code (`limited_pairs`).
+        signs, APART: as in `stochastic.stochastic_word`.
+    """
+    codes = pm.least_lines(xs, START, encode)
+    return tl.inline_asm_elementwise(
+        JOIN_CODES[1 if APART else 0],
+        "=r,r,r,r,r,r,r,r,r,r,r,r,r",
+        pm.part(signs, START // 2, 4) + codes,
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def codes_of_numbers(qs):
+    """Return the codes of 8 numbers of E2M1, q >= 0 in fp32, in the nibbles of a word, but for their upper bits."""
+    return tl.inline_asm_elementwise(CODES_OF_NUMBERS, "=r,f,f,f,f,f,f,f,f", qs, dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def with_signs(word, signs, APART: tl.constexpr):
+    """Return 8 codes with signs from four words in place of the upper bits."""
+    return tl.inline_asm_elementwise(
+        JOIN_WORD[1 if APART else 0], "=r,r,r,r,r,r", signs + (word,), dtype=tl.uint32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def nearest_numbers(pairs, encode):
+    """Return what 16 values of `bf16_pairs` times encode round to, as `bf16_pairs` without signs."""
+    xs = pm.unpack_pairs(pairs, 0, 16)
+    qs = ()
+    for i in tl.static_range(16):
+        qs = qs + (pm.rounded_value(pm.scaled_magnitude(xs[i], encode)),)
+    return pm.bf16_pairs(qs)
+
+
+@triton.jit
+def signed_values(numbers, signs, scale):
+    """Return 8 words of numbers of E2M1 with the signs of 8 pairs, times fp32 scales, NaN where a scale is NaN."""
+    pair = tl.inline_asm_elementwise(SAME_PAIR, "=r,f", [scale], dtype=tl.uint32, is_pure=True, pack=1)
+    out = ()
+    for i in tl.static_range(8):
+        given = [numbers[i], signs[i], pair]
+        out = out + (
+            tl.inline_asm_elementwise(SIGNED_VALUES, "=r,r,r,r", given, dtype=tl.uint32, is_pure=True, pack=1),
+        )
+    return out

@@ -1,0 +1,58 @@
+"""Quantize kernels as GPUs run them, PTX and all, beside the reference: no GPU is needed (`make test-targets`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(TESTS))
+SAMPLE = ("activation", "activation/values", "gradient", "six_pair/row_values", "six_scaled", "rotated_64_rows", "eden")
+"""Of what rounds, rotates, draws and chooses scales, one each; `make test-targets-full` runs all."""
+FAULT = """
+import ptx_checks
+from halfbyte.kernels.device import {module} as module
+import triton.language as tl
+changed = {expression}
+assert changed != module.{name}.value
+module.{name} = tl.constexpr(changed)
+print(ptx_checks.check({case!r}, "sm_90") or "equal")
+"""
+
+
+def run(*command: str) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(TESTS), str(TESTS.parent)))
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+def cases() -> list:
+    """Return all cases on sm_90 and some on targets without FP8, without E2M1 and with both."""
+    import ptx_checks
+
+    found = [pytest.param("sm_90", case, marks=() if case in SAMPLE else pytest.mark.full) for case in ptx_checks.CASES]
+    others = [("sm_80", "activation"), ("sm_89", "six_pair"), ("sm_100", "activation"), ("sm_120", "six_pair/values")]
+    return found + [pytest.param(*other, marks=pytest.mark.full) for other in others]
+
+
+@pytest.mark.parametrize(("target", "case"), cases())
+def test_a_kernel_makes_the_bytes_of_the_reference(target, case):
+    assert run(str(TESTS / "ptx_checks.py"), target, case) == f"{case} on {target}: equal"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expression", "case"),
+    [
+        ("nearest", "LEAST_LIMIT", "1.2e-38", "nearest"),
+        ("casts", "MAX_OF_HALVES", "module.MAX_OF_HALVES.value.replace('0x1032', '0x3210')", "nearest"),
+    ],
+)
+def test_a_fault_is_seen(module, name, expression, case):
+    script = FAULT.format(module=module, name=name, expression=expression, case=case)
+    assert run("-c", script).startswith("['")

@@ -1,0 +1,180 @@
+"""Quantize kernels as a GPU would run them, beside the reference: `python tests/ptx_checks.py TARGET CASE ...`.
+
+Run without TRITON_INTERPRET. Prints a line for each case: its kernels, and "equal" or what differs.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from ptx_emulator import emulated
+from torch import Tensor
+
+import halfbyte as hb
+from halfbyte import ops
+from halfbyte.kernels import backend
+from halfbyte.kernels.quantize import one
+from halfbyte.kernels.record import TARGETS
+from halfbyte.layout import Blocks
+from halfbyte.sides import Side, both_sides
+
+SR, RHT, SIX = {"rounding": "stochastic"}, {"rotation": hb.Hadamard()}, {"scaling": hb.FourOverSix(), "e4m3_max": 256.0}
+EDEN = hb.NVFP4(scaling=hb.Eden(), fp4_max=hb.recipes.EDEN_FP4_MAX, e4m3_max=hb.recipes.EDEN_E4M3_MAX)
+SPECS = {
+    "nearest": hb.NVFP4(),
+    "rows": hb.NVFP4(outer="row"),
+    "tiles": hb.NVFP4(block=(16, 16)),
+    "toward_zero": hb.NVFP4(rounding="toward_zero"),
+    "stochastic": hb.NVFP4(**SR),
+    "six": hb.NVFP4(**SIX),
+    "six_squares": hb.NVFP4(scaling=hb.FourOverSix(error="mse"), outer="row"),
+    "six_scaled": hb.NVFP4(scaling=hb.FourOverSix(error_math="scaled"), e4m3_max=256),
+    "six_tiles": hb.NVFP4(**SIX, block=(16, 16)),
+    "six_rotated": hb.NVFP4(**SIX, **RHT),
+    "four_candidates": hb.NVFP4(
+        scaling=hb.FourOverSix(error="mse", error_math="scaled", candidates=(0.875, 1, 1.25, 1.5))
+    ),
+    "rotated": hb.NVFP4(**RHT),
+    "rotated_32_fresh": hb.NVFP4(rotation=hb.Hadamard(size=32, signs="fresh")),
+    "rotated_64_rows": hb.NVFP4(rotation=hb.Hadamard(size=64, signs="-+++"), outer="row"),
+    "rotated_128": hb.NVFP4(rotation=hb.Hadamard(size=128)),
+    "rotated_stochastic": hb.NVFP4(**SR, **RHT),
+    "mxfp8": hb.MXFP8(),
+    "eden": EDEN,
+    "eden_128": replace(EDEN, rotation=hb.Hadamard(size=128, signs="fresh")),
+}
+PAIRS = {
+    "activation": (SPECS["nearest"], SPECS["rotated"]),
+    "gradient": (SPECS["stochastic"], SPECS["rotated_stochastic"]),
+    "six_pair": (SPECS["six"], SPECS["six_rotated"]),
+    "unrotated": (SPECS["nearest"], SPECS["nearest"]),
+    "rows_pair": (SPECS["rows"], hb.NVFP4(**RHT, outer="row")),
+    "backward": (SPECS["nearest"], SPECS["mxfp8"]),
+    "toward_zero_pair": (SPECS["toward_zero"], SPECS["rotated"]),
+}
+TRANSIENT = {"": (False, False), "/values": (True, True), "/row_values": (True, False)}
+CASES = tuple(
+    [f"{name}{how}" for name in SPECS for how in ("", "/turned")] + [f"{n}{how}" for n in PAIRS for how in TRANSIENT]
+)
+SHAPES = {"whole": (128, 256), "ragged": (133, 248), "odd": (37, 90)}
+AMAXES = (None, 1e-3, 1e3, 0.0, 3e38, 1e-38, float("inf"), float("nan"))
+"""What x is said not to exceed: the truth, less, and what no division is simple for."""
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def matrix(shape: tuple[int, int], finite: bool = True) -> Tensor:
+    """Return bf16 whose 16x16 tiles are each of another kind: normal, tiny, zeros of both signs, ties, outliers."""
+    generator = torch.Generator().manual_seed(shape[0])
+    tiles = [-(-n // 16) for n in shape]
+
+    def spread(values: Tensor) -> Tensor:
+        return values.repeat_interleave(16, 0).repeat_interleave(16, 1)
+
+    full = [16 * n for n in tiles]
+    normal = torch.randn(full, generator=generator)
+    exponents = torch.randint(-40, 20, tiles, generator=generator).float()
+    kinds = (
+        normal,
+        normal * spread(torch.exp2(exponents)),
+        torch.zeros(full),
+        -torch.zeros(full),
+        torch.exp2(torch.randint(-133, -118, full, generator=generator).float()) * normal.sign(),
+        torch.randint(-12, 13, full, generator=generator) / 4,
+        torch.where(torch.rand(full, generator=generator) < 0.1, normal * 100, normal * 1e-3),
+    )
+    kind = spread(torch.randint(0, len(kinds), tiles, generator=generator))
+    x = torch.stack(kinds).gather(0, kind[None])[0].bfloat16()[: shape[0], : shape[1]].contiguous()
+    if not finite:
+        x[3, 5], x[20, 33], x[-1, -1] = float("nan"), float("inf"), float("-inf")
+    return x
+
+
+def decoded(blocks: Blocks, cols: int) -> Tensor:
+    """Return what E2M1 codes and E4M3 scales stand for, in bf16."""
+    codes = torch.stack([blocks.qdata & 15, blocks.qdata >> 4], -1).reshape(len(blocks.qdata), -1).long()
+    scales = blocks.block_scale.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
+    return (E2M1[codes] * scales).bfloat16()[:, :cols]
+
+
+def differ(actual: Tensor, expected: Tensor) -> int:
+    """Return how many bytes or values differ; NaN is NaN."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    if actual.dtype == torch.bfloat16:
+        bits = actual.contiguous().view(torch.int16) != expected.contiguous().view(torch.int16)
+        return int((bits & ~(actual.isnan() & expected.isnan())).sum())
+    return int((actual.contiguous().view(torch.uint8) != expected.contiguous().view(torch.uint8)).sum())
+
+
+def inputs() -> Iterator[tuple[str, Tensor, float | None]]:
+    for name, shape in SHAPES.items():
+        yield name, matrix(shape), None
+    yield "not finite", matrix(SHAPES["whole"], finite=False), None
+    for amax in AMAXES[1:]:
+        yield f"amax={amax}", matrix(SHAPES["whole"]), amax
+
+
+def given(amaxes: Tensor, amax: float | None) -> Tensor:
+    return amaxes if amax is None or not amaxes.numel() else torch.full_like(amaxes, amax)
+
+
+def single(spec: hb.NVFP4 | hb.MXFP8, turned: bool, target: str) -> Iterator[str]:
+    """Yield what differs, of one orientation."""
+    place = {"draw": hb.Philox(7, 11), "sign_draw": hb.Philox(99, 3)}
+    for name, x, amax in inputs():
+        x = x.T if turned else x
+        draws = {key: value.on(x.device) for key, value in place.items()}
+        side = Side(spec, **draws)
+        expected = ops.quantize(x, side, backend="reference")
+        if amax is not None:
+            side = side._replace(amax=given(expected.amax, amax))
+            expected = ops.quantize(x, side, backend="reference")
+        with emulated(TARGETS[target]):
+            actual = one.quantize_side(x, side._replace(amax=given(expected.amax, amax)))
+        wrong = sum(differ(a, b) for a, b in zip(actual[:2], expected[:2], strict=True))
+        if wrong:
+            yield f"{name}: {wrong}"
+
+
+def pair(specs: tuple, transient: tuple[bool, bool], target: str) -> Iterator[str]:
+    """Yield what differs, of both orientations."""
+    for name, x, amax in inputs():
+        draws = {"draw": hb.Philox(7, 11).on(x.device), "sign_draw": hb.Philox(99, 3).on(x.device)}
+        sides = both_sides(*specs, **draws)
+        expected = ops.quantize_row_col(x, *sides, backend="reference")
+        amaxes = [given(blocks.amax, amax) for blocks in expected]
+        sides = [side._replace(amax=new if new.numel() else None) for side, new in zip(sides, amaxes, strict=True)]
+        if amax is not None:
+            expected = ops.quantize_row_col(x, *sides, backend="reference")
+        asked = [side._replace(transient=new) for side, new in zip(sides, transient, strict=True)]
+        with emulated(TARGETS[target]):
+            actual = backend.quantize_row_col(x, *asked)
+        for way, got, want, values, cols in zip(("row", "col"), actual, expected, transient, x.T.shape, strict=True):
+            if values:
+                wrong = differ(got.qdata[:, :cols], decoded(want, cols))
+            else:
+                wrong = sum(differ(a, b) for a, b in zip(got[:2], want[:2], strict=True))
+            if wrong:
+                yield f"{name}, {way}: {wrong}"
+
+
+def check(case: str, target: str) -> list[str]:
+    """Return what differs."""
+    name, _, how = case.partition("/")
+    if name in PAIRS:
+        return list(pair(PAIRS[name], TRANSIENT[case.removeprefix(name)], target))
+    return list(single(SPECS[name], how == "turned", target))
+
+
+def sample(count: int, seed: int) -> list[str]:
+    """Return `count` cases."""
+    return random.Random(seed).sample(CASES, count)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for asked in sys.argv[2:]:
+        print(f"{asked} on {sys.argv[1]}: {'; '.join(check(asked, sys.argv[1])) or 'equal'}", flush=True)
