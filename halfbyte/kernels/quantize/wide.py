@@ -38,20 +38,24 @@ def split_blocks(x):
 def quantize_lines(pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWIZZLED: tl.constexpr):
     """Quantize rotated groups, pairs [T, SIZE / 2], group [T] of rows row [T] of the operand; out: a WrittenOperand.
 
-    Four blocks at a time: the values of all eight of a group of 128 are more than a thread's registers.
+    Four blocks at a time, MS-EDEN two: the values of all eight of a group of 128 are more than a thread's registers.
     """
-    if RULE.group == 128:
-        T: tl.constexpr = pairs.shape[0]
-        first, second = tl.split(tl.permute(tl.reshape(pairs, (T, 2, 32)), (0, 2, 1)))
-        quantize_part(first, row, group * 2, out, rows, factors, RULE, SWIZZLED)
-        quantize_part(second, row, group * 2 + 1, out, rows, factors, RULE, SWIZZLED)
-    else:
-        quantize_part(pairs, row, group, out, rows, factors, RULE, SWIZZLED)
+    PART: tl.constexpr = 16 if RULE.eden else 32
+    parts = (pairs,)
+    for _ in tl.static_range(2):
+        if parts[0].shape[1] > PART:
+            halves = ()
+            for k in tl.static_range(len(parts)):
+                whole = tl.reshape(parts[k], (parts[k].shape[0], 2, parts[k].shape[1] // 2))
+                halves = halves + tl.split(tl.permute(whole, (0, 2, 1)))
+            parts = halves
+    for k in tl.static_range(len(parts)):
+        quantize_part(parts[k], row, group * len(parts) + k, out, rows, factors, RULE, SWIZZLED)
 
 
 @triton.jit
 def quantize_part(pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWIZZLED: tl.constexpr):
-    """Quantize 64 values as `quantize_lines` does; group: in units of 64."""
+    """Quantize a part of groups as `quantize_lines` does; group: in units of such parts."""
     B: tl.constexpr = pairs.shape[1] // 8
     in_row = row < rows
     if RULE.row_amax:
@@ -85,7 +89,7 @@ def quantize_wide_kernel(
     x_ptr, to, sizes, places, constants, groups, tiles,
     RULE: tl.constexpr, SWIZZLED: tl.constexpr, COLUMNS: tl.constexpr, PACKED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Quantize T groups of a [rows, cols] operand; groups: of a row; out: a WrittenOperand.
+    """Quantize T groups of a [rows, cols] operand; groups: of a row; tiles: programs beside each other, a Divisor.
 
     COLUMNS: rows of the operand lie beside each other in memory, and T of them share a program; PACKED: in words of
     two bf16. Else a program takes T groups in the order of memory.
@@ -94,15 +98,16 @@ def quantize_wide_kernel(
     out = WrittenOperand(to, sizes.blocks, places, constants)
     SIZE: tl.constexpr = RULE.group
     NARROW: tl.constexpr = x.ptr.dtype.element_ty == tl.bfloat16
-    factors = sc.operand_factors(out.to.amax_ptr, out.constants, RULE)
-    flips = rw.sign_flips(out.to.sign_ptr, out.places.sign_stream, RULE)
-    pid = tl.program_id(0).to(tl.int64)
+    if not RULE.row_amax:
+        amax = tl.load(out.to.amax_ptr)  # what it gives is computed after the reads of x, where registers are free
     if COLUMNS:
-        first = pid // tiles
-        row = pid % tiles * T + tl.max_contiguous(tl.arange(0, T), 1)  # a thread holds whole groups
+        outer = pm.divide(tl.program_id(0), tiles)
+        first = outer.to(tl.int64)
+        i_row = (tl.program_id(0) - outer * tiles.count).to(tl.int64) * T
+        row = i_row + tl.max_contiguous(tl.arange(0, T), 1)  # a thread holds whole groups
         group = first + tl.zeros((T,), tl.int64)
         stride = tl.cast(x.stride_c, tl.int64)
-        values = pm.to_fp32(load_groups(x.ptr, first * SIZE, x.cols, row, x.rows, stride, 1, SIZE, False))
+        values = pm.to_fp32(load_groups(x.ptr, first * SIZE, x.cols, row, x.rows, stride, 1, SIZE, RULE.full))
     else:
         place = tl.program_id(0) * T + tl.arange(0, T)
         line, group = place // groups, place % groups  # 2^31 groups are 2^37 values
@@ -119,7 +124,11 @@ def quantize_wide_kernel(
             col = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
             inside = (row < x.rows)[:, None] & (col < x.cols)
             values = pm.to_fp32(tl.load(x.ptr + row[:, None] * x.stride_r + col * x.stride_c, mask=inside, other=0))
+    flips = rw.sign_flips(out.to.sign_ptr, out.places.sign_stream, RULE)
     pairs = rw.rotated_pairs(narrowed(values, NARROW), flips, RULE.norm)
+    factors = ()
+    if not RULE.row_amax:
+        factors = sc.tensor_factors(amax, out.constants, True)
     quantize_lines(pairs, row, group, out, x.rows, factors, RULE, SWIZZLED)
 
 
@@ -133,5 +142,5 @@ def launch(choice: Choice, out: WrittenOperand) -> None:
     lines: Lines = choice.facts
     groups = lines.blocks * 16 // choice.constants["RULE"].group
     quantize_wide_kernel[choice.grid](
-        *arguments_of(lines.x, out), groups, lines.beside, **choice.constants, enable_fp_fusion=False
+        *arguments_of(lines.x, out), groups, pm.Divisor.of(lines.beside), **choice.constants, enable_fp_fusion=False
     )
