@@ -35,15 +35,16 @@ def split_blocks(x):
 
 
 @triton.jit
-def quantize_lines(pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWIZZLED: tl.constexpr):
+def quantize_lines(
+    pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWIZZLED: tl.constexpr, BLOCKS: tl.constexpr = 4
+):
     """Quantize rotated groups, pairs [T, SIZE / 2], group [T] of rows row [T] of the operand; out: a WrittenOperand.
 
-    Four blocks at a time, MS-EDEN two: the values of all eight of a group of 128 are more than a thread's registers.
+    BLOCKS: at most so many at a time: the values of all eight of a group of 128 are more than a thread's registers.
     """
-    PART: tl.constexpr = 16 if RULE.eden else 32
     parts = (pairs,)
     for _ in tl.static_range(2):
-        if parts[0].shape[1] > PART:
+        if parts[0].shape[1] > 8 * BLOCKS:
             halves = ()
             for k in tl.static_range(len(parts)):
                 whole = tl.reshape(parts[k], (parts[k].shape[0], 2, parts[k].shape[1] // 2))
@@ -129,7 +130,8 @@ def quantize_wide_kernel(
     factors = ()
     if not RULE.row_amax:
         factors = sc.tensor_factors(amax, out.constants, True)
-    quantize_lines(pairs, row, group, out, x.rows, factors, RULE, SWIZZLED)
+    BLOCKS: tl.constexpr = 2 if RULE.eden else 4  # MS-EDEN keeps two numbers of an element
+    quantize_lines(pairs, row, group, out, x.rows, factors, RULE, SWIZZLED, BLOCKS)
 
 
 def launch(choice: Choice, out: WrittenOperand) -> None:
