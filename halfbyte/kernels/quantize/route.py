@@ -293,7 +293,8 @@ def _by_columns(x: Tensor) -> bool:
 
 def _column_registers(rule: sc.Rule, swizzled: bool, target: Target) -> dict[str, int]:
     """Return the option that keeps a column kernel at a step of occupancy where it fits without spills, else none."""
-    if rule.candidates or rule.decoded or swizzled or not 80 <= target.capability < 120:  # sm_120 spills 8 bytes
+    masked_eden = rule.eden and not rule.full  # 16 bytes on sm_80
+    if rule.candidates or rule.decoded or swizzled or masked_eden or not 80 <= target.capability < 120:  # sm_120: 8
         return {}
     registers = STOCHASTIC_REGISTERS if rule.rounding == "stochastic" else WIDE_REGISTERS
     return {"maxnreg": registers[rule.group]}

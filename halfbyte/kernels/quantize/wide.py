@@ -35,34 +35,65 @@ def split_blocks(x):
 
 
 @triton.jit
-def quantize_lines(
-    pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWIZZLED: tl.constexpr, BLOCKS: tl.constexpr = 4
-):
-    """Quantize rotated groups, pairs [T, SIZE / 2], group [T] of rows row [T] of the operand; out: a WrittenOperand.
-
-    BLOCKS: at most so many at a time: the values of all eight of a group of 128 are more than a thread's registers.
-    """
-    parts = (pairs,)
-    for _ in tl.static_range(2):
-        if parts[0].shape[1] > 8 * BLOCKS:
-            halves = ()
-            for k in tl.static_range(len(parts)):
-                whole = tl.reshape(parts[k], (parts[k].shape[0], 2, parts[k].shape[1] // 2))
-                halves = halves + tl.split(tl.permute(whole, (0, 2, 1)))
-            parts = halves
-    for k in tl.static_range(len(parts)):
-        quantize_part(parts[k], row, group * len(parts) + k, out, rows, factors, RULE, SWIZZLED)
+def halves(x):
+    """Return the left and the right half of x [T, N]."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
-def quantize_part(pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWIZZLED: tl.constexpr):
-    """Quantize a part of groups as `quantize_lines` does; group: in units of such parts."""
+def side_by_side(left, right):
+    """Return [T, 2 N] of two halves [T, N]."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (left.shape[0], 2 * left.shape[1]))
+
+
+@triton.jit
+def quantize_lines(
+    pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWIZZLED: tl.constexpr, HALVED: tl.constexpr = False
+):
+    """Quantize rotated groups, pairs [T, SIZE / 2], group [T] of rows row [T] of the operand; out: a WrittenOperand.
+
+    Four blocks at a time, HALVED two: the values of all eight of a group of 128 are more than a thread's registers.
+    """
+    if RULE.group == 128:
+        first, second = halves(pairs)
+        quantize_part(first, row, group * 2, out, rows, factors, RULE, SWIZZLED, HALVED)
+        quantize_part(second, row, group * 2 + 1, out, rows, factors, RULE, SWIZZLED, HALVED)
+    else:
+        quantize_part(pairs, row, group, out, rows, factors, RULE, SWIZZLED, HALVED)
+
+
+@triton.jit
+def quantize_part(
+    pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWIZZLED: tl.constexpr, HALVED: tl.constexpr
+):
+    """Quantize 64 values as `quantize_lines` does; group: in units of 64."""
     B: tl.constexpr = pairs.shape[1] // 8
     in_row = row < rows
     if RULE.row_amax:
         amax = tl.load(out.to.amax_ptr + row, mask=in_row, other=0.0)
         factors = sc.tensor_factors(amax[:, None], out.constants, False)
     block = group[:, None] * B + tl.arange(0, B)[None, :]
+    if HALVED:
+        left, right = halves(pairs)
+        left_block, right_block = halves(block)
+        left_codes, left_scale = quantize_blocks(left, row, left_block, out, factors, RULE)
+        right_codes, right_scale = quantize_blocks(right, row, right_block, out, factors, RULE)
+        codes, scale = side_by_side(left_codes, right_codes), side_by_side(left_scale, right_scale)
+    else:
+        codes, scale = quantize_blocks(pairs, row, block, out, factors, RULE)
+    inside = in_row[:, None] & (block < out.blocks)
+    place = row[:, None] * out.blocks + block
+    if RULE.decoded:
+        store_decoded(out.to.q_ptr, (codes,), scale, place, inside, RULE)
+    else:
+        tl.store(out.to.q_ptr + place, codes, mask=inside)
+        store_scale(out.to.scale_ptr, scale, row[:, None], block, inside, rows, out.blocks, SWIZZLED, False)
+
+
+@triton.jit
+def quantize_blocks(pairs, row, block, out, factors, RULE: tl.constexpr):
+    """Return the codes and scales [T, B] of rotated pairs [T, 8 B], blocks `block` [T, B] of rows row [T]."""
+    B: tl.constexpr = pairs.shape[1] // 8
     random = ()
     if RULE.drawn:
         random = philox.block_words(
@@ -72,17 +103,10 @@ def quantize_part(pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWI
     if RULE.eden:
         signs = pm.split_eight(tl.reshape(pairs, (pairs.shape[0], B, 8)), pairs.shape[0], B)
         xs, amax = pm.unpack_pairs(signs, 0, 16), pm.max_of_pairs(signs, RULE.hardware)
-        codes, scale = sc.quantize_block(xs, amax, factors, out.constants, random, RULE, 0, signs, False)
+        return sc.quantize_block(xs, amax, factors, out.constants, random, RULE, 0, signs, False)
     else:
         xs = split_blocks(rw.unpacked(pairs))
-        codes, scale = sc.quantize_block(xs, pm.abs_max(xs), factors, out.constants, random, RULE, 0, None, False)
-    inside = in_row[:, None] & (block < out.blocks)
-    place = row[:, None] * out.blocks + block
-    if RULE.decoded:
-        store_decoded(out.to.q_ptr, (codes,), scale, place, inside, RULE)
-    else:
-        tl.store(out.to.q_ptr + place, codes, mask=inside)
-        store_scale(out.to.scale_ptr, scale, row[:, None], block, inside, rows, out.blocks, SWIZZLED, False)
+        return sc.quantize_block(xs, pm.abs_max(xs), factors, out.constants, random, RULE, 0, None, False)
 
 
 @jit(do_not_specialize=(*varying("places"), "tiles"))
@@ -130,8 +154,8 @@ def quantize_wide_kernel(
     factors = ()
     if not RULE.row_amax:
         factors = sc.tensor_factors(amax, out.constants, True)
-    BLOCKS: tl.constexpr = 2 if RULE.eden else 4  # MS-EDEN keeps two numbers of an element
-    quantize_lines(pairs, row, group, out, x.rows, factors, RULE, SWIZZLED, BLOCKS)
+    # MS-EDEN keeps two numbers of an element: four blocks would take 213 registers, two take 160.
+    quantize_lines(pairs, row, group, out, x.rows, factors, RULE, SWIZZLED, RULE.eden)
 
 
 def launch(choice: Choice, out: WrittenOperand) -> None:
