@@ -41,14 +41,14 @@ def halves(x):
 
 
 @triton.jit
-def side_by_side(left, right):
+def rejoined(left, right):
     """Return [T, 2 N] of two halves [T, N]."""
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (left.shape[0], 2 * left.shape[1]))
 
 
 @triton.jit
 def quantize_lines(
-    pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWIZZLED: tl.constexpr, HALVED: tl.constexpr = False
+    pairs, row, group, out, rows, factors, RULE: tl.constexpr, SWIZZLED: tl.constexpr, HALVED: tl.constexpr
 ):
     """Quantize rotated groups, pairs [T, SIZE / 2], group [T] of rows row [T] of the operand; out: a WrittenOperand.
 
@@ -78,7 +78,7 @@ def quantize_part(
         left_block, right_block = halves(block)
         left_codes, left_scale = quantize_blocks(left, row, left_block, out, factors, RULE)
         right_codes, right_scale = quantize_blocks(right, row, right_block, out, factors, RULE)
-        codes, scale = side_by_side(left_codes, right_codes), side_by_side(left_scale, right_scale)
+        codes, scale = rejoined(left_codes, right_codes), rejoined(left_scale, right_scale)
     else:
         codes, scale = quantize_blocks(pairs, row, block, out, factors, RULE)
     inside = in_row[:, None] & (block < out.blocks)
@@ -154,7 +154,7 @@ def quantize_wide_kernel(
     factors = ()
     if not RULE.row_amax:
         factors = sc.tensor_factors(amax, out.constants, True)
-    # MS-EDEN keeps two numbers of an element: four blocks would take 213 registers, two take 160.
+    # MS-EDEN keeps two numbers of an element: four blocks take 213 registers, two fit 168.
     quantize_lines(pairs, row, group, out, x.rows, factors, RULE, SWIZZLED, RULE.eden)
 
 
