@@ -145,7 +145,7 @@ CAPPED = {
     (128, ("eden",)): 168,
     (128, ("candidates",)): None,
     (128, ("decoded",)): None,
-    (128, ("swizzled",)): None,
+    (128, ("swizzled",)): 168,
 }
 OPTIONS = {
     "stochastic": {"rounding": "stochastic"},
@@ -164,6 +164,9 @@ def test_column_kernels_of_wide_rotations_are_held_at_a_step_of_occupancy(width,
             x = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta")
             rows, cols = (route.choose_one_side(route.OneSide(view, side)).constants for view in (x, x.T))
         assert "maxnreg" not in rows
-        # sm_120 would spill a few bytes; AMD's compiler has no such option.
-        expected = CAPPED[width, options] if name.startswith("sm_") and name != "sm_120" else None
+        # Others would spill a few bytes; AMD's compiler has no such option.
+        fits = (
+            ("sm_90", "sm_100", "sm_103") if "swizzled" in options else ("sm_80", "sm_89", "sm_90", "sm_100", "sm_103")
+        )
+        expected = CAPPED[width, options] if name in fits else None
         assert cols.get("maxnreg") == expected, name

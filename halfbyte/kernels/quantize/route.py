@@ -293,8 +293,9 @@ def _by_columns(x: Tensor) -> bool:
 
 def _column_registers(rule: sc.Rule, swizzled: bool, target: Target) -> dict[str, int]:
     """Return the option that keeps a column kernel at a step of occupancy where it fits without spills, else none."""
-    masked_eden = rule.eden and not rule.full  # 16 bytes on sm_80
-    if rule.candidates or rule.decoded or swizzled or masked_eden or not 80 <= target.capability < 120:  # sm_120: 8
+    masked_eden = rule.eden and not rule.full  # spills 16 bytes on sm_80; with swizzled scales others do before sm_90
+    least = 90 if swizzled else 80
+    if rule.candidates or rule.decoded or masked_eden or not least <= target.capability < 120:  # on sm_120 8 bytes
         return {}
     registers = STOCHASTIC_REGISTERS if rule.rounding == "stochastic" else WIDE_REGISTERS
     return {"maxnreg": registers[rule.group]}
