@@ -73,6 +73,13 @@ WIDE = [
     for size in (32, 64, 128)
     for signs, outer in (("fresh", "tensor"), ("fixed", "row"), ("-+++" * (size // 8) + "+" * (size // 2), "tensor"))
 ]
+WIDE_COLUMNS = [
+    hb.NVFP4(rotation=hb.Hadamard(size=64)),
+    hb.NVFP4(**SR, rotation=hb.Hadamard(size=128, signs="fresh")),
+    hb.NVFP4(outer="row", rotation=hb.Hadamard(size=128)),
+    replace(EDEN, rotation=hb.Hadamard(size=64)),
+    replace(EDEN, rotation=hb.Hadamard(size=128, signs="fresh")),
+]
 AMAXES = ((4.0, 3.0), (1e-30, 4.0), (4.0, 3e38), (torch.nan, 0.0))
 """Of row and col: what a program divides by without checks, and what it does not."""
 

@@ -9,6 +9,7 @@ from halfbyte import layout, reference
 from halfbyte.kernels.amax.plain import finite_amax, row_col_amax
 from halfbyte.kernels.quantize.both import quantize_rows_and_cols
 from halfbyte.kernels.quantize.one import quantize_side
+from halfbyte.kernels.quantize.route import OneSide, choose_one_side
 from halfbyte.sides import Side, both_sides
 
 KINDS = ("heavy", "ties", "tiny", "nonfinite")
@@ -76,6 +77,16 @@ def test_row_col_of_whole_tiles(index):
 @pytest.mark.parametrize("amaxes", checks.AMAXES)
 def test_several_tiles_a_program(monkeypatch, amaxes):
     checks.check_several_tiles("cpu", amaxes, monkeypatch)
+
+
+@pytest.mark.parametrize("kind, dtype", (("nonfinite", torch.bfloat16), ("tiny", torch.float32)))
+@pytest.mark.parametrize("cols", (128, 136), ids=("whole", "cut"))
+@pytest.mark.parametrize("spec", checks.WIDE_COLUMNS, ids=lambda spec: spec.key)
+def test_wide_rotations_along_columns(spec, cols, kind, dtype):
+    x = checks.sample(kind, (2 * spec.alignment, cols), dtype, "cpu").T
+    choice = choose_one_side(OneSide(x, Side(spec)))
+    assert (choice.kernel, choice.constants["RULE"].full) == ("quantize_wide_kernel", cols == 128)
+    checks.check_against_reference(x, spec, layout.LINEAR)
 
 
 @pytest.mark.parametrize("shape", ((0, 16), (3, 0), (0, 0)))

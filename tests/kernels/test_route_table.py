@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import halfbyte as hb
+from halfbyte import layout
 from halfbyte.kernels import record
 from halfbyte.kernels.quantize import route
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
@@ -132,3 +133,40 @@ def test_reasons_become_text_only_when_they_are_read(monkeypatch):
         x = torch.empty(300, 83, dtype=torch.bfloat16, device="meta")
         choice = route.choose_one_side(route.OneSide(x, Side(hb.NVFP4())))
     assert choice.kernel == "quantize_rows_kernel" and len(choice.instead) == 4
+
+
+CAPPED = {
+    # width, options: registers a thread may use along columns
+    (64, ()): 96,
+    (64, ("stochastic",)): 128,
+    (64, ("eden",)): 96,
+    (128, ()): 168,
+    (128, ("stochastic",)): 168,
+    (128, ("eden",)): 168,
+    (128, ("candidates",)): None,
+    (128, ("decoded",)): None,
+    (128, ("swizzled",)): 168,
+}
+OPTIONS = {
+    "stochastic": {"rounding": "stochastic"},
+    "eden": {"scaling": hb.Eden()},
+    "candidates": {"scaling": hb.FourOverSix(), "e4m3_max": 256.0},
+}
+
+
+@pytest.mark.parametrize("width, options", CAPPED)
+def test_column_kernels_of_wide_rotations_are_held_at_a_step_of_occupancy(width, options):
+    spec = hb.NVFP4(rotation=hb.Hadamard(size=width), **{k: v for o in options for k, v in OPTIONS.get(o, {}).items()})
+    layouts = {"scale_layout": layout.SWIZZLED_32_4_4} if "swizzled" in options else {}
+    side = Side(spec, transient="decoded" in options, **layouts)
+    for name in record.TARGETS:
+        with assumed(record.TARGETS[name]):
+            x = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta")
+            rows, cols = (route.choose_one_side(route.OneSide(view, side)).constants for view in (x, x.T))
+        assert "maxnreg" not in rows
+        # Others would spill a few bytes; AMD's compiler has no such option.
+        fits = (
+            ("sm_90", "sm_100", "sm_103") if "swizzled" in options else ("sm_80", "sm_89", "sm_90", "sm_100", "sm_103")
+        )
+        expected = CAPPED[width, options] if name in fits else None
+        assert cols.get("maxnreg") == expected, name

@@ -28,7 +28,8 @@ from halfbyte.rng import Draw
 def load_groups(x_ptr, g, rows, line, lines, stride_r, stride_l, SIZE: tl.constexpr, FULL: tl.constexpr):
     """Return [T, SIZE]: rows g to g + SIZE of lines `line` [T], 0 outside; FULL: nothing is."""
     row = g + tl.arange(0, SIZE)
-    pointers = x_ptr + row[None, :] * stride_r + line[:, None] * stride_l
+    # The first row of a line, and steps that all lines share: one multiply-add for each address.
+    pointers = (x_ptr + g * stride_r + line * stride_l)[:, None] + (tl.arange(0, SIZE) * stride_r)[None, :]
     if FULL:
         return tl.load(pointers)
     return tl.load(pointers, mask=(line < lines)[:, None] & (row < rows)[None, :], other=0)

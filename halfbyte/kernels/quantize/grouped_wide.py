@@ -67,7 +67,7 @@ def grouped_wide_kernel(
     own = WrittenOperand(Pointers(p_q, p_scale, p_amax, p_draw), sizes.blocks, places, constants)
     factors = sc.operand_factors(p_amax, out.constants, RULE)
     pairs = rw.rotated_pairs(narrowed(values, x.ptr.dtype.element_ty == tl.bfloat16), flips, RULE.norm)
-    quantize_lines(pairs, line, place, own, lines, factors, RULE, False)
+    quantize_lines(pairs, line, place, own, lines, factors, RULE, False, False)
     if COLUMNS and not (STACKED or RULE.decoded):
         clear_padding(p_scale, storage // 16, per_row, local // 16, side * T, x.cols, out.blocks, SIZE // 16, T)
 

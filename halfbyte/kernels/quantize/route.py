@@ -15,7 +15,7 @@ from halfbyte.formats import SWIZZLE_COLS, SWIZZLE_ROWS
 from halfbyte.kernels.device import magnitudes as mg
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.route import Candidate, Choice, Reason, choose_from, fits_all
-from halfbyte.kernels.target import target_of
+from halfbyte.kernels.target import Target, target_of
 from halfbyte.layout import LINEAR, ceil_div, round_up
 from halfbyte.rng import Draw
 from halfbyte.sides import Side
@@ -194,7 +194,9 @@ COL_TILES = {16: LineTile(64, 4, 2, words=2), 32: LineTile(64, 4, 4), 64: LineTi
 LONGEST_ROW = 8192
 INTERPRETED_BLOCKS = 1024  # the interpreter pays by the operation: large tiles
 WIDE_GROUPS, WIDE_WARPS = 128, 4
-EDEN_GROUPS, EDEN_WARPS = 64, 2  # ten warps on a multiprocessor of sm_90 in place of eight: 178 registers
+EDEN_GROUPS, EDEN_WARPS = 64, 2
+WIDE_REGISTERS = {64: 96, 128: 168}  # by the width, along columns: 20 and 12 warps on a multiprocessor
+STOCHASTIC_REGISTERS = {64: 128, 128: 168}  # the next step: with 96 they spill
 
 
 class Lines(NamedTuple):
@@ -289,13 +291,25 @@ def _by_columns(x: Tensor) -> bool:
     return x.stride(0) == 1 and x.stride(1) != 1
 
 
+def _column_registers(rule: sc.Rule, swizzled: bool, target: Target) -> dict[str, int]:
+    """Return the option that keeps a column kernel at a step of occupancy where it fits without spills, else none."""
+    masked_eden = rule.eden and not rule.full  # spills 16 bytes on sm_80; with swizzled scales others do before sm_90
+    least = 90 if swizzled else 80
+    if rule.candidates or rule.decoded or masked_eden or not least <= target.capability < 120:  # on sm_120 8 bytes
+        return {}
+    registers = STOCHASTIC_REGISTERS if rule.rounding == "stochastic" else WIDE_REGISTERS
+    return {"maxnreg": registers[rule.group]}
+
+
 def _wide(one: OneSide) -> Choice:
-    lines = in_long_rows(one)
-    rule = sc.rule_of(one.spec, sc.hardware_of(one.x.device))._replace(decoded=one.side.transient)
+    lines, target = in_long_rows(one), target_of(one.x.device)
+    rule = sc.rule_of(one.spec, sc.hardware_level(target))._replace(decoded=one.side.transient)
     groups, columns = lines.blocks * 16 // rule.group, _by_columns(lines.x)
     count, num_warps = (EDEN_GROUPS, EDEN_WARPS) if rule.eden else (WIDE_GROUPS, WIDE_WARPS)
     covered = round_up(lines.rows, SWIZZLE_ROWS) if lines.swizzled else lines.rows
     tiles = ceil_div(covered, count) if columns else 1
+    full = is_full(lines.x, lines.blocks, lines.swizzled, rule, (count, 1))
+    rule = rule._replace(full=full and columns)  # rows are read with masks anyway
     programs = tiles * groups if columns else ceil_div(covered * groups, count)
     constants = {
         "RULE": rule,
@@ -305,6 +319,8 @@ def _wide(one: OneSide) -> Choice:
         "T": count,
         "num_warps": num_warps,
     }
+    if columns:
+        constants |= _column_registers(rule, lines.swizzled, target)
     return Choice("quantize_wide_kernel", (programs,), constants, lines._replace(beside=tiles))
 
 
