@@ -2,7 +2,8 @@
 #   make train       train the same small model in every recipe and write a table and a plot to runs/compare
 #   make test        tests that need no GPU; make test-full: with nine that take minutes        make test-gpu   the GPU tests, with this machine's own python3
 #   make test-targets   a sample of what the launchers launch, recorded and compiled for every GPU without one (some
-#                       minutes on two cores), and by which files of kernels/ a call goes; make test-targets-full: all of it (hours)
+#                       minutes on two cores), by which files of kernels/ a call goes, and what kernels' PTX computes, emulated;
+#                       make test-targets-full: all of it (hours)
 #   make test-distributed   several processes over gloo: FSDP2, torchrun; test-distributed-full: every case, every fault,
 #                       and test-distributed-next: FSDP2 with torch 2.15, in an environment of its own (5 GB)
 #   make test-integrations   exports, models and loops of transformers; packages of others read what this one writes (installed into .venv);
@@ -25,7 +26,7 @@ NEXT := $(VENV)/torch-2.15
 APART := --quiet --disable-pip-version-check --no-deps --upgrade
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 JOBS ?= 2
-ELSEWHERE := $(addprefix --ignore=tests/,browser gpu clients export integrations docs package scale kernels/test_way.py)
+ELSEWHERE := $(addprefix --ignore=tests/,browser gpu clients export integrations docs package scale kernels/test_way.py kernels/test_ptx.py)
 REPOSITORY ?= pypi
 
 .DEFAULT_GOAL := setup
@@ -84,10 +85,11 @@ test-distributed-next: $(VENV)/torch-2.15.stamp
 test-targets: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) $(TARGET_ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_kernels_compile.py -m full -q
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_way.py -n $(JOBS) --timeout 300 -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_way.py tests/kernels/test_ptx.py -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q
 
 test-targets-full: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) --all $(TARGET_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_ptx.py -n $(JOBS) --timeout 900 -q
 
 test-integrations: $(VENV)/integrations.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q $(TEST_ARGS)
