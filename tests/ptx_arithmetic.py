@@ -294,6 +294,22 @@ def _sign(operation: Callable) -> Callable:
     return apply
 
 
+def _two_at_a_time(function: Callable) -> Callable:
+    """Let arithmetic on fp32 serve pairs of them in 64 bits too."""
+
+    def apply(rest: list[str], operands: list) -> np.ndarray:
+        if rest[-1] != "f32x2":
+            return function(rest, operands)
+        words = [bits_of(o, np.uint64) for o in operands]
+        low, high = (
+            function([*rest[:-1], "f32"], [(w >> np.uint64(shift)).astype(np.uint32) for w in words]).astype(np.uint64)
+            for shift in (0, 32)
+        )
+        return low | (high << np.uint64(32))
+
+    return apply
+
+
 FUNCTIONS: dict[str, Callable] = {
     "add": _arithmetic(np.add),
     "sub": _arithmetic(np.subtract),
@@ -320,3 +336,4 @@ FUNCTIONS: dict[str, Callable] = {
     "abs": _sign(np.abs),
     "neg": _sign(np.negative),
 }
+FUNCTIONS |= {name: _two_at_a_time(FUNCTIONS[name]) for name in ("add", "sub", "mul", "fma")}

@@ -13,6 +13,12 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 SAMPLE = ("activation", "activation/values", "gradient", "six_pair/row_values", "six_scaled", "rotated_64_rows", "eden")
 """Of what rounds, rotates, draws and chooses scales, one each; `make test-targets-full` runs all."""
+OTHERS = {"sm_80": "activation", "sm_89": "gradient", "sm_100": "activation", "sm_120": "six_scaled"}
+"""Without FP8, without launches that overlap, with conversions to E2M1, and a case that is in the sample of each."""
+ON_OTHERS = (
+    "nearest", "activation", "gradient", "six_scaled", "six_pair", "six_pair/values", "eden", "backward",
+    "rotated_128/turned", "mxfp8",
+)  # fmt: skip
 FAULT = """
 import ptx_checks
 from halfbyte.kernels.device import {module} as module
@@ -33,12 +39,12 @@ def run(*command: str) -> str:
 
 
 def cases() -> list:
-    """Return all cases on sm_90 and some on targets without FP8, without E2M1 and with both."""
+    """Return all cases on sm_90 and some on other targets."""
     import ptx_checks
 
-    found = [pytest.param("sm_90", case, marks=() if case in SAMPLE else pytest.mark.full) for case in ptx_checks.CASES]
-    others = [("sm_80", "activation"), ("sm_89", "six_pair"), ("sm_100", "activation"), ("sm_120", "six_pair/values")]
-    return found + [pytest.param(*other, marks=pytest.mark.full) for other in others]
+    found = [("sm_90", case, case in SAMPLE) for case in ptx_checks.CASES]
+    found += [(target, case, case == mine) for target, mine in OTHERS.items() for case in ON_OTHERS]
+    return [pytest.param(*one, marks=() if is_sample else pytest.mark.full) for *one, is_sample in found]
 
 
 @pytest.mark.parametrize(("target", "case"), cases())
