@@ -24,6 +24,7 @@ from halfbyte.train import (
     measure,
     recorded,
     signals,
+    threads,
     treatment,
 )
 from halfbyte.train import compare as comparison
@@ -103,6 +104,7 @@ def _asked(options: Options) -> dict:
 def _until_stopped(run: Callable[[Options, signals.Interrupts, World], int], options: Options, ranks: World) -> int:
     """Run a command; ctrl-C and SIGTERM end it with one line and the status that shells expect."""
     name, overwrite = type(options).__name__.lower(), options.config.run.overwrite
+    auto.say(threads.settle(auto.device_of(options.config)))
     return until_stopped(name, overwrite, lambda interrupts: run(options, interrupts, ranks), ranks)
 
 

@@ -1,0 +1,46 @@
+"""On how many threads a command trains where other programs use the cores: torch's wait for each other all the time."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+SIZE = 1 << 17  # values of one operation: enough for torch to share among threads, little enough to wait often
+SECONDS = 0.15  # several time slices of a scheduler
+HELD_UP = 0.5
+"""Up to what share of the operations of one thread several are held up; undisturbed they do more than one."""
+
+
+def settle(device: torch.device) -> tuple[str, ...]:
+    """Let torch use one thread where several hold each other up, and return what a user should know of it.
+
+    Takes 0.3 seconds on a CPU. Whoever gave OMP_NUM_THREADS has chosen, and a GPU does not depend on it.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads < 2 or "OMP_NUM_THREADS" in os.environ:
+        return ()
+    if operations(threads) > HELD_UP * operations(1):
+        return ()
+    torch.set_num_threads(1)
+    return (
+        f"one thread in place of {threads}: other programs keep cores of this machine busy, and several threads "
+        "would wait for each other in every operation (OMP_NUM_THREADS in front of the command chooses)",
+    )
+
+
+def operations(threads: int) -> int:
+    """Return how many operations on `SIZE` values so many threads do in `SECONDS`."""
+    before = torch.get_num_threads()
+    values = torch.zeros(SIZE)
+    torch.set_num_threads(threads)
+    try:
+        values.add_(1)  # starts the threads
+        start, done = time.perf_counter(), 0
+        while time.perf_counter() - start < SECONDS:
+            values.add_(1)
+            done += 1
+        return done
+    finally:
+        torch.set_num_threads(before)
