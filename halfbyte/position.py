@@ -148,8 +148,13 @@ class Interleaved:
         """Let the forward or backward of a micro-batch run, or a part of either.
 
         Raises:
-            ValueError: there is no such micro-batch.
+            TypeError: index is no int.
+            ValueError: there is no such micro-batch, or they have ended.
         """
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise TypeError(f"index={index!r}: give an int, that of a micro-batch")
+        if not self._state.is_taking(self):
+            raise ValueError(f"index={index}: these micro-batches have ended; interleave the next ones")
         if not 0 <= index < len(self._places):
             count = len(self._places)
             raise ValueError(f"index={index}: give 0 <= index < {count}, or call interleave with more than {count}")
@@ -157,7 +162,9 @@ class Interleaved:
         self._state.stand_at(self._places[index])
 
     def end(self) -> None:
-        """Let the position behind the last one be the next that anybody draws at."""
+        """Let the position behind the last one be the next that anybody draws at; once they have ended, do nothing."""
+        if not self._state.is_taking(self):
+            return
         self._resume()
         self._state.stand_at(self._places[-1])
         self._state.end_turns()
@@ -165,6 +172,15 @@ class Interleaved:
     def _resume(self) -> None:
         while self._waiting:
             self._waiting.pop().measures = True
+
+
+def refuse_turns(turns: Interleaved | None, what: str) -> None:
+    """Raise ValueError for what would change where interleaved micro-batches draw that have not ended."""
+    if turns is not None:
+        raise ValueError(
+            f"{what}() before interleaved micro-batches have ended: call end() of what interleave returned behind the "
+            "last one, in a `finally` where one may fail"
+        )
 
 
 class Watch:

@@ -18,6 +18,7 @@ from halfbyte.position import (
     ModelHooks,
     OptimizerHook,
     Watch,
+    refuse_turns,
     warn_user,
 )
 from halfbyte.rng import SEED_LIMIT, StreamPhilox, as_signed64, rank_seed
@@ -60,7 +61,7 @@ class RunState:
     _owed = False  # a backward came by a followed model since the position moved
     _moved = False  # since the last step of a followed optimizer
     _ahead = False  # such a step moved it last: an advance() that comes now would say the same
-    _takes_turns = False  # micro-batches are interleaved: whoever does it says where each draws
+    _turns: Interleaved | None = None  # that says where each of several micro-batches draws, until they end
     _amaxes: DelayedAmaxes | None = None
     _unbegun = 0  # training forwards with delayed amaxes before the first step
 
@@ -117,8 +118,9 @@ class RunState:
             rank: 0 <= rank < 2**16; 0 draws what a run of one process draws.
 
         Raises:
-            TypeError, ValueError: it is another number, or none.
+            TypeError, ValueError: it is another number, or none, or interleaved micro-batches have not ended.
         """
+        refuse_turns(self._turns, "set_rank")
         seeds = rank_seed(self.seed, rank), self.seed
         for base, seed in zip((self._base, self._sign_base), seeds, strict=True):
             base[0].fill_(as_signed64(seed))
@@ -163,7 +165,12 @@ class RunState:
         return self
 
     def advance(self) -> None:
-        """Go on to the next micro-batch; call it once per micro-batch, after its backward."""
+        """Go on to the next micro-batch; call it once per micro-batch, after its backward.
+
+        Raises:
+            ValueError: interleaved micro-batches have not ended.
+        """
+        refuse_turns(self._turns, "advance")
         self._owed = False
         if self._ahead:
             self._ahead = False
@@ -258,10 +265,11 @@ class RunState:
         """Return the next `count` micro-batches, for a loop that runs forwards of some before backwards of others.
 
         Each draws what it would if all were run one after the other. A pipeline calls `turn(index)` before the forward
-        and before the backward of each, in which it may be recomputed, and `end()` behind the last one.
+        and before the backward of each, in which it may be recomputed, and `end()` behind the last one, also where one
+        fails.
 
         Raises:
-            TypeError, ValueError: count is no int above 0.
+            TypeError, ValueError: count is no int above 0, or earlier ones have not ended.
         """
         if isinstance(count, bool) or not isinstance(count, int):
             raise TypeError(f"count={count!r}: give an int, that of the micro-batches")
@@ -269,14 +277,19 @@ class RunState:
             raise ValueError(f"count={count}: give the number of micro-batches, an int above 0")
         if self._amaxes is not None and not self.step:
             self._amaxes.refuse_unbegun()
+        refuse_turns(self._turns, "interleave")
         self.ask_for_rank()
         first, self._owed, self._ahead, self._moved = int(self._owed), False, False, True
-        self._takes_turns = True
         with torch.inference_mode(False):
             places = [self._places.clone() for _ in range(count)]
             for index, place in enumerate(places):
                 place[:, 1].add_((first + index) << POSITION_SHIFT)
-        return Interleaved(self, places)
+        self._turns = Interleaved(self, places)
+        return self._turns
+
+    def is_taking(self, turns: Interleaved) -> bool:
+        """Whether these are the micro-batches that are interleaved now."""
+        return self._turns is turns
 
     def stand_at(self, places: Tensor) -> None:
         """Draw at places, int64 [2, 2]: of rounding bits and of fresh signs."""
@@ -286,7 +299,7 @@ class RunState:
 
     def end_turns(self) -> None:
         """Let backwards that come by count again, as those of interleaved micro-batches have not."""
-        self._takes_turns = False
+        self._turns = None
         self.owe()
 
     def pause_amaxes(self) -> list[LayerAmaxes]:
@@ -295,7 +308,7 @@ class RunState:
 
     def owe(self) -> None:
         """Take note that a backward came by: the next forward is another micro-batch's."""
-        self._owed = not self._takes_turns
+        self._owed = self._turns is None
 
     def catch_up(self, always: bool = False) -> None:
         """Begin the micro-batch of a forward of a followed model."""
@@ -336,11 +349,12 @@ class RunState:
 
         Raises:
             ValueError: there is a schedule and no layer of the model that could follow it, or it is called within
-                `hb.high_precision`, which would undo the change.
+                `hb.high_precision`, which would undo the change, or before interleaved micro-batches have ended.
 
         Warns:
             UserWarning: there is a schedule, and layers that follow a recipe, but not this RunState; said once.
         """
+        refuse_turns(self._turns, "begin_step")
         changed = self._follow_schedule(model)
         if self._amaxes is not None:
             self._amaxes.begin(self.step)
@@ -438,6 +452,7 @@ class RunState:
         """Continue the run that wrote `state`, in place: modules that hold this RunState follow.
 
         A schedule that this RunState was built with stays; otherwise that of the checkpoint is taken. The rank stays.
+        Interleaved micro-batches end here.
 
         Raises:
             ValueError: `state` is not a RunState's, or belongs to a model with other quantized layers.
@@ -464,11 +479,12 @@ class RunState:
         self.schedule = followed
         self.seed, self.step = state["seed"], step
         self._owed = self._moved = self._ahead = False
+        self._turns = None
         self._streams = max(self._streams, state["streams"])
         self._places.copy_(self._places_at(state["position"]))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_base", "_sign_base")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_base", "_sign_base", "_turns")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -79,9 +79,31 @@ def _to_bf16(exact: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(exact), np.uint32(0x7FFF), rounded).astype(np.uint16)
 
 
+def _refuse_others(rest: list[str], known: set[str]) -> None:
+    """Refuse what changes a result and is not computed here: `sat`, `ftz`, other roundings."""
+    if rest[-1] in FLAT and set(rest[:-1]) - known:
+        raise NotImplementedError(f"PTX modifiers {'.'.join(rest)} are not emulated")
+
+
+def _packed(function: Callable) -> Callable:
+    """Return `function` that takes pairs of fp32 in 64 bits too."""
+
+    def apply(rest: list[str], operands: list) -> np.ndarray:
+        if rest[-1] != "f32x2":
+            return function(rest, operands)
+        words = [bits_of(o, np.uint64) for o in operands]
+        low, high = (
+            function([*rest[:-1], "f32"], [(w >> np.uint64(at)).astype(np.uint32) for w in words]) for at in (0, 32)
+        )
+        return low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
+
+    return apply
+
+
 def _arithmetic(operation: Callable) -> Callable:
     def apply(rest: list[str], operands: list) -> np.ndarray:
         kind = rest[-1]
+        _refuse_others(rest, {"rn"})
         if kind in ("bf16x2", "f16x2"):
             raise NotImplementedError(f"packed {kind} is not emulated here")
         a, b = (typed(o, kind) for o in operands)
@@ -112,6 +134,7 @@ def _fma(rest: list[str], operands: list) -> np.ndarray:
         if kind == "bf16x2":
             return joined(_to_bf16(exact[0]), _to_bf16(exact[1]))
         return joined(raw(exact[0].astype(np.float16)), raw(exact[1].astype(np.float16)))
+    _refuse_others(rest, {"rn", "rz"})
     a, b, c = np.broadcast_arrays(*(typed(o, kind) for o in operands))
     exact = _to_odd(a, b, c)
     return raw(_toward_zero(exact, np.float32) if rest[0] == "rz" else exact.astype(np.float32))
@@ -145,6 +168,7 @@ def _extremum(greater: bool) -> Callable:
                     value = np.where(sign, -np.abs(value), np.abs(value))
                 parts.append((raw(value) >> np.uint32(16)) if kind == "bf16x2" else raw(value.astype(np.float16)))
             return joined(*parts)
+        _refuse_others(rest, {"NaN"})
         a, b = (typed(o, kind) for o in operands)
         if kind == "bf16":
             return (raw(of_floats(a, b, rest)) >> np.uint32(16)).astype(np.uint16)
@@ -294,28 +318,12 @@ def _sign(operation: Callable) -> Callable:
     return apply
 
 
-def _two_at_a_time(function: Callable) -> Callable:
-    """Let arithmetic on fp32 serve pairs of them in 64 bits too."""
-
-    def apply(rest: list[str], operands: list) -> np.ndarray:
-        if rest[-1] != "f32x2":
-            return function(rest, operands)
-        words = [bits_of(o, np.uint64) for o in operands]
-        low, high = (
-            function([*rest[:-1], "f32"], [(w >> np.uint64(shift)).astype(np.uint32) for w in words]).astype(np.uint64)
-            for shift in (0, 32)
-        )
-        return low | (high << np.uint64(32))
-
-    return apply
-
-
 FUNCTIONS: dict[str, Callable] = {
-    "add": _arithmetic(np.add),
-    "sub": _arithmetic(np.subtract),
-    "mul": _multiply,
+    "add": _packed(_arithmetic(np.add)),
+    "sub": _packed(_arithmetic(np.subtract)),
+    "mul": _packed(_multiply),
     "mad": _multiply_add,
-    "fma": _fma,
+    "fma": _packed(_fma),
     "div": _arithmetic(_divide),
     "rem": _arithmetic(lambda a, b: a - _divide(a, b) * b),
     "min": _extremum(False),
@@ -336,4 +344,3 @@ FUNCTIONS: dict[str, Callable] = {
     "abs": _sign(np.abs),
     "neg": _sign(np.negative),
 }
-FUNCTIONS |= {name: _two_at_a_time(FUNCTIONS[name]) for name in ("add", "sub", "mul", "fma")}

@@ -1,5 +1,7 @@
 """RunState.interleave: micro-batches whose forwards and backwards take turns draw what they do one after the other."""
 
+import copy
+
 import pytest
 import torch
 from test_following import ALL, Net, build, data, same
@@ -127,3 +129,65 @@ def test_refusals():
     hb.set_recipe_(model, hb.recipes.delayed_amax())
     with pytest.raises(ValueError, match="begin_step was never called"):
         state.interleave(2)
+
+
+def test_who_has_ended_moves_nothing_any_more():
+    _, state = build()
+    turns = state.interleave(2)
+    turns.turn(1)
+    turns.end()
+    state.advance()
+    turns.end()
+    assert (state.position, state.next_position) == (2, 2)
+    with pytest.raises(ValueError, match="index=0: these micro-batches have ended; interleave the next ones"):
+        turns.turn(0)
+    assert state.position == 2
+    before = state.interleave(2)
+    state.load_state_dict(state.state_dict() | {"position": 7})
+    before.end()
+    with pytest.raises(ValueError, match="have ended"):
+        before.turn(1)
+    assert (state.position, state.next_position) == (7, 7)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "delayed_amax"])
+def test_a_step_that_failed_is_told_until_it_has_ended(recipe):
+    """Else a model that is followed would stand where it failed, and draw the same bits again and again."""
+    torch.manual_seed(0)
+    model = Net()
+    state = hb.quantize_(model, getattr(hb.recipes, recipe)(), keep=ALL, state=hb.RunState(1)).state
+    state.follow(model)
+    state.begin_step(model)
+    turns = state.interleave(3)
+    calls = {
+        "advance": state.advance,
+        "begin_step": lambda: state.begin_step(model),
+        "set_rank": lambda: state.set_rank(1),
+        "interleave": lambda: state.interleave(2),
+    }
+    for name, call_it in calls.items():
+        with pytest.raises(ValueError, match=rf"{name}\(\) before interleaved micro-batches have ended: call end\(\)"):
+            call_it()
+    assert (state.rank, state.step) == (0, 1)
+    turns.end()
+    assert state.next_position == 3
+    for position in (3, 4):
+        model(data(0)).square().mean().backward()
+        assert state.position == position
+    for call_it in calls.values():
+        call_it()
+
+
+def test_a_copy_in_the_middle_stands_where_the_turn_is():
+    _, state = build()
+    state.interleave(3).turn(1)
+    twin = copy.deepcopy(state)
+    twin.advance()
+    assert (state.position, twin.position) == (1, 2)
+
+
+@pytest.mark.parametrize("index", [True, 1.0, None])
+def test_an_index_is_an_int(index):
+    _, state = build()
+    with pytest.raises(TypeError, match=f"index={index}: give an int"):
+        state.interleave(2).turn(index)

@@ -17,7 +17,7 @@ OTHERS = {"sm_80": "activation", "sm_89": "gradient", "sm_100": "activation", "s
 """Without FP8, without launches that overlap, with conversions to E2M1, and a case that is in the sample of each."""
 ON_OTHERS = (
     "nearest", "activation", "gradient", "six_scaled", "six_pair", "six_pair/values", "eden", "backward",
-    "rotated_128/turned", "mxfp8",
+    "rotated_128/turned", "mxfp8", "four_candidates", "eden_128/turned",
 )  # fmt: skip
 FAULT = """
 import ptx_checks
@@ -42,6 +42,7 @@ def cases() -> list:
     """Return all cases on sm_90 and some on other targets."""
     import ptx_checks
 
+    assert set(SAMPLE) <= set(ptx_checks.CASES), "a case that is not there would be sampled by nobody"
     found = [("sm_90", case, case in SAMPLE) for case in ptx_checks.CASES]
     found += [(target, case, case == mine) for target, mine in OTHERS.items() for case in ON_OTHERS]
     return [pytest.param(*one, marks=() if is_sample else pytest.mark.full) for *one, is_sample in found]
@@ -62,3 +63,45 @@ def test_a_kernel_makes_the_bytes_of_the_reference(target, case):
 def test_a_fault_is_seen(module, name, expression, case):
     script = FAULT.format(module=module, name=name, expression=expression, case=case)
     assert run("-c", script).startswith("['")
+
+
+STORES_NOTHING = """
+import ptx_checks, ptx_emulator
+ptx_emulator._Machine._move_bytes = lambda self, name, *rest, move=ptx_emulator._Machine._move_bytes: (
+    None if name == "st" and rest[0].base is not self.shared else move(self, name, *rest)
+)
+print(ptx_checks.check("nearest", "sm_90") or "equal")
+"""
+LAUNCHES_NOTHING = """
+import ptx_checks
+from halfbyte import ops
+from halfbyte.kernels.quantize import one
+one.quantize_side = lambda x, side: ops.quantize(x, side, backend="reference")
+print(ptx_checks.check("nearest", "sm_90")[0])
+"""
+
+
+def test_what_is_not_stored_or_not_launched_is_seen():
+    assert run("-c", STORES_NOTHING).startswith("['whole: ")
+    assert run("-c", LAUNCHES_NOTHING) == "whole: no kernel was launched"
+
+
+@pytest.mark.parametrize(
+    ("name", "modifiers"), [("add", "rn.ftz.f32"), ("mul", "rn.sat.f32"), ("fma", "rn.ftz.f32"), ("min", "ftz.f32")]
+)
+def test_modifiers_that_are_not_emulated_are_refused(name, modifiers):
+    from ptx_arithmetic import FUNCTIONS
+
+    with pytest.raises(NotImplementedError, match=f"PTX modifiers {modifiers} are not emulated"):
+        FUNCTIONS[name](modifiers.split("."), [0, 0, 0])
+
+
+def test_pairs_of_fp32_are_two_numbers():
+    import numpy as np
+    from ptx_arithmetic import FUNCTIONS
+
+    words = [np.array([low, high], np.float32).view(np.uint64) for low, high in ((3, -0.0), (5, 2), (0.25, -0.0))]
+    for name, expected in (("add", (8, 2)), ("sub", (-2, -2)), ("mul", (15, -0.0)), ("fma", (15.25, -0.0))):
+        given = words if name == "fma" else words[:2]
+        found = FUNCTIONS[name](["rn", "f32x2"], given)
+        assert found.tobytes() == np.array(expected, np.float32).tobytes(), name
