@@ -104,7 +104,7 @@ def _asked(options: Options) -> dict:
 def _until_stopped(run: Callable[[Options, signals.Interrupts, World], int], options: Options, ranks: World) -> int:
     """Run a command; ctrl-C and SIGTERM end it with one line and the status that shells expect."""
     name, overwrite = type(options).__name__.lower(), options.config.run.overwrite
-    auto.say(threads.settle(auto.device_of(options.config)))
+    auto.say(threads.settle_threads(auto.device_of(options.config)))
     return until_stopped(name, overwrite, lambda interrupts: run(options, interrupts, ranks), ranks)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import torch
@@ -13,13 +12,13 @@ HELD_UP = 0.5
 """Up to what share of the operations of one thread several are held up; undisturbed they do more than one."""
 
 
-def settle(device: torch.device) -> tuple[str, ...]:
+def settle_threads(device: torch.device) -> tuple[str, ...]:
     """Let torch use one thread where several hold each other up, and return what a user should know of it.
 
     Takes 0.3 seconds on a CPU. Whoever gave OMP_NUM_THREADS has chosen, and a GPU does not depend on it.
     """
     threads = torch.get_num_threads()
-    if device.type != "cpu" or threads < 2 or "OMP_NUM_THREADS" in os.environ:
+    if device.type != "cpu" or threads < 2 or not _is_unset():
         return ()
     if operations(threads) > HELD_UP * operations(1):
         return ()
@@ -28,6 +27,11 @@ def settle(device: torch.device) -> tuple[str, ...]:
         f"one thread in place of {threads}: other programs keep cores of this machine busy, and several threads "
         "would wait for each other in every operation (OMP_NUM_THREADS in front of the command chooses)",
     )
+
+
+def _is_unset() -> bool:
+    """Whether OMP_NUM_THREADS is not set, as torch reports it."""
+    return "OMP_NUM_THREADS : [not set]" in torch.__config__.parallel_info()
 
 
 def operations(threads: int) -> int:

@@ -24,16 +24,16 @@ def several(monkeypatch):
 @pytest.mark.parametrize(("together", "left"), [(30, 1), (501, 2), (2000, 2)])
 def test_one_thread_where_several_do_less_than_half(monkeypatch, together, left):
     monkeypatch.setattr(threads, "operations", {2: together, 1: 1000}.get)
-    said = threads.settle(CPU)
+    said = threads.settle_threads(CPU)
     assert torch.get_num_threads() == left and len(said) == (left == 1)
     assert all(line.startswith("one thread in place of 2: ") and "OMP_NUM_THREADS" in line for line in said)
 
 
 def test_what_is_chosen_stays(monkeypatch):
     monkeypatch.setattr(threads, "operations", {2: 0, 1: 1000}.get)
-    assert threads.settle(torch.device("cuda")) == () and torch.get_num_threads() == 2
+    assert threads.settle_threads(torch.device("cuda")) == () and torch.get_num_threads() == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert threads.settle(CPU) == () and torch.get_num_threads() == 2
+    assert threads.settle_threads(CPU) == () and torch.get_num_threads() == 2
 
 
 def test_operations_are_counted_on_as_many_threads_as_asked_and_change_nothing(monkeypatch):
