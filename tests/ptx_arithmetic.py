@@ -313,6 +313,8 @@ def _sign(operation: Callable) -> Callable:
             word = bits_of(operands[0], np.uint32)
             return word & np.uint32(0x7FFF7FFF) if operation is np.abs else word ^ np.uint32(0x80008000)
         value = operation(typed(operands[0], kind))
+        if kind == "bf16":
+            return (raw(value) >> np.uint32(16)).astype(np.uint16)
         return raw(value) if kind in FLAT else value.view(BITS[kind[1:]])
 
     return apply

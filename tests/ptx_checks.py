@@ -94,8 +94,12 @@ def matrix(shape: tuple[int, int], finite: bool = True) -> Tensor:
     return x
 
 
-def decoded(blocks: Blocks, cols: int) -> Tensor:
-    """Return what E2M1 codes and E4M3 scales stand for, in bf16."""
+def decoded(blocks: Blocks, spec: hb.NVFP4 | hb.MXFP8, cols: int) -> Tensor:
+    """Return what codes and the scales of their blocks stand for, in bf16."""
+    if isinstance(spec, hb.MXFP8):
+        powers = torch.exp2(blocks.block_scale.double() - 127).where(blocks.block_scale != 255, torch.nan)
+        values = blocks.qdata.view(torch.float8_e4m3fn).double() * powers.repeat_interleave(32, 1)
+        return values.bfloat16()[:, :cols]
     codes = torch.stack([blocks.qdata & 15, blocks.qdata >> 4], -1).reshape(len(blocks.qdata), -1).long()
     scales = blocks.block_scale.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
     return (E2M1[codes] * scales).bfloat16()[:, :cols]
@@ -153,9 +157,11 @@ def pair(specs: tuple, transient: tuple[bool, bool], target: str) -> Iterator[st
         asked = [side._replace(transient=new) for side, new in zip(sides, transient, strict=True)]
         with emulated(TARGETS[target]) as kernels:
             actual = backend.quantize_row_col(x, *asked)
-        for way, got, want, values, cols in zip(("row", "col"), actual, expected, transient, x.T.shape, strict=True):
+        for way, got, want, values, spec, cols in zip(
+            ("row", "col"), actual, expected, transient, specs, x.T.shape, strict=True
+        ):
             if values:
-                wrong = differ(got.qdata[:, :cols], decoded(want, cols))
+                wrong = differ(got.qdata[:, :cols], decoded(want, spec, cols))
             else:
                 wrong = sum(differ(a, b) for a, b in zip(got[:2], want[:2], strict=True))
             if wrong or not kernels:
