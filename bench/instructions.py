@@ -13,7 +13,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,19 +26,22 @@ from triton.compiler import ASTSource
 from bench.machine import commit
 from bench.markdown import rows
 from bench.records import Record
+from halfbyte import recipes
 from halfbyte.kernels import record
-from halfbyte.kernels.quantize import both, one
+from halfbyte.kernels.quantize import both, grouped, one
 from halfbyte.rng import Philox
 from halfbyte.sides import Side, both_sides
-from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
+from halfbyte.spec import MXFP8, NVFP4, Eden, FourOverSix, Hadamard, Spec
 
 RESULT = Path(__file__).parent / "results" / "instructions.json"
 TARGET = "sm_90"
 SHAPE = (8192, 8192)
+FRESH = Hadamard(size=128, signs="fresh")
 DRAWN, DRAWN_ROTATED = (NVFP4(rounding="stochastic", rotation=rotation) for rotation in (None, Hadamard()))
 SIX = NVFP4(scaling=FourOverSix(), e4m3_max=256.0)
+EDEN = NVFP4(scaling=Eden(), fp4_max=recipes.EDEN_FP4_MAX, e4m3_max=recipes.EDEN_E4M3_MAX)
 ROTATED = {size: NVFP4(rotation=Hadamard(size=size)) for size in (16, 64, 128)}
-CASES: dict[str, tuple[Spec, Spec | None, tuple[bool, bool]]] = {
+DENSE: dict[str, tuple[Spec, Spec | None, tuple[bool, bool]]] = {
     "1x16 nearest": (NVFP4(), None, (False, False)),
     "1x16 stochastic": (DRAWN, None, (False, False)),
     "4over6 MAE, exact error": (SIX, None, (False, False)),
@@ -50,7 +55,17 @@ CASES: dict[str, tuple[Spec, Spec | None, tuple[bool, bool]]] = {
     "4over6 row as values + rotated column": (SIX, ROTATED[16], (True, True)),
     "4over6, both as values": (SIX, SIX, (True, True)),
     "NVFP4 row + MXFP8 column": (NVFP4(), MXFP8(), (False, False)),
+    "MS-EDEN": (EDEN, None, (False, False)),
+    "MS-EDEN, rotation of 128, fresh": (replace(EDEN, rotation=FRESH), None, (False, False)),
+    "MS-EDEN row + column rotated by 16": (EDEN, replace(EDEN, rotation=Hadamard()), (False, False)),
 }
+GROUPED: dict[str, tuple[Spec, Spec, tuple[int, int, int]]] = {
+    "8 groups: row + rotated column, nearest": (NVFP4(), ROTATED[16], (8, 32768, 7168)),
+    "8 groups: row + rotated column, stochastic": (DRAWN, DRAWN_ROTATED, (8, 32768, 2048)),
+    "60 small groups: row + rotated column, nearest": (NVFP4(), ROTATED[16], (60, 8192, 2048)),
+    "60 small groups: row + rotated column, stochastic": (DRAWN, DRAWN_ROTATED, (60, 8192, 1408)),
+}
+"""Of tokens [groups, rows of all, columns], as codes."""
 INTEGER_PIPE = {"FMNMX", "FSEL", "FSETP", "HMNMX2", "IADD3", "ISETP", "LEA", "LOP3", "P2R", "PLOP3", "PRMT", "R2P"}
 INTEGER_PIPE |= {"SEL", "SGXT", "SHF", "VIADD", "VIMNMX", "VIMNMX3"}
 LINE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(.*?)\s*;")
@@ -67,19 +82,38 @@ class Counted(NamedTuple):
     integer: float
 
 
-def counted(row: Spec, col: Spec | None, transient: tuple[bool, bool]) -> Iterator[Counted]:
-    """Yield what each kernel takes that quantizes a matrix so."""
+def quantize(row: Spec, col: Spec | None, transient: tuple[bool, bool]) -> None:
+    """Quantize a matrix so."""
     meta = torch.device("meta")
     x, amax = torch.empty(SHAPE, dtype=torch.bfloat16, device=meta), torch.empty((), device=meta)
     draw = Philox(7, 11).on(meta)
+    if col is None:
+        drawn, signs = (draw if needed else None for needed in (row.needs_rng, row.needs_sign_rng))
+        one.quantize_side(x, Side(row, draw=drawn, sign_draw=signs, amax=amax))
+    else:
+        sides = both_sides(row, col, draw=draw, transient=transient)
+        both.quantize_row_col(x, *(side and side._replace(amax=amax) for side in sides))
+
+
+def quantize_groups(row: Spec, col: Spec, shape: tuple[int, int, int]) -> None:
+    """Quantize tokens in groups so."""
+    meta, (groups, *size) = torch.device("meta"), shape
+    offsets, amax = torch.empty(groups, dtype=torch.int32, device=meta), torch.empty(groups, device=meta)
+    sides = both_sides(row, col, draw=Philox(7, 11).on(meta) if row.needs_rng else None, row_amax=amax, col_amax=amax)
+    grouped.grouped_quantize_row_col(torch.empty(size, dtype=torch.bfloat16, device=meta), offsets, *sides)
+
+
+CASES: dict[str, Callable[[], None]] = {name: partial(quantize, *case) for name, case in DENSE.items()}
+CASES |= {name: partial(quantize_groups, *case) for name, case in GROUPED.items()}
+
+
+def counted(run: Callable[[], None]) -> Iterator[Counted]:
+    """Yield what each kernel takes that `run` launches, without the plan of groups, which has no elements."""
     with record.recording(record.TARGETS[TARGET]) as launches:
-        if col is None:
-            one.quantize_side(x, Side(row, draw=draw if row.needs_rng else None, amax=amax))
-        else:
-            sides = both_sides(row, col, draw=draw, transient=transient)
-            both.quantize_row_col(x, *(side and side._replace(amax=amax) for side in sides))
+        run()
     for launch in launches:
-        yield _count(launch)
+        if launch.kernel.fn.__name__ != "plan_kernel":
+            yield _count(launch)
 
 
 def _count(launch: record.Specialized) -> Counted:
@@ -119,9 +153,10 @@ def disassembled(cubin: bytes) -> list[str]:
 
 
 def taken(lines: Sequence[str], loop: int) -> list[str]:
-    """Return the instructions on the way that nothing irregular lies on; jumps back are taken loop - 1 times."""
+    """Return the instructions on the way that nothing irregular lies on; every jump back is taken loop - 1 times."""
     places = {line: i for i, line in enumerate(lines) if line.startswith(".L_x_")}
-    out, i, left = [], 0, loop - 1
+    out, i = [], 0
+    left: dict[int, int] = {}
     while i < len(lines):
         line = lines[i]
         i += 1
@@ -129,24 +164,60 @@ def taken(lines: Sequence[str], loop: int) -> list[str]:
             continue
         plain = re.sub(r"^@!?U?P\w+ ", "", line)
         out.append(plain)
-        if plain.startswith("EXIT") and (plain == line or (loop > 1 and not left)):
+        if plain.startswith("EXIT") and (plain == line or _is_last(lines, i, places, left)):
             return out
         jump = JUMP.match(line)
         if jump is None:
             continue
         goal = places[jump["label"]]
         if goal < i:
-            if not left and not jump["guard"]:
+            turns = left.get(goal, loop - 1)
+            if not turns and not jump["guard"]:
                 return out
-            left, i = (left - 1, goal) if left else (left, i)
-        elif not jump["guard"] or _is_slow(lines[i:goal]):
+            left[goal], i = (turns - 1, goal) if turns else (turns, i)
+        elif (
+            not jump["guard"]
+            or _is_slow(lines[i:goal])
+            or _is_padding(lines[i:goal])
+            or _is_voted(jump["guard"], lines[: i - 1])
+        ):
             i = goal
     return out
+
+
+def _is_last(lines: Sequence[str], i: int, places: Mapping[str, int], left: Mapping[int, int]) -> bool:
+    """Whether a whole tile leaves before line i: a loop that is done follows, or what only a group's padding needs."""
+    for j in range(i, len(lines)):
+        jump = JUMP.match(lines[j])
+        if jump is not None and not jump["guard"]:
+            return left.get(places[jump["label"]]) == 0
+        if lines[j] == "EXIT":
+            return _is_padding(lines[i:j])
+    return False
+
+
+def _is_padding(lines: Sequence[str]) -> bool:
+    """Whether these clear what pads a group: they wait for the tile's own stores."""
+    return any("BAR.SYNC" in line for line in lines) and not any(line.startswith("LDG") for line in lines)
 
 
 def _is_slow(lines: Sequence[str]) -> bool:
     """Whether these divide with checks of their range, which is what they are there for."""
     return 25 * sum("CALL" in line or "FCHK" in line for line in lines) > len(lines)
+
+
+def _is_voted(guard: str, before: Sequence[str]) -> bool:
+    """Whether the threads of a warp have voted on this way: what it avoids is for blocks of no normal scale."""
+    name = guard.strip("@! ")
+    while True:
+        writes = re.compile(rf"(@!?U?P\d )?\S+ (U?P[T\d], )?{name}(,|$)")
+        place = next((i for i in reversed(range(len(before))) if writes.match(before[i])), None)
+        if place is None or before[place].startswith("VOTE.ANY"):
+            return place is not None
+        compared = re.match(r"ISETP\.NE\.U32\.AND P\d, PT, (R\d+)", before[place])
+        if compared is None:
+            return False
+        name, before = compared[1], before[:place]
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -175,7 +246,7 @@ def main(arguments: Sequence[str]) -> int:
     found = {
         "environment": {"triton": triton.__version__, "target": TARGET, "commit": commit()},
         "cases": {
-            name: [kernel._asdict() for kernel in counted(*case)]
+            name: [kernel._asdict() for kernel in counted(case)]
             for name, case in CASES.items()
             if not options.cases or any(part in name for part in options.cases)
         },

@@ -18,7 +18,7 @@ from torch import Tensor
 import halfbyte as hb
 from halfbyte import ops
 from halfbyte.kernels import backend
-from halfbyte.kernels.quantize import one
+from halfbyte.kernels.quantize import both_route, grouped_route, one
 from halfbyte.kernels.record import TARGETS
 from halfbyte.layout import Blocks
 from halfbyte.sides import Side, both_sides
@@ -47,6 +47,7 @@ SPECS = {
     "mxfp8": hb.MXFP8(),
     "eden": EDEN,
     "eden_128": replace(EDEN, rotation=hb.Hadamard(size=128, signs="fresh")),
+    "stochastic_128": hb.NVFP4(**SR, rotation=hb.Hadamard(size=128, signs="fresh")),
 }
 PAIRS = {
     "activation": (SPECS["nearest"], SPECS["rotated"]),
@@ -55,13 +56,21 @@ PAIRS = {
     "unrotated": (SPECS["nearest"], SPECS["nearest"]),
     "rows_pair": (SPECS["rows"], hb.NVFP4(**RHT, outer="row")),
     "backward": (SPECS["nearest"], SPECS["mxfp8"]),
+    "eden_pair": (EDEN, replace(EDEN, **RHT)),
+    "eden_fresh_pair": (EDEN, replace(EDEN, rotation=hb.Hadamard(signs="fresh"))),
     "toward_zero_pair": (SPECS["toward_zero"], SPECS["rotated"]),
 }
 TRANSIENT = {"": (False, False), "/values": (True, True), "/row_values": (True, False)}
+GROUPED = ("grouped/activation", "grouped/gradient", "grouped/gradient/loops", "grouped/six_pair")
+"""Tokens in groups."""
+LOOPS = ((1, 4),)  # in cases of that name: a program has four tiles, as those of large tensors have
 CASES = tuple(
-    [f"{name}{how}" for name in SPECS for how in ("", "/turned")] + [f"{n}{how}" for n in PAIRS for how in TRANSIENT]
+    [f"{name}{how}" for name in SPECS for how in ("", "/turned")]
+    + [f"{n}{how}" for n in PAIRS for how in TRANSIENT]
+    + [*GROUPED, "gradient/loops"]
 )
 SHAPES = {"whole": (128, 256), "ragged": (133, 248), "odd": (37, 90)}
+SIZES = (70, 0, 64, 1, 20)  # of groups, with 23 rows behind the last
 AMAXES = (None, 1e-3, 1e3, 0.0, 3e38, 1e-38, float("inf"), float("nan"))
 """What x is said not to exceed: the truth, less, and what no division is simple for."""
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -168,10 +177,34 @@ def pair(specs: tuple, transient: tuple[bool, bool], target: str) -> Iterator[st
                 yield f"{name}, {way}: {wrong if kernels else 'no kernel was launched'}"
 
 
+def groups(specs: tuple, target: str) -> Iterator[str]:
+    """Yield what differs, of both orientations of tokens in groups."""
+    offsets = torch.tensor(SIZES).cumsum(0).to(torch.int32)
+    for finite, cols, amax in [(True, 512, None), (True, 248, None), *((False, 256, amax) for amax in AMAXES)]:
+        x, draw = matrix((sum(SIZES) + 23, cols), finite), hb.Philox(7, 11)
+        sides = both_sides(*specs, draw=draw.on(x.device), sign_draw=draw.on(x.device))
+        expected = ops.grouped_quantize_row_col(x, offsets, *sides, backend="reference")
+        # One group alone has the amax that is wrong: neighbours in a launch go different ways.
+        of_last = [torch.cat((blocks.amax[:-1], given(blocks.amax[-1:], amax))) for blocks in expected]
+        sides = [side._replace(amax=new) for side, new in zip(sides, of_last, strict=True)]
+        expected = ops.grouped_quantize_row_col(x, offsets, *sides, backend="reference")
+        with emulated(TARGETS[target]) as kernels:
+            actual = backend.grouped_quantize_row_col(x, offsets, *sides)
+        for way, got, want in zip(("row", "col"), actual, expected, strict=True):
+            wrong = sum(differ(a, b) for a, b in zip(got[:2], want[:2], strict=True))
+            if wrong or not kernels:
+                yield f"{cols} columns, amax={amax}, {way}: {wrong if kernels else 'no kernel was launched'}"
+
+
 def check(case: str, target: str) -> list[str]:
     """Return what differs."""
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
     name, _, how = case.partition("/")
+    if case.endswith("/loops"):
+        both_route.LOOPS = grouped_route.LOOPS = LOOPS
+    if case in GROUPED:
+        return list(groups(PAIRS[how.removesuffix("/loops")], target))
+    case = case.removesuffix("/loops")
     if name in PAIRS:
         return list(pair(PAIRS[name], TRANSIENT[case.removeprefix(name)], target))
     return list(single(SPECS[name], how == "turned", target))

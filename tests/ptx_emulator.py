@@ -164,6 +164,9 @@ class _Machine:
             self.shuffle(rest.split(".")[1], statement.operands, mask)
             return
         to, *operands = statement.operands
+        if name == "vote":
+            self.vote(rest.split("."), to, operands, mask)
+            return
         if name == "redux":
             self.reduce(rest.split("."), to, operands, mask)
             return
@@ -339,12 +342,25 @@ class _Machine:
         found = {"min": values.min, "max": values.max}[rest[1]](axis=1)
         self.write(to, np.repeat(found, 32).view(BITS[rest[-1][1:]]), mask)
 
+    def vote(self, rest: list[str], to: str, operands: list[str], mask: np.ndarray | None) -> None:
+        """Give all lanes of a warp whether one of them holds a predicate, or which of them do."""
+        self.together(mask, 32)
+        assert rest[0] == "sync" and int(self.read(operands[1])) in (-1, 0xFFFFFFFF), "a vote in part of a warp"
+        votes = np.broadcast_to(self.read(operands[0]), (self.total,)).reshape(-1, 32)
+        if rest[1] == "any":
+            found = votes.any(axis=1)
+        else:
+            assert rest[1] == "ballot", rest
+            found = (votes.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(axis=1, dtype=np.uint32)
+        self.write(to, np.repeat(found, 32), mask)
+
     def shuffle(self, how: str, operands: list, mask: np.ndarray | None) -> None:
         """Exchange words between the lanes of a warp, all of them."""
         self.together(mask, 32)
-        assert int(self.read(operands[3])) == 31, "a shuffle in part of a warp"
+        assert int(self.read(operands[3])) == (0 if how == "up" else 31), "a shuffle in part of a warp"
         value = np.broadcast_to(self.read(operands[1]), (self.total,))
         lane = np.arange(self.total)
         given = bits_of(self.read(operands[2]), np.int64) & 31
-        source = {"bfly": lane ^ given, "idx": (lane & ~31) | given}[how]
+        below = np.where(lane % 32 < given, lane, lane - given)
+        source = {"bfly": lane ^ given, "idx": (lane & ~31) | given, "up": below}[how]
         self.write(operands[0].partition("|")[0], value[source], mask)

@@ -11,7 +11,10 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
-SAMPLE = ("activation", "activation/values", "gradient", "six_pair/row_values", "six_scaled", "rotated_64_rows", "eden")
+SAMPLE = (
+    "activation", "activation/values", "gradient", "gradient/loops", "six_pair/row_values", "six_scaled",
+    "rotated_64_rows", "eden", "grouped/gradient/loops",
+)  # fmt: skip
 """Of what rounds, rotates, draws and chooses scales, one each; `make test-targets-full` runs all."""
 OTHERS = {"sm_80": "activation", "sm_89": "gradient", "sm_100": "activation", "sm_120": "six_scaled"}
 """Without FP8, without launches that overlap, with conversions to E2M1, and a case that is in the sample of each."""
@@ -56,7 +59,7 @@ def test_a_kernel_makes_the_bytes_of_the_reference(target, case):
 @pytest.mark.parametrize(
     ("module", "name", "expression", "case"),
     [
-        ("nearest", "LEAST_LIMIT", "1.2e-38", "nearest"),
+        ("nearest", "LIMIT_PAIRS", "module.LIMIT_PAIRS.value.replace('0f00C00000', '0f0082AB1E')", "nearest"),
         ("casts", "MAX_OF_HALVES", "module.MAX_OF_HALVES.value.replace('0x1032', '0x3210')", "nearest"),
     ],
 )

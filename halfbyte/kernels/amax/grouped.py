@@ -76,7 +76,7 @@ def packed_amax_kernel(
                 for k in tl.static_range(2):
                     plain_bits = tl.maximum(plain_bits, tl.max(mg.finite_bits(mg.magnitude_bits(halves[k])), axis=1))
                     if rotated_ptr is not None:
-                        y = rw.unpacked(rw.rotated_pairs(halves[k], flips, RULE.norm))
+                        y = rw.unpacked(rw.rotated_pairs(halves[k], flips, RULE))
                         bits = tl.maximum(bits, tl.max(mg.finite_bits(mg.magnitude_bits(y)), axis=1))
         if plain_ptr is not None:
             tl.atomic_max(plain_ptr + group, tl.max(plain_bits, axis=0), sem="relaxed")

@@ -58,7 +58,7 @@ def grouped_wide_amax_kernel(
         # The factor and the rounding keep the order: they are applied to the maxima alone.
         bits = magnitude_bits(cast(tl.fma(rw.largest_rotated(values, flips), RULE.norm, 0.0), tl.bfloat16))
         if tl.max(bits, axis=0) >= INF_BITS:
-            y = rw.unpacked(rw.rotated_pairs(values, flips, RULE.norm))
+            y = rw.unpacked(rw.rotated_pairs(values, flips, RULE))
             bits = tl.max(finite_bits(magnitude_bits(y)), axis=1)
         if not RULE.row_amax:
             tl.atomic_max(out_ptr + group, tl.max(bits, axis=0), sem="relaxed")

@@ -162,7 +162,7 @@ def amax_rotated_kernel(
             halves = column_halves(x, PACKED)
             for k in tl.static_range(SHARE):
                 plain_bits = tl.maximum(plain_bits, tl.max(mg.finite_bits(mg.magnitude_bits(halves[k])), axis=1))
-                y = rw.unpacked(rw.rotated_pairs(narrowed(halves[k], NARROW), flips, RULE.norm))
+                y = rw.unpacked(rw.rotated_pairs(narrowed(halves[k], NARROW), flips, RULE))
                 found = tl.max(mg.finite_bits(mg.magnitude_bits(y)), axis=1)
                 if k == 0:
                     bits = tl.maximum(bits, found)

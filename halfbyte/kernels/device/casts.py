@@ -159,14 +159,14 @@ def least_lines(xs, START: tl.constexpr, encode):
 @triton.jit
 def nearest_value(a):
     """Return the number that the E2M1 code nearest to a >= 0 stands for."""
-    return rounded_value(tl.minimum(a, E2M1_MAX))
+    return rounded_value(tl.minimum(a, E2M1_MAX), 1.0)
 
 
 @triton.jit
-def rounded_value(a):
-    """Return `nearest_value` of what rounds to a code of E2M1."""
+def rounded_value(a, UNIT: tl.constexpr):
+    """Return `nearest_value` of what rounds to a code of E2M1; both times UNIT, a power of two."""
     # The last bit of binade * 2^22 is half the binade: the distance of E2M1 values there.
-    binade = (tl.maximum(a, 1.0).to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    binade = (tl.maximum(a, UNIT).to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.fma(binade, -4194304.0, tl.fma(binade, 4194304.0, a))
 
 

@@ -113,7 +113,7 @@ def load_col_pairs(x, i_group, i_col, RULE: tl.constexpr, N: tl.constexpr, C: tl
         if i_group * SIZE + N * SIZE <= x.rows:
             loaded = load_rows(first, x.stride_r, left, in_col, True, True, SIZE)
         else:
-            loaded = load_rows(first, x.stride_r, left, in_col, False, True, SIZE)
+            loaded = load_rows_left(first, x.stride_r, left, SIZE)
     else:
         loaded = load_rows(first, x.stride_r, left, in_col, RULE.full, False, SIZE)
     if x.mean_ptr is not None:
@@ -155,6 +155,17 @@ def load_rows(first, stride_r, left, in_col, FULL: tl.constexpr, ALL_COLS: tl.co
             first = first + step
         else:
             first = first + tl.cast(stride_r, tl.int64) // 2
+    return out
+
+
+@triton.jit
+def load_rows_left(first, stride_r, left, SIZE: tl.constexpr):
+    """Return `load_rows` of whole columns, from addresses that the compiler does not keep for whole tiles too."""
+    address, zero = first.to(tl.int64), tl.zeros(left.shape, tl.int32)
+    out = ()
+    for i in tl.static_range(SIZE):
+        pointers = pm.wide_sum(address, zero + i, stride_r * 2).to(first.dtype)
+        out = out + (tl.load(pointers, mask=left > i, other=0),)
     return out
 
 

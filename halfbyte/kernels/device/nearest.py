@@ -13,31 +13,54 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device.e2m1_values import SAME_PAIR
 from halfbyte.kernels.device.stochastic import JOIN_SIGNS
 
-# 6 / FLT_MAX: the limit where a scale is so small that encode is FLT_MAX.
-LEAST_LIMIT = tl.constexpr(1.763241526233431e-38)
-LIMIT_PAIR = tl.constexpr("min.xorsign.abs.bf16x2 $0, $1, $2;")
-# Signs $1 to $4 and the bits of 2^23 + code, $5 to $12, element i a nibble further up; the first two exponents reach
-# into the word.
+# 8 pairs $0 to $7; where a largest value of the warp, $17, reaches 7, they are held below $16 times 6, a limit from
+# 6 / FLT_MAX on: where a scale is so small that encode is FLT_MAX.
+LIMIT_PAIRS = tl.constexpr(
+    "{.reg .pred some; .reg .b32 pair; .reg .f32 limit; setp.geu.f32 some, $17, 0f40E00000;"
+    "vote.sync.any.pred some, some, -1;"
+    "@!some bra $$L_in_range_${:uid}; mul.rn.f32 limit, $16, 0f40C00000; max.f32 limit, limit, 0f00C00000;"
+    "cvt.rn.bf16x2.f32 pair, limit, limit;"
+    + "".join(f"min.xorsign.abs.bf16x2 ${i}, ${i}, pair;" for i in range(8))
+    + "$$L_in_range_${:uid}:}"
+)
+EIGHT = tl.constexpr((tl.uint32,) * 8)
+EIGHT_FLOATS = tl.constexpr((tl.float32,) * 8)
+# Which threads of a warp have a value $1 that reaches $2, bits.
+REACHING = tl.constexpr("{.reg .pred some; setp.geu.f32 some, $1, $2; vote.sync.ballot.b32 $0, some, -1;}")
+# 8 values $0 to $7; where $16 is not 0 in a warp, they are held below a number.
+LIMIT_ONES, LIMIT_SMALL = (
+    tl.constexpr(
+        "{.reg .pred some; setp.ne.u32 some, $16, 0; @!some bra $$L_in_range_${:uid};"
+        + "".join(f"min.f32 ${i}, ${i}, {six};" for i in range(8))
+        + "$$L_in_range_${:uid}:}"
+    )
+    for six in ("0f40C00000", "0f39C00000")  # 6, 6 * 2^-14
+)
+# Signs $1 to $4 and the bits of 2^23 + code, $5 to $12: two codes to a byte, bytes to a word.
 JOIN_CODES = tl.constexpr(
     tuple(
-        "{.reg .b32 w, a, b, even, odd; mad.lo.u32 w, $12, 0x10000000, 0x05000000;"
-        + "".join(f"mad.lo.u32 w, ${5 + i}, {16**i:#x}, w;" for i in range(6, -1, -1))
+        "{.reg .b32 w, a, b, even, odd, t0, t1, t2, t3;"
+        + "".join(f"mad.lo.u32 t{i}, ${2 * i + 6}, 16, ${2 * i + 5};" for i in range(4))
+        + "prmt.b32 a, t0, t1, 0x0040; prmt.b32 b, t2, t3, 0x0040; prmt.b32 w, a, b, 0x5410;"
         + f"{signs}}}"
         for signs in JOIN_SIGNS
     )
 )
 # Signs $1 to $4 and a word of codes, $5, whose bits 3 are anything.
 JOIN_WORD = tl.constexpr(tuple(f"{{.reg .b32 w, a, b, even, odd; mov.b32 w, $5; {signs}}}" for signs in JOIN_SIGNS))
-# Numbers of E2M1, 8 of them, to a word of codes: 2^-14 times two of them in fp16 are 512 codes in the halves of a word,
-# elements 0 and 2, 1 and 3, 4 and 6, 5 and 7. Gathered, the odd ones are added over the even ones.
-CODES_OF_NUMBERS = tl.constexpr(
-    "{.reg .b32 unit, even, odd, h0, h1, h2, h3; mov.b32 unit, 0x04000400;"
-    + "".join(
-        f"cvt.rn.f16x2.f32 h{i}, ${high}, ${low}; mul.rn.f16x2 h{i}, h{i}, unit;"
-        for i, (low, high) in enumerate(((1, 3), (2, 4), (5, 7), (6, 8)))
+# Numbers of E2M1, 8 of them times 2^-14 or 1, to a word of codes: 2^-14 times two of them in fp16 are 512 codes in the
+# halves of a word, elements 0 and 2, 1 and 3, 4 and 6, 5 and 7. Gathered, the odd ones are added over the even ones.
+CODES_OF_SMALL, CODES_OF_NUMBERS = (
+    tl.constexpr(
+        "{.reg .b32 unit, even, odd, h0, h1, h2, h3; mov.b32 unit, 0x04000400;"
+        + "".join(
+            f"cvt.rn.f16x2.f32 h{i}, ${high}, ${low}; {by_unit.format(h=f'h{i}')}"
+            for i, (low, high) in enumerate(((1, 3), (2, 4), (5, 7), (6, 8)))
+        )
+        + "prmt.b32 even, h0, h2, 0x7531; prmt.b32 odd, h1, h3, 0x7531;"
+        "shr.u32 even, even, 1; mad.lo.u32 $0, odd, 8, even;}"
     )
-    + "prmt.b32 even, h0, h2, 0x7531; prmt.b32 odd, h1, h3, 0x7531;"
-    "shr.u32 even, even, 1; mad.lo.u32 $0, odd, 8, even;}"
+    for by_unit in ("", "mul.rn.f16x2 {h}, {h}, unit;")
 )
 # A pair of numbers $1 with the signs of the pair $2, times a pair of scales; -0 keeps its sign.
 SIGNED_VALUES = tl.constexpr(
@@ -46,20 +69,43 @@ SIGNED_VALUES = tl.constexpr(
 
 
 @triton.jit
-def limited_pairs(pairs, unit):
-    """Return `bf16_pairs` with what is beyond 6 * unit, fp32 of each block, moved there; NaN becomes a number.
+def limited_pairs(pairs, largest, unit):
+    """Return 8 `bf16_pairs` with what is beyond 6 * unit, fp32 of each block, moved there; NaN becomes a number.
 
-    unit: scale * D, of which encode is the reciprocal. Rounded to bf16 the limit stays between 5 and 7 units, all of
-    which have the last code.
+    largest: the block's max |x| * encode: below 7 everything has a nearest code. unit: scale * D, of which encode is
+    the reciprocal. Rounded to bf16 the limit stays between 5 and 7 units, all of which have the last code.
     """
-    limit = tl.maximum(unit * 6.0, LEAST_LIMIT)
-    limit = tl.inline_asm_elementwise(SAME_PAIR, "=r,f", [limit], dtype=tl.uint32, is_pure=True, pack=1)
-    out = ()
-    for i in tl.static_range(len(pairs)):
-        out = out + (
-            tl.inline_asm_elementwise(LIMIT_PAIR, "=r,r,r", [pairs[i], limit], dtype=tl.uint32, is_pure=True, pack=1),
-        )
-    return out
+    return tl.inline_asm_elementwise(
+        LIMIT_PAIRS,
+        "=r,=r,=r,=r,=r,=r,=r,=r,0,1,2,3,4,5,6,7,f,f",
+        pairs + (unit, largest),
+        dtype=EIGHT,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def reaching(values, limit):
+    """Return, for each warp, which of its threads have a value that reaches `limit` or is NaN: bits of a uint32."""
+    values, limit = tl.broadcast(values, tl.full((), limit, tl.float32))
+    return tl.inline_asm_elementwise(REACHING, "=r,f,f", [values, limit], dtype=tl.uint32, is_pure=True, pack=1)
+
+
+@triton.jit
+def limited_values(values, some, UNIT: tl.constexpr):
+    """Return 8 fp32 tensors with what is beyond 6 * UNIT moved there, in warps of which `some` reach 7 * UNIT.
+
+    some: of `reaching`. UNIT: 1 or 2^-14.
+    """
+    return tl.inline_asm_elementwise(
+        LIMIT_ONES if UNIT == 1.0 else LIMIT_SMALL,
+        "=f,=f,=f,=f,=f,=f,=f,=f,0,1,2,3,4,5,6,7,r",
+        values + (some,),
+        dtype=EIGHT_FLOATS,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -82,9 +128,13 @@ def nearest_word(xs, signs, START: tl.constexpr, encode, APART: tl.constexpr):
 
 
 @triton.jit
-def codes_of_numbers(qs):
-    """Return the codes of 8 numbers of E2M1, q >= 0 in fp32, in the nibbles of a word, but for their upper bits."""
-    return tl.inline_asm_elementwise(CODES_OF_NUMBERS, "=r,f,f,f,f,f,f,f,f", qs, dtype=tl.uint32, is_pure=True, pack=1)
+def codes_of_numbers(qs, UNIT: tl.constexpr):
+    """Return the codes of 8 numbers of E2M1, q >= 0 in fp32, in the nibbles of a word, but for their upper bits.
+
+    UNIT: what the numbers are multiplied by, 1 or 2^-14: the latter saves a product.
+    """
+    CODES: tl.constexpr = CODES_OF_NUMBERS if UNIT == 1.0 else CODES_OF_SMALL
+    return tl.inline_asm_elementwise(CODES, "=r,f,f,f,f,f,f,f,f", qs, dtype=tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -101,7 +151,7 @@ def nearest_numbers(pairs, encode):
     xs = pm.unpack_pairs(pairs, 0, 16)
     qs = ()
     for i in tl.static_range(16):
-        qs = qs + (pm.rounded_value(pm.scaled_magnitude(xs[i], encode)),)
+        qs = qs + (pm.rounded_value(pm.scaled_magnitude(xs[i], encode), 1.0),)
     return pm.bf16_pairs(qs)
 
 

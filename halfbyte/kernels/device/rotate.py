@@ -51,6 +51,31 @@ def butterfly(xs, STRIDE: tl.constexpr, SIGNS: tl.constexpr):
 
 
 @triton.jit
+def is_second(x):
+    """Return int32 0 and 1 [1, N] by turns, computed by the threads that hold x [R, N]."""
+    return pm.like((tl.arange(0, x.shape[1]) & 1)[None, :], x).to(tl.int32)
+
+
+@triton.jit
+def of_neighbour(x):
+    """Return x [R, N], elements 2 j and 2 j + 1 of every row exchanged: a shuffle where lanes lie along rows."""
+    R: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    other = tl.broadcast_to((1 - tl.arange(0, 2))[None, None, :], (R, N // 2, 2))
+    return tl.reshape(tl.gather(tl.reshape(x, (R, N // 2, 2)), other, 2), (R, N))
+
+
+@triton.jit
+def last_stage(xs):
+    """The stage whose pairs lie in neighbouring threads: the first has a and takes a + b, the second b and a - b."""
+    side = 1.0 - 2.0 * is_second(xs[0]).to(tl.float32)
+    out = ()
+    for i in tl.static_range(len(xs)):
+        out = out + (tl.fma(xs[i], side, of_neighbour(xs[i])),)
+    return out
+
+
+@triton.jit
 def transform(xs, RULE: tl.constexpr, words):
     """Return the Hadamard transform of groups, without its factor, before which elements take their signs.
 
@@ -66,6 +91,8 @@ def transform(xs, RULE: tl.constexpr, words):
     for stage in tl.static_range(7):
         if (1 << stage) < SIZE:
             xs = butterfly(xs, 1 << stage, RULE.signs)
+    if RULE.paired:
+        xs = last_stage(xs)
     return xs
 
 

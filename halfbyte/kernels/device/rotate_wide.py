@@ -14,6 +14,10 @@ import triton.language as tl
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import philox
+from halfbyte.kernels.device.ptx import has_ptx
+
+# A bf16 value $1 and a flip $2: one instruction where a shift would be one and the flip another.
+FLIPPED = tl.constexpr("mad.lo.u32 $0, $1, 65536, $2;")
 
 
 @triton.constexpr_function
@@ -24,7 +28,10 @@ def repeats_after_16(signs):
 
 @triton.jit
 def sign_flips(sign_ptr, sign_stream, RULE: tl.constexpr):
-    """Return uint32 [RULE.group]: the sign bit where the Hadamard sign of an element is minus."""
+    """Return uint32 [RULE.group]: the sign bit where the Hadamard sign of an element is minus.
+
+    Of a RULE that is paired, whose signs repeat after a half unless they are fresh, those of the first half.
+    """
     SIZE: tl.constexpr = RULE.group
     SHORT: tl.constexpr = repeats_after_16(RULE.signs)
     i = tl.arange(0, SIZE)
@@ -43,9 +50,37 @@ def sign_flips(sign_ptr, sign_stream, RULE: tl.constexpr):
 
 
 @triton.jit
+def fresh_halves(sign_ptr, sign_stream, T: tl.constexpr):
+    """Return `sign_flips` [T, 64] of fresh signs for the halves of groups of 128, by turns.
+
+    A thread makes one or two of them, and all are read from shared memory, four at once: two instructions each less.
+    """
+    first, second, third, fourth = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
+    i = tl.arange(0, 128)
+    low, high = tl.where(i & 32 == 0, first, second), tl.where(i & 32 == 0, third, fourth)
+    word = tl.where(i & 64 == 0, low, high)
+    flips = (word >> (i & 31).to(tl.uint32) & 1) << 31
+    flips = tl.max(tl.broadcast_to(flips[:, None], (128, 2)), axis=1)  # else every thread computes its own
+    return tl.reshape(tl.broadcast_to(tl.reshape(flips, (1, 2, 64)), (T // 2, 2, 64)), (T, 64))
+
+
+@triton.jit
 def flipped(x, flips):
-    """Return fp32 x [T, SIZE] times the signs of `sign_flips`."""
-    return (x.to(tl.uint32, bitcast=True) ^ flips[None, :]).to(tl.float32, bitcast=True)
+    """Return fp32 x [T, SIZE] times the signs of `sign_flips`, [SIZE] or [T, SIZE]."""
+    if len(flips.shape) == 1:
+        flips = flips[None, :]
+    return (x.to(tl.uint32, bitcast=True) ^ flips).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def flipped_bf16(x, flips):
+    """Return bf16 x [T, SIZE] times signs [T, SIZE] as fp32."""
+    bits = x.to(tl.uint16, bitcast=True).to(tl.uint32)
+    if has_ptx():
+        bits = tl.inline_asm_elementwise(FLIPPED, "=r,r,r", [bits, flips], dtype=tl.uint32, is_pure=True, pack=1)
+    else:
+        bits = (bits << 16) ^ flips
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -67,13 +102,36 @@ def stages(x, END: tl.constexpr):
 
 
 @triton.jit
-def rotated_pairs(x, flips, norm):
-    """Rotate groups [T, SIZE], fp32 holding bf16 values; norm = f(1 / sqrt(SIZE)). Returns pairs [T, SIZE / 2]."""
+def rows_exchanged(x):
+    """Return x [T, SIZE] with the rows 2 t and 2 t + 1 exchanged: a shuffle where lanes lie along T."""
     T: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
-    y = tl.fma(stages(flipped(x, flips), SIZE), norm, 0.0)  # + 0 turns -0 into +0
-    low, high = tl.split(tl.reshape(y, (T, SIZE // 2, 2)))
-    return pm.bf16_pairs((low, high))[0]
+    other = tl.broadcast_to((1 - tl.arange(0, 2))[None, :, None], (T // 2, 2, SIZE))
+    return tl.reshape(tl.gather(tl.reshape(x, (T // 2, 2, SIZE)), other, 1), (T, SIZE))
+
+
+@triton.jit
+def rotated_pairs(x, flips, RULE: tl.constexpr):
+    """Rotate groups [T, SIZE], fp32 or bf16. Returns pairs [T, SIZE / 2], RULE.apart of elements two apart.
+
+    RULE.paired: rows 2 t and 2 t + 1 are the halves of a group, of which the last stage makes sums and differences.
+    """
+    T: tl.constexpr = x.shape[0]
+    SIZE: tl.constexpr = x.shape[1]
+    if x.dtype == tl.bfloat16:
+        y = stages(flipped_bf16(x, flips), SIZE)
+    else:
+        y = stages(flipped(x, flips), SIZE)
+    if RULE.paired:
+        side = (1 - 2 * (tl.arange(0, T) & 1)).to(tl.float32)[:, None]
+        y = tl.fma(y, side, rows_exchanged(y))
+    y = tl.fma(y, RULE.norm, 0.0)  # + 0 turns -0 into +0
+    if RULE.apart:
+        low, high = tl.split(tl.permute(tl.reshape(y, (T, SIZE // 4, 2, 2)), (0, 1, 3, 2)))
+        return tl.reshape(pm.bf16_pairs((low, high))[0], (T, SIZE // 2))
+    else:
+        low, high = tl.split(tl.reshape(y, (T, SIZE // 2, 2)))
+        return pm.bf16_pairs((low, high))[0]
 
 
 @triton.jit

@@ -45,6 +45,7 @@ class Wanted(NamedTuple):
     col: "", "plain" for max |y| again, "rotated" for that of y.T after its rotation.
     group: rows of a program: the width of the rotation, or 16.
     norm, fresh, signs: of the rotation, as in scaling.Rule.
+    paired: as there; no two threads share a group here.
     """
 
     row: str = ""
@@ -53,6 +54,7 @@ class Wanted(NamedTuple):
     norm: float = 0.0
     fresh: bool = False
     signs: int = 0
+    paired: bool = False
 
     @property
     def meets(self) -> bool:

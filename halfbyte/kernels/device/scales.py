@@ -15,14 +15,16 @@ import triton.language as tl
 from halfbyte.formats import E2M1, FLT_MAX, f32
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import eden, rotate
-from halfbyte.kernels.device.decode import E4M3_NAN, E8M0_NAN, INTERPRETED
+from halfbyte.kernels.device.decode import E4M3_NAN, INTERPRETED
 from halfbyte.kernels.device.e2m1_conversion import E2M1_CAPABILITY, converted_word
 from halfbyte.kernels.device.e2m1_values import value_pairs
 from halfbyte.kernels.device.nearest import (
     codes_of_numbers,
     limited_pairs,
+    limited_values,
     nearest_numbers,
     nearest_word,
+    reaching,
     signed_values,
     with_signs,
 )
@@ -38,8 +40,9 @@ XORSIGN_LEVEL = 89
 class Rule(NamedTuple):
     """What a kernel is compiled for: the parts of an NVFP4 spec that change its code.
 
-    group: values that are quantized together: 16, or the width of the rotation.
-    norm: f(1 / sqrt(group)) of a rotation, 0 without one.
+    group: values that a thread quantizes together: 16, or the width of the rotation.
+    paired: of a rotation along rows that is twice as wide as group: neighbours have its halves.
+    norm: f(1 / sqrt(width)) of a rotation, 0 without one.
     signs: where a rotation that does not draw them negates (`rng.given_sign_bits`).
     candidates: of FourOverSix, else empty.
     eden: MS-EDEN corrects the scale.
@@ -79,6 +82,7 @@ class Rule(NamedTuple):
     drawn: bool = False
     signs: int = 0
     values: bool = False
+    paired: bool = False
 
     @property
     def joined(self) -> bool:
@@ -110,7 +114,7 @@ class Factors(NamedTuple):
 
     amax, encode, decode: A, S and D. to_scale: S / fp4_max.
     poison: whether the amax is no valid maximum.
-    regular: whether A lies between 2^-60 and 2^60.
+    regular: whether A lies between 2^-60 and 2^60, and f(6 * m8) is no less than 1.
     inverse_unit: 1 / f(6 * m8).
     """
 
@@ -173,7 +177,7 @@ def tensor_factors(amax, constants, SCALAR: tl.constexpr):
     poison = (amax + 0.0).to(tl.uint32, bitcast=True) >= 0x7F800000
     clean = tl.where(poison, 0.0, amax)
     a = tl.maximum(clean, constants.floor)
-    regular = (a > 8.673617379884035e-19) & (a < 1.152921504606847e18)
+    regular = (a > 8.673617379884035e-19) & (a < 1.152921504606847e18) & (constants.unit >= 1.0)
     if SCALAR:
         if regular:
             s = pm.quotient(constants.span, a)
@@ -186,18 +190,28 @@ def tensor_factors(amax, constants, SCALAR: tl.constexpr):
 
 
 @triton.jit
-def is_regular(amax):
-    """Say whether amax lies between 2^-60 and 2^60, so that no division of `tensor_factors` needs a range check."""
+def is_regular(amax, constants):
+    """Say whether amax lies between 2^-60 and 2^60 (`Factors.regular`): no division needs a range check."""
     bits = amax.to(tl.int32, bitcast=True)
-    return (bits > 0x21800000) & (bits < 0x5D800000)
+    return (bits > 0x21800000) & (bits < 0x5D800000) & (constants.unit >= 1.0)
 
 
 @triton.jit
 def regular_factors(amax, constants):
     """Return `tensor_factors` of an amax that `is_regular`; what depends on that is decided when compiling."""
     s = pm.quotient(constants.span, amax)
-    d = pm.regular_reciprocal(s)
-    return Factors(amax, s, s * constants.inverse, d, False, True, d)
+    inverse_unit = pm.regular_reciprocal(constants.unit)
+    return Factors(amax, s, s * constants.inverse, pm.regular_reciprocal(s), False, True, inverse_unit)
+
+
+@triton.jit
+def irregular_factors(amax, constants):
+    """Return `tensor_factors` of any amax; divisions that depend on them check their range."""
+    poison = (amax + 0.0).to(tl.uint32, bitcast=True) >= 0x7F800000
+    clean = tl.where(poison, 0.0, amax)
+    a = tl.maximum(clean, constants.floor)
+    s, d = any_factors(clean, a, constants)
+    return Factors(a, s, s * constants.inverse, d, poison, False, pm.reciprocal(constants.unit))
 
 
 @triton.jit
@@ -247,25 +261,32 @@ def tree_sum(e, AXIS: tl.constexpr):
 
 
 @triton.jit
-def encode_scale(scale, factors, RULE: tl.constexpr):
-    """Return min(1 / (scale * D), FLT_MAX) for an E4M3 scale that is no NaN."""
+def encode_scale(scale, factors, RULE: tl.constexpr, UNIT: tl.constexpr):
+    """Return min(1 / (scale * D), FLT_MAX) for an E4M3 scale that is no NaN.
+
+    UNIT: a power of two by which the scale is divided and the result multiplied.
+    """
+    LIMIT: tl.constexpr = pm.FLT_MAX * UNIT
     product = scale * factors.decode
     if RULE.row_amax:
-        return tl.minimum(pm.reciprocal(product), pm.FLT_MAX)
+        return tl.minimum(pm.reciprocal(product), LIMIT)
     else:
         if factors.regular:  # one condition a program: no range to check in each block
-            encode = tl.minimum(pm.regular_reciprocal(product), pm.FLT_MAX)  # of NaN too, where the scale is 0
+            encode = tl.minimum(pm.regular_reciprocal(product), LIMIT)  # of NaN too, where the scale is 0
         else:
-            encode = tl.minimum(pm.reciprocal(product), pm.FLT_MAX)
+            encode = tl.minimum(pm.reciprocal(product), LIMIT)
         return encode
 
 
 @triton.jit
-def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr, RULE: tl.constexpr):
+def candidate_error(
+    xs, some, scale, encode, factors, constants, regular: tl.constexpr, UNIT: tl.constexpr, RULE: tl.constexpr
+):
     """Return the error of one block scale, section 5's sum over elements 0 to 15 in order, and what they round to.
 
     That is two words of codes without signs, or 8 `bf16_pairs` if RULE.values; none unless RULE.joined.
 
+    some: of `nearest.reaching`, if RULE.joined. scale, encode: divided and multiplied by UNIT, as rounded numbers are.
     regular: with error_math="exact", whether a power of two scales (q * scale) * A / f(6 * m8) exactly. Then the
     quotients of q = 1 and q = 1.5 give all others: for the binade p of q, p * y1 + (q - p) * more with
     more = 2 * (y15 - y1). Written as q * more + p * (y1 - more), only an exact sum is left to round.
@@ -276,45 +297,63 @@ def candidate_error(xs, scale, encode, factors, constants, regular: tl.constexpr
         half_more = pm.quotient_by((scale * 1.5) * factors.amax, constants.unit, factors.inverse_unit) - one
         more = half_more * 2.0
         rest = one - more
-    qs = ()
     words = ()
-    for i in tl.static_range(16):
-        x = tl.abs(xs[i])
-        q = pm.nearest_value(x * encode)
+    for half in tl.static_range(2):
+        qs = ()
+        for i in tl.static_range(half * 8, half * 8 + 8):
+            qs = qs + (tl.abs(xs[i]) * encode,)
         if RULE.joined:
-            qs = qs + (q,)
-        if RULE.scaled:
-            d = tl.fma(q, scale, x * -factors.encode)  # the product is exact
-        elif regular:
-            power = (q.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-            if INTERPRETED:  # its fma rounds twice
-                d = (power * one + (q - power) * more) - x
+            qs = limited_values(qs, some, UNIT)
+        rounded = ()
+        for i in tl.static_range(8):
+            x = tl.abs(xs[half * 8 + i])
+            if RULE.joined:
+                q = pm.rounded_value(qs[i], UNIT)
             else:
-                d = tl.fma(q, more, power * rest) - x
-        else:
-            y = (q * scale) * factors.amax
-            d = tl.div_rn(y, tl.zeros_like(y) + constants.unit) - x  # y may be Inf: its product with 0 is NaN
-        if RULE.squares:
-            error += d * d
-        else:
-            error += tl.abs(d)
-        if RULE.joined and i % 8 == 7:  # at once: few registers in place of eight
+                q = pm.nearest_value(qs[i])
+            rounded = rounded + (q,)
+            if RULE.scaled:
+                d = tl.fma(q, scale, x * -factors.encode)  # the product is exact
+            elif regular:
+                power = (q.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+                if INTERPRETED:  # its fma rounds twice
+                    d = (power * one + (q - power) * more) - x
+                else:
+                    d = tl.fma(q, more, power * rest) - x
+            else:
+                y = (q * scale) * factors.amax
+                d = tl.div_rn(y, tl.zeros_like(y) + constants.unit) - x  # y may be Inf: its product with 0 is NaN
+            if RULE.squares:
+                error += d * d
+            else:
+                error += tl.abs(d)
+        if RULE.joined:  # at once: few registers in place of eight
             if RULE.values:
-                words = words + pm.bf16_pairs(pm.part(qs, i - 7, 8))
+                words = words + pm.bf16_pairs(rounded)
             else:
-                words = words + (codes_of_numbers(pm.part(qs, i - 7, 8)),)
+                words = words + (codes_of_numbers(rounded, UNIT),)
     return error, words
 
 
 @triton.jit
-def errors_are_regular(factors, constants, RULE: tl.constexpr):
-    """Say, for all factors of a program, whether nothing in the exact error of section 5 can leave the normal range."""
-    a = factors.amax
-    inside = (a > 8.077935669463161e-28) & (a < 1.2379400392853803e27) & (constants.unit >= 1.0)  # 2^-90, 2^90
+def are_regular(factors, RULE: tl.constexpr):
+    """Say, for all factors of a program, whether nothing in the errors of section 5 can leave the normal range."""
     if RULE.row_amax:
-        return tl.min(tl.min(inside.to(tl.int32), axis=1), axis=0) != 0
+        return tl.min(tl.min(factors.regular.to(tl.int32), axis=1), axis=0) != 0
     else:
-        return inside
+        return factors.regular
+
+
+@triton.jit
+def best_candidate(xs, block_amax, factors, constants, RULE: tl.constexpr, AXIS: tl.constexpr):
+    """Return `choose_candidate`, which is simpler for errors that `are_regular`."""
+    if RULE.scaled and (RULE.row_amax or not RULE.joined):  # noqa: SIM114  # nothing depends on it
+        code, encode, rounded = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
+    elif are_regular(factors, RULE):
+        code, encode, rounded = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
+    else:
+        code, encode, rounded = choose_candidate(xs, block_amax, factors, constants, False, RULE, AXIS)
+    return code, encode, rounded
 
 
 @triton.jit
@@ -327,11 +366,21 @@ def choose_candidate(xs, block_amax, factors, constants, regular: tl.constexpr, 
         base = pm.quotient_by(block_amax, pm.E2M1_MAX, SIXTH) * factors.encode
     else:
         base = tl.div_rn(block_amax, block_amax * 0 + pm.E2M1_MAX) * factors.encode
+    # Where nothing is too small for it, numbers are 2^-14 times what they are: bits of fp16 that hold codes.
+    SMALL: tl.constexpr = RULE.joined and regular and not RULE.values and not (RULE.scaled and RULE.row_amax)
+    UNIT: tl.constexpr = 2.0**-14 if SMALL else 1.0
     for i in tl.static_range(len(RULE.candidates)):
         code = pm.e4m3_code(base * RULE.candidates[i], RULE.hardware)
-        scale = pm.e4m3_positive(code)
-        encode = encode_scale(scale, factors, RULE)
-        error, words = candidate_error(xs, scale, encode, factors, constants, regular, RULE)
+        scale = pm.e4m3_positive(code) * (1.0 / UNIT)
+        encode = encode_scale(scale, factors, RULE, UNIT)
+        some = None
+        if RULE.joined:
+            if i == 0 or RULE.candidates[i] < RULE.candidates[0]:  # a larger scale leads to smaller quotients
+                some = reaching(block_amax * encode, 7.0 * UNIT)
+                largest = some
+            else:
+                some = largest
+        error, words = candidate_error(xs, some, scale, encode, factors, constants, regular, UNIT, RULE)
         if RULE.tile:
             error = tree_sum(error, AXIS)
         if i == 0:
@@ -387,13 +436,9 @@ def scale_of_block(xs, block_amax, factors, constants, RULE: tl.constexpr, AXIS:
         code = pm.e4m3_code(block_amax * factors.to_scale, RULE.hardware)
         if RULE.eden:
             code = tl.maximum(code, 1)  # no correction would lead away from 0
-        encode = encode_scale(pm.e4m3_positive(code), factors, RULE)
-    elif RULE.scaled:  # noqa: SIM114
-        code, encode, rounded = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
-    elif errors_are_regular(factors, constants, RULE):
-        code, encode, rounded = choose_candidate(xs, block_amax, factors, constants, True, RULE, AXIS)
+        encode = encode_scale(pm.e4m3_positive(code), factors, RULE, 1.0)
     else:
-        code, encode, rounded = choose_candidate(xs, block_amax, factors, constants, False, RULE, AXIS)
+        code, encode, rounded = best_candidate(xs, block_amax, factors, constants, RULE, AXIS)
     return code, encode, poison, rounded
 
 
@@ -429,7 +474,7 @@ def quantize_block(
         high = with_signs(high, pm.part(signs, 4, 4), APART).to(tl.int64)
     else:
         if RULE.joined and signs is not None:
-            signs = limited_pairs(signs, pm.e4m3_positive(code) * factors.decode)
+            signs = limited_pairs(signs, block_amax * encode, pm.e4m3_positive(code) * factors.decode)
             xs = pm.unpack_pairs(signs, 0, 16)
             if APART:
                 xs = rotate.apart(xs)
@@ -447,30 +492,7 @@ def block_values(xs, block_amax, factors, constants, random, RULE: tl.constexpr,
     scale = tl.where(poison, float("nan"), pm.e4m3_positive(code))
     if RULE.joined:
         if len(rounded) == 0:
-            rounded = nearest_numbers(limited_pairs(signs, pm.e4m3_positive(code) * factors.decode), encode)
+            signs = limited_pairs(signs, block_amax * encode, pm.e4m3_positive(code) * factors.decode)
+            rounded = nearest_numbers(signs, encode)
         return signed_values(rounded, signs, scale)
     return value_pairs(xs, signs, encode, scale, random, RULE.rounding == "stochastic")
-
-
-@triton.jit
-def fp8_codes(xs, START: tl.constexpr, encode, RULE: tl.constexpr):
-    """Return the codes of four elements from START in the low half of an int64."""
-    x0, x1, x2, x3 = pm.part(xs, START, 4)
-    word = pm.fp8_word(x0 * encode, x1 * encode, x2 * encode, x3 * encode, RULE.element == "e4m3", RULE.hardware)
-    return word.to(tl.int64)
-
-
-@triton.jit
-def quantize_mxfp8_block(xs, block_amax, constants, RULE: tl.constexpr):
-    """Quantize 32 elements (section 6): return four int64 words of element bytes and the E8M0 scale as uint8."""
-    poison = (block_amax < pm.INF) == 0
-    bits = (tl.where(poison, 0.0, block_amax) * constants.inverse).to(tl.int32, bitcast=True)
-    # The smallest exponent whose power of two is at least the value; up to 2^-127 it is 0.
-    exponent = tl.where(bits <= 0x00400000, 0, (bits + 0x007FFFFF) >> 23)
-    inverse = 254 - exponent
-    encode = tl.where(inverse == 0, 0x00400000, inverse << 23).to(tl.float32, bitcast=True)
-    words = ()
-    for w in tl.static_range(4):
-        low, high = fp8_codes(xs, 8 * w, encode, RULE), fp8_codes(xs, 8 * w + 4, encode, RULE)
-        words = words + (tl.where(poison, 0, low | (high << 32)),)
-    return words, tl.where(poison, E8M0_NAN, exponent).to(tl.uint8)

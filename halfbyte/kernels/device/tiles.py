@@ -25,7 +25,20 @@ from halfbyte.kernels.device.loads import (
     masked_store,
     rows_of_tile,
 )
+from halfbyte.kernels.device.mxfp8 import quantize_mxfp8_block
 from halfbyte.kernels.device.ptx import has_ptx
+
+
+@triton.jit
+def own_sign_words(x, sign_ptr, sign_stream, RULE: tl.constexpr):
+    """Return the words whose bits are the signs of a group, for the threads that hold x [R, N]."""
+    words = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
+    if RULE.paired:
+        second = rotate.is_second(x) != 0
+        w0, w1, w2, w3 = words
+        return tl.where(second, w2, w0), tl.where(second, w3, w1)
+    else:
+        return words
 
 
 @triton.jit
@@ -35,14 +48,14 @@ def rotate_group(xs, sign_ptr, sign_stream, NARROW: tl.constexpr, RULE: tl.const
         xs = pm.unpack_pairs(pm.bf16_pairs(xs), 0, RULE.group)
     words = ()
     if RULE.fresh:
-        words = philox.sign_words(philox.draw_words(sign_ptr, sign_stream))
+        words = own_sign_words(xs[0], sign_ptr, sign_stream, RULE)
     return rotate.rotate(xs, RULE, words, RULE.apart)
 
 
 @triton.jit
 def rotate_packed_group(pairs, sign_ptr, sign_stream, RULE: tl.constexpr):
     """Rotate groups of a packed x whose signs are drawn: return `bf16_pairs`."""
-    pairs = rotate.flip_pairs(pairs, philox.sign_words(philox.draw_words(sign_ptr, sign_stream)))
+    pairs = rotate.flip_pairs(pairs, own_sign_words(pairs[0], sign_ptr, sign_stream, RULE))
     return rotate.rotate(pm.unpack_pairs(pairs, 0, RULE.group), RULE, (), RULE.apart)
 
 
@@ -145,7 +158,7 @@ def quantize_group(xs, amax, factors, constants, draw, block, RULE: tl.constexpr
     words = ()
     scales = ()
     if RULE.element != "":
-        words, scale = sc.quantize_mxfp8_block(xs, amax, constants, RULE)
+        words, scale = quantize_mxfp8_block(xs, amax, constants, RULE)
         scales = (scale,)
     else:
         random = ()
@@ -304,7 +317,7 @@ def store_rows(out, words, scales, i_row, i_group, rows, RULE: tl.constexpr, SWI
         store_decoded_lines(out.to.q_ptr, words, scales, i_block, row64, out.blocks, in_row, RULE)
     elif RULE.along:
         line = lines_from(i_row, rows, RULE, R)
-        store_blocks(out, tl.trans(words[0]), tl.trans(scales[0]), i_row, line, i_group)
+        store_blocks(out, tl.trans(words[0]), tl.trans(scales[0]), i_row, line, i_group, RULE.drawn and RULE.clamped)
     else:
         W: tl.constexpr = len(words)
         G: tl.constexpr = len(scales)
@@ -380,7 +393,7 @@ def quantize_col_tile(
                 store_columns(out, words, scales, i_group, first_col + k, x.cols, RULE, SWIZZLED)
             else:
                 line = SHARE * tl.arange(0, C // SHARE) + k
-                store_blocks(out, words[0], scales[0], i_col, line, i_group)
+                store_blocks(out, words[0], scales[0], i_col, line, i_group, RULE.drawn and RULE.clamped)
         else:
             columns_words = columns_words + (words,)
             columns_scales = columns_scales + (scales,)
@@ -394,18 +407,24 @@ def quantize_col_tile(
 
 
 @triton.jit
-def store_blocks(out, word, scale, i_line, line, i_block):
+def store_blocks(out, word, scale, i_line, line, i_block, ONE_INDEX: tl.constexpr):
     """Store a word of codes and a scale [N, L] for N blocks from i_block on of lines i_line + line [L].
 
     Addresses are numbers: the compiler, which does not see that blocks lie together, moves no word between threads.
+    ONE_INDEX: they are formed from one index of the block, which takes fewer instructions where registers are scarce.
     """
     first = tl.cast(i_line, tl.int64) * out.blocks + i_block
     block = tl.arange(0, word.shape[0])[:, None]
     line = line[None, :]
-    q_address = (out.to.q_ptr + first).to(tl.int64) + block * 8
-    tl.store(pm.wide_sum(q_address, line, out.blocks * 8).to(out.to.q_ptr.dtype), word)
-    scale_address = (out.to.scale_ptr + first).to(tl.int64) + block
-    tl.store(pm.wide_sum(scale_address, line, out.blocks).to(out.to.scale_ptr.dtype), scale)
+    if ONE_INDEX:
+        index = pm.wide_sum(first + block, line, out.blocks)
+        tl.store(out.to.q_ptr + index, word)
+        tl.store(out.to.scale_ptr + index, scale)
+    else:
+        q_address = (out.to.q_ptr + first).to(tl.int64) + block * 8
+        tl.store(pm.wide_sum(q_address, line, out.blocks * 8).to(out.to.q_ptr.dtype), word)
+        scale_address = (out.to.scale_ptr + first).to(tl.int64) + block
+        tl.store(pm.wide_sum(scale_address, line, out.blocks).to(out.to.scale_ptr.dtype), scale)
 
 
 @triton.jit

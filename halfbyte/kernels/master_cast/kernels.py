@@ -155,12 +155,7 @@ def choose_kernel(
     m = sc.over_tile(tl.where(m < pm.INF, m, pm.INF), 0)
     poison = m == pm.INF
     m = tl.where(poison, 0.0, m)
-    if RULE.scaled:  # noqa: SIM114
-        code, _encode, _rounded = sc.choose_candidate(xs, m, factors, constants, True, RULE, 0)
-    elif sc.errors_are_regular(factors, constants, RULE):
-        code, _encode, _rounded = sc.choose_candidate(xs, m, factors, constants, True, RULE, 0)
-    else:
-        code, _encode, _rounded = sc.choose_candidate(xs, m, factors, constants, False, RULE, 0)
+    code, _encode, _rounded = sc.best_candidate(xs, m, factors, constants, RULE, 0)
     code = tl.max(tl.where(poison, dc.E4M3_NAN, code).to(tl.int32), axis=0)
     tile_cols = tl.load(piece + TILE_COLS)
     p_scale = scale_ptr + tl.load(piece + FIRST_TILE) + tile_row * tile_cols + block

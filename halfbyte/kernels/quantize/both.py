@@ -13,7 +13,7 @@ from halfbyte.kernels.device import philox
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, arguments_of_both, varying
 from halfbyte.kernels.device.overlap import OVERLAP_CAPABILITY, begin, placed_early
-from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile
+from halfbyte.kernels.device.tiles import quantize_col_tile, quantize_row_tile, read_row_tile
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize import both_small, both_tiles, one
 from halfbyte.kernels.quantize.both_route import Pair, choose_pair
@@ -62,8 +62,8 @@ def quantize_row_col_kernel(
     """One program quantizes LOOP tiles of TR x TC beside each other both ways, of which it reads each twice.
 
     mean_ptr: bf16 [cols] that is taken off a packed x first, or None.
-    The second read comes from the cache. Where both operands draw, as Draws with one base, and are stored as codes,
-    keys and factors are computed once for all tiles, and the divisions are chosen once.
+    The second read comes from the cache. What an amax gives is computed once for all tiles, and one branch decides
+    which divisions they need; where both operands draw, as Draws with one base, they share what they load of it.
     """
     begin(ROW.hardware >= OVERLAP_CAPABILITY)
     x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c, mean_ptr)
@@ -72,19 +72,29 @@ def quantize_row_col_kernel(
     outer = pm.divide(tl.program_id(0), col_tiles)
     i_row = outer * TR
     i_col = (tl.program_id(0) - outer * col_tiles.count) * (TC * LOOP)
-    DRAWN: tl.constexpr = ROW.rounding == "stochastic" and COL.rounding == "stochastic"
+    DRAWN: tl.constexpr = ROW.drawn and COL.drawn
     CODES: tl.constexpr = ROW.decoded == ROW.values and COL.decoded == COL.values  # or their values, made in registers
-    if DRAWN and CODES and not (ROW.row_amax or COL.row_amax):
-        base, row_amax, col_amax = philox.load_base(row.to.draw_ptr), tl.load(row.to.amax_ptr), tl.load(col.to.amax_ptr)
-        row_draw, col_draw = philox.words_of(base, row.places.stream), philox.words_of(base, col.places.stream)
-        if sc.is_regular(row_amax) & sc.is_regular(col_amax):
+    PLAIN: tl.constexpr = not (ROW.row_amax or COL.row_amax or ROW.element or COL.element)
+    # Of others the code would be as long again, and compile as long.
+    BRANCHES: tl.constexpr = DRAWN or (
+        ROW.joined and COL.joined and ROW.full and not (ROW.candidates or COL.candidates)
+    )
+    if CODES and PLAIN and BRANCHES:
+        loaded, row_draw, col_draw = None, None, None
+        if DRAWN:
+            base = philox.load_base(row.to.draw_ptr)
+            row_draw, col_draw = philox.words_of(base, row.places.stream), philox.words_of(base, col.places.stream)
+        elif ROW.along and LOOP == 1:
+            loaded = read_row_tile(i_row, i_col // ROW.group, x, ROW, TR, TC // ROW.group)
+        row_amax, col_amax = tl.load(row.to.amax_ptr), tl.load(col.to.amax_ptr)
+        if sc.is_regular(row_amax, row.constants) & sc.is_regular(col_amax, col.constants):
             row_factors = sc.regular_factors(row_amax, row.constants)
             col_factors = sc.regular_factors(col_amax, col.constants)
-            of_row, of_col = (row_factors, None, row_draw), (col_factors, None, col_draw)
+            of_row, of_col = (row_factors, loaded, row_draw), (col_factors, None, col_draw)
             quantize_run(i_row, i_col, x, row, col, of_row, of_col, ROW, COL, SWIZZLED, TR, TC, LOOP)
         else:  # names of its own: a variable that both branches assign has one type
-            row_words, col_words = (None, None, row_draw), (None, None, col_draw)
-            quantize_run(i_row, i_col, x, row, col, row_words, col_words, ROW, COL, SWIZZLED, TR, TC, LOOP)
+            row_known, col_known = (None, loaded, row_draw), (None, None, col_draw)
+            quantize_run(i_row, i_col, x, row, col, row_known, col_known, ROW, COL, SWIZZLED, TR, TC, LOOP)
     else:
         known = (None, None, None)
         quantize_both(i_row, i_col, x, row, col, known, known, ROW, COL, SWIZZLED, TR, TC)

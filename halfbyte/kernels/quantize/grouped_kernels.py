@@ -26,12 +26,6 @@ def units_of_block(element, decoded):
     return length if decoded else (length // 16) ** 2
 
 
-@triton.constexpr_function
-def power_of_two_from(n):
-    """Return the least power of two of at least n."""
-    return triton.next_power_of_2(n)
-
-
 @triton.jit
 def clear_padding(scale_ptr, storage, own, i_block, i_col, cols, blocks, BLOCKS: tl.constexpr, C: tl.constexpr):
     """Zero the scales behind a group's own blocks: an amax that is no maximum has made them NaN too."""
@@ -124,31 +118,73 @@ def quantize_tile(
 
 
 @triton.jit
+def column_of_step(i_col, step, TC: tl.constexpr, LOOP: tl.constexpr):
+    """Return where tile `step` of LOOP begins; the compiler sees no progression, for which it would keep addresses."""
+    if LOOP == 1:
+        return i_col
+    return pm.unaligned(i_col + step * TC)
+
+
+@triton.jit
+def quantize_run_of_rows(
+    group, start, end, local, i_col, x, side, groups, known,
+    RULE: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Quantize LOOP tiles beside each other along rows, each in PARTS of TR / PARTS rows."""
+    for step in range(LOOP * PARTS):
+        i_here, here = column_of_step(i_col, step // PARTS, TC, LOOP), local + step % PARTS * (TR // PARTS)
+        if PARTS == 1 or here < end - start:
+            quantize_rows(group, start, end, here, i_here, x, side, groups, RULE, TR // PARTS, TC, known)
+
+
+@triton.jit
+def quantize_run_of_cols(
+    group, start, end, local, i_col, x, side, groups, storage, known,
+    RULE: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """Quantize LOOP tiles beside each other along columns."""
+    for step in range(LOOP):
+        i_here = column_of_step(i_col, step, TC, LOOP)
+        quantize_cols(group, start, end, local, i_here, x, side, groups, storage, RULE, False, TR, TC, known)
+
+
+@triton.jit
 def quantize_drawn_tiles(
     group, start, end, local, i_col, x, row, col, groups, storage,
     ROW: tl.constexpr, COL: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """Quantize LOOP tiles beside each other where both rules draw, as Draws with one base.
 
-    Keys and factors are computed once for all tiles, and the divisions are chosen once.
+    Keys and factors are computed once for all tiles, and the divisions are chosen once. All rows go before all columns,
+    or after them: a loop over both keeps twice the addresses, and half as many programs on a multiprocessor.
     """
+    # Divisions that check their range are calls, around which half as many rows fit the registers of the rest.
+    PARTS: tl.constexpr = 2 if ROW.along and TR >= 32 else 1
     base = philox.load_base(row.to.draw_ptr + group * 2)
     row_amax, col_amax = tl.load(row.to.amax_ptr + group), tl.load(col.to.amax_ptr + group)
     row_draw, col_draw = philox.words_of(base, row.places.stream), philox.words_of(base, col.places.stream)
-    if sc.is_regular(row_amax) & sc.is_regular(col_amax):
-        row_factors = sc.regular_factors(row_amax, row.constants)
-        col_factors = sc.regular_factors(col_amax, col.constants)
-        for step in range(LOOP):
-            quantize_tile(
-                group, start, end, local, i_col + step * TC, x, row, col, groups, storage, ROW, COL, False, TR, TC,
-                (row_factors, None, row_draw), (col_factors, None, col_draw),
-            )  # fmt: skip
-    else:
-        for step in range(LOOP):
-            quantize_tile(
-                group, start, end, local, i_col + step * TC, x, row, col, groups, storage, ROW, COL, False, TR, TC,
-                (None, None, row_draw), (None, None, col_draw),
-            )  # fmt: skip
+    if sc.is_regular(row_amax, row.constants) & sc.is_regular(col_amax, col.constants):
+        for part in tl.static_range(2):
+            if (part == 0) == ROW.along:
+                of_row = (sc.regular_factors(row_amax, row.constants), None, row_draw)
+                quantize_run_of_rows(group, start, end, local, i_col, x, row, groups, of_row, ROW, TR, TC, LOOP, 1)
+            else:
+                of_col = (sc.regular_factors(col_amax, col.constants), None, col_draw)
+                quantize_run_of_cols(
+                    group, start, end, local, i_col, x, col, groups, storage, of_col, COL, TR, TC, LOOP
+                )
+    else:  # names of its own: a variable that both branches assign has one type
+        for part in tl.static_range(2):
+            if (part == 0) == ROW.along:
+                rows_known = (sc.irregular_factors(row_amax, row.constants), None, row_draw)
+                quantize_run_of_rows(
+                    group, start, end, local, i_col, x, row, groups, rows_known, ROW, TR, TC, LOOP, PARTS
+                )
+            else:
+                cols_known = (sc.irregular_factors(col_amax, col.constants), None, col_draw)
+                quantize_run_of_cols(
+                    group, start, end, local, i_col, x, col, groups, storage, cols_known, COL, TR, TC, LOOP
+                )
 
 
 @triton.jit
@@ -235,8 +271,9 @@ def grouped_quantize_kernel(
                     known, known,
                 )  # fmt: skip
         else:
-            CLEARED: tl.constexpr = power_of_two_from(TC * LOOP)  # what follows is as empty
-            clear_tile(group, start, end, local, i_col, row, col, groups, x.cols, storage, ROW, COL, TR, CLEARED)
+            for step in range(LOOP):  # a tile at a time: all of them at once take the most registers of the kernel
+                i_here = i_col + step * TC
+                clear_tile(group, start, end, local, i_here, row, col, groups, x.cols, storage, ROW, COL, TR, TC)
 
 
 @jit(do_not_specialize=("groups", "word_tiles"))

@@ -116,7 +116,8 @@ def choose_grouped(call: GroupedCall) -> Choice:
 ROW_TILE = PairTile(16, 256, 4)
 DECODED_COLS = 64  # of a tile that is stored as values: more of them keep too few programs on a multiprocessor
 INTERPRETED_COLS = 256  # the interpreter pays by the operation: large tiles
-LOOPS = ((16384, 8), (8192, 4), (4096, 2))  # as those of `both_route`: about 2048 programs are left
+LOOPS = ((8192, 4), (4096, 2))  # as those of `both_route`; 8 tiles of 6 programs are more than the L1 cache holds
+DRAWN_REGISTERS = 80  # 24 warps on a multiprocessor; nothing spills where a program has several tiles
 
 Rules = list[sc.Rule | None]
 
@@ -196,6 +197,9 @@ def _together(sides: PlannedSides) -> Choice:
     constants = {"ROW": ragged[0], "COL": ragged[1], "FULL_ROW": full[0], "FULL_COL": full[1]}
     constants |= {"STACKED": sides.stacked, "TILE_ROWS": plan.tile_rows, "TR": tile.rows, "TC": tile.cols}
     constants |= {"LOOP": loop, "num_warps": tile.num_warps}
+    may_cap = loop > 1 and all(rule is not None and rule.clamped and rule.group == 16 for rule in ragged)
+    if may_cap and target_of(sides.x.device).ptx:
+        constants["maxnreg"] = DRAWN_REGISTERS
     return Choice("grouped_quantize_kernel", (row_tiles * beside,), constants, beside)
 
 

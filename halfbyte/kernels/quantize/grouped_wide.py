@@ -66,7 +66,7 @@ def grouped_wide_kernel(
     places = Places(places.stream, first_block, per_row)
     own = WrittenOperand(Pointers(p_q, p_scale, p_amax, p_draw), sizes.blocks, places, constants)
     factors = sc.operand_factors(p_amax, out.constants, RULE)
-    pairs = rw.rotated_pairs(narrowed(values, x.ptr.dtype.element_ty == tl.bfloat16), flips, RULE.norm)
+    pairs = rw.rotated_pairs(narrowed(values, x.ptr.dtype.element_ty == tl.bfloat16), flips, RULE)
     quantize_lines(pairs, line, place, own, lines, factors, RULE, False, False)
     if COLUMNS and not (STACKED or RULE.decoded):
         clear_padding(p_scale, storage // 16, per_row, local // 16, side * T, x.cols, out.blocks, SIZE // 16, T)

@@ -21,6 +21,9 @@ from halfbyte.rng import Draw
 from halfbyte.sides import Side
 from halfbyte.spec import NVFP4, Eden, Spec
 
+PAIRED = 128
+"""The width of a rotation whose groups two threads share."""
+
 WIDE = 64
 """The least width of a rotation whose groups are rows of tensors, not tuples."""
 
@@ -196,6 +199,7 @@ INTERPRETED_BLOCKS = 1024  # the interpreter pays by the operation: large tiles
 WIDE_GROUPS, WIDE_WARPS = 128, 4
 EDEN_GROUPS, EDEN_WARPS = 64, 2
 WIDE_REGISTERS = {64: 96, 128: 168}  # by the width, along columns: 20 and 12 warps on a multiprocessor
+PAIRED_REGISTERS, EDEN_REGISTERS = 80, 112  # where two threads share a group of 128: 24 and 18 warps
 STOCHASTIC_REGISTERS = {64: 128, 128: 168}  # the next step: with 96 they spill
 
 
@@ -297,6 +301,11 @@ def _column_registers(rule: sc.Rule, swizzled: bool, target: Target) -> dict[str
     least = 90 if swizzled else 80
     if rule.candidates or rule.decoded or masked_eden or not least <= target.capability < 120:  # on sm_120 8 bytes
         return {}
+    if rule.paired and not rule.drawn:
+        return {}  # 80 to 96 unasked; asked for 80, some spill
+    if rule.paired:
+        spills = not rule.eden and target.capability < 90
+        return {} if spills else {"maxnreg": EDEN_REGISTERS if rule.eden else PAIRED_REGISTERS}
     registers = STOCHASTIC_REGISTERS if rule.rounding == "stochastic" else WIDE_REGISTERS
     return {"maxnreg": registers[rule.group]}
 
@@ -310,6 +319,8 @@ def _wide(one: OneSide) -> Choice:
     tiles = ceil_div(covered, count) if columns else 1
     full = is_full(lines.x, lines.blocks, lines.swizzled, rule, (count, 1))
     rule = rule._replace(full=full and columns)  # rows are read with masks anyway
+    if rule.full and not rule.candidates and _shares_signs(rule):  # beside candidates it saves no registers
+        rule, tiles = rule._replace(group=PAIRED // 2, paired=True), tiles * 2
     programs = tiles * groups if columns else ceil_div(covered * groups, count)
     constants = {
         "RULE": rule,
@@ -352,11 +363,30 @@ def _cols(one: OneSide) -> Choice:
     return Choice("quantize_cols_kernel", grid, constants, lines._replace(x=x, beside=beside))
 
 
+def _shares_signs(rule: sc.Rule) -> bool:
+    """Whether it has groups of 128 whose halves have equal signs, or fresh ones."""
+    half = rule.signs & ((1 << 64) - 1)
+    return rule.group == PAIRED and rule.signs == half << 64 | half
+
+
+def _paired(rule: sc.Rule, lines: Lines, target: Target) -> sc.Rule:
+    """Return the rule of neighbouring threads that share groups: 128 numbers are most of the registers of one thread.
+
+    Only in tiles of one row do lanes lie along its groups whatever the compiler prefers: else nothing is shuffled.
+    """
+    if not rule.packed or not _shares_signs(rule):
+        return rule
+    paired = rule._replace(group=PAIRED // 2, paired=True)
+    tile = _row_tile(lines, lines.blocks * 16 // paired.group, paired, target.interpreter)
+    return paired if target.interpreter or tile.outer == 1 else rule
+
+
 def _rows(one: OneSide) -> Choice:
     lines, target = in_long_rows(one), target_of(one.x.device)
     rule = sc.rule_of(one.spec, sc.hardware_level(target))
     rule = rule._replace(decoded=one.side.transient, packed=is_packed(lines.x))
     rule = rule._replace(values=rule.decoded and rule.packed and makes_values(one.spec))
+    rule = _paired(rule, lines, target)
     groups, rows = _tiled(lines, one.spec, rule)
     tile = _row_tile(lines, groups, rule, target.interpreter)
     rule = rule._replace(full=is_full(lines.x, lines.blocks, lines.swizzled, rule, (tile.outer, tile.groups)))

@@ -53,7 +53,7 @@ def quantize_loaded(words, factors, RULE: tl.constexpr):
     poison = m == pm.INF
     # The conversion saturates; what poison makes of scale and codes is replaced.
     code = pm.e4m3_code(m * factors.to_scale, RULE.hardware)
-    encode = to_strips(sc.encode_scale(pm.e4m3_positive(code), factors, RULE))
+    encode = to_strips(sc.encode_scale(pm.e4m3_positive(code), factors, RULE, 1.0))
     code = tl.where(poison, dc.E4M3_NAN, code).to(tl.int32)
     poison = to_strips(poison.to(tl.int32)) != 0
     codes = ()

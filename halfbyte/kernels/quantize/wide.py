@@ -11,7 +11,7 @@ import triton.language as tl
 
 from halfbyte.kernels.amax.rotated import load_groups, narrowed
 from halfbyte.kernels.device import casts as pm
-from halfbyte.kernels.device import philox
+from halfbyte.kernels.device import philox, rotate
 from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.operands import StridedMatrix, WrittenOperand, arguments_of, varying
@@ -19,19 +19,6 @@ from halfbyte.kernels.device.tiles import store_decoded, store_scale
 from halfbyte.kernels.launch import jit
 from halfbyte.kernels.quantize.route import Lines
 from halfbyte.kernels.route import Choice
-
-
-@triton.jit
-def split_blocks(x):
-    """Return 16 tensors [T, SIZE / 16]: element i of every block of x [T, SIZE]."""
-    T: tl.constexpr = x.shape[0]
-    B: tl.constexpr = x.shape[1] // 16
-    even, odd = tl.split(tl.reshape(x, (T, B, 8, 2)))
-    evens, odds = pm.split_eight(even, T, B), pm.split_eight(odd, T, B)
-    out = ()
-    for i in tl.static_range(8):
-        out = out + (evens[i], odds[i])
-    return out
 
 
 @triton.jit
@@ -100,13 +87,11 @@ def quantize_blocks(pairs, row, block, out, factors, RULE: tl.constexpr):
             out.places.first_block + row[:, None] * out.places.blocks_per_row + block,
             philox.draw_words(out.to.draw_ptr, out.places.stream),
         )
-    if RULE.eden:
-        signs = pm.split_eight(tl.reshape(pairs, (pairs.shape[0], B, 8)), pairs.shape[0], B)
-        xs, amax = pm.unpack_pairs(signs, 0, 16), pm.max_of_pairs(signs, RULE.hardware)
-        return sc.quantize_block(xs, amax, factors, out.constants, random, RULE, 0, signs, False)
-    else:
-        xs = split_blocks(rw.unpacked(pairs))
-        return sc.quantize_block(xs, pm.abs_max(xs), factors, out.constants, random, RULE, 0, None, False)
+    signs = pm.split_eight(tl.reshape(pairs, (pairs.shape[0], B, 8)), pairs.shape[0], B)
+    xs, amax = pm.unpack_pairs(signs, 0, 16), pm.max_of_pairs(signs, RULE.hardware)
+    if RULE.apart:
+        xs = rotate.apart(xs)
+    return sc.quantize_block(xs, amax, factors, out.constants, random, RULE, 0, signs, RULE.apart)
 
 
 @jit(do_not_specialize=(*varying("places"), "tiles"))
@@ -116,7 +101,8 @@ def quantize_wide_kernel(
 ):  # fmt: skip
     """Quantize T groups of a [rows, cols] operand; groups: of a row; tiles: programs beside each other, a Divisor.
 
-    COLUMNS: rows of the operand lie beside each other in memory, and T of them share a program; PACKED: in words of
+    COLUMNS: rows of the operand lie beside each other in memory, and T of them share a program, or T / 2 if
+    RULE.paired, of which neighbouring threads have the halves of a group; PACKED: in words of
     two bf16. Else a program takes T groups in the order of memory.
     """
     x = StridedMatrix(x_ptr, sizes.rows, sizes.cols, sizes.stride_r, sizes.stride_c)
@@ -128,11 +114,20 @@ def quantize_wide_kernel(
     if COLUMNS:
         outer = pm.divide(tl.program_id(0), tiles)
         first = outer.to(tl.int64)
-        i_row = (tl.program_id(0) - outer * tiles.count).to(tl.int64) * T
-        row = i_row + tl.max_contiguous(tl.arange(0, T), 1)  # a thread holds whole groups
-        group = first + tl.zeros((T,), tl.int64)
         stride = tl.cast(x.stride_c, tl.int64)
-        values = pm.to_fp32(load_groups(x.ptr, first * SIZE, x.cols, row, x.rows, stride, 1, SIZE, RULE.full))
+        if RULE.paired:
+            i_row = (tl.program_id(0) - outer * tiles.count).to(tl.int64) * (T // 2)
+            row = i_row + tl.arange(0, T) // 2
+            group = first * 2 + (tl.arange(0, T) & 1)
+            start = (x.ptr + first * (2 * SIZE) * stride + row) + (tl.arange(0, T) & 1) * (SIZE * stride)
+            values = tl.load(start[:, None] + (tl.arange(0, SIZE) * stride)[None, :])
+            if not (NARROW and RULE.fresh):
+                values = pm.to_fp32(values)
+        else:
+            i_row = (tl.program_id(0) - outer * tiles.count).to(tl.int64) * T
+            row = i_row + tl.max_contiguous(tl.arange(0, T), 1)  # a thread holds whole groups
+            group = first + tl.zeros((T,), tl.int64)
+            values = pm.to_fp32(load_groups(x.ptr, first * SIZE, x.cols, row, x.rows, stride, 1, SIZE, RULE.full))
     else:
         place = tl.program_id(0) * T + tl.arange(0, T)
         line, group = place // groups, place % groups  # 2^31 groups are 2^37 values
@@ -149,8 +144,13 @@ def quantize_wide_kernel(
             col = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
             inside = (row < x.rows)[:, None] & (col < x.cols)
             values = pm.to_fp32(tl.load(x.ptr + row[:, None] * x.stride_r + col * x.stride_c, mask=inside, other=0))
-    flips = rw.sign_flips(out.to.sign_ptr, out.places.sign_stream, RULE)
-    pairs = rw.rotated_pairs(narrowed(values, NARROW), flips, RULE.norm)
+    if RULE.paired and RULE.fresh:
+        flips = rw.fresh_halves(out.to.sign_ptr, out.places.sign_stream, T)
+    else:
+        flips = rw.sign_flips(out.to.sign_ptr, out.places.sign_stream, RULE)
+    if not NARROW:
+        values = narrowed(values, NARROW)
+    pairs = rw.rotated_pairs(values, flips, RULE)
     factors = ()
     if not RULE.row_amax:
         factors = sc.tensor_factors(amax, out.constants, True)
