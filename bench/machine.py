@@ -43,12 +43,12 @@ def facts(device: torch.device) -> dict[str, str | float]:
     return values
 
 
-def commit() -> str:
-    """Return the checkout's commit, with a + if files differ from it; "unknown" outside a checkout."""
-    head = _run("git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD")
+def commit(root: Path = ROOT) -> str:
+    """Return a checkout's commit, with a + if files differ from it; "unknown" outside a checkout."""
+    head = _run("git", "-C", str(root), "rev-parse", "--short=10", "HEAD")
     if not head:
         return "unknown"
-    return head + ("+" if _run("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") else "")
+    return head + ("+" if _run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no") else "")
 
 
 def _run(*command: str) -> str:

@@ -1,0 +1,241 @@
+"""Two trees in turn on one machine: is any case slower than it was?
+
+    python -m bench.in_turn ../before --only 'quantize/*' 'row_col/*' --pairs 7 --seconds 540
+
+`../before` is a checkout of the other commit. Each tree has a process of its own, in which a case is compared with the
+reference and compiled once; then both are timed in turn, in pairs, the other tree first in every second one. The figure
+is the median of the pairs' ratios, this tree's time over the other's; a case is slower where that is above 1 by more
+than twice the spread of the pairs, their interquartile range. What there was no time for is named, and `--after FILE`
+leaves out what a file has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, Self
+
+import torch
+
+from bench import machine, results
+from bench.registry import Case, Shape, all_cases, select
+from halfbyte.ops.backends import BACKENDS
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKER = Path(__file__).with_name("turn_worker.py")
+WHOLE = ("host/*", "steps/*", "train/*")  # these measure themselves and run whole at every turn
+NOTABLY = 2.0  # spreads of the pairs
+
+
+class Failed(Exception):
+    """A tree cannot time a case; the message says why."""
+
+
+class Tree:
+    """A process that times cases of one tree.
+
+    Args:
+        root: of its checkout.
+        name: for messages.
+        backend, budget: as `Setting` takes them.
+    """
+
+    def __init__(self, root: Path, name: str, backend: str | None, budget: float) -> None:
+        self.root, self.name, self.how = root, name, {"backend": backend, "budget": budget}
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        paths = [str(self.root), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return subprocess.Popen(
+            # -P: the worker's own folder is this tree's, and nothing of it may stand in for what the other has.
+            [sys.executable, "-P", str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=self.root,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+
+    def begin(self, case: str, shape: Shape) -> None:
+        """Let it compare and compile a case; `wait` waits for it. A process that has crashed is replaced."""
+        if self.process.poll() is not None:
+            self.process = self._start()
+        whole = any(fnmatchcase(case, glob) for glob in WHOLE)
+        self._say({**self.how, "case": case, "shape": list(shape), "whole": whole})
+
+    def wait(self) -> None:
+        """Wait until the case that was begun can be timed."""
+        self._hear("ready")
+
+    def time(self) -> float:
+        """Return microseconds of a call."""
+        self._say({"order": "time"})
+        return float(self._hear("us"))
+
+    def end(self) -> None:
+        """End the case."""
+        self._say({"order": "next"})
+
+    def _say(self, order: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps(order), file=self.process.stdin, flush=True)
+
+    def _hear(self, wanted: str) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise Failed(f"{self.name}: its process ended with status {self.process.wait()}")
+        answer = json.loads(line)
+        if wanted not in answer:
+            raise Failed(f"{self.name}: {answer['problem']}")
+        return answer[wanted]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def pairs_of(mine: Tree, other: Tree, case: str, shape: Shape, pairs: int) -> list[tuple[float, float]]:
+    """Return microseconds of this tree and of the other, pair by pair.
+
+    Raises:
+        Failed: a tree cannot time the case; both are ready for the next one.
+    """
+    trees = (mine, other)
+    for tree in trees:
+        tree.begin(case, shape)
+    ready, problems = [], []
+    for tree in trees:  # both compare and compile at the same time
+        try:
+            tree.wait()
+            ready.append(tree)
+        except Failed as failed:
+            problems.append(str(failed))
+    found = []
+    for index in range(0 if problems else pairs):
+        order = trees if index % 2 == 0 else trees[::-1]
+        times = {tree.name: tree.time() for tree in order}
+        found.append((times[mine.name], times[other.name]))
+    for tree in ready:
+        tree.end()
+    if problems:
+        raise Failed("; ".join(problems))
+    return found
+
+
+def compared(case: str, shape: Shape, found: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Return a case's line of the record."""
+    ratios = [mine / other for mine, other in found]
+    low, _, high = quantiles(ratios, n=4)
+    ratio, spread = median(ratios), high - low
+    words = "slower" if ratio - 1 > NOTABLY * spread else "faster" if 1 - ratio > NOTABLY * spread else "equal"
+    return {
+        "case": f"turns/{case}",
+        "shape": list(shape),
+        "us": median(mine for mine, _ in found),
+        "other_us": median(other for _, other in found),
+        "ratio": ratio,
+        "spread": spread,
+        "pairs": len(found),
+        "verdict": words,
+    }
+
+
+def line(values: dict[str, Any]) -> str:
+    """Return a record's line as it is printed."""
+    name = f"{values['case'].removeprefix('turns/'):<32}{'x'.join(map(str, values['shape'])):<24}"
+    if "problem" in values:
+        return f"{name}NO FIGURE: {values['problem']}"
+    times = f"{values['other_us']:>10.1f} {values['us']:>10.1f}"
+    return f"{name}{times} {values['ratio']:>8.3f} ±{values['spread']:.3f} {values['verdict']}"
+
+
+def wanted(cases: Iterable[Case], done: set[tuple[str, Shape]], small: bool) -> Iterator[tuple[str, Shape]]:
+    """Yield what is to be timed and is not done."""
+    for case in cases:
+        for shape in (case.small,) if small else case.shapes:
+            if (f"turns/{case.name}", shape) not in done:
+                yield case.name, shape
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Time cases of both trees in turn; the exit status is 1 if one is slower or has no figure, 3 if time ran out."""
+    options = _parse(arguments)
+    begun = time.monotonic()
+    on_gpu = torch.cuda.is_available()
+    done = {(old["case"], tuple(old["shape"])) for path in options.after for old in results.read(path)[1]}
+    left = list(wanted(select(all_cases(), options.only), done, not on_gpu))
+    facts = machine.facts(torch.device("cuda" if on_gpu else "cpu")) | {"other_commit": machine.commit(options.other)}
+    facts |= {"commit": options.commit} if options.commit else {}
+    facts |= {"other_commit": options.other_commit} if options.other_commit else {}
+    path = results.path_for(facts, options.out)
+    path = path.with_stem(f"turns-{path.stem}")
+    print(f"{'case':<32}{'shape':<24}{'other µs':>10} {'µs':>10} {'ratio':>8}  of {facts['other_commit']}", flush=True)
+    lines: list[dict[str, Any]] = []
+
+    def timed() -> Iterator[dict[str, Any]]:
+        how = (options.backend, options.budget)
+        with Tree(ROOT, "this tree", *how) as mine, Tree(options.other, "the other", *how) as other:
+            while left and time.monotonic() - begun < options.seconds:
+                case, shape = left.pop(0)
+                try:
+                    values = compared(case, shape, pairs_of(mine, other, case, shape, options.pairs))
+                except Failed as failed:
+                    values = {"case": f"turns/{case}", "shape": list(shape), "problem": str(failed)}
+                lines.append(values)
+                print(line(values), flush=True)
+                yield values
+
+    results.write(path, facts, timed())
+    bad = sum(values.get("verdict", "slower") == "slower" for values in lines)
+    print(f"\n{len(lines)} timed, {bad} slower or without a figure, {len(left)} left{': ' if left else ''}", end="")
+    print(*(f"{case} {'x'.join(map(str, shape))}" for case, shape in left), sep=", ")
+    print(path)
+    return 1 if bad else 3 if left else 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench.in_turn", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("other", type=_tree, help="folder of the other checkout")
+    parser.add_argument("--only", nargs="*", default=["*"], metavar="GLOB", help="case names, such as 'quantize/*'")
+    parser.add_argument("--pairs", type=_pairs, default=5, help="of every case, at least 3")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many")
+    parser.add_argument("--budget", type=float, default=0.1, help="seconds of one timing")
+    parser.add_argument("--backend", choices=BACKENDS, help="by default what runs on the GPU")
+    parser.add_argument(
+        "--after", nargs="*", type=Path, default=[], metavar="FILE", help="records of cases to leave out"
+    )
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of the .jsonl file")
+    for name in ("commit", "other-commit"):
+        parser.add_argument(f"--{name}", help="what to record where the sources lie outside a git checkout")
+    return parser.parse_args(arguments)
+
+
+def _tree(text: str) -> Path:
+    path = Path(text).resolve()
+    if not (path / "bench" / "registry.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} has no bench/registry.py: give a checkout of halfbyte")
+    return path
+
+
+def _pairs(text: str) -> int:
+    if not text.isdecimal() or int(text) < 3:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 3 on; fewer pairs have no spread")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,117 @@
+"""bench.in_turn: two trees, two processes, pairs; what is slower, what has no figure, what is left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from bench import in_turn
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_the_verdict_is_that_of_ratios_and_their_spread():
+    pairs = [(105.0, 100.0), (104.0, 100.0), (106.0, 100.0), (105.0, 100.0), (106.0, 101.0)]
+    values = in_turn.compared("gemm/decoded", (2, 3), pairs)
+    assert values["ratio"] == 1.05 and values["us"] == 105.0 and values["other_us"] == 100.0 and values["pairs"] == 5
+    assert values["spread"] == pytest.approx(1.055 - 1.0447525, abs=1e-6)  # quartiles between the 1st, 2nd; 4th, 5th
+    assert values["verdict"] == "slower"
+    assert in_turn.compared("a/b", (2,), [(b, a) for a, b in pairs])["verdict"] == "faster"
+    noisy = in_turn.compared("a/b", (2,), [(105.0, 100.0), (99.0, 100.0), (112.0, 100.0)])
+    assert noisy["ratio"] == 1.05 and noisy["verdict"] == "equal"
+
+
+def other_tree(folder: Path) -> Path:
+    """Make a tree whose operations sleep before they run and which lacks a case."""
+    shutil.copytree(ROOT / "bench", folder / "bench", ignore=shutil.ignore_patterns("results", "__pycache__"))
+    (folder / "halfbyte").symlink_to(ROOT / "halfbyte")
+    measure = folder / "bench" / "measure.py"
+    text = measure.read_text()
+    changed = text.replace("[lambda x=x: function(x) for", "[lambda x=x: (time.sleep(0.05), function(x))[1] for")
+    assert changed != text
+    measure.write_text(changed)
+    gemm = folder / "bench" / "cases" / "gemm.py"
+    text = gemm.read_text()
+    assert text.count('"gemm/decoded"') == 1
+    gemm.write_text(text.replace('"gemm/decoded"', '"gemm/other"'))
+    return folder
+
+
+def test_each_tree_runs_its_own_code(tmp_path, capsys):
+    other = other_tree(tmp_path / "other")
+    options = ["--backend", "reference", "--pairs", "3", "--budget", "0.01", "--out", str(tmp_path)]
+    cases = ["--only", "transpose/*", "gemm/decoded", "--other-commit", "before"]
+    assert in_turn.main([str(other), *cases, *options]) == 1, "a case has no figure"
+    printed = capsys.readouterr().out
+    (path,) = tmp_path.glob("turns-*.jsonl")
+    head, *lines = map(json.loads, path.read_text().splitlines())
+    assert head["run"]["other_commit"] == "before"
+    (found,) = [line for line in lines if line["case"].startswith("turns/transpose/")]
+    assert found["verdict"] == "faster" and found["other_us"] > 50_000 > found["us"]
+    (missing,) = [line for line in lines if line["case"] == "turns/gemm/decoded"]
+    assert missing["problem"] == "the other: this tree has no such case" and "NO FIGURE: the other" in printed
+    assert in_turn.main([str(other), *cases, *options, "--after", str(path)]) == 0, "nothing is left"
+
+
+class Stub:
+    """A tree that needs no process."""
+
+    def __init__(self, root, name, *how):
+        self.name, self.log = name, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def begin(self, case, shape):
+        self.case = case
+
+    def wait(self):
+        if self.name == "the other" and self.case == "amax/plain":
+            raise in_turn.Failed("the other: its process ended with status -11")
+
+    def time(self):
+        Order.log.append(self.name)
+        return 1.0
+
+    def end(self):
+        Order.ended.append((self.name, self.case))
+
+
+class Order:
+    log: ClassVar[list[str]] = []
+    ended: ClassVar[list[tuple[str, str]]] = []
+
+
+def test_pairs_begin_by_turns_and_a_crash_costs_one_case(monkeypatch):
+    monkeypatch.setattr(Order, "log", [])
+    monkeypatch.setattr(Order, "ended", [])
+    mine, other = Stub("", "this tree"), Stub("", "the other")
+    assert in_turn.pairs_of(mine, other, "transpose/packed", (1, 2), 3) == [(1.0, 1.0)] * 3
+    assert Order.log == ["this tree", "the other", "the other", "this tree", "this tree", "the other"]
+    with pytest.raises(in_turn.Failed, match="status -11"):
+        in_turn.pairs_of(mine, other, "amax/plain", (1, 2), 3)
+    assert Order.ended[-1] == ("this tree", "amax/plain"), "the tree that was ready goes on"
+
+
+def test_what_time_did_not_suffice_for_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(in_turn, "Tree", Stub)
+    options = ["--only", "transpose/*", "--seconds", "0", "--out", str(tmp_path)]
+    assert in_turn.main([str(ROOT), *options]) == 3
+    assert "0 timed, 0 slower or without a figure, 1 left: transpose/" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["/nowhere"], "give a checkout of halfbyte"), ([str(ROOT), "--pairs", "2"], "give a number from 3 on")],
+)
+def test_what_makes_no_sense_is_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        in_turn.main(arguments)
+    assert message in capsys.readouterr().err
