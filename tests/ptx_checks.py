@@ -140,6 +140,7 @@ def inputs() -> Iterator[tuple[str, Tensor, float | None]]:
         yield name, matrix(shape), None
     yield "not finite", matrix(SHAPES["whole"], finite=False), None
     yield "beyond the last code", beyond_the_last(SHAPES["whole"]), None
+    yield "large", matrix(SHAPES["whole"]) * 2.0**104, None  # with its own amax, that is not regular
     for amax in AMAXES[1:]:
         yield f"amax={amax}", matrix(SHAPES["whole"]), amax
 
