@@ -70,7 +70,7 @@ CASES = tuple(
     + [*GROUPED, "gradient/loops"]
 )
 SHAPES = {"whole": (128, 256), "ragged": (133, 248), "odd": (37, 90)}
-SIZES = (70, 0, 64, 1, 20)  # of groups, with 23 rows behind the last
+SIZES = (70, 0, 64, 1, 40)  # of groups, with 23 rows behind the last
 AMAXES = (None, 1e-3, 1e3, 0.0, 3e38, 1e-38, float("inf"), float("nan"))
 """What x is said not to exceed: the truth, less, and what no division is simple for."""
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -103,6 +103,18 @@ def matrix(shape: tuple[int, int], finite: bool = True) -> Tensor:
     return x
 
 
+def beyond_the_last(shape: tuple[int, int]) -> Tensor:
+    """Return bf16 whose blocks have the least scale, and reach 7.5 times it: with m8 = 448, in the lower half with 256.
+
+    Nearly all of them: threads decide together whether one is beyond what rounds to the last code.
+    """
+    unit = torch.tensor([2**-9 / (m8 * 6) for m8 in (448, 256)]).repeat_interleave(shape[0] // 2)[:, None]
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(5)) * 15 - 7.5
+    x[:, ::16] = 7.5
+    x[0, 0] = 1 / unit[0, 0]
+    return (x * unit).bfloat16()
+
+
 def decoded(blocks: Blocks, spec: hb.NVFP4 | hb.MXFP8, cols: int) -> Tensor:
     """Return what codes and the scales of their blocks stand for, in bf16."""
     if isinstance(spec, hb.MXFP8):
@@ -127,6 +139,8 @@ def inputs() -> Iterator[tuple[str, Tensor, float | None]]:
     for name, shape in SHAPES.items():
         yield name, matrix(shape), None
     yield "not finite", matrix(SHAPES["whole"], finite=False), None
+    yield "beyond the last code", beyond_the_last(SHAPES["whole"]), None
+    yield "large", matrix(SHAPES["whole"]) * 2.0**104, None  # with its own amax, that is not regular
     for amax in AMAXES[1:]:
         yield f"amax={amax}", matrix(SHAPES["whole"]), amax
 

@@ -80,6 +80,11 @@ WIDE_COLUMNS = [
     replace(EDEN, rotation=hb.Hadamard(size=64)),
     replace(EDEN, rotation=hb.Hadamard(size=128, signs="fresh")),
 ]
+HALVES = [
+    hb.NVFP4(**SR, rotation=hb.Hadamard(size=128, signs="--+-" * 15 + "+--+")),
+    hb.NVFP4(outer="row", rotation=hb.Hadamard(size=128, signs="fresh")),
+]
+"""Of groups that two threads share along rows: signs of a half, the first of which is minus, and fresh ones."""
 AMAXES = ((4.0, 3.0), (1e-30, 4.0), (4.0, 3e38), (torch.nan, 0.0))
 """Of row and col: what a program divides by without checks, and what it does not."""
 

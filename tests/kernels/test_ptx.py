@@ -12,8 +12,8 @@ import pytest
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 SAMPLE = (
-    "activation", "activation/values", "gradient", "gradient/loops", "six_pair/row_values", "six_scaled",
-    "rotated_64_rows", "eden", "grouped/gradient/loops",
+    "activation", "activation/values", "gradient", "gradient/loops", "six_pair/row_values", "four_candidates",
+    "rotated_64_rows", "stochastic_128/turned", "eden", "grouped/gradient/loops",
 )  # fmt: skip
 """Of what rounds, rotates, draws and chooses scales, one each; `make test-targets-full` runs all."""
 OTHERS = {"sm_80": "activation", "sm_89": "gradient", "sm_100": "activation", "sm_120": "six_scaled"}

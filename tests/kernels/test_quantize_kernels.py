@@ -7,6 +7,7 @@ import torch
 import halfbyte as hb
 from halfbyte import layout, reference
 from halfbyte.kernels.amax.plain import finite_amax, row_col_amax
+from halfbyte.kernels.quantize import route
 from halfbyte.kernels.quantize.both import quantize_rows_and_cols
 from halfbyte.kernels.quantize.one import quantize_side
 from halfbyte.kernels.quantize.route import OneSide, choose_one_side
@@ -86,6 +87,16 @@ def test_wide_rotations_along_columns(spec, cols, kind, dtype):
     x = checks.sample(kind, (2 * spec.alignment, cols), dtype, "cpu").T
     choice = choose_one_side(OneSide(x, Side(spec)))
     assert (choice.kernel, choice.constants["RULE"].full) == ("quantize_wide_kernel", cols == 128)
+    checks.check_against_reference(x, spec, layout.LINEAR)
+
+
+@pytest.mark.parametrize("spec", checks.HALVES, ids=lambda spec: spec.key)
+def test_two_threads_share_a_group_along_rows(spec, monkeypatch):
+    monkeypatch.setattr(route, "INTERPRETED_BLOCKS", 16)  # tiles of one row, that need no mask
+    x = checks.sample("heavy", (4, 512), torch.bfloat16, "cpu")
+    x[1, 130] = torch.nan
+    choice = choose_one_side(OneSide(x, Side(spec)))
+    assert (choice.kernel, choice.constants["RULE"].paired) == ("quantize_rows_kernel", True)
     checks.check_against_reference(x, spec, layout.LINEAR)
 
 

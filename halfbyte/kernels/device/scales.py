@@ -114,7 +114,7 @@ class Factors(NamedTuple):
 
     amax, encode, decode: A, S and D. to_scale: S / fp4_max.
     poison: whether the amax is no valid maximum.
-    regular: whether A lies between 2^-60 and 2^60, and f(6 * m8) is no less than 1.
+    regular: whether A lies between 2^-60 and 2^60, and f(m8 * m4) is no less than 1.
     inverse_unit: 1 / f(6 * m8).
     """
 
@@ -177,7 +177,7 @@ def tensor_factors(amax, constants, SCALAR: tl.constexpr):
     poison = (amax + 0.0).to(tl.uint32, bitcast=True) >= 0x7F800000
     clean = tl.where(poison, 0.0, amax)
     a = tl.maximum(clean, constants.floor)
-    regular = (a > 8.673617379884035e-19) & (a < 1.152921504606847e18) & (constants.unit >= 1.0)
+    regular = (a > 8.673617379884035e-19) & (a < 1.152921504606847e18) & (constants.span >= 1.0)
     if SCALAR:
         if regular:
             s = pm.quotient(constants.span, a)
@@ -193,7 +193,7 @@ def tensor_factors(amax, constants, SCALAR: tl.constexpr):
 def is_regular(amax, constants):
     """Say whether amax lies between 2^-60 and 2^60 (`Factors.regular`): no division needs a range check."""
     bits = amax.to(tl.int32, bitcast=True)
-    return (bits > 0x21800000) & (bits < 0x5D800000) & (constants.unit >= 1.0)
+    return (bits > 0x21800000) & (bits < 0x5D800000) & (constants.span >= 1.0)
 
 
 @triton.jit

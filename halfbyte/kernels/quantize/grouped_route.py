@@ -192,7 +192,8 @@ def _together(sides: PlannedSides) -> Choice:
     col_tiles = ceil_div(cols, tile.cols)
     full, ragged = _full_and_ragged(cols, sides.rules, tile, sides.stacked)
     row_tiles = plan.tiles * (plan.tile_rows // tile.rows)
-    loop = loop_of(LOOPS, ragged, row_tiles, col_tiles) if full == [None, None] else 1
+    tokens_in_all_tiles = full == [None, None] and not sides.stacked  # only the kernel's part for these has the loop
+    loop = loop_of(LOOPS, ragged, row_tiles, col_tiles) if tokens_in_all_tiles else 1
     beside = col_tiles // loop
     constants = {"ROW": ragged[0], "COL": ragged[1], "FULL_ROW": full[0], "FULL_COL": full[1]}
     constants |= {"STACKED": sides.stacked, "TILE_ROWS": plan.tile_rows, "TR": tile.rows, "TC": tile.cols}
