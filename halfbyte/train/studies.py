@@ -159,6 +159,9 @@ def sensitivity_command(arguments: list[str]) -> int:
     options: SensitivityOptions = _parse(SensitivityOptions, "sensitivity", arguments)
     subject = load_subject(options.source)
     recipe = words.read(options.recipe) if options.recipe else _own_recipe(subject)
+    if recipe.amax is not None:
+        named = options.recipe or subject.recipe
+        raise ValueError(f"--recipe={named}: one step has no amaxes of earlier ones; give a recipe without amax=")
     loss = _in_dtype(subject.batch(options.text, options.step.batch, options.step.sequence), options.step.dtype)
     convert.quantize_(subject.model, recipe, keep=Keep(last_fraction=0))
     report = stats.sensitivity(subject.model, lambda: loss(subject.model), by=options.by, operands=options.operands)

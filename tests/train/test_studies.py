@@ -52,6 +52,14 @@ def test_recipes_with_options_are_called_as_they_were_asked_for(folder, tmp_path
     assert f"│ {named} │" in shown and max(map(len, shown.splitlines())) < 160
 
 
+def test_one_step_has_no_amax_of_an_earlier_one(folder, tmp_path, capsys):
+    (tmp_path / "page.txt").write_text("the model reads a block of sixteen values " * 20)
+    step = ["--text", str(tmp_path / "page.txt"), "--batch", "1", "--sequence", "32"]
+    assert cli.main(["sensitivity", str(folder), *step, "--recipe", "nvfp4(amax=delayed)"]) == 2
+    error = capsys.readouterr().err
+    assert "--recipe=nvfp4(amax=delayed): one step has no amaxes of earlier ones; give a recipe without" in error
+
+
 def test_a_page_shows_one_seed(folder, tmp_path, capsys):
     one = tmp_path / "both" / "seed-1"
     one.mkdir(parents=True)
