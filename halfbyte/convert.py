@@ -59,6 +59,7 @@ def quantize_(
             that say None to every layer. The model is unchanged then.
     """
     _check_kinds(model, filter_fn, rules, share_amax)
+    _check_values(keep, state)
     _check_initialized(model)
     default = resolve(recipe)
     state = _run_state(model) if state is None else state
@@ -139,6 +140,13 @@ def _check_kinds(model: object, filter_fn: object, rules: object, share_amax: Se
         raise TypeError(f"rules={rules!r}: give a dict of glob to recipe, preset name or None")
 
 
+def _check_values(keep: object, state: object) -> None:
+    if keep is not None and not isinstance(keep, Keep):
+        raise TypeError(f"keep={keep!r}: give a Keep, such as hb.Keep(last_fraction=0.3)")
+    if state is not None and not isinstance(state, RunState):
+        raise TypeError(f"state={state!r}: give a RunState, such as hb.RunState(seed=0)")
+
+
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put `new` wherever the model holds `old`: a layer may be registered under several names."""
     holders = [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is old]
@@ -209,6 +217,7 @@ def set_recipe_(model: nn.Module, recipe: Recipe | str, *, state: RunState | Non
             "set_recipe_ before or after the context"
         )
     _check_experts({module.title: (module, recipe) for module in modules})
+    _check_values(None, state)
     for module in modules:
         if module.run_state is None and state is None and (recipe.needs_rng or recipe.amax is not None):
             what = "draws random bits" if recipe.needs_rng else "delays amaxes"

@@ -68,7 +68,7 @@ class Keep:
     last_fraction: float = 0.15
 
     def __post_init__(self) -> None:
-        if isinstance(self.names, str):
+        if isinstance(self.names, str) or not all(isinstance(name, str) for name in self.names):
             raise TypeError(f"names={self.names!r}: give a tuple of globs")
         object.__setattr__(self, "names", tuple(self.names))
         if not isinstance(self.first_blocks, int) or self.first_blocks < 0:

@@ -222,3 +222,15 @@ def test_arguments_have_the_order_of_torchaos_quantize():
     assert report.converted and all(name.endswith("q_proj") for name in report.converted)
     with pytest.raises(TypeError, match=r"filter_fn=\{'\*': None\}: give a function .* a dict of recipes is rules="):
         hb.quantize_(decoder(2), "nvfp4", {"*": None})
+
+
+def test_keep_and_state_of_other_kinds_are_refused_before_anything_changes():
+    model = nn.Sequential(nn.Linear(16, 16))
+    with pytest.raises(TypeError, match=r"keep=0.15: give a Keep"):
+        hb.quantize_(model, "nvfp4", keep=0.15)
+    schedule = hb.Schedule([(0, "bf16")])
+    with pytest.raises(TypeError, match=r"state=Schedule.*: give a RunState"):
+        hb.quantize_(model, "nvfp4", state=schedule)
+    with pytest.raises(TypeError, match=r"names=\('\*', None\): give a tuple of globs"):
+        hb.Keep(names=("*", None))
+    assert type(model[0]) is nn.Linear

@@ -26,7 +26,11 @@ def main(arguments: Sequence[str]) -> int:
     if (options.calibrate is not None) != (options.activations == forms.STATIC):
         raise ValueError("--activations static and --calibrate TEXTFILE go together: factors are found in its text")
     model, dtype = _model(source, options.recipe)
-    dtype = dtype if options.compute_dtype is None else DTYPES[options.compute_dtype]
+    asked = DTYPES.get(options.compute_dtype)
+    if dtype is not None and asked not in (None, dtype):
+        words = f"{source} is a run of halfbyte train in {str(dtype).removeprefix('torch.')}; leave it out"
+        raise ValueError(f"--compute-dtype={options.compute_dtype}: {words}")
+    dtype = asked or dtype
     tokenizer = _tokenizer(source)
     batches = () if options.calibrate is None else _batches(tokenizer, source, options)
     report = save(

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.convert import quantize_
+from halfbyte.nn.linear import describe_recipe
 from halfbyte.policy import Keep
-from halfbyte.spec import parse_recipe
+from halfbyte.schedule import Schedule
+from halfbyte.spec import Recipe, parse_recipe
+from halfbyte.values import split_outside
 
 CHECKPOINTS = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})(\.pt)?")
@@ -34,7 +37,8 @@ def load_run(source: Path, config: Mapping[str, Any]) -> RunModel:
     """Return the newest checkpoint of a run as LlamaForCausalLM, under the recipe of the run.
 
     Raises:
-        ValueError: its model has experts, there is no checkpoint of one process, or it cannot be read.
+        ValueError: its model has experts, there is no checkpoint of one process, or it cannot be read; its last step
+            multiplied by no weights in NVFP4.
     """
     import transformers
 
@@ -51,7 +55,7 @@ def load_run(source: Path, config: Mapping[str, Any]) -> RunModel:
         num_hidden_layers=shape["layers"],
         num_attention_heads=shape["heads"],
         num_key_value_heads=shape["kv_heads"],
-        vocab_size=shape["vocab_size"],
+        vocab_size=config["data"]["vocab_size"],  # of the run's tokenizer; the shape has the preset's
         rms_norm_eps=shape["norm_eps"],
         rope_parameters={"rope_type": "default", "rope_theta": shape["rope_theta"]},
         tie_word_embeddings=shape["tie_embeddings"],
@@ -59,17 +63,30 @@ def load_run(source: Path, config: Mapping[str, Any]) -> RunModel:
         architectures=["LlamaForCausalLM"],
     )
     model = transformers.LlamaForCausalLM(llama)
-    weights = _weights(source)
+    saved = _checkpoint(source)
+    weights = saved["model"]
     model.load_state_dict({name if name.startswith("lm_head.") else f"model.{name}": w for name, w in weights.items()})
-    recipe = parse_recipe(identity["recipe_key"])
-    if not recipe.specs:
-        raise ValueError(f"{source}: the run trained in {identity['recipe']}, so there are no bytes of NVFP4 to export")
-    keep = Keep(names=(), last_fraction=0.0) if identity["recipe"].endswith(EVERYWHERE) else None
+    recipe = _last_recipe(source, identity, saved)
+    layers = split_outside(identity["recipe"], "+")[0]  # what is behind it changes the run, not which layers follow
+    keep = Keep(names=(), last_fraction=0.0) if layers.endswith(EVERYWHERE) else None
     quantize_(model, recipe, keep=keep)
     return RunModel(model.eval(), getattr(torch, config["dtype"]))
 
 
-def _weights(source: Path) -> dict[str, torch.Tensor]:
+def _last_recipe(source: Path, identity: Mapping[str, Any], saved: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of the last step before a checkpoint, whose schedule may have changed it."""
+    recipe = parse_recipe(identity["recipe_key"])
+    state = saved["run_state"]
+    changed = Schedule.from_state_dict(state["schedule"]).at(saved["step"] - 1) if "schedule" in state else None
+    recipe = changed or recipe
+    if recipe.fprop is None or recipe.fprop.b is None:
+        trained = identity["recipe"] if changed is None else f"{describe_recipe(changed)} at its end, by its schedule"
+        raise ValueError(f"{source}: the run trained in {trained}, so there are no bytes of NVFP4 to export")
+    return recipe
+
+
+def _checkpoint(source: Path) -> dict[str, Any]:
+    """Return the newest checkpoint of a run."""
     folder = source / CHECKPOINTS
     found = sorted(path for path in folder.glob("step-*") if NAME.fullmatch(path.name)) if folder.is_dir() else []
     if not found:
@@ -80,7 +97,7 @@ def _weights(source: Path) -> dict[str, torch.Tensor]:
             "--dp-shard and --dp-replicate, and more --steps), whose checkpoint is one file"
         )
     try:
-        return torch.load(found[-1], map_location="cpu", weights_only=True)["model"]
+        return torch.load(found[-1], map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file may fail in any way
         line = str(error).partition("\n")[0]
         raise ValueError(f"{found[-1]}: cannot be read ({line}); restore it from a copy") from error

@@ -101,6 +101,8 @@ def _adapt(model: nn.Module, targets: Sequence[str], options: dict[str, Any]) ->
 
 
 def _check_targets(targets: Sequence[str], names: tuple[str, ...]) -> None:
+    if not targets:
+        raise ValueError(f"targets={targets!r}: name at least one layer; hb.freeze_ makes codes without adapters")
     for glob in targets:
         if not any(matches(name, glob) for name in names):
             raise ValueError(

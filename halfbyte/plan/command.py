@@ -12,6 +12,7 @@ from rich.table import Table
 from halfbyte.plan.assumptions import assumptions
 from halfbyte.plan.planning import Plan, PlanRequest, plan
 from halfbyte.plan.show import as_json, plan_heading, tables
+from halfbyte.train.asked import read_options
 
 DESCRIPTION = """Say what a training run takes of every GPU before it runs: memory by kind, bytes of every collective,
 multiplications by precision, and the time of a step. Nothing is allocated and no GPU is needed. The exit status is 1 if
@@ -36,12 +37,9 @@ class Options:
 
 def main(arguments: list[str]) -> int:
     """Run `halfbyte plan`; the exit status is 1 if the mesh that was given does not fit."""
-    options = tyro.cli(
-        Options,
-        prog="halfbyte plan",
-        description=DESCRIPTION,
-        args=arguments,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+    prog, config = "halfbyte plan", (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    options = read_options(
+        lambda: tyro.cli(Options, prog=prog, description=DESCRIPTION, args=arguments, config=config), prog
     )
     found = plan(options.request)
     if options.json:

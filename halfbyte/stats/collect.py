@@ -258,7 +258,7 @@ def collect_stats(
     Args:
         model: converted by `hb.quantize_`. Layers that it kept in high precision are not measured.
         every: optimizer steps from one sampled step to the next.
-        to: where the statistics go, such as hb.stats.JSONL(path); `statistics.last` has them anyway.
+        to: where the statistics go, such as [hb.stats.JSONL(path)]; `statistics.last` has them anyway.
         names: globs of the layers to measure.
         group: the torch.distributed group over which ranks are added up: those that train the same layers on other
             data. None: all ranks.
@@ -278,7 +278,8 @@ def collect_stats(
         raise ValueError(f"every={every}: give at least 1")
     if isinstance(names, str):
         raise TypeError(f"names={names!r}: give a tuple of globs")
-    if isinstance(to, str) or not all(callable(getattr(sink, "write", None)) for sink in to):
+    listed = isinstance(to, Sequence) and not isinstance(to, str)
+    if not listed or not all(callable(getattr(sink, "write", None)) for sink in to):
         raise TypeError(f"to={to!r}: give a list of sinks, such as [hb.stats.JSONL(path)]")
     statistics = StatsCollector(model, every, to, names, group)
     if not statistics._layers:

@@ -357,7 +357,8 @@ def inspect(
 
     Raises:
         ValueError: the model has no linear layer with a weight in high precision, or weights without values;
-            there is no recipe, or the first quantizes nothing beside a batch; the batch gives no loss; `budget`, `by`.
+            there is no recipe, none quantizes a weight, one is there twice, or the first quantizes nothing beside a
+            batch; the batch gives no loss; `budget`, `by`.
         TypeError: the model is no module, batch is neither, or `recipes` no list.
     """
     chosen = _checked(model, batch, recipes)
@@ -393,11 +394,16 @@ def _checked(model: Any, batch: Any, recipes: Any) -> list[Recipe]:
     chosen = [resolve(recipe) for recipe in recipes]
     if not chosen:
         raise ValueError(f"recipes={recipes!r}: give at least one, such as recipes=['nvfp4']")
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"recipes={[describe_recipe(one) for one in chosen]}: name each once")
     if batch is not None and not chosen[0].specs:
         raise ValueError(
             f"recipes[0]={describe_recipe(chosen[0])!r} quantizes nothing, and the step of the batch runs under it; "
             "put one in front that quantizes"
         )
+    if not any(gemm is not None and gemm.b is not None for one in chosen for gemm in (one.fprop, one.dgrad)):
+        names = [describe_recipe(one) for one in chosen]
+        raise ValueError(f"recipes={names}: none quantizes a weight; name one that does, such as 'nvfp4'")
     return chosen
 
 

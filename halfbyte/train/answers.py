@@ -14,6 +14,7 @@ import tyro
 from torch import Tensor, nn
 
 from halfbyte.train import files
+from halfbyte.train.asked import read_options
 from halfbyte.train.subject import Subject, load_subject
 
 
@@ -177,9 +178,14 @@ def text_loss(subject: Subject, text: str, sequence: int) -> tuple[float, int]:
     return total / windows, windows * sequence
 
 
+def _parse(kind: Any, name: str, arguments: list[str]) -> Any:
+    prog = f"halfbyte {name}"
+    return read_options(lambda: tyro.cli(kind, prog=prog, args=arguments, config=(tyro.conf.OmitArgPrefixes,)), prog)
+
+
 def generate_command(arguments: list[str]) -> int:
     """Run `halfbyte generate`; returns 0."""
-    options = tyro.cli(GenerateOptions, prog="halfbyte generate", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
+    options = _parse(GenerateOptions, "generate", arguments)
     subject = load_subject(options.source)
     made = generate(subject, options.prompt, tokens=options.tokens, temperature=options.temperature, seed=options.seed)
     print(options.prompt + subject.decode(made))
@@ -188,7 +194,7 @@ def generate_command(arguments: list[str]) -> int:
 
 def evaluate_command(arguments: list[str]) -> int:
     """Run `halfbyte evaluate`; returns 0."""
-    options = tyro.cli(EvaluateOptions, prog="halfbyte evaluate", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
+    options = _parse(EvaluateOptions, "evaluate", arguments)
     items = None if options.choices is None else list(read_items(options.choices))
     if items == []:
         raise ValueError(f"{options.choices}: holds no item; give lines of context, choices and answer")

@@ -29,6 +29,7 @@ from halfbyte.train import (
 )
 from halfbyte.train import compare as comparison
 from halfbyte.train import config as configs
+from halfbyte.train.asked import read_options
 from halfbyte.train.ranks import World, is_lost, joined, lost_in_words
 from halfbyte.values import split_outside
 
@@ -247,9 +248,8 @@ def config_of_options(
     if preset is None:
         return _parse(Train, list(arguments), out).config
     given = Train(config=replace(preset, run=replace(preset.run, out=out)))
-    return tyro.cli(
-        Train, args=_with_values(list(arguments)), default=given, config=(tyro.conf.OmitArgPrefixes,)
-    ).config
+    words = _with_values(list(arguments))
+    return _read(Train, words, given).config
 
 
 def _parse(kind: type[Options], arguments: list[str], out: Path) -> Options:
@@ -258,10 +258,9 @@ def _parse(kind: type[Options], arguments: list[str], out: Path) -> Options:
     peek.add_argument("--preset", default=PRESET)
     preset = configs.training_preset(peek.parse_known_args(arguments)[0].preset)
     preset = replace(preset, run=replace(preset.run, out=out))
-    return tyro.cli(
-        kind,
-        prog=f"halfbyte {kind.__name__.lower()}",
-        args=_with_values(arguments),
-        default=kind(config=preset),
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    return _read(kind, _with_values(arguments), kind(config=preset))
+
+
+def _read(kind: type[Options], arguments: list[str], default: Options) -> Options:
+    prog, plain = f"halfbyte {kind.__name__.lower()}", (tyro.conf.OmitArgPrefixes,)
+    return read_options(lambda: tyro.cli(kind, prog=prog, args=arguments, default=default, config=plain), prog)

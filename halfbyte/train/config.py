@@ -158,7 +158,7 @@ class TrainConfig:
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     run: RunConfig = RunConfig()
-    mesh: MeshConfig = MeshConfig()  # noqa: RUF009  a frozen value
+    mesh: MeshConfig = MeshConfig()
     tune: TuneConfig = TuneConfig()
     seed: int = 0
     """Of the initial weights, the data order and the random bits of quantization."""

@@ -106,6 +106,9 @@ def _runs(source: Path) -> dict[str, Path]:
     if (source / folder.CONFIG).exists():
         return {str(folder.recorded_config(source)["identity"].get("recipe", source.name)): source}
     found = {path.name: path for path in sorted(source.iterdir()) if (path / folder.CONFIG).exists()}
+    seeds = sorted({str(path.parent.parent) for path in source.glob(f"seed-*/*/{folder.CONFIG}")})
+    if not found and seeds:
+        raise ValueError(f"{source}: several seeds, and a page shows one; give one of {', '.join(seeds)}")
     if not found:
         raise ValueError(f"{source}: holds no run; give the folder of `halfbyte train` or `halfbyte compare`")
     if (source / RESULTS).exists():
@@ -213,4 +216,6 @@ def _environment(name: str, path: Path) -> str:
 
 
 def _words(value: object) -> str:
-    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {one}" for key, one in value.items() if one is not None)
+    return str(value)

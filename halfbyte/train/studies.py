@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,14 +12,16 @@ from rich.console import Console
 from rich.table import Table
 
 from halfbyte import convert, recipes, stats
+from halfbyte.nn.linear import describe_recipe
 from halfbyte.policy import Keep
 from halfbyte.spec import Recipe
-from halfbyte.stats.inspection import RECIPES, WEIGHT_HEAD
+from halfbyte.stats.inspection import RECIPES, WEIGHT_HEAD, InspectReport
 from halfbyte.stats.sensitivity import BUDGET, HEAD
 from halfbyte.stats.sinks import WIDTH
 from halfbyte.stats.table import HEAD as STEP_HEAD
 from halfbyte.train import files
 from halfbyte.train import options as words
+from halfbyte.train.asked import read_options
 from halfbyte.train.subject import Subject, load_subject
 from halfbyte.train.treatment import treatment_of
 from halfbyte.values import split_outside
@@ -84,7 +86,8 @@ class SensitivityOptions:
 
 
 def _parse(kind: Any, name: str, arguments: list[str]) -> Any:
-    return tyro.cli(kind, prog=f"halfbyte {name}", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
+    prog = f"halfbyte {name}"
+    return read_options(lambda: tyro.cli(kind, prog=prog, args=arguments, config=(tyro.conf.OmitArgPrefixes,)), prog)
 
 
 def _in_dtype(loss: Any, dtype: str) -> Any:
@@ -115,7 +118,7 @@ def _print(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> No
 def inspect_command(arguments: list[str]) -> int:
     """Run `halfbyte inspect`; returns 0."""
     options: InspectOptions = _parse(InspectOptions, "inspect", arguments)
-    chosen = [words.read(word) for word in split_outside(options.recipes, ",") if word]
+    chosen = {word: words.read(word) for word in split_outside(options.recipes, ",") if word}
     if not chosen:
         raise ValueError("recipes='': name at least one")
     subject = load_subject(options.source)
@@ -123,7 +126,8 @@ def inspect_command(arguments: list[str]) -> int:
     batch = None
     if options.text is not None:
         batch = _in_dtype(subject.batch(options.text, step.batch, step.sequence), step.dtype)
-    report = stats.inspect(subject.model, batch, recipes=chosen, budget=step.budget)
+    found = stats.inspect(subject.model, batch, recipes=list(chosen.values()), budget=step.budget)
+    report = _named(found, {describe_recipe(recipe): word for word, recipe in chosen.items()})
     files.write_text(options.out / "inspect.csv", report.csv())
     paths = report.draw(options.out)
     _print(f"weights of {subject.name}, those that lose most first", WEIGHT_HEAD, report.weight_rows())
@@ -131,6 +135,17 @@ def inspect_command(arguments: list[str]) -> int:
         _print("one step", STEP_HEAD, report.step.operand_rows())
     _print_lines(report.closing_lines(), ["inspect.csv", *(path.name for path in paths)], options.out)
     return 0
+
+
+def _named(report: InspectReport, names: dict[str, str]) -> InspectReport:
+    """Return a report with recipes called as they were asked for: the key of one with options fills a screen."""
+    weights = tuple(replace(one, recipe=names[one.recipe]) for one in report.weights)
+    step = report.step
+    if step is not None:
+        step = replace(
+            step, layers=tuple(replace(row, recipe=names.get(row.recipe, row.recipe)) for row in step.layers)
+        )
+    return replace(report, weights=weights, step=step)
 
 
 def _print_lines(said: list[str], names: list[str], out: Path) -> None:
@@ -144,6 +159,9 @@ def sensitivity_command(arguments: list[str]) -> int:
     options: SensitivityOptions = _parse(SensitivityOptions, "sensitivity", arguments)
     subject = load_subject(options.source)
     recipe = words.read(options.recipe) if options.recipe else _own_recipe(subject)
+    if recipe.amax is not None:
+        named = options.recipe or subject.recipe
+        raise ValueError(f"--recipe={named}: one step has no amaxes of earlier ones; give a recipe without amax=")
     loss = _in_dtype(subject.batch(options.text, options.step.batch, options.step.sequence), options.step.dtype)
     convert.quantize_(subject.model, recipe, keep=Keep(last_fraction=0))
     report = stats.sensitivity(subject.model, lambda: loss(subject.model), by=options.by, operands=options.operands)

@@ -81,6 +81,12 @@ class StudyPiece:
     recipes: tuple[str, ...]
     seeds: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        for name in ("recipes", "seeds"):
+            values = [str(value) for value in getattr(self, name)]
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name}={','.join(values)!r}: name each once")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Study:

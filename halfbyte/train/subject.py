@@ -89,7 +89,7 @@ def load_subject(source: Path) -> Subject:
 
 
 def _of_checkpoint(path: Path, run: Path, device: torch.device) -> Subject:
-    if checkpoint.is_of_ranks(path):
+    if path.is_dir():
         raise ValueError(
             f"{path}: several ranks wrote it; resume it on one process, whose checkpoint holds whole tensors"
         )

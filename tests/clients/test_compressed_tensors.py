@@ -95,6 +95,24 @@ def test_transformers_leaves_out_the_factor_of_experts(tmp_path):
     assert torch.allclose(theirs / factor, quant.dequantize(torch.float32), rtol=0.01)
 
 
+def test_transformers_refuses_experts_of_which_some_are_in_high_precision(tmp_path):
+    """docs/export.md says so."""
+    hb.export.save(trained(mixtral(), "nvfp4", steps=1, keep=hb.Keep()), tmp_path / "out")
+    with pytest.raises(RuntimeError, match="conversion of the weights"):
+        AUTO.from_pretrained(tmp_path / "out")
+
+
+def test_transformers_decodes_to_bf16_whatever_the_rest_is(tmp_path):
+    """docs/export.md says what to pass then; once this fails, nothing needs to be passed."""
+    hb.export.save(trained(llama(torch.float32), "nvfp4", steps=1), tmp_path / "out", compute_dtype=torch.float32)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
+        AUTO.from_pretrained(tmp_path / "out")(input_ids=TOKENS)
+    dense = transformers.CompressedTensorsConfig(dequantize=True)
+    for options in ({"dtype": "bfloat16"}, {"quantization_config": dense}):
+        with torch.no_grad():
+            assert AUTO.from_pretrained(tmp_path / "out", **options)(input_ids=TOKENS).logits.isfinite().all()
+
+
 def test_logits_of_weights_alone(tmp_path):
     """W4A16: activations in bf16, here and there."""
     recipe = dataclasses.replace(hb.recipes.bf16(), fprop=hb.GemmSpec(b=hb.NVFP4(block=(16, 16))))

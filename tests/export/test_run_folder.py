@@ -19,16 +19,20 @@ from halfbyte.train import data, loop
 from halfbyte.train import model as models
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("run")
+def trained(path, recipe, tokenizer="bytes", **changed):
+    """Train three steps in path/run."""
     (path / "text.txt").write_text("def f(x): return x + 1  # the same line again\n" * 400)
     tiny = configs.tiny()
-    text = replace(tiny.data, corpus=str(path / "text.txt"))
+    text = replace(tiny.data, corpus=str(path / "text.txt"), tokenizer=tokenizer)
     run = replace(tiny.run, out=path / "run", cache=path / "cache")
-    one = replace(tiny, data=text, run=run, optim=replace(tiny.optim, steps=3))
-    loop.train(one, "nvfp4@all", data.load_data(one.data, run.cache))
+    one = replace(tiny, data=text, run=run, optim=replace(tiny.optim, steps=3), **changed)
+    loop.train(one, recipe, data.load_data(one.data, run.cache))
     return path / "run"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("run"), "nvfp4@all")
 
 
 def weights(folder):
@@ -65,6 +69,8 @@ def test_refusals(folder, tmp_path, capsys):
         return error
 
     assert "--recipe=nvfp4: " in (said := fails(folder, "--recipe", "nvfp4")) and "says its own; leave it out" in said
+    said = fails(folder, "--compute-dtype", "bfloat16")
+    assert "--compute-dtype=bfloat16: " in said and "a run of halfbyte train in float32; leave it out" in said
     config = json.loads((folder / "config.json").read_text())
     other = tmp_path / "other"
     other.mkdir()
@@ -85,3 +91,34 @@ def test_refusals(folder, tmp_path, capsys):
     for path in sorted((other / "checkpoints").iterdir()):
         path.rmdir() if path.is_dir() else path.unlink()
     assert "a run of halfbyte train without a checkpoint" in fails(other)
+
+
+def test_a_run_on_a_bpe_has_its_vocabulary(tmp_path):
+    run = trained(tmp_path, "nvfp4", tokenizer="bpe:272")
+    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0
+    rows = weights(run)["lm_head.weight"]
+    assert rows.shape[0] == json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] > 256
+    assert torch.equal(stored(tmp_path / "out")["lm_head.weight"], rows)
+
+
+def test_what_is_changed_about_a_run_leaves_its_layers(tmp_path):
+    """Behind `@all` nothing stays in high precision, whatever follows."""
+    run = trained(tmp_path, "nvfp4@all+bits(1)", bits=1)
+    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert len([name for name in stored(tmp_path / "out") if name.endswith("weight_packed")]) == 15
+
+
+def test_the_recipe_is_that_of_the_last_step(tmp_path, capsys):
+    """A schedule that ended in 1x16 wrote blocks of 1x16; one that left NVFP4 has no bytes."""
+    run = trained(tmp_path, "nvfp4@all", recipe_schedule="2:nvfp4_forward")
+    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0
+    weight = weights(run)["lm_head.weight"]
+    assert torch.equal(stored(tmp_path / "out")["lm_head.weight_packed"], hb.quantize(weight, hb.NVFP4()).qdata)
+    capsys.readouterr()
+    late = tmp_path / "late"
+    late.mkdir()
+    run = trained(late, "nvfp4", recipe_schedule="2:bf16/nvfp4")
+    assert cli.main(["export", str(run), str(late / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "the run trained in bf16/nvfp4 at its end, by its schedule, so there are no bytes of NVFP4" in error
+    assert not (late / "out").exists()

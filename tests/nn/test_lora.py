@@ -393,6 +393,7 @@ def test_a_run_that_forgets_to_advance_is_told():
     [
         ({"targets": "*q_proj"}, TypeError, r"targets='\*q_proj'.*tuple of globs"),
         ({"targets": ("*query",)}, ValueError, r"'\*query' matches no layer.*layers.0.attn.q_proj"),
+        ({"targets": ()}, ValueError, r"targets=\(\): name at least one"),
         ({"rank": 0}, ValueError, "rank=0.*at least 1"),
         ({"rank": True}, ValueError, "rank=True"),
         ({"alpha": float("nan")}, ValueError, "alpha=nan.*finite number above 0"),

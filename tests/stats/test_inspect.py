@@ -173,6 +173,8 @@ def test_refusals():
     [
         (None, {"recipes": []}, r"recipes=\[\]: give at least one"),
         (loss, {"recipes": ["bf16", "nvfp4"]}, r"recipes\[0\]='bf16' quantizes nothing"),
+        (None, {"recipes": ["bf16"]}, r"recipes=\['bf16'\]: none quantizes a weight; name one that does"),
+        (None, {"recipes": ["nvfp4", hb.recipes.nvfp4()]}, r"recipes=\['nvfp4', 'nvfp4'\]: name each once"),
         (None, {"budget": 0}, r"budget=0: give a share"),
         (None, {"by": "operand"}, r"by='operand': use 'layer' or 'kind'"),
         (lambda model: 3.0, {}, r"batch\(model\) returned float: return the loss"),

@@ -165,6 +165,7 @@ def test_noise_beyond_the_gradient_is_warned_of_once():
         (lambda m: hb.collect_stats(m, names=("nothing",)), ValueError, "globs that match"),
         (lambda m: hb.collect_stats(nn.Sequential(nn.Linear(2, 2))), ValueError, "hb.quantize_ first"),
         (lambda m: hb.collect_stats(m, to="here"), TypeError, "hb.stats.JSONL"),
+        (lambda m: hb.collect_stats(m, to=hb.stats.Table()), TypeError, "to=<.*Table.*give a list of sinks"),
         (lambda m: hb.collect_stats(7), TypeError, "model=int"),
         (lambda m: hb.collect_stats(m).follow(m), TypeError, "optimizer=Sequential"),
     ],

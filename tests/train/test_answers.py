@@ -141,7 +141,7 @@ def test_the_commands_on_a_run(run, tmp_path, capsys, tokenizer):
     assert cli.main(command) == 0
     said = capsys.readouterr().out
     assert "nats per token" in said and "of 1 right (50.0 % by guessing)" in said
-    with pytest.raises(SystemExit):
-        cli.main(["evaluate", source])
+    assert cli.main(["evaluate", source]) == 2
+    assert capsys.readouterr().err == "halfbyte evaluate: text, choices: give one of them, or both\n"
     items.write_text("")
     assert cli.main(["evaluate", source, "--choices", str(items)]) == 2

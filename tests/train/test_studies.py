@@ -37,13 +37,49 @@ def test_the_three_commands(folder, tmp_path, capsys):
     page = (folder / "report.html").read_text()
     for part in ("Held-out loss", "layers.0.self_attn.q_proj", "held-out loss", "Where it ran", "dy.col", "torch"):
         assert part in page
+    assert "dp_shard 1" in page and "capacity" not in page  # what is not set is not shown
     assert "<script" not in page and "http" not in page
     assert sum(name in page for name in ("<svg", "<details", 'tabindex="0"')) == 3
+
+
+def test_recipes_with_options_are_called_as_they_were_asked_for(folder, tmp_path, capsys):
+    """Their keys are longer than a line."""
+    named = "nvfp4(rht=64,tiles=1x16)"
+    assert cli.main(["inspect", str(folder), "--recipes", f"{named},mxfp8", "--out", str(tmp_path / "out")]) == 0
+    rows = list(csv.DictReader((tmp_path / "out" / "inspect.csv").read_text().splitlines()))
+    assert {row["recipe"] for row in rows} == {named, "mxfp8"}
+    shown = capsys.readouterr().out
+    assert f"│ {named} │" in shown and max(map(len, shown.splitlines())) < 160
+
+
+def test_one_step_has_no_amax_of_an_earlier_one(folder, tmp_path, capsys):
+    (tmp_path / "page.txt").write_text("the model reads a block of sixteen values " * 20)
+    step = ["--text", str(tmp_path / "page.txt"), "--batch", "1", "--sequence", "32"]
+    assert cli.main(["sensitivity", str(folder), *step, "--recipe", "nvfp4(amax=delayed)"]) == 2
+    error = capsys.readouterr().err
+    assert "--recipe=nvfp4(amax=delayed): one step has no amaxes of earlier ones; give a recipe without" in error
+
+
+def test_a_page_shows_one_seed(folder, tmp_path, capsys):
+    one = tmp_path / "both" / "seed-1"
+    one.mkdir(parents=True)
+    folder.rename(one / "nvfp4@all")
+    assert cli.main(["report", str(one.parent)]) == 2
+    assert f"both: several seeds, and a page shows one; give one of {one}\n" in capsys.readouterr().err
+    assert cli.main(["report", str(one)]) == 0
+
+
+def test_inspect_of_what_measures_no_weight(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert cli.main(["inspect", str(folder), "--recipes", "bf16", "--out", str(out)]) == 2
+    assert "recipes=['bf16']: none quantizes a weight; name one that does, such as 'nvfp4'" in capsys.readouterr().err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
     "arguments, said",
     [
+        (["inspect", "file"], "file: there is no "),
         (["inspect", "absent"], "is not there"),
         (["inspect", "."], "holds no config.json"),
         (["sensitivity", ".", "--text", "x", "--budget", "2"], "budget=2.0"),
@@ -53,6 +89,7 @@ def test_the_three_commands(folder, tmp_path, capsys):
 )
 def test_mistakes_are_one_line(arguments, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("no checkpoint")
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1

@@ -60,6 +60,7 @@ def test_a_file_is_a_study(file):
         ('"nvfp4(rht=none)+late(0.5)"', '"best(1)"', "no best_of"),
         ('"--steps", "4"', '"--seed", "4"', "'--seed' is said for each run"),
         ("seeds = [0]", "seeds = []", "each with recipes and seeds"),
+        ("seeds = [0]", "seeds = [0, 1, 0]", "seeds='0,1,0': name each once"),
         ("[[pieces]]", "[[pieces", "not TOML"),
         ('title = "A study"', "title = 3", r"title=3; give a text, as in title ="),
         ('title = "A study"', 'title = ""', r"title=''; give a text"),
@@ -151,6 +152,12 @@ def loop_data(config):
     from halfbyte.train import data
 
     return data.load_data(config.data, config.run.cache)
+
+
+def test_a_seed_is_named_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["compare", "--preset", "tiny", "--recipes", "bf16", "--seeds", "3,03"]) == 2
+    assert "seeds='3,3': name each once" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.full

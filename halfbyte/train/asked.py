@@ -1,0 +1,54 @@
+"""Options of the command line as dataclasses. What cannot be used is one line, as all that the commands refuse.
+
+tyro draws a box of several lines, which wraps at 80 columns, and exits; every rank of a torchrun would draw its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+Options = TypeVar("Options")
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+BOX = "╭╮╰╯│─- "
+OWN_CHECK = re.compile(r"Error parsing (?!-)[\w.]+: ")
+"""Before what a dataclass said of its values; its field is of no use to who typed an option."""
+
+
+def read_options(read: Callable[[], Options], prog: str) -> Options:
+    """Return the options that the arguments of a command say.
+
+    Args:
+        read: calls `tyro.cli`.
+        prog: how the command is called.
+
+    Raises:
+        ValueError: an option or its value cannot be used.
+        SystemExit: help was asked for.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            found = read()
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ValueError(_one_line(said.getvalue(), prog)) from None
+    sys.stderr.write(said.getvalue())
+    return found
+
+
+def _one_line(box: str, prog: str) -> str:
+    """Return what a box of tyro's says: below its title, above the help of the argument and the footer."""
+    lines = [line.strip(BOX.replace("-", "")) for line in COLOURS.sub("", box).splitlines()]
+    lines = [line if line.strip(BOX) else "" for line in lines]
+    first = next(at for at, line in enumerate(lines) if line) + 1
+    while not lines[first]:
+        first += 1
+    text = " ".join(lines[first : lines.index("", first)])
+    own = OWN_CHECK.match(text)
+    return text[own.end() :] if own else f"{text.rstrip('.')}; {prog} --help says what can be given"
