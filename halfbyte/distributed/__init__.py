@@ -13,11 +13,14 @@ from halfbyte.distributed.zero import ZeroConfig, ZeroOptimizer
 
 if TYPE_CHECKING:
     from halfbyte.distributed.experts import ExpertExchange, ExpertParallel, shard_experts_
+    from halfbyte.distributed.feature_styles import GroupedColwise, GroupedRowwise
     from halfbyte.distributed.tp_styles import NVFP4Colwise, NVFP4Rowwise
 
 __all__ = [
     "ExpertExchange",
     "ExpertParallel",
+    "GroupedColwise",
+    "GroupedRowwise",
     "LogitShards",
     "NVFP4Colwise",
     "NVFP4Rowwise",
@@ -42,6 +45,10 @@ def __getattr__(name: str) -> Any:
         from halfbyte.distributed import tp_styles
 
         return getattr(tp_styles, name)
+    if name in ("GroupedColwise", "GroupedRowwise"):
+        from halfbyte.distributed import feature_styles
+
+        return getattr(feature_styles, name)
     if name in ("ExpertExchange", "ExpertParallel", "shard_experts_"):
         from halfbyte.distributed import experts
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from halfbyte.distributed.feature_styles import Features, local_part, refuse_main_grad
 from halfbyte.distributed.journey import CodesToExperts, Holders, Journey, Travel, journey
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.autocast import autocast_dtype
@@ -172,10 +173,14 @@ class ExpertExchange:
 
 @dataclass(frozen=True)
 class _Part:
-    """How a layer runs the experts that are here, and whether their gradients are those of the ranks' mean loss."""
+    """How a layer runs the experts that are here, and whether their gradients are those of the ranks' mean loss.
+
+    features: how other ranks share each of these experts; None where they are whole.
+    """
 
     exchange: ExpertExchange
     reduce: Reduce
+    features: Features | None = None
 
     def outputs(
         self, layer: GroupedRecipe, x: Tensor, experts: tuple[Tensor, Tensor | None], offsets: Tensor, call: int
@@ -188,8 +193,7 @@ class _Part:
 
     def _outputs(self, layer: GroupedRecipe, x: Tensor, experts: tuple[Any, Any], offsets: Tensor, call: int) -> Tensor:
         ranks, w_ENK = self.exchange.ranks, experts[0]
-        if getattr(w_ENK, "main_grad", None) is not None:
-            raise ValueError(f"{layer.title}: its weight has a main_grad, which experts of several ranks do not add to")
+        refuse_main_grad(layer, w_ENK)
         if offsets.dim() == 1 and offsets.shape[0] != ranks.here:
             raise ValueError(
                 f"{layer.title}: offsets has {offsets.shape[0]} groups and {ranks.here} experts are here; hand it "
@@ -199,11 +203,13 @@ class _Part:
         refuse_foreign((("x", x), ("its weight", w), ("its bias", bias)), layer)
         row = self.exchange.row_of(x, self._spec_of(layer), layer)
         place = self._place(layer, call, w.device)
+        if self.features is not None:
+            return self.features.run(layer, x, (w, bias), offsets, (place, row))
         return grouped_linear(x, w, offsets, layer.recipe, bias_EN=bias, rng=place, x_row=row)
 
     def _own(self, t: Any) -> Any:
         """Return what is here of a weight or a bias, whose gradient is that of the ranks' loss."""
-        t = t.to_local(grad_placements=(Shard(0),)) if isinstance(t, DTensor) else t
+        t = local_part(t)
         is_share = self.reduce == "mean" and t.requires_grad and torch.is_grad_enabled()
         return _ShareOfGradient.apply(t, self.exchange.ranks.world) if is_share else t
 
@@ -256,7 +262,8 @@ def shard_experts_(
 
     Args:
         module: converted or about to be; of one or more GroupedLinear with equally many experts.
-        mesh: of one dimension, of ranks that are neighbours, such as mesh["ep"].
+        mesh: of one dimension, of ranks that are neighbours, such as mesh["ep"]. Of two, mesh["ep", "tp"], where
+            GroupedColwise and GroupedRowwise have shared every expert by features over mesh["tp"].
         readers: names of the layers that read the tokens which arrive, such as "gate_up_proj"; needed for "nvfp4".
         dispatch: "plain": tokens travel in their values. "nvfp4": as the codes that fprop reads, 0.29 of the bytes of
             bf16; every token has its own amax, and wgrad reads what the codes stand for.
@@ -275,6 +282,7 @@ def shard_experts_(
     layers = _layers(module)
     experts = next(iter(layers.values())).experts
     ranks = _ranks(mesh, experts)
+    features = _features(mesh, layers)
     _check_options(dispatch, capacity, readers, layers)
     if reduce not in get_args(Reduce):
         raise ValueError(f"reduce={reduce!r}: give 'sum' or 'mean'")
@@ -282,14 +290,42 @@ def shard_experts_(
         _check_layer(name, layer, experts)
     reading = [layers[name] for name in readers]
     if dispatch == "nvfp4":
-        _check_recipes(dict(zip(readers, reading, strict=True)))
+        _check_recipes(dict(zip(readers, reading, strict=True)), features)
     exchange = ExpertExchange(ranks, reading, dispatch, capacity)
-    for layer in layers.values():
+    for name, layer in layers.items():
         for own, param in list(layer.named_parameters(recurse=False)):
-            data = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
+            data = _shared(param.detach(), mesh, src_data_rank)
             setattr(layer, own, nn.Parameter(data, requires_grad=param.requires_grad))
-        layer.entry = _Part(exchange, reduce)
+        layer.entry = _Part(exchange, reduce, features[name])
     return exchange
+
+
+def _shared(data: Any, mesh: DeviceMesh, source: int | None) -> Tensor:
+    """Return a weight or a bias whose experts ranks share, and its features where it is a DTensor already."""
+    if not isinstance(data, DTensor):
+        return distribute_tensor(data, mesh, [Shard(0)], src_data_rank=source)
+    assert mesh.mesh_dim_names is not None, "it was checked"
+    here = distribute_tensor(data.to_local(), mesh[mesh.mesh_dim_names[0]], [Shard(0)], src_data_rank=source).to_local()
+    sizes = {"shape": data.shape, "stride": data.stride()}
+    return DTensor.from_local(here, mesh, (Shard(0), *data.placements), run_check=False, **sizes)
+
+
+def _features(mesh: DeviceMesh, layers: dict[str, GroupedLinear]) -> dict[str, Features | None]:
+    """Return how ranks share each expert of every layer; raise ValueError where that is not over the mesh."""
+    found = {name: layer.entry if isinstance(layer.entry, Features) else None for name, layer in layers.items()}
+    within = mesh.mesh[mesh.get_local_rank(0)] if mesh.ndim == 2 else None
+    for name, one in found.items():
+        if one is None and within is not None:
+            raise ValueError(
+                f"{name or 'module'}: the mesh has two dimensions, and its experts are whole; give mesh['ep'], or "
+                "apply GroupedColwise or GroupedRowwise over mesh['tp'] first"
+            )
+        if one is not None and (within is None or not torch.equal(one.mesh.mesh, within)):
+            raise ValueError(
+                f"{name or 'module'}: ranks {one.mesh.mesh.tolist()} share every expert by features; give a mesh of "
+                "two dimensions whose last is theirs, mesh['ep', 'tp']"
+            )
+    return found
 
 
 def _layers(module: nn.Module) -> dict[str, GroupedLinear]:
@@ -308,16 +344,19 @@ def _layers(module: nn.Module) -> dict[str, GroupedLinear]:
 
 
 def _ranks(mesh: DeviceMesh, experts: int) -> Holders:
-    if mesh.ndim != 1:
-        raise ValueError(f"mesh={mesh}: give a mesh of one dimension, such as mesh['ep']")
-    members = mesh.mesh.flatten().tolist()
-    world, first = len(members), members[0]
-    if members != list(range(first, first + world)) or first % world:
+    if mesh.ndim not in (1, 2) or (mesh.ndim == 2 and not mesh.mesh_dim_names):
+        raise ValueError(
+            f"mesh={mesh}: give a mesh of one dimension, such as mesh['ep'], or mesh['ep', 'tp'] where experts lie "
+            "in parts"
+        )
+    members, world = mesh.mesh.flatten().tolist(), mesh.size(0)
+    first, count = members[0], len(members)
+    if members != list(range(first, first + count)) or first % count:
         raise ValueError(
             f"mesh={mesh}: ranks that share experts are neighbours and draw as the first of them; let 'ep' be the last "
-            "dimension of the mesh that it is taken from"
+            "dimension of the mesh that it is taken from, before 'tp' if there is one"
         )
-    ranks = Holders(experts=experts, world=world, rank=mesh.get_local_rank(), group=mesh.get_group().group_name)
+    ranks = Holders(experts=experts, world=world, rank=mesh.get_local_rank(0), group=mesh.get_group(0).group_name)
     if min(ranks.counts) < 1:
         raise ValueError(f"mesh: {world} ranks cannot share {experts} experts, some would have none; use fewer")
     return ranks
@@ -343,14 +382,14 @@ def _check_layer(name: str, layer: Any, experts: int) -> None:
     weight, bias, what = layer.weight, layer.bias, name or "module"
     if layer.experts != experts:
         raise ValueError(f"{what} has {layer.experts} experts, another layer {experts}: share them in two calls")
-    if is_foreign(weight) or layer.entry is not None:
+    if (is_foreign(weight) or layer.entry is not None) and not isinstance(layer.entry, Features):
         raise ValueError(
-            f"{what}: its weight is shared already, as tensor parallel, fully_shard or another library leave it; share "
-            "experts of whole plain weights, then apply fully_shard"
+            f"{what}: its weight is shared already, as fully_shard or another library leave it; share experts of whole "
+            "plain weights, or of what GroupedColwise and GroupedRowwise made of them, then apply fully_shard"
         )
-    if isinstance(weight, QuantTensor) or type(weight) is not nn.Parameter:
+    if isinstance(weight, QuantTensor) or (type(weight) is not nn.Parameter and not is_foreign(weight)):
         raise ValueError(f"{what}: its weight is a {type(weight).__name__}; ranks share experts of plain weights")
-    if bias is not None and type(bias) is not nn.Parameter:
+    if bias is not None and type(bias) is not nn.Parameter and not isinstance(layer.entry, Features):
         raise ValueError(f"{what}: its bias is a {type(bias).__name__}; ranks share plain biases")
     if layer.weight_cache is not None:
         raise ValueError(f"{what} has a cached weight: call release() on the cache first")
@@ -358,8 +397,14 @@ def _check_layer(name: str, layer: Any, experts: int) -> None:
         raise ValueError(f"{what}: its weight has a main_grad, which experts of several ranks do not add to")
 
 
-def _check_recipes(readers: dict[str, GroupedLinear]) -> None:
+def _check_recipes(readers: dict[str, GroupedLinear], features: dict[str, Features | None]) -> None:
     for name, layer in readers.items():
+        own = features[name]
+        if own is not None and own.dim == "K":
+            raise ValueError(
+                f"{name}: it reads tokens as codes, and its in_features lie in parts; use GroupedColwise for it, or "
+                "dispatch='plain'"
+            )
         problem = dispatch_problem(layer.recipe) if layer.recipe.specs else None
         if problem is not None:
             raise ValueError(f"{name}: {problem}, so that tokens cannot travel as codes; use dispatch='plain'")

@@ -31,9 +31,11 @@ from halfbyte.functional.earlier import refuse_delayed
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
 from halfbyte.functional.group_bias import check_bias, with_bias
+from halfbyte.functional.grouped_split import both_of_part, part_of
 from halfbyte.functional.operands import Place, Saved, both, flatten_operands, unflatten_operands, with_late
 from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, snapshot
 from halfbyte.functional.primary import primary_experts, runs_eagerly, turned_experts
+from halfbyte.functional.split import LayerSplit, Part
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
 from halfbyte.layout import Blocks
 from halfbyte.recipes import resolve
@@ -137,6 +139,7 @@ def grouped_linear(
     main_grad: Tensor | None = None,
     cached_weight: CachedWeight | None = None,
     x_row: QuantTensor | None = None,
+    split: LayerSplit | None = None,
 ) -> Tensor:
     """Return x_g @ w_g.T + bias_g of every group of tokens with the three GEMMs of `recipe`.
 
@@ -153,6 +156,7 @@ def grouped_linear(
         cached_weight: w_ENK quantized before, as `hb.cache_weights` keeps it; it is then only differentiated.
         x_row: x quantized along its rows before, each with its own amax, as tokens arrive that travelled as codes;
             fprop reads it, and x is what it stands for.
+        split: how ranks share every expert, as styles of hb.distributed have it; tensors are then what is here of them.
 
     Returns:
         out_dtype [M, N]; rows of padding are zero, and so are their gradients.
@@ -164,7 +168,8 @@ def grouped_linear(
     if runs_eagerly([w_ENK]):
         from halfbyte.functional.eager import eagerly
 
-        more = {"bias_EN": bias_EN, "rng": rng, "out_dtype": out_dtype, "main_grad": main_grad, "x_row": x_row}
+        more: dict[str, Any] = {"bias_EN": bias_EN, "rng": rng, "out_dtype": out_dtype, "main_grad": main_grad}
+        more |= {"x_row": x_row, "split": split}
         return eagerly(grouped_linear, (x, w_ENK, offsets, recipe), more)
     recipe = recipe_of_experts(recipe)
     if isinstance(w_ENK, PrimaryWeight):
@@ -177,13 +182,10 @@ def grouped_linear(
     if dtype is not None:
         x, w_ENK = x.to(dtype), w_ENK if is_covered else w_ENK.to(dtype)
         bias_EN = None if bias_EN is None else bias_EN.to(dtype)
-    _check(x, w_ENK, offsets, main_grad)
-    check_bias(bias_EN, w_ENK)
+    _check(x, (w_ENK, bias_EN), offsets, main_grad, is_covered)
     check_value_dtype("out_dtype", out_dtype or torch.float32, "name one of these and convert the result")
-    if w_ENK.dtype != x.dtype and not is_covered:
-        raise TypeError(f"w_ENK.dtype={w_ENK.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
     _check_cached(cached_weight, recipe, x, is_primary)
-    operands = check_row(x_row, x, recipe), cached_weight
+    operands = check_row(x_row, x, recipe), cached_weight, split
     return _outputs(recipe, out_dtype or x.dtype, rng, (x, w_ENK, bias_EN, offsets, main_grad), operands)
 
 
@@ -192,15 +194,15 @@ def _outputs(
     out_dtype: torch.dtype,
     rng: AnyPhilox | None,
     tensors: tuple,
-    operands: tuple[ops.Operand | None, CachedWeight | None],
+    operands: tuple[ops.Operand | None, CachedWeight | None, LayerSplit | None],
 ) -> Tensor:
-    """Return what `grouped_linear` does, of checked tensors and of operands of x and w that came along."""
-    row, cached = operands
+    """Return what `grouped_linear` does, of checked tensors, of operands of x and w that came along, and of parts."""
+    row, cached, split = operands
     draw, signs = _places(recipe, rng, tensors[0].device)
     (layout,), buffers = flatten([cached])
     late = cached if layout.is_late else None
     buffers = [*(row.blocks if row else ()), *buffers]
-    call = _Call(recipe, out_dtype, torch.is_grad_enabled(), layout, row and row[1:])
+    call = _Call(recipe, out_dtype, torch.is_grad_enabled(), layout, row and row[1:], split)
     stream, bases = (0, (None, None)) if draw is None else (draw.stream, _bases(draw, signs))
     return _GroupedLinear.apply((call, stream, late), *tensors, *bases, *buffers)
 
@@ -249,6 +251,7 @@ class _Call(NamedTuple):
     """What is static about one call: everything that is no tensor, but the stream.
 
     row: of an operand of x that came along, what follows its blocks; None where x is quantized here.
+    split: how ranks share every expert; None where they share none.
     """
 
     recipe: Recipe
@@ -256,6 +259,21 @@ class _Call(NamedTuple):
     save: bool
     cached: Layout
     row: tuple | None = None
+    split: LayerSplit | None = None
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this rank adds the biases: of partial sums the first rank alone."""
+        return self.split is None or self.split.dim != "K" or self.split.rank == 0
+
+    def run(self, function: Any, static: tuple, tensors: Sequence[Any], stream: int) -> tuple[tuple, Any]:
+        """Return what a pass returns; one that asks other ranks is no record of launches."""
+        run = ops.run if self.split is None else _at_once
+        return run(function, static, tensors, (stream,))
+
+
+def _at_once(function: Any, static: tuple, tensors: Sequence[Any], streams: tuple[int]) -> tuple[tuple, Any]:
+    return function(static, tensors, streams)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -267,15 +285,16 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, how: tuple, x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         # torch.compile without gradients drops ctx where there are as many arguments as parameters; here, never.
         offsets, main_grad, base, sign_base, *_ = rest
-        (call, ctx.stream, ctx.late), ctx.recipe = how, how[0].recipe
-        product = call if bias is None else call._replace(out_dtype=torch.float32)  # rounded with its bias, once
+        call, ctx.stream, ctx.late = how
+        adds = bias is not None and call.adds_bias
+        product = call if not adds else call._replace(out_dtype=torch.float32)  # rounded with its bias, once
         needs = tuple([call.save and need for need in ctx.needs_input_grad[1:3]])
         values = None if isinstance(w, PrimaryWeight) else w  # of whose class nothing is recorded
-        (y, *kept), ctx.layout = ops.run(_forward_pass, (product, needs), (x, values, *rest), (ctx.stream,))
-        ctx.dtypes, ctx.main_grad = (x.dtype, w.dtype), main_grad
+        (y, *kept), ctx.layout = call.run(_forward_pass, (product, needs), (x, values, *rest), ctx.stream)
+        ctx.call, ctx.dtypes, ctx.main_grad = call, (x.dtype, w.dtype), main_grad
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*kept, offsets, base, sign_base)
-        return y if bias is None else with_bias(y, bias, offsets).to(call.out_dtype)
+        return with_bias(y, bias, offsets).to(call.out_dtype) if adds else y
 
     @staticmethod
     @first_order(EXPERTS)
@@ -284,9 +303,9 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.late is not None:
             entries, saved = with_late((ctx.late,), layout[0], saved, ctx.needs_input_grad[1])
             layout = entries, layout[1]
-        static = ctx.recipe, layout, ctx.needs_input_grad[1:3], ctx.dtypes
+        static = ctx.call, layout, ctx.needs_input_grad[1:3], ctx.dtypes
         given = *saved, dy, ctx.main_grad
-        (dx, dw), _ = ops.run(_backward_pass, static, given, (ctx.stream,))
+        (dx, dw), _ = ctx.call.run(_backward_pass, static, given, ctx.stream)
         db = ops.grouped_token_sum(dy, saved[-3]).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
         return None, dx, dw, db, *[None] * (len(ctx.needs_input_grad) - 4)
 
@@ -302,15 +321,18 @@ def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
     keeps_col = recipe.backward == "original"
     given, buffers = _given_row(call.row, buffers)
     specs = None if given else fprop.a, wgrad.b if need_dw and keeps_col else None
-    x_row, x_col = _both(x, offsets, specs, Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), transient))
+    place = Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), transient)
+    x_row, x_col = _both(x, offsets, specs, place, part_of(call.split, "MK"))
     x_row = given or x_row
     specs = fprop.b, dgrad.b if need_dx and keeps_col else None
     cached = unflatten([call.cached], buffers)[0]
-    shares_tiles = cached[1] is None and _shares_tiles(specs, x.device if w is not None else None)
+    shares_tiles = (
+        call.split is None and cached[1] is None and _shares_tiles(specs, x.device if w is not None else None)
+    )
     transient = (transient[0] and not shares_tiles, False)
     place = Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), transient)
     specs = (specs[0], None) if shares_tiles else specs
-    w_row, w_col = cached if w is None else _weight(w, specs, cached, place)
+    w_row, w_col = cached if w is None else _weight(w, specs, cached, (place, part_of(call.split, "NK")))
     product = ops.grouped_gemm_nt_batch_invariant if fprop.batch_invariant else ops.grouped_gemm_nt
     y = product(x_row, w_row, offsets, out_dtype=call.out_dtype)
     kept = (
@@ -328,21 +350,23 @@ def _given_row(static: tuple | None, buffers: Sequence[Tensor]) -> tuple[ops.Ope
 
 def _backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, None]:
     """Return the gradients of x and w."""
-    recipe, (layout, shares_tiles), (need_dx, need_dw), (x_dtype, w_dtype) = static
+    (recipe, *_, split), (layout, shares_tiles), (need_dx, need_dw), (x_dtype, w_dtype) = static
     (x_col, w_col), (offsets, base, sign_base, dy, main_grad) = unflatten_operands(layout, tensors)
     assert offsets is not None, "offsets are always saved"
     dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.dgrad, recipe.wgrad))
     draws = _draws(base, sign_base, streams[0])
     specs = dgrad.a if need_dx else None, wgrad.a if need_dw else None
-    row, col = _both(dy, offsets, specs, Place(*draws, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True)))
+    place = Place(*draws, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
+    row, col = _both(dy, offsets, specs, place, part_of(split, "MN"))
     dx = dw = None
     if need_dx:
         place = Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
-        right = _turned(w_col) if shares_tiles else _right(w_col, None, (recipe, dgrad.b, x_dtype), place)
+        how = recipe, dgrad.b, x_dtype, part_of(split, "NK", moved=True)
+        right = _turned(w_col) if shares_tiles else _right(w_col, None, how, place)
         dx = ops.grouped_gemm_nt(row, right, offsets, out_dtype=x_dtype)
     if need_dw:
         place = Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
-        right = _right(x_col, offsets, (recipe, wgrad.b, x_dtype), place)
+        right = _right(x_col, offsets, (recipe, wgrad.b, x_dtype, part_of(split, "MK", moved=True)), place)
         if main_grad is None:
             dw = ops.grouped_gemm_nt(col, right, offsets, out_dtype=x_dtype).to(w_dtype)
         else:
@@ -358,9 +382,19 @@ def _draws(base: Tensor | None, sign_base: Tensor | None, stream: int) -> tuple[
 
 
 def _both(
-    t: Tensor, offsets: Tensor | None, specs: tuple[Spec | None, Spec | None], place: Place
+    t: Tensor,
+    offsets: Tensor | None,
+    specs: tuple[Spec | None, Spec | None],
+    place: Place,
+    part: Part | None = None,
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
-    """Return t and, group by group, t.T as GEMM operands, quantized where their spec is not None."""
+    """Return t and, group by group, t.T as GEMM operands, quantized where their spec is not None.
+
+    Args:
+        part: which of the tensor this is; None for all of it.
+    """
+    if part is not None:
+        return both_of_part(part, t, offsets, specs, place)
 
     def quantize(t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
         return ops.grouped_quantize_row_col(t, offsets, row, col)
@@ -368,10 +402,10 @@ def _both(
     return both(t, *specs, place, ops.Amaxes(), quantize)
 
 
-def _weight(w: Tensor, specs: tuple[Spec | None, Spec | None], cached: tuple, place: Place) -> tuple:
+def _weight(w: Tensor, specs: tuple[Spec | None, Spec | None], cached: tuple, how: tuple[Place, Part | None]) -> tuple:
     """Return w and w.mT as GEMM operands: those that were quantized before, and the others quantized now."""
     missing = [spec if operand is None else None for spec, operand in zip(specs, cached, strict=True)]
-    now = _both(w, None, (missing[0], missing[1]), place)
+    now = _both(w, None, (missing[0], missing[1]), *how)
     return tuple(operand if kept is None else kept for kept, operand in zip(cached, now, strict=True))
 
 
@@ -393,19 +427,23 @@ def _turned(operand: ops.Operand) -> ops.Operand:
 
 
 def _right(
-    operand: Any, offsets: Tensor | None, how: tuple[Recipe, Spec | None, torch.dtype], place: Place
+    operand: Any,
+    offsets: Tensor | None,
+    how: tuple[Recipe, Spec | None, torch.dtype, Part | None],
+    place: Place,
 ) -> ops.Operand | Tensor:
     """Return the right operand of a backward GEMM, as `operands.right_operand`.
 
     Args:
-        how: the recipe, how a dequantized backward quantizes the values again, and the dtype of the values.
+        how: the recipe, how a dequantized backward quantizes the values again, the dtype of the values, and which part
+            of a tensor they are.
     """
-    recipe, spec, dtype = how
+    recipe, spec, dtype, part = how
     if recipe.backward == "original":
         return operand
     if isinstance(operand, ops.Operand):
         operand = ops.grouped_dequantize(operand, offsets, dtype)
-    return _both(operand, offsets, (None, spec), place)[1]
+    return _both(operand, offsets, (None, spec), place, part)[1]
 
 
 def _check_cached(cached: CachedWeight | None, recipe: Recipe, x: Tensor, is_primary: bool) -> None:
@@ -414,7 +452,8 @@ def _check_cached(cached: CachedWeight | None, recipe: Recipe, x: Tensor, is_pri
     check_cached(cached, recipe, x.dtype, x.device, primary=is_primary)
 
 
-def _check(x: Tensor, w: Tensor, offsets: Tensor, main_grad: Tensor | None) -> None:
+def _check(x: Tensor, experts: tuple, offsets: Tensor, main_grad: Tensor | None, is_covered: bool) -> None:
+    w, bias = experts
     for name, tensor in (("x", x), ("w_ENK", w)):
         if isinstance(tensor, QuantTensor) and not isinstance(tensor, PrimaryWeight):
             raise TypeError(
@@ -433,3 +472,6 @@ def _check(x: Tensor, w: Tensor, offsets: Tensor, main_grad: Tensor | None) -> N
         raise ValueError(f"w_ENK.device={w.device}, x.device={x.device}: move one of them")
     if main_grad is not None and (main_grad.dtype != torch.float32 or main_grad.shape != w.shape):
         raise ValueError(f"main_grad is {main_grad.dtype} {tuple(main_grad.shape)}: give float32 {tuple(w.shape)}")
+    check_bias(bias, w)
+    if w.dtype != x.dtype and not is_covered:
+        raise TypeError(f"w_ENK.dtype={w.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")

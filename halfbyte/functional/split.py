@@ -118,14 +118,15 @@ def _both_of_part(
     """Return t and t.mT as GEMM operands with the bytes that they have as parts of the whole operands."""
     if part.is_local(0, row_spec) and part.is_local(1, col_spec):
         return both(t, row_spec, col_spec, place, amaxes, partial(quantize_share, part))
-    _report(part, row_spec, col_spec)
+    report(part, row_spec, col_spec)
     whole = gathered(t, part.axis, part.held, part.split.group)
     made = both(whole, row_spec, col_spec, place, amaxes)
-    row, col = (_cut(operand, part, side) for side, operand in enumerate(made))
+    row, col = (cut(operand, part, side) for side, operand in enumerate(made))
     return row, col
 
 
-def _report(part: Part, row_spec: Spec | None, col_spec: Spec | None) -> None:
+def report(part: Part, row_spec: Spec | None, col_spec: Spec | None) -> None:
+    """Warn, once for such a part, that it cuts blocks."""
     if torch.compiler.is_compiling():
         return
     block = max([NVFP4_BLOCK, *[spec.alignment for spec in (row_spec, col_spec) if spec is not None]])
@@ -192,26 +193,26 @@ def _shard_draw(part: Part, draw: Draw, side: int, spec: Spec, summed: int) -> D
     return draw._replace(first_block=start * ceil_div(round_up(summed, spec.alignment), NVFP4_BLOCK))
 
 
-def _cut(operand: ops.Operand | Tensor, part: Part, side: int) -> ops.Operand | Tensor:
-    """Return this rank's part of a whole operand, as its GEMM reads it."""
+def cut(operand: ops.Operand | Tensor, part: Part, side: int) -> ops.Operand | Tensor:
+    """Return this rank's part of a whole operand of a matrix, or of one matrix per expert, as its GEMM reads it."""
     start, stop = part.wanted(side)[part.split.rank : part.split.rank + 2]
-    axis = 1 if part.is_summed(side) else 0
     if not isinstance(operand, ops.Operand):
-        return operand.narrow(axis, start, stop - start)
+        return operand.narrow(-1 if part.is_summed(side) else -2, start, stop - start)
     blocks, spec, cols, scale_layout = operand
-    if axis == 0:
-        amax = blocks.amax[start:stop] if blocks.amax.dim() and blocks.amax.numel() else blocks.amax
-        scale = blocks.block_scale[start:stop] if blocks.block_scale.numel() else blocks.block_scale
-        return ops.Operand(Blocks(blocks.qdata[start:stop], scale, amax), spec, cols, scale_layout)
+    if not part.is_summed(side):
+        has_rows = spec.format.has_amax and spec.has_row_amax and blocks.amax.numel() > 0
+        amax = blocks.amax[..., start:stop] if has_rows else blocks.amax
+        scale = blocks.block_scale[..., start:stop, :] if blocks.block_scale.numel() else blocks.block_scale
+        return ops.Operand(Blocks(blocks.qdata[..., start:stop, :], scale, amax), spec, cols, scale_layout)
     padded = round_up(cols, spec.alignment)
     start, stop = (start, stop) if start < stop else (0, 0)
 
     def columns(stored: Tensor) -> Tensor:
         if not stored.numel():
             return stored
-        each = padded // stored.shape[1] if stored.shape[1] <= padded else 1
-        end = stored.shape[1] if start < stop == cols else stop // each  # the last part has the padding
-        return stored[:, start // each : end].contiguous()
+        each = padded // stored.shape[-1] if stored.shape[-1] <= padded else 1
+        end = stored.shape[-1] if start < stop == cols else stop // each  # the last part has the padding
+        return stored[..., start // each : end].contiguous()
 
     bytes_ = Blocks(columns(blocks.qdata), columns(blocks.block_scale), blocks.amax)
     return ops.Operand(bytes_, spec, stop - start, scale_layout)

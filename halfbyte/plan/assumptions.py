@@ -16,18 +16,12 @@ UNMEASURED = {
     "head": "a head that ranks share (docs/fsdp2.md)",
     "ep": "expert parallelism (docs/expert_parallel.md)",
 }
-MISSING = {
-    "experts": "a 4-bit gather of experts that ranks share",
-    "ep": "expert parallelism with tensor parallelism",
-}
+MISSING = {"experts": "a 4-bit gather of experts that ranks share"}
 
 
 def missing(job: Job) -> tuple[str, ...]:
     """Return what the run needs that halfbyte does not have yet."""
-    needs = {
-        "experts": job.sharding == "fsdp" and job.gather == "nvfp4" and job.mesh.ep > 1,
-        "ep": job.mesh.ep > 1 and job.mesh.tp > 1,
-    }
+    needs = {"experts": job.sharding == "fsdp" and job.gather == "nvfp4" and job.mesh.ep > 1}
     return tuple(MISSING[name] for name, is_needed in needs.items() if is_needed)
 
 

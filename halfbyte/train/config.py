@@ -261,7 +261,6 @@ class TrainConfig:
         if tp == 1:
             return
         problems = [
-            (shape.moe is not None, f"model={self.model!r}", "its experts are not shared so; use a dense model"),
             (
                 shape.kv_heads % tp != 0,
                 f"model={self.model!r}",

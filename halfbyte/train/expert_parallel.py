@@ -1,7 +1,8 @@
 """A mixture of experts over ranks that see other tokens: experts by rank, all else as FSDP2 shares it.
 
 The ranks of `dp_shard` fall into groups of `ep` neighbours. Those of a group hold other experts; what an expert has is
-shared once more by FSDP2 over the groups, and copied over `dp_replicate`.
+shared once more by FSDP2 over the groups, and copied over `dp_replicate`. With `tp` ranks have shared every expert by
+features before.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from halfbyte.train.mesh_config import MeshConfig
 from halfbyte.train.moe import MoE
 from halfbyte.train.ranks import World
 
-GROUPS, RANKS = "dp_shard_mod_ep", "ep"
-"""Dimensions of the mesh that make up dp_shard, as torchtitan calls them."""
+GROUPS, RANKS, TENSOR = "dp_shard_mod_ep", "ep", "tp"
+"""Dimensions of the mesh, as torchtitan calls them: the first two make up dp_shard."""
 
 
 def share_experts_(blocks: Iterable[nn.Module], config: MeshConfig, device: torch.device) -> None:
@@ -36,7 +37,7 @@ def share_experts_(blocks: Iterable[nn.Module], config: MeshConfig, device: torc
     Raises:
         ValueError: the recipe's tokens cannot travel as codes.
     """
-    mesh = _mesh(config, device)
+    mesh, ranks = _mesh(config, device), (RANKS, TENSOR) if config.tp > 1 else RANKS
     groups = mesh["dp_replicate", GROUPS] if config.dp_replicate != 1 else mesh[GROUPS]
     for block in blocks:
         for module in block.modules():
@@ -44,16 +45,20 @@ def share_experts_(blocks: Iterable[nn.Module], config: MeshConfig, device: torc
                 continue
             options: dict[str, Any] = {"dispatch": config.dispatch, "reduce": "mean", "src_data_rank": None}
             options["capacity"] = config.capacity
-            module.exchange = shard_experts_(module, mesh[RANKS], "gate_up_proj", **options)
+            module.exchange = shard_experts_(module, mesh[ranks], "gate_up_proj", **options)
             for layer in (module.gate_up_proj, module.down_proj):
                 fully_shard(layer, mesh=groups, shard_placement_fn=lambda weight: _shard(weight, config))
 
 
-def log_dropped(model: nn.Module, log: Log | Silent, step: int, ranks: World) -> None:
-    """Log how many copies of tokens a capacity has left out since the last time, on all ranks; nothing without one."""
+def log_dropped(model: nn.Module, log: Log | Silent, step: int, ranks: World, tp: int) -> None:
+    """Log how many copies of tokens a capacity has left out since the last time, on all ranks; nothing without one.
+
+    Args:
+        tp: how many neighbours have the same tokens.
+    """
     found = [module.dropped for module in model.modules() if isinstance(module, MoE) and module.dropped is not None]
     if found:
-        dropped = ranks.mean(torch.stack(found).sum().double()) * ranks.size
+        dropped = ranks.mean(torch.stack(found).sum().double()) * (ranks.size / tp)
         log.write("dropped", step, {"copies": round(dropped.item())})
         for count in found:
             count.zero_()
@@ -61,16 +66,19 @@ def log_dropped(model: nn.Module, log: Log | Silent, step: int, ranks: World) ->
 
 def _mesh(config: MeshConfig, device: torch.device) -> DeviceMesh:
     assert config.dp_replicate is not None, "the config is settled"
-    sizes = config.dp_replicate, config.dp_shard // config.ep, config.ep
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", GROUPS, RANKS))
-    mesh[GROUPS, RANKS]._flatten()  # norms of gradients are summed over both at once
+    sizes = config.dp_replicate, config.dp_shard // config.ep, config.ep, config.tp
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", GROUPS, RANKS, TENSOR))
+    summed = (GROUPS, RANKS) if config.tp == 1 else (GROUPS, RANKS, TENSOR)
+    mesh[summed]._flatten()  # norms of gradients are summed over all of them at once
     return mesh
 
 
 def _shard(weight: Tensor, config: MeshConfig) -> Shard:
-    """Return along which dimension FSDP2 shares experts: not along theirs, of which a rank may hold a single one."""
-    groups = config.dp_shard // config.ep
-    dims = [dim for dim in (1, 2) if weight.shape[dim] % groups == 0]
+    """Return along which dimension FSDP2 shares experts: not along theirs, of which a rank may hold a single one, nor
+    along that which lies in parts already.
+    """
+    groups, placements = config.dp_shard // config.ep, weight.placements if isinstance(weight, DTensor) else ()
+    dims = [dim for dim in (1, 2) if weight.shape[dim] % groups == 0 and Shard(dim) not in placements]
     return Shard(dims[0] if dims else 0)
 
 

@@ -17,7 +17,7 @@ class MeshConfig:
     dp_replicate: int | None = None
     """Groups of such ranks, each with a whole model (HSDP where both are above 1). None: as many as there are."""
     tp: int = 1
-    """Ranks that share every layer of a block, and see the same tokens (tensor parallel); of dense models."""
+    """Ranks that share every layer of a block, every expert too, and see the same tokens (tensor parallel)."""
     ep: int = 1
     """Ranks of dp_shard that share the experts of a mixture, to which tokens travel (expert parallel). Alone, dp_shard
     is as large."""
@@ -79,8 +79,6 @@ class MeshConfig:
             raise ValueError(
                 f"ep={self.ep}: it does not divide dp_shard={self.dp_shard}, whose ranks share the experts"
             )
-        if self.tp > 1:
-            raise ValueError(f"ep={self.ep} with tp={self.tp}: no layer is shared in both ways; leave one of them out")
         if self.weights != "plain":
             raise ValueError(
                 f"weights={self.weights!r} with ep={self.ep}: parts of experts travel in their values; leave one of "

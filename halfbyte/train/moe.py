@@ -8,12 +8,13 @@ experts of a token, E experts, C model width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halfbyte.functional.foreign import is_sharded
 from halfbyte.nn import GroupedLinear
 
 if TYPE_CHECKING:
@@ -72,8 +73,10 @@ class Router(nn.Module):
 
     def forward(self, x_SC: Tensor) -> Routes:
         experts, k = self.config.experts, self.config.per_token
+        weight: Any = self.weight
+        weight = weight.to_local() if is_sharded(weight) else weight  # ranks that share experts all have all of it
         with torch.autocast(x_SC.device.type, enabled=False):
-            probability_SE = F.linear(x_SC.float(), self.weight.float()).softmax(-1)
+            probability_SE = F.linear(x_SC.float(), weight.float()).softmax(-1)
         weights_Sk, chosen_Sk = probability_SE.topk(k, dim=-1)
         chosen = chosen_Sk.flatten()
         used_E = (chosen[:, None] == torch.arange(experts, device=chosen.device)).sum(0)

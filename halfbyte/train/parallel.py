@@ -174,7 +174,7 @@ class Parallel:
         if self.config.capacity is not None:
             from halfbyte.train.expert_parallel import log_dropped
 
-            log_dropped(model, log, step, ranks)
+            log_dropped(model, log, step, ranks, self.config.tp)
 
     @property
     def travels(self) -> str:

@@ -1,7 +1,7 @@
-"""A dense decoder whose blocks ranks share: attention by heads, the MLP by features, with torch's own styles.
+"""A decoder whose blocks ranks share: attention by heads, the MLP or every expert by features.
 
-All else (embedding, norms, head) every rank computes from weights that all have, so that activations between layers are
-equal on all ranks, bit for bit. Parameters are DTensors of one mesh, as optimizers and FSDP2 want them.
+All else (embedding, norms, router, head) every rank computes from weights that all have, so that activations between
+layers are equal on all ranks, bit for bit. Parameters are DTensors of one mesh, as optimizers and FSDP2 want them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
-HALVES = (
-    ("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj", 3),
-    ("mlp", ("gate_proj", "up_proj"), "down_proj", 1),
-)
+from halfbyte.distributed import GroupedColwise, GroupedRowwise
+from halfbyte.train.moe import MoE
+
+ATTENTION = ("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj", 3)
+MLP = ("mlp", ("gate_proj", "up_proj"), "down_proj", 1)
 """Of a block: a module, what reads its input, what writes its output, how many arguments its forward has."""
 
 
@@ -24,12 +25,15 @@ def share_(model: Any, mesh: DeviceMesh) -> None:
     """Let the ranks of a mesh share a decoder, in place.
 
     Args:
-        model: of `halfbyte.train.model`, dense, converted, with equal weights on all ranks.
+        model: of `halfbyte.train.model`, converted, with equal weights on all ranks.
         mesh: of one dimension; it divides the key/value heads.
     """
     is_tied = model.lm_head.weight is model.embed_tokens.weight
     for block in model.layers:
-        parallelize_module(block, mesh, _plan(), src_data_rank=None)  # all have made all weights: none sends them
+        # All have made all weights: none sends them.
+        parallelize_module(block, mesh, _plan(isinstance(block.mlp, MoE)), src_data_rank=None)
+        if isinstance(block.mlp, MoE):
+            _copy(block.mlp.gate, mesh)
         for norm in (block.input_layernorm, block.post_attention_layernorm):
             _repeat(norm, mesh)
     for module in (model.embed_tokens, model.norm, model.lm_head):
@@ -38,9 +42,11 @@ def share_(model: Any, mesh: DeviceMesh) -> None:
         model.lm_head.weight = model.embed_tokens.weight
 
 
-def _plan() -> dict[str, Any]:
+def _plan(has_experts: bool) -> dict[str, Any]:
     plan: dict[str, Any] = {}
-    for name, first, last, arguments in HALVES:
+    if has_experts:
+        plan = {"mlp.gate_up_proj": GroupedColwise(sections=2), "mlp.down_proj": GroupedRowwise()}
+    for name, first, last, arguments in (ATTENTION,) if has_experts else (ATTENTION, MLP):
         whole = (Replicate(), *[None] * (arguments - 1))
         # The gradient of x is summed over the layers that read it, then once over the ranks.
         plan[name] = PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)
@@ -49,11 +55,16 @@ def _plan() -> dict[str, Any]:
     return plan
 
 
-def _repeat(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let every rank compute all of a module: its parameters are DTensors that all have, and it takes plain tensors."""
+def _copy(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make a module's parameters DTensors that all ranks have."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         data = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
         setattr(module, name, nn.Parameter(data, requires_grad=parameter.requires_grad))
+
+
+def _repeat(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let every rank compute all of a module: its parameters are DTensors that all have, and it takes plain tensors."""
+    _copy(module, mesh)
 
     def enter(_: nn.Module, inputs: tuple) -> tuple:
         first, *others = inputs

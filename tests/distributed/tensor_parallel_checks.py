@@ -126,7 +126,8 @@ def joined(parts: list, like):
     if all(part.shape == like.shape for part in parts):
         return parts[0] if all(torch.equal(part, parts[0]) for part in parts) else "ranks differ"
     for axis in range(like.dim()):
-        if sum(part.shape[axis] for part in parts) == like.shape[axis]:
+        shapes = [(*part.shape[:axis], *part.shape[axis + 1 :]) for part in (*parts, like)]
+        if len(set(shapes)) == 1 and sum(part.shape[axis] for part in parts) == like.shape[axis]:
             return torch.cat(parts, axis)
     return f"{[tuple(part.shape) for part in parts]} do not make {tuple(like.shape)}"
 

@@ -146,7 +146,6 @@ def test_what_it_refuses():
             replace(run, **{"mesh": MESHES["ep"]} | changes)
     for problem, numbers in {
         "ep=3: it does not divide dp_shard=4": {"dp_shard": 4, "ep": 3},
-        "ep=2 with tp=2": {"tp": 2, "ep": 2},
         "weights='nvfp4' with ep=2": {"ep": 2, "weights": "nvfp4"},
         "dispatch='nvfp4': ep=1": {"dispatch": "nvfp4"},
         "dispatch='fp8': give": {"ep": 2, "dispatch": "fp8"},

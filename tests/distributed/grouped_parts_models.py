@@ -1,0 +1,179 @@
+"""A module of experts under GroupedColwise and GroupedRowwise, beside one process; and what they refuse."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from expert_parallel_checks import Case as Layer
+from expert_parallel_checks import by_expert, same
+from expert_parallel_models import HIDDEN, SIZES, Experts, K, _within, given, step
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import halfbyte as hb
+
+COLWISE, ROWWISE = hb.distributed.GroupedColwise, hb.distributed.GroupedRowwise
+
+
+def plan() -> dict:
+    return {"gate_up_proj": COLWISE(sections=2), "down_proj": ROWWISE()}
+
+
+def shared(world: int, **options) -> nn.Module:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    return parallelize_module(Experts(**options), mesh, plan())
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens that every rank has."""
+    return given(0, 1, dtype)
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+def under_the_styles(rank: int, world: int) -> list[str]:
+    """Return what differs from one process by more than the order of sums moves; codes at a tie may be among it."""
+    found = []
+    for context in ("plain", "autocast", "high precision", "bf16", "with bias", "odd"):
+        options = {"biased": context == "with bias", "hidden": 21 if context == "odd" else HIDDEN}
+        module, alone = shared(world, **options), Experts(**options)
+        if context == "bf16":
+            hb.set_recipe_(module, "bf16"), hb.set_recipe_(alone, "bf16")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of borders that cut blocks
+            with _within(context, module):
+                mine = step(module, *inputs())
+            with _within(context, alone):
+                want = step(alone, *inputs())
+        limit = {"autocast": 3e-2, "bf16": 1e-5, "high precision": 1e-5}.get(context, 1e-2)
+        names = ("y", "dx", *dict(module.named_parameters()))
+        found += [f"{context}: {n} {off(a, b)}" for n, a, b in zip(names, mine, want, strict=True) if off(a, b) > limit]
+    return found
+
+
+def in_other_ways(rank: int, world: int, compiled: bool) -> list[str]:
+    """Recomputed, under inference, after a checkpoint; or compiled: the same bits."""
+    module = shared(world)
+    want = step(module, *inputs())
+    if compiled:
+        runs = {"compiled": step(torch.compile(module, backend="aot_eager"), *inputs())}
+    else:
+        runs = {"recomputed": step(module, *inputs(), recompute=True), "loaded": step(loaded(module, world), *inputs())}
+        with torch.inference_mode():
+            x, _, offsets = inputs()
+            runs["inference"] = [module(x, offsets)]
+    found = []
+    for way, made in runs.items():
+        found += [f"{way}: {i}" for i, (a, b) in enumerate(zip(made, want[: len(made)], strict=True)) if not same(a, b)]
+    return found
+
+
+def loaded(module: nn.Module, world: int) -> nn.Module:
+    """Return another module on the same ranks, with what a checkpoint of this one holds."""
+    other = shared(world)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    dcp.save(module.state_dict(), checkpoint_id=folder[0])
+    whole = Experts().state_dict()
+    assert {name: p.shape for name, p in module.state_dict().items()} == {name: p.shape for name, p in whole.items()}
+    alone = {name: torch.zeros_like(p) for name, p in whole.items()}
+    dcp.load(alone, checkpoint_id=folder[0])
+    assert all(same(alone[name], p) for name, p in whole.items()), "one process reads what it would have written"
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=folder[0])
+    other.load_state_dict(state)
+    return other
+
+
+def under_both_styles(rank: int, world: int) -> list[str]:
+    """Return in what 2 x 2 ranks differ from one process with all tokens, by more than the order of sums moves."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ep", "tp"))
+    tokens = given(mesh.get_local_rank("ep"), 2)
+    style = hb.distributed.ExpertParallel("gate_up_proj", reduce="mean")
+    module = parallelize_module(parallelize_module(Experts(biased=True), mesh["tp"], plan()), mesh, style)
+    assert module.down_proj.weight.to_local().shape == (2, K, HIDDEN // 2)
+    mine = step(module, *tokens)
+    alone, every = Experts(biased=True), [[t.detach() for t in given(ep, 2)] for ep in range(2)]
+    x, dy = (by_expert(Layer("nvfp4", SIZES[:2]), [one[i] for one in every]) for i in range(2))
+    ends = sum(one[2].diff(prepend=torch.zeros(1, dtype=torch.int32)) for one in every).cumsum(0, dtype=torch.int32)
+    y, dx, *grads = step(alone, x, dy, ends)
+    here = by_expert(Layer("nvfp4", SIZES[:2]), [torch.full((len(one[0]),), ep) for ep, one in enumerate(every)])
+    here = here == mesh.get_local_rank("ep")
+    want = [y[here], dx[here], *[grad / 2 for grad in grads]]
+    names = ("y", "dx", *dict(module.named_parameters()))
+    return [f"{n}: {off(a, b)}" for n, a, b in zip(names, mine, want, strict=True) if off(a, b) > 1e-2]
+
+
+def refusals(rank: int, world: int) -> dict[str, str]:
+    """Return what every misuse is answered with."""
+    found: dict[str, str] = {}
+
+    def ask(name: str, call) -> None:
+        try:
+            call()
+            found[name] = "nothing"
+        except (ValueError, TypeError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    _ask_when_wrapping(ask, mesh)
+    _ask_with_experts_shared(ask, mesh)
+    _ask_in_forwards(ask, world)
+    return found
+
+
+def _ask_when_wrapping(ask, mesh) -> None:
+    def wrapped(style, change=lambda m: None, layer="gate_up_proj", on=mesh, **options) -> None:
+        module = Experts(**options)
+        change(module)
+        parallelize_module(module, on, {layer: style})
+
+    ask("sections of a type", lambda: COLWISE(sections=2.0))
+    ask("sections", lambda: COLWISE(sections=0))
+    ask("linear", lambda: parallelize_module(nn.Linear(4, 4), mesh, COLWISE()))
+    ask("odd sections", lambda: wrapped(COLWISE(sections=3)))
+    ask("few features", lambda: wrapped(ROWWISE(), layer="down_proj", hidden=1))
+    ask("mesh of two", lambda: COLWISE()._apply(Experts().down_proj, init_device_mesh("cpu", (1, mesh.size()))))
+    ask("shared twice", lambda: parallelize_module(shared(mesh.size()), mesh, {"down_proj": ROWWISE()}))
+    ask("fsdp2 first", lambda: wrapped(COLWISE(), lambda m: fully_shard(m, mesh=mesh)))
+    ask("cached", lambda: wrapped(COLWISE(), hb.cache_weights))
+    ask("cached after", lambda: hb.cache_weights(shared(mesh.size())))
+    ask("main_grad", lambda: wrapped(COLWISE(), lambda m: setattr(m.gate_up_proj.weight, "main_grad", torch.zeros(()))))
+    ask("zero", lambda: hb.distributed.ZeroOptimizer(shared(mesh.size()), torch.optim.AdamW))
+
+
+def _ask_with_experts_shared(ask, mesh) -> None:
+    share, world = hb.distributed.shard_experts_, mesh.size()
+    both = init_device_mesh("cpu", (1, world), mesh_dim_names=("ep", "tp"))
+    ask("experts over the same ranks", lambda: share(shared(world), mesh))
+    ask("experts that are whole", lambda: share(Experts(), both))
+    half = parallelize_module(Experts(), mesh, {"down_proj": ROWWISE()})
+    ask("one layer whole", lambda: share(half, both))
+    ask("rows of codes", lambda: share(shared(world), both, "down_proj", dispatch="nvfp4"))
+    spread = parallelize_module(Experts(), mesh, hb.distributed.ExpertParallel())
+    ask("after experts", lambda: parallelize_module(spread, mesh, {"down_proj": ROWWISE()}))
+
+
+def _ask_in_forwards(ask, world: int) -> None:
+    x, _, offsets = inputs()
+    ask("x in parts", lambda: shared(world).gate_up_proj(x[:, :-1], offsets))
+    ask("x whole", lambda: shared(world).down_proj(x[:, :HIDDEN], offsets))
+    layer = shared(world).gate_up_proj
+    ask("a DTensor", lambda: layer(DTensor.from_local(x, layer.weight.device_mesh), offsets))
+    late = shared(world)
+    late.down_proj.weight.main_grad = torch.zeros(())
+    ask("main_grad later", lambda: late(x, offsets))
+    grads = torch.autograd.grad
+    ask("second derivative", lambda: grads(grads(shared(world)(x, offsets).sum(), x, create_graph=True)[0].sum(), x))
