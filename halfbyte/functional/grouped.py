@@ -27,7 +27,7 @@ from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import EXPERTS, first_order, refuse_transforms
 from halfbyte.functional.dispatch import check_row
-from halfbyte.functional.earlier import refuse_delayed
+from halfbyte.functional.earlier import ExpertAmaxes, GradientAmaxes, of_expert_gradients, refuse_delayed
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
 from halfbyte.functional.group_bias import check_bias, with_bias
@@ -137,6 +137,7 @@ def grouped_linear(
     main_grad: Tensor | None = None,
     cached_weight: CachedWeight | None = None,
     x_row: QuantTensor | None = None,
+    earlier: ExpertAmaxes | None = None,
 ) -> Tensor:
     """Return x_g @ w_g.T + bias_g of every group of tokens with the three GEMMs of `recipe`.
 
@@ -144,7 +145,7 @@ def grouped_linear(
         x: bf16, fp16 or fp32 [M, K], sorted by expert.
         w_ENK: [E, N, K] of x's dtype; under autocast both are cast.
         offsets: int32 [E] on x's device, cumulative ends of the groups; tokens behind the last one are padding.
-        recipe: how each operand is quantized; a Recipe or a preset's name.
+        recipe: how each operand is quantized; a Recipe or a preset's name. One that delays its amaxes takes `earlier`.
         bias_EN: [E, N] or None; added in fp32 before the product is rounded. Its gradient is the sum of dy over each
             group's tokens in fp32, zero for a group without, rounded once to the bias's own dtype.
         rng: the place in the random stream; needed if the recipe draws. It uses 16 offsets from there on.
@@ -153,38 +154,55 @@ def grouped_linear(
         cached_weight: w_ENK quantized before, as `hb.cache_weights` keeps it; it is then only differentiated.
         x_row: x quantized along its rows before, each with its own amax, as tokens arrive that travelled as codes;
             fprop reads it, and x is what it stands for.
+        earlier: what a layer does with the amaxes of earlier steps that it keeps, as hb.nn.GroupedLinear does.
 
     Returns:
         out_dtype [M, N]; rows of padding are zero, and so are their gradients.
 
     Raises:
-        ValueError: shapes do not fit, or the recipe draws and rng is None.
+        ValueError: shapes do not fit, the recipe draws and rng is None, or it delays its amaxes and nobody keeps them.
         TypeError: dtypes do not fit.
     """
     if runs_eagerly([w_ENK]):
         from halfbyte.functional.eager import eagerly
 
-        more = {"bias_EN": bias_EN, "rng": rng, "out_dtype": out_dtype, "main_grad": main_grad, "x_row": x_row}
+        more: dict = {"bias_EN": bias_EN, "rng": rng, "out_dtype": out_dtype, "main_grad": main_grad, "x_row": x_row}
+        more["earlier"] = earlier
         return eagerly(grouped_linear, (x, w_ENK, offsets, recipe), more)
-    recipe = recipe_of_experts(recipe)
+    recipe = _followed(recipe, earlier)
     if isinstance(w_ENK, PrimaryWeight):
         w_ENK, cached_weight = primary_experts(w_ENK, recipe)
     is_primary = isinstance(w_ENK, PrimaryWeight)
     refuse_transforms((x, w_ENK, bias_EN), EXPERTS)
     refuse_foreign((("x", x), ("w_ENK", w_ENK), ("bias_EN", bias_EN)))
     is_covered = is_primary or covers(cached_weight, recipe)
-    dtype = autocast_dtype(x.device)
-    if dtype is not None:
-        x, w_ENK = x.to(dtype), w_ENK if is_covered else w_ENK.to(dtype)
-        bias_EN = None if bias_EN is None else bias_EN.to(dtype)
+    x, w_ENK, bias_EN = _under_autocast(x, w_ENK, bias_EN, is_covered)
     _check(x, w_ENK, offsets, main_grad)
     check_bias(bias_EN, w_ENK)
     check_value_dtype("out_dtype", out_dtype or torch.float32, "name one of these and convert the result")
     if w_ENK.dtype != x.dtype and not is_covered:
         raise TypeError(f"w_ENK.dtype={w_ENK.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
     _check_cached(cached_weight, recipe, x, is_primary)
-    operands = check_row(x_row, x, recipe), cached_weight
+    operands = check_row(x_row, x, recipe), cached_weight, earlier or ExpertAmaxes()
     return _outputs(recipe, out_dtype or x.dtype, rng, (x, w_ENK, bias_EN, offsets, main_grad), operands)
+
+
+def _under_autocast(
+    x: Tensor, w: Tensor, bias: Tensor | None, is_covered: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return them in autocast's dtype, where there is one and the weight is read."""
+    dtype = autocast_dtype(x.device)
+    if dtype is None:
+        return x, w, bias
+    return x.to(dtype), w if is_covered else w.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _followed(recipe: Recipe | str, earlier: ExpertAmaxes | None) -> Recipe:
+    """Return the recipe, of what experts can follow without or with the amaxes that a layer keeps."""
+    recipe = recipe_of_experts(recipe)
+    if earlier is None:
+        refuse_delayed(recipe, "experts whose amaxes no layer keeps")
+    return recipe
 
 
 def _outputs(
@@ -192,17 +210,18 @@ def _outputs(
     out_dtype: torch.dtype,
     rng: AnyPhilox | None,
     tensors: tuple,
-    operands: tuple[ops.Operand | None, CachedWeight | None],
+    operands: tuple[ops.Operand | None, CachedWeight | None, ExpertAmaxes],
 ) -> Tensor:
-    """Return what `grouped_linear` does, of checked tensors and of operands of x and w that came along."""
-    row, cached = operands
+    """Return what `grouped_linear` does, of checked tensors, operands of x and w that came along, and amaxes."""
+    row, cached, earlier = operands
     draw, signs = _places(recipe, rng, tensors[0].device)
     (layout,), buffers = flatten([cached])
     late = cached if layout.is_late else None
     buffers = [*(row.blocks if row else ()), *buffers]
     call = _Call(recipe, out_dtype, torch.is_grad_enabled(), layout, row and row[1:])
     stream, bases = (0, (None, None)) if draw is None else (draw.stream, _bases(draw, signs))
-    return _GroupedLinear.apply((call, stream, late), *tensors, *bases, *buffers)
+    amaxes = *earlier.x, *earlier.dy
+    return _GroupedLinear.apply((call, stream, late, earlier.lacks), *tensors, *bases, *amaxes, *buffers)
 
 
 def _bases(draw: Draw, signs: Draw | None) -> tuple[Tensor | None, Tensor | None]:
@@ -214,7 +233,7 @@ def recipe_of_experts(recipe: Recipe | str) -> Recipe:
     """Return the recipe, of what experts can follow.
 
     Raises:
-        ValueError: it splits a mean off, takes channels apart, or delays its amaxes.
+        ValueError: it splits a mean off or takes channels apart.
     """
     recipe = resolve(recipe)
     if recipe.channels is not None:
@@ -227,7 +246,6 @@ def recipe_of_experts(recipe: Recipe | str) -> Recipe:
             "recipe.activation_mean='split': experts do not split a mean off; use dataclasses.replace(recipe, "
             "activation_mean='kept') for them, in hb.quantize_ by rules"
         )
-    refuse_delayed(recipe, "experts")
     return recipe
 
 
@@ -259,15 +277,16 @@ class _Call(NamedTuple):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x, w, bias, offsets, main_grad, the rng's base, that of its signs if another, tensors of x_row and of a cached
-    weight in, y out.
+    """x, w, bias, offsets, main_grad, the rng's base, that of its signs if another, amaxes of x, GradientAmaxes, then
+    tensors of x_row and of a cached weight in, y out.
     """
 
     @staticmethod
     def forward(ctx: Any, how: tuple, x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         # torch.compile without gradients drops ctx where there are as many arguments as parameters; here, never.
         offsets, main_grad, base, sign_base, *_ = rest
-        (call, ctx.stream, ctx.late), ctx.recipe = how, how[0].recipe
+        (call, ctx.stream, ctx.late, ctx.lacks), ctx.recipe = how, how[0].recipe
+        ctx.earlier, rest = GradientAmaxes(*rest[6:10]), (*rest[:6], *rest[10:])
         product = call if bias is None else call._replace(out_dtype=torch.float32)  # rounded with its bias, once
         needs = tuple([call.save and need for need in ctx.needs_input_grad[1:3]])
         values = None if isinstance(w, PrimaryWeight) else w  # of whose class nothing is recorded
@@ -284,8 +303,11 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.late is not None:
             entries, saved = with_late((ctx.late,), layout[0], saved, ctx.needs_input_grad[1])
             layout = entries, layout[1]
-        static = ctx.recipe, layout, ctx.needs_input_grad[1:3], ctx.dtypes
-        given = *saved, dy, ctx.main_grad
+        static, amaxes = (ctx.recipe, layout, ctx.needs_input_grad[1:3], ctx.dtypes), ops.Amaxes()
+        if any(t is not None for t in ctx.earlier):
+            how, (offsets, base, sign_base) = (ctx.recipe, ctx.needs_input_grad[1:3], ctx.lacks), saved[-3:]
+            amaxes = of_expert_gradients(how, ctx.earlier, dy, offsets, _draws(base, sign_base, ctx.stream)[1])
+        given = *saved, dy, ctx.main_grad, *amaxes
         (dx, dw), _ = ops.run(_backward_pass, static, given, (ctx.stream,))
         db = ops.grouped_token_sum(dy, saved[-3]).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
         return None, dx, dw, db, *[None] * (len(ctx.needs_input_grad) - 4)
@@ -294,15 +316,16 @@ class _GroupedLinear(torch.autograd.Function):
 def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, tuple[Saved, bool]]:
     """Return y, then the tensors of what the backward needs; and their layout, and whether tiles are shared."""
     call, (need_dx, need_dw) = static
-    x, w, offsets, _, base, sign_base, *buffers = tensors
+    x, w, offsets, _, base, sign_base, *others = tensors
     recipe = call.recipe
     fprop, dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
     draws = _draws(base, sign_base, streams[0])
     transient = (recipe.backward == "original", False)
     keeps_col = recipe.backward == "original"
-    given, buffers = _given_row(call.row, buffers)
+    amaxes = ops.Amaxes(*others[:2])
+    given, buffers = _given_row(call.row, others[2:])
     specs = None if given else fprop.a, wgrad.b if need_dw and keeps_col else None
-    x_row, x_col = _both(x, offsets, specs, Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), transient))
+    x_row, x_col = _both(x, offsets, specs, Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), transient), amaxes)
     x_row = given or x_row
     specs = fprop.b, dgrad.b if need_dx and keeps_col else None
     cached = unflatten([call.cached], buffers)[0]
@@ -329,12 +352,13 @@ def _given_row(static: tuple | None, buffers: Sequence[Tensor]) -> tuple[ops.Ope
 def _backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, None]:
     """Return the gradients of x and w."""
     recipe, (layout, shares_tiles), (need_dx, need_dw), (x_dtype, w_dtype) = static
-    (x_col, w_col), (offsets, base, sign_base, dy, main_grad) = unflatten_operands(layout, tensors)
+    (x_col, w_col), (offsets, base, sign_base, dy, main_grad, *amaxes) = unflatten_operands(layout, tensors)
     assert offsets is not None, "offsets are always saved"
     dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.dgrad, recipe.wgrad))
     draws = _draws(base, sign_base, streams[0])
     specs = dgrad.a if need_dx else None, wgrad.a if need_dw else None
-    row, col = _both(dy, offsets, specs, Place(*draws, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True)))
+    place = Place(*draws, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
+    row, col = _both(dy, offsets, specs, place, ops.Amaxes(*amaxes))
     dx = dw = None
     if need_dx:
         place = Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
@@ -358,14 +382,18 @@ def _draws(base: Tensor | None, sign_base: Tensor | None, stream: int) -> tuple[
 
 
 def _both(
-    t: Tensor, offsets: Tensor | None, specs: tuple[Spec | None, Spec | None], place: Place
+    t: Tensor,
+    offsets: Tensor | None,
+    specs: tuple[Spec | None, Spec | None],
+    place: Place,
+    amaxes: ops.Amaxes = ops.Amaxes(),  # noqa: B008  a tuple
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
     """Return t and, group by group, t.T as GEMM operands, quantized where their spec is not None."""
 
     def quantize(t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
         return ops.grouped_quantize_row_col(t, offsets, row, col)
 
-    return both(t, *specs, place, ops.Amaxes(), quantize)
+    return both(t, *specs, place, amaxes, quantize)
 
 
 def _weight(w: Tensor, specs: tuple[Spec | None, Spec | None], cached: tuple, place: Place) -> tuple:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from runs import losses, stop_after, weights
 
+import halfbyte as hb
 from halfbyte import cli
-from halfbyte.train import config as configs
 from halfbyte.train import graphs, loop
 from halfbyte.train.treatment import applied
 
@@ -59,10 +59,17 @@ def test_a_late_forward_in_high_precision(run):
     assert loop.train(applied(config, name), name, data)["amaxes_exceeded"] > 0
 
 
-def test_experts_are_refused_before_the_first_step():
-    config = replace(configs.tiny(), model="moe-tiny")
-    with pytest.raises(ValueError, match=r"recipe.amax=Delayed.*experts quantize"):
-        applied(config, "nvfp4(amax=delayed)")
+def test_a_stopped_run_of_experts_goes_on_bit_for_bit(run, folder):
+    config, data = run(model="moe-tiny", steps=4, batch=1, sequence=8, checkpoint_every=3, eval_every=4)
+    whole = replace(config, run=replace(config.run, out=folder / "whole"))
+    assert loop.train(whole, DELAYED, data)["amaxes_exceeded"] > 0
+    stop_after(loop.Trainer(config, DELAYED, data), 3)
+    trainer = loop.Trainer(config, DELAYED, data)
+    trainer.train()
+    assert losses(config) == losses(whole)
+    assert all(torch.equal(a, b) for a, b in zip(weights(config).values(), weights(whole).values(), strict=True))
+    layers = [layer.amaxes for layer in trainer.model.modules() if isinstance(layer, hb.nn.GroupedLinear)]
+    assert layers and all(t.shape == (8,) and t.any() for amaxes in layers for t in amaxes.held)
 
 
 def test_what_a_graph_has_recorded_is_forgotten_once_amaxes_are_used(run, monkeypatch):
