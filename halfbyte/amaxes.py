@@ -1,13 +1,14 @@
 """The amaxes of earlier steps that layers with `Recipe(amax=...)` quantize with, as a RunState keeps them.
 
 A layer has four: of x along its rows (fprop) and its columns (wgrad), of the gradient dy of its output along its rows
-(dgrad) and its columns (wgrad). A step that measures notes the greatest it meets; when the next one begins these are
-held, for the steps until others are (docs/numerics.md section 3).
+(dgrad) and its columns (wgrad); experts have four each. A step that measures notes the greatest it meets; when the next
+one begins these are held, for the steps until others are (docs/numerics.md section 3).
 """
 
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,23 +29,27 @@ _FIELDS = ("held", "is_held", "seen", "exceeded")
 
 
 class LayerAmaxes:
-    """The amaxes of one layer.
+    """The amaxes of one layer, or of all experts of one.
 
     how: what its recipe says, or said.
-    held: four fp32 [], to quantize with; 0 where there is none yet.
-    seen: four fp32 [], the greatest that the present step, or the last one that measured, has met.
-    exceeded: int64 [4], in how many steps that measured an operand had a greater one than it was quantized with.
-    is_held: of which one was held a step ago, so that the host knows it without waiting: these are used.
+    experts: how many there are, None for a layer of one weight.
+    held: four fp32 [] or [experts], to quantize with; 0 where there is none yet.
+    seen: four alike, the greatest that the present step, or the last one that measured, has met.
+    exceeded: int64 [4] or [4 * experts], in how many steps that measured an operand had a greater one than it was
+        quantized with.
+    holds: of which operands "all" were held a step ago, "some" or "none", so that the host knows it without waiting.
     is_followed: whether the recipe still says so.
     measures: whether the present step notes what it meets.
     """
 
-    def __init__(self, how: Delayed, device: torch.device) -> None:
-        self.how = how
+    def __init__(self, how: Delayed, device: torch.device, experts: int | None = None) -> None:
+        self.how, self.experts = how, experts
+        self._shape = () if experts is None else (experts,)
+        self.count = _COUNT * (experts or 1)
         with torch.inference_mode(False):  # steps write to them, and autograd refuses inference tensors
-            self.held, self.seen = ([torch.zeros((), device=device) for _ in OPERANDS] for _ in range(2))
-            self.exceeded = torch.zeros(_COUNT, dtype=torch.int64, device=device)
-        self.is_held = [False] * _COUNT
+            self.held, self.seen = ([torch.zeros(self._shape, device=device) for _ in OPERANDS] for _ in range(2))
+            self.exceeded = torch.zeros(self.count, dtype=torch.int64, device=device)
+        self.is_held = [False] * self.count
         self.is_followed, self.measures = True, False
 
     @property
@@ -62,24 +67,54 @@ class LayerAmaxes:
             with torch.inference_mode(False):
                 self.held, self.seen = ([t.to(device) for t in tensors] for tensors in (self.held, self.seen))
                 self.exceeded = self.exceeded.to(device)
+            self.is_held = self.is_held
         return self
 
-    def known(self, operand: int) -> Tensor | None:
-        """Return the amax that an operand is to be quantized with, None for its own."""
-        return self.held[operand] if self.is_held[operand] else None
+    @property
+    def is_held(self) -> list[bool]:
+        """Which amaxes were held a step ago, operand by operand: these are used."""
+        return self._is_held
 
-    def note(self, operand: int, amax: Tensor) -> None:
-        """Note what an operand has."""
-        self.seen[operand].clamp_(min=amax)
+    @is_held.setter
+    def is_held(self, held: list[bool]) -> None:
+        self._is_held = held
+        of_operands = [held[i : i + self.count // _COUNT] for i in range(0, self.count, self.count // _COUNT)]
+        self.holds = ["all" if all(own) else "some" if any(own) else "none" for own in of_operands]
+        with torch.inference_mode(False):
+            self._masks = list(torch.tensor(of_operands, device=self.device).unbind()) if "some" in self.holds else []
+
+    def known(self, operand: int, experts: slice | None = None) -> Tensor | None:
+        """Return the amax that an operand is to be quantized with, None for its own.
+
+        Args:
+            operand: of `OPERANDS`.
+            experts: those that are asked for, None for all; 0 says that one takes its own, see `lacks`.
+        """
+        if self.holds[operand] == "none":
+            return None
+        held = self.held[operand] * self._masks[operand] if self.holds[operand] == "some" else self.held[operand]
+        return held if experts is None else held[experts]
+
+    def lacks(self, operand: int) -> bool:
+        """Whether some experts have an amax to be quantized with and others have not."""
+        return self.holds[operand] == "some"
+
+    def seen_by(self, operand: int, experts: slice | None = None) -> Tensor:
+        """Return where to note what an operand has, of some experts or of all."""
+        return self.seen[operand] if experts is None else self.seen[operand][experts]
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Return what is of each operand of numbers of all, [4] or [4 * experts], where the layer's operands are."""
+        return list(flat.to(self.device).view(_COUNT, *self._shape).unbind())
 
     def hold(self, amaxes: Tensor, exceeded: Tensor) -> None:
         """Quantize with these from now on.
 
         Args:
-            amaxes: fp32 [4].
-            exceeded: bool [4], whether the last ones were too small.
+            amaxes: fp32 [4] or [4 * experts].
+            exceeded: bool, as many, whether the last ones were too small.
         """
-        torch._foreach_copy_(self.held, list(amaxes.to(self.device).unbind()))
+        torch._foreach_copy_(self.held, self.parts(amaxes))
         torch._foreach_zero_(self.seen)
         self.exceeded += exceeded.to(self.device)
 
@@ -89,8 +124,7 @@ class LayerAmaxes:
         Whoever has seen something has measured, whatever the recipe says before a schedule is asked.
         """
         for name, tensors in (("held", self.held), ("seen", self.seen)):
-            for tensor, value in zip(tensors, values[name], strict=True):
-                tensor.fill_(value)
+            torch._foreach_copy_(tensors, self.parts(torch.tensor(values[name], dtype=torch.float32)))
         self.exceeded.copy_(torch.tensor(values["exceeded"]))
         self.is_held = list(map(bool, values["is_held"]))
         measured = self.is_followed and step > 0 and (step - 1) % self.how.every == 0
@@ -101,7 +135,7 @@ class LayerAmaxes:
         self.load(values, 0)
         if self.measures:
             _hold([self], _together([self], "seen"))
-        self.is_held, self.measures = [float(held) > 0 for held in self.held], False
+        self.is_held, self.measures = (_together([self], "held") > 0).tolist(), False
 
 
 class DelayedAmaxes:
@@ -116,11 +150,18 @@ class DelayedAmaxes:
         self._loaded_at: int | None = None  # after so many steps; None once a step has begun since
         self._is_settled = False
 
-    def of(self, stream: int, how: Delayed, device: torch.device) -> LayerAmaxes:
-        """Return those of the layer with this stream, whose recipe says `how`."""
+    def of(self, stream: int, how: Delayed, device: torch.device, experts: int | None = None) -> LayerAmaxes:
+        """Return those of the layer with this stream, whose recipe says `how`.
+
+        Raises:
+            ValueError: a state was loaded that has others there.
+        """
         layer = self.layers.get(stream)
         if layer is None:
-            layer = self.layers[stream] = LayerAmaxes(how, device)
+            layer = LayerAmaxes(how, device, experts)
+            if str(stream) in self._loaded:
+                _check_row(stream, self._loaded[str(stream)], layer.count)
+            self.layers[stream] = layer
             values = self._loaded.pop(str(stream), None)
             if values is not None and self._loaded_at is not None:
                 layer.load(values, self._loaded_at)
@@ -176,8 +217,8 @@ class DelayedAmaxes:
         layers = self._measuring()
         if layers and not self._is_settled and _has_ranks():
             seen = greatest_of_ranks(_together(layers, "seen"))
-            for layer, own in zip(layers, seen.split(_COUNT), strict=True):
-                torch._foreach_copy_(layer.seen, list(own.to(layer.device).unbind()))
+            for layer, own in zip(layers, _apart(layers, seen), strict=True):
+                torch._foreach_copy_(layer.seen, layer.parts(own))
         self._is_settled = True
 
     @property
@@ -194,9 +235,9 @@ class DelayedAmaxes:
         seen, held = (_together(layers, name) for name in ("seen", "held"))
         rows = zip(
             sorted(self.layers),
-            held.view(-1, _COUNT).tolist(),
+            _apart(layers, held.tolist()),
             [list(layer.is_held) for layer in layers],
-            seen.view(-1, _COUNT).tolist(),
+            _apart(layers, seen.tolist()),
             [layer.exceeded.tolist() for layer in layers],
             strict=True,
         )
@@ -214,52 +255,69 @@ class DelayedAmaxes:
         Raises:
             ValueError: it is nothing that `state_dict` returns, or of other layers; nothing has changed then.
         """
-        _check(state, {} if is_scheduled else self.layers)
+        _check(state, self.layers, is_scheduled)
         self.changes, self._is_settled = self.changes + 1, False
-        nothing = {name: [0] * _COUNT for name in _FIELDS}
         for stream, layer in self.layers.items():
+            nothing = {name: [0] * layer.count for name in _FIELDS}
             layer.load(state.get(str(stream), nothing), step)
         own = set(map(str, self.layers))
         self._loaded = {stream: values for stream, values in state.items() if stream not in own}
         self._loaded_at, self._unread = step, None
 
 
-def _check(state: Any, layers: dict[int, LayerAmaxes]) -> None:
-    remedy = "pass what RunState.state_dict() returned"
+_REMEDY = "pass what RunState.state_dict() returned"
+
+
+def _check(state: Any, layers: dict[int, LayerAmaxes], is_scheduled: bool) -> None:
+    """Raise ValueError unless this is a state of these layers, of which a schedule may bring others."""
     if not isinstance(state, dict):
-        raise ValueError(f"state['amaxes']={state!r}: not a dict by stream; {remedy}")
+        raise ValueError(f"state['amaxes']={state!r}: not a dict by stream; {_REMEDY}")
+    known = {str(stream): layer.count for stream, layer in layers.items()}
     for stream, values in state.items():
-        if not isinstance(values, dict) or set(values) != set(_FIELDS) or not all(map(_is_row, values.values())):
-            raise ValueError(f"state['amaxes'][{stream!r}]={values!r}: not {_COUNT} finite numbers each; {remedy}")
-        if layers and stream not in map(str, layers):
+        _check_row(stream, values, known.get(stream))
+        if known and not is_scheduled and stream not in known:
             raise ValueError(
                 f"state['amaxes'][{stream!r}]: no layer of this model that delays its amaxes draws there; convert the "
                 "model with the same recipe and rules before loading"
             )
 
 
-def _is_row(values: Any) -> bool:
-    """Whether these are the four numbers of a layer."""
-    if not isinstance(values, list) or len(values) != _COUNT:
-        return False
+def _check_row(stream: Any, values: Any, count: int | None) -> None:
+    """Raise ValueError unless these are the numbers of a layer, `count` each, or of any if nobody knows."""
+    is_named = isinstance(values, dict) and set(values) == set(_FIELDS)
+    sizes = {len(row) if isinstance(row, list) else 0 for row in values.values()} if is_named else set()
+    is_sized = len(sizes) == 1 and (sizes == {count} if count is not None else min(sizes) % _COUNT == 0 < min(sizes))
+    if not is_sized or not all(map(_are_numbers, values.values())):
+        wanted = f"{count or _COUNT}" if count is not None else f"{_COUNT}, or {_COUNT} for each expert,"
+        raise ValueError(f"state['amaxes'][{stream!r}]={values!r}: not {wanted} finite numbers each; {_REMEDY}")
+
+
+def _are_numbers(values: list) -> bool:
     return all(type(value) in (int, float, bool) and 0 <= value <= FLT_MAX and math.isfinite(value) for value in values)
 
 
 def _together(layers: list[LayerAmaxes], name: str) -> Tensor:
-    """Return all amaxes of one kind, fp32 [4 * layers], on the device of the first layer."""
+    """Return all amaxes of one kind, fp32 [4 for each layer and expert], on the device of the first layer."""
     where = layers[0].device
-    return torch.stack([tensor.to(where) for layer in layers for tensor in getattr(layer, name)])
+    return torch.cat([tensor.to(where).reshape(-1) for layer in layers for tensor in getattr(layer, name)])
+
+
+def _apart(layers: list[LayerAmaxes], together: Any) -> list[Any]:
+    """Return what is of each layer of a tensor or list of all."""
+    ends = list(accumulate(layer.count for layer in layers))
+    return [together[end - layer.count : end] for end, layer in zip(ends, layers, strict=True)]
 
 
 def _hold(layers: list[LayerAmaxes], seen: Tensor) -> None:
-    """Move what layers of all ranks have seen, fp32 [4 * layers], to where they hold it."""
+    """Move what layers of all ranks have seen, as `_together` returns it, to where they hold it."""
     with torch.no_grad(), torch.inference_mode(False):
         held = _together(layers, "held")
-        margins = torch.tensor([layer.how.margin for layer in layers for _ in OPERANDS], dtype=torch.float32)
+        margins = torch.tensor([layer.how.margin for layer in layers], dtype=torch.float32)
+        margins = margins.repeat_interleave(torch.tensor([layer.count for layer in layers]))
         used = torch.tensor([is_held for layer in layers for is_held in layer.is_held])
         later = (seen * margins.to(seen.device)).clamp(max=FLT_MAX)
         now, exceeded = torch.where(seen > 0, later, held), used.to(seen.device) & (seen > held)
-        for layer, amaxes, were in zip(layers, now.split(_COUNT), exceeded.split(_COUNT), strict=True):
+        for layer, amaxes, were in zip(layers, _apart(layers, now), _apart(layers, exceeded), strict=True):
             layer.hold(amaxes, were)
 
 
@@ -282,10 +340,11 @@ class _Unread:
         """Tell the layers, and return whether that changes anything."""
         if self._event is not None:
             self._event.synchronize()
-        before = [layer.is_held for layer in self._layers]
-        for layer, found in zip(self._layers, self._found.view(-1, _COUNT).tolist(), strict=True):
-            layer.is_held = found
-        return before != [layer.is_held for layer in self._layers]
+        found = list(zip(self._layers, _apart(self._layers, self._found.tolist()), strict=True))
+        changed = [(layer, held) for layer, held in found if layer.is_held != held]
+        for layer, held in changed:
+            layer.is_held = held
+        return bool(changed)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._event is not None:

@@ -196,9 +196,9 @@ class RunState:
         if self._amaxes is not None:
             self._amaxes.settle()
 
-    def amaxes_of(self, stream: int, how: Delayed) -> LayerAmaxes:
-        """Return those of the layer whose first stream is `stream`."""
-        return self.amaxes.of(stream, how, self._places.device)
+    def amaxes_of(self, stream: int, how: Delayed, experts: int | None = None) -> LayerAmaxes:
+        """Return those of the layer whose first stream is `stream`, or of its experts."""
+        return self.amaxes.of(stream, how, self._places.device, experts)
 
     def watch_steps(self) -> None:
         """Take note of a training forward with delayed amaxes; without any `begin_step` many of them are refused."""

@@ -24,6 +24,7 @@ from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.dispatch import dispatch_problem, dispatch_spec
 from halfbyte.functional.foreign import is_foreign, refuse_foreign
 from halfbyte.layout import Blocks
+from halfbyte.nn.earlier import ExpertsHere, amaxes_of_experts
 from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
 from halfbyte.ops import check_offsets
 from halfbyte.rng import GROUP_SEED_STEP, RANK_SEED_STEP, SEED_LIMIT, StreamPhilox, as_signed64
@@ -205,7 +206,9 @@ class _Part:
         place = self._place(layer, call, w.device)
         if self.features is not None:
             return self.features.run(layer, x, (w, bias), offsets, (place, row))
-        return grouped_linear(x, w, offsets, layer.recipe, bias_EN=bias, rng=place, x_row=row)
+        here = ExpertsHere(slice(ranks.first, ranks.first + ranks.here), row is not None)
+        earlier = amaxes_of_experts(layer, (x, w, offsets), place, here)
+        return grouped_linear(x, w, offsets, layer.recipe, bias_EN=bias, rng=place, x_row=row, earlier=earlier)
 
     def _own(self, t: Any) -> Any:
         """Return what is here of a weight or a bias, whose gradient is that of the ranks' loss."""

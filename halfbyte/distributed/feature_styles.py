@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.derivatives import first_order, refusals
+from halfbyte.functional.earlier import refuse_delayed
 from halfbyte.functional.foreign import is_foreign, refuse_foreign
 from halfbyte.functional.split import NAMES, LayerSplit, chunks
 from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
@@ -81,6 +82,7 @@ class Features:
             more: where they draw, and x quantized before or None.
         """
         rng, row = more
+        refuse_delayed(layer.recipe, "experts that ranks share by features")
         split = self.split(layer)
         bounds = (0, layer.in_features) if split is None or self.dim == "N" else _bounds(split.borders, split.rank)
         if x.dim() == 2 and x.shape[1] != bounds[1] - bounds[0]:
@@ -284,6 +286,7 @@ def _check_layer(layer: Any, style: str, mesh: DeviceMesh) -> None:
     if layer.weight_cache is not None:
         raise ValueError(f"{layer.title} has a cached weight: call release() on the cache first")
     refuse_main_grad(layer, weight)
+    refuse_delayed(layer.recipe, "experts that ranks share by features")
 
 
 def _check_sizes(layer: GroupedLinear, features: Features) -> None:

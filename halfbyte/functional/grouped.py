@@ -27,7 +27,7 @@ from halfbyte import ops
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import EXPERTS, first_order, refuse_transforms
 from halfbyte.functional.dispatch import check_row
-from halfbyte.functional.earlier import refuse_delayed
+from halfbyte.functional.earlier import ExpertAmaxes, GradientAmaxes, of_expert_gradients, refuse_delayed
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
 from halfbyte.functional.group_bias import check_bias, with_bias
@@ -140,6 +140,7 @@ def grouped_linear(
     cached_weight: CachedWeight | None = None,
     x_row: QuantTensor | None = None,
     split: LayerSplit | None = None,
+    earlier: ExpertAmaxes | None = None,
 ) -> Tensor:
     """Return x_g @ w_g.T + bias_g of every group of tokens with the three GEMMs of `recipe`.
 
@@ -147,7 +148,7 @@ def grouped_linear(
         x: bf16, fp16 or fp32 [M, K], sorted by expert.
         w_ENK: [E, N, K] of x's dtype; under autocast both are cast.
         offsets: int32 [E] on x's device, cumulative ends of the groups; tokens behind the last one are padding.
-        recipe: how each operand is quantized; a Recipe or a preset's name.
+        recipe: how each operand is quantized; a Recipe or a preset's name. One that delays its amaxes takes `earlier`.
         bias_EN: [E, N] or None; added in fp32 before the product is rounded. Its gradient is the sum of dy over each
             group's tokens in fp32, zero for a group without, rounded once to the bias's own dtype.
         rng: the place in the random stream; needed if the recipe draws. It uses 16 offsets from there on.
@@ -157,36 +158,52 @@ def grouped_linear(
         x_row: x quantized along its rows before, each with its own amax, as tokens arrive that travelled as codes;
             fprop reads it, and x is what it stands for.
         split: how ranks share every expert, as styles of hb.distributed have it; tensors are then what is here of them.
+        earlier: what a layer does with the amaxes of earlier steps that it keeps, as hb.nn.GroupedLinear does.
 
     Returns:
         out_dtype [M, N]; rows of padding are zero, and so are their gradients.
 
     Raises:
-        ValueError: shapes do not fit, or the recipe draws and rng is None.
+        ValueError: shapes do not fit, the recipe draws and rng is None, or it delays its amaxes and nobody keeps them.
         TypeError: dtypes do not fit.
     """
     if runs_eagerly([w_ENK]):
         from halfbyte.functional.eager import eagerly
 
         more: dict[str, Any] = {"bias_EN": bias_EN, "rng": rng, "out_dtype": out_dtype, "main_grad": main_grad}
-        more |= {"x_row": x_row, "split": split}
+        more |= {"x_row": x_row, "split": split, "earlier": earlier}
         return eagerly(grouped_linear, (x, w_ENK, offsets, recipe), more)
-    recipe = recipe_of_experts(recipe)
+    recipe = _followed(recipe, earlier)
     if isinstance(w_ENK, PrimaryWeight):
         w_ENK, cached_weight = primary_experts(w_ENK, recipe)
     is_primary = isinstance(w_ENK, PrimaryWeight)
     refuse_transforms((x, w_ENK, bias_EN), EXPERTS)
     refuse_foreign((("x", x), ("w_ENK", w_ENK), ("bias_EN", bias_EN)))
     is_covered = is_primary or covers(cached_weight, recipe)
-    dtype = autocast_dtype(x.device)
-    if dtype is not None:
-        x, w_ENK = x.to(dtype), w_ENK if is_covered else w_ENK.to(dtype)
-        bias_EN = None if bias_EN is None else bias_EN.to(dtype)
+    x, w_ENK, bias_EN = _under_autocast(x, w_ENK, bias_EN, is_covered)
     _check(x, (w_ENK, bias_EN), offsets, main_grad, is_covered)
     check_value_dtype("out_dtype", out_dtype or torch.float32, "name one of these and convert the result")
     _check_cached(cached_weight, recipe, x, is_primary)
-    operands = check_row(x_row, x, recipe), cached_weight, split
+    operands = check_row(x_row, x, recipe), cached_weight, split, earlier or ExpertAmaxes()
     return _outputs(recipe, out_dtype or x.dtype, rng, (x, w_ENK, bias_EN, offsets, main_grad), operands)
+
+
+def _under_autocast(
+    x: Tensor, w: Tensor, bias: Tensor | None, is_covered: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return them in autocast's dtype, where there is one and the weight is read."""
+    dtype = autocast_dtype(x.device)
+    if dtype is None:
+        return x, w, bias
+    return x.to(dtype), w if is_covered else w.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _followed(recipe: Recipe | str, earlier: ExpertAmaxes | None) -> Recipe:
+    """Return the recipe, of what experts can follow without or with the amaxes that a layer keeps."""
+    recipe = recipe_of_experts(recipe)
+    if earlier is None:
+        refuse_delayed(recipe, "experts whose amaxes no layer keeps")
+    return recipe
 
 
 def _outputs(
@@ -194,17 +211,18 @@ def _outputs(
     out_dtype: torch.dtype,
     rng: AnyPhilox | None,
     tensors: tuple,
-    operands: tuple[ops.Operand | None, CachedWeight | None, LayerSplit | None],
+    operands: tuple[ops.Operand | None, CachedWeight | None, LayerSplit | None, ExpertAmaxes],
 ) -> Tensor:
-    """Return what `grouped_linear` does, of checked tensors, of operands of x and w that came along, and of parts."""
-    row, cached, split = operands
+    """Return what `grouped_linear` does, of checked tensors, operands of x and w that came along, parts and amaxes."""
+    row, cached, split, earlier = operands
     draw, signs = _places(recipe, rng, tensors[0].device)
     (layout,), buffers = flatten([cached])
     late = cached if layout.is_late else None
     buffers = [*(row.blocks if row else ()), *buffers]
     call = _Call(recipe, out_dtype, torch.is_grad_enabled(), layout, row and row[1:], split)
     stream, bases = (0, (None, None)) if draw is None else (draw.stream, _bases(draw, signs))
-    return _GroupedLinear.apply((call, stream, late), *tensors, *bases, *buffers)
+    amaxes = *earlier.x, *earlier.dy
+    return _GroupedLinear.apply((call, stream, late, earlier.lacks), *tensors, *bases, *amaxes, *buffers)
 
 
 def _bases(draw: Draw, signs: Draw | None) -> tuple[Tensor | None, Tensor | None]:
@@ -216,7 +234,7 @@ def recipe_of_experts(recipe: Recipe | str) -> Recipe:
     """Return the recipe, of what experts can follow.
 
     Raises:
-        ValueError: it splits a mean off, takes channels apart, or delays its amaxes.
+        ValueError: it splits a mean off or takes channels apart.
     """
     recipe = resolve(recipe)
     if recipe.channels is not None:
@@ -229,7 +247,6 @@ def recipe_of_experts(recipe: Recipe | str) -> Recipe:
             "recipe.activation_mean='split': experts do not split a mean off; use dataclasses.replace(recipe, "
             "activation_mean='kept') for them, in hb.quantize_ by rules"
         )
-    refuse_delayed(recipe, "experts")
     return recipe
 
 
@@ -277,15 +294,16 @@ def _at_once(function: Any, static: tuple, tensors: Sequence[Any], streams: tupl
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x, w, bias, offsets, main_grad, the rng's base, that of its signs if another, tensors of x_row and of a cached
-    weight in, y out.
+    """x, w, bias, offsets, main_grad, the rng's base, that of its signs if another, amaxes of x, GradientAmaxes, then
+    tensors of x_row and of a cached weight in, y out.
     """
 
     @staticmethod
     def forward(ctx: Any, how: tuple, x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         # torch.compile without gradients drops ctx where there are as many arguments as parameters; here, never.
         offsets, main_grad, base, sign_base, *_ = rest
-        call, ctx.stream, ctx.late = how
+        call, ctx.stream, ctx.late, ctx.lacks = how
+        ctx.earlier, rest = GradientAmaxes(*rest[6:10]), (*rest[:6], *rest[10:])
         adds = bias is not None and call.adds_bias
         product = call if not adds else call._replace(out_dtype=torch.float32)  # rounded with its bias, once
         needs = tuple([call.save and need for need in ctx.needs_input_grad[1:3]])
@@ -303,8 +321,11 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.late is not None:
             entries, saved = with_late((ctx.late,), layout[0], saved, ctx.needs_input_grad[1])
             layout = entries, layout[1]
-        static = ctx.call, layout, ctx.needs_input_grad[1:3], ctx.dtypes
-        given = *saved, dy, ctx.main_grad
+        static, amaxes = (ctx.call, layout, ctx.needs_input_grad[1:3], ctx.dtypes), ops.Amaxes()
+        if any(t is not None for t in ctx.earlier):
+            how, (offsets, base, sign_base) = (ctx.call.recipe, ctx.needs_input_grad[1:3], ctx.lacks), saved[-3:]
+            amaxes = of_expert_gradients(how, ctx.earlier, dy, offsets, _draws(base, sign_base, ctx.stream)[1])
+        given = *saved, dy, ctx.main_grad, *amaxes
         (dx, dw), _ = ctx.call.run(_backward_pass, static, given, ctx.stream)
         db = ops.grouped_token_sum(dy, saved[-3]).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
         return None, dx, dw, db, *[None] * (len(ctx.needs_input_grad) - 4)
@@ -313,22 +334,22 @@ class _GroupedLinear(torch.autograd.Function):
 def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, tuple[Saved, bool]]:
     """Return y, then the tensors of what the backward needs; and their layout, and whether tiles are shared."""
     call, (need_dx, need_dw) = static
-    x, w, offsets, _, base, sign_base, *buffers = tensors
+    x, w, offsets, _, base, sign_base, *others = tensors
     recipe = call.recipe
     fprop, dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
     draws = _draws(base, sign_base, streams[0])
     transient = (recipe.backward == "original", False)
     keeps_col = recipe.backward == "original"
-    given, buffers = _given_row(call.row, buffers)
+    amaxes = ops.Amaxes(*others[:2])
+    given, buffers = _given_row(call.row, others[2:])
     specs = None if given else fprop.a, wgrad.b if need_dw and keeps_col else None
     place = Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), transient)
-    x_row, x_col = _both(x, offsets, specs, place, part_of(call.split, "MK"))
+    x_row, x_col = _both(x, offsets, specs, place, part_of(call.split, "MK"), amaxes)
     x_row = given or x_row
     specs = fprop.b, dgrad.b if need_dx and keeps_col else None
     cached = unflatten([call.cached], buffers)[0]
-    shares_tiles = (
-        call.split is None and cached[1] is None and _shares_tiles(specs, x.device if w is not None else None)
-    )
+    is_whole = call.split is None and cached[1] is None
+    shares_tiles = is_whole and _shares_tiles(specs, x.device if w is not None else None)
     transient = (transient[0] and not shares_tiles, False)
     place = Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), transient)
     specs = (specs[0], None) if shares_tiles else specs
@@ -351,13 +372,13 @@ def _given_row(static: tuple | None, buffers: Sequence[Tensor]) -> tuple[ops.Ope
 def _backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, None]:
     """Return the gradients of x and w."""
     (recipe, *_, split), (layout, shares_tiles), (need_dx, need_dw), (x_dtype, w_dtype) = static
-    (x_col, w_col), (offsets, base, sign_base, dy, main_grad) = unflatten_operands(layout, tensors)
+    (x_col, w_col), (offsets, base, sign_base, dy, main_grad, *amaxes) = unflatten_operands(layout, tensors)
     assert offsets is not None, "offsets are always saved"
     dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.dgrad, recipe.wgrad))
     draws = _draws(base, sign_base, streams[0])
     specs = dgrad.a if need_dx else None, wgrad.a if need_dw else None
     place = Place(*draws, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
-    row, col = _both(dy, offsets, specs, place, part_of(split, "MN"))
+    row, col = _both(dy, offsets, specs, place, part_of(split, "MN"), ops.Amaxes(*amaxes))
     dx = dw = None
     if need_dx:
         place = Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
@@ -387,11 +408,13 @@ def _both(
     specs: tuple[Spec | None, Spec | None],
     place: Place,
     part: Part | None = None,
+    amaxes: ops.Amaxes = ops.Amaxes(),  # noqa: B008  a tuple
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
     """Return t and, group by group, t.T as GEMM operands, quantized where their spec is not None.
 
     Args:
         part: which of the tensor this is; None for all of it.
+        amaxes: to quantize with; of a part its own, which no layer keeps.
     """
     if part is not None:
         return both_of_part(part, t, offsets, specs, place)
@@ -399,7 +422,7 @@ def _both(
     def quantize(t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
         return ops.grouped_quantize_row_col(t, offsets, row, col)
 
-    return both(t, *specs, place, ops.Amaxes(), quantize)
+    return both(t, *specs, place, amaxes, quantize)
 
 
 def _weight(w: Tensor, specs: tuple[Spec | None, Spec | None], cached: tuple, how: tuple[Place, Part | None]) -> tuple:

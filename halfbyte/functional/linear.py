@@ -149,7 +149,10 @@ def linear_shared(
 
 
 class Layers(NamedTuple):
-    """Linear layers that read one input: lists of one entry per layer, and the rng of `linear_shared`."""
+    """Linear layers that read one input: lists of one entry per layer, and the rng of `linear_shared`.
+
+    dy_amaxes, x_amaxes: what layers do with amaxes of earlier steps of their gradients; and of an x that ranks share.
+    """
 
     weights: list
     biases: list
@@ -158,6 +161,7 @@ class Layers(NamedTuple):
     cached_weights: list
     rng: AnyPhilox | Sequence[AnyPhilox] | None
     dy_amaxes: Sequence[GradientAmaxes | None] = ()
+    x_amaxes: GradientAmaxes | None = None
 
 
 def outputs_of(
@@ -206,7 +210,7 @@ def prepare(
 
     Returns None and (x, *weights, *biases) where everything stays in high precision.
     """
-    weights, biases, amaxes, grads, cached, rng, dy_amaxes = layers
+    weights, biases, amaxes, grads, cached, rng, dy_amaxes, _ = layers
     n = len(weights)
     for i, w in enumerate(weights):
         if isinstance(w, PrimaryWeight):

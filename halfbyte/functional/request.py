@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.functional.foreign import refuse_foreign
-from halfbyte.functional.split import LayerSplit, maker
+from halfbyte.functional.split import LayerSplit, Part, maker
 from halfbyte.functional.tokens import Tokens
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers
 from halfbyte.rng import Draw
@@ -55,6 +55,10 @@ class Request:
         split = None if self.splits is None else self.splits[index]
         return maker(split, letters, moved and split is not None and split.dim == "K")
 
+    def part(self, index: int, letters: str) -> Part | None:
+        """Return which part of a tensor of one layer is here, None where all of it is."""
+        return part_of(None if self.splits is None else self.splits[index], self.tokens, letters)
+
     def adds_bias(self, index: int) -> bool:
         """Whether this rank adds the bias of a layer: of partial sums the first rank alone."""
         split = None if self.splits is None else self.splits[index]
@@ -63,6 +67,20 @@ class Request:
     @cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, one.name) for one in fields(self)))
+
+
+def part_of(split: LayerSplit | None, tokens: Tokens | None, letters: str) -> Part | None:
+    """Return which part of a tensor is here, None where all of it is.
+
+    Args:
+        split, tokens: of the layer.
+        letters: "MK" of x, "MN" of dy.
+    """
+    if tokens is not None and letters == {"x": "MK", "y": "MN"}[tokens.of]:
+        return Part(tokens.split, 0, tokens.split.borders)
+    if split is None or split.dim not in letters:
+        return None
+    return Part(split, letters.index(split.dim), split.borders)
 
 
 class Call(NamedTuple):

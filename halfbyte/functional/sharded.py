@@ -22,11 +22,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from halfbyte import ops
-from halfbyte.functional.earlier import refuse_delayed
+from halfbyte.functional.earlier import of_shared_x
 from halfbyte.functional.foreign import PLAIN
 from halfbyte.functional.group import all_max, waited
 from halfbyte.functional.linear import Layers, prepare, run_call
 from halfbyte.functional.operands import BF16_GEMM
+from halfbyte.functional.places import places_of
+from halfbyte.functional.request import part_of
 from halfbyte.functional.split import LayerSplit, chunks
 from halfbyte.functional.tokens import Tokens, block_problem
 from halfbyte.ops.backends import warn_once
@@ -89,7 +91,9 @@ def outputs_of_parts(
         ],
     )
     x_here = x.to_local(grad_placements=(shared[0].dx,))
-    call, tensors = prepare(x_here, local, recipe, out_dtype, None, (splits if any(splits) else None, tokens))
+    places, part = places_of(layers.rng, len(splits), recipe), part_of(splits[0], tokens, "MK")
+    amaxes = of_shared_x(part, x_here, (recipe, None if places is None else places[0]), layers.x_amaxes)
+    call, tensors = prepare(x_here, local, recipe, out_dtype, amaxes, (splits if any(splits) else None, tokens))
     given_y = Shard(y_tokens) if tokens is not None and tokens.of == "y" and y_tokens is not None else None
     lines = list(x_here.shape if tokens is None or tokens.of == "y" else x.shape)
     if tokens is not None and given_y is not None:
@@ -216,7 +220,6 @@ def _refuse_unsupported(layers: Layers, recipe: Recipe, shared: list[Shared]) ->
             f"recipe.channels={recipe.channels} and layers that ranks share: which channels they are takes all of x "
             "and w; use dataclasses.replace(recipe, channels=None)"
         )
-    refuse_delayed(recipe, "layers that ranks share")
     if recipe.splits_mean and any(one.dim == "M" for one in shared):
         raise ValueError(
             "activation_mean='split' and tokens in parts: their mean takes all of them; redistribute x first"

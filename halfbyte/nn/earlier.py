@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,16 +11,34 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.amaxes import DY, X
 from halfbyte.functional.autocast import autocast_dtype
-from halfbyte.functional.derivatives import LINEAR, refuse_transforms
-from halfbyte.functional.earlier import GradientAmaxes, Specs, own_amaxes, refuse_delayed, waiting
+from halfbyte.functional.derivatives import EXPERTS, LINEAR, refuse_transforms
+from halfbyte.functional.earlier import (
+    ExpertAmaxes,
+    GradientAmaxes,
+    Specs,
+    combined,
+    own_amaxes,
+    own_of_experts,
+    waiting,
+)
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.operands import gradient_specs
 from halfbyte.functional.places import FPROP_SIGNS, WGRAD_SIGNS, at_stream
 from halfbyte.layout import matrix_shape
-from halfbyte.rng import Draw
+from halfbyte.rng import Draw, StreamPhilox
 from halfbyte.spec import GemmSpec, Recipe
 
 _PLAIN_GEMM = GemmSpec()
+
+
+class ExpertsHere(NamedTuple):
+    """Which of a layer's experts run here, None for all, and whether their tokens came as codes, which fprop reads."""
+
+    experts: slice | None = None
+    arrived_as_codes: bool = False
+
+
+_ALL = ExpertsHere()
 
 
 def _is_delayed(layer: Any) -> bool:
@@ -37,10 +55,8 @@ def amaxes_of_x(x: Tensor, layers: Sequence[Any], call: int, given: ops.Amaxes |
         given: those of x, as far as the norm that made it knows them.
     """
     first = layers[0]
-    if not _is_delayed(first) or x.is_meta:
+    if not _is_delayed(first) or x.is_meta or is_sharded(x):  # see `amaxes_of_shared_x`
         return given
-    if is_sharded(x):
-        refuse_delayed(first.recipe, "layers that ranks share")
     refuse_transforms((x,), LINEAR)  # before anything is noted
     first.run_state.watch_steps()
     records = torch.is_grad_enabled()
@@ -54,9 +70,22 @@ def amaxes_of_x(x: Tensor, layers: Sequence[Any], call: int, given: ops.Amaxes |
     for i, (spec, own) in enumerate(zip(specs, known, strict=True)):
         held = None if spec is None else amaxes.known(X + i)
         if amaxes.measures and records and spec is not None and own is not None:
-            amaxes.note(X + i, own)
+            amaxes.seen_by(X + i).clamp_(min=own)
         used.append(own if held is None else held)
     return ops.Amaxes(*used)
+
+
+def amaxes_of_shared_x(x: Tensor, layers: Sequence[Any]) -> GradientAmaxes | None:
+    """Return what layers that ranks share do with the amaxes of their input, None for nothing, as of plain tensors."""
+    first = layers[0]
+    if not is_sharded(x) or not _is_delayed(first) or x.is_meta:
+        return None
+    first.run_state.watch_steps()
+    records, amaxes = torch.is_grad_enabled(), first.amaxes.to(x.device)
+    specs = waiting(_input_specs(first.recipe, records and any(layer.weight.requires_grad for layer in layers)))
+    held = [None if spec is None else amaxes.known(X + i) for i, spec in enumerate(specs)]
+    seen = [amaxes.seen[X + i] if spec and amaxes.measures and records else None for i, spec in enumerate(specs)]
+    return GradientAmaxes(*held, *seen)
 
 
 def _input_specs(recipe: Recipe, need_dw: bool) -> Specs:
@@ -94,3 +123,43 @@ def gradient_amaxes(x: Tensor, layer: Any) -> GradientAmaxes | None:
     held = [None if spec is None else amaxes.known(DY + i) for i, spec in enumerate((row, col))]
     seen = [amaxes.seen[DY + i] if spec and amaxes.measures else None for i, spec in enumerate((row, col))]
     return GradientAmaxes(*held, *seen)
+
+
+def amaxes_of_experts(
+    layer: Any, tensors: tuple[Tensor, Tensor, Tensor], place: StreamPhilox | None, here: ExpertsHere = _ALL
+) -> ExpertAmaxes:
+    """Return what experts do with amaxes of earlier steps; note those of x.
+
+    Args:
+        layer: with or without a recipe that delays amaxes.
+        tensors: x [M, K], w_ENK and the ends of the groups.
+        place: where the experts draw.
+        here: where they are not all of the layer's.
+    """
+    x, w, offsets = tensors
+    if not _is_delayed(layer) or x.is_meta:
+        return ExpertAmaxes()
+    refuse_transforms((x,), EXPERTS)  # before anything is noted
+    layer.run_state.watch_steps()
+    records, amaxes = torch.is_grad_enabled(), layer.amaxes.to(x.device)
+    measures = amaxes.measures and records
+    row, col = waiting(_input_specs(layer.recipe, records and w.requires_grad))
+    specs = None if here.arrived_as_codes else row, col
+    row, col = (spec if measures or amaxes.lacks(X + i) else None for i, spec in enumerate(specs))
+    signs = place.signs_on(x.device) if place is not None and layer.recipe.needs_sign_rng else None
+    places = at_stream(signs, FPROP_SIGNS), at_stream(signs, WGRAD_SIGNS)
+    dtype = autocast_dtype(x.device)
+    found = own_of_experts(x.detach() if dtype is None else x.detach().to(dtype), offsets, (row, col), places)
+    used: list[Tensor | None] = []
+    for i, (spec, own) in enumerate(zip(specs, found, strict=True)):
+        if measures and own is not None:
+            amaxes.seen_by(X + i, here.experts).clamp_(min=own)
+        held = None if spec is None else amaxes.known(X + i, here.experts)
+        used.append(combined(held, own, amaxes.lacks(X + i)))
+    if not records:
+        return ExpertAmaxes(ops.Amaxes(*used))
+    specs = waiting(gradient_specs(layer.recipe, x.requires_grad, w.requires_grad))
+    held = [None if spec is None else amaxes.known(DY + i, here.experts) for i, spec in enumerate(specs)]
+    seen = [amaxes.seen_by(DY + i, here.experts) if spec and measures else None for i, spec in enumerate(specs)]
+    lacks = amaxes.lacks(DY), amaxes.lacks(DY + 1)
+    return ExpertAmaxes(ops.Amaxes(*used), GradientAmaxes(*held, *seen), lacks)

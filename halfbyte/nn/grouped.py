@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.grouped import recipe_of_experts
+from halfbyte.nn.earlier import amaxes_of_experts
 from halfbyte.nn.linear import describe_recipe, weight_of
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
@@ -68,6 +69,10 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
         recipe_of_experts(recipe)
         self.adopt(recipe, state)
 
+    @property
+    def amaxes_of(self) -> int:
+        return self.experts
+
     def forward(
         self, x: Tensor, w_ENK: Tensor, offsets: Tensor, call: int = 0, bias_EN: Tensor | None = None
     ) -> Tensor:
@@ -86,6 +91,7 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
         place = self.place(call, w_ENK.device)
         main_grad = getattr(w_ENK, "main_grad", None)
         options = {"main_grad": main_grad, "cached_weight": self.cached_weight(w_ENK)}
+        options["earlier"] = amaxes_of_experts(self, (x, w_ENK, offsets), place)
         run = partial(grouped_linear, recipe=self.recipe, bias_EN=bias_EN, rng=place, **options)
         if self.instead is not None:
             return self.instead(run, (x, w_ENK, offsets, bias_EN), self, place)

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from halfbyte import ops, recipes
 from halfbyte.functional.autocast import autocast_dtype
-from halfbyte.functional.earlier import refuse_delayed
 from halfbyte.functional.foreign import PLAIN, are_sharded, is_sharded, refuse_foreign
 from halfbyte.functional.linear import Layers, outputs_of
 from halfbyte.functional.weights import CachedWeight, weight_specs
-from halfbyte.nn.earlier import amaxes_of_x, gradient_amaxes
+from halfbyte.nn.earlier import amaxes_of_shared_x, amaxes_of_x, gradient_amaxes
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
@@ -151,8 +150,6 @@ def _handed_over(x: Tensor, layer: LinearLayer, call: int) -> ops.Amaxes | None:
 def run_shared(x: Tensor, layers: Sequence[LinearLayer], call: int, x_amaxes: ops.Amaxes | None) -> tuple[Tensor, ...]:
     """Return the outputs of layers that share a recipe; x_amaxes: those of x, where known."""
     entry = layers[0].entry
-    if entry is not None:
-        refuse_delayed(layers[0].recipe, "layers that ranks share")
     if entry is not None and torch.compiler.is_compiling():
         from halfbyte.functional.eager import eagerly
 
@@ -200,6 +197,7 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
         cached_weights=cached,
         rng=[place for place in places if place is not None] or None,
         dy_amaxes=[gradient_amaxes(x, layer) for layer in layers],
+        x_amaxes=amaxes_of_shared_x(x, layers),
     )
 
 

@@ -109,6 +109,9 @@ class FollowsRecipe(_Base):
     amaxes: LayerAmaxes | None = None
     """Those of earlier steps, where the recipe says so."""
 
+    amaxes_of: int | None = None
+    """How many experts have amaxes each; None for a layer of one weight."""
+
     def adopt(self, recipe: Recipe | str, state: RunState | None) -> None:
         recipe = resolve(recipe)
         state = own_state(recipe, state)
@@ -139,7 +142,7 @@ class FollowsRecipe(_Base):
     def _keep_amaxes(self) -> None:
         state, how = self.run_state, self._recipe.amax
         self.stop_delaying()
-        self.amaxes = None if state is None or how is None else state.amaxes_of(self.stream, how)
+        self.amaxes = None if state is None or how is None else state.amaxes_of(self.stream, how, self.amaxes_of)
 
     def join(self, state: RunState) -> None:
         """Draw from `state`, with fresh streams, unless somebody chose this layer's RunState."""

@@ -25,6 +25,7 @@ from halfbyte.ops.grouped import (
     grouped_gemm_nt,
     grouped_gemm_nt_batch_invariant,
     grouped_quantize_row_col,
+    grouped_row_col_amax,
 )
 from halfbyte.ops.mean import grouped_token_sum, quantize_residual, quantize_with_sum, token_mean, token_sum
 from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, row_col_amax, transpose
@@ -59,6 +60,7 @@ __all__ = [
     "grouped_gemm_nt",
     "grouped_gemm_nt_batch_invariant",
     "grouped_quantize_row_col",
+    "grouped_row_col_amax",
     "grouped_token_sum",
     "norm",
     "norm_backward",

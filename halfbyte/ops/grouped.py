@@ -16,8 +16,9 @@ from halfbyte.ops.define import OPERANDS, draw_of, empty_like, implementation, n
 from halfbyte.ops.gemm import operand, pair_arguments
 from halfbyte.ops.quantization import QUANTIZABLE, both_blocks, check_sides, op_arguments, outputs
 from halfbyte.ops.repeat import call_op
+from halfbyte.rng import Draw
 from halfbyte.sides import Side, both_sides, share_tiles, shared_draws
-from halfbyte.spec import Spec, parse
+from halfbyte.spec import NVFP4, Spec, parse
 
 
 def check_offsets(offsets: object, x: Tensor) -> None:
@@ -88,6 +89,51 @@ def _grouped_quantize_row_col(
     )
     both = implementation(x.device, backend).grouped_quantize_row_col(x, offsets, *asked)
     return outputs(x, both, (row_amax, col_amax), share_tiles(*specs))
+
+
+def grouped_row_col_amax(
+    x: Tensor,
+    offsets: Tensor,
+    row_spec: Spec | None,
+    col_spec: Spec | None,
+    sign_draw: Draw | None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the amaxes of every group of tokens along rows and along columns, fp32 [E], empty where there is none.
+
+    It quantizes in the cheapest way and keeps no code: kernels find the amaxes of groups only on their way to codes.
+
+    Args:
+        x: tokens [M, C].
+        offsets: integer [E], as for `grouped_quantize_row_col`.
+        row_spec, col_spec: NVFP4 with one amax per tensor, or None.
+        sign_draw: the place of fresh signs.
+    """
+    check_offsets(offsets, x)
+    keys = ["" if spec is None else spec.key for spec in (row_spec, col_spec)]
+    arguments = x, offsets, *keys, *place_arguments(sign_draw), backend or ""
+    return call_op(torch.ops.halfbyte.grouped_row_col_amax, *arguments)
+
+
+def _grouped_row_col_amax(x, offsets, row_key, col_key, sign_rng, sign_stream, backend) -> tuple[Tensor, Tensor]:
+    bare = [spec and NVFP4(rotation=spec.rotation) for spec in (spec_of(row_key), spec_of(col_key))]
+    sides = both_sides(bare[0], bare[1], sign_draw=draw_of(sign_rng, sign_stream))
+    both = implementation(x.device, backend).grouped_quantize_row_col(x, offsets, *sides)
+    none = x.new_empty(0, dtype=torch.float32)
+    row, col = (none if blocks is None else blocks.amax for blocks in both)
+    return row, col.clone() if col.data_ptr() == row.data_ptr() else col
+
+
+def _grouped_row_col_amax_fake(x, offsets, row_key, col_key, *rest):
+    return tuple([x.new_empty(offsets.shape[0] if key else 0, dtype=torch.float32) for key in (row_key, col_key)])
+
+
+op(
+    "grouped_row_col_amax(Tensor x, Tensor offsets, str row_key, str col_key, Tensor? sign_rng, int sign_stream, "
+    "str backend) -> (Tensor, Tensor)",
+    _grouped_row_col_amax,
+    _grouped_row_col_amax_fake,
+)
 
 
 def _shapes(x: Tensor, groups: int, spec: Spec, scale_layout: str, contraction: bool) -> tuple[tuple[int, ...], ...]:

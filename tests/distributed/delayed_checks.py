@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import halfbyte as hb
 
@@ -74,16 +73,3 @@ def written_by_one(rank: int, world: int) -> dict | None:
 
 def of_a_rank(rank: int, world: int) -> tuple:
     return trained(rank, world, sharded=False), trained(rank, world, sharded=True)
-
-
-def tensor_parallel(rank: int, world: int) -> str:
-    """Return how a layer that ranks share refuses it."""
-    mesh = dist.init_device_mesh("cpu", (world,))
-    model, state = converted(rank)
-    parallelize_module(model, mesh, {"0": ColwiseParallel()})
-    state.begin_step(model)
-    try:
-        model[0](batch(0, 0))
-    except ValueError as error:
-        return str(error)
-    return "no error"

@@ -9,22 +9,18 @@ from __future__ import annotations
 import copy
 import pickle
 
-import numpy as np
-import oracle
 import pytest
 import torch
+from delayed_follower import NAMES, SEED, Follower, assert_bytes
 from repeating import kernels
 from torch.utils.checkpoint import checkpoint
 
 import halfbyte as hb
-from halfbyte import layout, ops, recipes
+from halfbyte import ops, recipes
 
 __all__ = ["kernels"]
-SEED, K, N, M = 3, 40, 24, 18
+K, N, M = 40, 24, 18
 NO_SIGNS = hb.Hadamard(size=16, signs="none")
-NAMES = ("x.row", "x.col", "dy.row", "dy.col")
-STREAM = {"x.row": 0, "x.col": 1, "w.row": 2, "w.col": 3, "dy.row": 4, "dy.col": 5}
-SIGNS = {"x.row": 6, "x.col": 8, "dy.row": 7, "dy.col": 8}
 RECIPES = {
     "nvfp4": recipes.delayed_amax(),
     "every2": recipes.delayed_amax(every=2, margin=1.3),
@@ -34,42 +30,6 @@ RECIPES = {
     "mxfp8_bwd": recipes.delayed_amax(base="nvfp4_mxfp8_bwd"),
     "row": recipes.delayed_amax(base=recipes.row_scaled(scope="activations")),
 }
-
-
-class Follower:
-    """The amaxes of one layer, followed as section 3 defines them."""
-
-    def __init__(self, recipe: hb.Recipe) -> None:
-        self.every, self.margin, self.step = recipe.amax.every, np.float32(recipe.amax.margin), -1
-        fprop, dgrad, wgrad = (gemm or hb.GemmSpec() for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
-        x_col = wgrad.b if recipe.backward == "original" else None
-        self.specs = dict(zip(NAMES, (fprop.a, x_col, dgrad.a, wgrad.a), strict=True))
-        zeros = dict.fromkeys(NAMES, np.float32(0))
-        self.held, self.before, self.seen, self.exceeded = zeros, zeros, zeros, dict.fromkeys(NAMES, 0)
-
-    def begin(self) -> None:
-        held = dict(self.held)
-        if self.step >= 0 and self.step % self.every == 0:
-            for name in NAMES:
-                self.exceeded[name] += int(self.before[name] > 0 and self.seen[name] > self.held[name])
-                if self.seen[name] > 0:
-                    held[name] = min(self.margin * self.seen[name], np.finfo(np.float32).max)
-        self.before, self.held, self.step = self.held, held, self.step + 1
-        self.seen = dict.fromkeys(NAMES, np.float32(0))
-
-    def delays(self, name: str) -> bool:
-        spec = self.specs[name]
-        return isinstance(spec, hb.NVFP4) and spec.outer == "tensor"
-
-    def expected(self, name: str, t: np.ndarray, position: int) -> oracle.Result:
-        """Return the operand of a call, and note its amax."""
-        spec = self.specs[name]
-        place, signs = (oracle.Place(SEED, (position << 32) + streams[name]) for streams in (STREAM, SIGNS))
-        own = oracle.quantize(t, spec, place, signs)
-        if not self.delays(name):
-            return own
-        self.seen[name] = max(self.seen[name], own.amax[0])
-        return oracle.quantize(t, spec, place, signs, [self.held[name]]) if self.before[name] > 0 else own
 
 
 class Spy:
@@ -94,14 +54,6 @@ class Spy:
                 sides = zip(("row", "col"), (row, col), blocks, strict=True)
                 found |= {name: (side.spec, made) for name, side, made in sides if side is not None}
         return found
-
-
-def assert_bytes(spec, blocks, expected: oracle.Result) -> None:
-    codes = np.array(expected.codes, dtype=np.uint8)
-    np.testing.assert_array_equal(layout.unpack(blocks.qdata).numpy(), codes)
-    np.testing.assert_array_equal(blocks.block_scale.numpy(), np.array(expected.scales, dtype=np.uint8))
-    amax = np.array(expected.amax, dtype=np.float32).reshape(tuple(blocks.amax.shape))
-    np.testing.assert_array_equal(blocks.amax.numpy(), amax)
 
 
 def layer_of(recipe, state=None, n=N, k=K) -> hb.nn.Linear:

@@ -94,7 +94,6 @@ def test_experts_that_were_kept_follow_no_schedule_though_they_have_its_state():
     [
         (hb.recipes.outlier_channels(), "channels=None"),
         (hb.recipes.nvfp4(activation_mean="split"), "activation_mean='kept'"),
-        (hb.recipes.delayed_amax(), "amax=None"),
     ],
 )
 def test_recipes_that_experts_cannot_follow_are_refused_by_name_and_nothing_changes(recipe, words):

@@ -134,6 +134,18 @@ def test_an_amax_of_the_caller_is_used():
         assert torch.equal(col.qdata[:, start : start + want_col.qdata.shape[1]], want_col.qdata)
 
 
+@pytest.mark.parametrize("name", ["standard", "stochastic", "rotated_fresh", "eden_rotated_fresh", "tile"])
+def test_amaxes_alone_are_those_of_the_quantized_groups(name):
+    spec, x, offsets = SPECS[name], tokens(RAGGED, 6), ends(RAGGED)
+    signs = SIGNS.on(CPU)
+    row, col = hb.ops.grouped_row_col_amax(x, offsets, spec, spec, signs)
+    draw = RNG.on(CPU)
+    expected = hb.ops.grouped_quantize_row_col(x, offsets, *both_sides(spec, spec, draw=draw, sign_draw=signs))
+    assert torch.equal(row, expected[0].amax) and torch.equal(col, expected[1].amax) and row.count_nonzero() == 4
+    (only,) = (amax for amax in hb.ops.grouped_row_col_amax(x, offsets, None, spec, signs) if amax.numel())
+    assert torch.equal(only, col)
+
+
 def test_shapes_do_not_depend_on_the_sizes_of_groups():
     for spec in SPECS.values():
         for scale_layout in LAYOUTS:
@@ -178,6 +190,10 @@ class TestOps:
         for keys, given in ((("", key), (None, amax)), ((key, key), (amax, amax))):
             end = (*given, "linear", True, True, "")
             opcheck(HB.grouped_quantize_row_col, (tokens(RAGGED, 0), ends(RAGGED), *keys, *self.draws, *end))
+
+    def test_opcheck_amaxes(self):
+        for keys in ((hb.NVFP4().key, SPECS["rotated_fresh"].key), ("", hb.NVFP4().key)):
+            opcheck(HB.grouped_row_col_amax, (tokens(RAGGED, 6), ends(RAGGED), *keys, *self.draws[2:], ""))
 
     @every_layout
     def test_opcheck_dequantize_and_gemm(self, scale_layout):

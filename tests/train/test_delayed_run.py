@@ -7,8 +7,8 @@ import pytest
 import torch
 from runs import losses, stop_after, weights
 
+import halfbyte as hb
 from halfbyte import cli
-from halfbyte.train import config as configs
 from halfbyte.train import graphs, loop
 from halfbyte.train.treatment import applied
 
@@ -59,10 +59,18 @@ def test_a_late_forward_in_high_precision(run):
     assert loop.train(applied(config, name), name, data)["amaxes_exceeded"] > 0
 
 
-def test_experts_are_refused_before_the_first_step():
-    config = replace(configs.tiny(), model="moe-tiny")
-    with pytest.raises(ValueError, match=r"recipe.amax=Delayed.*experts quantize"):
-        applied(config, "nvfp4(amax=delayed)")
+def test_a_run_of_experts_keeps_amaxes_of_each(run):
+    config, data = run(model="moe-tiny", steps=4, batch=1, sequence=8, checkpoint_every=4, eval_every=4)
+    trainer = loop.Trainer(config, DELAYED, data)
+    assert trainer.train()["amaxes_exceeded"] > 0
+    path = config.run.out / "checkpoints" / "step-00000004.pt"
+    saved = torch.load(path, weights_only=True)["run_state"]["amaxes"]
+    layers = [layer for layer in trainer.model.modules() if isinstance(layer, hb.nn.GroupedLinear)]
+    assert layers
+    for layer in layers:
+        numbers = saved[str(layer.stream)]
+        assert numbers["held"] == torch.cat(layer.amaxes.held).tolist() and len(numbers["held"]) == 4 * 8
+        assert any(numbers["held"]) and any(numbers["seen"])
 
 
 def test_what_a_graph_has_recorded_is_forgotten_once_amaxes_are_used(run, monkeypatch):

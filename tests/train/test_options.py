@@ -127,7 +127,7 @@ def test_experts_that_could_not_follow_in_mid_run_are_refused_before_it(name, ch
     assert applied(dataclasses.replace(config, model="tiny", mesh=configs.MeshConfig()), name).model == "tiny"
 
 
-@pytest.mark.parametrize("name", ["outlier_channels", "nvfp4(amax=delayed)"])
+@pytest.mark.parametrize("name", ["outlier_channels", "nvfp4(mean=split)"])
 def test_python_refuses_them_as_the_command_does(run, name):
     """And a run that is there already is still there."""
     config, data = run(steps=2, model="moe-tiny", overwrite=True)

@@ -1,0 +1,18 @@
+"""Layers that ranks share quantize x and dy with the amax of the whole of an earlier step; more in tests/scale."""
+
+import delayed_expert_checks as experts
+import delayed_parts_checks as checks
+import ranks
+from delayed_parts_checks import Case
+
+WHOLE_BLOCKS, CUT_BLOCKS = (32, 64, 96), (19, 24, 40)
+
+
+def test_operands_and_states_are_those_of_one_process():
+    cases = [Case("every2", style, CUT_BLOCKS) for style in ("colwise", "rowwise", "tokens")]
+    cases += [Case("every1", style, WHOLE_BLOCKS) for style in ("rowwise", "x in codes", "dy in codes")]
+    assert ranks.run(2, checks.operands, cases)[0] == []
+
+
+def test_experts_that_ranks_share_have_the_bytes_and_the_state_of_one_process():
+    assert ranks.run(2, experts.operands)[0] == []
