@@ -18,7 +18,9 @@ def cases(names, shapes, sizes=SIZES, **more):
 
 
 def test_every_recipe():
-    assert ranks.run(2, checks.operands, cases(ALL, SHAPES[1:2]), seconds=280)[0] == []
+    """Each in one style, neighbours in the other one, in parts that cut blocks."""
+    every = [part(name, list(checks.STYLES)[i % 2], SHAPES[1], SIZES) for i, name in enumerate(ALL)]
+    assert ranks.run(2, checks.operands, every, seconds=280)[0] == []
 
 
 @pytest.mark.full
