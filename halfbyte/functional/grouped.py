@@ -31,7 +31,7 @@ from halfbyte.functional.earlier import ExpertAmaxes, GradientAmaxes, of_expert_
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
 from halfbyte.functional.group_bias import check_bias, with_bias
-from halfbyte.functional.grouped_split import both_of_part, part_of
+from halfbyte.functional.grouped_split import both_of_part, part_of_experts
 from halfbyte.functional.operands import Place, Saved, both, flatten_operands, unflatten_operands, with_late
 from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, snapshot
 from halfbyte.functional.primary import primary_experts, runs_eagerly, turned_experts
@@ -344,7 +344,7 @@ def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
     given, buffers = _given_row(call.row, others[2:])
     specs = None if given else fprop.a, wgrad.b if need_dw and keeps_col else None
     place = Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), transient)
-    x_row, x_col = _both(x, offsets, specs, place, part_of(call.split, "MK"), amaxes)
+    x_row, x_col = _both(x, offsets, specs, place, part_of_experts(call.split, "MK"), amaxes)
     x_row = given or x_row
     specs = fprop.b, dgrad.b if need_dx and keeps_col else None
     cached = unflatten([call.cached], buffers)[0]
@@ -353,7 +353,7 @@ def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
     transient = (transient[0] and not shares_tiles, False)
     place = Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), transient)
     specs = (specs[0], None) if shares_tiles else specs
-    w_row, w_col = cached if w is None else _weight(w, specs, cached, (place, part_of(call.split, "NK")))
+    w_row, w_col = cached if w is None else _weight(w, specs, cached, (place, part_of_experts(call.split, "NK")))
     product = ops.grouped_gemm_nt_batch_invariant if fprop.batch_invariant else ops.grouped_gemm_nt
     y = product(x_row, w_row, offsets, out_dtype=call.out_dtype)
     kept = (
@@ -378,16 +378,16 @@ def _backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]
     draws = _draws(base, sign_base, streams[0])
     specs = dgrad.a if need_dx else None, wgrad.a if need_dw else None
     place = Place(*draws, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
-    row, col = _both(dy, offsets, specs, place, part_of(split, "MN"), ops.Amaxes(*amaxes))
+    row, col = _both(dy, offsets, specs, place, part_of_experts(split, "MN"), ops.Amaxes(*amaxes))
     dx = dw = None
     if need_dx:
         place = Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
-        how = recipe, dgrad.b, x_dtype, part_of(split, "NK", moved=True)
+        how = recipe, dgrad.b, x_dtype, part_of_experts(split, "NK", moved=True)
         right = _turned(w_col) if shares_tiles else _right(w_col, None, how, place)
         dx = ops.grouped_gemm_nt(row, right, offsets, out_dtype=x_dtype)
     if need_dw:
         place = Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
-        right = _right(x_col, offsets, (recipe, wgrad.b, x_dtype, part_of(split, "MK", moved=True)), place)
+        right = _right(x_col, offsets, (recipe, wgrad.b, x_dtype, part_of_experts(split, "MK", moved=True)), place)
         if main_grad is None:
             dw = ops.grouped_gemm_nt(col, right, offsets, out_dtype=x_dtype).to(w_dtype)
         else:

@@ -24,7 +24,7 @@ from halfbyte.sides import Side, Sides, share_tiles
 from halfbyte.spec import Spec
 
 
-def part_of(split: LayerSplit | None, letters: str, moved: bool = False) -> Part | None:
+def part_of_experts(split: LayerSplit | None, letters: str, moved: bool = False) -> Part | None:
     """Return which part of a tensor is here, None where all of it is.
 
     Args:

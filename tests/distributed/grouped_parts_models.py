@@ -150,8 +150,8 @@ def _ask_when_wrapping(ask, mesh) -> None:
     ask("fsdp2 first", lambda: wrapped(COLWISE(), lambda m: fully_shard(m, mesh=mesh)))
     ask("cached", lambda: wrapped(COLWISE(), hb.cache_weights))
     ask("cached after", lambda: hb.cache_weights(shared(mesh.size())))
-    delayed = hb.recipes.delayed_amax(hb.recipes.nvfp4())
-    ask("delayed amaxes", lambda: wrapped(COLWISE(), lambda m: hb.set_recipe_(m, delayed)))
+    delayed = hb.recipes.delayed_amax()
+    ask("delayed amaxes", lambda: wrapped(COLWISE(), lambda m: hb.set_recipe_(m, delayed, state=hb.RunState(0))))
     ask("main_grad", lambda: wrapped(COLWISE(), lambda m: setattr(m.gate_up_proj.weight, "main_grad", torch.zeros(()))))
     ask("zero", lambda: hb.distributed.ZeroOptimizer(shared(mesh.size()), torch.optim.AdamW))
 
