@@ -4,4 +4,9 @@ import sys
 
 from bench.run import main
 
-sys.exit(main(sys.argv[1:]))
+try:
+    status = main(sys.argv[1:])
+except ValueError as error:
+    print(f"bench: {error}", file=sys.stderr)
+    status = 2
+sys.exit(status)

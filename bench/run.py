@@ -14,6 +14,7 @@ import torch
 from bench import machine, plot, results
 from bench.registry import Case, Setting, Shape, Unequal, all_cases, select
 from bench.results import Result
+from halfbyte.arguments import ArgumentParser
 from halfbyte.ops.backends import BACKENDS, REFERENCE, choose
 from halfbyte.verify import timing
 
@@ -44,7 +45,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="halfbyte bench", description=DESCRIPTION)
+    parser = ArgumentParser(prog="halfbyte bench", description=DESCRIPTION)
     parser.add_argument("--only", nargs="*", default=[], metavar="GLOB", help="case names, such as 'quantize/*'")
     parser.add_argument(
         "--shape", nargs="*", type=_shape, default=[], metavar="MxK", help="these shapes instead of each case's own"

@@ -5,7 +5,6 @@ A command is a function from the list of its arguments to an exit status. User e
 
 from __future__ import annotations
 
-import argparse
 import errno
 import importlib
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfbyte import welcome
+from halfbyte.arguments import ArgumentParser
 from halfbyte.version import __version__
 
 USER_ERROR = 2
@@ -149,7 +149,7 @@ def explain_command(arguments: list[str]) -> int:
     """Print which kernels a call launches, with which tiles, and why."""
     from halfbyte import ops
 
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="halfbyte explain",
         description="Say which kernels a call on bf16 launches, with which tiles, why, and why not the others.",
     )

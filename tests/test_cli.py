@@ -48,6 +48,21 @@ def test_unknown_command(capsys):
         (["compare", "--colour", "1"], "--colour, 1; halfbyte compare --help says what can be given\n"),
         (["inspect"], ": Missing from halfbyte inspect: PATH The folder of a run, one of its checkpoints, or a folder"),
         (["evaluate", "x"], ": text, choices: give one of them, or both\n"),
+        (
+            ["verify", "--backend", "gpu"],
+            "argument --backend: invalid choice: 'gpu' (choose from 'reference',",
+        ),
+        (["study"], ": the following arguments are required: FILE; halfbyte study --help says what can be given\n"),
+        (["report", "--page"], ": the following arguments are required: run; halfbyte report --help says what"),
+        (["explain", "16x16"], ": the following arguments are required: SPEC; halfbyte explain --help says what"),
+        (
+            ["export", "x", "y", "--batches", "few"],
+            "argument --batches: invalid int value: 'few'; halfbyte export",
+        ),
+        (
+            ["bench", "--limit", "long"],
+            "argument --limit: invalid float value: 'long'; halfbyte bench --help says",
+        ),
         (["plan", "--recompute", "all"], "'all' for argument '--recompute'. Expected one of ('auto', 'nothing',"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.arguments import ArgumentParser
 from halfbyte.export import forms, save, write
 from halfbyte.export.files import read_folder_json
 from halfbyte.integrations.run_folder import is_run, load_run
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="halfbyte export",
         description="Write the bytes that a model was trained with as a checkpoint that vLLM, SGLang, TensorRT-LLM and "
         "compressed-tensors load.",

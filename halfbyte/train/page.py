@@ -6,12 +6,12 @@ than the page scrolls by itself, and everything is reached by the keyboard.
 
 from __future__ import annotations
 
-import argparse
 import math
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from halfbyte.arguments import ArgumentParser
 from halfbyte.stats.figures import NOISE_LIMIT, PRODUCTS, SIDES
 from halfbyte.train import files, folder, log, sampled
 from halfbyte.train.compare import RESULTS
@@ -54,7 +54,7 @@ pre { font-size: .8rem; margin: 0; } details { margin: .6rem 0; } summary { curs
 
 def main(arguments: list[str]) -> int:
     """Run `halfbyte report`; returns 0."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="halfbyte report",
         description="Write a run, or a comparison, as one HTML page: losses, gaps, statistics over steps, layers, "
         "where it ran.",

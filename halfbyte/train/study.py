@@ -6,7 +6,6 @@ was cut off goes on where it stopped, and one that ended is not trained again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 import halfbyte as hb
+from halfbyte.arguments import ArgumentParser
 from halfbyte.nn.linear import LinearLayer
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import GemmSpec, Recipe
@@ -399,7 +399,7 @@ def _is_between(line: bytes) -> bool:
 
 def study_command(arguments: list[str]) -> int:
     """Run `halfbyte study`; the exit status is 1 if a run failed, 3 if runs are left."""
-    parser = argparse.ArgumentParser(prog="halfbyte study", description="Run a study, or go on with it, and tabulate.")
+    parser = ArgumentParser(prog="halfbyte study", description="Run a study, or go on with it, and tabulate.")
     parser.add_argument("file", type=Path, metavar="FILE", help="the study, a TOML file; see docs/studies.md")
     parser.add_argument("--piece", type=int, default=0, help="which of its pieces, from 1; all by default")
     parser.add_argument("--row", default="", help="one recipe of it alone")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from halfbyte.arguments import ArgumentParser
 from halfbyte.kernels.target import find
 from halfbyte.ops.backends import BACKENDS, PORTABLE, REFERENCE, TRITON, backends, choose
 from halfbyte.verify import casts, plan, record, speed, timing
@@ -67,7 +68,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="halfbyte verify", description=DESCRIPTION)
+    parser = ArgumentParser(prog="halfbyte verify", description=DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--row", action="store_true", help="print this machine's row of docs/hardware.md")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report there too, as JSON, to send")
