@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -24,8 +26,8 @@ ATTEMPTS = 2
 def run(world: int, function: Callable, *arguments, seconds: float = 120) -> list:
     """Return what `function(rank, world, *arguments)` returned on every rank; raise what failed first.
 
-    On a busy machine a thread of gloo's has met a null pointer, once in thousands of runs, where no code of Python's
-    ran: a run in which that happens is made once more, with a warning.
+    On a busy machine a thread of gloo's has met a null pointer or called abort, once in thousands of runs, where no
+    code of Python's ran: a run in which that happens is made once more, with a warning that says what the rank wrote.
 
     Args:
         world: how many processes.
@@ -35,7 +37,9 @@ def run(world: int, function: Callable, *arguments, seconds: float = 120) -> lis
     for attempt in range(ATTEMPTS):
         with tempfile.TemporaryDirectory() as folder:
             results, failures = _attempt(world, function, arguments, seconds, Path(folder))
-            foreign = [rank for rank in range(world) if _crashed_outside_python(Path(folder, f"crash{rank}"))]
+            for rank in range(world):
+                sys.stderr.write(_read(Path(folder), f"stderr{rank}"))
+            foreign = [rank for rank in range(world) if _crashed_outside_python(Path(folder), rank)]
         if not (failures and foreign) or attempt == ATTEMPTS - 1:
             break
         warnings.warn(f"ranks {foreign} of {function.__name__} crashed where no Python ran, and ran again: {failures}")
@@ -63,7 +67,7 @@ def _attempt(world: int, function: Callable, arguments: tuple, seconds: float, f
                 ok, value = pipe.recv()
             except EOFError:
                 processes[rank].join(10)
-                failures.append(f"rank {rank}: {_end(processes[rank].exitcode, folder / f'crash{rank}')}")
+                failures.append(f"rank {rank}: {_end(processes[rank].exitcode, folder, rank)}")
                 continue
             if ok:
                 results[rank] = value
@@ -77,22 +81,32 @@ def _attempt(world: int, function: Callable, arguments: tuple, seconds: float, f
     return results, failures
 
 
-def _end(status: int | None, crash: Path) -> str:
+def _end(status: int | None, folder: Path, rank: int) -> str:
     """Return how a rank ended that returned nothing."""
     how = signal.Signals(-status).name if status is not None and status < 0 else f"status {status}"
-    return f"ended with {how} and no result\n{crash.read_text() if crash.exists() else ''}"
+    return f"ended with {how} and no result\n{_read(folder, f'stderr{rank}')}{_read(folder, f'crash{rank}')}"
 
 
-def _crashed_outside_python(crash: Path) -> bool:
-    """Return whether a rank met a segmentation fault in a thread that runs nothing of Python's."""
-    said = crash.read_text() if crash.exists() else ""
-    _, _, stack = said.partition("Current thread ")
-    return "Segmentation fault" in said and (not stack or "<no Python frame>" in stack.partition("\n\n")[0])
+def _crashed_outside_python(folder: Path, rank: int) -> bool:
+    """Return whether a rank ended in a thread that runs nothing of Python's, for another reason than ours.
+
+    gloo also aborts where two ranks call different collectives, which is a fault of whoever calls them.
+    """
+    crash, said = _read(folder, f"crash{rank}"), _read(folder, f"stderr{rank}")
+    _, _, stack = crash.partition("Current thread ")
+    died = "Segmentation fault" in crash or "Fatal Python error: Aborted" in crash
+    mismatch = "op.preamble.length" in said or "collective mismatch" in said
+    return died and not mismatch and (not stack or "<no Python frame>" in stack.partition("\n\n")[0])
+
+
+def _read(folder: Path, name: str) -> str:
+    return (folder / name).read_text(errors="replace") if (folder / name).exists() else ""
 
 
 def _main(rank: int, world: int, folder: str, pipe, function: Callable, arguments: tuple) -> None:
     torch.set_num_threads(1)
-    with open(Path(folder, f"crash{rank}"), "w") as crash:
+    with open(Path(folder, f"crash{rank}"), "w") as crash, open(Path(folder, f"stderr{rank}"), "w") as said:
+        os.dup2(said.fileno(), 2)  # C's threads say there why they abort
         faulthandler.enable(crash)
         try:
             torch.distributed.init_process_group(
