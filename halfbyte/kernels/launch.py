@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature, mangle_type
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-MAX_MAPS = 64
-"""Tensor maps that one argument keeps, one for each address that its tensor had."""
+from halfbyte.kernels.calling import Called, Launcher, Maps, Shape
+
+RELEASED = {"enable_fp_fusion": True}
+"""Options of launches that do not name them: Triton's defaults, of which Triton 3.10 changes this one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +206,7 @@ class Kernel(JITFunction):
         if (events := rehearsal()) is not None:
             events.append(_launched(self, None, grid, args, kwargs))
             return None
-        named = dict(zip(kwargs, _plain(kwargs.values()), strict=True))
+        named = {**RELEASED, **dict(zip(kwargs, _plain(kwargs.values()), strict=True))}
         compiled = super().run(*_plain(args), grid=grid, warmup=warmup, **named)
         if not warmup:
             _tell(self, compiled, grid, args, kwargs)
@@ -341,28 +341,27 @@ class Launch:
         return f"{kernel}({', '.join(arguments)}, **{options})"
 
     def _direct(self, program: Program) -> str:
-        """Call the C function that Triton made for the kernel's signature."""
+        """Call the C function that Triton launches with."""
         compiled, grid = self._launched.compiled, (*self._launched.grid, 1, 1)[:3]
-        launcher = compiled.run
-        assert not launcher.global_scratch_size and not launcher.profile_scratch_size, "no kernel asks for scratch"
-        call, maps = _unwrapped(launcher.launch)
-        described = iter(maps)
-        flags = bool(launcher.launch_cooperative_grid), bool(launcher.launch_pdl)
-        arguments = [*map(str, grid), "stream", str(compiled.function), *map(repr, flags), "None", "None"]
-        hooks = _Hooks(compiled, grid, tuple(self._launched.arguments.values()))
-        before, arguments = ", ".join([*arguments, program.constant(compiled.packed_metadata)]), []
+        launcher = Launcher(compiled.run)
+        described, arguments = iter(launcher.maps), []
         for name, argument in self._launched.arguments.items():
             if isinstance(argument, Shape):
-                tensor_maps = _Maps(argument, next(described))
+                tensor_maps = Maps(argument, next(described))
                 arguments += [f"{program.constant(tensor_maps)}({self._address(name, program)})"]
                 arguments += map(str, (*argument.shape, *argument.strides))
             else:
                 is_constant = name in self._launched.kernel.constants
                 arguments.append("None" if is_constant else self._passed(name, argument, program))
-        function, after = program.constant(call), ", ".join(arguments)
+        before = [*map(str, grid), "stream", str(compiled.function), *map(repr, launcher.flags)]
+        hooks = program.constant(_Hooks(compiled, grid, tuple(self._launched.arguments.values())))
+        metadata = program.constant(compiled.packed_metadata)
         # Spelled out for either case: a call with a star makes a list and a tuple of all that it passes.
-        told = f"{function}({before}, *{program.constant(hooks)}(stream), {after})"
-        return f"{told} if watched else {function}({before}, None, None, None, {after})"
+        told, plain = (
+            launcher.text(Called(before, given, metadata, arguments), program.constant)
+            for given in (f"*{hooks}(stream)", "None, None, None")
+        )
+        return f"{told} if watched else {plain}"
 
     def _moves(self, name: str, argument: Any) -> bool:
         """Whether an argument has parts that are not the same in every call."""
@@ -411,25 +410,6 @@ def _varying(argument: Any) -> str | None:
     return f"n{argument.place} + {argument.beyond}" if type(argument) is Varying else None
 
 
-class Shape(NamedTuple):
-    """A tensor descriptor without its tensor."""
-
-    shape: Sequence[int]
-    strides: Sequence[int]
-    block_shape: Sequence[int]
-    padding: str
-
-    @classmethod
-    def of(cls, descriptor: TensorDescriptor) -> Shape:
-        """Return what a descriptor says beside where its tensor is."""
-        given = (tuple(part) for part in (descriptor.shape, descriptor.strides, descriptor.block_shape))
-        return cls(*given, descriptor.padding)
-
-    def on(self, tensor: Tensor) -> TensorDescriptor:
-        """Return the descriptor of a tensor that begins where its did."""
-        return TensorDescriptor(tensor, *map(list, self[:3]), self.padding)
-
-
 def _tensor_at(tensor: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
     """Return memory from `offset` bytes after the first element of `tensor` on, as a vector of one element."""
     start = tensor.storage_offset() * tensor.element_size() + offset
@@ -437,63 +417,3 @@ def _tensor_at(tensor: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(
         tensor.untyped_storage(), start // dtype.itemsize, (1,), (1,)
     )
-
-
-class _Maps:
-    """The tensor maps of one argument, by address: what they say follows from that and from what never changes."""
-
-    def __init__(self, shape: Shape, metadata: dict[str, Any]) -> None:
-        self._shape, self._metadata = shape, metadata
-        self._known: dict[int, Any] = {}
-
-    def __call__(self, address: int) -> Any:
-        known = self._known.get(address)
-        if known is None:
-            if len(self._known) >= MAX_MAPS:
-                self._known = {}
-            known = self._known[address] = self._make(address)
-        return known
-
-    def _make(self, address: int) -> Any:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        return make_tensordesc_arg(_Described(_Address(address), *self._shape), self._metadata)[0]
-
-
-class _Address(NamedTuple):
-    """Stands for a tensor of which a tensor map only asks where it is."""
-
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-class _Described(NamedTuple):
-    """A tensor descriptor whose tensor is an address."""
-
-    base: _Address
-    shape: Sequence[int]
-    strides: Sequence[int]
-    block_shape: Sequence[int]
-    padding: str
-
-
-def _unwrapped(launch: Callable) -> tuple[Callable, Sequence[dict[str, Any]]]:
-    """Return the C function of a launcher, which takes tensor maps, and what Triton knows of each map.
-
-    Triton's own wrapper builds the maps anew in every launch.
-    """
-    names = getattr(getattr(launch, "__code__", None), "co_freevars", ())
-    if "tensordesc_meta" not in names:
-        return launch, ()
-    cells = dict(zip(names, (cell.cell_contents for cell in launch.__closure__ or ()), strict=True))
-    return cells["launcher"], cells["tensordesc_meta"]
-
-
-SUPPORTED = "Triton 3.6 for NVIDIA GPUs is needed for repeating launches"
-
-
-def supports(version: str = triton.__version__) -> bool:
-    """Whether launches of this Triton can be repeated: its launchers' arguments are known."""
-    return version.split(".")[:2] == ["3", "6"] and torch.version.hip is None

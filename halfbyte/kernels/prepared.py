@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from halfbyte.kernels import launch
-from halfbyte.kernels.launch import Launch, Launched, Pointer, Program, Shape, TensorDescriptor, Varying, with_parts
+from halfbyte.kernels.calling import Shape
+from halfbyte.kernels.launch import Launch, Launched, Pointer, Program, Varying, with_parts
 
 MAX_RECORDS = 4096
 """Requests that are kept, the latest; a model of 100 layers of ten shapes has some hundreds."""

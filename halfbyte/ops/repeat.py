@@ -24,11 +24,11 @@ VARYING = ("stream", "sign_stream")
 @lru_cache(maxsize=1)
 def _prepared() -> Any:
     """Return the module that keeps records, None where this Triton's launches cannot be repeated."""
-    from halfbyte.kernels import launch, prepared  # imports Triton, so only where it runs
+    from halfbyte.kernels import calling, prepared  # imports Triton, so only where it runs
 
-    if launch.supports():
+    if calling.supports():
         return prepared
-    warn_once(f"every kernel launch is worked out anew, which takes the host several times longer: {launch.SUPPORTED}")
+    warn_once(f"every kernel launch is worked out anew, which takes the host several times longer: {calling.SUPPORTED}")
     return None
 
 

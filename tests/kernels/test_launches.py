@@ -12,9 +12,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from halfbyte.kernels import launch
-from halfbyte.kernels.launch import Launch, Launched, Pointer, Program, Shape, TensorDescriptor, Varying, jit, watching
+from halfbyte.kernels import calling, launch
+from halfbyte.kernels.calling import Shape
+from halfbyte.kernels.launch import Launch, Launched, Pointer, Program, Varying, jit, watching
 
 
 @jit(do_not_specialize=["number"])
@@ -195,7 +197,7 @@ def test_kernel_that_asks_for_scratch_memory_is_refused():
 def test_tensor_maps_follow_the_address(monkeypatch):
     """A map is made once for an address, and few are kept."""
     made = []
-    monkeypatch.setattr(launch._Maps, "_make", lambda self, address: made.append(address) or f"map of {address}")
+    monkeypatch.setattr(calling.Maps, "_make", lambda self, address: made.append(address) or f"map of {address}")
     compiled, taken, meta = Compiled(), [], [{"fp4_padded": False}]
 
     def wrapped(launcher, tensordesc_meta):
@@ -205,7 +207,7 @@ def test_tensor_maps_follow_the_address(monkeypatch):
     shape = Shape.of(TensorDescriptor(torch.zeros(6, 8), [6, 8], [8, 1], [2, 8]))
     arguments = {"desc": shape, "last": 3}
     step = Launch(Launched(KERNEL, compiled, (1,), arguments, {}), {"desc": Pointer(1, 16, torch.float32)})
-    repeat, kept = program_of(step), [torch.zeros(64) for _ in range(launch.MAX_MAPS + 1)]
+    repeat, kept = program_of(step), [torch.zeros(64) for _ in range(calling.MAX_MAPS + 1)]
     for tensor in (kept[0], kept[1], kept[0]):
         repeat((None, tensor), 0, 0, False)
         assert taken.pop()[13:] == (f"map of {tensor.data_ptr() + 16}", 6, 8, 8, 1, 3)
@@ -217,7 +219,7 @@ def test_tensor_maps_follow_the_address(monkeypatch):
 
 
 def test_tensor_map_asks_an_address_only():
-    described = launch._Described(launch._Address(4096), *Shape((6, 8), (8, 1), (2, 8), "zero"))
+    described = calling.Described(calling.Address(4096), *Shape((6, 8), (8, 1), (2, 8), "zero"))
     assert described.base.data_ptr() == 4096 and described.shape == (6, 8) and described.padding == "zero"
 
 
@@ -233,10 +235,10 @@ def test_interpreted_descriptor_is_that_of_the_memory_given():
     "version, repeats", [("3.6.0", True), ("3.6.1+git", True), ("3.5.9", False), ("3.60.0", False)]
 )
 def test_only_launchers_that_are_known_are_repeated(version, repeats):
-    assert launch.supports(version) == repeats
+    assert calling.supports(version) == repeats
 
 
 def test_amds_launchers_are_not_known(monkeypatch):
-    assert launch.supports("3.6.0")
+    assert calling.supports("3.6.0")
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert not launch.supports("3.6.0")
+    assert not calling.supports("3.6.0")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import triton
@@ -44,7 +45,7 @@ ROTATED_TILES = {16: AmaxTile(8, 4, 5), 32: AmaxTile(4, 4, 5), 64: AmaxTile(4, 4
 def amax_rule(spec: Spec) -> sc.Rule:
     """Return what the amax kernels are compiled for: nothing of the spec counts but its rows and its rotation."""
     rule = sc.rule_of(spec, hardware=0)
-    return PLAIN._replace(row_amax=rule.row_amax, group=rule.group, norm=rule.norm, fresh=rule.fresh, signs=rule.signs)
+    return replace(PLAIN, row_amax=rule.row_amax, group=rule.group, norm=rule.norm, fresh=rule.fresh, signs=rule.signs)
 
 
 class AmaxOfOne(NamedTuple):

@@ -6,6 +6,7 @@ where blocks lie along rows and [blocks, columns] where they lie along columns.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +38,9 @@ XORSIGN_LEVEL = 89
 """The first `Rule.hardware` with minima of magnitudes that keep signs; GPUs have them from sm_86 on."""
 
 
-class Rule(NamedTuple):
-    """What a kernel is compiled for: the parts of an NVFP4 spec that change its code.
+@dataclass(frozen=True)
+class Rule:
+    """What a kernel is compiled for: the parts of an NVFP4 spec that change its code. Triton 3.8 takes NamedTuples apart.
 
     group: values that a thread quantizes together: 16, or the width of the rotation.
     paired: of a rotation along rows that is twice as wide as group: neighbours have its halves.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class Pair(NamedTuple):
         """Return the rules of kernels that read x in words, with what is made without codes."""
         linear = self.row.scale_layout == LINEAR
         values = row.packed and row.decoded and linear and makes_values(self.row.spec)
-        return row._replace(values=values), col._replace(values=col.packed and self.col_lies_as_x)
+        return replace(row, values=values), replace(col, values=col.packed and self.col_lies_as_x)
 
 
 def lies_as_x(x: Tensor, row: Spec | None, col: Spec | None, scale_layout: str) -> bool:
@@ -118,7 +119,7 @@ def _small_pair(pair: Pair) -> Choice:
     tiles, (rows, cols) = _small_tiles(pair.x), pair.x.shape
     hardware = sc.hardware_of(pair.x.device)
     row, col = (
-        sc.rule_of(side.spec, hardware)._replace(packed=True, full=True, decoded=side.transient)
+        replace(sc.rule_of(side.spec, hardware), packed=True, full=True, decoded=side.transient)
         for side in (pair.row, pair.col)
     )
     row, col = pair.with_values(row, col)
@@ -176,7 +177,7 @@ def row_runs_along(row: sc.Rule, col: sc.Rule) -> bool:
 
 def widened(tile: PairTile, row: sc.Rule, col: sc.Rule, cols: int) -> PairTile:
     """Return `tile` with twice the columns and warps where that was faster: a store then fills more of a line."""
-    timed = row_runs_along(row._replace(full=True), col) and row.rounding == col.rounding == "nearest"
+    timed = row_runs_along(replace(row, full=True), col) and row.rounding == col.rounding == "nearest"
     if not timed or row.decoded or col.decoded or cols % (2 * tile.cols):
         return tile
     return tile._replace(cols=2 * tile.cols, num_warps=2 * tile.num_warps)
@@ -200,7 +201,7 @@ def _both(pair: Pair) -> Choice:
     sides = pair.apart
     swizzled = sides[0].swizzled or sides[1].swizzled
     row, col = (
-        rule._replace(decoded=one.side.transient, packed=is_packed(x) and not rule.tile)
+        replace(rule, decoded=one.side.transient, packed=is_packed(x) and not rule.tile)
         for rule, one in ((sc.rule_of(one.spec, hardware), one) for one in sides)
     )
     row, col = pair.with_values(row, col)
@@ -212,9 +213,9 @@ def _both(pair: Pair) -> Choice:
         is_full(one.x, one.blocks, one.swizzled, rule, tiles)
         for one, rule, tiles in zip(sides, (row, col), whole, strict=True)
     )
-    row, col = (rule._replace(full=full, words=tile.words) for rule in (row, col))
+    row, col = (replace(rule, full=full, words=tile.words) for rule in (row, col))
     row_along, along = row_runs_along(row, col) and not swizzled, runs_along(row, col) and not swizzled
-    row, col = row._replace(along=row_along), col._replace(along=along)
+    row, col = replace(row, along=row_along), replace(col, along=along)
     col_tiles, row_tiles = ceil_div(cols, tile.cols), ceil_div(rows, tile.rows)
     loop = loop_of(LOOPS, (row, col), row_tiles, col_tiles)
     beside = col_tiles // loop
@@ -244,7 +245,7 @@ def _both_tiles_problem(pair: Pair) -> Reason | None:
 def _both_tiles(pair: Pair) -> Choice:
     rows, cols = pair.x.shape
     beside = ceil_div(cols, 8 * BOTH_STRIPS)
-    rule = sc.rule_of(pair.row.spec, sc.hardware_of(pair.x.device))._replace(packed=True, full=True)
+    rule = replace(sc.rule_of(pair.row.spec, sc.hardware_of(pair.x.device)), packed=True, full=True)
     constants = {"RULE": rule, "L": BOTH_LINES, "W": BOTH_STRIPS, "num_warps": 1}
     return Choice("quantize_tiles_both_kernel", (ceil_div(rows, 16 * BOTH_LINES) * beside,), constants, beside)
 

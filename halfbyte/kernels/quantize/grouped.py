@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -249,7 +250,7 @@ def _quantize(grid: Grid, plan: GroupPlan, sides: list[GroupedOutput | None], am
     for i, side in enumerate(sides):
         rule = None if side is None else sc.rule_of(side.side.spec, hardware)
         # In words of two columns, the columns of a 16x16 tile would each take a maximum of their own.
-        rules.append(rule and rule._replace(decoded=side.decoded, packed=packed and not (i and rule.tile)))
+        rules.append(rule and replace(rule, decoded=side.decoded, packed=packed and not (i and rule.tile)))
     outs = [None if side is None else _written(side, amax, plan) for side, amax in zip(sides, amaxes, strict=True)]
     while rules != [None, None]:
         choice = choose_next_side(PlannedSides(grid.x, plan, list(rules), grid.stacked))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -90,7 +91,7 @@ def _experts(call: GroupedCall) -> Choice:
     (experts, rows, cols), tile = call.x.shape, EXPERT_TILE
     assert call.row is not None, "the rows are wanted"
     rule = sc.rule_of(call.row.spec, sc.hardware_of(call.x.device))
-    rule = rule._replace(packed=True, full=True, decoded=call.row.transient)
+    rule = replace(rule, packed=True, full=True, decoded=call.row.transient)
     beside = cols // tile.cols
     constants = {"RULE": rule, "R": tile.rows, "N": tile.cols // rule.group, "num_warps": tile.num_warps}
     return Choice("quantize_experts_kernel", (experts * (rows // tile.rows) * beside,), constants, beside)
@@ -171,19 +172,19 @@ def _full_and_ragged(cols: int, rules: Rules, tile: PairTile, stacked: bool) -> 
     Tokens of a packed x in whole tiles of columns need no branch: `Rule.clamped` serves all their tiles. Not those of
     tiles with candidates, where rows that are there twice would count twice in the error.
     """
-    full: Rules = [None if rule is None else rule._replace(full=True, words=tile.words) for rule in rules]
+    full: Rules = [None if rule is None else replace(rule, full=True, words=tile.words) for rule in rules]
     if cols % tile.cols:
-        return [None, None], [None if rule is None else rule._replace(words=tile.words) for rule in rules]
+        return [None, None], [None if rule is None else replace(rule, words=tile.words) for rule in rules]
     may_repeat = all(rule is None or (rule.packed and not (rule.tile and rule.candidates)) for rule in rules)
     if stacked or not may_repeat:
-        return full, [None if rule is None else rule._replace(words=tile.words) for rule in rules]
+        return full, [None if rule is None else replace(rule, words=tile.words) for rule in rules]
     row, col = full
     along = [False, False]
     if row is not None and col is not None:
-        codes = row._replace(decoded=False), col._replace(decoded=False)
+        codes = replace(row, decoded=False), replace(col, decoded=False)
         along = [row_runs_along(*codes), runs_along(*codes)]
     return [None, None], [
-        rule and rule._replace(clamped=True, along=own) for rule, own in zip(full, along, strict=True)
+        rule and replace(rule, clamped=True, along=own) for rule, own in zip(full, along, strict=True)
     ]
 
 

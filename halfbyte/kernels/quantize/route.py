@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ def _small_problem(one: OneSide) -> Reason | None:
 
 def _small(one: OneSide) -> Choice:
     rows, groups = _small_tile(one)
-    rule = sc.rule_of(one.spec, sc.hardware_of(one.x.device))._replace(decoded=one.side.transient)
+    rule = replace(sc.rule_of(one.spec, sc.hardware_of(one.x.device)), decoded=one.side.transient)
     constants = {"RULE": rule, "SWIZZLED": one.swizzled, "R": rows, "N": groups, "num_warps": SMALL_WARPS}
     return Choice("quantize_small_kernel", (1,), constants)
 
@@ -162,7 +163,7 @@ def choose_strips(w: Tensor, spec: Spec) -> Choice:
     if lines * ceil_div(cols, 8 * tile.strips) < FEW_PROGRAMS:
         tile = STRIP_TILES[-1]
     beside = ceil_div(cols, 8 * tile.strips)
-    rule = sc.rule_of(spec, sc.hardware_of(w.device))._replace(packed=True, full=True)
+    rule = replace(sc.rule_of(spec, sc.hardware_of(w.device)), packed=True, full=True)
     constants = {"RULE": rule, "W": tile.strips, "MOVES": cols % (8 * tile.strips) != 0, "num_warps": tile.num_warps}
     return Choice("quantize_tiles_kernel", (experts * (rows // 16) * beside,), constants, beside)
 
@@ -312,15 +313,15 @@ def _column_registers(rule: sc.Rule, swizzled: bool, target: Target) -> dict[str
 
 def _wide(one: OneSide) -> Choice:
     lines, target = in_long_rows(one), target_of(one.x.device)
-    rule = sc.rule_of(one.spec, sc.hardware_level(target))._replace(decoded=one.side.transient)
+    rule = replace(sc.rule_of(one.spec, sc.hardware_level(target)), decoded=one.side.transient)
     groups, columns = lines.blocks * 16 // rule.group, _by_columns(lines.x)
     count, num_warps = (EDEN_GROUPS, EDEN_WARPS) if rule.eden else (WIDE_GROUPS, WIDE_WARPS)
     covered = round_up(lines.rows, SWIZZLE_ROWS) if lines.swizzled else lines.rows
     tiles = ceil_div(covered, count) if columns else 1
     full = is_full(lines.x, lines.blocks, lines.swizzled, rule, (count, 1))
-    rule = rule._replace(full=full and columns)  # rows are read with masks anyway
+    rule = replace(rule, full=full and columns)  # rows are read with masks anyway
     if rule.full and not rule.candidates and _shares_signs(rule):  # beside candidates it saves no registers
-        rule, tiles = rule._replace(group=PAIRED // 2, paired=True), tiles * 2
+        rule, tiles = replace(rule, group=PAIRED // 2, paired=True), tiles * 2
     programs = tiles * groups if columns else ceil_div(covered * groups, count)
     constants = {
         "RULE": rule,
@@ -350,12 +351,12 @@ def _tiled(lines: Lines, spec: Spec, rule: sc.Rule) -> tuple[int, int]:
 def _cols(one: OneSide) -> Choice:
     lines, target = in_long_rows(one), target_of(one.x.device)
     x = lines.x.T
-    rule = sc.rule_of(one.spec, sc.hardware_level(target))._replace(decoded=one.side.transient)
-    rule = rule._replace(packed=is_packed(x) and not rule.tile)  # a thread's columns would share a tile
+    rule = replace(sc.rule_of(one.spec, sc.hardware_level(target)), decoded=one.side.transient)
+    rule = replace(rule, packed=is_packed(x) and not rule.tile)  # a thread's columns would share a tile
     groups, rows = _tiled(lines, one.spec, rule)
     tile = _col_tile(groups, rule, target.interpreter)
     full = is_full(lines.x, lines.blocks, lines.swizzled, rule, (tile.outer, tile.groups))
-    rule = rule._replace(full=full, words=tile.words)
+    rule = replace(rule, full=full, words=tile.words)
     beside = ceil_div(rows, tile.outer)
     constants = {"RULE": rule, "SWIZZLED": lines.swizzled, "N": tile.groups, "C": tile.outer}
     constants["num_warps"] = tile.num_warps
@@ -376,7 +377,7 @@ def _paired(rule: sc.Rule, lines: Lines, target: Target) -> sc.Rule:
     """
     if not rule.packed or not _shares_signs(rule):
         return rule
-    paired = rule._replace(group=PAIRED // 2, paired=True)
+    paired = replace(rule, group=PAIRED // 2, paired=True)
     tile = _row_tile(lines, lines.blocks * 16 // paired.group, paired, target.interpreter)
     return paired if target.interpreter or tile.outer == 1 else rule
 
@@ -384,12 +385,12 @@ def _paired(rule: sc.Rule, lines: Lines, target: Target) -> sc.Rule:
 def _rows(one: OneSide) -> Choice:
     lines, target = in_long_rows(one), target_of(one.x.device)
     rule = sc.rule_of(one.spec, sc.hardware_level(target))
-    rule = rule._replace(decoded=one.side.transient, packed=is_packed(lines.x))
-    rule = rule._replace(values=rule.decoded and rule.packed and makes_values(one.spec))
+    rule = replace(rule, decoded=one.side.transient, packed=is_packed(lines.x))
+    rule = replace(rule, values=rule.decoded and rule.packed and makes_values(one.spec))
     rule = _paired(rule, lines, target)
     groups, rows = _tiled(lines, one.spec, rule)
     tile = _row_tile(lines, groups, rule, target.interpreter)
-    rule = rule._replace(full=is_full(lines.x, lines.blocks, lines.swizzled, rule, (tile.outer, tile.groups)))
+    rule = replace(rule, full=is_full(lines.x, lines.blocks, lines.swizzled, rule, (tile.outer, tile.groups)))
     row_tiles, group_tiles = ceil_div(rows, tile.outer), ceil_div(groups, tile.groups)
     down = group_tiles % tile.loop != 0
     loop = tile.loop if not down or row_tiles % tile.loop == 0 else 1
