@@ -109,6 +109,17 @@ def under_both_styles(rank: int, world: int) -> list[str]:
     return [f"{n}: {off(a, b)}" for n, a, b in zip(names, mine, want, strict=True) if off(a, b) > 1e-2]
 
 
+def trainable(rank: int, world: int) -> list[list[str]]:
+    """Return which parameters need gradients under each style where one layer was frozen before."""
+    mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
+    for style in (plan(), hb.distributed.ExpertParallel()):
+        module = Experts(biased=True)
+        module.down_proj.requires_grad_(False)
+        parallelize_module(module, mesh, style)
+        found.append([name for name, param in module.named_parameters() if param.requires_grad])
+    return found
+
+
 def refusals(rank: int, world: int) -> dict[str, str]:
     """Return what every misuse is answered with."""
     found = Answers()

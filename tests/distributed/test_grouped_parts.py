@@ -59,5 +59,9 @@ def test_under_both_styles():
     assert ranks.run(4, models.under_both_styles) == [[]] * 4
 
 
+def test_frozen_layers_stay_frozen():
+    assert ranks.run(2, models.trainable) == [[["gate_up_proj.weight", "gate_up_proj.bias"]] * 2] * 2
+
+
 def test_what_is_refused():
     check_refusals(models.refusals, REFUSED)
