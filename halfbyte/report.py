@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 
 from halfbyte.nn.linear import describe_recipe
 from halfbyte.notebook import html_lines, html_table
@@ -12,6 +13,8 @@ from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 
 HEAD = ("layer", "out x in", "recipe", "why")
+NUMBERED = "recipe "
+"""How a recipe without a name begins in the table, where its key would hide the other columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,11 @@ class Row:
     recipe: Recipe | None
     reason: str
     present: Recipe | None = None
+
+    @property
+    def follows(self) -> Recipe | None:
+        """The recipe of the layer after the conversion, None in high precision."""
+        return self.recipe or self.present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,20 +74,28 @@ class Report:
 
     def table_rows(self) -> list[tuple[str, ...]]:
         """Return the cells of the table, under `HEAD`."""
-        follows = [row.recipe or row.present for row in self.rows]
-        recipes = ["high precision" if recipe is None else describe_recipe(recipe) for recipe in follows]
-        return [
-            (row.name, " x ".join(map(str, row.shape)), recipe, row.reason)
-            for row, recipe in zip(self.rows, recipes, strict=True)
-        ]
+        names = self._recipe_names()
+        return [(row.name, " x ".join(map(str, row.shape)), names[row.follows], row.reason) for row in self.rows]
 
     def closing_lines(self) -> list[str]:
-        """Return what is said under the table."""
-        lines = [f"{text}: no torch.nn.Linear, stays as it is" for text in describe_others(self.others)]
+        """Return what is said under the table, first the key of every recipe that has but a number there."""
+        names = self._recipe_names().items()
+        lines = [f"{name}: {recipe.key}" for recipe, name in names if recipe and name.startswith(NUMBERED)]
+        lines += [f"{text}: no torch.nn.Linear, stays as it is" for text in describe_others(self.others)]
         of = "all weights of the model that are multiplied" if self.others else "their weights"
         words = f"{len(self.converted)} of {len(self.rows)} linear layers converted"
         percent = f"{100 * self.share:.1f}"
         return [*lines, f"{words}, {'99.9' if percent == '100.0' and self.share < 1 else percent} % of {of}"]
+
+    def _recipe_names(self) -> dict[Recipe | None, str]:
+        """Return what the table calls each recipe: what `recipes.get` reads, or a number instead of a key."""
+        names: dict[Recipe | None, str] = {None: "high precision"}
+        numbers = count(1)
+        for recipe in dict.fromkeys(row.follows for row in self.rows):
+            if recipe is not None:
+                name = describe_recipe(recipe)
+                names[recipe] = f"{NUMBERED}{next(numbers)}" if name == recipe.key else name
+        return names
 
     def __str__(self) -> str:
         table = [HEAD, *self.table_rows()]

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from halfbyte.distributed.feature_styles import Features, local_part, refuse_main_grad
+from halfbyte.distributed.feature_styles import Features, local_part, refuse_main_grad, share_parameters_
 from halfbyte.distributed.journey import CodesToExperts, Holders, Journey, Travel, journey
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.autocast import autocast_dtype
@@ -296,9 +296,7 @@ def shard_experts_(
         _check_recipes(dict(zip(readers, reading, strict=True)), features)
     exchange = ExpertExchange(ranks, reading, dispatch, capacity)
     for name, layer in layers.items():
-        for own, param in list(layer.named_parameters(recurse=False)):
-            data = _shared(param.detach(), mesh, src_data_rank)
-            setattr(layer, own, nn.Parameter(data, requires_grad=param.requires_grad))
+        share_parameters_(layer, lambda _, data: _shared(data, mesh, src_data_rank))
         layer.entry = _Part(exchange, reduce, features[name])
     return exchange
 

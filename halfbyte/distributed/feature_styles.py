@@ -6,7 +6,7 @@ torch's ColwiseParallel and RowwiseParallel do for a linear layer, for weights [
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -118,6 +118,17 @@ def local_part(t: Any) -> Tensor:
     return t.to_local(grad_placements=t.placements) if isinstance(t, DTensor) else t
 
 
+def share_parameters_(module: nn.Module, share: Callable[[str, Tensor], Tensor]) -> None:
+    """Put what ranks share in the place of a module's own parameters; submodules keep theirs.
+
+    Args:
+        module: changed in place.
+        share: from a parameter's name and values to what becomes the parameter, which needs a gradient if that one did.
+    """
+    for name, param in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(share(name, param.detach()), requires_grad=param.requires_grad))
+
+
 def refuse_main_grad(layer: GroupedRecipe, weight: Any) -> None:
     """Raise ValueError if a weight has a main_grad."""
     if getattr(weight, "main_grad", None) is not None:
@@ -227,11 +238,10 @@ class _GroupedStyle(ParallelStyle):
         _check_layer(layer, type(self).__name__, device_mesh)
         features = Features(device_mesh, self.dim, self.sections)
         _check_sizes(layer, features)
-        for key, param in list(layer.named_parameters(recurse=False)):
-            data = distribute_tensor(
-                param.detach(), device_mesh, [features.placements[key]], src_data_rank=self.src_data_rank
-            )
-            setattr(layer, key, nn.Parameter(data, requires_grad=param.requires_grad))
+        places, source = features.placements, self.src_data_rank
+        share_parameters_(
+            layer, lambda name, data: distribute_tensor(data, device_mesh, [places[name]], src_data_rank=source)
+        )
         layer.entry = features
         return module
 

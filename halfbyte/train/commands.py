@@ -172,7 +172,7 @@ def _train(
     result = loop.train(config, options.recipe, text, interrupts=interrupts, ranks=ranks)
     diverged = divergence.of(result)
     if diverged:
-        print(f"{options.recipe} {diverged} ({diverged.what} not finite); the log is in {run.out}", file=sys.stderr)
+        print(f"{options.recipe} {diverged.in_full()}; the log is in {run.out}", file=sys.stderr)
         return 1
     served = result.get("held_out_loss_as_trained")
     also = "" if served is None else f" in high precision, {served:.4f} in the recipe"

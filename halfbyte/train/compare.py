@@ -119,7 +119,7 @@ def _compare_held(
             result = loop.train_held(one, name, corpus, show=board.start, interrupts=interrupts, ranks=ranks)
             diverged = divergence.of(result)
             if diverged and not before:
-                print(f"{title_of_run}: {diverged} ({diverged.what} not finite)", flush=True)
+                print(f"{title_of_run}: {diverged.in_full()}", flush=True)
             results.append(_without_loss(result, diverged) | {"recipe_schedule": one.recipe_schedule})
             with_gaps(results)
             board.finish(name, *_loss_and_gap(results[-1], results[0]["recipe"]))
@@ -158,7 +158,7 @@ def remarks(results: list[dict]) -> list[str]:
             is_control = treatment.treatment_of(name).is_control
             who = f"{name}, a control that is meant to lose," if is_control else name
             consequence = ": there are no gaps without it" if result is results[0] else ""
-            lines.append(f"{who} {diverged} ({diverged.what} not finite){consequence}.")
+            lines.append(f"{who} {diverged.in_full()}{consequence}.")
     return lines
 
 

@@ -29,6 +29,10 @@ class Divergence(NamedTuple):
     def __str__(self) -> str:
         return f"diverged at step {self.step}" if self.step else "diverged"
 
+    def in_full(self) -> str:
+        """Return the step and what was not finite there, in words."""
+        return f"{self} ({self.what} not finite)"
+
 
 def finite_parameters(tensors: Iterable[Tensor]) -> bool:
     """Return whether all tensors, as far as this rank holds them, are finite; waits for the device."""

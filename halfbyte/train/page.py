@@ -13,7 +13,7 @@ from typing import Any
 
 from halfbyte.arguments import ArgumentParser
 from halfbyte.stats.figures import NOISE_LIMIT, PRODUCTS, SIDES
-from halfbyte.train import files, folder, log, sampled
+from halfbyte.train import divergence, files, folder, log, sampled
 from halfbyte.train.compare import RESULTS
 from halfbyte.train.drawing import Series, chart, heat_table, scrolled, text_table
 from halfbyte.train.recorded import speed
@@ -141,11 +141,22 @@ def _results(runs: dict[str, Path]) -> str:
             rows.append((name, "has not ended", "", "", ""))
             continue
         found = folder.read_result(path / folder.RESULT)
-        loss = found["held_out_loss"]
+        diverged = divergence.of(found)
+        shown = _until(diverged, path) if diverged else f"{found['held_out_loss']:.4f}"
         memory = f"{found['peak_memory_bytes'] / 2**20:,.0f} MiB"
-        shown = "diverged" if found["is_diverged"] else f"{loss:.4f}"
         rows.append((name, shown, str(found["steps"]), f"{speed(found):,.0f}", memory))
     return text_table("results", ("recipe", "held-out loss", "steps", "tokens/s", "peak memory"), rows)
+
+
+def _until(diverged: divergence.Divergence, path: Path) -> str:
+    """Return where a run diverged, and the last loss of its log that is a number."""
+    steps, losses = log.curve(path, "step")
+    last = (
+        f"last finite training loss {losses[-1]:.4f} at step {steps[-1]}"
+        if steps
+        else "its log has no finite training loss"
+    )
+    return f"{diverged.in_full()}; {last}"
 
 
 def _statistics(name: str, path: Path, is_one_of_several: bool) -> str:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 from halfbyte.distributed import GroupedColwise, GroupedRowwise
+from halfbyte.distributed.feature_styles import share_parameters_
 from halfbyte.train.moe import MoE
 
 ATTENTION = ("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj", 3)
@@ -57,9 +58,7 @@ def _plan(has_experts: bool) -> dict[str, Any]:
 
 def _copy(module: nn.Module, mesh: DeviceMesh) -> None:
     """Make a module's parameters DTensors that all ranks have."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        data = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
-        setattr(module, name, nn.Parameter(data, requires_grad=parameter.requires_grad))
+    share_parameters_(module, lambda _, data: distribute_tensor(data, mesh, [Replicate()], src_data_rank=None))
 
 
 def _repeat(module: nn.Module, mesh: DeviceMesh) -> None:

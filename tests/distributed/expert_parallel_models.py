@@ -4,61 +4,18 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
-from expert_parallel_checks import Case as Layer
-from expert_parallel_checks import by_expert, same, tokens_of
+from expert_parallel_checks import same
+from shared_experts import HIDDEN, SIZES, Answers, Experts, K, given, given_to_all, step, unlike, within
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import halfbyte as hb
-
-SIZES = ((5, 0, 17, 2), (0, 0, 30, 1), (9, 3, 0, 0), (1, 1, 1, 1))
-K, HIDDEN = 48, 32
-
-
-class Experts(nn.Module):
-    """SwiGLU experts, as docs/moe.md has them."""
-
-    def __init__(
-        self, dim: int = K, hidden: int = HIDDEN, experts: int = 4, recipe: str = "nvfp4", biased: bool = False
-    ):
-        super().__init__()
-        torch.manual_seed(3)
-        state = hb.RunState(7, rank=0)
-        self.gate_up_proj = hb.nn.GroupedLinear(experts, dim, 2 * hidden, recipe=recipe, state=state)
-        self.down_proj = hb.nn.GroupedLinear(experts, hidden, dim, recipe=recipe, state=state)
-        if biased:
-            self.gate_up_proj.add_bias_()
-            self.down_proj.add_bias_()
-
-    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x, offsets).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up, offsets)
-
-
-def given(rank: int, world: int, dtype: torch.dtype = torch.float32):
-    """Return x, dy and offsets of a rank."""
-    tokens = tokens_of(Layer("nvfp4", SIZES[:world], (K, K), dtype=dtype), rank)
-    return tokens.x.requires_grad_(), tokens.dy, tokens.offsets
-
-
-def step(module: nn.Module, x: Tensor, dy: Tensor, offsets: Tensor, recompute: bool = False) -> list[Tensor]:
-    """Return y and the gradients of x and of both weights, whole."""
-    x = x.detach().requires_grad_()
-    for p in module.parameters():
-        p.grad = None
-    y = checkpoint(module, x, offsets, use_reentrant=False) if recompute else module(x, offsets)
-    y.backward(dy.to(y.dtype))
-    grads = [p.grad for p in module.parameters()]
-    return [y.detach(), x.grad, *[g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]]
 
 
 def shared(world: int, *readers: str, **options) -> nn.Module:
@@ -74,37 +31,20 @@ def under_the_style(rank: int, world: int) -> list[str]:
     for context in ("plain", "autocast", "high precision", "bf16", "with bias"):
         sizes = {"biased": context == "with bias"}
         module, alone = shared(world, sizes=sizes), Experts(**sizes)
-        x, dy, offsets = given(rank, world)
-        case = Layer("nvfp4", SIZES[:world])
-        every = [given(r, world) for r in range(world)]
-        all_x, all_dy = (by_expert(case, [one[i].detach() for one in every]) for i in range(2))
-        ends = sum(one[2].diff(prepend=torch.zeros(1, dtype=torch.int32)) for one in every).cumsum(0, dtype=torch.int32)
+        *of_all, owners = given_to_all(world)
         if context == "bf16":
             hb.set_recipe_(module, "bf16"), hb.set_recipe_(alone, "bf16")
-        with _within(context, module):
-            mine = step(module, x, dy, offsets)
-        with _within(context, alone):
-            want = step(alone, all_x, all_dy, ends)
-        places = by_expert(case, [torch.full((len(one[0]),), r) for r, one in enumerate(every)])
+        with within(context, module):
+            mine = step(module, *given(rank, world))
+        with within(context, alone):
+            want = step(alone, *of_all)
         for name, got, whole in zip(("y", "dx"), mine, want, strict=False):
-            if not same(got, whole[places == rank]):
+            if not same(got, whole[owners == rank]):
                 found.append(f"{context}: {name}")
         found += [
             f"{context}: dw{i}" for i, (a, b) in enumerate(zip(mine[2:], want[2:], strict=True)) if not same(a, b)
         ]
     return found
-
-
-@contextmanager
-def _within(context: str, module: nn.Module):
-    if context == "autocast":
-        with torch.autocast("cpu", torch.bfloat16):
-            yield
-    elif context == "high precision":
-        with hb.high_precision(module):
-            yield
-    else:
-        yield
 
 
 def in_other_ways(rank: int, world: int, compiled: bool) -> list[str]:
@@ -120,9 +60,7 @@ def in_other_ways(rank: int, world: int, compiled: bool) -> list[str]:
             runs = {"recomputed": step(module, x, dy, offsets, recompute=True), "capacity": step(roomy, x, dy, offsets)}
             with torch.inference_mode():
                 runs["inference"] = [module(x, offsets)]
-        for way, made in runs.items():
-            pairs = zip(made, want[: len(made)], strict=True)
-            found += [f"{way} {dispatch}: {i}" for i, (a, b) in enumerate(pairs) if not same(a, b)]
+        found += [f"{dispatch} {name}" for name in unlike(runs, want)]
     return found
 
 
@@ -214,18 +152,10 @@ def waits(rank: int, world: int, dispatch: str, capacity: int | None) -> int:
 
 def refusals(rank: int, world: int) -> dict[str, str]:
     """Return what every misuse is answered with."""
-    found: dict[str, str] = {}
-
-    def ask(name: str, call) -> None:
-        try:
-            call()
-            found[name] = "nothing"
-        except (ValueError, TypeError, RuntimeError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
-    _ask_of_arguments(ask, world)
-    _ask_of_layers(ask, world)
-    _ask_of_forwards(ask, world, *given(rank, world)[::2])
+    found = Answers()
+    _ask_of_arguments(found.ask, world)
+    _ask_of_layers(found.ask, world)
+    _ask_of_forwards(found.ask, world, *given(rank, world)[::2])
     return found
 
 

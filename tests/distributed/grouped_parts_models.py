@@ -8,9 +8,8 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from expert_parallel_checks import Case as Layer
-from expert_parallel_checks import by_expert, same
-from expert_parallel_models import HIDDEN, SIZES, Experts, K, _within, given, step
+from expert_parallel_checks import same
+from shared_experts import HIDDEN, Answers, Experts, K, given, given_to_all, step, unlike, within
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -50,9 +49,9 @@ def under_the_styles(rank: int, world: int) -> list[str]:
             hb.set_recipe_(module, "bf16"), hb.set_recipe_(alone, "bf16")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of borders that cut blocks
-            with _within(context, module):
+            with within(context, module):
                 mine = step(module, *inputs())
-            with _within(context, alone):
+            with within(context, alone):
                 want = step(alone, *inputs())
         limit = {"autocast": 3e-2, "bf16": 1e-5, "high precision": 1e-5}.get(context, 1e-2)
         names = ("y", "dx", *dict(module.named_parameters()))
@@ -71,10 +70,7 @@ def in_other_ways(rank: int, world: int, compiled: bool) -> list[str]:
         with torch.inference_mode():
             x, _, offsets = inputs()
             runs["inference"] = [module(x, offsets)]
-    found = []
-    for way, made in runs.items():
-        found += [f"{way}: {i}" for i, (a, b) in enumerate(zip(made, want[: len(made)], strict=True)) if not same(a, b)]
-    return found
+    return unlike(runs, want)
 
 
 def loaded(module: nn.Module, world: int) -> nn.Module:
@@ -105,32 +101,32 @@ def under_both_styles(rank: int, world: int) -> list[str]:
     module = parallelize_module(parallelize_module(Experts(biased=True), mesh["tp"], plan()), mesh, style)
     assert module.down_proj.weight.to_local().shape == (2, K, HIDDEN // 2)
     mine = step(module, *tokens)
-    alone, every = Experts(biased=True), [[t.detach() for t in given(ep, 2)] for ep in range(2)]
-    x, dy = (by_expert(Layer("nvfp4", SIZES[:2]), [one[i] for one in every]) for i in range(2))
-    ends = sum(one[2].diff(prepend=torch.zeros(1, dtype=torch.int32)) for one in every).cumsum(0, dtype=torch.int32)
-    y, dx, *grads = step(alone, x, dy, ends)
-    here = by_expert(Layer("nvfp4", SIZES[:2]), [torch.full((len(one[0]),), ep) for ep, one in enumerate(every)])
-    here = here == mesh.get_local_rank("ep")
+    *of_all, owners = given_to_all(2)
+    y, dx, *grads = step(Experts(biased=True), *of_all)
+    here = owners == mesh.get_local_rank("ep")
     want = [y[here], dx[here], *[grad / 2 for grad in grads]]
     names = ("y", "dx", *dict(module.named_parameters()))
     return [f"{n}: {off(a, b)}" for n, a, b in zip(names, mine, want, strict=True) if off(a, b) > 1e-2]
 
 
+def trainable(rank: int, world: int) -> list[list[str]]:
+    """Return which parameters need gradients under each style where one layer was frozen before."""
+    mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
+    for style in (plan(), hb.distributed.ExpertParallel()):
+        module = Experts(biased=True)
+        module.down_proj.requires_grad_(False)
+        parallelize_module(module, mesh, style)
+        found.append([name for name, param in module.named_parameters() if param.requires_grad])
+    return found
+
+
 def refusals(rank: int, world: int) -> dict[str, str]:
     """Return what every misuse is answered with."""
-    found: dict[str, str] = {}
-
-    def ask(name: str, call) -> None:
-        try:
-            call()
-            found[name] = "nothing"
-        except (ValueError, TypeError, RuntimeError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
+    found = Answers()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    _ask_when_wrapping(ask, mesh)
-    _ask_with_experts_shared(ask, mesh)
-    _ask_in_forwards(ask, world)
+    _ask_when_wrapping(found.ask, mesh)
+    _ask_with_experts_shared(found.ask, mesh)
+    _ask_in_forwards(found.ask, world)
     return found
 
 

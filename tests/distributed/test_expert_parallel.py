@@ -1,14 +1,12 @@
 """Experts that ranks share multiply the bytes that one process multiplies; more in tests/scale."""
 
-import re
-
 import expert_parallel_checks as checks
 import expert_parallel_models as models
 import pytest
 import ranks
 from expert_parallel_checks import Case
+from shared_experts import UNEVEN, check_refusals
 
-UNEVEN = ((17, 0, 3), (1, 0, 34))
 RECIPES = ("bf16", "nvfp4", "nvfp4_mxfp8_bwd", "rl", "quartet2", "fresh_everywhere", "dequantized")
 REFUSED = {
     "no experts": "ValueError: module=Linear: it has no hb.nn.GroupedLinear",
@@ -82,12 +80,7 @@ def test_recomputed_and_with_room_for_all():
 
 
 def test_what_is_refused():
-    found, again = ranks.run(2, models.refusals)
-    for name, message in REFUSED.items():
-        assert re.search(message, found[name]), (name, found[name])
-    assert found.keys() == REFUSED.keys()
-    alike = [{name: re.sub(r"\d+", "", text) for name, text in of_rank.items()} for of_rank in (found, again)]
-    assert alike[0] == alike[1], "on all ranks, so that none waits for another"
+    check_refusals(models.refusals, REFUSED)
 
 
 @pytest.mark.parametrize("dispatch", ["plain", "nvfp4"])

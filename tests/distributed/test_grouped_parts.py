@@ -1,11 +1,10 @@
 """Experts that ranks share by features multiply the bytes that one process multiplies; more in tests/scale."""
 
-import re
-
 import grouped_parts_checks as checks
 import grouped_parts_models as models
 import ranks
 from grouped_parts_checks import part
+from shared_experts import UNEVEN, check_refusals
 
 WHOLE_BLOCKS, CUT_BLOCKS = (64, 96), (40, 72)
 RECIPES = ("nvfp4", "rl", "quartet2", "fresh_everywhere")
@@ -34,7 +33,6 @@ REFUSED = {
     "main_grad later": "ValueError: .*its weight has a main_grad",
     "second derivative": "RuntimeError: .*cannot be differentiated twice",
 }
-UNEVEN = ((17, 0, 3), (1, 0, 34))
 
 
 def test_operands_have_the_bytes_of_one_process():
@@ -61,10 +59,9 @@ def test_under_both_styles():
     assert ranks.run(4, models.under_both_styles) == [[]] * 4
 
 
+def test_frozen_layers_stay_frozen():
+    assert ranks.run(2, models.trainable) == [[["gate_up_proj.weight", "gate_up_proj.bias"]] * 2] * 2
+
+
 def test_what_is_refused():
-    found, again = ranks.run(2, models.refusals)
-    for name, message in REFUSED.items():
-        assert re.search(message, found[name]), (name, found[name])
-    assert found.keys() == REFUSED.keys()
-    alike = [{name: re.sub(r"\d+", "", text) for name, text in of_rank.items()} for of_rank in (found, again)]
-    assert alike[0] == alike[1], "on all ranks, so that none waits for another"
+    check_refusals(models.refusals, REFUSED)

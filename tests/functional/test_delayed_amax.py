@@ -12,6 +12,8 @@ import pickle
 import pytest
 import torch
 from delayed_follower import NAMES, SEED, Follower, assert_bytes
+from delayed_steps import RECIPES as OTHERS
+from delayed_steps import Spy, close, equal, restored, run_steps, steps_held_by, tokens
 from repeating import kernels
 from torch.utils.checkpoint import checkpoint
 
@@ -21,39 +23,7 @@ from halfbyte import ops, recipes
 __all__ = ["kernels"]
 K, N, M = 40, 24, 18
 NO_SIGNS = hb.Hadamard(size=16, signs="none")
-RECIPES = {
-    "nvfp4": recipes.delayed_amax(),
-    "every2": recipes.delayed_amax(every=2, margin=1.3),
-    "every3": recipes.delayed_amax(every=3, margin=1.5, base="four_over_six"),
-    "fresh": recipes.delayed_amax(base=recipes.nvfp4(hadamard=hb.Hadamard(size=32, signs="fresh"))),
-    "quartet2": recipes.delayed_amax(base="quartet2"),
-    "mxfp8_bwd": recipes.delayed_amax(base="nvfp4_mxfp8_bwd"),
-    "row": recipes.delayed_amax(base=recipes.row_scaled(scope="activations")),
-}
-
-
-class Spy:
-    """Every operand that is made: of x, w and dy in turn."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.made, quantize = [], ops.quantize_row_col
-
-        def seen(t, row, col, *rest):
-            row, col = (side and side._replace(transient=False) for side in (row, col))  # codes, not values
-            found = quantize(t, row, col, *rest)
-            self.made.append((t.detach().clone(), row, col, found))
-            return found
-
-        monkeypatch.setattr(ops, "quantize_row_col", seen)
-
-    def of(self, wanted: torch.Tensor) -> dict[str, tuple]:
-        """Return what was made of a tensor: {side: (spec, blocks)}."""
-        found = {}
-        for t, row, col, blocks in self.made:
-            if t.shape == wanted.shape and torch.equal(t, wanted):
-                sides = zip(("row", "col"), (row, col), blocks, strict=True)
-                found |= {name: (side.spec, made) for name, side, made in sides if side is not None}
-        return found
+RECIPES = {"nvfp4": recipes.delayed_amax(), **OTHERS}
 
 
 def layer_of(recipe, state=None, n=N, k=K) -> hb.nn.Linear:
@@ -63,16 +33,14 @@ def layer_of(recipe, state=None, n=N, k=K) -> hb.nn.Linear:
 
 def batch(number: int, m=M, k=K, n=N, scale=None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x and dy, whose size goes up and down."""
-    g = torch.Generator().manual_seed(number)
-    size = (1.0, 4.0, 0.3, 9.0, 2.0, 0.1, 30.0)[number % 7] if scale is None else scale
-    return torch.randn(m, k, generator=g) * size, torch.randn(m, n, generator=g) * size / 1000
+    return tokens(number, m, k, n, scale)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_operand_of_several_steps_has_the_bytes_of_the_definition(name, monkeypatch):
     """Two micro-batches a step; what a step measures is the greatest of both."""
     recipe, state = RECIPES[name], hb.RunState(SEED)
-    layer, follower, spy = layer_of(recipe, state), Follower(recipe), Spy(monkeypatch)
+    layer, follower, spy = layer_of(recipe, state), Follower(recipe), Spy(monkeypatch, "quantize_row_col")
     compared = later = 0
     for step in range(5):
         state.begin_step(layer)
@@ -101,25 +69,10 @@ def test_every_operand_of_several_steps_has_the_bytes_of_the_definition(name, mo
     assert (state.amaxes.exceeded > 0) == (recipe.amax.every != 2), "sizes go up and down"
 
 
-def steps(recipe, count=5, *, model=None, begin=0, run=None, state=None) -> tuple[list, hb.nn.Linear]:
-    """Return outputs and gradients of steps of one micro-batch each."""
-    model = layer_of(recipe, state or hb.RunState(SEED)) if model is None else model
-    state = model.run_state
-    found = []
-    for step in range(begin, begin + count):
-        state.begin_step(model)
-        x, dy = batch(step)
-        x.requires_grad_()
-        y = (run or model)(x)
-        y.backward(dy)
-        found += [y.detach(), x.grad, model.weight.grad.clone()]
-        model.weight.grad = None
-        state.advance()
-    return found, model
-
-
-def equal(one: list, other: list) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def steps(recipe, count=5, *, model=None, begin=0, run=None) -> tuple[list, hb.nn.Linear]:
+    """Return outputs and gradients of steps, and the layer."""
+    model = layer_of(recipe) if model is None else model
+    return run_steps(model, batch, count, begin, run), model
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "every2", "quartet2"])
@@ -154,9 +107,7 @@ def test_a_step_may_be_taken_back_in_its_middle():
 def test_a_state_may_be_loaded_before_there_are_layers():
     whole, _ = steps(RECIPES["nvfp4"], 5)
     _, layer = steps(RECIPES["nvfp4"], 3)
-    fresh = hb.RunState(SEED)
-    fresh.load_state_dict(layer.run_state.state_dict())
-    fresh._streams = 0  # as of a RunState whose layers come now
+    fresh = restored(layer.run_state.state_dict())
     rest, _ = steps(RECIPES["nvfp4"], 2, model=layer_of(RECIPES["nvfp4"], fresh), begin=3)
     assert equal(rest, whole[9:])
 
@@ -215,9 +166,7 @@ def test_kernels_and_their_repetition_give_the_same(kernels, monkeypatch):
     made = results()
     monkeypatch.undo()
     wanted = results()
-    assert made[1] == wanted[1]
-    for one, other in zip(made[0], wanted[0], strict=True):  # bytes are equal, sums of products are not ordered
-        assert torch.allclose(one, other, rtol=2**-7, atol=2**-8 * float(other.abs().amax()))
+    assert made[1] == wanted[1] and close(made[0], wanted[0])
 
 
 def test_what_is_not_finite_is_seen_and_leaves_no_trace():
@@ -327,36 +276,19 @@ def test_fused_modules_have_the_bits_of_their_parts(activation):
 
 @pytest.mark.parametrize("kind", ["primary", "cached", "observed", "main_grad"])
 def test_whatever_holds_the_weight_the_bits_are_the_same(kind):
-    def run(changed):
+    def run(kind):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(K, N, bias=False)).bfloat16()
         keep = hb.Keep(names=(), last_fraction=0)
-        state = hb.quantize_(model, RECIPES["nvfp4"], keep=keep, state=hb.RunState(SEED)).state
-        if changed and kind == "primary":
-            hb.distributed.primary_weights_(model)
-        if changed and kind == "cached":
-            hb.cache_weights(model)
-        if changed and kind == "observed":
-            hb.collect_stats(model)
-        if changed and kind == "main_grad":
-            model[0].weight.main_grad = torch.zeros(N, K)
-        found = []
-        for step in range(4):
-            state.begin_step(model)
-            x, dy = batch(step)
-            x = x.bfloat16().requires_grad_()
-            y = model(x)
-            y.backward(dy.bfloat16())
-            found += [y.detach(), x.grad]
-            state.advance()
-        return found, state.state_dict()["amaxes"]
+        hb.quantize_(model, RECIPES["nvfp4"], keep=keep, state=hb.RunState(SEED))
+        return steps_held_by(kind, model, model[0], batch, model)
 
-    (one, amaxes), (other, same) = run(True), run(False)
+    (one, amaxes), (other, same) = run(kind), run(None)
     assert equal(one, other) and amaxes == same
 
 
 def test_weights_keep_their_own_amax(monkeypatch):
-    layer, spy = layer_of(RECIPES["nvfp4"]), Spy(monkeypatch)
+    layer, spy = layer_of(RECIPES["nvfp4"]), Spy(monkeypatch, "quantize_row_col")
     state = layer.run_state
     for step in range(4):
         with torch.no_grad():
@@ -374,7 +306,7 @@ def test_how_many_amaxes_are_measured(monkeypatch):
     calls, own = [], ops.row_col_amax
     monkeypatch.setattr(ops, "row_col_amax", lambda *a: calls.append(a) or own(*a))
     layer, counts = layer_of(recipes.delayed_amax(every=4)), []
-    spy = Spy(monkeypatch)
+    spy = Spy(monkeypatch, "quantize_row_col")
     for step in range(9):
         calls.clear(), spy.made.clear()
         steps(None, 1, model=layer, begin=step)

@@ -13,6 +13,7 @@ import pickle
 import pytest
 import torch
 from delayed_follower import NAMES, SEED, Follower, assert_bytes
+from delayed_steps import RECIPES, Spy, close, equal, restored, run_steps, steps_held_by, tokens
 from grouped_cases import ends, slices
 from repeating import kernels
 from torch.utils.checkpoint import checkpoint
@@ -25,23 +26,14 @@ __all__ = ["kernels"]
 K, N, E = 16, 12, 4
 SIZES = ((7, 3, 0, 0), (2, 17, 0, 0), (0, 4, 0, 0), (6, 0, 1, 0), (2, 2, 5, 0), (0, 0, 9, 0), (3, 1, 4, 0))
 """Of experts in each step; behind them lie two tokens of padding."""
-RECIPES = {
-    "every2": recipes.delayed_amax(every=2, margin=1.3),
-    "every3": recipes.delayed_amax(every=3, margin=1.5, base="four_over_six"),
-    "fresh": recipes.delayed_amax(base=recipes.nvfp4(hadamard=hb.Hadamard(size=32, signs="fresh"))),
-    "quartet2": recipes.delayed_amax(base="quartet2"),
-    "mxfp8_bwd": recipes.delayed_amax(base="nvfp4_mxfp8_bwd"),
-    "row": recipes.delayed_amax(base=recipes.row_scaled(scope="activations")),
-}
 EVERY_STEP = recipes.delayed_amax()
 SEEDS = [(SEED + g * 0x9E3779B97F4A7C15) % 2**64 for g in range(E)]
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return x, the ends of the groups and dy, whose size goes up and down."""
-    g, sizes = torch.Generator().manual_seed(number), SIZES[number % len(SIZES)]
-    m, size = sum(sizes) + 2, (1.0, 4.0, 0.3, 9.0, 2.0, 0.1, 30.0)[number % 7]
-    x, dy = torch.randn(m, K, generator=g) * size, torch.randn(m, N, generator=g) * size / 1000
+    sizes = SIZES[number % len(SIZES)]
+    x, dy = tokens(number, sum(sizes) + 2, K, N)
     return x, ends(sizes), dy
 
 
@@ -51,23 +43,9 @@ def layer_of(recipe, state=None) -> hb.nn.GroupedLinear:
 
 
 def steps(recipe, count=8, *, layer=None, begin=0, run=None) -> tuple[list, hb.nn.GroupedLinear]:
-    """Return outputs and gradients of steps of one micro-batch each."""
+    """Return outputs and gradients of steps, and the layer."""
     layer = layer_of(recipe) if layer is None else layer
-    found = []
-    for step in range(begin, begin + count):
-        layer.run_state.begin_step(layer)
-        x, offsets, dy = batch(step)
-        x.requires_grad_()
-        y = (run or layer)(x, offsets)
-        y.backward(dy)
-        found += [y.detach(), x.grad, layer.weight.grad.clone()]
-        layer.weight.grad = None
-        layer.run_state.advance()
-    return found, layer
-
-
-def equal(one: list, other: list) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return run_steps(layer, batch, count, begin, run), layer
 
 
 def of_group(blocks: Blocks, spec: hb.NVFP4, sizes: tuple[int, ...], expert: int, contraction: bool) -> Blocks:
@@ -83,35 +61,11 @@ def of_group(blocks: Blocks, spec: hb.NVFP4, sizes: tuple[int, ...], expert: int
     return Blocks(codes, blocks.block_scale[:, begin // 16 : (begin + count) // 16], amax)
 
 
-class Spy:
-    """The operands that are made of tokens: {side: (spec, blocks)} of each tensor."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.made, quantize = [], ops.grouped_quantize_row_col
-
-        def seen(t, offsets, row, col, *rest):
-            row, col = (side and side._replace(transient=False) for side in (row, col))
-            found = quantize(t, offsets, row, col, *rest)
-            if offsets is not None:
-                self.made.append((t.detach().clone(), row, col, found))
-            return found
-
-        monkeypatch.setattr(ops, "grouped_quantize_row_col", seen)
-
-    def of(self, wanted: torch.Tensor) -> dict[str, tuple]:
-        found = {}
-        for t, row, col, blocks in self.made:
-            if t.shape == wanted.shape and torch.equal(t, wanted):
-                sides = zip(("row", "col"), (row, col), blocks, strict=True)
-                found |= {name: (side.spec, made) for name, side, made in sides if side is not None}
-        return found
-
-
 @pytest.mark.parametrize("name", ["every2"])
 def test_every_operand_of_every_expert_has_the_bytes_of_the_definition(name, monkeypatch):
     """Two micro-batches a step: of experts without tokens in one of them, or in both."""
     recipe, state = RECIPES[name], hb.RunState(SEED)
-    layer, spy = layer_of(recipe, state), Spy(monkeypatch)
+    layer, spy = layer_of(recipe, state), Spy(monkeypatch, "grouped_quantize_row_col")
     followers = [Follower(recipe, seed) for seed in SEEDS]
     compared = later = 0
     for step in range(5):
@@ -184,9 +138,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(whole, stop):
 
 def test_a_state_may_be_loaded_before_there_are_layers(whole):
     _, layer = steps(RECIPES["every2"], 4)
-    fresh = hb.RunState(SEED)
-    fresh.load_state_dict(layer.run_state.state_dict())
-    fresh._streams = 0  # as of a RunState whose layers come now
+    fresh = restored(layer.run_state.state_dict())
     rest, _ = steps(None, 2, layer=layer_of(RECIPES["every2"], fresh), begin=4)
     assert equal(rest, whole[0][12:])
 
@@ -257,8 +209,7 @@ def test_kernels_give_the_same(kernels, monkeypatch):
     monkeypatch.undo()
     wanted, same = result()
     assert state == same and all(state["0"]["seen"])
-    for one, other in zip(made, wanted, strict=True):  # bytes are equal, sums of products are not ordered
-        assert torch.allclose(one, other, rtol=2**-7, atol=2**-8 * float(other.abs().amax()))
+    assert close(made, wanted)
 
 
 def test_eval_takes_own_ones_and_calls_without_gradients_note_nothing():
@@ -276,26 +227,11 @@ def test_eval_takes_own_ones_and_calls_without_gradients_note_nothing():
 
 @pytest.mark.parametrize("kind", ["cached", "observed", "main_grad"])
 def test_whatever_holds_the_weights_the_bits_are_the_same(kind):
-    def run(changed: bool) -> tuple[list, dict]:
+    def run(kind: str | None) -> tuple[list, dict]:
         layer = layer_of(EVERY_STEP).bfloat16()
-        model, state, found = torch.nn.ModuleDict({"up": layer}), layer.run_state, []
-        if changed and kind == "cached":
-            hb.cache_weights(model)
-        if changed and kind == "observed":
-            hb.collect_stats(model)
-        if changed and kind == "main_grad":
-            layer.weight.main_grad = torch.zeros(E, N, K)
-        for step in range(4):
-            state.begin_step(model)
-            x, offsets, dy = batch(step)
-            x = x.bfloat16().requires_grad_()
-            y = layer(x, offsets)
-            y.backward(dy.bfloat16())
-            found += [y.detach(), x.grad]
-            state.advance()
-        return found, state.state_dict()["amaxes"]
+        return steps_held_by(kind, torch.nn.ModuleDict({"up": layer}), layer, batch, layer)
 
-    (one, amaxes), (other, same) = run(True), run(False)
+    (one, amaxes), (other, same) = run(kind), run(None)
     assert equal(one, other) and amaxes == same
 
 
@@ -328,9 +264,7 @@ def test_states_of_other_experts_are_refused_and_change_nothing(held):
 
 def test_a_state_of_another_number_of_experts_is_refused_where_its_layer_comes():
     _, layer = steps(EVERY_STEP, 3)
-    fresh = hb.RunState(SEED)
-    fresh.load_state_dict(layer.run_state.state_dict())
-    fresh._streams = 0
+    fresh = restored(layer.run_state.state_dict())
     with pytest.raises(ValueError, match=r"\[0\].*not 4 finite numbers each"):
         hb.nn.Linear(K, N, recipe=EVERY_STEP, state=fresh)
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import mesh_checks
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 import ranks
 import torch
 import train_checks as checks
+from mesh_checks import folder, losses, until
 
 from halfbyte.train import config as configs
 from halfbyte.train.moe import MoEConfig
 
+__all__ = ["folder"]
 MESHES = {
     "one": configs.MeshConfig(),
     "fsdp2": configs.MeshConfig(dp_shard=2),
@@ -29,17 +28,9 @@ MESHES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("runs")
-    checks.write_corpus(folder)
-    checks.load(checks.tiny(str(folder), "mixed", "none"))
-    return str(folder)
-
-
 def run_on(folder: str, mesh: str, out: str, **changes) -> configs.TrainConfig:
-    config = checks.tiny(folder, "mixed", out, **{"batch": 4, "steps": 8, **changes})
-    return replace(config, model="moe-tiny", mesh=MESHES[mesh])
+    """Return a run of the smallest mixture."""
+    return mesh_checks.run_on(folder, "moe-tiny", MESHES[mesh], out, **changes)
 
 
 def first_gradients(config: configs.TrainConfig, recipe: str) -> dict[str, torch.Tensor]:
@@ -62,17 +53,6 @@ def test_gradients_are_those_of_fsdp2(folder, like, meshes):
             assert (got - expected[name]).norm() <= 1e-5 * expected[name].norm(), (mesh, name)
 
 
-def losses(config: configs.TrainConfig, recipe: str, steps: int) -> list[float]:
-    if config.mesh.size == 1:
-        checks.train_all(0, 1, [(config, recipe)])
-    else:
-        ends = ranks.run(config.mesh.size, checks.train_all, [(config, recipe)], seconds=280)
-        assert all(end == ends[0] for end in ends), "all ranks end with the same weights"
-    found = [loss for _, _, loss in checks.lines(config, "step")]
-    assert len(found) == steps
-    return found
-
-
 @pytest.mark.parametrize(
     "mesh, steps, recipe",
     [
@@ -85,8 +65,8 @@ def losses(config: configs.TrainConfig, recipe: str, steps: int) -> list[float]:
 )
 def test_losses_are_those_of_one_process(folder, mesh, steps, recipe):
     """As far as the balance of routes, which each rank takes of its tokens, and other random bits allow."""
-    alone = losses(run_on(folder, "one", f"one {mesh}", steps=steps), recipe, steps)
-    shared = losses(run_on(folder, mesh, f"losses {mesh}", steps=steps), recipe, steps)
+    alone = losses(run_on(folder, "one", f"one {mesh}", steps=steps), recipe)
+    shared = losses(run_on(folder, mesh, f"losses {mesh}", steps=steps), recipe)
     assert abs(shared[0] - alone[0]) < 5e-3
     # FSDP2 alone strays as far from one process, in bf16 by 4.6 % at the last of 50 steps.
     assert all(abs(a - b) < (0.02 if i < 8 else 0.1) * b for i, (a, b) in enumerate(zip(shared, alone, strict=True)))
@@ -97,16 +77,9 @@ def test_losses_are_those_of_one_process(folder, mesh, steps, recipe):
 def test_fifty_steps_in_high_precision_are_those_of_fsdp2(folder):
     """Nothing is drawn and no amax depends on the ranks: what is left is the order of sums over tokens."""
     alone, shared = (
-        losses(run_on(folder, mesh, f"fifty {mesh}", steps=50), "bf16", 50) for mesh in ("fsdp4", "ep x fsdp2")
+        losses(run_on(folder, mesh, f"fifty {mesh}", steps=50), "bf16") for mesh in ("fsdp4", "ep x fsdp2")
     )
     assert all(abs(a - b) < 1e-3 * b for a, b in zip(shared, alone, strict=True))
-
-
-def until(config: configs.TrainConfig, steps: int) -> tuple:
-    """Return what a run began with and what it has after so many steps, on its first rank."""
-    if config.mesh.size > 1:
-        return ranks.run(config.mesh.size, checks.until, config, "nvfp4", steps)[0]
-    return checks.until(0, 1, config, "nvfp4", steps)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +104,7 @@ def test_accumulation_and_recomputation(folder, changes):
     (how,) = changes
     config = run_on(folder, "codes", f"with {how} {changes[how]}", steps=2, **changes)
     plain = run_on(folder, "codes", f"without {how} {changes[how]}", steps=2, **({} if how == "recompute" else changes))
-    assert losses(config, "nvfp4@all", 2) == losses(plain, "nvfp4@all", 2)
+    assert losses(config, "nvfp4@all") == losses(plain, "nvfp4@all")
 
 
 def test_what_it_refuses():
@@ -166,9 +139,9 @@ def test_a_capacity_with_room_for_all_changes_no_bit_and_one_without_counts_what
         replace(config, mesh=replace(config.mesh, capacity=n)) for config, n in ((roomy, 1 << 12), (tight, 20))
     )
     assert roomy.mesh.over(2).in_words() == "dp_replicate=1, dp_shard=2, ep=2, capacity=4096"
-    assert losses(roomy, "nvfp4", 4) == losses(without, "nvfp4", 4)
-    few = losses(tight, "nvfp4", 4)
-    assert few != losses(without, "nvfp4", 4) and all(0 < loss < 10 for loss in few)
+    assert losses(roomy, "nvfp4") == losses(without, "nvfp4")
+    few = losses(tight, "nvfp4")
+    assert few != losses(without, "nvfp4") and all(0 < loss < 10 for loss in few)
     for config, is_dropping in ((without, None), (roomy, False), (tight, True)):
         lines = [json.loads(line) for line in (config.run.out / "log.jsonl").read_text().splitlines()]
         found = [line["copies"] for line in lines if line["kind"] == "dropped"]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import mesh_checks
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-import ranks
-import train_checks as checks
+from mesh_checks import folder, losses, until
 
 from halfbyte.train import config as configs
 
+__all__ = ["folder"]
 MESHES = {
     "one": configs.MeshConfig(),
     "ep": configs.MeshConfig(ep=2),
@@ -25,29 +22,9 @@ MESHES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("runs")
-    checks.write_corpus(folder)
-    checks.load(checks.tiny(str(folder), "mixed", "none"))
-    return str(folder)
-
-
 def run_on(folder: str, mesh: str, out: str, **changes) -> configs.TrainConfig:
     """Return a run of the smallest mixture with two key/value heads."""
-    config = checks.tiny(folder, "mixed", out, **{"batch": 4, "steps": 2, **changes})
-    return replace(config, model="moe-2m", mesh=MESHES[mesh])
-
-
-def losses(config: configs.TrainConfig, recipe: str) -> list[float]:
-    if config.mesh.size == 1:
-        checks.train_all(0, 1, [(config, recipe)])
-    else:
-        ends = ranks.run(config.mesh.size, checks.train_all, [(config, recipe)], seconds=280)
-        assert all(end == ends[0] for end in ends), "all ranks end with the same weights"
-    found = [loss for _, _, loss in checks.lines(config, "step")]
-    assert len(found) == config.optim.steps
-    return found
+    return mesh_checks.run_on(folder, "moe-2m", MESHES[mesh], out, **{"steps": 2, **changes})
 
 
 @pytest.mark.parametrize(
@@ -66,13 +43,6 @@ def test_losses_are_those_without_shared_features(folder, like, mesh, recipe, fi
     alone, shared = (losses(run_on(folder, name, f"{name} {mesh} {recipe}"), recipe) for name in (like, mesh))
     assert abs(shared[0] - alone[0]) < first
     assert all(abs(a - b) < 0.02 * b for a, b in zip(shared, alone, strict=True))
-
-
-def until(config: configs.TrainConfig, steps: int) -> tuple:
-    """Return what a run began with and what it has after so many steps, on its first rank."""
-    if config.mesh.size > 1:
-        return ranks.run(config.mesh.size, checks.until, config, "nvfp4", steps)[0]
-    return checks.until(0, 1, config, "nvfp4", steps)
 
 
 @pytest.mark.parametrize(

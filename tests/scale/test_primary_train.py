@@ -9,20 +9,14 @@ from pathlib import Path
 import pytest
 import ranks
 import train_checks as checks
+from mesh_checks import folder
 
 from halfbyte.train.mesh_config import MeshConfig
 
+__all__ = ["folder"]
 UNCLIPPED = {"clip": float("inf"), "steps": 6}
 FIRST = 2
 """Runs that are always compared; the others in full."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("primary")
-    checks.write_corpus(folder)
-    checks.load(checks.tiny(str(folder), "mixed", "none"))
-    return str(folder)
 
 
 def as_codes(config):

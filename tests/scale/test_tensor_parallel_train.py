@@ -2,59 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import mesh_checks
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-import ranks
-import train_checks as checks
+from mesh_checks import folder, losses, until
 
 from halfbyte.train import config as configs
 
+__all__ = ["folder"]
 MESHES = {"one": configs.MeshConfig(), "tp": configs.MeshConfig(tp=2), "fsdp2": configs.MeshConfig(dp_shard=2, tp=2)}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("runs")
-    checks.write_corpus(folder)
-    checks.load(checks.tiny(str(folder), "mixed", "none"))
-    return str(folder)
 
 
 def run_on(folder: str, mesh: str, out: str, **changes) -> configs.TrainConfig:
     """Return a run of the smallest model with two key/value heads."""
-    config = checks.tiny(folder, "mixed", out, **{"batch": 4, "steps": 8, **changes})
-    return replace(config, model="nano", mesh=MESHES[mesh])
-
-
-def until(config: configs.TrainConfig, steps: int) -> tuple:
-    """Return what a run began with and what it has after so many steps, on its first rank."""
-    return (
-        ranks.run(config.mesh.size, checks.until, config, "nvfp4", steps)[0]
-        if config.mesh.size > 1
-        else checks.until(0, 1, config, "nvfp4", steps)
-    )
-
-
-def losses(config: configs.TrainConfig, steps: int) -> list[float]:
-    ends = ranks.run(config.mesh.size, checks.train_all, [(config, "nvfp4")], seconds=280)
-    assert all(end == ends[0] for end in ends), "all ranks end with the same weights"
-    found = [loss for _, _, loss in checks.lines(config, "step")]
-    assert len(found) == steps
-    return found
+    return mesh_checks.run_on(folder, "nano", MESHES[mesh], out, **changes)
 
 
 @pytest.mark.parametrize("mesh, steps", [("tp", 8), pytest.param("fsdp2", 50, marks=pytest.mark.full)])
 def test_losses_are_those_of_one_process(folder, mesh, steps):
     """As far as the order of sums allows, which moves a code now and then; under FSDP2 ranks also draw apart."""
-    one = run_on(folder, "one", f"one-{mesh}", steps=steps)
-    checks.train_all(0, 1, [(one, "nvfp4")])
-    alone = [loss for _, _, loss in checks.lines(one, "step")]
-    shared = losses(run_on(folder, mesh, f"losses-{mesh}", steps=steps), steps)
+    alone = losses(run_on(folder, "one", f"one-{mesh}", steps=steps), "nvfp4")
+    shared = losses(run_on(folder, mesh, f"losses-{mesh}", steps=steps), "nvfp4")
     assert abs(shared[0] - alone[0]) < (1e-5 if mesh == "tp" else 2e-3)
     assert all(abs(a - b) < 0.02 * b for a, b in zip(shared, alone, strict=True))
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from halfbyte import cli
-from halfbyte.train import compare, config, files, log, loop, signals, treatment
+from halfbyte.train import compare, config, files, log, loop, page, signals, treatment
 
 UNSEEN, HELD_OUT_ONLY = ord("#"), ord("@")
 """Bytes that the corpus lacks; those that stand at its end alone."""
@@ -199,6 +200,43 @@ def test_the_picture_says_it_too(run, monkeypatch):
     assert labels == ["bf16  diverged at step 2", "mxfp8  diverged at step 2"]
     assert gaps.get_title().endswith("none: bf16 diverged at step 2")
     assert len(gaps.lines) == 1 and not gaps.texts  # the line of the baseline
+
+
+def rows_of_page(folder):
+    """The cells of the table of results on the page of a run or a comparison."""
+    table = page.page(folder).partition('aria-label="results"')[2].partition("</table>")[0]
+    return [re.findall("<td>(.*?)</td>", row)[:3] for row in table.split("<tr>")[2:]]
+
+
+def test_the_page_says_it_too(run):
+    pytest.importorskip("matplotlib")
+    one, _ = run(steps=4, lr=1e30, eval_every=1)
+    compare.compare(one, ("bf16", "mxfp8"))
+    for (name, said, steps), expected in zip(rows_of_page(one.run.out), ("bf16", "mxfp8"), strict=True):
+        last = json.loads((one.run.out / name / log.NAME).read_text().splitlines()[-2])
+        assert (name, steps, last["kind"], last["step"], last["grad_norm"]) == (expected, "2", "step", 2, None)
+        loss = f"last finite training loss {last['loss']:.4f} at step 2"
+        assert said == f"diverged at step 2 (gradient norm not finite); {loss}"
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([5.0, 4.25, None], "last finite training loss 4.2500 at step 2"),
+        ([5.0, 4.25, 1e9], "last finite training loss 1000000000.0000 at step 3"),
+        ([None], "its log has no finite training loss"),
+        ([], "its log has no finite training loss"),
+    ],
+)
+def test_the_page_says_the_last_loss_that_is_a_number(tmp_path, losses, said):
+    """Validations between, which are of another text, are no training losses."""
+    (tmp_path / loop.CONFIG).write_text(json.dumps({"identity": {"recipe": "nvfp4"}}))
+    result = {"identity": {"recipe": "nvfp4"}, "tokens": 8, "seconds": 1, **row("nvfp4", **LOST)}
+    (tmp_path / loop.RESULT).write_text(json.dumps(result))
+    lines = [{"kind": "step", "step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    lines.insert(2, {"kind": "eval", "step": 2, "loss": 3.0})
+    (tmp_path / log.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert rows_of_page(tmp_path) == [["nvfp4", f"diverged at step 7 (training loss not finite); {said}", "9"]]
 
 
 def test_json_holds_no_token_that_json_lacks(tmp_path):
