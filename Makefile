@@ -3,9 +3,11 @@
 #   make test        tests that need no GPU; make test-full: with nine that take minutes        make test-gpu   the GPU tests, with this machine's own python3
 #   make test-targets   a sample of what the launchers launch, recorded and compiled for every GPU without one (some
 #                       minutes on two cores), by which files of kernels/ a call goes, and what kernels' PTX computes, emulated;
+#                       some with the newest Triton as well, which is installed beside (300 MB)
 #                       make test-targets-full: all of it (hours)
 #   make test-distributed   several processes over gloo: FSDP2, torchrun; test-distributed-full: every case, every fault,
-#                       and test-distributed-next: FSDP2 with torch 2.15, in an environment of its own (5 GB)
+#                       and test-distributed-next: some of FSDP2 with torch 2.15, in an environment of its own (5 GB);
+#                       test-distributed-next-full: all of it
 #   make test-integrations   exports, models and loops of transformers; packages of others read what this one writes (installed into .venv);
 #                       test-integrations-full: with 200 steps of torchtitan on two ranks
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
@@ -23,14 +25,21 @@ BIN := $(VENV)/bin
 OLDER := $(VENV)/transformers-5.17
 PEERS := $(VENV)/peers
 NEXT := $(VENV)/torch-2.15
+NEXT_TESTS := $(addprefix tests/scale/test_,fsdp.py fsdp_matrix.py embedding.py head.py)
+# All but the groups of cases and the 200 steps, which take minutes: two cores run them in one.
+NEXT_SAMPLE := "arrives or travels or nan or trace or launches or backward or differ or embedding"
+NEWEST_TRITON := $(VENV)/triton-3.9
 APART := --quiet --disable-pip-version-check --no-deps --upgrade
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 JOBS ?= 2
-ELSEWHERE := $(addprefix --ignore=tests/,browser gpu clients export integrations docs package scale kernels/test_way.py kernels/test_ptx.py)
+# Launches compiled with the newest Triton too: every kernel once on sm_90, and some others.
+NEWEST_COUNT := 72
+NEWEST_TARGETS := sm_90
+ELSEWHERE := $(addprefix --ignore=tests/,browser gpu clients export integrations docs package scale kernels/test_way.py kernels/test_ptx.py kernels/test_newer_triton.py)
 REPOSITORY ?= pypi
 
 .DEFAULT_GOAL := setup
-.PHONY: setup train test test-browser test-full test-distributed test-distributed-full test-distributed-next test-targets test-targets-full test-integrations test-integrations-full test-docs test-package test-gpu check bench docs figures dist publish clean
+.PHONY: setup train test test-browser test-full test-distributed test-distributed-full torch-next test-distributed-next test-distributed-next-full test-targets test-targets-full test-integrations test-integrations-full test-docs test-package test-gpu check bench docs figures dist publish clean
 
 setup: $(VENV)/setup.stamp
 
@@ -69,27 +78,38 @@ test-full: setup
 test-distributed: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale --timeout 300 -m "not full" -q $(TEST_ARGS)
 
-test-distributed-full: setup test-distributed-next
+test-distributed-full: setup test-distributed-next-full
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale --timeout 1800 -q $(TEST_ARGS)
 
 # What rests on FSDP2, with the torch that rewrote it; with the Triton whose interpreter the tests need.
-$(VENV)/torch-2.15.stamp: $(VENV)/setup.stamp
+$(NEXT).stamp: $(VENV)/setup.stamp tests/scale/torch-2.15.txt
 	$(PYTHON) -m venv $(NEXT)
-	$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.15.*' 'numpy<2.4' pytest pytest-timeout psutil
+	$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/scale/torch-2.15.txt
 	$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'triton==3.6.*'
 	@touch $@
 
-test-distributed-next: $(VENV)/torch-2.15.stamp
-	PYTHONPATH=. OMP_NUM_THREADS=1 $(NEXT)/bin/python -m pytest tests/scale/test_fsdp.py tests/scale/test_fsdp_matrix.py tests/scale/test_embedding.py tests/scale/test_head.py --timeout 300 -q $(TEST_ARGS)
+torch-next: $(NEXT).stamp
 
-test-targets: setup
+test-distributed-next: torch-next
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(NEXT)/bin/python -m pytest $(NEXT_TESTS) -k $(NEXT_SAMPLE) --timeout 300 -q $(TEST_ARGS)
+
+test-distributed-next-full: torch-next
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(NEXT)/bin/python -m pytest $(NEXT_TESTS) --timeout 900 -q $(TEST_ARGS)
+
+$(NEWEST_TRITON).stamp: $(VENV)/setup.stamp
+	$(BIN)/python -m pip install $(APART) --target $(NEWEST_TRITON) 'triton==3.9.*'
+	@touch $@
+
+test-targets: $(NEWEST_TRITON).stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) $(TARGET_ARGS)
+	PYTHONPATH=$(NEWEST_TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) --count $(NEWEST_COUNT) $(NEWEST_TARGETS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_kernels_compile.py -m full -q
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_way.py tests/kernels/test_ptx.py -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_way.py tests/kernels/test_ptx.py tests/kernels/test_newer_triton.py -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q
 
-test-targets-full: setup
+test-targets-full: $(NEWEST_TRITON).stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) --all $(TARGET_ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_ptx.py -n $(JOBS) --timeout 900 -q
+	PYTHONPATH=$(NEWEST_TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m halfbyte.kernels.record --jobs $(JOBS) --all $(TARGET_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/kernels/test_ptx.py tests/kernels/test_newer_triton.py -n $(JOBS) --timeout 900 -q
 
 test-integrations: $(VENV)/integrations.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -n $(JOBS) --dist worksteal --timeout 300 -m "not full" -q $(TEST_ARGS)

@@ -54,7 +54,7 @@ SHARED_MEMORY = {
 """KiB of shared memory that one block may use (CUDA C++ programming guide; AMD's instruction set architectures)."""
 
 
-SAMPLE = 520
+SAMPLE = 440
 """Launches that two cores compile within eight minutes; AMD's compiler takes up to five times as long as NVIDIA's."""
 
 UNLIMITED = 1 << 30
