@@ -14,7 +14,7 @@ from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.linear import REPLACED_FORWARD, LinearLayer
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.nn.transposed import TransposedLinear, conv1d_class, is_conv1d
-from halfbyte.policy import Keep, kept_layers, matches, unmatched_names
+from halfbyte.policy import Keep, has_stack, kept_layers, matches, unmatched_names
 from halfbyte.report import Row, describe_others, some
 from halfbyte.spec import Recipe
 
@@ -172,6 +172,13 @@ def _check_globs(model: nn.Module, layers: Mapping[str, nn.Module], wishes: Wish
         "keep.names": () if keep is None or keep.names == Keep().names else unmatched_names(model, layers, keep),
         "share_amax": [glob for glob in sharing if not any(matches(name, glob) for name in layers)],
     }
+    asked = {} if keep is None else {"first_blocks": keep.first_blocks, "last_fraction": keep.last_fraction}
+    for field, value in asked.items():
+        if value not in (0, getattr(Keep(), field)) and not has_stack(model, layers):
+            raise ValueError(
+                f"keep.{field}={value}: the model has no stack of blocks, such as an nn.ModuleList of modules with "
+                "linear layers, so none is the first or the last; name the layers, keep=hb.Keep(names=('layer_0.*',))"
+            )
     for argument, globs in unmatched.items():
         if globs:
             names = ", ".join(list(layers)[:4])

@@ -60,6 +60,8 @@ def nvfp4(
         activation_mean: "split" quantizes x without its mean over tokens (Averis, arXiv 2603.10444), see Recipe.
         saved_rounding: of the x that is saved for wgrad.
     """
+    if not isinstance(stochastic_rounding, bool):
+        raise TypeError(f"stochastic_rounding={stochastic_rounding!r}: give True or False")
     activation = NVFP4(outer=activation_outer)
     weight = NVFP4(block=weight_block)
     gradient = NVFP4(rounding="stochastic" if stochastic_rounding else "nearest", fp4_max=fp4_max_gradient)
@@ -329,10 +331,13 @@ def get(name: str) -> Recipe:
         ValueError: no preset has that name; the message lists those that exist.
     """
     forward, slash, backward = name.partition("/")
+    if "/" in backward:
+        raise ValueError(f"recipe={name!r}: name one forward and one backward, as in 'bf16/nvfp4'")
     if slash:
         return mixed(get(forward), get(backward))
     if name not in PRESETS:
-        raise ValueError(f"recipe={name!r} is not a preset; use one of {', '.join(PRESETS)}")
+        options = "; options are arguments of functions, as in hb.recipes.nvfp4(hadamard=None)" if "(" in name else ""
+        raise ValueError(f"recipe={name!r} is not a preset; use one of {', '.join(PRESETS)}{options}")
     return _DEFAULTS[name]
 
 

@@ -75,6 +75,22 @@ def test_every_container_is_a_stack(make):
     assert "output" in report.kept
 
 
+@pytest.mark.parametrize("fields", [{"last_fraction": "0.3"}, {"last_fraction": True}, {"first_blocks": True}])
+def test_other_kinds_than_numbers_are_refused_by_name(fields):
+    with pytest.raises(ValueError, match=f"^{next(iter(fields))}={next(iter(fields.values()))!r}: give a "):
+        hb.Keep(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"first_blocks": 1}, {"last_fraction": 0.3}, {"names": (), "last_fraction": 1}])
+def test_blocks_of_a_model_that_has_none_are_refused(fields):
+    (field, value) = list(fields.items())[-1]
+    model = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 16))
+    with pytest.raises(ValueError, match=rf"^keep.{field}={value}: the model has no stack of blocks.*name the layers"):
+        hb.quantize_(model, "nvfp4", keep=hb.Keep(**fields))
+    assert all(type(layer) is not hb.nn.Linear for layer in model), "nothing has changed"
+    assert len(hb.quantize_(model, "nvfp4", keep=hb.Keep(names=("2",))).rows) == 2, "the default share asks for nothing"
+
+
 def test_in_a_whole_model_as_a_sequence_only_recurring_blocks_count():
     class Stem(nn.Module):
         def __init__(self):
