@@ -312,16 +312,36 @@ def mixed(forward: Recipe | str, backward: Recipe | str) -> Recipe:
     """Return the forward GEMM of one recipe with the backward GEMMs of another: what a run's last steps may want.
 
     Behind a forward in high precision there is nothing to dequantize: such a backward reads x and w themselves. Amaxes
-    are delayed if one of the two delays them, as the backward says if both do.
+    are delayed if one of the two delays them, as the backward says if both do. The mean of x is split off if the
+    recipe does so whose GEMM quantizes x here.
+
+    Raises:
+        ValueError: both GEMMs quantize x and one recipe splits its mean off, the other does not.
     """
     first, rest = resolve(forward), resolve(backward)
     channels = rest.channels if rest.channels is not None and rest.channels.kind == "mxfp8" else None
     if channels is None and first.channels is not None and first.channels.kind == "patch":
         channels = first.channels  # which the forward alone has
     mode = "original" if first.fprop is None else rest.backward
-    made = dataclasses.replace(rest, fprop=first.fprop, backward=mode, channels=channels, amax=None)
+    mean = _mixed_mean(first, rest)
+    made = dataclasses.replace(
+        rest, fprop=first.fprop, backward=mode, activation_mean=mean, channels=channels, amax=None
+    )
     amax = rest.amax or first.amax
     return made if amax is None or delay_problem(made) else dataclasses.replace(made, amax=amax)
+
+
+def _mixed_mean(first: Recipe, rest: Recipe) -> Any:
+    """Return `activation_mean` of the forward of one recipe with the backward of another: theirs that quantize x."""
+    is_forward = first.fprop is not None and first.fprop.a is not None
+    is_backward = rest.wgrad is not None and rest.wgrad.b is not None
+    modes = {*([first.activation_mean] if is_forward else []), *([rest.activation_mean] if is_backward else [])}
+    if len(modes) > 1:
+        raise ValueError(
+            f"activation_mean={first.activation_mean!r} in the forward, {rest.activation_mean!r} in the backward: x "
+            "has one in both; give both recipes one, as in dataclasses.replace(recipe, activation_mean='split')"
+        )
+    return modes.pop() if modes else "kept"
 
 
 def get(name: str) -> Recipe:
