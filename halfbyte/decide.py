@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from halfbyte.nn.experts import ExpertsRecipe, FoundExperts, find_experts
 from halfbyte.nn.grouped import GroupedRecipe
@@ -145,13 +146,17 @@ def _decide(name: str, module: nn.Module, wishes: Wishes, kept: str | None) -> R
     return row(wishes.recipe, "recipe") if kept is None else row(None, f"kept: {kept}")
 
 
-def _obstacle(module: nn.Module) -> str | None:
+def _obstacle(module: Any) -> str | None:
     """Return why a layer that is none of ours cannot be converted, or None."""
     if isinstance(module, GroupedRecipe):
         return None
+    if is_parametrized(module):
+        return "its parameters are computed by torch.nn.utils.parametrize; convert first, then register these"
     if type(module) not in (nn.Linear, conv1d_class()):
         base = "Conv1D" if is_conv1d(module) else "Linear"
         return f"{type(module).__name__} is a subclass of {base} with a forward of its own"
+    if module.weight.is_complex():
+        return "its weight is complex, which no format quantizes"
     return f"its forward was {REPLACED_FORWARD}" if "forward" in vars(module) else None
 
 
