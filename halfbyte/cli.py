@@ -52,6 +52,9 @@ COMMANDS = {
     "env": Command("halfbyte.cli", "env", "what runs on this machine, and why the rest does not"),
 }
 
+WITH_CHECKPOINTS = ("train", "compare", "study")
+"""What goes on where it was stopped; the others begin anew."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command.
@@ -104,7 +107,8 @@ def _run(arguments: list[str] | None) -> int:
         print(f"halfbyte {name}: {error.filename}: {error.strerror}; {room}choose another path", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
-        print(f"\nhalfbyte {name}: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        rest = "; the same command goes on from the last checkpoint" if name in WITH_CHECKPOINTS else ""
+        print(f"\nhalfbyte {name}: stopped{rest}", file=sys.stderr)
         return 130
 
 

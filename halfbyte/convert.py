@@ -118,7 +118,8 @@ def _run_state(model: nn.Module) -> RunState:
 
 def check_share_amax(share_amax: Sequence[Sequence[str]]) -> None:
     """Raise TypeError unless these are groups of globs."""
-    if isinstance(share_amax, str) or any(isinstance(group, str) for group in share_amax):
+    is_sequence = isinstance(share_amax, Sequence) and not isinstance(share_amax, str)
+    if not is_sequence or any(isinstance(group, str) or not isinstance(group, Sequence) for group in share_amax):
         raise TypeError(f"share_amax={share_amax!r}: give groups of globs, such as (('*q_proj', '*k_proj'),)")
 
 
@@ -138,6 +139,9 @@ def _check_kinds(model: object, filter_fn: object, rules: object, share_amax: Se
         raise TypeError(f"filter_fn={filter_fn!r}: give a function of (module, name); a dict of recipes is rules=")
     if rules is not None and not isinstance(rules, Mapping):
         raise TypeError(f"rules={rules!r}: give a dict of glob to recipe, preset name or None")
+    strange = [glob for glob in rules or {} if not isinstance(glob, str)]
+    if strange:
+        raise TypeError(f"rules: {strange[0]!r} is no glob; give names of layers, such as 'blocks.0.*'")
 
 
 def _check_values(keep: object, state: object) -> None:

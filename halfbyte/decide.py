@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from halfbyte.nn.experts import ExpertsRecipe, FoundExperts, find_experts
 from halfbyte.nn.grouped import GroupedRecipe
 from halfbyte.nn.linear import REPLACED_FORWARD, LinearLayer
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.nn.transposed import TransposedLinear, conv1d_class, is_conv1d
-from halfbyte.policy import Keep, kept_layers, matches, unmatched_names
+from halfbyte.policy import Keep, has_stack, kept_layers, matches, unmatched_names
 from halfbyte.report import Row, describe_others, some
 from halfbyte.spec import Recipe
 
@@ -145,13 +146,17 @@ def _decide(name: str, module: nn.Module, wishes: Wishes, kept: str | None) -> R
     return row(wishes.recipe, "recipe") if kept is None else row(None, f"kept: {kept}")
 
 
-def _obstacle(module: nn.Module) -> str | None:
+def _obstacle(module: Any) -> str | None:
     """Return why a layer that is none of ours cannot be converted, or None."""
     if isinstance(module, GroupedRecipe):
         return None
+    if is_parametrized(module):
+        return "its parameters are computed by torch.nn.utils.parametrize; convert first, then register these"
     if type(module) not in (nn.Linear, conv1d_class()):
         base = "Conv1D" if is_conv1d(module) else "Linear"
         return f"{type(module).__name__} is a subclass of {base} with a forward of its own"
+    if module.weight.is_complex():
+        return "its weight is complex, which no format quantizes"
     return f"its forward was {REPLACED_FORWARD}" if "forward" in vars(module) else None
 
 
@@ -172,6 +177,13 @@ def _check_globs(model: nn.Module, layers: Mapping[str, nn.Module], wishes: Wish
         "keep.names": () if keep is None or keep.names == Keep().names else unmatched_names(model, layers, keep),
         "share_amax": [glob for glob in sharing if not any(matches(name, glob) for name in layers)],
     }
+    asked = {} if keep is None else {"first_blocks": keep.first_blocks, "last_fraction": keep.last_fraction}
+    for field, value in asked.items():
+        if value not in (0, getattr(Keep(), field)) and not has_stack(model, layers):
+            raise ValueError(
+                f"keep.{field}={value}: the model has no stack of blocks, such as an nn.ModuleList of modules with "
+                "linear layers, so none is the first or the last; name the layers, keep=hb.Keep(names=('layer_0.*',))"
+            )
     for argument, globs in unmatched.items():
         if globs:
             names = ", ".join(list(layers)[:4])

@@ -71,10 +71,11 @@ class Keep:
         if isinstance(self.names, str) or not all(isinstance(name, str) for name in self.names):
             raise TypeError(f"names={self.names!r}: give a tuple of globs")
         object.__setattr__(self, "names", tuple(self.names))
-        if not isinstance(self.first_blocks, int) or self.first_blocks < 0:
+        if isinstance(self.first_blocks, bool) or not isinstance(self.first_blocks, int) or self.first_blocks < 0:
             raise ValueError(f"first_blocks={self.first_blocks!r}: give a number of blocks >= 0")
-        if not 0 <= self.last_fraction <= 1:
-            raise ValueError(f"last_fraction={self.last_fraction!r}: give a share between 0 and 1")
+        share = self.last_fraction
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"last_fraction={share!r}: give a share between 0 and 1")
 
     def last_blocks(self, count: int) -> int:
         """Return how many of `count` blocks stay in high precision at the end."""
@@ -124,6 +125,11 @@ def unmatched_names(model: nn.Module, layers: Mapping[str, nn.Module], keep: Kee
         for glob in keep.names
         if glob not in ours and not (glob == HEADS and heads) and not any(matches(name, glob) for name in layers)
     )
+
+
+def has_stack(model: nn.Module, layers: Mapping[str, nn.Module]) -> bool:
+    """Whether the model has blocks of which the first and the last may be kept."""
+    return bool(_stacks(model, layers))
 
 
 def _heads(model: nn.Module, layers: Mapping[str, nn.Module], stacks: Mapping[str, list[str]]) -> dict[str, str]:

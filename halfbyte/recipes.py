@@ -60,6 +60,8 @@ def nvfp4(
         activation_mean: "split" quantizes x without its mean over tokens (Averis, arXiv 2603.10444), see Recipe.
         saved_rounding: of the x that is saved for wgrad.
     """
+    if not isinstance(stochastic_rounding, bool):
+        raise TypeError(f"stochastic_rounding={stochastic_rounding!r}: give True or False")
     activation = NVFP4(outer=activation_outer)
     weight = NVFP4(block=weight_block)
     gradient = NVFP4(rounding="stochastic" if stochastic_rounding else "nearest", fp4_max=fp4_max_gradient)
@@ -310,16 +312,36 @@ def mixed(forward: Recipe | str, backward: Recipe | str) -> Recipe:
     """Return the forward GEMM of one recipe with the backward GEMMs of another: what a run's last steps may want.
 
     Behind a forward in high precision there is nothing to dequantize: such a backward reads x and w themselves. Amaxes
-    are delayed if one of the two delays them, as the backward says if both do.
+    are delayed if one of the two delays them, as the backward says if both do. The mean of x is split off if the
+    recipe does so whose GEMM quantizes x here.
+
+    Raises:
+        ValueError: both GEMMs quantize x and one recipe splits its mean off, the other does not.
     """
     first, rest = resolve(forward), resolve(backward)
     channels = rest.channels if rest.channels is not None and rest.channels.kind == "mxfp8" else None
     if channels is None and first.channels is not None and first.channels.kind == "patch":
         channels = first.channels  # which the forward alone has
     mode = "original" if first.fprop is None else rest.backward
-    made = dataclasses.replace(rest, fprop=first.fprop, backward=mode, channels=channels, amax=None)
+    mean = _mixed_mean(first, rest)
+    made = dataclasses.replace(
+        rest, fprop=first.fprop, backward=mode, activation_mean=mean, channels=channels, amax=None
+    )
     amax = rest.amax or first.amax
     return made if amax is None or delay_problem(made) else dataclasses.replace(made, amax=amax)
+
+
+def _mixed_mean(first: Recipe, rest: Recipe) -> Any:
+    """Return `activation_mean` of the forward of one recipe with the backward of another: theirs that quantize x."""
+    is_forward = first.fprop is not None and first.fprop.a is not None
+    is_backward = rest.wgrad is not None and rest.wgrad.b is not None
+    modes = {*([first.activation_mean] if is_forward else []), *([rest.activation_mean] if is_backward else [])}
+    if len(modes) > 1:
+        raise ValueError(
+            f"activation_mean={first.activation_mean!r} in the forward, {rest.activation_mean!r} in the backward: x "
+            "has one in both; give both recipes one, as in dataclasses.replace(recipe, activation_mean='split')"
+        )
+    return modes.pop() if modes else "kept"
 
 
 def get(name: str) -> Recipe:
@@ -329,10 +351,13 @@ def get(name: str) -> Recipe:
         ValueError: no preset has that name; the message lists those that exist.
     """
     forward, slash, backward = name.partition("/")
+    if "/" in backward:
+        raise ValueError(f"recipe={name!r}: name one forward and one backward, as in 'bf16/nvfp4'")
     if slash:
         return mixed(get(forward), get(backward))
     if name not in PRESETS:
-        raise ValueError(f"recipe={name!r} is not a preset; use one of {', '.join(PRESETS)}")
+        options = "; options are arguments of functions, as in hb.recipes.nvfp4(hadamard=None)" if "(" in name else ""
+        raise ValueError(f"recipe={name!r} is not a preset; use one of {', '.join(PRESETS)}{options}")
     return _DEFAULTS[name]
 
 

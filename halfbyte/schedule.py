@@ -61,6 +61,14 @@ class Schedule:
             found = recipe if start <= step else found
         return found
 
+    def refuse_unbegun(self) -> None:
+        """Raise ValueError: micro-batches go by, and nobody asks which recipe they have."""
+        if self.changes:
+            raise ValueError(
+                "the RunState has a schedule and its begin_step was never called, so that no recipe would ever change: "
+                "call begin_step(model) before the first micro-batch of every optimizer step"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
         return {"changes": [[when, recipe.key] for when, recipe in self.changes], "steps": self.steps}

@@ -168,7 +168,7 @@ class RunState:
         """Go on to the next micro-batch; call it once per micro-batch, after its backward.
 
         Raises:
-            ValueError: interleaved micro-batches have not ended.
+            ValueError: interleaved micro-batches have not ended, or what `begin_step` hands on has not begun.
         """
         refuse_turns(self._turns, "advance")
         self._owed = False
@@ -178,9 +178,13 @@ class RunState:
             self._moved = True
             self._move()
 
+    def _refuse_unbegun(self) -> None:
+        for late in () if self.step else (self._amaxes, self.schedule):
+            if late is not None:
+                late.refuse_unbegun()
+
     def _move(self) -> None:
-        if self._amaxes is not None and not self.step:
-            self._amaxes.refuse_unbegun()
+        self._refuse_unbegun()
         self._places[:, 1].add_(1 << POSITION_SHIFT)
         self.advances += 1
         self.ask_for_rank()
@@ -275,8 +279,7 @@ class RunState:
             raise TypeError(f"count={count!r}: give an int, that of the micro-batches")
         if count < 1:
             raise ValueError(f"count={count}: give the number of micro-batches, an int above 0")
-        if self._amaxes is not None and not self.step:
-            self._amaxes.refuse_unbegun()
+        self._refuse_unbegun()
         refuse_turns(self._turns, "interleave")
         self.ask_for_rank()
         first, self._owed, self._ahead, self._moved = int(self._owed), False, False, True

@@ -27,6 +27,20 @@ def test_the_package_runs_as_a_module(capsys, monkeypatch):
     assert "no command 'trian'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("env", "stopped\n"), ("study", "stopped; the same command goes on from the last checkpoint\n")],
+)
+def test_ctrl_c_promises_no_checkpoints_that_there_are_not(capsys, monkeypatch, name, said):
+    def stop(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "env", stop)
+    monkeypatch.setitem(cli.COMMANDS, name, cli.Command("halfbyte.cli", "env", ""))
+    assert cli.main([name]) == 130
+    assert capsys.readouterr().err == f"\nhalfbyte {name}: {said}"
+
+
 def test_unknown_command(capsys):
     assert cli.main(["trian"]) == 2
     assert "no command 'trian'; use one of train, compare" in capsys.readouterr().err

@@ -75,6 +75,46 @@ def test_every_container_is_a_stack(make):
     assert "output" in report.kept
 
 
+def test_the_report_says_of_parametrized_layers_what_to_do():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    nn.utils.parametrizations.weight_norm(model[0])
+    first, second = hb.quantize_(model, "nvfp4").rows
+    assert first.recipe is None and second.recipe is not None
+    assert first.reason == (
+        "its parameters are computed by torch.nn.utils.parametrize; convert first, then register these"
+    )
+    nn.utils.parametrizations.weight_norm(model[1])
+    x = torch.randn(4, 16)
+    model(x).sum().backward()
+    assert isinstance(model[1], hb.nn.Linear) and model[1].parametrizations.weight.original1.grad is not None
+    expected = hb.linear(model[0](x), model[1].weight, model[1].bias, model[1].recipe, rng=hb.Philox(0))
+    assert torch.equal(model(x), expected)
+
+
+def test_complex_layers_stay_and_run():
+    model = nn.Sequential(nn.Linear(16, 16, dtype=torch.complex64), nn.Linear(16, 16))
+    first, second = hb.quantize_(model, "nvfp4").rows
+    assert first.reason == "its weight is complex, which no format quantizes" and second.recipe is not None
+    x = torch.randn(4, 16, dtype=torch.complex64)
+    assert torch.equal(model[0](x), nn.functional.linear(x, model[0].weight, model[0].bias))
+
+
+@pytest.mark.parametrize("fields", [{"last_fraction": "0.3"}, {"last_fraction": True}, {"first_blocks": True}])
+def test_other_kinds_than_numbers_are_refused_by_name(fields):
+    with pytest.raises(ValueError, match=f"^{next(iter(fields))}={next(iter(fields.values()))!r}: give a "):
+        hb.Keep(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"first_blocks": 1}, {"last_fraction": 0.3}, {"names": (), "last_fraction": 1}])
+def test_blocks_of_a_model_that_has_none_are_refused(fields):
+    (field, value) = list(fields.items())[-1]
+    model = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 16))
+    with pytest.raises(ValueError, match=rf"^keep.{field}={value}: the model has no stack of blocks.*name the layers"):
+        hb.quantize_(model, "nvfp4", keep=hb.Keep(**fields))
+    assert all(type(layer) is not hb.nn.Linear for layer in model), "nothing has changed"
+    assert len(hb.quantize_(model, "nvfp4", keep=hb.Keep(names=("2",))).rows) == 2, "the default share asks for nothing"
+
+
 def test_in_a_whole_model_as_a_sequence_only_recurring_blocks_count():
     class Stem(nn.Module):
         def __init__(self):

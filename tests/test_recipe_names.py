@@ -121,3 +121,39 @@ def test_set_recipe_inside_of_high_precision_is_refused():
     assert [m.recipe for m in model.modules() if isinstance(m, hb.nn.Linear)] == before
     hb.set_recipe_(model, "mxfp8")
     assert model.layers[0].mlp.up_proj.recipe == hb.recipes.mxfp8()
+
+
+def test_names_that_would_lose_a_part_are_refused():
+    for name in ("bf16/nvfp4/mxfp8", "nvfp4/nvfp4/nvfp4"):
+        with pytest.raises(ValueError, match=rf"^recipe='{name}': name one forward and one backward"):
+            hb.recipes.get(name)
+    with pytest.raises(
+        ValueError, match=r"^recipe='nvfp4\(sr=off\)' is not a preset.*options are arguments of functions"
+    ):
+        hb.quantize_(decoder(1), "nvfp4(sr=off)")
+
+
+def test_words_are_no_switches():
+    """Any word is true, "off" too."""
+    for value in ("off", "false", 1, None):
+        with pytest.raises(TypeError, match=f"^stochastic_rounding={value!r}: give True or False$"):
+            hb.recipes.nvfp4(stochastic_rounding=value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        ("rules", {0: None}, "^rules: 0 is no glob"),
+        ("rules", {("0", "1"): "mxfp8"}, r"^rules: \('0', '1'\) is no glob"),
+        ("share_amax", None, "^share_amax=None: give groups of globs"),
+        ("share_amax", (3,), r"^share_amax=\(3,\): give groups of globs"),
+    ],
+)
+def test_kinds_of_arguments(argument, value, words):
+    with pytest.raises(TypeError, match=words):
+        hb.quantize_(decoder(1), "nvfp4", **{argument: value})
+
+
+def test_candidates_are_no_text():
+    with pytest.raises(ValueError, match="^candidates='ab': give a tuple of multiples"):
+        hb.FourOverSix(candidates="ab")

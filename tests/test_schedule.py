@@ -37,6 +37,39 @@ def test_a_mixed_recipe_has_the_forward_of_one_and_the_backward_of_the_other():
     assert recipes.get(describe_recipe(late)) == late
 
 
+def test_a_mixed_recipe_splits_the_mean_of_x_where_its_parts_do():
+    split = recipes.nvfp4(activation_mean="split")
+    forward = recipes.mixed(split, "bf16")
+    assert forward == hb.Recipe(fprop=split.fprop, activation_mean="split")
+    x, w = torch.randn(16, 32) + 4, torch.randn(8, 32)
+    assert torch.equal(hb.linear(x, w, None, forward), hb.linear(x, w, None, split, rng=hb.Philox(1)))
+    assert recipes.mixed("bf16", split) == dataclasses.replace(split, fprop=None)
+    assert recipes.mixed("bf16", recipes.nvfp4_forward()) == recipes.bf16()
+    assert recipes.mixed("bf16", dataclasses.replace(recipes.nvfp4_forward(), activation_mean="split")) == hb.Recipe()
+    assert recipes.mixed(split, split) == split
+    for pair in ((split, "mxfp8"), ("mxfp8", split)):
+        with pytest.raises(ValueError, match=r"^activation_mean='(split|kept)' in the forward.*give both recipes one"):
+            recipes.mixed(*pair)
+
+
+def test_a_schedule_that_no_loop_begins_is_refused():
+    state = hb.RunState(0, hb.Schedule([(1, "mxfp8")]))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    hb.quantize_(model, "nvfp4", state=state)
+    model(torch.randn(4, 16)).sum().backward()
+    for go_on in (state.advance, lambda: state.interleave(2)):
+        with pytest.raises(ValueError, match=r"has a schedule and its begin_step was never called.*call begin_step"):
+            go_on()
+    state.follow(model)
+    model(torch.randn(4, 16)).sum().backward()
+    with pytest.raises(ValueError, match="begin_step was never called"):
+        model(torch.randn(4, 16))
+    state.begin_step(model)
+    model(torch.randn(4, 16)).sum().backward()
+    state.advance()
+    hb.RunState(0, hb.Schedule([])).advance()
+
+
 def test_steps_and_shares():
     schedule = hb.Schedule([(3, "nvfp4_mxfp8_bwd"), (0.5, LATE), (0.9, "bf16")], steps=20)
     found = [schedule.at(step) for step in range(20)]

@@ -36,6 +36,11 @@ def wait_for(buckets: list[Bucket]) -> None:
         bucket.finish_gathering()
 
 
+def before_state_dict(buckets: list[Bucket], module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Wait for the parameters of these buckets: codes of this step with scales of the last would be saved."""
+    wait_for(buckets)
+
+
 class LayerWaits:
     """A linear layer waits for these buckets whoever calls it, until `remove`."""
 

@@ -29,7 +29,7 @@ from halfbyte.distributed.buckets import Bucket
 from halfbyte.distributed.cast import Cast, CastLayout
 from halfbyte.distributed.config import ZeroConfig
 from halfbyte.distributed.holding import UNPICKLABLE, Holding, model_problem
-from halfbyte.distributed.hooks import LayerWaits, after_gradient, before_forward, release
+from halfbyte.distributed.hooks import LayerWaits, after_gradient, before_forward, before_state_dict, release
 from halfbyte.distributed.inner import CALL, build_inner, warn_of_state
 from halfbyte.distributed.placing import place_in_group
 from halfbyte.distributed.plan import Item, storage_plan
@@ -277,6 +277,11 @@ class ZeroOptimizer:
             handles.append(module.register_forward_pre_hook(partial(before_forward, needed)))
         for layer, names in linear_users(model, plain).items():
             handles.append(LayerWaits(layer, list(dict.fromkeys(self._home[name][0] for name in names))))
+        homes = {id(param): self._home[name][0] for name, param in self._params.items()}
+        for module in model.modules():
+            own = list(dict.fromkeys(homes[id(p)] for p in module._parameters.values() if id(p) in homes))
+            if own:
+                handles.append(module.register_state_dict_pre_hook(partial(before_state_dict, own)))
         return handles
 
     # Training

@@ -93,6 +93,8 @@ def _written(recipe: Recipe | str) -> str:
 def _kept(keep: Keep | Mapping[str, Any] | None) -> dict[str, Any] | None:
     if keep is None:
         return None
+    if not isinstance(keep, Keep | Mapping):
+        raise TypeError(f"keep={keep!r}: give a Keep, such as hb.Keep(last_fraction=0.3)")
     if not isinstance(keep, Keep):
         keep = Keep(**dict(keep))
     fields = {"first_blocks": keep.first_blocks, "last_fraction": keep.last_fraction}

@@ -298,7 +298,8 @@ def cache_weights(
     Raises:
         TypeError: an optimizer is none, or forwards would compute in another dtype than bf16, fp16 or fp32.
         ValueError: no layer of the model follows a recipe, it is cached already, its weights are sharded or exist in
-            NVFP4 only, or the optimizers hold none of them, such as one that steps masters, or one is LBFGS.
+            NVFP4 only, or optimizers are given that do not hold all that are trained, such as one that steps masters,
+            or one is LBFGS.
     """
     from torch.distributed.tensor import DTensor  # importing it takes longer than all of halfbyte
 
@@ -343,14 +344,22 @@ def _nothing_found(model: nn.Module) -> str:
 def _check_held(
     found: list[tuple[FollowsRecipe, dict[str, Source]]], optimizers: tuple[torch.optim.Optimizer, ...]
 ) -> None:
-    """Raise ValueError if weights are trained and no step of the optimizers given would refill any of them."""
+    """Raise ValueError if weights are trained and no step of the optimizers given would refill one of them."""
     held = Written(p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    weights = [s.weight for _, sources in found for s in sources.values()]
-    trained = [weight for weight in weights if weight is not None and weight.requires_grad]
-    if optimizers and trained and not any(map(held.reaches, trained)):
+    weights = [(module, s.weight) for module, sources in found for s in sources.values()]
+    trained = [(module, weight) for module, weight in weights if weight is not None and weight.requires_grad]
+    left_out = [module.title for module, weight in trained if not held.reaches(weight)]
+    if optimizers and trained and len(left_out) == len(trained):
         raise ValueError(
             "optimizers: they hold none of the trained weights that would be cached, so no step of theirs would refill "
             "them; pass the optimizer of the model's own Parameters, or hb.cache_weights(model) and refill() each step"
+        )
+    if optimizers and left_out:
+        more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
+        raise ValueError(
+            f"optimizers: none of them holds the weight of {left_out[0]}{more}, which requires a gradient: forwards "
+            "would read it as it is now. Pass the optimizer that steps it too, hb.cache_weights(model, muon, adamw); "
+            "requires_grad_(False) it if none does; or pass none and call refill() after every step"
         )
 
 

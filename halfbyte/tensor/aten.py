@@ -172,6 +172,8 @@ def _like(func, args, kwargs):
         return NotImplemented
     header = q.header._replace(dtype=dtype, borrowed=False)
     out = q.map(lambda t: torch.empty_like(t, device=device), header=header)
+    if q.group_offsets is not None:  # where groups end is of the shape, not of the values
+        out.group_offsets.copy_(q.group_offsets)
     return out.zero_() if func is aten.zeros_like.default else out
 
 

@@ -155,6 +155,11 @@ class PrimaryWeight(QuantTensor):
                 to.copy_(from_)
             self.is_stale = False
 
+    def __deepcopy__(self, memo):
+        if self.before_use is not None:
+            self.before_use()  # codes of this step with scales of the last would be copied
+        return super().__deepcopy__(memo)
+
     def __reduce_ex__(self, protocol):
         _, state = super().__reduce_ex__(protocol)
         return rebuild_primary, (state, self.requires_grad)

@@ -274,6 +274,16 @@ class QuantTensor(torch.Tensor):
     def __setitem__(self, index, value) -> None:
         raise TypeError("QuantTensor does not support item assignment; change dequantize() and quantize that again")
 
+    def _refuse_to_change(self, other):
+        raise TypeError(
+            "this would change a QuantTensor in place and quantize it again, which loses accuracy; compute with "
+            "dequantize() and write the result back with q.copy_(...)"
+        )
+
+    # torch turns the TypeError of what is called by dispatch into a plain tensor that takes the name's place.
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = _refuse_to_change
+    __iand__ = __ior__ = __ixor__ = __ilshift__ = __irshift__ = _refuse_to_change
+
     def __dlpack__(self, **options):
         raise TypeError("QuantTensor has no single buffer for DLPack; export dequantize(), or qdata and block_scale")
 

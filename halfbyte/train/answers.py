@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from halfbyte.train import files
 from halfbyte.train.asked import read_options
+from halfbyte.train.documents import BOM
 from halfbyte.train.subject import Subject, load_subject
 
 
@@ -38,6 +40,10 @@ class GenerateOptions:
             raise ValueError(f"tokens={self.tokens}: give at least 1")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature}: give a finite number, at least 0")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed={self.seed}: give 0 <= seed < 2**64")
+        if any("\ud800" <= letter <= "\udfff" for letter in self.prompt):  # what bytes of an argument become
+            raise ValueError(f"prompt={self.prompt!r}: not UTF-8; give UTF-8 text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +122,8 @@ def read_items(path: Path) -> Iterator[Question]:
     Raises:
         ValueError: a line is no item; the message names file, line and what is wrong.
     """
-    for number, line in enumerate(files.read_text(path).splitlines(), 1):
+    text = files.read_given_text(path).removeprefix(BOM)
+    for number, line in enumerate(text.split("\n"), 1):  # a text may hold Unicode's other ends of lines
         if not line.strip():
             continue
         where = f"{path} line {number}"
@@ -156,10 +163,16 @@ def likelihood(subject: Subject, context: str, continuation: str, sequence: int)
 
 
 def accuracy(subject: Subject, items: Sequence[Question], sequence: int) -> float:
-    """Return how often the right continuation is the likeliest, token by token."""
+    """Return how often the right continuation is the likeliest, token by token.
+
+    Raises:
+        ValueError: the model's log probabilities are not finite.
+    """
     right = 0
     for item in items:
         scores = [likelihood(subject, item.context, choice, sequence) for choice in item.choices]
+        if not all(map(math.isfinite, scores)):
+            raise ValueError(f"{subject.name}: its log probabilities are {scores}, of which none is the highest")
         right += scores.index(max(scores)) == item.answer
     return right / len(items)
 
@@ -200,7 +213,7 @@ def evaluate_command(arguments: list[str]) -> int:
         raise ValueError(f"{options.choices}: holds no item; give lines of context, choices and answer")
     subject = load_subject(options.source)
     if options.text is not None:
-        loss, tokens = text_loss(subject, files.read_text(options.text), options.sequence)
+        loss, tokens = text_loss(subject, files.read_given_text(options.text), options.sequence)
         print(f"{options.text}: loss {loss:.4f} nats per token over {tokens:,} tokens")
     if items:
         share = accuracy(subject, items, options.sequence)

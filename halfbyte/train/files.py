@@ -98,6 +98,20 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); check its rights and the disk") from error
 
 
+def read_given_text(path: Path) -> str:
+    """Return a text that the user gave: figures of it would be those of another text, if bytes were replaced.
+
+    Raises:
+        ValueError: the file cannot be read or is not UTF-8; the message names it.
+    """
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); check its rights and the disk") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 (byte {error.start}); give UTF-8 text") from error
+
+
 def read_json(path: Path) -> dict:
     """Return the JSON object in `path`.
 

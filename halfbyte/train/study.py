@@ -143,9 +143,11 @@ def read_study(path: Path, out: Path | None = None) -> Study:
         ValueError: there is no such file, or it says something else than a study.
     """
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); give the TOML file of a study") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 (byte {error.start}), which TOML is") from error
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: not TOML ({error})") from error
     unknown = sorted(set(values) - FIELDS)

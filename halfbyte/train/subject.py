@@ -53,7 +53,7 @@ class Subject:
         """
         if not text.is_file():
             raise ValueError(f"--text={text}: is no file; give a text")
-        ids = self.encode(files.read_text(text))
+        ids = self.encode(files.read_given_text(text))
         needed = batch * sequence + 1
         if len(ids) < needed:
             raise ValueError(

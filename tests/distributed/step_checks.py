@@ -6,6 +6,7 @@ scaled or replaced trains nearly alike, and two runs through the same code are w
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -68,9 +69,35 @@ def two_ranks(rank: int, world: int) -> None:
             accumulated(rank, world, weights, dtype, tolerance)
         without_gradients(rank, world, weights)
         clipped(rank, world, weights)
+        saved_at_once(rank, weights)
     options_of_groups(rank)
     values_of_the_first_rank(rank)
     what_only_some_ranks_have(rank)
+
+
+def saved_at_once(rank: int, weights: str) -> None:
+    """A state dict taken between a step and the next forward holds what the masters stand for, a part's too."""
+    for read in (lambda model: model.state_dict(), lambda model: model.second.state_dict(prefix="second.")):
+        model, zero = build(rank, weights, partial(torch.optim.SGD, lr=4.0))
+        for number in range(2):
+            model(batch(rank, number), "first second").square().mean().backward()
+            zero.step()
+        saved = {name: copy.deepcopy(value) for name, value in read(model).items()}
+        check_saved(zero, saved)
+
+
+def check_saved(zero, saved: dict[str, torch.Tensor]) -> None:
+    """Raise unless these are the values of the masters, rounded to bf16 and where they are codes quantized."""
+    masters = zero.state_dict()["masters"]
+    for name, value in saved.items():
+        expected = masters[name].bfloat16()
+        if isinstance(value, PrimaryWeight):
+            quantized = hb.quantize(expected, hb.NVFP4(block=(16, 16)))
+            for ours, theirs in zip(value.blocks[:3], quantized.blocks[:3], strict=True):
+                assert torch.equal(ours, theirs), name
+        else:
+            assert torch.equal(value, expected), name
+    assert saved
 
 
 def accumulated(rank: int, world: int, weights: str, dtype: torch.dtype, tolerance: float) -> None:

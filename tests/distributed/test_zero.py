@@ -228,6 +228,7 @@ def test_a_model_outlives_its_optimizer_without_its_memory(weights):
     assert not any(tensor() is not None for tensor in alive)
     for module in model.modules():
         assert not module._forward_pre_hooks and not module._load_state_dict_pre_hooks
+        assert not module._state_dict_pre_hooks
     loss = checks.loss_of(model, checks.tokens(0, 1))
     model, state, zero = checks.build(0, weights, blocks=0)
     checks.train(0, model, state, zero, range(1))

@@ -23,6 +23,15 @@ def test_one_process(weights):
     steps.accumulated(0, 1, weights, torch.float32, 1e-6)
     steps.without_gradients(0, 1, weights)
     steps.clipped(0, 1, weights)
+    steps.saved_at_once(0, weights)
+
+
+def test_a_copy_made_at_once_holds_what_the_masters_stand_for():
+    model, zero = steps.build(0, "nvfp4", partial(torch.optim.SGD, lr=4.0))
+    steps.check_saved(zero, copy.deepcopy(model).state_dict())
+    model(steps.batch(0, 0), "first second").square().mean().backward()
+    zero.step()
+    steps.check_saved(zero, dict(copy.deepcopy(model).named_parameters()))
 
 
 SAVED = {

@@ -107,6 +107,8 @@ def test_a_config_says_who_shares_an_amax(tmp_path):
     assert torch.equal(loss(again), loss(trained(llama(), "nvfp4", steps=0, share_amax=GROUPS)))
     with pytest.raises(TypeError, match=r"share_amax=\('\*q_proj',\): give groups of globs"):
         HalfbyteConfig(share_amax=("*q_proj",))
+    with pytest.raises(TypeError, match="^keep=3: give a Keep"):
+        HalfbyteConfig(keep=3)
 
 
 def test_config_is_json_and_says_recipes_by_name_or_key():

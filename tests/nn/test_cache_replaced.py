@@ -342,6 +342,8 @@ def test_an_optimizer_of_the_flat_buffer_refills_its_views(holds_all):
     for i, layer in enumerate(layers):
         layer.weight.data = flat.data[i * D * D : (i + 1) * D * D].view(D, D)
     optimizer = torch.optim.SGD([flat], lr=1.0)
+    for param in model.parameters():  # those that no optimizer steps
+        param.requires_grad_(any(param is layer.weight for layer in layers))
     hb.cache_weights(model, optimizer)
     before = model(X)
     flat.grad = torch.randn(flat.shape, generator=torch.Generator().manual_seed(1))

@@ -363,6 +363,32 @@ def test_optimizers_that_step_inside_the_backward(shares, is_cached):
     assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
+def test_weights_that_another_optimizer_steps_are_not_left_behind():
+    def trained(cached):
+        model = decoder_of("nvfp4")
+        matrices = [p for name, p in model.named_parameters() if "down_proj" in name]
+        rest = [p for name, p in model.named_parameters() if "down_proj" not in name]
+        two = torch.optim.SGD(matrices, lr=0.5, momentum=0.5), torch.optim.AdamW(rest, lr=0.1)
+        for given in two if cached else ():
+            with pytest.raises(ValueError, match=r"none of them holds the weight of .*_proj.*Pass the optimizer"):
+                hb.cache_weights(model, given)
+        if cached:
+            hb.cache_weights(model, *two)
+        for _ in range(2):
+            model(TOKENS).square().mean().backward()
+            for optimizer in two:
+                optimizer.step()
+                optimizer.zero_grad()
+        return model(TOKENS)
+
+    assert torch.equal(trained(True), trained(False))
+    model = decoder_of("nvfp4")
+    part = [p for name, p in model.named_parameters() if "down_proj" in name]
+    for name, p in model.named_parameters():
+        p.requires_grad_("down_proj" in name)
+    hb.cache_weights(model, torch.optim.SGD(part)).release()
+
+
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="quantize_ first"):
         hb.cache_weights(nn.Linear(4, 4))

@@ -1,6 +1,7 @@
 """What torch functions do with a QuantTensor: exact, refused, or dequantized with a warning."""
 
 import copy
+import operator
 import warnings
 
 import pytest
@@ -198,6 +199,17 @@ class TestCopies:
         empty = torch.empty_like(q, dtype=torch.float32, device="meta")
         assert empty.dtype == torch.float32 and empty.device.type == "meta" and empty.spec == spec
 
+    @pytest.mark.parametrize("splits_columns", (False, True))
+    def test_like_a_grouped_one_has_its_groups(self, splits_columns):
+        ends = torch.tensor([10, 10, 40], dtype=torch.int32)
+        q = hb.grouped_quantize_row_col(values(40, 72), ends, ROW, ROW)[splits_columns]
+        for made in (torch.zeros_like(q), torch.empty_like(q), torch.empty_like(q, dtype=torch.float32)):
+            assert torch.equal(made.group_offsets, ends) and not shares(made, q)
+            assert made.splits_columns == splits_columns
+        made.copy_(q)
+        assert torch.equal(raw(made.qdata), raw(q.qdata)) and torch.equal(made.group_offsets, ends)
+        assert torch.empty_like(q, device="meta").group_offsets.device.type == "meta"
+
     @every_spec
     @every_layout
     def test_zero_is_in_place_and_what_quantizing_zeros_gives(self, spec, scale_layout):
@@ -329,6 +341,12 @@ class TestFallback:
         [
             lambda q: q.add_(1),
             lambda q: q.mul_(2),
+            lambda q: operator.iadd(q, 1),
+            lambda q: operator.isub(q, values(40, 72)),
+            lambda q: operator.imul(q, 2),
+            lambda q: operator.itruediv(q, 2),
+            lambda q: operator.ipow(q, 2),
+            lambda q: operator.ior(q, q),
             lambda q: q.fill_(1),
             lambda q: q.clamp_(0, 1),
             lambda q: q.normal_(),

@@ -105,6 +105,68 @@ def test_broken_items(tmp_path, line, words):
         list(read_items(path))
 
 
+def test_items_hold_unicode_ends_of_lines_and_a_byte_order_mark(tmp_path):
+    path = tmp_path / "items.jsonl"
+    value = {"context": "a\u2028b\x85", "choices": ["c\u2029", "d"], "answer": 1}
+    path.write_bytes(("\ufeff" + 2 * (json.dumps(value, ensure_ascii=False) + "\r\n")).encode())
+    assert list(read_items(path)) == 2 * [Question(context="a\u2028b\x85", choices=("c\u2029", "d"), answer=1)]
+    path.write_bytes(b"\n\n{")
+    with pytest.raises(ValueError, match="items.jsonl line 3: not JSON"):
+        list(read_items(path))
+
+
+def test_texts_that_are_no_utf8_are_refused_not_read_as_others(run, tmp_path, capsys):
+    config, data = run(steps=2, checkpoint_every=2)
+    loop.train(config, "nvfp4@all", data)
+    text = tmp_path / "latin.txt"
+    text.write_bytes(b"caf\xe9 " * 300)
+    capsys.readouterr()
+    more = ["--out", str(tmp_path / "out"), "--batch", "1", "--sequence", "32"]
+    for command in (
+        ["evaluate", "--choices"],
+        ["evaluate", "--text"],
+        ["inspect", "--text"],
+        ["sensitivity", "--text"],
+    ):
+        name, option = command
+        rest = [] if name == "evaluate" else more
+        assert cli.main([name, str(config.run.out), option, str(text), *rest]) == 2
+        assert capsys.readouterr().err == f"halfbyte {name}: {text}: not UTF-8 (byte 3); give UTF-8 text\n"
+
+
+def test_a_text_is_read_as_it_was_trained_on(run, tmp_path, capsys):
+    config, data = run(steps=2, checkpoint_every=2)
+    loop.train(config, "nvfp4@all", data)
+    said = []
+    for end in (b"\n", b"\r\n"):
+        text = tmp_path / "text.txt"
+        text.write_bytes((b"of values" + end) * 60)
+        capsys.readouterr()
+        assert cli.main(["evaluate", str(config.run.out), "--text", str(text), "--sequence", "10"]) == 0
+        said.append(capsys.readouterr().out.split(" over ")[1])
+    assert said == ["600 tokens\n", "660 tokens\n"], "of 601 and 661 bytes, an end of the document among them"
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--prompt", "a", "--seed", str(2**64)], f"seed={2**64}: give 0 <= seed < 2**64"),
+        (["--prompt", "a", "--seed", "-1"], "seed=-1: give 0 <= seed < 2**64"),
+        (["--prompt", "a\udcff"], "prompt='a\\udcff': not UTF-8; give UTF-8 text"),
+    ],
+)
+def test_what_generate_refuses(capsys, options, words):
+    assert cli.main(["generate", "runs/none", *options]) == 2
+    assert capsys.readouterr().err == f"halfbyte generate: {words}\n"
+
+
+def test_a_model_without_finite_chances_finds_nothing():
+    subject = counting()
+    torch.nn.init.constant_(subject.model.size, float("nan"))
+    with pytest.raises(ValueError, match="its log probabilities are .nan, nan., of which none is the highest"):
+        accuracy(subject, [Question(context="ab", choices=("cd", "xx"), answer=0)], 64)
+
+
 def test_items_of_held_out_text(tmp_path):
     spec = importlib.util.spec_from_file_location("choices", SCRIPT)
     script = importlib.util.module_from_spec(spec)

@@ -106,6 +106,13 @@ def test_no_file(tmp_path):
         study.read_study(tmp_path / "none.toml")
 
 
+def test_no_utf8(tmp_path):
+    path = tmp_path / "some.toml"
+    path.write_bytes(b"title = 'caf\xe9'")
+    with pytest.raises(ValueError, match=r"some.toml: not UTF-8 \(byte 12\), which TOML is"):
+        study.read_study(path)
+
+
 def test_a_config_survives_being_written():
     config = replace(
         configs.one_gpu(),
