@@ -27,7 +27,7 @@ PEERS := $(VENV)/peers
 NEXT := $(VENV)/torch-2.15
 NEXT_TESTS := $(addprefix tests/scale/test_,fsdp.py fsdp_matrix.py embedding.py head.py)
 # All but the groups of cases and the 200 steps, which take minutes: two cores run them in one.
-NEXT_SAMPLE := "arrives or travels or nan or trace or launches or backward or differ or embedding"
+NEXT_SAMPLE := "(arrives or travels or nan or trace or launches or backward or differ or embedding) and not test_row"
 NEWEST_TRITON := $(VENV)/triton-3.9
 APART := --quiet --disable-pip-version-check --no-deps --upgrade
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
