@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -78,6 +81,8 @@ class Stub:
 
     def time(self):
         Order.log.append(self.name)
+        if self.name == "this tree" and self.case == "amax/rotated":
+            raise in_turn.Failed("this tree: RuntimeError: out of memory")
         return 1.0
 
     def end(self):
@@ -98,6 +103,24 @@ def test_pairs_begin_by_turns_and_a_crash_costs_one_case(monkeypatch):
     with pytest.raises(in_turn.Failed, match="status -11"):
         in_turn.pairs_of(mine, other, "amax/plain", (1, 2), 3)
     assert Order.ended[-1] == ("this tree", "amax/plain"), "the tree that was ready goes on"
+    with pytest.raises(in_turn.Failed, match="out of memory"):
+        in_turn.pairs_of(mine, other, "amax/rotated", (1, 2), 3)
+    assert Order.ended[-2:] == [("this tree", "amax/plain"), ("the other", "amax/rotated")], (
+        "who waits goes on, no other"
+    )
+
+
+def test_a_process_that_ends_while_a_case_is_timed_is_replaced(monkeypatch):
+    """The real one, of which a line answers and then nobody reads."""
+    code = "import json, sys; input(); print(json.dumps({'ready': True}), flush=True)"
+    start = partial(subprocess.Popen, [sys.executable, "-c", code], stdin=-1, stdout=-1, text=True)
+    monkeypatch.setattr(in_turn.Tree, "_start", lambda self: start())
+    time = in_turn.Tree.time
+    monkeypatch.setattr(in_turn.Tree, "time", lambda self: (self.process.wait(), time(self)))
+    with in_turn.Tree(ROOT, "the other", "reference", 0.01) as other:
+        for _ in range(2):
+            with pytest.raises(in_turn.Failed, match="the other: its process ended with status 0"):
+                in_turn.pairs_of(Stub("", "this tree"), other, "amax/plain", (1, 2), 3)
 
 
 def test_what_time_did_not_suffice_for_is_named(monkeypatch, tmp_path, capsys):

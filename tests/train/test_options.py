@@ -115,11 +115,17 @@ def test_changes_of_a_run():
         ("nvfp4+schedule(0.5:hot_channels(share=0.1))", {}, "experts do not take channels apart"),
         ("nvfp4", {"recipe_schedule": "auto:nvfp4(mean=split)"}, "experts do not split a mean off"),
         ("nvfp4", {"recipe_schedule": "0.5:mxfp8", "dispatch": "nvfp4"}, "dispatch='nvfp4': .*; use --dispatch plain"),
+        (
+            "nvfp4+schedule(0.5:nvfp4(amax=delayed:4))",
+            {"tp": 2},
+            r"experts that ranks share by features \(tp\) quantize",
+        ),
     ],
 )
 def test_experts_that_could_not_follow_in_mid_run_are_refused_before_it(name, changes, words):
     mesh = configs.MeshConfig(ep=2, dispatch=changes.pop("dispatch")) if "dispatch" in changes else configs.MeshConfig()
-    config = dataclasses.replace(configs.tiny(), model="moe-tiny", mesh=mesh, **changes)
+    mesh = dataclasses.replace(mesh, tp=changes.pop("tp", 1))
+    config = dataclasses.replace(configs.tiny(), model="moe-2m", mesh=mesh, **changes)
     with pytest.raises(ValueError, match=words):
         applied(config, name)
     late = dataclasses.replace(config, recipe_schedule="")
