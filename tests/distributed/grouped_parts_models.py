@@ -116,6 +116,26 @@ def under_both_styles(rank: int, world: int) -> list[str]:
     return [f"{n}: {off(a, b)}" for n, a, b in zip(names, mine, want, strict=True) if off(a, b) > 1e-2]
 
 
+def whose_values(rank: int, world: int) -> dict[str, tuple]:
+    """Return which values a rank has of weights that were other ones on every rank, and which of them are trained."""
+    found = {}
+    for over in ("tp", "ep"):
+        sizes = (1, world) if over == "tp" else (world, 1)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("ep", "tp"))
+        for source in (0, None):
+            module = Experts()
+            module.down_proj.weight.requires_grad_(False)
+            with torch.no_grad():
+                for p in module.parameters():
+                    p.fill_(rank + 1)
+            parallelize_module(module, mesh["tp"], plan(), src_data_rank=source)
+            if over == "ep":
+                parallelize_module(module, mesh, hb.distributed.ExpertParallel(), src_data_rank=source)
+            local: list = [p.to_local() for p in module.parameters()]
+            found[f"{over} of {source}"] = [t.unique().tolist() for t in local], [t.requires_grad for t in local]
+    return found
+
+
 def refusals(rank: int, world: int) -> dict[str, str]:
     """Return what every misuse is answered with."""
     found: dict[str, str] = {}

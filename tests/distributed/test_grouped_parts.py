@@ -61,6 +61,12 @@ def test_under_both_styles():
     assert ranks.run(4, models.under_both_styles) == [[]] * 4
 
 
+def test_values_are_those_of_the_source_and_what_is_frozen_stays_so():
+    for rank, found in enumerate(ranks.run(2, models.whose_values)):
+        of = {"0": [[1.0], [1.0]], "None": [[rank + 1.0], [rank + 1.0]]}
+        assert found == {f"{over} of {one}": (of[one], [True, False]) for over in ("tp", "ep") for one in of}
+
+
 def test_what_is_refused():
     found, again = ranks.run(2, models.refusals)
     for name, message in REFUSED.items():

@@ -85,6 +85,7 @@ def test_inspect_of_what_measures_no_weight(folder, tmp_path, capsys):
         (["sensitivity", ".", "--text", "x", "--budget", "2"], "budget=2.0"),
         (["report", "."], "holds no run"),
         (["inspect", ".", "--recipes", "fp3"], "not a preset"),
+        (["inspect", ".", "--recipes", "nvfp4,nvfp4"], "recipes='nvfp4,nvfp4': name each once"),
     ],
 )
 def test_mistakes_are_one_line(arguments, said, tmp_path, monkeypatch, capsys):
