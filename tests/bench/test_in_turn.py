@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from typing import ClassVar
 
 import pytest
 
-from bench import in_turn
+from bench import in_turn, turn_worker
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -121,6 +122,33 @@ def test_a_process_that_ends_while_a_case_is_timed_is_replaced(monkeypatch):
         for _ in range(2):
             with pytest.raises(in_turn.Failed, match="the other: its process ended with status 0"):
                 in_turn.pairs_of(Stub("", "this tree"), other, "amax/plain", (1, 2), 3)
+
+
+def test_a_case_answers_as_often_as_it_is_asked():
+    """What a case measures first compiles and counts for nothing."""
+    for kind in ("measured", "whole"):
+        orders = io.StringIO("".join(json.dumps({"order": order}) + "\n" for order in ("time", "time", "next")))
+        turns, seconds = turn_worker.Turns(orders, io.StringIO()), iter([9.0, 1.0, 2.0])
+        if kind == "measured":
+            with pytest.raises(turn_worker.Next):
+                turns._serve(lambda seconds=seconds: next(seconds))
+        else:
+            next(seconds)
+            turns.whole(lambda seconds=seconds: next(seconds))
+        said = list(map(json.loads, turns.answers.getvalue().splitlines()))
+        assert said == [{"ready": True}, {"us": 1e6}, {"us": 2e6}], kind
+
+
+def test_cases_that_measure_themselves_run_whole(monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        in_turn.Tree, "_start", lambda self: subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1)
+    )
+    monkeypatch.setattr(in_turn.Tree, "_say", lambda self, order: said.append((order["case"], order["whole"])))
+    with in_turn.Tree(ROOT, "this tree", None, 0.1) as tree:
+        for case in ("host/linear-nvfp4", "steps/60m", "train/1b", "transpose/packed"):
+            tree.begin(case, (1,))
+    assert said == [("host/linear-nvfp4", True), ("steps/60m", True), ("train/1b", True), ("transpose/packed", False)]
 
 
 def test_what_time_did_not_suffice_for_is_named(monkeypatch, tmp_path, capsys):
