@@ -173,6 +173,7 @@ def _ask_when_wrapping(ask, mesh) -> None:
     delayed = hb.recipes.delayed_amax()
     ask("delayed amaxes", lambda: wrapped(COLWISE(), lambda m: hb.set_recipe_(m, delayed, state=hb.RunState(0))))
     ask("main_grad", lambda: wrapped(COLWISE(), lambda m: setattr(m.gate_up_proj.weight, "main_grad", torch.zeros(()))))
+    ask("observed", lambda: hb.collect_stats(shared(mesh.size())))
     ask("zero", lambda: hb.distributed.ZeroOptimizer(shared(mesh.size()), torch.optim.AdamW))
 
 

@@ -8,7 +8,7 @@ import ranks
 from grouped_parts_checks import part
 
 WHOLE_BLOCKS, CUT_BLOCKS = (64, 96), (40, 72)
-RECIPES = ("nvfp4", "rl", "quartet2", "fresh_everywhere")
+RECIPES = ("nvfp4", "rl", "quartet2", "fresh_everywhere", "row_scaled")
 REFUSED = {
     "sections of a type": "TypeError: sections=2.0: give an int",
     "sections": "ValueError: sections=0: give 1, or 2 where gate and up are one weight",
@@ -22,6 +22,7 @@ REFUSED = {
     "cached after": "ValueError: model: its weights are sharded",
     "delayed amaxes": r"ValueError: recipe.amax=.*: experts that ranks share by features quantize with",
     "main_grad": "ValueError: .*its weight has a main_grad",
+    "observed": "ValueError: .*ranks share its experts: .*, GroupedColwise and GroupedRowwise have passes of their own",
     "zero": "ValueError: rank 0: model: .* is sharded already",
     "experts over the same ranks": r"ValueError: gate_up_proj: ranks \[0, 1\] share .*mesh\['ep', 'tp'\]",
     "experts that are whole": r"ValueError: gate_up_proj: .*its experts are whole; give mesh\['ep'\]",
