@@ -9,11 +9,13 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
 from bench import in_turn, turn_worker
+from bench.registry import Unequal
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -48,12 +50,12 @@ def other_tree(folder: Path) -> Path:
 def test_each_tree_runs_its_own_code(tmp_path, capsys):
     other = other_tree(tmp_path / "other")
     options = ["--backend", "reference", "--pairs", "3", "--budget", "0.01", "--out", str(tmp_path)]
-    cases = ["--only", "transpose/*", "gemm/decoded", "--other-commit", "before"]
+    cases = ["--only", "transpose/*", "gemm/decoded", "--other-commit", "before", "--commit", "now"]
     assert in_turn.main([str(other), *cases, *options]) == 1, "a case has no figure"
     printed = capsys.readouterr().out
     (path,) = tmp_path.glob("turns-*.jsonl")
     head, *lines = map(json.loads, path.read_text().splitlines())
-    assert head["run"]["other_commit"] == "before"
+    assert head["run"]["other_commit"] == "before" and head["run"]["commit"] == "now"
     (found,) = [line for line in lines if line["case"].startswith("turns/transpose/")]
     assert found["verdict"] == "faster" and found["other_us"] > 50_000 > found["us"]
     (missing,) = [line for line in lines if line["case"] == "turns/gemm/decoded"]
@@ -137,6 +139,32 @@ def test_a_case_answers_as_often_as_it_is_asked():
             turns.whole(lambda seconds=seconds: next(seconds))
         said = list(map(json.loads, turns.answers.getvalue().splitlines()))
         assert said == [{"ready": True}, {"us": 1e6}, {"us": 2e6}], kind
+
+
+def test_a_worker_says_why_there_is_no_figure_and_goes_on(monkeypatch):
+    """What cases print is no answer."""
+
+    def run(setting, shape) -> None:
+        print("compiling")
+        if shape == (1,):
+            raise RuntimeError("no memory\nof 80 GB")
+        if shape == (2,):
+            raise Unequal("row 3 differs")
+
+    for module, name in ((turn_worker.measuring, "measure"), (turn_worker.attention, "measure")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # main replaces it
+    monkeypatch.setattr(turn_worker.measuring, "measure_alternately", turn_worker.measuring.measure_alternately)
+    monkeypatch.setattr(turn_worker, "all_cases", lambda: [SimpleNamespace(name="a/case", run=run)])
+    order = {"case": "a/case", "backend": "reference", "budget": 0.01, "whole": False}
+    lines, said = [json.dumps({**order, "shape": [size]}) + "\n" for size in (1, 2, 3)], io.StringIO()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(lines)))
+    monkeypatch.setattr(sys, "stdout", said)
+    turn_worker.main()
+    assert [json.loads(line)["problem"] for line in said.getvalue().splitlines()] == [
+        "RuntimeError: no memory",
+        "Unequal: row 3 differs",
+        "it was not timed: it measures itself",
+    ]
 
 
 def test_cases_that_measure_themselves_run_whole(monkeypatch):

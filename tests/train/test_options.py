@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import halfbyte as hb
 from halfbyte import cli, recipes
 from halfbyte.train import config as configs
 from halfbyte.train import loop, options
+from halfbyte.train.asked import read_options
 from halfbyte.train.treatment import applied, schedules_of, treatment_of
 
 NVFP4 = recipes.nvfp4
@@ -203,3 +205,11 @@ def test_inspect_and_sensitivity_read_options(run, tmp_path, capsys):
     assert cli.main(["inspect", source, *words, "--out", str(tmp_path / "inspect")]) == 0
     found = {row["recipe"] for row in csv.DictReader((tmp_path / "inspect" / "inspect.csv").read_text().splitlines())}
     assert len(found) == 2, found
+
+
+def test_what_is_said_while_options_are_read_is_said(capsys):
+    def read() -> int:
+        print("a warning", file=sys.stderr)
+        return 5
+
+    assert read_options(read, "halfbyte train") == 5 and capsys.readouterr().err == "a warning\n"
