@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import median, quantiles
@@ -86,7 +86,10 @@ class Tree:
 
     def _say(self, order: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        print(json.dumps(order), file=self.process.stdin, flush=True)
+        try:
+            print(json.dumps(order), file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            raise Failed(f"{self.name}: its process ended with status {self.process.wait()}") from None
 
     def _hear(self, wanted: str) -> Any:
         assert self.process.stdout is not None
@@ -112,23 +115,29 @@ def pairs_of(mine: Tree, other: Tree, case: str, shape: Shape, pairs: int) -> li
     Raises:
         Failed: a tree cannot time the case; both are ready for the next one.
     """
-    trees = (mine, other)
-    for tree in trees:
-        tree.begin(case, shape)
-    ready, problems = [], []
-    for tree in trees:  # both compare and compile at the same time
+    ready, problems = [mine, other], []
+
+    def said(tree: Tree, act: Callable[[], Any]) -> Any:
+        """Return what a tree answers, which one that fails does no more in this case."""
         try:
-            tree.wait()
-            ready.append(tree)
+            return act()
         except Failed as failed:
+            ready.remove(tree)
             problems.append(str(failed))
+
+    for tree in (mine, other):
+        said(tree, lambda tree=tree: tree.begin(case, shape))
+    for tree in list(ready):  # both compare and compile at the same time
+        said(tree, tree.wait)
     found = []
-    for index in range(0 if problems else pairs):
-        order = trees if index % 2 == 0 else trees[::-1]
-        times = {tree.name: tree.time() for tree in order}
+    for index in range(pairs):
+        order = (mine, other) if index % 2 == 0 else (other, mine)
+        times = {tree.name: said(tree, tree.time) for tree in order if not problems}
+        if problems:
+            break
         found.append((times[mine.name], times[other.name]))
-    for tree in ready:
-        tree.end()
+    for tree in list(ready):
+        said(tree, tree.end)
     if problems:
         raise Failed("; ".join(problems))
     return found

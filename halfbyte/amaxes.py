@@ -214,12 +214,15 @@ class DelayedAmaxes:
 
     def settle(self) -> None:
         """Give all ranks, which call it together at a step's end, the greatest of what each has seen in it."""
+        self._share_seen()
+        self._is_settled = True
+
+    def _share_seen(self) -> None:
         layers = self._measuring()
         if layers and not self._is_settled and _has_ranks():
             seen = greatest_of_ranks(_together(layers, "seen"))
             for layer, own in zip(layers, _apart(layers, seen), strict=True):
                 torch._foreach_copy_(layer.seen, layer.parts(own))
-        self._is_settled = True
 
     @property
     def exceeded(self) -> int:
@@ -231,7 +234,7 @@ class DelayedAmaxes:
         layers = [self.layers[stream] for stream in sorted(self.layers)]
         if not layers:
             return dict(self._loaded)
-        self.settle()
+        self._share_seen()  # a step that goes on sees more: only who settles says that it has ended
         seen, held = (_together(layers, name) for name in ("seen", "held"))
         rows = zip(
             sorted(self.layers),

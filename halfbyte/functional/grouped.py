@@ -30,7 +30,8 @@ from halfbyte.functional.dispatch import check_row
 from halfbyte.functional.earlier import ExpertAmaxes, GradientAmaxes, of_expert_gradients, refuse_delayed
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
-from halfbyte.functional.group_bias import check_bias, with_bias
+from halfbyte.functional.group_bias import with_bias
+from halfbyte.functional.grouped_checks import check_grouped_call
 from halfbyte.functional.grouped_split import both_of_part, part_of_experts
 from halfbyte.functional.operands import Place, Saved, both, flatten_operands, unflatten_operands, with_late
 from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, snapshot
@@ -181,7 +182,7 @@ def grouped_linear(
     refuse_foreign((("x", x), ("w_ENK", w_ENK), ("bias_EN", bias_EN)))
     is_covered = is_primary or covers(cached_weight, recipe)
     x, w_ENK, bias_EN = _under_autocast(x, w_ENK, bias_EN, is_covered)
-    _check(x, (w_ENK, bias_EN), offsets, main_grad, is_covered)
+    check_grouped_call(x, (w_ENK, bias_EN), offsets, main_grad, is_covered)
     check_value_dtype("out_dtype", out_dtype or torch.float32, "name one of these and convert the result")
     _check_cached(cached_weight, recipe, x, is_primary)
     operands = check_row(x_row, x, recipe), cached_weight, split, earlier or ExpertAmaxes()
@@ -473,28 +474,3 @@ def _check_cached(cached: CachedWeight | None, recipe: Recipe, x: Tensor, is_pri
     if cached is not None and is_primary and cached.row is not None:  # `primary_experts` compared the specs
         cached = cached._replace(col=None, is_frozen=True)
     check_cached(cached, recipe, x.dtype, x.device, primary=is_primary)
-
-
-def _check(x: Tensor, experts: tuple, offsets: Tensor, main_grad: Tensor | None, is_covered: bool) -> None:
-    w, bias = experts
-    for name, tensor in (("x", x), ("w_ENK", w)):
-        if isinstance(tensor, QuantTensor) and not isinstance(tensor, PrimaryWeight):
-            raise TypeError(
-                f"{name} is a QuantTensor: grouped_linear quantizes it itself; pass {name}.dequantize() or use "
-                "grouped_gemm_nt"
-            )
-    ops.check_offsets(offsets, x)
-    if x.dim() != 2:
-        raise ValueError(f"x.shape={tuple(x.shape)}: give tokens [M, in_features], sorted by expert")
-    if w.dim() != 3 or w.shape[2] != x.shape[1] or w.shape[0] != offsets.shape[0]:
-        raise ValueError(
-            f"w_ENK.shape={tuple(w.shape)}: x.shape={tuple(x.shape)} and {offsets.shape[0]} offsets need "
-            f"[{offsets.shape[0]}, out_features, {x.shape[1]}]"
-        )
-    if w.device != x.device:
-        raise ValueError(f"w_ENK.device={w.device}, x.device={x.device}: move one of them")
-    if main_grad is not None and (main_grad.dtype != torch.float32 or main_grad.shape != w.shape):
-        raise ValueError(f"main_grad is {main_grad.dtype} {tuple(main_grad.shape)}: give float32 {tuple(w.shape)}")
-    check_bias(bias, w)
-    if w.dtype != x.dtype and not is_covered:
-        raise TypeError(f"w_ENK.dtype={w.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")

@@ -22,6 +22,7 @@ from halfbyte.functional.earlier import (
     waiting,
 )
 from halfbyte.functional.foreign import is_sharded
+from halfbyte.functional.grouped_checks import check_tokens
 from halfbyte.functional.operands import gradient_specs
 from halfbyte.functional.places import FPROP_SIGNS, WGRAD_SIGNS, at_stream
 from halfbyte.layout import matrix_shape
@@ -140,6 +141,7 @@ def amaxes_of_experts(
     if not _is_delayed(layer) or x.is_meta:
         return ExpertAmaxes()
     refuse_transforms((x,), EXPERTS)  # before anything is noted
+    check_tokens(x, w, offsets)
     layer.run_state.watch_steps()
     records, amaxes = torch.is_grad_enabled(), layer.amaxes.to(x.device)
     measures = amaxes.measures and records

@@ -33,6 +33,17 @@ def check_offsets(offsets: object, x: Tensor) -> None:
         raise ValueError(f"offsets.device={offsets.device}: the tokens are on {x.device}; make offsets there")
 
 
+def _check_groups(x: Tensor, offsets: Tensor | None) -> None:
+    if x.dtype not in QUANTIZABLE:
+        raise TypeError(f"x.dtype={x.dtype}: quantization takes bfloat16, float16 or float32; cast x first")
+    if x.dim() != (3 if offsets is None else 2):
+        raise ValueError(f"x.shape={tuple(x.shape)}: give tokens [M, C] with offsets, or weights [E, N, K] without")
+    if offsets is not None:
+        check_offsets(offsets, x)
+    elif x.shape[0] == 0:
+        raise ValueError(f"x.shape={tuple(x.shape)}: give the weights of at least one expert")
+
+
 def emulates(device: torch.device) -> bool:
     """Whether GEMMs on `device` multiply decoded values by Triton kernels."""
     return choose(device, None) == TRITON
@@ -51,14 +62,7 @@ def grouped_quantize_row_col(
         TypeError: x is not bf16, fp16 or fp32, or offsets no integer tensor.
         ValueError: x or offsets have the wrong shape, or a draw is missing or names a shard.
     """
-    if x.dtype not in QUANTIZABLE:
-        raise TypeError(f"x.dtype={x.dtype}: quantization takes bfloat16, float16 or float32; cast x first")
-    if x.dim() != (3 if offsets is None else 2):
-        raise ValueError(f"x.shape={tuple(x.shape)}: give tokens [M, C] with offsets, or weights [E, N, K] without")
-    if offsets is not None:
-        check_offsets(offsets, x)
-    elif x.shape[0] == 0:
-        raise ValueError(f"x.shape={tuple(x.shape)}: give the weights of at least one expert")
+    _check_groups(x, offsets)
     check_sides((row, col), x.device, backend)
     draw, sign_draw = shared_draws((row, col))
     for place in (draw, sign_draw):
@@ -108,8 +112,12 @@ def grouped_row_col_amax(
         offsets: integer [E], as for `grouped_quantize_row_col`.
         row_spec, col_spec: NVFP4 with one amax per tensor, or None.
         sign_draw: the place of fresh signs.
+
+    Raises:
+        TypeError: x is not bf16, fp16 or fp32, or offsets no integer tensor.
+        ValueError: x or offsets have the wrong shape.
     """
-    check_offsets(offsets, x)
+    _check_groups(x, offsets)
     keys = ["" if spec is None else spec.key for spec in (row_spec, col_spec)]
     arguments = x, offsets, *keys, *place_arguments(sign_draw), backend or ""
     return call_op(torch.ops.halfbyte.grouped_row_col_amax, *arguments)

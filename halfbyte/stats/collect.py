@@ -220,7 +220,7 @@ def _obstacle(layer: Any) -> str:
     if isinstance(layer, LinearLayer) and layer.entry is not None:
         return "ranks share it: NVFP4Colwise and NVFP4Rowwise have passes of their own"
     if isinstance(layer, GroupedRecipe) and layer.entry is not None:
-        return "ranks share its experts: ExpertParallel has passes of its own"
+        return "ranks share its experts: ExpertParallel, GroupedColwise and GroupedRowwise have passes of their own"
     weight = getattr(layer, "weight", None)  # experts of transformers hold theirs elsewhere
     if weight is not None and type(weight) not in PLAIN and not hasattr(weight, "placements"):
         return f"its weight is a {type(weight).__name__}: no values to compare codes with"

@@ -44,11 +44,22 @@ def read_options(read: Callable[[], Options], prog: str) -> Options:
 
 def _one_line(box: str, prog: str) -> str:
     """Return what a box of tyro's says: below its title, above the help of the argument and the footer."""
-    lines = [line.strip(BOX.replace("-", "")) for line in COLOURS.sub("", box).splitlines()]
-    lines = [line if line.strip(BOX) else "" for line in lines]
+    lines = _whole_words(COLOURS.sub("", box).splitlines())
     first = next(at for at, line in enumerate(lines) if line) + 1
     while not lines[first]:
         first += 1
     text = " ".join(lines[first : lines.index("", first)])
     own = OWN_CHECK.match(text)
     return text[own.end() :] if own else f"{text.rstrip('.')}; {prog} --help says what can be given"
+
+
+def _whole_words(box: list[str]) -> list[str]:
+    """Return the lines of a box without its frame, empty ones for rules; what was cut at its edge is whole again."""
+    inside = [line.strip(BOX.replace("-", "")) for line in box]
+    width = max(len(line.strip("│ ")) for line in box if not line.strip("│ ─-"))
+    lines, is_cut = [""], False
+    for line in [line if line.strip(BOX) else "" for line in inside]:
+        together = len(lines[-1].rpartition(" ")[2]) + len(line.partition(" ")[0])
+        lines = [*lines[:-1], lines[-1] + line] if is_cut and together > width else [*lines, line]
+        is_cut = len(line) == width
+    return lines

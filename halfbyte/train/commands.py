@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,6 +12,7 @@ from typing import TypeVar, get_args
 
 import tyro
 
+from halfbyte.arguments import ArgumentParser
 from halfbyte.train import (
     allocator,
     auto,
@@ -254,7 +254,7 @@ def config_of_options(
 
 def _parse(kind: type[Options], arguments: list[str], out: Path) -> Options:
     """Read the options of one command; `--preset` is looked up first, because it sets the defaults of the others."""
-    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    peek = ArgumentParser(prog=_prog(kind), add_help=False, allow_abbrev=False)
     peek.add_argument("--preset", default=PRESET)
     preset = configs.training_preset(peek.parse_known_args(arguments)[0].preset)
     preset = replace(preset, run=replace(preset.run, out=out))
@@ -262,5 +262,9 @@ def _parse(kind: type[Options], arguments: list[str], out: Path) -> Options:
 
 
 def _read(kind: type[Options], arguments: list[str], default: Options) -> Options:
-    prog, plain = f"halfbyte {kind.__name__.lower()}", (tyro.conf.OmitArgPrefixes,)
+    prog, plain = _prog(kind), (tyro.conf.OmitArgPrefixes,)
     return read_options(lambda: tyro.cli(kind, prog=prog, args=arguments, default=default, config=plain), prog)
+
+
+def _prog(kind: type[Options]) -> str:
+    return f"halfbyte {kind.__name__.lower()}"

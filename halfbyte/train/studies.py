@@ -118,9 +118,12 @@ def _print(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> No
 def inspect_command(arguments: list[str]) -> int:
     """Run `halfbyte inspect`; returns 0."""
     options: InspectOptions = _parse(InspectOptions, "inspect", arguments)
-    chosen = {word: words.read(word) for word in split_outside(options.recipes, ",") if word}
+    asked = [word for word in split_outside(options.recipes, ",") if word]
+    chosen = {word: words.read(word) for word in asked}
     if not chosen:
         raise ValueError("recipes='': name at least one")
+    if len(chosen) < len(asked):
+        raise ValueError(f"recipes={options.recipes!r}: name each once")
     subject = load_subject(options.source)
     step = options.step
     batch = None

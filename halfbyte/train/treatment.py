@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import halfbyte as hb
 from halfbyte.functional.dispatch import dispatch_problem
+from halfbyte.functional.earlier import refuse_delayed
 from halfbyte.functional.grouped import recipe_of_experts
 from halfbyte.train import model as models
 from halfbyte.train import options
@@ -140,6 +141,8 @@ def check_experts(config: TrainConfig, recipe: hb.Recipe) -> None:
     later = [one for _, one in schedule.changes] if schedule else [switch] if switch else []
     for one in (recipe, *later):
         recipe_of_experts(one)
+        if config.mesh.tp > 1:
+            refuse_delayed(one, "experts that ranks share by features (tp)")
         problem = dispatch_problem(one) if config.mesh.dispatch != "plain" and one.fprop and one.fprop.a else None
         if problem is not None:
             raise ValueError(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
-from bench import in_turn
+from bench import in_turn, turn_worker
+from bench.registry import Unequal
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -44,12 +50,12 @@ def other_tree(folder: Path) -> Path:
 def test_each_tree_runs_its_own_code(tmp_path, capsys):
     other = other_tree(tmp_path / "other")
     options = ["--backend", "reference", "--pairs", "3", "--budget", "0.01", "--out", str(tmp_path)]
-    cases = ["--only", "transpose/*", "gemm/decoded", "--other-commit", "before"]
+    cases = ["--only", "transpose/*", "gemm/decoded", "--other-commit", "before", "--commit", "now"]
     assert in_turn.main([str(other), *cases, *options]) == 1, "a case has no figure"
     printed = capsys.readouterr().out
     (path,) = tmp_path.glob("turns-*.jsonl")
     head, *lines = map(json.loads, path.read_text().splitlines())
-    assert head["run"]["other_commit"] == "before"
+    assert head["run"]["other_commit"] == "before" and head["run"]["commit"] == "now"
     (found,) = [line for line in lines if line["case"].startswith("turns/transpose/")]
     assert found["verdict"] == "faster" and found["other_us"] > 50_000 > found["us"]
     (missing,) = [line for line in lines if line["case"] == "turns/gemm/decoded"]
@@ -78,6 +84,8 @@ class Stub:
 
     def time(self):
         Order.log.append(self.name)
+        if self.name == "this tree" and self.case == "amax/rotated":
+            raise in_turn.Failed("this tree: RuntimeError: out of memory")
         return 1.0
 
     def end(self):
@@ -98,6 +106,77 @@ def test_pairs_begin_by_turns_and_a_crash_costs_one_case(monkeypatch):
     with pytest.raises(in_turn.Failed, match="status -11"):
         in_turn.pairs_of(mine, other, "amax/plain", (1, 2), 3)
     assert Order.ended[-1] == ("this tree", "amax/plain"), "the tree that was ready goes on"
+    with pytest.raises(in_turn.Failed, match="out of memory"):
+        in_turn.pairs_of(mine, other, "amax/rotated", (1, 2), 3)
+    assert Order.ended[-2:] == [("this tree", "amax/plain"), ("the other", "amax/rotated")], (
+        "who waits goes on, no other"
+    )
+
+
+def test_a_process_that_ends_while_a_case_is_timed_is_replaced(monkeypatch):
+    """The real one, of which a line answers and then nobody reads."""
+    code = "import json, sys; input(); print(json.dumps({'ready': True}), flush=True)"
+    start = partial(subprocess.Popen, [sys.executable, "-c", code], stdin=-1, stdout=-1, text=True)
+    monkeypatch.setattr(in_turn.Tree, "_start", lambda self: start())
+    time = in_turn.Tree.time
+    monkeypatch.setattr(in_turn.Tree, "time", lambda self: (self.process.wait(), time(self)))
+    with in_turn.Tree(ROOT, "the other", "reference", 0.01) as other:
+        for _ in range(2):
+            with pytest.raises(in_turn.Failed, match="the other: its process ended with status 0"):
+                in_turn.pairs_of(Stub("", "this tree"), other, "amax/plain", (1, 2), 3)
+
+
+def test_a_case_answers_as_often_as_it_is_asked():
+    """What a case measures first compiles and counts for nothing."""
+    for kind in ("measured", "whole"):
+        orders = io.StringIO("".join(json.dumps({"order": order}) + "\n" for order in ("time", "time", "next")))
+        turns, seconds = turn_worker.Turns(orders, io.StringIO()), iter([9.0, 1.0, 2.0])
+        if kind == "measured":
+            with pytest.raises(turn_worker.Next):
+                turns._serve(lambda seconds=seconds: next(seconds))
+        else:
+            next(seconds)
+            turns.whole(lambda seconds=seconds: next(seconds))
+        said = list(map(json.loads, turns.answers.getvalue().splitlines()))
+        assert said == [{"ready": True}, {"us": 1e6}, {"us": 2e6}], kind
+
+
+def test_a_worker_says_why_there_is_no_figure_and_goes_on(monkeypatch):
+    """What cases print is no answer."""
+
+    def run(setting, shape) -> None:
+        print("compiling")
+        if shape == (1,):
+            raise RuntimeError("no memory\nof 80 GB")
+        if shape == (2,):
+            raise Unequal("row 3 differs")
+
+    for module, name in ((turn_worker.measuring, "measure"), (turn_worker.attention, "measure")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # main replaces it
+    monkeypatch.setattr(turn_worker.measuring, "measure_alternately", turn_worker.measuring.measure_alternately)
+    monkeypatch.setattr(turn_worker, "all_cases", lambda: [SimpleNamespace(name="a/case", run=run)])
+    order = {"case": "a/case", "backend": "reference", "budget": 0.01, "whole": False}
+    lines, said = [json.dumps({**order, "shape": [size]}) + "\n" for size in (1, 2, 3)], io.StringIO()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(lines)))
+    monkeypatch.setattr(sys, "stdout", said)
+    turn_worker.main()
+    assert [json.loads(line)["problem"] for line in said.getvalue().splitlines()] == [
+        "RuntimeError: no memory",
+        "Unequal: row 3 differs",
+        "it was not timed: it measures itself",
+    ]
+
+
+def test_cases_that_measure_themselves_run_whole(monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        in_turn.Tree, "_start", lambda self: subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1)
+    )
+    monkeypatch.setattr(in_turn.Tree, "_say", lambda self, order: said.append((order["case"], order["whole"])))
+    with in_turn.Tree(ROOT, "this tree", None, 0.1) as tree:
+        for case in ("host/linear-nvfp4", "steps/60m", "train/1b", "transpose/packed"):
+            tree.begin(case, (1,))
+    assert said == [("host/linear-nvfp4", True), ("steps/60m", True), ("train/1b", True), ("transpose/packed", False)]
 
 
 def test_what_time_did_not_suffice_for_is_named(monkeypatch, tmp_path, capsys):

@@ -71,5 +71,15 @@ def written_by_one(rank: int, world: int) -> dict | None:
     return state.state_dict() if rank == 0 else None
 
 
+def asked_before_and_after(rank: int, world: int) -> dict:
+    """Return the state at a step's end, of which the state was asked for at its beginning too."""
+    model, state = converted(rank)
+    state.begin_step(model)
+    state.state_dict()
+    model(batch(0, rank)).sum().backward()
+    state.advance()
+    return state.state_dict()
+
+
 def of_a_rank(rank: int, world: int) -> tuple:
     return trained(rank, world, sharded=False), trained(rank, world, sharded=True)

@@ -12,10 +12,11 @@ from delayed_follower import NAMES, SEED, Follower
 from tensor_parallel_checks import differing_operands, recorded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import halfbyte as hb
 from halfbyte.distributed.tp_styles import _Entry
+from halfbyte.state import FORWARDS_UNBEGUN
 
 STEPS = 5
 RECIPES = {
@@ -85,9 +86,9 @@ def whole(case: Case) -> Found:
     return trained(layer_of(case), case, lambda x, dy: (x.requires_grad_(), lambda y: y.backward(dy)))
 
 
-def in_parts(case: Case, mesh) -> Found:
-    """The same on the ranks of a mesh: operands of this rank, results whole."""
-    layer, of_sequence = layer_of(case), int(case.sequences > 1)
+def share_(layer: hb.nn.Linear, case: Case, mesh) -> Placement:
+    """Let ranks share a layer, in place; return how its x lies."""
+    of_sequence = int(case.sequences > 1)
     of_x, of_w, of_bias = {
         "colwise": (Replicate(), Shard(0), Shard(0)),
         "rowwise": (Shard(1), Shard(1), Replicate()),
@@ -102,6 +103,13 @@ def in_parts(case: Case, mesh) -> Found:
         layer.entry = _Entry(mesh, of_sequence, None, False)
     if case.style == "dy in codes":
         layer.entry = _Entry(mesh, -1, of_sequence, False)
+    return of_x
+
+
+def in_parts(case: Case, mesh) -> Found:
+    """The same on the ranks of a mesh: operands of this rank, results whole."""
+    layer = layer_of(case)
+    of_x = share_(layer, case, mesh)
 
     def given(x: Tensor, dy: Tensor):
         def backward(y) -> None:
@@ -140,6 +148,35 @@ def differing(case: Case, alone: Found, every: list[Found]) -> list[str]:
     (numbers,) = alone.state["amaxes"].values()
     held = followed(case)
     found += [] if numbers["held"] == held else [f"{case}: {numbers['held']} are held, {held} by definition"]
+    return found
+
+
+def noted(rank: int, world: int) -> dict[str, list]:
+    """Return what calls of several kinds have noted, operand by operand; x lies in parts by features."""
+    mesh, case = init_device_mesh("cpu", (world,)), Case("every1", "rowwise", (32, 64, 96))
+    x = batch(case, 0)[0]
+    x[3, 95] = 70.1  # of the last rank; 70 in bf16
+    found = {}
+    for kind in ("plain", "autocast", "without gradients", "eval", "frozen"):
+        layer = layer_of(case)
+        place = share_(layer, case, mesh)
+        layer.weight.requires_grad_(kind != "frozen")
+        layer.train(kind != "eval")
+        layer.run_state.begin_step(layer)
+        given = distribute_tensor(x, mesh, [place], src_data_rank=None).requires_grad_()
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast")
+        with autocast, torch.set_grad_enabled(kind != "without gradients"):
+            y = layer(given)
+        if y.requires_grad:
+            y.full_tensor().sum().backward()
+        found[kind] = [float(one) for one in layer.amaxes.seen]
+    unbegun = layer_of(case)
+    place = share_(unbegun, case, mesh)
+    unbegun.run_state._unbegun = FORWARDS_UNBEGUN  # as after so many
+    try:
+        unbegun(distribute_tensor(x, mesh, [place], src_data_rank=None))
+    except ValueError as error:
+        found["unbegun"] = [str(error)]
     return found
 
 

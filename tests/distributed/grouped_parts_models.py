@@ -109,14 +109,23 @@ def under_both_styles(rank: int, world: int) -> list[str]:
     return [f"{n}: {off(a, b)}" for n, a, b in zip(names, mine, want, strict=True) if off(a, b) > 1e-2]
 
 
-def trainable(rank: int, world: int) -> list[list[str]]:
-    """Return which parameters need gradients under each style where one layer was frozen before."""
-    mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
-    for style in (plan(), hb.distributed.ExpertParallel()):
-        module = Experts(biased=True)
-        module.down_proj.requires_grad_(False)
-        parallelize_module(module, mesh, style)
-        found.append([name for name, param in module.named_parameters() if param.requires_grad])
+def whose_values(rank: int, world: int) -> dict[str, tuple]:
+    """Return which values a rank has of weights that were other ones on every rank, and which of them are trained."""
+    found = {}
+    for over in ("tp", "ep"):
+        sizes = (1, world) if over == "tp" else (world, 1)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("ep", "tp"))
+        for source in (0, None):
+            module = Experts()
+            module.down_proj.weight.requires_grad_(False)
+            with torch.no_grad():
+                for p in module.parameters():
+                    p.fill_(rank + 1)
+            parallelize_module(module, mesh["tp"], plan(), src_data_rank=source)
+            if over == "ep":
+                parallelize_module(module, mesh, hb.distributed.ExpertParallel(), src_data_rank=source)
+            local: list = [p.to_local() for p in module.parameters()]
+            found[f"{over} of {source}"] = [t.unique().tolist() for t in local], [t.requires_grad for t in local]
     return found
 
 
@@ -149,6 +158,7 @@ def _ask_when_wrapping(ask, mesh) -> None:
     delayed = hb.recipes.delayed_amax()
     ask("delayed amaxes", lambda: wrapped(COLWISE(), lambda m: hb.set_recipe_(m, delayed, state=hb.RunState(0))))
     ask("main_grad", lambda: wrapped(COLWISE(), lambda m: setattr(m.gate_up_proj.weight, "main_grad", torch.zeros(()))))
+    ask("observed", lambda: hb.collect_stats(shared(mesh.size())))
     ask("zero", lambda: hb.distributed.ZeroOptimizer(shared(mesh.size()), torch.optim.AdamW))
 
 

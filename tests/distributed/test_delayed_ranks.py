@@ -60,3 +60,9 @@ def test_one_rank_writes_for_all_once_they_have_settled():
     written, nothing = ranks.run(2, checks.written_by_one)
     first = next(iter(written["amaxes"].values()))
     assert first["seen"][0] == max(float(checks.batch(0, rank).abs().max()) for rank in range(2)) and nothing is None
+
+
+def test_a_state_that_was_asked_for_earlier_in_the_step_does_not_end_it():
+    one, other = ranks.run(2, checks.asked_before_and_after)
+    greatest = max(float(checks.batch(0, rank).abs().max()) for rank in range(2))
+    assert one == other and next(iter(one["amaxes"].values()))["seen"][0] == greatest

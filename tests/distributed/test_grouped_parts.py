@@ -7,7 +7,7 @@ from grouped_parts_checks import part
 from shared_experts import UNEVEN, check_refusals
 
 WHOLE_BLOCKS, CUT_BLOCKS = (64, 96), (40, 72)
-RECIPES = ("nvfp4", "rl", "quartet2", "fresh_everywhere")
+RECIPES = ("nvfp4", "rl", "quartet2", "fresh_everywhere", "row_scaled")
 REFUSED = {
     "sections of a type": "TypeError: sections=2.0: give an int",
     "sections": "ValueError: sections=0: give 1, or 2 where gate and up are one weight",
@@ -21,6 +21,7 @@ REFUSED = {
     "cached after": "ValueError: model: its weights are sharded",
     "delayed amaxes": r"ValueError: recipe.amax=.*: experts that ranks share by features quantize with",
     "main_grad": "ValueError: .*its weight has a main_grad",
+    "observed": "ValueError: .*ranks share its experts: .*, GroupedColwise and GroupedRowwise have passes of their own",
     "zero": "ValueError: rank 0: model: .* is sharded already",
     "experts over the same ranks": r"ValueError: gate_up_proj: ranks \[0, 1\] share .*mesh\['ep', 'tp'\]",
     "experts that are whole": r"ValueError: gate_up_proj: .*its experts are whole; give mesh\['ep'\]",
@@ -59,8 +60,10 @@ def test_under_both_styles():
     assert ranks.run(4, models.under_both_styles) == [[]] * 4
 
 
-def test_frozen_layers_stay_frozen():
-    assert ranks.run(2, models.trainable) == [[["gate_up_proj.weight", "gate_up_proj.bias"]] * 2] * 2
+def test_values_are_those_of_the_source_and_what_is_frozen_stays_so():
+    for rank, found in enumerate(ranks.run(2, models.whose_values)):
+        of = {"0": [[1.0], [1.0]], "None": [[rank + 1.0], [rank + 1.0]]}
+        assert found == {f"{over} of {one}": (of[one], [True, False]) for over in ("tp", "ep") for one in of}
 
 
 def test_what_is_refused():

@@ -122,3 +122,19 @@ def test_the_recipe_is_that_of_the_last_step(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "the run trained in bf16/nvfp4 at its end, by its schedule, so there are no bytes of NVFP4" in error
     assert not (late / "out").exists()
+
+
+@pytest.mark.parametrize(("step", "wanted"), [(1, "nvfp4"), (2, "nvfp4"), (3, "four_over_six"), (4, "four_over_six")])
+def test_the_recipe_is_that_of_the_last_step_not_of_the_next(tmp_path, step, wanted):
+    """Of steps 0, 1, …, of which 2 is the first under another recipe and 4 the first in bf16."""
+    from halfbyte.integrations.run_folder import _last_recipe
+
+    schedule = hb.Schedule([(2, hb.recipes.four_over_six()), (4, hb.recipes.bf16())])
+    identity = {"recipe": "nvfp4", "recipe_key": hb.recipes.nvfp4().key}
+    saved = {"step": step, "run_state": {"schedule": schedule.state_dict()}}
+    assert _last_recipe(tmp_path, identity, saved) == getattr(hb.recipes, wanted)()
+    with pytest.raises(ValueError, match="trained in bf16 at its end, by its schedule, so there are no bytes of NVFP4"):
+        _last_recipe(tmp_path, identity, saved | {"step": 5})
+    of_x = hb.Recipe(fprop=hb.GemmSpec(a=hb.NVFP4()))
+    with pytest.raises(ValueError, match="trained in activations, so there are no bytes of NVFP4"):
+        _last_recipe(tmp_path, {"recipe": "activations", "recipe_key": of_x.key}, {"step": 1, "run_state": {}})

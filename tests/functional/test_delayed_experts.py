@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import halfbyte as hb
 from halfbyte import ops, recipes
 from halfbyte.layout import Blocks
+from halfbyte.state import FORWARDS_UNBEGUN
 
 __all__ = ["kernels"]
 K, N, E = 16, 12, 4
@@ -136,6 +137,20 @@ def test_a_resumed_run_goes_on_bit_for_bit(whole, stop):
     assert equal(rest, whole[0][3 * stop :])
 
 
+def test_what_is_as_large_as_before_is_not_exceeded_and_what_was_exceeded_is_loaded():
+    layer, found = layer_of(EVERY_STEP), []
+    for size in (1, 1, 1, 1, 2, 2):
+        layer.run_state.begin_step(layer)
+        found.append(layer.run_state.amaxes.exceeded)
+        x, offsets, dy = batch(0)
+        layer((x * size).requires_grad_(), offsets).backward(dy)
+        layer.run_state.advance()
+    assert found == [0, 0, 0, 0, 0, 4], "rows and columns of x, of two experts with tokens"
+    other = layer_of(EVERY_STEP)
+    other.run_state.load_state_dict(layer.run_state.state_dict())
+    assert other.run_state.amaxes.exceeded == 4
+
+
 def test_a_state_may_be_loaded_before_there_are_layers(whole):
     _, layer = steps(RECIPES["every2"], 4)
     fresh = restored(layer.run_state.state_dict())
@@ -158,6 +173,23 @@ def test_a_run_whose_schedule_delays_goes_on_bit_for_bit(stop):
     other = layer()
     other.run_state.load_state_dict(stopped.run_state.state_dict())
     assert equal(steps(None, 6 - stop, layer=other, begin=stop)[0], found[3 * stop :])
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_a_run_that_was_resumed_while_nothing_was_delayed_goes_on_bit_for_bit(left):
+    """What was measured last is held and used once a schedule returns, whether or not it was used before."""
+    changes = [(0, EVERY_STEP), (left, recipes.nvfp4()), (left + 2, EVERY_STEP)]
+
+    def layer() -> hb.nn.GroupedLinear:
+        return layer_of(recipes.nvfp4(), hb.RunState(SEED, hb.Schedule(changes)))
+
+    found, own = steps(None, left + 4, layer=layer())[0], steps(recipes.nvfp4(), left + 4)[0]
+    back = 3 * (left + 2)
+    assert equal(found[3 * left : back], own[3 * left : back]) and not equal(found[back:], own[back:])
+    _, stopped = steps(None, left, layer=layer())
+    other = layer()
+    other.run_state.load_state_dict(stopped.run_state.state_dict())
+    assert equal(steps(None, 4, layer=other, begin=left)[0], found[3 * left :])
 
 
 def test_a_copy_goes_on_as_the_original_does(whole):
@@ -225,6 +257,30 @@ def test_eval_takes_own_ones_and_calls_without_gradients_note_nothing():
     assert layer.run_state.state_dict()["amaxes"] == before["amaxes"]
 
 
+def test_what_is_noted_under_autocast_and_of_frozen_experts():
+    x, dy, offsets = torch.zeros(5, K), torch.ones(5, N), ends((2, 3, 0, 0))
+    x[0, 0], x[4, 3] = 70.1, -30.07  # 70 and 30.125 in bf16
+    wanted = {"plain": [70.1, 30.07], "autocast": [70.0, 30.125], "frozen": [70.1, 30.07]}
+    for kind, amaxes in wanted.items():
+        layer = layer_of(EVERY_STEP)
+        layer.weight.requires_grad_(kind != "frozen")
+        layer.run_state.begin_step(layer)
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            y = layer(x.clone().requires_grad_(), offsets)
+        y.backward(dy.to(y.dtype))
+        assert layer.amaxes.seen[0].tolist() == torch.tensor([*amaxes, 0, 0]).tolist(), kind
+        is_noted = [bool(t.any()) for t in layer.amaxes.seen]
+        assert is_noted == [True, kind != "frozen", True, kind != "frozen"], kind
+
+
+def test_forwards_of_steps_that_nobody_begins_are_refused():
+    layer = layer_of(EVERY_STEP)
+    x, offsets, _ = batch(0)
+    layer.run_state._unbegun = FORWARDS_UNBEGUN  # as after so many
+    with pytest.raises(ValueError, match="begin_step was never called"):
+        layer(x, offsets)
+
+
 @pytest.mark.parametrize("kind", ["cached", "observed", "main_grad"])
 def test_whatever_holds_the_weights_the_bits_are_the_same(kind):
     def run(kind: str | None) -> tuple[list, dict]:
@@ -250,6 +306,26 @@ def test_how_often_amaxes_are_measured(monkeypatch):
     assert counts == [2, 0, 0, 0, 2, 0, 0, 0]
 
 
+def test_layers_of_one_run_have_margins_of_their_own():
+    """Of which one has as many amaxes as it has operands, the other as many for each expert."""
+    state, x = hb.RunState(SEED), torch.zeros(4, K)
+    x[:, 0] = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    experts = [hb.nn.GroupedLinear(2, K, N, recipe=recipes.delayed_amax(margin=m), state=state) for m in (2.0, 3.0)]
+    alone = hb.nn.Linear(K, N, recipe=recipes.delayed_amax(margin=5.0), state=state)
+    model = torch.nn.ModuleList([experts[0], alone, experts[1]])
+    state.begin_step(model)
+    (experts[0](x, ends((1, 3))).sum() + alone(x).sum() + experts[1](x, ends((3, 1))).sum()).backward()
+    state.begin_step(model)
+    assert [layer.amaxes.held[0].tolist() for layer in model] == [[2.0, 16.0], 40.0, [12.0, 24.0]]
+
+
+def test_a_state_of_no_layer_there_could_be_is_refused():
+    state = hb.RunState(SEED)
+    row = {"held": [1.0] * 6, "is_held": [True] * 6, "seen": [1.0] * 6, "exceeded": [0] * 6}
+    with pytest.raises(ValueError, match=r"\['0'\].*not 4, or 4 for each expert, finite numbers each"):
+        state.load_state_dict(state.state_dict() | {"step": 2, "amaxes": {"0": row}})
+
+
 @pytest.mark.parametrize("held", [[1.0] * 4, [1.0] * 12, [1.0] * 15 + [float("nan")], "none"])
 def test_states_of_other_experts_are_refused_and_change_nothing(held):
     _, layer = steps(EVERY_STEP, 3)
@@ -267,6 +343,25 @@ def test_a_state_of_another_number_of_experts_is_refused_where_its_layer_comes()
     fresh = restored(layer.run_state.state_dict())
     with pytest.raises(ValueError, match=r"\[0\].*not 4 finite numbers each"):
         hb.nn.Linear(K, N, recipe=EVERY_STEP, state=fresh)
+
+
+@pytest.mark.parametrize(
+    "kind, shape, sizes, error, words",
+    [
+        ("more groups", (8, K), (2, 2, 2, 1, 1), ValueError, "5 offsets need"),
+        ("one group", (8, K), (8,), ValueError, "1 offsets need"),
+        ("other features", (8, K + 1), (2,) * E, ValueError, rf"out_features, {K + 1}\]"),
+        ("three dimensions", (2, 4, K), (2,) * E, ValueError, "give tokens \\[M, in_features\\]"),
+        ("fp64", (8, K), (2,) * E, TypeError, "x.dtype=torch.float64"),
+    ],
+)
+def test_what_does_not_fit_is_refused_as_without_and_notes_nothing(kind, shape, sizes, error, words):
+    layer = layer_of(EVERY_STEP)
+    layer.run_state.begin_step(layer)
+    x = torch.randn(shape, dtype=torch.float64 if kind == "fp64" else torch.float32)
+    with pytest.raises(error, match=words):
+        layer(x, ends(sizes))
+    assert not any(t.any() for t in layer.amaxes.seen)
 
 
 def test_transforms_are_refused_by_name_and_note_nothing():

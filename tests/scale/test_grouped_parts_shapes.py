@@ -43,6 +43,11 @@ def test_groups_without_tokens_and_bf16():
     assert ranks.run(2, checks.operands, every)[0] == []
 
 
+def test_under_the_styles_on_three_ranks():
+    """The second holds gate's last rows and up's first ones: what it sends goes to higher ranks, then to lower ones."""
+    assert ranks.run(3, models.under_the_styles) == [[]] * 3
+
+
 @pytest.mark.full
 def test_a_compiled_module_has_the_bits_of_the_eager_one():
     assert ranks.run(2, models.in_other_ways, True) == [[], []]

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import halfbyte as hb
 from halfbyte import cli, recipes
 from halfbyte.train import config as configs
 from halfbyte.train import loop, options
+from halfbyte.train.asked import read_options
 from halfbyte.train.treatment import applied, schedules_of, treatment_of
 
 NVFP4 = recipes.nvfp4
@@ -115,11 +117,17 @@ def test_changes_of_a_run():
         ("nvfp4+schedule(0.5:hot_channels(share=0.1))", {}, "experts do not take channels apart"),
         ("nvfp4", {"recipe_schedule": "auto:nvfp4(mean=split)"}, "experts do not split a mean off"),
         ("nvfp4", {"recipe_schedule": "0.5:mxfp8", "dispatch": "nvfp4"}, "dispatch='nvfp4': .*; use --dispatch plain"),
+        (
+            "nvfp4+schedule(0.5:nvfp4(amax=delayed:4))",
+            {"tp": 2},
+            r"experts that ranks share by features \(tp\) quantize",
+        ),
     ],
 )
 def test_experts_that_could_not_follow_in_mid_run_are_refused_before_it(name, changes, words):
     mesh = configs.MeshConfig(ep=2, dispatch=changes.pop("dispatch")) if "dispatch" in changes else configs.MeshConfig()
-    config = dataclasses.replace(configs.tiny(), model="moe-tiny", mesh=mesh, **changes)
+    mesh = dataclasses.replace(mesh, tp=changes.pop("tp", 1))
+    config = dataclasses.replace(configs.tiny(), model="moe-2m", mesh=mesh, **changes)
     with pytest.raises(ValueError, match=words):
         applied(config, name)
     late = dataclasses.replace(config, recipe_schedule="")
@@ -197,3 +205,11 @@ def test_inspect_and_sensitivity_read_options(run, tmp_path, capsys):
     assert cli.main(["inspect", source, *words, "--out", str(tmp_path / "inspect")]) == 0
     found = {row["recipe"] for row in csv.DictReader((tmp_path / "inspect" / "inspect.csv").read_text().splitlines())}
     assert len(found) == 2, found
+
+
+def test_what_is_said_while_options_are_read_is_said(capsys):
+    def read() -> int:
+        print("a warning", file=sys.stderr)
+        return 5
+
+    assert read_options(read, "halfbyte train") == 5 and capsys.readouterr().err == "a warning\n"

@@ -45,11 +45,14 @@ def test_the_three_commands(folder, tmp_path, capsys):
 def test_recipes_with_options_are_called_as_they_were_asked_for(folder, tmp_path, capsys):
     """Their keys are longer than a line."""
     named = "nvfp4(rht=64,tiles=1x16)"
-    assert cli.main(["inspect", str(folder), "--recipes", f"{named},mxfp8", "--out", str(tmp_path / "out")]) == 0
+    (tmp_path / "page.txt").write_text("the model reads a block of sixteen values " * 20)
+    step = ["--text", str(tmp_path / "page.txt"), "--batch", "1", "--sequence", "32"]
+    out = ["--out", str(tmp_path / "out")]
+    assert cli.main(["inspect", str(folder), *step, "--recipes", f"{named},mxfp8", *out]) == 0
     rows = list(csv.DictReader((tmp_path / "out" / "inspect.csv").read_text().splitlines()))
-    assert {row["recipe"] for row in rows} == {named, "mxfp8"}
+    assert {row["recipe"] for row in rows} == {named, "mxfp8", f"{named} (step)"}
     shown = capsys.readouterr().out
-    assert f"│ {named} │" in shown and max(map(len, shown.splitlines())) < 160
+    assert f"│ {named} │" in shown and max(map(len, shown.splitlines())) <= 160
 
 
 def test_one_step_has_no_amax_of_an_earlier_one(folder, tmp_path, capsys):
@@ -85,6 +88,7 @@ def test_inspect_of_what_measures_no_weight(folder, tmp_path, capsys):
         (["sensitivity", ".", "--text", "x", "--budget", "2"], "budget=2.0"),
         (["report", "."], "holds no run"),
         (["inspect", ".", "--recipes", "fp3"], "not a preset"),
+        (["inspect", ".", "--recipes", "nvfp4,nvfp4"], "recipes='nvfp4,nvfp4': name each once"),
     ],
 )
 def test_mistakes_are_one_line(arguments, said, tmp_path, monkeypatch, capsys):

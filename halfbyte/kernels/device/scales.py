@@ -39,8 +39,8 @@ XORSIGN_LEVEL = 89
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What a kernel is compiled for: the parts of an NVFP4 spec that change its code. Triton 3.8 takes NamedTuples apart.
+class Rule:  # no NamedTuple: Triton from 3.8 on takes those apart
+    """What a kernel is compiled for: the parts of an NVFP4 spec that change its code.
 
     group: values that a thread quantizes together: 16, or the width of the rotation.
     paired: of a rotation along rows that is twice as wide as group: neighbours have its halves.

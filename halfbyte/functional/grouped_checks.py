@@ -1,0 +1,42 @@
+"""What calls of experts are refused for, before anything is computed or noted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfbyte import ops
+from halfbyte.functional.group_bias import check_bias
+from halfbyte.tensor import QuantTensor
+from halfbyte.tensor.primary import PrimaryWeight
+
+
+def check_tokens(x: Tensor, w: Tensor, offsets: Tensor) -> None:
+    """Raise ValueError or TypeError where tokens, the weights of experts and the ends of groups do not fit."""
+    for name, tensor in (("x", x), ("w_ENK", w)):
+        if isinstance(tensor, QuantTensor) and not isinstance(tensor, PrimaryWeight):
+            raise TypeError(
+                f"{name} is a QuantTensor: grouped_linear quantizes it itself; pass {name}.dequantize() or use "
+                "grouped_gemm_nt"
+            )
+    ops.check_offsets(offsets, x)
+    if x.dim() != 2:
+        raise ValueError(f"x.shape={tuple(x.shape)}: give tokens [M, in_features], sorted by expert")
+    if w.dim() != 3 or w.shape[2] != x.shape[1] or w.shape[0] != offsets.shape[0]:
+        raise ValueError(
+            f"w_ENK.shape={tuple(w.shape)}: x.shape={tuple(x.shape)} and {offsets.shape[0]} offsets need "
+            f"[{offsets.shape[0]}, out_features, {x.shape[1]}]"
+        )
+    if w.device != x.device:
+        raise ValueError(f"w_ENK.device={w.device}, x.device={x.device}: move one of them")
+
+
+def check_grouped_call(x: Tensor, experts: tuple, offsets: Tensor, main_grad: Tensor | None, is_covered: bool) -> None:
+    """Raise ValueError or TypeError where shapes, dtypes or devices of a call do not fit; after autocast's casts."""
+    w, bias = experts
+    check_tokens(x, w, offsets)
+    if main_grad is not None and (main_grad.dtype != torch.float32 or main_grad.shape != w.shape):
+        raise ValueError(f"main_grad is {main_grad.dtype} {tuple(main_grad.shape)}: give float32 {tuple(w.shape)}")
+    check_bias(bias, w)
+    if w.dtype != x.dtype and not is_covered:
+        raise TypeError(f"w_ENK.dtype={w.dtype}, x.dtype={x.dtype}: cast one of them, or use torch.autocast")
