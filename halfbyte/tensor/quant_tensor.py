@@ -277,7 +277,8 @@ class QuantTensor(torch.Tensor):
     def _refuse_to_change(self, other):
         raise TypeError(
             "this would change a QuantTensor in place and quantize it again, which loses accuracy; compute with "
-            "dequantize() and write the result back with q.copy_(...)"
+            "dequantize() and write the result back with q.copy_(...), or to merge adapters, as PEFT's merge would in "
+            "high precision, hb.merge_lora_(model)"
         )
 
     # torch turns the TypeError of what is called by dispatch into a plain tensor that takes the name's place.
