@@ -30,7 +30,8 @@ def engine_input(x, tensors, prefix):
     """Return x as W4A4 reads it, in fp64: blocks of 16, E4M3 scales, the stored factor of the layer's input.
 
     Returns:
-        The values, and where one lies so near the middle of two codes that fp32 may take the other.
+        The values, and where one, or its block's scale, lies so near the middle of two codes that fp32 may take the
+        other.
     """
     if f"{prefix}.input_scale" in tensors:
         factor = float(tensors[f"{prefix}.input_scale"])
@@ -43,6 +44,8 @@ def engine_input(x, tensors, prefix):
     codes = nearest(ratio, E2M1[:8])
     middles = (E2M1[:7] + E2M1[1:8]) / 2
     ties = (np.abs(ratio[..., None] - middles) < 1e-6 * middles).any(-1)
+    middles = (SCALES[:-1].astype(np.float64) + SCALES[1:]) / 2
+    ties |= (np.abs(wanted[..., None] - middles) < 1e-6 * middles).any(-1)
     return (np.sign(blocks) * E2M1[codes] * scale).reshape(x.shape), ties.reshape(x.shape)
 
 
@@ -72,7 +75,7 @@ def test_every_layer_of_w4a4_is_what_an_engine_computes(tmp_path, form):
         with torch.no_grad():
             ours = layer(x).double().numpy()
         values, ties = engine_input(x.numpy(), tensors, name)
-        assert ties.mean() < 0.01, name
+        assert ties.mean() < 0.05, name  # a block in 32 that ties, and a value in 100
         read = hb.quantize(x, layer.recipe.fprop.a).dequantize(torch.float32).double().numpy()
         values = np.where(ties, read, values)  # equal inputs: a tie falls to either side by one rounding
         theirs = values @ decoded(tensors, name).astype(np.float64).T
