@@ -95,6 +95,33 @@ def test_a_run_in_which_nothing_ran_fails(tmp_path, runner, monkeypatch, capsys,
     (tmp_path / "test_gpu_one.py").write_text(f"import pytest\n\ndef test_one():\n    {body}\n")
     monkeypatch.setattr(runner, "FOLDER", tmp_path)
     monkeypatch.setattr(runner, "MOST_PROCESSES", 1)
-    monkeypatch.setattr(runner, "sees_gpu", lambda: True)
+    monkeypatch.setattr(runner, "visible", lambda: ["0"])
     assert runner.main(options) == status
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{said}1 processes" if status == 0 else said)
+
+
+def test_processes_take_turns_at_the_gpus_and_see_all_of_them(tmp_path, runner, monkeypatch, capsys):
+    shutil.copy(Path(__file__).parent / "gpu" / "conftest.py", tmp_path)
+    waits = "while len(list(Path(__file__).parent.glob('seen-*'))) < 4:\n        time.sleep(0.01)"  # each runs one
+    (tmp_path / "test_gpu_one.py").write_text(
+        "import os, time\nfrom pathlib import Path\nimport pytest\n\n"
+        "@pytest.mark.parametrize('name', 'abcd')\ndef test_one(name):\n"
+        "    gpus = os.environ['CUDA_VISIBLE_DEVICES']\n"
+        f"    Path(__file__).with_name(f'seen-{{name}}').write_text(gpus)\n    {waits}\n"
+    )
+    monkeypatch.setattr(runner, "FOLDER", tmp_path)
+    monkeypatch.setattr(runner, "MOST_PROCESSES", 2)
+    monkeypatch.setattr(runner, "visible", lambda: ["3", "GPU-5"])
+    monkeypatch.setattr(runner.os, "cpu_count", lambda: 9)
+    assert runner.main([]) == 0
+    assert sorted(path.read_text() for path in tmp_path.glob("seen-*")) == ["3,GPU-5"] * 2 + ["GPU-5,3"] * 2
+    assert "4 processes, 2 GPUs" in capsys.readouterr().out
+
+
+def test_gpus_keep_the_names_that_were_given(runner, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert runner.visible() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5,2")
+    assert runner.visible() == ["GPU-5", "2"]

@@ -1,8 +1,8 @@
-"""Run the GPU tests in several processes on one GPU: python3 tests/gpu/run.py [pytest options].
+"""Run the GPU tests in several processes on each GPU: python3 tests/gpu/run.py [pytest options].
 
-They share Triton's cache and claim one test after the other. Each process's report follows when it ends, then the
-slowest tests; the exit status is that of the worst, and 1 if nothing ran: without a GPU, or if every test was skipped.
-A run that is stopped (SIGTERM, ctrl-C) names what was running.
+They share Triton's cache and claim one test after the other; each sees all GPUs, another one first. Each process's
+report follows when it ends, then the slowest tests; the exit status is that of the worst, and 1 if nothing ran: without
+a GPU, or if every test was skipped. A run that is stopped (SIGTERM, ctrl-C) names what was running.
 """
 
 import os
@@ -15,14 +15,21 @@ from tempfile import TemporaryDirectory
 
 FOLDER = Path(__file__).parent
 NOTHING_COLLECTED = 5
-MOST_PROCESSES = 16  # each needs some GiB of GPU memory
+MOST_PROCESSES = 16  # on one GPU: each needs some GiB of its memory
 SLOWEST = 5
 
 
-def start(claims: str, output: Path, options: list[str]) -> subprocess.Popen:
+def start(claims: str, output: Path, gpus: list[str], options: list[str]) -> subprocess.Popen:
     command = [sys.executable, "-m", "pytest", str(FOLDER), "-q", "-p", "no:cacheprovider", f"--claims={claims}"]
+    how = {"cwd": FOLDER.parent.parent, "env": {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}}
     with output.open("w") as file:
-        return subprocess.Popen([*command, *options], stdout=file, stderr=subprocess.STDOUT, cwd=FOLDER.parent.parent)
+        return subprocess.Popen([*command, *options], stdout=file, stderr=subprocess.STDOUT, **how)
+
+
+def turned(gpus: list[str], index: int) -> list[str]:
+    """Give all GPUs in the order in which process `index` sees them: the first is where its tests run."""
+    first = index % len(gpus)
+    return gpus[first:] + gpus[:first]
 
 
 def times(claims: str) -> list[tuple[float, str]]:
@@ -44,10 +51,13 @@ def nothing_ran(claims: str) -> str:
     return f"all {len(found)} tests were skipped" if found else "no test was collected"
 
 
-def sees_gpu() -> bool:
+def visible() -> list[str]:
+    """Name the GPUs as CUDA_VISIBLE_DEVICES does; none where torch sees none."""
     import torch
 
-    return torch.cuda.is_available()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named[:count] or [str(index) for index in range(count)]
 
 
 def wait(processes: dict[subprocess.Popen, Path]) -> int:
@@ -64,15 +74,18 @@ def wait(processes: dict[subprocess.Popen, Path]) -> int:
 
 
 def main(options: list[str]) -> int:
-    if not sees_gpu():
+    gpus = visible()
+    if not gpus:
         print("FAILED: nothing ran: torch sees no GPU; `make test` runs the tests that need none")
         return 1
-    count = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 1))
+    count = max(1, min(MOST_PROCESSES * len(gpus), (os.cpu_count() or 1) - 1))
     begin, worst = time.monotonic(), 1
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with TemporaryDirectory() as claims, TemporaryDirectory() as reports:
         outputs = [Path(reports, str(index)) for index in range(count)]
-        processes = {start(claims, output, options): output for output in outputs}
+        processes = {
+            start(claims, output, turned(gpus, index), options): output for index, output in enumerate(outputs)
+        }
         try:
             worst = wait(processes)
         except KeyboardInterrupt:
@@ -89,7 +102,9 @@ def main(options: list[str]) -> int:
             print(f"{len(ran)} tests, {sum(s for s, _ in ran if s < float('inf')):.0f} s in all", flush=True)
     why = f"nothing ran: {missing}; " if missing else ""
     worst = worst or int(bool(missing))
-    print(f"{'FAILED' if worst else 'passed'}: {why}{count} processes, {time.monotonic() - begin:.0f} s")
+    print(
+        f"{'FAILED' if worst else 'passed'}: {why}{count} processes, {len(gpus)} GPUs, {time.monotonic() - begin:.0f} s"
+    )
     return worst
 
 
