@@ -30,6 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import halfbyte as hb
 from bench import machine, results
+from bench.measure import repeatable
 from bench.zero import overlap, release, start, synchronize, union
 from halfbyte.distributed.fsdp_choice import groups_of, is_wrapped
 from halfbyte.train import model as models
@@ -100,20 +101,6 @@ def shape_of(name: str, layers: int | None = None, vocabulary: int = VOCABULARY)
     """Return the shape of a preset, with fewer blocks and words."""
     config = models.model_preset(name)
     return replace(config, layers=layers or config.layers, vocab_size=min(config.vocab_size, vocabulary))
-
-
-@contextlib.contextmanager
-def repeatable() -> Iterator[None]:
-    """Let attention and indexing add in one order: without this a run does not even repeat itself."""
-    options: Any = torch.utils.deterministic
-    fills, options.fill_uninitialized_memory = options.fill_uninitialized_memory, False
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        options.fill_uninitialized_memory = fills
 
 
 def bitwise(

@@ -23,6 +23,20 @@ class Left(Exception):
     """A library is left out; the message says why."""
 
 
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Let attention and indexing add in one order: without this a run does not even repeat itself."""
+    options: Any = torch.utils.deterministic
+    fills, options.fill_uninitialized_memory = options.fill_uninitialized_memory, False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        options.fill_uninitialized_memory = fills
+
+
 def random_matrix(shape: Shape, device: torch.device, seed: int) -> Tensor:
     """Return bf16 values with heavier tails than a normal distribution, as activations have."""
     generator = torch.Generator(device).manual_seed(seed)

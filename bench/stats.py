@@ -4,8 +4,8 @@
 
 For eager and compiled blocks: milliseconds of a step with nothing attached, of a step that is not sampled, of a sampled
 one, the first compilation of its graph apart, and peak memory of both kinds; `cost` is what sampling every n-th step
-adds to a step, as a share. Losses of a run with statistics and of one without are compared, bit for bit. Without a GPU
-small models show that it works.
+adds to a step, as a share. Losses of a run with statistics and of one without are compared, bit for bit, with attention
+and indexing that add in one order, and those of a second run without. Without a GPU small models show that it works.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 import halfbyte as hb
 from bench import machine, results
-from bench.measure import timed
+from bench.measure import repeatable, timed
 from halfbyte.train import model as models
 
 WARM_UP, TIMED, SAMPLED = 3, 10, 3
@@ -62,17 +62,19 @@ class Run:
 
 
 def losses(name: str, shape: tuple[int, int], device: torch.device, compiles: bool, sampled: bool) -> list[float]:
-    """Return the losses of some steps, every second of them sampled if asked for."""
-    run = Run(name, shape, device, compiles)
+    """Return the losses of some steps of one sequence, every second of them sampled if asked for."""
+    torch._dynamo.reset()
+    run = Run(name, (1, shape[1]), device, compiles)
     stats = hb.collect_stats(run.model, every=2).follow(run.optimizer) if sampled else None
-    found = [run.step() for _ in range(4)]
+    with repeatable():
+        found = [run.step() for _ in range(4)]
     if stats is not None:
         stats.remove()
     return torch.stack(found).tolist()
 
 
-def measure(name: str, shape: tuple[int, int], every: int, device: torch.device, compiles: bool) -> dict[str, Any]:
-    """Time the three kinds of steps and return the figures of one case."""
+def times(name: str, shape: tuple[int, int], every: int, device: torch.device, compiles: bool) -> dict[str, Any]:
+    """Time the three kinds of steps."""
     torch._dynamo.reset()
     run = Run(name, shape, device, compiles)
     for _ in range(WARM_UP):
@@ -92,11 +94,6 @@ def measure(name: str, shape: tuple[int, int], every: int, device: torch.device,
     stats.remove()
     one, between, each = plain / TIMED, attached / TIMED, watched / SAMPLED
     return {
-        "case": "stats/step",
-        "model": name,
-        "tokens": list(shape),
-        "every": every,
-        "compiled": compiles,
         "plain_ms": 1e3 * one,
         "between_ms": 1e3 * between,
         "sampled_ms": 1e3 * each,
@@ -104,8 +101,16 @@ def measure(name: str, shape: tuple[int, int], every: int, device: torch.device,
         "peak_GiB": peak,
         "sampled_peak_GiB": watched_peak,
         "cost": (each - one) / (every * one),
-        "losses_equal": losses(name, shape, device, compiles, True) == losses(name, shape, device, compiles, False),
     }
+
+
+def measure(name: str, shape: tuple[int, int], every: int, device: torch.device, compiles: bool) -> dict[str, Any]:
+    """Return the figures of one case."""
+    found = times(name, shape, every, device, compiles)
+    gc.collect()  # the model that was timed
+    without, again, watched = (losses(name, shape, device, compiles, sampled) for sampled in (False, False, True))
+    about = {"case": "stats/step", "model": name, "tokens": list(shape), "every": every, "compiled": compiles}
+    return about | found | {"repeats": without == again, "losses_equal": without == watched}
 
 
 def main(arguments: list[str]) -> int:

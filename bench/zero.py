@@ -35,6 +35,7 @@ import torch.nn.functional as F
 
 import halfbyte as hb
 from bench import machine, results
+from bench.measure import repeatable
 from halfbyte.distributed import ZeroConfig, ZeroOptimizer
 from halfbyte.distributed.plan import BucketPlan, Item, scale_room, storage_plan
 from halfbyte.distributed.weights import tiled_parameters
@@ -113,29 +114,21 @@ def bitwise(
     """
     end, took = time.perf_counter() + seconds, 0.0
     curves: dict[str, list[torch.Tensor]] = {way: [] for way in WAYS}
-    # Attention and indexing must add in one order: without this a run does not even repeat itself.
-    options: Any = torch.utils.deterministic
-    fills, options.fill_uninitialized_memory = options.fill_uninitialized_memory, False
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            trainers = {way: Trainer(name, way, tokens, device) for way in WAYS}
-            while (done := len(curves[WAYS[-1]]) * CHUNK) < steps:
-                differs = done > 0 and not torch.equal(*(curves[way][-1].view(torch.int32) for way in WAYS))
-                start = time.perf_counter()
-                stop = torch.tensor(float(differs or start + took > end), device=device)
-                dist.all_reduce(stop)  # ranks stop together
-                if stop.item():
-                    break
-                if done and dist.get_rank() == 0:
-                    print(f"{name}: {done} steps, equal so far", file=sys.stderr, flush=True)
-                for way in WAYS:
-                    own = [torch.stack(trainers[way].step()).float() for _ in range(min(CHUNK, steps - done))]
-                    curves[way].append(torch.stack(own).cpu())
-                took = time.perf_counter() - start
-    finally:
-        torch.use_deterministic_algorithms(False)
-        options.fill_uninitialized_memory = fills
+    with repeatable():
+        trainers = {way: Trainer(name, way, tokens, device) for way in WAYS}
+        while (done := len(curves[WAYS[-1]]) * CHUNK) < steps:
+            differs = done > 0 and not torch.equal(*(curves[way][-1].view(torch.int32) for way in WAYS))
+            start = time.perf_counter()
+            stop = torch.tensor(float(differs or start + took > end), device=device)
+            dist.all_reduce(stop)  # ranks stop together
+            if stop.item():
+                break
+            if done and dist.get_rank() == 0:
+                print(f"{name}: {done} steps, equal so far", file=sys.stderr, flush=True)
+            for way in WAYS:
+                own = [torch.stack(trainers[way].step()).float() for _ in range(min(CHUNK, steps - done))]
+                curves[way].append(torch.stack(own).cpu())
+            took = time.perf_counter() - start
     ours, plain = (torch.cat(curves[way]) for way in WAYS)
     differing = (ours.view(torch.int32) != plain.view(torch.int32)).any(1)
     first = torch.tensor(float(differing.nonzero()[0]) if differing.any() else math.inf, device=device)

@@ -18,6 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+ERROR_SUMS = ("signal", "restored", "noise", "magnitude", "deviation", "nonzero", "underflow", "saturated")
+"""Of values v and what was made of them, q (`reference.error_sums`): sums in fp64, in any order, of v * v, q * q,
+d * d, |v| and |d|, where d = q - v is fp32; then how many v are not 0, how many of them have q = 0, and how many
+magnitudes exceed the bound of their block."""
+
 LANES = 512
 ROW_GROUP = 16
 GROUP_LANES = 32

@@ -35,8 +35,10 @@ OPERATIONS = {  # defined once in each room that has them: what a user calls, th
     "activation",
     "activation_backward",
     "add_norm",
+    "column_outliers",
     "decode",
     "dequantize",
+    "error_sums",
     "gemm_nt",
     "grouped_dequantize",
     "grouped_gemm_nt",
@@ -51,6 +53,7 @@ OPERATIONS = {  # defined once in each room that has them: what a user calls, th
     "quantize_with_sum",
     "residual_of",
     "row_col_amax",
+    "square_sum",
     "swizzle",  # layout.py specifies where bytes lie
     "token_mean",
     "token_sum",

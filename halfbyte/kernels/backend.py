@@ -1,5 +1,8 @@
 """What ops calls where Triton runs: functions of `halfbyte.reference`, under the same names."""
 
+from halfbyte.kernels.amax.error_sums import column_outliers as column_outliers
+from halfbyte.kernels.amax.error_sums import error_sums as error_sums
+from halfbyte.kernels.amax.error_sums import square_sum as square_sum
 from halfbyte.kernels.amax.grouped_sum import grouped_token_sum as grouped_token_sum
 from halfbyte.kernels.amax.plain import finite_amax as finite_amax
 from halfbyte.kernels.amax.plain import row_col_amax as row_col_amax

@@ -246,6 +246,26 @@ def means(_: Target) -> Iterator[Scenario]:
             yield Scenario(f"with its sum, {keys}, {name}", call, whole)
 
 
+SUMMED = ((0, 0), (0, 16), (0, 32), (16, 16), (32, 32), (64, 16), (128, 16), (16, 0), (128, 0))
+"""Size of the rotation and values of a block of statistics' sums, 0 for none."""
+
+
+def statistics(_: Target) -> Iterator[Scenario]:
+    """Sums of errors along rows and columns, and outliers of columns."""
+    for (size, block), turned, dtype in product(SUMMED, (False, True), (BF16, FP32)):
+        x = tensor(2048, 4096, dtype=dtype)
+        x = x.T if turned else x
+        signs = tensor(size, dtype=FP32) if size else None
+        bounds = tensor(x.shape[0], x.shape[1] // block, dtype=FP32) if block else None
+        call = partial(backend.error_sums, x, tensor(*x.shape, dtype=FP32), bounds, signs)
+        yield Scenario(f"sums of errors, rotation {size}, blocks {block}, turned {turned}, {dtype}", call, False)
+    for dtype in (BF16, FP16, FP32):
+        x = tensor(2048, 4096, dtype=dtype)
+        yield Scenario(f"sum of squares, {dtype}", partial(backend.square_sum, x), False)
+        call = partial(backend.column_outliers, x, tensor(dtype=torch.float64))
+        yield Scenario(f"outliers of columns, {dtype}", call, False)
+
+
 def primary_casts(_: Target) -> Iterator[Scenario]:
     """Every stage of the cast of primary weights: whole masters and parts of them."""
     four = NVFP4(block=(16, 16), scaling=FourOverSix(), e4m3_max=256.0)
@@ -301,6 +321,7 @@ FAMILIES = (
     scenarios_grouped.grouped_gemm_calls,
     layers,
     means,
+    statistics,
     primary_casts,
     conversion_calls,
 )

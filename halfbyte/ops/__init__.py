@@ -30,6 +30,7 @@ from halfbyte.ops.grouped import (
 from halfbyte.ops.mean import grouped_token_sum, quantize_residual, quantize_with_sum, token_mean, token_sum
 from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, row_col_amax, transpose
 from halfbyte.ops.repeat import run
+from halfbyte.ops.sums import column_outliers, error_sums, square_sum
 
 __all__ = [
     "EXPLAINED",
@@ -46,10 +47,12 @@ __all__ = [
     "amax",
     "backends",
     "check_offsets",
+    "column_outliers",
     "decode",
     "define_pass",
     "dequantize",
     "emulates",
+    "error_sums",
     "explain",
     "gemm_nt",
     "gemm_nt_add",
@@ -71,6 +74,7 @@ __all__ = [
     "row_col_amax",
     "run",
     "selective_checkpoint_ops",
+    "square_sum",
     "token_mean",
     "token_sum",
     "transpose",

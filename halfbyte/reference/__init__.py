@@ -17,12 +17,13 @@ from halfbyte.reference.grouped import (
     grouped_quantize_row_col,
     grouped_token_sum,
 )
-from halfbyte.reference.hadamard import rotate
+from halfbyte.reference.hadamard import rotate, signs
 from halfbyte.reference.matmul import Decoded, decode, dequantize, from_values, gemm_nt, plain
 from halfbyte.reference.mean import quantize_residual, quantize_with_sum, residual_of, token_mean, token_sum
 from halfbyte.reference.norm import Statistics, norm, norm_backward
 from halfbyte.reference.nvfp4 import quantize, quantize_row_col, row_col_amax, transpose
 from halfbyte.reference.scale import finite_amax
+from halfbyte.reference.sums import column_outliers, error_sums, square_sum
 
 __all__ = [
     "Decoded",
@@ -31,8 +32,10 @@ __all__ = [
     "activation_backward",
     "activation_backward_with_amaxes",
     "activation_with_amaxes",
+    "column_outliers",
     "decode",
     "dequantize",
+    "error_sums",
     "finite_amax",
     "from_values",
     "gemm_nt",
@@ -53,6 +56,8 @@ __all__ = [
     "residual_of",
     "rotate",
     "row_col_amax",
+    "signs",
+    "square_sum",
     "token_mean",
     "token_sum",
     "transpose",

@@ -49,9 +49,15 @@ def rotate(x: Tensor, rotation: Hadamard, sign_draw: Draw | None = None) -> Tens
     Returns:
         bf16 [R, round_up(C, size)].
     """
-    n = rotation.size
-    rows, cols = x.shape
     is_traced = type(x) is not Tensor  # a fake tensor must not stay in the cache for eager calls
+    return rotate_by(x, signs(rotation, sign_draw, x.device, is_traced))
+
+
+def rotate_by(x: Tensor, factors: Tensor) -> Tensor:
+    """Do what `rotate` does, with the signs of a group as factors, fp32 [size]."""
+    n = len(factors)
+    rows, cols = x.shape
+    is_traced = type(x) is not Tensor
     x = x.to(torch.bfloat16)
     if cols % n:
         x = pad(x, (0, round_up(cols, n) - cols))
@@ -59,7 +65,7 @@ def rotate(x: Tensor, rotation: Hadamard, sign_draw: Draw | None = None) -> Tens
     y = x.view(rows, groups, n)
     if y.stride(2) == 1:
         y = elements_lead(y)
-    y = y.float() * signs(rotation, sign_draw, x.device, is_traced)
+    y = y.float() * factors
     both = (_both.__wrapped__ if is_traced else _both)(x.device)
     other = torch.empty_like(y)
     stride = 1

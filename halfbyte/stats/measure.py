@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from halfbyte import ops, reference
+from halfbyte.arithmetic import ERROR_SUMS
 from halfbyte.layout import Blocks, Operand
 from halfbyte.reference.scale import candidate_scale, global_scale, scale_bytes, tensor_factors
 from halfbyte.sides import Side
 from halfbyte.spec import FourOverSix, Hadamard, Spec
 from halfbyte.stats.figures import CLIPPED, OUTLIER, SIDE_SUMS
 
-CHUNK_ELEMENTS = 1 << 24
-"""Of a chunk: 64 MiB in fp32."""
+CHUNK_ELEMENTS, KERNEL_ELEMENTS = 1 << 24, 1 << 26
+"""Of a chunk: 64 MiB in fp32, of which the reference has ten at a time; and where kernels have one."""
 
 TILE = 16
 """Rows that share scales in tiles: chunks start at multiples of it."""
@@ -30,19 +31,15 @@ TILE = 16
 
 def _chunks(t: Tensor) -> Iterator[slice]:
     rows, cols = t.shape
-    step = max(TILE, CHUNK_ELEMENTS // max(1, cols) // TILE * TILE)
+    most = KERNEL_ELEMENTS if t.is_cuda else CHUNK_ELEMENTS
+    step = max(TILE, most // max(1, cols) // TILE * TILE)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def _norm(t: Tensor, order: float = 2) -> Tensor:
-    return torch.linalg.vector_norm(t, order, dtype=torch.float64)
-
-
-def values_of(t: Tensor, side: Side) -> Tensor:
-    """Return what is quantized of t [R, C], fp32 [R, padded C]: rotated as the spec says."""
-    if side.spec.rotation is not None:
-        return reference.rotate(t, side.spec.rotation, side.sign_draw).float()
-    return pad(t.float(), (0, -t.shape[1] % side.spec.alignment))
+def _signs(side: Side, device: torch.device) -> Tensor | None:
+    """Return the signs of a side's rotation, None if it has none."""
+    rotation = side.spec.rotation
+    return None if rotation is None else reference.signs(rotation, side.sign_draw, device)
 
 
 def values_of_codes(blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
@@ -61,27 +58,17 @@ def side_sums(t: Tensor, side: Side, blocks: Blocks) -> tuple[Tensor, Tensor]:
         side: how it was quantized.
         blocks: its bytes, with LINEAR scales.
     """
-    other = _other(t, side)
+    other, signs = _other(t, side), _signs(side, t.device)
     total = torch.zeros(len(SIDE_SUMS), dtype=torch.float64, device=t.device)
     largest = torch.zeros((), dtype=torch.float64, device=t.device)
     for rows in _chunks(t) if t.numel() else ():
-        v, q = values_of(t[rows], side), values_of_codes(blocks, side.spec, rows)
-        d = q - v
-        limit = _limits(blocks, side.spec, rows)
-        magnitudes = v.abs().unflatten(1, (-1, side.spec.block_length))
-        maxima = magnitudes.amax(2)
-        filled = maxima > 0
         empty_scale = blocks.block_scale[rows] == 0
-        nonzero = torch.count_nonzero(v)
-        sums = {
-            "elements": torch.full((), v.numel(), device=t.device),
-            "signal": _norm(v).square(),
-            "noise": _norm(d).square(),
-            "magnitude": _norm(v, 1),
-            "deviation": _norm(d, 1),
-            "nonzero": nonzero,
-            "underflow": nonzero - torch.count_nonzero(torch.where(v == 0, 0.0, q)),
-            "saturated": torch.count_nonzero((magnitudes > CLIPPED * limit[..., None]) & ~empty_scale[..., None]),
+        bounds = torch.where(empty_scale, torch.inf, CLIPPED * _limits(blocks, side.spec, rows))
+        found, maxima = ops.error_sums(t[rows], values_of_codes(blocks, side.spec, rows), bounds, signs)
+        assert maxima is not None, "there are bounds"
+        filled = maxima > 0
+        sums = dict(zip(ERROR_SUMS, found, strict=True)) | {
+            "elements": torch.full((), maxima.numel() * side.spec.block_length, device=t.device),
             "blocks": torch.count_nonzero(filled),
             "scale_underflow": torch.count_nonzero(filled & empty_scale),
             "chosen": _chosen(maxima, blocks, side.spec, rows),
@@ -142,7 +129,8 @@ def _other_noise(t: Tensor, other: tuple[Side, Blocks] | None, rows: slice) -> T
     if other is None:
         return _nothing(t.device)
     side, blocks = other
-    return _norm(values_of_codes(blocks, side.spec, rows) - values_of(t[rows], side)).square()
+    found, _ = ops.error_sums(t[rows], values_of_codes(blocks, side.spec, rows), signs=_signs(side, t.device))
+    return found[ERROR_SUMS.index("noise")]
 
 
 def tensor_sums(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,16 +140,19 @@ def tensor_sums(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         t: [R, C].
     """
     rows, cols = t.shape
-    limit = OUTLIER * _norm(t) / max(1, t.numel()) ** 0.5
     columns = torch.zeros(cols, dtype=torch.float64, device=t.device)
-    for part in _chunks(t):
-        columns += (t[part].abs().double() > limit).sum(0)  # beside bf16 the limit would be rounded to bf16
-    amax = _norm(t, torch.inf) if t.numel() else torch.zeros((), dtype=torch.float64, device=t.device)
+    amax = torch.zeros((), dtype=torch.float64, device=t.device)
+    if t.numel():
+        limit = OUTLIER * (ops.square_sum(t) / t.numel()).sqrt()
+        for part in _chunks(t):
+            columns += ops.column_outliers(t[part], limit)
+        amax = t.abs().amax().double()
     return torch.stack((torch.full_like(amax, rows * cols), columns.sum())), columns, amax
 
 
 def product_sums(got: Tensor, wanted: Tensor) -> Tensor:
     """Return elements and sums of squares of wanted, got and their difference, fp64 [4]."""
-    got, wanted = got.float(), wanted.float()
-    norms = [_norm(t).square() for t in (wanted, got, got - wanted)]
-    return torch.stack((torch.full_like(norms[0], got.numel()), *norms))
+    found, _ = ops.error_sums(wanted, got)
+    sums = dict(zip(ERROR_SUMS, found, strict=True))
+    elements = torch.full_like(sums["noise"], got.numel())
+    return torch.stack((elements, sums["signal"], sums["restored"], sums["noise"]))

@@ -9,7 +9,7 @@ anything else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -113,7 +113,7 @@ class Observed:
 def observe(seen: Observed, ledgers: dict[int, Tensor]) -> None:
     """Add what was seen to the ledgers of the layers with these numbers."""
     recipe = seen.recipe
-    x_parts, x_tensor = _sides_of_x(seen), tensor_sums(seen.x)
+    x_parts, x_tensor, forward = _sides_of_x(seen), tensor_sums(seen.x), _forward(seen, ledgers)
     for i, ledger in ledgers.items():
         w, dy = seen.weights[i], seen.dys[i].reshape(matrix_shape(seen.dys[i].shape))
         parts = entries(ledger, w.shape[1], w.shape[0])
@@ -124,7 +124,7 @@ def observe(seen: Observed, ledgers: dict[int, Tensor]) -> None:
         sides |= measured(("dy.row", "dy.col"), dy, specs, place, ops.Amaxes())
         _add_sides(parts, sides)
         _add_tensors(parts, (x_tensor, tensor_sums(w), tensor_sums(dy)))
-        _add_products(parts, _products(seen, i, dy), (seen.x, w, dy))
+        _add_products(parts, _products(seen, forward, i, dy), (seen.x, w, dy))
 
 
 def _sides_of_w(w: Tensor, seen: Observed, i: int) -> dict:
@@ -177,19 +177,29 @@ def measured(
     return found
 
 
-def _products(seen: Observed, i: int, dy: Tensor) -> dict[str, Tensor]:
+def _operands_of(seen: Observed) -> list[Tensor | None]:
+    """Return what `multiply` takes: no bias, and nothing cached."""
+    nothing = [None] * seen.request.count
+    return [seen.x, *seen.weights, *nothing, *seen.amaxes, *nothing, *seen.bases, None, None]
+
+
+def _forward(seen: Observed, measured: Container[int]) -> tuple[list[Tensor], list]:
+    """Return the outputs of all layers, and what the backward needs of those that are measured."""
+    needs = [need and i in measured for i, need in enumerate(seen.needs[1:])]
+    return multiply(seen.request, [seen.needs[0], *needs], _operands_of(seen), seen.streams)
+
+
+def _products(seen: Observed, forward: tuple[list[Tensor], list], i: int, dy: Tensor) -> dict[str, Tensor]:
     """Return what one layer's three GEMMs return, as far as they run."""
-    request, n = seen.request, seen.request.count
+    (outputs, kept), n = forward, seen.request.count
     own = [j == i for j in range(n)]
     needs = seen.needs[0], *[need and mine for need, mine in zip(seen.needs[1:], own, strict=True)]
     nothing = [None] * n
-    tensors = [seen.x, *seen.weights, *nothing, *seen.amaxes, *nothing, *seen.bases, None, None]
-    outputs, kept = multiply(request, needs, tensors, seen.streams)
     made = {"y": outputs[i]}
     dys = [dy if mine else None for mine in own]
     dtypes = seen.x.dtype, [seen.x.dtype] * n, nothing
     state = kept, [*seen.draws, seen.signs], nothing
-    dx, *dws = gradients_of(request, state, dys, [ops.Amaxes()] * n, ((*needs, *[False] * n), dtypes))
+    dx, *dws = gradients_of(seen.request, state, dys, [ops.Amaxes()] * n, ((*needs, *[False] * n), dtypes))
     return made | {name: t for name, t in (("dx", dx), ("dw", dws[i])) if t is not None}
 
 

@@ -84,8 +84,21 @@ def _with_sum(device, backend, shape, dtype) -> str | None:
     for place, which in ((device, backend), (CPU, "reference")):
         sides = both_sides(NVFP4(rounding="stochastic"), STOCHASTIC, draw=Philox(SEED, 5).on(place))
         *operands, total = ops.quantize_with_sum(x.to(place), *sides, backend=which)
-        results.append([*_tensors(*operands), total])
-    return _first(*results)
+        results.append((_tensors(*operands), total))
+    (mine, total), (theirs, _) = results
+    return _first(mine, theirs) or sum_problem(total, x)
+
+
+def sum_problem(total: Tensor, x: Tensor) -> str | None:
+    """Say where `total` cannot be the fp32 sum of the columns of x in any order, which s of section 2 may have."""
+    exact, most = x.double().sum(0), x.double().abs().sum(0) * x.shape[0] * 2.0**-24
+    error = (total.cpu().double() - exact).abs()
+    wrong = ~(error <= most)
+    if not wrong.any():
+        return None
+    at = int(wrong.nonzero()[0])
+    first = f"the first at [{at}]: {total[at].item()}, exactly {exact[at].item()}"
+    return f"sum: {int(wrong.sum())} of {len(wrong)} beyond rounding, {first}"
 
 
 def _sums_of_groups(device, backend, shape, dtype) -> str | None:

@@ -19,7 +19,7 @@ def test_eager_steps(tmp_path, capsys, monkeypatch):
     options = ["--model", "tiny", "--tokens", "1", "16", "--ways", "eager", "--every", "50", "--out", str(tmp_path)]
     assert stats.main(options) == 0
     line = json.loads(capsys.readouterr().out)
-    assert line["losses_equal"]
+    assert line["losses_equal"] and line["repeats"]
     figures = [line[name] for name in ("plain_ms", "first_sampled_ms", "sampled_ms", "between_ms")]
     assert figures == [2000.0, 9000.0, 5000.0, 2500.0]
     assert line["cost"] == (5 - 2) / (50 * 2), "3 s more in one of 50 steps of 2 s"

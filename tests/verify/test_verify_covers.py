@@ -15,7 +15,7 @@ from halfbyte.ops import (
     backends,  # noqa: F401  the module, which the package hides behind its function
     quantization,
 )
-from halfbyte.verify import fused, grouped, invariants, kernels, mean, plan, primary, record
+from halfbyte.verify import fused, grouped, invariants, kernels, mean, plan, primary, record, sums
 
 CPU = torch.device("cpu")
 ELSEWHERE = {
@@ -97,6 +97,49 @@ def test_a_wrong_bit_of_a_mean_is_noticed(monkeypatch, triton_on_the_cpu):
     assert len(checks) == 5 and not any(check() for check in checks.values())
     monkeypatch.setattr(mean.ops, "token_mean", altered(mean.ops.token_mean, 0))
     assert "result 1" in checks["token_sum and token_mean, 37x83 bfloat16"]()
+
+
+def test_a_sum_over_tokens_may_be_added_in_any_order_and_miss_nothing():
+    x = mean._x((520, 64), torch.bfloat16)
+    forwards, backwards = torch.zeros(64), torch.zeros(64)
+    for row, last in zip(x.float(), x.float().flip(0), strict=True):
+        forwards, backwards = forwards + row, backwards + last
+    assert not torch.equal(backwards, forwards), "orders differ"
+    assert mean.sum_problem(backwards, x) is None and mean.sum_problem(forwards, x) is None
+    assert "64 of 64" in mean.sum_problem(x[:-1].float().sum(0), x)
+    backwards[5] += 0.2
+    assert "the first at [5]" in mean.sum_problem(backwards, x)
+    backwards[5] = torch.nan
+    assert "the first at [5]" in mean.sum_problem(backwards, x)
+
+
+@pytest.mark.parametrize("name, at", [("signal", 0), ("noise", 2), ("nonzero", 5), ("saturated", 7)])
+def test_a_wrong_sum_of_statistics_is_noticed(monkeypatch, triton_on_the_cpu, name, at):
+    checks = {what: check for _, what, check in sums.error_figures(CPU, "triton") if "37x83" in what}
+    assert len(checks) == 11 and not any(check() for check in checks.values())
+    whole = sums.ops.error_sums
+
+    def wrong(*arguments, backend):
+        found, maxima = whole(*arguments, backend=backend)
+        if backend == "triton":
+            found[at] *= 1 + 1e-9
+        return found, maxima
+
+    monkeypatch.setattr(sums.ops, "error_sums", wrong)
+    said = checks["error_sums, 37x83 columns, rotation 64"]()
+    assert said and (said.startswith(name) or at >= 5)
+
+
+def test_a_wrong_maximum_or_count_of_statistics_is_noticed(monkeypatch, triton_on_the_cpu):
+    checks = {what: check for _, what, check in sums.error_figures(CPU, "triton")}
+    errors, outliers = sums.ops.error_sums, sums.ops.column_outliers
+    monkeypatch.setattr(
+        sums.ops, "error_sums", lambda *a, backend: (errors(*a)[0], errors(*a)[1] + (backend == "triton"))
+    )
+    monkeypatch.setattr(sums.ops, "column_outliers", lambda *a: outliers(*a) + (a[-1] == "triton"))
+    assert (
+        "differ" in checks["error_sums, 37x83 rows, rotation 16"]() and "differ" in checks["column_outliers, 37x83"]()
+    )
 
 
 def test_a_wrong_nibble_of_a_primary_weight_is_noticed(monkeypatch):
