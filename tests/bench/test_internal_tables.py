@@ -51,6 +51,8 @@ def test_listings_are_added_up_as_by_hand():
     assert listing_tables.both_orientations(()) == "18.6 ms in 143 launches"
     assert "| 60m | 32,768 | own loop | 0489305 | 40.9 | 56.1 | 1.374 |" in listing_tables.steps(())
     assert "| 300m | 32,768 | CUDA graph | 611c496 |  | 180.6 | 1.138 |" in listing_tables.steps(())
+    assert "| 125m | 4 × 32,768 | `compare` | 35a82c9 |  |  | 1.138 |" in listing_tables.steps(())
+    assert "| 1b | 32,768 | `compare` | 35a82c9 |  |  | 1.056 |" in listing_tables.steps(())
     assert "| 768×768×32768 | 57.3 | 66.2 (128×256, 7 parts) | 58.3 |  |" in listing_tables.products(())
 
 
