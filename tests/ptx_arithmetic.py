@@ -249,7 +249,7 @@ def _convert(rest: list[str], operands: list) -> np.ndarray:
     if to == "bf16":
         return _to_bf16(typed(operands[0], origin).astype(np.float64))
     if origin == "bf16":
-        return bits_of(operands[0], np.uint32) << np.uint32(16)
+        return raw(typed(operands[0], origin).astype(FLAT[to]))
     if to == "e2m1x2":
         high, low = (_e2m1(typed(o, origin)) for o in operands)
         return (low | high << np.uint32(4)).astype(np.uint16)
@@ -320,6 +320,11 @@ def _sign(operation: Callable) -> Callable:
     return apply
 
 
+def _count_ones(rest: list[str], operands: list) -> np.ndarray:
+    word = bits_of(operands[0], BITS[rest[0][1:]])
+    return np.unpackbits(word.reshape(-1, 1).view(np.uint8), axis=1).sum(1).astype(np.uint32).reshape(word.shape)
+
+
 FUNCTIONS: dict[str, Callable] = {
     "add": _packed(_arithmetic(np.add)),
     "sub": _packed(_arithmetic(np.subtract)),
@@ -339,6 +344,7 @@ FUNCTIONS: dict[str, Callable] = {
     "shf": _funnel,
     "lop3": _three_inputs,
     "prmt": _permute,
+    "popc": _count_ones,
     "bfe": _extract,
     "cvt": _convert,
     "selp": _select,

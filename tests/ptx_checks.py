@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+import sums_checks
 import torch
 from ptx_emulator import emulated
 from torch import Tensor
@@ -67,7 +68,7 @@ LOOPS = ((1, 4),)  # in cases of that name: a program has four tiles, as those o
 CASES = tuple(
     [f"{name}{how}" for name in SPECS for how in ("", "/turned")]
     + [f"{n}{how}" for n in PAIRS for how in TRANSIENT]
-    + [*GROUPED, "gradient/loops"]
+    + [*GROUPED, "gradient/loops", "sums"]
 )
 SHAPES = {"whole": (128, 256), "ragged": (133, 248), "odd": (37, 90)}
 SIZES = (70, 0, 64, 1, 40)  # of groups, with 23 rows behind the last
@@ -210,10 +211,27 @@ def groups(specs: tuple, target: str) -> Iterator[str]:
                 yield f"{cols} columns, amax={amax}, {way}: {wrong if kernels else 'no kernel was launched'}"
 
 
+def sums(target: str) -> Iterator[str]:
+    """Yield which sums of statistics differ from numpy's."""
+    checks = {str(case): (lambda case=case: sums_checks.check_error_sums(case, "cpu")) for case in sums_checks.CASES}
+    checks["not finite"] = lambda: sums_checks.check_not_finite("cpu")
+    checks["columns"] = lambda: sums_checks.check_columns((300, 70), "cpu")
+    for name, run in checks.items():
+        with emulated(TARGETS[target]) as kernels:
+            try:
+                run()
+            except AssertionError as error:
+                yield f"{name}: {error}"
+        if not kernels:
+            yield f"{name}: no kernel was launched"
+
+
 def check(case: str, target: str) -> list[str]:
     """Return what differs."""
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
     name, _, how = case.partition("/")
+    if case == "sums":
+        return list(sums(target))
     if case.endswith("/loops"):
         both_route.LOOPS = grouped_route.LOOPS = LOOPS
     if case in GROUPED:

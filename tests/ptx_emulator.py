@@ -189,6 +189,8 @@ class _Machine:
             return np.uint32(int(operand[2:], 16))
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", operand):
             return int(operand.rstrip("U"), 0)
+        if re.fullmatch(r"%rs\d+", operand):  # nobody writes it: a half that is shifted out, unless something is wrong
+            return np.uint16(0xFFFF)
         if operand.startswith("%tid."):
             return self.thread if operand.endswith("x") else np.uint32(0)
         if operand.startswith("%ctaid."):
@@ -336,10 +338,11 @@ class _Machine:
                     flat[at[warps] + 1] = (value >> np.uint32(16 * half + 8))[warps].astype(np.uint8)
 
     def reduce(self, rest: list[str], to: str, operands: list, mask: np.ndarray | None) -> None:
-        """Give all lanes of a warp the least or the largest of their numbers."""
+        """Give all lanes of a warp the least or the largest of their numbers, or the sum, which wraps."""
         self.together(mask, 32)
         values = np.broadcast_to(typed(self.read(operands[0]), rest[-1]), (self.total,)).reshape(-1, 32)
-        found = {"min": values.min, "max": values.max}[rest[1]](axis=1)
+        ways = {"min": values.min, "max": values.max, "add": lambda axis: values.sum(axis, dtype=values.dtype)}
+        found = ways[rest[1]](axis=1)
         self.write(to, np.repeat(found, 32).view(BITS[rest[-1][1:]]), mask)
 
     def vote(self, rest: list[str], to: str, operands: list[str], mask: np.ndarray | None) -> None:
