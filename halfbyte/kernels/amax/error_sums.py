@@ -122,7 +122,7 @@ def column_outliers_kernel(
     values_ptr, limit_ptr, counts_ptr, rows, cols, each, stride_r, stride_c, R: tl.constexpr, C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Count in `each` rows of C columns what exceeds the limit, fp64: counts [parts, cols]."""
+    """Count in `each` rows of C columns, a multiple of R, what exceeds the limit, fp64: counts [parts, cols]."""
     overlap.begin(OVERLAP)
     beside = tl.cdiv(cols, C)
     part = tl.program_id(0) // beside
@@ -133,8 +133,7 @@ def column_outliers_kernel(
         row = first + tl.arange(0, R)
         pointers = values_ptr + row.to(tl.int64)[:, None] * stride_r + col.to(tl.int64)[None, :] * stride_c
         x = pm.to_fp32(tl.load(pointers, mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0))
-        beyond = (tl.abs(x).to(tl.float64) > limit) & (row < part * each + each)[:, None]
-        count += tl.sum(beyond.to(tl.int32), axis=0)
+        count += tl.sum((tl.abs(x).to(tl.float64) > limit).to(tl.int32), axis=0)
     tl.store(counts_ptr + tl.cast(part, tl.int64) * cols + col, count, mask=col < cols)
 
 
