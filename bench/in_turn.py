@@ -5,8 +5,9 @@
 `../before` is a checkout of the other commit. Each tree has a process of its own, in which a case is compared with the
 reference and compiled once; then both are timed in turn, in pairs, the other tree first in every second one. The figure
 is the median of the pairs' ratios, this tree's time over the other's; a case is slower where that is above 1 by more
-than twice the spread of the pairs, their interquartile range. What there was no time for is named, and `--after FILE`
-leaves out what a file has.
+than twice the spread of the pairs, their interquartile range. Two processes of one tree can differ by more than their
+pairs do, by where their memory lies: `--processes 3` takes the pairs from three of each. What there was no time for is
+named, and `--after FILE` leaves out what a file has.
 """
 
 from __future__ import annotations
@@ -84,6 +85,12 @@ class Tree:
         """End the case."""
         self._say({"order": "next"})
 
+    def renew(self) -> None:
+        """Go on in a new process."""
+        self.process.kill()
+        self.process.wait()
+        self.process = self._start()
+
     def _say(self, order: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         try:
@@ -143,6 +150,22 @@ def pairs_of(mine: Tree, other: Tree, case: str, shape: Shape, pairs: int) -> li
     return found
 
 
+def pairs_of_processes(
+    mine: Tree, other: Tree, case: str, shape: Shape, pairs: int, processes: int
+) -> list[tuple[float, float]]:
+    """Return what `pairs_of` does in as many processes of each tree, one behind the other.
+
+    Raises:
+        Failed: as `pairs_of` does.
+    """
+    found = pairs_of(mine, other, case, shape, pairs)
+    for _ in range(processes - 1):
+        mine.renew()
+        other.renew()
+        found += pairs_of(mine, other, case, shape, pairs)
+    return found
+
+
 def compared(case: str, shape: Shape, found: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """Return a case's line of the record."""
     ratios = [mine / other for mine, other in found]
@@ -199,7 +222,8 @@ def main(arguments: Sequence[str]) -> int:
             while left and time.monotonic() - begun < options.seconds:
                 case, shape = left.pop(0)
                 try:
-                    values = compared(case, shape, pairs_of(mine, other, case, shape, options.pairs))
+                    found = pairs_of_processes(mine, other, case, shape, options.pairs, options.processes)
+                    values = compared(case, shape, found)
                 except Failed as failed:
                     values = {"case": f"turns/{case}", "shape": list(shape), "problem": str(failed)}
                 lines.append(values)
@@ -220,7 +244,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("other", type=_tree, help="folder of the other checkout")
     parser.add_argument("--only", nargs="*", default=["*"], metavar="GLOB", help="case names, such as 'quantize/*'")
-    parser.add_argument("--pairs", type=_pairs, default=5, help="of every case, at least 3")
+    parser.add_argument("--pairs", type=_pairs, default=5, help="of every case in each process, at least 3")
+    parser.add_argument("--processes", type=int, choices=range(1, 10), default=1, help="of each tree for every case")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many")
     parser.add_argument("--budget", type=float, default=0.1, help="seconds of one timing")
     parser.add_argument("--backend", choices=BACKENDS, help="by default what runs on the GPU")

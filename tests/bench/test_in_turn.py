@@ -91,6 +91,9 @@ class Stub:
     def end(self):
         Order.ended.append((self.name, self.case))
 
+    def renew(self):
+        Order.log.append(f"{self.name} anew")
+
 
 class Order:
     log: ClassVar[list[str]] = []
@@ -111,6 +114,21 @@ def test_pairs_begin_by_turns_and_a_crash_costs_one_case(monkeypatch):
     assert Order.ended[-2:] == [("this tree", "amax/plain"), ("the other", "amax/rotated")], (
         "who waits goes on, no other"
     )
+
+
+def test_pairs_come_from_several_processes(monkeypatch):
+    monkeypatch.setattr(Order, "log", [])
+    mine, other = Stub("", "this tree"), Stub("", "the other")
+    assert in_turn.pairs_of_processes(mine, other, "transpose/packed", (1, 2), 3, 2) == [(1.0, 1.0)] * 6
+    anew = ["this tree anew", "the other anew"]
+    assert Order.log[6:8] == anew and Order.log[:6] == Order.log[8:] and not set(anew) & set(Order.log[:6])
+
+
+def test_a_new_process_is_another_one():
+    with in_turn.Tree(ROOT, "this tree", "reference", 0.01) as tree:
+        first = tree.process
+        tree.renew()
+        assert first.poll() is not None and tree.process.poll() is None and tree.process.pid != first.pid
 
 
 def test_a_process_that_ends_while_a_case_is_timed_is_replaced(monkeypatch):
