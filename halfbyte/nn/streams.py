@@ -74,6 +74,14 @@ _OWN = (
 _OF_A_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__")
 
 
+def check_run_number(call: int) -> None:
+    """Raise TypeError or ValueError unless `call` is one of the runs of a module for which there are bits."""
+    if isinstance(call, bool) or not isinstance(call, int):
+        raise TypeError(f"call={call!r}: give an int, 0, 1, … for the first, second, … run of the module")
+    if not 0 <= call < CALLS_PER_STEP:
+        raise ValueError(f"call={call}: a module has bits for {CALLS_PER_STEP} runs a micro-batch, 0 <= call < 16")
+
+
 def name_layers(model: torch.nn.Module) -> None:
     """Tell layers with a recipe their names in `model`, which messages say."""
     for name, module in model.named_modules():
@@ -236,9 +244,9 @@ class FollowsRecipe(_Base):
 
         Raises:
             ValueError: there is no RunState to draw from, or `call` is out of range.
+            TypeError: it is no int.
         """
-        if not 0 <= call < CALLS_PER_STEP:
-            raise ValueError(f"call={call}: a module has bits for {CALLS_PER_STEP} runs a micro-batch, 0 <= call < 16")
+        check_run_number(call)
         if not self.recipe.needs_rng:
             return None
         if self.run_state is None:
