@@ -83,6 +83,10 @@ def load_corpus(name: str, text_field: str = TEXT_FIELD) -> Corpus:
         root = Path(name)
         if root.is_file():
             return _scan(name, root.parent, [root], text_field, is_folder=False)
+        if root.exists() and not root.is_dir():
+            raise ValueError(
+                f"corpus={name!r}: a pipe or a device, and text is read more than once; write it to a file first"
+            )
         if not root.is_dir():
             raise ValueError(f"corpus={name!r}: no such file or folder; use 'python' or a path to text")
         paths = _files(root)
