@@ -49,6 +49,15 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
         files.read_given_text(Path("/dev/null"))
 
 
+def test_a_file_whose_name_is_no_utf8_is_named(texts):
+    name = os.fsencode(texts) + b"/caf\xe9.txt"
+    with open(name, "wb") as file:
+        file.write(b"text")
+    for given in (str(texts), os.fsdecode(name)):
+        with pytest.raises(ValueError, match=r"^corpus file '.*/caf\\udce9\.txt': its name is not UTF-8; rename it$"):
+            corpus.load_corpus(given)
+
+
 def test_hidden_and_binary_files_of_a_folder_are_left_out(texts):
     (texts / ".git").mkdir()
     (texts / ".git" / "config").write_text("hidden")
