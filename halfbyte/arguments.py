@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -12,3 +14,13 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ValueError with what argparse found."""
         raise ValueError(f"{message}; {self.prog} --help says what can be given")
+
+
+def end_command() -> None:
+    """End the process as ctrl-C ends the command `halfbyte`, if that is what imports the package."""
+    name = Path(sys.argv[0]).name if sys.argv else ""
+    if name == "-m" and "-m" in sys.orig_argv:  # `python -m` imports the package before it says which module runs
+        name = sys.orig_argv[sys.orig_argv.index("-m") + 1]
+    if name == "halfbyte":
+        print("\nhalfbyte: stopped", file=sys.stderr)
+        raise SystemExit(130) from None

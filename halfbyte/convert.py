@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ from halfbyte.nn.linear import Linear, LinearLayer
 from halfbyte.nn.streams import FollowsRecipe, name_layers
 from halfbyte.nn.transposed import TransposedLinear, is_conv1d
 from halfbyte.policy import Keep, matches, plain_name
+from halfbyte.position import ConvertedAt
 from halfbyte.recipes import resolve
 from halfbyte.report import Report, Row
 from halfbyte.spec import Recipe
@@ -97,9 +99,9 @@ def _convert(model: nn.Module, decided: Sequence[tuple[nn.Module, Row]], state: 
         elif isinstance(layer, GroupedRecipe):
             layer.kept = row.present is None
         elif row.recipe is not None and isinstance(layer, nn.Linear):
-            _replace(model, layer, Linear.from_linear(layer, row.recipe, state))
+            _put(model, layer, Linear.from_linear(layer, row.recipe, state), row.name)
         elif row.recipe is not None:
-            _replace(model, layer, TransposedLinear.from_conv1d(layer, row.recipe, state))
+            _put(model, layer, TransposedLinear.from_conv1d(layer, row.recipe, state), row.name)
 
 
 def _check_initialized(model: nn.Module) -> None:
@@ -151,11 +153,12 @@ def _check_values(keep: object, state: object) -> None:
         raise TypeError(f"state={state!r}: give a RunState, such as hb.RunState(seed=0)")
 
 
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` wherever the model holds `old`: a layer may be registered under several names."""
+def _put(model: nn.Module, old: nn.Module, new: LinearLayer, called: str) -> None:
+    """Put `new` wherever the model holds `old`, a layer may be registered under several names, and note where."""
     holders = [(parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is old]
     for parent, name in holders:
         setattr(parent, name, new)
+        new.places.append(ConvertedAt(weakref.ref(parent), name, called))
 
 
 def _leave_fast_paths(model: nn.Module) -> None:

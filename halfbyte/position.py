@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -183,19 +183,37 @@ def refuse_turns(turns: Interleaved | None, what: str) -> None:
         )
 
 
+class ConvertedAt(NamedTuple):
+    """Where a model holds a layer that was converted: the module above, the name there, the name in the model."""
+
+    parent: weakref.ref[nn.Module]
+    own_name: str
+    name: str
+
+    def is_lost(self) -> bool:
+        """Whether somebody put a new torch.nn.Linear there: wrappers and layers of other classes know what they do."""
+        parent = self.parent()
+        return parent is not None and type(parent._modules.get(self.own_name)) is nn.Linear
+
+
 class Watch:
-    """Looks once, after the second step of the optimizer of a RunState's layers, whether the position moved."""
+    """Looks once, after the second step of the optimizer of a RunState's layers, whether the position moved.
+
+    After steps until then it also looks whether the layers are still where they were converted.
+    """
 
     def __init__(self, state: RunState) -> None:
         self._state = weakref.ref(state)
         self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._left = WATCHED_STEPS
+        self._places: list[list[ConvertedAt]] = []
         _STEPS.tell(self)
 
-    def add(self, layer: nn.Module) -> None:
-        """Take note of a layer that draws from the RunState."""
+    def add(self, layer: Any) -> None:
+        """Take note of a layer that draws from the RunState, and of its places, which outlive it here."""
         self._layers.add(layer)
+        self._places.append(layer.places)
 
     def after_step(self, optimizer: Optimizer) -> bool:
         """Look, and return whether that is all."""
@@ -203,10 +221,22 @@ class Watch:
         if state is None:
             return True
         self._left -= 1
+        self._look_for_lost()
         layers = self._trained_by(optimizer, state)
         if layers and type(state.base) is Tensor and not state.base.is_meta:
             self._compare(optimizer, state, len(layers))
         return self._left <= 0
+
+    def _look_for_lost(self) -> None:
+        lost = list(dict.fromkeys(place.name for places in self._places for place in places if place.is_lost()))
+        if lost:
+            self._places.clear()
+            more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+            warn_user(
+                f"{lost[0]}{more} was converted, and a torch.nn.Linear was put in its place since, which follows no "
+                "recipe: transformers' resize_token_embeddings builds a new head. Resize before converting, or call "
+                "hb.quantize_ again"
+            )
 
     def _compare(self, optimizer: Optimizer, state: RunState, count: int) -> None:
         position = state.next_position

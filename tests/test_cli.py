@@ -2,9 +2,12 @@
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +42,37 @@ def test_ctrl_c_promises_no_checkpoints_that_there_are_not(capsys, monkeypatch, 
     monkeypatch.setitem(cli.COMMANDS, name, cli.Command("halfbyte.cli", "env", ""))
     assert cli.main([name]) == 130
     assert capsys.readouterr().err == f"\nhalfbyte {name}: {said}"
+
+
+SLOW_TORCH = """
+import signal, time
+
+print("importing", flush=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
+time.sleep(60)
+"""
+SCRIPT = "from halfbyte.cli import main\n\nraise SystemExit(main())\n"  # as pip writes it
+
+
+@pytest.mark.parametrize(
+    ("start", "status"), [(["-m", "halfbyte"], 130), (["halfbyte"], 130), (["of_a_user.py"], None)]
+)
+def test_ctrl_c_while_torch_is_imported(tmp_path, start, status):
+    (tmp_path / "torch.py").write_text(SLOW_TORCH)
+    for name in ("halfbyte", "of_a_user.py"):
+        (tmp_path / name).write_text(SCRIPT)
+    paths = os.pathsep.join((str(tmp_path), str(Path(cli.__file__).parent.parent)))
+    command = [sys.executable, *start, "env"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env={"PYTHONPATH": paths}, **pipes) as process:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        time.sleep(0.2)  # until it sleeps
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    if status is None:  # whose program decides what ctrl-C does
+        assert process.returncode == -signal.SIGINT and error.endswith("KeyboardInterrupt\n")
+    else:
+        assert (process.returncode, error) == (status, "\nhalfbyte: stopped\n")
 
 
 def test_unknown_command(capsys):

@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import re
 import warnings
 
 import pytest
@@ -246,6 +247,40 @@ def test_too_many_calls_of_one_module_are_refused():
     layer = hb.nn.Linear(16, 16, recipe="nvfp4", state=hb.RunState(0))
     with pytest.raises(ValueError, match="call=16"):
         layer(torch.ones(1, 16), call=CALLS_PER_STEP)
+
+
+def linear(recipe):
+    layer = hb.nn.Linear(16, 16, recipe=recipe, state=hb.RunState(0))
+    return lambda x, call: layer(x, call=call)
+
+
+CALLED = {
+    "quantized": linear("nvfp4"),
+    "in high precision": linear("bf16"),
+    "MLP": lambda x, call: hb.nn.MLP(16, 16, state=hb.RunState(0))(x, call=call),
+    "LayerNormLinear": lambda x, call: hb.nn.LayerNormLinear(16, 16, state=hb.RunState(0))(x, call=call),
+    "GroupedLinear": lambda x, call: hb.nn.GroupedLinear(1, 16, 16, state=hb.RunState(0))(
+        x, torch.tensor([1], dtype=torch.int32), call=call
+    ),
+    "shared": lambda x, call: hb.nn.forward_shared(x, [hb.nn.Linear(16, 16, state=hb.RunState(0))] * 2, call=call),
+    "of torch": lambda x, call: hb.nn.forward_shared(x, [torch.nn.Linear(16, 16)], call=call),
+}
+
+
+@pytest.mark.parametrize("kind", CALLED)
+def test_a_call_is_a_number_of_a_run(kind):
+    for call in (1.5, 0.0, True, "1", None, torch.tensor(1)):
+        with pytest.raises(TypeError, match=f"^call={re.escape(repr(call))}: give an int, 0, 1"):
+            CALLED[kind](torch.ones(1, 16), call)
+    with pytest.raises(ValueError, match="^call=-1: a module has bits for 16 runs"):
+        CALLED[kind](torch.ones(1, 16), -1)
+    CALLED[kind](torch.ones(1, 16), 15)
+
+
+def test_no_layers_share_nothing():
+    for modules in ([], ()):
+        with pytest.raises(ValueError, match=f"^modules={re.escape(repr(modules))}: give at least one layer"):
+            hb.nn.forward_shared(torch.ones(1, 16), modules)
 
 
 def test_a_forgotten_advance_is_reported_once():

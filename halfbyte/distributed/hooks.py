@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,29 @@ def after_gradient(zero: weakref.ref[ZeroOptimizer], number: int, index: int, pa
     optimizer = zero()
     if optimizer is not None:
         optimizer._on_gradient(number, index, param)
+
+
+class TakenGradients:
+    """Warns once of a `.grad` that is None because its optimizer took the gradient and has not stepped yet.
+
+    Autograd and torch's optimizers do not read it in Python; who does, as `torch.nn.utils.clip_grad_norm_` or
+    `model.zero_grad()`, takes the parameter for one without a gradient and silently does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.are_waiting = False
+        self._was_told = False
+
+    def tell(self) -> None:
+        if self.are_waiting and not self._was_told:
+            self._was_told = True
+            warnings.warn(
+                "a parameter's .grad was read before step() and is None: ZeroOptimizer takes gradients as they come; "
+                "so torch.nn.utils.clip_grad_norm_ clips nothing and returns 0, and model.zero_grad() forgets none; "
+                "give config=ZeroConfig(max_norm=...), whose step() clips and returns the norm, and call the "
+                "optimizer's zero_grad()",
+                stacklevel=4,
+            )
 
 
 def before_forward(buckets: list[Bucket], module: nn.Module, arguments: Any) -> None:
@@ -64,4 +88,4 @@ def release(buckets: list[Bucket], handles: list[RemovableHandle | LayerWaits], 
         handle.remove()
     for param in params:
         if isinstance(param, PrimaryWeight):
-            param.before_use = None
+            param.before_use = param.on_no_grad = None

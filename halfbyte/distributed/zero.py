@@ -29,7 +29,14 @@ from halfbyte.distributed.buckets import Bucket
 from halfbyte.distributed.cast import Cast, CastLayout
 from halfbyte.distributed.config import ZeroConfig
 from halfbyte.distributed.holding import UNPICKLABLE, Holding, model_problem
-from halfbyte.distributed.hooks import LayerWaits, after_gradient, before_forward, before_state_dict, release
+from halfbyte.distributed.hooks import (
+    LayerWaits,
+    TakenGradients,
+    after_gradient,
+    before_forward,
+    before_state_dict,
+    release,
+)
 from halfbyte.distributed.inner import CALL, build_inner, warn_of_state
 from halfbyte.distributed.placing import place_in_group
 from halfbyte.distributed.plan import Item, storage_plan
@@ -100,6 +107,7 @@ class ZeroOptimizer:
         self._agree(model, chosen, groups, matched)
         place_in_group(model, group, config.timeout, call=CALL, same_layers=not expert_groups)
         self.buckets: list[Bucket] = []
+        self._taken = TakenGradients()
         self._home: dict[str, tuple[Bucket, int]] = {}
         self.scales: list[ScaleGather] = []
         amaxes: dict[int, Tensor] = {}
@@ -215,7 +223,7 @@ class ZeroOptimizer:
                     continue
                 dtype = self.config.weight_dtype or self._params[name].dtype
                 weight = make_primary(model, name, (self._tiled[name], dtype), bucket.codes(place), amaxes)
-                weight.before_use = bucket.finish_gathering
+                weight.before_use, weight.on_no_grad = bucket.finish_gathering, self._taken.tell
                 self._params[name] = cast_type(nn.Parameter, weight)
                 of[name] = stored_parts(weight, place, first_tile, slots)
                 stored += of[name]
@@ -299,7 +307,7 @@ class ZeroOptimizer:
                 "that is used twice needs use_reentrant=False in its checkpoints"
             )
         self.buckets[number].add_gradient(index, param.grad)
-        param.grad = None
+        param.grad, self._taken.are_waiting = None, True
         if self._accumulating:
             return
         self._waiting[number] -= 1
@@ -362,6 +370,7 @@ class ZeroOptimizer:
         for param in self._params.values():
             param.grad = None  # of a backward that was stopped
         self._reduced, self._waiting = len(self.buckets), self._expected()
+        self._taken.are_waiting = False
 
     def _scale_gradients(self) -> Tensor:
         """Divide by the ranks and clip, in one multiplication; return the norm."""

@@ -46,8 +46,25 @@ def _is_delayed(layer: Any) -> bool:
     return layer.recipe.amax is not None and layer.amaxes is not None and layer.training
 
 
-def amaxes_of_x(x: Tensor, layers: Sequence[Any], call: int, given: ops.Amaxes | None) -> ops.Amaxes | None:
-    """Return the amaxes with which layers that share one input quantize it; the first layer's, as random bits are.
+class Found(NamedTuple):
+    """An amax of x, and where it is noted once the call has gone through: one that is refused is none of the step."""
+
+    into: Tensor
+    own: Tensor
+
+
+def note_found(found: Sequence[Found]) -> None:
+    """Note amaxes of x of a call that went through."""
+    for into, own in found:
+        into.clamp_(min=own)
+
+
+def amaxes_of_x(
+    x: Tensor, layers: Sequence[Any], call: int, given: ops.Amaxes | None
+) -> tuple[ops.Amaxes | None, Sequence[Found]]:
+    """Return the amaxes with which layers that share one input quantize it, and what is to be noted.
+
+    They are the first layer's, as random bits are.
 
     Args:
         x: [..., K].
@@ -57,8 +74,8 @@ def amaxes_of_x(x: Tensor, layers: Sequence[Any], call: int, given: ops.Amaxes |
     """
     first = layers[0]
     if not _is_delayed(first) or x.is_meta or is_sharded(x):  # see `amaxes_of_shared_x`
-        return given
-    refuse_transforms((x,), LINEAR)  # before anything is noted
+        return given, ()
+    refuse_transforms((x,), LINEAR)  # before anything is measured
     first.run_state.watch_steps()
     records = torch.is_grad_enabled()
     specs = waiting(_input_specs(first.recipe, records and any(layer.weight.requires_grad for layer in layers)))
@@ -68,12 +85,13 @@ def amaxes_of_x(x: Tensor, layers: Sequence[Any], call: int, given: ops.Amaxes |
         found = _found(x, (missing[0], missing[1]), _signs(first, call, x.device))
         known = ops.Amaxes(*(own if amax is None else amax for own, amax in zip(found, known, strict=True)))
     used: list[Tensor | None] = []
+    notes: list[Found] = []
     for i, (spec, own) in enumerate(zip(specs, known, strict=True)):
         held = None if spec is None else amaxes.known(X + i)
         if amaxes.measures and records and spec is not None and own is not None:
-            amaxes.seen_by(X + i).clamp_(min=own)
+            notes.append(Found(amaxes.seen_by(X + i), own))
         used.append(own if held is None else held)
-    return ops.Amaxes(*used)
+    return ops.Amaxes(*used), notes
 
 
 def amaxes_of_shared_x(x: Tensor, layers: Sequence[Any]) -> GradientAmaxes | None:

@@ -13,8 +13,8 @@ from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.foreign import PLAIN, are_sharded, is_sharded, refuse_foreign
 from halfbyte.functional.linear import Layers, outputs_of
 from halfbyte.functional.weights import CachedWeight, weight_specs
-from halfbyte.nn.earlier import amaxes_of_shared_x, amaxes_of_x, gradient_amaxes
-from halfbyte.nn.streams import FollowsRecipe
+from halfbyte.nn.earlier import amaxes_of_shared_x, amaxes_of_x, gradient_amaxes, note_found
+from halfbyte.nn.streams import FollowsRecipe, check_run_number
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 from halfbyte.tensor import QuantTensor
@@ -131,7 +131,14 @@ def forward_shared(x: Tensor, modules: Sequence[nn.Module], call: int = 0) -> tu
 
     Returns:
         one output per module, in order.
+
+    Raises:
+        ValueError: modules are none, or `call` is out of range.
+        TypeError: `call` is no int.
     """
+    if not modules:
+        raise ValueError(f"modules={modules!r}: give at least one layer")
+    check_run_number(call)
     layers = [m for m in modules if isinstance(m, Linear)]
     if not shareable(modules):
         return tuple(m(x, call=call) if call and isinstance(m, LinearLayer) else m(x) for m in modules)
@@ -156,10 +163,13 @@ def run_shared(x: Tensor, layers: Sequence[LinearLayer], call: int, x_amaxes: op
         return eagerly(entry.outputs, (x, layers, call), {})
     if entry is not None:
         return entry.outputs(x, layers, call)
-    x_amaxes, instead = amaxes_of_x(x, layers, call, x_amaxes), stand_in(layers)
+    (x_amaxes, found), instead = amaxes_of_x(x, layers, call, x_amaxes), stand_in(layers)
     if instead is not None:
-        return instead(x, layers, call, x_amaxes)
-    return outputs_of(x, gather(x, layers, call), layers[0].recipe, None, x_amaxes)
+        outputs = instead(x, layers, call, x_amaxes)
+    else:
+        outputs = outputs_of(x, gather(x, layers, call), layers[0].recipe, None, x_amaxes)
+    note_found(found)
+    return outputs
 
 
 def stand_in(layers: Sequence[Any]) -> Callable[..., Any] | None:

@@ -57,11 +57,29 @@ def _unless_moved(parameters: dict[str, Any], fn: Callable[[Tensor], Tensor]) ->
 
 _OWN = (
     *("_recipe", "_shift", "_stale", "_stream", "amax_group", "amaxes", "before_use", "called", "entry", "instead"),
-    *("kept", "ledger", "recipe_before", "run_state", "shared_input", "times_aside", "weight_cache", "weight_to_read"),
+    *(
+        "kept",
+        "ledger",
+        "places",
+        "recipe_before",
+        "run_state",
+        "shared_input",
+        "times_aside",
+        "weight_cache",
+        "weight_to_read",
+    ),
 )
 """What layers with a recipe have on top of the modules that they were converted from."""
 
 _OF_A_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__")
+
+
+def check_run_number(call: int) -> None:
+    """Raise TypeError or ValueError unless `call` is one of the runs of a module for which there are bits."""
+    if isinstance(call, bool) or not isinstance(call, int):
+        raise TypeError(f"call={call!r}: give an int, 0, 1, … for the first, second, … run of the module")
+    if not 0 <= call < CALLS_PER_STEP:
+        raise ValueError(f"call={call}: a module has bits for {CALLS_PER_STEP} runs a micro-batch, 0 <= call < 16")
 
 
 def name_layers(model: torch.nn.Module) -> None:
@@ -109,12 +127,16 @@ class FollowsRecipe(_Base):
     amaxes: LayerAmaxes | None = None
     """Those of earlier steps, where the recipe says so."""
 
+    places: Any = ()
+    """Where `hb.quantize_` put the layer, a list of `ConvertedAt`, until somebody takes it out on purpose."""
+
     amaxes_of: int | None = None
     """How many experts have amaxes each; None for a layer of one weight."""
 
     def adopt(self, recipe: Recipe | str, state: RunState | None) -> None:
         recipe = resolve(recipe)
         state = own_state(recipe, state)
+        self.places = []
         self.weight_cache: ModuleCache | None = None
         self.recipe_before, self.kept = None, False
         self.recipe = recipe
@@ -160,6 +182,8 @@ class FollowsRecipe(_Base):
         new = cls.__new__(cls)
         new.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _OWN})
         new.__dict__.pop("_compiled_call_impl", None)  # of compile(): it calls this module
+        if self.places:
+            self.places.clear()
         return new
 
     @property
@@ -220,9 +244,9 @@ class FollowsRecipe(_Base):
 
         Raises:
             ValueError: there is no RunState to draw from, or `call` is out of range.
+            TypeError: it is no int.
         """
-        if not 0 <= call < CALLS_PER_STEP:
-            raise ValueError(f"call={call}: a module has bits for {CALLS_PER_STEP} runs a micro-batch, 0 <= call < 16")
+        check_run_number(call)
         if not self.recipe.needs_rng:
             return None
         if self.run_state is None:
@@ -268,6 +292,7 @@ class FollowsRecipe(_Base):
             "weight_to_read": None,
             "instead": None,
             "ledger": None,
+            "places": [],
         }  # no optimizer refills the cache of a copy
         return {**self.__dict__, **fresh}
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from halfbyte import reference
 from halfbyte.ops.backends import REFERENCE, choose
-from halfbyte.ops.repeat import BODIES, repeat_pass, repeated
+from halfbyte.ops.repeat import BODIES, refuse_gradients, repeat_pass, repeated
 from halfbyte.rng import Draw
 from halfbyte.spec import Spec, parse
 
@@ -74,6 +74,8 @@ def define_pass(name: str, function: Callable) -> Any:
         return tuple(outputs.values()), None
 
     def whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], numbers: Sequence[int]) -> list[Tensor]:
+        if torch.is_grad_enabled():
+            refuse_gradients(name, tensors)
         return list(repeat_pass(body, (text, tuple(sizes)), tensors, numbers))
 
     def fake(text: str, tensors: Sequence[Any], sizes: Sequence[int], numbers: Sequence[int]) -> list[Tensor]:

@@ -260,16 +260,16 @@ def explain(
         batch_invariant: of a product, as in `GemmSpec`.
 
     Raises:
-        ValueError: an argument names nothing that there is, or a product cannot be batch-invariant.
+        ValueError: an argument names nothing that there is, or the product of two such operands is refused.
     """
     op = _op(op, shape, groups)
     if not 1 <= len(specs) <= 2 or (op.endswith("gemm") and len(specs) != 2):
         raise ValueError(f"specs={specs}: {op} takes {'two' if op.endswith('gemm') else 'one or two'}")
     known = [read_spec(spec) for spec in specs]
-    if batch_invariant:
-        if not op.endswith("gemm"):
-            raise ValueError(f"batch_invariant=True: {op} is no product; leave it out")
-        GemmSpec(a=known[0], b=known[1], batch_invariant=True)  # refuses what depends on the batch
+    if batch_invariant and not op.endswith("gemm"):
+        raise ValueError(f"batch_invariant=True: {op} is no product; leave it out")
+    if op.endswith("gemm"):
+        GemmSpec(a=known[0], b=known[1], batch_invariant=batch_invariant)  # refuses what the product refuses
     where, reason = _target(target)
     if op in QUANTIZING and not any(known):
         why = "bf16 stays as it is; give the spec of rows, of columns or of both, such as nvfp4"

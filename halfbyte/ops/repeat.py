@@ -118,6 +118,16 @@ def repeat_pass(function: Callable, static: tuple, tensors: Sequence[Any], numbe
     return prepared.call(function, static, tensors, numbers, _past_ops)[0]
 
 
+def refuse_gradients(name: str, tensors: Sequence[Any]) -> None:
+    """Raise ValueError where autograd would look for a backward that ops do not have: theirs is that of the layer."""
+    if any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            f"torch.ops.halfbyte.{name} was given a tensor that requires a gradient, and computes none: graphs of "
+            "torch.export hold the forward alone. Run it under torch.no_grad() or detach the tensor, and train the "
+            "module that was exported, compiled by torch.compile if it shall be faster"
+        )
+
+
 def repeated(function: Callable, schema: str) -> Callable:
     """Return an op's implementation that runs `function` once for each request where kernels run, and repeats it.
 
@@ -125,6 +135,8 @@ def repeated(function: Callable, schema: str) -> Callable:
         function: the op's body, called with positional arguments.
         schema: the op's.
     """
+    name = schema.partition("(")[0]
+    measures = "amax" in name  # of a parameter as of anything
     parsed: Any = torch._C.parse_schema(f"halfbyte::{schema}")
     kinds = [str(argument.type) for argument in parsed.arguments]
     names = [argument.name for argument in parsed.arguments]
@@ -144,6 +156,8 @@ def repeated(function: Callable, schema: str) -> Callable:
         return (out if returned > 1 else (out,) if returned else ()), None
 
     def implementation(*arguments: Any) -> Any:
+        if not measures and torch.is_grad_enabled():
+            refuse_gradients(name, [arguments[i] for i in tensors])
         first: Tensor = arguments[tensors[0]]
         if choose(first.device, arguments[last] or None) == REFERENCE or (prepared := _prepared()) is None:
             return function(*arguments)

@@ -14,6 +14,7 @@ from halfbyte.spec import NVFP4, Eden
 from halfbyte.tensor.quant_tensor import QuantTensor, check_value_dtype, describe, rebuild
 
 _requires_grad: Any = torch._C.TensorBase.requires_grad
+_grad: Any = torch._C.TensorBase.grad
 
 
 class PrimaryWeight(QuantTensor):
@@ -35,6 +36,7 @@ class PrimaryWeight(QuantTensor):
     without_masters: whether these bytes were loaded, or made on purpose: no masters were lost, and new ones may begin
         with their values.
     before_use: called by `hb.linear` before it reads the bytes: it waits for a gather that may still run.
+    on_no_grad: called where somebody reads `.grad` and it is None: who takes gradients as they come may say so.
     """
 
     turned: Blocks | None = None
@@ -45,6 +47,7 @@ class PrimaryWeight(QuantTensor):
     shared_amax: Tensor | None = None
     without_masters: bool = False
     before_use: Callable[[], None] | None = None
+    on_no_grad: Callable[[], None] | None = None
 
     @staticmethod
     def empty(
@@ -100,6 +103,22 @@ class PrimaryWeight(QuantTensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, a plain tensor; None where an optimizer took it."""
+        grad = _grad.__get__(self)
+        if grad is None and self.on_no_grad is not None:
+            self.on_no_grad()
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _grad.__delete__(self)
 
     def requires_grad_(self, requires_grad: bool = True) -> PrimaryWeight:
         """Say whether backward computes this weight's gradient."""

@@ -83,6 +83,10 @@ def load_corpus(name: str, text_field: str = TEXT_FIELD) -> Corpus:
         root = Path(name)
         if root.is_file():
             return _scan(name, root.parent, [root], text_field, is_folder=False)
+        if root.exists() and not root.is_dir():
+            raise ValueError(
+                f"corpus={name!r}: a pipe or a device, and text is read more than once; write it to a file first"
+            )
         if not root.is_dir():
             raise ValueError(f"corpus={name!r}: no such file or folder; use 'python' or a path to text")
         paths = _files(root)
@@ -104,6 +108,8 @@ def _files(root: Path, left_out: Collection[str] = ()) -> list[Path]:
 
 
 def _scan(name: str, root: Path, paths: list[Path], text_field: str, *, is_folder: bool) -> Corpus:
+    for path in paths:
+        _check_name(path)
     names = sorted((p.relative_to(root).as_posix() for p in paths), key=lambda n: (_sha(n.encode()), n))
     digest, size, count, kept, skipped, has_records = hashlib.sha256(), 0, 0, [], [], False
     for file in names:
@@ -129,6 +135,14 @@ def _scan(name: str, root: Path, paths: list[Path], text_field: str, *, is_folde
         raise ValueError(f"text_field={text_field!r}: corpus={name!r} has no JSON Lines, JSON or Parquet; leave it out")
     facts = {"names": tuple(kept), "sha256": digest.hexdigest(), "size": size, "count": count}
     return Corpus(name=name, root=root, text_field=text_field, skipped=tuple(skipped), **facts)
+
+
+def _check_name(path: Path) -> None:
+    """Raise ValueError unless a run can record the name of a file, and hash it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"corpus file {str(path)!a}: its name is not UTF-8; rename it") from error
 
 
 def _sha(data: bytes) -> str:

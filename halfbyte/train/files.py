@@ -102,8 +102,10 @@ def read_given_text(path: Path) -> str:
     """Return a text that the user gave: figures of it would be those of another text, if bytes were replaced.
 
     Raises:
-        ValueError: the file cannot be read or is not UTF-8; the message names it.
+        ValueError: the file is a device, cannot be read or is not UTF-8; the message names it.
     """
+    if path.is_char_device() or path.is_block_device():
+        raise ValueError(f"{path}: a device, which may have no end; give a file of UTF-8 text")
     try:
         return path.read_bytes().decode()
     except OSError as error:

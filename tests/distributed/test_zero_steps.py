@@ -1,6 +1,7 @@
 """Steps of ZeroOptimizer by value; what a step is given, and what became of the model since the optimizer was built."""
 
 import copy
+import warnings
 from functools import partial
 
 import pytest
@@ -94,6 +95,42 @@ def test_a_closure_is_called_once_before_the_step():
     assert len(calls) == 2 and calls[1] < calls[0]
     with pytest.raises(TypeError, match="^closure=Tensor: give a function that runs forward and backward"):
         zero.step(torch.ones(()))
+
+
+def test_who_reads_a_gradient_that_was_taken_is_warned_once():
+    """torch's clip_grad_norm_ finds no gradient, clips nothing and returns 0, whatever the gradients are."""
+    model, zero = steps.build(0, "nvfp4", partial(torch.optim.SGD, lr=0.5))
+
+    def backward():
+        model(steps.batch(0, 0), "first second").square().mean().backward()
+
+    with warnings.catch_warnings():  # where nothing was taken yet, nothing is wrong
+        warnings.simplefilter("error")
+        model.zero_grad()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3) == 0
+        with zero.accumulate():
+            backward()
+        backward()
+        zero.step()
+        model.zero_grad()
+        backward()
+        zero.zero_grad()
+        assert model.first.weight.grad is None
+    backward()
+    with pytest.warns(UserWarning, match=r"clips nothing.*give config=ZeroConfig\(max_norm=\.\.\.\), whose step\(\)"):
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.zero_grad()
+
+
+def test_a_primary_weight_has_a_gradient_like_any_parameter():
+    weight = hb.tensor.PrimaryWeight.empty((16, 32)).as_parameter()
+    given = torch.ones(weight.shape, dtype=weight.dtype)
+    weight.grad = given
+    assert weight.grad is given
+    del weight.grad
+    assert weight.grad is None
 
 
 def test_contexts_of_accumulation_within_each_other():

@@ -335,6 +335,30 @@ def test_damaged_states_are_refused_and_change_nothing(change, words):
     assert state.state_dict() == before
 
 
+@pytest.mark.parametrize(
+    "x, call",
+    [
+        (torch.full((M, K), 50.0).half(), 0),
+        (torch.full((M, K + 16), 50.0), 0),
+        (torch.full((M, K), 50.0), 16),
+        (torch.full((M, K), 50.0), 1.5),
+    ],
+)
+def test_calls_that_are_refused_are_none_of_the_step(x, call):
+    """What a step has seen is the greatest of the calls that went through."""
+    layer = layer_of(RECIPES["nvfp4"])
+    layer.run_state.begin_step(layer)
+    with pytest.raises((ValueError, TypeError)):
+        layer(x, call=call)
+    assert [float(amax) for amax in layer.amaxes.seen] == [0.0] * 4
+    good, _ = batch(0, scale=1.0)
+    layer(good)
+    assert float(layer.amaxes.seen[0]) == float(good.abs().max())
+    with pytest.raises((ValueError, TypeError)):
+        layer(x, call=call)
+    assert float(layer.amaxes.seen[0]) == float(good.abs().max())
+
+
 def test_a_schedule_changes_to_it_and_back():
     """What was held waits; a layer that comes back measures in the next step that does."""
     plain, delayed = recipes.nvfp4(), RECIPES["nvfp4"]

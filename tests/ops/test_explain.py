@@ -222,6 +222,17 @@ def test_mistakes(shape, specs, options, message):
         hb.ops.explain(shape, *specs, **options)
 
 
+@pytest.mark.parametrize("options", ({}, {"target": "sm_90"}, {"op": "grouped_gemm", "groups": 2}))
+@pytest.mark.parametrize("operands", ((hb.NVFP4(), hb.MXFP8()), (hb.NVFP4(rotation=hb.Hadamard(size=16)), None)))
+def test_products_that_are_refused_are_not_explained(operands, options):
+    x = torch.randn(64, 64)
+    with pytest.raises(ValueError) as refused:
+        hb.gemm_nt(*(x if spec is None else hb.quantize(x, spec) for spec in operands))
+    with pytest.raises(ValueError) as same:
+        hb.ops.explain((64, 64, 64), *operands, **options)
+    assert str(same.value) == str(refused.value)
+
+
 def test_the_command(capsys):
     assert cli.main(["explain", "64x256", "nvfp4", "nvfp4.wgrad.a", "--target", "sm_90"]) == 0
     out = capsys.readouterr().out

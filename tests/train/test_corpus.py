@@ -3,10 +3,11 @@
 import errno
 import gzip
 import os
+from pathlib import Path
 
 import pytest
 
-from halfbyte.train import corpus
+from halfbyte.train import corpus, files
 
 
 @pytest.fixture
@@ -37,6 +38,24 @@ def test_order_and_hash_depend_on_names_and_text_alone(texts, tmp_path_factory):
 
 def test_one_file(texts):
     assert list(corpus.load_corpus(str(texts / "c.txt.gz")).documents()) == [b"gamma"]
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # opened, it would wait for a writer for ever
+    for path in (str(tmp_path / "pipe"), "/dev/zero"):
+        with pytest.raises(ValueError, match=f"^corpus='{path}': a pipe or a device, .*; write it to a file first$"):
+            corpus.load_corpus(path)
+    with pytest.raises(ValueError, match="^/dev/null: a device, which may have no end; give a file of UTF-8 text$"):
+        files.read_given_text(Path("/dev/null"))
+
+
+def test_a_file_whose_name_is_no_utf8_is_named(texts):
+    name = os.fsencode(texts) + b"/caf\xe9.txt"
+    with open(name, "wb") as file:
+        file.write(b"text")
+    for given in (str(texts), os.fsdecode(name)):
+        with pytest.raises(ValueError, match=r"^corpus file '.*/caf\\udce9\.txt': its name is not UTF-8; rename it$"):
+            corpus.load_corpus(given)
 
 
 def test_hidden_and_binary_files_of_a_folder_are_left_out(texts):
