@@ -18,6 +18,7 @@ from halfbyte.export.calibrate import input_amaxes
 from halfbyte.export.contract import FILE, Contract, ContractLayer, digest
 from halfbyte.export.serve import half_quantized, input_spec, servable, share_groups
 from halfbyte.export.trained import Trained, find_trained
+from halfbyte.lora.freeze import reads_more_than_codes
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.notebook import ShowsText
 from halfbyte.report import some
@@ -221,7 +222,7 @@ def _write_rest(place: Path, model: Any, contract: Contract, exclude: list[str])
 
 def _more_than_codes(trained: Mapping[str, Trained]) -> tuple[str, ...]:
     recipes = {name: one.recipe for name, one in trained.items() if one.recipe is not None}
-    return tuple(name for name, recipe in recipes.items() if recipe.splits_mean or recipe.channels is not None)
+    return tuple(name for name, recipe in recipes.items() if reads_more_than_codes(recipe))
 
 
 def _row(one: Trained) -> ExportedLayer:
