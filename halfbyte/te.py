@@ -52,12 +52,14 @@ def from_te(recipe: Any = None, *, env: Mapping[str, str] | None = None) -> Reci
         Recipe. NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH is `error_math="scaled"`.
 
     Raises:
-        TypeError: recipe is another object; the message says what to take.
+        TypeError: recipe is another object, or env no mapping; the message says what to take.
         ValueError: neither is given, or an option is unknown, has a value that TransformerEngine does not know, or
             asks for what it or this library refuses.
     """
     if recipe is None and env is None:
         raise ValueError("from_te(): give TransformerEngine's recipe, or env=os.environ to read its variables")
+    if env is not None and not isinstance(env, Mapping):
+        raise TypeError(f"env={env!r}: give os.environ, or a dict of variables")
     variables = {} if env is None else env
     options = _from_env(variables) if recipe is None else _from_recipe(recipe)
     if _is_on(variables, _FAST_MATH):

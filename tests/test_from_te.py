@@ -148,6 +148,8 @@ def test_other_objects_and_changed_operands_are_refused():
     changed.fp4_quant_bwd_grad = SimpleNamespace(stochastic_rounding=False)
     with pytest.raises(ValueError, match=r"fp4_quant_bwd_grad\.stochastic_rounding=False: its flags make it True"):
         from_te(changed)
+    with pytest.raises(TypeError, match="env='os.environ': give os.environ"):
+        from_te(env="os.environ")
     with pytest.raises(TypeError, match="recipe=SimpleNamespace: has no disable_rht, so it is no NVFP4BlockScaling"):
         from_te(SimpleNamespace(margin=0))
     with pytest.raises(ValueError, match=r"from_te\(\): give TransformerEngine's recipe, or env=os.environ"):

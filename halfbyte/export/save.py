@@ -18,6 +18,7 @@ from halfbyte.export.calibrate import input_amaxes
 from halfbyte.export.contract import FILE, Contract, ContractLayer, digest
 from halfbyte.export.serve import half_quantized, input_spec, servable, share_groups
 from halfbyte.export.trained import Trained, find_trained
+from halfbyte.lora.freeze import reads_more_than_codes
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.notebook import ShowsText
 from halfbyte.report import some
@@ -48,6 +49,7 @@ class Exported(ShowsText):
         nbytes: of all tensors.
         unfusable: layers in high precision that engines fuse with quantized ones, which engines refuse; transformers
             does not mind.
+        more_than_codes: layers whose recipe multiplies a part of x by the weight in high precision, not stored.
     """
 
     folder: Path
@@ -56,6 +58,7 @@ class Exported(ShowsText):
     changed: tuple[int, int]
     nbytes: int
     unfusable: tuple[str, ...] = ()
+    more_than_codes: tuple[str, ...] = ()
 
     @property
     def share_changed(self) -> float:
@@ -76,6 +79,12 @@ class Exported(ShowsText):
             lines.append(
                 f"engines fuse {some(self.unfusable)} with layers in NVFP4 and refuse families of two formats: train "
                 "all of a family in one recipe"
+            )
+        if self.more_than_codes:
+            lines.append(
+                f"the training of {some(self.more_than_codes)} multiplied part of x (its mean, or few channels) by the "
+                "weight in high precision, which the files do not hold: outputs differ though codes do not; a recipe "
+                "with activation_mean='kept' and channels=None trains what is served"
             )
         return "\n".join(lines)
 
@@ -137,9 +146,9 @@ def save(
             tokenizer.save_pretrained(place)
     rows, changed, total = zip(*((_row(one), *one.changed) for one in trained.values()), strict=True)
     sums = (sum(changed), sum(total))
-    mixed = tuple(half_quantized(model, trained))
     wrote = {"folder": target, "exclude": tuple(exclude), "nbytes": nbytes}
-    return Exported(layers=rows, changed=sums, unfusable=mixed, **wrote)
+    said = {"unfusable": tuple(half_quantized(model, trained)), "more_than_codes": _more_than_codes(trained)}
+    return Exported(layers=rows, changed=sums, **wrote, **said)
 
 
 def _check(model: nn.Module, format: str, activations: str, batches: Iterable[Any]) -> None:
@@ -209,6 +218,11 @@ def _write_rest(place: Path, model: Any, contract: Contract, exclude: list[str])
     if model.can_generate():
         model.generation_config.save_pretrained(place)
     (place / FILE).write_text(contract.to_json(), encoding="utf-8")
+
+
+def _more_than_codes(trained: Mapping[str, Trained]) -> tuple[str, ...]:
+    recipes = {name: one.recipe for name, one in trained.items() if one.recipe is not None}
+    return tuple(name for name, recipe in recipes.items() if reads_more_than_codes(recipe))
 
 
 def _row(one: Trained) -> ExportedLayer:

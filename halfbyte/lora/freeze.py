@@ -17,7 +17,8 @@ from halfbyte.nn.lora import frozen_weight
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.nn.transposed import TransposedLinear
 from halfbyte.notebook import ShowsText
-from halfbyte.spec import Spec
+from halfbyte.report import some
+from halfbyte.spec import Recipe, Spec
 from halfbyte.tensor import PrimaryWeight, quantize
 from halfbyte.tensor.quant_tensor import check_value_dtype, describe
 
@@ -31,12 +32,15 @@ class Frozen(ShowsText):
         kept: {name: reason} of linear layers whose weights stay as they are.
         weights: elements of the frozen weights, each weight once.
         nbytes: that their codes, scales and amaxes take.
+        more_than_codes: the frozen layers whose recipe multiplies a part of x by the weight in high precision, which
+            is gone: their outputs are others now.
     """
 
     layers: Mapping[str, str]
     kept: Mapping[str, str]
     weights: int
     nbytes: int
+    more_than_codes: tuple[str, ...] = ()
 
     @property
     def bits(self) -> float:
@@ -46,7 +50,18 @@ class Frozen(ShowsText):
     def __str__(self) -> str:
         lines = as_table(("layer", "weight"), [*self.layers.items(), *self.kept.items()])
         total = f"{len(self.layers)} layers frozen, {self.weights:,} weights in {self.nbytes:,} bytes"
-        return "\n".join([*lines, f"{total}, {self.bits:.4g} bits each; {len(self.kept)} stay in high precision"])
+        lines.append(f"{total}, {self.bits:.4g} bits each; {len(self.kept)} stay in high precision")
+        if self.more_than_codes:
+            lines.append(
+                f"outputs of {some(self.more_than_codes)} are others now: part of x (its mean, few channels) met the "
+                "weight in high precision, which is gone; activation_mean='kept' and channels=None avoid it"
+            )
+        return "\n".join(lines)
+
+
+def reads_more_than_codes(recipe: Recipe) -> bool:
+    """Whether the forward of a recipe multiplies a part of x by the weight in high precision, beside its codes."""
+    return recipe.splits_mean or recipe.channels is not None
 
 
 def as_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -61,10 +76,10 @@ def freeze_(model: nn.Module, *, dtype: torch.dtype | None = None) -> Frozen:
     """Turn the weights of `model` whose forward reads codes into these codes, in place, and free the masters.
 
     Every hb.nn.Linear, which a Conv1D under a recipe becomes too, then holds a QuantTensor in the place of its
-    Parameter `weight`: 4.5 bits a weight in NVFP4, with the bytes that its forward multiplied by before. Outputs
-    stay as they are, and so does dx where the weight has 16x16 tiles; other blocks are dequantized in the backward,
-    and quantized once more where dgrad wants it. No gradient reaches a frozen weight. Other parameters stay as they
-    are.
+    Parameter `weight`: 4.5 bits a weight in NVFP4, with the bytes that its forward multiplied by before. Outputs stay
+    as they are, but for recipes that multiply more than codes, which the result names; so does dx where the weight has
+    16x16 tiles. Other blocks are dequantized in the backward, and quantized once more where dgrad wants it. No gradient
+    reaches a frozen weight. Other parameters stay as they are.
 
     Args:
         model: converted by `hb.quantize_`, or built of hb.nn layers.
@@ -217,9 +232,11 @@ def _frozen(model: nn.Module, kept: Mapping[str, str]) -> Frozen:
     found = {name: frozen_weight(layer) for name, layer in linear_layers(model).items()}
     layers = {name: weight for name, weight in found.items() if weight is not None}
     weights = {id(weight): weight for weight in layers.values()}
+    recipes = {name: layer.recipe for name, layer in linear_layers(model).items() if name in layers}
     return Frozen(
         layers={name: describe(weight.spec) for name, weight in layers.items()},
         kept=kept,
         weights=sum(weight.numel() for weight in weights.values()),
         nbytes=sum(weight.nbytes for weight in weights.values()),
+        more_than_codes=tuple(name for name, recipe in recipes.items() if reads_more_than_codes(recipe)),
     )

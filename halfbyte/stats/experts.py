@@ -8,7 +8,8 @@ group and experts without tokens add nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.derivatives import EXPERTS, first_order
+from halfbyte.functional.earlier import ExpertAmaxes
 from halfbyte.functional.foreign import PLAIN
 from halfbyte.functional.places import snapshot
 from halfbyte.functional.request import Request
@@ -27,8 +29,8 @@ from halfbyte.spec import Recipe, parse_recipe
 from halfbyte.stats.each_expert import add_group, ledger_of_experts
 from halfbyte.stats.observe import Observed, observe
 
-Run = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""What the layer does with tokens, weight and offsets."""
+Run = partial[Tensor]
+"""What the layer does with tokens, weight and offsets: `grouped_linear` with its options."""
 
 
 def observed_experts(
@@ -49,8 +51,11 @@ def observed_experts(
         return y
     dtype = autocast_dtype(x.device) or x.dtype
     base, sign_base, stream = where_drawn(layer.recipe, place, x.device)
-    text = f"{layer.recipe.key} {int(x.requires_grad)} {int(w.requires_grad)}"
-    given = x.detach().to(dtype), w.detach().to(dtype), offsets, base, sign_base, layer.ledger
+    earlier: ExpertAmaxes = run.keywords["earlier"]
+    flags = x.requires_grad, w.requires_grad, *earlier.lacks
+    text = " ".join([layer.recipe.key, *[str(int(flag)) for flag in flags]])
+    amaxes = *earlier.x, earlier.dy.row, earlier.dy.col
+    given = x.detach().to(dtype), w.detach().to(dtype), offsets, base, sign_base, *amaxes, layer.ledger
     return _Watched.apply(text, stream, y, *given)
 
 
@@ -77,9 +82,9 @@ class _Watched(torch.autograd.Function):
     @staticmethod
     @first_order(EXPERTS)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, offsets, base, sign_base, ledger = ctx.saved_tensors
-        torch.ops.halfbyte.observe_experts(ledger, ctx.text, [x, w, offsets, base, sign_base, dy], ctx.stream)
-        return None, None, dy, *[None] * 6
+        *given, ledger = ctx.saved_tensors
+        torch.ops.halfbyte.observe_experts(ledger, ctx.text, [*given, dy], ctx.stream)
+        return None, None, dy, *[None] * 10
 
 
 def filled_groups(offsets: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
@@ -94,10 +99,15 @@ def place_of_group(base: Tensor | None, index: int) -> Tensor | None:
     return None if base is None else Draw(base).group(index).base
 
 
+def _amax_of(amaxes_E: Tensor | None, index: int, lacks: bool) -> Tensor | None:
+    """Return the amax with which one expert's operand was quantized, None for its own."""
+    return None if amaxes_E is None or (lacks and not amaxes_E[index]) else amaxes_E[index]
+
+
 def _observe_experts(ledger: Tensor, text: str, tensors: Sequence[Tensor | None], stream: int) -> None:
     key, *flags = text.split(" ")
-    needs = [flag == "1" for flag in flags]
-    x, w, offsets, base, sign_base, dy = tensors
+    need_dx, need_dw, *lacks = [flag == "1" for flag in flags]
+    x, w, offsets, base, sign_base, *amaxes, dy = tensors
     assert x is not None and w is not None and offsets is not None and dy is not None, "only places may be missing"
     draws = (None, None) if base is None else ((0, None), (0, None))
     request = Request(parse_recipe(key), 1, (0, 1), (0,), draws, x.dtype, True, (Layout(None, None),))
@@ -107,7 +117,9 @@ def _observe_experts(ledger: Tensor, text: str, tensors: Sequence[Tensor | None]
         for index, rows in filled_groups(offsets, x.shape[0]):
             own = ledger_of_experts(features, 0, ledger.device)
             bases = place_of_group(base, index), place_of_group(sign_base, index)
-            seen = Observed(request, needs, [x[rows], w[index], None, *bases, dy[rows]], [stream, stream])
+            held = [_amax_of(t, index, lack) for t, lack in zip(amaxes, (False, False, *lacks), strict=True)]
+            given = [x[rows], w[index], None, *bases, dy[rows], *held]
+            seen = Observed(request, (need_dx, need_dw), given, [stream, stream])
             observe(seen, {0: own})
             add_group(ledger, features, own, index, groups)
 

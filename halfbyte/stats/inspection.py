@@ -247,6 +247,7 @@ def _not_finite(spreads: Mapping[str, TensorStatistics], layers: Mapping[str, La
 def _dead(
     spreads: Mapping[str, TensorStatistics], layers: Mapping[str, LayerStatistics], silent: Sequence[str]
 ) -> list[Finding]:
+    """Return layers without a signal, those whose weight is 0 first: none reaches the layers before and behind them."""
     words = {"x": "its input is 0", "w": "its weight is 0", "dy": "no gradient reaches it"}
     found = []
     for name, spread in spreads.items():
@@ -254,8 +255,8 @@ def _dead(
         said = [words[key] for key, one in tensors.items() if one.amax == 0]
         said += [f"{SILENT} through it"] if name in silent else []
         if said:
-            found.append(Finding(layer=name, kind="dead", text=", ".join(said)))
-    return found
+            found.append((words["w"] not in said, Finding(layer=name, kind="dead", text=", ".join(said))))
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
 def _channels(spreads: Mapping[str, TensorStatistics], layers: Mapping[str, LayerStatistics]) -> list[Finding]:

@@ -20,6 +20,7 @@ from halfbyte import ops
 from halfbyte.functional import whole
 from halfbyte.functional.channels import outlier_index
 from halfbyte.functional.derivatives import LINEAR, first_order
+from halfbyte.functional.earlier import in_pairs
 from halfbyte.functional.foreign import PLAIN
 from halfbyte.functional.linear import outputs_of, prepare, run_backward, run_forward
 from halfbyte.functional.mean import without_mean
@@ -66,8 +67,8 @@ class _ObservedLinear(torch.autograd.Function):
         n = call.request.count
         outputs, kept = run_forward(ctx, call, x, tensors[:-n])
         ctx.kept_count = len(kept)
-        amaxes = tensors[2 * n : 3 * n]
-        ctx.save_for_backward(*kept, torch.ops.halfbyte.hold(x), *tensors[:n], *amaxes, *tensors[-n:])
+        amaxes, x_amaxes = tensors[2 * n : 3 * n], tensors[5 * n + 1 : 5 * n + 3]
+        ctx.save_for_backward(*kept, torch.ops.halfbyte.hold(x), *tensors[:n], *amaxes, *x_amaxes, *tensors[-n:])
         return outputs
 
     @staticmethod
@@ -77,7 +78,8 @@ class _ObservedLinear(torch.autograd.Function):
         n = request.count
         saved = ctx.saved_tensors  # once: checkpointing refuses to be asked again
         kept, (x, *given) = saved[: ctx.kept_count], saved[ctx.kept_count :]
-        weights, amaxes, ledgers = given[:n], given[n : 2 * n], given[2 * n :]
+        weights, amaxes, x_amaxes, ledgers = given[:n], given[n : 2 * n], given[2 * n : 2 * n + 2], given[2 * n + 2 :]
+        dy_amaxes = [t for i in range(n) for t in ctx.earlier[4 * i : 4 * i + 2]] if ctx.earlier else [None] * 2 * n
         gradients = run_backward(ctx, kept, dys)
         needs = ctx.needs_input_grad[1 : 2 + n]
         flags = ",".join(
@@ -86,12 +88,19 @@ class _ObservedLinear(torch.autograd.Function):
         bases = kept[ctx.kept_count - n - 1 :]
         text = whole.request_text(request, needs, flags)
         wanted = [ledger for ledger, dy in zip(ledgers, dys, strict=True) if ledger is not None and dy is not None]
-        torch.ops.halfbyte.observe_linear(wanted, text, [x, *weights, *amaxes, *bases, *dys], list(streams))
+        tensors = [x, *weights, *amaxes, *bases, *dys, *x_amaxes, *dy_amaxes]
+        torch.ops.halfbyte.observe_linear(wanted, text, tensors, list(streams))
         return gradients
 
 
 class Observed:
-    """One call of linear layers as its backward knows it: request, tensors, and where it draws."""
+    """One call of linear layers as its backward knows it: request, tensors, and where it draws.
+
+    Args:
+        request, needs, streams: of the call.
+        tensors: x, n each of weights and their amaxes, n + 1 bases; where the gradients are there too, n of them, then
+            two amaxes of x and two of each gradient, None for its own: those with which the call quantized.
+    """
 
     def __init__(self, request: Request, needs: Sequence[bool], tensors: Sequence[Any], streams: Sequence[int]) -> None:
         n = request.count
@@ -99,7 +108,9 @@ class Observed:
         self.request, self.needs, self.streams = request, tuple(needs), streams
         self.x = x.reshape(matrix_shape(x.shape))
         self.weights = [w.detach().to(x.dtype) for w in rest[:n]]
-        self.amaxes, self.bases, self.dys = rest[n : 2 * n], rest[2 * n : 3 * n + 1], rest[3 * n + 1 :]
+        self.amaxes, self.bases, self.dys = rest[n : 2 * n], rest[2 * n : 3 * n + 1], rest[3 * n + 1 : 4 * n + 1]
+        of_x, of_dys = rest[4 * n + 1 : 4 * n + 3], rest[4 * n + 3 :]
+        self.x_amaxes, self.dy_amaxes = ops.Amaxes(*of_x), in_pairs(of_dys, n)
         *self.draws, self.signs = draws_of(request, self.bases, streams)
         self.recipe = request.recipe
         gemms = self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad
@@ -121,7 +132,7 @@ def observe(seen: Observed, ledgers: dict[int, Tensor]) -> None:
         specs = gradient_specs(recipe, need_dx, need_dw)
         place = seen.place(seen.draws[i], DY, (DGRAD_SIGNS, WGRAD_SIGNS))
         sides = x_parts | _sides_of_w(w, seen, i)
-        sides |= measured(("dy.row", "dy.col"), dy, specs, place, ops.Amaxes())
+        sides |= measured(("dy.row", "dy.col"), dy, specs, place, seen.dy_amaxes[i])
         _add_sides(parts, sides)
         _add_tensors(parts, (x_tensor, tensor_sums(w), tensor_sums(dy)))
         _add_products(parts, _products(seen, forward, i, dy), (seen.x, w, dy))
@@ -145,13 +156,15 @@ def _sides_of_x(seen: Observed) -> dict:
     recipe = seen.recipe
     names, specs = ("x.row", "x.col"), (seen.fprop.a, seen.wgrad.b if any(seen.needs[1:]) else None)
     place = seen.place(seen.draws[0], X, (FPROP_SIGNS, WGRAD_SIGNS))
-    x = without_mean(seen.x, ops.token_mean(seen.x)) if recipe.splits_mean else seen.x
+    x, amaxes = seen.x, seen.x_amaxes
+    if recipe.splits_mean:
+        x, amaxes = without_mean(x, ops.token_mean(x)), ops.Amaxes()
     if recipe.channels is not None and recipe.channels.kind == "mxfp8":
-        x = x.index_fill(1, outlier_index(x, recipe.channels), 0)
+        x, amaxes = x.index_fill(1, outlier_index(x, recipe.channels), 0), ops.Amaxes()
     if recipe.backward == "original":
-        return measured(names, x, specs, place, ops.Amaxes())
-    row = measured(names, x, (specs[0], None), place, ops.Amaxes())
-    return row | measured(names, _dequantized(x, specs[0], place, ops.Amaxes()), (None, specs[1]), place, ops.Amaxes())
+        return measured(names, x, specs, place, amaxes)
+    row = measured(names, x, (specs[0], None), place, amaxes)
+    return row | measured(names, _dequantized(x, specs[0], place, amaxes), (None, specs[1]), place, ops.Amaxes())
 
 
 def _dequantized(t: Tensor, spec: Spec | None, place: Place, amaxes: ops.Amaxes) -> Tensor:
@@ -180,7 +193,7 @@ def measured(
 def _operands_of(seen: Observed) -> list[Tensor | None]:
     """Return what `multiply` takes: no bias, and nothing cached."""
     nothing = [None] * seen.request.count
-    return [seen.x, *seen.weights, *nothing, *seen.amaxes, *nothing, *seen.bases, None, None]
+    return [seen.x, *seen.weights, *nothing, *seen.amaxes, *nothing, *seen.bases, *seen.x_amaxes]
 
 
 def _forward(seen: Observed, measured: Container[int]) -> tuple[list[Tensor], list]:
@@ -199,7 +212,7 @@ def _products(seen: Observed, forward: tuple[list[Tensor], list], i: int, dy: Te
     dys = [dy if mine else None for mine in own]
     dtypes = seen.x.dtype, [seen.x.dtype] * n, nothing
     state = kept, [*seen.draws, seen.signs], nothing
-    dx, *dws = gradients_of(seen.request, state, dys, [ops.Amaxes()] * n, ((*needs, *[False] * n), dtypes))
+    dx, *dws = gradients_of(seen.request, state, dys, seen.dy_amaxes, ((*needs, *[False] * n), dtypes))
     return made | {name: t for name, t in (("dx", dx), ("dw", dws[i])) if t is not None}
 
 

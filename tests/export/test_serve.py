@@ -52,6 +52,31 @@ def test_siblings_without_a_shared_amax_get_the_greatest(tmp_path, form):
     )
 
 
+@pytest.mark.parametrize(
+    ("recipe", "is_named"),
+    [
+        ("nvfp4", False),
+        (hb.recipes.nvfp4(activation_mean="split"), True),
+        (hb.recipes.hot_channels(), True),
+        (hb.recipes.outlier_channels(), True),
+    ],
+)
+def test_layers_whose_training_read_more_than_codes_are_named(tmp_path, recipe, is_named):
+    """With the weight that its codes stand for, such a forward gives another output, though no code changed."""
+    model = trained(llama(), rules={"*down_proj": recipe})
+    report = hb.export.save(model, tmp_path / "out")
+    names = tuple(f"model.layers.{i}.mlp.down_proj" for i in range(2))
+    assert report.more_than_codes == (names if is_named else ()) and report.share_changed == 0
+    assert (f"the training of {names[0]}" in str(report)) == is_named
+    layer = model.get_submodule(names[0])
+    x = torch.randn(20, SMALL["intermediate_size"], generator=torch.Generator().manual_seed(1)).bfloat16() + 1
+    codes = hb.export.load(tmp_path / "out").quantized[f"{names[0]}.weight"]
+    with torch.no_grad():
+        before = layer(x)
+        layer.weight.copy_(codes.dequantize(torch.bfloat16))
+        assert torch.equal(layer(x), before) != is_named
+
+
 def test_siblings_of_two_formats_get_one_factor(tmp_path):
     """256 and 448 as the greatest scale: the stored factor is one, each amax follows from it."""
     model = trained(llama(), "nvfp4_forward", rules={"*k_proj": hb.recipes.four_over_six()}, share_amax=())

@@ -113,6 +113,16 @@ class Aside(nn.Module):
         return self.two(torch.relu(self.one(x))) + self.aside(x).detach()
 
 
+def test_a_weight_of_zeros_is_named_before_the_layers_that_it_silences():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(5)))
+    with torch.no_grad():
+        model[3].weight.zero_()
+    found = [(one.kind, one.layer) for one in hb.inspect(model, loss).findings]
+    assert found == [("dead", layer) for layer in "30124"]
+    assert [one.layer for one in hb.inspect(model).findings] == ["3"]
+
+
 def test_layers_that_no_gradient_reaches_are_dead():
     found = hb.inspect(Aside(), loss)
     assert [(one.kind, one.layer) for one in found.findings] == [("dead", "aside"), ("dead", "unused")]
