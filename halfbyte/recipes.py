@@ -381,7 +381,8 @@ def read_recipe(text: str) -> Recipe:
     Raises:
         ValueError: it is neither.
     """
-    return parse_recipe(text) if "=" in text else resolve(text)
+    is_key = text.partition("=")[0].isidentifier() and "=" in text  # "nvfp4(rht=64)" is a word of commands, no key
+    return parse_recipe(text) if is_key else resolve(text)
 
 
 def _check_scope(field: str, value: str) -> None:

@@ -131,6 +131,9 @@ def test_names_that_would_lose_a_part_are_refused():
         ValueError, match=r"^recipe='nvfp4\(sr=off\)' is not a preset.*options are arguments of functions"
     ):
         hb.quantize_(decoder(1), "nvfp4(sr=off)")
+    with pytest.raises(ValueError, match=r"^recipe='nvfp4\(sr=off\)' is not a preset"):  # nor is it taken for a key
+        hb.recipes.read_recipe("nvfp4(sr=off)")
+    assert hb.recipes.read_recipe(hb.recipes.hot_channels().key) == hb.recipes.hot_channels()
 
 
 def test_words_are_no_switches():

@@ -26,6 +26,8 @@ from halfbyte.stats.table import StepStatistics
 _PLAIN_GEMM = GemmSpec()
 SILENT = "nothing ran forward and backward"
 """Of a layer that a sampled step did not reach."""
+TAKEN = "a later hb.collect_stats measured it in this step; remove() one of them"
+"""Of a layer that adds to the ledger of another collector: it adds to one alone."""
 
 
 class Sink(Protocol):
@@ -136,8 +138,13 @@ class StatsCollector:
             layer.instead = observed_experts if isinstance(layer, GroupedRecipe) else observed_outputs
 
     def _end(self) -> None:
-        for layer in self._layers.values():
-            layer.ledger = layer.instead = None
+        for name, layer in self._layers.items():
+            if self._is_ours(name):
+                layer.ledger = layer.instead = None
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether a layer adds to this collector's ledger."""
+        return self._layers[name].ledger is not None and self._layers[name].ledger is self._ledgers.get(name)
 
     def _read(self) -> StepStatistics:
         """Return the statistics of the step, of all ranks together."""
@@ -152,11 +159,12 @@ class StatsCollector:
                 own, experts = read_experts(ledger, about, features, spec_keys(layer.recipe))
                 row = read_ledger(own, about, features, spec_keys(layer.recipe))
                 rows.append(replace(row, experts=experts))
+        taken = {row.name: TAKEN for row in rows if not self._is_ours(row.name)}
         silent = {row.name: SILENT for row in rows if not row.tensors}
         return StepStatistics(
             step=self.step + 1,
-            layers=tuple(row for row in rows if row.tensors),
-            unobserved={**self.unobserved, **silent},
+            layers=tuple(row for row in rows if row.tensors and row.name not in taken),
+            unobserved={**self.unobserved, **silent, **taken},
         )
 
     def _reduced(self, together: Tensor) -> Tensor:

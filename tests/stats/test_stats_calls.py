@@ -80,3 +80,24 @@ def test_a_batch_without_tokens_adds_nothing_but_its_weight(recipe):
     assert found["one"].tensors["w"].elements == N * K and "x" not in found["one"].tensors
     assert set(found["one"].operands) <= {"w.row", "w.col"} and str(found) and found._repr_html_()
     assert repr(found["one"].operands["w.row"]) == repr(wanted.operands["w.row"])
+
+
+def test_of_two_collectors_the_later_measures_and_the_earlier_says_so():
+    """As where the cell of a notebook runs again; in steps of their own both measure."""
+    layer = layer_of("linear")
+    model = nn.ModuleDict({"one": layer})
+
+    def step(*collectors):
+        called(layer, inputs()[0][0]).sum().backward()
+        return [one.advance() for one in collectors]
+
+    first = hb.collect_stats(model, every=3)
+    second = hb.collect_stats(model, every=4)
+    early, late = step(first, second)
+    assert not early.layers and "a later hb.collect_stats measured it" in early.unobserved["one"]
+    assert [row.name for row in late.layers] == ["one"] and not late.unobserved
+    assert step(first, second) == [None, None]
+    assert step(first, second)[0].layers and layer.ledger is not None  # the second one's step is next
+    assert repr(step(first, second)[1]["one"]) == repr(late["one"])
+    second.remove()
+    assert step(first) == [None] and step(first)[0].layers and layer.ledger is None
