@@ -17,6 +17,7 @@ from halfbyte.formats import f32
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
+from halfbyte.kernels.device.rotate_wide import stages
 from halfbyte.kernels.launch import jit
 from halfbyte.layout import ceil_div
 
@@ -36,24 +37,12 @@ SUMS = len(ERROR_SUMS)
 
 
 @triton.jit
-def strided_stage(x, STRIDE: tl.constexpr):
-    """Return a + b and a - b in place of all pairs a, b of x [R, C] that lie STRIDE apart along its rows."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    a, b = tl.split(tl.permute(tl.reshape(x, (R, C // (2 * STRIDE), 2, STRIDE)), (0, 1, 3, 2)))
-    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (R, C))
-
-
-@triton.jit
 def rotated(x, sign_ptr, norm, SIZE: tl.constexpr):
     """Rotate groups of SIZE along the rows of x [R, C]: butterflies over strides 1, 2, ..., then the factor; bf16."""
     C: tl.constexpr = x.shape[1]
     sign = tl.load(sign_ptr + tl.arange(0, C) % SIZE)
     x = pm.to_fp32(dc.cast(x, tl.bfloat16)) * sign[None, :]
-    for stage in tl.static_range(7):
-        if (1 << stage) < SIZE:
-            x = strided_stage(x, 1 << stage)
-    return pm.to_fp32(dc.cast(x * norm, tl.bfloat16))
+    return pm.to_fp32(dc.cast(stages(x, SIZE) * norm, tl.bfloat16))
 
 
 @jit
