@@ -41,7 +41,7 @@ def run(world: int, function: Callable, *arguments, seconds: float = 120, device
         world: how many processes.
         function: importable by name.
         seconds: after which all are stopped.
-        device: "cuda" for a GPU each; what is returned is on the CPU.
+        device: "cuda" for a GPU each, from the first on, "cuda:2" from the third on; what is returned is on the CPU.
     """
     for attempt in range(ATTEMPTS):
         with tempfile.TemporaryDirectory() as folder:
@@ -143,12 +143,12 @@ def _read(folder: Path, name: str) -> str:
     return (folder / name).read_text(errors="replace") if (folder / name).exists() else ""
 
 
-def _join(rank: int, world: int, folder: Path, device: str) -> None:
+def _join(rank: int, world: int, folder: Path, device: torch.device) -> None:
     backend = "gloo"
-    if device == "cuda":
-        torch.cuda.set_device(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device((device.index or 0) + rank)
         backend = "cpu:gloo,cuda:nccl"  # as `halfbyte train` joins them: objects and notes go over gloo
-    store, patience = f"file://{folder}/store", timedelta(seconds=PATIENCE[device])
+    store, patience = f"file://{folder}/store", timedelta(seconds=PATIENCE[device.type])
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=patience)
 
 
@@ -159,7 +159,7 @@ def _main(rank: int, world: int, where: tuple, pipe, function: Callable, argumen
         os.dup2(said.fileno(), 2)  # C's threads say there why they abort
         faulthandler.enable(crash)
         try:
-            _join(rank, world, folder, device)
+            _join(rank, world, folder, torch.device(device))
             pipe.send((True, on_cpu(function(rank, world, *arguments))))
             dist.barrier()
             dist.destroy_process_group()
