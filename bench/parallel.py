@@ -201,7 +201,8 @@ def dense(config: models.ModelConfig, how: Way, tokens: int, device: torch.devic
         hb.quantize_(model, how.recipe, keep=hb.Keep(names=(), last_fraction=0), state=state)
     if how.way != ALONE:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
-        for block in model.layers:  # type: ignore[union-attr]
+        blocks: Any = model.layers
+        for block in blocks:
             parallelize_module(block, mesh, plan(how.way), src_data_rank=None)
         x, dy = (distribute_tensor(t, mesh, [Shard(1)], src_data_rank=None) for t in (x, dy))
     x.requires_grad_()
@@ -271,7 +272,8 @@ def measure(config: models.ModelConfig, how: Way, tokens: int, device: torch.dev
     figures = [statistics.median(took), statistics.median(launched), peak, max(took) / min(took) - 1]
     slowest = torch.tensor(figures, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    dropped = [int(m.exchange.dropped) for m in work.model.modules() if isinstance(m, MoE) and how.has_capacity]
+    exchanges = [module.exchange for module in work.model.modules() if isinstance(module, MoE)]
+    dropped = [int(one.dropped) for one in exchanges if one is not None and one.dropped is not None]
     del work
     release()
     names = ("step_ms", "host_ms", "peak_GiB", "spread")

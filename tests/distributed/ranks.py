@@ -6,6 +6,7 @@ They meet over gloo and have the CPU's tensors; asked for "cuda", each has a GPU
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -146,10 +147,26 @@ def _read(folder: Path, name: str) -> str:
 def _join(rank: int, world: int, folder: Path, device: torch.device) -> None:
     backend = "gloo"
     if device.type == "cuda":
+        _compile_once()
         torch.cuda.set_device((device.index or 0) + rank)
         backend = "cpu:gloo,cuda:nccl"  # as `halfbyte train` joins them: objects and notes go over gloo
     store, patience = f"file://{folder}/store", timedelta(seconds=PATIENCE[device.type])
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=patience)
+
+
+def _compile_once() -> None:
+    """Let one process compile a kernel that several need at once: the others then find it in Triton's cache."""
+    from triton import compiler
+
+    compiles, folder = compiler.compile, Path(tempfile.gettempdir(), f"halfbyte-kernels-{os.getuid()}")
+    folder.mkdir(exist_ok=True)
+
+    def locked(src, *arguments, **options):
+        with open(folder / src.hash(), "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return compiles(src, *arguments, **options)
+
+    compiler.compile = locked  # which a kernel looks up before its first launch
 
 
 def _main(rank: int, world: int, where: tuple, pipe, function: Callable, arguments: tuple) -> None:

@@ -19,6 +19,7 @@ from jobs import Begun  # noqa: E402  from the path above
 
 def pytest_addoption(parser):
     parser.addoption("--on", default="cuda", choices=("cuda", "cpu"), help="cpu: over gloo, to see that tests work")
+    parser.addoption("--processes", type=int, default=max(2, os.cpu_count() - 2), help="ranks that run at once")
 
 
 def _gpus() -> int:
@@ -35,7 +36,7 @@ def begun(request):
         item.nodeid: item.callspec.params["found"] for item in request.session.items if "begun" in item.fixturenames
     }
     jobs = {test: one for test, one in chosen.items() if device == "cpu" or one.world <= gpus}
-    running = Begun(jobs, device, gpus, max(2, os.cpu_count() - 2))
+    running = Begun(jobs, device, gpus, request.config.getoption("--processes"))
     yield running
     running.stop()
 
