@@ -8,6 +8,8 @@ from expert_parallel_checks import Case
 from shared_experts import UNEVEN, check_refusals
 
 RECIPES = ("bf16", "nvfp4", "nvfp4_mxfp8_bwd", "rl", "quartet2", "fresh_everywhere", "dequantized")
+SEVERAL = ((3, 17, 0, 5), (40, 4, 1, 2))
+"""Sizes of groups of which a rank has several with tokens."""
 REFUSED = {
     "no experts": "ValueError: module=Linear: it has no hb.nn.GroupedLinear",
     "weights of another": "TypeError: 0=GroupedRecipe: its weights belong to another module",
@@ -43,12 +45,13 @@ REFUSED = {
 def test_operands_have_the_bytes_of_one_process():
     cases = [Case(name, UNEVEN, padding=2) for name in RECIPES]
     cases += [Case("nvfp4", UNEVEN, capacity=40), Case("nvfp4", ((0, 0, 0), (0, 5, 0)))]
+    cases += [Case("nvfp4", SEVERAL), Case("nvfp4", SEVERAL, capacity=60)]
     assert ranks.run(2, checks.operands, cases)[0] == []
 
 
 def test_tokens_that_travel_as_codes_have_the_bytes_of_one_process_with_that_rule():
     cases = [Case(name, UNEVEN, padding=2, dispatch="nvfp4") for name in RECIPES if name in checks.TRAVELLING]
-    cases += [Case("nvfp4", UNEVEN, capacity=40, dispatch="nvfp4")]
+    cases += [Case("nvfp4", UNEVEN, capacity=40, dispatch="nvfp4"), Case("nvfp4", SEVERAL, dispatch="nvfp4")]
     assert ranks.run(2, checks.operands, cases)[0] == []
 
 
