@@ -6,7 +6,7 @@ so that temporaries stay small, and every sum is fp64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +18,24 @@ from halfbyte import ops, reference
 from halfbyte.arithmetic import ERROR_SUMS
 from halfbyte.layout import Blocks, Operand
 from halfbyte.reference.scale import candidate_scale, global_scale, scale_bytes, tensor_factors
+from halfbyte.rng import Draw
 from halfbyte.sides import Side
-from halfbyte.spec import FourOverSix, Hadamard, Spec
+from halfbyte.spec import FourOverSix, Hadamard, Spec, parse
 from halfbyte.stats.figures import CLIPPED, OUTLIER, SIDE_SUMS
+
+Run = Callable[[Callable, tuple, Sequence[Tensor | None], Sequence[int]], tuple[tuple, Any]]
+"""`ops.run`, or `anew`."""
 
 CHUNK_ELEMENTS, KERNEL_ELEMENTS = 1 << 24, 1 << 26
 """Of a chunk: 64 MiB in fp32, of which the reference has ten at a time; and where kernels have one."""
 
 TILE = 16
 """Rows that share scales in tiles: chunks start at multiples of it."""
+
+
+def anew(function: Callable, static: tuple, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Any:
+    """Do what `ops.run` does and record nothing: for shapes that do not come again."""
+    return function(static, tensors, numbers)
 
 
 def _chunks(t: Tensor) -> Iterator[slice]:
@@ -39,7 +48,11 @@ def _chunks(t: Tensor) -> Iterator[slice]:
 def _signs(side: Side, device: torch.device) -> Tensor | None:
     """Return the signs of a side's rotation, None if it has none."""
     rotation = side.spec.rotation
-    return None if rotation is None else reference.signs(rotation, side.sign_draw, device)
+    if rotation is None:
+        return None
+    if rotation.signs == "fresh":
+        return reference.signs(rotation, side.sign_draw, device)
+    return ops.constant(lambda: reference.signs(rotation, None, device))
 
 
 def values_of_codes(blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
@@ -50,14 +63,36 @@ def values_of_codes(blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
     return ops.dequantize(Operand(part, spec, cols), torch.float32)
 
 
-def side_sums(t: Tensor, side: Side, blocks: Blocks) -> tuple[Tensor, Tensor]:
+def side_sums(t: Tensor, side: Side, blocks: Blocks, run: Run = anew) -> tuple[Tensor, Tensor]:
     """Return the sums of one operand, fp64 [len(SIDE_SUMS)], and the largest magnitude of its values, fp64 [].
 
     Args:
         t: [R, C], any strides, before rotation.
         side: how it was quantized.
         blocks: its bytes, with LINEAR scales.
+        run: what runs the dozens of small ops.
     """
+    places = side.draw, side.sign_draw
+    bases = [None if place is None else place.base for place in places]
+    shards = tuple([None if place is None else place[2:] for place in places])
+    fixed, varying = (), tuple([0 if place is None else place.stream for place in places])
+    if side.spec.needs_sign_rng:  # torch draws them, and computes with the value of the stream
+        fixed, varying = varying, fixed
+    sums, _ = run(_side_sums, (side.spec.key, shards, fixed), (t, *blocks, *bases), varying)
+    return sums
+
+
+def _side_sums(static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) -> tuple[tuple[Tensor, Tensor], None]:
+    key, shards, streams = static
+    t, *made, draw_base, sign_base = tensors
+    draw, sign_draw = (
+        None if shard is None else Draw(base, stream, *shard)
+        for base, stream, shard in zip((draw_base, sign_base), streams or numbers, shards, strict=True)
+    )
+    return _sums_of(t, Side(parse(key), draw, sign_draw), Blocks(*made)), None
+
+
+def _sums_of(t: Tensor, side: Side, blocks: Blocks) -> tuple[Tensor, Tensor]:
     other, signs = _other(t, side), _signs(side, t.device)
     total = torch.zeros(len(SIDE_SUMS), dtype=torch.float64, device=t.device)
     largest = torch.zeros((), dtype=torch.float64, device=t.device)
@@ -97,7 +132,8 @@ def _chosen(maxima: Tensor, blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
     """Return how many blocks that are not all 0 have another scale than that of the candidate 1."""
     if not isinstance(spec.scaling, FourOverSix):
         return _nothing(maxima.device)
-    factors: Any = tensor_factors(blocks.amax, spec)  # type: ignore[arg-type]  # candidates are NVFP4's
+    amaxes = blocks.amax.reshape(-1)  # a vector: of one number on the CPU its value would be asked
+    factors = tensor_factors(amaxes, spec)  # type: ignore[arg-type]  # candidates are NVFP4's
     if spec.has_row_amax:
         factors = factors.rows(rows.start, rows.stop)
     of_block = maxima
@@ -133,12 +169,21 @@ def _other_noise(t: Tensor, other: tuple[Side, Blocks] | None, rows: slice) -> T
     return found[ERROR_SUMS.index("noise")]
 
 
-def tensor_sums(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def tensor_sums(t: Tensor, run: Run = anew) -> tuple[Tensor, Tensor, Tensor]:
     """Return the numbers of elements and outliers, fp64 [2], the outliers of each column [C], the largest magnitude.
 
     Args:
         t: [R, C].
+        run: what runs the small ops.
     """
+    sums, _ = run(_tensor_sums, (), (t,), ())
+    return sums
+
+
+def _tensor_sums(
+    static: tuple, tensors: Sequence[Any], numbers: Sequence[int]
+) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
+    (t,) = tensors
     rows, cols = t.shape
     columns = torch.zeros(cols, dtype=torch.float64, device=t.device)
     amax = torch.zeros((), dtype=torch.float64, device=t.device)
@@ -147,12 +192,24 @@ def tensor_sums(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         for part in _chunks(t):
             columns += ops.column_outliers(t[part], limit)
         amax = t.abs().amax().double()
-    return torch.stack((torch.full_like(amax, rows * cols), columns.sum())), columns, amax
+    return (torch.stack((torch.full_like(amax, rows * cols), columns.sum())), columns, amax), None
 
 
-def product_sums(got: Tensor, wanted: Tensor) -> Tensor:
-    """Return elements and sums of squares of wanted, got and their difference, fp64 [4]."""
-    found, _ = ops.error_sums(wanted, got)
+def product_sums(got: Tensor, a: Tensor, b: Tensor, run: Run = anew) -> Tensor:
+    """Return elements and sums of squares of a b.T, got and their difference, fp64 [4].
+
+    Args:
+        got: [M, N].
+        a, b: [M, K] and [N, K].
+        run: what runs the small ops.
+    """
+    (sums,), _ = run(_product_sums, (), (got, a, b), ())
+    return sums
+
+
+def _product_sums(static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) -> tuple[tuple[Tensor], None]:
+    got, a, b = tensors
+    found, _ = ops.error_sums(ops.gemm_nt(a, b, out_dtype=torch.float32), got)
     sums = dict(zip(ERROR_SUMS, found, strict=True))
     elements = torch.full_like(sums["noise"], got.numel())
-    return torch.stack((elements, sums["signal"], sums["restored"], sums["noise"]))
+    return (torch.stack((elements, sums["signal"], sums["restored"], sums["noise"])),), None
