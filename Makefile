@@ -8,6 +8,8 @@
 #   make test-distributed   several processes over gloo: FSDP2, torchrun; test-distributed-full: every case, every fault,
 #                       and test-distributed-next: some of FSDP2 with torch 2.15, in an environment of its own (5 GB);
 #                       test-distributed-next-full: all of it
+#   make test-nccl   several processes with a GPU each, over NCCL: what ranks share of layers, experts and FSDP2, with this machine's own
+#                       python3; TEST_ARGS='--on cpu' runs them over gloo, to see that the tests work
 #   make test-integrations   exports, models and loops of transformers; packages of others read what this one writes (installed into .venv);
 #                       test-integrations-full: with 200 steps of torchtitan on two ranks
 #   make check       ruff, pyrefly, import-linter      make docs       the documentation into site/
@@ -35,11 +37,11 @@ JOBS ?= 2
 # Launches compiled with the newest Triton too: every kernel once on sm_90, and some others.
 NEWEST_COUNT := 72
 NEWEST_TARGETS := sm_90
-ELSEWHERE := $(addprefix --ignore=tests/,browser gpu clients export integrations docs package scale kernels/test_way.py kernels/test_ptx.py kernels/test_newer_triton.py)
+ELSEWHERE := $(addprefix --ignore=tests/,browser gpu nccl clients export integrations docs package scale kernels/test_way.py kernels/test_ptx.py kernels/test_newer_triton.py)
 REPOSITORY ?= pypi
 
 .DEFAULT_GOAL := setup
-.PHONY: setup train test test-browser test-full test-distributed test-distributed-full torch-next test-distributed-next test-distributed-next-full test-targets test-targets-full test-integrations test-integrations-full test-docs test-package test-gpu check bench docs figures dist publish clean
+.PHONY: setup train test test-browser test-full test-distributed test-distributed-full torch-next test-distributed-next test-distributed-next-full test-targets test-targets-full test-integrations test-integrations-full test-docs test-package test-gpu test-nccl check bench docs figures dist publish clean
 
 setup: $(VENV)/setup.stamp
 
@@ -131,6 +133,9 @@ test-package: setup
 
 test-gpu:
 	python3 tests/gpu/run.py $(TEST_ARGS)
+
+test-nccl:
+	python3 tests/nccl/run.py $(TEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check

@@ -71,11 +71,11 @@ def load(folder: Path = results.FOLDER) -> list[Record]:
 
 
 def _key(line: dict[str, Any]) -> Key:
-    """Return what tells a case from others: the shape, or for several GPUs the model, ranks, way and vocabulary."""
+    """Return what tells a case from others: the shape, or for several GPUs the model, ranks, ways and vocabulary."""
     if "shape" in line:
         return line["case"], tuple(line["shape"])
     default = 32_000 if line["case"] == "zero/step" else None  # of all files before it was recorded
-    own = ("model", "world", "weights", "tied", "tokens")
+    own = ("model", "world", "weights", "tied", "tokens", "layers", "way", "recipe", "has_capacity")
     return line["case"], (line.get("vocabulary", default), *(_frozen(line.get(name)) for name in own))
 
 

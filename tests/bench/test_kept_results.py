@@ -16,7 +16,8 @@ STAMP = re.compile(r"\d{8}T\d{6}-[0-9a-z]+")
 def cases(path: Path) -> tuple[str, list[str]]:
     """Return when a file was measured and its cases: all of a line that is no figure of time."""
     head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    names = ("case", "shape", "model", "world", "weights", "tied", "tokens", "vocabulary", "way")
+    names = ("case", "shape", "model", "world", "weights", "tied", "tokens", "vocabulary")
+    names += ("way", "recipe", "has_capacity")
     return head["run"]["time"], [json.dumps([line.get(name) for name in names]) for line in lines]
 
 

@@ -5,11 +5,24 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 
+import ranks
 import torch
 from expert_parallel_checks import same
-from shared_experts import HIDDEN, SIZES, Answers, Experts, K, given, given_to_all, step, unlike, within
+from shared_experts import (
+    HIDDEN,
+    SIZES,
+    Answers,
+    Experts,
+    K,
+    given,
+    given_to_all,
+    limit,
+    off,
+    step,
+    unlike,
+    within,
+)
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -19,7 +32,7 @@ import halfbyte as hb
 
 
 def shared(world: int, *readers: str, **options) -> nn.Module:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    mesh = ranks.mesh(world, names=("ep",))
     return parallelize_module(
         Experts(**options.pop("sizes", {})), mesh, hb.distributed.ExpertParallel(*readers, **options)
     )
@@ -38,13 +51,15 @@ def under_the_style(rank: int, world: int) -> list[str]:
             mine = step(module, *given(rank, world))
         with within(context, alone):
             want = step(alone, *of_all)
-        for name, got, whole in zip(("y", "dx"), mine, want, strict=False):
-            if not same(got, whole[owners == rank]):
-                found.append(f"{context}: {name}")
-        found += [
-            f"{context}: dw{i}" for i, (a, b) in enumerate(zip(mine[2:], want[2:], strict=True)) if not same(a, b)
-        ]
+        want[:2] = [whole[owners == rank] for whole in want[:2]]
+        names = ("y", "dx", *dict(module.named_parameters()))
+        found += [f"{context}: {n}" for n, a, b in zip(names, mine, want, strict=True) if not alike(a, b, context)]
     return found
+
+
+def alike(got: Tensor, want: Tensor, context: str = "") -> bool:
+    """Return whether results are the same: bit for bit, but for the order of sums where kernels run."""
+    return same(got, want) if ranks.device().type == "cpu" else off(got, want) <= limit(context)
 
 
 def in_other_ways(rank: int, world: int, compiled: bool) -> list[str]:
@@ -57,9 +72,11 @@ def in_other_ways(rank: int, world: int, compiled: bool) -> list[str]:
         if compiled:
             runs = {"compiled": step(torch.compile(module, backend="aot_eager"), x, dy, offsets)}
         else:
-            runs = {"recomputed": step(module, x, dy, offsets, recompute=True), "capacity": step(roomy, x, dy, offsets)}
+            runs = {"recomputed": step(module, x, dy, offsets, recompute=True)}
             with torch.inference_mode():
                 runs["inference"] = [module(x, offsets)]
+            pairs = zip(step(roomy, x, dy, offsets), want, strict=True)
+            found += [f"{dispatch} capacity: {i}" for i, (a, b) in enumerate(pairs) if not alike(a, b)]
         found += [f"{dispatch} {name}" for name in unlike(runs, want)]
     return found
 
@@ -85,11 +102,9 @@ def beyond_the_capacity(rank: int, world: int, dispatch: str) -> tuple[int, list
         for i in range(start, start + count)
     ]
     assert zeros == sorted(set(range(len(x))) - set(rows))
-    less = x.detach()[rows]
-    alone = shared(world, "gate_up_proj", dispatch=dispatch)(
-        less, torch.tensor(kept, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    )
-    assert same(y[rows].detach(), alone.detach())
+    ends = torch.tensor(kept, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    alone = shared(world, "gate_up_proj", dispatch=dispatch)(x.detach()[rows], ends.to(x.device))
+    assert alike(y[rows].detach(), alone.detach())
     return int(exchange.dropped), zeros
 
 
@@ -110,9 +125,9 @@ def traffic(rank: int, world: int, dispatch: str, dim: int) -> dict:
     """Return the bytes that this rank gives away in forward and backward, by direction and dtype; in bf16."""
     module = shared(world, "gate_up_proj", dispatch=dispatch, sizes={"dim": dim})
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(96, dim, generator=generator).bfloat16().requires_grad_()
+    x = torch.randn(96, dim, generator=generator).to(ranks.device(), torch.bfloat16).requires_grad_()
     module.bfloat16()
-    offsets = torch.tensor([16, 40, 40, 96], dtype=torch.int32)
+    offsets = torch.tensor([16, 40, 40, 96], dtype=torch.int32, device=x.device)
     watch = _Traffic()
     with watch:
         watch.stage = "forward"
@@ -160,11 +175,11 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
 
 def _ask_of_arguments(ask, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    mesh = ranks.mesh(world, names=("ep",))
     share = hb.distributed.shard_experts_
     ask("no experts", lambda: share(nn.Linear(4, 4), mesh))
     ask("weights of another", lambda: share(nn.ModuleList([hb.nn.GroupedRecipe(4, 8, 8)]), mesh))
-    ask("mesh of two", lambda: share(Experts(), init_device_mesh("cpu", (1, world))))
+    ask("mesh of two", lambda: share(Experts(), ranks.mesh(1, world)))
     ask("few experts", lambda: share(Experts(experts=1), mesh))
     ask("other numbers", lambda: share(nn.ModuleList([Experts(), Experts(experts=2)]), mesh))
     ask("dispatch", lambda: share(Experts(), mesh, dispatch="fp8"))
@@ -179,7 +194,7 @@ def _ask_of_arguments(ask, world: int) -> None:
 
 
 def _ask_of_layers(ask, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    mesh = ranks.mesh(world, names=("ep",))
     share = hb.distributed.shard_experts_
 
     def changed(change, **options) -> Experts:
@@ -216,7 +231,7 @@ def _ask_of_forwards(ask, world: int, x: Tensor, offsets: Tensor) -> None:
     hb.set_recipe_(mixed, "mxfp8")
     ask("mxfp8 later", lambda: mixed(x, offsets))
     unlike = nn.ModuleDict({name: hb.nn.GroupedLinear(4, K, K, recipe="nvfp4") for name in ("gate", "up")})
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    mesh = ranks.mesh(world, names=("ep",))
     exchange = hb.distributed.shard_experts_(unlike, mesh, "gate", "up", dispatch="nvfp4")
     unlike["up"].recipe = "four_over_six"
     ask("two recipes", lambda: exchange.send(x, offsets))
@@ -238,14 +253,14 @@ def changed_tokens(world: int, x: Tensor, offsets: Tensor) -> None:
         def forward(self, x, offsets):
             return super().forward(x * 2, offsets)
 
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    mesh = ranks.mesh(world, names=("ep",))
     style = hb.distributed.ExpertParallel("gate_up_proj", dispatch="nvfp4")
     parallelize_module(Scaled(), mesh, style)(x, offsets)
 
 
 def unlike_neighbours(rank: int, world: int) -> str:
     """Return what a mesh is answered with whose ranks are no neighbours."""
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep", "dp"))
+    mesh = ranks.mesh(world // 2, 2, names=("ep", "dp"))
     try:
         hb.distributed.shard_experts_(Experts(), mesh["ep"])
     except ValueError as error:

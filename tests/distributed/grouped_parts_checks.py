@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import NamedTuple
 
+import ranks
 import torch
-import torch.distributed as dist
 from expert_parallel_checks import (
     Case,
     Made,
@@ -21,7 +21,6 @@ from expert_parallel_checks import (
 )
 from tensor_parallel_checks import joined
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import halfbyte as hb
@@ -93,7 +92,7 @@ def in_parts(one: Part, mesh) -> Made:
 
 def differing(one: Part, every: list[list[Made]]) -> list[str]:
     """Return what of the parts of all ranks, [ep][tp], is not what one process has."""
-    alone, found = alone_of(one), []
+    alone, found = ranks.on_cpu(alone_of(one)), []
     for of_ep in every:
         for g, gemms in of_ep[0].operands.items():
             for i in range(len(gemms)):
@@ -129,13 +128,11 @@ def operands(rank: int, world: int, cases: list[Part]) -> list[str]:
     """Return what differs in all cases, on rank 0."""
     warnings.simplefilter("ignore", UserWarning)  # of borders that cut blocks
     sizes = {len(case.case.sizes) for case in cases}
-    meshes = {ep: init_device_mesh("cpu", (ep, world // ep), mesh_dim_names=("ep", "tp")) for ep in sizes}
-    mine = [in_parts(case, meshes[len(case.case.sizes)]) for case in cases]
-    every: list = [None] * world
-    dist.all_gather_object(every, mine)
-    found = []
-    for i, case in enumerate([] if rank else cases):
-        ep = len(case.case.sizes)
-        of_ranks = [one[i] for one in every]
-        found += differing(case, [of_ranks[at : at + world // ep] for at in range(0, world, world // ep)])
-    return found
+    meshes = {ep: ranks.mesh(ep, world // ep, names=("ep", "tp")) for ep in sorted(sizes)}
+    every = ranks.gathered([in_parts(case, meshes[len(case.case.sizes)]) for case in cases])
+
+    def look(i: int, case: Part) -> list[str]:
+        of_ranks, each = [one[i] for one in every], world // len(case.case.sizes)
+        return differing(case, [of_ranks[at : at + each] for at in range(0, world, each)])
+
+    return ranks.looked_at(cases, look)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import tempfile
 import warnings
 
+import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from expert_parallel_checks import same
-from shared_experts import HIDDEN, Answers, Experts, K, given, given_to_all, step, unlike, within
+from shared_experts import HIDDEN, Answers, Experts, K, given, given_to_all, limit, off, step, unlike, within
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -26,17 +26,13 @@ def plan() -> dict:
 
 
 def shared(world: int, **options) -> nn.Module:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = ranks.mesh(world, names=("tp",))
     return parallelize_module(Experts(**options), mesh, plan())
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tokens that every rank has."""
     return given(0, 1, dtype)
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    return float((got.float() - want.float()).norm() / want.float().norm())
 
 
 def under_the_styles(rank: int, world: int) -> list[str]:
@@ -53,9 +49,9 @@ def under_the_styles(rank: int, world: int) -> list[str]:
                 mine = step(module, *inputs())
             with within(context, alone):
                 want = step(alone, *inputs())
-        limit = {"autocast": 3e-2, "bf16": 1e-5, "high precision": 1e-5}.get(context, 1e-2)
         names = ("y", "dx", *dict(module.named_parameters()))
-        found += [f"{context}: {n} {off(a, b)}" for n, a, b in zip(names, mine, want, strict=True) if off(a, b) > limit]
+        pairs = {n: off(a, b) for n, a, b in zip(names, mine, want, strict=True)}
+        found += [f"{context}: {n} {error}" for n, error in pairs.items() if not error <= limit(context)]
     return found
 
 
@@ -95,7 +91,7 @@ def loaded(module: nn.Module, world: int) -> nn.Module:
 
 def under_both_styles(rank: int, world: int) -> list[str]:
     """Return in what 2 x 2 ranks differ from one process with all tokens, by more than the order of sums moves."""
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ep", "tp"))
+    mesh = ranks.mesh(2, world // 2, names=("ep", "tp"))
     tokens = given(mesh.get_local_rank("ep"), 2)
     style = hb.distributed.ExpertParallel("gate_up_proj", reduce="mean")
     module = parallelize_module(parallelize_module(Experts(biased=True), mesh["tp"], plan()), mesh, style)
@@ -114,7 +110,7 @@ def whose_values(rank: int, world: int) -> dict[str, tuple]:
     found = {}
     for over in ("tp", "ep"):
         sizes = (1, world) if over == "tp" else (world, 1)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("ep", "tp"))
+        mesh = ranks.mesh(*sizes, names=("ep", "tp"))
         for source in (0, None):
             module = Experts()
             module.down_proj.weight.requires_grad_(False)
@@ -132,7 +128,7 @@ def whose_values(rank: int, world: int) -> dict[str, tuple]:
 def refusals(rank: int, world: int) -> dict[str, str]:
     """Return what every misuse is answered with."""
     found = Answers()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = ranks.mesh(world, names=("tp",))
     _ask_when_wrapping(found.ask, mesh)
     _ask_with_experts_shared(found.ask, mesh)
     _ask_in_forwards(found.ask, world)
@@ -150,7 +146,7 @@ def _ask_when_wrapping(ask, mesh) -> None:
     ask("linear", lambda: parallelize_module(nn.Linear(4, 4), mesh, COLWISE()))
     ask("odd sections", lambda: wrapped(COLWISE(sections=3)))
     ask("few features", lambda: wrapped(ROWWISE(), layer="down_proj", hidden=1))
-    ask("mesh of two", lambda: COLWISE()._apply(Experts().down_proj, init_device_mesh("cpu", (1, mesh.size()))))
+    ask("mesh of two", lambda: COLWISE()._apply(Experts().down_proj, ranks.mesh(1, mesh.size())))
     ask("shared twice", lambda: parallelize_module(shared(mesh.size()), mesh, {"down_proj": ROWWISE()}))
     ask("fsdp2 first", lambda: wrapped(COLWISE(), lambda m: fully_shard(m, mesh=mesh)))
     ask("cached", lambda: wrapped(COLWISE(), hb.cache_weights))
@@ -164,7 +160,7 @@ def _ask_when_wrapping(ask, mesh) -> None:
 
 def _ask_with_experts_shared(ask, mesh) -> None:
     share, world = hb.distributed.shard_experts_, mesh.size()
-    both = init_device_mesh("cpu", (1, world), mesh_dim_names=("ep", "tp"))
+    both = ranks.mesh(1, world, names=("ep", "tp"))
     ask("experts over the same ranks", lambda: share(shared(world), mesh))
     ask("experts that are whole", lambda: share(Experts(), both))
     half = parallelize_module(Experts(), mesh, {"down_proj": ROWWISE()})

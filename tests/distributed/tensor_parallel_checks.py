@@ -6,18 +6,17 @@ import warnings
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import ranks
 import torch
-import torch.distributed as dist
 from linear_cases import RECIPES, VARIANTS
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import halfbyte as hb
 from halfbyte import ops
 from halfbyte.functional.linear import Layers
 from halfbyte.functional.sharded import outputs_of_parts
-from halfbyte.ops import quantization
+from halfbyte.ops import quantization, repeat
 
 EVERY = {**RECIPES, **VARIANTS, "rl_tiles": hb.recipes.rl(weight_block=(16, 16))}
 ALL = {name: recipe for name, recipe in EVERY.items() if recipe.channels is None}
@@ -50,9 +49,20 @@ def stored(operand) -> list:
 
 
 @contextmanager
+def as_codes():
+    """Let every operand be codes, also where kernels would hand over values, and every call run anew."""
+    kept = quantization.outputs_are_kept, ops.emulates, repeat._prepared
+    quantization.outputs_are_kept, ops.emulates, repeat._prepared = lambda: True, lambda device: False, lambda: None
+    try:
+        yield
+    finally:
+        quantization.outputs_are_kept, ops.emulates, repeat._prepared = kept
+
+
+@contextmanager
 def recorded(label=str):
     """Note label() and the operands of every GEMM, as codes, in the order in which they run."""
-    found, kept = [], (ops.gemm_nt, ops.gemm_nt_add, quantization.outputs_are_kept)
+    found, kept = [], (ops.gemm_nt, ops.gemm_nt_add)
 
     def noting(run):
         def noted(a, b, *args, **options):
@@ -62,11 +72,11 @@ def recorded(label=str):
         return noted
 
     ops.gemm_nt, ops.gemm_nt_add = noting(kept[0]), noting(kept[1])
-    quantization.outputs_are_kept = lambda: True
     try:
-        yield found
+        with as_codes():
+            yield found
     finally:
-        ops.gemm_nt, ops.gemm_nt_add, quantization.outputs_are_kept = kept
+        ops.gemm_nt, ops.gemm_nt_add = kept
 
 
 def inputs(case: Case) -> tuple[Tensor, ...]:
@@ -78,7 +88,7 @@ def inputs(case: Case) -> tuple[Tensor, ...]:
         t.view(-1)[:: max(7, t.numel() // 3)] *= 50
     if case.sequences > 1:
         made[0], made[3] = (t.unflatten(0, (case.sequences, -1)) for t in (made[0], made[3]))
-    return tuple(t.to(case.dtype) for t in made)
+    return tuple(t.to(ranks.device(), case.dtype) for t in made)
 
 
 def whole(case: Case) -> Made:
@@ -173,15 +183,11 @@ def differing(case: Case, alone: Made, every: list[Made]) -> list[str]:
 def operands(rank: int, world: int, cases: list[Case]) -> list[str]:
     """Return what differs in all cases, on rank 0."""
     warnings.simplefilter("ignore", UserWarning)  # of borders that cut blocks
-    mesh = init_device_mesh("cpu", (world,))
-    mine = [in_parts(case, mesh) for case in cases]
-    every = [None] * world
-    dist.all_gather_object(every, mine)
-    if rank:
-        return []
-    return [line for i, case in enumerate(cases) for line in differing(case, whole(case), [made[i] for made in every])]
+    mesh = ranks.mesh(world)
+    every = ranks.gathered([in_parts(case, mesh) for case in cases])
+    return ranks.looked_at(cases, lambda i, case: differing(case, ranks.on_cpu(whole(case)), [one[i] for one in every]))
 
 
 def operands_under_autocast(rank: int, world: int, cases: list[Case]) -> list[str]:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(ranks.device().type, torch.bfloat16):
         return operands(rank, world, cases)

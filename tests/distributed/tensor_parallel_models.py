@@ -7,11 +7,10 @@ import warnings
 from contextlib import contextmanager
 from functools import partial
 
+import ranks
 import torch
-import torch.distributed as dist
 from tensor_parallel_checks import ALL, differing_operands, recorded
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -90,6 +89,7 @@ def converted(recipe: str, dtype: torch.dtype = torch.float32, blocks: int = 1, 
     for p in model.parameters():
         if p.dim() == 2:
             p.data.view(-1)[:: p.numel() // 5] *= 20  # each sibling has another amax
+    model.to(ranks.device())
     state = hb.RunState(7, rank=0)  # ranks that share layers draw alike
     hb.quantize_(model, ALL[recipe], keep=hb.Keep(names=(), last_fraction=0), state=state)
     return model, state
@@ -138,17 +138,16 @@ def block_operands(rank: int, world: int, recipe: str, dtype: torch.dtype, shard
     shards: ranks of FSDP2, which see the same tokens here.
     """
     warnings.simplefilter("ignore", UserWarning)
-    meshes = init_device_mesh("cpu", (shards, world // shards), mesh_dim_names=("dp", "tp"))
+    meshes = ranks.mesh(shards, world // shards, names=("dp", "tp"))
     mesh = meshes["tp"]
     model, _ = converted(recipe, dtype)
     alone = copy.deepcopy(model)
     parallelize_module(model[0], mesh, sequence_plan())
     if shards > 1:
         fully_shard(model[0], mesh=meshes["dp"])
-    x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)).to(ranks.device(), dtype)
     given, here = layers_in(model, distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None).requires_grad_())
-    every: list = [None] * world
-    dist.all_gather_object(every, here)
+    every = ranks.gathered(here)
     if rank:
         return []
     found = [] if len(given) == 7 else [f"{sorted(given)}"]
@@ -157,17 +156,17 @@ def block_operands(rank: int, world: int, recipe: str, dtype: torch.dtype, shard
             y = alone.get_submodule(name)(layer_x.requires_grad_())
             y.backward(dy)
         parts = [one[name] for one in every[: world // shards]]
-        found += [f"{name}: {line}" for line in differing_operands(expected, parts)]
+        found += [f"{name}: {line}" for line in differing_operands(ranks.on_cpu(expected), parts)]
     return found
 
 
 def recomputed_block(rank: int, world: int) -> list[str]:
     """Return which results of a parallel block differ, bit for bit, when its activations are computed again."""
-    mesh, ends = init_device_mesh("cpu", (world,)), []
+    mesh, ends = ranks.mesh(world), []
     for again in (False, True):
         model, _ = converted("nvfp4")
         parallelize_module(model[0], mesh, sequence_plan())
-        x = torch.randn(1, 16 * world, 64, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(1, 16 * world, 64, generator=torch.Generator().manual_seed(1)).to(ranks.device())
         x = distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None).requires_grad_()
         y = checkpoint(model, x, use_reentrant=False) if again else model(x)
         y.backward(torch.ones_like(y).mul_(0.01))
@@ -223,16 +222,15 @@ def codes_operands(rank: int, world: int, recipe: str, dtype: torch.dtype, seque
     """Return what differs between a block whose activations travel as codes and whole layers, on rank 0."""
     warnings.simplefilter("error", UserWarning)  # nothing is gathered in its values
     warnings.filterwarnings("ignore", message=".*cut blocks.*")  # weights may be
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = ranks.mesh(world)
     model, _ = converted(recipe, dtype)
     alone = copy.deepcopy(model)
     parallelize_module(model[0], mesh, codes_plan())
-    x = torch.randn(sequences, 128 * world, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(sequences, 128 * world, 64, generator=torch.Generator().manual_seed(1)).to(ranks.device(), dtype)
     with watched_styles(model) as (calls, here):
         y = model(distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None).requires_grad_())
         y.backward(torch.ones_like(y).mul_(0.01))
-    every: list = [None] * world
-    dist.all_gather_object(every, here)
+    every = ranks.gathered(here)
     if rank:
         return []
     found = [] if [len(names) for names in calls] == [3, 1, 2, 1] else [f"{list(calls)}"]
@@ -241,7 +239,7 @@ def codes_operands(rank: int, world: int, recipe: str, dtype: torch.dtype, seque
             outputs = forward_shared(layer_x.requires_grad_(), [alone.get_submodule(name) for name in names])
             torch.autograd.backward(outputs, dys)
         parts = [[one for one in made if one[2] == names[0]] for made in every]
-        found += [f"{names}: {line}" for line in differing_operands(expected, parts)]
+        found += [f"{names}: {line}" for line in differing_operands(ranks.on_cpu(expected), parts)]
     return found
 
 
@@ -267,10 +265,10 @@ class Traffic(TorchDispatchMode):
 
 def traffic(rank: int, world: int, recipe: str, codes: bool, dim: int) -> dict:
     """Return the bytes that arrive in one forward and backward of a block in bf16."""
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = ranks.mesh(world)
     model, _ = converted(recipe, torch.bfloat16, dim=dim, hidden=2 * dim)
     parallelize_module(model[0], mesh, codes_plan() if codes else sequence_plan())
-    x = torch.randn(1, 128 * world, dim).bfloat16()
+    x = torch.randn(1, 128 * world, dim).to(ranks.device(), torch.bfloat16)
     x = distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None).requires_grad_()
     model(x).float().sum()  # what DTensors learn once
     with Traffic(world) as counted:
@@ -282,12 +280,12 @@ def traffic(rank: int, world: int, recipe: str, codes: bool, dim: int) -> dict:
 
 def compiled_block(rank: int, world: int, codes: bool) -> list[str]:
     """Return which results of a compiled parallel block are not those of the eager one, bit for bit."""
-    mesh, ends = init_device_mesh("cpu", (world,)), []
+    mesh, ends = ranks.mesh(world), []
     for compiled in (False, True):
         model, _ = converted("nvfp4")
         parallelize_module(model[0], mesh, codes_plan() if codes else sequence_plan())
         run = torch.compile(model, backend="aot_eager") if compiled else model
-        x = torch.randn(1, 16 * world, 64, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(1, 16 * world, 64, generator=torch.Generator().manual_seed(1)).to(ranks.device())
         y = run(distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None).requires_grad_())
         y.backward(torch.ones_like(y).mul_(0.01))
         ends.append({"y": y.to_local()} | {n: p.grad.to_local() for n, p in model.named_parameters()})
@@ -296,16 +294,18 @@ def compiled_block(rank: int, world: int, codes: bool) -> list[str]:
 
 def fused_mlp(rank: int, world: int) -> list[str]:
     """Return which results of a fused MLP under torch's styles are not those of one process."""
-    mesh, ends = init_device_mesh("cpu", (world,)), []
+    mesh, ends = ranks.mesh(world), []
     for shared in (False, True):
         torch.manual_seed(0)
-        model = hb.nn.LayerNormMLP(64, 96, state=hb.RunState(1, rank=0))
+        model = hb.nn.LayerNormMLP(64, 96, state=hb.RunState(1, rank=0)).to(ranks.device())
         if shared:
             first = {name: ColwiseParallel() for name in ("gate_proj", "up_proj")}
             parallelize_module(model, mesh, {**first, "down_proj": RowwiseParallel()})
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(ranks.device()).requires_grad_()
         y = model(x)
         y.backward(torch.ones_like(y))
         ends.append({"y": y, "dx": x.grad} | {n: p.grad for n, p in model.named_parameters()})
     own = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in ends[1].items()}
-    return [name for name, t in ends[0].items() if (own[name] - t).norm() > 1e-5 * t.norm()]
+    # Kernels add up parts of the features in another order than all of them, which moves a code of what follows.
+    limit = 1e-5 if ranks.device().type == "cpu" else 1e-2
+    return [name for name, t in ends[0].items() if (own[name] - t).norm() > limit * t.norm()]

@@ -52,12 +52,12 @@ def test_tokens_that_travel_as_codes_have_the_bytes_of_one_process_with_that_rul
     assert ranks.run(2, checks.operands, cases)[0] == []
 
 
-def test_every_small_shape():
-    """All sizes of two groups on two ranks, with codes and without; odd numbers of features."""
+def small_shapes() -> list[Case]:
+    """Return all sizes of two groups on two ranks, with codes and without; odd numbers of features."""
     few = (0, 1, 17)
     every = [((a, b), (c, d)) for a in few for b in few for c in few for d in few]
     shapes = ((1, 1), (5, 33), (17, 16))
-    cases = [
+    return [
         Case(
             "nvfp4",
             sizes,
@@ -68,7 +68,10 @@ def test_every_small_shape():
         )
         for i, sizes in enumerate(every)
     ]
-    assert ranks.run(2, checks.operands, cases)[0] == []
+
+
+def test_every_small_shape():
+    assert ranks.run(2, checks.operands, small_shapes())[0] == []
 
 
 def test_under_the_style():

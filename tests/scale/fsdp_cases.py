@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import ranks
 import torch
 from fsdp_checks import BF16, Case, two_layers
 from small_models import Decoder
@@ -67,7 +68,7 @@ class Mixture(nn.Module):
         self.down = hb.nn.GroupedLinear(experts, rows, 32, recipe="bf16")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        ends = torch.linspace(1, len(x), self.up.experts).int()
+        ends = torch.linspace(1, len(x), self.up.experts, device=x.device).int()
         ends[0] = 0
         return self.down(self.up(self.first(x), ends).relu(), ends)
 
@@ -99,16 +100,20 @@ def offloaded(model: nn.Module) -> None:
     model.forward = forward
 
 
+def few_tokens() -> torch.Tensor:
+    return torch.arange(6, device=ranks.device()).view(2, 3) % 11
+
+
 def evaluated(step: int, model: nn.Module) -> None:
     """A forward without gradients before every step."""
     with torch.no_grad():
-        model(torch.arange(6).view(2, 3) % 11)
+        model(few_tokens())
 
 
 def in_high_precision(step: int, model: nn.Module) -> torch.Tensor:
     """A forward without gradients and without recipes before every step."""
     with torch.no_grad(), hb.high_precision(model):
-        return model(torch.arange(6).view(2, 3) % 11)
+        return model(few_tokens())
 
 
 def prefetched(model: nn.Module) -> None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import ranks
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -77,13 +78,13 @@ class Case:
 def mesh_of(case: Case, world: int) -> DeviceMesh:
     """The mesh of a case: by default one dimension."""
     shape = case.mesh or (world,)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return ranks.mesh(*shape, names=("replicate", "shard")[-len(shape) :])
 
 
 def wrapped(case: Case, world: int) -> tuple[nn.Module, hb.RunState]:
     """Build, convert and wrap the model of a case."""
     torch.manual_seed(0)
-    model = case.make().to(case.dtype)
+    model = case.make().to(ranks.device(), case.dtype)
     state = hb.quantize_(model, case.recipe, **{"keep": NOTHING_KEPT, **case.options}).state
     mesh = mesh_of(case, world)
     options = {"mesh": mesh, "reshard_after_forward": case.reshard}
@@ -102,14 +103,14 @@ def batch(case: Case, rank: int, step: int, part: int) -> torch.Tensor:
     """This rank's input of a micro-batch."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
     if case.tokens is not None:
-        return torch.randint(case.tokens, case.shape, generator=generator)
+        return torch.randint(case.tokens, case.shape, generator=generator).to(ranks.device())
     dtype = case.dtype if case.policy is None else torch.bfloat16
-    return torch.randn(case.shape, generator=generator).to(dtype)
+    return torch.randn(case.shape, generator=generator).to(ranks.device(), dtype)
 
 
 def computing(case: Case) -> Any:
     """The context of its forwards."""
-    return nullcontext() if case.computes is None else torch.autocast("cpu", case.computes)
+    return nullcontext() if case.computes is None else torch.autocast(ranks.device().type, case.computes)
 
 
 def locals_of(model: nn.Module, of: Callable) -> list[torch.Tensor | None]:
@@ -211,6 +212,7 @@ def arrived(rank: int, world: int, sizes: list[tuple[int, int]], recipe: str, po
         param.data.copy_(torch.randn(param.shape) * torch.rand(len(param)).view(-1, *[1] * (param.dim() - 1)).exp())
     if poison:
         model[0].weight.data[20, 7], model[1].weight.data[-1, -1] = torch.nan, -torch.inf
+    model.to(ranks.device())
     state = hb.quantize_(model, recipe, keep=NOTHING_KEPT).state
     hb.distributed.place_ranks_(model)
     whole = [layer.weight.detach().clone() for layer in model]
@@ -220,7 +222,7 @@ def arrived(rank: int, world: int, sizes: list[tuple[int, int]], recipe: str, po
             fully_shard(model, reshard_after_forward=False)
             hb.distributed.fsdp_gather_nvfp4_(model)
         with watched(quantized.setdefault(how, [])):
-            model(torch.randn(5, sizes[0][1]).bfloat16()).float().square().mean().backward()
+            model(torch.randn(5, sizes[0][1]).to(ranks.device(), torch.bfloat16)).float().square().mean().backward()
         state.advance()
     held = [list(layer.weight.to_local().shape) for layer in model if layer.weight.to_local().numel()]
     model.unshard()
@@ -248,6 +250,7 @@ def columns_arrived(rank: int, world: int, sizes: list[tuple[int, int]], recipe:
     for param in model.parameters():
         param.data.copy_(torch.randn(param.shape) * torch.rand(len(param), 1).exp())
     model[0].weight.data[20, 7], model[1].weight.data[-1, -1] = torch.nan, -torch.inf
+    model.to(ranks.device())
     hb.quantize_(model, recipe, keep=NOTHING_KEPT)
     whole = [layer.weight.detach().clone() for layer in model]
     fully_shard(model, reshard_after_forward=True)
@@ -415,7 +418,7 @@ def ratios(rank: int, world: int, recipes: dict[str, Any]) -> dict[str, tuple[tu
 
 def disagreements(rank: int, world: int) -> list[str]:
     """What each rank is told where ranks are about to gather different things."""
-    mesh, said = init_device_mesh("cpu", (world,)), []
+    mesh, said = ranks.mesh(world), []
 
     def gather(width: int, recipe: str, dtype: torch.dtype | None) -> None:
         model = nn.Sequential(nn.Linear(32, width), nn.Linear(width, 32))

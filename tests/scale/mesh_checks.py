@@ -28,10 +28,11 @@ def run_on(folder: str, model: str, mesh: configs.MeshConfig, out: str, **change
 
 def losses(config: configs.TrainConfig, recipe: str) -> list[float]:
     """Train a run to its end, and return the training loss of every step."""
-    if config.mesh.size == 1:
+    if config.mesh.size == 1 and config.device == "cpu":
         train_checks.train_all(0, 1, [(config, recipe)])
     else:
-        ends = ranks.run(config.mesh.size, train_checks.train_all, [(config, recipe)], seconds=280)
+        how = {"seconds": 280, "device": config.device}
+        ends = ranks.run(config.mesh.size, train_checks.train_all, [(config, recipe)], **how)
         assert all(end == ends[0] for end in ends), "all ranks end with the same weights"
     found = [loss for _, _, loss in train_checks.lines(config, "step")]
     assert len(found) == config.optim.steps

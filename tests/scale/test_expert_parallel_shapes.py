@@ -26,6 +26,15 @@ def drawn(world: int, count: int, seed: int) -> list[tuple]:
     return found
 
 
+def many_shapes(world: int, name: str) -> list[Case]:
+    """Return cases of drawn sizes in every way that tokens travel."""
+    cases = []
+    for i, sizes in enumerate(drawn(world, 60, seed=world)):
+        dispatch, room = ("plain", "nvfp4")[i % 2], (None, 33 * len(sizes[0]))[i % 3 == 0]
+        cases.append(Case(name, sizes, SHAPES[i % 4], padding=i % 3, dispatch=dispatch, capacity=room))
+    return cases
+
+
 @pytest.mark.parametrize("dispatch", ["plain", "nvfp4"])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_every_recipe(world, dispatch):
@@ -47,11 +56,7 @@ def test_bf16_on_four_ranks():
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_mxfp8_bwd", "four_over_six", "rl", "quartet2", "row_scaled"])
 def test_many_shapes(world, name):
-    cases = []
-    for i, sizes in enumerate(drawn(world, 60, seed=world)):
-        dispatch, room = ("plain", "nvfp4")[i % 2], (None, 33 * len(sizes[0]))[i % 3 == 0]
-        cases.append(Case(name, sizes, SHAPES[i % 4], padding=i % 3, dispatch=dispatch, capacity=room))
-    assert ranks.run(world, checks.operands, cases, seconds=900)[0] == []
+    assert ranks.run(world, checks.operands, many_shapes(world, name), seconds=900)[0] == []
 
 
 @pytest.mark.full

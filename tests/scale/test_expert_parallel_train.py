@@ -67,6 +67,11 @@ def test_losses_are_those_of_one_process(folder, mesh, steps, recipe):
     """As far as the balance of routes, which each rank takes of its tokens, and other random bits allow."""
     alone = losses(run_on(folder, "one", f"one {mesh}", steps=steps), recipe)
     shared = losses(run_on(folder, mesh, f"losses {mesh}", steps=steps), recipe)
+    near_one_process(shared, alone)
+
+
+def near_one_process(shared: list[float], alone: list[float]) -> None:
+    """Check losses of ranks that see other tokens and draw other bits than one process."""
     assert abs(shared[0] - alone[0]) < 5e-3
     # FSDP2 alone strays as far from one process, in bf16 by 4.6 % at the last of 50 steps.
     assert all(abs(a - b) < (0.02 if i < 8 else 0.1) * b for i, (a, b) in enumerate(zip(shared, alone, strict=True)))

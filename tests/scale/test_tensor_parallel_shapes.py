@@ -38,15 +38,18 @@ def test_a_llama_block_under_torchs_own_plan():
     assert ranks.run(4, models.each, models.block_operands, every)[0] == []
 
 
+def travelling(world: int, sequences: int) -> list[Case]:
+    """Return cases whose activations travel as codes, or would if blocks fitted."""
+    names = ("nvfp4", "nvfp4_mxfp8_bwd", "rl", "rl_mxfp8", "quartet2", "row_scaled", "requantized", "saved_sr")
+    sizes = [(128 * world * sequences, 40, 33), (3 * world * sequences, 64, 96)]
+    of_sizes = [(name, style, size) for name in names for style in checks.TRAVELLING for size in sizes]
+    return [Case(*one, sequences=sequences) for one in of_sizes]
+
+
 @pytest.mark.parametrize("world, sequences", [(2, 3), pytest.param(4, 2, marks=pytest.mark.full)])
 def test_operands_that_travel_as_codes(world, sequences):
     """Random places of several sequences; parts that blocks do not fit travel in their values."""
-    names = ("nvfp4", "nvfp4_mxfp8_bwd", "rl", "rl_mxfp8", "quartet2", "row_scaled", "requantized", "saved_sr")
-    sizes = [(128 * world * sequences, 40, 33), (3 * world * sequences, 64, 96)]
-    every = [
-        Case(name, style, size, sequences=sequences) for name in names for style in checks.TRAVELLING for size in sizes
-    ]
-    assert ranks.run(world, checks.operands, every, seconds=280)[0] == []
+    assert ranks.run(world, checks.operands, travelling(world, sequences), seconds=280)[0] == []
 
 
 def test_a_llama_block_whose_activations_travel_as_codes():

@@ -79,7 +79,7 @@ def state_of(trainer: loop.Trainer) -> dict[str, torch.Tensor]:
 
 
 def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    return {name: tensor.detach().contiguous().numpy().tobytes() for name, tensor in tensors.items()}
+    return {name: tensor.detach().cpu().contiguous().numpy().tobytes() for name, tensor in tensors.items()}
 
 
 def lines(config: configs.TrainConfig, *kinds: str) -> list[tuple]:
