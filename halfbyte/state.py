@@ -419,8 +419,13 @@ class RunState:
                 have not always drawn from that of the run.
 
         Raises:
-            ValueError: the run has used up its 2**32 streams.
+            ValueError: the run has used up its 2**32 streams, or `count` is negative.
+            TypeError: count is no int.
         """
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"count={count!r}: give an int, the number of streams")
+        if count < 0:
+            raise ValueError(f"count={count}: give a number of streams, 0 or more")
         first = self._streams
         if first + count > STREAM_LIMIT:
             raise ValueError(f"count={count}: {first} of 2**32 streams are taken; use a second RunState, another seed")
