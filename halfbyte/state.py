@@ -415,12 +415,13 @@ class RunState:
 
         Args:
             count: how many.
-            late: they are for a layer that was built without a RunState; a checkpoint may lack them, since such layers
-                have not always drawn from that of the run.
+            late: of a layer built without a RunState; checkpoints of before such layers drew from the run's lack them.
 
         Raises:
-            ValueError: the run has used up its 2**32 streams.
+            ValueError, TypeError: the run has used up its 2**32 streams, or `count` is no number of streams.
         """
+        if not (is_int := type(count) is int) or count < 0:
+            raise (ValueError if is_int else TypeError)(f"count={count!r}: give an int, 0 or more")
         first = self._streams
         if first + count > STREAM_LIMIT:
             raise ValueError(f"count={count}: {first} of 2**32 streams are taken; use a second RunState, another seed")

@@ -243,6 +243,14 @@ def test_streams_run_out_with_an_error():
         state.reserve_streams(1)
 
 
+@pytest.mark.parametrize("count, error", [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("4", TypeError)])
+def test_no_number_of_streams_is_refused(count, error):
+    state = hb.RunState(0)
+    with pytest.raises(error, match="count="):
+        state.reserve_streams(count)
+    assert state.reserve_streams(0) == state.reserve_streams(2) == 0
+
+
 def test_too_many_calls_of_one_module_are_refused():
     layer = hb.nn.Linear(16, 16, recipe="nvfp4", state=hb.RunState(0))
     with pytest.raises(ValueError, match="call=16"):

@@ -29,7 +29,7 @@ from halfbyte.ops.grouped import (
 )
 from halfbyte.ops.mean import grouped_token_sum, quantize_residual, quantize_with_sum, token_mean, token_sum
 from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, row_col_amax, transpose
-from halfbyte.ops.repeat import run
+from halfbyte.ops.repeat import constant, run
 from halfbyte.ops.sums import column_outliers, error_sums, square_sum
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "backends",
     "check_offsets",
     "column_outliers",
+    "constant",
     "decode",
     "define_pass",
     "dequantize",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 from halfbyte.ops.backends import REFERENCE, choose, warn_once
 
@@ -83,6 +84,15 @@ def run(function: Callable, static: tuple, tensors: Sequence[Any], numbers: Sequ
     if (prepared := _prepared()) is None:
         return function(static, tensors, numbers)
     return prepared.call(function, static, tensors, numbers, _past_ops)
+
+
+def constant(make: Callable[[], Tensor]) -> Tensor:
+    """Return make(), a constant that outlives all calls: what `run` records reads it and does not make it again."""
+    with _disable_current_modes():  # who records is not told how it is made
+        tensor = make()
+    if choose(tensor.device, None) == REFERENCE or (prepared := _prepared()) is None:
+        return tensor
+    return prepared.keep(tensor)
 
 
 _BATCHED: Any = torch._C._parse_dispatch_key("VmapMode")

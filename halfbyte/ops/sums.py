@@ -14,18 +14,7 @@ def error_sums(
     signs: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compare values v, rotated if `signs` are given, with what was made of them, q.
-
-    Args:
-        values: [R, C], any strides.
-        restored: q, [R, C], with columns of padding behind them, where v is 0.
-        bounds: fp32 [R, blocks]: the magnitude that a value of each block exceeds if it is saturated.
-        signs: fp32 [size]: of the rotation, whose size it gives.
-
-    Returns:
-        The sums of `halfbyte.arithmetic.ERROR_SUMS`, fp64; and the largest |v| of every block, fp32 [R, blocks], None
-        without `bounds`.
-    """
+    """Return the sums of `halfbyte.reference.error_sums`, fp64, and every block's largest magnitude, fp32 or None."""
     return implementation(values.device, backend or "").error_sums(values, restored, bounds, signs)
 
 

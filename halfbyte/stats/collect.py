@@ -150,14 +150,18 @@ class StatsCollector:
         """Return the statistics of the step, of all ranks together."""
         ledgers = list(self._ledgers.values())
         rows: list[LayerStatistics] = []
+        recipes: dict[Recipe, tuple[str, list[str | None]]] = {}
         if ledgers:
             together = self._reduced(torch.cat([ledger.to(ledgers[0].device) for ledger in ledgers])).cpu()
             for (name, layer), ledger in zip(
                 self._layers.items(), together.split([len(ledger) for ledger in ledgers]), strict=True
             ):
-                about, features = (name, describe_recipe(layer.recipe)), _features(layer)
-                own, experts = read_experts(ledger, about, features, spec_keys(layer.recipe))
-                row = read_ledger(own, about, features, spec_keys(layer.recipe))
+                if layer.recipe not in recipes:
+                    recipes[layer.recipe] = describe_recipe(layer.recipe), spec_keys(layer.recipe)
+                described, keys = recipes[layer.recipe]
+                about, features = (name, described), _features(layer)
+                own, experts = read_experts(ledger, about, features, keys)
+                row = read_ledger(own, about, features, keys)
                 rows.append(replace(row, experts=experts))
         taken = {row.name: TAKEN for row in rows if not self._is_ours(row.name)}
         silent = {row.name: SILENT for row in rows if not row.tensors}

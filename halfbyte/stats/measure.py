@@ -6,7 +6,7 @@ so that temporaries stay small, and every sum is fp64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +18,29 @@ from halfbyte import ops, reference
 from halfbyte.arithmetic import ERROR_SUMS
 from halfbyte.layout import Blocks, Operand
 from halfbyte.reference.scale import candidate_scale, global_scale, scale_bytes, tensor_factors
+from halfbyte.rng import Draw
 from halfbyte.sides import Side
-from halfbyte.spec import FourOverSix, Hadamard, Spec
+from halfbyte.spec import FourOverSix, Hadamard, Spec, parse
 from halfbyte.stats.figures import CLIPPED, OUTLIER, SIDE_SUMS
+
+Run = Callable[[Callable, tuple, Sequence[Tensor | None], Sequence[int]], tuple[tuple, Any]]
+"""`ops.run`, or `anew`."""
 
 CHUNK_ELEMENTS, KERNEL_ELEMENTS = 1 << 24, 1 << 26
 """Of a chunk: 64 MiB in fp32, of which the reference has ten at a time; and where kernels have one."""
 
+NOISE = ERROR_SUMS.index("noise")
+assert ERROR_SUMS[: NOISE + 1] == ("signal", "restored", "noise"), "which `product_sums` returns"
+_COUNTS = ("blocks", "scale_underflow", "chosen", "other_noise")
+assert ("elements", "signal", *ERROR_SUMS[NOISE:], *_COUNTS) == SIDE_SUMS, "which `side_sums` returns"
+
 TILE = 16
 """Rows that share scales in tiles: chunks start at multiples of it."""
+
+
+def anew(function: Callable, static: tuple, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Any:
+    """Do what `ops.run` does and record nothing: for shapes that do not come again."""
+    return function(static, tensors, numbers)
 
 
 def _chunks(t: Tensor) -> Iterator[slice]:
@@ -39,7 +53,11 @@ def _chunks(t: Tensor) -> Iterator[slice]:
 def _signs(side: Side, device: torch.device) -> Tensor | None:
     """Return the signs of a side's rotation, None if it has none."""
     rotation = side.spec.rotation
-    return None if rotation is None else reference.signs(rotation, side.sign_draw, device)
+    if rotation is None:
+        return None
+    if rotation.signs == "fresh":
+        return reference.signs(rotation, side.sign_draw, device)
+    return ops.constant(lambda: reference.signs(rotation, None, device))
 
 
 def values_of_codes(blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
@@ -50,54 +68,86 @@ def values_of_codes(blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
     return ops.dequantize(Operand(part, spec, cols), torch.float32)
 
 
-def side_sums(t: Tensor, side: Side, blocks: Blocks) -> tuple[Tensor, Tensor]:
+def side_sums(t: Tensor, side: Side, blocks: Blocks, run: Run = anew) -> tuple[Tensor, Tensor]:
     """Return the sums of one operand, fp64 [len(SIDE_SUMS)], and the largest magnitude of its values, fp64 [].
 
     Args:
         t: [R, C], any strides, before rotation.
         side: how it was quantized.
         blocks: its bytes, with LINEAR scales.
+        run: what runs the dozens of small ops.
     """
-    other, signs = _other(t, side), _signs(side, t.device)
-    total = torch.zeros(len(SIDE_SUMS), dtype=torch.float64, device=t.device)
-    largest = torch.zeros((), dtype=torch.float64, device=t.device)
+    places = side.draw, side.sign_draw
+    bases = [None if place is None else place.base for place in places]
+    shards = tuple([None if place is None else place[2:] for place in places])
+    fixed, varying = (), tuple([0 if place is None else place.stream for place in places])
+    if side.spec.needs_sign_rng:  # torch draws them, and computes with the value of the stream
+        fixed, varying = varying, fixed
+    sums, _ = run(_side_sums, (side.spec.key, shards, fixed), (t, *blocks, *bases), varying)
+    return sums
+
+
+def _side_sums(static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) -> tuple[tuple[Tensor, Tensor], None]:
+    key, shards, streams = static
+    t, *made, draw_base, sign_base = tensors
+    draw, sign_draw = (
+        None if shard is None else Draw(base, stream, *shard)
+        for base, stream, shard in zip((draw_base, sign_base), streams or numbers, shards, strict=True)
+    )
+    return _sums_of(t, Side(parse(key), draw, sign_draw), Blocks(*made)), None
+
+
+def _sums_of(t: Tensor, side: Side, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    other, signs, limit = _other(t, side), _signs(side, t.device), _limit(blocks, side.spec)
+    sums, maxima = [], []
     for rows in _chunks(t) if t.numel() else ():
-        empty_scale = blocks.block_scale[rows] == 0
-        bounds = torch.where(empty_scale, torch.inf, CLIPPED * _limits(blocks, side.spec, rows))
-        found, maxima = ops.error_sums(t[rows], values_of_codes(blocks, side.spec, rows), bounds, signs)
-        assert maxima is not None, "there are bounds"
-        filled = maxima > 0
-        sums = dict(zip(ERROR_SUMS, found, strict=True)) | {
-            "elements": torch.full((), maxima.numel() * side.spec.block_length, device=t.device),
-            "blocks": torch.count_nonzero(filled),
-            "scale_underflow": torch.count_nonzero(filled & empty_scale),
-            "chosen": _chosen(maxima, blocks, side.spec, rows),
-            "other_noise": _other_noise(t, other, rows),
-        }
-        total += torch.stack([sums[name].double() for name in SIDE_SUMS])
-        largest = torch.maximum(largest, maxima.amax().double())
-    return total, largest
+        scale = blocks.block_scale[rows]
+        empty_scale = scale == 0
+        bounds = _values_of_scales(scale, side.spec).mul_(limit[rows] if limit.dim() else limit)
+        bounds.masked_fill_(empty_scale, torch.inf)
+        found, largest = ops.error_sums(t[rows], values_of_codes(blocks, side.spec, rows), bounds, signs)
+        assert largest is not None, "there are bounds"
+        filled = largest > 0
+        counts = torch.stack((filled, filled & empty_scale)).sum((1, 2)).double()
+        elements = _number(largest.numel() * side.spec.block_length, t.device)
+        beside = _chosen(largest, blocks, side.spec, rows), _other_noise(t, other, rows)
+        sums.append(torch.cat((elements, found[:1], found[NOISE:], counts, *beside)))
+        maxima.append(largest.amax())
+    if len(sums) == 1:
+        return sums[0], maxima[0].double()
+    if not sums:
+        zeros = torch.zeros(len(SIDE_SUMS) + 1, dtype=torch.float64, device=t.device)
+        return zeros[1:], zeros[0]
+    return torch.stack(sums).sum(0), torch.stack(maxima).amax().double()
 
 
-def _nothing(device: torch.device) -> Tensor:
-    return torch.full((), torch.nan, device=device)
+def _number(value: float, device: torch.device) -> Tensor:
+    """Return fp64 [1]; what is recorded does not fill it again."""
+    return ops.constant(lambda: torch.full((1,), value, dtype=torch.float64, device=device))
 
 
-def _limits(blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
-    """Return the largest magnitude that every block can hold, fp32 [R, blocks]."""
-    scale = blocks.block_scale[rows]
+def _values_of_scales(scale: Tensor, spec: Spec) -> Tensor:
+    """Return what the bytes of scales stand for, fp32."""
     if not spec.format.has_amax:
-        return torch.exp2(scale.float() - spec.format.scale.bias) * spec.format.element.max
-    factor = global_scale(blocks.amax, spec)
-    factor = factor[rows, None] if spec.has_row_amax else factor
-    return scale.view(torch.float8_e4m3fn).float() * factor * spec.format.element.max
+        return torch.exp2(scale.float() - spec.format.scale.bias)
+    return scale.view(torch.float8_e4m3fn).float()
+
+
+def _limit(blocks: Blocks, spec: Spec) -> Tensor:
+    """Return the magnitude that saturates a block whose scale is 1, fp32 [], or [R, 1] with an amax for every row."""
+    most = CLIPPED * spec.format.element.max
+    if not spec.format.has_amax:
+        return torch.full((), most, device=blocks.qdata.device)
+    factor = global_scale(blocks.amax, spec) * most
+    return factor[:, None] if spec.has_row_amax else factor
 
 
 def _chosen(maxima: Tensor, blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
     """Return how many blocks that are not all 0 have another scale than that of the candidate 1."""
     if not isinstance(spec.scaling, FourOverSix):
-        return _nothing(maxima.device)
-    factors: Any = tensor_factors(blocks.amax, spec)  # type: ignore[arg-type]  # candidates are NVFP4's
+        return _number(torch.nan, maxima.device)
+    amaxes = blocks.amax.reshape(-1)  # a vector: of one number on the CPU its value would be asked
+    factors = tensor_factors(amaxes, spec)  # type: ignore[arg-type]  # candidates are NVFP4's
     if spec.has_row_amax:
         factors = factors.rows(rows.start, rows.stop)
     of_block = maxima
@@ -105,7 +155,7 @@ def _chosen(maxima: Tensor, blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
         tiles = pad(maxima, (0, 0, 0, -maxima.shape[0] % TILE)).unflatten(0, (-1, TILE)).amax(1)
         of_block = tiles.repeat_interleave(TILE, 0)[: maxima.shape[0]]
     standard = scale_bytes(candidate_scale(of_block, factors, 1.0))
-    return torch.count_nonzero((blocks.block_scale[rows] != standard) & (maxima > 0))
+    return ((blocks.block_scale[rows] != standard) & (maxima > 0)).sum().double().reshape(1)
 
 
 def _other(t: Tensor, side: Side) -> tuple[Side, Blocks] | None:
@@ -127,32 +177,51 @@ def _other(t: Tensor, side: Side) -> tuple[Side, Blocks] | None:
 
 def _other_noise(t: Tensor, other: tuple[Side, Blocks] | None, rows: slice) -> Tensor:
     if other is None:
-        return _nothing(t.device)
+        return _number(torch.nan, t.device)
     side, blocks = other
     found, _ = ops.error_sums(t[rows], values_of_codes(blocks, side.spec, rows), signs=_signs(side, t.device))
-    return found[ERROR_SUMS.index("noise")]
+    return found[NOISE : NOISE + 1]
 
 
-def tensor_sums(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def tensor_sums(t: Tensor, run: Run = anew) -> tuple[Tensor, Tensor, Tensor]:
     """Return the numbers of elements and outliers, fp64 [2], the outliers of each column [C], the largest magnitude.
 
     Args:
         t: [R, C].
+        run: what runs the small ops.
     """
-    rows, cols = t.shape
-    columns = torch.zeros(cols, dtype=torch.float64, device=t.device)
-    amax = torch.zeros((), dtype=torch.float64, device=t.device)
-    if t.numel():
-        limit = OUTLIER * (ops.square_sum(t) / t.numel()).sqrt()
-        for part in _chunks(t):
-            columns += ops.column_outliers(t[part], limit)
-        amax = t.abs().amax().double()
-    return torch.stack((torch.full_like(amax, rows * cols), columns.sum())), columns, amax
+    sums, _ = run(_tensor_sums, (), (t,), ())
+    return sums
 
 
-def product_sums(got: Tensor, wanted: Tensor) -> Tensor:
-    """Return elements and sums of squares of wanted, got and their difference, fp64 [4]."""
-    found, _ = ops.error_sums(wanted, got)
-    sums = dict(zip(ERROR_SUMS, found, strict=True))
-    elements = torch.full_like(sums["noise"], got.numel())
-    return torch.stack((elements, sums["signal"], sums["restored"], sums["noise"]))
+def _tensor_sums(
+    static: tuple, tensors: Sequence[Any], numbers: Sequence[int]
+) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
+    (t,) = tensors
+    if not t.numel():
+        nothing = torch.zeros(t.shape[1], dtype=torch.float64, device=t.device)
+        return (nothing.new_zeros(2), nothing, nothing.new_zeros(())), None
+    limit = OUTLIER * (ops.square_sum(t) / t.numel()).sqrt()
+    chunks = [t] if t.is_cuda else [t[rows] for rows in _chunks(t)]  # kernels have no temporaries
+    counts = [ops.column_outliers(part, limit) for part in chunks]
+    columns = counts[0] if len(counts) == 1 else torch.stack(counts).sum(0)
+    amax = torch.linalg.vector_norm(t, torch.inf).double()
+    return (torch.cat((_number(t.numel(), t.device), columns.sum(0, keepdim=True))), columns, amax), None
+
+
+def product_sums(got: Tensor, a: Tensor, b: Tensor, run: Run = anew) -> Tensor:
+    """Return elements and sums of squares of a b.T, got and their difference, fp64 [4].
+
+    Args:
+        got: [M, N].
+        a, b: [M, K] and [N, K].
+        run: what runs the small ops.
+    """
+    (sums,), _ = run(_product_sums, (), (got, a, b), ())
+    return sums
+
+
+def _product_sums(static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) -> tuple[tuple[Tensor], None]:
+    got, a, b = tensors
+    found, _ = ops.error_sums(ops.gemm_nt(a, b, out_dtype=torch.float32), got)
+    return (torch.cat((_number(got.numel(), got.device), found[: NOISE + 1])),), None

@@ -35,7 +35,7 @@ from halfbyte.rng import Draw
 from halfbyte.sides import Side
 from halfbyte.spec import Spec
 from halfbyte.stats.figures import PRODUCTS, SIDES, TENSORS, Entries, entries
-from halfbyte.stats.measure import product_sums, side_sums, tensor_sums
+from halfbyte.stats.measure import Run, anew, product_sums, side_sums, tensor_sums
 
 
 def observed_outputs(
@@ -100,10 +100,18 @@ class Observed:
         request, needs, streams: of the call.
         tensors: x, n each of weights and their amaxes, n + 1 bases; where the gradients are there too, n of them, then
             two amaxes of x and two of each gradient, None for its own: those with which the call quantized.
+        run: `ops.run` where other calls will have the same shapes.
     """
 
-    def __init__(self, request: Request, needs: Sequence[bool], tensors: Sequence[Any], streams: Sequence[int]) -> None:
-        n = request.count
+    def __init__(
+        self,
+        request: Request,
+        needs: Sequence[bool],
+        tensors: Sequence[Any],
+        streams: Sequence[int],
+        run: Run = anew,
+    ) -> None:
+        n, self.run = request.count, run
         x, *rest = tensors
         self.request, self.needs, self.streams = request, tuple(needs), streams
         self.x = x.reshape(matrix_shape(x.shape))
@@ -120,11 +128,32 @@ class Observed:
         """Return where an operand draws; its codes are kept."""
         return Place(draw, self.signs, stream, signs, (False, False))
 
+    def measured(
+        self,
+        names: tuple[str, str],
+        t: Tensor,
+        specs: tuple[Spec | None, Spec | None],
+        place: Place,
+        amaxes: ops.Amaxes,
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Quantize t and t.T as a layer does and return {name: sums and largest magnitude} of what is quantized."""
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def quantize(t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
+            made = ops.quantize_row_col(t, row, col)
+            for name, side, blocks, turned in zip(names, (row, col), made, (t, t.T), strict=True):
+                if side is not None and blocks is not None:
+                    found[name] = side_sums(turned, side, blocks, self.run)
+            return made
+
+        both(t, *specs, place, amaxes, quantize)
+        return found
+
 
 def observe(seen: Observed, ledgers: dict[int, Tensor]) -> None:
     """Add what was seen to the ledgers of the layers with these numbers."""
     recipe = seen.recipe
-    x_parts, x_tensor, forward = _sides_of_x(seen), tensor_sums(seen.x), _forward(seen, ledgers)
+    x_parts, x_tensor, forward = _sides_of_x(seen), tensor_sums(seen.x, seen.run), _forward(seen, ledgers)
     for i, ledger in ledgers.items():
         w, dy = seen.weights[i], seen.dys[i].reshape(matrix_shape(seen.dys[i].shape))
         parts = entries(ledger, w.shape[1], w.shape[0])
@@ -132,10 +161,10 @@ def observe(seen: Observed, ledgers: dict[int, Tensor]) -> None:
         specs = gradient_specs(recipe, need_dx, need_dw)
         place = seen.place(seen.draws[i], DY, (DGRAD_SIGNS, WGRAD_SIGNS))
         sides = x_parts | _sides_of_w(w, seen, i)
-        sides |= measured(("dy.row", "dy.col"), dy, specs, place, seen.dy_amaxes[i])
+        sides |= seen.measured(("dy.row", "dy.col"), dy, specs, place, seen.dy_amaxes[i])
         _add_sides(parts, sides)
-        _add_tensors(parts, (x_tensor, tensor_sums(w), tensor_sums(dy)))
-        _add_products(parts, _products(seen, forward, i, dy), (seen.x, w, dy))
+        _add_tensors(parts, (x_tensor, tensor_sums(w, seen.run), tensor_sums(dy, seen.run)))
+        _add_products(parts, _products(seen, forward, i, dy), (seen.x, w, dy), seen.run)
 
 
 def _sides_of_w(w: Tensor, seen: Observed, i: int) -> dict:
@@ -146,10 +175,10 @@ def _sides_of_w(w: Tensor, seen: Observed, i: int) -> dict:
     amaxes = ops.Amaxes(*(amax if takes_amax(spec) else None for spec in specs))
     place = seen.place(seen.draws[i], W, (FPROP_SIGNS, DGRAD_SIGNS))
     if recipe.backward == "original":
-        return measured(names, w, specs, place, amaxes)
-    row = measured(names, w, (specs[0], None), place, amaxes)
+        return seen.measured(names, w, specs, place, amaxes)
+    row = seen.measured(names, w, (specs[0], None), place, amaxes)
     again = _dequantized(w, specs[0], place, amaxes)
-    return row | measured(names, again, (None, specs[1]), place, ops.Amaxes())
+    return row | seen.measured(names, again, (None, specs[1]), place, ops.Amaxes())
 
 
 def _sides_of_x(seen: Observed) -> dict:
@@ -162,32 +191,15 @@ def _sides_of_x(seen: Observed) -> dict:
     if recipe.channels is not None and recipe.channels.kind == "mxfp8":
         x, amaxes = x.index_fill(1, outlier_index(x, recipe.channels), 0), ops.Amaxes()
     if recipe.backward == "original":
-        return measured(names, x, specs, place, amaxes)
-    row = measured(names, x, (specs[0], None), place, amaxes)
-    return row | measured(names, _dequantized(x, specs[0], place, amaxes), (None, specs[1]), place, ops.Amaxes())
+        return seen.measured(names, x, specs, place, amaxes)
+    row = seen.measured(names, x, (specs[0], None), place, amaxes)
+    return row | seen.measured(names, _dequantized(x, specs[0], place, amaxes), (None, specs[1]), place, ops.Amaxes())
 
 
 def _dequantized(t: Tensor, spec: Spec | None, place: Place, amaxes: ops.Amaxes) -> Tensor:
     """Return the values of fprop's operand, which a dequantized backward quantizes again."""
     row, _ = both(t, spec, None, place, amaxes)
     return ops.dequantize(row, t.dtype) if isinstance(row, ops.Operand) else row
-
-
-def measured(
-    names: tuple[str, str], t: Tensor, specs: tuple[Spec | None, Spec | None], place: Place, amaxes: ops.Amaxes
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Quantize t and t.T as a layer does and return {name: sums and largest magnitude} of what is quantized."""
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def quantize(t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
-        made = ops.quantize_row_col(t, row, col)
-        for name, side, blocks, turned in zip(names, (row, col), made, (t, t.T), strict=True):
-            if side is not None and blocks is not None:
-                found[name] = side_sums(turned, side, blocks)
-        return made
-
-    both(t, *specs, place, amaxes, quantize)
-    return found
 
 
 def _operands_of(seen: Observed) -> list[Tensor | None]:
@@ -219,23 +231,29 @@ def _products(seen: Observed, forward: tuple[list[Tensor], list], i: int, dy: Te
 def _add_sides(parts: Entries, sides: dict[str, tuple[Tensor, Tensor]]) -> None:
     for name, (sums, largest) in sides.items():
         i = SIDES.index(name)
-        parts.sides[i] += sums
-        parts.amaxes[i] = torch.maximum(parts.amaxes[i], largest)
+        parts.sides[i].add_(sums)
+        _raise(parts.amaxes[i], largest)
+
+
+def _raise(maximum: Tensor, other: Tensor) -> None:
+    """Make a maximum, [], the larger of both."""
+    torch.maximum(maximum, other, out=maximum)
 
 
 def _add_tensors(parts: Entries, found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
     for i, (sums, columns, amax) in enumerate(found):
-        parts.tensors[i] += sums
+        parts.tensors[i].add_(sums)
         parts.channels[i].add_(columns)
-        parts.amaxes[len(SIDES) + i] = torch.maximum(parts.amaxes[len(SIDES) + i], amax)
+        _raise(parts.amaxes[len(SIDES) + i], amax)
 
 
-def _add_products(parts: Entries, products: dict[str, Tensor], operands: tuple[Tensor, Tensor, Tensor]) -> None:
+def _add_products(
+    parts: Entries, products: dict[str, Tensor], operands: tuple[Tensor, Tensor, Tensor], run: Run
+) -> None:
     x, w, dy = operands
     pairs = {"y": (x, w), "dx": (dy, w.T), "dw": (dy.T, x.T)}
     for name, got in products.items():
-        a, b = pairs[name]
-        parts.products[PRODUCTS.index(name)] += product_sums(got, ops.gemm_nt(a, b, out_dtype=torch.float32))
+        parts.products[PRODUCTS.index(name)].add_(product_sums(got, *pairs[name], run))
 
 
 def _observe_linear(
@@ -245,7 +263,7 @@ def _observe_linear(
     which = [i for i, flag in enumerate(flags.split(",")) if flag == "1"]
     ledgers = [ledger.data for ledger in ledgers]  # no new version: another call of the layer has saved its ledger too
     with torch.no_grad():
-        seen = Observed(replace(request, save=True), needs, tensors, list(streams))
+        seen = Observed(replace(request, save=True), needs, tensors, list(streams), ops.run)
         observe(seen, dict(zip(which, ledgers, strict=True)))
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from halfbyte.schedule import Schedule, parse_schedule
 from halfbyte.spec import Recipe
+from halfbyte.state import POSITION_LIMIT
 from halfbyte.train import model as models
 from halfbyte.train import options, treatment
 from halfbyte.train.documents import TEXT_FIELD
@@ -194,6 +195,11 @@ class TrainConfig:
             raise ValueError(f"seed={self.seed}: give 0 <= seed < 2**63")
         if not 0 <= self.bits < 1 << 15:
             raise ValueError(f"bits={self.bits}: give 0 <= bits < 32768")
+        if self.optim.steps * self.data.accumulate >= POSITION_LIMIT:
+            raise ValueError(
+                f"steps={self.optim.steps}, accumulate={self.data.accumulate}: a run has fewer than 2**31 "
+                "micro-batches, which its random places count; give fewer steps"
+            )
         self.schedule()
         self._check_mesh()
 

@@ -115,8 +115,7 @@ class Trainer:
         self.ranks.compare(self.identity, differences)
         self.parallel = parallel.Parallel(config.mesh, self.device)
         shape = replace(models.model_preset(config.model), vocab_size=data.vocab_size)
-        self.model = models.Decoder(shape)
-        models.initialise_(self.model, config.seed)
+        self.model = models.initialised(shape, config.seed)
         self.ranks.together(lambda: tune.begin_(self.model, config, data))
         self.teacher = self.ranks.together(lambda: tune.teacher_of(config, data, self.device))
         if not self.parallel.is_sharded:  # else blocks go there one by one, each with its part alone

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from halfbyte import selective_checkpoint_ops
@@ -226,6 +227,26 @@ def _run(block: nn.Module, recompute: Recompute, *inputs: Tensor | None) -> tupl
     return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
 
+class _Undrawn(TorchFunctionMode):
+    """Leaves out torch's own random initial weights, which for 8B parameters take a minute."""
+
+    DRAWING = frozenset(("kaiming_uniform_", "uniform_", "normal_"))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in self.DRAWING:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def initialised(config: ModelConfig, seed: int) -> Decoder:
+    """Return a decoder on the CPU with the weights of `initialise_`; torch's generator stays where it is."""
+    with _Undrawn():
+        model = Decoder(config)
+    initialise_(model, seed)
+    return model
+
+
 def initialise_(model: Decoder, seed: int) -> None:
     """Fill the weights from `seed` so that signals keep their size at any width; norms become one.
 
@@ -241,7 +262,11 @@ def initialise_(model: Decoder, seed: int) -> None:
                 parameter.fill_(1.0)
                 continue
             std = _initial_std(name, parameter, model.config)
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            in_place = parameter.device.type == "cpu" and parameter.dtype == torch.float32 and parameter.is_contiguous()
+            drawn = parameter if in_place else torch.empty(parameter.shape)
+            drawn.normal_(0.0, std, generator=generator)
+            if not in_place:
+                parameter.copy_(drawn)
 
 
 def _initial_std(name: str, parameter: Tensor, config: ModelConfig) -> float:

@@ -32,6 +32,17 @@ def test_wrong_values_are_named(kind, wrong):
     assert str(value) in str(error.value)
 
 
+def test_a_run_has_no_more_micro_batches_than_random_places():
+    most = config.OptimConfig(steps=(1 << 30) - 1)
+    replace(config.tiny(), optim=most, data=config.DataConfig(accumulate=2))
+    for changes in (
+        {"optim": config.OptimConfig(steps=10**22)},
+        {"optim": most, "data": config.DataConfig(accumulate=3)},
+    ):
+        with pytest.raises(ValueError, match=r"steps=\d+, accumulate=\d: a run has fewer than 2\*\*31 micro-batches"):
+            replace(config.tiny(), **changes)
+
+
 def test_identity_leaves_out_where_the_run_goes():
     one = config.tiny()
     elsewhere = replace(one, run=config.RunConfig(out=Path("elsewhere"), log_every=1))

@@ -126,3 +126,18 @@ def test_tied_embeddings_are_one_parameter():
     decoder = model.Decoder(shape)
     assert decoder.lm_head.weight is decoder.embed_tokens.weight
     assert sum(p.numel() for p in decoder.parameters()) == shape.parameters
+
+
+@pytest.mark.parametrize("name", ["nano", "moe-tiny"])
+def test_initial_weights_are_drawn_once(name):
+    """torch's own are not drawn before, and none of them is left."""
+    config = model.model_preset(name)
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    found = model.initialised(config, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    wanted = model.Decoder(config)
+    model.initialise_(wanted, 3)
+    assert found.state_dict().keys() == wanted.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found.buffers(), wanted.buffers(), strict=True))

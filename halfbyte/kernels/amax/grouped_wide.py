@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.amax.rotated import load_groups, narrowed
+from halfbyte.kernels.amax.rotated import narrowed
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import rotate_wide as rw
 from halfbyte.kernels.device.decode import cast
@@ -28,8 +28,11 @@ def load_lines(x, start, end, local, i_side, cols, SIZE: tl.constexpr, COLUMNS: 
     """
     if COLUMNS:
         col = i_side + tl.max_contiguous(tl.arange(0, T), 1)  # a thread holds whole groups
-        p_x, stride = x.ptr + start.to(tl.int64) * x.stride_r, tl.cast(x.stride_r, tl.int64)
-        return pm.to_fp32(load_groups(p_x, local.to(tl.int64), end - start, col, cols, stride, x.stride_c, SIZE, False))
+        # Steps that all lines share, and what is left of the group: each serves an address and, in int32, its mask.
+        step, stride = tl.arange(0, SIZE), tl.cast(x.stride_r, tl.int64)
+        first = x.ptr + (start.to(tl.int64) + local) * stride + col.to(tl.int64) * x.stride_c
+        inside = (col < cols)[:, None] & (step < end - start - local)[None, :]
+        return pm.to_fp32(tl.load(first[:, None] + (step * stride)[None, :], mask=inside, other=0))
     else:
         row = start + local + tl.arange(0, T)
         col = i_side + tl.arange(0, SIZE)
