@@ -201,7 +201,7 @@ def cut(operand: ops.Operand | Tensor, part: Part, side: int) -> ops.Operand | T
     blocks, spec, cols, scale_layout = operand
     if not part.is_summed(side):
         has_rows = spec.format.has_amax and spec.has_row_amax and blocks.amax.numel() > 0
-        amax = blocks.amax[..., start:stop] if has_rows else blocks.amax
+        amax = blocks.amax[..., start:stop].contiguous() if has_rows else blocks.amax
         scale = blocks.block_scale[..., start:stop, :] if blocks.block_scale.numel() else blocks.block_scale
         return ops.Operand(Blocks(blocks.qdata[..., start:stop, :], scale, amax), spec, cols, scale_layout)
     padded = round_up(cols, spec.alignment)

@@ -10,6 +10,7 @@ from torch.library import opcheck
 
 import halfbyte as hb
 from halfbyte import reference
+from halfbyte.functional.split import LayerSplit, Part, cut
 from halfbyte.kernels import backend
 from halfbyte.kernels.gemm.grouped import clear_tail, grouped_gemm_nt
 from halfbyte.kernels.quantize import grouped_route, route
@@ -223,6 +224,19 @@ class TestProducts:
         self.check((self.experts, 64, COLS), dy.mT, col, self.rows)
         self.check((self.experts, 64, COLS), dy.mT, x.mT, self.rows)
         self.check((self.rows, COLS), dy, w.mT, 64)  # experts with contiguous columns
+
+    def test_a_part_of_operands_with_an_amax_a_row(self):
+        """As ranks that share experts by features cut them out of the whole operands."""
+        spec, split = SPECS["row"], LayerSplit(dim="N", borders=(0, 3, self.N), cuts=(0, 3, self.N), rank=1, group="")
+        x, dy, w = exact(self.rows, COLS), exact(self.rows, self.N), exact(self.experts, self.N, COLS)
+        w[:, 4] *= 8  # rows and experts have amaxes of their own
+        row, col = reference.grouped_quantize_row_col(x, self.offsets, *both_sides(spec, spec))
+        _, dy_col = reference.grouped_quantize_row_col(dy, self.offsets, *both_sides(None, spec))
+        w_row, _ = reference.grouped_quantize_row_col(w, None, *both_sides(spec, None))
+        of_w = cut(Operand(w_row, spec, COLS), Part(split, 0, split.borders), 0)
+        of_dy = cut(Operand(dy_col, spec, self.rows), Part(split, 1, split.borders), 1)
+        self.check((self.rows, self.N - 3), Operand(row, spec, COLS), of_w, COLS)
+        self.check((self.experts, self.N - 3, COLS), of_dy, Operand(col, spec, self.rows), self.rows)
 
     def test_chains_of_a_long_contraction(self, monkeypatch):
         monkeypatch.setattr("halfbyte.kernels.gemm.route.MAX_CHAIN", 64)
