@@ -68,7 +68,8 @@ def _training(here: Here) -> list[tuple[str, str]]:
             ("pip install 'halfbyte[train]'", f"first, for train and compare: {', '.join(here.missing)} is missing")
         ]
     again = {"begun": f"goes on with {COMPARED}", "done": f"shows the table of {COMPARED} again"}.get(here.comparison)
-    found = [("halfbyte compare", again or "five recipes on a small model: a table, a picture; minutes on two cores")]
+    where = "on this GPU" if "triton" in here.backends else "on two cores"
+    found = [("halfbyte compare", again or f"five recipes on a small model: a table, a picture; minutes {where}")]
     if "triton" in here.backends:
         found.append(
             (

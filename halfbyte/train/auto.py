@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 import halfbyte as hb
+from halfbyte.train import config as configs
 from halfbyte.train import graphs
 from halfbyte.train import model as models
 from halfbyte.train.config import TrainConfig
@@ -28,6 +29,10 @@ STEPS_THAT_PAY = 100
 MOST_GRAPHS = 96
 """Of a block: training and validation of the first, of quantized and of kept blocks, again for every recipe."""
 GRAPHS_OF_A_RECIPE = 6
+PRESET = "auto"
+"""Of `--preset`: what `preset_here` chooses."""
+MIDDLE, LARGE = 50_000_000, 1_000_000_000
+"""Parameters from which on a model is trained on sequences of 1,024 tokens, and on half of them at a time."""
 WITH_TP = "layers that ranks share (--tp) run neither fused nor compiled, and no graph captures their communication"
 WITH_CODES = "layers whose weights arrive as NVFP4 codes run eagerly"
 
@@ -64,6 +69,27 @@ def facts(device: torch.device) -> Facts:
         return Facts(device="cpu")
     triton = next(status for status in hb.backends(device) if status.name == "triton")
     return Facts(device=device.type, no_kernels="" if triton.available else triton.reason)
+
+
+def preset_here(model: str | None) -> tuple[TrainConfig, str]:
+    """Return the preset of a command that names none, and a line on why; "" on a machine without a GPU.
+
+    Args:
+        model: that the command names, None for none.
+    """
+    here = facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if here.device == "cpu":
+        return configs.two_cores(), ""
+    if here.no_kernels:
+        return configs.two_cores(), f"preset: two_cores, {_no_gpu(here)}; --preset small_gpu takes the GPU all the same"
+    shape = models.PRESETS.get(model or "")  # one that there is not is refused with all options
+    name, size = ("one_gpu", shape.parameters) if shape and shape.parameters >= MIDDLE else ("small_gpu", 0)
+    preset = configs.training_preset(name)
+    if size >= LARGE:  # within 80 GB, with fp32 masters and AdamW's states
+        halved = replace(preset.data, batch=preset.data.batch // 2, accumulate=preset.data.accumulate * 2)
+        preset = replace(preset, data=halved)
+    of = f" and a model of {size / 1e6:,.0f}M parameters" if size else ""
+    return preset, f"preset: {name}, for this GPU{of}; --preset two_cores trains on the CPU"
 
 
 def choose_options(config: TrainConfig, facts: Facts, begun: Mapping[str, bool]) -> dict[Option, OptionChoice]:

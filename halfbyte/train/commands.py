@@ -34,7 +34,6 @@ from halfbyte.train.ranks import World, is_lost, joined, lost_in_words
 from halfbyte.values import split_outside
 
 Options = TypeVar("Options", "Train", "Compare")
-PRESET = "two_cores"
 FAILED = 1
 LATEST = "from its last checkpoint"
 
@@ -46,8 +45,9 @@ class Train:
     recipe: str = "nvfp4"
     """A recipe of `halfbyte.recipes`, with options as in `nvfp4(rht=64,sr=off)`; with `@all` behind it no layer stays
     in high precision; `+late(0.2)`, `+schedule(…)`, `+bits(1)` and `+order` change the run (docs/studies.md)."""
-    preset: str = PRESET
-    """Where the defaults below come from: two_cores, two_cores_moe, one_gpu, tiny."""
+    preset: str = auto.PRESET
+    """Where the defaults below come from: two_cores, two_cores_moe, small_gpu, one_gpu, tiny. auto: on a GPU one_gpu
+    for a --model of 50M parameters or more, else small_gpu; without one two_cores."""
     config: configs.TrainConfig = field(default_factory=configs.two_cores)
 
 
@@ -62,8 +62,9 @@ class Compare:
     """Several seeds, as in `0,1,2`: every recipe is trained with each, and gaps are paired by seed, with intervals."""
     workers: int = 1
     """Runs side by side, each a process with a GPU of its own; 0: as many as there are GPUs."""
-    preset: str = PRESET
-    """Where the defaults below come from: two_cores, two_cores_moe, one_gpu, tiny."""
+    preset: str = auto.PRESET
+    """Where the defaults below come from: two_cores, two_cores_moe, small_gpu, one_gpu, tiny. auto: on a GPU one_gpu
+    for a --model of 50M parameters or more, else small_gpu; without one two_cores."""
     config: configs.TrainConfig = field(default_factory=configs.two_cores)
 
 
@@ -83,7 +84,9 @@ def _command(
     """Run a command on this rank, and end it with one line, of one rank, whatever ends it."""
     with joined(launch.launched()) as ranks:
         try:
-            options = _parse(kind, arguments, out)
+            options, why = _parse(kind, arguments, out)
+            if why and ranks.is_first:
+                ranks.say(why)
             ranks.compare(_asked(options), configs.differences)
         except Exception as error:
             if ranks.size > 1:
@@ -237,7 +240,7 @@ def config_of_options(
     Args:
         arguments: the options.
         out: folder of the run.
-        preset: where values come from that are not given; by default that of `--preset`.
+        preset: where values come from that are not given; by default that of `--preset`, two_cores on any machine.
 
     Raises:
         ValueError: an option names a recipe, which belongs elsewhere.
@@ -245,20 +248,31 @@ def config_of_options(
     named = [one for one in arguments if one.partition("=")[0] in ("--recipe", "--out", "--seed")]
     if named:
         raise ValueError(f"options: {named[0]!r} is said for each run; leave it out")
+    name, words = _peeked(Train, arguments, "preset"), _with_values(list(arguments))
     if preset is None:
-        return _parse(Train, list(arguments), out).config
-    given = Train(config=replace(preset, run=replace(preset.run, out=out)))
-    words = _with_values(list(arguments))
-    return _read(Train, words, given).config
+        preset = configs.two_cores() if name in (None, auto.PRESET) else configs.training_preset(name)
+    return _read(Train, words, Train(config=replace(preset, run=replace(preset.run, out=out)))).config
 
 
-def _parse(kind: type[Options], arguments: list[str], out: Path) -> Options:
-    """Read the options of one command; `--preset` is looked up first, because it sets the defaults of the others."""
-    peek = ArgumentParser(prog=_prog(kind), add_help=False, allow_abbrev=False)
-    peek.add_argument("--preset", default=PRESET)
-    preset = configs.training_preset(peek.parse_known_args(arguments)[0].preset)
+def _parse(kind: type[Options], arguments: list[str], out: Path) -> tuple[Options, str]:
+    """Read the options of one command, and say which preset was chosen where none is named.
+
+    `--preset` and `--model` are looked up first, because they set the defaults of the others.
+    """
+    name, why = _peeked(kind, arguments, "preset"), ""
+    if name in (None, auto.PRESET):
+        preset, why = auto.preset_here(_peeked(kind, arguments, "model"))
+    else:
+        preset = configs.training_preset(name)
     preset = replace(preset, run=replace(preset.run, out=out))
-    return _read(kind, _with_values(arguments), kind(config=preset))
+    return _read(kind, _with_values(arguments), kind(config=preset)), why
+
+
+def _peeked(kind: type[Options], arguments: Sequence[str], option: str) -> str | None:
+    """Return the value that arguments give to an option, None for none."""
+    peek = ArgumentParser(prog=_prog(kind), add_help=False, allow_abbrev=False)
+    peek.add_argument(f"--{option}")
+    return getattr(peek.parse_known_args(arguments)[0], option)
 
 
 def _read(kind: type[Options], arguments: list[str], default: Options) -> Options:

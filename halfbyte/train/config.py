@@ -370,6 +370,11 @@ def two_cores() -> TrainConfig:
     )
 
 
+def small_gpu() -> TrainConfig:
+    """The same on a GPU: seconds a recipe as a CUDA graph, so that compiling blocks would take the longest."""
+    return replace(two_cores(), device="auto", dtype="auto", compile="off")
+
+
 def two_cores_moe() -> TrainConfig:
     """The same with 8 experts, 2 per token."""
     shape = two_cores()
@@ -402,7 +407,9 @@ def tiny() -> TrainConfig:
     )
 
 
-PRESETS: dict[str, Callable[[], TrainConfig]] = {f.__name__: f for f in (two_cores, two_cores_moe, one_gpu, tiny)}
+PRESETS: dict[str, Callable[[], TrainConfig]] = {
+    f.__name__: f for f in (two_cores, two_cores_moe, small_gpu, one_gpu, tiny)
+}
 
 
 def training_preset(name: str) -> TrainConfig:

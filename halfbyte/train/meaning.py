@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from halfbyte.train import divergence, treatment
-from halfbyte.train.config import TrainConfig
+from halfbyte.train.config import TrainConfig, one_gpu
+from halfbyte.train.model import model_preset
 from halfbyte.train.recorded import speed
 
 NEAR_PERCENT = 1.0
@@ -95,7 +96,11 @@ def _is_native() -> bool:
     return any(backend.name == "native" and backend.available for backend in backends())
 
 
+def _is_small(config: TrainConfig) -> bool:
+    return model_preset(config.model).parameters < model_preset(one_gpu().model).parameters
+
+
 def _next(config: TrainConfig, has_gpu: bool) -> str:
     larger = "halfbyte compare --preset one_gpu --out runs/one_gpu"
-    where = f"this machine's GPU: {larger}" if has_gpu and config.device == "cpu" else "your model: docs/quickstart.md"
+    where = f"this machine's GPU: {larger}" if has_gpu and _is_small(config) else "your model: docs/quickstart.md"
     return f"Next: your text: halfbyte compare --corpus FILE --out runs/mine; {where}."

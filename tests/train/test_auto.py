@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 import halfbyte as hb
 from halfbyte import cli
 from halfbyte.ops.backends import BackendStatus
-from halfbyte.train import auto, compare, graphs, loop
+from halfbyte.train import auto, commands, compare, graphs, loop
 from halfbyte.train import config as configs
 from halfbyte.train import model as models
 from halfbyte.train.auto import Facts
@@ -198,6 +199,47 @@ def identity(out):
     return json.loads((out / "config.json").read_text())["identity"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "facts", "wanted", "said"),
+    [
+        ([], CPU, "two_cores", ""),
+        (["--model", "125m"], CPU, "two_cores", ""),
+        ([], GPU, "small_gpu", "for this GPU;"),
+        (["--model", "moe-10m"], GPU, "small_gpu", "for this GPU;"),
+        (["--model", "125m"], GPU, "one_gpu", "a model of 125M parameters"),
+        (["--model=moe-60m", "--preset", "auto"], GPU, "one_gpu", "a model of 60M parameters"),
+        (["--model", "125m", "--preset", "two_cores"], GPU, "two_cores", ""),
+        (["--model", "125m", "--preset", "small_gpu"], CPU, "small_gpu", ""),
+        (["--model", "125m"], OLD_GPU, "two_cores", "on this GPU (sm_75 is older than sm_80)"),
+    ],
+)
+def test_the_preset_of_a_command_that_names_none(monkeypatch, arguments, facts, wanted, said):
+    pytest.importorskip("tyro")
+    monkeypatch.setattr(auto, "facts", lambda device: facts)
+    out = configs.RunConfig(out=Path("runs/there")).out
+    options, why = commands._parse(commands.Compare, arguments, out)
+    preset = configs.training_preset(wanted)
+    model = next((one.split("=")[-1] for one in arguments if one.split("=")[-1] in models.PRESETS), preset.model)
+    assert options.config == replace(preset, model=model, run=replace(preset.run, out=out))
+    assert (said in why and f"preset: {wanted}, " in why) if said else not why
+
+
+def test_a_gpu_trains_large_models_half_a_batch_at_a_time(monkeypatch):
+    monkeypatch.setattr(auto, "facts", lambda device: GPU)
+    whole, (half, _) = configs.one_gpu().data, auto.preset_here("1b")
+    assert (half.data.batch, half.data.accumulate) == (whole.batch / 2, whole.accumulate * 2)
+    assert half.data.tokens_per_step == whole.tokens_per_step and auto.preset_here("300m")[0].data == whole
+
+
+def test_a_study_has_the_presets_of_its_file_on_any_machine(monkeypatch):
+    pytest.importorskip("tyro")
+    monkeypatch.setattr(auto, "facts", lambda device: GPU)
+    out = Path("runs/there")
+    found = commands.config_of_options(["--model", "125m"], out)
+    assert found == replace(configs.two_cores(), model="125m", run=replace(configs.two_cores().run, out=out))
+    assert commands.config_of_options(["--preset=one_gpu"], out).data == configs.one_gpu().data
+
+
 def test_the_default_command_on_a_pretended_gpu(folder, run, pretended, capsys):
     pytest.importorskip("tyro")
     pretended()
@@ -328,7 +370,7 @@ def test_options_with_and_without_a_value(kind, arguments, expected, tmp_path):
     pytest.importorskip("tyro")
     from halfbyte.train import commands
 
-    config = commands._parse(getattr(commands, kind), arguments, tmp_path).config
+    config = commands._parse(getattr(commands, kind), arguments, tmp_path)[0].config
     assert (config.fuse, config.compile, config.run.graph) == expected
 
 

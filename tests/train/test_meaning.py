@@ -53,3 +53,6 @@ def test_divergence_is_told_from_a_gap():
 def test_what_comes_next_depends_on_the_machine():
     assert "--preset one_gpu" in lines(BASE, CONTROL, has_gpu=True)[4]
     assert "docs/quickstart.md" in lines(BASE, CONTROL, has_gpu=False)[4]
+    small, large = config.small_gpu(), config.one_gpu()  # both trained on it
+    assert "--preset one_gpu" in meaning.closing_lines(small, [BASE, CONTROL], has_gpu=True)[4]
+    assert "docs/quickstart.md" in meaning.closing_lines(large, [BASE, CONTROL], has_gpu=True)[4]
