@@ -30,6 +30,7 @@ from halfbyte.functional.dispatch import check_row
 from halfbyte.functional.earlier import ExpertAmaxes, GradientAmaxes, of_expert_gradients, refuse_delayed
 from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
+from halfbyte.functional.group import waited
 from halfbyte.functional.group_bias import with_bias
 from halfbyte.functional.grouped_checks import check_grouped_call
 from halfbyte.functional.grouped_split import both_of_part, part_of_experts
@@ -285,13 +286,10 @@ class _Call(NamedTuple):
         return self.split is None or self.split.dim != "K" or self.split.rank == 0
 
     def run(self, function: Any, static: tuple, tensors: Sequence[Any], stream: int) -> tuple[tuple, Any]:
-        """Return what a pass returns; one that asks other ranks is no record of launches."""
-        run = ops.run if self.split is None else _at_once
-        return run(function, static, tensors, (stream,))
-
-
-def _at_once(function: Any, static: tuple, tensors: Sequence[Any], streams: tuple[int]) -> tuple[tuple, Any]:
-    return function(static, tensors, streams)
+        """Return what a pass returns; what ranks sent each other before is awaited."""
+        if self.split is not None:
+            tensors = [None if t is None else waited(t) for t in tensors]
+        return ops.run(function, static, tensors, (stream,))
 
 
 class _GroupedLinear(torch.autograd.Function):

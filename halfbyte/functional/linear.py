@@ -39,6 +39,7 @@ from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transfor
 from halfbyte.functional.earlier import GradientAmaxes, in_pairs, of_gradients
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.functional.frozen import frozen_operands
+from halfbyte.functional.group import waited
 from halfbyte.functional.operands import (
     Saved,
     flatten_operands,
@@ -192,9 +193,9 @@ def run_call(call: Call | None, tensors: tuple, x_shape: torch.Size, n: int) -> 
 
 
 def _run(function: Any, static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, Any]:
-    """Return what a pass returns; one that asks other ranks is no record of launches."""
+    """Return what a pass returns; what ranks sent each other before is awaited: a record takes what is here."""
     if static[0].splits is not None or static[0].tokens is not None:
-        return function(static, tensors, streams)
+        tensors = [None if t is None else waited(t) for t in tensors]
     return ops.run(function, static, tensors, streams)
 
 

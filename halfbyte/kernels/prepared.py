@@ -44,6 +44,9 @@ ALLOCATIONS = frozenset(
     for op in (_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided)
 )
 
+COLLECTIVES = "_c10d_functional"
+"""The namespace of ops by which ranks tell each other something."""
+
 Function = Callable[..., Any]
 
 
@@ -271,7 +274,8 @@ class Recorder(TorchDispatchMode):
             root = None if base is None or self.refusal else self._roots[self._slots[id(base)]]
             self._know(tensor, slot, root)
             slots.append(slot)
-        self.steps.append(Op(func, *filled, tuple(slots), not func._schema.is_mutable))
+        is_sent = func.namespace == COLLECTIVES  # other ranks wait for it, whoever reads what it returns
+        self.steps.append(Op(func, *filled, tuple(slots), not (func._schema.is_mutable or is_sent)))
 
     def launched(self, launched: Launched) -> None:
         """Record a launch."""
