@@ -32,6 +32,7 @@ def grouped_wide_kernel(
     SIZE: tl.constexpr = RULE.group
     UNITS: tl.constexpr = 16 if RULE.decoded else 1
     PARTS: tl.constexpr = TILE_ROWS // SIZE if COLUMNS else 1
+    HALVED: tl.constexpr = RULE.eden and SIZE == 128  # 118 registers for 173: two programs a multiprocessor
     side = tl.program_id(0) % side_tiles
     tile = tl.program_id(0) // (side_tiles * PARTS)
     group, start, end, first = group_of_tile(tile, tile_group_ptr, table_ptr)
@@ -67,7 +68,7 @@ def grouped_wide_kernel(
     own = WrittenOperand(Pointers(p_q, p_scale, p_amax, p_draw), sizes.blocks, places, constants)
     factors = sc.operand_factors(p_amax, out.constants, RULE)
     pairs = rw.rotated_pairs(narrowed(values, x.ptr.dtype.element_ty == tl.bfloat16), flips, RULE)
-    quantize_lines(pairs, line, place, own, lines, factors, RULE, False, False)
+    quantize_lines(pairs, line, place, own, lines, factors, RULE, False, HALVED)
     if COLUMNS and not (STACKED or RULE.decoded):
         clear_padding(p_scale, storage // 16, per_row, local // 16, side * T, x.cols, out.blocks, SIZE // 16, T)
 
