@@ -36,7 +36,8 @@ def steps(case: str, records: Sequence[Record]) -> str:
     lines = [(_cells(record, _title(case, record.values)), [record.stamp]) for record in chosen]
     measured = ["step, ms", "of bf16's shared alike", "one GPU's multiple", "launched in, ms", "peak, GiB"]
     table = recorded(["", "GPUs", "recipe", *measured], lines)
-    return f"{_about(chosen[0].values)}\n\n{table}\n\n{_bytes(case, chosen)}"
+    devices = " and ".join(sorted({str(record.run["device"]) for record in chosen}))
+    return f"{_about(chosen[0].values, devices)}\n\n{table}\n\n{_bytes(case, chosen)}"
 
 
 def _place(case: str, record: Record) -> tuple[Any, ...]:
@@ -44,10 +45,10 @@ def _place(case: str, record: Record) -> tuple[Any, ...]:
     return v["world"], list(WAYS[case]).index(v["way"]), v["has_capacity"], v["recipe"]
 
 
-def _about(v: dict[str, Any]) -> str:
+def _about(v: dict[str, Any], devices: str) -> str:
     """Return the sentence above a table."""
     tokens = f"{v['tokens']:,} tokens " + ("of one sequence" if v["case"] == "parallel/dense" else "of each rank")
-    return f"Forward and backward of {v['layers']} blocks of `{v['model']}`, bf16 parameters, {tokens}, eager, medians:"
+    return f"Forward and backward of {v['layers']} blocks of `{v['model']}`, bf16 parameters, {tokens}, eager, {devices}, medians:"
 
 
 def _title(case: str, v: dict[str, Any]) -> str:
