@@ -37,7 +37,7 @@ class Counted:
 
 @pytest.fixture
 def no_records(monkeypatch):
-    monkeypatch.setattr(prepared, "_RECORDS", {})
+    monkeypatch.setattr(prepared, "_RECORDS", prepared.Records())
 
 
 def reason() -> str | None:

@@ -224,8 +224,8 @@ def prepare(
             is_frozen[i], cached[i] = True, frozen_operands(w, recipe, dtype or x.dtype, cached[i])
     if dtype is not None:
         x, weights, biases = cast_inputs(dtype, x, weights, biases, [covers(c, recipe) for c in cached])
-    is_plain = not recipe.specs and out_dtype in (None, x.dtype)
-    if is_plain and not any(is_frozen) and all(g is None for g in grads):
+    is_more = any(is_frozen) or any([g is not None for g in grads])
+    if not recipe.specs and out_dtype in (None, x.dtype) and not is_more:
         check_call(x, weights, biases, recipe, grads, cached)
         places_of(rng, n, recipe)
         return None, (x, *weights, *biases)

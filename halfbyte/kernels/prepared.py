@@ -20,23 +20,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from halfbyte.kernels import launch
+from halfbyte.kernels import known, launch
 from halfbyte.kernels.calling import Shape
+from halfbyte.kernels.known import ALIGNMENT, Records
 from halfbyte.kernels.launch import Launch, Launched, Pointer, Program, Varying, with_parts
 
 MAX_RECORDS = 4096
 """Requests that are kept, the latest; a model of 100 layers of ten shapes has some hundreds."""
 
-ALIGNMENT = 16
-LARGEST_INT32 = (1 << 31) - 1
 ONE_ALLOCATION = 2 << 20
 """Bytes of what only launches use that a record allocates at once; more would live longer than it has to."""
 
 SECTOR = 512
 """Alignment of memory, in bytes, as torch's allocator gives it."""
-
-MARGIN = 1 << 12
-"""What a launcher may add to a number that varies."""
 
 _aten = torch.ops.aten
 ALLOCATIONS = frozenset(
@@ -305,9 +301,12 @@ class Record:
         given: tensors of a call, constants excluded.
         outputs: what the function returned: tensors and None.
         value: that it returned beside them.
+        aligned: whether all tensors begin where memory is aligned, and those of every call have to.
     """
 
-    def __init__(self, recorder: Recorder, given: int, outputs: Sequence[Tensor | None], value: Any) -> None:
+    def __init__(
+        self, recorder: Recorder, given: int, outputs: Sequence[Tensor | None], value: Any, aligned: bool = False
+    ) -> None:
         returned = [None if out is None else recorder.slot_of(out) for out in outputs]
         wanted = {slot for slot in returned if slot is not None}
         constants = {recorder.slot_of(tensor) or 0: tensor for tensor in recorder.constants}
@@ -317,11 +316,19 @@ class Record:
                 constants[step.slot] = step.constant()
         steps = _needed(recorder.steps, wanted, set(constants))
         self.steps = _together(steps, wanted | set(constants), recorder.count)
-        self._repeat = _function(self.steps, (given, returned, value), constants)
+        self._repeat = _function(self.steps, (given, returned, value), constants, aligned)
 
     def __call__(self, tensors: Sequence[Tensor | None], numbers: Sequence[int], stream: int) -> tuple[tuple, Any]:
-        """Repeat it with other tensors."""
-        return self._repeat(tensors, numbers, stream, launch.hooked())
+        """Repeat it with other tensors; return None, and do nothing, if one begins elsewhere within 16 bytes."""
+        if not torch._C._is_any_autocast_enabled():
+            return self._repeat(tensors, numbers, stream, launch.hooked())
+        kind = next(tensor.device.type for tensor in tensors if tensor is not None)
+        enabled = torch.is_autocast_enabled(kind)
+        torch.set_autocast_enabled(kind, False)  # its casts are among the steps; a context costs ten times this
+        try:
+            return self._repeat(tensors, numbers, stream, launch.hooked())
+        finally:
+            torch.set_autocast_enabled(kind, enabled)
 
 
 def _needed(steps: list[Any], wanted: set[int], constants: set[int]) -> list[Any]:
@@ -362,12 +369,20 @@ def _together(steps: list[Any], known: set[int], new_slot: int) -> list[Any]:
     return found
 
 
-def _function(steps: list[Any], ends: tuple[int, list[int | None], Any], constants: dict[int, Tensor]) -> Callable:
+def _function(
+    steps: list[Any], ends: tuple[int, list[int | None], Any], constants: dict[int, Tensor], aligned: bool
+) -> Callable:
     """Return a function of (tensors, numbers, stream, watched) that takes the steps.
 
     It is made from its text, like Triton's binders and dataclasses: a call is then a line for each step, with nothing
     to look up. Memory that nobody reads any more goes back to the allocator, which gives it to what comes next on the
     stream.
+
+    Args:
+        steps: in order.
+        ends: how many tensors are given, which slots are returned, and the value beside them.
+        constants: tensors by slot.
+        aligned: whether to return None at once where a tensor is not.
     """
     given, returned, value = ends
     program = Program()
@@ -383,8 +398,15 @@ def _function(steps: list[Any], ends: tuple[int, list[int | None], Any], constan
     lines.append("".join(f"{program.name(slot)}, " for slot in range(given)) + "= tensors")
     most = max((v.place for step in steps for v in getattr(step, "numbers", ())), default=-1)
     lines += [f"n{i} = numbers[{i}]" for i in range(most + 1)]
+    pointed = set().union(*(step.used for step in steps if isinstance(step, Launch)))
+    known = sorted(slot for slot in pointed if slot < given or slot in constants)
+    lines += map(program.known_address, known)
+    addresses = [program.address(slot) for slot in known if slot < given]
+    if aligned and addresses:
+        lines.append(f"if ({' | '.join(addresses)}) & {ALIGNMENT - 1}: return None")
     for i, step in enumerate(steps):
         lines.append(step.line(program))
+        lines += [program.known_address(slot) for slot in step.made if slot in pointed and slot not in known]
         if i in over:
             lines.append(" = ".join(map(program.name, over[i])) + " = None")
     outputs = "".join(f"{None if slot is None else program.name(slot)}, " for slot in returned)
@@ -393,22 +415,14 @@ def _function(steps: list[Any], ends: tuple[int, list[int | None], Any], constan
     return program.values["repeat"]
 
 
-_RECORDS: dict[Hashable, Record | str] = {}
+_RECORDS = Records()
 _LOCK = threading.Lock()
+_stream = known.current_stream
 
 
-def _place_of(tensor: Tensor) -> Hashable:
-    """Return what of a tensor decides how a request is met."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT
-
-
-def _width_of(number: int) -> int:
-    """Return what of a number decides whether kernels take its sums as 32 or 64 bits: near the limit, all of it."""
-    return 0 if number <= LARGEST_INT32 - MARGIN else min(number, LARGEST_INT32 + 1)
-
-
-def _autocast(device: torch.device) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+def again(*request: Any) -> tuple[tuple, Any] | None:
+    """Return what `call` does of a request that looks like an earlier one; None of others, whose tensors are any."""
+    return known.repeat(_RECORDS, request)
 
 
 def call(
@@ -441,34 +455,18 @@ def call(
     return _call(function, (static, tensors, numbers), (device, _stream(device)), around)
 
 
-def _stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index)
-
-
 def _call(
     function: Function, arguments: tuple, where: tuple[torch.device, int], around: Callable[[], AbstractContextManager]
 ) -> tuple[tuple, Any]:
     static, tensors, numbers = arguments
     if launch.watcher() is not None:
         return function(static, tensors, numbers)
-    given = [tensor for tensor in tensors if tensor is not None]
-    ids = list(map(id, given))
-    same = None if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
-    there = tuple([tensor is not None for tensor in tensors])
-    widths = tuple([_width_of(number) for number in numbers])
-    device, stream = where
-    cast = _autocast(device)
-    # Kernels of the default stream share a workspace, the others have their own.
-    key = function, static, there, tuple(map(_place_of, given)), same, widths, cast, stream == 0
+    key, usual = known.key_of((function, static, tensors, numbers), where)
     record = _RECORDS.get(key)
     if type(record) is Record:
-        if cast is None:
-            return record(tensors, numbers, stream)
-        torch.set_autocast_enabled(device.type, False)  # its casts are among the steps; a context costs ten times this
-        try:
-            return record(tensors, numbers, stream)
-        finally:
-            torch.set_autocast_enabled(device.type, True)
+        if usual:
+            known.remember(_RECORDS, (function, static, tensors, numbers), where[1], record)
+        return record(tensors, numbers, where[1])
     if record is not None:
         return function(static, tensors, numbers)
     recorder = Recorder(tensors)
@@ -476,7 +474,7 @@ def _call(
     with recorder, launch.watching(recorder), around():
         outputs, value = function(static, tensors, varying)
     if recorder.refusal is None:
-        record = Record(recorder, len(tensors), outputs, value)
+        record = Record(recorder, len(tensors), outputs, value, usual)
     _keep(key, recorder.refusal or record)
     return outputs, value
 
@@ -486,6 +484,7 @@ def _keep(key: Hashable, record: Record | str | None) -> None:
     with _LOCK:
         while len(_RECORDS) >= MAX_RECORDS:
             del _RECORDS[next(iter(_RECORDS))]
+            _RECORDS.alike.clear()
         _RECORDS[key] = record
 
 
