@@ -40,6 +40,7 @@ from halfbyte.functional.earlier import GradientAmaxes, in_pairs, of_gradients
 from halfbyte.functional.foreign import PLAIN, is_sharded
 from halfbyte.functional.frozen import frozen_operands
 from halfbyte.functional.operands import (
+    Beside,
     Saved,
     flatten_operands,
     unflatten_operands,
@@ -224,8 +225,7 @@ def prepare(
             is_frozen[i], cached[i] = True, frozen_operands(w, recipe, dtype or x.dtype, cached[i])
     if dtype is not None:
         x, weights, biases = cast_inputs(dtype, x, weights, biases, [covers(c, recipe) for c in cached])
-    is_more = any(is_frozen) or any([g is not None for g in grads])
-    if not recipe.specs and out_dtype in (None, x.dtype) and not is_more:
+    if not recipe.specs and out_dtype in (None, x.dtype) and not any(is_frozen) and all(g is None for g in grads):
         check_call(x, weights, biases, recipe, grads, cached)
         places_of(rng, n, recipe)
         return None, (x, *weights, *biases)
@@ -260,10 +260,6 @@ def _draws(
         return [None] * (n + 1)
     signs = places[0].signs_on(device) if recipe.needs_sign_rng else None
     return [*[place.on(device) for place in places], signs]
-
-
-class Beside(list):
-    """The last arguments of an autograd function, which nobody differentiates: each that it sees costs the host."""
 
 
 class _SharedLinear(torch.autograd.Function):

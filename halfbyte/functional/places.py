@@ -25,7 +25,7 @@ def places_of(rng: AnyPhilox | Sequence[AnyPhilox] | None, n: int, recipe: Recip
         )
     if isinstance(rng, AnyPhilox):
         return [rng.at(i * STREAMS_PER_LINEAR) for i in range(n)]
-    if not isinstance(rng, Sequence) or not all([isinstance(place, AnyPhilox) for place in rng]):
+    if not isinstance(rng, Sequence) or [place for place in rng if not isinstance(place, AnyPhilox)]:
         raise TypeError(f"rng={rng!r}: give hb.Philox(seed, offset), or a list of one per weight")
     if len(rng) != n:
         raise ValueError(f"rng has {len(rng)} places for {n} weights: give one place, or one per weight")

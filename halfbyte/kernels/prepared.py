@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from halfbyte.kernels import known, launch
 from halfbyte.kernels.calling import Shape
 from halfbyte.kernels.known import ALIGNMENT, Records
 from halfbyte.kernels.launch import Launch, Launched, Pointer, Program, Varying, with_parts
+from halfbyte.kernels.steps import Allocation, Op, Slot, View, map_nested, tensors_in
 
 MAX_RECORDS = 4096
 """Requests that are kept, the latest; a model of 100 layers of ten shapes has some hundreds."""
@@ -41,124 +41,6 @@ ALLOCATIONS = frozenset(
 )
 
 Function = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Memory that is not initialized."""
-
-    slot: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    pure = True
-    used: frozenset[int] = frozenset()
-
-    def line(self, program: Program) -> str:
-        """Return a line that does it."""
-        named = program.constant(self.dtype), program.constant(self.device)
-        if self.device.type == "cuda":
-            new = f"{program.constant(empty_on_gpu)}({self.shape}, {self.stride}, {named[0]})"
-        else:
-            empty = program.constant(torch.empty_strided)
-            new = f"{empty}({self.shape}, {self.stride}, dtype={named[0]}, device={named[1]})"
-        return f"{program.name(self.slot)} = {new}"
-
-    def constant(self) -> Tensor:
-        """Return the tensor itself, where it holds nothing."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-
-    @property
-    def made(self) -> tuple[int, ...]:
-        """The slots that it fills."""
-        return (self.slot,)
-
-    @property
-    def bytes(self) -> int:
-        """From its first element to its last."""
-        last = sum((n - 1) * stride for n, stride in zip(self.shape, self.stride, strict=True))
-        return (last + 1) * self.dtype.itemsize if 0 not in self.shape else 0
-
-
-class _Slot(int):
-    """Stands for a tensor among the arguments of an op."""
-
-
-@dataclass(frozen=True)
-class Op:
-    """A torch op, such as a view or a sum.
-
-    made: a slot for each tensor that it returned, in order; those of tensors that it was given, too.
-    pure: whether it is needed only for what it returns.
-    """
-
-    function: Any
-    arguments: tuple[Any, ...]
-    named: dict[str, Any]
-    made: tuple[int, ...]
-    pure: bool
-
-    def line(self, program: Program) -> str:
-        """Return a line that does it."""
-        given = [_text(argument, program) for argument in self.arguments]
-        given += [f"{name}={_text(argument, program)}" for name, argument in self.named.items()]
-        call = f"{program.constant(self.function)}({', '.join(given)})"
-        returns = self.function._schema.returns
-        if self.used.issuperset(self.made):  # changed in place: it has its name, which may be that of a constant
-            return call
-        names = ", ".join(map(program.name, self.made))
-        if len(returns) == 1 and str(returns[0].type) == "Tensor":
-            return f"{names} = {call}"
-        return f"{names}, = {program.constant(_tensors)}({call})"
-
-    @property
-    def used(self) -> set[int]:
-        """The slots that it reads."""
-        return {int(slot) for slot in _found((self.arguments, self.named), _Slot)}
-
-
-def _text(value: Any, program: Program) -> str:
-    """Return how the text of a program says an op's argument."""
-    if isinstance(value, _Slot):
-        return program.name(value)
-    if type(value) in (tuple, list) and _found(value, _Slot):
-        inside = "".join(f"{_text(item, program)}, " for item in value)
-        return f"[{inside}]" if type(value) is list else f"({inside})"
-    return program.constant(value)
-
-
-def _empty_on_gpu() -> Callable[[tuple, tuple, torch.dtype], Tensor]:
-    """Return the function with which inductor's code allocates on the current GPU, or torch's own."""
-    try:
-        return torch._C._dynamo.guards._empty_strided_cuda
-    except AttributeError:
-        return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
-
-
-empty_on_gpu = _empty_on_gpu()
-
-
-def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Return nested arguments with `change` of everything of one type in its place."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map(item, kind, change) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_map(item, kind, change) for item in value)
-    return value
-
-
-def _found(value: Any, kind: type) -> list[Any]:
-    found: list[Any] = []
-    _map(value, kind, found.append)
-    return found
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return _found(value, Tensor)
 
 
 def _names_of(part: str) -> list[str]:
@@ -228,11 +110,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        used = _tensors((args, kwargs))
+        used = tensors_in((args, kwargs))
         result = func(*args, **kwargs)
         if self.refusal:
             return result
-        made = _tensors((result,))
+        made = tensors_in((result,))
         if func is _aten.detach.default and self._own(args[0]):  # of what a factory made
             self._know(result, self._slots[id(args[0])], self._roots[self._slots[id(args[0])]])
             return result
@@ -256,8 +138,8 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _record_op(self, func: Any, given: tuple, used: list[Tensor], made: list[Tensor]) -> None:
-        filled = _map(given, Tensor, lambda tensor: _Slot(self.slot_of(tensor) or 0))
-        slots = []
+        filled = map_nested(given, Tensor, lambda tensor: Slot(self.slot_of(tensor) or 0))
+        slots, view = [], None
         for tensor in made:
             if id(tensor) in self._slots:  # changed in place
                 slots.append(self._slots[id(tensor)])
@@ -267,7 +149,15 @@ class Recorder(TorchDispatchMode):
             root = None if base is None or self.refusal else self._roots[self._slots[id(base)]]
             self._know(tensor, slot, root)
             slots.append(slot)
-        self.steps.append(Op(func, *filled, tuple(slots), not func._schema.is_mutable))
+            if base is not None and len(used) == len(made) == 1 and self._own(base) and base.dtype == tensor.dtype:
+                view = tuple(tensor.shape), tensor.stride(), tensor.storage_offset() - base.storage_offset()
+        step = func, *filled, tuple(slots), not func._schema.is_mutable
+        self.steps.append(Op(*step) if view is None or func._schema.is_mutable else View(*step, *view))
+
+    def alone(self, wanted: set[int]) -> set[int]:
+        """Return the slots of which nothing that is returned shares memory with something else that is."""
+        memory = [self._roots[slot][0] for slot in wanted]
+        return {slot for slot, (root, _) in self._roots.items() if memory.count(root) <= 1}
 
     def launched(self, launched: Launched) -> None:
         """Record a launch."""
@@ -282,7 +172,7 @@ class Recorder(TorchDispatchMode):
                     offset = tensor.data_ptr() - start if tensor.numel() else 0  # nothing lies nowhere
                     pointers[name] = Pointer(root, offset, tensor.dtype)
                 return Shape.of(argument) if isinstance(argument, TensorDescriptor) else None
-            if _tensors((argument,)):
+            if tensors_in((argument,)):
                 self.refuse(f"{launched.kernel.__name__} takes a tuple of tensors without names, {name}")
             elif type(argument) is Varying and not launched.kernel.unspecialized.intersection(_names_of(name)):
                 self.refuse(f"{launched.kernel.__name__} is compiled for the value of {name}")
@@ -314,7 +204,11 @@ class Record:
         for step in recorder.steps:
             if isinstance(step, Allocation) and 0 in step.shape and step.slot not in wanted | viewed:
                 constants[step.slot] = step.constant()
-        steps = _needed(recorder.steps, wanted, set(constants))
+        alone = recorder.alone(wanted)  # else torch has to know of views that what it keeps was changed by another name
+        steps = [
+            step.as_op() if isinstance(step, View) and step.made[0] not in alone else step for step in recorder.steps
+        ]
+        steps = _needed(steps, wanted, set(constants))
         self.steps = _together(steps, wanted | set(constants), recorder.count)
         self._repeat = _function(self.steps, (given, returned, value), constants, aligned)
 

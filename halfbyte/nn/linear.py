@@ -195,7 +195,7 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
             refuse_foreign((("x", x), ("its weight", weight), ("its bias", bias)), layer)
     places = [layer.place(call, weight.device) for layer, weight in zip(layers, weights, strict=True)]
     grads = [getattr(weight, "main_grad", None) for weight in weights]
-    if any([layer.transposed for layer in layers]):
+    if [layer for layer in layers if layer.transposed]:
         weights = [_as_rows(layer, weight) for layer, weight in zip(layers, weights, strict=True)]
         grads = [_as_rows(layer, grad) for layer, grad in zip(layers, grads, strict=True)]
     cached = [
@@ -247,7 +247,7 @@ def _weight_amaxes(
     x: Tensor, modules: Sequence[LinearLayer], cached_weights: Sequence[CachedWeight | None]
 ) -> list[Tensor | None]:
     """Return each module's shared weight amax, computed once per group and where nothing is cached."""
-    if not any([module.amax_group for module in modules]):
+    if not [module for module in modules if module.amax_group]:
         return [None] * len(modules)
     dtype = autocast_dtype(x.device)
     known: list[tuple[LinearLayer, Tensor]] = []

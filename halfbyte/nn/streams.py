@@ -265,7 +265,7 @@ class FollowsRecipe(_Base):
         state = self.run_state
         if state is None:
             return None
-        if state.base.device != device and device.type != "meta":  # shapes alone: nothing moves to where it has no value
+        if state.base.device != device and device.type != "meta":  # shapes alone: there it has no value
             state.to(device)
         if not torch.compiler.is_compiling():
             return state.philox(self._stream + call * STREAMS_PER_LINEAR)

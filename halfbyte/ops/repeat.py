@@ -36,6 +36,7 @@ def _prepared() -> Any:
 BODIES: dict[Any, Callable] = {}
 """The body of every op, by torch.ops.halfbyte.NAME."""
 
+
 class _Thread(threading.local):
     is_past_ops = False
 
