@@ -306,7 +306,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: tuple, x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         # torch.compile without gradients drops ctx where there are as many arguments as parameters; here, never.
-        rest = rest[0] if type(rest[0]) is Beside else rest
+        rest = tuple(rest[0]) if type(rest[0]) is Beside else rest
         offsets, main_grad, base, sign_base = rest[:4]
         call, ctx.stream, ctx.late, ctx.lacks = how
         needs = tuple([call.save and need for need in ctx.needs_input_grad[1:3]])

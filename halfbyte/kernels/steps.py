@@ -146,10 +146,12 @@ def map_nested(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def found_in(value: Any, kind: type) -> list[Any]:
+    """Return what nested arguments hold of one type, in order."""
     found: list[Any] = []
     map_nested(value, kind, found.append)
     return found
 
 
 def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of nested arguments, in order."""
     return found_in(value, Tensor)
