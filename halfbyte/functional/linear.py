@@ -191,7 +191,17 @@ def run_call(call: Call | None, tensors: tuple, x_shape: torch.Size, n: int) -> 
         outputs = _SharedLinear.apply(call, *tensors[: 2 * n + 1], Beside(tensors[2 * n + 1 :]))
     else:  # nothing is differentiated, and an autograd function costs the host as much as three launches
         outputs = _run(forward_pass, (call.request, (False,) * (n + 1)), tensors, call.streams)[0][:n]
-    return outputs if len(x_shape) == 2 else tuple([from_rows(y, x_shape) for y in outputs])
+        outputs = _shaped(call.request, outputs, tensors[0].shape)
+    if len(x_shape) == 2:
+        return outputs
+    return tuple([y if y.shape[:-1] == x_shape[:-1] else from_rows(y, x_shape) for y in outputs])
+
+
+def _shaped(request: Request, outputs: tuple[Tensor, ...], x_shape: torch.Size) -> tuple[Tensor, ...]:
+    """Return outputs [M, N_i] in the shape of x, where that is no view and all of them is here."""
+    if len(x_shape) == 2 or request.splits is not None or request.tokens is not None:
+        return outputs
+    return tuple([ops.in_shape(y, (*x_shape[:-1], y.shape[-1])) for y in outputs])
 
 
 def _run(function: Any, static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, Any]:
@@ -263,7 +273,7 @@ def _draws(
 
 
 class _SharedLinear(torch.autograd.Function):
-    """x [..., K] and n weights in, n outputs [M, N_i] out: a view from here would refuse changes in place.
+    """x [..., K] and n weights in, n outputs [M, N_i] or [..., N_i] out, no views: these would refuse changes in place.
 
     `tensors` is n each of weights (None where frozen), biases, amaxes, main_grads, n + 1 rng bases, the last of the
     signs, then two amaxes of x, then the tensors of cached weights, then those of GradientAmaxes where there are any.
@@ -272,11 +282,12 @@ class _SharedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-        if type(tensors[-1]) is Beside:
+        is_eager = type(tensors[-1]) is Beside
+        if is_eager:
             tensors = (*tensors[:-1], *tensors[-1])
         outputs, kept = run_forward(ctx, call, x, tensors)
         ctx.save_for_backward(*kept)
-        return outputs
+        return _shaped(call.request, outputs, x.shape) if is_eager else outputs
 
     @staticmethod
     @first_order(LINEAR)
@@ -329,7 +340,9 @@ def note(ctx: Any, call: Call, x: Tensor, tensors: Sequence[Any]) -> None:
 def as_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return what `gradients_of` returned as an autograd function returns it."""
     dx, *others = gradients
-    dx = dx if dx is None or len(ctx.x_shape) == 2 else dx.view(ctx.x_shape)
+    if dx is not None and len(ctx.x_shape) != 2:
+        shaped = ops.in_shape(dx, ctx.x_shape)
+        dx = shaped if shaped.shape == ctx.x_shape else dx.view(ctx.x_shape)
     return None, dx, *others, *[None] * (len(ctx.needs_input_grad) - 2 - len(others))
 
 

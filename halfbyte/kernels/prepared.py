@@ -72,6 +72,7 @@ class Recorder(TorchDispatchMode):
         self._seen: list[Tensor] = []  # kept alive, so that no two have one id
         self._roots: dict[int, tuple[int, int]] = {}
         self.count, self._given = 0, len(tensors)
+        self.present = {slot for slot, tensor in enumerate(tensors) if tensor is not None}
         for tensor in tensors:
             slot = self._new_slot()
             if tensor is not None and id(tensor) not in self._slots:
@@ -210,7 +211,9 @@ class Record:
         ]
         steps = _needed(steps, wanted, set(constants))
         self.steps = _together(steps, wanted | set(constants), recorder.count)
-        self._repeat = _function(self.steps, (given, returned, value), constants, aligned)
+        self._repeat = _function(
+            self.steps, (given, returned, value), constants, recorder.present if aligned else set()
+        )
 
     def __call__(self, tensors: Sequence[Tensor | None], numbers: Sequence[int], stream: int) -> tuple[tuple, Any]:
         """Repeat it with other tensors; return None, and do nothing, if one begins elsewhere within 16 bytes."""
@@ -264,7 +267,7 @@ def _together(steps: list[Any], known: set[int], new_slot: int) -> list[Any]:
 
 
 def _function(
-    steps: list[Any], ends: tuple[int, list[int | None], Any], constants: dict[int, Tensor], aligned: bool
+    steps: list[Any], ends: tuple[int, list[int | None], Any], constants: dict[int, Tensor], aligned: set[int]
 ) -> Callable:
     """Return a function of (tensors, numbers, stream, watched) that takes the steps.
 
@@ -276,7 +279,7 @@ def _function(
         steps: in order.
         ends: how many tensors are given, which slots are returned, and the value beside them.
         constants: tensors by slot.
-        aligned: whether to return None at once where a tensor is not.
+        aligned: slots of tensors that have to be; where one is not, None is returned at once.
     """
     given, returned, value = ends
     program = Program()
@@ -293,11 +296,10 @@ def _function(
     most = max((v.place for step in steps for v in getattr(step, "numbers", ())), default=-1)
     lines += [f"n{i} = numbers[{i}]" for i in range(most + 1)]
     pointed = set().union(*(step.used for step in steps if isinstance(step, Launch)))
-    known = sorted(slot for slot in pointed if slot < given or slot in constants)
+    known = sorted({slot for slot in pointed if slot < given or slot in constants} | aligned)
     lines += map(program.known_address, known)
-    addresses = [program.address(slot) for slot in known if slot < given]
-    if aligned and addresses:
-        lines.append(f"if ({' | '.join(addresses)}) & {ALIGNMENT - 1}: return None")
+    if aligned:
+        lines.append(f"if ({' | '.join(map(program.address, sorted(aligned)))}) & {ALIGNMENT - 1}: return None")
     for i, step in enumerate(steps):
         lines.append(step.line(program))
         lines += [program.known_address(slot) for slot in step.made if slot in pointed and slot not in known]

@@ -132,6 +132,34 @@ def _is_watched() -> bool:
     )
 
 
+def in_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor that nobody else holds, in another shape and no view of it, which costs the host less.
+
+    Returns:
+        The tensor as it is where somebody watches ops, and where its elements do not lie in order.
+    """
+    if _REINTERPRET is None or torch.compiler.is_compiling() or type(tensor) is not Tensor or _is_watched():
+        return tensor
+    if not tensor.is_contiguous():
+        return tensor
+    stride, strides = 1, []
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return _REINTERPRET(tensor, shape, tuple(reversed(strides)), 0)
+
+
+def _reinterpret() -> Any:
+    """Return the function with which inductor's code looks at memory of its own, None where torch has none."""
+    try:
+        return torch._C._dynamo.guards._reinterpret_tensor
+    except AttributeError:
+        return None
+
+
+_REINTERPRET = _reinterpret()
+
+
 def _functions_are_watched() -> bool:
     """Whether a mode other than torch.set_default_device's is told of functions."""
     modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
