@@ -46,8 +46,9 @@ def test_guards_hold_no_tensor(keys):
 
 
 def test_a_watcher_sees_every_call():
+    counted = Counted(with_temporaries)
     for _ in range(3):
-        repeated(with_temporaries, (), (values(),))
+        repeated(counted, (), (values(),))
 
     class Watcher:
         seen = 0
@@ -57,8 +58,20 @@ def test_a_watcher_sees_every_call():
 
     watcher = Watcher()
     with launch.watching(watcher):
-        repeated(with_temporaries, (), (values(),))
-    assert watcher.seen == 2
+        repeated(counted, (), (values(),))
+    assert watcher.seen == 2 and counted.runs == 2, "a launch that is repeated on a GPU tells nobody"
+
+
+def test_numbers_that_kernels_may_take_in_64_bits_are_none_of_a_record_of_small_ones():
+    def function(static, tensors, numbers):
+        return (add(tensors[0], numbers[1]),), None
+
+    for _ in range(3):
+        repeated(function, (), (values(),), (1, 2))
+    small = known.LARGEST_INT32 - known.MARGIN
+    for numbers in ((small + 1, 2), (1, small + 1), (1, 1 << 40)):
+        assert prepared.again(function, (), (values(),), numbers) is None
+    assert prepared.again(function, (), (values(),), (small, small)) is not None
 
 
 def test_static_values_streams_and_places_of_none(keys):
@@ -73,16 +86,16 @@ def test_static_values_streams_and_places_of_none(keys):
 
 
 @pytest.mark.parametrize("cast", [False, True])
-def test_autocast_is_left_as_it_was(cast):
+def test_autocast_to_one_of_two_dtypes_or_none(cast):
     def function(static, tensors, numbers):
         return (tensors[0] @ tensors[0],), None
 
     x = values(size=64).view(8, 8)
-    for enabled in (cast, not cast) * 4:
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+    for enabled, dtype in ((cast, torch.bfloat16), (not cast, torch.bfloat16), (True, torch.float16)) * 4:
+        with torch.autocast("cpu", dtype, enabled=enabled):
             (y,), _ = repeated(function, (), (x,))
             assert torch.is_autocast_enabled("cpu") == enabled
-        assert y.dtype == (torch.bfloat16 if enabled else torch.float32)
+        assert y.dtype == (dtype if enabled else torch.float32)
 
 
 def test_a_sign_that_waits_and_a_class_of_its_own_are_no_plain_tensors():
