@@ -201,7 +201,7 @@ def _shaped(request: Request, outputs: tuple[Tensor, ...], x_shape: torch.Size) 
     """Return outputs [M, N_i] in the shape of x, where that is no view and all of them is here."""
     if len(x_shape) == 2 or request.splits is not None or request.tokens is not None:
         return outputs
-    return tuple([ops.in_shape(y, (*x_shape[:-1], y.shape[-1])) for y in outputs])
+    return ops.in_shape(outputs, tuple(x_shape[:-1]))
 
 
 def _run(function: Any, static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, Any]:
@@ -341,7 +341,7 @@ def as_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor |
     """Return what `gradients_of` returned as an autograd function returns it."""
     dx, *others = gradients
     if dx is not None and len(ctx.x_shape) != 2:
-        shaped = ops.in_shape(dx, ctx.x_shape)
+        (shaped,) = ops.in_shape([dx], tuple(ctx.x_shape[:-1]))
         dx = shaped if shaped.shape == ctx.x_shape else dx.view(ctx.x_shape)
     return None, dx, *others, *[None] * (len(ctx.needs_input_grad) - 2 - len(others))
 

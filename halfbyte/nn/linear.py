@@ -234,7 +234,10 @@ def _as_rows(layer: LinearLayer, tensor: Any) -> Any:
 def shareable(modules: Sequence[nn.Module]) -> bool:
     """Whether modules may run together: hb.nn.Linear layers of one recipe whose call is their forward."""
     first = modules[0]
-    return all(type(m) is Linear and m.recipe == first.recipe and not has_hooks(m) for m in modules)
+    for module in modules:  # no generator: siblings are asked in every call
+        if type(module) is not Linear or has_hooks(module) or (module is not first and module.recipe != first.recipe):
+            return False
+    return True
 
 
 def has_hooks(module: nn.Module) -> bool:

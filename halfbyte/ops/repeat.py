@@ -132,21 +132,37 @@ def _is_watched() -> bool:
     )
 
 
-def in_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor that nobody else holds, in another shape and no view of it, which costs the host less.
+def in_shape(matrices: Sequence[Tensor], shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return matrices that nobody else holds as tensors of other leading dimensions.
+
+    They are no views, which would cost the host more, and autograd functions may return them.
+
+    Args:
+        matrices: [M, N_i] each.
+        shape: the leading dimensions.
 
     Returns:
-        The tensor as it is where somebody watches ops, and where its elements do not lie in order.
+        [*shape, N_i] each; the matrices as they are where somebody watches ops, or elements do not lie in order.
     """
-    if _REINTERPRET is None or torch.compiler.is_compiling() or type(tensor) is not Tensor or _is_watched():
-        return tensor
-    if not tensor.is_contiguous():
-        return tensor
-    stride, strides = 1, []
+    if _REINTERPRET is None or torch.compiler.is_compiling() or _is_watched():
+        return tuple(matrices)
+    return tuple(
+        [
+            _REINTERPRET(t, (*shape, t.shape[1]), _strides(shape, t.shape[1]), 0)
+            if type(t) is Tensor and t.is_contiguous()
+            else t
+            for t in matrices
+        ]
+    )
+
+
+@lru_cache(maxsize=1024)
+def _strides(shape: tuple[int, ...], columns: int) -> tuple[int, ...]:
+    strides, rows = [1], columns
     for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return _REINTERPRET(tensor, shape, tuple(reversed(strides)), 0)
+        strides.append(max(rows, 1))
+        rows = max(rows, 1) * max(size, 1)
+    return tuple(reversed(strides))
 
 
 def _reinterpret() -> Any:
