@@ -158,7 +158,7 @@ class StreamPhilox:
         return self._draw(self.base if self.sign_base is None else self.sign_base, device)
 
     def _draw(self, base: Tensor, device: torch.device) -> Draw:
-        base = base.to(device, non_blocking=True)
+        base = base if base.device == device else base.to(device, non_blocking=True)
         return Draw(base if self.shift is None else base + self.shift, self.stream)
 
 

@@ -20,7 +20,7 @@ def kernels(monkeypatch):
     for name in ("define", "quantization", "gemm", "grouped", "backends", "repeat"):
         module = importlib.import_module(f"halfbyte.ops.{name}")
         monkeypatch.setattr(module, "choose", lambda device, backend: backend or "triton")
-    monkeypatch.setattr(prepared, "_RECORDS", {})
+    monkeypatch.setattr(prepared, "_RECORDS", prepared.Records())
 
 
 class _Nobody:

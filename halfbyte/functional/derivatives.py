@@ -52,15 +52,16 @@ def first_order(refused: Refusals) -> Callable[[Backward], Backward]:
     def wrap(backward: Backward) -> Backward:
         @wraps(backward)
         def wrapper(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+            records = torch.is_grad_enabled()
             try:
+                if not records:
+                    return backward(ctx, *gradients)
                 with torch.no_grad():
                     outputs = backward(ctx, *gradients)
             except RuntimeError as error:
                 if "Batching rule" in str(error):  # is_grads_batched=True: torch batches no product that adds in place
                     raise RuntimeError(refused.transformed) from error
                 raise
-            if not torch.is_grad_enabled():
-                return outputs
             # The gradients and the leaves behind the layer come along, so that what leads to an input of the model or
             # a weight leads through the error: torch.autograd.grad would else leave this layer's part out without a
             # word, beside a residual or where the gradient is constant, as that of a sum is.

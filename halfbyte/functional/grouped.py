@@ -32,9 +32,9 @@ from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
 from halfbyte.functional.group import waited
 from halfbyte.functional.group_bias import with_bias
-from halfbyte.functional.grouped_checks import check_grouped_call
+from halfbyte.functional.grouped_checks import check_alike
 from halfbyte.functional.grouped_split import both_of_part, part_of_experts
-from halfbyte.functional.operands import Place, Saved, both, flatten_operands, unflatten_operands, with_late
+from halfbyte.functional.operands import Beside, Place, Saved, both, flatten_operands, unflatten_operands, with_late
 from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, snapshot
 from halfbyte.functional.primary import primary_experts, runs_eagerly, turned_experts
 from halfbyte.functional.split import LayerSplit, Part
@@ -46,7 +46,6 @@ from halfbyte.sides import Side
 from halfbyte.spec import GemmSpec, Recipe, Spec
 from halfbyte.tensor import QuantTensor
 from halfbyte.tensor.primary import PrimaryWeight
-from halfbyte.tensor.quant_tensor import check_value_dtype
 
 _PLAIN_GEMM = GemmSpec()
 
@@ -180,23 +179,24 @@ def grouped_linear(
         w_ENK, cached_weight = primary_experts(w_ENK, recipe)
     is_primary = isinstance(w_ENK, PrimaryWeight)
     refuse_transforms((x, w_ENK, bias_EN), EXPERTS)
-    refuse_foreign((("x", x), ("w_ENK", w_ENK), ("bias_EN", bias_EN)))
     is_covered = is_primary or covers(cached_weight, recipe)
-    x, w_ENK, bias_EN = _under_autocast(x, w_ENK, bias_EN, is_covered)
-    check_grouped_call(x, (w_ENK, bias_EN), offsets, main_grad, is_covered)
-    check_value_dtype("out_dtype", out_dtype or torch.float32, "name one of these and convert the result")
+    if (dtype := autocast_dtype(x.device)) is not None:
+        refuse_foreign((("x", x), ("w_ENK", w_ENK), ("bias_EN", bias_EN)))
+        x, w_ENK, bias_EN = _cast(dtype, x, w_ENK, bias_EN, is_covered)
+    tensors = x, w_ENK, bias_EN, offsets, main_grad
+    check_alike(tensors, out_dtype, is_covered)
     _check_cached(cached_weight, recipe, x, is_primary)
-    operands = check_row(x_row, x, recipe), cached_weight, split, earlier or ExpertAmaxes()
-    return _outputs(recipe, out_dtype or x.dtype, rng, (x, w_ENK, bias_EN, offsets, main_grad), operands)
+    operands = check_row(x_row, x, recipe), cached_weight, split, _NO_AMAXES if earlier is None else earlier
+    return _outputs(recipe, out_dtype or x.dtype, rng, tensors, operands)
 
 
-def _under_autocast(
-    x: Tensor, w: Tensor, bias: Tensor | None, is_covered: bool
+_NO_AMAXES = ExpertAmaxes()
+
+
+def _cast(
+    dtype: torch.dtype, x: Tensor, w: Tensor, bias: Tensor | None, is_covered: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return them in autocast's dtype, where there is one and the weight is read."""
-    dtype = autocast_dtype(x.device)
-    if dtype is None:
-        return x, w, bias
+    """Return them in autocast's dtype, the weight where it is read."""
     return x.to(dtype), w if is_covered else w.to(dtype), None if bias is None else bias.to(dtype)
 
 
@@ -223,8 +223,12 @@ def _outputs(
     buffers = [*(row.blocks if row else ()), *buffers]
     call = _Call(recipe, out_dtype, torch.is_grad_enabled(), layout, row and row[1:], split)
     stream, bases = (0, (None, None)) if draw is None else (draw.stream, _bases(draw, signs))
-    amaxes = *earlier.x, *earlier.dy
-    return _GroupedLinear.apply((call, stream, late, earlier.lacks), *tensors, *bases, *amaxes, *buffers)
+    how, rest = (call, stream, late, earlier.lacks), (*tensors[3:], *bases, *earlier.x, *earlier.dy, *buffers)
+    if torch.compiler.is_compiling():
+        return _GroupedLinear.apply(how, *tensors[:3], *rest)
+    if call.save:
+        return _GroupedLinear.apply(how, *tensors[:3], Beside(rest))
+    return _run_forward(how, (False, False), tensors[:3], rest)[0]  # as layers of one weight do, without autograd
 
 
 def _bases(draw: Draw, signs: Draw | None) -> tuple[Tensor | None, Tensor | None]:
@@ -300,18 +304,16 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: tuple, x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         # torch.compile without gradients drops ctx where there are as many arguments as parameters; here, never.
-        offsets, main_grad, base, sign_base, *_ = rest
+        rest = tuple(rest[0]) if type(rest[0]) is Beside else rest
+        offsets, main_grad, base, sign_base = rest[:4]
         call, ctx.stream, ctx.late, ctx.lacks = how
-        ctx.earlier, rest = GradientAmaxes(*rest[6:10]), (*rest[:6], *rest[10:])
-        adds = bias is not None and call.adds_bias
-        product = call if not adds else call._replace(out_dtype=torch.float32)  # rounded with its bias, once
         needs = tuple([call.save and need for need in ctx.needs_input_grad[1:3]])
-        values = None if isinstance(w, PrimaryWeight) else w  # of whose class nothing is recorded
-        (y, *kept), ctx.layout = call.run(_forward_pass, (product, needs), (x, values, *rest), ctx.stream)
+        y, kept, ctx.layout = _run_forward(how, needs, (x, w, bias), rest)
+        ctx.earlier = GradientAmaxes(*rest[6:10]) if [t for t in rest[6:10] if t is not None] else None
         ctx.call, ctx.dtypes, ctx.main_grad = call, (x.dtype, w.dtype), main_grad
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*kept, offsets, base, sign_base)
-        return with_bias(y, bias, offsets).to(call.out_dtype) if adds else y
+        return y
 
     @staticmethod
     @first_order(EXPERTS)
@@ -321,13 +323,25 @@ class _GroupedLinear(torch.autograd.Function):
             entries, saved = with_late((ctx.late,), layout[0], saved, ctx.needs_input_grad[1])
             layout = entries, layout[1]
         static, amaxes = (ctx.call, layout, ctx.needs_input_grad[1:3], ctx.dtypes), ops.Amaxes()
-        if any(t is not None for t in ctx.earlier):
+        if ctx.earlier is not None:
             how, (offsets, base, sign_base) = (ctx.call.recipe, ctx.needs_input_grad[1:3], ctx.lacks), saved[-3:]
             amaxes = of_expert_gradients(how, ctx.earlier, dy, offsets, _draws(base, sign_base, ctx.stream)[1])
         given = *saved, dy, ctx.main_grad, *amaxes
         (dx, dw), _ = ctx.call.run(_backward_pass, static, given, ctx.stream)
         db = ops.grouped_token_sum(dy, saved[-3]).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
         return None, dx, dw, db, *[None] * (len(ctx.needs_input_grad) - 4)
+
+
+def _run_forward(
+    how: tuple, needs: tuple[bool, ...], given: tuple[Tensor, Tensor, Tensor | None], rest: Sequence[Any]
+) -> tuple[Tensor, Sequence[Tensor], tuple]:
+    """Return y, the tensors of what the backward needs, and their layout; arguments are those of `_GroupedLinear`."""
+    (call, stream, *_), (x, w, bias) = how, given
+    adds = bias is not None and call.adds_bias
+    product = call if not adds else call._replace(out_dtype=torch.float32)  # rounded with its bias, once
+    values = None if isinstance(w, PrimaryWeight) else w  # of whose class nothing is recorded
+    (y, *kept), layout = call.run(_forward_pass, (product, needs), (x, values, *rest[:6], *rest[10:]), stream)
+    return with_bias(y, bias, rest[0]).to(call.out_dtype) if adds else y, kept, layout
 
 
 def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, tuple[Saved, bool]]:

@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.group_bias import check_bias
+from halfbyte.functional.request import looks_of
 from halfbyte.tensor import QuantTensor
 from halfbyte.tensor.primary import PrimaryWeight
+from halfbyte.tensor.quant_tensor import check_value_dtype
+
+_MAX_CHECKED = 4096
+
+_CHECKED: set[tuple] = set()
+"""Calls whose shapes, dtypes and options were found right: the latest."""
+
+
+def check_alike(tensors: tuple[Any, ...], out_dtype: torch.dtype | None, is_covered: bool) -> None:
+    """Check a call of experts, unless one that looks the same to the checks has passed them.
+
+    Args:
+        tensors: x, w_ENK, bias_EN, offsets and main_grad; after autocast's casts.
+        out_dtype: as the caller gave it.
+        is_covered: whether nothing is read of the weight but its cached operands.
+    """
+    key = None
+    if not torch.compiler.is_compiling():
+        key = (out_dtype, is_covered, *[looks_of(t) for t in tensors])
+        if key in _CHECKED:
+            return
+    x, w, bias, offsets, main_grad = tensors
+    refuse_foreign((("x", x), ("w_ENK", w), ("bias_EN", bias)))
+    check_grouped_call(x, (w, bias), offsets, main_grad, is_covered)
+    check_value_dtype("out_dtype", out_dtype or torch.float32, "name one of these and convert the result")
+    if key is not None:
+        if len(_CHECKED) >= _MAX_CHECKED:
+            _CHECKED.clear()
+        _CHECKED.add(key)
 
 
 def check_tokens(x: Tensor, w: Tensor, offsets: Tensor) -> None:

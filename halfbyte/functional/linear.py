@@ -37,10 +37,11 @@ from halfbyte.functional import whole
 from halfbyte.functional.autocast import autocast_dtype, cast_inputs
 from halfbyte.functional.derivatives import LINEAR, first_order, refuse_transforms
 from halfbyte.functional.earlier import GradientAmaxes, in_pairs, of_gradients
-from halfbyte.functional.foreign import is_sharded
+from halfbyte.functional.foreign import PLAIN, is_sharded
 from halfbyte.functional.frozen import frozen_operands
 from halfbyte.functional.group import waited
 from halfbyte.functional.operands import (
+    Beside,
     Saved,
     flatten_operands,
     unflatten_operands,
@@ -185,11 +186,23 @@ def run_call(call: Call | None, tensors: tuple, x_shape: torch.Size, n: int) -> 
     """Return the outputs of what `prepare` returned for x of this shape and n weights."""
     if call is None:
         return tuple(F.linear(tensors[0], w, b) for w, b in zip(tensors[1 : n + 1], tensors[n + 1 :], strict=True))
-    if call.request.save or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         outputs = _SharedLinear.apply(call, *tensors)
+    elif call.request.save:
+        outputs = _SharedLinear.apply(call, *tensors[: 2 * n + 1], Beside(tensors[2 * n + 1 :]))
     else:  # nothing is differentiated, and an autograd function costs the host as much as three launches
         outputs = _run(forward_pass, (call.request, (False,) * (n + 1)), tensors, call.streams)[0][:n]
-    return outputs if len(x_shape) == 2 else tuple([from_rows(y, x_shape) for y in outputs])
+        outputs = _shaped(call.request, outputs, tensors[0].shape)
+    if len(x_shape) == 2:
+        return outputs
+    return tuple([y if y.shape[:-1] == x_shape[:-1] else from_rows(y, x_shape) for y in outputs])
+
+
+def _shaped(request: Request, outputs: tuple[Tensor, ...], x_shape: torch.Size) -> tuple[Tensor, ...]:
+    """Return outputs [M, N_i] in the shape of x, where that is no view and all of them is here."""
+    if len(x_shape) == 2 or request.splits is not None or request.tokens is not None:
+        return outputs
+    return ops.in_shape(outputs, tuple(x_shape[:-1]))
 
 
 def _run(function: Any, static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, Any]:
@@ -213,18 +226,17 @@ def prepare(
     """
     weights, biases, amaxes, grads, cached, rng, dy_amaxes, _ = layers
     n = len(weights)
+    dtype, is_frozen = autocast_dtype(x.device), [False] * n
     for i, w in enumerate(weights):
+        if type(w) in PLAIN:
+            continue
         if isinstance(w, PrimaryWeight):
             weights[i], cached[i] = primary_operands(w, recipe)
-    dtype = autocast_dtype(x.device)
-    is_frozen = [isinstance(w, QuantTensor) and not isinstance(w, PrimaryWeight) for w in weights]
-    for i, w in enumerate(weights):
-        if is_frozen[i]:
-            cached[i] = frozen_operands(w, recipe, dtype or x.dtype, cached[i])
+        elif isinstance(w, QuantTensor):
+            is_frozen[i], cached[i] = True, frozen_operands(w, recipe, dtype or x.dtype, cached[i])
     if dtype is not None:
         x, weights, biases = cast_inputs(dtype, x, weights, biases, [covers(c, recipe) for c in cached])
-    is_more = any(is_frozen) or any(g is not None for g in grads)
-    if not recipe.specs and out_dtype in (None, x.dtype) and not is_more:
+    if not recipe.specs and out_dtype in (None, x.dtype) and not any(is_frozen) and all(g is None for g in grads):
         check_call(x, weights, biases, recipe, grads, cached)
         places_of(rng, n, recipe)
         return None, (x, *weights, *biases)
@@ -235,17 +247,15 @@ def prepare(
     amaxes, amax_of = distinct(amaxes)
     layouts, buffers = flatten(cached)
     shards = tuple([None if d is None else d[2:] for d in draws])
-    request = Request(
-        recipe, n, base_of, amax_of, shards, out_dtype or x.dtype, torch.is_grad_enabled(), layouts, *shared
-    )
-    request = checked(request, x, (weights, biases, amaxes, grads, cached), out_dtype)
+    static = recipe, n, base_of, amax_of, shards, out_dtype or x.dtype, torch.is_grad_enabled(), layouts, *shared
+    request = checked(static, x, (weights, biases, amaxes, grads, cached), out_dtype)
     late = tuple([None if c is None or c.before_backward is None else c for c in cached])
     earlier = [t for one in dy_amaxes for t in one or GradientAmaxes()] if request.save and any(dy_amaxes) else []
     call = Call(request, tuple([0 if d is None else d.stream for d in draws]), late if any(late) else (), len(earlier))
     if request.save:
         bases = [snapshot(base) for base in bases]
-    # Of a frozen weight the codes are all that is read: tensors of a class would keep a pass from being repeated.
-    weights = [None if frozen else w for w, frozen in zip(weights, is_frozen, strict=True)]
+    if any(is_frozen):  # of which the codes are all that is read: such a tensor would keep a pass from being repeated
+        weights = [None if frozen else w for w, frozen in zip(weights, is_frozen, strict=True)]
     return call, (x, *weights, *biases, *amaxes, *grads, *bases, *(x_amaxes or _NO_AMAXES), *buffers, *earlier)
 
 
@@ -264,17 +274,21 @@ def _draws(
 
 
 class _SharedLinear(torch.autograd.Function):
-    """x [..., K] and n weights in, n outputs [M, N_i] out: a view from here would refuse changes in place.
+    """x [..., K] and n weights in, n outputs [M, N_i] or [..., N_i] out, no views: these would refuse changes in place.
 
     `tensors` is n each of weights (None where frozen), biases, amaxes, main_grads, n + 1 rng bases, the last of the
     signs, then two amaxes of x, then the tensors of cached weights, then those of GradientAmaxes where there are any.
+    What follows the biases may come in one `Beside`.
     """
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        is_eager = type(tensors[-1]) is Beside
+        if is_eager:
+            tensors = (*tensors[:-1], *tensors[-1])
         outputs, kept = run_forward(ctx, call, x, tensors)
         ctx.save_for_backward(*kept)
-        return outputs
+        return _shaped(call.request, outputs, x.shape) if is_eager else outputs
 
     @staticmethod
     @first_order(LINEAR)
@@ -327,7 +341,9 @@ def note(ctx: Any, call: Call, x: Tensor, tensors: Sequence[Any]) -> None:
 def as_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return what `gradients_of` returned as an autograd function returns it."""
     dx, *others = gradients
-    dx = None if dx is None else dx.view(ctx.x_shape)
+    if dx is not None and len(ctx.x_shape) != 2:
+        (shaped,) = ops.in_shape([dx], tuple(ctx.x_shape[:-1]))
+        dx = shaped if shaped.shape == ctx.x_shape else dx.view(ctx.x_shape)
     return None, dx, *others, *[None] * (len(ctx.needs_input_grad) - 2 - len(others))
 
 

@@ -151,6 +151,10 @@ def weight_gradient(
     return ops.gemm_nt(col, right, out_dtype=dtypes[0]).to(dtypes[1])
 
 
+class Beside(list):
+    """The last arguments of an autograd function, which nobody differentiates: each that it sees costs the host."""
+
+
 Saved = tuple
 """How to rebuild operands from saved tensors: (spec, cols, layout) of each, True for a plain one, or None."""
 

@@ -25,7 +25,7 @@ def places_of(rng: AnyPhilox | Sequence[AnyPhilox] | None, n: int, recipe: Recip
         )
     if isinstance(rng, AnyPhilox):
         return [rng.at(i * STREAMS_PER_LINEAR) for i in range(n)]
-    if not isinstance(rng, Sequence) or not all(isinstance(place, AnyPhilox) for place in rng):
+    if not isinstance(rng, Sequence) or [place for place in rng if not isinstance(place, AnyPhilox)]:
         raise TypeError(f"rng={rng!r}: give hb.Philox(seed, offset), or a list of one per weight")
     if len(rng) != n:
         raise ValueError(f"rng has {len(rng)} places for {n} weights: give one place, or one per weight")
@@ -54,5 +54,9 @@ def distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tup
     if len(tensors) == 2:  # the place and the signs of one layer: spelled out, it is met in every call
         one, other = tensors
         return ([one, None], (0, 0)) if other is one else ([one, other], (0, 1))
-    first = tuple(next(j for j, other in enumerate(tensors) if other is tensor) for tensor in tensors)
+    if torch.compiler.is_compiling():  # which knows no ids
+        first = tuple(next(j for j, other in enumerate(tensors) if other is tensor) for tensor in tensors)
+    else:
+        ids = list(map(id, tensors))
+        first = tuple(map(ids.index, ids))
     return [tensor if first[i] == i else None for i, tensor in enumerate(tensors)], first

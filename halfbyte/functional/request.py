@@ -112,24 +112,24 @@ _CHECKED: dict[tuple, Request] = {}
 """Calls whose shapes, dtypes and options were found right: the latest."""
 
 
-def checked(request: Request, x: Tensor, given: tuple, out_dtype: torch.dtype | None) -> Request:
+def checked(static: tuple, x: Tensor, given: tuple, out_dtype: torch.dtype | None) -> Request:
     """Check a call, unless one that looks the same to the checks has passed them; return the request that passed.
 
     Args:
+        static: the fields of its request, in order.
         given: weights, biases, weight_amaxes, main_grads, cached_weights.
         out_dtype: as the caller gave it.
     """
     weights, biases, amaxes, grads, cached = given
     key = None
     if not torch.compiler.is_compiling():
-        looks = [_looks(t) for t in (x, *weights, *biases, *amaxes, *grads)]
+        looks = [looks_of(t) for t in (x, *weights, *biases, *amaxes, *grads)]
         looks += [None if c is None else (c.dtype, *[t.device for t in c.tensors]) for c in cached]
-        # Of the request's fields those that no tensor shows; comparing strings is what costs least.
-        key = (request.recipe.key, request.out_dtype, out_dtype, request.save, request.base_of, request.amax_of)
-        key = (*key, request.shards, request.cached, request.splits, request.tokens, *looks)
+        key = (static[0].key, *static[1:], out_dtype, *looks)  # comparing strings is what costs least
         passed = _CHECKED.get(key)
         if passed is not None:
             return passed
+    request = Request(*static)
     refuse_foreign((("x", x), *(("w", w) for w in weights), *(("bias", bias) for bias in biases)))
     check_call(x, weights, biases, request.recipe, grads, cached)
     _check_options(out_dtype, amaxes)
@@ -140,10 +140,12 @@ def checked(request: Request, x: Tensor, given: tuple, out_dtype: torch.dtype | 
     return request
 
 
-def _looks(tensor: Any) -> tuple | None:
+def looks_of(tensor: Any) -> tuple | None:
     """Return what of a tensor the checks ask about."""
+    if tensor is None:
+        return None
     if not isinstance(tensor, Tensor):
-        return None if tensor is None else (type(tensor),)
+        return (type(tensor),)
     return type(tensor), tensor.shape, tensor.dtype, tensor.device
 
 

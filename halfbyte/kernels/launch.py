@@ -84,13 +84,18 @@ class Launched(NamedTuple):
     options: dict[str, Any]
 
 
-_WATCHERS = threading.local()
+class _Watchers(threading.local):
+    last: Any = None
+    events: list[Any] | None = None
+
+
+_WATCHERS = _Watchers()  # whose defaults are found faster than a getattr's
 
 
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
     """Tell `watcher` of every launch of this thread; the innermost one is told."""
-    before = getattr(_WATCHERS, "last", None)
+    before = _WATCHERS.last
     _WATCHERS.last = watcher
     try:
         yield
@@ -100,7 +105,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
 def watcher() -> Any:
     """Return who watches this thread's launches, or None."""
-    return getattr(_WATCHERS, "last", None)
+    return _WATCHERS.last
 
 
 @contextmanager
@@ -116,7 +121,7 @@ def rehearsing() -> Iterator[list[Any]]:
 
 def rehearsal() -> list[Any] | None:
     """Return the list of the innermost `rehearsing`, None outside."""
-    return getattr(_WATCHERS, "events", None)
+    return _WATCHERS.events
 
 
 def _tell(kernel: Any, compiled: Any, grid: Sequence[int], args: tuple, kwargs: dict[str, Any]) -> None:
@@ -262,6 +267,17 @@ class Program:
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self._addresses: set[int] = set()
+
+    def known_address(self, slot: int) -> str:
+        """Return a line that asks a tensor for its address, once."""
+        line = f"p{slot} = {self.address(slot)}"
+        self._addresses.add(slot)
+        return line
+
+    def address(self, slot: int) -> str:
+        """Return how the text says where the memory of a slot begins."""
+        return f"p{slot}" if slot in self._addresses else f"{self.name(slot)}.data_ptr()"
 
     def name(self, slot: int) -> str:
         """Return the variable that holds the tensor of a slot."""
@@ -371,7 +387,7 @@ class Launch:
 
     def _address(self, name: str, program: Program) -> str:
         slot, offset, _ = self._pointers[name]
-        return f"{program.name(slot)}.data_ptr()" + (f" + {offset}" if offset else "")
+        return program.address(slot) + (f" + {offset}" if offset else "")
 
     def _passed(self, name: str, argument: Any, program: Program) -> str:
         """Return the text of an argument as the C function takes it; what never changes is one tuple, made before."""

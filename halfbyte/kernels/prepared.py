@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,23 +19,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from halfbyte.kernels import launch
+from halfbyte.kernels import known, launch
 from halfbyte.kernels.calling import Shape
+from halfbyte.kernels.known import ALIGNMENT, Records
 from halfbyte.kernels.launch import Launch, Launched, Pointer, Program, Varying, with_parts
+from halfbyte.kernels.steps import Allocation, Op, Slot, View, map_nested, tensors_in
 
 MAX_RECORDS = 4096
 """Requests that are kept, the latest; a model of 100 layers of ten shapes has some hundreds."""
 
-ALIGNMENT = 16
-LARGEST_INT32 = (1 << 31) - 1
 ONE_ALLOCATION = 2 << 20
 """Bytes of what only launches use that a record allocates at once; more would live longer than it has to."""
 
 SECTOR = 512
 """Alignment of memory, in bytes, as torch's allocator gives it."""
-
-MARGIN = 1 << 12
-"""What a launcher may add to a number that varies."""
 
 _aten = torch.ops.aten
 ALLOCATIONS = frozenset(
@@ -48,124 +44,6 @@ COLLECTIVES = "_c10d_functional"
 """The namespace of ops by which ranks tell each other something."""
 
 Function = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Memory that is not initialized."""
-
-    slot: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    pure = True
-    used: frozenset[int] = frozenset()
-
-    def line(self, program: Program) -> str:
-        """Return a line that does it."""
-        named = program.constant(self.dtype), program.constant(self.device)
-        if self.device.type == "cuda":
-            new = f"{program.constant(empty_on_gpu)}({self.shape}, {self.stride}, {named[0]})"
-        else:
-            empty = program.constant(torch.empty_strided)
-            new = f"{empty}({self.shape}, {self.stride}, dtype={named[0]}, device={named[1]})"
-        return f"{program.name(self.slot)} = {new}"
-
-    def constant(self) -> Tensor:
-        """Return the tensor itself, where it holds nothing."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-
-    @property
-    def made(self) -> tuple[int, ...]:
-        """The slots that it fills."""
-        return (self.slot,)
-
-    @property
-    def bytes(self) -> int:
-        """From its first element to its last."""
-        last = sum((n - 1) * stride for n, stride in zip(self.shape, self.stride, strict=True))
-        return (last + 1) * self.dtype.itemsize if 0 not in self.shape else 0
-
-
-class _Slot(int):
-    """Stands for a tensor among the arguments of an op."""
-
-
-@dataclass(frozen=True)
-class Op:
-    """A torch op, such as a view or a sum.
-
-    made: a slot for each tensor that it returned, in order; those of tensors that it was given, too.
-    pure: whether it is needed only for what it returns.
-    """
-
-    function: Any
-    arguments: tuple[Any, ...]
-    named: dict[str, Any]
-    made: tuple[int, ...]
-    pure: bool
-
-    def line(self, program: Program) -> str:
-        """Return a line that does it."""
-        given = [_text(argument, program) for argument in self.arguments]
-        given += [f"{name}={_text(argument, program)}" for name, argument in self.named.items()]
-        call = f"{program.constant(self.function)}({', '.join(given)})"
-        returns = self.function._schema.returns
-        if self.used.issuperset(self.made):  # changed in place: it has its name, which may be that of a constant
-            return call
-        names = ", ".join(map(program.name, self.made))
-        if len(returns) == 1 and str(returns[0].type) == "Tensor":
-            return f"{names} = {call}"
-        return f"{names}, = {program.constant(_tensors)}({call})"
-
-    @property
-    def used(self) -> set[int]:
-        """The slots that it reads."""
-        return {int(slot) for slot in _found((self.arguments, self.named), _Slot)}
-
-
-def _text(value: Any, program: Program) -> str:
-    """Return how the text of a program says an op's argument."""
-    if isinstance(value, _Slot):
-        return program.name(value)
-    if type(value) in (tuple, list) and _found(value, _Slot):
-        inside = "".join(f"{_text(item, program)}, " for item in value)
-        return f"[{inside}]" if type(value) is list else f"({inside})"
-    return program.constant(value)
-
-
-def _empty_on_gpu() -> Callable[[tuple, tuple, torch.dtype], Tensor]:
-    """Return the function with which inductor's code allocates on the current GPU, or torch's own."""
-    try:
-        return torch._C._dynamo.guards._empty_strided_cuda
-    except AttributeError:
-        return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
-
-
-empty_on_gpu = _empty_on_gpu()
-
-
-def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Return nested arguments with `change` of everything of one type in its place."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map(item, kind, change) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_map(item, kind, change) for item in value)
-    return value
-
-
-def _found(value: Any, kind: type) -> list[Any]:
-    found: list[Any] = []
-    _map(value, kind, found.append)
-    return found
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return _found(value, Tensor)
 
 
 def _names_of(part: str) -> list[str]:
@@ -197,6 +75,7 @@ class Recorder(TorchDispatchMode):
         self._seen: list[Tensor] = []  # kept alive, so that no two have one id
         self._roots: dict[int, tuple[int, int]] = {}
         self.count, self._given = 0, len(tensors)
+        self.present = {slot for slot, tensor in enumerate(tensors) if tensor is not None}
         for tensor in tensors:
             slot = self._new_slot()
             if tensor is not None and id(tensor) not in self._slots:
@@ -235,11 +114,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        used = _tensors((args, kwargs))
+        used = tensors_in((args, kwargs))
         result = func(*args, **kwargs)
         if self.refusal:
             return result
-        made = _tensors((result,))
+        made = tensors_in((result,))
         if func is _aten.detach.default and self._own(args[0]):  # of what a factory made
             self._know(result, self._slots[id(args[0])], self._roots[self._slots[id(args[0])]])
             return result
@@ -263,8 +142,8 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _record_op(self, func: Any, given: tuple, used: list[Tensor], made: list[Tensor]) -> None:
-        filled = _map(given, Tensor, lambda tensor: _Slot(self.slot_of(tensor) or 0))
-        slots = []
+        filled = map_nested(given, Tensor, lambda tensor: Slot(self.slot_of(tensor) or 0))
+        slots, view = [], None
         for tensor in made:
             if id(tensor) in self._slots:  # changed in place
                 slots.append(self._slots[id(tensor)])
@@ -274,8 +153,17 @@ class Recorder(TorchDispatchMode):
             root = None if base is None or self.refusal else self._roots[self._slots[id(base)]]
             self._know(tensor, slot, root)
             slots.append(slot)
+            if base is not None and len(used) == len(made) == 1 and self._own(base) and base.dtype == tensor.dtype:
+                view = tuple(tensor.shape), tensor.stride(), tensor.storage_offset() - base.storage_offset()
         is_sent = func.namespace == COLLECTIVES  # other ranks wait for it, whoever reads what it returns
-        self.steps.append(Op(func, *filled, tuple(slots), not (func._schema.is_mutable or is_sent)))
+        acts = func._schema.is_mutable or is_sent
+        step = func, *filled, tuple(slots), not acts
+        self.steps.append(Op(*step) if view is None or acts else View(*step, *view))
+
+    def alone(self, wanted: set[int]) -> set[int]:
+        """Return the slots of which nothing that is returned shares memory with something else that is."""
+        memory = [self._roots[slot][0] for slot in wanted]
+        return {slot for slot, (root, _) in self._roots.items() if memory.count(root) <= 1}
 
     def launched(self, launched: Launched) -> None:
         """Record a launch."""
@@ -290,7 +178,7 @@ class Recorder(TorchDispatchMode):
                     offset = tensor.data_ptr() - start if tensor.numel() else 0  # nothing lies nowhere
                     pointers[name] = Pointer(root, offset, tensor.dtype)
                 return Shape.of(argument) if isinstance(argument, TensorDescriptor) else None
-            if _tensors((argument,)):
+            if tensors_in((argument,)):
                 self.refuse(f"{launched.kernel.__name__} takes a tuple of tensors without names, {name}")
             elif type(argument) is Varying and not launched.kernel.unspecialized.intersection(_names_of(name)):
                 self.refuse(f"{launched.kernel.__name__} is compiled for the value of {name}")
@@ -309,9 +197,12 @@ class Record:
         given: tensors of a call, constants excluded.
         outputs: what the function returned: tensors and None.
         value: that it returned beside them.
+        aligned: whether all tensors begin where memory is aligned, and those of every call have to.
     """
 
-    def __init__(self, recorder: Recorder, given: int, outputs: Sequence[Tensor | None], value: Any) -> None:
+    def __init__(
+        self, recorder: Recorder, given: int, outputs: Sequence[Tensor | None], value: Any, aligned: bool = False
+    ) -> None:
         returned = [None if out is None else recorder.slot_of(out) for out in outputs]
         wanted = {slot for slot in returned if slot is not None}
         constants = {recorder.slot_of(tensor) or 0: tensor for tensor in recorder.constants}
@@ -319,13 +210,27 @@ class Record:
         for step in recorder.steps:
             if isinstance(step, Allocation) and 0 in step.shape and step.slot not in wanted | viewed:
                 constants[step.slot] = step.constant()
-        steps = _needed(recorder.steps, wanted, set(constants))
+        alone = recorder.alone(wanted)  # else torch has to know of views that what it keeps was changed by another name
+        steps = [
+            step.as_op() if isinstance(step, View) and step.made[0] not in alone else step for step in recorder.steps
+        ]
+        steps = _needed(steps, wanted, set(constants))
         self.steps = _together(steps, wanted | set(constants), recorder.count)
-        self._repeat = _function(self.steps, (given, returned, value), constants)
+        self._repeat = _function(
+            self.steps, (given, returned, value), constants, recorder.present if aligned else set()
+        )
 
     def __call__(self, tensors: Sequence[Tensor | None], numbers: Sequence[int], stream: int) -> tuple[tuple, Any]:
-        """Repeat it with other tensors."""
-        return self._repeat(tensors, numbers, stream, launch.hooked())
+        """Repeat it with other tensors; return None, and do nothing, if one begins elsewhere within 16 bytes."""
+        if not torch._C._is_any_autocast_enabled():
+            return self._repeat(tensors, numbers, stream, launch.hooked())
+        kind = next(tensor.device.type for tensor in tensors if tensor is not None)
+        enabled = torch.is_autocast_enabled(kind)
+        torch.set_autocast_enabled(kind, False)  # its casts are among the steps; a context costs ten times this
+        try:
+            return self._repeat(tensors, numbers, stream, launch.hooked())
+        finally:
+            torch.set_autocast_enabled(kind, enabled)
 
 
 def _needed(steps: list[Any], wanted: set[int], constants: set[int]) -> list[Any]:
@@ -366,12 +271,20 @@ def _together(steps: list[Any], known: set[int], new_slot: int) -> list[Any]:
     return found
 
 
-def _function(steps: list[Any], ends: tuple[int, list[int | None], Any], constants: dict[int, Tensor]) -> Callable:
+def _function(
+    steps: list[Any], ends: tuple[int, list[int | None], Any], constants: dict[int, Tensor], aligned: set[int]
+) -> Callable:
     """Return a function of (tensors, numbers, stream, watched) that takes the steps.
 
     It is made from its text, like Triton's binders and dataclasses: a call is then a line for each step, with nothing
     to look up. Memory that nobody reads any more goes back to the allocator, which gives it to what comes next on the
     stream.
+
+    Args:
+        steps: in order.
+        ends: how many tensors are given, which slots are returned, and the value beside them.
+        constants: tensors by slot.
+        aligned: slots of tensors that have to be; where one is not, None is returned at once.
     """
     given, returned, value = ends
     program = Program()
@@ -387,8 +300,14 @@ def _function(steps: list[Any], ends: tuple[int, list[int | None], Any], constan
     lines.append("".join(f"{program.name(slot)}, " for slot in range(given)) + "= tensors")
     most = max((v.place for step in steps for v in getattr(step, "numbers", ())), default=-1)
     lines += [f"n{i} = numbers[{i}]" for i in range(most + 1)]
+    pointed = set().union(*(step.used for step in steps if isinstance(step, Launch)))
+    known = sorted({slot for slot in pointed if slot < given or slot in constants} | aligned)
+    lines += map(program.known_address, known)
+    if aligned:
+        lines.append(f"if ({' | '.join(map(program.address, sorted(aligned)))}) & {ALIGNMENT - 1}: return None")
     for i, step in enumerate(steps):
         lines.append(step.line(program))
+        lines += [program.known_address(slot) for slot in step.made if slot in pointed and slot not in known]
         if i in over:
             lines.append(" = ".join(map(program.name, over[i])) + " = None")
     outputs = "".join(f"{None if slot is None else program.name(slot)}, " for slot in returned)
@@ -397,22 +316,14 @@ def _function(steps: list[Any], ends: tuple[int, list[int | None], Any], constan
     return program.values["repeat"]
 
 
-_RECORDS: dict[Hashable, Record | str] = {}
+_RECORDS = Records()
 _LOCK = threading.Lock()
+_stream = known.current_stream
 
 
-def _place_of(tensor: Tensor) -> Hashable:
-    """Return what of a tensor decides how a request is met."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT
-
-
-def _width_of(number: int) -> int:
-    """Return what of a number decides whether kernels take its sums as 32 or 64 bits: near the limit, all of it."""
-    return 0 if number <= LARGEST_INT32 - MARGIN else min(number, LARGEST_INT32 + 1)
-
-
-def _autocast(device: torch.device) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+def again(*request: Any) -> tuple[tuple, Any] | None:
+    """Return what `call` does of a request that looks like an earlier one; None of others, whose tensors are any."""
+    return known.repeat(_RECORDS, request)
 
 
 def call(
@@ -445,34 +356,18 @@ def call(
     return _call(function, (static, tensors, numbers), (device, _stream(device)), around)
 
 
-def _stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index)
-
-
 def _call(
     function: Function, arguments: tuple, where: tuple[torch.device, int], around: Callable[[], AbstractContextManager]
 ) -> tuple[tuple, Any]:
     static, tensors, numbers = arguments
     if launch.watcher() is not None:
         return function(static, tensors, numbers)
-    given = [tensor for tensor in tensors if tensor is not None]
-    ids = list(map(id, given))
-    same = None if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
-    there = tuple([tensor is not None for tensor in tensors])
-    widths = tuple([_width_of(number) for number in numbers])
-    device, stream = where
-    cast = _autocast(device)
-    # Kernels of the default stream share a workspace, the others have their own.
-    key = function, static, there, tuple(map(_place_of, given)), same, widths, cast, stream == 0
+    key, usual = known.key_of((function, static, tensors, numbers), where)
     record = _RECORDS.get(key)
     if type(record) is Record:
-        if cast is None:
-            return record(tensors, numbers, stream)
-        torch.set_autocast_enabled(device.type, False)  # its casts are among the steps; a context costs ten times this
-        try:
-            return record(tensors, numbers, stream)
-        finally:
-            torch.set_autocast_enabled(device.type, True)
+        if usual:
+            known.remember(_RECORDS, (function, static, tensors, numbers), where[1], record)
+        return record(tensors, numbers, where[1])
     if record is not None:
         return function(static, tensors, numbers)
     recorder = Recorder(tensors)
@@ -480,7 +375,7 @@ def _call(
     with recorder, launch.watching(recorder), around():
         outputs, value = function(static, tensors, varying)
     if recorder.refusal is None:
-        record = Record(recorder, len(tensors), outputs, value)
+        record = Record(recorder, len(tensors), outputs, value, usual)
     _keep(key, recorder.refusal or record)
     return outputs, value
 
@@ -490,6 +385,7 @@ def _keep(key: Hashable, record: Record | str | None) -> None:
     with _LOCK:
         while len(_RECORDS) >= MAX_RECORDS:
             del _RECORDS[next(iter(_RECORDS))]
+            _RECORDS.alike.clear()
         _RECORDS[key] = record
 
 

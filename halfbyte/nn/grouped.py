@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.functional import grouped_linear
-from halfbyte.functional.foreign import refuse_foreign
+from halfbyte.functional.earlier import ExpertAmaxes
+from halfbyte.functional.foreign import PLAIN, refuse_foreign
 from halfbyte.functional.grouped import recipe_of_experts
 from halfbyte.nn.earlier import amaxes_of_experts
 from halfbyte.nn.linear import describe_recipe, weight_of
 from halfbyte.nn.streams import FollowsRecipe
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
+
+_NO_AMAXES = ExpertAmaxes()
 
 
 class ExpertEntry(Protocol):
@@ -87,15 +90,21 @@ class GroupedRecipe(FollowsRecipe, nn.Module):
         """
         if self.entry is not None:
             return self.entry.outputs(self, x, (w_ENK, bias_EN), offsets, call)
-        refuse_foreign((("x", x), ("its weight", w_ENK), ("its bias", bias_EN)), self)
+        if not (type(x) in PLAIN and type(w_ENK) in PLAIN and bias_EN is None):
+            refuse_foreign((("x", x), ("its weight", w_ENK), ("its bias", bias_EN)), self)
         place = self.place(call, w_ENK.device)
-        main_grad = getattr(w_ENK, "main_grad", None)
-        options = {"main_grad": main_grad, "cached_weight": self.cached_weight(w_ENK)}
-        options["earlier"] = amaxes_of_experts(self, (x, w_ENK, offsets), place)
-        run = partial(grouped_linear, recipe=self.recipe, bias_EN=bias_EN, rng=place, **options)
+        earlier = _NO_AMAXES if self.amaxes is None else amaxes_of_experts(self, (x, w_ENK, offsets), place)
+        options = {
+            "recipe": self._recipe,
+            "bias_EN": bias_EN,
+            "rng": place,
+            "main_grad": getattr(w_ENK, "main_grad", None),
+            "cached_weight": None if self.weight_cache is None else self.cached_weight(w_ENK),
+            "earlier": earlier,
+        }
         if self.instead is not None:
-            return self.instead(run, (x, w_ENK, offsets, bias_EN), self, place)
-        return run(x, w_ENK, offsets)
+            return self.instead(partial(grouped_linear, **options), (x, w_ENK, offsets, bias_EN), self, place)
+        return grouped_linear(x, w_ENK, offsets, **options)
 
     def extra_repr(self) -> str:
         sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"

@@ -13,7 +13,7 @@ from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.foreign import PLAIN, are_sharded, is_sharded, refuse_foreign
 from halfbyte.functional.linear import Layers, outputs_of
 from halfbyte.functional.weights import CachedWeight, weight_specs
-from halfbyte.nn.earlier import amaxes_of_shared_x, amaxes_of_x, gradient_amaxes, note_found
+from halfbyte.nn.earlier import Found, amaxes_of_shared_x, amaxes_of_x, gradient_amaxes, note_found
 from halfbyte.nn.streams import FollowsRecipe, check_run_number
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
@@ -163,7 +163,10 @@ def run_shared(x: Tensor, layers: Sequence[LinearLayer], call: int, x_amaxes: op
         return eagerly(entry.outputs, (x, layers, call), {})
     if entry is not None:
         return entry.outputs(x, layers, call)
-    (x_amaxes, found), instead = amaxes_of_x(x, layers, call, x_amaxes), stand_in(layers)
+    found: Sequence[Found] = ()
+    if layers[0].amaxes is not None:
+        x_amaxes, found = amaxes_of_x(x, layers, call, x_amaxes)
+    instead = stand_in(layers)
     if instead is not None:
         outputs = instead(x, layers, call, x_amaxes)
     else:
@@ -186,28 +189,28 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
         if layer.before_use is not None and not torch.compiler.is_compiling():
             layer.before_use()
     weights = [weight_of(layer) for layer in layers]  # once: a parametrization computes it
-    for layer, weight in zip(layers, weights, strict=True):
-        is_plain = type(x) in PLAIN and type(weight) in PLAIN
-        if layer.recipe.specs and not is_plain and not are_sharded(x, weight, layer.bias):
-            refuse_foreign((("x", x), ("its weight", weight), ("its bias", layer.bias)), layer)
-    places = [layer.place(call) for layer in layers]
-    rows = [
-        _as_rows(layer, weight) if layer.transposed else weight for layer, weight in zip(layers, weights, strict=True)
-    ]
+    biases, is_plain = [layer.bias for layer in layers], type(x) in PLAIN
+    for layer, weight, bias in zip(layers, weights, biases, strict=True):
+        if not (is_plain and type(weight) in PLAIN) and layer.recipe.specs and not are_sharded(x, weight, bias):
+            refuse_foreign((("x", x), ("its weight", weight), ("its bias", bias)), layer)
+    places = [layer.place(call, weight.device) for layer, weight in zip(layers, weights, strict=True)]
+    grads = [getattr(weight, "main_grad", None) for weight in weights]
+    if [layer for layer in layers if layer.transposed]:
+        weights = [_as_rows(layer, weight) for layer, weight in zip(layers, weights, strict=True)]
+        grads = [_as_rows(layer, grad) for layer, grad in zip(layers, grads, strict=True)]
     cached = [
         None if layer.weight_cache is None else layer.cached_weight(weight)
-        for layer, weight in zip(layers, rows, strict=True)
+        for layer, weight in zip(layers, weights, strict=True)
     ]
-    grads = [getattr(weight, "main_grad", None) for weight in weights]
     return Layers(
-        weights=rows,
-        biases=[layer.bias for layer in layers],
+        weights=weights,
+        biases=biases,
         weight_amaxes=_weight_amaxes(x, layers, cached),
-        main_grads=[None if grad is None else _as_rows(layer, grad) for layer, grad in zip(layers, grads, strict=True)],
+        main_grads=grads,
         cached_weights=cached,
         rng=[place for place in places if place is not None] or None,
-        dy_amaxes=[gradient_amaxes(x, layer) for layer in layers],
-        x_amaxes=amaxes_of_shared_x(x, layers),
+        dy_amaxes=[None if layer.amaxes is None else gradient_amaxes(x, layer) for layer in layers],
+        x_amaxes=None if layers[0].amaxes is None else amaxes_of_shared_x(x, layers),
     )
 
 
@@ -231,7 +234,10 @@ def _as_rows(layer: LinearLayer, tensor: Any) -> Any:
 def shareable(modules: Sequence[nn.Module]) -> bool:
     """Whether modules may run together: hb.nn.Linear layers of one recipe whose call is their forward."""
     first = modules[0]
-    return all(type(m) is Linear and m.recipe == first.recipe and not has_hooks(m) for m in modules)
+    for module in modules:  # no generator: siblings are asked in every call
+        if type(module) is not Linear or has_hooks(module) or (module is not first and module.recipe != first.recipe):
+            return False
+    return True
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -244,7 +250,7 @@ def _weight_amaxes(
     x: Tensor, modules: Sequence[LinearLayer], cached_weights: Sequence[CachedWeight | None]
 ) -> list[Tensor | None]:
     """Return each module's shared weight amax, computed once per group and where nothing is cached."""
-    if not any(module.amax_group for module in modules):
+    if not [module for module in modules if module.amax_group]:
         return [None] * len(modules)
     dtype = autocast_dtype(x.device)
     known: list[tuple[LinearLayer, Tensor]] = []

@@ -76,6 +76,8 @@ _OF_A_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__")
 
 def check_run_number(call: int) -> None:
     """Raise TypeError or ValueError unless `call` is one of the runs of a module for which there are bits."""
+    if type(call) is int and 0 <= call < CALLS_PER_STEP:
+        return
     if isinstance(call, bool) or not isinstance(call, int):
         raise TypeError(f"call={call!r}: give an int, 0, 1, … for the first, second, … run of the module")
     if not 0 <= call < CALLS_PER_STEP:
@@ -247,7 +249,7 @@ class FollowsRecipe(_Base):
             TypeError: it is no int.
         """
         check_run_number(call)
-        if not self.recipe.needs_rng:
+        if not self._recipe.needs_rng:
             return None
         if self.run_state is None:
             raise ValueError(
@@ -260,25 +262,26 @@ class FollowsRecipe(_Base):
 
     def peek(self, call: int, device: torch.device) -> StreamPhilox | None:
         """Return the same place for a layer before this one, which prepares its input; None without a RunState."""
-        if self.run_state is None:
+        state = self.run_state
+        if state is None:
             return None
-        is_traced = device.type == "meta"  # shapes alone: nothing may move to where it has no value
-        if self.run_state.base.device != device and not is_traced:
-            self.run_state.to(device)
+        if state.base.device != device and device.type != "meta":  # shapes alone: there it has no value
+            state.to(device)
         if not torch.compiler.is_compiling():
-            return self.run_state.philox(self._stream + call * STREAMS_PER_LINEAR)
+            return state.philox(self._stream + call * STREAMS_PER_LINEAR)
+        is_traced = device.type == "meta"
         # The same place, but its number in a tensor: layers that differ in nothing else share one compiled graph.
         if self._shift.device != device and not is_traced:
             self._shift = self._shift.to(device)
         shift = self._shift.to(device) if is_traced else self._shift
-        return self.run_state.philox_shifted(call * STREAMS_PER_LINEAR, shift)
+        return state.philox_shifted(call * STREAMS_PER_LINEAR, shift)
 
     def _watch_position(self, state: RunState) -> None:
         if not (self.training and torch.is_grad_enabled()):
             return
         seen, count = self._stale
         count = count + 1 if seen == state.advances else 1
-        self._stale = (state.advances, count)
+        self.__dict__["_stale"] = (state.advances, count)  # as Module.__setattr__ would, which costs a launch
         if count == 1:
             state.ask_for_rank()
         if count == STALE_FORWARDS:

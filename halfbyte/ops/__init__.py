@@ -29,7 +29,7 @@ from halfbyte.ops.grouped import (
 )
 from halfbyte.ops.mean import grouped_token_sum, quantize_residual, quantize_with_sum, token_mean, token_sum
 from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, row_col_amax, transpose
-from halfbyte.ops.repeat import constant, run
+from halfbyte.ops.repeat import constant, in_shape, run
 from halfbyte.ops.sums import column_outliers, error_sums, square_sum
 
 __all__ = [
@@ -66,6 +66,7 @@ __all__ = [
     "grouped_quantize_row_col",
     "grouped_row_col_amax",
     "grouped_token_sum",
+    "in_shape",
     "norm",
     "norm_backward",
     "quantize",

@@ -36,12 +36,17 @@ def _prepared() -> Any:
 BODIES: dict[Any, Callable] = {}
 """The body of every op, by torch.ops.halfbyte.NAME."""
 
-_THREAD = threading.local()
+
+class _Thread(threading.local):
+    is_past_ops = False
+
+
+_THREAD = _Thread()
 
 
 @contextmanager
 def _past_ops() -> Iterator[None]:
-    before, _THREAD.is_past_ops = getattr(_THREAD, "is_past_ops", False), True
+    before, _THREAD.is_past_ops = _THREAD.is_past_ops, True
     try:
         yield
     finally:
@@ -50,7 +55,7 @@ def _past_ops() -> Iterator[None]:
 
 def call_op(op: Any, *arguments: Any) -> Any:
     """Return op(*arguments), or what its body does: a record sees that, and a dispatch takes 6 µs."""
-    if not torch.compiler.is_compiling() and getattr(_THREAD, "is_past_ops", False):
+    if not torch.compiler.is_compiling() and _THREAD.is_past_ops:
         return BODIES[op](*arguments)
     return op(*arguments)
 
@@ -76,14 +81,25 @@ def run(function: Callable, static: tuple, tensors: Sequence[Any], numbers: Sequ
     Returns:
         A tuple of tensors or None, and a value that depends on `static` alone.
     """
-    if torch.compiler.is_compiling() or not _is_plain(tensors):
+    if torch.compiler.is_compiling() or _is_watched():
+        return function(static, tensors, numbers)
+    for prepared in _READY:
+        made = prepared.again(function, static, tensors, numbers)
+        if made is not None:
+            return made
+    if not _is_plain(tensors):
         return function(static, tensors, numbers)
     device = next(tensor.device for tensor in tensors if tensor is not None)
     if choose(device, None) == REFERENCE:
         return _by_reference(function, device, static, tensors, numbers)
     if (prepared := _prepared()) is None:
         return function(static, tensors, numbers)
+    _READY[:] = [prepared]
     return prepared.call(function, static, tensors, numbers, _past_ops)
+
+
+_READY: list[Any] = []
+"""The module that keeps records, once it may have some."""
 
 
 def constant(make: Callable[[], Tensor]) -> Tensor:
@@ -102,15 +118,62 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def _is_plain(tensors: Sequence[Any]) -> bool:
-    """Whether nobody watches ops on these tensors: a mode, a transform, the class of a tensor, or a sign that waits."""
-    if not _PLAIN.issuperset(map(type, tensors)) or any(t is not None and t.is_neg() for t in tensors):
-        return False
-    return not (
+    """Whether ops on these tensors do nothing else: neither has a class of its own, or a sign that waits."""
+    return _PLAIN.issuperset(map(type, tensors)) and not any(t is not None and t.is_neg() for t in tensors)
+
+
+def _is_watched() -> bool:
+    """Whether somebody watches ops: a mode or a transform."""
+    return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED)
         or (torch._C._len_torch_function_stack() and _functions_are_watched())
     )
+
+
+def in_shape(matrices: Sequence[Tensor], shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return matrices that nobody else holds as tensors of other leading dimensions.
+
+    They are no views, which would cost the host more, and autograd functions may return them.
+
+    Args:
+        matrices: [M, N_i] each.
+        shape: the leading dimensions.
+
+    Returns:
+        [*shape, N_i] each; the matrices as they are where somebody watches ops, or elements do not lie in order.
+    """
+    if _REINTERPRET is None or torch.compiler.is_compiling() or _is_watched():
+        return tuple(matrices)
+    return tuple(
+        [
+            _REINTERPRET(t, (*shape, t.shape[1]), _strides(shape, t.shape[1]), 0)
+            if type(t) is Tensor and t.is_contiguous()
+            else t
+            for t in matrices
+        ]
+    )
+
+
+@lru_cache(maxsize=1024)
+def _strides(shape: tuple[int, ...], columns: int) -> tuple[int, ...]:
+    strides, rows = [1], columns
+    for size in reversed(shape):
+        strides.append(max(rows, 1))
+        rows = max(rows, 1) * max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _reinterpret() -> Any:
+    """Return the function with which inductor's code looks at memory of its own, None where torch has none."""
+    try:
+        return torch._C._dynamo.guards._reinterpret_tensor
+    except AttributeError:
+        return None
+
+
+_REINTERPRET = _reinterpret()
 
 
 def _functions_are_watched() -> bool:

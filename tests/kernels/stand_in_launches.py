@@ -93,9 +93,13 @@ def repeated(
     launched: Any, pointers: dict[str, Pointer], slots: tuple, numbers: tuple[int, int], watched: bool
 ) -> None:
     program = Program()
+    addresses = "\n    ".join(program.known_address(i) for i in range(1, len(slots)))  # asked once, as records do
     line = Launch(launched, pointers).line(program)
     names = ", ".join(f"s{i}" for i in range(len(slots)))
-    exec(f"def repeat(slots, n0, n1, stream, watched):\n    {names}, = slots\n    {line}", program.values)
+    exec(
+        f"def repeat(slots, n0, n1, stream, watched):\n    {names}, = slots\n    {addresses}\n    {line}",
+        program.values,
+    )
     program.values["repeat"](slots, *numbers, STREAM, watched)
 
 

@@ -10,7 +10,18 @@ from typing import NamedTuple
 import pytest
 import torch
 import triton.language as tl
-from record_checks import SIZE, Counted, add, add_kernel, check, no_records, reason, values, with_temporaries
+from record_checks import (
+    SIZE,
+    Counted,
+    add,
+    add_kernel,
+    check,
+    no_records,
+    reason,
+    repeated,
+    values,
+    with_temporaries,
+)
 
 from halfbyte.kernels import launch, prepared
 from halfbyte.kernels.launch import jit
@@ -153,8 +164,8 @@ def test_requests_differ_in(what):
     }[what]
     describe = DESCRIPTIONS[what]
     counted = Counted(lambda static, tensors, numbers: ((torch.full((1,), float(describe(tensors))),), None))
-    for tensors in (*calls, *calls):
-        assert prepared.call(counted, (), tensors)[0][0] == float(describe(tensors))
+    for tensors in calls * 4:
+        assert repeated(counted, (), tensors)[0][0] == float(describe(tensors))
     assert counted.runs == len(calls)
 
 
@@ -165,8 +176,8 @@ def test_requests_differ_in_the_device_of_any_tensor():
     def function(static, tensors, numbers):
         return (torch.full((1,), float(tensors[1].device.type == "meta")),), None
 
-    for y in (values(), values().to("meta"), values()):
-        assert prepared.call(function, (), (x, y))[0][0] == float(y.device.type == "meta")
+    for y in (values(), values().to("meta"), values()) * 3:
+        assert repeated(function, (), (x, y))[0][0] == float(y.device.type == "meta")
 
 
 def test_requests_differ_in_the_default_stream_and_others():
@@ -225,7 +236,7 @@ def test_numbers_beyond_32_bits():
     for stream in streams:
         before = len(kinds)
         (out,), _ = prepared.call(function, (), (x,), (stream,))
-        assert (out == stream + 8).all()
+        assert (out == stream + 8).all() and (repeated(function, (), (x,), (stream,))[0][0] == stream + 8).all()
         if stream < limit - 8:
             assert not any(kinds[before:]), "recorded as 64 bits"
     assert kinds == [False, False, True, True, True], "near the limit every number has a record of its own"
