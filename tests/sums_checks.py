@@ -74,7 +74,7 @@ def scale_values(scale: np.ndarray, spec) -> np.ndarray:
     """Return the fp32 numbers of scale bytes."""
     if not spec.format.has_amax:
         return np.exp2(scale.astype(np.float32) - 127)
-    return np.vectorize(spec.format.scale.decode)(scale).astype(np.float32)
+    return np.vectorize(spec.format.scale.decode)(scale.astype(int)).astype(np.float32)
 
 
 def bounds_of(operand: Operand) -> np.ndarray:

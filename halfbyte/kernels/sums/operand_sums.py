@@ -246,7 +246,7 @@ def _parts(values: Tensor, operand: Operand, signs: Tensor | None, maxima: Tenso
     each, programs = partial.shares(ceil_div(words.shape[0], tile.rows) * ceil_div(units, tile.units))
     parts = torch.empty(figures, programs, dtype=torch.float64, device=values.device)
     floor, inverse = (f32(spec.divisor / FLT_MAX), f32(1 / spec.divisor)) if factors else (0.0, 1.0)
-    amax = blocks.amax.contiguous() if factors else None
+    amax = blocks.amax if factors else None
     operand_sums_kernel[(programs,)](
         values,
         Coded(words, scale, amax, words.stride(0), scale.stride(0), floor, inverse),
