@@ -18,10 +18,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ERROR_SUMS = ("signal", "restored", "noise", "magnitude", "deviation", "nonzero", "underflow", "saturated")
-"""Of values v and what was made of them, q (`reference.error_sums`): sums in fp64, in any order, of v * v, q * q,
-d * d, |v| and |d|, where d = q - v is fp32; then how many v are not 0, how many of them have q = 0, and how many
-magnitudes exceed the bound of their block."""
+ERROR_SUMS = ("signal", "restored", "noise")
+"""Of values v and what was made of them, q (`reference.error_sums`): sums in fp64, in any order, of v * v, q * q and
+d * d, where d = q - v is fp32."""
+
+OPERAND_SUMS = (
+    *("signal", "noise", "magnitude", "deviation", "nonzero", "underflow", "saturated"),
+    *("blocks", "scale_underflow"),
+)
+"""Of values v and what codes stand for, q (`reference.operand_sums`): sums in fp64, in any order, of v * v, d * d, |v|
+and |d|, where d = q - v is fp32; then how many v are not 0, how many of them have q = 0, and how many magnitudes exceed
+the bound of their block; and how many blocks hold a magnitude beyond 0 and no NaN, and how many of those have a scale
+byte of 0.
+
+The bound is fp32: the value of the block's scale times (g * f(CLIPPED * largest element)), g the operand's factor, 1
+without an amax. Blocks whose scale byte is 0 have none."""
+
+CLIPPED = 1.001
+"""Times the largest value of its block: what a saturated value exceeds; roundings of the scale stay below."""
 
 LANES = 512
 ROW_GROUP = 16

@@ -136,6 +136,10 @@ def _fma(rest: list[str], operands: list) -> np.ndarray:
         return joined(raw(exact[0].astype(np.float16)), raw(exact[1].astype(np.float16)))
     _refuse_others(rest, {"rn", "rz"})
     a, b, c = np.broadcast_arrays(*(typed(o, kind) for o in operands))
+    if kind == "f64":  # of fp32 numbers alone, whose products are exact
+        if rest[0] != "rn" or not all(((t == t.astype(np.float32)) | np.isnan(t)).all() for t in (a, b)):
+            raise NotImplementedError(f"fma.{'.'.join(rest)} of numbers that fp32 does not hold is not emulated")
+        return raw(a * b + c)
     exact = _to_odd(a, b, c)
     return raw(_toward_zero(exact, np.float32) if rest[0] == "rz" else exact.astype(np.float32))
 

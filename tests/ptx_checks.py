@@ -213,7 +213,10 @@ def groups(specs: tuple, target: str) -> Iterator[str]:
 
 def sums(target: str) -> Iterator[str]:
     """Yield which sums of statistics differ from numpy's."""
-    checks = {str(case): (lambda case=case: sums_checks.check_error_sums(case, "cpu")) for case in sums_checks.CASES}
+    checks = {str(case): (lambda case=case: sums_checks.check_operand_sums(case, "cpu")) for case in sums_checks.CASES}
+    for dtype in (torch.float32, torch.bfloat16):
+        dtypes = dtype, torch.bfloat16
+        checks[f"products, {dtype}"] = lambda dtypes=dtypes: sums_checks.check_error_sums((37, 600), dtypes, "cpu")
     checks["not finite"] = lambda: sums_checks.check_not_finite("cpu")
     checks["columns"] = lambda: sums_checks.check_columns((300, 70), "cpu")
     for name, run in checks.items():

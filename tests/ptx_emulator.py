@@ -187,6 +187,8 @@ class _Machine:
             return self.registers[operand]
         if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", operand):
             return np.uint32(int(operand[2:], 16))
+        if re.fullmatch(r"0[dD][0-9a-fA-F]{16}", operand):
+            return np.uint64(int(operand[2:], 16))
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", operand):
             return int(operand.rstrip("U"), 0)
         if re.fullmatch(r"%rs\d+", operand):  # nobody writes it: a half that is shifted out, unless something is wrong

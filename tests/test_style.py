@@ -47,6 +47,8 @@ OPERATIONS = {  # defined once in each room that has them: what a user calls, th
     "grouped_token_sum",
     "norm",
     "norm_backward",
+    "operand_noise",
+    "operand_sums",
     "quantize",
     "quantize_residual",
     "quantize_row_col",

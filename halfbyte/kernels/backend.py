@@ -1,8 +1,5 @@
 """What ops calls where Triton runs: functions of `halfbyte.reference`, under the same names."""
 
-from halfbyte.kernels.amax.error_sums import column_outliers as column_outliers
-from halfbyte.kernels.amax.error_sums import error_sums as error_sums
-from halfbyte.kernels.amax.error_sums import square_sum as square_sum
 from halfbyte.kernels.amax.grouped_sum import grouped_token_sum as grouped_token_sum
 from halfbyte.kernels.amax.plain import finite_amax as finite_amax
 from halfbyte.kernels.amax.plain import row_col_amax as row_col_amax
@@ -19,6 +16,11 @@ from halfbyte.kernels.quantize.both import quantize_row_col as quantize_row_col
 from halfbyte.kernels.quantize.grouped import grouped_quantize_row_col as grouped_quantize_row_col
 from halfbyte.kernels.quantize.residual import quantize_residual as quantize_residual
 from halfbyte.kernels.quantize.residual import quantize_with_sum as quantize_with_sum
+from halfbyte.kernels.sums.error_sums import column_outliers as column_outliers
+from halfbyte.kernels.sums.error_sums import error_sums as error_sums
+from halfbyte.kernels.sums.error_sums import square_sum as square_sum
+from halfbyte.kernels.sums.operand_sums import operand_noise as operand_noise
+from halfbyte.kernels.sums.operand_sums import operand_sums as operand_sums
 from halfbyte.kernels.unpack.dequantize import decode as decode
 from halfbyte.kernels.unpack.dequantize import dequantize as dequantize
 from halfbyte.kernels.unpack.dequantize import from_values as from_values

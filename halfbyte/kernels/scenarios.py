@@ -39,11 +39,11 @@ from halfbyte.kernels.scenario_values import (
 from halfbyte.kernels.target import Target
 from halfbyte.kernels.unpack import swizzle
 from halfbyte.kernels.unpack.dequantize import Decoded
-from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Operand, swizzled_numel
+from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Operand, round_up, swizzled_numel
 from halfbyte.pieces import CastTarget as Weight
 from halfbyte.pieces import Piece
 from halfbyte.sides import Epilogue, Side, both_sides
-from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard
+from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
 
 
 def quantize_calls(_: Target) -> Iterator[Scenario]:
@@ -246,24 +246,33 @@ def means(_: Target) -> Iterator[Scenario]:
             yield Scenario(f"with its sum, {keys}, {name}", call, whole)
 
 
-SUMMED = ((0, 0), (0, 16), (0, 32), (16, 16), (32, 32), (64, 16), (128, 16), (16, 0), (128, 0))
-"""Size of the rotation and values of a block of statistics' sums, 0 for none."""
+SUMMED: tuple[tuple[Spec, int], ...] = (
+    *((NVFP4(), size) for size in (0, 16, 32, 128)),
+    (ROW, 0),
+    (ROW, 16),
+    *((MXFP8(element=element), 0) for element in ("e4m3", "e5m2")),
+)
+"""Of statistics' sums, with the size of the rotation, 0 for none."""
 
 
 def statistics(_: Target) -> Iterator[Scenario]:
-    """Sums of errors along rows and columns, and outliers of columns."""
-    for (size, block), turned, dtype in product(SUMMED, (False, True), (BF16, FP32)):
-        x = tensor(2048, 4096, dtype=dtype)
-        x = x.T if turned else x
-        signs = tensor(size, dtype=FP32) if size else None
-        bounds = tensor(x.shape[0], x.shape[1] // block, dtype=FP32) if block else None
-        call = partial(backend.error_sums, x, tensor(*x.shape, dtype=FP32), bounds, signs)
-        yield Scenario(f"sums of errors, rotation {size}, blocks {block}, turned {turned}, {dtype}", call, False)
+    """Sums of what operands along rows and columns and products lost, and outliers of columns."""
+    for (spec, size), turned, dtype in product(SUMMED, (False, True), (BF16, FP32)):
+        cols = 4096 if dtype == BF16 else 4000
+        x = tensor(cols, 2048, dtype=dtype).T if turned else tensor(2048, cols, dtype=dtype)
+        wide = round_up(cols, max(size, spec.block_length))
+        given = x, Operand(blocks(2048, wide, spec), spec, wide), tensor(size, dtype=FP32) if size else None
+        name = f"{spec.key}, rotation {size}, turned {turned}, {dtype}"
+        tuned = dtype == BF16 and size <= 16 and spec == PLAIN
+        yield Scenario(f"sums of an operand, {name}", partial(backend.operand_sums, *given, size == 0), tuned)
+        if isinstance(spec, NVFP4):
+            yield Scenario(f"noise of an operand, {name}", partial(backend.operand_noise, *given), tuned)
     for dtype in (BF16, FP16, FP32):
         x = tensor(2048, 4096, dtype=dtype)
-        yield Scenario(f"sum of squares, {dtype}", partial(backend.square_sum, x), False)
+        yield Scenario(f"sums of errors, {dtype}", partial(backend.error_sums, x.float(), x), True)
+        yield Scenario(f"sum of squares, {dtype}", partial(backend.square_sum, x), True)
         call = partial(backend.column_outliers, x, tensor(dtype=torch.float64))
-        yield Scenario(f"outliers of columns, {dtype}", call, False)
+        yield Scenario(f"outliers of columns, {dtype}", call, True)
 
 
 def primary_casts(_: Target) -> Iterator[Scenario]:

@@ -30,7 +30,7 @@ from halfbyte.ops.grouped import (
 from halfbyte.ops.mean import grouped_token_sum, quantize_residual, quantize_with_sum, token_mean, token_sum
 from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, row_col_amax, transpose
 from halfbyte.ops.repeat import constant, in_shape, run
-from halfbyte.ops.sums import column_outliers, error_sums, square_sum
+from halfbyte.ops.sums import column_outliers, error_sums, operand_noise, operand_sums, square_sum
 
 __all__ = [
     "EXPLAINED",
@@ -69,6 +69,8 @@ __all__ = [
     "in_shape",
     "norm",
     "norm_backward",
+    "operand_noise",
+    "operand_sums",
     "quantize",
     "quantize_residual",
     "quantize_row_col",

@@ -23,7 +23,7 @@ from halfbyte.reference.mean import quantize_residual, quantize_with_sum, residu
 from halfbyte.reference.norm import Statistics, norm, norm_backward
 from halfbyte.reference.nvfp4 import quantize, quantize_row_col, row_col_amax, transpose
 from halfbyte.reference.scale import finite_amax
-from halfbyte.reference.sums import column_outliers, error_sums, square_sum
+from halfbyte.reference.sums import column_outliers, error_sums, operand_noise, operand_sums, square_sum
 
 __all__ = [
     "Decoded",
@@ -48,6 +48,8 @@ __all__ = [
     "norm_backward",
     "norm_with_amaxes",
     "operand_amaxes",
+    "operand_noise",
+    "operand_sums",
     "plain",
     "quantize",
     "quantize_residual",

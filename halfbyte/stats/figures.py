@@ -31,8 +31,6 @@ MAXIMA = len(SIDES) + len(TENSORS)
 
 OUTLIER = 6.0
 """Times the root mean square of its tensor: what an outlier exceeds."""
-CLIPPED = 1.001
-"""Times the largest value of its block: what a saturated value exceeds; roundings of the scale stay below."""
 NOISE_LIMIT = 1 / math.sqrt(3)
 """Noise of the weight gradient over the gradient: beyond, training in FP4 stalls (arXiv 2505.19115, section 4)."""
 

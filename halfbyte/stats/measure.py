@@ -15,24 +15,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from halfbyte import ops, reference
-from halfbyte.arithmetic import ERROR_SUMS
+from halfbyte.arithmetic import ERROR_SUMS, OPERAND_SUMS
 from halfbyte.layout import Blocks, Operand
-from halfbyte.reference.scale import candidate_scale, global_scale, scale_bytes, tensor_factors
+from halfbyte.ops.backends import REFERENCE, choose
+from halfbyte.reference.scale import candidate_scale, scale_bytes, tensor_factors
 from halfbyte.rng import Draw
 from halfbyte.sides import Side
 from halfbyte.spec import FourOverSix, Hadamard, Spec, parse
-from halfbyte.stats.figures import CLIPPED, OUTLIER, SIDE_SUMS
+from halfbyte.stats.figures import OUTLIER, SIDE_SUMS
 
 Run = Callable[[Callable, tuple, Sequence[Tensor | None], Sequence[int]], tuple[tuple, Any]]
 """`ops.run`, or `anew`."""
 
-CHUNK_ELEMENTS, KERNEL_ELEMENTS = 1 << 24, 1 << 26
-"""Of a chunk: 64 MiB in fp32, of which the reference has ten at a time; and where kernels have one."""
+CHUNK_ELEMENTS = 1 << 24
+"""Of a chunk: 64 MiB in fp32, of which the reference has ten at a time. Kernels have no temporaries, and no chunks."""
 
-NOISE = ERROR_SUMS.index("noise")
-assert ERROR_SUMS[: NOISE + 1] == ("signal", "restored", "noise"), "which `product_sums` returns"
-_COUNTS = ("blocks", "scale_underflow", "chosen", "other_noise")
-assert ("elements", "signal", *ERROR_SUMS[NOISE:], *_COUNTS) == SIDE_SUMS, "which `side_sums` returns"
+assert ERROR_SUMS == ("signal", "restored", "noise"), "which `product_sums` returns"
+assert ("elements", *OPERAND_SUMS, "chosen", "other_noise") == SIDE_SUMS, "which `side_sums` returns"
 
 TILE = 16
 """Rows that share scales in tiles: chunks start at multiples of it."""
@@ -45,8 +44,8 @@ def anew(function: Callable, static: tuple, tensors: Sequence[Tensor | None], nu
 
 def _chunks(t: Tensor) -> Iterator[slice]:
     rows, cols = t.shape
-    most = KERNEL_ELEMENTS if t.is_cuda else CHUNK_ELEMENTS
-    step = max(TILE, most // max(1, cols) // TILE * TILE)
+    is_whole = choose(t.device, None) != REFERENCE
+    step = rows if is_whole else max(TILE, CHUNK_ELEMENTS // max(1, cols) // TILE * TILE)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
@@ -60,12 +59,11 @@ def _signs(side: Side, device: torch.device) -> Tensor | None:
     return ops.constant(lambda: reference.signs(rotation, None, device))
 
 
-def values_of_codes(blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
-    """Return what the codes of some rows stand for, fp32, padding included."""
+def _coded(blocks: Blocks, spec: Spec, rows: slice) -> Operand:
+    """Return some rows of an operand, whose columns are all that its codes have."""
     amax = blocks.amax[rows] if spec.has_row_amax else blocks.amax
     part = Blocks(blocks.qdata[rows], blocks.block_scale[rows], amax)
-    cols = part.qdata.shape[1] * spec.format.codes_per_byte
-    return ops.dequantize(Operand(part, spec, cols), torch.float32)
+    return Operand(part, spec, part.qdata.shape[1] * spec.format.codes_per_byte)
 
 
 def side_sums(t: Tensor, side: Side, blocks: Blocks, run: Run = anew) -> tuple[Tensor, Tensor]:
@@ -98,27 +96,21 @@ def _side_sums(static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) ->
 
 
 def _sums_of(t: Tensor, side: Side, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    other, signs, limit = _other(t, side), _signs(side, t.device), _limit(blocks, side.spec)
+    spec, other, signs = side.spec, _other(t, side), _signs(side, t.device)
+    judged = isinstance(spec.scaling, FourOverSix) if spec.format.has_amax else False
     sums, maxima = [], []
     for rows in _chunks(t) if t.numel() else ():
-        scale = blocks.block_scale[rows]
-        empty_scale = scale == 0
-        bounds = _values_of_scales(scale, side.spec).mul_(limit[rows] if limit.dim() else limit)
-        bounds.masked_fill_(empty_scale, torch.inf)
-        found, largest = ops.error_sums(t[rows], values_of_codes(blocks, side.spec, rows), bounds, signs)
-        assert largest is not None, "there are bounds"
-        filled = largest > 0
-        counts = torch.stack((filled, filled & empty_scale)).sum((1, 2)).double()
-        elements = _number(largest.numel() * side.spec.block_length, t.device)
-        beside = _chosen(largest, blocks, side.spec, rows), _other_noise(t, other, rows)
-        sums.append(torch.cat((elements, found[:1], found[NOISE:], counts, *beside)))
-        maxima.append(largest.amax())
+        found, largest, of_blocks = ops.operand_sums(t[rows], _coded(blocks, spec, rows), signs, judged)
+        elements = _number(blocks.block_scale[rows].numel() * spec.block_length, t.device)
+        beside = _chosen(of_blocks, blocks, spec, rows), _other_noise(t, other, rows)
+        sums.append(torch.cat((elements, found, *beside)))
+        maxima.append(largest)
     if len(sums) == 1:
-        return sums[0], maxima[0].double()
+        return sums[0], maxima[0]
     if not sums:
         zeros = torch.zeros(len(SIDE_SUMS) + 1, dtype=torch.float64, device=t.device)
         return zeros[1:], zeros[0]
-    return torch.stack(sums).sum(0), torch.stack(maxima).amax().double()
+    return torch.stack(sums).sum(0), torch.stack(maxima).amax()
 
 
 def _number(value: float, device: torch.device) -> Tensor:
@@ -126,26 +118,10 @@ def _number(value: float, device: torch.device) -> Tensor:
     return ops.constant(lambda: torch.full((1,), value, dtype=torch.float64, device=device))
 
 
-def _values_of_scales(scale: Tensor, spec: Spec) -> Tensor:
-    """Return what the bytes of scales stand for, fp32."""
-    if not spec.format.has_amax:
-        return torch.exp2(scale.float() - spec.format.scale.bias)
-    return scale.view(torch.float8_e4m3fn).float()
-
-
-def _limit(blocks: Blocks, spec: Spec) -> Tensor:
-    """Return the magnitude that saturates a block whose scale is 1, fp32 [], or [R, 1] with an amax for every row."""
-    most = CLIPPED * spec.format.element.max
-    if not spec.format.has_amax:
-        return torch.full((), most, device=blocks.qdata.device)
-    factor = global_scale(blocks.amax, spec) * most
-    return factor[:, None] if spec.has_row_amax else factor
-
-
-def _chosen(maxima: Tensor, blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
-    """Return how many blocks that are not all 0 have another scale than that of the candidate 1."""
-    if not isinstance(spec.scaling, FourOverSix):
-        return _number(torch.nan, maxima.device)
+def _chosen(maxima: Tensor | None, blocks: Blocks, spec: Spec, rows: slice) -> Tensor:
+    """Return how many blocks that are not all 0 have another scale than that of the candidate 1; NaN without maxima."""
+    if maxima is None:
+        return _number(torch.nan, blocks.qdata.device)
     amaxes = blocks.amax.reshape(-1)  # a vector: of one number on the CPU its value would be asked
     factors = tensor_factors(amaxes, spec)  # type: ignore[arg-type]  # candidates are NVFP4's
     if spec.has_row_amax:
@@ -179,8 +155,7 @@ def _other_noise(t: Tensor, other: tuple[Side, Blocks] | None, rows: slice) -> T
     if other is None:
         return _number(torch.nan, t.device)
     side, blocks = other
-    found, _ = ops.error_sums(t[rows], values_of_codes(blocks, side.spec, rows), signs=_signs(side, t.device))
-    return found[NOISE : NOISE + 1]
+    return ops.operand_noise(t[rows], _coded(blocks, side.spec, rows), _signs(side, t.device)).reshape(1)
 
 
 def tensor_sums(t: Tensor, run: Run = anew) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,11 +176,10 @@ def _tensor_sums(
     if not t.numel():
         nothing = torch.zeros(t.shape[1], dtype=torch.float64, device=t.device)
         return (nothing.new_zeros(2), nothing, nothing.new_zeros(())), None
-    limit = OUTLIER * (ops.square_sum(t) / t.numel()).sqrt()
-    chunks = [t] if t.is_cuda else [t[rows] for rows in _chunks(t)]  # kernels have no temporaries
-    counts = [ops.column_outliers(part, limit) for part in chunks]
+    squares, amax = ops.square_sum(t)
+    limit = OUTLIER * (squares / t.numel()).sqrt()
+    counts = [ops.column_outliers(t[rows], limit) for rows in _chunks(t)]
     columns = counts[0] if len(counts) == 1 else torch.stack(counts).sum(0)
-    amax = torch.linalg.vector_norm(t, torch.inf).double()
     return (torch.cat((_number(t.numel(), t.device), columns.sum(0, keepdim=True))), columns, amax), None
 
 
@@ -223,5 +197,5 @@ def product_sums(got: Tensor, a: Tensor, b: Tensor, run: Run = anew) -> Tensor:
 
 def _product_sums(static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) -> tuple[tuple[Tensor], None]:
     got, a, b = tensors
-    found, _ = ops.error_sums(ops.gemm_nt(a, b, out_dtype=torch.float32), got)
-    return (torch.cat((_number(got.numel(), got.device), found[: NOISE + 1])),), None
+    found = ops.error_sums(ops.gemm_nt(a, b, out_dtype=torch.float32), got)
+    return (torch.cat((_number(got.numel(), got.device), found)),), None

@@ -162,9 +162,9 @@ def observe(seen: Observed, ledgers: dict[int, Tensor]) -> None:
         place = seen.place(seen.draws[i], DY, (DGRAD_SIGNS, WGRAD_SIGNS))
         sides = x_parts | _sides_of_w(w, seen, i)
         sides |= seen.measured(("dy.row", "dy.col"), dy, specs, place, seen.dy_amaxes[i])
-        _add_sides(parts, sides)
-        _add_tensors(parts, (x_tensor, tensor_sums(w, seen.run), tensor_sums(dy, seen.run)))
-        _add_products(parts, _products(seen, forward, i, dy), (seen.x, w, dy), seen.run)
+        tensors = x_tensor, tensor_sums(w, seen.run), tensor_sums(dy, seen.run)
+        products = _products_lost(_products(seen, forward, i, dy), (seen.x, w, dy), seen.run)
+        _add(parts, sides, tensors, products)
 
 
 def _sides_of_w(w: Tensor, seen: Observed, i: int) -> dict:
@@ -228,32 +228,28 @@ def _products(seen: Observed, forward: tuple[list[Tensor], list], i: int, dy: Te
     return made | {name: t for name, t in (("dx", dx), ("dw", dws[i])) if t is not None}
 
 
-def _add_sides(parts: Entries, sides: dict[str, tuple[Tensor, Tensor]]) -> None:
-    for name, (sums, largest) in sides.items():
-        i = SIDES.index(name)
-        parts.sides[i].add_(sums)
-        _raise(parts.amaxes[i], largest)
-
-
-def _raise(maximum: Tensor, other: Tensor) -> None:
-    """Make a maximum, [], the larger of both."""
-    torch.maximum(maximum, other, out=maximum)
-
-
-def _add_tensors(parts: Entries, found: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-    for i, (sums, columns, amax) in enumerate(found):
-        parts.tensors[i].add_(sums)
-        parts.channels[i].add_(columns)
-        _raise(parts.amaxes[len(SIDES) + i], amax)
-
-
-def _add_products(
-    parts: Entries, products: dict[str, Tensor], operands: tuple[Tensor, Tensor, Tensor], run: Run
-) -> None:
+def _products_lost(products: dict[str, Tensor], operands: tuple[Tensor, Tensor, Tensor], run: Run) -> dict[str, Tensor]:
+    """Return {name: sums} of what the GEMMs returned."""
     x, w, dy = operands
     pairs = {"y": (x, w), "dx": (dy, w.T), "dw": (dy.T, x.T)}
-    for name, got in products.items():
-        parts.products[PRODUCTS.index(name)].add_(product_sums(got, *pairs[name], run))
+    return {name: product_sums(got, *pairs[name], run) for name, got in products.items()}
+
+
+def _add(
+    parts: Entries,
+    sides: dict[str, tuple[Tensor, Tensor]],
+    tensors: Sequence[tuple[Tensor, Tensor, Tensor]],
+    products: dict[str, Tensor],
+) -> None:
+    """Add sums to a ledger, and raise its maxima: one launch each, whatever there is."""
+    added = [(parts.sides[SIDES.index(name)], sums) for name, (sums, _) in sides.items()]
+    raised = [(parts.amaxes[SIDES.index(name)], largest) for name, (_, largest) in sides.items()]
+    for i, (sums, columns, largest) in enumerate(tensors):
+        added += [(parts.tensors[i], sums), (parts.channels[i], columns)]
+        raised.append((parts.amaxes[len(SIDES) + i], largest))
+    added += [(parts.products[PRODUCTS.index(name)], sums) for name, sums in products.items()]
+    torch._foreach_add_(*map(list, zip(*added, strict=True)))
+    torch._foreach_maximum_(*map(list, zip(*raised, strict=True)))
 
 
 def _observe_linear(
@@ -279,4 +275,4 @@ _LIBRARY.define("observe_linear(Tensor(a!)[] ledgers, str text, Tensor?[] tensor
 _LIBRARY.impl("observe_linear", _observe_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("halfbyte::observe_linear", _nothing, lib=_LIBRARY)
 
-assert TENSORS == ("x", "w", "dy"), "the order in which _add_tensors is called"
+assert TENSORS == ("x", "w", "dy"), "the order in which observe measures them"

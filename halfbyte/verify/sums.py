@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.arithmetic import ERROR_SUMS
+from halfbyte.arithmetic import ERROR_SUMS, OPERAND_SUMS
+from halfbyte.layout import Blocks, Operand, round_up
+from halfbyte.spec import MXFP8, NVFP4, Spec
 from halfbyte.verify.compare import difference
 from halfbyte.verify.kernels import CPU
 from halfbyte.verify.matrix import SEED
@@ -18,44 +22,90 @@ GROUP = "sums of statistics"
 SHAPES = ((256, 512), (37, 83))
 SIZES = (0, 16, 32, 64, 128)
 """Of rotations; 0 is none."""
-COUNTS = slice(ERROR_SUMS.index("nonzero"), None)
+SPECS: dict[str, Spec] = {
+    "an amax a row": NVFP4(outer="row"),
+    **{f"MXFP8 {element}": MXFP8(element=element) for element in ("e4m3", "e5m2")},
+}
+"""Without a rotation."""
+COUNTS = slice(OPERAND_SUMS.index("nonzero"), None)
 ORDER = 1e-12
 """Relative: what the order of a sum in fp64 may change."""
 
 
+class Case(NamedTuple):
+    """One operand: rows and columns of x, the size of its rotation, whether x lies turned, and how it is quantized."""
+
+    shape: tuple[int, int]
+    size: int
+    turned: bool
+    spec: Spec
+
+
 def error_figures(device: torch.device, backend: str | None) -> Iterator[Finding]:
-    """error_sums of rows and columns under every rotation, and column_outliers."""
+    """operand_sums and operand_noise of rows and columns, error_sums, square_sum, and column_outliers."""
     for shape in SHAPES:
-        for size in SIZES:
-            for turned in (False, True):
-                where = device, backend, shape, size, turned
-                what = f"{'x'.join(map(str, shape))} {'columns' if turned else 'rows'}, rotation {size}"
-                yield GROUP, f"error_sums, {what}", lambda w=where: _errors(*w)
+        name = "x".join(map(str, shape))
+        how = [(f"rotation {size}", size, NVFP4()) for size in SIZES] + [(what, 0, SPECS[what]) for what in SPECS]
+        for (what, size, spec), turned in product(how, (False, True)):
+            case = Case(shape, size, turned, spec)
+            where = f"{name} {'columns' if turned else 'rows'}, {what}"
+            yield GROUP, f"operand_sums, {where}", lambda case=case: _operand(device, backend, case)
         where = device, backend, shape
-        yield GROUP, f"column_outliers, {'x'.join(map(str, shape))}", lambda w=where: _outliers(*w)
+        yield GROUP, f"error_sums, {name}", lambda w=where: _errors(*w)
+        yield GROUP, f"column_outliers, {name}", lambda w=where: _outliers(*w)
 
 
-def _errors(device, backend, shape, size, turned) -> str | None:
+def coded(rows: int, cols: int, spec: Spec, generator: torch.Generator) -> Operand:
+    """Return an operand of any codes, and of any scales but NaN, a fifth of them 0."""
+    blocks = cols // spec.block_length
+    qdata = torch.randint(0, 256, (rows, blocks * spec.format.block_bytes), generator=generator, dtype=torch.uint8)
+    if not spec.format.has_amax:  # without codes that are no numbers, and beside scales that sums can hold
+        qdata = torch.where(qdata & 0x7F >= 0x7B, 0x38, qdata)
+        scale, amax = torch.randint(110, 135, (rows, blocks), generator=generator), torch.empty(0)
+    else:
+        scale = torch.randint(1, 127, (rows, blocks), generator=generator)
+        amax = torch.rand((rows,) if spec.has_row_amax else (), generator=generator) * 8 + 1
+    scale = torch.where(torch.rand(scale.shape, generator=generator) < 0.2, 0, scale).to(torch.uint8)
+    return Operand(Blocks(qdata, scale, amax), spec, cols)
+
+
+def _operand(device: torch.device, backend: str | None, case: Case) -> str | None:
     generator = torch.Generator().manual_seed(SEED)
-    x = torch.randn(shape, generator=generator).bfloat16()
-    x = x.T if turned else x
-    align = max(16, size)
-    wide = -(-x.shape[1] // align) * align
-    q = torch.randn(x.shape[0], wide, generator=generator).round()
-    bounds = torch.rand(x.shape[0], wide // 16, generator=generator) * 3
-    signs = torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1 if size else None
+    x = torch.randn(case.shape, generator=generator).bfloat16()
+    x = x.T if case.turned else x
+    wide = round_up(x.shape[1], max(case.spec.block_length, case.size))
+    operand = coded(x.shape[0], wide, case.spec, generator)
+    signs = torch.randint(0, 2, (case.size,), generator=generator) * 2.0 - 1 if case.size else None
     results = []
     for place, which in ((device, backend), (CPU, "reference")):
-        moved = [None if t is None else t.to(place) for t in (x, q, bounds, signs)]
-        results.append(ops.error_sums(*moved, backend=which))  # type: ignore[arg-type]  # x and q are there
-    (mine, maxima), (theirs, others) = results
-    assert maxima is not None and others is not None, "there are bounds"
-    return difference(maxima, others) or difference(mine[COUNTS], theirs[COUNTS]) or _far(mine, theirs)
+        given = operand._replace(blocks=Blocks(*(t.to(place) for t in operand.blocks)))
+        turned = None if signs is None else signs.to(place)
+        noise = ops.operand_noise(x.to(place), given, turned, backend=which)
+        results.append((*ops.operand_sums(x.to(place), given, turned, True, backend=which), noise))
+    (mine, largest, maxima, noise), (theirs, most, others, _) = results
+    assert maxima is not None and others is not None, "they were asked for"
+    if wrong := difference(maxima, others) or difference(largest, most) or difference(mine[COUNTS], theirs[COUNTS]):
+        return wrong
+    alone = theirs[OPERAND_SUMS.index("noise")]
+    return _far(OPERAND_SUMS, mine, theirs) or _far(("noise alone",), noise[None], alone[None])
 
 
-def _far(mine: Tensor, theirs: Tensor) -> str | None:
+def _errors(device: torch.device, backend: str | None, shape: tuple[int, int]) -> str | None:
+    generator = torch.Generator().manual_seed(SEED)
+    got, wanted = torch.randn(shape, generator=generator).bfloat16(), torch.randn(shape, generator=generator)
+    results = []
+    for place, which in ((device, backend), (CPU, "reference")):
+        sums = ops.error_sums(wanted.to(place), got.to(place), backend=which)
+        results.append((sums, *ops.square_sum(got.to(place), backend=which)))
+    (mine, squares, largest), (theirs, others, most) = results
+    return difference(largest, most) or _far(
+        (*ERROR_SUMS, "squares"), torch.cat((mine, squares[None])), torch.cat((theirs, others[None]))
+    )
+
+
+def _far(names: tuple[str, ...], mine: Tensor, theirs: Tensor) -> str | None:
     """Say which sum differs by more than another order of fp64 makes."""
-    for name, got, want in zip(ERROR_SUMS, mine.tolist(), theirs.tolist(), strict=True):
+    for name, got, want in zip(names, mine.tolist(), theirs.tolist(), strict=True):
         if not abs(got - want) <= ORDER * abs(want):
             return f"{name}: {got}, expected {want}"
     return None

@@ -113,33 +113,57 @@ def test_a_sum_over_tokens_may_be_added_in_any_order_and_miss_nothing():
     assert "the first at [5]" in mean.sum_problem(backwards, x)
 
 
-@pytest.mark.parametrize("name, at", [("signal", 0), ("noise", 2), ("nonzero", 5), ("saturated", 7)])
+@pytest.mark.parametrize("name, at", [("signal", 0), ("noise", 1), ("nonzero", 4), ("scale_underflow", 8)])
 def test_a_wrong_sum_of_statistics_is_noticed(monkeypatch, triton_on_the_cpu, name, at):
     checks = {what: check for _, what, check in sums.error_figures(CPU, "triton") if "37x83" in what}
-    assert len(checks) == 11 and not any(check() for check in checks.values())
-    whole = sums.ops.error_sums
+    assert len(checks) == 18 and not any(check() for check in checks.values())
+    whole = sums.ops.operand_sums
 
     def wrong(*arguments, backend):
-        found, maxima = whole(*arguments, backend=backend)
+        found, *rest = whole(*arguments, backend=backend)
         if backend == "triton":
             found[at] *= 1 + 1e-9
-        return found, maxima
+        return found, *rest
 
-    monkeypatch.setattr(sums.ops, "error_sums", wrong)
-    said = checks["error_sums, 37x83 columns, rotation 64"]()
-    assert said and (said.startswith(name) or at >= 5)
+    monkeypatch.setattr(sums.ops, "operand_sums", wrong)
+    said = checks["operand_sums, 37x83 columns, rotation 64"]()
+    assert said and (said.startswith(name) or at >= 4)
 
 
-def test_a_wrong_maximum_or_count_of_statistics_is_noticed(monkeypatch, triton_on_the_cpu):
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_wrong_maximum_of_statistics_is_noticed(monkeypatch, triton_on_the_cpu, at):
     checks = {what: check for _, what, check in sums.error_figures(CPU, "triton")}
-    errors, outliers = sums.ops.error_sums, sums.ops.column_outliers
-    monkeypatch.setattr(
-        sums.ops, "error_sums", lambda *a, backend: (errors(*a)[0], errors(*a)[1] + (backend == "triton"))
+    whole = sums.ops.operand_sums
+
+    def wrong(*arguments, backend):
+        found = list(whole(*arguments, backend=backend))
+        found[at] = found[at] + (backend == "triton")
+        return found
+
+    monkeypatch.setattr(sums.ops, "operand_sums", wrong)
+    assert "differ" in checks["operand_sums, 37x83 rows, rotation 16"]()
+
+
+def test_other_wrong_sums_of_statistics_are_noticed(monkeypatch, triton_on_the_cpu):
+    checks = {what: check for _, what, check in sums.error_figures(CPU, "triton")}
+    errors, outliers, noise, squares = (
+        getattr(sums.ops, name) for name in ("error_sums", "column_outliers", "operand_noise", "square_sum")
     )
+
+    def far(backend):
+        return 1 + 1e-9 * (backend == "triton")
+
     monkeypatch.setattr(sums.ops, "column_outliers", lambda *a: outliers(*a) + (a[-1] == "triton"))
-    assert (
-        "differ" in checks["error_sums, 37x83 rows, rotation 16"]() and "differ" in checks["column_outliers, 37x83"]()
+    assert "differ" in checks["column_outliers, 37x83"]()
+    monkeypatch.setattr(sums.ops, "operand_noise", lambda *a, backend: noise(*a, backend=backend) * far(backend))
+    assert checks["operand_sums, 37x83 rows, an amax a row"]().startswith("noise alone")
+    monkeypatch.setattr(
+        sums.ops, "square_sum", lambda *a, backend: [t * far(backend) for t in squares(*a, backend=backend)]
     )
+    assert "differ" in checks["error_sums, 37x83"]()
+    monkeypatch.setattr(sums.ops, "square_sum", squares)
+    monkeypatch.setattr(sums.ops, "error_sums", lambda *a, backend: errors(*a, backend=backend) * far(backend))
+    assert checks["error_sums, 37x83"]().startswith("signal")
 
 
 def test_a_wrong_nibble_of_a_primary_weight_is_noticed(monkeypatch):
