@@ -48,7 +48,8 @@ def _place(case: str, record: Record) -> tuple[Any, ...]:
 def _about(v: dict[str, Any], devices: str) -> str:
     """Return the sentence above a table."""
     tokens = f"{v['tokens']:,} tokens " + ("of one sequence" if v["case"] == "parallel/dense" else "of each rank")
-    return f"Forward and backward of {v['layers']} blocks of `{v['model']}`, bf16 parameters, {tokens}, eager, {devices}, medians:"
+    blocks = f"{v['layers']} blocks of `{v['model']}`"
+    return f"Forward and backward of {blocks}, bf16 parameters, {tokens}, eager, {devices}, medians:"
 
 
 def _title(case: str, v: dict[str, Any]) -> str:

@@ -168,7 +168,8 @@ def _strides(shape: tuple[int, ...], columns: int) -> tuple[int, ...]:
 def _reinterpret() -> Any:
     """Return the function with which inductor's code looks at memory of its own, None where torch has none."""
     try:
-        return torch._C._dynamo.guards._reinterpret_tensor
+        guards: Any = torch._C._dynamo.guards
+        return guards._reinterpret_tensor
     except AttributeError:
         return None
 
