@@ -354,6 +354,7 @@ def main(arguments: list[str]) -> int:
     for name in options.models:
         config = shape_of(name, options.layers, options.vocabulary)
         about = {"case": "gather/step", "model": name, "layers": config.layers, "tokens": options.tokens}
+        about["vocabulary"] = config.vocab_size
         ways: tuple[Way, ...] = WAYS if options.head == "gathered" else (WAYS[0], "shared", *WAYS[1:])
         for way in ways:
             run = partial(measure, config, way, tuple(options.tokens), device, options.prefetch)

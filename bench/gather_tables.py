@@ -8,13 +8,22 @@ from types import MappingProxyType
 from bench.markdown import percent, rows
 from bench.records import Record
 
+WAYS = {"codes": "codes", "bf16": "bf16", "shared": "codes; embedding and head shared"}
+
+
+def _title(record: Record) -> str:
+    v = record.values
+    gpus = f"{v['world']} {str(record.run['device']).split()[1]}s"
+    tokens = f"{v['tokens'][0] * v['tokens'][1]:,} tokens a rank"
+    return f"{v['model']}, {v['layers']} blocks, {v['parameters'] / 1e6:,.0f}M parameters, {gpus}, {tokens}"
+
 
 def steps(records: Sequence[Record]) -> str:
     """Return every timed step, a line each."""
     lines = [
         [
-            f"{v['model']}, {v['layers']} blocks, {v['world']} GPUs, {v['tokens'][0] * v['tokens'][1]:,} tokens a rank",
-            v["way"],
+            _title(r),
+            WAYS[v["way"]],
             f"{v['step_ms']:.0f}",
             f"{v['gathered_bytes'] / 1e6:,.0f}",
             f"{v['gather_kernels_ms']:.0f}",

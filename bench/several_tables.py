@@ -13,12 +13,17 @@ PLAIN, CODES = ("plain", "bf16"), ("nvfp4", "codes")
 """What `bench.zero` and `bench.gather` call weights that travel in bf16, and in 4 bits."""
 
 
+def _belongs(record: Record) -> bool:
+    """Whether a run is one of H200s with a vocabulary of 32,000, as the table's are."""
+    return "H200" in str(record.run["device"]) and record.values.get("vocabulary", 32_000) == 32_000
+
+
 def several(records: Sequence[Record]) -> str:
     """Return the newest run of every model, sharding and number of GPUs with both kinds of weights, a line each."""
     pairs: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records:
         v = record.values
-        if v["case"] in ("zero/step", "gather/step") and record.is_clean and v.get("vocabulary", 32_000) == 32_000:
+        if v["case"] in ("zero/step", "gather/step") and record.is_clean and _belongs(record):
             kind = "bf16" if v.get("weights", v.get("way")) in PLAIN else "nvfp4"
             assert kind == "bf16" or v.get("weights", v.get("way")) in CODES, v
             key = v["case"], v["model"], v.get("layers"), v["world"]

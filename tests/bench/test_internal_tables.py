@@ -12,7 +12,7 @@ PAGES = [page for page in tables.PAGES if page.parent.name == "internals"]
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 FIGURE = re.compile(r"[−+-]?\d")
 EXPERIMENT = re.compile(
-    r"Experiment of 20\d\d-\d\d-\d\d, [^.;]*(?:NVIDIA|EPYC)[^.;]*, "
+    r"Experiment of 20\d\d-\d\d-\d\d, [^.;]*(?:NVIDIA|EPYC|Xeon)[^.;]*, "
     r"written down at [0-9a-f]{7}; no record is kept[^.]*:\n\n$"
 )
 
