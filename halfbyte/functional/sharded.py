@@ -15,6 +15,7 @@ a DTensor imports this module: torch.distributed.tensor takes its time.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -226,8 +227,10 @@ def _refuse_unsupported(layers: Layers, recipe: Recipe, shared: list[Shared]) ->
         )
 
 
-def whole_amax(weight: Any) -> Tensor:
-    """Return the greatest magnitude in a DTensor of which ranks hold parts, fp32 []."""
-    own = ops.amax(waited(weight.detach().to_local()))
-    (place,) = weight.placements
-    return own if place == Replicate() else all_max(own, weight.device_mesh.get_group().group_name)
+def whole_amax(weights: Sequence[Any]) -> Tensor:
+    """Return the greatest magnitude in DTensors of one mesh, of which ranks hold parts, fp32 []: ranks meet once."""
+    own = [ops.amax(waited(weight.detach().to_local())) for weight in weights]
+    amax = own[0] if len(own) == 1 else torch.stack(own).amax()
+    if all(weight.placements == (Replicate(),) for weight in weights):
+        return amax
+    return all_max(amax, weights[0].device_mesh.get_group().group_name)

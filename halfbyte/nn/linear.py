@@ -310,7 +310,12 @@ def shared_amax(module: LinearLayer, dtype: torch.dtype | None) -> Tensor:
         module: one of the group.
         dtype: that the weights are rounded to, None for their own.
     """
-    amaxes = [_amax(member.weight) for member in module.amax_group]
+    weights = [member.weight for member in module.amax_group]
+    amaxes, in_parts = [_amax(w) for w in weights if not is_sharded(w)], [w for w in weights if is_sharded(w)]
+    if in_parts:
+        from halfbyte.functional.sharded import whole_amax
+
+        amaxes.append(whole_amax(in_parts))
     amax = torch.stack(amaxes).amax()
     # Rounding is monotone: the rounded maximum is the maximum of the rounded weights.
     return amax if dtype is None else amax.to(dtype).float()
@@ -318,10 +323,6 @@ def shared_amax(module: LinearLayer, dtype: torch.dtype | None) -> Tensor:
 
 def _amax(weight: Tensor) -> Tensor:
     """Return the greatest magnitude of a weight, fp32 []; of codes that which they are scaled by."""
-    if is_sharded(weight):
-        from halfbyte.functional.sharded import whole_amax
-
-        return whole_amax(weight)
     return weight.amax if isinstance(weight, QuantTensor) and weight.amax is not None else ops.amax(weight.detach())
 
 
