@@ -168,6 +168,9 @@ def grouped_linear(
         ValueError: shapes do not fit, the recipe draws and rng is None, or it delays its amaxes and nobody keeps them.
         TypeError: dtypes do not fit.
     """
+    for name, t in (("x", x), ("w_ENK", w_ENK)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}={t!r}: give a tensor, tokens [M, K] and experts [E, N, K]")
     if runs_eagerly([w_ENK]):
         from halfbyte.functional.eager import eagerly
 

@@ -143,6 +143,9 @@ def linear_shared(
     Raises:
         ValueError, TypeError: as for `linear`.
     """
+    for w in weights:
+        if not isinstance(w, Tensor):
+            raise TypeError(f"w={w!r}: give a tensor [out_features, in_features]")
     n, recipe = len(weights), resolve(recipe)
     given = (biases, weight_amaxes, main_grads, cached_weights)
     per_weight: list[list] = [[None] * n if t is None else list(t) for t in given]
@@ -170,6 +173,8 @@ def outputs_of(
     x: Tensor, layers: Layers, recipe: Recipe, out_dtype: torch.dtype | None, x_amaxes: ops.Amaxes | None
 ) -> tuple[Tensor, ...]:
     """Return what `linear_shared` does, of arguments in their places."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x={x!r}: give a tensor [..., in_features]")
     if runs_eagerly(layers.weights):
         from halfbyte.functional.eager import eagerly
 

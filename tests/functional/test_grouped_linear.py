@@ -323,3 +323,9 @@ class TestRefusals:
     def test_backend_without_kernel(self):
         with pytest.raises(ValueError, match="backend='cuda'"):
             hb.grouped_gemm_nt(self.x, self.w, self.offsets, backend="cuda")
+
+
+@pytest.mark.parametrize(("name", "given"), [("x", (None, torch.zeros(2, 4, 4))), ("w_ENK", (torch.zeros(4, 4), [1]))])
+def test_what_is_no_tensor_is_named(name, given):
+    with pytest.raises(TypeError, match=rf"{name}=.*: give a tensor"):
+        hb.grouped_linear(*given, torch.tensor([2, 4], dtype=torch.int32), "bf16")

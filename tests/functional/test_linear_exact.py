@@ -378,6 +378,8 @@ def test_a_bad_input_reaches_exactly_its_row_of_y_and_all_that_read_it(bad):
         (lambda a: a.update(x=torch.tensor(1.0)), ValueError, ["x.shape"]),
         (lambda a: a.update(bias=torch.zeros(20)), ValueError, ["bias.shape", "20", "21"]),
         (lambda a: a.update(recipe="nvfp5"), ValueError, ["recipe", "nvfp5", "nvfp4_forward"]),
+        (lambda a: a.update(x=None), TypeError, ["x=None", "tensor"]),
+        (lambda a: a.update(w=None), TypeError, ["w=None", "[out_features, in_features]"]),
         (lambda a: a.update(recipe=4), TypeError, ["recipe=4", "Recipe"]),
         (lambda a: a.update(rng=None), ValueError, ["rng", "Philox"]),
         (lambda a: a.update(rng=5), TypeError, ["rng=", "5", "Philox"]),
