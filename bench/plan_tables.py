@@ -23,6 +23,7 @@ from halfbyte.plan.assumptions import computed, constants
 from halfbyte.plan.hardware import HARDWARE
 from halfbyte.plan.planning import GIB, job_of
 from halfbyte.plan.seconds import EXPOSED, kernel_seconds
+from halfbyte.train.model import model_preset
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
 BLOCK = re.compile(r"(<!-- plan: ([\w-]+) -->)(.*?)(<!-- /plan -->)", re.DOTALL)
@@ -79,6 +80,8 @@ def compared(records: Sequence[Record]) -> list[Compared]:
     for record in records:
         if record.is_clean and record.values["case"] == "zero/step" and _has_tokens(record):
             found.append(_of_zero(record))
+        if record.is_clean and record.values["case"] == "gather/step" and _is_whole(record):
+            found.append(_of_gather(record))
     return found
 
 
@@ -150,6 +153,38 @@ def _of_zero(record: Record) -> Compared:
         peak=values["peak_GiB"] * GIB,
         seconds=values["step_ms"] / 1e3,
         waiting=values["reduce_kernels_ms"] / 1e3,
+    )
+
+
+def _is_whole(record: Record) -> bool:
+    """Whether a run had all blocks and words of its model."""
+    return record.values["parameters"] == model_preset(record.values["model"]).parameters
+
+
+def _of_gather(record: Record) -> Compared:
+    values, way = record.values, record.values["way"]
+    hardware = "h100" if "H100" in str(record.run["device"]) else "h200"
+    request = PlanRequest(
+        model=values["model"],
+        gpus=values["world"],
+        mesh=f"dp_shard={values['world']}",
+        hardware=hardware,
+        sequences=values["tokens"][0],
+        sequence=values["tokens"][1],
+        sharding="fsdp",
+        gather="bf16" if way == "bf16" else "nvfp4",
+        kernels="eager",
+        high_precision_blocks=0.0,
+        head="shared" if way == "shared" else "gathered",
+    )
+    kept = ", embedding and head shared" if way == "shared" else ""
+    return Compared(
+        what=f"FSDP2, {values['model']}, {request.gather} gathered{kept}, {values['world']} {hardware.upper()}s",
+        stamp=record.stamp,
+        plan=planned(request),
+        peak=values["peak_GiB"] * GIB,
+        seconds=values["step_ms"] / 1e3,
+        waiting=max(0.0, values["step_ms"] - values["kernels_ms"] - values["exposed_ms"]) / 1e3,
     )
 
 
