@@ -200,8 +200,8 @@ def _split(dim: str | None, x: Any, w: Any, recipe: Recipe) -> LayerSplit | None
 
 
 def _here(t: Any) -> Tensor:
-    """Return what this rank holds, for a look."""
-    return t.detach().to_local()
+    """Return what this rank holds, for a look: past autograd and dispatch, which `detach().to_local()` goes through."""
+    return t._local_tensor
 
 
 def _refuse_unsupported(layers: Layers, recipe: Recipe, shared: list[Shared]) -> None:
