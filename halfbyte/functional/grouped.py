@@ -32,7 +32,7 @@ from halfbyte.functional.foreign import refuse_foreign
 from halfbyte.functional.gemm import check_operand, check_output
 from halfbyte.functional.group import waited
 from halfbyte.functional.group_bias import with_bias
-from halfbyte.functional.grouped_checks import check_alike
+from halfbyte.functional.grouped_checks import check_alike, refuse_what_is_no_tensor
 from halfbyte.functional.grouped_split import both_of_part, part_of_experts
 from halfbyte.functional.operands import Beside, Place, Saved, both, flatten_operands, unflatten_operands, with_late
 from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, snapshot
@@ -168,15 +168,12 @@ def grouped_linear(
         ValueError: shapes do not fit, the recipe draws and rng is None, or it delays its amaxes and nobody keeps them.
         TypeError: dtypes do not fit.
     """
-    for name, t in (("x", x), ("w_ENK", w_ENK)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}={t!r}: give a tensor, tokens [M, K] and experts [E, N, K]")
+    refuse_what_is_no_tensor(x, w_ENK)
     if runs_eagerly([w_ENK]):
         from halfbyte.functional.eager import eagerly
 
-        more: dict[str, Any] = {"bias_EN": bias_EN, "rng": rng, "out_dtype": out_dtype, "main_grad": main_grad}
-        more |= {"x_row": x_row, "split": split, "earlier": earlier}
-        return eagerly(grouped_linear, (x, w_ENK, offsets, recipe), more)
+        more = {"bias_EN": bias_EN, "rng": rng, "out_dtype": out_dtype, "main_grad": main_grad, "x_row": x_row}
+        return eagerly(grouped_linear, (x, w_ENK, offsets, recipe), {**more, "split": split, "earlier": earlier})
     recipe = _followed(recipe, earlier)
     if isinstance(w_ENK, PrimaryWeight):
         w_ENK, cached_weight = primary_experts(w_ENK, recipe)

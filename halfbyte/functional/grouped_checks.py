@@ -44,6 +44,13 @@ def check_alike(tensors: tuple[Any, ...], out_dtype: torch.dtype | None, is_cove
         _CHECKED.add(key)
 
 
+def refuse_what_is_no_tensor(x: object, w: object) -> None:
+    """Raise TypeError where x or w_ENK is none."""
+    for name, t in (("x", x), ("w_ENK", w)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}={t!r}: give a tensor, tokens [M, K] and experts [E, N, K]")
+
+
 def check_tokens(x: Tensor, w: Tensor, offsets: Tensor) -> None:
     """Raise ValueError or TypeError where tokens, the weights of experts and the ends of groups do not fit."""
     for name, tensor in (("x", x), ("w_ENK", w)):

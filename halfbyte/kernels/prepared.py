@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from halfbyte.kernels import known, launch
+from halfbyte.kernels import launch
 from halfbyte.kernels.calling import Shape
-from halfbyte.kernels.known import ALIGNMENT, Records
 from halfbyte.kernels.launch import Launch, Launched, Pointer, Program, Varying, with_parts
-from halfbyte.kernels.steps import Allocation, Op, Slot, View, map_nested, tensors_in
+from halfbyte.kernels.repeating import known
+from halfbyte.kernels.repeating.known import ALIGNMENT, Records
+from halfbyte.kernels.repeating.steps import Allocation, Op, Slot, View, map_nested, tensors_in
 
 MAX_RECORDS = 4096
 """Requests that are kept, the latest; a model of 100 layers of ten shapes has some hundreds."""

@@ -8,8 +8,9 @@ import pytest
 import torch
 from record_checks import Counted, add, check, no_records, repeated, values, with_temporaries
 
-from halfbyte.kernels import known, launch, prepared
-from halfbyte.kernels.steps import Op, View
+from halfbyte.kernels import launch, prepared
+from halfbyte.kernels.repeating import known
+from halfbyte.kernels.repeating.steps import Op, View
 
 pytestmark = pytest.mark.usefixtures("no_records")
 __all__ = ["no_records"]

@@ -1,0 +1,1 @@
+"""What a repeated call is found by, and what it repeats beside launches."""
