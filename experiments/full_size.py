@@ -30,6 +30,7 @@ from halfbyte.train.checkpoint import Checkpoints
 from halfbyte.train.loop import Trainer
 
 OPTIONS = (
+    *("--preset", "one_gpu", "--no-tensorboard", "--accumulate", "1"),
     *("--model", "8b", "--tokenizer", "bpe:32000", "--sequence", "2048", "--batch", "32", "--steps", "160"),
     *("--lr", "3e-4", "--warmup", "0.1", "--decay", "0.2", "--eval-every", "160", "--eval-batches", "2"),
     *("--log-every", "4", "--recompute", "full", "--compile", "off", "--dp-shard", "4"),
