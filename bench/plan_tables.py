@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
+from bench import full_size_tables
 from bench.markdown import percent, rows
 from bench.records import Record, counting, load
 from halfbyte.plan import Mesh, Plan, PlanRequest, plan, work
@@ -82,7 +83,7 @@ def compared(records: Sequence[Record]) -> list[Compared]:
             found.append(_of_zero(record))
         if record.is_clean and record.values["case"] == "gather/step" and _is_whole(record):
             found.append(_of_gather(record))
-    return found
+    return found + [_of_full_size(run) for run in full_size_tables.load()]
 
 
 def left_out(records: Sequence[Record]) -> list[Record]:
@@ -185,6 +186,17 @@ def _of_gather(record: Record) -> Compared:
         peak=values["peak_GiB"] * GIB,
         seconds=values["step_ms"] / 1e3,
         waiting=max(0.0, values["step_ms"] - values["kernels_ms"] - values["exposed_ms"]) / 1e3,
+    )
+
+
+def _of_full_size(run: full_size_tables.FullRun) -> Compared:
+    devices = run.machine["devices"].replace("NVIDIA ", "")
+    return Compared(
+        what=f"`halfbyte train`, FSDP2, {run.request.model}, {run.recipe}, {devices}s",
+        stamp=run.stamp,
+        plan=planned(run.request),
+        peak=run.counted["peak_GiB"] * GIB,
+        seconds=run.seconds,
     )
 
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from bench import (
     computed_tables,
+    full_size_tables,
     gather_tables,
     instructions,
     keep,
@@ -324,6 +325,7 @@ RENDERERS: Mapping[str, Renderer] = MappingProxyType(
         "share-1b": share_of_1b,
         "users": users,
         **listing_tables.RENDERERS,
+        **full_size_tables.RENDERERS,
         **gather_tables.RENDERERS,
         **parallel_tables.RENDERERS,
         **zero_tables.RENDERERS,

@@ -4,6 +4,11 @@
     torchrun --nproc-per-node=4 experiments/full_size.py --recipe bf16 --out runs/bf16
     torchrun --nproc-per-node=4 experiments/full_size.py --recipe nvfp4 --weights nvfp4 --head shared --out runs/nvfp4
 
+What experiments/results/full_size holds was trained on the dictionary instead, every token once:
+
+    python experiments/corpora.py gcide --dict gcide.dict.dz --out corpora/gcide
+    torchrun … --steps 150 --eval-every 150 --corpus corpora/gcide/train --held-out-corpus corpora/gcide/held_out
+
 It is `halfbyte train` with the options below and those that are given, which come last and count. Two things differ: no
 checkpoint is written, which of 8B parameters takes 96 GB, and the bytes that all-gathers return to a rank are counted,
 in steps and in validations apart: full_size.json in the run's folder, beside its log and result.json.

@@ -5,10 +5,12 @@ Sizes follow from shapes and from what `hb.memory_report` says a block keeps; no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from halfbyte.distributed.head import WORK
 from halfbyte.formats import NVFP4_BLOCK
+from halfbyte.plan.architecture import Matrix
 from halfbyte.plan.job import Job
 from halfbyte.plan.kept import WORD, BlockKept, kept
 from halfbyte.plan.shared_edges import shared_edges
@@ -61,7 +63,7 @@ def moments(job: Job) -> tuple[HeldBytes, ...]:
     gradients = _gradients(job)
     early = gradients if job.sharding == "zero1" or job.accumulate > 1 else 0.0
     kept_all = _activations(job)
-    gathered = _gathered(job)
+    gathered = _gathered(job, PREFETCHED, job.kept_blocks > 0)
     loss = always | {
         "gradients": early,
         "gathered layers": gathered,
@@ -71,7 +73,8 @@ def moments(job: Job) -> tuple[HeldBytes, ...]:
     block = {"activations": kept_all + _again(job), "workspace": _workspace(job)}
     edge = FP32 * job.architecture.edges / job.mesh.tp if job.sharding == "none" else 0.0
     first = always | block | {"gradients": max(early, edge), "gathered layers": gathered + _whole_gradients(job)}
-    last = always | {"gradients": gradients, "activations": _again(job), "workspace": _workspace(job)}
+    alone = _gathered(job, 1, False) + _whole_gradients(job)
+    last = first | {"gradients": gradients, "activations": _again(job), "gathered layers": alone}
     step = always | {"gradients": gradients}
     names = ("the loss", "the last block's backward", "the first block's backward", "the optimizer's step")
     found = zip(names, (loss, first, last, step), strict=True)
@@ -86,18 +89,36 @@ def _weights(job: Job) -> float:
     elif job.sharding == "zero1":
         tiled = tiled_numel(job)
         copies = BF16 * (job.numel - tiled) + tiled * (CODES + TILE_SCALE if job.gather == "nvfp4" else BF16)
+    if (
+        job.gather == "nvfp4" and job.sharding == "fsdp"
+    ):  # codes of the shards, written after a step for all its gathers
+        copies = _tiled(job, lambda matrix: matrix.numel / job.mesh.tp) * _sent(job) / job.mesh.dp_shard
     regathered = job.sharding == "fsdp" and (job.gather == "nvfp4" or job.recipe.fprop is None)
     return copies + (0.0 if regathered else sum(_of_blocks(job, "weights")))
 
 
+def _sent(job: Job) -> float:
+    """Bytes of a weight as codes that travel for the forward and, where they are others, for the backward."""
+    reading = job.reading
+    each = 0.5 + (TILE_SCALE if reading.spec.is_tile else 1 / NVFP4_BLOCK)
+    if reading.columns is not None:
+        each += (reading.columns.format.block_bytes + 1) / reading.columns.block_length
+    return each
+
+
 def tiled_numel(job: Job) -> float:
     """Elements of weights that ZeroOptimizer and a 4-bit gather send as codes: two-dimensional, under the recipe."""
+    return _tiled(job, job.local)
+
+
+def _tiled(job: Job, size: Callable[[Matrix], float]) -> float:
+    """Return the sum of the sizes of weights that are sent as codes."""
     total = 0.0
     for span in job.spans:
         if span.recipe is job.recipe:
             matrices = job.architecture.matrices(span.kind)
             own = [m for m in matrices if m.experts == 1 or job.sharding == "fsdp" or m.rows % NVFP4_BLOCK == 0]
-            total += span.count * sum(map(job.local, own))
+            total += span.count * sum(map(size, own))
     config = job.architecture.config
     if job.follows_head and not config.tie_embeddings:
         total += config.vocab_size * config.dim / job.mesh.tp
@@ -115,25 +136,34 @@ def _largest_block(job: Job) -> float:
     return max(map(job.block_numel, (kind for kind in job.architecture.kinds)))
 
 
-def _gathered(job: Job) -> float:
-    """Weights that FSDP2 has gathered at a time: blocks as they come, embedding and head for the whole step."""
+def _gathered(job: Job, blocks: int, is_kept: bool) -> float:
+    """Weights that FSDP2 has gathered at a time: blocks as they come, embedding and head for the whole step.
+
+    Args:
+        blocks: how many.
+        is_kept: they stay in bf16.
+    """
     if job.sharding != "fsdp":
         return 0.0
-    each = BF16
-    if job.gather == "nvfp4":
+    each: float = job.value_bytes
+    if job.gather == "nvfp4" and not is_kept:
         reading = job.reading
         each = CODES + (TILE_SCALE if reading.spec.is_tile else 0.0)  # scales of 1x16 blocks are read as they come
         if reading.columns is not None:
             each = max(each, (reading.columns.format.block_bytes + 1) / reading.columns.block_length)
         elif reading.is_in_values:
-            each = BF16
+            each = job.value_bytes
     edges = job.architecture.edges - shared_edges(job).gathered(job)[1]
-    return PREFETCHED * each * _largest_block(job) + BF16 * edges / job.mesh.tp
+    return blocks * each * _largest_block(job) + job.value_bytes * edges / job.mesh.tp
 
 
 def _whole_gradients(job: Job) -> float:
-    """Gradients of blocks before they are scattered: one that computes, one on its way."""
-    return PREFETCHED * BF16 * _largest_block(job) if job.sharding == "fsdp" else 0.0
+    """Gradients before they are scattered: of a block that computes, of one on its way, of the head for the step."""
+    if job.sharding != "fsdp":
+        return 0.0
+    config, shared = job.architecture.config, shared_edges(job)
+    head = 0 if shared.head else config.vocab_size * config.dim / job.mesh.tp
+    return job.value_bytes * (PREFETCHED * _largest_block(job) + head)
 
 
 def _of_blocks(job: Job, field: str) -> list[float]:

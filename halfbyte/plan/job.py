@@ -19,6 +19,9 @@ Sharding = Literal["none", "zero1", "fsdp"]
 """none: whole fp32 parameters on every data-parallel rank under bf16 autocast, as `halfbyte train` runs. zero1:
 `hb.distributed.ZeroOptimizer` around a bf16 model. fsdp: FSDP2 with fp32 shards, computing in bf16."""
 Gather = Literal["bf16", "nvfp4"]
+Values = Literal["bf16", "fp32"]
+"""In what dtype FSDP2 gathers weights that are no codes, and reduces gradients. bf16: MixedPrecisionPolicy's
+param_dtype. fp32: without a policy, under autocast, as `halfbyte train --dp-shard` runs."""
 Kernels = Literal["compiled", "eager"]
 Head = Literal["gathered", "shared"]
 
@@ -33,7 +36,7 @@ class Job:
         kept_blocks: this many blocks at the end stay in bf16.
         sequences, sequence, accumulate: sequences of a micro-batch on every data-parallel rank, tokens of one,
             micro-batches of a step.
-        sharding, gather: see Sharding; in what form weights travel.
+        sharding, gather, values: see Sharding; in what form weights travel; see Values.
         kernels: whether what lies between GEMMs is compiled, or fused, or runs op by op.
         head: whether FSDP2 gathers embedding and head, or ranks share them where that is fewer bytes.
         holds_logits: the loop keeps a reference to the bf16 logits while the backward runs.
@@ -57,6 +60,7 @@ class Job:
     kernels: Kernels = "compiled"
     head: Head = "gathered"
     holds_logits: bool = False
+    values: Values = "bf16"
 
     def __post_init__(self) -> None:
         for name in ("sequences", "sequence", "accumulate"):
@@ -85,6 +89,11 @@ class Job:
                 f"head='shared' with sharding={self.sharding!r}, tp={mesh.tp}: ranks that share weights as FSDP2 does "
                 "share it; use sharding='fsdp' and tp=1, or head='gathered'"
             )
+        if self.values == "fp32" and self.sharding != "fsdp":
+            raise ValueError(
+                f"values='fp32' with sharding={self.sharding!r}: it says what FSDP2 gathers; use sharding='fsdp', or "
+                "values='bf16'"
+            )
         if self.sharding == "none" and self.gather == "nvfp4":
             raise ValueError("gather='nvfp4' with sharding='none': no weight travels; use gather='bf16'")
         if self.sharding == "zero1" and (mesh.tp, mesh.ep, mesh.dp_replicate) != (1, 1, 1):
@@ -106,6 +115,11 @@ class Job:
         found = reading_of(self.recipe)
         assert isinstance(found, Reading), "only codes are asked for"
         return found
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a weight that travels in its values, and of its gradient."""
+        return 4 if self.values == "fp32" else 2
 
     @property
     def masters(self) -> Masters:

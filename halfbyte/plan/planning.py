@@ -11,7 +11,7 @@ from halfbyte.plan import architecture, hardware, held, seconds, traffic
 from halfbyte.plan import mesh as meshes
 from halfbyte.plan.assumptions import ROOM
 from halfbyte.plan.held import HeldBytes
-from halfbyte.plan.job import Gather, Head, Job, Kernels, Sharding, gathers_codes, kept_blocks
+from halfbyte.plan.job import Gather, Head, Job, Kernels, Sharding, Values, gathers_codes, kept_blocks
 from halfbyte.plan.kept import Recompute
 from halfbyte.plan.mesh import Mesh
 from halfbyte.plan.seconds import PlannedStep
@@ -49,6 +49,8 @@ class PlanRequest:
     """none: `halfbyte train`'s whole fp32 parameters; zero1: ZeroOptimizer; fsdp: FSDP2. auto: fsdp if dp_shard > 1."""
     gather: Literal["auto", "bf16", "nvfp4"] = AUTO
     """In what form weights travel. auto: nvfp4 where the recipe has one set of 16x16 tiles."""
+    values: Values = "bf16"
+    """In what FSDP2 gathers weights that are no codes and reduces gradients: fp32 as `halfbyte train --dp-shard`."""
     recompute: Literal["auto", "nothing", "selective", "full"] = AUTO
     """Activation checkpointing. auto: with a given mesh nothing; with --mesh auto what is fastest and fits."""
     kernels: Kernels = "compiled"
@@ -155,6 +157,7 @@ def job_of(request: PlanRequest, mesh: Mesh, recompute: Recompute) -> Job:
         kernels="eager" if recompute == "selective" else request.kernels,
         head=request.head,
         holds_logits=request.holds_logits,
+        values=request.values,
     )
 
 

@@ -120,10 +120,10 @@ def _edges(job: Job) -> float:
     shared = shared_edges(job)
     head = Matrix(name="lm_head", rows=config.vocab_size, cols=config.dim)
     if not job.follows_head or shared.head:
-        return BF16 * (job.architecture.edges - shared.gathered(job)[1]) / job.mesh.tp
+        return job.value_bytes * (job.architecture.edges - shared.gathered(job)[1]) / job.mesh.tp
     if shared.embedding:
-        return BF16 * config.dim + matrix_bytes(job, head, job.recipe)
-    return BF16 * (job.architecture.edges - head.numel) / job.mesh.tp + matrix_bytes(job, head, job.recipe)
+        return job.value_bytes * config.dim + matrix_bytes(job, head, job.recipe)
+    return job.value_bytes * (job.architecture.edges - head.numel) / job.mesh.tp + matrix_bytes(job, head, job.recipe)
 
 
 def bytes_of_block(job: Job, experts: bool, phase: Phase) -> float:
@@ -132,16 +132,16 @@ def bytes_of_block(job: Job, experts: bool, phase: Phase) -> float:
     for span in job.spans:
         chosen = [m for m in job.architecture.matrices(span.kind) if (m.experts > 1) == experts]
         sizes = [matrix_bytes(job, matrix, span.recipe, phase) for matrix in chosen]
-        small = 0.0 if experts else BF16 * job.architecture.small(span.kind)
+        small = 0.0 if experts else job.value_bytes * job.architecture.small(span.kind)
         total += span.count * (sum(sizes) + small)
     return total
 
 
 def matrix_bytes(job: Job, matrix: Matrix, recipe: Recipe, phase: Phase = "forward") -> float:
-    """Return the bytes of one weight as it is gathered: codes and a scale byte for each block, or bf16."""
+    """Return the bytes of one weight as it is gathered: codes and a scale byte for each block, or values."""
     is_backward = phase == "backward"
     if job.gather == "bf16" or recipe is not job.recipe or (is_backward and job.reading.is_in_values):
-        return BF16 * job.local(matrix)
+        return job.value_bytes * job.local(matrix)
     columns = job.reading.columns if is_backward else None
     if columns is not None:
         each = matrix.cols * ceil_div(matrix.rows, columns.block_length) * (columns.format.block_bytes + 1)
@@ -200,8 +200,8 @@ def _gradients(job: Job) -> Iterator[Collective]:
     experts = job.architecture.expert_parameters / mesh.tp / mesh.ep
     others = job.numel - experts - shared_edges(job).gathered(job)[1]
     for what, numel, is_expert in (("gradients", others, False), ("gradients of experts", experts, True)):
-        yield _reduction(what, "reduce-scatter", _shards(job, is_expert), BF16 * numel * job.accumulate)
-    yield _reduction("gradients of shards", "all-reduce", across, BF16 * job.shard)
+        yield _reduction(what, "reduce-scatter", _shards(job, is_expert), job.value_bytes * numel * job.accumulate)
+    yield _reduction("gradients of shards", "all-reduce", across, job.value_bytes * job.shard)
 
 
 def _reduction(what: str, verb: Verb, group: Group, message: float) -> Collective:

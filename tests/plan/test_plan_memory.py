@@ -67,10 +67,15 @@ def test_a_sharded_run_holds_what_adds_up_by_hand():
     own = ((numel - norms - edges) / 4 + norms + edges / 4) / 8
     assert at["masters"] == pytest.approx(4 * own, rel=1e-6) and at["optimizer moments"] == pytest.approx(8 * own)
     block = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28_672
-    gathered = 2 * (0.5 + 1 / 16 + 1 / 256) * (block / 4 + 2 * 8192) + 2 * edges / 4
-    assert at["gathered layers"] == pytest.approx(gathered, rel=1e-6)
+    whole = block / 4 + 2 * 8192
+    assert at["gathered layers"] == pytest.approx(2 * 2 * whole + 2 * edges / 4, rel=1e-6)  # the last 12 stay in bf16
     assert at["logits and loss"] == 12 * 2 * 4096 * 128_256 / 4
-    assert at["weights"] == at["gradients"] == 0
+    assert at["gradients"] == 0
+    assert at["weights"] == pytest.approx(68 * block / 4 / 8 * (1 / 2 + 1 / 256))  # codes of what this rank sends
+    early, head = found.moments[2].bytes, 128_256 * 8192 / 4
+    codes = (0.5 + 1 / 16 + 1 / 256) * whole
+    assert early["gathered layers"] == pytest.approx(codes + 2 * edges / 4 + 2 * (2 * whole + head), rel=1e-6)
+    assert early["gradients"] == pytest.approx(4 * own)
     assert found.moments[3].bytes["gradients"] == pytest.approx(4 * own)
     again = plan(PlanRequest(model="llama3-70b", gpus=64, mesh="dp_shard=16,tp=4", gather="bf16", accumulate=2))
     assert again.moments[0].bytes["gathered layers"] == pytest.approx(4 * (block / 4 + 2 * 8192) + 2 * edges / 4)
@@ -78,6 +83,21 @@ def test_a_sharded_run_holds_what_adds_up_by_hand():
     codes = 0.5625 * 68 * block / 4  # 12 blocks stay in bf16
     assert again.moments[0].bytes["weights"] == pytest.approx(codes + tables, rel=0.001)
     assert again.moments[0].bytes["gradients"] == pytest.approx(4 * own / 2)
+
+
+def test_what_travels_in_fp32_is_held_in_fp32():
+    common = {"model": "llama3-8b", "gpus": 8, "mesh": "dp_shard=8", "recompute": "full", "recipe": "bf16"}
+    plain, wide = (plan(PlanRequest(**common, values=values)).moments for values in ("bf16", "fp32"))
+    block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336 + 2 * 4096
+    edges, head = 2 * 128_256 * 4096 + 4096, 128_256 * 4096
+    assert wide[0].bytes["gathered layers"] == 4 * (2 * block + edges)
+    assert wide[1].bytes["gathered layers"] == 4 * (2 * block + edges) + 4 * (2 * block + head)
+    assert wide[2].bytes["gathered layers"] == 4 * (block + edges) + 4 * (2 * block + head)
+    for one, two in zip(plain, wide, strict=True):
+        assert {k: v for k, v in one.bytes.items() if k != "gathered layers"} == {
+            k: v for k, v in two.bytes.items() if k != "gathered layers"
+        }
+        assert two.bytes["gathered layers"] == 2 * one.bytes["gathered layers"]
 
 
 def test_experts_are_split_by_ep_and_their_masters_by_all():

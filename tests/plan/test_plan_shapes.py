@@ -91,6 +91,10 @@ def test_what_is_no_mesh(text, message):
         ({"mesh": "dp_shard=2,tp=2", "gpus": 4, "sharding": "zero1"}, "'zero1' shards over dp_shard alone, and mesh="),
         ({"mesh": "dp_shard=2", "gpus": 2, "recipe": "mxfp8", "gather": "nvfp4"}, "use gather='bf16', or recipe nvfp4"),
         ({"mesh": "dp_shard=1", "gpus": 1, "gather": "nvfp4"}, "with sharding='none': no weight travels; use gather="),
+        (
+            {"mesh": "dp_shard=1", "gpus": 1, "values": "fp32"},
+            "it says what FSDP2 gathers; use sharding='fsdp', or values=",
+        ),
         ({"gpus": 0}, "gpus=0: give a whole number, 1 or more"),
         ({"gpus": 1, "mesh": "dp_shard=1", "accumulate": 0}, "accumulate=0: give a whole number, 1 or more"),
         ({"gpus": 1, "model": "7b"}, "model='7b' cannot be planned; use one of llama3-8b, llama3-70b, deepseek-v3"),

@@ -86,6 +86,19 @@ def test_blocks_in_high_precision_travel_in_bf16():
     assert some - every == 5 * block * (2 - 1 / 2 - 1 / 256)  # 15 % of 32 blocks, rounded up
 
 
+def test_without_a_policy_what_is_no_code_travels_in_fp32():
+    common = {"model": "llama3-8b", "gpus": 16, "mesh": "dp_replicate=2,dp_shard=8", "values": "fp32"}
+    plain, coded = (sent(PlanRequest(**common, recipe=recipe)) for recipe in ("bf16", "nvfp4"))
+    block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
+    edges, norms = 2 * 128_256 * 4096 + 4096, 32 * 2 * 4096
+    assert plain["weights", "backward"].message == 4 * (32 * block + norms)
+    assert plain["weights", "forward"].message == 4 * (32 * block + norms + edges)
+    assert coded["weights", "backward"].message == 27 * block * (1 / 2 + 1 / 256) + 4 * (5 * block + norms)
+    for found in (plain, coded):
+        assert found["gradients", "backward"].message == 4 * 8_030_261_248
+        assert found["gradients of shards", "backward"].message == 4 * 8_030_261_248 / 8
+
+
 @pytest.mark.parametrize("gather", ["bf16", "nvfp4"])
 def test_embedding_and_head_travel_once_in_each_forward(gather):
     head = 128_256 * 4096
