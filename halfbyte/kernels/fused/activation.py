@@ -9,10 +9,9 @@ from torch import Tensor
 
 from halfbyte import arithmetic
 from halfbyte.kernels.device import casts as pm
-from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
+from halfbyte.kernels.device import rows as pr
 from halfbyte.kernels.device import running_max as rm
-from halfbyte.kernels.device.loads import masked_store
 from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.kernels.device.running_max import Wanted
 from halfbyte.kernels.launch import jit
@@ -124,23 +123,27 @@ def activation_kernel(
     row0, first, col0, stop = own_part(cols, spans, SPAN, WANTED)
     GROUP: tl.constexpr = WANTED.group
     words = rm.wanted_sign_words(sign_ptr, sign_stream, WANTED)
-    plain, rotated = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    PAIRED: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
+    plain, rotated = pr.no_maxima(C, PAIRED), tl.zeros((C,), tl.float32)
     for c in range(col0, stop, C):
         col = rm.tile_at(c, cols, C, FULL)
         xs = rm.load_group(x_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
         if up_ptr is not None:
             ups = rm.load_group(up_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
-        ys = ()
-        for i in tl.static_range(GROUP):
-            inside = (col < stop) & (row0 + i < rows)
-            y, _slope = value_and_slope(pm.to_fp32(xs[i]), FUNCTION)
-            if up_ptr is not None:
-                y = y * pm.to_fp32(ups[i])
-            y = dc.cast(y, out_ptr.dtype.element_ty)
-            masked_store(out_ptr + first + (i * cols + col), y, inside, FULL)
-            plain = rm.raise_plain(plain, pm.to_fp32(y), WANTED)
-            ys = ys + (y,)
-        rotated = rm.raise_rotated(rotated, ys, words, WANTED)
+        stored = ()
+        for i in tl.static_range(0, GROUP, 2):
+            ys = ()
+            for j in tl.static_range(2):
+                y, _slope = value_and_slope(pm.to_fp32(xs[i + j]), FUNCTION)
+                if up_ptr is not None:
+                    y = y * pm.to_fp32(ups[i + j])
+                ys = ys + (y,)
+            ys = pr.rounded_rows(ys, out_ptr.dtype.element_ty)
+            pr.store_two(out_ptr + first, ys, i, row0, rows, cols, col, stop, PAIRED, FULL)
+            plain = pr.raise_plain_rows(plain, ys, PAIRED, WANTED)
+            stored = stored + ys
+        rotated = pr.raise_rotated_rows(rotated, stored, words, PAIRED, WANTED)
+    plain = pr.plain_values(plain, PAIRED)
     rm.store_row_maxima(amaxes.row, out_ptr, row0, rows, cols, WANTED)
     if WANTED.row == "tensor" or WANTED.col != "":
         m_plain, m_rotated = rm.settle(plain, rotated, out_ptr, row0, rows, col0, stop, cols, words, WANTED, C)
@@ -158,8 +161,9 @@ def activation_backward_kernel(
     row0, first, col0, stop = own_part(cols, spans, SPAN, WANTED)
     GROUP: tl.constexpr = WANTED.group
     words = rm.wanted_sign_words(sign_ptr, sign_stream, WANTED)
-    plain, rotated = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
-    up_plain, up_rotated = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    PAIRED: tl.constexpr = dx_ptr.dtype.element_ty == tl.bfloat16
+    plain, rotated = pr.no_maxima(C, PAIRED), tl.zeros((C,), tl.float32)
+    up_plain, up_rotated = plain, rotated
     for c in range(col0, stop, C):
         col = rm.tile_at(c, cols, C, FULL)
         dhs = rm.load_group(dh_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
@@ -168,24 +172,29 @@ def activation_backward_kernel(
             ups = rm.load_group(up_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
         dxs = ()
         dups = ()
-        for i in tl.static_range(GROUP):
-            place = first + (i * cols + col)
-            inside = (col < stop) & (row0 + i < rows)
-            dh = pm.to_fp32(dhs[i])
-            value, slope = value_and_slope(pm.to_fp32(xs[i]), FUNCTION)
+        for i in tl.static_range(0, GROUP, 2):
+            both = ()
+            up_both = ()
+            for j in tl.static_range(2):
+                dh = pm.to_fp32(dhs[i + j])
+                value, slope = value_and_slope(pm.to_fp32(xs[i + j]), FUNCTION)
+                if up_ptr is not None:
+                    up_both = up_both + (dh * value,)
+                    dh = dh * pm.to_fp32(ups[i + j])
+                both = both + (dh * slope,)
+            both = pr.rounded_rows(both, dx_ptr.dtype.element_ty)
+            pr.store_two(dx_ptr + first, both, i, row0, rows, cols, col, stop, PAIRED, FULL)
+            plain = pr.raise_plain_rows(plain, both, PAIRED, WANTED)
+            dxs = dxs + both
             if up_ptr is not None:
-                dup = dc.cast(dh * value, dup_ptr.dtype.element_ty)
-                masked_store(dup_ptr + place, dup, inside, FULL)
-                up_plain = rm.raise_plain(up_plain, pm.to_fp32(dup), WANTED)
-                dups = dups + (dup,)
-                dh = dh * pm.to_fp32(ups[i])
-            dx = dc.cast(dh * slope, dx_ptr.dtype.element_ty)
-            masked_store(dx_ptr + place, dx, inside, FULL)
-            plain = rm.raise_plain(plain, pm.to_fp32(dx), WANTED)
-            dxs = dxs + (dx,)
-        rotated = rm.raise_rotated(rotated, dxs, words, WANTED)
+                up_both = pr.rounded_rows(up_both, dup_ptr.dtype.element_ty)
+                pr.store_two(dup_ptr + first, up_both, i, row0, rows, cols, col, stop, PAIRED, FULL)
+                up_plain = pr.raise_plain_rows(up_plain, up_both, PAIRED, WANTED)
+                dups = dups + up_both
+        rotated = pr.raise_rotated_rows(rotated, dxs, words, PAIRED, WANTED)
         if up_ptr is not None:
-            up_rotated = rm.raise_rotated(up_rotated, dups, words, WANTED)
+            up_rotated = pr.raise_rotated_rows(up_rotated, dups, words, PAIRED, WANTED)
+    plain, up_plain = pr.plain_values(plain, PAIRED), pr.plain_values(up_plain, PAIRED)
     programs = tl.num_programs(0)
     rm.store_row_maxima(amaxes.row, dx_ptr, row0, rows, cols, WANTED)
     if up_ptr is not None:

@@ -22,9 +22,9 @@ from halfbyte.formats import f32
 from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
+from halfbyte.kernels.device import rows as pr
 from halfbyte.kernels.device import running_max as rm
 from halfbyte.kernels.device.loads import masked_load, masked_store
-from halfbyte.kernels.device.magnitudes import larger_bits, raised
 from halfbyte.kernels.device.running_max import LANES, ROW_GROUP, Wanted
 from halfbyte.kernels.launch import jit
 from halfbyte.layout import ceil_div
@@ -140,38 +140,6 @@ def store_statistics(
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
-@triton.jit
-def rounded_rows(ys, dtype: tl.constexpr):
-    """Round rows of fp32 values: two rows of bf16 in a word, which takes one conversion, else each by itself."""
-    if dtype == tl.bfloat16:
-        return pm.bf16_pairs(ys)
-    else:
-        out = ()
-        for i in tl.static_range(len(ys)):
-            out = out + (dc.cast(ys[i], dtype),)
-        return out
-
-
-@triton.jit
-def stored_row(stored, i: tl.constexpr, PAIRED: tl.constexpr):
-    """Return row i of `rounded_rows`, as it is stored."""
-    if PAIRED:
-        word = stored[i // 2]
-        half = word >> 16 if i % 2 else word & 0xFFFF
-        return half.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        return stored[i]
-
-
-@triton.jit
-def raise_plain_pairs(plain, pairs, WANTED: tl.constexpr):
-    """Raise pairs of magnitudes [C] by pairs of rows."""
-    if WANTED.row == "tensor" or WANTED.col == "plain":
-        for i in tl.static_range(len(pairs)):
-            plain = raised(plain, pairs[i])
-    return plain
-
-
 @jit(do_not_specialize=("eps", "sign_stream"))
 def norm_kernel(
     x_ptr, added, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, amaxes, space_ptr, sign_ptr, sign_stream,
@@ -199,7 +167,7 @@ def norm_kernel(
     if CENTERED:
         means = rm.load_numbers(mean_ptr, row0, rows, GROUP)
     PAIRED: tl.constexpr = y_ptr.dtype.element_ty == tl.bfloat16
-    plain = tl.zeros((C,), tl.uint32 if PAIRED else tl.float32)
+    plain = pr.no_maxima(C, PAIRED)
     rotated = tl.zeros((C,), tl.float32)
     # Backwards: what was read last is still in the cache of the multiprocessor.
     for i_tile in range(tl.cdiv(cols, C)):
@@ -220,19 +188,13 @@ def norm_kernel(
             if not FULL:
                 y = tl.where(in_col & (row0 + i < rows), y, 0.0)
             ys = ys + (y,)
-        stored = rounded_rows(ys, y_ptr.dtype.element_ty)
+        stored = pr.rounded_rows(ys, y_ptr.dtype.element_ty)
         for i in tl.static_range(GROUP):
-            y = stored_row(stored, i, PAIRED)
+            y = pr.stored_row(stored, i, PAIRED)
             masked_store(y_ptr + first + (i * cols + col), y, in_col & (row0 + i < rows), FULL)
-        if PAIRED:
-            plain = raise_plain_pairs(plain, stored, WANTED)
-            rotated = rm.raise_transformed(rotated, pm.unpack_pairs(stored, 0, GROUP), words, WANTED)
-        else:
-            for i in tl.static_range(GROUP):
-                plain = rm.raise_plain(plain, pm.to_fp32(stored[i]), WANTED)
-            rotated = rm.raise_rotated(rotated, stored, words, WANTED)
-    if PAIRED:
-        plain = larger_bits(plain).to(tl.float32, bitcast=True)
+        plain = pr.raise_plain_rows(plain, stored, PAIRED, WANTED)
+        rotated = pr.raise_rotated_rows(rotated, stored, words, PAIRED, WANTED)
+    plain = pr.plain_values(plain, PAIRED)
     rm.store_row_maxima(amaxes.row, y_ptr, row0, rows, cols, WANTED)
     if WANTED.row == "tensor" or WANTED.col != "":
         m_plain, m_rotated = rm.settle(plain, rotated, y_ptr, row0, rows, 0, cols, cols, words, WANTED, C)
