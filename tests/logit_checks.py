@@ -122,10 +122,12 @@ def check_exact(device: str) -> None:
 
 
 def check_rounding(device: str) -> None:
-    """A half goes to the even integer: bits of which exp(0) = 1 is a unit, two, or half of one."""
+    """To the nearest integer, a half to the even one: bits of which exp(0) = 1 is a unit, two, or half of one."""
     x, none = torch.zeros(1, 3, device=device), torch.tensor([-1], dtype=torch.int32, device=device)
     sums = [int(kernels.logit_sums(x, torch.zeros(1, device=device), none, 0, bits)[0]) for bits in (-2, -1, 0, 1, 24)]
     assert sums == [0, 0, 3, 6, 3 << 24]
+    x = torch.tensor([[0.4, 0.6, 1.4, 1.6, 2.4, 2.6]], device=device).log()
+    assert int(kernels.logit_sums(x, torch.zeros(1, device=device), none, 0, 0)[0]) == 0 + 1 + 1 + 2 + 2 + 3
 
 
 def check_not_finite(device: str) -> None:

@@ -200,6 +200,15 @@ def uneven(rank: int, world: int) -> dict[str, Any]:
     return {"rows": found, "gradients": torch.equal(gradient, expected / world), "traffic": handle.traffic}
 
 
+def in_order(rank: int, world: int, way: str) -> float:
+    """The gradient of a row that ranks name whose gradients are 2^30, -2^30 and 1."""
+    model = nn.Sequential(nn.Embedding(43, DIM))
+    with exchanging(way):
+        hb.distributed.shard_embedding_(model, init_device_mesh("cpu", (world,)), tokens=2)
+    (model(torch.tensor([42])).sum() * [2.0**30, -(2.0**30), 1.0][rank]).backward()
+    return model[0].weight.grad.full_tensor()[42, 0].item() * world
+
+
 def ways(rank: int, world: int, tokens: list[int]) -> list[tuple]:
     """What is chosen of an embedding of 40 rows."""
     mesh, found = init_device_mesh("cpu", (world,)), []

@@ -51,6 +51,12 @@ def test_ranks_may_have_fewer_tokens_than_messages_have_room_for():
         assert rank["traffic"] == {"rows": 28 * (8 + row), "gradients": 28 * row, "exchanges": 2, "activations": 0}
 
 
+@pytest.mark.parametrize("way", embedding_checks.WAYS)
+def test_gradients_of_ranks_are_added_up_in_their_order(way):
+    """In another order the 1 would be lost beside 2^30."""
+    assert ranks.run(3, embedding_checks.in_order, way) == [pytest.approx(1.0)] * 3
+
+
 def test_counts_are_chosen_where_messages_of_one_size_are_more_bytes_than_a_gather():
     """Of 40 rows, four ranks: 3 * 12 tokens are fewer bytes, 3 * 13 are not, and 13 are."""
     row, gathered = 2 * 4 * embedding_checks.DIM, 40 * 2 * 4 * embedding_checks.DIM

@@ -56,9 +56,8 @@ def logit_sums_kernel(
     for start in range(0, tl.where(peak - peak == 0.0, width, 0), C):  # of a peak that is not finite nothing is read
         x = load_logits(row_ptr, start + tl.arange(0, C), width, stride_c)
         total += rounded(tl.exp(x - peak) * unit)
-    target = tl.load(targets_ptr + token)
-    column = target - first
-    is_here = (target >= 0) & (column >= 0) & (column < width)
+    column = tl.load(targets_ptr + token) - first  # of no target it is negative
+    is_here = (column >= 0) & (column < width)
     logit = pm.to_fp32(tl.load(row_ptr + column.to(tl.int64) * stride_c, mask=is_here, other=0.0))
     out_ptr = sums_ptr + token.to(tl.int64)
     tl.store(out_ptr, tl.sum(total))
@@ -75,8 +74,7 @@ def logit_gradient_kernel(
     token = tl.program_id(0)
     row_ptr = logits_ptr + token.to(tl.int64) * stride_r
     log_sum, scale = tl.load(log_sum_ptr + token), tl.load(scale_ptr + token)
-    target = tl.load(targets_ptr + token)
-    column = tl.where(target >= 0, target - first, -1)
+    column = tl.load(targets_ptr + token) - first  # of no target it is negative
     for start in range(0, width, C):
         col = start + tl.arange(0, C)
         share = tl.exp(load_logits(row_ptr, col, width, stride_c) - log_sum)
