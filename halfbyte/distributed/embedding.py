@@ -344,7 +344,7 @@ class ShardedEmbedding(nn.Module):
         """Return the rows [..., dim] of int64 ids [...]; every rank must call it.
 
         Raises:
-            IndexError: an id names no row.
+            IndexError: an id names no row, on a CPU; on a GPU the device reports it, where messages have one size.
         """
         if torch.compiler.is_compiling():
             from halfbyte.functional.eager import eagerly

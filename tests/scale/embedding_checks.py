@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import ranks
 import torch
 from fsdp_checks import BF16, locals_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,13 +71,13 @@ def model_of(case: Case) -> nn.Module:
     model = nn.Sequential(nn.Embedding(case.rows, DIM), nn.Linear(DIM, 32), nn.Linear(32, case.rows)).to(case.dtype)
     model[0].weight.requires_grad_(not case.frozen)
     hb.quantize_(model, "nvfp4", keep=hb.Keep(names=("2",), last_fraction=0), state=hb.RunState(0))
-    return model
+    return model.to(ranks.device())
 
 
 def batch(case: Case, rank: int, step: int, part: int) -> torch.Tensor:
     """This rank's tokens of a micro-batch."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
-    return torch.randint(case.named, case.shape, generator=generator)
+    return torch.randint(case.named, case.shape, generator=generator).to(ranks.device())
 
 
 def train(case: Case, rank: int, world: int, way: str | None) -> tuple[list, Any]:
@@ -85,7 +85,7 @@ def train(case: Case, rank: int, world: int, way: str | None) -> tuple[list, Any
     model, shape = model_of(case), case.mesh or (world,)
     hb.distributed.place_ranks_(model)
     state = next(module.run_state for module in model.modules() if getattr(module, "run_state", None) is not None)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = ranks.mesh(*shape, names=("replicate", "shard")[-len(shape) :])
     options: dict[str, Any] = {"mesh": mesh} | ({} if case.policy is None else {"mp_policy": case.policy})
     handle = None
     if way is not None:
@@ -136,7 +136,7 @@ def compared(rank: int, world: int, names: list[str], way: str, close: bool = Fa
 def counted(rank: int, world: int, way: str) -> dict[str, int]:
     """What one forward and backward takes of rank 0 and 1, who name rows 0, 1, 2, 20 and 21, 21, 22, 22."""
     model = nn.Sequential(nn.Embedding(40, DIM))
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = ranks.mesh(world)
     with exchanging(way):
         handle = hb.distributed.shard_embedding_(model, mesh, tokens=5)
     assert handle.rows[0].is_fixed == (way == "one size")
@@ -168,7 +168,7 @@ def waits(rank: int, world: int, way: str) -> list[str]:
     """For what a host would wait whose device is a GPU: values that it reads, and sizes that only the device knows."""
     model = nn.Sequential(nn.Embedding(40, DIM))
     with exchanging(way):
-        handle = hb.distributed.shard_embedding_(model, init_device_mesh("cpu", (world,)), tokens=5)
+        handle = hb.distributed.shard_embedding_(model, ranks.mesh(world), tokens=5)
     fixed_rows.check_ids = lambda ids, rows: None  # what a GPU reports itself
     with Called() as called:
         for is_last in (False, True):
@@ -179,7 +179,7 @@ def waits(rank: int, world: int, way: str) -> list[str]:
 
 def uneven(rank: int, world: int) -> dict[str, Any]:
     """Rows and gradients where ranks have other numbers of tokens, up to those that messages have room for."""
-    model, mesh = nn.Sequential(nn.Embedding(43, DIM)), init_device_mesh("cpu", (world,))
+    model, mesh = nn.Sequential(nn.Embedding(43, DIM)), ranks.mesh(world)
     torch.manual_seed(0)
     torch.nn.init.normal_(model[0].weight)
     whole = model[0].weight.detach().clone()
@@ -204,14 +204,14 @@ def in_order(rank: int, world: int, way: str) -> float:
     """The gradient of a row that ranks name whose gradients are 2^30, -2^30 and 1."""
     model = nn.Sequential(nn.Embedding(43, DIM))
     with exchanging(way):
-        hb.distributed.shard_embedding_(model, init_device_mesh("cpu", (world,)), tokens=2)
+        hb.distributed.shard_embedding_(model, ranks.mesh(world), tokens=2)
     (model(torch.tensor([42])).sum() * [2.0**30, -(2.0**30), 1.0][rank]).backward()
     return model[0].weight.grad.full_tensor()[42, 0].item() * world
 
 
 def ways(rank: int, world: int, tokens: list[int]) -> list[tuple]:
     """What is chosen of an embedding of 40 rows."""
-    mesh, found = init_device_mesh("cpu", (world,)), []
+    mesh, found = ranks.mesh(world), []
     for each in tokens:
         rows = hb.distributed.shard_embedding_(nn.Sequential(nn.Embedding(40, DIM)), mesh, tokens=each).rows
         found.append((rows[0].reason, rows[0].is_fixed, rows[0].exchanged, str(rows[0])))
@@ -220,7 +220,7 @@ def ways(rank: int, world: int, tokens: list[int]) -> list[tuple]:
 
 def tied_ways(rank: int, world: int) -> list[tuple]:
     """What is chosen of an embedding of 68 rows and a head tied to it: whether a gather, whether one size."""
-    mesh, found = init_device_mesh("cpu", (world,)), []
+    mesh, found = ranks.mesh(world), []
     for each in (9, 10, 14, 15):
         tied = nn.Sequential(nn.Embedding(68, DIM), nn.Linear(DIM, 68, bias=False))
         tied[1].weight = tied[0].weight
@@ -231,7 +231,7 @@ def tied_ways(rank: int, world: int) -> list[tuple]:
 
 def choices(rank: int, world: int) -> list[str]:
     """Why embeddings are gathered."""
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = ranks.mesh(world)
     tied = nn.Sequential(nn.Embedding(40, DIM), nn.Linear(DIM, 40, bias=False))
     tied[1].weight = tied[0].weight
     plain = [nn.Embedding(40, DIM, padding_idx=0), nn.Embedding(40, DIM, max_norm=1.0), nn.Embedding(6, DIM)]
@@ -242,7 +242,7 @@ def choices(rank: int, world: int) -> list[str]:
 
 def refusals(rank: int, world: int) -> list[str]:
     """What is said of arguments and ids that cannot be."""
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = ranks.mesh(world)
     model = nn.Sequential(nn.Embedding(40, DIM))
     said = []
     for ids, options in (([0], {"tokens": 0}), ([40], {"tokens": 4}), ([-1], {"tokens": 4}), ([0], {"tokens": 4})):
