@@ -52,6 +52,10 @@ class LogitShards(NamedTuple):
             ValueError: there are more or fewer targets than tokens.
             IndexError: a target names no row, on a CPU; on a GPU the device reports it.
         """
+        if torch.compiler.is_compiling():
+            from halfbyte.functional.eager import eagerly
+
+            return eagerly(shared_cross_entropy, (self, targets, ignore_index), {})
         return shared_cross_entropy(self, targets, ignore_index)
 
 

@@ -214,6 +214,28 @@ def losses(rank: int, world: int) -> list[list]:
     return found
 
 
+def compiled_loss(rank: int, world: int) -> tuple[bool, list[str]]:
+    """Whether a loss in compiled code has the bits that it has in other code, and what of it was compiled."""
+    shards, called = HeadShards(torch.empty(41, 1), ranks.mesh(world), torch.float32), []
+    every = [logits_of("plain", 41, 6, shift) for shift in range(world)]
+    here = torch.cat([logits for logits, _ in every])[:, shards.first :][:, : -(-41 // world)]
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        called.extend(str(getattr(node.target, "__name__", node.target)) for node in graph.graph.nodes)
+        return graph.forward
+
+    def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+        return LogitShards(logits * 2, shards).cross_entropy(targets) * 3
+
+    seen = []
+    for function in (loss_of_logits, torch.compile(loss_of_logits, backend=backend)):
+        logits = here.clone().requires_grad_()
+        loss = function(logits, every[rank][1])
+        loss.backward()
+        seen.append((loss.detach(), logits.grad))
+    return all(torch.equal(a, b) for a, b in zip(*seen, strict=True)), sorted({"all", "clamp"} & set(called))
+
+
 def unwaited(rank: int, world: int, rows: int) -> tuple[list[float], dict[str, int]]:
     """Losses of steps through embedding and head; torch makes an error of what a host waits for after the first."""
     device, torch_waits = ranks.device(), torch.cuda.set_sync_debug_mode

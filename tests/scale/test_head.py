@@ -106,6 +106,10 @@ def test_a_model_compiled_as_a_whole_has_the_same_bits():
     assert ranks.run(2, head_checks.compiled, seconds=300) == [[True, True], [True, True]]
 
 
+def test_a_loss_that_is_compiled_is_computed_eagerly():
+    assert ranks.run(2, head_checks.compiled_loss, seconds=200) == [(True, [])] * 2
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_of_a_whole_model_quantized_weights_travel_and_little_else(tied):
     """Every collective is counted as torch launches it; plan has the sums of large models."""
