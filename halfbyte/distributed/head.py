@@ -113,16 +113,16 @@ class HeadShards:
         Args:
             dw: summed over the tokens of all ranks that share the rows.
         """
-        dw = dw.to(self._gradients)
+        given, dw = dw, dw.to(self._gradients)
         if self._kept is not None:
             dw = self._kept + dw
         self._kept = None if self.sends_gradients else dw
         if not self.sends_gradients:
             return torch.zeros_like(dw)
+        dw = dw.clone() if dw is given else dw  # what is summed and divided in place is nobody else's
         if self._mesh.ndim > 1:
-            dw = dw.clone()
             dist.all_reduce(dw, group=self._mesh.get_group(0))
-        return dw / self._mesh.size()
+        return dw.div_(self._mesh.size())
 
     def __reduce__(self) -> tuple:
         """Leave copies of the model without it: a process group cannot be copied."""
