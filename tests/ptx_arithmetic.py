@@ -353,6 +353,7 @@ FUNCTIONS: dict[str, Callable] = {
     "cvt": _convert,
     "selp": _select,
     "rcp": _reciprocal,
+    "ex2": lambda rest, operands: raw(np.exp2(typed(operands[0], "f32").astype(np.float64)).astype(np.float32)),
     "abs": _sign(np.abs),
     "neg": _sign(np.negative),
 }

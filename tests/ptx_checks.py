@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import logit_checks
 import sums_checks
 import torch
 from ptx_emulator import emulated
@@ -68,7 +69,7 @@ LOOPS = ((1, 4),)  # in cases of that name: a program has four tiles, as those o
 CASES = tuple(
     [f"{name}{how}" for name in SPECS for how in ("", "/turned")]
     + [f"{n}{how}" for n in PAIRS for how in TRANSIENT]
-    + [*GROUPED, "gradient/loops", "sums"]
+    + [*GROUPED, "gradient/loops", "sums", "logits"]
 )
 SHAPES = {"whole": (128, 256), "ragged": (133, 248), "odd": (37, 90)}
 SIZES = (70, 0, 64, 1, 40)  # of groups, with 23 rows behind the last
@@ -219,6 +220,20 @@ def sums(target: str) -> Iterator[str]:
         checks[f"products, {dtype}"] = lambda dtypes=dtypes: sums_checks.check_error_sums((37, 600), dtypes, "cpu")
     checks["not finite"] = lambda: sums_checks.check_not_finite("cpu")
     checks["columns"] = lambda: sums_checks.check_columns((300, 70), "cpu")
+    yield from failing(checks, target)
+
+
+def logits(target: str) -> Iterator[str]:
+    """Yield which parts of shared logits differ from numpy's, or by how columns are cut."""
+    checks = {str(case): (lambda case=case: logit_checks.check_case(case, "cpu")) for case in logit_checks.CASES}
+    for check in (logit_checks.check_exact, logit_checks.check_rounding, logit_checks.check_not_finite):
+        checks[check.__name__] = lambda check=check: check("cpu")
+    checks["parts"] = lambda: logit_checks.check_parts(4, 41, torch.bfloat16, "cpu", 1)
+    yield from failing(checks, target)
+
+
+def failing(checks: dict[str, Callable], target: str) -> Iterator[str]:
+    """Yield what each of some checks asserts in vain, run as a target runs it."""
     for name, run in checks.items():
         with emulated(TARGETS[target]) as kernels:
             try:
@@ -235,6 +250,8 @@ def check(case: str, target: str) -> list[str]:
     name, _, how = case.partition("/")
     if case == "sums":
         return list(sums(target))
+    if case == "logits":
+        return list(logits(target))
     if case.endswith("/loops"):
         both_route.LOOPS = grouped_route.LOOPS = LOOPS
     if case in GROUPED:

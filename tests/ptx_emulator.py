@@ -2,9 +2,9 @@
 
 Triton's interpreter runs the source of a kernel and knows no inline assembly; this runs what a GPU would be given, all
 threads of a launch at once, each instruction one operation of numpy. It is exact: products are added with one rounding
-as `fma` says, conversions round as their names say. One approximation is rounded correctly instead (rcp.approx.ftz,
-which kernels correct by a step of Newton). Instructions that no quantize kernel has (matrix products, tensor maps,
-atomics) are refused by name.
+as `fma` says, conversions round as their names say. Two approximations are rounded correctly instead (rcp.approx.ftz,
+which kernels correct by a step of Newton, and ex2.approx, whose last bits no check asks for). Instructions that no such
+kernel has (matrix products, tensor maps, atomics) are refused by name.
 """
 
 from __future__ import annotations
@@ -233,9 +233,11 @@ class _Machine:
         a, b = (typed(self.read(o), kind) for o in operands[:2])
         floats = kind in FLAT or kind == "bf16"
         unordered = floats and how.endswith("u")
-        plain = how[:-1] if unordered else how
+        unordered |= how == "nan"  # whether there is one, and nothing else
+        plain = how[:-1] if unordered and how != "nan" else how
         value = {
             "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+            "nan": lambda a, b: np.zeros(np.broadcast(a, b).shape, bool),
             "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
         }[plain](a, b)  # fmt: skip
         if floats:

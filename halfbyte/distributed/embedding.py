@@ -1,10 +1,12 @@
 """Embeddings of which every rank keeps some rows: ranks exchange the rows that their tokens name, and their gradients.
 
 FSDP2 gathers all rows for the few thousand that a batch names, and reduces a gradient that is zero elsewhere. Of a
-model with a large vocabulary that is most of what travels. Here a rank asks the owners for the rows that it needs, each
-once, and sends them the sums of their gradients, made as `torch.nn.Embedding` makes them, so that on two ranks nothing
-differs from a gathered embedding by a bit; on more, only the order of the ranks' sum. Where the batch names more rows
-than there are, or others read the whole weight, FSDP2 goes on gathering it.
+model with a large vocabulary that is most of what travels. Here ranks exchange the rows of tokens: in messages of one
+size for all (`fixed_rows`), for which no host waits, where that is fewer bytes than a gather. On many ranks a rank asks
+the owners for the rows that it needs, each once, and sends them the sums of their gradients, which takes fewer bytes,
+and hosts wait for how many. Gradients are made as `torch.nn.Embedding` makes them, so that on two ranks nothing differs
+from a gathered embedding by a bit; on more, only the order of the ranks' sum. Where the batch names more rows than
+there are, or others read the whole weight, FSDP2 goes on gathering it.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halfbyte.distributed.fixed_rows import ID_BYTES, FixedRows, row_bytes_exchanged
 from halfbyte.distributed.head import HeadShards, exchanged_bytes, head_problem, shard_head
 from halfbyte.distributed.same import agree_to_gather
 from halfbyte.layout import ceil_div
 from halfbyte.notebook import ShowsText
 
 CALL = "shard_embedding_"
-ID_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +35,10 @@ class EmbeddingRow:
     name: of the weight.
     reason: why it is gathered; "" if rows or activations are exchanged.
     gathered: bytes of its gather and of the reduction of its gradient; of a head tied to an embedding the same ones.
-    exchanged: bytes of rows and their gradients at most, if every token were another; of a head, of activations.
+    exchanged: bytes of rows and their gradients, with counts at most, if every token were another; of a head, of
+        activations.
     what: is exchanged, "rows" or "activations".
+    is_fixed: rows of all tokens travel, in messages of one size, and no host waits; else each once, after counts.
     """
 
     name: str
@@ -42,13 +46,17 @@ class EmbeddingRow:
     gathered: int
     exchanged: int
     what: str = "rows"
+    is_fixed: bool = False
 
     def __str__(self) -> str:
         if self.reason:
             return f"{self.name}: gathered, {self.gathered:,} bytes a micro-batch: {self.reason}"
-        most = "at most " if self.what == "rows" else ""
+        how = ""
+        if self.what == "rows":
+            how = " in messages of one size" if self.is_fixed else ", each once after counts"
+        most = "at most " if self.what == "rows" and not self.is_fixed else ""
         return (
-            f"{self.name}: {self.what} exchanged, {most}{self.exchanged:,} bytes a micro-batch; gathered "
+            f"{self.name}: {self.what} exchanged{how}, {most}{self.exchanged:,} bytes a micro-batch; gathered "
             f"{self.gathered:,}"
         )
 
@@ -103,7 +111,8 @@ def shard_embedding_(
     Args:
         model: whose torch.nn.Embedding are looked at.
         mesh: of FSDP2: one dimension, or two of HSDP.
-        tokens: of a rank in a micro-batch, by which rows or a gather are chosen.
+        tokens: of a rank in a micro-batch, by which rows or a gather are chosen. Ranks may have fewer, each another
+            number; if one has more, all must have as many.
         policy: FSDP2's MixedPrecisionPolicy; None if there is none.
         head: the name of the layer that makes logits, such as "lm_head". None: FSDP2 gathers it.
 
@@ -124,7 +133,7 @@ def shard_embedding_(
         raise ValueError(f"head={head!r}: the model has no such layer with a weight; name the one that makes logits")
     making = _Head.of(head, named[head], mesh, policy, tokens) if head else None
     embeddings = {name: module for name, module in named.items() if isinstance(module, nn.Embedding)}
-    rows = _choices(named, embeddings, (policy, tokens), making)
+    rows = _choices(named, embeddings, (policy, tokens, mesh.size(mesh.ndim - 1)), making)
     agree_to_gather(CALL, mesh.mesh.flatten().tolist(), None, [(row.name, str(row)) for row in rows])
     making = None if making is None or rows[-1].reason else making
     sharded: list[ShardedEmbedding] = []
@@ -132,7 +141,8 @@ def shard_embedding_(
     for row, (name, module) in zip(rows, embeddings.items(), strict=False):  # behind them may be the head's
         if not row.reason:
             weight = _sharded(module.weight, mesh, weights)
-            sharded.append(ShardedEmbedding(module, weight, mesh, _Precision.of(module.weight, policy)))
+            precision = _Precision.of(module.weight, policy)
+            sharded.append(ShardedEmbedding(module, weight, mesh, precision, tokens if row.is_fixed else None))
             _put(model, name, sharded[-1])
     if making is not None:
         making.shard_(model, _sharded(making.module.weight, mesh, weights))
@@ -140,14 +150,14 @@ def shard_embedding_(
 
 
 def _choices(
-    named: dict[str, nn.Module], embeddings: dict[str, nn.Embedding], options: tuple[Any, int], head: _Head | None
+    named: dict[str, nn.Module], embeddings: dict[str, nn.Embedding], options: tuple[Any, int, int], head: _Head | None
 ) -> list[EmbeddingRow]:
     """Return the choice of every embedding, and behind them that of the head.
 
     Args:
         named: all modules of the model.
         embeddings: those among them.
-        options: policy and tokens.
+        options: policy, tokens, and how many ranks share rows.
         head: that was named.
     """
     holders: dict[int, list[nn.Module]] = {}
@@ -263,25 +273,27 @@ class _Precision(NamedTuple):
 
 
 def _choose(
-    name: str, module: nn.Embedding, options: tuple[Any, int], holders: list[nn.Module], head: _Head | None
+    name: str, module: nn.Embedding, options: tuple[Any, int, int], holders: list[nn.Module], head: _Head | None
 ) -> EmbeddingRow:
     """Return the choice for one embedding.
 
     Args:
         name: of its weight.
-        options: policy and tokens.
+        options: policy, tokens, and how many ranks share rows.
         holders: modules that have its weight.
         head: that was named, which may be one of them.
     """
-    policy, tokens = options
+    policy, tokens, world = options
     if hasattr(module.weight, "device_mesh"):
         raise ValueError(f"{name} is a DTensor: call {CALL} before fully_shard, on weights that every rank holds")
     precision = _Precision.of(module.weight, policy)
-    size = module.embedding_dim * (precision.rows.itemsize + precision.gradients.itemsize)
-    gathered, exchanged = precision.size_of(module.weight), tokens * (size + ID_BYTES)
+    sizes = precision.rows.itemsize, precision.gradients.itemsize
+    gathered = precision.size_of(module.weight)
+    exchanged, fixed = row_bytes_exchanged(tokens, world, module.embedding_dim, sizes)
     others = [holder for holder in holders if holder is not module]
     is_tied = head is not None and len(others) == 1 and others[0] is head.module
-    both = exchanged + (head.exchanged if is_tied and head is not None else 0)
+    of_head = head.exchanged if is_tied and head is not None else 0
+    both = exchanged + of_head
     checks = (
         (type(module) is not nn.Embedding, f"it is a {type(module).__name__}, no torch.nn.Embedding"),
         (bool(others) and not is_tied, "other modules have it too, such as a head tied to it"),
@@ -294,21 +306,32 @@ def _choose(
         (both >= gathered, "rows and the activations of the head tied to it are as many bytes as its rows"),
     )
     reason = next((text for applies, text in checks if applies), "")
-    return EmbeddingRow(name=name, reason=reason, gathered=gathered, exchanged=exchanged)
+    is_fixed = not reason and fixed + of_head < gathered
+    bytes_ = fixed if is_fixed else exchanged
+    return EmbeddingRow(name=name, reason=reason, gathered=gathered, exchanged=bytes_, is_fixed=is_fixed)
 
 
 class ShardedEmbedding(nn.Module):
     """An embedding of which this rank keeps the rows that FSDP2 would leave it.
 
     sends_gradients: whether the next backward sends gradients to their owners, with those that were kept before.
+
+    Args:
+        whole: what stood in its place.
+        weight: its weight as a DTensor parameter.
+        mesh: of one dimension, or two of HSDP.
+        precision: of rows and gradients.
+        tokens: of a rank, for which messages of one size have room; None where ranks count first.
     """
 
-    def __init__(self, whole: nn.Embedding, weight: nn.Parameter, mesh: Any, precision: _Precision) -> None:
+    def __init__(
+        self, whole: nn.Embedding, weight: nn.Parameter, mesh: Any, precision: _Precision, tokens: int | None = None
+    ) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.weight = weight
         self.train(whole.training)
-        self._mesh, self._precision = mesh, precision
+        self._mesh, self.precision, self._tokens = mesh, precision, tokens
         self.sends_gradients = True
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.traffic = {"rows": 0, "gradients": 0, "exchanges": 0}
@@ -321,7 +344,7 @@ class ShardedEmbedding(nn.Module):
         """Return the rows [..., dim] of int64 ids [...]; every rank must call it.
 
         Raises:
-            IndexError: an id names no row.
+            IndexError: an id names no row, on a CPU; on a GPU the device reports it, where messages have one size.
         """
         if torch.compiler.is_compiling():
             from halfbyte.functional.eager import eagerly
@@ -331,7 +354,13 @@ class ShardedEmbedding(nn.Module):
 
     def _rows_of(self, ids: Tensor) -> Tensor:
         local: Any = self.weight
-        return _Rows.apply(self, ids, local.to_local()).view(*ids.shape, self.embedding_dim)
+        kind = _Rows if self._tokens is None else FixedRows
+        return kind.apply(self, ids, local.to_local()).view(*ids.shape, self.embedding_dim)
+
+    def room(self, tokens: int) -> int:
+        """Return for how many tokens a message of one size has room, if this rank has so many now."""
+        assert self._tokens is not None, "messages have the size of what is counted"
+        return max(1, ceil_div(tokens, self._tokens)) * self._tokens
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -361,7 +390,7 @@ class ShardedEmbedding(nn.Module):
     @torch.no_grad()
     def fetch(self, asked: _Asked, local: Tensor) -> Tensor:
         """Return the rows that this rank asked for, in its order."""
-        own = local.index_select(0, asked.rows).to(self._precision.rows)
+        own = local.index_select(0, asked.rows).to(self.precision.rows)
         found = own.new_empty(sum(asked.needs), self.embedding_dim)
         dist.all_to_all_single(found, own, asked.needs, asked.gives, group=self.group)
         self.traffic["rows"] += self._foreign(asked.needs, self.embedding_dim * own.element_size())
@@ -371,7 +400,7 @@ class ShardedEmbedding(nn.Module):
     @torch.no_grad()
     def send(self, named: Tensor, gradients: Tensor, asked: _Asked, local: Tensor) -> Tensor:
         """Return the gradient of this rank's rows: the mean over the ranks of what they have kept and make now."""
-        gradients = gradients.to(self._precision.gradients)
+        gradients = gradients.to(self.precision.gradients)
         if self.kept or not self.sends_gradients:
             self.kept.append((named, gradients))
         if not self.sends_gradients:
@@ -388,11 +417,13 @@ class ShardedEmbedding(nn.Module):
         self.traffic["gradients"] += self._foreign(asked.gives, self.embedding_dim * come.element_size())
         total = come.new_zeros(local.shape)
         total.index_put_((asked.rows,), come, accumulate=True)  # sorted by row, in the order of ranks, on a GPU too
-        count = dist.get_world_size(self.group)
+        return self.averaged(total, local)
+
+    def averaged(self, total: Tensor, local: Tensor) -> Tensor:
+        """Return the gradient of this rank's rows, of what is the sum over the ranks that share the rows."""
         if self._mesh.ndim > 1:
             dist.all_reduce(total, group=self._mesh.get_group(0))
-            count *= self._mesh.size(0)
-        return (total / count).to(local.dtype)
+        return total.div_(self._mesh.size()).to(local.dtype)
 
 
 class _Asked(NamedTuple):

@@ -8,7 +8,7 @@ integers, so that no bit of a loss depends on how many ranks share the rows, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halfbyte import ops
 from halfbyte.distributed.scales import all_gather
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.functional.autocast import autocast_dtype
@@ -27,8 +28,6 @@ from halfbyte.spec import Recipe
 TARGET_BYTES = 4
 STATISTIC_BYTES = 4 + 8 + 8
 """Of a token: its greatest logit, the sum of exponentials, the logit of its target; each is reduced over the ranks."""
-WORK = 1 << 25
-"""Logits in 64 bits at once, as their exponentials are added: 256 MiB."""
 SUM_BITS = 62
 
 
@@ -53,6 +52,10 @@ class LogitShards(NamedTuple):
             ValueError: there are more or fewer targets than tokens.
             IndexError: a target names no row, on a CPU; on a GPU the device reports it.
         """
+        if torch.compiler.is_compiling():
+            from halfbyte.functional.eager import eagerly
+
+            return eagerly(shared_cross_entropy, (self, targets, ignore_index), {})
         return shared_cross_entropy(self, targets, ignore_index)
 
 
@@ -110,16 +113,16 @@ class HeadShards:
         Args:
             dw: summed over the tokens of all ranks that share the rows.
         """
-        dw = dw.to(self._gradients)
+        given, dw = dw, dw.to(self._gradients)
         if self._kept is not None:
             dw = self._kept + dw
         self._kept = None if self.sends_gradients else dw
         if not self.sends_gradients:
             return torch.zeros_like(dw)
+        dw = dw.clone() if dw is given else dw  # what is summed and divided in place is nobody else's
         if self._mesh.ndim > 1:
-            dw = dw.clone()
             dist.all_reduce(dw, group=self._mesh.get_group(0))
-        return dw / self._mesh.size()
+        return dw.div_(self._mesh.size())
 
     def __reduce__(self) -> tuple:
         """Leave copies of the model without it: a process group cannot be copied."""
@@ -253,12 +256,13 @@ def shared_cross_entropy(given: LogitShards, targets: Tensor, ignore_index: int)
         raise ValueError(
             f"targets: {targets.numel()}, and this rank has {logits.shape[0] // shards.world} tokens; give one for each"
         )
-    strange = ((targets < 0) | (targets >= shards.rows)) & (targets != ignore_index)
+    ignored = targets == ignore_index
+    known = (targets.clamp(0, shards.rows - 1) == targets).logical_or_(ignored)
     if targets.is_cuda:
-        torch._assert_async(~strange.any())
-    elif bool(strange.any()):
-        raise IndexError(f"targets: {int(targets[strange][0])} names no row of a head of {shards.rows}")
-    targets = torch.where(targets == ignore_index, -1, targets).to(torch.int32)
+        torch._assert_async(known.all())
+    elif not bool(known.all()):
+        raise IndexError(f"targets: {int(targets[~known][0])} names no row of a head of {shards.rows}")
+    targets = targets.masked_fill(ignored, -1).to(torch.int32)
     return _CrossEntropy.apply(shards, targets, logits)
 
 
@@ -290,14 +294,10 @@ class _CrossEntropy(torch.autograd.Function):
         each = (dloss.float() / ctx.tokens).reshape(1)
         scales = each.new_empty(shards.world)
         all_gather(scales, each, group=shards.group)
-        scale = torch.where(targets >= 0, scales.repeat_interleave(targets.numel() // shards.world), 0.0)
-        for part in _parts(logits):
-            gradient = (logits[part].float() - ctx.statistics.log_sum[part, None]).exp_()
-            own, column = _targets_here(targets[part], logits.shape[1], shards.first)
-            if logits.shape[1]:
-                gradient.scatter_add_(1, column[:, None], torch.where(own, -1.0, 0.0)[:, None])
-            with torch.autograd._unsafe_preserve_version_counter((logits,)):
-                logits[part] = gradient.mul_(scale[part, None]).to(logits.dtype)  # NaN stays, of any token
+        counted = targets.view(shards.world, -1) >= 0
+        scale = torch.where(counted, scales[:, None], 0.0).view(-1)
+        with torch.autograd._unsafe_preserve_version_counter((logits,)):
+            ops.logit_gradient_(logits, ctx.statistics.log_sum, targets, scale, shards.first)
         return None, None, logits.detach()
 
 
@@ -314,42 +314,15 @@ class _Statistics(NamedTuple):
         Args:
             targets: int32 [tokens], -1 for none.
         """
-        tokens, width = logits.shape
-        peak = torch.full((tokens,), -torch.inf, dtype=torch.float32, device=logits.device)
-        if width:
-            peak = logits.amax(1).float()
-        peak = torch.where(peak.isnan(), torch.inf, peak)  # a maximum of ranks may lose NaN
+        peak = ops.logit_peak(logits)
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=shards.group)
-        message = torch.zeros(2, tokens, dtype=torch.int64, device=logits.device)
         bits = SUM_BITS - max(1, shards.rows - 1).bit_length()
-        for part in _parts(logits):
-            here = logits[part].float()
-            # Of a peak that is not finite they are NaN or infinite; the sum is not read.
-            powers = torch.where(peak[part, None].isfinite(), (here - peak[part, None]).exp(), 0.0)
-            message[0, part] = (powers * 2.0**bits).round_().to(torch.int64).sum(1)
-            own, column = _targets_here(targets[part], width, shards.first)
-            if width:
-                found = here.gather(1, column[:, None])[:, 0].view(torch.int32)
-                message[1, part] = torch.where(own, found, 0).to(torch.int64)
+        message = ops.logit_sums(logits, peak, targets, shards.first, bits)
         # One rank has the target's bits, the others zero: sums of integers are exact in any order.
         dist.all_reduce(message, group=shards.group)
         log_sum = (peak.double() + (message[0].double() * 2.0**-bits).log()).float()
         log_sum = torch.where(peak.isfinite(), log_sum, torch.nan)
         return cls(log_sum, message[1].to(torch.int32).view(torch.float32))
-
-
-def _parts(logits: Tensor) -> Iterator[slice]:
-    """Yield tokens whose logits are WORK at most."""
-    step = max(1, WORK // max(1, logits.shape[1]))
-    for start in range(0, logits.shape[0], step):
-        yield slice(start, start + step)
-
-
-def _targets_here(targets: Tensor, width: int, first: int) -> tuple[Tensor, Tensor]:
-    """Return which targets are among this rank's rows, and at which; of others any."""
-    column = targets.long() - first
-    own = (column >= 0) & (column < width) & (targets >= 0)
-    return own, column.clamp(0, max(0, width - 1))
 
 
 def exchanged_bytes(tokens: int, world: int, dim: int, sizes: tuple[int, int]) -> int:

@@ -12,6 +12,9 @@ from halfbyte.kernels.fused import norm_with_amaxes as norm_with_amaxes
 from halfbyte.kernels.gemm.dense import gemm_nt as gemm_nt
 from halfbyte.kernels.gemm.grouped import grouped_gemm_nt as grouped_gemm_nt
 from halfbyte.kernels.gemm.grouped import grouped_gemm_nt_batch_invariant as grouped_gemm_nt_batch_invariant
+from halfbyte.kernels.logits.shares import logit_gradient_ as logit_gradient_
+from halfbyte.kernels.logits.shares import logit_peak as logit_peak
+from halfbyte.kernels.logits.shares import logit_sums as logit_sums
 from halfbyte.kernels.quantize.both import quantize_row_col as quantize_row_col
 from halfbyte.kernels.quantize.grouped import grouped_quantize_row_col as grouped_quantize_row_col
 from halfbyte.kernels.quantize.residual import quantize_residual as quantize_residual

@@ -275,6 +275,17 @@ def statistics(_: Target) -> Iterator[Scenario]:
         yield Scenario(f"outliers of columns, {dtype}", call, True)
 
 
+def logit_calls(_: Target) -> Iterator[Scenario]:
+    """Parts of the cross entropy of logits whose columns ranks share."""
+    for cols, dtype in product((64128, 10667), (BF16, FP16, FP32)):
+        logits, each, targets = tensor(64, cols, dtype=dtype), tensor(64, dtype=FP32), tensor(64, dtype=torch.int32)
+        name = f"of shared logits, {cols} columns, {dtype}"
+        yield Scenario(f"peaks {name}", partial(backend.logit_peak, logits), True)
+        yield Scenario(f"sums {name}", partial(backend.logit_sums, logits, each, targets, cols, 45), True)
+        call = partial(backend.logit_gradient_, logits, each, targets, each, cols)
+        yield Scenario(f"gradient {name}", call, True)
+
+
 def primary_casts(_: Target) -> Iterator[Scenario]:
     """Every stage of the cast of primary weights: whole masters and parts of them."""
     four = NVFP4(block=(16, 16), scaling=FourOverSix(), e4m3_max=256.0)
@@ -331,6 +342,7 @@ FAMILIES = (
     layers,
     means,
     statistics,
+    logit_calls,
     primary_casts,
     conversion_calls,
 )

@@ -27,6 +27,7 @@ from halfbyte.ops.grouped import (
     grouped_quantize_row_col,
     grouped_row_col_amax,
 )
+from halfbyte.ops.logits import logit_gradient_, logit_peak, logit_sums
 from halfbyte.ops.mean import grouped_token_sum, quantize_residual, quantize_with_sum, token_mean, token_sum
 from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, row_col_amax, transpose
 from halfbyte.ops.repeat import constant, in_shape, run
@@ -67,6 +68,9 @@ __all__ = [
     "grouped_row_col_amax",
     "grouped_token_sum",
     "in_shape",
+    "logit_gradient_",
+    "logit_peak",
+    "logit_sums",
     "norm",
     "norm_backward",
     "operand_noise",

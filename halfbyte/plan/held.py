@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from halfbyte.distributed.head import WORK
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.plan.architecture import Matrix
 from halfbyte.plan.job import Job
 from halfbyte.plan.kept import WORD, BlockKept, kept
 from halfbyte.plan.shared_edges import shared_edges
+from halfbyte.reference.logits import WORK
 
 FP32, BF16 = 4, 2
 CODES = 0.5 + 1 / NVFP4_BLOCK
@@ -24,7 +24,8 @@ LOSS_WORDS = 3
 """fp32 tensors of the logits' size at once: log-softmax, its gradient, and the gradient of the logits (torch's
 `cross_entropy`, not chunked)."""
 SHARED_WORDS = 4 + 4 + 8
-"""Bytes of a logit among the few at once whose exponentials a shared head adds up: twice in fp32, once in 64 bits."""
+"""Bytes of a logit among the few at once whose exponentials a shared head adds up without kernels: twice in fp32, once
+in 64 bits. Kernels hold none; until that is measured it is counted everywhere, 0.5 GiB."""
 PREFETCHED = 2
 """Blocks whose weights FSDP2 holds gathered: the one that computes and the next."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from halfbyte.distributed.embedding import ID_BYTES
+from halfbyte.distributed.fixed_rows import row_bytes_exchanged
 from halfbyte.distributed.head import exchanged_bytes
 from halfbyte.plan.job import Job
 
@@ -12,10 +12,14 @@ BF16 = 2
 
 
 class SharedEdges(NamedTuple):
-    """Which of both ranks share."""
+    """Which of both ranks share.
+
+    is_fixed: rows of all ranks' tokens travel, in messages of one size; else each once, after counts.
+    """
 
     embedding: bool
     head: bool
+    is_fixed: bool
 
     def gathered(self, job: Job) -> tuple[int, int]:
         """Return how many parameters of embedding and head FSDP2 gathers and reduces, and how many it leaves."""
@@ -28,12 +32,13 @@ class SharedEdges(NamedTuple):
 def shared_edges(job: Job) -> SharedEdges:
     """Return what ranks share: what takes fewer bytes of exchanges than of gathers; of one weight for both, both."""
     if job.head != "shared":
-        return SharedEdges(False, False)
+        return SharedEdges(False, False, False)
     config = job.architecture.config
     gathered = config.vocab_size * config.dim * 2 * BF16
-    rows = job.tokens * (config.dim * 2 * BF16 + ID_BYTES)
-    activations = exchanged_bytes(job.tokens, job.mesh.dp_shard, config.dim, (BF16, BF16))
+    shape = job.tokens, job.mesh.dp_shard, config.dim, (BF16, BF16)
+    rows, fixed = row_bytes_exchanged(*shape)
+    activations = exchanged_bytes(*shape)
     if config.tie_embeddings:
         is_less = rows + activations < gathered
-        return SharedEdges(is_less, is_less)
-    return SharedEdges(rows < gathered, activations < gathered)
+        return SharedEdges(is_less, is_less, is_less and fixed + activations < gathered)
+    return SharedEdges(rows < gathered, activations < gathered, rows < gathered and fixed < gathered)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from halfbyte.distributed.config import ZeroConfig
-from halfbyte.distributed.embedding import ID_BYTES
+from halfbyte.distributed.fixed_rows import ID_BYTES
 from halfbyte.distributed.head import STATISTIC_BYTES, TARGET_BYTES
 from halfbyte.distributed.plan import Item, scale_room, storage_plan
 from halfbyte.formats import NVFP4_BLOCK
@@ -214,16 +214,18 @@ def _of_edges(job: Job) -> Iterator[Collective]:
     row = BF16 * config.dim
     each: list[tuple[str, Verb, Phase, float]] = []
     if shared.embedding:
-        each.append(("rows of the embedding", "all-to-all", "forward", job.tokens * (row + ID_BYTES)))
-        each.append(("gradients of rows", "all-to-all", "backward", job.tokens * row))
+        tokens = job.tokens * (group.size if shared.is_fixed else 1)
+        verb: Verb = "all-gather" if shared.is_fixed else "all-to-all"
+        each.append(("rows of the embedding", "all-to-all", "forward", tokens * (row + ID_BYTES)))
+        each.append(("gradients of rows", verb, "backward", tokens * row))
     if shared.head:
         tokens = group.size * job.tokens
         loss = tokens * (TARGET_BYTES + 2 * STATISTIC_BYTES)
         each.append(("activations of the head", "all-gather", "forward", tokens * row + loss))
         each.append(("gradients of activations", "all-to-all", "backward", tokens * row))
-    for what, verb, phase, message in each:
+    for what, how, phase, message in each:
         message *= job.accumulate
-        yield Collective(what=what, verb=verb, phase=phase, group=group, message=message, is_hidden=False)
+        yield Collective(what=what, verb=how, phase=phase, group=group, message=message, is_hidden=False)
 
 
 def _activations(job: Job) -> Iterator[Collective]:

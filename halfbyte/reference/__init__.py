@@ -18,6 +18,7 @@ from halfbyte.reference.grouped import (
     grouped_token_sum,
 )
 from halfbyte.reference.hadamard import rotate, signs
+from halfbyte.reference.logits import logit_gradient_, logit_peak, logit_sums
 from halfbyte.reference.matmul import Decoded, decode, dequantize, from_values, gemm_nt, plain
 from halfbyte.reference.mean import quantize_residual, quantize_with_sum, residual_of, token_mean, token_sum
 from halfbyte.reference.norm import Statistics, norm, norm_backward
@@ -44,6 +45,9 @@ __all__ = [
     "grouped_gemm_nt_batch_invariant",
     "grouped_quantize_row_col",
     "grouped_token_sum",
+    "logit_gradient_",
+    "logit_peak",
+    "logit_sums",
     "norm",
     "norm_backward",
     "norm_with_amaxes",

@@ -16,7 +16,7 @@ import torch
 
 from halfbyte import ops
 from halfbyte.ops.backends import NATIVE, TRITON
-from halfbyte.verify import fused, grouped, invariants, kernels, mean, primary, record, sums
+from halfbyte.verify import fused, grouped, invariants, kernels, logits, mean, primary, record, sums
 from halfbyte.verify.fingerprint import EXPECTED, fingerprint
 from halfbyte.verify.record import Check, Finding
 
@@ -59,6 +59,7 @@ def findings(scope: Scope) -> list[Finding]:
     found += fused.fused(*where)
     found += mean.mean(*where)
     found += sums.error_figures(*where)
+    found += logits.shared_logits(*where)
     found += primary.primary(*where)
     if native_status(scope.device).available:
         found += kernels.products(scope.device, NATIVE, record.NATIVE_GEMM)

@@ -132,10 +132,8 @@ def test_of_a_whole_model_a_quarter_travels_where_ranks_share_embedding_and_head
     assert gathered == 2 * (0.25 + 1 / 512) * 2 * matrices + 2 * 2 * norms + 2 * dim, "embedding and head: nothing"
     assert gathered / values <= 0.27
     rows, activations = coded["rows of the embedding", "forward"], coded["activations of the head", "forward"]
-    assert (
-        rows.wire == 3 / 4 * tokens * (2 * dim + 8)
-        and coded["gradients of rows", "backward"].message == tokens * 2 * dim
-    )
+    gradients = coded["gradients of rows", "backward"]
+    assert rows.wire == 3 * tokens * (2 * dim + 8) and gradients.wire == 3 * tokens * 2 * dim, "of all ranks' tokens"
     assert activations.wire == 3 * tokens * (2 * dim + 44)
     assert coded["gradients of activations", "backward"].wire == 3 * tokens * 2 * dim
     tables = table if model != "8b" else 2 * table
@@ -147,6 +145,9 @@ def test_embedding_and_head_are_gathered_where_that_is_fewer_bytes():
     common = {"recipe": "nvfp4@all", "head": "shared", "sequence": 8192}
     many = sent(PlanRequest(model="8b", gpus=32, mesh="dp_shard=32", **common))
     assert ("rows of the embedding", "forward") in many and ("activations of the head", "forward") not in many
+    counted, dim = many["rows of the embedding", "forward"], 4096
+    assert counted.message == 8192 * (2 * dim + 8), "at most: those of 31 ranks' tokens are more than the rows"
+    assert many["gradients of rows", "backward"].message == 8192 * 2 * dim
     small = sent(PlanRequest(model="10m", gpus=2, mesh="dp_shard=2", **common))
     assert not {what for what, _ in small} & {"rows of the embedding", "activations of the head"}
     with pytest.raises(ValueError, match="head='shared' with sharding='none', tp=1: ranks that share weights"):

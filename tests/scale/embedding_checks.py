@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import ranks
 import torch
 from fsdp_checks import BF16, locals_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfbyte as hb
+from halfbyte.distributed import embedding, fixed_rows
 
 DIM = 24
+WAYS = ("one size", "counts")
+"""Messages of one size, and those that are counted first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +45,24 @@ CASES = {
     "few rows, named often": Case(rows=200, named=3, shape=(4, 12)),
     "a rank that keeps none": Case(rows=3, named=3, shape=(1, 2)),
     "synchronized once": Case(rows=60, named=60, policy=BF16, micro_batches=3),
+    "fp32 gathers, bf16 sums": Case(policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
     "frozen": Case(frozen=True),
 }
+
+
+@contextmanager
+def exchanging(way: str) -> Iterator[None]:
+    """Let a way be chosen, whatever its bytes: those of messages of one size are few, or more than any gather's."""
+    rule = embedding.row_bytes_exchanged
+
+    def decided(*shape: Any) -> tuple[int, int]:
+        return rule(*shape)[0], 1 if way == "one size" else 1 << 60
+
+    try:
+        embedding.row_bytes_exchanged = decided
+        yield
+    finally:
+        embedding.row_bytes_exchanged = rule
 
 
 def model_of(case: Case) -> nn.Module:
@@ -50,28 +71,30 @@ def model_of(case: Case) -> nn.Module:
     model = nn.Sequential(nn.Embedding(case.rows, DIM), nn.Linear(DIM, 32), nn.Linear(32, case.rows)).to(case.dtype)
     model[0].weight.requires_grad_(not case.frozen)
     hb.quantize_(model, "nvfp4", keep=hb.Keep(names=("2",), last_fraction=0), state=hb.RunState(0))
-    return model
+    return model.to(ranks.device())
 
 
 def batch(case: Case, rank: int, step: int, part: int) -> torch.Tensor:
     """This rank's tokens of a micro-batch."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
-    return torch.randint(case.named, case.shape, generator=generator)
+    return torch.randint(case.named, case.shape, generator=generator).to(ranks.device())
 
 
-def train(case: Case, rank: int, world: int, exchanges: bool) -> tuple[list, Any]:
+def train(case: Case, rank: int, world: int, way: str | None) -> tuple[list, Any]:
     """Losses, gradients and parameters of every step, and the handle."""
     model, shape = model_of(case), case.mesh or (world,)
     hb.distributed.place_ranks_(model)
     state = next(module.run_state for module in model.modules() if getattr(module, "run_state", None) is not None)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = ranks.mesh(*shape, names=("replicate", "shard")[-len(shape) :])
     options: dict[str, Any] = {"mesh": mesh} | ({} if case.policy is None else {"mp_policy": case.policy})
     handle = None
-    if exchanges:
-        tokens = case.shape[0] * case.shape[1]
-        handle = hb.distributed.shard_embedding_(model, mesh, tokens=min(tokens, case.rows - 1), policy=case.policy)
+    if way is not None:
+        tokens = min(case.shape[0] * case.shape[1], case.rows - 1)
+        with exchanging(way):
+            handle = hb.distributed.shard_embedding_(model, mesh, tokens=tokens, policy=case.policy)
         options["ignored_params"] = handle.params
         assert len(handle.params) == 1, str(handle)
+        assert handle.rows[0].is_fixed == (way == "one size")
     fully_shard(model, **options)
     hb.distributed.fsdp_gather_nvfp4_(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -95,7 +118,7 @@ def train(case: Case, rank: int, world: int, exchanges: bool) -> tuple[list, Any
     return seen, handle
 
 
-def compared(rank: int, world: int, names: list[str], close: bool = False) -> dict[str, Any]:
+def compared(rank: int, world: int, names: list[str], way: str, close: bool = False) -> dict[str, Any]:
     """Which of the tensors of cases differ, in bits or in more than the rounding of a sum; and what travelled."""
     same: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal
     if close:
@@ -103,18 +126,20 @@ def compared(rank: int, world: int, names: list[str], close: bool = False) -> di
     found = {}
     for name in names:
         case = CASES.get(name) or Case(mesh=(2, world // 2), policy=BF16)
-        (gathered, _), (exchanged, handle) = (train(case, rank, world, exchanges) for exchanges in (False, True))
+        (gathered, _), (exchanged, handle) = (train(case, rank, world, how) for how in (None, way))
         pairs = list(zip(gathered, exchanged, strict=True))
         differs = [i for i, (a, b) in enumerate(pairs) if a.dtype != b.dtype or a.shape != b.shape or not same(a, b)]
         found[name] = {"differs": differs, "moved": bool(gathered[-1].abs().sum()), **handle.traffic}
     return found
 
 
-def counted(rank: int, world: int) -> dict[str, int]:
-    """What one forward and backward takes of rank 0 and 1, who name rows 0, 1, 2, 20 and 21, 21, 22."""
+def counted(rank: int, world: int, way: str) -> dict[str, int]:
+    """What one forward and backward takes of rank 0 and 1, who name rows 0, 1, 2, 20 and 21, 21, 22, 22."""
     model = nn.Sequential(nn.Embedding(40, DIM))
-    mesh = init_device_mesh("cpu", (world,))
-    handle = hb.distributed.shard_embedding_(model, mesh, tokens=5)
+    mesh = ranks.mesh(world)
+    with exchanging(way):
+        handle = hb.distributed.shard_embedding_(model, mesh, tokens=5)
+    assert handle.rows[0].is_fixed == (way == "one size")
     ids = torch.tensor([[0, 1, 2, 20], [21, 21, 22, 22]][rank])
     rows = model(ids)
     rows.sum().backward()
@@ -127,9 +152,86 @@ def counted(rank: int, world: int) -> dict[str, int]:
     }
 
 
+class Called(TorchDispatchMode):
+    """The names of what torch calls, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def waits(rank: int, world: int, way: str) -> list[str]:
+    """For what a host would wait whose device is a GPU: values that it reads, and sizes that only the device knows."""
+    model = nn.Sequential(nn.Embedding(40, DIM))
+    with exchanging(way):
+        handle = hb.distributed.shard_embedding_(model, ranks.mesh(world), tokens=5)
+    fixed_rows.check_ids = lambda ids, rows: None  # what a GPU reports itself
+    with Called() as called:
+        for is_last in (False, True):
+            handle.set_requires_gradient_sync(is_last)
+            model(torch.tensor([0, 20, 39, 20])).sum().backward()
+    return [name for name in called.names if name in ("_local_scalar_dense", "nonzero", "bincount", "_unique2")]
+
+
+def uneven(rank: int, world: int) -> dict[str, Any]:
+    """Rows and gradients where ranks have other numbers of tokens, up to those that messages have room for."""
+    model, mesh = nn.Sequential(nn.Embedding(43, DIM)), ranks.mesh(world)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(model[0].weight)
+    whole = model[0].weight.detach().clone()
+    handle = hb.distributed.shard_embedding_(model, mesh, tokens=7)
+    assert handle.rows[0].is_fixed
+    few = torch.tensor([42], dtype=torch.int32)
+    ids = [torch.tensor([5, 42, 5, 0, 17, 42, 30]), torch.empty(0, dtype=torch.int64), few]
+    found, expected = True, torch.zeros_like(whole)
+    for part, shift in enumerate((0, 1)):
+        handle.set_requires_gradient_sync(part == 1)
+        given = ids[(rank + shift) % len(ids)]
+        rows = model(given)
+        found &= torch.equal(rows, whole[given.long()])
+        (rows * torch.arange(1, len(given) + 1)[:, None]).sum().backward()
+        for other in ids[:world]:
+            expected.index_add_(0, other.long(), torch.arange(1, len(other) + 1)[:, None].expand(-1, DIM).float())
+    gradient = model[0].weight.grad.full_tensor()
+    return {"rows": found, "gradients": torch.equal(gradient, expected / world), "traffic": handle.traffic}
+
+
+def in_order(rank: int, world: int, way: str) -> float:
+    """The gradient of a row that ranks name whose gradients are 2^30, -2^30 and 1."""
+    model = nn.Sequential(nn.Embedding(43, DIM))
+    with exchanging(way):
+        hb.distributed.shard_embedding_(model, ranks.mesh(world), tokens=2)
+    (model(torch.tensor([42])).sum() * [2.0**30, -(2.0**30), 1.0][rank]).backward()
+    return model[0].weight.grad.full_tensor()[42, 0].item() * world
+
+
+def ways(rank: int, world: int, tokens: list[int]) -> list[tuple]:
+    """What is chosen of an embedding of 40 rows."""
+    mesh, found = ranks.mesh(world), []
+    for each in tokens:
+        rows = hb.distributed.shard_embedding_(nn.Sequential(nn.Embedding(40, DIM)), mesh, tokens=each).rows
+        found.append((rows[0].reason, rows[0].is_fixed, rows[0].exchanged, str(rows[0])))
+    return found
+
+
+def tied_ways(rank: int, world: int) -> list[tuple]:
+    """What is chosen of an embedding of 68 rows and a head tied to it: whether a gather, whether one size."""
+    mesh, found = ranks.mesh(world), []
+    for each in (9, 10, 14, 15):
+        tied = nn.Sequential(nn.Embedding(68, DIM), nn.Linear(DIM, 68, bias=False))
+        tied[1].weight = tied[0].weight
+        handle = hb.distributed.shard_embedding_(tied, mesh, tokens=each, head="1")
+        found.append((bool(handle.rows[0].reason), handle.rows[0].is_fixed))
+    return found
+
+
 def choices(rank: int, world: int) -> list[str]:
     """Why embeddings are gathered."""
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = ranks.mesh(world)
     tied = nn.Sequential(nn.Embedding(40, DIM), nn.Linear(DIM, 40, bias=False))
     tied[1].weight = tied[0].weight
     plain = [nn.Embedding(40, DIM, padding_idx=0), nn.Embedding(40, DIM, max_norm=1.0), nn.Embedding(6, DIM)]
@@ -140,7 +242,7 @@ def choices(rank: int, world: int) -> list[str]:
 
 def refusals(rank: int, world: int) -> list[str]:
     """What is said of arguments and ids that cannot be."""
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = ranks.mesh(world)
     model = nn.Sequential(nn.Embedding(40, DIM))
     said = []
     for ids, options in (([0], {"tokens": 0}), ([40], {"tokens": 4}), ([-1], {"tokens": 4}), ([0], {"tokens": 4})):

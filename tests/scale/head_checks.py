@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import ranks
 import torch
 import torch.nn.functional as F
 from fsdp_checks import BF16
@@ -149,7 +150,7 @@ def alone(name: str, world: int) -> list[Tensor]:
 
 def sent(tensors: list[Tensor]) -> list:
     """Return what another process can be sent."""
-    return [t.detach().numpy() for t in tensors]
+    return [t.detach().cpu().numpy() for t in tensors]
 
 
 def trained(rank: int, world: int, names: list[str], exchanges: bool) -> dict[str, tuple[list, dict]]:
@@ -194,11 +195,11 @@ KINDS = [
 
 def losses(rank: int, world: int) -> list[list]:
     """Loss and gradient of rank 0's tokens, rows shared by all ranks, which have tokens of their own."""
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = ranks.mesh(world)
     found = []
     for kind, rows in KINDS:
         shards = HeadShards(torch.empty(rows, 1), mesh, torch.float32)
-        every = [logits_of(kind, rows, 6, shift) for shift in range(world)]
+        every = [tuple(t.to(ranks.device()) for t in logits_of(kind, rows, 6, shift)) for shift in range(world)]
         here = torch.cat(
             [logits.tensor_split([shards.first, shards.first + -(-rows // world)], 1)[1] for logits, _ in every]
         )
@@ -211,6 +212,53 @@ def losses(rank: int, world: int) -> list[list]:
         torch.distributed.all_gather(whole, padded)
         found.append(sent([loss, torch.cat(whole, 1)[6 * rank : 6 * rank + 6, :rows]]))
     return found
+
+
+def compiled_loss(rank: int, world: int) -> tuple[bool, list[str]]:
+    """Whether a loss in compiled code has the bits that it has in other code, and what of it was compiled."""
+    shards, called = HeadShards(torch.empty(41, 1), ranks.mesh(world), torch.float32), []
+    every = [logits_of("plain", 41, 6, shift) for shift in range(world)]
+    here = torch.cat([logits for logits, _ in every])[:, shards.first :][:, : -(-41 // world)]
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        called.extend(str(getattr(node.target, "__name__", node.target)) for node in graph.graph.nodes)
+        return graph.forward
+
+    def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+        return LogitShards(logits * 2, shards).cross_entropy(targets) * 3
+
+    seen = []
+    for function in (loss_of_logits, torch.compile(loss_of_logits, backend=backend)):
+        logits = here.clone().requires_grad_()
+        loss = function(logits, every[rank][1])
+        loss.backward()
+        seen.append((loss.detach(), logits.grad))
+    return all(torch.equal(a, b) for a, b in zip(*seen, strict=True)), sorted({"all", "clamp"} & set(called))
+
+
+def unwaited(rank: int, world: int, rows: int) -> tuple[list[float], dict[str, int]]:
+    """Losses of steps through embedding and head; torch makes an error of what a host waits for after the first."""
+    device, torch_waits = ranks.device(), torch.cuda.set_sync_debug_mode
+    torch.manual_seed(0)
+    model = Model(rows, False).to(device)
+    tokens = TOKENS[0] * TOKENS[1]
+    handle = hb.distributed.shard_embedding_(model, ranks.mesh(world), tokens=tokens, head="lm_head")
+    assert [row.reason for row in handle.rows] == ["", ""] and handle.rows[0].is_fixed
+    case = Case(rows=rows, ignored=2)
+    batches = [[t.to(device) for t in batch(case, rank, 0, part)] for part in range(4)]
+    found = []
+    try:
+        for step, (ids, targets) in enumerate(batches):
+            if device.type == "cuda" and step == 1:
+                torch_waits("error")
+            handle.set_requires_gradient_sync(step % 2 == 1)
+            loss = model(ids).cross_entropy(targets)
+            loss.backward()
+            found.append(loss.detach())
+    finally:
+        if device.type == "cuda":
+            torch_waits("default")
+    return [loss.item() for loss in found], handle.traffic
 
 
 def choices(rank: int, world: int) -> list[str]:

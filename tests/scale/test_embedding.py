@@ -5,8 +5,9 @@ import pytest
 import ranks
 
 
-def test_two_ranks_have_every_bit_of_a_gathered_embedding():
-    first, second = ranks.run(2, embedding_checks.compared, list(embedding_checks.CASES), seconds=200)
+@pytest.mark.parametrize("way", embedding_checks.WAYS)
+def test_two_ranks_have_every_bit_of_a_gathered_embedding(way):
+    first, second = ranks.run(2, embedding_checks.compared, list(embedding_checks.CASES), way, seconds=200)
     for name in embedding_checks.CASES:
         for case in (first[name], second[name]):
             assert case["differs"] == [] and case["moved"], name
@@ -14,21 +15,67 @@ def test_two_ranks_have_every_bit_of_a_gathered_embedding():
         assert (first[name]["gradients"] + second[name]["gradients"] == 0) == (name == "frozen"), name
 
 
+@pytest.mark.parametrize("way", embedding_checks.WAYS)
 @pytest.mark.parametrize("world, names", [(3, ["fp32", "synchronized once"]), (4, ["HSDP", "a rank that keeps none"])])
-def test_more_ranks_differ_by_the_order_of_a_sum_alone(world, names):
-    for rank in ranks.run(world, embedding_checks.compared, names, True):
+def test_more_ranks_differ_by_the_order_of_a_sum_alone(world, names, way):
+    for rank in ranks.run(world, embedding_checks.compared, names, way, True):
         assert {name: case["differs"] for name, case in rank.items()} == {name: [] for name in names}
 
 
-def test_bytes_are_those_of_rows_of_others():
-    """Rank 0 needs row 20 of rank 1, which is asked for it; rank 1 needs none of rank 0."""
-    first, second = ranks.run(2, embedding_checks.counted)
+@pytest.mark.parametrize("way", embedding_checks.WAYS)
+def test_bytes_are_those_of_rows_of_others(way):
+    """Rank 0 needs row 20 of rank 1, which is asked for it; rank 1 needs none of rank 0. Or 5 ids, rows, gradients."""
+    first, second = ranks.run(2, embedding_checks.counted, way)
     row = 4 * embedding_checks.DIM
-    assert (first["rows"], first["gradients"]) == (row, 0)
-    assert (second["rows"], second["gradients"]) == (8, row)
+    if way == "counts":
+        assert (first["rows"], first["gradients"]) == (row, 0)
+        assert (second["rows"], second["gradients"]) == (8, row)
+    else:
+        assert {(rank["rows"], rank["gradients"]) for rank in (first, second)} == {(5 * (8 + row), 5 * row)}
     for rank in (first, second):
         assert rank["equal"] and rank["gradient"] == [0, 1, 2, 20, 21, 22]
         assert rank["twice"] == 1.0, "two tokens, the mean of two ranks"
+
+
+def test_a_host_waits_for_counts_and_for_nothing_in_messages_of_one_size():
+    for rank in ranks.run(2, embedding_checks.waits, "one size"):
+        assert rank == []
+    for rank in ranks.run(2, embedding_checks.waits, "counts"):
+        assert {"_unique2", "bincount", "_local_scalar_dense"} <= set(rank)
+
+
+def test_ranks_may_have_fewer_tokens_than_messages_have_room_for():
+    row = 4 * embedding_checks.DIM
+    for rank in ranks.run(3, embedding_checks.uneven):
+        assert rank["rows"] and rank["gradients"]
+        assert rank["traffic"] == {"rows": 28 * (8 + row), "gradients": 28 * row, "exchanges": 2, "activations": 0}
+
+
+@pytest.mark.parametrize("way", embedding_checks.WAYS)
+def test_gradients_of_ranks_are_added_up_in_their_order(way):
+    """In another order the 1 would be lost beside 2^30."""
+    assert ranks.run(3, embedding_checks.in_order, way) == [pytest.approx(1.0)] * 3
+
+
+def test_counts_are_chosen_where_messages_of_one_size_are_more_bytes_than_a_gather():
+    """Of 40 rows, four ranks: 3 * 12 tokens are fewer bytes, 3 * 13 are not, and 13 are."""
+    row, gathered = 2 * 4 * embedding_checks.DIM, 40 * 2 * 4 * embedding_checks.DIM
+    for rank in ranks.run(4, embedding_checks.ways, [12, 13, 38, 39]):
+        fixed, counts, most, gather = rank
+        assert fixed[:3] == ("", True, 36 * (row + 8)) and counts[:3] == ("", False, 13 * (row + 8))
+        assert most[:2] == ("", False) and gather[0] == "39 tokens may name as many bytes as its 40 rows have"
+        said = f"bytes a micro-batch; gathered {gathered:,}"
+        assert fixed[3] == f"0.weight: rows exchanged in messages of one size, 7,200 {said}"
+        assert counts[3] == f"0.weight: rows exchanged, each once after counts, at most 2,600 {said}"
+
+
+def test_what_a_head_tied_to_it_exchanges_counts_beside_rows():
+    """Of 68 rows, four ranks: 13,056 bytes gathered; a token takes 708 of activations, and 600 of rows or 200 at most.
+
+    So 9 tokens of a rank travel in messages of one size, up to 14 after counts, and 15 are as many bytes as a gather.
+    """
+    for rank in ranks.run(4, embedding_checks.tied_ways):
+        assert rank == [(False, True), (False, False), (False, False), (True, False)]
 
 
 def test_a_gather_is_chosen_where_it_is_fewer_bytes_or_others_read_the_weight():

@@ -106,6 +106,10 @@ def test_a_model_compiled_as_a_whole_has_the_same_bits():
     assert ranks.run(2, head_checks.compiled, seconds=300) == [[True, True], [True, True]]
 
 
+def test_a_loss_that_is_compiled_is_computed_eagerly():
+    assert ranks.run(2, head_checks.compiled_loss, seconds=200) == [(True, [])] * 2
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_of_a_whole_model_quantized_weights_travel_and_little_else(tied):
     """Every collective is counted as torch launches it; plan has the sums of large models."""
@@ -113,6 +117,7 @@ def test_of_a_whole_model_quantized_weights_travel_and_little_else(tied):
     (without, _), (found, _) = (ranks.run(2, head_checks.whole_model, tied, head) for head in (None, "lm_head"))
     codes = 2 * tokens * dim * 9 // 16
     others = codes + 4 * tokens + 2 * 4  # targets, and the scale of each rank's loss
+    others += 8 * tokens + 2 * tokens * dim  # ids, and gradients of rows
     gathered = found["gather"] - others
     assert gathered == pytest.approx(2 * 2 * (0.252 * found["matrices"] + found["small"]) + 2 * dim, rel=0.01)
     assert gathered == 2 * found["sent"] - 2 * dim, "of the last norm once; of embedding and head nothing"

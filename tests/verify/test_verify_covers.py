@@ -15,7 +15,7 @@ from halfbyte.ops import (
     backends,  # noqa: F401  the module, which the package hides behind its function
     quantization,
 )
-from halfbyte.verify import fused, grouped, invariants, kernels, mean, plan, primary, record, sums
+from halfbyte.verify import fused, grouped, invariants, kernels, logits, mean, plan, primary, record, sums
 
 CPU = torch.device("cpu")
 ELSEWHERE = {
@@ -164,6 +164,37 @@ def test_other_wrong_sums_of_statistics_are_noticed(monkeypatch, triton_on_the_c
     monkeypatch.setattr(sums.ops, "square_sum", squares)
     monkeypatch.setattr(sums.ops, "error_sums", lambda *a, backend: errors(*a, backend=backend) * far(backend))
     assert checks["error_sums, 37x83"]().startswith("signal")
+
+
+@pytest.mark.parametrize("name, says", [("logit_peak", "differ"), ("logit_sums", "sums: "), ("target", "differ")])
+def test_a_wrong_part_of_shared_logits_is_noticed(monkeypatch, triton_on_the_cpu, name, says):
+    checks = {what: check for _, what, check in logits.shared_logits(CPU, "triton") if "37x83" in what}
+    assert len(checks) == 4 and not any(check() for check in checks.values())
+    op = "logit_sums" if name == "target" else name
+    whole = getattr(logits.ops, op)
+
+    def wrong(*arguments, backend):
+        found = whole(*arguments, backend=backend)
+        if backend == "triton":
+            found[(1, 0) if name == "target" else 0] += 1 if name == "target" else found.abs().max() // 3
+        return found
+
+    monkeypatch.setattr(logits.ops, op, wrong)
+    assert says in checks["logit_peak, logit_sums and logit_gradient_, 37x83 float32"]()
+
+
+def test_a_wrong_gradient_of_shared_logits_is_noticed(monkeypatch, triton_on_the_cpu):
+    checks = {what: check for _, what, check in logits.shared_logits(CPU, "triton") if "37x83 bfloat16" in what}
+    whole = logits.ops.logit_gradient_
+
+    def wrong(given, *arguments, backend):
+        whole(given, *arguments, backend=backend)
+        if given.shape[1] > 50 and backend == "triton":
+            given[1, 2] *= 1.01
+
+    monkeypatch.setattr(logits.ops, "logit_gradient_", wrong)
+    said = checks["logit_peak, logit_sums and logit_gradient_, 37x83 bfloat16"]()
+    assert said.startswith("gradient: ") and checks["the same, cut in two, 37x83 bfloat16"]() is not None
 
 
 def test_a_wrong_nibble_of_a_primary_weight_is_noticed(monkeypatch):
