@@ -311,14 +311,22 @@ def shared_amax(module: LinearLayer, dtype: torch.dtype | None) -> Tensor:
         dtype: that the weights are rounded to, None for their own.
     """
     weights = [member.weight for member in module.amax_group]
-    amaxes, in_parts = [_amax(w) for w in weights if not is_sharded(w)], [w for w in weights if is_sharded(w)]
-    if in_parts:
-        from halfbyte.functional.sharded import whole_amax
+    if PLAIN.issuperset(map(type, weights)):
+        (amax,), _ = ops.run(_amax_of_all, (), weights, ())
+    else:
+        amaxes, in_parts = [_amax(w) for w in weights if not is_sharded(w)], [w for w in weights if is_sharded(w)]
+        if in_parts:
+            from halfbyte.functional.sharded import whole_amax
 
-        amaxes.append(whole_amax(in_parts))
-    amax = torch.stack(amaxes).amax()
+            amaxes.append(whole_amax(in_parts))
+        amax = torch.stack(amaxes).amax()
     # Rounding is monotone: the rounded maximum is the maximum of the rounded weights.
     return amax if dtype is None else amax.to(dtype).float()
+
+
+def _amax_of_all(static: tuple, weights: Sequence[Tensor], numbers: Sequence[int]) -> tuple[tuple[Tensor], None]:
+    """Return the amax that weights have together, as `ops.run` wants it."""
+    return (ops.amax_of_all([weight.detach() for weight in weights]),), None
 
 
 def _amax(weight: Tensor) -> Tensor:

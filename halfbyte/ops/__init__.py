@@ -28,7 +28,16 @@ from halfbyte.ops.grouped import (
     grouped_row_col_amax,
 )
 from halfbyte.ops.mean import grouped_token_sum, quantize_residual, quantize_with_sum, token_mean, token_sum
-from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, row_col_amax, transpose
+from halfbyte.ops.quantization import (
+    amax,
+    amax_of_all,
+    decode,
+    dequantize,
+    quantize,
+    quantize_row_col,
+    row_col_amax,
+    transpose,
+)
 from halfbyte.ops.repeat import constant, in_shape, run
 from halfbyte.ops.sums import column_outliers, error_sums, operand_noise, operand_sums, square_sum
 
@@ -45,6 +54,7 @@ __all__ = [
     "activation_backward",
     "add_norm",
     "amax",
+    "amax_of_all",
     "backends",
     "check_offsets",
     "column_outliers",
