@@ -1,4 +1,4 @@
-"""The amax that several tensors have together: one launch for weights of siblings, whatever their sizes."""
+"""What one launch finds: the amax that several tensors have together, and those of long rows, such as experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels import prepared
 from halfbyte.kernels.amax import route
+from halfbyte.kernels.amax.plain import finite_amax
 from halfbyte.kernels.amax.several import greatest_amax
+from halfbyte.kernels.device import running_max
 from halfbyte.kernels.launch import Launch
 
 __all__ = ["kernels"]
@@ -75,3 +77,36 @@ def test_siblings_find_theirs_by_a_record_of_one_launch():
     check_repeats(call, (1, 2, 3, 4))
     (record,) = prepared._RECORDS.values()
     assert [step.name for step in record.steps if isinstance(step, Launch)] == ["amax_several_kernel"]
+
+
+@pytest.mark.parametrize("bad", [None, float("nan")])
+@pytest.mark.parametrize("shape, dtype", [((3, 20_000), torch.bfloat16), ((5, 17_001), torch.float32)])
+def test_rows_in_parts_meet_and_leave_zeros(shape, dtype, bad):
+    """A row's maximum may be in any part; the next call finds nothing of this one's."""
+    (x,) = tensors([shape], dtype)
+    assert route.choose_amax(route.AmaxOfOne(x, hb.NVFP4(outer="row"))).constants["RESULT"] == route.OF_ROW_PARTS
+    for scale in (1.0, 0.25):
+        y = x * scale
+        for row in range(shape[0]):
+            y[row, (row * 7919) % shape[1]] = -9.0 * scale * (row + 1)
+        if bad is not None:
+            y[1, 3] = bad
+        assert torch.equal(finite_amax(y, -1), reference.finite_amax(y, -1))
+        assert not running_max.workspace_of_rows(shape[0], x.device).any()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_experts_are_quantized_without_a_fill():
+    """No op beside the launches: zeros where programs meet are there already."""
+    layer = hb.nn.GroupedLinear(3, 256, 64, dtype=torch.bfloat16, state=hb.RunState(0))
+    offsets = torch.tensor([10, 10, 40], dtype=torch.int32)
+
+    def call(i):
+        with torch.no_grad():
+            layer.weight[i % 3, 0, i] = 5.0 + i
+            return layer(tensors([(40, 256)], seed=i)[0], offsets)
+
+    check_repeats(call)
+    steps = [step for record in prepared._RECORDS.values() for step in record.steps]
+    assert "amax_rows_kernel" in [step.name for step in steps if isinstance(step, Launch)]
+    assert not [step.function for step in steps if isinstance(step, prepared.Op)]
