@@ -9,7 +9,7 @@ from repeating import check_repeats, kernels
 import halfbyte as hb
 from halfbyte import reference
 from halfbyte.kernels import prepared
-from halfbyte.kernels.amax import route
+from halfbyte.kernels.amax import plain, route
 from halfbyte.kernels.amax.plain import finite_amax
 from halfbyte.kernels.amax.several import greatest_amax
 from halfbyte.kernels.device import running_max
@@ -93,6 +93,18 @@ def test_rows_in_parts_meet_and_leave_zeros(shape, dtype, bad):
             y[1, 3] = bad
         assert torch.equal(finite_amax(y, -1), reference.finite_amax(y, -1))
         assert not running_max.workspace_of_rows(shape[0], x.device).any()
+
+
+def test_each_row_meets_in_a_place_of_its_own():
+    """Programs of several rows run at once: the parts of one that is not through are found where no other row looks."""
+    (x,) = tensors([(3, 20_000)])
+    choice = route.choose_amax(route.AmaxOfOne(x, hb.NVFP4(outer="row")))
+    _, parts = choice.facts
+    space = running_max.workspace_of_rows(3, x.device)
+    plain._launch_rows(choice._replace(grid=(3 * parts - 1,)), True)
+    given = space.tolist()
+    space.zero_()
+    assert given[:4] == [0] * 4 and given[4] == parts - 1 and given[5] > 0
 
 
 @pytest.mark.usefixtures("kernels")
