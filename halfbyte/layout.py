@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,29 @@ class Blocks(NamedTuple):
     qdata: Tensor
     block_scale: Tensor
     amax: Tensor
+
+
+class GroupEnds:
+    """The ends of the groups of tokens, for operations of one pass: what kernels plan of them is made once.
+
+    Args:
+        offsets: integer [E], cumulative ends.
+
+    Attributes:
+        plans: that kernels of the pass have made, as they hold them.
+    """
+
+    def __init__(self, offsets: Tensor) -> None:
+        self.offsets = offsets
+        self.plans: list[Any] = []
+
+
+EndsOfGroups = Tensor | GroupEnds
+
+
+def offsets_of(groups: EndsOfGroups) -> Tensor:
+    """Return the ends of groups."""
+    return groups.offsets if isinstance(groups, GroupEnds) else groups
 
 
 class Operand(NamedTuple):

@@ -39,7 +39,7 @@ from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS
 from halfbyte.functional.primary import primary_experts, runs_eagerly, turned_experts
 from halfbyte.functional.split import LayerSplit, Part
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
-from halfbyte.layout import Blocks
+from halfbyte.layout import Blocks, EndsOfGroups, offsets_of
 from halfbyte.recipes import resolve
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.sides import Side
@@ -350,14 +350,14 @@ def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
     x, w, offsets, _, base, sign_base, *others = tensors
     recipe = call.recipe
     fprop, dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
-    draws = _draws(base, sign_base, streams[0])
+    draws, groups = _draws(base, sign_base, streams[0]), ops.in_one_pass(offsets)
     transient = (recipe.backward == "original", False)
     keeps_col = recipe.backward == "original"
     amaxes = ops.Amaxes(*others[:2])
     given, buffers = _given_row(call.row, others[2:])
     specs = None if given else fprop.a, wgrad.b if need_dw and keeps_col else None
     place = Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), transient)
-    x_row, x_col = _both(x, offsets, specs, place, part_of_experts(call.split, "MK"), amaxes)
+    x_row, x_col = _both(x, groups, specs, place, part_of_experts(call.split, "MK"), amaxes)
     x_row = given or x_row
     specs = fprop.b, dgrad.b if need_dx and keeps_col else None
     cached = unflatten([call.cached], buffers)[0]
@@ -368,7 +368,7 @@ def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
     specs = (specs[0], None) if shares_tiles else specs
     w_row, w_col = cached if w is None else _weight(w, specs, cached, (place, part_of_experts(call.split, "NK")))
     product = ops.grouped_gemm_nt_batch_invariant if fprop.batch_invariant else ops.grouped_gemm_nt
-    y = product(x_row, w_row, offsets, out_dtype=call.out_dtype)
+    y = product(x_row, w_row, groups, out_dtype=call.out_dtype)
     kept = (
         (x_col if keeps_col else x_row) if need_dw else None,
         (w_col if keeps_col and not shares_tiles else w_row) if need_dx else None,
@@ -388,23 +388,23 @@ def _backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]
     (x_col, w_col), (offsets, base, sign_base, dy, main_grad, *amaxes) = unflatten_operands(layout, tensors)
     assert offsets is not None, "offsets are always saved"
     dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.dgrad, recipe.wgrad))
-    draws = _draws(base, sign_base, streams[0])
+    draws, groups = _draws(base, sign_base, streams[0]), ops.in_one_pass(offsets)
     specs = dgrad.a if need_dx else None, wgrad.a if need_dw else None
     place = Place(*draws, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
-    row, col = _both(dy, offsets, specs, place, part_of_experts(split, "MN"), ops.Amaxes(*amaxes))
+    row, col = _both(dy, groups, specs, place, part_of_experts(split, "MN"), ops.Amaxes(*amaxes))
     dx = dw = None
     if need_dx:
         place = Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
         how = recipe, dgrad.b, x_dtype, part_of_experts(split, "NK", moved=True)
         right = _turned(w_col) if shares_tiles else _right(w_col, None, how, place)
-        dx = ops.grouped_gemm_nt(row, right, offsets, out_dtype=x_dtype)
+        dx = ops.grouped_gemm_nt(row, right, groups, out_dtype=x_dtype)
     if need_dw:
         place = Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
         right = _right(x_col, offsets, (recipe, wgrad.b, x_dtype, part_of_experts(split, "MK", moved=True)), place)
         if main_grad is None:
-            dw = ops.grouped_gemm_nt(col, right, offsets, out_dtype=x_dtype).to(w_dtype)
+            dw = ops.grouped_gemm_nt(col, right, groups, out_dtype=x_dtype).to(w_dtype)
         else:
-            ops.grouped_gemm_nt(col, right, offsets, out=main_grad, accumulate=True)
+            ops.grouped_gemm_nt(col, right, groups, out=main_grad, accumulate=True)
     return (dx, dw), None
 
 
@@ -417,7 +417,7 @@ def _draws(base: Tensor | None, sign_base: Tensor | None, stream: int) -> tuple[
 
 def _both(
     t: Tensor,
-    offsets: Tensor | None,
+    groups: EndsOfGroups | None,
     specs: tuple[Spec | None, Spec | None],
     place: Place,
     part: Part | None = None,
@@ -430,10 +430,10 @@ def _both(
         amaxes: to quantize with; of a part its own, which no layer keeps.
     """
     if part is not None:
-        return both_of_part(part, t, offsets, specs, place)
+        return both_of_part(part, t, None if groups is None else offsets_of(groups), specs, place)
 
     def quantize(t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
-        return ops.grouped_quantize_row_col(t, offsets, row, col)
+        return ops.grouped_quantize_row_col(t, groups, row, col)
 
     return both(t, *specs, place, amaxes, quantize)
 

@@ -26,6 +26,7 @@ from halfbyte.ops.grouped import (
     grouped_gemm_nt_batch_invariant,
     grouped_quantize_row_col,
     grouped_row_col_amax,
+    in_one_pass,
 )
 from halfbyte.ops.mean import grouped_token_sum, quantize_residual, quantize_with_sum, token_mean, token_sum
 from halfbyte.ops.quantization import (
@@ -76,6 +77,7 @@ __all__ = [
     "grouped_quantize_row_col",
     "grouped_row_col_amax",
     "grouped_token_sum",
+    "in_one_pass",
     "in_shape",
     "norm",
     "norm_backward",
