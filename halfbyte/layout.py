@@ -53,7 +53,7 @@ class GroupEnds:
 EndsOfGroups = Tensor | GroupEnds
 
 
-def offsets_of(groups: EndsOfGroups) -> Tensor:
+def as_offsets(groups: EndsOfGroups) -> Tensor:
     """Return the ends of groups."""
     return groups.offsets if isinstance(groups, GroupEnds) else groups
 

@@ -39,7 +39,7 @@ from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS
 from halfbyte.functional.primary import primary_experts, runs_eagerly, turned_experts
 from halfbyte.functional.split import LayerSplit, Part
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
-from halfbyte.layout import Blocks, EndsOfGroups, offsets_of
+from halfbyte.layout import Blocks, EndsOfGroups, as_offsets
 from halfbyte.recipes import resolve
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.sides import Side
@@ -430,7 +430,7 @@ def _both(
         amaxes: to quantize with; of a part its own, which no layer keeps.
     """
     if part is not None:
-        return both_of_part(part, t, None if groups is None else offsets_of(groups), specs, place)
+        return both_of_part(part, t, None if groups is None else as_offsets(groups), specs, place)
 
     def quantize(t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
         return ops.grouped_quantize_row_col(t, groups, row, col)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.launch import jit
-from halfbyte.layout import EndsOfGroups, GroupEnds, ceil_div, offsets_of, padded_groups
+from halfbyte.layout import EndsOfGroups, GroupEnds, as_offsets, ceil_div, padded_groups
 from halfbyte.rng import GROUP_SEED_STEP, as_signed64
 
 SEED_STEP = tl.constexpr(as_signed64(GROUP_SEED_STEP))
@@ -114,11 +114,11 @@ def store_plan(table_ptr, o_group, inside, start, end, count, last, groups, tile
     tl.store(table_ptr + (groups + 1) * 3 + o_tile, tl.sum(before.to(tl.int32), axis=1), mask=o_tile < tiles)
 
 
-class TileCounts(NamedTuple):
-    """Tiles of the plan, and of one of tiles of another size; none without."""
+class OfBoth(NamedTuple):
+    """A number of a plan, and of the one with tiles of another size; 0 without."""
 
     own: int
-    other: int
+    other: int = 0
 
 
 @jit(do_not_specialize=("groups", "total", "uniform", "tiles"))
@@ -129,14 +129,13 @@ def plan_kernel(
 ):  # fmt: skip
     """Program 0 writes the table, the draws and the maxima; every program the groups of TILES tiles.
 
-    TR: rows of the plan's tiles, and of those of the other plan, if there is a pointer to it; behind a table lies the
-    group of every tile.
+    tiles, TR: how many, and their rows. other_ptr: of the other plan, or None. The groups of tiles lie behind a table.
     """
     overlap.begin(OVERLAP)
-    o_group, inside, start, end, count, last = group_table(offsets_ptr, groups, total, uniform, UNIFORM, TR[0], GROUPS)
+    o_group, inside, start, end, count, last = group_table(offsets_ptr, groups, total, uniform, UNIFORM, TR.own, GROUPS)
     store_plan(table_ptr, o_group, inside, start, end, count, last, groups, tiles.own, TILES)
     if other_ptr is not None:
-        _, _, _, _, count, last = group_table(offsets_ptr, groups, total, uniform, UNIFORM, TR[1], GROUPS)
+        _, _, _, _, count, last = group_table(offsets_ptr, groups, total, uniform, UNIFORM, TR.other, GROUPS)
         store_plan(other_ptr, o_group, inside, start, end, count, last, groups, tiles.other, TILES)
     if tl.program_id(0) == 0:
         mask = o_group <= groups
@@ -192,9 +191,9 @@ def plan_groups(
         groups,
         total,
         total // groups,
-        TileCounts(tiles[0], tiles[1] if tiles[1:] else 0),
+        OfBoth(*tiles),
         UNIFORM=offsets is None,
-        TR=rows,
+        TR=OfBoth(*rows),
         GROUPS=triton.next_power_of_2(groups + 1),
         TILES=TILES_PER_PROGRAM,
         **overlap.launch_options(device),
@@ -232,4 +231,4 @@ def plan_of_products(groups: EndsOfGroups, count: int, total: int, tile_rows: in
         if plan.tile_rows == tile_rows:
             assert plan.tiles == most_tiles(count, total, tile_rows), "one pass has as many tokens throughout"
             return plan
-    return keep_plan(groups, plan_groups(offsets_of(groups), count, total, tile_rows, device))
+    return keep_plan(groups, plan_groups(as_offsets(groups), count, total, tile_rows, device))

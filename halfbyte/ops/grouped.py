@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.layout import LINEAR, Blocks, EndsOfGroups, GroupEnds, Operand, grouped_shapes, offsets_of, stored_shapes
+from halfbyte.layout import LINEAR, Blocks, EndsOfGroups, GroupEnds, Operand, as_offsets, grouped_shapes, stored_shapes
 from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
 from halfbyte.ops.define import OPERANDS, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
 from halfbyte.ops.gemm import operand, pair_arguments
@@ -67,7 +67,7 @@ def grouped_quantize_row_col(
         TypeError: x is not bf16, fp16 or fp32, or offsets no integer tensor.
         ValueError: x or offsets have the wrong shape, or a draw is missing or names a shard.
     """
-    _check_groups(x, None if offsets is None else offsets_of(offsets))
+    _check_groups(x, None if offsets is None else as_offsets(offsets))
     check_sides((row, col), x.device, backend)
     draw, sign_draw = shared_draws((row, col))
     for place in (draw, sign_draw):
@@ -339,7 +339,7 @@ def _grouped_product(
     backend: str,
     batch_invariant: bool,
 ) -> Tensor:
-    ends = offsets_of(offsets)
+    ends = as_offsets(offsets)
     with torch.autocast(ends.device.type, enabled=False):
         product = _by_torch(a, b, ends, out_dtype, backend, batch_invariant)
         if product is not None:

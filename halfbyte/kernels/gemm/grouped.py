@@ -28,9 +28,9 @@ from halfbyte.layout import (
     GROUP_COLUMNS,
     EndsOfGroups,
     Operand,
+    as_offsets,
     ceil_div,
     group_alignment,
-    offsets_of,
     padded_groups,
 )
 
@@ -79,7 +79,7 @@ def grouped_gemm_nt(
     split = out.dim() == 3
     if out.numel() == 0:
         return out
-    left, right = (decoded(side, offsets_of(offsets), K, split=split) for side in (a, b))
+    left, right = (decoded(side, as_offsets(offsets), K, split=split) for side in (a, b))
     target = out if out.stride(-1) == 1 and (not split or out.stride(0) == out.shape[1] * out.stride(1)) else None
     y = out.contiguous() if target is None else target
     run = _run_split if split else _run_rows

@@ -34,11 +34,11 @@ from halfbyte.layout import (
     LINEAR,
     Blocks,
     EndsOfGroups,
+    as_offsets,
     ceil_div,
     check_scale_layout,
     group_alignment,
     grouped_shapes,
-    offsets_of,
     round_up,
     row_bytes,
 )
@@ -97,7 +97,7 @@ def grouped_quantize_row_col(
         if side.transient and blocks is not None:
             total = x.shape[-2 if i else -1]
             split = bool(i) and offsets is not None
-            ends = None if offsets is None else offsets_of(offsets)
+            ends = None if offsets is None else as_offsets(offsets)
             values = grouped_values(blocks, side.spec, ends, total, side.scale_layout, split=split)
             blocks = Blocks(values, blocks.block_scale.new_empty(0), blocks.amax)
         out.append(blocks)
@@ -120,7 +120,7 @@ def quantize_groups(
     """
     for side in (row, col):
         check_scale_layout(LINEAR if side is None else side.scale_layout)
-    offsets = None if groups is None else offsets_of(groups)
+    offsets = None if groups is None else as_offsets(groups)
     choice = choose_grouped(GroupedCall(x, offsets, row, col))
     if row is not None and col is not None and choice.kernel == SHARED:
         assert not (row.transient or col.transient), "both orientations of one tile are codes"
