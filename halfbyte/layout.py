@@ -40,14 +40,17 @@ class GroupEnds:
 
     Args:
         offsets: integer [E], cumulative ends.
+        base: int64 [2], a place in the random stream that the pass wants copied; None for none.
 
     Attributes:
         plans: that kernels of the pass have made, as they hold them.
+        copied: the copy of `base`, once a plan has brought it.
     """
 
-    def __init__(self, offsets: Tensor) -> None:
-        self.offsets = offsets
+    def __init__(self, offsets: Tensor, base: Tensor | None = None) -> None:
+        self.offsets, self.base = offsets, base
         self.plans: list[Any] = []
+        self.copied: Tensor | None = None
 
 
 EndsOfGroups = Tensor | GroupEnds

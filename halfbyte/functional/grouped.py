@@ -222,7 +222,9 @@ def _outputs(
     late = cached if layout.is_late else None
     buffers = [*(row.blocks if row else ()), *buffers]
     call = _Call(recipe, out_dtype, torch.is_grad_enabled(), layout, row and row[1:], split)
-    stream, bases = (0, (None, None)) if draw is None else (draw.stream, _bases(draw, signs))
+    if draw is not None and call.save and not torch.compiler.is_compiling():
+        call = call._replace(copies=True)
+    stream, bases = (0, (None, None)) if draw is None else (draw.stream, _bases(draw, signs, call.copies))
     how, rest = (call, stream, late, earlier.lacks), (*tensors[3:], *bases, *earlier.x, *earlier.dy, *buffers)
     if torch.compiler.is_compiling():
         return _GroupedLinear.apply(how, *tensors[:3], *rest)
@@ -231,9 +233,15 @@ def _outputs(
     return _run_forward(how, (False, False), tensors[:3], rest)[0]  # as layers of one weight do, without autograd
 
 
-def _bases(draw: Draw, signs: Draw | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the bases of rounding bits and of signs; each once, since torch.compile refuses repeated inputs."""
-    return snapshot(draw.base), snapshot(None if signs is None or signs.base is draw.base else signs.base)
+def _bases(draw: Draw, signs: Draw | None, is_copied: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return the bases of rounding bits and of signs; each once, since torch.compile refuses repeated inputs.
+
+    Args:
+        draw, signs: the places.
+        is_copied: whether the forward copies them for the backward, so that nothing has to be copied here.
+    """
+    bases = draw.base, None if signs is None or signs.base is draw.base else signs.base
+    return bases if is_copied else (snapshot(bases[0]), snapshot(bases[1]))
 
 
 def recipe_of_experts(recipe: Recipe | str) -> Recipe:
@@ -275,6 +283,7 @@ class _Call(NamedTuple):
 
     row: of an operand of x that came along, what follows its blocks; None where x is quantized here.
     split: how ranks share every expert; None where they share none.
+    copies: whether the forward copies where bits are drawn: a RunState may advance before the backward.
     """
 
     recipe: Recipe
@@ -283,6 +292,7 @@ class _Call(NamedTuple):
     cached: Layout
     row: tuple | None = None
     split: LayerSplit | None = None
+    copies: bool = False
 
     @property
     def adds_bias(self) -> bool:
@@ -308,7 +318,9 @@ class _GroupedLinear(torch.autograd.Function):
         offsets, main_grad, base, sign_base = rest[:4]
         call, ctx.stream, ctx.late, ctx.lacks = how
         needs = tuple([call.save and need for need in ctx.needs_input_grad[1:3]])
-        y, kept, ctx.layout = _run_forward(how, needs, (x, w, bias), rest)
+        y, (copied, copied_signs, *kept), ctx.layout = _run_forward(how, needs, (x, w, bias), rest)
+        if call.copies:
+            base, sign_base = copied, copied_signs
         ctx.earlier = GradientAmaxes(*rest[6:10]) if [t for t in rest[6:10] if t is not None] else None
         ctx.call, ctx.dtypes, ctx.main_grad = call, (x.dtype, w.dtype), main_grad
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -335,7 +347,10 @@ class _GroupedLinear(torch.autograd.Function):
 def _run_forward(
     how: tuple, needs: tuple[bool, ...], given: tuple[Tensor, Tensor, Tensor | None], rest: Sequence[Any]
 ) -> tuple[Tensor, Sequence[Tensor], tuple]:
-    """Return y, the tensors of what the backward needs, and their layout; arguments are those of `_GroupedLinear`."""
+    """Return y, the tensors of what the backward needs, and their layout; arguments are those of `_GroupedLinear`.
+
+    The first two tensors are copies of the bases, where the call copies them.
+    """
     (call, stream, *_), (x, w, bias) = how, given
     adds = bias is not None and call.adds_bias
     product = call if not adds else call._replace(out_dtype=torch.float32)  # rounded with its bias, once
@@ -345,12 +360,14 @@ def _run_forward(
 
 
 def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, tuple[Saved, bool]]:
-    """Return y, then the tensors of what the backward needs; and their layout, and whether tiles are shared."""
+    """Return y, copies of the bases or None, then the tensors of what the backward needs; and their layout, and whether
+    tiles are shared.
+    """
     call, (need_dx, need_dw) = static
     x, w, offsets, _, base, sign_base, *others = tensors
     recipe = call.recipe
     fprop, dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
-    draws, groups = _draws(base, sign_base, streams[0]), ops.in_one_pass(offsets)
+    draws, groups = _draws(base, sign_base, streams[0]), ops.in_one_pass(offsets, base if call.copies else None)
     transient = (recipe.backward == "original", False)
     keeps_col = recipe.backward == "original"
     amaxes = ops.Amaxes(*others[:2])
@@ -374,7 +391,9 @@ def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
         (w_col if keeps_col and not shares_tiles else w_row) if need_dx else None,
     )
     flat, layout = flatten_operands(kept)
-    return (y, *flat), (layout, shares_tiles)
+    copied = ops.copied_base(groups, base) if call.copies else None
+    copied_signs = sign_base.clone() if call.copies and sign_base is not None else None
+    return (y, copied, copied_signs, *flat), (layout, shares_tiles)
 
 
 def _given_row(static: tuple | None, buffers: Sequence[Tensor]) -> tuple[ops.Operand | None, Sequence[Tensor]]:
@@ -384,7 +403,8 @@ def _given_row(static: tuple | None, buffers: Sequence[Tensor]) -> tuple[ops.Ope
 
 def _backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, None]:
     """Return the gradients of x and w."""
-    (recipe, *_, split), (layout, shares_tiles), (need_dx, need_dw), (x_dtype, w_dtype) = static
+    call, (layout, shares_tiles), (need_dx, need_dw), (x_dtype, w_dtype) = static
+    recipe, split = call.recipe, call.split
     (x_col, w_col), (offsets, base, sign_base, dy, main_grad, *amaxes) = unflatten_operands(layout, tensors)
     assert offsets is not None, "offsets are always saved"
     dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.dgrad, recipe.wgrad))

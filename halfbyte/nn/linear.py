@@ -275,6 +275,10 @@ def _weight_amaxes(
 
 def _check_siblings(module: LinearLayer) -> None:
     """Raise ValueError where the shared amax of `module` needs weights that are not there with its own."""
+    weights = [member.weight for member in module.amax_group]
+    where = module.weight.device
+    if PLAIN.issuperset(map(type, weights)) and not [weight for weight in weights if weight.device != where]:
+        return
     for member in module.amax_group:
         if not is_sharded(member.weight):
             refuse_foreign((("its weight", member.weight),), member)
@@ -285,7 +289,6 @@ def _check_siblings(module: LinearLayer) -> None:
             "fully_shard wrapped the layers one by one. Apply it to the module that holds them all, such as their "
             "block, or convert with hb.quantize_(…, share_amax=())"
         )
-    where = module.weight.device
     apart = [
         f"{member.title} on {member.weight.device}" for member in module.amax_group if member.weight.device != where
     ]

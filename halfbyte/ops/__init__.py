@@ -19,6 +19,7 @@ from halfbyte.ops.fused import (
 from halfbyte.ops.gemm import gemm_nt, gemm_nt_add, gemm_nt_batch_invariant, gemm_nt_outer
 from halfbyte.ops.grouped import (
     check_offsets,
+    copied_base,
     emulates,
     grouped_decode,
     grouped_dequantize,
@@ -60,6 +61,7 @@ __all__ = [
     "check_offsets",
     "column_outliers",
     "constant",
+    "copied_base",
     "decode",
     "define_pass",
     "dequantize",

@@ -44,9 +44,20 @@ def _check_groups(x: Tensor, offsets: Tensor | None) -> None:
         raise ValueError(f"x.shape={tuple(x.shape)}: give the weights of at least one expert")
 
 
-def in_one_pass(offsets: Tensor) -> EndsOfGroups:
-    """Return the ends of groups for operations of a pass that `run` records: kernels then plan these groups once."""
-    return GroupEnds(offsets) if is_past_ops() and emulates(offsets.device) else offsets
+def in_one_pass(offsets: Tensor, base: Tensor | None = None) -> EndsOfGroups:
+    """Return the ends of groups for operations of a pass that `run` records: kernels then plan these groups once.
+
+    Args:
+        offsets: integer [E].
+        base: int64 [2] that the pass wants copied, see `copied_base`; None for none.
+    """
+    return GroupEnds(offsets, base) if is_past_ops() and emulates(offsets.device) else offsets
+
+
+def copied_base(groups: EndsOfGroups, base: Tensor) -> Tensor:
+    """Return a copy of a base: that which a plan of the pass has brought, where one has."""
+    brought = groups.copied if isinstance(groups, GroupEnds) else None
+    return base.clone() if brought is None else brought
 
 
 def emulates(device: torch.device) -> bool:

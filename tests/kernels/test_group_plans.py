@@ -77,3 +77,30 @@ def test_a_pass_of_experts_plans_its_groups_once(recipe):
         launches = [step._launched for step in record.steps if isinstance(step, Launch)]
         plans = [one for one in launches if one.kernel.__name__ == "plan_kernel" and not one.arguments["UNIFORM"]]
         assert len(plans) == 1
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("signs, clones", [("fixed", 0), ("fresh", 1)])
+def test_a_state_may_advance_before_the_backward(signs, clones):
+    """The plan of the forward brings a copy of the place where the backward draws, without an op; of signs an op."""
+    state, generator = hb.RunState(3, rank=0), torch.Generator().manual_seed(0)
+    recipe = hb.recipes.nvfp4(hadamard=hb.Hadamard(signs=signs))
+    layer = hb.nn.GroupedLinear(3, 64, 48, dtype=torch.bfloat16, recipe=recipe, state=state)
+    x, dy = (torch.randn(200, n, generator=generator).bfloat16() for n in (64, 48))
+    offsets = torch.tensor([0, 130, 190], dtype=torch.int32)
+
+    def gradients(position, is_early):
+        state._places[:, 1] = position << 32
+        leaf = x.clone().requires_grad_()
+        y, layer.weight.grad = layer(leaf, offsets), None
+        if is_early:
+            state.advance()
+        y.backward(dy)
+        return leaf.grad, layer.weight.grad
+
+    found = [[gradients(position, early) for early in (False, True, True)] for position in (1, 2)]
+    for late, *early in found:
+        assert all(torch.equal(one, other) for again in early for one, other in zip(late, again, strict=True))
+    assert not torch.equal(found[0][0][1], found[1][0][1]), "another position draws other bits"
+    ops = [step.function for record in prepared._RECORDS.values() for step in record.steps if type(step) is prepared.Op]
+    assert ops.count(torch.ops.aten.clone.default) == clones

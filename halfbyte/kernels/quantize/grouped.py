@@ -34,6 +34,7 @@ from halfbyte.layout import (
     LINEAR,
     Blocks,
     EndsOfGroups,
+    GroupEnds,
     as_offsets,
     ceil_div,
     check_scale_layout,
@@ -158,15 +159,19 @@ def _plan(grid: Grid, row: Side | None, col: Side | None) -> GroupPlan:
     first = row or col
     assert first is not None, "one orientation is asked for"
     tile_rows = GROUP_COLUMNS if col is None else group_alignment(col.spec)
+    wanted = grid.ends.base if isinstance(grid.ends, GroupEnds) else None
+    base = wanted if first.draw is None else first.draw.base
     plan = plan_groups(
         grid.offsets,
         grid.groups,
         grid.x.shape[0],
         tiles_of_pass(grid.ends, tile_rows),
         grid.x.device,
-        (first.draw and first.draw.base, first.sign_draw and first.sign_draw.base),
+        (base, first.sign_draw and first.sign_draw.base),
         (given[0], given[1]),
     )
+    if isinstance(grid.ends, GroupEnds) and wanted is not None and base is wanted and plan.draws is not None:
+        grid.ends.copied = plan.draws[0]  # that of group 0 is the base itself
     return keep_plan(grid.ends, plan)
 
 
