@@ -35,7 +35,7 @@ from halfbyte.functional.group_bias import with_bias
 from halfbyte.functional.grouped_checks import check_alike, refuse_what_is_no_tensor
 from halfbyte.functional.grouped_split import both_of_part, part_of_experts
 from halfbyte.functional.operands import Beside, Place, Saved, both, flatten_operands, unflatten_operands, with_late
-from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, snapshot
+from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, bases_of_experts
 from halfbyte.functional.primary import primary_experts, runs_eagerly, turned_experts
 from halfbyte.functional.split import LayerSplit, Part
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
@@ -224,24 +224,13 @@ def _outputs(
     call = _Call(recipe, out_dtype, torch.is_grad_enabled(), layout, row and row[1:], split)
     if draw is not None and call.save and not torch.compiler.is_compiling():
         call = call._replace(copies=True)
-    stream, bases = (0, (None, None)) if draw is None else (draw.stream, _bases(draw, signs, call.copies))
+    stream, bases = (0, (None, None)) if draw is None else (draw.stream, bases_of_experts(draw, signs, call.copies))
     how, rest = (call, stream, late, earlier.lacks), (*tensors[3:], *bases, *earlier.x, *earlier.dy, *buffers)
     if torch.compiler.is_compiling():
         return _GroupedLinear.apply(how, *tensors[:3], *rest)
     if call.save:
         return _GroupedLinear.apply(how, *tensors[:3], Beside(rest))
     return _run_forward(how, (False, False), tensors[:3], rest)[0]  # as layers of one weight do, without autograd
-
-
-def _bases(draw: Draw, signs: Draw | None, is_copied: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return the bases of rounding bits and of signs; each once, since torch.compile refuses repeated inputs.
-
-    Args:
-        draw, signs: the places.
-        is_copied: whether the forward copies them for the backward, so that nothing has to be copied here.
-    """
-    bases = draw.base, None if signs is None or signs.base is draw.base else signs.base
-    return bases if is_copied else (snapshot(bases[0]), snapshot(bases[1]))
 
 
 def recipe_of_experts(recipe: Recipe | str) -> Recipe:
