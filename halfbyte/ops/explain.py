@@ -181,9 +181,9 @@ def _gemm(call: RehearsedCall) -> None:
 def _grouped(call: RehearsedCall) -> None:
     from halfbyte.kernels import backend
     from halfbyte.kernels.scenario_values import tensor
-    from halfbyte.kernels.scenarios_grouped import as_offsets
+    from halfbyte.kernels.scenarios_grouped import offsets_of
 
-    offsets = as_offsets(call.groups) if call.groups else None
+    offsets = offsets_of(call.groups) if call.groups else None
     backend.grouped_quantize_row_col(tensor(*call.shape), offsets, *_sides(call))
 
 
@@ -191,10 +191,10 @@ def _grouped_gemm(call: RehearsedCall) -> None:
     from halfbyte.kernels import backend
     from halfbyte.kernels.gemm import grouped_native, native_route
     from halfbyte.kernels.scenario_values import tensor
-    from halfbyte.kernels.scenarios_grouped import as_offsets, blocks_of_experts, grouped_blocks
+    from halfbyte.kernels.scenarios_grouped import blocks_of_experts, grouped_blocks, offsets_of
 
     (M, N, K), a, b, groups, batch_invariant = call
-    offsets = as_offsets(groups)
+    offsets = offsets_of(groups)
     left = tensor(M, K) if a is None else Operand(grouped_blocks((M, K), groups, a), a, K)
     right = tensor(groups, N, K) if b is None else Operand(blocks_of_experts(groups, N, K, b), b, K)
     way = native_route.choose_grouped_way(left, right, offsets, torch.bfloat16, batch_invariant)
