@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,32 @@ class Blocks(NamedTuple):
     qdata: Tensor
     block_scale: Tensor
     amax: Tensor
+
+
+class GroupEnds:
+    """The ends of the groups of tokens, for operations of one pass: what kernels plan of them is made once.
+
+    Args:
+        offsets: integer [E], cumulative ends.
+        base: int64 [2], a place in the random stream that the pass wants copied; None for none.
+
+    Attributes:
+        plans: that kernels of the pass have made, as they hold them.
+        copied: the copy of `base`, once a plan has brought it.
+    """
+
+    def __init__(self, offsets: Tensor, base: Tensor | None = None) -> None:
+        self.offsets, self.base = offsets, base
+        self.plans: list[Any] = []
+        self.copied: Tensor | None = None
+
+
+EndsOfGroups = Tensor | GroupEnds
+
+
+def as_offsets(groups: EndsOfGroups) -> Tensor:
+    """Return the ends of groups."""
+    return groups.offsets if isinstance(groups, GroupEnds) else groups
 
 
 class Operand(NamedTuple):

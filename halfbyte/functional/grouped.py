@@ -35,11 +35,11 @@ from halfbyte.functional.group_bias import with_bias
 from halfbyte.functional.grouped_checks import check_alike, refuse_what_is_no_tensor
 from halfbyte.functional.grouped_split import both_of_part, part_of_experts
 from halfbyte.functional.operands import Beside, Place, Saved, both, flatten_operands, unflatten_operands, with_late
-from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, snapshot
+from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, bases_of_experts
 from halfbyte.functional.primary import primary_experts, runs_eagerly, turned_experts
 from halfbyte.functional.split import LayerSplit, Part
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
-from halfbyte.layout import Blocks
+from halfbyte.layout import Blocks, EndsOfGroups, as_offsets
 from halfbyte.recipes import resolve
 from halfbyte.rng import AnyPhilox, Draw
 from halfbyte.sides import Side
@@ -222,18 +222,15 @@ def _outputs(
     late = cached if layout.is_late else None
     buffers = [*(row.blocks if row else ()), *buffers]
     call = _Call(recipe, out_dtype, torch.is_grad_enabled(), layout, row and row[1:], split)
-    stream, bases = (0, (None, None)) if draw is None else (draw.stream, _bases(draw, signs))
+    if draw is not None and call.save and not torch.compiler.is_compiling():
+        call = call._replace(copies=True)
+    stream, bases = (0, (None, None)) if draw is None else (draw.stream, bases_of_experts(draw, signs, call.copies))
     how, rest = (call, stream, late, earlier.lacks), (*tensors[3:], *bases, *earlier.x, *earlier.dy, *buffers)
     if torch.compiler.is_compiling():
         return _GroupedLinear.apply(how, *tensors[:3], *rest)
     if call.save:
         return _GroupedLinear.apply(how, *tensors[:3], Beside(rest))
     return _run_forward(how, (False, False), tensors[:3], rest)[0]  # as layers of one weight do, without autograd
-
-
-def _bases(draw: Draw, signs: Draw | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the bases of rounding bits and of signs; each once, since torch.compile refuses repeated inputs."""
-    return snapshot(draw.base), snapshot(None if signs is None or signs.base is draw.base else signs.base)
 
 
 def recipe_of_experts(recipe: Recipe | str) -> Recipe:
@@ -275,6 +272,7 @@ class _Call(NamedTuple):
 
     row: of an operand of x that came along, what follows its blocks; None where x is quantized here.
     split: how ranks share every expert; None where they share none.
+    copies: whether the forward copies where bits are drawn: a RunState may advance before the backward.
     """
 
     recipe: Recipe
@@ -283,6 +281,7 @@ class _Call(NamedTuple):
     cached: Layout
     row: tuple | None = None
     split: LayerSplit | None = None
+    copies: bool = False
 
     @property
     def adds_bias(self) -> bool:
@@ -308,7 +307,9 @@ class _GroupedLinear(torch.autograd.Function):
         offsets, main_grad, base, sign_base = rest[:4]
         call, ctx.stream, ctx.late, ctx.lacks = how
         needs = tuple([call.save and need for need in ctx.needs_input_grad[1:3]])
-        y, kept, ctx.layout = _run_forward(how, needs, (x, w, bias), rest)
+        y, (copied, copied_signs, *kept), ctx.layout = _run_forward(how, needs, (x, w, bias), rest)
+        if call.copies:
+            base, sign_base = copied, copied_signs
         ctx.earlier = GradientAmaxes(*rest[6:10]) if [t for t in rest[6:10] if t is not None] else None
         ctx.call, ctx.dtypes, ctx.main_grad = call, (x.dtype, w.dtype), main_grad
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -335,7 +336,10 @@ class _GroupedLinear(torch.autograd.Function):
 def _run_forward(
     how: tuple, needs: tuple[bool, ...], given: tuple[Tensor, Tensor, Tensor | None], rest: Sequence[Any]
 ) -> tuple[Tensor, Sequence[Tensor], tuple]:
-    """Return y, the tensors of what the backward needs, and their layout; arguments are those of `_GroupedLinear`."""
+    """Return y, the tensors of what the backward needs, and their layout; arguments are those of `_GroupedLinear`.
+
+    The first two tensors are copies of the bases, where the call copies them.
+    """
     (call, stream, *_), (x, w, bias) = how, given
     adds = bias is not None and call.adds_bias
     product = call if not adds else call._replace(out_dtype=torch.float32)  # rounded with its bias, once
@@ -345,19 +349,21 @@ def _run_forward(
 
 
 def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, tuple[Saved, bool]]:
-    """Return y, then the tensors of what the backward needs; and their layout, and whether tiles are shared."""
+    """Return y, copies of the bases or None, then the tensors of what the backward needs; and their layout, and whether
+    tiles are shared.
+    """
     call, (need_dx, need_dw) = static
     x, w, offsets, _, base, sign_base, *others = tensors
     recipe = call.recipe
     fprop, dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
-    draws = _draws(base, sign_base, streams[0])
+    draws, groups = _draws(base, sign_base, streams[0]), ops.in_one_pass(offsets, base if call.copies else None)
     transient = (recipe.backward == "original", False)
     keeps_col = recipe.backward == "original"
     amaxes = ops.Amaxes(*others[:2])
     given, buffers = _given_row(call.row, others[2:])
     specs = None if given else fprop.a, wgrad.b if need_dw and keeps_col else None
     place = Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), transient)
-    x_row, x_col = _both(x, offsets, specs, place, part_of_experts(call.split, "MK"), amaxes)
+    x_row, x_col = _both(x, groups, specs, place, part_of_experts(call.split, "MK"), amaxes)
     x_row = given or x_row
     specs = fprop.b, dgrad.b if need_dx and keeps_col else None
     cached = unflatten([call.cached], buffers)[0]
@@ -368,13 +374,15 @@ def _forward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
     specs = (specs[0], None) if shares_tiles else specs
     w_row, w_col = cached if w is None else _weight(w, specs, cached, (place, part_of_experts(call.split, "NK")))
     product = ops.grouped_gemm_nt_batch_invariant if fprop.batch_invariant else ops.grouped_gemm_nt
-    y = product(x_row, w_row, offsets, out_dtype=call.out_dtype)
+    y = product(x_row, w_row, groups, out_dtype=call.out_dtype)
     kept = (
         (x_col if keeps_col else x_row) if need_dw else None,
         (w_col if keeps_col and not shares_tiles else w_row) if need_dx else None,
     )
     flat, layout = flatten_operands(kept)
-    return (y, *flat), (layout, shares_tiles)
+    copied = ops.copied_base(groups, base) if call.copies else None
+    copied_signs = sign_base.clone() if call.copies and sign_base is not None else None
+    return (y, copied, copied_signs, *flat), (layout, shares_tiles)
 
 
 def _given_row(static: tuple | None, buffers: Sequence[Tensor]) -> tuple[ops.Operand | None, Sequence[Tensor]]:
@@ -384,27 +392,28 @@ def _given_row(static: tuple | None, buffers: Sequence[Tensor]) -> tuple[ops.Ope
 
 def _backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, None]:
     """Return the gradients of x and w."""
-    (recipe, *_, split), (layout, shares_tiles), (need_dx, need_dw), (x_dtype, w_dtype) = static
+    call, (layout, shares_tiles), (need_dx, need_dw), (x_dtype, w_dtype) = static
+    recipe, split = call.recipe, call.split
     (x_col, w_col), (offsets, base, sign_base, dy, main_grad, *amaxes) = unflatten_operands(layout, tensors)
     assert offsets is not None, "offsets are always saved"
     dgrad, wgrad = (gemm or _PLAIN_GEMM for gemm in (recipe.dgrad, recipe.wgrad))
-    draws = _draws(base, sign_base, streams[0])
+    draws, groups = _draws(base, sign_base, streams[0]), ops.in_one_pass(offsets)
     specs = dgrad.a if need_dx else None, wgrad.a if need_dw else None
     place = Place(*draws, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
-    row, col = _both(dy, offsets, specs, place, part_of_experts(split, "MN"), ops.Amaxes(*amaxes))
+    row, col = _both(dy, groups, specs, place, part_of_experts(split, "MN"), ops.Amaxes(*amaxes))
     dx = dw = None
     if need_dx:
         place = Place(*draws, W, (FPROP_SIGNS, DGRAD_SIGNS), (False, True))
         how = recipe, dgrad.b, x_dtype, part_of_experts(split, "NK", moved=True)
         right = _turned(w_col) if shares_tiles else _right(w_col, None, how, place)
-        dx = ops.grouped_gemm_nt(row, right, offsets, out_dtype=x_dtype)
+        dx = ops.grouped_gemm_nt(row, right, groups, out_dtype=x_dtype)
     if need_dw:
         place = Place(*draws, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
         right = _right(x_col, offsets, (recipe, wgrad.b, x_dtype, part_of_experts(split, "MK", moved=True)), place)
         if main_grad is None:
-            dw = ops.grouped_gemm_nt(col, right, offsets, out_dtype=x_dtype).to(w_dtype)
+            dw = ops.grouped_gemm_nt(col, right, groups, out_dtype=x_dtype).to(w_dtype)
         else:
-            ops.grouped_gemm_nt(col, right, offsets, out=main_grad, accumulate=True)
+            ops.grouped_gemm_nt(col, right, groups, out=main_grad, accumulate=True)
     return (dx, dw), None
 
 
@@ -417,7 +426,7 @@ def _draws(base: Tensor | None, sign_base: Tensor | None, stream: int) -> tuple[
 
 def _both(
     t: Tensor,
-    offsets: Tensor | None,
+    groups: EndsOfGroups | None,
     specs: tuple[Spec | None, Spec | None],
     place: Place,
     part: Part | None = None,
@@ -430,10 +439,10 @@ def _both(
         amaxes: to quantize with; of a part its own, which no layer keeps.
     """
     if part is not None:
-        return both_of_part(part, t, offsets, specs, place)
+        return both_of_part(part, t, None if groups is None else as_offsets(groups), specs, place)
 
     def quantize(t: Tensor, row: Side | None, col: Side | None) -> tuple[Blocks | None, Blocks | None]:
-        return ops.grouped_quantize_row_col(t, offsets, row, col)
+        return ops.grouped_quantize_row_col(t, groups, row, col)
 
     return both(t, *specs, place, amaxes, quantize)
 

@@ -47,6 +47,17 @@ def snapshot(base: Tensor | None) -> Tensor | None:
     return base.clone() if base is not None and torch.is_grad_enabled() else base
 
 
+def bases_of_experts(draw: Draw, signs: Draw | None, is_copied: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return the bases of rounding bits and of signs; each once, since torch.compile refuses repeated inputs.
+
+    Args:
+        draw, signs: the places.
+        is_copied: whether the forward copies them for the backward, so that nothing has to be copied here.
+    """
+    bases = draw.base, None if signs is None or signs.base is draw.base else signs.base
+    return bases if is_copied else (snapshot(bases[0]), snapshot(bases[1]))
+
+
 def distinct(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[int, ...]]:
     """Return the tensors with None for every repetition, and for each where it is first."""
     if len(tensors) == 1:

@@ -3,6 +3,7 @@
 from halfbyte.kernels.amax.grouped_sum import grouped_token_sum as grouped_token_sum
 from halfbyte.kernels.amax.plain import finite_amax as finite_amax
 from halfbyte.kernels.amax.plain import row_col_amax as row_col_amax
+from halfbyte.kernels.amax.several import greatest_amax as greatest_amax
 from halfbyte.kernels.amax.token_sum import token_mean as token_mean
 from halfbyte.kernels.amax.token_sum import token_sum as token_sum
 from halfbyte.kernels.fused import activation_backward_with_amaxes as activation_backward_with_amaxes

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.launch import jit
-from halfbyte.layout import ceil_div, padded_groups
+from halfbyte.layout import EndsOfGroups, GroupEnds, as_offsets, ceil_div, padded_groups
 from halfbyte.rng import GROUP_SEED_STEP, as_signed64
 
 SEED_STEP = tl.constexpr(as_signed64(GROUP_SEED_STEP))
@@ -40,6 +40,8 @@ class GroupPlan(NamedTuple):
     amax: tuple[Tensor, Tensor]
     groups: int
     tile_rows: int
+    others: tuple[GroupPlan, ...] = ()
+    """Of tiles of other sizes, from the same launch: without draws and maxima."""
 
     @property
     def tiles(self) -> int:
@@ -99,36 +101,66 @@ def find_group(tile, offsets_ptr, groups, total, TR: tl.constexpr, GROUPS: tl.co
     return group, tl.sum(tl.where(own, start, 0), axis=0), tl.sum(tl.where(own, end, 0), axis=0), first
 
 
-@jit(do_not_specialize=("groups", "total", "uniform", "tiles"))
-def plan_kernel(
-    offsets_ptr, table_ptr, tile_group_ptr, row_amax_ptr, col_amax_ptr, row_given_ptr, col_given_ptr,
-    draws_ptr, signs_ptr, draw_ptr, sign_ptr, groups, total, uniform, tiles,
-    UNIFORM: tl.constexpr, TR: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Program 0 writes the table, the draws and the maxima; every program the groups of TILES tiles."""
-    overlap.begin(OVERLAP)
-    o_group, inside, start, end, count, last = group_table(offsets_ptr, groups, total, uniform, UNIFORM, TR, GROUPS)
+@triton.jit
+def store_plan(table_ptr, o_group, inside, start, end, count, last, groups, tiles, TILES: tl.constexpr):
+    """Write a program's part of a plan: the first one's is the table, everyone's are the groups of TILES tiles."""
     if tl.program_id(0) == 0:
         mask = o_group <= groups
         tl.store(table_ptr + o_group * 3, start, mask=mask)
         tl.store(table_ptr + o_group * 3 + 1, end, mask=mask)
         tl.store(table_ptr + o_group * 3 + 2, last - count, mask=mask)
+    o_tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    before = (last[None, :] <= o_tile[:, None]) & inside[None, :]
+    tl.store(table_ptr + (groups + 1) * 3 + o_tile, tl.sum(before.to(tl.int32), axis=1), mask=o_tile < tiles)
+
+
+class OfBoth(NamedTuple):
+    """A number of a plan, and of the one with tiles of another size; 0 without."""
+
+    own: int
+    other: int = 0
+
+
+@jit(do_not_specialize=("groups", "total", "uniform", "tiles"))
+def plan_kernel(
+    offsets_ptr, table_ptr, other_ptr, row_amax_ptr, col_amax_ptr, row_given_ptr, col_given_ptr,
+    draws_ptr, signs_ptr, draw_ptr, sign_ptr, groups, total, uniform, tiles,
+    UNIFORM: tl.constexpr, TR: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program 0 writes the table, the draws and the maxima; every program the groups of TILES tiles.
+
+    tiles, TR: how many, and their rows. other_ptr: of the other plan, or None. The groups of tiles lie behind a table.
+    """
+    overlap.begin(OVERLAP)
+    o_group, inside, start, end, count, last = group_table(offsets_ptr, groups, total, uniform, UNIFORM, TR.own, GROUPS)
+    store_plan(table_ptr, o_group, inside, start, end, count, last, groups, tiles.own, TILES)
+    if other_ptr is not None:
+        _, _, _, _, count, last = group_table(offsets_ptr, groups, total, uniform, UNIFORM, TR.other, GROUPS)
+        store_plan(other_ptr, o_group, inside, start, end, count, last, groups, tiles.other, TILES)
+    if tl.program_id(0) == 0:
+        mask = o_group <= groups
         store_amax(row_amax_ptr, row_given_ptr, o_group, inside, mask)
         store_amax(col_amax_ptr, col_given_ptr, o_group, inside, mask)
         if draw_ptr is not None:
             store_draws(draws_ptr, draw_ptr, o_group, mask)
         if sign_ptr is not None:
             store_draws(signs_ptr, sign_ptr, o_group, mask)
-    o_tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    before = (last[None, :] <= o_tile[:, None]) & inside[None, :]
-    tl.store(tile_group_ptr + o_tile, tl.sum(before.to(tl.int32), axis=1), mask=o_tile < tiles)
+
+
+def most_tiles(groups: int, total: int, tile_rows: int) -> int:
+    """Return how many tiles groups of any sizes may need: one more than padding takes, which the tail may start."""
+    return padded_groups(total, groups, tile_rows) // tile_rows + 1
+
+
+PRODUCT_ROWS = 128
+"""Rows of the tiles of most grouped products: a quantization before one plans them as well."""
 
 
 def plan_groups(
     offsets: Tensor | None,
     groups: int,
     total: int,
-    tile_rows: int,
+    tile_rows: int | tuple[int, int],
     device: torch.device,
     bases: tuple[Tensor | None, Tensor | None] = (None, None),
     amaxes: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -139,20 +171,19 @@ def plan_groups(
         offsets: integer [E], cumulative ends; None: all groups have total / E rows.
         groups: E.
         total: rows, the tail's included.
-        tile_rows: rows of a tile, a power of two.
+        tile_rows: rows of a tile, a power of two; or two, of which the second is that of `others`.
         bases: int64 [2], of the operands' Draw and of their signs', or None.
         amaxes: fp32 [E], of both orientations where they were given.
     """
-    # One more: the tail may start a tile of its own.
-    tiles = padded_groups(total, groups, tile_rows) // tile_rows + 1
+    rows = (tile_rows,) if isinstance(tile_rows, int) else tile_rows
+    tiles = [most_tiles(groups, total, n) for n in rows]
     own = [None if base is None else torch.empty(groups + 1, 2, dtype=torch.int64, device=device) for base in bases]
-    table = torch.empty((groups + 1) * 3 + tiles, dtype=torch.int32, device=device)
-    table, tile_group = table.split(((groups + 1) * 3, tiles))
+    tables = [torch.empty((groups + 1) * 3 + n, dtype=torch.int32, device=device) for n in tiles]
     amax = [torch.empty(groups + 1, dtype=torch.float32, device=device) for _ in amaxes]
-    plan_kernel[(ceil_div(tiles, TILES_PER_PROGRAM),)](
+    plan_kernel[(ceil_div(max(tiles), TILES_PER_PROGRAM),)](
         offsets,
-        table,
-        tile_group,
+        tables[0],
+        tables[1] if tables[1:] else None,
         *amax,
         *amaxes,
         *own,
@@ -160,11 +191,44 @@ def plan_groups(
         groups,
         total,
         total // groups,
-        tiles,
+        OfBoth(*tiles),
         UNIFORM=offsets is None,
-        TR=tile_rows,
+        TR=OfBoth(*rows),
         GROUPS=triton.next_power_of_2(groups + 1),
         TILES=TILES_PER_PROGRAM,
         **overlap.launch_options(device),
     )
-    return GroupPlan(table.view(-1, 3), tile_group, *own, (amax[0], amax[1]), groups, tile_rows)
+    parts = [table.split(((groups + 1) * 3, n)) for table, n in zip(tables, tiles, strict=True)]
+    others = [
+        GroupPlan(table.view(-1, 3), of_tile, None, None, (amax[0], amax[1]), groups, n)
+        for (table, of_tile), n in zip(parts[1:], rows[1:], strict=True)
+    ]
+    table, of_tile = parts[0]
+    return GroupPlan(table.view(-1, 3), of_tile, *own, (amax[0], amax[1]), groups, rows[0], tuple(others))
+
+
+def tiles_of_pass(groups: EndsOfGroups | None, tile_rows: int) -> int | tuple[int, int]:
+    """Return the rows of tiles that the first plan of a pass has: its own, and those that products will ask for."""
+    return tile_rows if not isinstance(groups, GroupEnds) or tile_rows == PRODUCT_ROWS else (tile_rows, PRODUCT_ROWS)
+
+
+def keep_plan(groups: EndsOfGroups | None, plan: GroupPlan) -> GroupPlan:
+    """Return a plan, after noting it for what follows in its pass."""
+    if isinstance(groups, GroupEnds):
+        groups.plans += [plan, *plan.others]
+    return plan
+
+
+def plan_of_products(groups: EndsOfGroups, count: int, total: int, tile_rows: int, device: torch.device) -> GroupPlan:
+    """Return where groups and tiles lie: from a plan that their pass has made, or by a launch.
+
+    Args:
+        groups: of tokens; all products of a pass are of as many.
+        count: E.
+        total, tile_rows, device: as for `plan_groups`.
+    """
+    for plan in groups.plans if isinstance(groups, GroupEnds) else ():
+        if plan.tile_rows == tile_rows:
+            assert plan.tiles == most_tiles(count, total, tile_rows), "one pass has as many tokens throughout"
+            return plan
+    return keep_plan(groups, plan_groups(as_offsets(groups), count, total, tile_rows, device))

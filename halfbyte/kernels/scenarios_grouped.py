@@ -32,7 +32,7 @@ from halfbyte.kernels.scenario_values import (
     tensor,
 )
 from halfbyte.kernels.target import Target
-from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, Operand, grouped_shapes
+from halfbyte.layout import LINEAR, SCALE_LAYOUTS, SWIZZLED_32_4_4, Blocks, GroupEnds, Operand, grouped_shapes
 from halfbyte.sides import both_sides
 from halfbyte.spec import MXFP8, NVFP4, FourOverSix, Hadamard, Spec
 
@@ -97,6 +97,9 @@ def operands(_: Target) -> Iterator[Scenario]:
             backend.grouped_quantize_row_col, x, offsets_of(groups), *both_sides(*pair, **places(*pair), **given)
         )
         yield Scenario(f"grouped with amaxes that are given, {groups} groups", call, tuned=True)
+        sides = both_sides(*pair, **places(*pair))
+        call = partial(backend.grouped_quantize_row_col, x, GroupEnds(offsets_of(groups)), *sides)
+        yield Scenario(f"grouped before products of the same pass, {groups} groups", call, tuned=True)
     for (name, (rows, cols, groups)), spec, layout in product(TOKENS.items(), (PLAIN, ROW, MXFP8()), SCALE_LAYOUTS):
         operand = Operand(grouped_blocks((rows, cols), groups, spec, layout), spec, cols, layout)
         call = partial(backend.grouped_dequantize, operand, offsets_of(groups))

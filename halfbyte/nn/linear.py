@@ -275,6 +275,10 @@ def _weight_amaxes(
 
 def _check_siblings(module: LinearLayer) -> None:
     """Raise ValueError where the shared amax of `module` needs weights that are not there with its own."""
+    weights = [member.weight for member in module.amax_group]
+    where = module.weight.device
+    if PLAIN.issuperset(map(type, weights)) and not [weight for weight in weights if weight.device != where]:
+        return
     for member in module.amax_group:
         if not is_sharded(member.weight):
             refuse_foreign((("its weight", member.weight),), member)
@@ -285,7 +289,6 @@ def _check_siblings(module: LinearLayer) -> None:
             "fully_shard wrapped the layers one by one. Apply it to the module that holds them all, such as their "
             "block, or convert with hb.quantize_(…, share_amax=())"
         )
-    where = module.weight.device
     apart = [
         f"{member.title} on {member.weight.device}" for member in module.amax_group if member.weight.device != where
     ]
@@ -311,14 +314,22 @@ def shared_amax(module: LinearLayer, dtype: torch.dtype | None) -> Tensor:
         dtype: that the weights are rounded to, None for their own.
     """
     weights = [member.weight for member in module.amax_group]
-    amaxes, in_parts = [_amax(w) for w in weights if not is_sharded(w)], [w for w in weights if is_sharded(w)]
-    if in_parts:
-        from halfbyte.functional.sharded import whole_amax
+    if PLAIN.issuperset(map(type, weights)):
+        (amax,), _ = ops.run(_amax_of_all, (), weights, ())
+    else:
+        amaxes, in_parts = [_amax(w) for w in weights if not is_sharded(w)], [w for w in weights if is_sharded(w)]
+        if in_parts:
+            from halfbyte.functional.sharded import whole_amax
 
-        amaxes.append(whole_amax(in_parts))
-    amax = torch.stack(amaxes).amax()
+            amaxes.append(whole_amax(in_parts))
+        amax = torch.stack(amaxes).amax()
     # Rounding is monotone: the rounded maximum is the maximum of the rounded weights.
     return amax if dtype is None else amax.to(dtype).float()
+
+
+def _amax_of_all(static: tuple, weights: Sequence[Tensor], numbers: Sequence[int]) -> tuple[tuple[Tensor], None]:
+    """Return the amax that weights have together, as `ops.run` wants it."""
+    return (ops.amax_of_all([weight.detach() for weight in weights]),), None
 
 
 def _amax(weight: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from halfbyte.ops.fused import (
 from halfbyte.ops.gemm import gemm_nt, gemm_nt_add, gemm_nt_batch_invariant, gemm_nt_outer
 from halfbyte.ops.grouped import (
     check_offsets,
+    copied_base,
     emulates,
     grouped_decode,
     grouped_dequantize,
@@ -26,10 +27,20 @@ from halfbyte.ops.grouped import (
     grouped_gemm_nt_batch_invariant,
     grouped_quantize_row_col,
     grouped_row_col_amax,
+    in_one_pass,
 )
 from halfbyte.ops.logits import logit_gradient_, logit_peak, logit_sums
 from halfbyte.ops.mean import grouped_token_sum, quantize_residual, quantize_with_sum, token_mean, token_sum
-from halfbyte.ops.quantization import amax, decode, dequantize, quantize, quantize_row_col, row_col_amax, transpose
+from halfbyte.ops.quantization import (
+    amax,
+    amax_of_all,
+    decode,
+    dequantize,
+    quantize,
+    quantize_row_col,
+    row_col_amax,
+    transpose,
+)
 from halfbyte.ops.repeat import constant, in_shape, run
 from halfbyte.ops.sums import column_outliers, error_sums, operand_noise, operand_sums, square_sum
 
@@ -46,10 +57,12 @@ __all__ = [
     "activation_backward",
     "add_norm",
     "amax",
+    "amax_of_all",
     "backends",
     "check_offsets",
     "column_outliers",
     "constant",
+    "copied_base",
     "decode",
     "define_pass",
     "dequantize",
@@ -67,6 +80,7 @@ __all__ = [
     "grouped_quantize_row_col",
     "grouped_row_col_amax",
     "grouped_token_sum",
+    "in_one_pass",
     "in_shape",
     "logit_gradient_",
     "logit_peak",

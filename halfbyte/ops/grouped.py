@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.layout import LINEAR, Blocks, Operand, grouped_shapes, stored_shapes
+from halfbyte.layout import LINEAR, Blocks, EndsOfGroups, GroupEnds, Operand, as_offsets, grouped_shapes, stored_shapes
 from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
 from halfbyte.ops.define import OPERANDS, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
 from halfbyte.ops.gemm import operand, pair_arguments
 from halfbyte.ops.quantization import QUANTIZABLE, both_blocks, check_sides, op_arguments, outputs
-from halfbyte.ops.repeat import call_op
+from halfbyte.ops.repeat import call_op, is_past_ops
 from halfbyte.rng import Draw
 from halfbyte.sides import Side, both_sides, share_tiles, shared_draws
 from halfbyte.spec import NVFP4, Spec, parse
@@ -44,13 +44,29 @@ def _check_groups(x: Tensor, offsets: Tensor | None) -> None:
         raise ValueError(f"x.shape={tuple(x.shape)}: give the weights of at least one expert")
 
 
+def in_one_pass(offsets: Tensor, base: Tensor | None = None) -> EndsOfGroups:
+    """Return the ends of groups for operations of a pass that `run` records: kernels then plan these groups once.
+
+    Args:
+        offsets: integer [E].
+        base: int64 [2] that the pass wants copied, see `copied_base`; None for none.
+    """
+    return GroupEnds(offsets, base) if is_past_ops() and emulates(offsets.device) else offsets
+
+
+def copied_base(groups: EndsOfGroups, base: Tensor) -> Tensor:
+    """Return a copy of a base: that which a plan of the pass has brought, where one has."""
+    brought = groups.copied if isinstance(groups, GroupEnds) else None
+    return base.clone() if brought is None else brought
+
+
 def emulates(device: torch.device) -> bool:
     """Whether GEMMs on `device` multiply decoded values by Triton kernels."""
     return choose(device, None) == TRITON
 
 
 def grouped_quantize_row_col(
-    x: Tensor, offsets: Tensor | None, row: Side | None, col: Side | None, backend: str | None = None
+    x: Tensor, offsets: EndsOfGroups | None, row: Side | None, col: Side | None, backend: str | None = None
 ) -> tuple[Blocks | None, Blocks | None]:
     """Return (quantize(x_g), quantize(x_g.T)) of every group, joined; None where nothing is asked for.
 
@@ -62,7 +78,7 @@ def grouped_quantize_row_col(
         TypeError: x is not bf16, fp16 or fp32, or offsets no integer tensor.
         ValueError: x or offsets have the wrong shape, or a draw is missing or names a shard.
     """
-    _check_groups(x, offsets)
+    _check_groups(x, None if offsets is None else as_offsets(offsets))
     check_sides((row, col), x.device, backend)
     draw, sign_draw = shared_draws((row, col))
     for place in (draw, sign_draw):
@@ -247,7 +263,7 @@ op(
 def grouped_gemm_nt(
     a: Operand | Tensor,
     b: Operand | Tensor,
-    offsets: Tensor,
+    offsets: EndsOfGroups,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
@@ -275,7 +291,7 @@ def grouped_gemm_nt(
 def grouped_gemm_nt_batch_invariant(
     a: Operand | Tensor,
     b: Operand | Tensor,
-    offsets: Tensor,
+    offsets: EndsOfGroups,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str | None = None,
@@ -328,19 +344,20 @@ def _grouped_gemm_nt_batch_invariant(
 def _grouped_product(
     a: Operand | Tensor,
     b: Operand | Tensor,
-    offsets: Tensor,
+    offsets: EndsOfGroups,
     K: int,
     out_dtype: torch.dtype,
     backend: str,
     batch_invariant: bool,
 ) -> Tensor:
-    with torch.autocast(offsets.device.type, enabled=False):
-        product = _by_torch(a, b, offsets, out_dtype, backend, batch_invariant)
+    ends = as_offsets(offsets)
+    with torch.autocast(ends.device.type, enabled=False):
+        product = _by_torch(a, b, ends, out_dtype, backend, batch_invariant)
         if product is not None:
             return product
         left, right = (side.blocks.qdata if isinstance(side, Operand) else side for side in (a, b))
-        out = left.new_empty(_product_shape(left, right, offsets), dtype=out_dtype)
-        module = implementation(offsets.device, backend)
+        out = left.new_empty(_product_shape(left, right, ends), dtype=out_dtype)
+        module = implementation(ends.device, backend)
         run = module.grouped_gemm_nt_batch_invariant if batch_invariant else module.grouped_gemm_nt
         return run(a, b, offsets, K, out)
 

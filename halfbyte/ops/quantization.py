@@ -6,6 +6,8 @@ A transient operand is used by one GEMM and not kept: a backend that multiplies 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from halfbyte.layout import LINEAR, Blocks, Operand, ceil_div, check_scale_layou
 from halfbyte.ops.backends import NATIVE, REFERENCE, check_kernels, choose
 from halfbyte.ops.checkpointing import outputs_are_kept
 from halfbyte.ops.define import DRAW, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
-from halfbyte.ops.repeat import call_op
+from halfbyte.ops.repeat import call_op, is_past_ops
 from halfbyte.rng import Draw
 from halfbyte.sides import Side, Sides, both_sides, share_tiles, shared_draws
 from halfbyte.spec import Spec, parse
@@ -239,6 +241,15 @@ def _amax(x: Tensor, backend: str) -> Tensor:
 
 
 op("amax(Tensor x, str backend) -> Tensor", _amax, lambda x, backend: x.new_empty((), dtype=torch.float32))
+
+
+def amax_of_all(xs: Sequence[Tensor]) -> Tensor:
+    """Return the largest `amax` of tensors on one device, at least one: fp32 []."""
+    if not is_past_ops():
+        return torch.stack([amax(x) for x in xs]).amax()
+    for x in xs:
+        _check_input(x)
+    return implementation(xs[0].device, "").greatest_amax(xs)
 
 
 def row_col_amax(

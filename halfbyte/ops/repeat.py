@@ -55,9 +55,14 @@ def _past_ops() -> Iterator[None]:
 
 def call_op(op: Any, *arguments: Any) -> Any:
     """Return op(*arguments), or what its body does: a record sees that, and a dispatch takes 6 µs."""
-    if not torch.compiler.is_compiling() and _THREAD.is_past_ops:
+    if is_past_ops():
         return BODIES[op](*arguments)
     return op(*arguments)
+
+
+def is_past_ops() -> bool:
+    """Whether what runs is recorded, or computed in plain torch: nobody would see an op."""
+    return _THREAD.is_past_ops and not torch.compiler.is_compiling()
 
 
 def _by_reference(function: Callable, device: torch.device, *arguments: Any) -> tuple:

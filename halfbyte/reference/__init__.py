@@ -23,7 +23,7 @@ from halfbyte.reference.matmul import Decoded, decode, dequantize, from_values, 
 from halfbyte.reference.mean import quantize_residual, quantize_with_sum, residual_of, token_mean, token_sum
 from halfbyte.reference.norm import Statistics, norm, norm_backward
 from halfbyte.reference.nvfp4 import quantize, quantize_row_col, row_col_amax, transpose
-from halfbyte.reference.scale import finite_amax
+from halfbyte.reference.scale import finite_amax, greatest_amax
 from halfbyte.reference.sums import column_outliers, error_sums, operand_noise, operand_sums, square_sum
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "finite_amax",
     "from_values",
     "gemm_nt",
+    "greatest_amax",
     "grouped_dequantize",
     "grouped_gemm_nt",
     "grouped_gemm_nt_batch_invariant",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,11 @@ def finite_amax(x: Tensor, dim: int | None = None) -> Tensor:
     a = x.float().abs()
     a = torch.where(a.isfinite(), a, 0.0)
     return a.amax() if dim is None else a.amax(dim)
+
+
+def greatest_amax(xs: Sequence[Tensor]) -> Tensor:
+    """Return the largest `finite_amax` of tensors, at least one: fp32 []."""
+    return torch.stack([finite_amax(x) for x in xs]).amax()
 
 
 def all_finite(magnitudes: Tensor) -> bool:

@@ -30,6 +30,24 @@ def test_the_third_call_makes_no_key(keys):
     assert keys.runs == 2 and len(prepared._RECORDS) == 1
 
 
+def test_which_arguments_are_one_tensor_is_told_without_a_key(keys):
+    """Siblings' backward is given their amax three times, which guards refuse: each pattern has guards of its own."""
+
+    def function(static, tensors, numbers):
+        x, y, z = tensors
+        return (torch.full((1,), float((x is y) + 2 * (x is z) + 4 * (y is z))), add(x, 1), add(y, 2), add(z, 3)), None
+
+    counted = Counted(function)
+    patterns = {0: (0, 1, 2), 1: (0, 0, 1), 2: (0, 1, 0), 4: (0, 1, 1), 7: (0, 0, 0)}
+    for i in range(4):
+        for wanted, places in patterns.items():
+            own = [values(10 * i + j) for j in range(3)]
+            out = repeated(counted, (), [own[j] for j in places])[0]
+            assert float(out[0]) == wanted
+            assert all(torch.equal(y, own[j] + n) for y, j, n in zip(out[1:], places, (1, 2, 3), strict=True))
+    assert counted.runs == len(patterns) and keys.runs == 2 * len(patterns)
+
+
 def test_without_guards_keys_are_made(monkeypatch, keys):
     monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", None)
     for i in range(5):

@@ -30,9 +30,10 @@ def amax_rows_kernel(
     x_ptr, out_ptr, space_ptr, rows, cols, stride_r, stride_c, parts, programs,
     RESULT: tl.constexpr, PACKED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """amax of x, out fp32 []; or of its rows, out fp32 [rows], zero before where a row has parts.
+    """amax of x, out fp32 []; or of its rows, out fp32 [rows].
 
-    A program takes R rows, and of each C columns of every parts * C. PACKED: x is read in words of two bf16.
+    A program takes R rows, and of each C columns of every parts * C; one row where rows have parts, which meet in two
+    numbers of the workspace. PACKED: x is read in words of two bf16.
     """
     overlap.begin(OVERLAP)
     tile = tl.program_id(0) // parts
@@ -69,7 +70,7 @@ def amax_rows_kernel(
     if RESULT == OF_ROW:
         tl.store(out_ptr + row, bits.to(tl.float32, bitcast=True), mask=in_row)
     elif RESULT == OF_ROW_PARTS:
-        tl.atomic_max(out_ptr.to(tl.pointer_type(tl.int32)) + row, bits, mask=in_row, sem="relaxed")
+        rm.publish((tl.max(bits, axis=0),), (out_ptr + tile,), space_ptr + tile * rm.ROW_SLOTS, parts)
     else:
         rm.publish((tl.max(bits, axis=0),), (out_ptr,), space_ptr, programs)
 
@@ -130,12 +131,16 @@ def _launch_rows(choice: Choice, per_row: bool) -> Tensor:
     """Return max |x| [], or of its rows."""
     x, parts = choice.facts
     rows, cols = x.shape
-    new = torch.zeros if choice.constants["RESULT"] == route.OF_ROW_PARTS else torch.empty
-    out = new((rows,) if per_row else (), dtype=torch.float32, device=x.device)
+    result, space = choice.constants["RESULT"], None
+    if result == route.OF_ROW_PARTS:
+        space = rm.workspace_of_rows(rows, x.device)
+    elif not per_row:
+        space = rm.workspace(rm.Wanted("tensor"), x.device)
+    out = torch.empty((rows,) if per_row else (), dtype=torch.float32, device=x.device)
     amax_rows_kernel[choice.grid](
         x,
         out,
-        None if per_row else rm.workspace(rm.Wanted("tensor"), x.device),
+        space,
         rows,
         cols,
         *x.stride(),

@@ -1,6 +1,7 @@
 """Which kernel finds the largest finite magnitudes, with which tile, and why (docs/internals/amax.md).
 
-`ONE` is the table of an operand, `PAIR` that of both orientations, `GROUPS` that of tokens and experts by a plan.
+`ONE` is the table of an operand, `SEVERAL` that of tensors with one amax, `PAIR` that of both orientations, `GROUPS`
+that of tokens and experts by a plan.
 """
 
 from __future__ import annotations
@@ -136,6 +137,45 @@ ONE = (
 def choose_amax(request: AmaxOfOne) -> Choice:
     """Choose for one operand with values."""
     return choose_from(ONE, request)
+
+
+class AmaxOfSeveral(NamedTuple):
+    """Find the amax that tensors have together."""
+
+    xs: tuple[Tensor, ...]
+
+
+MOST_TENSORS = 3
+"""That one launch takes: q, k and v."""
+
+
+def _several_problem(several: AmaxOfSeveral) -> Reason | None:
+    xs = several.xs
+    if len(xs) > MOST_TENSORS:
+        return Reason("{} tensors are more than {}", (len(xs), MOST_TENSORS))
+    if all(x.is_contiguous() and x.numel() and mg.reads_pairs(x.view(1, -1)) for x in xs):
+        return None
+    return Reason("a tensor is not bf16 in one aligned piece of a multiple of 8 values")
+
+
+def _several(several: AmaxOfSeveral) -> Choice:
+    words = PLAIN_TILE.size // 2
+    runs = sum(ceil_div(x.numel() // 2, words) for x in several.xs)
+    programs = mg.parts_of(runs, 1, PLAIN_TILE.per_sm, several.xs[0].device)
+    return Choice("amax_several_kernel", (programs,), {"C": words, "num_warps": PLAIN_TILE.num_warps})
+
+
+ONE_BY_ONE = "an amax of each tensor, then of these"
+
+SEVERAL = (
+    Candidate("amax_several_kernel", _several_problem, _several, "programs go through one tensor after the other"),
+    Candidate(ONE_BY_ONE, fits_all, lambda _: Choice(ONE_BY_ONE), "any number of tensors of any dtype and strides"),
+)
+
+
+def choose_several(request: AmaxOfSeveral) -> Choice:
+    """Choose for tensors with one amax."""
+    return choose_from(SEVERAL, request)
 
 
 class AmaxesOfPair(NamedTuple):

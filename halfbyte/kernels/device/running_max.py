@@ -36,6 +36,7 @@ INF_BITS = tl.constexpr(0x7F800000)
 
 TILE_ELEMENTS = LANES_ * ROW_GROUP_
 SLOTS = 8  # a ticket and up to four maxima
+ROW_SLOTS = tl.constexpr(2)  # a ticket and the maximum of a row
 
 
 class Wanted(NamedTuple):
@@ -87,8 +88,14 @@ def allocate_amaxes(wanted: Wanted, rows: int, device: torch.device) -> AmaxPair
 
 
 @lru_cache(maxsize=64)
-def _kept_workspace(device: torch.device) -> Tensor:
-    return torch.zeros(SLOTS, dtype=torch.int32, device=device)
+def _kept_workspace(device: torch.device, slots: int) -> Tensor:
+    return torch.zeros(slots, dtype=torch.int32, device=device)
+
+
+def _workspace(device: torch.device, slots: int) -> Tensor:
+    if device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
+        return torch.zeros(slots, dtype=torch.int32, device=device)
+    return keep(_kept_workspace(device, slots))
 
 
 def workspace(wanted: Wanted, device: torch.device) -> Tensor | None:
@@ -97,13 +104,12 @@ def workspace(wanted: Wanted, device: torch.device) -> Tensor | None:
     Other streams and captured graphs run beside it and get zeros of their own, which cost them a fill. Nothing is kept
     that was allocated there: it may belong to a graph's memory pool, where inductor refuses what outlives its graph.
     """
-    if not wanted.meets:
-        return None
-    if device.type != "cuda":
-        return keep(_kept_workspace(device))
-    if torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
-        return torch.zeros(SLOTS, dtype=torch.int32, device=device)
-    return keep(_kept_workspace(device))
+    return _workspace(device, SLOTS) if wanted.meets else None
+
+
+def workspace_of_rows(rows: int, device: torch.device) -> Tensor:
+    """Return such zeros where the programs of each row meet, `ROW_SLOTS` for a row."""
+    return _workspace(device, ROW_SLOTS.value * triton.next_power_of_2(rows))
 
 
 def fresh_signs(wanted: Wanted, sign_draw: Draw | None) -> tuple[Tensor | None, int]:

@@ -22,11 +22,13 @@ from halfbyte.kernels.gemm.grouped_tile import (
 )
 from halfbyte.kernels.gemm.route import NO_LIMIT, Variant, epilogue_parts
 from halfbyte.kernels.gemm.tile import Applied, FactorKinds, Products, Rows, divisors
-from halfbyte.kernels.groups import GroupPlan, plan_groups
+from halfbyte.kernels.groups import GroupPlan, plan_of_products
 from halfbyte.kernels.unpack.grouped_dequantize import grouped_values
 from halfbyte.layout import (
     GROUP_COLUMNS,
+    EndsOfGroups,
     Operand,
+    as_offsets,
     ceil_div,
     group_alignment,
     padded_groups,
@@ -56,7 +58,7 @@ class DecodedGroups:
 def grouped_gemm_nt(
     a: Operand | Tensor,
     b: Operand | Tensor,
-    offsets: Tensor,
+    offsets: EndsOfGroups,
     K: int,
     out: Tensor,
     *,
@@ -77,7 +79,7 @@ def grouped_gemm_nt(
     split = out.dim() == 3
     if out.numel() == 0:
         return out
-    left, right = (decoded(side, offsets, K, split=split) for side in (a, b))
+    left, right = (decoded(side, as_offsets(offsets), K, split=split) for side in (a, b))
     target = out if out.stride(-1) == 1 and (not split or out.stride(0) == out.shape[1] * out.stride(1)) else None
     y = out.contiguous() if target is None else target
     run = _run_split if split else _run_rows
@@ -86,7 +88,7 @@ def grouped_gemm_nt(
 
 
 def grouped_gemm_nt_batch_invariant(
-    a: Operand | Tensor, b: Operand | Tensor, offsets: Tensor, K: int, out: Tensor
+    a: Operand | Tensor, b: Operand | Tensor, offsets: EndsOfGroups, K: int, out: Tensor
 ) -> Tensor:
     """Do what `grouped_gemm_nt` does: kernels of groups have one step and no split, whatever the groups are."""
     return grouped_gemm_nt(a, b, offsets, K, out)
@@ -105,7 +107,7 @@ def decoded(operand: Operand | Tensor, offsets: Tensor, K: int, *, split: bool) 
 
 
 def _run_rows(
-    a: DecodedGroups, b: DecodedGroups, offsets: Tensor, K: int, out: Tensor, accumulate: bool, variant: Variant
+    a: DecodedGroups, b: DecodedGroups, ends: EndsOfGroups, K: int, out: Tensor, accumulate: bool, variant: Variant
 ) -> None:
     (M, N), groups = out.shape, b.values.shape[0]
     columns = a.values.shape[1], b.values.shape[2]
@@ -113,7 +115,7 @@ def _run_rows(
     choice = route.choose_rows(route.GroupProducts(a.values, b.values, out, groups, K, accumulate, variant))
     how: route.GroupedPlan = choice.facts
     tile, (b_matrix, b_by_rows) = how.tile, how.matrix
-    plan = plan_groups(offsets, groups, M, tile.bm, out.device)
+    plan = plan_of_products(ends, groups, M, tile.bm, out.device)
     options = {"FACTORS": _kinds(a, b), "ACCUMULATE": accumulate, **choice.constants}
     if not how.tma:
         _launch_pointer(choice.grid, (a, b), plan, out, K, options)
@@ -137,12 +139,12 @@ def _run_rows(
 
 
 def _run_split(
-    a: DecodedGroups, b: DecodedGroups, offsets: Tensor, K: int, out: Tensor, accumulate: bool, variant: Variant
+    a: DecodedGroups, b: DecodedGroups, ends: EndsOfGroups, K: int, out: Tensor, accumulate: bool, variant: Variant
 ) -> None:
     groups, M, N = out.shape
     stored = max(a.stored, b.stored) or GROUP_COLUMNS
     assert not (a.stored and b.stored) or a.stored == b.stored, "operands are padded differently"
-    plan = plan_groups(offsets, groups, K, stored, out.device)
+    plan = plan_of_products(ends, groups, K, stored, out.device)
     padded = bool(a.stored and b.stored), stored
     choice = route.choose_split(route.GroupProducts(a.values, b.values, out, groups, K, accumulate, variant, padded))
     how: route.GroupedPlan = choice.facts

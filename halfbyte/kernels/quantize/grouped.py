@@ -14,7 +14,7 @@ from halfbyte.kernels.device import casts as pm
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.operands import Places, Pointers, WrittenOperand, arguments_of_both
-from halfbyte.kernels.groups import GroupPlan, plan_groups
+from halfbyte.kernels.groups import GroupPlan, keep_plan, plan_groups, tiles_of_pass
 from halfbyte.kernels.quantize import grouped_wide as wide
 from halfbyte.kernels.quantize.experts import experts_amax, quantize_experts
 from halfbyte.kernels.quantize.grouped_kernels import grouped_quantize_kernel, grouped_transpose_kernel
@@ -33,6 +33,9 @@ from halfbyte.layout import (
     GROUP_COLUMNS,
     LINEAR,
     Blocks,
+    EndsOfGroups,
+    GroupEnds,
+    as_offsets,
     ceil_div,
     check_scale_layout,
     group_alignment,
@@ -52,11 +55,13 @@ class Grid(NamedTuple):
 
     x: [rows, cols], contiguous along the columns; experts below each other.
     offsets: None for the weights of experts.
+    ends: the same, as it was given.
     """
 
     x: Tensor
     offsets: Tensor | None
     groups: int
+    ends: EndsOfGroups | None = None
 
     @property
     def stacked(self) -> bool:
@@ -82,7 +87,7 @@ class GroupedOutput(NamedTuple):
 
 
 def grouped_quantize_row_col(
-    x: Tensor, offsets: Tensor | None, row: Side | None, col: Side | None
+    x: Tensor, offsets: EndsOfGroups | None, row: Side | None, col: Side | None
 ) -> tuple[Blocks | None, Blocks | None]:
     """Quantize every group both ways; a transient side is returned decoded, as in `quantize_row_col`."""
     if row is None or col is None or not share_tiles(row.spec, col.spec):
@@ -93,19 +98,20 @@ def grouped_quantize_row_col(
         if side.transient and blocks is not None:
             total = x.shape[-2 if i else -1]
             split = bool(i) and offsets is not None
-            values = grouped_values(blocks, side.spec, offsets, total, side.scale_layout, split=split)
+            ends = None if offsets is None else as_offsets(offsets)
+            values = grouped_values(blocks, side.spec, ends, total, side.scale_layout, split=split)
             blocks = Blocks(values, blocks.block_scale.new_empty(0), blocks.amax)
         out.append(blocks)
     return out[0], out[1]
 
 
 def quantize_groups(
-    x: Tensor, offsets: Tensor | None, row: Side | None, col: Side | None
+    x: Tensor, groups: EndsOfGroups | None, row: Side | None, col: Side | None
 ) -> tuple[Blocks | None, Blocks | None]:
     """Return quantize_row_col of every group, joined; group g draws with its own seed.
 
     Args:
-        x: tokens [M, C] with offsets [E], or expert weights [E, N, K] with offsets None; bf16, fp16 or fp32.
+        x: tokens [M, C] with the ends of groups [E], or expert weights [E, N, K] with None; bf16, fp16 or fp32.
         row, col: what is asked for, or None; an amax in the shape of `layout.grouped_shapes`, of expert weights [E] or
             [E, rows]. A transient one is returned decoded: bf16 element * block_scale as qdata, and no scales. What
             lies behind the last group is then undefined.
@@ -115,17 +121,18 @@ def quantize_groups(
     """
     for side in (row, col):
         check_scale_layout(LINEAR if side is None else side.scale_layout)
+    offsets = None if groups is None else as_offsets(groups)
     choice = choose_grouped(GroupedCall(x, offsets, row, col))
     if row is not None and col is not None and choice.kernel == SHARED:
         assert not (row.transient or col.transient), "both orientations of one tile are codes"
-        codes, _ = quantize_groups(x, offsets, row._replace(scale_layout=LINEAR), None)
+        codes, _ = quantize_groups(x, groups, row._replace(scale_layout=LINEAR), None)
         assert codes is not None, "the row has a spec"
         turned = _transposed(codes, x, offsets)
         return _laid_out(codes, row, x, offsets, False), _laid_out(turned, col, x, offsets, True)
     if row is not None and choice.kernel != PLANNED:
         return _laid_out(quantize_experts(choice, x, row), row, x, None, False), None
     x = x if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(0) == x.shape[1] * x.stride(1)) else x.contiguous()
-    grid = Grid(x.flatten(0, -2), offsets, x.shape[0] if offsets is None else offsets.shape[0])
+    grid = Grid(x.flatten(0, -2), offsets, x.shape[0] if offsets is None else offsets.shape[0], groups)
     plan = _plan(grid, row, col)
     amaxes = _amaxes(grid, plan, (row, col))
     outputs = [None if side is None else _allocate(grid, side, i) for i, side in enumerate((row, col))]
@@ -151,15 +158,21 @@ def _plan(grid: Grid, row: Side | None, col: Side | None) -> GroupPlan:
     ]
     first = row or col
     assert first is not None, "one orientation is asked for"
-    return plan_groups(
+    tile_rows = GROUP_COLUMNS if col is None else group_alignment(col.spec)
+    wanted = grid.ends.base if isinstance(grid.ends, GroupEnds) else None
+    base = wanted if first.draw is None else first.draw.base
+    plan = plan_groups(
         grid.offsets,
         grid.groups,
         grid.x.shape[0],
-        GROUP_COLUMNS if col is None else group_alignment(col.spec),
+        tiles_of_pass(grid.ends, tile_rows),
         grid.x.device,
-        (first.draw and first.draw.base, first.sign_draw and first.sign_draw.base),
+        (base, first.sign_draw and first.sign_draw.base),
         (given[0], given[1]),
     )
+    if isinstance(grid.ends, GroupEnds) and wanted is not None and base is wanted and plan.draws is not None:
+        grid.ends.copied = plan.draws[0]  # that of group 0 is the base itself
+    return keep_plan(grid.ends, plan)
 
 
 def _stacked(blocks: Blocks, spec: Spec, groups: int) -> Blocks:

@@ -72,13 +72,18 @@ def key_of(request: Request, where: tuple[torch.device, int]) -> tuple[Hashable,
     """
     function, static, tensors, numbers = request
     given = [tensor for tensor in tensors if tensor is not None]
-    ids = list(map(id, given))
-    same = None if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
+    same = _same(given)
     there = tuple([tensor is not None for tensor in tensors])
     widths, places = tuple(map(_width_of, numbers)), tuple(map(_place_of, given))
     # Kernels of the default stream share a workspace, the others have their own.
     key = function, static, there, places, same, widths, autocast_on(where[0]), where[1] == 0
     return key, not any(widths) and not any(place[-1] for place in places)
+
+
+def _same(given: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """Return for each tensor where it is first; None where no two are one."""
+    ids = list(map(id, given))
+    return None if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
 
 
 def _place_of(tensor: Tensor) -> tuple:
@@ -105,17 +110,32 @@ def repeat(records: Records, request: Request) -> tuple[tuple, Any] | None:
     stream = _stream_of(given[0])
     if stream is None or launch.watcher() is not None:
         return None
+    if numbers and max(numbers) > LARGEST_INT32 - MARGIN:
+        return None
     key = _key(request, given[0], stream)
     for guard, record in records.alike.get(key, ()):
-        if guard(*given) and (not numbers or max(numbers) <= LARGEST_INT32 - MARGIN):
+        if guard(*given):
+            return record(tensors, numbers, stream)
+    if (same := _same(given)) is None:  # guards refuse what is given twice, such as the amax that siblings saved
+        return None
+    given = _firsts(given, same)
+    for guard, record in records.alike.get((key, same), ()):
+        if guard(*given):
             return record(tensors, numbers, stream)
     return None
+
+
+def _firsts(given: Sequence[Tensor], same: tuple[int, ...]) -> list[Tensor]:
+    """Return each tensor once."""
+    return [tensor for i, tensor in enumerate(given) if same[i] == i]
 
 
 def remember(records: Records, request: Request, stream: int, record: Any) -> None:
     """Let calls like this one find a record of it that serves every small number."""
     given = [tensor for tensor in request[2] if tensor is not None]
     key = _key(request, given[0], stream)
+    if (same := _same(given)) is not None:
+        given, key = _firsts(given, same), (key, same)
     with _LOCK:
         alike = records.alike.get(key, [])
         guard = None if len(alike) >= MAX_ALIKE else _guard_of(given)
