@@ -19,7 +19,7 @@ RUNS = (  # listings with lines of `python -m bench`, oldest first
 )
 OF_1B = "nvidia-h200-20261123-0e71e16.txt"
 PRODUCTS = "nvidia-h200-20261123-6b05522.txt"
-LATEST = "nvidia-h200-20261125-35a82c9.txt"
+COMMANDS = ("nvidia-h200-20261125-35a82c9.txt", "nvidia-h200-20261126-5e86971.txt")
 INVARIANT = "nvidia-h200-20261123-564ef9a.txt"
 VALUES = "nvidia-h200-20261123-7290378.txt"
 
@@ -28,7 +28,7 @@ COMPARED = re.compile(r"^(\w+)  bf16 ([\d.]+) .*?nvfp4 ([\d.]+) .*?   ([\d.]+) \
 STUDIED = re.compile(r"^# halfbyte study .*?bf16 ([\d,]+); nvfp4 ([\d,]+) \(([\d.]+) x its time\).*trees (\w+)")
 BENCHED = re.compile(r"^(steps|train)/([\w-]+) +(\d+)x(\d+) +([\d.]+) +([\d.]+) x bf16 +(least met|aim met|MISSED)")
 PACED = re.compile(
-    r"^# halfbyte compare .*?--model (\w+) .*?\((?:(\d) x )?([\d,]+) tokens\).*?\(([\d.]+) x its time.*tree (\w+)"
+    r"^# halfbyte compare .*?--model (\w+) .*?\((?:(\d) x )?([\d,]+) tokens[;)].*?\(([\d.]+) x its time.*tree (\w+)"
 )
 TREE = re.compile(r"tree (?:of )?([0-9a-f]{7})")
 ADDED = re.compile(r"^ +([\d.]+) +(\d+) +([\d.]+)  (\S+)$")
@@ -85,8 +85,9 @@ def steps(records: Sequence[Record]) -> str:
         table += _benched(name)
     (study,) = found(STUDIED, OF_1B)
     table.append(["60m", "", "`study`", study[3], "", "", study[2]])
-    for model, count, tokens, ratio, tree in found(PACED, LATEST):
-        table.append([model, f"{count} × {tokens}" if count else tokens, "`compare`", tree, "", "", ratio])
+    for name in COMMANDS:
+        for model, count, tokens, ratio, tree in found(PACED, name):
+            table.append([model, f"{count} × {tokens}" if count else tokens, "`compare`", tree, "", "", ratio])
     return rows(["model", "tokens", "how", "tree", "bf16, ms", "nvfp4, ms", "times bf16"], table)
 
 

@@ -148,6 +148,15 @@ def maxima(device: torch.device, backend: str | None) -> Iterator[Finding]:
             name,
             lambda x=x: difference(ops.amax(to_device(x, device), backend=backend), ops.amax(x, backend="reference")),
         )
+    regular = inputs()["regular"].bfloat16()
+    for name, bad in (("finite", 1.0), ("with NaN", float("nan")), ("with infinity", float("inf"))):
+        siblings = [regular, (2 * regular[:16]).contiguous(), regular[:5].clone().fill_(bad)]
+
+        def together(xs=siblings) -> str | None:
+            found = ops.amax_of_all([to_device(x, device) for x in xs], backend=backend)
+            return difference(found, torch.stack([ops.amax(x, backend="reference") for x in xs]).amax())
+
+        yield "amax", f"of siblings, {name}", together
 
 
 def decoding(device: torch.device, backend: str | None) -> Iterator[Finding]:

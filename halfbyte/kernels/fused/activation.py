@@ -9,9 +9,11 @@ from torch import Tensor
 
 from halfbyte import arithmetic
 from halfbyte.kernels.device import casts as pm
+from halfbyte.kernels.device import decode as dc
 from halfbyte.kernels.device import overlap
 from halfbyte.kernels.device import rows as pr
 from halfbyte.kernels.device import running_max as rm
+from halfbyte.kernels.device.loads import masked_store
 from halfbyte.kernels.device.ptx import has_ptx
 from halfbyte.kernels.device.running_max import Wanted
 from halfbyte.kernels.launch import jit
@@ -123,27 +125,23 @@ def activation_kernel(
     row0, first, col0, stop = own_part(cols, spans, SPAN, WANTED)
     GROUP: tl.constexpr = WANTED.group
     words = rm.wanted_sign_words(sign_ptr, sign_stream, WANTED)
-    PAIRED: tl.constexpr = out_ptr.dtype.element_ty == tl.bfloat16
-    plain, rotated = pr.no_maxima(C, PAIRED), tl.zeros((C,), tl.float32)
+    plain, rotated = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     for c in range(col0, stop, C):
         col = rm.tile_at(c, cols, C, FULL)
         xs = rm.load_group(x_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
         if up_ptr is not None:
             ups = rm.load_group(up_ptr + first, row0, rows, col, stop, cols, GROUP, FULL)
-        stored = ()
-        for i in tl.static_range(0, GROUP, 2):
-            ys = ()
-            for j in tl.static_range(2):
-                y, _slope = value_and_slope(pm.to_fp32(xs[i + j]), FUNCTION)
-                if up_ptr is not None:
-                    y = y * pm.to_fp32(ups[i + j])
-                ys = ys + (y,)
-            ys = pr.rounded_rows(ys, out_ptr.dtype.element_ty)
-            pr.store_two(out_ptr + first, ys, i, row0, rows, cols, col, stop, PAIRED, FULL)
-            plain = pr.raise_plain_rows(plain, ys, PAIRED, WANTED)
-            stored = stored + ys
-        rotated = pr.raise_rotated_rows(rotated, stored, words, PAIRED, WANTED)
-    plain = pr.plain_values(plain, PAIRED)
+        ys = ()
+        for i in tl.static_range(GROUP):
+            inside = (col < stop) & (row0 + i < rows)
+            y, _slope = value_and_slope(pm.to_fp32(xs[i]), FUNCTION)
+            if up_ptr is not None:
+                y = y * pm.to_fp32(ups[i])
+            y = dc.cast(y, out_ptr.dtype.element_ty)
+            masked_store(out_ptr + first + (i * cols + col), y, inside, FULL)
+            plain = rm.raise_plain(plain, pm.to_fp32(y), WANTED)
+            ys = ys + (y,)
+        rotated = rm.raise_rotated(rotated, ys, words, WANTED)
     rm.store_row_maxima(amaxes.row, out_ptr, row0, rows, cols, WANTED)
     if WANTED.row == "tensor" or WANTED.col != "":
         m_plain, m_rotated = rm.settle(plain, rotated, out_ptr, row0, rows, col0, stop, cols, words, WANTED, C)
