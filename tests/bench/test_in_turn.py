@@ -37,7 +37,7 @@ def other_tree(folder: Path) -> Path:
     (folder / "halfbyte").symlink_to(ROOT / "halfbyte")
     measure = folder / "bench" / "measure.py"
     text = measure.read_text()
-    changed = text.replace("[lambda x=x: function(x) for", "[lambda x=x: (time.sleep(0.05), function(x))[1] for")
+    changed = text.replace("[lambda x=x: function(x) for", "[lambda x=x: (time.sleep(0.4), function(x))[1] for")
     assert changed != text
     measure.write_text(changed)
     gemm = folder / "bench" / "cases" / "gemm.py"
@@ -57,7 +57,7 @@ def test_each_tree_runs_its_own_code(tmp_path, capsys):
     head, *lines = map(json.loads, path.read_text().splitlines())
     assert head["run"]["other_commit"] == "before" and head["run"]["commit"] == "now"
     (found,) = [line for line in lines if line["case"].startswith("turns/transpose/")]
-    assert found["verdict"] == "faster" and found["other_us"] > 50_000 > found["us"]
+    assert found["verdict"] == "faster" and found["other_us"] > 400_000 > found["us"]
     (missing,) = [line for line in lines if line["case"] == "turns/gemm/decoded"]
     assert missing["problem"] == "the other: this tree has no such case" and "NO FIGURE: the other" in printed
     assert in_turn.main([str(other), *cases, *options, "--after", str(path)]) == 0, "nothing is left"
