@@ -16,6 +16,7 @@ in steps and in validations apart: full_size.json in the run's folder, beside it
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import time
 from contextlib import ExitStack
@@ -29,6 +30,7 @@ if __name__ == "__main__":  # a file of a folder that is no package
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.gather import counted
+from bench.zero import synchronize
 from halfbyte import cli
 from halfbyte.train import files
 from halfbyte.train.checkpoint import Checkpoints
@@ -42,6 +44,8 @@ OPTIONS = (
     *("--corpus", "corpora/packages/train", "--held-out-corpus", "corpora/packages/held_out"),
 )
 RECORD = "full_size.json"
+LATE = 30
+"""Seconds of the first step after which, and after as many again, every rank prints where it is."""
 
 
 class Watched:
@@ -50,15 +54,23 @@ class Watched:
     def __init__(self, counts: dict[str, int]) -> None:
         self._counts, self._begun = counts, time.perf_counter()
         self.found = {"steps": 0, "step_bytes": 0, "validations": 0, "validation_bytes": 0, "until_first_step_s": 0.0}
+        self.found["first_step_s"] = 0.0
 
     def watching(self, kind: str, run: Any) -> Any:
         """Return a method that counts what `run` gathers as that of steps or of validations."""
 
         def watched(trainer: Trainer, *arguments: Any, **options: Any) -> Any:
-            if kind == "step" and not self.found["steps"]:
-                self.found["until_first_step_s"] = round(time.perf_counter() - self._begun, 1)
-            before = self._counts["gathered_bytes"]
+            before, begun = self._counts["gathered_bytes"], time.perf_counter()
+            is_first = kind == "step" and not self.found["steps"]
+            if is_first:
+                self.found["until_first_step_s"] = round(begun - self._begun, 1)
+                # It took minutes where later ones take seconds: every rank shows what it does meanwhile.
+                faulthandler.dump_traceback_later(LATE, repeat=True)
             outcome = run(trainer, *arguments, **options)
+            if is_first:
+                synchronize(trainer.device)
+                faulthandler.cancel_dump_traceback_later()
+                self.found["first_step_s"] = round(time.perf_counter() - begun, 1)
             self.found[f"{kind}s"] += 1
             self.found[f"{kind}_bytes"] += self._counts["gathered_bytes"] - before
             self._write(trainer)
