@@ -196,6 +196,7 @@ def run_call(call: Call | None, tensors: tuple, x_shape: torch.Size, n: int) -> 
     elif call.request.save:
         outputs = _SharedLinear.apply(call, *tensors[: 2 * n + 1], Beside(tensors[2 * n + 1 :]))
     else:  # nothing is differentiated, and an autograd function costs the host as much as three launches
+        tensors = without_values(call.request, tensors)
         outputs = _run(forward_pass, (call.request, (False,) * (n + 1)), tensors, call.streams)[0][:n]
         outputs = _shaped(call.request, outputs, tensors[0].shape)
     if len(x_shape) == 2:
@@ -208,6 +209,23 @@ def _shaped(request: Request, outputs: tuple[Tensor, ...], x_shape: torch.Size) 
     if len(x_shape) == 2 or request.splits is not None or request.tokens is not None:
         return outputs
     return ops.in_shape(outputs, tuple(x_shape[:-1]))
+
+
+def without_values(request: Request, tensors: Sequence[Any]) -> Sequence[Any]:
+    """Return the tensors of a forward pass with None for weights of which it reads the codes alone.
+
+    Such a tensor has a class of its own, which would keep the pass from being repeated.
+    """
+    end = 1 + request.count
+    if not any(isinstance(w, PrimaryWeight) for w in tensors[1:end]) or _reads_values(request):
+        return tensors
+    return tensors[0], *[None if isinstance(w, PrimaryWeight) else w for w in tensors[1:end]], *tensors[end:]
+
+
+def _reads_values(request: Request) -> bool:
+    """Whether something of a forward pass reads the values of a weight beside its operands."""
+    recipe = request.recipe
+    return request.splits is not None or recipe.splits_mean or recipe.channels is not None
 
 
 def _run(function: Any, static: tuple, tensors: Sequence[Any], streams: Sequence[int]) -> tuple[tuple, Any]:
@@ -314,7 +332,8 @@ def run_forward(
     if not call.earlier and whole.fits(call.request, needs, ctx.main_grads):
         made, ctx.layout = forward_op(call.request, needs, (x, *tensors), call.streams), None
     else:
-        made, ctx.layout = _run(forward_pass, (call.request, needs), (x, *tensors), call.streams)
+        given = without_values(call.request, (x, *tensors))
+        made, ctx.layout = _run(forward_pass, (call.request, needs), given, call.streams)
     return made[:n], (*made[n:], *bases_of(call, tensors))
 
 

@@ -70,7 +70,7 @@ def multiply(
         needed = fprop.b, dgrad.b if need_dx and not dequantized else None
         place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (is_transient, False))
         w_row, w_col = cached[i]
-        if not (request.cached[i].is_frozen or request.cached[i].is_late):
+        if w is not None and not (request.cached[i].is_frozen or request.cached[i].is_late):
             amax, make = amaxes[request.amax_of[i]], request.maker(i, "NK")
             w_row, w_col = weight_operands(w, needed, cached[i], place, amax, make)
         bias = biases[i] if request.adds_bias(i) else None
