@@ -251,7 +251,7 @@ def _sent_bytes(numel: int, dtype: torch.dtype, recipe: Recipe) -> int:
 def shared_cross_entropy(given: LogitShards, targets: Tensor, ignore_index: int) -> Tensor:
     """See `LogitShards.cross_entropy`."""
     logits, shards = given
-    targets = targets.reshape(-1)
+    targets = targets.reshape(-1).long()  # of narrower integers not every row is one, nor -1
     if targets.numel() * shards.world != logits.shape[0]:
         raise ValueError(
             f"targets: {targets.numel()}, and this rank has {logits.shape[0] // shards.world} tokens; give one for each"

@@ -214,6 +214,18 @@ def losses(rank: int, world: int) -> list[list]:
     return found
 
 
+def of_other_integers(rank: int, world: int) -> list[bool]:
+    """Whether targets of every integer dtype have the loss of int64; some of them hold no number of rows."""
+    shards = HeadShards(torch.empty(40_000, 1), ranks.mesh(world), torch.float32)
+    logits, found = torch.randn(2 * world, 20_000), []
+    for targets in (torch.tensor([3, 100]), torch.tensor([255, 100])):
+        losses = [LogitShards(logits, shards).cross_entropy(targets, 255)]
+        small = [torch.uint8, torch.int16, torch.int32] + [torch.int8] * (int(targets[0]) < 128)
+        losses += [LogitShards(logits, shards).cross_entropy(targets.to(dtype), 255) for dtype in small]
+        found += [torch.equal(loss, losses[0]) and bool(loss.isfinite()) for loss in losses]
+    return found
+
+
 def compiled_loss(rank: int, world: int) -> tuple[bool, list[str]]:
     """Whether a loss in compiled code has the bits that it has in other code, and what of it was compiled."""
     shards, called = HeadShards(torch.empty(41, 1), ranks.mesh(world), torch.float32), []

@@ -110,6 +110,12 @@ def test_a_loss_that_is_compiled_is_computed_eagerly():
     assert ranks.run(2, head_checks.compiled_loss, seconds=200) == [(True, [])] * 2
 
 
+def test_targets_are_of_any_integers():
+    """An ignored one of uint8 is no -1, and of int16 no row is its last."""
+    for rank in ranks.run(2, head_checks.of_other_integers):
+        assert len(rank) == 9 and all(rank)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_of_a_whole_model_quantized_weights_travel_and_little_else(tied):
     """Every collective is counted as torch launches it; plan has the sums of large models."""
