@@ -287,17 +287,17 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[None, None, Tensor]:
-        (logits,), shards, targets = ctx.saved_tensors, ctx.shards, ctx.targets
         if ctx.is_used:
             raise RuntimeError("cross_entropy: its logits were used up by a backward before; call it anew")
+        (logits,), shards, targets = ctx.saved_tensors, ctx.shards, ctx.targets
         ctx.is_used = True
         each = (dloss.float() / ctx.tokens).reshape(1)
         scales = each.new_empty(shards.world)
         all_gather(scales, each, group=shards.group)
         counted = targets.view(shards.world, -1) >= 0
         scale = torch.where(counted, scales[:, None], 0.0).view(-1)
-        with torch.autograd._unsafe_preserve_version_counter((logits,)):
-            ops.logit_gradient_(logits, ctx.statistics.log_sum, targets, scale, shards.first)
+        ops.logit_gradient_(logits, ctx.statistics.log_sum, targets, scale, shards.first)
+        torch.autograd.graph.increment_version((logits,))  # kernels do not: who saved logits would read a gradient
         return None, None, logits.detach()
 
 

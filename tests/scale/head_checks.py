@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import halfbyte as hb
+from halfbyte import reference
+from halfbyte.distributed import head
 from halfbyte.distributed.head import HeadShards, LogitShards
 from halfbyte.train.model import Decoder, ModelConfig
 
@@ -212,6 +214,31 @@ def losses(rank: int, world: int) -> list[list]:
         torch.distributed.all_gather(whole, padded)
         found.append(sent([loss, torch.cat(whole, 1)[6 * rank : 6 * rank + 6, :rows]]))
     return found
+
+
+def saved_by_others(rank: int, world: int) -> list[str]:
+    """What becomes of gradients whose makers saved the logits that are used up: a cap's, and those of a loss before."""
+    shards, targets = HeadShards(torch.empty(8, 1), ranks.mesh(world), torch.float32), torch.tensor([3, 1])
+    leaf, said = torch.randn(2 * world, 8 // world, requires_grad=True), []
+    # As a kernel does, whose writes torch does not see.
+    head.ops.logit_gradient_ = lambda logits, *how: reference.logit_gradient_(logits.data, *how)
+
+    def loss_before(logits: Tensor) -> Tensor:
+        return logits.logsumexp(1).square().mean() + LogitShards(logits, shards).cross_entropy(targets)
+
+    def loss_after(logits: Tensor) -> Tensor:
+        return LogitShards(logits, shards).cross_entropy(targets) + logits.logsumexp(1).square().mean()
+
+    def capped(logits: Tensor) -> Tensor:
+        return LogitShards(torch.tanh(logits), shards).cross_entropy(targets)
+
+    for loss_of_logits in (loss_before, loss_after, capped):
+        try:
+            loss_of_logits(leaf * 1).backward()
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
 
 
 def of_other_integers(rank: int, world: int) -> list[bool]:

@@ -110,6 +110,12 @@ def test_a_loss_that_is_compiled_is_computed_eagerly():
     assert ranks.run(2, head_checks.compiled_loss, seconds=200) == [(True, [])] * 2
 
 
+def test_who_saved_logits_that_are_used_up_hears_of_it():
+    """A gradient would lie where the backward of another loss, or of a cap, looks for logits."""
+    for before, after, capped in ranks.run(2, head_checks.saved_by_others):
+        assert all("modified by an inplace operation" in said for said in (before, capped)) and after == ""
+
+
 def test_targets_are_of_any_integers():
     """An ignored one of uint8 is no -1, and of int16 no row is its last."""
     for rank in ranks.run(2, head_checks.of_other_integers):
