@@ -50,6 +50,7 @@ class LogitShards(NamedTuple):
 
         Raises:
             ValueError: there are more or fewer targets than tokens.
+            TypeError: targets are no integers.
             IndexError: a target names no row, on a CPU; on a GPU the device reports it.
         """
         if torch.compiler.is_compiling():
@@ -251,6 +252,8 @@ def _sent_bytes(numel: int, dtype: torch.dtype, recipe: Recipe) -> int:
 def shared_cross_entropy(given: LogitShards, targets: Tensor, ignore_index: int) -> Tensor:
     """See `LogitShards.cross_entropy`."""
     logits, shards = given
+    if targets.dtype == torch.bool or targets.dtype.is_floating_point:
+        raise TypeError(f"targets.dtype={targets.dtype}: rows are named by integers; give int64")
     targets = targets.reshape(-1).long()  # of narrower integers not every row is one, nor -1
     if targets.numel() * shards.world != logits.shape[0]:
         raise ValueError(

@@ -336,11 +336,12 @@ def refusals(rank: int, world: int) -> list[str]:
         lambda: hb.distributed.shard_embedding_(Model(40, False), mesh, tokens=1, head="head"),
         lambda: sharded().cross_entropy(torch.tensor([1])),
         lambda: sharded().cross_entropy(torch.tensor([1, 40])),
+        lambda: sharded().cross_entropy(torch.tensor([0.9, 0.1])),
         twice,
     ):
         try:
             call()
-        except (ValueError, IndexError, RuntimeError) as error:
+        except (ValueError, IndexError, TypeError, RuntimeError) as error:
             said.append(f"{type(error).__name__}: {error}")
     return said
 

@@ -153,6 +153,7 @@ def test_what_cannot_be_is_refused():
             "ValueError: head='head': the model has no such layer with a weight; name the one that makes logits",
             "ValueError: targets: 1, and this rank has 2 tokens; give one for each",
             "IndexError: targets: 40 names no row of a head of 40",
+            "TypeError: targets.dtype=torch.float32: rows are named by integers; give int64",
             "RuntimeError: cross_entropy: its logits were used up by a backward before; call it anew",
         ]
 
