@@ -159,3 +159,21 @@ def check_nothing(device: str) -> None:
         sums = kernels.logit_sums(x, torch.ones(tokens, device=device), targets, 0, BITS)
         assert sums.tolist() == [[0] * tokens] * 2 and sums.dtype == torch.int64
         kernels.logit_gradient_(x, peak, targets, peak, 0)
+
+
+def check_another_default(device: str) -> None:
+    """What torch makes where nobody names a dtype, such as bf16 while a model is loaded, changes no bit."""
+    given, targets = values(4, 41, BF16).to(device), targets_of(4, 41, 0).to(device)
+    given[:, 0] = 20.125  # of more bits than bf16 has beside -2^-9
+    found = []
+    for dtype in (FP32, BF16):
+        try:
+            torch.set_default_dtype(dtype)
+            logits = given.float() - 2.0**-9
+            peak = kernels.logit_peak(logits)
+            sums = kernels.logit_sums(logits, peak, targets, 0, BITS)
+            kernels.logit_gradient_(logits, peak + 1, targets, peak, 0)
+        finally:
+            torch.set_default_dtype(FP32)
+        found.append((peak, sums, logits))
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*found, strict=True))

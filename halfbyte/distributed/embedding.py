@@ -344,6 +344,7 @@ class ShardedEmbedding(nn.Module):
         """Return the rows [..., dim] of int64 ids [...]; every rank must call it.
 
         Raises:
+            TypeError: ids are no integers.
             IndexError: an id names no row, on a CPU; on a GPU the device reports it, where messages have one size.
         """
         if torch.compiler.is_compiling():
@@ -353,6 +354,8 @@ class ShardedEmbedding(nn.Module):
         return self._rows_of(ids)
 
     def _rows_of(self, ids: Tensor) -> Tensor:
+        if ids.dtype == torch.bool or ids.dtype.is_floating_point:  # which would be rounded to the row of another
+            raise TypeError(f"ids.dtype={ids.dtype}: rows are named by integers; give int64")
         local: Any = self.weight
         kind = _Rows if self._tokens is None else FixedRows
         return kind.apply(self, ids, local.to_local()).view(*ids.shape, self.embedding_dim)

@@ -50,6 +50,7 @@ class LogitShards(NamedTuple):
 
         Raises:
             ValueError: there are more or fewer targets than tokens.
+            TypeError: targets are no integers.
             IndexError: a target names no row, on a CPU; on a GPU the device reports it.
         """
         if torch.compiler.is_compiling():
@@ -251,7 +252,9 @@ def _sent_bytes(numel: int, dtype: torch.dtype, recipe: Recipe) -> int:
 def shared_cross_entropy(given: LogitShards, targets: Tensor, ignore_index: int) -> Tensor:
     """See `LogitShards.cross_entropy`."""
     logits, shards = given
-    targets = targets.reshape(-1)
+    if targets.dtype == torch.bool or targets.dtype.is_floating_point:
+        raise TypeError(f"targets.dtype={targets.dtype}: rows are named by integers; give int64")
+    targets = targets.reshape(-1).long()  # of narrower integers not every row is one, nor -1
     if targets.numel() * shards.world != logits.shape[0]:
         raise ValueError(
             f"targets: {targets.numel()}, and this rank has {logits.shape[0] // shards.world} tokens; give one for each"
@@ -287,17 +290,17 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[None, None, Tensor]:
-        (logits,), shards, targets = ctx.saved_tensors, ctx.shards, ctx.targets
         if ctx.is_used:
             raise RuntimeError("cross_entropy: its logits were used up by a backward before; call it anew")
+        (logits,), shards, targets = ctx.saved_tensors, ctx.shards, ctx.targets
         ctx.is_used = True
         each = (dloss.float() / ctx.tokens).reshape(1)
         scales = each.new_empty(shards.world)
         all_gather(scales, each, group=shards.group)
         counted = targets.view(shards.world, -1) >= 0
         scale = torch.where(counted, scales[:, None], 0.0).view(-1)
-        with torch.autograd._unsafe_preserve_version_counter((logits,)):
-            ops.logit_gradient_(logits, ctx.statistics.log_sum, targets, scale, shards.first)
+        ops.logit_gradient_(logits, ctx.statistics.log_sum, targets, scale, shards.first)
+        torch.autograd.graph.increment_version((logits,))  # kernels do not: who saved logits would read a gradient
         return None, None, logits.detach()
 
 

@@ -8,8 +8,6 @@ from halfbyte.distributed.fixed_rows import row_bytes_exchanged
 from halfbyte.distributed.head import exchanged_bytes
 from halfbyte.plan.job import Job
 
-BF16 = 2
-
 
 class SharedEdges(NamedTuple):
     """Which of both ranks share.
@@ -34,8 +32,9 @@ def shared_edges(job: Job) -> SharedEdges:
     if job.head != "shared":
         return SharedEdges(False, False, False)
     config = job.architecture.config
-    gathered = config.vocab_size * config.dim * 2 * BF16
-    shape = job.tokens, job.mesh.dp_shard, config.dim, (BF16, BF16)
+    sizes = job.value_bytes, job.value_bytes
+    gathered = config.vocab_size * config.dim * sum(sizes)
+    shape = job.tokens, job.mesh.dp_shard, config.dim, sizes
     rows, fixed = row_bytes_exchanged(*shape)
     activations = exchanged_bytes(*shape)
     if config.tie_embeddings:

@@ -211,13 +211,13 @@ def _reduction(what: str, verb: Verb, group: Group, message: float) -> Collectiv
 def _of_edges(job: Job) -> Iterator[Collective]:
     """Yield what ranks exchange that share embedding and head, of every micro-batch."""
     config, group, shared = job.architecture.config, _shards(job, False), shared_edges(job)
-    row = BF16 * config.dim
+    row, values = BF16 * config.dim, job.value_bytes * config.dim  # of activations, and of the embedding's weight
     each: list[tuple[str, Verb, Phase, float]] = []
     if shared.embedding:
         tokens = job.tokens * (group.size if shared.is_fixed else 1)
         verb: Verb = "all-gather" if shared.is_fixed else "all-to-all"
-        each.append(("rows of the embedding", "all-to-all", "forward", tokens * (row + ID_BYTES)))
-        each.append(("gradients of rows", verb, "backward", tokens * row))
+        each.append(("rows of the embedding", "all-to-all", "forward", tokens * (values + ID_BYTES)))
+        each.append(("gradients of rows", verb, "backward", tokens * values))
     if shared.head:
         tokens = group.size * job.tokens
         loss = tokens * (TARGET_BYTES + 2 * STATISTIC_BYTES)

@@ -61,7 +61,7 @@ def logit_gradient_(logits: Tensor, log_sum: Tensor, targets: Tensor, scale: Ten
         gradient = (logits[part].float() - log_sum[part, None]).exp_()
         own, column = _targets_here(targets[part], logits.shape[1], first)
         if logits.shape[1]:
-            gradient.scatter_add_(1, column[:, None], torch.where(own, -1.0, 0.0)[:, None])
+            gradient.scatter_add_(1, column[:, None], -own[:, None].float())
         logits[part] = gradient.mul_(scale[part, None]).to(logits.dtype)  # NaN stays, of any token
 
 

@@ -32,3 +32,7 @@ def test_not_finite():
 
 def test_nothing():
     checks.check_nothing("cuda")
+
+
+def test_another_default_dtype():
+    checks.check_another_default("cuda")

@@ -44,6 +44,10 @@ def test_nothing():
     checks.check_nothing("cpu")
 
 
+def test_another_default_dtype():
+    checks.check_another_default("cpu")
+
+
 def test_ops_ask_the_backend_of_the_device():
     x, targets = checks.values(3, 7, torch.float32), checks.targets_of(3, 7, 0)
     peak = ops.logit_peak(x)

@@ -140,6 +140,18 @@ def test_of_a_whole_model_a_quarter_travels_where_ranks_share_embedding_and_head
     assert plain["gradients", "backward"].message - coded["gradients", "backward"].message == 2 * tables
 
 
+def test_without_a_policy_rows_of_an_embedding_travel_in_fp32():
+    """As those of `shard_embedding_` do, whose weights are fp32; of the head activations travel, autocast's bf16."""
+    common = {"model": "8b", "gpus": 4, "mesh": "dp_shard=4", "sequence": 8192, "recipe": "nvfp4@all", "head": "shared"}
+    narrow, wide = (sent(PlanRequest(**common, values=values)) for values in ("bf16", "fp32"))
+    assert narrow.keys() == wide.keys() and wide["rows of the embedding", "forward"].verb == "all-to-all"
+    tokens, dim = 4 * 8192, 4096
+    assert wide["rows of the embedding", "forward"].message == tokens * (4 * dim + 8)
+    assert wide["gradients of rows", "backward"].message == tokens * 4 * dim
+    for key in (("activations of the head", "forward"), ("gradients of activations", "backward")):
+        assert wide[key] == narrow[key]
+
+
 def test_embedding_and_head_are_gathered_where_that_is_fewer_bytes():
     """8,192 tokens of 32 ranks are more than the rows of a head, and those of one rank more than 4,096 words."""
     common = {"recipe": "nvfp4@all", "head": "shared", "sequence": 8192}

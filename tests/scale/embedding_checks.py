@@ -245,11 +245,17 @@ def refusals(rank: int, world: int) -> list[str]:
     mesh = ranks.mesh(world)
     model = nn.Sequential(nn.Embedding(40, DIM))
     said = []
-    for ids, options in (([0], {"tokens": 0}), ([40], {"tokens": 4}), ([-1], {"tokens": 4}), ([0], {"tokens": 4})):
+    for ids, options in (
+        ([0], {"tokens": 0}),
+        ([40], {"tokens": 4}),
+        ([-1], {"tokens": 4}),
+        ([3.5], {"tokens": 4}),
+        ([0], {"tokens": 4}),
+    ):
         try:
             if not hasattr(model[0].weight, "device_mesh") or options["tokens"] == 0 or ids == [0]:
                 hb.distributed.shard_embedding_(model, mesh, **options)
             model(torch.tensor(ids))
-        except (ValueError, IndexError) as error:
+        except (ValueError, IndexError, TypeError) as error:
             said.append(f"{type(error).__name__}: {error}")
     return said

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import halfbyte as hb
+from halfbyte import reference
+from halfbyte.distributed import head
 from halfbyte.distributed.head import HeadShards, LogitShards
 from halfbyte.train.model import Decoder, ModelConfig
 
@@ -214,6 +216,43 @@ def losses(rank: int, world: int) -> list[list]:
     return found
 
 
+def saved_by_others(rank: int, world: int) -> list[str]:
+    """What becomes of gradients whose makers saved the logits that are used up: a cap's, and those of a loss before."""
+    shards, targets = HeadShards(torch.empty(8, 1), ranks.mesh(world), torch.float32), torch.tensor([3, 1])
+    leaf, said = torch.randn(2 * world, 8 // world, requires_grad=True), []
+    # As a kernel does, whose writes torch does not see.
+    head.ops.logit_gradient_ = lambda logits, *how: reference.logit_gradient_(logits.data, *how)
+
+    def loss_before(logits: Tensor) -> Tensor:
+        return logits.logsumexp(1).square().mean() + LogitShards(logits, shards).cross_entropy(targets)
+
+    def loss_after(logits: Tensor) -> Tensor:
+        return LogitShards(logits, shards).cross_entropy(targets) + logits.logsumexp(1).square().mean()
+
+    def capped(logits: Tensor) -> Tensor:
+        return LogitShards(torch.tanh(logits), shards).cross_entropy(targets)
+
+    for loss_of_logits in (loss_before, loss_after, capped):
+        try:
+            loss_of_logits(leaf * 1).backward()
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def of_other_integers(rank: int, world: int) -> list[bool]:
+    """Whether targets of every integer dtype have the loss of int64; some of them hold no number of rows."""
+    shards = HeadShards(torch.empty(40_000, 1), ranks.mesh(world), torch.float32)
+    logits, found = torch.randn(2 * world, 20_000), []
+    for targets in (torch.tensor([3, 100]), torch.tensor([255, 100])):
+        losses = [LogitShards(logits, shards).cross_entropy(targets, 255)]
+        small = [torch.uint8, torch.int16, torch.int32] + [torch.int8] * (int(targets[0]) < 128)
+        losses += [LogitShards(logits, shards).cross_entropy(targets.to(dtype), 255) for dtype in small]
+        found += [torch.equal(loss, losses[0]) and bool(loss.isfinite()) for loss in losses]
+    return found
+
+
 def compiled_loss(rank: int, world: int) -> tuple[bool, list[str]]:
     """Whether a loss in compiled code has the bits that it has in other code, and what of it was compiled."""
     shards, called = HeadShards(torch.empty(41, 1), ranks.mesh(world), torch.float32), []
@@ -297,11 +336,12 @@ def refusals(rank: int, world: int) -> list[str]:
         lambda: hb.distributed.shard_embedding_(Model(40, False), mesh, tokens=1, head="head"),
         lambda: sharded().cross_entropy(torch.tensor([1])),
         lambda: sharded().cross_entropy(torch.tensor([1, 40])),
+        lambda: sharded().cross_entropy(torch.tensor([0.9, 0.1])),
         twice,
     ):
         try:
             call()
-        except (ValueError, IndexError, RuntimeError) as error:
+        except (ValueError, IndexError, TypeError, RuntimeError) as error:
             said.append(f"{type(error).__name__}: {error}")
     return said
 

@@ -91,4 +91,5 @@ def test_what_cannot_be_is_refused():
             "ValueError: tokens=0: give how many tokens a rank has in a micro-batch, at least 1",
             "IndexError: ids: the embedding has 40 rows, and one of 40 is asked",
             "IndexError: ids: -1 names no row",
+            "TypeError: ids.dtype=torch.float32: rows are named by integers; give int64",
         ]

@@ -110,6 +110,18 @@ def test_a_loss_that_is_compiled_is_computed_eagerly():
     assert ranks.run(2, head_checks.compiled_loss, seconds=200) == [(True, [])] * 2
 
 
+def test_who_saved_logits_that_are_used_up_hears_of_it():
+    """A gradient would lie where the backward of another loss, or of a cap, looks for logits."""
+    for before, after, capped in ranks.run(2, head_checks.saved_by_others):
+        assert all("modified by an inplace operation" in said for said in (before, capped)) and after == ""
+
+
+def test_targets_are_of_any_integers():
+    """An ignored one of uint8 is no -1, and of int16 no row is its last."""
+    for rank in ranks.run(2, head_checks.of_other_integers):
+        assert len(rank) == 9 and all(rank)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_of_a_whole_model_quantized_weights_travel_and_little_else(tied):
     """Every collective is counted as torch launches it; plan has the sums of large models."""
@@ -141,6 +153,7 @@ def test_what_cannot_be_is_refused():
             "ValueError: head='head': the model has no such layer with a weight; name the one that makes logits",
             "ValueError: targets: 1, and this rank has 2 tokens; give one for each",
             "IndexError: targets: 40 names no row of a head of 40",
+            "TypeError: targets.dtype=torch.float32: rows are named by integers; give int64",
             "RuntimeError: cross_entropy: its logits were used up by a backward before; call it anew",
         ]
 

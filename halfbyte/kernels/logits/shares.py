@@ -86,7 +86,7 @@ def logit_gradient_kernel(
 def logit_peak(logits: Tensor) -> Tensor:
     """Do what `halfbyte.reference.logit_peak` does."""
     tokens, width = logits.shape
-    peak = torch.empty(tokens, device=logits.device)
+    peak = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     if tokens:
         logit_peak_kernel[(tokens,)](logits, peak, width, *logits.stride(), **_options(logits))
     return peak
