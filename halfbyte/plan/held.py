@@ -121,7 +121,7 @@ def _tiled(job: Job, size: Callable[[Matrix], float]) -> float:
             own = [m for m in matrices if m.experts == 1 or job.sharding == "fsdp" or m.rows % NVFP4_BLOCK == 0]
             total += span.count * sum(map(size, own))
     config = job.architecture.config
-    if job.follows_head and not config.tie_embeddings:
+    if job.follows_head and not config.tie_embeddings and not shared_edges(job).head:
         total += config.vocab_size * config.dim / job.mesh.tp
     return total if job.recipe.fprop is not None else 0.0
 

@@ -100,6 +100,12 @@ def test_what_travels_in_fp32_is_held_in_fp32():
         assert two.bytes["gathered layers"] == 2 * one.bytes["gathered layers"]
 
 
+def test_a_shared_head_is_kept_in_no_codes():
+    common = {"model": "llama3-8b", "gpus": 4, "mesh": "dp_shard=4", "recipe": "nvfp4@all"}
+    gathered, shared = (plan(PlanRequest(**common, head=head)).moments[0].bytes for head in ("gathered", "shared"))
+    assert gathered["weights"] - shared["weights"] == 128_256 * 4096 * (1 / 2 + 1 / 256) / 4
+
+
 def test_experts_are_split_by_ep_and_their_masters_by_all():
     request = PlanRequest(model="deepseek-v3", gpus=256, mesh="dp_shard=256,ep=8", recompute="full", gather="bf16")
     found = plan(request).moments[0].bytes
