@@ -196,8 +196,8 @@ def run_call(call: Call | None, tensors: tuple, x_shape: torch.Size, n: int) -> 
     elif call.request.save:
         outputs = _SharedLinear.apply(call, *tensors[: 2 * n + 1], Beside(tensors[2 * n + 1 :]))
     else:  # nothing is differentiated, and an autograd function costs the host as much as three launches
-        tensors = without_values(call.request, tensors)
-        outputs = _run(forward_pass, (call.request, (False,) * (n + 1)), tensors, call.streams)[0][:n]
+        given = without_values(call.request, tensors)
+        outputs = _run(forward_pass, (call.request, (False,) * (n + 1)), given, call.streams)[0][:n]
         outputs = _shaped(call.request, outputs, tensors[0].shape)
     if len(x_shape) == 2:
         return outputs
