@@ -19,7 +19,7 @@ from halfbyte.arithmetic import ACTIVATIONS, Activation
 from halfbyte.functional import whole
 from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
 from halfbyte.functional.foreign import refuse_foreign
-from halfbyte.functional.linear import Layers, as_gradients, backward_op, bases_of, note, prepare, without_values
+from halfbyte.functional.linear import Layers, as_gradients, backward_op, bases_of, note, prepare, by_codes_alone
 from halfbyte.functional.operands import Saved, flatten_operands, gradient_specs, unflatten_operands, with_late
 from halfbyte.functional.places import sign_place
 from halfbyte.functional.primary import runs_eagerly
@@ -185,7 +185,7 @@ class _ActivatedLinear(torch.autograd.Function):
             (h, *made), ctx.layout = _forward_op(call, then, needs, (x, *tensors)), None
         else:
             static = call.request, needs, then
-            given = without_values(call.request, (x, *tensors))
+            given = by_codes_alone(call.request, (x, *tensors))
             (h, *made), ctx.layout = ops.run(_activated_forward, static, given, call.streams)
         ctx.save_for_backward(*made[2:], *bases_of(call, tensors))
         ctx.function, ctx.activation_inputs = then.function, n

@@ -196,7 +196,7 @@ def run_call(call: Call | None, tensors: tuple, x_shape: torch.Size, n: int) -> 
     elif call.request.save:
         outputs = _SharedLinear.apply(call, *tensors[: 2 * n + 1], Beside(tensors[2 * n + 1 :]))
     else:  # nothing is differentiated, and an autograd function costs the host as much as three launches
-        given = without_values(call.request, tensors)
+        given = by_codes_alone(call.request, tensors)
         outputs = _run(forward_pass, (call.request, (False,) * (n + 1)), given, call.streams)[0][:n]
         outputs = _shaped(call.request, outputs, tensors[0].shape)
     if len(x_shape) == 2:
@@ -211,7 +211,7 @@ def _shaped(request: Request, outputs: tuple[Tensor, ...], x_shape: torch.Size) 
     return ops.in_shape(outputs, tuple(x_shape[:-1]))
 
 
-def without_values(request: Request, tensors: Sequence[Any]) -> Sequence[Any]:
+def by_codes_alone(request: Request, tensors: Sequence[Any]) -> Sequence[Any]:
     """Return the tensors of a forward pass with None for weights of which it reads the codes alone.
 
     Such a tensor has a class of its own, which would keep the pass from being repeated.
@@ -332,7 +332,7 @@ def run_forward(
     if not call.earlier and whole.fits(call.request, needs, ctx.main_grads):
         made, ctx.layout = forward_op(call.request, needs, (x, *tensors), call.streams), None
     else:
-        given = without_values(call.request, (x, *tensors))
+        given = by_codes_alone(call.request, (x, *tensors))
         made, ctx.layout = _run(forward_pass, (call.request, needs), given, call.streams)
     return made[:n], (*made[n:], *bases_of(call, tensors))
 
