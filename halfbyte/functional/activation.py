@@ -19,7 +19,7 @@ from halfbyte.arithmetic import ACTIVATIONS, Activation
 from halfbyte.functional import whole
 from halfbyte.functional.derivatives import ELEMENTWISE, first_order, refuse_transforms
 from halfbyte.functional.foreign import refuse_foreign
-from halfbyte.functional.linear import Layers, as_gradients, backward_op, bases_of, note, prepare, by_codes_alone
+from halfbyte.functional.linear import Layers, as_gradients, backward_op, bases_of, by_codes_alone, note, prepare
 from halfbyte.functional.operands import Saved, flatten_operands, gradient_specs, unflatten_operands, with_late
 from halfbyte.functional.places import sign_place
 from halfbyte.functional.primary import runs_eagerly
