@@ -34,6 +34,10 @@ class Blocks(NamedTuple):
     block_scale: Tensor
     amax: Tensor
 
+    def decoded(self, values: Tensor) -> Blocks:
+        """Return the blocks of a transient operand: `values` in place of the codes, and no scales."""
+        return Blocks(values, self.block_scale.new_empty(0), self.amax)
+
 
 class GroupEnds:
     """The ends of the groups of tokens, for operations of one pass: what kernels plan of them is made once.

@@ -28,9 +28,9 @@ class Target:
     Args:
         name: as "sm_90", "gfx942".
         backend: CUDA, HIP or NOTHING, which is interpreted. Device functions ask the compiler the same (`device.ptx`).
-        multiprocessors: how many it has; AMD says compute units.
         warp: threads of a warp.
         capability: of an NVIDIA GPU, 90 for sm_90; 0 for others.
+        multiprocessors: how many it has; AMD says compute units.
         fp8: kernels use its conversions to FP8.
         pdl: kernels take their places while the kernel before drains (`device.overlap`).
         e2m1: kernels use its conversion to E2M1, nearest even.
@@ -41,9 +41,9 @@ class Target:
 
     name: str
     backend: str
-    multiprocessors: int
     warp: int = 32
     capability: int = 0
+    multiprocessors: int
     fp8: bool = False
     pdl: bool = False
     e2m1: bool = False

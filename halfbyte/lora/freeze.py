@@ -42,11 +42,6 @@ class Frozen(ShowsText):
     nbytes: int
     more_than_codes: tuple[str, ...] = ()
 
-    @property
-    def bits(self) -> float:
-        """Bits a frozen weight."""
-        return 8 * self.nbytes / self.weights if self.weights else 0.0
-
     def __str__(self) -> str:
         lines = as_table(("layer", "weight"), [*self.layers.items(), *self.kept.items()])
         total = f"{len(self.layers)} layers frozen, {self.weights:,} weights in {self.nbytes:,} bytes"
@@ -57,6 +52,11 @@ class Frozen(ShowsText):
                 "weight in high precision, which is gone; activation_mean='kept' and channels=None avoid it"
             )
         return "\n".join(lines)
+
+    @property
+    def bits(self) -> float:
+        """Bits a frozen weight."""
+        return 8 * self.nbytes / self.weights if self.weights else 0.0
 
 
 def reads_more_than_codes(recipe: Recipe) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from halfbyte.functional import grouped_linear
 from halfbyte.functional.earlier import ExpertAmaxes
@@ -128,7 +129,7 @@ class GroupedLinear(GroupedRecipe):
         in_features: int,
         out_features: int,
         *,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | str = "nvfp4",
         state: RunState | None = None,

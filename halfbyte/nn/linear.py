@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from halfbyte import ops, recipes
 from halfbyte.functional.autocast import autocast_dtype
@@ -75,7 +76,7 @@ class Linear(LinearLayer, nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | str = "nvfp4",
         state: RunState | None = None,

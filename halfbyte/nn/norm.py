@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from halfbyte import ops
 from halfbyte.functional.norm import add_norm, norm
@@ -67,12 +68,7 @@ class RMSNorm(_Norm):
     centered = False
 
     def __init__(
-        self,
-        width: int,
-        eps: float = 1e-5,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, width: int, eps: float = 1e-5, *, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(width, eps, False, {"device": device, "dtype": dtype})
 
@@ -98,7 +94,7 @@ class LayerNorm(_Norm):
         eps: float = 1e-5,
         bias: bool = True,
         *,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(width, eps, bias, {"device": device, "dtype": dtype})

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
+from torch.types import Device
 
 from halfbyte.kernels.target import HIP, find
 from halfbyte.spec import Spec
@@ -31,7 +32,7 @@ class BackendStatus:
     casts: str = ""
 
 
-def backends(device: torch.device | str | None = None) -> tuple[BackendStatus, ...]:
+def backends(device: Device = None) -> tuple[BackendStatus, ...]:
     """Say what runs on `device` and why not.
 
     Args:

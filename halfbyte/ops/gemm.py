@@ -15,10 +15,13 @@ from halfbyte.ops.repeat import call_op
 from halfbyte.sides import Epilogue
 from halfbyte.spec import Spec, parse
 
+Rows = Operand | Tensor
+"""What a GEMM multiplies by rows: quantized, or a plain float matrix."""
+
 
 def gemm_nt(
-    a: Operand | Tensor,
-    b: Operand | Tensor,
+    a: Rows,
+    b: Rows,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     bias: Tensor | None = None,
@@ -43,12 +46,7 @@ def gemm_nt(
 
 
 def gemm_nt_batch_invariant(
-    a: Operand | Tensor,
-    b: Operand | Tensor,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    bias: Tensor | None = None,
-    backend: str | None = None,
+    a: Rows, b: Rows, *, out_dtype: torch.dtype = torch.bfloat16, bias: Tensor | None = None, backend: str | None = None
 ) -> Tensor:
     """Return a @ b.T of quantized operands, every row summed in an order that depends on b alone, see `GemmSpec`.
 
@@ -61,20 +59,15 @@ def gemm_nt_batch_invariant(
 
 
 def gemm_nt_add(
-    a: Operand | Tensor,
-    b: Operand | Tensor,
-    addend: Tensor,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    backend: str | None = None,
+    a: Rows, b: Rows, addend: Tensor, *, out_dtype: torch.dtype = torch.bfloat16, backend: str | None = None
 ) -> Tensor:
     """Return a @ b.T + addend [M, N], added in fp32 and rounded once to `out_dtype`; a and b as for `gemm_nt`."""
     return call_op(torch.ops.halfbyte.gemm_nt_add, *pair_arguments(a, b), addend, out_dtype, backend or "")
 
 
 def gemm_nt_outer(
-    a: Operand | Tensor,
-    b: Operand | Tensor,
+    a: Rows,
+    b: Rows,
     outer: tuple[Tensor, Tensor],
     *,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -96,7 +89,7 @@ def gemm_nt_outer(
     return out
 
 
-def operand_arguments(operand: Operand | Tensor) -> tuple:
+def operand_arguments(operand: Rows) -> tuple:
     """Return an operand as the ops take it: data, block_scale, amax, key, scale layout."""
     if isinstance(operand, Operand):
         blocks = operand.blocks
@@ -104,7 +97,7 @@ def operand_arguments(operand: Operand | Tensor) -> tuple:
     return operand, None, None, "", LINEAR
 
 
-def pair_arguments(a: Operand | Tensor, b: Operand | Tensor) -> tuple:
+def pair_arguments(a: Rows, b: Rows) -> tuple:
     """Return both operands of a product as the ops take them, and K, along which they are multiplied."""
     return *operand_arguments(a), *operand_arguments(b), a.cols if isinstance(a, Operand) else a.shape[1]
 
@@ -117,7 +110,7 @@ def operand(data: Tensor, scale: Tensor | None, amax: Tensor | None, key: str, s
     return Operand(Blocks(data, scale, amax), parse(key), cols, scale_layout)
 
 
-def _gemm(a: Operand | Tensor, b: Operand | Tensor, K: int, backend: str, epilogue: Epilogue) -> Tensor:
+def _gemm(a: Rows, b: Rows, K: int, backend: str, epilogue: Epilogue) -> Tensor:
     """Run gemm_nt on the backend of the operands; a GEMM that does not run natively is emulated, and says so once."""
     device = _data(a).device
     is_cast = device.type != "meta" and torch.is_autocast_enabled(device.type)
@@ -132,18 +125,18 @@ def _gemm(a: Operand | Tensor, b: Operand | Tensor, K: int, backend: str, epilog
         return module.gemm_nt(*decoded, epilogue)
 
 
-def _data(operand: Operand | Tensor) -> Tensor:
+def _data(operand: Rows) -> Tensor:
     return operand.blocks.qdata if isinstance(operand, Operand) else operand
 
 
-def _spec(operand: Operand | Tensor) -> Spec | None:
+def _spec(operand: Rows) -> Spec | None:
     """Return the spec of an operand that holds codes."""
     if isinstance(operand, Tensor) or operand.blocks.qdata.is_floating_point():
         return None
     return operand.spec
 
 
-def _runs_natively(a: Operand | Tensor, b: Operand | Tensor, batch_invariant: bool) -> bool:
+def _runs_natively(a: Rows, b: Rows, batch_invariant: bool) -> bool:
     from halfbyte.kernels.gemm import native_route
 
     way = native_route.choose_way(_spec(a), _spec(b), _data(a).device, batch_invariant)
@@ -152,7 +145,7 @@ def _runs_natively(a: Operand | Tensor, b: Operand | Tensor, batch_invariant: bo
     return way.kernel == native_route.NATIVE
 
 
-def _decode(module: Any, side: Operand | Tensor, K: int, padded: bool) -> Any:
+def _decode(module: Any, side: Rows, K: int, padded: bool) -> Any:
     """Return one operand as the backend's GEMM reads it; padding takes part only if both operands have it."""
     if isinstance(side, Tensor):
         return module.plain(side)

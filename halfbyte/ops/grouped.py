@@ -13,8 +13,8 @@ from torch import Tensor
 from halfbyte.layout import LINEAR, Blocks, EndsOfGroups, GroupEnds, Operand, as_offsets, grouped_shapes, stored_shapes
 from halfbyte.ops.backends import NATIVE, REFERENCE, TRITON, choose, warn_once
 from halfbyte.ops.define import OPERANDS, draw_of, empty_like, implementation, nothing, op, place_arguments, spec_of
-from halfbyte.ops.gemm import operand, pair_arguments
-from halfbyte.ops.quantization import QUANTIZABLE, both_blocks, check_sides, op_arguments, outputs
+from halfbyte.ops.gemm import Rows, operand, pair_arguments
+from halfbyte.ops.quantization import QUANTIZABLE, both_blocks, both_fake, check_sides, op_arguments, outputs
 from halfbyte.ops.repeat import call_op, is_past_ops
 from halfbyte.rng import Draw
 from halfbyte.sides import Side, both_sides, share_tiles, shared_draws
@@ -173,20 +173,18 @@ def _grouped_quantize_row_col_fake(x, offsets, row_key, col_key, *rest):
     row_amax, col_amax, scale_layout, *transient, backend = rest[-6:]
     decodes, specs = choose(x.device, backend or None) == TRITON, (spec_of(row_key), spec_of(col_key))
     groups = x.shape[0] if offsets is None else offsets.shape[0]
-    out: list[Tensor] = []
-    for spec, given, is_col, is_transient in zip(specs, (row_amax, col_amax), (False, True), transient, strict=True):
-        if spec is None:
-            out += empty_like(x, ((0,),) * 3)
-            continue
+
+    def one(spec: Spec, given: Tensor | None, is_col: bool, is_transient: bool) -> list[Tensor]:
         blocks = empty_like(x, _shapes(x, groups, spec, scale_layout, is_col))
         if is_transient and decodes:
             columns = blocks[0].shape[-1] * spec.format.codes_per_byte
             values = x.new_empty((*blocks[0].shape[:-1], columns), dtype=torch.bfloat16)
             blocks[:2] = [values, x.new_empty(0, dtype=torch.uint8)]
-        if given is not None or (is_col and share_tiles(*specs)):
+        if given is not None:
             blocks[2] = x.new_empty(0, dtype=torch.float32)
-        out += blocks
-    return tuple(out)
+        return blocks
+
+    return both_fake(x, specs, (row_amax, col_amax), transient, one)
 
 
 op(
@@ -239,7 +237,7 @@ def grouped_decode(operand: Operand, backend: str | None = None) -> Operand:
     blocks, spec, cols, scale_layout = operand
     assert scale_layout == LINEAR, "experts that are kept for the backward have LINEAR scales"
     values = call_op(torch.ops.halfbyte.grouped_decode, *blocks, spec.key, cols, backend or "")
-    return Operand(Blocks(values, blocks.block_scale.new_empty(0), blocks.amax), spec, cols)
+    return Operand(blocks.decoded(values), spec, cols)
 
 
 def _grouped_decode(qdata, block_scale, amax, key, cols, backend) -> Tensor:
@@ -261,8 +259,8 @@ op(
 
 
 def grouped_gemm_nt(
-    a: Operand | Tensor,
-    b: Operand | Tensor,
+    a: Rows,
+    b: Rows,
     offsets: EndsOfGroups,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -289,12 +287,7 @@ def grouped_gemm_nt(
 
 
 def grouped_gemm_nt_batch_invariant(
-    a: Operand | Tensor,
-    b: Operand | Tensor,
-    offsets: EndsOfGroups,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    backend: str | None = None,
+    a: Rows, b: Rows, offsets: EndsOfGroups, *, out_dtype: torch.dtype = torch.bfloat16, backend: str | None = None
 ) -> Tensor:
     """Return a_g @ b_g.T of quantized tokens [M, K] and experts [E, N, K] as `gemm_nt_batch_invariant` multiplies."""
     operands = (*pair_arguments(a, b), offsets)
@@ -302,12 +295,7 @@ def grouped_gemm_nt_batch_invariant(
 
 
 def _by_torch(
-    a: Operand | Tensor,
-    b: Operand | Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-    backend: str,
-    batch_invariant: bool,
+    a: Rows, b: Rows, offsets: Tensor, out_dtype: torch.dtype, backend: str, batch_invariant: bool
 ) -> Tensor | None:
     """Return the product where torch has it, or None where it is emulated; on FP4 tensor cores codes say why, once."""
     chosen, is_plain = choose(offsets.device, backend or None), isinstance(a, Tensor) and isinstance(b, Tensor)
@@ -342,13 +330,7 @@ def _grouped_gemm_nt_batch_invariant(
 
 
 def _grouped_product(
-    a: Operand | Tensor,
-    b: Operand | Tensor,
-    offsets: EndsOfGroups,
-    K: int,
-    out_dtype: torch.dtype,
-    backend: str,
-    batch_invariant: bool,
+    a: Rows, b: Rows, offsets: EndsOfGroups, K: int, out_dtype: torch.dtype, backend: str, batch_invariant: bool
 ) -> Tensor:
     ends = as_offsets(offsets)
     with torch.autocast(ends.device.type, enabled=False):

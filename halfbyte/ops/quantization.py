@@ -6,7 +6,7 @@ A transient operand is used by one GEMM and not kept: a backend that multiplies 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -188,19 +188,25 @@ def row_col_fake(x, row_key, col_key, *rest):
     row_amax, col_amax, scale_layout, *transient, backend = rest[-6:]
     chosen, specs = choose(x.device, backend or None), (spec_of(row_key), spec_of(col_key))
     shared = share_tiles(*specs)
-    out: list[Tensor] = []
-    for spec, given, is_col, is_transient in zip(specs, (row_amax, col_amax), (False, True), transient, strict=True):
-        if spec is None:
-            out += empty_like(x, ((0,),) * 3)
-            continue
+
+    def one(spec: Spec, given: Tensor | None, is_col: bool, is_transient: bool) -> list[Tensor]:
         blocks = empty_like(x, _shapes(x, spec, scale_layout, given, is_col))
         if is_transient and chosen != NATIVE:
             size = _padded(x, spec, is_col)
             turned = is_col and not shared and (chosen == REFERENCE or _lies_as_x(x, *specs, scale_layout))
             values = x.new_empty(size[::-1] if turned else size, dtype=_VALUES.get(chosen, torch.bfloat16))
             blocks[:2] = [values.T if turned else values, x.new_empty(0, dtype=torch.uint8)]
-        out += blocks
-    if shared:
+        return blocks
+
+    return both_fake(x, specs, (row_amax, col_amax), transient, one)
+
+
+def both_fake(x: Tensor, specs: tuple, given: tuple, transient: Sequence[bool], one: Callable) -> tuple[Tensor, ...]:
+    """Return fakes of what `outputs` returns: of a side that is asked for, `one(spec, amax, is_col, is_transient)`."""
+    out: list[Tensor] = []
+    for spec, *side in zip(specs, given, (False, True), transient, strict=True):
+        out += empty_like(x, ((0,),) * 3) if spec is None else one(spec, *side)
+    if share_tiles(*specs):
         out[5] = x.new_empty(0, dtype=torch.float32)
     return tuple(out)
 
@@ -357,7 +363,7 @@ def decode(operand: Operand, backend: str | None = None) -> Operand:
     if choose(blocks.qdata.device, backend) == NATIVE:
         return operand
     values = call_op(torch.ops.halfbyte.decode, *blocks, spec.key, cols, scale_layout, backend or "")
-    return Operand(Blocks(values, blocks.block_scale.new_empty(0), blocks.amax), spec, cols)
+    return Operand(blocks.decoded(values), spec, cols)
 
 
 def _decode(qdata, block_scale, amax, key, cols, scale_layout, backend) -> Tensor:

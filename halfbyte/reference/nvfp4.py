@@ -79,7 +79,7 @@ def quantize(
             x = rotate(x, spec.rotation, sign_draw)
         blocks = _quantize_nvfp4(x, spec, amax, draw, values)
     if values is not None:
-        return Blocks(values, blocks.block_scale.new_empty(0), blocks.amax)
+        return blocks.decoded(values)
     if scale_layout == LINEAR:
         return blocks
     return blocks._replace(block_scale=swizzle(blocks.block_scale))
@@ -149,14 +149,16 @@ def _tiles(x: Tensor, spec: NVFP4, row: Side, col: Side) -> tuple[Blocks, Blocks
     codes = _quantize_nvfp4(x, spec, row.amax, row.draw, values, turned_codes)
     turned = Blocks(turned_codes, _turned_scale(codes.block_scale, cols).contiguous(), codes.amax)
     turned_values = decode(Operand(turned, spec, x.shape[0])).values if col.transient else None
-    both = []
-    for blocks, side, own in ((codes, row, values), (turned, col, turned_values)):
-        if own is not None:
-            blocks = Blocks(own, blocks.block_scale.new_empty(0), blocks.amax)
-        elif side.scale_layout != LINEAR:
-            blocks = blocks._replace(block_scale=swizzle(blocks.block_scale))
-        both.append(blocks)
-    return both[0], both[1]
+    return _stored(codes, row, values), _stored(turned, col, turned_values)
+
+
+def _stored(blocks: Blocks, side: Side, values: Tensor | None) -> Blocks:
+    """Return blocks as `side` asks for them: decoded, where there are `values`, or with scales in its layout."""
+    if values is not None:
+        return blocks.decoded(values)
+    if side.scale_layout != LINEAR:
+        return blocks._replace(block_scale=swizzle(blocks.block_scale))
+    return blocks
 
 
 def row_col_amax(

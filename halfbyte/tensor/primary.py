@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from halfbyte import ops
 from halfbyte.layout import LINEAR, SWIZZLED_32_4_4, Blocks, Operand, ceil_div, check_scale_layout, swizzled_numel
@@ -55,7 +56,7 @@ class PrimaryWeight(QuantTensor):
         spec: NVFP4 | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str | None = None,
+        device: Device = None,
         scale_layout: str = LINEAR,
         qdata: Tensor | None = None,
         amax: Tensor | None = None,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from halfbyte.train import files
 from halfbyte.train.asked import read_options
 from halfbyte.train.documents import BOM
+from halfbyte.train.fields import check_positive
 from halfbyte.train.subject import Subject, load_subject
 
 
@@ -36,8 +37,7 @@ class GenerateOptions:
     """Of sampling."""
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ValueError(f"tokens={self.tokens}: give at least 1")
+        check_positive(self, "tokens")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature}: give a finite number, at least 0")
         if not 0 <= self.seed < 2**64:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from halfbyte.functional.foreign import is_sharded
 from halfbyte.nn import GroupedLinear
+from halfbyte.train.fields import check_positive
 
 if TYPE_CHECKING:
     from halfbyte.distributed import ExpertExchange
@@ -39,8 +40,7 @@ class MoEConfig:
     balance: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.experts < 1:
-            raise ValueError(f"experts={self.experts}: give at least 1")
+        check_positive(self, "experts")
         if not 1 <= self.per_token <= self.experts:
             raise ValueError(f"per_token={self.per_token}: give 1 to experts={self.experts}")
         if self.balance < 0:

@@ -10,7 +10,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.verify.compare import difference
 from halfbyte.verify.kernels import CPU
-from halfbyte.verify.matrix import SEED
+from halfbyte.verify.matrix import SEED, named
 from halfbyte.verify.record import Finding
 
 GROUP = "shared logits"
@@ -23,12 +23,10 @@ EXPONENTIAL = 1e-5
 
 def shared_logits(device: torch.device, backend: str | None) -> Iterator[Finding]:
     """logit_peak, logit_sums and logit_gradient_ of whole rows, and of rows that are cut in two."""
-    for shape in SHAPES:
-        for dtype in DTYPES:
-            what = f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
-            where = device, backend, shape, dtype
-            yield GROUP, f"logit_peak, logit_sums and logit_gradient_, {what}", lambda w=where: _parts(*w)
-            yield GROUP, f"the same, cut in two, {what}", lambda w=where: _cut(*w)
+    for what, shape, dtype in named(SHAPES, DTYPES):
+        where = device, backend, shape, dtype
+        yield GROUP, f"logit_peak, logit_sums and logit_gradient_, {what}", lambda w=where: _parts(*w)
+        yield GROUP, f"the same, cut in two, {what}", lambda w=where: _cut(*w)
 
 
 def _given(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import TypedDict
 
 import torch
@@ -85,6 +87,14 @@ the first spec runs on all of them unless a full verification is asked for."""
 
 SEED = 20_260_101
 SHAPE = (256, 512)
+
+
+def named(
+    shapes: Iterable[tuple[int, int]], dtypes: Iterable[torch.dtype]
+) -> Iterator[tuple[str, tuple[int, int], torch.dtype]]:
+    """Yield every shape with every dtype, and what the two are called."""
+    for shape, dtype in product(shapes, dtypes):
+        yield f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}", shape, dtype
 
 
 def inputs() -> dict[str, Tensor]:

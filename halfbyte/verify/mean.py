@@ -14,7 +14,7 @@ from halfbyte.sides import both_sides
 from halfbyte.spec import MXFP8, NVFP4, Hadamard, Spec
 from halfbyte.verify.compare import difference
 from halfbyte.verify.kernels import CPU
-from halfbyte.verify.matrix import SEED
+from halfbyte.verify.matrix import SEED, named
 from halfbyte.verify.record import Finding
 
 GROUP = "means over tokens"
@@ -28,15 +28,13 @@ PAIRS: dict[str, tuple[Spec, Spec]] = {"nvfp4": (NVFP4(), RHT), "mxfp8 column": 
 
 def mean(device: torch.device, backend: str | None) -> Iterator[Finding]:
     """token_sum, token_mean, quantize_residual, quantize_with_sum and grouped_token_sum, whole and ragged."""
-    for shape in SHAPES:
-        for dtype in DTYPES:
-            what = f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
-            where = device, backend, shape, dtype
-            yield GROUP, f"token_sum and token_mean, {what}", lambda w=where: _sums(*w)
-            for name, pair in PAIRS.items():
-                yield GROUP, f"quantize_residual, {what}, {name}", lambda w=where, p=pair: _residual(*w, p)
-            yield GROUP, f"quantize_with_sum, {what}", lambda w=where: _with_sum(*w)
-            yield GROUP, f"grouped_token_sum, {what}", lambda w=where: _sums_of_groups(*w)
+    for what, shape, dtype in named(SHAPES, DTYPES):
+        where = device, backend, shape, dtype
+        yield GROUP, f"token_sum and token_mean, {what}", lambda w=where: _sums(*w)
+        for name, pair in PAIRS.items():
+            yield GROUP, f"quantize_residual, {what}, {name}", lambda w=where, p=pair: _residual(*w, p)
+        yield GROUP, f"quantize_with_sum, {what}", lambda w=where: _with_sum(*w)
+        yield GROUP, f"grouped_token_sum, {what}", lambda w=where: _sums_of_groups(*w)
 
 
 def _x(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

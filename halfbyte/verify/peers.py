@@ -198,11 +198,7 @@ _PEERS = (
         version="0.18.0",
         call="NVFP4Tensor.to_nvfp4",
         profile=Profile(
-            stored="A / 2688",
-            scale="(m / 6) / P",
-            scale_floor=E4M3.min_normal,
-            encode="x * (S / s)",
-            code_of_nan=4,
+            stored="A / 2688", scale="(m / 6) / P", scale_floor=E4M3.min_normal, encode="x * (S / s)", code_of_nan=4
         ),
         load=_torchao,
     ),

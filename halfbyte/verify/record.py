@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Outcome = Literal["passed", "failed", "not run"]
 
-PASSED: Outcome = "passed"
-FAILED: Outcome = "failed"
-NOT_RUN: Outcome = "not run"
+PASSED, FAILED, NOT_RUN = get_args(Outcome)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,7 +148,7 @@ def _tiles(x: Tensor, row: Side, col: Side) -> tuple[Blocks, Blocks]:
     for blocks, side, cols in ((codes, row, x.shape[1]), (turned, col, x.shape[0])):
         if side.transient:
             values = decode(Operand(blocks, side.spec, cols)).values
-            blocks = Blocks(values, blocks.block_scale.new_empty(0), blocks.amax)
+            blocks = blocks.decoded(values)
         elif side.scale_layout != LINEAR:
             blocks = blocks._replace(block_scale=swizzle(blocks.block_scale))
         both.append(blocks)

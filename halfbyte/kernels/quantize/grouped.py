@@ -100,7 +100,7 @@ def grouped_quantize_row_col(
             split = bool(i) and offsets is not None
             ends = None if offsets is None else as_offsets(offsets)
             values = grouped_values(blocks, side.spec, ends, total, side.scale_layout, split=split)
-            blocks = Blocks(values, blocks.block_scale.new_empty(0), blocks.amax)
+            blocks = blocks.decoded(values)
         out.append(blocks)
     return out[0], out[1]
 
