@@ -51,6 +51,8 @@ from halfbyte.train.ranks import World
 from halfbyte.train.signals import Interrupts
 
 __all__ = ["CHECKPOINTS", "Trainer", "clear", "finished", "identity", "train"]
+EARLY = 8
+"""At most after so many steps the clock is read, so that a run of a few has a pace beside that of what happens once."""
 HELD_OUT_SEED = 0
 """Validation takes the same held-out sequences in every run, whatever its seed."""
 
@@ -213,7 +215,7 @@ class Trainer:
 
     def _steps(self, log: Log | Silent, display: progress.Progress) -> History:
         run, history = self.config.run, History()
-        start = time.perf_counter()
+        start, early = time.perf_counter(), self.step + min(EARLY, (self.config.optim.steps - self.step) // 3)
         while self.step < self.config.optim.steps and not history.diverged:
             switch.look_at_noise(self, log)
             self._follow_schedule(log)
@@ -221,7 +223,8 @@ class Trainer:
             last = self.step == self.config.optim.steps
             to_evaluate = self.step % self.config.eval_every == 0 or last
             to_save = self.step % run.checkpoint_every == 0 or last
-            if not (self.step % run.log_every == 0 or to_evaluate or to_save or self._is_to_stop()):
+            is_due = self.step % run.log_every == 0 or to_evaluate or to_save or self._is_to_stop()
+            if not is_due and self.step != early:
                 continue
             steps_read = len(history.pending)
             history.flush(
@@ -232,7 +235,8 @@ class Trainer:
             self.seconds += now - start
             self.pace.add(steps_read * self.config.data.tokens_per_step, now - start)
             speed = steps_read * self.config.data.tokens_per_step / (now - start)
-            display.update(self.step, f"loss {history.train_loss:.3f}  {speed:,.0f} tok/s")
+            if is_due:
+                display.update(self.step, f"loss {history.train_loss:.3f}  {speed:,.0f} tok/s")
             if to_evaluate and not history.diverged:
                 history.held_out_loss = self.evaluate()
                 log.write("eval", self.step, {"tokens": self._tokens(), "loss": history.held_out_loss})

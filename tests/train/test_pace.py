@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from halfbyte.train import league, measure, recorded
+from halfbyte.train import league, loop, measure, recorded
 
 ENDED = {"held_out_loss": 2.0, "is_diverged": False, "steps": 3, "tokens_per_second": 100.0, "peak_memory_bytes": 10}
 
@@ -44,3 +44,12 @@ def test_a_result_whose_pace_is_none_is_refused(tmp_path, value):
     path.write_text(json.dumps(found | {"steady_tokens_per_second": value}))
     with pytest.raises(ValueError, match="steady_tokens_per_second is no speed"):
         recorded.read_result(path)
+
+
+@pytest.mark.parametrize(("steps", "read"), [(9, [3, 6]), (30, [8, 12, 10]), (2, [2])])
+def test_a_run_of_a_few_steps_has_a_pace_beside_that_of_compiling(run, monkeypatch, steps, read):
+    spans = []
+    monkeypatch.setattr(measure.Pace, "add", lambda self, tokens, seconds: spans.append(tokens))
+    one, text = run(steps=steps, log_every=20, eval_every=100, checkpoint_every=100)
+    loop.train(one, "bf16", text)
+    assert spans == [n * one.data.tokens_per_step for n in read]
