@@ -6,7 +6,6 @@ import torch
 
 import halfbyte as hb
 from halfbyte.distributed.partial_cast import cast_target_of
-from halfbyte.kernels import calling, prepared
 from halfbyte.kernels.master_cast import kernels as pk
 from halfbyte.kernels.master_cast import launch
 from halfbyte.reference import primary as reference
@@ -132,23 +131,6 @@ def test_memory_that_comes_back_to_places_of_before_is_not_looked_up_again(monke
         turn_at(place)
     turn_at(0)
     assert len(turner._tables) <= launch.TABLES and len(looked_up) > len(places)
-
-
-@pytest.mark.skipif(not calling.supports(), reason="launches of this Triton are not repeated")
-def test_a_turn_is_repeated_from_a_record(monkeypatch):
-    monkeypatch.setattr(prepared, "_RECORDS", prepared.Records())
-    whole = hb.quantize(torch.randn(33, 40).bfloat16(), checks.TILE)
-    for _ in range(2):  # another weight that is alike, too
-        weight = hb.tensor.PrimaryWeight.empty(tuple(whole.shape))
-        turner = launch.Turner([cast_target_of(weight, 0, 0, turned=weight.allocate_turned())])
-        for to, from_ in zip(weight.blocks, whole.blocks, strict=True):
-            to.copy_(from_)
-        for _ in range(2):
-            weight.turned.qdata.fill_(255)
-            turner.transpose()
-            assert torch.equal(weight.turned.qdata, whole.transpose().qdata)
-    (record,) = prepared._RECORDS.values()
-    assert [step.name for step in record.steps] == ["transpose_weights_kernel"]
 
 
 def turner_of(kernels):

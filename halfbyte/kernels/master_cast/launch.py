@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.formats import NVFP4_BLOCK
-from halfbyte.kernels import calling, prepared
 from halfbyte.kernels.device import scales as sc
 from halfbyte.kernels.device.decode import INTERPRETED
 from halfbyte.kernels.master_cast import kernels as pk
@@ -219,23 +218,17 @@ class Finisher:
         """See the reference."""
         if self.table is None or not self._turn_programs.numel():
             return
-        static = pk.transpose_weights_kernel, self._turn_programs.numel(), self._wide
-        tables = self.table, self._turn_programs
-        if calling.supports():
-            prepared.call(_turn, static, tables)
-        else:
-            _turn(static, tables, ())
+        pk.transpose_weights_kernel[(self._turn_programs.numel(),)](
+            self.table,
+            self._turn_programs,
+            WIDE=self._wide,
+            TILE_ROWS=TILE_ROWS,
+            TILE_WORDS=TILE_WORDS,
+            num_warps=TRANSPOSE_WARPS,
+        )
         if self._turns_swizzled:
             grid = (self._scale_programs.numel(),)
             pk.turn_swizzled_kernel[grid](self.table, self._scale_programs, N=SCALE_TILES, num_warps=NUM_WARPS)
-
-
-def _turn(static: tuple, tables: Sequence[Tensor], numbers: Sequence[int]) -> tuple[tuple, None]:
-    """Launch what turns weights, once in the backward of every block: a record repeats it past Triton's launcher."""
-    kernel, programs, is_wide = static
-    options = {"WIDE": is_wide, "TILE_ROWS": TILE_ROWS, "TILE_WORDS": TILE_WORDS, "num_warps": TRANSPOSE_WARPS}
-    kernel[(programs,)](*tables, **options)
-    return (), None
 
 
 class Turner:
