@@ -5,7 +5,9 @@
 Masters are fp32, MixedPrecisionPolicy gathers in bf16 and reduces in fp32, the layers compute in recipe nvfp4 either
 way. --bitwise trains a model for --steps steps both ways and compares every loss and norm, and the masters at the end.
 For each of --models and both ways: bytes that a step gathers, the time of a step, of its all-gathers, how much of that
-no other kernel hides, peak memory. Without GPUs it runs on gloo with small models: that shows that it works.
+no other kernel hides, peak memory. Every step is timed: the median and the interquartile range are those of all steps
+of --rounds, in each of which the ways are measured in turn, their models built anew. Without GPUs it runs on gloo with
+small models: that shows that it works.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import argparse
 import contextlib
 import json
 import math
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +41,7 @@ from halfbyte.train import model as models
 from halfbyte.train.parallel import cross_entropy, local, prefetch_
 
 VOCABULARY = 32_000
-WARM_UP, TIMED, TRACED = 3, 8, 3
+WARM_UP, TIMED, TRACED = 3, 12, 3
 CHUNK = 25
 Way = Literal["codes", "shared", "bf16"]
 WAYS: tuple[Way, ...] = ("codes", "bf16")
@@ -176,7 +180,7 @@ def counted() -> Iterator[dict[str, int]]:
 def measure(
     config: models.ModelConfig, way: Way, tokens: tuple[int, int], device: torch.device, ahead: int = 1
 ) -> dict[str, Any]:
-    """Return traffic, times and memory of one model and way."""
+    """Return traffic, times and memory of one model and way in one round."""
     begun = time.perf_counter()
     trainer = Trainer(config, way, tokens, device, ahead)
     for _ in range(WARM_UP):
@@ -187,14 +191,8 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
     with counted() as counts:
         trainer.step()
-    dist.barrier()
-    synchronize(device)
-    begun = time.perf_counter()
-    for _ in range(TIMED):
-        trainer.step()
-    synchronize(device)
     outcome = {
-        "step_ms": 1e3 * (time.perf_counter() - begun) / TIMED,
+        "steps_ms": step_times(trainer, device),
         **counts,
         "parameters": config.parameters,
         "peak_GiB": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0,
@@ -207,6 +205,78 @@ def measure(
     del trainer
     release()
     return outcome | traced
+
+
+def step_times(trainer: Trainer, device: torch.device) -> list[float]:
+    """Return the milliseconds of each of TIMED steps, unbroken as in training: between the ends of one and the next."""
+    dist.barrier()
+    synchronize(device)
+    if device.type != "cuda":
+        ends = [time.perf_counter()]
+        for _ in range(TIMED):
+            trainer.step()
+            ends.append(time.perf_counter())
+        return [1e3 * (end - begun) for begun, end in pairwise(ends)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED + 1)]
+    events[0].record()
+    for event in events[1:]:
+        trainer.step()
+        event.record()
+    synchronize(device)
+    return [begun.elapsed_time(end) for begun, end in pairwise(events)]
+
+
+MOST = ("peak_GiB", "most_exposed_ms", "until_warm_s")
+
+
+def merged(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one way's record of all its rounds.
+
+    step_ms: the median of all steps; spread: their interquartile range as a share of it; steps_ms: each, round by
+    round. Of other figures the median of the rounds, of those in MOST the greatest; counts are the same in each.
+    """
+    steps = [ms for one in rounds for ms in one["steps_ms"]]
+    low, middle, high = statistics.quantiles(steps, n=4, method="inclusive")
+    found: dict[str, Any] = {"step_ms": middle, "spread": (high - low) / middle}
+    found["rounds_ms"] = [round(statistics.median(one["steps_ms"]), 3) for one in rounds]
+    found["steps_ms"] = [round(ms, 3) for ms in steps]
+    for key, first in rounds[0].items():
+        if key not in found:
+            join = max if key in MOST else statistics.median
+            found[key] = join([one[key] for one in rounds]) if isinstance(first, float) else first
+    return found
+
+
+def beside_bf16(lines: Sequence[dict[str, Any]]) -> None:
+    """Add to every way's record how many times a step of bf16's gather its own takes, of all rounds and of each."""
+    bf16 = next(line for line in lines if line["way"] == "bf16")
+    for line in lines:
+        line["step_of_bf16"] = line["step_ms"] / bf16["step_ms"]
+        ratios = zip(line["rounds_ms"], bf16["rounds_ms"], strict=True)
+        line["rounds_of_bf16"] = [round(own / other, 4) for own, other in ratios]
+
+
+def in_turn(
+    config: models.ModelConfig,
+    ways: Sequence[Way],
+    device: torch.device,
+    options: argparse.Namespace,
+    say: Callable[[dict[str, Any]], None],
+) -> dict[Way, dict[str, Any]]:
+    """Measure the ways in turn, `options.rounds` times, and return the merged record of each.
+
+    Args:
+        say: is told every measurement as soon as it is there.
+    """
+    rounds: dict[Way, list[dict[str, Any]]] = {way: [] for way in ways}
+    took = dict.fromkeys(ways, 0.0)
+    for number in range(options.rounds):
+        for way in ways:
+            at = time.perf_counter()
+            rounds[way].append(measure(config, way, tuple(options.tokens), device, options.prefetch))
+            took[way] += time.perf_counter() - at
+            say({"way": way, "round": number, **rounds[way][-1]})
+    return {way: merged(rounds[way]) | {"took_s": round(took[way], 1)} for way in ways}
 
 
 HOST = {
@@ -294,6 +364,8 @@ def exposed(kernels: Sequence[tuple[str, float, float]], steps: int) -> dict[str
 
 COLUMNS = {
     "step_ms": "step, ms",
+    "spread": "spread, %",
+    "step_of_bf16": "of bf16's",
     "gathered_bytes": "gathered, MB",
     "gather_kernels_ms": "gathers, ms",
     "exposed_ms": "exposed, ms",
@@ -306,12 +378,15 @@ COLUMNS = {
 }
 
 
+UNITS = {"gathered_bytes": 1e6, "spread": 1e-2}
+
+
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """Return the measured steps as a table, and what was compared bit for bit below it."""
     rows = [f"{'model':<10}{'layers':>6} {'way':<6}" + "".join(f"{title:>14}" for title in COLUMNS.values())]
     for line in lines:
         if line["case"] == "gather/step":
-            values = [line.get(name, math.nan) / (1e6 if name == "gathered_bytes" else 1) for name in COLUMNS]
+            values = [line.get(name, math.nan) / UNITS.get(name, 1) for name in COLUMNS]
             start_of_row = f"{line['model']:<10}{line['layers']:>6} {line['way']:<6}"
             rows.append(start_of_row + "".join(f"{value:>14,.2f}" for value in values))
     for line in lines:
@@ -331,6 +406,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="the most words of a model of --models")
     parser.add_argument("--tokens", nargs=2, type=int, default=[4, 2048], metavar=("SEQUENCES", "LENGTH"))
     parser.add_argument("--prefetch", type=int, default=1, help="blocks gathered before the one whose forward runs")
+    parser.add_argument("--rounds", type=int, default=2, help="how often the ways are measured, in turn")
     parser.add_argument("--head", choices=("gathered", "shared"), default="gathered", help="shared: a third way")
     parser.add_argument("--bitwise", metavar="PRESET")
     parser.add_argument("--steps", type=int, default=200)
@@ -344,10 +420,7 @@ def main(arguments: list[str]) -> int:
     leads = dist.get_rank() == 0
     lines: list[dict[str, Any]] = []
 
-    def record(about: dict[str, Any], run: Callable[[], dict[str, Any]]) -> None:
-        at = time.perf_counter()
-        values = {"world": dist.get_world_size(), **about, **run(), "took_s": round(time.perf_counter() - at, 1)}
-        lines.append(values)
+    def say(values: dict[str, Any]) -> None:
         if leads:
             print(json.dumps(values), flush=True)
 
@@ -356,12 +429,18 @@ def main(arguments: list[str]) -> int:
         about = {"case": "gather/step", "model": name, "layers": config.layers, "tokens": options.tokens}
         about["vocabulary"] = config.vocab_size
         ways: tuple[Way, ...] = WAYS if options.head == "gathered" else (WAYS[0], "shared", *WAYS[1:])
-        for way in ways:
-            run = partial(measure, config, way, tuple(options.tokens), device, options.prefetch)
-            record({**about, "way": way, "ahead": options.prefetch}, run)
+        about |= {"world": dist.get_world_size(), "ahead": options.prefetch}
+        of_model = [
+            {**about, "way": way, **outcome} for way, outcome in in_turn(config, ways, device, options, say).items()
+        ]
+        beside_bf16(of_model)
+        lines += of_model
     if options.bitwise:
         left = begun + options.seconds - time.perf_counter()
-        record({}, partial(bitwise, options.bitwise, options.steps, tuple(options.bitwise_tokens), device, left))
+        at = time.perf_counter()
+        found = bitwise(options.bitwise, options.steps, tuple(options.bitwise_tokens), device, left)
+        lines.append({"world": dist.get_world_size(), **found, "took_s": round(time.perf_counter() - at, 1)})
+        say(lines[-1])
     if leads:
         facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
         path = results.path_for(facts, options.out)

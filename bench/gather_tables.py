@@ -24,7 +24,7 @@ def steps(records: Sequence[Record]) -> str:
         [
             _title(r),
             WAYS[v["way"]],
-            f"{v['step_ms']:.0f}",
+            f"{v['step_ms']:.0f}" + (f" ± {percent(v['spread'], 0)}" if "spread" in v else ""),
             f"{v['gathered_bytes'] / 1e6:,.0f}",
             f"{v['gather_kernels_ms']:.0f}",
             f"{v['exposed_ms']:.0f}",

@@ -114,6 +114,7 @@ class Arrival:
         self._order = torch.empty(0)
         self._messages: dict[Message, Tensor] = {}
         self._joined: dict[Message, Tensor] = {}
+        self._known_parts: dict[frozenset[str], tuple[Message, ...]] = {}
         self._held = self._wanted = EVERYTHING
         self._words: Words | None = None
         self._inner: list[Tensor] = []
@@ -157,14 +158,19 @@ class Arrival:
             self._inner[:] = [*self._always(), *self._joined_now()]
         return messages
 
-    def _parts(self, wanted: frozenset[str]) -> list[Message]:
+    def _parts(self, wanted: frozenset[str]) -> tuple[Message, ...]:
         """Return what is sent where `wanted` is needed: by the forward, by the backward."""
+        if wanted not in self._known_parts:
+            self._known_parts[wanted] = self._parts_for(wanted)
+        return self._known_parts[wanted]
+
+    def _parts_for(self, wanted: frozenset[str]) -> tuple[Message, ...]:
         own = [weight for weight in self.weights if weight.reading.is_one or FORWARD in wanted]
         parts = [Message(weight, "codes") for weight in own]
         parts += [Message(weight, what) for weight in own for what in weight.forward_parts[1:]]
         for weight in self._apart if BACKWARD in wanted else ():
             parts += [Message(weight, what) for what in weight.backward_parts]
-        return parts + ([Message(None, "scales")] if self._tiles else [])
+        return (*parts, *([Message(None, "scales")] if self._tiles else []))
 
     def _of(self, part: Message) -> Tensor:
         return self._sent if part.weight is None else part.weight.part(part.what)
@@ -243,7 +249,7 @@ class Arrival:
                 self._words = Words(received, received.view(word), self._scales.view(word))
             with preserve_versions((self._scales,)):  # autograd saved them in forward: the bytes are the same
                 torch.index_select(self._words.sent, 0, self._order, out=self._words.arrived)
-        if not self._is_alone:
+        if self._joined and not self._is_alone:
             self._join(self.weights)
 
     def _join(self, weights: Sequence[GatheredWeight]) -> None:

@@ -36,7 +36,7 @@ class ShardCast(GroupCast):
 
     def _cast(self) -> Cast:
         """Return the cast of the shards where they lie now; its tables hold their addresses."""
-        key = tuple((weight.local.data_ptr(), weight.local.device, weight.dtype) for weight in self.weights)
+        key = [weight.memory for weight in self.weights]
         if self._prepared is None or self._prepared[0] != key:
             self._prepare_weights()
             layout, pieces = self._layout()

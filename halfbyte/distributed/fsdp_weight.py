@@ -39,20 +39,29 @@ class ShardState(NamedTuple):
 
     param: Any
     local: Tensor
-    versions: tuple[int, ...]
+    versions: tuple[int, int]
     memory: tuple[int, torch.dtype, torch.device]
 
     @classmethod
     def of(cls, param: Any) -> ShardState:
         """Return that of a DTensor as it is now."""
         local = param._local_tensor
-        versions = tuple(0 if t.is_inference() else t._version for t in (param, local))
-        return cls(param, local, versions, (local.data_ptr(), local.dtype, local.device))
+        return cls(param, local, _versions(param, local), (local.data_ptr(), local.dtype, local.device))
 
     def is_that_of(self, param: Any) -> bool:
         """Whether nothing has happened to the shard since."""
-        now = ShardState.of(param)
-        return param is self.param and now.local is self.local and now[2:] == self[2:]
+        own, local, versions, memory = self
+        if param is not own or param._local_tensor is not local or _versions(param, local) != versions:
+            return False
+        return (local.data_ptr(), local.dtype, local.device) == memory
+
+
+def _versions(param: Any, local: Tensor) -> tuple[int, int]:
+    try:  # of every weight in every gather: asking each whether it has one takes as long
+        return param._version, local._version
+    except RuntimeError:  # made in inference mode
+        own = 0 if param.is_inference() else param._version
+        return own, 0 if local.is_inference() else local._version
 
 
 class Precision(NamedTuple):
@@ -98,6 +107,7 @@ class GatheredWeight:
         self.is_dirty = True
         self.bytes_gathered = self.bytes_of_values = self.gathers = 0
         self._seen: ShardState | None = None
+        self._received: dict[tuple[frozenset[str], torch.dtype], int] = {}
         self._reads_codes: Recipe | None = None
         self.arrival: Arrival
         self.arrived: PrimaryWeight | None = None
@@ -122,6 +132,12 @@ class GatheredWeight:
         """This rank's rows, as they were when they were last looked at."""
         assert self._seen is not None, "nobody has looked yet"
         return self._seen.local
+
+    @property
+    def memory(self) -> tuple[int, torch.dtype, torch.device]:
+        """Where this rank's rows were when they were last looked at, and in which dtype."""
+        assert self._seen is not None, "nobody has looked yet"
+        return self._seen.memory
 
     @property
     def is_absent(self) -> bool:
@@ -207,7 +223,10 @@ class GatheredWeight:
         """
         if self.look():  # of unshard() without a forward
             self._refresh()
-        self.bytes_gathered += self.message_bytes(wanted) * self.shards.world
+        key = wanted, self.local.dtype  # in which values are gathered, where nothing else says it
+        if key not in self._received:
+            self._received[key] = self.message_bytes(wanted) * self.shards.world
+        self.bytes_gathered += self._received[key]
         self.gathers += 1
 
     def message_bytes(self, wanted: frozenset[str]) -> int:
@@ -251,10 +270,7 @@ class GatheredWeight:
 
     def part(self, what: str) -> Tensor:
         """Return a message: "codes" or "scales", or one of `backward_parts`."""
-        if what == "values":
-            return self._sent_values(self.values_dtype)
-        parts = {"codes": self.codes, "scales": self.scales}
-        return (parts | {"column codes": self.column_codes, "column scales": self.column_scales})[what]
+        return self._sent_values(self.values_dtype) if what == "values" else getattr(self, what.replace(" ", "_"))
 
     def arrive_as(
         self, forward: Sequence[Tensor], backward: Sequence[Tensor], turn: Callable[[], None] | None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.functional.weights import CachedWeight, covers, weight_specs
 from halfbyte.layout import Blocks
+from halfbyte.ops.repeat import is_watched
 from halfbyte.spec import Recipe, Spec
 from halfbyte.tensor.primary import PrimaryWeight
 from halfbyte.tensor.quant_tensor import describe
@@ -33,6 +35,24 @@ class _Values(torch.autograd.Function):
         return dw
 
 
+class Known(NamedTuple):
+    """Operands of a primary weight that was read before, kept with it: in most steps nothing of it but bytes is new.
+
+    made_of: all that they were made of, one and the same object each.
+    """
+
+    made_of: tuple[Any, ...]
+    cached: CachedWeight
+
+    def __reduce__(self) -> tuple:
+        """Leave copies of the weight without it."""
+        return type(None), ()
+
+
+def _made_of(w: PrimaryWeight, recipe: Recipe) -> tuple[Any, ...]:
+    return recipe, w.header, w.qdata, w.block_scale, w.amax, w.turned, w.turn, w.dgrad, w.rounded
+
+
 def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWeight | None]:
     """Return a primary weight as `linear` takes weights: what is differentiated, and the operands that exist already.
 
@@ -47,6 +67,18 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
     """
     if w.before_use is not None:
         w.before_use()
+    if w.is_stale or is_watched() or torch.is_inference_mode_enabled():  # whose views are of another kind
+        return _operands(w, recipe)
+    made_of, known = _made_of(w, recipe), w.operands
+    if known is not None and all(map(operator.is_, made_of, known.made_of)):
+        return w, known.cached
+    read, cached = _operands(w, recipe)
+    if read is w and cached is not None and not (w.turned is None and w.dgrad is None and cached.col is not None):
+        w.operands = Known(made_of, cached)
+    return read, cached
+
+
+def _operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWeight | None]:
     row_spec, col_spec = weight_specs(recipe)
     if w.dgrad is not None:
         return w, CachedWeight(_row(w, row_spec), w.dgrad, w.rounded or w.dtype, False, w.turn)

@@ -86,7 +86,7 @@ def run(function: Callable, static: tuple, tensors: Sequence[Any], numbers: Sequ
     Returns:
         A tuple of tensors or None, and a value that depends on `static` alone.
     """
-    if torch.compiler.is_compiling() or _is_watched():
+    if torch.compiler.is_compiling() or is_watched():
         return function(static, tensors, numbers)
     for prepared in _READY:
         made = prepared.again(function, static, tensors, numbers)
@@ -127,7 +127,7 @@ def _is_plain(tensors: Sequence[Any]) -> bool:
     return _PLAIN.issuperset(map(type, tensors)) and not any(t is not None and t.is_neg() for t in tensors)
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether somebody watches ops: a mode or a transform."""
     return bool(
         torch._C._len_torch_dispatch_stack()
@@ -149,7 +149,7 @@ def in_shape(matrices: Sequence[Tensor], shape: tuple[int, ...]) -> tuple[Tensor
     Returns:
         [*shape, N_i] each; the matrices as they are where somebody watches ops, or elements do not lie in order.
     """
-    if _REINTERPRET is None or torch.compiler.is_compiling() or _is_watched():
+    if _REINTERPRET is None or torch.compiler.is_compiling() or is_watched():
         return tuple(matrices)
     return tuple(
         [

@@ -37,6 +37,7 @@ class PrimaryWeight(QuantTensor):
     without_masters: whether these bytes were loaded, or made on purpose: no masters were lost, and new ones may begin
         with their values.
     before_use: called by `hb.linear` before it reads the bytes: it waits for a gather that may still run.
+    operands: what `hb.linear` made of it last and what it was made of; no other code reads it.
     on_no_grad: called where somebody reads `.grad` and it is None: who takes gradients as they come may say so.
     """
 
@@ -49,6 +50,7 @@ class PrimaryWeight(QuantTensor):
     without_masters: bool = False
     before_use: Callable[[], None] | None = None
     on_no_grad: Callable[[], None] | None = None
+    operands: Any = None
 
     @staticmethod
     def empty(

@@ -1,5 +1,7 @@
 """What bench.gather derives: hidden time from kernels of a trace, and bytes from the calls of a step."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,3 +44,40 @@ def test_the_table_says_what_differs():
     lines = gather.table([step, same, other]).splitlines()
     assert "12.50" in lines[1] and "2.50" in lines[1] and "nan" in lines[1]
     assert lines[2].startswith("10m: 200 steps equal") and "DIFFERENT from step 7" in lines[3]
+
+
+def test_rounds_are_merged_to_the_median_step_and_its_spread():
+    one = {"steps_ms": [10.0, 11.0, 400.0], "host_step_ms": 5.0, "peak_GiB": 2.0, "gather_calls": 3}
+    other = {"steps_ms": [12.0, 13.0, 14.0], "host_step_ms": 7.0, "peak_GiB": 1.0, "gather_calls": 3}
+    found = gather.merged([one, other])
+    assert found["step_ms"] == pytest.approx(12.5)  # the step of a stall moves it by no more than any other
+    assert found["spread"] == pytest.approx((13.75 - 11.25) / 12.5)
+    assert found["rounds_ms"] == [11.0, 13.0] and found["steps_ms"] == [10.0, 11.0, 400.0, 12.0, 13.0, 14.0]
+    assert found["host_step_ms"] == 6.0 and found["peak_GiB"] == 2.0 and found["gather_calls"] == 3
+
+
+def test_ways_are_compared_round_by_round():
+    lines = [
+        {"way": "codes", "step_ms": 9.0, "rounds_ms": [8.0, 10.0]},
+        {"way": "bf16", "step_ms": 10.0, "rounds_ms": [10.0, 10.0]},
+    ]
+    gather.beside_bf16(lines)
+    assert lines[0]["step_of_bf16"] == pytest.approx(0.9) and lines[0]["rounds_of_bf16"] == [0.8, 1.0]
+    assert lines[1]["step_of_bf16"] == 1.0
+
+
+def test_every_step_is_timed_by_itself():
+    class Slower:
+        count = 0
+
+        def step(self):
+            self.count += 1
+            time.sleep(0.05 if self.count == 3 else 0)
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        took = gather.step_times(Slower(), torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert len(took) == gather.TIMED >= 12 and took[2] >= 50 and max(took) == took[2]

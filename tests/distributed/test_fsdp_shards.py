@@ -5,6 +5,7 @@ import torch
 
 from halfbyte.distributed.fsdp_columns import Columns
 from halfbyte.distributed.fsdp_shards import RowShards
+from halfbyte.distributed.fsdp_weight import ShardState
 from halfbyte.spec import MXFP8, NVFP4
 
 
@@ -59,3 +60,38 @@ def test_bytes_of_columns():
     shards = RowShards(4096, 4096, 8, 3)
     assert Columns.of(NVFP4(), shards).message_bytes == 4096 * (512 // 16) * 9 == 0.28125 * 512 * 4096 * 2
     assert Columns.of(MXFP8(), shards).message_bytes == 4096 * (512 // 32) * 33 == 0.515625 * 512 * 4096 * 2
+
+
+class Sharded:
+    """Stands for a DTensor."""
+
+    def __init__(self, local):
+        self._local_tensor, self._version = local, 0
+
+    def is_inference(self):
+        return False
+
+
+@pytest.mark.parametrize("is_inference", (False, True))
+def test_a_shard_is_known_until_its_memory_or_a_version_is_another(is_inference):
+    with torch.inference_mode(is_inference):
+        param, same = Sharded(torch.zeros(4)), torch.zeros(4)
+    seen = ShardState.of(param)
+    assert seen.is_that_of(param)
+    param._version += 1
+    assert not seen.is_that_of(param)
+    seen = ShardState.of(param)
+    param._local_tensor = same
+    assert not seen.is_that_of(param)
+    seen = ShardState.of(param)
+    assert seen.is_that_of(param) and not seen.is_that_of(Sharded(same))
+    if is_inference:  # such tensors count nothing
+        return
+    same.add_(1)
+    assert not seen.is_that_of(param)
+    seen = ShardState.of(param)
+    same.data = torch.zeros(4)
+    assert not seen.is_that_of(param)
+    seen = ShardState.of(param)
+    same.data = same.data.view(torch.int32)
+    assert not seen.is_that_of(param)

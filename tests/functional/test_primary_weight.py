@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import halfbyte as hb
 from halfbyte import ops, reference
 from halfbyte.distributed import cast_master_weights_to_nvfp4, post_all_gather_processing
+from halfbyte.functional.primary import primary_operands
 from halfbyte.tensor import PrimaryWeight, QuantTensor
 
 TILE = hb.NVFP4(block=(16, 16))
@@ -217,3 +219,36 @@ def test_copies_views_and_files_of_a_weight_know_what_it_knows():
     with torch.no_grad():
         primary.weight.copy_(torch.randn(40, 48))  # turns it too
     primary(torch.zeros(2, 48, dtype=torch.bfloat16))
+
+
+def test_operands_are_kept_until_something_that_they_are_made_of_is_another():
+    weight = layers(NVFP4, turned=True)[1].weight
+    kept = primary_operands(weight, NVFP4)[1]
+    assert primary_operands(weight, NVFP4)[1] is kept
+    other = layers(NVFP4, turned=True)[1].weight
+    parts = {name: getattr(other, name) for name in ("qdata", "block_scale", "amax", "turned", "header")}
+    parts |= {"turn": lambda: None, "rounded": torch.float32, "dgrad": torch.zeros(48, 40)}
+    for name, part in parts.items():
+        before = primary_operands(weight, NVFP4)[1]
+        setattr(weight, name, part)
+        now = primary_operands(weight, NVFP4)[1]
+        assert now is not before and primary_operands(weight, NVFP4)[1] is now, name
+    assert now.row.blocks.qdata.data_ptr() == other.qdata.data_ptr() and now.col is weight.dgrad
+    assert now.dtype == torch.float32 and now.before_backward is weight.turn
+
+
+def test_what_is_made_where_somebody_watches_or_for_inference_is_not_kept():
+    weight = layers(NVFP4, turned=True)[1].weight
+    with torch.inference_mode():
+        assert primary_operands(weight, NVFP4)[1].row.blocks.qdata.is_inference() and weight.operands is None
+    with FlopCounterMode(display=False):
+        primary_operands(weight, NVFP4)
+    assert weight.operands is None
+    primary_operands(weight, NVFP4)
+    assert weight.operands is not None and copy.deepcopy(weight).operands is None
+
+
+def test_an_orientation_that_is_transposed_in_every_forward_is_not_kept():
+    weight = layers(NVFP4, turned=False)[1].weight
+    first, then = (primary_operands(weight, NVFP4)[1] for _ in range(2))
+    assert first.col.blocks.qdata.data_ptr() != then.col.blocks.qdata.data_ptr()

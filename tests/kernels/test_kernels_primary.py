@@ -104,6 +104,35 @@ def test_weights_whose_memory_moves_are_turned_by_one_launch_each_time(kernels, 
         assert launched == ["turned"]
 
 
+def test_memory_that_comes_back_to_places_of_before_is_not_looked_up_again(monkeypatch):
+    whole = hb.quantize(torch.randn(33, 40).bfloat16(), checks.TILE)
+    weight = hb.tensor.PrimaryWeight.empty(tuple(whole.shape))
+    turner = launch.Turner([cast_target_of(weight, 0, 0, turned=weight.allocate_turned())])
+    memory = [*weight.blocks[:2], *weight.turned[:2]]
+    places = [[tensor.untyped_storage() for tensor in memory]]
+    places += [[torch.UntypedStorage(storage.nbytes()) for storage in places[0]] for _ in range(launch.TABLES)]
+    looked_up = []
+    own = launch.Finisher.look_up
+    monkeypatch.setattr(launch.Finisher, "look_up", lambda finisher: looked_up.append(own(finisher)))
+
+    def turn_at(place):
+        for tensor, storage in zip(memory, places[place], strict=True):
+            tensor.set_(storage, 0, tensor.shape, tensor.stride())
+            tensor.fill_(255)
+        weight.qdata.copy_(whole.qdata)
+        weight.blocks.block_scale.copy_(whole.linear_scale().view(torch.uint8))
+        turner.transpose()
+        assert torch.equal(weight.turned.qdata, whole.transpose().qdata)
+
+    for place in (0, 1, 2, 0, 1, 2):
+        turn_at(place)
+    assert len(looked_up) == 3
+    for place in range(len(places)):  # more than are kept
+        turn_at(place)
+    turn_at(0)
+    assert len(turner._tables) <= launch.TABLES and len(looked_up) > len(places)
+
+
 def turner_of(kernels):
     """What fills the other orientation, of kernels and of the reference."""
     return kernels.Turner if kernels is launch else lambda targets: kernels.Finisher(targets, 0)

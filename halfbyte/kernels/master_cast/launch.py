@@ -25,6 +25,8 @@ BLOCKS = 16  # blocks of a program along a row; 64 in the interpreter, which pay
 SCALE_TILES = 256
 NUM_WARPS = 4
 TRANSPOSE_WARPS = 8
+TABLES = 16
+"""Of places that a Turner knows: an allocator gives steps that are alike the same ones again, a few in turn."""
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ROUNDINGS = {torch.float32: pk.NO_ROUNDING, torch.bfloat16: pk.TO_BF16, torch.float16: pk.TO_FP16}
@@ -150,6 +152,8 @@ def _owners(counts: Sequence[int]) -> Tensor:
 class Finisher:
     """The stages that work on whole weights; the same bytes as `halfbyte.reference.primary.Finisher`.
 
+    table: on the device, where the memory of each weight was when it was looked up; None where there is none.
+
     Args:
         targets: the weights, all on one device.
         tiles: of all weights together.
@@ -160,7 +164,7 @@ class Finisher:
         targets = [target for target in targets if target.tile_count]
         self._empty = [target for target in self._targets if not target.tile_count]
         if not targets:
-            self._table = None
+            self.table: Tensor | None = None
             return
         device = targets[0].blocks.qdata.device
         scale_counts = [target.tiles[0] * ceil_div(target.tiles[1], SCALE_TILES) for target in targets]
@@ -180,7 +184,7 @@ class Finisher:
         """Find where the memory of all weights is now; the host does not wait for the device."""
         table = torch.tensor([_weight_row(target, *first) for target, first in self._rows], dtype=torch.int64)
         device = self._rows[0][0].blocks.qdata.device
-        self._table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+        self.table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
     def scale(self, amaxes: Tensor, scales: Tensor, expand: bool = False) -> None:
         """See the reference."""
@@ -194,10 +198,10 @@ class Finisher:
         if expand:
             for target in self._empty:
                 target.blocks.amax.copy_(amaxes[self._tiles + target.slot])
-        if self._table is None:
+        if self.table is None:
             return
         pk.scale_kernel[(self._scale_programs.numel(),)](
-            self._table,
+            self.table,
             self._constants,
             self._scale_programs,
             amaxes,
@@ -212,10 +216,10 @@ class Finisher:
 
     def transpose(self) -> None:
         """See the reference."""
-        if self._table is None or not self._turn_programs.numel():
+        if self.table is None or not self._turn_programs.numel():
             return
         pk.transpose_weights_kernel[(self._turn_programs.numel(),)](
-            self._table,
+            self.table,
             self._turn_programs,
             WIDE=self._wide,
             TILE_ROWS=TILE_ROWS,
@@ -224,7 +228,7 @@ class Finisher:
         )
         if self._turns_swizzled:
             grid = (self._scale_programs.numel(),)
-            pk.turn_swizzled_kernel[grid](self._table, self._scale_programs, N=SCALE_TILES, num_warps=NUM_WARPS)
+            pk.turn_swizzled_kernel[grid](self.table, self._scale_programs, N=SCALE_TILES, num_warps=NUM_WARPS)
 
 
 class Turner:
@@ -236,20 +240,32 @@ class Turner:
 
     def __init__(self, targets: Sequence[CastTarget]) -> None:
         self._targets = [target for target in targets if target.tile_count]
-        self._places: list[int] = []
+        self._moving = [tensor for target in self._targets for tensor in _turned_tensors(target)]
+        self._tables: dict[tuple[int, ...], Tensor | None] = {}
         self._finisher: Finisher | None = None
 
     def transpose(self) -> None:
         """Fill the other orientation of every weight."""
-        places = [tensor.data_ptr() for target in self._targets for tensor in _turned_tensors(target)]
+        places = tuple([tensor.data_ptr() for tensor in self._moving])
         if not places:
             return
         if self._finisher is None:
             self._finisher = Finisher(self._targets, 0)
-        elif places != self._places:
+            self._remember(places)
+        elif places in self._tables:
+            self._finisher.table = self._tables[places]
+        else:
             self._finisher.look_up()
-        self._places = places
+            self._remember(places)
         self._finisher.transpose()
+
+    def _remember(self, places: tuple[int, ...]) -> None:
+        assert self._finisher is not None and self._finisher.table is not None, "there are weights"
+        if self._finisher.table.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # a graph fills it when it is replayed, and nobody else may read it
+        if len(self._tables) == TABLES:
+            self._tables.clear()
+        self._tables[places] = self._finisher.table
 
 
 def _turned_tensors(target: CastTarget) -> tuple[Tensor, ...]:
