@@ -36,22 +36,27 @@ class Asked(NamedTuple):
     amaxes: ops.Amaxes
 
 
-def whole_amaxes(asked: Sequence[Asked]) -> list[ops.Amaxes]:
-    """Return the amaxes with which matrices are quantized, as far as the ranks have to tell each other; they do once.
+def whole_amaxes(asked: Sequence[Asked], own: Sequence[Tensor] = ()) -> tuple[list[ops.Amaxes], list[Tensor]]:
+    """Return what ranks have to tell each other before they quantize; they meet once, or not where nothing is to tell.
 
     Args:
-        asked: of one group of ranks, the same on all of them.
+        asked: matrices of one group of ranks, the same on all of them.
+        own: amaxes fp32 [] of parts that are here.
+
+    Returns:
+        The amaxes of each matrix, as far as they are known or others have a say in them; and those of all parts.
     """
-    if all(one.part is None for one in asked):
-        return [one.amaxes for one in asked]
-    specs = [_measured(one) for one in asked]
-    own = [_own(one, missing) for one, missing in zip(asked, specs, strict=True)]
-    flat = [amax.reshape(-1) for pair in own for amax in pair if amax is not None]
+    group = next((one.part.split.group for one in asked if one.part is not None), None)
+    if group is None:
+        assert not own, "parts of what no rank shares"
+        return [one.amaxes for one in asked], list(own)
+    pairs = [_own(one, _measured(one)) for one in asked]
+    flat = [amax.reshape(-1) for pair in (*pairs, own) for amax in pair if amax is not None]
     if not flat:
-        return [one.amaxes for one in asked]
-    group = next(one.part.split.group for one in asked if one.part is not None)
+        return [one.amaxes for one in asked], []
     found = all_max(flat[0] if len(flat) == 1 else torch.cat(flat), group)
-    return _in_places(asked, own, found)
+    first = found.shape[0] - len(own)
+    return _in_places(asked, pairs, found), [_from(found, first + i, one) for i, one in enumerate(own)]
 
 
 def _in_places(

@@ -65,7 +65,7 @@ def multiply(
     w_amaxes = [shared_amaxes(missing_specs(needed, cached[i]), amaxes[request.amax_of[i]]) for i in range(n)]
     if request.splits is not None or request.tokens is not None:
         of_x = Asked(request.part(0, "MK"), x_MK, (fprop.a, x_col_spec), place, x_amaxes)
-        x_amaxes, *w_amaxes = _whole(request, of_x, weights, (needed, cached, w_places, w_amaxes))
+        x_amaxes, w_amaxes = _whole(request, of_x, (weights, amaxes), (needed, cached, w_places))
     mean, apart = None, Apart()
     if recipe.splits_mean:
         row, col, mean = both_without_mean(x_MK, (fprop.a, x_col_spec), place, request.maker(0, "MK"))
@@ -95,20 +95,34 @@ def _is_quantized(request: Request, index: int, w: Tensor | None) -> bool:
     return w is not None and not (request.cached[index].is_frozen or request.cached[index].is_late)
 
 
-def _whole(request: Request, of_x: Asked, weights: Sequence[Tensor | None], how: tuple) -> list[ops.Amaxes]:
-    """Return the amaxes of x and of each weight where ranks hold parts of them, as far as they have to meet for them.
+def _whole(
+    request: Request, of_x: Asked, of_w: tuple[Sequence[Any], Sequence[Any]], how: tuple
+) -> tuple[ops.Amaxes, list]:
+    """Return the amaxes of x and of each weight of which ranks hold parts, as far as they have to meet for them.
 
     Args:
-        how: the specs of a weight's operands, then for each weight those that it has, its place and known amaxes.
+        of_x: how x is quantized.
+        of_w: the weights, and the amaxes that siblings share.
+        how: the specs of a weight's operands, then for each weight those that it has, and its place.
+
+    Returns:
+        Those of x, and a pair for each weight.
     """
-    specs, cached, places, amaxes = how
+    (weights, shared), (specs, cached, places), asked = of_w, how, [of_x]
     if request.recipe.splits_mean:  # what is left of x is quantized
-        of_x = of_x._replace(part=None)
-    asked = [of_x]
+        asked = [of_x._replace(part=None)]
+    missing = [missing_specs(specs, one) for one in cached]
     for i, w in enumerate(weights):
         part = request.part(i, "NK") if _is_quantized(request, i, w) else None
-        asked.append(Asked(part, of_x.t if w is None else w, missing_specs(specs, cached[i]), places[i], amaxes[i]))
-    return whole_amaxes(asked)
+        known = shared_amaxes(missing[i], shared[request.amax_of[i]])
+        asked.append(Asked(part, of_x.t if w is None else w, missing[i], places[i], known))
+    own = [amax for amax in shared if amax is not None] if request.amaxes_of_parts else []
+    (x_amaxes, *w_amaxes), whole = whole_amaxes(asked, own)
+    if own:
+        found = iter(whole)
+        shared = [None if amax is None else next(found) for amax in shared]
+        w_amaxes = [shared_amaxes(missing[i], shared[request.amax_of[i]]) for i in range(len(weights))]
+    return x_amaxes, w_amaxes
 
 
 def _product(request: Request, x: tuple, w: tuple, bias: Tensor | None) -> Tensor:
@@ -149,7 +163,7 @@ def gradients_of(
     matrices = {i: waited(dy).reshape(matrix_shape(dy.shape)) for i, dy in enumerate(dys) if dy is not None}
     asked = {i: _asked_of_dy(request, i, dy_MN, (draws[i], signs, amaxes[i], needs)) for i, dy_MN in matrices.items()}
     last = max(matrices, default=-1)
-    dy_amaxes = dict(zip(asked, whole_amaxes(list(asked.values())), strict=True))
+    dy_amaxes = dict(zip(asked, whole_amaxes(list(asked.values()))[0], strict=True))
     for i, dy_MN in matrices.items():
         (row_spec, col_spec), place = asked[i].specs, asked[i].place
         outer, make = None, request.maker(i, "MN")

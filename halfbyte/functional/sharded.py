@@ -94,7 +94,8 @@ def outputs_of_parts(
     x_here = x.to_local(grad_placements=(shared[0].dx,))
     places, part = places_of(layers.rng, len(splits), recipe), part_of(splits[0], tokens, "MK")
     amaxes = of_shared_x(part, x_here, (recipe, None if places is None else places[0]), layers.x_amaxes)
-    call, tensors = prepare(x_here, local, recipe, out_dtype, amaxes, (splits if any(splits) else None, tokens))
+    how = splits if any(splits) else None, tokens, layers.amaxes_of_parts
+    call, tensors = prepare(x_here, local, recipe, out_dtype, amaxes, how)
     given_y = Shard(y_tokens) if tokens is not None and tokens.of == "y" and y_tokens is not None else None
     lines = list(x_here.shape if tokens is None or tokens.of == "y" else x.shape)
     if tokens is not None and given_y is not None:
@@ -227,10 +228,21 @@ def _refuse_unsupported(layers: Layers, recipe: Recipe, shared: list[Shared]) ->
         )
 
 
-def whole_amax(weights: Sequence[Any]) -> Tensor:
-    """Return the greatest magnitude in DTensors of one mesh, of which ranks hold parts, fp32 []: ranks meet once."""
-    own = [ops.amax(waited(weight.detach().to_local())) for weight in weights]
-    amax = own[0] if len(own) == 1 else torch.stack(own).amax()
-    if all(weight.placements == (Replicate(),) for weight in weights):
-        return amax
-    return all_max(amax, weights[0].device_mesh.get_group().group_name)
+def whole_amax(weights: Sequence[Any], *, is_part: bool = False) -> Tensor:
+    """Return the greatest magnitude in DTensors of one mesh, of which ranks hold parts, fp32 []: ranks meet once.
+
+    Args:
+        weights: on one mesh.
+        is_part: return that of the parts which are here.
+    """
+    own = [waited(_here(weight)) for weight in weights]
+    is_whole = is_part or all(weight.placements == (Replicate(),) for weight in weights)
+    group = None if is_whole else weights[0].device_mesh.get_group().group_name
+    (amax,), _ = ops.run(_greatest, (group,), own, ())
+    return amax
+
+
+def _greatest(static: tuple, parts: Sequence[Tensor], numbers: Sequence[int]) -> tuple[tuple[Tensor], None]:
+    """Return the amax that tensors have together on all ranks of a group or, of none, here; as `ops.run` wants it."""
+    own, (group,) = ops.amax_of_all([part.detach() for part in parts]), static
+    return (own if group is None else all_max(own, group),), None
