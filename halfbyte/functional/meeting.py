@@ -86,10 +86,7 @@ def _measured(one: Asked) -> Specs:
         return None, None  # it is whole, or gathered whole before it is quantized
     row, col = (
         spec
-        if spec is not None
-        and amax is None
-        and spec.format.has_amax
-        and (spec.has_tensor_amax or part.is_summed(side))
+        if spec is not None and amax is None and spec.format.has_amax and (spec.has_tensor_amax or part.is_summed(side))
         else None
         for side, (spec, amax) in enumerate(zip(given, one.amaxes, strict=True))
     )

@@ -99,11 +99,18 @@ def found_again(rank: int, world: int) -> list[str]:
             change(model.k_proj.weight), change(alone.k_proj.weight)
 
     both("q_proj")
-    each(lambda w: w.mul_(4))
+    each(lambda w: w.mul_(5))
     both("v_proj")
-    each(lambda w: (w._local_tensor if hasattr(w, "_local_tensor") else w).mul_(4))  # past the wrapper
+    each(lambda w: (w._local_tensor if hasattr(w, "_local_tensor") else w).mul_(5))  # past the wrapper
     both("k_proj")
-    each(lambda w: setattr(w, "data", w * 0.125))
+
+    def renewed(times: float) -> None:
+        for one in (model, alone):  # new parameters, to which nobody has written
+            one.k_proj.weight = nn.Parameter(one.k_proj.weight.detach() * times)
+
+    renewed(1)
+    both("q_proj")
+    renewed(7)
     both("v_proj")
     both("v_proj")
     return [problem for one in ranks.gathered(problems) for problem in one]
