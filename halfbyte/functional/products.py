@@ -121,7 +121,11 @@ def _whole(
     if own:
         found = iter(whole)
         shared = [None if amax is None else next(found) for amax in shared]
-        w_amaxes = [shared_amaxes(missing[i], shared[request.amax_of[i]]) for i in range(len(weights))]
+        known = [shared_amaxes(missing[i], shared[request.amax_of[i]]) for i in range(len(weights))]
+        w_amaxes = [
+            ops.Amaxes(*(measured if one is None else one for one, measured in zip(*pairs, strict=True)))
+            for pairs in zip(known, w_amaxes, strict=True)
+        ]
     return x_amaxes, w_amaxes
 
 
