@@ -24,7 +24,7 @@ from halfbyte.functional.request import Call
 from halfbyte.layout import from_rows
 
 
-class Places(NamedTuple):
+class Lying(NamedTuple):
     """How the tensors of a call lie on its mesh.
 
     outputs: shape and placement of each output.
@@ -43,7 +43,7 @@ class Given(NamedTuple):
 
     call: Call
     tensors: tuple[Any, ...]
-    places: Places
+    places: Lying
 
 
 def run_on_parts(given: Given, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -68,7 +68,8 @@ class PartsOfLinear(torch.autograd.Function):
         own = [_part(dy, place) for dy, place in zip(dys, wanted, strict=True)]
         _, *gradients = _gradients(ctx, *own)
         count = len(ctx.specs)
-        made = map(_as_gradient, gradients[:count], ctx.specs, ctx.places.inputs)
+        places = [(place,) for place in ctx.places.inputs]
+        made = map(_as_gradient, gradients[:count], ctx.specs, places)
         return None, *made, *gradients[count:]
 
 
@@ -87,7 +88,7 @@ def _part(dy: Any, place: Placement) -> Tensor | None:
     return dy.to_local() if torch.is_grad_enabled() else dy._local_tensor
 
 
-def as_parts(outputs: Sequence[Tensor], places: Places) -> tuple[Tensor, ...]:
+def as_parts(outputs: Sequence[Tensor], places: Lying) -> tuple[Tensor, ...]:
     """Return outputs [M, N_i] that are here as DTensors."""
     made = []
     for y, (shape, place) in zip(outputs, places.outputs, strict=True):
@@ -97,22 +98,50 @@ def as_parts(outputs: Sequence[Tensor], places: Places) -> tuple[Tensor, ...]:
     return tuple(made)
 
 
-def _as_gradient(own: Tensor | None, spec: Any, place: Placement) -> Tensor | None:
+class _Own(torch.autograd.Function):
+    """What is here of a DTensor; its gradient lies alike."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Any) -> Tensor:
+        ctx.spec = t._spec
+        ctx.set_materialize_grads(False)
+        return t._local_tensor.view_as(t._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, own: Tensor | None) -> Tensor | None:
+        return _as_gradient(own, ctx.spec, ctx.spec.placements)
+
+
+def part_here(t: Any) -> Tensor:
+    """Return what is here of a DTensor whose gradient lies alike: `to_local`, without its long way back."""
+    return _Own.apply(t) if torch.is_grad_enabled() else t.to_local()
+
+
+def _as_gradient(own: Tensor | None, spec: Any, places: tuple[Placement, ...]) -> Tensor | None:
     """Return a gradient as what it is a part of."""
     if own is None:
         return None
-    shape, strides = spec.shape, strides_of(spec.shape)
+    shape = spec.shape
+    strides = strides_of(shape) if own.is_contiguous() else _strides_like(own, shape)
     if torch.is_grad_enabled():  # with create_graph=True: what leads here has to lead on
-        return DTensor.from_local(own, spec.mesh, (place,), run_check=False, shape=shape, stride=strides)
-    if spec.placements == (place,) and spec.tensor_meta == (shape, strides, own.dtype):
+        return DTensor.from_local(own, spec.mesh, places, run_check=False, shape=shape, stride=strides)
+    if spec.placements == places and spec.tensor_meta == (shape, strides, own.dtype):
         return _wrapped(own, _copied(spec))
-    return _wrapped(own, DTensorSpec(spec.mesh, (place,), tensor_meta=TensorMeta(shape, strides, own.dtype)))
+    return _wrapped(own, DTensorSpec(spec.mesh, places, tensor_meta=TensorMeta(shape, strides, own.dtype)))
 
 
 @lru_cache(maxsize=1024)
 def strides_of(shape: torch.Size) -> tuple[int, ...]:
     """Return the strides of what lies in order."""
     return tuple([math.prod(shape[i + 1 :]) for i in range(len(shape))])
+
+
+def _strides_like(own: Tensor, shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a whole whose dimensions lie in the order of those of its part."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda i: (own.stride(i), -i)):
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)
 
 
 def _wrapped(own: Tensor, spec: DTensorSpec) -> Tensor:

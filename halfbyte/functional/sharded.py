@@ -29,7 +29,7 @@ from halfbyte.functional.foreign import PLAIN
 from halfbyte.functional.group import all_max, waited
 from halfbyte.functional.linear import Layers, prepare, run_call
 from halfbyte.functional.operands import BF16_GEMM
-from halfbyte.functional.parts import Given, Places, as_parts, run_on_parts, strides_of
+from halfbyte.functional.parts import Given, Lying, as_parts, run_on_parts, strides_of
 from halfbyte.functional.places import places_of
 from halfbyte.functional.request import Call, part_of
 from halfbyte.functional.split import LayerSplit, chunks
@@ -102,7 +102,9 @@ def outputs_of_parts(
     amaxes = of_shared_x(part, x_here, (recipe, None if places is None else places[0]), layers.x_amaxes)
     how = splits if any(splits) else None, tokens, layers.amaxes_of_parts
     call, tensors = prepare(x_here, local, recipe, out_dtype, amaxes, how)
-    made = _run(call, tensors, Places(mesh, outputs, torch.Size(lines), inputs), (x, *layers.weights, *layers.biases))
+    made: Any = _run(
+        call, tensors, Lying(mesh, outputs, torch.Size(lines), inputs), (x, *layers.weights, *layers.biases)
+    )
     if y_tokens is None or given_y is not None:
         return made
     return tuple([y.redistribute(placements=(Shard(y_tokens),)) for y in made])
@@ -121,7 +123,7 @@ def _parts(x: Any, layers: Layers, shared: Sequence[Shared], *, is_followed: boo
     return x.to_local(grad_placements=(shared[0].dx,)), layers._replace(weights=weights, biases=biases)
 
 
-def _run(call: Call | None, tensors: tuple, places: Places, inputs: tuple) -> tuple[Tensor, ...]:
+def _run(call: Call | None, tensors: tuple, places: Lying, inputs: tuple) -> tuple[Tensor, ...]:
     """Return the outputs as DTensors.
 
     Args:

@@ -56,7 +56,8 @@ class GroupAmax:
 
 def _held(layer: LinearLayer, x: Any) -> list[Tensor]:
     """Return x and the weights of a layer's group, each with the part that is here behind it."""
-    return [t for whole in (x, *[member.weight for member in layer.amax_group]) for t in (whole, whole._local_tensor)]
+    wholes: list[Any] = [x, *[member.weight for member in layer.amax_group]]
+    return [t for whole in wholes for t in (whole, whole._local_tensor)]
 
 
 def _marks(tensors: list[Tensor]) -> tuple:

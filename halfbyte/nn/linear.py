@@ -260,7 +260,8 @@ def _are_whole_groups(layers: Sequence[LinearLayer]) -> bool:
     if not layers[0].amax_group or torch.compiler.is_compiling():
         return False
     for layer in layers:
-        if not is_sharded(layer.weight) or not layer.weight.placements[0].is_shard():
+        weight: Any = layer.weight
+        if not is_sharded(weight) or not weight.placements[0].is_shard():
             return False
         if not layer.amax_group or any(member not in layers for member in layer.amax_group):
             return False
