@@ -257,7 +257,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def _are_whole_groups(layers: Sequence[LinearLayer]) -> bool:
     """Whether ranks hold parts of the weights of whole groups, so that a pass of all layers finds their amax."""
-    if not layers[0].amax_group or torch.compiler.is_compiling():
+    if type(layers[0].weight) in PLAIN or not layers[0].amax_group or torch.compiler.is_compiling():
         return False
     for layer in layers:
         weight: Any = layer.weight
@@ -295,20 +295,22 @@ def _weight_amaxes(
         first = module.amax_group[0]
         amax = next((amax for other, amax in known if other is first), None)
         if amax is None:
-            amax = _group_amax(x, module, dtype, in_parts)
+            if type(module.weight) in PLAIN:
+                _check_siblings(module)
+                amax = shared_amax(module, dtype)
+            else:
+                amax = _amax_of_sharded(x, module, dtype, in_parts)
             known.append((first, amax))
         result.append(amax)
     return result
 
 
-def _group_amax(x: Any, module: LinearLayer, dtype: torch.dtype | None, in_parts: bool) -> Tensor:
-    """Return the amax of a module's group, or of the parts that are here."""
-    if in_parts:
+def _amax_of_sharded(x: Any, module: LinearLayer, dtype: torch.dtype | None, in_parts: bool) -> Tensor:
+    """Return the amax of a module's group, of whose weights ranks hold parts, or of the parts that are here."""
+    is_kept = not in_parts and are_sharded(x, *[member.weight for member in module.amax_group])
+    if not is_kept or torch.compiler.is_compiling():
         _check_siblings(module)
-        return shared_amax(module, dtype, is_part=True)
-    if torch.compiler.is_compiling() or not are_sharded(x, *[member.weight for member in module.amax_group]):
-        _check_siblings(module)
-        return shared_amax(module, dtype)
+        return shared_amax(module, dtype, is_part=in_parts)
     first = module.amax_group[0]
     amax = None if first.group_amax is None else first.group_amax.take(module, x, dtype)
     if amax is None:
