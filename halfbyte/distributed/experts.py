@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -26,7 +27,7 @@ from halfbyte.functional.foreign import is_foreign, refuse_foreign
 from halfbyte.layout import Blocks
 from halfbyte.nn.earlier import ExpertsHere, amaxes_of_experts
 from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
-from halfbyte.ops import check_offsets
+from halfbyte.ops import check_offsets, constant
 from halfbyte.rng import GROUP_SEED_STEP, RANK_SEED_STEP, SEED_LIMIT, StreamPhilox, as_signed64
 from halfbyte.spec import NVFP4
 from halfbyte.tensor import QuantTensor
@@ -244,9 +245,13 @@ class _ShareOfGradient(torch.autograd.Function):
 
 
 def _moved(base: Tensor, by: int) -> Tensor:
-    moved = base.clone()
-    moved[0].add_(as_signed64(by % SEED_LIMIT))  # int64 wraps, as seeds do
-    return moved
+    return base + _seeds_further(as_signed64(by % SEED_LIMIT), base.shape[0], base.device)  # int64 wraps, as seeds do
+
+
+@lru_cache(maxsize=256)
+def _seeds_further(by: int, size: int, device: torch.device) -> Tensor:
+    """Return what moves a place in the random stream by a number of seeds."""
+    return constant(lambda: torch.tensor([by] + [0] * (size - 1), device=device))
 
 
 def shard_experts_(

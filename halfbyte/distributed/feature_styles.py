@@ -21,6 +21,7 @@ from halfbyte.functional import grouped_linear
 from halfbyte.functional.derivatives import first_order, refusals
 from halfbyte.functional.earlier import refuse_delayed
 from halfbyte.functional.foreign import is_foreign, refuse_foreign
+from halfbyte.functional.parts import part_here
 from halfbyte.functional.split import NAMES, LayerSplit, chunks
 from halfbyte.nn.grouped import GroupedLinear, GroupedRecipe
 from halfbyte.rng import AnyPhilox
@@ -115,7 +116,7 @@ def _bounds(borders: Sequence[int], rank: int) -> tuple[int, int]:
 
 def local_part(t: Any) -> Tensor:
     """Return what is here of a weight or a bias, whose gradient lies alike."""
-    return t.to_local(grad_placements=t.placements) if isinstance(t, DTensor) else t
+    return part_here(t) if isinstance(t, DTensor) else t
 
 
 def share_parameters_(module: nn.Module, share: Callable[[str, Tensor], Tensor]) -> None:

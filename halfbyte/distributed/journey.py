@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -79,6 +78,7 @@ class Journey:
     placed: int64 [tokens], of every row of x its place among those that are sent, or one behind them if it is not;
         None: as picked.
     order: int64, of every row that is here its place among those that were received.
+    back: int64, of every row that was received its place among those that are here.
     offsets: int32, cumulative ends of the groups of experts that are here.
     dropped: int64 [], tokens of this rank beyond the capacity; None without one.
     """
@@ -90,13 +90,9 @@ class Journey:
     picked: Tensor | None
     placed: Tensor | None
     order: Tensor
+    back: Tensor
     offsets: Tensor
     dropped: Tensor | None
-
-    @cached_property
-    def back(self) -> Tensor:
-        """int64: of every row that was received, its place among those that are here."""
-        return self.order.argsort()
 
     def to_experts(self, t: Tensor) -> Tensor:
         """Return rows of this rank's tokens [tokens, ...] as rows of the experts that are here."""
@@ -127,54 +123,80 @@ def journey(ranks: Holders, offsets: Tensor, tokens: int, capacity: int | None) 
             host has to know.
     """
     ends = offsets.long()
-    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-    if capacity is None:
-        return _as_counted(ranks, sizes, tokens)
-    return _within_capacity(ranks, sizes, tokens, capacity)
+    missing = ranks.world * ranks.each - ranks.experts
+    if missing:
+        ends = torch.cat((ends, ends[-1:].expand(missing)))
+    ends = ends.view(ranks.world, ranks.each)
+    return _as_counted(ranks, ends, tokens) if capacity is None else _within_capacity(ranks, ends, tokens, capacity)
 
 
-def _as_counted(ranks: Holders, sizes: Tensor, tokens: int) -> Journey:
-    received = ranks.exchange(sizes, [ranks.here] * ranks.world, ranks.counts).view(ranks.world, ranks.here)
-    to_ranks = _of_ranks(ranks, sizes).sum(1)
-    counted = torch.cat((to_ranks, received.sum(1))).tolist()  # the one time that the host waits
+def _as_counted(ranks: Holders, ends: Tensor, tokens: int) -> Journey:
+    """Return how all tokens travel; `ends` of groups are [world, each]."""
+    starts = _starts(ends)
+    received = _exchanged(ranks, ends - starts[:, None])
+    offsets, places = _sorted(received)
+    sizes = received.diff(dim=1, prepend=received.new_zeros(ranks.world, 1))
+    come = sizes.sum(1)
+    places = (places - (come.cumsum(0) - come)[:, None]).flatten()  # of a row among those of all ranks
+    counted = torch.cat((ends[:, -1] - starts, come)).tolist()  # the one time that the host waits
     sent, came = counted[: ranks.world], counted[ranks.world :]
     if min(counted) < 0 or sum(sent) > tokens:
         raise ValueError(f"offsets: they end at {sum(sent)} of {tokens} tokens; give the cumulative ends of the groups")
-    experts = torch.arange(ranks.here, device=sizes.device).repeat(ranks.world)
-    of_rows = experts.repeat_interleave(received.flatten(), output_size=sum(came))
-    order = of_rows.argsort(stable=True)
-    return Journey(ranks, tokens, sent, came, None, None, order, _ends(received), None)
+    rows = torch.arange(sum(came), device=ends.device)
+    back = places.repeat_interleave(sizes.flatten(), output_size=sum(came)).add_(rows)
+    return Journey(ranks, tokens, sent, came, None, None, _inverse(back, rows), back, offsets, None)
 
 
-def _within_capacity(ranks: Holders, sizes: Tensor, tokens: int, capacity: int) -> Journey:
-    by_rank = _of_ranks(ranks, sizes)
-    kept = by_rank.cumsum(1).clamp(max=capacity).diff(dim=1, prepend=by_rank.new_zeros(ranks.world, 1))
-    parts = [row[:count] for row, count in zip(kept, ranks.counts, strict=True)]
-    received = ranks.exchange(torch.cat(parts), [ranks.here] * ranks.world, ranks.counts)
-    received = received.view(ranks.world, ranks.here)
-    all_to, kept_to = by_rank.sum(1), kept.sum(1)
-    place = torch.arange(capacity, device=sizes.device)
-    starts = all_to.cumsum(0) - all_to
-    picked = torch.where(place < kept_to[:, None], starts[:, None] + place, tokens).flatten()
-    row = torch.arange(tokens, device=sizes.device)
-    rank = (row[:, None] >= all_to.cumsum(0)).sum(1)  # `world` for padding
-    within = row - torch.cat((starts, starts.new_zeros(1)))[rank]
-    is_sent = (rank < ranks.world) & (within < capacity)
-    placed = torch.where(is_sent, rank * capacity + within, ranks.world * capacity)
-    # Of every row that comes its expert; `here` for zeros, which sort behind the last group.
-    of_rows = (place[None, :, None] >= received.cumsum(1)[:, None, :]).sum(2).flatten()
-    order, rows = of_rows.argsort(stable=True), [capacity] * ranks.world
-    return Journey(ranks, tokens, rows, rows, picked, placed, order, _ends(received), (all_to - kept_to).sum())
+def _within_capacity(ranks: Holders, ends: Tensor, tokens: int, capacity: int) -> Journey:
+    """Return how at most `capacity` tokens travel from each rank to each; `ends` of groups are [world, each]."""
+    starts, rows = _starts(ends), torch.arange(ranks.world * capacity, device=ends.device)
+    kept = (ends - starts[:, None]).clamp(max=capacity)
+    received = _exchanged(ranks, kept)
+    place, leaving = rows[:capacity], kept[:, -1]
+    picked = torch.where(place < leaving[:, None], starts[:, None] + place, tokens).flatten()
+    placed = ends.new_full((tokens + 1,), ranks.world * capacity).scatter_(0, picked, rows)[:tokens]
+    # Of every row that comes its expert; behind the last one zeros, as if they were one expert's more.
+    groups = torch.cat((received, received.new_full((ranks.world, 1), capacity)), 1)
+    of_rows = torch.searchsorted(groups, place.expand(ranks.world, -1).contiguous(), right=True)
+    offsets, places = _sorted(groups)
+    back = (places.gather(1, of_rows) + place).flatten()
+    sizes = [capacity] * ranks.world
+    dropped = ends[-1, -1] - leaving.sum()
+    order = _inverse(back, rows)
+    return Journey(ranks, tokens, sizes, sizes, picked, placed, order, back, offsets[: ranks.here], dropped)
 
 
-def _of_ranks(ranks: Holders, sizes: Tensor) -> Tensor:
-    """Return the sizes of groups as [world, each], zeros for experts that there are not."""
-    missing = ranks.world * ranks.each - ranks.experts
-    return torch.cat((sizes, sizes.new_zeros(missing))).view(ranks.world, ranks.each)
+def _starts(ends: Tensor) -> Tensor:
+    """Return where the rows for each rank begin, int64 [world]."""
+    return torch.cat((ends.new_zeros(1), ends[:-1, -1]))
 
 
-def _ends(received: Tensor) -> Tensor:
-    return received.sum(0).cumsum(0).to(torch.int32)
+def _exchanged(ranks: Holders, ends: Tensor) -> Tensor:
+    """Return of each rank the cumulative ends, int64 [world, here], of its groups for the experts that are here."""
+    counts = ranks.counts
+    leaving = ends if min(counts) == ranks.each else torch.cat([row[:n] for row, n in zip(ends, counts, strict=True)])
+    return ranks.exchange(leaving.flatten(), [ranks.here] * ranks.world, counts).view(ranks.world, ranks.here)
+
+
+def _sorted(ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how rows lie that come sorted by rank, then by group, once they are sorted by group, then by rank.
+
+    Args:
+        ends: int64 [world, groups], of each rank the cumulative ends of its rows.
+
+    Returns:
+        int32 [groups], the cumulative ends of the groups; and int64 [world, groups], what to add to the place of a row
+        among those of its rank.
+    """
+    until = ends.cumsum(0)
+    places, behind = until - ends, until[-1] - until
+    places[:, 1:] += behind[:, :-1]  # of the group before, what later ranks have
+    return until[-1].to(torch.int32), places
+
+
+def _inverse(back: Tensor, rows: Tensor) -> Tensor:
+    """Return where each of `rows`, which are 0, 1, …, lies in a permutation of them."""
+    return torch.empty_like(back).scatter_(0, back, rows)
 
 
 class Travel(torch.autograd.Function):

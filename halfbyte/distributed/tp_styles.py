@@ -41,7 +41,7 @@ class _Entry:
             x = DTensor.from_local(x, self.mesh, (place,), run_check=False)
         elif x.placements != (place,):
             x = x.redistribute(placements=(place,))
-        read, recipe = gather(x, layers, call), layers[0].recipe
+        read, recipe = gather(x, layers, call, in_pass=True), layers[0].recipe
         if recipe.specs:
             outputs: Any = run_parts(x, read, recipe, None, self.y_dim)
         else:

@@ -157,6 +157,7 @@ class Layers(NamedTuple):
     """Linear layers that read one input: lists of one entry per layer, and the rng of `linear_shared`.
 
     dy_amaxes, x_amaxes: what layers do with amaxes of earlier steps of their gradients; and of an x that ranks share.
+    amaxes_of_parts: weight_amaxes are those of the parts that are here; the ranks meet for them in the pass.
     """
 
     weights: list
@@ -167,6 +168,7 @@ class Layers(NamedTuple):
     rng: AnyPhilox | Sequence[AnyPhilox] | None
     dy_amaxes: Sequence[GradientAmaxes | None] = ()
     x_amaxes: GradientAmaxes | None = None
+    amaxes_of_parts: bool = False
 
 
 def outputs_of(
@@ -241,13 +243,13 @@ def prepare(
     recipe: Recipe,
     out_dtype: torch.dtype | None,
     x_amaxes: ops.Amaxes | None,
-    shared: tuple[tuple[LayerSplit | None, ...] | None, Tokens | None] = (None, None),
+    shared: tuple[tuple[LayerSplit | None, ...] | None, Tokens | None, bool] = (None, None, False),
 ) -> tuple[Call | None, tuple]:
     """Return the static part of a call and its tensors: x first, as `_SharedLinear` takes them; no frozen weight.
 
     Returns None and (x, *weights, *biases) where everything stays in high precision.
     """
-    weights, biases, amaxes, grads, cached, rng, dy_amaxes, _ = layers
+    weights, biases, amaxes, grads, cached, rng, dy_amaxes, *_ = layers
     n = len(weights)
     dtype, is_frozen = autocast_dtype(x.device), [False] * n
     for i, w in enumerate(weights):

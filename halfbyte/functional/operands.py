@@ -70,18 +70,28 @@ def both(
     )
 
 
+def missing_specs(specs: tuple[Spec | None, Spec | None], cached: tuple) -> tuple[Spec | None, Spec | None]:
+    """Return the specs of a weight's operands that were not quantized before."""
+    row, col = (spec if operand is None else None for spec, operand in zip(specs, cached, strict=True))
+    return row, col
+
+
+def shared_amaxes(specs: tuple[Spec | None, Spec | None], amax: Tensor | None) -> ops.Amaxes:
+    """Return an amax that sibling weights share where operands take it."""
+    return ops.Amaxes(*(amax if takes_amax(spec) else None for spec in specs))
+
+
 def weight_operands(
     w: Tensor,
     specs: tuple[Spec | None, Spec | None],
     cached: tuple,
     place: Place,
-    amax: Tensor | None,
+    amaxes: ops.Amaxes,
     make: Callable[..., tuple[Any, Any]] = both,
 ) -> tuple[ops.Operand | Tensor, ops.Operand | Tensor]:
     """Return w and w.T as GEMM operands: those that were quantized before, and the others that `make` makes now."""
-    missing = [spec if operand is None else None for spec, operand in zip(specs, cached, strict=True)]
-    amaxes = ops.Amaxes(*(amax if takes_amax(spec) else None for spec in missing))
-    now = make(w, missing[0], missing[1], place, amaxes) if missing != [None, None] or make is not both else (w, w.T)
+    missing = missing_specs(specs, cached)
+    now = make(w, missing[0], missing[1], place, amaxes) if missing != (None, None) or make is not both else (w, w.T)
     row, col = (operand if kept is None else kept for kept, operand in zip(cached, now, strict=True))
     return row, col
 

@@ -12,13 +12,16 @@ from halfbyte.functional.channels import Apart, kept_for_backward, outliers_apar
 from halfbyte.functional.frozen import frozen_right
 from halfbyte.functional.group import waited
 from halfbyte.functional.mean import bias_with_mean, both_with_sum, both_without_mean
+from halfbyte.functional.meeting import Asked, whole_amaxes
 from halfbyte.functional.operands import (
     BF16_GEMM,
     Place,
     add_dx,
     for_all,
     gradient_specs,
+    missing_specs,
     right_operand,
+    shared_amaxes,
     weight_gradient,
     weight_operands,
 )
@@ -56,23 +59,26 @@ def multiply(
     x_col_spec = wgrad.b if keep_x and not dequantized else None
     is_transient = not dequantized and recipe.channels is None
     place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (is_transient, False))
+    needed = fprop.b, dgrad.b if need_dx and not dequantized else None
+    w_places = [Place(draw, signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (is_transient, False)) for draw in draws]
+    x_amaxes = ops.Amaxes(*tensors[5 * n + 1 : 5 * n + 3])
+    w_amaxes = [shared_amaxes(missing_specs(needed, cached[i]), amaxes[request.amax_of[i]]) for i in range(n)]
+    if request.splits is not None or request.tokens is not None:
+        of_x = Asked(request.part(0, "MK"), x_MK, (fprop.a, x_col_spec), place, x_amaxes)
+        x_amaxes, w_amaxes = _whole(request, of_x, (weights, amaxes), (needed, cached, w_places))
     mean, apart = None, Apart()
     if recipe.splits_mean:
         row, col, mean = both_without_mean(x_MK, (fprop.a, x_col_spec), place, request.maker(0, "MK"))
     elif recipe.channels is not None and recipe.channels.kind == "mxfp8":
         row, col, apart = outliers_apart(x_MK, recipe.channels, (fprop.a, x_col_spec), place)
     else:
-        amaxes_of_x = ops.Amaxes(*tensors[5 * n + 1 : 5 * n + 3])
-        row, col = request.maker(0, "MK")(x_MK, fprop.a, x_col_spec, place, amaxes_of_x)
+        row, col = request.maker(0, "MK")(x_MK, fprop.a, x_col_spec, place, x_amaxes)
     kept_x = (row if dequantized else col) if keep_x else None
     row, outputs, kept_w = sent(request.tokens, "x", row, 0), [], []
     for i, w in enumerate(weights):
-        needed = fprop.b, dgrad.b if need_dx and not dequantized else None
-        place = Place(draws[i], signs, W, (FPROP_SIGNS, DGRAD_SIGNS), (is_transient, False))
         w_row, w_col = cached[i]
-        if w is not None and not (request.cached[i].is_frozen or request.cached[i].is_late):
-            amax, make = amaxes[request.amax_of[i]], request.maker(i, "NK")
-            w_row, w_col = weight_operands(w, needed, cached[i], place, amax, make)
+        if _is_quantized(request, i, w):
+            w_row, w_col = weight_operands(w, needed, cached[i], w_places[i], w_amaxes[i], request.maker(i, "NK"))
         bias = biases[i] if request.adds_bias(i) else None
         if mean is not None and fprop.a is not None:
             bias = bias_with_mean(bias, mean, w_row if w is None else w, x.dtype)
@@ -82,6 +88,45 @@ def multiply(
         is_fprops = dequantized or request.cached[i].is_frozen
         kept_w.append((w_row if is_fprops else w_col) if need_dx else None)
     return outputs, [kept_x, *kept_w, mean if x_col_spec else None, *kept_for_backward(apart)]
+
+
+def _is_quantized(request: Request, index: int, w: Tensor | None) -> bool:
+    """Whether a forward makes operands of a weight."""
+    return w is not None and not (request.cached[index].is_frozen or request.cached[index].is_late)
+
+
+def _whole(
+    request: Request, of_x: Asked, of_w: tuple[Sequence[Any], Sequence[Any]], how: tuple
+) -> tuple[ops.Amaxes, list]:
+    """Return the amaxes of x and of each weight of which ranks hold parts, as far as they have to meet for them.
+
+    Args:
+        of_x: how x is quantized.
+        of_w: the weights, and the amaxes that siblings share.
+        how: the specs of a weight's operands, then for each weight those that it has, and its place.
+
+    Returns:
+        Those of x, and a pair for each weight.
+    """
+    (weights, shared), (specs, cached, places), asked = of_w, how, [of_x]
+    if request.recipe.splits_mean:  # what is left of x is quantized
+        asked = [of_x._replace(part=None)]
+    missing = [missing_specs(specs, one) for one in cached]
+    for i, w in enumerate(weights):
+        part = request.part(i, "NK") if _is_quantized(request, i, w) else None
+        known = shared_amaxes(missing[i], shared[request.amax_of[i]])
+        asked.append(Asked(part, of_x.t if w is None else w, missing[i], places[i], known))
+    own = [amax for amax in shared if amax is not None] if request.amaxes_of_parts else []
+    (x_amaxes, *w_amaxes), whole = whole_amaxes(asked, own)
+    if own:
+        found = iter(whole)
+        shared = [None if amax is None else next(found) for amax in shared]
+        known = [shared_amaxes(missing[i], shared[request.amax_of[i]]) for i in range(len(weights))]
+        w_amaxes = [
+            ops.Amaxes(*(measured if one is None else one for one, measured in zip(*pairs, strict=True)))
+            for pairs in zip(known, w_amaxes, strict=True)
+        ]
+    return x_amaxes, w_amaxes
 
 
 def _product(request: Request, x: tuple, w: tuple, bias: Tensor | None) -> Tensor:
@@ -117,20 +162,19 @@ def gradients_of(
     dx: Tensor | None = None
     dws: list[Tensor | None] = [None] * n
     dbs: list[Tensor | None] = [None] * n
-    used = [i for i, dy in enumerate(dys) if dy is not None]
     tokens, dequantized = request.tokens, request.recipe.backward == "dequantized"
     x_right, x_col = None, sent(tokens, "x", x_col, 0 if dequantized else 1)
-    for i, dy in enumerate(dys):
-        if dy is None:
-            continue
-        dy_MN = waited(dy).reshape(matrix_shape(dy.shape))
-        row_spec, col_spec = gradient_specs(request.recipe, need_dx, need_dw[i])
-        place = Place(draws[i], signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
+    matrices = {i: waited(dy).reshape(matrix_shape(dy.shape)) for i, dy in enumerate(dys) if dy is not None}
+    asked = {i: _asked_of_dy(request, i, dy_MN, (draws[i], signs, amaxes[i], needs)) for i, dy_MN in matrices.items()}
+    last = max(matrices, default=-1)
+    dy_amaxes = dict(zip(asked, whole_amaxes(list(asked.values()))[0], strict=True))
+    for i, dy_MN in matrices.items():
+        (row_spec, col_spec), place = asked[i].specs, asked[i].place
         outer, make = None, request.maker(i, "MN")
         if mean is None or not need_dw[i]:
-            row, col = make(dy_MN, row_spec, col_spec, place, amaxes[i])
+            row, col = make(dy_MN, row_spec, col_spec, place, dy_amaxes[i])
         else:
-            row, col, s_N = both_with_sum(dy_MN, (row_spec, col_spec), place, amaxes[i], make)
+            row, col, s_N = both_with_sum(dy_MN, (row_spec, col_spec), place, dy_amaxes[i], make)
             outer = s_N, mean
         row, col = sent(tokens, "y", row if need_dx else None, 0), sent(tokens, "y", col if need_dw[i] else None, 1)
         if need_dx:
@@ -140,17 +184,29 @@ def gradients_of(
             else:
                 make = request.maker(i, "NK", moved=True)
                 right = right_operand(w_cols[i], request.recipe, dgrad.b, place, x_dtype, make)
-            dx = add_dx(dx, received(row), right, last=i == used[-1], dtype=x_dtype)
-            dx = added(tokens, "x", dx) if i == used[-1] else dx
+            dx = add_dx(dx, received(row), right, last=i == last, dtype=x_dtype)
+            dx = added(tokens, "x", dx) if i == last else dx
         if need_dw[i]:
             if x_right is None:
                 place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
                 make = request.maker(0, "MK", moved=True)
                 right = right_operand(received(x_col), request.recipe, wgrad.b, place, x_dtype, make)
-                x_right = for_all(right, sum(need_dw[j] for j in used))
+                x_right = for_all(right, sum(need_dw[j] for j in matrices))
             dw = weight_gradient(received(col), x_right, (x_dtype, w_dtypes[i]), main_grads[i], outer)
             dws[i] = with_outliers(dw, dy_MN, (index, x_I), x_dtype, main_grads[i])
         if need_db[i]:
             s_N = token_sum(tokens, dy_MN) if outer is None else outer[0]
             dbs[i] = s_N.to(b_dtypes[i])
     return (dx if dx is None or tokens is None else arrived_sum(dx)), *dws, *dbs
+
+
+def _asked_of_dy(request: Request, index: int, dy_MN: Tensor, how: tuple) -> Asked:
+    """Return how the gradient of one output is quantized.
+
+    Args:
+        how: where the layer draws, where the signs of all are drawn, known amaxes, and what needs gradients.
+    """
+    draw, signs, amaxes, needs = how
+    specs = gradient_specs(request.recipe, needs[0], needs[1 + index])
+    place = Place(draw, signs, DY, (DGRAD_SIGNS, WGRAD_SIGNS), (True, True))
+    return Asked(request.part(index, "MN"), dy_MN, specs, place, amaxes)

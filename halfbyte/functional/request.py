@@ -32,6 +32,7 @@ class Request:
     cached: for every weight, which operands of it come along quantized.
     splits: for every weight, how ranks share the layer; None where no rank shares anything.
     tokens: how ranks share the tokens of x or of y, which travel as codes; None where each has all or sums its own.
+    amaxes_of_parts: the shared amaxes of weights are those of the parts that are here.
     """
 
     recipe: Recipe
@@ -44,6 +45,7 @@ class Request:
     cached: tuple[Layout, ...]
     splits: tuple[LayerSplit | None, ...] | None = None
     tokens: Tokens | None = None
+    amaxes_of_parts: bool = False
 
     def __hash__(self) -> int:
         return self._hash

@@ -23,13 +23,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from halfbyte import ops
+from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.earlier import of_shared_x
 from halfbyte.functional.foreign import PLAIN
 from halfbyte.functional.group import all_max, waited
 from halfbyte.functional.linear import Layers, prepare, run_call
 from halfbyte.functional.operands import BF16_GEMM
+from halfbyte.functional.parts import Given, Lying, as_parts, run_on_parts, strides_of
 from halfbyte.functional.places import places_of
-from halfbyte.functional.request import part_of
+from halfbyte.functional.request import Call, part_of
 from halfbyte.functional.split import LayerSplit, chunks
 from halfbyte.functional.tokens import Tokens, block_problem
 from halfbyte.ops.backends import warn_once
@@ -84,30 +86,62 @@ def outputs_of_parts(
         x = x.redistribute(placements=(Replicate(),))
         shared = [one._replace(dx=Partial()) for one in shared]
     splits = tuple([_split(one.dim, x, w, recipe) for one, w in zip(shared, layers.weights, strict=True)])
-    local = layers._replace(
-        weights=[w.to_local(grad_placements=(one.dw,)) for one, w in zip(shared, layers.weights, strict=True)],
-        biases=[
-            None if bias is None else bias.to_local(grad_placements=(one.db,))
-            for one, bias in zip(shared, layers.biases, strict=True)
-        ],
-    )
-    x_here = x.to_local(grad_placements=(shared[0].dx,))
-    places, part = places_of(layers.rng, len(splits), recipe), part_of(splits[0], tokens, "MK")
-    amaxes = of_shared_x(part, x_here, (recipe, None if places is None else places[0]), layers.x_amaxes)
-    call, tensors = prepare(x_here, local, recipe, out_dtype, amaxes, (splits if any(splits) else None, tokens))
     given_y = Shard(y_tokens) if tokens is not None and tokens.of == "y" and y_tokens is not None else None
+    x_here, local = _parts(x, layers, shared, is_followed=not recipe.specs or autocast_dtype(x.device) is not None)
     lines = list(x_here.shape if tokens is None or tokens.of == "y" else x.shape)
     if tokens is not None and given_y is not None:
         lines[given_y.dim] //= tokens.world
-    outputs = run_call(call, tensors, torch.Size(lines), len(local.weights))
-    made = []
-    for y, w, one in zip(outputs, layers.weights, shared, strict=True):
-        shape = torch.Size((*x.shape[:-1], w.shape[0]))
-        stride = tuple([math.prod(shape[i + 1 :]) for i in range(len(shape))])
-        place = given_y or (Shard(last) if one.y == Shard(-1) else one.y)
-        part = DTensor.from_local(y, mesh, (place,), run_check=False, shape=shape, stride=stride)
-        made.append(part if y_tokens is None else part.redistribute(placements=(Shard(y_tokens),)))
-    return tuple(made)
+    outputs = tuple(
+        [
+            (torch.Size((*x.shape[:-1], w.shape[0])), given_y or (Shard(last) if one.y == Shard(-1) else one.y))
+            for w, one in zip(layers.weights, shared, strict=True)
+        ]
+    )
+    inputs = shared[0].dx, *[one.dw for one in shared], *[one.db for one in shared]
+    places, part = places_of(layers.rng, len(splits), recipe), part_of(splits[0], tokens, "MK")
+    amaxes = of_shared_x(part, x_here, (recipe, None if places is None else places[0]), layers.x_amaxes)
+    how = splits if any(splits) else None, tokens, layers.amaxes_of_parts
+    call, tensors = prepare(x_here, local, recipe, out_dtype, amaxes, how)
+    made: Any = _run(
+        call, tensors, Lying(mesh, outputs, torch.Size(lines), inputs), (x, *layers.weights, *layers.biases)
+    )
+    if y_tokens is None or given_y is not None:
+        return made
+    return tuple([y.redistribute(placements=(Shard(y_tokens),)) for y in made])
+
+
+def _parts(x: Any, layers: Layers, shared: Sequence[Shared], *, is_followed: bool) -> tuple[Tensor, Layers]:
+    """Return what is here of x and of layers; autograd follows it where torch is to cast or multiply it."""
+    if not is_followed:
+        here = [[None if t is None else waited(_here(t)) for t in ts] for ts in (layers.weights, layers.biases)]
+        return waited(_here(x)), layers._replace(weights=here[0], biases=here[1])
+    weights = [w.to_local(grad_placements=(one.dw,)) for one, w in zip(shared, layers.weights, strict=True)]
+    biases = [
+        None if bias is None else bias.to_local(grad_placements=(one.db,))
+        for one, bias in zip(shared, layers.biases, strict=True)
+    ]
+    return x.to_local(grad_placements=(shared[0].dx,)), layers._replace(weights=weights, biases=biases)
+
+
+def _run(call: Call | None, tensors: tuple, places: Lying, inputs: tuple) -> tuple[Tensor, ...]:
+    """Return the outputs as DTensors.
+
+    Args:
+        call, tensors: what `prepare` returned.
+        places: of all tensors.
+        inputs: x, weights and biases as DTensors.
+    """
+    if call is not None and call.request.save and autocast_dtype(tensors[0].device) is None:
+        return run_on_parts(Given(call, tensors, places), inputs)
+    outputs = run_call(call, tensors, places.lines, len(places.outputs))
+    if not torch.is_grad_enabled():
+        return as_parts(outputs, places)
+    return tuple(
+        [
+            DTensor.from_local(y, places.mesh, (place,), run_check=False, shape=shape, stride=strides_of(shape))
+            for y, (shape, place) in zip(outputs, places.outputs, strict=True)
+        ]
+    )
 
 
 def _has_tokens_in_parts(x: Any, shared: Shared) -> bool:
@@ -227,10 +261,21 @@ def _refuse_unsupported(layers: Layers, recipe: Recipe, shared: list[Shared]) ->
         )
 
 
-def whole_amax(weights: Sequence[Any]) -> Tensor:
-    """Return the greatest magnitude in DTensors of one mesh, of which ranks hold parts, fp32 []: ranks meet once."""
-    own = [ops.amax(waited(weight.detach().to_local())) for weight in weights]
-    amax = own[0] if len(own) == 1 else torch.stack(own).amax()
-    if all(weight.placements == (Replicate(),) for weight in weights):
-        return amax
-    return all_max(amax, weights[0].device_mesh.get_group().group_name)
+def whole_amax(weights: Sequence[Any], *, is_part: bool = False) -> Tensor:
+    """Return the greatest magnitude in DTensors of one mesh, of which ranks hold parts, fp32 []: ranks meet once.
+
+    Args:
+        weights: on one mesh.
+        is_part: return that of the parts which are here.
+    """
+    own = [waited(_here(weight)) for weight in weights]
+    is_whole = is_part or all(weight.placements == (Replicate(),) for weight in weights)
+    group = None if is_whole else weights[0].device_mesh.get_group().group_name
+    (amax,), _ = ops.run(_greatest, (group,), own, ())
+    return amax
+
+
+def _greatest(static: tuple, parts: Sequence[Tensor], numbers: Sequence[int]) -> tuple[tuple[Tensor], None]:
+    """Return the amax that tensors have together on all ranks of a group or, of none, here; as `ops.run` wants it."""
+    own, (group,) = ops.amax_of_all([part.detach() for part in parts]), static
+    return (own if group is None else all_max(own, group),), None

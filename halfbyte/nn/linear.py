@@ -15,6 +15,7 @@ from halfbyte.functional.foreign import PLAIN, are_sharded, is_sharded, refuse_f
 from halfbyte.functional.linear import Layers, outputs_of
 from halfbyte.functional.weights import CachedWeight, weight_specs
 from halfbyte.nn.earlier import Found, amaxes_of_shared_x, amaxes_of_x, gradient_amaxes, note_found
+from halfbyte.nn.group_amax import GroupAmax
 from halfbyte.nn.streams import FollowsRecipe, check_run_number
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
@@ -56,6 +57,7 @@ class LinearLayer(FollowsRecipe):
     def adopt(self, recipe: Recipe | str, state: RunState | None) -> None:
         super().adopt(recipe, state)
         self.amax_group: tuple[LinearLayer, ...] = ()
+        self.group_amax: GroupAmax | None = None
 
 
 class Linear(LinearLayer, nn.Linear):
@@ -171,7 +173,7 @@ def run_shared(x: Tensor, layers: Sequence[LinearLayer], call: int, x_amaxes: op
     if instead is not None:
         outputs = instead(x, layers, call, x_amaxes)
     else:
-        outputs = outputs_of(x, gather(x, layers, call), layers[0].recipe, None, x_amaxes)
+        outputs = outputs_of(x, gather(x, layers, call, in_pass=True), layers[0].recipe, None, x_amaxes)
     note_found(found)
     return outputs
 
@@ -184,8 +186,13 @@ def stand_in(layers: Sequence[Any]) -> Callable[..., Any] | None:
     return None
 
 
-def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
-    """Return what the functions of linear layers take of modules that read x."""
+def gather(x: Tensor, layers: Sequence[LinearLayer], call: int, *, in_pass: bool = False) -> Layers:
+    """Return what the functions of linear layers take of modules that read x.
+
+    Args:
+        x, layers, call: of the forward.
+        in_pass: ranks that hold parts of all siblings of a group may meet for its amax in the pass that follows.
+    """
     for layer in layers:
         if layer.before_use is not None and not torch.compiler.is_compiling():
             layer.before_use()
@@ -203,15 +210,17 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int) -> Layers:
         None if layer.weight_cache is None else layer.cached_weight(weight)
         for layer, weight in zip(layers, weights, strict=True)
     ]
+    in_pass = in_pass and _are_whole_groups(layers)
     return Layers(
         weights=weights,
         biases=biases,
-        weight_amaxes=_weight_amaxes(x, layers, cached),
+        weight_amaxes=_weight_amaxes(x, layers, cached, in_pass),
         main_grads=grads,
         cached_weights=cached,
         rng=[place for place in places if place is not None] or None,
         dy_amaxes=[None if layer.amaxes is None else gradient_amaxes(x, layer) for layer in layers],
         x_amaxes=None if layers[0].amaxes is None else amaxes_of_shared_x(x, layers),
+        amaxes_of_parts=in_pass,
     )
 
 
@@ -247,10 +256,30 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(hooks) or "forward" in vars(module)
 
 
+def _are_whole_groups(layers: Sequence[LinearLayer]) -> bool:
+    """Whether ranks hold parts of the weights of whole groups, so that a pass of all layers finds their amax."""
+    if type(layers[0].weight) in PLAIN or not layers[0].amax_group or torch.compiler.is_compiling():
+        return False
+    for layer in layers:
+        weight: Any = layer.weight
+        if not is_sharded(weight) or not weight.placements[0].is_shard():
+            return False
+        if not layer.amax_group or any(member not in layers for member in layer.amax_group):
+            return False
+    return True
+
+
 def _weight_amaxes(
-    x: Tensor, modules: Sequence[LinearLayer], cached_weights: Sequence[CachedWeight | None]
+    x: Tensor,
+    modules: Sequence[LinearLayer],
+    cached_weights: Sequence[CachedWeight | None],
+    in_parts: bool,
 ) -> list[Tensor | None]:
-    """Return each module's shared weight amax, computed once per group and where nothing is cached."""
+    """Return each module's shared weight amax, computed once per group and where nothing is cached.
+
+    Args:
+        in_parts: ranks meet later, so what is wanted is the amax of the parts that are here.
+    """
     if not [module for module in modules if module.amax_group]:
         return [None] * len(modules)
     dtype = autocast_dtype(x.device)
@@ -267,11 +296,29 @@ def _weight_amaxes(
         first = module.amax_group[0]
         amax = next((amax for other, amax in known if other is first), None)
         if amax is None:
-            _check_siblings(module)
-            amax = shared_amax(module, dtype)
+            if type(module.weight) in PLAIN:
+                _check_siblings(module)
+                amax = shared_amax(module, dtype)
+            else:
+                amax = _amax_of_sharded(x, module, dtype, in_parts)
             known.append((first, amax))
         result.append(amax)
     return result
+
+
+def _amax_of_sharded(x: Any, module: LinearLayer, dtype: torch.dtype | None, in_parts: bool) -> Tensor:
+    """Return the amax of a module's group, of whose weights ranks hold parts, or of the parts that are here."""
+    is_kept = not in_parts and are_sharded(x, *[member.weight for member in module.amax_group])
+    if not is_kept or torch.compiler.is_compiling():
+        _check_siblings(module)
+        return shared_amax(module, dtype, is_part=in_parts)
+    first = module.amax_group[0]
+    amax = None if first.group_amax is None else first.group_amax.take(module, x, dtype)
+    if amax is None:
+        _check_siblings(module)
+        amax = shared_amax(module, dtype)
+        first.group_amax = GroupAmax(module, x, dtype, amax) if GroupAmax.is_told(module, x) else None
+    return amax
 
 
 def _check_siblings(module: LinearLayer) -> None:
@@ -307,12 +354,13 @@ def _is_held_alike(theirs: Any, ours: Any) -> bool:
     return is_sharded(ours) and theirs.device_mesh == ours.device_mesh
 
 
-def shared_amax(module: LinearLayer, dtype: torch.dtype | None) -> Tensor:
+def shared_amax(module: LinearLayer, dtype: torch.dtype | None, *, is_part: bool = False) -> Tensor:
     """Return the greatest magnitude in the weights of `module.amax_group`, fp32 [].
 
     Args:
         module: one of the group.
         dtype: that the weights are rounded to, None for their own.
+        is_part: of weights of which ranks hold parts, that of the parts which are here.
     """
     weights = [member.weight for member in module.amax_group]
     if PLAIN.issuperset(map(type, weights)):
@@ -322,8 +370,8 @@ def shared_amax(module: LinearLayer, dtype: torch.dtype | None) -> Tensor:
         if in_parts:
             from halfbyte.functional.sharded import whole_amax
 
-            amaxes.append(whole_amax(in_parts))
-        amax = torch.stack(amaxes).amax()
+            amaxes.append(whole_amax(in_parts, is_part=is_part))
+        amax = amaxes[0] if len(amaxes) == 1 else torch.stack(amaxes).amax()
     # Rounding is monotone: the rounded maximum is the maximum of the rounded weights.
     return amax if dtype is None else amax.to(dtype).float()
 

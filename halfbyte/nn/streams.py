@@ -58,6 +58,7 @@ def _unless_moved(parameters: dict[str, Any], fn: Callable[[Tensor], Tensor]) ->
 _OWN = (
     *("_recipe", "_shift", "_stale", "_stream", "amax_group", "amaxes", "before_use", "called", "entry", "instead"),
     *(
+        "group_amax",
         "kept",
         "ledger",
         "places",

@@ -1,0 +1,78 @@
+"""How tokens travel to their experts: places that are worked out, beside those that sorting finds."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte.distributed.journey import Holders, Journey, journey
+
+
+def journeys(world: int, offsets: list[torch.Tensor], tokens: int, capacity: int | None) -> list[Journey]:
+    """Return the journeys of ranks, each a thread that hands the others its rows."""
+    box: dict[int, Any] = {}
+    barrier, made = threading.Barrier(world, timeout=30), [None] * world
+
+    class Ranks(Holders):
+        def exchange(self, t, received, sent):
+            box[self.rank] = t.split(sent)
+            barrier.wait()
+            found = torch.cat([box[rank][self.rank] for rank in range(self.world)])
+            barrier.wait()
+            return found
+
+    def run(rank: int) -> None:
+        ranks = Ranks(experts=len(offsets[0]), world=world, rank=rank, group="")
+        made[rank] = journey(ranks, offsets[rank], tokens, capacity)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+def sorted_rows(world: int, offsets: list[torch.Tensor], each: int, capacity: int | None) -> list[list[tuple]]:
+    """Return for each rank (expert, from rank, row there) of what arrives, sorted by these; None for rows of zeros."""
+    found = []
+    for here in range(world):
+        rows: list[tuple] = []
+        for rank, ends in enumerate(offsets):
+            starts = [0, *ends.tolist()[:-1]]
+            mine = range(min(here * each, len(starts)), min((here + 1) * each, len(starts)))
+            own = [(e, rank, row) for e in mine for row in range(starts[e], int(ends[e]))]
+            rows += own if capacity is None else own[:capacity]
+        found.append(sorted(rows))
+    return found
+
+
+@pytest.mark.parametrize("capacity", [None, 1, 5, 64])
+@pytest.mark.parametrize(("world", "experts"), [(1, 3), (2, 8), (3, 7), (4, 2)])
+def test_rows_lie_as_sorting_lays_them(world, experts, capacity):
+    draw, tokens, each = random.Random(world * 10 + experts), 40, -(-experts // world)
+    offsets = [torch.tensor(sorted(draw.randrange(tokens) for _ in range(experts))).int() for _ in range(world)]
+    made = journeys(world, offsets, tokens, capacity)
+    leaving = []
+    for rank, how in enumerate(made):
+        rows = torch.arange(tokens) if how.picked is None else torch.cat((torch.arange(tokens), torch.tensor([-1])))
+        chosen = rows[: sum(how.sent)] if how.picked is None else rows[how.picked]
+        leaving.append([[(rank, row) for row in part.tolist()] for part in chosen.split(how.sent)])
+    wanted = sorted_rows(world, offsets, each, capacity)
+    for here, how in enumerate(made):
+        came = [row for rank in range(world) for row in leaving[rank][here]]
+        assert how.order.dtype == how.back.dtype == torch.int64 and how.offsets.dtype == torch.int32
+        assert [came[i] for i in how.order.tolist()][: len(wanted[here])] == [row[1:] for row in wanted[here]]
+        assert all(came[i][1] == -1 for i in how.order.tolist()[len(wanted[here]) :])
+        assert how.order[how.back].tolist() == list(range(len(came)))
+        first = min(here * each, experts)
+        ends = [sum(row[0] <= e for row in wanted[here]) for e in range(first, min(first + each, experts))]
+        assert how.offsets.tolist() == ends
+        if how.placed is not None and how.picked is not None:
+            sent = [place for place in how.placed.tolist() if place < world * (capacity or 0)]
+            assert [int(how.picked[place]) for place in sent] == sorted(set(how.picked.tolist()) - {tokens})
+            assert how.dropped == int(offsets[here][-1]) - len(sent)
