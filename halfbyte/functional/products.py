@@ -166,7 +166,7 @@ def gradients_of(
     x_right, x_col = None, sent(tokens, "x", x_col, 0 if dequantized else 1)
     matrices = {i: waited(dy).reshape(matrix_shape(dy.shape)) for i, dy in enumerate(dys) if dy is not None}
     asked = {i: _asked_of_dy(request, i, dy_MN, (draws[i], signs, amaxes[i], needs)) for i, dy_MN in matrices.items()}
-    last = max(matrices, default=-1)
+    used = list(matrices)
     dy_amaxes = dict(zip(asked, whole_amaxes(list(asked.values()))[0], strict=True))
     for i, dy_MN in matrices.items():
         (row_spec, col_spec), place = asked[i].specs, asked[i].place
@@ -184,8 +184,8 @@ def gradients_of(
             else:
                 make = request.maker(i, "NK", moved=True)
                 right = right_operand(w_cols[i], request.recipe, dgrad.b, place, x_dtype, make)
-            dx = add_dx(dx, received(row), right, last=i == last, dtype=x_dtype)
-            dx = added(tokens, "x", dx) if i == last else dx
+            dx = add_dx(dx, received(row), right, last=i == used[-1], dtype=x_dtype)
+            dx = added(tokens, "x", dx) if i == used[-1] else dx
         if need_dw[i]:
             if x_right is None:
                 place = Place(draws[0], signs, X, (FPROP_SIGNS, WGRAD_SIGNS), (False, True))
