@@ -1,8 +1,11 @@
 """Settings that every test needs before torch and Triton are imported."""
 
+import datetime
 import importlib.util
 import os
 
+import pytest
+import sampling
 import torch
 
 if not torch.cuda.is_available():
@@ -22,3 +25,13 @@ if importlib.util.find_spec("hypothesis"):  # tests/gpu runs on machines without
 
     hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50, database=None)
     hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser):
+    today = datetime.datetime.now(datetime.UTC).date()
+    parser.addoption("--day", default=today.isoformat(), help="whose draw from the families in sampled.txt to run")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    sampling.mark(items, config.getoption("--day"))

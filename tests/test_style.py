@@ -6,8 +6,9 @@ A rule is a function from a parsed file to its offences; `RULES` lists them, `BR
 import ast
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -76,16 +77,22 @@ UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True)
+class Source:
     path: str
     text: str
     tree: ast.Module
 
-    @property
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
     def functions(self) -> list[Function]:
-        return [node for node in ast.walk(self.tree) if isinstance(node, Function)]
+        return [node for node in self.nodes if isinstance(node, Function)]
 
 
+@lru_cache(maxsize=None)
 def read(path: Path) -> Source:
     text = path.read_text(encoding="utf-8")
     return Source(path.relative_to(ROOT).as_posix(), text, ast.parse(text))
@@ -123,7 +130,7 @@ def function_size(source: Source) -> Iterator[str]:
 
 def op_bodies(source: Source) -> set[str]:
     """Return the functions that ops are defined with: they take what the schema says."""
-    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "op"]
+    calls = [node for node in source.nodes if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "op"]
     return {ast.unparse(argument) for call in calls for argument in call.args[1:]}
 
 
@@ -162,7 +169,7 @@ def negative_names(source: Source) -> Iterator[str]:
 def environment(source: Source) -> Iterator[str]:
     if source.path == HOME_OF_THE_LAUNCHER:
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"):
             yield f"line {node.lineno}: {ast.unparse(node)}: configuration is an argument"
         if isinstance(node, ast.ImportFrom) and node.module == "os":
@@ -184,14 +191,14 @@ def passed_through(source: Source) -> Iterator[str]:
 def scattered_numbers(source: Source) -> Iterator[str]:
     if source.path == HOME_OF_NUMBERS:
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         is_number = isinstance(node, ast.Constant) and type(node.value) in (int, float)
         if is_number and node.value in NUMBERS_WITH_ONE_HOME:
             yield f"line {node.lineno}: {node.value}: import it from {HOME_OF_NUMBERS}"
 
 
 def global_statements(source: Source) -> Iterator[str]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Global):
             yield f"line {node.lineno}: global {', '.join(node.names)}: pass a value instead"
 
@@ -211,7 +218,7 @@ def unfinished(source: Source) -> Iterator[str]:
     for number, line in enumerate(source.text.splitlines(), 1):
         if UNFINISHED.search(line):
             yield f"line {number}: {line.strip()}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Raise) and node.exc is not None and "NotImplementedError" in ast.unparse(node.exc):
             yield f"line {node.lineno}: {ast.unparse(node)}: refuse with a remedy, or build it"
 
@@ -222,7 +229,7 @@ def untold_launches(source: Source) -> Iterator[str]:
         named, kinds = function.name.endswith("_kernel"), decorators(function)
         if is_kernel(function) and named == ("triton.jit" in kinds):
             yield f"{function.name}: launched kernels are called …_kernel and are of launch.jit, others of triton.jit"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         is_launch = isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
         if is_launch and "/kernels/" in source.path and not ast.unparse(node.func.value).endswith("_kernel"):
             yield f"line {node.lineno}: {ast.unparse(node.func.value)}[…](…): name what is launched …_kernel"
@@ -238,7 +245,7 @@ def choices_outside_routes(source: Source) -> Iterator[str]:
     """A kernel is chosen in a table of a route file; elsewhere only what a choice says tells launches apart."""
     if "/kernels/" not in source.path or source.path.endswith("route.py"):
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("Candidate", "Choice"):
             yield f"line {node.lineno}: {ast.unparse(node.func)}(…): candidates and choices are made in route files"
     for function in source.functions:
@@ -281,7 +288,7 @@ def format_questions(sources: list[Source]) -> list[str]:
     """Return where a spec's class is asked for: mostly `spec.format` and its properties say what is wanted."""
     found = []
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             is_question = isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
             if is_question and re.search(r"\b(NVFP4|MXFP8)\b", ast.unparse(node.args[1])):
                 found.append(f"{source.path}: line {node.lineno}")
