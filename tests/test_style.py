@@ -7,7 +7,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -92,7 +92,7 @@ class Source:
         return [node for node in self.nodes if isinstance(node, Function)]
 
 
-@lru_cache(maxsize=None)
+@cache
 def read(path: Path) -> Source:
     text = path.read_text(encoding="utf-8")
     return Source(path.relative_to(ROOT).as_posix(), text, ast.parse(text))
