@@ -34,7 +34,8 @@ def places_of(rng: AnyPhilox | Sequence[AnyPhilox] | None, n: int, recipe: Recip
 
 def at_stream(draw: Draw | None, stream: int) -> Draw | None:
     """Return the draw `stream` streams further; of None, None."""
-    return None if draw is None else draw._replace(stream=draw.stream + stream)
+    # No _replace: compiled by torch 2.11, what it makes cannot leave the graph.
+    return None if draw is None else Draw(draw.base, draw.stream + stream, draw.first_block, draw.blocks_per_row)
 
 
 def sign_place(draw: Draw | None) -> Draw | None:

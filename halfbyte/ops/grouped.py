@@ -65,6 +65,10 @@ def emulates(device: torch.device) -> bool:
     return choose(device, None) == TRITON
 
 
+# What torch.compiler.assume_constant_result sets, without importing the compiler: tracing cannot follow the answer.
+emulates._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def grouped_quantize_row_col(
     x: Tensor, offsets: EndsOfGroups | None, row: Side | None, col: Side | None, backend: str | None = None
 ) -> tuple[Blocks | None, Blocks | None]:

@@ -52,7 +52,7 @@ from halfbyte.train.signals import Interrupts
 
 __all__ = ["CHECKPOINTS", "Trainer", "clear", "finished", "identity", "train"]
 EARLY = 8
-"""At most after so many steps the clock is read, so that a run of a few has a pace beside that of what happens once."""
+"""A run of more steps reads the clock after so many or a third: a pace beside that of what happens once."""
 HELD_OUT_SEED = 0
 """Validation takes the same held-out sequences in every run, whatever its seed."""
 
@@ -215,7 +215,8 @@ class Trainer:
 
     def _steps(self, log: Log | Silent, display: progress.Progress) -> History:
         run, history = self.config.run, History()
-        start, early = time.perf_counter(), self.step + min(EARLY, (self.config.optim.steps - self.step) // 3)
+        start, left = time.perf_counter(), self.config.optim.steps - self.step
+        early = self.step + min(EARLY, left // 3) if left > EARLY else None
         while self.step < self.config.optim.steps and not history.diverged:
             switch.look_at_noise(self, log)
             self._follow_schedule(log)

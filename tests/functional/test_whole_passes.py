@@ -142,5 +142,20 @@ def test_traced_code_does_not_ask_which_backend_runs(recipe, monkeypatch):
         assert torch.equal(a, b)
 
 
+def test_nor_does_traced_code_of_experts(monkeypatch):
+    torch._dynamo.reset()
+    asked = grouped.choose
+
+    def choose(*given):
+        torch._dynamo.graph_break()
+        return asked(*given)
+
+    monkeypatch.setattr(grouped, "choose", choose)
+    layer = hb.nn.GroupedLinear(2, K, 48, recipe="nvfp4", state=hb.RunState(0))
+    x, ends = torch.randn(18, K, requires_grad=True), torch.tensor([7, 18], dtype=torch.int32)
+    expected = layer(x, ends)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x, ends), expected)
+
+
 def test_selective_checkpointing_keeps_what_a_pass_made():
     assert {op.default for op in (linear._FORWARD, activation._FORWARD)} <= set(hb.selective_checkpoint_ops())
