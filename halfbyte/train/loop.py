@@ -228,9 +228,8 @@ class Trainer:
             if not is_due and self.step != early:
                 continue
             steps_read = len(history.pending)
-            history.flush(
-                log, self.config.data.tokens_per_step, self.ranks
-            )  # waits for the device, then the clock is right
+            # Waits for the device, then the clock is right.
+            history.flush(log, self.config.data.tokens_per_step, self.ranks)
             self.parallel.log_dropped(self.model, log, self.step, self.ranks)
             now = time.perf_counter()
             self.seconds += now - start
