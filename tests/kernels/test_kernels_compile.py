@@ -5,6 +5,7 @@ compiles them.
 """
 
 import ast
+import datetime
 import json
 import os
 import subprocess
@@ -207,6 +208,18 @@ def test_a_sample_has_every_kernel_on_every_target():
         assert len({(r.launch.name, r.tuned) for r in several}) == 6
     assert [r.target.ptx for r in record.sample(found, 40)[12:]] == [True] * 28
     assert chosen == record.sample(found, 20) != record.sample(found, 20, seed=1)
+
+
+def test_two_days_compile_the_sample_and_each_every_kernel():
+    targets = ("sm_80", "sm_90", "gfx950")
+    found = [one(name, target, True) for name in "abc" for target in targets] + [one("d", "sm_90", True)]
+    days = [record.of_the_day(found, datetime.date(2026, 12, day)) for day in (30, 31)]
+    assert {id(r) for half in days for r in half} == {id(r) for r in found}
+    for half in days:
+        assert {r.launch.name for r in half} == set("abcd")
+        assert {r.target.name for r in half} == set(targets)
+        assert len(half) < 7
+    assert [r for r in days[0] if r in days[1]] == found[-1:], "a kernel of one launch is compiled every day"
 
 
 def test_failures_are_counted(monkeypatch, capsys):
