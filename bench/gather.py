@@ -43,9 +43,10 @@ from halfbyte.train.parallel import cross_entropy, local, prefetch_
 VOCABULARY = 32_000
 WARM_UP, TIMED, TRACED = 3, 12, 3
 CHUNK = 25
-Way = Literal["codes", "shared", "bf16"]
+Way = Literal["codes", "shared", "bf16", "compiled"]
 WAYS: tuple[Way, ...] = ("codes", "bf16")
-"""What gives the same bits; "shared" is codes, with embedding and head that ranks share (`--head shared`)."""
+"""What gives the same bits; "shared" is codes, with embedding and head that ranks share (`--head shared`), "compiled"
+bf16's gather of blocks that torch.compile compiled (`--compiled`): what `halfbyte train` runs where no codes travel."""
 
 
 class Trainer:
@@ -56,10 +57,18 @@ class Trainer:
         way: how its weights are gathered.
         tokens: sequences and their length on every rank.
         ahead: how many blocks are gathered before the forward of one is launched, beside its own.
+        is_fused: whether layers are fused with norms and activations, as in `halfbyte train` on a GPU.
     """
 
     def __init__(
-        self, config: models.ModelConfig, way: Way, tokens: tuple[int, int], device: torch.device, ahead: int = 1
+        self,
+        config: models.ModelConfig,
+        way: Way,
+        tokens: tuple[int, int],
+        device: torch.device,
+        ahead: int = 1,
+        *,
+        is_fused: bool = False,
     ) -> None:
         torch.manual_seed(0)
         with device:
@@ -70,6 +79,11 @@ class Trainer:
         keep = hb.Keep(names=("lm_head",), last_fraction=0)
         self.state = hb.RunState(0).to(device)
         hb.quantize_(self.model, "nvfp4", state=self.state, keep=keep)
+        if is_fused:
+            hb.nn.fuse_(self.model)
+        if way == "compiled":
+            for block in self.model.layers:
+                block.compile(fullgraph=True)
         hb.distributed.place_ranks_(self.model)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -81,7 +95,7 @@ class Trainer:
             ignored = hb.distributed.shard_embedding_(self.model, mesh, **options).params
         fully_shard(self.model, mesh=mesh, mp_policy=policy, ignored_params=ignored)
         prefetch_(self.model.layers, ahead)
-        self.gather = None if way == "bf16" else hb.distributed.fsdp_gather_nvfp4_(self.model)
+        self.gather = None if way in ("bf16", "compiled") else hb.distributed.fsdp_gather_nvfp4_(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self.tokens, self.device, self.vocabulary = tokens, device, config.vocab_size
         self.count = 0
@@ -178,11 +192,12 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def measure(
-    config: models.ModelConfig, way: Way, tokens: tuple[int, int], device: torch.device, ahead: int = 1
+    config: models.ModelConfig, way: Way, device: torch.device, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return traffic, times and memory of one model and way in one round."""
     begun = time.perf_counter()
-    trainer = Trainer(config, way, tokens, device, ahead)
+    is_fused = options.blocks == "fused"
+    trainer = Trainer(config, way, tuple(options.tokens), device, options.prefetch, is_fused=is_fused)
     for _ in range(WARM_UP):
         trainer.step()
     synchronize(device)
@@ -273,7 +288,7 @@ def in_turn(
     for number in range(options.rounds):
         for way in ways:
             at = time.perf_counter()
-            rounds[way].append(measure(config, way, tuple(options.tokens), device, options.prefetch))
+            rounds[way].append(measure(config, way, device, options))
             took[way] += time.perf_counter() - at
             say({"way": way, "round": number, **rounds[way][-1]})
     return {way: merged(rounds[way]) | {"took_s": round(took[way], 1)} for way in ways}
@@ -383,11 +398,11 @@ UNITS = {"gathered_bytes": 1e6, "spread": 1e-2}
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """Return the measured steps as a table, and what was compared bit for bit below it."""
-    rows = [f"{'model':<10}{'layers':>6} {'way':<6}" + "".join(f"{title:>14}" for title in COLUMNS.values())]
+    rows = [f"{'model':<10}{'layers':>6} {'way':<9}" + "".join(f"{title:>14}" for title in COLUMNS.values())]
     for line in lines:
         if line["case"] == "gather/step":
             values = [line.get(name, math.nan) / UNITS.get(name, 1) for name in COLUMNS]
-            start_of_row = f"{line['model']:<10}{line['layers']:>6} {line['way']:<6}"
+            start_of_row = f"{line['model']:<10}{line['layers']:>6} {line['way']:<9}"
             rows.append(start_of_row + "".join(f"{value:>14,.2f}" for value in values))
     for line in lines:
         if line["case"] == "gather/bitwise":
@@ -408,6 +423,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--prefetch", type=int, default=1, help="blocks gathered before the one whose forward runs")
     parser.add_argument("--rounds", type=int, default=2, help="how often the ways are measured, in turn")
     parser.add_argument("--head", choices=("gathered", "shared"), default="gathered", help="shared: a third way")
+    parser.add_argument("--blocks", choices=("plain", "fused"), default="fused", help="whether layers are fused")
+    parser.add_argument("--compiled", action="store_true", help="one more way: bf16's gather of compiled blocks")
     parser.add_argument("--bitwise", metavar="PRESET")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--bitwise-tokens", nargs=2, type=int, default=[2, 256])
@@ -429,7 +446,8 @@ def main(arguments: list[str]) -> int:
         about = {"case": "gather/step", "model": name, "layers": config.layers, "tokens": options.tokens}
         about["vocabulary"] = config.vocab_size
         ways: tuple[Way, ...] = WAYS if options.head == "gathered" else (WAYS[0], "shared", *WAYS[1:])
-        about |= {"world": dist.get_world_size(), "ahead": options.prefetch}
+        ways = (*ways, "compiled") if options.compiled else ways
+        about |= {"world": dist.get_world_size(), "ahead": options.prefetch, "blocks": options.blocks}
         of_model = [
             {**about, "way": way, **outcome} for way, outcome in in_turn(config, ways, device, options, say).items()
         ]
