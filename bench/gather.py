@@ -191,9 +191,7 @@ def counted() -> Iterator[dict[str, int]]:
             setattr(dist, name, function)
 
 
-def measure(
-    config: models.ModelConfig, way: Way, device: torch.device, options: argparse.Namespace
-) -> dict[str, Any]:
+def measure(config: models.ModelConfig, way: Way, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     """Return traffic, times and memory of one model and way in one round."""
     begun = time.perf_counter()
     is_fused = options.blocks == "fused"

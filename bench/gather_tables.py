@@ -8,14 +8,20 @@ from types import MappingProxyType
 from bench.markdown import percent, rows
 from bench.records import Record
 
-WAYS = {"codes": "codes", "bf16": "bf16", "shared": "codes; embedding and head shared"}
+WAYS = {
+    "codes": "codes",
+    "bf16": "bf16",
+    "shared": "codes; embedding and head shared",
+    "compiled": "bf16, blocks compiled",
+}
 
 
 def _title(record: Record) -> str:
     v = record.values
     gpus = f"{v['world']} {str(record.run['device']).split()[1]}s"
     tokens = f"{v['tokens'][0] * v['tokens'][1]:,} tokens a rank"
-    return f"{v['model']}, {v['layers']} blocks, {v['parameters'] / 1e6:,.0f}M parameters, {gpus}, {tokens}"
+    blocks = "fused blocks" if v.get("blocks") == "fused" else "blocks"
+    return f"{v['model']}, {v['layers']} {blocks}, {v['parameters'] / 1e6:,.0f}M parameters, {gpus}, {tokens}"
 
 
 def steps(records: Sequence[Record]) -> str:

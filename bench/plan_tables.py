@@ -173,8 +173,8 @@ def _of_gather(record: Record) -> Compared:
         sequences=values["tokens"][0],
         sequence=values["tokens"][1],
         sharding="fsdp",
-        gather="bf16" if way == "bf16" else "nvfp4",
-        kernels="eager",
+        gather="bf16" if way in ("bf16", "compiled") else "nvfp4",
+        kernels="compiled" if way == "compiled" or values.get("blocks") == "fused" else "eager",
         high_precision_blocks=0.0,
         head="shared" if way == "shared" else "gathered",
     )

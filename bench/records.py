@@ -75,7 +75,7 @@ def _key(line: dict[str, Any]) -> Key:
     if "shape" in line:
         return line["case"], tuple(line["shape"])
     default = 32_000 if line["case"] == "zero/step" else None  # of all files before it was recorded
-    own = ("model", "world", "weights", "tied", "tokens", "layers", "way", "recipe", "has_capacity")
+    own = ("model", "world", "weights", "tied", "tokens", "layers", "way", "blocks", "recipe", "has_capacity")
     return line["case"], (line.get("vocabulary", default), *(_frozen(line.get(name)) for name in own))
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from halfbyte.plan import calibration
 from halfbyte.plan.calibration import Constant
 from halfbyte.plan.job import Job
+from halfbyte.plan.seconds import host_seconds
 
 ROOM = 0.92
 """Of a GPU's memory for tensors: the rest is CUDA's context, NCCL's buffers and what the allocator cannot fill."""
 
 UNMEASURED = {
-    "fsdp": "FSDP2 that gathers bf16",
-    "gather": "its 4-bit gather (docs/fsdp2.md)",
     "tp": "tensor parallelism (docs/tensor_parallel.md)",
-    "head": "a head that ranks share (docs/fsdp2.md)",
     "ep": "expert parallelism (docs/expert_parallel.md)",
 }
 MISSING = {"experts": "a 4-bit gather of experts that ranks share"}
@@ -27,10 +25,7 @@ def missing(job: Job) -> tuple[str, ...]:
 
 def unmeasured(job: Job) -> tuple[str, ...]:
     """Return what the run needs that halfbyte has and no record is of."""
-    fsdp = job.sharding == "fsdp"
-    needs = {"fsdp": fsdp, "gather": fsdp and job.gather == "nvfp4", "tp": job.mesh.tp > 1}
-    needs["head"] = job.head == "shared"
-    needs["ep"] = job.mesh.ep > 1
+    needs = {"tp": job.mesh.tp > 1, "ep": job.mesh.ep > 1}
     return tuple(UNMEASURED[name] for name, is_needed in needs.items() if is_needed)
 
 
@@ -69,7 +64,14 @@ def assumptions(job: Job) -> tuple[str, ...]:
         lines.append("Every expert gets equally many tokens; experts run op by op.")
     if job.mesh.gpus > 1:
         lines.append("Collectives take bandwidth and no latency, and slow no kernel that runs beside them.")
-    lines.append("The GPU always has work queued: small models without a CUDA graph wait for their host instead.")
+    launches = host_seconds(job)
+    if launches:
+        lines.append(
+            f"A host like those measured launches a step in {launches * 1e3:,.0f} ms, which other hosts may halve or "
+            "double; the GPU waits where that is longer than its work."
+        )
+    else:
+        lines.append("The GPU always has work queued: small models without a CUDA graph wait for their host instead.")
     for name, constant in constants().items():
         since = f"{constant.record}, {constant.date}" if constant.record else "not measured"
         lines.append(f"{name} = {constant.value:g}: {constant.means} ({since}).")

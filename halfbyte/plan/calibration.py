@@ -31,6 +31,7 @@ class Constant:
 
 STEPS, KERNELS = "20261121T214910-1b13719473", "20261121T184154-b024189928"
 EXPERTS, SHARDED = "20261121T235123-a45ff07e79", "20261121T153223-f5ecbed4af"
+FSDP2, MIXTURES = "20261127T060438-4e0f5ff", "20261126T234745-5e86971"
 ASSUMED = ""
 
 BF16_SHARE = Constant(0.8078, STEPS, "of the dense bf16 peak, GEMM of 8192 x 8192 x 8192; fp8, fp4 of theirs: assumed")
@@ -43,3 +44,11 @@ ATTENTION_SHARE = Constant(0.35, ASSUMED, "of the dense bf16 peak in causal atte
 NETWORK_SHARE = Constant(0.8, ASSUMED, "of the network adapter's rate in collectives between nodes: assumed")
 EAGER_TRAFFIC = Constant(1.6, ASSUMED, "bytes between GEMMs op by op, of those compiled: counted for 1b, not timed")
 STEP_SHARE = Constant(0.864, STEPS, "of a step (train/1b, bf16) that the above explains; rest: clocks under load, gaps")
+HOST_CODES = Constant(
+    12.5e-3, FSDP2, "seconds of the host for a block under FSDP2 that gathers codes (1b and 300m, 2 H100s)"
+)
+HOST_VALUES = Constant(11.3e-3, FSDP2, "the same where it gathers bf16, eager (1b and 300m)")
+HOST_COMPILED = Constant(9.6e-3, FSDP2, "the same, blocks compiled (300m)")
+HOST_EXPERTS = Constant(
+    6.6e-3, MIXTURES, "seconds of the host for a block of experts, eager, bf16 (moe-60m and moe-300m)"
+)

@@ -5,13 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfbyte.plan import work as works
-from halfbyte.plan.calibration import ATTENTION_SHARE, BF16_SHARE, COPY_SHARE, GROUP_RAMP, STEP_SHARE, STOCHASTIC, TAIL
+from halfbyte.plan.calibration import (
+    ATTENTION_SHARE,
+    BF16_SHARE,
+    COPY_SHARE,
+    GROUP_RAMP,
+    HOST_CODES,
+    HOST_COMPILED,
+    HOST_EXPERTS,
+    HOST_VALUES,
+    STEP_SHARE,
+    STOCHASTIC,
+    TAIL,
+)
 from halfbyte.plan.hardware import H200, Hardware
 from halfbyte.plan.job import Job
 from halfbyte.plan.traffic import Collective
 from halfbyte.plan.work import Work
 
 EXPOSED = "exposed communication"
+HOST = "waiting for the host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +106,7 @@ def step(job: Job, collectives: tuple[Collective, ...]) -> PlannedStep:
         for key, value in spent.items():
             seconds[key] = seconds.get(key, 0.0) + value
     seconds[EXPOSED] = exposed(job, collectives, busy)
+    seconds[HOST] = max(0.0, host_seconds(job) - sum(seconds.values()))
     total = Work()
     for part in work.values():
         total.add(part)
@@ -102,6 +116,18 @@ def step(job: Job, collectives: tuple[Collective, ...]) -> PlannedStep:
     flops["bf16"] = flops.get("bf16", 0.0) + total.attention
     useful = 6 * job.step_tokens * (job.architecture.active_parameters - _words(job)) / job.mesh.gpus
     return PlannedStep(seconds=seconds, flops=flops, useful=useful + _attention(job))
+
+
+def host_seconds(job: Job) -> float:
+    """Return the seconds in which a host launches a step; 0 where CUDA graphs or whole compiled steps leave it ahead."""
+    if job.sharding == "fsdp":
+        own = HOST_COMPILED if job.kernels == "compiled" else HOST_VALUES
+        block = HOST_CODES if job.gather == "nvfp4" else own
+    elif job.architecture.has_experts:
+        block = HOST_EXPERTS
+    else:
+        return 0.0
+    return block.value * job.architecture.layers * job.accumulate
 
 
 def _words(job: Job) -> int:

@@ -17,7 +17,7 @@ def cases(path: Path) -> tuple[str, list[str]]:
     """Return when a file was measured and its cases: all of a line that is no figure of time."""
     head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     names = ("case", "shape", "model", "world", "weights", "tied", "tokens", "vocabulary")
-    names += ("way", "recipe", "has_capacity")
+    names += ("way", "blocks", "recipe", "has_capacity")
     return head["run"]["time"], [json.dumps([line.get(name) for name in names]) for line in lines]
 
 

@@ -49,7 +49,7 @@ def test_plans_are_near_every_measured_step():
     assert len(runs) >= 36 and all(abs(c.memory_gap or 0.0) <= plan_tables.MEMORY_BAR for c in runs)
     missed = [c for c in runs if abs(c.time_gap) > plan_tables.TIME_BAR]
     busy = {(c.what, c.stamp) for c in missed if (c.waiting or 0.0) <= WAITED * c.seconds}
-    assert busy <= LATE_HOST and len(missed) <= len(runs) / 5
+    assert busy <= LATE_HOST and len(missed) <= len(runs) / 9
     fitted = [c for c in runs if c.what == "train/1b, bf16, 1 GPU" and c.stamp == STEP_SHARE.record]
     assert all(abs(c.time_gap) < 0.005 for c in fitted)  # the one step that a constant is taken from
 

@@ -54,6 +54,44 @@ def test_every_constant_is_what_its_record_says():
     assert c.NVLINK_SHARE.value == pytest.approx(received / gather["gather_ms"] * 1e3 / 450e9, rel=1e-2)
 
 
+def step_ms(stamp: str, model: str, way: str) -> float:
+    return next(
+        r.values["step_ms"]
+        for r in RECORDS
+        if r.stamp == stamp and (r.values["model"], r.values["way"]) == (model, way)
+    )
+
+
+def test_what_a_host_takes_is_what_steps_took_that_no_kernel_paced():
+    c = calibration
+    layers = {"1b": 16, "300m": 21}
+    for constant, way in ((c.HOST_CODES, "codes"), (c.HOST_VALUES, "bf16")):
+        blocks = [step_ms(constant.record, model, way) / count for model, count in layers.items()]
+        assert constant.value * 1e3 == pytest.approx(sum(blocks) / 2, rel=0.01)
+    compiled = step_ms(c.HOST_COMPILED.record, "300m", "compiled")
+    assert c.HOST_COMPILED.value * 1e3 == pytest.approx(compiled / 21, rel=0.01)
+    experts = [
+        measured(c.HOST_EXPERTS.record, f"steps/{model}", (8, 2048))["bf16_us"] / 1e6 / count
+        for model, count in (("moe-60m", 7), ("moe-300m", 12))
+    ]
+    assert c.HOST_EXPERTS.value == pytest.approx(sum(experts) / 2, rel=0.01)
+
+
+def test_a_small_model_waits_for_its_host_and_a_large_one_does_not():
+    sharded = {"gpus": 2, "mesh": "dp_shard=2", "sequences": 4, "sequence": 2048, "sharding": "fsdp"}
+    small = plan(PlanRequest(model="300m", gather="nvfp4", **sharded))
+    assert small.step.total == pytest.approx(21 * 12.5e-3) and small.step.seconds[seconds.HOST] > 0.15
+    twice = plan(PlanRequest(model="300m", gather="nvfp4", accumulate=2, **sharded))
+    assert twice.step.total == pytest.approx(2 * small.step.total)
+    eager = plan(PlanRequest(model="300m", gather="bf16", kernels="eager", **sharded))
+    compiled = plan(PlanRequest(model="300m", gather="bf16", **sharded))
+    assert eager.step.total == pytest.approx(21 * 11.3e-3) and compiled.step.total == pytest.approx(21 * 9.6e-3)
+    large = plan(PlanRequest(model="8b", **(sharded | {"gpus": 8, "mesh": "dp_shard=8"})))
+    assert large.step.seconds[seconds.HOST] == 0 and large.step.total > 32 * 12.5e-3
+    alone = plan(PlanRequest(model="60m", gpus=1, mesh="dp_shard=1", sequences=1, sequence=512))
+    assert alone.step.seconds[seconds.HOST] == 0
+
+
 def test_the_share_of_a_step_is_that_of_the_bf16_step_it_is_fitted_to():
     values = measured(calibration.STEP_SHARE.record, "train/1b", (8, 2048))
     job = plan(PlanRequest(**SMALL, recipe="bf16", holds_logits=True)).job
