@@ -119,7 +119,7 @@ def step(job: Job, collectives: tuple[Collective, ...]) -> PlannedStep:
 
 
 def host_seconds(job: Job) -> float:
-    """Return the seconds in which a host launches a step; 0 where CUDA graphs or whole compiled steps leave it ahead."""
+    """Return the seconds in which a host launches a step; 0 where graphs or whole compiled steps leave it ahead."""
     if job.sharding == "fsdp":
         own = HOST_COMPILED if job.kernels == "compiled" else HOST_VALUES
         block = HOST_CODES if job.gather == "nvfp4" else own
