@@ -30,7 +30,8 @@ class LeagueRow:
         gap: mean of the gaps in percent, None without a loss or a baseline.
         half: half the width of the gap's interval, None where nothing says how gaps scatter.
         place: in the order of gaps, from 1; rows that the intervals do not tell apart share the first one's.
-        speed, memory: tokens per second and peak memory relative to the baseline's.
+        speed, memory: tokens per second and peak memory relative to the baseline's; None, of speed, where no run of the
+            baseline with that seed was on the same kind of device.
         four_bit: share of the FLOPs of the blocks' linear layers whose operands are both NVFP4, over the whole run.
         diverged: how many of the runs did.
     """
@@ -175,7 +176,7 @@ def _row(
         gap=sum(gaps) / len(gaps) if whole and gaps else None,
         half=half,
         place=None,
-        speed=_relative(results, recipe, base, speed),
+        speed=_relative(results, recipe, base, speed, alike=_devices),
         memory=_relative(results, recipe, base, _peak),
         four_bit=share,
         diverged=len(losses) - len(finite),
@@ -186,14 +187,23 @@ def _peak(result: dict) -> float:
     return result["peak_memory_bytes"]
 
 
+def _devices(result: dict) -> set[str]:
+    return {place.get("device", "") for place in result.get("environments", [])}
+
+
 def _relative(
-    results: Mapping[tuple[str, int], dict], recipe: str, base: str, figure: Callable[[dict], float]
+    results: Mapping[tuple[str, int], dict],
+    recipe: str,
+    base: str,
+    figure: Callable[[dict], float],
+    alike: Callable[[dict], object] = lambda _: None,
 ) -> float | None:
-    pairs = [
-        (figure(results[key]), figure(results[base, key[1]]))
-        for key in results
-        if key[0] == recipe and (base, key[1]) in results
+    beside = [
+        (result, results[base, seed])
+        for (name, seed), result in results.items()
+        if name == recipe and (base, seed) in results
     ]
+    pairs = [(figure(own), figure(other)) for own, other in beside if alike(own) == alike(other)]
     ratios = [own / other for own, other in pairs if other]
     return sum(ratios) / len(ratios) if ratios else None
 
@@ -231,6 +241,9 @@ def league_table(found: League) -> str:
         lines.append("| " + " | ".join((*cells, *ratios, f"{100 * row.four_bit:.0f} %")) + " |")
     missing = [f"`{row.recipe}`" for row in found.rows if not row.seeds]
     said = [f"Not trained yet: {', '.join(missing)}."] if missing else []
+    elsewhere = [f"`{row.recipe}`" for row in found.rows if row.memory is not None and row.speed is None]
+    if elsewhere:
+        said.append(f"Trained on another device than {base}, so that speeds do not compare: {', '.join(elsewhere)}.")
     return "\n".join((*lines, "", *said, intervals_in_words(found)))
 
 

@@ -94,6 +94,32 @@ def test_rows_that_intervals_do_not_tell_apart_share_a_place():
     assert "| 2 | `rl` | 3 |" in text and "6 degrees of freedom" in text
 
 
+def test_speeds_of_different_devices_are_not_compared():
+    def on(device, loss, tokens):
+        return result(loss, tokens) | {"environments": [{"step": 0, "device": device}]}
+
+    results = {
+        ("bf16", 0): on("NVIDIA H200", 3.0, 100.0),
+        ("bf16", 1): on("NVIDIA H100", 3.0, 60.0),
+        ("nvfp4", 0): on("NVIDIA H200", 3.03, 80.0),
+        ("mxfp8", 0): on("NVIDIA H100", 3.01, 54.0),
+        ("rl", 0): on("NVIDIA H100", 3.02, 30.0),
+        ("rl", 1): on("NVIDIA H100", 3.02, 45.0),
+    }
+    names = ("bf16", "nvfp4", "mxfp8", "rl", "row_scaled")
+    found = league.league(results, list(names), dict.fromkeys(names, 0.5))
+    assert {row.recipe: row.speed for row in found.rows} == {
+        "bf16": 1.0,
+        "nvfp4": pytest.approx(0.8),
+        "mxfp8": None,
+        "rl": pytest.approx(0.75),  # of the seed that both trained there
+        "row_scaled": None,
+    }
+    text = league.league_table(found)
+    assert "Trained on another device than bf16, so that speeds do not compare: `mxfp8`." in text
+    assert "another device" not in league.league_table(made())
+
+
 def test_one_seed_takes_the_scatter_of_another_study():
     single = {name: losses[:1] for name, losses in LOSSES.items()}
     alone = made(single)
