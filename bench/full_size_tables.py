@@ -60,6 +60,7 @@ class FullRun:
         return PlanRequest(
             model=identity["model"],
             gpus=ranks,
+            host="measured",
             mesh=f"dp_shard={ranks}",
             recipe=self.recipe,
             hardware="h200" if "H200" in self.machine["devices"] else "h100",

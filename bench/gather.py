@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -43,10 +43,11 @@ from halfbyte.train.parallel import cross_entropy, local, prefetch_
 VOCABULARY = 32_000
 WARM_UP, TIMED, TRACED = 3, 12, 3
 CHUNK = 25
-Way = Literal["codes", "shared", "bf16", "compiled"]
+Way = Literal["codes", "shared", "bf16"]
 WAYS: tuple[Way, ...] = ("codes", "bf16")
-"""What gives the same bits; "shared" is codes, with embedding and head that ranks share (`--head shared`), "compiled"
-bf16's gather of blocks that torch.compile compiled (`--compiled`): what `halfbyte train` runs where no codes travel."""
+"""What gives the same bits; "shared" is codes, with embedding and head that ranks share (`--head shared`)."""
+Blocks = Literal["plain", "fused", "compiled"]
+"""How blocks run: op by op, layers fused with norms and activations, or fused and compiled, as in `halfbyte train`."""
 
 
 class Trainer:
@@ -57,7 +58,7 @@ class Trainer:
         way: how its weights are gathered.
         tokens: sequences and their length on every rank.
         ahead: how many blocks are gathered before the forward of one is launched, beside its own.
-        is_fused: whether layers are fused with norms and activations, as in `halfbyte train` on a GPU.
+        blocks: how they run.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Trainer:
         device: torch.device,
         ahead: int = 1,
         *,
-        is_fused: bool = False,
+        blocks: Blocks = "plain",
     ) -> None:
         torch.manual_seed(0)
         with device:
@@ -79,9 +80,9 @@ class Trainer:
         keep = hb.Keep(names=("lm_head",), last_fraction=0)
         self.state = hb.RunState(0).to(device)
         hb.quantize_(self.model, "nvfp4", state=self.state, keep=keep)
-        if is_fused:
+        if blocks != "plain":
             hb.nn.fuse_(self.model)
-        if way == "compiled":
+        if blocks == "compiled":
             for block in self.model.layers:
                 block.compile(fullgraph=True)
         hb.distributed.place_ranks_(self.model)
@@ -95,7 +96,7 @@ class Trainer:
             ignored = hb.distributed.shard_embedding_(self.model, mesh, **options).params
         fully_shard(self.model, mesh=mesh, mp_policy=policy, ignored_params=ignored)
         prefetch_(self.model.layers, ahead)
-        self.gather = None if way in ("bf16", "compiled") else hb.distributed.fsdp_gather_nvfp4_(self.model)
+        self.gather = None if way == "bf16" else hb.distributed.fsdp_gather_nvfp4_(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         self.tokens, self.device, self.vocabulary = tokens, device, config.vocab_size
         self.count = 0
@@ -194,8 +195,7 @@ def counted() -> Iterator[dict[str, int]]:
 def measure(config: models.ModelConfig, way: Way, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     """Return traffic, times and memory of one model and way in one round."""
     begun = time.perf_counter()
-    is_fused = options.blocks == "fused"
-    trainer = Trainer(config, way, tuple(options.tokens), device, options.prefetch, is_fused=is_fused)
+    trainer = Trainer(config, way, tuple(options.tokens), device, options.prefetch, blocks=options.blocks)
     for _ in range(WARM_UP):
         trainer.step()
     synchronize(device)
@@ -396,11 +396,11 @@ UNITS = {"gathered_bytes": 1e6, "spread": 1e-2}
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """Return the measured steps as a table, and what was compared bit for bit below it."""
-    rows = [f"{'model':<10}{'layers':>6} {'way':<9}" + "".join(f"{title:>14}" for title in COLUMNS.values())]
+    rows = [f"{'model':<10}{'layers':>6} {'way':<6}" + "".join(f"{title:>14}" for title in COLUMNS.values())]
     for line in lines:
         if line["case"] == "gather/step":
             values = [line.get(name, math.nan) / UNITS.get(name, 1) for name in COLUMNS]
-            start_of_row = f"{line['model']:<10}{line['layers']:>6} {line['way']:<9}"
+            start_of_row = f"{line['model']:<10}{line['layers']:>6} {line['way']:<6}"
             rows.append(start_of_row + "".join(f"{value:>14,.2f}" for value in values))
     for line in lines:
         if line["case"] == "gather/bitwise":
@@ -421,8 +421,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--prefetch", type=int, default=1, help="blocks gathered before the one whose forward runs")
     parser.add_argument("--rounds", type=int, default=2, help="how often the ways are measured, in turn")
     parser.add_argument("--head", choices=("gathered", "shared"), default="gathered", help="shared: a third way")
-    parser.add_argument("--blocks", choices=("plain", "fused"), default="fused", help="whether layers are fused")
-    parser.add_argument("--compiled", action="store_true", help="one more way: bf16's gather of compiled blocks")
+    parser.add_argument("--blocks", choices=get_args(Blocks), default="fused", help="how they run")
     parser.add_argument("--bitwise", metavar="PRESET")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--bitwise-tokens", nargs=2, type=int, default=[2, 256])
@@ -444,7 +443,6 @@ def main(arguments: list[str]) -> int:
         about = {"case": "gather/step", "model": name, "layers": config.layers, "tokens": options.tokens}
         about["vocabulary"] = config.vocab_size
         ways: tuple[Way, ...] = WAYS if options.head == "gathered" else (WAYS[0], "shared", *WAYS[1:])
-        ways = (*ways, "compiled") if options.compiled else ways
         about |= {"world": dist.get_world_size(), "ahead": options.prefetch, "blocks": options.blocks}
         of_model = [
             {**about, "way": way, **outcome} for way, outcome in in_turn(config, ways, device, options, say).items()

@@ -20,7 +20,7 @@ def _title(record: Record) -> str:
     v = record.values
     gpus = f"{v['world']} {str(record.run['device']).split()[1]}s"
     tokens = f"{v['tokens'][0] * v['tokens'][1]:,} tokens a rank"
-    blocks = "fused blocks" if v.get("blocks") == "fused" else "blocks"
+    blocks = {"fused": "fused blocks", "compiled": "compiled blocks"}.get(v.get("blocks", ""), "blocks")
     return f"{v['model']}, {v['layers']} {blocks}, {v['parameters'] / 1e6:,.0f}M parameters, {gpus}, {tokens}"
 
 

@@ -107,6 +107,7 @@ def _of_step(record: Record) -> list[Compared]:
         request = PlanRequest(
             model=model,
             gpus=1,
+            host="measured",
             mesh="dp_shard=1",
             recipe=recipe,
             sequences=values["shape"][0],
@@ -138,6 +139,7 @@ def _of_zero(record: Record) -> Compared:
     request = PlanRequest(
         model=values["model"],
         gpus=world,
+        host="measured",
         mesh=f"dp_shard={world}",
         sequences=sequences,
         sequence=sequence,
@@ -168,13 +170,14 @@ def _of_gather(record: Record) -> Compared:
     request = PlanRequest(
         model=values["model"],
         gpus=values["world"],
+        host="measured",
         mesh=f"dp_shard={values['world']}",
         hardware=hardware,
         sequences=values["tokens"][0],
         sequence=values["tokens"][1],
         sharding="fsdp",
         gather="bf16" if way in ("bf16", "compiled") else "nvfp4",
-        kernels="compiled" if way == "compiled" or values.get("blocks") == "fused" else "eager",
+        kernels="eager" if values.get("blocks", "plain") == "plain" else "compiled",
         high_precision_blocks=0.0,
         head="shared" if way == "shared" else "gathered",
     )

@@ -66,11 +66,11 @@ def assumptions(job: Job) -> tuple[str, ...]:
         lines.append("Collectives take bandwidth and no latency, and slow no kernel that runs beside them.")
     launches = host_seconds(job)
     if launches:
+        rest = "then the GPU waits" if job.host == "measured" else "host='measured' lets the GPU wait for it"
         lines.append(
-            f"A host like those measured launches a step in {launches * 1e3:,.0f} ms, which other hosts may halve or "
-            "double; the GPU waits where that is longer than its work."
+            f"A host like those measured launches a step in {launches * 1e3:,.0f} ms, where that is longer: {rest}."
         )
-    else:
+    if job.host == "ahead" or not launches:
         lines.append("The GPU always has work queued: small models without a CUDA graph wait for their host instead.")
     for name, constant in constants().items():
         since = f"{constant.record}, {constant.date}" if constant.record else "not measured"

@@ -24,6 +24,9 @@ Values = Literal["bf16", "fp32"]
 param_dtype. fp32: without a policy, under autocast, as `halfbyte train --dp-shard` runs."""
 Kernels = Literal["compiled", "eager"]
 Head = Literal["gathered", "shared"]
+Host = Literal["ahead", "measured"]
+"""ahead: launches before the GPU is done, as with a fast host, CUDA graphs or a large model. measured: as slowly as
+those of the machines that were measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,7 @@ class Job:
         sharding, gather, values: see Sharding; in what form weights travel; see Values.
         kernels: whether what lies between GEMMs is compiled, or fused, or runs op by op.
         head: whether FSDP2 gathers embedding and head, or ranks share them where that is fewer bytes.
+        host: how fast it launches.
         holds_logits: the loop keeps a reference to the bf16 logits while the backward runs.
 
     Raises:
@@ -59,6 +63,7 @@ class Job:
     recompute: Recompute = "nothing"
     kernels: Kernels = "compiled"
     head: Head = "gathered"
+    host: Host = "ahead"
     holds_logits: bool = False
     values: Values = "bf16"
 

@@ -11,7 +11,7 @@ from halfbyte.plan import architecture, hardware, held, seconds, traffic
 from halfbyte.plan import mesh as meshes
 from halfbyte.plan.assumptions import ROOM
 from halfbyte.plan.held import HeldBytes
-from halfbyte.plan.job import Gather, Head, Job, Kernels, Sharding, Values, gathers_codes, kept_blocks
+from halfbyte.plan.job import Gather, Head, Host, Job, Kernels, Sharding, Values, gathers_codes, kept_blocks
 from halfbyte.plan.kept import Recompute
 from halfbyte.plan.mesh import Mesh
 from halfbyte.plan.seconds import PlannedStep
@@ -61,6 +61,8 @@ class PlanRequest:
     """Share of the blocks at the end that stays in bf16; with `@all` none does."""
     head: Head = "gathered"
     """shared: rows of embedding and head stay with their ranks, where rows and activations are fewer bytes (fsdp)."""
+    host: Host = "ahead"
+    """measured: a step takes no less than the hosts of the measured machines take to launch it."""
     holds_logits: bool = False
     """The training loop keeps the bf16 logits alive during the backward."""
 
@@ -156,6 +158,7 @@ def job_of(request: PlanRequest, mesh: Mesh, recompute: Recompute) -> Job:
         recompute=recompute,
         kernels="eager" if recompute == "selective" else request.kernels,
         head=request.head,
+        host=request.host,
         holds_logits=request.holds_logits,
         values=request.values,
     )

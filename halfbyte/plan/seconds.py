@@ -106,7 +106,8 @@ def step(job: Job, collectives: tuple[Collective, ...]) -> PlannedStep:
         for key, value in spent.items():
             seconds[key] = seconds.get(key, 0.0) + value
     seconds[EXPOSED] = exposed(job, collectives, busy)
-    seconds[HOST] = max(0.0, host_seconds(job) - sum(seconds.values()))
+    if job.host == "measured":
+        seconds[HOST] = max(0.0, host_seconds(job) - sum(seconds.values()))
     total = Work()
     for part in work.values():
         total.add(part)

@@ -29,6 +29,7 @@ def test_what_a_plan_is_of_where_nothing_is_said():
         "high_precision_blocks": 0.15,
         "head": "gathered",
         "values": "bf16",
+        "host": "ahead",
         "holds_logits": False,
     }
     job = plan(PlanRequest(mesh="dp_shard=8")).job

@@ -12,7 +12,7 @@ from halfbyte import recipes
 from halfbyte.memory import fake_parameters
 from halfbyte.plan import PlanRequest, calibration, plan, seconds, work
 from halfbyte.plan import architecture as models
-from halfbyte.plan.assumptions import constants
+from halfbyte.plan.assumptions import assumptions, constants
 from halfbyte.plan.hardware import B200, H200
 from halfbyte.plan.kept import Probe
 from halfbyte.spec import MXFP8, NVFP4, GemmSpec
@@ -78,7 +78,14 @@ def test_what_a_host_takes_is_what_steps_took_that_no_kernel_paced():
 
 
 def test_a_small_model_waits_for_its_host_and_a_large_one_does_not():
-    sharded = {"gpus": 2, "mesh": "dp_shard=2", "sequences": 4, "sequence": 2048, "sharding": "fsdp"}
+    sharded = {
+        "gpus": 2,
+        "mesh": "dp_shard=2",
+        "sequences": 4,
+        "sequence": 2048,
+        "sharding": "fsdp",
+        "host": "measured",
+    }
     small = plan(PlanRequest(model="300m", gather="nvfp4", **sharded))
     assert small.step.total == pytest.approx(21 * 12.5e-3) and small.step.seconds[seconds.HOST] > 0.15
     twice = plan(PlanRequest(model="300m", gather="nvfp4", accumulate=2, **sharded))
@@ -88,8 +95,13 @@ def test_a_small_model_waits_for_its_host_and_a_large_one_does_not():
     assert eager.step.total == pytest.approx(21 * 11.3e-3) and compiled.step.total == pytest.approx(21 * 9.6e-3)
     large = plan(PlanRequest(model="8b", **(sharded | {"gpus": 8, "mesh": "dp_shard=8"})))
     assert large.step.seconds[seconds.HOST] == 0 and large.step.total > 32 * 12.5e-3
-    alone = plan(PlanRequest(model="60m", gpus=1, mesh="dp_shard=1", sequences=1, sequence=512))
+    alone = plan(PlanRequest(model="60m", gpus=1, mesh="dp_shard=1", sequences=1, sequence=512, host="measured"))
     assert alone.step.seconds[seconds.HOST] == 0
+    ahead = plan(PlanRequest(model="300m", gather="nvfp4", **(sharded | {"host": "ahead"})))
+    assert ahead.step.total == pytest.approx(small.step.total - small.step.seconds[seconds.HOST])
+    said = "\n".join(assumptions(ahead.job))
+    assert "launches a step in 262 ms, where that is longer: host='measured' lets the GPU wait for it" in said
+    assert "always has work queued" in said and "always has work queued" not in "\n".join(assumptions(small.job))
 
 
 def test_the_share_of_a_step_is_that_of_the_bf16_step_it_is_fitted_to():
