@@ -1,4 +1,4 @@
-"""Which tests of several processes belong to one worker of pytest-xdist: its own groups need a pytest before 9.1."""
+"""Which tests of several processes belong to one worker of pytest-xdist: its own groups do nothing under pytest 9.2."""
 
 from __future__ import annotations
 
