@@ -81,7 +81,8 @@ test-full: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests $(ELSEWHERE) -n $(JOBS) --dist worksteal --timeout 300 -q $(TEST_ARGS)
 
 test-distributed: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale --timeout 300 -m "not full" -q $(TEST_ARGS)
+	@$(BIN)/python -m compileall -q halfbyte # what changed since setup, which each of many processes would compile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale -n $(JOBS) --timeout 300 -m "not full" -q $(TEST_ARGS)
 
 test-distributed-full: setup test-distributed-next-full
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale --timeout 1800 -q $(TEST_ARGS)

@@ -26,7 +26,12 @@ from torch.utils import _pytree as pytree
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # An optimizer imports torch._dynamo when it is made: a second and more for every process.
-CONTEXT.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.tensor", "halfbyte.distributed"])
+CONTEXT.set_forkserver_preload(
+    [
+        *("pytest", "torch._dynamo", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"),
+        *("torch.distributed.checkpoint", "torch.distributed.run", "halfbyte.distributed", "halfbyte.train.loop"),
+    ]
+)
 ATTEMPTS = 2
 PATIENCE = {"cpu": 60, "cuda": 300}
 """Seconds that a rank waits for the others: on a GPU one of them may have kernels to compile."""

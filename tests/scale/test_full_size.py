@@ -48,7 +48,8 @@ CODES = MATRICES // 2 + MATRICES // 256
 )
 def test_it_counts_what_is_gathered(recipe, more, step_bytes, tmp_path):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "experiments/full_size.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]  # else all runs meet at one port
+    command += ["--nproc-per-node=2", "experiments/full_size.py"]
     command += ["--recipe", recipe, *more, *SMALL, "--out", str(out), "--cache", str(tmp_path / "cache")]
     ran = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200

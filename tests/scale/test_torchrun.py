@@ -49,12 +49,19 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
-def torchrun(*command: str, count: int = 2, seconds: float = 120) -> subprocess.CompletedProcess:
-    """Run ranks of a command under torchrun, forked from a server that has imported torch: a second less for each."""
+def torchrun(
+    *command: str, count: int = 2, seconds: float = 120, is_forked: bool = True
+) -> subprocess.CompletedProcess:
+    """Run ranks of a command under torchrun, forked from a server that has imported torch.
+
+    Its ranks are too, which takes three seconds less for each, unless `is_forked` says otherwise: then torchrun starts
+    an interpreter for each, as it does for users.
+    """
     arguments = ["torchrun", "--standalone", "--nproc-per-node", str(count), *command]
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("output", "error")]
-        launcher = ranks.CONTEXT.Process(target=launch.torchrun, args=(arguments, environment(), *map(str, streams)))
+        how = (arguments, environment(), *map(str, streams), count if is_forked else 0)
+        launcher = ranks.CONTEXT.Process(target=launch.torchrun, args=how)
         launcher.start()
         launcher.join(seconds)
         if launcher.is_alive():
@@ -86,7 +93,8 @@ def only_torchrun_traces(text: str) -> bool:
 
 def test_one_log_one_progress_line_one_folder(folder):
     config = checks.tiny(str(folder), "mixed", "plain", mesh=(1, 2))
-    done = torchrun("-m", "halfbyte", "train", *options(folder, "plain", "--recipe", "nvfp4", "--dp-shard", "2"))
+    command = ["train", *options(folder, "plain", "--recipe", "nvfp4", "--dp-shard", "2")]
+    done = torchrun("-m", "halfbyte", *command, is_forked=False)
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     assert [line.split()[0] for line in printed] == ["nvfp4", "nvfp4:", "log,"] and "step 12/12" in printed[0]
@@ -161,11 +169,13 @@ def test_what_travels_is_an_option_of_the_command(folder, more, said):
 SAVED = ["--checkpoint-every", "3", "--eval-every", "6", "--dp-shard", "2"]
 
 
-def faulty(folder: Path, out: str, place: str, rank: int, step: int, *more: str) -> subprocess.CompletedProcess:
+def faulty(
+    folder: Path, out: str, place: str, rank: int, step: int, *more: str, is_forked: bool = True
+) -> subprocess.CompletedProcess:
     """Run into a fault; torchrun must end in time."""
     command = ["train", *options(folder, out, *SAVED, "--recipe", "nvfp4", *more)]
     begin = time.monotonic()
-    done = torchrun(str(FAULTY), place, str(rank), str(step), *command)
+    done = torchrun(str(FAULTY), place, str(rank), str(step), *command, is_forked=is_forked)
     assert done.returncode != 0 and time.monotonic() - begin < HANG, (place, done.stderr)
     assert "terminate called" not in done.stderr
     return done
@@ -181,7 +191,7 @@ def saved_steps(run: Path) -> list[int]:
 def test_every_fault_leaves_the_last_checkpoint_and_the_rest_is_as_undisturbed(folder):
     """One run meets them all, one after the other, and ends with the bits of one that met none."""
     run = folder / "faults"
-    killed = faulty(folder, "faults", "forward", 1, 5)
+    killed = faulty(folder, "faults", "forward", 1, 5, is_forked=False)
     assert saved_steps(run) == [3] and "SIGKILL" in killed.stderr
     (said,) = own_lines(killed.stderr)
     assert said.startswith("halfbyte train: rank 0 lost another (") and said.endswith(
