@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -127,7 +127,7 @@ class WeightGather:
         wrapped[model] = self.weights  # all at once: the codes of one forward are of one time
         for module, weights in wrapped.items():
             # FSDP2's own hook is the first; before it, every shard must have its message.
-            module.register_forward_pre_hook(partial(_before_forward, self, weights), prepend=True)
+            module.register_forward_pre_hook(_uncompiled(partial(_before_forward, self, weights)), prepend=True)
         for weight in self.weights:
             weight.look()  # of unshard() before any forward
         handle = register_optimizer_step_post_hook(partial(_after_step, weakref.ref(self)))
@@ -197,14 +197,6 @@ class WeightGather:
 
     def refresh(self, weights: list[GatheredWeight]) -> None:
         """Look at the shards of some weights, and cast all if one of these has changed."""
-        if torch.compiler.is_compiling():
-            from halfbyte.functional.eager import eagerly
-
-            eagerly(self._refresh, (weights,), {})
-        else:
-            self._refresh(weights)
-
-    def _refresh(self, weights: list[GatheredWeight]) -> None:
         stale = [weight.look() for weight in weights]  # all: each shard is given its hooks
         if not any(stale):
             return
@@ -227,6 +219,16 @@ def _cast_of(weight: GatheredWeight) -> type:
     if isinstance(weight, GatheredExperts):
         return ExpertCast
     return ShardCast if weight.spec.is_tile else RowCast
+
+
+def _uncompiled(hook: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
+    """Return a hook that torch.compile of the module leaves alone, as it does those of FSDP2."""
+
+    @torch.compiler.disable(reason="halfbyte: weights are quantized anew before FSDP2's hooks")
+    def uncompiled(module: nn.Module, arguments: Any) -> None:
+        hook(module, arguments)
+
+    return uncompiled
 
 
 def _before_forward(gather: WeightGather, weights: list[GatheredWeight], module: nn.Module, arguments: Any) -> None:

@@ -300,6 +300,7 @@ class GatheredWeight:
         options = {"shape": (self.shards.rows, self.shards.cols), "dtype": self._nominal(self.local)}
         weight = PrimaryWeight(Blocks(*row, self.amax), self.spec, **options)
         weight.turned, weight.turn, weight.rounded, weight.dgrad = turned, turn, self.dtype, dgrad
+        weight.codes_suffice = self.reading.is_one
         self.arrived = weight
         return weight
 

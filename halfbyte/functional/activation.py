@@ -96,7 +96,7 @@ def linear_activation(
         [..., N] and its amaxes.
     """
     recipe = resolve(recipe)
-    if runs_eagerly(layers.weights):
+    if runs_eagerly(x, layers.weights, recipe):
         from halfbyte.functional.eager import eagerly
 
         return eagerly(linear_activation, (x, layers, name, recipe, following, x_amaxes), {})

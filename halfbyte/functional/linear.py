@@ -177,7 +177,7 @@ def outputs_of(
     """Return what `linear_shared` does, of arguments in their places."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x={x!r}: give a tensor [..., in_features]")
-    if runs_eagerly(layers.weights):
+    if runs_eagerly(x, layers.weights, recipe):
         from halfbyte.functional.eager import eagerly
 
         return eagerly(outputs_of, (x, layers, recipe, out_dtype, x_amaxes), {})

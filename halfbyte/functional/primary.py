@@ -10,17 +10,39 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.weights import CachedWeight, covers, weight_specs
 from halfbyte.layout import Blocks
 from halfbyte.ops.repeat import is_watched
 from halfbyte.spec import Recipe, Spec
 from halfbyte.tensor.primary import PrimaryWeight
-from halfbyte.tensor.quant_tensor import describe
+from halfbyte.tensor.quant_tensor import blocks_of, describe
 
 
-def runs_eagerly(weights: Sequence[Tensor]) -> bool:
+def runs_eagerly(x: Tensor, weights: Sequence[Tensor], recipe: Recipe) -> bool:
     """Whether compiled code must step out (`eager`): it would trace what a primary weight waits for into its graph."""
-    return torch.compiler.is_compiling() and any(isinstance(w, PrimaryWeight) for w in weights)
+    if not torch.compiler.is_compiling():
+        return False
+    for w in weights:
+        if isinstance(w, PrimaryWeight) and not (in_graph(w, recipe) and _computes_in(w, x)):
+            return True
+    return False
+
+
+def in_graph(w: PrimaryWeight, recipe: Recipe) -> bool:
+    """Whether compiled code multiplies by a primary weight: both passes under this recipe read its codes alone."""
+    if not w.codes_suffice or recipe.fprop is None or recipe.fprop.b != w.spec:
+        return False
+    if recipe.splits_mean or recipe.channels is not None:
+        return False
+    if recipe.backward == "dequantized":
+        return True
+    return w.spec.is_tile and recipe.dgrad is not None and recipe.dgrad.b == w.spec
+
+
+def _computes_in(w: PrimaryWeight, x: Tensor) -> bool:
+    """Whether a forward of x computes in what the weight was rounded to: else an error has to be raised."""
+    return (w.rounded or w.dtype) == (autocast_dtype(x.device) or x.dtype)
 
 
 class _Values(torch.autograd.Function):
@@ -65,6 +87,9 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
     Raises:
         ValueError: the recipe wants the weight quantized in another way.
     """
+    if torch.compiler.is_compiling():  # `in_graph`: what does not survive a trace is not read
+        row = ops.Operand(blocks_of(w), w.spec, w.shape[1], w.scale_layout)
+        return w, CachedWeight(row, None, w.rounded or w.dtype, is_frozen=True)
     if w.before_use is not None:
         w.before_use()
     if w.is_stale or is_watched() or torch.is_inference_mode_enabled():  # whose views are of another kind
