@@ -16,7 +16,7 @@ from halfbyte.layout import Blocks
 from halfbyte.ops.repeat import is_watched
 from halfbyte.spec import Recipe, Spec
 from halfbyte.tensor.primary import PrimaryWeight
-from halfbyte.tensor.quant_tensor import blocks_of, describe
+from halfbyte.tensor.quant_tensor import describe
 
 
 def runs_eagerly(x: Tensor, weights: Sequence[Tensor], recipe: Recipe) -> bool:
@@ -31,13 +31,12 @@ def runs_eagerly(x: Tensor, weights: Sequence[Tensor], recipe: Recipe) -> bool:
 
 def in_graph(w: PrimaryWeight, recipe: Recipe) -> bool:
     """Whether compiled code multiplies by a primary weight: both passes under this recipe read its codes alone."""
-    if not w.codes_suffice or recipe.fprop is None or recipe.fprop.b != w.spec:
+    if not w.codes_suffice or recipe.splits_mean or recipe.channels is not None:
         return False
-    if recipe.splits_mean or recipe.channels is not None:
+    spec = w.header.spec  # past properties, whose reads guards would repeat in Python
+    if recipe.fprop is None or recipe.fprop.b != spec:
         return False
-    if recipe.backward == "dequantized":
-        return True
-    return w.spec.is_tile and recipe.dgrad is not None and recipe.dgrad.b == w.spec
+    return recipe.backward == "dequantized" or (spec.is_tile and recipe.dgrad is not None and recipe.dgrad.b == spec)
 
 
 def _computes_in(w: PrimaryWeight, x: Tensor) -> bool:
@@ -87,8 +86,9 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
     Raises:
         ValueError: the recipe wants the weight quantized in another way.
     """
-    if torch.compiler.is_compiling():  # `in_graph`: what does not survive a trace is not read
-        row = ops.Operand(blocks_of(w), w.spec, w.shape[1], w.scale_layout)
+    if torch.compiler.is_compiling() and in_graph(w, recipe):  # what does not survive a trace is not read
+        blocks = Blocks(w.qdata, w.block_scale.view(torch.uint8), w.amax)
+        row = ops.Operand(blocks, w.header.spec, w.shape[1], w.header.scale_layout)
         return w, CachedWeight(row, None, w.rounded or w.dtype, is_frozen=True)
     if w.before_use is not None:
         w.before_use()
