@@ -229,8 +229,11 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int, *, in_pass: bool
 def weight_of(layer: Any) -> Any:
     """Return what the forward of a layer reads as its weight."""
     weight = layer.weight
-    if torch.compiler.is_compiling() and isinstance(weight, PrimaryWeight) and in_graph(weight, layer.recipe):
-        return weight  # as promised; who promised it is no question for a tracer: every layer has another
+    if torch.compiler.is_compiling() and isinstance(weight, PrimaryWeight):  # not asking who promised: each has another
+        if in_graph(weight, layer.recipe):
+            return weight
+        if layer.values_to_read is not None and not layer.recipe.specs:
+            return layer.values_to_read
     if layer.weight_to_read is None:
         return weight
     if torch.compiler.is_compiling():  # in which an error is a riddle

@@ -53,6 +53,7 @@ CASES = {
     ),
     "recomputed": Case(**PLAIN, before_wrap=recomputed),
     "under autocast": Case(**{**AUTOCAST, "make": fused_decoder}),
+    "validated in high precision, fused": Case(**{**PLAIN, "make": fused_decoder}, before_step=in_high_precision),
     "HSDP": Case(**PLAIN, mesh=(2, 2)),
 }
 
