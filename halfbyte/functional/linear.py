@@ -381,9 +381,7 @@ def bases_of(call: Call, tensors: Sequence[Any]) -> Sequence[Tensor | None]:
 def forward_op(request: Request, needs: Sequence[bool], tensors: Sequence[Any], streams: Sequence[int]) -> tuple:
     """Return the tensors that `forward_pass` returns, made by one op."""
     n = request.count
-    outputs = _FORWARD(
-        whole.request_text(request, needs), list(by_codes_alone(request, tensors)), [], list(streams)
-    )
+    outputs = _FORWARD(whole.request_text(request, needs), list(by_codes_alone(request, tensors)), [], list(streams))
     given = tensors[1 + 2 * n : 1 + 3 * n], tensors[5 * n + 2 : 5 * n + 4], tensors[5 * n + 4 :]
     return *outputs[:n], *whole.saved(request, needs, outputs[n:], given)
 
