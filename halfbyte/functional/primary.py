@@ -87,6 +87,7 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
         ValueError: the recipe wants the weight quantized in another way.
     """
     if torch.compiler.is_compiling() and in_graph(w, recipe):  # what does not survive a trace is not read
+        assert w.amax is not None, "NVFP4 has one"
         blocks = Blocks(w.qdata, w.block_scale.view(torch.uint8), w.amax)
         row = ops.Operand(blocks, w.header.spec, w.shape[1], w.header.scale_layout)
         return w, CachedWeight(row, None, w.rounded or w.dtype, is_frozen=True)

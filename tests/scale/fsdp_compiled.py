@@ -48,6 +48,8 @@ CASES = {
     "fused blocks under autocast": Case(
         **{**AUTOCAST, "tokens": None, "shape": (6, 32), "make": fused_blocks, "blocks": list}
     ),
+    "four over six": Case(**PLAIN, recipe="four_over_six"),
+    "random bits": Case(**PLAIN, recipe="quartet2"),
     "HSDP": Case(**PLAIN, mesh=(2, 2)),
 }
 WITH_BREAKS = {

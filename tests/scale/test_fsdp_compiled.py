@@ -43,9 +43,10 @@ def test_generated_code_has_them_too():
 
 
 @pytest.mark.full
-def test_hsdp():
-    for rank in ranks.run(4, fsdp_compiled.cases, ["HSDP"], seconds=280):
-        assert fsdp_compiled.described(rank["HSDP"]) == {"counts": [(1, 0)] * 2, "turned": False}
+@pytest.mark.parametrize("world, name", [(2, "four over six"), (2, "random bits"), (4, "HSDP")])
+def test_other_recipes_and_hsdp(world, name):
+    for rank in ranks.run(world, fsdp_compiled.cases, [name], seconds=280):
+        assert fsdp_compiled.described(rank[name]) == {"counts": [(1, 0)] * 2, "turned": False}
 
 
 def test_a_wrong_sign_in_what_dgrad_reads_is_seen():
