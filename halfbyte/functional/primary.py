@@ -23,10 +23,7 @@ def runs_eagerly(x: Tensor, weights: Sequence[Tensor], recipe: Recipe) -> bool:
     """Whether compiled code must step out (`eager`): it would trace what a primary weight waits for into its graph."""
     if not torch.compiler.is_compiling():
         return False
-    for w in weights:
-        if isinstance(w, PrimaryWeight) and not (in_graph(w, recipe) and _computes_in(w, x)):
-            return True
-    return False
+    return any(isinstance(w, PrimaryWeight) and not (in_graph(w, recipe) and _computes_in(w, x)) for w in weights)
 
 
 def in_graph(w: PrimaryWeight, recipe: Recipe) -> bool:

@@ -38,8 +38,8 @@ class PrimaryWeight(QuantTensor):
         with their values.
     before_use: called by `hb.linear` before it reads the bytes: it waits for a gather that may still run.
     operands: what `hb.linear` made of it last and what it was made of; no other code reads it.
-    codes_suffice: whether forward and backward read the codes alone, which somebody fills before each: compiled code takes
-        them as they are, and does without `turned`, `turn` and `operands`.
+    codes_suffice: whether forward and backward read the codes alone, which somebody fills before each: compiled code
+        takes them as they are, and does without `turned`, `turn` and `operands`.
     on_no_grad: called where somebody reads `.grad` and it is None: who takes gradients as they come may say so.
     """
 
