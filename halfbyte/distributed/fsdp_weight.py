@@ -328,7 +328,9 @@ class GatheredWeight:
                 "fsdp_gather_nvfp4_ or one that fully_shard wrapped"
             )
         if not layer.recipe.specs or (self.tail[1:] and layer.instead is not None):  # experts that are being looked at
-            return _Values.apply(self, weight)
+            from halfbyte.functional.eager import eagerly
+
+            return eagerly(_Values.apply, (self, weight), {})  # a frame behind a graph break may be compiled by itself
         self.arrival.need_forward()
         if layer.recipe is self._reads_codes:
             return weight
