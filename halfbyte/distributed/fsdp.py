@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -124,10 +124,13 @@ class WeightGather:
         self.report = _report(homes, {weight.name: weight for weight in self.weights}, choice.reasons)
         for weight in self.weights:
             weight.layer.weight_to_read = weight.to_read
-        wrapped[model] = self.weights  # all at once: the codes of one forward are of one time
-        for module, weights in wrapped.items():
+        for module in dict.fromkeys((*wrapped, model)):
+            own = wrapped.get(module, [])
+            # Of the model all at once: the codes of one forward are of one time.
+            looked_at = self.weights if module is model else own
             # FSDP2's own hook is the first; before it, every shard must have its message.
-            module.register_forward_pre_hook(partial(_before_forward, self, weights), prepend=True)
+            hook = partial(_before_forward, self, looked_at, own)
+            module.register_forward_pre_hook(_uncompiled(hook), prepend=True)
         for weight in self.weights:
             weight.look()  # of unshard() before any forward
         handle = register_optimizer_step_post_hook(partial(_after_step, weakref.ref(self)))
@@ -181,6 +184,11 @@ class WeightGather:
         casts = max(cast.runs for cast in self._casts)
         return {"gathered": gathered, "gathers": calls, "casts": casts, "values": values}
 
+    @property
+    def why_eager(self) -> str:
+        """Why a compiled block would leave its graph, with the weight; "" if none does."""
+        return next((f"{weight.name}: {weight.why_eager}" for weight in self.weights if weight.why_eager), "")
+
     def mark_changed(self, params: Iterable[Tensor] | None = None) -> None:
         """Say that weights changed in a way that neither an optimizer's step nor a version counter tells.
 
@@ -197,14 +205,6 @@ class WeightGather:
 
     def refresh(self, weights: list[GatheredWeight]) -> None:
         """Look at the shards of some weights, and cast all if one of these has changed."""
-        if torch.compiler.is_compiling():
-            from halfbyte.functional.eager import eagerly
-
-            eagerly(self._refresh, (weights,), {})
-        else:
-            self._refresh(weights)
-
-    def _refresh(self, weights: list[GatheredWeight]) -> None:
         stale = [weight.look() for weight in weights]  # all: each shard is given its hooks
         if not any(stale):
             return
@@ -229,9 +229,41 @@ def _cast_of(weight: GatheredWeight) -> type:
     return ShardCast if weight.spec.is_tile else RowCast
 
 
-def _before_forward(gather: WeightGather, weights: list[GatheredWeight], module: nn.Module, arguments: Any) -> None:
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that torch.compile of the module leaves alone, as it does those of FSDP2."""
+
+    @torch.compiler.disable(reason="halfbyte: weights are quantized anew before FSDP2's hooks")
+    def uncompiled(*arguments: Any) -> None:
+        hook(*arguments)
+
+    return uncompiled
+
+
+def _before_forward(
+    gather: WeightGather, weights: list[GatheredWeight], own: list[GatheredWeight], module: nn.Module, arguments: Any
+) -> None:
     gather._mode.has_gradients = torch.is_grad_enabled()
     gather.refresh(weights)
+    if module._compiled_call_impl is not None and not gather._mode.has_gradients:
+        _bring_values(module, own)
+
+
+def _bring_values(module: nn.Module, weights: list[GatheredWeight]) -> None:
+    """Gather the values of layers that are in high precision before a compiled forward, whose graph cannot."""
+    layers = []
+    for weight in weights:
+        if not weight.layer.recipe.specs and not weight.why_eager:
+            weight.layer.values_to_read = weight.values()
+            layers.append(weight.layer)
+    if not layers:
+        return
+
+    def let_go(*arguments: Any) -> None:
+        handle.remove()
+        for layer in layers:
+            layer.values_to_read = None
+
+    handle = module.register_forward_hook(_uncompiled(let_go), always_call=True)
 
 
 def _refresh(gather: weakref.ref[WeightGather]) -> None:

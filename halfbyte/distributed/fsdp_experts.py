@@ -76,6 +76,7 @@ class GatheredExperts(GatheredWeight):
     shards: ExpertShards
 
     is_tiled = False
+    why_eager = "its experts run eagerly"
     forward_parts = ("codes", "scales", "amaxes")
 
     @property

@@ -123,6 +123,11 @@ class GatheredWeight:
         return self.spec.is_tile
 
     @property
+    def why_eager(self) -> str:
+        """Why compiled code leaves its graph for the layer, "" if it does not."""
+        return "" if self.reading.is_one else "its backward reads it in another form than its forward"
+
+    @property
     def tail(self) -> tuple[int, ...]:
         """The shape of what lies in each of the rows that are split."""
         return (self.shards.cols,)
@@ -300,6 +305,7 @@ class GatheredWeight:
         options = {"shape": (self.shards.rows, self.shards.cols), "dtype": self._nominal(self.local)}
         weight = PrimaryWeight(Blocks(*row, self.amax), self.spec, **options)
         weight.turned, weight.turn, weight.rounded, weight.dgrad = turned, turn, self.dtype, dgrad
+        weight.codes_suffice = not self.why_eager
         self.arrived = weight
         return weight
 
@@ -322,7 +328,9 @@ class GatheredWeight:
                 "fsdp_gather_nvfp4_ or one that fully_shard wrapped"
             )
         if not layer.recipe.specs or (self.tail[1:] and layer.instead is not None):  # experts that are being looked at
-            return _Values.apply(self, weight)
+            from halfbyte.functional.eager import eagerly
+
+            return eagerly(_Values.apply, (self, weight), {})  # a frame behind a graph break may be compiled by itself
         self.arrival.need_forward()
         if layer.recipe is self._reads_codes:
             return weight

@@ -96,7 +96,7 @@ def linear_activation(
         [..., N] and its amaxes.
     """
     recipe = resolve(recipe)
-    if runs_eagerly(layers.weights):
+    if runs_eagerly(x, layers.weights, recipe):
         from halfbyte.functional.eager import eagerly
 
         return eagerly(linear_activation, (x, layers, name, recipe, following, x_amaxes), {})
@@ -210,8 +210,8 @@ def _forward_op(call: Call, then: _Then, needs: Sequence[bool], tensors: Sequenc
     """Return the tensors that `_activated_forward` returns, made by one op."""
     n, (row, col) = call.request.count, (spec.key if spec else "" for spec in (then.row, then.col))
     text = whole.request_text(call.request, needs, then.function, row, col, "" if then.shard is None else "draws")
-    made = _FORWARD(text, list(tensors), [], list(call.streams))
-    given = tensors[1 + 2 * n : 1 + 3 * n], tensors[5 * n + 2 : 5 * n + 4]
+    made = _FORWARD(text, list(by_codes_alone(call.request, tensors)), [], list(call.streams))
+    given = tensors[1 + 2 * n : 1 + 3 * n], tensors[5 * n + 2 : 5 * n + 4], tensors[5 * n + 4 : -1]
     kept = whole.saved(call.request, needs, made[3 : len(made) - n], given)
     return *made[:3], *kept, *made[len(made) - n :]
 
@@ -220,7 +220,8 @@ def _forward_whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], stre
     request, needs, (function, row, col, draws) = whole.parse_request(text)
     row_spec, col_spec = (parse(key) if key else None for key in (row, col))
     then = _Then(function, row_spec, col_spec, (0, None) if draws else None)
-    return _activated_forward((request, needs, then), tensors, streams)[0]
+    made, _ = _activated_forward((request, needs, then), tensors, streams)
+    return tuple(whole.made_of(request, made, tensors[:-1]))
 
 
 def _backward_whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], streams: Sequence[int]) -> tuple:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 REASON = (
-    "halfbyte: layers with primary weights run eagerly, as do those that ranks share, errors, and weights that are "
-    "quantized anew; compile without fullgraph=True"
+    "halfbyte: layers with primary weights run eagerly (but where FSDP2 gathers codes that both passes read), as do "
+    "those that ranks share, errors, and weights that are quantized anew; compile without fullgraph=True"
 )
 
 

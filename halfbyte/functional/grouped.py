@@ -36,7 +36,7 @@ from halfbyte.functional.grouped_checks import check_alike, refuse_what_is_no_te
 from halfbyte.functional.grouped_split import both_of_part, part_of_experts
 from halfbyte.functional.operands import Beside, Place, Saved, both, flatten_operands, unflatten_operands, with_late
 from halfbyte.functional.places import DGRAD_SIGNS, DY, FPROP_SIGNS, WGRAD_SIGNS, W, X, bases_of_experts
-from halfbyte.functional.primary import primary_experts, runs_eagerly, turned_experts
+from halfbyte.functional.primary import primary_experts, turned_experts
 from halfbyte.functional.split import LayerSplit, Part
 from halfbyte.functional.weights import CachedWeight, Layout, check_cached, covers, flatten, unflatten
 from halfbyte.layout import Blocks, EndsOfGroups, as_offsets
@@ -169,7 +169,7 @@ def grouped_linear(
         TypeError: dtypes do not fit.
     """
     refuse_what_is_no_tensor(x, w_ENK)
-    if runs_eagerly([w_ENK]):
+    if torch.compiler.is_compiling() and isinstance(w_ENK, PrimaryWeight):
         from halfbyte.functional.eager import eagerly
 
         more = {"bias_EN": bias_EN, "rng": rng, "out_dtype": out_dtype, "main_grad": main_grad, "x_row": x_row}

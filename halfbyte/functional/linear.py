@@ -177,7 +177,7 @@ def outputs_of(
     """Return what `linear_shared` does, of arguments in their places."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x={x!r}: give a tensor [..., in_features]")
-    if runs_eagerly(layers.weights):
+    if runs_eagerly(x, layers.weights, recipe):
         from halfbyte.functional.eager import eagerly
 
         return eagerly(outputs_of, (x, layers, recipe, out_dtype, x_amaxes), {})
@@ -381,8 +381,8 @@ def bases_of(call: Call, tensors: Sequence[Any]) -> Sequence[Tensor | None]:
 def forward_op(request: Request, needs: Sequence[bool], tensors: Sequence[Any], streams: Sequence[int]) -> tuple:
     """Return the tensors that `forward_pass` returns, made by one op."""
     n = request.count
-    outputs = _FORWARD(whole.request_text(request, needs), list(tensors), [], list(streams))
-    given = tensors[1 + 2 * n : 1 + 3 * n], tensors[5 * n + 2 : 5 * n + 4]
+    outputs = _FORWARD(whole.request_text(request, needs), list(by_codes_alone(request, tensors)), [], list(streams))
+    given = tensors[1 + 2 * n : 1 + 3 * n], tensors[5 * n + 2 : 5 * n + 4], tensors[5 * n + 4 :]
     return *outputs[:n], *whole.saved(request, needs, outputs[n:], given)
 
 
@@ -438,7 +438,7 @@ def backward_pass(static: tuple, tensors: Sequence[Any], streams: Sequence[int])
 def _forward_whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], streams: Sequence[int]) -> tuple:
     request, needs, _ = whole.parse_request(text)
     made, _ = forward_pass((request, needs), tensors, streams)
-    return made
+    return tuple(whole.made_of(request, made, tensors))
 
 
 def _backward_whole(text: str, tensors: Sequence[Any], sizes: Sequence[int], streams: Sequence[int]) -> tuple:

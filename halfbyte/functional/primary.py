@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.weights import CachedWeight, covers, weight_specs
 from halfbyte.layout import Blocks
 from halfbyte.ops.repeat import is_watched
@@ -18,9 +19,26 @@ from halfbyte.tensor.primary import PrimaryWeight
 from halfbyte.tensor.quant_tensor import describe
 
 
-def runs_eagerly(weights: Sequence[Tensor]) -> bool:
+def runs_eagerly(x: Tensor, weights: Sequence[Tensor], recipe: Recipe) -> bool:
     """Whether compiled code must step out (`eager`): it would trace what a primary weight waits for into its graph."""
-    return torch.compiler.is_compiling() and any(isinstance(w, PrimaryWeight) for w in weights)
+    if not torch.compiler.is_compiling():
+        return False
+    return any(isinstance(w, PrimaryWeight) and not (in_graph(w, recipe) and _computes_in(w, x)) for w in weights)
+
+
+def in_graph(w: PrimaryWeight, recipe: Recipe) -> bool:
+    """Whether compiled code multiplies by a primary weight: both passes under this recipe read its codes alone."""
+    if not w.codes_suffice or recipe.splits_mean or recipe.channels is not None:
+        return False
+    spec = w.header.spec  # past properties, whose reads guards would repeat in Python
+    if recipe.fprop is None or recipe.fprop.b != spec:
+        return False
+    return recipe.backward == "dequantized" or (spec.is_tile and recipe.dgrad is not None and recipe.dgrad.b == spec)
+
+
+def _computes_in(w: PrimaryWeight, x: Tensor) -> bool:
+    """Whether a forward of x computes in what the weight was rounded to: else an error has to be raised."""
+    return (w.rounded or w.dtype) == (autocast_dtype(x.device) or x.dtype)
 
 
 class _Values(torch.autograd.Function):
@@ -65,6 +83,11 @@ def primary_operands(w: PrimaryWeight, recipe: Recipe) -> tuple[Tensor, CachedWe
     Raises:
         ValueError: the recipe wants the weight quantized in another way.
     """
+    if torch.compiler.is_compiling() and in_graph(w, recipe):  # what does not survive a trace is not read
+        assert w.amax is not None, "NVFP4 has one"
+        blocks = Blocks(w.qdata, w.block_scale.view(torch.uint8), w.amax)
+        row = ops.Operand(blocks, w.header.spec, w.shape[1], w.header.scale_layout)
+        return w, CachedWeight(row, None, w.rounded or w.dtype, is_frozen=True)
     if w.before_use is not None:
         w.before_use()
     if w.is_stale or is_watched() or torch.is_inference_mode_enabled():  # whose views are of another kind

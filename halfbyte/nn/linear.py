@@ -13,6 +13,7 @@ from halfbyte import ops, recipes
 from halfbyte.functional.autocast import autocast_dtype
 from halfbyte.functional.foreign import PLAIN, are_sharded, is_sharded, refuse_foreign
 from halfbyte.functional.linear import Layers, outputs_of
+from halfbyte.functional.primary import in_graph
 from halfbyte.functional.weights import CachedWeight, weight_specs
 from halfbyte.nn.earlier import Found, amaxes_of_shared_x, amaxes_of_x, gradient_amaxes, note_found
 from halfbyte.nn.group_amax import GroupAmax
@@ -20,6 +21,7 @@ from halfbyte.nn.streams import FollowsRecipe, check_run_number
 from halfbyte.spec import Recipe
 from halfbyte.state import RunState
 from halfbyte.tensor import QuantTensor
+from halfbyte.tensor.primary import PrimaryWeight
 
 if TYPE_CHECKING:
     from halfbyte.nn.shared_input import SharedInput
@@ -227,6 +229,11 @@ def gather(x: Tensor, layers: Sequence[LinearLayer], call: int, *, in_pass: bool
 def weight_of(layer: Any) -> Any:
     """Return what the forward of a layer reads as its weight."""
     weight = layer.weight
+    if torch.compiler.is_compiling() and isinstance(weight, PrimaryWeight):  # not asking who promised: each has another
+        if in_graph(weight, layer.recipe):
+            return weight
+        if layer.values_to_read is not None and not layer.recipe.specs:
+            return layer.values_to_read
     if layer.weight_to_read is None:
         return weight
     if torch.compiler.is_compiling():  # in which an error is a riddle

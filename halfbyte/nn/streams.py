@@ -66,6 +66,7 @@ _OWN = (
         "run_state",
         "shared_input",
         "times_aside",
+        "values_to_read",
         "weight_cache",
         "weight_to_read",
     ),
@@ -123,6 +124,9 @@ class FollowsRecipe(_Base):
     """Called in the place of the layer's GEMMs, by modules above that watch a step or try another arithmetic; of layers
     that share one input with (x, layers, call, amaxes of x), of experts with (their work, (x, weight, offsets), layer,
     place)."""
+
+    values_to_read: Tensor | None = None
+    """What compiled code multiplies by in high precision, where codes were gathered and nothing is differentiated."""
 
     ledger: Tensor | None = None
     """What those that watch a step add up, on the weight's device."""
@@ -293,6 +297,7 @@ class FollowsRecipe(_Base):
             "_stale": (0, 0),
             "weight_cache": None,
             "times_aside": 0,
+            "values_to_read": None,
             "weight_to_read": None,
             "instead": None,
             "ledger": None,

@@ -86,7 +86,7 @@ class _ObservedLinear(torch.autograd.Function):
             [str(int(ledger is not None and dy is not None)) for ledger, dy in zip(ledgers, dys, strict=True)]
         )
         bases = kept[ctx.kept_count - n - 1 :]
-        text = whole.request_text(request, needs, flags)
+        text = whole.request_text(request, needs, flags, with_codes=False)
         wanted = [ledger for ledger, dy in zip(ledgers, dys, strict=True) if ledger is not None and dy is not None]
         tensors = [x, *weights, *amaxes, *bases, *dys, *x_amaxes, *dy_amaxes]
         torch.ops.halfbyte.observe_linear(wanted, text, tensors, list(streams))

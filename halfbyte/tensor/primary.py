@@ -38,6 +38,8 @@ class PrimaryWeight(QuantTensor):
         with their values.
     before_use: called by `hb.linear` before it reads the bytes: it waits for a gather that may still run.
     operands: what `hb.linear` made of it last and what it was made of; no other code reads it.
+    codes_suffice: whether forward and backward read the codes alone, which somebody fills before each: compiled code
+        takes them as they are, and does without `turned`, `turn` and `operands`.
     on_no_grad: called where somebody reads `.grad` and it is None: who takes gradients as they come may say so.
     """
 
@@ -49,6 +51,7 @@ class PrimaryWeight(QuantTensor):
     shared_amax: Tensor | None = None
     without_masters: bool = False
     before_use: Callable[[], None] | None = None
+    codes_suffice: bool = False
     on_no_grad: Callable[[], None] | None = None
     operands: Any = None
 
@@ -156,6 +159,7 @@ class PrimaryWeight(QuantTensor):
         if isinstance(source, PrimaryWeight):
             self.turned, self.is_stale, self.shared_amax = source.turned, source.is_stale, source.shared_amax
             self.rounded, self.turn, self.dgrad = source.rounded, source.turn, source.dgrad
+            self.codes_suffice = source.codes_suffice
 
     def before_values(self, values: Tensor) -> Tensor:
         """Round values as masters are; refuse them where their amax would rescale other weights."""

@@ -34,7 +34,7 @@ PRESET = "auto"
 MIDDLE, LARGE = 50_000_000, 1_000_000_000
 """Parameters from which on a model is trained on sequences of 1,024 tokens, and on half of them at a time."""
 WITH_TP = "layers that ranks share (--tp) run neither fused nor compiled, and no graph captures their communication"
-WITH_CODES = "layers whose weights arrive as NVFP4 codes run eagerly"
+WITH_CODES = "layers whose weights are there in NVFP4 alone run eagerly"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ def _no_compile(config: TrainConfig) -> str:
     steps, recipes = config.optim.steps, _recipes(config)
     if models.model_preset(config.model).moe is not None:
         return "compiled mixtures of experts have not been timed on a GPU"
-    if config.mesh.weights == "nvfp4" and config.mesh.dp_shard > 1:
+    if config.mesh.weights == "nvfp4" and config.mesh.dp_shard == 1:
         return WITH_CODES
     if config.run.recompute == "selective":
         return "compiled blocks write over what recompute='selective' keeps"
@@ -199,7 +199,7 @@ def _remedy(option: Option, choice: OptionChoice, config: TrainConfig) -> str:
     if option == "graph" and config.mesh.size > 1:  # with which it is refused
         return "one process alone has it"
     if option == "compile" and choice.reason == WITH_CODES:
-        return "it goes with --weights plain"
+        return "it goes with --weights plain, or with --dp-shard"
     if option == "compile" and config.run.recompute == "selective":  # with which it is refused
         return "--recompute full goes with it"
     return f"--{option} on overrides that"

@@ -226,10 +226,10 @@ class TrainConfig:
                 f"head='shared' with teacher={self.tune.teacher}: a teacher is compared with all logits of a token, "
                 "which no rank has then; leave one of them out"
             )
-        if self.mesh.weights == "nvfp4" and self.compile == "on":
+        if self.mesh.weights == "nvfp4" and shard == 1 and self.compile == "on":
             raise ValueError(
-                "compile='on' with weights='nvfp4': layers whose weights arrive as codes run eagerly; leave one of "
-                "them out"
+                "compile='on' with weights='nvfp4' and dp_shard=1: layers whose weights are there in NVFP4 alone run "
+                "eagerly; leave one of them out, or use --dp-shard"
             )
         if shard > 1 and self.run.cache_weights:
             raise ValueError(

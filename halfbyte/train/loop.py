@@ -128,12 +128,10 @@ class Trainer:
         if config.fuse == "on":
             hb.nn.fuse_(self.model)
         self.model.recompute = config.run.recompute
-        if config.compile == "on":
-            torch._dynamo.config.recompile_limit = auto.MOST_GRAPHS
-            for block in self.model.layers:  # one graph serves them all
-                block.compile(fullgraph=True)
         self.parallel.place_(self.run_state)
         self.trained = self.parallel.wrap(self.model, self.model.layers, self.dtype, config.data.micro_batch_tokens)
+        if config.compile == "on":
+            self.parallel.compile_(self.model.layers, auto.MOST_GRAPHS)
         self.optimizer = optim.adamw(self.model, config.optim)
         self.compute = self._compute
         if config.run.graph != "off":

@@ -29,7 +29,8 @@ class MeshConfig:
     for counts; those beyond it get zeros, and the log counts them. None: all of them."""
     weights: Literal["plain", "nvfp4"] = "plain"
     """How weights travel: in fp32, as they are stored, or as the codes and scales that GEMMs read (no bit of a loss
-    differs). With dp_shard=1 every rank then holds those of quantized layers as codes alone (ZeroOptimizer)."""
+    differs, but for what Inductor fuses otherwise). With dp_shard=1 every rank then holds those of quantized layers as
+    codes alone (ZeroOptimizer)."""
     head: Literal["gathered", "shared"] = "gathered"
     """Whether lm_head is gathered, or its rows stay where they are and activations travel if that is fewer bytes. Last
     bits of losses differ. Rows of the embedding travel then, too."""

@@ -152,6 +152,21 @@ class Parallel:
             self._gather_nvfp4(model, dtype)
         return model
 
+    def compile_(self, blocks: nn.ModuleList, most: int) -> None:
+        """Compile every block into one graph, which serves them all; say why not where codes keep them from one.
+
+        Args:
+            most: graphs that torch keeps of a block.
+        """
+        reason = "" if self.gather is None else self.gather.why_eager
+        if reason:
+            if self.rank == 0:
+                print(f"compile: off with weights='nvfp4'; {reason}", file=sys.stderr, flush=True)
+            return
+        torch._dynamo.config.recompile_limit = most
+        for block in blocks:
+            block.compile(fullgraph=True)
+
     def _gather_nvfp4(self, model: nn.Module, dtype: torch.dtype) -> None:
         from halfbyte.distributed.fsdp import reason_for_values
 

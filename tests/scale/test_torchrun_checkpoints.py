@@ -197,9 +197,9 @@ def _with_codes(config, those) -> None:
 
 
 def _asked(rank: int, world: int, root: str) -> list[str]:
-    """Return how weights as NVFP4 are refused: cached where nothing else is there, compiled, also under FSDP2."""
+    """Return how weights as NVFP4 are refused where nothing else is there: cached, and compiled."""
     said = []
-    for mesh, compiled, is_cached in (((2, 1), "off", True), ((2, 1), "on", False), ((1, 2), "on", False)):
+    for mesh, compiled, is_cached in (((2, 1), "off", True), ((2, 1), "on", False)):
         config = checks.tiny(root, "mixed", f"nvfp4{mesh[1]}", mesh=mesh, cache_weights=is_cached)
         with pytest.raises(ValueError) as error:
             _with_codes(replace(config, compile=compiled), checks.world_of(rank, world))
@@ -208,7 +208,6 @@ def _asked(rank: int, world: int, root: str) -> list[str]:
 
 
 def test_weights_that_cannot_travel_as_nvfp4_are_refused_by_name(made):
-    for cached, *compiled in ranks.run(2, _asked, str(made)):
+    for cached, compiled in ranks.run(2, _asked, str(made)):
         assert cached.startswith("cache_weights=True with weights='nvfp4' and dp_shard=1") and "leave one" in cached
-        for one in compiled:
-            assert one.startswith("compile='on' with weights='nvfp4'") and "leave one of them out" in one
+        assert compiled.startswith("compile='on' with weights='nvfp4' and dp_shard=1") and "leave one" in compiled

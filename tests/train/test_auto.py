@@ -78,19 +78,23 @@ def test_each_case(config, facts, off, monkeypatch):
     assert [done.fuse, done.compile, done.run.graph] == expected
 
 
-def test_layers_whose_weights_arrive_as_codes_are_not_compiled():
-    """Where shards are gathered, or ranks hold codes alone; for one process they are refused."""
+def test_blocks_over_codes_that_fsdp2_gathers_are_compiled_and_those_over_codes_alone_are_not():
     codes = shape(mesh=configs.MeshConfig(dp_shard=2, dp_replicate=1, weights="nvfp4"))
     choices = auto.choose_options(codes, GPU, {})
-    assert [choices[option].is_on for option in auto.OPTIONS] == [True, False, False]
-    line = auto.lines(codes, GPU, choices)[0]
-    assert line == f"compile: off, {auto.WITH_CODES}; it goes with --weights plain"
+    assert [choices[option].is_on for option in auto.OPTIONS] == [True, True, False]
+    assert auto.apply(codes, choices).compile == "on"
     with pytest.raises(ValueError, match="weights='nvfp4': one process has whole weights.*leave --weights out"):
         configs.MeshConfig(weights="nvfp4").over(1)
     both = configs.MeshConfig(weights="nvfp4").over(2)
     assert (both.dp_replicate, both.dp_shard) == (2, 1)
-    with pytest.raises(ValueError, match="compile='on' with weights='nvfp4'.*leave one of them out"):
-        replace(codes, compile="on")
+    alone = shape(mesh=both)
+    choices = auto.choose_options(alone, GPU, {})
+    assert [choices[option].is_on for option in auto.OPTIONS] == [True, False, False]
+    line = auto.lines(alone, GPU, choices)[0]
+    assert line == f"compile: off, {auto.WITH_CODES}; it goes with --weights plain, or with --dp-shard"
+    assert auto.apply(alone, choices).compile == "off"
+    with pytest.raises(ValueError, match="compile='on' with weights='nvfp4' and dp_shard=1.*leave one of them out"):
+        replace(alone, compile="on")
 
 
 def test_as_many_recipes_as_torch_keeps_compiled(monkeypatch):
