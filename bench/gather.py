@@ -421,7 +421,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--prefetch", type=int, default=1, help="blocks gathered before the one whose forward runs")
     parser.add_argument("--rounds", type=int, default=2, help="how often the ways are measured, in turn")
     parser.add_argument("--head", choices=("gathered", "shared"), default="gathered", help="shared: a third way")
-    parser.add_argument("--blocks", choices=get_args(Blocks), default="fused", help="how they run")
+    parser.add_argument("--blocks", choices=get_args(Blocks), default="compiled", help="how they run")
     parser.add_argument("--bitwise", metavar="PRESET")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--bitwise-tokens", nargs=2, type=int, default=[2, 256])
