@@ -307,7 +307,7 @@ def timed_on_host(trainer: Trainer) -> Iterator[dict[str, float]]:
     groups = {id(group): group for part in trainer.model.modules() if is_wrapped(part) for group in groups_of(part)}
     owners: list[tuple[Any, str, str]] = [(one, name, key) for one in groups.values() for name, key in HOST.items()]
     if trainer.gather is not None:
-        owners.append((trainer.gather, "_refresh", "host_cast_ms"))
+        owners.append((trainer.gather, "refresh", "host_cast_ms"))
         arrivals = {id(weight.arrival): weight.arrival for weight in trainer.gather.weights}
         owners += [(arrival, "fill_turned", "host_turn_ms") for arrival in arrivals.values()]
 
