@@ -123,7 +123,13 @@ def shape_of(name: str, layers: int | None = None, vocabulary: int = VOCABULARY)
 
 
 def bitwise(
-    name: str, steps: int, tokens: tuple[int, int], device: torch.device, seconds: float = math.inf
+    name: str,
+    steps: int,
+    tokens: tuple[int, int],
+    device: torch.device,
+    seconds: float = math.inf,
+    *,
+    blocks: Blocks = "plain",
 ) -> dict[str, Any]:
     """Train both ways in turn and compare every loss and norm, then the masters, bit for bit, on every rank.
 
@@ -133,7 +139,7 @@ def bitwise(
     end, took = time.perf_counter() + seconds, 0.0
     curves: dict[str, list[torch.Tensor]] = {way: [] for way in WAYS}
     with repeatable():
-        trainers = {way: Trainer(shape_of(name), way, tokens, device) for way in WAYS}
+        trainers = {way: Trainer(shape_of(name), way, tokens, device, blocks=blocks) for way in WAYS}
         while (done := len(curves[WAYS[-1]]) * CHUNK) < steps:
             begun = time.perf_counter()
             if _any(begun + took > end, device):  # ranks stop together
@@ -152,6 +158,7 @@ def bitwise(
     return {
         "case": "gather/bitwise",
         "model": name,
+        "blocks": blocks,
         "steps": len(ours),
         "equal": not _any(bool(differing.any()) or changed > 0 or not bool(losses.isfinite().all()), device),
         "first_difference": int(differing.nonzero()[0]) if differing.any() else None,
@@ -452,7 +459,9 @@ def main(arguments: list[str]) -> int:
     if options.bitwise:
         left = begun + options.seconds - time.perf_counter()
         at = time.perf_counter()
-        found = bitwise(options.bitwise, options.steps, tuple(options.bitwise_tokens), device, left)
+        found = bitwise(
+            options.bitwise, options.steps, tuple(options.bitwise_tokens), device, left, blocks=options.blocks
+        )
         lines.append({"world": dist.get_world_size(), **found, "took_s": round(time.perf_counter() - at, 1)})
         say(lines[-1])
     if leads:

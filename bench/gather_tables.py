@@ -51,7 +51,7 @@ def bitwise(records: Sequence[Record]) -> str:
     """Return every comparison of losses, norms and masters, bit for bit."""
     lines = [
         [
-            f"{v['model']}, {v['world']} GPUs",
+            f"{v['model']}, {v['world']} GPUs" + (", compiled" if v.get("blocks") == "compiled" else ""),
             f"{v['steps']}",
             "every loss, norm and master equal" if v["equal"] else f"differ from step {v['first_difference']} on",
             f"{v['first_loss']:.3f} → {v['last_loss']:.3f}",
