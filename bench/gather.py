@@ -201,6 +201,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 def measure(config: models.ModelConfig, way: Way, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     """Return traffic, times and memory of one model and way in one round."""
+    torch._dynamo.reset()  # graphs of the models before, of which it keeps so many
     begun = time.perf_counter()
     trainer = Trainer(config, way, tuple(options.tokens), device, options.prefetch, blocks=options.blocks)
     for _ in range(WARM_UP):

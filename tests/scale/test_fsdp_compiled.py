@@ -1,7 +1,6 @@
 """torch.compile over a 4-bit gather of FSDP2: the bits of bf16's gather, one graph for equal blocks, and no break."""
 
 from dataclasses import replace
-from functools import cache
 
 import fsdp_compiled
 import pytest
@@ -17,26 +16,27 @@ GRAPHS = {
 }
 
 
-@cache
-def found(names) -> list[dict]:
-    """What both ranks found, of some cases in one set of processes."""
-    return ranks.run(2, fsdp_compiled.cases, list(names), seconds=280)
+def found(name: str) -> list[dict]:
+    """What both ranks found of a case."""
+    return ranks.run(2, fsdp_compiled.cases, [name], seconds=280)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_compiled_codes_have_the_bits_of_compiled_values_in_as_many_graphs(name):
     expected = {"counts": [(GRAPHS[name], 0)] * 2, "turned": False}
-    assert [fsdp_compiled.described(rank[name]) for rank in found(tuple(GRAPHS))] == [expected] * 2
+    assert [fsdp_compiled.described(rank[name]) for rank in found(name)] == [expected] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", fsdp_compiled.WITH_BREAKS)
 def test_what_no_graph_can_hold_leaves_it_and_has_the_same_bits(name):
-    for rank in found(tuple(fsdp_compiled.WITH_BREAKS)):
+    for rank in found(name):
         (_, before), (_, breaks) = rank[name]["counts"]
         assert before == 0 < breaks
         assert set(fsdp_compiled.described(rank[name])) == {"counts", "turned"}
 
 
+@pytest.mark.full
 def test_generated_code_has_them_too():
     for rank in ranks.run(2, fsdp_compiled.by_inductor, seconds=280):
         assert fsdp_compiled.described(rank) == {"counts": [(2, 0)] * 2, "turned": False}
@@ -49,6 +49,7 @@ def test_other_recipes_and_hsdp(world, name):
         assert fsdp_compiled.described(rank[name]) == {"counts": [(1, 0)] * 2, "turned": False}
 
 
+@pytest.mark.full
 def test_a_wrong_sign_in_what_dgrad_reads_is_seen():
     for rank in ranks.run(2, fsdp_compiled.faulty):
         assert rank["differs"] and 0 not in rank["differs"], "the loss is that of the forward, which is right"
@@ -59,6 +60,7 @@ def test_a_recipe_that_changes_is_refused_as_in_eager_code():
         assert "its recipe now reads it in another form" in said
 
 
+@pytest.mark.full
 def test_halfbyte_train_compiles_blocks_over_codes(tmp_path, capfd):
     """Training and validation are a graph each; of a recipe whose backward reads columns, no block is compiled."""
     checks.write_corpus(tmp_path)
