@@ -58,6 +58,7 @@ def test_what_runs_and_what_took_long_is_known(tmp_path, runner):
     (tmp_path / "b").write_text("x.py::c\t20.0\tskipped\n")
     (tmp_path / "c").write_text("")
     assert runner.times(str(tmp_path)) == [(float("inf"), "x.py::b"), (20.0, "x.py::c"), (1.5, "x.py::a")]
+    assert runner.skipped(str(tmp_path)) == ["x.py::c"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -98,6 +99,18 @@ def test_a_run_in_which_nothing_ran_fails(tmp_path, runner, monkeypatch, capsys,
     monkeypatch.setattr(runner, "visible", lambda: ["0"])
     assert runner.main(options) == status
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{said}1 processes" if status == 0 else said)
+
+
+def test_what_was_skipped_is_named_though_others_ran(tmp_path, runner, monkeypatch, capsys):
+    shutil.copy(Path(__file__).parent / "gpu" / "conftest.py", tmp_path)
+    body = "def test_one():\n    pass\n\n\ndef test_two():\n    pytest.skip('needs two GPUs')\n"
+    (tmp_path / "test_gpu_one.py").write_text(f"import pytest\n\n\n{body}")
+    monkeypatch.setattr(runner, "FOLDER", tmp_path)
+    monkeypatch.setattr(runner, "MOST_PROCESSES", 1)
+    monkeypatch.setattr(runner, "visible", lambda: ["0"])
+    assert runner.main([]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("::")[2] for line in said if line.startswith("skipped ")] == ["test_two"]
 
 
 def test_processes_take_turns_at_the_gpus_and_see_all_of_them(tmp_path, runner, monkeypatch, capsys):

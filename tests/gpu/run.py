@@ -1,7 +1,7 @@
 """Run the GPU tests in several processes on each GPU: python3 tests/gpu/run.py [pytest options].
 
 They share Triton's cache and claim one test after the other; each sees all GPUs, another one first. Each process's
-report follows when it ends, then the slowest tests; the exit status is that of the worst, and 1 if nothing ran: without
+report follows when it ends, then the slowest tests and those that were skipped; the exit status is that of the worst, and 1 if nothing ran: without
 a GPU, or if every test was skipped. A run that is stopped (SIGTERM, ctrl-C) names what was running.
 """
 
@@ -41,6 +41,11 @@ def records(claims: str) -> list[list[str]]:
     """Give [test, seconds, "ran" or "skipped"] of what has run, and [test, ""] for what runs."""
     lines = [line for record in Path(claims).iterdir() for line in record.read_text().splitlines()]
     return [line.split("\t") for line in lines]
+
+
+def skipped(claims: str) -> list[str]:
+    """Name the tests that were skipped, as one is that needs two GPUs where there is one."""
+    return sorted(test for test, _, *outcome in records(claims) if outcome == ["skipped"])
 
 
 def nothing_ran(claims: str) -> str:
@@ -99,6 +104,8 @@ def main(options: list[str]) -> int:
             ran, missing = times(claims), nothing_ran(claims)
             for seconds, test in ran[:SLOWEST]:
                 print("still running" if seconds == float("inf") else f"{seconds:.0f} s", test, flush=True)
+            for test in skipped(claims):
+                print("skipped", test, flush=True)
             print(f"{len(ran)} tests, {sum(s for s, _ in ran if s < float('inf')):.0f} s in all", flush=True)
     why = f"nothing ran: {missing}; " if missing else ""
     worst = worst or int(bool(missing))
