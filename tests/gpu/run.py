@@ -1,8 +1,9 @@
 """Run the GPU tests in several processes on each GPU: python3 tests/gpu/run.py [pytest options].
 
 They share Triton's cache and claim one test after the other; each sees all GPUs, another one first. Each process's
-report follows when it ends, then the slowest tests and those that were skipped; the exit status is that of the worst, and 1 if nothing ran: without
-a GPU, or if every test was skipped. A run that is stopped (SIGTERM, ctrl-C) names what was running.
+report follows when it ends, then the slowest tests and those that were skipped; the exit status is that of the worst,
+and 1 if nothing ran: without a GPU, or if every test was skipped. A run that is stopped (SIGTERM, ctrl-C) names what
+was running.
 """
 
 import os
