@@ -45,7 +45,7 @@ NETWORK_SHARE = Constant(0.8, ASSUMED, "of the network adapter's rate in collect
 EAGER_TRAFFIC = Constant(1.6, ASSUMED, "bytes between GEMMs op by op, of those compiled: counted for 1b, not timed")
 STEP_SHARE = Constant(0.864, STEPS, "of a step (train/1b, bf16) that the above explains; rest: clocks under load, gaps")
 HOST_CODES = Constant(
-    12.5e-3, FSDP2, "seconds of the host for a block under FSDP2 that gathers codes (1b and 300m, 2 H100s)"
+    12.5e-3, FSDP2, "seconds of the host for an eager block under FSDP2 that gathers codes (1b, 300m, 2 H100s)"
 )
 HOST_VALUES = Constant(11.3e-3, FSDP2, "the same where it gathers bf16, eager (1b and 300m)")
 HOST_COMPILED = Constant(9.6e-3, FSDP2, "the same, blocks compiled (300m)")
