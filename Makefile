@@ -2,7 +2,7 @@
 #   make train       train the same small model in every recipe and write a table and a plot to runs/compare
 #   make test        tests that need no GPU, of families of cases that take long a fourth a day (tests/sampling.py); make test-full: all
 #   make test-gpu    the GPU tests, with this machine's own python3
-#   make test-targets   a sample of what the launchers launch, recorded and compiled for every GPU without one, half a day (some
+#   make test-targets   a sample of what the launchers launch, recorded and compiled for every GPU without one, a third a day (some
 #                       minutes on two cores), by which files of kernels/ a call goes, and what kernels' PTX computes, emulated;
 #                       some with the newest Triton as well, which is installed beside (300 MB)
 #                       make test-targets-full: all of it (hours)
@@ -35,7 +35,7 @@ NEWEST_TRITON := $(VENV)/triton-3.9
 APART := --quiet --disable-pip-version-check --no-deps --upgrade
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 JOBS ?= 2
-# Whose half of the sampled launches `make test-targets` compiles: DAY=2026-11-27 repeats one.
+# Whose third of the sampled launches `make test-targets` compiles: DAY=2026-11-27 repeats one.
 DAY ?= $(shell date -u +%F)
 # Launches compiled with the newest Triton too: every kernel once on sm_90, and some others.
 NEWEST_COUNT := 72

@@ -3,7 +3,7 @@
 A launcher is called with tensors on the device "meta", which have shapes, strides and alignment but no memory. Its
 kernels do not run: they are specialized as Triton would do it on the target. `scenarios` has the calls.
 `python -m halfbyte.kernels.record` compiles a sample of the launches for every target, with `--all` all of them, with
-`--day` half of the sample; it needs no GPU.
+`--day` a third of the sample; it needs no GPU.
 """
 
 from __future__ import annotations
@@ -275,12 +275,12 @@ def sample(found: Sequence[Recorded], count: int, seed: int = 0) -> list[Recorde
 
 
 def of_the_day(chosen: Sequence[Recorded], day: datetime.date) -> list[Recorded]:
-    """Return the half of every kernel's launches that is a day's; the next day has the others."""
+    """Return the third of every kernel's launches that is a day's; the next two days have the others."""
     kernels: defaultdict[Kernel, list[Recorded]] = defaultdict(list)
     for one in chosen:
         kernels[one.launch.kernel].append(one)
-    parity = day.toordinal()
-    return [one for i, own in enumerate(kernels.values()) for one in own[(parity + i) % 2 :: 2] or own]
+    turn = day.toordinal()
+    return [one for i, own in enumerate(kernels.values()) for one in own[(turn + i) % 3 :: 3] or own]
 
 
 def compile_all(found: Sequence[Recorded], jobs: int) -> Iterator[tuple[Recorded, Usage | str]]:
@@ -316,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=SAMPLE, help="launches of the sample")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument(
-        "--day", type=datetime.date.fromisoformat, help="compile its half of a sample, 2026-11-27; without, the whole"
+        "--day", type=datetime.date.fromisoformat, help="compile its third of a sample, 2026-11-27; without, the whole"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     options = parser.parse_args(arguments)

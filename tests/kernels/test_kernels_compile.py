@@ -210,16 +210,18 @@ def test_a_sample_has_every_kernel_on_every_target():
     assert chosen == record.sample(found, 20) != record.sample(found, 20, seed=1)
 
 
-def test_two_days_compile_the_sample_and_each_every_kernel():
+def test_three_days_compile_the_sample_and_each_every_kernel():
     targets = ("sm_80", "sm_90", "gfx950")
-    found = [one(name, target, True) for name in "abc" for target in targets] + [one("d", "sm_90", True)]
-    days = [record.of_the_day(found, datetime.date(2026, 12, day)) for day in (30, 31)]
-    assert {id(r) for half in days for r in half} == {id(r) for r in found}
-    for half in days:
-        assert {r.launch.name for r in half} == set("abcd")
-        assert {r.target.name for r in half} == set(targets)
-        assert len(half) < 7
-    assert [r for r in days[0] if r in days[1]] == found[-1:], "a kernel of one launch is compiled every day"
+    found = [one(name, target, True) for name in "abc" for target in targets]
+    found += [one("d", target, True) for target in targets[:2]] + [one("e", "sm_90", True)]
+    days = [record.of_the_day(found, datetime.date(2026, 12, day)) for day in (29, 30, 31)]
+    assert {id(r) for third in days for r in third} == {id(r) for r in found}
+    for third in days:
+        assert {r.launch.name for r in third} == set("abcde")
+        assert {r.target.name for r in third} == set(targets)
+        assert len(third) < 7
+    everyday = [r for r in days[0] if r in days[1] and r in days[2]]
+    assert everyday == found[-1:], "a kernel of one launch is compiled every day"
 
 
 def test_failures_are_counted(monkeypatch, capsys):
