@@ -190,10 +190,16 @@ def _functions_are_watched() -> bool:
 
 def repeat_pass(function: Callable, static: tuple, tensors: Sequence[Any], numbers: Sequence[int]) -> tuple:
     """Return the tensors of function(static, tensors, numbers) inside an op: as `run`, but for modes, which see ops."""
-    device = next(tensor.device for tensor in tensors if tensor is not None)
-    watched = torch._C._len_torch_dispatch_stack()
-    if choose(device, None) == REFERENCE or watched or (prepared := _prepared()) is None:
+    if torch._C._len_torch_dispatch_stack():
         return function(static, tensors, numbers)[0]
+    for prepared in _READY:
+        made = prepared.again(function, static, tensors, numbers)
+        if made is not None:
+            return made[0]
+    device = next(tensor.device for tensor in tensors if tensor is not None)
+    if choose(device, None) == REFERENCE or (prepared := _prepared()) is None:
+        return function(static, tensors, numbers)[0]
+    _READY[:] = [prepared]
     return prepared.call(function, static, tensors, numbers, _past_ops)[0]
 
 
@@ -237,13 +243,18 @@ def repeated(function: Callable, schema: str) -> Callable:
     def implementation(*arguments: Any) -> Any:
         if not measures and torch.is_grad_enabled():
             refuse_gradients(name, [arguments[i] for i in tensors])
-        first: Tensor = arguments[tensors[0]]
-        if choose(first.device, arguments[last] or None) == REFERENCE or (prepared := _prepared()) is None:
-            return function(*arguments)
         if torch._C._len_torch_dispatch_stack():  # a mode that watches itself
             return function(*arguments)
         values = [tuple([arguments[i] for i in places]) for places in (static, tensors, numbers)]
-        out, _ = prepared.call(body, *values, _past_ops)
-        return out if returned > 1 else out[0] if returned else None
+        out = None
+        for prepared in _READY:
+            out = prepared.again(body, *values)
+        if out is None:
+            first: Tensor = arguments[tensors[0]]
+            if choose(first.device, arguments[last] or None) == REFERENCE or (prepared := _prepared()) is None:
+                return function(*arguments)
+            _READY[:] = [prepared]
+            out = prepared.call(body, *values, _past_ops)
+        return out[0] if returned > 1 else out[0][0] if returned else None
 
     return implementation

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache, partial
+from importlib import import_module
 
 import pytest
 import quantize_checks as checks
 import torch
+from record_checks import Counted
 from repeating import anew, check_repeats, kernels, same
 from torch import Tensor
 
@@ -15,9 +17,12 @@ import halfbyte as hb
 from halfbyte import ops, reference
 from halfbyte.arithmetic import Normed
 from halfbyte.kernels import prepared
+from halfbyte.kernels.repeating import known
 from halfbyte.layout import Operand
 from halfbyte.ops import repeat
 from halfbyte.sides import Side, both_sides
+
+linear = import_module("halfbyte.functional.linear")  # the package has a function of this name
 
 pytestmark = pytest.mark.usefixtures("kernels")
 __all__ = ["kernels"]
@@ -353,3 +358,23 @@ def test_sign_that_waits_is_seen():
 def test_only_ops_that_say_which_backend_can_be_repeated():
     with pytest.raises(AssertionError, match="backend"):
         repeat.repeated(lambda x: x, "thing(Tensor x) -> Tensor")
+
+
+def test_ops_and_passes_of_compiled_code_make_no_key_of_what_they_know(monkeypatch):
+    counted = Counted(known.key_of)
+    monkeypatch.setattr(known, "key_of", counted)
+    recipe, place = hb.recipes.nvfp4(), hb.Philox(3, 7)
+    w = data(1, 32, 48).requires_grad_()
+
+    @partial(torch.compile, backend="aot_eager", fullgraph=True)
+    def layer(x):
+        return linear.linear(x, w, None, recipe, rng=place)
+
+    made = []
+    for i in range(5):
+        x = data(i, 32, 48).requires_grad_()
+        layer(x).sum().backward()
+        torch.ops.halfbyte.amax(x.detach(), "")
+        made.append(counted.runs)
+    assert made[1] > made[0] > 0, "first recorded, then found by its key, from which guards are made"
+    assert made[2:] == [made[1]] * 3
