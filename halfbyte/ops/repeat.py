@@ -192,15 +192,22 @@ def repeat_pass(function: Callable, static: tuple, tensors: Sequence[Any], numbe
     """Return the tensors of function(static, tensors, numbers) inside an op: as `run`, but for modes, which see ops."""
     if torch._C._len_torch_dispatch_stack():
         return function(static, tensors, numbers)[0]
+    return (_made(function, static, tensors, numbers, None) or function(static, tensors, numbers))[0]
+
+
+def _made(
+    function: Callable, static: tuple, tensors: Sequence[Any], numbers: Sequence[int], backend: str | None
+) -> tuple[tuple, Any] | None:
+    """Return function(static, tensors, numbers), by a record that is there or made; None where nothing is repeated."""
     for prepared in _READY:
         made = prepared.again(function, static, tensors, numbers)
         if made is not None:
-            return made[0]
+            return made
     device = next(tensor.device for tensor in tensors if tensor is not None)
-    if choose(device, None) == REFERENCE or (prepared := _prepared()) is None:
-        return function(static, tensors, numbers)[0]
+    if choose(device, backend) == REFERENCE or (prepared := _prepared()) is None:
+        return None
     _READY[:] = [prepared]
-    return prepared.call(function, static, tensors, numbers, _past_ops)[0]
+    return prepared.call(function, static, tensors, numbers, _past_ops)
 
 
 def refuse_gradients(name: str, tensors: Sequence[Any]) -> None:
@@ -246,15 +253,10 @@ def repeated(function: Callable, schema: str) -> Callable:
         if torch._C._len_torch_dispatch_stack():  # a mode that watches itself
             return function(*arguments)
         values = [tuple([arguments[i] for i in places]) for places in (static, tensors, numbers)]
-        out = None
-        for prepared in _READY:
-            out = prepared.again(body, *values)
-        if out is None:
-            first: Tensor = arguments[tensors[0]]
-            if choose(first.device, arguments[last] or None) == REFERENCE or (prepared := _prepared()) is None:
-                return function(*arguments)
-            _READY[:] = [prepared]
-            out = prepared.call(body, *values, _past_ops)
-        return out[0] if returned > 1 else out[0][0] if returned else None
+        made = _made(body, *values, arguments[last] or None)
+        if made is None:
+            return function(*arguments)
+        out, _ = made
+        return out if returned > 1 else out[0] if returned else None
 
     return implementation
