@@ -252,8 +252,8 @@ def repeated(function: Callable, schema: str) -> Callable:
             refuse_gradients(name, [arguments[i] for i in tensors])
         if torch._C._len_torch_dispatch_stack():  # a mode that watches itself
             return function(*arguments)
-        values = [tuple([arguments[i] for i in places]) for places in (static, tensors, numbers)]
-        made = _made(body, *values, arguments[last] or None)
+        fixed, given, varying = (tuple([arguments[i] for i in places]) for places in (static, tensors, numbers))
+        made = _made(body, fixed, given, varying, arguments[last] or None)
         if made is None:
             return function(*arguments)
         out, _ = made
