@@ -10,13 +10,37 @@ import io
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
+
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 Options = TypeVar("Options")
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 BOX = "╭╮╰╯│─- "
 OWN_CHECK = re.compile(r"Error parsing (?!-)[\w.]+: ")
 """Before what a dataclass said of its values; its field is of no use to who typed an option."""
+PATHS = ConstructorRegistry()
+
+
+@PATHS.primitive_rule
+def path_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
+    """Read paths as tyro does, but for "", which `Path` takes for the folder that the command runs in."""
+    if info.type is not Path:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=_path,
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda path: [str(path)],
+    )
+
+
+def _path(texts: list[str]) -> Path:
+    if not texts[0].strip():
+        raise ValueError("the path is empty, as a variable of a shell is that nothing set; . is the folder here")
+    return Path(texts[0])
 
 
 def read_options(read: Callable[[], Options], prog: str) -> Options:
@@ -32,7 +56,7 @@ def read_options(read: Callable[[], Options], prog: str) -> Options:
     """
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), PATHS:
             found = read()
     except SystemExit as stop:
         if not stop.code:

@@ -213,3 +213,20 @@ def test_what_is_said_while_options_are_read_is_said(capsys):
         return 5
 
     assert read_options(read, "halfbyte train") == 5 and capsys.readouterr().err == "a warning\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["train", "--out"], "--out: the path is empty"),
+        (["compare", "--out"], "--out: the path is empty"),
+        (["sensitivity", ".", "--text"], "--text: the path is empty"),
+        (["inspect", ".", "--text"], "--text: no type matching {None}|PATH could be"),
+    ],
+)
+@pytest.mark.parametrize("empty", ["", "  "])
+def test_a_path_that_is_empty_is_refused(command, said, empty, tmp_path, monkeypatch, capsys):
+    """`--out "$UNSET"` is `--out ""`, which pathlib reads as the folder that the command runs in."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*command, empty]) != 0
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
