@@ -5,9 +5,9 @@
 Masters are fp32, MixedPrecisionPolicy gathers in bf16 and reduces in fp32, the layers compute in recipe nvfp4 either
 way. --bitwise trains a model for --steps steps both ways and compares every loss and norm, and the masters at the end.
 For each of --models and both ways: bytes that a step gathers, the time of a step, of its all-gathers, how much of that
-no other kernel hides, peak memory. Every step is timed: the median and the interquartile range are those of all steps
-of --rounds, in each of which the ways are measured in turn, their models built anew. Without GPUs it runs on gloo with
-small models: that shows that it works.
+no other kernel hides, on rank 0 and on the rank that comes last to each and waits for none, peak memory. Every step is
+timed: the median and the interquartile range are those of all steps of --rounds, in each of which the ways are measured
+in turn, their models built anew. Without GPUs it runs on gloo with small models: that shows that it works.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -34,8 +33,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import halfbyte as hb
 from bench import machine, results
+from bench.exposure import Gather, exposed, gathers_of, of_the_last, traced_kernels
 from bench.measure import repeatable
-from bench.zero import overlap, release, start, synchronize, union
+from bench.zero import release, start, synchronize
 from halfbyte.distributed.fsdp_choice import groups_of, is_wrapped
 from halfbyte.train import model as models
 from halfbyte.train.parallel import cross_entropy, local, prefetch_
@@ -222,10 +222,10 @@ def measure(config: models.ModelConfig, way: Way, device: torch.device, options:
     if trainer.gather is not None:
         outcome["of_bf16"] = trainer.gather.report.ratio
     outcome |= host_times(trainer, device)
-    traced = exposed(traced_kernels(trainer, device), TRACED) if device.type == "cuda" else {}
+    outcome |= traced(trainer, device) if device.type == "cuda" else {}
     del trainer
     release()
-    return outcome | traced
+    return outcome
 
 
 def step_times(trainer: Trainer, device: torch.device) -> list[float]:
@@ -348,39 +348,21 @@ def host_times(trainer: Trainer, device: torch.device) -> dict[str, float]:
     return {"host_step_ms": launched / TRACED} | {key: value / TRACED for key, value in spent.items()}
 
 
-def traced_kernels(trainer: Trainer, device: torch.device) -> list[tuple[str, float, float]]:
-    """Return name, start and end of every kernel of TRACED steps, in µs."""
-    # Kernels alone: with the host's events a step is slower than its kernels, and there is little beside a gather.
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities):  # the first trace of a process stops the host to set itself up
-        trainer.step()
-        synchronize(device)
-    dist.barrier()
-    synchronize(device)
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(TRACED):
+def traced(trainer: Trainer, device: torch.device) -> dict[str, float]:
+    """Return what a trace of TRACED steps says of their gathers, on this rank and on the last that comes to each."""
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
             trainer.step()
         synchronize(device)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel"]
 
-
-def exposed(kernels: Sequence[tuple[str, float, float]], steps: int) -> dict[str, float]:
-    """Return the time of a step's all-gathers, and of that what no kernel but NCCL's ran beside."""
-    gathers = [(s, e) for name, s, e in kernels if "nccl" in name.lower() and "allgather" in name.lower()]
-    others = union([(s, e) for name, s, e in kernels if "nccl" not in name.lower()])
-    alone = [e - s - overlap((s, e), others) for s, e in gathers]
-    total = sum(e - s for s, e in gathers)
-    return {
-        "gather_kernels_ms": total / steps / 1e3,
-        "exposed_ms": sum(alone) / steps / 1e3,
-        "most_exposed_ms": max(alone, default=0.0) / 1e3,
-        "hidden_share": 1 - sum(alone) / total if total else 1.0,
-        "kernels_ms": sum(e - s for s, e in others) / steps / 1e3,
-    }
+    traced_kernels(partial(run, 1))  # the first trace of a process stops the host to set itself up
+    dist.barrier()
+    synchronize(device)
+    kernels = traced_kernels(partial(run, TRACED))
+    ranks: list[list[Gather]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, gathers_of(kernels))
+    return exposed(kernels, TRACED) | of_the_last(ranks, TRACED, first=2)  # embedding, norm and head; then its own
 
 
 COLUMNS = {
@@ -390,6 +372,7 @@ COLUMNS = {
     "gathered_bytes": "gathered, MB",
     "gather_kernels_ms": "gathers, ms",
     "exposed_ms": "exposed, ms",
+    "wires_alone_ms": "by wires, ms",
     "host_step_ms": "host, ms",
     "host_send_ms": "send, ms",
     "host_arrive_ms": "arrive, ms",

@@ -1,4 +1,4 @@
-"""What bench.gather derives: hidden time from kernels of a trace, and bytes from the calls of a step."""
+"""What bench.gather derives: bytes from the calls of a step, and its table."""
 
 import time
 
@@ -7,24 +7,6 @@ import torch
 import torch.distributed as dist
 
 from bench import gather
-
-KERNELS = [
-    ("ncclDevKernel_AllGather_RING_LL", 0.0, 100.0),  # nothing ran beside the first 60
-    ("gemm", 60.0, 150.0),
-    ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 150.0, 400.0),  # hides no gather
-    ("ncclDevKernel_AllGather_RING_LL", 140.0, 180.0),
-    ("quantize", 145.0, 170.0),
-]
-
-
-def test_what_no_other_kernel_hides_is_exposed():
-    found = gather.exposed(KERNELS, steps=2)
-    assert found["gather_kernels_ms"] == pytest.approx(140 / 2 / 1e3)
-    assert found["exposed_ms"] == pytest.approx((60 + 10) / 2 / 1e3)
-    assert found["most_exposed_ms"] == pytest.approx(60 / 1e3)
-    assert found["hidden_share"] == pytest.approx(0.5)
-    assert found["kernels_ms"] == pytest.approx((170 - 60) / 2 / 1e3)
-    assert gather.exposed([("gemm", 0.0, 1.0)], steps=1)["hidden_share"] == 1.0
 
 
 def test_all_gathers_are_counted_by_what_they_return(monkeypatch):
@@ -66,18 +48,42 @@ def test_ways_are_compared_round_by_round():
     assert lines[1]["step_of_bf16"] == 1.0
 
 
-def test_every_step_is_timed_by_itself():
-    class Slower:
-        count = 0
+@pytest.fixture
+def alone():
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
-        def step(self):
-            self.count += 1
-            time.sleep(0.05 if self.count == 3 else 0)
 
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        took = gather.step_times(Slower(), torch.device("cpu"))
-    finally:
-        dist.destroy_process_group()
+class Slower:
+    """A trainer whose third step takes 50 ms and more."""
+
+    count = 0
+
+    def step(self):
+        self.count += 1
+        time.sleep(0.05 if self.count == 3 else 0)
+
+
+def test_every_step_is_timed_by_itself(alone):
+    took = gather.step_times(Slower(), torch.device("cpu"))
     assert len(took) == gather.TIMED >= 12 and took[2] >= 50 and max(took) == took[2]
+
+
+def test_ranks_tell_each_other_their_gathers(alone, monkeypatch):
+    """Of traces of one step and of all, the second counts; its gathers are those of every rank, here of one."""
+    trainer, found = Slower(), []
+    trace = [("ncclDevKernel_AllGather_RING_LL", 10.0 * i, 10.0 * i + 4.0) for i in range(2 * gather.TRACED)]
+
+    def traced_kernels(run):
+        before = trainer.count
+        run()
+        found.append(trainer.count - before)
+        return trace if len(found) == 2 else [("ncclDevKernel_AllGather_RING_LL", 0.0, 1.0)]
+
+    monkeypatch.setattr(gather, "traced_kernels", traced_kernels)
+    traced = gather.traced(trainer, torch.device("cpu"))
+    assert found == [1, gather.TRACED]
+    assert traced["wires_ms"] == traced["wires_alone_ms"] == traced["exposed_ms"] == pytest.approx(8e-3)
+    assert traced["first_wires_ms"] == pytest.approx(8e-3)
