@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -228,17 +228,24 @@ def measure(config: models.ModelConfig, way: Way, device: torch.device, options:
     return outcome
 
 
-def step_times(trainer: Trainer, device: torch.device) -> list[float]:
-    """Return the milliseconds of each of TIMED steps, unbroken as in training: between the ends of one and the next."""
+class Stepping(Protocol):
+    """What is timed."""
+
+    def step(self) -> None:
+        """Make a step."""
+
+
+def step_times(trainer: Stepping, device: torch.device, count: int = TIMED) -> list[float]:
+    """Return the ms of each of `count` steps, unbroken as in training: between the ends of one and the next."""
     dist.barrier()
     synchronize(device)
     if device.type != "cuda":
         ends = [time.perf_counter()]
-        for _ in range(TIMED):
+        for _ in range(count):
             trainer.step()
             ends.append(time.perf_counter())
         return [1e3 * (end - begun) for begun, end in pairwise(ends)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record()
     for event in events[1:]:
         trainer.step()

@@ -7,8 +7,9 @@ other data. "dense" is --layers blocks of the shape of --dense on one sequence o
 between the layers (sequence parallel): under torch's own styles, and under NVFP4Colwise and NVFP4Rowwise, whose
 activations travel as codes. "mixture" is the decoder --mixture on --tokens of each rank, its experts on all ranks:
 tokens travel in their values or as codes, as many as there are or at most a capacity. Each is timed on one GPU too, by
-every rank for itself; started with one process, that alone. Without GPUs it runs on gloo with small models: that shows
-that it works.
+every rank for itself; started with one process, that alone. The ways of a case are built, then timed in turn, steps
+unbroken as in training; "awaited" is a step between whose ends the host waits for the GPU, "host" its launching alone.
+Without GPUs it runs on gloo with small models: that shows that it works.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,13 +41,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfbyte as hb
 from bench import machine, results
-from bench.gather import shape_of
+from bench.gather import merged, shape_of, step_times
 from bench.zero import release, start, synchronize
 from halfbyte.train import model as models
 from halfbyte.train.moe import MoE
 from halfbyte.train.parallel import cross_entropy
 
-WARM_UP, TIMED = 2, 7
+WARM_UP, AWAITED, TIMED = 2, 5, 7
 SPARE = 1.25
 """A capacity, of the copies that a rank sends another where all experts are chosen alike."""
 DENSE, MIXTURE = "parallel/dense", "parallel/mixture"
@@ -246,9 +247,29 @@ def _share_experts(model: nn.Module, how: Way, tokens: int, mesh: DeviceMesh, st
             module.exchange = hb.distributed.shard_experts_(module, mesh, "gate_up_proj", **options)
 
 
-def measure(config: models.ModelConfig, how: Way, tokens: int, device: torch.device) -> dict[str, Any]:
-    """Return times, memory and bytes of a step: of the slowest rank, and of the first one."""
+def measure(
+    config: models.ModelConfig, ways: Sequence[Way], tokens: int, device: torch.device, rounds: int
+) -> list[dict[str, Any]]:
+    """Return times, memory and bytes of a step of each way: of the slowest rank, and of the first one.
+
+    All are built, then timed in turn, TIMED steps in each round: what a machine does meanwhile meets all alike.
+    """
+    built = [_built(config, how, tokens, device) for how in ways]
+    times: list[list[dict[str, Any]]] = [[] for _ in built]
+    for _ in range(rounds):
+        for (work, _), found in zip(built, times, strict=True):
+            found.append({"steps_ms": _slowest(step_times(work, device, TIMED), device)})
+    lines = [merged(found) | about for (_, about), found in zip(built, times, strict=True)]
+    del built
+    release()
+    return lines
+
+
+def _built(config: models.ModelConfig, how: Way, tokens: int, device: torch.device) -> tuple[Work, dict[str, Any]]:
+    """Return what is timed, its first steps behind it, and what is measured once: bytes, memory, the host's time."""
     begun = time.perf_counter()
+    release()
+    others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     work = (dense if how.case == DENSE else mixture)(config, how, tokens, device)
     for _ in range(WARM_UP):
         work.step()
@@ -260,7 +281,7 @@ def measure(config: models.ModelConfig, how: Way, tokens: int, device: torch.dev
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     took, launched = [], []
-    for _ in range(TIMED):
+    for _ in range(AWAITED):
         dist.barrier()
         synchronize(device)
         begun = time.perf_counter()
@@ -268,17 +289,20 @@ def measure(config: models.ModelConfig, how: Way, tokens: int, device: torch.dev
         launched.append(1e3 * (time.perf_counter() - begun))
         synchronize(device)
         took.append(1e3 * (time.perf_counter() - begun))
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-    figures = [statistics.median(took), statistics.median(launched), peak, max(took) / min(took) - 1]
-    slowest = torch.tensor(figures, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    peak = (torch.cuda.max_memory_allocated(device) - others) / 2**30 if device.type == "cuda" else 0.0
+    slowest = _slowest([statistics.median(took), statistics.median(launched), peak], device)
     exchanges = [module.exchange for module in work.model.modules() if isinstance(module, MoE)]
     dropped = [int(one.dropped) for one in exchanges if one is not None and one.dropped is not None]
-    del work
-    release()
-    names = ("step_ms", "host_ms", "peak_GiB", "spread")
-    measured = dict(zip(names, slowest.tolist(), strict=True)) | {"arriving_bytes": dict(traffic.found)}
-    return measured | {"until_warm_s": round(ready, 1)} | ({"dropped": sum(dropped)} if how.has_capacity else {})
+    about = dict(zip(("awaited_ms", "host_ms", "peak_GiB"), slowest, strict=True))
+    about |= {"arriving_bytes": dict(traffic.found), "until_warm_s": round(ready, 1)}
+    return work, about | ({"dropped": sum(dropped)} if how.has_capacity else {})
+
+
+def _slowest(figures: list[float], device: torch.device) -> list[float]:
+    """Return of each figure the greatest of all ranks."""
+    found = torch.tensor(figures, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
 
 
 def beside(line: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, float]:
@@ -298,6 +322,7 @@ def beside(line: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, float
 
 COLUMNS = {
     "step_ms": "step, ms",
+    "awaited_ms": "awaited, ms",
     "host_ms": "host, ms",
     "of_bf16": "of bf16",
     "alone_of_bf16": "on one GPU",
@@ -333,6 +358,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--mixture", default="moe-1b" if on_gpu else "moe-tiny", metavar="PRESET")
     parser.add_argument("--mixture-layers", type=int, help="blocks of --mixture; by default all")
     parser.add_argument("--tokens", type=int, default=8192 if on_gpu else 64)
+    parser.add_argument("--rounds", type=int, default=3, help="how often the ways of a case are timed, in turn")
     parser.add_argument("--only", choices=("dense", "mixture"))
     parser.add_argument("--out", type=Path, default=results.FOLDER)
     parser.add_argument("--commit", help="what to record where the sources lie outside a git checkout")
@@ -344,16 +370,20 @@ def main(arguments: list[str]) -> int:
         MIXTURE: (options.mixture, shape_of(options.mixture, options.mixture_layers)),
     }
     lines: list[dict[str, Any]] = []
-    for how in WAYS:
-        if (options.only and options.only not in how.case) or (world == 1 and how.way != ALONE):
+    for case, (name, config) in shapes.items():
+        ways = [how for how in WAYS if how.case == case and (world > 1 or how.way == ALONE)]
+        if options.only and options.only not in case:
             continue
-        (name, config), begun = shapes[how.case], time.perf_counter()
-        about = {"world": world, **how._asdict(), "model": name, "layers": config.layers, "tokens": options.tokens}
-        line = about | measure(config, how, options.tokens, device)
-        lines.append(line)
-        line |= beside(line, lines) | {"took_s": round(time.perf_counter() - begun, 1)}
-        if leads:
-            print(json.dumps(line), flush=True)
+        begun = time.perf_counter()
+        about = {"world": world, "model": name, "layers": config.layers, "tokens": options.tokens}
+        measured = measure(config, ways, options.tokens, device, options.rounds)
+        made = [about | how._asdict() | found for how, found in zip(ways, measured, strict=True)]
+        took = round(time.perf_counter() - begun, 1)
+        for line in made:
+            line |= beside(line, made) | {"took_s": took}
+            if leads:
+                print(json.dumps(line), flush=True)
+        lines += made
     if leads:
         facts = machine.facts(device) | ({"commit": options.commit} if options.commit else {})
         path = results.path_for(facts, options.out)

@@ -49,7 +49,8 @@ def _about(v: dict[str, Any], devices: str) -> str:
     """Return the sentence above a table."""
     tokens = f"{v['tokens']:,} tokens " + ("of one sequence" if v["case"] == "parallel/dense" else "of each rank")
     blocks = f"{v['layers']} blocks of `{v['model']}`"
-    return f"Forward and backward of {blocks}, bf16 parameters, {tokens}, eager, {devices}, medians:"
+    how = "unbroken steps" if "awaited_ms" in v else "each step awaited"
+    return f"Forward and backward of {blocks}, bf16 parameters, {tokens}, eager, {devices}, {how}, medians:"
 
 
 def _title(case: str, v: dict[str, Any]) -> str:

@@ -36,14 +36,32 @@ def test_one_process_times_what_needs_no_other(tmp_path, monkeypatch, capsys):
     for name, value in numbers.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(parallel, "WARM_UP", 1)
-    monkeypatch.setattr(parallel, "TIMED", 1)
+    monkeypatch.setattr(parallel, "TIMED", 2)
     options = ["--only", "mixture", "--mixture-layers", "1", "--tokens", "32", "--commit", "abcdef0"]
     assert parallel.main([*options, "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("parallel-*-abcdef0.jsonl")
     run, *lines = map(json.loads, path.read_text().splitlines())
     assert run["run"]["world"] == 1 and [line["recipe"] for line in lines] == ["bf16", "nvfp4"]
     assert all(line["way"] == "one GPU" and line["layers"] == 1 and line["step_ms"] > 0 for line in lines)
+    assert [len(line["steps_ms"]) for line in lines] == [6, 6]  # three rounds by default
     assert capsys.readouterr().out.count("moe-tiny, 1 ranks, one GPU") == 2
+
+
+def test_ways_are_timed_in_turn(monkeypatch):
+    """What a machine does meanwhile meets all ways alike."""
+    order = []
+
+    def step_times(work, device, count):
+        order.append(work)
+        return [float(len(order))] * count
+
+    monkeypatch.setattr(parallel, "_built", lambda config, how, tokens, device: (how, {"host_ms": 1.0}))
+    monkeypatch.setattr(parallel, "step_times", step_times)
+    monkeypatch.setattr(parallel, "_slowest", lambda figures, device: figures)
+    lines = parallel.measure(None, ["a", "b"], 8, "cpu", rounds=3)
+    assert order == ["a", "b"] * 3
+    assert [line["rounds_ms"] for line in lines] == [[1.0, 3.0, 5.0], [2.0, 4.0, 6.0]]
+    assert [(line["step_ms"], line["host_ms"]) for line in lines] == [(3.0, 1.0), (4.0, 1.0)]
 
 
 def written(folder, device: str, lines: list) -> list:
@@ -57,6 +75,7 @@ def test_the_table(tmp_path):
     table = parallel_tables.RENDERERS["parallel-dense"](written(tmp_path, "NVIDIA H200", LINES)).splitlines()
     rows = [line for line in table if line.startswith("| ") and "GPUs" not in line]
     assert table[0].startswith("Forward and backward of 2 blocks of `8b`, bf16 parameters, 8,192 tokens of one")
+    assert table[0].endswith("each step awaited, medians:")
     assert [row.split(" | ")[0] for row in rows] == [
         "| one GPU",
         "| torch's styles, sequence parallel",

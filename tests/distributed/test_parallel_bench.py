@@ -34,7 +34,8 @@ def test_every_way_is_timed(found):
     assert found.keys() == set(parallel.WAYS)
     for how, line in found.items():
         assert all(math.isfinite(line[name]) and line[name] > 0 for name in ("step_ms", "host_ms", "of_bf16")), how
-        assert line["step_ms"] >= line["host_ms"] and ("dropped" in line) == line["has_capacity"], how
+        assert line["awaited_ms"] >= line["host_ms"] and ("dropped" in line) == line["has_capacity"], how
+        assert len(line["steps_ms"]) == len(line["rounds_ms"]) == checks.ROUNDS, how
         assert (line["arriving_bytes"] == {}) == (line["way"] == parallel.ALONE), how
 
 
