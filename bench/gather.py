@@ -231,7 +231,7 @@ def measure(config: models.ModelConfig, way: Way, device: torch.device, options:
 class Stepping(Protocol):
     """What is timed."""
 
-    def step(self) -> None:
+    def step(self) -> object:
         """Make a step."""
 
 
