@@ -1,6 +1,7 @@
 """Settings that every test needs before torch and Triton are imported."""
 
 import datetime
+import gc
 import importlib.util
 import os
 
@@ -35,3 +36,9 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     sampling.mark(items, config.getoption("--day"))
+
+
+def pytest_collection_finish():
+    """What tests are made of stays to the end: no collection of garbage looks at it again, a second each time."""
+    gc.collect()
+    gc.freeze()
