@@ -9,6 +9,7 @@ import errno
 import importlib
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,6 +170,9 @@ def explain_command(arguments: list[str]) -> int:
     parser.add_argument("--groups", type=int, default=0, help="groups of tokens")
     parser.add_argument("--target", help="sm_90, gfx942, interpreter, cpu, …; by default this machine")
     parser.add_argument("--batch-invariant", action="store_true", help="a product whose rows are alike in every batch")
+    negative = next((word for word in arguments if re.match(r"-\d+x", word)), None)  # argparse takes it for an option
+    if negative is not None:
+        raise ValueError(f"SHAPE {negative!r}: sizes are 0 or more, as in 16384x2880")
     options = parser.parse_args(arguments)
     try:
         shape = [int(size) for size in options.shape.split("x")]
@@ -189,12 +193,14 @@ def env(arguments: list[str]) -> int:
     import torch
 
     import halfbyte as hb
+    from halfbyte.kernels.target import find
 
     print(f"halfbyte {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     print(f"CPU: {platform.machine()}, {torch.get_num_threads()} threads")
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
-        print(f"GPU {index}: {facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB")
+        target = find(torch.device("cuda", index))
+        print(f"GPU {index}: {facts.name}, {target.name}, {facts.total_memory / 2**30:.0f} GiB")
     for backend in hb.backends():
         print(f"backend {backend.name}: {'runs here' if backend.available else 'does not run here'}: {backend.reason}")
         if backend.casts:

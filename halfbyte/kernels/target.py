@@ -67,9 +67,12 @@ class Target:
         if self.ptx:
             return f"{self.name} is older than sm_{OLDEST}" if self.capability < OLDEST else None
         if self.backend == HIP:
+            compiled = f"the kernels compile ({', '.join(AMD)}) but on which"
+            if self.name not in AMD:
+                compiled = f"nobody has compiled the kernels, as for {' and '.join(AMD)}, and on which"
             return (
-                f"{self.name} is an AMD GPU, for which the kernels compile ({', '.join(AMD)}) but on which nobody has "
-                "compared their bytes: run `halfbyte verify --force`, and where it passes give backend='portable'"
+                f"{self.name} is an AMD GPU, for which {compiled} nobody has compared their bytes: run `halfbyte "
+                "verify --force`, and where it passes give backend='portable'"
             )
         return None
 

@@ -76,8 +76,13 @@ def read_spec(word: Spec | str | None) -> Spec | None:
 
     Raises:
         ValueError: the word names no spec.
+        TypeError: it is neither a spec nor a word.
     """
-    if word is None or not isinstance(word, str):
+    if isinstance(word, recipes.Recipe):
+        raise TypeError(f"spec={word!r}: a recipe has six operands; give that of one, such as recipe.fprop.a")
+    if not isinstance(word, str | Spec | None):
+        raise TypeError(f"spec={word!r}: give hb.NVFP4(…), hb.MXFP8(…), a key such as 'nvfp4/1x16', or None")
+    if not isinstance(word, str):
         return word
     if word in PLAIN:
         return None
@@ -103,7 +108,7 @@ def _target(name: str | None) -> tuple[Target | None, str]:
         return None, "Triton kernels need a GPU"
     known = {**TARGETS, INTERPRETER.name: INTERPRETER}
     if name is not None:
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             names = ", ".join((*known, CPU))
             raise ValueError(f"target={name!r}: use one of {names}, or leave it out for this machine")
         return known[name], ""
@@ -225,6 +230,7 @@ QUANTIZING = ("quantize", "amax", "grouped_quantize", "grouped_experts")
 
 def _op(op: str | None, shape: Sequence[int], groups: int) -> str:
     """Return the op that is asked for: by default that of the shape."""
+    _check_types(op, shape, groups)
     if op is None:
         op = ("grouped_" if groups else "") + ("gemm" if len(shape) == 3 else "quantize")
     if op not in OPS:
@@ -232,11 +238,23 @@ def _op(op: str | None, shape: Sequence[int], groups: int) -> str:
     if len(shape) != OPS[op][0] or any(type(n) is not int or n < 0 for n in shape):
         sizes = {2: "two, as in 16384x2880", 3: "three, as in 8192x4096x4096"}[OPS[op][0]]
         raise ValueError(f"shape={tuple(shape)}: {op} takes {sizes}")
+    if op == "grouped_experts" and shape[0] == 0:
+        raise ValueError(f"shape={tuple(shape)}: give the weights of at least one expert")
     if math.prod(sorted(shape)[-2:]) * (shape[0] if op == "grouped_experts" else max(1, groups)) > MOST:
         raise ValueError(f"shape={tuple(shape)}, groups={groups}: more than 2**48 elements; give sizes of one device")
-    if (op in ("grouped_quantize", "grouped_gemm")) != bool(groups) or groups < 0:
-        raise ValueError(f"groups={groups}: {op} takes {'a number of groups, 1 or more' if not groups else 'none'}")
+    takes_groups = op in ("grouped_quantize", "grouped_gemm")
+    if (groups < 1) if takes_groups else (groups != 0):
+        raise ValueError(f"groups={groups}: {op} takes {'a number of groups, 1 or more' if takes_groups else 'none'}")
     return op
+
+
+def _check_types(op: Any, shape: Any, groups: Any) -> None:
+    if not isinstance(op, str | None):
+        raise TypeError(f"op={op!r}: give its name, one of {', '.join(OPS)}")
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise TypeError(f"shape={shape!r}: give its sizes, as in (16384, 2880)")
+    if type(groups) is not int:
+        raise TypeError(f"groups={groups!r}: give an int, a number of groups")
 
 
 def explain(
@@ -261,6 +279,7 @@ def explain(
 
     Raises:
         ValueError: an argument names nothing that there is, or the product of two such operands is refused.
+        TypeError: an argument is of no type that it takes.
     """
     op = _op(op, shape, groups)
     if not 1 <= len(specs) <= 2 or (op.endswith("gemm") and len(specs) != 2):

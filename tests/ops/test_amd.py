@@ -59,6 +59,23 @@ def test_what_a_machine_has(machine):
     assert amd("gfx1201", 64).warp == 32
 
 
+def test_the_architecture_is_what_the_command_prints(machine, capsys):
+    machine(MI300 | {"total_memory": 192 << 30}, hip="7.0.51831")
+    assert cli.main(["env"]) == 0
+    assert "GPU 0: a GPU, gfx942, 192 GiB" in capsys.readouterr().out
+    machine(H200 | {"total_memory": 140 << 30})
+    assert cli.main(["env"]) == 0
+    assert "GPU 0: a GPU, sm_90, 140 GiB" in capsys.readouterr().out
+
+
+def test_what_nobody_has_compiled_is_said_of_no_other_architecture():
+    assert (
+        "for which the kernels compile (gfx942, gfx950) but on which nobody has compared" in amd("gfx950", 256).problem
+    )
+    other = "gfx1100 is an AMD GPU, for which nobody has compiled the kernels, as for gfx942 and gfx950, and on which"
+    assert amd("gfx1100", 96).problem.startswith(other)
+
+
 @pytest.mark.parametrize(("compiler", "has"), [("cuda", True), ("hip", False), ("xpu", False), (None, False)])
 def test_only_what_compiles_for_nvidia_has_ptx(compiler, has):
     """AMD's assembler would meet PTX in the middle of a kernel; None is the interpreter, which compiles nothing."""

@@ -212,7 +212,10 @@ def test_words_for_specs(word, spec):
         ((64, 64), (), {}, "one or two"),
         ((64, 64), ("nvfp4",), {"op": "sort"}, "op='sort': use one of quantize"),
         ((64, 64), ("nvfp4",), {"target": "sm_1"}, "target='sm_1': use one of sm_80"),
-        ((64, 64), ("nvfp4",), {"groups": -1}, "groups=-1"),
+        ((64, 64), ("nvfp4",), {"groups": -1}, "groups=-1: grouped_quantize takes a number of groups, 1 or more"),
+        ((64, 64), ("nvfp4",), {"op": "grouped_quantize"}, "groups=0: grouped_quantize takes a number of groups"),
+        ((0, 16, 16), ("nvfp4",), {"op": "grouped_experts", "target": "sm_90"}, r"shape=\(0, 16, 16\): .* one expert"),
+        ((64, 64), ("nvfp4",), {"target": ["sm_90"]}, r"target=\['sm_90'\]: use one of sm_80"),
         ((64, 64), ("nvfp4",), {"op": "amax", "groups": 2}, "groups=2: amax takes none"),
         ((64, 64), ("bf16",), {"op": "dequantize", "target": "sm_90"}, "spec=bf16"),
     ],
@@ -220,6 +223,33 @@ def test_words_for_specs(word, spec):
 def test_mistakes(shape, specs, options, message):
     with pytest.raises(ValueError, match=message):
         hb.ops.explain(shape, *specs, **options)
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+@pytest.mark.parametrize(
+    "shape, spec, options, message",
+    [
+        ((64, 64), 3, {}, "spec=3: give hb.NVFP4"),
+        ((64, 64), torch.bfloat16, {}, "spec=torch.bfloat16: give hb.NVFP4"),
+        ((64, 64), hb.NVFP4, {}, "spec=<class .*NVFP4'>: give hb.NVFP4"),
+        ((64, 64), hb.recipes.nvfp4(), {}, "a recipe has six operands; give that of one"),
+        ((64, 64), "nvfp4", {"groups": 2.5}, "groups=2.5: give an int"),
+        ((64, 64), "nvfp4", {"groups": True}, "groups=True: give an int"),
+        ((64, 64), "nvfp4", {"groups": None}, "groups=None: give an int"),
+        ((64, 64), "nvfp4", {"op": ["quantize"]}, r"op=\['quantize'\]: give its name"),
+        (16, "nvfp4", {}, "shape=16: give its sizes"),
+        (None, "nvfp4", {}, "shape=None: give its sizes"),
+        ("16x16", "nvfp4", {}, "shape='16x16': give its sizes"),
+    ],
+)
+def test_mistaken_types(target, shape, spec, options, message):
+    with pytest.raises(TypeError, match=message):
+        hb.ops.explain(shape, spec, target=target, **options)
+
+
+def test_a_negative_size_is_named_by_the_command(capsys):
+    assert cli.main(["explain", "-1x3", "nvfp4"]) == 2
+    assert "SHAPE '-1x3': sizes are 0 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", ({}, {"target": "sm_90"}, {"op": "grouped_gemm", "groups": 2}))
