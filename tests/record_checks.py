@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import triton.language as tl
@@ -29,6 +31,7 @@ class Counted:
 
     def __init__(self, function):
         self.function, self.runs = function, 0
+        functools.update_wrapper(self, function)
 
     def __call__(self, *arguments):
         self.runs += 1

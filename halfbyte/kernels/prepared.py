@@ -10,6 +10,7 @@ keyed by the identity of an object, and what it could not understand is never re
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -377,6 +378,9 @@ def _call(
         outputs, value = function(static, tensors, varying)
     if recorder.refusal is None:
         record = Record(recorder, len(tensors), outputs, value, usual)
+    else:
+        name = f"{function.__module__}.{function.__qualname__}"
+        warnings.warn(f"{name} is worked out anew in every call, slower on the host: {recorder.refusal}", stacklevel=1)
     _keep(key, recorder.refusal or record)
     return outputs, value
 

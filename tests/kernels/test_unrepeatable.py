@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import triton.language as tl
@@ -95,3 +97,27 @@ def test_what_cannot_be_repeated_is_not(what):
 def test_output_from_outside_is_not_repeated():
     check(lambda static, tensors, numbers: ((OUTSIDE,), None), ((values(),),), ((values(1),),), runs=2)
     assert "outside" in reason()
+
+
+def read_on_the_host(static, tensors, numbers):
+    """What a record cannot repeat."""
+    return (tensors[0] * tensors[0].sum().item(),), None
+
+
+def test_what_is_worked_out_anew_says_so_once_with_the_reason():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for size in (SIZE, SIZE, SIZE, 2 * SIZE):
+            prepared.call(read_on_the_host, (), (values(1.0, size),))
+    (warning,) = said
+    assert str(warning.message) == (
+        f"{__name__}.read_on_the_host is worked out anew in every call, slower on the host: "
+        "aten._local_scalar_dense.default returns what is no tensor"
+    )
+
+
+def test_what_is_repeated_says_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            prepared.call(lambda static, tensors, numbers: ((add(tensors[0], 1),), None), (), (values(),))
