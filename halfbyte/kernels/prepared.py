@@ -379,7 +379,7 @@ def _call(
     if recorder.refusal is None:
         record = Record(recorder, len(tensors), outputs, value, usual)
     else:
-        name = f"{function.__module__}.{function.__qualname__}"
+        name = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
         warnings.warn(f"{name} is worked out anew in every call, slower on the host: {recorder.refusal}", stacklevel=1)
     _keep(key, recorder.refusal or record)
     return outputs, value
