@@ -19,7 +19,12 @@ RUNS = (  # listings with lines of `python -m bench`, oldest first
 )
 OF_1B = "nvidia-h200-20261123-0e71e16.txt"
 PRODUCTS = "nvidia-h200-20261123-6b05522.txt"
-COMMANDS = ("nvidia-h200-20261125-35a82c9.txt", "nvidia-h200-20261126-5e86971.txt", "nvidia-h200-20261127.txt")
+COMMANDS = (
+    "nvidia-h200-20261125-35a82c9.txt",
+    "nvidia-h200-20261126-5e86971.txt",
+    "nvidia-h200-20261127.txt",
+    "nvidia-h200-20261127-70dfffc.txt",
+)
 INVARIANT = "nvidia-h200-20261123-564ef9a.txt"
 VALUES = "nvidia-h200-20261123-7290378.txt"
 
