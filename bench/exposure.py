@@ -11,12 +11,11 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from bench.zero import overlap, union
-
+Span = tuple[float, float]
 Kernels = Sequence[tuple[str, float, float]]
 """Name, start and end of kernels, in µs."""
 
@@ -41,7 +40,11 @@ def traced_kernels(run: Callable[[], None]) -> list[tuple[str, float, float]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+        return kernels_of(json.loads(path.read_text())["traceEvents"])
+
+
+def kernels_of(events: Sequence[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    """Return the kernels of a trace's events, in the order in which they began."""
     found = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel"]
     return sorted(found, key=lambda kernel: kernel[1])
 
@@ -50,7 +53,7 @@ def gathers_of(kernels: Kernels) -> list[Gather]:
     """Return the all-gathers among kernels, in their order, which is that of every rank."""
     spans = [(s, e) for name, s, e in kernels if "nccl" in name.lower() and "allgather" in name.lower()]
     others = _others(kernels)
-    return [Gather(took=e - s, alone=e - s - overlap((s, e), others)) for s, e in spans]
+    return [Gather(took=e - s, alone=e - s - _overlap((s, e), others)) for s, e in spans]
 
 
 def exposed(kernels: Kernels, steps: int) -> dict[str, float]:
@@ -77,7 +80,7 @@ def of_the_last(ranks: Sequence[Sequence[Gather]], steps: int, first: int) -> di
 
     Returns:
         wires_ms: all; wires_alone_ms: of that what no kernel but NCCL's ran beside; wires_hidden_share: the rest's
-        share; first_wires_ms: those of the first block, the median of the steps.
+        share; first_wires_ms: those of the first block, the median of the steps; others_hidden_share: of the rest.
 
     Raises:
         ValueError: ranks differ in how many they have, or steps do.
@@ -88,14 +91,34 @@ def of_the_last(ranks: Sequence[Sequence[Gather]], steps: int, first: int) -> di
     last = [min(of_all, key=lambda one: one.took) for of_all in zip(*ranks, strict=True)]
     each = len(last) // steps
     begins = [sum(one.took for one in last[i * each : i * each + first]) for i in range(steps)]
-    took, alone = sum(one.took for one in last), sum(one.alone for one in last)
+    others = [one for index, one in enumerate(last) if index % each >= first]
     return {
-        "wires_ms": took / steps / 1e3,
-        "wires_alone_ms": alone / steps / 1e3,
-        "wires_hidden_share": 1 - alone / took if took else 1.0,
+        "wires_ms": sum(one.took for one in last) / steps / 1e3,
+        "wires_alone_ms": sum(one.alone for one in last) / steps / 1e3,
+        "wires_hidden_share": _hidden(last),
         "first_wires_ms": statistics.median(begins) / 1e3,
+        "others_hidden_share": _hidden(others),
     }
 
 
-def _others(kernels: Kernels) -> list[tuple[float, float]]:
-    return union([(s, e) for name, s, e in kernels if "nccl" not in name.lower()])
+def _hidden(gathers: Sequence[Gather]) -> float:
+    took = sum(one.took for one in gathers)
+    return 1 - sum(one.alone for one in gathers) / took if took else 1.0
+
+
+def _others(kernels: Kernels) -> list[Span]:
+    return _union([(s, e) for name, s, e in kernels if "nccl" not in name.lower()])
+
+
+def _union(spans: Sequence[Span]) -> list[Span]:
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _overlap(span: Span, others: Sequence[Span]) -> float:
+    return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in others)

@@ -8,6 +8,8 @@ from types import MappingProxyType
 from bench.markdown import percent, rows
 from bench.records import Record
 
+MOST_OF_FIRST, MOST_OF_STEP = 1.2, 0.03
+"""Of what the first block's gathers take, and of a step: what is asked of the time that nothing hides."""
 WAYS = {
     "codes": "codes",
     "bf16": "bf16",
@@ -47,6 +49,33 @@ def steps(records: Sequence[Record]) -> str:
     return rows(["", "gathered as", *measured, "peak, GiB", "record"], lines)
 
 
+def wires(records: Sequence[Record]) -> str:
+    """Return what gathers take the rank that comes last to each, beside what is asked of them, a line each."""
+    lines = [
+        [
+            _title(r),
+            WAYS[v["way"]],
+            f"{v['wires_ms']:.1f}",
+            f"{v['wires_alone_ms']:.2f}",
+            f"{v['first_wires_ms']:.2f}",
+            f"{MOST_OF_FIRST * v['first_wires_ms'] + MOST_OF_STEP * v['step_ms']:.2f}",
+            percent(v["others_hidden_share"], 0) if "others_hidden_share" in v else "",
+            r.stamp,
+        ]
+        for r in records
+        for v in [r.values]
+        if v["case"] == "gather/step" and "wires_ms" in v
+    ]
+    measured = [
+        "gathers, ms",
+        "hidden by nothing, ms",
+        "the first block's, ms",
+        "at most asked, ms",
+        "hidden of others",
+    ]
+    return rows(["", "gathered as", *measured, "record"], lines)
+
+
 def bitwise(records: Sequence[Record]) -> str:
     """Return every comparison of losses, norms and masters, bit for bit."""
     lines = [
@@ -65,5 +94,5 @@ def bitwise(records: Sequence[Record]) -> str:
 
 
 RENDERERS: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
-    {"gather-steps": steps, "gather-bitwise": bitwise}
+    {"gather-steps": steps, "gather-wires": wires, "gather-bitwise": bitwise}
 )

@@ -21,7 +21,6 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,6 +34,7 @@ import torch.nn.functional as F
 
 import halfbyte as hb
 from bench import machine, results
+from bench.exposure import Kernels, gathers_of, traced_kernels
 from bench.measure import repeatable
 from halfbyte.distributed import ZeroConfig, ZeroOptimizer
 from halfbyte.distributed.plan import BucketPlan, Item, scale_room, storage_plan
@@ -177,7 +177,7 @@ def measure(name: str, way: Way, tokens: tuple[int, int], device: torch.device, 
         "step_ms": 1e3 * seconds,
         "peak_GiB": peak / 2**30,
     }
-    hidden = hidden_share(trace_events(trainer, device), zero, TRACED) if device.type == "cuda" else {}
+    hidden = hidden_share(traced(trainer, device), zero, TRACED) if device.type == "cuda" else {}
     del trainer, zero
     release()
     return outcome | hidden
@@ -232,48 +232,44 @@ def gather_seconds(zero: ZeroOptimizer, device: torch.device) -> float:
     return min(out[1:])
 
 
-def trace_events(trainer: Trainer, device: torch.device) -> list[dict[str, Any]]:
-    """Return the events of a trace of TRACED steps and a forward."""
-    # Kernels alone: with the host's events a step is slower than its kernels, and there is little beside a gather.
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities):  # the first trace of a process stops the host to set itself up
+def traced(trainer: Trainer, device: torch.device) -> list[tuple[str, float, float]]:
+    """Return the kernels of TRACED steps and a forward."""
+
+    def first() -> None:
         trainer.step()
         trainer.zero.synchronize()
         synchronize(device)
-    dist.barrier()
-    synchronize(device)
-    with torch.profiler.profile(activities=activities) as profile:
+
+    def steps() -> None:
         for _ in range(TRACED):
             trainer.step()
         trainer.loss()  # as in training: without gradients other kernels run, and compiling them would stop the host
         synchronize(device)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        return json.loads(path.read_text())["traceEvents"]
+
+    traced_kernels(first)  # the first trace of a process stops the host to set itself up
+    dist.barrier()
+    synchronize(device)
+    return traced_kernels(steps)
 
 
-def hidden_share(events: list[dict[str, Any]], zero: ZeroOptimizer, steps: int) -> dict[str, Any]:
+def hidden_share(kernels: Kernels, zero: ZeroOptimizer, steps: int) -> dict[str, Any]:
     """Return from a trace how much of the gathers' time other kernels ran beside them, and what nothing ran beside.
 
     The share is the median step's: a gather lasts until the last rank's host has launched its own, so that one late
     host stretches it on all.
     """
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    spans = [(event["name"], event["ts"], event["ts"] + event["dur"]) for event in kernels]
-    gathers = sorted((s, e) for name, s, e in spans if "nccl" in name.lower() and "allgather" in name.lower())
-    others = union([(s, e) for name, s, e in spans if "nccl" not in name.lower()])
-    total = sum(e - s for s, e in gathers)
+    gathers = gathers_of(kernels)
+    total = sum(one.took for one in gathers)
     if not total:
         return {}
-    exposed = [e - s - overlap((s, e), others) for s, e in gathers]
+    exposed = [one.alone for one in gathers]
     names = messages(zero)
     assert len(exposed) == steps * len(names), (len(exposed), len(names))
     of_step = [slice(i * len(names), (i + 1) * len(names)) for i in range(steps)]
-    shares = [1 - sum(exposed[step]) / sum(e - s for s, e in gathers[step]) for step in of_step]
+    shares = [1 - sum(exposed[step]) / sum(one.took for one in gathers[step]) for step in of_step]
     times = {name: sum(exposed[i :: len(names)]) / steps / 1e3 for i, name in enumerate(names)}
     most = sorted(names, key=lambda name: -times[name])[:4]
-    reduced = sum(e - s for name, s, e in spans if "reducescatter" in name.lower())
+    reduced = sum(e - s for name, s, e in kernels if "reducescatter" in name.lower())
     return {
         "gather_kernels_ms": total / steps / 1e3,
         "exposed_ms": sum(exposed) / steps / 1e3,
@@ -288,20 +284,6 @@ def messages(zero: ZeroOptimizer) -> list[str]:
     """Return what a step gathers, in order: the first parameter of each bucket, and "scales" before those of codes."""
     names = {coded: [b.plan.places[0].item.name for b in zero.buckets if b.quantized == coded] for coded in (0, 1)}
     return [*names[0], *("scales" for _ in zero.scales), *names[1]]
-
-
-def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def overlap(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
-    return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in others)
 
 
 def main(arguments: list[str]) -> int:

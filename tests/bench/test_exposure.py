@@ -39,6 +39,9 @@ def test_waiting_for_a_late_rank_is_no_communication():
     assert found["wires_alone_ms"] == pytest.approx((4 + 5 + 0 + 2 + 6 + 0) / 2 / 1e3)
     assert found["wires_hidden_share"] == pytest.approx(1 - 17 / 43)
     assert found["first_wires_ms"] == pytest.approx((15 + 16) / 2 / 1e3)
+    assert found["others_hidden_share"] == 1.0  # the third of each step
+    beside = exposure.of_the_last([early, late], steps=2, first=1)
+    assert beside["others_hidden_share"] == pytest.approx(1 - (5 + 0 + 6 + 0) / (5 + 8 + 6 + 4))
 
 
 @pytest.mark.parametrize("ranks", [[[Gather(1, 1)] * 4, [Gather(1, 1)] * 2], [[Gather(1, 1)] * 3] * 2])
@@ -48,4 +51,5 @@ def test_steps_that_are_not_whole_are_refused(ranks):
 
 
 def test_a_step_without_a_gather_hides_all_of_it():
-    assert exposure.of_the_last([[], []], steps=3, first=2)["wires_hidden_share"] == 1.0
+    found = exposure.of_the_last([[], []], steps=3, first=2)
+    assert found["wires_hidden_share"] == found["others_hidden_share"] == 1.0

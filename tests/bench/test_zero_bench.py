@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from bench import zero, zero_tables
+from bench.exposure import kernels_of
 from bench.records import Record
 
 
@@ -49,18 +50,18 @@ def test_the_hidden_share_is_of_the_time_beside_other_kernels():
         kernel("gemm", 190, 310),
         {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0, "dur": 400},
     ]
-    values = zero.hidden_share(events, optimizer, steps=2)
+    values = zero.hidden_share(kernels_of(events), optimizer, steps=2)
     assert values["hidden_shares"] == [0.4, 1.0] and values["hidden_share"] == pytest.approx(0.7)
     assert values["gather_kernels_ms"] == pytest.approx(0.1) and values["exposed_ms"] == pytest.approx(0.03)
     assert values["most_exposed_ms"] == {"e": 0.03} and values["reduce_kernels_ms"] == pytest.approx(0.05)
-    assert zero.hidden_share(events[1:4], optimizer, steps=2) == {}
+    assert zero.hidden_share(kernels_of(events[1:4]), optimizer, steps=2) == {}
 
 
 def test_one_late_host_does_not_decide_the_hidden_share():
     optimizer = zero_of({"e": False}, casts=0)
     gathers = [{"cat": "kernel", "name": "ncclAllGather", "ts": start, "dur": 10} for start in (0, 100, 200)]
     beside = [{"cat": "kernel", "name": "gemm", "ts": start, "dur": 9} for start in (0, 100)]
-    values = zero.hidden_share(gathers + beside, optimizer, steps=3)
+    values = zero.hidden_share(kernels_of(gathers + beside), optimizer, steps=3)
     assert values["hidden_shares"] == [0.9, 0.9, 0.0] and values["hidden_share"] == pytest.approx(0.9)
 
 

@@ -70,12 +70,21 @@ def test_losses_are_those_of_one_process(folder, mesh, steps, recipe):
     near_one_process(shared, alone)
 
 
-def near_one_process(shared: list[float], alone: list[float]) -> None:
-    """Check losses of ranks that see other tokens and draw other bits than one process."""
+def near_one_process(shared: list[float], alone: list[float], later: float = 0.1, total: float = 0.01) -> None:
+    """Check losses of ranks that see other tokens and draw other bits than one process.
+
+    Sixteen runs on one process that differ in their random bits alone stray from each other by up to 0.7 % in the first
+    8 of 50 steps, then by up to 13 % in a step, the median pair by 6.5 %, and by up to 1.6 % in the sum.
+
+    Args:
+        shared, alone: what to compare.
+        later: the most by which a step behind the eighth may differ; the default is for runs that a CPU repeats.
+        total: likewise, of the sum.
+    """
     assert abs(shared[0] - alone[0]) < 5e-3
-    # FSDP2 alone strays as far from one process, in bf16 by 4.6 % at the last of 50 steps.
-    assert all(abs(a - b) < (0.02 if i < 8 else 0.1) * b for i, (a, b) in enumerate(zip(shared, alone, strict=True)))
-    assert abs(sum(shared) - sum(alone)) < 0.01 * sum(alone)
+    apart = [abs(a - b) / b for a, b in zip(shared, alone, strict=True)]
+    assert max(apart[:8]) < 0.01 and max(apart[8:], default=0.0) < later, apart
+    assert abs(sum(shared) - sum(alone)) < total * sum(alone)
 
 
 @pytest.mark.full
