@@ -123,8 +123,6 @@ class Parallel:
             share_(model, self._mesh["tp"])
             if self.config.dp_shard == 1:
                 return model.to(self._device)
-            # What DTensors hand out is a view, and nothing is changed in place.
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         if self.keeps_nvfp4:
             return model
         if not self.is_sharded:
@@ -135,6 +133,8 @@ class Parallel:
             return ddp(model, gradient_as_bucket_view=True, **options)
         from torch.distributed.fsdp import fully_shard
 
+        # What experts, DTensors and a shared head hand out is a view, and nothing is changed in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         if self.config.ep > 1:
             from halfbyte.train.expert_parallel import share_experts_
 
