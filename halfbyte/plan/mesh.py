@@ -7,6 +7,9 @@ from dataclasses import dataclass, fields
 from halfbyte.formats import NVFP4_BLOCK
 from halfbyte.plan.architecture import Architecture
 
+LONGEST = 12
+"""Digits of a number of a mesh."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
@@ -60,6 +63,8 @@ def parse_mesh(text: str) -> Mesh:
             raise ValueError(
                 f"mesh={text!r}: {part!r} is not one of {', '.join(f'{n}=N' for n in known)}, nor is it auto"
             )
+        if len(number) > LONGEST:
+            raise ValueError(f"mesh: {name} has {len(number):,} digits; give a number of GPUs")
         if name in sizes:
             raise ValueError(f"mesh={text!r}: {name} is there twice; give it once")
         sizes[name] = int(number)

@@ -11,7 +11,7 @@ from halfbyte.plan import architecture, hardware, held, seconds, traffic
 from halfbyte.plan import mesh as meshes
 from halfbyte.plan.assumptions import ROOM
 from halfbyte.plan.held import HeldBytes
-from halfbyte.plan.job import Gather, Head, Host, Job, Kernels, Sharding, Values, gathers_codes, kept_blocks
+from halfbyte.plan.job import Gather, Head, Host, Job, Sharding, Values, gathers_codes, kept_blocks
 from halfbyte.plan.kept import Recompute
 from halfbyte.plan.mesh import Mesh
 from halfbyte.plan.seconds import PlannedStep
@@ -20,6 +20,8 @@ from halfbyte.train import treatment
 
 AUTO = "auto"
 GIB = 2**30
+MOST_GPUS, MOST_TOKENS = 2**30, 2**40
+"""What a plan counts with: beyond, the sizes of tensors overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class PlanRequest:
     mesh: str = AUTO
     """`dp_shard=64,tp=8`, of dp_replicate, dp_shard, tp and ep; auto finds the fastest that fits."""
     recipe: str = "nvfp4"
-    """As `halfbyte train` takes it: with `@all` behind it no layer stays in high precision."""
+    """As `halfbyte train` takes it, but of one kind of step: with `@all` behind it no layer stays in high precision."""
     hardware: str = "h200"
     """h100, h200, b200 or gb300."""
     sequences: int = 1
@@ -53,8 +55,8 @@ class PlanRequest:
     """In what FSDP2 gathers weights that are no codes and reduces gradients: fp32 as `halfbyte train --dp-shard`."""
     recompute: Literal["auto", "nothing", "selective", "full"] = AUTO
     """Activation checkpointing. auto: with a given mesh nothing; with --mesh auto what is fastest and fits."""
-    kernels: Kernels = "compiled"
-    """Whether what lies between GEMMs is compiled, or runs op by op."""
+    kernels: Literal["auto", "compiled", "eager"] = AUTO
+    """Whether what lies between GEMMs is compiled, or runs op by op. auto: compiled, but for recompute selective."""
     vocabulary: int | None = None
     """Another vocabulary than the model's own."""
     high_precision_blocks: float = 0.15
@@ -118,17 +120,50 @@ def plan(request: PlanRequest) -> Plan:
     Raises:
         ValueError: a name is unknown, a mesh cannot be, or no mesh fits; the message names argument, value and remedy.
     """
-    if isinstance(request.gpus, bool) or not isinstance(request.gpus, int) or request.gpus < 1:
-        raise ValueError(f"gpus={request.gpus!r}: give a whole number, 1 or more")
-    # A name that is unknown is so on every mesh, and is no reason against one.
-    treatment.treatment_of(request.recipe), hardware.find_hardware(request.hardware)
-    _architecture(request.model, request.vocabulary)
+    _check(request)
     if request.mesh == AUTO:
         return _search(request)
     job = job_of(
         request, meshes.parse_mesh(request.mesh), "nothing" if request.recompute == AUTO else request.recompute
     )
     return _of(request, job)
+
+
+def _check(request: PlanRequest) -> None:
+    """Raise ValueError for what is wrong on every mesh, and so is no reason against one."""
+    for name, most in (("gpus", MOST_GPUS), *((n, MOST_TOKENS) for n in ("sequences", "sequence", "accumulate"))):
+        value = getattr(request, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={_short(value)}: give a whole number, 1 or more")
+        if value > most:
+            raise ValueError(f"{name}={_short(value)}: a plan counts to {most:,}; give fewer")
+    if request.sequences * request.sequence > MOST_TOKENS:
+        raise ValueError(
+            f"sequences={request.sequences}, sequence={request.sequence}: a plan counts to {MOST_TOKENS:,} tokens of a "
+            "micro-batch; give fewer"
+        )
+    if not 0.0 <= request.high_precision_blocks <= 1.0:
+        raise ValueError(f"high_precision_blocks={request.high_precision_blocks}: give a share, from 0 to 1")
+    chosen = treatment.treatment_of(request.recipe)
+    if chosen.schedule is not None:
+        raise ValueError(
+            f"recipe={request.recipe!r}: steps of a schedule differ, and a plan is of one; plan each of its recipes "
+            "alone, with gather='bf16' where a later one reads the weights in another form"
+        )
+    if chosen.halves:
+        raise ValueError(
+            f"recipe={request.recipe!r}: leave +order out, and halve sequences={request.sequences} and double "
+            f"accumulate={request.accumulate} instead"
+        )
+    hardware.find_hardware(request.hardware)
+    _architecture(request.model, request.vocabulary)
+
+
+def _short(value: object) -> str:
+    """Write a value; of an int that fills more than a line, how long it is."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return f"{'-' if value < 0 else ''}10**{int((abs(value).bit_length() - 1) * 0.30103)} or more"
+    return repr(value)
 
 
 def job_of(request: PlanRequest, mesh: Mesh, recompute: Recompute) -> Job:
@@ -156,7 +191,7 @@ def job_of(request: PlanRequest, mesh: Mesh, recompute: Recompute) -> Job:
         sharding=sharding,
         gather=gather,
         recompute=recompute,
-        kernels="eager" if recompute == "selective" else request.kernels,
+        kernels=request.kernels if request.kernels != AUTO else "eager" if recompute == "selective" else "compiled",
         head=request.head,
         host=request.host,
         holds_logits=request.holds_logits,
@@ -216,7 +251,7 @@ def _nothing_fits(
     request: PlanRequest, smallest: tuple[HeldBytes, Job] | None, refused: list[tuple[str, str, str]]
 ) -> str:
     if smallest is None:
-        return f"gpus={request.gpus}: no mesh can be; {refused[-1][2]}"
+        return f"gpus={request.gpus}: no mesh can be; {refused[0][2]}"  # of shards alone, which asks least
     peak, job = smallest
     return (
         f"gpus={request.gpus}: {request.model} fits on no mesh of {request.hardware}; least is {job.mesh}, "
@@ -241,7 +276,7 @@ def candidates(request: PlanRequest) -> Iterator[tuple[Mesh, Recompute]]:
     """Yield meshes of powers of two, tp within an NVLink domain, each with every recomputation asked for."""
     shape, domain = _architecture(request.model, request.vocabulary), hardware.find_hardware(request.hardware).domain
     every: tuple[Recompute, ...] = (
-        ("nothing", "full") if request.kernels == "compiled" else ("nothing", "selective", "full")
+        ("nothing", "selective", "full") if request.kernels == "eager" else ("nothing", "full")
     )
     wanted = every if request.recompute == AUTO else (request.recompute,)
     experts = max((kind.moe.experts for kind in shape.kinds if kind.moe is not None), default=1)

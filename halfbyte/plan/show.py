@@ -23,7 +23,7 @@ def plan_heading(plan: Plan) -> str:
     return (
         f"{job.architecture.name}, {job.architecture.parameters / 1e9:.1f}B parameters, recipe {plan.request.recipe}, "
         f"{job.mesh.gpus:,} x {job.hardware.name}: mesh {job.mesh}, {job.sharding}, weights travel in {job.gather}, "
-        f"recompute {job.recompute}\n"
+        f"recompute {job.recompute}{', op by op' if job.kernels == 'eager' else ''}\n"
         f"{plan.peak.total / GIB:.1f} GiB of {room:.0f} at {plan.peak.moment}: {verdict}; "
         f"{plan.step.total * 1e3:,.1f} ms a step of {job.step_tokens:,} tokens, "
         f"{plan.tokens_per_second:,.0f} tokens/s, "

@@ -8,6 +8,7 @@ from halfbyte import cli
 from halfbyte.plan import Mesh, Plan, PlanRequest, plan
 from halfbyte.plan.assumptions import assumptions, missing, unmeasured
 from halfbyte.plan.planning import candidates, job_of
+from halfbyte.plan.show import plan_heading
 
 
 def test_what_a_plan_is_of_where_nothing_is_said():
@@ -24,7 +25,7 @@ def test_what_a_plan_is_of_where_nothing_is_said():
         "sharding": "auto",
         "gather": "auto",
         "recompute": "auto",
-        "kernels": "compiled",
+        "kernels": "auto",
         "vocabulary": None,
         "high_precision_blocks": 0.15,
         "head": "gathered",
@@ -34,7 +35,16 @@ def test_what_a_plan_is_of_where_nothing_is_said():
     }
     job = plan(PlanRequest(mesh="dp_shard=8")).job
     assert (job.sharding, job.gather, job.recompute, job.kept_blocks) == ("fsdp", "nvfp4", "nothing", 5)
+    assert job.kernels == "compiled"
     assert plan(PlanRequest(mesh="dp_replicate=8")).job.sharding == "none"
+
+
+def test_selective_recomputation_runs_op_by_op_and_says_so():
+    found = plan(PlanRequest(mesh="dp_shard=8", recompute="selective"))
+    assert found.job.kernels == "eager" and "recompute selective, op by op\n" in plan_heading(found)
+    assert found.peak == plan(PlanRequest(mesh="dp_shard=8", recompute="selective", kernels="eager")).peak
+    compiled = plan_heading(plan(PlanRequest(mesh="dp_shard=8")))
+    assert "recompute nothing\n" in compiled and "op by op" not in compiled
 
 
 def every(request: PlanRequest) -> dict[tuple[str, str], Plan | str]:
