@@ -26,6 +26,8 @@ from halfbyte.stats.table import StepStatistics
 _PLAIN_GEMM = GemmSpec()
 SILENT = "nothing ran forward and backward"
 """Of a layer that a sampled step did not reach."""
+SHARED = "nothing ran with its values: ranks share its pass (tensor parallel), or its weight arrives as codes"
+"""Of a layer with a DTensor for a weight that a sampled step did not reach."""
 TAKEN = "a later hb.collect_stats measured it in this step; remove() one of them"
 """Of a layer that adds to the ledger of another collector: it adds to one alone."""
 
@@ -164,12 +166,15 @@ class StatsCollector:
                 row = read_ledger(own, about, features, keys)
                 rows.append(replace(row, experts=experts))
         taken = {row.name: TAKEN for row in rows if not self._is_ours(row.name)}
-        silent = {row.name: SILENT for row in rows if not row.tensors}
+        silent = {row.name: self._why_silent(row.name) for row in rows if not row.tensors}
         return StepStatistics(
             step=self.step + 1,
             layers=tuple(row for row in rows if row.tensors and row.name not in taken),
             unobserved={**self.unobserved, **silent, **taken},
         )
+
+    def _why_silent(self, name: str) -> str:
+        return SHARED if hasattr(getattr(self._layers[name], "weight", None), "placements") else SILENT
 
     def _reduced(self, together: Tensor) -> Tensor:
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self._group) == 1:

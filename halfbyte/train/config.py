@@ -207,9 +207,11 @@ class TrainConfig:
         ranks, shard = self.mesh.size, self.mesh.dp_shard
         if self.data.batch % self.mesh.parts:
             parts = self.mesh.parts
+            groups = self.mesh.dp_replicate or 1
+            ranks_of = f" (dp_shard={shard} x dp_replicate={groups})" if min(shard, groups) > 1 else ""
             raise ValueError(
-                f"batch={self.data.batch}: {parts} ranks cannot share it; give a multiple, such as {parts}, with "
-                "--accumulate for a larger step"
+                f"batch={self.data.batch}: {parts} ranks{ranks_of} cannot share it; give a multiple, such as {parts}, "
+                "with --accumulate for a larger step"
             )
         if ranks > 1 and self.run.graph == "on":
             raise ValueError(
@@ -246,8 +248,22 @@ class TrainConfig:
                 f"recipe_schedule={self.recipe_schedule!r}: ranks that share parameters (dp_shard={shard}, "
                 f"tp={self.mesh.tp}) do not measure the noise of gradients; name the step instead of auto"
             )
+        self._check_statistics()
         self._check_tensor_parallel()
         self._check_expert_parallel()
+
+    def _check_statistics(self) -> None:
+        every, mesh = self.run.stats_every, self.mesh
+        if every and mesh.weights == "nvfp4":
+            raise ValueError(
+                f"stats_every={every} with weights='nvfp4': weights that are there as codes have no values to compare "
+                "with; leave one of --stats-every and --weights out (losses are the same with --weights plain)"
+            )
+        if every and mesh.tp > 1:
+            raise ValueError(
+                f"stats_every={every} with tp={mesh.tp}: layers that ranks share have passes of their own, which "
+                "nothing measures; leave one of --stats-every and --tp out"
+            )
 
     def _check_expert_parallel(self) -> None:
         moe, ep = models.model_preset(self.model).moe, self.mesh.ep

@@ -15,6 +15,8 @@ from halfbyte.train.log import Log, Silent
 from halfbyte.train.ranks import World
 
 NAME = "stats.jsonl"
+NAMED = 3
+"""Layers that a line on the terminal names."""
 
 
 class RunSink:
@@ -35,6 +37,25 @@ class RunSink:
         """
         with files.naming(self._path):
             self._lines.write(statistics)
+
+
+class Unmeasured:
+    """Says once, of the first step that was sampled, which layers are not measured and why."""
+
+    def __init__(self) -> None:
+        self._is_said = False
+
+    def write(self, statistics: stats.StepStatistics) -> None:
+        """Print a line for each reason."""
+        if self._is_said:
+            return
+        self._is_said = True
+        reasons: dict[str, list[str]] = {}
+        for name, reason in statistics.unobserved.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            print(f"stats: not measured: {', '.join(names[:NAMED])}{more}: {reason}", file=sys.stderr, flush=True)
 
 
 def read_statistics(folder: Path) -> list[dict]:
@@ -67,6 +88,6 @@ def collector(
             print(f"stats: the recipe quantizes no layer, so {NAME} is not written", file=sys.stderr)
         return None
     board = getattr(log, "board", None)
-    sinks = [RunSink(folder, step)] if ranks.is_first else []
+    sinks = [RunSink(folder, step), Unmeasured()] if ranks.is_first else []
     to = [*sinks, stats.TensorBoard(board)] if board is not None else sinks
     return stats.collect_stats(model, every=every, to=to).start_at(step)
