@@ -7,10 +7,12 @@ features before.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,15 +41,21 @@ def share_experts_(blocks: Iterable[nn.Module], config: MeshConfig, device: torc
     """
     mesh, ranks = _mesh(config, device), (RANKS, TENSOR) if config.tp > 1 else RANKS
     groups = mesh["dp_replicate", GROUPS] if config.dp_replicate != 1 else mesh[GROUPS]
+    reads_codes = False
     for block in blocks:
         for module in block.modules():
             if not isinstance(module, MoE):
                 continue
+            fprop = module.gate_up_proj.recipe.fprop
+            reads_codes |= fprop is not None and fprop.a is not None
             options: dict[str, Any] = {"dispatch": config.dispatch, "reduce": "mean", "src_data_rank": None}
             options["capacity"] = config.capacity
             module.exchange = shard_experts_(module, mesh[ranks], "gate_up_proj", **options)
             for layer in (module.gate_up_proj, module.down_proj):
                 fully_shard(layer, mesh=groups, shard_placement_fn=lambda weight: _shard(weight, config))
+    if config.dispatch != "plain" and not reads_codes and dist.get_rank() == 0:
+        said = "tokens travel in their values; the recipe leaves what experts read in high precision"
+        print(f"dispatch={config.dispatch!r}: {said}", file=sys.stderr, flush=True)
 
 
 def log_dropped(model: nn.Module, log: Log | Silent, step: int, ranks: World, tp: int) -> None:

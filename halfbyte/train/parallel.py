@@ -78,6 +78,9 @@ class Parallel:
         from halfbyte.train.primary import PrimaryTraining
 
         self.primary = PrimaryTraining(model, optimizer, clip, dtype)
+        if self.primary.coded == 0 and self.rank == 0:  # of a baseline in bf16, for one
+            said = "the recipe reads no weight as one set of 16x16 tiles, forward and backward"
+            print(f"weights='nvfp4': they travel in their dtype; {said}", file=sys.stderr, flush=True)
         return self.primary
 
     def step(self, model: nn.Module, optimizer: Any, clip: float) -> Tensor:

@@ -108,12 +108,15 @@ class PrimaryTraining:
         self.zero.load_state_dict(saved)
 
     @property
+    def coded(self) -> int:
+        """How many parameters travel as NVFP4."""
+        return sum(isinstance(p, PrimaryWeight) for p in self._model.parameters())
+
+    @property
     def travels(self) -> str:
         """What of the weights travels how."""
-        coded = sum(isinstance(p, PrimaryWeight) for p in self._model.parameters())
-        return (
-            f"{coded} of {len(self._names)} parameters travel as NVFP4 and exist only so, their masters in fp32 shares"
-        )
+        named = len(self._names)
+        return f"{self.coded} of {named} parameters travel as NVFP4 and exist only so, their masters in fp32 shares"
 
 
 class _MasterValues:

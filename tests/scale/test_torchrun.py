@@ -166,6 +166,25 @@ def test_what_travels_is_an_option_of_the_command(folder, more, said):
     assert said in (folder / out / "layers.txt").read_text()
 
 
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (
+            ["--recipe", "quartet2", "--weights", "nvfp4"],
+            "weights='nvfp4': they travel in their dtype; the recipe reads no weight as one set of 16x16 tiles",
+        ),
+        (
+            ["--recipe", "bf16", "--model", "moe-tiny", "--ep", "2", "--dispatch", "nvfp4"],
+            "dispatch='nvfp4': tokens travel in their values; the recipe leaves what experts read in high precision",
+        ),
+    ],
+)
+def test_codes_that_a_recipe_leaves_no_room_for_are_said_once(folder, more, said):
+    out = f"no codes{len(more)}"
+    done = torchrun("-m", "halfbyte", "train", *options(folder, out, "--steps", "2", "--batch", "2", *more))
+    assert done.returncode == 0 and done.stderr.count(said) == 1, done.stderr
+
+
 SAVED = ["--checkpoint-every", "3", "--eval-every", "6", "--dp-shard", "2"]
 
 
