@@ -224,6 +224,7 @@ OPS: dict[str, tuple[int, Callable[[RehearsedCall], None]]] = {
 MOST = 1 << 48
 """Elements of a tensor, far beyond any memory and far below where sizes in bytes overflow."""
 
+EMPTY = "it has no elements"
 QUANTIZING = ("quantize", "amax", "grouped_quantize", "grouped_experts")
 """Ops that need a kernel for the spec itself; the others need its format."""
 
@@ -282,8 +283,10 @@ def explain(
         TypeError: an argument is of no type that it takes.
     """
     op = _op(op, shape, groups)
-    if not 1 <= len(specs) <= 2 or (op.endswith("gemm") and len(specs) != 2):
-        raise ValueError(f"specs={specs}: {op} takes {'two' if op.endswith('gemm') else 'one or two'}")
+    fewest, most = (2, 2) if op.endswith("gemm") else (1, 1) if op == "dequantize" else (1, 2)
+    if not fewest <= len(specs) <= most:
+        takes = "one or two" if fewest < most else ("", "one", "two")[most]
+        raise ValueError(f"specs={specs}: {op} takes {takes}")
     known = [read_spec(spec) for spec in specs]
     if batch_invariant and not op.endswith("gemm"):
         raise ValueError(f"batch_invariant=True: {op} is no product; leave it out")
@@ -303,7 +306,7 @@ def explain(
     with assumed(where), rehearsing() as events:
         second = known[1] if len(known) == 2 else None
         OPS[op][1](RehearsedCall(tuple(shape), known[0], second, groups, batch_invariant))
-    return Explanation(op=op, target=where.name, steps=tuple(steps_of(events)))
+    return Explanation(op=op, target=where.name, steps=tuple(steps_of(events) or [Step(kernel="nothing", why=EMPTY)]))
 
 
 def steps_of(events: Sequence[Any]) -> list[Step]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 import tyro
 
@@ -228,7 +228,7 @@ def _with_values(arguments: list[str]) -> list[str]:
         elif argument.startswith("--no-"):
             plain += [f"--{option}", "off"]
         else:
-            plain += [argument] if after in get_args(configs.Switch) else [argument, "on"]
+            plain += [argument] if after is not None and not after.startswith("-") else [argument, "on"]
     return plain
 
 

@@ -110,11 +110,19 @@ def test_as_many_recipes_as_torch_keeps_compiled(monkeypatch):
 @pytest.mark.parametrize("facts", [CPU, GPU, OLD_GPU], ids=["cpu", "gpu", "old"])
 @pytest.mark.parametrize("value", ["on", "off"])
 def test_what_is_asked_for_is_done_without_a_word(facts, value):
-    """Also against the run in the folder, which then is refused by name."""
+    """Also against the run in the folder, which then is refused by name. Only a CPU, which has no graphs, says so."""
     config = shape(4, model="moe-tiny", fuse=value, compile=value, run=configs.RunConfig(graph=value))
     choices = auto.choose_options(config, facts, {"fuse": value == "off", "compile": value == "off"})
     assert {choice.is_on for choice in choices.values()} == {value == "on"}
-    assert auto.apply(config, choices) == config and not auto.lines(config, facts, choices)
+    said = ("graph: off, a CPU has no CUDA graphs; leave --graph out",) if facts is CPU and value == "on" else ()
+    assert auto.apply(config, choices) == config and auto.lines(config, facts, choices) == said
+
+
+@pytest.mark.parametrize("option", auto.OPTIONS)
+def test_a_word_that_is_none_is_named_with_its_option(option, tmp_path, capsys):
+    assert cli.main(["train", f"--{option}", "maybe", "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert f"invalid choice 'maybe' for argument '--{option}'. Expected one of ('auto', 'on', 'off')" in said
 
 
 @pytest.mark.parametrize(("facts", "begun"), [(GPU, False), (CPU, True)])

@@ -95,6 +95,8 @@ def grouped_unsupported(
     if width or rows % NATIVE_ALIGNMENT:
         unit = NATIVE_ALIGNMENT
         return f"torch's grouped GEMM takes rows of whole {unit} bytes, and multiples of {unit} rows"
+    if not a.blocks.qdata.shape[-1]:
+        return "there is nothing to sum"
     return None
 
 
