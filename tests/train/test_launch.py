@@ -116,8 +116,11 @@ def test_a_mesh_of_nonsense(mesh, message):
 
 def test_what_ranks_cannot_share_is_refused():
     tiny, mesh = config.tiny(), config.MeshConfig(dp_shard=2, dp_replicate=2)
-    with pytest.raises(ValueError, match="batch=6: 4 ranks cannot share it; give a multiple, such as 4"):
+    said = r"batch=6: 4 ranks \(dp_shard=2 x dp_replicate=2\) cannot share it; give a multiple, such as 4"
+    with pytest.raises(ValueError, match=said):
         replace(tiny, mesh=mesh, data=replace(tiny.data, batch=6))
+    with pytest.raises(ValueError, match="batch=6: 4 ranks cannot share it; give a multiple, such as 4"):
+        replace(tiny, mesh=config.MeshConfig(dp_shard=4), data=replace(tiny.data, batch=6))
     with pytest.raises(ValueError, match="graph='on': 4 ranks step together"):
         replace(tiny, mesh=mesh, run=replace(tiny.run, graph="on"))
     with pytest.raises(ValueError, match="cache_weights=True with dp_shard=2: .* use --dp-shard 1"):
