@@ -11,6 +11,8 @@ there are, or others read the whole weight, FSDP2 goes on gathering it.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,9 +25,11 @@ from halfbyte.distributed.fixed_rows import ID_BYTES, FixedRows, row_bytes_excha
 from halfbyte.distributed.head import HeadShards, exchanged_bytes, head_problem, shard_head
 from halfbyte.distributed.same import agree_to_gather
 from halfbyte.layout import ceil_div
+from halfbyte.nn.linear import Linear
 from halfbyte.notebook import ShowsText
 
 CALL = "shard_embedding_"
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +135,12 @@ def shard_embedding_(
     named = dict(model.named_modules())
     if head is not None and (not head or not isinstance(getattr(named.get(head), "weight", None), Tensor)):
         raise ValueError(f"head={head!r}: the model has no such layer with a weight; name the one that makes logits")
+    places = Counter(id(module) for name, module in model.named_modules(remove_duplicate=False) if name)
     making = _Head.of(head, named[head], mesh, policy, tokens) if head else None
+    if making is not None:
+        making.problem = _replaced_problem(making.module, places)
     embeddings = {name: module for name, module in named.items() if isinstance(module, nn.Embedding)}
-    rows = _choices(named, embeddings, (policy, tokens, mesh.size(mesh.ndim - 1)), making)
+    rows = _choices(named, embeddings, (policy, tokens, mesh.size(mesh.ndim - 1)), making, places)
     agree_to_gather(CALL, mesh.mesh.flatten().tolist(), None, [(row.name, str(row)) for row in rows])
     making = None if making is None or rows[-1].reason else making
     sharded: list[ShardedEmbedding] = []
@@ -150,7 +157,11 @@ def shard_embedding_(
 
 
 def _choices(
-    named: dict[str, nn.Module], embeddings: dict[str, nn.Embedding], options: tuple[Any, int, int], head: _Head | None
+    named: dict[str, nn.Module],
+    embeddings: dict[str, nn.Embedding],
+    options: tuple[Any, int, int],
+    head: _Head | None,
+    places: Mapping[int, int],
 ) -> list[EmbeddingRow]:
     """Return the choice of every embedding, and behind them that of the head.
 
@@ -159,13 +170,21 @@ def _choices(
         embeddings: those among them.
         options: policy, tokens, and how many ranks share rows.
         head: that was named.
+        places: how many names the model has for a module, by its id.
     """
     holders: dict[int, list[nn.Module]] = {}
     for module in named.values():
         for param in module._parameters.values():
             holders.setdefault(id(param), []).append(module)
     rows = [
-        _choose(f"{name}.weight".lstrip("."), module, options, holders[id(module.weight)], head)
+        _choose(
+            f"{name}.weight".lstrip("."),
+            module,
+            options,
+            holders[id(module.weight)],
+            head,
+            _replaced_problem(module, places),
+        )
         for name, module in embeddings.items()
     ]
     if head is None:
@@ -173,6 +192,15 @@ def _choices(
     others = [m for m in holders[id(head.module.weight)] if m is not head.module]
     tied = [row for row, module in zip(rows, embeddings.values(), strict=True) if module in others]
     return [*rows, head.row(tied, len(others))]
+
+
+def _replaced_problem(module: nn.Module, places: Mapping[int, int]) -> str:
+    """Say why another module cannot stand in the place of one, "" if it can."""
+    if any(getattr(module, kind) for kind in HOOKS):
+        return "it has hooks, which a module in its place would not run"
+    if not places[id(module)]:
+        return "it is the model itself, and no module holds it"
+    return "the model holds it under several names" if places[id(module)] > 1 else ""
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -203,6 +231,8 @@ class _Head:
         self.name, self.module, self._precision = name, module, precision
         self._policy, self._exchanged = policy, exchanged
         self.shards: Any = None
+        self.problem = ""
+        """Why another module cannot stand in its place; one that is quantized stays."""
         self._mesh: Any = None
 
     @classmethod
@@ -223,7 +253,8 @@ class _Head:
     @property
     def reason(self) -> str:
         """Why its activations cannot be exchanged, whatever that takes; "" if they can."""
-        return head_problem(self.module, self._mesh.size(self._mesh.ndim - 1))
+        stays = isinstance(self.module, Linear)
+        return head_problem(self.module, self._mesh.size(self._mesh.ndim - 1)) or ("" if stays else self.problem)
 
     def row(self, tied: list[EmbeddingRow], others: int) -> EmbeddingRow:
         """Return the choice.
@@ -273,7 +304,12 @@ class _Precision(NamedTuple):
 
 
 def _choose(
-    name: str, module: nn.Embedding, options: tuple[Any, int, int], holders: list[nn.Module], head: _Head | None
+    name: str,
+    module: nn.Embedding,
+    options: tuple[Any, int, int],
+    holders: list[nn.Module],
+    head: _Head | None,
+    problem: str,
 ) -> EmbeddingRow:
     """Return the choice for one embedding.
 
@@ -282,6 +318,7 @@ def _choose(
         options: policy, tokens, and how many ranks share rows.
         holders: modules that have its weight.
         head: that was named, which may be one of them.
+        problem: why another module cannot stand in its place, "" if it can.
     """
     policy, tokens, world = options
     if hasattr(module.weight, "device_mesh"):
@@ -296,6 +333,7 @@ def _choose(
     both = exchanged + of_head
     checks = (
         (type(module) is not nn.Embedding, f"it is a {type(module).__name__}, no torch.nn.Embedding"),
+        (bool(problem), problem),
         (bool(others) and not is_tied, "other modules have it too, such as a head tied to it"),
         (is_tied and head is not None and bool(head.reason), f"of the head tied to it: {head and head.reason}"),
         (module.max_norm is not None, "max_norm changes rows in forward"),

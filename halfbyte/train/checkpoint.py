@@ -126,8 +126,11 @@ def is_of_ranks(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; a folder is moved aside first, so that one half deleted is not taken for a checkpoint."""
-    if not is_of_ranks(path):
+    """Delete a checkpoint; a folder is moved aside first, so that one half deleted is not taken for a checkpoint.
+
+    Of a link, to another disk for one, the link alone.
+    """
+    if path.is_symlink() or not is_of_ranks(path):
         path.unlink()
         return
     with files.temporary_folder(path) as away:

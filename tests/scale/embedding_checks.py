@@ -240,6 +240,30 @@ def choices(rank: int, world: int) -> list[str]:
     return [row.reason for handle in found for row in handle.rows]
 
 
+def replaced(rank: int, world: int) -> list[str]:
+    """Why embeddings and heads are gathered that another module cannot stand for, and what they do then."""
+    mesh, said = ranks.mesh(world), []
+    for case in ("two names", "a hook", "a hook of the head", "two names of the head", "the model"):
+        model = nn.Module()
+        model.embed, model.head, model.inner = nn.Embedding(400, DIM), nn.Linear(DIM, 400, bias=False), nn.Module()
+        if case == "two names":
+            model.inner.embed = model.embed
+        if case == "a hook":
+            model.embed.register_forward_hook(lambda module, inputs, output: 2 * output)
+        if case == "a hook of the head":
+            model.head.register_forward_pre_hook(lambda module, inputs: None)
+        if case == "two names of the head":
+            model.inner.head = model.head
+        alone, head = (model.embed, None) if case == "the model" else (model, "head")
+        before = alone.state_dict().keys()
+        rows = hb.distributed.shard_embedding_(alone, mesh, tokens=8, head=head).rows
+        assert alone.state_dict().keys() == before
+        said += [f"{case}: {row.name}: {row.reason}" for row in rows]
+        inner = getattr(model.inner, "embed", model.embed), getattr(model.inner, "head", model.head)
+        assert inner == (model.embed, model.head)
+    return said
+
+
 def refusals(rank: int, world: int) -> list[str]:
     """What is said of arguments and ids that cannot be."""
     mesh = ranks.mesh(world)

@@ -85,6 +85,23 @@ def test_a_gather_is_chosen_where_it_is_fewer_bytes_or_others_read_the_weight():
         assert scaled.startswith("max_norm") and small == "8 tokens may name as many bytes as its 6 rows have"
 
 
+def test_what_another_module_cannot_stand_for_is_gathered():
+    """Under one of two names the old module would go on with a weight of its own; hooks would be lost."""
+    names, hooks = "the model holds it under several names", "it has hooks, which a module in its place would not run"
+    for rank in ranks.run(2, embedding_checks.replaced):
+        assert rank == [
+            f"two names: embed.weight: {names}",
+            "two names: head.weight: ",
+            f"a hook: embed.weight: {hooks}",
+            "a hook: head.weight: ",
+            "a hook of the head: embed.weight: ",
+            f"a hook of the head: head.weight: {hooks}",
+            "two names of the head: embed.weight: ",
+            f"two names of the head: head.weight: {names}",
+            "the model: weight: it is the model itself, and no module holds it",
+        ]
+
+
 def test_what_cannot_be_is_refused():
     for rank in ranks.run(2, embedding_checks.refusals):
         assert rank == [

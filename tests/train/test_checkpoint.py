@@ -156,3 +156,14 @@ def test_broken_json_is_named(tmp_path):
     (tmp_path / "result.json").write_text("[]")
     with pytest.raises(ValueError, match=r"result\.json: holds no JSON object"):
         files.read_json(tmp_path / "result.json")
+
+
+def test_of_a_link_the_link_alone_is_deleted(tmp_path):
+    """A checkpoint that was moved to another disk; folders are moved aside before, which no link to one can be."""
+    away = tmp_path / "away"
+    away.mkdir()
+    (away / "kept").write_text("bytes")
+    link = tmp_path / "step-00000008"
+    link.symlink_to(away)
+    checkpoint.remove(link)
+    assert not link.is_symlink() and (away / "kept").read_text() == "bytes"
