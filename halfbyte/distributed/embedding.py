@@ -92,8 +92,18 @@ class RowExchange(ShowsText):
         return found | ({"activations": 0} if self._head is None else self._head.shards.traffic)
 
     def set_requires_gradient_sync(self, is_last: bool) -> None:
-        """Let the next backward send gradients, or keep them for the one that does, as FSDP2 does with others."""
-        for module in (*self._modules, *([] if self._head is None else [self._head.shards])):
+        """Let the next backward send gradients, or keep them for the one that does, as FSDP2 does with others.
+
+        Raises:
+            RuntimeError: what micro-batches of the step before kept was never sent.
+        """
+        modules: list[Any] = [*self._modules, *([] if self._head is None else [self._head.shards])]
+        if not is_last and any(module.sends_gradients and module.keeps for module in modules):
+            raise RuntimeError(
+                "gradients that micro-batches of the step before kept were never sent: its last one, which sends "
+                "them, did not go through every embedding and head whose rows ranks keep; let it, or gather these"
+            )
+        for module in modules:
             module.sends_gradients = is_last
 
     def __str__(self) -> str:
@@ -459,6 +469,11 @@ class ShardedEmbedding(nn.Module):
         total = come.new_zeros(local.shape)
         total.index_put_((asked.rows,), come, accumulate=True)  # sorted by row, in the order of ranks, on a GPU too
         return self.averaged(total, local)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether gradients wait for a backward that sends them."""
+        return bool(self.kept)
 
     def averaged(self, total: Tensor, local: Tensor) -> Tensor:
         """Return the gradient of this rank's rows, of what is the sum over the ranks that share the rows."""

@@ -77,6 +77,11 @@ class HeadShards:
         self._line: Any = None
 
     @property
+    def keeps(self) -> bool:
+        """Whether gradients wait for a backward that sends them."""
+        return self._kept is not None
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that share the rows."""
         return self._mesh.get_group(self._mesh.ndim - 1)

@@ -240,6 +240,25 @@ def choices(rank: int, world: int) -> list[str]:
     return [row.reason for handle in found for row in handle.rows]
 
 
+def never_sent(rank: int, world: int) -> list[str]:
+    """What is said at the next step where the micro-batch that sends gradients did not go through the embedding."""
+    said = []
+    for way in WAYS:
+        model = nn.Sequential(nn.Embedding(43, DIM))
+        with exchanging(way):
+            handle = hb.distributed.shard_embedding_(model, ranks.mesh(world), tokens=4)
+        for goes_through in (True, False):
+            for is_last in (False, True):
+                handle.set_requires_gradient_sync(is_last)
+                if goes_through or not is_last:
+                    model(torch.tensor([0, 20])).sum().backward()
+        try:
+            handle.set_requires_gradient_sync(False)
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
 def replaced(rank: int, world: int) -> list[str]:
     """Why embeddings and heads are gathered that another module cannot stand for, and what they do then."""
     mesh, said = ranks.mesh(world), []

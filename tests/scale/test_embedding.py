@@ -85,6 +85,11 @@ def test_a_gather_is_chosen_where_it_is_fewer_bytes_or_others_read_the_weight():
         assert scaled.startswith("max_norm") and small == "8 tokens may name as many bytes as its 6 rows have"
 
 
+def test_gradients_that_were_kept_and_never_sent_are_no_part_of_a_later_step():
+    for rank in ranks.run(2, embedding_checks.never_sent):
+        assert len(rank) == 2 and all(said.startswith("gradients that micro-batches of the step") for said in rank)
+
+
 def test_what_another_module_cannot_stand_for_is_gathered():
     """Under one of two names the old module would go on with a weight of its own; hooks would be lost."""
     names, hooks = "the model holds it under several names", "it has hooks, which a module in its place would not run"
