@@ -11,7 +11,6 @@ there are, or others read the whole weight, FSDP2 goes on gathering it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,13 +22,13 @@ from torch import Tensor, nn
 
 from halfbyte.distributed.fixed_rows import ID_BYTES, FixedRows, row_bytes_exchanged
 from halfbyte.distributed.head import HeadShards, exchanged_bytes, head_problem, shard_head
+from halfbyte.distributed.replacing import names_of_modules, replaced_problem
 from halfbyte.distributed.same import agree_to_gather
 from halfbyte.layout import ceil_div
 from halfbyte.nn.linear import Linear
 from halfbyte.notebook import ShowsText
 
 CALL = "shard_embedding_"
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +144,10 @@ def shard_embedding_(
     named = dict(model.named_modules())
     if head is not None and (not head or not isinstance(getattr(named.get(head), "weight", None), Tensor)):
         raise ValueError(f"head={head!r}: the model has no such layer with a weight; name the one that makes logits")
-    places = Counter(id(module) for name, module in model.named_modules(remove_duplicate=False) if name)
+    places = names_of_modules(model)
     making = _Head.of(head, named[head], mesh, policy, tokens) if head else None
     if making is not None:
-        making.problem = _replaced_problem(making.module, places)
+        making.problem = replaced_problem(making.module, places)
     embeddings = {name: module for name, module in named.items() if isinstance(module, nn.Embedding)}
     rows = _choices(named, embeddings, (policy, tokens, mesh.size(mesh.ndim - 1)), making, places)
     agree_to_gather(CALL, mesh.mesh.flatten().tolist(), None, [(row.name, str(row)) for row in rows])
@@ -193,7 +192,7 @@ def _choices(
             options,
             holders[id(module.weight)],
             head,
-            _replaced_problem(module, places),
+            replaced_problem(module, places),
         )
         for name, module in embeddings.items()
     ]
@@ -202,15 +201,6 @@ def _choices(
     others = [m for m in holders[id(head.module.weight)] if m is not head.module]
     tied = [row for row, module in zip(rows, embeddings.values(), strict=True) if module in others]
     return [*rows, head.row(tied, len(others))]
-
-
-def _replaced_problem(module: nn.Module, places: Mapping[int, int]) -> str:
-    """Say why another module cannot stand in the place of one, "" if it can."""
-    if any(getattr(module, kind) for kind in HOOKS):
-        return "it has hooks, which a module in its place would not run"
-    if not places[id(module)]:
-        return "it is the model itself, and no module holds it"
-    return "the model holds it under several names" if places[id(module)] > 1 else ""
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -241,8 +231,7 @@ class _Head:
         self.name, self.module, self._precision = name, module, precision
         self._policy, self._exchanged = policy, exchanged
         self.shards: Any = None
-        self.problem = ""
-        """Why another module cannot stand in its place; one that is quantized stays."""
+        self.problem = ""  # why no other module can stand in its place; one that is quantized stays
         self._mesh: Any = None
 
     @classmethod
@@ -328,7 +317,7 @@ def _choose(
         options: policy, tokens, and how many ranks share rows.
         holders: modules that have its weight.
         head: that was named, which may be one of them.
-        problem: why another module cannot stand in its place, "" if it can.
+        problem: why no other module can stand in its place.
     """
     policy, tokens, world = options
     if hasattr(module.weight, "device_mesh"):
