@@ -24,7 +24,10 @@ CALL = "fsdp_gather_nvfp4_"
 
 
 class Home(NamedTuple):
-    """A parameter: its name, the layer or other module that has it, and the module that `fully_shard` wrapped."""
+    """A parameter: its name, the layer or other module that has it, and the module whose FSDP2 group gathers it.
+
+    wrapped: None if no module of the model does: one further up gathers it, or `fully_shard` was told to leave it.
+    """
 
     name: str
     module: nn.Module
@@ -39,18 +42,28 @@ class Home(NamedTuple):
 
 def homes_of(model: nn.Module) -> list[Home]:
     """Return every parameter once, in the model's order; tied ones under their first name."""
-    wrapped: dict[str, nn.Module | None] = {}
+    gathering = _gathering_modules(model)
     homes, seen = [], set()
     for path, module in model.named_modules():
-        above = wrapped.get(path.rpartition(".")[0]) if path else None
-        wrapped[path] = module if is_wrapped(module) else above
         for own, param in module._parameters.items():
             if param is not None and id(param) not in seen:
                 seen.add(id(param))
                 if is_exchanged(module):
                     continue
-                homes.append(Home(f"{path}.{own}".lstrip("."), module, own, wrapped[path]))
+                homes.append(Home(f"{path}.{own}".lstrip("."), module, own, gathering.get((module, own))))
     return homes
+
+
+def _gathering_modules(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Module]:
+    """Return the module in a model whose FSDP2 group gathers a parameter, by the module that has it and its name."""
+    found = {}
+    for wrapped in model.modules():
+        for group in groups_of(wrapped) if is_wrapped(wrapped) else ():
+            for param in group.fsdp_params:
+                info = param._module_info
+                modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+                found |= dict.fromkeys(zip(modules, names, strict=True), wrapped)
+    return found
 
 
 def is_exchanged(module: Any) -> bool:
@@ -159,6 +172,7 @@ def reason_against(home: Home, holders: list[nn.Module]) -> str | None:
         return ""
     checks = (
         (not is_sharded(param), "fully_shard has not sharded it"),
+        (home.wrapped is None, f"no module that fully_shard wrapped gathers it here; give {CALL} the one that does"),
         (len(holders) > 1, "other modules have it too"),
         (getattr(layers[0], "entry", None) is not None and param.dim() == 3, "ranks share its experts"),
         (

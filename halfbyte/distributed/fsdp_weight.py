@@ -10,6 +10,7 @@ attributes of that tensor, which is why whatever replaces the tensor loses them.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -182,6 +183,9 @@ class GatheredWeight:
         self.param = param
         # What replaces the tensor loses its attributes: they are set wherever a forward begins.
         local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._send, self._receive
+        if "__getstate__" not in vars(local):
+            apart = _Apart(local)
+            local.__getstate__, local.__deepcopy__ = apart.state, apart.copy
         return self.is_dirty
 
     def _check(self, local: Tensor) -> None:
@@ -392,14 +396,39 @@ def event_of(tensor: Tensor) -> Any:
     return event
 
 
+class _Apart:
+    """How a shard is pickled and copied: without what FSDP2 asks it, which is of this model alone."""
+
+    names = ("fsdp_pre_all_gather", "fsdp_post_all_gather", "__getstate__", "__deepcopy__")
+
+    def __init__(self, local: Tensor) -> None:
+        self._local = weakref.ref(local)  # these are attributes of it
+
+    def state(self) -> dict[str, Any]:
+        """Return the attributes that are pickled."""
+        return {name: value for name, value in vars(self._local()).items() if name not in self.names}
+
+    def copy(self, memo: dict[int, Any]) -> Tensor:
+        """Return what copy.deepcopy does."""
+        local = self._local()
+        assert local is not None, "it is being copied"
+        copied = Tensor.__deepcopy__(local, memo)
+        for name in self.names:
+            vars(copied).pop(name, None)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Apart:
+        return self  # until `copy` takes it away
+
+
 class _Hook:
-    """A callable that FSDP2 finds on a shard; copies and pickles of the shard have None."""
+    """A callable that FSDP2 finds on a shard."""
 
     def __init__(self, weight: GatheredWeight) -> None:
         self.weight = weight
 
-    def __reduce__(self) -> tuple:
-        return type(None), ()
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return self  # until `_Apart.copy` takes it away
 
 
 class _Send(_Hook):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import nn
@@ -93,11 +94,15 @@ class Architecture:
         return self._shapes[kind][0]
 
     def small(self, kind: Kind) -> int:
-        """Parameters of one block that no linear layer has: norms and routers."""
+        """Elements of one block's parameters that are no weight of a linear layer: norms and routers."""
+        return sum(map(prod, self.small_shapes(kind)))
+
+    def small_shapes(self, kind: Kind) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of these."""
         return self._shapes[kind][1]
 
     @cached_property
-    def _shapes(self) -> dict[Kind, tuple[tuple[Matrix, ...], int]]:
+    def _shapes(self) -> dict[Kind, tuple[tuple[Matrix, ...], tuple[tuple[int, ...], ...]]]:
         return {kind: _shapes(self.block(kind, compiled=False)) for kind in self.kinds}
 
     @cached_property
@@ -140,8 +145,8 @@ class Matrix:
         return self.experts * self.rows * self.cols
 
 
-def _shapes(block: nn.Module) -> tuple[tuple[Matrix, ...], int]:
-    """Return the weights of linear layers in a block, and how many parameters it has beside them."""
+def _shapes(block: nn.Module) -> tuple[tuple[Matrix, ...], tuple[tuple[int, ...], ...]]:
+    """Return the weights of linear layers in a block, and the shapes of its other parameters."""
     found = []
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear):
@@ -151,7 +156,8 @@ def _shapes(block: nn.Module) -> tuple[tuple[Matrix, ...], int]:
             for part in ("gate_up_proj", "down_proj"):
                 _, rows, cols = getattr(module, part).weight.shape
                 found.append(Matrix(name=f"{name}.{part}", rows=rows, cols=cols, **experts))
-    return tuple(found), sum(p.numel() for p in block.parameters()) - sum(m.numel for m in found)
+    weights = {f"{matrix.name}.weight" for matrix in found}
+    return tuple(found), tuple(tuple(p.shape) for name, p in block.named_parameters() if name not in weights)
 
 
 def architecture_of(name: str, config: ModelConfig) -> Architecture:

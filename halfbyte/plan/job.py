@@ -12,6 +12,7 @@ from halfbyte.plan.architecture import Architecture, Kind, Matrix
 from halfbyte.plan.hardware import Hardware
 from halfbyte.plan.kept import Masters, Recompute
 from halfbyte.plan.mesh import Mesh
+from halfbyte.plan.shards import filled, ranks_of, values_gathered
 from halfbyte.recipes import bf16
 from halfbyte.spec import Recipe
 
@@ -157,10 +158,19 @@ class Job:
 
     @property
     def shard(self) -> float:
-        """Elements whose masters one GPU holds."""
-        experts = self.architecture.expert_parameters / self.mesh.tp / self.mesh.dp_shard
-        others = self.numel - self.architecture.expert_parameters / self.mesh.tp / self.mesh.ep
-        return experts + others / self.mesh.dp_shard
+        """Elements whose masters one GPU holds, the one that holds most."""
+        if self.sharding == "zero1":  # of all weights laid end to end
+            return self.numel / self.mesh.dp_shard
+        config, ranks = self.architecture.config, self.mesh.dp_shard
+        tables = 1 if config.tie_embeddings else 2
+        edges = filled((config.dim,), ranks) + tables * filled((config.vocab_size, config.dim), ranks)
+        found = edges / self.mesh.tp / ranks
+        for kind in self.architecture.kinds:
+            small = sum(filled(shape, ranks) for shape in self.architecture.small_shapes(kind)) / ranks
+            matrices = self.architecture.matrices(kind)
+            weights = [values_gathered(self.mesh, m) / ranks_of(self.mesh, m.experts > 1) for m in matrices]
+            found += kind.count * (small + sum(weights))
+        return found
 
     def check(self, gpus: int) -> None:
         """Raise unless the model can lie on the mesh, and the mesh is of so many GPUs."""

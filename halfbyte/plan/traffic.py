@@ -14,12 +14,12 @@ from halfbyte.distributed.fixed_rows import ID_BYTES
 from halfbyte.distributed.head import STATISTIC_BYTES, TARGET_BYTES
 from halfbyte.distributed.plan import Item, scale_room, storage_plan
 from halfbyte.formats import NVFP4_BLOCK
-from halfbyte.layout import ceil_div, round_up
 from halfbyte.plan.architecture import Kind, Matrix
 from halfbyte.plan.calibration import NETWORK_SHARE, NVLINK_SHARE
 from halfbyte.plan.hardware import Hardware
 from halfbyte.plan.held import BF16, FP32
 from halfbyte.plan.job import Job
+from halfbyte.plan.shards import codes_gathered, filled, ranks_of, values_gathered
 from halfbyte.plan.shared_edges import shared_edges
 from halfbyte.spec import Recipe
 
@@ -89,9 +89,7 @@ def collectives(job: Job) -> tuple[Collective, ...]:
 
 def _shards(job: Job, experts: bool) -> Group:
     mesh = job.mesh
-    if experts:
-        return Group(size=mesh.dp_shard // mesh.ep, stride=mesh.tp * mesh.ep)
-    return Group(size=mesh.dp_shard, stride=mesh.tp)
+    return Group(size=ranks_of(mesh, experts), stride=mesh.tp * (mesh.ep if experts else 1))
 
 
 def _weights(job: Job) -> Iterator[Collective]:
@@ -116,14 +114,25 @@ def _weights(job: Job) -> Iterator[Collective]:
 
 def _edges(job: Job) -> float:
     """Return what embedding, last norm and head take as they are gathered; FSDP2 keeps them for the backward."""
+    values = job.value_bytes * _edge_values(job, is_head_coded=_is_head_coded(job)) / job.mesh.tp
+    return values + (matrix_bytes(job, _head(job), job.recipe) if _is_head_coded(job) else 0.0)
+
+
+def _head(job: Job) -> Matrix:
     config = job.architecture.config
-    shared = shared_edges(job)
-    head = Matrix(name="lm_head", rows=config.vocab_size, cols=config.dim)
-    if not job.follows_head or shared.head:
-        return job.value_bytes * (job.architecture.edges - shared.gathered(job)[1]) / job.mesh.tp
-    if shared.embedding:
-        return job.value_bytes * config.dim + matrix_bytes(job, head, job.recipe)
-    return job.value_bytes * (job.architecture.edges - head.numel) / job.mesh.tp + matrix_bytes(job, head, job.recipe)
+    return Matrix(name="lm_head", rows=config.vocab_size, cols=config.dim)
+
+
+def _is_head_coded(job: Job) -> bool:
+    return job.follows_head and not shared_edges(job).head
+
+
+def _edge_values(job: Job, *, is_head_coded: bool) -> int:
+    """Return the elements of embedding, last norm and head that FSDP2 gathers in values, on all tp ranks together."""
+    config, shared, ranks = job.architecture.config, shared_edges(job), job.mesh.dp_shard
+    is_kept = (shared.head,) if config.tie_embeddings else (shared.embedding, shared.head or is_head_coded)
+    tables = len(is_kept) - sum(is_kept)
+    return filled((config.dim,), ranks) + tables * filled((config.vocab_size, config.dim), ranks)
 
 
 def bytes_of_block(job: Job, experts: bool, phase: Phase) -> float:
@@ -132,24 +141,21 @@ def bytes_of_block(job: Job, experts: bool, phase: Phase) -> float:
     for span in job.spans:
         chosen = [m for m in job.architecture.matrices(span.kind) if (m.experts > 1) == experts]
         sizes = [matrix_bytes(job, matrix, span.recipe, phase) for matrix in chosen]
-        small = 0.0 if experts else job.value_bytes * job.architecture.small(span.kind)
+        small = 0 if experts else job.value_bytes * _small_values(job, span.kind)
         total += span.count * (sum(sizes) + small)
     return total
+
+
+def _small_values(job: Job, kind: Kind) -> int:
+    return sum(filled(shape, job.mesh.dp_shard) for shape in job.architecture.small_shapes(kind))
 
 
 def matrix_bytes(job: Job, matrix: Matrix, recipe: Recipe, phase: Phase = "forward") -> float:
     """Return the bytes of one weight as it is gathered: codes and a scale byte for each block, or values."""
     is_backward = phase == "backward"
     if job.gather == "bf16" or recipe is not job.recipe or (is_backward and job.reading.is_in_values):
-        return job.value_bytes * job.local(matrix)
-    columns = job.reading.columns if is_backward else None
-    if columns is not None:
-        each = matrix.cols * ceil_div(matrix.rows, columns.block_length) * (columns.format.block_bytes + 1)
-    else:
-        codes = matrix.rows * round_up(matrix.cols, NVFP4_BLOCK) / 2
-        each = codes + ceil_div(matrix.rows, job.reading.spec.block[0]) * ceil_div(matrix.cols, NVFP4_BLOCK)
-    amax = FP32 if matrix.experts > 1 and (columns is None or columns.format.has_amax) else 0
-    return matrix.experts * (each + amax) * job.local(matrix) / matrix.numel
+        return job.value_bytes * values_gathered(job.mesh, matrix)
+    return codes_gathered(job.mesh, matrix, job.reading, is_backward)
 
 
 def zero_gather(job: Job) -> tuple[int, int]:
@@ -197,8 +203,12 @@ def _gradients(job: Job) -> Iterator[Collective]:
     if job.sharding == "zero1":
         yield _reduction("gradients", "reduce-scatter", _shards(job, False), BF16 * job.numel)
         return
-    experts = job.architecture.expert_parameters / mesh.tp / mesh.ep
-    others = job.numel - experts - shared_edges(job).gathered(job)[1]
+    others = _edge_values(job, is_head_coded=False) / mesh.tp
+    experts = 0.0
+    for kind in job.architecture.kinds:
+        each = {m: values_gathered(mesh, m) for m in job.architecture.matrices(kind)}
+        experts += kind.count * sum(numel for m, numel in each.items() if m.experts > 1)
+        others += kind.count * (sum(n for m, n in each.items() if m.experts == 1) + _small_values(job, kind))
     for what, numel, is_expert in (("gradients", others, False), ("gradients of experts", experts, True)):
         yield _reduction(what, "reduce-scatter", _shards(job, is_expert), job.value_bytes * numel * job.accumulate)
     yield _reduction("gradients of shards", "all-reduce", across, job.value_bytes * job.shard)

@@ -86,6 +86,31 @@ def test_blocks_in_high_precision_travel_in_bf16():
     assert some - every == 5 * block * (2 - 1 / 2 - 1 / 256)  # 15 % of 32 blocks, rounded up
 
 
+def test_rows_that_ranks_do_not_divide_are_filled_up():
+    """llama3-70b on 3,000 ranks: 8,192 rows are three of each, 1,024 are one, 28,672 ten, 128,256 words 43."""
+    common = {"model": "llama3-70b", "gpus": 3000, "mesh": "dp_shard=3000", "recipe": "nvfp4@all"}
+    coded, plain = (sent(PlanRequest(**common, gather=gather)) for gather in ("nvfp4", "bf16"))
+    q, kv, gate, down = 9000 * 8192, 3000 * 8192, 30_000 * 8192, 9000 * 28_672  # and o as q, up as gate
+    block, norms = 2 * q + 2 * kv + 2 * gate + down, 80 * 2 * 9000
+    words = 3000 * 43 * 8192
+    assert plain["weights", "backward"].message == 2 * (80 * block + norms)
+    assert plain["weights", "forward"].message == 2 * (80 * block + norms + 2 * words + 9000)
+    assert plain["gradients", "backward"].message == 2 * (80 * block + norms + 2 * words + 9000)
+    # At most one row of tiles begins in up to 16 rows: every message has room for one.
+    scales = 3000 * (2 * 512 + 2 * 512 + 2 * 512 + 1792)
+    assert coded["weights", "backward"].message == 80 * (block / 2 + scales) + 2 * norms
+    head = words / 2 + 3000 * 3 * 512  # 43 rows from a rank's first: three rows of tiles begin in some
+    assert coded["weights", "forward"].message - coded["weights", "backward"].message == head + 2 * (words + 9000)
+
+
+def test_experts_that_ranks_do_not_divide_are_filled_up():
+    """What expert parallelism leaves is split by experts: of 128, each of 300 ranks has one or none."""
+    found = sent(PlanRequest(model="deepseek-v3", gpus=600, mesh="dp_shard=600,ep=2", recipe="bf16"))
+    each = 3 * 2048 * 7168
+    assert found["weights of experts", "forward"].message == 58 * 2 * 300 * each
+    assert found["gradients of experts", "backward"].message == 58 * 2 * 300 * each
+
+
 def test_without_a_policy_what_is_no_code_travels_in_fp32():
     common = {"model": "llama3-8b", "gpus": 16, "mesh": "dp_replicate=2,dp_shard=8", "values": "fp32"}
     plain, coded = (sent(PlanRequest(**common, recipe=recipe)) for recipe in ("bf16", "nvfp4"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -397,7 +399,7 @@ def sent(rank: int, world: int, name: str, recipe: str) -> tuple[int, int]:
     for part in (*model.layers, model):
         fully_shard(part, mesh=mesh_of(Case(), world), mp_policy=BF16)
     report = hb.distributed.fsdp_gather_nvfp4_(model).report
-    return report.sent, sum(row.sent for row in report.rows if row.name.startswith("layers."))
+    return report.sent, sum(row.backward_sent for row in report.rows if row.name.startswith("layers."))
 
 
 def ratios(rank: int, world: int, recipes: dict[str, Any]) -> dict[str, tuple[tuple[float, float], tuple[int, int]]]:
@@ -443,3 +445,41 @@ def disagreements(rank: int, world: int) -> list[str]:
         except ValueError as error:
             said.append(str(error))
     return said
+
+
+def taken_along(rank: int, world: int) -> list[list[str]]:
+    """Attributes of pickles and copies of a shard that has been through a forward and a backward, with one's own."""
+    model, _ = wrapped(Case(), world)
+    hb.distributed.fsdp_gather_nvfp4_(model)
+    model(batch(Case(), rank, 0, 0)).float().sum().backward()
+    model.reshard()
+    shard = model[0].weight
+    shard._local_tensor.own = 3
+    file = io.BytesIO()
+    torch.save(dict(model.named_parameters()), file)
+    file.seek(0)
+    loaded = torch.load(file)["0.weight"]
+    found = [sorted(vars(t._local_tensor)) for t in (loaded, copy.deepcopy(shard))]
+    other, _ = wrapped(Case(), world)  # plain FSDP2 takes them as they are
+    other.load_state_dict({**other.state_dict(), "0.weight": loaded}, assign=True)
+    other(batch(Case(), rank, 0, 0))
+    return found if same(loaded._local_tensor, shard._local_tensor) else []
+
+
+def without_its_group(rank: int, world: int) -> tuple[str, str]:
+    """What is said of layers that a module further up gathers, beside others and alone."""
+    mesh, said = ranks.mesh(world), []
+    for deep in (True, False):
+        block = nn.Sequential(two_layers(), two_layers(32, 80, 48))
+        model = nn.Sequential(block)
+        hb.quantize_(model, "nvfp4", keep=NOTHING_KEPT, state=hb.RunState(0))
+        for part in (block[0], model) if deep else (model,):
+            fully_shard(part, mesh=mesh)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                kept = hb.distributed.fsdp_gather_nvfp4_(block).report.kept
+                said.append(f"{list(kept)}: {caught[0].message}")
+            except ValueError as error:
+                said.append(str(error))
+    return said[0], said[1]

@@ -110,12 +110,12 @@ def test_a_write_that_leaves_no_trace_is_told_by_mark_changed():
     assert ranks.run(2, fsdp_checks.told, False) == [False, False], "else mark_changed would not be needed"
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4@all", "rl@all"])
-def test_a_plan_counts_what_travels(recipe):
-    """Embedding, last norm and head are gathered for the forward alone."""
-    request = PlanRequest(model="2m", gpus=2, mesh="dp_shard=2", recipe=recipe, sequence=64)
+@pytest.mark.parametrize("world, recipe", [(2, "nvfp4"), (2, "rl@all"), (5, "nvfp4@all"), (5, "nvfp4_mxfp8_bwd@all")])
+def test_a_plan_counts_what_travels(world, recipe):
+    """Embedding, last norm and head are gathered for the forward alone; no matrix has rows that five ranks divide."""
+    request = PlanRequest(model="2m", gpus=world, mesh=f"dp_shard={world}", recipe=recipe, sequence=64)
     planned = {c.phase: c.message for c in plan(request).collectives if c.what == "weights"}
-    assert ranks.run(2, fsdp_checks.sent, "2m", recipe) == [(planned["forward"], planned["backward"])] * 2
+    assert ranks.run(world, fsdp_checks.sent, "2m", recipe) == [(planned["forward"], planned["backward"])] * world
 
 
 PRESETS = hb.recipes.PRESETS
@@ -155,3 +155,16 @@ def test_ranks_that_differ_are_told_the_difference():
     assert "of None'] on rank 0" in dtypes and "of torch.bfloat16'] on rank 1" in dtypes
     assert nothing.startswith("rank 1: model: none of its weights can be gathered as NVFP4; none of its layers")
     assert tokens.startswith("shard_embedding_: the parameters differ: ['0.weight'") and "on rank 1" in tokens
+
+
+def test_pickles_and_copies_of_a_shard_have_nothing_of_the_gather():
+    assert ranks.run(2, fsdp_checks.taken_along) == [[["own"], ["own"]]] * 2
+
+
+def test_what_a_module_further_up_gathers_stays_in_its_values_and_is_named():
+    for beside, alone in ranks.run(2, fsdp_checks.without_its_group):
+        assert beside.startswith(
+            "['1.0.weight', '1.2.weight']: fsdp_gather_nvfp4_: gathered in their values: 1.0.weight: "
+        )
+        assert "no module that fully_shard wrapped gathers it here; give fsdp_gather_nvfp4_ the one that does" in beside
+        assert "fully_shard has wrapped nothing of it" in alone
